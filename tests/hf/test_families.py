@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
-from families import Family, delta, recurrent, softmax
+from families import Family, delta, hybrid, recurrent, softmax
 from headrace.hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM, load
 from headrace.hf.convert import FORMATS, export_checkpoint, import_checkpoint, slots
 from headrace.hf.convert.fields import COMMON
 from headrace.utils.errors import InputError
 
-FAMILIES: dict[str, Family] = softmax.FAMILIES | recurrent.FAMILIES | delta.FAMILIES
+FAMILIES: dict[str, Family] = softmax.FAMILIES | recurrent.FAMILIES | delta.FAMILIES | hybrid.FAMILIES
 VARIANTS = [(kind, name) for kind, family in FAMILIES.items() for name in ("base", *family.variants)]
 T = 12
 
@@ -48,8 +48,9 @@ def save(config, path):
     """Writes a model with random weights."""
     with float64_throughout():
         theirs = AutoModelForCausalLM.from_config(config)
-        for parameter in theirs.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
+        for name, value in theirs.state_dict().items():
+            if FORMATS[config.model_type].holds(name):
+                torch.nn.init.normal_(value, std=0.3)
         theirs.save_pretrained(path)
     return path
 

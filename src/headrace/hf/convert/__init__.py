@@ -7,6 +7,7 @@ use this map. Only safetensors files are read: nothing is unpickled, and no fore
 import json
 from dataclasses import asdict, replace
 from functools import reduce
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import GenerationConfig
 from ...layers.attention.latent import LatentAttention
 from ...layers.base import Mixer
 from ...layers.blocks.moe import MixtureOfExperts
+from ...ops.call import accumulator
 from ...ops.checks import require
 from ...utils.errors import InputError, reading
 from ...utils.integrity import check_weights, read_json, seal, write_json
@@ -25,12 +27,12 @@ from ...utils.provenance import difference
 from ..checkpoint import check_depth
 from ..config import HeadraceConfig, check_generation
 from ..model import HeadraceForCausalLM
-from . import delta, flash, recurrent, softmax
+from . import delta, flash, hybrid, recurrent, softmax
 from .fields import Config, check_sizes
 from .files import WEIGHTS, Header, TensorFiles
 from .form import SHARED, SPECIAL, Format, Model, View, Views
 
-FORMATS: dict[str, Format] = softmax.FORMATS | recurrent.FORMATS | delta.FORMATS | flash.FORMATS
+FORMATS: dict[str, Format] = softmax.FORMATS | recurrent.FORMATS | delta.FORMATS | hybrid.FORMATS | flash.FORMATS
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 PRECISIONS = {str(dtype).removeprefix("torch."): dtype for dtype in (
@@ -83,9 +85,13 @@ def _empty_model(form: Format, described: Config, files: TensorFiles, dtype: tor
     with torch.device("meta"):
         model: Any = HeadraceForCausalLM(config)
     _check_tensors(form, model, foreign, files)
-    model.to(_precision(files.headers) if dtype is None else dtype).to_empty(device="cpu")
+    biases = {view.name for slot, view in foreign.views.items() if slot.endswith("choice_bias")}
+    headers = {name: header for name, header in files.headers.items() if name not in biases}
+    model.to(_precision(headers) if dtype is None else dtype).to_empty(device="cpu")
     for module in model.modules():
-        if module._buffers:  # which no view fills
+        if isinstance(module, MixtureOfExperts) and module.choice_bias is not None:
+            module.choice_bias = module.choice_bias.to(accumulator(module.choice_bias))  # as `from_pretrained` keeps it
+        elif module._buffers:  # which no view fills
             module.reset_parameters()
     model.tie_weights()
     return model, foreign.views
@@ -239,6 +245,7 @@ def _present(view: View, form: Format, files: TensorFiles) -> View:
 def _fits(view: View, shape: list[int], wanted: list[int]) -> bool:
     part = shape[::-1] if view.transposed else shape
     if view.block is not None:
+        part = part if view.shape is None else [prod(part[:2]), *part[2:]]
         if part[:1] != [view.block.groups * view.block.each]:
             return False
         part = [view.block.groups * view.block.size, *part[1:]]

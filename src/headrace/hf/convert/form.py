@@ -33,7 +33,7 @@ class View(NamedTuple):
     """The place of one of our tensors in a foreign checkpoint: a tensor, or the rows `block` of it.
 
     Our values are factor · theirs + offset, of a matrix that is transposed there if `transposed`. shape: the shape of
-    the foreign tensor, where ours has another one."""
+    the foreign tensor, where ours has another one; the rows of `block` are then those of its first two dimensions."""
 
     name: str
     block: Block | None = None
@@ -47,7 +47,10 @@ class View(NamedTuple):
         tensor = tensor.T if self.transposed else tensor
         if self.block is None:
             return tensor
-        return self.block.of(tensor).flatten(0, 1)
+        return self.block.of(self._rows(tensor)).flatten(0, 1)
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        return tensor if self.shape is None else tensor.flatten(0, 1)
 
     def whole_shape(self, shape: Sequence[int]) -> list[int]:
         """Returns the shape of the foreign tensor, for the shape of ours."""
@@ -60,7 +63,7 @@ class View(NamedTuple):
     def write(self, whole: Tensor, value: Tensor) -> None:
         """Writes our value [rows, …] to the foreign tensor."""
         whole = whole.T if self.transposed else whole
-        part = whole if self.block is None else self.block.of(whole)
+        part = whole if self.block is None else self.block.of(self._rows(whole))
         part.copy_(((value - self.offset) / self.factor).reshape(part.shape))
 
 

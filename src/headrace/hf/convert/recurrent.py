@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import zoo
-from ...spec.attention import AttentionSpec, Pattern
+from ...spec.attention import Pattern
 from ...spec.decay import Decay
 from ...spec.linear import Heads, Inputs, MixerSpec, Read
 from ...spec.scan import ScanSpec
 from ...spec.stack import BlockStyle, Experts, Layer
 from .fields import Config, Fields
 from .form import Format, Model, View, Views, below, conv_width, layer_name, named, shared, stacked, whole
-from .parts import experts
+from .parts import experts, scaled
 from .softmax import attention, attention_views, rope_theta, window_of
 
 SILU = ("silu", "swish")
@@ -214,8 +214,7 @@ def jamba(c: Fields) -> Model:
         "mamba", c["mamba_d_state"], conv_width(c, "mamba_d_conv"), c["mamba_expand"], c["mamba_dt_rank"], True,
         conv_bias, bias,
     )  # fmt: skip
-    heads, groups = c["num_attention_heads"], c["num_key_value_heads"]
-    softmax = AttentionSpec(kv_heads=None if groups == heads else groups, rotary=False)
+    softmax = attention(c, rotary=False)
     attends, mixes = (
         [i % c[f"{kind}_layer_period"] == c[f"{kind}_layer_offset"] for i in range(c["num_hidden_layers"])]
         for kind in ("attn", "expert")
@@ -230,7 +229,7 @@ def jamba(c: Fields) -> Model:
     style = BlockStyle(experts=Experts(count, c["num_experts_per_tok"], balance(c)) if any(mixes) else None)
     c.ignore("num_experts_per_tok", "router_aux_loss_coef", "output_router_logits")  # of a model without experts
     views = [plain(HYBRID_NORMS) | own[attends] | mlp[mixed] for attends, mixed in pairs]
-    sizes = {"num_heads": heads, "intermediate_size": c["intermediate_size"]}
+    sizes = {"num_heads": c["num_attention_heads"], "intermediate_size": c["intermediate_size"]}
     return Model(shared(c, layers, style, **sizes), assembled(views, outside(c, "final_layernorm")))
 
 
@@ -289,9 +288,9 @@ def minimax(c: Fields) -> Model:
         "full_attention": attention_views(softmax, "self_attn"),
     }
     moe = experts("block_sparse_moe", count, {"gate": "w1", "up": "w3", "down": "w2"})
-    moe = scaled(moe, 1 / alphas["mlp"], betas["mlp"])
+    moe = scaled(moe, folded(alphas["mlp"], betas["mlp"]))
     moe["mixer_norm.weight"] = View("post_attention_layernorm.weight", factor=alphas["mlp"])
-    layers = [scaled(own[kind], 1 / alphas[kind], betas[kind]) | moe for kind in kinds]
+    layers = [scaled(own[kind], folded(alphas[kind], betas[kind])) | moe for kind in kinds]
     views = assembled(layers, outside(c, "norm"))
     # The norm before a block is that after the one before it.
     places = ["model.backbone.embedding_norm", *(f"{layer_name(i)}.mlp_norm" for i in range(len(kinds)))]
@@ -317,10 +316,10 @@ def factor(c: Fields, name: str) -> float:
     return c[name]
 
 
-def scaled(branch: Views, reads: float, writes: float) -> Views:
-    """Returns the views of a branch whose input is multiplied by `reads` and whose output by `writes`."""
-    of = {name: writes if name.endswith((".o_proj.weight", ".down")) else reads for name in branch}
-    return {name: view._replace(factor=of[name]) if "norm" not in name else view for name, view in branch.items()}
+def folded(reads: float, writes: float) -> dict[str, float]:
+    """Returns the factors of the weights of a branch whose input is divided by `reads` and whose output multiplied."""
+    inner = ("*_proj.weight", "mixer.in_proj.*", "*.router.weight", "mlp.*.gate", "mlp.*.up")
+    return dict.fromkeys(inner, 1 / reads) | {"mixer.o_proj.weight": reads * writes, "mlp.*.down": writes}
 
 
 def lightning(c: Fields, i: int, width: int) -> MixerSpec:

@@ -74,7 +74,8 @@ def attention(c: Fields, partial: bool = False, **options: Any) -> AttentionSpec
     H, D = c["num_attention_heads"], c["hidden_size"]
     groups, d = c.get("num_key_value_heads") or H, c.get("head_dim") or D // H
     heads: Config = {"kv_heads": None if groups == H else groups, "head_dim": None if d * H == D else d}
-    return AttentionSpec(**heads, rope=rotation(c, d, partial), **options)
+    positions = rotation(c, d, partial) if options.get("rotary", True) else Rope()
+    return AttentionSpec(**heads, rope=positions, **options)
 
 
 def attention_views(spec: AttentionSpec, theirs: str, **renamed: str) -> Views:
