@@ -1,4 +1,9 @@
-"""Models of scans and of linear mixers without a delta rule."""
+"""Models of scans and of linear mixers without a delta rule, alone and with attention.
+
+Tests compare with transformers' logits of a sequence by itself and without a cache, where it computes what the layers
+are defined to. With a cache, Mamba-2 does not bound its steps (time_step_limit) in the tokens that it decodes one by
+one; with padding, RecurrentGemma and RWKV let the padding into their states.
+"""
 
 from . import SMALL, Family
 

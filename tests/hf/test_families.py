@@ -145,6 +145,17 @@ def test_gradients_equal_theirs(kind, variant, pairs, tmp_path):
             assert (view.factor * gradient - expected).norm() <= 1e-9 * expected.norm() + 1e-13 * whole, name
 
 
+@torch.no_grad()
+def test_rwkv_is_not_rescaled(tmp_path):
+    """In evaluation, transformers halves the stream every `rescale_every` layers, for the range of float16. The norms'
+    epsilon then weighs more, so that its logits differ from those of its training mode, which are the model's."""
+    path = save(described("rwkv", rescale_every=1, num_hidden_layers=3), tmp_path)
+    theirs, ours = read(path), import_checkpoint(path)
+    ids = tokens(theirs, 2, T)
+    expected, rescaled = logits(theirs.train(), ids), logits(theirs.eval(), ids)
+    assert relative(ours(ids).logits, expected) < 1e-12 < relative(rescaled, expected) < 1e-3
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
 @torch.no_grad()
 def test_saved_and_converted_back_models_are_the_same(kind, pairs, tmp_path):

@@ -11,6 +11,7 @@ from ... import zoo
 from ...spec.attention import Pattern
 from ...spec.decay import Decay
 from ...spec.linear import Heads, Inputs, MixerSpec, Read
+from ...spec.mixer import Spec
 from ...spec.scan import ScanSpec
 from ...spec.stack import BlockStyle, Experts, Layer
 from .fields import Config, Fields
@@ -20,6 +21,19 @@ from .softmax import attention, attention_views, rope_theta, window_of
 
 SILU = ("silu", "swish")
 STEPS = ("time_step_rank", "time_step_min", "time_step_max", "time_step_floor")  # of initial values alone
+
+
+def assembled(layers: Sequence[Views], outside: Views, theirs: str = "model.layers") -> Views:
+    """Returns all views of a model. layers: the views of each layer, by our names in it and their names in theirs."""
+    return outside | {
+        f"{layer_name(i)}.{name}": view._replace(name=f"{theirs}.{i}.{view.name}")
+        for i, own in enumerate(layers) for name, view in own.items()
+    }  # fmt: skip
+
+
+def plain(names: dict[str, str], **options: Any) -> Views:
+    """Returns the views of whole tensors: {our name: their name}. options: fields of `View`."""
+    return {our: View(their, **options) for our, their in names.items()}
 
 
 class Mamba2(NamedTuple):
@@ -40,17 +54,15 @@ class Mamba2(NamedTuple):
         """Returns the spec in a model of this width and number of heads."""
         base: MixerSpec = zoo.get("mamba2")
         floor, ceiling = self.limit
-        widths = (n * self.heads / hidden_size for n in (self.key_dim, self.value_dim))
+        keys, values = (n * self.heads / hidden_size for n in (self.key_dim, self.value_dim))
         groups = None if self.groups == self.heads else self.groups
-        norm = "none" if self.norm == "none" else "rms-joint" if groups == 1 else "rms-groups"
+        read: Config = {"norm": "rms-joint" if groups == 1 else "rms-groups", "order": self.norm, "eps": self.eps}
+        read = {"norm": "none"} if self.norm == "none" else read
         return replace(
-            base, heads=Heads(*widths, groups, None if self.heads == num_heads else self.heads),
+            base, heads=Heads(keys, values, groups, None if self.heads == num_heads else self.heads),
             inputs=replace(base.inputs, conv=self.conv, conv_bias=self.conv_bias, bias=self.biases[0]),
             decay=replace(base.decay, dt_floor=floor, dt_ceiling=None if ceiling == math.inf else ceiling),
-            read=replace(
-                base.read, norm=norm, order="gate-norm" if self.norm == "none" else self.norm, eps=self.eps,
-                bias=self.biases[1],
-            ),
+            read=replace(base.read, bias=self.biases[1], **read),
         )  # fmt: skip
 
     def views(self, theirs: str) -> Views:
@@ -89,13 +101,15 @@ def mamba2(c: Fields) -> Model:
         H, c["state_size"], V, c["n_groups"], conv_width(c, "conv_kernel"), c["use_conv_bias"],
         (c["use_bias"],) * 2, limit(c, "time_step_limit"),
     )  # fmt: skip
-    layers = [Layer(layer.spec(D, H))] * c["num_hidden_layers"]
-    views = whole("backbone", "embeddings", "norm_f", c["tie_word_embeddings"])
-    for i in range(len(layers)):
-        theirs = f"backbone.layers.{i}"
-        views |= named(layer_name(i), theirs, {"mixer_norm.weight": "norm.weight"})
-        views |= below(layer_name(i), layer.views(f"{theirs}.mixer"))
-    return Model(shared(c, layers, BlockStyle(mlp="none"), num_heads=H), views)
+    return mixers_alone(c, layer.spec(D, H), layer.views("mixer"), num_heads=H)
+
+
+def mixers_alone(c: Fields, spec: Spec, views: Views, **sizes: Any) -> Model:
+    """Returns a model of mixers without MLPs. views: of a layer's mixer."""
+    depth, own = c["num_hidden_layers"], plain({"mixer_norm.weight": "norm.weight"}) | views
+    places = whole("backbone", "embeddings", "norm_f", c["tie_word_embeddings"])
+    arguments = shared(c, [Layer(spec)] * depth, BlockStyle(mlp="none"), **sizes)
+    return Model(arguments, assembled([own] * depth, places, "backbone.layers"))
 
 
 def mamba2_describe(config: Any) -> Config:
@@ -133,13 +147,7 @@ def mamba(c: Fields) -> Model:
         "mamba", c["state_size"], conv_width(c, "conv_kernel"), c["intermediate_size"] / D, c["time_step_rank"],
         conv_bias=conv_bias, bias=bias,
     )  # fmt: skip
-    layers = [Layer(spec)] * c["num_hidden_layers"]
-    views = whole("backbone", "embeddings", "norm_f", c["tie_word_embeddings"])
-    for i in range(len(layers)):
-        theirs = f"backbone.layers.{i}"
-        views |= named(layer_name(i), theirs, {"mixer_norm.weight": "norm.weight"})
-        views |= below(layer_name(i), mamba1(f"{theirs}.mixer", bias, conv_bias))
-    return Model(shared(c, layers, BlockStyle(mlp="none")), views)
+    return mixers_alone(c, spec, mamba1("mixer", bias, conv_bias))
 
 
 # --- with softmax attention ------------------------------------------------------------------------------------------
@@ -151,21 +159,6 @@ HYBRID_NORMS = {"mixer_norm.weight": "input_layernorm.weight", "mlp_norm.weight"
 def kinds_of(names: dict[str, str], *kinds: str) -> dict[str, str]:
     """Returns names of parameters for names of modules."""
     return {f"{our}.{kind}": f"{their}.{kind}" for our, their in names.items() for kind in kinds}
-
-
-def assembled(layers: Sequence[Views], outside: Views) -> Views:
-    """Returns all views of a model. layers: the views of each layer, by our names in it and their names in theirs."""
-    views = dict(outside)
-    for i, own in enumerate(layers):
-        views |= {
-            f"{layer_name(i)}.{name}": view._replace(name=f"model.layers.{i}.{view.name}") for name, view in own.items()
-        }
-    return views
-
-
-def plain(names: dict[str, str], **options: Any) -> Views:
-    """Returns the views of whole tensors: {our name: their name}. options: fields of `View`."""
-    return {our: View(their, **options) for our, their in names.items()}
 
 
 def require_kinds(c: Fields, *kinds: str) -> list[str]:
@@ -344,8 +337,8 @@ def recurrent_gemma(c: Fields) -> Model:
         c.refuse("block_types", "a list of recurrent and attention")
     unit = ScanSpec("rg-lru", conv=conv_width(c, "conv1d_width"), expand=c["lru_width"] / c["hidden_size"], bias=True)
     pattern, bias = Pattern(window=c["attention_window_size"]), True if c["attention_bias"] else "o"
-    specs = {"recurrent": unit, "attention": attention(c, partial=True, pattern=pattern, bias=bias)}
-    own = {"recurrent": plain(RG_LRU), "attention": attention_views(specs["attention"], "temporal_block")}
+    softmax = attention(c, partial=True, pattern=pattern, bias=bias)
+    own = {"recurrent": plain(RG_LRU), "attention": attention_views(softmax, "temporal_block")}
     norms = {"mixer_norm.weight": "temporal_pre_norm.weight", "mlp_norm.weight": "channel_pre_norm.weight"}
     mlp = {name: theirs.replace("feed_forward", "mlp_block") for name, theirs in FEED_FORWARD.items()}
     common = plain(norms, offset=1.0) | plain(kinds_of(mlp, "weight", "bias"))
@@ -354,7 +347,7 @@ def recurrent_gemma(c: Fields) -> Model:
     style = BlockStyle(mlp="geglu-tanh", bias=True, embedding_scale=scale, logits_cap=c["logits_soft_cap"])
     sizes = attended(c) | {"intermediate_size": c["intermediate_size"] // 2}
     return Model(
-        shared(c, [Layer(specs[kind]) for kind in kinds], style, **sizes),
+        shared(c, [Layer(unit if kind == "recurrent" else softmax) for kind in kinds], style, **sizes),
         assembled([common | own[kind] for kind in kinds], outside(c, "final_norm", 1.0)),
     )
 
@@ -373,20 +366,17 @@ def rwkv(c: Fields) -> Model:
     D, depth = c["hidden_size"], c["num_hidden_layers"]
     c.only("layer_norm_epsilon", 1e-5)  # which the last norm has in any case
     c.ignore("rescale_every")  # halves the stream for float16, and all that is added to it
-    longest = c["context_length"]
     spec = ScanSpec("rwkv4", expand=c["attention_hidden_size"] / D)
     tied = c["tie_word_embeddings"]
     views = whole("rwkv", "embeddings", "ln_out", tied) | ({} if tied else {"lm_head.weight": View("head.weight")})
-    views |= named("model.backbone", "rwkv", {"norm.bias": "ln_out.bias"} | kinds_of(EMBEDDED, "weight", "bias"))
-    for i in range(depth):
-        ours, theirs = layer_name(i), f"rwkv.blocks.{i}"
-        views |= named(ours, theirs, RWKV) | named(ours, theirs, RWKV_MIXES, shape=(1, 1, D))
+    views["model.backbone.norm.bias"] = View("rwkv.ln_out.bias")
+    views |= plain(kinds_of({"model.backbone.embedding_norm": "rwkv.blocks.0.pre_ln"}, "weight", "bias"))
+    views = assembled([plain(RWKV) | plain(RWKV_MIXES, shape=(1, 1, D))] * depth, views, "rwkv.blocks")
     style = BlockStyle("layer", mlp="rwkv4", bias=True, embedding_norm=True)
-    sizes = {"intermediate_size": c["intermediate_size"], "max_position_embeddings": longest}
+    sizes = {"intermediate_size": c["intermediate_size"], "max_position_embeddings": c["context_length"]}
     return Model(shared(c, [Layer(spec)] * depth, style, **sizes), views)
 
 
-EMBEDDED = {"embedding_norm": "blocks.0.pre_ln"}
 RWKV = {
     "mixer.log_rate": "attention.time_decay", "mixer.bonus": "attention.time_first",
     **kinds_of({"mixer_norm": "ln1", "mlp_norm": "ln2"}, "weight", "bias"),
