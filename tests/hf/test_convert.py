@@ -79,6 +79,24 @@ OWN = {
 }  # fmt: skip
 
 
+@torch.no_grad()
+def test_own_model_is_written_with_the_norms_of_qwen3_next(tmp_path):
+    ours = tiny.trained(HeadraceForCausalLM(tiny.config("gated-deltanet", hidden_size=64, tie_word_embeddings=False)))
+    export_checkpoint(ours, "qwen3_next", tmp_path)
+    again, ids = import_checkpoint(tmp_path), torch.randint(29, (2, 20))
+    torch.testing.assert_close(again(ids).logits, ours(ids).logits, rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
+def test_offset_norms_keep_the_digits_of_bfloat16(checkpoint, tmp_path):
+    """1 plus a weight near 0 would round to 1."""
+    _, path = checkpoint("qwen3_next")
+    retyped(path, lambda name, x: (x / 300).bfloat16() if "layernorm" in name else x.bfloat16())
+    export_checkpoint(import_checkpoint(path), "qwen3_next", tmp_path / "back")
+    before, after = (load_file(folder / "model.safetensors") for folder in (path, tmp_path / "back"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 @pytest.mark.parametrize("name", FLA)
 def test_conversion_from_fla_and_back(tmp_path, name):
     config = tiny.config(FLA[name], hidden_size=64, tie_word_embeddings=False)

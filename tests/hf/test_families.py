@@ -243,6 +243,17 @@ def test_language_model_of_several_parts(tmp_path):
     assert ours.config.converted_from["model_type"] == "qwen3_5_text"
 
 
+@pytest.mark.parametrize(("kinds", "name"), [(["linear_attention", "indexed_attention"], "layer_types"),
+                                              (["linear_attention"] * 2, "hc_mult")])  # fmt: skip
+def test_parts_that_headrace_lacks_are_named(kinds, name, tmp_path):
+    """Of GLM-5-Next, before a tensor is read."""
+    config = CONFIG_MAPPING["glm5_next"](text_config={"num_hidden_layers": 2, "layer_types": kinds})
+    (tmp_path / "config.json").write_text(config.to_json_string())
+    save_file({"x": torch.zeros(2**20)}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=f"config.json has {name}="):
+        import_checkpoint(tmp_path)
+
+
 @torch.no_grad()
 def test_dense_layers_have_the_names_of_the_released_model(pairs, tmp_path):
     """Kimi Linear's first layer has `mlp`; transformers writes `block_sparse_moe` for it too."""

@@ -157,8 +157,9 @@ class AttentionSpec(Spec):
     bias: bool | Literal["qkv"] = False  # whether all projections have biases, or those of q, k and v (Qwen2)
     head_dim: PositiveInt | None = None  # d; None: the hidden size over the number of query heads
     rope: Rope = Rope()  # the frequencies of rotary positions
-    # RMSNorm with weights of q and k before the rotation: per head (Qwen3), or of all heads together (OLMo 2)
-    qk_norm: Literal["none", "head", "joint"] = "none"
+    # RMSNorm with weights of q and k before the rotation: per head (Qwen3), or of all heads together (OLMo 2); offset:
+    # with weights that are stored minus 1 (Qwen3-Next)
+    qk_norm: Literal["none", "head", "head-offset", "joint"] = "none"
     gate: Gate = "none"  # a sigmoid of a projection of the input multiplies the heads' outputs (arXiv 2505.06708)
 
     facts = Facts("attention.attention.SoftmaxAttention", cached=True)

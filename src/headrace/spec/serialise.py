@@ -4,6 +4,7 @@ import dataclasses
 from types import NoneType
 from typing import Any
 
+from ..utils import plugins
 from ..utils.errors import InputError
 from .attention import AttentionSpec, LatentSpec
 from .encoder_decoder import RecurrentSpec
@@ -53,6 +54,10 @@ def from_json(data: Any, where: str = ""):
     if not isinstance(data, dict):
         raise InputError(f"{where or 'mixer'}={data!r}; expected a dict as to_json returns it")
     kind = data.get("type", "linear")
+    if isinstance(kind, str) and kind.startswith(plugins.PREFIX) and kind not in TYPES:
+        plugins.load()
+        if kind not in TYPES:
+            raise plugins.missing(kind, data)
     if not isinstance(kind, str) or kind not in TYPES:
         raise InputError(f"mixer type {kind!r} is unknown; expected one of {', '.join(TYPES)}")
     return record(TYPES[kind], {name: value for name, value in data.items() if name != "type"}, where or kind)

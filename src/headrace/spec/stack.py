@@ -45,7 +45,8 @@ class Experts(Record):
 class BlockStyle(Record):
     """Properties that all blocks of a model share, beside their mixers."""
 
-    norm: Literal["rms", "layer"] = "rms"  # RMSNorm or LayerNorm
+    # RMSNorm, RMSNorm whose weight is stored minus 1 (Gemma), or LayerNorm
+    norm: Literal["rms", "rms-offset", "layer"] = "rms"
     # pre: norm before mixer and MLP, and at the end; post: norm after each sum; branch: norm of the output of mixer and
     # MLP before the sum, and at the end (OLMo 2)
     order: Literal["pre", "post", "branch"] = "pre"

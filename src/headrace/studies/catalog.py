@@ -29,7 +29,7 @@ def describe(name: str) -> dict[str, Any]:
     """The row of a mixer in the table, with its spec. `paper` is "–" for a mixer that was added at run time. If a mixer
     does not fit the table's width and heads, its costs are None and `state` is the reason."""
     spec = zoo.get(name)
-    outside = _cached if spec.facts.cached else _outside
+    outside = _cached if spec.facts.cached else _unknown if spec.facts.update is None else _outside
     row = _linear(spec) if isinstance(spec, MixerSpec) else outside(spec)
     row["can"] = ", ".join(verb[:-1] for verb in ("forgets", "overwrites", "competes") if row[verb]) or "–"
     try:
@@ -87,6 +87,12 @@ def _cached(spec: Spec) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _unknown(spec: Spec) -> dict[str, Any]:
+    """A module, of which nothing but its state and cost is known."""
+    unknown = dict.fromkeys((*UPDATE, *AXES), "–")
+    return unknown | {"forgets": False, "overwrites": False, "competes": False}
+
+
 def _outside(spec: Spec) -> dict[str, Any]:
     """A kind outside the algebra of MixerSpec."""
     assert spec.facts.update is not None
@@ -114,7 +120,7 @@ def _cost(spec, row: dict[str, Any]) -> dict[str, Any]:
         return {**_state(shapes), **costs, "grows": not bounded}
     shapes, decoding = spec.state_shapes(WIDTH, HEADS), spec.flops_per_token(WIDTH, HEADS)
     inside = 0
-    if len(shapes["memory"]) == 3:
+    if len(shapes.get("memory", ())) == 3:
         H, K, V = shapes["memory"]
         inside = H * CHUNK * (K + V) * (2 if row["overwrites"] else 1)
     return {**_state(shapes), "training": decoding + inside, "decoding": decoding, "grows": False}

@@ -20,6 +20,7 @@ from ..spec.scan import ScanSpec
 from ..spec.serialise import TYPES, change_all, from_json, to_json
 from ..spec.softmax_rnn import SoftmaxRNNSpec
 from ..spec.stack import Decoder, Layer, StackSpec, as_layers
+from ..utils import plugins
 from ..utils.errors import InputError
 from . import mixers, models
 
@@ -128,16 +129,22 @@ def mixer(name):
     return spec
 
 
+def known() -> dict[str, Any]:
+    """Returns name -> spec of the mixers and models of all tables, without the softmax-X of linear mixers X."""
+    return {name: spec for table in (*TABLES.values(), PUBLISHED, MODELS) for name, spec in table.items()}
+
+
 def _named(name: str):
-    known = {name: spec for table in (*TABLES.values(), PUBLISHED, MODELS) for name, spec in table.items()}
-    if name in known:
-        return known[name]
+    if name not in {*names(), *MODELS}:
+        plugins.load()
+    if name in (specs := known()):
+        return specs[name]
     if (base := name.removeprefix("softmax-")) in LINEAR:
         return compete(LINEAR[base])
-    if isinstance(spec := known.get(base), Spec):
+    if isinstance(spec := specs.get(base), Spec):
         raise InputError(
             f"mixer {name!r} does not exist, because {base} {spec.uncompeting}; expected {base!r}, or softmax- "
             f"before one of {', '.join(LINEAR)}"
         )
     near = difflib.get_close_matches(name, [*names(), *MODELS], 3) or names()
-    raise InputError(f"mixer {name!r} is unknown; the nearest names are {', '.join(near)}")
+    raise InputError(f"mixer {name!r} is unknown; the nearest names are {', '.join(near)} (--plugin adds others)")

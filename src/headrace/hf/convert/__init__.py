@@ -162,6 +162,8 @@ def _described(model: Any, name: str) -> tuple[Config, Model]:
         described["use_cache"] = False
     try:
         foreign, _ = form.model(described)
+        if form.offset and config.sizes.style.norm == "rms":
+            foreign = _with_offset(foreign)
         again = HeadraceConfig(**foreign.arguments)
     except InputError as reason:
         raise InputError(f"--to {name!r} cannot represent this model: in this format its {reason}") from None
@@ -171,6 +173,13 @@ def _described(model: Any, name: str) -> tuple[Config, Model]:
         where, converted, original = changed
         raise InputError(f"--to {name!r} cannot represent this model: {where} is {original} here and {converted} there")
     return described, foreign
+
+
+def _with_offset(foreign: Model) -> Model:
+    """The foreign model for one of ours whose norms have weights that are not stored minus 1."""
+    names = ("mixer_norm.weight", "mlp_norm.weight", "backbone.norm.weight")
+    views = {n: view._replace(offset=1.0) if n.endswith(names) else view for n, view in foreign.views.items()}
+    return Model(foreign.arguments | {"style": replace(foreign.arguments["style"], norm="rms")}, views)
 
 
 def slots(model: Any) -> dict[str, Tensor]:
@@ -195,7 +204,7 @@ def slots(model: Any) -> dict[str, Tensor]:
 
 def _latent(path: str, module: LatentAttention, by_name: dict[str, Tensor]) -> dict[str, Tensor]:
     """The rows of queries, head by head, and of the shared key: the halves of those that rotate, and the others."""
-    half, parts = module.rotary_dim // 2, {}
+    half, parts = module.rotary_dim // 2, dict[str, Tensor]()
     heads = by_name.pop(f"{path}.q_proj.weight").split(module.head_dim)
     for h, (first, second, own) in enumerate(rows.split([half, half, module.key_dim]) for rows in heads):
         parts |= {f"q_proj.{h}.first": first, f"q_proj.{h}.second": second, f"q_proj.{h}.own": own}

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ... import zoo
-from ...spec.attention import AttentionSpec, LatentSpec
+from ...spec.attention import AttentionSpec, LatentSpec, Rope
 from ...spec.linear import MixerSpec
 from ...spec.stack import BlockStyle, Experts, Layer
 from .fields import Config, Fields
@@ -48,18 +48,18 @@ def qwen3_5(c: Fields) -> Model:
 Projections = Callable[[str, int, int, int, int], Views]
 
 
-def qwen(c: Fields, projections: Projections, sparse: Any = (), mixture: Experts | None = None) -> Model:
+def qwen(c: Fields, projections: Projections, sparse: Any = (), mixture: Any = None) -> Model:
     """projections: views of the input projections of a linear layer. sparse: the layers with experts."""
     c.only("hidden_act", "silu", "swish")
     kinds, tied, delta = c["layer_types"], c["tie_word_embeddings"], delta_sizes(c)
-    linear = gated_delta(c, *delta)
-    attention = qwen_attention(c) if "full_attention" in kinds else None
+    linear = gated_delta(c, *delta, {} if "full_attention" in kinds else {"heads.count": None})
+    attention: Any = qwen_attention(c) if "full_attention" in kinds else None
     if attention is None:
         c.ignore("num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias", "rope_parameters")
-    layers, views = [], whole("model", "embed_tokens", "norm", tied, 1.0)
+    layers, views = [], whole("model", "embed_tokens", "norm", tied)
     for i, kind in enumerate(kinds):
         ours, theirs = layer_name(i), f"model.layers.{i}"
-        views |= named(ours, theirs, NORMS, offset=1.0)  # Qwen3-Next stores the weights of these norms minus 1
+        views |= named(ours, theirs, NORMS)
         mixer = linear if kind == "linear_attention" else attention
         layers.append(Layer(mixer, "experts" if i in sparse else "one"))
         if mixer is linear:
@@ -73,11 +73,12 @@ def qwen(c: Fields, projections: Projections, sparse: Any = (), mixture: Experts
             views |= named(f"{ours}.mlp", f"{theirs}.mlp", {"shared_gate.weight": "shared_expert_gate.weight"})
         else:
             views |= named(f"{ours}.mlp", f"{theirs}.mlp", SWIGLU)
-    sizes = {"num_heads": delta[0] if attention is None else attention.count}
+    sizes: Config = {"num_heads": delta[0] if attention is None else attention.count}
     if attention is not None:
         sizes["rope_theta"] = rope_theta(c)
     return Model(
-        shared(c, layers, BlockStyle(experts=mixture), intermediate_size=c["intermediate_size"], **sizes), views
+        shared(c, layers, BlockStyle("rms-offset", experts=mixture), intermediate_size=c["intermediate_size"], **sizes),
+        views,
     )
 
 
@@ -86,13 +87,13 @@ def qwen_attention(c: Fields) -> AttentionSpec:
     d = c["head_dim"]
     return AttentionSpec(
         kv_heads=c["num_key_value_heads"], count=c["num_attention_heads"], head_dim=d,
-        rope=rotation(c, d, partial=True), bias=c["attention_bias"], qk_norm="head", gate="channel",
+        rope=rotation(c, d, partial=True), bias=c["attention_bias"], qk_norm="head-offset", gate="channel",
     )  # fmt: skip
 
 
-def qwen_attention_views(theirs: str, spec: AttentionSpec) -> Views:
+def qwen_attention_views(theirs: str, spec: Any) -> Views:
     """q_proj stacks, per head, q and the logits of the gate."""
-    views = named("mixer", theirs, {f"{name}_norm.weight": f"{name}_norm.weight" for name in "qk"}, offset=1.0)
+    views = named("mixer", theirs, {f"{name}_norm.weight": f"{name}_norm.weight" for name in "qk"})
     for kind in ("weight", "bias") if spec.bias else ("weight",):
         width = spec.count * spec.head_dim
         both = stacked(f"{theirs}.q_proj.{kind}", {"q": width, "g": width}, spec.count)
@@ -108,13 +109,13 @@ def delta_sizes(c: Fields) -> tuple[int, int, int, int]:
     )  # fmt: skip
 
 
-def gated_delta(c: Fields, heads: int, groups: int, key_dim: int, value_dim: int, **changes: Any) -> MixerSpec:
-    """Returns the spec of Gated DeltaNet with these heads."""
+def gated_delta(c: Fields, heads: int, groups: int, key_dim: int, value_dim: int, changes: Any = None) -> MixerSpec:
+    """Returns the spec of Gated DeltaNet with these heads. changes: {path of a field: value}."""
     D = c["hidden_size"]
     return zoo.change_all(zoo.LINEAR["gated-deltanet"], {
         "heads.expand_k": key_dim * heads / D, "heads.expand_v": value_dim * heads / D, "heads.count": heads,
         "heads.qk_groups": None if groups == heads else groups, "inputs.conv": conv_width(c, "linear_conv_kernel_dim"),
-    } | changes)  # fmt: skip
+    } | (changes or {}))  # fmt: skip
 
 
 def qwen3_next_projections(theirs: str, heads: int, groups: int, key_dim: int, value_dim: int) -> Views:
@@ -170,12 +171,10 @@ def olmo_hybrid(c: Fields) -> Model:
     c.ignore(*(name for name in c.names if name.startswith(("linear_a_log_", "linear_dt_"))))  # initial values
     delta, H, rope = delta_sizes(c), c["num_attention_heads"], c["rope_parameters"]
     rotated = rope is not None and rope.get("rope_theta") is not None
-    attention = AttentionSpec(
-        kv_heads=c["num_key_value_heads"], count=H, qk_norm="joint", rotary=rotated,
-        **{"rope": rotation(c, c["hidden_size"] // H)} if rotated else {},
-    )  # fmt: skip
+    turned = rotation(c, c["hidden_size"] // H) if rotated else Rope()
+    attention = AttentionSpec(c["num_key_value_heads"], rotated, count=H, qk_norm="joint", rope=turned)
     beta = "sigmoid-2" if c["linear_allow_neg_eigval"] else "sigmoid"
-    linear = gated_delta(c, *delta, **{"write.beta": beta, "read.eps": 1e-5})
+    linear = gated_delta(c, *delta, {"write.beta": beta, "read.eps": 1e-5})
     layers, views = [], whole("model", "embed_tokens", "norm", c["tie_word_embeddings"])
     pairs = {f"mixer.{name}.weight": f"{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
     pairs |= {f"mixer.{name}_norm.weight": f"{name}_norm.weight" for name in "qk"}
@@ -234,7 +233,7 @@ class Kimi(NamedTuple):
     embedding: str
     choice_bias: str
     expert: dict[str, str]
-    decay: tuple[int, ...] | None = None  # shape of A_log
+    decay: Any = None  # shape of A_log
 
 
 def kimi_delta(c: Fields, changes: dict[str, Any]) -> MixerSpec:
@@ -288,9 +287,16 @@ def kimi(c: Fields, linear: MixerSpec, latent: LatentSpec, pairs: dict[str, str]
     return Model(shared(c, layers, style, **sizes), views)
 
 
+def glm5_next(c: Fields) -> Model:
+    """Refuses every model, with the first part of it that headrace lacks."""
+    if "indexed_attention" in c["layer_types"]:
+        c.refuse("layer_types", "layers of linear_attention alone, as headrace has no indexed attention")
+    c.refuse("hc_mult", "a residual stream, as headrace has no hyper-connections")
+
+
 FORMATS: dict[str, Format] = {
     "qwen3_next": Format(
-        "Qwen3NextForCausalLM", qwen3_next, qwen_describe, MixerSpec,
+        "Qwen3NextForCausalLM", qwen3_next, qwen_describe, MixerSpec, offset=True,
         # transformers takes the number of tokens so far from a layer of softmax attention
         cache=lambda config: any(spec.facts.cached for spec in config.mixers),
     ),
@@ -302,5 +308,6 @@ FORMATS: dict[str, Format] = {
     "olmo_hybrid": Format("OlmoHybridForCausalLM", olmo_hybrid),
     # transformers calls the dense MLPs of some layers as it does those of experts when it saves a model
     "kimi_linear": Format("KimiLinearForCausalLM", kimi_linear, renamed=(".block_sparse_moe.", ".mlp.")),
-    "bailing_hybrid": Format("BailingHybridForCausalLM", bailing_hybrid),
+    "bailing_hybrid": Format("BailingHybridForCausalLM", bailing_hybrid, outside=("model.mtp.",)),
+    "glm5_next": Format("Glm5NextForConditionalGeneration", glm5_next, inner="text_config"),
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """The fields of a foreign config.json, and which of them a conversion has read."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 from transformers import GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -64,7 +64,7 @@ class Fields:
         if value not in convertible:
             self.refuse(name, " or ".join(repr(each) for each in convertible))
 
-    def refuse(self, name: str, expected: str) -> None:
+    def refuse(self, name: str, expected: str) -> NoReturn:
         """Raises InputError, which names the field, its value and the values that can be converted."""
         value = _brief(self._values.get(name))
         raise InputError(f"config.json has {name}={value}; expected {expected}: nothing else can be converted")

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...ops.checks import require
 from ...spec.mixer import Spec
 from ...spec.stack import BlockStyle, Decoder, Layer
+from ...utils.errors import InputError
 from ...utils.integrity import short
 from .fields import Config, Fields
 
@@ -90,6 +90,7 @@ class Format:
     outside: beginnings of the names of tensors that belong to other parts of the checkpoint than the language model.
     buffers: ends of the names of tensors that hold no weights.
     inner: the field that holds the config of the language model, in a model of several parts.
+    offset: whether its norms store their weights minus 1. A model of ours whose norms do not can be written as well.
     renamed: (part of a name, what checkpoints may have in its place).
     cache: whether the foreign library can decode the model with its cache."""
 
@@ -102,6 +103,7 @@ class Format:
     outside: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
     inner: str | None = None
+    offset: bool = False
     renamed: tuple[str, str] | None = None
     cache: Callable[[Any], bool] = lambda config: True
 
@@ -114,7 +116,8 @@ class Format:
         if self.inner is None:
             return described
         inner = described.get(self.inner)
-        require(isinstance(inner, dict), f"config.json has {self.inner}={short(inner)}; expected an object")
+        if not isinstance(inner, dict):
+            raise InputError(f"config.json has {self.inner}={short(inner)}; expected an object")
         tied = {name: described[name] for name in ("tie_word_embeddings",) if name in described}
         return {"model_type": f"{described['model_type']}_text"} | inner | tied
 

@@ -1,6 +1,7 @@
 """Views of the parts that many formats have."""
 
-from ...spec.attention import LatentSpec
+from typing import Any
+
 from ...spec.stack import Experts
 from .fields import Fields
 from .form import Block, View, Views, below, named
@@ -29,10 +30,9 @@ def deepseek_experts(c: Fields) -> Experts:
     )  # fmt: skip
 
 
-def latent_attention(theirs: str, spec: LatentSpec, output: str) -> Views:
+def latent_attention(theirs: str, spec: Any, output: str) -> Views:
     """Returns the views of multi-head latent attention, in whose rows of q and k the rotated channels come last; a
     rotation is of pairs of neighbours, as in DeepSeek-V3."""
-    assert spec.shared_dim and spec.key_dim and spec.rank and spec.count
 
     def parts(name: str, heads: int, before: int) -> Views:
         each, half = before + spec.shared_dim, spec.shared_dim // 2

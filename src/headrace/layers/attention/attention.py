@@ -17,6 +17,7 @@ from ...ops.parallel.context import refuse_parts
 from ...ops.sequences import Sequences
 from ...spec.attention import AttentionSpec
 from ..base import ANY, SelfInitialised, check_input, check_state, may_write
+from ..norms import OffsetRMSNorm
 from ..packing import count_tokens, without_padding, zeroed
 from ..rotary import Angles, angles, rotate
 from .flash import flash_attention
@@ -74,7 +75,8 @@ class SoftmaxAttention(SelfInitialised):
         self.q_norm, self.k_norm, self.g_proj = None, None, None
         if spec.qk_norm != "none":
             widths = (H * d, G * d) if spec.qk_norm == "joint" else (d, d)
-            self.q_norm, self.k_norm = (nn.RMSNorm(width, eps=norm_eps) for width in widths)
+            kind = OffsetRMSNorm if spec.qk_norm == "head-offset" else nn.RMSNorm
+            self.q_norm, self.k_norm = (kind(width, eps=norm_eps) for width in widths)
         if spec.gated:
             self.g_proj = nn.Linear(hidden_size, H * d if spec.gate == "channel" else H, bias=bool(spec.bias))
         self.sinks = nn.Parameter(torch.zeros(H)) if spec.null == "learned" else None  # logits with value 0

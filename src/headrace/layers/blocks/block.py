@@ -21,6 +21,7 @@ from ...spec.serialise import Spec
 from ...spec.stack import BlockStyle, Layer, as_layers
 from .. import SoftmaxAttention, build
 from ..base import Mixer
+from ..norms import OffsetRMSNorm
 from .channel_mixing import ChannelMixing
 from .moe import MixtureOfExperts
 
@@ -77,7 +78,8 @@ def build_norm(sizes: Sizes, inputs: int = 1) -> nn.Module:
     width = inputs * sizes.hidden_size
     if sizes.style.norm == "layer":
         return nn.LayerNorm(width, eps=sizes.norm_eps, bias=sizes.style.bias)
-    return nn.RMSNorm(width, eps=sizes.norm_eps)
+    kind = OffsetRMSNorm if sizes.style.norm == "rms-offset" else nn.RMSNorm
+    return kind(width, eps=sizes.norm_eps)
 
 
 def build_mlp(kind: str, sizes: Sizes) -> nn.Module | None:
