@@ -1,4 +1,8 @@
-"""Hybrids of Mamba-2 and softmax attention."""
+"""Hybrids of Mamba-2 and softmax attention.
+
+With a bias of Mamba-2's input projection, transformers' padding reaches the first tokens through the convolution, and
+its cached steps do not bound the step size. What is right is the row without padding and without a cache.
+"""
 
 from . import SMALL, Family
 

@@ -326,9 +326,14 @@ def zamba2_shared(style: BlockStyle, width: int, layers: list[int]) -> Views:
     return views
 
 
+def attends(config: Any) -> bool:
+    """Whether a model has softmax attention, from whose cache transformers takes the number of tokens so far."""
+    return config.stack.style.shared is not None or any(spec.facts.cached for spec in config.mixers)
+
+
 FORMATS: dict[str, Format] = {
     "falcon_h1": Format("FalconH1ForCausalLM", falcon_h1),
-    "granitemoehybrid": Format("GraniteMoeHybridForCausalLM", granitemoehybrid),
-    "nemotron_h": Format("NemotronHForCausalLM", nemotron_h, outside=("mtp.",)),
-    "zamba2": Format("Zamba2ForCausalLM", zamba2),
+    "granitemoehybrid": Format("GraniteMoeHybridForCausalLM", granitemoehybrid, cache=attends),
+    "nemotron_h": Format("NemotronHForCausalLM", nemotron_h, outside=("mtp.",), cache=attends),
+    "zamba2": Format("Zamba2ForCausalLM", zamba2, cache=attends),
 }
