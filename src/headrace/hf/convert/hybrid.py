@@ -42,7 +42,7 @@ def mlp_views(theirs: str, style: BlockStyle, ours: str = "mlp") -> Views:
 
 def gate_up_views(up: str, down: str, width: int, bias: bool, ours: str = "mlp") -> Views:
     """Returns the views of an MLP whose gate and other input are one projection `up`."""
-    views = {}
+    views: Views = {}
     for kind in ("weight", "bias") if bias else ("weight",):
         both = stacked(f"{up}.{kind}", {"gate": width, "up": width})
         views |= {f"{ours}.{part}_proj.{kind}": view for part, view in both.items()}
@@ -64,7 +64,7 @@ def divisor(c: Fields, name: str, heads: int) -> int:
     return c[name]
 
 
-def mamba_layer(c: Fields, *biases: bool, norm: str = "gate-norm") -> Mamba2:
+def mamba_layer(c: Fields, biases: tuple[bool, bool], norm: str = "gate-norm") -> Mamba2:
     """Returns a layer of Mamba-2 by the fields of Bamba. biases: of the input and of the output projection."""
     c.ignore("mamba_expand", "mamba_d_ssm")  # the width, which is that of the heads
     c.ignore("mamba_chunk_size")
@@ -85,9 +85,8 @@ def falcon_h1(c: Fields) -> Model:
     c.only("attn_layer_indices", None)
     c.ignore(*STEPS, "num_logits_to_keep", "mlp_expansion_factor")
     order = "norm-gate" if c["mamba_norm_before_gate"] else "gate-norm"
-    mamba = mamba_layer(
-        c, c["mamba_proj_bias"], c["projectors_bias"], norm=order if c["mamba_rms_norm"] else "none",
-    )  # fmt: skip
+    biases = c["mamba_proj_bias"], c["projectors_bias"]
+    mamba = mamba_layer(c, biases, order if c["mamba_rms_norm"] else "none")
     spec = attention(c, bias=c["attention_bias"])
     style = BlockStyle(bias=c["mlp_bias"], embedding_scale=multiplier(c, "embedding_multiplier"))
     layers = [Layer(mamba.spec(D, H), parallel=spec)] * c["num_hidden_layers"]
@@ -126,7 +125,7 @@ def granitemoehybrid(c: Fields) -> Model:
     c.only("hidden_act", *SILU)  # of MLPs and convolutions
     c.only("normalization_function", "rmsnorm")
     c.ignore("init_method", "rope_parameters")
-    mamba = mamba_layer(c, *(c["mamba_proj_bias"],) * 2)
+    mamba = mamba_layer(c, (c["mamba_proj_bias"], c["mamba_proj_bias"]))
     scale = multiplier(c, "attention_multiplier")
     spec = attention(c, bias=c["attention_bias"], rotary=rotary, scale=scale)
     theta = {"rope_theta": rope_theta(c)} if rotary else {}
