@@ -1,6 +1,7 @@
 """Hybrids of delta rules and softmax attention."""
 
 from . import SMALL, Family
+from .softmax import rope
 
 BOTH = ["linear_attention", "full_attention"]
 SIZES = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": BOTH}
@@ -12,7 +13,12 @@ LATENT = {
     "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 4,
     "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 8, "mlp_layer_types": ["dense", "sparse"],
 }  # fmt: skip
-ROPES = [{"rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5}}]
+ROPES = [
+    rope("default", partial_rotary_factor=0.5), rope("linear", factor=2.0, partial_rotary_factor=1.0),
+    rope("yarn", factor=4.0, original_max_position_embeddings=32, mscale=1.0, mscale_all_dim=0.7),
+    rope("default", partial_rotary_factor=0.25, mrope_section=[1, 1, 0], mrope_interleaved=True),
+    rope("yarn", factor=4.0, original_max_position_embeddings=32, partial_rotary_factor=0.5),
+]  # fmt: skip
 KINDS = {
     "num_hidden_layers": [{"num_hidden_layers": 1, "layer_types": BOTH[:1]}],
     "layer_types": [{"layer_types": BOTH[::-1]}],

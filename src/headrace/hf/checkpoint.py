@@ -5,19 +5,18 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
 from transformers import AutoConfig
 
-from ..ops.checks import require
 from ..ops.dispatch import BACKENDS, default_backend
 from ..utils.errors import InputError, reading
 from ..utils.integrity import check_weights, read_json
 from .config import HeadraceConfig, check_generation
+from .convert import import_checkpoint
+from .convert.files import check_depth, tensor_names
 from .model import HeadraceForCausalLM
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FETCHED = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt"]
-SHARED_LAYERS = 1000  # layers that a model may have beyond its tensors, as layers can share their weights
 
 
 def load(path: str | Path) -> HeadraceForCausalLM:
@@ -37,8 +36,6 @@ def load(path: str | Path) -> HeadraceForCausalLM:
     if not (folder / "config.json").is_file():
         raise InputError(f"checkpoint {str(folder)!r} has no config.json; expected a folder written by save_pretrained")
     if read_json(folder / "config.json", {}).get("model_type") != HeadraceConfig.model_type:
-        from .convert import import_checkpoint  # which imports this module
-
         return import_checkpoint(folder)
     check_weights(folder)
     default_backend()  # raises for an unknown HEADRACE_BACKEND, which is no fault of the checkpoint
@@ -69,20 +66,3 @@ def check_backend() -> None:
     """Raises InputError if this machine has not the backend that HEADRACE_BACKEND names for what is to be computed."""
     if (name := default_backend()) != "auto" and (reason := BACKENDS[name].missing()):
         raise InputError(f"HEADRACE_BACKEND={name!r} cannot run here: {reason}")
-
-
-def tensor_names(folder: Path) -> list[str]:
-    """The names of all tensors in the safetensors of a folder, of which only the headers are read."""
-    names = []
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            names += opened.keys()
-    return names
-
-
-def check_depth(layers: int, names: list[str]) -> None:
-    """Raises InputError for more layers than the weights can have, before a model of a billion layers is built."""
-    require(
-        layers <= len(names) + SHARED_LAYERS,
-        f"num_hidden_layers={layers}; expected the number of layers that its {len(names)} tensors have",
-    )

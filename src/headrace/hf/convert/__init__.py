@@ -24,12 +24,11 @@ from ...ops.checks import require
 from ...utils.errors import InputError, reading
 from ...utils.integrity import check_weights, read_json, seal, write_json
 from ...utils.provenance import difference
-from ..checkpoint import check_depth
 from ..config import HeadraceConfig, check_generation
 from ..model import HeadraceForCausalLM
 from . import delta, flash, hybrid, recurrent, softmax
 from .fields import Config, check_sizes
-from .files import WEIGHTS, Header, TensorFiles
+from .files import WEIGHTS, Header, TensorFiles, check_depth
 from .form import SHARED, SPECIAL, Format, Model, View, Views
 
 FORMATS: dict[str, Format] = softmax.FORMATS | recurrent.FORMATS | delta.FORMATS | hybrid.FORMATS | flash.FORMATS

@@ -10,7 +10,7 @@ from ...spec.stack import BlockStyle, Experts, Layer
 from .fields import Config, Fields
 from .form import Format, Model, Views, below, conv_width, layer_name, named, shared, stacked, whole
 from .parts import GATED_EXPERT, SWIGLU, deepseek_experts, experts, latent_attention
-from .softmax import rope_theta, rotation
+from .softmax import latent_scale, rope_theta, rotation
 
 NORMS = {"mixer_norm.weight": "input_layernorm.weight", "mlp_norm.weight": "post_attention_layernorm.weight"}
 DYNAMICS = {
@@ -219,7 +219,9 @@ def bailing_hybrid(c: Fields) -> Model:
     c.ignore("kda_lower_bound", "layer_group_size", "first_k_dense_replace", "mtp_loss_scaling_factor", "head_dim")
     c.ignore("num_nextn_predict_layers", "short_conv_kernel_size", "rope_theta")
     linear = kimi_delta(c, {"decay.rank": "full", "read.gate": "sigmoid"} | bounded)
-    latent = latent_spec(c, rope=rotation(c, c["qk_rope_head_dim"]), gate="head")
+    rope = rotation(c, c["qk_rope_head_dim"])
+    scale = latent_scale(c, rope, c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
+    latent = latent_spec(c, rope=rope, gate="head", scale=scale)
     names = Kimi("attention", "dense", "mlp", "word_embeddings", "expert_bias", GATED_EXPERT)
     return kimi(c, linear, latent, KIMI_DELTA | LING, names)
 

@@ -13,6 +13,7 @@ from ...ops.checks import require
 from ...utils.errors import reading
 from ...utils.integrity import is_inside, read_json
 
+SHARED_LAYERS = 1000  # layers that a model may have beyond its tensors, as layers can share their weights
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -67,3 +68,20 @@ class TensorFiles:
         """Whether two tensors have the same values."""
         a, b = (tensor for _, tensor in self.tensors(names))
         return torch.equal(a, b)
+
+
+def tensor_names(folder: Path) -> list[str]:
+    """The names of all tensors in the safetensors of a folder, of which only the headers are read."""
+    names = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            names += opened.keys()
+    return names
+
+
+def check_depth(layers: int, names: list[str]) -> None:
+    """Raises InputError for more layers than the weights can have, before a model of a billion layers is built."""
+    require(
+        layers <= len(names) + SHARED_LAYERS,
+        f"num_hidden_layers={layers}; expected the number of layers that its {len(names)} tensors have",
+    )

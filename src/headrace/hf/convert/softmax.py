@@ -26,6 +26,7 @@ ROPE_NAMES = {
 }  # fmt: skip
 LLAMA3_NAMES = ROPE_NAMES | {"slow": "low_freq_factor", "fast": "high_freq_factor"}
 MSCALES = ("mscale", "mscale_all_dim")
+MULTIMODAL = ("mrope_section", "mrope_interleaved")  # of images; a text has one position in all sections
 
 
 def rotation(c: Fields, head_dim: int, partial: bool = False) -> Rope:
@@ -36,7 +37,7 @@ def rotation(c: Fields, head_dim: int, partial: bool = False) -> Rope:
     kind, part = given.pop("rope_type", "default"), given.pop("partial_rotary_factor", 1.0)
     mscales = [given.pop(name, None) for name in MSCALES if kind == "yarn"]
     names = LLAMA3_NAMES if kind == "llama3" else ROPE_NAMES
-    known = {"rope_theta", "type", *(names[name] for name in ROPES.get(kind, ()))}
+    known = {"rope_theta", "type", *MULTIMODAL, *(names[name] for name in ROPES.get(kind, ()))}
     unread = given.keys() - known or (part != 1 and kind != "default" and not partial)
     if kind not in ROPES or unread:
         c.refuse("rope_parameters", f"a rope_type of {', '.join(ROPES)} with its own parameters")
@@ -46,9 +47,21 @@ def rotation(c: Fields, head_dim: int, partial: bool = False) -> Rope:
     elif kind in ("yarn", "longrope") and "factor" not in values:
         values["factor"] = c["max_position_embeddings"] / values["original"]
     if mscales and all(mscales) and "amplitude" not in values:
-        above, below = (1 + 0.1 * scale * math.log(max(values["factor"], 1)) for scale in mscales)
+        above, below = (mscale(values["factor"], weight) for weight in mscales)
         values["amplitude"] = above / below
     return Rope(kind, dims=None if part == 1 or not partial else int(head_dim * part), **values)
+
+
+def mscale(factor: float, weight: float) -> float:
+    """Returns YaRN's amplitude of rotated channels, with a weight, for sequences that are longer by a factor."""
+    return 1 + 0.1 * weight * math.log(max(factor, 1))
+
+
+def latent_scale(c: Fields, rope: Rope, head_dim: int) -> Any:
+    """Returns the scale of the logits in DeepSeek-V3, where mscale_all_dim is the weight of an amplitude of q and of
+    k."""
+    weight = c["rope_parameters"].get("mscale_all_dim")
+    return head_dim**-0.5 * mscale(rope.factor, weight) ** 2 if weight and rope.kind == "yarn" else "key"
 
 
 def rope_theta(c: Fields) -> float:
