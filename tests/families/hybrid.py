@@ -1,4 +1,8 @@
-"""Hybrids of Mamba-2 and softmax attention."""
+"""Hybrids of Mamba-2 and softmax attention.
+
+With a bias of Mamba-2's input projection, transformers' padding reaches the first tokens through the convolution, and
+its cached steps do not bound the step size. What is right is the row without padding and without a cache.
+"""
 
 from . import SMALL, Family
 
@@ -13,18 +17,18 @@ FAMILIES = {
     "falcon_h1": Family(
         SMALL | HEADS
         | {"intermediate_size": 48, "mamba_d_ssm": 48, "mamba_n_heads": 4, "mamba_d_head": 12, "mamba_n_groups": 2}
-        | {"mamba_d_state": 8, "mamba_chunk_size": 16},
+        | {"mamba_d_state": 8, "mamba_chunk_size": 16, "embedding_multiplier": 5.6, "lm_head_multiplier": 0.04}
+        | {"mlp_multipliers": [0.9, 0.2], "key_multiplier": 0.4, "attention_out_multiplier": 0.9}
+        | {"attention_in_multiplier": 1.1, "ssm_multipliers": [0.35, 0.25, 0.18, 0.5, 0.3]}
+        | {"ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.24},
         variants={
-            "biases, norms and multipliers": {
+            "biases and norms": {
                 "attention_bias": True, "mlp_bias": True, "projectors_bias": True, "mamba_proj_bias": True,
-                "mamba_rms_norm": True, "embedding_multiplier": 5.6, "lm_head_multiplier": 0.04,
-                "mlp_multipliers": [0.9, 0.2], "key_multiplier": 0.4, "attention_out_multiplier": 0.9,
-                "attention_in_multiplier": 1.1, "ssm_multipliers": [0.35, 0.25, 0.18, 0.5, 0.3],
-                "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.24,
+                "mamba_rms_norm": True, "head_dim": 12,
             },
             "tied, gate before the norm": {
                 "tie_word_embeddings": True, "mamba_rms_norm": True, "mamba_norm_before_gate": False,
-                "mamba_n_groups": 1, "embedding_multiplier": 5.6, "lm_head_multiplier": 0.04,
+                "mamba_n_groups": 1,
             },
         },
         fields={
@@ -39,20 +43,22 @@ FAMILIES = {
         real={
             "vocab_size": 65537, "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 32,
             "num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 128, "mamba_d_ssm": 4096,
-            "mamba_n_heads": 32, "mamba_d_head": 128, "mamba_n_groups": 2, "mamba_d_state": 256,
+            "mamba_n_heads": 32, "mamba_d_head": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_use_mlp": True,
+            "attn_layer_indices": None, "mlp_expansion_factor": 8, "time_step_min": 0.001, "time_step_max": 0.1,
+            "time_step_floor": 0.0001, "time_step_rank": "auto", "rope_theta": 1e11,
         },
     ),
     "granitemoehybrid": Family(
         SMALL | HEADS
         | {"intermediate_size": 20, "shared_intermediate_size": 28, "num_local_experts": 4, "layer_types": BOTH}
         | {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 16}
-        | {"experts_implementation": "eager"},
+        | {"embedding_multiplier": 12.0, "logits_scaling": 6.0, "residual_multiplier": 0.22}
+        | {"attention_multiplier": 0.0078125},
         variants={
             "dense, with positions": {"num_local_experts": 0, "position_embedding_type": "rope"},
-            "tied, multipliers and biases": {
-                "tie_word_embeddings": True, "embedding_multiplier": 12.0, "logits_scaling": 6.0,
-                "residual_multiplier": 0.22, "attention_multiplier": 0.0078125, "attention_bias": True,
-                "mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_n_groups": 1,
+            "tied, biases": {
+                "tie_word_embeddings": True, "attention_bias": True, "mamba_proj_bias": True, "mamba_conv_bias": False,
+                "mamba_n_groups": 1,
             },
         },
         fields={
@@ -69,7 +75,8 @@ FAMILIES = {
             "vocab_size": 100352, "hidden_size": 1536, "intermediate_size": 512, "shared_intermediate_size": 1024,
             "num_hidden_layers": 40, "num_attention_heads": 12, "num_key_value_heads": 4, "num_local_experts": 64,
             "num_experts_per_tok": 6, "mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128,
-            "mamba_n_groups": 1, "tie_word_embeddings": True,
+            "mamba_n_groups": 1, "tie_word_embeddings": True, "position_embedding_type": "nope", "init_method": "mup",
+            "normalization_function": "rmsnorm",
             "layer_types": ["full_attention" if i in (5, 15, 25, 35) else MAMBA for i in range(40)],
         },
     ),
@@ -77,7 +84,7 @@ FAMILIES = {
         WITHOUT_DEPTH | HEADS
         | {"layers_block_type": NEMOTRON, "intermediate_size": 24, "head_dim": 12, "mamba_num_heads": 4}
         | {"mamba_head_dim": 20, "n_groups": 2, "ssm_state_size": 8, "moe_intermediate_size": 20, "chunk_size": 16}
-        | {"moe_shared_expert_intermediate_size": 28, "n_routed_experts": 8, "experts_implementation": "eager"},
+        | {"moe_shared_expert_intermediate_size": 28, "n_routed_experts": 8},
         variants={
             "latent experts in groups, biases": {
                 "moe_latent_size": 12, "mlp_bias": True, "use_bias": True, "n_group": 4, "topk_group": 2,
@@ -97,6 +104,7 @@ FAMILIES = {
             "head_dim": 128, "intermediate_size": 1856, "moe_intermediate_size": 1856, "n_routed_experts": 128,
             "num_experts_per_tok": 6, "moe_shared_expert_intermediate_size": 3712, "mamba_num_heads": 64,
             "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "routed_scaling_factor": 2.5,
+            "rope_theta": 10000, "partial_rotary_factor": 1.0,
             "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
         },
     ),
@@ -125,7 +133,8 @@ FAMILIES = {
         real={
             "vocab_size": 32000, "hidden_size": 2560, "num_hidden_layers": 54, "intermediate_size": 10240,
             "num_attention_heads": 32, "n_mamba_heads": 80, "mamba_ngroups": 1, "mamba_d_state": 64,
-            "num_mem_blocks": 2, "adapter_rank": 128, "use_shared_attention_adapter": False,
+            "num_mem_blocks": 2, "adapter_rank": 128, "use_shared_attention_adapter": False, "ffn_hidden_size": 10240,
+            "use_shared_mlp_adapter": True,
         },
     ),
 }  # fmt: skip

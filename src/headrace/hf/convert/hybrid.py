@@ -4,17 +4,15 @@ from collections.abc import Collection
 from math import inf
 from typing import Any
 
-from ...spec.attention import AttentionSpec, Rope
 from ...spec.stack import BlockStyle, Experts, Layer
 from .fields import Fields
 from .form import Block, Format, Model, View, Views, below, conv_width, layer_name, named, shared, stacked, whole
 from .parts import experts, scaled
-from .recurrent import SILU, Mamba2, limit
-from .softmax import GATED, UNGATED, activation, attention, attention_views, rope_theta, rotation
+from .recurrent import SILU, STEPS, Mamba2, divisor
+from .softmax import GATED, UNGATED, activation, attention, attention_views, rope_theta
 
 NORM, MLP_NORM, FINAL_NORM = "mixer_norm.weight", "mlp_norm.weight", "model.backbone.norm.weight"
 NORMS = {NORM: "input_layernorm.weight", MLP_NORM: "post_attention_layernorm.weight"}
-INITIAL = ("time_step_max", "time_step_floor")  # of initial values alone
 UNGATED = UNGATED | {"relu2": "relu2"}
 
 
@@ -35,7 +33,7 @@ def mlp_views(theirs: str, style: BlockStyle, ours: str = "mlp") -> Views:
 
 def gate_up_views(up: str, down: str, width: int, bias: bool, ours: str = "mlp") -> Views:
     """Returns the views of an MLP whose gate and other input are one projection `up`."""
-    views = {}
+    views: Views = {}
     for kind in ("weight", "bias") if bias else ("weight",):
         both = stacked(f"{up}.{kind}", {"gate": width, "up": width})
         views |= {f"{ours}.{part}_proj.{kind}": view for part, view in both.items()}
@@ -50,27 +48,18 @@ def layer_types(c: Fields, name: str, known: Collection[str]) -> list[str]:
     return c[name]
 
 
-def divisor(c: Fields, name: str, heads: int) -> int:
-    """Returns a number of groups of heads."""
-    if heads % c[name]:
-        c.refuse(name, f"a divisor of the number of heads, {heads}")
-    return c[name]
-
-
 # --- Falcon-H1 -------------------------------------------------------------------------------------------------------
 
 
 def falcon_h1(c: Fields) -> Model:
-    D, H, heads = c["hidden_size"], c["num_attention_heads"], c["mamba_n_heads"]
+    D, H = c["hidden_size"], c["num_attention_heads"]
     c.only("hidden_act", *SILU)  # of MLPs and convolutions
-    c.ignore("mamba_chunk_size", "num_logits_to_keep")
-    c.ignore("mamba_expand", "mamba_d_ssm")  # the width, which is that of the heads
+    c.only("mamba_use_mlp", True)
+    c.only("attn_layer_indices", None)
+    c.ignore(*STEPS, "num_logits_to_keep", "mlp_expansion_factor")
     order = "norm-gate" if c["mamba_norm_before_gate"] else "gate-norm"
-    mamba = Mamba2(
-        heads, c["mamba_d_state"], c["mamba_d_head"], divisor(c, "mamba_n_groups", heads),
-        conv_width(c, "mamba_d_conv"), c["mamba_conv_bias"], (c["mamba_proj_bias"], c["projectors_bias"]),
-        limit(c, "time_step_limit"), order if c["mamba_rms_norm"] else "none",
-    )  # fmt: skip
+    biases = c["mamba_proj_bias"], c["projectors_bias"]
+    mamba = mamba_layer(c, biases, order if c["mamba_rms_norm"] else "none")
     spec = attention(c, bias=c["attention_bias"])
     style = BlockStyle(bias=c["mlp_bias"], embedding_scale=multiplier(c, "embedding_multiplier"))
     layers = [Layer(mamba.spec(D, H), parallel=spec)] * c["num_hidden_layers"]
@@ -105,18 +94,14 @@ def falcon_factors(c: Fields) -> dict[str, float]:
 
 
 def granitemoehybrid(c: Fields) -> Model:
-    D, H, heads = c["hidden_size"], c["num_attention_heads"], c["mamba_n_heads"]
+    D, H, rotary = c["hidden_size"], c["num_attention_heads"], c["position_embedding_type"] == "rope"
     c.only("hidden_act", *SILU)  # of MLPs and convolutions
-    c.ignore("mamba_chunk_size", "mamba_expand")  # the head dimension has the width
-    rotary, bias = c["position_embedding_type"] == "rope", c["mamba_proj_bias"]
-    mamba = Mamba2(
-        heads, c["mamba_d_state"], c["mamba_d_head"], divisor(c, "mamba_n_groups", heads),
-        conv_width(c, "mamba_d_conv"), c["mamba_conv_bias"], (bias, bias), limit(c, "time_step_limit"),
-    )  # fmt: skip
+    c.only("normalization_function", "rmsnorm")
+    c.ignore("init_method", "rope_parameters")
+    mamba = mamba_layer(c, (c["mamba_proj_bias"], c["mamba_proj_bias"]))
     scale = multiplier(c, "attention_multiplier")
     spec = attention(c, bias=c["attention_bias"], rotary=rotary, scale=scale)
     theta = {"rope_theta": rope_theta(c)} if rotary else {}
-    c.ignore("rope_parameters", "output_router_logits")
     kinds = {"linear_attention": mamba.spec(D, H), "full_attention": spec}
     listed = layer_types(c, "layer_types", kinds)
     mixture = granite_experts(c)
@@ -141,16 +126,15 @@ def granitemoehybrid(c: Fields) -> Model:
 
 
 def granite_experts(c: Fields) -> Experts | None:
-    if not c["num_local_experts"]:
-        c.ignore("num_experts_per_tok", "intermediate_size", "router_aux_loss_coef")
+    count, chosen, coefficient = c["num_local_experts"], c["num_experts_per_tok"], c["router_aux_loss_coef"]
+    balance = coefficient if c["output_router_logits"] else None
+    if not count:
+        c.ignore("intermediate_size")
         return None
-    count, chosen = c["num_local_experts"], c["num_experts_per_tok"]
     if not 1 <= chosen <= count:
         c.refuse("num_experts_per_tok", f"1 to num_local_experts={count}")
-    return Experts(
-        count, chosen, c["router_aux_loss_coef"] or 0.0, c["intermediate_size"], normalised=True,
-        shared=c["shared_intermediate_size"],
-    )  # fmt: skip
+    shared_width = c["shared_intermediate_size"]
+    return Experts(count, chosen, balance or 0.0, c["intermediate_size"], normalised=True, shared=shared_width)
 
 
 def stacked_experts(theirs: str, mixture: Experts, hidden_size: int) -> Views:
@@ -173,16 +157,13 @@ def stacked_experts(theirs: str, mixture: Experts, hidden_size: int) -> Views:
 
 def nemotron_h(c: Fields) -> Model:
     """Their layers have one branch each. A mixer and the MLP after it are one layer of ours."""
-    D, H, heads, biases = c["hidden_size"], c["num_attention_heads"], c["mamba_num_heads"], (c["use_bias"],) * 2
+    D, H, heads, bias = c["hidden_size"], c["num_attention_heads"], c["mamba_num_heads"], c["use_bias"]
     c.only("mamba_hidden_act", *SILU)
-    c.ignore(*INITIAL, "num_logits_to_keep", "use_mamba_kernels", "chunk_size", "mamba_ssm_cache_dtype", "expand")
-    c.ignore("time_step_limit", "mamba_proj_bias", "attention_bias", "sliding_window", "hidden_dropout")  # unused there
-    c.ignore("residual_in_fp32", "rescale_prenorm_residual", "output_router_logits", "moe_shared_expert_overlap")
-    c.ignore("n_shared_experts", "num_nextn_predict_layers", "mtp_layers_block_type")  # of layers that are left out
-    c.ignore("num_hidden_layers")  # the length of layers_block_type
+    c.only("attention_head_dim", c["head_dim"])
+    c.ignore(*NEMOTRON_UNUSED)
     mamba = Mamba2(
         heads, c["ssm_state_size"], c["mamba_head_dim"], divisor(c, "n_groups", heads), conv_width(c, "conv_kernel"),
-        c["use_conv_bias"], biases, (multiplier(c, "time_step_min"), inf),
+        c["use_conv_bias"], (bias, bias), (max(c["time_step_min"], 0.0), inf),
     )  # fmt: skip
     spec, mlp = attention(c, rotary=False), activation(c, "mlp_hidden_act", UNGATED)
     kinds = {"linear_attention": mamba.spec(D, H), "full_attention": spec}
@@ -211,6 +192,14 @@ def nemotron_h(c: Fields) -> Model:
     return Model(shared(c, layers, style, **sizes), views)
 
 
+# Fields of which the model has no use, the number of layers among them, and those of layers that are left out.
+NEMOTRON_UNUSED = (
+    "time_step_max", "time_step_floor", "time_step_limit", "num_logits_to_keep", "use_mamba_kernels", "chunk_size",
+    "mamba_ssm_cache_dtype", "expand", "mamba_proj_bias", "attention_bias", "sliding_window", "hidden_dropout",
+    "residual_in_fp32", "rescale_prenorm_residual", "output_router_logits", "moe_shared_expert_overlap",
+    "n_shared_experts", "num_hidden_layers", "rope_theta", "partial_rotary_factor", "is_hybrid_model",
+    "num_nextn_predict_layers", "mtp_layers_block_type",
+)  # fmt: skip
 # Fields of the mixture of experts -> fields of Experts.
 NEMOTRON_EXPERTS = {
     "n_routed_experts": "count", "num_experts_per_tok": "chosen", "n_group": "groups", "topk_group": "chosen_groups",
@@ -220,7 +209,8 @@ NEMOTRON_EXPERTS = {
 
 
 def nemotron_experts(c: Fields) -> Experts:
-    return Experts(**{ours: c[theirs] for theirs, ours in NEMOTRON_EXPERTS.items()}, scores="sigmoid", biased=True)
+    named_fields = {ours: c[theirs] for theirs, ours in NEMOTRON_EXPERTS.items()}
+    return Experts(**named_fields, balance=0.0, scores="sigmoid", biased=True)
 
 
 def nemotron_moe(theirs: str, mixture: Any, style: BlockStyle) -> Views:
@@ -235,9 +225,9 @@ def nemotron_moe(theirs: str, mixture: Any, style: BlockStyle) -> Views:
 
 
 def zamba2(c: Fields) -> Model:
-    D, H, heads, biases = c["hidden_size"], c["num_attention_heads"], c["n_mamba_heads"], (c["add_bias_linear"],) * 2
-    c.ignore(*INITIAL, "num_logits_to_keep", "use_mamba_kernels", "chunk_size", "use_mem_eff_path", "use_conv_bias")
-    c.ignore("use_long_context")  # by which their class has set max_position_embeddings
+    D, H, heads, bias = c["hidden_size"], c["num_attention_heads"], c["n_mamba_heads"], c["add_bias_linear"]
+    c.only("use_shared_mlp_adapter", True)
+    c.ignore(*ZAMBA_UNUSED)
     wide = int(c["mamba_expand"] * D)
     if wide % heads:
         c.refuse("n_mamba_heads", f"a divisor of mamba_expand · hidden_size = {wide}")
@@ -249,7 +239,7 @@ def zamba2(c: Fields) -> Model:
         c.only(name, value)
     mamba = Mamba2(
         heads, c["mamba_d_state"], wide // heads, divisor(c, "mamba_ngroups", heads), conv_width(c, "mamba_d_conv"),
-        True, biases, (multiplier(c, "time_step_min"), inf), eps=1e-5,
+        True, (bias, bias), (max(c["time_step_min"], 0.0), inf), eps=1e-5,
     )  # fmt: skip
     hybrid = [kind == "hybrid" for kind in layer_types(c, "layers_block_type", ("linear_attention", "hybrid"))]
     c.only("hybrid_layer_ids", [i for i, shares in enumerate(hybrid) if shares])
@@ -268,21 +258,22 @@ def zamba2(c: Fields) -> Model:
     return Model(shared(c, layers, style, **sizes, **theta), views)
 
 
+# Fields of which the model has no use, or by which their class has set others.
+ZAMBA_UNUSED = (
+    "time_step_max", "time_step_floor", "num_logits_to_keep", "use_mamba_kernels", "chunk_size", "use_mem_eff_path",
+    "use_conv_bias", "ffn_hidden_size", "use_long_context",
+)  # fmt: skip
+
+
 def zamba2_style(c: Fields, hybrid: bool) -> BlockStyle:
-    rank, H, groups, rotary = c["adapter_rank"], c["num_attention_heads"], c["num_key_value_heads"], c["use_mem_rope"]
-    adapted, mlp = c["use_shared_attention_adapter"], activation(c, "hidden_act", GATED)
     c.ignore("rope_parameters")
-    spec = AttentionSpec(
-        None if groups == H else groups, rotary, rope=rotation(c, c["attention_head_dim"]) if rotary else Rope(),
-        scale="half-key",
-    )  # fmt: skip
-    count, bias = c["num_mem_blocks"], c["add_bias_linear"]
-    if not hybrid:
-        return BlockStyle(mlp=mlp, bias=bias)
-    return BlockStyle(
-        mlp=mlp, bias=bias, shared=spec, shared_count=count, shared_mlp_rank=rank,
-        shared_attention_rank=rank if adapted else None,
-    )  # fmt: skip
+    spec = attention(c, rotary=c["use_mem_rope"], scale="half-key")
+    blocks = {
+        "shared": spec, "shared_count": c["num_mem_blocks"], "shared_mlp_rank": c["adapter_rank"],
+        "shared_attention_rank": c["adapter_rank"] if c["use_shared_attention_adapter"] else None,
+    }  # fmt: skip
+    mlp = {"mlp": activation(c, "hidden_act", GATED), "bias": c["add_bias_linear"]}
+    return BlockStyle(**mlp, **blocks if hybrid else {})
 
 
 def zamba2_shared(style: BlockStyle, width: int, layers: list[int]) -> Views:
@@ -307,9 +298,14 @@ def zamba2_shared(style: BlockStyle, width: int, layers: list[int]) -> Views:
     return views
 
 
+def attends(config: Any) -> bool:
+    """Whether a model has softmax attention, from whose cache transformers takes the number of tokens so far."""
+    return config.stack.style.shared is not None or any(spec.facts.cached for spec in config.mixers)
+
+
 FORMATS: dict[str, Format] = {
     "falcon_h1": Format("FalconH1ForCausalLM", falcon_h1),
-    "granitemoehybrid": Format("GraniteMoeHybridForCausalLM", granitemoehybrid),
-    "nemotron_h": Format("NemotronHForCausalLM", nemotron_h, outside=("mtp.",)),
-    "zamba2": Format("Zamba2ForCausalLM", zamba2),
+    "granitemoehybrid": Format("GraniteMoeHybridForCausalLM", granitemoehybrid, cache=attends),
+    "nemotron_h": Format("NemotronHForCausalLM", nemotron_h, outside=("mtp.",), cache=attends),
+    "zamba2": Format("Zamba2ForCausalLM", zamba2, cache=attends),
 }

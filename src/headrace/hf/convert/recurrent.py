@@ -88,17 +88,22 @@ def limit(c: Fields, name: str) -> tuple[float, float]:
     return low, high
 
 
+def divisor(c: Fields, name: str, heads: int) -> int:
+    """Returns a number of groups of heads."""
+    if c[name] < 1 or heads % c[name]:
+        c.refuse(name, f"a divisor of the number of heads, {heads}")
+    return c[name]
+
+
 def mamba2(c: Fields) -> Model:
     H, D, V = c["num_heads"], c["hidden_size"], c["head_dim"]
     if c["expand"] * D != V * H:
         c.refuse("head_dim", f"expand · hidden_size / num_heads = {c['expand'] * D / H:g}")
-    if H % c["n_groups"]:
-        c.refuse("n_groups", f"a divisor of num_heads = {H}")
     c.only("hidden_act", *SILU)
     c.only("rescale_prenorm_residual", False)  # transformers rescales again whenever it loads
     c.ignore(*STEPS, "chunk_size", "residual_in_fp32")
     layer = Mamba2(
-        H, c["state_size"], V, c["n_groups"], conv_width(c, "conv_kernel"), c["use_conv_bias"],
+        H, c["state_size"], V, divisor(c, "n_groups", H), conv_width(c, "conv_kernel"), c["use_conv_bias"],
         (c["use_bias"],) * 2, limit(c, "time_step_limit"),
     )  # fmt: skip
     return mixers_alone(c, layer.spec(D, H), layer.views("mixer"), num_heads=H)
@@ -177,12 +182,11 @@ def attended(c: Fields) -> Config:
 def bamba(c: Fields) -> Model:
     c.only("hidden_act", *SILU)
     c.ignore("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient", "mamba_expand")  # expand: of head widths
+    heads = c["mamba_n_heads"]
     mamba = Mamba2(
-        c["mamba_n_heads"], c["mamba_d_state"], c["mamba_d_head"], c["mamba_n_groups"], conv_width(c, "mamba_d_conv"),
-        c["mamba_conv_bias"], (c["mamba_proj_bias"],) * 2, limit(c, "time_step_limit"),
+        heads, c["mamba_d_state"], c["mamba_d_head"], divisor(c, "mamba_n_groups", heads),
+        conv_width(c, "mamba_d_conv"), c["mamba_conv_bias"], (c["mamba_proj_bias"],) * 2, limit(c, "time_step_limit"),
     )  # fmt: skip
-    if mamba.heads % mamba.groups:
-        c.refuse("mamba_n_groups", f"a divisor of mamba_n_heads = {mamba.heads}")
     softmax = attention(c, partial=True, bias=c["attention_bias"])
     spec = mamba.spec(c["hidden_size"], c["num_attention_heads"])
     attends = [i in (c["attn_layer_indices"] or []) for i in range(c["num_hidden_layers"])]
@@ -219,17 +223,19 @@ def jamba(c: Fields) -> Model:
     mlp = {True: experts("feed_forward", count, router="router"), False: dense}
     pairs = [*zip(attends, mixes, strict=True)]
     layers = [Layer(softmax if attends else spec, "experts" if mixed else "one") for attends, mixed in pairs]
-    style = BlockStyle(experts=Experts(count, c["num_experts_per_tok"], balance(c)) if any(mixes) else None)
+    style = BlockStyle(experts=mixture(c, count) if any(mixes) else None)
     c.ignore("num_experts_per_tok", "router_aux_loss_coef", "output_router_logits")  # of a model without experts
     views = [plain(HYBRID_NORMS) | own[attends] | mlp[mixed] for attends, mixed in pairs]
     sizes = {"num_heads": c["num_attention_heads"], "intermediate_size": c["intermediate_size"]}
     return Model(shared(c, layers, style, **sizes), assembled(views, outside(c, "final_layernorm")))
 
 
-def balance(c: Fields) -> float:
-    """Returns the weight of the load-balancing loss, which transformers adds if the model returns router logits."""
-    weight, added = c["router_aux_loss_coef"], c["output_router_logits"]
-    return weight if added else 0.0
+def mixture(c: Fields, count: int, **options: Any) -> Experts:
+    """Returns a mixture of experts. transformers adds the load-balancing loss if the model returns router logits."""
+    chosen, weight, added = (c[n] for n in ("num_experts_per_tok", "router_aux_loss_coef", "output_router_logits"))
+    if not 1 <= chosen <= count:
+        c.refuse("num_experts_per_tok", f"1 to the number of experts, {count}")
+    return Experts(count, chosen, weight if added else 0.0, **options)
 
 
 def lfm2(c: Fields) -> Model:
@@ -260,6 +266,8 @@ LFM2 = {
 def lfm2_width(c: Fields) -> int:
     """Returns the width of the MLP: two thirds of intermediate_size times a factor, rounded up to a multiple."""
     width, factor, multiple = c["intermediate_size"], c["block_ffn_dim_multiplier"], c["block_multiple_of"]
+    if multiple < 1:
+        c.refuse("block_multiple_of", "at least 1")
     if not c["block_auto_adjust_ff_dim"]:
         return width
     width = int(2 * width / 3)
@@ -292,9 +300,7 @@ def minimax(c: Fields) -> Model:
         for i, (place, kind) in enumerate(zip(places, kinds, strict=False))
     }
     views[f"{places[-1]}.weight"] = views.pop("model.backbone.norm.weight")
-    style = BlockStyle(
-        order="post", embedding_norm=True, experts=Experts(count, c["num_experts_per_tok"], balance(c), normalised=True)
-    )
+    style = BlockStyle(order="post", embedding_norm=True, experts=mixture(c, count, normalised=True))
     mixers = [softmax if kind == "full_attention" else lightning(c, i, width) for i, kind in enumerate(kinds)]
     return Model(shared(c, [Layer(mixer, "experts") for mixer in mixers], style, **attended(c)), views)
 
