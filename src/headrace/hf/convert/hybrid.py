@@ -8,7 +8,7 @@ from ...spec.stack import BlockStyle, Experts, Layer
 from .fields import Fields
 from .form import Block, Format, Model, View, Views, below, conv_width, layer_name, named, shared, stacked, whole
 from .parts import experts, scaled
-from .recurrent import SILU, STEPS, Mamba2, divisor
+from .recurrent import SILU, STEPS, Mamba2, divisor, mamba_layer
 from .softmax import GATED, UNGATED, activation, attention, attention_views, rope_theta
 
 NORM, MLP_NORM, FINAL_NORM = "mixer_norm.weight", "mlp_norm.weight", "model.backbone.norm.weight"

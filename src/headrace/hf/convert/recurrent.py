@@ -179,14 +179,21 @@ def attended(c: Fields) -> Config:
     return {ours: c[theirs] for ours, theirs in names.items()} | {"rope_theta": rope_theta(c)}
 
 
+def mamba_layer(c: Fields, biases: tuple[bool, bool], norm: str = "gate-norm") -> Mamba2:
+    """Returns a layer of Mamba-2 by the fields of Bamba. biases: of the input and of the output projection."""
+    c.ignore("mamba_expand", "mamba_d_ssm")  # the width, which is that of the heads
+    c.ignore("mamba_chunk_size")
+    heads, conv = c["mamba_n_heads"], conv_width(c, "mamba_d_conv")
+    return Mamba2(
+        heads, c["mamba_d_state"], c["mamba_d_head"], divisor(c, "mamba_n_groups", heads), conv, c["mamba_conv_bias"],
+        biases, limit(c, "time_step_limit"), norm,
+    )  # fmt: skip
+
+
 def bamba(c: Fields) -> Model:
     c.only("hidden_act", *SILU)
-    c.ignore("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient", "mamba_expand")  # expand: of head widths
-    heads = c["mamba_n_heads"]
-    mamba = Mamba2(
-        heads, c["mamba_d_state"], c["mamba_d_head"], divisor(c, "mamba_n_groups", heads),
-        conv_width(c, "mamba_d_conv"), c["mamba_conv_bias"], (c["mamba_proj_bias"],) * 2, limit(c, "time_step_limit"),
-    )  # fmt: skip
+    c.ignore("num_logits_to_keep", "z_loss_coefficient")
+    mamba = mamba_layer(c, (c["mamba_proj_bias"],) * 2)
     softmax = attention(c, partial=True, bias=c["attention_bias"])
     spec = mamba.spec(c["hidden_size"], c["num_attention_heads"])
     attends = [i in (c["attn_layer_indices"] or []) for i in range(c["num_hidden_layers"])]
