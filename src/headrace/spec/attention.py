@@ -32,6 +32,10 @@ class Rope(Record):
         in the number of rotations (Llama 3.1, arXiv 2407.21783).
     longrope: each is divided by its number in `short`, or in `long` if the sequence has more than `original` tokens
         (arXiv 2402.13753). `factor` sets the amplitude alone.
+
+    In dynamic and longrope the length is that of each sequence, with the tokens of its cache. The cache then has keys
+    before rotation, so that decoding equals a pass over all tokens so far; transformers takes the longest sequence of a
+    batch, and leaves cached keys as they are.
     """
 
     kind: Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"] = "default"  # see above
