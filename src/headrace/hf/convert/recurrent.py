@@ -82,10 +82,10 @@ class Mamba2(NamedTuple):
 
 def limit(c: Fields, name: str) -> tuple[float, float]:
     """Returns the bounds of a step size."""
-    low, high = map(float, c[name])
-    if not 0 <= low <= high or high == 0:
-        c.refuse(name, "numbers from 0 on, the first at most the second")
-    return low, high
+    bounds = [*map(float, c[name] or ())]
+    if len(bounds) != 2 or not 0 <= bounds[0] <= bounds[1] or bounds[1] == 0:
+        c.refuse(name, "two numbers from 0 on, the first at most the second")
+    return bounds[0], bounds[1]
 
 
 def divisor(c: Fields, name: str, heads: int) -> int:
@@ -206,8 +206,9 @@ def bamba(c: Fields) -> Model:
     )
 
 
-def outside(c: Fields, norm: str, offset: float = 0.0) -> Views:
-    return whole("model", "embed_tokens", norm, c["tie_word_embeddings"], offset)
+def outside(c: Fields, norm: str) -> Views:
+    """Returns the views outside of layers."""
+    return whole("model", "embed_tokens", norm, c["tie_word_embeddings"])
 
 
 def jamba(c: Fields) -> Model:
@@ -354,14 +355,16 @@ def recurrent_gemma(c: Fields) -> Model:
     own = {"recurrent": plain(RG_LRU), "attention": attention_views(softmax, "temporal_block")}
     norms = {"mixer_norm.weight": "temporal_pre_norm.weight", "mlp_norm.weight": "channel_pre_norm.weight"}
     mlp = {name: theirs.replace("feed_forward", "mlp_block") for name, theirs in FEED_FORWARD.items()}
-    common = plain(norms, offset=1.0) | plain(kinds_of(mlp, "weight", "bias"))
+    common = plain(norms | kinds_of(mlp, "weight", "bias"))
     kinds = [c["block_types"][i % len(c["block_types"])] for i in range(c["num_hidden_layers"])]
     scale = float(torch.tensor(c["hidden_size"] ** 0.5, dtype=torch.bfloat16))  # it is rounded there
-    style = BlockStyle(mlp="geglu-tanh", bias=True, embedding_scale=scale, logits_cap=c["logits_soft_cap"])
+    style = BlockStyle(
+        "rms-offset", mlp="geglu-tanh", bias=True, embedding_scale=scale, logits_cap=c["logits_soft_cap"]
+    )
     sizes = attended(c) | {"intermediate_size": c["intermediate_size"] // 2}
     return Model(
         shared(c, [Layer(unit if kind == "recurrent" else softmax) for kind in kinds], style, **sizes),
-        assembled([common | own[kind] for kind in kinds], outside(c, "final_norm", 1.0)),
+        assembled([common | own[kind] for kind in kinds], outside(c, "final_norm")),
     )
 
 
