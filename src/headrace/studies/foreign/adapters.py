@@ -15,9 +15,11 @@ def causal_lm(model_type: str, sizes: dict[str, Any]) -> dict[str, Any]:
     cpu = not torch.cuda.is_available() and "fla" not in sys.modules
     sys.modules.update({"fla": None} if cpu else {})
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
 
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes))
+        config = AutoConfig.for_model(model_type, **sizes)
+        has_head = type(config) in AutoModelForCausalLM._model_mapping
+        model = (AutoModelForCausalLM if has_head else AutoModel).from_config(config)
     finally:
         if cpu:
             del sys.modules["fla"]
@@ -45,7 +47,7 @@ def causal_lm(model_type: str, sizes: dict[str, Any]) -> dict[str, Any]:
             given["position_ids"] = torch.cat([torch.arange(n, device=x.device) for n in lengths])[None]
             given |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
         out = model(**given)
-        return out.logits, out.get(memory, state)
+        return out.logits if has_head else out.last_hidden_state, out.get(memory, state)
 
     def crop(model, x, remove):
         cache = DynamicCache(config=model.config)
@@ -65,6 +67,10 @@ def causal_lm(model_type: str, sizes: dict[str, Any]) -> dict[str, Any]:
     def recurrent(state):
         if memory == "state":  # RWKV's; the first two are inputs of the last token
             return state[2:]
+        if model_type == "zaya":  # whose states are inputs of the last token too
+            return []
+        if hasattr(state, "linear_cache"):
+            return [s for s in state.linear_cache if isinstance(s, torch.Tensor)]
         if hasattr(state, "rnn_state"):
             return [s for layer in state.rnn_state.values() for s in layer]
         sums = [getattr(layer, "recurrent_states", {}) for layer in state.layers]

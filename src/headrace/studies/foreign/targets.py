@@ -33,6 +33,10 @@ SHARED = {
     "layers_block_type": [LINEAR, HYBRID] * 2, "attention_hidden_size": 64, "attention_head_dim": 16,
     "num_key_value_heads": 4,
 }  # fmt: skip
+WINDOWED = {
+    "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "n_shared_experts": 1, "d_rel": 4,
+    "rel_extent": 256, "sliding_window_size": 16, "unpadded_vocab_size": 64,
+}  # fmt: skip
 # What a model type needs besides: layers of each kind, and sizes that must agree.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {}, "gpt2": {}, "mamba": {}, "falcon_mamba": {}, "mamba2": {"head_dim": 16, "n_groups": 2},
@@ -54,6 +58,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": [CONV, FULL] * 2, "full_attn_idxs": None}, "lfm2_moe": {"layer_types": [CONV, FULL] * 2},
     "lfm3": {}, "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+    "glm5_next_text": {
+        "layer_types": [LINEAR, "indexed_attention"] * 2, "num_key_value_heads": 4, "qk_rope_head_dim": 0,
+        "index_topk": 64, "index_kpool": 4, "index_head_dim": 8, "index_n_heads": 2, "n_shared_experts": 1,
+        "hc_mult": 2,
+    },
+    "inkling_text": WINDOWED, "inkling2_text": WINDOWED,
     "lara_mini": {"layer_types": [LINEAR, "sliding_attention", LINEAR, FULL]},
 }  # fmt: skip
 
@@ -101,7 +111,7 @@ def quiet() -> None:
 def _of_transformers(name: str, what: str) -> tuple[Callable, tuple]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as LANGUAGE_MODELS
 
-    if what in LANGUAGE_MODELS:
+    if what in LANGUAGE_MODELS or what in MODELS:
         try:
             sizes = sizes_of(what)
             causal_lm(what, sizes)
