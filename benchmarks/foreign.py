@@ -3,14 +3,19 @@
     python benchmarks/foreign.py                 # every target of docs/verified.md
     python benchmarks/foreign.py transformers:mamba2
 
+FLA's layers are targets where flash-linear-attention is installed. Without a GPU they run in Triton's interpreter, with
+the corrections of tests/ops/interpreted, and on a part of the laws, in some minutes each.
+
 A file of benchmarks/results/verify is what `headrace verify TARGET --json` prints, without the programs.
 `python docs/generated.py` makes the table of docs/verified.md from the files.
 """
 
 import datetime
 import json
+import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,10 +25,24 @@ from headrace.studies.foreign import MODELS
 from record import RESULTS
 
 FOLDER = RESULTS / "verify"
+FLA = (
+    "GatedLinearAttention", "MultiScaleRetention", "LinearAttention", "GatedDeltaNet", "SimpleGatedLinearAttention",
+    "Mamba2",
+)  # fmt: skip
+    "GatedLinearAttention",
+    "MultiScaleRetention",
+    "LinearAttention",
+    "GatedDeltaNet",
+    "SimpleGatedLinearAttention",
+    "Mamba2",
+)
+LAWS = "causal,packed = separate,left-padded = bare,pieces = whole,decoding = whole,copied state,batch size"
+INTERPRETED = "import shims, fla_shims; shims.install(); fla_shims.install(); from headrace.cli import main; main()"
 
 
 def targets() -> list[str]:
-    return [f"transformers:{model_type}" for model_type in MODELS]
+    fla = FLA if find_spec("fla.layers") else ()
+    return [*(f"transformers:{model_type}" for model_type in MODELS), *(f"fla:{layer}" for layer in fla)]
 
 
 def file_of(target: str) -> Path:
@@ -32,8 +51,13 @@ def file_of(target: str) -> Path:
 
 def measured(target: str) -> dict[str, Any]:
     """The record of a target, from a process of its own."""
-    command = [sys.executable, "-W", "ignore", "-m", "headrace", "verify", target, "--device", "cpu", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    start, words, environment = ["-m", "headrace"], [], {}
+    if target.startswith("fla:"):
+        start, words = ["-c", INTERPRETED], ["--laws", LAWS]
+        paths = str(Path(__file__).parents[1] / "tests" / "ops" / "interpreted"), os.environ.get("PYTHONPATH", "")
+        environment = {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command = [sys.executable, "-W", "ignore", *start, "verify", target, "--device", "cpu", "--json", *words]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     if done.returncode > 1:
         raise RuntimeError(f"{target}: {done.stderr.strip()}")
     (record,) = json.loads(done.stdout)

@@ -26,8 +26,10 @@ def causal_lm(model_type: str, sizes: dict[str, Any]) -> dict[str, Any]:
     takes = inspect.signature(model.forward).parameters
     memory = next(name for name in ("cache", "past_key_values", "cache_params", "state") if name in takes)
 
+    has_dynamic_cache = memory != "state" and model_type not in ("minimax", "xlstm")
+
     def forward(model, x, state=None, mask=None, cu_seqlens=None, positions=None, use_cache=True):
-        if state is None and use_cache and model._supports_default_dynamic_cache():
+        if state is None and use_cache and has_dynamic_cache:
             state = DynamicCache(config=model.config)
         given = {"inputs_embeds" if x.is_floating_point() else "input_ids": x, memory: state, "use_cache": use_cache}
         if mask is not None:
@@ -89,7 +91,7 @@ def causal_lm(model_type: str, sizes: dict[str, Any]) -> dict[str, Any]:
     parts = {"module": model, "forward": forward, "vocabulary": model.config.vocab_size, "recurrent": recurrent}
     parts |= {"reload": reload, "double": double, "reorder": reorder}
     parts["embed"] = lambda model, ids: model.get_input_embeddings()(ids)
-    return parts | ({"crop": crop} if model._supports_default_dynamic_cache() else {})
+    return parts | ({"crop": crop} if has_dynamic_cache else {})
 
 
 def layer_of_model(class_name: str, model_type: str, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -97,7 +99,9 @@ def layer_of_model(class_name: str, model_type: str, sizes: dict[str, Any]) -> d
     import torch
 
     model = causal_lm(model_type, sizes)["module"]
-    layer = next(module for module in model.modules() if type(module).__name__ == class_name)
+    layer = next((module for module in model.modules() if type(module).__name__ == class_name), None)
+    if layer is None:
+        raise ValueError(f"a small {model_type} has no {class_name}")
     takes = inspect.signature(layer.forward).parameters
     memory = next((name for name in ("cache", "past_key_values", "cache_params") if name in takes), None)
 

@@ -94,8 +94,9 @@ def verify(
     if dtype not in TOLERANCE:
         raise InputError(f"dtype={dtype}; expected one of {', '.join(map(str, TOLERANCE))}")
 
+    offers = offered(adapter)
     subject = laws.prepared(adapter, seed, device, dtype)
-    offers, tolerance = offered(subject), tolerated(subject, dtype, seed)
+    tolerance = tolerated(subject, dtype, seed)
     for name in names:
         if missing := [part for part in LAWS[name].needs if part not in offers]:
             yield Verdict(name, "not offered", note=f"no {' or '.join(missing)}")
@@ -125,15 +126,19 @@ def fork(subject: SimpleNamespace) -> SimpleNamespace:
     return other
 
 
-def offered(subject: SimpleNamespace) -> set[str]:
-    """The names of what an adapter offers. InputError for one that lacks what every adapter has."""
-    for part in ("module", "forward"):
-        if not hasattr(subject, part):
-            raise InputError(f"the adapter has no {part!r}; expected module, forward, and vocabulary or width")
-    parts = {*vars(subject), *inspect.signature(subject.forward).parameters}
-    if not parts & {"vocabulary", "width"}:
-        raise InputError("the adapter has no 'vocabulary' and no 'width'; expected either, for ids or states")
-    return parts | ({"embed"} if "width" in parts else set())
+def offered(adapter: Callable[[], dict[str, Any]]) -> set[str]:
+    """The names of what an adapter offers. InputError for one that raises or lacks what every adapter has."""
+    with reading("the adapter raises"):
+        parts = adapter()
+    expected = "expected a dict with module, forward, and vocabulary or width"
+    if not isinstance(parts, dict):
+        raise InputError(f"the adapter returns {type(parts).__name__}; {expected}")
+    if missing := [part for part in ("module", "forward") if part not in parts]:
+        raise InputError(f"the adapter has no {missing[0]!r}; {expected}")
+    if not parts.keys() & {"vocabulary", "width"}:
+        raise InputError(f"the adapter has no 'vocabulary' and no 'width'; {expected}")
+    arguments = inspect.signature(parts["forward"]).parameters
+    return {*parts, *arguments, *(["embed"] if "width" in parts else [])}
 
 
 def verdict(name: str, subject: SimpleNamespace, tolerance: float, seed: int) -> Verdict:

@@ -21,7 +21,6 @@ import inspect
 import io
 import sys
 from inspect import signature
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 

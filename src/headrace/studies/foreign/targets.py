@@ -9,9 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from ...utils.errors import InputError, nearest, reason
 from .adapters import causal_lm, fla_layer, layer_of_model
 
+SMALL = 5_000_000  # parameters of a model that is verified in a minute
 FORMS = "transformers:MODEL_TYPE, transformers:LAYER, fla:LAYER or FILE.py:FUNCTION"
 
 # Fields of configurations that make a model small. A model type gets those that its configuration has.
@@ -114,30 +117,41 @@ def _of_transformers(name: str, what: str) -> tuple[Callable, tuple]:
     if what in LANGUAGE_MODELS or what in MODELS:
         try:
             sizes = sizes_of(what)
-            causal_lm(what, sizes)
+            with torch.device("meta"):
+                model = causal_lm(what, sizes)["module"]
+            problem = "" if (size := sum(p.numel() for p in model.parameters())) <= SMALL else f"{size:,} parameters"
         except Exception as error:
+            problem = reason(error)
+        if problem:
             raise InputError(
-                f"target={name!r}: a small model of this type cannot be made ({reason(error)}); expected one of "
+                f"target={name!r}: no small model of this type can be made ({problem}); expected one of "
                 f"{', '.join(MODELS)}, or a file with an adapter"
-            ) from None
+            )
         return causal_lm, (what, sizes)
     for model_type in MODELS:
-        module = inspect.getmodule(type(_model(model_type)))
-        if (layer := getattr(module, what, None)) is not None:
-            for parameter in [*inspect.signature(layer.forward).parameters.values()][2:]:
+        if re.search(rf"^class {re.escape(what)}\(", _modeling_file(model_type).read_text("utf-8"), re.MULTILINE):
+            arguments = what, model_type, sizes_of(model_type)
+            with torch.device("meta"):
+                layer = layer_of_model(*arguments)["module"]
+            for parameter in [*inspect.signature(layer.forward).parameters.values()][1:]:
                 required = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
                 if required or parameter.name == "position_embeddings":
                     raise InputError(
                         f"target={name!r}: its forward needs {parameter.name}, which a layer alone does not have; "
                         f"expected transformers:{model_type}, the whole model"
                     )
-            return layer_of_model, (what, model_type, sizes_of(model_type))
+            return layer_of_model, arguments
     closest = nearest(what, [*LANGUAGE_MODELS])
     raise InputError(f"target={name!r}; expected a model type, such as {closest}, or a layer of {', '.join(MODELS)}")
 
 
-def _model(model_type: str):
-    return causal_lm(model_type, sizes_of(model_type))["module"]
+def _modeling_file(model_type: str) -> Path:
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    folder = model_type_to_module_name(model_type)
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent / "models" / folder / f"modeling_{folder}.py"
 
 
 def _of_fla(name: str, what: str) -> tuple[Callable, tuple]:
