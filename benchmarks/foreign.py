@@ -29,13 +29,6 @@ FLA = (
     "GatedLinearAttention", "MultiScaleRetention", "LinearAttention", "GatedDeltaNet", "SimpleGatedLinearAttention",
     "Mamba2",
 )  # fmt: skip
-    "GatedLinearAttention",
-    "MultiScaleRetention",
-    "LinearAttention",
-    "GatedDeltaNet",
-    "SimpleGatedLinearAttention",
-    "Mamba2",
-)
 LAWS = "causal,packed = separate,left-padded = bare,pieces = whole,decoding = whole,copied state,batch size"
 INTERPRETED = "import shims, fla_shims; shims.install(); fla_shims.install(); from headrace.cli import main; main()"
 
