@@ -2,6 +2,7 @@
 uses those libraries alone."""
 
 import inspect
+import re
 import sys
 from typing import Any
 
@@ -83,13 +84,18 @@ def causal_lm(model_type: str, sizes: dict[str, Any]) -> dict[str, Any]:
             model.save_pretrained(folder)
             return type(model).from_pretrained(folder)
 
-    def double(model):
-        if hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("eager")  # the grouped products take no float64
-        return model.double()
+    def cast(model, dtype):
+        """As `from_pretrained` does: some parameters stay in float32. Grouped products of experts take no float64."""
+        if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")
+        names = [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]
+        for name, parameter in model.to(dtype).named_parameters():
+            if any(re.search(kept, name) for kept in names):
+                parameter.data = parameter.data.float()
+        return model
 
     parts = {"module": model, "forward": forward, "vocabulary": model.config.vocab_size, "recurrent": recurrent}
-    parts |= {"reload": reload, "double": double, "reorder": reorder}
+    parts |= {"reload": reload, "cast": cast, "reorder": reorder}
     parts["embed"] = lambda model, ids: model.get_input_embeddings()(ids)
     return parts | ({"crop": crop} if has_dynamic_cache else {})
 

@@ -81,8 +81,9 @@ def verify(
             arguments, of `state`, `mask`, `cu_seqlens`, `positions` and `use_cache`, are those that the module offers;
             `vocabulary`, for token ids [B, T], or `width`, for hidden states [B, T, width]; and, where it offers them,
             `crop(module, x, remove) -> state`, `reorder(state, order) -> state`, `embed(module, ids) -> hidden states`,
-            `recurrent(state) -> tensors` and `reload(module) -> module`. mask is [B, tokens so far], 1 for a token and
-            0 for padding; cu_seqlens [N + 1] has the boundaries of N sequences in one row.
+            `recurrent(state) -> tensors`, `cast(module, dtype) -> module` and `reload(module) -> module`. mask is
+            [B, tokens so far], 1 for a token and 0 for padding; cu_seqlens [N + 1] has the boundaries of N sequences
+            in one row.
         only: names of laws; None: all.
 
     Raises:
@@ -112,7 +113,9 @@ def tolerated(subject: SimpleNamespace, dtype: torch.dtype, seed: int) -> float:
         with reading("the adapter's forward(module, x) cannot run"):
             y = fork(subject).run(x)[0]
         try:
-            exact = subject.forward(laws.in_float64(subject), x.double() if x.is_floating_point() else x)[0]
+            exact = subject.forward(laws.in_dtype(subject, torch.float64), x.double() if x.is_floating_point() else x)[
+                0
+            ]
         except Exception:  # no float64 there: the law about gradients says so
             return TOLERANCE[dtype]
     return max(TOLERANCE[dtype], min(20 * relative(y, exact), 1e-3)) if dtype != torch.float64 else TOLERANCE[dtype]

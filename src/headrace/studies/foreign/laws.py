@@ -23,7 +23,7 @@ def prepared(adapter, seed: int, device: str, dtype: torch.dtype) -> SimpleNames
     with torch.no_grad():
         for parameter in subject.module.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    subject.module.eval().to(device, dtype)
+    subject.module = in_dtype(subject, dtype).eval().to(device)
     subject.adapter = adapter
     # For training, which keeps no state.
     subject.stateless = {"use_cache": False} if "use_cache" in signature(subject.forward).parameters else {}
@@ -31,10 +31,10 @@ def prepared(adapter, seed: int, device: str, dtype: torch.dtype) -> SimpleNames
     return subject
 
 
-def in_float64(subject):
-    """A copy of the module in float64."""
+def in_dtype(subject, dtype: torch.dtype):
+    """A copy of the module in another dtype."""
     module = copy.deepcopy(subject.module)
-    return subject.double(module) if hasattr(subject, "double") else module.double()
+    return subject.cast(module, dtype) if hasattr(subject, "cast") else module.to(dtype)
 
 
 def inputs(subject, B: int, T: int, seed: int) -> Tensor:
@@ -186,7 +186,7 @@ def derivatives(subject, module, x: Tensor) -> list[Tensor]:
 
 def gradients(subject, x: Tensor, at: int) -> float:
     """Gradients are those of a copy in float64, each relative to its norm or a thousandth of the largest."""
-    exact = derivatives(subject, in_float64(subject), x)
+    exact = derivatives(subject, in_dtype(subject, torch.float64), x)
     floor = 1e-3 * max(float(g.norm()) for g in exact)
     computed = derivatives(subject, subject.module, x)
     return max(relative(g, e, floor) for g, e in zip(computed, exact, strict=True))
@@ -198,7 +198,7 @@ def differences(subject, x: Tensor, at: int) -> float:
     A gradient is right if the difference of one of five step sizes is: too small a step shows the rounding of what a
     module computes in float32 all the same, and too large a one the curvature, or an expert that changes. Relative to
     the gradient's norm or a thousandth of the largest."""
-    module = in_float64(subject)
+    module = in_dtype(subject, torch.float64)
     x = x.double() if x.is_floating_point() else x
     exact = derivatives(subject, module, x)[x.is_floating_point() :]
     floor, draw = 1e-3 * max(float(g.norm()) for g in exact), torch.Generator().manual_seed(2)
@@ -238,7 +238,7 @@ def tensors_of(state) -> list[Tensor]:
 def state_dtype(subject, x: Tensor, at: int) -> tuple[float, str]:
     """In a bfloat16 module, the recurrent state is kept in at least float32: its sums grow, and 8 bits lose them.
     The error is the rounding of the state. A state that grows with the tokens keeps them, and sums nothing."""
-    module = copy.deepcopy(subject.module).bfloat16()
+    module = in_dtype(subject, torch.bfloat16)
     x = x.bfloat16() if x.is_floating_point() else x
     pick = getattr(subject, "recurrent", tensors_of)
     half, whole = (pick(subject.forward(module, part)[1]) for part in (x[:, :at], x))

@@ -19,6 +19,7 @@ HEAD = """\
 import copy
 import inspect
 import io
+import re
 import sys
 from inspect import signature
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 
 """
-HELPERS = (laws.prepared, laws.in_float64, laws.inputs, laws.derivatives, laws.tensors_of)
+HELPERS = (laws.in_dtype, laws.prepared, laws.inputs, laws.derivatives, laws.tensors_of)
 
 
 def snippet(target: Target, verdict: Verdict, seed: int, device: str, dtype: torch.dtype) -> str:
@@ -57,12 +58,8 @@ def snippet(target: Target, verdict: Verdict, seed: int, device: str, dtype: tor
 
 
 def _used(helper: Any, check: Any) -> bool:
-    """Whether a program of this law needs a function: every one needs the first and the third."""
-    names = {laws.prepared, laws.inputs}
-    source = inspect.getsource(check)
-    if "derivatives(" in source:
-        names |= {laws.derivatives, laws.in_float64}
-    return helper in names or f"{helper.__name__}" in source
+    """Whether a program of this law needs a function: every one needs the first three."""
+    return helper in HELPERS[:3] or helper.__name__ in inspect.getsource(check)
 
 
 def table(verdicts: Iterable[Verdict]) -> list[tuple[str, ...]]:
