@@ -14,7 +14,8 @@ def causal_lm(model_type: str, sizes: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     cpu = not torch.cuda.is_available() and "fla" not in sys.modules
-    sys.modules.update({"fla": None} if cpu else {})
+    if cpu:
+        sys.modules["fla"] = None  # type: ignore[assignment]
     try:
         from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
 
@@ -127,7 +128,7 @@ def layer_of_model(class_name: str, model_type: str, sizes: dict[str, Any]) -> d
             sequence = torch.arange(len(cu_seqlens) - 1, device=x.device).repeat_interleave(cu_seqlens.diff())
             given |= {"cu_seq_lens_q": cu_seqlens.int(), "seq_idx": sequence[None].int()}
         y = layer(x, **given)
-        return y[0] if isinstance(y, tuple) else y, given.get(memory)
+        return y[0] if isinstance(y, tuple) else y, given.get(str(memory))
 
     def recurrent(state):
         return [s for s in getattr(state.layers[layer.layer_idx], "recurrent_states", {}).values() if s is not None]
