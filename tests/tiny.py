@@ -7,6 +7,7 @@ import torch
 
 from headrace import GateWarning, layers, zoo
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM
+from headrace.spec.stack import BlockStyle, Decoder, Layer
 from headrace.studies.verify import relative
 
 MIXERS = {
@@ -27,6 +28,11 @@ MIXERS = {
     "first gpt": "gpt(style.order=post)",
     "experts": "jamba(style.experts.count=4)",
     "shared": "zamba",
+    "parallel": Decoder(
+        (Layer(zoo.get("mamba2"), parallel=zoo.get("gqa(kv_heads=2)")), Layer(zoo.get("gla"), order="branch")),
+        BlockStyle(mlp="relu2", embedding_scale=2.0, logits_cap=8.0),
+    ),
+    "channel mixing": Decoder((Layer(zoo.get("rwkv4")),), BlockStyle("layer", mlp="rwkv4", embedding_norm=True)),
 }
 SIZES = {
     "vocab_size": 29, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "intermediate_size": 16,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .ops.attention import linear_attention, step
     from .ops.dispatch import backends, set_backend
     from .ops.parallel.context import context_parallel
+    from .studies.registration import register_mixer, register_model, register_task
     from .studies.verify import verify
 
 __version__ = "0.1.0"
@@ -32,6 +33,9 @@ _LAZY = {
     "quantize": "layers.quantized",
     "tensor_parallel": "layers.tensor_parallel",
     "verify": "studies.verify",
+    "register_mixer": "studies.registration",
+    "register_model": "studies.registration",
+    "register_task": "studies.registration",
     "HeadraceConfig": "hf",
     "HeadraceModel": "hf",
     "HeadraceForCausalLM": "hf",
@@ -44,8 +48,8 @@ del auto
 
 __all__ = [
     "GateWarning", "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel", "InputError", "Mixer",
-    "backends", "compile_blocks", "context_parallel", "linear_attention", "load", "quantize", "set_backend", "step",
-    "tensor_parallel", "verify",
+    "backends", "compile_blocks", "context_parallel", "linear_attention", "load", "quantize", "register_mixer",
+    "register_model", "register_task", "set_backend", "step", "tensor_parallel", "verify",
 ]  # fmt: skip
 
 

@@ -1,11 +1,12 @@
 """Checkpoints of other libraries: equal logits where theirs run here, and the way back gives what came."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Mamba2Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Mamba2Config
 from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
 
 import tiny
@@ -78,6 +79,24 @@ OWN = {
 }  # fmt: skip
 
 
+@torch.no_grad()
+def test_own_model_is_written_with_the_norms_of_qwen3_next(tmp_path):
+    ours = tiny.trained(HeadraceForCausalLM(tiny.config("gated-deltanet", hidden_size=64, tie_word_embeddings=False)))
+    export_checkpoint(ours, "qwen3_next", tmp_path)
+    again, ids = import_checkpoint(tmp_path), torch.randint(29, (2, 20))
+    torch.testing.assert_close(again(ids).logits, ours(ids).logits, rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
+def test_offset_norms_keep_the_digits_of_bfloat16(checkpoint, tmp_path):
+    """1 plus a weight near 0 would round to 1."""
+    _, path = checkpoint("qwen3_next")
+    retyped(path, lambda name, x: (x / 300).bfloat16() if "layernorm" in name else x.bfloat16())
+    export_checkpoint(import_checkpoint(path), "qwen3_next", tmp_path / "back")
+    before, after = (load_file(folder / "model.safetensors") for folder in (path, tmp_path / "back"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 @pytest.mark.parametrize("name", FLA)
 def test_conversion_from_fla_and_back(tmp_path, name):
     config = tiny.config(FLA[name], hidden_size=64, tie_word_embeddings=False)
@@ -98,8 +117,11 @@ def changed(path, **settings):
 
 MISTAKES = {
     "another model": ({"model_type": "bloom"}, "model_type='bloom'; expected one of llama"),
-    "a bias": ({"attention_bias": True}, "attention_bias=True; expected False"),
-    "scaled positions": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type='yarn'"),
+    "a bias": ({"attention_bias": True}, "has no tensor 'model.layers.0.self_attn.q_proj.bias'"),
+    "scaled positions": (
+        {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4, "factor": 2.0}},
+        "has rope_parameters={",
+    ),
     "other widths": ({"intermediate_size": 32}, "which does not fit"),
     "more layers": ({"num_hidden_layers": 3}, "has no tensor 'model.layers.2"),
     "fewer layers": ({"num_hidden_layers": 1}, "has an unexpected tensor 'model.layers.1"),
@@ -114,6 +136,19 @@ def test_user_errors_are_refused(checkpoint, mistake):
     with pytest.raises(InputError) as refused:
         import_checkpoint(path)
     assert sentence in str(refused.value)
+
+
+def test_checkpoints_of_a_bare_model_with_masks_are_read(tmp_path):
+    """As GPT-2 was released: without the name of the model in the names, and with causal masks among the tensors."""
+    config = GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=1)
+    theirs = random(AutoModelForCausalLM.from_config(config))
+    theirs.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    masks = {f"h.{i}.attn.{name}": torch.ones(1) for i in range(2) for name in ("bias", "masked_bias")}
+    save_file(bare | masks, tmp_path / "model.safetensors")
+    ids = torch.randint(61, (2, 30))
+    torch.testing.assert_close(import_checkpoint(tmp_path)(ids).logits, theirs(ids).logits, rtol=1e-5, atol=1e-4)
 
 
 def retyped(path, change):
@@ -133,9 +168,18 @@ def test_mixed_precision_tensors_keep_their_values(checkpoint):
     assert [x.tolist() for x in result.values()] == [steps[name].tolist() for name in sorted(steps)]
 
 
+def test_precision_can_be_chosen(checkpoint, tmp_path, run_command):
+    _, path = checkpoint("llama")
+    assert import_checkpoint(path, torch.bfloat16).dtype is torch.bfloat16
+    assert run_command("convert", path, "--output", tmp_path / "ours", "--dtype", "bfloat16").code == 0
+    assert load(tmp_path / "ours").dtype is torch.bfloat16
+    wrong = run_command("convert", path, "--output", tmp_path / "out", "--dtype", "half")
+    assert wrong.code == 2 and "--dtype 'half'; expected one of float64, float32" in wrong.err
+
+
 TENSORS = {
     "which does not fit [32, 48]": lambda name, x: x.T if name.endswith("down_proj.weight") else x,
-    "has dtype torch.int8; expected one of torch.float64": lambda name, x: x.to(torch.int8),
+    "has dtype torch.int8; expected one of float64": lambda name, x: x.to(torch.int8),
 }
 
 
@@ -179,8 +223,8 @@ def test_unsupported_fields_are_named(tmp_path):
         with pytest.raises(InputError, match=f"--to '{form}' cannot represent this model: {sentence}"):
             export_checkpoint(HeadraceForCausalLM(tiny.config(mixer)), form, tmp_path / "out")
         assert not (tmp_path / "out").exists()
-    with pytest.raises(InputError, match="--to 'gpt2' is unknown"):
-        export_checkpoint(HeadraceForCausalLM(tiny.config("gla")), "gpt2", tmp_path / "out")
+    with pytest.raises(InputError, match="--to 't5' is unknown"):
+        export_checkpoint(HeadraceForCausalLM(tiny.config("gla")), "t5", tmp_path / "out")
 
 
 def in_pieces(path, second):
@@ -200,6 +244,25 @@ def test_sharded_checkpoint_is_read(checkpoint):
     assert all(
         torch.equal(a, b) for a, b in zip(import_checkpoint(path).parameters(), expected.parameters(), strict=True)
     )
+
+
+def test_foreign_folder_is_loaded_from_disk_or_the_hub(checkpoint, tmp_path, monkeypatch):
+    """By its path, or by a name whose files are in the Hub's cache."""
+    _, path = checkpoint("llama")
+    (path / "generation_config.json").write_text(json.dumps({"top_k": 7}))
+    expected = import_checkpoint(path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    cached = tmp_path / "hub" / "models--someone--llama"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(path, cached / "snapshots" / ("0" * 40))
+    for name in (path, str(path), "someone/llama"):
+        model = load(name)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+        assert model.generation_config.top_k == 7
+    with pytest.raises(InputError, match="'someone/else' is no folder here, and cannot be fetched"):
+        load("someone/else")
 
 
 def test_tokenizer_and_generation_files_are_copied(checkpoint, tmp_path, run_command):

@@ -42,6 +42,41 @@ def test_initial_step_sizes_are_within_the_bounds(kind, numbers):
         assert middle == pytest.approx(math.log(low * high) / 2, abs=5 * math.log(high / low) / (12 * numbers) ** 0.5)
 
 
+def by_formula(kind, heads=4, key=3, **settings):
+    """A decay with random weights: what it computes of x, x + b [B, T, H, ·], and A [H, 1], in float64."""
+    decay = decays.DECAYS[kind](Decay(kind, **settings), heads, key, 0.0).double()
+    for parameter in decay.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(2, 5, decay.in_features).double()
+    if not decay.in_features:
+        return decay(x), None, None
+    return decay(x), (x + decay.dt_bias).unflatten(-1, (heads, -1)), decay.A_log.exp()[:, None]
+
+
+def test_released_decays_equal_their_formulas():
+    """Lightning Attention's slopes, KDA with a lower bound and one matrix, Mamba-2 with bounds of its step sizes."""
+    log_decay, _, _ = by_formula("slopes", rate=0.3)
+    expected = torch.tensor([-0.3 * 2 ** (-8 * (h + 1) / 4) for h in range(4)], dtype=torch.float64)
+    assert relative(log_decay, expected) <= 1e-15
+    log_decay, z, A = by_formula("softplus-vector", rank="full", lower_bound=-5.0)
+    assert relative(log_decay, -5 / (1 + torch.exp(-A * z))) <= 1e-14 and log_decay.min() >= -5
+    log_decay, z, A = by_formula("softplus", dt_floor=0.6, dt_ceiling=0.9)
+    dt = torch.log1p(z.exp())
+    assert (dt < 0.6).any() and (dt > 0.9).any()
+    assert relative(log_decay, (-A * dt.clamp(0.6, 0.9))[..., 0]) <= 1e-14
+
+
+def test_fields_of_one_decay_are_refused_for_others():
+    for kind, settings in (
+        ("softplus-vector", {"dt_floor": 0.1}), ("softplus", {"lower_bound": -5.0}), ("sigmoid", {"rank": "full"}),
+        ("retnet", {"rate": 2.0}),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=r"decay\.\w+.* is of decay.kind="):
+            Decay(kind, **settings)
+    with pytest.raises(InputError, match=r"dt_floor=0.2 exceeds dt_ceiling=0.1"):
+        Decay("softplus", dt_floor=0.2, dt_ceiling=0.1)
+
+
 def test_step_sizes_need_a_softplus_decay():
     with pytest.raises(InputError, match=r"dt_min=1e-05 and dt_max=0.001 are step sizes, which decay.kind='sigmoid'"):
         Decay("sigmoid", dt_min=1e-5, dt_max=1e-3)

@@ -131,6 +131,14 @@ def test_decoding_with_another_epsilon():
         ("gla(read.norm=layer)", "norm='layer'"),
         ("linear-attention(read.norm=detached)", "norm='detached'"),
         ("gla(read.gate=sigmoid-head)", "gate='sigmoid-head'"),
+        ("kda(read.gate_bias=false)", "gate='sigmoid-low-rank without a bias'"),
+        ("gla(inputs.value_map=silu)", "feature_map='identity with inputs.value_map'"),
+        ("mamba2(heads.qk_groups=2, read.norm=rms-groups)", "norm='rms-groups'"),
+        ("mamba2(decay.dt_floor=0.01)", "decay='softplus with bounds of dt'"),
+        ("kda(decay.lower_bound=-5.0)", "decay='softplus-vector with decay.lower_bound'"),
+        ("kda(decay.rank=full)", "decay='softplus-vector of full rank'"),
+        ("retnet(decay.kind=slopes)", "decay='slopes'"),
+        ("deltanet(write.beta=sigmoid-2)", "beta='sigmoid-2'"),
     ],
 )  # fmt: skip
 @torch.no_grad()
@@ -290,10 +298,11 @@ def test_every_spec_field_is_handled():
     """A new one must be told to the native call, or be refused by it, before it is named here."""
     known = {
         MixerSpec: "heads inputs decay write read competition", Heads: "expand_k expand_v qk_groups count key_dim",
-        Inputs: "conv conv_bias shift feature_map qk_norm rotary rotary_first order value_gate by_length",
-        Decay: "kind rank dt_min dt_max",
+        Inputs: "conv conv_bias shift feature_map qk_norm rotary rotary_first order value_gate by_length "
+        "bias value_map",
+        Decay: "kind rank dt_min dt_max dt_floor dt_ceiling lower_bound rate",
         Write: "rule beta residual_chunk",
-        Read: "norm gate order scale bonus skip by_length affine eps",
+        Read: "norm gate order scale bonus skip by_length affine eps gate_bias bias",
         Competition: "read write source activation scale temperature range shuffle weight_decay memories_per_head",
     }  # fmt: skip
     assert all([f.name for f in fields(record)] == names.split() for record, names in known.items())

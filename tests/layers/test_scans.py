@@ -63,7 +63,7 @@ def test_torch_func_gradients_agree(name):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@pytest.mark.parametrize("name", ["mamba", "rwkv4"])
+@pytest.mark.parametrize("name", ["mamba", "rwkv4", "rg-lru"])
 def test_unsupported_transforms_are_refused(name):
     mixer, x = build(name), torch.randn(2, 9, D)
     run = lambda x: mixer(x)[0].sum()  # noqa: E731
@@ -296,6 +296,48 @@ def test_s4_kernel_equals_its_matrix_powers(tokens):
         close(system.kernel(tokens), torch.stack(terms, 1))
 
 
+# --- RG-LRU and convolutions -----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def convolved_literally(conv, x):
+    """Token by token: y_t = b + Σ_j w_j x_{t−j}, where w_0 is the filter's last number."""
+    width, y = conv.kernel_size[0], torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        for j in range(min(width, t + 1)):
+            y[:, t] += conv.weight[:, 0, width - 1 - j] * x[:, t - j]
+        y[:, t] += 0 if conv.bias is None else conv.bias
+    return y
+
+
+@torch.no_grad()
+def test_short_conv_equals_its_equation():
+    mixer, x = randomised(build("short-conv")).double(), torch.randn(2, 9, D).double()
+    B, C, u = mixer.in_proj(x).split(D, -1)
+    assert relative(mixer(x)[0], mixer.out_proj(C * convolved_literally(mixer.conv, B * u))) <= 1e-14
+
+
+@torch.no_grad()
+def test_rg_lru_equals_its_recurrence():
+    """The first token of a sequence is written whole, also the first after an empty part of it."""
+    mixer, x = randomised(build("rg-lru(expand=2)")).double(), torch.randn(2, 9, D).double()
+    u, branch = mixer.in_proj(x).chunk(2, -1)
+    u, h, rows = convolved_literally(mixer.conv, u), torch.zeros(2, 2 * D).double(), []
+    for t in range(9):
+        gates = []
+        for weight, bias in zip(mixer.gate_weight, mixer.gate_bias, strict=True):
+            blocks = [block @ w for block, w in zip(u[:, t].split(2 * D // 4, -1), weight, strict=True)]
+            gates.append(torch.sigmoid(torch.cat(blocks, -1) + bias))
+        a = torch.exp(-8 * gates[1] * torch.log1p(mixer.rate.exp()))
+        h = a * h + (1 if t == 0 else (1 - a**2).sqrt()) * gates[0] * u[:, t]
+        rows.append(h)
+    expected = mixer.out_proj(torch.stack(rows, 1) * nn.functional.gelu(branch, approximate="tanh"))
+    assert relative(mixer(x)[0], expected) <= 1e-13
+    _, empty = mixer(x[:1, :4], cu_seqlens=torch.tensor([0, 4, 4]))
+    y, _ = mixer(torch.cat([x[:1, 4:], x[1:, :5]], 1), empty, cu_seqlens=torch.tensor([0, 5, 10]))
+    assert relative(y[0], torch.cat([expected[0, 4:], expected[1, :5]])) <= 1e-13
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -324,7 +366,11 @@ def test_competition_on_scans_is_refused_with_a_reason(table, reason):
         ({"kind": "s4", "state_size": 3}, "multiple of 2"),
         ({"kind": "s4", "state_size": 4, "conv": 4}, "has no conv"),
         ({"kind": "rwkv4", "state_size": 4}, "has no state_size"),
-        ({"kind": "rwkv4", "expand": 2.0}, "has no expand"),
+        ({"kind": "s4", "state_size": 4, "expand": 2.0}, "has no expand"),
+        ({"kind": "rwkv4", "norm": True}, "has no norm"),
+        ({"kind": "rwkv4", "bias": True}, "has no bias"),
+        ({"kind": "short-conv"}, "needs conv"),
+        ({"kind": "rg-lru", "conv": 4, "rank": 3}, "has no rank"),
     ],
 )
 def test_invalid_specs_are_refused(fields, sentence):
@@ -337,3 +383,5 @@ def test_misspelt_names_and_wrong_widths_are_refused():
         zoo.get("manba")
     with pytest.raises(InputError, match=r"expand=.* is .*; expected an integer"):
         build("mamba(expand=1.3)")
+    with pytest.raises(InputError, match="num_heads=5 does not divide the 32 channels"):
+        build("rg-lru", num_heads=5)

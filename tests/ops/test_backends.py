@@ -19,7 +19,7 @@ from headrace.ops.reference import literal
 from headrace.studies.verify import relative, verify
 from headrace.training import recipes
 from headrace.training.model import estimate
-from headrace.utils.environment import environment
+from headrace.utils.environment import this_process
 
 D = 32
 
@@ -103,14 +103,14 @@ def test_layer_on_a_named_backend_refuses_unsupported_calls():
 
 def test_environment_variable_chooses_the_backend_of_layers(monkeypatch, capsys):
     monkeypatch.setenv("HEADRACE_BACKEND", "torch")
-    assert layer().backend == environment.__wrapped__()["backend"] == "torch"
+    assert layer().backend == this_process.__wrapped__()["backend"] == "torch"
     list_backends()
     assert "HEADRACE_BACKEND=torch: layers use this backend" in capsys.readouterr().out
     monkeypatch.setenv("HEADRACE_BACKEND", "cuda")
     with pytest.raises(InputError, match="HEADRACE_BACKEND='cuda' is unknown; expected 'auto' or one of onnx, native"):
         layer()
     monkeypatch.delenv("HEADRACE_BACKEND")
-    assert layer().backend == environment.__wrapped__()["backend"] == "auto"
+    assert layer().backend == this_process.__wrapped__()["backend"] == "auto"
     list_backends()
     assert "HEADRACE_BACKEND" not in capsys.readouterr().out
 

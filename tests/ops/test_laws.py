@@ -62,6 +62,8 @@ CASES = [
         "competition.activation=null)",
     ),
     *("sliding-window(pattern.window=2)", "longformer(pattern.window=7)", "gqa(null=true)", "mqa(buckets=8)"),
+    *("gqa(null=learned, gate=channel, qk_norm=joint, head_dim=6, bias=qkv, rope.dims=4)", "mla(q_rank=5, gate=head)"),
+    "sliding-window(null=learned, pattern.window=3, qk_norm=head, rope.kind=yarn, rope.original=8, rope.factor=4)",
     *(
         f"bigbird(pattern.block=4, pattern.window=8, pattern.first={n}, kv_heads=2, null=true, buckets=8)"
         for n in (0, 6)

@@ -21,11 +21,16 @@ GATES += [
     "softmax-gla(competition.activation=sigmoid, competition.range=heads)",
     "softmax-gla(competition.shuffle=true)",
 ]
+RELEASED = [
+    "mamba2(heads.qk_groups=2, read.norm=rms-groups, inputs.bias=true, read.bias=true)",
+    "kda(decay.rank=full, decay.lower_bound=-5.0, read.gate_bias=false)",
+    "retnet(decay.kind=slopes, decay.rate=0.5, inputs.value_map=silu, read.norm=rms-joint)",
+]
 SHARED = [
     "softmax-gla(competition.memories_per_head=2)", "softmax-mamba2(competition.source=query)",
     "gated-deltanet(heads.qk_groups=2)",
     "softmax-gated-deltanet(heads.qk_groups=2, competition.source=query)", "transformer(bias=true, buckets=8)", "gqa",
-    "mqa", "sliding-window", "longformer",
+    "mqa", "sliding-window", "longformer", "gqa(null=learned, gate=channel, qk_norm=head, head_dim=6, bias=qkv)",
     "recurrent-softmax-rnn-norm(denominator=layer, affine=true, order=1, gate=both, by_length=true)",
     "recurrent-softmax-rnn-norm(denominator=input-length, numerator=cosine)",
 ]  # fmt: skip
@@ -36,14 +41,14 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     build(STACK, num_hidden_layers=3).save_pretrained(folder)
-    return run(4, tmp_path_factory.mktemp("ranks"), check, MIXERS + GATES + SHARED, SHARED, str(folder))
+    return run(4, tmp_path_factory.mktemp("ranks"), check, MIXERS + GATES + RELEASED + SHARED, SHARED, str(folder))
 
 
 def errors(results, name):
     return [rank[name] for rank in results if name in rank]
 
 
-@pytest.mark.parametrize("name", MIXERS + GATES + SHARED)
+@pytest.mark.parametrize("name", MIXERS + GATES + RELEASED + SHARED)
 def test_every_mixer_in_two_processes_equals_one(results, name):
     assert len(errors(results, name)) == 2 and max(errors(results, name)) < ERROR
 

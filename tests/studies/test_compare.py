@@ -144,12 +144,27 @@ HAND = {  # operations of a head with K key and V value numbers, term by term; v
     # one head of N numbers for each of E channels
     "mamba": lambda N, E: N * E + N * E + 2 * N * E + 2 * N * E,  # dt A, Ā h, + (dt u) B, C h
     "rwkv4": lambda N, E: 3 * E + 2 * E + (2 + 1 + 1) * E,  # e^−w a + e^k v, e^−w b + e^k, (a + e^u v) / (b + e^u)
+    "rg-lru": lambda N, E: (1 + 1 + 2 + 2) * E,  # a h, i u, 1 − a², a h + √(1 − a²) (i u)
+    "short-conv": lambda N, E: 2 * N * E,  # a product and a sum for each input that is remembered
     # pairs of numbers are complex: a product has 6 operations, one with a real number 2, a sum 2
     "s4d": lambda N, E: N // 2 * E * (6 + 2 + 2 + 4),  # Ā x, B̄ u, +, Re(C x) and its sum
     # P* x, (1 + dt/2 diag) x, − P (P* x), the resolvent of that, P* of it, − its multiple; then as S4D
     "s4": lambda N, E: N // 2 * E * (4 + 6 + (2 + 2) + 6 + 4 + (2 + 2) + 2 + 2 + 4),
 }  # fmt: skip
-ELEMENTWISE = {"bonus", "offset", "conv", "mix", "A_log", "log_damping", "frequency", "C", "P", "B", "embed_tokens"}
+ELEMENTWISE = {
+    "bonus",
+    "offset",
+    "gate_bias",
+    "conv",
+    "mix",
+    "A_log",
+    "log_damping",
+    "frequency",
+    "C",
+    "P",
+    "B",
+    "embed_tokens",
+}
 
 
 @pytest.mark.parametrize("name", [name for name in zoo.names() if not zoo.get(name).facts.cached])

@@ -18,7 +18,7 @@ from headrace import zoo
 from headrace.cli import app as cli
 from headrace.data.tokenizer import byte_level
 from headrace.hf import HeadraceForCausalLM, load
-from headrace.spec import AttentionSpec, MixerSpec, SoftmaxRNNSpec
+from headrace.spec import AttentionSpec, LatentSpec, MixerSpec, SoftmaxRNNSpec
 from headrace.studies import inspect as inspection
 from headrace.studies.inspect.findings import of_beta, of_gate, of_weights
 from headrace.studies.inspect.page import compress_attention, pack, profile
@@ -28,7 +28,7 @@ from headrace.utils.errors import InputError
 from tiny import build, close, config, tokens
 
 T = 37
-HAVE = (MixerSpec, AttentionSpec, SoftmaxRNNSpec)  # mixers with weights
+HAVE = (MixerSpec, AttentionSpec, LatentSpec, SoftmaxRNNSpec)  # mixers with weights
 CASES = [
     *zoo.names(),
     *("softmax-mamba2(competition.memories_per_head=3)", "softmax-gla(competition=paper, read.norm=none)"),

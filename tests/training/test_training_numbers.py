@@ -85,7 +85,8 @@ def test_training_equals_a_plain_loop_of_adamw(schedule, clip, data, tmp_path, m
 
 DYNAMICS = {
     "mamba": {"A_log"}, "s4d": {"log_damping", "frequency"}, "s4": {"log_damping", "frequency", "P", "B"},
-    "rwkv4": {"mix"}, "rwkv6": {"bonus", "offset"}, "rwkv7": {"mix"}, "softmax-kda": set(), "transformer": set(),
+    "rwkv4": {"mix"}, "rg-lru": {"gate_bias"}, "short-conv": set(),
+    "rwkv6": {"bonus", "offset"}, "rwkv7": {"mix"}, "softmax-kda": set(), "transformer": set(),
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import typer
 from .. import __version__
 from ..utils.errors import InputError
 from . import compare, evaluate, train, understand, use
-from .console import printable, requiring_extra
+from .console import printable, requiring_extra, with_plugins
 
 # Errors of a full disk, or of a path that this user cannot write.
 UNWRITABLE = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "ENOTDIR")}
@@ -90,6 +90,7 @@ GROUPS = {
                 "--task mqar --mixers gla,softmax-gla,transformer --seeds 3",
                 "--task mqar --sweep pairs=1,2,4 --mixers gla,softmax-gla",
                 "--text novel.txt --mixers retnet,softmax-retnet",
+                "--plugin my_file.py --mixers gla,my-mixer --task my-task",
             ),
         ),
         "zoo": Command(compare.list_zoo, None, ("", "--show cost")),
@@ -147,12 +148,16 @@ GROUPS = {
 }
 
 
+WITHOUT_PLUGINS = ("backends", "curves")  # which know of no mixer and no task
+
+
 def register(group: str, name: str, command: Command) -> None:
     # A blank line between examples: older versions of Typer join the lines of a paragraph.
     epilog = "\n\n".join(["Examples:", *(f"headrace {name} {example}".strip() for example in command.examples)])
     paragraphs = cleandoc(command.run.__doc__ or "").split("\n\n")  # Typer would keep the line breaks within them
     description = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-    run = requiring_extra(command.extra, name, command.run)
+    run = command.run if name in WITHOUT_PLUGINS else with_plugins(command.run)
+    run = requiring_extra(command.extra, name, run)
     app.command(name=name, rich_help_panel=group, help=description, epilog=epilog)(run)
 
 

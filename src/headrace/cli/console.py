@@ -1,5 +1,6 @@
 """What the commands share: parameters, the terminal, progress, interruption, and the check for missing packages."""
 
+import inspect
 import sys
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
-from ..utils import extras
+from ..utils import extras, plugins
 from ..utils.errors import InputError
 from ..utils.processes import Terminated, terminable
 from ..utils.text import decode
@@ -34,6 +35,17 @@ PromptFile = Annotated[
 AcceptOld = Annotated[
     bool,
     typer.Option("--accept-old", help="Continue from results of another version of headrace. The report states this."),
+]
+
+
+Plugins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--plugin",
+        help="Plug-in: a Python file, or a module, that registers mixers, models or tasks. Repeatable, beside those of "
+        r"HEADRACE_PLUGINS and of installed packages. \[default: none]",
+        show_default=False,
+    ),
 ]
 
 
@@ -140,6 +152,21 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         raise InputError(f"{name} cannot be read: {error.strerror}") from None
     text = decode(data, name)
     return text if prompt is not None else StringIO(text, newline=None).read()  # every line ends in \n
+
+
+def with_plugins(command: Callable) -> Callable:
+    """Wraps a command so that it has the option --plugin, whose plug-ins are loaded before it runs."""
+
+    @wraps(command)
+    def run(*args, plugin: list[str] | None = None, **kwargs):
+        plugins.load(plugin or ())
+        return command(*args, **kwargs)
+
+    signature = inspect.signature(command)
+    option = inspect.Parameter("plugin", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Plugins)
+    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), option])  # type: ignore[attr-defined]
+    run.__annotations__ = {**command.__annotations__, "plugin": Plugins}
+    return run
 
 
 def requiring_extra(extra: str | None, name: str, command: Callable) -> Callable:

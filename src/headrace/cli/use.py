@@ -12,7 +12,16 @@ import typer
 
 from ..utils.errors import InputError
 from ..utils.processes import new_folder
-from .console import Checkpoint, Device, NewFolder, PromptFile, interruptible, read_prompt, requiring_extra
+from .console import (
+    Checkpoint,
+    Device,
+    NewFolder,
+    PromptFile,
+    interruptible,
+    read_prompt,
+    refuse_without,
+    requiring_extra,
+)  # fmt: skip
 
 # Files that `convert` and `export` copy unchanged: the tokenizer in any of its formats, and the generation settings.
 COPIED = (
@@ -117,7 +126,7 @@ def new_checkpoint(output: Path) -> Iterator[Path]:
 
 
 def convert(
-    checkpoint: Checkpoint,
+    checkpoint: Annotated[str, typer.Argument(help="Folder of a checkpoint, or its name on the Hugging Face Hub.")],
     output: NewFolder,
     to: Annotated[
         str | None,
@@ -126,22 +135,35 @@ def convert(
             r"(flash-linear-attention). \[default: the format of headrace]"
         ),
     ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Precision of the converted model: float32, bfloat16 or float16. The default rounds no tensor, and is "
+            r"that of the most precise one. \[default: that of the checkpoint]"
+        ),
+    ] = None,
 ) -> None:
     """Convert a checkpoint from or to transformers and flash-linear-attention.
 
     Without --to, converts a foreign checkpoint to headrace; with --to, converts a checkpoint of headrace."""
-    from ..hf import load
-    from ..hf.convert import FORMATS, export_checkpoint, import_checkpoint, set_use_cache
+    from ..hf.checkpoint import fetched, load
+    from ..hf.convert import PRECISIONS, export_checkpoint, import_checkpoint, set_use_cache
 
+    if to is not None:
+        refuse_without("a conversion to headrace, without --to", dtype=dtype)
+    if dtype not in (None, *PRECISIONS):
+        raise InputError(f"--dtype {dtype!r}; expected one of {', '.join(PRECISIONS)}")
     with new_checkpoint(output) as folder:
+        source = fetched(checkpoint)
         if to is None:
-            import_checkpoint(checkpoint).save_pretrained(folder)
+            import_checkpoint(source, PRECISIONS[dtype] if dtype else None).save_pretrained(folder)
+            cached = True
         else:
-            export_checkpoint(load(checkpoint), to, folder)
-        _copy(checkpoint, folder)
-        set_use_cache(folder, to)
+            cached = export_checkpoint(load(source), to, folder)
+        _copy(source, folder)
+        set_use_cache(folder, to, cached)
     print(f"{output} is {checkpoint} in the format of {to or 'headrace'}")
-    if to is not None and not FORMATS[to].cache:
+    if not cached:
         print(f"use_cache is false: transformers has no cache for {to} without softmax attention")
 
 

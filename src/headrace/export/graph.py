@@ -14,13 +14,17 @@ from torch import Tensor, nn
 
 from ..hf.model import HeadraceForCausalLM
 from ..layers.attention.attention import SoftmaxAttention
+from ..layers.attention.latent import LatentAttention
 from ..layers.base import ANY, INTEGERS
+from ..layers.blocks.channel_mixing import ChannelMixing
 from ..layers.blocks.moe import MixtureOfExperts
 from ..layers.linear.mixer import LinearMixer
 from ..utils.errors import InputError
 
 OPSET = 23  # the first with RMSNormalization
-FIELDS = {LinearMixer: ("memory", "conv", "shift", "tokens"), SoftmaxAttention: ("k", "v")}  # of a layer's state
+FIELDS = {  # of a layer's state
+    LinearMixer: ("memory", "conv", "shift", "tokens"), SoftmaxAttention: ("k", "v"), LatentAttention: ("k", "v"),
+}  # fmt: skip
 TRACED = {"batch": 2, "tokens": 6, "past": 3}  # sizes while the graph is traced; 0 and 1 would become constants
 PARTS = {"shared": "a block that several layers share", "positions": "absolute positions"}
 
@@ -55,17 +59,20 @@ def _fields(mixer: Any) -> list[str]:
 def check_exportable(model: HeadraceForCausalLM) -> None:
     """Raises InputError for a model that ONNX's nodes cannot express, with the first part that they cannot."""
     for i, layer in enumerate(model.model.backbone.layers):
-        if (reason := _reason(layer.mixer, layer.mlp)) is not None:
+        if (reason := _reason(layer)) is not None:
             raise InputError(f"--to onnx cannot write layer {i} of the model: {reason}")
     for name, what in PARTS.items():
         if getattr(model.model.backbone, name) is not None:
             raise InputError(f"--to onnx cannot write a model with {what}; expected linear mixers or softmax attention")
 
 
-def _reason(mixer: Any, mlp: Any) -> str | None:
+def _reason(layer: Any) -> str | None:
     """Returns why a layer cannot be exported, or None."""
+    mixer, mlp = layer.mixer, layer.mlp
     if isinstance(mlp, MixtureOfExperts):
         return "it has a mixture of experts, which chooses the weights of each token"
+    if layer.parallel is not None or isinstance(mlp, ChannelMixing):
+        return "it has several states; expected one mixer and an MLP without a state"
     if type(mixer) not in FIELDS:
         return f"its mixer is {type(mixer).__name__}, whose recurrence has no node in ONNX; expected a linear mixer"
     if isinstance(mixer, LinearMixer):
@@ -91,7 +98,7 @@ class Pass(nn.Module):
         before = [mixer.state_kind(**{name: next(remaining) for name in _fields(mixer)}) for mixer in mixers]
         x, after = self.model.model.backbone(self.model.model.embed_tokens(input_ids), before)
         present = [getattr(state, name) for mixer, state in zip(mixers, after, strict=True) for name in _fields(mixer)]
-        return self.model.lm_head(x), present
+        return self.model.logits(x), present
 
 
 def trace(model: HeadraceForCausalLM) -> Any:

@@ -1,40 +1,46 @@
 """Reading of a saved model."""
 
+import re
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from huggingface_hub import snapshot_download
 from transformers import AutoConfig
 
-from ..ops.checks import require
 from ..ops.dispatch import BACKENDS, default_backend
 from ..utils.errors import InputError, reading
-from ..utils.integrity import check_weights
+from ..utils.integrity import check_weights, read_json
 from .config import HeadraceConfig, check_generation
+from .convert import import_checkpoint
+from .convert.files import check_depth, tensor_names
 from .model import HeadraceForCausalLM
 
-SHARED_LAYERS = 1000  # layers that a model may have beyond its tensors, as layers can share their weights
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+FETCHED = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt"]
 
 
 def load(path: str | Path) -> HeadraceForCausalLM:
-    """Returns the model that `save_pretrained` wrote to the folder `path`, on the CPU, in evaluation mode and in the
-    dtype it was saved in.
+    """Returns the model of the folder `path`, on the CPU, in evaluation mode and in the dtype it was saved in. A model
+    of transformers or flash-linear-attention is converted (`headrace.hf.convert`).
 
-    Only safetensors are read; nothing is unpickled or downloaded.
+    path: a folder written by `save_pretrained`, or, if there is none of that name, a name on the Hugging Face Hub such
+        as "Qwen/Qwen3-0.6B", whose files are downloaded to the Hub's cache.
+
+    Only safetensors are read; nothing is unpickled, and no code of the folder runs.
 
     Raises:
-        InputError: the folder is no checkpoint of headrace, a file of it is missing or damaged, or its weights do not
-            fit its config.json.
+        InputError: the folder is no checkpoint of a known format, a file of it is missing or damaged, or its weights do
+            not fit its config.json.
     """
-    folder = Path(path)
+    folder = fetched(path)
     if not (folder / "config.json").is_file():
         raise InputError(f"checkpoint {str(folder)!r} has no config.json; expected a folder written by save_pretrained")
+    if read_json(folder / "config.json", {}).get("model_type") != HeadraceConfig.model_type:
+        return import_checkpoint(folder)
     check_weights(folder)
     default_backend()  # raises for an unknown HEADRACE_BACKEND, which is no fault of the checkpoint
     with reading(f"checkpoint {str(folder)!r} cannot be read"):
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if not isinstance(config, HeadraceConfig):
-            raise InputError(f"its model_type is {config.model_type!r}, not 'headrace'")
         check_depth(config.num_hidden_layers, tensor_names(folder))
         options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "ignore_mismatched_sizes": True}
         loaded: Any = HeadraceForCausalLM.from_pretrained(folder, config=config, output_loading_info=True, **options)
@@ -47,24 +53,16 @@ def load(path: str | Path) -> HeadraceForCausalLM:
     return model
 
 
+def fetched(path: str | Path) -> Path:
+    """Returns the folder `path`, or that of the model of this name in the Hugging Face Hub's cache, after a download of
+    the files that it lacks. InputError if it cannot be downloaded."""
+    if Path(path).exists() or not HUB_NAME.fullmatch(str(path)):
+        return Path(path)
+    with reading(f"checkpoint {str(path)!r} is no folder here, and cannot be fetched from the Hugging Face Hub"):
+        return Path(snapshot_download(str(path), allow_patterns=FETCHED))
+
+
 def check_backend() -> None:
     """Raises InputError if this machine has not the backend that HEADRACE_BACKEND names for what is to be computed."""
     if (name := default_backend()) != "auto" and (reason := BACKENDS[name].missing()):
         raise InputError(f"HEADRACE_BACKEND={name!r} cannot run here: {reason}")
-
-
-def tensor_names(folder: Path) -> list[str]:
-    """The names of all tensors in the safetensors of a folder, of which only the headers are read."""
-    names = []
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            names += opened.keys()
-    return names
-
-
-def check_depth(layers: int, names: list[str]) -> None:
-    """Raises InputError for more layers than the weights can have, before a model of a billion layers is built."""
-    require(
-        layers <= len(names) + SHARED_LAYERS,
-        f"num_hidden_layers={layers}; expected the number of layers that its {len(names)} tensors have",
-    )

@@ -80,6 +80,8 @@ class HeadraceConfig(PreTrainedConfig):
         max_position_embeddings: the longest sequence of a style with learned positions; otherwise informative only.
         bos_token_id, eos_token_id, pad_token_id: ids of special tokens, as `generate` uses them.
         use_cache: whether the model returns its states, unless a call says otherwise; it does not in training.
+        converted_from: the config.json of the foreign checkpoint that `headrace convert` has read, which it needs for
+            the way back; None: the model was not converted.
 
     Raises:
         InputError: the mixer or a field is unknown, or sizes do not fit each other.
@@ -106,6 +108,7 @@ class HeadraceConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
     use_cache: bool = True
+    converted_from: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs):
         heads, other = self.num_heads, kwargs.pop("num_attention_heads", None)
@@ -153,6 +156,8 @@ class HeadraceConfig(PreTrainedConfig):
             norm_eps=self.norm_eps, rope_theta=self.rope_theta, initializer_range=self.initializer_range
         )
         check_tokens(self)
+        source = self.converted_from
+        require(isinstance(source, dict | None), f"converted_from={short(source)}; expected a config.json, or None")
         require_bools(tie_word_embeddings=self.tie_word_embeddings, use_cache=self.use_cache)
 
     def _set_mixers(self) -> BlockStyle:
@@ -189,8 +194,8 @@ class HeadraceConfig(PreTrainedConfig):
 
     @property
     def mixers(self) -> list[Spec]:
-        """The spec of each layer's mixer."""
-        return [layer.mixer for layer in self.stack.over(self.num_hidden_layers)]
+        """The specs of all mixers, in the order of the layers; of a parallel mixer after the other one."""
+        return [mixer for layer in self.stack.over(self.num_hidden_layers) for mixer in layer.mixers]
 
     @property
     def sizes(self) -> Sizes:

@@ -63,7 +63,7 @@ def graphed_step(model: Any, cache: HeadraceCache, token: Tensor) -> Step:
 
 def _next(model: Any, token: Tensor, states: Any) -> tuple[Tensor, Any]:
     x, states = model.model.backbone(model.model.embed_tokens(token), states, in_place=True)
-    return model.lm_head(x), states
+    return model.logits(x), states
 
 
 def decode_loop(

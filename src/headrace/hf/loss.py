@@ -24,10 +24,10 @@ def token_loss(model: Any, hidden: Tensor, logits: Tensor | None, **loss_kwargs)
         raise InputError(
             "labels=... under context_parallel, where a label can be in another process; expected shift_labels"
         )
-    plain = is_plain(model.lm_head, nn.Linear) and model.lm_head.bias is None
+    plain = is_plain(model.lm_head, nn.Linear) and model.lm_head.bias is None and model.cap is None
     if logits is None and plain and model.loss_function is ForCausalLMLoss:
         return causal_loss(hidden, model.lm_head.weight, **loss_kwargs)
-    logits = model.lm_head(hidden) if logits is None else logits
+    logits = model.logits(hidden) if logits is None else logits
     return model.loss_function(logits=logits, vocab_size=model.config.vocab_size, **loss_kwargs)
 
 

@@ -42,6 +42,7 @@ class HeadracePreTrainedModel(PreTrainedModel):
     _no_split_modules = ["HeadraceBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
     _is_stateful = True
+    _keep_in_fp32_modules_strict = ["choice_bias"]  # noqa: RUF012
 
     def _init_weights(self, module: nn.Module) -> None:
         initialise(module, self.config.initializer_range)
@@ -186,7 +187,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = HeadraceModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        experts = config.sizes.style.experts
+        experts, self.cap = config.sizes.style.experts, config.sizes.style.logits_cap
         self.balance = 0.0 if experts is None else experts.balance
         self.post_init()
         self.generation_config.use_cache = None
@@ -260,7 +261,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
             kept = isinstance(logits_to_keep, Tensor) or logits_to_keep is None or logits_to_keep >= 0
             require(kept, f"logits_to_keep={logits_to_keep}; expected at least 0, or a tensor of positions")
             keep = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-(logits_to_keep or 0), None)
-            logits = self.lm_head(hidden[:, keep])
+            logits = self.logits(hidden[:, keep])
         if labelled:
             everything = not isinstance(logits_to_keep, Tensor) and not logits_to_keep
             loss = token_loss(self, hidden, logits if everything else None, labels=labels, **loss_kwargs)
@@ -268,6 +269,11 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, hidden_states=output.hidden_states, **{CACHE: getattr(output, CACHE)}
         )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Returns the logits [..., vocabulary] of hidden states [..., D], with the style's cap."""
+        logits = self.lm_head(hidden)
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs):
         kind, sampled = generation_config.cache_implementation, generation_mode in ("sample", "greedy_search")

@@ -46,6 +46,7 @@ class ScanState(NamedTuple):
     memory: Tensor  # [N, S, E]
     conv: Tensor | None = None  # [N, width − 1, E]
     shift: Tensor | None = None  # [N, 1, D]
+    tokens: Tensor | None = None  # [N], number of tokens so far, of mixers whose first token differs
 
 
 Shapes = dict[str, tuple[int, ...]]  # shapes of a state's tensors by name, without the dimension N

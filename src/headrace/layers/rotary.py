@@ -1,21 +1,75 @@
 """Rotary position embeddings (arXiv 2104.09864).
 
-Dimensions: B batch, T tokens, K key dimension per head.
+Dimensions: B batch, T tokens, K key dimension per head, F frequencies, of which each rotates two channels.
 """
+
+import math
 
 import torch
 from torch import Tensor
 
 from ..ops.call import accumulator
+from ..spec.attention import Rope
+
+Angles = tuple[Tensor, Tensor]  # cosines and sines [B or 1, T, 1, F]
 
 
 def rotary(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotates x [B, T, heads, K] by its positions [B or 1, T]. theta: base of the frequencies.
+    """Rotates x [B, T, heads, K] by its positions [B or 1, T]. theta: base of the frequencies."""
+    return rotate(x, angles(positions, Rope(), theta, x.shape[-1]))
 
-    Channel i is paired with channel i + K/2. Angles are float64: a float32 angle is off by 0.004 at position 100000."""
-    half = x.shape[-1] // 2
-    frequency = theta ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)
+
+def rotate(x: Tensor, by: Angles) -> Tensor:
+    """Rotates the first 2 F channels of x [B, T, heads, K]: channel i < F with channel i + F."""
+    cos, sin = (y.to(accumulator(x)) for y in by)
+    half = cos.shape[-1]
+    a, b, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).to(x.dtype)
+
+
+def angles(positions: Tensor, rope: Rope, theta: float, width: int, lengths: Tensor | None = None) -> Angles:
+    """Returns cosines and sines, times the rope's scale, of the angles at positions [B or 1, T].
+
+    Angles are float64: a float32 angle is off by 0.004 at position 100000.
+
+    Args:
+        theta: base of the frequencies, unless the rope has its own.
+        width: K.
+        lengths: [B or 1, 1], number of tokens of each sequence, of which frequencies may depend."""
+    frequency = frequencies(rope, theta, rope.dims or width, positions if lengths is None else lengths)
     angle = positions[..., None, None].double() * frequency
-    cos, sin = angle.cos().to(accumulator(x)), angle.sin().to(accumulator(x))
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+    cos, sin = angle.cos(), angle.sin()
+    return (cos, sin) if rope.scale == 1 else (cos * rope.scale, sin * rope.scale)
+
+
+def frequencies(rope: Rope, theta: float, dims: int, lengths: Tensor) -> Tensor:
+    """Returns the frequencies, in radians per token, of sequences of these lengths [B or 1, 1]: [F], or
+    [B or 1, 1, 1, F] if they depend on the length. The formulas are those of `Rope`."""
+    half, base, original = dims // 2, rope.theta or theta, rope.original or 1
+    index = torch.arange(half, device=lengths.device, dtype=torch.float64)
+    if rope.kind == "dynamic":
+        ratio = (lengths[..., None, None].double() / original).clamp(min=1)
+        return (base * (rope.factor * ratio - rope.factor + 1) ** (half / (half - 1))) ** (-index / half)
+    frequency = base ** (-index / half)
+    if rope.kind == "longrope":
+        short, long = (index.new_tensor(divisors) for divisors in (rope.short, rope.long))
+        return frequency / torch.where(lengths[..., None, None] > original, long, short)
+    if rope.kind == "llama3":
+        kept = (frequency * original / (2 * math.pi) - rope.slow) / (rope.fast - rope.slow)
+    elif rope.kind == "yarn":
+        first, last = _ramp(rope, base, dims)
+        kept = (last - index) / (last - first)
+    else:
+        return frequency / rope.factor
+    kept = kept.clamp(0, 1)
+    return frequency * (kept + (1 - kept) / rope.factor)
+
+
+def _ramp(rope: Rope, base: float, dims: int) -> tuple[float, float]:
+    """Returns the indices of the frequencies between which YaRN's share of the division rises from 0 to 1."""
+    rotations = ((rope.original or 1) / (2 * math.pi * n) for n in (rope.fast, rope.slow))
+    first, last = (dims * math.log(n) / (2 * math.log(base)) for n in rotations)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dims - 1)
+    return first, last + 0.001 * (first == last)  # as in the published code, without a division by 0

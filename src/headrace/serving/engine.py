@@ -280,7 +280,7 @@ class Engine:
         x = model.embed_tokens(torch.tensor(batch.tokens, device=device)[:, None])
         x, states = model.backbone(x, batch.cache.states, in_place=True)
         batch.cache.replace(states, 1)
-        batch.tokens = self._next(batch.streams, self.model.lm_head(x)[:, -1])
+        batch.tokens = self._next(batch.streams, self.model.logits(x)[:, -1])
         self._pass_on(batch)
 
     def _pass_on(self, batch: Batch) -> None:

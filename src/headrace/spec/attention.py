@@ -1,11 +1,89 @@
-"""The spec of a softmax attention layer: its heads, its positions and its sparsity pattern."""
+"""The specs of softmax attention and of its latent form: heads, positions and sparsity pattern."""
 
+import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from ..utils.errors import InputError
 from .mixer import Facts, Shapes, Spec
-from .record import NonNegativeInt, PositiveInt, Range, Record, require_positive
+from .record import NonNegativeInt, PositiveFloat, PositiveInt, Range, Record, fields, require_positive
+
+# The kinds of `Rope`, each with the fields that it uses besides theta and dims.
+ROPES = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor", "original"),
+    "yarn": ("factor", "original", "slow", "fast", "truncate", "amplitude"),
+    "llama3": ("factor", "original", "slow", "fast"),
+    "longrope": ("factor", "original", "short", "long", "amplitude"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rope(Record):
+    """The frequencies of rotary positions (arXiv 2104.09864): theta^(−2i/dims) for the channels i and i + dims/2, or
+    these frequencies changed for sequences that are longer than the `original` ones, by the kind:
+
+    linear: all are divided by `factor` (arXiv 2306.15595).
+    dynamic: theta is multiplied by (factor · n / original − factor + 1)^(dims/(dims − 2)) in a sequence of n > original
+        tokens.
+    yarn, llama3: those of up to `slow` rotations in `original` tokens are divided by `factor`, those of `fast` and more
+        are kept, and between them the share that is divided is linear in the index of the channel (arXiv 2309.00071) or
+        in the number of rotations (Llama 3.1, arXiv 2407.21783).
+    longrope: each is divided by its number in `short`, or in `long` if the sequence has more than `original` tokens
+        (arXiv 2402.13753). `factor` sets the amplitude alone.
+    """
+
+    kind: Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"] = "default"  # see above
+    theta: PositiveFloat | None = None  # base of the frequencies; None: the model's rope_theta
+    # number of rotated channels, the first ones of a head; None: all
+    dims: Annotated[int, Range("an even number of at least 2", lambda n: n >= 2 and n % 2 == 0)] | None = None
+    factor: PositiveFloat = 1.0  # by how much longer sequences may be
+    original: PositiveInt | None = None  # number of tokens of the sequences before the extension
+    slow: PositiveFloat = 1.0  # yarn, llama3: rotations in `original` tokens up to which frequencies are divided
+    fast: PositiveFloat = 32.0  # yarn, llama3: rotations from which they are kept
+    truncate: bool = True  # yarn: whether the channels at which the share begins and ends to change are rounded
+    # factor of the rotated channels; None: 1 + 0.1 log factor (yarn), √(1 + log factor / log original) (longrope)
+    amplitude: PositiveFloat | None = None
+    short: tuple[PositiveFloat, ...] | None = None  # longrope: divisors in sequences of up to `original` tokens
+    # longrope: divisors in longer sequences
+    long: tuple[PositiveFloat, ...] | None = None
+
+    def _objections(self):
+        used = ("kind", "theta", "dims", *ROPES[self.kind])
+        cls: Any = type(self)
+        for name in fields(cls):
+            value, default = getattr(self, name), getattr(cls, name)
+            yield name not in used and value != default, f"rope.kind={self.kind!r} has no {name}; got {value}"
+        for name in ("original", "short", "long"):
+            missing = name in used and getattr(self, name) is None
+            yield missing, f"rope.kind={self.kind!r} needs {name}; got none"
+        yield self.slow >= self.fast, f"rope.slow={self.slow} and fast={self.fast}; expected slow below fast"
+
+    @property
+    def by_length(self) -> bool:
+        """Whether the frequencies depend on the number of tokens of the sequence."""
+        return self.kind in ("dynamic", "longrope")
+
+    @property
+    def scale(self) -> float:
+        """The factor of the rotated channels."""
+        if self.amplitude is not None or self.kind not in ("yarn", "longrope") or self.factor <= 1:
+            return self.amplitude or 1.0
+        log = math.log(self.factor)
+        return 1 + 0.1 * log if self.kind == "yarn" else math.sqrt(1 + log / math.log(self.original or 1))
+
+    def require_width(self, head_dim: int) -> None:
+        """Raises InputError for a head dimension that the frequencies do not fit."""
+        width = self.dims or head_dim
+        if width % 2:
+            raise InputError(f"rotary=True needs an even head dimension; got {head_dim}")
+        if width > head_dim or (self.kind == "dynamic" and width == 2):
+            raise InputError(f"rope.dims={width} with kind={self.kind!r} does not fit a head dimension of {head_dim}")
+        for name in ("short", "long"):
+            divisors = getattr(self, name)
+            if divisors is not None and len(divisors) != width // 2:
+                raise InputError(f"rope.{name} has {len(divisors)} numbers; expected {width // 2}, one per frequency")
 
 
 @dataclass(frozen=True)
@@ -55,6 +133,10 @@ class Pattern(Record):
         return self.window // 2 // self.unit * self.unit
 
 
+Gate = Literal["none", "channel", "head"]
+Scale = Literal["key", "one", "half-key"] | PositiveFloat
+
+
 @dataclass(frozen=True)
 class AttentionSpec(Spec):
     """Softmax attention (arXiv 1706.03762). The defaults are causal, with rotary positions, over all earlier tokens."""
@@ -66,19 +148,36 @@ class AttentionSpec(Spec):
     count: PositiveInt | None = None  # number of query heads; None: the model's num_heads
     # number of distance buckets of T5's relative position bias, half of them for single distances; None: no bias
     buckets: Annotated[int, Range("at least 4", lambda n: n >= 4)] | None = None
-    null: bool = False  # whether the softmax has one more logit 0 with value 0, so that a head can attend to nothing
-    scale: Literal["key", "one", "half-key"] = "key"  # factor of the logits: d^-1/2, 1 (T5), (d/2)^-1/2 (Zamba)
+    # whether the softmax has one more logit with value 0, so that a head can attend to nothing: the logit is 0, or
+    # learned per head (attention sinks, arXiv 2508.10925)
+    null: bool | Literal["learned"] = False
+    scale: Scale = "key"  # factor of the logits, or its name: d^-1/2, 1 (T5), (d/2)^-1/2 (Zamba)
     form: Literal["sdpa", "tiles"] = "sdpa"  # PyTorch's attention, or FlashAttention's tiles in plain PyTorch
     pattern: Pattern | None = None  # sparsity pattern; None: all earlier tokens, in an encoder all tokens
-    bias: bool = False  # whether the projections of q, k, v and the output have biases
+    bias: bool | Literal["qkv"] = False  # whether all projections have biases, or those of q, k and v (Qwen2)
+    head_dim: PositiveInt | None = None  # d; None: the hidden size over the number of query heads
+    rope: Rope = Rope()  # the frequencies of rotary positions
+    # RMSNorm with weights of q and k before the rotation: per head (Qwen3), or of all heads together (OLMo 2); offset:
+    # with weights that are stored minus 1 (Qwen3-Next)
+    qk_norm: Literal["none", "head", "head-offset", "joint"] = "none"
+    gate: Gate = "none"  # a sigmoid of a projection of the input multiplies the heads' outputs (arXiv 2505.06708)
 
     facts = Facts("attention.attention.SoftmaxAttention", cached=True)
 
     def _objections(self):
         yield (
-            self.form == "tiles" and (self.buckets is not None or self.null or self.pattern is not None),
+            self.form == "tiles" and (self.buckets is not None or bool(self.null) or self.pattern is not None),
             "form='tiles' supports neither buckets, null nor pattern; expected none of them, or form='sdpa'",
         )
+        yield _without_rotation(self)
+        yield (
+            self.rope.by_length and self.pattern is not None,
+            f"rope.kind={self.rope.kind!r} with a pattern is not available; expected pattern=None",
+        )
+
+    @property
+    def gated(self) -> bool:  # type: ignore[override]
+        return self.gate != "none"
 
     def num_heads(self, default: int) -> int:
         """Returns the number of query heads, which is `default` unless the spec sets it."""
@@ -88,16 +187,84 @@ class AttentionSpec(Spec):
         """Returns the key and value dimensions per head. Raises InputError for sizes that do not divide."""
         require_positive(hidden_size=hidden_size, num_heads=num_heads)
         H = self.num_heads(num_heads)
-        if hidden_size % H:
-            raise InputError(f"num_heads={H} does not divide hidden_size={hidden_size}")
+        d = self.head_dim or _divided(hidden_size, H)
         if self.kv_heads is not None and H % self.kv_heads:
             raise InputError(f"kv_heads={self.kv_heads} does not divide num_heads={H}")
-        if self.rotary and (hidden_size // H) % 2:
-            raise InputError(f"rotary=True needs an even head dimension; got {hidden_size // H}")
-        return hidden_size // H, hidden_size // H
+        if self.rotary:
+            self.rope.require_width(d)
+        return d, d
 
     def state_shapes(self, hidden_size: int, num_heads: int, tokens: int = 1) -> Shapes:
         """Returns the shapes of one sequence's key/value cache after `tokens` tokens; a pattern bounds its length."""
         heads, kept = self.kv_heads or self.num_heads(num_heads), self.pattern.slots if self.pattern else tokens
         K, V = self.head_dims(hidden_size, num_heads)
         return {"k": (kept, heads, K), "v": (kept, heads, V)}
+
+
+@dataclass(frozen=True)
+class LatentSpec(Spec):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values are projections of one
+    normalised latent per token, which is the cache. One more part of the keys, which all heads share, is projected from
+    the token and has rotary positions. By default the sizes are the paper's, relative to d, the hidden size over the
+    number of heads."""
+
+    rank: PositiveInt | None = None  # size of the latent; None: 4 d
+    q_rank: PositiveInt | None = None  # size of the latent of the queries; None: they are projected from the token
+    key_dim: PositiveInt | None = None  # dimension of a head's own part of q and k; None: d
+    shared_dim: PositiveInt | None = None  # dimension of the part of k that all heads share; None: d/2, made even
+    value_dim: PositiveInt | None = None  # dimension of a head's values; None: d
+    rotary: bool = True  # whether the shared part gets rotary position embeddings
+    rope: Rope = Rope()  # the frequencies of rotary positions
+    count: PositiveInt | None = None  # number of heads; None: the model's num_heads
+    scale: Literal["key"] | PositiveFloat = "key"  # factor of the logits; key: (key_dim + shared_dim)^-1/2
+    gate: Gate = "none"  # as in AttentionSpec
+    bias: bool = False  # whether the projections from the token to a latent, and of the output, have biases
+    norm_eps: PositiveFloat | None = None  # epsilon of the latents' norms; None: the model's
+
+    facts = Facts("attention.latent.LatentAttention", cached=True)
+    # What AttentionSpec has besides.
+    form: ClassVar[str] = "sdpa"
+    null: ClassVar[bool] = False
+    pattern: ClassVar[None] = None
+
+    def _objections(self):
+        yield _without_rotation(self)
+        yield self.rope.dims is not None, f"rope.dims={self.rope.dims}; expected None, as shared_dim is what rotates"
+
+    @property
+    def gated(self) -> bool:  # type: ignore[override]
+        return self.gate != "none"
+
+    def num_heads(self, default: int) -> int:
+        """Returns the number of heads, which is `default` unless the spec sets it."""
+        return self.count or default
+
+    def sizes(self, hidden_size: int, num_heads: int) -> tuple[int, int, int, int]:
+        """Returns rank, key_dim, shared_dim and value_dim. Raises InputError for sizes that do not divide."""
+        require_positive(hidden_size=hidden_size, num_heads=num_heads)
+        complete = None not in (self.rank, self.key_dim, self.shared_dim, self.value_dim)
+        d = 1 if complete else _divided(hidden_size, self.num_heads(num_heads))
+        shared = self.shared_dim or (d + 3) // 4 * 2
+        if self.rotary:
+            self.rope.require_width(shared)
+        return self.rank or 4 * d, self.key_dim or d, shared, self.value_dim or d
+
+    def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
+        """Returns the key and value dimensions per head. Raises InputError for sizes that do not divide."""
+        _, K, shared, V = self.sizes(hidden_size, num_heads)
+        return K + shared, V
+
+    def state_shapes(self, hidden_size: int, num_heads: int, tokens: int = 1) -> Shapes:
+        """Returns the shapes of one sequence's cache after `tokens` tokens: shared keys, and latents."""
+        rank, _, shared, _ = self.sizes(hidden_size, num_heads)
+        return {"k": (tokens, 1, shared), "v": (tokens, 1, rank)}
+
+
+def _divided(hidden_size: int, H: int) -> int:
+    if hidden_size % H:
+        raise InputError(f"num_heads={H} does not divide hidden_size={hidden_size}")
+    return hidden_size // H
+
+
+def _without_rotation(spec: AttentionSpec | LatentSpec) -> tuple[bool, str]:
+    return not spec.rotary and spec.rope != Rope(), "rope sets frequencies, and rotary=False; expected rotary=True"

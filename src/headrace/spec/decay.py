@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from .record import Names, PositiveFloat, PositiveInt, Record
+from .record import Names, NonNegativeFloat, PositiveFloat, PositiveInt, Range, Record
 
 
 class DecayShape(IntEnum):
@@ -34,20 +34,37 @@ DECAYS: dict[str, DecayKind] = {
     "sigmoid": DecayKind("https://arxiv.org/abs/2312.06635", DecayShape.VECTOR, native=True),
     "exp": DecayKind("https://arxiv.org/abs/2404.05892", DecayShape.VECTOR, native=True),
     "softplus-vector": DecayKind("https://arxiv.org/abs/2510.26692", DecayShape.VECTOR, native=True),
+    "slopes": DecayKind("https://arxiv.org/abs/2501.08313", DecayShape.FIXED, fixed=True),
 }
 
 
 @dataclass(frozen=True)
 class Decay(Record):
-    """How the memory decays: retnet and xpos are fixed; the decay of the other kinds is computed from the token:
-    softplus (Mamba-2), sigmoid (GLA), exp (RWKV-6), softplus-vector (KDA)."""
+    """How the memory decays: retnet, xpos and slopes (Lightning Attention) are fixed; the decay of the other kinds is
+    computed from the token: softplus (Mamba-2), sigmoid (GLA), exp (RWKV-6), softplus-vector (KDA)."""
 
     kind: Annotated[str, Names(("none", *DECAYS))] = "none"
-    rank: PositiveInt | None = None  # rank of the projection to a decay per key channel; None: the key dimension K
+    # rank of the projection to a decay per key channel; None: the key dimension K; full: one matrix (softplus-vector)
+    rank: PositiveInt | Literal["full"] | None = None
     # The first step sizes of softplus decays are log-uniform between these, Mamba's: a head then forgets half after 0.4
     # to 700 tokens. Smaller ones suit memories that must hold a whole row.
     dt_min: PositiveFloat = 1e-3
     dt_max: PositiveFloat = 1e-1
+    # Bounds of all step sizes of the decay softplus; None: no upper bound.
+    dt_floor: NonNegativeFloat = 0.0
+    dt_ceiling: PositiveFloat | None = None
+    # softplus-vector: ℓ of the log decay ℓ σ(e^A (x + b)) in place of −e^A softplus(x + b); None: no bound
+    lower_bound: Annotated[float, Range("less than 0", lambda x: x < 0)] | None = None
+    rate: PositiveFloat = 1.0  # slopes: factor of the slopes, for one that depends on the layer
+
+    def projected(self, num_heads: int, key_dim: int) -> int:
+        """Returns the number of features that a decay per key channel takes from the token."""
+        return num_heads * key_dim if self.rank == "full" else self.rank or key_dim
+
+    @property
+    def limited(self) -> bool:
+        """Whether the step sizes have bounds."""
+        return self.dt_floor > 0 or self.dt_ceiling is not None
 
     def _objections(self) -> Iterator[tuple[bool, str]]:
         yield self.dt_min > self.dt_max, f"dt_min={self.dt_min} exceeds dt_max={self.dt_max}; expected at most that"
@@ -56,4 +73,15 @@ class Decay(Record):
             not (own or self.kind.startswith("softplus")),
             f"dt_min={self.dt_min} and dt_max={self.dt_max} are step sizes, which decay.kind={self.kind!r} does not "
             "have; expected 'softplus' or 'softplus-vector'",
+        )
+        high = self.dt_ceiling
+        yield high is not None and self.dt_floor > high, f"dt_floor={self.dt_floor} exceeds dt_ceiling={high}"
+        yield from (
+            (self.kind != kind and value, f"decay.{name} is of decay.kind={kind!r}; got decay.kind={self.kind!r}")
+            for name, kind, value in (
+                ("dt_floor and dt_ceiling", "softplus", self.limited),
+                ("lower_bound", "softplus-vector", self.lower_bound is not None),
+                ("rank='full'", "softplus-vector", self.rank == "full"),
+                ("rate", "slopes", self.rate != 1),
+            )
         )

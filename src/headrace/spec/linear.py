@@ -15,6 +15,7 @@ from .record import PositiveFloat, PositiveInt, Range, Record, require_positive
 
 SUMS = ("sum", "detached")  # norms that divide by the sum of weights, which is one more column of the state
 HEAD_NORMS = ("rms", "group", "l2", "layer")  # norms over the channels of a head, which cancel a factor per head
+WIDE_NORMS = ("rms-joint", "rms-groups")  # norms over the channels of several heads
 Order = Annotated[int, Range("0 to 100", lambda n: 0 <= n <= 100)]  # of a Taylor polynomial of e^x
 LARGEST_FEATURES = 2**24  # rows of a head's memory; 8 GiB per head for values of 128
 
@@ -52,6 +53,8 @@ class Inputs(Record):
     value_gate: bool = False  # whether v is multiplied by a sigmoid gate per head, with a bias (arXiv 2507.23632, E)
     # whether v is divided by n^σ(c), where n is the number of tokens up to its own and c is a parameter per head
     by_length: bool = False
+    bias: bool = False  # whether the input projection has a bias
+    value_map: Literal["identity", "silu"] = "identity"  # applied to v, after the convolution if there is one
 
     def _objections(self):
         yield (
@@ -77,9 +80,15 @@ class Write(Record):
     """The update of the memory S: β kᵀ v for the rule "add", β kᵀ (v − k S) for "delta"."""
 
     rule: Literal["add", "delta"] = "add"
-    beta: Literal["one", "sigmoid", "dt"] = "one"  # β: 1, a sigmoid of the token, or the softplus decay's step size
+    # β: 1, a sigmoid of the token, twice that (arXiv 2411.12537), or the softplus decay's step size
+    beta: Literal["one", "sigmoid", "sigmoid-2", "dt"] = "one"
     # chunk size in tokens: β also depends on the error v − k S of the memory at the chunk's start; None: it does not
     residual_chunk: PositiveInt | None = None
+
+    @property
+    def sigmoid(self) -> bool:
+        """Whether β is a sigmoid of the token, or twice that."""
+        return self.beta.startswith("sigmoid")
 
 
 @dataclass(frozen=True)
@@ -88,8 +97,8 @@ class Read(Record):
     passes through the skip, the norm and the output gate."""
 
     # sum: linear attention's normaliser; detached: max(sum of weights, 1) without a gradient; rms, group, l2 and layer:
-    # norm per head; rms-joint: RMSNorm over all heads
-    norm: Literal["none", "sum", "detached", "rms", "group", "l2", "layer", "rms-joint"] = "rms"
+    # norm per head; rms-joint: RMSNorm over all heads; rms-groups: over the heads that share a head of q and k
+    norm: Literal["none", "sum", "detached", "rms", "group", "l2", "layer", "rms-joint", "rms-groups"] = "rms"
     # activation of the output gate; sigmoid-head: one number per head, with a bias, instead of one per channel
     gate: Literal["none", "silu", "sigmoid", "sigmoid-low-rank", "sigmoid-head"] = "none"
     order: Literal["norm-gate", "gate-norm"] = "norm-gate"  # which of norm and gate comes first
@@ -97,23 +106,29 @@ class Read(Record):
     bonus: bool = False  # RWKV-6's u: a learned weight for the current token
     skip: bool = False  # Mamba-2's D: v times a learned weight per head is added to the output
     by_length: bool = False  # whether what is read is divided by the number of tokens so far
-    # whether the norm has a weight (group, layer: and a bias); None: rms, group and rms-joint do, l2 and layer do not
+    # whether the norm has a weight (group, layer: and a bias); None: l2 and layer have none, the others do
     affine: bool | None = None
-    eps: PositiveFloat | None = None  # epsilon of the norms rms and rms-joint; None: the model's
+    eps: PositiveFloat | None = None  # epsilon of the norms rms, rms-joint and rms-groups; None: the model's
+    gate_bias: bool = True  # whether the logits of sigmoid-low-rank and sigmoid-head have a bias
+    bias: bool = False  # whether the output projection has a bias
 
     def _objections(self):
         yield (
             self.affine is not None and self.norm in ("none", *SUMS),
             f"read.affine={self.affine} is of a norm with channels; expected read.norm to be one of "
-            f"{', '.join(HEAD_NORMS)}, rms-joint, got {self.norm!r}",
+            f"{', '.join((*HEAD_NORMS, *WIDE_NORMS))}, got {self.norm!r}",
         )
         yield (
-            self.affine is False and self.norm in ("group", "rms-joint"),
+            self.affine is False and self.norm in ("group", *WIDE_NORMS),
             f"read.affine=False with read.norm={self.norm!r}; expected one of rms, l2, layer, whose weight is optional",
         )
         yield (
-            self.eps is not None and self.norm not in ("rms", "rms-joint"),
-            f"read.eps={self.eps} is of read.norm='rms' and 'rms-joint'; got {self.norm!r}",
+            self.eps is not None and self.norm not in ("rms", *WIDE_NORMS),
+            f"read.eps={self.eps} is of read.norm='rms', 'rms-joint' and 'rms-groups'; got {self.norm!r}",
+        )
+        yield (
+            not self.gate_bias and self.gate not in ("sigmoid-low-rank", "sigmoid-head"),
+            f"read.gate_bias=False is of read.gate='sigmoid-low-rank' and 'sigmoid-head'; got {self.gate!r}",
         )
         yield (
             self.by_length and self.norm == "sum",
@@ -124,7 +139,7 @@ class Read(Record):
     @property
     def weighted(self) -> bool:
         """Whether the norm has a learned weight."""
-        return self.norm in ("rms", "group", "rms-joint") if self.affine is None else self.affine
+        return self.norm in ("rms", "group", *WIDE_NORMS) if self.affine is None else self.affine
 
 
 @dataclass(frozen=True)
@@ -239,7 +254,7 @@ class MixerSpec(Spec):
         """Gates of competition that gate nothing or that the write does not have."""
         yield (gate.read == gate.write == "none", "competition with read='none' and write='none' gates nothing")
         yield (
-            gate.write == "beta" and self.write.beta != "sigmoid",
+            gate.write == "beta" and not self.write.sigmoid,
             f"competition.write='beta' acts inside β's logit and needs write.beta='sigmoid'; got {self.write.beta!r}",
         )
         yield (
@@ -250,14 +265,16 @@ class MixerSpec(Spec):
 
     def idle_gates(self, num_heads: int | None = None) -> list[str]:
         """Returns a sentence for each gate of this spec that has no effect, or nearly none."""
-        gate, sentences = self.competition, []
-        if gate is not None and gate.read == "query" and self.read.norm in HEAD_NORMS:
+        gate, sentences, groups = self.competition, [], self.heads.qk_groups
+        single = self.read.norm == "rms-groups" and groups in (None, self.num_heads(num_heads or 0))  # a head per group
+        cancels = self.read.norm in HEAD_NORMS or single
+        if gate is not None and gate.read == "query" and cancels:
             sentences.append(
                 f"competition.read='query' scales q by one number per head and read.norm={self.read.norm!r} divides it "
                 "out again: the read gate acts only where it is below sqrt(ε / mean square of the readout); "
                 "competition.read='after_norm' puts it after the norm"
             )
-        if self.read.gate == "sigmoid-head" and self.read.order == "gate-norm" and self.read.norm in HEAD_NORMS:
+        if self.read.gate == "sigmoid-head" and self.read.order == "gate-norm" and cancels:
             sentences.append(
                 f"read.gate='sigmoid-head' is one number per head and read.norm={self.read.norm!r} divides it out "
                 "again, up to its epsilon; read.order='norm-gate' puts it after the norm"
@@ -296,10 +313,12 @@ class MixerSpec(Spec):
         if self.write.rule == "add" or order is None:
             return
         square = sum(scale**m / math.factorial(m) for m in range(order + 1))
-        if square > 2:
+        beta = 2 if self.write.beta == "sigmoid-2" else 1
+        if beta * square > 2:
             raise InputError(
-                f"write.rule='delta' with inputs.order={order} and a key dimension of {K} per head has features of "
-                f"‖k‖² up to {square:.3g} and diverges above 2; expected read.scale='key' and a key dimension above 2"
+                f"write.rule='delta' with inputs.order={order}, write.beta={self.write.beta!r} and a key dimension of "
+                f"{K} per head has β‖k‖² up to {beta * square:.3g} and diverges above 2; expected "
+                "write.beta='sigmoid', read.scale='key' and a key dimension above 2"
             )
 
     def features(self, key_dim: int) -> int:

@@ -1,4 +1,4 @@
-"""The spec of a state-space layer or RWKV-4: mixers with one recurrence per channel and no heads."""
+"""The spec of mixers with one recurrence per channel and no heads: state-space layers, RWKV-4, RG-LRU, convolutions."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -35,21 +35,40 @@ KINDS = {
         Update("e^−w", "e^k v", "e^−w, per channel"),
         flops=3,  # of the three of a channel: the sums Σ e^k v and Σ e^k: 3 and 2; their ratio with the bonus: 4
     ),
+    "rg-lru": Facts(
+        "scans.rg_lru.RGLRU",
+        Update("a", "√(1 − a²) i u", "a, per channel"),
+        flops=6,  # a h + √(1 − a²) (i u): 2 + 2; 1 − a²: 2
+        requires=frozenset({"conv"}),
+    ),
+    "short-conv": Facts(
+        "scans.short_conv.ShortConv",
+        Update("shift by one token", "B u", "the last inputs"),
+        flops=2,  # w x, + it: of the inputs that are remembered
+        requires=frozenset({"conv"}),
+    ),
 }
+# The fields that a kind has, of those that `requires` does not list.
+FIELDS = {
+    "mamba": ("expand", "rank", "norm", "conv_bias", "bias"), "rwkv4": ("expand",),
+    "rg-lru": ("expand", "conv_bias", "bias"), "short-conv": ("conv_bias", "bias"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ScanSpec(Spec):
-    """A mixer that runs one recurrence per channel: Mamba (arXiv 2312.00752), S4 (2111.00396), S4D (2206.11893) or
-    RWKV-4 (2305.13048)."""
+    """A mixer that runs one recurrence per channel: Mamba (arXiv 2312.00752), S4 (2111.00396), S4D (2206.11893), RWKV-4
+    (2305.13048), Griffin's recurrent block (2402.19427) or LFM2's gated convolution (2511.23404)."""
 
-    kind: Literal["mamba", "s4", "s4d", "rwkv4"]
+    kind: Literal["mamba", "s4", "s4d", "rwkv4", "rg-lru", "short-conv"]
     state_size: PositiveInt | None = None  # state numbers per channel; in s4 and s4d two of them are one complex number
-    # mamba: width of the causal depthwise convolution before the recurrence
+    # mamba, rg-lru: width of the causal depthwise convolution before the recurrence; short-conv: of the convolution
     conv: Annotated[int, Range("at least 2", lambda n: n >= 2)] | None = None
-    expand: PositiveFloat = 1.0  # mamba: number of channels as a multiple of the hidden size
+    expand: PositiveFloat = 1.0  # mamba, rwkv4, rg-lru: number of channels as a multiple of the hidden size
     rank: PositiveInt | None = None  # mamba: rank of the projection to the step size; None: hidden size / 16
     norm: bool = False  # mamba: whether the projected step size, B and C are normalised (Jamba)
+    conv_bias: bool = True  # mamba, rg-lru, short-conv: whether the convolution has a bias
+    bias: bool = False  # mamba, rg-lru, short-conv: whether the projections into and out of the channels have biases
 
     uncompeting = "has no heads to compete"
     gated = True
@@ -66,22 +85,25 @@ class ScanSpec(Spec):
             yield name not in required and value is not None, f"kind={self.kind!r} has no {name}; got {name}={value}"
         pairs = self.kind in ("s4", "s4d")
         yield pairs and (self.state_size or 0) % 2 == 1, f"state_size={self.state_size}; expected a multiple of 2"
-        mamba = self.kind == "mamba"
-        yield not mamba and self.expand != 1, f"kind={self.kind!r} has no expand; got {self.expand}"
-        yield not mamba and self.rank is not None, f"kind={self.kind!r} has no rank; got {self.rank}"
-        yield not mamba and self.norm, f"kind={self.kind!r} has no norm; expected norm=False"
+        for name in {*FIELDS["mamba"]} - {*FIELDS.get(self.kind, ())}:
+            value = getattr(self, name)
+            yield value != getattr(ScanSpec, name), f"kind={self.kind!r} has no {name}; got {name}={value}"
 
     def num_heads(self, default: int) -> int:
         """Returns 1, since the mixer has no heads."""
         return 1
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
-        """Returns (state numbers per channel, channels). Raises InputError unless expand gives whole channels."""
+        """Returns (state numbers per channel, channels). Raises InputError unless expand gives whole channels, of which
+        rg-lru has a multiple of num_heads."""
         require_positive(hidden_size=hidden_size, num_heads=num_heads)
         width = round(self.expand * hidden_size, 6)  # 58 / 56 · 56 is not 58 in float64
         if width % 1:
             raise InputError(f"expand={self.expand} times hidden_size={hidden_size} is {width:g}; expected an integer")
-        return self.state_size or 3, int(width)
+        if self.kind == "rg-lru" and width % num_heads:
+            raise InputError(f"num_heads={num_heads} does not divide the {width:g} channels of kind='rg-lru'")
+        own = {"rwkv4": 3, "rg-lru": 1, "short-conv": (self.conv or 1) - 1}
+        return self.state_size or own[self.kind], int(width)
 
     def step_rank(self, hidden_size: int) -> int:
         """Returns the rank of mamba's projection to the step size."""
@@ -91,7 +113,7 @@ class ScanSpec(Spec):
         """Returns the shapes of the recurrent state of one sequence, without the batch dimension."""
         size, channels = self.head_dims(hidden_size, num_heads)
         shapes: Shapes = {"memory": (size, channels)}
-        if self.conv is not None:
+        if self.conv is not None and self.kind != "short-conv":
             shapes["conv"] = (self.conv - 1, channels)
         if self.kind == "rwkv4":
             shapes["shift"] = (1, hidden_size)

@@ -4,8 +4,9 @@ import dataclasses
 from types import NoneType
 from typing import Any
 
+from ..utils import plugins
 from ..utils.errors import InputError
-from .attention import AttentionSpec
+from .attention import AttentionSpec, LatentSpec
 from .encoder_decoder import RecurrentSpec
 from .linear import Competition, Inputs, MixerSpec, Write
 from .matrix import MatrixSpec
@@ -18,7 +19,7 @@ from .softmax_rnn import SoftmaxRNNSpec
 # layer, and an entry of zoo/mixers.py.
 TYPES: dict[str, type] = {
     "linear": MixerSpec, "scan": ScanSpec, "matrix": MatrixSpec, "attention": AttentionSpec,
-    "softmax-rnn": SoftmaxRNNSpec, "rnn": RecurrentSpec,
+    "latent": LatentSpec, "softmax-rnn": SoftmaxRNNSpec, "rnn": RecurrentSpec,
 }  # fmt: skip
 
 
@@ -53,6 +54,10 @@ def from_json(data: Any, where: str = ""):
     if not isinstance(data, dict):
         raise InputError(f"{where or 'mixer'}={data!r}; expected a dict as to_json returns it")
     kind = data.get("type", "linear")
+    if isinstance(kind, str) and kind.startswith(plugins.PREFIX) and kind not in TYPES:
+        plugins.load()
+        if kind not in TYPES:
+            raise plugins.missing(kind, data)
     if not isinstance(kind, str) or kind not in TYPES:
         raise InputError(f"mixer type {kind!r} is unknown; expected one of {', '.join(TYPES)}")
     return record(TYPES[kind], {name: value for name, value in data.items() if name != "type"}, where or kind)
@@ -97,7 +102,7 @@ def _refuse_old_norm(cls, data: dict[str, Any], where: str) -> None:
 
 def _value(value: Any, kinds: tuple[Kind, ...], where: str) -> Any:
     """Converts JSON data for a field of these kinds: a dict to a record, "none" to None, a single item to a tuple."""
-    if value == "none" and any(kind.type is NoneType for kind in kinds):
+    if (value is None or value == "none") and any(kind.type is NoneType for kind in kinds):
         return None
     if items := next((kind.items for kind in kinds if kind.items), ()):
         listed = value if isinstance(value, list | tuple) else [value]

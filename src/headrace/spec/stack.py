@@ -8,7 +8,7 @@ from ..utils.errors import InputError
 from .attention import AttentionSpec
 from .encoder_decoder import ModelSpec
 from .mixer import Shapes, Spec, Stateful
-from .record import NonNegativeFloat, PositiveInt, Range, Record, require_positive
+from .record import NonNegativeFloat, PositiveFloat, PositiveInt, Range, Record, require_positive
 from .serialise import TYPES, record
 
 
@@ -19,29 +19,63 @@ class Experts(Record):
     count: PositiveInt = 16  # number of experts
     chosen: PositiveInt = 2  # number of experts per token, chosen by the router
     balance: NonNegativeFloat = 0.001  # weight of the load-balancing loss in training
+    width: PositiveInt | None = None  # width of each expert; None: the model's intermediate_size
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # function of the router's logits: over the experts, or of each
+    biased: bool = False  # whether experts are chosen by scores plus a bias of each, without gradient (DeepSeek-V3)
+    groups: PositiveInt = 1  # number of groups of consecutive experts; a group scores the sum of its two best
+    chosen_groups: PositiveInt = 1  # number of groups per token from which experts are chosen
+    normalised: bool = False  # whether the weights of a token's experts are divided by their sum
+    scale: PositiveFloat = 1.0  # factor of the weights
+    shared: PositiveInt | None = None  # width of an MLP of all tokens, which is added; None: there is none
+    shared_gate: bool = False  # whether a sigmoid of a linear function of the token multiplies that MLP's output
+    latent: PositiveInt | None = None  # size of a projection of the token that experts map; None: the token itself
 
     def _objections(self):
-        chosen, count = self.chosen, self.count
+        chosen, count, groups, some = self.chosen, self.count, self.groups, self.chosen_groups
         yield chosen > count, f"experts.chosen={chosen} exceeds experts.count={count}; expected 1 to {count}"
+        yield some > groups, f"experts.chosen_groups={some} exceeds experts.groups={groups}; expected 1 to {groups}"
+        even = count % groups == 0 and (groups == 1 or count >= 2 * groups)
+        yield not even, f"experts.groups={groups} for experts.count={count}; expected equal groups of 2 or more experts"
+        most = count // groups * some
+        yield chosen > most, f"experts.chosen={chosen} exceeds the {most} experts of chosen_groups={some}"
+        yield self.shared_gate and self.shared is None, "experts.shared_gate=True without experts.shared"
 
 
 @dataclass(frozen=True)
 class BlockStyle(Record):
     """Properties that all blocks of a model share, beside their mixers."""
 
-    norm: Literal["rms", "layer"] = "rms"  # RMSNorm or LayerNorm
-    order: Literal["pre", "post"] = "pre"  # pre: norm before mixer and MLP, and at the end; post: norm after each sum
-    mlp: Literal["swiglu", "geglu", "gelu", "gelu-tanh", "relu", "none"] = "swiglu"  # kind of MLP
+    # RMSNorm, RMSNorm whose weight is stored minus 1 (Gemma), or LayerNorm
+    norm: Literal["rms", "rms-offset", "layer"] = "rms"
+    # pre: norm before mixer and MLP, and at the end; post: norm after each sum; branch: norm of the output of mixer and
+    # MLP before the sum, and at the end (OLMo 2)
+    order: Literal["pre", "post", "branch"] = "pre"
+    mlp: Literal["swiglu", "geglu", "geglu-tanh", "gelu", "gelu-tanh", "relu", "relu2", "rwkv4", "none"] = (
+        "swiglu"  # kind of MLP; relu2: squared; rwkv4: channel mixing, which has a state and no biases
+    )
     bias: bool = False  # whether MLPs and LayerNorms have biases
     positions: Literal["none", "sinusoidal", "learned"] = "none"  # absolute positions, added to the embeddings
     experts: Experts | None = None  # mixture of experts of the layers with mlp="experts"
     shared: AttentionSpec | None = None  # attention of the block that layers with shared=True share (Zamba)
+    shared_count: PositiveInt = 1  # number of such blocks, which these layers use in turn (Zamba2)
+    # rank of a matrix of each of these layers that is added to the input projections of the block's MLP and attention
+    shared_mlp_rank: PositiveInt | None = None
+    shared_attention_rank: PositiveInt | None = None
     embedding_norm: bool = False  # whether a norm follows embeddings and positions (BERT, BLOOM)
+    embedding_scale: PositiveFloat = 1.0  # factor of the embeddings
+    logits_cap: PositiveFloat | None = None  # bound c of the logits, which become c tanh(logits / c)
+
+    def _objections(self):
+        stateful = self.mlp == "rwkv4" and (self.experts is not None or self.shared is not None)
+        yield stateful, "mlp='rwkv4' has a state; expected another MLP with experts and with a shared block"
+        for name, usual in (("count", 1), ("mlp_rank", None), ("attention_rank", None)):
+            value = getattr(self, f"shared_{name}")
+            yield self.shared is None and value != usual, f"shared_{name}={value} without a shared block (shared=none)"
 
     @property
     def gated(self) -> bool:
         """Whether the MLP is a gated linear unit."""
-        return self.mlp in ("swiglu", "geglu")
+        return self.mlp in ("swiglu", "geglu", "geglu-tanh")
 
 
 @dataclass(frozen=True)
@@ -51,6 +85,13 @@ class Layer(Record):
     mixer: Spec
     mlp: Literal["one", "experts", "none"] = "one"  # the style's MLP, the style's mixture of experts, or neither
     shared: bool = False  # whether the output of the style's shared block is added to the mixer's input
+    parallel: Spec | None = None  # a second mixer with the same input, whose output is added (Falcon-H1)
+    order: Literal["pre", "post", "branch"] | None = None  # order of the norms; None: the style's
+
+    @property
+    def mixers(self) -> list[Spec]:
+        """The specs of the layer's mixers."""
+        return [self.mixer] if self.parallel is None else [self.mixer, self.parallel]
 
 
 @dataclass(frozen=True)
@@ -73,7 +114,7 @@ class Decoder(Stateful):
     @property
     def gated(self) -> bool:
         """Whether a mixer is gated."""
-        return any(layer.mixer.gated for layer in self.layers)
+        return any(mixer.gated for layer in self.layers for mixer in layer.mixers)
 
     def over(self, depth: int) -> list[Layer]:
         """Returns the layers of a model with `depth` layers. The last repetition of the pattern may be incomplete."""
@@ -86,22 +127,26 @@ class Decoder(Stateful):
         require_positive(hidden_size=hidden_size, num_heads=num_heads)
         if self.style.shared is not None:
             self.style.shared.head_dims(2 * hidden_size, num_heads)
-        dims = [layer.mixer.head_dims(hidden_size, num_heads) for layer in self.layers]
+        dims = [mixer.head_dims(hidden_size, num_heads) for layer in self.layers for mixer in layer.mixers]
         return dims[0]
 
     def idle_gates(self, num_heads: int | None = None) -> list[str]:
         """Returns a sentence for each gate of the layers that has no effect."""
-        return list(dict.fromkeys(idle for layer in self.layers for idle in layer.mixer.idle_gates(num_heads)))
+        mixers = [mixer for layer in self.layers for mixer in layer.mixers]
+        return list(dict.fromkeys(idle for mixer in mixers for idle in mixer.idle_gates(num_heads)))
 
     def state_shapes(self, hidden_size: int, num_heads: int, tokens: int, layers: int) -> Shapes:
         """Returns the shapes of one sequence's states after `tokens` tokens, over all layers."""
-        stateful = [(layer.mixer, hidden_size) for layer in self.over(layers)]
+        every = self.over(layers)
+        stateful = [(mixer, hidden_size) for layer in every for mixer in layer.mixers]
         if self.style.shared is not None:
-            stateful += [(self.style.shared, 2 * hidden_size)] * sum(layer.shared for layer in self.over(layers))
-        return {
+            stateful += [(self.style.shared, 2 * hidden_size)] * sum(layer.shared for layer in every)
+        shapes = {
             f"{i}.{name}": shape for i, (mixer, width) in enumerate(stateful)
             for name, shape in mixer.state_shapes(width, num_heads, tokens).items()
         }  # fmt: skip
+        mixing = [i for i, layer in enumerate(every) if layer.mlp == "one" and self.style.mlp == "rwkv4"]
+        return shapes | {f"{i}.mlp.shift": (1, hidden_size) for i in mixing}
 
 
 def as_decoder(spec: Spec | Decoder) -> Decoder:
@@ -135,6 +180,10 @@ class StackSpec(ModelSpec):
 
     mixer: Spec = field(default_factory=lambda: AttentionSpec(rotary=False))  # bidirectional in an encoder
     style: BlockStyle = field(default_factory=BlockStyle)
+
+    def _objections(self):
+        yield self.style.mlp == "rwkv4", "style.mlp='rwkv4' is for decoders alone; expected another MLP"
+        yield self.style.logits_cap is not None, "style.logits_cap is for decoders alone; expected none"
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """Returns the key and value dimensions per head. Raises InputError for sizes that do not divide."""

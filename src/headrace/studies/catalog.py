@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from .. import zoo
+from ..spec.attention import LatentSpec
 from ..spec.decay import DECAYS, DecayShape
 from ..spec.linear import Inputs, MixerSpec
 from ..spec.mixer import Spec
@@ -28,7 +29,7 @@ def describe(name: str) -> dict[str, Any]:
     """The row of a mixer in the table, with its spec. `paper` is "–" for a mixer that was added at run time. If a mixer
     does not fit the table's width and heads, its costs are None and `state` is the reason."""
     spec = zoo.get(name)
-    outside = _cached if spec.facts.cached else _outside
+    outside = _cached if spec.facts.cached else _unknown if spec.facts.update is None else _outside
     row = _linear(spec) if isinstance(spec, MixerSpec) else outside(spec)
     row["can"] = ", ".join(verb[:-1] for verb in ("forgets", "overwrites", "competes") if row[verb]) or "–"
     try:
@@ -43,7 +44,7 @@ def describe(name: str) -> dict[str, Any]:
 
 def _linear(spec: MixerSpec) -> dict[str, Any]:
     (decay, retention), gate, delta = _decay(spec.decay.kind), spec.competition, spec.write.rule == "delta"
-    beta = {"one": "", "dt": "dt ", "sigmoid": "β "}[spec.write.beta]
+    beta = {"one": "", "dt": "dt "}.get(spec.write.beta, "β ")
     write = "w " if gate is not None and gate.write != "none" else ""
     return {
         "A_t": f"(I − {beta}kᵀk) {decay}".strip() if delta else decay or "I",
@@ -77,13 +78,19 @@ def _decay(kind: str) -> tuple[str, str]:
 
 def _cached(spec: Spec) -> dict[str, Any]:
     pattern = getattr(spec, "pattern", None)
-    rnn = isinstance(spec, SoftmaxRNNSpec)
+    rnn, memory = isinstance(spec, SoftmaxRNNSpec), "latents" if isinstance(spec, LatentSpec) else "keys and values"
     return {
         "A_t": "append", "b_t": "v", "features": "softmax, in parts" if rnn else "softmax",
         "forgets": pattern is not None, "overwrites": False, "competes": False,
-        "memory": "keys and values", "objective": "none: all is kept", "optimiser": "none",
+        "memory": memory, "objective": "none: all is kept", "optimiser": "none",
         "retention": "all" if pattern is None else f"the last {pattern.window}, {pattern.far} before",
     }  # fmt: skip
+
+
+def _unknown(spec: Spec) -> dict[str, Any]:
+    """A module, of which nothing but its state and cost is known."""
+    unknown = dict.fromkeys((*UPDATE, *AXES), "–")
+    return unknown | {"forgets": False, "overwrites": False, "competes": False}
 
 
 def _outside(spec: Spec) -> dict[str, Any]:
@@ -104,12 +111,16 @@ def _cost(spec, row: dict[str, Any]) -> dict[str, Any]:
     if spec.facts.cached:
         bounded = getattr(spec, "pattern", None) is not None
         shapes = spec.state_shapes(WIDTH, HEADS, TOKENS)
-        seen, wide = next(iter(shapes.values()))[0], WIDTH  # all query heads count, also those that share keys
-        costs = {"training": 4 * wide * (seen if bounded else TOKENS // 2), "decoding": 4 * wide * seen}
+        seen, H = next(iter(shapes.values()))[0], spec.num_heads(HEADS)  # also of heads that share keys
+        training = decoding = sum(spec.head_dims(WIDTH, HEADS))
+        if isinstance(spec, LatentSpec):  # few queries are projected to the latents
+            rank, _, shared, _ = spec.sizes(WIDTH, HEADS)
+            decoding = 2 * rank + shared
+        costs = {"training": 2 * H * training * (seen if bounded else TOKENS // 2), "decoding": 2 * H * decoding * seen}
         return {**_state(shapes), **costs, "grows": not bounded}
     shapes, decoding = spec.state_shapes(WIDTH, HEADS), spec.flops_per_token(WIDTH, HEADS)
     inside = 0
-    if len(shapes["memory"]) == 3:
+    if len(shapes.get("memory", ())) == 3:
         H, K, V = shapes["memory"]
         inside = H * CHUNK * (K + V) * (2 if row["overwrites"] else 1)
     return {**_state(shapes), "training": decoding + inside, "decoding": decoding, "grows": False}

@@ -12,6 +12,7 @@ from itertools import cycle, islice
 from multiprocessing import active_children, get_context, parent_process
 from typing import Any, NamedTuple
 
+from ..utils import plugins
 from ..utils.device import see_only
 from ..utils.errors import GateWarning, InputError
 
@@ -54,7 +55,9 @@ def distribute(call: Callable, jobs: Sequence[tuple], devices: Sequence[str], li
     for device in devices:
         free_devices.put(device)
     size = min(len(devices), len(jobs))
-    with ProcessPoolExecutor(size, context, initialise_worker, (events, free_devices)) as executor:
+    with ProcessPoolExecutor(
+        size, context, initialise_worker, (events, free_devices, list(plugins.LOADED))
+    ) as executor:
         with interrupts_ignored():  # workers inherit this, so that only this process handles Ctrl-C
             futures = {executor.submit(call_in_worker, call, i, job) for i, job in enumerate(jobs)}
         try:
@@ -98,13 +101,14 @@ send_to_parent: Callable[[tuple[int, Any]], None]
 worker_device: str
 
 
-def initialise_worker(events, devices) -> None:
+def initialise_worker(events, devices, plugin_names) -> None:
     global send_to_parent, worker_device
     send_to_parent, worker_device = events.put, devices.get()
     see_only(worker_device)
     import torch
     import transformers
 
+    plugins.load(plugin_names)  # before a job is unpickled, which may have a task of a plug-in
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", GateWarning)  # the parent warns once for the whole plan

@@ -1,7 +1,7 @@
 """Tasks on which models are compared. A task is a frozen dataclass of literals, which can be stored as JSON."""
 
 from ..ops.loss import IGNORED
-from .base import Answers, Metric, Rows, Task
+from .base import Answers, ByRow, ByToken, Drawn, Metric, Rows, Task
 from .copy import Copy
 from .dates import Dates
 from .digits import Digits
@@ -22,6 +22,7 @@ TASKS: dict[str, type[Task]] = {task.name: task for task in (
 )}  # fmt: skip
 
 __all__ = [
-    "IGNORED", "TASKS", "Answers", "Copy", "Dates", "Digits", "Induction", "KeyValue", "Masked", "Metric", "Mqar",
-    "Needle", "Pair", "Reverse", "Rows", "SelectiveCopy", "Sequences", "Spans", "Task", "Text",
+    "IGNORED", "TASKS", "Answers", "ByRow", "ByToken", "Copy", "Dates", "Digits", "Drawn", "Induction", "KeyValue",
+    "Masked", "Metric", "Mqar", "Needle", "Pair", "Reverse", "Rows", "SelectiveCopy", "Sequences", "Spans", "Task",
+    "Text",
 ]  # fmt: skip

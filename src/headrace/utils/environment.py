@@ -12,12 +12,17 @@ import torch
 
 import headrace
 
+from .plugins import digests
 from .provenance import source
 
 
-@lru_cache
 def environment() -> dict[str, Any]:
-    """Returns versions, machine and threads for the record of a result."""
+    """Returns versions, machine, threads and plug-ins for the record of a result."""
+    return {**this_process(), **digests()}
+
+
+@lru_cache
+def this_process() -> dict[str, Any]:
     return {
         "headrace": headrace.__version__,
         "commit": commit(),

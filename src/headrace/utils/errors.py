@@ -33,5 +33,9 @@ def reason(error: Exception) -> str:
     return text if isinstance(error, OSError | ValueError | RuntimeError) else f"{type(error).__name__}: {text}"
 
 
+class PluginWarning(UserWarning):
+    """A plug-in has changed since a checkpoint or a result was made with it."""
+
+
 class GateWarning(UserWarning):
     """A spec has a gate that has no effect, or nearly none."""

@@ -12,10 +12,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
+import headrace
+
 from .errors import InputError
 from .integrity import read_json, sha256, write_json
 from .integrity import short as as_json
+from .plugins import digests
 from .processes import MADE_BY, is_free
 
 SOURCES = (".py", ".yaml", ".so", ".dylib")
@@ -40,7 +42,7 @@ def source() -> str:
 def running(**more: str) -> Versions:
     """Returns the versions that run now. more: other properties that the results depend on."""
     packages = {name: version(name) for name in ("torch", "transformers")}
-    return {"headrace": f"{__version__} (source {source()})", **packages, **more}
+    return {"headrace": f"{headrace.__version__} (source {source()})", **packages, **digests(), **more}
 
 
 def record_versions(folder: Path, fresh: bool, accept_old: bool, **more: str) -> None:
@@ -52,7 +54,7 @@ def record_versions(folder: Path, fresh: bool, accept_old: bool, **more: str) ->
     if current in before:
         return
     if before and not accept_old:
-        changed = [name for name in current if before[-1].get(name) != current[name]]
+        changed = [name for name in current | before[-1] if before[-1].get(name) != current.get(name)]
         old, new = (described({name: v.get(name, "unknown") for name in changed}) for v in (before[-1], current))
         raise InputError(
             f"{str(path)!r}: the results there were made by {old}; now runs {new}; name another --output, or add "

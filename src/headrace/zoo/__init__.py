@@ -20,6 +20,7 @@ from ..spec.scan import ScanSpec
 from ..spec.serialise import TYPES, change_all, from_json, to_json
 from ..spec.softmax_rnn import SoftmaxRNNSpec
 from ..spec.stack import Decoder, Layer, StackSpec, as_layers
+from ..utils import plugins
 from ..utils.errors import InputError
 from . import mixers, models
 
@@ -58,9 +59,9 @@ def plain(spec):
 def each_mixer(spec, change: Callable[[MixerSpec], MixerSpec]):
     """Returns the spec with `change` applied to every linear mixer, including those in hybrids and whole models."""
     if isinstance(spec, Decoder):
-        return replace(
-            spec, layers=tuple(replace(layer, mixer=each_mixer(layer.mixer, change)) for layer in spec.layers)
-        )
+        return replace(spec, layers=tuple(each_mixer(layer, change) for layer in spec.layers))
+    if isinstance(spec, Layer):
+        return replace(spec, mixer=each_mixer(spec.mixer, change), parallel=each_mixer(spec.parallel, change))
     if isinstance(spec, StackSpec):
         return replace(spec, mixer=each_mixer(spec.mixer, change))
     return change(spec) if isinstance(spec, MixerSpec) else spec
@@ -128,16 +129,22 @@ def mixer(name):
     return spec
 
 
+def known() -> dict[str, Any]:
+    """Returns name -> spec of the mixers and models of all tables, without the softmax-X of linear mixers X."""
+    return {name: spec for table in (*TABLES.values(), PUBLISHED, MODELS) for name, spec in table.items()}
+
+
 def _named(name: str):
-    known = {name: spec for table in (*TABLES.values(), PUBLISHED, MODELS) for name, spec in table.items()}
-    if name in known:
-        return known[name]
+    if name not in {*names(), *MODELS}:
+        plugins.load()
+    if name in (specs := known()):
+        return specs[name]
     if (base := name.removeprefix("softmax-")) in LINEAR:
         return compete(LINEAR[base])
-    if isinstance(spec := known.get(base), Spec):
+    if isinstance(spec := specs.get(base), Spec):
         raise InputError(
             f"mixer {name!r} does not exist, because {base} {spec.uncompeting}; expected {base!r}, or softmax- "
             f"before one of {', '.join(LINEAR)}"
         )
     near = difflib.get_close_matches(name, [*names(), *MODELS], 3) or names()
-    raise InputError(f"mixer {name!r} is unknown; the nearest names are {', '.join(near)}")
+    raise InputError(f"mixer {name!r} is unknown; the nearest names are {', '.join(near)} (--plugin adds others)")

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ..spec.attention import AttentionSpec, Pattern
+from ..spec.attention import AttentionSpec, LatentSpec, Pattern
 from ..spec.decay import Decay
 from ..spec.linear import Competition, Heads, Inputs, MixerSpec, Read, Write
 from ..spec.matrix import MatrixSpec
@@ -134,6 +134,16 @@ MIXERS: dict[str, Entry] = {
         "https://arxiv.org/abs/2312.00752",
         MAMBA,
     ),
+    "rg-lru": Entry(
+        "A gated linear recurrence per channel, whose inputs are scaled to keep the memory's variance.",
+        "https://arxiv.org/abs/2402.19427",
+        ScanSpec("rg-lru", conv=4, bias=True),
+    ),
+    "short-conv": Entry(
+        "A causal convolution over the last 3 tokens between two gates that are linear in the token.",
+        "https://arxiv.org/abs/2511.23404",
+        ScanSpec("short-conv", conv=3, conv_bias=False),
+    ),
     "gla-outer": Entry(
         "GLA with a second gate, a decay per value channel.",
         "https://arxiv.org/abs/2312.06635",
@@ -178,6 +188,11 @@ MIXERS: dict[str, Entry] = {
         "The transformer with FlashAttention's tiled algorithm in plain PyTorch, for study.",
         "https://arxiv.org/abs/2205.14135",
         AttentionSpec(form="tiles"),
+    ),
+    "mla": Entry(
+        "Multi-head latent attention: keys and values are projections of one latent per token, which is the cache.",
+        "https://arxiv.org/abs/2405.04434",
+        LatentSpec(),
     ),
     "softmax-rnn-norm": Entry(
         "Softmax attention whose denominator is the norm of its numerator.",

@@ -1,7 +1,7 @@
 """Converts checkpoints of other libraries to headrace models, and headrace models to checkpoints of other libraries.
 
-A Format maps the fields of the foreign config.json to ours and the rows of foreign tensors to our tensors; both
-directions use this map. Only safetensors files are read: nothing is unpickled, and no foreign code runs.
+A Format maps the fields of a foreign config.json to ours and our tensors to rows of foreign tensors; both directions
+use this map. Only safetensors files are read: nothing is unpickled, and no foreign code runs.
 """
 
 import json
@@ -11,29 +11,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
+from transformers import GenerationConfig
 
 from ...layers import LinearMixer
+from ...layers.attention.latent import LatentAttention
+from ...layers.blocks.moe import MixtureOfExperts
 from ...ops.checks import require
 from ...utils.errors import InputError, reading
-from ...utils.integrity import check_weights, is_inside, read_json, seal, write_json
+from ...utils.integrity import check_weights, read_json, seal, write_json
 from ...utils.provenance import difference
-from ..checkpoint import check_depth
-from ..config import HeadraceConfig
+from ..config import HeadraceConfig, check_generation
 from ..model import HeadraceForCausalLM
-from . import flash, hugging_face
-from .form import SHARED, Format, View
+from . import delta, flash, recurrent, softmax
+from .fields import Config, check_sizes
+from .files import WEIGHTS, Header, TensorFiles, check_depth
+from .form import SHARED, SPECIAL, Format, Model, View, Views
 
-FORMATS = hugging_face.FORMATS | flash.FORMATS
+FORMATS: dict[str, Format] = softmax.FORMATS | recurrent.FORMATS | delta.FORMATS | flash.FORMATS
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # the name of the head in every format
-PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+PRECISIONS = {str(dtype).removeprefix("torch."): dtype for dtype in (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16,
+)}  # fmt: skip
 
 
-def import_checkpoint(checkpoint: Path) -> HeadraceForCausalLM:
-    """Converts a foreign checkpoint to a headrace model, in evaluation mode and in the precision of the checkpoint.
+def import_checkpoint(checkpoint: Path, dtype: torch.dtype | None = None) -> HeadraceForCausalLM:
+    """Converts a foreign checkpoint to a headrace model in evaluation mode, with the settings of generation of the
+    checkpoint, but with a cache.
+
+    It needs the memory of the model and of one foreign tensor.
+
+    dtype: precision of the model; None: the lowest one that represents every tensor without rounding.
 
     Raises:
         InputError: the format is unknown, the config has a feature that headrace does not have, or a tensor is missing,
@@ -47,74 +57,107 @@ def import_checkpoint(checkpoint: Path) -> HeadraceForCausalLM:
             f"checkpoint {str(checkpoint)!r} has model_type={kind!r}; expected one of {', '.join(FORMATS)}"
         )
     try:
-        form, tensors = FORMATS[kind], _read_tensors(checkpoint)
-        form.check_values(described, max(tensor.numel() for tensor in tensors.values()))
-        check_depth(described.get("num_hidden_layers", 0), [*tensors])
-        config = HeadraceConfig(**form.arguments(described))
-        _check_shapes(form, config, tensors)
+        files, form = TensorFiles(checkpoint), FORMATS[kind]
+        described = form.of_text(described)
+        check_sizes(described, max(header.elements for header in files.headers.values()))
+        model, views = _empty_model(form, described, files, dtype)
     except InputError as error:
         raise InputError(f"checkpoint {str(checkpoint)!r}: {error}") from None
-    model: Any = HeadraceForCausalLM(config).eval()
-    model.to(_precision(tensors))
-    left, ours = set(tensors), slots(model)
-    for name, view in views(form, model).items():
-        _fill(ours[name], view, tensors[view.name])
-        left.discard(view.name)
-    if model.config.tie_word_embeddings and HEAD in left:
-        left -= {HEAD} if torch.equal(tensors[HEAD], tensors[form.whole[EMBEDDING].name]) else set()
-    if left:
-        raise InputError(f"checkpoint {str(checkpoint)!r} has an unexpected tensor {min(left)!r}")
-    return model
+    _fill(model, views, files)
+    if (checkpoint / "generation_config.json").is_file():
+        with reading(f"checkpoint {str(checkpoint)!r} has no readable generation_config.json"):
+            model.generation_config = GenerationConfig.from_pretrained(checkpoint, local_files_only=True)
+        check_generation(model.generation_config)
+        model.generation_config.use_cache = True
+    return model.eval()
 
 
-def export_checkpoint(model: HeadraceForCausalLM, name: str, folder: Path) -> None:
-    """Writes a model as a checkpoint of another format: config.json and model.safetensors.
+def _empty_model(form: Format, described: Config, files: TensorFiles, dtype: torch.dtype | None) -> tuple[Any, Views]:
+    """Returns the model with parameters that hold nothing yet, and its views. InputError for a config that does not fit
+    the tensors, before memory is taken."""
+    foreign, _ = form.model(described)
+    foreign = foreign._replace(views={slot: _present(view, form, files) for slot, view in foreign.views.items()})
+    check_depth(foreign.arguments["num_hidden_layers"], [*files.headers])
+    config = HeadraceConfig(**foreign.arguments, converted_from=described)
+    with torch.device("meta"):
+        model: Any = HeadraceForCausalLM(config)
+    _check_tensors(form, model, foreign, files)
+    model.to(_precision(files.headers) if dtype is None else dtype).to_empty(device="cpu")
+    for module in model.modules():
+        if module._buffers:  # which no view fills
+            module.reset_parameters()
+    model.tie_weights()
+    return model, foreign.views
+
+
+@torch.no_grad()
+def _fill(model: Any, views: Views, files: TensorFiles) -> None:
+    ours, places = slots(model), dict[str, list[str]]()
+    for slot, view in views.items():
+        places.setdefault(view.name, []).append(slot)
+    for name, tensor in files.tensors(places):
+        for slot in places[name]:
+            view = views[slot]
+            # In the precision of the model: 1 plus a small weight may need more bits than the weight.
+            value = view.rows(tensor).reshape(ours[slot].shape).to(ours[slot].dtype)
+            ours[slot].copy_(value * view.factor + view.offset)
+
+
+def export_checkpoint(model: HeadraceForCausalLM, name: str, folder: Path) -> bool:
+    """Writes a model as a checkpoint of another format: config.json and model.safetensors. Returns whether the foreign
+    library can decode the model with its cache.
 
     Raises:
         InputError: the format is unknown or cannot represent the model.
     """
     if name not in FORMATS:
         raise InputError(f"--to {name!r} is unknown; expected one of {', '.join(FORMATS)}")
-    form, described = FORMATS[name], _described(model, name)
+    described, foreign = _described(model, name)
     tensors: dict[str, Tensor] = {}
     ours = slots(model)
-    for slot, view in views(form, model).items():
-        value = ours[slot] - view.offset if view.offset else ours[slot]
-        if view.rows is None:
-            tensors[view.name] = value.contiguous()
-            continue
-        whole = tensors.setdefault(view.name, value.new_zeros(view.height, *value.shape[1:]))
-        whole[view.rows] = value
+    for slot, view in foreign.views.items():
+        if view.name not in tensors:
+            tensors[view.name] = ours[slot].new_zeros(view.whole_shape(ours[slot].shape))
+        view.write(tensors[view.name], ours[slot])
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
     seal(folder)
+    return FORMATS[name].cache(model.config)
 
 
-def set_use_cache(folder: Path, name: str | None) -> None:
-    """Sets use_cache in the generation_config.json of a checkpoint that was converted to the format `name`, or removes
-    it for None, the format of headrace, whose models all have a cache."""
+def set_use_cache(folder: Path, name: str | None, cached: bool) -> None:
+    """Sets use_cache in the generation_config.json of a checkpoint in the format `name`, whose library cannot decode
+    it with a cache, or removes it for None, the format of headrace."""
     path = folder / "generation_config.json"
     settings = read_json(path) if path.is_file() else {}
-    if name is not None and not FORMATS[name].cache:
+    if not cached:
         write_json(path, settings | {"use_cache": False})
     elif name is None and "use_cache" in settings:
         write_json(path, {field: value for field, value in settings.items() if field != "use_cache"})
 
 
-def _described(model: Any, name: str) -> dict[str, Any]:
-    """The foreign config.json. InputError if reading it back would not give the same model."""
+def _described(model: Any, name: str) -> tuple[Config, Model]:
+    """The foreign config.json, and the foreign model that it describes. InputError if that is not the same model."""
     form, config = FORMATS[name], model.config
-    if not all(isinstance(spec, form.mixer) for spec in config.mixers):
-        raise InputError(f"--to {name!r} cannot represent this model: not all its mixers are {form.mixer.__name__}")
-    described = {field: values[0] for field, values in form.only.items()} | form.describe(config)
-    described |= {field: getattr(config, field) for field in SHARED if field in form.read}
+    if (config.converted_from or {}).get("model_type") == name:
+        described = dict(config.converted_from)
+    elif form.describe is None:
+        raise InputError(f"--to {name!r} cannot represent this model: expected a model that was converted from {name}")
+    else:
+        if not all(isinstance(spec, form.described) for spec in config.mixers):
+            mixers = f"not all its mixers are {form.described.__name__}"
+            raise InputError(f"--to {name!r} cannot represent this model: {mixers}")
+        described = {field: getattr(config, field) for field in (*SHARED, *SPECIAL)} | form.describe(config)
     described |= {"model_type": name, "architectures": [form.architecture]}
     described["dtype"] = str(model.dtype).removeprefix("torch.")
-    if not form.cache:
+    if not form.cache(config):
         described["use_cache"] = False
     try:
-        again = HeadraceConfig(**form.arguments(described))
+        foreign, _ = form.model(described)
+        if form.offset and config.sizes.style.norm == "rms":
+            foreign = _with_offset(foreign)
+        again = HeadraceConfig(**foreign.arguments)
     except InputError as reason:
         raise InputError(f"--to {name!r} cannot represent this model: in this format its {reason}") from None
     sizes = replace(again.sizes, max_positions=config.sizes.max_positions)  # matters for learned positions only
@@ -122,18 +165,14 @@ def _described(model: Any, name: str) -> dict[str, Any]:
     if changed := difference(theirs, ours):
         where, converted, original = changed
         raise InputError(f"--to {name!r} cannot represent this model: {where} is {original} here and {converted} there")
-    return described
+    return described, foreign
 
 
-def views(form: Format, model: Any) -> dict[str, View]:
-    """Our name of each tensor, or part of a tensor -> its place in the foreign tensors."""
-    by_name = dict(form.whole)
-    if model.config.tie_word_embeddings:
-        del by_name[HEAD]
-    for i in range(model.config.num_hidden_layers):
-        for name, view in form.layer(model.config).items():
-            by_name[f"model.backbone.layers.{i}.{name}"] = view._replace(name=view.name.replace("#", str(i)))
-    return by_name
+def _with_offset(foreign: Model) -> Model:
+    """The foreign model for one of ours whose norms have weights that are not stored minus 1."""
+    names = ("mixer_norm.weight", "mlp_norm.weight", "backbone.norm.weight")
+    views = {n: view._replace(offset=1.0) if n.endswith(names) else view for n, view in foreign.views.items()}
+    return Model(foreign.arguments | {"style": replace(foreign.arguments["style"], norm="rms")}, views)
 
 
 def slots(model: Any) -> dict[str, Tensor]:
@@ -147,47 +186,70 @@ def slots(model: Any) -> dict[str, Tensor]:
                 if (whole := by_name.pop(f"{path}.{name}", None)) is not None:
                     sizes = parts or {part: module.parts[part] for part in "qkv"}
                     pieces = zip(sizes, whole.split(list(sizes.values())), strict=True)
-                    by_name |= {f"{path}.{name.replace('in_proj.weight', 'in_proj')}.{part}": x for part, x in pieces}
+                    name = name.replace("in_proj.weight", "in_proj")
+                    by_name |= {f"{path}.{name}.{part}": x for part, x in pieces if len(x)}
+        elif isinstance(module, LatentAttention):
+            by_name |= _latent(path, module, by_name)
+        elif isinstance(module, MixtureOfExperts):
+            if module.choice_bias is not None:
+                by_name[f"{path}.choice_bias"] = module.choice_bias
+            by_name |= _experts(path, by_name.pop(f"{path}.up"), by_name.pop(f"{path}.down"), module.gated)
     return by_name
 
 
-def _precision(tensors: dict[str, Tensor]) -> torch.dtype:
+def _latent(path: str, module: LatentAttention, by_name: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The rows of queries, head by head, and of the shared key: the halves of those that rotate, and the others."""
+    half, parts = module.rotary_dim // 2, dict[str, Tensor]()
+    heads = by_name.pop(f"{path}.q_proj.weight").split(module.head_dim)
+    for h, (first, second, own) in enumerate(rows.split([half, half, module.key_dim]) for rows in heads):
+        parts |= {f"q_proj.{h}.first": first, f"q_proj.{h}.second": second, f"q_proj.{h}.own": own}
+    own, first, second = by_name.pop(f"{path}.kv_a_proj.weight").split([module.kv_a_norm.weight.numel(), half, half])
+    parts |= {"kv_a_proj.0.first": first, "kv_a_proj.0.second": second, "kv_a_proj.0.own": own}
+    return {f"{path}.{name}": rows for name, rows in parts.items()}
+
+
+def _experts(path: str, up: Tensor, down: Tensor, gated: bool) -> dict[str, Tensor]:
+    """The matrices of each expert."""
+    parts = {"gate": up[:, : up.shape[1] // 2], "up": up[:, up.shape[1] // 2 :]} if gated else {"up": up}
+    parts["down"] = down
+    return {f"{path}.{e}.{part}": x[e] for part, x in parts.items() for e in range(len(x))}
+
+
+def _precision(headers: dict[str, Header]) -> torch.dtype:
     """The lowest precision that represents every tensor without rounding."""
-    for name, tensor in tensors.items():
-        if tensor.dtype not in PRECISIONS:
-            expected = ", ".join(str(dtype) for dtype in PRECISIONS)
-            raise InputError(f"tensor {name!r} has dtype {tensor.dtype}; expected one of {expected}")
-    return reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()})
+    for name, header in headers.items():
+        if header.dtype not in PRECISIONS.values():
+            raise InputError(f"tensor {name!r} has dtype {header.dtype}; expected one of {', '.join(PRECISIONS)}")
+    dtypes: Any = {header.dtype for header in headers.values()}
+    return reduce(torch.promote_types, dtypes)
 
 
-def _check_shapes(form: Format, config: HeadraceConfig, tensors: dict[str, Tensor]) -> None:
-    """Raises InputError for a tensor that is missing or of another shape, without the memory that a model takes."""
-    with torch.device("meta"):
-        model: Any = HeadraceForCausalLM(config)
-    ours = slots(model)
-    for name, view in views(form, model).items():
-        require(view.name in tensors, f"it has no tensor {view.name!r}")
-        foreign_shape, shape = [*tensors[view.name].shape], [*ours[name].shape]
-        part = foreign_shape if view.rows is None else [len(view.rows), *foreign_shape[1:]]
-        same_height = not view.height or foreign_shape[:1] == [view.height]
-        fits = same_height and [n for n in part if n > 1] == [n for n in shape if n > 1]
-        require(fits, f"tensor {view.name!r} has shape {foreign_shape}, which does not fit {shape}")
+def _check_tensors(form: Format, model: Any, foreign: Model, files: TensorFiles) -> None:
+    """Raises InputError for a tensor that is missing, unexpected or of another shape. Takes no memory."""
+    ours, left = slots(model), {name for name in files.headers if form.holds(name)}
+    assert ours.keys() == foreign.views.keys(), sorted(ours.keys() ^ foreign.views.keys())[:4]
+    for name, view in foreign.views.items():
+        require(view.name in files.headers, f"it has no tensor {view.name!r}")
+        shape, wanted = files.headers[view.name].shape, [*ours[name].shape]
+        require(_fits(view, shape, wanted), f"tensor {view.name!r} has shape {shape}, which does not fit {wanted}")
+        left.discard(view.name)
+    if model.config.tie_word_embeddings and HEAD in left and files.equal(HEAD, foreign.views[EMBEDDING].name):
+        left.discard(HEAD)
+    require(not left, f"it has an unexpected tensor {min(left, default='')!r}")
 
 
-def _fill(slot: Tensor, view: View, tensor: Tensor) -> None:
-    value = tensor if view.rows is None else tensor[view.rows]
-    with torch.no_grad():
-        slot.copy_(value.reshape(slot.shape) + view.offset)
+def _present(view: View, form: Format, files: TensorFiles) -> View:
+    """The view with the name that the checkpoint has for the tensor."""
+    if form.renamed is None or view.name in files.headers:
+        return view
+    other = view.name.replace(*form.renamed, 1)
+    return view._replace(name=other) if other in files.headers else view
 
 
-def _read_tensors(checkpoint: Path) -> dict[str, Tensor]:
-    index = checkpoint / INDEX
-    files = {WEIGHTS}
-    if index.is_file():
-        files = {*read_json(index, {"weight_map": {...: str}})["weight_map"].values()}
-    tensors: dict[str, Tensor] = {}
-    for name in sorted(files):
-        require(is_inside(name), f"{INDEX} names {name!r}, which is outside the folder")
-        with reading(f"{name} cannot be read"):
-            tensors |= load_file(checkpoint / name)
-    return tensors
+def _fits(view: View, shape: list[int], wanted: list[int]) -> bool:
+    part = shape[::-1] if view.transposed else shape
+    if view.block is not None:
+        if part[:1] != [view.block.groups * view.block.each]:
+            return False
+        part = [view.block.groups * view.block.size, *part[1:]]
+    return [n for n in part if n > 1] == [n for n in wanted if n > 1]

@@ -1,151 +1,202 @@
-"""The description of a foreign checkpoint format: the meaning of its config.json, and the places of our tensors."""
+"""The description of a foreign checkpoint format: what its fields mean, and where in it our tensors are."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from sys import float_info
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from transformers import GenerationConfig
 
-from ...ops.checks import require
-from ...spec.record import LARGEST
+from ...spec.mixer import Spec
+from ...spec.stack import BlockStyle, Decoder, Layer
 from ...utils.errors import InputError
-from ...utils.integrity import misfit, short
-from ..config import TRANSFORMERS
+from ...utils.integrity import short
+from .fields import Config, Fields
 
-Config = dict[str, Any]
+
+class Block(NamedTuple):
+    """Rows of a tensor that consists of `groups` groups of `each` rows: of every group `size` rows, from `start` on and
+    `step` apart."""
+
+    groups: int
+    each: int
+    start: int
+    size: int
+    step: int = 1
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Returns the rows as a view [groups, size, …]."""
+        end = self.start + self.size * self.step
+        return tensor.unflatten(0, (self.groups, self.each))[:, self.start : end : self.step]
 
 
 class View(NamedTuple):
-    """The place of one of our tensors in a foreign checkpoint: `rows` of the tensor `name`, which has `height` rows
-    (None: the whole tensor). Our values are the foreign ones plus `offset`. # in `name` is the index of the layer."""
+    """The place of one of our tensors in a foreign checkpoint: a tensor, or the rows `block` of it.
+
+    Our values are factor · theirs + offset, of a matrix that is transposed there if `transposed`. shape: the shape of
+    the foreign tensor, where ours has another one."""
 
     name: str
-    rows: Tensor | None = None
-    height: int = 0
+    block: Block | None = None
     offset: float = 0.0
+    factor: float = 1.0
+    transposed: bool = False
+    shape: tuple[int, ...] | None = None
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """Returns the rows of the foreign tensor, as a view where they are consecutive."""
+        tensor = tensor.T if self.transposed else tensor
+        if self.block is None:
+            return tensor
+        return self.block.of(tensor).flatten(0, 1)
+
+    def whole_shape(self, shape: Sequence[int]) -> list[int]:
+        """Returns the shape of the foreign tensor, for the shape of ours."""
+        if self.shape is not None:
+            return [*self.shape]
+        height = shape[0] if self.block is None else self.block.groups * self.block.each
+        whole = [height, *shape[1:]]
+        return whole[::-1] if self.transposed else whole
+
+    def write(self, whole: Tensor, value: Tensor) -> None:
+        """Writes our value [rows, …] to the foreign tensor."""
+        whole = whole.T if self.transposed else whole
+        part = whole if self.block is None else self.block.of(whole)
+        part.copy_(((value - self.offset) / self.factor).reshape(part.shape))
+
+
+Views = dict[str, View]
+
+
+class Model(NamedTuple):
+    """A foreign model in our terms."""
+
+    arguments: Config  # of HeadraceConfig
+    views: Views  # by the names of our parameters, or of parts of parameters (`slots`)
 
 
 @dataclass(frozen=True)
 class Format:
-    """A foreign architecture with mixers of the class `mixer`. A field of config.json that is not in `read`, `only` or
-    `ignored` is refused.
+    """A foreign architecture.
 
-    config: maps the fields of `read` to arguments of HeadraceConfig, without those that all formats share (SHARED).
-    describe: maps a HeadraceConfig to fields of config.json, without the same.
-    layer: maps a HeadraceConfig to the views of a layer.
-    whole: the views outside of layers.
-    read: fields that `config` uses -> default of the foreign library.
-    only: fields that must have one of these values, of which the first is the default of the foreign library.
-    ignored: fields that do not affect the logits.
+    read: maps the fields of a config.json to a Model, and raises InputError for a value that cannot be converted.
+    describe: maps a HeadraceConfig to fields of config.json, without those that all formats share (SHARED); None if
+        only models that were converted from the format can be converted to it.
+    described: the class of the mixers that `describe` accepts.
+    defaults: the fields of config.json with their defaults; None: those of transformers' class.
+    types: forms, as of `misfit`, of the fields whose default does not show the type.
+    outside: beginnings of the names of tensors that belong to other parts of the checkpoint than the language model.
+    buffers: ends of the names of tensors that hold no weights.
+    inner: the field that holds the config of the language model, in a model of several parts.
+    offset: whether its norms store their weights minus 1. A model of ours whose norms do not can be written as well.
+    renamed: (part of a name, what checkpoints may have in its place).
     cache: whether the foreign library can decode the model with its cache."""
 
     architecture: str
-    mixer: type
-    config: Callable[[Config], Config]
-    describe: Callable[[Any], Config]
-    layer: Callable[[Any], dict[str, View]]
-    whole: dict[str, View]
-    read: Config
-    only: dict[str, tuple[Any, ...]]
-    ignored: frozenset[str]
-    cache: bool = True
+    read: Callable[[Fields], Model]
+    describe: Callable[[Any], Config] | None = None
+    described: type = Spec
+    defaults: Config | None = None
+    types: Config | None = None
+    outside: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    inner: str | None = None
+    offset: bool = False
+    renamed: tuple[str, str] | None = None
+    cache: Callable[[Any], bool] = lambda config: True
 
-    def check_values(self, described: Config, largest: int) -> None:
-        """InputError for a value of `read` without the type of its field, and for a size of more than `largest`, the
-        number of elements of the largest tensor."""
-        for name in sorted(described.keys() & self.read.keys() - IDS):
-            value, default = described[name], self.read[name]
-            wrong = None if value == default else misfit(value, TYPES.get(name, type(default)), name)
-            require(wrong is None, f"config.json has a value of another type: {wrong}")
-            if type(value) is int and type(default) is not float:
-                most = LARGEST if name in NOT_SIZES else largest
-                least = int(name != "num_experts")
-                within = value == default or least <= value <= most
-                require(within, f"config.json has {name}={short(value)}; expected {least} to {most}")
-            elif type(value) in (int, float):
-                require(
-                    abs(value) <= float_info.max, f"config.json has {name}={short(value)}; expected a finite number"
-                )
+    def holds(self, name: str) -> bool:
+        """Whether a tensor with this name holds weights of the language model."""
+        return not name.startswith(self.outside or "\0") and not name.endswith(self.buffers)
 
-    def arguments(self, described: Config) -> Config:
-        """The arguments of HeadraceConfig for a config.json. InputError for an unknown field or value."""
-        for name, value in described.items():
-            if name not in self.read.keys() | self.only.keys() | self.ignored:
-                raise InputError(
-                    f"config.json has {name}={value!r}, which may change what the model computes; expected only "
-                    f"fields known to the conversion from {self.architecture}"
-                )
-            if name in self.only:
-                require_value({name: value}, name, *self.only[name])
-        fields = self.read | {name: value for name, value in described.items() if name in self.read}
-        same = {name: fields[name] for name in SHARED if name in fields}
-        return same | {"norm_eps": fields[next(name for name in NORM_EPS if name in fields)]} | self.config(fields)
+    def of_text(self, described: Config) -> Config:
+        """Returns the config of the language model. InputError for one that is missing."""
+        if self.inner is None:
+            return described
+        inner = described.get(self.inner)
+        if not isinstance(inner, dict):
+            raise InputError(f"config.json has {self.inner}={short(inner)}; expected an object")
+        tied = {name: described[name] for name in ("tie_word_embeddings",) if name in described}
+        return {"model_type": f"{described['model_type']}_text"} | inner | tied
+
+    def model(self, described: Config) -> tuple[Model, Fields]:
+        """Returns the model that a config.json describes, and its fields. InputError for an unknown field or value."""
+        fields = Fields(described, self.defaults, self.types)
+        model = self.read(fields)
+        fields.refuse_unknown()
+        return model, fields
 
 
-# The forms, as of `misfit`, of the fields of `read` whose default does not show the type.
-TYPES: dict[str, Any] = {
-    "num_key_value_heads": (int, None), "num_kv_heads": (int, None), "num_v_heads": (int, None),
-    "head_dim": (int, None), "intermediate_size": (int, None), "hidden_ratio": (float, None),
-    "rope_parameters": ({}, None), "rope_scaling": ({}, None),
-    "layer_types": ([str], None), "mlp_only_layers": ([int], None), "time_step_limit": [(float, {})],
-}  # fmt: skip
-IDS = {"bos_token_id", "eos_token_id", "pad_token_id"}  # which HeadraceConfig checks
-NOT_SIZES = {"max_position_embeddings", "num_hidden_layers"}  # fields that no tensor bounds
-# Fields with one name in every format, and the names of the epsilon of the norms.
-SHARED = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", "tie_word_embeddings", "bos_token_id",
-    "eos_token_id", "pad_token_id",
-)  # fmt: skip
-NORM_EPS = ("norm_eps", "rms_norm_eps", "layer_norm_epsilon")
-# Fields that do not affect the logits in any format: fields of transformers, of generation and of initialisation.
-COMMON = TRANSFORMERS | GenerationConfig().to_dict().keys() | {"initializer_range", "use_cache"}
-COMMON -= {*SHARED, "quantization_config"}
+# Fields with one name in most formats, which `shared` reads.
+SHARED = ("vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def require_value(c: Config, name: str, *convertible: Any) -> None:
-    """InputError if a field of a config does not have one of the values that can be converted."""
-    if c[name] not in convertible:
-        expected = " or ".join(repr(value) for value in convertible)
-        raise InputError(f"config.json has {name}={c[name]!r}; expected {expected}: nothing else can be converted")
+def shared(c: Fields, layers: Sequence[Layer], style: BlockStyle, **more: Any) -> Config:
+    """Returns the arguments of HeadraceConfig that most formats share, with these layers, from first to last.
+
+    more: arguments that replace or join them."""
+    arguments: Config = {name: c[name] for name in SHARED if name not in more}
+    arguments |= {name: c.get(name) for name in SPECIAL}
+    pattern = period(layers)
+    alone = pattern == (Layer(pattern[0].mixer),)
+    arguments |= {"mixer": pattern[0].mixer if alone else Decoder(pattern, style), "style": style}
+    for name in ("max_position_embeddings", "model_max_length"):
+        if (longest := c.get(name)) is not None:
+            arguments["max_position_embeddings"] = longest
+    for name in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"):
+        if (epsilon := c.get(name)) is not None:
+            arguments["norm_eps"] = epsilon
+    return arguments | more
 
 
-def conv_size(c: Config, name: str) -> int:
+def period(layers: Sequence[Layer]) -> tuple[Layer, ...]:
+    """Returns the shortest pattern of layers whose repetition begins with all of these layers."""
+    lengths = range(1, len(layers) + 1)
+    length = next(n for n in lengths if all(layers[i] == layers[i % n] for i in range(len(layers))))
+    return tuple(layers[:length])
+
+
+# --- views -----------------------------------------------------------------------------------------------------------
+
+
+def whole(prefix: str, embedding: str, norm: str, tied: bool, offset: float = 0.0) -> Views:
+    """Returns the views outside of layers: the embedding, the final norm and, unless it is tied, the head."""
+    views = {
+        "model.embed_tokens.weight": View(f"{prefix}.{embedding}.weight"),
+        "model.backbone.norm.weight": View(f"{prefix}.{norm}.weight", offset=offset),
+    }
+    return views if tied else views | {"lm_head.weight": View("lm_head.weight")}
+
+
+def named(ours: str, theirs: str, pairs: dict[str, str], **options: Any) -> Views:
+    """Returns the views of whole tensors: {our name: their name} below two prefixes. options: fields of `View`."""
+    return {f"{ours}.{our}": View(f"{theirs}.{their}", **options) for our, their in pairs.items()}
+
+
+def stacked(name: str, sizes: dict[str, int], groups: int = 1) -> Views:
+    """Returns the views of parts that are stacked along the rows of one tensor, within each of several groups. sizes:
+    the number of rows of each part, in all groups together."""
+    each, start, views = sum(sizes.values()) // groups, 0, {}
+    for part, size in sizes.items():
+        views[part] = View(name, Block(groups, each, start, size // groups))
+        start += size // groups
+    return views
+
+
+def below(prefix: str, views: Views) -> Views:
+    """Returns the views with a prefix before our names."""
+    return {f"{prefix}.{name}": view for name, view in views.items()}
+
+
+def conv_width(c: Fields, name: str) -> int:
+    """Returns the width of a short convolution, which InputError requires to be at least 2."""
     if c[name] < 2:
-        raise InputError(f"config.json has {name}={c[name]!r}; expected at least 2: nothing else can be converted")
+        c.refuse(name, "at least 2")
     return c[name]
 
 
-def embedding_views(prefix: str, embedding: str, norm: str, offset: float = 0.0) -> dict[str, View]:
-    return {
-        "model.embed_tokens.weight": View(f"{prefix}.{embedding}.weight"),
-        "model.backbone.norm.weight": View(f"{prefix}.{norm}.weight", offset=offset),
-        "lm_head.weight": View("lm_head.weight"),
-    }
-
-
-def named(prefix: str, pairs: dict[str, str]) -> dict[str, View]:
-    return {ours: View(f"{prefix}.{theirs}") for ours, theirs in pairs.items()}
+def layer_name(i: int) -> str:
+    return f"model.backbone.layers.{i}"
 
 
 SWIGLU = {f"mlp.{name}_proj.weight": f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
-
-
-def consecutive(name: str, sizes: dict[str, int]) -> dict[str, View]:
-    """Views of tensors that are stacked along the rows of one tensor."""
-    height = sum(sizes.values())
-    parts = torch.arange(height).split(list(sizes.values()))
-    return {part: View(name, rows, height) for part, rows in zip(sizes, parts, strict=True)}
-
-
-def interleaved(name: str, groups: int, sizes: dict[str, int]) -> dict[str, View]:
-    """Views as `consecutive` within each of several groups, which are stacked along the rows."""
-    each = sum(sizes.values())
-    rows = torch.arange(groups * each).view(groups, each).split(list(sizes.values()), 1)
-    return {part: View(name, r.flatten(), groups * each) for part, r in zip(sizes, rows, strict=True)}
-
-
-def key_heads(spec: Any, heads: int) -> int:
-    return spec.heads.qk_groups or heads

@@ -102,7 +102,8 @@ class HeadraceForCausalLM(nn.Module, HasInnerState, IsAttentionFree):
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
-        self.logits_processor = LogitsProcessor(config.vocab_size)
+        cap = config.sizes.style.logits_cap
+        self.logits_processor = LogitsProcessor(config.vocab_size, soft_cap=cap)
 
     def _cache_states(self, vllm_config: VllmConfig, prefix: str) -> None:
         """Wraps each mixer, and announces it to vLLM, which allocates pages of one size for all layers."""
@@ -154,3 +155,6 @@ def _check_layers(backbone: Backbone) -> None:
         kind = type(block.mixer).__name__
         recurrent = bool(block.recurrent)
         require(recurrent, f"layer {i} has attention ({kind}); vLLM serves headrace with recurrent mixers alone")
+        require(
+            bool(block.states == 1), f"layer {i} has {block.states} states; vLLM serves headrace with one in each layer"
+        )

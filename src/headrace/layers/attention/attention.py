@@ -17,8 +17,9 @@ from ...ops.parallel.context import refuse_parts
 from ...ops.sequences import Sequences
 from ...spec.attention import AttentionSpec
 from ..base import ANY, SelfInitialised, check_input, check_state, may_write
+from ..norms import OffsetRMSNorm
 from ..packing import count_tokens, without_padding, zeroed
-from ..rotary import rotary
+from ..rotary import Angles, angles, rotate
 from .flash import flash_attention
 from .positions import DistanceBias
 from .sdpa import attend
@@ -27,7 +28,7 @@ from .window import PatternSoftmax, WindowState, window_attention
 
 
 class AttentionState(NamedTuple):
-    """The keys, after rotation, and values of all tokens so far."""
+    """The keys and values of all tokens so far. Keys are rotated, unless the frequencies depend on the length."""
 
     k: Tensor  # [N, L, Hkv, d]
     v: Tensor  # [N, L, Hkv, d]
@@ -49,7 +50,8 @@ class SoftmaxAttention(SelfInitialised):
 
     Args:
         spec, hidden_size, num_heads, rope_theta: as in LinearMixer.
-        layer_idx, num_layers, norm_eps: not used.
+        layer_idx, num_layers: not used.
+        norm_eps: epsilon of the norms of q and k.
         causal: False for an encoder, in which every token attends to all tokens, or to those of the pattern's symmetric
             form, and for `cross`.
         out_size: size of the output; None: hidden_size.
@@ -64,11 +66,20 @@ class SoftmaxAttention(SelfInitialised):
         self.state_kind = AttentionState if spec.pattern is None else WindowState
         self.state_shapes = spec.state_shapes(hidden_size, num_heads, ANY) | {"valid": (ANY,), "seen": ()}
         H, (self.head_dim, _) = spec.num_heads(num_heads), spec.head_dims(hidden_size, num_heads)
-        kv_width = (spec.kv_heads or H) * self.head_dim
-        self.q_proj = nn.Linear(hidden_size, H * self.head_dim, bias=spec.bias)
-        self.k_proj = nn.Linear(hidden_size, kv_width, bias=spec.bias)
-        self.v_proj = nn.Linear(hidden_size, kv_width, bias=spec.bias)
-        self.o_proj = nn.Linear(H * self.head_dim, out_size or hidden_size, bias=spec.bias)
+        self.rotary_dim = self.head_dim
+        G, d = spec.kv_heads or H, self.head_dim
+        self.q_proj = nn.Linear(hidden_size, H * d, bias=bool(spec.bias))
+        self.k_proj = nn.Linear(hidden_size, G * d, bias=bool(spec.bias))
+        self.v_proj = nn.Linear(hidden_size, G * d, bias=bool(spec.bias))
+        self.o_proj = nn.Linear(H * d, out_size or hidden_size, bias=spec.bias is True)
+        self.q_norm, self.k_norm, self.g_proj = None, None, None
+        if spec.qk_norm != "none":
+            widths = (H * d, G * d) if spec.qk_norm == "joint" else (d, d)
+            kind = OffsetRMSNorm if spec.qk_norm == "head-offset" else nn.RMSNorm
+            self.q_norm, self.k_norm = (kind(width, eps=norm_eps) for width in widths)
+        if spec.gated:
+            self.g_proj = nn.Linear(hidden_size, H * d if spec.gate == "channel" else H, bias=bool(spec.bias))
+        self.sinks = nn.Parameter(torch.zeros(H)) if spec.null == "learned" else None  # logits with value 0
         self.bias = None
         if spec.buckets is not None:
             self.bias = DistanceBias(spec.buckets, H, hidden_size=hidden_size, bidirectional=not causal)
@@ -81,7 +92,10 @@ class SoftmaxAttention(SelfInitialised):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Copies the projections to those of the global tokens, if there are any (arXiv 2004.05150, section 3.1)."""
+        """Sets the logits of the sinks to 0, and copies the projections to those of the global tokens (arXiv
+        2004.05150, section 3.1), if there are any."""
+        if self.sinks is not None:
+            self.sinks.zero_()
         if self.global_proj is not None:
             for name, projection in self.global_proj.named_children():
                 projection.load_state_dict(getattr(self, name).state_dict())
@@ -94,8 +108,10 @@ class SoftmaxAttention(SelfInitialised):
         mask: Tensor | None = None,
         cu_seqlens: Tensor | Sequences | None = None,
         in_place: bool = False,
+        projections: Any = None,
     ) -> tuple[Tensor, State]:
-        """As `Mixer.forward`: x [B, T, D] -> (y [B, T, D], state)."""
+        """As `Mixer.forward`: x [B, T, D] -> (y [B, T, D], state). projections: q_proj, k_proj and v_proj as
+        attributes, in place of the layer's own."""
         refuse_parts(self)
         require(self.causal or state is None, "state is given to an encoder, which has none; expected state=None")
         check_input(x, mask, cu_seqlens is not None, self.hidden_size)
@@ -104,22 +120,24 @@ class SoftmaxAttention(SelfInitialised):
             check_state(state, self.state_kind, self.state_shapes, x, sequences.count)
         if self.spec.pattern is not None and mask is not None:
             forward = SoftmaxAttention.forward  # not a subclass's, which would be in its own call twice
-            return without_padding(lambda p, state, pack: forward(self, p, state, cu_seqlens=pack), x, state, mask)
+            own = {"projections": projections}
+            return without_padding(lambda p, s, pack: forward(self, p, s, cu_seqlens=pack, **own), x, state, mask)
         x = zeroed(x, mask)  # a weight of 0 would let NaN through
-        positions = None
-        if self.spec.rotary:
+        turn = None
+        if self.spec.rotary and not self.spec.rope.by_length:
             positions, _ = count_tokens(x, None if state is None else state.seen, mask, sequences)
-        q, k, v = self._query(x, positions), *self._key_value(x, positions)
+            turn = self._angles(positions)
+        q, k, v = self._query(x, turn, projections), *self._key_value(x, turn, projections)
         if self.spec.pattern is not None and not self.causal:
-            out = self._attend_around(x, (q, k, v), positions, sequences)
+            out = self._attend_around(x, (q, k, v), turn, sequences)
         elif self.spec.pattern is not None:
             out, state = self._attend_within(q, k, v, state, sequences.bounds)
         elif not sequences.packed:
             state = extended(state, k, v, mask, in_place)
-            out = self._attend(q, *state[:3])
+            out = self._read(q, *state[:3])
         else:
-            out, state = attend_packed(self._attend, q, k, v, state, sequences.counts())
-        return zeroed(self.o_proj(out.flatten(-2)), mask), state
+            out, state = attend_packed(self._read, q, k, v, state, sequences.counts())
+        return zeroed(self.o_proj(self._gated(x, out)), mask), state
 
     def remember(self, memory: Tensor, mask: Tensor | None = None) -> AttentionState:
         """Returns the keys and values of another sequence [B, L, D], for `cross`. mask [B, L]: False marks padding;
@@ -128,28 +146,58 @@ class SoftmaxAttention(SelfInitialised):
 
     def cross(self, x: Tensor, memory: AttentionState) -> Tensor:
         """Computes cross-attention, without positions: x [B, T, D] -> [B, T, D]. memory: from `remember`."""
-        return self.o_proj(self._attend(self._query(x), *memory[:3]).flatten(-2))
+        return self.o_proj(self._gated(x, self._attend(self._query(x), *memory[:3])))
 
-    def _query(self, x: Tensor, positions: Tensor | None = None, projections: Any = None) -> Tensor:
-        q = (projections or self).q_proj(x).unflatten(-1, (-1, self.head_dim))
-        if self.spec.scale != "key":
-            q = q * (self.head_dim if self.spec.scale == "one" else 2) ** 0.5  # PyTorch's kernels divide by √d
-        return self._rotated(q, positions)
+    def _query(self, x: Tensor, turn: Angles | None = None, projections: Any = None) -> Tensor:
+        q = self._heads((projections or self).q_proj(x), self.q_norm)
+        if self.spec.scale != "key":  # PyTorch's kernels divide by √d
+            q = q * _factor(self.spec.scale, q.shape[-1])
+        return q if turn is None else rotate(q, turn)
 
-    def _key_value(self, x: Tensor, positions: Tensor | None = None, projections: Any = None) -> tuple[Tensor, Tensor]:
+    def _key_value(self, x: Tensor, turn: Angles | None = None, projections: Any = None) -> tuple[Tensor, Tensor]:
         """projections: a module with k_proj and v_proj; None: the layer itself."""
         of = projections or self
-        k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (of.k_proj, of.v_proj))
-        return self._rotated(k, positions), v
+        k, v = self._heads(of.k_proj(x), self.k_norm), self._heads(of.v_proj(x))
+        return k if turn is None else rotate(k, turn), v
 
-    def _rotated(self, x: Tensor, positions: Tensor | None) -> Tensor:
-        return x if positions is None else rotary(x, positions, self.rope_theta)
+    def _heads(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
+        """Splits x [B, T, H · d] into heads, and normalises them, one by one or together."""
+        if norm is not None and self.spec.qk_norm == "joint":
+            return normalise(x, norm).unflatten(-1, (-1, self.head_dim))
+        x = x.unflatten(-1, (-1, self.head_dim))
+        return x if norm is None else normalise(x, norm)
+
+    def _gated(self, x: Tensor, out: Tensor) -> Tensor:
+        """Multiplies the heads' outputs [B, T, H, d] by the gate, and joins them."""
+        if self.g_proj is not None:
+            out = out * torch.sigmoid(self.g_proj(x)).unflatten(-1, (out.shape[2], -1))
+        return out.flatten(-2)
+
+    def _angles(self, positions: Tensor, lengths: Tensor | None = None) -> Angles:
+        return angles(positions, self.spec.rope, self.rope_theta, self.rotary_dim, lengths)
+
+    def _read(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Computes attention to the cache, and before it rotations that depend on the length of the sequence."""
+        return self._attend(*self._rotated(q, k, valid), v, valid)
+
+    def _rotated(self, q: Tensor, k: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+        if not self.spec.rotary or not self.spec.rope.by_length:
+            return q, k
+        L = k.shape[1]
+        places = torch.arange(L, device=k.device)[None] if valid is None else (valid.cumsum(1) - 1).clamp(min=0)
+        cos, sin = self._angles(places, places[:, -1:] + 1)
+        first = L - q.shape[1]
+        return rotate(q, (cos[:, first:], sin[:, first:])), rotate(k, (cos, sin))
+
+    @property
+    def _null(self) -> bool | Tensor:
+        return self.spec.null is True if self.sinks is None else self.sinks
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
         k, v = k.to(q.dtype), v.to(q.dtype)  # the cache may come from a call in another precision
         if self.spec.form == "tiles":
             return flash_attention(q, k, v, causal=self.causal, valid=valid)
-        return attend(q, k, v, valid, causal=self.causal, bias=self.bias, null=self.spec.null)
+        return attend(q, k, v, valid, causal=self.causal, bias=self.bias, null=self._null)
 
     def _attend_within(self, q: Tensor, k: Tensor, v: Tensor, state: WindowState | None, cu_seqlens: Tensor | None):
         """Computes attention with the pattern. Rows of a batch are treated as packed sequences of equal length."""
@@ -159,12 +207,12 @@ class SoftmaxAttention(SelfInitialised):
             return q, state
         ends = torch.arange(0, B * T + 1, T, device=q.device) if cu_seqlens is None else cu_seqlens
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        softmax = PatternSoftmax(self.spec.pattern, self.bias, self.spec.null)
+        softmax = PatternSoftmax(self.spec.pattern, self.bias, self._null)
         out, state = window_attention(q, k, v, state, ends, softmax)
         return out.unflatten(0, (B, T)), state
 
     def _attend_around(
-        self, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], positions: Tensor | None, sequences: Sequences
+        self, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], turn: Angles | None, sequences: Sequences
     ) -> Tensor:
         """Computes attention with the pattern in an encoder."""
         assert self.spec.pattern is not None
@@ -173,26 +221,33 @@ class SoftmaxAttention(SelfInitialised):
             return qkv[0]
         q, k, v = (y.flatten(0, 1) for y in qkv)
         ends = torch.arange(0, B * T + 1, T, device=x.device) if sequences.bounds is None else sequences.bounds
-        softmax = SymmetricSoftmax(self.spec.pattern, self.bias, self.spec.null)
+        softmax = SymmetricSoftmax(self.spec.pattern, self.bias, self._null)
         out = symmetric_attention(q, k, v, ends, softmax)
         tokens = global_tokens(self.spec.pattern, sequences.counts(), x.device)
         rows = torch.cat([t.rows.flatten() for t in tokens])
         if len(rows):
-            q, k, v = self._global(x, (q, k, v), positions, rows)
+            q, k, v = self._global(x, (q, k, v), turn, rows)
             out = out.index_copy(0, rows, attend_to_all(q, k, v, tokens, softmax))
         return out.unflatten(0, (B, T))
 
     def _global(
-        self, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], positions: Tensor | None, rows: Tensor
+        self, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], turn: Angles | None, rows: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the queries [R, H, d] of the global tokens, at these rows of all tokens, and the keys and values
         [B · T, Hkv, d] for them."""
         q, k, v = qkv
         if self.global_proj is None:
             return q[rows], k, v
-        own = None if positions is None else positions.expand(x.shape[:2]).flatten()[rows][None]
-        k, v = self._key_value(x, positions, self.global_proj)
+        own: Any = None
+        if turn is not None:
+            own = tuple(y.expand(*x.shape[:2], 1, -1).flatten(0, 1)[rows][None] for y in turn)
+        k, v = self._key_value(x, turn, self.global_proj)
         return self._query(x.flatten(0, 1)[rows][None], own, self.global_proj)[0], k.flatten(0, 1), v.flatten(0, 1)
+
+
+def normalise(x: Tensor, norm: Any) -> Tensor:
+    """Applies a norm in the precision of its weight, which under autocast is not that of x."""
+    return norm(x.to(norm.weight.dtype)).to(x.dtype)
 
 
 def attend_packed(
@@ -204,12 +259,17 @@ def attend_packed(
         if state is not None:
             past = _valid(state.k, state.valid)[n]
             kn, vn = torch.cat([state.k[n, past], kn]), torch.cat([state.v[n, past], vn])
-        out.append(attend(qn[None], kn[None], vn[None])[0] if len(qn) else vn.new_empty(0, qn.shape[1], vn.shape[2]))
+        out.append(attend(qn[None], kn[None], vn[None])[0])
         keys.append(kn)
         values.append(vn)
     seen = torch.tensor([len(kn) for kn in keys], device=k.device)
     valid = torch.arange(max(map(len, keys)), device=k.device) < seen[:, None]
     return torch.cat(out)[None], AttentionState(pad_sequence(keys, True), pad_sequence(values, True), valid)
+
+
+def _factor(scale: float | str, d: int) -> float:
+    """Returns what q is multiplied by for a scale of the logits, which PyTorch's kernels divide by √d."""
+    return scale * d**0.5 if isinstance(scale, float) else d**0.5 if scale == "one" else 2**0.5
 
 
 def _valid(k: Tensor, mask: Tensor | None) -> Tensor:

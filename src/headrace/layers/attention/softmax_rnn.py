@@ -195,12 +195,12 @@ def numerator(q: Tensor, k: Tensor, spec: SoftmaxRNNSpec, allowed: Tensor) -> tu
     logits = torch.einsum("bthd,blhd->bhtl", q, k) / divisor(q.shape[-1])
     if spec.clamp is not None:
         logits = logits.clamp(max=spec.clamp)
-    m = torch.zeros_like(logits[..., :1])
+    m = logits.new_zeros(*logits.shape[:-1], 1)
     if spec.order is not None:
         return truncated_exp(logits, spec.order) * allowed, m
     if spec.numerator != "exp":
         return logits * allowed, m
     logits = logits.masked_fill(~allowed, -torch.inf)
-    if spec.denominator in ("sum", *LOG_FLOORS):
+    if spec.denominator in ("sum", *LOG_FLOORS) and logits.shape[-1]:  # a maximum needs a key
         m = logits.amax(-1, keepdim=True).detach().clamp(min=LOG_FLOORS.get(spec.denominator, -math.inf))
     return (logits - m).exp(), m

@@ -15,10 +15,10 @@ columns, H query heads, Hkv key/value heads, d head dimension.
 import random
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...spec.attention import Pattern
 from .gathered import Groups, Places, attend_gathered, gather
@@ -115,11 +115,12 @@ class PatternSoftmax:
 
     pattern: Pattern
     bias: DistanceBias | None
-    null: bool
+    null: bool | Tensor  # as in `weigh`
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
-        return [] if self.bias is None else [self.bias.weight]
+    def parameters(self) -> list[Any]:
+        own = [] if self.bias is None else [self.bias.weight]
+        return [*own, self.null] if isinstance(self.null, Tensor) else own
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, groups: Groups) -> Tensor:
         own, position = groups.own[:, :, None], groups.position[:, None]

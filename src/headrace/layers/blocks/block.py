@@ -4,8 +4,10 @@ Dimensions: B batch, T tokens, D hidden size.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import repeat
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from ...spec.serialise import Spec
 from ...spec.stack import BlockStyle, Layer, as_layers
 from .. import SoftmaxAttention, build
 from ..base import Mixer
+from ..norms import OffsetRMSNorm
+from .channel_mixing import ChannelMixing
 from .moe import MixtureOfExperts
 
 
@@ -40,9 +44,11 @@ class Sizes(Record):
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
     "geglu": F.gelu,
+    "geglu-tanh": partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,
     "gelu-tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 
@@ -58,10 +64,13 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(D, width, bias=style.bias)
         self.down_proj = nn.Linear(width, D, bias=style.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        up = self.up_proj(x)
-        hidden = self.activation(up) if self.gate_proj is None else self.activation(self.gate_proj(x)) * up
-        return self.down_proj(hidden)
+    def forward(self, x: Tensor, adapter: nn.Module | None = None) -> Tensor:
+        """x [B, T, D] -> [B, T, D]. adapter: maps x to what is added to both projections of it, side by side."""
+        inputs = [p(x) for p in (self.gate_proj, self.up_proj) if p is not None]
+        if adapter is not None:
+            inputs = [y + z for y, z in zip(inputs, adapter(x).chunk(len(inputs), -1), strict=True)]
+        hidden = self.activation(inputs[0])
+        return self.down_proj(hidden if self.gate_proj is None else hidden * inputs[1])
 
 
 def build_norm(sizes: Sizes, inputs: int = 1) -> nn.Module:
@@ -69,7 +78,8 @@ def build_norm(sizes: Sizes, inputs: int = 1) -> nn.Module:
     width = inputs * sizes.hidden_size
     if sizes.style.norm == "layer":
         return nn.LayerNorm(width, eps=sizes.norm_eps, bias=sizes.style.bias)
-    return nn.RMSNorm(width, eps=sizes.norm_eps)
+    kind = OffsetRMSNorm if sizes.style.norm == "rms-offset" else nn.RMSNorm
+    return kind(width, eps=sizes.norm_eps)
 
 
 def build_mlp(kind: str, sizes: Sizes) -> nn.Module | None:
@@ -78,9 +88,12 @@ def build_mlp(kind: str, sizes: Sizes) -> nn.Module | None:
     if kind == "none" or width is None:
         return None
     if kind == "one":
-        return MLP(sizes)
-    assert style.experts is not None
-    return MixtureOfExperts(style.experts, sizes.hidden_size, width, ACTIVATIONS[style.mlp], style.gated)
+        return ChannelMixing(sizes.hidden_size, width) if style.mlp == "rwkv4" else MLP(sizes)
+    spec = style.experts
+    assert spec is not None
+    shared = MLP(replace(sizes, intermediate_size=spec.shared)) if spec.shared else None
+    activation = ACTIVATIONS[style.mlp]
+    return MixtureOfExperts(spec, sizes.hidden_size, width, activation, style.gated, shared, style.bias)
 
 
 def mixer_settings(sizes: Sizes, layer_idx: int = 0, num_layers: int = 1) -> dict[str, Any]:
@@ -93,14 +106,17 @@ def mixer_settings(sizes: Sizes, layer_idx: int = 0, num_layers: int = 1) -> dic
 
 class Block(nn.Module):
     """A residual block: x + mixer(norm(x)), then x + mlp(norm(x)); with post-norm norm(x + mixer(x)), then
-    norm(x + mlp(x)). Cross-attention, if any, is a third residual branch between the two."""
+    norm(x + mlp(x)); with norms of the branches x + norm(mixer(x)), then x + norm(mlp(x)). A parallel mixer has the
+    input of the mixer, and the branch is their sum. Cross-attention, if any, is a third branch between the two."""
 
     def __init__(self, layer: Layer | Spec, sizes: Sizes, layer_idx: int = 0, num_layers: int = 1):
         super().__init__()
         layer = as_layers(layer)[0]
-        self.post = sizes.style.order == "post"
+        self.order = layer.order or sizes.style.order
         self.mixer_norm = build_norm(sizes)
-        self.mixer = build(layer.mixer, causal=sizes.causal, **mixer_settings(sizes, layer_idx, num_layers))
+        settings = mixer_settings(sizes, layer_idx, num_layers) | {"causal": sizes.causal}
+        self.mixer = build(layer.mixer, **settings)
+        self.parallel = None if layer.parallel is None else build(layer.parallel, **settings)
         self.cross = None
         if sizes.cross is not None:
             self.cross_norm = build_norm(sizes)
@@ -109,41 +125,65 @@ class Block(nn.Module):
         if self.mlp is not None:
             self.mlp_norm = build_norm(sizes)
         self.link = nn.Linear(sizes.hidden_size, sizes.hidden_size, bias=False) if layer.shared else None
+        self.adapters = Adapters(sizes) if layer.shared else None
 
     def forward(
         self, x: Tensor, state: Any = None, beside: Tensor | None = None, *,
         mask: Tensor | None = None, cu_seqlens: Tensor | None = None, memory: Any = None, in_place: bool = False,
     ) -> tuple[Tensor, Any]:  # fmt: skip
-        """Applies the block: x [B, T, D] -> (x [B, T, D], the mixer's next state).
+        """Applies the block: x [B, T, D] -> (x [B, T, D], the next state).
 
         Args:
-            state, mask, cu_seqlens, in_place: as in `Backbone.forward`, with the state of this block's mixer.
+            state, mask, cu_seqlens, in_place: as in `Backbone.forward`, with the state of this block's mixer, or a list
+                of `states` of them: of the mixer, of the parallel mixer, of the channel mixing.
             beside: the output [B, T, D] of the shared block, for a layer with shared=True.
             memory: keys and values of the other sequence, for cross-attention.
         """
         where = {"mask": mask, "cu_seqlens": cu_seqlens, "in_place": in_place}
-        linked = x if self.link is None else x + self.link(beside)
-        y, state = self.mixer(self._input(self.mixer_norm, linked), state, **where)
+        before, after = iter(state) if type(state) is list else repeat(state), []
+        linked = self._input(self.mixer_norm, x if self.link is None else x + self.link(beside))
+        y, state = self.mixer(linked, next(before), **where)
+        after.append(state)
+        if self.parallel is not None:
+            other, state = self.parallel(linked, next(before), **where)
+            y = y + other
+            after.append(state)
         x = self._add(self.mixer_norm, x, y)
         if self.cross is not None:
             require(memory is not None, "memory=None in a block with cross-attention; expected the result of remember")
             x = self._add(self.cross_norm, x, self.cross.cross(self._input(self.cross_norm, x), memory))
-        if self.mlp is not None:
+        if isinstance(self.mlp, ChannelMixing):
+            y, state = self.mlp(self._input(self.mlp_norm, x), next(before), **where)
+            x = self._add(self.mlp_norm, x, y)
+            after.append(state)
+        elif self.mlp is not None:
             x = self._add(self.mlp_norm, x, self.mlp(self._input(self.mlp_norm, x)))
-        return x, state
+        return x, after if self.states > 1 else after[0]
+
+    @property
+    def mixers(self) -> list[nn.Module]:
+        """The mixer, and the parallel mixer if there is one."""
+        return [self.mixer] if self.parallel is None else [self.mixer, self.parallel]
+
+    @property
+    def states(self) -> int:
+        """Number of states."""
+        return len(self.mixers) + isinstance(self.mlp, ChannelMixing)
 
     @property
     def recurrent(self) -> bool:
-        """Whether the mixer is a recurrence with a state of one size, whatever the number of tokens."""
-        return isinstance(self.mixer, Mixer) and self.mixer.fixed_size and self.link is None
+        """Whether the mixers are recurrences with a state of one size, whatever the number of tokens."""
+        return self.link is None and all(isinstance(mixer, Mixer) and mixer.fixed_size for mixer in self.mixers)
 
     def _input(self, norm: nn.Module, x: Tensor) -> Tensor:
         """Returns the input of a branch."""
-        return x if self.post else norm(x)
+        return norm(x) if self.order == "pre" else x
 
     def _add(self, norm: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """Returns the residual stream with the output of a branch."""
-        return norm(x + y) if self.post else x + y
+        if self.order == "post":
+            return norm(x + y)
+        return x + (norm(y) if self.order == "branch" else y)
 
 
 class Shared(nn.Module):
@@ -161,11 +201,46 @@ class Shared(nn.Module):
         self.mlp = build_mlp("one", sizes)
 
     def forward(
-        self, x: Tensor, embedded: Tensor, state: Any = None, *,
+        self, x: Tensor, embedded: Tensor, adapters: "Adapters", state: Any = None, *,
         mask: Tensor | None = None, cu_seqlens: Tensor | None = None, in_place: bool = False,
     ) -> tuple[Tensor, Any]:  # fmt: skip
-        """x, embedded [B, T, D] -> (y [B, T, D], state), without a residual connection."""
+        """x, embedded [B, T, D] -> (y [B, T, D], state), without a residual connection. adapters: the layer's."""
         both = self.mixer_norm(torch.cat([x, embedded], -1))
-        y, state = self.mixer(both, state, mask=mask, cu_seqlens=cu_seqlens, in_place=in_place)
+        where = {"mask": mask, "cu_seqlens": cu_seqlens, "in_place": in_place}
+        y, state = self.mixer(both, state, **where, projections=adapters.projections(self.mixer))
         y = self.mlp_norm(y)
-        return y if self.mlp is None else self.mlp(y), state
+        return y if self.mlp is None else self.mlp(y, adapters.mlp), state
+
+
+class Adapters(nn.Module):
+    """The matrices of low rank that a layer adds to input projections of a shared block (Zamba2, arXiv 2411.15242)."""
+
+    def __init__(self, sizes: Sizes):
+        super().__init__()
+        D, style, H = sizes.hidden_size, sizes.style, sizes.num_heads
+        spec, self.mlp, self.attention = style.shared, None, None
+        assert spec is not None
+        if style.shared_mlp_rank is not None and sizes.intermediate_size is not None:
+            self.mlp = LowRank(D, style.shared_mlp_rank, (1 + style.gated) * sizes.intermediate_size)
+        if style.shared_attention_rank is not None:
+            queries, (d, _) = spec.num_heads(H), spec.head_dims(2 * D, H)
+            heads = {"q": queries, "k": spec.kv_heads or queries, "v": spec.kv_heads or queries}
+            of = {f"{n}_proj": LowRank(2 * D, style.shared_attention_rank, count * d) for n, count in heads.items()}
+            self.attention = nn.ModuleDict(of)
+
+    def projections(self, mixer: Any) -> Any:
+        """Returns the projections of q, k and v of a shared block for this layer; None: the block's own."""
+        if self.attention is None:
+            return None
+        return SimpleNamespace(**{n: partial(_sum, getattr(mixer, n), part) for n, part in self.attention.items()})
+
+
+class LowRank(nn.Sequential):
+    """A linear map of low rank."""
+
+    def __init__(self, inputs: int, rank: int, outputs: int):
+        super().__init__(nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False))
+
+
+def _sum(first: nn.Module, second: nn.Module, x: Tensor) -> Tensor:
+    return first(x) + second(x)

@@ -4,7 +4,7 @@ Dimensions: B batch, T tokens, D hidden size, W width of an expert, E experts, c
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,32 +19,46 @@ from .widths import default_std
 class Routing(NamedTuple):
     """The decisions of a router."""
 
-    shares: Tensor  # [B, T, E], probabilities of the experts
+    shares: Tensor  # [B, T, E], scores of the experts, which sum to 1
     chosen: Tensor  # [B, T, c], indices of the chosen experts
 
 
 class MixtureOfExperts(SelfInitialised):
-    """Sum of the chosen experts' outputs, weighted with their probabilities. Experts have no capacity limit, so that no
-    token is dropped. In training, `routing` holds the routing of the last forward, for `balance_loss`.
+    """Sum of the chosen experts' outputs, weighted with their scores. Experts have no capacity limit, so that no token
+    is dropped. In training, `routing` holds the routing of the last forward, for `balance_loss`.
+
+    The options of the router are those of Mixtral (arXiv 2401.04088) and DeepSeek-V3 (2412.19437, section 2.1.2), the
+    experts on a projection of the token those of Nemotron-H.
 
     Args:
-        spec: number of experts, and number of experts per token.
+        spec: the experts, and how a token chooses among them.
         hidden_size: D.
-        width: W.
+        width: W, unless the spec sets it.
         activation: activation of an expert.
         gated: whether the activation multiplies a second projection, as in SwiGLU.
+        shared: the MLP of all tokens, if the spec has one.
+        bias: whether the projections to and from the experts' input, if the spec has them, have biases.
     """
 
     routing: Routing | None
 
     def __init__(
-        self, spec: Experts, hidden_size: int, width: int, activation: Callable[[Tensor], Tensor], gated: bool
-    ):
+        self, spec: Experts, hidden_size: int, width: int, activation: Callable[[Tensor], Tensor], gated: bool,
+        shared: nn.Module | None = None, bias: bool = False,
+    ):  # fmt: skip
         super().__init__()
         self.spec, self.activation, self.gated, self.routing = spec, activation, gated, None
+        size, width = spec.latent or hidden_size, spec.width or width
         self.router = nn.Linear(hidden_size, spec.count, bias=False)
-        self.up = nn.Parameter(torch.empty(spec.count, (1 + gated) * width, hidden_size))
-        self.down = nn.Parameter(torch.empty(spec.count, hidden_size, width))
+        self.choice_bias: Any
+        self.register_buffer("choice_bias", torch.zeros(spec.count) if spec.biased else None)
+        self.shared: Any = shared
+        self.shared_gate = nn.Linear(hidden_size, 1, bias=False) if spec.shared_gate else None
+        self.inner = self.outer = None
+        if spec.latent is not None:
+            self.inner, self.outer = nn.Linear(hidden_size, size, bias=bias), nn.Linear(size, hidden_size, bias=bias)
+        self.up = nn.Parameter(torch.empty(spec.count, (1 + gated) * width, size))
+        self.down = nn.Parameter(torch.empty(spec.count, size, width))
         self.reset_parameters()
 
     @torch.no_grad()
@@ -52,12 +66,35 @@ class MixtureOfExperts(SelfInitialised):
         """std: standard deviation of the experts' initial weights; None: `layers.widths.default_std`."""
         for weight in (self.up, self.down):
             weight.normal_(std=default_std(self.up.shape[-1]) if std is None else std)
+        if self.choice_bias is not None:
+            self.choice_bias.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
-        shares = self.router(x).softmax(-1, dtype=accumulator(x))
-        weights, chosen = shares.topk(self.spec.chosen, -1)
-        self.routing = Routing(shares, chosen) if self.training else None
+        routing, weights = self.route(x)
+        self.routing = routing if self.training else None
+        y = self._mixed(x if self.inner is None else self.inner(x), routing.chosen, weights)
+        y = y if self.outer is None else self.outer(y)
+        if self.shared is None:
+            return y
+        common = self.shared(x)
+        return y + (common if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * common)
+
+    def route(self, x: Tensor) -> tuple[Routing, Tensor]:
+        """x [B, T, D] -> (routing, the weights of the chosen experts [B, T, c])."""
+        spec, logits = self.spec, self.router(x).to(accumulator(x))
+        scores = logits.softmax(-1) if spec.scores == "softmax" else logits.sigmoid()
+        merits = scores if self.choice_bias is None else scores + self.choice_bias
+        if spec.groups > 1:
+            merits = within_groups(merits, spec.groups, spec.chosen_groups)
+        chosen = merits.topk(spec.chosen, -1).indices
+        weights = scores.gather(-1, chosen)
+        if spec.normalised:
+            weights = shares_of(weights)
+        return Routing(scores if spec.scores == "softmax" else shares_of(scores), chosen), weights * spec.scale
+
+    def _mixed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum of the chosen experts of x [B, T, size]."""
         # The (token, expert) pairs are sorted by expert, so that the tokens of an expert are contiguous.
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
@@ -77,6 +114,19 @@ class MixtureOfExperts(SelfInitialised):
             gate, value = hidden.chunk(2, -1)
             return F.linear(self.activation(gate) * value, down)
         return F.linear(self.activation(hidden), down)
+
+
+def within_groups(merits: Tensor, groups: int, chosen: int) -> Tensor:
+    """Returns merits [..., E] with −∞ for all experts but those of the `chosen` best groups, by their two best."""
+    grouped = merits.unflatten(-1, (groups, -1))
+    best = grouped.topk(2, -1).values.sum(-1).topk(chosen, -1).indices
+    kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, True)
+    return grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
+
+
+def shares_of(scores: Tensor) -> Tensor:
+    """Returns scores [..., E] ≥ 0 divided by their sum; zeros stay zeros."""
+    return scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
 
 
 def balance_loss(routing: Routing, mask: Tensor | None = None) -> Tensor:

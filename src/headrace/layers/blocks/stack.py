@@ -4,7 +4,7 @@ Dimensions: B batch, T tokens, D hidden size, N sequences.
 """
 
 from collections.abc import Sequence
-from itertools import repeat
+from itertools import cycle, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -63,11 +63,15 @@ class Backbone(nn.Module):
 
     def __init__(self, layers: Sequence[Layer | Spec], sizes: Sizes, block: type[Block] = Block):
         super().__init__()
-        self.layers = nn.ModuleList(block(layer, sizes, i, len(layers)) for i, layer in enumerate(layers))
-        self.shared: Any = Shared(sizes) if any(layer.link is not None for layer in self.layers) else None
+        blocks = [block(layer, sizes, i, len(layers)) for i, layer in enumerate(layers)]
+        self.layers, self.counts = nn.ModuleList(blocks), [each.states for each in blocks]
+        uses = sum(layer.link is not None for layer in self.layers)
+        shared = [Shared(sizes) for _ in range(min(uses, sizes.style.shared_count))]
+        self.shared: Any = nn.ModuleList(shared) if len(shared) > 1 else next(iter(shared), None)
         self.positions = None if sizes.style.positions == "none" else Positions(sizes)
         self.embedding_norm = build_norm(sizes) if sizes.style.embedding_norm else nn.Identity()
-        self.norm = build_norm(sizes) if sizes.style.order == "pre" else nn.Identity()
+        self.embedding_scale = sizes.style.embedding_scale
+        self.norm = nn.Identity() if sizes.style.order == "post" else build_norm(sizes)
 
     def forward(
         self,
@@ -93,30 +97,35 @@ class Backbone(nn.Module):
                 changed.
 
         Returns:
-            (x [B, T, D], the next states: of the positions, if the style has any, then of each layer, preceded by the
-            shared block's for a layer that uses it).
+            (x [B, T, D], the next states: of the positions, if the style has any, then of each layer: of the shared
+            block if the layer uses it, of the mixer, of the parallel mixer if there is one, and of an MLP that has a
+            state).
 
         Raises:
             InputError: for states of another stack.
         """
-        count = len(self.layers) + (self.positions is not None) + sum(layer.link is not None for layer in self.layers)
+        count = (self.positions is not None) + sum(self.counts) + sum(layer.link is not None for layer in self.layers)
         state_count = count if states is None else len(states)
         require(state_count == count, f"states has {state_count} entries; expected {count}, as this stack returns them")
         before, after = repeat(None) if states is None else iter(states), []
         where = {"mask": mask, "cu_seqlens": None if cu_seqlens is None else Sequences.of(x, cu_seqlens)}
+        if self.embedding_scale != 1:
+            x = x * self.embedding_scale
         if self.positions is not None:
             x, state = self.positions(x, next(before), **where)
             after.append(state)
         x = self.embedding_norm(x)
-        embedded, beside = x, None
-        for layer, memory in zip(self.layers, memories or [None] * len(self.layers), strict=True):
+        embedded, beside, shared = x, None, cycle(self.shared_blocks)
+        memories = memories or [None] * len(self.layers)
+        for layer, own_count, memory in zip(self.layers, self.counts, memories, strict=True):
             if inputs is not None:
                 inputs.append(x)
             if layer.link is not None:
-                beside, state = self.shared(x, embedded, next(before), **where, in_place=in_place)
+                beside, state = next(shared)(x, embedded, layer.adapters, next(before), **where, in_place=in_place)
                 after.append(state)
-            x, state = layer(x, next(before), beside, **where, memory=memory, in_place=in_place)
-            after.append(state)
+            own = [next(before) for _ in range(own_count)]
+            x, state = layer(x, own if own_count > 1 else own[0], beside, **where, memory=memory, in_place=in_place)
+            after += state if own_count > 1 else [state]
         return self.norm(x), after
 
     def prefill(
@@ -132,6 +141,12 @@ class Backbone(nn.Module):
             now = None if mask is None else mask[:, piece]
             y[:, piece], states = self(x[:, piece], states, mask=now, in_place=in_place or start > 0)
         return y, states  # type: ignore[return-value]
+
+    @property
+    def shared_blocks(self) -> list[Shared]:
+        """The blocks that layers share."""
+        several = isinstance(self.shared, nn.ModuleList)
+        return list(self.shared) if several else [] if self.shared is None else [self.shared]
 
     @property
     def recurrent(self) -> bool:

@@ -1,4 +1,4 @@
-"""The short convolution of a mixer: a causal depthwise convolution and SiLU.
+"""The short convolution of a mixer: a causal depthwise convolution and, in most mixers, SiLU.
 
 Dimensions: B batch, T tokens, C channels, N sequences, W width.
 """
@@ -13,21 +13,23 @@ from ...ops.sequences import Sequences
 
 
 def convolve(
-    conv: nn.Conv1d, x: Tensor, history: Tensor | None, sequences: Sequences, backend: str = "auto"
+    conv: nn.Conv1d, x: Tensor, history: Tensor | None, sequences: Sequences, backend: str = "auto", silu: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Computes SiLU(conv(x)) for x [B, T, C] -> (y [B, T, C], the next history).
+    """Computes SiLU(conv(x)) or conv(x) for x [B, T, C] -> (y [B, T, C], the next history).
 
     Args:
         conv: the weights; its padding is not used.
         history: [N, W − 1, C], the tokens before x; None: zeros.
         sequences: the sequences of x.
         backend: "auto" and "native" compute it in the native library where that can, the other backends in PyTorch.
+        silu: whether SiLU follows.
     """
     history = sequences.before(x, history, conv.kernel_size[0] - 1)
-    if backend in ("auto", "native") and native.unsupported_reason(conv, x) is None:
+    if silu and backend in ("auto", "native") and native.unsupported_reason(conv, x) is None:
         y = native.convolve(x, conv.weight, conv.bias, history, sequences.cu_seqlens)
     else:
         y = _by_pytorch(conv, x, history, sequences)
+        y = F.silu(y) if silu else y
     return y, sequences.last(x, history)
 
 
@@ -36,7 +38,7 @@ def _by_pytorch(conv: nn.Conv1d, x: Tensor, history: Tensor, sequences: Sequence
     # PyTorch convolves float64 on a CPU channel by channel, which takes up to ten times as long.
     wide = x.dtype == conv.weight.dtype == torch.float64 and x.device.type == "cpu"
     z = _sum_of_products(conv, extended) if wide and is_plain(conv, nn.Conv1d) else conv(extended.mT).mT
-    return sequences.drop_history(F.silu(z), history.shape[1])
+    return sequences.drop_history(z, history.shape[1])
 
 
 def _sum_of_products(conv: nn.Conv1d, x: Tensor) -> Tensor:

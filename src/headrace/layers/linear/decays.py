@@ -27,14 +27,20 @@ class DecayModule(SelfInitialised):
 
     kind: ClassVar[str]  # its name in spec/decay.py
     starts_fixed: ClassVar[bool] = False  # whether its part of the input projection is initialised to zero
+    first = 0  # index of the first head, of those that a process has under tensor_parallel
     in_features: int = 0  # size of its part of the input projection
 
     def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
         super().__init__()
         self.spec, self.num_heads, self.key_dim, self.depth = spec, num_heads, key_dim, depth
+        self.total = num_heads  # of all processes
 
     def reset_parameters(self) -> None:
         """Initialises the parameters of the module itself; the default has none."""
+
+    def heads(self, x: Tensor) -> Tensor:
+        """Returns the indices of the heads, float64 [H], on the device of x."""
+        return torch.arange(self.first, self.first + self.num_heads, device=x.device, dtype=torch.float64)
 
     def _heads(self, x: Tensor) -> Tensor:
         """[B, T, H K] -> [B, T, H, K]."""
@@ -70,12 +76,20 @@ class FixedDecay(DecayModule):
     """RetNet's decay: log_decay [H] = log(1 − 2^(−5−h)) (arXiv 2307.08621, section 2.2)."""
 
     kind = "retnet"
-    first = 0  # index of the first head, of those that a process has under tensor_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         # Computed instead of stored, because a half-precision buffer would lose most digits.
-        h = torch.arange(self.first, self.first + self.num_heads, device=x.device, dtype=torch.float64)
-        return torch.log1p(-torch.exp2(-5 - h)).to(accumulator(x))
+        return torch.log1p(-torch.exp2(-5 - self.heads(x))).to(accumulator(x))
+
+
+class SlopeDecay(DecayModule):
+    """Lightning Attention's decay: log_decay [H] = −rate · 2^(−8 (h + 1) / H), the slopes of ALiBi (arXiv 2501.08313,
+    section 2.2)."""
+
+    kind = "slopes"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (-self.spec.rate * torch.exp2(-8 * (self.heads(x) + 1) / self.total)).to(accumulator(x))
 
 
 class XPosDecay(DecayModule):
@@ -95,7 +109,8 @@ class XPosDecay(DecayModule):
 
 
 class SoftplusDecay(DecayModule):
-    """Decay of Mamba-2 (arXiv 2405.21060) and Gated DeltaNet: log_decay [B, T, H] = −A dt, dt = softplus(x + b)."""
+    """Decay of Mamba-2 (arXiv 2405.21060) and Gated DeltaNet: log_decay [B, T, H] = −A dt, dt = softplus(x + b), which
+    the spec may bound."""
 
     kind = "softplus"
 
@@ -113,9 +128,13 @@ class SoftplusDecay(DecayModule):
 
     def forward(self, x: Tensor, step_size: bool = False) -> Any:
         """Returns log_decay [B, T, H]; with `step_size` (log_decay, dt [B, T, H])."""
-        z = biased(x, self.dt_bias)
-        log_decay = softplus_decay(z, self.A_log)
-        return (log_decay, F.softplus(z)) if step_size else log_decay
+        z, spec = biased(x, self.dt_bias), self.spec
+        dt = F.softplus(z).clamp(spec.dt_floor, spec.dt_ceiling)
+        if spec.limited:
+            log_decay = -finite_exp(self.A_log.to(z.dtype), room=24) * dt
+        else:
+            log_decay = softplus_decay(z, self.A_log)
+        return (log_decay, dt) if step_size else log_decay
 
 
 @torch.no_grad()
@@ -133,7 +152,7 @@ class SigmoidDecay(DecayModule):
 
     def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
         super().__init__(spec, num_heads, key_dim, depth)
-        self.in_features = spec.rank or key_dim
+        self.in_features = spec.projected(num_heads, key_dim)
         self.up = nn.Linear(self.in_features, num_heads * key_dim)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -149,7 +168,7 @@ class ExpDecay(DecayModule):
 
     def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
         super().__init__(spec, num_heads, key_dim, depth)
-        self.in_features = spec.rank or key_dim
+        self.in_features = spec.projected(num_heads, key_dim)
         self.bias = nn.Parameter(torch.empty(num_heads * key_dim))
         self.up = nn.Parameter(torch.empty(self.in_features, num_heads * key_dim))
         self.reset_parameters()
@@ -168,14 +187,16 @@ class ExpDecay(DecayModule):
 
 
 class SoftplusVectorDecay(DecayModule):
-    """Decay of Kimi Delta Attention (arXiv 2510.26692): log_decay [B, T, H, K] = −A softplus(W x + b), A per head."""
+    """Decay of Kimi Delta Attention (arXiv 2510.26692): log_decay [B, T, H, K] = −A softplus(W x + b), A per head; with
+    a lower bound ℓ, ℓ σ(A (W x + b))."""
 
     kind = "softplus-vector"
 
     def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
         super().__init__(spec, num_heads, key_dim, depth)
-        self.in_features = spec.rank or key_dim
-        self.up = nn.Linear(self.in_features, num_heads * key_dim, bias=False)
+        self.in_features = spec.projected(num_heads, key_dim)
+        full = spec.rank == "full"
+        self.up = nn.Identity() if full else nn.Linear(self.in_features, num_heads * key_dim, bias=False)
         self.A_log = nn.Parameter(torch.empty(num_heads))
         self.dt_bias = nn.Parameter(torch.empty(num_heads * key_dim))
         self.reset_parameters()
@@ -183,10 +204,15 @@ class SoftplusVectorDecay(DecayModule):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         self.A_log.uniform_(1, 16).log_()
+        if self.spec.lower_bound is not None:  # at A = 1, ℓ σ(b) is nearly ℓ dt
+            self.A_log.zero_()
         draw_step_bias_(self.dt_bias, self.spec.dt_min, self.spec.dt_max)
 
     def forward(self, x: Tensor) -> Tensor:
-        return softplus_decay(biased(self._heads(self.up(x)), self.dt_bias), self.A_log)
+        z, bound = biased(self._heads(self.up(x)), self.dt_bias), self.spec.lower_bound
+        if bound is None:
+            return softplus_decay(z, self.A_log)
+        return bound * torch.sigmoid(finite_exp(self.A_log.to(z.dtype), room=24)[:, None] * z)
 
 
 DECAYS: dict[str, type[DecayModule]] = {decay.kind: decay for decay in DecayModule.__subclasses__()}

@@ -98,6 +98,7 @@ class LinearMixer(LinearParameters):
             parts |= dict(zip("qkv", qkv.split(list(self.parts.values())[:3], -1), strict=True))
         for name, heads in (("q", self.Hq), ("k", self.Hq), ("v", self.H)):
             parts[name] = parts[name].unflatten(-1, (heads, -1))
+        parts["v"] = FEATURE_MAPS[self.spec.inputs.value_map](parts["v"])
         return parts, conv, shift
 
     def _project(self, x: Tensor, state: MixerState | None, sequences: Sequences):
@@ -201,7 +202,9 @@ class LinearMixer(LinearParameters):
         logits = logits.to(accumulator(logits))
         if log_write is not None and self.write_place == "beta":
             logits = logits + log_write
-        return log_decay, logits if self.residual is not None else logits.sigmoid()
+        if self.residual is not None:
+            return log_decay, logits
+        return log_decay, logits.sigmoid() * (2 if self.spec.write.beta == "sigmoid-2" else 1)
 
     def _count(self, tokens: Tensor | None, x: Tensor, sequences: Sequences) -> Tensor | None:
         """Returns the number of tokens of each sequence up to the end of x, if the layer needs it."""
@@ -254,8 +257,12 @@ class LinearMixer(LinearParameters):
         if kind == "group":
             centred = F.layer_norm(wide, x.shape[-1:], eps=GROUP_NORM_EPS)
             return (centred * weight.view(x.shape[-2:]) + self.norm_bias.view(x.shape[-2:])).to(x.dtype)
-        wide = wide.flatten(-2) if kind == "rms-joint" else wide
         weight = None if weight is None else weight.to(wide.dtype)
+        if kind == "rms-groups":
+            groups = wide.unflatten(-2, (self.Hq, -1)).flatten(-2)
+            normal = F.rms_norm(groups, groups.shape[-1:], None, self.norm_eps).view_as(x)
+            return (normal * self.norm_weight.to(wide.dtype).view(x.shape[-2:])).to(x.dtype)
+        wide = wide.flatten(-2) if kind == "rms-joint" else wide
         return F.rms_norm(wide, wide.shape[-1:], weight, self.norm_eps).view_as(x).to(x.dtype)
 
 

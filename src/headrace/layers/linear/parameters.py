@@ -64,8 +64,8 @@ class LinearParameters(Mixer, HasBackend):
         self._build_inputs(hidden_size)
         self._build_memory()
         self._build_readout()
-        self.in_proj = nn.Linear(hidden_size, sum(self.parts.values()), bias=False)
-        self.o_proj = nn.Linear(self.H * self.V, hidden_size, bias=False)
+        self.in_proj = nn.Linear(hidden_size, sum(self.parts.values()), bias=spec.inputs.bias)
+        self.o_proj = nn.Linear(self.H * self.V, hidden_size, bias=spec.read.bias)
         self._build_competition(hidden_size)
         self.fused = FusedStep(self)
         self.reset_parameters()
@@ -90,7 +90,7 @@ class LinearParameters(Mixer, HasBackend):
         if spec.decay.kind != "none":
             self.decay = DECAYS[spec.decay.kind](spec.decay, self.H, rows, self.depth)
             self.parts["decay"] = self.decay.in_features
-        if spec.write.beta == "sigmoid":
+        if spec.write.sigmoid:
             self.parts["beta"] = self.H
         if spec.write.residual_chunk is not None:
             self.residual = ResidualDelta(spec.write.residual_chunk, self.H * spec.memories_per_head)
@@ -106,7 +106,7 @@ class LinearParameters(Mixer, HasBackend):
         self.skip = nn.Parameter(torch.empty(self.H)) if read.skip else None
         self.gate = None
         if read.gate != "none":
-            self.gate = GateLogits(read.gate, self.H, self.V)
+            self.gate = GateLogits(read.gate, self.H, self.V, read.gate_bias)
             self.parts["gate"] = self.gate.in_features
 
     def _build_competition(self, hidden_size: int) -> None:
@@ -133,6 +133,8 @@ class LinearParameters(Mixer, HasBackend):
             self.power.fill_(0.5)
         if self.decay is not None and self.decay.starts_fixed:
             self.part("decay").zero_()
+        if self.in_proj.bias is not None:
+            self.in_proj.bias.zero_()
         if self.bonus is not None:
             n = self.bonus.numel()
             i = torch.arange(n)

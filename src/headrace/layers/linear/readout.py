@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...spec.linear import Read
+from ...spec.linear import WIDE_NORMS, Read
 from ..base import SelfInitialised
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
@@ -24,7 +24,7 @@ def weight_size(read: Read, num_heads: int, value_dim: int) -> int | None:
     """Returns the size of the norm's weight; None for a norm without weight."""
     if not read.weighted:
         return None
-    return num_heads * value_dim if read.norm in ("group", "rms-joint") else value_dim
+    return num_heads * value_dim if read.norm in ("group", *WIDE_NORMS) else value_dim
 
 
 def normalised(x: Tensor, kind: str, floor: Tensor | float) -> Tensor:
@@ -47,13 +47,13 @@ class GateLogits(SelfInitialised):
     """The logits of a gate of the output or of v, [B, T, H, V], or [B, T, H, 1] for "sigmoid-head", from its part
     [B, T, in_features] of the input projection. Low-rank gates have rank V."""
 
-    def __init__(self, kind: str, num_heads: int, value_dim: int):
+    def __init__(self, kind: str, num_heads: int, value_dim: int, bias: bool = True):
         super().__init__()
         self.num_heads, low_rank, head = num_heads, kind.endswith("low-rank"), kind.endswith("head")
         self.activation = kind.partition("-")[0]
         self.in_features = value_dim if low_rank else num_heads if head else num_heads * value_dim
-        self.up = nn.Linear(value_dim, num_heads * value_dim) if low_rank else nn.Identity()
-        self.bias = nn.Parameter(torch.empty(num_heads)) if head else None
+        self.up = nn.Linear(value_dim, num_heads * value_dim, bias) if low_rank else nn.Identity()
+        self.bias = nn.Parameter(torch.empty(num_heads)) if head and bias else None
         self.reset_parameters()
 
     @torch.no_grad()

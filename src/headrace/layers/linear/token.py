@@ -17,6 +17,7 @@ from ...ops.call import NORMALISER_EPS
 from ...ops.derivatives import has_address, transformed
 from ...ops.dispatch import BACKENDS
 from ...ops.modules import is_plain
+from ...spec.decay import Decay
 from ...spec.linear import Competition, Inputs, MixerSpec, Read
 from ...utils.errors import InputError
 from ..base import check_state, may_write
@@ -163,8 +164,9 @@ def _kinds(spec: MixerSpec) -> dict[str, str]:
     gate = gate or Competition()
     known = gate.range == Competition.range and not gate.shuffle
     return {
-        "feature_map": _feature_map(spec.inputs), "qk_norm": spec.inputs.qk_norm, "decay": spec.decay.kind,
-        "rule": spec.write.rule, "beta": beta, "norm": _norm(spec.read), "gate": spec.read.gate,
+        "feature_map": _feature_map(spec.inputs), "qk_norm": spec.inputs.qk_norm, "decay": _decay(spec.decay),
+        "rule": spec.write.rule, "beta": beta, "norm": _norm(spec.read), 
+        "gate": spec.read.gate if spec.read.gate_bias else f"{spec.read.gate} without a bias",
         "order": spec.read.order, "read": read, "write": write,
         "source": gate.source if gate.memories_per_head == 1 else f"{gate.memories_per_head} memories of each head",
         "activation": gate.activation if known else f"{gate.activation} of range {gate.range}, shuffle={gate.shuffle}",
@@ -177,8 +179,18 @@ def _feature_map(inputs: Inputs) -> str:
     more = {
         "after the rotation": inputs.rotary_first, f"of order {inputs.order}": inputs.order is not None,
         "with inputs.value_gate": inputs.value_gate, "with inputs.by_length": inputs.by_length,
+        "with inputs.value_map": inputs.value_map != "identity",
     }  # fmt: skip
     return " ".join([inputs.feature_map, *(words for words, applies in more.items() if applies)])
+
+
+def _decay(decay: Decay) -> str:
+    """The decay, with what no call computes of it."""
+    more = {
+        "of full rank": decay.rank == "full", "with decay.lower_bound": decay.lower_bound is not None,
+        "with bounds of dt": decay.limited,
+    }  # fmt: skip
+    return " ".join([decay.kind, *(words for words, applies in more.items() if applies)])
 
 
 def _norm(read: Read) -> str:

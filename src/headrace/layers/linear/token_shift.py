@@ -48,7 +48,7 @@ class TokenShift(SelfInitialised):
 def project(linear: nn.Module, streams: list[Tensor], sizes: list[int]) -> list[Tensor]:
     """Computes part i of the layer's output from streams[i].
 
-    A module other than an `nn.Linear` without hooks and bias is called on all inputs, which takes n times the work.
+    A module other than an `nn.Linear` without hooks is called on all inputs, which takes n times the work.
 
     Args:
         streams: n inputs [B, T, D].
@@ -57,7 +57,8 @@ def project(linear: nn.Module, streams: list[Tensor], sizes: list[int]) -> list[
     Returns:
         n tensors [B, T, size].
     """
-    if is_plain(linear, nn.Linear) and linear.bias is None:
-        return [F.linear(x, weight) for x, weight in zip(streams, linear.weight.split(sizes), strict=True)]
+    if is_plain(linear, nn.Linear):
+        biases = [None] * len(sizes) if linear.bias is None else linear.bias.split(sizes)
+        return [F.linear(*given) for given in zip(streams, linear.weight.split(sizes), biases, strict=True)]
     wholes = linear(torch.stack(streams, -2)).unbind(-2)
     return [whole.split(sizes, -1)[i] for i, whole in enumerate(wholes)]

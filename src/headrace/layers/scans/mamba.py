@@ -35,8 +35,8 @@ class Mamba(Mixer):
         self.state_shapes = spec.state_shapes(hidden_size, num_heads)
         assert spec.conv is not None
         self.split, self.norm_eps = [rank, S, S], norm_eps
-        self.in_proj = nn.Linear(hidden_size, 2 * E, bias=False)
-        self.conv = nn.Conv1d(E, E, spec.conv, groups=E)
+        self.in_proj = nn.Linear(hidden_size, 2 * E, bias=spec.bias)
+        self.conv = nn.Conv1d(E, E, spec.conv, groups=E, bias=spec.conv_bias)
         self.x_proj = nn.Linear(E, rank + 2 * S, bias=False)
         self.dt_weight = nn.Parameter(torch.empty(E, rank))
         self.dt_bias = nn.Parameter(torch.empty(E))
@@ -44,7 +44,7 @@ class Mamba(Mixer):
         self.skip = nn.Parameter(torch.empty(E))
         self.norm_weight = nn.Parameter(torch.empty(sum(self.split))) if spec.norm else None
         self.recurrence = Recurrence()
-        self.out_proj = nn.Linear(E, hidden_size, bias=False)
+        self.out_proj = nn.Linear(E, hidden_size, bias=spec.bias)
         self.reset_parameters()
 
     @torch.no_grad()

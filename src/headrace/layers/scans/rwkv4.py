@@ -1,7 +1,7 @@
 """RWKV-4 (arXiv 2305.13048): a weighted mean of the past values in every channel. The weights e^{k} decay at a learned
 rate per channel. There are no queries; a gate multiplies the mean.
 
-Dimensions: B batch, T tokens, D hidden size, N sequences.
+Dimensions: B batch, T tokens, D hidden size, E channels (expand · D), N sequences.
 """
 
 import math
@@ -29,16 +29,16 @@ class RWKV4(Mixer):
 
     def __init__(self, spec: ScanSpec, *, hidden_size: int, layer_idx: int = 0, num_layers: int = 1, **unused):
         super().__init__()
-        D = hidden_size
+        D, E = hidden_size, spec.head_dims(hidden_size, 1)[1]
         self.state_shapes = spec.state_shapes(D, 1)
         self.depth, self.height = layer_idx / max(num_layers - 1, 1), 1 - layer_idx / num_layers
         self.mix = nn.Parameter(torch.empty(3, D))  # weights of the current token in the inputs of r, k, v
-        self.log_rate = nn.Parameter(torch.empty(D))
-        self.bonus = nn.Parameter(torch.empty(D))
-        self.r_proj = nn.Linear(D, D, bias=False)
-        self.k_proj = nn.Linear(D, D, bias=False)
-        self.v_proj = nn.Linear(D, D, bias=False)
-        self.o_proj = nn.Linear(D, D, bias=False)
+        self.log_rate = nn.Parameter(torch.empty(E))
+        self.bonus = nn.Parameter(torch.empty(E))
+        self.r_proj = nn.Linear(D, E, bias=False)
+        self.k_proj = nn.Linear(D, E, bias=False)
+        self.v_proj = nn.Linear(D, E, bias=False)
+        self.o_proj = nn.Linear(E, D, bias=False)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -48,7 +48,7 @@ class RWKV4(Mixer):
         place = i / max(len(i) - 1, 1)
         self.log_rate.copy_(-5 + 8 * place ** (0.7 + 1.3 * self.depth))
         self.bonus.copy_(math.log(0.3) + 0.5 * ((i + 1) % 3 - 1))
-        keep = i / len(i)
+        keep = torch.arange(self.mix.shape[1]) / self.mix.shape[1]
         power = keep**self.height
         self.mix.copy_(torch.stack([keep ** (self.height / 2), power, power + 0.3 * self.depth]))
 

@@ -19,7 +19,7 @@ from ...utils.device import present_device
 from ...utils.errors import InputError
 from ..attention.attention import SoftmaxAttention
 from ..base import Mixer
-from ..blocks.block import MLP
+from ..blocks.block import MLP, LowRank
 from ..blocks.moe import MixtureOfExperts
 from ..linear.mixer import LinearMixer
 from .cuts import Cut
@@ -65,7 +65,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Modu
 
 
 def _check_kind(name: str, module: nn.Module) -> None:
-    if type(module) not in PARTS and isinstance(module, Mixer | MixtureOfExperts | SoftmaxAttention | MLP):
+    if type(module) not in PARTS and isinstance(module, Mixer | MixtureOfExperts | SoftmaxAttention | MLP | LowRank):
         described = type(module).__name__ + (f" at {name!r}" if name else "")
         raise InputError(f"tensor_parallel cannot split {described}; expected linear or softmax attention and MLPs")
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...ops.checks import require
+from ...spec.linear import WIDE_NORMS
 from ..linear.competition import HeadCompetition
 from ..linear.mixer import LinearMixer
 
@@ -78,14 +79,16 @@ class Shares:
 
 # Kind and dimension of the parameters that have one segment, by the start of their names.
 LINEAR = {
-    "o_proj.weight": ("heads", 1), "bonus": ("heads", 0), "skip": ("heads", 0), "power": ("heads", 0),
+    "o_proj.weight": ("heads", 1), "o_proj.bias": ("all", 0), "bonus": ("heads", 0), "skip": ("heads", 0),
+    "power": ("heads", 0),
     "decay.up.": ("heads", 0), "decay.up": ("heads", 1), "decay.": ("heads", 0), "gate.": ("heads", 0),
     "value_gate.": ("heads", 0),
     "choice.weight": ("heads", 0), "residual.weight": ("heads", 0), "shift.": ("all", 0),
 }  # fmt: skip
 ATTENTION = {
     "q_proj.": ("heads", 0), "k_proj.": ("groups", 0), "v_proj.": ("groups", 0), "o_proj.weight": ("heads", 1),
-    "o_proj.bias": ("all", 0), "bias.weight": ("heads", 1),
+    "o_proj.bias": ("all", 0), "bias.weight": ("heads", 1), "g_proj.": ("heads", 0), "sinks": ("heads", 0),
+    "q_norm.": ("all", 0), "k_norm.": ("all", 0),
 }  # fmt: skip
 PERCEPTRON = {
     "gate_proj.": ("heads", 0), "up_proj.": ("heads", 0), "down_proj.weight": ("heads", 1),
@@ -100,12 +103,12 @@ def linear_cuts(mixer: LinearMixer, shares: Shares) -> dict[str, Cut]:
     low_rank = {part for part in ("decay", "gate") if any(name.startswith(f"{part}.up") for name in names)}
     kinds = {"q": "groups", "k": "groups", **dict.fromkeys(low_rank, "all")}
     projected = [(kinds.get(name, "heads"), n) for name, n in mixer.parts.items()]
-    shared = "heads" if mixer.spec.read.norm in ("group", "rms-joint") else "all"
+    shared = "heads" if mixer.spec.read.norm in ("group", *WIDE_NORMS) else "all"
     table = LINEAR | {"norm_weight": (shared, 0), "norm_bias": (shared, 0)}
     for name in ("read_competition", "write_competition"):
         if isinstance(gate := getattr(mixer, name), HeadCompetition):
             table[f"{name}.weight"] = SCORES[gate.spec.source]
-    cuts = {"in_proj.weight": shares.cut(0, projected)}
+    cuts = {f"in_proj.{name}": shares.cut(0, projected) for name, _ in mixer.in_proj.named_parameters()}
     if mixer.conv is not None:
         cuts |= {f"conv.{name}": shares.cut(0, projected[:3]) for name, _ in mixer.conv.named_parameters()}
     return cuts | named_cuts(mixer, table, shares, cuts.keys())

@@ -21,7 +21,6 @@ from ...utils.errors import GateWarning
 from ..attention.attention import SoftmaxAttention
 from ..blocks.block import MLP
 from ..linear.competition import HeadCompetition
-from ..linear.decays import FixedDecay
 from ..linear.mixer import LinearMixer
 from .cuts import ATTENTION, PERCEPTRON, Cut, Shares, linear_cuts, named_cuts
 
@@ -42,8 +41,10 @@ class PartLinear(LinearMixer):
         for name in ("read_competition", "write_competition"):
             if (gate := getattr(self, name)) is not None:
                 setattr(self, name, PartCompetition(gate, shares, ranks))
-        if isinstance(self.decay, FixedDecay):
-            self.decay.first = ranks.rank * H
+        whole_groups = whole.Hq % ranks.size == 0 or self.spec.read.norm != "rms-groups"
+        require(whole_groups, "read.norm='rms-groups' over more processes than groups; expected at most one for each")
+        if self.decay is not None:
+            self.decay.first, self.decay.total = ranks.rank * H, whole.H
         self.cuts = adopt(self, whole, partial(linear_cuts, whole, shares), ranks)
 
     def run(self, x: Tensor, state, sequences: Sequences, in_place: bool = False):
@@ -93,13 +94,14 @@ class PartAttention(SoftmaxAttention):
 
     def __init__(self, whole: SoftmaxAttention, ranks: Ranks):
         require(whole.causal, "tensor_parallel has no encoders; expected attention with causal=True")
+        require(whole.spec.qk_norm != "joint", "tensor_parallel has no norm of all heads; expected qk_norm='head'")
         D, d = whole.q_proj.in_features, whole.head_dim
-        H, G = D // d, whole.k_proj.out_features // d
+        H, G = whole.q_proj.out_features // d, whole.k_proj.out_features // d
         shares = Shares(H, G, ranks.size, ("num_heads", "kv_heads"))
         with torch.device("meta"):
             super().__init__(
                 whole.spec, hidden_size=D, num_heads=H, rope_theta=whole.rope_theta,
-                out_size=whole.o_proj.out_features,
+                out_size=whole.o_proj.out_features, norm_eps=getattr(whole.q_norm, "eps", 1e-6),
             )  # fmt: skip
         self.ranks = ranks
         for name in ("k", "v"):
@@ -126,8 +128,8 @@ class PartMLP(MLP):
         self.down_proj = RowParallelLinear(self.down_proj, ranks)
         self.cuts = adopt(self, whole, partial(named_cuts, whole, PERCEPTRON, shares), ranks)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.ranks.enter(x))
+    def forward(self, x: Tensor, adapter: nn.Module | None = None) -> Tensor:
+        return super().forward(self.ranks.enter(x), adapter)
 
 
 class RowParallelLinear(nn.Linear):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...utils import plugins
 from ...utils.errors import InputError
 from .decoding import Decoder
 from .models import build, cache_bytes, obstacle
@@ -90,7 +91,7 @@ def memory(point: Point, plan: BenchPlan) -> dict[str, Measured]:
     """Peak memory of a training step. Each model has its own process, as the peak of a process never falls."""
     peaks: dict[str, Measured] = {}
     for name in plan.models:
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        with ProcessPoolExecutor(1, get_context("spawn"), plugins.load, (list(plugins.LOADED),)) as pool:
             try:
                 peaks[name] = {"bytes": pool.submit(peak, name, point, plan).result()}
             except BrokenProcessPool:

@@ -10,6 +10,7 @@ from ...spec.record import Kind, checked
 from ...spec.serialise import admitted
 from ...spec.stack import Decoder
 from ...tasks import Task, Text
+from ...utils import plugins
 from ...utils.errors import InputError, nearest
 from ...utils.integrity import file_names
 from . import question, tuning
@@ -112,7 +113,9 @@ def default(task: str) -> Plan:
     """The default plan of a task. The task is an expression that can set fields: `mqar(pairs=16, length=128)`."""
     name, settings = zoo.expression(task, "--task")
     if name not in DEFAULTS:
-        raise InputError(f"--task {name!r} is unknown; expected one of {', '.join(DEFAULTS)}")
+        plugins.load()
+    if name not in DEFAULTS:
+        raise InputError(f"--task {name!r} is unknown; expected one of {', '.join(DEFAULTS)} (--plugin adds others)")
     plan = DEFAULTS[name]
     return replace(plan, task=refined(plan.task, {field: zoo.literal(value) for field, value in settings.items()}))
 

@@ -1,16 +1,15 @@
 """Writes the report of a comparison: PNG pictures, and report.html with the pictures as SVG."""
 
-import inspect
 import json
 import math
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from ...tasks.base import ByRow
+from ...tasks.base import ByRow, ByToken
+from ...tasks.check import description
 from ..report.page import Name, Page, Picture, Section, picture
 from . import hypotheses, sweep, tuning
 from .findings import conditions, findings, headline
@@ -86,10 +85,10 @@ def section(comparison: Comparison, folder: Path | None, planned: bool) -> Secti
 
 
 def described(task: Any) -> Markup:
-    """The task as its module describes it, in paragraphs of which the second draws a row, and the score of guessing."""
-    about, row, *more = (inspect.getdoc(inspect.getmodule(task)) or "").split("\n\n")
+    """The task as it describes itself, with a row, and the score of guessing."""
+    about, row, more = description(task)
     paragraph, drawn = Markup('<p class="about">{}</p>').format, Markup('<pre class="row">{}</pre>').format
-    return paragraph(about) + drawn(dedent(row)) + paragraph(" ".join([*more, guessing(task)]))
+    return paragraph(about) + drawn(row) + paragraph(" ".join([*more, guessing(task)]))
 
 
 def guessing(task: Any) -> str:
@@ -97,6 +96,8 @@ def guessing(task: Any) -> str:
     if task.metric is ByRow.metric and isinstance(task, ByRow):
         return "Uniform guesses are almost never right on a whole target: chance is about 0 %."
     entropy = task.metric.name == "loss"
+    if not (entropy or hasattr(task, "chance") or isinstance(task, ByToken)):
+        return ""
     score = math.log(task.vocab_size) if entropy else getattr(task, "chance", 1 / task.vocab_size)
     return f"Uniform guesses score {show(task.metric, score)}."
 

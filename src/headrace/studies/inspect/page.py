@@ -72,7 +72,7 @@ def describe(
     side = max(32, min(SIDE, int((PIXELS / heads) ** 0.5)))
     shown, sentences = [], []
     for recorded in track(layers):
-        layer, A = describe_layer(recorded, model.config, min(strongest, len(ids)), side)
+        layer, A = describe_layer(recorded, min(strongest, len(ids)), side)
         shown.append(layer)
         sentences += findings(layer["name"], recorded, A)
     loss, guesses, chances = predictions(model, hidden, ids)
@@ -84,14 +84,13 @@ def describe(
     }  # fmt: skip
 
 
-def describe_layer(recorded: Recorded, config: Any, strongest: int, side: int) -> tuple[dict[str, Any], Tensor | None]:
+def describe_layer(recorded: Recorded, strongest: int, side: int) -> tuple[dict[str, Any], Tensor | None]:
     """A layer's data, and its effective attention [H, T, T] if it has one."""
     reading = recorded.reading()
     A = None if reading is None else weights(reading)
     number = f"layer {recorded.layer}"
-    spec = config.stack.style.shared if recorded.shared else config.mixers[recorded.layer]
     layer = {
-        "name": f"{number}, shared" if recorded.shared else number, "mixer": name_of(spec),
+        "name": f"{number}, shared" if recorded.shared else number, "mixer": name_of(recorded.mixer.spec),
         "heads": 1 if A is None else len(A),
         "gates": {gate: pack(g) for gate, g in recorded.gates.items()},
         "horizon": None if recorded.horizon is None else pack(recorded.horizon.clamp(max=LONGEST_HORIZON), log=True),
@@ -144,7 +143,7 @@ def predictions(model: Any, hidden: Tensor, ids: list[int]) -> tuple[Tensor, Ten
     The loss of the first token is NaN."""
     target, loss, guesses, chances = torch.tensor(ids), [torch.full((1,), torch.nan)], [], []
     for start in range(0, len(ids) - 1, PIECE):
-        logits = model.lm_head(hidden[0, start : min(start + PIECE, len(ids) - 1)])
+        logits = model.logits(hidden[0, start : min(start + PIECE, len(ids) - 1)])
         log_p = logits.log_softmax(-1)
         loss.append(-log_p.gather(1, target[start + 1 :][: len(log_p), None])[:, 0])
         best = log_p.topk(min(GUESSES, log_p.shape[1]), -1)

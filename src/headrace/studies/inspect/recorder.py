@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...layers.attention.attention import SoftmaxAttention
+from ...layers.attention.latent import LatentAttention
 from ...layers.attention.softmax_rnn import SoftmaxRNN
 from ...layers.chunks import recur
 from ...layers.linear.mixer import LinearMixer
@@ -140,6 +141,7 @@ def rwkv7_map(mixer: Any, arguments: dict[str, Any], x: Any) -> Reading:
 RECORDED_METHODS: dict[type, tuple[str, Callable[..., Reading]]] = {
     LinearMixer: ("op", linear_map),
     SoftmaxAttention: ("_attend", softmax_map),
+    LatentAttention: ("_attend", softmax_map),
     SoftmaxRNN: ("_attend", softmax_map),
     RWKV7: ("operands", rwkv7_map),
 }
@@ -157,18 +159,21 @@ def record(model: Any, ids: Tensor) -> tuple[Tensor, list[Recorded]]:
     """ids [1, T] -> (last hidden states [1, T, D], a record for each mixer in the order of execution)."""
     records: list[Recorded] = []
     backbone = model.model.backbone
-    mixers = [layer.mixer for layer in backbone.layers]
+    layers = {mixer: i for i, layer in enumerate(backbone.layers) for mixer in layer.mixers}
     with ExitStack() as stack:
-        for mixer in [*mixers, *([] if backbone.shared is None else [backbone.shared.mixer])]:
-            stack.enter_context(recording(mixer, records, mixer not in mixers))
+        for mixer in [*layers, *(block.mixer for block in backbone.shared_blocks)]:
+            stack.enter_context(recording(mixer, records, layers.get(mixer)))
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
     return hidden, records
 
 
 @contextmanager
-def recording(mixer: Any, records: list[Recorded], shared: bool) -> Iterator[None]:
+def recording(mixer: Any, records: list[Recorded], layer: int | None) -> Iterator[None]:
+    """layer: index of the mixer's layer; None: the shared block, which belongs to the layer that follows."""
+
     def begin(module: nn.Module, args: Any) -> None:
-        records.append(Recorded(sum(not r.shared for r in records), mixer, args[0].shape[1], shared))
+        where = max((r.layer for r in records if not r.shared), default=-1) + 1 if layer is None else layer
+        records.append(Recorded(where, mixer, args[0].shape[1], layer is None))
 
     name = method(mixer)
     with ExitStack() as hooks:

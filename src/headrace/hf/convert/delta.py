@@ -1,0 +1,315 @@
+"""The formats of transformers' hybrids of delta rules and softmax attention."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ... import zoo
+from ...spec.attention import AttentionSpec, LatentSpec, Rope
+from ...spec.linear import MixerSpec
+from ...spec.stack import BlockStyle, Experts, Layer
+from .fields import Config, Fields
+from .form import Format, Model, Views, below, conv_width, layer_name, named, shared, stacked, whole
+from .parts import GATED_EXPERT, SWIGLU, deepseek_experts, experts, latent_attention
+from .softmax import latent_scale, rope_theta, rotation
+
+NORMS = {"mixer_norm.weight": "input_layernorm.weight", "mlp_norm.weight": "post_attention_layernorm.weight"}
+DYNAMICS = {
+    "mixer.decay.A_log": "A_log", "mixer.decay.dt_bias": "dt_bias", "mixer.norm_weight": "norm.weight",
+    "mixer.o_proj.weight": "out_proj.weight",
+}  # fmt: skip
+OF_ROUTER = ("output_router_logits", "router_aux_loss_coef")  # of training alone
+
+
+# --- Qwen3-Next and Qwen3.5 ------------------------------------------------------------------------------------------
+
+
+def qwen3_next(c: Fields) -> Model:
+    depth, step, count = c["num_hidden_layers"], c["decoder_sparse_step"], c["num_experts"]
+    if step < 1:
+        c.refuse("decoder_sparse_step", "at least 1")
+    dense = {*(c["mlp_only_layers"] or [])}
+    sparse = {*range(step - 1, depth, step)} - dense if count else set()
+    c.ignore(*OF_ROUTER, "full_attention_interval")
+    mixture = None
+    if sparse:
+        mixture = Experts(
+            count, c["num_experts_per_tok"], width=c["moe_intermediate_size"], normalised=c["norm_topk_prob"],
+            shared=c["shared_expert_intermediate_size"], shared_gate=True,
+        )  # fmt: skip
+    else:
+        c.ignore("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "shared_expert_intermediate_size")
+    return qwen(c, qwen3_next_projections, sparse, mixture)
+
+
+def qwen3_5(c: Fields) -> Model:
+    return qwen(c, qwen3_5_projections)
+
+
+Projections = Callable[[str, int, int, int, int], Views]
+
+
+def qwen(c: Fields, projections: Projections, sparse: Any = (), mixture: Any = None) -> Model:
+    """projections: views of the input projections of a linear layer. sparse: the layers with experts."""
+    c.only("hidden_act", "silu", "swish")
+    kinds, tied, delta = c["layer_types"], c["tie_word_embeddings"], delta_sizes(c)
+    linear = gated_delta(c, *delta, {} if "full_attention" in kinds else {"heads.count": None})
+    attention: Any = qwen_attention(c) if "full_attention" in kinds else None
+    if attention is None:
+        c.ignore("num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias", "rope_parameters")
+    layers, views = [], whole("model", "embed_tokens", "norm", tied)
+    for i, kind in enumerate(kinds):
+        ours, theirs = layer_name(i), f"model.layers.{i}"
+        views |= named(ours, theirs, NORMS)
+        mixer = linear if kind == "linear_attention" else attention
+        layers.append(Layer(mixer, "experts" if i in sparse else "one"))
+        if mixer is linear:
+            views |= named(ours, f"{theirs}.linear_attn", DYNAMICS)
+            views |= below(ours, projections(f"{theirs}.linear_attn", *delta))
+        else:
+            views |= below(ours, qwen_attention_views(f"{theirs}.self_attn", attention))
+        if i in sparse:
+            views |= below(ours, experts(f"{theirs}.mlp", mixture.count))
+            views |= named(f"{ours}.mlp.shared", f"{theirs}.mlp.shared_expert", SWIGLU)
+            views |= named(f"{ours}.mlp", f"{theirs}.mlp", {"shared_gate.weight": "shared_expert_gate.weight"})
+        else:
+            views |= named(f"{ours}.mlp", f"{theirs}.mlp", SWIGLU)
+    sizes: Config = {"num_heads": delta[0] if attention is None else attention.count}
+    if attention is not None:
+        sizes["rope_theta"] = rope_theta(c)
+    return Model(
+        shared(c, layers, BlockStyle("rms-offset", experts=mixture), intermediate_size=c["intermediate_size"], **sizes),
+        views,
+    )
+
+
+def qwen_attention(c: Fields) -> AttentionSpec:
+    """Softmax attention with a sigmoid gate per channel, and norms of q and k."""
+    d = c["head_dim"]
+    return AttentionSpec(
+        kv_heads=c["num_key_value_heads"], count=c["num_attention_heads"], head_dim=d,
+        rope=rotation(c, d, partial=True), bias=c["attention_bias"], qk_norm="head-offset", gate="channel",
+    )  # fmt: skip
+
+
+def qwen_attention_views(theirs: str, spec: Any) -> Views:
+    """q_proj stacks, per head, q and the logits of the gate."""
+    views = named("mixer", theirs, {f"{name}_norm.weight": f"{name}_norm.weight" for name in "qk"})
+    for kind in ("weight", "bias") if spec.bias else ("weight",):
+        width = spec.count * spec.head_dim
+        both = stacked(f"{theirs}.q_proj.{kind}", {"q": width, "g": width}, spec.count)
+        views |= {f"mixer.{part}_proj.{kind}": view for part, view in both.items()}
+        views |= named("mixer", theirs, {f"{name}_proj.{kind}": f"{name}_proj.{kind}" for name in "kvo"})
+    return views
+
+
+def delta_sizes(c: Fields) -> tuple[int, int, int, int]:
+    """The number of heads, of heads of q and k, and the key and value dimensions per head."""
+    return (
+        c["linear_num_value_heads"], c["linear_num_key_heads"], c["linear_key_head_dim"], c["linear_value_head_dim"],
+    )  # fmt: skip
+
+
+def gated_delta(c: Fields, heads: int, groups: int, key_dim: int, value_dim: int, changes: Any = None) -> MixerSpec:
+    """Returns the spec of Gated DeltaNet with these heads. changes: {path of a field: value}."""
+    D = c["hidden_size"]
+    return zoo.change_all(zoo.LINEAR["gated-deltanet"], {
+        "heads.expand_k": key_dim * heads / D, "heads.expand_v": value_dim * heads / D, "heads.count": heads,
+        "heads.qk_groups": None if groups == heads else groups, "inputs.conv": conv_width(c, "linear_conv_kernel_dim"),
+    } | (changes or {}))  # fmt: skip
+
+
+def qwen3_next_projections(theirs: str, heads: int, groups: int, key_dim: int, value_dim: int) -> Views:
+    """Projections are grouped by key head: q and k of the head, then v and gate of the value heads that share it."""
+    wide, narrow = heads * value_dim, groups * key_dim
+    sizes = {"q": narrow, "k": narrow, "v": wide, "gate": wide}
+    views = stacked(f"{theirs}.in_proj_qkvz.weight", sizes, groups)
+    views |= stacked(f"{theirs}.in_proj_ba.weight", {"beta": heads, "decay": heads}, groups)
+    conv = stacked(f"{theirs}.conv1d.weight", {part: sizes[part] for part in "qkv"})
+    return below("mixer.in_proj", views) | below("mixer.conv.weight", conv)
+
+
+def qwen3_5_projections(theirs: str, heads: int, groups: int, key_dim: int, value_dim: int) -> Views:
+    sizes = {"q": groups * key_dim, "k": groups * key_dim, "v": heads * value_dim}
+    views = below("mixer.in_proj", stacked(f"{theirs}.in_proj_qkv.weight", sizes))
+    views |= below("mixer.conv.weight", stacked(f"{theirs}.conv1d.weight", sizes))
+    parts = {"gate": "z", "beta": "b", "decay": "a"}
+    return views | named("mixer.in_proj", theirs, {our: f"in_proj_{their}.weight" for our, their in parts.items()})
+
+
+def qwen_describe(config: Any) -> Config:
+    spec, H = config.mixers[0], config.num_heads
+    K, V = spec.head_dims(config.hidden_size, H)
+    return {
+        "linear_num_value_heads": H, "linear_num_key_heads": spec.heads.qk_groups or H, "linear_key_head_dim": K,
+        "linear_value_head_dim": V, "linear_conv_kernel_dim": spec.inputs.conv, "rms_norm_eps": config.norm_eps,
+        "intermediate_size": config.intermediate_size, "num_experts": 0,
+        "layer_types": ["linear_attention"] * config.num_hidden_layers,
+        "max_position_embeddings": config.max_position_embeddings,
+    }  # fmt: skip
+
+
+# --- OLMo Hybrid -----------------------------------------------------------------------------------------------------
+
+SEPARATE = {f"mixer.in_proj.{part}": f"{part}_proj.weight" for part in "qkv"}
+SEPARATE |= {"mixer.in_proj.gate": "g_proj.weight", "mixer.in_proj.beta": "b_proj.weight"}
+SEPARATE |= {f"mixer.conv.weight.{part}": f"{part}_conv1d.weight" for part in "qkv"}
+OLMO_DELTA = SEPARATE | {
+    "mixer.in_proj.decay": "a_proj.weight", "mixer.decay.A_log": "A_log", "mixer.decay.dt_bias": "dt_bias",
+    "mixer.norm_weight": "o_norm.weight", "mixer.o_proj.weight": "o_proj.weight",
+}  # fmt: skip
+OLMO_NORMS = {
+    "linear_attention": ("attention_layer_norm", "feedforward_layer_norm"),
+    "full_attention": ("feedforward_layer_norm", "post_feedforward_layernorm"),
+}
+
+
+def olmo_hybrid(c: Fields) -> Model:
+    """Layers of Gated DeltaNet with norms of the branches' inputs, and of softmax attention with norms of their
+    outputs."""
+    c.only("hidden_act", "silu", "swish")
+    c.only("attention_bias", False)
+    c.ignore(*(name for name in c.names if name.startswith(("linear_a_log_", "linear_dt_"))))  # initial values
+    delta, H, rope = delta_sizes(c), c["num_attention_heads"], c["rope_parameters"]
+    rotated = rope is not None and rope.get("rope_theta") is not None
+    turned = rotation(c, c["hidden_size"] // H) if rotated else Rope()
+    attention = AttentionSpec(c["num_key_value_heads"], rotated, count=H, qk_norm="joint", rope=turned)
+    beta = "sigmoid-2" if c["linear_allow_neg_eigval"] else "sigmoid"
+    linear = gated_delta(c, *delta, {"write.beta": beta, "read.eps": 1e-5})
+    layers, views = [], whole("model", "embed_tokens", "norm", c["tie_word_embeddings"])
+    pairs = {f"mixer.{name}.weight": f"{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    pairs |= {f"mixer.{name}_norm.weight": f"{name}_norm.weight" for name in "qk"}
+    for i, kind in enumerate(c["layer_types"]):
+        ours, theirs, is_linear = layer_name(i), f"model.layers.{i}", kind == "linear_attention"
+        layers.append(Layer(linear) if is_linear else Layer(attention, order="branch"))
+        before, after = OLMO_NORMS[kind]
+        views |= named(ours, theirs, {"mixer_norm.weight": f"{before}.weight", "mlp_norm.weight": f"{after}.weight"})
+        mixer, tensors = ("linear_attn", OLMO_DELTA) if is_linear else ("self_attn", pairs)
+        views |= named(ours, f"{theirs}.{mixer}", tensors)
+        views |= named(f"{ours}.mlp", f"{theirs}.mlp", SWIGLU)
+    sizes = {"num_heads": H, "intermediate_size": c["intermediate_size"]}
+    if rotated:
+        sizes["rope_theta"] = rope_theta(c)
+    return Model(shared(c, layers, BlockStyle(), **sizes), views)
+
+
+# --- Kimi Linear and Ling --------------------------------------------------------------------------------------------
+
+KIMI_DELTA = SEPARATE | {"mixer.decay.dt_bias": "dt_bias", "mixer.norm_weight": "o_norm.weight"}
+KIMI_LOW_RANK = {
+    "mixer.in_proj.decay": "f_a_proj.weight", "mixer.decay.up.weight": "f_b_proj.weight",
+    "mixer.in_proj.gate": "g_a_proj.weight", "mixer.gate.up.weight": "g_b_proj.weight",
+    "mixer.o_proj.weight": "o_proj.weight",
+}  # fmt: skip
+LING = {"mixer.in_proj.decay": "f_proj.weight", "mixer.o_proj.weight": "dense.weight"}
+
+
+def kimi_linear(c: Fields) -> Model:
+    """Kimi Delta Attention, and latent attention without positions."""
+    linear = kimi_delta(c, {"read.gate": "sigmoid-low-rank", "read.gate_bias": False})
+    latent = latent_spec(c, rotary=False)
+    c.ignore("linear_attn_config", "head_dim")
+    mlp = ("block_sparse_moe", "embed_tokens", "e_score_correction_bias")
+    names = Kimi("self_attn", "o_proj", *mlp, {"gate": "w1", "up": "w3", "down": "w2"}, (1, 1, linear.heads.count, 1))
+    return kimi(c, linear, latent, KIMI_DELTA | KIMI_LOW_RANK, names)
+
+
+def bailing_hybrid(c: Fields) -> Model:
+    """Kimi Delta Attention with a bounded decay, and latent attention with a gate per head (Ling 3)."""
+    bounded = {"decay.lower_bound": c["kda_lower_bound"]} if c["kda_safe_gate"] else {}
+    c.ignore("kda_lower_bound", "layer_group_size", "first_k_dense_replace", "mtp_loss_scaling_factor", "head_dim")
+    c.ignore("num_nextn_predict_layers", "short_conv_kernel_size", "rope_theta")
+    linear = kimi_delta(c, {"decay.rank": "full", "read.gate": "sigmoid"} | bounded)
+    rope = rotation(c, c["qk_rope_head_dim"])
+    scale = latent_scale(c, rope, c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
+    latent = latent_spec(c, rope=rope, gate="head", scale=scale)
+    names = Kimi("attention", "dense", "mlp", "word_embeddings", "expert_bias", GATED_EXPERT)
+    return kimi(c, linear, latent, KIMI_DELTA | LING, names)
+
+
+class Kimi(NamedTuple):
+    """The names of a model's parts."""
+
+    mixer: str
+    output: str  # the output projection of latent attention
+    mlp: str
+    embedding: str
+    choice_bias: str
+    expert: dict[str, str]
+    decay: Any = None  # shape of A_log
+
+
+def kimi_delta(c: Fields, changes: dict[str, Any]) -> MixerSpec:
+    """Returns the spec of Kimi Delta Attention."""
+    D, H, d = c["hidden_size"], c["linear_num_heads"], c["linear_head_dim"]
+    sizes = {"heads.expand_k": d * H / D, "heads.expand_v": d * H / D, "heads.count": H}
+    return zoo.change_all(zoo.LINEAR["kda"], sizes | {"inputs.conv": conv_width(c, "linear_conv_kernel_dim")} | changes)
+
+
+def latent_spec(c: Fields, **options: Any) -> LatentSpec:
+    """Returns the spec of multi-head latent attention in the form of DeepSeek-V3."""
+    c.only("attention_bias", False)
+    c.only("num_key_value_heads", c["num_attention_heads"])
+    c.ignore("qk_head_dim", "pretraining_tp")
+    if c["qk_rope_head_dim"] < 2 or c["qk_rope_head_dim"] % 2:
+        c.refuse("qk_rope_head_dim", "an even number of at least 2")
+    return LatentSpec(
+        c["kv_lora_rank"], c["q_lora_rank"], c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"],
+        count=c["num_attention_heads"], norm_eps=1e-6, **options,
+    )  # fmt: skip
+
+
+def kimi(c: Fields, linear: MixerSpec, latent: LatentSpec, pairs: dict[str, str], names: Kimi) -> Model:
+    """pairs: {our name: their name} of the tensors of a linear layer."""
+    c.only("hidden_act", "silu", "swish")
+    c.ignore(*OF_ROUTER)
+    layers, views = [], whole("model", names.embedding, "norm", c["tie_word_embeddings"])
+    mixture = deepseek_experts(c)
+    for i, (kind, mlp) in enumerate(zip(c["layer_types"], c["mlp_layer_types"], strict=True)):
+        ours, theirs = layer_name(i), f"model.layers.{i}"
+        is_linear, sparse = kind == "linear_attention", mlp == "sparse"
+        layers.append(Layer(linear if is_linear else latent, "experts" if sparse else "one"))
+        views |= named(ours, theirs, NORMS)
+        if is_linear:
+            views |= named(ours, f"{theirs}.{names.mixer}", pairs)
+            views |= named(ours, f"{theirs}.{names.mixer}", {"mixer.decay.A_log": "A_log"}, shape=names.decay)
+        else:
+            views |= below(ours, latent_attention(f"{theirs}.{names.mixer}", latent, names.output))
+        if sparse:
+            views |= below(ours, experts(f"{theirs}.{names.mlp}", mixture.count, names.expert))
+            views |= named(f"{ours}.mlp", f"{theirs}.{names.mlp}.gate", {"choice_bias": names.choice_bias})
+            if mixture.shared:
+                views |= named(f"{ours}.mlp.shared", f"{theirs}.{names.mlp}.shared_experts", SWIGLU)
+        else:
+            views |= named(f"{ours}.mlp", f"{theirs}.{names.mlp}", SWIGLU)
+    experts_used = any(layer.mlp == "experts" for layer in layers)
+    style = BlockStyle(experts=mixture if experts_used else None)
+    sizes = {"num_heads": latent.count, "intermediate_size": c["intermediate_size"]}
+    if latent.rotary:
+        sizes["rope_theta"] = rope_theta(c)
+    return Model(shared(c, layers, style, **sizes), views)
+
+
+def glm5_next(c: Fields) -> Model:
+    """Refuses every model, with the first part of it that headrace lacks."""
+    if "indexed_attention" in c["layer_types"]:
+        c.refuse("layer_types", "layers of linear_attention alone, as headrace has no indexed attention")
+    c.refuse("hc_mult", "a residual stream, as headrace has no hyper-connections")
+
+
+FORMATS: dict[str, Format] = {
+    "qwen3_next": Format(
+        "Qwen3NextForCausalLM", qwen3_next, qwen_describe, MixerSpec, offset=True,
+        # transformers takes the number of tokens so far from a layer of softmax attention
+        cache=lambda config: any(spec.facts.cached for spec in config.mixers),
+    ),
+    "qwen3_5_text": Format("Qwen3_5ForCausalLM", qwen3_5, outside=("mtp.",)),
+    "qwen3_5": Format(
+        "Qwen3_5ForCausalLM", qwen3_5, outside=("mtp.", "model.visual."), inner="text_config",
+        renamed=("model.", "model.language_model."),
+    ),
+    "olmo_hybrid": Format("OlmoHybridForCausalLM", olmo_hybrid),
+    # transformers calls the dense MLPs of some layers as it does those of experts when it saves a model
+    "kimi_linear": Format("KimiLinearForCausalLM", kimi_linear, renamed=(".block_sparse_moe.", ".mlp.")),
+    "bailing_hybrid": Format("BailingHybridForCausalLM", bailing_hybrid, outside=("model.mtp.",)),
+    "glm5_next": Format("Glm5NextForConditionalGeneration", glm5_next, inner="text_config"),
+}  # fmt: skip

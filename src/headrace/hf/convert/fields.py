@@ -1,0 +1,114 @@
+"""The fields of a foreign config.json, and which of them a conversion has read."""
+
+from typing import Any, NoReturn
+
+from transformers import GenerationConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from ...ops.checks import require
+from ...spec.record import LARGEST
+from ...utils.errors import InputError, reading
+from ...utils.integrity import misfit, short
+from ..config import TRANSFORMERS
+
+Config = dict[str, Any]
+IDS = {"bos_token_id", "eos_token_id", "pad_token_id"}  # which HeadraceConfig checks
+# Fields that do not affect the logits in any format: fields of transformers, of generation and of initialisation.
+COMMON = TRANSFORMERS | GenerationConfig().to_dict().keys() | {"initializer_range", "use_cache", "attention_dropout"}
+COMMON -= {*IDS, "quantization_config"}
+# How the names of sizes end, none of which exceeds the number of elements of the largest tensor.
+SIZES = ("_size", "_dim", "_heads", "_head", "_rank", "_groups", "_width", "_embd", "expand")
+COUNTS = ("_layers", "_layer", "_experts")  # how the names of numbers of layers and experts end
+COUNTED = 2**16  # the most of them, as each takes memory before a tensor is read
+
+
+class Fields:
+    """The fields of a config.json by name, with the defaults of its library. A field counts as known once it has been
+    read; `refuse_unknown` raises for the others.
+
+    Args:
+        described: the content of config.json.
+        defaults: the fields' defaults; None: those of transformers' class for the model_type, which also knows the
+            names that earlier versions gave to fields.
+
+    Raises:
+        InputError: a value of another type or size, or one that transformers refuses.
+    """
+
+    def __init__(self, described: Config, defaults: Config | None = None, types: Config | None = None):
+        if defaults is None:
+            values = _as_transformers_reads(described)
+        else:
+            _check_types(described, defaults, types or {})
+            values = defaults | described
+        self._values: Config = values
+        self.names = {name for name in values if name not in COMMON}
+        self.read: set[str] = set()  # fields whose values the converted model has
+        self.fixed: set[str] = set()  # fields of which some values are refused
+        self.ignored: set[str] = set()  # fields that do not affect the logits of this model
+
+    def __getitem__(self, name: str) -> Any:
+        """Returns the value of a field, which the converted model has."""
+        self.read.add(name)
+        return self._values[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Returns the value of a field, or `default` where config.json and its class lack the field."""
+        self.read |= {name} & self._values.keys()
+        return self._values.get(name, default)
+
+    def only(self, name: str, *convertible: Any) -> None:
+        """Raises InputError unless the field has one of these values, or is absent."""
+        self.fixed.add(name)
+        value = self._values.get(name, convertible[0])
+        if value not in convertible:
+            self.refuse(name, " or ".join(repr(each) for each in convertible))
+
+    def refuse(self, name: str, expected: str) -> NoReturn:
+        """Raises InputError, which names the field, its value and the values that can be converted."""
+        value = _brief(self._values.get(name))
+        raise InputError(f"config.json has {name}={value}; expected {expected}: nothing else can be converted")
+
+    def ignore(self, *names: str) -> None:
+        """Marks fields that do not affect the logits."""
+        self.ignored |= {*names}
+
+    def refuse_unknown(self) -> None:
+        """Raises InputError for a field that has been neither read nor ignored."""
+        for name in sorted(self.names - self.read - self.fixed - self.ignored):
+            raise InputError(
+                f"config.json has {name}={_brief(self._values[name])}, which may change what the model computes; "
+                "expected only fields known to the conversion"
+            )
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:119]}…"
+
+
+def _as_transformers_reads(described: Config) -> Config:
+    with reading("config.json is refused by transformers"):
+        config = CONFIG_MAPPING[described["model_type"]]
+        return config.from_dict(config._decode_special_floats(described)).to_dict()
+
+
+def _check_types(described: Config, defaults: Config, types: Config) -> None:
+    for name in sorted(described.keys() & defaults.keys() - IDS):
+        value, default = described[name], defaults[name]
+        wrong = None if value == default else misfit(value, types.get(name, type(default)), name)
+        require(wrong is None, f"config.json has a value of another type: {wrong}")
+
+
+def check_sizes(described: Config, largest: int) -> None:
+    """Raises InputError for a number that no model has, and for a size that is negative or larger than the largest
+    tensor has elements, before a class or a model of that size is made."""
+    for name in sorted(described.keys() - COMMON - IDS):
+        value = described[name]
+        if type(value) in (int, float):
+            most = COUNTED if name.endswith(COUNTS) else largest if name.endswith(SIZES) else LARGEST
+            inside = abs(value) <= most or value == float("inf")
+            require(inside, f"config.json has {name}={short(value)}; expected at most {most}")
+            if type(value) is int and name.endswith((*COUNTS, *SIZES)):
+                least = int(name.endswith(("_heads", "_head")))
+                require(value >= least, f"config.json has {name}={value}; expected at least {least}")

@@ -1,0 +1,90 @@
+"""Griffin's recurrent block (arXiv 2402.19427): a short convolution, the real-gated linear recurrent unit (RG-LRU), and
+a branch of GELU that multiplies its output.
+
+Dimensions: B batch, T tokens, E channels (expand · D), H blocks of w channels, N sequences.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...ops.call import accumulator
+from ...ops.derivatives import refuse_transforms
+from ...ops.sequences import Sequences
+from ...spec.scan import ScanSpec
+from ..base import Mixer, Recurrence, ScanState
+from ..linear.convolution import convolve
+from .scan import NAME, Pack, packed_scan
+
+
+class RGLRU(Mixer):
+    """The block of figure 2(c), with the recurrence of section 2.4:
+
+        log a_t = −8 r_t softplus(Λ),    h_t = a_t h_{t−1} + √(1 − a_t²) i_t u_t
+
+    The gates r_t and i_t are sigmoids of block-diagonal projections of u_t with `num_heads` blocks. As in the authors'
+    code, the first token of a sequence has the factor 1 in place of √(1 − a_t²).
+
+    Takes the arguments of LinearMixer; those without a name here are not used.
+    """
+
+    state_kind = ScanState
+    no_weight_decay = ("gate_bias",)
+    SPEED = 8.0
+
+    def __init__(self, spec: ScanSpec, *, hidden_size: int, num_heads: int = 1, **unused):
+        super().__init__()
+        _, E = spec.head_dims(hidden_size, num_heads)
+        assert spec.conv is not None
+        self.state_shapes = spec.state_shapes(hidden_size, num_heads) | {"tokens": ()}
+        self.in_proj = nn.Linear(hidden_size, 2 * E, bias=spec.bias)  # to the recurrence, to the branch of GELU
+        self.conv = nn.Conv1d(E, E, spec.conv, groups=E, bias=spec.conv_bias)
+        self.gate_weight = nn.Parameter(torch.empty(2, num_heads, E // num_heads, E // num_heads))  # of i and r
+        self.gate_bias = nn.Parameter(torch.empty(2, E))
+        self.rate = nn.Parameter(torch.empty(E))  # Λ
+        self.recurrence = Recurrence()
+        self.out_proj = nn.Linear(E, hidden_size, bias=spec.bias)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Section 2.4: the initial a at r = 1 is between 0.9 and 0.999, its square uniform."""
+        self.gate_weight.normal_(std=self.gate_weight.shape[-1] ** -0.5)
+        self.gate_bias.zero_()
+        log_a = self.rate.uniform_(0.9**2, 0.999**2).log() / 2
+        self.rate.copy_(torch.expm1(-log_a / self.SPEED).log())
+
+    def run(self, x: Tensor, state: ScanState | None, sequences: Sequences) -> tuple[Tensor, ScanState]:
+        u, branch = self.in_proj(x).chunk(2, -1)
+        before = None if state is None else state.conv
+        u, conv = self.recurrence(convolve, self.conv, u, before, sequences, "torch", False)
+        tokens = None if state is None else state.tokens
+        a, b = self._coefficients(u, sequences.positions(tokens, x)[..., None] == 0)
+        memory = a.new_zeros(sequences.count, 1, a.shape[-1]) if state is None else state.memory
+        h, memory = self._recur(a, b, memory, sequences)
+        counted = sequences.lengths(x) if tokens is None else tokens + sequences.lengths(x)
+        y = h.to(x.dtype) * F.gelu(branch, approximate="tanh")
+        return self.out_proj(y), ScanState(memory, conv, tokens=counted)
+
+    def _coefficients(self, u: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns a_t and √(1 − a_t²) i_t u_t, [B, T, E]. first: [B or 1, T, 1], at the first token of a sequence."""
+        acc = accumulator(u)
+        blocks = u.unflatten(-1, (self.gate_weight.shape[1], -1))
+        logits = torch.einsum("bthi,ghij->gbthj", blocks, self.gate_weight).flatten(-2) + self.gate_bias[:, None, None]
+        i, r = logits.to(acc).sigmoid()
+        log_a = -self.SPEED * r * F.softplus(self.rate.to(acc))
+        # The root has no finite derivative at 0.
+        room = -torch.expm1(2 * log_a)
+        factor = room.clamp(min=torch.finfo(acc).tiny).sqrt().masked_fill(first, 1)
+        return log_a.exp(), factor * i * u.to(acc)
+
+    @staticmethod
+    def _recur(a: Tensor, b: Tensor, memory: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """Returns h [B, T, E] and the next memory [N, 1, E]."""
+        if a.shape[1] == 1 and not sequences.packed:
+            h = a * memory + b
+            return h, h
+        refuse_transforms(NAME)
+        whole = Pack(sequences.counts(), a.device).tile(0, a.shape[0] * a.shape[1])
+        _, h = packed_scan(a.flatten(0, 1), b.flatten(0, 1), memory[:, 0], whole)
+        return h.view_as(a), memory.index_copy(0, whole.ended, h[whole.last, None])

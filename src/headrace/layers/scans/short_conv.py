@@ -1,0 +1,41 @@
+"""LFM2's gated short convolution (arXiv 2511.23404): a causal depthwise convolution between two gates that are linear
+in the token. Its state is its last inputs.
+
+Dimensions: B batch, T tokens, D hidden size, N sequences, W width.
+"""
+
+from torch import Tensor, nn
+
+from ...ops.call import accumulator
+from ...ops.sequences import Sequences
+from ...spec.scan import ScanSpec
+from ..base import Mixer, Recurrence, ScanState
+from ..linear.convolution import convolve
+
+
+class ShortConv(Mixer):
+    """Computes W_out (C ⊙ conv(B ⊙ u)), where B, C and u are projections of the token. The memory is [N, W − 1, D].
+
+    Takes the arguments of LinearMixer; those without a name here are not used.
+    """
+
+    state_kind = ScanState
+
+    def __init__(self, spec: ScanSpec, *, hidden_size: int, **unused):
+        super().__init__()
+        D = hidden_size
+        assert spec.conv is not None
+        self.state_shapes = spec.state_shapes(D, 1)
+        self.in_proj = nn.Linear(D, 3 * D, bias=spec.bias)
+        self.conv = nn.Conv1d(D, D, spec.conv, groups=D, bias=spec.conv_bias)
+        self.recurrence = Recurrence()
+        self.out_proj = nn.Linear(D, D, bias=spec.bias)
+
+    def reset_parameters(self) -> None:
+        """The module has no parameters of its own."""
+
+    def run(self, x: Tensor, state: ScanState | None, sequences: Sequences) -> tuple[Tensor, ScanState]:
+        B, C, u = self.in_proj(x).chunk(3, -1)
+        before = None if state is None else state.memory
+        y, memory = self.recurrence(convolve, self.conv, B * u, before, sequences, "torch", False)
+        return self.out_proj(C * y), ScanState(memory.to(accumulator(x)))

@@ -1,0 +1,151 @@
+"""Plug-ins: Python files and modules that register mixers, models and tasks of their own when they are imported.
+
+A plug-in is named by the option `--plugin` of a command, by the environment variable HEADRACE_PLUGINS, which the
+processes that a command starts inherit, or by an entry point of an installed package.
+"""
+
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .errors import InputError
+from .integrity import digest, sha256
+
+VARIABLE = "HEADRACE_PLUGINS"  # files and modules, separated like the folders of PATH
+GROUP = "headrace.plugins"  # of entry points
+FILE = "headrace_plugin_"  # before the name of a file: its module's name
+PREFIX = "module:"  # in JSON, before the name of a mixer whose layer is a module of a plug-in
+
+
+class Plugin(NamedTuple):
+    """name: that of the file or the module. sha256: of the file, or of the files of a package."""
+
+    name: str
+    sha256: str
+
+    def __str__(self) -> str:
+        return f"{self.name} (sha256 {self.sha256[:12]})" if self.sha256 else self.name
+
+
+LOADED: dict[str, Plugin] = {}  # by what `load` takes: the absolute path of a file, or the name of a module
+REGISTERED: list[str | None] = []  # the file of each call that registered something
+_LOADING: list[Plugin] = []
+
+
+def load(names: Iterable[str] = (), option: str = "--plugin") -> None:
+    """Imports the plug-ins of installed packages, of HEADRACE_PLUGINS and of `names` that are not loaded yet, and adds
+    `names` to HEADRACE_PLUGINS for the processes that this one starts.
+
+    Raises InputError for a plug-in that does not exist, that raises an error, or that registers nothing."""
+    for entry in entry_points(group=GROUP):
+        _load(entry.module, f"entry point {entry.name!r} of {GROUP}")
+    listed = [name for name in os.environ.get(VARIABLE, "").split(os.pathsep) if name]
+    places = [*(_load(name, VARIABLE) for name in listed), *(_load(name, option) for name in names)]
+    if places:
+        os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys(places))
+
+
+def of(definition: type) -> Plugin:
+    """Returns the plug-in that is being loaded or, for a class of another program, the file of the class."""
+    if _LOADING:
+        return _LOADING[-1]
+    try:
+        path = Path(inspect.getfile(definition))
+    except (OSError, TypeError):  # of an interactive session
+        return Plugin(definition.__module__, "")
+    return Plugin(path.name, sha256(path)) if path.is_file() else Plugin(definition.__module__, "")
+
+
+def note_registration() -> None:
+    """Notes a call of the function that calls this one."""
+    REGISTERED.append(sys._getframe(2).f_globals.get("__file__"))
+
+
+def digests() -> dict[str, str]:
+    """Returns {"plugin NAME": digest} of the loaded plug-ins, for the records of results."""
+    return {f"plugin {plugin.name}": f"sha256 {plugin.sha256[:12]}" for plugin in LOADED.values()}
+
+
+def missing(kind: str, data: dict[str, Any]) -> InputError:
+    """Returns the error for JSON of a mixer whose plug-in is not loaded."""
+    needed = Plugin(str(data.get("plugin", "an unknown file")), str(data.get("sha256", "unknown")))
+    loaded = ", ".join(map(str, LOADED.values())) or "none"
+    return InputError(
+        f"mixer {kind.removeprefix(PREFIX)!r} is of the plug-in {needed}, and the loaded plug-ins are {loaded}; "
+        f"expected --plugin or {VARIABLE} with that file"
+    )
+
+
+def _load(name: str, source: str) -> str:
+    """Imports one plug-in and returns its key in LOADED. source: what names it, for errors."""
+    place, path = _locate(name, source)
+    if place in LOADED:
+        return place
+    files = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
+    whole = sha256(path) if len(files) == 1 else digest([[str(f.relative_to(path.parent)), sha256(f)] for f in files])
+    plugin, registered = Plugin(Path(name).name, whole), len(REGISTERED)
+    LOADED[place] = plugin
+    _LOADING.append(plugin)
+    try:
+        _execute(place, path)
+        if registered == len(REGISTERED) and str(path) not in REGISTERED:
+            raise InputError("it registers nothing; expected a call of register_mixer, register_model or register_task")
+    except (Exception, SystemExit) as error:
+        del LOADED[place]
+        raise InputError(f"plug-in {name!r} ({source}) cannot be loaded: {_reason(error, path)}") from error
+    finally:
+        _LOADING.pop()
+    return place
+
+
+def _locate(name: str, source: str) -> tuple[str, Path]:
+    """Returns (the key in LOADED, the file) of a plug-in."""
+    path = Path(name)
+    if path.suffix == ".py" or path.name != name:
+        if not path.is_file():
+            raise InputError(f"plug-in {name!r} ({source}) does not exist; expected a Python file or a module")
+        return str(path.resolve()), path.resolve()
+    try:
+        found = find_spec(name)
+    except Exception as error:  # of the package that the module is in
+        raise InputError(f"plug-in {name!r} ({source}) cannot be loaded: {_reason(error, path)}") from error
+    if found is None or not found.has_location:
+        raise InputError(f"plug-in {name!r} ({source}) is no module that Python finds; expected one, or a Python file")
+    return name, Path(str(found.origin))
+
+
+def _execute(place: str, path: Path) -> None:
+    if place != str(path):
+        import_module(place)
+        return
+    name = FILE + path.stem
+    if name in sys.modules:
+        raise InputError(f"another plug-in is called {path.name} too; expected different names")
+    spec = spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = module = module_from_spec(spec)  # from where tasks are unpickled
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+
+
+def _reason(error: BaseException, path: Path) -> str:
+    """Returns the last line of the error's traceback, and the last line of the plug-in in it."""
+    last = str(error) if isinstance(error, InputError) else traceback.format_exception_only(error)[-1].strip()
+    line = next(_lines(error, path), None)
+    return last.splitlines()[-1] + (f" (line {line})" if line else "")
+
+
+def _lines(error: BaseException, path: Path) -> Iterator[int | None]:
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        yield error.lineno
+    yield from (f.lineno for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == str(path))

@@ -1,0 +1,224 @@
+"""Plug-ins: what the page of plug-ins shows works in every command and process, and what is wrong with one is said."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from headrace import layers
+from headrace.hf import load
+from headrace.utils import plugins
+from headrace.utils.errors import PluginWarning
+from headrace.utils.plugins import VARIABLE
+from plugged import COMMANDS, FILES, folder, forget
+from served import connect, save, serving
+from tiny import build
+
+__all__ = ["folder"]  # a fixture
+
+
+def checkpoint(folder, mixer):
+    """The folder of a small model, of whose plug-ins this process then knows nothing."""
+    plugins.load(["leaky.py", "fading.py"])
+    save(folder / mixer, 257, mixer=mixer, num_hidden_layers=1)
+    forget()
+    return folder / mixer
+
+
+SMALL = ("hidden_size=16", "layers=1", "heads=2", "vocab_size=257", "intermediate_size=16", "length=32")
+BENCH = ("--layers", 1, "--hidden-size", 16, "--lengths", 16, "--batch-sizes", 1, "--contexts", 16, "--rounds", 1)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("zoo", "--json"),
+        ("verify", "--mixers", "leaky"),
+        ("recipes", "--mixers", "fading-hybrid"),
+        ("train", "laptop-5m", "--mixer", "leaky(slowest=0.9)", "--dry-run", *SMALL),
+        ("prepare", "--task", "parity(length=12)", "--rows", 40, "--output", "rows"),
+        ("bench", "--mixers", "leaky", "--what", "training,prefill,decoding", *BENCH),
+        ("reproduce",),
+    ],
+    ids=lambda words: words[0],
+)
+def test_commands_know_names_of_plug_ins(folder, run_command, words):
+    command, *options = words
+    result = run_command(command, "--plugin", "leaky.py", "--plugin", "fading.py", "--plugin", "parity.py", *options)
+    assert result.code == 0, result.err
+    if command == "zoo":
+        rows = json.loads(result.out)
+        assert (
+            rows["leaky"]["bytes"] == 4 * 1024 and rows["softmax-fading-delta"]["competes"] and "fading-hybrid" in rows
+        )
+    if command == "bench":
+        made = json.loads((folder / "runs" / "bench" / "made-by.json").read_text("utf-8"))
+        assert made[-1]["plugin leaky.py"] == f"sha256 {plugins.LOADED[str(folder / 'leaky.py')].sha256[:12]}"
+        assert "plugin leaky.py sha256" in (folder / "runs" / "bench" / "report.html").read_text("utf-8")
+
+
+REFUSED = {
+    "export": (("--to", "onnx", "--output", "out"), "its mixer is ModuleMixer, whose recurrence has no node in ONNX"),
+    "convert": (("--to", "gla", "--output", "out"), "not all its mixers are MixerSpec"),
+    "retrofit": (("--output", "out"), "has no layer of linear attention"),
+}
+TAKEN = {
+    "generate": ("--prompt", "It", "--tokens", 3),
+    "inspect": ("--file", "leaky.py", "--tokens", 9, "--output", "out"),
+}
+
+
+@pytest.mark.parametrize("command", [*TAKEN, *REFUSED, "eval", "serve"])
+def test_commands_take_the_checkpoint_of_a_plug_in_and_name_it_if_it_is_missing(folder, run_command, command):
+    model = checkpoint(folder, "leaky")
+    arguments, refusal = REFUSED.get(command, (TAKEN.get(command, ()), ""))
+    if command == "eval":
+        pytest.importorskip("lm_eval")
+        (folder / "wiki.test.raw").write_text(" = A = \n \n It is . It is . It is . \n")
+        (folder / "lambada_openai.jsonl").write_text('{"text": "she saw the sea"}\n')
+        arguments = ("--suite", "wikitext", "--data", ".", "--max-length", 16)
+    sha256 = plugins.sha256(folder / "leaky.py")[:12]
+    result = run_command(command, model, *arguments)
+    assert result.code == 2 and result.err.count("mixer 'leaky' is of the plug-in") == 1, result.err
+    assert f"leaky.py (sha256 {sha256}), and the loaded plug-ins are none; expected --plugin" in result.err
+    if command == "serve":  # which would not end
+        plugins.load(["leaky.py"])
+        with serving(str(model)) as base:
+            answers = [connect(base).completions.create(model=str(model), prompt=["It", "was it"], max_tokens=4)]
+        assert len(answers[0].choices) == 2
+        return
+    result = run_command(command, "--plugin", "leaky.py", model, *arguments)
+    assert result.code == (2 if refusal else 0) and refusal in result.err and "plug-in" not in result.err, result.err
+
+
+def test_checkpoint_of_a_spec_needs_no_plug_in(folder, run_command):
+    model = checkpoint(folder, "softmax-fading-delta")
+    assert run_command("generate", model, "--prompt", "It", "--tokens", 3).code == 0
+    assert run_command("export", model, "--to", "onnx", "--output", "onnx").code == 0
+
+
+def test_loaded_model_computes_the_same_and_a_changed_file_is_said(folder):
+    plugins.load(["leaky.py"])
+    model = build("leaky(slowest=0.7)").float()
+    model.save_pretrained("model")
+    ids = torch.arange(24).view(2, 12)
+    expected = model(ids).logits
+    assert model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0).shape == (2, 16)
+    forget()
+    (folder / "leaky.py").write_text("import math\n" + FILES["leaky.py"], "utf-8")
+    with (
+        patch.dict(os.environ, {VARIABLE: "leaky.py"}),
+        pytest.warns(PluginWarning, match="is of leaky.py .* now runs"),
+    ):
+        again = load("model")
+    assert torch.equal(again(ids).logits, expected)
+
+
+@pytest.mark.slow(seconds=30)
+def test_comparison_of_the_page_in_new_processes(folder):
+    """As a command of its own with two new workers, named by the environment."""
+    comparison = next(words for words in COMMANDS if words.startswith("compare"))
+    words = [word for word in comparison.replace("--workers 1", "--workers 2").split() if not word.endswith(".py")]
+    words = [word for word in words if word != "--plugin"] + ["--hidden-size", "16", "--steps", "4"]
+    words.remove("20"), words.remove("--steps")
+    named = os.pathsep.join(FILES)
+    done = subprocess.run(
+        [sys.executable, "-m", "headrace", *words], env=os.environ | {VARIABLE: named}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    report = (folder / "parity" / "report.html").read_text("utf-8")
+    assert "Whether the number of ones so far is odd." in report and "Uniform guesses score 50.0 %." in report
+    assert re.search(r"input  ( [01]){16}\nanswer ( [01]){16}", report)
+    assert all(f"plugin {name} sha256 {plugins.sha256(folder / name)[:12]}" in report for name in FILES)
+
+
+@pytest.mark.slow(seconds=30)
+def test_processes_of_torchrun_know_plug_ins(folder, prepared):
+    words = ["train", "laptop-5m", "--plugin", "leaky.py", "--mixer", "leaky", "--data", prepared, "--output", "run"]
+    settings = [*SMALL, "tokens=128", "batch_tokens=64", "micro_batch=1", "warmup_tokens=0", "evaluate_rows=2"]
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "headrace"]
+    done = subprocess.run([*run, *map(str, words), *settings], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "plugin leaky.py sha256" in (folder / "run" / "model" / "README.md").read_text("utf-8")
+    mixer = json.loads((folder / "run" / "model" / "config.json").read_text("utf-8"))["mixer"]
+    assert (mixer["type"], mixer["plugin"], len(mixer["sha256"])) == ("module:leaky", "leaky.py", 64)
+
+
+def test_results_of_a_changed_plug_in_do_not_mix(folder, run_command):
+    words = ("bench", "--plugin", "leaky.py", "--mixers", "gla", "--what", "prefill", *BENCH, "--output", "out")
+    assert run_command(*words).code == 0
+    forget()
+    (folder / "leaky.py").write_text(FILES["leaky.py"] + "\n", "utf-8")
+    error = run_command(*words).err
+    assert re.search(
+        r"made by plugin leaky.py sha256 \w{12}; now runs plugin leaky.py sha256 \w{12}; name another", error
+    )
+
+
+def test_installed_plug_ins_load_by_their_entry_points(folder, run_command, monkeypatch):
+    (folder / "site" / "my_package").mkdir(parents=True)
+    (folder / "site" / "my_package" / "__init__.py").write_text("from .mixers import register\n\nregister()\n")
+    body = "".join(f"    {line}\n" for line in FILES["leaky.py"].splitlines())
+    (folder / "site" / "my_package" / "mixers.py").write_text(f"def register():\n{body}")
+    about = folder / "site" / "my_package-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[headrace.plugins]\nmine = my_package\n")
+    monkeypatch.syspath_prepend(folder / "site")
+    assert layers.Mixer("leaky", hidden_size=8).spec.plugin == "my_package"
+    assert list(plugins.LOADED) == ["my_package"]
+    (folder / "site" / "my_package" / "mixers.py").write_text("register = int\n")
+    forget()
+    for name in ("my_package", "my_package.mixers"):
+        del sys.modules[name]
+    error = run_command("zoo").err
+    assert (
+        "plug-in 'my_package' (entry point 'mine' of headrace.plugins) cannot be loaded: it registers nothing" in error
+    )
+
+
+# --- what is wrong with a plug-in ------------------------------------------------------------------------------------
+BAD = {
+    "x = 1\n\nraise_me()\n": "cannot be loaded: NameError: name 'raise_me' is not defined (line 3)",
+    "def f(:\n": "cannot be loaded: SyntaxError: invalid syntax (line 1)",
+    "import nowhere\n": "cannot be loaded: ModuleNotFoundError: No module named 'nowhere' (line 1)",
+    "import sys; sys.exit()\n": "cannot be loaded: SystemExit (line 1)",
+    "x = 1\n": "it registers nothing; expected a call of register_mixer, register_model or register_task",
+    "import headrace\nheadrace.register_mixer('gla', 'gla')\n": "'gla' exists already; expected another name (line 2)",
+    "import headrace\nheadrace.register_mixer('rnn-norm', 'gla')\n": "'softmax-rnn-norm' exists already",
+    "import headrace\nheadrace.register_model('my-hybrid', 'gla')\n": "is the mixer of one layer; expected a whole",
+    "import headrace\nheadrace.register_mixer('hybrid', 'gla+gla')\n": "is a whole model; expected a mixer",
+    "import headrace\nheadrace.register_mixer('a(b)', 'gla')\n": "mixer 'a(b)' has no name for expressions",
+    "import headrace\nheadrace.register_mixer('mine', 7)\n": "mixer=7; expected a name of the zoo",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_bad_plug_in_is_one_sentence(folder, run_command, text):
+    (folder / "mine.py").write_text(text)
+    code, out, error = run_command("zoo", "--plugin", "mine.py")
+    assert (code, out, error.count("\n")) == (2, "", 1)
+    assert error.startswith("headrace: plug-in 'mine.py' (--plugin) cannot be loaded: ") and BAD[text] in error
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    {
+        "nowhere.py": "does not exist; expected a Python file or a module",
+        "no_such_module": "is no module that Python finds",
+        "no.such.module": "cannot be loaded: ModuleNotFoundError: No module named 'no'",
+        "json": "cannot be loaded: it registers nothing",
+        "other/leaky.py": "another plug-in is called leaky.py too; expected different names",
+    }.items(),
+)
+def test_missing_plug_in_is_one_sentence(folder, run_command, name, sentence):
+    (folder / "other").mkdir()
+    shutil.copy(folder / "leaky.py", folder / "other")
+    code, _, error = run_command("verify", "--plugin", "leaky.py", "--plugin", name, "--mixers", "nothing")
+    assert code == 2 and error.startswith(f"headrace: plug-in {name!r} (--plugin)") and sentence in error

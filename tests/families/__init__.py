@@ -1,0 +1,26 @@
+"""The model families of transformers that headrace converts, and configurations of them to test."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0, "eos_token_id": None}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model_type.
+
+    base: the fields of a small model.
+    variants: name -> fields that differ from the base.
+    fields: field -> values to try, or dicts of fields where several must change together, for fields whose value does
+        not show what another one is.
+    real: the fields of a released model, for shapes.
+    float64: how close logits come in float64.
+    """
+
+    base: dict[str, Any]
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)
+    fields: dict[str, list[Any]] = field(default_factory=dict)
+    real: dict[str, Any] = field(default_factory=dict)
+    float64: float = 1e-12
+    untestable: tuple[str, ...] = ()  # fields that no config class of transformers lets change, or that fail there

@@ -1,0 +1,103 @@
+"""Models of softmax attention alone."""
+
+from . import SMALL, Family
+
+HEADS = SMALL | {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+SHORT = {"short_factor": [1.0, 1.5, 2.0, 3.5], "long_factor": [1.5, 2.5, 4.0, 9.0]}
+
+
+def rope(kind, **parameters):
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 50.0, **parameters}}
+
+
+ROPES = {
+    "linear": rope("linear", factor=3.0),
+    "dynamic": rope("dynamic", factor=3.0) | {"max_position_embeddings": 512},
+    "yarn": rope("yarn", factor=4.0, original_max_position_embeddings=32),
+    "llama3": rope("llama3", factor=8.0, original_max_position_embeddings=32, low_freq_factor=1.0, high_freq_factor=4),
+    "longrope": rope("longrope", **SHORT, factor=4.0, original_max_position_embeddings=256),
+}  # fmt: skip
+# Some of them change within the sequences of the tests, where decoding does not equal a pass of the whole sequence.
+FREQUENCIES = {
+    "rope_parameters": [
+        *ROPES.values(), rope("default"), rope("dynamic", factor=3.0) | {"max_position_embeddings": 16},
+        rope("yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=5, beta_slow=0.5, truncate=False),
+        rope("yarn", factor=4.0, original_max_position_embeddings=32, mscale=0.7, mscale_all_dim=1.0),
+        rope("yarn", factor=4.0, original_max_position_embeddings=32, attention_factor=1.3),
+        rope("longrope", **SHORT, original_max_position_embeddings=16) | {"max_position_embeddings": 64},
+        rope("longrope", **SHORT, factor=4.0, original_max_position_embeddings=16, attention_factor=1.3),
+        rope("proportional", factor=2.0), rope("linear", factor=2.0, partial_rotary_factor=0.5),
+    ],
+    "head_dim": [16, 6],
+    "num_attention_heads": [2, 8],
+    "hidden_act": ["gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "tanh"],
+}  # fmt: skip
+WINDOWS = ["full_attention", "sliding_attention"]
+SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+QWEN = {
+    "layer_types": [SLIDING | {"layer_types": ["sliding_attention", "full_attention"]}, {"layer_types": WINDOWS}],
+    "use_sliding_window": [SLIDING],
+    "sliding_window": [SLIDING, SLIDING | {"sliding_window": 1}, SLIDING | {"sliding_window": 0}],
+    "max_window_layers": [SLIDING, SLIDING | {"max_window_layers": 0}],
+    "num_hidden_layers": [1, 3],
+}  # fmt: skip
+LLAMA_31 = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+LLAMA_31 |= {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+LLAMA_31 |= {
+    "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "original_max_position_embeddings": 8192,
+        "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    },
+}  # fmt: skip
+MISTRAL_7B = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+MISTRAL_7B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": 4096}
+QWEN2_7B = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
+QWEN2_7B |= {"num_attention_heads": 28, "num_key_value_heads": 4}
+QWEN3_8B = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
+QWEN3_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+OLMO2_7B = {"vocab_size": 100352, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
+GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 300}
+GPT2 |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+
+FAMILIES = {
+    "llama": Family(
+        HEADS,
+        variants={
+            "tied": {"tie_word_embeddings": True}, "ungrouped": {"num_key_value_heads": 4}, "wide": {"head_dim": 12},
+            "biases": {"attention_bias": True, "mlp_bias": True}, **ROPES,
+        },
+        fields=FREQUENCIES, real=LLAMA_31,
+    ),
+    "mistral": Family(
+        HEADS | {"sliding_window": 5},
+        variants={"no window": {"sliding_window": None}, "wide": {"head_dim": 12}, "yarn": ROPES["yarn"]},
+        fields=FREQUENCIES | {"sliding_window": [1, 7, 100, None]}, real=MISTRAL_7B,
+    ),
+    "qwen2": Family(
+        HEADS, variants={"windows": SLIDING, "yarn": ROPES["yarn"]}, fields=FREQUENCIES | QWEN, real=QWEN2_7B,
+    ),
+    "qwen3": Family(
+        HEADS | {"head_dim": 12},
+        variants={"windows": SLIDING, "yarn": ROPES["yarn"], "biases": {"attention_bias": True}},
+        fields=FREQUENCIES | QWEN, real=QWEN3_8B,
+    ),
+    "olmo2": Family(
+        HEADS, variants={"biases": {"attention_bias": True}, "yarn": ROPES["yarn"]}, fields=FREQUENCIES, real=OLMO2_7B,
+    ),
+    "gemma": Family(
+        HEADS | {"head_dim": 12}, variants={"untied": {"tie_word_embeddings": False}, "yarn": ROPES["yarn"]},
+        fields=FREQUENCIES, real={"num_hidden_layers": 28},
+    ),
+    "gpt2": Family(
+        GPT2,
+        variants={
+            "scaled by layer": {"scale_attn_by_inverse_layer_idx": True}, "untied": {"tie_word_embeddings": False},
+            "no scale": {"scale_attn_weights": False},
+        },
+        fields={
+            "activation_function": ["gelu", "relu", "tanh", "gelu_pytorch_tanh"], "n_inner": [48], "n_positions": [60],
+            "summary_activation": ["tanh"],
+        },
+        real={"n_layer": 12},
+    ),
+}  # fmt: skip

@@ -1,0 +1,255 @@
+"""Options of softmax attention that released models use, against transformers' modules in float64."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BailingHybridConfig,
+    DeepseekV3Config,
+    GptOssConfig,
+    KimiLinearConfig,
+    Lfm2Config,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3NextConfig,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridAttention
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearAttention
+from transformers.models.lfm2.modeling_lfm2 import Lfm2Attention
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
+from transformers.models.mistral.modeling_mistral import MistralAttention
+from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
+
+from attention_layers import D, H, agree, layer
+from headrace import zoo
+from headrace.layers.rotary import angles, frequencies
+from headrace.spec import AttentionSpec, LatentSpec, Rope
+from headrace.studies.verify import relative
+from headrace.utils.errors import InputError
+
+# --- frequencies -----------------------------------------------------------------------------------------------------
+
+THEIRS = {"original": "original_max_position_embeddings", "amplitude": "attention_factor"}
+THEIRS |= {"short": "short_factor", "long": "long_factor"}
+BOUNDS = {"yarn": {"slow": "beta_slow", "fast": "beta_fast"}}
+BOUNDS["llama3"] = {"slow": "low_freq_factor", "fast": "high_freq_factor"}
+DIVISORS = {"short": tuple(1 + i / 7 for i in range(8)), "long": tuple(2.0 + i for i in range(8))}
+ROPES = {
+    "default": Rope(),
+    "linear": Rope("linear", factor=3.0),
+    "dynamic": Rope("dynamic", factor=2.0, original=64),
+    "yarn": Rope("yarn", factor=8.0, original=64),
+    "yarn with all fields": Rope("yarn", factor=4.0, original=32, slow=0.3, fast=7.0, truncate=False, amplitude=1.5),
+    "yarn of one channel": Rope("yarn", factor=4.0, original=64, slow=0.99, fast=1.0, truncate=False),
+    "llama3": Rope("llama3", factor=8.0, original=64, slow=1.0, fast=4.0),
+    "longrope": Rope("longrope", factor=8.0, original=64, **DIVISORS),
+    "longrope with an amplitude": Rope("longrope", original=64, amplitude=1.25, **DIVISORS),
+}
+
+
+def described(rope, theta, part=1.0):
+    """Their rope_parameters."""
+    names = THEIRS | BOUNDS.get(rope.kind, {})
+    values = {their: getattr(rope, our) for our, their in names.items() if getattr(rope, our) is not None}
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    more = {"truncate": rope.truncate} if rope.kind == "yarn" else {}
+    return values | more | {
+        "rope_type": rope.kind, "rope_theta": theta, "factor": rope.factor, "partial_rotary_factor": part
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [30, 64, 65, 500])
+@pytest.mark.parametrize("dims", [16, 32])
+@pytest.mark.parametrize("name", [name for name in ROPES if name != "default"])
+def test_frequencies_equal_those_of_transformers(name, dims, length):
+    rope, theta = ROPES[name], 5000.0
+    if rope.kind == "longrope" and dims == 32:
+        pytest.skip("its divisors are of 16 channels")
+    config = LlamaConfig(
+        hidden_size=64, num_attention_heads=2, max_position_embeddings=64,
+        rope_parameters=described(rope, theta, dims / 32),
+    )  # fmt: skip
+    expected, amplitude = ROPE_INIT_FUNCTIONS[rope.kind](config, seq_len=length)
+    ours = frequencies(rope, theta, dims, torch.tensor([[length]])).flatten()
+    assert ((ours / expected.double() - 1).abs() < 1e-6).all()
+    assert math.isclose(rope.scale, amplitude, rel_tol=1e-12)
+
+
+@pytest.mark.parametrize("length", [40, 90])
+@pytest.mark.parametrize("name", ROPES)
+def test_angles_equal_those_of_transformers(name, length):
+    """One length for the call, which is the longest position that transformers sees."""
+    rope = ROPES[name]
+    config = LlamaConfig(
+        hidden_size=32, num_attention_heads=2, max_position_embeddings=64, rope_parameters=described(rope, 5000.0)
+    )
+    positions = torch.arange(length)[None]
+    ours = angles(positions, rope, 5000.0, 16, torch.tensor([[length]]))
+    theirs = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (torch.cat([mine, mine], -1)[:, :, 0] - other).abs().max() < 1e-5  # their angles are float32
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("rope.kind=linear, rope.original=4", "kind='linear' has no original; got 4"),
+        ("rope.kind=yarn", "kind='yarn' needs original"),
+        ("rope.kind=longrope, rope.original=4", "kind='longrope' needs short"),
+        ("rope.kind=llama3, rope.original=4, rope.fast=1", "expected slow below fast"),
+        ("rope.dims=3", "expected an even number"),
+        ("rotary=false, rope.theta=5", "expected rotary=True"),
+        ("rope.kind=dynamic, rope.original=4, pattern.window=4", "with a pattern is not available"),
+    ],
+)
+def test_contradictory_ropes_are_refused(change, sentence):
+    name = "sliding-window" if "window" in change else "transformer"
+    with pytest.raises(InputError, match=sentence):
+        zoo.get(f"{name}({change})")
+
+
+def test_ropes_that_do_not_fit_the_heads_are_refused():
+    lists = Rope("longrope", original=4, short=(1.0,), long=(1.0,))
+    for spec, sentence in [
+        (AttentionSpec(rope=Rope(dims=12)), "does not fit a head dimension of 8"),
+        (AttentionSpec(rope=lists), "rope.short has 1 numbers; expected 4, one per frequency"),
+        (AttentionSpec(head_dim=5), "needs an even head dimension; got 5"),
+        (LatentSpec(shared_dim=3), "needs an even head dimension; got 3"),
+    ]:
+        with pytest.raises(InputError, match=sentence):
+            layer(spec)
+
+
+@pytest.mark.parametrize("spec", [AttentionSpec(kv_heads=2), LatentSpec(shared_dim=8)], ids=["gqa", "mla"])
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_decoding_with_frequencies_by_length_equals_recomputing(kind, spec):
+    """The cache has keys before rotation, so that tokens after the original length rotate all of them anew."""
+    divisors = {"short": (1, 2, 3, 4), "long": (4, 3, 2, 7)} if kind == "longrope" else {}
+    made = layer(replace(spec, rope=Rope(kind, factor=2.0, original=6, **divisors)))
+    x, state = torch.randn(2, 12, D).double(), None
+    for t in range(12):
+        y, state = made(x[:, t : t + 1], state)
+        assert relative(y, made(x[:, : t + 1])[0][:, -1:]) < 1e-12
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[1, :4] = False
+    padded, alone = made(x, mask=mask)[0][1, 4:], made(x[1:, 4:])[0][0]
+    assert relative(padded, alone) < 1e-12
+    pack = made(x.flatten(0, 1)[None], cu_seqlens=torch.tensor([0, 12, 24]))[0]
+    assert relative(pack[0], made(x)[0].flatten(0, 1)) < 1e-12
+
+
+# --- layers ----------------------------------------------------------------------------------------------------------
+
+SIZES = {"hidden_size": D, "num_attention_heads": H, "num_key_value_heads": 2, "num_hidden_layers": 2}
+LATENT = {
+    "num_key_value_heads": H, "kv_lora_rank": 12, "qk_rope_head_dim": 6, "qk_nope_head_dim": 10, "v_head_dim": 7,
+}  # fmt: skip
+OURS = "rank=12, key_dim=10, shared_dim=6, value_dim=7"
+GPT_OSS = {"head_dim": D // H, "attention_bias": True}
+CASES = {
+    "qwen2": ("gqa(bias=qkv)", Qwen2Attention, Qwen2Config, {}),
+    "llama with biases": ("gqa(bias=true, head_dim=6)", LlamaAttention, LlamaConfig,
+                          {"head_dim": 6, "attention_bias": True}),
+    "qwen3": ("gqa(head_dim=12, qk_norm=head)", Qwen3Attention, Qwen3Config, {"head_dim": 12}),
+    "qwen3-next": ("gqa(head_dim=16, qk_norm=head, gate=channel, rope.dims=4)", Qwen3NextAttention, Qwen3NextConfig,
+                   {"head_dim": 16}),
+    "lfm2": ("gqa(qk_norm=head)", Lfm2Attention, Lfm2Config, {}),
+    "olmo2": ("gqa(qk_norm=joint)", Olmo2Attention, Olmo2Config, {}),
+    "mistral": ("sliding-window(kv_heads=2, pattern.window=5)", MistralAttention, MistralConfig, {"sliding_window": 5}),
+    "gpt-oss": ("gqa(null=learned, bias=true)", GptOssAttention, GptOssConfig, GPT_OSS),
+    "gpt-oss with a window": (
+        "sliding-window(kv_heads=2, null=learned, bias=true, pattern.window=5)", GptOssAttention, GptOssConfig, GPT_OSS,
+    ),
+    "kimi": (f"mla({OURS}, rotary=false)", KimiLinearAttention, KimiLinearConfig, LATENT | {"q_lora_rank": None}),
+    "kimi with a latent of queries": (f"mla({OURS}, rotary=false, q_rank=9, bias=true)", KimiLinearAttention,
+                                      KimiLinearConfig, LATENT | {"q_lora_rank": 9, "attention_bias": True}),
+    "bailing": (f"mla({OURS}, gate=head)", BailingHybridAttention, BailingHybridConfig, LATENT),
+    "deepseek-v3": (f"mla({OURS}, q_rank=9)", DeepseekV3Attention, DeepseekV3Config, LATENT | {"q_lora_rank": 9}),
+}  # fmt: skip
+RENAMED = {
+    "q_layernorm": "q_norm", "k_layernorm": "k_norm", "out_proj": "o_proj", "q_b_proj": "q_proj",
+    "kv_a_proj_with_mqa": "kv_a_proj", "kv_a_layernorm": "kv_a_norm", "q_a_layernorm": "q_a_norm",
+}  # fmt: skip
+
+
+def exact(module):
+    """Their layer with norms that do not round to float32."""
+    for name, child in module.named_children():
+        if "RMSNorm" in type(child).__name__:
+            norm = nn.RMSNorm(child.weight.numel(), eps=getattr(child, "eps", getattr(child, "variance_epsilon", None)))
+            offset = 1.0 if "Qwen3Next" in type(child).__name__ else 0.0
+            norm.weight.data = child.weight.data + offset
+            setattr(module, name, norm)
+    return module
+
+
+def permuted(weight, rows, interleaved):
+    """Rows of a head (or all) in our order: the rotated channels first, and pairs apart."""
+    shared, own = rows
+    order = torch.arange(own, own + shared)
+    order = torch.cat([order[::2], order[1::2]]) if interleaved else order
+    return weight.unflatten(0, (-1, own + shared))[:, torch.cat([order, torch.arange(own)])].flatten(0, 1)
+
+
+def weights_of(theirs, ours, interleaved):
+    weights = {}
+    for name, x in theirs.state_dict().items():
+        first, _, rest = name.partition(".")
+        weights[".".join(filter(None, (RENAMED.get(first, first), rest)))] = x
+    if ours.g_proj is not None and "g_proj.weight" not in weights:  # q and gate of each head in turn
+        q, gate = weights["q_proj.weight"].unflatten(0, (H, 2, -1)).unbind(1)
+        weights |= {"q_proj.weight": q.flatten(0, 1), "g_proj.weight": gate.flatten(0, 1)}
+    if "kv_a_proj.weight" in weights:
+        weights["q_proj.weight"] = permuted(weights["q_proj.weight"], (6, 10), interleaved)
+        for name in {"kv_a_proj.weight", "kv_a_proj.bias"} & weights.keys():
+            latent, shared = weights[name].split([12, 6])
+            weights[name] = torch.cat([latent, permuted(shared, (6, 0), interleaved)])
+    return weights
+
+
+@pytest.mark.parametrize("T", [3, 30])
+@pytest.mark.parametrize("name", CASES)
+def test_layer_equals_that_of_transformers(name, T, monkeypatch):
+    """Outputs and gradients, with angles in float64; MLA by its two forms."""
+    mixer, module, config, more = CASES[name]
+    config = config(**SIZES | more)
+    config._attn_implementation = "eager" if "oss" in name else "sdpa"
+    theirs = module(config, layer_idx=0).double()
+    for p in theirs.parameters():
+        nn.init.normal_(p, std=0.4)
+    theirs, ours = exact(theirs).double(), layer(mixer)
+    interleaved = name in ("bailing", "deepseek-v3")
+    ours.load_state_dict(weights_of(theirs, ours, interleaved))
+    for norm in (m for m in ours.modules() if isinstance(m, nn.RMSNorm)):
+        norm.eps = next(m.eps for m in theirs.modules() if isinstance(m, nn.RMSNorm))
+    where = torch.arange(T)
+    twice = 1 if "oss" in name else 2
+    turn = [torch.cat([x] * twice, -1)[:, :, 0] for x in ours._angles(where[None])] if ours.spec.rotary else None
+    window = ours.spec.pattern.window if ours.spec.pattern else T
+    distance = where[:, None] - where
+    mask = torch.zeros(T, T).double().masked_fill((distance < 0) | (distance >= window), -torch.inf)[None, None]
+    given = {"attention_mask": mask} | ({} if turn is None else {"position_embeddings": turn})
+    monkeypatch.setattr(torch.Tensor, "float", lambda x: x)  # which some gates call
+    agree(lambda x: ours(x)[0], lambda x: theirs(x, **given)[0], torch.randn(2, T, D).double(), 1e-12)
+
+
+def test_scale_is_a_number_or_a_name():
+    """A number replaces d^-1/2, after the norm of q."""
+    x = torch.randn(1, 9, D).double()
+    for mixer, scale in (("transformer(", 8**-0.5), ("transformer(qk_norm=head, ", 8**-0.5), ("mla(", 12**-0.5)):
+        named, number = layer(mixer + "scale=key)"), layer(f"{mixer}scale={scale})")
+        number.load_state_dict(named.state_dict())
+        assert relative(number(x)[0], named(x)[0]) < 1e-12
+    assert relative(layer("transformer(scale=3)")(x)[0], x) > 0

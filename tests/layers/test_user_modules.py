@@ -1,0 +1,198 @@
+"""Mixers whose layer is a user's module: state, padding, packs, weights and settings, and modules that break the
+protocol."""
+
+import pytest
+import torch
+from torch import nn
+
+import headrace
+from headrace import InputError, layers, zoo
+from headrace.hf import HeadraceForCausalLM, load
+from headrace.layers.module import examined
+from headrace.spec import from_json, to_json
+from headrace.utils import plugins
+from plugged import folder
+from tiny import config
+
+__all__ = ["folder"]  # a fixture
+
+
+def test_weights_are_those_of_the_constructor_and_buffers_come_back(folder):
+    class Buffered(nn.Linear):
+        def __init__(self, hidden_size, wide: bool = False):
+            super().__init__(hidden_size, hidden_size)
+            nn.init.constant_(self.weight, 0.25)
+            self.register_buffer("rates", torch.linspace(0, 1, hidden_size), persistent=False)
+
+        def forward(self, x, state=None):
+            return super().forward(x) * self.rates, None
+
+    headrace.register_mixer("mine", Buffered)
+    model = HeadraceForCausalLM(config("mine"))
+    module = model.model.backbone.layers[0].mixer.module
+    assert (module.weight == 0.25).all() and zoo.get("mine").state_bytes(32, 4) == 0
+    with torch.no_grad():
+        module.weight.fill_(3.0)
+    model.save_pretrained("model")
+    module = load("model").model.backbone.layers[0].mixer.module
+    assert (module.weight == 3).all() and torch.equal(module.rates, torch.linspace(0, 1, 32))
+
+
+def test_padding_and_packs_of_a_module_equal_its_rows(folder):
+    """With an empty row, whose state stays as it was, or is zeros at the beginning."""
+    plugins.load(["leaky.py"])
+    layer = layers.Mixer("leaky", hidden_size=8).double()
+    x, mask = torch.randn(4, 7, 8, dtype=torch.float64), torch.ones(4, 7, dtype=torch.bool)
+    mask[0, :3] = mask[1, 5:] = mask[2] = False
+    y, state = layer(x, mask=mask)
+    assert not y[~mask].any() and not state.state[2].any()
+    again, later = layer(x, state, mask=mask)
+    assert torch.equal(later.state[2], state.state[2])
+    for i in (0, 1, 3):
+        own, first = layer(x[i : i + 1][:, mask[i]])
+        torch.testing.assert_close(y[i][mask[i]], own[0])
+        torch.testing.assert_close(again[i][mask[i]], layer(x[i : i + 1][:, mask[i]], first)[0][0])
+    packed, _ = layer(x[3:, :7], cu_seqlens=torch.tensor([0, 2, 2, 7]))
+    torch.testing.assert_close(packed, torch.cat([layer(x[3:, :2])[0], layer(x[3:, 2:])[0]], 1))
+
+
+def test_expressions_set_settings_of_a_module(folder):
+    plugins.load(["leaky.py"])
+    spec = zoo.get("leaky(slowest=0.5)")
+    assert spec.settings == {"slowest": 0.5} and from_json(to_json(spec)) == spec != zoo.get("leaky")
+    assert layers.Mixer(spec, hidden_size=4).module.a.max() == 0.5
+    for wrong, sentence in {
+        "leaky(slowest=fast)": "expected finite float",
+        "leaky(speed=1)": "has no field 'speed'",
+    }.items():
+        with pytest.raises(InputError, match=sentence):
+            zoo.get(wrong)
+    with pytest.raises(InputError, match=r"'softmax-leaky' does not exist, because leaky is a module"):
+        zoo.get("softmax-leaky")
+
+
+# --- modules that break the protocol ---------------------------------------------------------------------------------
+class Right(nn.Module):
+    """Remembers the mean of all tokens, without a parameter."""
+
+    def __init__(self, hidden_size):
+        super().__init__()
+
+    def forward(self, x, state=None):
+        state = x.sum(1) if state is None else state + x.sum(1)
+        return x, state
+
+
+class WrongShape(Right):
+    def forward(self, x, state=None):
+        return x[..., :-1], x[:, 0]
+
+
+class NoState(Right):
+    def forward(self, x, state=None):
+        return x
+
+
+class ListState(Right):
+    def forward(self, x, state=None):
+        return x, [x[:, 0]]
+
+
+class OneState(Right):
+    def forward(self, x, state=None):
+        return x, x.sum((0, 1))[None]
+
+
+class Growing(Right):
+    def forward(self, x, state=None):
+        return x, x if state is None else torch.cat([state, x], 1)
+
+
+class Forgetful(Right):
+    def forward(self, x, state=None):
+        return x.cumsum(1), x.sum(1)
+
+
+class Looking(Right):
+    def forward(self, x, state=None):
+        return x + x.mean(0), x[:, 0]
+
+
+class Biased(Right):
+    def forward(self, x, state=None):
+        y = (1 if state is None else state[:, None]) + x.cumsum(1)
+        return y, y[:, -1]
+
+
+class Writing(Right):
+    def forward(self, x, state=None):
+        state = torch.zeros_like(x[:, 0]) if state is None else state
+        y = state[:, None] + x.cumsum(1)
+        return y, state.add_(x.sum(1))
+
+
+class Failing(Right):
+    def forward(self, x, state=None):
+        return x @ torch.ones(3), None
+
+
+class Unbuilt(Right):
+    def __init__(self, hidden_size):
+        raise ValueError("no luck")
+
+
+WRONG = {
+    WrongShape: r"returns y of shape \[3, 7, 7\] for x of shape \[3, 7, 8\]; expected the shape of x",
+    NoState: r"returns a Tensor; expected a tuple \(y, state\)",
+    ListState: "returns a list as its state; expected a tensor, a NamedTuple of tensors, or None",
+    OneState: r"has a state with torch.float32 of shape \[1, 8\] for 3 sequences",
+    Growing: r"has a state of \[\(7, 8\)\] after 7 tokens of 3 sequences, \[\(4, 8\)\] after 4 tokens",
+    Forgetful: "gives another y for x in two calls, the second with the state of the first than for x at once",
+    Looking: "gives another y for a sequence without the others",
+    Biased: "gives another y for x after a state of zeros, which is that before the first token",
+    Writing: "writes to the state that it was given; expected a new one",
+    Failing: r"cannot run on x \[3, 7, 8\]: size mismatch",
+    Unbuilt: r"cannot be built: Unbuilt\(hidden_size=8\) fails: no luck",
+}
+
+
+@pytest.mark.parametrize("module", WRONG, ids=lambda module: module.__name__)
+def test_module_that_breaks_the_protocol_is_refused_before_it_is_built(folder, module):
+    headrace.register_mixer("mine", module)
+    with pytest.raises(InputError, match=f"^mixer 'mine' {WRONG[module]}"):
+        layers.Mixer("mine", hidden_size=8)
+
+
+def test_module_that_takes_packs_gets_them(folder):
+    class Packs(Right):
+        def forward(self, x, state=None, cu_seqlens=None):
+            if cu_seqlens is None:
+                return x.cumsum(1), x.sum(1)
+            return torch.cat([part.cumsum(1) for part in x.split(cu_seqlens.diff().tolist(), 1)], 1), x[
+                0, cu_seqlens[:-1]
+            ]
+
+    class Forgets(Packs):
+        def forward(self, x, state=None, cu_seqlens=None):
+            return x.cumsum(1) + (0 if state is None else state[:, None]), x.sum(1) + (0 if state is None else state)
+
+    headrace.register_mixer("mine", Forgets)
+    with pytest.raises(InputError, match="gives another y for packed sequences"):
+        examined(zoo.get("mine"), 8, 1)
+
+
+def test_constructor_without_the_protocol_is_refused(folder):
+    class NoSize(Right):
+        def __init__(self, width=3):
+            super().__init__(width)
+
+    class NoDefault(Right):
+        def __init__(self, hidden_size, layout: dict):
+            super().__init__(hidden_size)
+
+    for module, sentence in {
+        NoSize: r"expected __init__\(hidden_size, ...\)",
+        NoDefault: "cannot be a setting",
+    }.items():
+        with pytest.raises(InputError, match=sentence):
+            headrace.register_mixer("mine", module)
