@@ -18,6 +18,7 @@ from headrace.studies.foreign.check import Verdict
 
 FAULTY = Path(faulty_layers.__file__)
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "verify"
+LAYER_LAWS = ["left-padded = bare", "pieces = whole", "decoding = whole", "batch size"]
 
 
 def broken(verdicts):
@@ -95,6 +96,13 @@ def test_a_program_shows_the_smallest_failing_input_without_headrace(name, law, 
     assert code == 1 and out.startswith("relative error"), out
 
 
+@pytest.mark.parametrize(("layer", "broken"), [("Mamba2Mixer", []), ("MambaMixer", ["pieces = whole"])])
+def test_a_layer_of_a_model(layer, broken):
+    foreign.quiet()
+    verdicts = list(foreign.verify(foreign.target(f"transformers:{layer}").adapter, LAYER_LAWS))
+    assert [v.law for v in verdicts if v.verdict != "holds"] == broken
+
+
 @pytest.mark.slow(seconds=30)
 @pytest.mark.parametrize("model_type", ["llama", "mamba2"])
 def test_the_stored_verdicts_are_those_of_today(model_type):
@@ -107,9 +115,9 @@ def test_the_stored_verdicts_are_those_of_today(model_type):
 
 
 def test_every_model_type_has_results():
-    from headrace.studies.foreign import MODELS
-
-    assert {path.stem for path in RESULTS.glob("transformers-*.json")} >= {f"transformers-{name}" for name in MODELS}
+    assert {path.stem for path in RESULTS.glob("transformers-*.json")} >= {
+        f"transformers-{name}" for name in foreign.MODELS
+    }
 
 
 def test_the_command(run_command, tmp_path):
