@@ -271,6 +271,14 @@ def test_parts_that_headrace_lacks_are_named(kinds, name, tmp_path):
         import_checkpoint(tmp_path)
 
 
+def test_factors_are_folded_into_float32(tmp_path):
+    """MiniMax's, which bfloat16 weights would round, unless they are powers of 2."""
+    for factor, dtype in ((3.5, torch.float32), (2.0, torch.bfloat16)):
+        theirs = AutoModelForCausalLM.from_config(described("minimax", full_attn_alpha_factor=factor))
+        theirs.bfloat16().save_pretrained(tmp_path / str(factor))
+        assert import_checkpoint(tmp_path / str(factor)).dtype is dtype
+
+
 @torch.no_grad()
 def test_dense_layers_have_the_names_of_the_released_model(pairs, tmp_path):
     """Kimi Linear's first layer has `mlp`; transformers writes `block_sparse_moe` for it too."""

@@ -7,7 +7,7 @@ use this map. Only safetensors files are read: nothing is unpickled, and no fore
 import json
 from dataclasses import asdict, replace
 from functools import reduce
-from math import prod
+from math import frexp, prod
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,8 @@ def import_checkpoint(checkpoint: Path, dtype: torch.dtype | None = None) -> Hea
 
     It needs the memory of the model and of one foreign tensor.
 
-    dtype: precision of the model; None: the lowest one that represents every tensor without rounding.
+    dtype: precision of the model; None: the lowest one that represents every tensor without rounding, and at least
+        float32 for a model with factors that are folded into weights and are no powers of 2.
 
     Raises:
         InputError: the format is unknown, the config has a feature that headrace does not have, or a tensor is missing,
@@ -86,7 +87,7 @@ def _empty_model(form: Format, described: Config, files: TensorFiles, dtype: tor
     _check_tensors(form, model, foreign, files)
     biases = {view.name for slot, view in foreign.views.items() if slot.endswith("choice_bias")}
     headers = {name: header for name, header in files.headers.items() if name not in biases}
-    model.to(_precision(headers) if dtype is None else dtype).to_empty(device="cpu")
+    model.to(dtype or _precision(headers, foreign.views)).to_empty(device="cpu")
     for module in model.modules():
         if isinstance(module, MixtureOfExperts) and module.choice_bias is not None:
             module.choice_bias = module.choice_bias.to(accumulator(module.choice_bias))  # as `from_pretrained` keeps it
@@ -219,12 +220,15 @@ def _experts(path: str, up: Tensor, down: Tensor, gated: bool) -> dict[str, Tens
     return {f"{path}.{e}.{part}": x[e] for part, x in parts.items() for e in range(len(x))}
 
 
-def _precision(headers: dict[str, Header]) -> torch.dtype:
-    """The lowest precision that represents every tensor without rounding."""
+def _precision(headers: dict[str, Header], views: Views) -> torch.dtype:
+    """The lowest precision that represents every tensor without rounding, but float32 at least for products with a
+    factor that has more than one bit."""
     for name, header in headers.items():
         if header.dtype not in PRECISIONS.values():
             raise InputError(f"tensor {name!r} has dtype {header.dtype}; expected one of {', '.join(PRECISIONS)}")
     dtypes: Any = {header.dtype for header in headers.values()}
+    if any(abs(frexp(view.factor)[0]) != 0.5 for view in views.values()):
+        dtypes.add(torch.float32)
     return reduce(torch.promote_types, dtypes)
 
 

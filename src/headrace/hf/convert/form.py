@@ -166,11 +166,11 @@ def period(layers: Sequence[Layer]) -> tuple[Layer, ...]:
 # --- views -----------------------------------------------------------------------------------------------------------
 
 
-def whole(prefix: str, embedding: str, norm: str, tied: bool, offset: float = 0.0) -> Views:
+def whole(prefix: str, embedding: str, norm: str, tied: bool) -> Views:
     """Returns the views outside of layers: the embedding, the final norm and, unless it is tied, the head."""
     views = {
         "model.embed_tokens.weight": View(f"{prefix}.{embedding}.weight"),
-        "model.backbone.norm.weight": View(f"{prefix}.{norm}.weight", offset=offset),
+        "model.backbone.norm.weight": View(f"{prefix}.{norm}.weight"),
     }
     return views if tied else views | {"lm_head.weight": View("lm_head.weight")}
 
