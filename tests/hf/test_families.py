@@ -226,6 +226,8 @@ def test_fields_are_honoured_or_refused(kind, tmp_path):
                 assert any(field in str(refused) for field in changes), (name, changes, refused)
             else:
                 assert error < FAMILIES[kind].float64, (name, changes, error)
+            if name not in FAMILIES[kind].fields:
+                break  # one of the guesses is enough
         assert built, f"no other value of {name} makes a model; list some in the family's `fields`"
 
 
