@@ -3,6 +3,7 @@
 from typing import Any
 
 from ...spec.stack import Experts
+from ...utils.errors import InputError
 from .fields import Fields
 from .form import Block, View, Views, below, named
 
@@ -17,6 +18,19 @@ def experts(theirs: str, count: int, names: dict[str, str] = GATED_EXPERT, route
         matrices = {our: f"{their}.weight" for our, their in names.items()}
         views |= named(f"mlp.{e}", f"{theirs}.experts.{e}", matrices)
     return views
+
+
+def mixture_of(c: Fields, fields: dict[str, str], **fixed: Any) -> Experts:
+    """Returns a mixture of experts. fields: {field of Experts: their field}; fixed: other fields of Experts.
+
+    Raises InputError, which names their fields, for values that do not fit each other."""
+    values = {ours: c[theirs] for ours, theirs in fields.items()}
+    try:
+        return Experts(**values, **fixed)
+    except InputError as reason:
+        meant = [name for name in fields if f"experts.{name}=" in str(reason)]
+        listed = ", ".join(f"{fields[name]}={values[name]!r}" for name in meant)
+        raise InputError(f"config.json has {listed}: {reason}") from None
 
 
 def deepseek_experts(c: Fields) -> Experts:
