@@ -124,7 +124,11 @@ class Format:
     def model(self, described: Config) -> tuple[Model, Fields]:
         """Returns the model that a config.json describes, and its fields. InputError for an unknown field or value."""
         fields = Fields(described, self.defaults, self.types)
-        model = self.read(fields)
+        try:
+            model = self.read(fields)
+        except InputError as error:  # of a spec, which has other names for the fields
+            named = str(error).startswith("config.json")
+            raise InputError(f"{'' if named else 'config.json describes a model whose '}{error}") from None
         fields.refuse_unknown()
         return model, fields
 
