@@ -85,7 +85,7 @@ REFUSED = {
     "output_gate_activation='sigmoid'": ("qwen3_next", (), {"output_gate_activation": "sigmoid"}),
     "per_layer_config={": ("llama", (), {"per_layer_config": {"1": {"rms_norm_eps": 0.5}}}),
     "quantization_config={": ("llama", (), {"quantization_config": {"bits": 4}}),
-    "n_groups=8; expected a divisor of num_heads = 4": ("mamba2", ("n_groups",), {}),
+    "n_groups=8; expected a divisor of the number of heads, 4": ("mamba2", ("n_groups",), {}),
     "config.json describes a model whose experts.chosen=10 exceeds experts.count=4": (
         "qwen3_next", (), {"num_experts": 4, "mlp_only_layers": [0, 0]}
     ),

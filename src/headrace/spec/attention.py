@@ -158,7 +158,8 @@ class AttentionSpec(Spec):
     scale: Scale = "key"  # factor of the logits, or its name: d^-1/2, 1 (T5), (d/2)^-1/2 (Zamba)
     form: Literal["sdpa", "tiles"] = "sdpa"  # PyTorch's attention, or FlashAttention's tiles in plain PyTorch
     pattern: Pattern | None = None  # sparsity pattern; None: all earlier tokens, in an encoder all tokens
-    bias: bool | Literal["qkv"] = False  # whether all projections have biases, or those of q, k and v (Qwen2)
+    # whether all projections have biases, or those of q, k and v (Qwen2), or of the output (RecurrentGemma)
+    bias: bool | Literal["qkv", "o"] = False
     head_dim: PositiveInt | None = None  # d; None: the hidden size over the number of query heads
     rope: Rope = field(default_factory=Rope)  # the frequencies of rotary positions
     # RMSNorm with weights of q and k before the rotation: per head (Qwen3), or of all heads together (OLMo 2); offset:

@@ -1,28 +1,19 @@
 """The formats of transformers' hybrids of Mamba-2 and softmax attention."""
 
 from collections.abc import Collection
-from fnmatch import fnmatchcase
-from math import inf, prod
+from math import inf
 from typing import Any
 
 from ...spec.stack import BlockStyle, Experts, Layer
 from .fields import Fields
 from .form import Block, Format, Model, View, Views, below, conv_width, layer_name, named, shared, stacked, whole
-from .parts import experts, mixture_of
-from .recurrent import SILU, STEPS, Mamba2, limit
+from .parts import experts, mixture_of, scaled
+from .recurrent import SILU, STEPS, Mamba2, divisor, mamba_layer
 from .softmax import GATED, UNGATED, activation, attention, attention_views, rope_theta
 
 NORM, MLP_NORM, FINAL_NORM = "mixer_norm.weight", "mlp_norm.weight", "model.backbone.norm.weight"
 NORMS = {NORM: "input_layernorm.weight", MLP_NORM: "post_attention_layernorm.weight"}
 UNGATED = UNGATED | {"relu2": "relu2"}
-
-
-def scaled(views: Views, factors: dict[str, float]) -> Views:
-    """Returns the views with more factors, by patterns of our names."""
-    return {
-        name: view._replace(factor=view.factor * prod(x for like, x in factors.items() if fnmatchcase(name, like)))
-        for name, view in views.items()
-    }  # fmt: skip
 
 
 def multiplier(c: Fields, name: str, value: Any = None) -> float:
@@ -55,24 +46,6 @@ def layer_types(c: Fields, name: str, known: Collection[str]) -> list[str]:
     if not {*c[name]} <= {*known}:
         c.refuse(name, f"{' or '.join(known)} for each layer")
     return c[name]
-
-
-def divisor(c: Fields, name: str, heads: int) -> int:
-    """Returns a number of groups of heads."""
-    if heads % c[name]:
-        c.refuse(name, f"a divisor of the number of heads, {heads}")
-    return c[name]
-
-
-def mamba_layer(c: Fields, biases: tuple[bool, bool], norm: str = "gate-norm") -> Mamba2:
-    """Returns a layer of Mamba-2 by the fields of Bamba. biases: of the input and of the output projection."""
-    c.ignore("mamba_expand", "mamba_d_ssm")  # the width, which is that of the heads
-    c.ignore("mamba_chunk_size")
-    heads, conv = c["mamba_n_heads"], conv_width(c, "mamba_d_conv")
-    return Mamba2(
-        heads, c["mamba_d_state"], c["mamba_d_head"], divisor(c, "mamba_n_groups", heads), conv, c["mamba_conv_bias"],
-        biases, limit(c, "time_step_limit"), norm,
-    )  # fmt: skip
 
 
 # --- Falcon-H1 -------------------------------------------------------------------------------------------------------

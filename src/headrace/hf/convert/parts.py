@@ -1,5 +1,7 @@
 """Views of the parts that many formats have."""
 
+from fnmatch import fnmatchcase
+from math import prod
 from typing import Any
 
 from ...spec.stack import Experts
@@ -9,6 +11,14 @@ from .form import Block, View, Views, below, named
 
 SWIGLU = {f"{name}_proj.weight": f"{name}_proj.weight" for name in ("gate", "up", "down")}
 GATED_EXPERT = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+def scaled(views: Views, factors: dict[str, float]) -> Views:
+    """Returns the views with more factors, by patterns of our names."""
+    return {
+        name: view._replace(factor=view.factor * prod(x for like, x in factors.items() if fnmatchcase(name, like)))
+        for name, view in views.items()
+    }  # fmt: skip
 
 
 def experts(theirs: str, count: int, names: dict[str, str] = GATED_EXPERT, router: str = "gate") -> Views:

@@ -81,12 +81,13 @@ def rope_parameters(rope: Rope, theta: float) -> Config:
 # --- layers ----------------------------------------------------------------------------------------------------------
 
 
-def attention(c: Fields, **options: Any) -> AttentionSpec:
-    """Returns the spec of attention by the fields that most formats share. options: its other fields."""
+def attention(c: Fields, partial: bool = False, **options: Any) -> AttentionSpec:
+    """Returns the spec of attention by the fields that most formats share. partial: as in `rotation`; options: the
+    spec's other fields."""
     H, D = c["num_attention_heads"], c["hidden_size"]
     groups, d = c.get("num_key_value_heads") or H, c.get("head_dim") or D // H
     heads: Config = {"kv_heads": None if groups == H else groups, "head_dim": None if d * H == D else d}
-    positions = rotation(c, d) if options.get("rotary", True) else Rope()
+    positions = rotation(c, d, partial) if options.get("rotary", True) else Rope()
     return AttentionSpec(**heads, rope=positions, **options)
 
 
@@ -94,8 +95,9 @@ def attention_views(spec: AttentionSpec, theirs: str, **renamed: str) -> Views:
     """Returns the views of a layer of attention below the module `theirs`. renamed: their names of modules that they
     call otherwise than we do."""
     alone, both = ("weight",), ("weight", "bias")
-    modules = {f"{name}_proj": both if spec.bias else alone for name in ("qkvg" if spec.gated else "qkv")}
-    modules["o_proj"] = both if spec.bias is True else alone
+    biased = spec.bias in (True, "qkv")
+    modules = {f"{name}_proj": both if biased else alone for name in ("qkvg" if spec.gated else "qkv")}
+    modules["o_proj"] = both if spec.bias in (True, "o") else alone
     if spec.qk_norm != "none":
         modules |= {"q_norm": alone, "k_norm": alone}
     return {
