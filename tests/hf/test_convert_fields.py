@@ -86,7 +86,7 @@ REFUSED = {
     "per_layer_config={": ("llama", (), {"per_layer_config": {"1": {"rms_norm_eps": 0.5}}}),
     "quantization_config={": ("llama", (), {"quantization_config": {"bits": 4}}),
     "n_groups=8; expected a divisor of the number of heads, 4": ("mamba2", ("n_groups",), {}),
-    "config.json describes a model whose experts.chosen=10 exceeds experts.count=4": (
+    "config.json has num_experts=4, num_experts_per_tok=10: experts.chosen=10 exceeds experts.count=4": (
         "qwen3_next", (), {"num_experts": 4, "mlp_only_layers": [0, 0]}
     ),
     "has an unexpected tensor 'lm_head.weight'": ("llama", (), {"tie_word_embeddings": True}),

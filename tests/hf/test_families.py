@@ -173,6 +173,18 @@ def test_saved_and_converted_back_models_are_the_same(kind, pairs, tmp_path):
     assert relative(logits(read(tmp_path / "back"), ids), logits(theirs, ids)) < FAMILIES[kind].float64
 
 
+def test_routers_keep_float32(pairs, tmp_path):
+    """As transformers keeps them, in a model in bfloat16."""
+    _, _, path = pairs("nemotron_h", "base")
+    AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).save_pretrained(tmp_path / "theirs")
+    ours = import_checkpoint(tmp_path / "theirs")
+    ours.save_pretrained(tmp_path / "ours")
+    for model in (ours, load(tmp_path / "ours")):
+        mlp = model.model.backbone.layers[0].mlp
+        assert model.dtype is torch.bfloat16
+        assert mlp.router.weight.dtype is mlp.choice_bias.dtype is torch.float32
+
+
 @pytest.mark.parametrize("kind", [kind for kind, family in FAMILIES.items() if family.real])
 def test_released_sizes_have_their_parameters(kind):
     config = CONFIG_MAPPING[kind](**FAMILIES[kind].real)

@@ -85,12 +85,14 @@ def _empty_model(form: Format, described: Config, files: TensorFiles, dtype: tor
     with torch.device("meta"):
         model: Any = HeadraceForCausalLM(config)
     _check_tensors(form, model, foreign, files)
-    biases = {view.name for slot, view in foreign.views.items() if slot.endswith("choice_bias")}
-    headers = {name: header for name, header in files.headers.items() if name not in biases}
+    routers = {view.name for slot, view in foreign.views.items() if slot.endswith(("choice_bias", "mlp.router.weight"))}
+    headers = {name: header for name, header in files.headers.items() if name not in routers}
     model.to(dtype or _precision(headers, foreign.views)).to_empty(device="cpu")
     for module in model.modules():
-        if isinstance(module, MixtureOfExperts) and module.choice_bias is not None:
-            module.choice_bias = module.choice_bias.to(accumulator(module.choice_bias))  # as `from_pretrained` keeps it
+        if isinstance(module, MixtureOfExperts):  # its router keeps float32, as in `from_pretrained`
+            module.router.to(accumulator(module.router.weight))
+            if module.choice_bias is not None:
+                module.choice_bias = module.choice_bias.to(accumulator(module.choice_bias))
         elif module._buffers:  # which no view fills
             module.reset_parameters()
     model.tie_weights()

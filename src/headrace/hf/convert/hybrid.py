@@ -7,7 +7,7 @@ from typing import Any
 from ...spec.stack import BlockStyle, Experts, Layer
 from .fields import Fields
 from .form import Block, Format, Model, View, Views, below, conv_width, layer_name, named, shared, stacked, whole
-from .parts import experts, scaled
+from .parts import balance, experts, mixture_of, scaled
 from .recurrent import SILU, STEPS, Mamba2, divisor, mamba_layer
 from .softmax import GATED, UNGATED, activation, attention, attention_views, rope_theta
 
@@ -126,15 +126,14 @@ def granitemoehybrid(c: Fields) -> Model:
 
 
 def granite_experts(c: Fields) -> Experts | None:
-    count, chosen, coefficient = c["num_local_experts"], c["num_experts_per_tok"], c["router_aux_loss_coef"]
-    balance = coefficient if c["output_router_logits"] else None
-    if not count:
-        c.ignore("intermediate_size")
+    if not c["num_local_experts"]:
+        c.ignore("num_experts_per_tok", "intermediate_size", "router_aux_loss_coef", "output_router_logits")
         return None
-    if not 1 <= chosen <= count:
-        c.refuse("num_experts_per_tok", f"1 to num_local_experts={count}")
-    shared_width = c["shared_intermediate_size"]
-    return Experts(count, chosen, balance or 0.0, c["intermediate_size"], normalised=True, shared=shared_width)
+    fields = {
+        "count": "num_local_experts", "chosen": "num_experts_per_tok", "width": "intermediate_size",
+        "shared": "shared_intermediate_size",
+    }  # fmt: skip
+    return mixture_of(c, fields, balance=balance(c), normalised=True)
 
 
 def stacked_experts(theirs: str, mixture: Experts, hidden_size: int) -> Views:
@@ -168,9 +167,10 @@ def nemotron_h(c: Fields) -> Model:
     spec, mlp = attention(c, rotary=False), activation(c, "mlp_hidden_act", UNGATED)
     kinds = {"linear_attention": mamba.spec(D, H), "full_attention": spec}
     listed = layer_types(c, "layers_block_type", [*kinds, "mlp", "moe"])
-    mixture = nemotron_experts(c) if "moe" in listed else None
-    if mixture is None:
-        c.ignore(*NEMOTRON_EXPERTS)
+    mixture = None
+    if "moe" in listed:
+        mixture = mixture_of(c, NEMOTRON_EXPERTS, balance=0.0, scores="sigmoid", biased=True)
+    c.ignore(*NEMOTRON_EXPERTS.values())
     style = BlockStyle(mlp=mlp, bias=c["mlp_bias"], experts=mixture)
     layers: list[Layer] = []
     views = whole("backbone", "embeddings", "norm_f", c["tie_word_embeddings"])
@@ -200,17 +200,12 @@ NEMOTRON_UNUSED = (
     "n_shared_experts", "num_hidden_layers", "rope_theta", "partial_rotary_factor", "is_hybrid_model",
     "num_nextn_predict_layers", "mtp_layers_block_type",
 )  # fmt: skip
-# Fields of the mixture of experts -> fields of Experts.
+# Fields of Experts -> fields of the mixture of experts.
 NEMOTRON_EXPERTS = {
-    "n_routed_experts": "count", "num_experts_per_tok": "chosen", "n_group": "groups", "topk_group": "chosen_groups",
-    "norm_topk_prob": "normalised", "routed_scaling_factor": "scale", "moe_intermediate_size": "width",
-    "moe_shared_expert_intermediate_size": "shared", "moe_latent_size": "latent",
+    "count": "n_routed_experts", "chosen": "num_experts_per_tok", "groups": "n_group", "chosen_groups": "topk_group",
+    "normalised": "norm_topk_prob", "scale": "routed_scaling_factor", "width": "moe_intermediate_size",
+    "shared": "moe_shared_expert_intermediate_size", "latent": "moe_latent_size",
 }  # fmt: skip
-
-
-def nemotron_experts(c: Fields) -> Experts:
-    named_fields = {ours: c[theirs] for theirs, ours in NEMOTRON_EXPERTS.items()}
-    return Experts(**named_fields, balance=0.0, scores="sigmoid", biased=True)
 
 
 def nemotron_moe(theirs: str, mixture: Any, style: BlockStyle) -> Views:

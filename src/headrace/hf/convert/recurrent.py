@@ -16,7 +16,7 @@ from ...spec.scan import ScanSpec
 from ...spec.stack import BlockStyle, Experts, Layer
 from .fields import Config, Fields
 from .form import Format, Model, View, Views, below, conv_width, layer_name, named, shared, stacked, whole
-from .parts import experts, scaled
+from .parts import balance, experts, mixture_of, scaled
 from .softmax import attention, attention_views, rope_theta, window_of
 
 SILU = ("silu", "swish")
@@ -239,11 +239,8 @@ def jamba(c: Fields) -> Model:
 
 
 def mixture(c: Fields, count: int, **options: Any) -> Experts:
-    """Returns a mixture of experts. transformers adds the load-balancing loss if the model returns router logits."""
-    chosen, weight, added = (c[n] for n in ("num_experts_per_tok", "router_aux_loss_coef", "output_router_logits"))
-    if not 1 <= chosen <= count:
-        c.refuse("num_experts_per_tok", f"1 to the number of experts, {count}")
-    return Experts(count, chosen, weight if added else 0.0, **options)
+    """Returns a mixture of experts."""
+    return mixture_of(c, {"chosen": "num_experts_per_tok"}, count=count, balance=balance(c), **options)
 
 
 def lfm2(c: Fields) -> Model:
