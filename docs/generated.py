@@ -8,6 +8,7 @@ turns docstrings into reStructuredText.
 
 import dataclasses
 import inspect
+import json
 import re
 import shlex
 import sys
@@ -40,10 +41,12 @@ from headrace.spec.record import Kind
 from headrace.spec.record import fields as accepted
 from headrace.studies import catalog
 from headrace.studies.compare.defaults import DEFAULTS
+from headrace.studies.foreign import LAWS
 from headrace.tasks import TASKS
 from headrace.training import recipes as shipped
 
 DOCS = Path(__file__).parent
+VERIFIED = DOCS.parent / "benchmarks" / "results" / "verify"
 REGION = re.compile(r"(<!-- generated: ([^\n]*) -->\n\n).*?(<!-- end -->\n)", re.DOTALL)
 CODE = re.compile(r"^```(python|sh)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LAB_BOOK = "https://github.com/headrace/headrace/blob/main/docs/log.md"  # which is no page of the site
@@ -328,6 +331,36 @@ def filled(page: str) -> str:
         done += [before, region[1], made.strip("\n"), "\n\n", region[3]]
         place = region.end()
     return "".join([*done, page[place:]])
+
+
+def verified() -> str:
+    """One row per verified model of another library, and a column for each law that one of them breaks."""
+    records = [json.loads(path.read_text("utf-8")) for path in sorted(VERIFIED.glob("*.json"))]
+    verdicts = {record["target"]: {row["law"]: row for row in record["laws"]} for record in records}
+    broken = [law for law in LAWS if any(_fails(rows.get(law)) for rows in verdicts.values())]
+    rows = [(f"`{target}`", *(_verdict(rows.get(law)) for law in broken)) for target, rows in verdicts.items()]
+    kept = ", ".join(law for law in LAWS if law not in broken)
+    environments = [record["environment"] for record in records]
+    packages = [f"{name} {', '.join(sorted({e[name] for e in environments}))}" for name in ("transformers", "torch")]
+    dates = sorted({record["date"] for record in records})
+    made = f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))}, {', '.join(packages)}, on a CPU in float32"
+    counts = f"{len(records)} models and layers, {made}. None breaks: {kept}."
+    return f"{counts}\n\n{table(('', *broken), rows)}"
+
+
+def _fails(row: dict[str, Any] | None) -> bool:
+    return row is not None and row["verdict"] in ("breaks", "raises")
+
+
+def _verdict(row: dict[str, Any] | None) -> str:
+    """A relative error if a law breaks; "refuses" for what a module refuses with a ValueError or was not offered."""
+    if row is None:
+        return ""
+    if row["verdict"] == "breaks":
+        return "**NaN**" if row["error"] == "inf" else f"**{row['error']:.0e}**"
+    if row["verdict"] == "raises":
+        return "refuses" if row["note"].startswith("ValueError") else "**raises**"
+    return {"holds": "✓", "not offered": "–"}[row["verdict"]]
 
 
 def pages() -> list[Path]:

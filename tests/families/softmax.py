@@ -52,7 +52,7 @@ LLAMA_31 |= {
 MISTRAL_7B = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
 MISTRAL_7B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": 4096}
 QWEN2_7B = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
-QWEN2_7B |= {"num_attention_heads": 28, "num_key_value_heads": 4}
+QWEN2_7B |= {"num_attention_heads": 28, "num_key_value_heads": 4, "use_mrope": False, "sliding_window": 131072}
 QWEN3_8B = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
 QWEN3_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 OLMO2_7B = {"vocab_size": 100352, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
@@ -86,7 +86,7 @@ FAMILIES = {
     ),
     "gemma": Family(
         HEADS | {"head_dim": 12}, variants={"untied": {"tie_word_embeddings": False}, "yarn": ROPES["yarn"]},
-        fields=FREQUENCIES, real={"num_hidden_layers": 28},
+        fields=FREQUENCIES, real={"num_hidden_layers": 28, "hidden_act": "gelu", "hidden_activation": None},
     ),
     "gpt2": Family(
         GPT2,
@@ -98,6 +98,6 @@ FAMILIES = {
             "activation_function": ["gelu", "relu", "tanh", "gelu_pytorch_tanh"], "n_inner": [48], "n_positions": [60],
             "summary_activation": ["tanh"],
         },
-        real={"n_layer": 12},
+        real={"n_layer": 12, "n_ctx": 1024, "task_specific_params": {"text-generation": {"do_sample": True}}},
     ),
 }  # fmt: skip

@@ -138,6 +138,23 @@ def test_user_errors_are_refused(checkpoint, mistake):
     assert sentence in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        "gqa(bias=true, head_dim=12)", "transformer(rope.kind=yarn, rope.original=8, rope.factor=4, rope.slow=0.5)",
+        "transformer(rope.kind=llama3, rope.original=8, rope.factor=4, rope.fast=4)",
+        "transformer(rope.kind=dynamic, rope.original=2048, rope.factor=2)",
+    ],
+)  # fmt: skip
+@torch.no_grad()
+def test_our_softmax_attention_becomes_llama(mixer, tmp_path):
+    ours = random(HeadraceForCausalLM(tiny.config(mixer)))
+    export_checkpoint(ours, "llama", tmp_path)
+    theirs, ids = AutoModelForCausalLM.from_pretrained(tmp_path), torch.randint(1, 20, (2, 30))
+    expected = ours(ids).logits
+    assert (theirs(ids).logits - expected).norm() / expected.norm() < 1e-5
+
+
 def test_checkpoints_of_a_bare_model_with_masks_are_read(tmp_path):
     """As GPT-2 was released: without the name of the model in the names, and with causal masks among the tensors."""
     config = GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=1)

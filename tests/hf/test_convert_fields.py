@@ -85,11 +85,10 @@ REFUSED = {
     "output_gate_activation='sigmoid'": ("qwen3_next", (), {"output_gate_activation": "sigmoid"}),
     "per_layer_config={": ("llama", (), {"per_layer_config": {"1": {"rms_norm_eps": 0.5}}}),
     "quantization_config={": ("llama", (), {"quantization_config": {"bits": 4}}),
-    "n_groups=8; expected 1": ("mamba2", ("n_groups",), {}),
-    "layer_types=['linear_attention', 'full_attention']": (
-        "qwen3_next", ("layer_types",), {"full_attention_interval": 2}
+    "n_groups=8; expected a divisor of the number of heads, 4": ("mamba2", ("n_groups",), {}),
+    "config.json has num_experts=4, num_experts_per_tok=10: experts.chosen=10 exceeds experts.count=4": (
+        "qwen3_next", (), {"num_experts": 4, "mlp_only_layers": [0, 0]}
     ),
-    "num_experts=4; expected 0": ("qwen3_next", (), {"num_experts": 4, "mlp_only_layers": [0, 0]}),
     "has an unexpected tensor 'lm_head.weight'": ("llama", (), {"tie_word_embeddings": True}),
 }  # fmt: skip
 

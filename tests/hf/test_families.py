@@ -14,14 +14,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
-from families import Family, delta, recurrent, softmax
+from families import Family, delta, hybrid, recurrent, softmax
 from headrace.hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM, load
 from headrace.hf.convert import FORMATS, export_checkpoint, import_checkpoint, slots
 from headrace.hf.convert.fields import COMMON
 from headrace.utils.errors import InputError
 
-FAMILIES: dict[str, Family] = softmax.FAMILIES | recurrent.FAMILIES | delta.FAMILIES
+FAMILIES: dict[str, Family] = softmax.FAMILIES | recurrent.FAMILIES | delta.FAMILIES | hybrid.FAMILIES
 VARIANTS = [(kind, name) for kind, family in FAMILIES.items() for name in ("base", *family.variants)]
 T = 12
 
@@ -32,7 +33,8 @@ def float64_throughout():
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     wide = mock.patch.multiple(torch, float32=torch.float64, float=torch.float64)
-    with wide, mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+    scan = mock.patch.object(RecurrentGemmaRglru._rnn_scan, "__defaults__", (torch.float64,))
+    with wide, scan, mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
         yield
     torch.set_default_dtype(before)
 
@@ -46,8 +48,9 @@ def save(config, path):
     """Writes a model with random weights."""
     with float64_throughout():
         theirs = AutoModelForCausalLM.from_config(config)
-        for parameter in theirs.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
+        for name, value in theirs.state_dict().items():
+            if FORMATS[config.model_type].holds(name):
+                torch.nn.init.normal_(value, std=0.3)
         theirs.save_pretrained(path)
     return path
 
@@ -139,7 +142,18 @@ def test_gradients_equal_theirs(kind, variant, pairs, tmp_path):
         if "choice_bias" not in name:  # which has no gradient
             view = model.views[name]
             expected = view.rows(foreign[view.name]).reshape(gradient.shape)
-            assert (gradient / view.factor - expected).norm() <= 1e-9 * expected.norm() + 1e-13 * whole, name
+            assert (view.factor * gradient - expected).norm() <= 1e-9 * expected.norm() + 1e-13 * whole, name
+
+
+@torch.no_grad()
+def test_rwkv_is_not_rescaled(tmp_path):
+    """In evaluation, transformers halves the stream every `rescale_every` layers, for the range of float16. The norms'
+    epsilon then weighs more, so that its logits differ from those of its training mode, which are the model's."""
+    path = save(described("rwkv", rescale_every=1, num_hidden_layers=3), tmp_path)
+    theirs, ours = read(path), import_checkpoint(path)
+    ids = tokens(theirs, 2, T)
+    expected, rescaled = logits(theirs.train(), ids), logits(theirs.eval(), ids)
+    assert relative(ours(ids).logits, expected) < 1e-12 < relative(rescaled, expected) < 1e-3
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -151,11 +165,24 @@ def test_saved_and_converted_back_models_are_the_same(kind, pairs, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), ours.parameters(), strict=True))
     export_checkpoint(again, kind, tmp_path / "back")
     before, after = load_file(path / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
-    assert before.keys() == after.keys()
-    for name, tensor in before.items():
-        torch.testing.assert_close(after[name].view_as(tensor), tensor, rtol=1e-14, atol=1e-15)
+    weights = {name for name in before if FORMATS[kind].holds(name)}
+    assert weights == after.keys()
+    for name in weights:
+        torch.testing.assert_close(after[name].view_as(before[name]), before[name], rtol=1e-14, atol=1e-15)
     ids = tokens(theirs, 1, T)
     assert relative(logits(read(tmp_path / "back"), ids), logits(theirs, ids)) < FAMILIES[kind].float64
+
+
+def test_routers_keep_float32(pairs, tmp_path):
+    """As transformers keeps them, in a model in bfloat16."""
+    _, _, path = pairs("nemotron_h", "base")
+    AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).save_pretrained(tmp_path / "theirs")
+    ours = import_checkpoint(tmp_path / "theirs")
+    ours.save_pretrained(tmp_path / "ours")
+    for model in (ours, load(tmp_path / "ours")):
+        mlp = model.model.backbone.layers[0].mlp
+        assert model.dtype is torch.bfloat16
+        assert mlp.router.weight.dtype is mlp.choice_bias.dtype is torch.float32
 
 
 @pytest.mark.parametrize("kind", [kind for kind, family in FAMILIES.items() if family.real])
@@ -254,6 +281,14 @@ def test_parts_that_headrace_lacks_are_named(kinds, name, tmp_path):
     save_file({"x": torch.zeros(2**20)}, tmp_path / "model.safetensors")
     with pytest.raises(InputError, match=f"config.json has {name}="):
         import_checkpoint(tmp_path)
+
+
+def test_factors_are_folded_into_float32(tmp_path):
+    """MiniMax's, which bfloat16 weights would round, unless they are powers of 2."""
+    for factor, dtype in ((3.5, torch.float32), (2.0, torch.bfloat16)):
+        theirs = AutoModelForCausalLM.from_config(described("minimax", full_attn_alpha_factor=factor))
+        theirs.bfloat16().save_pretrained(tmp_path / str(factor))
+        assert import_checkpoint(tmp_path / str(factor)).dtype is dtype
 
 
 @torch.no_grad()

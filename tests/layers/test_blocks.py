@@ -228,15 +228,19 @@ def test_groups_without_choice_are_minus_infinity():
     close(shares_of(torch.zeros(2, 3)), torch.zeros(2, 3))
 
 
-def test_bias_of_the_choice_stays_in_float32(tmp_path):
+def test_routers_stay_in_float32(tmp_path):
+    """Where the other weights are in bfloat16, in which two experts may be chosen the other way round."""
     experts = {"experts": Experts(4, 2, scores="sigmoid", biased=True)}
     model = build([Layer(GLA, "experts")], style=experts).float()
     model.model.backbone.layers[0].mlp.choice_bias.normal_()
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
-    bias = again.model.backbone.layers[0].mlp.choice_bias
-    assert torch.equal(bias, model.model.backbone.layers[0].mlp.choice_bias)
-    assert again(tokens(1)).logits.dtype is torch.bfloat16
+    before, after = (m.model.backbone.layers[0].mlp for m in (model, again))
+    assert torch.equal(after.choice_bias, before.choice_bias)
+    assert torch.equal(after.router.weight, before.router.weight)
+    x = torch.randn(1, T, 32, dtype=torch.bfloat16)
+    assert torch.equal(after.route(x)[0].chosen, before.route(x.float())[0].chosen)
+    assert after.up.dtype is again(tokens(1)).logits.dtype is torch.bfloat16
 
 
 # --- shared blocks ---------------------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ def of_rg_lru(theirs, ours) -> dict[str, Any]:
             getattr(module, name) for module in (theirs.conv_1d, theirs.linear_out)
         )
         gates = [getattr(unit, f"{gate}_gate_{name}") for gate in ("input", "recurrent")]
-        named[f"gate_{name}"] = torch.stack(gates)
+        named[f"gate_{name}"] = torch.cat(gates)
     return named | {"rate": unit.recurrent_param}
 
 

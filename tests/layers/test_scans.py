@@ -325,9 +325,9 @@ def test_rg_lru_equals_its_recurrence():
     u, h, rows = convolved_literally(mixer.conv, u), torch.zeros(2, 2 * D).double(), []
     for t in range(9):
         gates = []
-        for weight, bias in zip(mixer.gate_weight, mixer.gate_bias, strict=True):
+        for weight, bias in zip(mixer.gate_weight.split(4), mixer.gate_bias.split(4), strict=True):
             blocks = [block @ w for block, w in zip(u[:, t].split(2 * D // 4, -1), weight, strict=True)]
-            gates.append(torch.sigmoid(torch.cat(blocks, -1) + bias))
+            gates.append(torch.sigmoid(torch.cat(blocks, -1) + bias.flatten()))
         a = torch.exp(-8 * gates[1] * torch.log1p(mixer.rate.exp()))
         h = a * h + (1 if t == 0 else (1 - a**2).sqrt()) * gates[0] * u[:, t]
         rows.append(h)

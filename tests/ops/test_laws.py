@@ -61,6 +61,15 @@ CASES = [
         "softmax-retnet(competition.memories_per_head=2, competition.read=none, heads.qk_groups=2, "
         "competition.activation=null)",
     ),
+    "softmax-mamba2(heads.qk_groups=2, read.norm=rms-groups, inputs.bias=true, read.bias=true, decay.dt_floor=0.01)",
+    "softmax-kda(decay.rank=full, decay.lower_bound=-5.0, read.gate_bias=false, write.beta=sigmoid-2)",
+    "retnet(decay.kind=slopes, decay.rate=0.5, inputs.value_map=silu, read.norm=rms-joint, read.gate=sigmoid)",
+    *(
+        "rg-lru(expand=2)",
+        "short-conv(bias=true, conv_bias=true)",
+        "rwkv4(expand=2)",
+        "mamba(bias=true, conv_bias=false)",
+    ),
     *("sliding-window(pattern.window=2)", "longformer(pattern.window=7)", "gqa(null=true)", "mqa(buckets=8)"),
     *("gqa(null=learned, gate=channel, qk_norm=joint, head_dim=6, bias=qkv, rope.dims=4)", "mla(q_rank=5, gate=head)"),
     "sliding-window(null=learned, pattern.window=3, qk_norm=head, rope.kind=yarn, rope.original=8, rope.factor=4)",

@@ -152,19 +152,8 @@ HAND = {  # operations of a head with K key and V value numbers, term by term; v
     "s4": lambda N, E: N // 2 * E * (4 + 6 + (2 + 2) + 6 + 4 + (2 + 2) + 2 + 2 + 4),
 }  # fmt: skip
 ELEMENTWISE = {
-    "bonus",
-    "offset",
-    "gate_bias",
-    "conv",
-    "mix",
-    "A_log",
-    "log_damping",
-    "frequency",
-    "C",
-    "P",
-    "B",
-    "embed_tokens",
-}
+    "bonus", "offset", "gate_bias", "conv", "mix", "A_log", "log_damping", "frequency", "C", "P", "B", "embed_tokens",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [name for name in zoo.names() if not zoo.get(name).facts.cached])

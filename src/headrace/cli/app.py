@@ -94,7 +94,9 @@ GROUPS = {
             ),
         ),
         "zoo": Command(compare.list_zoo, None, ("", "--show cost")),
-        "verify": Command(compare.verify, None, ("", "--mixers gla,softmax-kda --dtype float32")),
+        "verify": Command(
+            compare.verify, None, ("", "--mixers gla,softmax-kda --dtype float32", "transformers:mamba2 --json")
+        ),
         "backends": Command(compare.backends, None, ("",)),
     },
     "Train": {

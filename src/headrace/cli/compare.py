@@ -1,18 +1,21 @@
 """Compare: compare, zoo, verify, backends."""
 
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
 from .. import zoo
 from ..spec.serialise import to_json
 from ..studies import catalog
 from ..utils.errors import InputError
-from .console import AcceptOld, Device, interruptible, telling, terminal, track
+from .console import AcceptOld, Device, interruptible, refuse_with, refuse_without, telling, terminal, track
 
 
 def compare(
@@ -169,6 +172,15 @@ def list_zoo(
 
 
 def verify(
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Layers or models of others: transformers:mamba2, transformers:Qwen3_5GatedDeltaNet, "
+            r"fla:GatedLinearAttention, or a file and a function that returns an adapter, layer.py:adapter. "
+            r"\[default: our own mixers]",
+            show_default=False,
+        ),
+    ] = None,
     mixers: Annotated[
         str | None,
         typer.Option(
@@ -177,23 +189,39 @@ def verify(
         ),
     ] = None,
     device: Device = None,
-    dtype: Annotated[str, typer.Option(help="Data type: float64, float32 or bfloat16.")] = "float64",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help=r"Data type: float64, float32 or bfloat16. \[default: float64; of a target, float32]"),
+    ] = None,
     backend: Annotated[
         str | None, typer.Option(help=r"Backends to check, separated by commas. \[default: all that run here]")
     ] = None,
+    laws: Annotated[
+        str | None, typer.Option(help=r"Laws to check of a target, separated by commas. \[default: all]")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of a target's parameters and inputs.")] = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the verdicts on a target, versions and machine as JSON.")
+    ] = False,
 ) -> None:
-    """Check every form and backend of a mixer on this machine against the recurrence.
+    """Check every form and backend of a mixer on this machine against the recurrence, or a layer or model of others.
 
     Prints the relative error and the tolerance of each check. Exit code 1 if a check fails. On a GPU, FLA first
-    compiles and tunes its kernels for every shape, which takes long: --backend triton,torch leaves them out."""
-    from ..studies.verify import OP, TOLERANCE, available, device_failed, subjects
+    compiles and tunes its kernels for every shape, which takes long: --backend triton,torch leaves them out.
+
+    A target is checked against itself: packed or padded rows, pieces, decoding, copied states, gradients, and more.
+    Each law that it breaks is followed by a program of the smallest failing input, which runs without headrace."""
+    if targets:
+        refuse_with("a target", mixers=mixers, backend=backend)
+        raise typer.Exit(_verify_targets(targets, device, dtype or "float32", laws, seed, as_json))
+    refuse_without("a target", laws=laws, seed=seed or None, json=as_json)
+    dtype = dtype or "float64"
+    from ..studies.verify import OP, available, device_failed, subjects
     from ..studies.verify import verify as check
     from ..utils.device import on_device
     from ..utils.environment import device_name
 
-    dtypes = {str(known).removeprefix("torch."): known for known in TOLERANCE}
-    if dtype not in dtypes:
-        raise InputError(f"--dtype={dtype!r}; expected one of {', '.join(dtypes)}")
+    precision = _precision(dtype)
     device = on_device(device, float64=dtype == "float64")
     names = subjects(device) if mixers is None else zoo.several(mixers)
     for name in names:
@@ -203,7 +231,7 @@ def verify(
     console, rows = terminal(), []
     with interruptible("the checks so far are printed above"), telling(console) as tell:
         for name in track(names, "mixer", tell):
-            checked = check([name], device, dtypes[dtype], backends=chosen)
+            checked = check([name], device, precision, backends=chosen)
             console.print(_table(name, checked))
             rows += checked
             if device_failed(device, checked):
@@ -217,6 +245,49 @@ def verify(
         print(f"{device}: {device_name(device)}")
         backends()
     raise typer.Exit(1 if broken else 0)
+
+
+def _precision(name: str) -> Any:
+    from ..studies.laws import TOLERANCE
+
+    dtypes = {str(known).removeprefix("torch."): known for known in TOLERANCE}
+    if name not in dtypes:
+        raise InputError(f"--dtype={name!r}; expected one of {', '.join(dtypes)}")
+    return dtypes[name]
+
+
+def _verify_targets(
+    names: list[str], device: str | None, dtype: str, laws: str | None, seed: int, as_json: bool
+) -> int:
+    """Prints the verdicts on layers and models of others, and returns the exit code."""
+    from ..studies import foreign
+    from ..utils.device import on_device
+
+    precision, on = _precision(dtype), on_device(device, float64=dtype == "float64")
+    chosen = None if laws is None else [law.strip() for law in laws.split(",")]
+    console, records, failed = terminal(), [], 0
+    foreign.quiet()
+    for target in [foreign.target(name) for name in names]:
+        verdicts = list(foreign.verify(target.adapter, chosen, on, precision, seed))
+        broken = [v for v in verdicts if v.verdict == "breaks"]
+        failed += sum(v.verdict in ("breaks", "raises") for v in verdicts)
+        if as_json:
+            command = " ".join(["headrace", "verify", *map(shlex.quote, sys.argv[2:])])
+            records.append(foreign.as_json(target, verdicts, command, seed, on, precision))
+            continue
+        shown = Table(
+            *(["law", "verdict", "error", "tolerance", "smallest", "note"]), title=target.name, title_justify="left"
+        )
+        for row in foreign.table(verdicts):
+            shown.add_row(*map(escape, row))
+        console.print(shown)
+        for verdict in broken:
+            program = foreign.snippet(target, verdict, seed, on, precision)
+            console.print(program, soft_wrap=True, highlight=False, markup=False)
+        console.print(f"{target.name}: {len(broken)} of {len(verdicts)} laws are broken on {on} in {dtype}")
+    if as_json:
+        print(json.dumps(records, indent=2, allow_nan=False))
+    return int(failed > 0)
 
 
 def _table(mixer: str, rows: list[Any]) -> Table:

@@ -134,6 +134,12 @@ def refuse_without(needed: str, **options: Any) -> None:
         raise InputError(f"--{idle.replace('_', '-')} has no effect without {needed}")
 
 
+def refuse_with(present: str, **options: Any) -> None:
+    """Raises InputError for the first option that is given, as none has an effect beside `present`."""
+    if idle := next((name for name, value in options.items() if value not in (None, False)), None):
+        raise InputError(f"--{idle.replace('_', '-')} has no effect with {present}")
+
+
 def read_prompt(prompt: str | None, file: Path | None) -> str:
     """Returns the prompt, or the content of the file, or all of standard input.
 

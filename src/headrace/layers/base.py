@@ -120,6 +120,11 @@ class Mixer(SelfInitialised):
     static_shapes = False  # whether `run` needs nothing of cu_seqlens but its shape before it computes
 
     @property
+    def stacks(self) -> dict[str, dict[str, int]]:
+        """The parameters that consist of several tensors along their rows, with the number of rows of each part."""
+        return {}
+
+    @property
     def splits(self) -> bool:
         """Whether `context_parallel` can split the tokens over processes."""
         return False

@@ -1,7 +1,7 @@
 """The specs of softmax attention and of its latent form: heads, positions and sparsity pattern."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from ..utils.errors import InputError
@@ -32,6 +32,10 @@ class Rope(Record):
         in the number of rotations (Llama 3.1, arXiv 2407.21783).
     longrope: each is divided by its number in `short`, or in `long` if the sequence has more than `original` tokens
         (arXiv 2402.13753). `factor` sets the amplitude alone.
+
+    In dynamic and longrope the length is that of each sequence, with the tokens of its cache. The cache then has keys
+    before rotation, so that decoding equals a pass over all tokens so far; transformers takes the longest sequence of a
+    batch, and leaves cached keys as they are.
     """
 
     kind: Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"] = "default"  # see above
@@ -154,9 +158,10 @@ class AttentionSpec(Spec):
     scale: Scale = "key"  # factor of the logits, or its name: d^-1/2, 1 (T5), (d/2)^-1/2 (Zamba)
     form: Literal["sdpa", "tiles"] = "sdpa"  # PyTorch's attention, or FlashAttention's tiles in plain PyTorch
     pattern: Pattern | None = None  # sparsity pattern; None: all earlier tokens, in an encoder all tokens
-    bias: bool | Literal["qkv"] = False  # whether all projections have biases, or those of q, k and v (Qwen2)
+    # whether all projections have biases, or those of q, k and v (Qwen2), or of the output (RecurrentGemma)
+    bias: bool | Literal["qkv", "o"] = False
     head_dim: PositiveInt | None = None  # d; None: the hidden size over the number of query heads
-    rope: Rope = Rope()  # the frequencies of rotary positions
+    rope: Rope = field(default_factory=Rope)  # the frequencies of rotary positions
     # RMSNorm with weights of q and k before the rotation: per head (Qwen3), or of all heads together (OLMo 2); offset:
     # with weights that are stored minus 1 (Qwen3-Next)
     qk_norm: Literal["none", "head", "head-offset", "joint"] = "none"
@@ -214,7 +219,7 @@ class LatentSpec(Spec):
     shared_dim: PositiveInt | None = None  # dimension of the part of k that all heads share; None: d/2, made even
     value_dim: PositiveInt | None = None  # dimension of a head's values; None: d
     rotary: bool = True  # whether the shared part gets rotary position embeddings
-    rope: Rope = Rope()  # the frequencies of rotary positions
+    rope: Rope = field(default_factory=Rope)  # the frequencies of rotary positions
     count: PositiveInt | None = None  # number of heads; None: the model's num_heads
     scale: Literal["key"] | PositiveFloat = "key"  # factor of the logits; key: (key_dim + shared_dim)^-1/2
     gate: Gate = "none"  # as in AttentionSpec

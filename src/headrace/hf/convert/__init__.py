@@ -7,6 +7,7 @@ use this map. Only safetensors files are read: nothing is unpickled, and no fore
 import json
 from dataclasses import asdict, replace
 from functools import reduce
+from math import frexp, prod
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,22 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig
 
-from ...layers import LinearMixer
 from ...layers.attention.latent import LatentAttention
+from ...layers.base import Mixer
 from ...layers.blocks.moe import MixtureOfExperts
+from ...ops.call import accumulator
 from ...ops.checks import require
 from ...utils.errors import InputError, reading
 from ...utils.integrity import check_weights, read_json, seal, write_json
 from ...utils.provenance import difference
 from ..config import HeadraceConfig, check_generation
 from ..model import HeadraceForCausalLM
-from . import delta, flash, recurrent, softmax
+from . import delta, flash, hybrid, recurrent, softmax
 from .fields import Config, check_sizes
 from .files import WEIGHTS, Header, TensorFiles, check_depth
 from .form import SHARED, SPECIAL, Format, Model, View, Views
 
-FORMATS: dict[str, Format] = softmax.FORMATS | recurrent.FORMATS | delta.FORMATS | flash.FORMATS
+FORMATS: dict[str, Format] = softmax.FORMATS | recurrent.FORMATS | delta.FORMATS | hybrid.FORMATS | flash.FORMATS
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 PRECISIONS = {str(dtype).removeprefix("torch."): dtype for dtype in (
@@ -43,7 +45,8 @@ def import_checkpoint(checkpoint: Path, dtype: torch.dtype | None = None) -> Hea
 
     It needs the memory of the model and of one foreign tensor.
 
-    dtype: precision of the model; None: the lowest one that represents every tensor without rounding.
+    dtype: precision of the model; None: the lowest one that represents every tensor without rounding, and at least
+        float32 for a model with factors that are folded into weights and are no powers of 2.
 
     Raises:
         InputError: the format is unknown, the config has a feature that headrace does not have, or a tensor is missing,
@@ -97,9 +100,15 @@ def _empty_model(form: Format, described: Config, files: TensorFiles, dtype: tor
     with torch.device("meta"):
         model: Any = HeadraceForCausalLM(config)
     _check_tensors(form, model, foreign, files)
-    model.to(_precision(files.headers) if dtype is None else dtype).to_empty(device="cpu")
+    routers = {view.name for slot, view in foreign.views.items() if slot.endswith(("choice_bias", "mlp.router.weight"))}
+    headers = {name: header for name, header in files.headers.items() if name not in routers}
+    model.to(dtype or _precision(headers, foreign.views)).to_empty(device="cpu")
     for module in model.modules():
-        if module._buffers:  # which no view fills
+        if isinstance(module, MixtureOfExperts):  # its router keeps float32, as in `from_pretrained`
+            module.router.to(accumulator(module.router.weight))
+            if module.choice_bias is not None:
+                module.choice_bias = module.choice_bias.to(accumulator(module.choice_bias))
+        elif module._buffers:  # which no view fills
             module.reset_parameters()
     model.tie_weights()
     return model, foreign.views
@@ -202,11 +211,9 @@ def slots(model: Any) -> dict[str, Tensor]:
     a view changes the model."""
     by_name = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for path, module in model.named_modules():
-        if isinstance(module, LinearMixer):
-            kept = {"in_proj.weight": module.parts, "conv.weight": None, "conv.bias": None}
-            for name, parts in kept.items():
+        if isinstance(module, Mixer):
+            for name, sizes in module.stacks.items():
                 if (whole := by_name.pop(f"{path}.{name}", None)) is not None:
-                    sizes = parts or {part: module.parts[part] for part in "qkv"}
                     pieces = zip(sizes, whole.split(list(sizes.values())), strict=True)
                     name = name.replace("in_proj.weight", "in_proj")
                     by_name |= {f"{path}.{name}.{part}": x for part, x in pieces if len(x)}
@@ -237,12 +244,15 @@ def _experts(path: str, up: Tensor, down: Tensor, gated: bool) -> dict[str, Tens
     return {f"{path}.{e}.{part}": x[e] for part, x in parts.items() for e in range(len(x))}
 
 
-def _precision(headers: dict[str, Header]) -> torch.dtype:
-    """The lowest precision that represents every tensor without rounding."""
+def _precision(headers: dict[str, Header], views: Views) -> torch.dtype:
+    """The lowest precision that represents every tensor without rounding, but float32 at least for products with a
+    factor that has more than one bit."""
     for name, header in headers.items():
         if header.dtype not in PRECISIONS.values():
             raise InputError(f"tensor {name!r} has dtype {header.dtype}; expected one of {', '.join(PRECISIONS)}")
     dtypes: Any = {header.dtype for header in headers.values()}
+    if any(abs(frexp(view.factor)[0]) != 0.5 for view in views.values()):
+        dtypes.add(torch.float32)
     return reduce(torch.promote_types, dtypes)
 
 
@@ -271,6 +281,7 @@ def _present(view: View, form: Format, files: TensorFiles) -> View:
 def _fits(view: View, shape: list[int], wanted: list[int]) -> bool:
     part = shape[::-1] if view.transposed else shape
     if view.block is not None:
+        part = part if view.shape is None else [prod(part[:2]), *part[2:]]
         if part[:1] != [view.block.groups * view.block.each]:
             return False
         part = [view.block.groups * view.block.size, *part[1:]]

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 from ... import zoo
 from ...spec.attention import AttentionSpec, LatentSpec, Rope
 from ...spec.linear import MixerSpec
-from ...spec.stack import BlockStyle, Experts, Layer
+from ...spec.stack import BlockStyle, Layer
 from .fields import Config, Fields
 from .form import Format, Model, Views, below, conv_width, layer_name, named, shared, stacked, whole
-from .parts import GATED_EXPERT, SWIGLU, deepseek_experts, experts, latent_attention
+from .parts import GATED_EXPERT, SWIGLU, balance, deepseek_experts, experts, latent_attention, mixture_of
 from .softmax import latent_scale, rope_theta, rotation
 
 NORMS = {"mixer_norm.weight": "input_layernorm.weight", "mlp_norm.weight": "post_attention_layernorm.weight"}
@@ -17,7 +17,11 @@ DYNAMICS = {
     "mixer.decay.A_log": "A_log", "mixer.decay.dt_bias": "dt_bias", "mixer.norm_weight": "norm.weight",
     "mixer.o_proj.weight": "out_proj.weight",
 }  # fmt: skip
-OF_ROUTER = ("output_router_logits", "router_aux_loss_coef")  # of training alone
+# Fields of Experts -> fields of the mixture of experts.
+QWEN_EXPERTS = {
+    "count": "num_experts", "chosen": "num_experts_per_tok", "width": "moe_intermediate_size",
+    "normalised": "norm_topk_prob", "shared": "shared_expert_intermediate_size",
+}  # fmt: skip
 
 
 # --- Qwen3-Next and Qwen3.5 ------------------------------------------------------------------------------------------
@@ -29,15 +33,11 @@ def qwen3_next(c: Fields) -> Model:
         c.refuse("decoder_sparse_step", "at least 1")
     dense = {*(c["mlp_only_layers"] or [])}
     sparse = {*range(step - 1, depth, step)} - dense if count else set()
-    c.ignore(*OF_ROUTER, "full_attention_interval")
+    c.ignore("full_attention_interval")
     mixture = None
     if sparse:
-        mixture = Experts(
-            count, c["num_experts_per_tok"], width=c["moe_intermediate_size"], normalised=c["norm_topk_prob"],
-            shared=c["shared_expert_intermediate_size"], shared_gate=True,
-        )  # fmt: skip
-    else:
-        c.ignore("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "shared_expert_intermediate_size")
+        mixture = mixture_of(c, QWEN_EXPERTS, balance=balance(c), shared_gate=True)
+    c.ignore(*QWEN_EXPERTS.values(), "router_aux_loss_coef", "output_router_logits")  # of a model without experts
     return qwen(c, qwen3_next_projections, sparse, mixture)
 
 
@@ -261,7 +261,7 @@ def latent_spec(c: Fields, **options: Any) -> LatentSpec:
 def kimi(c: Fields, linear: MixerSpec, latent: LatentSpec, pairs: dict[str, str], names: Kimi) -> Model:
     """pairs: {our name: their name} of the tensors of a linear layer."""
     c.only("hidden_act", "silu", "swish")
-    c.ignore(*OF_ROUTER)
+    c.ignore("output_router_logits", "router_aux_loss_coef")  # DeepSeek-V3 has no load-balancing loss
     layers, views = [], whole("model", names.embedding, "norm", c["tie_word_embeddings"])
     mixture = deepseek_experts(c)
     for i, (kind, mlp) in enumerate(zip(c["layer_types"], c["mlp_layer_types"], strict=True)):

@@ -33,7 +33,7 @@ class View(NamedTuple):
     """The place of one of our tensors in a foreign checkpoint: a tensor, or the rows `block` of it.
 
     Our values are factor · theirs + offset, of a matrix that is transposed there if `transposed`. shape: the shape of
-    the foreign tensor, where ours has another one."""
+    the foreign tensor, where ours has another one; the rows of `block` are then those of its first two dimensions."""
 
     name: str
     block: Block | None = None
@@ -47,7 +47,10 @@ class View(NamedTuple):
         tensor = tensor.T if self.transposed else tensor
         if self.block is None:
             return tensor
-        return self.block.of(tensor).flatten(0, 1)
+        return self.block.of(self._rows(tensor)).flatten(0, 1)
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        return tensor if self.shape is None else tensor.flatten(0, 1)
 
     def whole_shape(self, shape: Sequence[int]) -> list[int]:
         """Returns the shape of the foreign tensor, for the shape of ours."""
@@ -60,7 +63,7 @@ class View(NamedTuple):
     def write(self, whole: Tensor, value: Tensor) -> None:
         """Writes our value [rows, …] to the foreign tensor."""
         whole = whole.T if self.transposed else whole
-        part = whole if self.block is None else self.block.of(whole)
+        part = whole if self.block is None else self.block.of(self._rows(whole))
         part.copy_(((value - self.offset) / self.factor).reshape(part.shape))
 
 
@@ -121,7 +124,11 @@ class Format:
     def model(self, described: Config) -> tuple[Model, Fields]:
         """Returns the model that a config.json describes, and its fields. InputError for an unknown field or value."""
         fields = Fields(described, self.defaults, self.types)
-        model = self.read(fields)
+        try:
+            model = self.read(fields)
+        except InputError as error:  # of a spec, which has other names for the fields
+            named = str(error).startswith("config.json")
+            raise InputError(f"{'' if named else 'config.json describes a model whose '}{error}") from None
         fields.refuse_unknown()
         return model, fields
 
@@ -159,11 +166,11 @@ def period(layers: Sequence[Layer]) -> tuple[Layer, ...]:
 # --- views -----------------------------------------------------------------------------------------------------------
 
 
-def whole(prefix: str, embedding: str, norm: str, tied: bool, offset: float = 0.0) -> Views:
+def whole(prefix: str, embedding: str, norm: str, tied: bool) -> Views:
     """Returns the views outside of layers: the embedding, the final norm and, unless it is tied, the head."""
     views = {
         "model.embed_tokens.weight": View(f"{prefix}.{embedding}.weight"),
-        "model.backbone.norm.weight": View(f"{prefix}.{norm}.weight", offset=offset),
+        "model.backbone.norm.weight": View(f"{prefix}.{norm}.weight"),
     }
     return views if tied else views | {"lm_head.weight": View("lm_head.weight")}
 

@@ -1,13 +1,24 @@
 """Views of the parts that many formats have."""
 
+from fnmatch import fnmatchcase
+from math import prod
 from typing import Any
 
 from ...spec.stack import Experts
+from ...utils.errors import InputError
 from .fields import Fields
 from .form import Block, View, Views, below, named
 
 SWIGLU = {f"{name}_proj.weight": f"{name}_proj.weight" for name in ("gate", "up", "down")}
 GATED_EXPERT = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+def scaled(views: Views, factors: dict[str, float]) -> Views:
+    """Returns the views with more factors, by patterns of our names."""
+    return {
+        name: view._replace(factor=view.factor * prod(x for like, x in factors.items() if fnmatchcase(name, like)))
+        for name, view in views.items()
+    }  # fmt: skip
 
 
 def experts(theirs: str, count: int, names: dict[str, str] = GATED_EXPERT, router: str = "gate") -> Views:
@@ -19,15 +30,38 @@ def experts(theirs: str, count: int, names: dict[str, str] = GATED_EXPERT, route
     return views
 
 
+def mixture_of(c: Fields, fields: dict[str, str], **fixed: Any) -> Experts:
+    """Returns a mixture of experts. fields: {field of Experts: their field}; fixed: other fields of Experts.
+
+    Raises InputError, which names their fields, for values that do not fit each other."""
+    values = {ours: c[theirs] for ours, theirs in fields.items()}
+    try:
+        return Experts(**values, **fixed)
+    except InputError as reason:
+        meant = [name for name in fields if f"experts.{name}=" in str(reason)]
+        listed = ", ".join(f"{fields[name]}={values[name]!r}" for name in meant)
+        raise InputError(f"config.json has {listed}: {reason}") from None
+
+
+def balance(c: Fields) -> float:
+    """Returns the weight of the load-balancing loss, which transformers adds if the model returns router logits."""
+    weight, added = c["router_aux_loss_coef"], c["output_router_logits"]
+    return weight if added else 0.0
+
+
 def deepseek_experts(c: Fields) -> Experts:
     """The mixture of experts of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2)."""
-    width, shared = c["moe_intermediate_size"], c.get("n_shared_experts", c.get("num_shared_experts"))
-    return Experts(
-        c.get("n_routed_experts", c.get("num_experts")), c.get("num_experts_per_tok", c.get("num_experts_per_token")),
-        width=width, scores="sigmoid", biased=True, groups=c.get("n_group", c.get("num_expert_group")),
-        chosen_groups=c["topk_group"], normalised=c.get("norm_topk_prob", c.get("moe_renormalize")),
-        scale=c["routed_scaling_factor"], shared=width * shared if shared else None,
-    )  # fmt: skip
+    names = {ours: next(name for name in listed if name in c.names) for ours, listed in DEEPSEEK_EXPERTS.items()}
+    shared = c.get("n_shared_experts", c.get("num_shared_experts")) * c["moe_intermediate_size"]
+    return mixture_of(c, names, balance=0.0, scores="sigmoid", biased=True, shared=shared or None)
+
+
+# Fields of Experts -> the names of fields that DeepSeek-V3 and its descendants have.
+DEEPSEEK_EXPERTS = {
+    "count": ("n_routed_experts", "num_experts"), "chosen": ("num_experts_per_tok", "num_experts_per_token"),
+    "groups": ("n_group", "num_expert_group"), "chosen_groups": ("topk_group",), "width": ("moe_intermediate_size",),
+    "normalised": ("norm_topk_prob", "moe_renormalize"), "scale": ("routed_scaling_factor",),
+}  # fmt: skip
 
 
 def latent_attention(theirs: str, spec: Any, output: str) -> Views:

@@ -81,20 +81,23 @@ def rope_parameters(rope: Rope, theta: float) -> Config:
 # --- layers ----------------------------------------------------------------------------------------------------------
 
 
-def attention(c: Fields, **options: Any) -> AttentionSpec:
-    """Returns the spec of attention by the fields that most formats share. options: its other fields."""
+def attention(c: Fields, partial: bool = False, **options: Any) -> AttentionSpec:
+    """Returns the spec of attention by the fields that most formats share. partial: as in `rotation`; options: the
+    spec's other fields."""
     H, D = c["num_attention_heads"], c["hidden_size"]
     groups, d = c.get("num_key_value_heads") or H, c.get("head_dim") or D // H
     heads: Config = {"kv_heads": None if groups == H else groups, "head_dim": None if d * H == D else d}
-    return AttentionSpec(**heads, rope=rotation(c, d), **options)
+    positions = rotation(c, d, partial) if options.get("rotary", True) else Rope()
+    return AttentionSpec(**heads, rope=positions, **options)
 
 
 def attention_views(spec: AttentionSpec, theirs: str, **renamed: str) -> Views:
     """Returns the views of a layer of attention below the module `theirs`. renamed: their names of modules that they
     call otherwise than we do."""
     alone, both = ("weight",), ("weight", "bias")
-    modules = {f"{name}_proj": both if spec.bias else alone for name in ("qkvg" if spec.gated else "qkv")}
-    modules["o_proj"] = both if spec.bias is True else alone
+    biased = spec.bias in (True, "qkv")
+    modules = {f"{name}_proj": both if biased else alone for name in ("qkvg" if spec.gated else "qkv")}
+    modules["o_proj"] = both if spec.bias in (True, "o") else alone
     if spec.qk_norm != "none":
         modules |= {"q_norm": alone, "k_norm": alone}
     return {
@@ -131,17 +134,15 @@ def window_of(c: Fields) -> Pattern | None:
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
-def decoder(
-    c: Fields, specs: Sequence[AttentionSpec], style: BlockStyle, norms: dict[str, str] = NORMS, offset: float = 0.0
-) -> Model:
-    """Returns a model with Llama's names of modules. offset: what its norms add to their weights."""
+def decoder(c: Fields, specs: Sequence[AttentionSpec], style: BlockStyle, norms: dict[str, str] = NORMS) -> Model:
+    """Returns a model with Llama's names of modules. norms: {our name of a norm: theirs}."""
     sizes = {"num_heads": c["num_attention_heads"], "intermediate_size": c["intermediate_size"]}
-    views = whole("model", "embed_tokens", "norm", c["tie_word_embeddings"], offset)
+    views = whole("model", "embed_tokens", "norm", c["tie_word_embeddings"])
     norms = {f"{our}.weight": f"{their}.weight" for our, their in norms.items()}
     biases = {name.replace("weight", "bias"): name.replace("weight", "bias") for name in SWIGLU if style.bias}
     for i, spec in enumerate(specs):
         ours, theirs = layer_name(i), f"model.layers.{i}"
-        views |= named(ours, theirs, norms, offset=offset) | named(ours, theirs, SWIGLU | biases)
+        views |= named(ours, theirs, norms) | named(ours, theirs, SWIGLU | biases)
         views |= below(ours, attention_views(spec, f"{theirs}.self_attn"))
     return Model(shared(c, [Layer(spec) for spec in specs], style, rope_theta=rope_theta(c), **sizes), views)
 
@@ -167,6 +168,7 @@ def qwen3(c: Fields) -> Model:
 
 def windowed(c: Fields, spec: AttentionSpec) -> Model:
     """Returns a model of Qwen, some of whose layers have a window."""
+    c.only("use_mrope", False)
     c.ignore("use_sliding_window", "max_window_layers")  # by which their class has set sliding_window and layer_types
     style = BlockStyle(mlp=activation(c, "hidden_act", GATED))
     return decoder(c, [replace(spec, pattern=pattern) for pattern in windows(c)], style)
@@ -180,13 +182,15 @@ def olmo2(c: Fields) -> Model:
 
 def gemma(c: Fields) -> Model:
     c.only("use_bidirectional_attention", None, False)
-    style = BlockStyle(mlp=activation(c, "hidden_act", GATED), embedding_scale=c["hidden_size"] ** 0.5)
-    return decoder(c, [attention(c, bias=c["attention_bias"])] * c["num_hidden_layers"], style, offset=1.0)
+    c.ignore("hidden_activation")  # which transformers no longer reads
+    kind, scale = activation(c, "hidden_act", GATED), c["hidden_size"] ** 0.5
+    style = BlockStyle("rms-offset", mlp=kind, embedding_scale=scale)
+    return decoder(c, [attention(c, bias=c["attention_bias"])] * c["num_hidden_layers"], style)
 
 
 def gpt2(c: Fields) -> Model:
     c.only("add_cross_attention", False)
-    c.ignore("reorder_and_upcast_attn", "resid_pdrop", "embd_pdrop", "attn_pdrop")
+    c.ignore("reorder_and_upcast_attn", "resid_pdrop", "embd_pdrop", "attn_pdrop", "n_ctx", "task_specific_params")
     c.ignore(*(f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")))
     D, H, depth = c["n_embd"], c["n_head"], c["n_layer"]
     scales: list[Any] = ["key" if c["scale_attn_weights"] else "one"] * depth

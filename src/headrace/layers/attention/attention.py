@@ -68,17 +68,19 @@ class SoftmaxAttention(SelfInitialised):
         H, (self.head_dim, _) = spec.num_heads(num_heads), spec.head_dims(hidden_size, num_heads)
         self.rotary_dim = self.head_dim
         G, d = spec.kv_heads or H, self.head_dim
-        self.q_proj = nn.Linear(hidden_size, H * d, bias=bool(spec.bias))
-        self.k_proj = nn.Linear(hidden_size, G * d, bias=bool(spec.bias))
-        self.v_proj = nn.Linear(hidden_size, G * d, bias=bool(spec.bias))
-        self.o_proj = nn.Linear(H * d, out_size or hidden_size, bias=spec.bias is True)
+        self.q_proj = nn.Linear(hidden_size, H * d, bias=spec.bias in (True, "qkv"))
+        self.k_proj = nn.Linear(hidden_size, G * d, bias=spec.bias in (True, "qkv"))
+        self.v_proj = nn.Linear(hidden_size, G * d, bias=spec.bias in (True, "qkv"))
+        self.o_proj = nn.Linear(H * d, out_size or hidden_size, bias=spec.bias in (True, "o"))
         self.q_norm, self.k_norm, self.g_proj = None, None, None
         if spec.qk_norm != "none":
             widths = (H * d, G * d) if spec.qk_norm == "joint" else (d, d)
             kind = OffsetRMSNorm if spec.qk_norm == "head-offset" else nn.RMSNorm
             self.q_norm, self.k_norm = (kind(width, eps=norm_eps) for width in widths)
         if spec.gated:
-            self.g_proj = nn.Linear(hidden_size, H * d if spec.gate == "channel" else H, bias=bool(spec.bias))
+            self.g_proj = nn.Linear(
+                hidden_size, H * d if spec.gate == "channel" else H, bias=spec.bias in (True, "qkv")
+            )
         self.sinks = nn.Parameter(torch.zeros(H)) if spec.null == "learned" else None  # logits with value 0
         self.bias = None
         if spec.buckets is not None:

@@ -35,6 +35,10 @@ class ChannelMixing(Mixer):
         self.down_proj = nn.Linear(width, hidden_size, bias=False)
         self.reset_parameters()
 
+    @property
+    def stacks(self) -> dict[str, dict[str, int]]:
+        return {"mix": {"r": 1, "k": 1}}
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         self.mix.copy_(torch.arange(self.mix.shape[1]) / self.mix.shape[1])

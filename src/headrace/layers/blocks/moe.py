@@ -23,6 +23,14 @@ class Routing(NamedTuple):
     chosen: Tensor  # [B, T, c], indices of the chosen experts
 
 
+class Router(nn.Linear):
+    """A linear layer that computes in float32, or in float64: a logit that is rounded may choose another expert."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        acc = accumulator(input)
+        return F.linear(input.to(acc), self.weight.to(acc))
+
+
 class MixtureOfExperts(SelfInitialised):
     """Sum of the chosen experts' outputs, weighted with their scores. Experts have no capacity limit, so that no token
     is dropped. In training, `routing` holds the routing of the last forward, for `balance_loss`.
@@ -49,7 +57,7 @@ class MixtureOfExperts(SelfInitialised):
         super().__init__()
         self.spec, self.activation, self.gated, self.routing = spec, activation, gated, None
         size, width = spec.latent or hidden_size, spec.width or width
-        self.router = nn.Linear(hidden_size, spec.count, bias=False)
+        self.router = Router(hidden_size, spec.count, bias=False)
         self.choice_bias: Any
         self.register_buffer("choice_bias", torch.zeros(spec.count) if spec.biased else None)
         self.shared: Any = shared
@@ -82,7 +90,7 @@ class MixtureOfExperts(SelfInitialised):
 
     def route(self, x: Tensor) -> tuple[Routing, Tensor]:
         """x [B, T, D] -> (routing, the weights of the chosen experts [B, T, c])."""
-        spec, logits = self.spec, self.router(x).to(accumulator(x))
+        spec, logits = self.spec, self.router(x)
         scores = logits.softmax(-1) if spec.scores == "softmax" else logits.sigmoid()
         merits = scores if self.choice_bias is None else scores + self.choice_bias
         if spec.groups > 1:

@@ -141,6 +141,11 @@ class LinearParameters(Mixer, HasBackend):
             zigzag = 0.1 * ((i + 1) % 3 - 1)
             self.bonus.copy_((self.depth * (1 - i / max(n - 1, 1)) + zigzag).view_as(self.bonus))
 
+    @property
+    def stacks(self) -> dict[str, dict[str, int]]:
+        mixed = {name: self.parts[name] for name in "qkv"}
+        return {"in_proj.weight": self.parts, "in_proj.bias": self.parts, "conv.weight": mixed, "conv.bias": mixed}
+
     def part(self, name: str) -> Tensor:
         """Returns the rows of in_proj's weight that project to q, k, v, value_gate, decay, beta or gate."""
         return self._split(self.in_proj.weight, 0)[name]

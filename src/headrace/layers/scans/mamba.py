@@ -47,6 +47,10 @@ class Mamba(Mixer):
         self.out_proj = nn.Linear(E, hidden_size, bias=spec.bias)
         self.reset_parameters()
 
+    @property
+    def stacks(self) -> dict[str, dict[str, int]]:
+        return {"norm_weight": dict(zip(("dt", "B", "C"), self.split, strict=True))}
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Section 3.6: A is −1, −2, …, −S in every channel; step sizes are between 0.001 and 0.1."""

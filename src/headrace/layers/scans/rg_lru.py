@@ -39,12 +39,21 @@ class RGLRU(Mixer):
         self.state_shapes = spec.state_shapes(hidden_size, num_heads) | {"tokens": ()}
         self.in_proj = nn.Linear(hidden_size, 2 * E, bias=spec.bias)  # to the recurrence, to the branch of GELU
         self.conv = nn.Conv1d(E, E, spec.conv, groups=E, bias=spec.conv_bias)
-        self.gate_weight = nn.Parameter(torch.empty(2, num_heads, E // num_heads, E // num_heads))  # of i and r
-        self.gate_bias = nn.Parameter(torch.empty(2, E))
+        w = E // num_heads
+        self.gate_weight = nn.Parameter(torch.empty(2 * num_heads, w, w))  # of i, of r
+        self.gate_bias = nn.Parameter(torch.empty(2 * num_heads, w))
         self.rate = nn.Parameter(torch.empty(E))  # Λ
         self.recurrence = Recurrence()
         self.out_proj = nn.Linear(E, hidden_size, bias=spec.bias)
         self.reset_parameters()
+
+    @property
+    def stacks(self) -> dict[str, dict[str, int]]:
+        E, H = len(self.rate), len(self.gate_bias) // 2
+        projected, gates = {"u": E, "branch": E}, {"i": H, "r": H}
+        return {
+            "in_proj.weight": projected, "in_proj.bias": projected, "gate_weight": gates, "gate_bias": gates,
+        }  # fmt: skip
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -69,8 +78,9 @@ class RGLRU(Mixer):
     def _coefficients(self, u: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
         """Returns a_t and √(1 − a_t²) i_t u_t, [B, T, E]. first: [B or 1, T, 1], at the first token of a sequence."""
         acc = accumulator(u)
-        blocks = u.unflatten(-1, (self.gate_weight.shape[1], -1))
-        logits = torch.einsum("bthi,ghij->gbthj", blocks, self.gate_weight).flatten(-2) + self.gate_bias[:, None, None]
+        weight, bias = self.gate_weight.unflatten(0, (2, -1)), self.gate_bias.view(2, -1)
+        blocks = u.unflatten(-1, (weight.shape[1], -1))
+        logits = torch.einsum("bthi,ghij->gbthj", blocks, weight).flatten(-2) + bias[:, None, None]
         i, r = logits.to(acc).sigmoid()
         log_a = -self.SPEED * r * F.softplus(self.rate.to(acc))
         # The root has no finite derivative at 0.

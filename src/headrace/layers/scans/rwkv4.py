@@ -41,6 +41,10 @@ class RWKV4(Mixer):
         self.o_proj = nn.Linear(E, D, bias=False)
         self.reset_parameters()
 
+    @property
+    def stacks(self) -> dict[str, dict[str, int]]:
+        return {"mix": {"r": 1, "k": 1, "v": 1}}
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initial decay rates are from e^−5 to e^3 over the channels, and lower in deeper layers."""
