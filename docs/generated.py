@@ -214,20 +214,24 @@ def released() -> str:
 
 
 def _layer(layer: Any) -> str:
-    """The mixer of a layer in words, and whether it has experts."""
-    spec, more = layer.mixer, " with experts" * (layer.mlp == "experts")
+    """The mixers of a layer in words, and whether it has experts."""
+    mixers = " beside ".join(map(_mixer, layer.mixers))
+    return f"{mixers}{' with experts' * (layer.mlp == 'experts')}{' with a shared block' * layer.shared}"
+
+
+def _mixer(spec: Any) -> str:
     if isinstance(spec, MixerSpec):
-        return f"linear attention (decay {spec.decay.kind}, rule {spec.write.rule}){more}"
+        return f"linear attention (decay {spec.decay.kind}, rule {spec.write.rule})"
     if isinstance(spec, LatentSpec):
-        return f"latent attention{more}"
-    if isinstance(spec, AttentionSpec):
-        parts = {
-            "gate": spec.gate != "none", "norms of q and k": spec.qk_norm != "none", "window": bool(spec.pattern),
-            "partial rotation": spec.rotary and spec.rope.dims is not None, "sinks": spec.null == "learned",
-        }  # fmt: skip
-        shown = ", ".join(part for part, present in parts.items() if present)
-        return f"softmax attention{shown and f' ({shown})'}{more}"
-    return f"{type(spec).__name__.removesuffix('Spec')}{more}"
+        return "latent attention"
+    if not isinstance(spec, AttentionSpec):
+        return f"{getattr(spec, 'kind', '')} {type(spec).__name__.removesuffix('Spec').lower()}".strip()
+    parts = {
+        "gate": spec.gate != "none", "norms of q and k": spec.qk_norm != "none", "window": bool(spec.pattern),
+        "partial rotation": spec.rotary and spec.rope.dims is not None, "sinks": spec.null == "learned",
+    }  # fmt: skip
+    shown = ", ".join(part for part, present in parts.items() if present)
+    return f"softmax attention{shown and f' ({shown})'}"
 
 
 def tasks() -> str:
