@@ -4,10 +4,10 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from families import delta, recurrent
+from families import delta, hybrid, recurrent
 from headrace.data.tokenizer import byte_level
 
-FAMILIES = recurrent.FAMILIES | delta.FAMILIES
+FAMILIES = recurrent.FAMILIES | delta.FAMILIES | hybrid.FAMILIES
 # Between them: experts, dense MLPs, gated and latent attention, norms of the branches' outputs, tied weights, no MLP.
 HYBRIDS = {
     "qwen3_next": {},
@@ -16,6 +16,8 @@ HYBRIDS = {
     "olmo_hybrid": {},
     "mamba2": {},
 }
+# Parallel mixers, a shared block, layers of one mixer or one MLP, linear attention with fixed decays.
+OTHERS = ("falcon_h1", "zamba2", "nemotron_h", "minimax")
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from headrace.spec import Competition
 from headrace.studies.verify import relative
 from headrace.training.parameters import gate_parameters
 from headrace.utils.errors import InputError
-from released import HYBRIDS, release
+from released import HYBRIDS, OTHERS, release
 from tiny import in_memory
 
 
@@ -36,7 +36,7 @@ def test_retrofit_keeps_outputs_bit_exact(tmp_path, mixer):
     assert all(not p.any() for p in gate_parameters(model)) and list(gate_parameters(model))
 
 
-@pytest.mark.parametrize("kind", HYBRIDS)
+@pytest.mark.parametrize("kind", [*HYBRIDS, *OTHERS])
 def test_retrofit_of_a_released_model(tmp_path, kind):
     """The same logits to the bit, gates that learn, and no way back to a format without them."""
     before, after, model = both(release(kind, tmp_path))

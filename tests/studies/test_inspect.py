@@ -28,7 +28,7 @@ from headrace.studies.inspect.page import compress_attention, pack, profile
 from headrace.studies.inspect.recorder import record, weights
 from headrace.studies.verify import literal_op
 from headrace.utils.errors import InputError
-from released import release
+from released import HYBRIDS, OTHERS, release
 from tiny import build, close, config, tokens
 
 T = 37
@@ -65,6 +65,18 @@ def test_weights_of_values_are_what_the_mixer_read(mixer):
             A = weights(reading)
         v = reading.values.repeat_interleave(len(A) // reading.values.shape[2], 2)
         assert A.shape == (4, T, T) and not A.triu(1).any()
+        close(torch.einsum("hts,bshv->bthv", A, v), reading.out)
+
+
+@pytest.mark.parametrize("kind", [*HYBRIDS, *OTHERS])
+@torch.no_grad()
+def test_weights_of_a_released_model_are_what_its_mixers_read(kind, tmp_path):
+    _, layers = record(load(release(kind, tmp_path)).double(), tokens(1, T))
+    readings = [reading for reading in (recorded.reading() for recorded in layers) if reading is not None]
+    assert readings
+    for reading in readings:
+        A = weights(reading)
+        v = reading.values.repeat_interleave(len(A) // reading.values.shape[2], 2)
         close(torch.einsum("hts,bshv->bthv", A, v), reading.out)
 
 
