@@ -284,6 +284,13 @@ def test_run_trains_a_released_model(kind, data, tmp_path):
     assert load(tmp_path / "back").num_parameters() == load(path).num_parameters()
 
 
+def test_released_model_is_counted_on_the_meta_device(tmp_path):
+    """Whose format computes a factor in bfloat16, which no tensor of the meta device has."""
+    path = release("recurrent_gemma", tmp_path)
+    settings, _ = recipes.load("laptop-1m", {"mixer": "checkpoint", "weights": str(path)})
+    assert settings.tie and estimate(settings)["parameters"]["tied"] == load(path).num_parameters()
+
+
 @pytest.fixture(scope="module")
 def first(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("first")

@@ -64,8 +64,9 @@ def build(recipe: Recipe) -> HeadraceForCausalLM:
 
 def meta_model(recipe: Recipe) -> HeadraceForCausalLM:
     """The model on the meta device, where only PyTorch computes."""
+    made = config(recipe)
     with torch.device("meta"):
-        model = HeadraceForCausalLM(config(recipe)).train()
+        model = HeadraceForCausalLM(made).train()
     set_backend(model, "torch")
     return model
 
