@@ -9,7 +9,7 @@ from ...spec.linear import MixerSpec
 from ...spec.stack import BlockStyle, Layer
 from .fields import Config, Fields
 from .form import Format, Model, Views, below, conv_width, layer_name, named, shared, stacked, whole
-from .parts import GATED_EXPERT, SWIGLU, balance, deepseek_experts, experts, latent_attention, mixture_of
+from .parts import GATED_EXPERT, SWIGLU, balance, deepseek_experts, experts, latent_attention, layer_types, mixture_of
 from .softmax import latent_scale, rope_theta, rotation
 
 NORMS = {"mixer_norm.weight": "input_layernorm.weight", "mlp_norm.weight": "post_attention_layernorm.weight"}
@@ -22,6 +22,9 @@ QWEN_EXPERTS = {
     "count": "num_experts", "chosen": "num_experts_per_tok", "width": "moe_intermediate_size",
     "normalised": "norm_topk_prob", "shared": "shared_expert_intermediate_size",
 }  # fmt: skip
+
+
+KINDS = ("linear_attention", "full_attention")
 
 
 # --- Qwen3-Next and Qwen3.5 ------------------------------------------------------------------------------------------
@@ -51,7 +54,7 @@ Projections = Callable[[str, int, int, int, int], Views]
 def qwen(c: Fields, projections: Projections, sparse: Any = (), mixture: Any = None) -> Model:
     """projections: views of the input projections of a linear layer. sparse: the layers with experts."""
     c.only("hidden_act", "silu", "swish")
-    kinds, tied, delta = c["layer_types"], c["tie_word_embeddings"], delta_sizes(c)
+    kinds, tied, delta = layer_types(c, KINDS), c["tie_word_embeddings"], delta_sizes(c)
     linear = gated_delta(c, *delta, {} if "full_attention" in kinds else {"heads.count": None})
     attention: Any = qwen_attention(c) if "full_attention" in kinds else None
     if attention is None:
@@ -178,7 +181,7 @@ def olmo_hybrid(c: Fields) -> Model:
     layers, views = [], whole("model", "embed_tokens", "norm", c["tie_word_embeddings"])
     pairs = {f"mixer.{name}.weight": f"{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
     pairs |= {f"mixer.{name}_norm.weight": f"{name}_norm.weight" for name in "qk"}
-    for i, kind in enumerate(c["layer_types"]):
+    for i, kind in enumerate(layer_types(c, KINDS)):
         ours, theirs, is_linear = layer_name(i), f"model.layers.{i}", kind == "linear_attention"
         layers.append(Layer(linear) if is_linear else Layer(attention, order="branch"))
         before, after = OLMO_NORMS[kind]
@@ -263,8 +266,9 @@ def kimi(c: Fields, linear: MixerSpec, latent: LatentSpec, pairs: dict[str, str]
     c.only("hidden_act", "silu", "swish")
     c.ignore("output_router_logits", "router_aux_loss_coef")  # DeepSeek-V3 has no load-balancing loss
     layers, views = [], whole("model", names.embedding, "norm", c["tie_word_embeddings"])
+    kinds = zip(layer_types(c, KINDS), layer_types(c, ("dense", "sparse"), "mlp_layer_types"), strict=True)
     mixture = deepseek_experts(c)
-    for i, (kind, mlp) in enumerate(zip(c["layer_types"], c["mlp_layer_types"], strict=True)):
+    for i, (kind, mlp) in enumerate(kinds):
         ours, theirs = layer_name(i), f"model.layers.{i}"
         is_linear, sparse = kind == "linear_attention", mlp == "sparse"
         layers.append(Layer(linear if is_linear else latent, "experts" if sparse else "one"))

@@ -1,13 +1,12 @@
 """The formats of transformers' hybrids of Mamba-2 and softmax attention."""
 
-from collections.abc import Collection
 from math import inf
 from typing import Any
 
 from ...spec.stack import BlockStyle, Experts, Layer
 from .fields import Fields
 from .form import Block, Format, Model, View, Views, below, conv_width, layer_name, named, shared, stacked, whole
-from .parts import balance, experts, mixture_of, scaled
+from .parts import balance, experts, layer_types, mixture_of, scaled
 from .recurrent import SILU, STEPS, Mamba2, divisor, mamba_layer
 from .softmax import GATED, UNGATED, activation, attention, attention_views, rope_theta
 
@@ -39,13 +38,6 @@ def gate_up_views(up: str, down: str, width: int, bias: bool, ours: str = "mlp")
         views |= {f"{ours}.{part}_proj.{kind}": view for part, view in both.items()}
         views[f"{ours}.down_proj.{kind}"] = View(f"{down}.{kind}")
     return views
-
-
-def layer_types(c: Fields, name: str, known: Collection[str]) -> list[str]:
-    """Returns the kinds of the layers."""
-    if not {*c[name]} <= {*known}:
-        c.refuse(name, f"{' or '.join(known)} for each layer")
-    return c[name]
 
 
 # --- Falcon-H1 -------------------------------------------------------------------------------------------------------
@@ -103,7 +95,7 @@ def granitemoehybrid(c: Fields) -> Model:
     spec = attention(c, bias=c["attention_bias"], rotary=rotary, scale=scale)
     theta = {"rope_theta": rope_theta(c)} if rotary else {}
     kinds = {"linear_attention": mamba.spec(D, H), "full_attention": spec}
-    listed = layer_types(c, "layer_types", kinds)
+    listed = layer_types(c, kinds)
     mixture = granite_experts(c)
     layers = [Layer(kinds[kind], "experts" if mixture else "one") for kind in listed]
     style = BlockStyle(experts=mixture, embedding_scale=multiplier(c, "embedding_multiplier"))
@@ -166,7 +158,7 @@ def nemotron_h(c: Fields) -> Model:
     )  # fmt: skip
     spec, mlp = attention(c, rotary=False), activation(c, "mlp_hidden_act", UNGATED)
     kinds = {"linear_attention": mamba.spec(D, H), "full_attention": spec}
-    listed = layer_types(c, "layers_block_type", [*kinds, "mlp", "moe"])
+    listed = layer_types(c, [*kinds, "mlp", "moe"], "layers_block_type")
     mixture = None
     if "moe" in listed:
         mixture = mixture_of(c, NEMOTRON_EXPERTS, balance=0.0, scores="sigmoid", biased=True)
@@ -236,7 +228,7 @@ def zamba2(c: Fields) -> Model:
         heads, c["mamba_d_state"], wide // heads, divisor(c, "mamba_ngroups", heads), conv_width(c, "mamba_d_conv"),
         True, (bias, bias), (max(c["time_step_min"], 0.0), inf), eps=1e-5,
     )  # fmt: skip
-    hybrid = [kind == "hybrid" for kind in layer_types(c, "layers_block_type", ("linear_attention", "hybrid"))]
+    hybrid = [kind == "hybrid" for kind in layer_types(c, ("linear_attention", "hybrid"), "layers_block_type")]
     c.only("hybrid_layer_ids", [i for i, shares in enumerate(hybrid) if shares])
     if not c["tie_word_embeddings"] and sum(hybrid) > c["num_mem_blocks"]:
         c.refuse("tie_word_embeddings", "True, without which transformers gives each layer a block of its own")

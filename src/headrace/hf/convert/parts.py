@@ -1,5 +1,6 @@
 """Views of the parts that many formats have."""
 
+from collections.abc import Collection
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
@@ -11,6 +12,14 @@ from .form import Block, View, Views, below, named
 
 SWIGLU = {f"{name}_proj.weight": f"{name}_proj.weight" for name in ("gate", "up", "down")}
 GATED_EXPERT = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+def layer_types(c: Fields, kinds: Collection[str], name: str = "layer_types") -> list[str]:
+    """Returns the kind of each layer. Raises InputError for other kinds, and for another number of them than layers."""
+    listed, depth = c[name], c.get("num_hidden_layers", len(c[name]))
+    if len(listed) != depth or not {*listed} <= {*kinds}:
+        c.refuse(name, f"num_hidden_layers={depth} times {' or '.join(kinds)}")
+    return listed
 
 
 def scaled(views: Views, factors: dict[str, float]) -> Views:

@@ -16,7 +16,7 @@ from ...spec.scan import ScanSpec
 from ...spec.stack import BlockStyle, Experts, Layer
 from .fields import Config, Fields
 from .form import Format, Model, View, Views, below, conv_width, layer_name, named, shared, stacked, whole
-from .parts import balance, experts, mixture_of, scaled
+from .parts import balance, experts, layer_types, mixture_of, scaled
 from .softmax import attention, attention_views, rope_theta, window_of
 
 SILU = ("silu", "swish")
@@ -166,13 +166,6 @@ def kinds_of(names: dict[str, str], *kinds: str) -> dict[str, str]:
     return {f"{our}.{kind}": f"{their}.{kind}" for our, their in names.items() for kind in kinds}
 
 
-def require_kinds(c: Fields, *kinds: str) -> list[str]:
-    """Returns layer_types. Raises InputError for other kinds and another number of them than layers."""
-    if len(c["layer_types"]) != c["num_hidden_layers"] or {*c["layer_types"]} - {*kinds}:
-        c.refuse("layer_types", f"num_hidden_layers of {' and '.join(kinds)}")
-    return c["layer_types"]
-
-
 def attended(c: Fields) -> Config:
     """Returns the arguments of HeadraceConfig for attention with rotary positions and an MLP."""
     names = {"num_heads": "num_attention_heads", "intermediate_size": "intermediate_size"}
@@ -245,7 +238,7 @@ def mixture(c: Fields, count: int, **options: Any) -> Experts:
 
 def lfm2(c: Fields) -> Model:
     c.ignore("full_attn_idxs")  # by which their class has set layer_types
-    kinds, bias = require_kinds(c, "conv", "full_attention"), c["conv_bias"]
+    kinds, bias = layer_types(c, ("conv", "full_attention")), c["conv_bias"]
     conv = ScanSpec("short-conv", conv=conv_width(c, "conv_L_cache"), conv_bias=bias, bias=bias)
     softmax = attention(c, qk_norm="head")
     names = {f"mixer.{name}": f"conv.{name}" for name in ("in_proj", "conv", "out_proj")}
@@ -284,7 +277,11 @@ def minimax(c: Fields) -> Model:
     c.only("hidden_act", *SILU)
     c.only("router_jitter_noise", 0.0)
     c.ignore("block_size")
-    kinds, H, count = require_kinds(c, *FACTORS.keys() - {"mlp"}), c["num_attention_heads"], c["num_local_experts"]
+    kinds, H, count = (
+        layer_types(c, ("linear_attention", "full_attention")),
+        c["num_attention_heads"],
+        c["num_local_experts"],
+    )
     alphas, betas = (
         {kind: factor(c, f"{name}_{which}_factor") for kind, name in FACTORS.items()} for which in ("alpha", "beta")
     )
