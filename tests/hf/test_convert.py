@@ -116,7 +116,7 @@ def changed(path, **settings):
 
 
 MISTAKES = {
-    "another model": ({"model_type": "bloom"}, "model_type='bloom'; expected one of llama"),
+    "another model": ({"model_type": "bloom"}, "model_type='bloom'; expected headrace or one of the"),
     "a bias": ({"attention_bias": True}, "has no tensor 'model.layers.0.self_attn.q_proj.bias'"),
     "scaled positions": (
         {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4, "factor": 2.0}},

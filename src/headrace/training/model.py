@@ -163,7 +163,10 @@ class _FusedAttention(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is not F.scaled_dot_product_attention or any(mask is not None for mask in args[3:]):
             return function(*args, **(kwargs or {}))
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args[:3], is_causal=kwargs["is_causal"])[0]
+        width, widest = args[2].shape[-1], max(x.shape[-1] for x in args[:3])
+        wide = (x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in args[:3])
+        out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*wide, is_causal=kwargs["is_causal"])[0]
+        return out if width == widest else out[..., :width]  # the CPU's takes values as wide as keys
 
 
 def _kept_for_backward(model: HeadraceForCausalLM, recipe: Recipe) -> int:

@@ -21,7 +21,7 @@ from ...layers.base import Mixer
 from ...layers.blocks.moe import MixtureOfExperts
 from ...ops.call import accumulator
 from ...ops.checks import require
-from ...utils.errors import InputError, reading
+from ...utils.errors import InputError, nearest, reading
 from ...utils.integrity import check_weights, read_json, seal, write_json
 from ...utils.provenance import difference
 from ..config import HeadraceConfig, check_generation
@@ -84,9 +84,9 @@ def _read_format(checkpoint: Path) -> tuple[Format, Config]:
     described = read_json(checkpoint / "config.json", {})
     kind = described.get("model_type")
     if kind not in [*FORMATS]:
-        raise InputError(
-            f"checkpoint {str(checkpoint)!r} has model_type={kind!r}; expected one of {', '.join(FORMATS)}"
-        )
+        meant = nearest(str(kind), [HeadraceConfig.model_type, *FORMATS])
+        expected = f"expected {HeadraceConfig.model_type} or one of the {len(FORMATS)} formats that are converted"
+        raise InputError(f"checkpoint {str(checkpoint)!r} has model_type={kind!r}; {expected}, such as {meant!r}")
     return FORMATS[kind], described
 
 
