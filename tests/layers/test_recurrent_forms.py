@@ -247,7 +247,7 @@ def test_invalid_specs_are_refused(expression, reason):
 
 def test_delta_rule_that_could_diverge_is_refused():
     spec = zoo.get("deltanet(inputs.order=2, read.scale=one)")
-    with pytest.raises(InputError, match=r"features of ‖k‖² up to 2\.5 and diverges above 2"):
+    with pytest.raises(InputError, match=r"has β‖k‖² up to 2\.5 and diverges above 2"):
         spec.head_dims(64, 4)
     assert zoo.get("deltanet(inputs.order=3)").state_shapes(64, 4)["memory"] == (4, math.comb(16 + 3, 3), 16)
 

@@ -15,7 +15,7 @@ pytest.importorskip("lm_eval")
 
 import stored
 
-from headrace.hf.convert.flash import fla_config
+from headrace.hf.convert.flash import mlp_width
 from headrace.studies.bench import measure, report, results
 from headrace.studies.bench.models import Shape, build, cache_bytes
 from headrace.studies.bench.plan import BenchPlan, Point, points
@@ -279,6 +279,6 @@ def test_inspected_gates_are_per_head_with_several_memories(rank):
 )
 def test_the_default_mlp_width_of_fla(hidden, ratio, width):
     """2/3 · ratio · hidden, rounded up to 256: the widths of its published 340M, 1.3B and 2.7B models."""
-    c = {"intermediate_size": None, "hidden_size": hidden, "hidden_ratio": ratio, "num_heads": 4}
-    assert fla_config(c, "gla")["intermediate_size"] == width
-    assert fla_config(c | {"intermediate_size": 7}, "gla")["intermediate_size"] == 7
+    c = {"intermediate_size": None, "hidden_size": hidden, "hidden_ratio": ratio}
+    assert mlp_width(c) == width
+    assert mlp_width(c | {"intermediate_size": 7}) == 7

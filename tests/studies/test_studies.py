@@ -100,7 +100,9 @@ def test_every_stored_plan_can_be_run(path):
     assert study.question.measure != "capacity" or all(plan.task.by_length(1) for plan in study.plans)
 
 
-@pytest.mark.parametrize("example", [e for e in GROUPS["Compare"]["compare"].examples if "--task" in e])
+@pytest.mark.parametrize(
+    "example", [e for e in GROUPS["Compare"]["compare"].examples if "--task" in e and "--plugin" not in e]
+)
 def test_the_examples_of_compare_fit_their_tasks(example):
     words = shlex.split(example)
     options = {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}

@@ -11,12 +11,13 @@ from torch import Tensor
 from ..ops.call import accumulator
 from ..spec.attention import Rope
 
+DEFAULT = Rope()  # made here, as torch.compile cannot trace the checks of a spec
 Angles = tuple[Tensor, Tensor]  # cosines and sines [B or 1, T, 1, F]
 
 
 def rotary(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     """Rotates x [B, T, heads, K] by its positions [B or 1, T]. theta: base of the frequencies."""
-    return rotate(x, angles(positions, Rope(), theta, x.shape[-1]))
+    return rotate(x, angles(positions, DEFAULT, theta, x.shape[-1]))
 
 
 def rotate(x: Tensor, by: Angles) -> Tensor:

@@ -59,6 +59,12 @@ def gated_deltanet(c: Fields) -> tuple[str, Config]:
     return mixer, BETA | CONVOLUTIONS | NORM | GATE | STEP
 
 
+def mlp_width(c: Fields | Config) -> int:
+    """Returns intermediate_size, or two thirds of hidden_ratio · hidden_size, rounded up to a multiple of 256."""
+    width, ratio = c["intermediate_size"], c["hidden_ratio"]
+    return 256 * -(-int(c["hidden_size"] * (ratio or 4) * 2 / 3) // 256) if width is None else width
+
+
 def widths(c: Fields) -> str:
     return f"heads.expand_k={float(c['expand_k'])}, heads.expand_v={float(c['expand_v'])}"
 
@@ -97,14 +103,11 @@ def fla(
         c.ignore(*IGNORED, *ignored)
         expression, tensors = mixer(c)
         layers = [Layer(zoo.get(expression))] * c["num_hidden_layers"]
-        width, ratio = c["intermediate_size"], c["hidden_ratio"]
-        if width is None:
-            width = 256 * -(-int(c["hidden_size"] * (ratio or 4) * 2 / 3) // 256)
         heads = c["num_v_heads"] if c.get("num_v_heads") else c["num_heads"]
         views = whole("model", "embeddings", "norm", c["tie_word_embeddings"])
         for i in range(len(layers)):
             views |= named(layer_name(i), f"model.layers.{i}", BLOCK | PROJECTIONS | tensors)
-        return Model(shared(c, layers, BlockStyle(), num_heads=heads, intermediate_size=width), views)
+        return Model(shared(c, layers, BlockStyle(), num_heads=heads, intermediate_size=mlp_width(c)), views)
 
     return Format(architecture, read, describe, MixerSpec, DEFAULTS | defaults, TYPES)
 
