@@ -78,9 +78,9 @@ def prefilled(label: str, plan: BenchPlan, tokens: int) -> Row:
     (name,) = plan.models
     model = built(name, plan).eval()
     with torch.inference_mode():
-        model(input_ids=ids(64, 1, plan), use_cache=True, logits_to_keep=1)
+        model(input_ids=ids(64, 1, model), use_cache=True, logits_to_keep=1)
         before, start = resident("VmRSS"), time.perf_counter()
-        model(input_ids=ids(tokens, 1, plan), use_cache=True, logits_to_keep=1)
+        model(input_ids=ids(tokens, 1, model), use_cache=True, logits_to_keep=1)
     seconds, peak = time.perf_counter() - start, resident("VmHWM") - before
     return row("prefill", name, label, tokens, plan) | {
         "rounds": 1, "seconds": round(seconds, 3), "tokens_per_second": round(tokens / seconds, 1), "spread": 0.0,

@@ -197,8 +197,8 @@ def released() -> str:
             refused = ", ".join(f"`{name}`" for name in sorted(known.fixed)) or "none"
             numbers = f"{len(known.read)}", refused, f"{len(known.ignored)}"
         except InputError as error:
-            text = str(error)
-            layers = f"its default config is refused: {text if len(text) < 160 else text[:160] + '…'}"
+            field = str(error).removeprefix("config.json has ").partition("=")[0]
+            layers = f"none: its default config is refused by the name of `{field}`"
             numbers = "–", "–", "–"
         back = "any model that the format can hold" if form.describe else "models converted from it"
         rows.append((f"`{kind}`", layers, *numbers, back))

@@ -1,7 +1,11 @@
 """The model families of transformers that headrace converts, and configurations of them to test."""
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
+
+import torch
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0, "eos_token_id": None}
 
@@ -24,3 +28,16 @@ class Family:
     real: dict[str, Any] = field(default_factory=dict)
     float64: float = 1e-12
     untestable: tuple[str, ...] = ()  # fields that no config class of transformers lets change, or that fail there
+
+
+@contextmanager
+def float64_throughout():
+    """What a foreign model computes in float32 whatever it is given, it computes in float64 too."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    wide = mock.patch.multiple(torch, float32=torch.float64, float=torch.float64)
+    try:
+        with wide, mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+            yield
+    finally:
+        torch.set_default_dtype(before)

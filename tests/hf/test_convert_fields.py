@@ -2,14 +2,13 @@
 
 import inspect
 import json
-from contextlib import contextmanager
-from unittest import mock
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Mamba2Config
 from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
 
+from families import float64_throughout
 from headrace.hf.convert import FORMATS, import_checkpoint
 from headrace.spec import MatrixSpec, ScanSpec
 from headrace.utils.errors import InputError
@@ -25,17 +24,6 @@ BASE = {
     | {"intermediate_size": 48, "num_experts": 0, "layer_types": LINEAR, "linear_key_head_dim": 8}
     | {"linear_value_head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
 }
-
-
-@contextmanager
-def float64_throughout():
-    """What a foreign model computes in float32 whatever it is given, it computes in float64 too."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    wide = mock.patch.multiple(torch, float32=torch.float64, float=torch.float64)
-    with wide, mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
-        yield
-    torch.set_default_dtype(before)
 
 
 @torch.no_grad()

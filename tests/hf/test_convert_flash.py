@@ -6,10 +6,11 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_convert_fields import FLASH, float64_throughout
+from test_convert_fields import FLASH
 
 import flash_models
 import tiny
+from families import float64_throughout
 from headrace.hf import HeadraceForCausalLM
 from headrace.hf.convert import FORMATS, export_checkpoint, import_checkpoint
 from headrace.utils.errors import InputError

@@ -5,18 +5,15 @@ Both models compute in float64, unless a test is of float32.
 """
 
 import json
-from contextlib import contextmanager
 from dataclasses import fields
-from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
-from families import Family, delta, hybrid, recurrent, softmax
+from families import Family, delta, float64_throughout, hybrid, recurrent, softmax
 from headrace.hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM, load
 from headrace.hf.convert import FORMATS, export_checkpoint, import_checkpoint, slots
 from headrace.hf.convert.fields import COMMON
@@ -25,18 +22,6 @@ from headrace.utils.errors import InputError
 FAMILIES: dict[str, Family] = softmax.FAMILIES | recurrent.FAMILIES | delta.FAMILIES | hybrid.FAMILIES
 VARIANTS = [(kind, name) for kind, family in FAMILIES.items() for name in ("base", *family.variants)]
 T = 12
-
-
-@contextmanager
-def float64_throughout():
-    """What a foreign model computes in float32 whatever it is given, it computes in float64 too."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    wide = mock.patch.multiple(torch, float32=torch.float64, float=torch.float64)
-    scan = mock.patch.object(RecurrentGemmaRglru._rnn_scan, "__defaults__", (torch.float64,))
-    with wide, scan, mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
-        yield
-    torch.set_default_dtype(before)
 
 
 def described(kind, **changes):
