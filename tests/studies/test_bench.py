@@ -3,6 +3,7 @@
 import csv
 import inspect
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -232,3 +233,16 @@ def test_user_errors_are_named_before_any_measurement(said, tmp_path, monkeypatc
     with pytest.raises(InputError, match=re.escape(said)):
         cli_eval.bench(**defaults | MISTAKES[said])
     assert not (tmp_path / "bench").exists()
+
+
+def test_checkpoint_is_measured_at_its_own_sizes(saved_model, tmp_path, monkeypatch):
+    """By its folder, but not where the folder has the name of a mixer."""
+    shape = Shape(layers=3, hidden_size=64, heads=2, vocab_size=31)
+    model = build(str(saved_model), shape)
+    assert named(f"{saved_model},retnet") == (str(saved_model), "retnet", "softmax-retnet")
+    assert (model.config.num_hidden_layers, model.config.vocab_size) == (2, 257)
+    plan = BenchPlan((str(saved_model), "gla"), shape=shape)
+    assert [results.sizes(name, plan)["hidden_size"] for name in plan.models] == [32, 64]
+    shutil.copytree(saved_model, tmp_path / "gla")
+    monkeypatch.chdir(tmp_path)
+    assert build("gla", shape).config.num_hidden_layers == 3

@@ -21,6 +21,7 @@ from ...layers.base import Mixer
 from ...layers.blocks.moe import MixtureOfExperts
 from ...ops.call import accumulator
 from ...ops.checks import require
+from ...spec.record import LARGEST
 from ...utils.errors import InputError, nearest, reading
 from ...utils.integrity import check_weights, read_json, seal, write_json
 from ...utils.provenance import difference
@@ -74,6 +75,7 @@ def import_config(checkpoint: Path) -> HeadraceConfig:
     form, described = _read_format(checkpoint)
     try:
         described = form.of_text(described)
+        check_sizes(described, LARGEST)
         return HeadraceConfig(**form.model(described)[0].arguments, converted_from=described)
     except InputError as error:
         raise InputError(f"checkpoint {str(checkpoint)!r}: {error}") from None

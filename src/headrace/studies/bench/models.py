@@ -84,7 +84,10 @@ PEERS: dict[str, Callable[[Shape], nn.Module]] = {
 
 @lru_cache
 def checkpoint_config(name: str) -> HeadraceConfig | None:
-    """The config of a checkpoint by its folder or its name on the Hub; None for another name."""
+    """The config of a checkpoint by its folder or its name on the Hub; None for a model of PEERS and for a mixer, whose
+    name a folder may have too."""
+    if name in PEERS or name in zoo.names():
+        return None
     return read_config(name) if "/" in name or Path(name).is_dir() else None
 
 
