@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0, "eos_token_id": None}
 
@@ -36,8 +37,11 @@ def float64_throughout():
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     wide = mock.patch.multiple(torch, float32=torch.float64, float=torch.float64)
+    scan = RecurrentGemmaRglru._rnn_scan  # whose float32 is the default of an argument, set on import
+    defaults = tuple(torch.float64 if value is torch.float32 else value for value in scan.__defaults__ or ())
     try:
-        with wide, mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+        double = mock.patch.object(torch.Tensor, "float", torch.Tensor.double)
+        with wide, double, mock.patch.object(scan, "__defaults__", defaults):
             yield
     finally:
         torch.set_default_dtype(before)

@@ -21,6 +21,12 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "verify"
 LAYER_LAWS = ["left-padded = bare", "pieces = whole", "decoding = whole", "batch size"]
 
 
+@pytest.fixture(autouse=True)
+def _quiet():
+    with foreign.quiet():
+        yield
+
+
 def broken(verdicts):
     return {v.law for v in verdicts if v.verdict == "breaks"}
 
@@ -86,7 +92,6 @@ def run_without_headrace(program, folder):
     ],
 )
 def test_a_program_shows_the_smallest_failing_input_without_headrace(name, law, tmp_path):
-    foreign.quiet()
     target = foreign.target(name)
     (verdict,) = foreign.verify(target.adapter, [law])
     assert verdict.verdict == "breaks" and verdict.case.T <= 3
@@ -98,7 +103,6 @@ def test_a_program_shows_the_smallest_failing_input_without_headrace(name, law, 
 
 @pytest.mark.parametrize(("layer", "broken"), [("Mamba2Mixer", []), ("MambaMixer", ["pieces = whole"])])
 def test_a_layer_of_a_model(layer, broken):
-    foreign.quiet()
     verdicts = list(foreign.verify(foreign.target(f"transformers:{layer}").adapter, LAYER_LAWS))
     assert [v.law for v in verdicts if v.verdict != "holds"] == broken
 
@@ -106,7 +110,6 @@ def test_a_layer_of_a_model(layer, broken):
 @pytest.mark.slow(seconds=30)
 @pytest.mark.parametrize("model_type", ["llama", "mamba2"])
 def test_the_stored_verdicts_are_those_of_today(model_type):
-    foreign.quiet()
     target = foreign.target(f"transformers:{model_type}")
     stored = json.loads((RESULTS / f"transformers-{model_type}.json").read_text("utf-8"))["laws"]
     laws = [law for law in foreign.LAWS if law not in ("gradients = differences", "compile = eager")]

@@ -266,25 +266,25 @@ def _verify_targets(
     precision, on = _precision(dtype), on_device(device, float64=dtype == "float64")
     chosen = None if laws is None else [law.strip() for law in laws.split(",")]
     console, records, failed = terminal(), [], 0
-    foreign.quiet()
-    for target in [foreign.target(name) for name in names]:
-        verdicts = list(foreign.verify(target.adapter, chosen, on, precision, seed))
-        broken = [v for v in verdicts if v.verdict == "breaks"]
-        failed += sum(v.verdict in ("breaks", "raises") for v in verdicts)
-        if as_json:
-            command = " ".join(["headrace", "verify", *map(shlex.quote, sys.argv[2:])])
-            records.append(foreign.as_json(target, verdicts, command, seed, on, precision))
-            continue
-        shown = Table(
-            *(["law", "verdict", "error", "tolerance", "smallest", "note"]), title=target.name, title_justify="left"
-        )
-        for row in foreign.table(verdicts):
-            shown.add_row(*map(escape, row))
-        console.print(shown)
-        for verdict in broken:
-            program = foreign.snippet(target, verdict, seed, on, precision)
-            console.print(program, soft_wrap=True, highlight=False, markup=False)
-        console.print(f"{target.name}: {len(broken)} of {len(verdicts)} laws are broken on {on} in {dtype}")
+    with foreign.quiet():
+        for target in [foreign.target(name) for name in names]:
+            verdicts = list(foreign.verify(target.adapter, chosen, on, precision, seed))
+            broken = [v for v in verdicts if v.verdict == "breaks"]
+            failed += sum(v.verdict in ("breaks", "raises") for v in verdicts)
+            if as_json:
+                command = " ".join(["headrace", "verify", *map(shlex.quote, sys.argv[2:])])
+                records.append(foreign.as_json(target, verdicts, command, seed, on, precision))
+                continue
+            shown = Table(
+                *(["law", "verdict", "error", "tolerance", "smallest", "note"]), title=target.name, title_justify="left"
+            )
+            for row in foreign.table(verdicts):
+                shown.add_row(*map(escape, row))
+            console.print(shown)
+            for verdict in broken:
+                program = foreign.snippet(target, verdict, seed, on, precision)
+                console.print(program, soft_wrap=True, highlight=False, markup=False)
+            console.print(f"{target.name}: {len(broken)} of {len(verdicts)} laws are broken on {on} in {dtype}")
     if as_json:
         print(json.dumps(records, indent=2, allow_nan=False))
     return int(failed > 0)

@@ -5,7 +5,8 @@ import importlib.metadata
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,12 +104,20 @@ def sizes_of(model_type: str) -> dict[str, Any]:
     return {field: size for field, size in SIZES.items() if field in known} | MODELS.get(model_type, {})
 
 
-def quiet() -> None:
+@contextmanager
+def quiet() -> Iterator[None]:
     """Leaves transformers' warnings about missing kernels and its progress bars out of the terminal."""
     from transformers.utils import logging
 
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _of_transformers(name: str, what: str) -> tuple[Callable, tuple]:
