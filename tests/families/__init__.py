@@ -20,15 +20,12 @@ class Family:
     fields: field -> values to try, or dicts of fields where several must change together, for fields whose value does
         not show what another one is.
     real: the fields of a released model, for shapes.
-    float64: how close logits come in float64.
     """
 
     base: dict[str, Any]
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
     fields: dict[str, list[Any]] = field(default_factory=dict)
     real: dict[str, Any] = field(default_factory=dict)
-    float64: float = 1e-12
-    untestable: tuple[str, ...] = ()  # fields that no config class of transformers lets change, or that fail there
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from typing import Any, NoReturn
 
+import transformers
 from transformers import GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -88,9 +89,22 @@ def _brief(value: Any) -> str:
 
 
 def _as_transformers_reads(described: Config) -> Config:
+    kind = described["model_type"]
+    version = transformers.__version__
+    require(kind in CONFIG_MAPPING, f"transformers {version} has no model_type={kind!r}; expected a newer version")
     with reading("config.json is refused by transformers"):
-        config = CONFIG_MAPPING[described["model_type"]]
-        return config.from_dict(config._decode_special_floats(described)).to_dict()
+        return CONFIG_MAPPING[kind].from_dict(_with_numbers(described)).to_dict()
+
+
+def _with_numbers(value: Any) -> Any:
+    """Returns a JSON value with numbers in place of {"__float__": "Infinity"}, which transformers writes for them."""
+    if isinstance(value, list):
+        return [_with_numbers(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"}:
+        return float(value["__float__"])
+    return {name: _with_numbers(item) for name, item in value.items()}
 
 
 def _check_types(described: Config, defaults: Config, types: Config) -> None:
