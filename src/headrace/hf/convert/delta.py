@@ -1,6 +1,6 @@
 """The formats of transformers' hybrids of delta rules and softmax attention."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from ... import zoo
@@ -8,23 +8,30 @@ from ...spec.attention import AttentionSpec, LatentSpec, Rope
 from ...spec.linear import MixerSpec
 from ...spec.stack import BlockStyle, Layer
 from .fields import Config, Fields
-from .form import Format, Model, Views, below, conv_width, layer_name, named, shared, stacked, whole
-from .parts import GATED_EXPERT, SWIGLU, balance, deepseek_experts, experts, latent_attention, layer_types, mixture_of
-from .softmax import latent_scale, rope_theta, rotation
+from .form import Format, Model, View, Views, assembled, below, conv_width, named, plain, shared, stacked, whole
+from .parts import (
+    GATED_EXPERT,
+    NORMS,
+    balance,
+    deepseek_experts,
+    experts,
+    latent_attention,
+    layer_types,
+    mixture_of,
+    mlp_views,
+)  # fmt: skip
+from .softmax import attention_views, latent_scale, rotation
 
-NORMS = {"mixer_norm.weight": "input_layernorm.weight", "mlp_norm.weight": "post_attention_layernorm.weight"}
+KINDS = ("linear_attention", "full_attention")
 DYNAMICS = {
-    "mixer.decay.A_log": "A_log", "mixer.decay.dt_bias": "dt_bias", "mixer.norm_weight": "norm.weight",
-    "mixer.o_proj.weight": "out_proj.weight",
+    "decay.A_log": "A_log", "decay.dt_bias": "dt_bias", "norm_weight": "norm.weight",
+    "o_proj.weight": "out_proj.weight",
 }  # fmt: skip
 # Fields of Experts -> fields of the mixture of experts.
 QWEN_EXPERTS = {
     "count": "num_experts", "chosen": "num_experts_per_tok", "width": "moe_intermediate_size",
     "normalised": "norm_topk_prob", "shared": "shared_expert_intermediate_size",
 }  # fmt: skip
-
-
-KINDS = ("linear_attention", "full_attention")
 
 
 # --- Qwen3-Next and Qwen3.5 ------------------------------------------------------------------------------------------
@@ -51,38 +58,31 @@ def qwen3_5(c: Fields) -> Model:
 Projections = Callable[[str, int, int, int, int], Views]
 
 
-def qwen(c: Fields, projections: Projections, sparse: Any = (), mixture: Any = None) -> Model:
+def qwen(c: Fields, projections: Projections, sparse: Collection[int] = (), mixture: Any = None) -> Model:
     """projections: views of the input projections of a linear layer. sparse: the layers with experts."""
     c.only("hidden_act", "silu", "swish")
-    kinds, tied, delta = layer_types(c, KINDS), c["tie_word_embeddings"], delta_sizes(c)
-    linear = gated_delta(c, *delta, {} if "full_attention" in kinds else {"heads.count": None})
-    attention: Any = qwen_attention(c) if "full_attention" in kinds else None
-    if attention is None:
+    kinds, delta, style = layer_types(c, KINDS), delta_sizes(c), BlockStyle("rms-offset", experts=mixture)
+    specs: dict[str, Any] = {"linear_attention": gated_delta(c, *delta)}
+    own = {"linear_attention": named("mixer", "linear_attn", DYNAMICS) | projections("linear_attn", *delta)}
+    heads = delta[0]
+    if "full_attention" in kinds:
+        specs["full_attention"] = spec = qwen_attention(c)
+        own["full_attention"], heads = qwen_attention_views("self_attn", spec), c["num_attention_heads"]
+    else:
+        specs["linear_attention"] = zoo.change_all(specs["linear_attention"], {"heads.count": None})
         c.ignore("num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias", "rope_parameters")
-    layers, views = [], whole("model", "embed_tokens", "norm", tied)
-    for i, kind in enumerate(kinds):
-        ours, theirs = layer_name(i), f"model.layers.{i}"
-        views |= named(ours, theirs, NORMS)
-        mixer = linear if kind == "linear_attention" else attention
-        layers.append(Layer(mixer, "experts" if i in sparse else "one"))
-        if mixer is linear:
-            views |= named(ours, f"{theirs}.linear_attn", DYNAMICS)
-            views |= below(ours, projections(f"{theirs}.linear_attn", *delta))
-        else:
-            views |= below(ours, qwen_attention_views(f"{theirs}.self_attn", attention))
-        if i in sparse:
-            views |= below(ours, experts(f"{theirs}.mlp", mixture.count))
-            views |= named(f"{ours}.mlp.shared", f"{theirs}.mlp.shared_expert", SWIGLU)
-            views |= named(f"{ours}.mlp", f"{theirs}.mlp", {"shared_gate.weight": "shared_expert_gate.weight"})
-        else:
-            views |= named(f"{ours}.mlp", f"{theirs}.mlp", SWIGLU)
-    sizes: Config = {"num_heads": delta[0] if attention is None else attention.count}
-    if attention is not None:
-        sizes["rope_theta"] = rope_theta(c)
+    layers = [Layer(specs[kind], "experts" if i in sparse else "one") for i, kind in enumerate(kinds)]
+    mlps = [qwen_experts(mixture.count, style) if i in sparse else mlp_views("mlp", style) for i in range(len(kinds))]
+    views = [plain(NORMS) | own[kind] | mlp for kind, mlp in zip(kinds, mlps, strict=True)]
     return Model(
-        shared(c, layers, BlockStyle("rms-offset", experts=mixture), intermediate_size=c["intermediate_size"], **sizes),
-        views,
+        shared(c, layers, style, num_heads=heads, intermediate_size=c["intermediate_size"]),
+        assembled(views, whole("model", "embed_tokens", "norm", c["tie_word_embeddings"])),
     )
+
+
+def qwen_experts(count: int, style: BlockStyle) -> Views:
+    gate = {"mlp.shared_gate.weight": "mlp.shared_expert_gate.weight"}
+    return experts("mlp", count) | mlp_views("mlp.shared_expert", style, "mlp.shared") | plain(gate)
 
 
 def qwen_attention(c: Fields) -> AttentionSpec:
@@ -153,17 +153,15 @@ def qwen_describe(config: Any) -> Config:
 
 # --- OLMo Hybrid -----------------------------------------------------------------------------------------------------
 
-SEPARATE = {f"mixer.in_proj.{part}": f"{part}_proj.weight" for part in "qkv"}
-SEPARATE |= {"mixer.in_proj.gate": "g_proj.weight", "mixer.in_proj.beta": "b_proj.weight"}
-SEPARATE |= {f"mixer.conv.weight.{part}": f"{part}_conv1d.weight" for part in "qkv"}
-OLMO_DELTA = SEPARATE | {
-    "mixer.in_proj.decay": "a_proj.weight", "mixer.decay.A_log": "A_log", "mixer.decay.dt_bias": "dt_bias",
-    "mixer.norm_weight": "o_norm.weight", "mixer.o_proj.weight": "o_proj.weight",
+SEPARATE = {f"in_proj.{part}": f"{part}_proj.weight" for part in "qkv"}
+SEPARATE |= {"in_proj.gate": "g_proj.weight", "in_proj.beta": "b_proj.weight"}
+SEPARATE |= {f"conv.weight.{part}": f"{part}_conv1d.weight" for part in "qkv"}
+SEPARATE |= {"decay.dt_bias": "dt_bias", "norm_weight": "o_norm.weight"}
+OLMO_DELTA = {"in_proj.decay": "a_proj.weight", "decay.A_log": "A_log", "o_proj.weight": "o_proj.weight"}
+OLMO_NORMS = {"mixer_norm.weight": "attention_layer_norm.weight", "mlp_norm.weight": "feedforward_layer_norm.weight"}
+OLMO_BRANCH_NORMS = {
+    "mixer_norm.weight": "feedforward_layer_norm.weight", "mlp_norm.weight": "post_feedforward_layernorm.weight",
 }  # fmt: skip
-OLMO_NORMS = {
-    "linear_attention": ("attention_layer_norm", "feedforward_layer_norm"),
-    "full_attention": ("feedforward_layer_norm", "post_feedforward_layernorm"),
-}
 
 
 def olmo_hybrid(c: Fields) -> Model:
@@ -172,38 +170,34 @@ def olmo_hybrid(c: Fields) -> Model:
     c.only("hidden_act", "silu", "swish")
     c.only("attention_bias", False)
     c.ignore(*(name for name in c.names if name.startswith(("linear_a_log_", "linear_dt_"))))  # initial values
-    delta, H, rope = delta_sizes(c), c["num_attention_heads"], c["rope_parameters"]
+    H, rope = c["num_attention_heads"], c["rope_parameters"]
     rotated = rope is not None and rope.get("rope_theta") is not None
     turned = rotation(c, c["hidden_size"] // H) if rotated else Rope()
-    attention = AttentionSpec(c["num_key_value_heads"], rotated, count=H, qk_norm="joint", rope=turned)
+    spec = AttentionSpec(c["num_key_value_heads"], rotated, count=H, qk_norm="joint", rope=turned)
     beta = "sigmoid-2" if c["linear_allow_neg_eigval"] else "sigmoid"
-    linear = gated_delta(c, *delta, {"write.beta": beta, "read.eps": 1e-5})
-    layers, views = [], whole("model", "embed_tokens", "norm", c["tie_word_embeddings"])
-    pairs = {f"mixer.{name}.weight": f"{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
-    pairs |= {f"mixer.{name}_norm.weight": f"{name}_norm.weight" for name in "qk"}
-    for i, kind in enumerate(layer_types(c, KINDS)):
-        ours, theirs, is_linear = layer_name(i), f"model.layers.{i}", kind == "linear_attention"
-        layers.append(Layer(linear) if is_linear else Layer(attention, order="branch"))
-        before, after = OLMO_NORMS[kind]
-        views |= named(ours, theirs, {"mixer_norm.weight": f"{before}.weight", "mlp_norm.weight": f"{after}.weight"})
-        mixer, tensors = ("linear_attn", OLMO_DELTA) if is_linear else ("self_attn", pairs)
-        views |= named(ours, f"{theirs}.{mixer}", tensors)
-        views |= named(f"{ours}.mlp", f"{theirs}.mlp", SWIGLU)
-    sizes = {"num_heads": H, "intermediate_size": c["intermediate_size"]}
-    if rotated:
-        sizes["rope_theta"] = rope_theta(c)
-    return Model(shared(c, layers, BlockStyle(), **sizes), views)
+    linear = gated_delta(c, *delta_sizes(c), {"write.beta": beta, "read.eps": 1e-5})
+    layers = {"linear_attention": Layer(linear), "full_attention": Layer(spec, order="branch")}
+    own = {
+        "linear_attention": plain(OLMO_NORMS) | named("mixer", "linear_attn", SEPARATE | OLMO_DELTA),
+        "full_attention": plain(OLMO_BRANCH_NORMS) | attention_views(spec, "self_attn"),
+    }
+    kinds, style = layer_types(c, KINDS), BlockStyle()
+    return Model(
+        shared(c, [layers[kind] for kind in kinds], style, num_heads=H, intermediate_size=c["intermediate_size"]),
+        assembled(
+            [own[kind] | mlp_views("mlp", style) for kind in kinds],
+            whole("model", "embed_tokens", "norm", c["tie_word_embeddings"]),
+        ),
+    )
 
 
 # --- Kimi Linear and Ling --------------------------------------------------------------------------------------------
 
-KIMI_DELTA = SEPARATE | {"mixer.decay.dt_bias": "dt_bias", "mixer.norm_weight": "o_norm.weight"}
 KIMI_LOW_RANK = {
-    "mixer.in_proj.decay": "f_a_proj.weight", "mixer.decay.up.weight": "f_b_proj.weight",
-    "mixer.in_proj.gate": "g_a_proj.weight", "mixer.gate.up.weight": "g_b_proj.weight",
-    "mixer.o_proj.weight": "o_proj.weight",
+    "in_proj.decay": "f_a_proj.weight", "decay.up.weight": "f_b_proj.weight", "in_proj.gate": "g_a_proj.weight",
+    "gate.up.weight": "g_b_proj.weight", "o_proj.weight": "o_proj.weight",
 }  # fmt: skip
-LING = {"mixer.in_proj.decay": "f_proj.weight", "mixer.o_proj.weight": "dense.weight"}
+LING = {"in_proj.decay": "f_proj.weight", "o_proj.weight": "dense.weight"}
 
 
 def kimi_linear(c: Fields) -> Model:
@@ -213,7 +207,7 @@ def kimi_linear(c: Fields) -> Model:
     c.ignore("linear_attn_config", "head_dim")
     mlp = ("block_sparse_moe", "embed_tokens", "e_score_correction_bias")
     names = Kimi("self_attn", "o_proj", *mlp, {"gate": "w1", "up": "w3", "down": "w2"}, (1, 1, linear.heads.count, 1))
-    return kimi(c, linear, latent, KIMI_DELTA | KIMI_LOW_RANK, names)
+    return kimi(c, linear, latent, SEPARATE | KIMI_LOW_RANK, names)
 
 
 def bailing_hybrid(c: Fields) -> Model:
@@ -226,7 +220,7 @@ def bailing_hybrid(c: Fields) -> Model:
     scale = latent_scale(c, rope, c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
     latent = latent_spec(c, rope=rope, gate="head", scale=scale)
     names = Kimi("attention", "dense", "mlp", "word_embeddings", "expert_bias", GATED_EXPERT)
-    return kimi(c, linear, latent, KIMI_DELTA | LING, names)
+    return kimi(c, linear, latent, SEPARATE | LING, names)
 
 
 class Kimi(NamedTuple):
@@ -265,32 +259,27 @@ def kimi(c: Fields, linear: MixerSpec, latent: LatentSpec, pairs: dict[str, str]
     """pairs: {our name: their name} of the tensors of a linear layer."""
     c.only("hidden_act", "silu", "swish")
     c.ignore("output_router_logits", "router_aux_loss_coef")  # DeepSeek-V3 has no load-balancing loss
-    layers, views = [], whole("model", names.embedding, "norm", c["tie_word_embeddings"])
-    kinds = zip(layer_types(c, KINDS), layer_types(c, ("dense", "sparse"), "mlp_layer_types"), strict=True)
-    mixture = deepseek_experts(c)
-    for i, (kind, mlp) in enumerate(kinds):
-        ours, theirs = layer_name(i), f"model.layers.{i}"
-        is_linear, sparse = kind == "linear_attention", mlp == "sparse"
-        layers.append(Layer(linear if is_linear else latent, "experts" if sparse else "one"))
-        views |= named(ours, theirs, NORMS)
-        if is_linear:
-            views |= named(ours, f"{theirs}.{names.mixer}", pairs)
-            views |= named(ours, f"{theirs}.{names.mixer}", {"mixer.decay.A_log": "A_log"}, shape=names.decay)
-        else:
-            views |= below(ours, latent_attention(f"{theirs}.{names.mixer}", latent, names.output))
-        if sparse:
-            views |= below(ours, experts(f"{theirs}.{names.mlp}", mixture.count, names.expert))
-            views |= named(f"{ours}.mlp", f"{theirs}.{names.mlp}.gate", {"choice_bias": names.choice_bias})
-            if mixture.shared:
-                views |= named(f"{ours}.mlp.shared", f"{theirs}.{names.mlp}.shared_experts", SWIGLU)
-        else:
-            views |= named(f"{ours}.mlp", f"{theirs}.{names.mlp}", SWIGLU)
-    experts_used = any(layer.mlp == "experts" for layer in layers)
-    style = BlockStyle(experts=mixture if experts_used else None)
-    sizes = {"num_heads": latent.count, "intermediate_size": c["intermediate_size"]}
-    if latent.rotary:
-        sizes["rope_theta"] = rope_theta(c)
-    return Model(shared(c, layers, style, **sizes), views)
+    kinds, mlps = layer_types(c, KINDS), layer_types(c, ("dense", "sparse"), "mlp_layer_types")
+    mixture, specs = deepseek_experts(c), {"linear_attention": linear, "full_attention": latent}
+    style = BlockStyle(experts=mixture if "sparse" in mlps else None)
+    decay = {"mixer.decay.A_log": View(f"{names.mixer}.A_log", shape=names.decay)}
+    own = {
+        "linear_attention": named("mixer", names.mixer, pairs) | decay,
+        "full_attention": latent_attention(names.mixer, latent, names.output),
+        "dense": mlp_views(names.mlp, style),
+        "sparse": experts(names.mlp, mixture.count, names.expert)
+        | plain({"mlp.choice_bias": f"{names.mlp}.gate.{names.choice_bias}"})
+        | (mlp_views(f"{names.mlp}.shared_experts", style, "mlp.shared") if mixture.shared else {}),
+    }
+    pairs_of = [*zip(kinds, mlps, strict=True)]
+    layers = [Layer(specs[kind], "experts" if mlp == "sparse" else "one") for kind, mlp in pairs_of]
+    return Model(
+        shared(c, layers, style, num_heads=latent.count, intermediate_size=c["intermediate_size"]),
+        assembled(
+            [plain(NORMS) | own[kind] | own[mlp] for kind, mlp in pairs_of],
+            whole("model", names.embedding, "norm", c["tie_word_embeddings"]),
+        ),
+    )
 
 
 def glm5_next(c: Fields) -> Model:

@@ -7,7 +7,8 @@ from ... import zoo
 from ...spec.linear import MixerSpec
 from ...spec.stack import BlockStyle, Layer
 from .fields import Config, Fields
-from .form import SWIGLU, Format, Model, conv_width, layer_name, named, shared, whole
+from .form import Format, Model, assembled, conv_width, plain, shared, whole
+from .parts import mlp_views
 
 DEFAULTS: Config = {
     "vocab_size": 32000, "hidden_size": 2048, "num_hidden_layers": 24, "max_position_embeddings": 2048,
@@ -25,7 +26,7 @@ IGNORED = (
     "share_conv_kernel",
 )  # fmt: skip
 PROJECTIONS = {f"mixer.in_proj.{part}": f"attn.{part}_proj.weight" for part in "qkv"}
-BLOCK = {"mixer_norm.weight": "attn_norm.weight", "mlp_norm.weight": "mlp_norm.weight", **SWIGLU}
+BLOCK = {"mixer_norm.weight": "attn_norm.weight", "mlp_norm.weight": "mlp_norm.weight"}
 BLOCK |= {"mixer.o_proj.weight": "attn.o_proj.weight"}
 GATE = {"mixer.in_proj.gate": "attn.g_proj.weight"}
 BETA = {"mixer.in_proj.beta": "attn.b_proj.weight"}
@@ -104,9 +105,8 @@ def fla(
         expression, tensors = mixer(c)
         layers = [Layer(zoo.get(expression))] * c["num_hidden_layers"]
         heads = c["num_v_heads"] if c.get("num_v_heads") else c["num_heads"]
-        views = whole("model", "embeddings", "norm", c["tie_word_embeddings"])
-        for i in range(len(layers)):
-            views |= named(layer_name(i), f"model.layers.{i}", BLOCK | PROJECTIONS | tensors)
+        own = plain(BLOCK | PROJECTIONS | tensors) | mlp_views("mlp", BlockStyle())
+        views = assembled([own] * len(layers), whole("model", "embeddings", "norm", c["tie_word_embeddings"]))
         return Model(shared(c, layers, BlockStyle(), num_heads=heads, intermediate_size=mlp_width(c)), views)
 
     return Format(architecture, read, describe, MixerSpec, DEFAULTS | defaults, TYPES)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ...spec.attention import AttentionSpec, LatentSpec
 from ...spec.mixer import Spec
 from ...spec.stack import BlockStyle, Decoder, Layer
 from ...utils.errors import InputError
@@ -147,6 +148,9 @@ def shared(c: Fields, layers: Sequence[Layer], style: BlockStyle, **more: Any) -
     pattern = period(layers)
     alone = pattern == (Layer(pattern[0].mixer),)
     arguments |= {"mixer": pattern[0].mixer if alone else Decoder(pattern, style), "style": style}
+    mixers = [mixer for layer in layers for mixer in layer.mixers] + [style.shared] * (style.shared is not None)
+    if any(isinstance(mixer, AttentionSpec | LatentSpec) and mixer.rotary for mixer in mixers):
+        arguments["rope_theta"] = c["rope_parameters"]["rope_theta"]
     for name in ("max_position_embeddings", "model_max_length"):
         if (longest := c.get(name)) is not None:
             arguments["max_position_embeddings"] = longest
@@ -173,6 +177,19 @@ def whole(prefix: str, embedding: str, norm: str, tied: bool) -> Views:
         "model.backbone.norm.weight": View(f"{prefix}.{norm}.weight"),
     }
     return views if tied else views | {"lm_head.weight": View("lm_head.weight")}
+
+
+def assembled(layers: Sequence[Views], outside: Views, theirs: str = "model.layers") -> Views:
+    """Returns all views of a model. layers: the views of each layer, by our names in it and their names in theirs."""
+    return outside | {
+        f"{layer_name(i)}.{name}": view._replace(name=f"{theirs}.{i}.{view.name}")
+        for i, own in enumerate(layers) for name, view in own.items()
+    }  # fmt: skip
+
+
+def plain(names: dict[str, str], **options: Any) -> Views:
+    """Returns the views of whole tensors: {our name: their name}. options: fields of `View`."""
+    return {our: View(their, **options) for our, their in names.items()}
 
 
 def named(ours: str, theirs: str, pairs: dict[str, str], **options: Any) -> Views:
@@ -204,6 +221,3 @@ def conv_width(c: Fields, name: str) -> int:
 
 def layer_name(i: int) -> str:
     return f"model.backbone.layers.{i}"
-
-
-SWIGLU = {f"mlp.{name}_proj.weight": f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}

@@ -5,13 +5,27 @@ from typing import Any
 
 from ...spec.stack import BlockStyle, Experts, Layer
 from .fields import Fields
-from .form import Block, Format, Model, View, Views, below, conv_width, layer_name, named, shared, stacked, whole
-from .parts import balance, experts, layer_types, mixture_of, scaled
+from .form import (
+    Block,
+    Format,
+    Model,
+    View,
+    Views,
+    assembled,
+    below,
+    conv_width,
+    layer_name,
+    named,
+    plain,
+    shared,
+    stacked,
+    whole,
+)  # fmt: skip
+from .parts import NORMS, balance, experts, layer_types, mixture_of, mlp_views, scaled
 from .recurrent import SILU, STEPS, Mamba2, divisor, mamba_layer
-from .softmax import GATED, UNGATED, activation, attention, attention_views, rope_theta
+from .softmax import GATED, UNGATED, activation, attention, attention_views
 
 NORM, MLP_NORM, FINAL_NORM = "mixer_norm.weight", "mlp_norm.weight", "model.backbone.norm.weight"
-NORMS = {NORM: "input_layernorm.weight", MLP_NORM: "post_attention_layernorm.weight"}
 UNGATED = UNGATED | {"relu2": "relu2"}
 
 
@@ -21,13 +35,6 @@ def multiplier(c: Fields, name: str, value: Any = None) -> float:
     if value is None or value <= 0:
         c.refuse(name, "numbers of more than 0")
     return float(value)
-
-
-def mlp_views(theirs: str, style: BlockStyle, ours: str = "mlp") -> Views:
-    """Returns the views of an MLP with the same names of modules as ours."""
-    modules = ["gate_proj", "up_proj", "down_proj"] if style.gated else ["up_proj", "down_proj"]
-    kinds = ("weight", "bias") if style.bias else ("weight",)
-    return named(ours, theirs, {f"{n}.{kind}": f"{n}.{kind}" for n in modules for kind in kinds})
 
 
 def gate_up_views(up: str, down: str, width: int, bias: bool, ours: str = "mlp") -> Views:
@@ -57,16 +64,11 @@ def falcon_h1(c: Fields) -> Model:
     layers = [Layer(mamba.spec(D, H), parallel=spec)] * c["num_hidden_layers"]
     views = whole("model", "embed_tokens", "final_layernorm", c["tie_word_embeddings"])
     views = scaled(views, {FINAL_NORM: multiplier(c, "lm_head_multiplier")})
-    factors = falcon_factors(c)
-    for i in range(len(layers)):
-        theirs = f"model.layers.{i}"
-        own = mamba.views(f"{theirs}.mamba") | mlp_views(f"{theirs}.feed_forward", style)
-        beside = attention_views(spec, f"{theirs}.self_attn")
-        own |= {name.replace("mixer", "parallel", 1): view for name, view in beside.items()}
-        views |= below(layer_name(i), scaled(own, factors))
-        views |= named(layer_name(i), theirs, {NORM: "input_layernorm.weight", MLP_NORM: "pre_ff_layernorm.weight"})
-    sizes = {"num_heads": H, "intermediate_size": c["intermediate_size"], "rope_theta": rope_theta(c)}
-    return Model(shared(c, layers, style, **sizes), views)
+    own = mamba.views("mamba") | mlp_views("feed_forward", style)
+    own |= {name.replace("mixer", "parallel", 1): view for name, view in attention_views(spec, "self_attn").items()}
+    own = scaled(own, falcon_factors(c)) | plain({NORM: "input_layernorm.weight", MLP_NORM: "pre_ff_layernorm.weight"})
+    sizes = {"num_heads": H, "intermediate_size": c["intermediate_size"]}
+    return Model(shared(c, layers, style, **sizes), assembled([own] * len(layers), views))
 
 
 def falcon_factors(c: Fields) -> dict[str, float]:
@@ -93,7 +95,6 @@ def granitemoehybrid(c: Fields) -> Model:
     mamba = mamba_layer(c, (c["mamba_proj_bias"], c["mamba_proj_bias"]))
     scale = multiplier(c, "attention_multiplier")
     spec = attention(c, bias=c["attention_bias"], rotary=rotary, scale=scale)
-    theta = {"rope_theta": rope_theta(c)} if rotary else {}
     kinds = {"linear_attention": mamba.spec(D, H), "full_attention": spec}
     listed = layer_types(c, kinds)
     mixture = granite_experts(c)
@@ -103,18 +104,15 @@ def granitemoehybrid(c: Fields) -> Model:
     views = scaled(views, {FINAL_NORM: 1 / multiplier(c, "logits_scaling")})
     residual, width = multiplier(c, "residual_multiplier"), c["shared_intermediate_size"]
     factors = dict.fromkeys(("mixer.o_proj.*", "mlp.*down*"), residual)
-    for i, kind in enumerate(listed):
-        theirs = f"model.layers.{i}"
-        is_linear = kind == "linear_attention"
-        own = mamba.views(f"{theirs}.mamba") if is_linear else attention_views(spec, f"{theirs}.self_attn")
-        own |= gate_up_views(
-            f"{theirs}.shared_mlp.input_linear", f"{theirs}.shared_mlp.output_linear", width, False,
-            "mlp.shared" if mixture else "mlp",
-        )  # fmt: skip
-        if mixture:
-            own |= stacked_experts(f"{theirs}.block_sparse_moe", mixture, D)
-        views |= below(layer_name(i), scaled(own, factors)) | named(layer_name(i), theirs, NORMS)
-    return Model(shared(c, layers, style, num_heads=H, intermediate_size=width, **theta), views)
+    mlp = gate_up_views(
+        "shared_mlp.input_linear", "shared_mlp.output_linear", width, False, "mlp.shared" if mixture else "mlp"
+    )
+    mlp |= stacked_experts("block_sparse_moe", mixture, D) if mixture else {}
+    own = {"linear_attention": mamba.views("mamba"), "full_attention": attention_views(spec, "self_attn")}
+    return Model(
+        shared(c, layers, style, num_heads=H, intermediate_size=width),
+        assembled([scaled(own[kind] | mlp, factors) | plain(NORMS) for kind in listed], views),
+    )
 
 
 def granite_experts(c: Fields) -> Experts | None:
@@ -240,9 +238,8 @@ def zamba2(c: Fields) -> Model:
         views |= named(layer_name(i), theirs, {NORM: "input_layernorm.weight"})
         views |= below(layer_name(i), mamba.views(f"{theirs}.mamba"))
     views |= zamba2_shared(style, c["intermediate_size"], [i for i, shares in enumerate(hybrid) if shares])
-    theta = {"rope_theta": rope_theta(c)} if c["use_mem_rope"] else {}
     sizes = {"num_heads": H, "intermediate_size": c["intermediate_size"]}
-    return Model(shared(c, layers, style, **sizes, **theta), views)
+    return Model(shared(c, layers, style, **sizes), views)
 
 
 # Fields of which the model has no use, or by which their class has set others.

@@ -5,12 +5,12 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
-from ...spec.stack import Experts
+from ...spec.stack import BlockStyle, Experts
 from ...utils.errors import InputError
 from .fields import Fields
 from .form import Block, View, Views, below, named
 
-SWIGLU = {f"{name}_proj.weight": f"{name}_proj.weight" for name in ("gate", "up", "down")}
+NORMS = {"mixer_norm.weight": "input_layernorm.weight", "mlp_norm.weight": "post_attention_layernorm.weight"}
 GATED_EXPERT = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
@@ -20,6 +20,13 @@ def layer_types(c: Fields, kinds: Collection[str], name: str = "layer_types") ->
     if len(listed) != depth or not {*listed} <= {*kinds}:
         c.refuse(name, f"num_hidden_layers={depth} times {' or '.join(kinds)}")
     return listed
+
+
+def mlp_views(theirs: str, style: BlockStyle, ours: str = "mlp") -> Views:
+    """Returns the views of an MLP with the same names of modules as ours."""
+    modules = ["gate_proj", "up_proj", "down_proj"] if style.gated else ["up_proj", "down_proj"]
+    kinds = ("weight", "bias") if style.bias else ("weight",)
+    return named(ours, theirs, {f"{n}.{kind}": f"{n}.{kind}" for n in modules for kind in kinds})
 
 
 def scaled(views: Views, factors: dict[str, float]) -> Views:

@@ -1,7 +1,6 @@
 """The formats of transformers' models of scans and of linear mixers without a delta rule, alone or with attention."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,25 +14,26 @@ from ...spec.mixer import Spec
 from ...spec.scan import ScanSpec
 from ...spec.stack import BlockStyle, Experts, Layer
 from .fields import Config, Fields
-from .form import Format, Model, View, Views, below, conv_width, layer_name, named, shared, stacked, whole
+from .form import (
+    Format,
+    Model,
+    View,
+    Views,
+    assembled,
+    below,
+    conv_width,
+    layer_name,
+    named,
+    plain,
+    shared,
+    stacked,
+    whole,
+)  # fmt: skip
 from .parts import balance, experts, layer_types, mixture_of, scaled
-from .softmax import attention, attention_views, rope_theta, window_of
+from .softmax import attention, attention_views, window_of
 
 SILU = ("silu", "swish")
 STEPS = ("time_step_rank", "time_step_min", "time_step_max", "time_step_floor")  # of initial values alone
-
-
-def assembled(layers: Sequence[Views], outside: Views, theirs: str = "model.layers") -> Views:
-    """Returns all views of a model. layers: the views of each layer, by our names in it and their names in theirs."""
-    return outside | {
-        f"{layer_name(i)}.{name}": view._replace(name=f"{theirs}.{i}.{view.name}")
-        for i, own in enumerate(layers) for name, view in own.items()
-    }  # fmt: skip
-
-
-def plain(names: dict[str, str], **options: Any) -> Views:
-    """Returns the views of whole tensors: {our name: their name}. options: fields of `View`."""
-    return {our: View(their, **options) for our, their in names.items()}
 
 
 class Mamba2(NamedTuple):
@@ -167,9 +167,8 @@ def kinds_of(names: dict[str, str], *kinds: str) -> dict[str, str]:
 
 
 def attended(c: Fields) -> Config:
-    """Returns the arguments of HeadraceConfig for attention with rotary positions and an MLP."""
-    names = {"num_heads": "num_attention_heads", "intermediate_size": "intermediate_size"}
-    return {ours: c[theirs] for ours, theirs in names.items()} | {"rope_theta": rope_theta(c)}
+    """Returns the arguments of HeadraceConfig for attention and an MLP."""
+    return {"num_heads": c["num_attention_heads"], "intermediate_size": c["intermediate_size"]}
 
 
 def mamba_layer(c: Fields, biases: tuple[bool, bool], norm: str = "gate-norm") -> Mamba2:
@@ -227,8 +226,7 @@ def jamba(c: Fields) -> Model:
     style = BlockStyle(experts=mixture(c, count) if any(mixes) else None)
     c.ignore("num_experts_per_tok", "router_aux_loss_coef", "output_router_logits")  # of a model without experts
     views = [plain(HYBRID_NORMS) | own[attends] | mlp[mixed] for attends, mixed in pairs]
-    sizes = {"num_heads": c["num_attention_heads"], "intermediate_size": c["intermediate_size"]}
-    return Model(shared(c, layers, style, **sizes), assembled(views, outside(c, "final_layernorm")))
+    return Model(shared(c, layers, style, **attended(c)), assembled(views, outside(c, "final_layernorm")))
 
 
 def mixture(c: Fields, count: int, **options: Any) -> Experts:

@@ -8,10 +8,12 @@ from typing import Any
 from ...spec.attention import ROPES, AttentionSpec, Pattern, Rope
 from ...spec.stack import BlockStyle, Layer
 from .fields import Config, Fields
-from .form import SWIGLU, Format, Model, View, Views, below, layer_name, named, shared, stacked, whole
+from .form import Format, Model, View, Views, assembled, named, plain, shared, stacked, whole
+from .parts import NORMS, mlp_views
 
-NORMS = {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-BRANCH_NORMS = {"mixer_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
+BRANCH_NORMS = {
+    "mixer_norm.weight": "post_attention_layernorm.weight", "mlp_norm.weight": "post_feedforward_layernorm.weight",
+}  # fmt: skip
 # Names of activations -> kinds of MLP.
 GATED = {"swish": "swiglu", "silu": "swiglu", "gelu": "geglu", "gelu_new": "geglu-tanh"}
 GATED["gelu_pytorch_tanh"] = "geglu-tanh"
@@ -62,11 +64,6 @@ def latent_scale(c: Fields, rope: Rope, head_dim: int) -> Any:
     k."""
     weight = c["rope_parameters"].get("mscale_all_dim")
     return head_dim**-0.5 * mscale(rope.factor, weight) ** 2 if weight and rope.kind == "yarn" else "key"
-
-
-def rope_theta(c: Fields) -> float:
-    """Returns the base of rotary positions."""
-    return c["rope_parameters"]["rope_theta"]
 
 
 def rope_parameters(rope: Rope, theta: float) -> Config:
@@ -136,15 +133,15 @@ def window_of(c: Fields) -> Pattern | None:
 
 def decoder(c: Fields, specs: Sequence[AttentionSpec], style: BlockStyle, norms: dict[str, str] = NORMS) -> Model:
     """Returns a model with Llama's names of modules. norms: {our name of a norm: theirs}."""
+    common = plain(norms) | mlp_views("mlp", style)
     sizes = {"num_heads": c["num_attention_heads"], "intermediate_size": c["intermediate_size"]}
-    views = whole("model", "embed_tokens", "norm", c["tie_word_embeddings"])
-    norms = {f"{our}.weight": f"{their}.weight" for our, their in norms.items()}
-    biases = {name.replace("weight", "bias"): name.replace("weight", "bias") for name in SWIGLU if style.bias}
-    for i, spec in enumerate(specs):
-        ours, theirs = layer_name(i), f"model.layers.{i}"
-        views |= named(ours, theirs, norms) | named(ours, theirs, SWIGLU | biases)
-        views |= below(ours, attention_views(spec, f"{theirs}.self_attn"))
-    return Model(shared(c, [Layer(spec) for spec in specs], style, rope_theta=rope_theta(c), **sizes), views)
+    return Model(
+        shared(c, [Layer(spec) for spec in specs], style, **sizes),
+        assembled(
+            [common | attention_views(spec, "self_attn") for spec in specs],
+            whole("model", "embed_tokens", "norm", c["tie_word_embeddings"]),
+        ),
+    )
 
 
 def llama(c: Fields) -> Model:
@@ -204,14 +201,11 @@ def gpt2(c: Fields) -> Model:
     }  # fmt: skip
     views = whole("transformer", "wte", "ln_f", c["tie_word_embeddings"])
     views |= named("model.backbone", "transformer", {"norm.bias": "ln_f.bias", "positions.table.weight": "wpe.weight"})
-    for i in range(depth):
-        ours, theirs = layer_name(i), f"transformer.h.{i}"
-        views |= named(ours, theirs, GPT2_BIASES) | named(ours, theirs, GPT2_MATRICES, transposed=True)
-        for kind, transposed in (("weight", True), ("bias", False)):
-            parts = stacked(f"{theirs}.attn.c_attn.{kind}", dict.fromkeys("qkv", D))
-            for part, view in parts.items():
-                views[f"{ours}.mixer.{part}_proj.{kind}"] = view._replace(transposed=transposed)
-    return Model(shared(c, layers, style, **sizes), views)
+    own = plain(GPT2_BIASES) | plain(GPT2_MATRICES, transposed=True)
+    for kind, transposed in (("weight", True), ("bias", False)):
+        for part, view in stacked(f"attn.c_attn.{kind}", dict.fromkeys("qkv", D)).items():
+            own[f"mixer.{part}_proj.{kind}"] = view._replace(transposed=transposed)
+    return Model(shared(c, layers, style, **sizes), assembled([own] * depth, views, "transformer.h"))
 
 
 GPT2_MATRICES = {
