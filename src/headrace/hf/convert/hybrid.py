@@ -21,8 +21,8 @@ from .form import (
     stacked,
     whole,
 )  # fmt: skip
+from .mamba import SILU, STEPS, Mamba2, divisor, mamba_layer
 from .parts import NORMS, balance, experts, layer_types, mixture_of, mlp_views, scaled
-from .recurrent import SILU, STEPS, Mamba2, divisor, mamba_layer
 from .softmax import GATED, UNGATED, activation, attention, attention_views
 
 NORM, MLP_NORM, FINAL_NORM = "mixer_norm.weight", "mlp_norm.weight", "model.backbone.norm.weight"

@@ -9,8 +9,6 @@ from typing import Any
 
 def causal_lm(model_type: str, sizes: dict[str, Any]) -> dict[str, Any]:
     """A random language model of transformers. On a CPU it takes its PyTorch path: FLA's kernels need a GPU."""
-    import tempfile
-
     import torch
 
     cpu = not torch.cuda.is_available() and "fla" not in sys.modules
@@ -53,52 +51,67 @@ def causal_lm(model_type: str, sizes: dict[str, Any]) -> dict[str, Any]:
         out = model(**given)
         return out.logits if has_head else out.last_hidden_state, out.get(memory, state)
 
-    def crop(model, x, remove):
-        cache = DynamicCache(config=model.config)
-        cache.activate_past_recording()
-        model(x, **{memory: cache}, use_cache=True)
-        if not cache.is_croppable:
-            raise NotImplementedError("the cache says that it is not croppable")
-        cache.crop(-remove)
-        return cache
-
-    def reorder(state, order):
-        if not hasattr(state, "reorder_cache"):
-            raise NotImplementedError("its state has no reorder_cache")
-        state.reorder_cache(order)
-        return state
-
-    def recurrent(state):
-        if memory == "state":  # RWKV's; the first two are inputs of the last token
-            return state[2:]
-        if model_type == "zaya":  # whose states are inputs of the last token too
-            return []
-        if hasattr(state, "linear_cache"):
-            return [s for s in state.linear_cache if isinstance(s, torch.Tensor)]
-        if hasattr(state, "rnn_state"):
-            return [s for layer in state.rnn_state.values() for s in layer]
-        sums = [getattr(layer, "recurrent_states", {}) for layer in state.layers]
-        return [s for states in sums for s in states.values() if s is not None]
-
-    def reload(model):
-        with tempfile.TemporaryDirectory() as folder:
-            model.save_pretrained(folder)
-            return type(model).from_pretrained(folder)
-
-    def cast(model, dtype):
-        """As `from_pretrained` does: some parameters stay in float32. Grouped products of experts take no float64."""
-        if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("eager")
-        names = [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]
-        for name, parameter in model.to(dtype).named_parameters():
-            if any(re.search(kept, name) for kept in names):
-                parameter.data = parameter.data.float()
-        return model
-
-    parts = {"module": model, "forward": forward, "vocabulary": model.config.vocab_size, "recurrent": recurrent}
-    parts |= {"reload": reload, "cast": cast, "reorder": reorder}
+    parts = {"module": model, "forward": forward, "vocabulary": model.config.vocab_size}
+    parts |= {"reload": reloaded, "cast": cast, "reorder": reordered}
+    # zaya's states are inputs of the last token.
+    parts["recurrent"] = (lambda state: []) if model_type == "zaya" else recurrent_states
     parts["embed"] = lambda model, ids: model.get_input_embeddings()(ids)
-    return parts | ({"crop": crop} if has_dynamic_cache else {})
+    return parts | ({"crop": lambda model, x, remove: cropped(model, x, remove, memory)} if has_dynamic_cache else {})
+
+
+def cropped(model, x, remove, memory):
+    """The cache of all but the last tokens of x, by its own means. memory: what the model calls the cache."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    model(x, **{memory: cache}, use_cache=True)
+    if not cache.is_croppable:
+        raise NotImplementedError("the cache says that it is not croppable")
+    cache.crop(-remove)
+    return cache
+
+
+def reordered(state, order):
+    if not hasattr(state, "reorder_cache"):
+        raise NotImplementedError("its state has no reorder_cache")
+    state.reorder_cache(order)
+    return state
+
+
+def recurrent_states(state):
+    """The tensors of a state that sum over tokens."""
+    import torch
+
+    if isinstance(state, list):  # RWKV's; the first two are inputs of the last token
+        return state[2:]
+    if hasattr(state, "linear_cache"):
+        return [s for s in state.linear_cache if isinstance(s, torch.Tensor)]
+    if hasattr(state, "rnn_state"):
+        return [s for layer in state.rnn_state.values() for s in layer]
+    sums = [getattr(layer, "recurrent_states", {}) for layer in state.layers]
+    return [s for states in sums for s in states.values() if s is not None]
+
+
+def reloaded(model):
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return type(model).from_pretrained(folder)
+
+
+def cast(model, dtype):
+    """As `from_pretrained` does: some parameters stay in float32. Grouped products of experts take no float64."""
+    import torch
+
+    if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    names = [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]
+    for name, parameter in model.to(dtype).named_parameters():
+        if any(re.search(kept, name) for kept in names):
+            parameter.data = parameter.data.float()
+    return model
 
 
 def layer_of_model(class_name: str, model_type: str, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -153,3 +166,7 @@ def fla_layer(class_name: str) -> dict[str, Any]:
         return y, state
 
     return {"module": layer, "forward": forward, "width": 64}
+
+
+# Functions of `causal_lm`, which a program of it needs.
+HELPERS = (cropped, reordered, recurrent_states, reloaded, cast)

@@ -40,7 +40,8 @@ def snippet(target: Target, verdict: Verdict, seed: int, device: str, dtype: tor
     parts = [shared.relative, *(helper for helper in HELPERS if _used(helper, check)), check]
     if target.file is None:
         values = ", ".join(pprint.pformat(value, width=100, sort_dicts=False) for value in target.arguments)
-        functions = [adapters.causal_lm] * (target.function is adapters.layer_of_model) + [target.function]
+        functions: list[Any] = [] if target.function is adapters.fla_layer else [*adapters.HELPERS, adapters.causal_lm]
+        functions += [target.function] * (target.function not in functions)
         parts, made = [*functions, *parts], f"def adapter():\n    return {target.function.__name__}({values})"
     else:
         function = target.name.rpartition(":")[2]
