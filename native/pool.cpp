@@ -68,6 +68,18 @@ public:
         if (call) finish();
     }
 
+    void run(int threads, const std::function<void(Team&, int)>& body) {
+        const std::unique_lock<std::mutex> call(calls_, std::try_to_lock);
+        const std::size_t helpers = call ? ready(threads - 1, 0) : 0;
+        Team team(static_cast<int>(helpers) + 1);
+        // A member waits for the others within its unit, so that no thread takes two.
+        const Body member = [&](std::int64_t i, void*) { body(team, static_cast<int>(i)); };
+        Units units{member, static_cast<std::int64_t>(helpers) + 1};
+        if (call) begin(units, helpers);
+        units.work(nullptr);
+        if (call) finish();
+    }
+
 private:
     // How many of `count` helpers there are: fewer where the system gives no more threads or no memory for them.
     std::size_t ready(std::size_t count, std::size_t bytes) {
@@ -149,3 +161,15 @@ bool run_units(std::int64_t units, int threads, std::size_t bytes, const Body& b
     own.release_if_large();
     return true;
 }
+
+void Team::yield() { std::this_thread::yield(); }
+
+void run_team(int threads, const std::function<void(Team&, int)>& body) {
+    if (threads > 1) return current().run(threads, body);
+    Team alone(1);
+    body(alone, 0);
+}
+
+void* own_memory(std::size_t bytes) { return own.at_least(bytes); }
+
+void release_own_memory() { own.release_if_large(); }

@@ -8,7 +8,6 @@ from ...autograd import register
 from ...call import Call
 from ...rewrite import normalised
 from ..base import Backend, Kernel
-from . import layer
 from . import library as native
 
 CHUNKS = range(16, 129, 16)
@@ -56,5 +55,4 @@ BACKEND = Backend(
     about=lambda: f"C++, {native.instructions}",
     linear_attention=Kernel(_run, _unsupported_reason),
     step=Kernel(_step, _unsupported_step),
-    layer_step=layer.Layer,
 )
