@@ -241,10 +241,10 @@ inline void round_row(std::int16_t* integers, float* scales, const float* x, int
         vf most{};
         for (int i = 0; i < count; i += W) {
             const vf size = magnitude(load_some(x + first + i, count - i));
-            most = size <= most ? most : size;
+            most = size > most || size != size ? size : most;
         }
         float largest = 0;
-        for (int i = 0; i < W; i++) largest = most[i] <= largest ? largest : most[i];
+        for (int i = 0; i < W; i++) largest = most[i] > largest || most[i] != most[i] ? most[i] : largest;
         *scales = largest / ROUNDED;
         const float factor = *scales > 0 && largest < INFINITY ? 1 / *scales : 0;
         if (!(largest < INFINITY)) *scales = NAN;

@@ -385,7 +385,8 @@ class Bound:
         return (
             NAMES["kind"].index(op.kind), op.what, CODES[dtype], CODES[matrix], op.add, op.layer, op.x, op.other,
             op.out, op.inputs, op.outputs, op.number, self._address(op.weight, op.first),
-            self._address(op.bias, op.first), self._address(op.scale, op.first), 0 if op.state is None else self.state_places[op.state],
+            self._address(op.bias, op.first), self._address(op.scale, op.first),
+            0 if op.state is None else self.state_places[op.state],
         )  # fmt: skip
 
     def _address(self, weight: int | None, first: int = 0) -> int:
