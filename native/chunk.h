@@ -91,12 +91,15 @@ struct Chunk {
     }
 
     void begin(Span next) {
+        load_keys(next);
+        decay.keys(k);
+    }
+    void load_keys(Span next) {
         span = next;
         load_tile(k, in.k, span, key);
         load_numbers(beta, in.beta, span);
         load_numbers(write_gate, in.write, span);
         decay.prepare(in.log_decay, span, key);
-        decay.keys(k);
     }
     void load_values() { load_tile(E, in.v, span, value, in.write ? write_gate : nullptr); }
 
@@ -115,10 +118,17 @@ struct Chunk {
     void strengthen() {
         if (in.beta) map(U, span.rows, V, [&](int i, int j) { return load(E.row(i) + j) * splat(beta[i]); });
     }
+    // S from the state before the chunk, which may be S itself.
     template <class Finish>
-    void write(Tile S, Finish finish) {
+    void write(Tile S, Tile before, Finish finish) {
         k_cols = decay.cols(k, k_cols);
-        multiply(S, K, V, ItselfScaled{decay.end}, finish, PlusT{k_cols, U, span.rows, Part::all});
+        multiply(S, K, V, RowsScaled{before, decay.end}, finish, PlusT{k_cols, U, span.rows, Part::all});
+    }
+    // The same of the transposes.
+    template <class Finish>
+    void write_transposed(Tile S_t, Tile before_t, Finish finish) {
+        k_cols = decay.cols(k, k_cols);
+        multiply(S_t, V, K, ColumnsScaled{before_t, decay.end}, finish, PlusT{U, k_cols, span.rows, Part::all});
     }
 };
 

@@ -56,7 +56,7 @@ struct ForwardUnit {
         }
         chunk.strengthen();
         read(span);
-        chunk.write(S, Fetch{&ahead});
+        chunk.write(S, S, Fetch{&ahead});
     }
 
     void fetch(Span span, Span next) {
