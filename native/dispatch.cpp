@@ -49,10 +49,10 @@ int refused(const hr_problem& p) {
 }
 
 // Tokens a chunk. The C×C work inside chunks grows with C, the cost of reading and writing the state between them
-// falls: these balance where states are large late, where they are small early. The delta rule has more work inside.
+// falls: these balance the earlier, the smaller the state is.
 int chunk_of(const hr_problem& p) {
     if (p.chunk > 0) return std::clamp((p.chunk + 15) / 16 * 16, 16, 128);
-    return p.K + p.V < 96 ? 16 : p.K + p.V < 768 || p.delta ? 32 : 64;
+    return p.K + p.V <= 128 ? 16 : 32;
 }
 
 // Threads for which there is work: waking one takes as long as a million products.
