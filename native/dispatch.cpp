@@ -48,14 +48,15 @@ int refused(const hr_problem& p) {
                        p.K <= 1 << 16 && p.V <= 1 << 16 && p.sequences >= 0 && p.threads >= 1;
     const bool kinds = (p.dtype == HR_FLOAT32 || p.dtype == HR_BFLOAT16) && p.decay >= HR_DECAY_NONE &&
                        p.decay <= HR_DECAY_VECTOR && (p.cu_seqlens ? p.B == 1 : p.sequences == p.B);
-    return sizes && kinds ? HR_OK : HR_UNSUPPORTED;
+    const bool bonus = !p.bonus || (!p.delta && p.decay != HR_DECAY_FIXED);
+    return sizes && kinds && bonus ? HR_OK : HR_UNSUPPORTED;
 }
 
 // Tokens a chunk. The C×C work inside chunks grows with C, the cost of reading and writing the state between them
-// falls: these balance where states are large late, where they are small early. The delta rule has more work inside.
+// falls: these balance the earlier, the smaller the state is.
 int chunk_of(const hr_problem& p) {
     if (p.chunk > 0) return std::clamp((p.chunk + 15) / 16 * 16, 16, 128);
-    return p.K + p.V < 96 ? 16 : p.K + p.V < 768 || p.delta ? 32 : 64;
+    return p.K + p.V <= 128 ? 16 : 32;
 }
 
 // Threads for which there is work: waking one takes as long as a million products.
@@ -125,6 +126,12 @@ int run(const Work<Job>& work, const Cut& cut, const Job& job, const std::vector
     return run_units(count, cut.threads(), bytes, body) ? HR_OK : HR_NO_MEMORY;
 }
 
+// A tensor [B, T, heads, width], if it lies in one piece.
+void will_be_written(const hr_problem& p, const hr_tensor& x, std::int64_t heads, std::int64_t width, bool half) {
+    if (x.data && x.token == heads * width && x.batch == p.T * x.token)
+        in_large_pages(x.data, p.B * x.batch * (half ? sizeof(std::uint16_t) : sizeof(float)));
+}
+
 // A backward, and what its units find for themselves until that is added up: heads may share q and k, and the parts of
 // a head share all but v and the state.
 class SharedBackward {
@@ -132,18 +139,25 @@ public:
     SharedBackward(const hr_problem& p, const Backward& job, const hr_gradients& wanted)
         : p_(p), cut_(p), units_(cut_.units(p.H, cut_.parts())), job_(job), wanted_(wanted) {
         const std::int64_t count = units_.empty() ? 1 : units_.back().part + 1, shared = p.H / p.Hq;
+        const bool half = p.dtype == HR_BFLOAT16;
         parts_.resize(count, wanted);
         job_.gradients = parts_.data();
+        will_be_written(p, wanted.q, p.Hq, p.K, half), will_be_written(p, wanted.k, p.Hq, p.K, half);
+        will_be_written(p, wanted.v, p.H, p.V, half), will_be_written(p, wanted.log_decay, p.H, p.K, false);
         job_.by_head = shared > 1 || count > 1;
         if (job_.by_head) {
-            separate(&hr_gradients::q, p.K, shared, p.dtype == HR_BFLOAT16);
-            separate(&hr_gradients::k, p.K, shared, p.dtype == HR_BFLOAT16);
+            separate(&hr_gradients::q, p.K, shared, half);
+            separate(&hr_gradients::k, p.K, shared, half);
         }
         if (count > 1) {
             separate(&hr_gradients::beta, 1);
             separate(&hr_gradients::write_gate, 1);
             separate(&hr_gradients::read_gate, 1);
             if (p.decay != HR_DECAY_FIXED) separate(&hr_gradients::log_decay, p.decay == HR_DECAY_VECTOR ? p.K : 1);
+        }
+        if (wanted.bonus) {
+            bonus_.resize(count * p.sequences * p.H * p.K);
+            job_.bonus = bonus_.data();
         }
         if (fixed_decay_wanted()) {
             fixed_decay_.resize(count * p.sequences * p.H);
@@ -157,6 +171,7 @@ public:
             if (const int status = run(kernels().gather, cut_, gather, cut_.units(p_.H / gather.shared, 1)))
                 return status;
         if (fixed_decay_wanted()) add_up_decay();
+        if (wanted_.bonus) add_up_bonus();
         return HR_OK;
     }
 
@@ -167,6 +182,7 @@ private:
         const std::int64_t token = p_.H * width, batch = p_.T * token, size = p_.B * batch;
         const auto count = static_cast<std::int64_t>(parts_.size());
         float* own = found_.emplace_back(new float[count * size]).get();
+        in_large_pages(own, count * size * sizeof(float));
         for (std::int64_t i = 0; i < count; i++) parts_[i].*which = {own + i * size, batch, token, width};
         gathers_.push_back({own, count, shared, width, wanted_.*which, half});
     }
@@ -178,6 +194,15 @@ private:
         }
     }
 
+    void add_up_bonus() const {
+        const std::int64_t size = p_.H * p_.K;
+        for (std::int64_t i = 0; i < size; i++) {
+            double total = 0;
+            for (std::size_t j = i; j < bonus_.size(); j += size) total += bonus_[j];
+            wanted_.bonus[i] = static_cast<float>(total);
+        }
+    }
+
     const hr_problem& p_;
     const Cut cut_;
     const std::vector<Unit> units_;
@@ -186,7 +211,7 @@ private:
     std::vector<hr_gradients> parts_;
     std::vector<std::unique_ptr<float[]>> found_;
     std::vector<Gather> gathers_;
-    std::vector<double> fixed_decay_;
+    std::vector<double> fixed_decay_, bonus_;
 };
 
 int convolve(const hr_problem& p, const Convolution& job) {
@@ -224,6 +249,8 @@ int hr_forward(const hr_problem* p, const hr_tensor* out, float* final_state, fl
     if (const int status = refused(*p)) return status;
     return guarded([&] {
         const Cut cut(*p);
+        will_be_written(*p, *out, p->H, p->V, p->dtype == HR_BFLOAT16);
+        if (kept) in_large_pages(kept, hr_kept_floats(p) * sizeof(float));
         return run(kernels().forward, cut, Forward{*out, final_state, kept}, cut.units(p->H, cut.parts()));
     });
 }
@@ -231,7 +258,7 @@ int hr_forward(const hr_problem* p, const hr_tensor* out, float* final_state, fl
 int hr_backward(const hr_problem* p, const hr_tensor* d_out, const float* d_final, const float* kept,
                 const hr_gradients* gradients) {
     if (const int status = refused(*p)) return status;
-    const Backward job{*d_out, d_final, kept, nullptr, false, nullptr};
+    const Backward job{*d_out, d_final, kept, nullptr, false, nullptr, nullptr};
     return guarded([&] { return SharedBackward(*p, job, *gradients).run_all(); });
 }
 
@@ -239,8 +266,10 @@ int hr_step(const hr_problem* p, const hr_tensor* out, float* state) {
     if (const int status = refused(*p)) return status;
     if (p->T != 1 || p->cu_seqlens) return HR_UNSUPPORTED;
     return guarded([&] {
-        const Cut cut(*p);
-        return run(kernels().step, cut, Step{*out, state, nullptr}, cut.units(p->H, cut.parts()));
+        hr_problem token = *p;
+        token.bonus = nullptr;
+        const Cut cut(token);
+        return run(kernels().step, cut, Step{*out, state, p->bonus}, cut.units(p->H, cut.parts()));
     });
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 
@@ -66,3 +67,7 @@ void* own_memory(std::size_t bytes);
 
 // Gives it back if it is large.
 void release_own_memory();
+
+// Asks the system to back memory that is fresh with large pages: one fault for 2 MiB and not for each 4 KiB of them. Only
+// a hint, for memory of any origin.
+void in_large_pages(const void* p, std::size_t bytes);
