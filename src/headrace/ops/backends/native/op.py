@@ -8,7 +8,7 @@ from ...autograd import register
 from ...call import Call
 from ...rewrite import normalised
 from ..base import Backend, Kernel
-from . import layer
+from . import layer, step
 from . import library as native
 
 CHUNKS = range(16, 129, 16)
@@ -55,6 +55,6 @@ BACKEND = Backend(
     missing=lambda: native.missing,
     about=lambda: f"C++, {native.instructions}",
     linear_attention=Kernel(_run, _unsupported_reason),
-    step=Kernel(_step, _unsupported_step),
+    step=Kernel(_step, _unsupported_step, step.prepare),
     layer_step=layer.Layer,
 )
