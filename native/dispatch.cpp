@@ -273,6 +273,14 @@ int hr_step(const hr_problem* p, const hr_tensor* out, float* state) {
     });
 }
 
+int hr_step_at(const hr_problem* problem, void* const* addresses) {
+    if (problem->abi != HR_ABI) return HR_WRONG_ABI;
+    hr_problem p = *problem;
+    for (hr_tensor* x : {&p.q, &p.k, &p.v, &p.log_decay, &p.beta, &p.write_gate, &p.read_gate}) x->data = *addresses++;
+    const hr_tensor out{addresses[0], p.H * p.V, 0, p.V};
+    return hr_step(&p, &out, static_cast<float*>(addresses[1]));
+}
+
 int hr_convolve(const hr_problem* p, const hr_convolution* convolution, const hr_tensor* out) {
     return convolve(*p, {*convolution, *out, {}, nullptr, nullptr});
 }

@@ -14,7 +14,7 @@
 
 #include <stdint.h>
 
-#define HR_ABI 5
+#define HR_ABI 6
 #define HR_WIDEST 32 /* of a short convolution */
 
 #if defined(_WIN32)
@@ -158,6 +158,10 @@ HR_EXPORT int hr_backward(const hr_problem* problem, const hr_tensor* d_out, con
 
 /* One token: T is 1, cu_seqlens NULL, initial_state ignored; state, contiguous [B, H, K, V], is updated in place. */
 HR_EXPORT int hr_step(const hr_problem* problem, const hr_tensor* out, float* state);
+
+/* hr_step over other tensors with the problem's strides. addresses: of q, k, v, log_decay, beta, write_gate and read_gate,
+   NULL for those that are absent, of out, contiguous, and of the state. */
+HR_EXPORT int hr_step_at(const hr_problem* problem, void* const* addresses);
 
 /* Over the problem's v, with H of 1 and V channels; of the rest, only dtype, threads and sequences count. */
 HR_EXPORT int hr_convolve(const hr_problem* problem, const hr_convolution* convolution, const hr_tensor* out);

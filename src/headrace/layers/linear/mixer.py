@@ -179,6 +179,7 @@ class LinearMixer(LinearParameters):
         elif self.op is linear_attention and sequences.T == 1 and not sequences.packed and current() is None:
             token = {name: _now(y) for name, y in tensors.items()}
             backend = self.backend if self.backend == "auto" or has(self.backend, "step") else "torch"
+            in_place = in_place and memory is not None and memory.is_contiguous()
             out, memory = step(**token, **settings, state=memory, backend=backend, in_place=in_place)
             out = out[:, None]
         else:

@@ -3,13 +3,20 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+Prepared = Callable[..., tuple[Tensor, Tensor]]
+
 
 class Kernel(NamedTuple):
-    """A backend's implementation of an operation. Both functions take the operation's arguments."""
+    """A backend's implementation of an operation. All functions take the operation's arguments."""
 
     run: Callable[..., Any]
     unsupported_reason: Callable[..., str | None]  # returns why the backend cannot compute these arguments, or None
     has_bonus: bool = False  # of linear_attention: whether `run` takes a call's bonus; if not, rewrite.py expresses it
+    # For `step`: returns a function (tensors, into, state, out) -> (out, next state) for all tensors with the signature
+    # of these (see ../prepared.py), or None. tensors: q to read_gate, as in Call; into: `state` if it is in place.
+    prepare: Callable[..., Prepared | None] | None = None
 
 
 class HasBackend:

@@ -20,7 +20,7 @@ from ....utils.errors import InputError
 from ...call import Call
 from ...checks import sequence_ends
 
-ABI = 5
+ABI = 6
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 DECAYS = {1: DecayShape.FIXED, 3: DecayShape.SCALAR, 4: DecayShape.VECTOR}  # by the number of dimensions
 NO_MEMORY = 3
@@ -64,6 +64,7 @@ def _declare(library: ctypes.CDLL) -> None:
     library.hr_forward.argtypes = [struct_, struct_, pointer, pointer]
     library.hr_backward.argtypes = [struct_, struct_, pointer, pointer, struct_]
     library.hr_step.argtypes = [struct_, struct_, pointer]
+    library.hr_step_at.argtypes = [struct_, struct_]
     library.hr_convolve.argtypes = [struct_] * 3
     library.hr_convolve_backward.argtypes = [struct_] * 4 + [pointer] * 2
     library.hr_kinds.restype = library.hr_operations.restype = ctypes.c_char_p
@@ -159,23 +160,22 @@ def forward(call: Call, keep: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns (out, final state, a buffer for the backward if `keep`)."""
     assert library is not None, missing
     problem, out = Problem(call), torch.empty_like(call.v, memory_format=torch.contiguous_format)
-    final = call.v.new_empty(call.state_shape, dtype=torch.float32)
     into, kept = PLACE.pack(*place(out)), None
     if call.v.shape[1] == 1 and not keep and call.cu_seqlens is None:
-        _set_state(final, call.initial_state)
+        final = copied(call.initial_state, call.state_shape)
         check(library.hr_step(problem.packed, into, final.data_ptr()))
         return out, final, None
+    final = call.v.new_empty(call.state_shape, dtype=torch.float32)
     if keep:
         kept = final.new_empty(library.hr_kept_floats(problem.packed))
     check(library.hr_forward(problem.packed, into, final.data_ptr(), address(kept)))
     return out, final, kept
 
 
-def _set_state(state: Tensor, initial: Tensor | None) -> None:
-    if initial is None:
-        state.zero_()
-    else:
-        state.copy_(initial)
+def copied(state: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    """Returns a copy of a state, contiguous and in float32; zeros for None."""
+    copy = torch.empty(shape, dtype=torch.float32, device="cpu")
+    return copy.zero_() if state is None else copy.copy_(state)
 
 
 def backward(d_out: Tensor, d_final: Tensor, call: Call, kept_: tuple[Tensor], wanted: list[bool]):

@@ -9,6 +9,7 @@ from ...call import Call
 from ...rewrite import normalised
 from ..base import Backend, Kernel
 from . import library as native
+from . import step
 
 CHUNKS = range(16, 129, 16)
 LARGEST = 2**16
@@ -61,5 +62,5 @@ BACKEND = Backend(
     missing=lambda: native.missing,
     about=lambda: f"C++, {native.instructions}",
     linear_attention=Kernel(_run, _unsupported_reason, has_bonus=True),
-    step=Kernel(_step, _unsupported_step),
+    step=Kernel(_step, _unsupported_step, step.prepare),
 )
