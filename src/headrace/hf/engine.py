@@ -72,8 +72,9 @@ class Engine:
         if self.unsupported_reason(model) is not None or not tokens.is_cpu:
             return None
         program, states, B = self.program.ready(), cache.states, len(tokens)
-        known = states is not None and len(states) == sum(model.model.backbone.counts)
-        if not known or any(type(state) is not MixerState for state in states) or not program.fits(states, B):
+        if states is None or len(states) != sum(model.model.backbone.counts):
+            return None
+        if any(type(state) is not MixerState for state in states) or not program.fits(states, B):
             return None  # the modules copy the states, or say what is wrong
         logits = torch.empty(B, 1, model.lm_head.out_features)
         operations = range(len(program.operations) - 1 - (model.cap is not None), len(program.operations))

@@ -246,7 +246,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         if use_cache is not False and all(x is None or x is False for x in others) and not loss_kwargs:
             logits = self._next_logits(input_ids, attention_mask, cache, logits_to_keep)
             if logits is not None:
-                return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
+                return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})  # type: ignore[arg-type]
         packs = {name: loss_kwargs.pop(name) for name in loss_kwargs.keys() - {"num_items_in_batch", "shift_labels"}}
         output = self.model(
             input_ids=input_ids,

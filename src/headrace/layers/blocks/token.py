@@ -25,9 +25,9 @@ def add_backbone(program: Program, backbone: Backbone, x: int) -> None:
     if type(backbone.embedding_norm) is not nn.Identity:
         add_norm(program, backbone, "embedding_norm", x, x)
     place = 0
-    for name, block in backbone.layers.named_children():
+    for (name, _), states in zip(backbone.layers.named_children(), backbone.counts, strict=True):
         add_block(program, program.module(backbone.layers, name, backbone.block_class), x, place)
-        place += block.states
+        place += states
     if type(backbone.norm) is not nn.Identity:
         add_norm(program, backbone, "norm", x, x)
 
@@ -38,7 +38,7 @@ def add_block(program: Program, block: Any, x: int, place: int) -> None:
         raise UnsupportedError(
             f"it supports neither shared blocks nor cross-attention; the block is {type(block).__name__}"
         )
-    D = block.mixer.hidden_size
+    D: Any = block.mixer.hidden_size
     if block.order == "post" and block.parallel is not None:
         raise UnsupportedError("two parallel mixers with order='post'")
     start = branch = program.columns(D)

@@ -194,8 +194,7 @@ class Program:
     def intact(self) -> bool:
         """Whether the modules are those that the program was built from. Otherwise it must be built again."""
         return all(
-            parent._modules.get(name) is module
-            and (_kind(module, kinds) is None if kind is None else is_plain(module, kind))
+            parent._modules.get(name) is module and _kind(module, kinds if kind is None else (kind,)) is kind
             for parent, name, module, kinds, kind in self._modules
         ) and all([getattr(holder, name) for name in names] == values for holder, names, values in self._settings)
 
@@ -209,7 +208,7 @@ class Program:
             return "autocast is on"
         if torch.compiler.is_compiling() or transformed():
             return "it reads memory by address, and runs neither in a graph nor under a transform"
-        weights = [holder.get(name) for holder, name in self._holders]
+        weights: list[Any] = [holder.get(name) for holder, name in self._holders]
         if self._bound is not None and self._bound.has_weights(weights):
             return None
         self._bound = None
