@@ -62,5 +62,5 @@ BACKEND = Backend(
     missing=lambda: native.missing,
     about=lambda: f"C++, {native.instructions}",
     linear_attention=Kernel(_run, _unsupported_reason, has_bonus=True),
-    step=Kernel(_step, _unsupported_step, step.prepare),
+    step=Kernel(_step, _unsupported_step, prepare=step.prepare),
 )

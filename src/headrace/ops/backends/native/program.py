@@ -184,7 +184,7 @@ class Program:
         shapes, of_state = weight_shapes(kinds, sizes), state_shapes(kinds, sizes, bool(numbers[-1]))
         if absent := [name for name in shapes if name not in weights and name not in OPTIONAL]:
             raise ValueError(f"{absent[0]} is None; expected shape {list(shapes[absent[0]])}")
-        indices = {name: self.weight(*at, shapes[name], name=name) for name, at in weights.items()}
+        indices = {name: self.weight(module, path, shapes[name], name=name) for name, (module, path) in weights.items()}
         state = {n: self.state(place, n, shape, *DTYPES.get(n, ())) for n, shape in of_state.items()}
         self.layers.append(Layer(codes, list(sizes), list(numbers), indices, state))
         return len(self.layers) - 1
