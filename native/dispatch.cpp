@@ -49,10 +49,10 @@ int refused(const hr_problem& p) {
 }
 
 // Tokens a chunk. The C×C work inside chunks grows with C, the cost of reading and writing the state between them
-// falls: these balance where states are large late, where they are small early. The delta rule has more work inside.
+// falls: these balance the earlier, the smaller the state is.
 int chunk_of(const hr_problem& p) {
     if (p.chunk > 0) return std::clamp((p.chunk + 15) / 16 * 16, 16, 128);
-    return p.K + p.V < 96 ? 16 : p.K + p.V < 768 || p.delta ? 32 : 64;
+    return p.K + p.V <= 128 ? 16 : 32;
 }
 
 // Threads for which there is work: waking one takes as long as a million products.
@@ -122,6 +122,12 @@ int run(const Work<Job>& work, const Cut& cut, const Job& job, const std::vector
     return run_units(count, cut.threads(), bytes, body) ? HR_OK : HR_NO_MEMORY;
 }
 
+// A tensor [B, T, heads, width], if it lies in one piece.
+void will_be_written(const hr_problem& p, const hr_tensor& x, std::int64_t heads, std::int64_t width, bool half) {
+    if (x.data && x.token == heads * width && x.batch == p.T * x.token)
+        in_large_pages(x.data, p.B * x.batch * (half ? sizeof(std::uint16_t) : sizeof(float)));
+}
+
 // A backward, and what its units find for themselves until that is added up: heads may share q and k, and the parts of
 // a head share all but v and the state.
 class SharedBackward {
@@ -129,12 +135,15 @@ public:
     SharedBackward(const hr_problem& p, const Backward& job, const hr_gradients& wanted)
         : p_(p), cut_(p), units_(cut_.units(p.H, cut_.parts())), job_(job), wanted_(wanted) {
         const std::int64_t count = units_.empty() ? 1 : units_.back().part + 1, shared = p.H / p.Hq;
+        const bool half = p.dtype == HR_BFLOAT16;
         parts_.resize(count, wanted);
         job_.gradients = parts_.data();
+        will_be_written(p, wanted.q, p.Hq, p.K, half), will_be_written(p, wanted.k, p.Hq, p.K, half);
+        will_be_written(p, wanted.v, p.H, p.V, half), will_be_written(p, wanted.log_decay, p.H, p.K, false);
         job_.by_head = shared > 1 || count > 1;
         if (job_.by_head) {
-            separate(&hr_gradients::q, p.K, shared, p.dtype == HR_BFLOAT16);
-            separate(&hr_gradients::k, p.K, shared, p.dtype == HR_BFLOAT16);
+            separate(&hr_gradients::q, p.K, shared, half);
+            separate(&hr_gradients::k, p.K, shared, half);
         }
         if (count > 1) {
             separate(&hr_gradients::beta, 1);
@@ -164,6 +173,7 @@ private:
         const std::int64_t token = p_.H * width, batch = p_.T * token, size = p_.B * batch;
         const auto count = static_cast<std::int64_t>(parts_.size());
         float* own = found_.emplace_back(new float[count * size]).get();
+        in_large_pages(own, count * size * sizeof(float));
         for (std::int64_t i = 0; i < count; i++) parts_[i].*which = {own + i * size, batch, token, width};
         gathers_.push_back({own, count, shared, width, wanted_.*which, half});
     }
@@ -300,6 +310,8 @@ int hr_forward(const hr_problem* p, const hr_tensor* out, float* final_state, fl
     if (const int status = refused(*p)) return status;
     return guarded([&] {
         const Cut cut(*p);
+        will_be_written(*p, *out, p->H, p->V, p->dtype == HR_BFLOAT16);
+        if (kept) in_large_pages(kept, hr_kept_floats(p) * sizeof(float));
         return run(kernels().forward, cut, Forward{*out, final_state, kept}, cut.units(p->H, cut.parts()));
     });
 }

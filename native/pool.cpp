@@ -13,6 +13,9 @@
 #if !defined(_WIN32)
 #include <pthread.h>
 #endif
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include "denormals.h"
 
@@ -32,6 +35,7 @@ public:
         release();
         p_.reset(::operator new(bytes, std::align_val_t(LINE), std::nothrow));
         size_ = p_ ? bytes : 0;
+        in_large_pages(p_.get(), size_);
         return p_.get();
     }
     void release_if_large() {
@@ -135,6 +139,16 @@ Pool& current() {
 thread_local Memory own;
 
 }  // namespace
+
+void in_large_pages(const void* p, std::size_t bytes) {
+#if defined(__linux__)
+    constexpr std::uintptr_t PAGE = 4096, LARGE = std::uintptr_t{2} << 20;
+    const auto begin = (reinterpret_cast<std::uintptr_t>(p) + PAGE - 1) / PAGE * PAGE;
+    if (bytes >= 2 * LARGE) madvise(reinterpret_cast<void*>(begin), (bytes - PAGE) / PAGE * PAGE, MADV_HUGEPAGE);
+#else
+    (void)p, (void)bytes;
+#endif
+}
 
 bool run_units(std::int64_t units, int threads, std::size_t bytes, const Body& body) {
     if (units <= 0) return true;

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 
@@ -11,3 +12,7 @@
 // Returns false if memory is lacking; then nothing has run.
 bool run_units(std::int64_t units, int threads, std::size_t bytes,
                const std::function<void(std::int64_t, void*)>& body);
+
+// Asks the system to back memory that is fresh with large pages: one fault for 2 MiB and not for each 4 KiB of them. Only
+// a hint, for memory of any origin.
+void in_large_pages(const void* p, std::size_t bytes);
