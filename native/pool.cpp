@@ -11,6 +11,7 @@
 #include <vector>
 
 #if !defined(_WIN32)
+#include <dlfcn.h>
 #include <pthread.h>
 #endif
 #if defined(__linux__)
@@ -51,25 +52,35 @@ private:
     std::size_t size_ = 0;
 };
 
+thread_local Memory own;
+
 // One call's units, which its threads take one by one.
 struct Units {
     const Body& body;
     const std::int64_t count;
+    const std::size_t bytes;
     std::atomic<std::int64_t> next{0};
 
-    void work(void* memory) {
+    // False where units are left and this thread has no memory for them.
+    bool work() {
+        if (next >= count) return true;
+        void* memory = own.at_least(bytes);
+        if (bytes && !memory) return false;
         for (std::int64_t i; (i = next++) < count;) body(i, memory);
+        own.release_if_large();
+        return true;
     }
 };
 
 class Pool {
 public:
-    // Works on the units here and on up to `helpers` threads of the pool; without these while they help another call.
-    void run(Units& units, std::size_t helpers, std::size_t bytes, void* memory) {
+    // Works on the units here and on up to `helpers` threads of the pool, if these do not help another call.
+    void run(Units& units, std::size_t helpers) {
         const std::unique_lock<std::mutex> call(calls_, std::try_to_lock);
-        if (call) begin(units, ready(helpers, bytes));
-        units.work(memory);
-        if (call) finish();
+        if (!call) return;
+        begin(units, helpers);
+        units.work();
+        finish();
     }
 
     void run(int threads, const std::function<void(Team&, int)>& body) {
@@ -85,18 +96,12 @@ public:
     }
 
 private:
-    // How many of `count` helpers there are: fewer where the system gives no more threads or no memory for them.
-    std::size_t ready(std::size_t count, std::size_t bytes) {
-        if (memory_.size() < count) memory_.resize(count);
-        try {
-            while (threads_.size() < count) threads_.emplace_back(&Pool::help, this, threads_.size());
-        } catch (const std::system_error&) {
-        }
-        std::size_t found = 0;
-        while (found < std::min(count, threads_.size()) && (!bytes || memory_[found].at_least(bytes))) found++;
-        return found;
-    }
     void begin(Units& units, std::size_t helpers) {
+        try {
+            while (threads_.size() < helpers) threads_.emplace_back(&Pool::help, this, threads_.size());
+        } catch (const std::system_error&) {
+            helpers = threads_.size();  // the system gives no more
+        }
         {
             std::lock_guard<std::mutex> lock(state_);
             units_ = &units, helpers_ = busy_ = helpers, round_++;
@@ -106,7 +111,6 @@ private:
     void finish() {
         std::unique_lock<std::mutex> lock(state_);
         end_.wait(lock, [&] { return busy_ == 0; });
-        for (Memory& memory : memory_) memory.release_if_large();
     }
     void help(std::size_t index) {
         const FlushDenormals flush;
@@ -114,9 +118,8 @@ private:
             std::unique_lock<std::mutex> lock(state_);
             begin_.wait(lock, [&] { return round_ != seen && index < helpers_; });
             seen = round_;
-            void* memory = memory_[index].at_least(0);
             lock.unlock();
-            units_->work(memory);
+            units_->work();
             lock.lock();
             if (--busy_ == 0) end_.notify_one();
         }
@@ -125,7 +128,6 @@ private:
     std::mutex calls_, state_;
     std::condition_variable begin_, end_;
     std::vector<std::thread> threads_;
-    std::vector<Memory> memory_;
     Units* units_ = nullptr;
     std::uint64_t round_ = 0;
     std::size_t helpers_ = 0, busy_ = 0;
@@ -135,20 +137,40 @@ private:
 // whatever state they were in: it forgets the pool and begins with a new one.
 std::atomic<Pool*> pool{nullptr};
 
-void forget() { pool = nullptr; }
-
 Pool& current() {
-#if !defined(_WIN32)
-    static const int registered = pthread_atfork(nullptr, nullptr, forget);
-    (void)registered;
-#endif
     Pool* found = pool;
     if (found) return *found;
     auto made = std::make_unique<Pool>();
     return *(pool.compare_exchange_strong(found, made.get()) ? made.release() : found);
 }
 
-thread_local Memory own;
+// GOMP_parallel: calls a function on each of the calling thread's OpenMP team, of the default size for 0.
+using Team = void (*)(void (*)(void*), void*, unsigned, unsigned);
+
+// The team that PyTorch's own operators run on, where PyTorch is loaded: after an operator its threads spin for some
+// milliseconds on the cores that a pool's threads would need. Null in a forked child, whose team has no threads.
+std::atomic<Team> team{nullptr};
+
+#if !defined(_WIN32)
+void forget() { pool = nullptr, team = nullptr; }
+
+const int registered = [] {
+    void* const torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+    if (torch) team = reinterpret_cast<Team>(dlsym(torch, "GOMP_parallel"));
+    return pthread_atfork(nullptr, nullptr, forget);
+}();
+#endif
+
+struct Shared {
+    Units& units;
+    std::atomic<std::int64_t> places;
+
+    static void join(void* shared) {
+        const FlushDenormals flush;
+        auto& self = *static_cast<Shared*>(shared);
+        if (self.places-- > 0) self.units.work();
+    }
+};
 
 }  // namespace
 
@@ -163,17 +185,16 @@ void in_large_pages(const void* p, std::size_t bytes) {
 }
 
 bool run_units(std::int64_t units, int threads, std::size_t bytes, const Body& body) {
-    if (units <= 0) return true;
-    void* memory = own.at_least(bytes);
-    if (bytes && !memory) return false;
-    Units all{body, units};
-    const std::int64_t helpers = std::min<std::int64_t>(threads, units) - 1;
-    if (helpers > 0)
-        current().run(all, static_cast<std::size_t>(helpers), bytes, memory);
-    else
-        all.work(memory);
-    own.release_if_large();
-    return true;
+    Units all{body, units, bytes};
+    const std::int64_t most = std::min<std::int64_t>(threads, units);
+    const Team parallel = team;
+    if (most > 1 && parallel) {
+        Shared shared{all, {most}};
+        parallel(Shared::join, &shared, 0, 0);
+    } else if (most > 1) {
+        current().run(all, static_cast<std::size_t>(most - 1));
+    }
+    return all.work();  // the rest
 }
 
 void Team::yield() { std::this_thread::yield(); }

@@ -1,4 +1,4 @@
-// A few threads that wait for work, kept between calls.
+// The threads that share a call's work: PyTorch's where it is loaded, otherwise a few of our own, kept between calls.
 
 #pragma once
 
@@ -12,9 +12,9 @@
 #endif
 
 // Calls body(i, memory) for i = 0 … units − 1, on up to `threads` threads of which the caller is one. Each has `bytes`
-// of memory of its own, aligned to a cache line, not cleared. Which thread does which unit is not determined. While the
-// other threads work for another call, the caller does all units: no call waits for another.
-// Returns false if memory is lacking; then nothing has run.
+// of memory of its own, aligned to a cache line, not cleared. Which thread does which unit is not determined. While
+// threads of our own work for another call, the caller does all units: no call waits for another.
+// Returns false if memory is lacking; then not all units have run.
 bool run_units(std::int64_t units, int threads, std::size_t bytes,
                const std::function<void(std::int64_t, void*)>& body);
 
