@@ -22,6 +22,7 @@ bool run_units(std::int64_t units, int threads, std::size_t bytes,
 class Team {
 public:
     explicit Team(int members) : members_(members) {}
+    void set_members(int members) { members_ = members; }
 
     // Every member calls it: f(i) is called once for each i = 0 … units − 1, and all of them have ended when it returns.
     template <class F>
@@ -52,7 +53,7 @@ private:
     }
     static void yield();
 
-    const int members_;
+    std::atomic<int> members_;
     std::atomic<std::int64_t> next_{0};
     std::atomic<int> arrived_{0};
     std::atomic<unsigned> round_{0};
