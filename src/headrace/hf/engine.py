@@ -72,12 +72,13 @@ class Engine:
         if self.unsupported_reason(model) is not None or not tokens.is_cpu:
             return None
         program, states, B = self.program.ready(), cache.states, len(tokens)
-        if states is None or len(states) != sum(model.model.backbone.counts):
+        if states is None or len(states) != len(program.layers):
             return None
         if any(type(state) is not MixerState for state in states) or not program.fits(states, B):
             return None  # the modules copy the states, or say what is wrong
-        logits = torch.empty(B, 1, model.lm_head.out_features)
-        operations = range(len(program.operations) - 1 - (model.cap is not None), len(program.operations))
+        last = len(program.operations) - 1
+        logits = torch.empty(B, 1, program.operations[last].outputs)
+        operations = (last,) if model.cap is None else (last - 1, last)
         program.run(B, dict.fromkeys(operations, logits), tokens.to(torch.int64).contiguous())
         cache.columns += 1
-        return logits.to(model.model.embed_tokens.weight.dtype)
+        return logits.to(program.dtype(0))

@@ -19,7 +19,6 @@ from torch.autograd.graph import increment_version
 from ....utils.errors import InputError
 from ...checks import require
 from ...derivatives import has_address, transformed
-from ...modules import is_plain
 from . import library as native
 from .layer import DTYPES, OPTIONAL, STATE, WEIGHTS, numbered, state_shapes, weight_shapes
 
@@ -98,9 +97,11 @@ class Program:
         self.state_places: list[tuple[int, str]] = []  # index in the list of states, and field
         self.width = self._next = 0
         self.vocabulary = 0
+        self._plain = True
         self._holders: list[tuple[dict[str, Any], str]] = []  # of the weights
-        self._modules: list[tuple[nn.Module, str, Any, Sequence[type], type | None]] = []  # see `module`
-        self._settings: list[tuple[Any, tuple[str, ...], list[Any]]] = []
+        self._modules = Modules()
+        self._settings: list[tuple[dict[str, Any], str]] = []  # attributes, and the values that they had
+        self._values: list[Any] = []
         self._bound: Bound | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -121,15 +122,18 @@ class Program:
     def module(self, parent: nn.Module, name: str, *kinds: type) -> Any:
         """Returns a module of the parent. Raises UnsupportedError unless it is of one of the kinds, without hooks."""
         module = parent._modules.get(name)
-        kind = _kind(module, kinds)
-        self._modules.append((parent, name, module, kinds, kind))
-        if kind is None:
-            raise UnsupportedError(f"{type(parent).__name__}.{name} is a {type(module).__name__}, or has a hook")
+        if type(module) not in kinds:
+            self._modules.add_other(parent, name, module)
+            raise UnsupportedError(f"{type(parent).__name__}.{name} is a {type(module).__name__}")
+        self._modules.add(parent, name, module)
+        if not self._modules.are_plain():
+            raise UnsupportedError(f"{type(parent).__name__}.{name} has a hook or a forward of its own")
         return module
 
     def fixed(self, holder: Any, *names: str) -> None:
         """Notes attributes with which the program is built."""
-        self._settings.append((holder, names, [getattr(holder, name) for name in names]))
+        self._settings += [(vars(holder), name) for name in names]
+        self._values += [vars(holder)[name] for name in names]
 
     def weight(self, module: nn.Module, path: str, shape: Sequence[int], *dtypes: torch.dtype, name: str = "") -> int:
         """Returns the index of a weight by its path in a module, a parameter or a buffer."""
@@ -189,14 +193,15 @@ class Program:
         self.layers.append(Layer(codes, list(sizes), list(numbers), indices, state))
         return len(self.layers) - 1
 
+    def finish(self) -> None:
+        """Ends the building, also of a program that cannot be built."""
+        self._plain = self._modules.are_plain()
+
     # --- running -----------------------------------------------------------------------------------------------------
 
     def intact(self) -> bool:
         """Whether the modules are those that the program was built from. Otherwise it must be built again."""
-        return all(
-            parent._modules.get(name) is module and _kind(module, kinds if kind is None else (kind,)) is kind
-            for parent, name, module, kinds, kind in self._modules
-        ) and all([getattr(holder, name) for name in names] == values for holder, names, values in self._settings)
+        return self._modules.are_same(self._plain) and [held.get(n) for held, n in self._settings] == self._values
 
     def unsupported_reason(self) -> str | None:
         """Returns why the program cannot run now, or None.
@@ -226,6 +231,11 @@ class Program:
         """Whether the weights of the layers, or of all operations without layers, have this dtype."""
         assert self._bound is not None
         return all(own in (None, dtype) for own in (*self._bound.of_layers, *self._bound.of_operations))
+
+    def dtype(self, weight: int) -> torch.dtype:
+        """Returns the dtype of a weight."""
+        assert self._bound is not None
+        return self._bound.weights[weight].dtype
 
     def fits(self, states: Sequence[Any], rows: int) -> bool:
         """Whether the states of B = `rows` sequences can be updated in place: they have the right shapes and dtypes,
@@ -261,9 +271,36 @@ class Program:
         native.check(status)
 
 
-def _kind(module: Any, kinds: Sequence[type]) -> type | None:
-    """Returns which of the kinds a module is, without a hook, or None."""
-    return next((kind for kind in kinds if module is not None and is_plain(module, kind)), None)
+class Modules:
+    """Modules of which a call does exactly what their classes do, as lists that are fast to check."""
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module | None] = []
+        self.classes: list[type] = []
+        self.places: list[tuple[dict[str, Any], str]] = []  # the parent's modules, and the name there
+        self.hooks: list[dict] = []
+        self.attributes: list[dict[str, Any]] = []
+
+    def add(self, parent: nn.Module, name: str, module: nn.Module) -> None:
+        self.add_other(parent, name, module)
+        self.hooks += [module._forward_hooks, module._forward_pre_hooks]
+        self.attributes.append(vars(module))
+
+    def add_other(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
+        """Adds a module that no operation stands for."""
+        self.modules.append(module)
+        self.classes.append(type(module))
+        self.places.append((parent._modules, name))
+
+    def are_plain(self) -> bool:
+        """Whether no module has a hook or a forward of its own. (Those of a backward never run in a program.)"""
+        return not any(self.hooks) and not any("forward" in attributes for attributes in self.attributes)
+
+    def are_same(self, plain: bool) -> bool:
+        """Whether the modules are in their places, of their classes, and plain or not."""
+        held = [modules.get(name) for modules, name in self.places]
+        same = all(map(operator.is_, held, self.modules)) and list(map(type, held)) == self.classes
+        return same and self.are_plain() == plain
 
 
 class ProgramOf:
@@ -276,7 +313,7 @@ class ProgramOf:
     def __init__(self, build: Callable[[Program, Any], None]):
         self._build = build
         self._program: Program | None = None
-        self._unsupported: str | None = None
+        self._unsupported: str | None = None  # why the program could not be built
 
     def find(self, module: Any) -> tuple[Program | None, str | None]:
         """Returns (a program that can run now, None), or (None, why there is none)."""
@@ -288,6 +325,7 @@ class ProgramOf:
                 self._build(self._program, module)
             except UnsupportedError as error:
                 self._unsupported = str(error)
+            self._program.finish()
         reason = self._unsupported or self._program.unsupported_reason()
         return (self._program, None) if reason is None else (None, reason)
 
