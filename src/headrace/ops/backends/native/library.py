@@ -68,6 +68,8 @@ def _declare(library: ctypes.CDLL) -> None:
     library.hr_step_at.argtypes = [struct_, struct_]
     library.hr_convolve.argtypes = [struct_] * 3
     library.hr_convolve_backward.argtypes = [struct_] * 4 + [pointer] * 2
+    library.hr_selective_scan.argtypes = [struct_] * 3 + [pointer]
+    library.hr_selective_scan_backward.argtypes = [struct_] * 3 + [pointer, struct_]
     library.hr_kinds.restype = ctypes.c_char_p
     library.hr_layer_step.argtypes = library.hr_int8.argtypes = [struct_]
 
