@@ -91,7 +91,7 @@ struct ScanUnit {
         for (std::int64_t i = 0; i < chunks(); i++) {
             begin(i);
             if (job.kept) store_columns(job.kept, h, slot(i));
-            for (int j = 0; j < width; j += W)
+            for (int j = 0; j < channels; j += W)
                 for (int t = 0; t < span.n; t++) advance(t, j);
             end(out, ys);
         }
@@ -117,7 +117,7 @@ struct ScanUnit {
         for (std::int64_t i = chunks(); i-- > 0;) {
             begin(i), load_tile(ys, out, span, channels);
             for (int i = 0; i < span.n * numbers * W; i += W) store(d_b + i, vf{}), store(d_c + i, vf{});
-            for (int j = 0; j < width; j += W) chunk_gradients(i, j);
+            for (int j = 0; j < channels; j += W) chunk_gradients(i, j);
             end(d_u, xs), end(d_dt, steps);
             add_lanes(job.d_B, d_b), add_lanes(job.d_C, d_c);
         }
