@@ -223,6 +223,15 @@ int convolve(const hr_problem& p, const Convolution& job) {
     });
 }
 
+int scan(const hr_problem& p, const Scan& job) {
+    if (const int status = refused(p)) return status;
+    if (p.H != 1 || p.dtype != HR_FLOAT32 || !p.cu_seqlens || !p.initial_state) return HR_UNSUPPORTED;
+    return guarded([&] {
+        const Cut cut(p);
+        return run(kernels().scan, cut, job, cut.units(1, (p.V + HR_SCAN_PART - 1) / HR_SCAN_PART));
+    });
+}
+
 }  // namespace
 
 int32_t hr_abi(void) { return HR_ABI; }
@@ -288,4 +297,14 @@ int hr_convolve(const hr_problem* p, const hr_convolution* convolution, const hr
 int hr_convolve_backward(const hr_problem* p, const hr_convolution* convolution, const hr_tensor* d_out,
                          const hr_tensor* d_x, float* d_weight, float* d_history) {
     return convolve(*p, {*convolution, *d_out, *d_x, d_weight, d_history});
+}
+
+int hr_selective_scan(const hr_problem* p, const hr_scan* given, const hr_tensor* out, float* state) {
+    return scan(*p, {given->A, given->kept, state, given->dt, *out, {}, {}, nullptr, nullptr, nullptr, nullptr});
+}
+
+int hr_selective_scan_backward(const hr_problem* p, const hr_scan* given, const hr_tensor* d_out, const float* d_state,
+                               const hr_scan_gradients* g) {
+    float* state = const_cast<float*>(d_state);
+    return scan(*p, {given->A, given->kept, state, given->dt, *d_out, g->u, g->dt, g->A, g->B, g->C, g->initial});
 }

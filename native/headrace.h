@@ -14,8 +14,10 @@
 
 #include <stdint.h>
 
-#define HR_ABI 6
+#define HR_ABI 7
 #define HR_WIDEST 32 /* of a short convolution */
+#define HR_SCAN_CHUNK 32 /* tokens between the states that a selective scan keeps */
+#define HR_SCAN_PART 256 /* channels of a selective scan that are computed together */
 
 #if defined(_WIN32)
 #define HR_EXPORT __declspec(dllexport)
@@ -72,6 +74,22 @@ typedef struct hr_convolution {
     const float* weight;  /* [width + 1, channels]: row width - 1 meets the token itself, the last is the bias */
     const float* history; /* [sequences, width - 1, channels], what came before */
 } hr_convolution;
+
+/* Mamba's selective scan (arXiv 2312.00752): h_t = exp(dt_t A) h_{t-1} + dt_t u_t B_t, y_t = C_t h_t for each channel with
+   S numbers. Over a problem with packed sequences whose q is C, k is B, v is u, H 1, K S and V the number of channels, all in
+   float32, with an initial state. */
+typedef struct hr_scan {
+    const float* A; /* [S, V] */
+    hr_tensor dt;   /* like u */
+    float* kept;    /* [T / HR_SCAN_CHUNK + sequences, S, V], which the backward needs; NULL: nothing is kept */
+} hr_scan;
+
+/* d_B and d_C: [parts, T, S], one for every HR_SCAN_PART channels; d_A and d_initial: [sequences, S, V]. */
+typedef struct hr_scan_gradients {
+    hr_tensor u, dt;
+    float *A, *B, *C, *initial;
+} hr_scan_gradients;
+
 /* One token of a layer, between its input projection and its output projection: short convolution, feature map, norm
    and rotation of q and k, decay, write strength, competing heads, the recurrence, norm and output gate.
 
@@ -169,6 +187,12 @@ HR_EXPORT int hr_convolve(const hr_problem* problem, const hr_convolution* convo
 /* d_x like v; d_weight [sequences, width + 1, channels]; d_history like history. */
 HR_EXPORT int hr_convolve_backward(const hr_problem* problem, const hr_convolution* convolution, const hr_tensor* d_out,
                                    const hr_tensor* d_x, float* d_weight, float* d_history);
+
+/* out like u; state, the final one, [sequences, S, V]. */
+HR_EXPORT int hr_selective_scan(const hr_problem* problem, const hr_scan* scan, const hr_tensor* out, float* state);
+
+HR_EXPORT int hr_selective_scan_backward(const hr_problem* problem, const hr_scan* scan, const hr_tensor* d_out,
+                                         const float* d_state, const hr_scan_gradients* gradients);
 
 /* The kinds of operations, norms and activations: a line for each, its name and those of its values. */
 HR_EXPORT const char* hr_operations(void);

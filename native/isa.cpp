@@ -12,6 +12,7 @@
 #include "gather.h"
 #include "layer_step.h"
 #include "program.h"
+#include "scan.h"
 #include "step.h"
 
 namespace HR_ISA {
@@ -77,6 +78,7 @@ const Kernels kernels = {
     Entry<Gather, measure_or_run<GatherUnit, Gather>>::work,
     Entry<Step, Chosen<StepUnit>::call<Step>>::work,
     Entry<Convolution, measure_or_run<ConvolutionUnit, Convolution>>::work,
+    Entry<Scan, measure_or_run<ScanUnit, Scan>>::work,
     layer_row<&LayerRow<float>::enter, &LayerRow<std::uint16_t>::enter>,
     layer_row<&LayerRow<float>::leave, &LayerRow<std::uint16_t>::leave>,
     operate,

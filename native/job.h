@@ -110,6 +110,14 @@ struct Convolution {
     float* d_history;
 };
 
+struct Scan {
+    const float* A;
+    float *kept, *state; // state: in the backward its gradient
+    hr_tensor dt, out;   // out: in the backward its gradient
+    hr_tensor d_u, d_dt; // no data: a forward
+    float *d_A, *d_B, *d_C, *d_initial;
+};
+
 // How to do a job unit by unit. A thread gives `run` the memory that `measure` asks for, aligned to a cache line.
 template <class Job>
 struct Work {
@@ -125,6 +133,7 @@ struct Kernels {
     Work<Gather> gather;
     Work<Step> step;
     Work<Convolution> convolution;
+    Work<Scan> scan;
     void (*enter)(const Layer&, std::int64_t row); // what comes before the recurrence
     void (*leave)(const Layer&, std::int64_t row); // and after it
     void (*operate)(const Working&, const hr_operation&, std::int64_t row);

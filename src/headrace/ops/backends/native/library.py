@@ -20,7 +20,7 @@ from ....utils.errors import InputError
 from ...call import Call
 from ...checks import sequence_ends
 
-ABI = 6
+ABI = 7
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 DECAYS = {1: DecayShape.FIXED, 3: DecayShape.SCALAR, 4: DecayShape.VECTOR}  # by the number of dimensions
 NO_MEMORY = 3
@@ -67,6 +67,8 @@ def _declare(library: ctypes.CDLL) -> None:
     library.hr_step_at.argtypes = [struct_, struct_]
     library.hr_convolve.argtypes = [struct_] * 3
     library.hr_convolve_backward.argtypes = [struct_] * 4 + [pointer] * 2
+    library.hr_selective_scan.argtypes = [struct_] * 3 + [pointer]
+    library.hr_selective_scan_backward.argtypes = [struct_] * 3 + [pointer, struct_]
     library.hr_kinds.restype = library.hr_operations.restype = ctypes.c_char_p
     library.hr_run.argtypes = [struct_, pointer, struct_]
 
