@@ -127,6 +127,7 @@ struct BackwardUnit {
         ahead.add(dv_into, span, value);
         ahead.add(dk_into, span, key);
         ahead.add(dq_into, span, key);
+        if (plan.problem->decay == HR_DECAY_VECTOR) ahead.add(d_decay_into, span, key);
     }
 
     // Of chunk i of the run.

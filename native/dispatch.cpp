@@ -53,10 +53,11 @@ int refused(const hr_problem& p) {
 }
 
 // Tokens a chunk. The C×C work inside chunks grows with C, the cost of reading and writing the state between them
-// falls: these balance the earlier, the smaller the state is.
+// falls: these balance the earlier, the smaller the state is. A decay per key adds to what is done once for a token.
 int chunk_of(const hr_problem& p) {
     if (p.chunk > 0) return std::clamp((p.chunk + 15) / 16 * 16, 16, 128);
-    return p.K + p.V <= 128 ? 16 : 32;
+    const bool vector_alone = p.decay == HR_DECAY_VECTOR && !p.delta;
+    return p.K + p.V <= 128 && !vector_alone ? 16 : 32;
 }
 
 // Threads for which there is work: waking one takes as long as a million products.

@@ -168,7 +168,10 @@ void multiply(Tile C, int M, int N, Start start, Finish finish, const Terms&... 
 template <class Start, class... Terms>
 void multiply_lower(Tile C, int M, Start start, const Terms&... terms) {
     int n = 0;
-    for (; n + 2 * W <= M; n += 2 * W) panel<2, Order::down>(C, n, M, n, start, Nothing{}, terms...);
+    for (; n + 2 * W <= M; n += 2 * W) {
+        panel<1, Order::down>(C, n, n + W, n, start, Nothing{}, terms...);
+        panel<2, Order::down>(C, n + W, M, n, start, Nothing{}, terms...);
+    }
     if (n < M) panel<1, Order::down>(C, n, M, n, start, Nothing{}, terms...);
 }
 
