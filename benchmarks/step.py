@@ -30,8 +30,12 @@ def token(family: str, K: int, V: int, seed: int) -> dict:
     return {name: x.detach() for name, x in FAMILIES[family].inputs(T=1, H=HEADS, K=K, V=V, seed=seed).items()}
 
 
+def tokens(layers: list[dict]) -> list[dict]:
+    return [{name: x[:, 0] if x.dim() > OVER_TIME else x for name, x in own.items()} for own in layers]
+
+
 def ours(family: str, layers: list[dict], V: int, competing: bool) -> Runner:
-    tensors = [{name: x[:, 0] if x.dim() > OVER_TIME else x for name, x in own.items()} for own in layers]
+    tensors = tokens(layers)
     states = [torch.zeros(1, HEADS, own["k"].shape[-1], V) for own in tensors]
     logits = torch.randn(2, 1, HEADS, generator=torch.Generator().manual_seed(0))
 
@@ -44,8 +48,22 @@ def ours(family: str, layers: list[dict], V: int, competing: bool) -> Runner:
     return Runner(f"headrace{', heads competing' * competing}", call, {})
 
 
+def in_place(family: str, layers: list[dict], V: int, competing: bool) -> Runner:
+    tensors, options, gates = tokens(layers), FAMILIES[family].options(), {}
+    if competing:
+        gates = {"read_gate": torch.rand(1, HEADS), "write_gate": torch.rand(1, HEADS)}
+    states = [torch.zeros(1, HEADS, own["k"].shape[-1], V + options["normalise"]) for own in tensors]
+    outs = [torch.empty_like(own["v"]) for own in tensors]
+
+    def call(_):
+        for own, state, out in zip(tensors, states, outs, strict=True):
+            step(**own, **options, **gates, state=state, in_place=True, out=out)
+
+    return Runner(f"headrace, in place{', gates' * competing}", call, {})
+
+
 def kernel(family: str, layers: list[dict], V: int) -> Runner:
-    """What a layer's token runs inside its one native call: the state changed where it lies, no Python around it."""
+    """What `step` in place runs inside: the state changed where it lies, no Python around it."""
     options = FAMILIES[family].options()
     states = [torch.zeros(1, HEADS, own["k"].shape[-1], V) for own in layers]
     calls = []
@@ -71,6 +89,7 @@ def contestants(family: str, K: int, V: int) -> list[Runner]:
     """Ours first, the floor last."""
     layers = [token(family, K, V, seed) for seed in range(LAYERS)]
     runners = [ours(family, layers, V, competing) for competing in (False, True)]
+    runners += [in_place(family, layers, V, competing) for competing in (False, True)]
     if native.missing is None and not FAMILIES[family].options().get("normalise") and "bonus" not in layers[0]:
         runners.append(kernel(family, layers, V))
     for peer in (p for p in PEERS if p.family == family and p.missing() is None):
