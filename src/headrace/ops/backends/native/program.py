@@ -121,7 +121,7 @@ class Program:
 
     def module(self, parent: nn.Module, name: str, *kinds: type) -> Any:
         """Returns a module of the parent. Raises UnsupportedError unless it is of one of the kinds, without hooks."""
-        module = parent._modules.get(name)
+        module: Any = parent._modules.get(name)
         if type(module) not in kinds:
             self._modules.add_other(parent, name, module)
             raise UnsupportedError(f"{type(parent).__name__}.{name} is a {type(module).__name__}")
