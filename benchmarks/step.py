@@ -1,24 +1,22 @@
 """One token of the op: its state must be read once and written once, so that is what it is measured against.
 
     python benchmarks/step.py --quick
-    python benchmarks/step.py --ggml ggml/build/src/libggml.so
+    GGML=ggml/build/src/libggml.so python benchmarks/step.py
 
-As many states as a model has layers are each stepped in turn, so that they do not stay in the second cache.
+As many states as a model has layers are each stepped in turn, so that they do not stay in the second cache. ggml and
+ONNX Runtime step all of them in one call of a graph.
 """
 
 import itertools
-from pathlib import Path
-from typing import Annotated
 
 import torch
 import typer
 
-from compiled import PATHS, Graph
 from headrace import step
 from headrace.ops.backends.native import library as native
 from headrace.ops.call import Call
 from op import HEADS
-from peers import FAMILIES, PEERS
+from peers import FAMILIES, PEERS, graph_of
 from program import Log, Output, Quick, show
 from record import RESULTS, Row
 from turns import CPU, Runner, take_turns
@@ -94,9 +92,10 @@ def contestants(family: str, K: int, V: int) -> list[Runner]:
     runners += [in_place(family, layers, V, competing) for competing in (False, True)]
     if native.missing is None and not FAMILIES[family].options().get("normalise") and "bonus" not in layers[0]:
         runners.append(kernel(family, layers, V))
-    for peer in (p for p in PEERS if p.family == family and p.source.startswith("ggml")):
-        if peer.missing() is None and K == V and K % peer.multiple == 0:
-            graph = Graph(peer.source.split(":")[-1], [peer.arguments(own) for own in layers])
+    for peer in (p for p in PEERS if p.family == family and p.missing() is None):
+        make = graph_of(peer.source)
+        if make is not None and (K == V or not peer.square) and K % peer.multiple == 0:
+            graph = make([peer.arguments(own) for own in layers])
             runners.append(Runner(peer.name, lambda _, graph=graph: graph.run(), {}))
     return [*runners, floor(K, V)]
 
@@ -118,12 +117,11 @@ def measure(family: str, K: int, V: int, rounds: int) -> list[Row]:
 def main(
     quick: Quick = False,
     rounds: int = 200,
-    ggml: Annotated[Path | None, typer.Option(help="libggml.so, for its operators.")] = None,
     output: Output = RESULTS / "step.csv",
 ) -> None:
     """Time one token."""
     torch.set_num_threads(1)
-    PATHS["ggml"], log = ggml, Log(output)
+    log = Log(output)
     for family, (K, V) in itertools.product(FAMILY, SIZES):
         log.add(measure(family, K, V, 5 if quick else rounds))
     lines = [

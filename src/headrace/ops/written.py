@@ -18,7 +18,8 @@ def check_written(state: Tensor | None, out: Tensor | None, tensors: dict[str, T
     v, written = tensors["v"], {name: x for name, x in (("state", state), ("out", out)) if x is not None}
     assert v is not None
     for name, x in written.items():
-        require(isinstance(x, Tensor), f"{name}={x!r}; expected a tensor")
+        if not isinstance(x, Tensor):
+            raise InputError(f"{name}={x!r}; expected a tensor")
         dtype, shape = (v.dtype, v.shape) if name == "out" else (accumulator(v), x.shape)
         require(x.shape == shape, f"{name} has shape {list(x.shape)}; expected {list(shape)}")
         require(x.dtype == dtype, f"{name} has dtype {x.dtype}; expected {dtype}, since it is written")
