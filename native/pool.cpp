@@ -78,18 +78,34 @@ public:
     void run(Units& units, std::size_t helpers) {
         const std::unique_lock<std::mutex> call(calls_, std::try_to_lock);
         if (!call) return;
-        begin(units, helpers);
+        begin(units, ready(helpers));
         units.work();
         finish();
     }
 
+    void run(int threads, const std::function<void(Team&, int)>& body) {
+        const std::unique_lock<std::mutex> call(calls_, std::try_to_lock);
+        const std::size_t helpers = call ? ready(threads - 1) : 0;
+        Team team(static_cast<int>(helpers) + 1);
+        // A member waits for the others within its unit, so that no thread takes two.
+        const Body member = [&](std::int64_t i, void*) { body(team, static_cast<int>(i)); };
+        Units units{member, static_cast<std::int64_t>(helpers) + 1, 0};
+        if (call) begin(units, helpers);
+        units.work();
+        if (call) finish();
+    }
+
 private:
-    void begin(Units& units, std::size_t helpers) {
+    // How many of `helpers` threads there are, if the system gives no more.
+    std::size_t ready(std::size_t helpers) {
         try {
             while (threads_.size() < helpers) threads_.emplace_back(&Pool::help, this, threads_.size());
         } catch (const std::system_error&) {
-            helpers = threads_.size();  // the system gives no more
+            return threads_.size();
         }
+        return helpers;
+    }
+    void begin(Units& units, std::size_t helpers) {
         {
             std::lock_guard<std::mutex> lock(state_);
             units_ = &units, helpers_ = busy_ = helpers, round_++;
@@ -132,19 +148,26 @@ Pool& current() {
     return *(pool.compare_exchange_strong(found, made.get()) ? made.release() : found);
 }
 
-// GOMP_parallel: calls a function on each of the calling thread's OpenMP team, of the default size for 0.
-using Team = void (*)(void (*)(void*), void*, unsigned, unsigned);
-
-// The team that PyTorch's own operators run on, where PyTorch is loaded: after an operator its threads spin for some
-// milliseconds on the cores that a pool's threads would need. Null in a forked child, whose team has no threads.
-std::atomic<Team> team{nullptr};
+// The functions of OpenMP that PyTorch's own operators run on, where PyTorch is loaded: after an operator the threads of
+// its team spin for some milliseconds on the cores that a pool's threads would need. `parallel` (GOMP_parallel) calls a
+// function on each thread of the calling thread's team, of the default size for 0. Null in a forked child, whose team
+// has no threads.
+std::atomic<void (*)(void (*)(void*), void*, unsigned, unsigned)> parallel{nullptr};
+std::atomic<int (*)()> team_size{nullptr}, place_in_team{nullptr};
 
 #if !defined(_WIN32)
-void forget() { pool = nullptr, team = nullptr; }
+void forget() { pool = nullptr, parallel = nullptr; }
+
+template <class Function>
+void find(void* library, const char* name, std::atomic<Function>& function) {
+    function = reinterpret_cast<Function>(dlsym(library, name));
+}
 
 const int registered = [] {
-    void* const torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
-    if (torch) team = reinterpret_cast<Team>(dlsym(torch, "GOMP_parallel"));
+    if (void* const torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD)) {
+        find(torch, "omp_get_num_threads", team_size), find(torch, "omp_get_thread_num", place_in_team);
+        if (team_size && place_in_team) find(torch, "GOMP_parallel", parallel);
+    }
     return pthread_atfork(nullptr, nullptr, forget);
 }();
 #endif
@@ -157,6 +180,22 @@ struct Shared {
         const FlushDenormals flush;
         auto& self = *static_cast<Shared*>(shared);
         if (self.places-- > 0) self.units.work();
+    }
+};
+
+// The first `most` threads of a team of OpenMP, as a team.
+struct Together {
+    const std::function<void(Team&, int)>& body;
+    const int most;
+    Team team{1};
+
+    static void join(void* together) {
+        const FlushDenormals flush;
+        auto& self = *static_cast<Together*>(together);
+        const int member = place_in_team.load()(), members = std::min(team_size.load()(), self.most);
+        if (member >= members) return;
+        self.team.set_members(members);  // each member the same
+        self.body(self.team, member);
     }
 };
 
@@ -175,12 +214,31 @@ void in_large_pages(const void* p, std::size_t bytes) {
 bool run_units(std::int64_t units, int threads, std::size_t bytes, const Body& body) {
     Units all{body, units, bytes};
     const std::int64_t most = std::min<std::int64_t>(threads, units);
-    const Team parallel = team;
-    if (most > 1 && parallel) {
+    const auto on_each = parallel.load();
+    if (most > 1 && on_each) {
         Shared shared{all, {most}};
-        parallel(Shared::join, &shared, 0, 0);
+        on_each(Shared::join, &shared, 0, 0);
     } else if (most > 1) {
         current().run(all, static_cast<std::size_t>(most - 1));
     }
     return all.work();  // the rest
 }
+
+void Team::yield() { std::this_thread::yield(); }
+
+void run_team(int threads, const std::function<void(Team&, int)>& body) {
+    const auto on_each = parallel.load();
+    if (threads > 1 && on_each) {
+        Together together{body, threads};
+        on_each(Together::join, &together, 0, 0);
+    } else if (threads > 1) {
+        current().run(threads, body);
+    } else {
+        Team alone(1);
+        body(alone, 0);
+    }
+}
+
+void* own_memory(std::size_t bytes) { return own.at_least(bytes); }
+
+void release_own_memory() { own.release_if_large(); }
