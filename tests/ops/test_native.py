@@ -46,6 +46,17 @@ def test_sizes_that_are_no_multiple_of_a_vector(decay, rule):
             assert_same(inputs(decay, rows=1, tokens=tokens, groups=2, key=key, value=value), way, rule=rule)
 
 
+@pytest.mark.parametrize("rule", ["add", "delta"])
+def test_vector_decays_in_blocks_of_every_kind(rule):
+    """Chunks of 64 tokens that are one block, or blocks of 16: gentle ones, steep ones, and both beside each other."""
+    way = NATIVE._replace(settings={"backend": "native", "chunk_size": 64})
+    x = inputs("vector", rows=1, tokens=130, key=17)
+    mixed = torch.where(torch.arange(130) % 40 < 24, 0.3, 8.0)[:, None, None]
+    for factor in (0.1, 1.0, 8.0, -0.1, mixed):
+        decay = (factor * x["log_decay"].detach()).requires_grad_()
+        assert_same(x | {"log_decay": decay}, way, check=False, rule=rule)
+
+
 @pytest.mark.parametrize("kind", ["add", "delta", "bonus"])
 def test_thread_count_does_not_change_results(kind):
     rule = "delta" if kind == "delta" else "add"
