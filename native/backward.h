@@ -25,13 +25,14 @@ struct BackwardUnit {
     Tile S_t, dS, dS_t, E_t;
     Tile q, q_rows, dq, dk, read;
     Tile d_out, dU, A, X;
-    float *strength, *numbers;
+    float *strength, *numbers, *read_out;
+    Own own;
     Ahead ahead;
 
     BackwardUnit(Arena& arena, const Plan& plan, const Backward& job, const Unit& unit)
         : plan(plan), job(job), unit(unit),
           chunk(arena, plan, unit, job.gradients[unit.part].log_decay.data || job.fixed_decay),
-          key(chunk.key), value(chunk.value), K(chunk.K), V(chunk.V) {
+          key(chunk.key), value(chunk.value), K(chunk.K), V(chunk.V), own(arena, plan, unit, chunk.in, key, value) {
         const int C = plan.chunk, run = static_cast<int>(plan.run);
         find_tensors();
         S = arena.array<Tile>(run);
@@ -45,20 +46,21 @@ struct BackwardUnit {
         dq = arena.tile(C, K), dk = arena.tile(C, K), read = arena.tile(C, K);
         d_out = arena.tile(C, V), dU = arena.tile(C, V);
         A = arena.tile(C, C), X = arena.tile(C, C);
-        strength = arena.floats(C), numbers = arena.floats(C);
+        strength = arena.floats(C), numbers = arena.floats(C), read_out = arena.floats(V);
     }
 
     void find_tensors() {
         const hr_gradients& g = job.gradients[unit.part];
         const bool half = plan.problem->dtype == HR_BFLOAT16;
+        const int delay = plan.delay();
         const std::int64_t head = job.by_head ? unit.head : unit.head / (plan.problem->H / plan.problem->Hq);
         d_out_from = view(job.d_out, plan, unit, unit.head, half, unit.column);
         dq_into = view(g.q, plan, unit, head, half && !job.by_head);
-        dk_into = view(g.k, plan, unit, head, half && !job.by_head);
-        dv_into = view(g.v, plan, unit, unit.head, half, unit.column);
-        if (!job.fixed_decay) d_decay_into = view(g.log_decay, plan, unit, unit.head, false);
-        d_beta_into = view(g.beta, plan, unit, unit.head, false);
-        d_write_into = view(g.write_gate, plan, unit, unit.head, false);
+        dk_into = view(g.k, plan, unit, head, half && !job.by_head, 0, delay);
+        dv_into = view(g.v, plan, unit, unit.head, half, unit.column, delay);
+        if (!job.fixed_decay) d_decay_into = view(g.log_decay, plan, unit, unit.head, false, 0, delay);
+        d_beta_into = view(g.beta, plan, unit, unit.head, false, 0, delay);
+        d_write_into = view(g.write_gate, plan, unit, unit.head, false, 0, delay);
         d_read_into = view(g.read_gate, plan, unit, unit.head, false);
     }
 
@@ -211,7 +213,26 @@ struct BackwardUnit {
             multiply(dS, K, V, scaled, Fetch{&ahead}, reads);
     }
 
+    // Row i has the query of token `first + i` and the write of the token before.
+    void through_bonus(Span span) {
+        double* du = job.bonus ? job.bonus + unit_number() * key : nullptr;
+        for (int i = 0; i < span.n; i++) {
+            own.load(span.first + i);
+            const float to_q = dot(d_out.row(i), own.v, value) * own.beta * own.write;
+            own.add_weighted(dq.row(i), own.k, to_q);
+            own.load(span.first + i - 1);
+            load_row(read_out, d_out_from, span.first + i - 1, value);
+            const float score = own.score(), to_write = dot(read_out, own.v, value);
+            const float to_k = to_write * own.beta * own.write;
+            add_row(dU.row(i), read_out, score * own.beta, value);
+            numbers[i] += score * own.write * to_write;
+            own.add_weighted(dk.row(i), own.q, to_k);
+            for (int j = 0; du && j < key; j++) du[j] += static_cast<double>(to_k) * own.q[j] * own.k[j];
+        }
+    }
+
     void finish(Span span) {
+        if (plan.delay()) through_bonus(span);
         chunk.decay.store_gradient(d_decay_into, span, job.fixed_decay ? job.fixed_decay + unit_number() : nullptr);
         if (d_beta_into) store_numbers(d_beta_into, numbers, span);
         if (d_write_into) store_numbers(d_write_into, dots(chunk.in.v, dU, chunk.E, span, value, 1), span);

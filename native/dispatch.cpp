@@ -45,7 +45,8 @@ int refused(const hr_problem& p) {
                        p.K <= 1 << 16 && p.V <= 1 << 16 && p.sequences >= 0 && p.threads >= 1;
     const bool kinds = (p.dtype == HR_FLOAT32 || p.dtype == HR_BFLOAT16) && p.decay >= HR_DECAY_NONE &&
                        p.decay <= HR_DECAY_VECTOR && (p.cu_seqlens ? p.B == 1 : p.sequences == p.B);
-    return sizes && kinds ? HR_OK : HR_UNSUPPORTED;
+    const bool bonus = !p.bonus || (!p.delta && p.decay != HR_DECAY_FIXED);
+    return sizes && kinds && bonus ? HR_OK : HR_UNSUPPORTED;
 }
 
 // Tokens a chunk. The C×C work inside chunks grows with C, the cost of reading and writing the state between them
@@ -151,6 +152,10 @@ public:
             separate(&hr_gradients::read_gate, 1);
             if (p.decay != HR_DECAY_FIXED) separate(&hr_gradients::log_decay, p.decay == HR_DECAY_VECTOR ? p.K : 1);
         }
+        if (wanted.bonus) {
+            bonus_.resize(count * p.sequences * p.H * p.K);
+            job_.bonus = bonus_.data();
+        }
         if (fixed_decay_wanted()) {
             fixed_decay_.resize(count * p.sequences * p.H);
             job_.fixed_decay = fixed_decay_.data();
@@ -163,6 +168,7 @@ public:
             if (const int status = run(kernels().gather, cut_, gather, cut_.units(p_.H / gather.shared, 1)))
                 return status;
         if (fixed_decay_wanted()) add_up_decay();
+        if (wanted_.bonus) add_up_bonus();
         return HR_OK;
     }
 
@@ -185,6 +191,15 @@ private:
         }
     }
 
+    void add_up_bonus() const {
+        const std::int64_t size = p_.H * p_.K;
+        for (std::int64_t i = 0; i < size; i++) {
+            double total = 0;
+            for (std::size_t j = i; j < bonus_.size(); j += size) total += bonus_[j];
+            wanted_.bonus[i] = static_cast<float>(total);
+        }
+    }
+
     const hr_problem& p_;
     const Cut cut_;
     const std::vector<Unit> units_;
@@ -193,7 +208,7 @@ private:
     std::vector<hr_gradients> parts_;
     std::vector<std::unique_ptr<float[]>> found_;
     std::vector<Gather> gathers_;
-    std::vector<double> fixed_decay_;
+    std::vector<double> fixed_decay_, bonus_;
 };
 
 bool known(const hr_layer& p) {
@@ -319,7 +334,7 @@ int hr_forward(const hr_problem* p, const hr_tensor* out, float* final_state, fl
 int hr_backward(const hr_problem* p, const hr_tensor* d_out, const float* d_final, const float* kept,
                 const hr_gradients* gradients) {
     if (const int status = refused(*p)) return status;
-    const Backward job{*d_out, d_final, kept, nullptr, false, nullptr};
+    const Backward job{*d_out, d_final, kept, nullptr, false, nullptr, nullptr};
     return guarded([&] { return SharedBackward(*p, job, *gradients).run_all(); });
 }
 
@@ -327,8 +342,10 @@ int hr_step(const hr_problem* p, const hr_tensor* out, float* state) {
     if (const int status = refused(*p)) return status;
     if (p->T != 1 || p->cu_seqlens) return HR_UNSUPPORTED;
     return guarded([&] {
-        const Cut cut(*p);
-        return run(kernels().step, cut, Step{*out, state, nullptr}, cut.units(p->H, cut.parts()));
+        hr_problem token = *p;
+        token.bonus = nullptr;
+        const Cut cut(token);
+        return run(kernels().step, cut, Step{*out, state, p->bonus}, cut.units(p->H, cut.parts()));
     });
 }
 

@@ -17,10 +17,12 @@ struct ForwardUnit {
     Tile q, q_rows, A, out, S;
     float* strength;  // scale · r
     View out_into;
+    Own own;
     Ahead ahead;
 
     ForwardUnit(Arena& arena, const Plan& plan, const Forward& job, const Unit& unit)
-        : plan(plan), job(job), unit(unit), chunk(arena, plan, unit, false) {
+        : plan(plan), job(job), unit(unit), chunk(arena, plan, unit, false),
+          own(arena, plan, unit, chunk.in, chunk.key, chunk.value) {
         const int C = plan.chunk;
         q = arena.tile(C, chunk.K);
         q_rows = Decay::none ? q : arena.tile(C, chunk.K);
@@ -74,6 +76,10 @@ struct ForwardUnit {
         chunk.decay.scores(q, chunk.k, A, false);
         multiply(out, span.rows, chunk.V, Zero{}, Fetch{&ahead},
                  Plus{chunk.decay.rows(q, q_rows), S, chunk.K, Part::all}, Plus{A, chunk.U, span.rows, Part::up_to});
+        for (int i = 0; plan.delay() && i < span.n; i++) {
+            own.load(span.first + i);
+            add_row(out.row(i), own.v, own.score() * own.beta * own.write, chunk.value);
+        }
         store_tile(out_into, out, span, chunk.value);
     }
 };

@@ -2,6 +2,7 @@
 
        S' = e^{g_t} S_{t-1}
        add:    S_t = S' + beta_t k_t^T (w_t v_t)                  o_t = scale r_t q_t S_t
+       bonus:  S_t as above                                       o_t = scale r_t q_t (S_{t-1} + diag(u) beta_t k_t^T w_t v_t)
        delta:  S_t = S' + beta_t k_t^T (w_t v_t - k_t S')
 
    Dimensions: B rows, T tokens, H heads (Hq of q and k; Hq divides H, consecutive heads share), K key, V value size.
@@ -13,7 +14,7 @@
 
 #include <stdint.h>
 
-#define HR_ABI 4
+#define HR_ABI 5
 #define HR_WIDEST 32 /* of a short convolution */
 
 #if defined(_WIN32)
@@ -55,12 +56,14 @@ typedef struct hr_problem {
     const int64_t* cu_seqlens; /* sequences + 1 ascending numbers from 0 to T; NULL: each row of the batch is one */
     hr_tensor q, k, v, log_decay, beta, write_gate, read_gate;
     const float* initial_state; /* contiguous [sequences, H, K, V]; NULL: zeros */
+    const float* bonus;         /* u, contiguous [H, K]; NULL: none. Not with the delta rule or a fixed decay */
 } hr_problem;
 
 /* Where gradients go; NULL data where none is wanted. log_decay's has log_decay's own shape: [H] if that is fixed. */
 typedef struct hr_gradients {
     hr_tensor q, k, v, log_decay, beta, write_gate, read_gate;
     float* initial_state;
+    float* bonus; /* [H, K] */
 } hr_gradients;
 
 /* A causal convolution of each channel with weights of its own, and SiLU. All contiguous. */

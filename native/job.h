@@ -23,7 +23,11 @@ struct Plan {
     HR_INLINE std::int64_t start(std::int64_t sequence) const {
         return problem->cu_seqlens ? problem->cu_seqlens[sequence] : 0;
     }
-    HR_INLINE std::int64_t length(std::int64_t sequence) const {
+    // A bonus delays k, v and what belongs to them by a row, so that q reads the state before its token: then a sequence has
+    // a row more than tokens.
+    HR_INLINE int delay() const { return problem->bonus != nullptr; }
+    HR_INLINE std::int64_t length(std::int64_t sequence) const { return tokens(sequence) + delay(); }
+    HR_INLINE std::int64_t tokens(std::int64_t sequence) const {
         return problem->cu_seqlens ? problem->cu_seqlens[sequence + 1] - problem->cu_seqlens[sequence] : problem->T;
     }
     HR_INLINE std::int64_t kept_floats() const { return kept_states * problem->H * problem->K * problem->V; }
@@ -52,6 +56,7 @@ struct Backward {
     const hr_gradients* gradients; // for each part of a head
     bool by_head;                  // those of q and k are float32 and have H heads
     double* fixed_decay;           // to a fixed decay, [parts, sequences, H]; NULL when not wanted
+    double* bonus;                 // to the bonus, [parts, sequences, H, K]; NULL when not wanted
 };
 
 // What heads that share something, and the parts of a head, found by themselves: [parts, B, T, H, width] float32.

@@ -105,11 +105,14 @@ def linear_attention(
         call = call._replace(chunk_size=_one_chunk(v, cu_seqlens))
     if form == "recurrent":
         return _token_by_token(call, bonus, normalise, backend)
-    run = choose("linear_attention", backend, call).run
+    kernel = choose("linear_attention", backend, call)
+    run = kernel.run
     if borders is not None:
         run = partial(over_processes, borders=borders, run=run)
     if normalise:
         return normalised(call, run)
+    if bonus is not None and kernel.has_bonus and borders is None:
+        return run(call._replace(bonus=bonus))
     if bonus is not None:
         return with_bonus(call, bonus, run)
     return run(call)
@@ -126,7 +129,9 @@ def _checked(
     check_shapes(q, k, v, options, normalise, axes)
     log_decay, beta, write_gate, read_gate, state, cu_seqlens, _ = options.values()
     scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
-    return Call(q, k, v, log_decay, beta, write_gate, read_gate, state, cu_seqlens, rule == "delta", scale, chunk_size)
+    return Call(
+        q, k, v, log_decay, beta, write_gate, read_gate, state, None, cu_seqlens, rule == "delta", scale, chunk_size
+    )
 
 
 def _token_by_token(call: Call, bonus: Tensor | None, normalise: bool, backend: str) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ class Kernel(NamedTuple):
 
     run: Callable[..., Any]
     unsupported_reason: Callable[..., str | None]  # returns why the backend cannot compute these arguments, or None
+    has_bonus: bool = False  # of linear_attention: whether `run` takes a call's bonus; if not, rewrite.py expresses it
 
 
 class HasBackend:

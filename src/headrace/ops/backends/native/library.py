@@ -20,7 +20,7 @@ from ....utils.errors import InputError
 from ...call import Call
 from ...checks import sequence_ends
 
-ABI = 4
+ABI = 5
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 DECAYS = {1: DecayShape.FIXED, 3: DecayShape.SCALAR, 4: DecayShape.VECTOR}  # by the number of dimensions
 NO_MEMORY = 3
@@ -28,8 +28,8 @@ KEEP_ERRORS = (
     0  # 1 would store V floats per token, and save 3 to 6 % of the time of a training step with the delta rule
 )
 _TENSOR = "Pqqq"  # hr_tensor
-_PROBLEM = struct.Struct("@7if7qP" + 7 * _TENSOR + "P")  # hr_problem
-_GRADIENTS = struct.Struct("@" + 7 * _TENSOR + "P")  # hr_gradients
+_PROBLEM = struct.Struct("@7if7qP" + 7 * _TENSOR + "2P")  # hr_problem
+_GRADIENTS = struct.Struct("@" + 7 * _TENSOR + "2P")  # hr_gradients
 _INT8_PRODUCT = struct.Struct("@2i3q4P")
 PLACE = struct.Struct("@" + _TENSOR)
 _ABSENT = (0, 0, 0, 0)
@@ -89,15 +89,18 @@ class Problem:
         for name, gate in (("beta", call.beta), ("write_gate", call.write_gate), ("read_gate", call.read_gate)):
             expect(name, gate, (B, T, H))
         expect("initial_state", call.initial_state, call.state_shape)
+        expect("bonus", call.bonus, (H, K))
         per_token = [_floats(x) for x in (log_decay, call.beta, call.write_gate, call.read_gate)]
         self.tensors: list[Tensor | None] = [_rows(call.q), _rows(call.k), _rows(call.v), *per_token]
         ends = None if call.cu_seqlens is None else _ends(call.cu_seqlens, T)
-        state = None if call.initial_state is None else call.initial_state.to(torch.float32).contiguous()
-        self.alive = (ends, state)
+        given = (call.initial_state, call.bonus)
+        state, bonus = (None if x is None else x.to(torch.float32).contiguous() for x in given)
+        self.alive = (ends, state, bonus)
         decay = 0 if log_decay is None else DECAYS[log_decay.dim()]
         self.packed = _PROBLEM.pack(
             ABI, DTYPES[call.v.dtype], decay, call.delta, call.chunk_size or 0, torch.get_num_threads(), KEEP_ERRORS,
             call.scale, B, T, H, Hq, K, V, call.sequences, address(ends), *_places(self.tensors), address(state),
+            address(bonus),
         )  # fmt: skip
 
 
@@ -177,7 +180,7 @@ def _set_state(state: Tensor, initial: Tensor | None) -> None:
 
 
 def backward(d_out: Tensor, d_final: Tensor, call: Call, kept_: tuple[Tensor], wanted: list[bool]):
-    """Returns the gradients of the eight differentiable inputs, None for those not `wanted`."""
+    """Returns the gradients of the differentiable inputs, None for those not `wanted`."""
     assert library is not None, missing
     problem, d_out, d_final, kept = Problem(call), _rows(d_out), d_final.contiguous(), kept_[0].contiguous()
     expect("d_out", d_out, call.v.shape, call.v.dtype)
@@ -188,9 +191,11 @@ def backward(d_out: Tensor, d_final: Tensor, call: Call, kept_: tuple[Tensor], w
         for x, needed in zip(problem.tensors, wanted[:7], strict=True)
     ]
     d_initial = torch.empty_like(d_final) if wanted[7] else None
-    addresses = d_final.data_ptr(), kept.data_ptr(), _GRADIENTS.pack(*_places(new), address(d_initial))
-    check(library.hr_backward(problem.packed, PLACE.pack(*place(d_out)), *addresses))
-    return [*new, d_initial]
+    d_bonus = torch.empty(call.bonus.shape) if wanted[8] and call.bonus is not None else None
+    gradients = _GRADIENTS.pack(*_places(new), address(d_initial), address(d_bonus))
+    out = PLACE.pack(*place(d_out))
+    check(library.hr_backward(problem.packed, out, d_final.data_ptr(), kept.data_ptr(), gradients))
+    return [*new, d_initial, d_bonus]
 
 
 def kinds() -> str:
