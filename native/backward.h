@@ -38,10 +38,11 @@ struct BackwardUnit {
         S = arena.array<Tile>(run);
         E = arena.array<Tile>(run);
         for (int i = 0; i < run; i++) {
-            const Tile state = arena.tile(K, V), errors = delta ? arena.tile(C, V) : chunk.E;
+            const Tile state = arena.tile(K, V + chunk.normaliser.width), errors = delta ? arena.tile(C, V) : chunk.E;
             if (S) S[i] = state, E[i] = errors;
         }
-        S_t = arena.tile(V, K), dS = arena.tile(K, V), dS_t = arena.tile(V, K), E_t = arena.tile(V, C);
+        const int columns = V + chunk.normaliser.width;
+        S_t = arena.tile(columns, K), dS = arena.tile(K, columns), dS_t = arena.tile(columns, K), E_t = arena.tile(V, C);
         q = arena.tile(C, K), q_rows = Decay::none ? q : arena.tile(C, K);
         dq = arena.tile(C, K), dk = arena.tile(C, K), read = arena.tile(C, K);
         d_out = arena.tile(C, V), dU = arena.tile(C, V);
@@ -65,9 +66,8 @@ struct BackwardUnit {
     }
 
     void run() {
-        const hr_problem& p = *plan.problem;
         const std::int64_t own = state_at(plan, unit.sequence, unit), count = chunks(plan, unit);
-        load_state(dS, job.d_final ? job.d_final + own : nullptr, p.V, key, value);
+        chunk.normaliser.load(dS, job.d_final ? job.d_final + own : nullptr);
         for (std::int64_t run = (count + plan.run - 1) / plan.run - 1; run >= 0; run--) {
             const std::int64_t first = run * plan.run, end = first + plan.run < count ? first + plan.run : count;
             replay(run, first, end);
@@ -76,7 +76,7 @@ struct BackwardUnit {
                      delta ? E[i - first] : chunk.E);
         }
         float* d_initial = job.gradients[unit.part].initial_state;
-        if (d_initial) store_state(d_initial + own, dS, p.V, key, value);
+        if (d_initial) chunk.normaliser.store(d_initial + own, dS);
     }
 
     // Fills S and, under the delta rule, E for chunks first … end − 1.
@@ -84,7 +84,7 @@ struct BackwardUnit {
         const hr_problem& p = *plan.problem;
         const float* initial = p.initial_state ? p.initial_state + state_at(plan, unit.sequence, unit) : nullptr;
         float* kept = const_cast<float*>(job.kept);
-        load_state(S[0], run ? kept_state(plan, kept, unit, run) : initial, p.V, key, value);
+        chunk.normaliser.load(S[0], run ? kept_state(plan, kept, unit, run) : initial);
         const int last = static_cast<int>(end - first) - 1;
         for (int i = 0; i <= last; i++) {
             if (i == last && !delta) return;
@@ -95,7 +95,7 @@ struct BackwardUnit {
             if (delta) copy(E[i], chunk.E, span.rows, V);
             if (i == last) return;
             chunk.strengthen();
-            copy(S[i + 1], S[i], K, V);
+            copy(S[i + 1], S[i], K, V + chunk.normaliser.width);
             chunk.write(S[i + 1], Fetch{&ahead});
         }
     }
@@ -129,8 +129,8 @@ struct BackwardUnit {
     void step(Span span, Span next, Tile before, Tile errors) {
         fetch(span, next);
         begin(span, errors);
-        transpose(S_t, before, K, V);
-        transpose(dS_t, dS, K, V);
+        transpose(S_t, before, K, V + chunk.normaliser.width);
+        transpose(dS_t, dS, K, V + chunk.normaliser.width);
         transpose(E_t, errors, span.rows, V);
         to_writes(span);
         to_reads_and_keys(span, before);
@@ -165,6 +165,10 @@ struct BackwardUnit {
     // dU from what is read in the chunk and from the state after it.
     void to_writes(Span span) {
         chunk.decay.scores(q, chunk.k, A, false);
+        if (chunk.normaliser) {
+            chunk.normaliser.divide(q_rows, A, S_t.row(V), span.rows);
+            map(d_out, span.rows, V, [&](int i, int j) { return load(d_out.row(i) + j) * splat(chunk.normaliser.share[i]); });
+        }
         multiply(dU, span.rows, V, Zero{}, Fetch{&ahead}, PlusT{A, d_out, span.rows, Part::from},
                  Plus{chunk.k_cols, dS, K, Part::all});
     }
@@ -173,14 +177,35 @@ struct BackwardUnit {
         Decay& decay = chunk.decay;
         multiply(dq, span.rows, K, Zero{}, Fetch{&ahead}, Plus{d_out, S_t, V, Part::all});
         multiply(dk, span.rows, K, Zero{}, Fetch{&ahead}, Plus{chunk.U, dS_t, V, Part::all});
+        multiply_lower(X, span.rows, Zero{}, Plus{d_out, E_t, V, Part::all});
+        lower(X, span.rows, false, [&](int i, int j) { return load(X.row(i) + j) * load(chunk.beta + j); });
+        if (chunk.normaliser) through_normaliser(span.rows);
         dq = decay.rows(dq, dq);
         dk = decay.cols(dk, dk);
         decay.note_reads(q, dq);
         decay.note_writes(chunk.k, dk);
-        decay.note_passing(before, dS, V);
-        multiply_lower(X, span.rows, Zero{}, Plus{d_out, E_t, V, Part::all});
-        lower(X, span.rows, false, [&](int i, int j) { return load(X.row(i) + j) * load(chunk.beta + j); });
+        decay.note_passing(before, dS, V + chunk.normaliser.width);
         decay.scores_backward(X, q, chunk.k, A, dq, dk);
+    }
+
+    // The gradients to q z and, through it, to q and k, before decays apply.
+    void through_normaliser(int rows) {
+        Normaliser& z = chunk.normaliser;
+        for (int i = 0; i < rows; i++) {
+            const float read = dot(q_rows.row(i), dq.row(i), K) + Normaliser::own(A.row(i), X.row(i), i);
+            z.slope[i] = -read * z.share[i];
+            add_row(dq.row(i), S_t.row(V), z.slope[i], K);
+            add_row(dk.row(i), dS_t.row(V), z.written[i], K);
+        }
+        lower(X, rows, false, [&](int i, int j) { return load(X.row(i) + j) + splat(z.slope[i]) * load(z.written + j); });
+    }
+    // numbers += the gradient to β w, as it weighs in q z, times `factor`.
+    void through_written(int rows, const float* factor) {
+        for (int j = 0; chunk.normaliser && j < rows; j++) {
+            float total = dot(chunk.k_cols.row(j), dS_t.row(V), K);
+            for (int i = j; i < rows; i++) total += A.row(i)[j] * chunk.normaliser.slope[i];
+            numbers[j] += total * factor[j];
+        }
     }
 
     // From dP = β dU, the gradient to what was to be written, to what was read to find it: dU becomes (I + Mᵀ)⁻¹ dP.
@@ -211,6 +236,7 @@ struct BackwardUnit {
             multiply(dS, K, V, scaled, Fetch{&ahead}, reads, MinusT{chunk.k_rows, dU, span.rows, Part::all});
         else
             multiply(dS, K, V, scaled, Fetch{&ahead}, reads);
+        if (chunk.normaliser) chunk.normaliser.pass(dS, chunk.decay.end, q_rows, chunk.normaliser.slope, span.rows);
     }
 
     // Row i has the query of token `first + i` and the write of the token before.
@@ -234,9 +260,19 @@ struct BackwardUnit {
     void finish(Span span) {
         if (plan.delay()) through_bonus(span);
         chunk.decay.store_gradient(d_decay_into, span, job.fixed_decay ? job.fixed_decay + unit_number() : nullptr);
-        if (d_beta_into) store_numbers(d_beta_into, numbers, span);
-        if (d_write_into) store_numbers(d_write_into, dots(chunk.in.v, dU, chunk.E, span, value, 1), span);
-        if (d_read_into) store_numbers(d_read_into, dots(chunk.in.q, dq, q, span, key, plan.problem->scale), span);
+        if (d_beta_into) {
+            through_written(span.rows, chunk.write_gate);
+            store_numbers(d_beta_into, numbers, span);
+        }
+        if (d_write_into) {
+            dots(chunk.in.v, dU, chunk.E, span, value, 1);
+            through_written(span.rows, chunk.beta);
+            store_numbers(d_write_into, numbers, span);
+        }
+        if (d_read_into) {
+            dots(chunk.in.q, dq, q, span, key, plan.problem->scale);
+            store_numbers(d_read_into, numbers, span);
+        }
         if (dq_into) store_tile(dq_into, dq, span, key, strength);
         if (dk_into) store_tile(dk_into, dk, span, key);
         if (dv_into) store_tile(dv_into, dU, span, value, chunk.in.write ? chunk.write_gate : nullptr);
@@ -246,11 +282,10 @@ struct BackwardUnit {
         return (unit.part * p.sequences + unit.sequence) * p.H + unit.head;
     }
 
-    // Σ x · gradient by token, x as it was before a gate scaled it; `reloaded` is overwritten with it.
-    const float* dots(const View& x, Tile gradient, Tile reloaded, Span span, int width, float scale) {
+    // numbers ← Σ x · gradient by token, x as it was before a gate scaled it; `reloaded` is overwritten with it.
+    void dots(const View& x, Tile gradient, Tile reloaded, Span span, int width, float scale) {
         load_tile(reloaded, x, span, width);
         for (int i = 0; i < span.n; i++) numbers[i] = scale * dot(reloaded.row(i), gradient.row(i), padded(width));
-        return numbers;
     }
 };
 

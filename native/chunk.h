@@ -51,7 +51,7 @@ inline Span span_of(const Plan& plan, const Unit& unit, std::int64_t chunk) {
 // A state of this unit's columns in an array [sequences or slots, H, K, V].
 inline std::int64_t state_at(const Plan& plan, std::int64_t index, const Unit& unit) {
     const hr_problem& p = *plan.problem;
-    return (index * p.H + unit.head) * p.K * p.V + unit.column;
+    return (index * p.H + unit.head) * p.K * plan.columns() + unit.column;
 }
 
 inline float* kept_state(const Plan& plan, float* kept, const Unit& unit, std::int64_t run) {
@@ -64,6 +64,57 @@ inline View kept_errors(const Plan& plan, float* kept, const Unit& unit) {
     const hr_tensor x{kept + plan.kept_floats(), p.T * p.H * p.V, p.H * p.V, p.V};
     return view(x, plan, unit, unit.head, false, unit.column);
 }
+
+// The normaliser, the state's column for values of 1, which the tiles of states have behind the others, at V.
+struct Normaliser {
+    const float epsilon;
+    const int key, value, K, V, width;  // width: what it adds to a tile of states
+    const Stride stride;                // of the states in memory
+    float *written, *share, *slope;     // [C]: β w, 1 / (q z + epsilon), the gradient to q z
+    float* column;                      // [K], in passing
+
+    Normaliser(Arena& arena, const Plan& plan, int key, int value)
+        : epsilon(plan.problem->normaliser), key(key), value(value), K(padded(key)), V(padded(value)),
+          width(epsilon > 0 ? LANES : 0), stride(plan.columns()), written(arena.floats(plan.chunk)),
+          share(arena.floats(plan.chunk)), slope(arena.floats(plan.chunk)), column(arena.floats(K)) {}
+
+    explicit operator bool() const { return width > 0; }
+
+    // A state, or some columns of one.
+    void load(Tile S, const float* from) const {
+        load_state(S, from, stride, key, value);
+        if (width) clear(S.right(V), K, width);
+        for (int i = 0; width && from && i < key; i++) S.row(i)[V] = from[i * stride + value];
+    }
+    void store(float* into, Tile S) const {
+        store_state(into, S, stride, key, value);
+        for (int i = 0; width && i < key; i++) into[i * stride + value] = S.row(i)[V];
+    }
+
+    // share, from what queries read of z and of the chunk's own writes.
+    void divide(Tile q_rows, Tile A, const float* z, int rows) {
+        for (int i = 0; i < rows; i++) share[i] = 1 / (dot(q_rows.row(i), z, K) + own(A.row(i), written, i) + epsilon);
+    }
+    // Σ x y over the tokens up to i.
+    static float own(const float* x, const float* y, int i) {
+        vf total{};
+        for (int j = 0; j <= i; j += W) total += lane_numbers() <= (vi{} + (i - j)) ? HR_ISA::load(x + j) * HR_ISA::load(y + j) : vf{};
+        return sum(total);
+    }
+    // z ← end z + xᵀ y
+    void pass(Tile S, const float* end, Tile x, const float* y, int rows) {
+        for (int j = 0; j < K; j += W) {
+            vf total{};
+            for (int i = 0; i < rows; i++) total += HR_ISA::load(x.row(i) + j) * splat(y[i]);
+            HR_ISA::store(column + j, total);
+        }
+        for (int i = 0; i < K; i++) S.row(i)[V] = end[i] * S.row(i)[V] + column[i];
+    }
+    const float* z(Tile S) {
+        for (int i = 0; i < K; i++) column[i] = S.row(i)[V];
+        return column;
+    }
+};
 
 // What a token reads of its own write under a bonus u: q diag(u) kᵀ β (w v).
 struct Own {
@@ -114,11 +165,13 @@ struct Chunk {
     Tile k, k_cols, k_rows;  // [C, K]; k_cols and k_rows once `write` and `correct` have run
     Tile E, U;               // [C, V]; without β they are the same
     Tile A, M;               // [C, C], of keys with keys
+    Normaliser normaliser;
     float *beta, *write_gate;
 
     Chunk(Arena& arena, const Plan& plan, const Unit& unit, bool decay_gradient)
         : plan(plan), in(plan, unit), key(static_cast<int>(plan.problem->K)), value(static_cast<int>(unit.columns)),
-          K(padded(key)), V(padded(value)), decay(arena, plan.chunk, K, decay_gradient) {
+          K(padded(key)), V(padded(value)), decay(arena, plan.chunk, K, decay_gradient),
+          normaliser(arena, plan, key, value) {
         const int C = plan.chunk;
         k = arena.tile(C, K);
         k_cols = Decay::none ? k : arena.tile(C, K);
@@ -135,6 +188,7 @@ struct Chunk {
         load_tile(k, in.k, span, key);
         load_numbers(beta, in.beta, span);
         load_numbers(write_gate, in.write, span);
+        for (int i = 0; normaliser && i < span.rows; i++) normaliser.written[i] = beta[i] * write_gate[i];
         decay.prepare(in.log_decay, span, key);
         decay.keys(k);
     }
@@ -159,6 +213,7 @@ struct Chunk {
     void write(Tile S, Finish finish) {
         k_cols = decay.cols(k, k_cols);
         multiply(S, K, V, ItselfScaled{decay.end}, finish, PlusT{k_cols, U, span.rows, Part::all});
+        if (normaliser) normaliser.pass(S, decay.end, k_cols, normaliser.written, span.rows);
     }
 };
 

@@ -28,7 +28,7 @@ struct ForwardUnit {
         q_rows = Decay::none ? q : arena.tile(C, chunk.K);
         A = arena.tile(C, C);
         out = arena.tile(C, chunk.V);
-        S = arena.tile(chunk.K, chunk.V);
+        S = arena.tile(chunk.K, chunk.V + chunk.normaliser.width);
         strength = arena.floats(C);
         out_into = view(job.out, plan, unit, unit.head, plan.problem->dtype == HR_BFLOAT16, unit.column);
     }
@@ -36,13 +36,13 @@ struct ForwardUnit {
     void run() {
         const hr_problem& p = *plan.problem;
         const std::int64_t own = state_at(plan, unit.sequence, unit);
-        load_state(S, p.initial_state ? p.initial_state + own : nullptr, p.V, chunk.key, chunk.value);
+        chunk.normaliser.load(S, p.initial_state ? p.initial_state + own : nullptr);
         for (std::int64_t i = 0; i < chunks(plan, unit); i++) {
             if (job.kept && i && i % plan.run == 0)
-                store_state(kept_state(plan, job.kept, unit, i / plan.run), S, p.V, chunk.key, chunk.value);
+                chunk.normaliser.store(kept_state(plan, job.kept, unit, i / plan.run), S);
             step(span_of(plan, unit, i), span_of(plan, unit, i + 1));
         }
-        store_state(job.final_state + own, S, p.V, chunk.key, chunk.value);
+        chunk.normaliser.store(job.final_state + own, S);
     }
 
     void step(Span span, Span next) {
@@ -74,13 +74,16 @@ struct ForwardUnit {
         load_numbers(strength, chunk.in.read, span, plan.problem->scale);
         load_tile(q, chunk.in.q, span, chunk.key, strength);
         chunk.decay.scores(q, chunk.k, A, false);
+        q_rows = chunk.decay.rows(q, q_rows);
         multiply(out, span.rows, chunk.V, Zero{}, Fetch{&ahead},
-                 Plus{chunk.decay.rows(q, q_rows), S, chunk.K, Part::all}, Plus{A, chunk.U, span.rows, Part::up_to});
+                 Plus{q_rows, S, chunk.K, Part::all}, Plus{A, chunk.U, span.rows, Part::up_to});
         for (int i = 0; plan.delay() && i < span.n; i++) {
             own.load(span.first + i);
             add_row(out.row(i), own.v, own.score() * own.beta * own.write, chunk.value);
         }
-        store_tile(out_into, out, span, chunk.value);
+        Normaliser& normaliser = chunk.normaliser;
+        if (normaliser) normaliser.divide(q_rows, A, normaliser.z(S), span.rows);
+        store_tile(out_into, out, span, chunk.value, normaliser ? normaliser.share : nullptr);
     }
 };
 

@@ -48,7 +48,7 @@ def test_operators_pass_opcheck(backend, rule, decay, packed):
         name: getattr(torch.ops.headrace, {"torch": "chunkwise", "native": "native"}[backend] + name).default
         for name in ("", "_kept", "_backward")
     }
-    settings = (ends, rule == "delta", 0.5, 16, False)
+    settings = (ends, rule == "delta", 0.5, 16, False, False)
     out, state, *kept = operators["_kept"](*constant, *settings)
     calls = [("", (*constant, *settings)), ("_kept", (*given, *settings))]
     for wanted in ([x is not None for x in given], [False] * DIFFERENTIABLE):

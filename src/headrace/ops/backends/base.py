@@ -12,7 +12,8 @@ class Kernel(NamedTuple):
 
     run: Callable[..., Any]
     unsupported_reason: Callable[..., str | None]  # returns why the backend cannot compute these arguments, or None
-    has_bonus: bool = False  # of linear_attention: whether `run` takes a call's bonus; if not, rewrite.py expresses it
+    # Of linear_attention: which of "bonus" and "normalise" `run` takes in a call; rewrite.py expresses the others.
+    extras: tuple[str, ...] = ()
 
 
 class HasBackend:
