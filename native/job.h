@@ -10,6 +10,7 @@
 
 // Never called, only inlined: the linker would merge the copies for different instruction sets.
 #define HR_INLINE inline __attribute__((always_inline))
+#define HR_INLINE_LAMBDA __attribute__((always_inline))
 
 // How a problem is cut. A sequence is a run of chunks; a state is kept before every `run`-th of them but the first.
 struct Plan {
