@@ -1,16 +1,22 @@
 """Language models as large as the GLA paper's 340M, ours and those of transformers, of equal width and depth.
 
     python benchmarks/model.py train --layers 1 --layers 4     tokens a second: forward, backward and AdamW
-    python benchmarks/model.py decode                          tokens a second after 4096 tokens of context
+    python benchmarks/model.py decode --model mamba2           tokens a second after 4096 tokens of context
+    python benchmarks/model.py prompt --size 5M --model gla    tokens a second of a prompt
     python benchmarks/model.py prefill --layers 4              memory over the weights, 100 000 tokens at once; ours
 
-The measurements are those of `headrace bench`: vocabulary 32 000, float32, random weights, all models in turn in every
-round. CPU time with one thread, else wall-clock time. Where fewer than 24 layers were trained, docs/benchmarks.md
-extrapolates to 24 by a straight line through two depths, and says so.
+The measurements are those of `headrace bench`: float32 unless a name says otherwise, random weights, all models in turn
+in every round, against the first of them. CPU time with one thread, else wall-clock time. Where fewer than 24 layers
+were trained, docs/benchmarks.md extrapolates to 24 by a straight line through two depths, and says so. Models that
+headrace exported run in ONNX Runtime and llama.cpp too, if these are installed (exported.py); a graph of ONNX Runtime
+computes the logits of every token of a prompt, all others those of the last.
 """
 
+import itertools
 import multiprocessing
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -19,32 +25,46 @@ import torch
 import typer
 from torch import nn
 
+from exported import exported, missing
 from headrace import quantize
 from headrace.studies.bench.measure import built, ids, measure, resident
 from headrace.studies.bench.models import PEERS, Shape, build, ours
 from headrace.studies.bench.plan import BenchPlan, Point
 from headrace.studies.report.numbers import spread
-from program import Output, show
+from program import Output, console, show
 from record import RESULTS as FOLDER
 from record import Row, append, environment
 
 RESULTS = FOLDER / "model.csv"
-TOKENS, CONTEXT, PREFILL = 2048, 4096, 100_000
+TOKENS, CONTEXT, PROMPT, PREFILL = 2048, 4096, 512, 100_000
 MODELS = {  # name in the results -> name in headrace.studies.bench
     **{f"headrace {name}": name for name in ("gla", "softmax-gla", "gated-deltanet", "mamba2")},
     "transformers Mamba2": "transformers-mamba2",
     "transformers Qwen3Next, linear layers alone": "transformers-qwen3-next",
     "transformers Llama": "transformers-llama",
 }
-NARROW = {"headrace gla, weights in bfloat16": "gla-bfloat16", "headrace gla, weights in int8": "gla-int8"}
+SIZES = {"340M": Shape(), "5M": Shape(5, 256, 4, 4096)}  # of the paper, and of the recipe laptop-5m
+TOKEN = MODELS | {"headrace rwkv7": "rwkv7-64", "headrace gla, weights in bfloat16": "gla-bfloat16"}  # of decoding
+EXPORTED = {"ONNX Runtime": ("gla", "gated-deltanet", "mamba2"), "llama.cpp": ("mamba2", "rwkv7-64")}
+PEERS["rwkv7-64"] = lambda shape: ours("rwkv7", replace(shape, heads=shape.hidden_size // 64))  # as llama.cpp needs it
 PEERS["gla-bfloat16"] = lambda shape: ours("gla", shape).bfloat16()
-PEERS["gla-int8"] = lambda shape: in_int8(ours("gla", shape))
 app = typer.Typer(add_completion=False, help=__doc__)
 
 
-def in_int8(model: nn.Module) -> nn.Module:
+def in_int8(mixer: str, shape: Shape) -> nn.Module:
     """The model with int8 weights; a model on the meta device, which has no values to quantise, as it is."""
+    model = build(mixer, shape)
     return model if next(model.parameters()).is_meta else quantize(model)
+
+
+for mixer in ("gla", "gated-deltanet", "mamba2"):
+    TOKEN[f"headrace {mixer}, weights in int8"] = f"{mixer}-int8"
+    PEERS[f"{mixer}-int8"] = partial(in_int8, mixer)
+for runtime, mixers in EXPORTED.items():
+    for mixer, (weights, said) in itertools.product(mixers, {"float32": "", "int8": ", weights in int8"}.items()):
+        label = f"{runtime} {mixer.removesuffix('-64')}{said}"
+        TOKEN[label] = label
+        PEERS[label] = partial(exported, runtime, mixer, weights)
 
 
 def parameters(name: str, shape: Shape) -> int:
@@ -55,21 +75,21 @@ def parameters(name: str, shape: Shape) -> int:
 
 def timed(what: str, point: Point, plan: BenchPlan, models: dict[str, str]) -> list[Row]:
     times = {label: measured["seconds"] for label, measured in zip(models, measure(point, plan).values(), strict=True)}
-    base = next(iter(times.values()))
+    first, base = next(iter(times.items()))
     return [
-        row(what, models[label], label, point.length, plan) | {
+        row(what, models[label], label, point, plan) | {
             "rounds": len(seconds), "seconds": round(median(seconds), 5),
             "tokens_per_second": round(point.tokens / median(seconds), 2), "spread": round(spread(seconds) or 0.0, 3),
-            "ratio": round(median(x / y for x, y in zip(seconds, base, strict=True)), 3), "peak_mb": 0.0,
+            "ratio": round(median(x / y for x, y in zip(seconds, base, strict=True)), 3), "over": first, "peak_mb": 0.0,
         }
         for label, seconds in times.items()
     ]  # fmt: skip
 
 
-def row(what: str, name: str, label: str, tokens: int, plan: BenchPlan) -> Row:
-    """tokens: of a training step, of the context, or of the prompt."""
-    sizes = {"parameters": parameters(name, plan.shape), "layers": plan.shape.layers, "tokens": tokens}
-    return {"what": what, "name": label, **sizes}
+def row(what: str, name: str, label: str, point: Point, plan: BenchPlan) -> Row:
+    """tokens: of a row of a training step, of the context, or of the prompt."""
+    sizes = {"parameters": parameters(name, plan.shape), "layers": plan.shape.layers, "width": plan.shape.hidden_size}
+    return {"what": what, "name": label, **sizes, "tokens": point.length, "batch": point.batch}
 
 
 def prefilled(label: str, plan: BenchPlan, tokens: int) -> Row:
@@ -82,9 +102,9 @@ def prefilled(label: str, plan: BenchPlan, tokens: int) -> Row:
         before, start = resident("VmRSS"), time.perf_counter()
         model(input_ids=ids(tokens, 1, model), use_cache=True, logits_to_keep=1)
     seconds, peak = time.perf_counter() - start, resident("VmHWM") - before
-    return row("prefill", name, label, tokens, plan) | {
+    return row("prefill", name, label, Point("prefill", tokens), plan) | {
         "rounds": 1, "seconds": round(seconds, 3), "tokens_per_second": round(tokens / seconds, 1), "spread": 0.0,
-        "ratio": 1.0, "peak_mb": round(peak / 1e6, 1),
+        "ratio": 1.0, "over": label, "peak_mb": round(peak / 1e6, 1),
     }  # fmt: skip
 
 
@@ -95,19 +115,22 @@ def report(output: Path, threads: int, rows: list[Row]) -> None:
          f"{x['parameters'] / 1e6:.0f} M", f"{x['peak_mb']:.0f}" if x["peak_mb"] else ""]
         for x in rows
     ]  # fmt: skip
-    title = "{what}, {layers} layers, {tokens} tokens".format(**rows[0])
-    show(title, ["", "time / ours", "tokens/s", "parameters", "MB over the weights"], lines)
+    title = "{what}, {layers} layers, {tokens} tokens, batch {batch}".format(**rows[0])
+    show(title, ["", "time / the first", "tokens/s", "parameters", "MB over the weights"], lines)
 
 
 Models = Annotated[list[str], typer.Option("--model", help="Only those whose name contains this; may be repeated.")]
 
 
 def select(parts: list[str], among: dict[str, str]) -> dict[str, str]:
-    return {label: name for label, name in among.items() if any(part in label for part in parts)}
-
-
-def plan_of(models: dict[str, str], layers: int, threads: int, rounds: int) -> BenchPlan:
-    return BenchPlan(tuple(models.values()), Shape(layers), threads=threads, rounds=rounds)
+    """Those that can run here; of the others it says why not."""
+    chosen = {label: name for label, name in among.items() if any(part in label for part in parts)}
+    runtimes = {label: runtime for label in chosen for runtime in EXPORTED if label.startswith(runtime)}
+    reasons = {label: missing(runtime) for label, runtime in runtimes.items()}
+    for label in (label for label, reason in reasons.items() if reason):
+        console.print(f"[dim]not timed: {label}: {reasons[label]}[/]")
+        del chosen[label]
+    return chosen
 
 
 @app.command()
@@ -121,22 +144,41 @@ def train(
 ) -> None:
     models = select(model, MODELS)
     for depth in layers:
-        plan = plan_of(models, depth, threads, rounds)
+        plan = BenchPlan(tuple(models.values()), replace(SIZES["340M"], layers=depth), threads=threads, rounds=rounds)
         report(output, threads, timed("train", Point("training", tokens), plan, models))
+
+
+Size = Annotated[str, typer.Option(help=f"{' or '.join(SIZES)}.")]
 
 
 @app.command()
 def decode(
-    layers: int = Shape.layers,
+    size: Size = "340M",
     context: int = CONTEXT,
+    batch: int = 1,
     rounds: int = 5,
     threads: int = 1,
     model: Models = [""],  # noqa: B006
     output: Output = RESULTS,
 ) -> None:
-    models = select(model, MODELS | NARROW)
-    plan = plan_of(models, layers, threads, rounds)
-    report(output, threads, timed("decode", Point("decoding", context), plan, models))
+    """A token of each of `batch` sequences."""
+    models = select(model, TOKEN)
+    plan = BenchPlan(tuple(models.values()), SIZES[size], threads=threads, rounds=rounds)
+    report(output, threads, timed("decode", Point("decoding", context, batch), plan, models))
+
+
+@app.command()
+def prompt(
+    size: Size = "340M",
+    tokens: int = PROMPT,
+    rounds: int = 5,
+    threads: int = 1,
+    model: Models = [""],  # noqa: B006
+    output: Output = RESULTS,
+) -> None:
+    models = select(model, TOKEN)
+    plan = BenchPlan(tuple(models.values()), SIZES[size], threads=threads, rounds=rounds)
+    report(output, threads, timed("prompt", Point("prefill", tokens), plan, models))
 
 
 @app.command()
@@ -149,7 +191,7 @@ def prefill(
 ) -> None:
     """Each model in its own process, because the peak of a process never falls."""
     for label, name in select(model, MODELS).items():
-        plan = plan_of({label: name}, layers, threads, 1)
+        plan = BenchPlan((name,), replace(SIZES["340M"], layers=layers), threads=threads, rounds=1)
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             report(output, threads, [pool.apply(prefilled, (label, plan, tokens))])
 

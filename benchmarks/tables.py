@@ -2,7 +2,10 @@
 
 `make generated` writes them to the page."""
 
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from itertools import groupby
+from typing import NamedTuple
 
 import record
 from record import RESULTS, newest
@@ -26,18 +29,19 @@ def table(header: list[str], lines: list[list[str]]) -> str:
 
 
 def op() -> str:
-    rows = newest(read("op.csv"), "threads", "family", "T", "K", "V", "mode", "runner")
+    rows = newest(read("op.csv"), "threads", "family", "dtype", "T", "K", "V", "mode", "runner")
     parts = [f"### The op\n\n{about(rows)}."]
-    rows.sort(key=lambda r: (r["family"], int(r["K"]) * int(r["V"])))
-    for (family, K, V), group in groupby(rows, lambda r: (r["family"], r["K"], r["V"])):
+    rows.sort(key=lambda r: (r["family"], int(r["K"]) * int(r["V"]), r["dtype"] != "float32"))
+    for (family, K, V, dtype), group in groupby(rows, lambda r: tuple(r[n] for n in ("family", "K", "V", "dtype"))):
         cells = {(r["runner"], r["mode"], r["T"]): r for r in group}
+        inputs = "" if dtype == "float32" else f", {dtype}"
         columns = [(mode, T) for mode in MODES for T in sorted({T for _, _, T in cells}, key=int)]
         lines = [
-            [runner, *(cell(cells.get((runner, *column))) for column in columns), saved(cells, runner)]
+            [named(runner), *(cell(cells.get((runner, *column))) for column in columns), saved(cells, runner)]
             for runner in dict.fromkeys(runner for runner, _, _ in cells)
         ]
         header = ["", *(f"{mode}, T={T}" for mode, T in columns), "kept / inputs"]
-        parts.append(f"#### {family}, {K}×{V}\n\n{table(header, lines)}")
+        parts.append(f"#### {family}, {K}×{V}{inputs}\n\n{table(header, lines)}")
     return "\n\n".join(parts)
 
 
@@ -101,16 +105,20 @@ def stepping() -> str:
 
 
 def models() -> str:
-    rows = newest(read("model.csv"), "threads", "what", "name", "layers", "tokens")
+    rows = newest(read("model.csv"), "threads", "what", "name", "layers", "width", "tokens", "batch")
     lines = [
-        [f"{r['what']}, {r['layers']} layers, {r['tokens']} tokens, {r['threads']} thread(s): {r['name']}",
-         f"**{float(r['ratio']):.2f}**", r["tokens_per_second"], f"{int(r['parameters']) / 1e6:.0f} M",
-         r["peak_mb"] if r["what"] == "prefill" else ""]
+        [f"{size(r)}: {named(r['name'])}", f"**{float(r['ratio']):.2f}**", r["over"], r["tokens_per_second"],
+         f"{int(r['parameters']) / 1e6:.0f} M", r["peak_mb"] if r["what"] == "prefill" else ""]
         for r in rows
     ]  # fmt: skip
-    header = ["", "time over the first", "tokens/s", "parameters", "peak MB over the weights"]
+    header = ["", "time over that of", "", "tokens/s", "parameters", "peak MB over the weights"]
     parts = [f"### Language models\n\n{about(rows)}.\n\n{table(header, lines)}"]
     return "\n\n".join([*parts, *extrapolated([r for r in rows if r["what"] == "train"])])
+
+
+def size(row: dict) -> str:
+    layers, batch = "{what}, {layers} layers of {width}, {tokens} tokens".format(**row), row["batch"]
+    return f"{layers}{f', batch {batch}' * (batch != '1')}, {row['threads']} thread(s)"
 
 
 def extrapolated(rows: list[dict]) -> list[str]:
@@ -127,21 +135,107 @@ def extrapolated(rows: list[dict]) -> list[str]:
     return [f"#### Training extrapolated, not measured\n\n{table(header, lines)}"] if lines else []
 
 
-def exports() -> str:
-    rows = newest(read("export.csv"), "mixer", "task", "runner")
-    lines = [
-        [f"{r['mixer']}, {r['task']}: {r['runner']}", f"**{float(r['over_ours']):.2f}**",
-         f"{float(r['tokens_per_second']):.0f}", f"{float(r['megabytes']):.1f}"]
-        for r in rows
-    ]  # fmt: skip
-    header = ["", "time over headrace's", "tokens/s", "MB"]
-    what = f"5 layers of 256, prompts of 512 tokens, ONNX Runtime {rows[-1]['onnxruntime']}"
-    return f"### Exported models\n\n{about(rows)}; {what}.\n\n{table(header, lines)}"
+# --- the fastest peer of each measurement -----------------------------------------------------------------------------
+RUNTIMES = "headrace", "transformers", "ONNX Runtime", "llama.cpp"
+MIXERS = {"Mamba2": "mamba2", "Qwen3Next, linear layers alone": "gated-deltanet"}  # of the models of transformers
+
+
+class Cell(NamedTuple):
+    """One measurement: our time, and for each peer its time over ours."""
+
+    what: str
+    time: str
+    peers: dict[str, float]
+    brief: bool  # is in the README
+
+
+def cells() -> list[Cell]:
+    """All measurements in which there is a peer."""
+    return [cell for cell in (*op_cells(), *step_cells(), *model_cells()) if cell.peers]
+
+
+def speed(brief: str = "") -> str:
+    """For each measurement the peer that took the least time; brief: those of the README alone."""
+    lines = [[cell.what, cell.time, *fastest(cell.peers.items())] for cell in cells() if cell.brief or not brief]
+    return table(["", "headrace", "fastest other", "its time / headrace's"], lines)
+
+
+def fastest(peers: Iterable[tuple[str, float]]) -> tuple[str, str]:
+    name, over = min(peers, key=lambda peer: peer[1])
+    return named(name), f"**{over:.2f}**"
+
+
+def losses() -> str:
+    """The measurements in which a peer takes less time than headrace."""
+    faster = [(cell, peer) for cell in cells() for peer, over in cell.peers.items() if over < 1]
+    lines = [[named(peer), cell.what, cell.time, f"{cell.peers[peer]:.2f}"] for cell, peer in faster]
+    return table(["faster", "at", "headrace", "its time / headrace's"], lines)
+
+
+def named(runner: str) -> str:
+    """A runner, and whether it is reference code: a path in PyTorch of a library whose kernels are for GPUs."""
+    reference = runner.startswith(("fla ", "transformers ")) and runner != "transformers Llama"
+    return f"{runner} (reference code)" if reference else runner
+
+
+def peers(rows: list[dict]) -> dict[str, float]:
+    """Softmax attention is no peer: it computes another function."""
+    others = [r for r in rows if not r["runner"].startswith(("headrace", "the state", "torch scaled"))]
+    return {r["runner"]: float(r["ratio"]) for r in others}
+
+
+def op_cells() -> Iterator[Cell]:
+    rows = newest(read("op.csv"), "threads", "family", "dtype", "T", "K", "V", "mode", "runner")
+    for (family, dtype, K, V, T, mode, threads), own in grouped(
+        rows, "family", "dtype", "K", "V", "T", "mode", "threads"
+    ):
+        ours = next((r for r in own if r["runner"] == "headrace native"), None)
+        if ours is not None:
+            time = ours["cpu_ms" if threads == "1" else "wall_ms"]
+            brief = family in ("scalar", "gated-delta", "kda") and (K, V, T) == ("128", "128", "2048")
+            what = f"op, {family}, {K}×{V}, {dtype}, T = {T}, {mode}, {threads} thread(s)"
+            yield Cell(what, f"{float(time):.1f} ms", peers(own), brief)
+
+
+def step_cells() -> Iterator[Cell]:
+    rows = newest(read("step.csv"), "family", "K", "V", "runner")
+    for (family, K, V), own in grouped(rows, "family", "K", "V"):
+        brief = family in ("scalar", "gated-delta", "kda") and (K, V) == ("128", "128")
+        time = f"{float(own[0]['us_per_layer']):.0f} µs"
+        yield Cell(f"op, {family}, {K}×{V}, float32, one token, 1 thread(s)", time, peers(own), brief)
+
+
+def model_cells() -> Iterator[Cell]:
+    """Only of peers that ran in turn with ours, and computed the same mixer with weights as narrow."""
+    rows = newest(read("model.csv"), "threads", "what", "name", "layers", "width", "tokens", "batch")
+    rows = [r | dict(zip(("runtime", "mixer", "weights"), model(r["name"]), strict=True)) for r in rows]
+    rows = [r for r in rows if r["what"] in ("decode", "prompt", "train")]
+    for (_, mixer, weights), own in grouped([r | {"size": size(r)} for r in rows], "size", "mixer", "weights"):
+        ours, *others = sorted(own, key=lambda r: RUNTIMES.index(r["runtime"]))
+        if ours["runtime"] == "headrace":
+            over = {r["name"]: float(r["ratio"]) / float(ours["ratio"]) for r in others if r["date"] == ours["date"]}
+            brief = (ours["what"], ours["width"], ours["batch"]) == ("decode", "1024", "1")
+            yield Cell(f"{mixer}, {weights}, {size(ours)}", f"{1e3 * float(ours['seconds']):.1f} ms", over, brief)
+
+
+def model(name: str) -> tuple[str, str, str]:
+    """Runtime, mixer and weights of a model by its name in the results."""
+    bare, _, weights = name.partition(", weights in ")
+    runtime = next(known for known in RUNTIMES if bare.startswith(known))
+    mixer = bare.removeprefix(f"{runtime} ")
+    return runtime, MIXERS.get(mixer, mixer), weights or "float32"
+
+
+def grouped(rows: list[dict], *key: str) -> Iterable[tuple[tuple[str, ...], list[dict]]]:
+    groups = defaultdict(list)
+    for row in rows:
+        groups[tuple(row[k] for k in key)].append(row)
+    return groups.items()
 
 
 SECTIONS = {
     "op.csv": op, "decays.csv": decays, "threads.csv": threads, "step.csv": stepping, "decode.csv": decoding,
-    "model.csv": models, "export.csv": exports,
+    "model.csv": models,
 }  # fmt: skip
 
 

@@ -50,7 +50,6 @@ VERIFIED = DOCS.parent / "benchmarks" / "results" / "verify"
 REGION = re.compile(r"(<!-- generated: ([^\n]*) -->\n\n).*?(<!-- end -->\n)", re.DOTALL)
 CODE = re.compile(r"^```(python|sh)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LAB_BOOK = "https://github.com/headrace/headrace/blob/main/docs/log.md"  # which is no page of the site
-PEERS = r"(?:^|: )(?:fla|flash|ggml|idiap|mamba|rwkv|torch|transformers|ONNX Runtime)\b"  # in the measurements
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
@@ -255,20 +254,12 @@ def recipes() -> str:
 
 def losses() -> str:
     """The measurements in which another library takes less time than headrace."""
-    section, head, rows = "", [], []
-    for line in program("tables").splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if line.startswith("#"):
-            section = line.strip("# ")
-        elif line.startswith("|  |"):
-            head, column = cells, cells.index("over headrace") if "over headrace" in cells else 0
-        elif line.startswith("| ") and re.search(PEERS, cells[0]):
-            for title, cell in zip(head[1:], cells[1:], strict=True):
-                number = re.match(r"\*\*([\d.]+)\*\*", cell) if not column else re.match(r"([\d.]+)$", cell)
-                if number and (not column or title == head[column]) and float(number[1]) < 1:
-                    what, _, peer = cells[0].rpartition(": ")
-                    rows.append((peer, f"{section}, {what or title}", number[1]))
-    return table(("faster", "at", "time / headrace's"), rows)
+    return import_module("tables").losses()
+
+
+def speed(brief: str = "") -> str:
+    """The fastest peer of each measurement; brief: of those of the README."""
+    return import_module("tables").speed(brief)
 
 
 def negatives() -> str:

@@ -5,7 +5,8 @@
 // The formulas are those of the forward transposed. Under the delta rule k also reads, as q does: it finds out what
 // memory holds before it writes. Nothing is divided by β, a gate or a decay.
 //
-// Tiles: d_out, E, U, dU, dP [C, V]; q, k, dq, dk [C, K]; A, X [C, C]; S, dS [K, V].
+// Tiles: d_out, E, U, dU, dP [C, V]; q, k, dq, dk [C, K]; A, X [C, C]; S, dS [K, V]; names with _t: transposes. The
+// additive rule uses S transposed alone, and finds it so.
 
 #pragma once
 
@@ -21,8 +22,8 @@ struct BackwardUnit {
     Chunk<Decay, delta> chunk;
     const int key, value, K, V;
     View d_out_from, dq_into, dk_into, dv_into, d_decay_into, d_beta_into, d_write_into, d_read_into;
-    Tile *S, *E;  // before each chunk of a run, of each chunk of a run
-    Tile S_t, dS, dS_t, E_t;
+    Tile *S, *S_t, *E;  // before each chunk of a run (the delta rule: S_t is one tile), of each chunk of a run
+    Tile dS, dS_t, E_t;
     Tile q, q_rows, dq, dk, read;
     Tile d_out, dU, A, X;
     float *strength, *numbers, *read_out;
@@ -35,14 +36,13 @@ struct BackwardUnit {
           key(chunk.key), value(chunk.value), K(chunk.K), V(chunk.V), own(arena, plan, unit, chunk.in, key, value) {
         const int C = plan.chunk, run = static_cast<int>(plan.run);
         find_tensors();
-        S = arena.array<Tile>(run);
-        E = arena.array<Tile>(run);
+        S = arena.array<Tile>(run), S_t = arena.array<Tile>(run), E = arena.array<Tile>(run);
+        const Tile one = arena.tile(delta ? V : K, delta ? K : V);
         for (int i = 0; i < run; i++) {
-            const Tile state = arena.tile(K, V + chunk.normaliser.width), errors = delta ? arena.tile(C, V) : chunk.E;
-            if (S) S[i] = state, E[i] = errors;
+            const Tile state = delta ? arena.tile(K, V) : arena.tile(V + 1, K), errors = delta ? arena.tile(C, V) : chunk.E;
+            if (S) S[i] = delta ? state : one, S_t[i] = delta ? one : state, E[i] = errors;
         }
-        const int columns = V + chunk.normaliser.width;
-        S_t = arena.tile(columns, K), dS = arena.tile(K, columns), dS_t = arena.tile(columns, K), E_t = arena.tile(V, C);
+        dS = arena.tile(K, V), dS_t = arena.tile(V + 1, K), E_t = arena.tile(V, C);
         q = arena.tile(C, K), q_rows = Decay::none ? q : arena.tile(C, K);
         dq = arena.tile(C, K), dk = arena.tile(C, K), read = arena.tile(C, K);
         d_out = arena.tile(C, V), dU = arena.tile(C, V);
@@ -67,48 +67,56 @@ struct BackwardUnit {
 
     void run() {
         const std::int64_t own = state_at(plan, unit.sequence, unit), count = chunks(plan, unit);
-        chunk.normaliser.load(dS, job.d_final ? job.d_final + own : nullptr);
+        const float* d_final = job.d_final ? job.d_final + own : nullptr;
+        load_state(dS, d_final, plan.columns(), key, value);
+        chunk.normaliser.load(dS_t.row(V), d_final);
         for (std::int64_t run = (count + plan.run - 1) / plan.run - 1; run >= 0; run--) {
             const std::int64_t first = run * plan.run, end = first + plan.run < count ? first + plan.run : count;
             replay(run, first, end);
             for (std::int64_t i = end - 1; i >= first; i--)
-                step(span_of(plan, unit, i), i ? span_of(plan, unit, i - 1) : Span{}, S[i - first],
-                     delta ? E[i - first] : chunk.E);
+                step(span_of(plan, unit, i), i ? span_of(plan, unit, i - 1) : Span{}, static_cast<int>(i - first));
         }
         float* d_initial = job.gradients[unit.part].initial_state;
-        if (d_initial) chunk.normaliser.store(d_initial + own, dS);
+        if (!d_initial) return;
+        store_state(d_initial + own, dS, plan.columns(), key, value);
+        chunk.normaliser.store(d_initial + own, dS_t.row(V));
     }
 
-    // Fills S and, under the delta rule, E for chunks first … end − 1.
+    // Fills S_t or, under the delta rule, S and E for chunks first … end − 1.
     void replay(std::int64_t run, std::int64_t first, std::int64_t end) {
         const hr_problem& p = *plan.problem;
         const float* initial = p.initial_state ? p.initial_state + state_at(plan, unit.sequence, unit) : nullptr;
         float* kept = const_cast<float*>(job.kept);
-        chunk.normaliser.load(S[0], run ? kept_state(plan, kept, unit, run) : initial);
+        const float* before = run ? kept_state(plan, kept, unit, run) : initial;
+        load_state(S[0], before, plan.columns(), key, value);
+        if (!delta) chunk.normaliser.load(S_t[0].row(V), before);
+        if (!delta) transpose(S_t[0], S[0], K, V);
         const int last = static_cast<int>(end - first) - 1;
-        for (int i = 0; i <= last; i++) {
-            if (i == last && !delta) return;
+        for (int i = 0; i < last + delta; i++) {
             const Span span = span_of(plan, unit, first + i);
-            chunk.begin(span);
+            chunk.load_keys(span);
             fetch_inputs(i == last ? Span{} : span_of(plan, unit, first + i + 1));
-            recompute_delta_values(kept, span, S[i]);
-            if (delta) copy(E[i], chunk.E, span.rows, V);
+            find_values(kept, span, i);
             if (i == last) return;
             chunk.strengthen();
-            copy(S[i + 1], S[i], K, V + chunk.normaliser.width);
-            chunk.write(S[i + 1], Fetch{&ahead});
+            if constexpr (delta)
+                chunk.write(S[i + 1], S[i], Fetch{&ahead});
+            else
+                chunk.write_transposed(S_t[i + 1], S_t[i], Fetch{&ahead}), chunk.write_normaliser(S_t[i + 1].row(V), S_t[i].row(V));
         }
     }
-    void recompute_delta_values(float* kept, Span span, Tile before) {
+    void find_values(float* kept, Span span, int i) {
         if (delta && plan.problem->keep_errors) {
             load_tile(chunk.E, kept_errors(plan, kept, unit), span, value);
-            return;
+        } else {
+            chunk.load_values();
+            if constexpr (delta) {
+                chunk.decay.keys(chunk.k);
+                chunk.compare_keys();
+                chunk.correct(S[i]);
+            }
         }
-        chunk.load_values();
-        if constexpr (delta) {
-            chunk.compare_keys();
-            chunk.correct(before);
-        }
+        if (delta) copy(E[i], chunk.E, span.rows, V);
     }
 
     void fetch_inputs(Span span) {
@@ -124,27 +132,31 @@ struct BackwardUnit {
         ahead.add(dv_into, span, value);
         ahead.add(dk_into, span, key);
         ahead.add(dq_into, span, key);
+        if (plan.problem->decay == HR_DECAY_VECTOR) ahead.add(d_decay_into, span, key);
     }
 
-    void step(Span span, Span next, Tile before, Tile errors) {
+    // Of chunk i of the run.
+    void step(Span span, Span next, int i) {
         fetch(span, next);
-        begin(span, errors);
-        transpose(S_t, before, K, V + chunk.normaliser.width);
-        transpose(dS_t, dS, K, V + chunk.normaliser.width);
-        transpose(E_t, errors, span.rows, V);
-        to_writes(span);
-        to_reads_and_keys(span, before);
-        for (int i = 0; i < span.rows; i++) numbers[i] = dot(dU.row(i), errors.row(i), V);
+        begin(span, E[i]);
+        if (delta) transpose(S_t[i], S[i], K, V);
+        transpose(dS_t, dS, K, V);
+        transpose(E_t, chunk.E, span.rows, V);
+        to_writes(span, S_t[i]);
+        to_reads_and_keys(span, S_t[i]);
+        for (int t = 0; d_beta_into && t < span.rows; t++) numbers[t] = dot(dU.row(t), chunk.E.row(t), V);
         if (chunk.in.beta)
-            map(dU, span.rows, V, [&](int i, int j) { return load(dU.row(i) + j) * splat(chunk.beta[i]); });
-        if constexpr (delta) through_memory(span);
+            map(dU, span.rows, V, [&](int t, int j) { return load(dU.row(t) + j) * splat(chunk.beta[t]); });
+        if constexpr (delta) through_memory(span, S_t[i]);
         to_state(span);
         finish(span);
+        Normaliser& normaliser = chunk.normaliser;
+        float* dz = dS_t.row(V);
+        if (normaliser) normaliser.pass(dz, dz, chunk.decay.end, q_rows, normaliser.slope, span.rows);
     }
 
     void begin(Span span, Tile errors) {
         chunk.begin(span);
-        chunk.decay.begin_gradient();
         if (delta) {
             copy(chunk.E, errors, span.rows, V);
             chunk.compare_keys();
@@ -163,41 +175,42 @@ struct BackwardUnit {
     }
 
     // dU from what is read in the chunk and from the state after it.
-    void to_writes(Span span) {
+    void to_writes(Span span, Tile before_t) {
         chunk.decay.scores(q, chunk.k, A, false);
         if (chunk.normaliser) {
-            chunk.normaliser.divide(q_rows, A, S_t.row(V), span.rows);
-            map(d_out, span.rows, V, [&](int i, int j) { return load(d_out.row(i) + j) * splat(chunk.normaliser.share[i]); });
+            chunk.normaliser.divide(q_rows, A, before_t.row(V), span.rows);
+            map(d_out, span.rows, V, [&](int t, int j) { return load(d_out.row(t) + j) * splat(chunk.normaliser.share[t]); });
         }
         multiply(dU, span.rows, V, Zero{}, Fetch{&ahead}, PlusT{A, d_out, span.rows, Part::from},
                  Plus{chunk.k_cols, dS, K, Part::all});
     }
 
-    void to_reads_and_keys(Span span, Tile before) {
+    void to_reads_and_keys(Span span, Tile before_t) {
         Decay& decay = chunk.decay;
-        multiply(dq, span.rows, K, Zero{}, Fetch{&ahead}, Plus{d_out, S_t, V, Part::all});
+        decay.note_passing(before_t, dS_t, chunk.normaliser ? V + 1 : V);
+        multiply(dq, span.rows, K, Zero{}, Fetch{&ahead}, Plus{d_out, before_t, V, Part::all});
         multiply(dk, span.rows, K, Zero{}, Fetch{&ahead}, Plus{chunk.U, dS_t, V, Part::all});
         multiply_lower(X, span.rows, Zero{}, Plus{d_out, E_t, V, Part::all});
         lower(X, span.rows, false, [&](int i, int j) { return load(X.row(i) + j) * load(chunk.beta + j); });
-        if (chunk.normaliser) through_normaliser(span.rows);
+        if (chunk.normaliser) through_normaliser(span.rows, before_t.row(V));
         dq = decay.rows(dq, dq);
         dk = decay.cols(dk, dk);
         decay.note_reads(q, dq);
         decay.note_writes(chunk.k, dk);
-        decay.note_passing(before, dS, V + chunk.normaliser.width);
         decay.scores_backward(X, q, chunk.k, A, dq, dk);
     }
 
     // The gradients to q z and, through it, to q and k, before decays apply.
-    void through_normaliser(int rows) {
-        Normaliser& z = chunk.normaliser;
+    void through_normaliser(int rows, const float* z) {
+        const float* written = chunk.normaliser.written;
+        float* slope = chunk.normaliser.slope;
         for (int i = 0; i < rows; i++) {
-            const float read = dot(q_rows.row(i), dq.row(i), K) + Normaliser::own(A.row(i), X.row(i), i);
-            z.slope[i] = -read * z.share[i];
-            add_row(dq.row(i), S_t.row(V), z.slope[i], K);
-            add_row(dk.row(i), dS_t.row(V), z.written[i], K);
+            const float read = dot(q_rows.row(i), dq.row(i), K) + Normaliser::up_to(A.row(i), X.row(i), i);
+            slope[i] = -read * chunk.normaliser.share[i];
+            add_row(dq.row(i), z, slope[i], K);
+            add_row(dk.row(i), dS_t.row(V), written[i], K);
         }
-        lower(X, rows, false, [&](int i, int j) { return load(X.row(i) + j) + splat(z.slope[i]) * load(z.written + j); });
+        lower(X, rows, false, [&](int i, int j) { return load(X.row(i) + j) + splat(slope[i]) * load(written + j); });
     }
     // numbers += the gradient to β w, as it weighs in q z, times `factor`.
     void through_written(int rows, const float* factor) {
@@ -209,20 +222,20 @@ struct BackwardUnit {
     }
 
     // From dP = β dU, the gradient to what was to be written, to what was read to find it: dU becomes (I + Mᵀ)⁻¹ dP.
-    void through_memory(Span span) {
+    void through_memory(Span span, Tile before_t) {
         Decay& decay = chunk.decay;
         const int rows = span.rows;
         multiply<Order::up>(dU, rows, V, Itself{}, SolveUpper{chunk.M}, MinusT{chunk.M, dU, rows, Part::after});
         multiply_lower(X, rows, Zero{}, Minus{dU, E_t, V, Part::all});
         lower(X, rows, true, [&](int i, int j) { return load(X.row(i) + j); });
-        for (int j = 0; j < rows; j += W) {
+        for (int j = 0; d_beta_into && j < rows; j += W) {
             vf total = load(numbers + j);
             for (int i = j; i < rows; i++) total += load(X.row(i) + j) * load(chunk.A.row(i) + j);
             store(numbers + j, total);
         }
         map(X, rows, rows, [&](int i, int j) { return load(X.row(i) + j) * load(chunk.beta + j); });
         decay.scores_backward(X, chunk.k, chunk.k, chunk.A, dk, dk);
-        multiply(read, rows, K, Zero{}, Nothing{}, Minus{dU, S_t, V, Part::all});
+        multiply(read, rows, K, Zero{}, Nothing{}, Minus{dU, before_t, V, Part::all});
         read = decay.rows(read, read);
         decay.note_reads(chunk.k, read);
         map(dk, rows, K, [&](int i, int j) { return load(dk.row(i) + j) + load(read.row(i) + j); });
@@ -231,12 +244,11 @@ struct BackwardUnit {
     // dS from the state after the chunk to the one before it.
     void to_state(Span span) {
         const PlusT reads{q_rows, d_out, span.rows, Part::all};
-        const ItselfScaled scaled{chunk.decay.end};
+        const RowsScaled scaled{dS, chunk.decay.end};
         if constexpr (delta)
             multiply(dS, K, V, scaled, Fetch{&ahead}, reads, MinusT{chunk.k_rows, dU, span.rows, Part::all});
         else
             multiply(dS, K, V, scaled, Fetch{&ahead}, reads);
-        if (chunk.normaliser) chunk.normaliser.pass(dS, chunk.decay.end, q_rows, chunk.normaliser.slope, span.rows);
     }
 
     // Row i has the query of token `first + i` and the write of the token before.

@@ -65,54 +65,48 @@ inline View kept_errors(const Plan& plan, float* kept, const Unit& unit) {
     return view(x, plan, unit, unit.head, false, unit.column);
 }
 
-// The normaliser, the state's column for values of 1, which the tiles of states have behind the others, at V.
+// The normaliser z, [K], a state's column for values of 1.
 struct Normaliser {
     const float epsilon;
-    const int key, value, K, V, width;  // width: what it adds to a tile of states
-    const Stride stride;                // of the states in memory
-    float *written, *share, *slope;     // [C]: β w, 1 / (q z + epsilon), the gradient to q z
-    float* column;                      // [K], in passing
+    const int key, K, value;
+    const Stride stride;             // of the states in memory
+    float *z;                        // in the forward
+    float *written, *share, *slope;  // [C]: β w, 1 / (q z + epsilon), the gradient to q z
 
     Normaliser(Arena& arena, const Plan& plan, int key, int value)
-        : epsilon(plan.problem->normaliser), key(key), value(value), K(padded(key)), V(padded(value)),
-          width(epsilon > 0 ? LANES : 0), stride(plan.columns()), written(arena.floats(plan.chunk)),
-          share(arena.floats(plan.chunk)), slope(arena.floats(plan.chunk)), column(arena.floats(K)) {}
+        : epsilon(plan.problem->normaliser), key(key), K(padded(key)), value(value), stride(plan.columns()),
+          z(arena.floats(K)), written(arena.floats(plan.chunk)), share(arena.floats(plan.chunk)),
+          slope(arena.floats(plan.chunk)) {}
 
-    explicit operator bool() const { return width > 0; }
+    explicit operator bool() const { return epsilon > 0; }
 
-    // A state, or some columns of one.
-    void load(Tile S, const float* from) const {
-        load_state(S, from, stride, key, value);
-        if (width) clear(S.right(V), K, width);
-        for (int i = 0; width && from && i < key; i++) S.row(i)[V] = from[i * stride + value];
+    // From a state, and into one.
+    void load(float* column, const float* from) const {
+        for (int i = 0; epsilon > 0 && i < K; i++) column[i] = from && i < key ? from[i * stride + value] : 0;
     }
-    void store(float* into, Tile S) const {
-        store_state(into, S, stride, key, value);
-        for (int i = 0; width && i < key; i++) into[i * stride + value] = S.row(i)[V];
+    void store(float* into, const float* column) const {
+        for (int i = 0; epsilon > 0 && i < key; i++) into[i * stride + value] = column[i];
     }
 
     // share, from what queries read of z and of the chunk's own writes.
-    void divide(Tile q_rows, Tile A, const float* z, int rows) {
-        for (int i = 0; i < rows; i++) share[i] = 1 / (dot(q_rows.row(i), z, K) + own(A.row(i), written, i) + epsilon);
+    void divide(Tile q_rows, Tile A, const float* column, int rows) {
+        for (int i = 0; i < rows; i++)
+            share[i] = 1 / (dot(q_rows.row(i), column, K) + up_to(A.row(i), written, i) + epsilon);
     }
     // Σ x y over the tokens up to i.
-    static float own(const float* x, const float* y, int i) {
+    static float up_to(const float* x, const float* y, int i) {
         vf total{};
-        for (int j = 0; j <= i; j += W) total += lane_numbers() <= (vi{} + (i - j)) ? HR_ISA::load(x + j) * HR_ISA::load(y + j) : vf{};
+        for (int j = 0; j <= i; j += W)
+            total += lane_numbers() <= (vi{} + (i - j)) ? HR_ISA::load(x + j) * HR_ISA::load(y + j) : vf{};
         return sum(total);
     }
-    // z ← end z + xᵀ y
-    void pass(Tile S, const float* end, Tile x, const float* y, int rows) {
+    // column ← end before + xᵀ y
+    void pass(float* column, const float* before, const float* end, Tile x, const float* y, int rows) const {
         for (int j = 0; j < K; j += W) {
-            vf total{};
+            vf total = HR_ISA::load(before + j) * HR_ISA::load(end + j);
             for (int i = 0; i < rows; i++) total += HR_ISA::load(x.row(i) + j) * splat(y[i]);
             HR_ISA::store(column + j, total);
         }
-        for (int i = 0; i < K; i++) S.row(i)[V] = end[i] * S.row(i)[V] + column[i];
-    }
-    const float* z(Tile S) {
-        for (int i = 0; i < K; i++) column[i] = S.row(i)[V];
-        return column;
     }
 };
 
@@ -184,13 +178,16 @@ struct Chunk {
     }
 
     void begin(Span next) {
+        load_keys(next);
+        decay.keys(k);
+    }
+    void load_keys(Span next) {
         span = next;
         load_tile(k, in.k, span, key);
         load_numbers(beta, in.beta, span);
         load_numbers(write_gate, in.write, span);
         for (int i = 0; normaliser && i < span.rows; i++) normaliser.written[i] = beta[i] * write_gate[i];
         decay.prepare(in.log_decay, span, key);
-        decay.keys(k);
     }
     void load_values() { load_tile(E, in.v, span, value, in.write ? write_gate : nullptr); }
 
@@ -209,11 +206,20 @@ struct Chunk {
     void strengthen() {
         if (in.beta) map(U, span.rows, V, [&](int i, int j) { return load(E.row(i) + j) * splat(beta[i]); });
     }
+    void write_normaliser(float* z, const float* before) const {
+        if (normaliser) normaliser.pass(z, before, decay.end, k_cols, normaliser.written, span.rows);
+    }
+    // S from the state before the chunk, which may be S itself.
     template <class Finish>
-    void write(Tile S, Finish finish) {
+    void write(Tile S, Tile before, Finish finish) {
         k_cols = decay.cols(k, k_cols);
-        multiply(S, K, V, ItselfScaled{decay.end}, finish, PlusT{k_cols, U, span.rows, Part::all});
-        if (normaliser) normaliser.pass(S, decay.end, k_cols, normaliser.written, span.rows);
+        multiply(S, K, V, RowsScaled{before, decay.end}, finish, PlusT{k_cols, U, span.rows, Part::all});
+    }
+    // The same of the transposes.
+    template <class Finish>
+    void write_transposed(Tile S_t, Tile before_t, Finish finish) {
+        k_cols = decay.cols(k, k_cols);
+        multiply(S_t, V, K, ColumnsScaled{before_t, decay.end}, finish, PlusT{U, k_cols, span.rows, Part::all});
     }
 };
 

@@ -4,12 +4,11 @@
 #include <cmath>
 #include <cstdlib>
 #include <memory>
-#include <new>
 #include <string_view>
 #include <utility>
 #include <vector>
 
-#include "denormals.h"
+#include "guarded.h"
 #include "job.h"
 #include "pool.h"
 
@@ -34,10 +33,14 @@ const Kernels& choose() {
     return portable::kernels;
 }
 
+}  // namespace
+
 const Kernels& kernels() {
     static const Kernels& chosen = choose();
     return chosen;
 }
+
+namespace {
 
 int refused(const hr_problem& p) {
     if (p.abi != HR_ABI) return HR_WRONG_ABI;
@@ -51,10 +54,11 @@ int refused(const hr_problem& p) {
 }
 
 // Tokens a chunk. The C×C work inside chunks grows with C, the cost of reading and writing the state between them
-// falls: these balance the earlier, the smaller the state is.
+// falls: these balance the earlier, the smaller the state is. A decay per key adds to what is done once for a token.
 int chunk_of(const hr_problem& p) {
     if (p.chunk > 0) return std::clamp((p.chunk + 15) / 16 * 16, 16, 128);
-    return p.K + p.V <= 128 ? 16 : 32;
+    const bool vector_alone = p.decay == HR_DECAY_VECTOR && !p.delta;
+    return p.K + p.V <= 128 && !vector_alone ? 16 : 32;
 }
 
 // Threads for which there is work: waking one takes as long as a million products.
@@ -214,92 +218,21 @@ private:
     std::vector<double> fixed_decay_, bonus_;
 };
 
-bool known(const hr_layer& p) {
-    const auto below = [](int kind, int count) { return kind >= 0 && kind < count; };
-    return (p.dtype == HR_FLOAT32 || p.dtype == HR_BFLOAT16) && below(p.feature_map, kinds::feature_map::count) &&
-           below(p.qk_norm, kinds::qk_norm::count) && below(p.decay, kinds::decay::count) &&
-           below(p.rule, kinds::rule::count) && below(p.beta, kinds::beta::count) &&
-           below(p.norm, kinds::norm::count) && below(p.gate, kinds::gate::count) &&
-           below(p.order, kinds::order::count) && below(p.read, kinds::read::count) &&
-           below(p.write, kinds::write::count) && below(p.source, kinds::source::count) &&
-           below(p.activation, kinds::activation::count) && below(p.gate_scale, kinds::gate_scale::count);
-}
-
-// A token through a layer: its numbers as float32, side by side, and the recurrence's problem over them.
-class LayerStep {
-public:
-    explicit LayerStep(const hr_layer& p) : p_(p), job_{} {
-        job_.layer = &p;
-        job_.columns = p.V + (p.norm == kinds::norm::sum);
-        job_.key_row = padded(p.Hq * p.K), job_.value_row = padded(p.H * job_.columns);
-        job_.decay_row = padded(decay_shape() == HR_DECAY_VECTOR ? p.H * p.K : p.H), job_.head_row = padded(p.H);
-        job_.low_row = padded(std::max({p.decay_reads, p.gate_reads, p.H}));
-        job_.wide_row = padded(std::max({p.H * p.V, p.D}));
-        numbers_.resize(p.B * (2 * job_.key_row + 2 * job_.value_row + job_.decay_row + 3 * job_.head_row +
-                               job_.low_row + job_.wide_row) + padded(p.H * p.K));
-        float* next = numbers_.data();
-        const auto take = [&](float*& pointer, std::int64_t row) { pointer = next, next += p.B * row; };
-        take(job_.q, job_.key_row), take(job_.k, job_.key_row);
-        take(job_.v, job_.value_row), take(job_.out, job_.value_row);
-        take(job_.decay, job_.decay_row);
-        take(job_.beta, job_.head_row), take(job_.read, job_.head_row), take(job_.write, job_.head_row);
-        take(job_.low, job_.low_row), take(job_.wide, job_.wide_row);
-        job_.bonus = p.bonus ? next : nullptr;
-    }
-
-    int run_all() {
-        for (std::int64_t row = 0; row < p_.B; row++) kernels().enter(job_, row);
-        const hr_problem problem = recurrence();
-        if (const int status = refused(problem)) return status;
-        const Cut cut(problem);
-        const Step step{{job_.out, job_.value_row, 0, job_.columns}, p_.memory, job_.bonus};
-        if (const int status = run(kernels().step, cut, step, cut.units(p_.H, cut.parts()))) return status;
-        for (std::int64_t row = 0; row < p_.B; row++) kernels().leave(job_, row);
-        return HR_OK;
-    }
-
-private:
-    static std::int64_t padded(std::int64_t n) { return (n + 15) / 16 * 16; }
-
-    hr_decay decay_shape() const { return kinds::shape(static_cast<kinds::decay::kind>(p_.decay)); }
-    hr_problem recurrence() const {
-        const auto per_head = [&](bool there, float* x) { return hr_tensor{there ? x : nullptr, job_.head_row, 0, 1}; };
-        const bool vector = decay_shape() == HR_DECAY_VECTOR, plain = p_.norm != kinds::norm::sum;
-        hr_problem r{};
-        r.abi = HR_ABI, r.dtype = HR_FLOAT32, r.threads = p_.threads, r.scale = p_.scale;
-        r.decay = decay_shape();
-        r.delta = p_.rule == kinds::rule::delta;
-        r.B = r.sequences = p_.B, r.T = 1, r.H = p_.H, r.Hq = p_.Hq, r.K = p_.K, r.V = job_.columns;
-        r.q = {job_.q, job_.key_row, 0, p_.K}, r.k = {job_.k, job_.key_row, 0, p_.K};
-        r.v = {job_.v, job_.value_row, 0, job_.columns};
-        r.log_decay = {p_.decay ? job_.decay : nullptr, job_.decay_row, 0, vector ? p_.K : 1};
-        r.beta = per_head(p_.beta != kinds::beta::one, job_.beta);
-        r.write_gate = per_head(p_.write == kinds::write::value, job_.write);
-        r.read_gate = per_head(p_.read && read_inside(p_) && plain, job_.read);
-        return r;
-    }
-
-    const hr_layer& p_;
-    Layer job_;
-    std::vector<float> numbers_;
-};
-
-template <class F>
-int guarded(F f) {
-    const FlushDenormals flush;
-    try {
-        return f();
-    } catch (const std::bad_alloc&) {
-        return HR_NO_MEMORY;
-    }
-}
-
 int convolve(const hr_problem& p, const Convolution& job) {
     if (const int status = refused(p)) return status;
     if (p.H != 1 || job.given.width < 2 || job.given.width > HR_WIDEST) return HR_UNSUPPORTED;
     return guarded([&] {
         const Cut cut(p);
         return run(kernels().convolution, cut, job, cut.units(1, cut.parts()));
+    });
+}
+
+int scan(const hr_problem& p, const Scan& job) {
+    if (const int status = refused(p)) return status;
+    if (p.H != 1 || p.dtype != HR_FLOAT32 || !p.cu_seqlens || !p.initial_state) return HR_UNSUPPORTED;
+    return guarded([&] {
+        const Cut cut(p);
+        return run(kernels().scan, cut, job, cut.units(1, (p.V + HR_SCAN_PART - 1) / HR_SCAN_PART));
     });
 }
 
@@ -315,6 +248,7 @@ const char* hr_message(int status) {
         case HR_WRONG_ABI: return "the library and its caller are of different versions";
         case HR_UNSUPPORTED: return "a size, dtype or decay that the library does not know";
         case HR_NO_MEMORY: return "not enough memory";
+        case HR_NO_TOKEN: return "a token that the model does not have";
         default: return "unknown status";
     }
 }
@@ -352,6 +286,14 @@ int hr_step(const hr_problem* p, const hr_tensor* out, float* state) {
     });
 }
 
+int hr_step_at(const hr_problem* problem, void* const* addresses) {
+    if (problem->abi != HR_ABI) return HR_WRONG_ABI;
+    hr_problem p = *problem;
+    for (hr_tensor* x : {&p.q, &p.k, &p.v, &p.log_decay, &p.beta, &p.write_gate, &p.read_gate}) x->data = *addresses++;
+    const hr_tensor out{addresses[0], p.H * p.V, 0, p.V};
+    return hr_step(&p, &out, static_cast<float*>(addresses[1]));
+}
+
 int hr_convolve(const hr_problem* p, const hr_convolution* convolution, const hr_tensor* out) {
     return convolve(*p, {*convolution, *out, {}, nullptr, nullptr});
 }
@@ -361,23 +303,12 @@ int hr_convolve_backward(const hr_problem* p, const hr_convolution* convolution,
     return convolve(*p, {*convolution, *d_out, *d_x, d_weight, d_history});
 }
 
-const char* hr_kinds(void) { return HR_KINDS; }
-
-int hr_layer_step(const hr_layer* p) {
-    if (p->abi != HR_ABI) return HR_WRONG_ABI;
-    if (!known(*p)) return HR_UNSUPPORTED;
-    return guarded([&] { return LayerStep(*p).run_all(); });
+int hr_selective_scan(const hr_problem* p, const hr_scan* given, const hr_tensor* out, float* state) {
+    return scan(*p, {given->A, given->kept, state, given->dt, *out, {}, {}, nullptr, nullptr, nullptr, nullptr});
 }
 
-int hr_int8(const hr_int8_product* p) {
-    constexpr std::int64_t SHARE = 64;  // rows of the weight that a thread takes at a time
-    if (p->abi != HR_ABI) return HR_WRONG_ABI;
-    if (p->rows < 0 || p->inputs < 0 || p->outputs < 0 || p->threads < 1) return HR_UNSUPPORTED;
-    return guarded([&] {
-        const auto share = [&](std::int64_t i, void*) {
-            kernels().int8_rows(*p, i * SHARE, std::min((i + 1) * SHARE, p->outputs));
-        };
-        const int threads = threads_for(1.0 * p->rows * p->inputs * p->outputs, p->threads);
-        return run_units((p->outputs + SHARE - 1) / SHARE, threads, 0, share) ? HR_OK : HR_NO_MEMORY;
-    });
+int hr_selective_scan_backward(const hr_problem* p, const hr_scan* given, const hr_tensor* d_out, const float* d_state,
+                               const hr_scan_gradients* g) {
+    float* state = const_cast<float*>(d_state);
+    return scan(*p, {given->A, given->kept, state, given->dt, *d_out, g->u, g->dt, g->A, g->B, g->C, g->initial});
 }

@@ -28,7 +28,7 @@ struct ForwardUnit {
         q_rows = Decay::none ? q : arena.tile(C, chunk.K);
         A = arena.tile(C, C);
         out = arena.tile(C, chunk.V);
-        S = arena.tile(chunk.K, chunk.V + chunk.normaliser.width);
+        S = arena.tile(chunk.K, chunk.V);
         strength = arena.floats(C);
         out_into = view(job.out, plan, unit, unit.head, plan.problem->dtype == HR_BFLOAT16, unit.column);
     }
@@ -36,13 +36,20 @@ struct ForwardUnit {
     void run() {
         const hr_problem& p = *plan.problem;
         const std::int64_t own = state_at(plan, unit.sequence, unit);
-        chunk.normaliser.load(S, p.initial_state ? p.initial_state + own : nullptr);
+        Normaliser& normaliser = chunk.normaliser;
+        const float* initial = p.initial_state ? p.initial_state + own : nullptr;
+        load_state(S, initial, plan.columns(), chunk.key, chunk.value);
+        normaliser.load(normaliser.z, initial);
         for (std::int64_t i = 0; i < chunks(plan, unit); i++) {
             if (job.kept && i && i % plan.run == 0)
-                chunk.normaliser.store(kept_state(plan, job.kept, unit, i / plan.run), S);
+                store(kept_state(plan, job.kept, unit, i / plan.run));
             step(span_of(plan, unit, i), span_of(plan, unit, i + 1));
         }
-        chunk.normaliser.store(job.final_state + own, S);
+        store(job.final_state + own);
+    }
+    void store(float* state) const {
+        store_state(state, S, plan.columns(), chunk.key, chunk.value);
+        chunk.normaliser.store(state, chunk.normaliser.z);
     }
 
     void step(Span span, Span next) {
@@ -58,7 +65,8 @@ struct ForwardUnit {
         }
         chunk.strengthen();
         read(span);
-        chunk.write(S, Fetch{&ahead});
+        chunk.write(S, S, Fetch{&ahead});
+        chunk.write_normaliser(chunk.normaliser.z, chunk.normaliser.z);
     }
 
     void fetch(Span span, Span next) {
@@ -75,14 +83,14 @@ struct ForwardUnit {
         load_tile(q, chunk.in.q, span, chunk.key, strength);
         chunk.decay.scores(q, chunk.k, A, false);
         q_rows = chunk.decay.rows(q, q_rows);
-        multiply(out, span.rows, chunk.V, Zero{}, Fetch{&ahead},
-                 Plus{q_rows, S, chunk.K, Part::all}, Plus{A, chunk.U, span.rows, Part::up_to});
+        multiply(out, span.rows, chunk.V, Zero{}, Fetch{&ahead}, Plus{q_rows, S, chunk.K, Part::all},
+                 Plus{A, chunk.U, span.rows, Part::up_to});
         for (int i = 0; plan.delay() && i < span.n; i++) {
             own.load(span.first + i);
             add_row(out.row(i), own.v, own.score() * own.beta * own.write, chunk.value);
         }
         Normaliser& normaliser = chunk.normaliser;
-        if (normaliser) normaliser.divide(q_rows, A, normaliser.z(S), span.rows);
+        if (normaliser) normaliser.divide(q_rows, A, normaliser.z, span.rows);
         store_tile(out_into, out, span, chunk.value, normaliser ? normaliser.share : nullptr);
     }
 };

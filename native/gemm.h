@@ -89,12 +89,24 @@ struct Itself {
     }
 };
 
-struct ItselfScaled {
+struct RowsScaled {
+    Tile from;
     const float* rows;
     template <int NV>
-    HR_INLINE void operator()(Block<NV>& acc, Tile C, int m, int n) const {
+    HR_INLINE void operator()(Block<NV>& acc, Tile, int m, int n) const {
         for (int i = 0; i < TILE_ROWS; i++)
-            for (int j = 0; j < NV; j++) acc[i][j] = load(C.row(m + i) + n + j * W) * splat(rows[m + i]);
+            for (int j = 0; j < NV; j++) acc[i][j] = load(from.row(m + i) + n + j * W) * splat(rows[m + i]);
+    }
+};
+
+struct ColumnsScaled {
+    Tile from;
+    const float* columns;
+    template <int NV>
+    HR_INLINE void operator()(Block<NV>& acc, Tile, int m, int n) const {
+        for (int i = 0; i < TILE_ROWS; i++)
+            for (int j = 0; j < NV; j++)
+                acc[i][j] = load(from.row(m + i) + n + j * W) * load(columns + n + j * W);
     }
 };
 
@@ -171,7 +183,10 @@ void multiply(Tile C, int M, int N, Start start, Finish finish, const Terms&... 
 template <class Start, class... Terms>
 void multiply_lower(Tile C, int M, Start start, const Terms&... terms) {
     int n = 0;
-    for (; n + 2 * W <= M; n += 2 * W) panel<2, Order::down>(C, n, M, n, start, Nothing{}, terms...);
+    for (; n + 2 * W <= M; n += 2 * W) {
+        panel<1, Order::down>(C, n, n + W, n, start, Nothing{}, terms...);
+        panel<2, Order::down>(C, n + W, M, n, start, Nothing{}, terms...);
+    }
     if (n < M) panel<1, Order::down>(C, n, M, n, start, Nothing{}, terms...);
 }
 

@@ -10,8 +10,9 @@
 #include "convolution.h"
 #include "forward.h"
 #include "gather.h"
-#include "gemv.h"
 #include "layer_step.h"
+#include "program.h"
+#include "scan.h"
 #include "step.h"
 
 namespace HR_ISA {
@@ -71,14 +72,17 @@ void layer_row(const Layer& job, std::int64_t row) {
 extern const Kernels kernels;
 const Kernels kernels = {
     HR_NAME(HR_ISA),
+    W,
     Entry<Forward, Chosen<ForwardUnit>::call<Forward>>::work,
     Entry<Backward, Chosen<BackwardUnit>::call<Backward>>::work,
     Entry<Gather, measure_or_run<GatherUnit, Gather>>::work,
     Entry<Step, Chosen<StepUnit>::call<Step>>::work,
     Entry<Convolution, measure_or_run<ConvolutionUnit, Convolution>>::work,
+    Entry<Scan, measure_or_run<ScanUnit, Scan>>::work,
     layer_row<&LayerRow<float>::enter, &LayerRow<std::uint16_t>::enter>,
     layer_row<&LayerRow<float>::leave, &LayerRow<std::uint16_t>::leave>,
-    int8_rows,
+    operate,
+    linear,
 };
 
 }  // namespace HR_ISA

@@ -77,9 +77,28 @@ struct Step {
     const float* bonus; // [H, K]: q reads the state as it was, and with this weight what is written now; NULL: none
 };
 
+// The working memory of a program: rows of numbers, and those of a linear layer's input as integers where W is int8.
+struct Working {
+    const hr_program* program;
+    float* rows;
+    std::int64_t width;
+    std::int16_t* integers;
+    float* scales;
+    std::int64_t integer_row, scale_row;
+    float* transposed; // a linear layer's input [inputs, wide], for many rows
+    std::int64_t wide; // 0: for few rows
+
+    HR_INLINE float* at(std::int64_t row, std::int64_t column) const { return rows + row * width + column; }
+    HR_INLINE std::int16_t* integers_of(std::int64_t row) const { return integers + row * integer_row; }
+    HR_INLINE float* scales_of(std::int64_t row) const { return scales + row * scale_row; }
+};
+
 // A layer's token between its projections, and float32 numbers of it on their way: [B, ·], rows `…_row` apart.
 struct Layer {
     const hr_layer* layer;
+    const float *projected, *hidden; // rows `row` apart, as those of the result
+    float* result;
+    std::int64_t row;
     float *q, *k, *v, *decay, *beta, *read, *write, *out; // v and out: [H, columns]
     float *low, *wide;                                    // for what is needed only for a moment
     float* bonus;                                         // [H, K], the same for all rows; NULL: none
@@ -94,6 +113,14 @@ struct Convolution {
     float* d_history;
 };
 
+struct Scan {
+    const float* A;
+    float *kept, *state; // state: in the backward its gradient
+    hr_tensor dt, out;   // out: in the backward its gradient
+    hr_tensor d_u, d_dt; // no data: a forward
+    float *d_A, *d_B, *d_C, *d_initial;
+};
+
 // How to do a job unit by unit. A thread gives `run` the memory that `measure` asks for, aligned to a cache line.
 template <class Job>
 struct Work {
@@ -103,12 +130,18 @@ struct Work {
 
 struct Kernels {
     const char* name;
+    int width; // floats of a vector
     Work<Forward> forward;
     Work<Backward> backward;
     Work<Gather> gather;
     Work<Step> step;
     Work<Convolution> convolution;
+    Work<Scan> scan;
     void (*enter)(const Layer&, std::int64_t row); // what comes before the recurrence
     void (*leave)(const Layer&, std::int64_t row); // and after it
-    void (*int8_rows)(const hr_int8_product&, std::int64_t first, std::int64_t last);
+    void (*operate)(const Working&, const hr_operation&, std::int64_t row);
+    void (*linear)(const Working&, const hr_operation&, std::int64_t first, std::int64_t last); // rows of the weight
 };
+
+// Those that run on this machine.
+const Kernels& kernels();

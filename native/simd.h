@@ -37,6 +37,7 @@ HR_INLINE vf load(const float* p) { return *reinterpret_cast<const vf_anywhere*>
 HR_INLINE void store(float* p, vf x) { *reinterpret_cast<vf_anywhere*>(p) = x; }
 HR_INLINE vf bits(vu x) { return reinterpret_cast<vf>(x); }
 HR_INLINE vu bits(vf x) { return reinterpret_cast<vu>(x); }
+HR_INLINE vf magnitude(vf x) { return x < vf{} ? -x : x; }
 
 HR_INLINE float sum(vf x) {
     float total = 0;

@@ -9,9 +9,11 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 import decays
 import decode
+import exported
 import gpu
 import gpu_compile
 import gpu_op
@@ -20,11 +22,16 @@ import launches
 import model
 import op
 import reproduction
+import tables
 import taylor
 from gpu_measure import Machine
+from headrace.hf.cache import NAME as CACHE
 from headrace.ops.backends.base import Kernel
 from headrace.ops.dispatch import BACKENDS
-from headrace.studies.bench.models import Shape
+from headrace.studies.bench.models import Shape, build
+from headrace.studies.verify import relative
+
+SMALL = Shape(1, hidden_size=64, heads=2, vocab_size=300)
 
 
 @pytest.fixture
@@ -62,21 +69,74 @@ def test_decode_finds_a_constant_state_as_large_as_promised(lines):
 
 def test_models_are_trained_decoded_and_prefilled(lines, monkeypatch):
     path, read = lines
-    monkeypatch.setattr(model, "Shape", lambda layers: Shape(layers, hidden_size=64, heads=2, vocab_size=50))
+    monkeypatch.setitem(model.SIZES, "340M", SMALL)
     model.train(layers=[1, 2], tokens=16, rounds=2, model=["headrace", "Llama"], output=path)
-    model.decode(layers=1, context=100, rounds=2, model=["headrace gla", "Mamba2"], output=path)
+    model.decode(context=100, rounds=2, batch=2, model=["headrace gla", "Mamba2", "ONNX Runtime gla"], output=path)
     model.prefill(layers=1, tokens=100, model=["headrace gla"], output=path)
     rows = read()
     assert [(row["what"], row["layers"]) for row in rows] == [("train", "1")] * 5 + [("train", "2")] * 5 + [
         ("decode", "1")
-    ] * 4 + [("prefill", "1")]
+    ] * 6 + [("prefill", "1")]
     assert [row["name"] for row in rows[10:]] == [
         "headrace gla", "transformers Mamba2", "headrace gla, weights in bfloat16", "headrace gla, weights in int8",
-        "headrace gla",
+        "ONNX Runtime gla", "ONNX Runtime gla, weights in int8", "headrace gla",
     ]  # fmt: skip
     assert all(float(row["seconds"]) > 0 and float(row["tokens_per_second"]) > 0 for row in rows)
     assert float(rows[0]["ratio"]) == 1 and len({row["parameters"] for row in rows if "gla" in row["name"]}) > 1
     assert rows[10]["parameters"] == rows[12]["parameters"] == rows[13]["parameters"]
+
+
+def test_the_fastest_peer_is_named(monkeypatch):
+    """Faster or not. No peer is softmax attention, nor what has other weights or ran at another time."""
+    cell = {
+        "threads": "1", "family": "kda", "dtype": "float32", "T": "2048", "K": "128", "V": "128", "mode": "forward",
+        "cpu_ms": "8", "us_per_layer": "9",
+    }  # fmt: skip
+    times = {"headrace native": "1", "fla chunk": "3", "ggml wkv": "2", "torch scaled_dot_product_attention": "0.1"}
+    op_rows = [cell | {"runner": runner, "ratio": ratio} for runner, ratio in times.items()]
+    sizes = {"threads": "1", "what": "decode", "layers": "24", "width": "1024", "tokens": "9", "batch": "1", "over": ""}
+    named = {
+        "headrace gla": "2",
+        "ONNX Runtime gla": "1",
+        "ONNX Runtime gla, weights in int8": "0.1",
+        "transformers Llama": "0.1",
+    }
+    model_rows = [
+        sizes | {"name": name, "ratio": ratio, "date": "1", "seconds": "0.1"} for name, ratio in named.items()
+    ] + [sizes | {"name": "llama.cpp gla", "ratio": "0.1", "date": "2", "seconds": "0.1"}]  # fmt: skip
+    rows = {"op.csv": op_rows, "step.csv": [op_rows[0] | {"runner": "headrace"}, op_rows[1]], "model.csv": model_rows}
+    monkeypatch.setattr(tables, "read", rows.get)
+    found = [line.strip("| ").split(" | ")[1:] for line in tables.speed("brief").splitlines()[2:]]
+    assert found == [
+        ["8.0 ms", "ggml wkv", "**2.00**"], ["9 µs", "fla chunk (reference code)", "**3.00**"],
+        ["100.0 ms", "ONNX Runtime gla", "**0.50**"],
+    ]  # fmt: skip
+    assert [line.split(" | ")[0] for line in tables.losses().splitlines()[2:]] == ["| ONNX Runtime gla"]
+
+
+def test_a_runtime_that_is_missing_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(model, "missing", lambda runtime: None if runtime == "ONNX Runtime" else "it is away")
+    chosen = model.select(["mamba2"], model.TOKEN)
+    assert [*chosen] == [label for label in model.TOKEN if "mamba2" in label and "llama" not in label]
+    assert "not timed: llama.cpp mamba2: it is away" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+@pytest.mark.parametrize(("runtime", "mixer"), [(runtime, x) for runtime, own in model.EXPORTED.items() for x in own])
+@torch.no_grad()
+def test_exported_models_continue_sequences_as_ours(runtime, mixer, weights):
+    """A prompt, and two tokens more. A number of 8 bits is wrong by 2⁻⁸ of the largest of its block."""
+    if (reason := exported.missing(runtime)) is not None:
+        pytest.skip(reason)
+    tokens = torch.randint(300, (3, 20))
+    truth = build(mixer, SMALL).double().eval()(tokens).logits[:, -3:]
+    theirs, past, logits = exported.exported(runtime, mixer, weights, SMALL), {}, []
+    for piece in tokens.split([18, 1, 1], 1):
+        out = theirs(input_ids=piece, use_cache=True, logits_to_keep=1, **past)
+        past = {CACHE: getattr(out, CACHE)}
+        logits.append(out.logits[:, -1:].clone())
+    assert relative(torch.cat(logits, 1), truth) <= {"float32": 1e-5, "int8": 2**-4}[weights]
 
 
 def test_decay_times_are_relative_to_the_first(lines):

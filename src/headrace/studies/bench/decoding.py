@@ -33,10 +33,14 @@ class PositionlessCache(transformers.DynamicCache):
 
 
 class Decoder:
-    """A model with its cache. After `reach`, `how` is RECURRENT, CACHED or READ_ALL: how the position was reached."""
+    """A model with its cache. After `reach`, `how` is RECURRENT, CACHED or READ_ALL: how the position was reached.
 
-    def __init__(self, model: Any):
-        self.model, self.how = model.eval(), READ_ALL
+    Args:
+        batch: number of sequences that `read` and `token` continue.
+    """
+
+    def __init__(self, model: Any, batch: int = 1):
+        self.model, self.batch, self.how = model.eval(), batch, READ_ALL
         kind = type(self.model.config).__name__
         self.argument = "cache_params" if kind == "Mamba2Config" and CACHE != "cache" else CACHE
         self.cache: Any = PositionlessCache(config=self.model.config) if kind == "Qwen3NextConfig" else None
@@ -64,7 +68,7 @@ class Decoder:
 
     def read(self, tokens: int) -> None:
         device = next(self.model.parameters()).device
-        self.forward(torch.randint(self.model.config.vocab_size, (1, tokens), device=device))
+        self.forward(torch.randint(self.model.config.vocab_size, (self.batch, tokens), device=device))
 
     def forward(self, ids: Tensor) -> None:
         past = {} if self.cache is None else {self.argument: self.cache}

@@ -63,15 +63,16 @@ def prefill(point: Point, plan: BenchPlan) -> dict[str, Measured]:
 
 @torch.inference_mode()
 def decoding(point: Point, plan: BenchPlan) -> dict[str, Measured]:
-    """Time of one decoded token after a context, with the bytes of the state."""
+    """Time of one decoded token of each sequence after a context, with the bytes of the states."""
     limit, decoders = free(plan) // SHARE, {}
     measured: dict[str, Measured] = {}
     for name in plan.models:
-        if (needed := cache_bytes(name, plan.shape, point.length, plan.itemsize)) > limit:
+        needed = point.batch * cache_bytes(name, plan.shape, point.length, plan.itemsize)
+        if needed > limit:
             room = f"{SHARE * limit / 2**30:.1f} GiB of free memory"
             measured[name] = {"left_out": f"its cache needs {needed / 2**30:.1f} GiB, more than 1/{SHARE} of {room}"}
         else:
-            decoders[name] = Decoder(built(name, plan))
+            decoders[name] = Decoder(built(name, plan), point.batch)
             decoders[name].reach(point.length)
     about = {name: {"how": each.how, "bytes": each.state_bytes()} for name, each in decoders.items()}
     measured |= taking_turns(decoders, lambda name: several(decoders[name], plan), plan)

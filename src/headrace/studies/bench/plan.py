@@ -66,7 +66,7 @@ class Point:
 
     @property
     def tokens(self) -> int:
-        return self.length * self.batch if self.what != "decoding" else 1
+        return self.batch * (1 if self.what == "decoding" else self.length)
 
     @property
     def path(self) -> Path:

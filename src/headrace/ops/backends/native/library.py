@@ -20,7 +20,7 @@ from ....utils.errors import InputError
 from ...call import NORMALISER_EPS, Call
 from ...checks import sequence_ends
 
-ABI = 5
+ABI = 8
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 DECAYS = {1: DecayShape.FIXED, 3: DecayShape.SCALAR, 4: DecayShape.VECTOR}  # by the number of dimensions
 NO_MEMORY = 3
@@ -30,7 +30,6 @@ KEEP_ERRORS = (
 _TENSOR = "Pqqq"  # hr_tensor
 _PROBLEM = struct.Struct("@7if7qP" + 7 * _TENSOR + "2Pf4x")  # hr_problem
 _GRADIENTS = struct.Struct("@" + 7 * _TENSOR + "2P")  # hr_gradients
-_INT8_PRODUCT = struct.Struct("@2i3q4P")
 PLACE = struct.Struct("@" + _TENSOR)
 _ABSENT = (0, 0, 0, 0)
 
@@ -65,10 +64,13 @@ def _declare(library: ctypes.CDLL) -> None:
     library.hr_forward.argtypes = [struct_, struct_, pointer, pointer]
     library.hr_backward.argtypes = [struct_, struct_, pointer, pointer, struct_]
     library.hr_step.argtypes = [struct_, struct_, pointer]
+    library.hr_step_at.argtypes = [struct_, struct_]
     library.hr_convolve.argtypes = [struct_] * 3
     library.hr_convolve_backward.argtypes = [struct_] * 4 + [pointer] * 2
-    library.hr_kinds.restype = ctypes.c_char_p
-    library.hr_layer_step.argtypes = library.hr_int8.argtypes = [struct_]
+    library.hr_selective_scan.argtypes = [struct_] * 3 + [pointer]
+    library.hr_selective_scan_backward.argtypes = [struct_] * 3 + [pointer, struct_]
+    library.hr_kinds.restype = library.hr_operations.restype = ctypes.c_char_p
+    library.hr_run.argtypes = [struct_, pointer, struct_]
 
 
 library, _found = _load()
@@ -160,23 +162,22 @@ def forward(call: Call, keep: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns (out, final state, a buffer for the backward if `keep`)."""
     assert library is not None, missing
     problem, out = Problem(call), torch.empty_like(call.v, memory_format=torch.contiguous_format)
-    final = call.v.new_empty(call.state_shape, dtype=torch.float32)
     into, kept = PLACE.pack(*place(out)), None
     if call.v.shape[1] == 1 and not keep and call.cu_seqlens is None:
-        _set_state(final, call.initial_state)
+        final = copied(call.initial_state, call.state_shape)
         check(library.hr_step(problem.packed, into, final.data_ptr()))
         return out, final, None
+    final = call.v.new_empty(call.state_shape, dtype=torch.float32)
     if keep:
         kept = final.new_empty(library.hr_kept_floats(problem.packed))
     check(library.hr_forward(problem.packed, into, final.data_ptr(), address(kept)))
     return out, final, kept
 
 
-def _set_state(state: Tensor, initial: Tensor | None) -> None:
-    if initial is None:
-        state.zero_()
-    else:
-        state.copy_(initial)
+def copied(state: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    """Returns a copy of a state, contiguous and in float32; zeros for None."""
+    copy = torch.empty(shape, dtype=torch.float32, device="cpu")
+    return copy.zero_() if state is None else copy.copy_(state)
 
 
 def backward(d_out: Tensor, d_final: Tensor, call: Call, kept_: tuple[Tensor], wanted: list[bool]):
@@ -199,33 +200,23 @@ def backward(d_out: Tensor, d_final: Tensor, call: Call, kept_: tuple[Tensor], w
 
 
 def kinds() -> str:
-    """Returns the kinds of parts that `layer_step` supports, one line per part with its name and kinds; "" without the
-    library."""
+    """Returns the kinds of a layer's parts that a program supports, one line per part with its name and kinds; ""
+    without the library."""
     return "" if library is None else library.hr_kinds().decode()
 
 
-def int8_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """Returns x · (weight · scale[:, None])ᵀ [rows, outputs] for x [rows, inputs] and scale [outputs] in float32 and
-    weight [outputs, inputs] in int8, all contiguous."""
+def operations() -> str:
+    """Returns the kinds of a program's operations, norms and activations, one line for each; "" without the library."""
+    return "" if library is None else library.hr_operations().decode()
+
+
+def buffer(operations: bytearray) -> ctypes.Array:
+    """Returns the memory of a bytearray as an argument of `run`."""
+    return (ctypes.c_char * len(operations)).from_buffer(operations)
+
+
+def run(program: bytes, operations: ctypes.Array, layers: bytes) -> int:
+    """Runs a program, and returns the library's status. The arguments are the structs hr_program, hr_operation and
+    hr_layer."""
     assert library is not None, missing
-    rows, inputs, outputs = len(x), x.shape[-1], len(weight)
-    _expect("x", x, torch.float32, (rows, inputs))
-    _expect("weight", weight, torch.int8, (outputs, inputs))
-    _expect("scale", scale, torch.float32, (outputs,))
-    out = x.new_empty(rows, outputs)
-    sizes = (ABI, torch.get_num_threads(), rows, inputs, outputs)
-    check(library.hr_int8(_INT8_PRODUCT.pack(*sizes, *map(address, (x, weight, scale, out)))))
-    return out
-
-
-def _expect(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Raises RuntimeError unless the tensor is contiguous, on the CPU, and of this dtype and shape."""
-    if x.dtype is not dtype or x.shape != shape or not x.is_cpu or not x.is_contiguous():
-        description = f"{x.dtype} {list(x.shape)} with strides {list(x.stride())} on {x.device}"
-        raise RuntimeError(f"{name} is {description}; expected contiguous {dtype} {list(shape)} on the CPU")
-
-
-def layer_step(packed: bytes) -> None:
-    """Runs one token of a layer. packed: the struct hr_layer."""
-    assert library is not None, missing
-    check(library.hr_layer_step(packed))
+    return library.hr_run(program, operations, layers)

@@ -8,8 +8,8 @@ from ...autograd import register
 from ...call import Call
 from ...rewrite import normalised
 from ..base import Backend, Kernel
-from . import layer
 from . import library as native
+from . import step
 
 CHUNKS = range(16, 129, 16)
 LARGEST = 2**16
@@ -64,6 +64,5 @@ BACKEND = Backend(
     missing=lambda: native.missing,
     about=lambda: f"C++, {native.instructions}",
     linear_attention=Kernel(_run, _unsupported_reason, extras=("bonus", "normalise")),
-    step=Kernel(_step, _unsupported_step),
-    layer_step=layer.Layer,
+    step=Kernel(_step, _unsupported_step, prepare=step.prepare),
 )
