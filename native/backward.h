@@ -39,10 +39,10 @@ struct BackwardUnit {
         S = arena.array<Tile>(run), S_t = arena.array<Tile>(run), E = arena.array<Tile>(run);
         const Tile one = arena.tile(delta ? V : K, delta ? K : V);
         for (int i = 0; i < run; i++) {
-            const Tile state = delta ? arena.tile(K, V) : arena.tile(V, K), errors = delta ? arena.tile(C, V) : chunk.E;
+            const Tile state = delta ? arena.tile(K, V) : arena.tile(V + 1, K), errors = delta ? arena.tile(C, V) : chunk.E;
             if (S) S[i] = delta ? state : one, S_t[i] = delta ? one : state, E[i] = errors;
         }
-        dS = arena.tile(K, V), dS_t = arena.tile(V, K), E_t = arena.tile(V, C);
+        dS = arena.tile(K, V), dS_t = arena.tile(V + 1, K), E_t = arena.tile(V, C);
         q = arena.tile(C, K), q_rows = Decay::none ? q : arena.tile(C, K);
         dq = arena.tile(C, K), dk = arena.tile(C, K), read = arena.tile(C, K);
         d_out = arena.tile(C, V), dU = arena.tile(C, V);
@@ -66,9 +66,10 @@ struct BackwardUnit {
     }
 
     void run() {
-        const hr_problem& p = *plan.problem;
         const std::int64_t own = state_at(plan, unit.sequence, unit), count = chunks(plan, unit);
-        load_state(dS, job.d_final ? job.d_final + own : nullptr, p.V, key, value);
+        const float* d_final = job.d_final ? job.d_final + own : nullptr;
+        load_state(dS, d_final, plan.columns(), key, value);
+        chunk.normaliser.load(dS_t.row(V), d_final);
         for (std::int64_t run = (count + plan.run - 1) / plan.run - 1; run >= 0; run--) {
             const std::int64_t first = run * plan.run, end = first + plan.run < count ? first + plan.run : count;
             replay(run, first, end);
@@ -76,7 +77,9 @@ struct BackwardUnit {
                 step(span_of(plan, unit, i), i ? span_of(plan, unit, i - 1) : Span{}, static_cast<int>(i - first));
         }
         float* d_initial = job.gradients[unit.part].initial_state;
-        if (d_initial) store_state(d_initial + own, dS, p.V, key, value);
+        if (!d_initial) return;
+        store_state(d_initial + own, dS, plan.columns(), key, value);
+        chunk.normaliser.store(d_initial + own, dS_t.row(V));
     }
 
     // Fills S_t or, under the delta rule, S and E for chunks first … end − 1.
@@ -84,7 +87,9 @@ struct BackwardUnit {
         const hr_problem& p = *plan.problem;
         const float* initial = p.initial_state ? p.initial_state + state_at(plan, unit.sequence, unit) : nullptr;
         float* kept = const_cast<float*>(job.kept);
-        load_state(S[0], run ? kept_state(plan, kept, unit, run) : initial, p.V, key, value);
+        const float* before = run ? kept_state(plan, kept, unit, run) : initial;
+        load_state(S[0], before, plan.columns(), key, value);
+        if (!delta) chunk.normaliser.load(S_t[0].row(V), before);
         if (!delta) transpose(S_t[0], S[0], K, V);
         const int last = static_cast<int>(end - first) - 1;
         for (int i = 0; i < last + delta; i++) {
@@ -97,7 +102,7 @@ struct BackwardUnit {
             if constexpr (delta)
                 chunk.write(S[i + 1], S[i], Fetch{&ahead});
             else
-                chunk.write_transposed(S_t[i + 1], S_t[i], Fetch{&ahead});
+                chunk.write_transposed(S_t[i + 1], S_t[i], Fetch{&ahead}), chunk.write_normaliser(S_t[i + 1].row(V), S_t[i].row(V));
         }
     }
     void find_values(float* kept, Span span, int i) {
@@ -137,7 +142,7 @@ struct BackwardUnit {
         if (delta) transpose(S_t[i], S[i], K, V);
         transpose(dS_t, dS, K, V);
         transpose(E_t, chunk.E, span.rows, V);
-        to_writes(span);
+        to_writes(span, S_t[i]);
         to_reads_and_keys(span, S_t[i]);
         for (int t = 0; d_beta_into && t < span.rows; t++) numbers[t] = dot(dU.row(t), chunk.E.row(t), V);
         if (chunk.in.beta)
@@ -145,6 +150,9 @@ struct BackwardUnit {
         if constexpr (delta) through_memory(span, S_t[i]);
         to_state(span);
         finish(span);
+        Normaliser& normaliser = chunk.normaliser;
+        float* dz = dS_t.row(V);
+        if (normaliser) normaliser.pass(dz, dz, chunk.decay.end, q_rows, normaliser.slope, span.rows);
     }
 
     void begin(Span span, Tile errors) {
@@ -167,24 +175,50 @@ struct BackwardUnit {
     }
 
     // dU from what is read in the chunk and from the state after it.
-    void to_writes(Span span) {
+    void to_writes(Span span, Tile before_t) {
         chunk.decay.scores(q, chunk.k, A, false);
+        if (chunk.normaliser) {
+            chunk.normaliser.divide(q_rows, A, before_t.row(V), span.rows);
+            map(d_out, span.rows, V, [&](int t, int j) { return load(d_out.row(t) + j) * splat(chunk.normaliser.share[t]); });
+        }
         multiply(dU, span.rows, V, Zero{}, Fetch{&ahead}, PlusT{A, d_out, span.rows, Part::from},
                  Plus{chunk.k_cols, dS, K, Part::all});
     }
 
     void to_reads_and_keys(Span span, Tile before_t) {
         Decay& decay = chunk.decay;
-        decay.note_passing(before_t, dS_t, V);
+        decay.note_passing(before_t, dS_t, chunk.normaliser ? V + 1 : V);
         multiply(dq, span.rows, K, Zero{}, Fetch{&ahead}, Plus{d_out, before_t, V, Part::all});
         multiply(dk, span.rows, K, Zero{}, Fetch{&ahead}, Plus{chunk.U, dS_t, V, Part::all});
+        multiply_lower(X, span.rows, Zero{}, Plus{d_out, E_t, V, Part::all});
+        lower(X, span.rows, false, [&](int i, int j) { return load(X.row(i) + j) * load(chunk.beta + j); });
+        if (chunk.normaliser) through_normaliser(span.rows, before_t.row(V));
         dq = decay.rows(dq, dq);
         dk = decay.cols(dk, dk);
         decay.note_reads(q, dq);
         decay.note_writes(chunk.k, dk);
-        multiply_lower(X, span.rows, Zero{}, Plus{d_out, E_t, V, Part::all});
-        lower(X, span.rows, false, [&](int i, int j) { return load(X.row(i) + j) * load(chunk.beta + j); });
         decay.scores_backward(X, q, chunk.k, A, dq, dk);
+    }
+
+    // The gradients to q z and, through it, to q and k, before decays apply.
+    void through_normaliser(int rows, const float* z) {
+        const float* written = chunk.normaliser.written;
+        float* slope = chunk.normaliser.slope;
+        for (int i = 0; i < rows; i++) {
+            const float read = dot(q_rows.row(i), dq.row(i), K) + Normaliser::up_to(A.row(i), X.row(i), i);
+            slope[i] = -read * chunk.normaliser.share[i];
+            add_row(dq.row(i), z, slope[i], K);
+            add_row(dk.row(i), dS_t.row(V), written[i], K);
+        }
+        lower(X, rows, false, [&](int i, int j) { return load(X.row(i) + j) + splat(slope[i]) * load(written + j); });
+    }
+    // numbers += the gradient to β w, as it weighs in q z, times `factor`.
+    void through_written(int rows, const float* factor) {
+        for (int j = 0; chunk.normaliser && j < rows; j++) {
+            float total = dot(chunk.k_cols.row(j), dS_t.row(V), K);
+            for (int i = j; i < rows; i++) total += A.row(i)[j] * chunk.normaliser.slope[i];
+            numbers[j] += total * factor[j];
+        }
     }
 
     // From dP = β dU, the gradient to what was to be written, to what was read to find it: dU becomes (I + Mᵀ)⁻¹ dP.
@@ -238,9 +272,19 @@ struct BackwardUnit {
     void finish(Span span) {
         if (plan.delay()) through_bonus(span);
         chunk.decay.store_gradient(d_decay_into, span, job.fixed_decay ? job.fixed_decay + unit_number() : nullptr);
-        if (d_beta_into) store_numbers(d_beta_into, numbers, span);
-        if (d_write_into) store_numbers(d_write_into, dots(chunk.in.v, dU, chunk.E, span, value, 1), span);
-        if (d_read_into) store_numbers(d_read_into, dots(chunk.in.q, dq, q, span, key, plan.problem->scale), span);
+        if (d_beta_into) {
+            through_written(span.rows, chunk.write_gate);
+            store_numbers(d_beta_into, numbers, span);
+        }
+        if (d_write_into) {
+            dots(chunk.in.v, dU, chunk.E, span, value, 1);
+            through_written(span.rows, chunk.beta);
+            store_numbers(d_write_into, numbers, span);
+        }
+        if (d_read_into) {
+            dots(chunk.in.q, dq, q, span, key, plan.problem->scale);
+            store_numbers(d_read_into, numbers, span);
+        }
         if (dq_into) store_tile(dq_into, dq, span, key, strength);
         if (dk_into) store_tile(dk_into, dk, span, key);
         if (dv_into) store_tile(dv_into, dU, span, value, chunk.in.write ? chunk.write_gate : nullptr);
@@ -250,11 +294,10 @@ struct BackwardUnit {
         return (unit.part * p.sequences + unit.sequence) * p.H + unit.head;
     }
 
-    // Σ x · gradient by token, x as it was before a gate scaled it; `reloaded` is overwritten with it.
-    const float* dots(const View& x, Tile gradient, Tile reloaded, Span span, int width, float scale) {
+    // numbers ← Σ x · gradient by token, x as it was before a gate scaled it; `reloaded` is overwritten with it.
+    void dots(const View& x, Tile gradient, Tile reloaded, Span span, int width, float scale) {
         load_tile(reloaded, x, span, width);
         for (int i = 0; i < span.n; i++) numbers[i] = scale * dot(reloaded.row(i), gradient.row(i), padded(width));
-        return numbers;
     }
 };
 

@@ -51,7 +51,7 @@ inline Span span_of(const Plan& plan, const Unit& unit, std::int64_t chunk) {
 // A state of this unit's columns in an array [sequences or slots, H, K, V].
 inline std::int64_t state_at(const Plan& plan, std::int64_t index, const Unit& unit) {
     const hr_problem& p = *plan.problem;
-    return (index * p.H + unit.head) * p.K * p.V + unit.column;
+    return (index * p.H + unit.head) * p.K * plan.columns() + unit.column;
 }
 
 inline float* kept_state(const Plan& plan, float* kept, const Unit& unit, std::int64_t run) {
@@ -64,6 +64,51 @@ inline View kept_errors(const Plan& plan, float* kept, const Unit& unit) {
     const hr_tensor x{kept + plan.kept_floats(), p.T * p.H * p.V, p.H * p.V, p.V};
     return view(x, plan, unit, unit.head, false, unit.column);
 }
+
+// The normaliser z, [K], a state's column for values of 1.
+struct Normaliser {
+    const float epsilon;
+    const int key, K, value;
+    const Stride stride;             // of the states in memory
+    float *z;                        // in the forward
+    float *written, *share, *slope;  // [C]: β w, 1 / (q z + epsilon), the gradient to q z
+
+    Normaliser(Arena& arena, const Plan& plan, int key, int value)
+        : epsilon(plan.problem->normaliser), key(key), K(padded(key)), value(value), stride(plan.columns()),
+          z(arena.floats(K)), written(arena.floats(plan.chunk)), share(arena.floats(plan.chunk)),
+          slope(arena.floats(plan.chunk)) {}
+
+    explicit operator bool() const { return epsilon > 0; }
+
+    // From a state, and into one.
+    void load(float* column, const float* from) const {
+        for (int i = 0; epsilon > 0 && i < K; i++) column[i] = from && i < key ? from[i * stride + value] : 0;
+    }
+    void store(float* into, const float* column) const {
+        for (int i = 0; epsilon > 0 && i < key; i++) into[i * stride + value] = column[i];
+    }
+
+    // share, from what queries read of z and of the chunk's own writes.
+    void divide(Tile q_rows, Tile A, const float* column, int rows) {
+        for (int i = 0; i < rows; i++)
+            share[i] = 1 / (dot(q_rows.row(i), column, K) + up_to(A.row(i), written, i) + epsilon);
+    }
+    // Σ x y over the tokens up to i.
+    static float up_to(const float* x, const float* y, int i) {
+        vf total{};
+        for (int j = 0; j <= i; j += W)
+            total += lane_numbers() <= (vi{} + (i - j)) ? HR_ISA::load(x + j) * HR_ISA::load(y + j) : vf{};
+        return sum(total);
+    }
+    // column ← end before + xᵀ y
+    void pass(float* column, const float* before, const float* end, Tile x, const float* y, int rows) const {
+        for (int j = 0; j < K; j += W) {
+            vf total = HR_ISA::load(before + j) * HR_ISA::load(end + j);
+            for (int i = 0; i < rows; i++) total += HR_ISA::load(x.row(i) + j) * splat(y[i]);
+            HR_ISA::store(column + j, total);
+        }
+    }
+};
 
 // What a token reads of its own write under a bonus u: q diag(u) kᵀ β (w v).
 struct Own {
@@ -114,11 +159,13 @@ struct Chunk {
     Tile k, k_cols, k_rows;  // [C, K]; k_cols and k_rows once `write` and `correct` have run
     Tile E, U;               // [C, V]; without β they are the same
     Tile A, M;               // [C, C], of keys with keys
+    Normaliser normaliser;
     float *beta, *write_gate;
 
     Chunk(Arena& arena, const Plan& plan, const Unit& unit, bool decay_gradient)
         : plan(plan), in(plan, unit), key(static_cast<int>(plan.problem->K)), value(static_cast<int>(unit.columns)),
-          K(padded(key)), V(padded(value)), decay(arena, plan.chunk, K, decay_gradient) {
+          K(padded(key)), V(padded(value)), decay(arena, plan.chunk, K, decay_gradient),
+          normaliser(arena, plan, key, value) {
         const int C = plan.chunk;
         k = arena.tile(C, K);
         k_cols = Decay::none ? k : arena.tile(C, K);
@@ -139,6 +186,7 @@ struct Chunk {
         load_tile(k, in.k, span, key);
         load_numbers(beta, in.beta, span);
         load_numbers(write_gate, in.write, span);
+        for (int i = 0; normaliser && i < span.rows; i++) normaliser.written[i] = beta[i] * write_gate[i];
         decay.prepare(in.log_decay, span, key);
     }
     void load_values() { load_tile(E, in.v, span, value, in.write ? write_gate : nullptr); }
@@ -157,6 +205,9 @@ struct Chunk {
     }
     void strengthen() {
         if (in.beta) map(U, span.rows, V, [&](int i, int j) { return load(E.row(i) + j) * splat(beta[i]); });
+    }
+    void write_normaliser(float* z, const float* before) const {
+        if (normaliser) normaliser.pass(z, before, decay.end, k_cols, normaliser.written, span.rows);
     }
     // S from the state before the chunk, which may be S itself.
     template <class Finish>

@@ -36,13 +36,20 @@ struct ForwardUnit {
     void run() {
         const hr_problem& p = *plan.problem;
         const std::int64_t own = state_at(plan, unit.sequence, unit);
-        load_state(S, p.initial_state ? p.initial_state + own : nullptr, p.V, chunk.key, chunk.value);
+        Normaliser& normaliser = chunk.normaliser;
+        const float* initial = p.initial_state ? p.initial_state + own : nullptr;
+        load_state(S, initial, plan.columns(), chunk.key, chunk.value);
+        normaliser.load(normaliser.z, initial);
         for (std::int64_t i = 0; i < chunks(plan, unit); i++) {
             if (job.kept && i && i % plan.run == 0)
-                store_state(kept_state(plan, job.kept, unit, i / plan.run), S, p.V, chunk.key, chunk.value);
+                store(kept_state(plan, job.kept, unit, i / plan.run));
             step(span_of(plan, unit, i), span_of(plan, unit, i + 1));
         }
-        store_state(job.final_state + own, S, p.V, chunk.key, chunk.value);
+        store(job.final_state + own);
+    }
+    void store(float* state) const {
+        store_state(state, S, plan.columns(), chunk.key, chunk.value);
+        chunk.normaliser.store(state, chunk.normaliser.z);
     }
 
     void step(Span span, Span next) {
@@ -59,6 +66,7 @@ struct ForwardUnit {
         chunk.strengthen();
         read(span);
         chunk.write(S, S, Fetch{&ahead});
+        chunk.write_normaliser(chunk.normaliser.z, chunk.normaliser.z);
     }
 
     void fetch(Span span, Span next) {
@@ -74,13 +82,16 @@ struct ForwardUnit {
         load_numbers(strength, chunk.in.read, span, plan.problem->scale);
         load_tile(q, chunk.in.q, span, chunk.key, strength);
         chunk.decay.scores(q, chunk.k, A, false);
-        multiply(out, span.rows, chunk.V, Zero{}, Fetch{&ahead},
-                 Plus{chunk.decay.rows(q, q_rows), S, chunk.K, Part::all}, Plus{A, chunk.U, span.rows, Part::up_to});
+        q_rows = chunk.decay.rows(q, q_rows);
+        multiply(out, span.rows, chunk.V, Zero{}, Fetch{&ahead}, Plus{q_rows, S, chunk.K, Part::all},
+                 Plus{A, chunk.U, span.rows, Part::up_to});
         for (int i = 0; plan.delay() && i < span.n; i++) {
             own.load(span.first + i);
             add_row(out.row(i), own.v, own.score() * own.beta * own.write, chunk.value);
         }
-        store_tile(out_into, out, span, chunk.value);
+        Normaliser& normaliser = chunk.normaliser;
+        if (normaliser) normaliser.divide(q_rows, A, normaliser.z, span.rows);
+        store_tile(out_into, out, span, chunk.value, normaliser ? normaliser.share : nullptr);
     }
 };
 

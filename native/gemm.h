@@ -49,7 +49,7 @@ HR_INLINE void one_more(Block<NV>& acc, const T& t, const float* a, const float*
     for (int j = 0; j < NV; j++) right[j] = load(b + j * W);
     for (int i = top; i < TILE_ROWS; i++) {
         const vf left = splat(T::transposed ? a[i] : a[i * t.left.ld]);
-        for (int j = 0; j < NV; j++) acc[i][j] += (T::minus ? -left : left) * right[j];
+        for (int j = 0; j < NV; j++) acc[i][j] = T::minus ? acc[i][j] - left * right[j] : acc[i][j] + left * right[j];
     }
 }
 
@@ -116,14 +116,26 @@ struct Nothing {
     HR_INLINE void operator()(Block<NV>&, int) const {}
 };
 
+// f(0), f(1) … f(TILE_ROWS − 1), unrolled: a block that a loop indexes would not stay in registers.
+template <class F, int... i>
+HR_INLINE void each_row(F f, std::integer_sequence<int, i...>) {
+    (f(i), ...);
+}
+template <class F>
+HR_INLINE void each_row(F f) {
+    each_row(f, std::make_integer_sequence<int, TILE_ROWS>());
+}
+
 // x ← (I + M)⁻¹ x for the block's rows, M strictly lower: by substitution.
 struct SolveLower {
     Tile M;
     template <int NV>
     HR_INLINE void operator()(Block<NV>& x, int m) const {
-        for (int i = 1; i < TILE_ROWS; i++)
-            for (int j = 0; j < i; j++)
-                for (int c = 0; c < NV; c++) x[i][c] -= splat(M.row(m + i)[m + j]) * x[j][c];
+        each_row([&](int j) HR_INLINE_LAMBDA {
+            each_row([&](int i) HR_INLINE_LAMBDA {
+                for (int c = 0; i > j && c < NV; c++) x[i][c] -= splat(M.row(m + i)[m + j]) * x[j][c];
+            });
+        });
     }
 };
 
@@ -132,9 +144,12 @@ struct SolveUpper {
     Tile M;
     template <int NV>
     HR_INLINE void operator()(Block<NV>& x, int m) const {
-        for (int i = TILE_ROWS - 2; i >= 0; i--)
-            for (int j = i + 1; j < TILE_ROWS; j++)
-                for (int c = 0; c < NV; c++) x[i][c] -= splat(M.row(m + j)[m + i]) * x[j][c];
+        each_row([&](int n) HR_INLINE_LAMBDA {
+            const int j = TILE_ROWS - 1 - n;
+            each_row([&](int i) HR_INLINE_LAMBDA {
+                for (int c = 0; i < j && c < NV; c++) x[i][c] -= splat(M.row(m + j)[m + i]) * x[j][c];
+            });
+        });
     }
 };
 

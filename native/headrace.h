@@ -14,7 +14,7 @@
 
 #include <stdint.h>
 
-#define HR_ABI 7
+#define HR_ABI 8
 #define HR_WIDEST 32 /* of a short convolution */
 #define HR_SCAN_CHUNK 32 /* tokens between the states that a selective scan keeps */
 #define HR_SCAN_PART 256 /* channels of a selective scan that are computed together */
@@ -59,6 +59,8 @@ typedef struct hr_problem {
     hr_tensor q, k, v, log_decay, beta, write_gate, read_gate;
     const float* initial_state; /* contiguous [sequences, H, K, V]; NULL: zeros */
     const float* bonus;         /* u, contiguous [H, K]; NULL: none. Not with the delta rule or a fixed decay */
+    float normaliser;           /* above 0: o_t is divided by scale q_t z_t plus this, where z is the S of v = 1. States have z
+                                   as column V + 1. Not with the delta rule, a bonus or a read gate; 0: none */
 } hr_problem;
 
 /* Where gradients go; NULL data where none is wanted. log_decay's has log_decay's own shape: [H] if that is fixed. */

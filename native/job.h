@@ -10,6 +10,7 @@
 
 // Never called, only inlined: the linker would merge the copies for different instruction sets.
 #define HR_INLINE inline __attribute__((always_inline))
+#define HR_INLINE_LAMBDA __attribute__((always_inline))
 
 // How a problem is cut. A sequence is a run of chunks; a state is kept before every `run`-th of them but the first.
 struct Plan {
@@ -30,7 +31,9 @@ struct Plan {
     HR_INLINE std::int64_t tokens(std::int64_t sequence) const {
         return problem->cu_seqlens ? problem->cu_seqlens[sequence + 1] - problem->cu_seqlens[sequence] : problem->T;
     }
-    HR_INLINE std::int64_t kept_floats() const { return kept_states * problem->H * problem->K * problem->V; }
+    // Columns of a state, of which the last may be the normaliser's.
+    HR_INLINE std::int64_t columns() const { return problem->V + (problem->normaliser > 0); }
+    HR_INLINE std::int64_t kept_floats() const { return kept_states * problem->H * problem->K * columns(); }
 };
 
 // Whether the recurrence applies the read gate: on q, or where nothing stands between it and what is read.

@@ -82,7 +82,7 @@ inline float dot(const float* x, const float* y, int width) {
 }
 
 template <class T>
-void load_row(float* into, const T* from, int width, float factor) {
+HR_INLINE void load_row(float* into, const T* from, int width, float factor) {
     int j = 0;
     for (; j + W <= width; j += W) store(into + j, load(from + j) * splat(factor));
     if (j == width) return;
@@ -101,7 +101,7 @@ void store_row(T* into, const float* from, int width, float factor) {
     std::memcpy(into + j, last, (width - j) * sizeof(T));
 }
 
-inline void load_row(float* into, const View& from, std::int64_t t, int width, float factor = 1) {
+HR_INLINE void load_row(float* into, const View& from, std::int64_t t, int width, float factor = 1) {
     if (!from.has(t))
         for (int j = 0; j < width; j += W) store(into + j, vf{});
     else if (from.half)

@@ -108,6 +108,11 @@ def op(dice: Dice) -> None:
     dtype, rule = dice.choice(DTYPES), dice.choice(["add", "delta"])
     B, T = dice.choice([0, 1, 1, 2, 3]), dice.size(150)
     x = arguments(dice, dtype, B, T, rule)
+    normalise = rule == "add" and x["bonus"] is None and dice.likely(0.4)
+    if normalise:
+        state = x["initial_state"]
+        x |= {"q": x["q"].abs(), "k": x["k"].abs()}
+        x["initial_state"] = None if state is None else nn.functional.pad(state, (0, 1), value=1.0)
     if bad := dice.likely(0.15):
         name = dice.choice([n for n, y in x.items() if y is not None])
         x[name] = dice.spoiled(x[name])
@@ -119,14 +124,15 @@ def op(dice: Dice) -> None:
     wanted = [n for n, y in x.items() if y is not None and y.is_floating_point() and dice.likely(0.3)]
     x |= {n: x[n].detach().requires_grad_() for n in wanted}
     try:
-        out, state = linear_attention(**x, rule=rule, backend=dice.choice(["auto", "auto", "torch"]))
+        backend = dice.choice(["auto", "auto", "torch"])
+        out, state = linear_attention(**x, rule=rule, normalise=normalise, backend=backend)
     except InputError:
         assert bad
         return
     if wanted and out.requires_grad:
         torch.autograd.grad(out.double().sum() + state.double().sum(), [x[n] for n in wanted], allow_unused=True)
     if T < 80 and not bad:
-        expected, final = literal(**doubled(x), rule=rule)
+        expected, final = literal(**doubled(x), rule=rule, normalise=normalise)
         for ours, exact in (
             (out[:row], expected[:row]),
             (state[:row], final[:row]),

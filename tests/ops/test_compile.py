@@ -48,7 +48,7 @@ def test_operators_pass_opcheck(backend, rule, decay, packed):
         name: getattr(torch.ops.headrace, {"torch": "chunkwise", "native": "native"}[backend] + name).default
         for name in ("", "_kept", "_backward")
     }
-    settings = (ends, rule == "delta", 0.5, 16, False)
+    settings = (ends, rule == "delta", 0.5, 16, False, False)
     out, state, *kept = operators["_kept"](*constant, *settings)
     calls = [("", (*constant, *settings)), ("_kept", (*given, *settings))]
     for wanted in ([x is not None for x in given], [False] * DIFFERENTIABLE):
@@ -96,7 +96,7 @@ def test_other_lengths_do_not_recompile(backend, packed):
     counter = CompileCounterWithBackend("aot_eager")
     for tokens, rule in itertools.product((13, 40, 200, 77, 91, 333), ("add", "delta")):
         given, ends = drawn("scalar", packed, tokens=tokens)
-        for x in given[:-1]:
+        for x in given[: NAMES.index("initial_state")]:
             torch._dynamo.mark_dynamic(x, 1)
         assert_compiled_is_eager([(given, ends, rule)], backend, counter)
     assert counter.frame_count <= 6

@@ -57,16 +57,16 @@ def test_vector_decays_in_blocks_of_every_kind(rule):
         assert_same(x | {"log_decay": decay}, way, check=False, rule=rule)
 
 
-@pytest.mark.parametrize("kind", ["add", "delta", "bonus"])
+@pytest.mark.parametrize("kind", ["add", "delta", "bonus", "normalise"])
 def test_thread_count_does_not_change_results(kind):
-    rule = "delta" if kind == "delta" else "add"
-    drawn = inputs("vector", rows=1, tokens=500, key=64, value=72, bonus=kind == "bonus")
-    x = floats(drawn)  # 18 million products, for 16 threads
+    options = {kind: True} if kind in ("bonus", "normalise") else {}
+    settings = {"rule": "delta" if kind == "delta" else "add", "normalise": kind == "normalise"}
+    x = floats(inputs("vector", rows=1, tokens=500, key=64, value=72, **options))  # 18 million products, for 16 threads
     torch.set_num_threads(1)
-    out, state, gradients = called(x, rule=rule)
+    out, state, gradients = called(x, **settings)
     for threads in (2, 3, 16):
         torch.set_num_threads(threads)
-        result = called(x, rule=rule)
+        result = called(x, **settings)
         assert max(relative(x, y) for x, y in zip(result[:2], (out, state), strict=True)) <= NATIVE.tolerance
         assert all(relative(result[2][name], gradients[name]) <= NATIVE.gradient_tolerance for name in gradients)
 
@@ -229,7 +229,7 @@ def test_operator_checks_its_tensors(name, wrong):
     x = floats(inputs("scalar", bonus=True))
     arguments = [x[n].detach() for n in GIVEN]
     run = torch.ops.headrace.native
-    rest = (None, False, 1.0, 0, False)
+    rest = (None, False, 1.0, 0, False, False)
     run(*arguments, *rest)
     arguments[GIVEN.index(name)] = wrong
     with pytest.raises(ValueError, match=f"{name} has shape .* expected"):
@@ -238,7 +238,7 @@ def test_operator_checks_its_tensors(name, wrong):
 
 def test_backward_operator_checks_its_tensors():
     x = floats(inputs("scalar", rows=1, tokens=40, bonus=True))
-    arguments, rest = [x[n].detach() for n in GIVEN], (None, False, 1.0, 0, False)
+    arguments, rest = [x[n].detach() for n in GIVEN], (None, False, 1.0, 0, False, False)
     out, final, kept = torch.ops.headrace.native_kept(*arguments, *rest)
     good = {"d_out": torch.randn_like(out), "d_final": torch.randn_like(final), "kept": kept}
 
@@ -278,9 +278,10 @@ from equation import DECAYS, NATIVE, assert_same, inputs
 from headrace.ops.backends.native import library as native
 torch.manual_seed(0), torch.set_num_threads(1)
 for decay in DECAYS:
-    for kind in ("add", "delta", "bonus"):
-        drawn = inputs(decay, tokens=NATIVE.tokens, groups=2, key=17, value=33, bonus=kind == "bonus")
-        assert_same(drawn, NATIVE, rule="delta" if kind == "delta" else "add")
+    for kind in ("add", "delta", "bonus", "normalise"):
+        options = {kind: True} if kind in ("bonus", "normalise") else {}
+        drawn = inputs(decay, tokens=NATIVE.tokens, groups=2, key=17, value=33, **options)
+        assert_same(drawn, NATIVE, rule="delta" if kind == "delta" else "add", normalise=kind == "normalise")
 print(native.instructions)
 """
     result = subprocess.run(

@@ -111,13 +111,12 @@ def linear_attention(
     run = kernel.run
     if borders is not None:
         run = partial(over_processes, borders=borders, run=run)
+    extras = kernel.extras if borders is None else ()
     if normalise:
-        return normalised(call, run)
-    if bonus is not None and kernel.has_bonus and borders is None:
-        return run(call._replace(bonus=bonus))
-    if bonus is not None:
+        return normalised(call, run, "normalise" in extras)
+    if bonus is not None and "bonus" not in extras:
         return with_bonus(call, bonus, run)
-    return run(call)
+    return run(call._replace(bonus=bonus))
 
 
 def _checked(

@@ -17,9 +17,17 @@ from .derivatives import has_address
 Run = Callable[[Call], tuple[Tensor, Tensor]]
 
 
-def normalised(call: Call, run: Run) -> tuple[Tensor, Tensor]:
-    """Computes the normaliser as one more column of v, which is 1: the same decay, β and write gate apply to it."""
-    dtype, call = call.v.dtype, call.wide()
+def normalised(call: Call, run: Run, inside: bool = False) -> tuple[Tensor, Tensor]:
+    """Computes the normaliser as one more column of v, which is 1: the same decay, β and write gate apply to it.
+
+    inside: whether `run` has the normaliser, but no read gate with it."""
+    dtype = call.v.dtype
+    if inside and call.read_gate is None:
+        return run(call._replace(normalise=True))
+    call = call.wide()
+    if inside:
+        out, state = run(call._replace(read_gate=None, normalise=True))
+        return gated(out, call.read_gate).to(dtype), state
     v = torch.cat([call.v, torch.ones_like(call.v[..., :1])], -1)
     out, state = run(call._replace(v=v, read_gate=None))
     out = out[..., :-1] / (out[..., -1:] + NORMALISER_EPS)

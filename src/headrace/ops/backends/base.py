@@ -13,7 +13,8 @@ class Kernel(NamedTuple):
 
     run: Callable[..., Any]
     unsupported_reason: Callable[..., str | None]  # returns why the backend cannot compute these arguments, or None
-    has_bonus: bool = False  # of linear_attention: whether `run` takes a call's bonus; if not, rewrite.py expresses it
+    # Of linear_attention: which of "bonus" and "normalise" `run` takes in a call; rewrite.py expresses the others.
+    extras: tuple[str, ...] = ()
     # For `step`: returns a function (tensors, into, state, out) -> (out, next state) for all tensors with the signature
     # of these (see ../prepared.py), or None. tensors: q to read_gate, as in Call; into: `state` if it is in place.
     prepare: Callable[..., Prepared | None] | None = None

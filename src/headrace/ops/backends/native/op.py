@@ -43,6 +43,8 @@ def _run(call: Call) -> tuple[Tensor, Tensor]:
         call.bonus is not None and decay is not None and decay.dim() == 1
     ):  # with a bonus the library takes one per token
         call = call._replace(log_decay=decay.expand(call.v.shape[:3]))
+    if call.normalise and call.v.shape[1] == 1:  # a token's own kernel has no normaliser
+        return normalised(call._replace(normalise=False), _operator)
     return _operator(call)
 
 
@@ -61,6 +63,6 @@ def _unsupported_step(call: Call, bonus: Tensor | None, normalise: bool) -> str 
 BACKEND = Backend(
     missing=lambda: native.missing,
     about=lambda: f"C++, {native.instructions}",
-    linear_attention=Kernel(_run, _unsupported_reason, has_bonus=True),
+    linear_attention=Kernel(_run, _unsupported_reason, extras=("bonus", "normalise")),
     step=Kernel(_step, _unsupported_step, prepare=step.prepare),
 )
