@@ -105,7 +105,8 @@ struct BackwardUnit {
         chunk.load_values();
         if constexpr (delta) {
             chunk.compare_keys();
-            chunk.correct(before);
+            chunk.hold(before);
+            chunk.correct();
         }
     }
 

@@ -74,6 +74,7 @@ struct Chunk {
     Tile k, k_cols, k_rows;  // [C, K]; k_cols and k_rows once `write` and `correct` have run
     Tile E, U;               // [C, V]; without β they are the same
     Tile A, M;               // [C, C], of keys with keys
+    Factor memory, writes, k_left, k_right;  // in products: the state, U, k_rows, k_cols
     float *beta, *write_gate;
 
     Chunk(Arena& arena, const Plan& plan, const Unit& unit, bool decay_gradient)
@@ -86,6 +87,9 @@ struct Chunk {
         E = arena.tile(C, V);
         U = in.beta ? arena.tile(C, V) : E;
         if (delta) A = arena.tile(C, C), M = in.beta ? arena.tile(C, C) : A;
+        memory = right_factor(arena, K, V), writes = right_factor(arena, C, V);
+        if (delta) k_left = left_factor(arena, C, K);
+        k_right = right_factor(arena, C, K);
         beta = arena.floats(C);
         write_gate = arena.floats(C);
     }
@@ -107,18 +111,23 @@ struct Chunk {
         if (!in.beta) return;
         map(M, span.rows, span.rows, [&](int i, int j) { return load(A.row(i) + j) * load(beta + j); });
     }
+    // What `correct` and the readers of the chunk find in memory.
+    void hold(Tile S) { memory = pack_right(S, memory, K, V); }
     // E from w v, which it holds.
-    void correct(Tile S) {
-        multiply(E, span.rows, V, Itself{}, SolveLower{M}, Minus{k_rows, S, K, Part::all},
+    void correct() {
+        k_left = pack_left(k_rows, k_left, span.rows, K);
+        multiply(E, span.rows, V, Itself{}, SolveLower{M}, Minus{k_left, memory, K, Part::all},
                  Minus{M, E, span.rows, Part::before});
     }
     void strengthen() {
         if (in.beta) map(U, span.rows, V, [&](int i, int j) { return load(E.row(i) + j) * splat(beta[i]); });
+        writes = pack_right(U, writes, span.rows, V);
     }
     template <class Finish>
     void write(Tile S, Finish finish) {
         k_cols = decay.cols(k, k_cols);
-        multiply(S, K, V, ItselfScaled{decay.end}, finish, PlusT{k_cols, U, span.rows, Part::all});
+        k_right = pack_right(k_cols, k_right, span.rows, K);
+        multiply(S, K, V, ItselfScaled{decay.end}, finish, PlusT{k_right, writes, span.rows, Part::all});
     }
 };
 

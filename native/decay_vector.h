@@ -23,7 +23,7 @@ public:
     VectorDecay(Arena& arena, int C, int K, bool gradient)
         : end(arena.floats(K)), K_(K), g_(arena.tile(C, K)), in_(arena.tile(C, K)), out_(arena.tile(C, K)),
           whole_(arena.tile(C / BLOCK, K)), back_(arena.tile(C / BLOCK, K)), steep_(arena.array<bool>(C / BLOCK)),
-          y_(arena.tile(C, K)), y_t_(arena.tile(K, C)), x_(arena.tile(BLOCK, K)), fade_(arena.tile(BLOCK, K)), channel_(arena.floats(K)),
+          y_(arena.tile(C, K)), y_t_(transposed_factor(arena, C, K)), x_(arena.tile(BLOCK, K)), left_(left_factor(arena, BLOCK, K)), fade_(arena.tile(BLOCK, K)), channel_(arena.floats(K)),
           gradient_(gradient), dg_(arena.tile(C, K)), dx_(arena.tile(C, K)), dy_(arena.tile(C, K)),
           part_(arena.tile(BLOCK, K)) {}
 
@@ -62,7 +62,7 @@ public:
     }
     void keys(Tile k) {
         map(y_, rows_, K_, [&](int i, int j) { return load(k.row(i) + j) * load(out_.row(i) + j); });
-        transpose(y_t_, y_, rows_, K_);
+        y_t_ = pack_transposed(y_, y_t_, rows_, K_);
     }
 
     void scores(Tile x, Tile k, Tile A, bool strict) const {
@@ -147,7 +147,8 @@ private:
         map(x_, BLOCK, K_, [&](int i, int j) { return load(x_.row(i) + j) * load(whole_.row(a / BLOCK) + j); });
     }
     void score_block(Tile x, Tile A, int b, int a) const {
-        multiply(A.below(b).right(a), BLOCK, BLOCK, Zero{}, Nothing{}, Plus{x, y_t_.right(a), K_, Part::all});
+        multiply(A.below(b).right(a), BLOCK, BLOCK, Zero{}, Nothing{}, 
+                 Plus{pack_left(x, left_, BLOCK, K_), y_t_.right(a), K_, Part::all});
     }
 
     // What is left of each token of block b at the next, into fade_.
@@ -279,8 +280,10 @@ private:
     int K_, rows_ = 0, width_ = 0;
     Tile g_, in_, out_, whole_, back_;
     bool* steep_;
-    Tile y_, y_t_;    // y out_ for the tile y last given to keys(), and its transpose
+    Tile y_;          // y out_ for the tile y last given to keys()
+    Factor y_t_;      // and its transpose
     Tile x_;          // a block of x, scaled
+    Factor left_;     // x_, in products
     Tile fade_;       // [BLOCK, K], e^{log_decay}
     float* channel_;  // [K], in passing
     bool gradient_;

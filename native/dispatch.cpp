@@ -17,27 +17,43 @@ namespace portable { extern const Kernels kernels; }
 #if defined(__x86_64__)
 namespace avx2 { extern const Kernels kernels; }
 namespace avx512 { extern const Kernels kernels; }
+#if defined(HR_AVX512BF16)
+namespace avx512bf16 { extern const Kernels kernels; }  // only forward and backward, of bfloat16
+#endif
 #endif
 
 namespace {
 
-// The best that the machine has; HEADRACE_ISA=avx2 or portable asks for less.
-const Kernels& choose() {
+struct Choice {
+    const Kernels &kernels, &bfloat16;  // bfloat16: the forward and the backward of such problems
+
+    const Kernels& of(const hr_problem& p) const { return p.dtype == HR_BFLOAT16 ? bfloat16 : kernels; }
+};
+
+// The best that the machine has; HEADRACE_ISA=avx512, avx2 or portable asks for less.
+Choice choose() {
 #if defined(__x86_64__)
     const char* asked = std::getenv("HEADRACE_ISA");
-    const std::string_view limit = asked ? asked : "avx512";
+    const std::string_view limit = asked ? asked : "avx512bf16";
     const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (wide && limit == "avx512") return avx512::kernels;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && limit != "portable") return avx2::kernels;
+#if defined(HR_AVX512BF16)
+    if (wide && __builtin_cpu_supports("avx512bf16") && limit == "avx512bf16")
+        return {avx512::kernels, avx512bf16::kernels};
 #endif
-    return portable::kernels;
+    if (wide && (limit == "avx512bf16" || limit == "avx512")) return {avx512::kernels, avx512::kernels};
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && limit != "portable")
+        return {avx2::kernels, avx2::kernels};
+#endif
+    return {portable::kernels, portable::kernels};
 }
 
-const Kernels& kernels() {
-    static const Kernels& chosen = choose();
+const Choice& choice() {
+    static const Choice chosen = choose();
     return chosen;
 }
+
+const Kernels& kernels() { return choice().kernels; }
 
 int refused(const hr_problem& p) {
     if (p.abi != HR_ABI) return HR_WRONG_ABI;
@@ -149,7 +165,7 @@ public:
     }
 
     int run_all() {
-        if (const int status = run(kernels().backward, cut_, job_, units_)) return status;
+        if (const int status = run(choice().of(p_).backward, cut_, job_, units_)) return status;
         for (const Gather& gather : gathers_)
             if (const int status = run(kernels().gather, cut_, gather, cut_.units(p_.H / gather.shared, 1)))
                 return status;
@@ -279,7 +295,7 @@ int convolve(const hr_problem& p, const Convolution& job) {
 
 int32_t hr_abi(void) { return HR_ABI; }
 
-const char* hr_isa(void) { return kernels().name; }
+const char* hr_isa(void) { return choice().bfloat16.name; }
 
 const char* hr_message(int status) {
     switch (status) {
@@ -300,7 +316,7 @@ int hr_forward(const hr_problem* p, const hr_tensor* out, float* final_state, fl
     if (const int status = refused(*p)) return status;
     return guarded([&] {
         const Cut cut(*p);
-        return run(kernels().forward, cut, Forward{*out, final_state, kept}, cut.units(p->H, cut.parts()));
+        return run(choice().of(*p).forward, cut, Forward{*out, final_state, kept}, cut.units(p->H, cut.parts()));
     });
 }
 

@@ -15,6 +15,7 @@ struct ForwardUnit {
     const Unit& unit;
     Chunk<Decay, delta> chunk;
     Tile q, q_rows, A, out, S;
+    Factor q_left, A_left;
     float* strength;  // scale · r
     View out_into;
     Ahead ahead;
@@ -27,6 +28,7 @@ struct ForwardUnit {
         A = arena.tile(C, C);
         out = arena.tile(C, chunk.V);
         S = arena.tile(chunk.K, chunk.V);
+        q_left = left_factor(arena, C, chunk.K), A_left = left_factor(arena, C, C);
         strength = arena.floats(C);
         out_into = view(job.out, plan, unit, unit.head, plan.problem->dtype == HR_BFLOAT16, unit.column);
     }
@@ -48,9 +50,10 @@ struct ForwardUnit {
         fetch(span, next);
         chunk.begin(span);
         chunk.load_values();
+        chunk.hold(S);
         if constexpr (delta) {
             chunk.compare_keys();
-            chunk.correct(S);
+            chunk.correct();
             if (job.kept && p.keep_errors)
                 store_tile(kept_errors(plan, job.kept, unit), chunk.E, span, chunk.value);
         }
@@ -73,7 +76,8 @@ struct ForwardUnit {
         load_tile(q, chunk.in.q, span, chunk.key, strength);
         chunk.decay.scores(q, chunk.k, A, false);
         multiply(out, span.rows, chunk.V, Zero{}, Fetch{&ahead},
-                 Plus{chunk.decay.rows(q, q_rows), S, chunk.K, Part::all}, Plus{A, chunk.U, span.rows, Part::up_to});
+                 Plus{pack_left(chunk.decay.rows(q, q_rows), q_left, span.rows, chunk.K), chunk.memory, chunk.K, Part::all},
+                 Plus{pack_left(A, A_left, span.rows, span.rows), chunk.writes, span.rows, Part::up_to});
         store_tile(out_into, out, span, chunk.value);
     }
 };

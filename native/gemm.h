@@ -5,11 +5,12 @@
 
 #pragma once
 
-#include "simd.h"
+#include "bf16.h"
 
 namespace HR_ISA {
 
 struct Tile {
+    static constexpr int STEP = 1;  // terms of a sum in one number
     float* p;
     Stride ld;
     float* row(int i) const { return p + i * ld; }
@@ -23,10 +24,11 @@ constexpr Stride leading(int width) { return (width / LANES | 1) * LANES; }
 // Which of a product's terms a block of rows m … m + TILE_ROWS − 1 of the result has: all, or what a triangle leaves.
 enum class Part { all, up_to, before, from, after };
 
-template <bool transposed_, bool minus_>
+template <bool transposed_, bool minus_, class Factor>
 struct Term {
     static constexpr bool transposed = transposed_, minus = minus_;
-    Tile left, right;
+    static constexpr int STEP = Factor::STEP;
+    Factor left, right;
     int depth;
     Part part;
 
@@ -34,42 +36,61 @@ struct Term {
     int last(int m) const { return part == Part::up_to || part == Part::before ? m : depth; }
 };
 
-using Plus = Term<false, false>;    // left right
-using PlusT = Term<true, false>;    // leftᵀ right
-using Minus = Term<false, true>;    // −left right
-using MinusT = Term<true, true>;    // −leftᵀ right
+template <class F>
+struct Plus : Term<false, false, F> {  // left right
+    Plus(F left, F right, int depth, Part part) : Term<false, false, F>{left, right, depth, part} {}
+};
+template <class F>
+struct PlusT : Term<true, false, F> {  // leftᵀ right
+    PlusT(F left, F right, int depth, Part part) : Term<true, false, F>{left, right, depth, part} {}
+};
+template <class F>
+struct Minus : Term<false, true, F> {  // −left right
+    Minus(F left, F right, int depth, Part part) : Term<false, true, F>{left, right, depth, part} {}
+};
+template <class F>
+struct MinusT : Term<true, true, F> {  // −leftᵀ right
+    MinusT(F left, F right, int depth, Part part) : Term<true, true, F>{left, right, depth, part} {}
+};
+
+HR_INLINE vf broadcast(const float* p) { return splat(*p); }
+HR_INLINE vf fused(vf sum, vf x, vf y) { return sum + x * y; }
+HR_INLINE vf negative(vf x) { return -x; }
+HR_INLINE vf only_first(vf x) { return x; }
 
 template <int NV>
 using Block = vf[TILE_ROWS][NV];
 
-// acc += a column of left times a row of right, from the block's row `top` on.
-template <int top, int NV, class T>
-HR_INLINE void one_more(Block<NV>& acc, const T& t, const float* a, const float* b) {
-    vf right[NV];
+// acc += a column of left times a row of right, from the block's row `top` on; its first row takes one term alone.
+template <int top, bool corner, int NV, class T, class Number>
+HR_INLINE void one_more(Block<NV>& acc, const T& t, const Number* a, const Number* b) {
+    decltype(load(b)) right[NV];
     for (int j = 0; j < NV; j++) right[j] = load(b + j * W);
     for (int i = top; i < TILE_ROWS; i++) {
-        const vf left = splat(T::transposed ? a[i] : a[i * t.left.ld]);
-        for (int j = 0; j < NV; j++) acc[i][j] += (T::minus ? -left : left) * right[j];
+        const auto left = broadcast(a + (T::transposed ? i : i * t.left.ld));
+        for (int j = 0; j < NV; j++)
+            acc[i][j] = fused(acc[i][j], T::minus ? negative(left) : left,
+                              corner && i == top ? only_first(right[j]) : right[j]);
     }
 }
 
 // The block on the diagonal: what lies above it is not looked at, since 0 times a later token's NaN would be NaN.
-template <int NV, class T, int... d>
-HR_INLINE void diagonal(Block<NV>& acc, const T& t, const float* a, const float* b, std::integer_sequence<int, d...>) {
-    (one_more<d>(acc, t, a + d * (T::transposed ? t.left.ld : 1), b + d * t.right.ld), ...);
+template <int NV, class T, class Number, int... d>
+HR_INLINE void diagonal(Block<NV>& acc, const T& t, const Number* a, const Number* b, std::integer_sequence<int, d...>) {
+    (one_more<d * T::STEP, true>(acc, t, a + d * (T::transposed ? t.left.ld : 1), b + d * t.right.ld), ...);
 }
 
 template <int NV, class T>
 HR_INLINE void accumulate(Block<NV>& acc, const T& t, int m, int n) {
-    const int first = t.first(m), depth = t.last(m) - first;
-    const float* a = T::transposed ? t.left.row(first) + m : t.left.row(m) + first;
-    const float* b = t.right.row(first) + n;
-    for (int i = 0; i < depth; i++) {
-        one_more<0>(acc, t, a, b);
+    const int first = t.first(m) / T::STEP, last = t.last(m) / T::STEP;
+    auto a = T::transposed ? t.left.row(first) + m : t.left.row(m) + first;
+    auto b = t.right.row(first) + n;
+    for (int i = first; i < last; i++) {
+        one_more<0, false>(acc, t, a, b);
         a += T::transposed ? t.left.ld : 1;
         b += t.right.ld;
     }
-    if (t.part == Part::up_to) diagonal(acc, t, a, b, std::make_integer_sequence<int, TILE_ROWS>());
+    if (t.part == Part::up_to) diagonal(acc, t, a, b, std::make_integer_sequence<int, TILE_ROWS / T::STEP>());
 }
 
 // What a result starts from.

@@ -97,10 +97,10 @@ struct Kernels {
     const char* name;
     Work<Forward> forward;
     Work<Backward> backward;
-    Work<Gather> gather;
-    Work<Step> step;
-    Work<Convolution> convolution;
-    void (*enter)(const Layer&, std::int64_t row); // what comes before the recurrence
-    void (*leave)(const Layer&, std::int64_t row); // and after it
-    void (*int8_rows)(const hr_int8_product&, std::int64_t first, std::int64_t last);
+    Work<Gather> gather{};
+    Work<Step> step{};
+    Work<Convolution> convolution{};
+    void (*enter)(const Layer&, std::int64_t row) = nullptr; // what comes before the recurrence
+    void (*leave)(const Layer&, std::int64_t row) = nullptr; // and after it
+    void (*int8_rows)(const hr_int8_product&, std::int64_t first, std::int64_t last) = nullptr;
 };
