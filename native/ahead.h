@@ -48,7 +48,7 @@ private:
 struct Fetch {
     Ahead* ahead;
     template <int NV>
-    HR_INLINE void operator()(Block<NV>&, int) const {
+    HR_INLINE void operator()(Block<NV>&, int, int) const {
         ahead->some();
     }
 };

@@ -147,6 +147,7 @@ struct BackwardUnit {
         if (delta) {
             copy(chunk.E, errors, span.rows, V);
             chunk.compare_keys();
+            chunk.weigh_keys();
         } else {
             chunk.load_values();
         }

@@ -39,6 +39,10 @@ HR_INLINE vu side_by_side(vf a, vf b) {
     return reinterpret_cast<vu>(_mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(a)));
 }
 
+HR_INLINE vf rounded(vf x) {
+    return bits(__builtin_convertvector(reinterpret_cast<vh>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(x))), vu) << 16);
+}
+
 // Those of a and b in turn.
 HR_INLINE vu interleaved(vf a, vf b) {
     typedef std::uint16_t halves __attribute__((vector_size(W * 4)));

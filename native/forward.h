@@ -56,8 +56,9 @@ struct ForwardUnit {
             chunk.correct();
             if (job.kept && p.keep_errors)
                 store_tile(kept_errors(plan, job.kept, unit), chunk.E, span, chunk.value);
+        } else {
+            chunk.strengthen();
         }
-        chunk.strengthen();
         read(span);
         chunk.write(S, Fetch{&ahead});
     }
@@ -75,9 +76,11 @@ struct ForwardUnit {
         load_numbers(strength, chunk.in.read, span, plan.problem->scale);
         load_tile(q, chunk.in.q, span, chunk.key, strength);
         chunk.decay.scores(q, chunk.k, A, false);
-        multiply(out, span.rows, chunk.V, Zero{}, Fetch{&ahead},
-                 Plus{pack_left(chunk.decay.rows(q, q_rows), q_left, span.rows, chunk.K), chunk.memory, chunk.K, Part::all},
-                 Plus{pack_left(A, A_left, span.rows, span.rows), chunk.writes, span.rows, Part::up_to});
+        const Plus before{pack_left(chunk.decay.rows(q, q_rows), q_left, span.rows, chunk.K), chunk.memory, chunk.K, Part::all};
+        if constexpr (delta)
+            multiply(out, span.rows, chunk.V, Zero{}, Fetch{&ahead}, before, Plus{A, chunk.U, span.rows, Part::up_to});
+        else
+            multiply(out, span.rows, chunk.V, Zero{}, Fetch{&ahead}, before, Plus{pack_left(A, A_left, span.rows, span.rows), chunk.writes, span.rows, Part::up_to});
         store_tile(out_into, out, span, chunk.value);
     }
 };

@@ -57,6 +57,9 @@ HR_INLINE vf broadcast(const float* p) { return splat(*p); }
 HR_INLINE vf fused(vf sum, vf x, vf y) { return sum + x * y; }
 HR_INLINE vf negative(vf x) { return -x; }
 HR_INLINE vf only_first(vf x) { return x; }
+#if !defined(__AVX512BF16__)
+HR_INLINE vf rounded(vf x) { return x; }
+#endif
 
 template <int NV>
 using Block = vf[TILE_ROWS][NV];
@@ -122,17 +125,22 @@ struct ItselfScaled {
 // What is done to a block of results before it is stored.
 struct Nothing {
     template <int NV>
-    HR_INLINE void operator()(Block<NV>&, int) const {}
+    HR_INLINE void operator()(Block<NV>&, int, int) const {}
 };
 
-// x ← (I + M)⁻¹ x for the block's rows, M strictly lower: by substitution.
+// x ← x − A U for the block's own rows of U, A strictly lower, where U = β x as products read it: by substitution. U is
+// stored. So what a factor's rounding changes in U, later rows correct.
 struct SolveLower {
-    Tile M;
+    Tile A, U;
+    const float* beta;
     template <int NV>
-    HR_INLINE void operator()(Block<NV>& x, int m) const {
-        for (int i = 1; i < TILE_ROWS; i++)
-            for (int j = 0; j < i; j++)
-                for (int c = 0; c < NV; c++) x[i][c] -= splat(M.row(m + i)[m + j]) * x[j][c];
+    HR_INLINE void operator()(Block<NV>& x, int m, int n) const {
+        for (int j = 0; j < TILE_ROWS; j++) {
+            vf u[NV];
+            for (int c = 0; c < NV; c++) store(U.row(m + j) + n + c * W, u[c] = rounded(x[j][c] * splat(beta[m + j])));
+            for (int i = j + 1; i < TILE_ROWS; i++)
+                for (int c = 0; c < NV; c++) x[i][c] -= splat(A.row(m + i)[m + j]) * u[c];
+        }
     }
 };
 
@@ -140,7 +148,7 @@ struct SolveLower {
 struct SolveUpper {
     Tile M;
     template <int NV>
-    HR_INLINE void operator()(Block<NV>& x, int m) const {
+    HR_INLINE void operator()(Block<NV>& x, int m, int) const {
         for (int i = TILE_ROWS - 2; i >= 0; i--)
             for (int j = i + 1; j < TILE_ROWS; j++)
                 for (int c = 0; c < NV; c++) x[i][c] -= splat(M.row(m + j)[m + i]) * x[j][c];
@@ -152,7 +160,7 @@ HR_INLINE void block(Tile C, int m, int n, Start start, Finish finish, const Ter
     Block<NV> acc;
     start(acc, C, m, n);
     (accumulate(acc, terms, m, n), ...);
-    finish(acc, m);
+    finish(acc, m, n);
     for (int i = 0; i < TILE_ROWS; i++)
         for (int j = 0; j < NV; j++) store(C.row(m + i) + n + j * W, acc[i][j]);
 }
