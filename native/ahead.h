@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "tile.h"
+#include "factor.h"
 
 namespace HR_ISA {
 
@@ -30,7 +30,7 @@ public:
     }
 
 private:
-    static constexpr int LINE = 64, MOST = 8, AT_A_TIME = 16;
+    static constexpr int LINE = 64, MOST = 8, AT_A_TIME = 16 / Factor::STEP;  // half as many bytes in bfloat16
     struct Rows {
         const char* p;
         Stride stride;
