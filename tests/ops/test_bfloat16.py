@@ -1,5 +1,5 @@
-"""The native kernels' products in bfloat16. Their error is at most twice that of the loop in float64 in which q, k, v, the
-output, and the gradients to q, k and v are rounded to bfloat16."""
+"""The native kernels' products in bfloat16. Their error is at most twice that of the loop in float64 in which q, k, v,
+the output, and the gradients to q, k and v are rounded to bfloat16."""
 
 from functools import partial
 
@@ -18,8 +18,8 @@ FEW = 4  # the errors of that many numbers, the gradient to a fixed decay, are a
 
 
 def factor(kind, rule, decay, y):
-    """How many times the error of rounding the kernels may have. Where the delta rule replaces what it wrote under one key,
-    large terms cancel, and vector decays round each of them by itself."""
+    """How many times the error of rounding the kernels may have. Where the delta rule replaces what it wrote under one
+    key, large terms cancel, and vector decays round each of them by itself."""
     return 4 if y.numel() <= FEW or (kind, rule, decay) == ("repeated", "delta", "vector") else 2
 
 
