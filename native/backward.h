@@ -22,7 +22,8 @@ struct BackwardUnit {
     const int key, value, K, V;
     View d_out_from, dq_into, dk_into, dv_into, d_decay_into, d_beta_into, d_write_into, d_read_into;
     Tile *S, *E;  // before each chunk of a run, of each chunk of a run
-    Tile S_t, dS, dS_t, E_t;
+    Tile dS, E_t;
+    Factor S_t, dS_t, memory, k_left, q_right, d_out_left, d_out_right, wide_left;  // wide_left: U, later dU
     Tile q, q_rows, dq, dk, read;
     Tile d_out, dU, A, X;
     float *strength, *numbers;
@@ -40,7 +41,11 @@ struct BackwardUnit {
             const Tile state = arena.tile(K, V), errors = delta ? arena.tile(C, V) : chunk.E;
             if (S) S[i] = state, E[i] = errors;
         }
-        S_t = arena.tile(V, K), dS = arena.tile(K, V), dS_t = arena.tile(V, K), E_t = arena.tile(V, C);
+        dS = arena.tile(K, V), E_t = arena.tile(V, C);
+        S_t = transposed_factor(arena, K, V), dS_t = transposed_factor(arena, K, V), memory = right_factor(arena, K, V);
+        k_left = left_factor(arena, C, K), q_right = right_factor(arena, C, K);
+        d_out_left = left_factor(arena, C, V), d_out_right = right_factor(arena, C, V);
+        wide_left = left_factor(arena, C, V);
         q = arena.tile(C, K), q_rows = Decay::none ? q : arena.tile(C, K);
         dq = arena.tile(C, K), dk = arena.tile(C, K), read = arena.tile(C, K);
         d_out = arena.tile(C, V), dU = arena.tile(C, V);
@@ -128,8 +133,8 @@ struct BackwardUnit {
     void step(Span span, Span next, Tile before, Tile errors) {
         fetch(span, next);
         begin(span, errors);
-        transpose(S_t, before, K, V);
-        transpose(dS_t, dS, K, V);
+        S_t = pack_transposed(before, S_t, K, V);
+        dS_t = pack_transposed(dS, dS_t, K, V);
         transpose(E_t, errors, span.rows, V);
         to_writes(span);
         to_reads_and_keys(span, before);
@@ -165,14 +170,20 @@ struct BackwardUnit {
     // dU from what is read in the chunk and from the state after it.
     void to_writes(Span span) {
         chunk.decay.scores(q, chunk.k, A, false);
-        multiply(dU, span.rows, V, Zero{}, Fetch{&ahead}, PlusT{A, d_out, span.rows, Part::from},
-                 Plus{chunk.k_cols, dS, K, Part::all});
+        const PlusT within{A, d_out, span.rows, Part::from};
+        if constexpr (delta) {
+            multiply(dU, span.rows, V, Zero{}, Fetch{&ahead}, within, Plus{chunk.k_cols, dS, K, Part::all});
+        } else {
+            k_left = pack_left(chunk.k_cols, k_left, span.rows, K), memory = pack_right(dS, memory, K, V);
+            multiply(dU, span.rows, V, Zero{}, Fetch{&ahead}, within, Plus{k_left, memory, K, Part::all});
+        }
     }
 
     void to_reads_and_keys(Span span, Tile before) {
         Decay& decay = chunk.decay;
-        multiply(dq, span.rows, K, Zero{}, Fetch{&ahead}, Plus{d_out, S_t, V, Part::all});
-        multiply(dk, span.rows, K, Zero{}, Fetch{&ahead}, Plus{chunk.U, dS_t, V, Part::all});
+        d_out_left = pack_left(d_out, d_out_left, span.rows, V), wide_left = pack_left(chunk.U, wide_left, span.rows, V);
+        multiply(dq, span.rows, K, Zero{}, Fetch{&ahead}, Plus{d_out_left, S_t, V, Part::all});
+        multiply(dk, span.rows, K, Zero{}, Fetch{&ahead}, Plus{wide_left, dS_t, V, Part::all});
         dq = decay.rows(dq, dq);
         dk = decay.cols(dk, dk);
         decay.note_reads(q, dq);
@@ -197,7 +208,8 @@ struct BackwardUnit {
         }
         map(X, rows, rows, [&](int i, int j) { return load(X.row(i) + j) * load(chunk.beta + j); });
         decay.scores_backward(X, chunk.k, chunk.k, chunk.A, dk, dk);
-        multiply(read, rows, K, Zero{}, Nothing{}, Minus{dU, S_t, V, Part::all});
+        wide_left = pack_left(dU, wide_left, rows, V);
+        multiply(read, rows, K, Zero{}, Nothing{}, Minus{wide_left, S_t, V, Part::all});
         read = decay.rows(read, read);
         decay.note_reads(chunk.k, read);
         map(dk, rows, K, [&](int i, int j) { return load(dk.row(i) + j) + load(read.row(i) + j); });
@@ -205,12 +217,14 @@ struct BackwardUnit {
 
     // dS from the state after the chunk to the one before it.
     void to_state(Span span) {
-        const PlusT reads{q_rows, d_out, span.rows, Part::all};
         const ItselfScaled scaled{chunk.decay.end};
-        if constexpr (delta)
-            multiply(dS, K, V, scaled, Fetch{&ahead}, reads, MinusT{chunk.k_rows, dU, span.rows, Part::all});
-        else
-            multiply(dS, K, V, scaled, Fetch{&ahead}, reads);
+        if constexpr (delta) {
+            multiply(dS, K, V, scaled, Fetch{&ahead}, PlusT{q_rows, d_out, span.rows, Part::all},
+                     MinusT{chunk.k_rows, dU, span.rows, Part::all});
+        } else {
+            q_right = pack_right(q_rows, q_right, span.rows, K), d_out_right = pack_right(d_out, d_out_right, span.rows, V);
+            multiply(dS, K, V, scaled, Fetch{&ahead}, PlusT{q_right, d_out_right, span.rows, Part::all});
+        }
     }
 
     void finish(Span span) {

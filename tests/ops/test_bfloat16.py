@@ -14,7 +14,7 @@ from headrace.ops.reference import literal
 from headrace.studies.verify import relative
 
 ROUNDED = ("q", "k", "v")
-FEW = 4  # the errors of that many numbers, the gradient to a fixed decay, are a matter of chance
+FEW = 16  # numbers, as in the gradient to a fixed decay, of which one may outweigh the others: its error is chance
 
 
 def factor(kind, rule, decay, y):
@@ -62,14 +62,16 @@ def difficult(kind, x):
 @pytest.mark.parametrize("rule", ["add", "delta"])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_error_is_at_most_twice_that_of_rounding(decay, rule, kind):
-    drawn = inputs(decay, rows=1, tokens=300, groups=2, key=48, value=40)
+    drawn = inputs(decay, rows=1, tokens=300, heads=16, groups=8, key=48, value=40)
     drawn = difficult(kind, {name: x.detach().float().double() for name, x in drawn.items() if x is not None})
     repeated = lambda x: {n: y.repeat_interleave(2, 2) if n in ("q", "k") else y for n, y in x.items()}  # noqa: E731
     rounded = {name: x.bfloat16() if name in ROUNDED else x.float() for name, x in drawn.items()}
     exact = computed(literal, repeated(drawn), rule)
     nearest = computed(literal, {name: x.double() for name, x in repeated(rounded).items()}, rule)
     actual = computed(partial(linear_attention, backend="native"), rounded, rule)
+    for x in (exact, nearest):
+        x |= {name: x[name].unflatten(2, (-1, 2)).sum(3) for name in ("q", "k")}
+    best = {name: relative(nearest[name].to(y.dtype).double(), exact[name]) for name, y in actual.items()}
+    best |= {name: max(best.values()) for name, y in actual.items() if y.numel() <= FEW}
     for name, y in actual.items():
-        summed = lambda x: x.unflatten(2, (-1, 2)).sum(3) if name in ("q", "k") else x  # noqa: B023, E731
-        best = relative(summed(nearest[name]).to(y.dtype).double(), summed(exact[name]))
-        assert relative(y.double(), summed(exact[name])) <= factor(kind, rule, decay, y) * best, name
+        assert relative(y.double(), exact[name]) <= factor(kind, rule, decay, y) * best[name], name
