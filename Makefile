@@ -72,16 +72,14 @@ sanitize: $(VENV)/.dev
 	HEADRACE_LIBRARY=$(SANITIZED)/headrace/libheadrace.so LD_PRELOAD=$(SANITIZERS) ASAN_OPTIONS=detect_leaks=0 \
 	    $(BIN)/python tests/fuzz.py --cases $(CASES)
 
-# What docs/benchmarks.md shows of the op and of whole models, on an otherwise idle machine. GGML and IDIAP are the paths of
-# compiled peers, see benchmarks/compiled.py.
+# What docs/benchmarks.md shows of the op and of whole models, on an otherwise idle machine. GGML, VLLM and IDIAP are the paths
+# of compiled peers, see benchmarks/compiled.py.
 BENCHMARK := $(BIN)/python benchmarks
-GGML_PEER = $(if $(GGML),--ggml $(GGML))
-IDIAP_PEER = $(if $(IDIAP),--idiap $(IDIAP))
 FAMILIES := $(addprefix --family ,linear scalar vector gated-delta)
 bench: $(VENV)/.dev
-	$(BENCHMARK)/op.py $(FAMILIES) --rounds 5 --budget 6 $(GGML_PEER) $(IDIAP_PEER)
+	$(BENCHMARK)/op.py $(FAMILIES) --rounds 5 --budget 6
 	$(BENCHMARK)/threads.py $(FAMILIES)
-	$(BENCHMARK)/step.py $(GGML_PEER)
+	$(BENCHMARK)/step.py
 	$(BENCHMARK)/model.py train --layers 1 --layers 4 --rounds 1
 	$(BENCHMARK)/model.py decode --threads 2
 	$(BENCHMARK)/model.py prefill --layers 4 --threads 2

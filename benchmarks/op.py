@@ -3,7 +3,8 @@
     python benchmarks/op.py --quick                            a minute, to see that everything runs
     python benchmarks/op.py                                    the real thing, on an otherwise idle machine
     python benchmarks/op.py --family scalar --peers mamba2     one family, only the peers whose name has this in it
-    python benchmarks/op.py --ggml …/libggml.so --idiap …      with compiled peers: see compiled.py
+    python benchmarks/op.py --dtype bfloat16                   every input but the decay in bfloat16
+    GGML=…/libggml.so VLLM=… python benchmarks/op.py           with compiled peers: see compiled.py
 
 All implementations run in one process, in turn; a ratio is the median over rounds of a time over that of our first
 backend here, which "auto" takes. Times are CPU time of the process (wall time on a GPU, and with several threads).
@@ -13,14 +14,12 @@ each with what it takes to repeat it.
 
 import itertools
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 from torch import Tensor
 
-from compiled import PATHS
 from headrace import InputError, backends, linear_attention
 from headrace.ops.reference import literal
 from peers import ATTENTION, FAMILIES, PEERS, Family, Peer
@@ -30,10 +29,10 @@ from turns import CPU, WALL, Runner, flops, peak, peak_flops, take_turns
 
 Families = Annotated[list[str], typer.Option("--family", help=f"Any of {', '.join(FAMILIES)}; may be repeated.")]
 MODES = ("forward", "forward+backward")
-FULL = {"lengths": (2048, 8192), "sizes": ((128, 256), (128, 128))}
+FULL = {"lengths": (2048, 8192), "sizes": ((128, 256), (128, 128), (64, 64))}
 QUICK = {"lengths": (128, 512), "sizes": ((16, 32), (16, 16))}
 SEED, HEADS = 0, 4
-WRONG = 1e-4  # relative error in float32 above which a call is not the call that was meant
+WRONG = {torch.float32: 1e-4, torch.bfloat16: 2**-5}  # relative error above which a call is not the one that was meant
 
 
 def ours(family: Family, backend: str, tensors: dict[str, Tensor]) -> Tensor:
@@ -64,7 +63,7 @@ def relative_error(peer: Peer, family: Family, shape: dict) -> float:
     return ((out - truth).norm() / truth.norm()).item()
 
 
-def objection(peer: Peer, T: int, K: int, V: int, backward: bool) -> str | None:
+def objection(peer: Peer, T: int, K: int, V: int, backward: bool, dtype: torch.dtype) -> str | None:
     """Why this peer is not timed on these shapes, or None."""
     if (reason := peer.missing()) is not None:
         return reason
@@ -73,7 +72,9 @@ def objection(peer: Peer, T: int, K: int, V: int, backward: bool) -> str | None:
     if K % peer.multiple:
         return f"needs K in multiples of {peer.multiple}; here {K}"
     if backward and not peer.backward:
-        return "its backward raises"
+        return "its backward raises or does not exist"
+    if dtype not in peer.dtypes:
+        return f"computes in {str(peer.dtypes[0]).removeprefix('torch.')}"
     if peer.upto[backward] < T:
         return f"{MODES[backward]} at T={T} takes too long or too much memory"
     return None
@@ -100,9 +101,9 @@ def contestants(name: str, shape: dict, backward: bool, part: str) -> tuple[list
         runners.append(Runner(f"headrace {backend}", partial(ours, family, backend), tensors))
         runners.append(Runner(f"headrace {backend}, heads competing", partial(competing, family, backend), scored))
     for peer in (p for p in [*PEERS, ATTENTION] if p.family in (name, "attention") and part in p.name):
-        reason = objection(peer, shape["T"], shape["K"], shape["V"], backward)
+        reason = objection(peer, shape["T"], shape["K"], shape["V"], backward, shape["dtype"])
         error = relative_error(peer, family, shape) if reason is None else 0.0
-        if error > WRONG:
+        if error > WRONG[shape["dtype"]]:
             reason = f"its output is {error:.1e} away from the literal equation"
         if reason is None:
             runners.append(Runner(peer.name, lambda x, peer=peer: peer(x)[0], peer.arguments(tensors), error=error))
@@ -174,8 +175,7 @@ def main(
     budget: Annotated[float, typer.Option(help="Seconds per peer and cell after which it sits out.")] = 30.0,
     threads: int = 1,
     device: str = "cpu",
-    ggml: Annotated[Path | None, typer.Option(help="libggml.so, for its operators.")] = None,
-    idiap: Annotated[Path | None, typer.Option(help="causal_product_cpu.cpp of fast-transformers.")] = None,
+    dtype: str = "float32",
     output: Output = RESULTS / "op.csv",
 ) -> None:
     """Time the op beside its peers."""
@@ -183,16 +183,17 @@ def main(
         if name not in FAMILIES:
             raise typer.BadParameter(f"{name!r} is not one of {', '.join(FAMILIES)}", param_hint="--family")
     torch.set_num_threads(threads)
-    PATHS.update(ggml=ggml, idiap=idiap)
     clock = WALL if device == "cuda" or threads > 1 else CPU  # process time says nothing about a GPU, and adds threads
     plan, log, skipped = QUICK if quick else FULL, Log(output, device), {}
     for name, (K, V), T, backward in itertools.product(family, plan["sizes"], plan["lengths"], (False, True)):
-        shape = {"B": 1, "T": T, "H": HEADS, "K": K, "V": V, "device": device, "seed": SEED}
+        shape = {
+            "B": 1, "T": T, "H": HEADS, "K": K, "V": V, "device": device, "seed": SEED, "dtype": getattr(torch, dtype)
+        }  # fmt: skip
         with console.status(f"{name} T={T} {K}×{V} {MODES[backward]}"):
             active, refused = contestants(name, shape, backward, peers)
             skipped |= dict.fromkeys(refused)
             take_turns(active, backward, 2 if quick else rounds, budget)
-            log.add(rows(active, backward, {"family": name, "T": T, "K": K, "V": V}, clock))
+            log.add(rows(active, backward, {"family": name, "dtype": dtype, "T": T, "K": K, "V": V}, clock))
     show_family(log.rows, ("cpu_ms", "wall_ms")[clock])
     for reason in skipped:
         console.print(f"[dim]not timed: {reason}[/]")

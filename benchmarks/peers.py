@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import compiled
+import runtimes
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Family:
         return {"rule": self.rule, "normalise": self.normalise}
 
 
+EXACT = torch.float64, torch.float32, torch.bfloat16  # the dtypes of a peer that does not compute in float32 alone
 FAMILIES = {
     "linear": Family(),
     "normalised": Family(normalise=True),
@@ -84,7 +86,7 @@ class Peer:
     heads_first: bool = False  # its layout is [B, H, T, ·], not [B, T, H, ·]
     note: str = ""
     states: bool = True  # takes an initial state and returns the final one
-    exact: bool = False  # computes in float64 when given float64
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)  # of its inputs, the most exact first
     backward: bool = True
     square: bool = False  # K = V only
     multiple: int = 1  # K must be one of this
@@ -125,8 +127,22 @@ def load(source: str) -> Callable:
         return getattr(_fla(module), function)
     if library in compiled.LIBRARIES:
         return compiled.LIBRARIES[library](function)
+    if (graph := graph_of(source)) is not None:
+        return compiled.Operator(graph)
     package = {"transformers": f"transformers.models.{module}.modeling_{module}", "torch": f"torch.{module}"}[library]
     return inspect.unwrap(getattr(importlib.import_module(package), function))
+
+
+def graph_of(source: str) -> Callable | None:
+    """What makes the graph of an operator over a list of arguments, or None for what has no graph."""
+    library, module, function = source.split(":")
+    if library == "ggml":
+        compiled.library()
+        return partial(compiled.Graph, function)
+    if library == "onnxruntime":
+        runtimes.require()
+        return partial(runtimes.Node, module)
+    return None
 
 
 def _fla(module: str):
@@ -232,8 +248,33 @@ def ggml(family: str, function: str, prepare: Callable, **fields) -> Peer:
     """One of ggml's operators: C, token by token, forward alone."""
     return Peer(
         family, f"ggml:ops:{function}", prepare=prepare, call=_stateless, states=False, backward=False, square=True,
-        **fields,
+        dtypes=(torch.float32,), **fields,
     )  # fmt: skip
+
+
+def _from_state(f, S, **tensors):
+    return f(**tensors if S is None else tensors | {"state": S})
+
+
+def node(family: str, rule: str, prepare: Callable = dict) -> Peer:
+    """ONNX Runtime's LinearAttention: C++, forward alone."""
+    source = f"onnxruntime:{rule}:LinearAttention"
+    return Peer(family, source, prepare=prepare, call=_from_state, backward=False, dtypes=(torch.float32,))
+
+
+def _vllm(**tensors):
+    """vLLM's operator takes packed sequences: their bounds, and the rows of the states, which it overwrites."""
+    B, T = tensors["v"].shape[:2]
+    packed = {name: x.flatten(0, 1)[None] for name, x in tensors.items()}
+    rows = torch.arange(B + 1, dtype=torch.int32)
+    return packed | {"log_decay": packed["log_decay"].float(), "cu_seqlens": rows * T, "rows": rows[:B]}
+
+
+def _chunk_cpu(f, S, q, k, v, log_decay, beta, cu_seqlens, rows):
+    B, H, K, V = len(rows), *k.shape[2:], v.shape[-1]
+    S = torch.zeros(B, H, K, V) if S is None else S.float()
+    out, S = f(q, k, v, log_decay, beta, S, True, cu_seqlens, False, False, rows)
+    return out.unflatten(1, (B, -1))[0], S
 
 
 PEERS = [
@@ -246,7 +287,19 @@ PEERS = [
     ggml("gated-delta", "gated_delta_net", _delta_net),
     ggml("kda", "gated_delta_net", _delta_net, note="a decay per key"),
     ggml("kda", "rwkv_wkv7", _wkv7, multiple=64),
-    Peer("linear", "fla:linear_attn/naive:naive_chunk_linear_attn", call=_stateless, states=False, exact=True),
+    *(
+        node(family, rule, prepare)
+        for family, rule, prepare in (
+            ("linear", "linear", dict), ("fixed", "gated", _per_token), ("scalar", "gated", dict),
+            ("vector", "gated", dict), ("delta", "delta", dict), ("gated-delta", "gated_delta", dict),
+            ("kda", "gated_delta", dict),
+        )
+    ),
+    Peer(
+        "gated-delta", "vllm:cpu:chunk_gated_delta_rule_cpu", prepare=_vllm, call=_chunk_cpu, backward=False,
+        square=True, multiple=64, dtypes=(torch.bfloat16,),
+    ),
+    Peer("linear", "fla:linear_attn/naive:naive_chunk_linear_attn", call=_stateless, states=False, dtypes=EXACT),
     Peer("linear", "fla:linear_attn/naive:naive_recurrent_linear_attn", upto=LOOP),
     Peer(
         "normalised", "fla:linear_attn/naive:naive_chunk_linear_attn", states=False,
@@ -258,7 +311,7 @@ PEERS = [
     ),
     Peer(
         "fixed", "transformers:minimax:MiniMaxLightningAttention", prepare=_lightning, call=_lightning_core,
-        states=False, exact=True, square=True,
+        states=False, dtypes=EXACT, square=True,
     ),
     Peer("fixed", "transformers:mamba2:mamba2_chunk_scan", prepare=_mamba2, call=partial(_chunk_scan, chunk_size=256)),
     Peer("fixed", "fla:simple_gla/naive:naive_chunk_simple_gla", FLA, _per_token),
@@ -288,7 +341,7 @@ PEERS = [
     ),
     Peer(
         "delta", "fla:delta_rule/naive:delta_rule_chunkwise", call=lambda f, S, **x: f(**x), heads_first=True,
-        states=False, exact=True,
+        states=False, dtypes=EXACT,
     ),
     Peer("delta", "fla:delta_rule/naive:delta_rule_recurrence", heads_first=True, upto=LOOP),
     Peer("delta", "transformers:qwen3_next:torch_chunk_gated_delta_rule", HF, _no_decay),
@@ -307,5 +360,5 @@ PEERS = [
 ATTENTION = Peer(
     "attention", "torch:nn.functional:scaled_dot_product_attention", {"q": "query", "k": "key", "v": "value"},
     lambda q, k, v, **_: {"q": q, "k": k, "v": v}, lambda f, S, **x: (f(**x, is_causal=True), None), heads_first=True,
-    states=False, exact=True, square=True,
+    states=False, dtypes=EXACT, square=True,
 )  # fmt: skip

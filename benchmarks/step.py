@@ -1,30 +1,28 @@
 """One token of the op: its state must be read once and written once, so that is what it is measured against.
 
     python benchmarks/step.py --quick
-    python benchmarks/step.py --ggml ggml/build/src/libggml.so
+    GGML=ggml/build/src/libggml.so python benchmarks/step.py
 
-As many states as a model has layers are each stepped in turn, so that they do not stay in the second cache.
+As many states as a model has layers are each stepped in turn, so that they do not stay in the second cache. ggml and
+ONNX Runtime step all of them in one call of a graph.
 """
 
 import itertools
-from pathlib import Path
-from typing import Annotated
 
 import torch
 import typer
 
-from compiled import PATHS, Graph
 from headrace import step
 from headrace.ops.backends.native import library as native
 from headrace.ops.call import Call
 from op import HEADS
-from peers import FAMILIES, PEERS
+from peers import FAMILIES, PEERS, graph_of
 from program import Log, Output, Quick, show
 from record import RESULTS, Row
 from turns import CPU, Runner, take_turns
 
 FAMILY = ("linear", "scalar", "vector", "gated-delta", "kda")
-SIZES, LAYERS = ((128, 256), (128, 128)), 24
+SIZES, LAYERS = ((128, 256), (128, 128), (64, 64)), 24
 OVER_TIME = 2  # dimensions that a tensor with one token has at least
 
 
@@ -32,8 +30,12 @@ def token(family: str, K: int, V: int, seed: int) -> dict:
     return {name: x.detach() for name, x in FAMILIES[family].inputs(T=1, H=HEADS, K=K, V=V, seed=seed).items()}
 
 
+def tokens(layers: list[dict]) -> list[dict]:
+    return [{name: x[:, 0] if x.dim() > OVER_TIME else x for name, x in own.items()} for own in layers]
+
+
 def ours(family: str, layers: list[dict], V: int, competing: bool) -> Runner:
-    tensors = [{name: x[:, 0] if x.dim() > OVER_TIME else x for name, x in own.items()} for own in layers]
+    tensors = tokens(layers)
     states = [torch.zeros(1, HEADS, own["k"].shape[-1], V) for own in tensors]
     logits = torch.randn(2, 1, HEADS, generator=torch.Generator().manual_seed(0))
 
@@ -46,8 +48,22 @@ def ours(family: str, layers: list[dict], V: int, competing: bool) -> Runner:
     return Runner(f"headrace{', heads competing' * competing}", call, {})
 
 
+def in_place(family: str, layers: list[dict], V: int, competing: bool) -> Runner:
+    tensors, options, gates = tokens(layers), FAMILIES[family].options(), {}
+    if competing:
+        gates = {"read_gate": torch.rand(1, HEADS), "write_gate": torch.rand(1, HEADS)}
+    states = [torch.zeros(1, HEADS, own["k"].shape[-1], V + options["normalise"]) for own in tensors]
+    outs = [torch.empty_like(own["v"]) for own in tensors]
+
+    def call(_):
+        for own, state, out in zip(tensors, states, outs, strict=True):
+            step(**own, **options, **gates, state=state, in_place=True, out=out)
+
+    return Runner(f"headrace, in place{', gates' * competing}", call, {})
+
+
 def kernel(family: str, layers: list[dict], V: int) -> Runner:
-    """What a layer's token runs inside its one native call: the state changed where it lies, no Python around it."""
+    """What `step` in place runs inside: the state changed where it lies, no Python around it."""
     options = FAMILIES[family].options()
     states = [torch.zeros(1, HEADS, own["k"].shape[-1], V) for own in layers]
     calls = []
@@ -73,11 +89,13 @@ def contestants(family: str, K: int, V: int) -> list[Runner]:
     """Ours first, the floor last."""
     layers = [token(family, K, V, seed) for seed in range(LAYERS)]
     runners = [ours(family, layers, V, competing) for competing in (False, True)]
+    runners += [in_place(family, layers, V, competing) for competing in (False, True)]
     if native.missing is None and not FAMILIES[family].options().get("normalise") and "bonus" not in layers[0]:
         runners.append(kernel(family, layers, V))
-    for peer in (p for p in PEERS if p.family == family and p.source.startswith("ggml")):
-        if peer.missing() is None and K == V and K % peer.multiple == 0:
-            graph = Graph(peer.source.split(":")[-1], [peer.arguments(own) for own in layers])
+    for peer in (p for p in PEERS if p.family == family and p.missing() is None):
+        make = graph_of(peer.source)
+        if make is not None and (K == V or not peer.square) and K % peer.multiple == 0:
+            graph = make([peer.arguments(own) for own in layers])
             runners.append(Runner(peer.name, lambda _, graph=graph: graph.run(), {}))
     return [*runners, floor(K, V)]
 
@@ -99,12 +117,11 @@ def measure(family: str, K: int, V: int, rounds: int) -> list[Row]:
 def main(
     quick: Quick = False,
     rounds: int = 200,
-    ggml: Annotated[Path | None, typer.Option(help="libggml.so, for its operators.")] = None,
     output: Output = RESULTS / "step.csv",
 ) -> None:
     """Time one token."""
     torch.set_num_threads(1)
-    PATHS["ggml"], log = ggml, Log(output)
+    log = Log(output)
     for family, (K, V) in itertools.product(FAMILY, SIZES):
         log.add(measure(family, K, V, 5 if quick else rounds))
     lines = [

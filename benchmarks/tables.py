@@ -26,18 +26,19 @@ def table(header: list[str], lines: list[list[str]]) -> str:
 
 
 def op() -> str:
-    rows = newest(read("op.csv"), "threads", "family", "T", "K", "V", "mode", "runner")
+    rows = newest(read("op.csv"), "threads", "family", "dtype", "T", "K", "V", "mode", "runner")
     parts = [f"### The op\n\n{about(rows)}."]
-    rows.sort(key=lambda r: (r["family"], int(r["K"]) * int(r["V"])))
-    for (family, K, V), group in groupby(rows, lambda r: (r["family"], r["K"], r["V"])):
+    rows.sort(key=lambda r: (r["family"], int(r["K"]) * int(r["V"]), r["dtype"] != "float32"))
+    for (family, K, V, dtype), group in groupby(rows, lambda r: tuple(r[n] for n in ("family", "K", "V", "dtype"))):
         cells = {(r["runner"], r["mode"], r["T"]): r for r in group}
+        inputs = "" if dtype == "float32" else f", {dtype}"
         columns = [(mode, T) for mode in MODES for T in sorted({T for _, _, T in cells}, key=int)]
         lines = [
             [runner, *(cell(cells.get((runner, *column))) for column in columns), saved(cells, runner)]
             for runner in dict.fromkeys(runner for runner, _, _ in cells)
         ]
         header = ["", *(f"{mode}, T={T}" for mode, T in columns), "kept / inputs"]
-        parts.append(f"#### {family}, {K}×{V}\n\n{table(header, lines)}")
+        parts.append(f"#### {family}, {K}×{V}{inputs}\n\n{table(header, lines)}")
     return "\n\n".join(parts)
 
 

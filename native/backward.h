@@ -5,7 +5,8 @@
 // The formulas are those of the forward transposed. Under the delta rule k also reads, as q does: it finds out what
 // memory holds before it writes. Nothing is divided by β, a gate or a decay.
 //
-// Tiles: d_out, E, U, dU, dP [C, V]; q, k, dq, dk [C, K]; A, X [C, C]; S, dS [K, V].
+// Tiles: d_out, E, U, dU, dP [C, V]; q, k, dq, dk [C, K]; A, X [C, C]; S, dS [K, V]; names with _t: transposes. The
+// additive rule uses S transposed alone, and finds it so.
 
 #pragma once
 
@@ -21,28 +22,29 @@ struct BackwardUnit {
     Chunk<Decay, delta> chunk;
     const int key, value, K, V;
     View d_out_from, dq_into, dk_into, dv_into, d_decay_into, d_beta_into, d_write_into, d_read_into;
-    Tile *S, *E;  // before each chunk of a run, of each chunk of a run
-    Tile dS, E_t;
-    Factor S_t, dS_t, memory, k_left, q_right, d_out_left, d_out_right, wide_left;  // wide_left: U, later dU
+    Tile *S, *S_t, *E;  // before each chunk of a run (the delta rule: S_t is one tile), of each chunk of a run
+    Tile dS, dS_t, E_t;
+    Factor before_t, after_t, after, k_left, q_right, d_out_left, d_out_right, wide_left;  // in products: S_t, dS_t, dS, …
     Tile q, q_rows, dq, dk, read;
     Tile d_out, dU, A, X;
-    float *strength, *numbers;
+    float *strength, *numbers, *read_out;
+    Own own;
     Ahead ahead;
 
     BackwardUnit(Arena& arena, const Plan& plan, const Backward& job, const Unit& unit)
         : plan(plan), job(job), unit(unit),
           chunk(arena, plan, unit, job.gradients[unit.part].log_decay.data || job.fixed_decay),
-          key(chunk.key), value(chunk.value), K(chunk.K), V(chunk.V) {
+          key(chunk.key), value(chunk.value), K(chunk.K), V(chunk.V), own(arena, plan, unit, chunk.in, key, value) {
         const int C = plan.chunk, run = static_cast<int>(plan.run);
         find_tensors();
-        S = arena.array<Tile>(run);
-        E = arena.array<Tile>(run);
+        S = arena.array<Tile>(run), S_t = arena.array<Tile>(run), E = arena.array<Tile>(run);
+        const Tile one = arena.tile(delta ? V : K, delta ? K : V);
         for (int i = 0; i < run; i++) {
-            const Tile state = arena.tile(K, V), errors = delta ? arena.tile(C, V) : chunk.E;
-            if (S) S[i] = state, E[i] = errors;
+            const Tile state = delta ? arena.tile(K, V) : arena.tile(V, K), errors = delta ? arena.tile(C, V) : chunk.E;
+            if (S) S[i] = delta ? state : one, S_t[i] = delta ? one : state, E[i] = errors;
         }
-        dS = arena.tile(K, V), E_t = arena.tile(V, C);
-        S_t = transposed_factor(arena, K, V), dS_t = transposed_factor(arena, K, V), memory = right_factor(arena, K, V);
+        dS = arena.tile(K, V), dS_t = arena.tile(V, K), E_t = arena.tile(V, C);
+        before_t = right_factor(arena, V, K), after_t = right_factor(arena, V, K), after = right_factor(arena, K, V);
         k_left = left_factor(arena, C, K), q_right = right_factor(arena, C, K);
         d_out_left = left_factor(arena, C, V), d_out_right = right_factor(arena, C, V);
         wide_left = left_factor(arena, C, V);
@@ -50,20 +52,21 @@ struct BackwardUnit {
         dq = arena.tile(C, K), dk = arena.tile(C, K), read = arena.tile(C, K);
         d_out = arena.tile(C, V), dU = arena.tile(C, V);
         A = arena.tile(C, C), X = arena.tile(C, C);
-        strength = arena.floats(C), numbers = arena.floats(C);
+        strength = arena.floats(C), numbers = arena.floats(C), read_out = arena.floats(V);
     }
 
     void find_tensors() {
         const hr_gradients& g = job.gradients[unit.part];
         const bool half = plan.problem->dtype == HR_BFLOAT16;
+        const int delay = plan.delay();
         const std::int64_t head = job.by_head ? unit.head : unit.head / (plan.problem->H / plan.problem->Hq);
         d_out_from = view(job.d_out, plan, unit, unit.head, half, unit.column);
         dq_into = view(g.q, plan, unit, head, half && !job.by_head);
-        dk_into = view(g.k, plan, unit, head, half && !job.by_head);
-        dv_into = view(g.v, plan, unit, unit.head, half, unit.column);
-        if (!job.fixed_decay) d_decay_into = view(g.log_decay, plan, unit, unit.head, false);
-        d_beta_into = view(g.beta, plan, unit, unit.head, false);
-        d_write_into = view(g.write_gate, plan, unit, unit.head, false);
+        dk_into = view(g.k, plan, unit, head, half && !job.by_head, 0, delay);
+        dv_into = view(g.v, plan, unit, unit.head, half, unit.column, delay);
+        if (!job.fixed_decay) d_decay_into = view(g.log_decay, plan, unit, unit.head, false, 0, delay);
+        d_beta_into = view(g.beta, plan, unit, unit.head, false, 0, delay);
+        d_write_into = view(g.write_gate, plan, unit, unit.head, false, 0, delay);
         d_read_into = view(g.read_gate, plan, unit, unit.head, false);
     }
 
@@ -75,44 +78,46 @@ struct BackwardUnit {
             const std::int64_t first = run * plan.run, end = first + plan.run < count ? first + plan.run : count;
             replay(run, first, end);
             for (std::int64_t i = end - 1; i >= first; i--)
-                step(span_of(plan, unit, i), i ? span_of(plan, unit, i - 1) : Span{}, S[i - first],
-                     delta ? E[i - first] : chunk.E);
+                step(span_of(plan, unit, i), i ? span_of(plan, unit, i - 1) : Span{}, static_cast<int>(i - first));
         }
         float* d_initial = job.gradients[unit.part].initial_state;
         if (d_initial) store_state(d_initial + own, dS, p.V, key, value);
     }
 
-    // Fills S and, under the delta rule, E for chunks first … end − 1.
+    // Fills S_t or, under the delta rule, S and E for chunks first … end − 1.
     void replay(std::int64_t run, std::int64_t first, std::int64_t end) {
         const hr_problem& p = *plan.problem;
         const float* initial = p.initial_state ? p.initial_state + state_at(plan, unit.sequence, unit) : nullptr;
         float* kept = const_cast<float*>(job.kept);
         load_state(S[0], run ? kept_state(plan, kept, unit, run) : initial, p.V, key, value);
+        if (!delta) transpose(S_t[0], S[0], K, V);
         const int last = static_cast<int>(end - first) - 1;
-        for (int i = 0; i <= last; i++) {
-            if (i == last && !delta) return;
+        for (int i = 0; i < last + delta; i++) {
             const Span span = span_of(plan, unit, first + i);
-            chunk.begin(span);
+            chunk.load_keys(span);
             fetch_inputs(i == last ? Span{} : span_of(plan, unit, first + i + 1));
-            recompute_delta_values(kept, span, S[i]);
-            if (delta) copy(E[i], chunk.E, span.rows, V);
+            find_values(kept, span, i);
             if (i == last) return;
             chunk.strengthen();
-            copy(S[i + 1], S[i], K, V);
-            chunk.write(S[i + 1], Fetch{&ahead});
+            if constexpr (delta)
+                chunk.write(S[i + 1], S[i], Fetch{&ahead});
+            else
+                chunk.write_transposed(S_t[i + 1], S_t[i], Fetch{&ahead});
         }
     }
-    void recompute_delta_values(float* kept, Span span, Tile before) {
+    void find_values(float* kept, Span span, int i) {
         if (delta && plan.problem->keep_errors) {
             load_tile(chunk.E, kept_errors(plan, kept, unit), span, value);
-            return;
+        } else {
+            chunk.load_values();
+            if constexpr (delta) {
+                chunk.decay.keys(chunk.k);
+                chunk.compare_keys();
+                chunk.hold(S[i]);
+                chunk.correct();
+            }
         }
-        chunk.load_values();
-        if constexpr (delta) {
-            chunk.compare_keys();
-            chunk.hold(before);
-            chunk.correct();
-        }
+        if (delta) copy(E[i], chunk.E, span.rows, V);
     }
 
     void fetch_inputs(Span span) {
@@ -130,17 +135,18 @@ struct BackwardUnit {
         ahead.add(dq_into, span, key);
     }
 
-    void step(Span span, Span next, Tile before, Tile errors) {
+    // Of chunk i of the run.
+    void step(Span span, Span next, int i) {
         fetch(span, next);
-        begin(span, errors);
-        S_t = pack_transposed(before, S_t, K, V);
-        dS_t = pack_transposed(dS, dS_t, K, V);
-        transpose(E_t, errors, span.rows, V);
+        begin(span, E[i]);
+        if (delta) transpose(S_t[i], S[i], K, V);
+        transpose(dS_t, dS, K, V);
+        transpose(E_t, chunk.E, span.rows, V);
         to_writes(span);
-        to_reads_and_keys(span, before);
-        for (int i = 0; i < span.rows; i++) numbers[i] = dot(dU.row(i), errors.row(i), V);
+        to_reads_and_keys(span, S_t[i]);
+        for (int t = 0; d_beta_into && t < span.rows; t++) numbers[t] = dot(dU.row(t), chunk.E.row(t), V);
         if (chunk.in.beta)
-            map(dU, span.rows, V, [&](int i, int j) { return load(dU.row(i) + j) * splat(chunk.beta[i]); });
+            map(dU, span.rows, V, [&](int t, int j) { return load(dU.row(t) + j) * splat(chunk.beta[t]); });
         if constexpr (delta) through_memory(span);
         to_state(span);
         finish(span);
@@ -148,7 +154,6 @@ struct BackwardUnit {
 
     void begin(Span span, Tile errors) {
         chunk.begin(span);
-        chunk.decay.begin_gradient();
         if (delta) {
             copy(chunk.E, errors, span.rows, V);
             chunk.compare_keys();
@@ -174,21 +179,22 @@ struct BackwardUnit {
         if constexpr (delta) {
             multiply(dU, span.rows, V, Zero{}, Fetch{&ahead}, within, Plus{chunk.k_cols, dS, K, Part::all});
         } else {
-            k_left = pack_left(chunk.k_cols, k_left, span.rows, K), memory = pack_right(dS, memory, K, V);
-            multiply(dU, span.rows, V, Zero{}, Fetch{&ahead}, within, Plus{k_left, memory, K, Part::all});
+            k_left = pack_left(chunk.k_cols, k_left, span.rows, K), after = pack_right(dS, after, K, V);
+            multiply(dU, span.rows, V, Zero{}, Fetch{&ahead}, within, Plus{k_left, after, K, Part::all});
         }
     }
 
-    void to_reads_and_keys(Span span, Tile before) {
+    void to_reads_and_keys(Span span, Tile S_before_t) {
         Decay& decay = chunk.decay;
+        decay.note_passing(S_before_t, dS_t, V);
+        before_t = pack_right(S_before_t, before_t, V, K), after_t = pack_right(dS_t, after_t, V, K);
         d_out_left = pack_left(d_out, d_out_left, span.rows, V), wide_left = pack_left(chunk.U, wide_left, span.rows, V);
-        multiply(dq, span.rows, K, Zero{}, Fetch{&ahead}, Plus{d_out_left, S_t, V, Part::all});
-        multiply(dk, span.rows, K, Zero{}, Fetch{&ahead}, Plus{wide_left, dS_t, V, Part::all});
+        multiply(dq, span.rows, K, Zero{}, Fetch{&ahead}, Plus{d_out_left, before_t, V, Part::all});
+        multiply(dk, span.rows, K, Zero{}, Fetch{&ahead}, Plus{wide_left, after_t, V, Part::all});
         dq = decay.rows(dq, dq);
         dk = decay.cols(dk, dk);
         decay.note_reads(q, dq);
         decay.note_writes(chunk.k, dk);
-        decay.note_passing(before, dS, V);
         multiply_lower(X, span.rows, Zero{}, Plus{d_out, E_t, V, Part::all});
         lower(X, span.rows, false, [&](int i, int j) { return load(X.row(i) + j) * load(chunk.beta + j); });
         decay.scores_backward(X, q, chunk.k, A, dq, dk);
@@ -201,7 +207,7 @@ struct BackwardUnit {
         multiply<Order::up>(dU, rows, V, Itself{}, SolveUpper{chunk.M}, MinusT{chunk.M, dU, rows, Part::after});
         multiply_lower(X, rows, Zero{}, Minus{dU, E_t, V, Part::all});
         lower(X, rows, true, [&](int i, int j) { return load(X.row(i) + j); });
-        for (int j = 0; j < rows; j += W) {
+        for (int j = 0; d_beta_into && j < rows; j += W) {
             vf total = load(numbers + j);
             for (int i = j; i < rows; i++) total += load(X.row(i) + j) * load(chunk.A.row(i) + j);
             store(numbers + j, total);
@@ -209,7 +215,7 @@ struct BackwardUnit {
         map(X, rows, rows, [&](int i, int j) { return load(X.row(i) + j) * load(chunk.beta + j); });
         decay.scores_backward(X, chunk.k, chunk.k, chunk.A, dk, dk);
         wide_left = pack_left(dU, wide_left, rows, V);
-        multiply(read, rows, K, Zero{}, Nothing{}, Minus{wide_left, S_t, V, Part::all});
+        multiply(read, rows, K, Zero{}, Nothing{}, Minus{wide_left, before_t, V, Part::all});
         read = decay.rows(read, read);
         decay.note_reads(chunk.k, read);
         map(dk, rows, K, [&](int i, int j) { return load(dk.row(i) + j) + load(read.row(i) + j); });
@@ -217,7 +223,7 @@ struct BackwardUnit {
 
     // dS from the state after the chunk to the one before it.
     void to_state(Span span) {
-        const ItselfScaled scaled{chunk.decay.end};
+        const RowsScaled scaled{dS, chunk.decay.end};
         if constexpr (delta) {
             multiply(dS, K, V, scaled, Fetch{&ahead}, PlusT{q_rows, d_out, span.rows, Part::all},
                      MinusT{chunk.k_rows, dU, span.rows, Part::all});
@@ -227,7 +233,26 @@ struct BackwardUnit {
         }
     }
 
+    // Row i has the query of token `first + i` and the write of the token before.
+    void through_bonus(Span span) {
+        double* du = job.bonus ? job.bonus + unit_number() * key : nullptr;
+        for (int i = 0; i < span.n; i++) {
+            own.load(span.first + i);
+            const float to_q = dot(d_out.row(i), own.v, value) * own.beta * own.write;
+            own.add_weighted(dq.row(i), own.k, to_q);
+            own.load(span.first + i - 1);
+            load_row(read_out, d_out_from, span.first + i - 1, value);
+            const float score = own.score(), to_write = dot(read_out, own.v, value);
+            const float to_k = to_write * own.beta * own.write;
+            add_row(dU.row(i), read_out, score * own.beta, value);
+            numbers[i] += score * own.write * to_write;
+            own.add_weighted(dk.row(i), own.q, to_k);
+            for (int j = 0; du && j < key; j++) du[j] += static_cast<double>(to_k) * own.q[j] * own.k[j];
+        }
+    }
+
     void finish(Span span) {
+        if (plan.delay()) through_bonus(span);
         chunk.decay.store_gradient(d_decay_into, span, job.fixed_decay ? job.fixed_decay + unit_number() : nullptr);
         if (d_beta_into) store_numbers(d_beta_into, numbers, span);
         if (d_write_into) store_numbers(d_write_into, dots(chunk.in.v, dU, chunk.E, span, value, 1), span);

@@ -21,19 +21,20 @@ struct Inputs {
         const hr_problem& p = *plan.problem;
         const bool half = p.dtype == HR_BFLOAT16;
         const std::int64_t shared = unit.head / (p.H / p.Hq);
+        const int delay = plan.delay();
         q = view(p.q, plan, unit, shared, half);
-        k = view(p.k, plan, unit, shared, half);
-        v = view(p.v, plan, unit, unit.head, half, unit.column);
+        k = view(p.k, plan, unit, shared, half, 0, delay);
+        v = view(p.v, plan, unit, unit.head, half, unit.column, delay);
         log_decay = decay_view(p, plan, unit);
-        beta = view(p.beta, plan, unit, unit.head, false);
-        write = view(p.write_gate, plan, unit, unit.head, false);
+        beta = view(p.beta, plan, unit, unit.head, false, 0, delay);
+        write = view(p.write_gate, plan, unit, unit.head, false, 0, delay);
         read = view(p.read_gate, plan, unit, unit.head, false);
     }
 
     static View decay_view(const hr_problem& p, const Plan& plan, const Unit& unit) {
         hr_tensor g = p.log_decay;
         if (p.decay == HR_DECAY_FIXED) g.batch = g.token = 0;
-        return view(g, plan, unit, unit.head, false);
+        return view(g, plan, unit, unit.head, false, 0, plan.delay());
     }
 };
 
@@ -62,6 +63,45 @@ inline View kept_errors(const Plan& plan, float* kept, const Unit& unit) {
     const hr_problem& p = *plan.problem;
     const hr_tensor x{kept + plan.kept_floats(), p.T * p.H * p.V, p.H * p.V, p.V};
     return view(x, plan, unit, unit.head, false, unit.column);
+}
+
+// What a token reads of its own write under a bonus u: q diag(u) kᵀ β (w v).
+struct Own {
+    const Inputs& in;
+    const int key, value;
+    float *u, *q, *k, *v;  // [K], [K], [K], [V]; of a token, after `load`: q is scale · r q
+    float beta = 0, write = 0;
+
+    Own(Arena& arena, const Plan& plan, const Unit& unit, const Inputs& in, int key, int value)
+        : in(in), key(key), value(value), u(arena.floats(padded(key))), q(arena.floats(padded(key))),
+          k(arena.floats(padded(key))), v(arena.floats(padded(value))), scale_(plan.problem->scale) {
+        if (u && plan.problem->bonus) load_row(u, plan.problem->bonus + unit.head * key, key, 1);
+    }
+
+    void load(std::int64_t token) {
+        load_row(q, in.q, token, key, scale_ * number(in.read, token));
+        load_row(k, in.k, token + 1, key);
+        load_row(v, in.v, token + 1, value);
+        beta = number(in.beta, token + 1), write = number(in.write, token + 1);
+    }
+    float score() const {
+        vf total{};
+        for (int j = 0; j < key; j += W) total += HR_ISA::load(q + j) * HR_ISA::load(u + j) * HR_ISA::load(k + j);
+        return sum(total);
+    }
+    // x [K] += factor · y diag(u)
+    void add_weighted(float* x, const float* y, float factor) const {
+        for (int j = 0; j < key; j += W)
+            store(x + j, HR_ISA::load(x + j) + HR_ISA::load(y + j) * HR_ISA::load(u + j) * splat(factor));
+    }
+
+private:
+    const float scale_;
+};
+
+// x += factor · y
+HR_INLINE void add_row(float* x, const float* y, float factor, int width) {
+    for (int j = 0; j < width; j += W) store(x + j, load(x + j) + load(y + j) * splat(factor));
 }
 
 template <class Decay, bool delta>
@@ -95,12 +135,15 @@ struct Chunk {
     }
 
     void begin(Span next) {
+        load_keys(next);
+        decay.keys(k);
+    }
+    void load_keys(Span next) {
         span = next;
         load_tile(k, in.k, span, key);
         load_numbers(beta, in.beta, span);
         load_numbers(write_gate, in.write, span);
         decay.prepare(in.log_decay, span, key);
-        decay.keys(k);
     }
     void load_values() { load_tile(E, in.v, span, value, in.write ? write_gate : nullptr); }
 
@@ -126,15 +169,23 @@ struct Chunk {
         if (U.p != E.p) map(U, span.rows, V, [&](int i, int j) { return load(E.row(i) + j) * splat(beta[i]); });
         writes = pack_right(U, writes, span.rows, V);
     }
+    // S from the state before the chunk, which may be S itself.
     template <class Finish>
-    void write(Tile S, Finish finish) {
+    void write(Tile S, Tile before, Finish finish) {
         k_cols = decay.cols(k, k_cols);
         if constexpr (delta && !Decay::none) {
-            multiply(S, K, V, ItselfScaled{decay.end}, finish, PlusT{k_cols, U, span.rows, Part::all});
+            multiply(S, K, V, RowsScaled{before, decay.end}, finish, PlusT{k_cols, U, span.rows, Part::all});
         } else {
             k_right = pack_right(k_cols, k_right, span.rows, K);
-            multiply(S, K, V, ItselfScaled{decay.end}, finish, PlusT{k_right, writes, span.rows, Part::all});
+            multiply(S, K, V, RowsScaled{before, decay.end}, finish, PlusT{k_right, writes, span.rows, Part::all});
         }
+    }
+    // The same of the transposes, of the additive rule.
+    template <class Finish>
+    void write_transposed(Tile S_t, Tile before_t, Finish finish) {
+        k_cols = decay.cols(k, k_cols);
+        k_right = pack_right(k_cols, k_right, span.rows, K);
+        multiply(S_t, V, K, ColumnsScaled{before_t, decay.end}, finish, PlusT{writes, k_right, span.rows, Part::all});
     }
 };
 

@@ -63,7 +63,6 @@ public:
         multiply(dy, rows_, K_, Itself{}, Nothing{}, PlusT{X, x, rows_, Part::from});
     }
 
-    void begin_gradient() {}
     void note_reads(Tile, Tile) {}
     void note_writes(Tile, Tile) {}
     void note_passing(Tile, Tile, int) {}
@@ -122,9 +121,6 @@ public:
         plain_.scores_backward(X, x, y, A, dx, dy);
     }
 
-    void begin_gradient() {
-        for (int i = 0; i < rows_; i++) dg_[i] = 0;
-    }
     // dx: what reading the incoming state with rows(x) sends back to x.
     void note_reads(Tile x, Tile dx) {
         if (!gradient_) return;
@@ -140,12 +136,12 @@ public:
             before += dot(y.row(i), dy.row(i), K_);
         }
     }
-    // S comes in, dS is the gradient to the outgoing state.
-    void note_passing(Tile S, Tile dS, int V) {
+    // S comes in, dS is the gradient to the outgoing state; noted first.
+    void note_passing(Tile S_t, Tile dS_t, int V) {
         if (!gradient_) return;
         float through = 0;
-        for (int i = 0; i < K_; i++) through += end[i] * dot(S.row(i), dS.row(i), V);
-        for (int i = 0; i < rows_; i++) dg_[i] += through;
+        for (int v = 0; v < V; v++) through += dot(S_t.row(v), dS_t.row(v), K_);
+        for (int i = 0; i < rows_; i++) dg_[i] = end[0] * through;
     }
     void store_gradient(const View& into, Span span, double* fixed) {
         if (into) store_numbers(into, dg_, span);

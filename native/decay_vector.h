@@ -1,12 +1,14 @@
 // Decay by key channel: log_decay [C, K]. The interface is ScalarDecay's.
 //
-// A chunk is cut into blocks of BLOCK tokens. With s_b and e_b the sums at a block's start and end,
+// A chunk is cut into blocks. With s_b and e_b the sums at a block's start and end,
 //
-//     in_i  = e^{G_i − s_b} ≤ 1        out_j = e^{e_a − G_j} ≤ 1        whole_b = e^{e_b − s_b} ≤ 1
+//     in_i  = e^{G_i − s_b}        out_j = e^{r − G_j}        whole_b = e^{e_b − s_b}
 //
-// every factor is a product of these: between blocks e^{G_i − G_j} = in_i · whole_{b−1} … whole_{a+1} · out_j. Within a
-// block it is in_i out_j / whole_b; a block in which no channel loses more than e^STEEP multiplies by e^{s_b − e_b},
-// any other takes each pair's exponential by itself. Sums run over a block's tokens only: nothing cancels.
+// every factor is a product of these: between blocks e^{G_i − G_j} = in_i · whole_{b−1} … whole_{a+1} · out_j with
+// r = e_a. A block whose channels' log_decay sum to at most STEEP in magnitude is gentle: its r is s_a, so that within it
+// the factor is in_i out_j, and to later blocks whole_a is one more. In any other, each pair's exponential is taken by
+// itself. A gentle chunk is one block; of any other, a block is BLOCK tokens. Sums run over a block's tokens only: nothing
+// cancels.
 
 #pragma once
 
@@ -22,10 +24,10 @@ public:
 
     VectorDecay(Arena& arena, int C, int K, bool gradient)
         : end(arena.floats(K)), K_(K), g_(arena.tile(C, K)), in_(arena.tile(C, K)), out_(arena.tile(C, K)),
-          whole_(arena.tile(C / BLOCK, K)), back_(arena.tile(C / BLOCK, K)), steep_(arena.array<bool>(C / BLOCK)),
-          y_(arena.tile(C, K)), y_t_(transposed_factor(arena, C, K)), x_(arena.tile(BLOCK, K)), left_(left_factor(arena, BLOCK, K)), fade_(arena.tile(BLOCK, K)), channel_(arena.floats(K)),
-          gradient_(gradient), dg_(arena.tile(C, K)), dx_(arena.tile(C, K)), dy_(arena.tile(C, K)),
-          part_(arena.tile(BLOCK, K)) {}
+          whole_(arena.tile(C / BLOCK, K)), gentle_(arena.array<bool>(C / BLOCK)), y_(arena.tile(C, K)),
+          y_t_(transposed_factor(arena, C, K)), x_(arena.tile(C, K)), left_(left_factor(arena, C, K)),
+          fade_(arena.tile(BLOCK, K)), channel_(arena.floats(K)), diagonal_(arena.floats(C)), gradient_(gradient),
+          dg_(arena.tile(C, K)), dx_(arena.tile(C, K)), dy_(arena.tile(C, K)), part_(arena.tile(BLOCK, K)) {}
 
     float* const end;
 
@@ -33,29 +35,35 @@ public:
         rows_ = span.rows;
         width_ = width;
         load_tile(g_, log_decay, span, width);
-        for (int b = 0; b < rows_; b += BLOCK) prepare_block(b);
+        const bool one_block = gentle(0, rows_);
+        block_ = one_block ? rows_ : BLOCK;
+        for (int b = 0; b < rows_; b += block_) {
+            gentle_[b / BLOCK] = one_block || gentle(b, BLOCK);
+            gentle_[b / BLOCK] ? prepare_gentle(b) : prepare_steep(b);
+        }
         for (int j = 0; j < K_; j += W) {
             vf all = splat(1);
-            for (int b = 0; b < rows_ / BLOCK; b++) all *= load(whole_.row(b) + j);
+            for (int b = 0; b < rows_; b += block_) all *= whole(b, j);
             store(end + j, all);
         }
     }
     Tile rows(Tile x, Tile into) const {
         for (int j = 0; j < K_; j += W) {
             vf enter = splat(1);
-            for (int i = 0; i < rows_; i++) {
-                if (i && i % BLOCK == 0) enter *= load(whole_.row(i / BLOCK - 1) + j);
-                store(into.row(i) + j, load(x.row(i) + j) * load(in_.row(i) + j) * enter);
-            }
+            for (int b = 0; b < rows_; enter *= whole(b, j), b += block_)
+                for (int i = b; i < b + block_; i++)
+                    store(into.row(i) + j, load(x.row(i) + j) * load(in_.row(i) + j) * enter);
         }
         return into;
     }
     Tile cols(Tile x, Tile into) const {
         for (int j = 0; j < K_; j += W) {
             vf leave = splat(1);
-            for (int i = rows_ - 1; i >= 0; i--) {
-                store(into.row(i) + j, load(x.row(i) + j) * load(out_.row(i) + j) * leave);
-                if (i % BLOCK == 0) leave *= load(whole_.row(i / BLOCK) + j);
+            for (int b = rows_ - block_; b >= 0; b -= block_) {
+                const vf past = leave * whole(b, j), factor = gentle_[b / BLOCK] ? past : leave;
+                for (int i = b; i < b + block_; i++)
+                    store(into.row(i) + j, load(x.row(i) + j) * load(out_.row(i) + j) * factor);
+                leave = past;
             }
         }
         return into;
@@ -66,15 +74,18 @@ public:
     }
 
     void scores(Tile x, Tile k, Tile A, bool strict) const {
-        for (int b = 0; b < rows_; b += BLOCK) {
-            if (steep_[b / BLOCK])
-                scores_by_pair(x, k, A, b);
+        for (int b = 0; b < rows_; b += block_) {
+            read_block(x, b);
+            if (gentle_[b / BLOCK])
+                multiply_lower(A.below(b).right(b), block_, Zero{},
+                               Plus{pack_left(x_, left_, block_, K_), y_t_.right(b), K_, Part::all});
             else
-                score_block(read_within(x, b), A, b, b);
-            read_before(x, b);
+                scores_by_pair(x, k, A, b);
             for (int a = b - BLOCK; a >= 0; a -= BLOCK) {
-                score_block(x_, A, b, a);
-                one_block_more(a);
+                if (gentle_[a / BLOCK]) fade_over(a);
+                multiply(A.below(b).right(a), BLOCK, BLOCK, Zero{}, Nothing{},
+                         Plus{pack_left(x_, left_, BLOCK, K_), y_t_.right(a), K_, Part::all});
+                if (!gentle_[a / BLOCK]) fade_over(a);
             }
         }
         lower(A, rows_, strict, [&](int i, int j) { return load(A.row(i) + j); });
@@ -82,38 +93,69 @@ public:
 
     // y is the tile last given to keys().
     void scores_backward(Tile X, Tile x, Tile y, Tile, Tile dx, Tile dy) {
-        clear(dx_, rows_, K_);
-        clear(dy_, rows_, K_);
-        for (int b = BLOCK; b < rows_; b += BLOCK) between_blocks(X, x, b);
-        if (gradient_) note_between_blocks(x);
-        add(dx, dx_, in_, rows_);
-        add(dy, dy_, out_, rows_);
-        for (int b = 0; b < rows_; b += BLOCK)
-            if (steep_[b / BLOCK])
-                by_pair(X, x, y, dx, dy, b);
-            else
+        if (block_ < rows_) {
+            clear(dx_, rows_, K_);
+            clear(dy_, rows_, K_);
+            for (int b = BLOCK; b < rows_; b += BLOCK) between_blocks(X, x, b);
+            if (gradient_) note_between_blocks(x);
+            add(dx, dx_, in_);
+            add(dy, dy_, out_);
+        }
+        for (int b = 0; b < rows_; b += block_)
+            if (gentle_[b / BLOCK])
                 within_block(X, x, y, dx, dy, b);
+            else
+                by_pair(X, x, y, dx, dy, b);
     }
 
-    void begin_gradient() { clear(dg_, rows_, K_); }
     void note_reads(Tile x, Tile dx) {
         if (gradient_) sum_after(0, rows_, [&](int i, int j) { return load(x.row(i) + j) * load(dx.row(i) + j); });
     }
     void note_writes(Tile y, Tile dy) {
         if (gradient_) sum_before(0, rows_, [&](int i, int j) { return load(y.row(i) + j) * load(dy.row(i) + j); });
     }
-    void note_passing(Tile S, Tile dS, int V) {
+    void note_passing(Tile S_t, Tile dS_t, int V) {
         if (!gradient_) return;
-        for (int i = 0; i < K_; i++) channel_[i] = end[i] * dot(S.row(i), dS.row(i), V);
-        map(dg_, rows_, K_, [&](int i, int j) { return load(dg_.row(i) + j) + load(channel_ + j); });
+        for (int j = 0; j < K_; j += W) {
+            vf through{};
+            for (int v = 0; v < V; v++) through += load(S_t.row(v) + j) * load(dS_t.row(v) + j);
+            through *= load(end + j);
+            for (int i = 0; i < rows_; i++) store(dg_.row(i) + j, through);
+        }
     }
     void store_gradient(const View& into, Span span, double*) {
         if (into) store_tile(into, dg_, span, width_);
     }
 
 private:
-    void prepare_block(int b) {
-        bool steep = false;
+    vf whole(int b, int j) const { return load(whole_.row(b / BLOCK) + j); }
+
+    // False for NaN too: pair by pair it reaches no earlier token.
+    bool gentle(int first, int count) const {
+        vi within = vi{} == vi{};
+        for (int j = 0; j < K_; j += W) {
+            vf total{};
+            for (int i = first; i < first + count; i++) total += magnitude(load(g_.row(i) + j));
+            within &= total <= splat(STEEP);
+        }
+        bool all = true;
+        for (int i = 0; i < W; i++) all &= within[i] != 0;
+        return all;
+    }
+    void prepare_gentle(int b) {
+        for (int j = 0; j < K_; j += W) {
+            Sum before;
+            vf fade{};
+            for (int i = b; i < b + block_; i++) {
+                before.add(load(g_.row(i) + j));
+                fade = before.exponential();
+                store(in_.row(i) + j, fade);
+                store(out_.row(i) + j, splat(1) / fade);
+            }
+            store(whole_.row(b / BLOCK) + j, fade);
+        }
+    }
+    void prepare_steep(int b) {
         for (int j = 0; j < K_; j += W) {
             Sum before, after;
             for (int i = 0; i < BLOCK; i++) {
@@ -124,31 +166,16 @@ private:
                 store(in_.row(b + i) + j, before.exponential());
             }
             store(whole_.row(b / BLOCK) + j, before.exponential());
-            store(back_.row(b / BLOCK) + j, before.negative().exponential());
-            // NaN too: pair by pair it reaches no earlier token.
-            for (int i = 0; i < W; i++) steep |= !(before.total[i] >= -STEEP);
         }
-        steep_[b / BLOCK] = steep;
     }
 
-    // x_ ← x in block b as it sees writes of its own block, as it sees those at the end of the block before.
-    Tile read_within(Tile x, int b) const {
-        const float* back = back_.row(b / BLOCK);
-        map(x_, BLOCK, K_, [&](int i, int j) {
-            return load(x.row(b + i) + j) * load(in_.row(b + i) + j) * load(back + j);
-        });
-        return x_;
+    // x_ ← x in block b as it sees writes at the block's start, the end of the block before.
+    void read_block(Tile x, int b) const {
+        map(x_, block_, K_, [&](int i, int j) { return load(x.row(b + i) + j) * load(in_.row(b + i) + j); });
     }
-    void read_before(Tile x, int b) const {
-        map(x_, BLOCK, K_, [&](int i, int j) { return load(x.row(b + i) + j) * load(in_.row(b + i) + j); });
-    }
-    // … and as it sees those at the end of the block before a.
-    void one_block_more(int a) const {
-        map(x_, BLOCK, K_, [&](int i, int j) { return load(x_.row(i) + j) * load(whole_.row(a / BLOCK) + j); });
-    }
-    void score_block(Tile x, Tile A, int b, int a) const {
-        multiply(A.below(b).right(a), BLOCK, BLOCK, Zero{}, Nothing{}, 
-                 Plus{pack_left(x, left_, BLOCK, K_), y_t_.right(a), K_, Part::all});
+    // … and as it sees those at the start of block a.
+    void fade_over(int a) const {
+        map(x_, BLOCK, K_, [&](int i, int j) { return load(x_.row(i) + j) * whole(a, j); });
     }
 
     // What is left of each token of block b at the next, into fade_.
@@ -178,19 +205,23 @@ private:
 
     // Pairs of a reader in block b and a writer in an earlier one: gradients to x in_ and y out_, into dx_ and dy_.
     void between_blocks(Tile X, Tile x, int b) {
-        read_before(x, b);
+        read_block(x, b);
         for (int j = 0; j < K_; j++) channel_[j] = 1;
         for (int a = b - BLOCK; a >= 0; a -= BLOCK) {
             const Tile pairs = X.below(b).right(a), dx = dx_.below(b), dy = dy_.below(a);
+            if (gentle_[a / BLOCK]) fade_all_over(a);
             multiply(dy, BLOCK, K_, Itself{}, Nothing{}, PlusT{pairs, x_, BLOCK, Part::all});
             multiply(part_, BLOCK, K_, Zero{}, Nothing{}, Plus{pairs, y_.below(a), BLOCK, Part::all});
             map(dx, BLOCK, K_, [&](int i, int j) {
                 return load(dx.row(i) + j) + load(part_.row(i) + j) * load(channel_ + j);
             });
             if (gradient_ && b - a > BLOCK) note_over_blocks(a + BLOCK, b);
-            for (int j = 0; j < K_; j += W) store(channel_ + j, load(channel_ + j) * load(whole_.row(a / BLOCK) + j));
-            one_block_more(a);
+            if (!gentle_[a / BLOCK]) fade_all_over(a);
         }
+    }
+    void fade_all_over(int a) {
+        for (int j = 0; j < K_; j += W) store(channel_ + j, load(channel_ + j) * whole(a, j));
+        fade_over(a);
     }
     // What passes over the tokens from first to last, from the pairs whose readers' part is in x_ and part_.
     void note_over_blocks(int first, int last) {
@@ -208,26 +239,26 @@ private:
             sum_before(b, b + BLOCK, [&](int i, int j) { return load(y_.row(i) + j) * load(dy_.row(i) + j); });
         }
     }
-    // Pairs in one block that is not steep. What crosses a token is here a difference of sums: none is large. A token
-    // with itself crosses nothing and is kept out of it.
+    // Pairs in one gentle block. What crosses a token is here a difference of sums: none is large. A token with itself
+    // crosses nothing and is kept out of it.
     void within_block(Tile X, Tile x, Tile y, Tile dx, Tile dy, int b) {
         const Tile pairs = X.below(b).right(b), dx_in = dx_.below(b), dy_out = dy_.below(b);
-        const float* back = back_.row(b / BLOCK);
-        for (int i = 0; i < BLOCK; i++) {
-            add_row(dx.row(b + i), y.row(b + i), pairs.row(i)[i]);
-            add_row(dy.row(b + i), x.row(b + i), pairs.row(i)[i]);
-            pairs.row(i)[i] = 0;
+        for (int i = 0; i < block_; i++) diagonal_[i] = pairs.row(i)[i], pairs.row(i)[i] = 0;
+        read_block(x, b);
+        multiply(dy_out, block_, K_, Zero{}, Nothing{}, PlusT{pairs, x_, block_, Part::from});
+        multiply(dx_in, block_, K_, Zero{}, Nothing{}, Plus{pairs, y_.below(b), block_, Part::up_to});
+        for (int j = 0; j < K_; j += W) {
+            vf crossing{};
+            for (int i = b + block_ - 1; i >= b; i--) {
+                const vf x_i = load(x.row(i) + j), y_i = load(y.row(i) + j), itself = splat(diagonal_[i - b]);
+                const vf to_x = load(dx_.row(i) + j) * load(in_.row(i) + j);
+                const vf to_y = load(dy_.row(i) + j) * load(out_.row(i) + j);
+                store(dx.row(i) + j, load(dx.row(i) + j) + to_x + itself * y_i);
+                store(dy.row(i) + j, load(dy.row(i) + j) + to_y + itself * x_i);
+                crossing += x_i * to_x - y_i * to_y;
+                store(dg_.row(i) + j, load(dg_.row(i) + j) + crossing);
+            }
         }
-        multiply(dy_out, BLOCK, K_, Zero{}, Nothing{}, PlusT{pairs, read_within(x, b), BLOCK, Part::from});
-        multiply(dx_in, BLOCK, K_, Zero{}, Nothing{}, Plus{pairs, y_.below(b), BLOCK, Part::up_to});
-        map(dx_in, BLOCK, K_, [&](int i, int j) { return load(dx_in.row(i) + j) * load(back + j); });
-        if (gradient_)
-            sum_after(b, b + BLOCK, [&](int i, int j) {
-                return load(x.row(i) + j) * load(in_.row(i) + j) * load(dx_.row(i) + j) -
-                       load(y_.row(i) + j) * load(dy_.row(i) + j);
-            });
-        add(dx.below(b), dx_in, in_.below(b), BLOCK);
-        add(dy.below(b), dy_out, out_.below(b), BLOCK);
     }
     void by_pair(Tile X, Tile x, Tile y, Tile dx, Tile dy, int b) {
         find_fades(b);
@@ -250,13 +281,10 @@ private:
             }
     }
 
-    void add(Tile into, Tile x, Tile factor, int rows) const {
-        map(into, rows, K_, [&](int i, int j) {
+    void add(Tile into, Tile x, Tile factor) const {
+        map(into, rows_, K_, [&](int i, int j) {
             return load(into.row(i) + j) + load(x.row(i) + j) * load(factor.row(i) + j);
         });
-    }
-    void add_row(float* into, const float* x, float factor) const {
-        for (int j = 0; j < K_; j += W) store(into + j, load(into + j) + load(x + j) * splat(factor));
     }
     // dg_t += Σ f(i) over the tokens first ≤ i < last at and after t, before t.
     template <class F>
@@ -277,15 +305,15 @@ private:
         }
     }
 
-    int K_, rows_ = 0, width_ = 0;
-    Tile g_, in_, out_, whole_, back_;
-    bool* steep_;
+    int K_, rows_ = 0, width_ = 0, block_ = BLOCK;
+    Tile g_, in_, out_, whole_;
+    bool* gentle_;
     Tile y_;          // y out_ for the tile y last given to keys()
     Factor y_t_;      // and its transpose
     Tile x_;          // a block of x, scaled
     Factor left_;     // x_, in products
     Tile fade_;       // [BLOCK, K], e^{log_decay}
-    float* channel_;  // [K], in passing
+    float *channel_, *diagonal_;  // [K], [C], in passing
     bool gradient_;
     Tile dg_, dx_, dy_, part_;
 };

@@ -4,12 +4,11 @@
 #include <cmath>
 #include <cstdlib>
 #include <memory>
-#include <new>
 #include <string_view>
 #include <utility>
 #include <vector>
 
-#include "denormals.h"
+#include "guarded.h"
 #include "job.h"
 #include "pool.h"
 
@@ -53,7 +52,11 @@ const Choice& choice() {
     return chosen;
 }
 
+}  // namespace
+
 const Kernels& kernels() { return choice().kernels; }
+
+namespace {
 
 int refused(const hr_problem& p) {
     if (p.abi != HR_ABI) return HR_WRONG_ABI;
@@ -61,14 +64,15 @@ int refused(const hr_problem& p) {
                        p.K <= 1 << 16 && p.V <= 1 << 16 && p.sequences >= 0 && p.threads >= 1;
     const bool kinds = (p.dtype == HR_FLOAT32 || p.dtype == HR_BFLOAT16) && p.decay >= HR_DECAY_NONE &&
                        p.decay <= HR_DECAY_VECTOR && (p.cu_seqlens ? p.B == 1 : p.sequences == p.B);
-    return sizes && kinds ? HR_OK : HR_UNSUPPORTED;
+    const bool bonus = !p.bonus || (!p.delta && p.decay != HR_DECAY_FIXED);
+    return sizes && kinds && bonus ? HR_OK : HR_UNSUPPORTED;
 }
 
 // Tokens a chunk. The C×C work inside chunks grows with C, the cost of reading and writing the state between them
-// falls: these balance where states are large late, where they are small early. The delta rule has more work inside.
+// falls: these balance the earlier, the smaller the state is.
 int chunk_of(const hr_problem& p) {
     if (p.chunk > 0) return std::clamp((p.chunk + 15) / 16 * 16, 16, 128);
-    return p.K + p.V < 96 ? 16 : p.K + p.V < 768 || p.delta ? 32 : 64;
+    return p.K + p.V <= 128 ? 16 : 32;
 }
 
 // Threads for which there is work: waking one takes as long as a million products.
@@ -138,6 +142,12 @@ int run(const Work<Job>& work, const Cut& cut, const Job& job, const std::vector
     return run_units(count, cut.threads(), bytes, body) ? HR_OK : HR_NO_MEMORY;
 }
 
+// A tensor [B, T, heads, width], if it lies in one piece.
+void will_be_written(const hr_problem& p, const hr_tensor& x, std::int64_t heads, std::int64_t width, bool half) {
+    if (x.data && x.token == heads * width && x.batch == p.T * x.token)
+        in_large_pages(x.data, p.B * x.batch * (half ? sizeof(std::uint16_t) : sizeof(float)));
+}
+
 // A backward, and what its units find for themselves until that is added up: heads may share q and k, and the parts of
 // a head share all but v and the state.
 class SharedBackward {
@@ -145,18 +155,25 @@ public:
     SharedBackward(const hr_problem& p, const Backward& job, const hr_gradients& wanted)
         : p_(p), cut_(p), units_(cut_.units(p.H, cut_.parts())), job_(job), wanted_(wanted) {
         const std::int64_t count = units_.empty() ? 1 : units_.back().part + 1, shared = p.H / p.Hq;
+        const bool half = p.dtype == HR_BFLOAT16;
         parts_.resize(count, wanted);
         job_.gradients = parts_.data();
+        will_be_written(p, wanted.q, p.Hq, p.K, half), will_be_written(p, wanted.k, p.Hq, p.K, half);
+        will_be_written(p, wanted.v, p.H, p.V, half), will_be_written(p, wanted.log_decay, p.H, p.K, false);
         job_.by_head = shared > 1 || count > 1;
         if (job_.by_head) {
-            separate(&hr_gradients::q, p.K, shared, p.dtype == HR_BFLOAT16);
-            separate(&hr_gradients::k, p.K, shared, p.dtype == HR_BFLOAT16);
+            separate(&hr_gradients::q, p.K, shared, half);
+            separate(&hr_gradients::k, p.K, shared, half);
         }
         if (count > 1) {
             separate(&hr_gradients::beta, 1);
             separate(&hr_gradients::write_gate, 1);
             separate(&hr_gradients::read_gate, 1);
             if (p.decay != HR_DECAY_FIXED) separate(&hr_gradients::log_decay, p.decay == HR_DECAY_VECTOR ? p.K : 1);
+        }
+        if (wanted.bonus) {
+            bonus_.resize(count * p.sequences * p.H * p.K);
+            job_.bonus = bonus_.data();
         }
         if (fixed_decay_wanted()) {
             fixed_decay_.resize(count * p.sequences * p.H);
@@ -170,6 +187,7 @@ public:
             if (const int status = run(kernels().gather, cut_, gather, cut_.units(p_.H / gather.shared, 1)))
                 return status;
         if (fixed_decay_wanted()) add_up_decay();
+        if (wanted_.bonus) add_up_bonus();
         return HR_OK;
     }
 
@@ -180,6 +198,7 @@ private:
         const std::int64_t token = p_.H * width, batch = p_.T * token, size = p_.B * batch;
         const auto count = static_cast<std::int64_t>(parts_.size());
         float* own = found_.emplace_back(new float[count * size]).get();
+        in_large_pages(own, count * size * sizeof(float));
         for (std::int64_t i = 0; i < count; i++) parts_[i].*which = {own + i * size, batch, token, width};
         gathers_.push_back({own, count, shared, width, wanted_.*which, half});
     }
@@ -191,6 +210,15 @@ private:
         }
     }
 
+    void add_up_bonus() const {
+        const std::int64_t size = p_.H * p_.K;
+        for (std::int64_t i = 0; i < size; i++) {
+            double total = 0;
+            for (std::size_t j = i; j < bonus_.size(); j += size) total += bonus_[j];
+            wanted_.bonus[i] = static_cast<float>(total);
+        }
+    }
+
     const hr_problem& p_;
     const Cut cut_;
     const std::vector<Unit> units_;
@@ -199,88 +227,8 @@ private:
     std::vector<hr_gradients> parts_;
     std::vector<std::unique_ptr<float[]>> found_;
     std::vector<Gather> gathers_;
-    std::vector<double> fixed_decay_;
+    std::vector<double> fixed_decay_, bonus_;
 };
-
-bool known(const hr_layer& p) {
-    const auto below = [](int kind, int count) { return kind >= 0 && kind < count; };
-    return (p.dtype == HR_FLOAT32 || p.dtype == HR_BFLOAT16) && below(p.feature_map, kinds::feature_map::count) &&
-           below(p.qk_norm, kinds::qk_norm::count) && below(p.decay, kinds::decay::count) &&
-           below(p.rule, kinds::rule::count) && below(p.beta, kinds::beta::count) &&
-           below(p.norm, kinds::norm::count) && below(p.gate, kinds::gate::count) &&
-           below(p.order, kinds::order::count) && below(p.read, kinds::read::count) &&
-           below(p.write, kinds::write::count) && below(p.source, kinds::source::count) &&
-           below(p.activation, kinds::activation::count) && below(p.gate_scale, kinds::gate_scale::count);
-}
-
-// A token through a layer: its numbers as float32, side by side, and the recurrence's problem over them.
-class LayerStep {
-public:
-    explicit LayerStep(const hr_layer& p) : p_(p), job_{} {
-        job_.layer = &p;
-        job_.columns = p.V + (p.norm == kinds::norm::sum);
-        job_.key_row = padded(p.Hq * p.K), job_.value_row = padded(p.H * job_.columns);
-        job_.decay_row = padded(decay_shape() == HR_DECAY_VECTOR ? p.H * p.K : p.H), job_.head_row = padded(p.H);
-        job_.low_row = padded(std::max({p.decay_reads, p.gate_reads, p.H}));
-        job_.wide_row = padded(std::max({p.H * p.V, p.D}));
-        numbers_.resize(p.B * (2 * job_.key_row + 2 * job_.value_row + job_.decay_row + 3 * job_.head_row +
-                               job_.low_row + job_.wide_row) + padded(p.H * p.K));
-        float* next = numbers_.data();
-        const auto take = [&](float*& pointer, std::int64_t row) { pointer = next, next += p.B * row; };
-        take(job_.q, job_.key_row), take(job_.k, job_.key_row);
-        take(job_.v, job_.value_row), take(job_.out, job_.value_row);
-        take(job_.decay, job_.decay_row);
-        take(job_.beta, job_.head_row), take(job_.read, job_.head_row), take(job_.write, job_.head_row);
-        take(job_.low, job_.low_row), take(job_.wide, job_.wide_row);
-        job_.bonus = p.bonus ? next : nullptr;
-    }
-
-    int run_all() {
-        for (std::int64_t row = 0; row < p_.B; row++) kernels().enter(job_, row);
-        const hr_problem problem = recurrence();
-        if (const int status = refused(problem)) return status;
-        const Cut cut(problem);
-        const Step step{{job_.out, job_.value_row, 0, job_.columns}, p_.memory, job_.bonus};
-        if (const int status = run(kernels().step, cut, step, cut.units(p_.H, cut.parts()))) return status;
-        for (std::int64_t row = 0; row < p_.B; row++) kernels().leave(job_, row);
-        return HR_OK;
-    }
-
-private:
-    static std::int64_t padded(std::int64_t n) { return (n + 15) / 16 * 16; }
-
-    hr_decay decay_shape() const { return kinds::shape(static_cast<kinds::decay::kind>(p_.decay)); }
-    hr_problem recurrence() const {
-        const auto per_head = [&](bool there, float* x) { return hr_tensor{there ? x : nullptr, job_.head_row, 0, 1}; };
-        const bool vector = decay_shape() == HR_DECAY_VECTOR, plain = p_.norm != kinds::norm::sum;
-        hr_problem r{};
-        r.abi = HR_ABI, r.dtype = HR_FLOAT32, r.threads = p_.threads, r.scale = p_.scale;
-        r.decay = decay_shape();
-        r.delta = p_.rule == kinds::rule::delta;
-        r.B = r.sequences = p_.B, r.T = 1, r.H = p_.H, r.Hq = p_.Hq, r.K = p_.K, r.V = job_.columns;
-        r.q = {job_.q, job_.key_row, 0, p_.K}, r.k = {job_.k, job_.key_row, 0, p_.K};
-        r.v = {job_.v, job_.value_row, 0, job_.columns};
-        r.log_decay = {p_.decay ? job_.decay : nullptr, job_.decay_row, 0, vector ? p_.K : 1};
-        r.beta = per_head(p_.beta != kinds::beta::one, job_.beta);
-        r.write_gate = per_head(p_.write == kinds::write::value, job_.write);
-        r.read_gate = per_head(p_.read && read_inside(p_) && plain, job_.read);
-        return r;
-    }
-
-    const hr_layer& p_;
-    Layer job_;
-    std::vector<float> numbers_;
-};
-
-template <class F>
-int guarded(F f) {
-    const FlushDenormals flush;
-    try {
-        return f();
-    } catch (const std::bad_alloc&) {
-        return HR_NO_MEMORY;
-    }
-}
 
 int convolve(const hr_problem& p, const Convolution& job) {
     if (const int status = refused(p)) return status;
@@ -303,6 +251,7 @@ const char* hr_message(int status) {
         case HR_WRONG_ABI: return "the library and its caller are of different versions";
         case HR_UNSUPPORTED: return "a size, dtype or decay that the library does not know";
         case HR_NO_MEMORY: return "not enough memory";
+        case HR_NO_TOKEN: return "a token that the model does not have";
         default: return "unknown status";
     }
 }
@@ -316,6 +265,8 @@ int hr_forward(const hr_problem* p, const hr_tensor* out, float* final_state, fl
     if (const int status = refused(*p)) return status;
     return guarded([&] {
         const Cut cut(*p);
+        will_be_written(*p, *out, p->H, p->V, p->dtype == HR_BFLOAT16);
+        if (kept) in_large_pages(kept, hr_kept_floats(p) * sizeof(float));
         return run(choice().of(*p).forward, cut, Forward{*out, final_state, kept}, cut.units(p->H, cut.parts()));
     });
 }
@@ -323,7 +274,7 @@ int hr_forward(const hr_problem* p, const hr_tensor* out, float* final_state, fl
 int hr_backward(const hr_problem* p, const hr_tensor* d_out, const float* d_final, const float* kept,
                 const hr_gradients* gradients) {
     if (const int status = refused(*p)) return status;
-    const Backward job{*d_out, d_final, kept, nullptr, false, nullptr};
+    const Backward job{*d_out, d_final, kept, nullptr, false, nullptr, nullptr};
     return guarded([&] { return SharedBackward(*p, job, *gradients).run_all(); });
 }
 
@@ -331,9 +282,19 @@ int hr_step(const hr_problem* p, const hr_tensor* out, float* state) {
     if (const int status = refused(*p)) return status;
     if (p->T != 1 || p->cu_seqlens) return HR_UNSUPPORTED;
     return guarded([&] {
-        const Cut cut(*p);
-        return run(kernels().step, cut, Step{*out, state, nullptr}, cut.units(p->H, cut.parts()));
+        hr_problem token = *p;
+        token.bonus = nullptr;
+        const Cut cut(token);
+        return run(kernels().step, cut, Step{*out, state, p->bonus}, cut.units(p->H, cut.parts()));
     });
+}
+
+int hr_step_at(const hr_problem* problem, void* const* addresses) {
+    if (problem->abi != HR_ABI) return HR_WRONG_ABI;
+    hr_problem p = *problem;
+    for (hr_tensor* x : {&p.q, &p.k, &p.v, &p.log_decay, &p.beta, &p.write_gate, &p.read_gate}) x->data = *addresses++;
+    const hr_tensor out{addresses[0], p.H * p.V, 0, p.V};
+    return hr_step(&p, &out, static_cast<float*>(addresses[1]));
 }
 
 int hr_convolve(const hr_problem* p, const hr_convolution* convolution, const hr_tensor* out) {
@@ -343,25 +304,4 @@ int hr_convolve(const hr_problem* p, const hr_convolution* convolution, const hr
 int hr_convolve_backward(const hr_problem* p, const hr_convolution* convolution, const hr_tensor* d_out,
                          const hr_tensor* d_x, float* d_weight, float* d_history) {
     return convolve(*p, {*convolution, *d_out, *d_x, d_weight, d_history});
-}
-
-const char* hr_kinds(void) { return HR_KINDS; }
-
-int hr_layer_step(const hr_layer* p) {
-    if (p->abi != HR_ABI) return HR_WRONG_ABI;
-    if (!known(*p)) return HR_UNSUPPORTED;
-    return guarded([&] { return LayerStep(*p).run_all(); });
-}
-
-int hr_int8(const hr_int8_product* p) {
-    constexpr std::int64_t SHARE = 64;  // rows of the weight that a thread takes at a time
-    if (p->abi != HR_ABI) return HR_WRONG_ABI;
-    if (p->rows < 0 || p->inputs < 0 || p->outputs < 0 || p->threads < 1) return HR_UNSUPPORTED;
-    return guarded([&] {
-        const auto share = [&](std::int64_t i, void*) {
-            kernels().int8_rows(*p, i * SHARE, std::min((i + 1) * SHARE, p->outputs));
-        };
-        const int threads = threads_for(1.0 * p->rows * p->inputs * p->outputs, p->threads);
-        return run_units((p->outputs + SHARE - 1) / SHARE, threads, 0, share) ? HR_OK : HR_NO_MEMORY;
-    });
 }

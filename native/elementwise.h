@@ -8,7 +8,6 @@
 
 namespace HR_ISA {
 
-HR_INLINE vf magnitude(vf x) { return x < vf{} ? -x : x; }
 HR_INLINE vf sigmoid(vf x) { return splat(1) / (splat(1) + exponential(-x)); }
 HR_INLINE vf silu(vf x) { return x * sigmoid(x); }
 

@@ -18,10 +18,12 @@ struct ForwardUnit {
     Factor q_left, A_left;
     float* strength;  // scale · r
     View out_into;
+    Own own;
     Ahead ahead;
 
     ForwardUnit(Arena& arena, const Plan& plan, const Forward& job, const Unit& unit)
-        : plan(plan), job(job), unit(unit), chunk(arena, plan, unit, false) {
+        : plan(plan), job(job), unit(unit), chunk(arena, plan, unit, false),
+          own(arena, plan, unit, chunk.in, chunk.key, chunk.value) {
         const int C = plan.chunk;
         q = arena.tile(C, chunk.K);
         q_rows = Decay::none ? q : arena.tile(C, chunk.K);
@@ -60,7 +62,7 @@ struct ForwardUnit {
             chunk.strengthen();
         }
         read(span);
-        chunk.write(S, Fetch{&ahead});
+        chunk.write(S, S, Fetch{&ahead});
     }
 
     void fetch(Span span, Span next) {
@@ -76,11 +78,17 @@ struct ForwardUnit {
         load_numbers(strength, chunk.in.read, span, plan.problem->scale);
         load_tile(q, chunk.in.q, span, chunk.key, strength);
         chunk.decay.scores(q, chunk.k, A, false);
-        const Plus before{pack_left(chunk.decay.rows(q, q_rows), q_left, span.rows, chunk.K), chunk.memory, chunk.K, Part::all};
+        const Plus before{pack_left(chunk.decay.rows(q, q_rows), q_left, span.rows, chunk.K), chunk.memory, chunk.K,
+                          Part::all};
         if constexpr (delta)
             multiply(out, span.rows, chunk.V, Zero{}, Fetch{&ahead}, before, Plus{A, chunk.U, span.rows, Part::up_to});
         else
-            multiply(out, span.rows, chunk.V, Zero{}, Fetch{&ahead}, before, Plus{pack_left(A, A_left, span.rows, span.rows), chunk.writes, span.rows, Part::up_to});
+            multiply(out, span.rows, chunk.V, Zero{}, Fetch{&ahead}, before,
+                     Plus{pack_left(A, A_left, span.rows, span.rows), chunk.writes, span.rows, Part::up_to});
+        for (int i = 0; plan.delay() && i < span.n; i++) {
+            own.load(span.first + i);
+            add_row(out.row(i), own.v, own.score() * own.beta * own.write, chunk.value);
+        }
         store_tile(out_into, out, span, chunk.value);
     }
 };

@@ -19,7 +19,7 @@ struct GatherUnit {
 
     void run() {
         const View into = view(job.into, plan, unit, unit.head, job.half);
-        for (std::int64_t t = 0; t < plan.length(unit.sequence); t++) {
+        for (std::int64_t t = 0; t < plan.tokens(unit.sequence); t++) {
             for (int j = 0; j < width; j += W) store(total + j, vf{});
             for (std::int64_t part = 0; part < job.parts; part++)
                 for (std::int64_t h = 0; h < job.shared; h++) add(found_by(part, unit.head * job.shared + h), t);

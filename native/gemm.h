@@ -113,12 +113,24 @@ struct Itself {
     }
 };
 
-struct ItselfScaled {
+struct RowsScaled {
+    Tile from;
     const float* rows;
     template <int NV>
-    HR_INLINE void operator()(Block<NV>& acc, Tile C, int m, int n) const {
+    HR_INLINE void operator()(Block<NV>& acc, Tile, int m, int n) const {
         for (int i = 0; i < TILE_ROWS; i++)
-            for (int j = 0; j < NV; j++) acc[i][j] = load(C.row(m + i) + n + j * W) * splat(rows[m + i]);
+            for (int j = 0; j < NV; j++) acc[i][j] = load(from.row(m + i) + n + j * W) * splat(rows[m + i]);
+    }
+};
+
+struct ColumnsScaled {
+    Tile from;
+    const float* columns;
+    template <int NV>
+    HR_INLINE void operator()(Block<NV>& acc, Tile, int m, int n) const {
+        for (int i = 0; i < TILE_ROWS; i++)
+            for (int j = 0; j < NV; j++)
+                acc[i][j] = load(from.row(m + i) + n + j * W) * load(columns + n + j * W);
     }
 };
 

@@ -2,6 +2,7 @@
 
        S' = e^{g_t} S_{t-1}
        add:    S_t = S' + beta_t k_t^T (w_t v_t)                  o_t = scale r_t q_t S_t
+       bonus:  S_t as above                                       o_t = scale r_t q_t (S_{t-1} + diag(u) beta_t k_t^T w_t v_t)
        delta:  S_t = S' + beta_t k_t^T (w_t v_t - k_t S')
 
    Dimensions: B rows, T tokens, H heads (Hq of q and k; Hq divides H, consecutive heads share), K key, V value size.
@@ -13,7 +14,7 @@
 
 #include <stdint.h>
 
-#define HR_ABI 4
+#define HR_ABI 6
 #define HR_WIDEST 32 /* of a short convolution */
 
 #if defined(_WIN32)
@@ -26,13 +27,13 @@
 extern "C" {
 #endif
 
-enum hr_dtype { HR_FLOAT32 = 0, HR_BFLOAT16 = 1 };
+enum hr_dtype { HR_FLOAT32 = 0, HR_BFLOAT16 = 1, HR_INT8 = 2 };
 
 /* [H], [B, T, H] and [B, T, H, K] */
 enum hr_decay { HR_DECAY_NONE = 0, HR_DECAY_FIXED = 1, HR_DECAY_SCALAR = 2, HR_DECAY_VECTOR = 3 };
 
 /* What the calls return. hr_message() says it in words. */
-enum hr_status { HR_OK = 0, HR_WRONG_ABI = 1, HR_UNSUPPORTED = 2, HR_NO_MEMORY = 3 };
+enum hr_status { HR_OK = 0, HR_WRONG_ABI = 1, HR_UNSUPPORTED = 2, HR_NO_MEMORY = 3, HR_NO_TOKEN = 4 };
 
 /* A tensor [B, T, H, ·] or [B, T, H]. Strides in elements; those of a size that is not there are ignored.
    data NULL: absent. */
@@ -55,12 +56,14 @@ typedef struct hr_problem {
     const int64_t* cu_seqlens; /* sequences + 1 ascending numbers from 0 to T; NULL: each row of the batch is one */
     hr_tensor q, k, v, log_decay, beta, write_gate, read_gate;
     const float* initial_state; /* contiguous [sequences, H, K, V]; NULL: zeros */
+    const float* bonus;         /* u, contiguous [H, K]; NULL: none. Not with the delta rule or a fixed decay */
 } hr_problem;
 
 /* Where gradients go; NULL data where none is wanted. log_decay's has log_decay's own shape: [H] if that is fixed. */
 typedef struct hr_gradients {
     hr_tensor q, k, v, log_decay, beta, write_gate, read_gate;
     float* initial_state;
+    float* bonus; /* [H, K] */
 } hr_gradients;
 
 /* A causal convolution of each channel with weights of its own, and SiLU. All contiguous. */
@@ -69,46 +72,73 @@ typedef struct hr_convolution {
     const float* weight;  /* [width + 1, channels]: row width - 1 meets the token itself, the last is the bias */
     const float* history; /* [sequences, width - 1, channels], what came before */
 } hr_convolution;
-/* One token through a whole layer, between its input projection and its output projection: short convolution, feature
-   map, norm and rotation of q and k, decay, write strength, competing heads, the recurrence, norm and output gate.
+/* One token of a layer, between its input projection and its output projection: short convolution, feature map, norm
+   and rotation of q and k, decay, write strength, competing heads, the recurrence, norm and output gate.
 
-   Kinds are numbered as hr_kinds() lists them. `dtype` is that of everything but memory (float32) and tokens; weights
-   are contiguous, as the layer's modules hold them, NULL where the layer has no such part. projected [B, parts] has q, k
-   (Hq K each), v (H V), what the decay reads (decay_reads), beta's logits (H) and what the gate reads (gate_reads),
-   those that there are, in this order. */
+   Kinds are numbered as hr_kinds() lists them. `dtype` is that of weights and conv; weights are contiguous, as the
+   layer's modules hold them, NULL where the layer has no such part. Its input has q, k (Hq K each), v (H V), what the
+   decay reads (decay_reads), beta's logits (H) and what the gate reads (gate_reads), those that there are, in this
+   order. Its output is [H V]. */
 typedef struct hr_layer {
-    int32_t abi, dtype, threads;
+    int32_t dtype;
     int32_t feature_map, qk_norm, decay, rule, beta, norm, gate, order, read, write, source, activation, gate_scale;
     float scale, norm_eps, group_eps, sum_eps, temperature;
     double rope_theta; /* 0: no rotation */
-    int64_t B, D, H, Hq, K, V, conv_width, decay_reads, gate_reads;
+    int64_t D, H, Hq, K, V, conv_width, decay_reads, gate_reads;
     const void *conv_weight, *conv_bias;           /* [channels, conv_width], [channels] */
     const void *decay_up, *decay_bias, *decay_log; /* [H K, reads] ("exp": transposed), [H K] or [H], [H] */
     const void *bonus;                             /* [H, K] */
     const void *read_scores, *write_scores;        /* of the competition */
     const void *skip, *gate_up, *gate_bias;        /* [H], [H V, V], [H V] */
     const void *norm_weight, *norm_bias;           /* [V] or [H V], [H V] */
-    const void *projected, *hidden;                /* [B, parts]; the layer's input [B, D] where scores read it */
     float* memory;                                 /* [B, H, K, V]; norm "sum": V + 1 columns. Updated in place */
     void* conv;                                    /* [B, conv_width - 1, channels], updated in place */
     int64_t* tokens;                               /* [B], seen so far, for the rotation; counted up */
-    void* out;                                     /* [B, H V] */
 } hr_layer;
 
-/* out[r, n] = scale[n] sum_i x[r, i] weight[n, i], all contiguous: for few rows. */
-typedef struct hr_int8_product {
-    int32_t abi;     /* HR_ABI */
-    int32_t threads; /* at least 1 */
-    int64_t rows, inputs, outputs;
-    const float* x;       /* [rows, inputs] */
-    const int8_t* weight; /* [outputs, inputs] */
-    const float* scale;   /* [outputs] */
-    float* out;           /* [rows, outputs] */
-} hr_int8_product;
+/* An operation of a program, on columns of its working rows of float32, one for each sequence. Numbered as
+   hr_operations() lists them. */
+typedef enum hr_kind {
+    HR_EMBED,      /* out = number * weight[token] */
+    HR_LOAD,       /* out = state[row] */
+    HR_STORE,      /* state[row] = in */
+    HR_NORM,       /* out (+)= norm(in); number: epsilon */
+    HR_LINEAR,     /* out (+)= in weight^T + bias; where there is a state, it and not out */
+    HR_TRANSPOSED, /* out = in weight, for small weights [inputs, outputs] */
+    HR_ACTIVATE,   /* out = f(in) * other */
+    HR_MIX,        /* out = in + (state - in) * (weight + other) */
+    HR_LAYER,      /* out = layer(in); other: the layer's input, where scores read it */
+    HR_CAP,        /* state = number * tanh(state / number) */
+    HR_KINDS_OF_OPERATIONS
+} hr_kind;
+typedef enum hr_norm { HR_RMS_NORM, HR_RMS_OFFSET_NORM, HR_LAYER_NORM, HR_NORMS } hr_norm;
+typedef enum hr_activation {
+    HR_SILU, HR_SIGMOID, HR_RELU, HR_RELU_SQUARED, HR_TANH, HR_GELU, HR_GELU_TANH, HR_ACTIVATIONS
+} hr_activation;
+
+typedef struct hr_operation {
+    int32_t kind, what;          /* what: hr_norm or hr_activation */
+    int32_t dtype, weight_dtype; /* of all but the matrix of a linear layer, and of that: also HR_INT8 */
+    int32_t add, layer;          /* layer: its place among the layers */
+    int64_t in, other, out;      /* first columns; other -1: none */
+    int64_t inputs, outputs;     /* how many */
+    float number;
+    const void *weight, *bias; /* NULL: none */
+    const float* scale;        /* of an int8 matrix, one per row */
+    void* state;               /* a tensor outside of the working rows, [rows, inputs or outputs] */
+} hr_operation;
+
+/* One token of each of `rows` sequences through operations, one after the other. */
+typedef struct hr_program {
+    int32_t abi, threads;
+    int64_t rows, width; /* width: columns of the working rows, a multiple of 16 */
+    int64_t operations, layers, vocabulary;
+    const int64_t* tokens; /* [rows], of HR_EMBED */
+} hr_program;
 
 HR_EXPORT int32_t hr_abi(void);
 
-/* The kinds that hr_layer_step knows: a line for each field of hr_layer that is one, its name and those of its values. */
+/* The kinds that hr_layer knows: a line for each field of hr_layer that is one, its name and those of its values. */
 HR_EXPORT const char* hr_kinds(void);
 
 /* "avx512bf16", "avx512", "avx2" or "portable": the code that runs here; the first is avx512 with products in bfloat16
@@ -130,15 +160,21 @@ HR_EXPORT int hr_backward(const hr_problem* problem, const hr_tensor* d_out, con
 /* One token: T is 1, cu_seqlens NULL, initial_state ignored; state, contiguous [B, H, K, V], is updated in place. */
 HR_EXPORT int hr_step(const hr_problem* problem, const hr_tensor* out, float* state);
 
+/* hr_step over other tensors with the problem's strides. addresses: of q, k, v, log_decay, beta, write_gate and read_gate,
+   NULL for those that are absent, of out, contiguous, and of the state. */
+HR_EXPORT int hr_step_at(const hr_problem* problem, void* const* addresses);
+
 /* Over the problem's v, with H of 1 and V channels; of the rest, only dtype, threads and sequences count. */
 HR_EXPORT int hr_convolve(const hr_problem* problem, const hr_convolution* convolution, const hr_tensor* out);
 
 /* d_x like v; d_weight [sequences, width + 1, channels]; d_history like history. */
 HR_EXPORT int hr_convolve_backward(const hr_problem* problem, const hr_convolution* convolution, const hr_tensor* d_out,
                                    const hr_tensor* d_x, float* d_weight, float* d_history);
-HR_EXPORT int hr_layer_step(const hr_layer* layer);
 
-HR_EXPORT int hr_int8(const hr_int8_product* product);
+/* The kinds of operations, norms and activations: a line for each, its name and those of its values. */
+HR_EXPORT const char* hr_operations(void);
+
+HR_EXPORT int hr_run(const hr_program* program, const hr_operation* operations, const hr_layer* layers);
 
 #ifdef __cplusplus
 }

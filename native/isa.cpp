@@ -12,8 +12,8 @@
 #if !defined(__AVX512BF16__)
 #include "convolution.h"
 #include "gather.h"
-#include "gemv.h"
 #include "layer_step.h"
+#include "program.h"
 #include "step.h"
 #endif
 
@@ -76,6 +76,7 @@ void layer_row(const Layer& job, std::int64_t row) {
 extern const Kernels kernels;
 const Kernels kernels = {
     HR_NAME(HR_ISA),
+    W,
     Entry<Forward, Chosen<ForwardUnit>::call<Forward>>::work,
     Entry<Backward, Chosen<BackwardUnit>::call<Backward>>::work,
 #if !defined(__AVX512BF16__)
@@ -84,7 +85,8 @@ const Kernels kernels = {
     Entry<Convolution, measure_or_run<ConvolutionUnit, Convolution>>::work,
     layer_row<&LayerRow<float>::enter, &LayerRow<std::uint16_t>::enter>,
     layer_row<&LayerRow<float>::leave, &LayerRow<std::uint16_t>::leave>,
-    int8_rows,
+    operate,
+    linear,
 #endif
 };
 

@@ -23,7 +23,11 @@ struct Plan {
     HR_INLINE std::int64_t start(std::int64_t sequence) const {
         return problem->cu_seqlens ? problem->cu_seqlens[sequence] : 0;
     }
-    HR_INLINE std::int64_t length(std::int64_t sequence) const {
+    // A bonus delays k, v and what belongs to them by a row, so that q reads the state before its token: then a sequence has
+    // a row more than tokens.
+    HR_INLINE int delay() const { return problem->bonus != nullptr; }
+    HR_INLINE std::int64_t length(std::int64_t sequence) const { return tokens(sequence) + delay(); }
+    HR_INLINE std::int64_t tokens(std::int64_t sequence) const {
         return problem->cu_seqlens ? problem->cu_seqlens[sequence + 1] - problem->cu_seqlens[sequence] : problem->T;
     }
     HR_INLINE std::int64_t kept_floats() const { return kept_states * problem->H * problem->K * problem->V; }
@@ -52,6 +56,7 @@ struct Backward {
     const hr_gradients* gradients; // for each part of a head
     bool by_head;                  // those of q and k are float32 and have H heads
     double* fixed_decay;           // to a fixed decay, [parts, sequences, H]; NULL when not wanted
+    double* bonus;                 // to the bonus, [parts, sequences, H, K]; NULL when not wanted
 };
 
 // What heads that share something, and the parts of a head, found by themselves: [parts, B, T, H, width] float32.
@@ -69,9 +74,28 @@ struct Step {
     const float* bonus; // [H, K]: q reads the state as it was, and with this weight what is written now; NULL: none
 };
 
+// The working memory of a program: rows of numbers, and those of a linear layer's input as integers where W is int8.
+struct Working {
+    const hr_program* program;
+    float* rows;
+    std::int64_t width;
+    std::int16_t* integers;
+    float* scales;
+    std::int64_t integer_row, scale_row;
+    float* transposed; // a linear layer's input [inputs, wide], for many rows
+    std::int64_t wide; // 0: for few rows
+
+    HR_INLINE float* at(std::int64_t row, std::int64_t column) const { return rows + row * width + column; }
+    HR_INLINE std::int16_t* integers_of(std::int64_t row) const { return integers + row * integer_row; }
+    HR_INLINE float* scales_of(std::int64_t row) const { return scales + row * scale_row; }
+};
+
 // A layer's token between its projections, and float32 numbers of it on their way: [B, ·], rows `…_row` apart.
 struct Layer {
     const hr_layer* layer;
+    const float *projected, *hidden; // rows `row` apart, as those of the result
+    float* result;
+    std::int64_t row;
     float *q, *k, *v, *decay, *beta, *read, *write, *out; // v and out: [H, columns]
     float *low, *wide;                                    // for what is needed only for a moment
     float* bonus;                                         // [H, K], the same for all rows; NULL: none
@@ -95,6 +119,7 @@ struct Work {
 
 struct Kernels {
     const char* name;
+    int width; // floats of a vector
     Work<Forward> forward;
     Work<Backward> backward;
     Work<Gather> gather{};
@@ -102,5 +127,9 @@ struct Kernels {
     Work<Convolution> convolution{};
     void (*enter)(const Layer&, std::int64_t row) = nullptr; // what comes before the recurrence
     void (*leave)(const Layer&, std::int64_t row) = nullptr; // and after it
-    void (*int8_rows)(const hr_int8_product&, std::int64_t first, std::int64_t last) = nullptr;
+    void (*operate)(const Working&, const hr_operation&, std::int64_t row) = nullptr;
+    void (*linear)(const Working&, const hr_operation&, std::int64_t first, std::int64_t last) = nullptr; // rows of the weight
 };
+
+// Those that run on this machine.
+const Kernels& kernels();

@@ -1,4 +1,4 @@
-// The kinds of a layer's parts that hr_layer_step knows. A caller numbers them by HR_KINDS: a line for each field of
+// The kinds of a layer's parts that hr_layer knows. A caller numbers them by HR_KINDS: a line for each field of
 // hr_layer that is a kind, in their order, each with its values' names in the order of the enum beside it.
 
 #pragma once
@@ -19,6 +19,11 @@
     "source head diag query hidden\n"                                   \
     "activation softmax sigmoid null\n"                                 \
     "gate_scale identity one"
+
+#define HR_OPERATIONS                                                                     \
+    "kind embed load store norm linear transposed activate mix layer cap\n"              \
+    "norm rms rms-offset layer\n"                                                        \
+    "activation silu sigmoid relu relu2 tanh gelu gelu-tanh\n"
 
 namespace kinds {
 
@@ -81,5 +86,8 @@ HR_SAME_COUNT(source);
 HR_SAME_COUNT(activation);
 HR_SAME_COUNT(gate_scale);
 #undef HR_SAME_COUNT
+static_assert(names(HR_OPERATIONS, "kind") == HR_KINDS_OF_OPERATIONS, "HR_OPERATIONS and hr_kind differ");
+static_assert(names(HR_OPERATIONS, "norm") == HR_NORMS, "HR_OPERATIONS and hr_norm differ");
+static_assert(names(HR_OPERATIONS, "activation") == HR_ACTIVATIONS, "HR_OPERATIONS and hr_activation differ");
 
 }  // namespace kinds

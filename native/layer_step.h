@@ -6,14 +6,14 @@
 
 namespace HR_ISA {
 
-// T: the dtype of activations and weights.
+// T: the dtype of weights and of the convolution's history.
 template <class T>
 class LayerRow {
 public:
     LayerRow(const Layer& job, std::int64_t row)
         : job(job), p(*job.layer), row(row), H(static_cast<int>(p.H)), K(static_cast<int>(p.K)), V(static_cast<int>(p.V)),
           columns(static_cast<int>(job.columns)), keys(static_cast<int>(p.Hq) * K), values(H * V),
-          x(static_cast<const T*>(p.projected) + row * parts()), q(job.q + row * job.key_row),
+          x(job.projected + row * job.row), q(job.q + row * job.key_row),
           k(job.k + row * job.key_row), v(job.v + row * job.value_row), decay(job.decay + row * job.decay_row),
           beta(job.beta + row * job.head_row), read(job.read + row * job.head_row),
           write(job.write + row * job.head_row), out(job.out + row * job.value_row), low(job.low + row * job.low_row),
@@ -44,7 +44,7 @@ public:
         normalise();
         if (p.read && !inside && late) gate_heads();
         if (p.gate && p.order == kinds::order::norm_gate) gate_out();
-        store_row(static_cast<T*>(p.out) + row * values, out, values, 1);
+        store_row(job.result + row * job.row, out, values, 1);
     }
 
 private:
@@ -53,12 +53,13 @@ private:
     std::int64_t parts() const {
         return 2 * p.Hq * p.K + p.H * p.V + p.decay_reads + (p.beta == kinds::beta::sigmoid ? p.H : 0) + p.gate_reads;
     }
-    const T* decay_part() const { return x + 2 * keys + values; }
-    const T* beta_part() const { return decay_part() + p.decay_reads; }
-    const T* gate_part() const { return x + parts() - p.gate_reads; }
+    const float* decay_part() const { return x + 2 * keys + values; }
+    const float* beta_part() const { return decay_part() + p.decay_reads; }
+    const float* gate_part() const { return x + parts() - p.gate_reads; }
 
     // n numbers as float32; `into` has room for whole vectors.
-    static void fill(float* into, const T* from, int n) {
+    template <class N>
+    static void fill(float* into, const N* from, int n) {
         each(into, n, [&](vf, int i) { return load_some(from + i, n - i); });
     }
 
@@ -76,7 +77,7 @@ private:
         convolve_some(v, before, 2 * keys, values);
         const Stride kept = (p.conv_width - 2) * channels();
         std::memmove(before, before + channels(), kept * sizeof(T));
-        std::memcpy(before + kept, x, channels() * sizeof(T));
+        store_row(before + kept, x, static_cast<int>(channels()), 1);
     }
     Stride channels() const { return 2 * keys + values; }
 
@@ -105,8 +106,7 @@ private:
         const T* w = weights(scores);
         if (p.source == kinds::source::query) product(low, w, heads, H, keys);
         if (p.source == kinds::source::hidden) {
-            fill(wide, weights(p.hidden) + row * p.D, static_cast<int>(p.D));
-            product(low, w, wide, H, static_cast<int>(p.D));
+            product(low, w, job.hidden + row * job.row, H, static_cast<int>(p.D));
         }
         for (int h = 0; p.source == kinds::source::head && h < H; h++)
             low[h] = dot_of(heads + h / shared * K, w + h * K, K);
@@ -301,7 +301,7 @@ private:
     const hr_layer& p;
     const std::int64_t row;
     const int H, K, V, columns, keys, values;
-    const T* const x;
+    const float* const x;
     float *const q, *const k, *const v, *const decay, *const beta, *const read, *const write, *const out, *const low,
         *const wide;
     float sum_of_scores = 0;

@@ -31,11 +31,13 @@ typedef std::uint16_t vh __attribute__((vector_size(W * 2)));
 typedef float vf_anywhere __attribute__((vector_size(W * 4), aligned(4), may_alias));
 typedef std::uint16_t vh_anywhere __attribute__((vector_size(W * 2), aligned(2), may_alias));
 
-HR_INLINE vf splat(float x) { return vf{} + x; }
+// Not `vf{} + x`, which is +0 for −0: the compiler would have to add.
+HR_INLINE vf splat(float x) { return x - vf{}; }
 HR_INLINE vf load(const float* p) { return *reinterpret_cast<const vf_anywhere*>(p); }
 HR_INLINE void store(float* p, vf x) { *reinterpret_cast<vf_anywhere*>(p) = x; }
 HR_INLINE vf bits(vu x) { return reinterpret_cast<vf>(x); }
 HR_INLINE vu bits(vf x) { return reinterpret_cast<vu>(x); }
+HR_INLINE vf magnitude(vf x) { return x < vf{} ? -x : x; }
 
 HR_INLINE float sum(vf x) {
     float total = 0;

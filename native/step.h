@@ -1,6 +1,6 @@
-// One token: the state is read from memory once and written back once. Some value columns with all their keys are compared
-// with what is to be written, then decayed, written to and read; meanwhile the next head's state comes into the second
-// cache, so that both passes find theirs there.
+// One token: the state is read from memory once and written back once. The delta rule compares it with what is to be
+// written, then it is decayed, written to and read. Meanwhile the next head's state comes into the second cache, an equal
+// share in each pass, so that memory is never idle and both passes find their state there.
 
 #pragma once
 
@@ -11,7 +11,8 @@ namespace HR_ISA {
 template <class Decay, bool delta>
 struct StepUnit {
     static constexpr int WIDEST = 8;  // vectors of columns at a time
-    static constexpr int EARLY = 8;   // rows that the first head's state is fetched ahead of its use
+    static constexpr int ROWS = 32;   // whose columns are all visited before the next rows: near in memory, near in time
+    static constexpr int EARLY = 24;  // rows that the first head's state is fetched ahead of its use
 
     const Plan& plan;
     const Step& job;
@@ -41,10 +42,21 @@ struct StepUnit {
     template <bool before>
     void all_columns(float* S) {
         const float own = before ? bonus_weight() : 0;
-        int j = 0;
-        for (; j + WIDEST * W <= value; j += WIDEST * W) columns<WIDEST, before>(S, j, W, own);
-        for (; j + W <= value; j += W) columns<1, before>(S, j, W, own);
-        if (j < value) columns<1, before>(S, j, value - j, own);
+        if (delta) panels<&StepUnit::template compare<WIDEST>, &StepUnit::template compare<1>>(S);
+        for (int j = 0; j < value; j += W) {
+            const vf write = load(target + j) * splat(beta);
+            store(target + j, write), store(out + j, splat(own) * write);
+        }
+        panels<&StepUnit::template update<WIDEST, before>, &StepUnit::template update<1, before>>(S);
+    }
+    using Pass = void (StepUnit::*)(float* S, int begin, int j, int width);
+    template <Pass wide, Pass narrow>
+    void panels(float* S) {
+        for (int i = 0; i < key; i += ROWS) {
+            int j = 0;
+            for (; j + WIDEST * W <= value; j += WIDEST * W) (this->*wide)(S, i, j, W);
+            for (; j < value; j += W) (this->*narrow)(S, i, j, value - j < W ? value - j : W);
+        }
     }
     float bonus_weight() const {
         const float* u = job.bonus + unit.head * key;
@@ -74,27 +86,38 @@ struct StepUnit {
             store(decay + i, exponential(plan.problem->decay == HR_DECAY_VECTOR ? load(decay + i) : splat(g)));
     }
 
-    // NV vectors of columns from j on, `width` lanes of the last one. Pointers are copied: stores might change the members.
-    template <int NV, bool before>
-    HR_INLINE void columns(float* S, int j, int width, float own) {
+    // Both passes: rows from `begin` on, NV vectors of columns from j on, `width` lanes of the last one. Pointers are copied:
+    // stores might change the members.
+    template <int NV>
+    HR_INLINE void compare(float* S, int begin, int j, int width) {
         const Stride stride = plan.problem->V;
-        const float *keys = k, *queries = q, *left = decay;
+        const float *keys = k, *left = decay, *next = S + key * stride + j;
         const bool first = unit.head == 0;
-        const int rows = key;
-        vf write[NV], read[NV] = {};
+        const int end = begin + ROWS < key ? begin + ROWS : key;
+        vf write[NV];
         for (int c = 0; c < NV; c++) write[c] = load(target + j + c * W);
-        for (int i = 0; delta && i < rows; i++) {
+        for (int i = begin; i < end; i++) {
             const float* s = S + i * stride + j;
             if (first) fetch<NV>(s + EARLY * stride);
+            fetch<NV / 2>(next + i * stride);
             const vf ki = splat(keys[i] * left[i]);
             for (int c = 0; c < NV; c++) write[c] -= ki * some(s + c * W, width);
         }
-        for (int c = 0; c < NV; c++) write[c] *= splat(beta);
-        const float* next = S + rows * (stride + j);
-        for (int i = 0; i < rows; i++, next += NV * W) {
+        for (int c = 0; c < NV; c++) store(target + j + c * W, write[c]);
+    }
+    template <int NV, bool before>
+    HR_INLINE void update(float* S, int begin, int j, int width) {
+        constexpr int COMPARED = delta ? NV / 2 : 0;  // vectors of the next head that the other pass has fetched
+        const Stride stride = plan.problem->V;
+        const float *keys = k, *queries = q, *left = decay, *next = S + key * stride + j + COMPARED * W;
+        const bool first = !delta && unit.head == 0;
+        const int end = begin + ROWS < key ? begin + ROWS : key;
+        vf write[NV], read[NV];
+        for (int c = 0; c < NV; c++) write[c] = load(target + j + c * W), read[c] = load(out + j + c * W);
+        for (int i = begin; i < end; i++) {
             float* s = S + i * stride + j;
-            if (!delta && first) fetch<NV>(s + EARLY * stride);
-            fetch<NV>(next);
+            if (first) fetch<NV>(s + EARLY * stride);
+            fetch<NV - COMPARED>(next + i * stride);
             const vf di = splat(left[i]), ki = splat(keys[i]), qi = splat(queries[i]);
             for (int c = 0; c < NV; c++) {
                 const vf now = some(s + c * W, width), after = di * now + ki * write[c];
@@ -102,7 +125,7 @@ struct StepUnit {
                 store_some(s + c * W, after, width);
             }
         }
-        for (int c = 0; c < NV; c++) store(out + j + c * W, before ? read[c] + splat(own) * write[c] : read[c]);
+        for (int c = 0; c < NV; c++) store(out + j + c * W, read[c]);
     }
 
     template <int NV>

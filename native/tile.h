@@ -31,23 +31,28 @@ private:
     std::size_t used_ = 0;
 };
 
-// One head of one sequence of a tensor: row t at p + t · token, in elements of its dtype.
+// One head of one sequence of a tensor: row t at p + t · token, in elements of its dtype, for first ≤ t < end. Other rows are
+// read as zeros and not written.
 struct View {
     char* p = nullptr;
     Stride token = 0;
     bool half = false;
+    std::int64_t first = 0, end = 0;
 
     explicit operator bool() const { return p != nullptr; }
+    bool has(std::int64_t t) const { return first <= t && t < end; }
     char* row(std::int64_t t) const { return p + t * token * size(half); }
     static Stride size(bool half) { return half ? 2 : 4; }
 };
 
+// Its first row is `delay`.
 inline View view(const hr_tensor& x, const Plan& plan, const Unit& unit, std::int64_t head, bool half,
-                 std::int64_t column = 0) {
+                 std::int64_t column = 0, int delay = 0) {
     if (!x.data) return {};
     const std::int64_t at =
-        x.batch * plan.row(unit.sequence) + x.token * plan.start(unit.sequence) + x.head * head + column;
-    return {static_cast<char*>(x.data) + at * View::size(half), static_cast<Stride>(x.token), half};
+        x.batch * plan.row(unit.sequence) + x.token * (plan.start(unit.sequence) - delay) + x.head * head + column;
+    return {static_cast<char*>(x.data) + at * View::size(half), static_cast<Stride>(x.token), half, delay,
+            plan.tokens(unit.sequence) + delay};
 }
 
 // The tokens of one chunk: `n` of them from `first` on, padded to `rows`.
@@ -97,13 +102,16 @@ void store_row(T* into, const float* from, int width, float factor) {
 }
 
 inline void load_row(float* into, const View& from, std::int64_t t, int width, float factor = 1) {
-    if (from.half)
+    if (!from.has(t))
+        for (int j = 0; j < width; j += W) store(into + j, vf{});
+    else if (from.half)
         load_row(into, reinterpret_cast<const std::uint16_t*>(from.row(t)), width, factor);
     else
         load_row(into, reinterpret_cast<const float*>(from.row(t)), width, factor);
 }
 
 inline void store_row(const View& into, std::int64_t t, const float* from, int width, float factor = 1) {
+    if (!into.has(t)) return;
     if (into.half)
         store_row(reinterpret_cast<std::uint16_t*>(into.row(t)), from, width, factor);
     else
@@ -124,15 +132,20 @@ inline void store_tile(const View& into, Tile from, Span span, int width, const 
     for (int i = 0; i < span.n; i++) store_row(into, span.first + i, from.row(i), width, factor ? factor[i] : 1);
 }
 
-// One number a token, times `scale`; `absent` where there is no tensor, 0 for the padding.
-inline void load_numbers(float* into, const View& from, Span span, float scale = 1, float absent = 1) {
-    for (int i = 0; i < span.n; i++)
-        into[i] = scale * (from ? *reinterpret_cast<const float*>(from.row(span.first + i)) : absent);
+// A token's number; 1 where there is no tensor.
+inline float number(const View& from, std::int64_t t) {
+    return !from ? 1 : from.has(t) ? *reinterpret_cast<const float*>(from.row(t)) : 0;
+}
+
+// One number a token, times `scale`; 0 for the padding.
+inline void load_numbers(float* into, const View& from, Span span, float scale = 1) {
+    for (int i = 0; i < span.n; i++) into[i] = scale * number(from, span.first + i);
     for (int i = span.n; i < span.rows; i++) into[i] = 0;
 }
 
 inline void store_numbers(const View& into, const float* from, Span span) {
-    for (int i = 0; i < span.n; i++) *reinterpret_cast<float*>(into.row(span.first + i)) = from[i];
+    for (int i = 0; i < span.n; i++)
+        if (into.has(span.first + i)) *reinterpret_cast<float*>(into.row(span.first + i)) = from[i];
 }
 
 // A state, or some columns of one, from contiguous rows of `stride` floats.

@@ -23,6 +23,7 @@ from headrace import InputError, layers, linear_attention, step, zoo
 from headrace.layers.linear.convolution import convolve
 from headrace.layers.quantized import Int8Linear
 from headrace.ops.backends.native import library as native
+from headrace.ops.call import accumulator
 from headrace.ops.reference import literal
 from headrace.ops.sequences import Sequences
 
@@ -168,12 +169,18 @@ def one_token(dice: Dice) -> None:
     if bad := dice.likely(0.3):
         name = dice.choice([n for n, y in now.items() if y is not None])
         now[name] = dice.spoiled(now[name])
+    written = {}
+    if not bad and dice.likely(0.5):
+        state = now["state"] if now["state"] is None else now["state"].to(accumulator(now["v"]), copy=True).contiguous()
+        written = {"state": state, "in_place": True, "out": torch.empty(now["v"].shape, dtype=dtype)}
     try:
-        out, state = step(**now, rule=rule)
+        with torch.set_grad_enabled(not written):
+            out, state = step(**now | written, rule=rule)
     except InputError:
         assert bad
         return
     if not bad:
+        assert not written or (out is written["out"] and (written["state"] is None or written["state"] is state))
         exact = doubled(x)
         expected, final = literal(
             **exact | {"initial_state": None if now["state"] is None else now["state"].double()}, rule=rule

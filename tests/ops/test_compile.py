@@ -22,7 +22,7 @@ def _nothing_compiled():
     torch._dynamo.reset()
 
 
-NAMES = ("q", "k", "v", "log_decay", "beta", "write_gate", "read_gate", "initial_state")
+NAMES = ("q", "k", "v", "log_decay", "beta", "write_gate", "read_gate", "initial_state", "bonus")
 
 
 def drawn(decay, packed, tokens=T):

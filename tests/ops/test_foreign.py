@@ -11,8 +11,9 @@ from headrace.ops.reference import literal
 from headrace.studies.verify import relative
 from peers import FAMILIES, PEERS
 
-# Some peers compute in float32 whatever they are given.
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+# Some peers compute in float32 whatever they are given. An output in bfloat16 is rounded to 2⁻⁹ of its size, after
+# products of numbers that are rounded so too.
+TOLERANCE = {torch.bfloat16: 2**-7, torch.float32: 1e-5, torch.float64: 1e-10}
 OURS = {
     "literal": literal,
     "chunkwise": linear_attention,
@@ -22,11 +23,23 @@ OURS = {
 
 
 def inputs_of(peer, **sizes):
-    """Inputs of the peer's family, in the precision it can keep, or a skip that says why it is not here."""
+    """Inputs of the peer's family, in the most exact dtype that it takes, or a skip that says why it is not here."""
     if (reason := peer.missing()) is not None:
         pytest.skip(reason)
-    dtype = torch.float64 if peer.exact else torch.float32
-    return FAMILIES[peer.family].inputs(B=2, T=128, H=3, K=8, V=8 if peer.square else 12, dtype=dtype, **sizes), dtype
+    (dtype, *_), K = peer.dtypes, max(8, peer.multiple)
+    sizes = {
+        "B": 1 if peer.source.startswith("ggml") else 2,
+        "T": 128,
+        "H": 3,
+        "K": K,
+        "V": K if peer.square else 12,
+    } | sizes
+    return FAMILIES[peer.family].inputs(**sizes, dtype=dtype), dtype
+
+
+def widened(tensors):
+    """A peer in bfloat16 is compared with what we compute of the same numbers in float32."""
+    return {name: x.float() if x.dtype == torch.bfloat16 else x for name, x in tensors.items()}
 
 
 @pytest.mark.parametrize("form", OURS)
@@ -35,7 +48,7 @@ def test_op_equals_other_libraries(peer, form):
     """Outputs, the final state and the gradient of every input that a model would train."""
     tensors, dtype = inputs_of(peer)
     theirs, their_state = peer(peer.arguments(tensors))
-    ours, our_state = OURS[form](**tensors, **FAMILIES[peer.family].options())
+    ours, our_state = OURS[form](**widened(tensors), **FAMILIES[peer.family].options())
     assert relative(ours, theirs) <= TOLERANCE[dtype]
     if their_state is not None:
         assert relative(our_state, their_state) <= TOLERANCE[dtype]
@@ -55,7 +68,9 @@ def test_op_equals_other_libraries_from_an_initial_state(peer, form):
     start = torch.randn(B, H, tensors["k"].shape[-1], V, dtype=dtype)
     with torch.no_grad():
         theirs, their_state = peer(peer.arguments(tensors), start.clone())
-        ours, our_state = OURS[form](**tensors, initial_state=start, **FAMILIES[peer.family].options())
+        ours, our_state = OURS[form](
+            **widened(tensors), initial_state=start.to(their_state.dtype), **FAMILIES[peer.family].options()
+        )
     assert relative(ours, theirs) <= TOLERANCE[dtype]
     assert relative(our_state, their_state) <= TOLERANCE[dtype]
 

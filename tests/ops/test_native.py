@@ -46,9 +46,11 @@ def test_sizes_that_are_no_multiple_of_a_vector(decay, rule):
             assert_same(inputs(decay, rows=1, tokens=tokens, groups=2, key=key, value=value), way, rule=rule)
 
 
-@pytest.mark.parametrize("rule", ["add", "delta"])
-def test_thread_count_does_not_change_results(rule):
-    x = floats(inputs("vector", rows=1, tokens=500, key=64, value=72))  # 18 million products, for 16 threads
+@pytest.mark.parametrize("kind", ["add", "delta", "bonus"])
+def test_thread_count_does_not_change_results(kind):
+    rule = "delta" if kind == "delta" else "add"
+    drawn = inputs("vector", rows=1, tokens=500, key=64, value=72, bonus=kind == "bonus")
+    x = floats(drawn)  # 18 million products, for 16 threads
     torch.set_num_threads(1)
     out, state, gradients = called(x, rule=rule)
     for threads in (2, 3, 16):
@@ -97,14 +99,14 @@ def test_only_requested_gradients_are_computed(requested):
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("kind", ["add", "delta", "normalise"])
+@pytest.mark.parametrize("kind", ["add", "delta", "bonus", "normalise"])
 def test_one_token_calls_equal_the_whole(decay, kind):
     """`step`, and a call of one token, with and without a gradient: the whole in pieces of one."""
     settings = {"rule": kind if kind == "delta" else "add", "normalise": kind == "normalise"}
-    arguments = floats(inputs(decay, groups=2, key=17, value=20, normalise=kind == "normalise"))
-    arguments.pop("bonus")
+    options = {kind: True} if kind in ("bonus", "normalise") else {}
+    arguments = floats(inputs(decay, groups=2, key=17, value=20, **options))
     expected, final = linear_attention(**arguments, backend="native", **settings)
-    first, fixed = arguments.pop("initial_state"), {"log_decay"} if decay == "fixed" else set()
+    first, fixed = arguments.pop("initial_state"), {"bonus", "log_decay"} if decay == "fixed" else {"bonus"}
     pieces = [{n: x if x is None or n in fixed else x[:, t : t + 1] for n, x in arguments.items()} for t in range(T)]
     state, stepped = first.detach(), first.detach()
     graph = first
@@ -199,7 +201,7 @@ def test_empty_batch_has_zero_gradient_of_a_fixed_decay(rule):
     assert torch.equal(called(x, rule=rule)[2]["log_decay"], torch.zeros(H))
 
 
-GIVEN = ("q", "k", "v", "log_decay", "beta", "write_gate", "read_gate", "initial_state")
+GIVEN = ("q", "k", "v", "log_decay", "beta", "write_gate", "read_gate", "initial_state", "bonus")
 
 
 @pytest.mark.parametrize(
@@ -208,12 +210,12 @@ GIVEN = ("q", "k", "v", "log_decay", "beta", "write_gate", "read_gate", "initial
         ("q", torch.zeros(B, T, H, 7)), ("q", torch.zeros(B, T, H, 6, dtype=torch.bfloat16)),
         ("k", torch.zeros(B, T - 1, H, 6)), ("log_decay", torch.zeros(B, T)), ("log_decay", torch.zeros(H + 1)),
         ("log_decay", torch.zeros(B, T, H, 5)), ("beta", torch.zeros(B, T)), ("write_gate", torch.zeros(B, T, H, 6)),
-        ("read_gate", torch.zeros(T, B, H)), ("initial_state", torch.zeros(B, H, 5, 6)),
+        ("read_gate", torch.zeros(T, B, H)), ("initial_state", torch.zeros(B, H, 5, 6)), ("bonus", torch.zeros(H, 7)),
     ],
 )  # fmt: skip
 def test_operator_checks_its_tensors(name, wrong):
     """The operator itself, as exported programs call it, without the checks of `linear_attention`."""
-    x = floats(inputs("scalar"))
+    x = floats(inputs("scalar", bonus=True))
     arguments = [x[n].detach() for n in GIVEN]
     run = torch.ops.headrace.native
     rest = (None, False, 1.0, 0, False)
@@ -224,14 +226,14 @@ def test_operator_checks_its_tensors(name, wrong):
 
 
 def test_backward_operator_checks_its_tensors():
-    x = floats(inputs("scalar", rows=1, tokens=40))
+    x = floats(inputs("scalar", rows=1, tokens=40, bonus=True))
     arguments, rest = [x[n].detach() for n in GIVEN], (None, False, 1.0, 0, False)
     out, final, kept = torch.ops.headrace.native_kept(*arguments, *rest)
     good = {"d_out": torch.randn_like(out), "d_final": torch.randn_like(final), "kept": kept}
 
     def gradients(changed):
         d_out, d_final, kept = (good | changed).values()
-        return torch.ops.headrace.native_backward(d_out, d_final, *arguments, *rest, kept, [True] * 8)
+        return torch.ops.headrace.native_backward(d_out, d_final, *arguments, *rest, kept, [True] * len(GIVEN))
 
     expected = gradients({})
     apart = {name: x.mT.contiguous().mT for name, x in good.items() if x.dim() == 4}
@@ -268,10 +270,11 @@ from headrace.ops.backends.native import library as native
 from headrace.studies.verify import relative
 torch.manual_seed(0), torch.set_num_threads(1)
 for decay in DECAYS:
-    for rule in ("add", "delta"):
-        x = inputs(decay, tokens=NATIVE.tokens, groups=2, key=17, value=33)
-        assert_same(x, NATIVE, rule=rule)
-        rounded = {name: None if y is None else y.detach().bfloat16() for name, y in x.items()}
+    for kind in ("add", "delta", "bonus"):
+        drawn = inputs(decay, tokens=NATIVE.tokens, groups=2, key=17, value=33, bonus=kind == "bonus")
+        rule = "delta" if kind == "delta" else "add"
+        assert_same(drawn, NATIVE, rule=rule)
+        rounded = {name: None if y is None else y.detach().bfloat16() for name, y in drawn.items()}
         states = [linear_attention(**{n: y if y is None else y.to(dtype) for n, y in rounded.items()}, rule=rule)[1]
                   for dtype in (torch.bfloat16, torch.float32)]
         assert relative(states[0], states[1].double()) < 1e-6  # products in float32

@@ -5,6 +5,7 @@ import torch
 
 from equation import skip_if_missing
 from headrace import InputError, linear_attention, step
+from headrace.ops.call import accumulator
 from headrace.studies.verify import relative
 
 B, H, K, V = 4, 4, 6, 5  # as many rows as heads: a gate per row would pass for one per head
@@ -90,6 +91,84 @@ def test_mixed_precision_inputs_do_not_change_the_state_dtype(route):
     expected, final = linear_attention(**tokens, initial_state=state, **settings)
     assert relative(after.double(), final.double()) < 1e-6  # sums of at most K terms in float32
     assert relative(out.double(), expected[:, 0].double()) < 3 * torch.finfo(dtype).eps + 1e-6
+
+
+def call(dtype, **settings):
+    """A call of `step` with all that the rule takes."""
+    state = torch.rand(B, H, K, V + settings.get("normalise", False)).to(accumulator(torch.zeros((), dtype=dtype)))
+    gates = {name: torch.rand(B, H) for name in ("beta", "read_gate", "write_gate")}
+    return {n: x.abs() for n, x in good(dtype).items()} | gates | {"state": state} | settings
+
+
+@pytest.mark.parametrize("decay", [(), (H,), (B, H), (B, H, K)], ids=str)
+@pytest.mark.parametrize("rule", ["add", "delta"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_step_in_place_writes_into_the_tensors_given(route, rule, decay):
+    """The same storage, with the numbers that a new tensor has, whatever computes it; autograd is told."""
+    skip_if_missing("native" if "native" in route else "torch")
+    dtype, settings = ROUTES[route]
+    if rule == "delta" and settings:
+        pytest.skip("the delta rule has neither")
+    given = call(dtype, rule=rule, log_decay=-torch.rand(decay) if decay else None, **settings)
+    state, before = given.pop("state"), given["q"].clone()
+    expected, after = step(**given, state=state)
+    out, carried = torch.empty_like(given["v"]), state.clone()
+    for _ in range(2):  # the second time as remembered
+        carried.copy_(state)
+        versions = out._version, carried._version
+        found = step(**given, state=carried, in_place=True, out=out)
+        assert found[0] is out and found[1] is carried and (out._version, carried._version) > versions
+        assert torch.equal(out, expected) and torch.equal(carried, after) and torch.equal(given["q"], before)
+    new, first = step(**given, in_place=True), step(**given)
+    assert all(torch.equal(x, y) for x, y in zip(new, first, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["native", "torch"])
+def test_tensors_that_cannot_be_written_are_refused(dtype):
+    def refused(sentence, **change):
+        with pytest.raises(InputError, match=sentence):
+            step(**(given | change), in_place=True)
+
+    given = call(dtype)
+    state, v = given["state"], given["v"]
+    both = torch.zeros(state.numel() + 2, dtype=dtype)
+    step(**given, in_place=True, out=torch.empty_like(v))
+    refused("state has dtype torch.bfloat16; expected torch.float", state=state.bfloat16())
+    refused("state has strides .*; expected to be contiguous", state=state.mT.contiguous().mT)
+    refused(r"out has shape \[4, 5\]; expected \[4, 4, 5\]", out=v[:, 0])
+    refused("out has dtype torch.float16; expected torch.float", out=v.half())
+    refused("out is on meta and v is on cpu; expected the same device", out=v.to("meta"))
+    refused("out=1; expected a tensor", out=1)
+    refused("out shares memory with v; expected memory of its own", out=v)
+    refused("state shares memory with out; ", state=both[2:].view_as(state), out=both[: v.numel()].view_as(v))
+    q = both[-given["q"].numel() :].view_as(v.new_empty(B, H, K))
+    refused("state shares memory with q; ", q=q, state=both[: state.numel()].view_as(state))
+    k = given["k"].clone().requires_grad_()
+    refused("k requires a gradient, which in_place and out lack; expected torch.no_grad", k=k)
+    with torch.inference_mode():
+        made = state.clone()
+        step(**(given | {"state": made}), in_place=True)
+    refused("an inference tensor; expected torch.inference_mode", state=made)
+
+
+def test_remembered_calls_are_those_of_the_same_signature():
+    """Nothing that a check depends on is left out of what is remembered."""
+    skip_if_missing("native")
+    given = call(torch.float32, scale=1.0)
+    expected, _ = step(**given, backend="torch")
+    assert relative(step(**given)[0], expected.double()) < 1e-6
+    for change in ({"scale": True}, {"scale": "1.0"}, {"rule": ["add"]}, {"rule": "Add"}, {"backend": "Auto"}):
+        with pytest.raises(InputError, match="expected"):
+            step(**(given | change))
+    apart = {n: torch.stack([x, x], -1)[..., 0] for n, x in given.items() if n != "scale"}
+    assert relative(step(**apart, scale=1.0)[0], expected.double()) < 1e-6
+    negated = torch.complex(torch.zeros(B, H), -given["beta"]).conj().imag
+    assert negated.is_neg() and relative(step(**(given | {"beta": negated}))[0], expected.double()) < 1e-6
+    q = given["q"].clone().requires_grad_()
+    step(**(given | {"q": q}))[0].sum().backward()
+    assert q.grad is not None
+    mapped = torch.func.vmap(lambda q: step(**(given | {"q": q}))[0])(given["q"][None])
+    assert relative(mapped[0], expected.double()) < 1e-6
 
 
 @pytest.mark.parametrize("form", ["chunkwise", "recurrent", "parallel"])

@@ -53,13 +53,15 @@ def generate(
     as_json: Annotated[
         bool,
         typer.Option(
-            "--json", help="JSON output of the new text, its tokens, the speed and the seed, instead of streamed text."
+            "--json",
+            help="JSON output of the new text, its tokens, speed, engine and seed, instead of streamed text.",
         ),
     ] = False,
 ) -> None:
     """Continue a text: print it, and the new tokens as they are generated.
 
-    The last line, on standard error, has the seed. The same command with this --seed prints the same text."""
+    The last line, on standard error, has the speed, the engine that computed single tokens, and the seed. The same
+    command with this --seed prints the same text."""
     from ..hf.generate import generate as run
     from ..hf.generate import sampling_seed, sampling_settings
 
@@ -72,6 +74,7 @@ def generate(
         print(json.dumps(result, ensure_ascii=False))
     else:
         speed = f"{len(result['tokens'])} tokens, {result['tokens_per_second']:.1f} tokens per second"
+        speed += f", by {result['engine']}"
         print(speed if seed is None else f"{speed}, seed {seed}", file=sys.stderr)
 
 

@@ -5,6 +5,7 @@ Dimensions: B batch, T tokens.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,14 +40,8 @@ def check_graph(model: Any, is_plain: bool) -> None:
 
 
 def step(model: Any, cache: HeadraceCache) -> Step:
-    """Returns a step that runs the model."""
-
-    def run(token: Tensor) -> Tensor:
-        logits, states = _next(model, token[:, None], cache.states)
-        cache.replace(states, 1)
-        return logits
-
-    return run
+    """Returns a step by the model's engine."""
+    return partial(model.engine.step, model, cache=cache)
 
 
 def graphed_step(model: Any, cache: HeadraceCache, token: Tensor) -> Step:

@@ -26,7 +26,8 @@ def generate(
         sampling: arguments of transformers' `generate`.
 
     Returns:
-        {"text": without special tokens, "tokens": token ids, "tokens_per_second"} of the continuation, and "seed".
+        {"text": without special tokens, "tokens": token ids, "tokens_per_second"} of the continuation, "engine": what
+        computed single tokens, and "seed".
 
     Raises:
         InputError: the checkpoint, device or tokenizer cannot be used, or the prompt is empty.
@@ -51,7 +52,8 @@ def generate(
         out = model.generate(ids, streamer=streamer, pad_token_id=tokenizer.eos_token_id, **sampling)
     seconds, new = time.perf_counter() - started, out[0, ids.shape[1] :].tolist()
     text = tokenizer.decode(new, skip_special_tokens=True)
-    return {"text": text, "tokens": new, "tokens_per_second": len(new) / seconds, "seed": seed}
+    speed = {"tokens_per_second": len(new) / seconds, "engine": model.engine.about(model)}
+    return {"text": text, "tokens": new, **speed, "seed": seed}
 
 
 def sampling_settings(

@@ -27,6 +27,7 @@ from .cache import NAME as CACHE
 from .cache import HeadraceCache, cache_argument
 from .config import HeadraceConfig
 from .decoding import STATIC, check_graph, decode_loop, graphed_step, is_plain_case, step
+from .engine import Engine
 from .loss import experts_loss, token_loss
 from .weight_decay import leave_out
 
@@ -182,6 +183,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
     """The language model with next-token logits, loss and `generate`."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    base_class = HeadraceModel
 
     def __init__(self, config: HeadraceConfig):
         super().__init__(config)
@@ -189,6 +191,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         experts, self.cap = config.sizes.style.experts, config.sizes.style.logits_cap
         self.balance = 0.0 if experts is None else experts.balance
+        self.engine = Engine()
         self.post_init()
         self.generation_config.use_cache = None
 
@@ -238,11 +241,17 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
             `past_key_values` and `hidden_states` of HeadraceModel.
         """
         loss_kwargs.pop("tokenizer", None)  # an argument of `generate` that is passed on to forward
+        cache = cache_argument(past_key_values, cache)
+        others = labels, inputs_embeds, cu_seqlens, output_attentions, output_hidden_states
+        if use_cache is not False and all(x is None or x is False for x in others) and not loss_kwargs:
+            logits = self._next_logits(input_ids, attention_mask, cache, logits_to_keep)
+            if logits is not None:
+                return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})  # type: ignore[arg-type]
         packs = {name: loss_kwargs.pop(name) for name in loss_kwargs.keys() - {"num_items_in_batch", "shift_labels"}}
         output = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
-            past_key_values=cache_argument(past_key_values, cache),
+            past_key_values=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
@@ -269,6 +278,22 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, hidden_states=output.hidden_states, **{CACHE: getattr(output, CACHE)}
         )
+
+    plain_forward = forward  # which the engine stands for
+
+    def _next_logits(self, input_ids: Any, attention_mask: Tensor | None, cache: Any, logits_to_keep: Any):
+        """Returns the logits [B, 1, vocabulary] after one token of each of the cache's sequences by the native engine,
+        or None for other calls."""
+        if cache is None or cache.states is None or torch.is_grad_enabled() or self.config.output_hidden_states:
+            return None
+        token = isinstance(input_ids, Tensor) and input_ids.shape == (cache.batch_size, 1)
+        if not token or isinstance(logits_to_keep, Tensor) or logits_to_keep not in (None, 0, 1):
+            return None
+        if attention_mask is not None:
+            columns = input_ids.shape[0], cache.columns + 1
+            if attention_mask.shape not in (columns, input_ids.shape) or not attention_mask[:, -1].all():
+                return None
+        return self.engine.native_step(self, input_ids[:, 0], cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits [..., vocabulary] of hidden states [..., D], with the style's cap."""

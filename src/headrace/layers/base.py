@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..ops.call import accumulator
 from ..ops.checks import require
+from ..ops.derivatives import transformed
 from ..ops.parallel.context import current, refuse_parts
 from ..ops.sequences import Sequences, avoid_sync
 from ..utils.errors import InputError
@@ -101,9 +102,9 @@ def _shape(x: Any) -> str:
 
 
 def may_write(state: Iterable[Tensor | None]) -> bool:
-    """Whether tensors may be written in place: autograd does not need them, and inference tensors are written only in
-    inference mode."""
-    if torch.is_grad_enabled():
+    """Whether tensors may be written in place: autograd does not need them, no transform captures them, and inference
+    tensors are written only in inference mode."""
+    if torch.is_grad_enabled() or transformed():
         return False
     anywhere = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
     return all(x is None or not (x.requires_grad or (not anywhere and x.is_inference())) for x in state)

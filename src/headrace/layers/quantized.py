@@ -4,19 +4,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.backends.native import int8 as native
+from ..ops.backends.native.library import DTYPES
+from ..ops.backends.native.program import Program, ProgramOf
 from ..ops.checks import require
+from ..ops.derivatives import has_address
 from ..utils.errors import InputError
-from .linear.decays import DecayModule
-from .linear.readout import GateLogits
+
+FEW = 64  # number of rows up to which the native kernel is faster than PyTorch's product with converted weights
 
 
 class Int8Linear(nn.Module):
     """A linear layer y = x Wᵀ + b with int8 weights in [−127, 127] and one scale per row: its largest |entry| / 127.
 
-    x is not quantised; sums are in float32, or float64 for float64. The native kernel, which reads the integers,
-    computes up to 8 rows; PyTorch computes more rows, with the weight converted to x's dtype. A cast of the module
-    changes the dtype of `weight` and of the bias; integers and scales keep theirs.
+    The native kernel, which reads the integers, computes up to 64 rows. It rounds each x to 16-bit integers with one
+    scale per 1,024 inputs. PyTorch computes more rows, with the weight converted to x's dtype. Sums are in float32, or
+    float64 for float64. A cast of the module changes the dtype of `weight` and of the bias; integers and scales keep
+    theirs.
 
     Args:
         linear: the layer whose weights are quantised.
@@ -39,6 +42,7 @@ class Int8Linear(nn.Module):
         self.register_buffer("scale", scale)
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().clone())
         self.dtype = linear.weight.dtype
+        self.program = ProgramOf(_product)
 
     def _apply(self, fn, recurse=True):
         self.dtype, scale = fn(self.scale.new_empty(0, dtype=self.dtype)).dtype, self.scale
@@ -63,8 +67,14 @@ class Int8Linear(nn.Module):
         self._check(x)
         if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        if native.unsupported_reason(x, self.integers) is None:
-            return native.run(x, self.integers, self.scale, self.bias)
+        if x.is_cpu and x.dtype is not torch.float64 and has_address(x) and x.numel() <= FEW * self.in_features:
+            program, _ = self.program.find(self)
+            if program is not None:
+                rows = (x if x.dtype in DTYPES else x.float()).contiguous()
+                out = rows.new_empty(*x.shape[:-1], self.out_features)
+                program.fits([], x.numel() // self.in_features)
+                program.run(x.numel() // self.in_features, {0: rows, 2: out})
+                return out.to(x.dtype)
         return F.linear(x, self._in(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
     def _check(self, x: Tensor) -> None:
@@ -76,6 +86,14 @@ class Int8Linear(nn.Module):
             raise InputError(f"x has dtype {x.dtype}; expected a floating-point dtype")
         if x.device != self.integers.device:
             raise InputError(f"x is on {x.device} and the weights are on {self.integers.device}; expected one device")
+
+
+def _product(program: Program, layer: Int8Linear) -> None:
+    """Builds the program of one product."""
+    x, y = program.columns(layer.in_features), program.columns(layer.out_features)
+    program.add("load", out=x, outputs=layer.in_features)
+    program.linear(layer, x, y)
+    program.add("store", x=y, inputs=layer.out_features)
 
 
 def quantize(model: nn.Module, kind: str = "int8") -> nn.Module:
@@ -99,6 +117,6 @@ def quantize(model: nn.Module, kind: str = "int8") -> nn.Module:
         raise InputError("model has adapters; expected model.merge_and_unload()")
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
-            if type(layer) is nn.Linear and not isinstance(parent, DecayModule | GateLogits):
+            if type(layer) is nn.Linear and getattr(parent, "quantizable", True):
                 setattr(parent, name, Int8Linear(layer))
     return model.eval().requires_grad_(False)

@@ -17,7 +17,9 @@ from .call import Call, accumulator
 from .checks import as_bounds, check_form, check_rule, check_scale, check_shapes, check_values, require
 from .dispatch import choose, refuse_recurrent
 from .parallel.context import ShardBoundaries, current, over_processes
+from .prepared import TABLE, remember, signature
 from .rewrite import normalised, with_bonus
+from .written import check_written
 
 PARALLEL_LIMIT = 4 * 2**30  # bytes of T×T scores that form="parallel" may hold
 
@@ -105,11 +107,14 @@ def linear_attention(
         call = call._replace(chunk_size=_one_chunk(v, cu_seqlens))
     if form == "recurrent":
         return _token_by_token(call, bonus, normalise, backend)
-    run = choose("linear_attention", backend, call).run
+    kernel = choose("linear_attention", backend, call)
+    run = kernel.run
     if borders is not None:
         run = partial(over_processes, borders=borders, run=run)
     if normalise:
         return normalised(call, run)
+    if bonus is not None and kernel.has_bonus and borders is None:
+        return run(call._replace(bonus=bonus))
     if bonus is not None:
         return with_bonus(call, bonus, run)
     return run(call)
@@ -126,7 +131,9 @@ def _checked(
     check_shapes(q, k, v, options, normalise, axes)
     log_decay, beta, write_gate, read_gate, state, cu_seqlens, _ = options.values()
     scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
-    return Call(q, k, v, log_decay, beta, write_gate, read_gate, state, cu_seqlens, rule == "delta", scale, chunk_size)
+    return Call(
+        q, k, v, log_decay, beta, write_gate, read_gate, state, None, cu_seqlens, rule == "delta", scale, chunk_size
+    )
 
 
 def _token_by_token(call: Call, bonus: Tensor | None, normalise: bool, backend: str) -> tuple[Tensor, Tensor]:
@@ -165,6 +172,7 @@ def step(
     scale: float | None = None,
     backend: str = "auto",
     in_place: bool = False,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes one token of `linear_attention`. Arguments have no token dimension, and `state` is its initial_state.
 
@@ -179,17 +187,38 @@ def step(
         read_gate: [B, H], which multiplies what is read; None: 1.
         write_gate: [B, H], which multiplies the value that is written; None: 1.
         rule, bonus, normalise, scale, backend: as in `linear_attention`.
-        in_place: whether `state` may be overwritten, after which it must not be used.
+        in_place: whether the next state is written into `state`, which is then the one returned (None: a new one). It
+            must be contiguous and in the next state's dtype.
+        out: [B, H, V], contiguous and in v's dtype, into which the output is written; None: a new tensor.
 
     Returns:
         (out [B, H, V] in v's dtype, the next state in float64 for float64 inputs, else float32).
 
     Raises:
-        InputError: for arguments that do not fit together, and for a backend that cannot compute the call.
+        InputError: for arguments that do not fit together, for a backend that cannot compute the call, and for a
+            tensor that cannot be written: one that shares memory with another argument, and any while an argument
+            requires a gradient (without torch.no_grad()).
     """
+    tensors = q, k, v, log_decay, beta, write_gate, read_gate
+    settings = rule, normalise, scale, type(scale), backend, in_place
+    key = signature((*tensors, bonus, state, out), settings)
+    if (prepared := TABLE.get(key)) is not None:
+        return prepared(tensors, state if in_place else None, state, out)
     options = {
         "log_decay": log_decay, "beta": beta, "write_gate": write_gate, "read_gate": read_gate, "state": state,
         "cu_seqlens": None, "bonus": bonus,
     }  # fmt: skip
     call = _checked(q, k, v, options, rule, normalise, scale, None, ("B",))
-    return choose("step", backend, call, bonus, normalise).run(call, bonus, normalise, in_place)
+    written = state if in_place else None
+    if written is not None or out is not None:
+        check_written(written, out, {"q": q, "k": k, "v": v, **options})
+    kernel = choose("step", backend, call, bonus, normalise)
+    prepared = kernel.prepare(call, bonus, normalise) if key and kernel.prepare is not None else None
+    if prepared is not None:
+        return remember(key, prepared)(tensors, written, state, out)
+    result, after = kernel.run(call, bonus, normalise, in_place)
+    return _written(result, out), _written(after, written)
+
+
+def _written(x: Tensor, into: Tensor | None) -> Tensor:
+    return x if into is None or x is into else into.copy_(x)

@@ -5,6 +5,7 @@ Uses `Library.define` and `impl` instead of `torch.library.custom_op`, whose cal
 """
 
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ def register(name: str, key: str, forward: Callable, backward: Callable, kept: l
         name: name of the operator.
         key: dispatch key that the implementation is registered for.
         forward: forward(call, keep) -> (out, final state, *kept); kept tensors are saved for the backward if `keep`.
-        backward: backward(d_out, d_final, call, kept, wanted) -> eight gradients in any dtype, None where not `wanted`.
+        backward: backward(d_out, d_final, call, kept, wanted) -> the gradients in any dtype, None where not `wanted`;
+            that of the bonus may be left out.
         kept: names of the kept tensors.
         kept_shapes: kept_shapes(call) -> shapes of the kept tensors, which have the final state's dtype.
     """
@@ -119,7 +121,7 @@ def _like_inputs(backward: Callable[..., Any]) -> Callable:
         n = len(Call._fields)
         call, kept, wanted = Call(*args[:n]), args[n:-1], args[-1]
         grads = backward(d_out, d_final, call, kept, wanted)
-        given: Any = zip(grads, call.tensors, wanted, strict=True)
+        given: Any = zip_longest(grads, call.tensors, wanted)
         return tuple(grad.to(x.dtype) if needed else d_out.new_empty(0) for grad, x, needed in given)
 
     return run

@@ -5,14 +5,14 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-DIFFERENTIABLE = 8  # number of arguments of a call, counted from the first, that have gradients
+DIFFERENTIABLE = 9  # number of arguments of a call, counted from the first, that have gradients
 TOKENWISE = ("q", "k", "v", "log_decay", "beta", "write_gate", "read_gate")  # arguments with a token dimension
 NORMALISER_EPS = 1e-6
 
 
 class Call(NamedTuple):
     """The arguments of every backend's operator, in the order of its schema. Shapes are those of `linear_attention`,
-    which expresses a normaliser and a bonus through these arguments."""
+    which expresses a normaliser through these arguments, and a bonus for backends without one."""
 
     q: Tensor
     k: Tensor
@@ -22,6 +22,7 @@ class Call(NamedTuple):
     write_gate: Tensor | None = None
     read_gate: Tensor | None = None
     initial_state: Tensor | None = None
+    bonus: Tensor | None = None
     cu_seqlens: Tensor | None = None
     delta: bool = False
     scale: float = 1.0

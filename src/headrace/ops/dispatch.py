@@ -80,7 +80,7 @@ def backends(
 
 
 # The arguments of `linear_attention` besides q, k and v, with its defaults.
-TENSORS = (*Call._fields[3:9], "bonus")
+TENSORS = Call._fields[3:10]
 OTHERS: dict[str, Any] = {
     "rule": "add", "normalise": False, "scale": None, "form": "chunkwise", "chunk_size": None, "backend": "auto",
     "check": False,

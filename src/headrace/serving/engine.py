@@ -135,8 +135,7 @@ class Engine:
         self.batches: list[Batch] = []
         self.resumed = inf  # when the piece of a long prompt that is processed has gone on; inf: there is none
         self.turn = 0.0  # seconds of the latest turn of the others
-        for layer in model.model.backbone.layers:
-            layer.register_forward_pre_hook(self._between_layers)
+        model.model.backbone.before_layer = self._between_layers
         self.thread = threading.Thread(target=self._run, name="generation", daemon=True)
 
     async def pieces(self, requests: list[tuple[list[int], Sampling]]) -> AsyncGenerator[tuple[int, Piece], None]:
@@ -219,7 +218,7 @@ class Engine:
         self._read([stream])
         self.resumed = inf
 
-    def _between_layers(self, *_: Any) -> None:
+    def _between_layers(self) -> None:
         """A turn of the others, for at most half of the time while a long prompt is processed."""
         now = perf_counter()
         if now - self.resumed >= self.turn and threading.current_thread() is self.thread:
@@ -276,11 +275,8 @@ class Engine:
         batch.keep([i for i, stream in enumerate(batch.streams) if not stream.gone.is_set()])
         if not batch.streams:
             return
-        model, device = self.model.model, self.model.device
-        x = model.embed_tokens(torch.tensor(batch.tokens, device=device)[:, None])
-        x, states = model.backbone(x, batch.cache.states, in_place=True)
-        batch.cache.replace(states, 1)
-        batch.tokens = self._next(batch.streams, self.model.logits(x)[:, -1])
+        logits = self.model.engine.step(self.model, torch.tensor(batch.tokens, device=self.model.device), batch.cache)
+        batch.tokens = self._next(batch.streams, logits[:, -1])
         self._pass_on(batch)
 
     def _pass_on(self, batch: Batch) -> None:

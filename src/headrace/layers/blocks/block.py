@@ -59,7 +59,7 @@ class MLP(nn.Module):
         super().__init__()
         assert sizes.intermediate_size is not None
         D, width, style = sizes.hidden_size, sizes.intermediate_size, sizes.style
-        self.activation = ACTIVATIONS[style.mlp]
+        self.kind, self.activation = style.mlp, ACTIVATIONS[style.mlp]
         self.gate_proj = nn.Linear(D, width, bias=style.bias) if style.gated else None
         self.up_proj = nn.Linear(D, width, bias=style.bias)
         self.down_proj = nn.Linear(width, D, bias=style.bias)

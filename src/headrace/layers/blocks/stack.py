@@ -3,7 +3,7 @@
 Dimensions: B batch, T tokens, D hidden size, N sequences.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import cycle, repeat
 from typing import Any, NamedTuple
 
@@ -64,7 +64,8 @@ class Backbone(nn.Module):
     def __init__(self, layers: Sequence[Layer | Spec], sizes: Sizes, block: type[Block] = Block):
         super().__init__()
         blocks = [block(layer, sizes, i, len(layers)) for i, layer in enumerate(layers)]
-        self.layers, self.counts = nn.ModuleList(blocks), [each.states for each in blocks]
+        self.layers, self.block_class = nn.ModuleList(blocks), block
+        self.counts = [each.states for each in blocks]
         uses = sum(layer.link is not None for layer in self.layers)
         shared = [Shared(sizes) for _ in range(min(uses, sizes.style.shared_count))]
         self.shared: Any = nn.ModuleList(shared) if len(shared) > 1 else next(iter(shared), None)
@@ -72,6 +73,7 @@ class Backbone(nn.Module):
         self.embedding_norm = build_norm(sizes) if sizes.style.embedding_norm else nn.Identity()
         self.embedding_scale = sizes.style.embedding_scale
         self.norm = nn.Identity() if sizes.style.order == "post" else build_norm(sizes)
+        self.before_layer: Callable[[], None] | None = None  # called before each layer
 
     def forward(
         self,
@@ -118,6 +120,8 @@ class Backbone(nn.Module):
         embedded, beside, shared = x, None, cycle(self.shared_blocks)
         memories = memories or [None] * len(self.layers)
         for layer, own_count, memory in zip(self.layers, self.counts, memories, strict=True):
+            if self.before_layer is not None:
+                self.before_layer()
             if inputs is not None:
                 inputs.append(x)
             if layer.link is not None:

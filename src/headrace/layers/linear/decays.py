@@ -26,6 +26,7 @@ class DecayModule(SelfInitialised):
     """
 
     kind: ClassVar[str]  # its name in spec/decay.py
+    quantizable = False  # by `quantize`: the state multiplies by the result at every token
     starts_fixed: ClassVar[bool] = False  # whether its part of the input projection is initialised to zero
     first = 0  # index of the first head, of those that a process has under tensor_parallel
     in_features: int = 0  # size of its part of the input projection

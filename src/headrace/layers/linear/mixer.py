@@ -11,8 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops.attention import linear_attention, step
+from ...ops.backends.native.library import DTYPES
+from ...ops.backends.native.program import Program
 from ...ops.backends.torch.tiles import product
 from ...ops.call import accumulator
+from ...ops.derivatives import has_address
 from ...ops.dispatch import has
 from ...ops.parallel.context import current
 from ...ops.sequences import Sequences
@@ -23,7 +26,7 @@ from .convolution import convolve
 from .features import FEATURE_MAPS, QK_NORMS, divided_by_length
 from .parameters import LinearParameters
 from .readout import GATES, GROUP_NORM_EPS, NORM_FLOORS, affine, normalised
-from .token import MixerState
+from .token import MixerState, run_mixer
 from .token_shift import project
 
 
@@ -70,20 +73,31 @@ class LinearMixer(LinearParameters):
         return y, MixerState(memory, conv, shift, self._count(tokens, x, sequences), before)
 
     def run_in_place(self, x: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
-        weights = self.fused.weights(self) if type(self) is LinearMixer else None
-        layer, _ = self.fused.find(self, x, weights)
-        if layer is None:
-            check_input(x, None, False, self.hidden_size)
-            sequences = Sequences(x, None)
-            state = self.checked(x, state, sequences)
-            return self.run(x, state, sequences, in_place=may_write(state))
-        state = self.fused.writable(layer, state, self, x)
-        if self.shift is None:
-            projected = self.in_proj(x)
-        else:
-            parts, shift = self._project(x, state, Sequences(x, None))
-            projected, state = torch.cat(list(parts.values()), -1), state._replace(shift=shift)
-        return self.o_proj(self.fused.run(layer, weights, projected[:, 0], x, state)[:, None]), state
+        program, _ = self.token_program(x)
+        if program is not None:
+            return run_mixer(program, self, x, state)
+        check_input(x, None, False, self.hidden_size)
+        sequences = Sequences(x, None)
+        state = self.checked(x, state, sequences)
+        return self.run(x, state, sequences, in_place=may_write(state))
+
+    def token_program(self, x: Tensor) -> tuple[Program | None, str | None]:
+        """Returns (the native program that computes x [B, T, D] in place, None), or (None, why there is none)."""
+        if torch.compiler.is_compiling():
+            return None, "a graph is traced"
+        if x.dim() != 3 or x.shape[1] != 1 or x.shape[2] != self.in_proj.in_features:
+            return None, "it takes one token of each sequence"
+        if type(self) is not LinearMixer:
+            return None, f"the mixer is a {type(self).__name__}"
+        if not (x.is_cpu and has_address(x)) or x.dtype not in DTYPES:
+            return (
+                None,
+                f"it runs on the CPU, in float32 and bfloat16; x is a {type(x).__name__} of {x.dtype} on {x.device}",
+            )
+        program, reason = self.program.find(self)
+        if program is not None and not program.has_dtype(x.dtype):
+            return None, f"the weights have another dtype than x, {x.dtype}"
+        return program, reason
 
     # --- inputs ------------------------------------------------------------------------------------------------------
 
@@ -165,6 +179,7 @@ class LinearMixer(LinearParameters):
         elif self.op is linear_attention and sequences.T == 1 and not sequences.packed and current() is None:
             token = {name: _now(y) for name, y in tensors.items()}
             backend = self.backend if self.backend == "auto" or has(self.backend, "step") else "torch"
+            in_place = in_place and memory is not None and memory.is_contiguous()
             out, memory = step(**token, **settings, state=memory, backend=backend, in_place=in_place)
             out = out[:, None]
         else:

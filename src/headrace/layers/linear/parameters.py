@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...ops.attention import linear_attention
 from ...ops.backends.base import HasBackend
+from ...ops.backends.native.program import ProgramOf
 from ...ops.dispatch import default_backend
 from ...spec.linear import MixerSpec
 from ...utils.errors import GateWarning
@@ -22,7 +23,7 @@ from .joint import MemoryChoice
 from .readout import GateLogits, weight_size
 from .residual import ResidualDelta
 from .taylor import TaylorFeatures
-from .token import FusedStep, MixerState
+from .token import MixerState, mixer_program
 from .token_shift import TokenShift
 
 
@@ -67,7 +68,8 @@ class LinearParameters(Mixer, HasBackend):
         self.in_proj = nn.Linear(hidden_size, sum(self.parts.values()), bias=spec.inputs.bias)
         self.o_proj = nn.Linear(self.H * self.V, hidden_size, bias=spec.read.bias)
         self._build_competition(hidden_size)
-        self.fused = FusedStep(self)
+        self.program = ProgramOf(mixer_program)
+        self.part_classes = {name: type(module) for name, module in self.named_modules()}
         self.reset_parameters()
 
     def _build_inputs(self, hidden_size: int) -> None:

@@ -47,6 +47,8 @@ class GateLogits(SelfInitialised):
     """The logits of a gate of the output or of v, [B, T, H, V], or [B, T, H, 1] for "sigmoid-head", from its part
     [B, T, in_features] of the input projection. Low-rank gates have rank V."""
 
+    quantizable = False  # by `quantize`
+
     def __init__(self, kind: str, num_heads: int, value_dim: int, bias: bool = True):
         super().__init__()
         self.num_heads, low_rank, head = num_heads, kind.endswith("low-rank"), kind.endswith("head")

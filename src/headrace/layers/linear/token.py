@@ -1,6 +1,4 @@
-"""One token of a linear mixer in one call of a backend, from its input projection to its output projection.
-
-The call overwrites the state, so it runs only with `in_place=True`.
+"""The operations of one token of a linear mixer in a program of the native backend.
 
 Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V value dimension per head, N sequences.
 """
@@ -12,16 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.attention import linear_attention
-from ...ops.backends.base import LayerStep
+from ...ops.backends.native.program import NAMES, Program, UnsupportedError
 from ...ops.call import NORMALISER_EPS
-from ...ops.derivatives import has_address, transformed
-from ...ops.dispatch import BACKENDS
-from ...ops.modules import is_plain
 from ...spec.decay import Decay
 from ...spec.linear import Competition, Inputs, MixerSpec, Read
-from ...utils.errors import InputError
-from ..base import check_state, may_write
+from ..base import check_state
+from ..quantized import Int8Linear
 from .readout import GROUP_NORM_EPS
+from .token_shift import TokenShift
 
 
 class MixerState(NamedTuple):
@@ -52,108 +48,105 @@ PLACES = {
 }
 
 
-class FusedStep:
-    """One token of one LinearMixer in one call: the layer for each backend that has such calls, and the paths of its
-    weights."""
+def mixer_program(program: Program, mixer: Any) -> None:
+    """Builds the program x [B, 1, D] -> y [B, 1, D] of a linear mixer, whose state is the only one."""
+    D = mixer.in_proj.in_features
+    x, y = program.columns(D), program.columns(D)
+    program.add("load", out=x, outputs=D)
+    add_mixer(program, mixer, x, y, 0)
+    program.add("store", x=y, inputs=D)
 
-    def __init__(self, mixer: Any):
-        spec, parts, gate = mixer.spec, mixer.parts, mixer.spec.competition or Competition()
-        sizes = [
-            mixer.in_proj.in_features, mixer.H, mixer.Hq, mixer.K, mixer.V, spec.inputs.conv, parts.get("decay", 0),
-            parts.get("gate", 0),
-        ]  # fmt: skip
-        numbers = [
-            1.0 if spec.read.scale == "one" else mixer.K**-0.5, mixer.norm_eps, GROUP_NORM_EPS, NORMALISER_EPS,
-            gate.temperature, mixer.rope_theta if spec.inputs.rotary else 0.0,
-        ]  # fmt: skip
-        paths = {n: next((p for p in places if isinstance(_at(mixer, p), Tensor)), "") for n, places in PLACES.items()}
-        paths = {name: path for name, path in paths.items() if path}
-        self._inside = _inside(mixer, list(paths.values()))
-        self._settings, self._count = _settings(mixer), len(paths)
-        self.layers: dict[str, LayerStep] = {
-            name: backend.layer_step(_kinds(spec), sizes, numbers, list(paths))
-            for name, backend in BACKENDS.items() if backend.layer_step is not None
-        }  # fmt: skip
-        self._reads_input = gate.source == "hidden" and spec.competition is not None
 
-    def find(self, mixer: Any, x: Tensor, weights: list[Any] | None) -> tuple[LayerStep | None, str | None]:
-        """Returns (the layer of the first backend that can compute x [B, T, D] in one call, None), or (None, why there
-        is none). weights: from `self.weights`.
+def run_mixer(program: Program, mixer: Any, x: Tensor, state: Any) -> tuple[Tensor, MixerState]:
+    """Runs the program of `mixer_program`: x [B, 1, D], state -> (y [B, 1, D], state). Updates the state in place, or a
+    copy if autograd needs a tensor of it, or if one has another dtype or is not contiguous.
 
-        Raises InputError for a weight whose shape is not the layer's."""
-        if x.shape[1] != 1:
-            return None, "it takes one token of each sequence"
-        if torch.is_grad_enabled():
-            return None, "it has no gradient: torch.no_grad() is needed"
-        if mixer.op is not linear_attention:
-            return None, "the mixer has another `op`"
-        if weights is None:
-            return None, "a weight, a module or a setting of the mixer was replaced, or a module has a hook"
-        if transformed() or not has_address(x):
-            return None, f"it reads memory by address, and x is under a transform or a {type(x).__name__}"
-        reason: str | None = "no backend computes a layer's token in one call"
-        for name, layer in self.layers.items():
-            if mixer.backend == "auto" and BACKENDS[name].on_request:
-                continue
-            if mixer.backend not in ("auto", name):
-                reason = f"the layer's backend is {mixer.backend}"
-            elif (reason := layer.unsupported_reason(x, weights)) is None:
-                return layer, None
-        return None, reason
+    Raises InputError for a state of another mixer or batch size, and for one that shares memory."""
+    fields = isinstance(state, MixerState) and state.shift is None and mixer.shift is None and state.before is None
+    if not (fields and program.fits([state], len(x))):
+        check_state(state, MixerState, mixer.state_shapes, x, len(x))
+        if not program.fits([state], len(x)):
+            (state,) = program.copies([state])
+            program.fits([state], len(x))
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    program.run(len(x), {0: x.contiguous(), len(program.operations) - 1: y})
+    return y, state
 
-    def weights(self, mixer: Any) -> list[Any] | None:
-        """Returns the weights of the call, or None if one is not a plain parameter of its module any more, or if the
-        call would compute something else than the mixer's modules. (Reads the modules' dictionaries, because attribute
-        access of an nn.Module is slow.)"""
-        if _settings(mixer) != self._settings:
-            return None
-        tensors: list[Any] = [None] * self._count
-        for parents, kind, weights in self._inside:
-            module = mixer
-            for parent in parents:
-                if (module := module._modules.get(parent)) is None:
-                    return None
-            if parents and not is_plain(module, kind):
-                return None
-            for place, name in weights:
-                weight = module._parameters.get(name)
-                if type(weight) is not nn.Parameter:
-                    return None
-                tensors[place] = weight
-        return tensors
 
-    def writable(self, layer: LayerStep, state: Any, mixer: Any, x: Tensor) -> MixerState:
-        """Returns a state that the call may overwrite: the state itself, or copies if a tensor has another dtype, is
-        not contiguous or is needed by autograd. Raises InputError for a state of another mixer or batch size."""
-        if not isinstance(state, MixerState) or not (state.shift is state.before is mixer.shift):
-            check_state(state, MixerState, mixer.state_shapes, x, x.shape[0])
-        given = state.memory, state.conv, state.tokens
-        if layer.fits(given, x) and may_write(given):
-            return state
-        check_state(state, MixerState, mixer.state_shapes, x, x.shape[0])
-        named = zip(given, layer.state(x.shape[0], x.dtype), strict=True)
-        copies = {name: y.new_empty(shape or (), dtype=d).copy_(y) for y, (shape, d, name) in named if y is not None}
-        return state._replace(**copies)
+def add_mixer(program: Program, mixer: Any, x: int, out: int, place: int, add: bool = False) -> None:
+    """Adds a linear mixer to a program: out = mixer(x), or out += mixer(x).
 
-    def run(self, layer: LayerStep, weights: Any, projected: Tensor, x: Tensor, state: MixerState) -> Tensor:
-        """Computes the output [B, H V] before the output projection, and updates `state`.
+    Args:
+        x, out: first columns of D each.
+        place: index of the mixer's state.
 
-        Args:
-            layer: from `self.find`.
-            weights: from `self.weights`.
-            projected: [B, parts], the input projection of x.
-            x: the layer's input [B, 1, D].
-            state: from `self.writable`.
+    Raises:
+        UnsupportedError: for a spec, an `op` or a backend that the program does not compute.
+    """
+    if mixer.op is not linear_attention:
+        raise UnsupportedError("the mixer has another `op`")
+    if mixer.backend not in ("auto", "native"):
+        raise UnsupportedError(f"the layer's backend is {mixer.backend}")
+    program.fixed(mixer, "norm_eps", "rope_theta", "op", "backend", "spec")
+    spec, parts, gate = mixer.spec, mixer.parts, mixer.spec.competition or Competition()
+    D, H, V = mixer.in_proj.in_features, mixer.H, mixer.V
+    sizes = [D, H, mixer.Hq, mixer.K, V, spec.inputs.conv, parts.get("decay", 0), parts.get("gate", 0)]
+    numbers = [
+        1.0 if spec.read.scale == "one" else mixer.K**-0.5, mixer.norm_eps, GROUP_NORM_EPS, NORMALISER_EPS,
+        gate.temperature, mixer.rope_theta if spec.inputs.rotary else 0.0,
+    ]  # fmt: skip
+    for path, kind in mixer.part_classes.items():
+        parent, _, name = path.rpartition(".")
+        if path and path.partition(".")[0] not in OUTSIDE:
+            program.module(mixer.get_submodule(parent), name, kind)
+    held = {name: [path for path in paths if isinstance(_at(mixer, path), Tensor)] for name, paths in PLACES.items()}
+    weights = {name: (mixer, paths[0]) for name, paths in held.items() if paths}
+    layer = program.layer(_kinds(spec), sizes, numbers, weights, place)
+    start = projected = program.columns(sum(parts.values()))
+    if mixer.shift is None:
+        add_linear(program, mixer, "in_proj", x, projected)
+    else:
+        _add_shifted_projections(program, mixer, x, projected, place)
+    read = program.columns(H * V)
+    reads_input = spec.competition is not None and gate.source == "hidden"
+    program.add("layer", x=projected, out=read, other=x if reads_input else -1, layer=layer)
+    add_linear(program, mixer, "o_proj", read, out, add)
+    program.release(start)
 
-        Raises:
-            InputError: if a tensor of the state shares memory with another argument.
-        """
-        hidden = x[:, 0].contiguous() if self._reads_input else None
-        token = projected.contiguous(), hidden
-        try:
-            return layer.run(weights, token, (state.memory, state.conv, state.tokens))
-        except ValueError as error:
-            raise InputError(str(error)) from None
+
+def _add_shifted_projections(program: Program, mixer: Any, x: int, projected: int, place: int) -> None:
+    """Adds the token shift and the projection of each of its streams (token_shift.py)."""
+    shift = program.module(mixer, "shift", TokenShift)
+    D, streams = mixer.in_proj.in_features, shift.STREAMS
+    rank = shift.up.shape[1]
+    state = program.state(place, "shift", (1, D))
+    mixed = program.columns(D)
+    low, more = program.columns(len(streams) * rank), program.columns(D)
+    weight = {
+        name: program.weight(shift, name, getattr(shift, name).shape) for name in ("base", "offset", "down", "up")
+    }
+    program.add("mix", x=x, out=mixed, inputs=D, weight=weight["base"], state=state)
+    program.add("transposed", x=mixed, out=low, inputs=D, outputs=len(streams) * rank, weight=weight["down"])
+    program.add("activate", x=low, out=low, inputs=len(streams) * rank, what=NAMES["activation"].index("tanh"))
+    first = 0
+    for part, size in mixer.parts.items():
+        source = x
+        if part in streams:
+            i, source = streams.index(part), mixed
+            at = low + i * rank
+            program.add("transposed", x=at, out=more, inputs=rank, outputs=D, weight=weight["up"], first=i)
+            program.add("mix", x=x, out=mixed, inputs=D, other=more, weight=weight["offset"], first=i, state=state)
+        add_linear(program, mixer, "in_proj", source, projected + first, rows=(first, size))
+        first += size
+    program.add("store", x=x, inputs=D, state=state)
+
+
+def add_linear(
+    program: Program, parent: nn.Module, name: str, x: int, out: int, add: bool = False,
+    rows: tuple[int, int] | None = None,
+) -> None:  # fmt: skip
+    """Adds the linear layer `parent.name` to a program, as `Program.linear`."""
+    program.linear(program.module(parent, name, nn.Linear, Int8Linear), x, out, add, rows)
 
 
 def _kinds(spec: MixerSpec) -> dict[str, str]:
@@ -200,24 +193,7 @@ def _norm(read: Read) -> str:
     return " ".join([read.norm, *(words for words, applies in more.items() if applies)])
 
 
-OUTSIDE = "in_proj", "o_proj", "shift"  # modules that the layer calls before and after the fused step
-
-
-def _inside(mixer: nn.Module, paths: list[str]) -> list[tuple[list[str], type, list[tuple[int, str]]]]:
-    """Returns the mixer and its modules that a fused step stands for: the path of each, its class, and the names of its
-    weights with their places in `paths`."""
-    modules = []
-    for name, module in mixer.named_modules():
-        if name in OUTSIDE:
-            continue
-        own = [(i, path.rpartition(".")[2]) for i, path in enumerate(paths) if path.rpartition(".")[0] == name]
-        modules.append((name.split(".") if name else [], type(module), own))
-    return modules
-
-
-def _settings(mixer: Any) -> tuple[float, float]:
-    """Returns the settings of a mixer that a fused step is made with."""
-    return mixer.norm_eps, mixer.rope_theta
+OUTSIDE = "in_proj", "o_proj", "shift"  # modules that are operations of their own
 
 
 def _at(module: Any, path: str) -> Any:

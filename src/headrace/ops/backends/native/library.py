@@ -20,7 +20,7 @@ from ....utils.errors import InputError
 from ...call import Call
 from ...checks import sequence_ends
 
-ABI = 4
+ABI = 6
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 DECAYS = {1: DecayShape.FIXED, 3: DecayShape.SCALAR, 4: DecayShape.VECTOR}  # by the number of dimensions
 NO_MEMORY = 3
@@ -28,9 +28,8 @@ KEEP_ERRORS = (
     0  # 1 would store V floats per token, and save 3 to 6 % of the time of a training step with the delta rule
 )
 _TENSOR = "Pqqq"  # hr_tensor
-_PROBLEM = struct.Struct("@7if7qP" + 7 * _TENSOR + "P")  # hr_problem
-_GRADIENTS = struct.Struct("@" + 7 * _TENSOR + "P")  # hr_gradients
-_INT8_PRODUCT = struct.Struct("@2i3q4P")
+_PROBLEM = struct.Struct("@7if7qP" + 7 * _TENSOR + "2P")  # hr_problem
+_GRADIENTS = struct.Struct("@" + 7 * _TENSOR + "2P")  # hr_gradients
 PLACE = struct.Struct("@" + _TENSOR)
 _ABSENT = (0, 0, 0, 0)
 
@@ -65,10 +64,11 @@ def _declare(library: ctypes.CDLL) -> None:
     library.hr_forward.argtypes = [struct_, struct_, pointer, pointer]
     library.hr_backward.argtypes = [struct_, struct_, pointer, pointer, struct_]
     library.hr_step.argtypes = [struct_, struct_, pointer]
+    library.hr_step_at.argtypes = [struct_, struct_]
     library.hr_convolve.argtypes = [struct_] * 3
     library.hr_convolve_backward.argtypes = [struct_] * 4 + [pointer] * 2
-    library.hr_kinds.restype = ctypes.c_char_p
-    library.hr_layer_step.argtypes = library.hr_int8.argtypes = [struct_]
+    library.hr_kinds.restype = library.hr_operations.restype = ctypes.c_char_p
+    library.hr_run.argtypes = [struct_, pointer, struct_]
 
 
 library, _found = _load()
@@ -89,15 +89,18 @@ class Problem:
         for name, gate in (("beta", call.beta), ("write_gate", call.write_gate), ("read_gate", call.read_gate)):
             expect(name, gate, (B, T, H))
         expect("initial_state", call.initial_state, call.state_shape)
+        expect("bonus", call.bonus, (H, K))
         per_token = [_floats(x) for x in (log_decay, call.beta, call.write_gate, call.read_gate)]
         self.tensors: list[Tensor | None] = [_rows(call.q), _rows(call.k), _rows(call.v), *per_token]
         ends = None if call.cu_seqlens is None else _ends(call.cu_seqlens, T)
-        state = None if call.initial_state is None else call.initial_state.to(torch.float32).contiguous()
-        self.alive = (ends, state)
+        given = (call.initial_state, call.bonus)
+        state, bonus = (None if x is None else x.to(torch.float32).contiguous() for x in given)
+        self.alive = (ends, state, bonus)
         decay = 0 if log_decay is None else DECAYS[log_decay.dim()]
         self.packed = _PROBLEM.pack(
             ABI, DTYPES[call.v.dtype], decay, call.delta, call.chunk_size or 0, torch.get_num_threads(), KEEP_ERRORS,
             call.scale, B, T, H, Hq, K, V, call.sequences, address(ends), *_places(self.tensors), address(state),
+            address(bonus),
         )  # fmt: skip
 
 
@@ -157,27 +160,26 @@ def forward(call: Call, keep: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns (out, final state, a buffer for the backward if `keep`)."""
     assert library is not None, missing
     problem, out = Problem(call), torch.empty_like(call.v, memory_format=torch.contiguous_format)
-    final = call.v.new_empty(call.state_shape, dtype=torch.float32)
     into, kept = PLACE.pack(*place(out)), None
     if call.v.shape[1] == 1 and not keep and call.cu_seqlens is None:
-        _set_state(final, call.initial_state)
+        final = copied(call.initial_state, call.state_shape)
         check(library.hr_step(problem.packed, into, final.data_ptr()))
         return out, final, None
+    final = call.v.new_empty(call.state_shape, dtype=torch.float32)
     if keep:
         kept = final.new_empty(library.hr_kept_floats(problem.packed))
     check(library.hr_forward(problem.packed, into, final.data_ptr(), address(kept)))
     return out, final, kept
 
 
-def _set_state(state: Tensor, initial: Tensor | None) -> None:
-    if initial is None:
-        state.zero_()
-    else:
-        state.copy_(initial)
+def copied(state: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    """Returns a copy of a state, contiguous and in float32; zeros for None."""
+    copy = torch.empty(shape, dtype=torch.float32, device="cpu")
+    return copy.zero_() if state is None else copy.copy_(state)
 
 
 def backward(d_out: Tensor, d_final: Tensor, call: Call, kept_: tuple[Tensor], wanted: list[bool]):
-    """Returns the gradients of the eight differentiable inputs, None for those not `wanted`."""
+    """Returns the gradients of the differentiable inputs, None for those not `wanted`."""
     assert library is not None, missing
     problem, d_out, d_final, kept = Problem(call), _rows(d_out), d_final.contiguous(), kept_[0].contiguous()
     expect("d_out", d_out, call.v.shape, call.v.dtype)
@@ -188,39 +190,31 @@ def backward(d_out: Tensor, d_final: Tensor, call: Call, kept_: tuple[Tensor], w
         for x, needed in zip(problem.tensors, wanted[:7], strict=True)
     ]
     d_initial = torch.empty_like(d_final) if wanted[7] else None
-    addresses = d_final.data_ptr(), kept.data_ptr(), _GRADIENTS.pack(*_places(new), address(d_initial))
-    check(library.hr_backward(problem.packed, PLACE.pack(*place(d_out)), *addresses))
-    return [*new, d_initial]
+    d_bonus = torch.empty(call.bonus.shape) if wanted[8] and call.bonus is not None else None
+    gradients = _GRADIENTS.pack(*_places(new), address(d_initial), address(d_bonus))
+    out = PLACE.pack(*place(d_out))
+    check(library.hr_backward(problem.packed, out, d_final.data_ptr(), kept.data_ptr(), gradients))
+    return [*new, d_initial, d_bonus]
 
 
 def kinds() -> str:
-    """Returns the kinds of parts that `layer_step` supports, one line per part with its name and kinds; "" without the
-    library."""
+    """Returns the kinds of a layer's parts that a program supports, one line per part with its name and kinds; ""
+    without the library."""
     return "" if library is None else library.hr_kinds().decode()
 
 
-def int8_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """Returns x · (weight · scale[:, None])ᵀ [rows, outputs] for x [rows, inputs] and scale [outputs] in float32 and
-    weight [outputs, inputs] in int8, all contiguous."""
+def operations() -> str:
+    """Returns the kinds of a program's operations, norms and activations, one line for each; "" without the library."""
+    return "" if library is None else library.hr_operations().decode()
+
+
+def buffer(operations: bytearray) -> ctypes.Array:
+    """Returns the memory of a bytearray as an argument of `run`."""
+    return (ctypes.c_char * len(operations)).from_buffer(operations)
+
+
+def run(program: bytes, operations: ctypes.Array, layers: bytes) -> int:
+    """Runs a program, and returns the library's status. The arguments are the structs hr_program, hr_operation and
+    hr_layer."""
     assert library is not None, missing
-    rows, inputs, outputs = len(x), x.shape[-1], len(weight)
-    _expect("x", x, torch.float32, (rows, inputs))
-    _expect("weight", weight, torch.int8, (outputs, inputs))
-    _expect("scale", scale, torch.float32, (outputs,))
-    out = x.new_empty(rows, outputs)
-    sizes = (ABI, torch.get_num_threads(), rows, inputs, outputs)
-    check(library.hr_int8(_INT8_PRODUCT.pack(*sizes, *map(address, (x, weight, scale, out)))))
-    return out
-
-
-def _expect(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Raises RuntimeError unless the tensor is contiguous, on the CPU, and of this dtype and shape."""
-    if x.dtype is not dtype or x.shape != shape or not x.is_cpu or not x.is_contiguous():
-        description = f"{x.dtype} {list(x.shape)} with strides {list(x.stride())} on {x.device}"
-        raise RuntimeError(f"{name} is {description}; expected contiguous {dtype} {list(shape)} on the CPU")
-
-
-def layer_step(packed: bytes) -> None:
-    """Runs one token of a layer. packed: the struct hr_layer."""
-    assert library is not None, missing
-    check(library.hr_layer_step(packed))
+    return library.hr_run(program, operations, layers)

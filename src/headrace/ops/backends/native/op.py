@@ -8,8 +8,8 @@ from ...autograd import register
 from ...call import Call
 from ...rewrite import normalised
 from ..base import Backend, Kernel
-from . import layer
 from . import library as native
+from . import step
 
 CHUNKS = range(16, 129, 16)
 LARGEST = 2**16
@@ -34,18 +34,25 @@ def _kept_shapes(call: Call):
     return ((torch.library.get_ctx().new_dynamic_size(),),)
 
 
-_run = register("native", "CPU", native.forward, native.backward, ["kept"], _kept_shapes)
+_operator = register("native", "CPU", native.forward, native.backward, ["kept"], _kept_shapes)
+
+
+def _run(call: Call) -> tuple[Tensor, Tensor]:
+    decay = call.log_decay
+    if (
+        call.bonus is not None and decay is not None and decay.dim() == 1
+    ):  # with a bonus the library takes one per token
+        call = call._replace(log_decay=decay.expand(call.v.shape[:3]))
+    return _operator(call)
 
 
 def _step(call: Call, bonus: Tensor | None, normalise: bool, in_place: bool) -> tuple[Tensor, Tensor]:
-    call = call.with_tokens()
+    call = call.with_tokens()._replace(bonus=bonus)
     out, state = normalised(call, _run) if normalise else _run(call)
     return out.squeeze(1), state
 
 
 def _unsupported_step(call: Call, bonus: Tensor | None, normalise: bool) -> str | None:
-    if bonus is not None:
-        return "it has no bonus for a single token"
     if derivatives.transformed():
         return "it supports neither transforms of torch.func nor forward-mode differentiation"
     return _unsupported_reason(call)
@@ -54,7 +61,6 @@ def _unsupported_step(call: Call, bonus: Tensor | None, normalise: bool) -> str 
 BACKEND = Backend(
     missing=lambda: native.missing,
     about=lambda: f"C++, {native.instructions}",
-    linear_attention=Kernel(_run, _unsupported_reason),
-    step=Kernel(_step, _unsupported_step),
-    layer_step=layer.Layer,
+    linear_attention=Kernel(_run, _unsupported_reason, has_bonus=True),
+    step=Kernel(_step, _unsupported_step, prepare=step.prepare),
 )

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call import DIFFERENTIABLE, Call
+from ...call import TOKENWISE, Call
 from .decay import NoDecay, identity
 from .scan import Memory
 from .tiles import Chunks, Tiles, plus_product, product
@@ -155,7 +155,7 @@ def backward(
             chunks.store(grads[name], part, *terms)
     joined = (
         shaped(chunks.join(grads[name]), x) if name in grads else None
-        for name, x in zip(Call._fields[: DIFFERENTIABLE - 1], call.tensors, strict=False)
+        for name, x in zip(TOKENWISE, call.tensors, strict=False)
     )
     return [*joined, None if call.initial_state is None else gradients.result()]
 

@@ -64,28 +64,26 @@ def _about() -> str:
 
 
 def _step_of(*args):
-    *given, bonus = args
-    call, after = Call(*given), _like_step(*args)[1]
-    return _token(call, bonus, after), after
+    call, after = Call(*args), _like_step(*args)[1]
+    return _token(call, call.bonus, after), after
 
 
 def _step_in_place(*args):
-    *given, bonus = args
-    call = Call(*given)
-    return _token(call, bonus, call.initial_state)
+    call = Call(*args)
+    return _token(call, call.bonus, call.initial_state)
 
 
 def _like_out(*args):
-    return torch.empty_like(Call(*args[:-1]).v, memory_format=torch.contiguous_format)
+    return torch.empty_like(Call(*args).v, memory_format=torch.contiguous_format)
 
 
 def _like_step(*args):
-    call = Call(*args[:-1])
+    call = Call(*args)
     state = (*call.v.shape[:2], call.k.shape[-1], call.v.shape[-1])
     return _like_out(*args), call.v.new_empty(state, dtype=torch.float32)
 
 
-STEP = f"({SCHEMA}, Tensor? bonus)"
+STEP = f"({SCHEMA})"
 _step_op = define("triton_step", STEP, 2, _step_of, _like_step, KEY)
 _step_op_in_place = define(
     "triton_step_", STEP.replace("Tensor? initial_state", "Tensor(a!) initial_state"), 1, _step_in_place, _like_out, KEY
@@ -97,8 +95,8 @@ def _step(call: Call, bonus: Tensor | None, normalise: bool, in_place: bool) -> 
         return normalised(call, lambda call: _step(call, None, False, in_place))
     state = call.initial_state
     if in_place and state is not None and state.dtype == torch.float32 and state.is_contiguous():
-        return _step_op_in_place(*call, bonus), state
-    return _step_op(*call, bonus)
+        return _step_op_in_place(*call._replace(bonus=bonus)), state
+    return _step_op(*call._replace(bonus=bonus))
 
 
 def _unsupported_step(call: Call, bonus: Tensor | None, normalise: bool) -> str | None:

@@ -1,0 +1,193 @@
+// Programs: one token of a model, operation by operation, by a team of threads.
+
+#include <algorithm>
+#include <utility>
+
+#include "guarded.h"
+#include "job.h"
+#include "pool.h"
+
+namespace {
+
+constexpr std::int64_t MANY = 16;  // rows from which a linear layer takes its input transposed
+
+std::int64_t padded(std::int64_t n, std::int64_t of = 16) { return (n + of - 1) / of * of; }
+
+bool known(const hr_layer& p) {
+    const auto below = [](int kind, int count) { return kind >= 0 && kind < count; };
+    return (p.dtype == HR_FLOAT32 || p.dtype == HR_BFLOAT16) && below(p.feature_map, kinds::feature_map::count) &&
+           below(p.qk_norm, kinds::qk_norm::count) && below(p.decay, kinds::decay::count) &&
+           below(p.rule, kinds::rule::count) && below(p.beta, kinds::beta::count) &&
+           below(p.norm, kinds::norm::count) && below(p.gate, kinds::gate::count) &&
+           below(p.order, kinds::order::count) && below(p.read, kinds::read::count) &&
+           below(p.write, kinds::write::count) && below(p.source, kinds::source::count) &&
+           below(p.activation, kinds::activation::count) && below(p.gate_scale, kinds::gate_scale::count);
+}
+
+// A token through a layer: its numbers as float32, side by side, and the recurrence's problem over them.
+class LayerStep {
+public:
+    // Over a null pointer it only counts floats.
+    LayerStep(const hr_layer& p, std::int64_t rows, float* memory) : p_(p), rows_(rows), next_(memory) {
+        job.layer = &p;
+        job.columns = p.V + (p.norm == kinds::norm::sum);
+        job.key_row = padded(p.Hq * p.K), job.value_row = padded(p.H * job.columns);
+        job.decay_row = padded(decay_shape() == HR_DECAY_VECTOR ? p.H * p.K : p.H), job.head_row = padded(p.H);
+        job.low_row = padded(std::max({p.decay_reads, p.gate_reads, p.H}));
+        job.wide_row = padded(std::max(p.H * p.V, p.D));
+        take(job.q, job.key_row), take(job.k, job.key_row);
+        take(job.v, job.value_row), take(job.out, job.value_row);
+        take(job.decay, job.decay_row);
+        take(job.beta, job.head_row), take(job.read, job.head_row), take(job.write, job.head_row);
+        take(job.low, job.low_row), take(job.wide, job.wide_row);
+        floats += padded(p.H * p.K);
+        job.bonus = p.bonus ? next_ : nullptr;
+        step = {{job.out, job.value_row, 0, job.columns}, p.memory, job.bonus};
+        problem = recurrence();
+    }
+    LayerStep(const LayerStep&) = delete;
+
+    Plan plan() const { return {&problem, 16, 1, nullptr, 0}; }
+    Unit unit(std::int64_t i) const { return {i / p_.H, i % p_.H, 0, 0, job.columns}; }
+
+    Layer job{};
+    Step step{};
+    hr_problem problem{};
+    std::int64_t floats = 0;
+
+private:
+    void take(float*& pointer, std::int64_t row) {
+        pointer = next_;
+        floats += rows_ * row;
+        if (next_) next_ += rows_ * row;
+    }
+    hr_decay decay_shape() const { return kinds::shape(static_cast<kinds::decay::kind>(p_.decay)); }
+    hr_problem recurrence() const {
+        const auto per_head = [&](bool there, float* x) { return hr_tensor{there ? x : nullptr, job.head_row, 0, 1}; };
+        const bool vector = decay_shape() == HR_DECAY_VECTOR, plain = p_.norm != kinds::norm::sum;
+        hr_problem r{};
+        r.abi = HR_ABI, r.dtype = HR_FLOAT32, r.threads = 1, r.scale = p_.scale;
+        r.decay = decay_shape();
+        r.delta = p_.rule == kinds::rule::delta;
+        r.B = r.sequences = rows_, r.T = 1, r.H = p_.H, r.Hq = p_.Hq, r.K = p_.K, r.V = job.columns;
+        r.q = {job.q, job.key_row, 0, p_.K}, r.k = {job.k, job.key_row, 0, p_.K};
+        r.v = {job.v, job.value_row, 0, job.columns};
+        r.log_decay = {p_.decay ? job.decay : nullptr, job.decay_row, 0, vector ? p_.K : 1};
+        r.beta = per_head(p_.beta != kinds::beta::one, job.beta);
+        r.write_gate = per_head(p_.write == kinds::write::value, job.write);
+        r.read_gate = per_head(p_.read && read_inside(p_) && plain, job.read);
+        return r;
+    }
+
+    const hr_layer& p_;
+    const std::int64_t rows_;
+    float* next_;
+};
+
+class Program {
+public:
+    Program(const hr_program& p, const hr_operation* operations, const hr_layer* layers)
+        : p_(p), operations_(operations), layers_(layers), working_{&p, nullptr, p.width, nullptr, nullptr, 0, 0, nullptr, 0} {
+        for (std::int64_t i = 0; i < p.layers; i++) {
+            const LayerStep layer(layers[i], p.rows, nullptr);
+            layer_floats_ = std::max(layer_floats_, layer.floats);
+            step_bytes_ = std::max(step_bytes_, kernels().step.measure(layer.plan(), layer.step, layer.unit(0)));
+        }
+        for (const hr_operation& op : *this) {
+            if (op.kind != HR_LINEAR) continue;
+            products_ += static_cast<double>(op.inputs * op.outputs);
+            if (op.weight_dtype == HR_INT8)
+                widest_ = std::max(widest_, padded(op.inputs, 1024));
+            else if (p.rows >= MANY)
+                working_.wide = padded(p.rows, 64), transposed_ = std::max(transposed_, padded(op.inputs) * working_.wide);
+        }
+        working_.integer_row = widest_, working_.scale_row = padded(widest_ / 1024);
+    }
+    const hr_operation* begin() const { return operations_; }
+    const hr_operation* end() const { return operations_ + p_.operations; }
+
+    // The first reason to refuse it.
+    int refused() const {
+        if (p_.rows < 0 || p_.width < 0 || p_.width % 16 || p_.threads < 1) return HR_UNSUPPORTED;
+        for (std::int64_t i = 0; i < p_.layers; i++)
+            if (!known(layers_[i])) return HR_UNSUPPORTED;
+        for (const hr_operation& op : *this) {
+            if (op.kind < 0 || op.kind >= HR_KINDS_OF_OPERATIONS) return HR_UNSUPPORTED;
+            if (op.kind == HR_LAYER && (op.layer < 0 || op.layer >= p_.layers)) return HR_UNSUPPORTED;
+            for (std::int64_t row = 0; op.kind == HR_EMBED && row < p_.rows; row++)
+                if (p_.tokens[row] < 0 || p_.tokens[row] >= p_.vocabulary) return HR_NO_TOKEN;
+        }
+        return HR_OK;
+    }
+
+    void run() {
+        // Waking a thread takes as long as a million products.
+        const int threads = static_cast<int>(std::clamp(p_.rows * products_ / 1e6, 1.0, double(p_.threads)));
+        step_bytes_ = static_cast<std::size_t>(padded(static_cast<std::int64_t>(step_bytes_), 64));
+        const std::int64_t floats = p_.rows * p_.width + padded(p_.rows * working_.scale_row) + layer_floats_ + transposed_;
+        char* next = static_cast<char*>(own_memory(4 * floats + 2 * p_.rows * widest_ + threads * step_bytes_));
+        if (!next) throw std::bad_alloc();
+        const auto take = [&](std::int64_t bytes) { return std::exchange(next, next + bytes); };
+        working_.rows = reinterpret_cast<float*>(take(4 * p_.rows * p_.width));
+        layer_memory_ = reinterpret_cast<float*>(take(4 * layer_floats_));
+        working_.transposed = reinterpret_cast<float*>(take(4 * transposed_));
+        working_.scales = reinterpret_cast<float*>(take(4 * padded(p_.rows * working_.scale_row)));
+        working_.integers = reinterpret_cast<std::int16_t*>(take(2 * p_.rows * widest_));
+        steps_ = next;
+        run_team(threads, [&](Team& team, int member) {
+            for (const hr_operation& op : *this) operate(op, team, member);
+        });
+        release_own_memory();
+    }
+
+private:
+    void operate(const hr_operation& op, Team& team, int member) const {
+        if (op.kind == HR_LAYER) return layer(op, team, member);
+        if (op.kind != HR_LINEAR || op.weight_dtype == HR_INT8)
+            team.each(p_.rows, [&](std::int64_t row) { kernels().operate(working_, op, row); });
+        else if (working_.wide)
+            team.each(padded(op.inputs) / kernels().width, [&](std::int64_t i) { kernels().operate(working_, op, i); });
+        if (op.kind != HR_LINEAR) return;
+        const std::int64_t share = padded(std::clamp<std::int64_t>((1 << 17) / std::max<std::int64_t>(op.inputs, 1), 16, 256));
+        team.each((op.outputs + share - 1) / share, [&](std::int64_t i) {
+            kernels().linear(working_, op, i * share, std::min((i + 1) * share, op.outputs));
+        });
+    }
+    void layer(const hr_operation& op, Team& team, int member) const {
+        const hr_layer& p = layers_[op.layer];
+        LayerStep layer(p, p_.rows, layer_memory_);
+        layer.job.projected = working_.at(0, op.in), layer.job.hidden = op.other < 0 ? nullptr : working_.at(0, op.other);
+        layer.job.result = working_.at(0, op.out), layer.job.row = working_.width;
+        const Plan plan = layer.plan();
+        void* memory = steps_ + member * step_bytes_;
+        team.each(p_.rows, [&](std::int64_t row) { kernels().enter(layer.job, row); });
+        team.each(p_.rows * p.H, [&](std::int64_t i) { kernels().step.run(plan, layer.step, layer.unit(i), memory); });
+        team.each(p_.rows, [&](std::int64_t row) { kernels().leave(layer.job, row); });
+    }
+
+    const hr_program& p_;
+    const hr_operation* operations_;
+    const hr_layer* layers_;
+    Working working_;
+    float* layer_memory_ = nullptr;
+    char* steps_ = nullptr;
+    std::int64_t layer_floats_ = 0, transposed_ = 0, widest_ = 0;
+    std::size_t step_bytes_ = 0;
+    double products_ = 0;
+};
+
+}  // namespace
+
+const char* hr_kinds(void) { return HR_KINDS; }
+
+const char* hr_operations(void) { return HR_OPERATIONS; }
+
+int hr_run(const hr_program* p, const hr_operation* operations, const hr_layer* layers) {
+    if (p->abi != HR_ABI) return HR_WRONG_ABI;
+    return guarded([&] {
+        Program program(*p, operations, layers);
+        const int status = program.refused();
+        if (status == HR_OK && p->rows) program.run();
+        return status;
+    });
+}

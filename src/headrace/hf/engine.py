@@ -1,0 +1,83 @@
+"""The engine of single tokens: the whole model as one native program, where the native backend supports all of it.
+
+Dimensions: B batch.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layers.blocks.stack import Backbone
+from ..layers.blocks.token import add_backbone
+from ..layers.linear.token import MixerState
+from ..layers.quantized import Int8Linear
+from ..ops.backends.native import library as native
+from ..ops.backends.native.program import Program, ProgramOf
+from .cache import HeadraceCache
+
+
+def model_program(program: Program, model: Any) -> None:
+    """Builds the program tokens [B] -> logits [B, vocabulary] of a language model.
+
+    The logits are written by its last operation, and with a cap of the logits by the one before it too."""
+    program.module(model, "model", model.base_class)
+    embedding = program.module(model.model, "embed_tokens", nn.Embedding)
+    backbone = program.module(model.model, "backbone", Backbone)
+    program.module(backbone, "layers", nn.ModuleList)
+    program.fixed(backbone, "embedding_scale")
+    program.fixed(model, "cap")
+    program.vocabulary, D = embedding.weight.shape
+    x = program.columns(D)
+    weight = program.weight(embedding, "weight", (program.vocabulary, D))
+    program.add("embed", out=x, outputs=D, number=backbone.embedding_scale, weight=weight)
+    add_backbone(program, backbone, x)
+    program.linear(program.module(model, "lm_head", nn.Linear, Int8Linear), x, 0)
+    if model.cap is not None:
+        program.add("cap", outputs=model.lm_head.out_features, number=model.cap)
+
+
+class Engine:
+    """Computes the next logits of a language model, one token of each sequence at a time: in one native call, or by the
+    modules of the model."""
+
+    def __init__(self) -> None:
+        self.program = ProgramOf(model_program)
+
+    def unsupported_reason(self, model: Any) -> str | None:
+        """Returns why a token of the model is not computed in one native call now, or None."""
+        if torch.compiler.is_compiling():
+            return "a graph is traced"
+        if type(model).forward is not type(model).plain_forward:
+            return f"{type(model).__name__} has a forward of its own"
+        return self.program.find(model)[1]
+
+    def about(self, model: Any) -> str:
+        """Returns which engine computes a token of the model now, and why."""
+        with torch.no_grad():
+            reason = self.unsupported_reason(model)
+        return f"one native call ({native.instructions})" if reason is None else f"PyTorch's modules: {reason}"
+
+    def step(self, model: Any, tokens: Tensor, cache: HeadraceCache) -> Tensor:
+        """tokens [B] -> logits [B, 1, vocabulary] of the next. Updates the cache, which must not be empty."""
+        logits = self.native_step(model, tokens, cache)
+        if logits is not None:
+            return logits
+        x, states = model.model.backbone(model.model.embed_tokens(tokens[:, None]), cache.states, in_place=True)
+        cache.replace(states, 1)
+        return model.logits(x)
+
+    def native_step(self, model: Any, tokens: Tensor, cache: HeadraceCache) -> Tensor | None:
+        """Returns the result of `step` by the native call, or None, and then does nothing."""
+        if self.unsupported_reason(model) is not None or not tokens.is_cpu:
+            return None
+        program, states, B = self.program.ready(), cache.states, len(tokens)
+        if states is None or len(states) != sum(model.model.backbone.counts):
+            return None
+        if any(type(state) is not MixerState for state in states) or not program.fits(states, B):
+            return None  # the modules copy the states, or say what is wrong
+        logits = torch.empty(B, 1, model.lm_head.out_features)
+        operations = range(len(program.operations) - 1 - (model.cap is not None), len(program.operations))
+        program.run(B, dict.fromkeys(operations, logits), tokens.to(torch.int64).contiguous())
+        cache.columns += 1
+        return logits.to(model.model.embed_tokens.weight.dtype)

@@ -1,0 +1,98 @@
+"""The operations of one token of a block in a program of the native backend."""
+
+from typing import Any
+
+from torch import nn
+
+from ...ops.backends.native.program import NAMES, Program, UnsupportedError
+from ..linear.mixer import LinearMixer
+from ..linear.token import add_linear, add_mixer
+from ..norms import OffsetRMSNorm
+from .block import MLP, Block
+from .stack import Backbone
+
+NORMS = {nn.RMSNorm: "rms", OffsetRMSNorm: "rms-offset", nn.LayerNorm: "layer"}
+ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "geglu-tanh": "gelu-tanh"}  # of an MLP whose name is not its own
+
+
+def add_backbone(program: Program, backbone: Backbone, x: int) -> None:
+    """Adds a stack of blocks without the factor of the embeddings: x = backbone(x).
+
+    Raises UnsupportedError for positions, a shared block, and what `add_block` does not support."""
+    for name in ("positions", "shared"):
+        if getattr(backbone, name) is not None:
+            raise UnsupportedError(f"the model has {name}={type(getattr(backbone, name)).__name__}")
+    if type(backbone.embedding_norm) is not nn.Identity:
+        add_norm(program, backbone, "embedding_norm", x, x)
+    place = 0
+    for (name, _), states in zip(backbone.layers.named_children(), backbone.counts, strict=True):
+        add_block(program, program.module(backbone.layers, name, backbone.block_class), x, place)
+        place += states
+    if type(backbone.norm) is not nn.Identity:
+        add_norm(program, backbone, "norm", x, x)
+
+
+def add_block(program: Program, block: Any, x: int, place: int) -> None:
+    """Adds a block: x = block(x). place: index of its first state."""
+    if not isinstance(block, Block) or block.link is not None or block.cross is not None:
+        raise UnsupportedError(
+            f"it supports neither shared blocks nor cross-attention; the block is {type(block).__name__}"
+        )
+    D: Any = block.mixer.hidden_size
+    if block.order == "post" and block.parallel is not None:
+        raise UnsupportedError("two parallel mixers with order='post'")
+    start = branch = program.columns(D)
+    read = x
+    if block.order == "pre":
+        add_norm(program, block, "mixer_norm", x, branch)
+        read, branch = branch, program.columns(D)
+    into = branch if block.order == "branch" else x
+    for i, name in enumerate(["mixer"] if block.parallel is None else ["mixer", "parallel"]):
+        mixer = program.module(block, name, LinearMixer)
+        add_mixer(program, mixer, read, into, place + i, add=into == x or i > 0)
+    _end_branch(program, block, "mixer_norm", x, branch)
+    if block.mlp is not None:
+        mlp = program.module(block, "mlp", MLP)
+        if block.order == "pre":
+            add_norm(program, block, "mlp_norm", x, read)
+        _add_mlp(program, mlp, read, into, add=into == x)
+        _end_branch(program, block, "mlp_norm", x, branch)
+    program.release(start)
+
+
+def _end_branch(program: Program, block: Block, norm: str, x: int, branch: int) -> None:
+    if block.order == "post":
+        add_norm(program, block, norm, x, x)
+    elif block.order == "branch":
+        add_norm(program, block, norm, branch, x, add=True)
+
+
+def _add_mlp(program: Program, mlp: MLP, x: int, out: int, add: bool) -> None:
+    """Adds an MLP: out = mlp(x), or out += mlp(x)."""
+    width = mlp.up_proj.out_features
+    start = hidden = program.columns(width)
+    kind = ACTIVATIONS.get(mlp.kind, mlp.kind)
+    program.fixed(mlp, "kind", "activation")
+    fields = {"x": hidden, "out": hidden, "inputs": width, "what": NAMES["activation"].index(kind)}
+    if mlp.gate_proj is None:
+        add_linear(program, mlp, "up_proj", x, hidden)
+    else:
+        fields["other"] = program.columns(width)
+        add_linear(program, mlp, "gate_proj", x, hidden)
+        add_linear(program, mlp, "up_proj", x, fields["other"])
+    program.add("activate", **fields)
+    add_linear(program, mlp, "down_proj", hidden, out, add)
+    program.release(start)
+
+
+def add_norm(program: Program, parent: nn.Module, name: str, x: int, out: int, add: bool = False) -> None:
+    """Adds the norm `parent.name`: out = norm(x), or out += norm(x)."""
+    norm = program.module(parent, name, *NORMS)
+    program.fixed(norm, "eps", "normalized_shape")
+    weights = {
+        n: program.weight(norm, n, norm.normalized_shape)
+        for n in ("weight", "bias")
+        if getattr(norm, n, None) is not None
+    }
+    what = NAMES["norm"].index(NORMS[type(norm)])
+    program.add("norm", x=x, out=out, inputs=norm.normalized_shape[0], what=what, add=add, number=norm.eps, **weights)

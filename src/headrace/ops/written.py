@@ -1,0 +1,57 @@
+"""Checks of the tensors that `step` writes into: the state with in_place=True, and out."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ..utils.errors import InputError
+from .call import accumulator
+from .checks import require
+from .derivatives import has_address, transformed
+
+
+def check_written(state: Tensor | None, out: Tensor | None, tensors: dict[str, Tensor | None]) -> None:
+    """Checks the tensors that a call of `step` writes: the state with in_place=True, and out.
+
+    tensors: its other arguments by name."""
+    v, written = tensors["v"], {name: x for name, x in (("state", state), ("out", out)) if x is not None}
+    assert v is not None
+    for name, x in written.items():
+        if not isinstance(x, Tensor):
+            raise InputError(f"{name}={x!r}; expected a tensor")
+        dtype, shape = (v.dtype, v.shape) if name == "out" else (accumulator(v), x.shape)
+        require(x.shape == shape, f"{name} has shape {list(x.shape)}; expected {list(shape)}")
+        require(x.dtype == dtype, f"{name} has dtype {x.dtype}; expected {dtype}, since it is written")
+        require(x.device == v.device, f"{name} is on {x.device} and v is on {v.device}; expected the same device")
+        require(x.is_contiguous(), f"{name} has strides {x.stride()}; expected to be contiguous, since it is written")
+    for name, y in (tensors | written).items():
+        wanted = torch.is_grad_enabled() and y is not None and y.requires_grad
+        require(not wanted, f"{name} requires a gradient, which in_place and out lack; expected torch.no_grad()")
+    if not torch.compiler.is_compiling() and not transformed():  # there tensors have no addresses
+        check_inference(written.values())
+        check_apart(written, tensors | {"state": state})
+
+
+def check_inference(written: Iterable[Tensor]) -> None:
+    """Raises InputError if a tensor that is written was made in inference mode, which has ended."""
+    if not torch.is_inference_mode_enabled() and any(x.is_inference() for x in written):
+        raise InputError("state or out is an inference tensor; expected torch.inference_mode(), since it is written")
+
+
+def check_apart(written: dict[str, Tensor], tensors: dict[str, Tensor | None]) -> None:
+    """Raises InputError if a tensor that is written shares memory with another."""
+    present = {name: x for name, x in (tensors | written).items() if x is not None}
+    if not all(map(has_address, present.values())):
+        return
+    spans = {name: _span(x) for name, x in present.items()}
+    for name in written:
+        for other, (start, end) in spans.items():
+            apart = other == name or end <= spans[name][0] or spans[name][1] <= start
+            require(apart, f"{name} shares memory with {other}; expected memory of its own, since it is written")
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """Returns the addresses of the first byte of a tensor and of the byte after its last."""
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.itemsize * (x.numel() > 0)

@@ -1,0 +1,208 @@
+"""The engine of single tokens: the whole model in one native call, against the modules of the same model in float64."""
+
+import copy
+import pickle
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import tiny
+from equation import MAX_ERROR_RATIO, skip_if_missing
+from headrace import InputError, quantize, zoo
+from headrace.hf.cache import HeadraceCache
+from headrace.layers import LinearMixer
+from headrace.spec import MixerSpec
+from headrace.studies.verify import relative
+
+LINEAR = [name for name in zoo.names() if isinstance(zoo.get(name), MixerSpec)]
+STYLES = {
+    "post": {"order": "post"}, "branch": {"order": "branch"}, "layer norm": {"norm": "layer", "bias": True},
+    "offset": {"norm": "rms-offset"}, "gelu": {"mlp": "gelu", "bias": True}, "geglu": {"mlp": "geglu-tanh"},
+    "relu2": {"mlp": "relu2"},     "factors": {"embedding_scale": 3.0, "logits_cap": 2.0, "embedding_norm": True},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _here():
+    skip_if_missing("native")
+
+
+def read(model, ids):
+    """A cache that has read tokens."""
+    cache = HeadraceCache()
+    model(ids, past_key_values=cache, use_cache=True)
+    return cache
+
+
+def decoded(model, ids, first, check=True):
+    """Logits [B, ·, vocabulary] of all tokens from `first` on, one by one."""
+    cache, logits = read(model, ids[:, :first]), []
+    for token in ids[:, first:].unbind(1):
+        assert not check or model.engine.unsupported_reason(model) is None
+        logits.append(model.engine.step(model, token, cache))
+    assert cache.columns == ids.shape[1]
+    return torch.cat(logits, 1)
+
+
+def is_accurate(model, ids, first=3, **options):
+    exact = copy.deepcopy(model).double()(ids).logits
+    whole = model(ids).logits
+    error = max(relative(a, b) for a, b in zip(whole.unbind(1), exact.unbind(1), strict=True))
+    found = decoded(model, ids, first, **options)
+    assert found.dtype is whole.dtype
+    return relative(found, exact[:, first:]) <= MAX_ERROR_RATIO * error
+
+
+@pytest.mark.parametrize("name", LINEAR)
+@torch.no_grad()
+def test_tokens_equal_the_full_forward(name):
+    model = tiny.build(name).float()
+    if (reason := model.engine.unsupported_reason(model)) is not None:
+        assert "it does not support" in reason
+    assert is_accurate(model, torch.randint(29, (2, 12)), check=reason is None)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@torch.no_grad()
+def test_every_style_of_blocks(style):
+    model = tiny.build("softmax-gla", style=STYLES[style]).float()
+    assert is_accurate(model, torch.randint(29, (3, 9)))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 15, 16, 33, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_batches_of_every_size(rows, dtype):
+    model = tiny.build("softmax-gated-deltanet").to(dtype)
+    assert is_accurate(model, torch.randint(29, (rows, 6)))
+
+
+@pytest.mark.parametrize("rows", [1, 9, 64])
+@torch.no_grad()
+def test_int8_model_equals_its_weights_in_float64(rows):
+    """x is rounded to 16 bits: 2^-16 of the largest number of a row, for each product."""
+    model = quantize(tiny.build("gla").float())
+    ids = torch.randint(29, (rows, 6))
+    exact = copy.deepcopy(model).double()(ids).logits
+    assert relative(decoded(model, ids, 2), exact[:, 2:]) < 40 * 2**-16
+
+
+@torch.no_grad()
+def test_changed_weights_and_modules_are_noticed():
+    model, ids = tiny.build("softmax-gla").float(), torch.randint(29, (2, 9))
+    changes = [
+        lambda block: block.mlp.up_proj.weight.mul_(2),
+        lambda block: setattr(block.mlp.up_proj, "weight", nn.Parameter(block.mlp.up_proj.weight * 2)),
+        lambda block: setattr(block.mlp.up_proj.weight, "data", block.mlp.up_proj.weight.data * 2),
+        lambda block: setattr(block, "mlp", copy.deepcopy(block.mlp)),
+        lambda block: setattr(block.mixer_norm, "eps", 0.1),
+        lambda block: setattr(block.mixer, "norm_eps", 0.1),
+        lambda block: quantize(block),
+        lambda block: block.mixer.o_proj.register_forward_hook(lambda module, args, out: 2 * out),
+    ]
+    decoded(model, ids, 3)
+    last = decoded(model, ids, 3)
+    for change in changes:
+        change(model.model.backbone.layers[1])
+        now = decoded(model, ids, 3, check=False)
+        same = change is changes[3]
+        assert torch.equal(now, last) == same
+        assert relative(now, model(ids).logits[:, 3:].double()) < 1e-3
+        last = now
+    assert "o_proj" in model.engine.unsupported_reason(model)
+
+
+@torch.no_grad()
+def test_hybrid_and_changed_forward_run_by_modules():
+    hybrid = tiny.build("qwen3-next").float()
+    assert "mixer is a " in hybrid.engine.unsupported_reason(hybrid)
+    assert is_accurate(hybrid, torch.randint(29, (2, 9)), check=False)
+    model = tiny.build("gla").float()
+    kind = type(model)
+    model.__class__ = type(
+        "Changed", (kind,), {"forward": lambda self, *args, **more: kind.forward(self, *args, **more)}
+    )
+    assert "forward of its own" in model.engine.unsupported_reason(model)
+    model.__class__ = kind
+    with torch.enable_grad():
+        assert "no gradient" in model.engine.unsupported_reason(model)
+
+
+@torch.no_grad()
+def test_forward_of_one_token_takes_the_engine():
+    model, ids = tiny.build("softmax-gla").float(), torch.randint(29, (2, 8))
+    expected, calls = model(ids).logits[:, 7:], []
+    cases = [({}, True), ({"attention_mask": torch.ones(2, 8)}, True), ({"logits_to_keep": 1}, True),
+             ({"attention_mask": torch.tensor([[1] * 8, [1] * 7 + [0]])}, False), ({"use_cache": False}, False),
+             ({"output_hidden_states": True}, False), ({"labels": ids[:, 7:]}, False)]  # fmt: skip
+    for options, native in cases:
+        cache, engine = read(model, ids[:, :7]), model.engine
+        step = engine.native_step
+        engine.native_step = lambda *args, step=step: calls.append(1) or step(*args)
+        logits = model(ids[:, 7:], past_key_values=cache, **options).logits
+        del engine.native_step
+        assert len(calls) == native, options
+        calls.clear()
+        assert relative(logits[:1], expected[:1].double()) < 1e-5
+        assert cache.columns == 8 or options.get("use_cache") is False
+
+
+@torch.no_grad()
+def test_states_are_updated_in_place_and_follow_the_batch():
+    model, ids = tiny.build("gated-deltanet").float(), torch.randint(29, (3, 8))
+    expected, cache = model(ids).logits, read(model, ids[:, :5])
+    before = [state.memory.data_ptr() for state in cache.states]
+    model.engine.step(model, ids[:, 5], cache)
+    assert [state.memory.data_ptr() for state in cache.states] == before
+    cache.reorder_cache(torch.tensor([2, 0]))
+    logits = model.engine.step(model, ids[[2, 0], 6], cache)
+    assert relative(logits[:, 0], expected[[2, 0], 6].double()) < 1e-5
+    cache.append(read(model, ids[1:2, :7]))
+    logits = model.engine.step(model, ids[[2, 0, 1], 7], cache)
+    assert relative(logits[:, 0], expected[[2, 0, 1], 7].double()) < 1e-5
+
+
+@torch.no_grad()
+def test_copies_of_a_model_have_engines_of_their_own():
+    model, ids = tiny.build("gla").float(), torch.randint(29, (1, 6))
+    expected = decoded(model, ids, 2)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        model.lm_head.weight.zero_()
+        assert torch.equal(decoded(other, ids, 2), expected)
+        model.lm_head.weight.copy_(other.lm_head.weight)
+
+
+@torch.no_grad()
+def test_wrong_tokens_and_states_are_refused():
+    model, ids = tiny.build("gla").float(), torch.randint(29, (2, 6))
+    size = model.config.vocab_size
+    for token in (-1, size):
+        with pytest.raises(InputError, match=f"below {size}, the size of the vocabulary"):
+            model.engine.step(model, torch.tensor([1, token]), read(model, ids))
+    cache = read(model, ids)
+    cache.states[1] = cache.states[0]
+    with pytest.raises(InputError, match="memory shares memory with memory"):
+        model.engine.step(model, ids[:, 0], cache)
+    other = read(tiny.build("retnet").float(), ids)
+    with pytest.raises(InputError, match="state"):
+        model.engine.step(model, ids[:, 0], other)
+
+
+@torch.no_grad()
+def test_threads_do_not_change_tokens():
+    model, ids = tiny.build("softmax-mamba2", hidden_size=256).float(), torch.randint(29, (17, 6))
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append(decoded(model, ids, 3))
+    assert all(torch.equal(a, b) for a, b in pairwise(results))
+
+
+def test_every_module_of_a_linear_mixer_is_known():
+    """A new part must be told to the program, or refused by `_kinds`, before it is named here."""
+    mixer = LinearMixer(zoo.get("softmax-gated-deltanet"), hidden_size=32, num_heads=4)
+    assert set(mixer.part_classes) == {
+        "", "conv", "decay", "gate", "gate.up", "in_proj", "o_proj", "read_competition", "write_competition",
+    }  # fmt: skip
