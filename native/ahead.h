@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "tile.h"
+#include "factor.h"
 
 namespace HR_ISA {
 
@@ -30,7 +30,7 @@ public:
     }
 
 private:
-    static constexpr int LINE = 64, MOST = 10, AT_A_TIME = 32;
+    static constexpr int LINE = 64, MOST = 10, AT_A_TIME = 32 / Factor::STEP;  // half as many bytes in bfloat16
     struct Rows {
         const char* p;
         Stride stride;
@@ -48,7 +48,7 @@ private:
 struct Fetch {
     Ahead* ahead;
     template <int NV>
-    HR_INLINE void operator()(Block<NV>&, int) const {
+    HR_INLINE void operator()(Block<NV>&, int, int) const {
         ahead->some();
     }
 };

@@ -24,6 +24,7 @@ struct BackwardUnit {
     View d_out_from, dq_into, dk_into, dv_into, d_decay_into, d_beta_into, d_write_into, d_read_into;
     Tile *S, *S_t, *E;  // before each chunk of a run (the delta rule: S_t is one tile), of each chunk of a run
     Tile dS, dS_t, E_t;
+    Factor before_t, after_t, after, k_left, q_right, d_out_left, d_out_right, wide_left;  // in products: S_t, dS_t, dS, …
     Tile q, q_rows, dq, dk, read;
     Tile d_out, dU, A, X;
     float *strength, *numbers, *read_out;
@@ -43,6 +44,10 @@ struct BackwardUnit {
             if (S) S[i] = delta ? state : one, S_t[i] = delta ? one : state, E[i] = errors;
         }
         dS = arena.tile(K, V), dS_t = arena.tile(V + 1, K), E_t = arena.tile(V, C);
+        before_t = right_factor(arena, V, K), after_t = right_factor(arena, V, K), after = right_factor(arena, K, V);
+        k_left = left_factor(arena, C, K), q_right = right_factor(arena, C, K);
+        d_out_left = left_factor(arena, C, V), d_out_right = right_factor(arena, C, V);
+        wide_left = left_factor(arena, C, V);
         q = arena.tile(C, K), q_rows = Decay::none ? q : arena.tile(C, K);
         dq = arena.tile(C, K), dk = arena.tile(C, K), read = arena.tile(C, K);
         d_out = arena.tile(C, V), dU = arena.tile(C, V);
@@ -113,7 +118,8 @@ struct BackwardUnit {
             if constexpr (delta) {
                 chunk.decay.keys(chunk.k);
                 chunk.compare_keys();
-                chunk.correct(S[i]);
+                chunk.hold(S[i]);
+                chunk.correct();
             }
         }
         if (delta) copy(E[i], chunk.E, span.rows, V);
@@ -147,7 +153,7 @@ struct BackwardUnit {
         for (int t = 0; d_beta_into && t < span.rows; t++) numbers[t] = dot(dU.row(t), chunk.E.row(t), V);
         if (chunk.in.beta)
             map(dU, span.rows, V, [&](int t, int j) { return load(dU.row(t) + j) * splat(chunk.beta[t]); });
-        if constexpr (delta) through_memory(span, S_t[i]);
+        if constexpr (delta) through_memory(span);
         to_state(span);
         finish(span);
         Normaliser& normaliser = chunk.normaliser;
@@ -160,6 +166,7 @@ struct BackwardUnit {
         if (delta) {
             copy(chunk.E, errors, span.rows, V);
             chunk.compare_keys();
+            chunk.weigh_keys();
         } else {
             chunk.load_values();
         }
@@ -175,24 +182,31 @@ struct BackwardUnit {
     }
 
     // dU from what is read in the chunk and from the state after it.
-    void to_writes(Span span, Tile before_t) {
+    void to_writes(Span span, Tile S_before_t) {
         chunk.decay.scores(q, chunk.k, A, false);
         if (chunk.normaliser) {
-            chunk.normaliser.divide(q_rows, A, before_t.row(V), span.rows);
+            chunk.normaliser.divide(q_rows, A, S_before_t.row(V), span.rows);
             map(d_out, span.rows, V, [&](int t, int j) { return load(d_out.row(t) + j) * splat(chunk.normaliser.share[t]); });
         }
-        multiply(dU, span.rows, V, Zero{}, Fetch{&ahead}, PlusT{A, d_out, span.rows, Part::from},
-                 Plus{chunk.k_cols, dS, K, Part::all});
+        const PlusT within{A, d_out, span.rows, Part::from};
+        if constexpr (delta) {
+            multiply(dU, span.rows, V, Zero{}, Fetch{&ahead}, within, Plus{chunk.k_cols, dS, K, Part::all});
+        } else {
+            k_left = pack_left(chunk.k_cols, k_left, span.rows, K), after = pack_right(dS, after, K, V);
+            multiply(dU, span.rows, V, Zero{}, Fetch{&ahead}, within, Plus{k_left, after, K, Part::all});
+        }
     }
 
-    void to_reads_and_keys(Span span, Tile before_t) {
+    void to_reads_and_keys(Span span, Tile S_before_t) {
         Decay& decay = chunk.decay;
-        decay.note_passing(before_t, dS_t, chunk.normaliser ? V + 1 : V);
-        multiply(dq, span.rows, K, Zero{}, Fetch{&ahead}, Plus{d_out, before_t, V, Part::all});
-        multiply(dk, span.rows, K, Zero{}, Fetch{&ahead}, Plus{chunk.U, dS_t, V, Part::all});
+        decay.note_passing(S_before_t, dS_t, chunk.normaliser ? V + 1 : V);
+        before_t = pack_right(S_before_t, before_t, V, K), after_t = pack_right(dS_t, after_t, V, K);
+        d_out_left = pack_left(d_out, d_out_left, span.rows, V), wide_left = pack_left(chunk.U, wide_left, span.rows, V);
+        multiply(dq, span.rows, K, Zero{}, Fetch{&ahead}, Plus{d_out_left, before_t, V, Part::all});
+        multiply(dk, span.rows, K, Zero{}, Fetch{&ahead}, Plus{wide_left, after_t, V, Part::all});
         multiply_lower(X, span.rows, Zero{}, Plus{d_out, E_t, V, Part::all});
         lower(X, span.rows, false, [&](int i, int j) { return load(X.row(i) + j) * load(chunk.beta + j); });
-        if (chunk.normaliser) through_normaliser(span.rows, before_t.row(V));
+        if (chunk.normaliser) through_normaliser(span.rows, S_before_t.row(V));
         dq = decay.rows(dq, dq);
         dk = decay.cols(dk, dk);
         decay.note_reads(q, dq);
@@ -222,7 +236,7 @@ struct BackwardUnit {
     }
 
     // From dP = β dU, the gradient to what was to be written, to what was read to find it: dU becomes (I + Mᵀ)⁻¹ dP.
-    void through_memory(Span span, Tile before_t) {
+    void through_memory(Span span) {
         Decay& decay = chunk.decay;
         const int rows = span.rows;
         multiply<Order::up>(dU, rows, V, Itself{}, SolveUpper{chunk.M}, MinusT{chunk.M, dU, rows, Part::after});
@@ -235,7 +249,8 @@ struct BackwardUnit {
         }
         map(X, rows, rows, [&](int i, int j) { return load(X.row(i) + j) * load(chunk.beta + j); });
         decay.scores_backward(X, chunk.k, chunk.k, chunk.A, dk, dk);
-        multiply(read, rows, K, Zero{}, Nothing{}, Minus{dU, before_t, V, Part::all});
+        wide_left = pack_left(dU, wide_left, rows, V);
+        multiply(read, rows, K, Zero{}, Nothing{}, Minus{wide_left, before_t, V, Part::all});
         read = decay.rows(read, read);
         decay.note_reads(chunk.k, read);
         map(dk, rows, K, [&](int i, int j) { return load(dk.row(i) + j) + load(read.row(i) + j); });
@@ -243,12 +258,14 @@ struct BackwardUnit {
 
     // dS from the state after the chunk to the one before it.
     void to_state(Span span) {
-        const PlusT reads{q_rows, d_out, span.rows, Part::all};
         const RowsScaled scaled{dS, chunk.decay.end};
-        if constexpr (delta)
-            multiply(dS, K, V, scaled, Fetch{&ahead}, reads, MinusT{chunk.k_rows, dU, span.rows, Part::all});
-        else
-            multiply(dS, K, V, scaled, Fetch{&ahead}, reads);
+        if constexpr (delta) {
+            multiply(dS, K, V, scaled, Fetch{&ahead}, PlusT{q_rows, d_out, span.rows, Part::all},
+                     MinusT{chunk.k_rows, dU, span.rows, Part::all});
+        } else {
+            q_right = pack_right(q_rows, q_right, span.rows, K), d_out_right = pack_right(d_out, d_out_right, span.rows, V);
+            multiply(dS, K, V, scaled, Fetch{&ahead}, PlusT{q_right, d_out_right, span.rows, Part::all});
+        }
     }
 
     // Row i has the query of token `first + i` and the write of the token before.

@@ -1,7 +1,7 @@
 // One chunk of one head: its inputs as tiles, and the parts of the rule that the forward and the backward share.
 //
 //     add:    E = w v
-//     delta:  (I + M) E = w v − rows(k) S,   M_ij = scores(k)_ij β_j for j < i
+//     delta:  (I + M) E = w v − rows(k) S,   M_ij = A_ij β_j, A = scores(k), for j < i
 //     U = β E          S ← end S + cols(k)ᵀ U
 //
 // Dimensions: C tokens, K key, V value; capitals here are sizes padded to multiples of 16.
@@ -160,6 +160,7 @@ struct Chunk {
     Tile E, U;               // [C, V]; without β they are the same
     Tile A, M;               // [C, C], of keys with keys
     Normaliser normaliser;
+    Factor memory, writes, k_left, k_right;  // in products: the state, U, k_rows, k_cols
     float *beta, *write_gate;
 
     Chunk(Arena& arena, const Plan& plan, const Unit& unit, bool decay_gradient)
@@ -171,8 +172,11 @@ struct Chunk {
         k_cols = Decay::none ? k : arena.tile(C, K);
         k_rows = Decay::none || !delta ? k : arena.tile(C, K);
         E = arena.tile(C, V);
-        U = in.beta ? arena.tile(C, V) : E;
+        U = in.beta || delta ? arena.tile(C, V) : E;
         if (delta) A = arena.tile(C, C), M = in.beta ? arena.tile(C, C) : A;
+        memory = right_factor(arena, K, V), writes = right_factor(arena, C, V);
+        if (delta) k_left = left_factor(arena, C, K);
+        k_right = right_factor(arena, C, K);
         beta = arena.floats(C);
         write_gate = arena.floats(C);
     }
@@ -191,20 +195,27 @@ struct Chunk {
     }
     void load_values() { load_tile(E, in.v, span, value, in.write ? write_gate : nullptr); }
 
-    // M, and with it rows(k): what the delta rule reads.
+    // A, and with it rows(k): what the delta rule reads.
     void compare_keys() {
         k_rows = decay.rows(k, k_rows);
         decay.scores(k, k, A, true);
-        if (!in.beta) return;
-        map(M, span.rows, span.rows, [&](int i, int j) { return load(A.row(i) + j) * load(beta + j); });
     }
-    // E from w v, which it holds.
-    void correct(Tile S) {
-        multiply(E, span.rows, V, Itself{}, SolveLower{M}, Minus{k_rows, S, K, Part::all},
-                 Minus{M, E, span.rows, Part::before});
+    void weigh_keys() {
+        if (in.beta) map(M, span.rows, span.rows, [&](int i, int j) { return load(A.row(i) + j) * load(beta + j); });
     }
+    // What `correct` and the readers of the chunk find in memory.
+    void hold(Tile S) { memory = pack_right(S, memory, K, V); }
+    // E and U, from w v in E.
+    void correct() {
+        k_left = pack_left(k_rows, k_left, span.rows, K);
+        multiply(E, span.rows, V, Itself{}, SolveLower{A, U, beta}, Minus{k_left, memory, K, Part::all},
+                 Minus{A, U, span.rows, Part::before});
+        writes = pack_right(U, writes, span.rows, V);
+    }
+    // U from E.
     void strengthen() {
-        if (in.beta) map(U, span.rows, V, [&](int i, int j) { return load(E.row(i) + j) * splat(beta[i]); });
+        if (U.p != E.p) map(U, span.rows, V, [&](int i, int j) { return load(E.row(i) + j) * splat(beta[i]); });
+        writes = pack_right(U, writes, span.rows, V);
     }
     void write_normaliser(float* z, const float* before) const {
         if (normaliser) normaliser.pass(z, before, decay.end, k_cols, normaliser.written, span.rows);
@@ -213,13 +224,19 @@ struct Chunk {
     template <class Finish>
     void write(Tile S, Tile before, Finish finish) {
         k_cols = decay.cols(k, k_cols);
-        multiply(S, K, V, RowsScaled{before, decay.end}, finish, PlusT{k_cols, U, span.rows, Part::all});
+        if constexpr (delta && !Decay::none) {
+            multiply(S, K, V, RowsScaled{before, decay.end}, finish, PlusT{k_cols, U, span.rows, Part::all});
+        } else {
+            k_right = pack_right(k_cols, k_right, span.rows, K);
+            multiply(S, K, V, RowsScaled{before, decay.end}, finish, PlusT{k_right, writes, span.rows, Part::all});
+        }
     }
-    // The same of the transposes.
+    // The same of the transposes, of the additive rule.
     template <class Finish>
     void write_transposed(Tile S_t, Tile before_t, Finish finish) {
         k_cols = decay.cols(k, k_cols);
-        multiply(S_t, V, K, ColumnsScaled{before_t, decay.end}, finish, PlusT{U, k_cols, span.rows, Part::all});
+        k_right = pack_right(k_cols, k_right, span.rows, K);
+        multiply(S_t, V, K, ColumnsScaled{before_t, decay.end}, finish, PlusT{writes, k_right, span.rows, Part::all});
     }
 };
 

@@ -15,7 +15,7 @@
 
 #pragma once
 
-#include "tile.h"
+#include "factor.h"
 
 namespace HR_ISA {
 
@@ -39,7 +39,8 @@ class NoDecay {
 public:
     static constexpr bool none = true;
 
-    NoDecay(Arena& arena, int C, int K, bool) : end(arena.floats(K)), K_(K), k_t_(arena.tile(K, C)) {}
+    NoDecay(Arena& arena, int C, int K, bool)
+        : end(arena.floats(K)), K_(K), k_t_(transposed_factor(arena, C, K)), x_(left_factor(arena, C, K)) {}
 
     float* const end;
 
@@ -49,10 +50,10 @@ public:
     }
     Tile rows(Tile x, Tile) const { return x; }
     Tile cols(Tile x, Tile) const { return x; }
-    void keys(Tile k) { transpose(k_t_, k, rows_, K_); }
+    void keys(Tile k) { k_t_ = pack_transposed(k, k_t_, rows_, K_); }
 
     void scores(Tile x, Tile, Tile A, bool strict) const {
-        multiply_lower(A, rows_, Zero{}, Plus{x, k_t_, K_, Part::all});
+        multiply_lower(A, rows_, Zero{}, Plus{pack_left(x, x_, rows_, K_), k_t_, K_, Part::all});
         lower(A, rows_, strict, [&](int i, int j) { return load(A.row(i) + j); });
     }
 
@@ -69,7 +70,7 @@ public:
 
 private:
     int K_, rows_ = 0;
-    Tile k_t_;
+    Factor k_t_, x_;  // x_: the rows that scores() compares with the keys
 };
 
 class ScalarDecay {

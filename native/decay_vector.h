@@ -25,9 +25,9 @@ public:
     VectorDecay(Arena& arena, int C, int K, bool gradient)
         : end(arena.floats(K)), K_(K), g_(arena.tile(C, K)), in_(arena.tile(C, K)), out_(arena.tile(C, K)),
           whole_(arena.tile(C / BLOCK, K)), gentle_(arena.array<bool>(C / BLOCK)), y_(arena.tile(C, K)),
-          y_t_(arena.tile(K, C)), x_(arena.tile(C, K)), fade_(arena.tile(BLOCK, K)), channel_(arena.floats(K)),
-          diagonal_(arena.floats(C)), gradient_(gradient), dg_(arena.tile(C, K)), dx_(arena.tile(C, K)),
-          dy_(arena.tile(C, K)), part_(arena.tile(BLOCK, K)) {}
+          y_t_(transposed_factor(arena, C, K)), x_(arena.tile(C, K)), left_(left_factor(arena, C, K)),
+          fade_(arena.tile(BLOCK, K)), channel_(arena.floats(K)), diagonal_(arena.floats(C)), gradient_(gradient),
+          dg_(arena.tile(C, K)), dx_(arena.tile(C, K)), dy_(arena.tile(C, K)), part_(arena.tile(BLOCK, K)) {}
 
     float* const end;
 
@@ -70,19 +70,21 @@ public:
     }
     void keys(Tile k) {
         map(y_, rows_, K_, [&](int i, int j) { return load(k.row(i) + j) * load(out_.row(i) + j); });
-        transpose(y_t_, y_, rows_, K_);
+        y_t_ = pack_transposed(y_, y_t_, rows_, K_);
     }
 
     void scores(Tile x, Tile k, Tile A, bool strict) const {
         for (int b = 0; b < rows_; b += block_) {
             read_block(x, b);
             if (gentle_[b / BLOCK])
-                multiply_lower(A.below(b).right(b), block_, Zero{}, Plus{x_, y_t_.right(b), K_, Part::all});
+                multiply_lower(A.below(b).right(b), block_, Zero{},
+                               Plus{pack_left(x_, left_, block_, K_), y_t_.right(b), K_, Part::all});
             else
                 scores_by_pair(x, k, A, b);
             for (int a = b - BLOCK; a >= 0; a -= BLOCK) {
                 if (gentle_[a / BLOCK]) fade_over(a);
-                multiply(A.below(b).right(a), BLOCK, BLOCK, Zero{}, Nothing{}, Plus{x_, y_t_.right(a), K_, Part::all});
+                multiply(A.below(b).right(a), BLOCK, BLOCK, Zero{}, Nothing{},
+                         Plus{pack_left(x_, left_, BLOCK, K_), y_t_.right(a), K_, Part::all});
                 if (!gentle_[a / BLOCK]) fade_over(a);
             }
         }
@@ -306,8 +308,10 @@ private:
     int K_, rows_ = 0, width_ = 0, block_ = BLOCK;
     Tile g_, in_, out_, whole_;
     bool* gentle_;
-    Tile y_, y_t_;    // y out_ for the tile y last given to keys(), and its transpose
+    Tile y_;          // y out_ for the tile y last given to keys()
+    Factor y_t_;      // and its transpose
     Tile x_;          // a block of x, scaled
+    Factor left_;     // x_, in products
     Tile fade_;       // [BLOCK, K], e^{log_decay}
     float *channel_, *diagonal_;  // [K], [C], in passing
     bool gradient_;

@@ -16,29 +16,45 @@ namespace portable { extern const Kernels kernels; }
 #if defined(__x86_64__)
 namespace avx2 { extern const Kernels kernels; }
 namespace avx512 { extern const Kernels kernels; }
+#if defined(HR_AVX512BF16)
+namespace avx512bf16 { extern const Kernels kernels; }  // only forward and backward, of bfloat16
+#endif
 #endif
 
 namespace {
 
-// The best that the machine has; HEADRACE_ISA=avx2 or portable asks for less.
-const Kernels& choose() {
+struct Choice {
+    const Kernels &kernels, &bfloat16;  // bfloat16: the forward and the backward of such problems
+
+    const Kernels& of(const hr_problem& p) const { return p.dtype == HR_BFLOAT16 ? bfloat16 : kernels; }
+};
+
+// The best that the machine has; HEADRACE_ISA=avx512, avx2 or portable asks for less.
+Choice choose() {
 #if defined(__x86_64__)
     const char* asked = std::getenv("HEADRACE_ISA");
-    const std::string_view limit = asked ? asked : "avx512";
+    const std::string_view limit = asked ? asked : "avx512bf16";
     const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (wide && limit == "avx512") return avx512::kernels;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && limit != "portable") return avx2::kernels;
+#if defined(HR_AVX512BF16)
+    if (wide && __builtin_cpu_supports("avx512bf16") && limit == "avx512bf16")
+        return {avx512::kernels, avx512bf16::kernels};
 #endif
-    return portable::kernels;
+    if (wide && (limit == "avx512bf16" || limit == "avx512")) return {avx512::kernels, avx512::kernels};
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && limit != "portable")
+        return {avx2::kernels, avx2::kernels};
+#endif
+    return {portable::kernels, portable::kernels};
+}
+
+const Choice& choice() {
+    static const Choice chosen = choose();
+    return chosen;
 }
 
 }  // namespace
 
-const Kernels& kernels() {
-    static const Kernels& chosen = choose();
-    return chosen;
-}
+const Kernels& kernels() { return choice().kernels; }
 
 namespace {
 
@@ -170,7 +186,7 @@ public:
     }
 
     int run_all() {
-        if (const int status = run(kernels().backward, cut_, job_, units_)) return status;
+        if (const int status = run(choice().of(p_).backward, cut_, job_, units_)) return status;
         for (const Gather& gather : gathers_)
             if (const int status = run(kernels().gather, cut_, gather, cut_.units(p_.H / gather.shared, 1)))
                 return status;
@@ -240,7 +256,7 @@ int scan(const hr_problem& p, const Scan& job) {
 
 int32_t hr_abi(void) { return HR_ABI; }
 
-const char* hr_isa(void) { return kernels().name; }
+const char* hr_isa(void) { return choice().bfloat16.name; }
 
 const char* hr_message(int status) {
     switch (status) {
@@ -264,7 +280,7 @@ int hr_forward(const hr_problem* p, const hr_tensor* out, float* final_state, fl
         const Cut cut(*p);
         will_be_written(*p, *out, p->H, p->V, p->dtype == HR_BFLOAT16);
         if (kept) in_large_pages(kept, hr_kept_floats(p) * sizeof(float));
-        return run(kernels().forward, cut, Forward{*out, final_state, kept}, cut.units(p->H, cut.parts()));
+        return run(choice().of(*p).forward, cut, Forward{*out, final_state, kept}, cut.units(p->H, cut.parts()));
     });
 }
 

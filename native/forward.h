@@ -15,6 +15,7 @@ struct ForwardUnit {
     const Unit& unit;
     Chunk<Decay, delta> chunk;
     Tile q, q_rows, A, out, S;
+    Factor q_left, A_left;
     float* strength;  // scale · r
     View out_into;
     Own own;
@@ -29,6 +30,7 @@ struct ForwardUnit {
         A = arena.tile(C, C);
         out = arena.tile(C, chunk.V);
         S = arena.tile(chunk.K, chunk.V);
+        q_left = left_factor(arena, C, chunk.K), A_left = left_factor(arena, C, C);
         strength = arena.floats(C);
         out_into = view(job.out, plan, unit, unit.head, plan.problem->dtype == HR_BFLOAT16, unit.column);
     }
@@ -57,13 +59,15 @@ struct ForwardUnit {
         fetch(span, next);
         chunk.begin(span);
         chunk.load_values();
+        chunk.hold(S);
         if constexpr (delta) {
             chunk.compare_keys();
-            chunk.correct(S);
+            chunk.correct();
             if (job.kept && p.keep_errors)
                 store_tile(kept_errors(plan, job.kept, unit), chunk.E, span, chunk.value);
+        } else {
+            chunk.strengthen();
         }
-        chunk.strengthen();
         read(span);
         chunk.write(S, S, Fetch{&ahead});
         chunk.write_normaliser(chunk.normaliser.z, chunk.normaliser.z);
@@ -83,8 +87,13 @@ struct ForwardUnit {
         load_tile(q, chunk.in.q, span, chunk.key, strength);
         chunk.decay.scores(q, chunk.k, A, false);
         q_rows = chunk.decay.rows(q, q_rows);
-        multiply(out, span.rows, chunk.V, Zero{}, Fetch{&ahead}, Plus{q_rows, S, chunk.K, Part::all},
-                 Plus{A, chunk.U, span.rows, Part::up_to});
+        const Plus before{pack_left(q_rows, q_left, span.rows, chunk.K), chunk.memory, chunk.K,
+                          Part::all};
+        if constexpr (delta)
+            multiply(out, span.rows, chunk.V, Zero{}, Fetch{&ahead}, before, Plus{A, chunk.U, span.rows, Part::up_to});
+        else
+            multiply(out, span.rows, chunk.V, Zero{}, Fetch{&ahead}, before,
+                     Plus{pack_left(A, A_left, span.rows, span.rows), chunk.writes, span.rows, Part::up_to});
         for (int i = 0; plan.delay() && i < span.n; i++) {
             own.load(span.first + i);
             add_row(out.row(i), own.v, own.score() * own.beta * own.write, chunk.value);

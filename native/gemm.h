@@ -5,11 +5,12 @@
 
 #pragma once
 
-#include "simd.h"
+#include "bf16.h"
 
 namespace HR_ISA {
 
 struct Tile {
+    static constexpr int STEP = 1;  // terms of a sum in one number
     float* p;
     Stride ld;
     float* row(int i) const { return p + i * ld; }
@@ -23,10 +24,11 @@ constexpr Stride leading(int width) { return (width / LANES | 1) * LANES; }
 // Which of a product's terms a block of rows m … m + TILE_ROWS − 1 of the result has: all, or what a triangle leaves.
 enum class Part { all, up_to, before, from, after };
 
-template <bool transposed_, bool minus_>
+template <bool transposed_, bool minus_, class Factor>
 struct Term {
     static constexpr bool transposed = transposed_, minus = minus_;
-    Tile left, right;
+    static constexpr int STEP = Factor::STEP;
+    Factor left, right;
     int depth;
     Part part;
 
@@ -34,42 +36,65 @@ struct Term {
     int last(int m) const { return part == Part::up_to || part == Part::before ? m : depth; }
 };
 
-using Plus = Term<false, false>;    // left right
-using PlusT = Term<true, false>;    // leftᵀ right
-using Minus = Term<false, true>;    // −left right
-using MinusT = Term<true, true>;    // −leftᵀ right
+template <class F>
+struct Plus : Term<false, false, F> {  // left right
+    Plus(F left, F right, int depth, Part part) : Term<false, false, F>{left, right, depth, part} {}
+};
+template <class F>
+struct PlusT : Term<true, false, F> {  // leftᵀ right
+    PlusT(F left, F right, int depth, Part part) : Term<true, false, F>{left, right, depth, part} {}
+};
+template <class F>
+struct Minus : Term<false, true, F> {  // −left right
+    Minus(F left, F right, int depth, Part part) : Term<false, true, F>{left, right, depth, part} {}
+};
+template <class F>
+struct MinusT : Term<true, true, F> {  // −leftᵀ right
+    MinusT(F left, F right, int depth, Part part) : Term<true, true, F>{left, right, depth, part} {}
+};
+
+HR_INLINE vf broadcast(const float* p) { return splat(*p); }
+HR_INLINE vf fused(vf sum, vf x, vf y) { return sum + x * y; }
+HR_INLINE vf reduced(vf sum, vf x, vf y) { return sum - x * y; }
+HR_INLINE vf only_first(vf x) { return x; }
+#if !defined(__AVX512BF16__)
+HR_INLINE vf rounded(vf x) { return x; }
+#endif
 
 template <int NV>
 using Block = vf[TILE_ROWS][NV];
 
-// acc += a column of left times a row of right, from the block's row `top` on.
-template <int top, int NV, class T>
-HR_INLINE void one_more(Block<NV>& acc, const T& t, const float* a, const float* b) {
-    vf right[NV];
+// acc += a column of left times a row of right, from the block's row `top` on; its first row takes one term alone.
+template <int top, bool corner, int NV, class T, class Number>
+HR_INLINE void one_more(Block<NV>& acc, const T& t, const Number* a, const Number* b) {
+    decltype(load(b)) right[NV];
     for (int j = 0; j < NV; j++) right[j] = load(b + j * W);
     for (int i = top; i < TILE_ROWS; i++) {
-        const vf left = splat(T::transposed ? a[i] : a[i * t.left.ld]);
-        for (int j = 0; j < NV; j++) acc[i][j] = T::minus ? acc[i][j] - left * right[j] : acc[i][j] + left * right[j];
+        const auto left = broadcast(a + (T::transposed ? i : i * t.left.ld));
+        for (int j = 0; j < NV; j++) {
+            const auto term = corner && i == top ? only_first(right[j]) : right[j];
+            acc[i][j] = T::minus ? reduced(acc[i][j], left, term) : fused(acc[i][j], left, term);
+        }
     }
 }
 
 // The block on the diagonal: what lies above it is not looked at, since 0 times a later token's NaN would be NaN.
-template <int NV, class T, int... d>
-HR_INLINE void diagonal(Block<NV>& acc, const T& t, const float* a, const float* b, std::integer_sequence<int, d...>) {
-    (one_more<d>(acc, t, a + d * (T::transposed ? t.left.ld : 1), b + d * t.right.ld), ...);
+template <int NV, class T, class Number, int... d>
+HR_INLINE void diagonal(Block<NV>& acc, const T& t, const Number* a, const Number* b, std::integer_sequence<int, d...>) {
+    (one_more<d * T::STEP, true>(acc, t, a + d * (T::transposed ? t.left.ld : 1), b + d * t.right.ld), ...);
 }
 
 template <int NV, class T>
 HR_INLINE void accumulate(Block<NV>& acc, const T& t, int m, int n) {
-    const int first = t.first(m), depth = t.last(m) - first;
-    const float* a = T::transposed ? t.left.row(first) + m : t.left.row(m) + first;
-    const float* b = t.right.row(first) + n;
-    for (int i = 0; i < depth; i++) {
-        one_more<0>(acc, t, a, b);
+    const int first = t.first(m) / T::STEP, last = t.last(m) / T::STEP;
+    auto a = T::transposed ? t.left.row(first) + m : t.left.row(m) + first;
+    auto b = t.right.row(first) + n;
+    for (int i = first; i < last; i++) {
+        one_more<0, false>(acc, t, a, b);
         a += T::transposed ? t.left.ld : 1;
         b += t.right.ld;
     }
-    if (t.part == Part::up_to) diagonal(acc, t, a, b, std::make_integer_sequence<int, TILE_ROWS>());
+    if (t.part == Part::up_to) diagonal(acc, t, a, b, std::make_integer_sequence<int, TILE_ROWS / T::STEP>());
 }
 
 // What a result starts from.
@@ -113,7 +138,7 @@ struct ColumnsScaled {
 // What is done to a block of results before it is stored.
 struct Nothing {
     template <int NV>
-    HR_INLINE void operator()(Block<NV>&, int) const {}
+    HR_INLINE void operator()(Block<NV>&, int, int) const {}
 };
 
 // f(0), f(1) … f(TILE_ROWS − 1), unrolled: a block that a loop indexes would not stay in registers.
@@ -126,14 +151,18 @@ HR_INLINE void each_row(F f) {
     each_row(f, std::make_integer_sequence<int, TILE_ROWS>());
 }
 
-// x ← (I + M)⁻¹ x for the block's rows, M strictly lower: by substitution.
+// x ← x − A U for the block's own rows of U, A strictly lower, where U = β x as products read it: by substitution. U is
+// stored. So what a factor's rounding changes in U, later rows correct.
 struct SolveLower {
-    Tile M;
+    Tile A, U;
+    const float* beta;
     template <int NV>
-    HR_INLINE void operator()(Block<NV>& x, int m) const {
+    HR_INLINE void operator()(Block<NV>& x, int m, int n) const {
         each_row([&](int j) HR_INLINE_LAMBDA {
+            vf u[NV];
+            for (int c = 0; c < NV; c++) store(U.row(m + j) + n + c * W, u[c] = rounded(x[j][c] * splat(beta[m + j])));
             each_row([&](int i) HR_INLINE_LAMBDA {
-                for (int c = 0; i > j && c < NV; c++) x[i][c] -= splat(M.row(m + i)[m + j]) * x[j][c];
+                for (int c = 0; i > j && c < NV; c++) x[i][c] -= splat(A.row(m + i)[m + j]) * u[c];
             });
         });
     }
@@ -143,7 +172,7 @@ struct SolveLower {
 struct SolveUpper {
     Tile M;
     template <int NV>
-    HR_INLINE void operator()(Block<NV>& x, int m) const {
+    HR_INLINE void operator()(Block<NV>& x, int m, int) const {
         each_row([&](int n) HR_INLINE_LAMBDA {
             const int j = TILE_ROWS - 1 - n;
             each_row([&](int i) HR_INLINE_LAMBDA {
@@ -158,7 +187,7 @@ HR_INLINE void block(Tile C, int m, int n, Start start, Finish finish, const Ter
     Block<NV> acc;
     start(acc, C, m, n);
     (accumulate(acc, terms, m, n), ...);
-    finish(acc, m);
+    finish(acc, m, n);
     for (int i = 0; i < TILE_ROWS; i++)
         for (int j = 0; j < NV; j++) store(C.row(m + i) + n + j * W, acc[i][j]);
 }

@@ -161,7 +161,8 @@ HR_EXPORT int32_t hr_abi(void);
 /* The kinds that hr_layer knows: a line for each field of hr_layer that is one, its name and those of its values. */
 HR_EXPORT const char* hr_kinds(void);
 
-/* "avx512", "avx2" or "portable": the code that runs here. The environment's HEADRACE_ISA can ask for less. */
+/* "avx512bf16", "avx512", "avx2" or "portable": the code that runs here; the first is avx512 with products in bfloat16
+   for problems in bfloat16. The environment's HEADRACE_ISA can ask for less. */
 HR_EXPORT const char* hr_isa(void);
 
 HR_EXPORT const char* hr_message(int status);

@@ -1,19 +1,22 @@
-// The kernels for one instruction set. Compiled three times, as the namespace that HR_ISA names:
+// The kernels for one instruction set. Compiled once for each, as the namespace that HR_ISA names:
 //
 //     portable   no flags                                        (SSE2 or NEON)
 //     avx2       -mavx2 -mfma                                    (x86 only)
 //     avx512     -mavx512f -mavx512bw -mavx512vl -mavx512dq      (x86 only)
+//     avx512bf16  the same and -mavx512bf16                      (x86 only; those of problems in bfloat16 alone)
 //
 // and with -O3 -fno-math-errno -ffp-contract=fast -fvisibility=hidden everywhere; never with -ffast-math.
 
 #include "backward.h"
-#include "convolution.h"
 #include "forward.h"
+#if !defined(__AVX512BF16__)
+#include "convolution.h"
 #include "gather.h"
 #include "layer_step.h"
 #include "program.h"
 #include "scan.h"
 #include "step.h"
+#endif
 
 namespace HR_ISA {
 
@@ -55,6 +58,7 @@ struct Entry {
     static constexpr Work<Job> work = {measure, run};
 };
 
+#if !defined(__AVX512BF16__)
 template <void (LayerRow<float>::*single)(), void (LayerRow<std::uint16_t>::*half)()>
 void layer_row(const Layer& job, std::int64_t row) {
     if (job.layer->dtype == HR_BFLOAT16) {
@@ -65,6 +69,7 @@ void layer_row(const Layer& job, std::int64_t row) {
         (work.*single)();
     }
 }
+#endif
 
 #define HR_TEXT(x) #x
 #define HR_NAME(x) HR_TEXT(x)
@@ -75,6 +80,7 @@ const Kernels kernels = {
     W,
     Entry<Forward, Chosen<ForwardUnit>::call<Forward>>::work,
     Entry<Backward, Chosen<BackwardUnit>::call<Backward>>::work,
+#if !defined(__AVX512BF16__)
     Entry<Gather, measure_or_run<GatherUnit, Gather>>::work,
     Entry<Step, Chosen<StepUnit>::call<Step>>::work,
     Entry<Convolution, measure_or_run<ConvolutionUnit, Convolution>>::work,
@@ -83,6 +89,7 @@ const Kernels kernels = {
     layer_row<&LayerRow<float>::leave, &LayerRow<std::uint16_t>::leave>,
     operate,
     linear,
+#endif
 };
 
 }  // namespace HR_ISA

@@ -133,14 +133,14 @@ struct Kernels {
     int width; // floats of a vector
     Work<Forward> forward;
     Work<Backward> backward;
-    Work<Gather> gather;
-    Work<Step> step;
-    Work<Convolution> convolution;
-    Work<Scan> scan;
-    void (*enter)(const Layer&, std::int64_t row); // what comes before the recurrence
-    void (*leave)(const Layer&, std::int64_t row); // and after it
-    void (*operate)(const Working&, const hr_operation&, std::int64_t row);
-    void (*linear)(const Working&, const hr_operation&, std::int64_t first, std::int64_t last); // rows of the weight
+    Work<Gather> gather{};
+    Work<Step> step{};
+    Work<Convolution> convolution{};
+    Work<Scan> scan{};
+    void (*enter)(const Layer&, std::int64_t row) = nullptr; // what comes before the recurrence
+    void (*leave)(const Layer&, std::int64_t row) = nullptr; // and after it
+    void (*operate)(const Working&, const hr_operation&, std::int64_t row) = nullptr;
+    void (*linear)(const Working&, const hr_operation&, std::int64_t first, std::int64_t last) = nullptr; // rows of the weight
 };
 
 // Those that run on this machine.
