@@ -20,7 +20,7 @@ class VectorDecay {
 public:
     static constexpr bool none = false;
     static constexpr int BLOCK = LANES;
-    static constexpr float STEEP = 20;
+    static constexpr float STEEP = 8;  // e^8: gradients of 1e-30 keep their digits while they are divided by it
 
     VectorDecay(Arena& arena, int C, int K, bool gradient)
         : end(arena.floats(K)), K_(K), g_(arena.tile(C, K)), in_(arena.tile(C, K)), out_(arena.tile(C, K)),

@@ -57,6 +57,15 @@ def test_vector_decays_in_blocks_of_every_kind(rule):
         assert_same(x | {"log_decay": decay}, way, check=False, rule=rule)
 
 
+@pytest.mark.parametrize("rule", ["add", "delta"])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_small_values_keep_their_digits(decay, rule):
+    """Denormal numbers are zero in the kernels; factors on the way must not make such of what is not."""
+    x = inputs(decay, rows=1, tokens=130, key=17)
+    x |= {name: (1e-30 * x[name].detach()).requires_grad_() for name in ("v", "initial_state")}
+    assert_same(x, NATIVE._replace(settings={"backend": "native", "chunk_size": 32}), check=False, rule=rule)
+
+
 @pytest.mark.parametrize("kind", ["add", "delta", "bonus", "normalise"])
 def test_thread_count_does_not_change_results(kind):
     options = {kind: True} if kind in ("bonus", "normalise") else {}
