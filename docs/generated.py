@@ -39,6 +39,7 @@ from headrace.spec import AttentionSpec, LatentSpec
 from headrace.spec.linear import MixerSpec
 from headrace.spec.record import Kind
 from headrace.spec.record import fields as accepted
+from headrace.spec.scan import ScanSpec
 from headrace.studies import catalog
 from headrace.studies.compare.defaults import DEFAULTS
 from headrace.studies.foreign import LAWS
@@ -80,8 +81,10 @@ def _rule(row: dict[str, Any]) -> str:
 
 def computed_by(name: str) -> list[str]:
     """The backends that a mixer's recurrence or attention has; PyTorch's operations compute every one."""
-    linear = isinstance(zoo.get(name), MixerSpec)
-    chosen = [backend for backend in BACKENDS if backend != "onnx"] if linear else ["torch"]
+    spec = zoo.get(name)
+    chosen = [backend for backend in BACKENDS if backend != "onnx"] if isinstance(spec, MixerSpec) else ["torch"]
+    if isinstance(spec, ScanSpec) and spec.kind == "mamba":  # ops/backends/native/scan.py
+        chosen = ["native", "torch"]
     with torch.device("meta"):
         model = HeadraceForCausalLM(HeadraceConfig(mixer=name, vocab_size=8, hidden_size=64, num_hidden_layers=1))
     try:
