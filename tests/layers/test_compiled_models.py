@@ -110,4 +110,5 @@ def test_quantised_layer_compiles_to_one_graph(length):
     layer, x = quantize(Mixer("gla", hidden_size=32, num_heads=2)), torch.randn(2, 9 + length, 32)
     state = layer(x[:, :9])[1]
     expected = layer(x[:, 9:], state)[0]
-    close(compiled(layer, "aot_eager")(x[:, 9:], state)[0], expected, 1e-5)
+    # The kernel rounds inputs to 16 bits, 2^-16 of the largest, and a graph does not.
+    close(compiled(layer, "aot_eager")(x[:, 9:], state)[0], expected, 2**-13)

@@ -92,7 +92,7 @@ def test_input_projection_can_be_quantised():
     quantised = Int8Linear(made.in_proj)
     made.in_proj.weight.copy_(quantised.weight)
     expected, made.in_proj = made(x)[0], quantised
-    assert relative(made(x)[0], expected) < 1e-5
+    assert relative(made(x)[0], expected) < 2**-13  # its kernel rounds inputs to 16 bits, 2^-16 of the largest
 
 
 @pytest.mark.parametrize("name", ["conv", "decay.up", "gate.up"])
