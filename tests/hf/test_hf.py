@@ -102,7 +102,7 @@ def test_reading_a_prompt_in_pieces_does_not_change_its_embeddings(monkeypatch):
 def test_copies_of_a_cache_are_continued_separately(model):
     """A call may write into the states of its cache."""
     ids, cache = tokens(2, 1), model(tokens(2)).past_key_values
-    copies = [copy.deepcopy(cache) for _ in range(2)]
+    copies = [deepcopy(cache) for _ in range(2)]
     first, *others = (model(ids, past_key_values=each).logits for each in (cache, *copies))
     assert cache.columns == copies[0].columns and all(torch.equal(first, other) for other in others)
 
