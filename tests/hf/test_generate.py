@@ -101,12 +101,13 @@ def test_sampling_options_follow_their_definitions(generate, checkpoint, options
 
 def test_printed_seed_reproduces_the_text(generate):
     text, last = generate()
-    match = re.fullmatch(r"24 tokens, [\d.]+ tokens per second, seed (\d+)", last)
+    match = re.fullmatch(r"24 tokens, [\d.]+ tokens per second, by (.+), seed (\d+)", last)
     assert match and text.startswith(PROMPT) and len(text) == len(PROMPT) + NEW + len("\n")
-    assert generate("--seed", match[1])[0] == text
+    engine, seed = match.groups()
+    assert generate("--seed", seed)[0] == text
     assert generate()[0] != text  # a new seed
-    result = json.loads(generate("--seed", match[1], "--json")[0])
-    assert PROMPT + result["text"] + "\n" == text and result["seed"] == int(match[1])
+    result = json.loads(generate("--seed", seed, "--json")[0])
+    assert PROMPT + result["text"] + "\n" == text and result["seed"] == int(seed) and result["engine"] == engine
 
 
 def test_temperature_0_is_deterministic(generate):
