@@ -28,7 +28,9 @@ from gpu_measure import Machine
 from headrace.hf.cache import NAME as CACHE
 from headrace.ops.backends.base import Kernel
 from headrace.ops.dispatch import BACKENDS
+from headrace.studies.bench.measure import built
 from headrace.studies.bench.models import Shape, build
+from headrace.studies.bench.plan import BenchPlan
 from headrace.studies.verify import relative
 
 SMALL = Shape(1, hidden_size=64, heads=2, vocab_size=300)
@@ -84,6 +86,12 @@ def test_models_are_trained_decoded_and_prefilled(lines, monkeypatch):
     assert all(float(row["seconds"]) > 0 and float(row["tokens_per_second"]) > 0 for row in rows)
     assert float(rows[0]["ratio"]) == 1 and len({row["parameters"] for row in rows if "gla" in row["name"]}) > 1
     assert rows[10]["parameters"] == rows[12]["parameters"] == rows[13]["parameters"]
+
+
+def test_models_keep_the_dtype_of_their_weights():
+    plan = BenchPlan((), shape=SMALL)
+    for name, dtype in (("gla-bfloat16", torch.bfloat16), ("gla", torch.float32)):
+        assert {p.dtype for p in built(name, plan).parameters()} == {dtype}
 
 
 def test_the_fastest_peer_is_named(monkeypatch):

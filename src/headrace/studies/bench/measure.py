@@ -185,7 +185,9 @@ def free(plan: BenchPlan) -> int:
 
 
 def built(name: str, plan: BenchPlan) -> nn.Module:
-    return build(name, plan.shape).to(plan.device, DTYPES[plan.dtype])
+    model = build(name, plan.shape).to(plan.device)
+    # In float32, the default, a peer keeps weights of another dtype.
+    return model if plan.dtype == "float32" else model.to(DTYPES[plan.dtype])
 
 
 def ids(length: int, batch: int, model: Any) -> Tensor:
