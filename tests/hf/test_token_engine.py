@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
@@ -172,6 +173,21 @@ def test_copies_of_a_model_have_engines_of_their_own():
         model.lm_head.weight.zero_()
         assert torch.equal(decoded(other, ids, 2), expected)
         model.lm_head.weight.copy_(other.lm_head.weight)
+
+
+def test_threads_share_a_model():
+    model = tiny.build("softmax-gla").float()
+    prompts = [torch.randint(29, (1 + i % 2, 40)) for i in range(4)]
+    with torch.no_grad():
+        expected = [decoded(model, ids, 3) for ids in prompts]
+
+    def work(ids):
+        with torch.no_grad():
+            return [decoded(model, ids, 3) for _ in range(5)]
+
+    with ThreadPoolExecutor(4) as pool:
+        for logits, several in zip(expected, pool.map(work, prompts), strict=True):
+            assert all(torch.equal(logits, each) for each in several)
 
 
 @torch.no_grad()

@@ -69,16 +69,19 @@ class Engine:
 
     def native_step(self, model: Any, tokens: Tensor, cache: HeadraceCache) -> Tensor | None:
         """Returns the result of `step` by the native call, or None, and then does nothing."""
-        if self.unsupported_reason(model) is not None or not tokens.is_cpu:
+        if torch.compiler.is_compiling() or type(model).forward is not type(model).plain_forward or not tokens.is_cpu:
             return None
-        program, states, B = self.program.ready(), cache.states, len(tokens)
-        if states is None or len(states) != len(program.layers):
+        program, _ = self.program.find(model)
+        states, B = cache.states, len(tokens)
+        if program is None or states is None or len(states) != len(program.layers):
             return None
-        if any(type(state) is not MixerState for state in states) or not program.fits(states, B):
+        if any(type(state) is not MixerState for state in states):
+            return None
+        if (ready := program.take(states, B)) is None:
             return None  # the modules copy the states, or say what is wrong
         last = len(program.operations) - 1
         logits = torch.empty(B, 1, program.operations[last].outputs)
         operations = (last,) if model.cap is None else (last - 1, last)
-        program.run(B, dict.fromkeys(operations, logits), tokens.to(torch.int64).contiguous())
+        ready.run(dict.fromkeys(operations, logits), tokens.to(torch.int64).contiguous())
         cache.columns += 1
         return logits.to(program.dtype(0))

@@ -72,9 +72,9 @@ class Int8Linear(nn.Module):
             if program is not None:
                 rows = (x if x.dtype in DTYPES else x.float()).contiguous()
                 out = rows.new_empty(*x.shape[:-1], self.out_features)
-                program.fits([], x.numel() // self.in_features)
-                program.run(x.numel() // self.in_features, {0: rows, 2: out})
-                return out.to(x.dtype)
+                if (ready := program.take([], x.numel() // self.in_features)) is not None:
+                    ready.run({0: rows, 2: out})
+                    return out.to(x.dtype)
         return F.linear(x, self._in(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
     def _check(self, x: Tensor) -> None:

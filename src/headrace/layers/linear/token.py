@@ -63,13 +63,15 @@ def run_mixer(program: Program, mixer: Any, x: Tensor, state: Any) -> tuple[Tens
 
     Raises InputError for a state of another mixer or batch size, and for one that shares memory."""
     fields = isinstance(state, MixerState) and state.shift is None and mixer.shift is None and state.before is None
-    if not (fields and program.fits([state], len(x))):
+    ready = program.take([state], len(x)) if fields else None
+    if ready is None:
         check_state(state, MixerState, mixer.state_shapes, x, len(x))
-        if not program.fits([state], len(x)):
+        if (ready := program.take([state], len(x))) is None:
             (state,) = program.copies([state])
-            program.fits([state], len(x))
+            ready = program.take([state], len(x))
+    assert ready is not None
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    program.run(len(x), {0: x.contiguous(), len(program.operations) - 1: y})
+    ready.run({0: x.contiguous(), len(program.operations) - 1: y})
     return y, state
 
 

@@ -70,7 +70,7 @@ def _declare(library: ctypes.CDLL) -> None:
     library.hr_selective_scan.argtypes = [struct_] * 3 + [pointer]
     library.hr_selective_scan_backward.argtypes = [struct_] * 3 + [pointer, struct_]
     library.hr_kinds.restype = library.hr_operations.restype = ctypes.c_char_p
-    library.hr_run.argtypes = [struct_, pointer, struct_]
+    library.hr_run.argtypes = [struct_] * 3
 
 
 library, _found = _load()
@@ -210,12 +210,7 @@ def operations() -> str:
     return "" if library is None else library.hr_operations().decode()
 
 
-def buffer(operations: bytearray) -> ctypes.Array:
-    """Returns the memory of a bytearray as an argument of `run`."""
-    return (ctypes.c_char * len(operations)).from_buffer(operations)
-
-
-def run(program: bytes, operations: ctypes.Array, layers: bytes) -> int:
+def run(program: bytes, operations: bytes, layers: bytes) -> int:
     """Runs a program, and returns the library's status. The arguments are the structs hr_program, hr_operation and
     hr_layer."""
     assert library is not None, missing

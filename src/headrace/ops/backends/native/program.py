@@ -216,7 +216,6 @@ class Program:
         weights: list[Any] = [holder.get(name) for holder, name in self._holders]
         if self._bound is not None and self._bound.has_weights(weights):
             return None
-        self._bound = None
         for expected, weight in zip(self.weights, weights, strict=True):
             if (fault := expected.fault(weight, expected.shape)) is not None:
                 require(weight is None or weight.shape == expected.shape, fault)
@@ -237,11 +236,11 @@ class Program:
         assert self._bound is not None
         return self._bound.weights[weight].dtype
 
-    def fits(self, states: Sequence[Any], rows: int) -> bool:
-        """Whether the states of B = `rows` sequences can be updated in place: they have the right shapes and dtypes,
-        and autograd does not need them. To be called after `unsupported_reason` returned None."""
+    def take(self, states: Sequence[Any], rows: int) -> "Ready | None":
+        """Returns the program with the states of B = `rows` sequences, or None if they cannot be updated in place: they
+        have other shapes or dtypes, or autograd needs them. To be called after `unsupported_reason` returned None."""
         assert self._bound is not None
-        return self._bound.take_states([getattr(states[i], field) for i, field in self.state_places], rows)
+        return self._bound.take([getattr(states[i], field) for i, field in self.state_places], rows)
 
     def copies(self, states: Sequence[Any]) -> list[Any]:
         """Returns copies of states that can be updated in place. The states must have the right shapes."""
@@ -252,23 +251,6 @@ class Program:
             copy = x.new_empty(x.shape, dtype=dtype).copy_(x)
             changed[i] = changed[i]._replace(**{field: copy})
         return changed
-
-    def run(self, rows: int, outside: dict[int, Tensor], tokens: Tensor | None = None) -> None:
-        """Runs the program with the states of the last `fits`, which must have returned True.
-
-        Args:
-            rows: B.
-            outside: tensors [B, ·] by the index of the operation that reads or writes them.
-            tokens: [B], for a program that begins with an embedding.
-
-        Raises:
-            InputError: for a token that the embedding does not have.
-        """
-        assert self._bound is not None
-        status = self._bound.run(rows, outside, tokens)
-        if status == NO_TOKEN:
-            raise InputError(f"a token is not below {self.vocabulary}, the size of the vocabulary")
-        native.check(status)
 
 
 class Modules:
@@ -312,27 +294,23 @@ class ProgramOf:
 
     def __init__(self, build: Callable[[Program, Any], None]):
         self._build = build
-        self._program: Program | None = None
-        self._unsupported: str | None = None  # why the program could not be built
+        self._built: tuple[Program | None, str | None] = None, None  # the program, and why it could not be built
 
     def find(self, module: Any) -> tuple[Program | None, str | None]:
         """Returns (a program that can run now, None), or (None, why there is none)."""
         if native.missing:
             return None, native.missing
-        if self._program is None or not self._program.intact():
-            self._program, self._unsupported = Program(), None
+        program, reason = self._built
+        if program is None or not program.intact():
+            program, reason = Program(), None
             try:
-                self._build(self._program, module)
+                self._build(program, module)
             except UnsupportedError as error:
-                self._unsupported = str(error)
-            self._program.finish()
-        reason = self._unsupported or self._program.unsupported_reason()
-        return (self._program, None) if reason is None else (None, reason)
-
-    def ready(self) -> Program:
-        """Returns the program that the last `find` found."""
-        assert self._program is not None
-        return self._program
+                reason = str(error)
+            program.finish()
+            self._built = program, reason  # complete, so that threads may share a model
+        reason = reason or program.unsupported_reason()
+        return (program, None) if reason is None else (None, reason)
 
 
 class Bound:
@@ -341,14 +319,10 @@ class Bound:
     def __init__(self, program: Program, weights: list[Tensor]):
         self.program, self.weights = program, weights
         self.places = [x.data_ptr() for x in weights]
-        self.states: list[Tensor] = []
-        self.state_places: list[int] = []
-        self.where: tuple[int, bool] | None = None  # number of sequences of the states, and inference mode
+        self.last: Ready | None = None
         self.of_operations = [self._one_dtype(self._vectors(op)) for op in program.operations]
         self.of_layers = [self._one_dtype(layer.weights.values()) for layer in program.layers]
         self.state_dtypes = self._state_dtypes()
-        self.operations, self.layers = bytearray(_OPERATION.size * len(program.operations)), b""
-        self.buffer = native.buffer(self.operations)
 
     @staticmethod
     def _vectors(op: Operation) -> list[int]:
@@ -376,21 +350,25 @@ class Bound:
         same = all(map(operator.is_, weights, self.weights))
         return same and [x.data_ptr() for x in weights] == self.places  # type: ignore[union-attr]
 
-    def take_states(self, states: list[Tensor], rows: int) -> bool:
-        """Whether these can be updated in place, and sets them."""
+    def take(self, states: list[Tensor], rows: int) -> "Ready | None":
+        """Returns the program with states that can be updated in place, or None."""
         places = [0 if x is None else x.data_ptr() for x in states]
-        where = rows, torch.is_inference_mode_enabled()
-        if where == self.where and all(map(operator.is_, states, self.states)) and places == self.state_places:
-            return True
+        where, last = (rows, torch.is_inference_mode_enabled()), self.last
+        if (
+            last is not None
+            and where == last.where
+            and places == last.places
+            and all(map(operator.is_, states, last.states))
+        ):
+            return last
         for expected, dtype, x in zip(self.program.states, self.state_dtypes, states, strict=True):
             if expected.fault(x, (rows, *expected.shape)) is not None or x.dtype is not dtype:
-                return False
+                return None
             if x.requires_grad or (x.is_inference() and not torch.is_inference_mode_enabled()):
-                return False
+                return None
         self._check_apart(states, places)
-        self.states, self.state_places, self.where = states, places, where
-        self._pack()
-        return True
+        self.last = Ready(self.program, where, states, places, *self._packed(states, places))
+        return self.last
 
     def _check_apart(self, states: list[Tensor], places: list[int]) -> None:
         """Raises InputError if a state shares memory with another tensor."""
@@ -409,21 +387,25 @@ class Bound:
             if end > reached:
                 reached, owner, state = end, name, of_state
 
-    def _pack(self) -> None:
-        for i, (op, dtype) in enumerate(zip(self.program.operations, self.of_operations, strict=True)):
-            _OPERATION.pack_into(self.operations, i * _OPERATION.size, *self._operation(op, dtype))
-        pairs = zip(self.program.layers, self.of_layers, strict=True)
-        self.layers = b"".join(_LAYER.pack(*self._layer(*pair)) for pair in pairs)
+    def _packed(self, states: list[Tensor], places: list[int]) -> tuple[bytes, bytes]:
+        operations = zip(self.program.operations, self.of_operations, strict=True)
+        layers = zip(self.program.layers, self.of_layers, strict=True)
+        return (
+            b"".join(_OPERATION.pack(*self._operation(op, dtype, states, places)) for op, dtype in operations),
+            b"".join(_LAYER.pack(*self._layer(layer, dtype, places)) for layer, dtype in layers),
+        )
 
-    def _operation(self, op: Operation, dtype: torch.dtype | None) -> Iterable[Any]:
+    def _operation(
+        self, op: Operation, dtype: torch.dtype | None, states: list[Tensor], places: list[int]
+    ) -> Iterable[Any]:
         if dtype is None:
-            dtype = torch.float32 if op.state is None else self.states[op.state].dtype
+            dtype = torch.float32 if op.state is None else states[op.state].dtype
         matrix = torch.float32 if op.weight is None else self.weights[op.weight].dtype
         return (
             NAMES["kind"].index(op.kind), op.what, CODES[dtype], CODES[matrix], op.add, op.layer, op.x, op.other,
             op.out, op.inputs, op.outputs, op.number, self._address(op.weight, op.first),
             self._address(op.bias, op.first), self._address(op.scale, op.first),
-            0 if op.state is None else self.state_places[op.state],
+            0 if op.state is None else places[op.state],
         )  # fmt: skip
 
     def _address(self, weight: int | None, first: int = 0) -> int:
@@ -432,24 +414,45 @@ class Bound:
         x = self.weights[weight]
         return self.places[weight] + first * x.stride(0) * x.itemsize
 
-    def _layer(self, layer: Layer, dtype: torch.dtype | None) -> Iterable[Any]:
+    def _layer(self, layer: Layer, dtype: torch.dtype | None, places: list[int]) -> Iterable[Any]:
         *numbers, theta = layer.numbers
         weights = (self._address(layer.weights.get(name)) for name in WEIGHTS)
-        states = (self.state_places[layer.state[name]] if name in layer.state else 0 for name in STATE)
+        states = (places[layer.state[name]] if name in layer.state else 0 for name in STATE)
         return CODES[dtype or torch.float32], *layer.kinds, *numbers, theta, *layer.sizes, *weights, *states
 
-    def run(self, rows: int, outside: dict[int, Tensor], tokens: Tensor | None) -> int:
-        """Returns the status of the library."""
+
+class Ready(NamedTuple):
+    """A program with its states. It is not changed, so that threads may share a model."""
+
+    program: Program
+    where: tuple[int, bool]  # number of sequences, and whether inference mode is on
+    states: list[Tensor]
+    places: list[int]
+    operations: bytes  # hr_operation
+    layers: bytes  # hr_layer
+
+    def run(self, outside: dict[int, Tensor], tokens: Tensor | None = None) -> None:
+        """Runs the program.
+
+        Args:
+            outside: tensors [B, ·] by the index of the operation that reads or writes them.
+            tokens: [B], for a program that begins with an embedding.
+
+        Raises:
+            InputError: for a token that the embedding does not have.
+        """
+        program, operations = self.program, bytearray(self.operations)
         for i, x in outside.items():
-            struct.pack_into("@P", self.operations, i * _OPERATION.size + _STATE, x.data_ptr())
-            if self.program.operations[i].kind in ("load", "store"):
-                struct.pack_into("@i", self.operations, i * _OPERATION.size + _DTYPE, CODES[x.dtype])
-        p = self.program
+            struct.pack_into("@P", operations, i * _OPERATION.size + _STATE, x.data_ptr())
+            if program.operations[i].kind in ("load", "store"):
+                struct.pack_into("@i", operations, i * _OPERATION.size + _DTYPE, CODES[x.dtype])
         header = _PROGRAM.pack(
-            native.ABI, torch.get_num_threads(), rows, p.width, len(p.operations), len(p.layers), p.vocabulary,
-            native.address(tokens),
+            native.ABI, torch.get_num_threads(), self.where[0], program.width, len(program.operations),
+            len(program.layers), program.vocabulary, native.address(tokens),
         )  # fmt: skip
-        status = native.run(header, self.buffer, self.layers)
+        status = native.run(header, bytes(operations), self.layers)
         # Tells autograd, which may have saved one of these tensors for a backward, that the tensors have changed.
         increment_version([x for x in self.states if not x.is_inference()])
-        return status
+        if status == NO_TOKEN:
+            raise InputError(f"a token is not below {program.vocabulary}, the size of the vocabulary")
+        native.check(status)
