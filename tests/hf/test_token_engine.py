@@ -109,7 +109,7 @@ def test_changed_weights_and_modules_are_noticed():
         change(model.model.backbone.layers[1])
         now = decoded(model, ids, 3, check=False)
         same = change is changes[3]
-        assert torch.equal(now, last) == same
+        assert (relative(now, last.double()) < 1e-5) == same
         assert relative(now, model(ids).logits[:, 3:].double()) < 1e-3
         last = now
     assert "o_proj" in model.engine.unsupported_reason(model)
@@ -171,7 +171,7 @@ def test_copies_of_a_model_have_engines_of_their_own():
     expected = decoded(model, ids, 2)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         model.lm_head.weight.zero_()
-        assert torch.equal(decoded(other, ids, 2), expected)
+        assert relative(decoded(other, ids, 2), expected.double()) < 1e-5
         model.lm_head.weight.copy_(other.lm_head.weight)
 
 
@@ -187,7 +187,7 @@ def test_threads_share_a_model():
 
     with ThreadPoolExecutor(4) as pool:
         for logits, several in zip(expected, pool.map(work, prompts), strict=True):
-            assert all(torch.equal(logits, each) for each in several)
+            assert all(relative(each, logits.double()) < 1e-5 for each in several)
 
 
 @torch.no_grad()
@@ -209,10 +209,11 @@ def test_wrong_tokens_and_states_are_refused():
 @torch.no_grad()
 def test_threads_do_not_change_tokens():
     model, ids = tiny.build("softmax-mamba2", hidden_size=256).float(), torch.randint(29, (17, 6))
-    results = []
+    cache, results = read(model, ids[:, :3]), []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        results.append(decoded(model, ids, 3))
+        own = copy.deepcopy(cache)
+        results.append(torch.cat([model.engine.step(model, token, own) for token in ids[:, 3:].unbind(1)], 1))
     assert all(torch.equal(a, b) for a, b in pairwise(results))
 
 
