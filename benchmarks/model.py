@@ -148,6 +148,13 @@ def train(
         report(output, threads, timed("train", Point("training", tokens), plan, models))
 
 
+def of_tokens(
+    what: str, point: Point, models: dict[str, str], shape: Shape, rounds: int, threads: int, output: Path
+) -> None:
+    plan = BenchPlan(tuple(models.values()), shape, threads=threads, rounds=rounds)
+    report(output, threads, timed(what, point, plan, models))
+
+
 Size = Annotated[str, typer.Option(help=f"{' or '.join(SIZES)}.")]
 
 
@@ -162,9 +169,7 @@ def decode(
     output: Output = RESULTS,
 ) -> None:
     """A token of each of `batch` sequences."""
-    models = select(model, TOKEN)
-    plan = BenchPlan(tuple(models.values()), SIZES[size], threads=threads, rounds=rounds)
-    report(output, threads, timed("decode", Point("decoding", context, batch), plan, models))
+    of_tokens("decode", Point("decoding", context, batch), select(model, TOKEN), SIZES[size], rounds, threads, output)
 
 
 @app.command()
@@ -176,9 +181,7 @@ def prompt(
     model: Models = [""],  # noqa: B006
     output: Output = RESULTS,
 ) -> None:
-    models = select(model, TOKEN)
-    plan = BenchPlan(tuple(models.values()), SIZES[size], threads=threads, rounds=rounds)
-    report(output, threads, timed("prompt", Point("prefill", tokens), plan, models))
+    of_tokens("prompt", Point("prefill", tokens), select(model, TOKEN), SIZES[size], rounds, threads, output)
 
 
 @app.command()

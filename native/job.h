@@ -77,6 +77,9 @@ struct Step {
     const float* bonus; // [H, K]: q reads the state as it was, and with this weight what is written now; NULL: none
 };
 
+// Of a linear layer: inputs that share a scale where they are rounded for int8, and rows from which they are transposed.
+constexpr int INT8_BLOCK = 1024, MANY_ROWS = 16;
+
 // The working memory of a program: rows of numbers, and those of a linear layer's input as integers where W is int8.
 struct Working {
     const hr_program* program;

@@ -304,7 +304,6 @@ private:
     const float* const x;
     float *const q, *const k, *const v, *const decay, *const beta, *const read, *const write, *const out, *const low,
         *const wide;
-    float sum_of_scores = 0;
 };
 
 }  // namespace HR_ISA

@@ -20,7 +20,7 @@
 namespace HR_ISA {
 
 constexpr int SUMS = W < 8 ? 8 : W;
-constexpr int BLOCK = 1024;     // inputs that share a scale of x
+constexpr int BLOCK = INT8_BLOCK;
 constexpr int ROUNDED = 32767;  // the largest integer of x
 static_assert(BLOCK / W * 127.0 * ROUNDED < 2147483647.0, "a sum of a block could overflow");
 
@@ -37,9 +37,7 @@ HR_INLINE vs widened(const std::int8_t* p) {
 
 // sum + a b, products of neighbours added.
 HR_INLINE vi add_pairs(vi sum, vs a, vs b) {
-#if defined(__AVX512VNNI__)
-    return vi(_mm512_dpwssd_epi32(__m512i(sum), __m512i(a), __m512i(b)));
-#elif defined(__AVX512BW__)
+#if defined(__AVX512BW__)
     return sum + vi(_mm512_madd_epi16(__m512i(a), __m512i(b)));
 #elif defined(__AVX2__)
     return sum + vi(_mm256_madd_epi16(__m256i(a), __m256i(b)));
@@ -64,17 +62,16 @@ HR_INLINE vf totals(vf (&x)[W]) {
 // A product's operands: some rows of x, all of W.
 struct Rows {
     const float* x;
-    const std::int16_t* integers;  // x rounded, [·, padded inputs], and its scales [·, blocks]; null: W is not int8
+    const std::int16_t* integers;  // for int8: x rounded, [·, padded inputs], and its scales [·, blocks]
     const float* scales;
     Stride x_row, integer_row, scale_row;
     int inputs;
-    const float* transposed;  // x [inputs, ·] with rows `wide` apart; 0: few rows
+    const float* transposed;  // for many rows: x [inputs, ·] with rows `wide` apart; `wide` is 0 for few
     Stride wide;
 
     Rows from(std::int64_t m) const {
         Rows r = *this;
-        r.x += m * x_row;
-        if (integers) r.integers += m * integer_row, r.scales += m * scale_row;
+        r.x += m * x_row, r.integers += m * integer_row, r.scales += m * scale_row;
         return r;
     }
 };

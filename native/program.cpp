@@ -9,8 +9,6 @@
 
 namespace {
 
-constexpr std::int64_t MANY = 16;  // rows from which a linear layer takes its input transposed
-
 std::int64_t padded(std::int64_t n, std::int64_t of = 16) { return (n + of - 1) / of * of; }
 
 bool known(const hr_layer& p) {
@@ -34,7 +32,7 @@ public:
         job.key_row = padded(p.Hq * p.K), job.value_row = padded(p.H * job.columns);
         job.decay_row = padded(decay_shape() == HR_DECAY_VECTOR ? p.H * p.K : p.H), job.head_row = padded(p.H);
         job.low_row = padded(std::max({p.decay_reads, p.gate_reads, p.H}));
-        job.wide_row = padded(std::max(p.H * p.V, p.D));
+        job.wide_row = padded(p.H * p.V);
         take(job.q, job.key_row), take(job.k, job.key_row);
         take(job.v, job.value_row), take(job.out, job.value_row);
         take(job.decay, job.decay_row);
@@ -97,11 +95,11 @@ public:
             if (op.kind != HR_LINEAR) continue;
             products_ += static_cast<double>(op.inputs * op.outputs);
             if (op.weight_dtype == HR_INT8)
-                widest_ = std::max(widest_, padded(op.inputs, 1024));
-            else if (p.rows >= MANY)
+                widest_ = std::max(widest_, padded(op.inputs, INT8_BLOCK));
+            else if (p.rows >= MANY_ROWS)
                 working_.wide = padded(p.rows, 64), transposed_ = std::max(transposed_, padded(op.inputs) * working_.wide);
         }
-        working_.integer_row = widest_, working_.scale_row = padded(widest_ / 1024);
+        working_.integer_row = widest_, working_.scale_row = padded(widest_ / INT8_BLOCK);
     }
     const hr_operation* begin() const { return operations_; }
     const hr_operation* end() const { return operations_ + p_.operations; }

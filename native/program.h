@@ -139,10 +139,8 @@ inline void operate(const Working& working, const hr_operation& op, std::int64_t
 
 // The rows first … last − 1 of a linear layer's weight, for all rows of the batch.
 inline void linear(const Working& working, const hr_operation& op, std::int64_t first, std::int64_t last) {
-    const bool rounded = op.weight_dtype == HR_INT8;
-    const Rows rows{working.at(0, op.in), working.integers_of(0), working.scales_of(0), working.width,
-                    working.integer_row, working.scale_row, static_cast<int>(op.inputs),
-                    rounded ? nullptr : working.transposed, rounded ? 0 : working.wide};
+    const Rows rows{working.at(0, op.in), working.integers, working.scales, working.width, working.integer_row,
+                    working.scale_row, static_cast<int>(op.inputs), working.transposed, working.wide};
     const Results results{op.state ? static_cast<float*>(op.state) : working.at(0, op.out),
                           op.state ? op.outputs : working.width, &op};
     const std::int64_t B = working.program->rows;

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace import backends, linear_attention
+from headrace.layers.scans.selective_scan import Operands, selective_step
 from headrace.ops.backends.torch import tiles
 from headrace.ops.reference import literal
 from headrace.studies.verify import relative
@@ -190,3 +191,15 @@ def assert_strides_do_not_matter(arguments, way, layout, cu_seqlens=None, **sett
         results.append([*pair, *torch.autograd.grad(pair, list(leaves.values()), weights)])
     for name, x, y in zip(("out", "state", *given), *results, strict=True):
         assert relative(x, y) <= way.tolerance, name
+
+
+def selective_literally(x, lengths):
+    """Mamba's selective scan token by token: (out [T, D], last states [N, S, D]) of packed sequences."""
+    out, final = [], []
+    for n, tokens in enumerate(torch.arange(sum(lengths)).split(lengths)):
+        h = x.initial[n : n + 1]
+        for t in tokens:
+            y, h = selective_step(Operands(x.u[t, None], x.dt[t, None], x.A, x.B[t, None], x.C[t, None], h))
+            out.append(y)
+        final.append(h)
+    return torch.cat(out), torch.cat(final)

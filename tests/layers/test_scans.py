@@ -7,12 +7,13 @@ from scipy import signal
 from torch import nn
 from torch.func import grad, jvp, vmap
 
+from equation import selective_literally
 from headrace import layers, zoo
 from headrace.layers.scans import selective_scan as selective
 from headrace.layers.scans.linear_system import Response
 from headrace.layers.scans.rwkv4 import empty_memory, wkv
 from headrace.layers.scans.s4 import S4, hippo, hippo_diagonal_plus_low_rank
-from headrace.layers.scans.selective_scan import Operands, selective_scan, selective_step
+from headrace.layers.scans.selective_scan import Operands, selective_scan
 from headrace.spec import scan as spec
 from headrace.studies.verify import relative, specimen
 from headrace.utils.errors import InputError
@@ -113,17 +114,6 @@ def selective_operands(tokens, sequences, S=3, E=5):
     A, dt = -draw(S, E).exp(), draw(tokens, E).exp()
     operands = Operands(draw(tokens, E), dt, A, draw(tokens, S), draw(tokens, S), draw(sequences, S, E))
     return Operands(*(x.requires_grad_() for x in operands))
-
-
-def selective_literally(x, lengths):
-    out, final = [], []
-    for n, tokens in enumerate(torch.arange(sum(lengths)).split(lengths)):
-        h = x.initial[n : n + 1]
-        for t in tokens:
-            y, h = selective_step(Operands(x.u[t, None], x.dt[t, None], x.A, x.B[t, None], x.C[t, None], h))
-            out.append(y)
-        final.append(h)
-    return torch.cat(out), torch.cat(final)
 
 
 @pytest.mark.parametrize("tile", [1, 2, 3, 8, 100])

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from equation import skip_if_missing
+from equation import selective_literally, skip_if_missing
 from headrace import InputError, layers, zoo
 from headrace.layers.scans import selective_scan as selective
-from headrace.layers.scans.selective_scan import Operands, selective_step
+from headrace.layers.scans.selective_scan import Operands
 from headrace.ops.backends.native import scan
 from headrace.studies.verify import relative
 
@@ -31,17 +31,6 @@ def bounds(lengths):
     return torch.tensor([0, *lengths]).cumsum(0)
 
 
-def literally(x, lengths):
-    out, final = [], []
-    for n, tokens in enumerate(torch.arange(sum(lengths)).split(lengths)):
-        h = x.initial[n : n + 1]
-        for t in tokens:
-            y, h = selective_step(Operands(x.u[t, None], x.dt[t, None], x.A, x.B[t, None], x.C[t, None], h))
-            out.append(y)
-        final.append(h)
-    return torch.cat(out), torch.cat(final)
-
-
 def with_gradients(function, x, lengths):
     results = function(x, lengths)
     weights = [torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y) for y in results]
@@ -57,7 +46,7 @@ def with_gradients(function, x, lengths):
 def test_scan_equals_the_recurrence(lengths, S, D):
     x = given(lengths, S, D)
     assert scan.unsupported_reason(x.u, x.A) is None
-    exact = with_gradients(literally, Operands(*(y.detach().double().requires_grad_() for y in x)), lengths)
+    exact = with_gradients(selective_literally, Operands(*(y.detach().double().requires_grad_() for y in x)), lengths)
     found = with_gradients(selective.selective_scan, x, lengths)
     for ours, theirs in zip(found, exact, strict=True):
         assert ours.dtype is torch.float32 and ours.shape == theirs.shape
@@ -69,7 +58,7 @@ def test_extreme_steps_and_values():
     x = given([40, 40], 4, 6)
     dt = torch.where(torch.rand_like(x.dt) < 0.3, 1e6, 1e-12).requires_grad_()
     found = with_gradients(selective.selective_scan, x._replace(dt=dt), [40, 40])
-    exact = literally(Operands(*(y.detach().double() for y in x._replace(dt=dt))), [40, 40])
+    exact = selective_literally(Operands(*(y.detach().double() for y in x._replace(dt=dt))), [40, 40])
     assert all(relative(a.double(), b) <= 1e-6 for a, b in zip(found, exact, strict=False))
     assert all(y.isfinite().all() for y in found)
     u = x.u.detach().clone()

@@ -44,13 +44,17 @@ class Engine:
     def __init__(self) -> None:
         self.program = ProgramOf(model_program)
 
+    def find(self, model: Any) -> tuple[Program | None, str | None]:
+        """Returns (the program that computes a token of the model now, None), or (None, why modules compute it)."""
+        if torch.compiler.is_compiling():
+            return None, "a graph is traced"
+        if type(model).forward is not type(model).plain_forward:
+            return None, f"{type(model).__name__} has a forward of its own"
+        return self.program.find(model)
+
     def unsupported_reason(self, model: Any) -> str | None:
         """Returns why a token of the model is not computed in one native call now, or None."""
-        if torch.compiler.is_compiling():
-            return "a graph is traced"
-        if type(model).forward is not type(model).plain_forward:
-            return f"{type(model).__name__} has a forward of its own"
-        return self.program.find(model)[1]
+        return self.find(model)[1]
 
     def about(self, model: Any) -> str:
         """Returns which engine computes a token of the model now, and why."""
@@ -69,11 +73,9 @@ class Engine:
 
     def native_step(self, model: Any, tokens: Tensor, cache: HeadraceCache) -> Tensor | None:
         """Returns the result of `step` by the native call, or None, and then does nothing."""
-        if torch.compiler.is_compiling() or type(model).forward is not type(model).plain_forward or not tokens.is_cpu:
-            return None
-        program, _ = self.program.find(model)
+        program, _ = self.find(model)
         states, B = cache.states, len(tokens)
-        if program is None or states is None or len(states) != len(program.layers):
+        if program is None or not tokens.is_cpu or states is None or len(states) != len(program.layers):
             return None
         if any(type(state) is not MixerState for state in states):
             return None

@@ -67,15 +67,22 @@ class Int8Linear(nn.Module):
         self._check(x)
         if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        if x.is_cpu and x.dtype is not torch.float64 and has_address(x) and x.numel() <= FEW * self.in_features:
-            program, _ = self.program.find(self)
-            if program is not None:
-                rows = (x if x.dtype in DTYPES else x.float()).contiguous()
-                out = rows.new_empty(*x.shape[:-1], self.out_features)
-                if (ready := program.take([], x.numel() // self.in_features)) is not None:
-                    ready.run({0: rows, 2: out})
-                    return out.to(x.dtype)
+        few = x.is_cpu and has_address(x) and x.numel() <= FEW * self.in_features
+        if few and x.dtype is not torch.float64 and (out := self._natively(x)) is not None:
+            return out
         return F.linear(x, self._in(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+    @torch.no_grad()  # there is no gradient in any case
+    def _natively(self, x: Tensor) -> Tensor | None:
+        """Returns the result of the native kernel, or None if it cannot run."""
+        program, _ = self.program.find(self)
+        ready = None if program is None else program.take([], x.numel() // self.in_features)
+        if ready is None:
+            return None
+        rows = (x if x.dtype in DTYPES else x.float()).contiguous()
+        out = rows.new_empty(*x.shape[:-1], self.out_features)
+        ready.run({0: rows, 2: out})
+        return out.to(x.dtype)
 
     def _check(self, x: Tensor) -> None:
         if torch.is_grad_enabled() and x.requires_grad:

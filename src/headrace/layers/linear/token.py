@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.attention import linear_attention
-from ...ops.backends.native.program import NAMES, Program, UnsupportedError
+from ...ops.backends.native.bound import NAMES
+from ...ops.backends.native.operations import UnsupportedError
+from ...ops.backends.native.program import Program
 from ...ops.call import NORMALISER_EPS
 from ...spec.decay import Decay
 from ...spec.linear import Competition, Inputs, MixerSpec, Read

@@ -21,7 +21,10 @@ WEIGHTS = (
 )  # fmt: skip
 OPTIONAL = ("conv_bias", "bonus", "skip")
 STATE = ("memory", "conv", "tokens")
-DTYPES = {"memory": (torch.float32,), "tokens": (torch.int64,)}  # of the state, where it is not that of the weights
+STATE_DTYPES = {
+    "memory": (torch.float32,),
+    "tokens": (torch.int64,),
+}  # others: that of the weights
 KINDS = {name: values for name, *values in map(str.split, native.kinds().splitlines())}
 
 

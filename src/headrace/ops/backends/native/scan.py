@@ -34,7 +34,7 @@ def unsupported_reason(u: Tensor, A: Tensor) -> str | None:
     return None
 
 
-class _Given:
+class _Structs:
     """The structs hr_problem and hr_scan, with references to the tensors that they point to."""
 
     def __init__(self, u, dt, A, B, C, initial, cu_seqlens, kept: Tensor | None):
@@ -63,8 +63,8 @@ def _kept_shape(u: Tensor, initial: Tensor) -> tuple[int, ...]:
 def _forward(u, dt, A, B, C, initial, cu_seqlens, keep):
     assert native.library is not None
     out, final, kept = _fake(u, dt, A, B, C, initial, cu_seqlens, keep)
-    given = _Given(u, dt, A, B, C, initial, cu_seqlens, kept if keep else None)
-    native.check(native.library.hr_selective_scan(*given.packed, native.PLACE.pack(*_place(out)), final.data_ptr()))
+    structs = _Structs(u, dt, A, B, C, initial, cu_seqlens, kept if keep else None)
+    native.check(native.library.hr_selective_scan(*structs.packed, native.PLACE.pack(*_place(out)), final.data_ptr()))
     return out, final, kept
 
 
@@ -75,14 +75,18 @@ def _fake(u, dt, A, B, C, initial, cu_seqlens, keep):
 
 def _backward(d_out, d_final, u, dt, A, B, C, initial, cu_seqlens, kept):
     assert native.library is not None
-    given, d_out, d_final = _Given(u, dt, A, B, C, initial, cu_seqlens, kept), d_out.contiguous(), d_final.contiguous()
+    structs, d_out, d_final = (
+        _Structs(u, dt, A, B, C, initial, cu_seqlens, kept),
+        d_out.contiguous(),
+        d_final.contiguous(),
+    )
     native.expect("d_out", d_out, u.shape, torch.float32)
     native.expect("d_final", d_final, initial.shape, torch.float32)
     d_u, d_dt, d_A, d_initial = (x.new_empty(x.shape) for x in (u, dt, initial, initial))
     parts = u.new_empty(2, -(-u.shape[1] // PART), *B.shape)
     into = _GRADIENTS.pack(*_place(d_u), *_place(d_dt), *(x.data_ptr() for x in (d_A, *parts, d_initial)))
     place = native.PLACE.pack(*_place(d_out))
-    native.check(native.library.hr_selective_scan_backward(*given.packed, place, d_final.data_ptr(), into))
+    native.check(native.library.hr_selective_scan_backward(*structs.packed, place, d_final.data_ptr(), into))
     return d_u, d_dt, d_A.sum(0), *parts.sum(1), d_initial
 
 

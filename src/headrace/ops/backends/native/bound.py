@@ -1,0 +1,167 @@
+"""Programs with the addresses of their tensors, as the native library takes them."""
+
+import operator
+import struct
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from ....utils.errors import InputError
+from . import library as native
+from .layer import STATE, STATE_DTYPES, WEIGHTS
+from .operations import Code, Layer, Operation, UnsupportedError
+
+NAMES = {name: values for name, *values in map(str.split, native.operations().splitlines())}
+CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+_PROGRAM = struct.Struct("@2i5qP")  # hr_program
+_OPERATION = struct.Struct("@6i5qf4P")  # hr_operation
+_STATE = _OPERATION.size - struct.calcsize("P")  # where hr_operation has its state
+_DTYPE = struct.calcsize("@2i")  # and where its dtype
+_LAYER = struct.Struct("@14i5fd8q16P")  # hr_layer
+NO_TOKEN = 4  # hr_status
+
+
+class Bound:
+    """A program with the addresses of its weights and states."""
+
+    def __init__(self, program: Code, weights: list[Tensor]):
+        self.program, self.weights = program, weights
+        self.places = [x.data_ptr() for x in weights]
+        self.last: Ready | None = None
+        self.of_operations = [self._one_dtype(self._vectors(op)) for op in program.operations]
+        self.of_layers = [self._one_dtype(layer.weights.values()) for layer in program.layers]
+        self.state_dtypes = self._state_dtypes()
+
+    @staticmethod
+    def _vectors(op: Operation) -> list[int]:
+        """Returns the weights of an operation that have its dtype: all but the matrix of a linear layer."""
+        return [i for i in (op.bias, None if op.kind == "linear" else op.weight) if i is not None]
+
+    def _one_dtype(self, weights: Iterable[int]) -> torch.dtype | None:
+        dtypes = {self.weights[i].dtype for i in weights}
+        if len(dtypes) > 1:
+            raise UnsupportedError(f"weights of one part have the dtypes {', '.join(sorted(map(str, dtypes)))}")
+        return dtypes.pop() if dtypes else None
+
+    def _state_dtypes(self) -> list[torch.dtype]:
+        """Returns the dtypes of the states that can be updated in place."""
+        dtypes: dict[int, torch.dtype] = {}
+        for op, dtype in zip(self.program.operations, self.of_operations, strict=True):
+            if op.state is not None and dtype is not None:
+                dtypes[op.state] = dtype
+        for layer, dtype in zip(self.program.layers, self.of_layers, strict=True):
+            dtypes |= {i: STATE_DTYPES.get(name, (dtype or torch.float32,))[0] for name, i in layer.state.items()}
+        return [dtypes[i] for i in range(len(self.program.states))]
+
+    def has_weights(self, weights: list[Tensor | None]) -> bool:
+        """Whether these are the same tensors in the same memory."""
+        same = all(map(operator.is_, weights, self.weights))
+        return same and [x.data_ptr() for x in weights] == self.places  # type: ignore[union-attr]
+
+    def take(self, states: list[Tensor], rows: int) -> "Ready | None":
+        """Returns the program with states that can be updated in place, or None."""
+        places = [0 if x is None else x.data_ptr() for x in states]
+        where, last = (rows, torch.is_inference_mode_enabled()), self.last
+        if (
+            last is not None
+            and where == last.where
+            and places == last.places
+            and all(map(operator.is_, states, last.states))
+        ):
+            return last
+        for expected, dtype, x in zip(self.program.states, self.state_dtypes, states, strict=True):
+            if expected.fault(x, (rows, *expected.shape)) is not None or x.dtype is not dtype:
+                return None
+            if x.requires_grad or (x.is_inference() and not torch.is_inference_mode_enabled()):
+                return None
+        self._check_apart(states, places)
+        self.last = Ready(self.program, where, states, places, *self._packed(states, places))
+        return self.last
+
+    def _check_apart(self, states: list[Tensor], places: list[int]) -> None:
+        """Raises InputError if a state shares memory with another tensor."""
+        names = [x.name for x in self.program.states]
+        spans = sorted(
+            (place, place + x.nbytes, name, of_state)
+            for some, of_state in (((self.weights, self.places, [x.name for x in self.program.weights]), False),
+                                   ((states, places, names), True))
+            for x, place, name in zip(*some, strict=True)
+        )  # fmt: skip
+        reached, owner, state = 0, "", False
+        for start, end, name, of_state in spans:
+            if start < reached and (state or of_state):
+                mine, other = (name, owner) if of_state else (owner, name)
+                raise InputError(f"{mine} shares memory with {other}; expected separate memory for the state")
+            if end > reached:
+                reached, owner, state = end, name, of_state
+
+    def _packed(self, states: list[Tensor], places: list[int]) -> tuple[bytes, bytes]:
+        operations = zip(self.program.operations, self.of_operations, strict=True)
+        layers = zip(self.program.layers, self.of_layers, strict=True)
+        return (
+            b"".join(_OPERATION.pack(*self._operation(op, dtype, states, places)) for op, dtype in operations),
+            b"".join(_LAYER.pack(*self._layer(layer, dtype, places)) for layer, dtype in layers),
+        )
+
+    def _operation(self, op: Operation, dtype: torch.dtype | None, states: list[Tensor], places: list[int]) -> Iterable:
+        if dtype is None:
+            dtype = torch.float32 if op.state is None else states[op.state].dtype
+        matrix = torch.float32 if op.weight is None else self.weights[op.weight].dtype
+        return (
+            NAMES["kind"].index(op.kind), op.what, CODES[dtype], CODES[matrix], op.add, op.layer, op.x, op.other,
+            op.out, op.inputs, op.outputs, op.number, self._address(op.weight, op.first),
+            self._address(op.bias, op.first), self._address(op.scale, op.first),
+            0 if op.state is None else places[op.state],
+        )  # fmt: skip
+
+    def _address(self, weight: int | None, first: int = 0) -> int:
+        if weight is None:
+            return 0
+        x = self.weights[weight]
+        return self.places[weight] + first * x.stride(0) * x.itemsize
+
+    def _layer(self, layer: Layer, dtype: torch.dtype | None, places: list[int]) -> Iterable:
+        *numbers, theta = layer.numbers
+        weights = (self._address(layer.weights.get(name)) for name in WEIGHTS)
+        states = (places[layer.state[name]] if name in layer.state else 0 for name in STATE)
+        return CODES[dtype or torch.float32], *layer.kinds, *numbers, theta, *layer.sizes, *weights, *states
+
+
+class Ready(NamedTuple):
+    """A program with its states. It is not changed, so that threads may share a model."""
+
+    program: Code
+    where: tuple[int, bool]  # number of sequences, and whether inference mode is on
+    states: list[Tensor]
+    places: list[int]
+    operations: bytes  # hr_operation
+    layers: bytes  # hr_layer
+
+    def run(self, outside: dict[int, Tensor], tokens: Tensor | None = None) -> None:
+        """Runs the program.
+
+        Args:
+            outside: tensors [B, ·] by the index of the operation that reads or writes them.
+            tokens: [B], for a program that begins with an embedding.
+
+        Raises:
+            InputError: for a token that the embedding does not have.
+        """
+        program, operations = self.program, bytearray(self.operations)
+        for i, x in outside.items():
+            struct.pack_into("@P", operations, i * _OPERATION.size + _STATE, x.data_ptr())
+            if program.operations[i].kind in ("load", "store"):
+                struct.pack_into("@i", operations, i * _OPERATION.size + _DTYPE, CODES[x.dtype])
+        header = _PROGRAM.pack(
+            native.ABI, torch.get_num_threads(), self.where[0], program.width, len(program.operations),
+            len(program.layers), program.vocabulary, native.address(tokens),
+        )  # fmt: skip
+        status = native.run(header, bytes(operations), self.layers)
+        # Tells autograd, which may have saved one of these tensors for a backward, that the tensors have changed.
+        increment_version([x for x in self.states if not x.is_inference()])
+        if status == NO_TOKEN:
+            raise InputError(f"a token is not below {program.vocabulary}, the size of the vocabulary")
+        native.check(status)
