@@ -71,7 +71,7 @@ def lines() -> list[str]:
     op_shape = next(iter(cells("op")))[1].partition(" ")[2]
     train_shape = next(iter(cells("train")))[1]
     return [
-        f"{about}; bfloat16.", f"A copy moves {copy:,.0f} GB/s, a product of large matrices does {product:.0f} TFLOP/s.",
+        f"{about}; bfloat16.", f"A copy moves {copy:,.0f} GB/s, a large product {product:.0f} TFLOP/s.",
         "", f"The op at [B, T, H, K, V] = {op_shape}:", "", op(copy),
         "", f"Training steps of whole models, {train_shape}, not compiled, by the backend `triton`:", "", train(),
         "", "Decoding by the backend `triton`, without and with a CUDA graph:", "", decode(),
