@@ -65,13 +65,17 @@ def _next(model: Any, token: Tensor, states: Any) -> tuple[Tensor, Any]:
 
 
 def decode_loop(
-    ids: Tensor, logits: Tensor, step: Step, processor: Any, criteria: Any, config: Any, streamer: Any = None
-) -> Tensor:
-    """Continues ids [B, T], with logits [B, 1, vocabulary] of the next token, until the criteria are met."""
+    ids: Tensor, logits: Tensor, step: Step, processor: Any, criteria: Any, config: Any, streamer: Any = None,
+    kept: list[Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """Continues ids [B, T], with logits [B, 1, vocabulary] of the next token, until the criteria are met. kept: a list
+    to which the scores of each token are appended."""
     unfinished, pad = ids.new_ones(ids.shape[0]), config._pad_token_tensor
     ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
     while True:
         scores = processor(ids, logits[:, -1].to(torch.float32, copy=True))
+        if kept is not None:
+            kept.append(scores)
         if config.do_sample:
             token = torch.multinomial(scores.softmax(-1), 1).squeeze(1)
         else:
@@ -81,7 +85,7 @@ def decode_loop(
         ids = torch.cat([ids, token[:, None]], 1)
         if streamer is not None:
             streamer.put(token.cpu())
-        unfinished = unfinished & ~criteria(ids, None)
+        unfinished = unfinished & ~criteria(ids, kept)
         if not unfinished.any():
             if streamer is not None:
                 streamer.end()

@@ -3,6 +3,7 @@
 Dimensions: B batch, T tokens, D hidden size, N sequences (B, or those of a pack).
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,10 @@ from .cache import NAME as CACHE
 from .cache import PACKED, HeadraceCache, cache_argument
 from .config import HeadraceConfig
 from .decoding import STATIC, check_graph, decode_loop, graphed_step, is_plain_case, step
+from .drafts import CARRY, count_drafts, draft_loop, is_draft, prepare_draft
 from .engine import Engine
 from .loss import experts_loss, token_loss
+from .marks import Marks
 from .weight_decay import leave_out
 
 
@@ -43,7 +46,7 @@ class HeadracePreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["HeadraceBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
-    _is_stateful = False
+    _is_stateful = False  # to transformers: a model whose cache cannot go back
     _keep_in_fp32_modules_strict = ["choice_bias", "mlp.router"]  # noqa: RUF012
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -368,6 +371,27 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
             model_kwargs[CACHE] = HeadraceCache()
 
+    def _get_candidate_generator(self, *args, **kwargs):
+        """The generator of transformers, whose tokens and those accepted of them are noted in `cache.drafts`."""
+        generator = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]
+        return count_drafts(generator, kwargs["model_kwargs"][CACHE])
+
+    def _assisted_decoding(self, input_ids, *args, **kwargs):
+        """Assisted generation of transformers. The cache goes back to the end of what was accepted by a mark, first of
+        the prompt and then of each call whose tokens were all accepted. Raises InputError for a cache with columns."""
+        if (cache := kwargs.get(CACHE)) is None:
+            raise InputError("use_cache=False with a draft model or prompt lookup; expected a cache, which goes back")
+        columns = f"past_key_values has {cache.columns} columns"
+        require(not cache.is_initialized, f"{columns}; expected an empty cache with a draft model or prompt lookup")
+        marks = cache.marks
+        cache.marks = replace(marks or Marks(), recent=max(1, marks.recent if marks else 0), carry=CARRY)
+        if input_ids.shape[1] > 1:
+            cache.mark(input_ids.shape[1] - 1)
+        try:
+            return super()._assisted_decoding(input_ids, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            cache.marks = marks
+
     def _sample(
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, streamer=None,
         **model_kwargs,
@@ -382,6 +406,10 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         options = (logits_processor, stopping_criteria, generation_config)
         ours = type(self).forward is HeadraceForCausalLM.forward and is_plain(self.model, HeadraceModel)
         simple = ours and not synced_gpus and is_plain_case(self, generation_config, model_kwargs)
+        if generation_config.is_assistant and isinstance(cache, HeadraceCache):
+            prepare_draft(cache, input_ids.shape[1])
+        if ours and is_draft(generation_config, model_kwargs) and input_ids.device.type == "cpu":
+            return draft_loop(self, input_ids, cache, *options)
         if graphed := generation_config.cache_implementation == STATIC:
             check_graph(self, simple)
         elif not simple or input_ids.device.type != "cpu":
