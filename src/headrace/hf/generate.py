@@ -9,28 +9,35 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, TextStreamer, set_seed
 
+from ..ops.checks import require
 from ..utils.device import on_device
 from ..utils.errors import InputError, reading
+from .cache import NAME as CACHE
+from .cache import HeadraceCache
 from .checkpoint import check_backend, load
 
 
 def generate(
-    checkpoint: Path, prompt: str, seed: int | None, stream: bool, device: str | None = None, **sampling: Any
-) -> dict[str, Any]:
+    checkpoint: Path, prompt: str, seed: int | None, stream: bool, device: str | None = None, draft: Path | None = None,
+    **sampling: Any,
+) -> dict[str, Any]:  # fmt: skip
     """Continues a prompt.
 
     Args:
         prompt: text, to which the tokenizer adds the special tokens that it is set to add, such as Llama's first token.
         seed: seed of sampling; None: torch's current random state.
         stream: print the prompt, and the text while it is generated.
+        draft: a checkpoint with the same tokens that proposes the next ones.
         sampling: arguments of transformers' `generate`.
 
     Returns:
         {"text": without special tokens, "tokens": token ids, "tokens_per_second"} of the continuation, "engine": what
-        computed single tokens, and "seed".
+        computed single tokens, and "seed"; with proposed tokens also "accepted", the share of them that the model
+        accepted, and "tokens_per_pass", the tokens that a call of the model gave.
 
     Raises:
-        InputError: the checkpoint, device or tokenizer cannot be used, or the prompt is empty.
+        InputError: the checkpoint, device or tokenizer cannot be used, the prompt is empty, or the draft has another
+            vocabulary.
     """
     check_backend()
     model: Any = load(checkpoint)
@@ -44,6 +51,9 @@ def generate(
         raise InputError("the prompt has no tokens; expected some text")
     if (last := int(ids.max())) >= (size := model.config.vocab_size):
         raise InputError(f"the prompt has the token {last}; the model has {size}: its tokenizer is another model's")
+    if draft is not None:
+        sampling["assistant_model"] = _draft(draft, model, tokenizer)
+    cache = sampling[CACHE] = HeadraceCache()
     if seed is not None:
         set_seed(seed)
     streamer = TextStreamer(tokenizer, skip_special_tokens=True) if stream else None
@@ -53,7 +63,19 @@ def generate(
     seconds, new = time.perf_counter() - started, out[0, ids.shape[1] :].tolist()
     text = tokenizer.decode(new, skip_special_tokens=True)
     speed = {"tokens_per_second": len(new) / seconds, "engine": model.engine.about(model)}
+    if cache.drafts:
+        proposed, accepted = map(sum, zip(*cache.drafts, strict=True))
+        speed |= {"accepted": accepted / max(proposed, 1), "tokens_per_pass": len(new) / len(cache.drafts)}
     return {"text": text, "tokens": new, **speed, "seed": seed}
+
+
+def _draft(checkpoint: Path, model: Any, tokenizer: Any) -> Any:
+    draft, own = load(checkpoint), read_tokenizer(checkpoint)
+    sizes = draft.config.vocab_size, model.config.vocab_size
+    other = f"{sizes[0]} tokens; expected {sizes[1]}" if sizes[0] != sizes[1] else "other tokens; expected"
+    same = sizes[0] == sizes[1] and own.get_vocab() == tokenizer.get_vocab()
+    require(same, f"--draft {str(checkpoint)!r} has {other}, those of the model")
+    return draft.to(model.device)
 
 
 def sampling_settings(
