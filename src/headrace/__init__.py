@@ -8,7 +8,7 @@ from .utils.errors import GateWarning, InputError
 from .utils.extras import require
 
 if TYPE_CHECKING:
-    from .hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM, HeadraceModel, load
+    from .hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM, HeadraceModel, load, load_state, save_state
     from .layers import Mixer
     from .layers.blocks.compiled import compile_blocks
     from .layers.quantized import quantize
@@ -41,6 +41,8 @@ _LAZY = {
     "HeadraceForCausalLM": "hf",
     "HeadraceCache": "hf",
     "load": "hf",
+    "load_state": "hf",
+    "save_state": "hf",
 }
 
 auto.install()
@@ -48,8 +50,9 @@ del auto
 
 __all__ = [
     "GateWarning", "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel", "InputError", "Mixer",
-    "backends", "compile_blocks", "context_parallel", "linear_attention", "load", "quantize", "register_mixer",
-    "register_model", "register_task", "set_backend", "step", "tensor_parallel", "verify",
+    "backends", "compile_blocks", "context_parallel", "linear_attention", "load", "load_state", "quantize",
+    "register_mixer", "register_model", "register_task", "save_state", "set_backend", "step", "tensor_parallel",
+    "verify",
 ]  # fmt: skip
 
 

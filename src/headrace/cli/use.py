@@ -47,6 +47,17 @@ def generate(
         int | None, typer.Option(help=r"Random seed of the sampling. \[default: a new one, printed]")
     ] = None,
     device: Device = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="File of --save-state to go on from, written by this model. --prompt or --file may follow."),
+    ] = None,
+    save_state: Annotated[
+        Path | None,
+        typer.Option(
+            help="File to write the state to after the last token. An existing one is refused, unless it is that of "
+            "--resume."
+        ),
+    ] = None,
     cuda_graph: Annotated[
         bool, typer.Option("--cuda-graph", help="Replay each token as a CUDA graph. For recurrent models on a GPU.")
     ] = False,
@@ -69,7 +80,8 @@ def generate(
     seed = sampling_seed(seed, temperature)
     if cuda_graph:
         sampling["cache_implementation"] = "static"
-    result = run(checkpoint, read_prompt(prompt, file), seed, not as_json, device, **sampling)
+    text = "" if resume and prompt is None and file is None else read_prompt(prompt, file)
+    result = run(checkpoint, text, seed, not as_json, device, resume, save_state, **sampling)
     if as_json:
         print(json.dumps(result, ensure_ascii=False))
     else:

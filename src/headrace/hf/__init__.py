@@ -8,7 +8,9 @@ from .cache import HeadraceCache
 from .checkpoint import load
 from .config import HeadraceConfig
 from .model import HeadraceForCausalLM, HeadraceModel, HeadracePreTrainedModel
+from .state_file import load_state, save_state
 
 __all__ = [
     "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel", "HeadracePreTrainedModel", "load",
+    "load_state", "save_state",
 ]  # fmt: skip

@@ -1,0 +1,159 @@
+"""A state as a file: what a model has read, to go on from in another process and on another device.
+
+The file is in the format safetensors. Its tensors are those of the states, `PLACE.FIELD`, and `tokens`. Its metadata
+are what `facts` returns, and the SHA-256 of metadata and tensors together. It holds no code, and nothing is unpickled.
+
+Dimensions: B batch, L tokens.
+"""
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from .. import __version__
+from ..layers.tensor_parallel import cuts_of
+from ..ops.checks import require
+from ..utils.errors import InputError, reading
+from ..utils.integrity import SUM, atomic, digest
+from .cache import HeadraceCache
+from .model import HeadraceForCausalLM
+
+FORMAT = "headrace state, version 1"
+COMPUTED_WITH = ("mixer", "style", "vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "intermediate_size",
+                 "norm_eps", "rope_theta", "max_position_embeddings")  # fmt: skip
+TOKENS = "tokens"
+
+
+def save_state(
+    path: str | Path, cache: HeadraceCache, model: HeadraceForCausalLM, tokens: Tensor, *, replace: bool = False
+) -> None:
+    """Writes the states of a cache to a file, from which `load_state` returns the same bits.
+
+    Args:
+        path: the file, which is complete or not there.
+        cache: of `model`. Marks are not written.
+        tokens: [B, L], the tokens that the cache has read, padding included, and then those that it has not: the last
+            token that `generate` returns.
+        replace: whether an existing file is replaced.
+
+    Raises:
+        InputError: the file exists, the cache is empty or of another model, or the tokens are not those of the cache.
+    """
+    check_new(path, replace)
+    states = cache.states or []
+    require(states != [], "the cache is empty, and has no state to save; expected one of a model that read")
+    sizes, shape = (cache.batch_size, cache.columns), list(tokens.shape)
+    fitting = len(shape) == 2 and shape[0] == sizes[0] and shape[1] >= sizes[1]
+    require(fitting, f"tokens has shape {shape}; expected {[*sizes]}, which the cache has read, or more columns")
+    tensors = {TOKENS: tokens.to(torch.int64)} | _named(states)
+    wrong = _unlike(tensors, _blank(model))
+    require(wrong is None, f"the cache is of another model: {wrong}")
+    tensors = {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
+    about = facts(model) | {"columns": str(cache.columns), "headrace": __version__}
+    content = save(tensors, about | {SUM: _sum(about, tensors)})
+    with atomic(Path(path), "wb") as file:
+        file.write(content)
+
+
+def load_state(path: str | Path, model: HeadraceForCausalLM) -> tuple[HeadraceCache, Tensor]:
+    """Returns what `save_state` was given: a cache on the model's device, and the tokens [B, L] that it has read, and
+    any that it has not.
+
+    Raises InputError for a file that cannot be read, is damaged or is no state, and for a state of another model: of
+    other weights, another configuration, another dtype or another vocabulary."""
+    name = f"state {str(path)!r}"
+    with reading(f"{name} cannot be read"), safe_open(path, "pt") as file:
+        about = file.metadata() or {}
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    kind = about.get("format")
+    require(kind == FORMAT, f"{name} has the format {kind!r}; expected {FORMAT!r}, as `save_state` writes it")
+    expected = about.pop(SUM, None)
+    require(expected == _sum(about, tensors), f"{name} is damaged: it has another SHA-256 than when it was written")
+    for fact, own in facts(model).items():
+        if about.get(fact) != own:
+            raise InputError(f"{name} is of another model: its {fact} is {about.get(fact)}, and that of this one {own}")
+    blank = _blank(model)
+    wrong = _unlike(tensors, blank)
+    require(wrong is None, f"{name} is damaged: {wrong}")
+    cache = HeadraceCache()
+    cache.states = [_restored(place, one, tensors) for place, one in enumerate(blank)]
+    cache.columns = int(about["columns"])
+    return cache, tensors[TOKENS].to(model.device, copy=True)
+
+
+def check_new(path: str | Path, replace: bool = False) -> None:
+    """Raises InputError if the file of a state to be saved exists, unless it may be replaced."""
+    require(replace or not Path(path).exists(), f"{str(path)!r} exists; expected the name of a new file")
+
+
+def facts(model: Any) -> dict[str, str]:
+    """What a state says of its model: format, vocabulary, dtype, and the digest of configuration and weights."""
+    require(not cuts_of(model), "the model is split over processes, and so is its state; expected a whole model")
+    dtype = str(model.dtype).removeprefix("torch.")
+    return {"format": FORMAT, "vocabulary": str(model.config.vocab_size), "dtype": dtype, "digest": model_digest(model)}
+
+
+def model_digest(model: Any) -> str:
+    """Returns the SHA-256 of a model's weights, as they are in memory now, and of what its configuration says about the
+    computation. It does not depend on the device, nor on the files that the model was read from.
+
+    It reads all weights, as the check of a checkpoint does when the checkpoint is loaded, with all cores."""
+    configuration = {name: getattr(model.config, name) for name in COMPUTED_WITH}
+    return digest([configuration, _digests(model.state_dict())])
+
+
+def _digests(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The dtype, shape and SHA-256 of tensors. hashlib does not hold Python's lock."""
+
+    def described(x: Tensor) -> list[Any]:
+        content: Any = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        return [str(x.dtype), list(x.shape), hashlib.sha256(content).hexdigest()]
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(tensors, pool.map(described, tensors.values()), strict=True))
+
+
+def _sum(about: dict[str, str], tensors: dict[str, Tensor]) -> str:
+    return digest([about, _digests(tensors)])
+
+
+def _named(states: list[Any]) -> dict[str, Tensor]:
+    """{`PLACE.FIELD`: tensor} of states, which are NamedTuples or None."""
+    fields = {place: state._asdict() for place, state in enumerate(states) if state is not None}
+    parts = ((f"{place}.{name}", x) for place, state in fields.items() for name, x in state.items())
+    return {name: x for name, x in parts if isinstance(x, Tensor)}
+
+
+@torch.no_grad()
+def _blank(model: Any) -> list[Any]:
+    """The states of a model after one token: their classes, and the devices of their tensors."""
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    return model.model.backbone(model.model.embed_tokens(token))[1]
+
+
+def _unlike(tensors: dict[str, Tensor], blank: list[Any]) -> str | None:
+    """A sentence about the first tensor that is none of states like `blank`, or missing among them; None: all fit."""
+    own = _named(blank)
+    for name in sorted(own.keys() | (tensors.keys() - {TOKENS})):
+        if name not in tensors:
+            return f"{name} is missing"
+        if name not in own and not name.endswith(".valid"):  # which is there after padding only
+            return f"{name} is no tensor of this model"
+        if name in own and (sizes := list(tensors[name].shape[2:])) != list(own[name].shape[2:]):
+            return f"{name} has the sizes {sizes} for {list(own[name].shape[2:])}"
+    return None
+
+
+def _restored(place: int, blank: Any, tensors: dict[str, Tensor]) -> Any:
+    """The state of the class and on the device of `blank`, in memory of its own."""
+    if blank is None:
+        return None
+    device = next(x.device for x in blank if isinstance(x, Tensor))
+    parts = {name: tensors.get(f"{place}.{name}") for name in blank._fields}
+    return type(blank)(**{name: None if x is None else x.to(device, copy=True) for name, x in parts.items()})
