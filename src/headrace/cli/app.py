@@ -142,8 +142,8 @@ GROUPS = {
             "models",
             (
                 f'{MODEL} --prompt "It was"',
-                f"{MODEL} --file novel.txt --save-state novel.state",
-                f'{MODEL} --resume novel.state --prompt "And then"',
+                f"{MODEL} --file novel.txt --save-state state",
+                f'{MODEL} --resume state --prompt "And"',
             ),
         ),
         "serve": Command(use.serve, "serve", (f"{MODEL} --port 8000",)),

@@ -49,13 +49,16 @@ def generate(
     device: Device = None,
     resume: Annotated[
         Path | None,
-        typer.Option(help="File of --save-state to go on from, written by this model. --prompt or --file may follow."),
+        typer.Option(
+            help="File of --save-state to go on from, of the same model. --prompt or --file may follow it. "
+            r"\[default: none]"
+        ),
     ] = None,
     save_state: Annotated[
         Path | None,
         typer.Option(
             help="File to write the state to after the last token. An existing one is refused, unless it is that of "
-            "--resume."
+            r"--resume. \[default: none]"
         ),
     ] = None,
     cuda_graph: Annotated[

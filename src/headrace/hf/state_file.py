@@ -16,7 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from .. import __version__
+import headrace
+
 from ..layers.tensor_parallel import cuts_of
 from ..ops.checks import require
 from ..utils.errors import InputError, reading
@@ -55,7 +56,7 @@ def save_state(
     wrong = _unlike(tensors, _blank(model))
     require(wrong is None, f"the cache is of another model: {wrong}")
     tensors = {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
-    about = facts(model) | {"columns": str(cache.columns), "headrace": __version__}
+    about = facts(model) | {"columns": str(cache.columns), "headrace": headrace.__version__}
     content = save(tensors, about | {SUM: _sum(about, tensors)})
     with atomic(Path(path), "wb") as file:
         file.write(content)
