@@ -50,8 +50,10 @@ def graphed_step(model: Any, cache: HeadraceCache, token: Tensor) -> Step:
     graph = GraphedStep(lambda *inputs: _next(model, *inputs), token[:, None], cache.states)
 
     def run(token: Tensor) -> Tensor:
-        cache.columns += 1
-        return graph(token[:, None])
+        cache.begin()
+        logits = graph(token[:, None])
+        cache.advance(1, token)
+        return logits
 
     return run
 
