@@ -48,7 +48,8 @@ class HeadraceCache(Cache):
         self._states: list[Any] | None = None  # the state of a layer is None before its first token
         self.columns = 0
         self.pending = 0  # number of last columns that the states do not cover
-        self._record, self._marks = Record(), list[Mark]()
+        self._record = Record()
+        self._marks: list[Mark] = []
         self._floor = 0  # the first column that a crop of keys and values reaches
 
     @property
