@@ -1,7 +1,8 @@
 """A state as a file: what a model has read, to go on from in another process and on another device.
 
-The file is in the format safetensors. Its tensors are those of the states, `PLACE.FIELD`, and `tokens`. Its metadata
-are what `facts` returns, and the SHA-256 of metadata and tensors together. It holds no code, and nothing is unpickled.
+The file is in the format safetensors. Its tensors are those of the states, `COLUMN.PLACE.FIELD`, and the tokens with
+their mask. Its metadata are what `facts` returns, and the SHA-256 of metadata and tensors together. It holds no code,
+and nothing is unpickled.
 
 Dimensions: B batch, L tokens.
 """
@@ -23,37 +24,42 @@ from ..ops.checks import require
 from ..utils.errors import InputError, reading
 from ..utils.integrity import SUM, atomic, digest
 from .cache import HeadraceCache
+from .marks import Mark
 from .model import HeadraceForCausalLM
 
 FORMAT = "headrace state, version 1"
 COMPUTED_WITH = ("mixer", "style", "vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "intermediate_size",
                  "norm_eps", "rope_theta", "max_position_embeddings")  # fmt: skip
-TOKENS = "tokens"
+TOKENS, MASK = "tokens", "mask"
+UNKNOWN = "were read before the state was saved, by a cache that had not kept them"
 
 
 def save_state(
-    path: str | Path, cache: HeadraceCache, model: HeadraceForCausalLM, tokens: Tensor, *, replace: bool = False
+    path: str | Path,
+    cache: HeadraceCache,
+    model: HeadraceForCausalLM,
+    tokens: Tensor | None = None,
+    *,
+    replace: bool = False,
 ) -> None:
-    """Writes the states of a cache to a file, from which `load_state` returns the same bits.
+    """Writes the states of a cache and of its marks to a file, from which `load_state` returns the same bits. It reads
+    pending tokens before.
 
     Args:
         path: the file, which is complete or not there.
-        cache: of `model`. Marks are not written.
-        tokens: [B, L], the tokens that the cache has read, padding included, and then those that it has not: the last
-            token that `generate` returns.
+        cache: of `model`.
+        tokens: [B, L], the tokens that the cache has read, padding included, and then any that it has not, such as the
+            last one that `generate` returns; None: those that the cache has kept.
         replace: whether an existing file is replaced.
 
     Raises:
         InputError: the file exists, the cache is empty or of another model, or the tokens are not those of the cache.
     """
     check_new(path, replace)
-    states = cache.states or []
-    require(states != [], "the cache is empty, and has no state to save; expected one of a model that read")
-    sizes, shape = (cache.batch_size, cache.columns), list(tokens.shape)
-    fitting = len(shape) == 2 and shape[0] == sizes[0] and shape[1] >= sizes[1]
-    require(fitting, f"tokens has shape {shape}; expected {[*sizes]}, which the cache has read, or more columns")
-    tensors = {TOKENS: tokens.to(torch.int64)} | _named(states)
-    wrong = _unlike(tensors, _blank(model))
+    model.settle(cache)
+    require(cache.states is not None, "the cache is empty, and has no state to save; expected one of a model that read")
+    tensors = _states(cache) | _read(cache, tokens)
+    wrong = _unlike(tensors, _blank(model), cache.columns)
     require(wrong is None, f"the cache is of another model: {wrong}")
     tensors = {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
     about = facts(model) | {"columns": str(cache.columns), "headrace": headrace.__version__}
@@ -63,8 +69,8 @@ def save_state(
 
 
 def load_state(path: str | Path, model: HeadraceForCausalLM) -> tuple[HeadraceCache, Tensor]:
-    """Returns what `save_state` was given: a cache on the model's device, and the tokens [B, L] that it has read, and
-    any that it has not.
+    """Returns what `save_state` was given: a cache on the model's device, with its marks, and the tokens [B, L] that it
+    has read, and any that it has not.
 
     Raises InputError for a file that cannot be read, is damaged or is no state, and for a state of another model: of
     other weights, another configuration, another dtype or another vocabulary."""
@@ -79,13 +85,22 @@ def load_state(path: str | Path, model: HeadraceForCausalLM) -> tuple[HeadraceCa
     for fact, own in facts(model).items():
         if about.get(fact) != own:
             raise InputError(f"{name} is of another model: its {fact} is {about.get(fact)}, and that of this one {own}")
-    blank = _blank(model)
-    wrong = _unlike(tensors, blank)
+    blank, columns = _blank(model), int(about["columns"])
+    wrong = _unlike(tensors, blank, columns)
     require(wrong is None, f"{name} is damaged: {wrong}")
+    tokens, mask = (None if x is None else x.to(model.device, copy=True) for x in map(tensors.get, (TOKENS, MASK)))
+    assert tokens is not None
     cache = HeadraceCache()
-    cache.states = [_restored(place, one, tensors) for place, one in enumerate(blank)]
-    cache.columns = int(about["columns"])
-    return cache, tensors[TOKENS].to(model.device, copy=True)
+    cache.replace(_restored(columns, blank, tensors), 0, UNKNOWN)
+    if mask is None:
+        cache.advance(columns, UNKNOWN)
+    else:  # what is read again without padding before it is computed without a mask, as it was
+        padded = int((~mask).any(0).nonzero().max()) + 1 if not mask.all() else 0
+        cache.advance(padded, tokens[:, :padded], mask[:, :padded])
+        cache.advance(columns - padded, tokens[:, padded:columns])
+    marked = {int(key.partition(".")[0]) for key in tensors.keys() - {TOKENS, MASK}} - {columns}
+    cache._marks = [Mark(column, _restored(column, blank, tensors), "own") for column in sorted(marked)]
+    return cache, tokens
 
 
 def check_new(path: str | Path, replace: bool = False) -> None:
@@ -124,11 +139,35 @@ def _sum(about: dict[str, str], tensors: dict[str, Tensor]) -> str:
     return digest([about, _digests(tensors)])
 
 
+def _states(cache: HeadraceCache) -> dict[str, Tensor]:
+    """The tensors at each mark and at the end, by `COLUMN.PLACE.FIELD`. Keys and values are those at the end alone."""
+    columns = {mark.column: mark.states for mark in cache._marks} | {cache.columns: cache.states or []}
+    return {f"{column}.{name}": x for column, states in columns.items() for name, x in _named(states).items()}
+
+
 def _named(states: list[Any]) -> dict[str, Tensor]:
     """{`PLACE.FIELD`: tensor} of states, which are NamedTuples or None."""
     fields = {place: state._asdict() for place, state in enumerate(states) if state is not None}
     parts = ((f"{place}.{name}", x) for place, state in fields.items() for name, x in state.items())
     return {name: x for name, x in parts if isinstance(x, Tensor)}
+
+
+def _read(cache: HeadraceCache, tokens: Tensor | None) -> dict[str, Tensor]:
+    """The tokens, and the mask of those that the cache has kept, without which it does not go back."""
+    kept, columns = cache._record.ids(cache.columns), cache.columns
+    if tokens is None:
+        require(kept is not None, "tokens is None, and the cache has not kept what it read; expected the tokens [B, L]")
+        return dict(zip((TOKENS, MASK), kept or (), strict=True))
+    shape = list(tokens.shape)
+    fitting = len(shape) == 2 and shape[0] == cache.batch_size and shape[1] >= columns
+    sizes = [cache.batch_size, columns]
+    require(fitting, f"tokens has shape {shape}; expected {sizes}, which the cache has read, or more columns")
+    if kept is None:
+        return {TOKENS: tokens.to(torch.int64)}
+    ids, mask = kept
+    same = bool((ids == tokens[:, :columns].to(ids.device))[mask].all())
+    require(same, "tokens differs from what the cache has read; expected the same tokens, and any that follow them")
+    return {TOKENS: tokens.to(torch.int64), MASK: mask}
 
 
 @torch.no_grad()
@@ -138,23 +177,29 @@ def _blank(model: Any) -> list[Any]:
     return model.model.backbone(model.model.embed_tokens(token))[1]
 
 
-def _unlike(tensors: dict[str, Tensor], blank: list[Any]) -> str | None:
-    """A sentence about the first tensor that is none of states like `blank`, or missing among them; None: all fit."""
+def _unlike(tensors: dict[str, Tensor], blank: list[Any], columns: int) -> str | None:
+    """A sentence about the first tensor that is none of states like `blank`, or missing at the last column; None: all
+    fit."""
     own = _named(blank)
-    for name in sorted(own.keys() | (tensors.keys() - {TOKENS})):
-        if name not in tensors:
+    for name in own:
+        if f"{columns}.{name}" not in tensors:
             return f"{name} is missing"
+    for key in sorted(tensors.keys() - {TOKENS, MASK}):
+        name, x = key.partition(".")[2], tensors[key]
         if name not in own and not name.endswith(".valid"):  # which is there after padding only
             return f"{name} is no tensor of this model"
-        if name in own and (sizes := list(tensors[name].shape[2:])) != list(own[name].shape[2:]):
-            return f"{name} has the sizes {sizes} for {list(own[name].shape[2:])}"
+        if name in own and x.shape[2:] != own[name].shape[2:]:
+            return f"{name} has the sizes {list(x.shape[2:])} for {list(own[name].shape[2:])}"
     return None
 
 
-def _restored(place: int, blank: Any, tensors: dict[str, Tensor]) -> Any:
-    """The state of the class and on the device of `blank`, in memory of its own."""
-    if blank is None:
-        return None
-    device = next(x.device for x in blank if isinstance(x, Tensor))
-    parts = {name: tensors.get(f"{place}.{name}") for name in blank._fields}
-    return type(blank)(**{name: None if x is None else x.to(device, copy=True) for name, x in parts.items()})
+def _restored(column: int, blank: list[Any], tensors: dict[str, Tensor]) -> list[Any]:
+    """The states at a column, of the classes and on the devices of `blank`, in memory of their own."""
+    states = []
+    for place, one in enumerate(blank):
+        fields = () if one is None else one._fields
+        parts = {name: tensors[key] for name in fields if (key := f"{column}.{place}.{name}") in tensors}
+        device = next((x.device for x in one or () if isinstance(x, Tensor)), None)
+        whole = dict.fromkeys(fields) | {name: x.to(device, copy=True) for name, x in parts.items()}
+        states.append(type(one)(**whole) if parts else None)
+    return states
