@@ -27,7 +27,9 @@ def read(monkeypatch):
 
 def answered(model, ids, cache):
     mask = torch.ones_like(ids)  # an answer may have the token that `generate` takes for padding
-    return model.generate(ids, mask, **{NAME: cache}, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    return model.generate(
+        ids, attention_mask=mask, **{NAME: cache}, max_new_tokens=NEW, do_sample=False, pad_token_id=0
+    )
 
 
 @pytest.mark.filterwarnings("ignore::headrace.GateWarning")
