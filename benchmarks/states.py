@@ -28,8 +28,8 @@ RESULTS, BEAMS = (record.RESULTS / f"{name}.csv" for name in ("states", "beams")
 HIDDEN, LAYERS, HEADS, VOCABULARY = 256, 2, 4, 256
 HYBRID = "gated-deltanet and transformer"
 MIXERS = (
-    "linear", "retnet", "gla", "softmax-gla", "mamba2", "rwkv6", "deltanet", "gated-deltanet", "kda", "rwkv7", "mamba",
-    "rg-lru", "sliding-window", HYBRID, "gqa(kv_heads=2)", "transformer",
+    "linear-attention", "retnet", "gla", "softmax-gla", "mamba2", "rwkv6", "deltanet", "gated-deltanet", "kda", "rwkv7", "mamba",
+    "rg-lru", "sliding-window", HYBRID, "mla", "gqa(kv_heads=2)", "transformer",
 )  # fmt: skip
 POSITIONS = 1_000, 8_000, 32_000
 AFTER, BACK = 256, 100  # tokens after a mark, and how many of them are forgotten
@@ -173,7 +173,7 @@ def beam_lines() -> list[str]:
     rows = record.newest(record.read(BEAMS), "name", "strategy")
     head = ["mixer", "", "read by each, ms", "read once, ms", "ratio"]
     cells = [
-        [f"`{row['name']}`", f"`{row['strategy']}={row['rows']}`", *(duration(row[key]) for key in ("each_ms", "once_ms")),
+        [f"`{row['name']}`", f"`{row['strategy']}={row['rows']}`", *map(duration, (row["each_ms"], row["once_ms"])),
          f"{float(row['once_ms']) / float(row['each_ms']):.2f}"]
         for row in rows
     ]  # fmt: skip
