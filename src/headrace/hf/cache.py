@@ -133,6 +133,11 @@ class HeadraceCache(Cache):
             kept = EMBEDDED if self.marks is None and tokens.is_floating_point() else tokens.clone()
             self._record.add(start, self.columns, kept, None if mask is None else mask.clone())
 
+    def drop_marks(self) -> None:
+        """Drops the marks, and crops no keys and values behind this column. For a call that gives those of earlier
+        columns other places."""
+        self._marks, self._floor = [], self.columns
+
     # --- going back --------------------------------------------------------------------------------------------------
 
     def mark(self) -> int:
@@ -199,7 +204,8 @@ class HeadraceCache(Cache):
 
     def _forget(self, reason: str) -> None:
         """Drops all marks and tokens. reason: why the cache cannot go back, as a sentence about "columns … to …"."""
-        self._record, self._marks, self._floor = Record(), [], self.columns
+        self.drop_marks()
+        self._record = Record()
         self._record.add(0, self.columns, reason)
 
     def _refuse_pending(self, why: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..layers.attention.attention import AttentionState
+from ..layers.attention.attention import AttentionState, valid_columns
 from ..layers.base import may_write
 from ..layers.blocks.stack import PositionState
 from ..layers.linear.token import MixerState
@@ -44,7 +44,7 @@ class Mark(NamedTuple):
     """The states at a column. Keys and values are those of the cache."""
 
     column: int
-    states: list[Any]  # copies; None for softmax attention
+    states: list[Any]  # copies; for softmax attention, whether there was padding
     kind: str
 
     @property
@@ -58,21 +58,22 @@ class Mark(NamedTuple):
     def restored(self, states: list[Any], removed: int) -> list[Any]:
         """Returns the states at the column. states: those `removed` columns later, which are overwritten."""
         pairs = zip(self.states, states, strict=True)
-        return [cropped(now, removed) if is_growing(now) else _restored(old, now) for old, now in pairs]
+        return [cropped(now, removed, old) if is_growing(now) else _restored(old, now) for old, now in pairs]
 
     def changed(self, function: Callable[[Tensor], Tensor]) -> "Mark":
         """Returns the mark with the function of each tensor."""
-        return self._replace(states=[copied(state, function) for state in self.states])
+        return self._replace(states=[s if isinstance(s, bool) else copied(s, function) for s in self.states])
 
 
 def mark(column: int, states: list[Any], kind: str) -> Mark:
     """Marks a column. states: those at the column, which are copied but for keys and values."""
-    return Mark(column, [None if is_growing(s) else copied(s) for s in states], kind)
+    return Mark(column, [s.valid is not None if is_growing(s) else copied(s) for s in states], kind)
 
 
 def state_bytes(states: list[Any]) -> int:
     """Returns the bytes of a mark of these states."""
-    return sum(x.nbytes for s in states if s is not None and not is_growing(s) for x in s if isinstance(x, Tensor))
+    fixed = [s for s in states if isinstance(s, tuple) and not is_growing(s)]
+    return sum(x.nbytes for s in fixed for x in s if isinstance(x, Tensor))
 
 
 def is_growing(state: Any) -> bool:
@@ -93,13 +94,14 @@ def crop(states: list[Any], removed: int) -> list[Any]:
     return [PositionState(tokens) if isinstance(s, PositionState) else s for s in short]
 
 
-def cropped(state: AttentionState, removed: int) -> AttentionState:
-    """Returns the keys and values without the last columns, in the same memory."""
+def cropped(state: AttentionState, removed: int, padded: bool | None = None) -> AttentionState:
+    """Returns the keys and values without the last columns, in the same memory. padded: whether there is a mask; None:
+    if there is padding."""
     columns = state.k.shape[1] - removed
-    valid = None if state.valid is None else state.valid[:, :columns]
-    if valid is not None and valid.all():  # the padding comes later
-        valid = None
-    return AttentionState(state.k[:, :columns], state.v[:, :columns], valid, state.room)
+    k, v = state.k[:, :columns], state.v[:, :columns]
+    valid = valid_columns(k, None if state.valid is None else state.valid[:, :columns])
+    padded = not valid.all() if padded is None else padded
+    return AttentionState(k, v, valid if padded else None, state.room)
 
 
 def copied(state: Any, function: Callable[[Tensor], Tensor] = torch.clone) -> Any:

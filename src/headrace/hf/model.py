@@ -13,6 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from ..layers.base import Mixer
 from ..layers.blocks.block import Block
 from ..layers.blocks.stack import Backbone, initialise
 from ..layers.packing import flash_bounds, pack_rows, padding_mask, sequences
@@ -177,9 +178,16 @@ class HeadraceModel(HeadracePreTrainedModel):
             start = end
         if use_cache and states is not None:
             cache.replace(states, columns, x if ids is None else ids, mask)
+            if masks is not None and self._packs_keys():
+                cache.drop_marks()
         if len(pieces) == 1 and not pending:
             return pieces[0]
         return [torch.cat(parts, 1)[:, pending:] for parts in zip(*pieces, strict=True)]
+
+    def _packs_keys(self) -> bool:
+        """Whether a layer takes padding out of the keys and values that it keeps."""
+        layers: Any = self.backbone.layers
+        return any(isinstance(each, Mixer) and not each.fixed_size for layer in layers for each in layer.children())
 
     def _read(
         self, x: Tensor, past: list[Any] | None, mask: Tensor | None, pack: Sequences | None, use_cache: bool,
