@@ -30,7 +30,7 @@ from .model import HeadraceForCausalLM
 FORMAT = "headrace state, version 1"
 COMPUTED_WITH = ("mixer", "style", "vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "intermediate_size",
                  "norm_eps", "rope_theta", "max_position_embeddings")  # fmt: skip
-TOKENS, MASK = "tokens", "mask"
+TOKENS, MASK, PADDED = "tokens", "mask", "padded"
 UNKNOWN = "were read before the state was saved, by a cache that had not kept them"
 
 
@@ -62,7 +62,9 @@ def save_state(
     wrong = _unlike(tensors, _blank(model), cache.columns)
     require(wrong is None, f"the cache is of another model: {wrong}")
     tensors = {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
-    about = facts(model) | {"columns": str(cache.columns), "headrace": headrace.__version__}
+    marked = " ".join(str(mark.column) for mark in cache._marks)
+    places = {"columns": str(cache.columns), "marked": marked, "floor": str(cache._floor)}
+    about = facts(model) | places | {"headrace": headrace.__version__}
     content = save(tensors, about | {SUM: _sum(about, tensors)})
     with atomic(Path(path), "wb") as file:
         file.write(content)
@@ -98,8 +100,11 @@ def load_state(path: str | Path, model: HeadraceForCausalLM) -> tuple[HeadraceCa
         padded = int((~mask).any(0).nonzero().max()) + 1 if not mask.all() else 0
         cache.advance(padded, tokens[:, :padded], mask[:, :padded])
         cache.advance(columns - padded, tokens[:, padded:columns])
-    marked = {int(key.partition(".")[0]) for key in tensors.keys() - {TOKENS, MASK}} - {columns}
-    cache._marks = [Mark(column, _restored(column, blank, tensors), "own") for column in sorted(marked)]
+    cache._floor = max(cache._floor, int(about["floor"]))
+    marked = [int(column) for column in about["marked"].split()]
+    cache._marks = [Mark(column, _restored(column, blank, tensors), "own") for column in marked if column < columns]
+    if columns in marked:
+        cache.mark()
     return cache, tokens
 
 
@@ -146,8 +151,12 @@ def _states(cache: HeadraceCache) -> dict[str, Tensor]:
 
 
 def _named(states: list[Any]) -> dict[str, Tensor]:
-    """{`PLACE.FIELD`: tensor} of states, which are NamedTuples or None."""
-    fields = {place: state._asdict() for place, state in enumerate(states) if state is not None}
+    """{`PLACE.FIELD`: tensor} of states, which are NamedTuples or None, or of a mark, whose attention has a bool."""
+    fields = {
+        place: {PADDED: torch.tensor([state])} if isinstance(state, bool) else state._asdict()
+        for place, state in enumerate(states)
+        if state is not None
+    }
     parts = ((f"{place}.{name}", x) for place, state in fields.items() for name, x in state.items())
     return {name: x for name, x in parts if isinstance(x, Tensor)}
 
@@ -186,7 +195,7 @@ def _unlike(tensors: dict[str, Tensor], blank: list[Any], columns: int) -> str |
             return f"{name} is missing"
     for key in sorted(tensors.keys() - {TOKENS, MASK}):
         name, x = key.partition(".")[2], tensors[key]
-        if name not in own and not name.endswith(".valid"):  # which is there after padding only
+        if name not in own and not name.endswith((".valid", PADDED)):  # of padding, and of marks, only
             return f"{name} is no tensor of this model"
         if name in own and x.shape[2:] != own[name].shape[2:]:
             return f"{name} has the sizes {list(x.shape[2:])} for {list(own[name].shape[2:])}"
@@ -201,5 +210,6 @@ def _restored(column: int, blank: list[Any], tensors: dict[str, Tensor]) -> list
         parts = {name: tensors[key] for name in fields if (key := f"{column}.{place}.{name}") in tensors}
         device = next((x.device for x in one or () if isinstance(x, Tensor)), None)
         whole = dict.fromkeys(fields) | {name: x.to(device, copy=True) for name, x in parts.items()}
-        states.append(type(one)(**whole) if parts else None)
+        padded = tensors.get(f"{column}.{place}.{PADDED}")
+        states.append(type(one)(**whole) if parts else None if padded is None else bool(padded))
     return states
