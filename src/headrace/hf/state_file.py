@@ -85,8 +85,9 @@ def load_state(path: str | Path, model: HeadraceForCausalLM) -> tuple[HeadraceCa
     expected = about.pop(SUM, None)
     require(expected == _sum(about, tensors), f"{name} is damaged: it has another SHA-256 than when it was written")
     for fact, own in facts(model).items():
-        if about.get(fact) != own:
-            raise InputError(f"{name} is of another model: its {fact} is {about.get(fact)}, and that of this one {own}")
+        if (theirs := str(about.get(fact))) != own:
+            short = f"its {fact} is {theirs[:16]}, and that of this one {own[:16]}"
+            raise InputError(f"{name} is of another model: {short}")
     blank, columns = _blank(model), int(about["columns"])
     wrong = _unlike(tensors, blank, columns)
     require(wrong is None, f"{name} is damaged: {wrong}")
