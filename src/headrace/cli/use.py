@@ -48,6 +48,20 @@ def generate(
         int | None, typer.Option(help=r"Random seed of the sampling. \[default: a new one, printed]")
     ] = None,
     device: Device = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of --save-state to go on from, of the same model. --prompt or --file may follow it. "
+            r"\[default: none]"
+        ),
+    ] = None,
+    save_state: Annotated[
+        Path | None,
+        typer.Option(
+            help="File to write the state to after the last token. An existing one is refused, unless it is that of "
+            r"--resume. \[default: none]"
+        ),
+    ] = None,
     cuda_graph: Annotated[
         bool, typer.Option("--cuda-graph", help="Replay each token as a CUDA graph. For recurrent models on a GPU.")
     ] = False,
@@ -91,7 +105,10 @@ def generate(
             raise InputError(f"--prompt-lookup={prompt_lookup}; expected at least 1")
         refuse_with("--prompt-lookup", draft=draft)
         sampling["prompt_lookup_num_tokens"] = prompt_lookup
-    result = run(checkpoint, read_prompt(prompt, file), seed, not as_json, device, draft, **sampling)
+    if resume is not None:
+        refuse_with("--resume", draft=draft, prompt_lookup=prompt_lookup)
+    text = "" if resume and prompt is None and file is None else read_prompt(prompt, file)
+    result = run(checkpoint, text, seed, not as_json, device, draft, resume, save_state, **sampling)
     if as_json:
         print(json.dumps(result, ensure_ascii=False))
     else:

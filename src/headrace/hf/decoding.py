@@ -1,5 +1,5 @@
-"""The loop of `generate` for the plain case, from an empty cache, with tokens as the only output: on a CPU, and on a
-GPU with the step as a CUDA graph.
+"""The loop of `generate` for the plain case, with tokens as the only output: on a CPU, and on a GPU with the step as a
+CUDA graph.
 
 Dimensions: B batch, T tokens.
 """
@@ -22,13 +22,12 @@ Step = Callable[[Tensor], Tensor]  # tokens [B] -> logits [B, 1, vocabulary] of 
 
 
 def is_plain_case(model: Any, config, model_kwargs: dict[str, Any]) -> bool:
-    """Whether the generation is plain: from an empty cache, with tokens as its only output, no hooks."""
+    """Whether the generation is plain: with a cache, tokens as its only output, and no hooks."""
     usual = {"attention_mask", CACHE, "use_cache", "logits_to_keep"}
     cache, passed = model_kwargs.get(CACHE), {name for name, value in model_kwargs.items() if value is not None}
-    empty = isinstance(cache, HeadraceCache) and not cache.is_initialized
-    fresh = empty and model_kwargs["use_cache"] and passed <= usual
-    more = config.return_dict_in_generate or config.is_assistant or config.prefill_chunk_size
-    return bool(fresh and not more and is_plain(model, type(model)))
+    cached = isinstance(cache, HeadraceCache) and model_kwargs["use_cache"] and passed <= usual
+    more = config.return_dict_in_generate or config.is_assistant
+    return bool(cached and not more and is_plain(model, type(model)))
 
 
 def check_graph(model: Any, is_plain: bool) -> None:

@@ -392,6 +392,23 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         finally:
             cache.marks = marks
 
+    def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
+        """As in transformers, but reads a prompt once for all of its beams or answers, and repeats its states."""
+        repeats = max(generation_config.num_beams, generation_config.num_return_sequences)
+        cache, rows = model_kwargs.get(CACHE), len(input_ids)
+        if repeats == 1 or not isinstance(cache, HeadraceCache) or cache.batch_size not in (-1, rows // repeats):
+            return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)  # type: ignore[misc]
+        once = {
+            name: x[::repeats] if isinstance(x, Tensor) and x.shape[:1] == (rows,) else x
+            for name, x in model_kwargs.items()
+        }
+        output = super()._prefill(input_ids[::repeats], generation_config, once, is_first_iteration)  # type: ignore[misc]
+        cache.batch_repeat_interleave(repeats)
+        output.logits = output.logits.repeat_interleave(repeats, 0)
+        if output.hidden_states is not None:
+            output.hidden_states = tuple(x.repeat_interleave(repeats, 0) for x in output.hidden_states)
+        return output
+
     def _sample(
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, streamer=None,
         **model_kwargs,
@@ -402,7 +419,6 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
 
         Raises InputError for cache_implementation="static" in another case or on a CPU."""
         cache: Any = model_kwargs.get(CACHE)
-        mask = model_kwargs.get("attention_mask")
         options = (logits_processor, stopping_criteria, generation_config)
         ours = type(self).forward is HeadraceForCausalLM.forward and is_plain(self.model, HeadraceModel)
         simple = ours and not synced_gpus and is_plain_case(self, generation_config, model_kwargs)
@@ -411,10 +427,10 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         if ours and is_draft(generation_config, model_kwargs) and input_ids.device.type == "cpu":
             return draft_loop(self, input_ids, cache, *options)
         if graphed := generation_config.cache_implementation == STATIC:
-            check_graph(self, simple)
+            check_graph(self, simple and not cache.is_initialized)
         elif not simple or input_ids.device.type != "cpu":
             return super()._sample(input_ids, *options, synced_gpus, streamer, **model_kwargs)  # type: ignore[misc]
-        first = self(input_ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        first = self._prefill(input_ids, generation_config, model_kwargs)
         advance = graphed_step(self, cache, input_ids[:, -1]) if graphed else step(self, cache)
         return decode_loop(input_ids, first.logits, advance, *options, streamer)
 
