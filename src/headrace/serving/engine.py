@@ -100,14 +100,11 @@ class Prompt:
 
     def __init__(self, stream: Stream, prefix: Prefix, states: HeadraceCache | Saved | None):
         self.streams, self.prefix, self.states = [stream], prefix, states
-        self.tokens = piece_of(stream, prefix)
-        self.end = prefix.length + len(self.tokens)
-        self.is_last = len(stream.ids) == self.end
+        self.tokens = prefix.cut(stream.ids[prefix.length : prefix.length + PIECE])
+        self.end = prefix.then(self.tokens)
+        self.end.reader = self  # until the piece is read
+        self.is_last = len(stream.ids) == self.end.length
         self.kept = len(self.tokens) if stream.scores_prompt else 1  # number of last places whose logits are needed
-
-    @property
-    def key(self) -> tuple[Prefix, Tokens]:
-        return self.prefix, self.tokens
 
     def pass_on(self, logits: Tensor) -> tuple[list[Stream], list[Stream]]:
         """Returns the streams whose prompts end with the piece, and the others. The first has paid for the piece.
@@ -116,13 +113,8 @@ class Prompt:
         for place, stream in enumerate(streams):
             stream.cached += len(self.tokens) if place else 0
             stream.read(logits)
-        begin = [stream for stream in streams if len(stream.ids) == self.end]
-        return begin, [stream for stream in streams if len(stream.ids) > self.end]
-
-
-def piece_of(stream: Stream, prefix: Prefix) -> Tokens:
-    """The piece of a prompt that follows a prefix."""
-    return stream.ids[prefix.length : prefix.length + PIECE]
+        begin = [stream for stream in streams if len(stream.ids) == self.end.length]
+        return begin, [stream for stream in streams if len(stream.ids) > self.end.length]
 
 
 def states_before(prompts: list[Prompt]) -> HeadraceCache:
@@ -175,7 +167,6 @@ class Engine:
         self.arrivals: SimpleQueue[tuple[Stream, ...]] = SimpleQueue()
         self.prompts: deque[Prompt] = deque()  # of which one piece is left
         self.long: deque[Prompt] = deque()
-        self.reading: dict[tuple[Prefix, Tokens], Prompt] = {}  # those above and those that are processed, by piece
         self.ready: list[tuple[Stream, Saved, Tensor]] = []  # whose whole prompts are kept, with states and logits
         self.batches: list[Batch] = []
         self.resumed = inf  # when the piece of a long prompt that is processed has gone on; inf: there is none
@@ -244,9 +235,10 @@ class Engine:
         self.batches = [batch for batch in self.batches if batch.streams]
 
     def _arrive(self, streams: tuple[Stream, ...]) -> None:
-        alone = Prefix()
+        alone: dict[Tokens, Prefix] = {}
         for stream in streams:
-            self._queue(stream, self.prefixes.root if self._shares(stream) else alone, None)
+            root = self.prefixes.root if self._shares(stream) else alone.setdefault(stream.ids, Prefix())
+            self._queue(stream, root, None)
 
     def _shares(self, stream: Stream) -> bool:
         """Whether a stream may go on from kept states. A prompt whose tokens are scored is read from its start."""
@@ -255,32 +247,25 @@ class Engine:
     def _queue(self, stream: Stream, prefix: Prefix, states: HeadraceCache | Saved | None) -> None:
         """Puts a stream behind the longest prefix of its prompt that is kept, or that others are about to read. states:
         those after `prefix`, of this stream alone or saved."""
-        known, reading = prefix, None
+        known, reader = prefix, None
         for longer in prefix.of(stream.ids):
-            whole = longer.length == len(stream.ids)
-            if longer.saved and longer.length > known.length and not (whole and longer.logits is None):
-                known = longer
-            other = self.reading.get((longer, piece_of(stream, longer)))
-            if other and (reading is None or other.end > reading.end):
-                reading = other
-        if reading and reading.end > known.length:
-            stream.cached += reading.prefix.length - prefix.length
-            reading.streams.append(stream)
+            kept = longer.saved and (longer.length < len(stream.ids) or longer.logits is not None)
+            if longer.length > known.length and (kept or longer.reader):
+                known, reader = longer, None if kept else longer.reader
+        stream.cached += (reader.prefix if reader else known).length - prefix.length
+        if reader:
+            reader.streams.append(stream)
             return
         if known is not prefix:
-            stream.cached += known.length - prefix.length
             states = known.saved
             self.prefixes.use(known)
-        if known.length < len(stream.ids):
-            self._enqueue(Prompt(stream, known, states))
-        else:
+        if known.length == len(stream.ids):
             assert isinstance(states, Saved) and known.logits is not None
             stream.prefix = known
             self.ready.append((stream, states, known.logits))
-
-    def _enqueue(self, prompt: Prompt) -> None:
-        self.reading[prompt.key] = prompt
-        (self.prompts if prompt.is_last else self.long).append(prompt)
+        else:
+            prompt = Prompt(stream, known, states)
+            (self.prompts if prompt.is_last else self.long).append(prompt)
 
     def _short(self) -> list[Prompt]:
         """The next prompts that one call takes: one, or several of at most PIECE tokens together, of which all begin or
@@ -315,7 +300,7 @@ class Engine:
         for prompt in prompts:
             prompt.streams = [stream for stream in prompt.streams if not stream.gone.is_set()]
             if not prompt.streams:
-                del self.reading[prompt.key]
+                prompt.end.reader = None
         prompts = [prompt for prompt in prompts if prompt.streams]
         if len(prompts) > 1:
             self._guarded(self._read_together, prompts, [stream for prompt in prompts for stream in prompt.streams])
@@ -327,7 +312,7 @@ class Engine:
             cache, tokens = states_before([prompt]), torch.tensor([prompt.tokens], device=self.model.device)
             logits = self.model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=prompt.kept).logits
         finally:
-            del self.reading[prompt.key]
+            prompt.end.reader = None
         self._pass_on_read([prompt], logits, cache)
 
     def _read_together(self, prompts: list[Prompt]) -> None:
@@ -339,7 +324,7 @@ class Engine:
                 self._read([prompt])
         else:
             for prompt in prompts:
-                del self.reading[prompt.key]
+                prompt.end.reader = None
             self._pass_on_read(prompts, logits, cache)
 
     def _packed(self, prompts: list[Prompt]) -> tuple[Iterable[Tensor], HeadraceCache]:
@@ -358,14 +343,14 @@ class Engine:
         the others are queued. logits: of each prompt, [kept, vocabulary]."""
         begun: list[tuple[int, Stream, Tensor]] = []  # the sequence in the cache, and the logits of the first token
         for row, (prompt, part) in enumerate(zip(prompts, logits, strict=True)):
-            prefix, states = prompt.prefix.then(prompt.tokens), None
+            states = None
             begin, go_on = prompt.pass_on(part)
             if self._shares(prompt.streams[0]):
-                states = self.prefixes.keep(prefix, cache, row, part[-1:] if begin else None)
+                states = self.prefixes.keep(prompt.end, cache, row, part[-1:] if begin else None)
                 for stream in begin:
-                    stream.prefix = prefix
+                    stream.prefix = prompt.end
             for place, stream in enumerate(go_on):  # the first with the cache itself, if nothing else needs it
-                self._queue(stream, prefix, states if begin or place else cache)
+                self._queue(stream, prompt.end, states if begin or place else cache)
             begun += [(row, stream, part[-1:]) for stream in begin]
         if begun:
             rows, streams = [row for row, _, _ in begun], [stream for _, stream, _ in begun]

@@ -12,6 +12,7 @@ from ..hf.cache import HeadraceCache
 from ..layers.attention.attention import AttentionState
 
 Tokens = tuple[int, ...]
+PARTS = 32, 64, 96  # numbers of tokens after which a piece is divided, if others have begun like it
 
 
 class Saved(NamedTuple):
@@ -78,6 +79,8 @@ class Prefix:
         self.parent = parent
         self.length: int = len(tokens) + (parent.length if parent else 0)
         self.longer: dict[int, WeakValueDictionary[Tokens, Prefix]] = {}  # by the number of tokens of their pieces
+        self.parts: WeakValueDictionary[Tokens, Prefix] = WeakValueDictionary()  # the first tokens of these pieces
+        self.reader: Any = None  # what is about to read the piece
         self.saved: Saved | None = None
         self.logits: Tensor | None = None  # [1, vocabulary], of the next token, if a prompt has ended here
 
@@ -87,7 +90,15 @@ class Prefix:
         prefix = pieces.get(tokens)
         if prefix is None:
             prefix = pieces[tokens] = Prefix(self, tokens)
+            self.parts.update({tokens[:count]: prefix for count in PARTS if count < len(tokens)})
         return prefix
+
+    def cut(self, tokens: Tokens) -> Tokens:
+        """Returns the part of a piece with which another piece begins, or the piece."""
+        if tokens in self.longer.get(len(tokens), ()):
+            return tokens
+        parts = (tokens[:count] for count in reversed(PARTS) if count < len(tokens))
+        return next((part for part in parts if part in self.parts), tokens)
 
     def of(self, ids: Tokens) -> Iterator["Prefix"]:
         """Yields this prefix and all longer ones of a prompt."""
