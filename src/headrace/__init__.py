@@ -8,7 +8,7 @@ from .utils.errors import GateWarning, InputError
 from .utils.extras import require
 
 if TYPE_CHECKING:
-    from .hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM, HeadraceModel, load
+    from .hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM, HeadraceModel, Marks, load
     from .layers import Mixer
     from .layers.blocks.compiled import compile_blocks
     from .layers.quantized import quantize
@@ -40,6 +40,7 @@ _LAZY = {
     "HeadraceModel": "hf",
     "HeadraceForCausalLM": "hf",
     "HeadraceCache": "hf",
+    "Marks": "hf",
     "load": "hf",
 }
 
@@ -47,8 +48,8 @@ auto.install()
 del auto
 
 __all__ = [
-    "GateWarning", "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel", "InputError", "Mixer",
-    "backends", "compile_blocks", "context_parallel", "linear_attention", "load", "quantize", "register_mixer",
+    "GateWarning", "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel", "InputError", "Marks",
+    "Mixer", "backends", "compile_blocks", "context_parallel", "linear_attention", "load", "quantize", "register_mixer",
     "register_model", "register_task", "set_backend", "step", "tensor_parallel", "verify",
 ]  # fmt: skip
 

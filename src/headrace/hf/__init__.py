@@ -7,8 +7,10 @@ require(__name__, "transformers")
 from .cache import HeadraceCache
 from .checkpoint import load
 from .config import HeadraceConfig
+from .marks import Marks
 from .model import HeadraceForCausalLM, HeadraceModel, HeadracePreTrainedModel
 
 __all__ = [
-    "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel", "HeadracePreTrainedModel", "load",
+    "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel", "HeadracePreTrainedModel", "Marks",
+    "load",
 ]  # fmt: skip

@@ -25,7 +25,8 @@ def is_plain_case(model: Any, config, model_kwargs: dict[str, Any]) -> bool:
     """Whether the generation is plain: from an empty cache, with tokens as its only output, no hooks."""
     usual = {"attention_mask", CACHE, "use_cache", "logits_to_keep"}
     cache, passed = model_kwargs.get(CACHE), {name for name, value in model_kwargs.items() if value is not None}
-    fresh = isinstance(cache, HeadraceCache) and cache.states is None and model_kwargs["use_cache"] and passed <= usual
+    empty = isinstance(cache, HeadraceCache) and not cache.is_initialized
+    fresh = empty and model_kwargs["use_cache"] and passed <= usual
     more = config.return_dict_in_generate or config.is_assistant or config.prefill_chunk_size
     return bool(fresh and not more and is_plain(model, type(model)))
 
@@ -50,8 +51,10 @@ def graphed_step(model: Any, cache: HeadraceCache, token: Tensor) -> Step:
     graph = GraphedStep(lambda *inputs: _next(model, *inputs), token[:, None], cache.states)
 
     def run(token: Tensor) -> Tensor:
-        cache.columns += 1
-        return graph(token[:, None])
+        cache.begin()
+        logits = graph(token[:, None])
+        cache.advance(1, token)
+        return logits
 
     return run
 
