@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..hf.cache import HeadraceCache
+from ..hf.marks import copied, is_growing
 from ..layers.attention.attention import AttentionState
+from ..utils.errors import InputError
 
 Tokens = tuple[int, ...]
 PARTS = 32, 64, 96  # numbers of tokens after which a piece is divided, if others have begun like it
@@ -27,7 +29,7 @@ class Saved(NamedTuple):
     def of(cls, cache: HeadraceCache, row: int, length: int, before: "Saved | None") -> "Saved":
         """Copies the states of one sequence of a cache."""
         states = cache.states or []
-        if not any(isinstance(state, AttentionState) for state in states):
+        if not any(map(is_growing, states)):
             before = None  # the states are whole
         return cls([_copy(state, row, before.length if before else 0) for state in states], length, before)
 
@@ -43,7 +45,7 @@ class Saved(NamedTuple):
         while path[-1].before is not None:
             path.append(path[-1].before)
         pieces = zip(*(saved.states for saved in reversed(path)), strict=True)
-        return [_joined(states, 1) if isinstance(states[-1], AttentionState) else states[-1] for states in pieces]
+        return [_joined(states, 1) if is_growing(states[-1]) else states[-1] for states in pieces]
 
 
 def joined(several: Sequence[list[Any]], columns: int) -> HeadraceCache:
@@ -55,13 +57,11 @@ def joined(several: Sequence[list[Any]], columns: int) -> HeadraceCache:
 
 def _copy(state: Any, row: int, start: int) -> Any:
     """Copies one sequence's state, and of keys and values those from `start` on."""
-    if state is None:
-        return None
-    if isinstance(state, AttentionState):
+    if is_growing(state):
         assert state.valid is None  # the server has no padding
         k, v = (x[row : row + 1, start:].clone() for x in state[:2])
         return AttentionState(k, v)
-    return type(state)(*(None if x is None else x[row : row + 1].clone() for x in state))
+    return copied(state, lambda x: x[row : row + 1].clone())
 
 
 def _joined(states: Sequence[Any], dim: int) -> Any:
@@ -149,6 +149,16 @@ class PrefixCache:
         prefix.saved = prefix.logits = None
         self.bytes -= size
         self.evictions += 1
+
+
+@torch.inference_mode()
+def check_room(model: Any, capacity: int) -> None:
+    """Raises InputError for a capacity that no state of the model fits in. 0 is none."""
+    cache = HeadraceCache()
+    logits = model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache).logits
+    size = Saved.of(cache, 0, 1, None).nbytes + logits.nbytes
+    if 0 < capacity < size:
+        raise InputError(f"--prefix-cache={capacity} bytes; a state of this model needs {size}; expected more, or 0")
 
 
 def unsupported_reason(model: nn.Module) -> str | None:

@@ -29,7 +29,7 @@ from ..utils.errors import InputError
 from .engine import Engine, Piece
 from .logprobs import Logprobs
 from .metrics import Metrics
-from .prefix import PrefixCache, unsupported_reason
+from .prefix import PrefixCache, check_room, unsupported_reason
 from .requests import Chat, Completion, Refused
 from .sampling import Score
 from .text import text_of
@@ -361,6 +361,7 @@ def application(
     if limits.prefix_cache and (reason := unsupported_reason(model)):
         print(f"without a prefix cache: {reason}", file=sys.stderr)
         limits = replace(limits, prefix_cache=0)
+    check_room(model, limits.prefix_cache)
     tokenizer, decoder = read_tokenizer(checkpoint), read_tokenizer(checkpoint)
     service = Service(name or str(checkpoint), model, (tokenizer, decoder), limits)
     chats = no_chat if tokenizer.chat_template is None else Answers(service, Chat)
