@@ -35,10 +35,15 @@ class GPU(NamedTuple):
         if torch.version.hip is None:
             # On Hopper, Triton before 3.7.1 miscompiles products of a transposed tile that was loaded for another one.
             large = stages > 1 and about.major < 10
-            keeps = large and (about.major < 9 or TorchVersion(triton.__version__) >= "3.7.1")
+            keeps = large and (about.major < 9 or _at_least(triton.__version__, "3.7.1"))
             return cls(False, about.major in (9, 10), stages, large, keeps)
         rounded = "tf32" if about.gcnArchName.startswith("gfx942") else "ieee"
         return cls(True, False, stages, rounded=rounded, exact="ieee")
+
+
+@cache
+def _at_least(version: str, wanted: str) -> bool:
+    return TorchVersion(version) >= wanted
 
 
 @cache
