@@ -1,5 +1,6 @@
 """The cache of a headrace model between forward passes, with the interface of transformers' caches."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from .record import Record
 
 # What transformers calls the cache in arguments and outputs: "cache" from 5.24 on, "past_key_values" before.
 NAME = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+CROP_REMOVES = "tokens_to_remove" in inspect.signature(Cache.crop).parameters
 # Why tokens are not kept.
 ELSEWHERE = "were read elsewhere, and their states set"
 EMBEDDED = "were read from embeddings, which are kept only with `marks`"
@@ -50,6 +52,7 @@ class HeadraceCache(Cache):
         self.pending = 0  # number of last columns that the states do not cover
         self._record = Record()
         self._marks: list[Mark] = []
+        self._due: set[int] = set()  # columns to mark when they are read
         self._floor = 0  # the first column that a crop of keys and values reaches
 
     @property
@@ -77,14 +80,14 @@ class HeadraceCache(Cache):
 
     def begin(self) -> None:
         """Makes the mark that is due at the present column. To be called before the states change."""
-        if self.marks is not None and self._states is not None and not self.pending:
+        if (self._due or self.marks is not None) and self._states is not None and not self.pending:
             self.pause(self._states, 0)
 
     def ends(self, columns: int) -> list[int]:
         """Returns where the pieces end in which pending and further columns are read, so that marks can be made
         between them."""
         policy, total, start = self.marks or Marks(), self.pending + columns, self.columns - self.pending
-        ends = {total}
+        ends = {total, *(c - start for c in self._due if start < c < start + total)}
         if policy.every is not None:
             ends |= {c - start for c in range(start - start % policy.every, start + total, policy.every) if c > start}
         if policy.carry is not None and self.pending > policy.carry:
@@ -93,9 +96,10 @@ class HeadraceCache(Cache):
 
     def pause(self, states: list[Any], columns: int) -> None:
         """Makes the mark that is due after further columns, pending ones included. states: those there."""
-        assert self.marks is not None
-        column, every = self.columns - self.pending + columns, self.marks.every
-        self._add_mark(column, states, "recent" if every is None or column % every else "every")
+        column, every = self.columns - self.pending + columns, (self.marks or Marks()).every
+        kind = "own" if column in self._due else "every" if every is not None and column % every == 0 else "recent"
+        self._due.discard(column)
+        self._add_mark(column, states, kind)
 
     def resumed(
         self, x: Tensor, mask: Tensor | None, embed: Callable[[Tensor], Tensor]
@@ -140,15 +144,25 @@ class HeadraceCache(Cache):
 
     # --- going back --------------------------------------------------------------------------------------------------
 
-    def mark(self) -> int:
-        """Keeps the states of this column until the cache goes back behind it, and returns the column. A mark copies
-        the states, but for the keys and values of softmax attention.
+    def mark(self, column: int | None = None) -> int:
+        """Keeps the states of a column until the cache goes back behind it, and returns the column. A mark copies the
+        states, but for the keys and values of softmax attention.
 
-        Raises InputError while tokens are pending."""
-        self._refuse_pending("a mark needs their states")
-        if self._states is not None:
-            self._add_mark(self.columns, self._states, "own")
-        return self.columns
+        Args:
+            column: one that the states do not cover yet, which is marked when it is read; None: the present one.
+
+        Raises:
+            InputError: for a column that is covered, and for the present one while tokens are pending.
+        """
+        if column is None:
+            self._refuse_pending("a mark needs their states")
+            if self._states is not None:
+                self._add_mark(self.columns, self._states, "own")
+            return self.columns
+        covered = self.columns - self.pending
+        require(column > covered, f"mark({column}) of a cache that covers {covered} columns; expected a later column")
+        self._due.add(column)
+        return column
 
     def rewind(self, columns: int) -> None:
         """Forgets the last columns, and the marks in them.
@@ -187,9 +201,10 @@ class HeadraceCache(Cache):
         return True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As in transformers: removes the last −tokens_to_remove columns; a positive number is the one of columns to
-        keep at most, as in earlier versions of transformers. Raises InputError as `rewind` does."""
-        self.rewind(-tokens_to_remove if tokens_to_remove <= 0 else max(self.columns - tokens_to_remove, 0))
+        """As in transformers: removes the last −tokens_to_remove columns. A positive number is the one of columns to
+        keep at most, and so is 0 in earlier versions of transformers. Raises InputError as `rewind` does."""
+        removes = tokens_to_remove < 0 or (tokens_to_remove == 0 and CROP_REMOVES)
+        self.rewind(-tokens_to_remove if removes else max(self.columns - tokens_to_remove, 0))
 
     def _add_mark(self, column: int, states: list[Any], kind: str) -> None:
         policy, needed = self.marks or Marks(), state_bytes(states)

@@ -43,7 +43,7 @@ class HeadracePreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["HeadraceBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
-    _is_stateful = True
+    _is_stateful = False
     _keep_in_fp32_modules_strict = ["choice_bias", "mlp.router"]  # noqa: RUF012
 
     def _init_weights(self, module: nn.Module) -> None:
