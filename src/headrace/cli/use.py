@@ -1,6 +1,7 @@
 """Use: generate, serve, convert, export, retrofit."""
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -135,6 +136,13 @@ def serve(
             "refused."
         ),
     ] = 256,
+    prefix_cache: Annotated[
+        str,
+        typer.Option(
+            help="Memory for the states of prompts, from which prompts with the same beginning go on, such as 256MB or "
+            "2GB. 0: none."
+        ),
+    ] = "256MB",
     device: Device = None,
     name: Annotated[
         str | None, typer.Option(help=r"Name of the model in requests. \[default: the path of the checkpoint]")
@@ -159,8 +167,17 @@ def serve(
     for what, value in limits.items():
         if value < 1:
             raise InputError(f"--max-{what}={value}; expected at least 1")
+    within = Limits(max_prompt_tokens, max_tokens, max_requests, _bytes("--prefix-cache", prefix_cache))
     with interruptible("the server has ended"):
-        run(checkpoint, host, port, Limits(*limits.values()), device, name=name, hosts=allow_host or ())
+        run(checkpoint, host, port, within, device, name=name, hosts=allow_host or ())
+
+
+def _bytes(option: str, size: str) -> int:
+    """Returns the number of bytes of a size such as 256MB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kB|MB|GB)|0", size)
+    if match is None:
+        raise InputError(f"{option}={size!r}; expected a number of kB, MB or GB, such as 256MB, or 0")
+    return int(float(match[1] or 0) * {"kB": 10**3, "MB": 10**6, "GB": 10**9, None: 0}[match[2]])
 
 
 @contextmanager
