@@ -16,10 +16,9 @@ from .call import Call
 from .checks import as_bounds, check_form, check_rule, check_shapes, require
 
 # In order of preference: "auto" takes the first backend that is available and does not refuse the arguments. Inside
-# torch.onnx.export that is onnx, on a CPU native or torch, on a GPU fla or torch. No GPU has run the kernels of triton
-# yet, so they run on request only.
+# torch.onnx.export that is onnx, on a CPU native or torch, on a Hopper GPU triton, on another GPU fla or torch.
 BACKENDS: dict[str, Backend] = {
-    "onnx": onnx_op.BACKEND, "native": native_op.BACKEND, "fla": fla_op.BACKEND, "triton": triton_op.BACKEND,
+    "onnx": onnx_op.BACKEND, "native": native_op.BACKEND, "triton": triton_op.BACKEND, "fla": fla_op.BACKEND,
     "torch": torch_op.BACKEND,
 }  # fmt: skip
 
@@ -137,8 +136,10 @@ def choose(operation: str, name: str, *arguments: Any) -> Any:
     Raises InputError if the named backend cannot compute it, or if there is no such backend."""
     if name == "auto":
         for backend in BACKENDS.values():
-            kernel = None if backend.on_request else getattr(backend, operation)
-            if kernel is not None and backend.missing() is None and kernel.unsupported_reason(*arguments) is None:
+            kernel = getattr(backend, operation)
+            if kernel is None or backend.missing() is not None or backend.on_request(*arguments):
+                continue
+            if kernel.unsupported_reason(*arguments) is None:
                 return kernel
         raise InputError(f"no backend has {operation} for these arguments")
     reason = unavailable(name, operation) or (kernel := getattr(_named(name), operation)).unsupported_reason(*arguments)

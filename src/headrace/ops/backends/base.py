@@ -35,7 +35,8 @@ class Backend(NamedTuple):
     about: Callable[[], str]  # returns the backend's version
     linear_attention: Kernel  # (call) -> (out, final state); differentiable
     step: Kernel | None = None  # (call without token dimension, bonus, normalise, in_place) -> (out, state)
-    on_request: bool = False  # whether only its name chooses it, and "auto" does not
+    # Returns whether only its name chooses the backend for these arguments of an operation, and "auto" does not.
+    on_request: Callable[..., bool] = lambda *arguments: False
 
 
 OPERATIONS = Backend._fields[2:4]

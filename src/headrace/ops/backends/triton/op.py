@@ -56,6 +56,16 @@ def _backward(d_out: Tensor, d_final: Tensor, call: Call, kept: Any, wanted: Any
     return _chunks_backward(d_out, d_final, call, wanted[3])
 
 
+def _ran_on(device: torch.device) -> bool:
+    """Whether GPUs of this kind have run the kernels: Hopper (an H200) has; the others' code is compiled only."""
+    about: Any = torch.cuda.get_device_properties(device)
+    return torch.version.hip is None and about.major == 9
+
+
+def _on_request(call: Call, *_: Any) -> bool:
+    return not (call.v.is_cuda and _ran_on(call.v.device))
+
+
 def _about() -> str:
     import triton
 
@@ -112,5 +122,5 @@ BACKEND = Backend(
     about=_about,
     linear_attention=Kernel(register("triton", KEY, _forward, _backward, [], lambda call: ()), unsupported_reason),
     step=Kernel(_step, _unsupported_step),
-    on_request=True,
+    on_request=_on_request,
 )
