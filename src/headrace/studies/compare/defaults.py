@@ -89,15 +89,7 @@ SPANS = replace(
 # One layer, and permutations that are swaps: what one reflection per token can do (arXiv 2411.12537).
 PARITY = Plan(
     "parity",
-    (
-        "transformer",
-        "gla",
-        "softmax-gla",
-        "deltanet",
-        "negative-deltanet",
-        "gated-deltanet",
-        "negative-gated-deltanet",
-    ),
+    ("transformer", "gla", "deltanet", "negative-deltanet", "negative-gated-deltanet"),
     tasks.Parity(),
     Shape(layers=1, heads=4),
     ArmRecipe(steps=600, lr=3e-3),
@@ -106,12 +98,13 @@ PARITY = Plan(
 MODULAR_COUNTING = replace(
     PARITY,
     name="modular-counting",
+    mixers=("gla", "negative-deltanet", "negative-gated-deltanet"),
     task=tasks.ModularCounting(modulus=3),
     shape=Shape(layers=2, heads=4),
     recipe=ArmRecipe(steps=1000, lr=1e-2),
 )
-S3 = replace(PARITY, name="s3", task=tasks.S3(moved=2))
-S5 = replace(PARITY, name="s5", task=tasks.S5(moved=2))
+S3 = replace(PARITY, name="s3", task=tasks.S3(moved=2), recipe=replace(PARITY.recipe, lr=1e-2))
+S5 = replace(PARITY, name="s5", task=tasks.S5(moved=2), recipe=replace(PARITY.recipe, lr=1e-2))
 FLIP_FLOP = replace(PARITY, name="flip-flop", task=tasks.FlipFlop(length=32))
 DYCK = replace(PARITY, name="dyck", task=tasks.Dyck(length=32))
 PLANS = (
