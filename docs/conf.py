@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 # the package studies; the extensions of this folder; the tables of studies
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent), str(ROOT / "benchmarks")]
 
-from kernels import fork_kernels  # noqa: E402
+from forked_kernels import fork_kernels  # noqa: E402
 
 
 def sources() -> str:

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 COLOURS = {"FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE"}  # which Jupyter sets for its own display
-SERVER = os.environ.get("HEADRACE_DOCS_COMMANDS")  # the address of kernels.serve
+SERVER = os.environ.get("HEADRACE_DOCS_COMMANDS")  # the address of forked_kernels.serve
 
 
 def sh(line: str, cell: str) -> None:

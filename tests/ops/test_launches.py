@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import dry
-from headrace import Mixer, linear_attention
+from headrace import Mixer, backends, linear_attention
 from headrace.ops.backends.triton import block_sizes
 from peers import FAMILIES
 
@@ -128,6 +128,12 @@ def test_kernels_fit_with_64_channels():
     found = launches("sm_90", "gated-delta", K=64)
     assert all(x.code.stack == 0 for x in found)
     assert all(x.code.macs <= 5 * 64**3 for x in found if "scan" in x.kernel)
+
+
+@pytest.mark.parametrize(("gpu", "takes"), [("sm_80", False), ("sm_90", True), ("sm_100", False), ("gfx942", False)])
+def test_auto_takes_the_kernels_on_gpus_that_have_run_them(gpu, takes):
+    with dry.gpu(gpu):
+        assert (backends(**FAMILIES["scalar"].inputs()) == "triton") == takes
 
 
 @pytest.mark.parametrize("name", ["gated-deltanet", "softmax-gated-deltanet"])

@@ -40,10 +40,6 @@ class GPU(NamedTuple):
         rounded = "tf32" if about.gcnArchName.startswith("gfx942") else "ieee"
         return cls(True, False, stages, rounded=rounded, exact="ieee")
 
-    @property
-    def hopper(self) -> bool:
-        return self.wide and self.large
-
 
 @cache
 def _at_least(version: str, wanted: str) -> bool:
@@ -70,16 +66,13 @@ def block_sizes(
     if not half:  # tiles of as many numbers would not fit into shared memory
         gpu = gpu._replace(wide=False, stages=1, keeps=False)
     if kernel == "prepare":
-        few = gpu.hopper or not vector  # measured on an H200, here and below
-        stages = 1 if vector and gpu.hopper else gpu.stages
-        return {"BK": min(BK, 32 if vector else 64), "num_warps": 4 if few else 8, "num_stages": stages}
+        return {"BK": min(BK, 32 if vector else 64), "num_warps": 8 if vector else 4, "num_stages": gpu.stages}
     if kernel == "gradients":
         most = 16 if vector or gpu.amd or not rounded else 64 if gpu.wide else 32
         # A loop of one block would be unrolled, and its products would be a chain (parts.isolated_dot).
         most = max(16, min(BK // 2, most))
-        stages = 1 if vector or gpu.hopper else gpu.stages
-        warps = 4 if gpu.hopper else 8
-        return {"BK": most, "BV": block(V, 64 if half else 32), "num_warps": warps, "num_stages": stages}
+        stages = 1 if vector else gpu.stages
+        return {"BK": most, "BV": block(V, 64 if half else 32), "num_warps": 8, "num_stages": stages}
     first, second = tiles(K) if gpu.wide else (BK, 0)  # elsewhere a second tile spills kilobytes
     large = gpu.large and (kernel == "states" or not delta)
     widest = 64 if gpu.wide and (BK <= 128 or large) else 32 if BK <= 128 or half else 16

@@ -86,5 +86,5 @@ def fork_kernels() -> None:
     os.environ["HEADRACE_DOCS_COMMANDS"] = str(listener.address)
     Thread(target=serve, args=(listener,), daemon=True).start()
     factory = KernelProvisionerFactory.instance()
-    factory.provisioners["forked"] = EntryPoint("forked", "kernels:Forked", factory.GROUP_NAME)
+    factory.provisioners["forked"] = EntryPoint("forked", "forked_kernels:Forked", factory.GROUP_NAME)
     factory.default_provisioner_name = "forked"
