@@ -67,6 +67,7 @@ MISTAKES = {
     "serve notes --max-prompt-tokens 0": "--max-prompt-tokens=0; expected at least 1",
     "serve notes --max-tokens 0": "--max-tokens=0; expected at least 1",
     "serve notes --max-requests 0": "--max-requests=0; expected at least 1",
+    "serve notes --prefix-cache 9": "--prefix-cache='9'; expected a number of kB, MB or GB, such as 256MB, or 0",
     "train laptop-1m tokens=20480 --dry-run": "expected fewer than tokens=20480; add warmup_tokens=1024",
     "compare --heads 7": "num_heads=7 does not divide",
     "compare --mixers bahdanau": "'bahdanau' cannot train on --task pair",

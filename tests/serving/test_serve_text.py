@@ -9,6 +9,7 @@ import torch
 from headrace.data.tokenizer import byte_level
 from headrace.serving.engine import Piece, Stream
 from headrace.serving.metrics import Metrics
+from headrace.serving.prefix import PrefixCache
 from headrace.serving.sampling import Draw, Sampling
 from headrace.serving.text import Text
 
@@ -55,7 +56,7 @@ def test_stop_string_at_the_last_token_is_the_finish_reason():
 
 
 def test_metrics_sum_over_streams():
-    metrics = Metrics(lambda: 2, lambda: 1)
+    metrics = Metrics(lambda: 2, lambda: 1, PrefixCache(0))
     for prompt, pieces in ((7, (1, 4)), (5, (3,))):
         clock = metrics.stream(prompt)
         for tokens in pieces:

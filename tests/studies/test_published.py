@@ -387,6 +387,17 @@ def test_the_table_of_the_server_is_that_of_its_rows(first, load):
     assert expected in table_rows(first)
 
 
+@pytest.mark.parametrize("load", ["a new prefix of 512 tokens", "the same prefix again"])
+@pytest.mark.parametrize("server", ["headrace", "headrace --prefix-cache 0"])
+def test_the_table_of_the_prefix_cache_is_that_of_its_rows(load, server):
+    rows = csv_rows(RESULTS / "serving.csv")
+    row = [row for row in rows if (row["load"], row["server"]) == (f"64 streams, {load}", server)][-1]
+    first, rate = [f"{float(row[name]):,.0f}" for name in ("first_p50", "first_p99")], row["hit_rate"]
+    own = [f"{float(row['tokens_per_second']):,.0f}", ", ".join(first), f"{100 * float(rate):.1f} %" if rate else ""]
+    name = load if server == "headrace" else f"{load}, without the cache"
+    assert [*own, f"{float(row['memory']):,.0f}"] in table_rows(name)
+
+
 # --- defaults --------------------------------------------------------------------------------------------------------
 RUNS = read(RESULTS / "defaults.csv")
 SEARCHED = [run for run in RUNS if "-lr-" in run["comparison"]]

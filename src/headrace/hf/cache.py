@@ -1,5 +1,6 @@
 """The cache of a headrace model between forward passes, with the interface of transformers' caches."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,52 +12,247 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from ..layers.linear.token import MixerState
 from ..ops.checks import require
 from ..utils.errors import InputError
+from .marks import Mark, Marks, can_crop, copied, crop, mark, state_bytes, thinned
+from .record import Record
 
 # What transformers calls the cache in arguments and outputs: "cache" from 5.24 on, "past_key_values" before.
 NAME = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+CROP_REMOVES = "tokens_to_remove" in inspect.signature(Cache.crop).parameters
+# Why tokens are not kept.
+ELSEWHERE = "were read elsewhere, and their states set"
+EMBEDDED = "were read from embeddings, which are kept only with `marks`"
+PACKED = "were read as packed sequences"
 
 
 class HeadraceCache(Cache):
     """The states of all layers, and the number of input columns that the states cover, padding included.
 
+    The cache also keeps the tokens that it has read, so that it can go back: `rewind` forgets the last columns. A state
+    of one size does not have earlier states, so the cache goes back to a mark (`mark`, or those that `marks` asks for;
+    column 0 is always one), and the tokens from there on are *pending*: the model reads them with those of the next
+    call. Keys and values of softmax attention are cropped.
+
     transformers' DynamicCache is not used, because it drops the state of a recurrence without a convolution and rounds
     states to the precision of the first one written. The states belong to the cache and may be updated in place; to
     continue twice from the same state, copy the cache with copy.deepcopy.
+
+    Args:
+        marks: which marks the cache makes by itself; None: none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, marks: Marks | None = None) -> None:
         super().__init__(layers=[])
+        self.marks = marks
         self.reset()
 
     def reset(self) -> None:
         """Forgets all states, as before the first token."""
-        self.states: list[Any] | None = None  # the state of a layer is None before its first token
+        self._states: list[Any] | None = None  # the state of a layer is None before its first token
         self.columns = 0
+        self.pending = 0  # number of last columns that the states do not cover
+        self.drafts: list[tuple[int, int]] = []  # (proposed, accepted) tokens of each call of assisted generation
+        self._record = Record()
+        self._marks: list[Mark] = []
+        self._due: set[int] = set()  # columns to mark when they are read
+        self._floor = 0  # the first column that a crop of keys and values reaches
 
-    def replace(self, states: list[Any], columns: int) -> None:
-        """Replaces the states by those after `columns` more columns. The cache takes ownership of the new states."""
-        held = {id(state) for state in self.states or ()}
-        self.states = [state if id(state) in held else _unshared(state) for state in states]
-        self.columns += columns
+    @property
+    def states(self) -> list[Any] | None:
+        """The states of all layers; None before the first token. Raises InputError while tokens are pending."""
+        self._refuse_pending("the states do not cover them")
+        return self._states
+
+    @states.setter
+    def states(self, states: list[Any] | None) -> None:
+        self._states, self.pending = states, 0
+        self._forget(ELSEWHERE)
+
+    @property
+    def marked(self) -> list[int]:
+        """The columns of the marks, in order. Column 0 is always marked."""
+        return [0, *(m.column for m in self._marks)]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that a mark of the present states needs."""
+        return state_bytes(self._states or [])
+
+    @property
+    def mark_bytes(self) -> int:
+        """Bytes that the marks need in addition to the states."""
+        return sum(m.bytes for m in self._marks)
+
+    # --- going forward -----------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Makes the mark that is due at the present column. To be called before the states change."""
+        if (self._due or self.marks is not None) and self._states is not None and not self.pending:
+            self.pause(self._states, 0)
+
+    def ends(self, columns: int) -> list[int]:
+        """Returns where the pieces end in which pending and further columns are read, so that marks can be made
+        between them."""
+        policy, total, start = self.marks or Marks(), self.pending + columns, self.columns - self.pending
+        ends = {total, *(c - start for c in self._due if start < c < start + total)}
+        if policy.every is not None:
+            ends |= {c - start for c in range(start - start % policy.every, start + total, policy.every) if c > start}
+        if policy.carry is not None and self.pending > policy.carry:
+            ends.add(self.pending)
+        return sorted(ends)
+
+    def pause(self, states: list[Any], columns: int) -> None:
+        """Makes the mark that is due after further columns, pending ones included. states: those there."""
+        column, every = self.columns - self.pending + columns, (self.marks or Marks()).every
+        kind = "own" if column in self._due else "every" if every is not None and column % every == 0 else "recent"
+        self._due.discard(column)
+        self._add_mark(column, states, kind)
+
+    def resumed(
+        self, x: Tensor, mask: Tensor | None, embed: Callable[[Tensor], Tensor]
+    ) -> tuple[list[Any] | None, Tensor, Tensor | None]:
+        """Returns (the states before pending tokens, x [B, T, D] with their embeddings before it, the mask of both)."""
+        if not self.pending:
+            return self._states, x, mask
+        calls = self._record.between(self.columns - self.pending, self.columns)
+        if mask is not None or any(call.mask is not None for call in calls):
+            own = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
+            mask = torch.cat([*(call.padding(len(x)) for call in calls), own], 1)
+        return self._states, torch.cat([*(call.embedded(embed) for call in calls), x], 1), mask
+
+    def replace(
+        self, states: list[Any], columns: int, tokens: Tensor | str = ELSEWHERE, mask: Tensor | None = None
+    ) -> None:
+        """Replaces the states by those after the pending columns and `columns` more. The cache takes ownership of the
+        new states. tokens, mask: as in `advance`."""
+        held = {id(state) for state in self._states or ()}
+        self._states = [state if id(state) in held else _unshared(state) for state in states]
+        self.advance(columns, tokens, mask)
+
+    def advance(self, columns: int, tokens: Tensor | str, mask: Tensor | None = None) -> None:
+        """Notes that the states cover the pending columns and `columns` more.
+
+        Args:
+            tokens: ids [B, columns], or [B] of one column, or embeddings [B, columns, D], of which the cache keeps a
+                copy; or why it cannot go back behind these columns, as a sentence about "columns … to …".
+            mask: [B, columns], bool; False marks padding.
+        """
+        start, self.columns, self.pending = self.columns, self.columns + columns, 0
+        if isinstance(tokens, str):
+            self._forget(tokens)
+        elif not torch.compiler.is_compiling():
+            kept = EMBEDDED if self.marks is None and tokens.is_floating_point() else tokens.clone()
+            self._record.add(start, self.columns, kept, None if mask is None else mask.clone())
+
+    def drop_marks(self) -> None:
+        """Drops the marks, and crops no keys and values behind this column. For a call that gives those of earlier
+        columns other places."""
+        self._marks, self._floor = [], self.columns
+
+    # --- going back --------------------------------------------------------------------------------------------------
+
+    def mark(self, column: int | None = None) -> int:
+        """Keeps the states of a column until the cache goes back behind it, and returns the column. A mark copies the
+        states, but for the keys and values of softmax attention.
+
+        Args:
+            column: one that the states do not cover yet, which is marked when it is read; None: the present one.
+
+        Raises:
+            InputError: for a column that is covered, and for the present one while tokens are pending.
+        """
+        if column is None:
+            self._refuse_pending("a mark needs their states")
+            if self._states is not None:
+                self._add_mark(self.columns, self._states, "own")
+            return self.columns
+        covered = self.columns - self.pending
+        require(column > covered, f"mark({column}) of a cache that covers {covered} columns; expected a later column")
+        self._due.add(column)
+        return column
+
+    def rewind(self, columns: int) -> None:
+        """Forgets the last columns, and the marks in them.
+
+        The states are then those of the nearest mark, and the tokens from there on are `pending`: the next call reads
+        them too, and `model.settle` reads them at once. At a mark the states are bit-equal to those before. Of models
+        with softmax attention alone, no token is pending.
+
+        Raises:
+            InputError: for fewer than 0 or more columns than there are, and where tokens after the mark are not kept:
+                those of packs, embeddings without `marks`, states from elsewhere. The cache is then as before.
+        """
+        inside = not isinstance(columns, float) and 0 <= columns <= self.columns
+        require(inside, f"rewind({columns}) of a cache of {self.columns} columns; expected 0 to {self.columns}")
+        end = self.columns - int(columns)
+        covered = self.columns - self.pending
+        if end < covered:
+            covered = self._go_back(end)
+        self.columns, self.pending = end, end - covered
+        self._marks = [m for m in self._marks if m.column <= end]
+        self._record.cut(end)
+
+    def _go_back(self, end: int) -> int:
+        """Sets the states to earlier ones, and returns their column, at most `end`."""
+        at = next((m for m in reversed(self._marks) if m.column <= end), None)
+        start, states, covered = 0 if at is None else at.column, self._states or [], self.columns - self.pending
+        if start < end and self._floor <= end and can_crop(states):
+            self._states = crop(states, covered - end)
+            return end
+        self._record.between(start, end)
+        self._states = None if at is None else at.restored(states, covered - start)
+        return start
+
+    @property
+    def is_croppable(self) -> bool:
+        return True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As in transformers: removes the last −tokens_to_remove columns. A positive number is the one of columns to
+        keep at most, and so is 0 in earlier versions of transformers. Raises InputError as `rewind` does."""
+        removes = tokens_to_remove < 0 or (tokens_to_remove == 0 and CROP_REMOVES)
+        self.rewind(-tokens_to_remove if removes else max(self.columns - tokens_to_remove, 0))
+
+    def _add_mark(self, column: int, states: list[Any], kind: str) -> None:
+        policy, needed = self.marks or Marks(), state_bytes(states)
+        if column == 0 or (kind == "recent" and not policy.recent):
+            return
+        if self._marks and self._marks[-1].column == column:
+            self._marks[-1] = self._marks[-1].of(kind)
+            return
+        fits = kind == "own" or policy.bytes is None or needed <= policy.bytes
+        require(fits, f"Marks(bytes={policy.bytes}) has no room for a mark; expected at least {needed}, those of one")
+        self._marks = thinned([*self._marks, mark(column, states, kind)], policy, column)
+
+    def _forget(self, reason: str) -> None:
+        """Drops all marks and tokens. reason: why the cache cannot go back, as a sentence about "columns … to …"."""
+        self.drop_marks()
+        self._record = Record()
+        self._record.add(0, self.columns, reason)
+
+    def _refuse_pending(self, why: str) -> None:
+        if self.pending:
+            raise InputError(
+                f"{self.pending} tokens are pending after `rewind`, and {why}; call model.settle(cache) first"
+            )
+
+    # --- rows --------------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return len(self.states or [])
+        return len(self._states or [])
 
     @property
     def batch_size(self) -> int:
         """Number of sequences; −1 before the first token."""
-        return next((len(state[0]) for state in self.states or [] if state is not None), -1)
+        if self._states is None and self.pending:
+            return len(self._record.between(0, self.pending)[0].tokens)
+        return next((len(state[0]) for state in self._states or [] if state is not None), -1)
 
     @property
     def is_initialized(self) -> bool:
-        return self.states is not None
+        return self._states is not None or self.pending > 0
 
     @property
     def is_compileable(self) -> bool:
-        return False
-
-    @property
-    def is_croppable(self) -> bool:
         return False
 
     @property
@@ -65,11 +261,14 @@ class HeadraceCache(Cache):
         return [False]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Returns the number of input columns that the states cover; all layers have the same."""
+        """Returns the number of input columns that the states cover; all layers have the same. Pending ones count."""
         return self.columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1
+
+    def activate_past_recording(self) -> None:
+        """The cache always keeps what it needs to go back."""
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replaces the sequences by those with the indices beam_idx [B], as beam search does."""
@@ -85,23 +284,24 @@ class HeadraceCache(Cache):
 
     def append(self, other: "HeadraceCache") -> None:
         """Appends the sequences of another cache, which must not be used afterwards. The states have one size each:
-        those of recurrent layers."""
-        if self.states is None or other.states is None:
-            self.states, self.columns = self.states or other.states, max(self.columns, other.columns)
-            return
-        pairs = zip(self.states, other.states, strict=True)
-        self.states = [type(a)(*map(_joined, a, b)) for a, b in pairs]
+        those of recurrent layers. The marks of both are dropped, and the cache cannot go back behind this column, as
+        the sequences may have different lengths.
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Raises InputError: a recurrent state does not keep earlier states."""
-        raise InputError(
-            f"crop(tokens_to_remove={tokens_to_remove}) is not possible, as a recurrent state does not keep earlier "
-            "states; run the shorter sequence from its start"
-        )
+        Raises InputError while tokens are pending."""
+        mine, theirs = self.states, other.states
+        if mine is None or theirs is None:
+            if mine is None:
+                self._states, self.columns = theirs, other.columns
+                self._record, self._marks, self._floor = other._record, other._marks, other._floor
+            return
+        self._states = [type(a)(*map(_concatenated, a, b)) for a, b in zip(mine, theirs, strict=True)]
+        self._forget("were read before sequences of another cache were appended")
 
     def _change(self, function: Callable[[Tensor], Tensor]) -> None:
-        if self.states is not None:
-            self.states = [_changed(s, function) for s in self.states]
+        if self._states is not None:
+            self._states = [copied(s, function) for s in self._states]
+        self._marks = [m.changed(function) for m in self._marks]
+        self._record.change(function)
 
 
 def cache_argument(past_key_values: Any, cache: Any) -> HeadraceCache | None:
@@ -128,9 +328,5 @@ def _own_storage(x: Tensor | None) -> Tensor | None:
     return x if known and x.untyped_storage().nbytes() == x.nbytes else x.clone(memory_format=torch.contiguous_format)
 
 
-def _joined(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+def _concatenated(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return None if a is None or b is None else torch.cat([a, b])
-
-
-def _changed(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    return None if state is None else type(state)(*(function(x) if isinstance(x, Tensor) else None for x in state))

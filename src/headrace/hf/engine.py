@@ -67,23 +67,24 @@ class Engine:
         logits = self.native_step(model, tokens, cache)
         if logits is not None:
             return logits
-        x, states = model.model.backbone(model.model.embed_tokens(tokens[:, None]), cache.states, in_place=True)
-        cache.replace(states, 1)
-        return model.logits(x)
+        return model.logits(model.model(tokens[:, None], past_key_values=cache, use_cache=True).last_hidden_state)
 
     def native_step(self, model: Any, tokens: Tensor, cache: HeadraceCache) -> Tensor | None:
         """Returns the result of `step` by the native call, or None, and then does nothing."""
         program, _ = self.find(model)
+        if program is None or not tokens.is_cpu or cache.pending:
+            return None
         states, B = cache.states, len(tokens)
-        if program is None or not tokens.is_cpu or states is None or len(states) != len(program.layers):
+        if states is None or len(states) != len(program.layers):
             return None
         if any(type(state) is not MixerState for state in states):
             return None
         if (ready := program.take(states, B)) is None:
             return None  # the modules copy the states, or say what is wrong
+        cache.begin()
         last = len(program.operations) - 1
         logits = torch.empty(B, 1, program.operations[last].outputs)
         operations = (last,) if model.cap is None else (last - 1, last)
         ready.run(dict.fromkeys(operations, logits), tokens.to(torch.int64).contiguous())
-        cache.columns += 1
+        cache.advance(1, tokens)
         return logits.to(program.dtype(0))

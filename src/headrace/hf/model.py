@@ -3,6 +3,7 @@
 Dimensions: B batch, T tokens, D hidden size, N sequences (B, or those of a pack).
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from ..layers.base import Mixer
 from ..layers.blocks.block import Block
 from ..layers.blocks.stack import Backbone, initialise
 from ..layers.packing import flash_bounds, pack_rows, padding_mask, sequences
@@ -24,11 +26,13 @@ from ..ops.sequences import Sequences
 from ..utils.errors import InputError
 from ..utils.integrity import seal, unseal
 from .cache import NAME as CACHE
-from .cache import HeadraceCache, cache_argument
+from .cache import PACKED, HeadraceCache, cache_argument
 from .config import HeadraceConfig
 from .decoding import STATIC, check_graph, decode_loop, graphed_step, is_plain_case, step
+from .drafts import CARRY, count_drafts, draft_loop, is_draft, prepare_draft
 from .engine import Engine
 from .loss import experts_loss, token_loss
+from .marks import Marks
 from .weight_decay import leave_out
 
 
@@ -42,7 +46,7 @@ class HeadracePreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["HeadraceBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
-    _is_stateful = True
+    _is_stateful = False  # to transformers: a model whose cache cannot go back
     _keep_in_fp32_modules_strict = ["choice_bias", "mlp.router"]  # noqa: RUF012
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -135,22 +139,72 @@ class HeadraceModel(HeadracePreTrainedModel):
             use_cache = cache is not None or (self.config.use_cache and not self.training)
         if use_cache and cache is None:
             cache = HeadraceCache()
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
-        hidden: list[Tensor] | None = [] if output_hidden_states else None
-        past = None if cache is None else cache.states
-        in_place = use_cache and not torch.is_grad_enabled()  # here, as a reentrant checkpoint disables grad in layers
-        if in_place and hidden is None and pack is None:
-            last, states = self.backbone.prefill(x, past, mask, in_place)
+        every = bool(self.config.output_hidden_states if output_hidden_states is None else output_hidden_states)
+        if cache is None:
+            outputs, _ = self._read(x, None, mask, pack, False, every)
+        elif pack is None:
+            outputs = self._continue(cache, x, mask, input_ids, bool(use_cache), every)
         else:
-            where = {"mask": mask, "cu_seqlens": pack, "in_place": in_place}
-            last, states = self.backbone(x, past, **where, inputs=hidden)
-        if cache is not None and use_cache:
-            cache.replace(states, x.shape[1])
-        outputs: dict[str, Any] = {CACHE: cache if use_cache else None}
-        if hidden is not None:
-            outputs["hidden_states"] = tuple(each.view(shape) for each in (*hidden, last))
-        return BaseModelOutputWithPast(last_hidden_state=last.view(shape), **outputs)
+            self.settle(cache)
+            outputs, states = self._read(x, cache.states, None, pack, bool(use_cache), every)
+            if use_cache:
+                cache.replace(states, x.shape[1], PACKED)
+        *_, last = hidden = tuple(each.view(shape) for each in outputs)
+        results: dict[str, Any] = {CACHE: cache if use_cache else None}
+        if every:
+            results["hidden_states"] = hidden
+        return BaseModelOutputWithPast(last_hidden_state=last, **results)
+
+    def settle(self, cache: HeadraceCache) -> None:
+        """Reads the tokens of a cache that are pending after `cache.rewind`, which the next call reads anyway: for what
+        needs the states before it."""
+        if cache.pending:
+            weight = self.embed_tokens.weight
+            nothing = weight.new_empty(cache.batch_size, 0, weight.shape[1])
+            self._continue(cache, nothing, None, nothing, True, False)
+
+    def _continue(
+        self, cache: HeadraceCache, x: Tensor, mask: Tensor | None, ids: Tensor | None, use_cache: bool, every: bool
+    ) -> list[Tensor]:
+        """Reads pending tokens and x [B, T, D], whose ids are known or None, and returns `_read`'s outputs for x."""
+        pending, columns = cache.pending, x.shape[1]
+        states, both, masks = cache.resumed(x, mask, self.embed_tokens)
+        if use_cache:
+            cache.begin()
+        pieces, start = [], 0
+        for end in cache.ends(columns) if use_cache else [pending + columns]:
+            now = None if masks is None else masks[:, start:end]
+            outputs, states = self._read(both[:, start:end], states, now, None, use_cache, every)
+            pieces.append(outputs)
+            if end < pending + columns:
+                cache.pause(states, end)
+            start = end
+        if use_cache and states is not None:
+            cache.replace(states, columns, x if ids is None else ids, mask)
+            if masks is not None and self._packs_keys():
+                cache.drop_marks()
+        if len(pieces) == 1 and not pending:
+            return pieces[0]
+        return [torch.cat(parts, 1)[:, pending:] for parts in zip(*pieces, strict=True)]
+
+    def _packs_keys(self) -> bool:
+        """Whether a layer takes padding out of the keys and values that it keeps."""
+        layers: Any = self.backbone.layers
+        return any(isinstance(each, Mixer) and not each.fixed_size for layer in layers for each in layer.children())
+
+    def _read(
+        self, x: Tensor, past: list[Any] | None, mask: Tensor | None, pack: Sequences | None, use_cache: bool,
+        every: bool,
+    ) -> tuple[list[Tensor], list[Any]]:  # fmt: skip
+        """Returns ([the inputs of all layers, if `every`, and the last output], the states)."""
+        in_place = use_cache and not torch.is_grad_enabled()  # here, as a reentrant checkpoint disables grad in layers
+        if in_place and not every and pack is None:
+            last, states = self.backbone.prefill(x, past, mask, in_place)
+            return [last], states
+        inputs: list[Tensor] | None = [] if every else None
+        where = {"mask": mask, "cu_seqlens": pack, "in_place": in_place, "inputs": inputs}
+        last, states = self.backbone(x, past, **where)
+        return [*(inputs or ()), last], states
 
 
 def _boundaries(cu_seqlens: Tensor | None, flash: dict[str, Any]) -> Tensor | None:
@@ -242,6 +296,8 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         """
         loss_kwargs.pop("tokenizer", None)  # an argument of `generate` that is passed on to forward
         cache = cache_argument(past_key_values, cache)
+        if labels is not None and cache is not None:
+            self.settle(cache)  # a loss of experts is one over the tokens of the call
         others = labels, inputs_embeds, cu_seqlens, output_attentions, output_hidden_states
         if use_cache is not False and all(x is None or x is False for x in others) and not loss_kwargs:
             logits = self._next_logits(input_ids, attention_mask, cache, logits_to_keep)
@@ -284,7 +340,8 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
     def _next_logits(self, input_ids: Any, attention_mask: Tensor | None, cache: Any, logits_to_keep: Any):
         """Returns the logits [B, 1, vocabulary] after one token of each of the cache's sequences by the native engine,
         or None for other calls."""
-        if cache is None or cache.states is None or torch.is_grad_enabled() or self.config.output_hidden_states:
+        ready = cache is not None and cache.is_initialized and not cache.pending
+        if not ready or torch.is_grad_enabled() or self.config.output_hidden_states:
             return None
         token = isinstance(input_ids, Tensor) and input_ids.shape == (cache.batch_size, 1)
         if not token or isinstance(logits_to_keep, Tensor) or logits_to_keep not in (None, 0, 1):
@@ -300,6 +357,10 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
         logits = self.lm_head(hidden)
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
+    def settle(self, cache: HeadraceCache) -> None:
+        """As `HeadraceModel.settle`."""
+        self.model.settle(cache)
+
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs):
         kind, sampled = generation_config.cache_implementation, generation_mode in ("sample", "greedy_search")
         if kind not in (None, STATIC) or (kind == STATIC and not sampled):
@@ -309,6 +370,44 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
             )
         if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
             model_kwargs[CACHE] = HeadraceCache()
+
+    def _get_candidate_generator(self, *args, **kwargs):
+        """The generator of transformers, whose tokens and those accepted of them are noted in `cache.drafts`."""
+        generator = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]
+        return count_drafts(generator, kwargs["model_kwargs"][CACHE])
+
+    def _assisted_decoding(self, input_ids, *args, **kwargs):
+        """Assisted generation of transformers. The cache goes back to the end of what was accepted by a mark, first of
+        the prompt and then of each call whose tokens were all accepted. Raises InputError for a cache with columns."""
+        if (cache := kwargs.get(CACHE)) is None:
+            raise InputError("use_cache=False with a draft model or prompt lookup; expected a cache, which goes back")
+        columns = f"past_key_values has {cache.columns} columns"
+        require(not cache.is_initialized, f"{columns}; expected an empty cache with a draft model or prompt lookup")
+        marks = cache.marks
+        cache.marks = replace(marks or Marks(), recent=max(1, marks.recent if marks else 0), carry=CARRY)
+        if input_ids.shape[1] > 1:
+            cache.mark(input_ids.shape[1] - 1)
+        try:
+            return super()._assisted_decoding(input_ids, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            cache.marks = marks
+
+    def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
+        """As in transformers, but reads a prompt once for all of its beams or answers, and repeats its states."""
+        repeats = max(generation_config.num_beams, generation_config.num_return_sequences)
+        cache, rows = model_kwargs.get(CACHE), len(input_ids)
+        if repeats == 1 or not isinstance(cache, HeadraceCache) or cache.batch_size not in (-1, rows // repeats):
+            return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)  # type: ignore[misc]
+        once = {
+            name: x[::repeats] if isinstance(x, Tensor) and x.shape[:1] == (rows,) else x
+            for name, x in model_kwargs.items()
+        }
+        output = super()._prefill(input_ids[::repeats], generation_config, once, is_first_iteration)  # type: ignore[misc]
+        cache.batch_repeat_interleave(repeats)
+        output.logits = output.logits.repeat_interleave(repeats, 0)
+        if output.hidden_states is not None:
+            output.hidden_states = tuple(x.repeat_interleave(repeats, 0) for x in output.hidden_states)
+        return output
 
     def _sample(
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, streamer=None,
@@ -320,15 +419,18 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
 
         Raises InputError for cache_implementation="static" in another case or on a CPU."""
         cache: Any = model_kwargs.get(CACHE)
-        mask = model_kwargs.get("attention_mask")
         options = (logits_processor, stopping_criteria, generation_config)
         ours = type(self).forward is HeadraceForCausalLM.forward and is_plain(self.model, HeadraceModel)
         simple = ours and not synced_gpus and is_plain_case(self, generation_config, model_kwargs)
+        if generation_config.is_assistant and isinstance(cache, HeadraceCache):
+            prepare_draft(cache, input_ids.shape[1])
+        if ours and is_draft(generation_config, model_kwargs) and input_ids.device.type == "cpu":
+            return draft_loop(self, input_ids, cache, *options)
         if graphed := generation_config.cache_implementation == STATIC:
-            check_graph(self, simple)
+            check_graph(self, simple and not cache.is_initialized)
         elif not simple or input_ids.device.type != "cpu":
             return super()._sample(input_ids, *options, synced_gpus, streamer, **model_kwargs)  # type: ignore[misc]
-        first = self(input_ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        first = self._prefill(input_ids, generation_config, model_kwargs)
         advance = graphed_step(self, cache, input_ids[:, -1]) if graphed else step(self, cache)
         return decode_loop(input_ids, first.logits, advance, *options, streamer)
 

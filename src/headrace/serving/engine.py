@@ -3,13 +3,14 @@
 The states of a recurrent model have one size, whatever the number of tokens, so requests join and leave the batch of
 those that are generated at any token. Short prompts are processed together, as one packed row. A long prompt is
 processed in pieces, and stops before each layer for a turn of the others: short prompts, and a token of the batch. So
-the others wait for one layer of one piece.
+the others wait for one layer of one piece. Prompts with the same beginning are read together up to their first piece
+that differs, and go on from states that the prefix cache has kept.
 """
 
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..hf.cache import HeadraceCache
+from .prefix import Prefix, PrefixCache, Saved, Tokens, joined
 from .sampling import Draw, Sampling, Score, check_generation, scored
 from .text import Text
 
@@ -30,12 +32,14 @@ PIECE = 128  # tokens of prompts that are processed in one call
 
 class Piece(NamedTuple):
     """A piece of generated text and the number of tokens so far; `finish` of the last piece is "stop" or "length".
-    scores: of the tokens since the last piece, and in the first also of the prompt, as the request asks."""
+    scores: of the tokens since the last piece, and in the first also of the prompt, as the request asks. cached: number
+    of tokens of the prompt that were not read for this text."""
 
     text: str
     tokens: int
     finish: str | None = None
     scores: tuple[Score, ...] = ()
+    cached: int = 0
 
 
 Deliver = Callable[[Piece | Exception], None]
@@ -47,51 +51,79 @@ class Stream:
     deliver: called with each piece, or with the error that ended the request."""
 
     def __init__(self, ids: list[int], sampling: Sampling, tokenizer: Any, device: torch.device, deliver: Deliver):
-        self.prompt = deque(torch.tensor([ids], device=device).split(PIECE, 1))
-        self.sampling, self.text, self.deliver = sampling, Text(tokenizer, sampling.stop, ids), deliver
-        self.count = 0  # tokens
+        self.ids, self.sampling, self.deliver = tuple(ids), sampling, deliver
+        self.text = Text(tokenizer, sampling.stop, ids)
+        self.tokens: list[int] = []  # generated
+        self.cached = 0  # tokens of the prompt that were not read for this stream
+        self.prefix: Prefix | None = None  # the prompt, once it is read and if it may be shared
         self.unread = ids[1:] if self.scores_prompt else []  # tokens of the prompt without a score
         self.scores = [Score(ids[0])] if self.scores_prompt else []
         self.draw = Draw(sampling, device) if sampling.temperature > 0 else None
-        self.cache = HeadraceCache()  # before the stream joins a batch
         self.gone = threading.Event()  # set if the client has disconnected
 
     @property
     def scores_prompt(self) -> bool:
         return self.sampling.echo and self.sampling.logprobs is not None
 
-    @property
-    def kept(self) -> int:
-        """Number of last places of the next piece of the prompt whose logits are needed."""
-        return self.prompt[0].shape[1] if self.scores_prompt else 1
-
     def score(self, logits: Tensor, tokens: list[int]) -> None:
         """Adds the scores of tokens, if they are asked for. logits: [tokens, vocabulary]."""
         if self.sampling.logprobs is not None:
             self.scores += scored(logits, tokens, self.sampling.logprobs)
 
-    def read(self, logits: Tensor) -> Tensor:
-        """Scores the tokens that follow those of a piece of the prompt. Returns the logits after the piece, [1,
-        vocabulary]. logits: [kept, vocabulary]."""
+    def read(self, logits: Tensor) -> None:
+        """Scores the tokens that follow those of a piece of the prompt. logits: [kept, vocabulary]."""
         self.score(logits, self.unread[: len(logits)])
         self.unread = self.unread[len(logits) :]
-        return logits[-1:]
 
     def add(self, token: int, ends: list[int]) -> bool:
         """Passes the next token on. Returns whether the stream goes on."""
         if not self.sampling.max_tokens:
             return self._deliver("", "length")
         more = self.text.add(token)
-        self.count += 1
-        if not (self.text.stopped or token in ends) and self.count < self.sampling.max_tokens:
+        self.tokens.append(token)
+        if not (self.text.stopped or token in ends) and len(self.tokens) < self.sampling.max_tokens:
             return self._deliver(more) if more else True
         more += self.text.rest()  # in which there may be a stop string
         return self._deliver(more, "stop" if self.text.stopped or token in ends else "length")
 
     def _deliver(self, text: str, finish: str | None = None) -> bool:
-        self.deliver(Piece(text, self.count, finish, tuple(self.scores)))
+        self.deliver(Piece(text, len(self.tokens), finish, tuple(self.scores), self.cached))
         self.scores = []
         return finish is None
+
+
+class Prompt:
+    """The next piece of prompts that are the same up to its end, which is read once for all their streams.
+
+    prefix: the tokens before the piece. states: those after them, of this prompt alone or saved; None: the piece is the
+    first."""
+
+    def __init__(self, stream: Stream, prefix: Prefix, states: HeadraceCache | Saved | None):
+        self.streams, self.prefix, self.states = [stream], prefix, states
+        self.tokens = prefix.cut(stream.ids[prefix.length : prefix.length + PIECE])
+        self.end = prefix.then(self.tokens)
+        self.end.reader = self  # until the piece is read
+        self.is_last = len(stream.ids) == self.end.length
+        self.kept = len(self.tokens) if stream.scores_prompt else 1  # number of last places whose logits are needed
+
+    def pass_on(self, logits: Tensor) -> tuple[list[Stream], list[Stream]]:
+        """Returns the streams whose prompts end with the piece, and the others. The first has paid for the piece.
+        logits: [kept, vocabulary]."""
+        streams = [stream for stream in self.streams if not stream.gone.is_set()]
+        for place, stream in enumerate(streams):
+            stream.cached += len(self.tokens) if place else 0
+            stream.read(logits)
+        begin = [stream for stream in streams if len(stream.ids) == self.end.length]
+        return begin, [stream for stream in streams if len(stream.ids) > self.end.length]
+
+
+def states_before(prompts: list[Prompt]) -> HeadraceCache:
+    """The states before a piece of each prompt, which may be written to. Either all pieces are first ones, or none."""
+    states = [prompt.states for prompt in prompts if prompt.states is not None]
+    if len(states) == 1 and isinstance(states[0], HeadraceCache):
+        return states[0]
+    lists = [each.whole() if isinstance(each, Saved) else each.states or [] for each in states]
+    return joined(lists, max(prompt.prefix.length for prompt in prompts)) if states else HeadraceCache()
 
 
 class Batch:
@@ -121,17 +153,21 @@ class Engine:
     """Generates requests in a thread of its own.
 
     Streams of a recurrent model share one batch. Keys and values of softmax attention have the lengths of their
-    sequences, so in a model with attention each stream is a batch of its own."""
+    sequences, so in a model with attention each prompt is a batch of its own, with all streams that begin with it.
 
-    def __init__(self, model: Any, tokenizer: Any):
+    prefixes: None: nothing is kept, and only streams of one request share what is read."""
+
+    def __init__(self, model: Any, tokenizer: Any, prefixes: PrefixCache | None = None):
         check_generation(model)
         self.model, self.tokenizer = model, tokenizer
         ends = model.generation_config.eos_token_id
         self.ends = ends if isinstance(ends, list) else [ends]
         self.together = _together(model)
-        self.arrivals: SimpleQueue[Stream] = SimpleQueue()
-        self.prompts: deque[Stream] = deque()  # of which one piece is left
-        self.long: deque[Stream] = deque()
+        self.prefixes = prefixes or PrefixCache(0)
+        self.arrivals: SimpleQueue[tuple[Stream, ...]] = SimpleQueue()
+        self.prompts: deque[Prompt] = deque()  # of which one piece is left
+        self.long: deque[Prompt] = deque()
+        self.ready: list[tuple[Stream, Saved, Tensor]] = []  # whose whole prompts are kept, with states and logits
         self.batches: list[Batch] = []
         self.resumed = inf  # when the piece of a long prompt that is processed has gone on; inf: there is none
         self.turn = 0.0  # seconds of the latest turn of the others
@@ -153,8 +189,7 @@ class Engine:
             Stream(ids, sampling, self.tokenizer, self.model.device, partial(deliver, index))
             for index, (ids, sampling) in enumerate(requests)
         ]
-        for stream in streams:
-            self.submit(stream)
+        self.submit(*streams)
         left = len(streams)
         try:
             while left:
@@ -168,8 +203,9 @@ class Engine:
             for stream in streams:
                 stream.gone.set()
 
-    def submit(self, stream: Stream) -> None:
-        self.arrivals.put(stream)
+    def submit(self, *streams: Stream) -> None:
+        """Adds the streams of one request."""
+        self.arrivals.put(streams)
         if not self.thread.is_alive():
             self.thread.start()
 
@@ -181,8 +217,8 @@ class Engine:
     def _run(self) -> None:
         with torch.inference_mode():
             while True:
-                if not (self.prompts or self.long or self.batches):
-                    self._enqueue(self.arrivals.get())
+                if not (self.prompts or self.long or self.ready or self.batches):
+                    self._arrive(self.arrivals.get())
                 self._take_turn()
                 if self.long:
                     self._read_long(self.long.popleft())
@@ -191,31 +227,63 @@ class Engine:
         """Processes short prompts and generates a token of each stream."""
         with suppress(Empty):
             while True:
-                self._enqueue(self.arrivals.get_nowait())
+                self._arrive(self.arrivals.get_nowait())
         self._read(self._short())
+        self._begin_kept()
         for batch in self.batches:
             self._guarded(self._decode, batch, batch.streams)
         self.batches = [batch for batch in self.batches if batch.streams]
 
-    def _enqueue(self, stream: Stream) -> None:
-        (self.long if len(stream.prompt) > 1 else self.prompts).append(stream)
+    def _arrive(self, streams: tuple[Stream, ...]) -> None:
+        alone: dict[Tokens, Prefix] = {}
+        for stream in streams:
+            root = self.prefixes.root if self._shares(stream) else alone.setdefault(stream.ids, Prefix())
+            self._queue(stream, root, None)
 
-    def _short(self) -> list[Stream]:
-        """The next prompts that one call takes: one, or several that begin, of at most PIECE tokens together."""
-        streams: list[Stream] = []
+    def _shares(self, stream: Stream) -> bool:
+        """Whether a stream may go on from kept states. A prompt whose tokens are scored is read from its start."""
+        return self.prefixes.capacity > 0 and not stream.scores_prompt
+
+    def _queue(self, stream: Stream, prefix: Prefix, states: HeadraceCache | Saved | None) -> None:
+        """Puts a stream behind the longest prefix of its prompt that is kept, or that others are about to read. states:
+        those after `prefix`, of this stream alone or saved."""
+        known, reader = prefix, None
+        for longer in prefix.of(stream.ids):
+            kept = longer.saved and (longer.length < len(stream.ids) or longer.logits is not None)
+            if longer.length > known.length and (kept or longer.reader):
+                known, reader = longer, None if kept else longer.reader
+        stream.cached += (reader.prefix if reader else known).length - prefix.length
+        if reader:
+            reader.streams.append(stream)
+            return
+        if known is not prefix:
+            states = known.saved
+            self.prefixes.use(known)
+        if known.length == len(stream.ids):
+            assert isinstance(states, Saved) and known.logits is not None
+            stream.prefix = known
+            self.ready.append((stream, states, known.logits))
+        else:
+            prompt = Prompt(stream, known, states)
+            (self.prompts if prompt.is_last else self.long).append(prompt)
+
+    def _short(self) -> list[Prompt]:
+        """The next prompts that one call takes: one, or several of at most PIECE tokens together, of which all begin or
+        none does."""
+        chosen: list[Prompt] = []
         tokens = 0
-        while self.prompts and (not streams or self.together):
-            stream = self.prompts[0]
-            tokens += stream.prompt[0].shape[1]
-            if streams and (tokens > PIECE or streams[0].cache.is_initialized or stream.cache.is_initialized):
-                break
-            streams.append(self.prompts.popleft())
-        return streams
+        for prompt in self.prompts:
+            alike = not chosen or (self.together and (prompt.states is None) == (chosen[0].states is None))
+            if alike and tokens + len(prompt.tokens) <= PIECE:
+                chosen.append(prompt)
+                tokens += len(prompt.tokens)
+        self.prompts = deque(prompt for prompt in self.prompts if prompt not in chosen)
+        return chosen
 
-    def _read_long(self, stream: Stream) -> None:
+    def _read_long(self, prompt: Prompt) -> None:
         """Processes a piece of a long prompt, with turns of the others between its layers."""
         self.resumed = perf_counter()
-        self._read([stream])
+        self._read([prompt])
         self.resumed = inf
 
     def _between_layers(self) -> None:
@@ -227,42 +295,88 @@ class Engine:
             self.resumed = perf_counter()
             self.turn = self.resumed - now
 
-    def _read(self, streams: list[Stream]) -> None:
+    def _read(self, prompts: list[Prompt]) -> None:
         """Processes a piece of one prompt, or several short prompts."""
-        streams = [stream for stream in streams if not stream.gone.is_set()]
-        if len(streams) > 1:
-            self._guarded(self._read_together, streams, streams)
-        elif streams:
-            self._guarded(self._read_piece, streams[0], streams)
+        for prompt in prompts:
+            prompt.streams = [stream for stream in prompt.streams if not stream.gone.is_set()]
+            if not prompt.streams:
+                prompt.end.reader = None
+        prompts = [prompt for prompt in prompts if prompt.streams]
+        if len(prompts) > 1:
+            self._guarded(self._read_together, prompts, [stream for prompt in prompts for stream in prompt.streams])
+        elif prompts:
+            self._guarded(self._read_piece, prompts[0], prompts[0].streams)
 
-    def _read_piece(self, stream: Stream) -> None:
-        kept, piece = stream.kept, stream.prompt.popleft()
-        logits = self.model(piece, past_key_values=stream.cache, use_cache=True, logits_to_keep=kept).logits[0]
-        last = stream.read(logits)
-        if stream.prompt:
-            self._enqueue(stream)
-        else:
-            self._begin([stream], last, stream.cache)
-
-    def _read_together(self, streams: list[Stream]) -> None:
-        """Processes short prompts as one packed row. An error may be that of one, so each is then processed alone."""
-        prompts, cache = [stream.prompt[0] for stream in streams], HeadraceCache()
-        ends = [0, *accumulate(prompt.shape[1] for prompt in prompts)]
-        counts = [stream.kept for stream in streams]
-        places = [i for end, count in zip(ends[1:], counts, strict=True) for i in range(end - count, end)]
-        bounds, kept = (torch.tensor(x, device=self.model.device) for x in (ends, places))
-        packed = {"cu_seqlens": bounds, "past_key_values": cache, "use_cache": True, "logits_to_keep": kept}
+    def _read_piece(self, prompt: Prompt) -> None:
         try:
-            logits = self.model(torch.cat(prompts, 1), **packed).logits[0]
+            cache, tokens = states_before([prompt]), torch.tensor([prompt.tokens], device=self.model.device)
+            logits = self.model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=prompt.kept).logits
+        finally:
+            prompt.end.reader = None
+        self._pass_on_read([prompt], logits, cache)
+
+    def _read_together(self, prompts: list[Prompt]) -> None:
+        """Processes short prompts as one packed row. An error may be that of one, so each is then processed alone."""
+        try:
+            logits, cache = self._packed(prompts)
         except Exception:  # is raised again for the prompt whose it is
-            for stream in streams:
-                self._read([stream])
+            for prompt in prompts:
+                self._read([prompt])
         else:
-            last = [stream.read(part) for stream, part in zip(streams, logits.split(counts), strict=True)]
-            self._begin(streams, torch.cat(last), cache)
+            for prompt in prompts:
+                prompt.end.reader = None
+            self._pass_on_read(prompts, logits, cache)
+
+    def _packed(self, prompts: list[Prompt]) -> tuple[Iterable[Tensor], HeadraceCache]:
+        """Returns the logits of each prompt, [kept, vocabulary], and the states of all."""
+        ends = [0, *accumulate(len(prompt.tokens) for prompt in prompts)]
+        counts = [prompt.kept for prompt in prompts]
+        places = [i for end, count in zip(ends[1:], counts, strict=True) for i in range(end - count, end)]
+        tokens = [token for prompt in prompts for token in prompt.tokens]
+        row, bounds, kept = (torch.tensor(x, device=self.model.device) for x in ([tokens], ends, places))
+        cache = states_before(prompts)
+        packed = {"cu_seqlens": bounds, "past_key_values": cache, "use_cache": True, "logits_to_keep": kept}
+        return self.model(row, **packed).logits[0].split(counts), cache
+
+    def _pass_on_read(self, prompts: list[Prompt], logits: Iterable[Tensor], cache: HeadraceCache) -> None:
+        """Keeps the states after a piece of each prompt. Of their streams, those that begin get their first token, and
+        the others are queued. logits: of each prompt, [kept, vocabulary]."""
+        begun: list[tuple[int, Stream, Tensor]] = []  # the sequence in the cache, and the logits of the first token
+        for row, (prompt, part) in enumerate(zip(prompts, logits, strict=True)):
+            states = None
+            begin, go_on = prompt.pass_on(part)
+            if self._shares(prompt.streams[0]):
+                states = self.prefixes.keep(prompt.end, cache, row, part[-1:] if begin else None)
+                for stream in begin:
+                    stream.prefix = prompt.end
+            for place, stream in enumerate(go_on):  # the first with the cache itself, if nothing else needs it
+                self._queue(stream, prompt.end, states if begin or place else cache)
+            begun += [(row, stream, part[-1:]) for stream in begin]
+        if begun:
+            rows, streams = [row for row, _, _ in begun], [stream for _, stream, _ in begun]
+            if rows != [*range(cache.batch_size)]:
+                cache.batch_select_indices(torch.tensor(rows))
+            self._guarded(partial(self._begin, streams, torch.cat([last for *_, last in begun])), cache, streams)
+
+    def _begin_kept(self) -> None:
+        """Begins the streams whose whole prompts are kept."""
+        ready, self.ready = self.ready, []
+        groups: dict[int, list[tuple[Stream, Saved, Tensor]]] = {}
+        for stream, saved, logits in ready:
+            groups.setdefault(0 if self.together else id(saved), []).append((stream, saved, logits))
+        for group in groups.values():
+            self._guarded(self._begin_group, group, [stream for stream, _, _ in group])
+
+    def _begin_group(self, group: list[tuple[Stream, Saved, Tensor]]) -> None:
+        cache = joined([saved.whole() for _, saved, _ in group], max(saved.length for _, saved, _ in group))
+        self._begin([stream for stream, _, _ in group], torch.cat([logits for *_, logits in group]), cache)
 
     def _begin(self, streams: list[Stream], logits: Tensor, cache: HeadraceCache) -> None:
         """Passes on the first token of each stream. Those that go on join the batch."""
+        for stream in streams:
+            if self._shares(stream):
+                self.prefixes.queried += len(stream.ids)
+                self.prefixes.hits += stream.cached
         batch = Batch(streams, self._next(streams, logits), cache)
         self._pass_on(batch)
         if batch.streams and self.batches and self.together:
@@ -280,9 +394,15 @@ class Engine:
         self._pass_on(batch)
 
     def _pass_on(self, batch: Batch) -> None:
-        """Passes the last token of each stream on, and removes the streams that have ended."""
-        steps = zip(batch.streams, batch.tokens, strict=True)
-        batch.keep([i for i, (stream, token) in enumerate(steps) if stream.add(token, self.ends)])
+        """Passes the last token of each stream on, and removes the streams that have ended. The states after the text
+        of such a stream, which do not cover its last token, are kept."""
+        left = []
+        for row, (stream, token) in enumerate(zip(batch.streams, batch.tokens, strict=True)):
+            if stream.add(token, self.ends):
+                left.append(row)
+            elif stream.prefix is not None and len(stream.tokens) > 1:
+                self.prefixes.keep(stream.prefix.then(tuple(stream.tokens[:-1])), batch.cache, row)
+        batch.keep(left)
 
     def _next(self, streams: list[Stream], logits: Tensor) -> list[int]:
         """Returns the next token of each stream. logits: [streams, vocabulary]."""

@@ -1,9 +1,12 @@
 """What the server counts and measures, in the format of Prometheus: `GET /metrics`."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from .prefix import PrefixCache
 
 SECONDS = 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100  # bounds of the buckets
 
@@ -11,8 +14,9 @@ SECONDS = 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100  # bounds of the
 class Metrics:
     """open_requests, running: functions that return the present numbers."""
 
-    def __init__(self, open_requests: Callable[[], int], running: Callable[[], int]):
+    def __init__(self, open_requests: Callable[[], int], running: Callable[[], int], prefixes: PrefixCache):
         self.registry = registry = CollectorRegistry()
+        registry.register(PrefixMetrics(prefixes))
         for name, what, value in (
             ("headrace_requests_open", "Requests that are not answered yet", open_requests),
             ("headrace_streams_running", "Streams that get tokens", running),
@@ -36,6 +40,24 @@ class Metrics:
         """Counts the tokens of a prompt. Returns the clock of its stream."""
         self.prompt.inc(prompt)
         return Clock(self)
+
+
+class PrefixMetrics:
+    """What the prefix cache counts."""
+
+    def __init__(self, prefixes: PrefixCache):
+        self.prefixes = prefixes
+
+    def collect(self) -> Iterator[Metric]:
+        cache, name = self.prefixes, "headrace_prefix_cache"
+        rate = cache.hits / cache.queried if cache.queried else 0
+        yield CounterMetricFamily(f"{name}_queried_tokens", "Tokens of prompts that were looked up", cache.queried)
+        yield CounterMetricFamily(f"{name}_hit_tokens", "Tokens of prompts that were not read again", cache.hits)
+        yield GaugeMetricFamily(f"{name}_hit_rate", "Hit tokens by queried tokens", rate)
+        yield GaugeMetricFamily(f"{name}_entries", "Prefixes whose states are kept", len(cache.kept))
+        yield GaugeMetricFamily(f"{name}_bytes", "Bytes of kept states", cache.bytes)
+        yield GaugeMetricFamily(f"{name}_capacity_bytes", "Bytes that may be kept; 0: none are", cache.capacity)
+        yield CounterMetricFamily(f"{name}_evictions", "Prefixes whose states were dropped", cache.evictions)
 
 
 class Clock:

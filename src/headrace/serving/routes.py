@@ -3,11 +3,12 @@
 import asyncio
 import json
 import reprlib
+import sys
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ from ..utils.errors import InputError
 from .engine import Engine, Piece
 from .logprobs import Logprobs
 from .metrics import Metrics
+from .prefix import PrefixCache, check_room, unsupported_reason
 from .requests import Chat, Completion, Refused
 from .sampling import Score
 from .text import text_of
@@ -45,6 +47,7 @@ class Limits:
     prompt: int = 32768  # tokens of a prompt
     tokens: int = 4096  # tokens of an answer
     requests: int = 256  # open at a time; each choice for each prompt of a request counts as one
+    prefix_cache: int = 256 * 10**6  # bytes of states that are kept for prompts with the same beginning
 
     @property
     def body(self) -> int:
@@ -59,9 +62,10 @@ class Service:
         self.name, self.limits, self.created = name, limits, int(time.time())
         self.vocab_size = model.config.vocab_size
         self.tokenizer, decoder = tokenizers  # one for each thread
-        self.engine = Engine(model, decoder)
+        prefixes = PrefixCache(limits.prefix_cache)
+        self.engine = Engine(model, decoder, prefixes)
         self.open, self.tokenising = 0, asyncio.Lock()
-        self.metrics = Metrics(lambda: self.open, lambda: self.engine.running)
+        self.metrics = Metrics(lambda: self.open, lambda: self.engine.running, prefixes)
 
     async def health(self, request: Request) -> JSONResponse:
         return JSONResponse({"status": "ok", "requests": self.open})
@@ -181,7 +185,7 @@ class Answers:
             async for index, piece in pieces:
                 choices[index].add(piece)
         formatted = [await self._formatted(choice, choice.whole) for choice in choices]
-        usage = _usage(prompts, sum(choice.tokens for choice in choices))
+        usage = _usage(prompts, choices)
         yield json.dumps(self._head(body.object[0]) | {"choices": formatted, "usage": usage}).encode()
 
     async def stream(self, body: GenerationRequest, prompts: list[list[int]]) -> AsyncGenerator[bytes, None]:
@@ -193,8 +197,7 @@ class Answers:
                 delta = await self._formatted(choices[index], choices[index].delta)
                 yield _event(head | {"choices": [delta]})
         if body.stream_options.include_usage:
-            tokens = sum(choice.tokens for choice in choices)
-            yield _event(head | {"choices": [], "usage": _usage(prompts, tokens)})
+            yield _event(head | {"choices": [], "usage": _usage(prompts, choices)})
         yield b"data: [DONE]\n\n"
 
     async def _choices(self, body: GenerationRequest, prompts: list[list[int]]) -> list["Choice"]:
@@ -216,7 +219,8 @@ class Choice:
     """One text of an answer: what of it is not sent yet. text: that of the prompt, if it is returned too."""
 
     def __init__(self, index: int, body: GenerationRequest, tokenizer: Any, text: str):
-        self.index, self.body, self.text, self.tokens, self.begun = index, body, text, 0, False
+        self.index, self.body, self.text, self.begun = index, body, text, False
+        self.tokens = self.cached = 0
         self.finish: str | None = None
         self.scores: list[Score] = []
         self.logprobs = Logprobs(tokenizer) if isinstance(body, Completion) and body.logprobs is not None else None
@@ -224,7 +228,7 @@ class Choice:
     def add(self, piece: Piece) -> None:
         self.text += piece.text
         self.scores += piece.scores
-        self.tokens, self.finish = piece.tokens, piece.finish
+        self.tokens, self.cached, self.finish = piece.tokens, piece.cached, piece.finish
 
     def whole(self) -> dict[str, Any]:
         return self._with(self.body.choice(self.text))
@@ -240,9 +244,13 @@ class Choice:
         return {"index": self.index, **text, "logprobs": logprobs, "finish_reason": self.finish}
 
 
-def _usage(prompts: list[list[int]], tokens: int) -> dict[str, int]:
-    prompt_tokens = sum(map(len, prompts))
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
+def _usage(prompts: list[list[int]], choices: list["Choice"]) -> dict[str, Any]:
+    """The tokens of the prompts, each once, and of all choices. cached_tokens: those that the first choice of each
+    prompt did not read."""
+    read, new = sum(map(len, prompts)), sum(choice.tokens for choice in choices)
+    cached = sum(choice.cached for choice in choices[:: len(choices) // len(prompts)])
+    counts = {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
+    return counts | {"prompt_tokens_details": {"cached_tokens": cached}}
 
 
 def _event(content: dict[str, Any]) -> bytes:
@@ -350,6 +358,10 @@ def application(
     check_backend()
     model: Any = load(checkpoint)
     model.to(on_device(device))
+    if limits.prefix_cache and (reason := unsupported_reason(model)):
+        print(f"without a prefix cache: {reason}", file=sys.stderr)
+        limits = replace(limits, prefix_cache=0)
+    check_room(model, limits.prefix_cache)
     tokenizer, decoder = read_tokenizer(checkpoint), read_tokenizer(checkpoint)
     service = Service(name or str(checkpoint), model, (tokenizer, decoder), limits)
     chats = no_chat if tokenizer.chat_template is None else Answers(service, Chat)

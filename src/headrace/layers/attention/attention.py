@@ -38,7 +38,7 @@ class AttentionState(NamedTuple):
     @property
     def seen(self) -> Tensor:
         """Number of tokens so far, [N]."""
-        return _valid(self.k, self.valid).sum(1)
+        return valid_columns(self.k, self.valid).sum(1)
 
 
 State = AttentionState | WindowState
@@ -259,7 +259,7 @@ def attend_packed(
     out, keys, values = [], [], []
     for n, (qn, kn, vn) in enumerate(zip(*(x[0].split(lengths) for x in (q, k, v)), strict=True)):
         if state is not None:
-            past = _valid(state.k, state.valid)[n]
+            past = valid_columns(state.k, state.valid)[n]
             kn, vn = torch.cat([state.k[n, past], kn]), torch.cat([state.v[n, past], vn])
         out.append(attend(qn[None], kn[None], vn[None])[0])
         keys.append(kn)
@@ -274,7 +274,8 @@ def _factor(scale: float | str, d: int) -> float:
     return scale * d**0.5 if isinstance(scale, float) else d**0.5 if scale == "one" else 2**0.5
 
 
-def _valid(k: Tensor, mask: Tensor | None) -> Tensor:
+def valid_columns(k: Tensor, mask: Tensor | None) -> Tensor:
+    """Returns the mask [N, L] of keys k [N, L, …], also without padding."""
     return torch.ones(k.shape[:2], dtype=torch.bool, device=k.device) if mask is None else mask
 
 
@@ -286,7 +287,7 @@ def extended(
         return AttentionState(k, v, mask)
     valid = None
     if state.valid is not None or mask is not None:
-        valid = torch.cat([_valid(state.k, state.valid), _valid(k, mask)], 1)
+        valid = torch.cat([valid_columns(state.k, state.valid), valid_columns(k, mask)], 1)
     if not in_place or not may_write(state[:2]) or torch.compiler.is_compiling():
         return AttentionState(torch.cat([state.k, k], 1), torch.cat([state.v, v], 1), valid)
     total, room = state.k.shape[1] + k.shape[1], state.room or 0

@@ -1,0 +1,338 @@
+"""A cache that goes back is as if it had never read what it forgot."""
+
+import copy
+import random
+
+import pytest
+import torch
+
+import tiny
+from equation import MAX_ERROR_RATIO, skip_if_missing
+from headrace import InputError, quantize, zoo
+from headrace.hf import HeadraceCache, Marks
+from headrace.hf.cache import NAME
+from headrace.spec.softmax_rnn import SoftmaxRNNSpec
+from headrace.studies.verify import relative
+
+PROGRAMS = 16  # for each of the 64 models: more than 1,000 cases
+POLICIES = [None, None, Marks(every=3), Marks(recent=2), Marks(every=2, recent=1, carry=2, bytes=2**20)]
+ATTENTION = ["transformer", "mqa", "mla", "gpt", "softmax-rnn-norm"]
+
+
+class Reader:
+    """A cache and the columns that it has not forgotten."""
+
+    def __init__(self, model, rows, marks=None):
+        self.model, self.cache = model, HeadraceCache(marks)
+        self.ids, self.mask = (torch.empty(rows, 0, dtype=torch.long) for _ in range(2))
+
+    def read(self, ids, mask=None):
+        self.ids = torch.cat([self.ids, ids], 1)
+        self.mask = torch.cat([self.mask, torch.ones_like(ids) if mask is None else mask], 1)
+        where = {} if mask is None else {"attention_mask": self.mask}
+        return self.model(ids, past_key_values=self.cache, **where).logits
+
+    def read_random(self, dice, padded=True):
+        ids = tiny.tokens(len(self.ids), dice.randint(1, 4))
+        padded = padded and dice.random() < 0.3
+        return self.read(ids, (torch.rand(ids.shape) < 0.7).long() if padded else None)
+
+    def rewind(self, columns):
+        self.cache.rewind(columns)
+        end = self.ids.shape[1] - columns
+        self.ids, self.mask = self.ids[:, :end], self.mask[:, :end]
+        assert self.cache.columns == end and self.cache.marked[-1] <= end
+
+    def choose(self, rows):
+        self.ids, self.mask = self.ids[rows], self.mask[rows]
+        self.cache.reorder_cache(rows)
+
+    def step(self, dice):
+        """One random operation."""
+        kind = dice.choice(["read", "read", "read", "rewind", "rewind", "mark", "settle", "rows"])
+        if kind == "read" or not self.ids.shape[1]:
+            self.read_random(dice)
+        elif kind == "rewind":
+            self.rewind(dice.randint(0, self.ids.shape[1]))
+        elif kind == "rows":
+            self.choose(torch.tensor([dice.randrange(len(self.ids)) for _ in range(len(self.ids))]))
+        else:
+            self.model.settle(self.cache)
+            assert not self.cache.pending and (kind == "settle" or self.cache.mark() in self.cache.marked)
+
+    def error(self):
+        """Of the logits of three more tokens, relative to those of the same columns without a cache."""
+        logits = self.read(tiny.tokens(len(self.ids), 3), torch.ones(len(self.ids), 3, dtype=torch.long))
+        return relative(logits, self.model(self.ids, attention_mask=self.mask).logits[:, -3:])
+
+
+def tensors(cache):
+    return [x for s in cache.states if s is not None for x in s if isinstance(x, torch.Tensor)]
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.fixture
+def model():
+    return tiny.build("softmax-gated-deltanet")
+
+
+@pytest.mark.parametrize("name", [*zoo.names(), *tiny.MIXERS])
+@torch.no_grad()
+def test_every_mixer(name):
+    """Programs of reads, rewinds, marks and exchanged rows, half of them of two padded rows; then a mark, to which two
+    more calls go back."""
+    model = tiny.build(name)
+    for program in range(PROGRAMS):
+        dice = random.Random(program)
+        reader = Reader(model, 1 + program % 2, dice.choice(POLICIES))
+        for _ in range(5):
+            reader.step(dice)
+        assert reader.error() <= 1e-12
+        other = copy.deepcopy(reader)
+        reader.cache.mark()
+        keeps_columns = not isinstance(zoo.get(name) if name in zoo.names() else None, SoftmaxRNNSpec)
+        calls = [reader.read_random(dice, keeps_columns) for _ in range(2)]
+        reader.rewind(sum(logits.shape[1] for logits in calls))
+        assert not reader.cache.pending and same(tensors(reader.cache), tensors(other.cache))
+        ids = tiny.tokens(len(reader.ids), 3)
+        after = [[each.read(piece) for piece in ids.split([2, 1], 1)] for each in (reader, other)]
+        assert same(*after)
+
+
+@pytest.mark.parametrize("name", ["gla", "rwkv6", "softmax-gated-deltanet", "hybrid", "mamba and s4", "transformer"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@torch.inference_mode()
+def test_the_engine_goes_back(name, kind):
+    skip_if_missing("native")
+    model = tiny.build(name).float()
+    exact = copy.deepcopy(model).double()
+    model = quantize(model) if kind == "int8" else model.to(getattr(torch, kind))
+    ids, forgotten, cache = tiny.tokens(2, 9), tiny.tokens(2, 4), HeadraceCache()
+    model(ids[:, :5], past_key_values=cache)
+    cache.mark()
+    expected = [model.engine.step(model, token, other) for other in [copy.deepcopy(cache)] for token in ids[:, 5:].T]
+    places = [x.data_ptr() for x in tensors(cache)]
+    for token in forgotten.T:
+        model.engine.step(model, token, cache)
+    cache.rewind(4)
+    logits = [model.engine.step(model, token, cache) for token in ids[:, 5:].T]
+    assert same(logits, expected)
+    if model.engine.unsupported_reason(model) is None:  # and its program was not bound anew
+        assert places == [x.data_ptr() for x in tensors(cache)]
+    cache.rewind(2)
+    after = torch.cat([model.engine.step(model, token, cache) for token in ids[:, 7:].T], 1)
+    exact = exact(ids).logits[:, 7:]
+    rounding = max(relative(torch.cat(expected[2:], 1), exact), 2**-24)
+    assert relative(after, exact) <= MAX_ERROR_RATIO * rounding
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+@torch.no_grad()
+def test_softmax_attention_is_cropped_without_marks(name):
+    model, reader = tiny.build(name), None
+    for padded in (False, True):
+        reader = Reader(model, 2)
+        reader.read(tiny.tokens(2, 5), torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 0, 1]]) if padded else None)
+        for _ in range(4):
+            reader.read(tiny.tokens(2, 1))
+        reader.cache.mark()
+        assert reader.cache.mark_bytes == (16 if name == "gpt" else 0)  # the numbers of tokens, for its positions
+        reader.rewind(3 if padded and name == "softmax-rnn-norm" else 7)  # which takes padding out of its keys
+        assert reader.cache.pending == 0 and reader.error() <= 1e-12
+        reader.rewind(4)
+        reader.read(tiny.tokens(2, 3))
+        assert reader.error() <= 1e-12
+
+
+@torch.no_grad()
+def test_a_padded_call_that_is_forgotten_leaves_no_mask():
+    reader = Reader(tiny.build("transformer"), 2)
+    reader.read(tiny.tokens(2, 3))
+    reader.read(tiny.tokens(2, 2), torch.tensor([[1, 0], [1, 1]]))
+    reader.rewind(1)
+    assert all(state.valid is None for state in reader.cache.states)
+
+
+@torch.no_grad()
+def test_crop_as_in_transformers(model):
+    reader = Reader(model, 1)
+    reader.read(tiny.tokens(1, 9))
+    reader.cache.crop(-3)
+    reader.cache.crop(0)
+    reader.cache.crop(20)
+    assert reader.cache.is_croppable and reader.cache.get_seq_length() == 6
+    reader.cache.crop(4)
+    reader.ids, reader.mask = reader.ids[:, :4], reader.mask[:, :4]
+    assert reader.error() <= 1e-12
+
+
+@torch.no_grad()
+def test_pending_tokens(model):
+    reader = Reader(model, 2)
+    reader.read(tiny.tokens(2, 6))
+    reader.rewind(2)
+    assert (reader.cache.pending, reader.cache.batch_size, reader.cache.is_initialized) == (4, 2, True)
+    with pytest.raises(InputError, match="4 tokens are pending after `rewind`, and the states do not cover them"):
+        _ = reader.cache.states
+    for refused in (reader.cache.mark, lambda: HeadraceCache().append(reader.cache)):
+        with pytest.raises(InputError, match="are pending"):
+            refused()
+    ids = tiny.tokens(2, 3)
+    frozen = model(ids, past_key_values=reader.cache, use_cache=False, output_hidden_states=True)
+    assert reader.cache.pending == 4
+    whole = model(torch.cat([reader.ids, ids], 1), output_hidden_states=True)
+    for ours, all_of in zip((frozen.logits, *frozen.hidden_states), (whole.logits, *whole.hidden_states), strict=True):
+        assert relative(ours, all_of[:, 4:]) <= 1e-12
+    labelled = model(ids, past_key_values=copy.deepcopy(reader.cache), labels=ids)
+    assert abs(labelled.loss - torch.nn.functional.cross_entropy(whole.logits[:, 4:-1].mT, ids[:, 1:])) < 1e-6
+    embedded = model(inputs_embeds=model.get_input_embeddings()(ids), past_key_values=reader.cache).logits
+    assert relative(embedded, whole.logits[:, 4:]) <= 1e-12
+    reader.cache.rewind(7)
+    assert not reader.cache.is_initialized
+
+
+@torch.no_grad()
+def test_embeddings_are_kept_with_marks(model):
+    ids = tiny.tokens(2, 6)
+    x = model.get_input_embeddings()(ids)
+    kept, plain = HeadraceCache(Marks(recent=1)), HeadraceCache()
+    for cache in (kept, plain):
+        model(inputs_embeds=x[:, :4], past_key_values=cache)
+        cache.rewind(0)
+    x[:, 4:] += 1  # what the cache has kept is a copy
+    with pytest.raises(InputError, match="columns 0 to 2 were read from embeddings, which are kept only with `marks`"):
+        plain.rewind(2)
+    assert plain.columns == 4 and plain.states is not None
+    kept.rewind(2)
+    logits = model(ids[:, 2:], past_key_values=kept).logits
+    assert relative(logits, model(ids).logits[:, 2:]) <= 1e-12
+
+
+@torch.no_grad()
+def test_a_pack_is_not_gone_behind():
+    for name in ("gla", "hybrid", "transformer"):
+        model, ids, cache = tiny.build(name), tiny.tokens(1, 9), HeadraceCache()
+        model(ids, cu_seqlens=torch.tensor([0, 4, 9]), past_key_values=cache)
+        last, forgotten = tiny.tokens(2, 2), tiny.tokens(2, 3)
+        cache.mark()
+        other = copy.deepcopy(cache)
+        model(forgotten, past_key_values=cache)
+        with pytest.raises(InputError, match=r"columns 0 to \d+ were read as packed sequences"):
+            cache.rewind(4)
+        assert cache.columns == 12
+        cache.rewind(3)
+        assert torch.equal(model(last, past_key_values=cache).logits, model(last, past_key_values=other).logits)
+        if name == "transformer":
+            cache.rewind(1)
+            assert cache.columns == 10 and cache.pending == 0
+        cache.rewind(cache.columns)
+        assert torch.equal(model(ids, past_key_values=cache).logits, model(ids).logits)
+
+
+@torch.no_grad()
+def test_refusals_lose_nothing(model):
+    cache = model(tiny.tokens(2, 5)).past_key_values
+    before = [x.clone() for x in tensors(cache)]
+    for columns in (-1, 6, 2.0):
+        with pytest.raises(InputError, match=f"rewind\\({columns}\\) of a cache of 5 columns; expected 0 to 5"):
+            cache.rewind(columns)
+    with pytest.raises(InputError, match="cache of 5 columns"):
+        cache.crop(-6)
+    cache.states = cache.states
+    with pytest.raises(InputError, match="columns 0 to 3 were read elsewhere, and their states set"):
+        cache.rewind(2)
+    assert cache.columns == 5 and same(before, tensors(cache))
+    for wrong in ({"every": 0}, {"recent": -1}, {"bytes": 0.5}, {"carry": -1}):
+        with pytest.raises(InputError, match="expected a whole number"):
+            Marks(**wrong)
+    small = HeadraceCache(Marks(every=2, bytes=100))
+    with pytest.raises(InputError, match=r"Marks\(bytes=100\) has no room for a mark; expected at least \d+"):
+        model(tiny.tokens(1, 5), past_key_values=small)
+
+
+@torch.no_grad()
+def test_rows_of_marks_and_tokens_change_together(model):
+    for name in ("reorder_cache", "batch_select_indices", "batch_repeat_interleave"):
+        reader = Reader(model, 3)
+        reader.read(tiny.tokens(3, 4), torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1], [1, 0, 1, 1]]))
+        reader.cache.mark()
+        reader.read(tiny.tokens(3, 3))
+        rows = torch.tensor([2, 0]) if name != "batch_repeat_interleave" else torch.tensor([0, 0, 1, 1, 2, 2])
+        getattr(reader.cache, name)(2 if "repeat" in name else rows)
+        reader.ids, reader.mask = reader.ids[rows], reader.mask[rows]
+        assert reader.cache.batch_size == len(rows)
+        reader.rewind(2)
+        assert reader.cache.pending == 1 and reader.error() <= 1e-12
+        reader.rewind(6)
+        assert reader.cache.pending == 2 and reader.error() <= 1e-12
+    first, second = Reader(model, 1), Reader(model, 1)
+    for reader in (first, second):
+        reader.read(tiny.tokens(1, 5))
+        reader.cache.mark()
+    first.cache.append(second.cache)
+    last = tiny.tokens(2, 1)
+    with pytest.raises(InputError, match="were read before sequences of another cache were appended"):
+        first.cache.rewind(1)
+    logits = model(last, past_key_values=first.cache).logits
+    assert relative(logits[1:], second.model(torch.cat([second.ids, last[1:]], 1)).logits[:, -1:]) <= 1e-12
+
+
+@torch.no_grad()
+def test_copies_are_independent(model):
+    reader = Reader(model, 1, Marks(every=2))
+    reader.read(tiny.tokens(1, 7))
+    other = copy.deepcopy(reader)
+    other.model = model
+    reader.rewind(2)
+    reader.read(tiny.tokens(1, 3))
+    assert other.cache.columns == 7 and other.error() <= 1e-12
+    other.rewind(6)
+    assert other.error() <= 1e-12 and reader.error() <= 1e-12
+    reader.cache.reset()
+    assert (reader.cache.marked, reader.cache.columns, reader.cache.pending) == ([0], 0, 0)
+
+
+@torch.no_grad()
+def test_what_is_marked(model):
+    ids = tiny.tokens(1, 40)
+
+    def marked(policy, calls):
+        cache, start = HeadraceCache(policy), 0
+        for length in calls:
+            model(ids[:, start : start + length], past_key_values=cache)
+            start += length
+        return cache
+
+    assert marked(None, [5, 5]).marked == [0]
+    assert marked(Marks(every=4), [5, 4, 2]).marked == [0, 4, 8]
+    assert marked(Marks(every=4), [1] * 10).marked == [0, 4, 8]
+    assert marked(Marks(recent=2), [5, 4, 2, 3]).marked == [0, 9, 11]
+    assert marked(Marks(every=4, recent=1), [5, 4, 2]).marked == [0, 4, 8, 9]
+    one = marked(Marks(every=4), [5]).mark_bytes
+    spread = marked(Marks(every=1, bytes=6 * one), [40])
+    assert spread.mark_bytes == 6 * one and spread.marked[-1] == 39
+    gaps = [b - a for a, b in zip(spread.marked, spread.marked[1:], strict=False)]
+    assert gaps == sorted(gaps, reverse=True) and gaps[0] > 4 * gaps[-1]
+    cache = marked(Marks(recent=1, carry=2), [3, 3])
+    cache.rewind(2)
+    assert cache.pending == 1
+    model(ids[:, :3], past_key_values=cache)
+    cache.rewind(1)
+    assert cache.pending == 3 and cache.marked == [0, 3]
+    model(ids[:, :1], past_key_values=cache)
+    assert cache.marked == [0, 6]  # the pending tokens were read before, and a mark made behind them
+
+
+@torch.no_grad()
+def test_generation_makes_no_marks(model):
+    out = model.generate(tiny.tokens(1, 5), max_new_tokens=9, do_sample=False, return_dict_in_generate=True)
+    cache = getattr(out, NAME)
+    assert cache.marked == [0] and cache.mark_bytes == 0 and cache.columns == 13
+    cache.rewind(6)
+    assert cache.pending == 7
+    model.settle(cache)
+    ids, last = out.sequences[:, :7], tiny.tokens(1, 2)
+    assert relative(model(last, past_key_values=cache).logits, model(torch.cat([ids, last], 1)).logits[:, 7:]) <= 1e-12
