@@ -8,7 +8,16 @@ from .utils.errors import GateWarning, InputError
 from .utils.extras import require
 
 if TYPE_CHECKING:
-    from .hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM, HeadraceModel, Marks, load
+    from .hf import (
+        HeadraceCache,
+        HeadraceConfig,
+        HeadraceForCausalLM,
+        HeadraceModel,
+        Marks,
+        load,
+        load_state,
+        save_state,
+    )  # fmt: skip
     from .layers import Mixer
     from .layers.blocks.compiled import compile_blocks
     from .layers.quantized import quantize
@@ -42,6 +51,8 @@ _LAZY = {
     "HeadraceCache": "hf",
     "Marks": "hf",
     "load": "hf",
+    "load_state": "hf",
+    "save_state": "hf",
 }
 
 auto.install()
@@ -49,8 +60,9 @@ del auto
 
 __all__ = [
     "GateWarning", "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel", "InputError", "Marks",
-    "Mixer", "backends", "compile_blocks", "context_parallel", "linear_attention", "load", "quantize", "register_mixer",
-    "register_model", "register_task", "set_backend", "step", "tensor_parallel", "verify",
+    "Mixer", "backends", "compile_blocks", "context_parallel", "linear_attention", "load", "load_state", "quantize",
+    "register_mixer", "register_model", "register_task", "save_state", "set_backend", "step", "tensor_parallel",
+    "verify",
 ]  # fmt: skip
 
 

@@ -151,3 +151,28 @@ def test_printed_rate_counts_new_tokens(checkpoint, monkeypatch):
     monkeypatch.setattr("headrace.hf.generate.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     result = continued(checkpoint, PROMPT, None, False, max_new_tokens=NEW, do_sample=False)
     assert result["tokens_per_second"] == NEW / 4 == len(result["tokens"]) / 4
+
+
+def test_proposed_tokens_do_not_change_the_text(generate, checkpoint, tmp_path):
+    plain, _ = generate("--temperature", 0)
+    for proposed in (("--draft", checkpoint), ("--prompt-lookup", 3)):
+        text, speed = generate("--temperature", 0, *proposed)
+        assert text == plain
+        assert re.search(r", \d+% of the proposed tokens accepted, \d+\.\d tokens a pass$", speed)
+        result = json.loads(generate("--temperature", 0, "--json", *proposed)[0])
+        assert 0 <= result["accepted"] <= 1 and result["tokens_per_pass"] >= 1
+    assert result["accepted"] > 0
+
+
+def test_draft_with_another_vocabulary_is_refused(checkpoint, run_command, tmp_path):
+    HeadraceForCausalLM(tiny.config("gla", vocab_size=95)).save_pretrained(tmp_path)
+    byte_level().save_pretrained(tmp_path)
+    code, _, error = run_command("generate", checkpoint, "--prompt", PROMPT, "--draft", tmp_path)
+    assert code == 2 and f"--draft '{tmp_path}' has 95 tokens; expected 94, those of the model" in error
+    for options, expected in {
+        ("--prompt-lookup", 0): "--prompt-lookup=0; expected at least 1",
+        ("--prompt-lookup", 3, "--draft", checkpoint): "--draft has no effect with --prompt-lookup",
+        ("--prompt-lookup", 3, "--cuda-graph"): "--prompt-lookup has no effect with --cuda-graph",
+    }.items():
+        code, _, error = run_command("generate", checkpoint, "--prompt", PROMPT, *options)
+        assert code == 2 and expected in error

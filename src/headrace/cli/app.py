@@ -137,7 +137,15 @@ GROUPS = {
         ),
     },
     "Use": {
-        "generate": Command(use.generate, "models", (f'{MODEL} --prompt "It was"', f"{MODEL} --file novel.txt")),
+        "generate": Command(
+            use.generate,
+            "models",
+            (
+                f'{MODEL} --prompt "It was"',
+                f"{MODEL} --file novel.txt --save-state state",
+                f'{MODEL} --resume state --prompt "And"',
+            ),
+        ),
         "serve": Command(use.serve, "serve", (f"{MODEL} --port 8000",)),
         "convert": Command(
             use.convert, "models", ("llama-checkpoint --output ours", f"{MODEL} --to gla --output theirs")

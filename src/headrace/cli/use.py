@@ -20,6 +20,7 @@ from .console import (
     PromptFile,
     interruptible,
     read_prompt,
+    refuse_with,
     refuse_without,
     requiring_extra,
 )  # fmt: skip
@@ -48,9 +49,37 @@ def generate(
         int | None, typer.Option(help=r"Random seed of the sampling. \[default: a new one, printed]")
     ] = None,
     device: Device = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of --save-state to go on from, of the same model. --prompt or --file may follow it. "
+            r"\[default: none]"
+        ),
+    ] = None,
+    save_state: Annotated[
+        Path | None,
+        typer.Option(
+            help="File to write the state to after the last token. An existing one is refused, unless it is that of "
+            r"--resume. \[default: none]"
+        ),
+    ] = None,
     cuda_graph: Annotated[
         bool, typer.Option("--cuda-graph", help="Replay each token as a CUDA graph. For recurrent models on a GPU.")
     ] = False,
+    draft: Annotated[
+        Path | None,
+        typer.Option(
+            help="Checkpoint of a smaller model with the same tokens, which proposes the next ones. The model reads "
+            r"several at once; the text is as likely as without. \[default: none]"
+        ),
+    ] = None,
+    prompt_lookup: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of tokens to propose, in place of a draft model: those that followed the last two tokens, or "
+            r"the last one, where they were before. \[default: none]"
+        ),
+    ] = None,
     as_json: Annotated[
         bool,
         typer.Option(
@@ -61,8 +90,9 @@ def generate(
 ) -> None:
     """Continue a text: print it, and the new tokens as they are generated.
 
-    The last line, on standard error, has the speed, the engine that computed single tokens, and the seed. The same
-    command with this --seed prints the same text."""
+    The last line, on standard error, has the speed, the engine that computed single tokens, and the seed. With --draft
+    or --prompt-lookup it also has the share of proposed tokens that were accepted, and the tokens of each pass of the
+    model. The same command with this --seed prints the same text."""
     from ..hf.generate import generate as run
     from ..hf.generate import sampling_seed, sampling_settings
 
@@ -70,12 +100,24 @@ def generate(
     seed = sampling_seed(seed, temperature)
     if cuda_graph:
         sampling["cache_implementation"] = "static"
-    result = run(checkpoint, read_prompt(prompt, file), seed, not as_json, device, **sampling)
+        refuse_with("--cuda-graph", draft=draft, prompt_lookup=prompt_lookup)
+    if prompt_lookup is not None:
+        if prompt_lookup < 1:
+            raise InputError(f"--prompt-lookup={prompt_lookup}; expected at least 1")
+        refuse_with("--prompt-lookup", draft=draft)
+        sampling["prompt_lookup_num_tokens"] = prompt_lookup
+    if resume is not None:
+        refuse_with("--resume", draft=draft, prompt_lookup=prompt_lookup)
+    text = "" if resume and prompt is None and file is None else read_prompt(prompt, file)
+    result = run(checkpoint, text, seed, not as_json, device, draft, resume, save_state, **sampling)
     if as_json:
         print(json.dumps(result, ensure_ascii=False))
     else:
         speed = f"{len(result['tokens'])} tokens, {result['tokens_per_second']:.1f} tokens per second"
         speed += f", by {result['engine']}"
+        if "accepted" in result:
+            speed += f", {result['accepted']:.0%} of the proposed tokens accepted"
+            speed += f", {result['tokens_per_pass']:.1f} tokens a pass"
         print(speed if seed is None else f"{speed}, seed {seed}", file=sys.stderr)
 
 

@@ -9,8 +9,9 @@ from .checkpoint import load
 from .config import HeadraceConfig
 from .marks import Marks
 from .model import HeadraceForCausalLM, HeadraceModel, HeadracePreTrainedModel
+from .state_file import load_state, save_state
 
 __all__ = [
     "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel", "HeadracePreTrainedModel", "Marks",
-    "load",
+    "load", "load_state", "save_state",
 ]  # fmt: skip

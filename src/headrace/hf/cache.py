@@ -50,6 +50,7 @@ class HeadraceCache(Cache):
         self._states: list[Any] | None = None  # the state of a layer is None before its first token
         self.columns = 0
         self.pending = 0  # number of last columns that the states do not cover
+        self.drafts: list[tuple[int, int]] = []  # (proposed, accepted) tokens of each call of assisted generation
         self._record = Record()
         self._marks: list[Mark] = []
         self._due: set[int] = set()  # columns to mark when they are read
@@ -70,6 +71,11 @@ class HeadraceCache(Cache):
     def marked(self) -> list[int]:
         """The columns of the marks, in order. Column 0 is always marked."""
         return [0, *(m.column for m in self._marks)]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that a mark of the present states needs."""
+        return state_bytes(self._states or [])
 
     @property
     def mark_bytes(self) -> int:

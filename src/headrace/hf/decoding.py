@@ -1,5 +1,5 @@
-"""The loop of `generate` for the plain case, from an empty cache, with tokens as the only output: on a CPU, and on a
-GPU with the step as a CUDA graph.
+"""The loop of `generate` for the plain case, with tokens as the only output: on a CPU, and on a GPU with the step as a
+CUDA graph.
 
 Dimensions: B batch, T tokens.
 """
@@ -22,13 +22,12 @@ Step = Callable[[Tensor], Tensor]  # tokens [B] -> logits [B, 1, vocabulary] of 
 
 
 def is_plain_case(model: Any, config, model_kwargs: dict[str, Any]) -> bool:
-    """Whether the generation is plain: from an empty cache, with tokens as its only output, no hooks."""
+    """Whether the generation is plain: with a cache, tokens as its only output, and no hooks."""
     usual = {"attention_mask", CACHE, "use_cache", "logits_to_keep"}
     cache, passed = model_kwargs.get(CACHE), {name for name, value in model_kwargs.items() if value is not None}
-    empty = isinstance(cache, HeadraceCache) and not cache.is_initialized
-    fresh = empty and model_kwargs["use_cache"] and passed <= usual
-    more = config.return_dict_in_generate or config.is_assistant or config.prefill_chunk_size
-    return bool(fresh and not more and is_plain(model, type(model)))
+    cached = isinstance(cache, HeadraceCache) and model_kwargs["use_cache"] and passed <= usual
+    more = config.return_dict_in_generate or config.is_assistant
+    return bool(cached and not more and is_plain(model, type(model)))
 
 
 def check_graph(model: Any, is_plain: bool) -> None:
@@ -65,13 +64,17 @@ def _next(model: Any, token: Tensor, states: Any) -> tuple[Tensor, Any]:
 
 
 def decode_loop(
-    ids: Tensor, logits: Tensor, step: Step, processor: Any, criteria: Any, config: Any, streamer: Any = None
-) -> Tensor:
-    """Continues ids [B, T], with logits [B, 1, vocabulary] of the next token, until the criteria are met."""
+    ids: Tensor, logits: Tensor, step: Step, processor: Any, criteria: Any, config: Any, streamer: Any = None,
+    kept: list[Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """Continues ids [B, T], with logits [B, 1, vocabulary] of the next token, until the criteria are met. kept: a list
+    to which the scores of each token are appended."""
     unfinished, pad = ids.new_ones(ids.shape[0]), config._pad_token_tensor
     ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
     while True:
         scores = processor(ids, logits[:, -1].to(torch.float32, copy=True))
+        if kept is not None:
+            kept.append(scores)
         if config.do_sample:
             token = torch.multinomial(scores.softmax(-1), 1).squeeze(1)
         else:
@@ -81,7 +84,7 @@ def decode_loop(
         ids = torch.cat([ids, token[:, None]], 1)
         if streamer is not None:
             streamer.put(token.cpu())
-        unfinished = unfinished & ~criteria(ids, None)
+        unfinished = unfinished & ~criteria(ids, kept)
         if not unfinished.any():
             if streamer is not None:
                 streamer.end()

@@ -7,53 +7,98 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoTokenizer, TextStreamer, set_seed
 
+from ..ops.checks import require
 from ..utils.device import on_device
 from ..utils.errors import InputError, reading
+from .cache import NAME as CACHE
+from .cache import HeadraceCache
 from .checkpoint import check_backend, load
+from .state_file import check_new, load_state, save_state
 
 
 def generate(
-    checkpoint: Path, prompt: str, seed: int | None, stream: bool, device: str | None = None, **sampling: Any
-) -> dict[str, Any]:
+    checkpoint: Path, prompt: str, seed: int | None, stream: bool, device: str | None = None, draft: Path | None = None,
+    resume: Path | None = None, save: Path | None = None, **sampling: Any,
+) -> dict[str, Any]:  # fmt: skip
     """Continues a prompt.
 
     Args:
-        prompt: text, to which the tokenizer adds the special tokens that it is set to add, such as Llama's first token.
+        prompt: text, to which the tokenizer adds the special tokens that it is set to add, such as Llama's first token,
+            unless it follows a state. It may then be empty.
         seed: seed of sampling; None: torch's current random state.
-        stream: print the prompt, and the text while it is generated.
+        stream: print what has been read, the prompt, and the text while it is generated.
+        draft: a checkpoint with the same tokens that proposes the next ones; not with `resume`.
+        resume: file of a state to go on from.
+        save: file to write the state to after the last token. It must be new, or the one of `resume`.
         sampling: arguments of transformers' `generate`.
 
     Returns:
         {"text": without special tokens, "tokens": token ids, "tokens_per_second"} of the continuation, "engine": what
-        computed single tokens, and "seed".
+        computed single tokens, and "seed"; with proposed tokens also "accepted", the share of them that the model
+        accepted, and "tokens_per_pass", the tokens that a call of the model gave.
 
     Raises:
-        InputError: the checkpoint, device or tokenizer cannot be used, or the prompt is empty.
+        InputError: the checkpoint, device, tokenizer or a state cannot be used, there is no token to read, or the draft
+            has another vocabulary.
     """
     check_backend()
+    replace = resume is not None and save is not None and resume.absolute() == save.absolute()
+    if save is not None:
+        check_new(save, replace)
     model: Any = load(checkpoint)
     device = on_device(device)
     if sampling.get("cache_implementation") and not device.startswith("cuda"):
         raise InputError(f"--cuda-graph with --device={device!r}; expected a GPU")
     model.to(device)
     tokenizer = read_tokenizer(checkpoint)
-    ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
-    if not ids.numel():
+    cache, ids = resumed(resume, model)
+    prompt_ids = tokenizer(prompt, add_special_tokens=resume is None).input_ids
+    ids = torch.cat([ids, ids.new_tensor([prompt_ids])], 1)
+    if ids.shape[1] == cache.columns:
         raise InputError("the prompt has no tokens; expected some text")
     if (last := int(ids.max())) >= (size := model.config.vocab_size):
         raise InputError(f"the prompt has the token {last}; the model has {size}: its tokenizer is another model's")
+    if draft is not None:
+        sampling["assistant_model"] = _draft(draft, model, tokenizer)
     if seed is not None:
         set_seed(seed)
     streamer = TextStreamer(tokenizer, skip_special_tokens=True) if stream else None
     started = time.perf_counter()
     with torch.inference_mode():
+        sampling |= {"attention_mask": torch.ones_like(ids), CACHE: cache}
         out = model.generate(ids, streamer=streamer, pad_token_id=tokenizer.eos_token_id, **sampling)
     seconds, new = time.perf_counter() - started, out[0, ids.shape[1] :].tolist()
+    if save is not None:
+        save_state(save, cache, model, out, replace=replace)
     text = tokenizer.decode(new, skip_special_tokens=True)
     speed = {"tokens_per_second": len(new) / seconds, "engine": model.engine.about(model)}
+    if cache.drafts:
+        proposed, accepted = map(sum, zip(*cache.drafts, strict=True))
+        speed |= {"accepted": accepted / max(proposed, 1), "tokens_per_pass": len(new) / len(cache.drafts)}
     return {"text": text, "tokens": new, **speed, "seed": seed}
+
+
+def _draft(checkpoint: Path, model: Any, tokenizer: Any) -> Any:
+    draft, own = load(checkpoint), read_tokenizer(checkpoint)
+    sizes = draft.config.vocab_size, model.config.vocab_size
+    other = f"{sizes[0]} tokens; expected {sizes[1]}" if sizes[0] != sizes[1] else "other tokens; expected"
+    same = sizes[0] == sizes[1] and own.get_vocab() == tokenizer.get_vocab()
+    require(same, f"--draft {str(checkpoint)!r} has {other}, those of the model")
+    return draft.to(model.device)
+
+
+def resumed(path: Path | None, model: Any) -> tuple[HeadraceCache, Tensor]:
+    """Returns the cache and the tokens [1, L] of a state, or an empty cache and no token. InputError for a state of
+    several sequences."""
+    if path is None:
+        return HeadraceCache(), torch.zeros(1, 0, dtype=torch.long, device=model.device)
+    cache, ids = load_state(path, model)
+    if len(ids) != 1:
+        raise InputError(f"state {str(path)!r} is of {len(ids)} sequences; expected one")
+    return cache, ids
 
 
 def sampling_settings(

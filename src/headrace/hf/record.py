@@ -78,6 +78,15 @@ class Record:
                 raise InputError(f"columns {call.start} to {call.end} {call.tokens}")
         return calls
 
+    def ids(self, end: int) -> tuple[Tensor, Tensor] | None:
+        """Returns the ids [B, end] and their mask, or None if not all columns are of ids that are kept."""
+        self._fill(end)
+        calls = [call for call in self.calls if call.start < call.end]
+        rows = [_rows(call.tokens) for call in calls if isinstance(call.tokens, Tensor) and call.tokens.dim() < 3]
+        if not rows or len(rows) < len(calls):
+            return None
+        return torch.cat(rows, 1), torch.cat([call.padding(len(rows[0])) for call in calls], 1)
+
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
         """Applies a function to the rows of all tensors."""
         self.calls = [

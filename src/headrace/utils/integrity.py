@@ -25,14 +25,18 @@ Form = Any  # of a JSON value: see `misfit`
 
 @contextmanager
 def atomic(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
-    """Yields a temporary file, which is flushed to the disk and renamed to `path` at the end of the block."""
+    """Yields a temporary file, which is flushed to the disk and renamed to `path` at the end of the block, or deleted
+    after an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open(mode, encoding=None if "b" in mode else "utf-8") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    try:
+        with beside.open(mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -1,0 +1,217 @@
+"""A state as a file: what a model has read, to go on from in another process and on another device.
+
+The file is in the format safetensors. Its tensors are those of the states, `COLUMN.PLACE.FIELD`, and the tokens with
+their mask. Its metadata are what `facts` returns, and the SHA-256 of metadata and tensors together. It holds no code,
+and nothing is unpickled.
+
+Dimensions: B batch, L tokens.
+"""
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+import headrace
+
+from ..layers.tensor_parallel import cuts_of
+from ..ops.checks import require
+from ..utils.errors import InputError, reading
+from ..utils.integrity import SUM, atomic, digest
+from .cache import HeadraceCache
+from .marks import Mark
+from .model import HeadraceForCausalLM
+
+FORMAT = "headrace state, version 1"
+COMPUTED_WITH = ("mixer", "style", "vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "intermediate_size",
+                 "norm_eps", "rope_theta", "max_position_embeddings")  # fmt: skip
+TOKENS, MASK, PADDED = "tokens", "mask", "padded"
+UNKNOWN = "were read before the state was saved, by a cache that had not kept them"
+
+
+@torch.no_grad()
+def save_state(
+    path: str | Path,
+    cache: HeadraceCache,
+    model: HeadraceForCausalLM,
+    tokens: Tensor | None = None,
+    *,
+    replace: bool = False,
+) -> None:
+    """Writes the states of a cache and of its marks to a file, from which `load_state` returns the same bits. It reads
+    pending tokens before.
+
+    Args:
+        path: the file, which is complete or not there.
+        cache: of `model`.
+        tokens: [B, L], the tokens that the cache has read, padding included, and then any that it has not, such as the
+            last one that `generate` returns; None: those that the cache has kept.
+        replace: whether an existing file is replaced.
+
+    Raises:
+        InputError: the file exists, the cache is empty or of another model, or the tokens are not those of the cache.
+    """
+    check_new(path, replace)
+    model.settle(cache)
+    require(cache.states is not None, "the cache is empty, and has no state to save; expected one of a model that read")
+    tensors = _states(cache) | _read(cache, tokens)
+    wrong = _unlike(tensors, _blank(model), cache.columns)
+    require(wrong is None, f"the cache is of another model: {wrong}")
+    tensors = {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
+    marked = " ".join(str(mark.column) for mark in cache._marks)
+    places = {"columns": str(cache.columns), "marked": marked, "floor": str(cache._floor)}
+    about = facts(model) | places | {"headrace": headrace.__version__}
+    content = save(tensors, about | {SUM: _sum(about, tensors)})
+    with atomic(Path(path), "wb") as file:
+        file.write(content)
+
+
+def load_state(path: str | Path, model: HeadraceForCausalLM) -> tuple[HeadraceCache, Tensor]:
+    """Returns what `save_state` was given: a cache on the model's device, with its marks, and the tokens [B, L] that it
+    has read, and any that it has not.
+
+    Raises InputError for a file that cannot be read, is damaged or is no state, and for a state of another model: of
+    other weights, another configuration, another dtype or another vocabulary."""
+    name = f"state {str(path)!r}"
+    with reading(f"{name} cannot be read"), safe_open(path, "pt") as file:
+        about = file.metadata() or {}
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    kind = about.get("format")
+    require(kind == FORMAT, f"{name} has the format {kind!r}; expected {FORMAT!r}, as `save_state` writes it")
+    expected = about.pop(SUM, None)
+    require(expected == _sum(about, tensors), f"{name} is damaged: it has another SHA-256 than when it was written")
+    for fact, own in facts(model).items():
+        if (theirs := str(about.get(fact))) != own:
+            short = f"its {fact} is {theirs[:16]}, and that of this one {own[:16]}"
+            raise InputError(f"{name} is of another model: {short}")
+    blank, columns = _blank(model), int(about["columns"])
+    wrong = _unlike(tensors, blank, columns)
+    require(wrong is None, f"{name} is damaged: {wrong}")
+    tokens, mask = (None if x is None else x.to(model.device, copy=True) for x in map(tensors.get, (TOKENS, MASK)))
+    assert tokens is not None
+    cache = HeadraceCache()
+    cache.replace(_restored(columns, blank, tensors), 0, UNKNOWN)
+    if mask is None:
+        cache.advance(columns, UNKNOWN)
+    else:  # what is read again without padding before it is computed without a mask, as it was
+        padded = int((~mask).any(0).nonzero().max()) + 1 if not mask.all() else 0
+        cache.advance(padded, tokens[:, :padded], mask[:, :padded])
+        cache.advance(columns - padded, tokens[:, padded:columns])
+    cache._floor = max(cache._floor, int(about["floor"]))
+    marked = [int(column) for column in about["marked"].split()]
+    cache._marks = [Mark(column, _restored(column, blank, tensors), "own") for column in marked if column < columns]
+    if columns in marked:
+        cache.mark()
+    return cache, tokens
+
+
+def check_new(path: str | Path, replace: bool = False) -> None:
+    """Raises InputError if the file of a state to be saved exists, unless it may be replaced."""
+    require(replace or not Path(path).exists(), f"{str(path)!r} exists; expected the name of a new file")
+
+
+def facts(model: Any) -> dict[str, str]:
+    """What a state says of its model: format, vocabulary, dtype, and the digest of configuration and weights."""
+    require(not cuts_of(model), "the model is split over processes, and so is its state; expected a whole model")
+    dtype = str(model.dtype).removeprefix("torch.")
+    return {"format": FORMAT, "vocabulary": str(model.config.vocab_size), "dtype": dtype, "digest": model_digest(model)}
+
+
+def model_digest(model: Any) -> str:
+    """Returns the SHA-256 of a model's weights, as they are in memory now, and of what its configuration says about the
+    computation. It does not depend on the device, nor on the files that the model was read from.
+
+    It reads all weights, as the check of a checkpoint does when the checkpoint is loaded, with all cores."""
+    configuration = {name: getattr(model.config, name) for name in COMPUTED_WITH}
+    return digest([configuration, _digests(model.state_dict())])
+
+
+def _digests(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The dtype, shape and SHA-256 of tensors. hashlib does not hold Python's lock."""
+
+    def described(x: Tensor) -> list[Any]:
+        content: Any = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        return [str(x.dtype), list(x.shape), hashlib.sha256(content).hexdigest()]
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(tensors, pool.map(described, tensors.values()), strict=True))
+
+
+def _sum(about: dict[str, str], tensors: dict[str, Tensor]) -> str:
+    return digest([about, _digests(tensors)])
+
+
+def _states(cache: HeadraceCache) -> dict[str, Tensor]:
+    """The tensors at each mark and at the end, by `COLUMN.PLACE.FIELD`. Keys and values are those at the end alone."""
+    columns = {mark.column: mark.states for mark in cache._marks} | {cache.columns: cache.states or []}
+    return {f"{column}.{name}": x for column, states in columns.items() for name, x in _named(states).items()}
+
+
+def _named(states: list[Any]) -> dict[str, Tensor]:
+    """{`PLACE.FIELD`: tensor} of states, which are NamedTuples or None, or of a mark, whose attention has a bool."""
+    fields = {
+        place: {PADDED: torch.tensor([state])} if isinstance(state, bool) else state._asdict()
+        for place, state in enumerate(states)
+        if state is not None
+    }
+    parts = ((f"{place}.{name}", x) for place, state in fields.items() for name, x in state.items())
+    return {name: x for name, x in parts if isinstance(x, Tensor)}
+
+
+def _read(cache: HeadraceCache, tokens: Tensor | None) -> dict[str, Tensor]:
+    """The tokens, and the mask of those that the cache has kept, without which it does not go back."""
+    kept, columns = cache._record.ids(cache.columns), cache.columns
+    if tokens is None:
+        require(kept is not None, "tokens is None, and the cache has not kept what it read; expected the tokens [B, L]")
+        return dict(zip((TOKENS, MASK), kept or (), strict=True))
+    shape = list(tokens.shape)
+    fitting = len(shape) == 2 and shape[0] == cache.batch_size and shape[1] >= columns
+    sizes = [cache.batch_size, columns]
+    require(fitting, f"tokens has shape {shape}; expected {sizes}, which the cache has read, or more columns")
+    if kept is None:
+        return {TOKENS: tokens.to(torch.int64)}
+    ids, mask = kept
+    same = bool((ids == tokens[:, :columns].to(ids.device))[mask].all())
+    require(same, "tokens differs from what the cache has read; expected the same tokens, and any that follow them")
+    return {TOKENS: tokens.to(torch.int64), MASK: mask}
+
+
+@torch.no_grad()
+def _blank(model: Any) -> list[Any]:
+    """The states of a model after one token: their classes, and the devices of their tensors."""
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    return model.model.backbone(model.model.embed_tokens(token))[1]
+
+
+def _unlike(tensors: dict[str, Tensor], blank: list[Any], columns: int) -> str | None:
+    """A sentence about the first tensor that is none of states like `blank`, or missing at the last column; None: all
+    fit."""
+    own = _named(blank)
+    for name in own:
+        if f"{columns}.{name}" not in tensors:
+            return f"{name} is missing"
+    for key in sorted(tensors.keys() - {TOKENS, MASK}):
+        name, x = key.partition(".")[2], tensors[key]
+        if name not in own and not name.endswith((".valid", PADDED)):  # of padding, and of marks, only
+            return f"{name} is no tensor of this model"
+        if name in own and x.shape[2:] != own[name].shape[2:]:
+            return f"{name} has the sizes {list(x.shape[2:])} for {list(own[name].shape[2:])}"
+    return None
+
+
+def _restored(column: int, blank: list[Any], tensors: dict[str, Tensor]) -> list[Any]:
+    """The states at a column, of the classes and on the devices of `blank`, in memory of their own."""
+    states = []
+    for place, one in enumerate(blank):
+        fields = () if one is None else one._fields
+        parts = {name: tensors[key] for name in fields if (key := f"{column}.{place}.{name}") in tensors}
+        device = next((x.device for x in one or () if isinstance(x, Tensor)), None)
+        whole = dict.fromkeys(fields) | {name: x.to(device, copy=True) for name, x in parts.items()}
+        padded = tensors.get(f"{column}.{place}.{PADDED}")
+        states.append(type(one)(**whole) if parts else None if padded is None else bool(padded))
+    return states

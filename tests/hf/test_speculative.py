@@ -1,0 +1,132 @@
+"""Speculative decoding: a draft changes how fast tokens come, and not which."""
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+
+import tiny
+from headrace import InputError
+from headrace.hf import HeadraceCache, Marks
+from headrace.hf.cache import NAME
+from headrace.hf.drafts import CARRY
+
+NEW, PROPOSED = 40, 5
+TARGETS = ["softmax-gated-deltanet", "mamba and s4", "hybrid", "transformer", "gpt", "sparse", "rwkv6", "experts"]
+
+
+def near(model, size):
+    """A model that often predicts the same."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(torch.randn_like(p), alpha=size)
+    other.generation_config.num_assistant_tokens = PROPOSED
+    return other
+
+
+def generate(model, ids, **options):
+    settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
+    return model.generate(ids, **settings | options)
+
+
+def columns(model, monkeypatch):
+    """The columns of each call of the model's layers, from now on."""
+    counts, read = [], model.model._read
+
+    def counted(x, *rest):
+        counts.append(x.shape[1])
+        return read(x, *rest)
+
+    monkeypatch.setattr(model.model, "_read", counted)
+    return counts
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("draft", ["itself", "near", "gla", "transformer"])
+def test_greedy_tokens_are_the_same(name, draft, monkeypatch):
+    """In float64, where no tie decides."""
+    model = tiny.build(name)
+    other = (
+        near(model, {"itself": 0, "near": 0.01}[draft]) if draft in ("itself", "near") else near(tiny.build(draft), 0)
+    )
+    for length in (1, 7, 90):
+        ids, cache = tiny.tokens(1, length), HeadraceCache()
+        expected = generate(model, ids)
+        passes, steps = columns(model, monkeypatch), columns(other, monkeypatch)
+        assert torch.equal(generate(model, ids, assistant_model=other, **{NAME: cache}), expected)
+        accepted = sum(right for _, right in cache.drafts)
+        assert accepted + len(cache.drafts) == NEW
+        if draft == "itself":
+            assert accepted == sum(proposed for proposed, _ in cache.drafts)
+        # No verification reads the prompt again, nor more than what is carried, the last token and the proposed ones.
+        of_prompt = [length - 1] if length > 1 else []
+        assert passes[: len(of_prompt)] == of_prompt
+        assert max(passes[len(of_prompt) :]) <= CARRY + PROPOSED + 2
+        assert all(count < max(length, PROPOSED + 3) for count in steps[2:])
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_prompt_lookup_gives_the_same_tokens(name):
+    model, cache = tiny.build(name), HeadraceCache()
+    ids = tiny.tokens(1, 6).repeat(1, 3)
+    assert torch.equal(generate(model, ids, prompt_lookup_num_tokens=4, **{NAME: cache}), generate(model, ids))
+    assert sum(right for _, right in cache.drafts) + len(cache.drafts) == NEW
+
+
+def statistic(counts, chances, samples):
+    """Pearson's, over all outcomes."""
+    return sum((counts.get(k, 0) - samples * p) ** 2 / (samples * p) for k, p in chances.items())
+
+
+@torch.no_grad()
+def chances(model, ids, new):
+    """The probability of each continuation."""
+    found = {}
+    for tokens in itertools.product(range(model.config.vocab_size), repeat=new):
+        row = torch.cat([ids, torch.tensor([tokens])], 1)
+        logs = model(row).logits[0].log_softmax(-1)
+        found[tokens] = math.exp(sum(logs[ids.shape[1] - 1 + i, t] for i, t in enumerate(tokens)))
+    return found
+
+
+@pytest.mark.parametrize("way", ["draft", "lookup"])
+def test_sampled_tokens_have_the_models_distribution(way):
+    """Of 27 continuations. Pearson's statistic of n outcomes is that of a χ² of d = n − 1 degrees of freedom, which is
+    above d + 2 √(d t) + 2 t with a probability of at most e^−t (Laurent and Massart, 2000, lemma 1); t = 14."""
+    model = tiny.build("gla", vocab_size=3)
+    draft = near(tiny.build("mamba2", vocab_size=3), 0)
+    draft.generation_config.num_assistant_tokens = 2
+    with torch.no_grad():
+        for each in (model, draft):
+            each.lm_head.weight.mul_(0.3)  # no outcome is rare
+    ids, samples, counts = torch.tensor([[1, 2, 1, 1, 2]]), 300, {}
+    options = {"assistant_model": draft} if way == "draft" else {"prompt_lookup_num_tokens": 2}
+    torch.manual_seed(1)
+    for _ in range(samples):
+        out = generate(model, ids, do_sample=True, max_new_tokens=3, top_k=0, **options)
+        key = tuple(out[0, ids.shape[1] :].tolist())
+        counts[key] = counts.get(key, 0) + 1
+    exact, d, t = chances(model, ids, 3), 26, 14
+    assert min(exact.values()) * samples > 1
+    limit = d + 2 * math.sqrt(d * t) + 2 * t
+    assert statistic(counts, exact, samples) < limit
+    assert statistic(counts, chances(draft, ids, 3), samples) > limit  # it tells the models apart
+
+
+def test_refusals_and_settings():
+    model, ids = tiny.build("gla"), tiny.tokens(1, 6)
+    filled = HeadraceCache()
+    with torch.no_grad():
+        model(ids[:, :3], past_key_values=filled)
+    with pytest.raises(InputError, match="past_key_values has 3 columns; expected an empty cache with a draft model"):
+        generate(model, ids, prompt_lookup_num_tokens=2, **{NAME: filled})
+    with pytest.raises(InputError, match="use_cache=False with a draft model or prompt lookup; expected a cache"):
+        generate(model, ids, prompt_lookup_num_tokens=2, use_cache=False)
+    policy = Marks(every=8, recent=3)
+    cache = HeadraceCache(policy)
+    generate(model, ids, prompt_lookup_num_tokens=2, **{NAME: cache})
+    assert cache.marks is policy and {8, 16} < {*cache.marked}
