@@ -44,6 +44,7 @@ from headrace.studies import catalog
 from headrace.studies.compare.defaults import DEFAULTS
 from headrace.studies.foreign import LAWS
 from headrace.tasks import TASKS
+from headrace.tasks.check import text as text_of
 from headrace.training import recipes as shipped
 
 DOCS = Path(__file__).parent
@@ -240,8 +241,7 @@ def tasks() -> str:
     """A section per task: its description with an example row, and its fields with both of their defaults."""
     text = []
     for name, task in TASKS.items():
-        about = inspect.getdoc(inspect.getmodule(task)) or ""
-        about = re.sub(r"(^    .*\n)+", lambda rows: f"```text\n{dedent(rows[0])}```\n", about, flags=re.MULTILINE)
+        about = re.sub(r"(^    .*\n)+", lambda rows: f"```text\n{dedent(rows[0])}```\n", text_of(task), flags=re.M)
         text.append(f"### {name}\n\n{about}\n\n{field_table(task, ('in `compare`', DEFAULTS[name].task))}")
     return "\n".join(text)
 

@@ -41,7 +41,7 @@ def forget():
     for name in [name for name in sys.modules if name.startswith(FILE)]:
         del sys.modules[name]
     for table in (TYPES, *zoo.TABLES.values(), zoo.MODELS, TASKS, DEFAULTS):
-        for name in ("module:leaky", "leaky", "fading-delta", "fading-hybrid", "parity", "mine"):
+        for name in ("module:leaky", "leaky", "fading-delta", "fading-hybrid", "majority", "mine"):
             table.pop(name, None)
     plugins.LOADED.clear()
     plugins.REGISTERED.clear()

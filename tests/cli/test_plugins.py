@@ -42,7 +42,7 @@ BENCH = ("--layers", 1, "--hidden-size", 16, "--lengths", 16, "--batch-sizes", 1
         ("verify", "--mixers", "leaky"),
         ("recipes", "--mixers", "fading-hybrid"),
         ("train", "laptop-5m", "--mixer", "leaky(slowest=0.9)", "--dry-run", *SMALL),
-        ("prepare", "--task", "parity(length=12)", "--rows", 40, "--output", "rows"),
+        ("prepare", "--task", "majority(length=12)", "--rows", 40, "--output", "rows"),
         ("bench", "--mixers", "leaky", "--what", "training,prefill,decoding", *BENCH),
         ("reproduce",),
     ],
@@ -50,7 +50,7 @@ BENCH = ("--layers", 1, "--hidden-size", 16, "--lengths", 16, "--batch-sizes", 1
 )
 def test_commands_know_names_of_plug_ins(folder, run_command, words):
     command, *options = words
-    result = run_command(command, "--plugin", "leaky.py", "--plugin", "fading.py", "--plugin", "parity.py", *options)
+    result = run_command(command, "--plugin", "leaky.py", "--plugin", "fading.py", "--plugin", "majority.py", *options)
     assert result.code == 0, result.err
     if command == "zoo":
         rows = json.loads(result.out)
@@ -132,8 +132,8 @@ def test_comparison_of_the_page_in_new_processes(folder):
         [sys.executable, "-m", "headrace", *words], env=os.environ | {VARIABLE: named}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    report = (folder / "parity" / "report.html").read_text("utf-8")
-    assert "Whether the number of ones so far is odd." in report and "Uniform guesses score 50.0 %." in report
+    report = (folder / "majority" / "report.html").read_text("utf-8")
+    assert "Whether most tokens so far are ones." in report and "Uniform guesses score 50.0 %." in report
     assert re.search(r"input  ( [01]){16}\nanswer ( [01]){16}", report)
     assert all(f"plugin {name} sha256 {plugins.sha256(folder / name)[:12]}" in report for name in FILES)
 

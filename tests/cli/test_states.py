@@ -64,6 +64,13 @@ def test_further_prompt_follows_the_tokens(generated, hybrid, tmp_path):
     assert resumed == whole[0, ids.shape[1] :].tolist()
 
 
+def test_state_after_proposed_tokens_is_that_after_single_ones(generated, saved_model, tmp_path):
+    prompt = ("--prompt", "It was it was it was", "--prompt-lookup", 3)
+    begun = generated(saved_model, 8, *prompt, "--save-state", tmp_path / "state")
+    resumed = generated(saved_model, 8, "--resume", tmp_path / "state")
+    assert begun + resumed == generated(saved_model, 16, *prompt[:2])
+
+
 def test_text_so_far_is_printed(run_command, saved_model, tmp_path):
     options = ("--tokens", 5, "--temperature", 0)
     first = run_command("generate", saved_model, "--prompt", "It was", "--save-state", tmp_path / "state", *options).out
@@ -86,6 +93,8 @@ def test_refusals(run_command, generated, saved_model, hybrid, tmp_path, monkeyp
     assert "exists; expected the name of a new file" in refused(saved_model, "--prompt", "a", "--save-state", state)
     assert "is of another model: its digest is" in refused(hybrid, "--resume", state)
     assert "cannot be read: " in refused(saved_model, "--resume", tmp_path / "missing")
+    lookup = refused(saved_model, "--resume", state, "--prompt-lookup", 3)
+    assert "--prompt-lookup has no effect with --resume" in lookup
     monkeypatch.setattr(HeadraceForCausalLM, "generate", lambda *_, **__: pytest.fail("the file is refused before"))
     refused(saved_model, "--resume", saved_model / "model.safetensors", "--save-state", state)
     refused(saved_model, "--resume", saved_model / "model.safetensors")

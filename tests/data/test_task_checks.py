@@ -19,20 +19,20 @@ SCORES = """
 
 """
 WRONG_TASKS = {
-    ('    """Whether the number of ones so far is odd."""\n', ""): "has no description; expected a docstring",
+    ('    """Whether most tokens so far are ones."""\n', ""): "has no description; expected a docstring",
     ("vocab_size = 2", "vocab_size = 0"): "has vocab_size=0; expected a positive integer",
     ("    vocab_size = 2\n", ""): "has no 'vocab_size'; expected the members of headrace.tasks.Task",
     ("randint(2, (", "randint(3, ("): "rows with input_ids from 0 to 2; expected 0 to 1, below vocab_size",
     ("self.length), gen", "self.length + 1), gen"): "rows with input_ids [1024, 17] and shift_labels [1024, 17]",
     (", generator=generator", ""): "gives other rows at the second call of sample",
-    ("bits.cumsum(1) % 2", "bits * 0 - 100"): "rows with no label; expected a label in each row",
-    ("bits.cumsum(1) % 2", "bits"): None,
+    ("(lead > 0).long()", "bits * 0 - 100"): "rows with no label; expected a label in each row",
+    ("(lead > 0).long()", "bits"): None,
     ('{"input_ids": bits, ', '{"ids": bits, '): "cannot be used: KeyError: 'input_ids'",
     ("@dataclass(frozen=True)\n", ""): "expected an instance of a frozen dataclass",
     ("frozen=True", "frozen=False"): "cannot be used: TypeError: unhashable type",
     ("length: int = 16", "length: int = 1"): "has too few different rows to hold some out",
-    ('"parity", Parity', '"copy", Parity'): "task 'copy' exists already",
-    ("steps=60", "stepz=60"): "the task parity has no field 'stepz'; the nearest is 'steps'",
+    ('"majority", Majority', '"copy", Majority'): "task 'copy' exists already",
+    ("steps=60", "stepz=60"): "the task majority has no field 'stepz'; the nearest is 'steps'",
     ("    def draw", f"{HELD_OUT}    def draw"): "rows in other parts; expected different rows",
     ("    def draw", f"{SCORES}    def draw"): "has the scores {'loss': 0.0}; expected numbers, 'accuracy' and 'loss'",
 }  # fmt: skip
@@ -40,7 +40,7 @@ WRONG_TASKS = {
 
 @pytest.mark.parametrize("change", WRONG_TASKS, ids=lambda change: change[0].strip()[:12])
 def test_wrong_task_is_refused_before_training(folder, run_command, change):
-    (folder / "mine.py").write_text(FILES["parity.py"].replace(*change), "utf-8")
+    (folder / "mine.py").write_text(FILES["majority.py"].replace(*change), "utf-8")
     code, _, error = run_command("recipes", "--plugin", "mine.py")
     sentence = WRONG_TASKS[change]
     assert (code, error) == (0, "") if sentence is None else code == 2 and sentence in error and error.count("\n") == 1

@@ -1,12 +1,9 @@
 """Tasks: what a row asks can be answered from the row, rows depend on nothing but the seed, bad text is refused."""
 
 import contextlib
-import itertools
 import json
 import math
-import random
 import re
-import string
 from collections import Counter
 from datetime import datetime
 
@@ -16,7 +13,6 @@ import torch
 
 from headrace import zoo
 from headrace.spec import to_json
-from headrace.studies.compare.defaults import CAPACITY, DEFAULTS
 from headrace.studies.compare.plan import Arm
 from headrace.tasks import (
     IGNORED,
@@ -37,7 +33,7 @@ from headrace.tasks import (
     Text,
     dates,
 )
-from headrace.tasks.base import BLOCK, PARTS, generator, row_hashes
+from headrace.tasks.base import BLOCK, generator
 from headrace.tasks.sequences import FIRST
 from headrace.utils.errors import InputError
 
@@ -268,83 +264,11 @@ def test_rows_depend_only_on_the_seed(task):
     assert torch.equal(task.held_out(40)["input_ids"], task.held_out(40)["input_ids"])
 
 
-def contents(batch):
-    """What a model is asked in each row, without padding: the same tuple for the same row at any length."""
-    mask = batch.get("attention_mask", torch.ones(batch["input_ids"].shape[:2], dtype=torch.bool))
-    ids = batch["input_ids"].where(mask if batch["input_ids"].dim() == 2 else mask[..., None], -1)
-    return [tuple(i for i in row if i >= 0) for row in ids.flatten(1).tolist()]
-
-
-DRAWN = (
-    *(DEFAULTS[name].task for name in ("pair", "copy", "key-value", "mqar", "selective-copy", "induction")),
-    *(Dates(), Reverse(), Reverse(length=4), CAPACITY.task, Copy(symbols=4, length=6), Induction(symbols=9, length=5)),
-    *(Pair(keys=3, pairs=2, least=1), Pair(clusters=4, least=20), Pair(overwritten=True), Pair(distractors=1)),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("task", DRAWN, ids=repr)
-def test_held_out_and_tuning_rows_are_not_training_rows(task):
-    """The first training rows of four seeds, against held-out rows of all lengths, and those against each other."""
-    training = {row for seed in range(4) for row in contents(task.sample(generator("training", seed, 0), BLOCK))}
-    held_out = set(contents(task.held_out(1024)))
-    tuning = set(contents(task.held_out(1024, "tuning")))
-    longer = {row for rows in task.by_length(64).values() for row in contents(rows)}
-    assert held_out and tuning and len(training) > len(held_out) / 4
-    assert len(held_out) == len(task.held_out(1024)["input_ids"]), "no row twice"
-    assert not training & (held_out | tuning | longer) and not tuning & (held_out | longer)
-
-
-TEXTS = [
-    lambda book: Text((book,), length=9), lambda book: TASKS["masked"]((book,), length=12),
-    lambda book: Spans((book,), length=12), lambda book: Digits(), lambda book: Needle(length=700),
-    lambda book: Needle(3, length=700),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("make", TEXTS, ids=["text", "masked", "spans", "digits", "needle", "uuid"])
-def test_text_digits_and_needles_do_not_share_material_between_splits(make, tmp_path):
-    """Of text, letters that never repeat; of needles, the answers."""
-    (tmp_path / "letters.txt").write_text("".join(random.Random(0).choices(string.ascii_letters, k=4000)))
-    task = make(str(tmp_path / "letters.txt"))
-    needle = isinstance(task, Needle)
-    if needle or isinstance(task, Digits):
-        pytest.importorskip("wonderwords" if needle else "sklearn", reason="the extra [eval] is not installed")
-    seen = {}
-    for part in ("training", "tuning", "held-out"):
-        batch = task.sample(generator(part, 0), 64) if part == "training" else task.held_out(32, part)
-        rows = batch["shift_labels"] if needle else batch["input_ids"]
-        seen[part] = {tuple(row) for row in rows.tolist()}
-        assert len(seen[part]) > 9
-    assert not any(a & b for a, b in itertools.combinations(seen.values(), 2))
-
-
 def test_text_is_split_into_three_parts_without_rest(book):
     parts = Text((str(book),)).corpus.parts
     assert bytes(torch.cat(list(parts.values())).tolist()) == book.read_bytes()
     sizes = [len(parts[part]) / len(book.read_bytes()) for part in ("training", "tuning", "held-out")]
     assert sizes == pytest.approx([0.8, 0.1, 0.1], abs=0.01)
-
-
-def test_held_out_dates_are_not_trained_in_another_format():
-    task = Dates()
-    targets = lambda batch: set(map(tuple, batch["shift_labels"].tolist()))  # noqa: E731
-    training = [targets(task.sample(generator("training", seed, 0), 512)) for seed in range(2)]
-    held_out, tuning = targets(task.held_out(512)), targets(task.held_out(512, "tuning"))
-    assert len(held_out) > 400 and not (held_out & tuning or set.union(*training) & (held_out | tuning))
-
-
-def test_split_shares_are_a_tenth_a_tenth_and_the_rest():
-    """Of 20,000 different rows; six standard errors of a share are 0.017 at most."""
-    parts = PARTS[row_hashes(torch.arange(20_000)[:, None]) % np.uint64(10)]
-    assert [(parts == part).mean() for part in ("held-out", "tuning", "training")] == pytest.approx(
-        [0.1, 0.1, 0.8], abs=0.017
-    )
-
-
-def test_split_of_a_row_ignores_padding_and_respects_order():
-    row, padded = torch.tensor([[3, 1, 4]]), torch.tensor([[-1, 3, 1, -100, 4, -1]])
-    hashes = row_hashes(torch.tensor(list(itertools.permutations(range(5)))))
-    assert row_hashes(row) == row_hashes(padded) and len(set(hashes.tolist())) == 120
 
 
 def test_seeds_padded_with_zeros_differ():

@@ -173,9 +173,8 @@ def test_flops_of_every_recurrent_mixer_are_those_counted_by_hand(name):
             weight.numel() for key, weight in model.named_parameters()
             if weight.dim() > 1 and not ELEMENTWISE & set(key.split(".")) and id(weight) not in gates
         )  # fmt: skip
-        recurrence = HAND[name.removeprefix("paper-").removeprefix("softmax-")](
-            *spec.head_dims(32, 4)
-        ) * spec.num_heads(4)
+        base = name.removeprefix("paper-").removeprefix("softmax-").removeprefix("negative-")
+        recurrence = HAND[base](*spec.head_dims(32, 4)) * spec.num_heads(4)
         assert flops(model, plan.task.held_out(1), plan.shape) == plan.task.length * (matrices + recurrence)
 
 

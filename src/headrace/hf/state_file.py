@@ -34,6 +34,7 @@ TOKENS, MASK, PADDED = "tokens", "mask", "padded"
 UNKNOWN = "were read before the state was saved, by a cache that had not kept them"
 
 
+@torch.no_grad()
 def save_state(
     path: str | Path,
     cache: HeadraceCache,

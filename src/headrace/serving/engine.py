@@ -235,10 +235,10 @@ class Engine:
         self.batches = [batch for batch in self.batches if batch.streams]
 
     def _arrive(self, streams: tuple[Stream, ...]) -> None:
-        alone: dict[Tokens, Prefix] = {}
+        alone: dict[tuple[Tokens, bool], Prefix] = {}
         for stream in streams:
-            root = self.prefixes.root if self._shares(stream) else alone.setdefault(stream.ids, Prefix())
-            self._queue(stream, root, None)
+            key = stream.ids, stream.scores_prompt
+            self._queue(stream, self.prefixes.root if self._shares(stream) else alone.setdefault(key, Prefix()), None)
 
     def _shares(self, stream: Stream) -> bool:
         """Whether a stream may go on from kept states. A prompt whose tokens are scored is read from its start."""

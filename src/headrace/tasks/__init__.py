@@ -16,13 +16,15 @@ from .selective_copy import SelectiveCopy
 from .sequences import Sequences
 from .spans import Spans
 from .text import Text
+from .tracking import S3, S5, Dyck, FlipFlop, ModularCounting, Parity
 
 TASKS: dict[str, type[Task]] = {task.name: task for task in (
     Pair, KeyValue, Mqar, Copy, SelectiveCopy, Induction, Needle, Digits, Text, Masked, Reverse, Dates, Spans,
+    Parity, ModularCounting, S3, S5, FlipFlop, Dyck,
 )}  # fmt: skip
 
 __all__ = [
-    "IGNORED", "TASKS", "Answers", "ByRow", "ByToken", "Copy", "Dates", "Digits", "Drawn", "Induction", "KeyValue",
-    "Masked", "Metric", "Mqar", "Needle", "Pair", "Reverse", "Rows", "SelectiveCopy", "Sequences", "Spans", "Task",
-    "Text",
+    "IGNORED", "S3", "S5", "TASKS", "Answers", "ByRow", "ByToken", "Copy", "Dates", "Digits", "Drawn", "Dyck",
+    "FlipFlop", "Induction", "KeyValue", "Masked", "Metric", "ModularCounting", "Mqar", "Needle", "Pair", "Parity",
+    "Reverse", "Rows", "SelectiveCopy", "Sequences", "Spans", "Task", "Text",
 ]  # fmt: skip

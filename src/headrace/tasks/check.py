@@ -106,13 +106,19 @@ def _wrong_rows(task: Task, rows: Batch) -> Iterator[str]:
 
 
 def description(task: Any) -> tuple[str, str, list[str]]:
-    """Returns what a task is, an example row, and further paragraphs: those of its module's docstring for a task of
-    headrace, else those of its class's docstring and a held-out row."""
+    """Returns what a task is, an example row, and further paragraphs: those of `text` for a task of headrace, else
+    those of its class's docstring and a held-out row."""
     if type(task).__module__.startswith("headrace."):
-        about, row, *more = (inspect.getdoc(inspect.getmodule(task)) or "").split("\n\n")
+        about, row, *more = text(type(task)).split("\n\n")
         return about, dedent(row), more
     about, *more = (inspect.getdoc(type(task)) or "").split("\n\n")
     return about, example(task), more
+
+
+def text(kind: type) -> str:
+    """The docstring of a task of headrace: of its class, or of its module if the class's is one paragraph."""
+    own = inspect.getdoc(kind) or ""
+    return own if "\n\n" in own else inspect.getdoc(inspect.getmodule(kind)) or ""
 
 
 def example(task: Any) -> str:

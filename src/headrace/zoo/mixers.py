@@ -92,6 +92,22 @@ MIXERS: dict[str, Entry] = {
             Read("rms", "silu"),
         ),
     ),
+    "negative-deltanet": Entry(
+        "DeltaNet whose write strength goes up to 2, for state transitions with eigenvalues from −1 to 1.",
+        "https://arxiv.org/abs/2411.12537",
+        MixerSpec(inputs=Inputs(conv=4, qk_norm="l2"), write=Write("delta", "sigmoid-2")),
+    ),
+    "negative-gated-deltanet": Entry(
+        "Gated DeltaNet whose write strength goes up to 2, for eigenvalues from −1 to 1.",
+        "https://arxiv.org/abs/2411.12537",
+        MixerSpec(
+            Heads(expand_k=0.75, expand_v=1.5),
+            Inputs(conv=4, qk_norm="l2"),
+            Decay("softplus"),
+            Write("delta", "sigmoid-2"),
+            Read("rms", "silu"),
+        ),
+    ),
     "residual-delta": Entry(
         "Gated DeltaNet whose write strength β also depends on the error v − k S of the memory at the start of "
         "each chunk of 16 tokens, with a weight initialised to 0. Original to this library.",

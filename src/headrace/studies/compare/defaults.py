@@ -86,8 +86,30 @@ SPANS = replace(
     task=tasks.Spans(length=64),
     recipe=replace(MASKED.recipe, steps=1500),
 )
+# One layer, and permutations that are swaps: what one reflection per token can do (arXiv 2411.12537).
+PARITY = Plan(
+    "parity",
+    ("transformer", "gla", "deltanet", "negative-deltanet", "negative-gated-deltanet"),
+    tasks.Parity(),
+    Shape(layers=1, heads=4),
+    ArmRecipe(steps=600, lr=3e-3),
+)
+# A rotation is two reflections, one in each layer.
+MODULAR_COUNTING = replace(
+    PARITY,
+    name="modular-counting",
+    mixers=("gla", "negative-deltanet", "negative-gated-deltanet"),
+    task=tasks.ModularCounting(modulus=3),
+    shape=Shape(layers=2, heads=4),
+    recipe=ArmRecipe(steps=1000, lr=1e-2),
+)
+S3 = replace(PARITY, name="s3", task=tasks.S3(moved=2), recipe=replace(PARITY.recipe, lr=1e-2))
+S5 = replace(PARITY, name="s5", task=tasks.S5(moved=2), recipe=replace(PARITY.recipe, lr=1e-2))
+FLIP_FLOP = replace(PARITY, name="flip-flop", task=tasks.FlipFlop(length=32))
+DYCK = replace(PARITY, name="dyck", task=tasks.Dyck(length=32))
 PLANS = (
     PAIR, KEY_VALUE, MQAR, COPY, SELECTIVE_COPY, INDUCTION, NEEDLE, DIGITS, TEXT, MASKED, REVERSE, DATES, SPANS,
+    PARITY, MODULAR_COUNTING, S3, S5, FLIP_FLOP, DYCK,
 )  # fmt: skip
 DEFAULTS: dict[str, Plan] = {plan.task.name: plan for plan in PLANS}
 # The settings and the learning rate of benchmarks/studies/capacity-linear-attention.yaml, with which all arms converge.
