@@ -14,7 +14,7 @@
 
 #include <stdint.h>
 
-#define HR_ABI 8
+#define HR_ABI 9
 #define HR_WIDEST 32 /* of a short convolution */
 #define HR_SCAN_CHUNK 32 /* tokens between the states that a selective scan keeps */
 #define HR_SCAN_PART 256 /* channels of a selective scan that are computed together */
@@ -148,12 +148,14 @@ typedef struct hr_operation {
     void* state;               /* a tensor outside of the working rows, [rows, inputs or outputs] */
 } hr_operation;
 
-/* One token of each of `rows` sequences through operations, one after the other. */
+/* One token of each of `rows` sequences through operations, one after the other; or, `in_order`, `rows` tokens of one
+   sequence, whose states are those after the last. */
 typedef struct hr_program {
     int32_t abi, threads;
     int64_t rows, width; /* width: columns of the working rows, a multiple of 16 */
     int64_t operations, layers, vocabulary;
     const int64_t* tokens; /* [rows], of HR_EMBED */
+    int64_t in_order;
 } hr_program;
 
 HR_EXPORT int32_t hr_abi(void);

@@ -106,6 +106,7 @@ struct Layer {
     float *low, *wide;                                    // for what is needed only for a moment
     float* bonus;                                         // [H, K], the same for all rows; NULL: none
     std::int64_t key_row, value_row, decay_row, head_row, low_row, wide_row, columns;
+    bool in_order; // rows are tokens of one sequence
 };
 
 struct Convolution {

@@ -11,7 +11,7 @@ template <class T>
 class LayerRow {
 public:
     LayerRow(const Layer& job, std::int64_t row)
-        : job(job), p(*job.layer), row(row), H(static_cast<int>(p.H)), K(static_cast<int>(p.K)), V(static_cast<int>(p.V)),
+        : job(job), p(*job.layer), row(row), sequence(job.in_order ? 0 : row), H(static_cast<int>(p.H)), K(static_cast<int>(p.K)), V(static_cast<int>(p.V)),
           columns(static_cast<int>(job.columns)), keys(static_cast<int>(p.Hq) * K), values(H * V),
           x(job.projected + row * job.row), q(job.q + row * job.key_row),
           k(job.k + row * job.key_row), v(job.v + row * job.value_row), decay(job.decay + row * job.decay_row),
@@ -71,7 +71,7 @@ private:
 
     // --- the short convolution -------------------------------------------------------------------------------------
     void convolve() {
-        T* before = static_cast<T*>(p.conv) + row * (p.conv_width - 1) * channels();
+        T* before = static_cast<T*>(p.conv) + sequence * (p.conv_width - 1) * channels();
         convolve_some(q, before, 0, keys);
         convolve_some(k, before, keys, keys);
         convolve_some(v, before, 2 * keys, values);
@@ -157,7 +157,7 @@ private:
     // Channel i turns with i + K/2. Angles are double: a float's is wrong by 0.004 at position 100 000.
     void rotate() {
         const int half = K / 2;
-        const double position = static_cast<double>(p.tokens[row]++), slower = pow(p.rope_theta, -1.0 / half);
+        const double position = static_cast<double>(p.tokens[sequence]++), slower = pow(p.rope_theta, -1.0 / half);
         double frequency = 1;
         for (int i = 0; i < half; i++, frequency *= slower) {
             const float c = static_cast<float>(cos(position * frequency));
@@ -299,7 +299,7 @@ private:
 
     const Layer& job;
     const hr_layer& p;
-    const std::int64_t row;
+    const std::int64_t row, sequence;
     const int H, K, V, columns, keys, values;
     const float* const x;
     float *const q, *const k, *const v, *const decay, *const beta, *const read, *const write, *const out, *const low,

@@ -158,9 +158,29 @@ private:
         layer.job.result = working_.at(0, op.out), layer.job.row = working_.width;
         const Plan plan = layer.plan();
         void* memory = steps_ + member * step_bytes_;
-        team.each(p_.rows, [&](std::int64_t row) { kernels().enter(layer.job, row); });
-        team.each(p_.rows * p.H, [&](std::int64_t i) { kernels().step.run(plan, layer.step, layer.unit(i), memory); });
+        if (p_.in_order) {
+            in_order(layer, plan, team, memory);
+        } else {
+            team.each(p_.rows, [&](std::int64_t row) { kernels().enter(layer.job, row); });
+            team.each(p_.rows * p.H, [&](std::int64_t i) { kernels().step.run(plan, layer.step, layer.unit(i), memory); });
+        }
         team.each(p_.rows, [&](std::int64_t row) { kernels().leave(layer.job, row); });
+    }
+
+    // The rows one after another, from one state.
+    void in_order(LayerStep& layer, const Plan& plan, Team& team, void* memory) const {
+        const std::int64_t heads = layer.job.layer->H, state = layer.job.layer->K * layer.job.columns * heads;
+        layer.job.in_order = true;
+        team.each(1, [&](std::int64_t) {
+            for (std::int64_t row = 0; row < p_.rows; row++) kernels().enter(layer.job, row);
+        });
+        team.each(heads, [&](std::int64_t h) {
+            for (std::int64_t row = 0; row < p_.rows; row++) {
+                Step step = layer.step;
+                step.state -= row * state;  // the kernel adds that of its row
+                kernels().step.run(plan, step, layer.unit(row * heads + h), memory);
+            }
+        });
     }
 
     const hr_program& p_;

@@ -61,7 +61,12 @@ private:
         add_transposed_product(out, weight<T>(), in, n, static_cast<int>(op.inputs));
     }
     template <class T>
-    void give() const { store_row(static_cast<T*>(op.state) + row * op.inputs, in, static_cast<int>(op.inputs), 1); }
+    void give() const {
+        const std::int64_t last = working.program->rows - 1;
+        if (in_order() && row < last) return;
+        store_row(static_cast<T*>(op.state) + (in_order() ? 0 : row) * op.inputs, in, static_cast<int>(op.inputs), 1);
+    }
+    bool in_order() const { return working.program->in_order != 0; }
 
     // w ⊙ x / rms(x), (1 + w) ⊙ x / rms(x), or w ⊙ (x − mean) / deviation + b.
     template <class T>
@@ -120,11 +125,13 @@ private:
     template <class T>
     void mix() const {
         const int n = static_cast<int>(op.inputs);
-        const T* before = static_cast<const T*>(op.state) + row * op.inputs;
+        const float* previous = in_order() && row ? working.at(row - 1, op.in) : nullptr;
+        const T* before = static_cast<const T*>(op.state) + (in_order() ? 0 : row) * op.inputs;
         const float* more = op.other < 0 ? nullptr : working.at(row, op.other);
         each(out, n, [&](vf, int i) {
             const vf x = load(in + i), share = load_some(weight<T>() + i, n - i);
-            return x + (load_some(before + i, n - i) - x) * (more ? share + load(more + i) : share);
+            const vf past = previous ? load(previous + i) : load_some(before + i, n - i);
+            return x + (past - x) * (more ? share + load(more + i) : share);
         });
     }
     void cap() const {

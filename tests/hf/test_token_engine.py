@@ -226,3 +226,37 @@ def test_every_module_of_a_linear_mixer_is_known():
     assert set(mixer.part_classes) == {
         "", "conv", "decay", "gate", "gate.up", "in_proj", "o_proj", "read_competition", "write_competition",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.inference_mode()
+def test_tokens_of_one_sequence_in_one_call_are_those_one_by_one(name, dtype):
+    model, ids = tiny.build(name).to(dtype), torch.randint(29, (1, 25))
+    if model.engine.unsupported_reason(model) is not None:
+        pytest.skip("modules compute it")
+    cache = read(model, ids[:, :5])
+    other = copy.deepcopy(cache)
+    logits = torch.cat([model.engine.read(model, piece, cache) for piece in ids[:, 5:].split([1, 17, 2], 1)], 1)
+    expected = torch.cat([model.engine.step(model, token, other) for token in ids[:, 5:].T], 1)
+    assert cache.columns == 25
+    exact = copy.deepcopy(model).double()(ids).logits[:, 5:]
+    assert relative(logits, exact) <= MAX_ERROR_RATIO * max(relative(expected, exact), torch.finfo(dtype).eps)
+    cache.rewind(3)
+    before = cache.pending
+    assert before == 22 and model.engine.read(model, ids[:, :2], cache) is None  # there is no state to update
+
+
+@torch.inference_mode()
+def test_pending_tokens_are_read_in_one_call():
+    model, ids = tiny.build("rwkv6").float(), torch.randint(29, (1, 16))
+    cache = read(model, ids[:, :6])
+    cache.mark()
+    model(ids[:, 6:], past_key_values=cache)
+    cache.rewind(4)
+    assert cache.pending == 6
+    logits = model(ids[:, 12:], past_key_values=cache).logits
+    exact = copy.deepcopy(model).double()(ids).logits[:, 12:]
+    assert logits.shape[1] == 4 and relative(logits, exact) < 1e-4 and cache.pending == 0
+    cache.rewind(2)
+    assert relative(model(ids[:, 14:], past_key_values=cache, logits_to_keep=1).logits, exact[:, 3:]) < 1e-4

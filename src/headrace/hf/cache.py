@@ -13,7 +13,7 @@ from ..layers.linear.token import MixerState
 from ..ops.checks import require
 from ..utils.errors import InputError
 from .marks import Mark, Marks, can_crop, copied, crop, mark, state_bytes, thinned
-from .record import Record
+from .record import Record, has_ids_alone
 
 # What transformers calls the cache in arguments and outputs: "cache" from 5.24 on, "past_key_values" before.
 NAME = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
@@ -118,6 +118,14 @@ class HeadraceCache(Cache):
             own = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
             mask = torch.cat([*(call.padding(len(x)) for call in calls), own], 1)
         return self._states, torch.cat([*(call.embedded(embed) for call in calls), x], 1), mask
+
+    def unread(self, ids: Tensor) -> tuple[list[Any] | None, Tensor]:
+        """Returns (the states before pending tokens, ids [B, T] with theirs before it); (None, ids) for pending tokens
+        with padding, and for embeddings."""
+        calls = self._record.between(self.columns - self.pending, self.columns) if self.pending else []
+        if not all(map(has_ids_alone, calls)):
+            return None, ids
+        return self._states, torch.cat([*(call.ids for call in calls), ids], 1) if calls else ids
 
     def replace(
         self, states: list[Any], columns: int, tokens: Tensor | str = ELSEWHERE, mask: Tensor | None = None

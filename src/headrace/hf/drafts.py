@@ -17,9 +17,9 @@ from .cache import HeadraceCache
 from .decoding import decode_loop
 from .marks import Marks
 
-# Pending columns that a call reads with its own. More make each call longer than reading them once costs: a call of
-# 340 million parameters on a CPU takes as long as some 30 columns more.
-CARRY = 16
+# Pending columns that a call reads with its own. Where a column costs a fifth of a call, and a call gives three tokens,
+# √(2 · 5 · 3) makes the sum of longer calls and of those that read pending columns alone the least.
+CARRY = 6
 ROOM = 2**26  # bytes for the marks of a draft, which is to go back to any of its tokens
 MOST = 32  # its tokens that can be gone back to
 FEW = 4  # tokens that the engine reads one by one in less time than the modules read them together

@@ -13,6 +13,7 @@ from ..layers.blocks.token import add_backbone
 from ..layers.linear.token import MixerState
 from ..layers.quantized import Int8Linear
 from ..ops.backends.native import library as native
+from ..ops.backends.native.bound import Ready
 from ..ops.backends.native.program import Program, ProgramOf
 from .cache import HeadraceCache
 
@@ -35,6 +36,9 @@ def model_program(program: Program, model: Any) -> None:
     program.linear(program.module(model, "lm_head", nn.Linear, Int8Linear), x, 0)
     if model.cap is not None:
         program.add("cap", outputs=model.lm_head.out_features, number=model.cap)
+
+
+MOST = 32  # tokens of one sequence for which a native call takes less time than the modules
 
 
 class Engine:
@@ -71,20 +75,44 @@ class Engine:
 
     def native_step(self, model: Any, tokens: Tensor, cache: HeadraceCache) -> Tensor | None:
         """Returns the result of `step` by the native call, or None, and then does nothing."""
-        program, _ = self.find(model)
-        if program is None or not tokens.is_cpu or cache.pending:
+        if cache.pending or (bound := self._bound(model, tokens, cache.states, len(tokens))) is None:
             return None
-        states, B = cache.states, len(tokens)
-        if states is None or len(states) != len(program.layers):
+        cache.begin()
+        logits = self._run(model, *bound, tokens)
+        cache.advance(1, tokens)
+        return logits[:, None]
+
+    def read(self, model: Any, ids: Tensor, cache: HeadraceCache) -> Tensor | None:
+        """Reads the pending tokens of one sequence and a few more, ids [1, T], in native calls, and returns the logits
+        [1, T, vocabulary] of the next ones; or returns None, and then does nothing."""
+        pending, columns, new = cache.pending, ids.shape[1], ids
+        states, ids = cache.unread(ids)
+        if ids.shape[1] > MOST or (bound := self._bound(model, ids, states, 1)) is None:
+            return None
+        cache.begin()
+        logits, start = [], 0
+        for end in cache.ends(columns):
+            logits.append(self._run(model, *bound, ids[0, start:end], in_order=True))
+            if end < ids.shape[1] and states is not None:
+                cache.pause(states, end)
+            start = end
+        cache.advance(columns, new)
+        return torch.cat(logits)[None, pending:]
+
+    def _bound(self, model: Any, tokens: Tensor, states: Any, rows: int) -> tuple[Program, Ready] | None:
+        """Returns the program, and with the states of `rows` sequences; None if it cannot run."""
+        program, _ = self.find(model)
+        if program is None or not tokens.is_cpu or states is None or len(states) != len(program.layers):
             return None
         if any(type(state) is not MixerState for state in states):
             return None
-        if (ready := program.take(states, B)) is None:
-            return None  # the modules copy the states, or say what is wrong
-        cache.begin()
+        ready = program.take(states, rows)
+        return None if ready is None else (program, ready)  # the modules copy the states, or say what is wrong
+
+    def _run(self, model: Any, program: Program, ready: Ready, tokens: Tensor, in_order: bool = False) -> Tensor:
+        """tokens [R] -> logits [R, vocabulary]."""
         last = len(program.operations) - 1
-        logits = torch.empty(B, 1, program.operations[last].outputs)
+        logits = torch.empty(len(tokens), program.operations[last].outputs)
         operations = (last,) if model.cap is None else (last - 1, last)
-        ready.run(dict.fromkeys(operations, logits), tokens.to(torch.int64).contiguous())
-        cache.advance(1, tokens)
+        ready.run(dict.fromkeys(operations, logits), tokens.to(torch.int64).contiguous(), in_order)
         return logits.to(program.dtype(0))

@@ -30,7 +30,7 @@ from .cache import PACKED, HeadraceCache, cache_argument
 from .config import HeadraceConfig
 from .decoding import STATIC, check_graph, decode_loop, graphed_step, is_plain_case, step
 from .drafts import CARRY, count_drafts, draft_loop, is_draft, prepare_draft
-from .engine import Engine
+from .engine import MOST, Engine
 from .loss import experts_loss, token_loss
 from .marks import Marks
 from .weight_decay import leave_out
@@ -338,19 +338,23 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, GenerationMixin):
     plain_forward = forward  # which the engine stands for
 
     def _next_logits(self, input_ids: Any, attention_mask: Tensor | None, cache: Any, logits_to_keep: Any):
-        """Returns the logits [B, 1, vocabulary] after one token of each of the cache's sequences by the native engine,
-        or None for other calls."""
-        ready = cache is not None and cache.is_initialized and not cache.pending
+        """Returns the logits of one token of each of the cache's sequences, or of a few tokens of one sequence, by the
+        native engine; None for other calls."""
+        ready = cache is not None and cache.is_initialized and isinstance(input_ids, Tensor) and input_ids.dim() == 2
         if not ready or torch.is_grad_enabled() or self.config.output_hidden_states:
             return None
-        token = isinstance(input_ids, Tensor) and input_ids.shape == (cache.batch_size, 1)
-        if not token or isinstance(logits_to_keep, Tensor) or logits_to_keep not in (None, 0, 1):
+        (B, T), kept = input_ids.shape, logits_to_keep
+        few = cache.batch_size == B and (T == 1 or (B == 1 and 1 < T <= MOST))
+        if not few or isinstance(kept, Tensor) or not 0 <= (kept or 0) <= T:
             return None
         if attention_mask is not None:
-            columns = input_ids.shape[0], cache.columns + 1
-            if attention_mask.shape not in (columns, input_ids.shape) or not attention_mask[:, -1].all():
+            shapes = (B, cache.columns + T), input_ids.shape
+            if attention_mask.shape not in shapes or not attention_mask[:, -T:].all():
                 return None
-        return self.engine.native_step(self, input_ids[:, 0], cache)
+        if T == 1 and not cache.pending:
+            return self.engine.native_step(self, input_ids[:, 0], cache)
+        logits = self.engine.read(self, input_ids, cache) if B == 1 else None
+        return None if logits is None else logits[:, -(kept or 0) :]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits [..., vocabulary] of hidden states [..., D], with the style's cap."""

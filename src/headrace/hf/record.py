@@ -30,10 +30,16 @@ class Call(NamedTuple):
         columns = slice(start - self.start, end - self.start)
         return Call(start, end, self.tokens[:, columns], None if self.mask is None else self.mask[:, columns])
 
+    @property
+    def ids(self) -> Tensor:
+        """The ids [B, C]."""
+        assert isinstance(self.tokens, Tensor)
+        return self.tokens[:, None] if self.tokens.dim() == 1 else self.tokens
+
     def embedded(self, embed: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns the embeddings [B, C, D]."""
         assert isinstance(self.tokens, Tensor)
-        return self.tokens if self.tokens.dim() == 3 else embed(_rows(self.tokens))
+        return self.tokens if self.tokens.dim() == 3 else embed(self.ids)
 
     def padding(self, sequences: int) -> Tensor:
         """Returns the mask [B, C], also without padding."""
@@ -82,7 +88,7 @@ class Record:
         """Returns the ids [B, end] and their mask, or None if not all columns are of ids that are kept."""
         self._fill(end)
         calls = [call for call in self.calls if call.start < call.end]
-        rows = [_rows(call.tokens) for call in calls if isinstance(call.tokens, Tensor) and call.tokens.dim() < 3]
+        rows = [call.ids for call in calls if isinstance(call.tokens, Tensor) and call.tokens.dim() < 3]
         if not rows or len(rows) < len(calls):
             return None
         return torch.cat(rows, 1), torch.cat([call.padding(len(rows[0])) for call in calls], 1)
@@ -97,19 +103,15 @@ class Record:
         ]
 
 
-def _rows(ids: Tensor) -> Tensor:
-    return ids[:, None] if ids.dim() == 1 else ids
-
-
 def _joined(calls: list[Call]) -> list[Call]:
     """Joins consecutive calls with ids and without padding."""
     joined = []
-    for _, group in groupby(enumerate(calls), lambda pair: -1 if _has_ids_alone(pair[1]) else pair[0]):
+    for _, group in groupby(enumerate(calls), lambda pair: -1 if has_ids_alone(pair[1]) else pair[0]):
         members = [call for _, call in group]
-        ids = [_rows(call.tokens) for call in members if isinstance(call.tokens, Tensor)]
-        joined.append(members[0] if len(members) == 1 else Call(members[0].start, members[-1].end, torch.cat(ids, 1)))
+        ids = [call.ids for call in members] if len(members) > 1 else []
+        joined.append(Call(members[0].start, members[-1].end, torch.cat(ids, 1)) if ids else members[0])
     return joined
 
 
-def _has_ids_alone(call: Call) -> bool:
+def has_ids_alone(call: Call) -> bool:
     return isinstance(call.tokens, Tensor) and call.tokens.dim() < 3 and call.mask is None

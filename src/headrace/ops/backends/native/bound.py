@@ -16,7 +16,7 @@ from .operations import Code, Layer, Operation, UnsupportedError
 
 NAMES = {name: values for name, *values in map(str.split, native.operations().splitlines())}
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-_PROGRAM = struct.Struct("@2i5qP")  # hr_program
+_PROGRAM = struct.Struct("@2i5qPq")  # hr_program
 _OPERATION = struct.Struct("@6i5qf4P")  # hr_operation
 _STATE = _OPERATION.size - struct.calcsize("P")  # where hr_operation has its state
 _DTYPE = struct.calcsize("@2i")  # and where its dtype
@@ -140,24 +140,26 @@ class Ready(NamedTuple):
     operations: bytes  # hr_operation
     layers: bytes  # hr_layer
 
-    def run(self, outside: dict[int, Tensor], tokens: Tensor | None = None) -> None:
+    def run(self, outside: dict[int, Tensor], tokens: Tensor | None = None, in_order: bool = False) -> None:
         """Runs the program.
 
         Args:
             outside: tensors [B, ·] by the index of the operation that reads or writes them.
             tokens: [B], for a program that begins with an embedding.
+            in_order: whether the tokens follow one another in one sequence, whose states are given.
 
         Raises:
             InputError: for a token that the embedding does not have.
         """
         program, operations = self.program, bytearray(self.operations)
+        rows = self.where[0] if tokens is None or not in_order else len(tokens)
         for i, x in outside.items():
             struct.pack_into("@P", operations, i * _OPERATION.size + _STATE, x.data_ptr())
             if program.operations[i].kind in ("load", "store"):
                 struct.pack_into("@i", operations, i * _OPERATION.size + _DTYPE, CODES[x.dtype])
         header = _PROGRAM.pack(
-            native.ABI, torch.get_num_threads(), self.where[0], program.width, len(program.operations),
-            len(program.layers), program.vocabulary, native.address(tokens),
+            native.ABI, torch.get_num_threads(), rows, program.width, len(program.operations), len(program.layers),
+            program.vocabulary, native.address(tokens), in_order,
         )  # fmt: skip
         status = native.run(header, bytes(operations), self.layers)
         # Tells autograd, which may have saved one of these tensors for a backward, that the tensors have changed.

@@ -20,7 +20,7 @@ from ....utils.errors import InputError
 from ...call import NORMALISER_EPS, Call
 from ...checks import sequence_ends
 
-ABI = 8
+ABI = 9
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 DECAYS = {1: DecayShape.FIXED, 3: DecayShape.SCALAR, 4: DecayShape.VECTOR}  # by the number of dimensions
 NO_MEMORY = 3
