@@ -101,12 +101,12 @@ MODULAR_COUNTING = replace(
     mixers=("gla", "negative-deltanet", "negative-gated-deltanet"),
     task=tasks.ModularCounting(modulus=3),
     shape=Shape(layers=2, heads=4),
-    recipe=ArmRecipe(steps=1000, lr=1e-2),
+    recipe=ArmRecipe(steps=1000, lr=3e-3),
 )
 S3 = replace(PARITY, name="s3", task=tasks.S3(moved=2), recipe=replace(PARITY.recipe, lr=1e-2))
 S5 = replace(PARITY, name="s5", task=tasks.S5(moved=2), recipe=replace(PARITY.recipe, lr=1e-2))
-FLIP_FLOP = replace(PARITY, name="flip-flop", task=tasks.FlipFlop(length=32))
-DYCK = replace(PARITY, name="dyck", task=tasks.Dyck(length=32))
+FLIP_FLOP = replace(S3, name="flip-flop", task=tasks.FlipFlop(length=32))
+DYCK = replace(S3, name="dyck", task=tasks.Dyck(length=32))
 PLANS = (
     PAIR, KEY_VALUE, MQAR, COPY, SELECTIVE_COPY, INDUCTION, NEEDLE, DIGITS, TEXT, MASKED, REVERSE, DATES, SPANS,
     PARITY, MODULAR_COUNTING, S3, S5, FLIP_FLOP, DYCK,
