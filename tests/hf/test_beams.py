@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import tiny
-from headrace.hf import HeadraceForCausalLM
 from headrace.hf.cache import NAME
+from headrace.hf.generation import HeadraceGenerationMixin
 from headrace.layers.blocks.stack import Backbone
 from tiny import T, tokens
 
@@ -29,7 +29,7 @@ def read_by_each(monkeypatch):
 
     def run(function):
         with monkeypatch.context() as patch:
-            patch.delattr(HeadraceForCausalLM, "_prefill")
+            patch.delattr(HeadraceGenerationMixin, "_prefill")
             return function()
 
     return run

@@ -10,8 +10,7 @@ from transformers import DataCollatorWithFlattening, DynamicCache
 
 from headrace import Mixer as layer_of
 from headrace import zoo
-from headrace.hf import HeadraceCache
-from headrace.hf import model as hf_model
+from headrace.hf import HeadraceCache, generation
 from headrace.hf.cache import NAME
 from headrace.layers.base import Mixer
 from headrace.layers.blocks import stack
@@ -410,10 +409,10 @@ def test_short_loop_generates_the_tokens_of_transformers(mixer, monkeypatch):
         ]
 
     short = []
-    monkeypatch.setattr(hf_model, "decode_loop", _noted(hf_model.decode_loop, short))
+    monkeypatch.setattr(generation, "decode_loop", _noted(generation.decode_loop, short))
     result = tokens()
     assert len(short) == len(settings)
-    monkeypatch.setattr(hf_model, "is_plain_case", lambda *_: False)
+    monkeypatch.setattr(generation, "is_plain_case", lambda *_: False)
     assert all(torch.equal(x, y) for x, y in zip(result, tokens(), strict=True))
     assert len(short) == len(settings)
 

@@ -67,7 +67,7 @@ def recorded(monkeypatch):
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_graph_generates_the_same_tokens(name, sampled, recorded, monkeypatch):
     monkeypatch.setattr(decoding, "check_graph", lambda *_: None)
-    monkeypatch.setattr("headrace.hf.model.check_graph", lambda *_: None)
+    monkeypatch.setattr("headrace.hf.generation.check_graph", lambda *_: None)
     model, ids, results = build(name), tokens(2), []
     for kind in (None, "static"):
         torch.manual_seed(1)

@@ -16,9 +16,10 @@ from headrace.data.tokenizer import byte_level
 from headrace.hf import HeadraceForCausalLM
 from headrace.hf.cache import HeadraceCache
 from headrace.serving import Limits, application, engine, prefix
-from headrace.serving.engine import Engine, Stream
+from headrace.serving.engine import Engine
 from headrace.serving.prefix import PrefixCache, Saved, joined, unsupported_reason
 from headrace.serving.sampling import Sampling
+from headrace.serving.stream import Stream
 from headrace.spec import AttentionSpec
 from headrace.spec.attention import Rope
 from headrace.utils.errors import InputError

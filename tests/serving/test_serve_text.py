@@ -7,10 +7,10 @@ pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
 import torch
 
 from headrace.data.tokenizer import byte_level
-from headrace.serving.engine import Piece, Stream
 from headrace.serving.metrics import Metrics
 from headrace.serving.prefix import PrefixCache
 from headrace.serving.sampling import Draw, Sampling
+from headrace.serving.stream import Piece, Stream
 from headrace.serving.text import Text
 
 

@@ -26,12 +26,13 @@ from ..hf.checkpoint import check_backend, load
 from ..hf.generate import read_tokenizer
 from ..utils.device import on_device
 from ..utils.errors import InputError
-from .engine import Engine, Piece
+from .engine import Engine
 from .logprobs import Logprobs
 from .metrics import Metrics
 from .prefix import PrefixCache, check_room, unsupported_reason
 from .requests import Chat, Completion, Refused
 from .sampling import Score
+from .stream import Piece
 from .text import text_of
 
 T = TypeVar("T")
