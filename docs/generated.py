@@ -300,13 +300,8 @@ def program(name: str) -> str:
     return "\n".join(import_module(name).lines())
 
 
-def states() -> str:
-    """What `python benchmarks/states.py show` prints of states."""
-    return "\n".join(import_module("states").lines())
-
-
 def beams() -> str:
-    """What it prints of beam search and several answers."""
+    """What `python benchmarks/states.py show` prints of beam search and several answers."""
     return "\n".join(import_module("states").beam_lines())
 
 

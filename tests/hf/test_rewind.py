@@ -336,3 +336,17 @@ def test_generation_makes_no_marks(model):
     model.settle(cache)
     ids, last = out.sequences[:, :7], tiny.tokens(1, 2)
     assert relative(model(last, past_key_values=cache).logits, model(torch.cat([ids, last], 1)).logits[:, 7:]) <= 1e-12
+
+
+@torch.inference_mode()
+def test_an_unknown_token_loses_nothing():
+    """Also where the tokens before it are read first, up to a mark."""
+    skip_if_missing("native")
+    model, reader = tiny.build("gla").float(), None
+    for end in (5, 8):
+        reader = Reader(model, 1, Marks(every=end))
+        reader.read(tiny.tokens(1, 4))
+        other = copy.deepcopy(reader)
+        with pytest.raises(InputError, match="a token is not below"):
+            model(torch.tensor([[1, 2, model.config.vocab_size]]), past_key_values=reader.cache)
+        assert reader.cache.columns == 4 and same(tensors(reader.cache), tensors(other.cache))

@@ -13,7 +13,7 @@ from ..layers.blocks.token import add_backbone
 from ..layers.linear.token import MixerState
 from ..layers.quantized import Int8Linear
 from ..ops.backends.native import library as native
-from ..ops.backends.native.bound import Ready
+from ..ops.backends.native.bound import Ready, unknown_token
 from ..ops.backends.native.program import Program, ProgramOf
 from .cache import HeadraceCache
 
@@ -89,6 +89,9 @@ class Engine:
         states, ids = cache.unread(ids)
         if ids.shape[1] > MOST or (bound := self._bound(model, ids, states, 1)) is None:
             return None
+        program, _ = bound
+        if ids.min() < 0 or ids.max() >= program.vocabulary:  # before a call of earlier tokens changes the states
+            raise unknown_token(program.vocabulary)
         cache.begin()
         logits, start = [], 0
         for end in cache.ends(columns):

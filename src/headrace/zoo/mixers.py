@@ -20,6 +20,14 @@ class Entry(NamedTuple):
 
 
 MAMBA = ScanSpec("mamba", state_size=16, conv=4, expand=2.0)
+GATED_DELTANET = MixerSpec(
+    Heads(expand_k=0.75, expand_v=1.5),
+    Inputs(conv=4, qk_norm="l2"),
+    Decay("softplus"),
+    Write("delta", "sigmoid"),
+    Read("rms", "silu"),
+)
+
 MIXERS: dict[str, Entry] = {
     "linear-attention": Entry(
         "The memory is the sum of kᵀ v; the output is divided by the sum of weights.",
@@ -84,13 +92,7 @@ MIXERS: dict[str, Entry] = {
     "gated-deltanet": Entry(
         "DeltaNet with the decay of Mamba-2.",
         "https://arxiv.org/abs/2412.06464",
-        MixerSpec(
-            Heads(expand_k=0.75, expand_v=1.5),
-            Inputs(conv=4, qk_norm="l2"),
-            Decay("softplus"),
-            Write("delta", "sigmoid"),
-            Read("rms", "silu"),
-        ),
+        GATED_DELTANET,
     ),
     "negative-deltanet": Entry(
         "DeltaNet whose write strength goes up to 2, for state transitions with eigenvalues from −1 to 1.",
@@ -100,25 +102,13 @@ MIXERS: dict[str, Entry] = {
     "negative-gated-deltanet": Entry(
         "Gated DeltaNet whose write strength goes up to 2, for eigenvalues from −1 to 1.",
         "https://arxiv.org/abs/2411.12537",
-        MixerSpec(
-            Heads(expand_k=0.75, expand_v=1.5),
-            Inputs(conv=4, qk_norm="l2"),
-            Decay("softplus"),
-            Write("delta", "sigmoid-2"),
-            Read("rms", "silu"),
-        ),
+        replace(GATED_DELTANET, write=Write("delta", "sigmoid-2")),
     ),
     "residual-delta": Entry(
         "Gated DeltaNet whose write strength β also depends on the error v − k S of the memory at the start of "
         "each chunk of 16 tokens, with a weight initialised to 0. Original to this library.",
         "https://arxiv.org/abs/2412.06464",
-        MixerSpec(
-            Heads(expand_k=0.75, expand_v=1.5),
-            Inputs(conv=4, qk_norm="l2"),
-            Decay("softplus"),
-            Write("delta", "sigmoid", residual_chunk=16),
-            Read("rms", "silu"),
-        ),
+        replace(GATED_DELTANET, write=Write("delta", "sigmoid", residual_chunk=16)),
     ),
     "kda": Entry(
         "Gated DeltaNet with a decay per key channel.",

@@ -130,6 +130,10 @@ class Bound:
         return CODES[dtype or torch.float32], *layer.kinds, *numbers, theta, *layer.sizes, *weights, *states
 
 
+def unknown_token(vocabulary: int) -> InputError:
+    return InputError(f"a token is not below {vocabulary}, the size of the vocabulary")
+
+
 class Ready(NamedTuple):
     """A program with its states. It is not changed, so that threads may share a model."""
 
@@ -165,5 +169,5 @@ class Ready(NamedTuple):
         # Tells autograd, which may have saved one of these tensors for a backward, that the tensors have changed.
         increment_version([x for x in self.states if not x.is_inference()])
         if status == NO_TOKEN:
-            raise InputError(f"a token is not below {program.vocabulary}, the size of the vocabulary")
+            raise unknown_token(program.vocabulary)
         native.check(status)
