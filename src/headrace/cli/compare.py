@@ -79,6 +79,13 @@ def compare(
         Path | None,
         typer.Option(help=r"YAML file of a study with its question and test, in place of options. \[default: none]"),
     ] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            help="Suite of tasks with fixed settings: small, of the leaderboard. Each mixer gets a row, in a folder of "
+            r"its own. \[default: none]"
+        ),
+    ] = None,
     output: Annotated[Path | None, typer.Option(help=r"Folder of the report. \[default: runs/<task>]")] = None,
     device: Device = None,
     workers: Annotated[
@@ -93,13 +100,8 @@ def compare(
     defaults; the options below show those of `pair`. `cuda` stands for all GPUs.
     """
     from ..studies.compare.choose import choose, planned
-    from ..studies.compare.page import write_report
-    from ..studies.compare.run import check, complete
-    from ..studies.compare.terminal import board, print_results
-    from ..studies.engine import claimed
     from ..studies.workers import place_workers
     from ..utils.device import all_devices
-    from ..utils.processes import locked
 
     changes = {
         "mixers": mixers, "seeds": seeds, "steps": steps, "batch_size": batch_size, "lr": lr, "length": length,
@@ -107,16 +109,43 @@ def compare(
         "initializer_range": initializer_range,
     }  # fmt: skip
     sources = [*(text or []), *(files or [])]
+    others = {"task": task, "text": sources or None, "tokenizer": tokenizer, "sweep": sweep, "tune": tune}
+    others |= {"tune_seeds": tune_seeds}
+    if suite is not None:
+        refuse_with("--suite", **{name: value for name, value in changes.items() if name != "mixers"}, **others)
+        refuse_with("--suite", plan=plan)
+        run_suite(suite, mixers, output, place_workers(all_devices(device), workers), accept_old)
+        return
     if plan is None:
         study = choose(task, sources, tokenizer, changes, sweep, tune, tune_seeds)
     else:
-        other_options = {"task": task, "text": sources or None, "tokenizer": tokenizer, "sweep": sweep, "tune": tune}
-        refuse_beside_plan(plan, changes | other_options | {"tune_seeds": tune_seeds})
+        refuse_beside_plan(plan, changes | others)
         study = planned(plan)
-    folder, console = output or Path("runs", study.name), terminal()
+    run(study, output or Path("runs", study.name), place_workers(all_devices(device), workers), accept_old)
+
+
+def run_suite(suite: str, mixers: str | None, output: Path | None, places: list[str], accept_old: bool) -> None:
+    """Runs each mixer's study of a suite in a folder of its own, which are those of the rows of the leaderboard."""
+    from ..studies.compare import suite as suites
+
+    if mixers is None:
+        raise InputError("--suite needs --mixers; expected the mixers that get a row")
+    folder = output or Path("runs", suite)
+    for name, study in suites.studies(suite, zoo.several(mixers)).items():
+        run(study, folder / name, places, accept_old)
+
+
+def run(study: Any, folder: Path, places: list[str], accept_old: bool) -> None:
+    """Runs a study in its folder, and shows and writes the report."""
+    from ..studies.compare.page import write_report
+    from ..studies.compare.run import check, complete
+    from ..studies.compare.terminal import board, print_results
+    from ..studies.engine import claimed
+    from ..utils.processes import locked
+
+    console = terminal()
     for sentence in dict.fromkeys(idle for arm_plan in study.plans for idle in arm_plan.idle_gates()):
         console.print(f"Note: {sentence}", style="yellow", highlight=False, soft_wrap=True)
-    places = place_workers(all_devices(device), workers)
     check(folder, study)
     with interruptible(f"finished models are kept in {folder}; the same command continues"), locked(folder):
         with claimed(folder, study.claim(accept_old)), board(study, console) as progress:

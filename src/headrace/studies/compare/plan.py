@@ -48,6 +48,9 @@ class Plan:
     recipe: ArmRecipe = field(default_factory=ArmRecipe)
     seeds: int | tuple[int, ...] = 3  # a number: so many, from 0; a tuple: these
     tuning: Tuning | None = None
+    reference: str | None = (
+        None  # the mixer whose number of parameters all models have; None: that of the largest model
+    )
     part: Part = "held-out"  # the rows on which the arms are evaluated: those of a search are not the reported ones
 
     def check(self) -> None:
@@ -114,7 +117,8 @@ class Plan:
     def widths(self) -> dict[str, int | None]:
         """Mixer -> MLP width. Gate parameters are not counted, so a mixer and its softmax version have equal widths."""
         specs = tuple(zoo.plain(zoo.get(mixer)) for mixer in self.mixers)
-        return dict(zip(self.mixers, match(self.task, self.shape, self.recipe, specs), strict=True))
+        reference = zoo.get(self.reference) if self.reference else None
+        return dict(zip(self.mixers, match(self.task, self.shape, self.recipe, specs, reference), strict=True))
 
     @property
     def positions(self) -> int:

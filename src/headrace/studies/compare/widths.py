@@ -23,19 +23,27 @@ class Candidate(NamedTuple):
 
 
 @cache
-def match(task: Task, shape: Shape, recipe: ArmRecipe, specs: tuple[Any, ...]) -> tuple[int | None, ...]:
-    """The MLP width for each spec; None for a model without an MLP of free width, as a recurrent encoder-decoder."""
+def match(
+    task: Task, shape: Shape, recipe: ArmRecipe, specs: tuple[Any, ...], reference: Any = None
+) -> tuple[int | None, ...]:
+    """The MLP width for each spec; None for a model without an MLP of free width, as a recurrent encoder-decoder.
+
+    reference: the spec whose number of parameters the models have, with the MLP of `shape`; None: the largest model's.
+    InputError if a model has more than the reference with the narrowest MLP."""
     if shape.mlp == 0:
         return (None,) * len(specs)
     _ = positions(task), task.vocab_size  # cached here: on the meta device rows and files cannot be read
+    if reference is not None:
+        target = count_parameters(partial(model, task, shape, recipe, to_json(reference), usual(shape, reference)))
     builds = [partial(model, task, shape, recipe, to_json(spec)) for spec in specs]
-    if shape.mlp is None and not any(isinstance(spec, ModelSpec) for spec in specs):
+    if shape.mlp is None and reference is None and not any(isinstance(spec, ModelSpec) for spec in specs):
         sizes = [count_parameters(partial(build, None)) for build in builds]
         if max(sizes) <= MATCHED * min(sizes):
             return (None,) * len(specs)
     free = [count_parameters(partial(build, 1)) < count_parameters(partial(build, 2)) for build in builds]
-    widths = [usual(shape, spec) if is_free else None for spec, is_free in zip(specs, free, strict=True)]
-    target = max(count_parameters(partial(build, width)) for build, width in zip(builds, widths, strict=True))
+    if reference is None:
+        widths = [usual(shape, spec) if is_free else None for spec, is_free in zip(specs, free, strict=True)]
+        target = max(count_parameters(partial(build, width)) for build, width in zip(builds, widths, strict=True))
     sized = zip(builds, free, strict=True)
     return tuple(match_intermediate_size(build, target) if is_free else None for build, is_free in sized)
 
