@@ -129,7 +129,7 @@ class HeadCompetition(Gate):
         of_all = _log_of_others(self.num_heads)
         if lost is None:
             return of_all
-        of_chosen = scores.new_full((), _log_of_others(self.spec.top_k))
+        of_chosen = scores.new_full((), _log_of_others(self.spec.top_k or 0))
         return torch.where(lost.any(-1, keepdim=True), of_chosen, of_all)
 
 

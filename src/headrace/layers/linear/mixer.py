@@ -133,11 +133,11 @@ class LinearMixer(LinearParameters):
     # --- gates and features ------------------------------------------------------------------------------------------
 
     def _gates(self, inputs: dict[str, Tensor], x: Tensor, positions: Tensor | None) -> Gates:
-        q, k, read = inputs["q"], inputs["k"], None
+        q, k, read, write = inputs["q"], inputs["k"], None, None
         if self.read_competition is not None:
             read = self.read_competition.gate(q, x, positions)
-        if (write := self.write_competition) is not None:
-            write = (write if self.write_place == "beta" else write.gate)(k, x, positions)
+        if (writing := self.write_competition) is not None:
+            write = (writing if self.write_place == "beta" else writing.gate)(k, x, positions)
         return Gates(read, write, None if self.choice is None else self.choice(q))
 
     def _features(self, heads: Tensor, positions: Tensor | None) -> Tensor:
@@ -206,7 +206,7 @@ class LinearMixer(LinearParameters):
         in_beta = self.write_place == "beta"
         log_decay, beta = self._decay_and_beta(inputs, gates.write if in_beta else None)
         write = None if in_beta else gates.write
-        if gates.write is not None and log_decay is not None and self.spec.competition.freeze:
+        if gates.write is not None and log_decay is not None and self.freezes:
             written = gates.write > (-math.inf if in_beta else 0)
             log_decay = torch.where(written if log_decay.dim() < 4 else written[..., None], log_decay, 0)
         read = self._per_memory(gates.read) if self._read_gate_inside() else None
