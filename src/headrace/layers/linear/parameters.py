@@ -115,10 +115,11 @@ class LinearParameters(Mixer, HasBackend):
     def _build_competition(self, hidden_size: int) -> None:
         spec, sizes, steps = self.spec.competition, (hidden_size, self.H, self.Hq), self.spec.write.steps
         self.read_place, self.write_place = (spec.read, spec.write) if spec else ("none", "none")
+        self.freezes = spec is not None and spec.freeze
         self.read_competition = HeadCompetition(spec, *sizes, self.K) if spec and spec.read != "none" else None
         rank = self.spec.memories_per_head
-        writes = bool(spec and spec.write != "none")
-        self.write_competition = HeadCompetition(spec, *sizes, steps * self.K, rank) if writes else None
+        written = *sizes, steps * self.K, rank
+        self.write_competition = HeadCompetition(spec, *written) if spec and spec.write != "none" else None
         self.choice = MemoryChoice(rank, self.H, self.K) if rank > 1 else None
         for sentence in self.spec.idle_gates(self.H):
             warnings.warn(sentence, GateWarning, stacklevel=4)

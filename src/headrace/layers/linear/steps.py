@@ -11,7 +11,6 @@ Dimensions: B batch, T tokens, H heads (Hq for q and k), K key, V value dimensio
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
 
 
 def as_tokens(x: dict[str, Any], n: int) -> dict[str, Any]:
@@ -29,8 +28,3 @@ def as_tokens(x: dict[str, Any], n: int) -> dict[str, Any]:
         spread["log_decay"] = F.pad(g, [0, 0] * (g.dim() - 3) + [0, n - 1]).flatten(1, 2)
     repeated = ((name, x[name]) for name in x.keys() - {*spread, "log_decay"})
     return x | spread | {name: y if y is None else y.repeat_interleave(n, 1) for name, y in repeated}
-
-
-def last_steps(out: Tensor, n: int) -> Tensor:
-    """Selects what the last step of each token reads, [B, T n, H, V] -> [B, T, H, V]."""
-    return out[:, n - 1 :: n]
