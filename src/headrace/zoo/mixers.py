@@ -145,6 +145,21 @@ MIXERS: dict[str, Entry] = {
         "https://arxiv.org/abs/2402.19427",
         ScanSpec("rg-lru", conv=4, bias=True),
     ),
+    "mingru": Entry(
+        "A GRU whose gate and candidate depend on the token alone, so that it runs as a scan.",
+        "https://arxiv.org/abs/2410.01201",
+        ScanSpec("mingru", bias=True),
+    ),
+    "minlstm": Entry(
+        "An LSTM whose gates depend on the token alone and are normalised to sum 1.",
+        "https://arxiv.org/abs/2410.01201",
+        ScanSpec("minlstm", bias=True),
+    ),
+    "hgrn": Entry(
+        "A gated recurrence per channel whose forget gate has a lower bound that grows with depth.",
+        "https://arxiv.org/abs/2311.04823",
+        ScanSpec("hgrn"),
+    ),
     "short-conv": Entry(
         "A causal convolution over the last 3 tokens between two gates that are linear in the token.",
         "https://arxiv.org/abs/2511.23404",
