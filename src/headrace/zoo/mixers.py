@@ -205,6 +205,11 @@ MIXERS: dict[str, Entry] = {
         "https://arxiv.org/abs/2007.14062",
         AttentionSpec(pattern=Pattern(window=48, first=16, random=3, block=16, last=16)),
     ),
+    "fox": Entry(
+        "Forgetting Transformer: softmax attention whose logits decay by a forget gate per token and head.",
+        "https://arxiv.org/abs/2503.02130",
+        AttentionSpec(rotary=False, forget=True),
+    ),
     "flash-reference": Entry(
         "The transformer with FlashAttention's tiled algorithm in plain PyTorch, for study.",
         "https://arxiv.org/abs/2205.14135",

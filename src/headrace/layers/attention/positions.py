@@ -1,10 +1,12 @@
-"""Positions other than rotary ones (../rotary.py): sinusoidal embeddings, and T5's relative position bias."""
+"""Positions other than rotary ones (../rotary.py): sinusoidal embeddings, T5's relative bias, forgetting."""
 
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...ops.call import accumulator
 from ..base import SelfInitialised
 
 FURTHEST = 128  # as in T5: all longer distances share one bucket
@@ -51,3 +53,15 @@ class DistanceBias(SelfInitialised):
     def forward(self, distance: Tensor) -> Tensor:
         """distance [B, T, L] from key to query in tokens -> bias [B, H, T, L]."""
         return self.weight[bucket(distance, self.buckets, bidirectional=self.bidirectional)].movedim(-1, 1)
+
+
+def forgetting(gate: Tensor, T: int, valid: Tensor | None) -> Tensor:
+    """Returns Σ log σ(gate) over the tokens after each key up to each of the last T tokens, the queries, [B, H, T, L]
+    (arXiv 2503.02130). It is a difference of two sums from the first token, which are in float64: in
+    float32, sums of thousands of tokens leave few digits of the difference of neighbours.
+
+    gate [B, L, H]; valid [B, L]: False marks padding, which forgets nothing; None: no padding."""
+    log_f = F.logsigmoid(gate.double())
+    log_f = log_f if valid is None else log_f.masked_fill(~valid[..., None], 0)
+    total = log_f.cumsum(1).mT
+    return (total[:, :, gate.shape[1] - T :, None] - total[:, :, None]).to(accumulator(gate))

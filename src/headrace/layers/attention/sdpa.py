@@ -12,7 +12,7 @@ from .positions import DistanceBias
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None, *,
-    causal: bool = True, bias: DistanceBias | None = None, null: bool | Tensor = False,
+    causal: bool = True, bias: DistanceBias | None = None, null: bool | Tensor = False, more: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Softmax attention: q [B, T, H, d]; k, v [B, L, Hkv, d], Hkv dividing H -> [B, T, H, d].
 
@@ -23,14 +23,15 @@ def attend(
             attends to all keys, as in an encoder and in cross-attention.
         bias: relative position bias; the queries must be tokens of the keys' sequence.
         null: whether every softmax has one more logit 0, with value 0; or this logit by head, [H].
+        more: [B, H, T, L], added to the logits.
     """
     T, L = q.shape[1], k.shape[1]
-    if valid is None and bias is None and (not causal or T in (1, L)):
+    if valid is None and bias is None and more is None and (not causal or T in (1, L)):
         return weigh(q, k, v, null=null, causal=causal and T > 1)
-    logits = None
+    logits = more
     if bias is not None:
         places = torch.arange(L, device=q.device)[None] if valid is None else valid.cumsum(1) - 1
-        logits = bias(places[:, L - T :, None] - places[:, None])
+        logits = bias(places[:, L - T :, None] - places[:, None]) + (0 if more is None else more)
     return weigh(q, k, v, visible(q, k, valid, causal)[:, None], logits, null=null)
 
 
