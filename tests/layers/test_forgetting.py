@@ -8,7 +8,7 @@ import torch
 from attention_layers import layer
 from headrace import layers, zoo
 from headrace.layers import BothWays, SoftmaxAttention
-from headrace.layers.attention.positions import forgetting
+from headrace.layers.attention.positions import forgotten
 from headrace.studies.verify import relative
 from headrace.utils.errors import InputError
 from peers import load
@@ -66,7 +66,8 @@ def test_nothing_is_forgotten_where_the_gate_is_open():
 def test_sums_of_long_sequences_keep_their_digits():
     """After 50,000 tokens, with a sum of −1.5e5: float32 sums would be 2^-7 apart."""
     gate = torch.full((1, 50_000, 1), -3.0) + torch.randn(1, 50_000, 1)
-    recent = forgetting(gate, 1, None)[0, 0, 0, -4:]
+    total = forgotten(gate, None)[0, 0]
+    recent = (total[-1] - total[-4:]).float()
     exact = [-sum(math.log1p(math.exp(-g)) for g in gate[0, len(gate[0]) - n :, 0].tolist()) for n in (3, 2, 1, 0)]
     assert torch.allclose(recent, torch.tensor(exact), rtol=1e-6, atol=0)
 

@@ -88,7 +88,10 @@ class ScanSpec(Spec):
     bias: bool = False  # whether the projections into and out of the channels have biases; not in s4, s4d and rwkv4
 
     uncompeting = "has no heads to compete"
-    gated = True
+
+    @property
+    def gated(self) -> bool:  # type: ignore[override]
+        return self.kind not in ("mingru", "minlstm")
 
     @property
     def facts(self) -> Facts:  # type: ignore[override]

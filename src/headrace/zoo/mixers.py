@@ -170,6 +170,16 @@ MIXERS: dict[str, Entry] = {
         "https://arxiv.org/abs/2312.06635",
         MatrixSpec("gla-outer", expand_k=0.5),
     ),
+    "gsa": Entry(
+        "Gated slot attention: a softmax over slots, whose keys and values are decaying means of the past.",
+        "https://arxiv.org/abs/2409.07146",
+        MatrixSpec("gsa"),
+    ),
+    "abc": Entry(
+        "Attention with bounded-memory control: a softmax over slots, whose keys and values are weighted means.",
+        "https://arxiv.org/abs/2110.02488",
+        MatrixSpec("abc"),
+    ),
     "rwkv7": Entry(
         "A delta rule whose removal key, replacement key and strength per channel are separate.",
         "https://arxiv.org/abs/2503.14456",

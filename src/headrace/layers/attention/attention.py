@@ -21,8 +21,8 @@ from ..norms import OffsetRMSNorm
 from ..packing import count_tokens, without_padding, zeroed
 from ..rotary import Angles, angles, rotate
 from .flash import flash_attention
-from .positions import DistanceBias, forgetting
-from .sdpa import attend
+from .positions import DistanceBias, forgotten
+from .sdpa import attend, attend_fading
 from .symmetric import SymmetricSoftmax, attend_to_all, global_tokens, symmetric_attention
 from .window import PatternSoftmax, WindowState, window_attention
 
@@ -186,7 +186,7 @@ class SoftmaxAttention(SelfInitialised):
         if self.f_proj is None:
             return self._attend(*self._rotated(q, k, valid), v, valid)
         k, gate = k.split([self.head_dim, k.shape[-1] - self.head_dim], -1)
-        return self._attend(*self._rotated(q, k, valid), v, valid, forgetting(gate.flatten(2), q.shape[1], valid))
+        return self._attend(*self._rotated(q, k, valid), v, valid, forgotten(gate.flatten(2), valid))
 
     def _rotated(self, q: Tensor, k: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
         if not self.spec.rotary or not self.spec.rope.by_length:
@@ -202,13 +202,15 @@ class SoftmaxAttention(SelfInitialised):
         return self.spec.null is True if self.sinks is None else self.sinks
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None, more: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None, total: Tensor | None = None
     ) -> Tensor:
-        """more: [B, H, T, L], added to the logits."""
+        """total: [B, H, L], from `forgotten`."""
         k, v = k.to(q.dtype), v.to(q.dtype)  # the cache may come from a call in another precision
         if self.spec.form == "tiles":
             return flash_attention(q, k, v, causal=self.causal, valid=valid)
-        return attend(q, k, v, valid, causal=self.causal, bias=self.bias, null=self._null, more=more)
+        if total is not None:
+            return attend_fading(q, k, v, total, valid, bias=self.bias, null=self._null)
+        return attend(q, k, v, valid, causal=self.causal, bias=self.bias, null=self._null)
 
     def _attend_within(self, q: Tensor, k: Tensor, v: Tensor, state: WindowState | None, cu_seqlens: Tensor | None):
         """Computes attention with the pattern. Rows of a batch are treated as packed sequences of equal length."""

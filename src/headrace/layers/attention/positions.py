@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...ops.call import accumulator
 from ..base import SelfInitialised
 
 FURTHEST = 128  # as in T5: all longer distances share one bucket
@@ -55,13 +54,11 @@ class DistanceBias(SelfInitialised):
         return self.weight[bucket(distance, self.buckets, bidirectional=self.bidirectional)].movedim(-1, 1)
 
 
-def forgetting(gate: Tensor, T: int, valid: Tensor | None) -> Tensor:
-    """Returns Σ log σ(gate) over the tokens after each key up to each of the last T tokens, the queries, [B, H, T, L]
-    (arXiv 2503.02130). It is a difference of two sums from the first token, which are in float64: in
-    float32, sums of thousands of tokens leave few digits of the difference of neighbours.
+def forgotten(gate: Tensor, valid: Tensor | None) -> Tensor:
+    """Returns Σ log σ(gate) over all tokens up to each one, [B, H, L], of which the logit of a query and a key has the
+    difference (arXiv 2503.02130). In float64: float32 sums of thousands of tokens leave few digits of the difference
+    of neighbours.
 
     gate [B, L, H]; valid [B, L]: False marks padding, which forgets nothing; None: no padding."""
     log_f = F.logsigmoid(gate.double())
-    log_f = log_f if valid is None else log_f.masked_fill(~valid[..., None], 0)
-    total = log_f.cumsum(1).mT
-    return (total[:, :, gate.shape[1] - T :, None] - total[:, :, None]).to(accumulator(gate))
+    return (log_f if valid is None else log_f.masked_fill(~valid[..., None], 0)).cumsum(1).mT
