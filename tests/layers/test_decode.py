@@ -139,6 +139,7 @@ def test_decoding_with_another_epsilon():
         ("kda(decay.rank=full)", "decay='softplus-vector of full rank'"),
         ("retnet(decay.kind=slopes)", "decay='slopes'"),
         ("deltanet(write.beta=sigmoid-2)", "beta='sigmoid-2'"),
+        ("deltaproduct", "rule='delta of 2 steps per token'"),
     ],
 )  # fmt: skip
 @torch.no_grad()
@@ -224,7 +225,7 @@ def test_unsupported_layers_use_separate_steps(monkeypatch):
     monkeypatch.setattr(native, "missing", "it is not here")
     assert refusal(made, x) == "it is not here"
     monkeypatch.undo()
-    for control in ("activation=sigmoid, competition.range=heads", "shuffle=true"):
+    for control in ("activation=sigmoid, competition.range=heads", "shuffle=true", "top_k=2"):
         assert "it does not support activation=" in refusal(layer(f"softmax-gla(competition.{control})"), x)
     monkeypatch.setattr(native, "missing", "it is not here")
     state = made(torch.randn(2, 5, 32))[1]
@@ -301,9 +302,10 @@ def test_every_spec_field_is_handled():
         Inputs: "conv conv_bias shift feature_map qk_norm rotary rotary_first order value_gate by_length "
         "bias value_map",
         Decay: "kind rank dt_min dt_max dt_floor dt_ceiling lower_bound rate",
-        Write: "rule beta residual_chunk",
+        Write: "rule beta residual_chunk steps",
         Read: "norm gate order scale bonus skip by_length affine eps gate_bias bias",
-        Competition: "read write source activation scale temperature range shuffle weight_decay memories_per_head",
+        Competition: "read write source activation scale temperature range shuffle top_k gradient freeze weight_decay "
+        "memories_per_head",
     }  # fmt: skip
     assert all([f.name for f in fields(record)] == names.split() for record, names in known.items())
 

@@ -104,6 +104,16 @@ MIXERS: dict[str, Entry] = {
         "https://arxiv.org/abs/2411.12537",
         replace(GATED_DELTANET, write=Write("delta", "sigmoid-2")),
     ),
+    "deltaproduct": Entry(
+        "Two steps of the delta rule per token, each with a key, a value and a write strength up to 2.",
+        "https://arxiv.org/abs/2502.10297",
+        MixerSpec(inputs=Inputs(conv=4, qk_norm="l2"), write=Write("delta", "sigmoid-2", steps=2)),
+    ),
+    "gated-deltaproduct": Entry(
+        "DeltaProduct with the decay and the output gate of Gated DeltaNet.",
+        "https://arxiv.org/abs/2502.10297",
+        replace(GATED_DELTANET, write=Write("delta", "sigmoid-2", steps=2)),
+    ),
     "residual-delta": Entry(
         "Gated DeltaNet whose write strength β also depends on the error v − k S of the memory at the start of "
         "each chunk of 16 tokens, with a weight initialised to 0. Original to this library.",
@@ -145,6 +155,21 @@ MIXERS: dict[str, Entry] = {
         "https://arxiv.org/abs/2402.19427",
         ScanSpec("rg-lru", conv=4, bias=True),
     ),
+    "mingru": Entry(
+        "A GRU whose gate and candidate depend on the token alone, so that it runs as a scan.",
+        "https://arxiv.org/abs/2410.01201",
+        ScanSpec("mingru", bias=True),
+    ),
+    "minlstm": Entry(
+        "An LSTM whose gates depend on the token alone and are normalised to sum 1.",
+        "https://arxiv.org/abs/2410.01201",
+        ScanSpec("minlstm", bias=True),
+    ),
+    "hgrn": Entry(
+        "A gated recurrence per channel whose forget gate has a lower bound that grows with depth.",
+        "https://arxiv.org/abs/2311.04823",
+        ScanSpec("hgrn"),
+    ),
     "short-conv": Entry(
         "A causal convolution over the last 3 tokens between two gates that are linear in the token.",
         "https://arxiv.org/abs/2511.23404",
@@ -154,6 +179,16 @@ MIXERS: dict[str, Entry] = {
         "GLA with a second gate, a decay per value channel.",
         "https://arxiv.org/abs/2312.06635",
         MatrixSpec("gla-outer", expand_k=0.5),
+    ),
+    "gsa": Entry(
+        "Gated slot attention: a softmax over slots, whose keys and values are decaying means of the past.",
+        "https://arxiv.org/abs/2409.07146",
+        MatrixSpec("gsa"),
+    ),
+    "abc": Entry(
+        "Attention with bounded-memory control: a softmax over slots, whose keys and values are weighted means.",
+        "https://arxiv.org/abs/2110.02488",
+        MatrixSpec("abc"),
     ),
     "rwkv7": Entry(
         "A delta rule whose removal key, replacement key and strength per channel are separate.",
@@ -189,6 +224,11 @@ MIXERS: dict[str, Entry] = {
         "A window, global and random blocks of 16 tokens; the causal form is ours, an encoder's the published one.",
         "https://arxiv.org/abs/2007.14062",
         AttentionSpec(pattern=Pattern(window=48, first=16, random=3, block=16, last=16)),
+    ),
+    "fox": Entry(
+        "Forgetting Transformer: softmax attention whose logits decay by a forget gate per token and head.",
+        "https://arxiv.org/abs/2503.02130",
+        AttentionSpec(rotary=False, forget=True),
     ),
     "flash-reference": Entry(
         "The transformer with FlashAttention's tiled algorithm in plain PyTorch, for study.",
