@@ -14,6 +14,7 @@ from rich.table import Table
 from .. import zoo
 from ..spec.serialise import to_json
 from ..studies import catalog
+from ..studies.report.numbers import count
 from ..utils.errors import InputError
 from .console import AcceptOld, Device, interruptible, refuse_with, refuse_without, telling, terminal, track
 
@@ -86,6 +87,13 @@ def compare(
             r"its own. \[default: none]"
         ),
     ] = None,
+    board: Annotated[
+        Path | None,
+        typer.Option(
+            help="CSV file with the rows of others, which a suite's are shown beside. "
+            r"\[default: benchmarks/results/leaderboard.csv of the checkout]"
+        ),
+    ] = None,
     output: Annotated[Path | None, typer.Option(help=r"Folder of the report. \[default: runs/<task>]")] = None,
     device: Device = None,
     workers: Annotated[
@@ -99,10 +107,13 @@ def compare(
     Without arguments, runs a demonstration. After an interruption, the same command resumes. Each task has its own
     defaults; the options below show those of `pair`. `cuda` stands for all GPUs.
     """
+    from ..studies.compare import leaderboard
     from ..studies.compare.choose import choose, planned
+    from ..studies.compare.terminal import print_results
     from ..studies.workers import place_workers
     from ..utils.device import all_devices
 
+    places = place_workers(all_devices(device), workers)
     changes = {
         "mixers": mixers, "seeds": seeds, "steps": steps, "batch_size": batch_size, "lr": lr, "length": length,
         "hidden_size": hidden_size, "layers": layers, "heads": heads,
@@ -114,32 +125,50 @@ def compare(
     if suite is not None:
         refuse_with("--suite", **{name: value for name, value in changes.items() if name != "mixers"}, **others)
         refuse_with("--suite", plan=plan)
-        run_suite(suite, mixers, output, place_workers(all_devices(device), workers), accept_old)
+        rows = board or leaderboard.committed()
+        run_suite(suite, mixers, output or Path("runs", suite), rows, places, accept_old)
         return
+    refuse_without("--suite", board=board)
     if plan is None:
         study = choose(task, sources, tokenizer, changes, sweep, tune, tune_seeds)
     else:
         refuse_beside_plan(plan, changes | others)
         study = planned(plan)
-    run(study, output or Path("runs", study.name), place_workers(all_devices(device), workers), accept_old)
+    folder = output or Path("runs", study.name)
+    print_results(run(study, folder, places, accept_old), terminal())
+    terminal().print(f"The report is {folder / 'report.html'}", soft_wrap=True, highlight=False)
 
 
-def run_suite(suite: str, mixers: str | None, output: Path | None, places: list[str], accept_old: bool) -> None:
-    """Runs each mixer's study of a suite in a folder of its own, which are those of the rows of the leaderboard."""
-    from ..studies.compare import suite as suites
+def run_suite(
+    suite: str, mixers: str | None, folder: Path, board: Path | None, places: list[str], accept_old: bool
+) -> None:
+    """Runs each mixer's study of a suite in a folder of its own, and shows their rows beside those of the file `board`.
+    Says before how long it will take."""
+    from ..studies.compare import estimate, leaderboard
+    from ..studies.compare.run import check
+    from ..studies.compare.suite import studies
+    from ..studies.compare.terminal import print_sections
 
     if mixers is None:
         raise InputError("--suite needs --mixers; expected the mixers that get a row")
-    folder = output or Path("runs", suite)
-    for name, study in suites.studies(suite, zoo.several(mixers)).items():
+    console, by_name = terminal(), studies(suite, zoo.several(mixers))
+    for name, study in by_name.items():
+        check(folder / name, study)
+    for name, study in by_name.items():
+        arms, seconds = estimate.duration(study, folder / name, places)
+        about = f"{seconds / 60:.0f} min with {count(len(places), 'worker')}, by a few steps of each task"
+        console.print(f"{name}: {count(arms, 'model')} to train, about {about}", highlight=False)
+    for name, study in by_name.items():
         run(study, folder / name, places, accept_old)
+    print_sections(leaderboard.report(folder, suite, board), console)
+    console.print(f"The tables are in {folder / 'leaderboard.html'}", soft_wrap=True, highlight=False)
 
 
-def run(study: Any, folder: Path, places: list[str], accept_old: bool) -> None:
-    """Runs a study in its folder, and shows and writes the report."""
+def run(study: Any, folder: Path, places: list[str], accept_old: bool) -> dict[str, Any]:
+    """Runs a study in its folder, writes the report and returns the results."""
     from ..studies.compare.page import write_report
     from ..studies.compare.run import check, complete
-    from ..studies.compare.terminal import board, print_results
+    from ..studies.compare.terminal import board
     from ..studies.engine import claimed
     from ..utils.processes import locked
 
@@ -150,9 +179,8 @@ def run(study: Any, folder: Path, places: list[str], accept_old: bool) -> None:
     with interruptible(f"finished models are kept in {folder}; the same command continues"), locked(folder):
         with claimed(folder, study.claim(accept_old)), board(study, console) as progress:
             results = complete(study, folder, progress.listen, places, accept_old)
-        report = write_report(results, folder)
-    print_results(results, console)
-    console.print(f"The report is {report}", soft_wrap=True, highlight=False)
+        write_report(results, folder)
+    return results
 
 
 def refuse_beside_plan(plan: Path, options: dict[str, Any]) -> None:

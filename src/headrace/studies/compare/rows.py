@@ -62,9 +62,9 @@ def converged(arm: dict[str, Any]) -> bool:
     return first > best and max(before, end) - best <= SETTLED * (first - best)
 
 
-def write(rows: Sequence[Row], path: Path) -> None:
+def write(rows: Sequence[Row], path: Path, columns: Sequence[str] = COLUMNS) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
+        writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows(row | {name: json.dumps(finite(row[name])) for name in TABLES} for row in rows)
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
-from ..report.page import Section
+from ..report.page import Page, Section
 from .page import report
 from .plan import Arm, Study
 from .summary import labels, show
@@ -54,8 +54,13 @@ def board(study: Study, console: Console) -> Iterator[Board]:
 
 def print_results(results: dict[str, Any], console: Console) -> None:
     """Prints the report without its pictures: the answer, the matched quantities, tables and the first findings."""
-    page = report(results, None)
-    say(console, page.answer, style="bold")
+    print_sections(report(results, None), console)
+
+
+def print_sections(page: Page, console: Console) -> None:
+    """Prints a page without its pictures."""
+    if page.answer:
+        say(console, page.answer, style="bold")
     for section in (Section(about=page.about), *page.sections):
         for paragraph in filter(None, section.about):
             say(console, paragraph)
