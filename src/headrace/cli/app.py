@@ -91,6 +91,7 @@ GROUPS = {
                 "--task mqar --sweep pairs=1,2,4 --mixers gla,softmax-gla",
                 "--text novel.txt --mixers retnet,softmax-retnet",
                 "--plugin my_file.py --mixers gla,my-mixer --task my-task",
+                "--plugin my_file.py --mixers my-mixer --suite small",
             ),
         ),
         "zoo": Command(compare.list_zoo, None, ("", "--show cost")),

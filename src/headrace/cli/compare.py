@@ -106,6 +106,9 @@ def compare(
 
     Without arguments, runs a demonstration. After an interruption, the same command resumes. Each task has its own
     defaults; the options below show those of `pair`. `cuda` stands for all GPUs.
+
+    With --suite, each mixer trains by itself on several tasks with fixed settings, tuned learning rates and five seeds,
+    and gets a row of the leaderboard. The time that this will take is said before.
     """
     from ..studies.compare import leaderboard
     from ..studies.compare.choose import choose, planned
