@@ -196,8 +196,7 @@ MIXERS: dict[str, tuple[str, Any, Any]] = {
         ) for beta in ("sigmoid", "sigmoid-2")
     },
     "minimax": (
-        f"linear-attention(inputs.feature_map=silu, inputs.value_map=silu, decay.kind=slopes, decay.rate={RATE}, "
-        "read.norm=rms-joint, read.eps=1e-6, read.gate=sigmoid)", minimax, of_minimax,
+        f"lightning-attention(decay.rate={RATE}, read.eps=1e-6)", minimax, of_minimax,
     ),
     "mamba": (
         "mamba(bias=true, conv_bias=false, rank=5)",

@@ -34,17 +34,21 @@ DECAYS: dict[str, DecayKind] = {
     "sigmoid": DecayKind("https://arxiv.org/abs/2312.06635", DecayShape.VECTOR, native=True),
     "exp": DecayKind("https://arxiv.org/abs/2404.05892", DecayShape.VECTOR, native=True),
     "softplus-vector": DecayKind("https://arxiv.org/abs/2510.26692", DecayShape.VECTOR, native=True),
+    "sigmoid-head": DecayKind("https://arxiv.org/abs/2103.02143", DecayShape.SCALAR),
+    "exp-fixed": DecayKind("https://arxiv.org/abs/2404.05892", DecayShape.VECTOR, fixed=True),
     "slopes": DecayKind("https://arxiv.org/abs/2501.08313", DecayShape.FIXED, fixed=True),
 }
 
 
 @dataclass(frozen=True)
 class Decay(Record):
-    """How the memory decays: retnet, xpos and slopes (Lightning Attention) are fixed; the decay of the other kinds is
-    computed from the token: softplus (Mamba-2), sigmoid (GLA), exp (RWKV-6), softplus-vector (KDA)."""
+    """How the memory decays: retnet, xpos, slopes (Lightning Attention) and exp-fixed (RWKV-5) are the same for all
+    tokens; that of the other kinds is computed from the token: softplus (Mamba-2), sigmoid (GLA), sigmoid-head (one per
+    head), exp (RWKV-6), softplus-vector (KDA)."""
 
     kind: Annotated[str, Names(("none", *DECAYS))] = "none"
-    # rank of the projection to a decay per key channel; None: the key dimension K; full: one matrix (softplus-vector)
+    # rank of the projection to a decay per key channel; None: the key dimension K; full: one matrix (softplus-vector,
+    # sigmoid)
     rank: PositiveInt | Literal["full"] | None = None
     # The first step sizes of softplus decays are log-uniform between these, Mamba's: a head then forgets half after 0.4
     # to 700 tokens. Smaller ones suit memories that must hold a whole row.
@@ -53,9 +57,11 @@ class Decay(Record):
     # Bounds of all step sizes of the decay softplus; None: no upper bound.
     dt_floor: NonNegativeFloat = 0.0
     dt_ceiling: PositiveFloat | None = None
-    # softplus-vector: ℓ of the log decay ℓ σ(e^A (x + b)) in place of −e^A softplus(x + b); None: no bound
+    # ℓ of the log decay ℓ σ(e^A (x + b)) in place of −e^A softplus(x + b) (softplus-vector), or of the decay
+    # e^ℓ + (1 − e^ℓ) σ(x)^(1/temperature) (sigmoid); None: no bound
     lower_bound: Annotated[float, Range("less than 0", lambda x: x < 0)] | None = None
     rate: PositiveFloat = 1.0  # slopes: factor of the slopes, for one that depends on the layer
+    temperature: PositiveFloat = 16.0  # sigmoid, sigmoid-head: divides the log decay log σ(x); GLA's is 16
 
     def projected(self, num_heads: int, key_dim: int) -> int:
         """Returns the number of features that a decay per key channel takes from the token."""
@@ -77,11 +83,15 @@ class Decay(Record):
         high = self.dt_ceiling
         yield high is not None and self.dt_floor > high, f"dt_floor={self.dt_floor} exceeds dt_ceiling={high}"
         yield from (
-            (self.kind != kind and value, f"decay.{name} is of decay.kind={kind!r}; got decay.kind={self.kind!r}")
-            for name, kind, value in (
-                ("dt_floor and dt_ceiling", "softplus", self.limited),
-                ("lower_bound", "softplus-vector", self.lower_bound is not None),
-                ("rank='full'", "softplus-vector", self.rank == "full"),
-                ("rate", "slopes", self.rate != 1),
+            (
+                self.kind not in kinds and value,
+                f"decay.{name} is of decay.kind={' or '.join(map(repr, kinds))}; got decay.kind={self.kind!r}",
+            )
+            for name, kinds, value in (
+                ("dt_floor and dt_ceiling", ("softplus",), self.limited),
+                ("lower_bound", ("softplus-vector", "sigmoid"), self.lower_bound is not None),
+                ("rank='full'", ("softplus-vector", "sigmoid"), self.rank == "full"),
+                ("rate", ("slopes",), self.rate != 1),
+                ("temperature", ("sigmoid", "sigmoid-head"), self.temperature != Decay.temperature),
             )
         )

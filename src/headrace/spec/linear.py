@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from ..utils.errors import InputError
-from .decay import Decay
+from .decay import DECAYS, Decay, DecayShape
 from .mixer import Facts, Shapes, Spec, width_per_head
 from .record import PositiveFloat, PositiveInt, Range, Record, require_positive
 
@@ -43,7 +43,9 @@ class Inputs(Record):
     # width of the causal depthwise convolution over q, k and v; 0: no convolution
     conv: Annotated[int, Range("0 or at least 2", lambda n: n == 0 or n >= 2)] = 0
     conv_bias: bool = False  # whether the convolution has a bias
-    shift: Literal["none", "ddlerp"] = "none"  # ddlerp: RWKV-6's data-dependent mix with the previous token
+    # mix with the previous token: by weights per channel (lerp, RWKV-5), which depend on the data (ddlerp, RWKV-6)
+    shift: Literal["none", "lerp", "ddlerp"] = "none"
+    key: Literal["projected", "complement"] = "projected"  # complement: k is 1 − the decay, with no map (HGRN2)
     # applied to q and k; dpfp-n: arXiv 2102.11174
     feature_map: Literal["identity", "elu+1", "relu", "silu", "dpfp-1", "dpfp-2", "dpfp-3"] = "identity"
     qk_norm: Literal["none", "l2", "sum"] = "none"  # q and k divided by their L2 norm, or by the sum of their features
@@ -60,6 +62,11 @@ class Inputs(Record):
         yield (
             self.rotary_first and not self.rotary,
             "inputs.rotary_first=True places a rotation; expected inputs.rotary=True, got False",
+        )
+        yield (
+            self.key == "complement" and (self.conv or self.qk_norm != "none" or self.rotary or self.order is not None),
+            "inputs.key='complement' gives the key of the memory itself; expected inputs.conv=0, qk_norm='none', "
+            f"rotary=False and order=None, got {self.conv}, {self.qk_norm!r}, {self.rotary} and {self.order}",
         )
 
     @property
@@ -235,6 +242,13 @@ class MixerSpec(Spec):
             decay.kind == "xpos" and (not inputs.rotary or inputs.rotary_first or inputs.order is not None),
             f"decay.kind='xpos' is defined for rotated q and k; expected inputs.rotary=True, rotary_first=False and "
             f"order=None, got {inputs.rotary}, {inputs.rotary_first} and {inputs.order}",
+        )
+        kind = DECAYS.get(decay.kind)
+        vector = kind is not None and kind.shape is DecayShape.VECTOR and not kind.fixed
+        yield (
+            inputs.key == "complement" and not (vector and self.heads.qk_groups in (None, self.heads.count)),
+            "inputs.key='complement' is 1 − the decay per token and key channel; expected decay.kind=sigmoid, exp or "
+            f"softplus-vector and heads.qk_groups=None, got {decay.kind!r} and {self.heads.qk_groups}",
         )
         yield (
             delta and self.read.bonus,

@@ -61,7 +61,8 @@ def _linear(spec: MixerSpec) -> dict[str, Any]:
 def features(inputs: Inputs) -> list[str]:
     """What is done to q and k, in a word each."""
     order = "none" if inputs.order is None else f"order {inputs.order}"
-    words = (inputs.feature_map, inputs.qk_norm, "rotary" if inputs.rotary else "none", order)
+    key = "k = 1 − α" if inputs.key == "complement" else "none"
+    words = (inputs.feature_map, inputs.qk_norm, "rotary" if inputs.rotary else "none", order, key)
     return [word for word in words if word not in ("identity", "none")]
 
 

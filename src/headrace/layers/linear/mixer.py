@@ -63,7 +63,9 @@ class LinearMixer(LinearParameters):
         tokens = None if state is None else state.tokens
         positions = sequences.positions(tokens, x) if self.spec.counts_tokens else None
         gates = self._gates(inputs, x, positions)
-        q, k = self._features(inputs["q"], positions), self._features(inputs["k"], positions)
+        q, k = self._features(inputs["q"], positions), inputs["k"]
+        if "k" in self.parts:
+            k = self._features(k, positions)
         v = self._values(inputs, positions)
         if self.spec.read.norm == "detached":  # one more column is the sum of weights, in the accumulator's precision
             q, k, v = (y.to(accumulator(y)) for y in (q, k, F.pad(v, (0, 1), value=1.0)))
@@ -111,7 +113,11 @@ class LinearMixer(LinearParameters):
             qkv, conv = convolve(self.conv, qkv, None if state is None else state.conv, sequences, self.backend)
             parts |= dict(zip("qkv", qkv.split(list(self.parts.values())[:3], -1), strict=True))
         for name, heads in (("q", self.Hq), ("k", self.Hq), ("v", self.H)):
-            parts[name] = parts[name].unflatten(-1, (heads, -1))
+            if name in parts:
+                parts[name] = parts[name].unflatten(-1, (heads, -1))
+        if "k" not in parts:
+            parts["log_decay"] = self.decay(parts["decay"])
+            parts["k"] = -torch.expm1(parts["log_decay"]).to(parts["q"].dtype)
         parts["v"] = FEATURE_MAPS[self.spec.inputs.value_map](parts["v"])
         return parts, conv, shift
 
@@ -210,7 +216,10 @@ class LinearMixer(LinearParameters):
         """Returns log_decay and β, or β's logit if β also depends on the memory (write.residual_chunk)."""
         if self.spec.write.beta == "dt":
             return tuple(self._per_memory(y) for y in self.decay(inputs["decay"], step_size=True))
-        log_decay = None if self.decay is None else self._per_memory(self.decay(inputs["decay"]))
+        log_decay = inputs.get("log_decay")
+        if self.decay is not None and log_decay is None:
+            log_decay = self.decay(inputs["decay"])
+        log_decay = self._per_memory(log_decay)
         if "beta" not in inputs:
             return log_decay, None
         logits = self._per_memory(inputs["beta"])

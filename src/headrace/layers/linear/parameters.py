@@ -24,7 +24,7 @@ from .readout import GateLogits, weight_size
 from .residual import ResidualDelta
 from .taylor import TaylorFeatures
 from .token import MixerState, mixer_program
-from .token_shift import TokenShift
+from .token_shift import SHIFTS
 
 
 class LinearParameters(Mixer, HasBackend):
@@ -60,6 +60,8 @@ class LinearParameters(Mixer, HasBackend):
         self.Hq = spec.heads.qk_groups or self.H
         self.state_shapes = spec.state_shapes(hidden_size, num_heads) | ({"tokens": ()} if spec.counts_tokens else {})
         self.parts = {"q": self.Hq * self.K, "k": self.Hq * self.K, "v": self.H * self.V}  # sizes of in_proj's parts
+        if spec.inputs.key == "complement":
+            del self.parts["k"]
         self.depth, self.height = layer_idx / max(num_layers - 1, 1), 1 - layer_idx / num_layers
         self.share = (layer_idx + 1) / num_layers  # fraction of the layers up to and including this one
         self._build_inputs(hidden_size)
@@ -77,8 +79,8 @@ class LinearParameters(Mixer, HasBackend):
         if width := self.spec.inputs.conv:
             channels = 2 * self.Hq * self.K + self.H * self.V
             self.conv = nn.Conv1d(channels, channels, width, groups=channels, bias=self.spec.inputs.conv_bias)
-        if self.spec.inputs.shift == "ddlerp":
-            self.shift = TokenShift(hidden_size, self.depth, self.height)
+        if (kind := self.spec.inputs.shift) != "none":
+            self.shift = SHIFTS[kind](hidden_size, self.depth, self.height)
         if (order := self.spec.inputs.order) is not None:
             self.features = TaylorFeatures(self.spec.features(self.K), order)
         if self.spec.inputs.value_gate:
@@ -145,7 +147,7 @@ class LinearParameters(Mixer, HasBackend):
 
     @property
     def stacks(self) -> dict[str, dict[str, int]]:
-        mixed = {name: self.parts[name] for name in "qkv"}
+        mixed = {name: self.parts[name] for name in "qkv" if name in self.parts}
         return {"in_proj.weight": self.parts, "in_proj.bias": self.parts, "conv.weight": mixed, "conv.bias": mixed}
 
     def part(self, name: str) -> Tensor:

@@ -176,7 +176,7 @@ def _feature_map(inputs: Inputs) -> str:
     more = {
         "after the rotation": inputs.rotary_first, f"of order {inputs.order}": inputs.order is not None,
         "with inputs.value_gate": inputs.value_gate, "with inputs.by_length": inputs.by_length,
-        "with inputs.value_map": inputs.value_map != "identity",
+        "with inputs.value_map": inputs.value_map != "identity", "with inputs.key": inputs.key != "projected",
     }  # fmt: skip
     return " ".join([inputs.feature_map, *(words for words, applies in more.items() if applies)])
 
@@ -185,7 +185,7 @@ def _decay(decay: Decay) -> str:
     """The decay, with what no call computes of it."""
     more = {
         "of full rank": decay.rank == "full", "with decay.lower_bound": decay.lower_bound is not None,
-        "with bounds of dt": decay.limited,
+        "with bounds of dt": decay.limited, "with decay.temperature": decay.temperature != Decay.temperature,
     }  # fmt: skip
     return " ".join([decay.kind, *(words for words, applies in more.items() if applies)])
 

@@ -1,0 +1,122 @@
+"""Mixers of a linear spec against their equations: a loop over tokens in float64, from the layer's weights alone."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from headrace import Mixer
+from headrace.studies.verify import relative
+from headrace.utils.errors import InputError
+
+B, T, D, H = 2, 19, 24, 4
+
+
+def layer_of(expression, scale=0.3):
+    layer = Mixer(expression, hidden_size=D, num_heads=H, layer_idx=1, num_layers=3).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=scale)
+    return layer
+
+
+def loop(layer, q, k, v, decay, bonus=None, scale=1.0):
+    """S_t = diag(α_t) S_{t−1} + k_tᵀ v_t, o_t = q_t (S_t, or S_{t−1} + diag(u) k_tᵀ v_t)."""
+    S, out = q.new_zeros(B, H, q.shape[-1], v.shape[-1]), []
+    for t in range(T):
+        now = k[:, t, :, :, None] * v[:, t, :, None]
+        old, S = S, decay[:, t, :, :, None] * S + now
+        read = S if bonus is None else old + bonus[:, :, None] * now
+        out.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], read))
+    return torch.stack(out, 1)
+
+
+def parts_of(layer, x):
+    return {name: (x @ layer.part(name).T).unflatten(-1, (H, -1)) for name in layer.parts if layer.parts[name]}
+
+
+def rms(x, weight, eps=1e-6):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def hgrn2(layer, x, bound=None):
+    """f = b + (1 − b) σ(x W), k = 1 − f; RMSNorm over all heads."""
+    p, least = parts_of(layer, x), 0 if bound is None else torch.tensor(bound).double().exp()
+    f = least + (1 - least) * torch.sigmoid(p["decay"])
+    out = loop(layer, F.silu(p["q"]), 1 - f, p["v"], f, scale=layer.K**-0.5)
+    return layer.o_proj(rms(out.flatten(-2), layer.norm_weight))
+
+
+def simple_gla(layer, x):
+    p = parts_of(layer, x)
+    decay = torch.sigmoid(p["decay"] + layer.decay.bias[:, None]) ** (1 / layer.spec.decay.temperature)
+    out = rms(loop(layer, p["q"], p["k"], p["v"], decay, scale=layer.K**-0.5), layer.norm_weight)
+    return layer.o_proj((out * F.silu(p["gate"])).flatten(-2))
+
+
+def rwkv5(layer, x):
+    before, p = F.pad(x, (0, 0, 1, -1)), {}
+    for name, mu in zip(("k", "v", "q", "gate"), layer.shift.offset, strict=True):
+        p[name] = parts_of(layer, mu * before + (1 - mu) * x)[name]
+    decay = torch.exp(-layer.decay.bias.exp()).view(H, -1).expand(B, T, H, -1)
+    out = loop(layer, p["q"], p["k"], p["v"], decay, layer.bonus)
+    out = (out - out.mean(-1, keepdim=True)) / (out.var(-1, unbiased=False, keepdim=True) + 64e-5).sqrt()
+    out = out.flatten(-2) * layer.norm_weight + layer.norm_bias
+    return layer.o_proj(out * F.silu(p["gate"].flatten(-2)))
+
+
+def lightning(layer, x):
+    p = parts_of(layer, x)
+    q, k, v = (F.silu(p[name]) for name in "qkv")
+    decay = torch.exp(-(2.0 ** (-8 * torch.arange(1, H + 1).double() / H)))[:, None].expand(B, T, H, 1)
+    out = rms(loop(layer, q, k, v, decay).flatten(-2), layer.norm_weight)
+    return layer.o_proj(out * torch.sigmoid(p["gate"].flatten(-2)))
+
+
+def based(layer, x):
+    """Σ_s (1 + q·k/4 + (q·k/4)²/2) v over the sum of weights, for 16 key channels."""
+    p = parts_of(layer, x)
+    logits = torch.einsum("bthk,bshk->bhts", p["q"], p["k"]) / 4
+    weights = (1 + logits + logits.square() / 2).tril()
+    out = weights @ p["v"].transpose(1, 2) / (weights.sum(-1, keepdim=True) + 1e-6)
+    return layer.o_proj(out.transpose(1, 2).flatten(-2))
+
+
+EQUATIONS = {
+    "hgrn2": hgrn2,
+    "hgrn2(decay.lower_bound=-0.5)": lambda layer, x: hgrn2(layer, x, -0.5),
+    "simple-gla": simple_gla,
+    "simple-gla(decay.temperature=1)": simple_gla,
+    "rwkv5": rwkv5,
+    "lightning-attention": lightning,
+    "based": based,
+}
+
+
+@pytest.mark.parametrize("expression", EQUATIONS)
+def test_layer_equals_its_equation(expression):
+    """Outputs, and the gradients of the input and of every parameter."""
+    layer = layer_of(expression)
+    x, weight = torch.randn(2, B, T, D, dtype=torch.float64)
+    x.requires_grad_()
+    outputs = layer(x)[0], EQUATIONS[expression](layer, x)
+    assert relative(*outputs) <= 1e-12
+    gradients = (torch.autograd.grad((y * weight).sum(), [x, *layer.parameters()]) for y in outputs)
+    for ours, exact in zip(*gradients, strict=True):
+        assert relative(ours, exact) <= 1e-11
+
+
+def test_first_forget_gates_do_not_depend_on_the_temperature():
+    """σ(3) to σ(6), whatever divides the logarithm."""
+    for temperature in (1.0, 16.0):
+        layer = Mixer(f"simple-gla(decay.temperature={temperature})", hidden_size=D, num_heads=H).double()
+        decay = layer.decay(torch.zeros(1, 1, H, dtype=torch.float64))[0, 0].exp()
+        torch.testing.assert_close(decay, torch.sigmoid(torch.linspace(3, 6, H).double()), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    "changes", ["inputs.conv=4", "inputs.rotary=true", "inputs.qk_norm=l2", "inputs.order=2", "decay.kind=exp-fixed",
+                "decay.kind=none", "decay.kind=softplus", "heads.qk_groups=2"],
+)  # fmt: skip
+def test_key_that_is_the_complement_of_no_decay_is_refused(changes):
+    with pytest.raises(InputError, match=r"inputs\.key='complement'"):
+        Mixer(f"gla(inputs.key=complement, {changes})", hidden_size=D, num_heads=H)
