@@ -141,6 +141,7 @@ def test_decoding_with_another_epsilon():
         ("gla(decay.temperature=1)", "decay='sigmoid with decay.temperature'"),
         ("gla(inputs.key=complement)", "feature_map='identity with inputs.key'"),
         ("deltanet(write.beta=sigmoid-2)", "beta='sigmoid-2'"),
+        ("retnet(write.beta=exp)", "beta='exp'"),
     ],
 )  # fmt: skip
 @torch.no_grad()

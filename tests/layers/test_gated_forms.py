@@ -1,5 +1,8 @@
 """Mixers of a linear spec against their equations: a loop over tokens in float64, from the layer's weights alone."""
 
+import copy
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -81,6 +84,18 @@ def based(layer, x):
     return layer.o_proj(out.transpose(1, 2).flatten(-2))
 
 
+def mlstm(layer, x):
+    """S and n as they are, without a maximum: S_t = f S_{t−1} + e^i kᵀ v, o = q S / max(|q·n|, 1)."""
+    p = parts_of(layer, x)
+    f = torch.sigmoid(p["decay"] + layer.decay.bias[:, None])
+    v = F.pad(p["v"], (0, 1), value=1.0)
+    read = loop(layer, p["q"], p["beta"].exp() * p["k"], v, f, scale=layer.K**-0.5)
+    out = read[..., :-1] / read[..., -1:].abs().clamp(min=1)
+    out = (out - out.mean(-1, keepdim=True)) / (out.var(-1, unbiased=False, keepdim=True) + 1e-6).sqrt()
+    out = out.flatten(-2) * layer.norm_weight + layer.norm_bias
+    return layer.o_proj(out * torch.sigmoid(p["gate"].flatten(-2)))
+
+
 EQUATIONS = {
     "hgrn2": hgrn2,
     "hgrn2(decay.lower_bound=-0.5)": lambda layer, x: hgrn2(layer, x, -0.5),
@@ -89,6 +104,7 @@ EQUATIONS = {
     "rwkv5": rwkv5,
     "lightning-attention": lightning,
     "based": based,
+    "mlstm": mlstm,
 }
 
 
@@ -120,3 +136,56 @@ def test_first_forget_gates_do_not_depend_on_the_temperature():
 def test_key_that_is_the_complement_of_no_decay_is_refused(changes):
     with pytest.raises(InputError, match=r"inputs\.key='complement'"):
         Mixer(f"gla(inputs.key=complement, {changes})", hidden_size=D, num_heads=H)
+
+
+# --- the exponential gate --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [1.0, 30.0, 100.0])
+def test_input_gates_of_any_size_are_as_exact_as_the_precision(factor):
+    """In float32, where e^i is infinite above 88, against float64, where i is up to 700 before e^i is: outputs, tokens
+    one by one and gradients. The weights of a positive feature map add up, so that no denominator is near 0; an error of
+    i is one of e^i, 2⁻²⁴ |i|."""
+    layer = Mixer("mlstm(read.norm=none, read.eps=none, inputs.feature_map=elu+1)", hidden_size=D, num_heads=H)
+    layer.part("beta").data.mul_(factor / layer.part("beta").data.std() / D**0.5)
+    exact, x = copy.deepcopy(layer).double(), torch.randn(B, T, D)
+    (y, state), (expected, _) = layer(x), exact(x.double())
+    tolerance = 1e-5 * max(factor, 1)
+    assert relative(y, expected) <= tolerance and torch.isfinite(state.memory).all()
+    for out in (y, expected):
+        out.square().mean().backward()
+    for mine, other in zip(layer.parameters(), exact.parameters(), strict=True):
+        assert torch.isfinite(mine.grad).all() and relative(mine.grad, other.grad) <= 10 * tolerance
+    state, rows = None, []
+    with torch.no_grad():
+        for token in x.split(1, 1):
+            out, state = layer(token, state)
+            rows.append(out)
+    assert relative(torch.cat(rows, 1), expected) <= tolerance
+
+
+def test_output_does_not_depend_on_the_maximum():
+    """A memory times e^−c with a maximum that is c higher is the same memory."""
+    layer, x = layer_of("mlstm"), torch.randn(B, T, D, dtype=torch.float64)
+    state = layer(x)[1]
+    moved = state._replace(memory=state.memory * math.exp(-3), peak=state.peak + 3)
+    assert relative(layer(x, moved)[0], layer(x, state)[0]) <= 1e-13
+
+
+def test_zero_input_of_an_exponential_gate_is_no_division_by_zero():
+    layer = Mixer("mlstm(decay.kind=none, decay.temperature=16)", hidden_size=D, num_heads=H)
+    x = torch.randn(B, T, D)
+    layer.part("beta").data.mul_(500)
+    layer.part("q").data.zero_()
+    y = layer(x)[0]
+    y.sum().backward()
+    assert torch.isfinite(y).all() and all(torch.isfinite(p.grad).all() for p in layer.parameters())
+
+
+@pytest.mark.parametrize(
+    "changes", ["write.rule=delta, inputs.qk_norm=l2", "read.bonus=true", "read.norm=detached, inputs.feature_map=relu",
+                "decay.kind=sigmoid, decay.temperature=16"],
+)  # fmt: skip
+def test_exponential_gate_is_refused_where_it_is_not_defined(changes):
+    with pytest.raises(InputError, match=r"write\.beta='exp'"):
+        Mixer(f"mlstm(read.gate=none, read.eps=none, {changes})", hidden_size=D, num_heads=H)

@@ -87,8 +87,9 @@ class Write(Record):
     """The update of the memory S: β kᵀ v for the rule "add", β kᵀ (v − k S) for "delta"."""
 
     rule: Literal["add", "delta"] = "add"
-    # β: 1, a sigmoid of the token, twice that (arXiv 2411.12537), or the softplus decay's step size
-    beta: Literal["one", "sigmoid", "sigmoid-2", "dt"] = "one"
+    # β: 1, a sigmoid of the token, twice that (arXiv 2411.12537), the softplus decay's step size, or the exponential of
+    # the token (arXiv 2405.04517), where what is read is divided by max(|sum of weights|, 1)
+    beta: Literal["one", "sigmoid", "sigmoid-2", "dt", "exp"] = "one"
     # chunk size in tokens: β also depends on the error v − k S of the memory at the chunk's start; None: it does not
     residual_chunk: PositiveInt | None = None
 
@@ -115,7 +116,7 @@ class Read(Record):
     by_length: bool = False  # whether what is read is divided by the number of tokens so far
     # whether the norm has a weight (group, layer: and a bias); None: l2 and layer have none, the others do
     affine: bool | None = None
-    eps: PositiveFloat | None = None  # epsilon of the norms rms, rms-joint and rms-groups; None: the model's
+    eps: PositiveFloat | None = None  # of rms, group, rms-joint and rms-groups; None: the model's; for group, RWKV's
     gate_bias: bool = True  # whether the logits of sigmoid-low-rank and sigmoid-head have a bias
     bias: bool = False  # whether the output projection has a bias
 
@@ -130,8 +131,8 @@ class Read(Record):
             f"read.affine=False with read.norm={self.norm!r}; expected one of rms, l2, layer, whose weight is optional",
         )
         yield (
-            self.eps is not None and self.norm not in ("rms", *WIDE_NORMS),
-            f"read.eps={self.eps} is of read.norm='rms', 'rms-joint' and 'rms-groups'; got {self.norm!r}",
+            self.eps is not None and self.norm not in ("rms", "group", *WIDE_NORMS),
+            f"read.eps={self.eps} is of read.norm='rms', 'group', 'rms-joint' and 'rms-groups'; got {self.norm!r}",
         )
         yield (
             not self.gate_bias and self.gate not in ("sigmoid-low-rank", "sigmoid-head"),
@@ -258,6 +259,13 @@ class MixerSpec(Spec):
             write.beta == "dt" and decay.kind != "softplus",
             f"write.beta='dt' is the step size of decay.kind='softplus'; got decay.kind={decay.kind!r}",
         )
+        exponential = write.beta == "exp" and (delta or self.read.bonus or self.read.norm in SUMS)
+        yield (
+            exponential or (write.beta == "exp" and kind is not None and kind.shape is DecayShape.VECTOR),
+            "write.beta='exp' divides by its own sum of weights and has a decay per head; expected write.rule='add', "
+            f"read.bonus=False, read.norm not in {SUMS} and decay.kind=sigmoid-head, softplus, retnet, slopes or none, "
+            f"got {write.rule!r}, {self.read.bonus}, {self.read.norm!r} and {decay.kind!r}",
+        )
         yield (
             write.residual_chunk is not None and (not delta or write.beta != "sigmoid"),
             f"write.residual_chunk={write.residual_chunk} makes β depend on what the delta rule corrects; expected "
@@ -353,6 +361,11 @@ class MixerSpec(Spec):
         return rows
 
     @property
+    def sums(self) -> bool:
+        """Whether the memory has the sum of weights as one more column."""
+        return self.read.norm in SUMS or self.write.beta == "exp"
+
+    @property
     def counts_tokens(self) -> bool:
         """Whether the output depends on the position of a token in its sequence."""
         shuffled = self.competition is not None and self.competition.shuffle
@@ -363,8 +376,10 @@ class MixerSpec(Spec):
         """Returns the shapes of the recurrent state of one sequence, without the batch dimension."""
         H = self.num_heads(num_heads)
         K, V = self.head_dims(hidden_size, num_heads)
-        memory = H * self.memories_per_head, self.memory_rows(K), V + (self.read.norm in SUMS)
+        memory = H * self.memories_per_head, self.memory_rows(K), V + self.sums
         shapes: Shapes = {"memory": memory}
+        if self.write.beta == "exp":
+            shapes["peak"] = (H,)
         if (self.write.residual_chunk or 1) > 1:
             shapes["before"] = memory
         if self.inputs.conv:
@@ -377,7 +392,7 @@ class MixerSpec(Spec):
     def flops_per_token(self, hidden_size: int, num_heads: int) -> int:
         H = self.num_heads(num_heads)
         K, V = self.head_dims(hidden_size, num_heads)
-        K, V = self.memory_rows(K), V + (self.read.norm in SUMS)
+        K, V = self.memory_rows(K), V + self.sums
         decay, delta = self.decay.kind != "none", self.write.rule == "delta"
         # of the memory before the chunk, which decays too
         residual = 2 + decay if (self.write.residual_chunk or 1) > 1 else 0

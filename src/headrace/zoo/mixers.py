@@ -112,6 +112,16 @@ MIXERS: dict[str, Entry] = {
             read=Read("group", "silu", scale="one", bonus=True),
         ),
     ),
+    "mlstm": Entry(
+        "xLSTM's matrix memory: an exponential input gate; the output is divided by max(|sum of weights|, 1).",
+        "https://arxiv.org/abs/2405.04517",
+        MixerSpec(
+            Heads(expand_k=0.5),
+            decay=Decay("sigmoid-head", temperature=1.0),
+            write=Write(beta="exp"),
+            read=Read("group", "sigmoid", eps=1e-6),
+        ),
+    ),
     "delta-fast-weights": Entry(
         "Linear attention with the delta rule on sparse features (DPFP) that are normalised to sum 1.",
         "https://arxiv.org/abs/2102.11174",

@@ -24,8 +24,9 @@ from ..base import check_input, may_write
 from ..rotary import rotary
 from .convolution import convolve
 from .features import FEATURE_MAPS, QK_NORMS, divided_by_length
+from .input_gate import Stabilised, stabilised
 from .parameters import LinearParameters
-from .readout import GATES, GROUP_NORM_EPS, NORM_FLOORS, affine, normalised
+from .readout import GATES, NORM_FLOORS, affine, normalised
 from .token import MixerState, run_mixer
 from .token_shift import project
 
@@ -54,7 +55,7 @@ class LinearMixer(LinearParameters):
 
     @property
     def splits(self) -> bool:
-        return self.residual is None
+        return self.residual is None and self.spec.write.beta != "exp"
 
     def run(
         self, x: Tensor, state: MixerState | None, sequences: Sequences, in_place: bool = False
@@ -67,12 +68,14 @@ class LinearMixer(LinearParameters):
         if "k" in self.parts:
             k = self._features(k, positions)
         v = self._values(inputs, positions)
-        if self.spec.read.norm == "detached":  # one more column is the sum of weights, in the accumulator's precision
+        stable = self._stabilised(inputs, state, sequences)
+        if self._sums_outside():  # one more column is the sum of weights, in the accumulator's precision
             q, k, v = (y.to(accumulator(y)) for y in (q, k, F.pad(v, (0, 1), value=1.0)))
         tensors = {"q": q, "k": k, "v": self._per_memory(v), **self._updates(inputs, gates)}
         out, memory, before = self._recur(tensors, state, sequences, in_place)
-        y = self._read_out(self._divided(out, positions).to(inputs["v"].dtype), inputs, gates)
-        return y, MixerState(memory, conv, shift, self._count(tokens, x, sequences), before)
+        y = self._read_out(self._divided(out, positions, stable).to(inputs["v"].dtype), inputs, gates)
+        peak = None if stable is None else stable.last
+        return y, MixerState(memory, conv, shift, self._count(tokens, x, sequences), before, peak)
 
     def run_in_place(self, x: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
         program, _ = self.token_program(x)
@@ -212,6 +215,19 @@ class LinearMixer(LinearParameters):
         read = self._per_memory(gates.read) if self._read_gate_inside() else None
         return {"log_decay": log_decay, "beta": beta, "write_gate": write, "read_gate": product(read, gates.choice)}
 
+    def _stabilised(
+        self, inputs: dict[str, Tensor], state: MixerState | None, sequences: Sequences
+    ) -> Stabilised | None:
+        """Replaces β's part of an exponential gate by log_decay and β. Returns them with the gate's running maximum;
+        None for another β."""
+        if self.spec.write.beta != "exp":
+            return None
+        log_decay = None if self.decay is None else self.decay(inputs["decay"])
+        peak = None if state is None else state.peak
+        stable = stabilised(inputs["beta"], log_decay, peak, sequences)
+        inputs |= {"log_decay": stable.log_decay, "beta": stable.beta}
+        return stable
+
     def _decay_and_beta(self, inputs: dict[str, Tensor], log_write: Tensor | None):
         """Returns log_decay and β, or β's logit if β also depends on the memory (write.residual_chunk)."""
         if self.spec.write.beta == "dt":
@@ -223,6 +239,8 @@ class LinearMixer(LinearParameters):
         if "beta" not in inputs:
             return log_decay, None
         logits = self._per_memory(inputs["beta"])
+        if self.spec.write.beta == "exp":
+            return log_decay, logits
         logits = logits.to(accumulator(logits))
         if log_write is not None and self.write_place == "beta":
             logits = logits + log_write
@@ -242,12 +260,18 @@ class LinearMixer(LinearParameters):
         """Whether `linear_attention` applies the read gate: if the spec puts the gate on q, or if neither norm nor skip
         follows. Otherwise `_read_out` applies the gate after the norm, which would cancel it."""
         read = self.spec.read
-        inside = self.read_place == "query" and read.norm != "detached"  # whose sum of weights q would gate as well
-        return inside or (read.norm in ("none", "sum") and not read.skip)
+        inside = self.read_place == "query" and not self._sums_outside()  # whose sum of weights q would gate as well
+        return inside or (read.norm in ("none", "sum") and not read.skip and not self._sums_outside())
 
-    def _divided(self, out: Tensor, positions: Tensor | None) -> Tensor:
-        """Divides what is read by the detached sum of weights and by the length, if the spec says so."""
-        if self.spec.read.norm == "detached":
+    def _sums_outside(self) -> bool:
+        """Whether the layer, and not `linear_attention`, divides by the sum of weights."""
+        return self.spec.sums and self.spec.read.norm != "sum"
+
+    def _divided(self, out: Tensor, positions: Tensor | None, stable: Stabilised | None) -> Tensor:
+        """Divides what is read by the sum of weights and by the length, if the spec says so."""
+        if stable is not None:
+            out = stable.divided(out)
+        elif self.spec.read.norm == "detached":
             out = out[..., :-1] / out[..., -1:].clamp(min=1).detach()
         if self.spec.read.by_length:
             assert positions is not None
@@ -279,7 +303,7 @@ class LinearMixer(LinearParameters):
         if kind in NORM_FLOORS:
             return affine(normalised(wide, kind, NORM_FLOORS[kind]), weight, self.norm_bias).to(x.dtype)
         if kind == "group":
-            centred = F.layer_norm(wide, x.shape[-1:], eps=GROUP_NORM_EPS)
+            centred = F.layer_norm(wide, x.shape[-1:], eps=self.group_eps)
             return (centred * weight.view(x.shape[-2:]) + self.norm_bias.view(x.shape[-2:])).to(x.dtype)
         weight = None if weight is None else weight.to(wide.dtype)
         if kind == "rms-groups":

@@ -20,7 +20,7 @@ from ..base import Mixer
 from .competition import HeadCompetition
 from .decays import DECAYS
 from .joint import MemoryChoice
-from .readout import GateLogits, weight_size
+from .readout import GROUP_NORM_EPS, GateLogits, weight_size
 from .residual import ResidualDelta
 from .taylor import TaylorFeatures
 from .token import MixerState, mixer_program
@@ -54,6 +54,8 @@ class LinearParameters(Mixer, HasBackend):
     ):  # fmt: skip
         super().__init__()
         self.spec, self.norm_eps, self.rope_theta = spec, spec.read.eps or norm_eps, rope_theta
+        self.group_eps = spec.read.eps or GROUP_NORM_EPS
+        self.static_shapes = spec.write.beta != "exp"
         self.op = linear_attention  # may be set to a partial with a form or chunk size
         self.backend = default_backend()  # may be set; PyTorch computes what a backend given by name does not have
         self.H, (self.K, self.V) = spec.num_heads(num_heads), spec.head_dims(hidden_size, num_heads)
@@ -94,7 +96,7 @@ class LinearParameters(Mixer, HasBackend):
         if spec.decay.kind != "none":
             self.decay = DECAYS[spec.decay.kind](spec.decay, self.H, rows, self.depth)
             self.parts["decay"] = self.decay.in_features
-        if spec.write.sigmoid:
+        if spec.write.sigmoid or spec.write.beta == "exp":
             self.parts["beta"] = self.H
         if spec.write.residual_chunk is not None:
             self.residual = ResidualDelta(spec.write.residual_chunk, self.H * spec.memories_per_head)
@@ -129,7 +131,7 @@ class LinearParameters(Mixer, HasBackend):
         for ones in (self.norm_weight, self.skip):
             if ones is not None:
                 ones.fill_(1)
-        if self.spec.read.norm == "group":  # RWKV-6's initialisation
+        if self.spec.read.norm == "group" and self.bonus is not None:  # RWKV's initialisation
             self.norm_weight.fill_(self.share**0.7)
         if self.norm_bias is not None:
             self.norm_bias.zero_()

@@ -18,7 +18,6 @@ from ...spec.decay import Decay
 from ...spec.linear import Competition, Inputs, MixerSpec, Read
 from ..base import check_state
 from ..quantized import Int8Linear
-from .readout import GROUP_NORM_EPS
 from .token_shift import TokenShift
 
 
@@ -30,6 +29,7 @@ class MixerState(NamedTuple):
     shift: Tensor | None = None  # [N, 1, D], the last input of the token shift
     tokens: Tensor | None = None  # [N], number of tokens so far, for rotary positions and write.residual_chunk
     before: Tensor | None = None  # [N, H, K, V], the memory before the current chunk, decayed, for write.residual_chunk
+    peak: Tensor | None = None  # [N, H], the largest exponent of an exponential gate, by which the memory is scaled
 
 
 # Paths of the weights in a LinearMixer, in the order of the call; the first path that exists counts.
@@ -96,7 +96,7 @@ def add_mixer(program: Program, mixer: Any, x: int, out: int, place: int, add: b
     D, H, V = mixer.in_proj.in_features, mixer.H, mixer.V
     sizes = [D, H, mixer.Hq, mixer.K, V, spec.inputs.conv, parts.get("decay", 0), parts.get("gate", 0)]
     numbers = [
-        1.0 if spec.read.scale == "one" else mixer.K**-0.5, mixer.norm_eps, GROUP_NORM_EPS, NORMALISER_EPS,
+        1.0 if spec.read.scale == "one" else mixer.K**-0.5, mixer.norm_eps, mixer.group_eps, NORMALISER_EPS,
         gate.temperature, mixer.rope_theta if spec.inputs.rotary else 0.0,
     ]  # fmt: skip
     for path, kind in mixer.part_classes.items():
