@@ -20,6 +20,7 @@ GATES = [
 GATES += [
     "softmax-gla(competition.activation=sigmoid, competition.range=heads)",
     "softmax-gla(competition.shuffle=true)",
+    "softmax-gla(competition.top_k=2, competition.gradient=all, competition.freeze=true)",
 ]
 RELEASED = [
     "mamba2(heads.qk_groups=2, read.norm=rms-groups, inputs.bias=true, read.bias=true)",

@@ -170,6 +170,12 @@ class Competition(Record):
     # a control: at position t of a sequence, each head gets the gate of the head t further on, so that the gates of a
     # token have the values of the activation but belong to no head
     shuffle: bool = False
+    # number of the largest gates of a token that are kept, among the heads for reads and all memories for writes; the
+    # others are 0 (MoM, arXiv 2502.13685); None: all. Scores that equal the smallest one kept are kept as well
+    top_k: PositiveInt | None = None
+    # with top_k: of the activation of the kept scores, or of all scores, although some gates are 0 (straight-through)
+    gradient: Literal["chosen", "all"] = "chosen"
+    freeze: bool = False  # with top_k: whether a memory whose write gate is 0 also keeps its content from decaying
     weight_decay: bool = False  # whether an optimiser's weight decay applies to the weights of the scores
     # number of memories per head, which compete as well; state and cost are multiplied by it
     memories_per_head: PositiveInt = 1
@@ -179,6 +185,16 @@ class Competition(Record):
             self.range != Competition.range and self.activation != "sigmoid",
             f"competition.range={self.range} is of sigmoid gates; expected competition.activation='sigmoid', got "
             f"{self.activation!r}",
+        )
+        yield (
+            self.top_k is None and (self.freeze or self.gradient != "chosen"),
+            f"competition.freeze={self.freeze} and competition.gradient={self.gradient!r} are of gates that are 0; "
+            "expected competition.top_k to be a number of gates, got None",
+        )
+        yield (
+            self.gradient == "all" and self.write == "beta",
+            "competition.gradient='all' with competition.write='beta': the logarithm of a gate of 0 has no gradient; "
+            "expected gradient='chosen' or write='value'",
         )
 
     @property
@@ -284,6 +300,12 @@ class MixerSpec(Spec):
             f"competition.memories_per_head={gate.memories_per_head} with competition.write='none': the memories "
             "of a head would hold the same",
         )
+        erases = self.write.rule == "delta" and gate.write != "beta"
+        yield (
+            gate.freeze and (gate.write == "none" or erases),
+            f"competition.freeze=True with write.rule={self.write.rule!r} and competition.write={gate.write!r} keeps "
+            "no memory; expected a write gate, and for write.rule='delta', which erases, competition.write='beta'",
+        )
 
     def idle_gates(self, num_heads: int | None = None) -> list[str]:
         """Returns a sentence for each gate of this spec that has no effect, or nearly none."""
@@ -303,6 +325,9 @@ class MixerSpec(Spec):
             )
         if gate is not None and gate.fixed and self.num_heads(num_heads or 0) == 1:
             sentences.append(f"a {gate.activation} over num_heads=1 head is always 1: this competition is the identity")
+        gates = self.num_heads(num_heads or 0) * self.memories_per_head
+        if gate is not None and gate.top_k is not None and 0 < gates <= gate.top_k:
+            sentences.append(f"competition.top_k={gate.top_k} keeps all of {gates} gates: it has no effect")
         return sentences
 
     # --- derived, never stored -----------------------------------------------------------------------------------

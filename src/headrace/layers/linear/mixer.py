@@ -3,6 +3,7 @@
 Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V value dimension per head, N sequences.
 """
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ class Gates(NamedTuple):
     """What head competition computes for each token and head, [B, T, H]; None for what the spec does not have."""
 
     read: Tensor | None  # the share of what a head reads
-    log_write: Tensor | None  # the logarithm of the share of what a head writes
+    write: Tensor | None  # the share of what a head writes, or its logarithm for competition.write="beta"
     choice: Tensor | None  # [B, T, H · R], the share of each of a head's R memories in what the head reads
 
 
@@ -141,11 +142,12 @@ class LinearMixer(LinearParameters):
     # --- gates and features ------------------------------------------------------------------------------------------
 
     def _gates(self, inputs: dict[str, Tensor], x: Tensor, positions: Tensor | None) -> Gates:
-        q, k, read = inputs["q"], inputs["k"], None
+        q, k, read, write = inputs["q"], inputs["k"], None, None
         if self.read_competition is not None:
-            read = self.read_competition(q, x, positions).exp()
-        log_write = None if self.write_competition is None else self.write_competition(k, x, positions)
-        return Gates(read, log_write, None if self.choice is None else self.choice(q))
+            read = self.read_competition.gate(q, x, positions)
+        if (writing := self.write_competition) is not None:
+            write = (writing if self.write_place == "beta" else writing.gate)(k, x, positions)
+        return Gates(read, write, None if self.choice is None else self.choice(q))
 
     def _features(self, heads: Tensor, positions: Tensor | None) -> Tensor:
         """Returns the q or k of the recurrence, [B, T, Hq, rows of the memory]."""
@@ -210,8 +212,12 @@ class LinearMixer(LinearParameters):
 
     def _updates(self, inputs: dict[str, Tensor], gates: Gates) -> dict[str, Tensor | None]:
         """The arguments of `linear_attention` per token, except q, k and v."""
-        log_decay, beta = self._decay_and_beta(inputs, gates.log_write)
-        write = gates.log_write.exp() if gates.log_write is not None and self.write_place == "value" else None
+        in_beta = self.write_place == "beta"
+        log_decay, beta = self._decay_and_beta(inputs, gates.write if in_beta else None)
+        write = None if in_beta else gates.write
+        if gates.write is not None and log_decay is not None and self.freezes:
+            written = gates.write > (-math.inf if in_beta else 0)
+            log_decay = torch.where(written if log_decay.dim() < 4 else written[..., None], log_decay, 0)
         read = self._per_memory(gates.read) if self._read_gate_inside() else None
         return {"log_decay": log_decay, "beta": beta, "write_gate": write, "read_gate": product(read, gates.choice)}
 
@@ -242,7 +248,7 @@ class LinearMixer(LinearParameters):
         if self.spec.write.beta == "exp":
             return log_decay, logits
         logits = logits.to(accumulator(logits))
-        if log_write is not None and self.write_place == "beta":
+        if log_write is not None:
             logits = logits + log_write
         if self.residual is not None:
             return log_decay, logits

@@ -118,6 +118,7 @@ class LinearParameters(Mixer, HasBackend):
     def _build_competition(self, hidden_size: int) -> None:
         spec, sizes = self.spec.competition, (hidden_size, self.H, self.Hq, self.K)
         self.read_place, self.write_place = (spec.read, spec.write) if spec else ("none", "none")
+        self.freezes = spec is not None and spec.freeze
         self.read_competition = HeadCompetition(spec, *sizes) if spec and spec.read != "none" else None
         rank = self.spec.memories_per_head
         self.write_competition = HeadCompetition(spec, *sizes, rank) if spec and spec.write != "none" else None

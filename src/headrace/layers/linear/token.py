@@ -159,14 +159,17 @@ def _kinds(spec: MixerSpec) -> dict[str, str]:
     gate = spec.competition
     read, write = (gate.read, gate.write) if gate else ("none", "none")
     gate = gate or Competition()
-    known = gate.range == Competition.range and not gate.shuffle
+    more = {
+        f"of range {gate.range}": gate.range != Competition.range, "with shuffle=True": gate.shuffle,
+        f"with top_k={gate.top_k}": gate.top_k is not None,
+    }  # fmt: skip
     return {
         "feature_map": _feature_map(spec.inputs), "qk_norm": spec.inputs.qk_norm, "decay": _decay(spec.decay),
         "rule": spec.write.rule, "beta": beta, "norm": _norm(spec.read), 
         "gate": spec.read.gate if spec.read.gate_bias else f"{spec.read.gate} without a bias",
         "order": spec.read.order, "read": read, "write": write,
         "source": gate.source if gate.memories_per_head == 1 else f"{gate.memories_per_head} memories of each head",
-        "activation": gate.activation if known else f"{gate.activation} of range {gate.range}, shuffle={gate.shuffle}",
+        "activation": " ".join([gate.activation, *(words for words, applies in more.items() if applies)]),
         "gate_scale": gate.scale,
     }  # fmt: skip
 

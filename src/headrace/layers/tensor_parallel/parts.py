@@ -85,8 +85,8 @@ class PartCompetition(HeadCompetition):
             return F.pad(scores, (0, 0, self.own.start, self.num_heads - self.own.stop))
         return scores
 
-    def forward(self, heads: Tensor, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        return super().forward(heads, x, positions)[..., self.own]
+    def forward(self, heads: Tensor, x: Tensor, positions: Tensor | None = None, chosen_only: bool = True) -> Tensor:
+        return super().forward(heads, x, positions, chosen_only)[..., self.own]
 
 
 class PartAttention(SoftmaxAttention):
