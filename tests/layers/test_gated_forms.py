@@ -144,8 +144,8 @@ def test_key_that_is_the_complement_of_no_decay_is_refused(changes):
 @pytest.mark.parametrize("factor", [1.0, 30.0, 100.0])
 def test_input_gates_of_any_size_are_as_exact_as_the_precision(factor):
     """In float32, where e^i is infinite above 88, against float64, where i is up to 700 before e^i is: outputs, tokens
-    one by one and gradients. The weights of a positive feature map add up, so that no denominator is near 0; an error of
-    i is one of e^i, 2⁻²⁴ |i|."""
+    one by one and gradients. The weights of a positive feature map add up, so that no denominator is near 0; an error
+    of i is one of e^i, 2⁻²⁴ |i|."""
     layer = Mixer("mlstm(read.norm=none, read.eps=none, inputs.feature_map=elu+1)", hidden_size=D, num_heads=H)
     layer.part("beta").data.mul_(factor / layer.part("beta").data.std() / D**0.5)
     exact, x = copy.deepcopy(layer).double(), torch.randn(B, T, D)
