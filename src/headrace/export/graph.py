@@ -76,8 +76,8 @@ def _reason(layer: Any) -> str | None:
     if type(mixer) not in FIELDS:
         return f"its mixer is {type(mixer).__name__}, whose recurrence has no node in ONNX; expected a linear mixer"
     if isinstance(mixer, LinearMixer):
-        if mixer.spec.write.beta == "exp":
-            return "the running maximum of its write strength (write.beta='exp') is a scan over tokens"
+        if mixer.spec.write.beta in ("exp", "trapezoid") or mixer.spec.inputs.turns:
+            return f"write.beta={mixer.spec.write.beta!r} and inputs.turns={mixer.spec.inputs.turns} are not written"
         chunks = "its write strength β (write.residual_chunk) is computed in a loop over chunks"
         return None if mixer.residual is None else chunks
     if mixer.spec.rotary and mixer.spec.rope.by_length:

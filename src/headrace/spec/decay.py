@@ -26,6 +26,8 @@ class DecayKind(NamedTuple):
     native: bool = False  # whether the native library computes the decay in a layer's step (native/kinds.h)
 
 
+STEPPED = ("softplus", "softplus-rate")  # decays of a step size per head, which may be the write strength too
+
 # A new decay is a row here and a class in layers/linear/decays.py.
 DECAYS: dict[str, DecayKind] = {
     "retnet": DecayKind("https://arxiv.org/abs/2307.08621", DecayShape.FIXED, fixed=True, native=True),
@@ -35,6 +37,7 @@ DECAYS: dict[str, DecayKind] = {
     "exp": DecayKind("https://arxiv.org/abs/2404.05892", DecayShape.VECTOR, native=True),
     "softplus-vector": DecayKind("https://arxiv.org/abs/2510.26692", DecayShape.VECTOR, native=True),
     "sigmoid-head": DecayKind("https://arxiv.org/abs/2103.02143", DecayShape.SCALAR),
+    "softplus-rate": DecayKind("https://arxiv.org/abs/2603.15569", DecayShape.SCALAR),
     "exp-fixed": DecayKind("https://arxiv.org/abs/2404.05892", DecayShape.VECTOR, fixed=True),
     "slopes": DecayKind("https://arxiv.org/abs/2501.08313", DecayShape.FIXED, fixed=True),
 }
@@ -43,8 +46,8 @@ DECAYS: dict[str, DecayKind] = {
 @dataclass(frozen=True)
 class Decay(Record):
     """How the memory decays: retnet, xpos, slopes (Lightning Attention) and exp-fixed (RWKV-5) are the same for all
-    tokens; that of the other kinds is computed from the token: softplus (Mamba-2), sigmoid (GLA), sigmoid-head (one per
-    head), exp (RWKV-6), softplus-vector (KDA)."""
+    tokens; that of the other kinds is computed from the token: softplus (Mamba-2), softplus-rate (Mamba-3), sigmoid
+    (GLA), sigmoid-head (one per head), exp (RWKV-6), softplus-vector (KDA)."""
 
     kind: Annotated[str, Names(("none", *DECAYS))] = "none"
     # rank of the projection to a decay per key channel; None: the key dimension K; full: one matrix (softplus-vector,
@@ -78,7 +81,7 @@ class Decay(Record):
         yield (
             not (own or self.kind.startswith("softplus")),
             f"dt_min={self.dt_min} and dt_max={self.dt_max} are step sizes, which decay.kind={self.kind!r} does not "
-            "have; expected 'softplus' or 'softplus-vector'",
+            "have; expected 'softplus', 'softplus-rate' or 'softplus-vector'",
         )
         high = self.dt_ceiling
         yield high is not None and self.dt_floor > high, f"dt_floor={self.dt_floor} exceeds dt_ceiling={high}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from ..utils.errors import InputError
-from .decay import DECAYS, Decay, DecayShape
+from .decay import DECAYS, STEPPED, Decay, DecayShape
 from .mixer import Facts, Shapes, Spec, width_per_head
 from .record import PositiveFloat, PositiveInt, Range, Record, require_positive
 
@@ -48,8 +48,12 @@ class Inputs(Record):
     key: Literal["projected", "complement"] = "projected"  # complement: k is 1 − the decay, with no map (HGRN2)
     # applied to q and k; dpfp-n: arXiv 2102.11174
     feature_map: Literal["identity", "elu+1", "relu", "silu", "dpfp-1", "dpfp-2", "dpfp-3"] = "identity"
-    qk_norm: Literal["none", "l2", "sum"] = "none"  # q and k divided by their L2 norm, or by the sum of their features
+    # q and k divided by their L2 norm, by the sum of their features, or by their root mean square, with a weight per
+    # channel and a bias per head after it (Mamba-3)
+    qk_norm: Literal["none", "l2", "sum", "rms-bias"] = "none"
     rotary: bool = False  # whether q and k get rotary position embeddings
+    # share of the key channels that rotate by the sum of angles computed from the tokens, times dt (Mamba-3)
+    turns: Annotated[float, Range("0 to 1", lambda x: 0 <= x <= 1)] = 0.0
     rotary_first: bool = False  # whether the rotation comes before the feature map
     order: Order | None = None  # n, the order of the Taylor polynomial; None: the weight is the logit
     value_gate: bool = False  # whether v is multiplied by a sigmoid gate per head, with a bias (arXiv 2507.23632, E)
@@ -72,12 +76,13 @@ class Inputs(Record):
     @property
     def positive(self) -> bool:
         """Whether the feature map and the norm give no negative feature."""
-        return self.feature_map in ("elu+1", "relu") or self.feature_map.startswith("dpfp")
+        mapped = self.feature_map in ("elu+1", "relu") or self.feature_map.startswith("dpfp")
+        return mapped and self.qk_norm != "rms-bias"
 
     @property
     def positive_weights(self) -> bool:
         """Whether no pair of tokens has a negative weight."""
-        rotated_last = self.rotary and not self.rotary_first
+        rotated_last = (self.rotary and not self.rotary_first) or self.turns > 0
         even = self.order is not None and self.order % 2 == 0
         return even or (self.positive and not rotated_last)
 
@@ -87,9 +92,10 @@ class Write(Record):
     """The update of the memory S: β kᵀ v for the rule "add", β kᵀ (v − k S) for "delta"."""
 
     rule: Literal["add", "delta"] = "add"
-    # β: 1, a sigmoid of the token, twice that (arXiv 2411.12537), the softplus decay's step size, or the exponential of
-    # the token (arXiv 2405.04517), where what is read is divided by max(|sum of weights|, 1)
-    beta: Literal["one", "sigmoid", "sigmoid-2", "dt", "exp"] = "one"
+    # β: 1, a sigmoid of the token, twice that (arXiv 2411.12537), the softplus decay's step size dt, the exponential of
+    # the token, where what is read is divided by max(|sum of weights|, 1) (arXiv 2405.04517), or a share λ of dt, with
+    # 1 − λ for the token before (arXiv 2603.15569)
+    beta: Literal["one", "sigmoid", "sigmoid-2", "dt", "exp", "trapezoid"] = "one"
     # chunk size in tokens: β also depends on the error v − k S of the memory at the chunk's start; None: it does not
     residual_chunk: PositiveInt | None = None
 
@@ -262,8 +268,9 @@ class MixerSpec(Spec):
         )
         kind = DECAYS.get(decay.kind)
         vector = kind is not None and kind.shape is DecayShape.VECTOR and not kind.fixed
+        shared_keys = self.heads.qk_groups not in (None, self.heads.count)
         yield (
-            inputs.key == "complement" and not (vector and self.heads.qk_groups in (None, self.heads.count)),
+            inputs.key == "complement" and (shared_keys or not vector),
             "inputs.key='complement' is 1 − the decay per token and key channel; expected decay.kind=sigmoid, exp or "
             f"softplus-vector and heads.qk_groups=None, got {decay.kind!r} and {self.heads.qk_groups}",
         )
@@ -272,8 +279,24 @@ class MixerSpec(Spec):
             "read.bonus=True reads the memory before the write; expected write.rule='add'",
         )
         yield (
-            write.beta == "dt" and decay.kind != "softplus",
-            f"write.beta='dt' is the step size of decay.kind='softplus'; got decay.kind={decay.kind!r}",
+            (write.beta in ("dt", "trapezoid") or inputs.turns > 0) and decay.kind not in STEPPED,
+            f"write.beta={write.beta!r} with inputs.turns={inputs.turns} is of a step size; expected decay.kind="
+            f"{' or '.join(map(repr, STEPPED))}, got {decay.kind!r}",
+        )
+        trapezoid, shared = write.beta == "trapezoid", self.memories_per_head > 1 or inputs.shift != "none"
+        yield (
+            trapezoid and (delta or self.read.bonus or self.read.norm in SUMS or shared),
+            "write.beta='trapezoid' writes the token before with a token's own strength; expected write.rule='add', "
+            f"read.bonus=False, read.norm not in {SUMS}, inputs.shift='none' and competition.memories_per_head=1",
+        )
+        yield (
+            inputs.turns > 0 and (inputs.order is not None or (shared_keys and inputs.qk_norm != "rms-bias")),
+            f"inputs.turns={inputs.turns} rotates q and k of each head by angles of its own; expected inputs.order=None "
+            f"and heads.qk_groups=None or inputs.qk_norm='rms-bias', got {inputs.order} and {self.heads.qk_groups}",
+        )
+        yield (
+            delta and inputs.qk_norm == "rms-bias",
+            "write.rule='delta' with inputs.qk_norm='rms-bias' diverges once β‖k‖² > 2; expected 'l2', or 'sum'",
         )
         exponential = write.beta == "exp" and (delta or self.read.bonus or self.read.norm in SUMS)
         yield (
@@ -290,6 +313,11 @@ class MixerSpec(Spec):
 
     def _objections_to_gates(self, gate: Competition):
         """Gates of competition that gate nothing or that the write does not have."""
+        yield (
+            gate.freeze and self.write.beta in ("exp", "trapezoid"),
+            f"competition.freeze=True with write.beta={self.write.beta!r}, whose memory changes at every token; "
+            "expected freeze=False, or another write.beta",
+        )
         yield (gate.read == gate.write == "none", "competition with read='none' and write='none' gates nothing")
         yield (
             gate.write == "beta" and not self.write.sigmoid,
@@ -351,6 +379,8 @@ class MixerSpec(Spec):
             raise InputError(f"heads.qk_groups={groups} does not divide num_heads={H}")
         if self.inputs.rotary and K % 2:
             raise InputError(f"inputs.rotary=True needs an even key dimension per head; got {K}")
+        if self.inputs.turns and not self.angles(K):
+            raise InputError(f"inputs.turns={self.inputs.turns} of {K} key channels per head is less than a pair")
         self._require_contraction(K)
         return K, V
 
@@ -385,6 +415,10 @@ class MixerSpec(Spec):
             )
         return rows
 
+    def angles(self, key_dim: int) -> int:
+        """Returns the number of angles of inputs.turns, each of two key channels."""
+        return int(self.inputs.turns * key_dim) // 2
+
     @property
     def sums(self) -> bool:
         """Whether the memory has the sum of weights as one more column."""
@@ -407,6 +441,11 @@ class MixerSpec(Spec):
             shapes["peak"] = (H,)
         if (self.write.residual_chunk or 1) > 1:
             shapes["before"] = memory
+        if self.inputs.turns:
+            shapes["angles"] = (H, self.angles(K))
+        if self.write.beta == "trapezoid":
+            shared = self.heads.qk_groups if self.inputs.qk_norm != "rms-bias" else None
+            shapes["shift"] = (1, (shared or H) * self.features(K) + H * V + H)
         if self.inputs.conv:
             groups = self.heads.qk_groups or H
             shapes["conv"] = (self.inputs.conv - 1, 2 * groups * K + H * V)

@@ -44,7 +44,7 @@ def describe(name: str) -> dict[str, Any]:
 
 def _linear(spec: MixerSpec) -> dict[str, Any]:
     (decay, retention), gate, delta = _decay(spec.decay.kind), spec.competition, spec.write.rule == "delta"
-    beta = {"one": "", "dt": "dt ", "exp": "eⁱ "}.get(spec.write.beta, "β ")
+    beta = {"one": "", "dt": "dt ", "exp": "eⁱ ", "trapezoid": "λ dt "}.get(spec.write.beta, "β ")
     write = "w " if gate is not None and gate.write != "none" else ""
     return {
         "A_t": f"(I − {beta}kᵀk) {decay}".strip() if delta else decay or "I",

@@ -75,6 +75,17 @@ MIXERS: dict[str, Entry] = {
             Read("rms-joint", "silu", "gate-norm", scale="one", skip=True),
         ),
     ),
+    "mamba3": Entry(
+        "Mamba-2 whose update is a trapezoid of two tokens, with q and k normalised, biased and turned by the tokens.",
+        "https://arxiv.org/abs/2603.15569",
+        MixerSpec(
+            Heads(expand_k=4.0, expand_v=2.0, qk_groups=1),
+            Inputs(qk_norm="rms-bias", turns=0.5),
+            Decay("softplus-rate"),
+            Write(beta="trapezoid"),
+            Read("none", "silu", scale="one", skip=True),
+        ),
+    ),
     "gla": Entry(
         "A decay per key channel, computed by a low-rank sigmoid gate.",
         "https://arxiv.org/abs/2312.06635",

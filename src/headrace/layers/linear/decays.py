@@ -138,6 +138,30 @@ class SoftplusDecay(DecayModule):
         return (log_decay, dt) if step_size else log_decay
 
 
+class SoftplusRateDecay(DecayModule):
+    """Mamba-3's decay: log_decay [B, T, H] = −A dt, with A = max(softplus(a), 1e-4) and dt = softplus(x + b) (arXiv
+    2603.15569)."""
+
+    kind = "softplus-rate"
+    SLOWEST = 1e-4  # rate
+
+    def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
+        super().__init__(spec, num_heads, key_dim, depth)
+        self.in_features = 2 * num_heads
+        self.dt_bias = nn.Parameter(torch.empty(num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        draw_step_bias_(self.dt_bias, self.spec.dt_min, self.spec.dt_max)
+
+    def forward(self, x: Tensor, step_size: bool = False) -> Any:
+        """Returns log_decay [B, T, H]; with `step_size` (log_decay, dt [B, T, H]). x: the heads' dt, then their a."""
+        x, rate = x.chunk(2, -1)
+        dt = F.softplus(biased(x, self.dt_bias))
+        log_decay = -F.softplus(rate.to(dt)).clamp(min=self.SLOWEST) * dt
+        return (log_decay, dt) if step_size else log_decay
+
+
 @torch.no_grad()
 def draw_step_bias_(bias: Tensor, low: float = 1e-3, high: float = 1e-1) -> None:
     """Mamba's initialisation: sets the bias to softplus⁻¹(dt), with dt log-uniform between low and high."""

@@ -20,12 +20,14 @@ from ...ops.derivatives import has_address
 from ...ops.dispatch import has
 from ...ops.parallel.context import current
 from ...ops.sequences import Sequences
+from ...spec.decay import STEPPED
 from ...spec.linear import HEAD_NORMS, SUMS
 from ..base import check_input, may_write
-from ..rotary import rotary
+from ..rotary import Angles, rotary, rotate
 from .convolution import convolve
 from .features import FEATURE_MAPS, QK_NORMS, divided_by_length
 from .input_gate import Stabilised, stabilised
+from .mamba3 import trapezoid, turned
 from .parameters import LinearParameters
 from .readout import GATES, NORM_FLOORS, affine, normalised
 from .token import MixerState, run_mixer
@@ -56,7 +58,7 @@ class LinearMixer(LinearParameters):
 
     @property
     def splits(self) -> bool:
-        return self.residual is None and self.spec.write.beta != "exp"
+        return self.residual is None and self.spec.write.beta != "exp" and not self.spec.inputs.turns
 
     def run(
         self, x: Tensor, state: MixerState | None, sequences: Sequences, in_place: bool = False
@@ -65,18 +67,22 @@ class LinearMixer(LinearParameters):
         tokens = None if state is None else state.tokens
         positions = sequences.positions(tokens, x) if self.spec.counts_tokens else None
         gates = self._gates(inputs, x, positions)
-        q, k = self._features(inputs["q"], positions), inputs["k"]
+        turns, angles = self._turns(inputs, state, sequences)
+        q, k = self._features("q", inputs, positions, turns), inputs["k"]
         if "k" in self.parts:
-            k = self._features(k, positions)
+            k = self._features("k", inputs, positions, turns)
         v = self._values(inputs, positions)
         stable = self._stabilised(inputs, state, sequences)
         if self._sums_outside():  # one more column is the sum of weights, in the accumulator's precision
             q, k, v = (y.to(accumulator(y)) for y in (q, k, F.pad(v, (0, 1), value=1.0)))
         tensors = {"q": q, "k": k, "v": self._per_memory(v), **self._updates(inputs, gates)}
-        out, memory, before = self._recur(tensors, state, sequences, in_place)
+        if self.spec.write.beta == "trapezoid":
+            out, memory, before, shift = self._recur_trapezoidally(tensors, inputs, state, sequences, in_place)
+        else:
+            out, memory, before = self._recur(tensors, state, sequences, in_place)
         y = self._read_out(self._divided(out, positions, stable).to(inputs["v"].dtype), inputs, gates)
         peak = None if stable is None else stable.last
-        return y, MixerState(memory, conv, shift, self._count(tokens, x, sequences), before, peak)
+        return y, MixerState(memory, conv, shift, self._count(tokens, x, sequences), before, peak, angles)
 
     def run_in_place(self, x: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
         program, _ = self.token_program(x)
@@ -119,8 +125,11 @@ class LinearMixer(LinearParameters):
         for name, heads in (("q", self.Hq), ("k", self.Hq), ("v", self.H)):
             if name in parts:
                 parts[name] = parts[name].unflatten(-1, (heads, -1))
-        if "k" not in parts:
+        if self.decay is not None and self.spec.decay.kind in STEPPED:
+            parts["log_decay"], parts["dt"] = self.decay(parts["decay"], step_size=True)
+        elif self.decay is not None:
             parts["log_decay"] = self.decay(parts["decay"])
+        if "k" not in parts:
             parts["k"] = -torch.expm1(parts["log_decay"]).to(parts["q"].dtype)
         parts["v"] = FEATURE_MAPS[self.spec.inputs.value_map](parts["v"])
         return parts, conv, shift
@@ -149,14 +158,22 @@ class LinearMixer(LinearParameters):
             write = (writing if self.write_place == "beta" else writing.gate)(k, x, positions)
         return Gates(read, write, None if self.choice is None else self.choice(q))
 
-    def _features(self, heads: Tensor, positions: Tensor | None) -> Tensor:
-        """Returns the q or k of the recurrence, [B, T, Hq, rows of the memory]."""
-        inputs = self.spec.inputs
+    def _turns(self, inputs: dict[str, Tensor], state: MixerState | None, sequences: Sequences):
+        """Returns the rotation of inputs.turns and the next angles; None without it."""
+        if "turns" not in inputs:
+            return None, None
+        return turned(inputs["turns"], inputs["dt"], None if state is None else state.angles, sequences)
+
+    def _features(self, name: str, parts: dict[str, Tensor], positions: Tensor | None, turns: Angles | None) -> Tensor:
+        """Returns the q or k of the recurrence, [B, T, Hq, rows of the memory]; H heads if each has its own bias."""
+        inputs, heads = self.spec.inputs, parts[name]
         if inputs.rotary_first:
             heads = self._rotated(heads, positions)
-        heads = QK_NORMS[inputs.qk_norm](FEATURE_MAPS[inputs.feature_map](heads))
+        heads = FEATURE_MAPS[inputs.feature_map](heads)
+        heads = QK_NORMS[inputs.qk_norm](heads) if self.qk_norm is None else self.qk_norm(heads, "qk".index(name))
         if inputs.rotary and not inputs.rotary_first:
             heads = self._rotated(heads, positions)
+        heads = heads if turns is None else rotate(heads, turns)
         return heads if self.features is None else self.features(heads * self._scale() ** 0.5)
 
     def _rotated(self, heads: Tensor, positions: Tensor | None) -> Tensor:
@@ -198,6 +215,22 @@ class LinearMixer(LinearParameters):
             out, memory = self.op(**tensors, **settings, **where, backend=self.backend)
         return out if self.choice is None else out.unflatten(2, (self.H, -1)).sum(3), memory, before
 
+    def _recur_trapezoidally(
+        self, tensors: dict[str, Any], inputs: dict[str, Tensor], state: MixerState | None, sequences: Sequences,
+        in_place: bool,
+    ):  # fmt: skip
+        """Computes `_recur` for the trapezoidal update, and the next history of the token before."""
+        q, k, v, log_decay = (tensors[name] for name in ("q", "k", "v", "log_decay"))
+        history = None if state is None else state.shift
+        if (gate := tensors["write_gate"]) is not None:
+            v = (v * gate[..., None]).to(v.dtype)
+        now, writes, history = trapezoid(inputs["beta"], inputs["dt"], log_decay, k, v, history, sequences)
+        out, memory, before = self._recur(tensors | writes | {"write_gate": None}, state, sequences, in_place)
+        weight = (q * k).sum(-1).to(now).repeat_interleave(self.H // q.shape[2], 2) * now * self._scale()
+        if (gate := tensors["read_gate"]) is not None:
+            weight = weight * gate
+        return out + weight[..., None] * v, memory, before, history
+
     def _settings(self) -> dict[str, Any]:
         """The arguments of `linear_attention` and `step` that do not depend on the tokens."""
         scale = self._scale() if self.features is None else 1.0
@@ -228,31 +261,27 @@ class LinearMixer(LinearParameters):
         None for another β."""
         if self.spec.write.beta != "exp":
             return None
-        log_decay = None if self.decay is None else self.decay(inputs["decay"])
         peak = None if state is None else state.peak
-        stable = stabilised(inputs["beta"], log_decay, peak, sequences)
+        stable = stabilised(inputs["beta"], inputs.get("log_decay"), peak, sequences)
         inputs |= {"log_decay": stable.log_decay, "beta": stable.beta}
         return stable
 
     def _decay_and_beta(self, inputs: dict[str, Tensor], log_write: Tensor | None):
         """Returns log_decay and β, or β's logit if β also depends on the memory (write.residual_chunk)."""
-        if self.spec.write.beta == "dt":
-            return tuple(self._per_memory(y) for y in self.decay(inputs["decay"], step_size=True))
-        log_decay = inputs.get("log_decay")
-        if self.decay is not None and log_decay is None:
-            log_decay = self.decay(inputs["decay"])
-        log_decay = self._per_memory(log_decay)
+        log_decay, kind = self._per_memory(inputs.get("log_decay")), self.spec.write.beta
+        if kind == "dt":
+            return log_decay, self._per_memory(inputs["dt"])
         if "beta" not in inputs:
             return log_decay, None
         logits = self._per_memory(inputs["beta"])
-        if self.spec.write.beta == "exp":
+        if kind in ("exp", "trapezoid"):
             return log_decay, logits
         logits = logits.to(accumulator(logits))
         if log_write is not None:
             logits = logits + log_write
         if self.residual is not None:
             return log_decay, logits
-        return log_decay, logits.sigmoid() * (2 if self.spec.write.beta == "sigmoid-2" else 1)
+        return log_decay, logits.sigmoid() * (2 if kind == "sigmoid-2" else 1)
 
     def _count(self, tokens: Tensor | None, x: Tensor, sequences: Sequences) -> Tensor | None:
         """Returns the number of tokens of each sequence up to the end of x, if the layer needs it."""

@@ -20,6 +20,7 @@ from ..base import Mixer
 from .competition import HeadCompetition
 from .decays import DECAYS
 from .joint import MemoryChoice
+from .mamba3 import BiasedNorm
 from .readout import GROUP_NORM_EPS, GateLogits, weight_size
 from .residual import ResidualDelta
 from .taylor import TaylorFeatures
@@ -37,6 +38,7 @@ class LinearParameters(Mixer, HasBackend):
     conv: Any
     shift: Any
     features: Any
+    qk_norm: Any
     value_gate: Any
     power: Any
     decay: Any
@@ -77,12 +79,16 @@ class LinearParameters(Mixer, HasBackend):
         self.reset_parameters()
 
     def _build_inputs(self, hidden_size: int) -> None:
-        self.conv = self.shift = self.features = self.value_gate = None
+        self.conv = self.shift = self.features = self.qk_norm = self.value_gate = None
         if width := self.spec.inputs.conv:
             channels = 2 * self.Hq * self.K + self.H * self.V
             self.conv = nn.Conv1d(channels, channels, width, groups=channels, bias=self.spec.inputs.conv_bias)
         if (kind := self.spec.inputs.shift) != "none":
             self.shift = SHIFTS[kind](hidden_size, self.depth, self.height)
+        if self.spec.inputs.qk_norm == "rms-bias":
+            self.qk_norm = BiasedNorm(self.H, self.spec.features(self.K))
+        if angles := self.spec.angles(self.K):
+            self.parts["turns"] = angles
         if (order := self.spec.inputs.order) is not None:
             self.features = TaylorFeatures(self.spec.features(self.K), order)
         if self.spec.inputs.value_gate:
@@ -96,7 +102,7 @@ class LinearParameters(Mixer, HasBackend):
         if spec.decay.kind != "none":
             self.decay = DECAYS[spec.decay.kind](spec.decay, self.H, rows, self.depth)
             self.parts["decay"] = self.decay.in_features
-        if spec.write.sigmoid or spec.write.beta == "exp":
+        if spec.write.sigmoid or spec.write.beta in ("exp", "trapezoid"):
             self.parts["beta"] = self.H
         if spec.write.residual_chunk is not None:
             self.residual = ResidualDelta(spec.write.residual_chunk, self.H * spec.memories_per_head)

@@ -26,10 +26,11 @@ class MixerState(NamedTuple):
 
     memory: Tensor  # [N, H, K, V]
     conv: Tensor | None = None  # [N, width − 1, channels], the last inputs of the short convolution
-    shift: Tensor | None = None  # [N, 1, D], the last input of the token shift
+    shift: Tensor | None = None  # [N, 1, D], the last input of the token shift; k, v and γ of the trapezoidal update
     tokens: Tensor | None = None  # [N], number of tokens so far, for rotary positions and write.residual_chunk
     before: Tensor | None = None  # [N, H, K, V], the memory before the current chunk, decayed, for write.residual_chunk
     peak: Tensor | None = None  # [N, H], the largest exponent of an exponential gate, by which the memory is scaled
+    angles: Tensor | None = None  # [N, H, F], by which q and k were turned last (inputs.turns)
 
 
 # Paths of the weights in a LinearMixer, in the order of the call; the first path that exists counts.
@@ -180,6 +181,7 @@ def _feature_map(inputs: Inputs) -> str:
         "after the rotation": inputs.rotary_first, f"of order {inputs.order}": inputs.order is not None,
         "with inputs.value_gate": inputs.value_gate, "with inputs.by_length": inputs.by_length,
         "with inputs.value_map": inputs.value_map != "identity", "with inputs.key": inputs.key != "projected",
+        "with inputs.turns": inputs.turns > 0,
     }  # fmt: skip
     return " ".join([inputs.feature_map, *(words for words, applies in more.items() if applies)])
 
