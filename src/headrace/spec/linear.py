@@ -291,7 +291,7 @@ class MixerSpec(Spec):
         )
         yield (
             inputs.turns > 0 and (inputs.order is not None or (shared_keys and inputs.qk_norm != "rms-bias")),
-            f"inputs.turns={inputs.turns} rotates q and k of each head by angles of its own; expected inputs.order=None "
+            f"inputs.turns={inputs.turns} turns q and k of each head by angles of its own; expected inputs.order=None "
             f"and heads.qk_groups=None or inputs.qk_norm='rms-bias', got {inputs.order} and {self.heads.qk_groups}",
         )
         yield (
