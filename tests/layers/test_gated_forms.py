@@ -214,9 +214,29 @@ def test_zero_input_of_an_exponential_gate_is_no_division_by_zero():
 
 
 @pytest.mark.parametrize(
-    "changes", ["write.rule=delta, inputs.qk_norm=l2", "read.bonus=true", "read.norm=detached, inputs.feature_map=relu",
-                "decay.kind=sigmoid, decay.temperature=16"],
+    ("mixer", "changes"),
+    [
+        *(
+            (mixer, changes)
+            for mixer in ("mlstm(read.eps=none, ", "mamba3(")
+            for changes in ("write.rule=delta, inputs.qk_norm=l2", "read.norm=rms, read.bonus=true")
+        ),
+        ("mlstm(read.eps=none, ", "read.norm=detached, inputs.feature_map=relu"),
+        ("mlstm(", "decay.kind=sigmoid"),
+        ("softmax-mlstm(", "competition.top_k=1, competition.freeze=true"),
+        ("softmax-mamba3(", "competition.memories_per_head=2"),
+        ("mamba3(", "inputs.shift=lerp"),
+    ],
 )  # fmt: skip
-def test_exponential_gate_is_refused_where_it_is_not_defined(changes):
-    with pytest.raises(InputError, match=r"write\.beta='exp'"):
-        Mixer(f"mlstm(read.gate=none, read.eps=none, {changes})", hidden_size=D, num_heads=H)
+def test_write_strength_is_refused_where_it_is_not_defined(mixer, changes):
+    with pytest.raises(InputError, match=r"write\.beta='\w+' is defined for"):
+        Mixer(f"{mixer}{changes})", hidden_size=D, num_heads=H)
+
+
+@pytest.mark.parametrize(
+    "mixer",
+    ["gla(inputs.turns=0.5)", "mamba3(inputs.qk_norm=none)", "mamba3(inputs.order=1)", "mamba3(heads.key_dim=2)"],
+)
+def test_turns_are_refused_where_they_are_not_defined(mixer):
+    with pytest.raises(InputError, match=r"inputs\.turns=0\.5"):
+        Mixer(mixer, hidden_size=D, num_heads=H)

@@ -30,6 +30,7 @@ from .input_gate import Stabilised, stabilised
 from .mamba3 import trapezoid, turned
 from .parameters import LinearParameters
 from .readout import GATES, NORM_FLOORS, affine, normalised
+from .steps import as_tokens
 from .token import MixerState, run_mixer
 from .token_shift import project
 
@@ -68,9 +69,9 @@ class LinearMixer(LinearParameters):
         positions = sequences.positions(tokens, x) if self.spec.counts_tokens else None
         gates = self._gates(inputs, x, positions)
         turns, angles = self._turns(inputs, state, sequences)
-        q, k = self._features("q", inputs, positions, turns), inputs["k"]
+        q, k = self._features(inputs["q"], 0, positions, turns), inputs["k"]
         if "k" in self.parts:
-            k = self._features("k", inputs, positions, turns)
+            k = self._features(self._keys(k), 1, positions, turns)
         v = self._values(inputs, positions)
         stable = self._stabilised(inputs, state, sequences)
         if self._sums_outside():  # one more column is the sum of weights, in the accumulator's precision
@@ -115,7 +116,8 @@ class LinearMixer(LinearParameters):
 
     def _inputs(self, x: Tensor, state: MixerState | None, sequences: Sequences):
         """Returns q, k [B, T, Hq, K], v [B, T, H, V] after the short convolution, and the inputs [B, T, ·] of decay, β
-        and output gate, by name; and the next states of convolution and token shift, if any."""
+        and output gate, by name; and the next states of convolution and token shift, if any. With n steps per token, K
+        of k and V of v are n times as large."""
         parts, shift = self._project(x, state, sequences)
         conv = None
         if self.conv is not None:
@@ -164,13 +166,18 @@ class LinearMixer(LinearParameters):
             return None, None
         return turned(inputs["turns"], inputs["dt"], None if state is None else state.angles, sequences)
 
-    def _features(self, name: str, parts: dict[str, Tensor], positions: Tensor | None, turns: Angles | None) -> Tensor:
-        """Returns the q or k of the recurrence, [B, T, Hq, rows of the memory]; H heads if each has its own bias."""
-        inputs, heads = self.spec.inputs, parts[name]
+    def _keys(self, k: Tensor) -> Tensor:
+        """[B, T, Hq, n K] -> [B, T, Hq n, K], for n steps per token."""
+        return k if (n := self.spec.write.steps) == 1 else k.unflatten(-1, (n, -1)).flatten(2, 3)
+
+    def _features(self, heads: Tensor, which: int, positions: Tensor | None, turns: Angles | None) -> Tensor:
+        """Returns the q (which=0) or k (1) of the recurrence, [B, T, Hq, rows of the memory]; of H heads if they have
+        biases."""
+        inputs = self.spec.inputs
         if inputs.rotary_first:
             heads = self._rotated(heads, positions)
         heads = FEATURE_MAPS[inputs.feature_map](heads)
-        heads = QK_NORMS[inputs.qk_norm](heads) if self.qk_norm is None else self.qk_norm(heads, "qk".index(name))
+        heads = QK_NORMS[inputs.qk_norm](heads) if self.qk_norm is None else self.qk_norm(heads, which)
         if inputs.rotary and not inputs.rotary_first:
             heads = self._rotated(heads, positions)
         heads = heads if turns is None else rotate(heads, turns)
@@ -201,18 +208,23 @@ class LinearMixer(LinearParameters):
     def _recur(self, tensors: dict[str, Any], state: MixerState | None, sequences: Sequences, in_place: bool):
         """Returns what each head reads [B, T, H, V], the next memory, and the next `before` (residual.py)."""
         memory, before, settings = None if state is None else state.memory, None, self._settings()
+        if (n := self.spec.write.steps) > 1:
+            tensors = as_tokens(tensors, n)
         if self.residual is not None:
             op = partial(self.op, **settings, backend=self.backend)
             out, memory, before = self.residual(op, tensors, state, sequences)
         elif self.op is linear_attention and sequences.T == 1 and not sequences.packed and current() is None:
-            token = {name: _now(y) for name, y in tensors.items()}
             backend = self.backend if self.backend == "auto" or has(self.backend, "step") else "torch"
             in_place = in_place and memory is not None and memory.is_contiguous()
-            out, memory = step(**token, **settings, state=memory, backend=backend, in_place=in_place)
+            for i in range(n):
+                token = {name: _at(y, i) for name, y in tensors.items()}
+                out, memory = step(**token, **settings, state=memory, backend=backend, in_place=in_place)
             out = out[:, None]
         else:
-            where = {"initial_state": memory, "cu_seqlens": sequences.bounds}
+            bounds = sequences.bounds if n == 1 or sequences.bounds is None else n * sequences.bounds
+            where = {"initial_state": memory, "cu_seqlens": bounds}
             out, memory = self.op(**tensors, **settings, **where, backend=self.backend)
+            out = out if n == 1 else out[:, n - 1 :: n]
         return out if self.choice is None else out.unflatten(2, (self.H, -1)).sum(3), memory, before
 
     def _recur_trapezoidally(
@@ -267,18 +279,19 @@ class LinearMixer(LinearParameters):
         return stable
 
     def _decay_and_beta(self, inputs: dict[str, Tensor], log_write: Tensor | None):
-        """Returns log_decay and β, or β's logit if β also depends on the memory (write.residual_chunk)."""
-        log_decay, kind = self._per_memory(inputs.get("log_decay")), self.spec.write.beta
+        """Returns log_decay and β, or β's logit if β also depends on the memory (write.residual_chunk).
+        With n steps per token, β is [B, T, H, n]."""
+        log_decay, kind, steps = self._per_memory(inputs.get("log_decay")), self.spec.write.beta, self.spec.write.steps
         if kind == "dt":
             return log_decay, self._per_memory(inputs["dt"])
         if "beta" not in inputs:
             return log_decay, None
-        logits = self._per_memory(inputs["beta"])
+        logits = self._per_memory(inputs["beta"] if steps == 1 else inputs["beta"].unflatten(-1, (self.H, steps)))
         if kind in ("exp", "trapezoid"):
             return log_decay, logits
         logits = logits.to(accumulator(logits))
         if log_write is not None:
-            logits = logits + log_write
+            logits = logits + (log_write if steps == 1 else log_write[..., None])
         if self.residual is not None:
             return log_decay, logits
         return log_decay, logits.sigmoid() * (2 if kind == "sigmoid-2" else 1)
@@ -349,6 +362,6 @@ class LinearMixer(LinearParameters):
         return F.rms_norm(wide, wide.shape[-1:], weight, self.norm_eps).view_as(x).to(x.dtype)
 
 
-def _now(x: Tensor | None) -> Any:
-    """Removes the token dimension of [B, 1, ·]; a fixed decay [H] has none."""
-    return x if x is None or x.dim() == 1 else x[:, 0]
+def _at(x: Tensor | None, i: int) -> Any:
+    """Selects a token of [B, T, ·]; a fixed decay [H] has no tokens."""
+    return x if x is None or x.dim() == 1 else x[:, i]

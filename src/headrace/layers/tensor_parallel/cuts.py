@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...ops.checks import require
-from ...spec.linear import WIDE_NORMS
+from ...spec.read import WIDE_NORMS
 from ..linear.competition import HeadCompetition
 from ..linear.mixer import LinearMixer
 
