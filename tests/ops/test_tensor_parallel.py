@@ -20,6 +20,7 @@ GATES = [
 GATES += [
     "softmax-gla(competition.activation=sigmoid, competition.range=heads)",
     "softmax-gla(competition.shuffle=true)",
+    "softmax-gla(competition.top_k=2, competition.gradient=all, competition.freeze=true)",
 ]
 RELEASED = [
     "mamba2(heads.qk_groups=2, read.norm=rms-groups, inputs.bias=true, read.bias=true)",
@@ -30,7 +31,8 @@ SHARED = [
     "softmax-gla(competition.memories_per_head=2)", "softmax-mamba2(competition.source=query)",
     "gated-deltanet(heads.qk_groups=2)",
     "softmax-gated-deltanet(heads.qk_groups=2, competition.source=query)", "transformer(bias=true, buckets=8)", "gqa",
-    "mqa", "sliding-window", "longformer", "gqa(null=learned, gate=channel, qk_norm=head, head_dim=6, bias=qkv)",
+    "mqa", "fox(kv_heads=2)", "sliding-window", "longformer",
+    "gqa(null=learned, gate=channel, qk_norm=head, head_dim=6, bias=qkv)",
     "recurrent-softmax-rnn-norm(denominator=layer, affine=true, order=1, gate=both, by_length=true)",
     "recurrent-softmax-rnn-norm(denominator=input-length, numerator=cosine)",
 ]  # fmt: skip

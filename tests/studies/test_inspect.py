@@ -37,7 +37,7 @@ CASES = [
     *zoo.names(),
     *("softmax-mamba2(competition.memories_per_head=3)", "softmax-gla(competition=paper, read.norm=none)"),
     *("softmax-residual-delta(competition.memories_per_head=2, heads.qk_groups=2, competition.write=beta)",),
-    *("softmax-retnet(heads.qk_groups=2)", "softmax-kda(competition.activation=null)"),
+    *("softmax-retnet(heads.qk_groups=2)", "softmax-kda(competition.top_k=1)"),
     *("mqa(null=true, buckets=8)", "longformer(pattern.window=7, pattern.first=2)"),
     "bigbird(pattern.block=4, pattern.window=8, pattern.first=0, kv_heads=2, null=true, buckets=8)",
 ]
@@ -58,7 +58,8 @@ def test_weights_of_values_are_what_the_mixer_read(mixer):
     assert len(layers) == 2
     for recorded in layers:
         reading = recorded.reading()
-        assert (reading is None) == (not isinstance(zoo.get(mixer), HAVE) and mixer != "rwkv7")
+        several = "deltaproduct" in mixer  # values of a token
+        assert (reading is None) == (several or (not isinstance(zoo.get(mixer), HAVE) and mixer != "rwkv7"))
         if reading is None:
             continue
         with torch.no_grad():

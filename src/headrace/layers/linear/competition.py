@@ -4,6 +4,7 @@ Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,10 @@ class HeadCompetition(Gate):
     linear map of all heads' q; "hidden", a linear map of the layer's input. Write gates use k in place of q. Weights
     are initialised to zero, without random numbers. With scale "identity" the gate is divided by its value at zero
     scores, so that the initial layer equals the mixer without competition bit for bit.
+
+    With spec.top_k = k, the gate is 0, and its logarithm −∞, for scores below the k-th largest of the token, and the
+    activation is that of the others: a softmax is renormalised over them. All scores that equal the k-th largest are
+    kept. Equal scores, as zero weights give them, therefore keep all heads, with gates of 1 under scale "identity".
     """
 
     def __init__(
@@ -70,14 +75,15 @@ class HeadCompetition(Gate):
             return heads.repeat_interleave(self.repeats, -2) @ self.weight
         return (heads[..., None, :] * self.weight.unflatten(0, (heads.shape[-2], -1))).sum(-1).flatten(-2)
 
-    def forward(self, heads: Tensor, x: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, heads: Tensor, x: Tensor, positions: Tensor | None = None, chosen_only: bool = True) -> Tensor:
         """Returns the logarithm of the gate [B, T, H], in the accumulator's precision.
 
         Args:
             heads, x: as in `scores`.
             positions: [B or 1, T], of each token in its sequence; needed for spec.shuffle only.
+            chosen_only: False for the gate without spec.top_k.
         """
-        log_gate = self.activate(self.scores(heads, x))
+        log_gate = self.activate(self.scores(heads, x), chosen_only)
         if self.spec.source == "diag":
             log_gate = log_gate.diagonal(dim1=-2, dim2=-1)
         if positions is None or not self.spec.shuffle:
@@ -85,22 +91,48 @@ class HeadCompetition(Gate):
         owner = (torch.arange(self.num_heads, device=x.device) + positions[..., None]) % self.num_heads
         return log_gate.gather(-1, owner.expand_as(log_gate))
 
-    def activate(self, scores: Tensor) -> Tensor:
+    def gate(self, heads: Tensor, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Returns the gate [B, T, H], from the arguments of `forward`. With spec.gradient="all" it has the gradient of
+        the gate without spec.top_k (straight-through)."""
+        gate = self(heads, x, positions).exp()
+        if self.spec.gradient == "chosen":
+            return gate
+        whole = self.forward(heads, x, positions, chosen_only=False).exp()
+        return gate.detach() + (whole - whole.detach())
+
+    def activate(self, scores: Tensor, chosen_only: bool = True) -> Tensor:
         """Returns the logarithm of the gates of scores [..., H]."""
         scores = scores.to(accumulator(scores)) / self.spec.temperature
-        log_gate = self._log_activation(scores)
+        k = self.spec.top_k if chosen_only else None
+        lost = None if k is None or k >= scores.shape[-1] else scores < scores.topk(k).values[..., -1:]
+        log_gate = self._log_activation(scores, lost)
         if self.spec.scale == "identity":  # by the same function, because log(H) may differ in the last bit
             log_gate = log_gate - self._log_activation(scores.new_zeros(scores.shape[-1]))
         return log_gate
 
-    def _log_activation(self, scores: Tensor) -> Tensor:
+    def _log_activation(self, scores: Tensor, lost: Tensor | None = None) -> Tensor:
+        """Returns the logarithm of the activation of those scores that are not lost, and −∞ for the others."""
         if self.spec.activation == "sigmoid":
-            return F.logsigmoid(scores - self._offset())
+            log_gate = F.logsigmoid(scores - self._offset(scores, lost))
+            return log_gate if lost is None else log_gate.masked_fill(lost, -math.inf)
+        if lost is not None:
+            scores = scores.masked_fill(lost, -math.inf)
         if self.spec.activation == "null":
             return F.log_softmax(F.pad(scores, (0, 1)), -1)[..., :-1]
         return F.log_softmax(scores, -1)
 
-    def _offset(self) -> float:
-        """The score at which a sigmoid is 1/2: at a score of zero it is 1 / range."""
-        largest = self.num_heads if self.spec.range == "heads" else self.spec.range
-        return math.log(largest - 1) if largest > 1 else -math.inf
+    def _offset(self, scores: Tensor, lost: Tensor | None) -> Any:
+        """The score at which a sigmoid is 1/2. A gate of score zero is 1 / range, and for "heads" 1 / n as in a softmax
+        over n heads: all of them, or top_k where others are lost."""
+        if self.spec.range != "heads":
+            return math.log(self.spec.range - 1)
+        of_all = _log_of_others(self.num_heads)
+        if lost is None:
+            return of_all
+        of_chosen = scores.new_full((), _log_of_others(self.spec.top_k or 0))
+        return torch.where(lost.any(-1, keepdim=True), of_chosen, of_all)
+
+
+def _log_of_others(n: int) -> float:
+    """log(n − 1)."""
+    return math.log(n - 1) if n > 1 else -math.inf

@@ -85,8 +85,8 @@ class PartCompetition(HeadCompetition):
             return F.pad(scores, (0, 0, self.own.start, self.num_heads - self.own.stop))
         return scores
 
-    def forward(self, heads: Tensor, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        return super().forward(heads, x, positions)[..., self.own]
+    def forward(self, heads: Tensor, x: Tensor, positions: Tensor | None = None, chosen_only: bool = True) -> Tensor:
+        return super().forward(heads, x, positions, chosen_only)[..., self.own]
 
 
 class PartAttention(SoftmaxAttention):
@@ -104,9 +104,10 @@ class PartAttention(SoftmaxAttention):
                 out_size=whole.o_proj.out_features, norm_eps=getattr(whole.q_norm, "eps", 1e-6),
             )  # fmt: skip
         self.ranks = ranks
-        for name in ("k", "v"):
+        fewer_gates = whole.spec.forget * (H // G - shares.heads // shares.groups)
+        for name, fewer in (("k", fewer_gates), ("v", 0)):
             kept, _, width = self.state_shapes[name]
-            self.state_shapes[name] = (kept, shares.groups, width)
+            self.state_shapes[name] = (kept, shares.groups, width - fewer)
         self.o_proj = RowParallelLinear(self.o_proj, ranks)
         self.cuts = adopt(self, whole, partial(named_cuts, whole, ATTENTION, shares), ranks)
 
