@@ -139,7 +139,7 @@ def test_decoding_with_another_epsilon():
         ("kda(decay.rank=full)", "decay='softplus-vector of full rank'"),
         ("retnet(decay.kind=slopes)", "decay='slopes'"),
         ("deltanet(write.beta=sigmoid-2)", "beta='sigmoid-2'"),
-        ("deltaproduct", "rule='delta of 2 steps per token'"),
+        ("deltaproduct", "rule='delta of 2 steps per token'"), ("comba", "rule='delta with write.erase=feedback'"),
     ],
 )  # fmt: skip
 @torch.no_grad()
@@ -302,7 +302,7 @@ def test_every_spec_field_is_handled():
         Inputs: "conv conv_bias shift feature_map qk_norm rotary rotary_first order value_gate by_length "
         "bias value_map",
         Decay: "kind rank dt_min dt_max dt_floor dt_ceiling lower_bound rate",
-        Write: "rule beta residual_chunk steps",
+        Write: "rule beta residual_chunk steps erase",
         Read: "norm gate order scale bonus skip by_length affine eps gate_bias bias",
         Competition: "read write source activation scale temperature range shuffle top_k gradient freeze weight_decay "
         "memories_per_head",

@@ -97,7 +97,8 @@ MIXERS = [name for name in zoo.names() if type(zoo.get(name)).__name__ == "Mixer
 
 # With competition, of which a mixer without it has all but the gates; test_compile.py has mixers without. Where β
 # depends on the memory (write.residual_chunk), a loop over chunks needs the lengths of the sequences.
-ONE_GRAPH = [f"softmax-{name}" for name in zoo.LINEAR if zoo.get(name).write.residual_chunk is None]
+LOOPS = [name for name, spec in zoo.LINEAR.items() if spec.write.residual_chunk or spec.write.erase != "beta"]
+ONE_GRAPH = [f"softmax-{name}" for name in zoo.LINEAR if name not in LOOPS]
 
 
 def layer(name):

@@ -86,6 +86,10 @@ class Write(Record):
     residual_chunk: PositiveInt | None = None
     # updates by the delta rule per token, with a key, a value and a β each, before the token reads (arXiv 2502.10297)
     steps: PositiveInt = 1
+    # what an update by the delta rule removes, in place of β k S'. feedback: β b k S, before the decay, b per head, and
+    # q − d k in place of q, d per head (arXiv 2506.02475). channel: (β ⊙ k) S', with β per key channel, and v
+    # has a gate per value channel in place of β (arXiv 2605.22791)
+    erase: Literal["beta", "feedback", "channel"] = "beta"
 
     @property
     def sigmoid(self) -> bool:
@@ -273,6 +277,11 @@ class MixerSpec(Spec):
             f"write.steps={write.steps} makes several updates by the delta rule, each with a β and a v of its own; "
             "expected write.rule='delta', write.beta='one', 'sigmoid' or 'sigmoid-2', write.residual_chunk=None and "
             "read.skip=False",
+        )
+        yield (
+            write.erase != "beta" and (not (delta and write.sigmoid) or write.steps > 1 or bool(write.residual_chunk)),
+            f"write.erase={write.erase!r} changes what the delta rule removes; expected write.rule='delta', "
+            "write.beta='sigmoid' or 'sigmoid-2', write.steps=1 and write.residual_chunk=None",
         )
 
     def _objections_to_gates(self, gate: Competition):

@@ -56,7 +56,7 @@ class LinearMixer(LinearParameters):
 
     @property
     def splits(self) -> bool:
-        return self.residual is None
+        return self.residual is None and self.general is None
 
     def run(
         self, x: Tensor, state: MixerState | None, sequences: Sequences, in_place: bool = False
@@ -165,6 +165,8 @@ class LinearMixer(LinearParameters):
         v = inputs["v"]
         if self.value_gate is not None:
             v = v * torch.sigmoid(self.value_gate(inputs["value_gate"]))
+        if "write" in inputs:
+            v = v * torch.sigmoid(inputs["write"].view_as(v))
         if self.power is not None:
             assert positions is not None
             v = divided_by_length(v, positions + 1, self.power)
@@ -186,6 +188,8 @@ class LinearMixer(LinearParameters):
         if self.residual is not None:
             op = partial(self.op, **settings, backend=self.backend)
             out, memory, before = self.residual(op, tensors, state, sequences)
+        elif self.general is not None:
+            out, memory = self.general(tensors, settings["scale"], memory, sequences)
         elif self.op is linear_attention and sequences.T == 1 and not sequences.packed and current() is None:
             backend = self.backend if self.backend == "auto" or has(self.backend, "step") else "torch"
             in_place = in_place and memory is not None and memory.is_contiguous()
@@ -225,17 +229,17 @@ class LinearMixer(LinearParameters):
 
     def _decay_and_beta(self, inputs: dict[str, Tensor], log_write: Tensor | None):
         """Returns log_decay and β, or β's logit if β also depends on the memory (write.residual_chunk).
-        With n steps per token, β is [B, T, H, n]."""
+        With n steps per token, β is [B, T, H, n], and with write.erase="channel" [B, T, H, rows of the memory]."""
         if self.spec.write.beta == "dt":
             return tuple(self._per_memory(y) for y in self.decay(inputs["decay"], step_size=True))
         log_decay = None if self.decay is None else self._per_memory(self.decay(inputs["decay"]))
         if "beta" not in inputs:
             return log_decay, None
-        steps = self.spec.write.steps
-        logits = self._per_memory(inputs["beta"] if steps == 1 else inputs["beta"].unflatten(-1, (self.H, steps)))
+        several = inputs["beta"].shape[-1] > self.H
+        logits = self._per_memory(inputs["beta"].unflatten(-1, (self.H, -1)) if several else inputs["beta"])
         logits = logits.to(accumulator(logits))
         if log_write is not None:
-            logits = logits + (log_write if steps == 1 else log_write[..., None])
+            logits = logits + (log_write[..., None] if several else log_write)
         if self.residual is not None:
             return log_decay, logits
         return log_decay, logits.sigmoid() * (2 if self.spec.write.beta == "sigmoid-2" else 1)
