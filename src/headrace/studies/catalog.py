@@ -87,13 +87,14 @@ def _decay(kind: str) -> tuple[str, str]:
 
 
 def _cached(spec: Spec) -> dict[str, Any]:
-    pattern = getattr(spec, "pattern", None)
+    pattern, forget = getattr(spec, "pattern", None), getattr(spec, "forget", False)
+    everything = "all, faded by α per head" if forget else "all"
     rnn, memory = isinstance(spec, SoftmaxRNNSpec), "latents" if isinstance(spec, LatentSpec) else "keys and values"
     return {
         "A_t": "append", "b_t": "v", "features": "softmax, in parts" if rnn else "softmax",
-        "forgets": pattern is not None, "overwrites": False, "competes": False,
+        "forgets": pattern is not None or forget, "overwrites": False, "competes": False,
         "memory": memory, "objective": "none: all is kept", "optimiser": "none",
-        "retention": "all" if pattern is None else f"the last {pattern.window}, {pattern.far} before",
+        "retention": everything if pattern is None else f"the last {pattern.window}, {pattern.far} before",
     }  # fmt: skip
 
 

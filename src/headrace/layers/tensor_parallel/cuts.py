@@ -88,7 +88,7 @@ LINEAR = {
 ATTENTION = {
     "q_proj.": ("heads", 0), "k_proj.": ("groups", 0), "v_proj.": ("groups", 0), "o_proj.weight": ("heads", 1),
     "o_proj.bias": ("all", 0), "bias.weight": ("heads", 1), "g_proj.": ("heads", 0), "sinks": ("heads", 0),
-    "q_norm.": ("all", 0), "k_norm.": ("all", 0),
+    "q_norm.": ("all", 0), "k_norm.": ("all", 0), "f_proj.": ("heads", 0),
 }  # fmt: skip
 PERCEPTRON = {
     "gate_proj.": ("heads", 0), "up_proj.": ("heads", 0), "down_proj.weight": ("heads", 1),
