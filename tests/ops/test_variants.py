@@ -247,6 +247,11 @@ def test_what_is_removed_is_of_the_delta_rule(setting):
         zoo.get(f"comba({setting})")
 
 
+def test_gate_of_what_is_removed_alone_is_refused():
+    with pytest.raises(InputError, match="gates what is removed and not what is written"):
+        zoo.get("softmax-gated-deltanet-2(competition.write=beta)")
+
+
 # --- a joint gate of low rank ----------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,8 @@ from ...ops.sequences import Sequences
 from ...spec.matrix import MatrixSpec
 from ..base import Mixer, Recurrence, SelfInitialised
 from ..chunks import CHUNK, recur
-from ..linear.token import GROUP_NORM_EPS, MixerState
+from ..linear.readout import GROUP_NORM_EPS
+from ..linear.token import MixerState
 from . import dplr
 from .dplr import Operands, step
 
