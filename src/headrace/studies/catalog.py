@@ -11,7 +11,7 @@ from typing import Any
 from .. import zoo
 from ..spec.attention import LatentSpec
 from ..spec.decay import DECAYS, DecayShape
-from ..spec.linear import Inputs, MixerSpec
+from ..spec.linear import Inputs, MixerSpec, Write
 from ..spec.mixer import Spec
 from ..spec.serialise import to_json
 from ..spec.softmax_rnn import SoftmaxRNNSpec
@@ -44,12 +44,12 @@ def describe(name: str) -> dict[str, Any]:
 
 def _linear(spec: MixerSpec) -> dict[str, Any]:
     (decay, retention), gate, delta = _decay(spec.decay.kind), spec.competition, spec.write.rule == "delta"
-    beta = {"one": "", "dt": "dt "}.get(spec.write.beta, "β ")
+    beta = {"one": "", "dt": "dt ", "exp": "eⁱ ", "trapezoid": "λ dt "}.get(spec.write.beta, "β ")
     write = "w " if gate is not None and gate.write != "none" else ""
-    product = f"{spec.write.steps} × " if spec.write.steps > 1 else ""
+    channel = spec.write.erase == "channel"
     return {
-        "A_t": f"{product}(I − {beta}kᵀk) {decay}".strip() if delta else decay or "I",
-        "b_t": f"{beta}{write}v",
+        "A_t": _transition(spec.write, beta, decay),
+        "b_t": f"{'ω ⊙ ' if channel else beta}{write}v",
         "features": " ".join(features(spec.inputs)) or "identity",
         "forgets": bool(decay), "overwrites": delta, "competes": gate is not None,
         "memory": "a matrix per head",
@@ -59,10 +59,20 @@ def _linear(spec: MixerSpec) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _transition(write: Write, beta: str, decay: str) -> str:
+    if write.erase == "feedback":
+        return f"{decay or 'I'} − {beta}b kᵀk"
+    removed = {"add": "", "delta": f"(I − {beta}kᵀk)"}[write.rule]
+    removed = "(I − kᵀk diag(β))" if write.erase == "channel" else removed
+    steps = f"{write.steps} × " if write.steps > 1 else ""
+    return f"{steps}{removed} {decay}".strip() or "I"
+
+
 def features(inputs: Inputs) -> list[str]:
     """What is done to q and k, in a word each."""
     order = "none" if inputs.order is None else f"order {inputs.order}"
-    words = (inputs.feature_map, inputs.qk_norm, "rotary" if inputs.rotary else "none", order)
+    key = "k = 1 − α" if inputs.key == "complement" else "none"
+    words = (inputs.feature_map, inputs.qk_norm, "rotary" if inputs.rotary else "none", order, key)
     return [word for word in words if word not in ("identity", "none")]
 
 
