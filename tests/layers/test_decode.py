@@ -142,7 +142,7 @@ def test_decoding_with_another_epsilon():
         ("gla(inputs.key=complement)", "feature_map='identity with inputs.key'"),
         ("deltanet(write.beta=sigmoid-2)", "beta='sigmoid-2'"),
         ("retnet(write.beta=exp)", "beta='exp'"),
-        ("deltaproduct", "rule='delta of 2 steps per token'"),
+        ("deltaproduct", "rule='delta of 2 steps per token'"), ("comba", "rule='delta with write.erase=feedback'"),
     ],
 )  # fmt: skip
 @torch.no_grad()
@@ -305,7 +305,7 @@ def test_every_spec_field_is_handled():
         Inputs: "conv conv_bias shift key feature_map qk_norm rotary turns rotary_first order value_gate by_length "
         "bias value_map",
         Decay: "kind rank dt_min dt_max dt_floor dt_ceiling lower_bound rate temperature",
-        Write: "rule beta residual_chunk steps",
+        Write: "rule beta residual_chunk steps erase",
         Read: "norm gate order scale bonus skip by_length affine eps gate_bias bias",
         Competition: "read write source activation scale temperature range shuffle top_k gradient freeze weight_decay "
         "memories_per_head",

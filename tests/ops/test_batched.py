@@ -96,8 +96,10 @@ def test_bounds_are_checked_on_the_device():
 MIXERS = [name for name in zoo.names() if type(zoo.get(name)).__name__ == "MixerSpec"]
 
 # With competition, of which a mixer without it has all but the gates; test_compile.py has mixers without. Where β
-# depends on the memory (write.residual_chunk), a loop over chunks needs the lengths of the sequences.
-ONE_GRAPH = [f"softmax-{name}" for name in zoo.LINEAR if zoo.get(name).write.residual_chunk is None]
+# depends on the memory (write.residual_chunk), and under write.erase, a loop over chunks needs the lengths of the
+# sequences.
+LOOPS = [name for name, spec in zoo.LINEAR.items() if spec.write.residual_chunk or spec.write.erase != "beta"]
+ONE_GRAPH = [f"softmax-{name}" for name in zoo.LINEAR if name not in LOOPS]
 
 
 def layer(name):

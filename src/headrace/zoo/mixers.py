@@ -188,6 +188,21 @@ MIXERS: dict[str, Entry] = {
             read=Read("rms", "sigmoid-low-rank"),
         ),
     ),
+    "comba": Entry(
+        "Gated DeltaNet that removes a learned share of the stored value, read before the decay, and corrects q by k.",
+        "https://arxiv.org/abs/2506.02475",
+        replace(GATED_DELTANET, write=Write("delta", "sigmoid", erase="feedback"), read=Read("rms", "sigmoid")),
+    ),
+    "gated-deltanet-2": Entry(
+        "KDA that removes with a strength per key channel and writes with another per value channel.",
+        "https://arxiv.org/abs/2605.22791",
+        MixerSpec(
+            inputs=Inputs(conv=4, qk_norm="l2"),
+            decay=Decay("softplus-vector"),
+            write=Write("delta", "sigmoid", erase="channel"),
+            read=Read("rms", "sigmoid-low-rank"),
+        ),
+    ),
     "s4d": Entry(
         "A time-invariant diagonal state-space model per channel.",
         "https://arxiv.org/abs/2206.11893",
