@@ -224,7 +224,6 @@ def test_zero_input_of_an_exponential_gate_is_no_division_by_zero():
         ("mlstm(read.eps=none, ", "read.norm=detached, inputs.feature_map=relu"),
         ("mlstm(", "decay.kind=sigmoid"),
         ("softmax-mlstm(", "competition.top_k=1, competition.freeze=true"),
-        ("softmax-mamba3(", "competition.memories_per_head=2"),
         ("mamba3(", "inputs.shift=lerp"),
     ],
 )  # fmt: skip

@@ -3,7 +3,7 @@
 Sequences are packed, with time as the first dimension; a batch is packed sequences of equal length. Decays are factors
 in 0..1 that are only multiplied, so that nothing overflows.
 
-Dimensions: T tokens of a pack, n sequences, D channels.
+Dimensions: B batch, T tokens of a row or of a pack, n or N sequences, D channels.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.derivatives import apply_function, first_order
+from ...ops.derivatives import apply_function, first_order, refuse_transforms
+from ...ops.sequences import Sequences
 
 NAME = "a scan over time"
 
@@ -24,7 +25,7 @@ def affine_(a: Tensor, b: Tensor, a_before: Tensor, b_before: Tensor) -> None:
 
 
 def tropical_(a: Tensor, b: Tensor, a_before: Tensor, b_before: Tensor) -> None:
-    torch.maximum(b, a + b_before, out=b)
+    b.clamp_min_(a + b_before)
     a.add_(a_before)
 
 
@@ -53,7 +54,7 @@ def affine_isolated_(a: Tensor, b: Tensor, a_before: Tensor, b_before: Tensor) -
 def tropical_isolated_(a: Tensor, b: Tensor, a_before: Tensor, b_before: Tensor) -> None:
     """`tropical_` for values that need not be finite: where a is −∞, nothing passes, not even −∞ + ∞."""
     closed = a == -torch.inf
-    torch.maximum(b, (a + b_before).masked_fill_(closed, -torch.inf), out=b)
+    b.clamp_min_((a + b_before).masked_fill_(closed, -torch.inf))
     a.copy_(torch.where(closed, a, a + a_before))
 
 
@@ -137,6 +138,19 @@ def packed_scan(a: Tensor, b: Tensor, initial: Tensor, whole: Tile) -> tuple[Ten
     b = b.index_add(0, whole.first, a[whole.first] * begun)
     h = apply_function(Scan, NAME, a.index_fill(0, whole.first, 0.0), b)
     return h.roll(1, 0).index_copy(0, whole.first, begun), h
+
+
+def elementwise(a: Tensor, b: Tensor, memory: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    """Returns (h [B, T, D], the next memory [N, 1, D]) of h_t = a_t h_{t−1} + b_t, for a and b [B, T, D]. memory: None
+    is zeros."""
+    memory = a.new_zeros(sequences.count, 1, a.shape[-1]) if memory is None else memory
+    if a.shape[1] == 1 and not sequences.packed:
+        h = a * memory + b
+        return h, h
+    refuse_transforms(NAME)
+    whole = Pack(sequences.counts(), a.device).tile(0, a.shape[0] * a.shape[1])
+    _, h = packed_scan(a.flatten(0, 1), b.flatten(0, 1), memory[:, 0], whole)
+    return h.view_as(a), memory.index_copy(0, whole.ended, h[whole.last, None])
 
 
 @torch.no_grad()
