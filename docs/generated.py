@@ -122,7 +122,8 @@ def axes() -> str:
 
 def _parts(spec: MixerSpec) -> tuple[str, ...]:
     beta, steps = spec.write.beta, spec.write.steps
-    words = {f"β={beta}": beta != "one", f"{steps} steps": steps > 1}
+    erase = spec.write.erase
+    words = {f"β={beta}": beta != "one", f"{steps} steps": steps > 1, f"erase={erase}": erase != "beta"}
     write = " ".join((spec.write.rule, *(word for word, applies in words.items() if applies)))
     read = spec.read.norm, f"{spec.read.gate} gate", "bonus" * spec.read.bonus, "skip" * spec.read.skip
     shown = [part for part in read if part and not part.startswith("none")]

@@ -201,17 +201,46 @@ def deltanet(layer, x):
     return layer.o_proj(norm(out.transpose(1, 2)).flatten(-2))
 
 
+def mixed(layer, x):
+    """q, k and v [B, T, H, ·] after the convolution, and the log decay."""
+    qkv = F.linear(x, torch.cat([layer.part(name) for name in "qkv"])).mT
+    y = causal_conv1d_fn(qkv, layer.conv.weight[:, 0], None, activation="silu").mT
+    parts = y.split([layer.parts[name] for name in "qkv"], -1)
+    return *(y.unflatten(-1, (H, -1)) for y in parts), layer.decay(F.linear(x, layer.part("decay")))
+
+
 def gated_deltaproduct(layer, x):
     """FLA's recurrence has the steps of a token as tokens of k, v and β."""
-    qkv = F.linear(x, torch.cat([layer.part(name) for name in "qkv"])).mT
-    mixed = causal_conv1d_fn(qkv, layer.conv.weight[:, 0], None, activation="silu").mT
-    q, *kv = mixed.split([layer.parts[name] for name in "qkv"], -1)
-    beta, n = 2 * F.linear(x, layer.part("beta")).sigmoid(), layer.spec.write.steps
-    k, v, beta = (y.unflatten(-1, (H, n, -1)).transpose(2, 3).flatten(1, 2) for y in (*kv, beta))
-    q, log_decay = q.unflatten(-1, (H, -1)), layer.decay(F.linear(x, layer.part("decay")))
+    q, *kv, log_decay = mixed(layer, x)
+    beta, n = 2 * next(heads(layer, x, ["beta"])).sigmoid(), layer.spec.write.steps
+    k, v, beta = (y.unflatten(-1, (n, -1)).transpose(2, 3).flatten(1, 2) for y in (*kv, beta))
     recurrence, scale = load("fla:gated_delta_product/naive:naive_recurrent_gated_delta_product"), layer.K**-0.5
     out, _ = recurrence(l2norm(q), l2norm(k), v, log_decay, beta[..., 0], scale, num_householder=n)
     return gated_norm(layer, out, x)
+
+
+def sigmoid_gated(layer, out, gate):
+    norm = LlamaRMSNorm(layer.V, eps=layer.norm_eps)
+    norm.weight = layer.norm_weight
+    return layer.o_proj((norm(out) * gate.unflatten(-1, (H, -1)).sigmoid()).flatten(-2))
+
+
+def comba(layer, x):
+    """FLA's chunkwise form and its kernels read the memory before the decay, as the paper does; its recurrent reference
+    after it."""
+    q, k, v, log_decay = mixed(layer, x)
+    q, k, beta = l2norm(q), l2norm(k), F.linear(x, layer.part("beta")).sigmoid()
+    share, correction = layer.general.feedback.sigmoid()[:, None], layer.general.correction[:, None]
+    theirs = load("fla:comba/naive:naive_chunk_comba")
+    out, _ = theirs(q - correction * k, k, v, share * k, log_decay, beta, chunk_size=16)
+    return sigmoid_gated(layer, out, F.linear(x, layer.part("gate")))
+
+
+def gated_deltanet_2(layer, x):
+    q, k, v, log_decay = mixed(layer, x)
+    b, w = (y.sigmoid() for y in heads(layer, x, ["beta", "write"]))
+    out, _ = load("fla:gdn2/naive:naive_recurrent_gdn2")(l2norm(q), l2norm(k), v, log_decay, b, w)
+    return sigmoid_gated(layer, out, layer.gate.up(F.linear(x, layer.part("gate"))))
 
 
 def fast_weights(layer, x):
@@ -273,5 +302,5 @@ COMPOSED = {
     "retnet": retnet, "gla": gla, "deltanet": deltanet, "linear-attention": linear,
     "simple-gla": simple_gla, "hgrn2": hgrn2, "based": based, "rwkv5": rwkv5,
     "delta-fast-weights(inputs.feature_map=dpfp-2)": fast_weights,
-    "gated-deltaproduct(write.steps=3)": gated_deltaproduct,
+    "gated-deltaproduct(write.steps=3)": gated_deltaproduct, "comba": comba, "gated-deltanet-2": gated_deltanet_2,
 }  # fmt: skip

@@ -10,7 +10,7 @@ from torch import nn
 
 from headrace import layers, linear_attention, zoo
 from headrace.layers import chunks
-from headrace.layers.matrix import gla_outer, rwkv7
+from headrace.layers.matrix import dplr, gla_outer, rwkv7
 from headrace.ops.sequences import Sequences
 from headrace.studies.verify import relative, specimen
 from headrace.utils.errors import InputError
@@ -57,13 +57,24 @@ def goose(scale=1.0):
     return rwkv7.Operands(*(y.requires_grad_() for y in x))
 
 
+def separate(scale=1.0):
+    """Any decay, and values of another width than the keys."""
+    decays = -(scale * draw(B, T, H, K)).exp().clamp(max=50)
+    read, erase = (F.normalize(draw(B, T, H, K), dim=-1) for _ in range(2))
+    x = dplr.Operands(draw(B, T, H, K), draw(B, T, H, K), draw(B, T, H, V), decays, read, erase)
+    return dplr.Operands(*(y.requires_grad_() for y in x))
+
+
 def outer(scale=1.0):
     decays = (-(scale * draw(B, T, H, n)).exp().clamp(max=50) for n in (K, V))
     x = gla_outer.Operands(draw(B, T, H, K), draw(B, T, H, K), draw(B, T, H, V), *decays)
     return gla_outer.Operands(*(y.requires_grad_() for y in x))
 
 
-@pytest.mark.parametrize(("module", "operands"), [(rwkv7, goose), (gla_outer, outer)], ids=["rwkv7", "gla-outer"])
+FORMS = [(rwkv7, goose), (dplr, separate), (gla_outer, outer)]
+
+
+@pytest.mark.parametrize(("module", "operands"), FORMS, ids=["rwkv7", "dplr", "gla-outer"])
 @pytest.mark.parametrize("scale", [1.0, 30.0], ids=["mild", "hostile"])
 @pytest.mark.parametrize("span", [1, 64, 1000])
 def test_chunkwise_equals_the_recurrence_at_any_decay(monkeypatch, module, operands, scale, span):
@@ -83,7 +94,7 @@ def test_chunkwise_equals_the_recurrence_at_any_decay(monkeypatch, module, opera
     assert relative(final, theirs[1]) <= 2e-6
 
 
-@pytest.mark.parametrize(("module", "operands"), [(rwkv7, goose), (gla_outer, outer)], ids=["rwkv7", "gla-outer"])
+@pytest.mark.parametrize(("module", "operands"), FORMS, ids=["rwkv7", "dplr", "gla-outer"])
 @pytest.mark.parametrize("lengths", [[33, 0, 37], [1, 64, 5], [0, 70, 0]], ids=str)
 @pytest.mark.parametrize("span", [1, 64, 1000])
 def test_packed_sequences_equal_separate_ones(monkeypatch, module, operands, lengths, span):
@@ -114,6 +125,8 @@ def test_invalid_specs_are_refused():
         ("rwkv7(rank=0)", "rank=0"),
         ("rwkv7(expand_k=2.0)", "expand_k"),
         ("gla-outer(count=7)", "7"),
+        ("gla-outer(slots=3)", "has no slots"),
+        ("abc(rank=3)", "has no rank"),
     ]:
         with pytest.raises(InputError, match=sentence):
             layers.build(zoo.get(name), hidden_size=D, num_heads=4)
@@ -131,6 +144,32 @@ def test_rwkv7_equals_fla():
     q, k, v, g, read, erase = (y.transpose(1, 2) for y in x)
     theirs, _ = load("fla:generalized_delta_rule/dplr/naive:dplr_recurrence")(q * K**0.5, k, v, -read, erase, g)
     agree(x, out, theirs.transpose(1, 2))
+
+
+def test_general_delta_rule_equals_fla():
+    """With decays down to −50 a token, and without a decay (IPLR)."""
+    pytest.importorskip("fla")
+    x = dplr.Operands(*(y.float() for y in separate(30.0)))
+    names = {"dplr": x.log_decay, "iplr": None}
+    for name, g in names.items():
+        ours = x if g is not None else x._replace(log_decay=torch.zeros_like(x.log_decay))
+        out, _ = chunks.chunkwise(dplr.form, ours, Sequences(x.q, None), torch.zeros(B, H, K, V))
+        q, k, v, read, erase = (y.transpose(1, 2) for y in (x.q, x.k, x.v, x.read, x.erase))
+        theirs = load(f"fla:generalized_delta_rule/{name}/naive:{name}_recurrence")
+        decay = [] if g is None else [g.transpose(1, 2)]
+        agree([x.q, x.k, x.v, x.read, x.erase], out, theirs(q * K**0.5, k, v, -read, erase, *decay)[0].transpose(1, 2))
+
+
+def test_infinite_decay_forgets_all():
+    """−∞ in one token and channel, and no NaN in any output or gradient."""
+    x = separate()
+    g = x.log_decay.detach().clone()
+    g[:, 40, :, 2] = -torch.inf
+    x = x._replace(log_decay=g.requires_grad_())
+    out, final, start = chunkwise(dplr, x)
+    theirs = literally(dplr, x, start)
+    assert relative(out, theirs[0]) <= 1e-12 and relative(final, theirs[1]) <= 1e-12
+    assert all(y.isfinite().all() for y in torch.autograd.grad(out.sum(), x))
 
 
 def goose_package(monkeypatch):

@@ -203,6 +203,55 @@ def test_several_steps_need_the_delta_rule(setting):
         zoo.get(f"gated-deltaproduct({setting})")
 
 
+# --- what the delta rule removes -------------------------------------------------------------------------------------
+
+
+def general_delta(mixer, x):
+    """Token by token: Comba with the share b of what is stored under k before the decay, and GDN-2 with β per key and a
+    gate per value channel."""
+    decays = mixer.decay(F.linear(x, mixer.part("decay")))
+    decays = (decays if decays.dim() == 4 else decays[..., None]).exp()[..., None]
+    q, k, v, beta = heads(mixer, x, ["q", "k", "v", "beta"])
+    q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (q, k))
+    beta, S, out = beta.sigmoid(), x.new_zeros(len(x), H, mixer.K, mixer.V), []
+    for t in range(x.shape[1]):
+        if mixer.spec.write.erase == "feedback":
+            wrong = v[:, t] - mixer.general.feedback.sigmoid()[:, None] * torch.einsum("bhk,bhkv->bhv", k[:, t], S)
+            S = decays[:, t] * S + torch.einsum("bhk,bhv->bhkv", beta[:, t] * k[:, t], wrong)
+            read = q[:, t] - mixer.general.correction[:, None] * k[:, t]
+        else:
+            S = decays[:, t] * S
+            removed = torch.einsum("bhk,bhkv->bhv", beta[:, t] * k[:, t], S)
+            written = next(heads(mixer, x[:, t], ["write"])).sigmoid() * v[:, t]
+            S, read = S + torch.einsum("bhk,bhv->bhkv", k[:, t], written - removed), q[:, t]
+        out.append(mixer.K**-0.5 * torch.einsum("bhk,bhkv->bhv", read, S))
+    out = F.rms_norm(torch.stack(out, 1), (mixer.V,), mixer.norm_weight, 1e-6)
+    gate = F.linear(x, mixer.part("gate"))
+    gate = gate if mixer.spec.read.gate == "sigmoid" else mixer.gate.up(gate)
+    return mixer.o_proj((out * gate.unflatten(-1, (H, -1)).sigmoid()).flatten(-2))
+
+
+@pytest.mark.parametrize("name", ["comba", "gated-deltanet-2"])
+def test_what_is_removed_may_differ_from_what_is_written(name):
+    mixer, x = build(f"{name}(inputs.conv=0)"), torch.randn(2, T, D).double()
+    outputs = mixer(x)[0], general_delta(mixer, x)
+    assert relative(*outputs) <= 1e-11
+    weight = torch.randn_like(x)
+    gradients = (torch.autograd.grad((y * weight).sum(), mixer.parameters()) for y in outputs)
+    assert all(relative(mine, theirs) <= 1e-10 for mine, theirs in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("setting", ["write.rule=add", "write.beta=one", "write.steps=2", "write.residual_chunk=4"])
+def test_what_is_removed_is_of_the_delta_rule(setting):
+    with pytest.raises(InputError, match="changes what the delta rule removes"):
+        zoo.get(f"comba({setting})")
+
+
+def test_gate_of_what_is_removed_alone_is_refused():
+    with pytest.raises(InputError, match="gates what is removed and not what is written"):
+        zoo.get("softmax-gated-deltanet-2(competition.write=beta)")
+
+
 # --- a joint gate of low rank ----------------------------------------------------------------------------------------
 
 

@@ -99,6 +99,10 @@ class Write(Record):
     residual_chunk: PositiveInt | None = None
     # updates by the delta rule per token, with a key, a value and a β each, before the token reads (arXiv 2502.10297)
     steps: PositiveInt = 1
+    # what an update by the delta rule removes, in place of β k S'. feedback: β b k S, before the decay, b per head, and
+    # q − d k in place of q, d per head (arXiv 2506.02475). channel: (β ⊙ k) S', with β per key channel, and v
+    # has a gate per value channel in place of β (arXiv 2605.22791)
+    erase: Literal["beta", "feedback", "channel"] = "beta"
 
     @property
     def sigmoid(self) -> bool:
@@ -205,6 +209,11 @@ class MixerSpec(Spec):
             "expected write.rule='delta', write.beta='one', 'sigmoid' or 'sigmoid-2', write.residual_chunk=None and "
             "read.skip=False",
         )
+        yield (
+            write.erase != "beta" and (not (delta and write.sigmoid) or write.steps > 1 or bool(write.residual_chunk)),
+            f"write.erase={write.erase!r} changes what the delta rule removes; expected write.rule='delta', "
+            "write.beta='sigmoid' or 'sigmoid-2', write.steps=1 and write.residual_chunk=None",
+        )
 
     def _objections_to_gates(self, gate: Competition):
         """Gates of competition that gate nothing or that the write does not have."""
@@ -212,6 +221,11 @@ class MixerSpec(Spec):
         yield (
             gate.write == "beta" and not self.write.sigmoid,
             f"competition.write='beta' acts inside β's logit and needs write.beta='sigmoid'; got {self.write.beta!r}",
+        )
+        yield (
+            gate.write == "beta" and self.write.erase == "channel",
+            "competition.write='beta' with write.erase='channel' gates what is removed and not what is written; "
+            "expected competition.write='value'",
         )
         yield (
             gate.memories_per_head > 1 and gate.write == "none",

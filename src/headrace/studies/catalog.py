@@ -11,7 +11,7 @@ from typing import Any
 from .. import zoo
 from ..spec.attention import LatentSpec
 from ..spec.decay import DECAYS, DecayShape
-from ..spec.linear import Inputs, MixerSpec
+from ..spec.linear import Inputs, MixerSpec, Write
 from ..spec.mixer import Spec
 from ..spec.serialise import to_json
 from ..spec.softmax_rnn import SoftmaxRNNSpec
@@ -46,10 +46,10 @@ def _linear(spec: MixerSpec) -> dict[str, Any]:
     (decay, retention), gate, delta = _decay(spec.decay.kind), spec.competition, spec.write.rule == "delta"
     beta = {"one": "", "dt": "dt ", "exp": "eⁱ ", "trapezoid": "λ dt "}.get(spec.write.beta, "β ")
     write = "w " if gate is not None and gate.write != "none" else ""
-    product = f"{spec.write.steps} × " if spec.write.steps > 1 else ""
+    channel = spec.write.erase == "channel"
     return {
-        "A_t": f"{product}(I − {beta}kᵀk) {decay}".strip() if delta else decay or "I",
-        "b_t": f"{beta}{write}v",
+        "A_t": _transition(spec.write, beta, decay),
+        "b_t": f"{'ω ⊙ ' if channel else beta}{write}v",
         "features": " ".join(features(spec.inputs)) or "identity",
         "forgets": bool(decay), "overwrites": delta, "competes": gate is not None,
         "memory": "a matrix per head",
@@ -57,6 +57,15 @@ def _linear(spec: MixerSpec) -> dict[str, Any]:
         "optimiser": f"a gradient step of rate {beta.strip() or '1'}",
         "retention": retention,
     }  # fmt: skip
+
+
+def _transition(write: Write, beta: str, decay: str) -> str:
+    if write.erase == "feedback":
+        return f"{decay or 'I'} − {beta}b kᵀk"
+    removed = {"add": "", "delta": f"(I − {beta}kᵀk)"}[write.rule]
+    removed = "(I − kᵀk diag(β))" if write.erase == "channel" else removed
+    steps = f"{write.steps} × " if write.steps > 1 else ""
+    return f"{steps}{removed} {decay}".strip() or "I"
 
 
 def features(inputs: Inputs) -> list[str]:
@@ -79,13 +88,14 @@ def _decay(kind: str) -> tuple[str, str]:
 
 
 def _cached(spec: Spec) -> dict[str, Any]:
-    pattern = getattr(spec, "pattern", None)
+    pattern, forget = getattr(spec, "pattern", None), getattr(spec, "forget", False)
+    everything = "all, faded by α per head" if forget else "all"
     rnn, memory = isinstance(spec, SoftmaxRNNSpec), "latents" if isinstance(spec, LatentSpec) else "keys and values"
     return {
         "A_t": "append", "b_t": "v", "features": "softmax, in parts" if rnn else "softmax",
-        "forgets": pattern is not None, "overwrites": False, "competes": False,
+        "forgets": pattern is not None or forget, "overwrites": False, "competes": False,
         "memory": memory, "objective": "none: all is kept", "optimiser": "none",
-        "retention": "all" if pattern is None else f"the last {pattern.window}, {pattern.far} before",
+        "retention": everything if pattern is None else f"the last {pattern.window}, {pattern.far} before",
     }  # fmt: skip
 
 

@@ -188,6 +188,21 @@ MIXERS: dict[str, Entry] = {
             read=Read("rms", "sigmoid-low-rank"),
         ),
     ),
+    "comba": Entry(
+        "Gated DeltaNet that removes a learned share of the stored value, read before the decay, and corrects q by k.",
+        "https://arxiv.org/abs/2506.02475",
+        replace(GATED_DELTANET, write=Write("delta", "sigmoid", erase="feedback"), read=Read("rms", "sigmoid")),
+    ),
+    "gated-deltanet-2": Entry(
+        "KDA that removes with a strength per key channel and writes with another per value channel.",
+        "https://arxiv.org/abs/2605.22791",
+        MixerSpec(
+            inputs=Inputs(conv=4, qk_norm="l2"),
+            decay=Decay("softplus-vector"),
+            write=Write("delta", "sigmoid", erase="channel"),
+            read=Read("rms", "sigmoid-low-rank"),
+        ),
+    ),
     "s4d": Entry(
         "A time-invariant diagonal state-space model per channel.",
         "https://arxiv.org/abs/2206.11893",
@@ -213,6 +228,21 @@ MIXERS: dict[str, Entry] = {
         "https://arxiv.org/abs/2402.19427",
         ScanSpec("rg-lru", conv=4, bias=True),
     ),
+    "mingru": Entry(
+        "A GRU whose gate and candidate depend on the token alone, so that it runs as a scan.",
+        "https://arxiv.org/abs/2410.01201",
+        ScanSpec("mingru", bias=True),
+    ),
+    "minlstm": Entry(
+        "An LSTM whose gates depend on the token alone and are normalised to sum 1.",
+        "https://arxiv.org/abs/2410.01201",
+        ScanSpec("minlstm", bias=True),
+    ),
+    "hgrn": Entry(
+        "A gated recurrence per channel whose forget gate has a lower bound that grows with depth.",
+        "https://arxiv.org/abs/2311.04823",
+        ScanSpec("hgrn"),
+    ),
     "short-conv": Entry(
         "A causal convolution over the last 3 tokens between two gates that are linear in the token.",
         "https://arxiv.org/abs/2511.23404",
@@ -222,6 +252,16 @@ MIXERS: dict[str, Entry] = {
         "GLA with a second gate, a decay per value channel.",
         "https://arxiv.org/abs/2312.06635",
         MatrixSpec("gla-outer", expand_k=0.5),
+    ),
+    "gsa": Entry(
+        "Gated slot attention: a softmax over slots, whose keys and values are decaying means of the past.",
+        "https://arxiv.org/abs/2409.07146",
+        MatrixSpec("gsa"),
+    ),
+    "abc": Entry(
+        "Attention with bounded-memory control: a softmax over slots, whose keys and values are weighted means.",
+        "https://arxiv.org/abs/2110.02488",
+        MatrixSpec("abc"),
     ),
     "rwkv7": Entry(
         "A delta rule whose removal key, replacement key and strength per channel are separate.",
@@ -257,6 +297,11 @@ MIXERS: dict[str, Entry] = {
         "A window, global and random blocks of 16 tokens; the causal form is ours, an encoder's the published one.",
         "https://arxiv.org/abs/2007.14062",
         AttentionSpec(pattern=Pattern(window=48, first=16, random=3, block=16, last=16)),
+    ),
+    "fox": Entry(
+        "Forgetting Transformer: softmax attention whose logits decay by a forget gate per token and head.",
+        "https://arxiv.org/abs/2503.02130",
+        AttentionSpec(rotary=False, forget=True),
     ),
     "flash-reference": Entry(
         "The transformer with FlashAttention's tiled algorithm in plain PyTorch, for study.",

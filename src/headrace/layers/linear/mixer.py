@@ -59,7 +59,8 @@ class LinearMixer(LinearParameters):
 
     @property
     def splits(self) -> bool:
-        return self.residual is None and self.spec.write.beta != "exp" and not self.spec.inputs.turns
+        own = self.residual is None and self.general is None and self.spec.write.beta != "exp"
+        return own and not self.spec.inputs.turns
 
     def run(
         self, x: Tensor, state: MixerState | None, sequences: Sequences, in_place: bool = False
@@ -192,6 +193,8 @@ class LinearMixer(LinearParameters):
         v = inputs["v"]
         if self.value_gate is not None:
             v = v * torch.sigmoid(self.value_gate(inputs["value_gate"]))
+        if "write" in inputs:
+            v = v * torch.sigmoid(inputs["write"].view_as(v))
         if self.power is not None:
             assert positions is not None
             v = divided_by_length(v, positions + 1, self.power)
@@ -213,6 +216,8 @@ class LinearMixer(LinearParameters):
         if self.residual is not None:
             op = partial(self.op, **settings, backend=self.backend)
             out, memory, before = self.residual(op, tensors, state, sequences)
+        elif self.general is not None:
+            out, memory = self.general(tensors, settings["scale"], memory, sequences)
         elif self.op is linear_attention and sequences.T == 1 and not sequences.packed and current() is None:
             backend = self.backend if self.backend == "auto" or has(self.backend, "step") else "torch"
             in_place = in_place and memory is not None and memory.is_contiguous()
@@ -284,18 +289,19 @@ class LinearMixer(LinearParameters):
 
     def _decay_and_beta(self, inputs: dict[str, Tensor], log_write: Tensor | None):
         """Returns log_decay and β, or β's logit if β also depends on the memory (write.residual_chunk).
-        With n steps per token, β is [B, T, H, n]."""
-        log_decay, kind, steps = self._per_memory(inputs.get("log_decay")), self.spec.write.beta, self.spec.write.steps
+        With n steps per token, β is [B, T, H, n], and with write.erase="channel" [B, T, H, rows of the memory]."""
+        log_decay, kind = self._per_memory(inputs.get("log_decay")), self.spec.write.beta
         if kind == "dt":
             return log_decay, self._per_memory(inputs["dt"])
         if "beta" not in inputs:
             return log_decay, None
-        logits = self._per_memory(inputs["beta"] if steps == 1 else inputs["beta"].unflatten(-1, (self.H, steps)))
+        several = inputs["beta"].shape[-1] > self.H
+        logits = self._per_memory(inputs["beta"].unflatten(-1, (self.H, -1)) if several else inputs["beta"])
         if kind in ("exp", "trapezoid"):
             return log_decay, logits
         logits = logits.to(accumulator(logits))
         if log_write is not None:
-            logits = logits + (log_write if steps == 1 else log_write[..., None])
+            logits = logits + (log_write[..., None] if several else log_write)
         if self.residual is not None:
             return log_decay, logits
         return log_decay, logits.sigmoid() * (2 if kind == "sigmoid-2" else 1)

@@ -19,6 +19,7 @@ from ...utils.errors import GateWarning
 from ..base import Mixer
 from .competition import HeadCompetition
 from .decays import DECAYS
+from .general import GeneralDelta
 from .joint import MemoryChoice
 from .mamba3 import BiasedNorm
 from .readout import GROUP_NORM_EPS, GateLogits, weight_size
@@ -44,6 +45,7 @@ class LinearParameters(Mixer, HasBackend):
     decay: Any
     bonus: Any
     residual: Any
+    general: Any
     choice: Any
     norm_weight: Any
     norm_bias: Any
@@ -98,12 +100,16 @@ class LinearParameters(Mixer, HasBackend):
 
     def _build_memory(self) -> None:
         spec, rows = self.spec, self.spec.memory_rows(self.K)
-        self.decay = self.bonus = self.residual = None
+        self.decay = self.bonus = self.residual = self.general = None
         if spec.decay.kind != "none":
             self.decay = DECAYS[spec.decay.kind](spec.decay, self.H, rows, self.depth)
             self.parts["decay"] = self.decay.in_features
         if spec.write.sigmoid or spec.write.beta in ("exp", "trapezoid"):
-            self.parts["beta"] = spec.write.steps * self.H
+            self.parts["beta"] = self.H * (rows if spec.write.erase == "channel" else spec.write.steps)
+        if spec.write.erase == "channel":
+            self.parts["write"] = self.H * self.V
+        if spec.write.erase != "beta":
+            self.general = GeneralDelta(spec.write.erase, self.H)
         if spec.write.residual_chunk is not None:
             self.residual = ResidualDelta(spec.write.residual_chunk, self.H * spec.memories_per_head)
         if spec.read.bonus:
@@ -161,7 +167,7 @@ class LinearParameters(Mixer, HasBackend):
         return {"in_proj.weight": self.parts, "in_proj.bias": self.parts, "conv.weight": mixed, "conv.bias": mixed}
 
     def part(self, name: str) -> Tensor:
-        """Returns the rows of in_proj's weight that project to q, k, v, value_gate, decay, beta or gate."""
+        """Returns the rows of in_proj's weight that project to q, k, v, value_gate, decay, beta, write or gate."""
         return self._split(self.in_proj.weight, 0)[name]
 
     def _split(self, x: Tensor, dim: int) -> dict[str, Tensor]:

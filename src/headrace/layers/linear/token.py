@@ -158,6 +158,7 @@ def _kinds(spec: MixerSpec) -> dict[str, str]:
     """Returns the kinds of a spec's parts by the parts' names."""
     beta = spec.write.beta if spec.write.residual_chunk is None else "sigmoid with write.residual_chunk"
     rule = spec.write.rule if spec.write.steps == 1 else f"{spec.write.rule} of {spec.write.steps} steps per token"
+    rule = rule if spec.write.erase == "beta" else f"{rule} with write.erase={spec.write.erase}"
     gate = spec.competition
     read, write = (gate.read, gate.write) if gate else ("none", "none")
     gate = gate or Competition()

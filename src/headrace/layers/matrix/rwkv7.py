@@ -10,7 +10,7 @@ tokens per chunk.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,58 +20,16 @@ from ...ops.call import accumulator
 from ...ops.sequences import Sequences
 from ...spec.matrix import MatrixSpec
 from ..base import Mixer, Recurrence, SelfInitialised
-from ..chunks import CHUNK, carry, recur
+from ..chunks import CHUNK, recur
 from ..linear.readout import GROUP_NORM_EPS
 from ..linear.token import MixerState
+from . import dplr
+from .dplr import Operands, step
 
 FASTEST = math.exp(-0.5)  # upper bound of −log_decay: the memory decays by at most e^−0.61 per token
 
 
-class Operands(NamedTuple):
-    """The operands of the recurrence, [B, T, H, K] each, all in one precision."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_decay: Tensor  # −FASTEST … 0
-    read: Tensor  # κ
-    erase: Tensor  # a ⊙ κ
-
-
-def form(counts: list[int], S: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes S_t = (diag(e^{g_t}) − eraseᵀ read) S_{t−1} + kᵀ v and out = q S_t for chunks, as `chunks.chunkwise`
-    requires.
-
-    With G the cumulative sum of g in a chunk and m its middle, e^{G_i − G_j} = e^{G_i − G_m} e^{G_m − G_j}. Since
-    g ≥ −FASTEST, all exponents are within ± CHUNK / 2 · FASTEST < 10, and nothing overflows. The reads E of the chunk's
-    tokens solve a unit-triangular system. E, out and the next state are affine in the state S before the chunk, so that
-    all chunks are solved in parallel:
-
-        (I + A) E = rows(read) S + scores(read, k) v,   A = scores(read, erase), both strictly lower
-        out = rows(q) S + scores(q, k) v − scores(q, erase) E        S ← e^{G_C} S + cols(k)ᵀ v − cols(erase)ᵀ E
-    """
-    q, k, v, g, read, erase = (y.transpose(1, 2) for y in operands)
-    G = g.double().cumsum(2)
-    before, middle, total = G - g, G[:, :, CHUNK // 2 - 1, None], G[:, :, -1:]
-    fade, late, early, behind, left = (
-        y.to(q.dtype).exp() for y in (total, G - middle, before - middle, middle - G, total - G)
-    )
-    late, early, written, erased = q * late, read * early, (k * behind).mT, (erase * behind).mT
-    start = middle.to(q.dtype).exp()  # the decay from the chunk's start to its middle
-    rows = torch.cat([early * start, (early @ written).tril(-1) @ v], -1)
-    E = torch.linalg.solve_triangular((early @ erased).tril(-1), rows, upper=False, unitriangular=True)
-    out = torch.cat([late * start, (late @ written).tril() @ v], -1) - (late @ erased).tril() @ E
-    end = torch.cat([torch.diag_embed(fade.squeeze(2)), (k * left).mT @ v], -1) - (erase * left).mT @ E
-    starts, S = carry(lambda S, A, b: A @ S + b, S, counts, *end.chunk(2, -1))
-    linear, constant = out.chunk(2, -1)
-    return (linear @ starts + constant).transpose(1, 2), S
-
-
-def step(x: Operands, S: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes one token of each sequence: x [N, 1, H, K], S [N, H, K, V]."""
-    q, k, v, g, read, erase = (y.transpose(1, 2) for y in x)
-    S = g.mT.exp() * S - erase.mT @ (read @ S) + k.mT @ v
-    return (q @ S).transpose(1, 2), S
+form = partial(dplr.form, base=CHUNK)  # in which half a chunk decays by at most e^(CHUNK / 2 · FASTEST) < e^10
 
 
 class LowRank(SelfInitialised):

@@ -83,12 +83,12 @@ LINEAR = {
     "power": ("heads", 0),
     "decay.up.": ("heads", 0), "decay.up": ("heads", 1), "decay.": ("heads", 0), "gate.": ("heads", 0),
     "value_gate.": ("heads", 0), "qk_norm.weight": ("all", 0), "qk_norm.bias": ("heads", 1),
-    "choice.weight": ("heads", 0), "residual.weight": ("heads", 0), "shift.": ("all", 0),
+    "choice.weight": ("heads", 0), "residual.weight": ("heads", 0), "general.": ("heads", 0), "shift.": ("all", 0),
 }  # fmt: skip
 ATTENTION = {
     "q_proj.": ("heads", 0), "k_proj.": ("groups", 0), "v_proj.": ("groups", 0), "o_proj.weight": ("heads", 1),
     "o_proj.bias": ("all", 0), "bias.weight": ("heads", 1), "g_proj.": ("heads", 0), "sinks": ("heads", 0),
-    "q_norm.": ("all", 0), "k_norm.": ("all", 0),
+    "q_norm.": ("all", 0), "k_norm.": ("all", 0), "f_proj.": ("heads", 0),
 }  # fmt: skip
 PERCEPTRON = {
     "gate_proj.": ("heads", 0), "up_proj.": ("heads", 0), "down_proj.weight": ("heads", 1),

@@ -90,7 +90,7 @@ class Recorded:
     def operand(self, name: str) -> Tensor | None:
         """An operand of the recurrence, [1, T, H R, ·] or [H R]; None if the mixer has no such operand."""
         if isinstance(self.mixer, LinearMixer):
-            return self.call[0][name]
+            return self.call[0][name] if self.calls else None  # a general delta rule does not call the op
         return getattr(self.call[1], name, None) if isinstance(self.mixer, RWKV7) else None
 
     def _by_head(self, x: Tensor) -> Tensor:

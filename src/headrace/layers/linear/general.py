@@ -1,0 +1,75 @@
+"""Delta rules that erase by another vector than they write (write.erase), by the recurrence of `matrix.dplr`:
+
+    feedback:   S ← e^g S + β kᵀ (w v − b k S)                    o = (q − d k) S        (Comba, arXiv 2506.02475)
+    channel:    S ← e^g S + kᵀ (w v − (β ⊙ k) e^g S)              o = q S                (GDN-2, arXiv 2605.22791)
+
+Comba's b = σ(·) and d are learned per head; it reads the memory before the decay. β is one number per key channel in
+GDN-2, whose w is one per value channel, and one number per head in Comba.
+
+Dimensions: B batch, T tokens, H heads (Hq for q and k), K key, V value dimension per head, N sequences.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.call import accumulator, gated
+from ...ops.sequences import Sequences
+from ..base import Recurrence, SelfInitialised
+from ..chunks import recur
+from ..matrix.dplr import Operands, form, step
+
+
+class GeneralDelta(SelfInitialised):
+    """Computes the recurrence of a spec with write.erase.
+
+    Args:
+        erase: "feedback" or "channel".
+        num_heads: H.
+    """
+
+    feedback: Any  # the logit of Comba's b
+    correction: Any  # Comba's d
+
+    def __init__(self, erase: str, num_heads: int):
+        super().__init__()
+        self.recurrence = Recurrence()
+        self.feedback, self.correction = (
+            nn.Parameter(torch.empty(num_heads)) if erase == "feedback" else None for _ in range(2)
+        )
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if self.feedback is not None:
+            self.feedback.fill_(1)
+            self.correction.fill_(0.02)  # the author's for small models
+
+    def forward(
+        self, x: dict[str, Any], scale: float, memory: Tensor | None, sequences: Sequences
+    ) -> tuple[Tensor, Tensor]:
+        """Computes the output and the next memory.
+
+        Args:
+            x: the tensors of `linear_attention` by name: q, k [B, T, Hq, K], v [B, T, H, V], beta [B, T, H] or [B, T,
+                H, K], log_decay, read_gate and write_gate or None.
+            scale: factor of q.
+            memory: [N, H, K, V]; None: zeros.
+            sequences: the sequences of x.
+
+        Returns:
+            (out [B, T, H, V], the next memory).
+        """
+        acc, H, beta, g = accumulator(x["v"]), x["v"].shape[2], x["beta"], x["log_decay"]
+        q, k = (x[name].to(acc).repeat_interleave(H // x[name].shape[2], 2) for name in "qk")
+        v, g = gated(x["v"].to(acc), x["write_gate"]), torch.zeros_like(k) if g is None else g
+        g = (g if g.dim() == 4 else g[..., None]).expand_as(k)
+        if self.feedback is None:
+            operands = Operands(scale * q, k, v, g, beta * k * g.exp(), k)
+        else:
+            b, d = (y.to(acc).repeat_interleave(H // len(y))[:, None] for y in (self.feedback, self.correction))
+            written = beta[..., None] * k
+            operands = Operands(scale * (q - d * k), written, v, g, torch.sigmoid(b) * k, written)
+        out, memory = self.recurrence(recur, step, form, operands, sequences, memory)
+        return gated(out, x["read_gate"]).to(x["v"].dtype), memory
