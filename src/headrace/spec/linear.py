@@ -226,8 +226,8 @@ class MixerSpec(Spec):
         )
         yield (
             gate.write == "beta" and self.write.erase == "channel",
-            "competition.write='beta' with write.erase='channel' gates what is removed and not what is written; expected "
-            "competition.write='value'",
+            "competition.write='beta' with write.erase='channel' gates what is removed and not what is written; "
+            "expected competition.write='value'",
         )
         yield (
             gate.memories_per_head > 1 and gate.write == "none",
