@@ -4,6 +4,7 @@ Each page has a process of its own, forked from one that has imported them, and 
 page. That one has not imported headrace, so that a page must itself import all that it uses of it.
 """
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -26,6 +27,7 @@ SHARED = [
 def run(arguments: list[str], folder: str, environment: dict[str, str]) -> None:
     from ipykernel.kernelapp import launch_new_instance
 
+    gc.freeze()  # what all share is not looked through for garbage
     os.chdir(folder)
     os.environ |= environment | {"JPY_PARENT_PID": str(os.getppid())}
     launch_new_instance(arguments)
@@ -59,6 +61,7 @@ class Forked(LocalProvisioner):
 
 def command(words: list[str], folder: str, environment: dict[str, str], out: str, err: str) -> None:
     """Becomes the installed command that words[0] names, which writes to the files out and err."""
+    gc.freeze()
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

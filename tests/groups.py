@@ -1,6 +1,7 @@
 """A function in several processes of a group on this machine, and a command in a process."""
 
 import datetime
+import gc
 import os
 import resource
 import signal
@@ -31,8 +32,14 @@ def run(world, folder, function, *arguments):
     return [torch.load(os.path.join(folder, f"{rank}.pt")) for rank in range(world)]
 
 
+def begin(threads=1):
+    """Begins a process that was forked. It does not look through what all processes share for garbage."""
+    torch.set_num_threads(threads)
+    gc.freeze()
+
+
 def _process(rank, world, folder, port, function, arguments):
-    torch.set_num_threads(1)
+    begin()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=600))
     torch.save(function(*arguments), os.path.join(folder, f"{rank}.pt"))
@@ -49,7 +56,7 @@ def command(folder, *words, largest=None):
 
 def _command(folder, largest, *words):
     os.setsid()
-    torch.set_num_threads(1)
+    begin()
     if largest is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
     # In a job in the background, whose shell has it ignore the signal, this hears SIGINT all the same.

@@ -5,10 +5,9 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from transformers import TrainerCallback
 
-from groups import forked, free_port
+from groups import begin, forked, free_port
 
 GRACE = 5  # seconds in which the other processes may end after one has failed
 
@@ -52,7 +51,7 @@ def ended(group):
 def _process(rank, processes, port, data, runs):
     from headrace.training import card, run
 
-    torch.set_num_threads(int(os.environ.get("HEADRACE_TEST_THREADS", "1")))
+    begin(int(os.environ.get("HEADRACE_TEST_THREADS", "1")))
     if processes > 1:
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
         os.environ |= {"MASTER_ADDR": "127.0.0.1"} | {name: str(number) for name, number in numbers.items()}

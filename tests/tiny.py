@@ -2,6 +2,7 @@
 wrong row shows in every comparison."""
 
 import warnings
+from dataclasses import fields, is_dataclass
 
 import torch
 
@@ -50,11 +51,31 @@ MIXERS = {
     ),
     "channel mixing": Decoder((Layer(zoo.get("rwkv4")),), BlockStyle("layer", mlp="rwkv4", embedding_norm=True)),
 }
+EVERY = list(dict.fromkeys((*MIXERS, *zoo.names())))
 SIZES = {
     "vocab_size": 29, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "intermediate_size": 16,
     "initializer_range": 0.02,  # small beside what `trained` adds: with more, a tied model repeats its last token
 }  # fmt: skip
 T = 9
+
+
+def values(spec):
+    """(class, field, value) of a spec and of the records in it."""
+    for field in fields(spec):
+        value = getattr(spec, field.name)
+        yield type(spec), field.name, type(value) if is_dataclass(value) else value
+        yield from values(value) if is_dataclass(value) else ()
+
+
+def covering(names):
+    """Few of the mixers, whose specs have every value of every field that the others have: every path through code
+    that depends on one value."""
+    of, chosen = {name: set(values(zoo.get(name))) for name in names}, []
+    left = set().union(*of.values())
+    while left:
+        chosen.append(max(names, key=lambda name: len(of[name] & left)))
+        left -= of[chosen[-1]]
+    return chosen
 
 
 def config(mixer, **changes):

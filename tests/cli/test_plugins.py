@@ -18,6 +18,7 @@ from headrace.utils.errors import PluginWarning
 from headrace.utils.plugins import VARIABLE
 from plugged import COMMANDS, FILES, folder, forget
 from served import connect, save, serving
+from sharded import Run, train_all
 from tiny import build
 
 __all__ = ["folder"]  # a fixture
@@ -122,9 +123,9 @@ def test_loaded_model_computes_the_same_and_a_changed_file_is_said(folder):
 
 @pytest.mark.slow(seconds=30)
 def test_comparison_of_the_page_in_new_processes(folder):
-    """As a command of its own with two new workers, named by the environment."""
+    """As a command of its own with a new worker, named by the environment."""
     comparison = next(words for words in COMMANDS if words.startswith("compare"))
-    words = [word for word in comparison.replace("--workers 1", "--workers 2").split() if not word.endswith(".py")]
+    words = [word for word in comparison.split() if not word.endswith(".py")]
     words = [word for word in words if word != "--plugin"] + ["--hidden-size", "16", "--steps", "4"]
     words.remove("20"), words.remove("--steps")
     named = os.pathsep.join(FILES)
@@ -138,13 +139,11 @@ def test_comparison_of_the_page_in_new_processes(folder):
     assert all(f"plugin {name} sha256 {plugins.sha256(folder / name)[:12]}" in report for name in FILES)
 
 
-@pytest.mark.slow(seconds=30)
-def test_processes_of_torchrun_know_plug_ins(folder, prepared):
-    words = ["train", "laptop-5m", "--plugin", "leaky.py", "--mixer", "leaky", "--data", prepared, "--output", "run"]
-    settings = [*SMALL, "tokens=128", "batch_tokens=64", "micro_batch=1", "warmup_tokens=0", "evaluate_rows=2"]
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "headrace"]
-    done = subprocess.run([*run, *map(str, words), *settings], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_all_processes_of_a_run_know_plug_ins(folder, prepared):
+    """As torchrun starts them: each with the words of the command."""
+    changes = {"mixer": "leaky", "tokens": 256, "save_every": 2, "evaluate_every": 2, "evaluate_rows": 2}
+    run = Run(folder / "run", changes, options=("--plugin", str(folder / "leaky.py")))
+    assert train_all([run], prepared, 2) == [0, 0]
     assert "plugin leaky.py sha256" in (folder / "run" / "model" / "README.md").read_text("utf-8")
     mixer = json.loads((folder / "run" / "model" / "config.json").read_text("utf-8"))["mixer"]
     assert (mixer["type"], mixer["plugin"], len(mixer["sha256"])) == ("module:leaky", "leaky.py", 64)

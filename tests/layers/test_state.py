@@ -4,15 +4,13 @@ And what a state may be: of this mixer, of these sequences, in any precision.
 """
 
 import copy
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 
 from equation import MAX_ERROR_RATIO, skip_if_missing
+from groups import begin, forked
 from headrace import layers, zoo
 from headrace.hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM
 from headrace.spec import MixerSpec
@@ -81,29 +79,26 @@ def test_use_cache_false_does_not_change_the_cache(name):
     assert [storages(state) for state in cache.states] == before and cache.get_seq_length() == 9
 
 
-PRECISIONS = """
-import torch
-from test_state import in_float64, model, relative
-torch.set_num_threads(1), torch.set_grad_enabled(False)
-for name in ("softmax-gated-deltanet", "mamba2", "softmax-gla", "rwkv6", "retnet", "gqa"):
-    made, ids = model(name), torch.randint(1, 50, (2, 40))
-    exact, wide = model(name).double(), made(ids[:, :8], use_cache=True).past_key_values
-    with torch.autocast("cpu", torch.bfloat16):
-        cache = made(ids[:, :8], use_cache=True).past_key_values
-    wide.states = [in_float64(state) for state in cache.states]
-    for token in ids[:, 8:].split(1, 1):
-        found, expected = (m(token, past_key_values=c).logits for m, c in ((made, cache), (exact, wide)))
-        assert relative(found, expected) < 1e-5, name
-"""
+@torch.no_grad()
+def precisions():
+    begin()
+    for name in ("softmax-gated-deltanet", "mamba2", "softmax-gla", "rwkv6", "retnet", "gqa"):
+        made, ids = model(name), torch.randint(1, 50, (2, 40))
+        exact, wide = model(name).double(), made(ids[:, :8], use_cache=True).past_key_values
+        with torch.autocast("cpu", torch.bfloat16):
+            cache = made(ids[:, :8], use_cache=True).past_key_values
+        wide.states = [in_float64(state) for state in cache.states]
+        for token in ids[:, 8:].split(1, 1):
+            found, expected = (m(token, past_key_values=c).logits for m, c in ((made, cache), (exact, wide)))
+            assert relative(found, expected) < 1e-5, name
 
 
 def test_bfloat16_prompt_then_float32_tokens():
     """In a process of its own: what writes where it should not may end it."""
-    run = subprocess.run(
-        [sys.executable, "-c", PRECISIONS], cwd=Path(__file__).parent, env={"MALLOC_CHECK_": "3", "PYTHONPATH": ".."},
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
+    process = forked().Process(target=precisions)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 # --- a mixer that may write into its state, and one that may not ------------------------------------------------------

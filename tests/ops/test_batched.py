@@ -69,7 +69,7 @@ PACKED, RAGGED = (25, 30), (1, 1)  # what packed sequences and an incomplete chu
 def test_number_of_library_calls_is_independent_of_length(rule, decay, gates, packed, monkeypatch):
     """But for the states, which pass from chunk to chunk: in a direction at most 3 calls per chunk."""
     prepare("batched", monkeypatch)
-    for tokens in (640, 1000):
+    for tokens in (192, 300):
         *result, chunks = calls(decay, tokens, packed, gates, rule)
         scan = chunks * ((2 if rule == "delta" else 1) + packed)
         for way, names in enumerate(result):

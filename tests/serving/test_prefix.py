@@ -1,6 +1,6 @@
 """The prefix cache of the server: what it keeps is what a run without it computes, and what is shared is read once."""
 
-from functools import partial
+from functools import cache, partial
 
 import pytest
 
@@ -88,7 +88,13 @@ def same(client, other):
 def check(one, clients, **sampling):
     """The texts are those of an engine without a cache."""
     for client in clients:
-        same(client, run(Engine(one.model, byte_level()), client.prompt, **sampling)[0])
+        same(client, alone(one.model, tuple(client.prompt), **sampling))
+
+
+@cache
+def alone(model, prompt, **sampling):
+    """The client of a prompt to an engine of its own."""
+    return run(Engine(model, byte_level()), list(prompt), **sampling)[0]
 
 
 def kept(cache):

@@ -114,7 +114,7 @@ def copied(state: Any, function: Callable[[Tensor], Tensor] = torch.clone) -> An
 def _restored(old: Any, now: Any) -> Any:
     """Copies a state, where it can be into the memory of the present one: a program of the native backend is bound to
     it. Only a linear mixer's state has memory that nothing else refers to."""
-    if isinstance(now, MixerState) and all(map(_fits, old, now)):
+    if isinstance(now, MixerState) and old is not None and all(map(_fits, old, now)):
         for x, y in zip(old, now, strict=True):
             if y is not None:
                 y.copy_(x)

@@ -20,7 +20,7 @@ def model(mixer):
         warnings.simplefilter("ignore", GateWarning)
         made = HeadraceForCausalLM(
             HeadraceConfig(
-                mixer=mixer, vocab_size=29, hidden_size=32, num_hidden_layers=2, num_heads=4, intermediate_size=24,
+                mixer=mixer, vocab_size=29, hidden_size=32, num_hidden_layers=1, num_heads=2, intermediate_size=24,
                 initializer_range=0.02,
             )
         )  # fmt: skip
