@@ -76,11 +76,10 @@ def _reason(layer: Any) -> str | None:
     if type(mixer) not in FIELDS:
         return f"its mixer is {type(mixer).__name__}, whose recurrence has no node in ONNX; expected a linear mixer"
     if isinstance(mixer, LinearMixer):
-        return (
-            None
-            if mixer.residual is None
-            else "its write strength β (write.residual_chunk) is computed in a loop over chunks"
-        )
+        if mixer.spec.write.beta in ("exp", "trapezoid") or mixer.spec.inputs.turns:
+            return f"write.beta={mixer.spec.write.beta!r} and inputs.turns={mixer.spec.inputs.turns} are not written"
+        chunks = "its write strength β (write.residual_chunk) is computed in a loop over chunks"
+        return None if mixer.residual is None else chunks
     if mixer.spec.rotary and mixer.spec.rope.by_length:
         return f"its rotary frequencies (rope.kind={mixer.spec.rope.kind!r}) depend on the length of the sequence"
     if mixer.spec.forget:

@@ -44,10 +44,11 @@ def describe(name: str) -> dict[str, Any]:
 
 def _linear(spec: MixerSpec) -> dict[str, Any]:
     (decay, retention), gate, delta = _decay(spec.decay.kind), spec.competition, spec.write.rule == "delta"
-    beta = {"one": "", "dt": "dt "}.get(spec.write.beta, "β ")
+    beta = {"one": "", "dt": "dt ", "exp": "eⁱ ", "trapezoid": "λ dt "}.get(spec.write.beta, "β ")
     write = "w " if gate is not None and gate.write != "none" else ""
+    product = f"{spec.write.steps} × " if spec.write.steps > 1 else ""
     return {
-        "A_t": f"(I − {beta}kᵀk) {decay}".strip() if delta else decay or "I",
+        "A_t": f"{product}(I − {beta}kᵀk) {decay}".strip() if delta else decay or "I",
         "b_t": f"{beta}{write}v",
         "features": " ".join(features(spec.inputs)) or "identity",
         "forgets": bool(decay), "overwrites": delta, "competes": gate is not None,
@@ -61,7 +62,8 @@ def _linear(spec: MixerSpec) -> dict[str, Any]:
 def features(inputs: Inputs) -> list[str]:
     """What is done to q and k, in a word each."""
     order = "none" if inputs.order is None else f"order {inputs.order}"
-    words = (inputs.feature_map, inputs.qk_norm, "rotary" if inputs.rotary else "none", order)
+    key = "k = 1 − α" if inputs.key == "complement" else "none"
+    words = (inputs.feature_map, inputs.qk_norm, "rotary" if inputs.rotary else "none", order, key)
     return [word for word in words if word not in ("identity", "none")]
 
 

@@ -40,6 +40,11 @@ MIXERS: dict[str, Entry] = {
         "https://arxiv.org/abs/2507.23632",
         MixerSpec(Heads(key_dim=16), Inputs(rotary=True, order=2), read=Read("sum")),
     ),
+    "based": Entry(
+        "Linear attention on the second-order Taylor features of 16 key channels, without positions.",
+        "https://arxiv.org/abs/2402.18668",
+        MixerSpec(Heads(key_dim=16), Inputs(order=2), read=Read("sum")),
+    ),
     "retnet": Entry(
         "Linear attention with a fixed decay per head, rotary positions and RMSNorm per head.",
         "https://arxiv.org/abs/2307.08621",
@@ -49,6 +54,15 @@ MIXERS: dict[str, Entry] = {
         "RetNet with the decay of xPos: a fixed rate per key channel, the same for all heads.",
         "https://arxiv.org/abs/2212.10554",
         MixerSpec(Heads(expand_v=2.0), Inputs(rotary=True), Decay("xpos"), read=Read("rms", "silu")),
+    ),
+    "lightning-attention": Entry(
+        "Linear attention with the slopes of ALiBi as fixed decays, and SiLU on q, k and v (MiniMax-01).",
+        "https://arxiv.org/abs/2501.08313",
+        MixerSpec(
+            inputs=Inputs(feature_map="silu", value_map="silu"),
+            decay=Decay("slopes"),
+            read=Read("rms-joint", "sigmoid", scale="one"),
+        ),
     ),
     "mamba2": Entry(
         "A step size dt, computed from the token, sets both decay and write strength.",
@@ -61,10 +75,44 @@ MIXERS: dict[str, Entry] = {
             Read("rms-joint", "silu", "gate-norm", scale="one", skip=True),
         ),
     ),
+    "mamba3": Entry(
+        "Mamba-2 whose update is a trapezoid of two tokens, with q and k normalised, biased and turned by the tokens.",
+        "https://arxiv.org/abs/2603.15569",
+        MixerSpec(
+            Heads(expand_k=4.0, expand_v=2.0, qk_groups=1),
+            Inputs(qk_norm="rms-bias", turns=0.5),
+            Decay("softplus-rate"),
+            Write(beta="trapezoid"),
+            Read("none", "silu", scale="one", skip=True),
+        ),
+    ),
     "gla": Entry(
         "A decay per key channel, computed by a low-rank sigmoid gate.",
         "https://arxiv.org/abs/2312.06635",
         MixerSpec(Heads(expand_k=0.5), decay=Decay("sigmoid", rank=16), read=Read("rms", "silu")),
+    ),
+    "simple-gla": Entry(
+        "GLA with one decay per token and head.",
+        "https://arxiv.org/abs/2312.06635",
+        MixerSpec(decay=Decay("sigmoid-head"), read=Read("rms", "silu")),
+    ),
+    "hgrn2": Entry(
+        "The decay per key channel is a sigmoid, and the key is 1 − the decay.",
+        "https://arxiv.org/abs/2404.07904",
+        MixerSpec(
+            inputs=Inputs(feature_map="silu", key="complement"),
+            decay=Decay("sigmoid", rank="full", temperature=1.0),
+            read=Read("rms-joint"),
+        ),
+    ),
+    "rwkv5": Entry(
+        "A learned decay per channel, a bonus for the current token; inputs are mixed with the previous token.",
+        "https://arxiv.org/abs/2404.05892",
+        MixerSpec(
+            inputs=Inputs(shift="lerp"),
+            decay=Decay("exp-fixed"),
+            read=Read("group", "silu", scale="one", bonus=True),
+        ),
     ),
     "rwkv6": Entry(
         "A bonus weight for the current token; inputs are mixed with the previous token.",
@@ -73,6 +121,16 @@ MIXERS: dict[str, Entry] = {
             inputs=Inputs(shift="ddlerp"),
             decay=Decay("exp", rank=64),
             read=Read("group", "silu", scale="one", bonus=True),
+        ),
+    ),
+    "mlstm": Entry(
+        "xLSTM's matrix memory: an exponential input gate; the output is divided by max(|sum of weights|, 1).",
+        "https://arxiv.org/abs/2405.04517",
+        MixerSpec(
+            Heads(expand_k=0.5),
+            decay=Decay("sigmoid-head", temperature=1.0),
+            write=Write(beta="exp"),
+            read=Read("group", "sigmoid", eps=1e-6),
         ),
     ),
     "delta-fast-weights": Entry(
@@ -103,6 +161,16 @@ MIXERS: dict[str, Entry] = {
         "Gated DeltaNet whose write strength goes up to 2, for eigenvalues from −1 to 1.",
         "https://arxiv.org/abs/2411.12537",
         replace(GATED_DELTANET, write=Write("delta", "sigmoid-2")),
+    ),
+    "deltaproduct": Entry(
+        "Two steps of the delta rule per token, each with a key, a value and a write strength up to 2.",
+        "https://arxiv.org/abs/2502.10297",
+        MixerSpec(inputs=Inputs(conv=4, qk_norm="l2"), write=Write("delta", "sigmoid-2", steps=2)),
+    ),
+    "gated-deltaproduct": Entry(
+        "DeltaProduct with the decay and the output gate of Gated DeltaNet.",
+        "https://arxiv.org/abs/2502.10297",
+        replace(GATED_DELTANET, write=Write("delta", "sigmoid-2", steps=2)),
     ),
     "residual-delta": Entry(
         "Gated DeltaNet whose write strength β also depends on the error v − k S of the memory at the start of "

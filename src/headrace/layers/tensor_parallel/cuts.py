@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...ops.checks import require
-from ...spec.linear import WIDE_NORMS
+from ...spec.read import WIDE_NORMS
 from ..linear.competition import HeadCompetition
 from ..linear.mixer import LinearMixer
 
@@ -82,7 +82,7 @@ LINEAR = {
     "o_proj.weight": ("heads", 1), "o_proj.bias": ("all", 0), "bonus": ("heads", 0), "skip": ("heads", 0),
     "power": ("heads", 0),
     "decay.up.": ("heads", 0), "decay.up": ("heads", 1), "decay.": ("heads", 0), "gate.": ("heads", 0),
-    "value_gate.": ("heads", 0),
+    "value_gate.": ("heads", 0), "qk_norm.weight": ("all", 0), "qk_norm.bias": ("heads", 1),
     "choice.weight": ("heads", 0), "residual.weight": ("heads", 0), "shift.": ("all", 0),
 }  # fmt: skip
 ATTENTION = {
@@ -101,7 +101,7 @@ def linear_cuts(mixer: LinearMixer, shares: Shares) -> dict[str, Cut]:
     """Returns the cut of each parameter of a LinearMixer."""
     names = [name for name, _ in mixer.named_parameters()]
     low_rank = {part for part in ("decay", "gate") if any(name.startswith(f"{part}.up") for name in names)}
-    kinds = {"q": "groups", "k": "groups", **dict.fromkeys(low_rank, "all")}
+    kinds = {"q": "groups", "k": "groups", "turns": "all", **dict.fromkeys(low_rank, "all")}
     projected = [(kinds.get(name, "heads"), n) for name, n in mixer.parts.items()]
     shared = "heads" if mixer.spec.read.norm in ("group", *WIDE_NORMS) else "all"
     table = LINEAR | {"norm_weight": (shared, 0), "norm_bias": (shared, 0)}
