@@ -138,6 +138,8 @@ HAND = {  # operations of a head with K key and V value numbers, term by term; v
     "gated-deltanet": lambda K, V: K * V + 2 * K * V + 2 * K * V + 2 * K * V,
     "gated-deltanet-as-printed": lambda K, V: 2 * K * V + 2 * K * V + 2 * K * V,
     "kda": lambda K, V: K * V + 2 * K * V + 2 * K * V + 2 * K * V,
+    "log-linear-mamba2": lambda K, V: 14 * (K * V + 2 * K * V + 2 * K * V),  # of every level but the token's own
+    "log-linear-gated-deltanet": lambda K, V: 14 * (K * V + 2 * K * V + 2 * K * V + 2 * K * V),
     "residual-delta": lambda K, V: 7 * K * V + K * V + 2 * K * V,  # Gated DeltaNet, and k S of an older S, which decays
     "gla-outer": lambda K, V: 2 * K * V + 2 * K * V + 2 * K * V,  # diag(α) S diag(β), + kᵀ v, q S
     "rwkv7": lambda K, V: K * V + 2 * K * V + 2 * K * V + 2 * K * V + 2 * K * V,  # diag(α) S − (a κ)ᵀ (κ S) + kᵀ v, q S
@@ -153,6 +155,7 @@ HAND = {  # operations of a head with K key and V value numbers, term by term; v
 }  # fmt: skip
 ELEMENTWISE = {
     "bonus", "offset", "gate_bias", "conv", "mix", "A_log", "log_damping", "frequency", "C", "P", "B", "embed_tokens",
+    "levels",
 }  # fmt: skip
 
 

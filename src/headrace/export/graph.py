@@ -76,6 +76,8 @@ def _reason(layer: Any) -> str | None:
     if type(mixer) not in FIELDS:
         return f"its mixer is {type(mixer).__name__}, whose recurrence has no node in ONNX; expected a linear mixer"
     if isinstance(mixer, LinearMixer):
+        if mixer.levels is not None:
+            return "its levels of memories (read.levels) depend on the number of tokens"
         return (
             None
             if mixer.residual is None

@@ -106,6 +106,9 @@ class Read(Record):
     bonus: bool = False  # RWKV-6's u: a learned weight for the current token
     skip: bool = False  # Mamba-2's D: v times a learned weight per head is added to the output
     by_length: bool = False  # whether what is read is divided by the number of tokens so far
+    # number of levels of log-linear attention (arXiv 2506.04761), which are memories of 1, 1, 2, 4, 8, … tokens back,
+    # with a weight per token, head and level; the last has all older tokens. None: one memory
+    levels: Annotated[int, Range("2 to 40", lambda n: 2 <= n <= 40)] | None = None
     # whether the norm has a weight (group, layer: and a bias); None: l2 and layer have none, the others do
     affine: bool | None = None
     eps: PositiveFloat | None = None  # epsilon of the norms rms, rms-joint and rms-groups; None: the model's
@@ -266,6 +269,14 @@ class MixerSpec(Spec):
             f"write.rule='delta' and write.beta='sigmoid', got {write.rule!r} and {write.beta!r}",
         )
 
+        yield (
+            self.read.levels is not None
+            and (self.read.bonus or self.read.norm in SUMS or write.residual_chunk is not None),
+            f"read.levels={self.read.levels} weights what is read of each level; expected read.bonus=False, "
+            f"write.residual_chunk=None and read.norm without a sum, got {self.read.bonus}, {write.residual_chunk} and "
+            f"{self.read.norm!r}",
+        )
+
     def _objections_to_gates(self, gate: Competition):
         """Gates of competition that gate nothing or that the write does not have."""
         yield (gate.read == gate.write == "none", "competition with read='none' and write='none' gates nothing")
@@ -318,6 +329,11 @@ class MixerSpec(Spec):
         """Number of memories per head."""
         return 1 if self.competition is None else self.competition.memories_per_head
 
+    @property
+    def matrices(self) -> int:
+        """Number of matrices that a memory consists of: one for each level but that of the token itself."""
+        return 1 if self.read.levels is None else self.read.levels - 1
+
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """Returns (K, V), the key and value dimensions per head. Raises InputError for widths that do not divide."""
         require_positive(hidden_size=hidden_size, num_heads=num_heads)
@@ -368,13 +384,13 @@ class MixerSpec(Spec):
         """Whether the output depends on the position of a token in its sequence."""
         shuffled = self.competition is not None and self.competition.shuffle
         counted = self.inputs.rotary or self.inputs.by_length or self.read.by_length
-        return counted or self.write.residual_chunk is not None or shuffled
+        return counted or self.write.residual_chunk is not None or shuffled or self.read.levels is not None
 
     def state_shapes(self, hidden_size: int, num_heads: int, tokens: int = 1) -> Shapes:
         """Returns the shapes of the recurrent state of one sequence, without the batch dimension."""
         H = self.num_heads(num_heads)
         K, V = self.head_dims(hidden_size, num_heads)
-        memory = H * self.memories_per_head, self.memory_rows(K), V + (self.read.norm in SUMS)
+        memory = H * self.memories_per_head, self.memory_rows(K), (V + (self.read.norm in SUMS)) * self.matrices
         shapes: Shapes = {"memory": memory}
         if (self.write.residual_chunk or 1) > 1:
             shapes["before"] = memory
@@ -388,7 +404,7 @@ class MixerSpec(Spec):
     def flops_per_token(self, hidden_size: int, num_heads: int) -> int:
         H = self.num_heads(num_heads)
         K, V = self.head_dims(hidden_size, num_heads)
-        K, V = self.memory_rows(K), V + (self.read.norm in SUMS)
+        K, V = self.memory_rows(K), (V + (self.read.norm in SUMS)) * self.matrices
         decay, delta = self.decay.kind != "none", self.write.rule == "delta"
         # of the memory before the chunk, which decays too
         residual = 2 + decay if (self.write.residual_chunk or 1) > 1 else 0

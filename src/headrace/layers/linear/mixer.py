@@ -55,7 +55,7 @@ class LinearMixer(LinearParameters):
 
     @property
     def splits(self) -> bool:
-        return self.residual is None
+        return self.residual is None and self.levels is None
 
     def run(
         self, x: Tensor, state: MixerState | None, sequences: Sequences, in_place: bool = False
@@ -69,6 +69,8 @@ class LinearMixer(LinearParameters):
         if self.spec.read.norm == "detached":  # one more column is the sum of weights, in the accumulator's precision
             q, k, v = (y.to(accumulator(y)) for y in (q, k, F.pad(v, (0, 1), value=1.0)))
         tensors = {"q": q, "k": k, "v": self._per_memory(v), **self._updates(inputs, gates)}
+        if self.levels is not None:
+            tensors["levels"] = self._per_memory(inputs["levels"].unflatten(-1, (self.H, -1)))
         out, memory, before = self._recur(tensors, state, sequences, in_place)
         y = self._read_out(self._divided(out, positions).to(inputs["v"].dtype), inputs, gates)
         return y, MixerState(memory, conv, shift, self._count(tokens, x, sequences), before)
@@ -175,9 +177,11 @@ class LinearMixer(LinearParameters):
     def _recur(self, tensors: dict[str, Any], state: MixerState | None, sequences: Sequences, in_place: bool):
         """Returns what each head reads [B, T, H, V], the next memory, and the next `before` (residual.py)."""
         memory, before, settings = None if state is None else state.memory, None, self._settings()
+        op = partial(self.op, **settings, backend=self.backend)
         if self.residual is not None:
-            op = partial(self.op, **settings, backend=self.backend)
             out, memory, before = self.residual(op, tensors, state, sequences)
+        elif self.levels is not None:
+            out, memory = self.levels(op, tensors, state, sequences)
         elif self.op is linear_attention and sequences.T == 1 and not sequences.packed and current() is None:
             token = {name: _now(y) for name, y in tensors.items()}
             backend = self.backend if self.backend == "auto" or has(self.backend, "step") else "torch"

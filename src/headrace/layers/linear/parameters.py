@@ -20,6 +20,7 @@ from ..base import Mixer
 from .competition import HeadCompetition
 from .decays import DECAYS
 from .joint import MemoryChoice
+from .levels import LogLinear
 from .readout import GateLogits, weight_size
 from .residual import ResidualDelta
 from .taylor import TaylorFeatures
@@ -42,6 +43,7 @@ class LinearParameters(Mixer, HasBackend):
     decay: Any
     bonus: Any
     residual: Any
+    levels: Any
     choice: Any
     norm_weight: Any
     norm_bias: Any
@@ -88,7 +90,7 @@ class LinearParameters(Mixer, HasBackend):
 
     def _build_memory(self) -> None:
         spec, rows = self.spec, self.spec.memory_rows(self.K)
-        self.decay = self.bonus = self.residual = None
+        self.decay = self.bonus = self.residual = self.levels = None
         if spec.decay.kind != "none":
             self.decay = DECAYS[spec.decay.kind](spec.decay, self.H, rows, self.depth)
             self.parts["decay"] = self.decay.in_features
@@ -96,6 +98,9 @@ class LinearParameters(Mixer, HasBackend):
             self.parts["beta"] = self.H
         if spec.write.residual_chunk is not None:
             self.residual = ResidualDelta(spec.write.residual_chunk, self.H * spec.memories_per_head)
+        if spec.read.levels is not None:
+            self.levels = LogLinear(spec.read.levels, self.H * spec.memories_per_head)
+            self.parts["levels"] = self.H * spec.read.levels
         if spec.read.bonus:
             self.bonus = nn.Parameter(torch.empty(self.H, rows))
 
