@@ -121,7 +121,9 @@ def axes() -> str:
 
 
 def _parts(spec: MixerSpec) -> tuple[str, ...]:
-    write = " ".join((spec.write.rule, *([] if spec.write.beta == "one" else [f"β={spec.write.beta}"])))
+    beta, steps = spec.write.beta, spec.write.steps
+    words = {f"β={beta}": beta != "one", f"{steps} steps": steps > 1}
+    write = " ".join((spec.write.rule, *(word for word, applies in words.items() if applies)))
     read = spec.read.norm, f"{spec.read.gate} gate", "bonus" * spec.read.bonus, "skip" * spec.read.skip
     shown = [part for part in read if part and not part.startswith("none")]
     return spec.decay.kind, write, ", ".join(catalog.features(spec.inputs)) or "–", ", ".join(shown or ["plain"])

@@ -201,6 +201,19 @@ def deltanet(layer, x):
     return layer.o_proj(norm(out.transpose(1, 2)).flatten(-2))
 
 
+def gated_deltaproduct(layer, x):
+    """FLA's recurrence has the steps of a token as tokens of k, v and β."""
+    qkv = F.linear(x, torch.cat([layer.part(name) for name in "qkv"])).mT
+    mixed = causal_conv1d_fn(qkv, layer.conv.weight[:, 0], None, activation="silu").mT
+    q, *kv = mixed.split([layer.parts[name] for name in "qkv"], -1)
+    beta, n = 2 * F.linear(x, layer.part("beta")).sigmoid(), layer.spec.write.steps
+    k, v, beta = (y.unflatten(-1, (H, n, -1)).transpose(2, 3).flatten(1, 2) for y in (*kv, beta))
+    q, log_decay = q.unflatten(-1, (H, -1)), layer.decay(F.linear(x, layer.part("decay")))
+    recurrence, scale = load("fla:gated_delta_product/naive:naive_recurrent_gated_delta_product"), layer.K**-0.5
+    out, _ = recurrence(l2norm(q), l2norm(k), v, log_decay, beta[..., 0], scale, num_householder=n)
+    return gated_norm(layer, out, x)
+
+
 def fast_weights(layer, x):
     """With the feature map as the paper's appendix lists it."""
 
@@ -227,4 +240,5 @@ def linear(layer, x):
 COMPOSED = {
     "retnet": retnet, "gla": gla, "deltanet": deltanet, "linear-attention": linear,
     "delta-fast-weights(inputs.feature_map=dpfp-2)": fast_weights,
+    "gated-deltaproduct(write.steps=3)": gated_deltaproduct,
 }  # fmt: skip

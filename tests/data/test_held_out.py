@@ -12,6 +12,7 @@ import torch
 from headrace.studies.compare.defaults import CAPACITY, DEFAULTS
 from headrace.tasks import TASKS, Copy, Dates, Digits, Induction, Needle, Pair, Reverse, Spans, Text
 from headrace.tasks.base import BLOCK, PARTS, SplitByContent, generator, row_hashes
+from headrace.utils.errors import InputError
 
 # Tasks whose rows are cut from data of fixed parts; the rows of all others are drawn and parted by their content.
 OF_DATA: dict[str, Callable] = {
@@ -82,6 +83,51 @@ def test_text_digits_and_needles_do_not_share_material_between_splits(name, tmp_
         seen[part] = {tuple(row) for row in rows.tolist()}
         assert len(seen[part]) > 9
     assert not any(a & b for a, b in itertools.combinations(seen.values(), 2))
+
+
+def text_of(task, batch):
+    """The window of text of each row: of spans put together again, of pairs those whose second segment follows."""
+    if task.name == "spans":
+        marks = 2 + task.corpus.vocab_size
+        rows = zip(batch["input_ids"].tolist(), batch["shift_labels"].tolist(), strict=True)
+        return [put_together(source, target, marks) for source, target in rows]
+    if task.name == "masked":
+        shown = torch.where(batch["shift_labels"] < 0, batch["input_ids"], batch["shift_labels"])
+        return [bytes(i for i in row if i < 256) for row in shown[batch["next_sentence_label"] == 0].tolist()]
+    return [bytes(row) for row in torch.cat([batch["input_ids"], batch["shift_labels"][:, -1:]], 1).tolist()]
+
+
+def put_together(source, target, marks):
+    spans, mark = {}, None
+    for i in target[:-1]:
+        mark = i if i >= marks else mark
+        spans.setdefault(mark, []).extend([i - 2] if i < marks else [])
+    return bytes(j for i in source for j in (spans[i] if i >= marks else [i - 2]))
+
+
+@pytest.mark.parametrize("name", ["text", "masked", "spans"])
+def test_no_held_out_window_occurs_elsewhere_in_a_text_that_repeats_itself(name, tmp_path):
+    """Half of the lines of the text occur in all of its parts; windows are compared byte by byte."""
+    lines = ["".join(random.Random(i).choices(string.ascii_letters, k=40)) for i in range(400)]
+    text = "".join(line if i % 2 else lines[i % 20] for i, line in enumerate(lines))
+    (tmp_path / "lines.txt").write_text(text)
+    task = OF_DATA[name](str(tmp_path / "lines.txt"))
+    share = len(text) // 10
+    own = {"held-out": text[-share:], "tuning": text[-2 * share : -share]}
+    for part, others in (("held-out", text[:-share]), ("tuning", text[: -2 * share] + "\n" + own["held-out"])):
+        windows = text_of(task, task.held_out(64, part))
+        assert len(windows) > 20 and all(window.decode() in own[part] for window in windows)
+        assert not any(window.decode() in others for window in windows)
+        n = task.length - 3 if name == "masked" else task.length + (name == "text")
+        starts = task.fresh(part, n)
+        fresh = [s for s in range(len(own[part]) - n + 1) if own[part][s : s + n] not in others]
+        assert starts.tolist() == fresh and len(fresh) < 0.8 * len(own[part])
+
+
+def test_a_text_whose_held_out_part_occurs_in_its_training_part_is_refused(tmp_path):
+    (tmp_path / "same.txt").write_text("abcdefghij" * 100)
+    with pytest.raises(InputError, match="every window of 10 of the 100 tokens for held-out occurs in another part"):
+        Text((str(tmp_path / "same.txt"),), length=9).held_out(4)
 
 
 def test_held_out_dates_are_not_trained_in_another_format():

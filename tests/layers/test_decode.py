@@ -139,6 +139,7 @@ def test_decoding_with_another_epsilon():
         ("kda(decay.rank=full)", "decay='softplus-vector of full rank'"),
         ("retnet(decay.kind=slopes)", "decay='slopes'"),
         ("deltanet(write.beta=sigmoid-2)", "beta='sigmoid-2'"),
+        ("deltaproduct", "rule='delta of 2 steps per token'"),
     ],
 )  # fmt: skip
 @torch.no_grad()
@@ -301,9 +302,10 @@ def test_every_spec_field_is_handled():
         Inputs: "conv conv_bias shift feature_map qk_norm rotary rotary_first order value_gate by_length "
         "bias value_map",
         Decay: "kind rank dt_min dt_max dt_floor dt_ceiling lower_bound rate",
-        Write: "rule beta residual_chunk",
-        Read: "norm gate order scale bonus skip by_length affine eps gate_bias bias",
-        Competition: "read write source activation scale temperature range shuffle weight_decay memories_per_head",
+        Write: "rule beta residual_chunk steps",
+        Read: "norm gate order scale bonus skip by_length levels affine eps gate_bias bias",
+        Competition: "read write source activation scale temperature range shuffle top_k gradient freeze weight_decay "
+        "memories_per_head",
     }  # fmt: skip
     assert all([f.name for f in fields(record)] == names.split() for record, names in known.items())
 

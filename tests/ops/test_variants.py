@@ -147,6 +147,62 @@ def test_residual_chunk_needs_delta_rule_and_beta(setting):
         zoo.get(f"residual-delta({setting})")
 
 
+# --- several steps per token -----------------------------------------------------------------------------------------
+
+
+def product_of_steps(mixer, x):
+    """Token by token and step by step; the decay before the first step, the read after the last. The write gate is of
+    the token, the softmax over the heads of the product of its keys and the weights."""
+    n = mixer.spec.write.steps
+    decay = 0 * x[..., :H] if mixer.decay is None else mixer.decay(F.linear(x, mixer.part("decay")))
+    q, k, v, beta = heads(mixer, x, ["q", "k", "v", "beta"])
+    gate = torch.ones_like(decay)
+    if mixer.spec.competition is not None:
+        gate = H * (k * mixer.write_competition.weight).sum(-1).softmax(-1)
+        read = H * (q * mixer.read_competition.weight).sum(-1).softmax(-1)
+    unit = lambda y: y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6)  # noqa: E731
+    q, k, v, beta = unit(q), unit(k.unflatten(-1, (n, -1))), v.unflatten(-1, (n, -1)), 2 * beta.sigmoid()
+    S, out = x.new_zeros(len(x), H, mixer.K, mixer.V), []
+    for t in range(x.shape[1]):
+        S = decay[:, t, :, None, None].exp() * S
+        for i in range(n):
+            error = gate[:, t, :, None] * v[:, t, :, i] - torch.einsum("bhk,bhkv->bhv", k[:, t, :, i], S)
+            S = S + torch.einsum("bh,bhk,bhv->bhkv", beta[:, t, :, i], k[:, t, :, i], error)
+        out.append(mixer.K**-0.5 * torch.einsum("bhk,bhkv->bhv", q[:, t], S))
+    out = F.rms_norm(torch.stack(out, 1), (mixer.V,), mixer.norm_weight, 1e-6)
+    out = out if mixer.spec.competition is None else out * read[..., None]
+    out = out if mixer.gate is None else out * F.silu(next(heads(mixer, x, ["gate"])))
+    return mixer.o_proj(out.flatten(-2))
+
+
+@pytest.mark.parametrize("name", ["deltaproduct", "gated-deltaproduct", "softmax-gated-deltaproduct"])
+@pytest.mark.parametrize("steps", [2, 3])
+def test_several_steps_equal_their_product(name, steps):
+    """Outputs and all gradients; then decoding, and packed rows."""
+    mixer, x = build(f"{name}(inputs.conv=0, write.steps={steps})"), torch.randn(2, T, D).double()
+    outputs = mixer(x)[0], product_of_steps(mixer, x)
+    assert relative(*outputs) <= 1e-11
+    weight = torch.randn_like(x)
+    gradients = (torch.autograd.grad((y * weight).sum(), mixer.parameters(), retain_graph=True) for y in outputs)
+    assert all(relative(mine, theirs) <= 1e-10 for mine, theirs in zip(*gradients, strict=True))
+    with torch.no_grad():
+        state, bounds = mixer(x[:, :7])[1], torch.tensor([0, 3, 3, 2 * T])
+        for t in range(7, 10):
+            y, state = mixer(x[:, t : t + 1], state, in_place=True)
+            assert relative(y, outputs[0][:, t : t + 1]) <= 1e-11
+        row = x.reshape(1, -1, D)
+        parts = torch.cat([mixer(row[:, :3])[0], mixer(row[:, 3:])[0]], 1)
+        assert relative(mixer(row, cu_seqlens=bounds)[0], parts) <= 1e-11
+
+
+@pytest.mark.parametrize(
+    "setting", ["write.rule=add", "write.beta=dt", "write.beta=sigmoid, write.residual_chunk=4", "read.skip=true"]
+)
+def test_several_steps_need_the_delta_rule(setting):
+    with pytest.raises(InputError, match="steps=2 makes several updates"):
+        zoo.get(f"gated-deltaproduct({setting})")
+
+
 # --- a joint gate of low rank ----------------------------------------------------------------------------------------
 
 

@@ -140,6 +140,8 @@ HAND = {  # operations of a head with K key and V value numbers, term by term; v
     "kda": lambda K, V: K * V + 2 * K * V + 2 * K * V + 2 * K * V,
     "log-linear-mamba2": lambda K, V: 14 * (K * V + 2 * K * V + 2 * K * V),  # of every level but the token's own
     "log-linear-gated-deltanet": lambda K, V: 14 * (K * V + 2 * K * V + 2 * K * V + 2 * K * V),
+    "deltaproduct": lambda K, V: 2 * (2 * K * V + 2 * K * V) + 2 * K * V,  # twice k S and + kᵀ β (v − k S), q S
+    "gated-deltaproduct": lambda K, V: K * V + 2 * (2 * K * V + 2 * K * V) + 2 * K * V,
     "residual-delta": lambda K, V: 7 * K * V + K * V + 2 * K * V,  # Gated DeltaNet, and k S of an older S, which decays
     "gla-outer": lambda K, V: 2 * K * V + 2 * K * V + 2 * K * V,  # diag(α) S diag(β), + kᵀ v, q S
     "rwkv7": lambda K, V: K * V + 2 * K * V + 2 * K * V + 2 * K * V + 2 * K * V,  # diag(α) S − (a κ)ᵀ (κ S) + kᵀ v, q S

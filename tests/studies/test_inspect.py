@@ -58,7 +58,8 @@ def test_weights_of_values_are_what_the_mixer_read(mixer):
     assert len(layers) == 2
     for recorded in layers:
         reading = recorded.reading()
-        assert (reading is None) == (not isinstance(zoo.get(mixer), HAVE) and mixer != "rwkv7")
+        several = "deltaproduct" in mixer  # values of a token
+        assert (reading is None) == (several or (not isinstance(zoo.get(mixer), HAVE) and mixer != "rwkv7"))
         if reading is None:
             continue
         with torch.no_grad():

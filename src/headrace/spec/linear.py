@@ -84,6 +84,8 @@ class Write(Record):
     beta: Literal["one", "sigmoid", "sigmoid-2", "dt"] = "one"
     # chunk size in tokens: β also depends on the error v − k S of the memory at the chunk's start; None: it does not
     residual_chunk: PositiveInt | None = None
+    # updates by the delta rule per token, with a key, a value and a β each, before the token reads (arXiv 2502.10297)
+    steps: PositiveInt = 1
 
     @property
     def sigmoid(self) -> bool:
@@ -271,10 +273,16 @@ class MixerSpec(Spec):
 
         yield (
             self.read.levels is not None
-            and (self.read.bonus or self.read.norm in SUMS or write.residual_chunk is not None),
+            and (self.read.bonus or self.read.norm in SUMS or write.residual_chunk is not None or write.steps > 1),
             f"read.levels={self.read.levels} weights what is read of each level; expected read.bonus=False, "
-            f"write.residual_chunk=None and read.norm without a sum, got {self.read.bonus}, {write.residual_chunk} and "
-            f"{self.read.norm!r}",
+            f"write.residual_chunk=None, write.steps=1 and read.norm without a sum, got {self.read.bonus}, "
+            f"{write.residual_chunk}, {write.steps} and {self.read.norm!r}",
+        )
+        yield (
+            write.steps > 1 and (not delta or write.beta == "dt" or write.residual_chunk is not None or self.read.skip),
+            f"write.steps={write.steps} makes several updates by the delta rule, each with a β and a v of its own; "
+            "expected write.rule='delta', write.beta='one', 'sigmoid' or 'sigmoid-2', write.residual_chunk=None and "
+            "read.skip=False",
         )
 
     def _objections_to_gates(self, gate: Competition):
@@ -396,7 +404,8 @@ class MixerSpec(Spec):
             shapes["before"] = memory
         if self.inputs.conv:
             groups = self.heads.qk_groups or H
-            shapes["conv"] = (self.inputs.conv - 1, 2 * groups * K + H * V)
+            steps = self.write.steps
+            shapes["conv"] = (self.inputs.conv - 1, (1 + steps) * groups * K + steps * H * V)
         if self.inputs.shift != "none":
             shapes["shift"] = (1, hidden_size)
         return shapes
@@ -408,4 +417,5 @@ class MixerSpec(Spec):
         decay, delta = self.decay.kind != "none", self.write.rule == "delta"
         # of the memory before the chunk, which decays too
         residual = 2 + decay if (self.write.residual_chunk or 1) > 1 else 0
-        return H * self.memories_per_head * K * V * (4 + decay + 2 * delta + residual)
+        update = (2 + 2 * delta) * self.write.steps + residual
+        return H * self.memories_per_head * K * V * (2 + decay + update)

@@ -46,8 +46,9 @@ def _linear(spec: MixerSpec) -> dict[str, Any]:
     (decay, retention), gate, delta = _decay(spec.decay.kind), spec.competition, spec.write.rule == "delta"
     beta = {"one": "", "dt": "dt "}.get(spec.write.beta, "β ")
     write = "w " if gate is not None and gate.write != "none" else ""
+    product = f"{spec.write.steps} × " if spec.write.steps > 1 else ""
     return {
-        "A_t": f"(I − {beta}kᵀk) {decay}".strip() if delta else decay or "I",
+        "A_t": f"{product}(I − {beta}kᵀk) {decay}".strip() if delta else decay or "I",
         "b_t": f"{beta}{write}v",
         "features": " ".join(features(spec.inputs)) or "identity",
         "forgets": bool(decay), "overwrites": delta, "competes": gate is not None,

@@ -41,14 +41,17 @@ class Masked(ByToken, Text):
         return self.corpus.vocab_size + 3
 
     def sample(self, generator: torch.Generator, rows: int) -> Batch:
-        return self._pairs(self.corpus.train, generator, rows)
+        tokens = self.corpus.train
+        return self._pairs(tokens, torch.arange(len(tokens) - self.length + 4), generator, rows)
 
     def held_out(self, rows: int, part: Part = "held-out") -> Batch:
-        return self._pairs(self.corpus.parts[part], generator(part), rows)
+        """Both segments are from windows of the row's length that occur in no other part of the text."""
+        return self._pairs(self.corpus.parts[part], self.fresh(part, self.length - 3), generator(part), rows)
 
-    def _pairs(self, tokens: Tensor, generator: torch.Generator, rows: int) -> Batch:
+    def _pairs(self, tokens: Tensor, starts: Tensor, generator: torch.Generator, rows: int) -> Batch:
+        """starts: those of the windows of length − 3 tokens from which segments are taken."""
         n, special, draw = self.length - 3, self.corpus.vocab_size, partial(torch.randint, generator=generator)
-        start, elsewhere = draw(len(tokens) - n + 1, (2, rows, 1))
+        start, elsewhere = starts[draw(len(starts), (2, rows, 1))]
         unrelated, first = draw(2, (rows, 1)), draw(n // 4, n - n // 4 + 1, (rows, 1))  # first: length of a piece
         place = torch.arange(n)
         second = place >= first

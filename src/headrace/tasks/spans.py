@@ -46,14 +46,17 @@ class Spans(ByToken, Sequences, Text):
         return FIRST + self.corpus.vocab_size + self.spans
 
     def sample(self, generator: torch.Generator, rows: int) -> Batch:
-        return self._rows(self.corpus.train, generator, rows)
+        starts = torch.randint(len(self.corpus.train) - self.length, (rows, 1), generator=generator)
+        return self._rows(self.corpus.train, starts, generator)
 
     def held_out(self, rows: int, part: Part = "held-out") -> Batch:
-        return self._rows(self.corpus.parts[part], generator(part), rows)
+        starts, chance = self.fresh(part, self.length), generator(part)
+        drawn = starts[torch.randint(len(starts), (rows, 1), generator=chance)]
+        return self._rows(self.corpus.parts[part], drawn, chance)
 
-    def _rows(self, tokens: Tensor, generator: torch.Generator, rows: int) -> Batch:
-        start = torch.randint(len(tokens) - self.length, (rows, 1), generator=generator)
-        text = FIRST + tokens[start + torch.arange(self.length)].long()
+    def _rows(self, tokens: Tensor, starts: Tensor, generator: torch.Generator) -> Batch:
+        rows = len(starts)
+        text = FIRST + tokens[starts + torch.arange(self.length)].long()
         kept = parts(self.length - self.taken, self.spans, rows, generator)
         ends = torch.stack([kept, parts(self.taken, self.spans, rows, generator)], 2).flatten(1).cumsum(1)
         stretch = (torch.arange(self.length)[:, None] >= ends[:, None]).sum(2)  # kept, taken, kept, taken, …

@@ -4,7 +4,8 @@
     answer     h  e  _  h  e  a
 
 Tokens are bytes, or those of a `tokenizers` JSON file. The last tenth of the text is held out, and the tenth before it
-is for tuning. The default text is the source code of Python's standard library.
+is for tuning. Rows of these two parts are windows that occur in no other part of the text. The default text is the
+source code of Python's standard library.
 """
 
 import gzip
@@ -29,6 +30,8 @@ from .base import Answers, Batch, Metric, Part
 HELD_OUT_SHARE = 0.1
 COMMON = 1e-5  # a bigram that is more than this share of the training text's is learnt from there, not from the row
 PACKED = (".zst", ".bz2", ".xz", ".zip")  # compressed formats that are not supported
+BASE = 0x9E3779B97F4A7C15  # of the hash of a window; odd, so that it has an inverse modulo 2^64
+PIECE = 2**22  # tokens whose windows are hashed at once
 
 
 @dataclass(frozen=True)
@@ -79,15 +82,26 @@ class Text:
         return self._windows(tokens, torch.randint(len(tokens) - self.length, (rows,), generator=generator))
 
     def held_out(self, rows: int, part: Part = "held-out") -> Batch:
-        """Adjacent windows of a part of the text; if there are more than `rows`, evenly spaced ones."""
-        tokens = self.corpus.parts[part]
-        windows = (len(tokens) - 1) // self.length
-        return self._windows(tokens, torch.linspace(0, windows - 1, min(rows, windows)).long() * self.length)
+        """Windows of a part of the text that occur in no other part and begin at multiples of `length`; if there are
+        more than `rows`, evenly spaced ones."""
+        starts = self.fresh(part, self.length + 1, self.length)
+        return self._windows(self.corpus.parts[part], starts[evenly_spaced(len(starts), rows)])
 
     def by_length(self, rows: int) -> dict[int, Batch]:
         """Length -> windows of that length, as many tokens at each."""
         lengths = takewhile(lambda length: length <= self.longest, (self.length * 4**i for i in count()))
         return {n: replace(self, length=n, longest=0).held_out(max(rows * self.length // n, 1)) for n in lengths}
+
+    def fresh(self, part: Part, length: int, every: int = 1) -> Tensor:
+        """The starts, multiples of `every`, of the windows of `length` tokens of a part that occur in no other part.
+        InputError if there are none."""
+        tokens = self.corpus.parts[part]
+        if not len(starts := fresh(self.files, self.tokenizer, part, length, every)):
+            raise InputError(
+                f"every window of {length} of the {len(tokens)} tokens for {part} occurs in another part of the text "
+                "too; expected text that does not repeat itself"
+            )
+        return starts
 
     def _windows(self, tokens: Tensor, starts: Tensor) -> Batch:
         window = tokens[starts[:, None] + torch.arange(self.length + 1)].long()
@@ -144,6 +158,35 @@ def load(files: tuple[str, ...], tokenizer: str | None) -> Corpus:
     parts = {part: encode(own) for part, own in texts.items()}
     bytes_per_token = len(texts["held-out"].encode()) / max(len(parts["held-out"]), 1)
     return Corpus(parts, vocab_size, bytes_per_token, hashlib.sha256(text.encode()).hexdigest())
+
+
+@lru_cache(maxsize=16)
+def fresh(files: tuple[str, ...], tokenizer: str | None, part: Part, length: int, every: int) -> Tensor:
+    """`Text.fresh`, which may return none. Windows are compared by their hashes, so that a window that occurs nowhere
+    else may be left out, but none that occurs elsewhere is kept."""
+    parts = load(files, tokenizer).parts
+    hashes, own = np.unique(window_hashes(parts[part], length)[::every], return_inverse=True)
+    seen = np.zeros(len(hashes), bool)
+    for tokens in (tokens for other, tokens in parts.items() if other != part):
+        for piece in (tokens[low : low + PIECE + length - 1] for low in range(0, len(tokens) - length + 1, PIECE)):
+            theirs = window_hashes(piece, length)
+            places = np.searchsorted(hashes, theirs).clip(max=len(hashes) - 1)
+            seen[places[hashes[places] == theirs]] = True
+    return torch.from_numpy(np.flatnonzero(~seen[own])) * every
+
+
+def window_hashes(tokens: Tensor, length: int) -> np.ndarray:
+    """The hash Σ_j (1 + token_{s+j}) BASE^j modulo 2^64 of each window of `length` tokens, by its start s."""
+    powers, inverses = (np.full(len(tokens), base, np.uint64) for base in (BASE, pow(BASE, -1, 2**64)))
+    powers[0] = inverses[0] = 1
+    sums = np.cumsum((1 + tokens.numpy().astype(np.uint64)) * np.cumprod(powers))
+    sums = np.concatenate([np.zeros(1, np.uint64), sums])
+    return (sums[length:] - sums[: len(sums) - length]) * np.cumprod(inverses)[: len(sums) - length]
+
+
+def evenly_spaced(total: int, count: int) -> Tensor:
+    """`count` of the integers below `total`, or all if there are fewer."""
+    return torch.linspace(0, total - 1, min(count, total)).long()
 
 
 def read(path: Path) -> str:

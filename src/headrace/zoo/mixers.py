@@ -115,6 +115,16 @@ MIXERS: dict[str, Entry] = {
         "https://arxiv.org/abs/2506.04761",
         replace(GATED_DELTANET, read=Read("rms", "silu", levels=15)),
     ),
+    "deltaproduct": Entry(
+        "Two steps of the delta rule per token, each with a key, a value and a write strength up to 2.",
+        "https://arxiv.org/abs/2502.10297",
+        MixerSpec(inputs=Inputs(conv=4, qk_norm="l2"), write=Write("delta", "sigmoid-2", steps=2)),
+    ),
+    "gated-deltaproduct": Entry(
+        "DeltaProduct with the decay and the output gate of Gated DeltaNet.",
+        "https://arxiv.org/abs/2502.10297",
+        replace(GATED_DELTANET, write=Write("delta", "sigmoid-2", steps=2)),
+    ),
     "residual-delta": Entry(
         "Gated DeltaNet whose write strength β also depends on the error v − k S of the memory at the start of "
         "each chunk of 16 tokens, with a weight initialised to 0. Original to this library.",

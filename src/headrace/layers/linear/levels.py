@@ -15,6 +15,7 @@ tokens per block, M blocks.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ...ops.call import accumulator, gated
-from ...ops.sequences import Sequences
+from ...ops.sequences import Sequences, avoid_sync
 from ...utils.device import without_autocast
 from ..base import Recurrence, SelfInitialised
 
@@ -103,7 +104,8 @@ class LogLinear(SelfInitialised, Recurrence):
             memory = None if state is None else state.memory.to(acc)
             places = Places(sequences, seen, before, within + before, memory)
             out = self._new(op, x, weight, places)
-            ended = checkpoint(self._ended, op, x, places, use_reentrant=False, preserve_rng_state=False)
+            recomputed = partial(checkpoint, self._ended, use_reentrant=False, preserve_rng_state=False)
+            ended = (recomputed if torch.is_grad_enabled() else self._ended)(op, x, places)
             if memory is not None:
                 read, kept = self._old(op, x, weight, places, memory)
                 out, ended = out + read, ended + kept
@@ -114,8 +116,11 @@ class LogLinear(SelfInitialised, Recurrence):
         T, position = x["v"].shape[1], places.position
         bits = min(BITS, self.last - 1) if T > 1 else 0
         near, out = self._blocks(op, x, weight, places, bits)
-        # Without a memory before, no pair is further apart than T; the position of a later token is not waited for.
-        farthest = min(self.last, (T - 1).bit_length()) if places.memory is None or T == 1 else self.last
+        farthest = min(
+            self.last, (T - 1).bit_length()
+        )  # level of a pair of these tokens, if they begin their sequences
+        if places.memory is not None and T > 1:  # a GPU does not wait for their positions
+            farthest = self.last if avoid_sync(position) else int(level(position, places.before, self.last).max())
         for i in range(bits + 1, farthest + 1):
             begins = places.begins(2**i if i < self.last else None)
             bounds = torch.cat([begins, begins.new_full((1,), position.numel())])

@@ -27,6 +27,7 @@ from .convolution import convolve
 from .features import FEATURE_MAPS, QK_NORMS, divided_by_length
 from .parameters import LinearParameters
 from .readout import GATES, GROUP_NORM_EPS, NORM_FLOORS, affine, normalised
+from .steps import as_tokens
 from .token import MixerState, run_mixer
 from .token_shift import project
 
@@ -64,7 +65,7 @@ class LinearMixer(LinearParameters):
         tokens = None if state is None else state.tokens
         positions = sequences.positions(tokens, x) if self.spec.counts_tokens else None
         gates = self._gates(inputs, x, positions)
-        q, k = self._features(inputs["q"], positions), self._features(inputs["k"], positions)
+        q, k = self._features(inputs["q"], positions), self._features(self._keys(inputs["k"]), positions)
         v = self._values(inputs, positions)
         if self.spec.read.norm == "detached":  # one more column is the sum of weights, in the accumulator's precision
             q, k, v = (y.to(accumulator(y)) for y in (q, k, F.pad(v, (0, 1), value=1.0)))
@@ -106,7 +107,8 @@ class LinearMixer(LinearParameters):
 
     def _inputs(self, x: Tensor, state: MixerState | None, sequences: Sequences):
         """Returns q, k [B, T, Hq, K], v [B, T, H, V] after the short convolution, and the inputs [B, T, ·] of decay, β
-        and output gate, by name; and the next states of convolution and token shift, if any."""
+        and output gate, by name; and the next states of convolution and token shift, if any. With n steps per token, K
+        of k and V of v are n times as large."""
         parts, shift = self._project(x, state, sequences)
         conv = None
         if self.conv is not None:
@@ -141,6 +143,10 @@ class LinearMixer(LinearParameters):
         if (writing := self.write_competition) is not None:
             write = (writing if self.write_place == "beta" else writing.gate)(k, x, positions)
         return Gates(read, write, None if self.choice is None else self.choice(q))
+
+    def _keys(self, k: Tensor) -> Tensor:
+        """[B, T, Hq, n K] -> [B, T, Hq n, K], for n steps per token."""
+        return k if (n := self.spec.write.steps) == 1 else k.unflatten(-1, (n, -1)).flatten(2, 3)
 
     def _features(self, heads: Tensor, positions: Tensor | None) -> Tensor:
         """Returns the q or k of the recurrence, [B, T, Hq, rows of the memory]."""
@@ -177,20 +183,25 @@ class LinearMixer(LinearParameters):
     def _recur(self, tensors: dict[str, Any], state: MixerState | None, sequences: Sequences, in_place: bool):
         """Returns what each head reads [B, T, H, V], the next memory, and the next `before` (residual.py)."""
         memory, before, settings = None if state is None else state.memory, None, self._settings()
+        if (n := self.spec.write.steps) > 1:
+            tensors = as_tokens(tensors, n)
         op = partial(self.op, **settings, backend=self.backend)
         if self.residual is not None:
             out, memory, before = self.residual(op, tensors, state, sequences)
         elif self.levels is not None:
             out, memory = self.levels(op, tensors, state, sequences)
         elif self.op is linear_attention and sequences.T == 1 and not sequences.packed and current() is None:
-            token = {name: _now(y) for name, y in tensors.items()}
             backend = self.backend if self.backend == "auto" or has(self.backend, "step") else "torch"
             in_place = in_place and memory is not None and memory.is_contiguous()
-            out, memory = step(**token, **settings, state=memory, backend=backend, in_place=in_place)
+            for i in range(n):
+                token = {name: _at(y, i) for name, y in tensors.items()}
+                out, memory = step(**token, **settings, state=memory, backend=backend, in_place=in_place)
             out = out[:, None]
         else:
-            where = {"initial_state": memory, "cu_seqlens": sequences.bounds}
+            bounds = sequences.bounds if n == 1 or sequences.bounds is None else n * sequences.bounds
+            where = {"initial_state": memory, "cu_seqlens": bounds}
             out, memory = self.op(**tensors, **settings, **where, backend=self.backend)
+            out = out if n == 1 else out[:, n - 1 :: n]
         return out if self.choice is None else out.unflatten(2, (self.H, -1)).sum(3), memory, before
 
     def _settings(self) -> dict[str, Any]:
@@ -217,16 +228,18 @@ class LinearMixer(LinearParameters):
         return {"log_decay": log_decay, "beta": beta, "write_gate": write, "read_gate": product(read, gates.choice)}
 
     def _decay_and_beta(self, inputs: dict[str, Tensor], log_write: Tensor | None):
-        """Returns log_decay and β, or β's logit if β also depends on the memory (write.residual_chunk)."""
+        """Returns log_decay and β, or β's logit if β also depends on the memory (write.residual_chunk).
+        With n steps per token, β is [B, T, H, n]."""
         if self.spec.write.beta == "dt":
             return tuple(self._per_memory(y) for y in self.decay(inputs["decay"], step_size=True))
         log_decay = None if self.decay is None else self._per_memory(self.decay(inputs["decay"]))
         if "beta" not in inputs:
             return log_decay, None
-        logits = self._per_memory(inputs["beta"])
+        steps = self.spec.write.steps
+        logits = self._per_memory(inputs["beta"] if steps == 1 else inputs["beta"].unflatten(-1, (self.H, steps)))
         logits = logits.to(accumulator(logits))
         if log_write is not None:
-            logits = logits + log_write
+            logits = logits + (log_write if steps == 1 else log_write[..., None])
         if self.residual is not None:
             return log_decay, logits
         return log_decay, logits.sigmoid() * (2 if self.spec.write.beta == "sigmoid-2" else 1)
@@ -291,6 +304,6 @@ class LinearMixer(LinearParameters):
         return F.rms_norm(wide, wide.shape[-1:], weight, self.norm_eps).view_as(x).to(x.dtype)
 
 
-def _now(x: Tensor | None) -> Any:
-    """Removes the token dimension of [B, 1, ·]; a fixed decay [H] has none."""
-    return x if x is None or x.dim() == 1 else x[:, 0]
+def _at(x: Tensor | None, i: int) -> Any:
+    """Selects a token of [B, T, ·]; a fixed decay [H] has no tokens."""
+    return x if x is None or x.dim() == 1 else x[:, i]

@@ -61,7 +61,8 @@ class LinearParameters(Mixer, HasBackend):
         self.H, (self.K, self.V) = spec.num_heads(num_heads), spec.head_dims(hidden_size, num_heads)
         self.Hq = spec.heads.qk_groups or self.H
         self.state_shapes = spec.state_shapes(hidden_size, num_heads) | ({"tokens": ()} if spec.counts_tokens else {})
-        self.parts = {"q": self.Hq * self.K, "k": self.Hq * self.K, "v": self.H * self.V}  # sizes of in_proj's parts
+        steps = spec.write.steps  # those of a head are side by side
+        self.parts = {"q": self.Hq * self.K, "k": steps * self.Hq * self.K, "v": steps * self.H * self.V}  # of in_proj
         self.depth, self.height = layer_idx / max(num_layers - 1, 1), 1 - layer_idx / num_layers
         self.share = (layer_idx + 1) / num_layers  # fraction of the layers up to and including this one
         self._build_inputs(hidden_size)
@@ -77,7 +78,7 @@ class LinearParameters(Mixer, HasBackend):
     def _build_inputs(self, hidden_size: int) -> None:
         self.conv = self.shift = self.features = self.value_gate = None
         if width := self.spec.inputs.conv:
-            channels = 2 * self.Hq * self.K + self.H * self.V
+            channels = sum(self.parts.values())
             self.conv = nn.Conv1d(channels, channels, width, groups=channels, bias=self.spec.inputs.conv_bias)
         if self.spec.inputs.shift == "ddlerp":
             self.shift = TokenShift(hidden_size, self.depth, self.height)
@@ -95,7 +96,7 @@ class LinearParameters(Mixer, HasBackend):
             self.decay = DECAYS[spec.decay.kind](spec.decay, self.H, rows, self.depth)
             self.parts["decay"] = self.decay.in_features
         if spec.write.sigmoid:
-            self.parts["beta"] = self.H
+            self.parts["beta"] = spec.write.steps * self.H
         if spec.write.residual_chunk is not None:
             self.residual = ResidualDelta(spec.write.residual_chunk, self.H * spec.memories_per_head)
         if spec.read.levels is not None:
@@ -117,12 +118,13 @@ class LinearParameters(Mixer, HasBackend):
             self.parts["gate"] = self.gate.in_features
 
     def _build_competition(self, hidden_size: int) -> None:
-        spec, sizes = self.spec.competition, (hidden_size, self.H, self.Hq, self.K)
+        spec, sizes, steps = self.spec.competition, (hidden_size, self.H, self.Hq), self.spec.write.steps
         self.read_place, self.write_place = (spec.read, spec.write) if spec else ("none", "none")
         self.freezes = spec is not None and spec.freeze
-        self.read_competition = HeadCompetition(spec, *sizes) if spec and spec.read != "none" else None
+        self.read_competition = HeadCompetition(spec, *sizes, self.K) if spec and spec.read != "none" else None
         rank = self.spec.memories_per_head
-        self.write_competition = HeadCompetition(spec, *sizes, rank) if spec and spec.write != "none" else None
+        written = *sizes, steps * self.K, rank
+        self.write_competition = HeadCompetition(spec, *written) if spec and spec.write != "none" else None
         self.choice = MemoryChoice(rank, self.H, self.K) if rank > 1 else None
         for sentence in self.spec.idle_gates(self.H):
             warnings.warn(sentence, GateWarning, stacklevel=4)

@@ -156,6 +156,7 @@ def add_linear(
 def _kinds(spec: MixerSpec) -> dict[str, str]:
     """Returns the kinds of a spec's parts by the parts' names."""
     beta = spec.write.beta if spec.write.residual_chunk is None else "sigmoid with write.residual_chunk"
+    rule = spec.write.rule if spec.write.steps == 1 else f"{spec.write.rule} of {spec.write.steps} steps per token"
     gate = spec.competition
     read, write = (gate.read, gate.write) if gate else ("none", "none")
     gate = gate or Competition()
@@ -165,7 +166,7 @@ def _kinds(spec: MixerSpec) -> dict[str, str]:
     }  # fmt: skip
     return {
         "feature_map": _feature_map(spec.inputs), "qk_norm": spec.inputs.qk_norm, "decay": _decay(spec.decay),
-        "rule": spec.write.rule, "beta": beta, "norm": _norm(spec.read), 
+        "rule": rule, "beta": beta, "norm": _norm(spec.read),
         "gate": spec.read.gate if spec.read.gate_bias else f"{spec.read.gate} without a bias",
         "order": spec.read.order, "read": read, "write": write,
         "source": gate.source if gate.memories_per_head == 1 else f"{gate.memories_per_head} memories of each head",

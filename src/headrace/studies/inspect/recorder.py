@@ -53,16 +53,18 @@ class Recorded:
     @cached_property
     def call(self) -> tuple[dict[str, Any], Any]:
         """The arguments and the result of one call over all tokens. The residual delta rule calls the op once per
-        chunk, with the last chunk padded; its calls are concatenated."""
+        chunk, with the last chunk padded; its calls are concatenated. Of several steps per token, only the first one's
+        arguments are kept."""
         if not isinstance(self.mixer, LinearMixer):
             return self.calls[0]
         if method(self.mixer) == "_recur":
             (arguments, result), *_ = self.calls
             return arguments["given"][0], result[0]
+        steps = self.mixer.spec.write.steps
 
         def concatenated(pieces: list[Any]) -> Any:
             by_token = isinstance(pieces[0], Tensor) and pieces[0].dim() > 2  # else a tensor per head
-            return torch.cat(pieces, 1)[:, : self.tokens] if by_token else pieces[0]
+            return torch.cat(pieces, 1)[:, ::steps][:, : self.tokens] if by_token else pieces[0]
 
         names = self.calls[0][0].keys() - {"initial_state", "given"}
         arguments = {name: concatenated([call_arguments[name] for call_arguments, _ in self.calls]) for name in names}
@@ -70,7 +72,8 @@ class Recorded:
 
     def reading(self) -> Reading | None:
         """The linear map of the mixer; None for a mixer without a scalar weight per head and pair of tokens."""
-        return RECORDED_METHODS[type(self.mixer)][1](self.mixer, *self.call) if self.calls else None
+        several = isinstance(self.mixer, LinearMixer) and self.mixer.spec.write.steps > 1  # values of a token
+        return RECORDED_METHODS[type(self.mixer)][1](self.mixer, *self.call) if self.calls and not several else None
 
     @property
     def horizon(self) -> Tensor | None:

@@ -1,0 +1,30 @@
+"""Several steps of the delta rule per token (write.steps), as in DeltaProduct (arXiv 2502.10297, section 3). With n
+keys k_i, values v_i and write strengths β_i per token:
+
+    S ← e^g S        S ← S + β_i k_iᵀ (w v_i − k_i S)  for i = 1, …, n        out = q S
+
+This is `linear_attention` of n tokens for each token, where the first one decays the memory and the last one is read.
+
+Dimensions: B batch, T tokens, H heads (Hq for q and k), K key, V value dimension per head, n steps per token.
+"""
+
+from typing import Any
+
+import torch.nn.functional as F
+
+
+def as_tokens(x: dict[str, Any], n: int) -> dict[str, Any]:
+    """Converts the arguments of T tokens to those of T n tokens of `linear_attention`.
+
+    Args:
+        x: k [B, T, Hq n, K], v [B, T, H, n V] and beta [B, T, H, n] with the steps of a head side by side, and the
+            other arguments per token; None for those that the layer does not have.
+        n: number of steps.
+    """
+    by_step = {"k": x["k"].unflatten(2, (-1, n)), "v": x["v"].unflatten(3, (n, -1)), "beta": x["beta"]}
+    spread = {name: y if y is None else y.transpose(2, 3).flatten(1, 2) for name, y in by_step.items()}
+    if (g := x["log_decay"]) is not None:
+        g = (g.expand(x["v"].shape[:3]) if g.dim() == 1 else g).unsqueeze(2)
+        spread["log_decay"] = F.pad(g, [0, 0] * (g.dim() - 3) + [0, n - 1]).flatten(1, 2)
+    repeated = ((name, x[name]) for name in x.keys() - {*spread, "log_decay"})
+    return x | spread | {name: y if y is None else y.repeat_interleave(n, 1) for name, y in repeated}
