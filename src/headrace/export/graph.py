@@ -78,6 +78,8 @@ def _reason(layer: Any) -> str | None:
     if isinstance(mixer, LinearMixer):
         if mixer.levels is not None:
             return "its levels of memories (read.levels) depend on the number of tokens"
+        if mixer.ridge is not None:
+            return "its keys and values (read.ridge_steps) are read in a loop of conjugate gradients"
         return (
             None
             if mixer.residual is None

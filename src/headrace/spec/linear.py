@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from ..utils.errors import InputError
-from .decay import Decay
+from .decay import DECAYS, Decay
 from .mixer import Facts, Shapes, Spec, width_per_head
 from .record import PositiveFloat, PositiveInt, Range, Record, require_positive
 
@@ -111,6 +111,9 @@ class Read(Record):
     # number of levels of log-linear attention (arXiv 2506.04761), which are memories of 1, 1, 2, 4, 8, … tokens back,
     # with a weight per token, head and level; the last has all older tokens. None: one memory
     levels: Annotated[int, Range("2 to 40", lambda n: 2 <= n <= 40)] | None = None
+    # number of steps of conjugate gradients that solve (Σ β kᵀk + λ) x = q, where x takes the place of q: the layer
+    # reads the prediction of ridge regression (MesaNet, arXiv 2506.05233); None: q itself
+    ridge_steps: PositiveInt | None = None
     # whether the norm has a weight (group, layer: and a bias); None: l2 and layer have none, the others do
     affine: bool | None = None
     eps: PositiveFloat | None = None  # epsilon of the norms rms, rms-joint and rms-groups; None: the model's
@@ -285,6 +288,16 @@ class MixerSpec(Spec):
             "read.skip=False",
         )
 
+        shape = "none" if decay.kind == "none" else DECAYS[decay.kind].shape.name
+        symmetric = not delta and shape != "VECTOR" and write.residual_chunk is None
+        plain = self.read.norm not in SUMS and not self.read.bonus and self.read.levels is None
+        yield (
+            self.read.ridge_steps is not None and not (symmetric and plain and self.read.scale == "one"),
+            f"read.ridge_steps={self.read.ridge_steps} is of a memory Σ β kᵀv that decays by one number per head; "
+            "expected write.rule='add', no decay per key channel, read.scale='one', read.norm without a sum, "
+            "read.bonus=False and read.levels=None",
+        )
+
     def _objections_to_gates(self, gate: Competition):
         """Gates of competition that gate nothing or that the write does not have."""
         yield (gate.read == gate.write == "none", "competition with read='none' and write='none' gates nothing")
@@ -342,6 +355,11 @@ class MixerSpec(Spec):
         """Number of matrices that a memory consists of: one for each level but that of the token itself."""
         return 1 if self.read.levels is None else self.read.levels - 1
 
+    def _columns(self, K: int, V: int) -> int:
+        """Number of columns of a head's memory."""
+        ridge = self.memory_rows(K) if self.read.ridge_steps is not None else 0
+        return (V + (self.read.norm in SUMS)) * self.matrices + ridge
+
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """Returns (K, V), the key and value dimensions per head. Raises InputError for widths that do not divide."""
         require_positive(hidden_size=hidden_size, num_heads=num_heads)
@@ -398,7 +416,7 @@ class MixerSpec(Spec):
         """Returns the shapes of the recurrent state of one sequence, without the batch dimension."""
         H = self.num_heads(num_heads)
         K, V = self.head_dims(hidden_size, num_heads)
-        memory = H * self.memories_per_head, self.memory_rows(K), (V + (self.read.norm in SUMS)) * self.matrices
+        memory = H * self.memories_per_head, self.memory_rows(K), self._columns(K, V)
         shapes: Shapes = {"memory": memory}
         if (self.write.residual_chunk or 1) > 1:
             shapes["before"] = memory
@@ -413,9 +431,10 @@ class MixerSpec(Spec):
     def flops_per_token(self, hidden_size: int, num_heads: int) -> int:
         H = self.num_heads(num_heads)
         K, V = self.head_dims(hidden_size, num_heads)
-        K, V = self.memory_rows(K), (V + (self.read.norm in SUMS)) * self.matrices
+        solved = 2 * min(self.read.ridge_steps or 0, self.memory_rows(K)) * self.memory_rows(K)
+        K, V = self.memory_rows(K), self._columns(K, V)
         decay, delta = self.decay.kind != "none", self.write.rule == "delta"
         # of the memory before the chunk, which decays too
         residual = 2 + decay if (self.write.residual_chunk or 1) > 1 else 0
         update = (2 + 2 * delta) * self.write.steps + residual
-        return H * self.memories_per_head * K * V * (2 + decay + update)
+        return H * self.memories_per_head * K * (V * (2 + decay + update) + solved)

@@ -72,6 +72,16 @@ MIXERS: dict[str, Entry] = {
         "https://arxiv.org/abs/2312.06635",
         MixerSpec(Heads(expand_k=0.5), decay=Decay("sigmoid", rank=16), read=Read("rms", "silu")),
     ),
+    "mesa": Entry(
+        "A token reads the prediction of ridge regression on all keys and values so far, by conjugate gradients.",
+        "https://arxiv.org/abs/2506.05233",
+        MixerSpec(
+            inputs=Inputs(conv=4, qk_norm="l2"),
+            decay=Decay("softplus"),
+            write=Write(beta="sigmoid"),
+            read=Read("rms", scale="one", ridge_steps=30),
+        ),
+    ),
     "rwkv6": Entry(
         "A bonus weight for the current token; inputs are mixed with the previous token.",
         "https://arxiv.org/abs/2404.05892",

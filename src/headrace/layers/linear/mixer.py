@@ -56,7 +56,7 @@ class LinearMixer(LinearParameters):
 
     @property
     def splits(self) -> bool:
-        return self.residual is None and self.levels is None
+        return self.residual is self.levels is self.ridge is None
 
     def run(
         self, x: Tensor, state: MixerState | None, sequences: Sequences, in_place: bool = False
@@ -190,6 +190,8 @@ class LinearMixer(LinearParameters):
             out, memory, before = self.residual(op, tensors, state, sequences)
         elif self.levels is not None:
             out, memory = self.levels(op, tensors, state, sequences)
+        elif self.ridge is not None:
+            out, memory = self.ridge(op, tensors, state, sequences)
         elif self.op is linear_attention and sequences.T == 1 and not sequences.packed and current() is None:
             backend = self.backend if self.backend == "auto" or has(self.backend, "step") else "torch"
             in_place = in_place and memory is not None and memory.is_contiguous()

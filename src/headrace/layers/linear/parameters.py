@@ -23,6 +23,7 @@ from .joint import MemoryChoice
 from .levels import LogLinear
 from .readout import GateLogits, weight_size
 from .residual import ResidualDelta
+from .ridge import RidgeRead
 from .taylor import TaylorFeatures
 from .token import MixerState, mixer_program
 from .token_shift import TokenShift
@@ -44,6 +45,7 @@ class LinearParameters(Mixer, HasBackend):
     bonus: Any
     residual: Any
     levels: Any
+    ridge: Any
     choice: Any
     norm_weight: Any
     norm_bias: Any
@@ -91,7 +93,7 @@ class LinearParameters(Mixer, HasBackend):
 
     def _build_memory(self) -> None:
         spec, rows = self.spec, self.spec.memory_rows(self.K)
-        self.decay = self.bonus = self.residual = self.levels = None
+        self.decay = self.bonus = self.residual = self.levels = self.ridge = None
         if spec.decay.kind != "none":
             self.decay = DECAYS[spec.decay.kind](spec.decay, self.H, rows, self.depth)
             self.parts["decay"] = self.decay.in_features
@@ -102,6 +104,8 @@ class LinearParameters(Mixer, HasBackend):
         if spec.read.levels is not None:
             self.levels = LogLinear(spec.read.levels, self.H * spec.memories_per_head)
             self.parts["levels"] = self.H * spec.read.levels
+        if spec.read.ridge_steps is not None:
+            self.ridge = RidgeRead(spec.read.ridge_steps, self.H * spec.memories_per_head, rows)
         if spec.read.bonus:
             self.bonus = nn.Parameter(torch.empty(self.H, rows))
 

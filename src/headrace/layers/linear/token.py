@@ -201,6 +201,7 @@ def _norm(read: Read) -> str:
         f"with read.affine={read.affine}": other,
         "with read.by_length": read.by_length,
         "with read.levels": read.levels is not None,
+        "with read.ridge_steps": read.ridge_steps is not None,
     }
     return " ".join([read.norm, *(words for words, applies in more.items() if applies)])
 

@@ -162,7 +162,7 @@ RECORDED_METHODS: dict[type, tuple[str, Callable[..., Reading]]] = {
 
 def method(mixer: Any) -> str | None:
     name = RECORDED_METHODS.get(type(mixer), (None,))[0]
-    if name == "op" and mixer.levels is not None:  # which calls the op several times
+    if name == "op" and not mixer.levels is mixer.ridge is None:  # which calls the op several times
         return "_recur"
     return "_attend_within" if name == "_attend" and getattr(mixer.spec, "pattern", None) is not None else name
 
