@@ -97,7 +97,12 @@ MIXERS = [name for name in zoo.names() if type(zoo.get(name)).__name__ == "Mixer
 
 # With competition, of which a mixer without it has all but the gates; test_compile.py has mixers without. Where β
 # depends on the memory (write.residual_chunk), a loop over chunks needs the lengths of the sequences.
-ONE_GRAPH = [f"softmax-{name}" for name in zoo.LINEAR if zoo.get(name).write.residual_chunk is None]
+# log-linear-gated-deltanet has all parts of log-linear-mamba2.
+ONE_GRAPH = [
+    f"softmax-{name}"
+    for name in zoo.LINEAR
+    if zoo.get(name).write.residual_chunk is None and name != "log-linear-mamba2"
+]
 
 
 def layer(name):
