@@ -68,8 +68,8 @@ def test_released_decays_equal_their_formulas():
 
 def test_fields_of_one_decay_are_refused_for_others():
     for kind, settings in (
-        ("softplus-vector", {"dt_floor": 0.1}), ("softplus", {"lower_bound": -5.0}), ("sigmoid", {"rank": "full"}),
-        ("retnet", {"rate": 2.0}),
+        ("softplus-vector", {"dt_floor": 0.1}), ("softplus", {"lower_bound": -5.0}), ("exp", {"rank": "full"}),
+        ("retnet", {"rate": 2.0}), ("softplus", {"temperature": 1.0}),
     ):  # fmt: skip
         with pytest.raises(InputError, match=r"decay\.\w+.* is of decay.kind="):
             Decay(kind, **settings)
@@ -92,7 +92,7 @@ def test_shape_numbers_equal_the_header():
 
 def test_the_native_library_divides_the_sigmoid_decay_by_the_same_temperature():
     constant = re.search(r"SIGMOID_TEMPERATURE = (\d+);", (NATIVE / "kinds.h").read_text("utf-8"))
-    assert float(constant[1]) == decays.SigmoidDecay.TEMPERATURE
+    assert float(constant[1]) == Decay.temperature
 
 
 def test_every_declared_decay_has_a_class():

@@ -138,7 +138,10 @@ def test_decoding_with_another_epsilon():
         ("kda(decay.lower_bound=-5.0)", "decay='softplus-vector with decay.lower_bound'"),
         ("kda(decay.rank=full)", "decay='softplus-vector of full rank'"),
         ("retnet(decay.kind=slopes)", "decay='slopes'"),
+        ("gla(decay.temperature=1)", "decay='sigmoid with decay.temperature'"),
+        ("gla(inputs.key=complement)", "feature_map='identity with inputs.key'"),
         ("deltanet(write.beta=sigmoid-2)", "beta='sigmoid-2'"),
+        ("retnet(write.beta=exp)", "beta='exp'"),
         ("deltaproduct", "rule='delta of 2 steps per token'"),
     ],
 )  # fmt: skip
@@ -299,9 +302,9 @@ def test_every_spec_field_is_handled():
     """A new one must be told to the native call, or be refused by it, before it is named here."""
     known = {
         MixerSpec: "heads inputs decay write read competition", Heads: "expand_k expand_v qk_groups count key_dim",
-        Inputs: "conv conv_bias shift feature_map qk_norm rotary rotary_first order value_gate by_length "
+        Inputs: "conv conv_bias shift key feature_map qk_norm rotary turns rotary_first order value_gate by_length "
         "bias value_map",
-        Decay: "kind rank dt_min dt_max dt_floor dt_ceiling lower_bound rate",
+        Decay: "kind rank dt_min dt_max dt_floor dt_ceiling lower_bound rate temperature",
         Write: "rule beta residual_chunk steps",
         Read: "norm gate order scale bonus skip by_length levels ridge_steps affine eps gate_bias bias",
         Competition: "read write source activation scale temperature range shuffle top_k gradient freeze weight_decay "

@@ -19,6 +19,7 @@ from transformers import (
     OlmoHybridConfig,
     RecurrentGemmaConfig,
     RwkvConfig,
+    xLSTMConfig,
 )
 from transformers.models.bailing_hybrid.configuration_bailing_hybrid import BailingHybridConfig
 from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridDeltaAttention
@@ -34,6 +35,7 @@ from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttenti
 from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGatedDeltaNet
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRecurrentBlock
 from transformers.models.rwkv.modeling_rwkv import RwkvSelfAttention
+from transformers.models.xlstm.modeling_xlstm import xLSTMLayer
 
 from headrace import Mixer
 from headrace.studies.verify import relative
@@ -126,6 +128,28 @@ def of_rwkv(theirs, ours) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def of_mlstm(theirs, ours) -> dict[str, Any]:
+    named = {
+        "decay.bias": theirs.fgate_preact.bias, "norm_weight": theirs.multihead_norm.weight,
+        "norm_bias": theirs.multihead_norm.bias,
+    }  # fmt: skip
+    names = {"q": "q", "k": "k", "v": "v", "decay": "fgate_preact", "beta": "igate_preact", "gate": "ogate_preact"}
+    for kind in ("weight", "bias"):
+        parts = {part: getattr(theirs.get_submodule(name), kind) for part, name in names.items()}
+        parts["decay"] = parts["decay"] if kind == "weight" else torch.zeros(H)  # the decay has its own
+        named |= {f"in_proj.{kind}": stacked(ours, parts), f"o_proj.{kind}": getattr(theirs.out_proj, kind)}
+    return named
+
+
+def mlstm():
+    """Without the term that it adds to its denominator, with a cap that no gate reaches, and with states in float64."""
+    config = xLSTMConfig(
+        hidden_size=D, num_heads=H, qk_dim_factor=1.0, use_bias=True, gate_soft_cap=1e9, eps=0.0, chunk_size=8
+    )
+    with mock.patch.object(torch, "float32", torch.float64):
+        return xLSTMLayer(config)
+
+
 def mamba2(**settings):
     config = Mamba2Config(hidden_size=D, num_heads=H, head_dim=12, state_size=K, n_groups=2, chunk_size=8, **settings)
     return Mamba2Mixer(config, 0)
@@ -196,8 +220,7 @@ MIXERS: dict[str, tuple[str, Any, Any]] = {
         ) for beta in ("sigmoid", "sigmoid-2")
     },
     "minimax": (
-        f"linear-attention(inputs.feature_map=silu, inputs.value_map=silu, decay.kind=slopes, decay.rate={RATE}, "
-        "read.norm=rms-joint, read.eps=1e-6, read.gate=sigmoid)", minimax, of_minimax,
+        f"lightning-attention(decay.rate={RATE}, read.eps=1e-6)", minimax, of_minimax,
     ),
     "mamba": (
         "mamba(bias=true, conv_bias=false, rank=5)",
@@ -221,6 +244,7 @@ MIXERS: dict[str, tuple[str, Any, Any]] = {
             Lfm2Config(hidden_size=D, conv_L_cache=3, conv_bias=True, num_hidden_layers=1, layer_types=["conv"]), 0
         ), lambda theirs, ours: dict(theirs.named_parameters()),
     ),
+    "xlstm": ("mlstm(heads.expand_k=1, inputs.bias=true, read.bias=true)", mlstm, of_mlstm),
     "rwkv": (
         "rwkv4(expand=2)",
         lambda: RwkvSelfAttention(RwkvConfig(hidden_size=D, attention_hidden_size=2 * D, num_hidden_layers=3), 1),

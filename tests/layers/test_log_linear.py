@@ -98,5 +98,5 @@ def test_decoding_and_pieces_of_any_length_are_the_whole(name, levels):
 
 @pytest.mark.parametrize("changed", ["read.bonus=true", "read.norm=sum, inputs.feature_map=relu"])
 def test_what_levels_do_not_have_is_refused(changed):
-    with pytest.raises(InputError, match=r"read.levels=4 weights what is read of each level"):
+    with pytest.raises(InputError, match=r"read.levels=4 weights what is read"):
         zoo.get(f"gla(read.levels=4, {changed})")

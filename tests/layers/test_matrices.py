@@ -114,6 +114,8 @@ def test_invalid_specs_are_refused():
         ("rwkv7(rank=0)", "rank=0"),
         ("rwkv7(expand_k=2.0)", "expand_k"),
         ("gla-outer(count=7)", "7"),
+        ("gla-outer(slots=3)", "has no slots"),
+        ("abc(rank=3)", "has no rank"),
     ]:
         with pytest.raises(InputError, match=sentence):
             layers.build(zoo.get(name), hidden_size=D, num_heads=4)

@@ -64,7 +64,7 @@ def test_torch_func_gradients_agree(name):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@pytest.mark.parametrize("name", ["mamba", "rwkv4", "rg-lru"])
+@pytest.mark.parametrize("name", ["mamba", "rwkv4", "rg-lru", "mingru"])
 def test_unsupported_transforms_are_refused(name):
     mixer, x = build(name), torch.randn(2, 9, D)
     run = lambda x: mixer(x)[0].sum()  # noqa: E731

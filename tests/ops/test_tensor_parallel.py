@@ -31,7 +31,8 @@ SHARED = [
     "softmax-gla(competition.memories_per_head=2)", "softmax-mamba2(competition.source=query)",
     "gated-deltanet(heads.qk_groups=2)",
     "softmax-gated-deltanet(heads.qk_groups=2, competition.source=query)", "transformer(bias=true, buckets=8)", "gqa",
-    "mqa", "sliding-window", "longformer", "gqa(null=learned, gate=channel, qk_norm=head, head_dim=6, bias=qkv)",
+    "mqa", "fox(kv_heads=2)", "sliding-window", "longformer",
+    "gqa(null=learned, gate=channel, qk_norm=head, head_dim=6, bias=qkv)",
     "recurrent-softmax-rnn-norm(denominator=layer, affine=true, order=1, gate=both, by_length=true)",
     "recurrent-softmax-rnn-norm(denominator=input-length, numerator=cosine)",
 ]  # fmt: skip

@@ -146,10 +146,15 @@ HAND = {  # operations of a head with K key and V value numbers, term by term; v
     "residual-delta": lambda K, V: 7 * K * V + K * V + 2 * K * V,  # Gated DeltaNet, and k S of an older S, which decays
     "gla-outer": lambda K, V: 2 * K * V + 2 * K * V + 2 * K * V,  # diag(α) S diag(β), + kᵀ v, q S
     "rwkv7": lambda K, V: K * V + 2 * K * V + 2 * K * V + 2 * K * V + 2 * K * V,  # diag(α) S − (a κ)ᵀ (κ S) + kᵀ v, q S
+    "gsa": lambda K, V: K * (K + V) * (1 + 2 + 2),  # diag(α) (K, V), + (1 − α)ᵀ (k, v), q Kᵀ and p V, with K slots
+    "abc": lambda K, V: K * (K + V) * (1 + 2 + 2) + K * (1 + 1 + 1 + 2),  # and Σ e^w, p, 1 − p, the sum of the softmax
     # one head of N numbers for each of E channels
     "mamba": lambda N, E: N * E + N * E + 2 * N * E + 2 * N * E,  # dt A, Ā h, + (dt u) B, C h
     "rwkv4": lambda N, E: 3 * E + 2 * E + (2 + 1 + 1) * E,  # e^−w a + e^k v, e^−w b + e^k, (a + e^u v) / (b + e^u)
     "rg-lru": lambda N, E: (1 + 1 + 2 + 2) * E,  # a h, i u, 1 − a², a h + √(1 − a²) (i u)
+    "mingru": lambda N, E: (1 + 1 + 2) * E,  # 1 − z, z h̃, a h + b
+    "minlstm": lambda N, E: (1 + 2 + 1 + 2) * E,  # f + i, f and i over it, i h̃, a h + b
+    "hgrn": lambda N, E: (2 + 1 + 1 + 2) * E,  # γ + (1 − γ) σ(f), 1 − α, (1 − α) c, α h + b
     "short-conv": lambda N, E: 2 * N * E,  # a product and a sum for each input that is remembered
     # pairs of numbers are complex: a product has 6 operations, one with a real number 2, a sum 2
     "s4d": lambda N, E: N // 2 * E * (6 + 2 + 2 + 4),  # Ā x, B̄ u, +, Re(C x) and its sum

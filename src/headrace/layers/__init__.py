@@ -26,7 +26,7 @@ def build(spec: Spec, *, causal: bool = True, **settings) -> nn.Module:
         InputError: for sizes that do not divide.
     """
     spec.head_dims(settings["hidden_size"], settings.get("num_heads", 1))  # raises for sizes that do not divide
-    if spec.facts.cached:
+    if spec.facts.cached and not getattr(spec, "forget", False):
         settings["causal"] = causal
     elif not causal:
         return BothWays(*(build(spec, **settings) for _ in range(2)))

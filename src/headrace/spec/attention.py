@@ -166,10 +166,17 @@ class AttentionSpec(Spec):
     # with weights that are stored minus 1 (Qwen3-Next)
     qk_norm: Literal["none", "head", "head-offset", "joint"] = "none"
     gate: Gate = "none"  # a sigmoid of a projection of the input multiplies the heads' outputs (arXiv 2505.06708)
+    # whether a logit has Σ log f over the tokens after its key up to its query, where f is a sigmoid gate per token and
+    # head: Forgetting Transformer (arXiv 2503.02130)
+    forget: bool = False
 
     facts = Facts("attention.attention.SoftmaxAttention", cached=True)
 
     def _objections(self):
+        yield (
+            self.forget and (self.form == "tiles" or self.pattern is not None),
+            "forget=True supports neither form='tiles' nor a pattern; expected form='sdpa' and pattern=None",
+        )
         yield (
             self.form == "tiles" and (self.buckets is not None or bool(self.null) or self.pattern is not None),
             "form='tiles' supports neither buckets, null nor pattern; expected none of them, or form='sdpa'",
@@ -201,9 +208,9 @@ class AttentionSpec(Spec):
 
     def state_shapes(self, hidden_size: int, num_heads: int, tokens: int = 1) -> Shapes:
         """Returns the shapes of one sequence's key/value cache after `tokens` tokens; a pattern bounds its length."""
-        heads, kept = self.kv_heads or self.num_heads(num_heads), self.pattern.slots if self.pattern else tokens
-        K, V = self.head_dims(hidden_size, num_heads)
-        return {"k": (kept, heads, K), "v": (kept, heads, V)}
+        H, kept = self.num_heads(num_heads), self.pattern.slots if self.pattern else tokens
+        heads, (K, V) = self.kv_heads or H, self.head_dims(hidden_size, num_heads)
+        return {"k": (kept, heads, K + self.forget * H // heads), "v": (kept, heads, V)}
 
 
 @dataclass(frozen=True)
@@ -231,6 +238,7 @@ class LatentSpec(Spec):
     form: ClassVar[str] = "sdpa"
     null: ClassVar[bool] = False
     pattern: ClassVar[None] = None
+    forget: ClassVar[bool] = False
 
     def _objections(self):
         yield _without_rotation(self)

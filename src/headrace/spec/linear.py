@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from ..utils.errors import InputError
-from .decay import DECAYS, Decay
+from .competition import Competition
+from .decay import DECAYS, STEPPED, Decay, DecayShape
 from .mixer import Facts, Shapes, Spec, width_per_head
+from .read import HEAD_NORMS, SUMS, Read
 from .record import PositiveFloat, PositiveInt, Range, Record, require_positive
 
-SUMS = ("sum", "detached")  # norms that divide by the sum of weights, which is one more column of the state
-HEAD_NORMS = ("rms", "group", "l2", "layer")  # norms over the channels of a head, which cancel a factor per head
-WIDE_NORMS = ("rms-joint", "rms-groups")  # norms over the channels of several heads
 Order = Annotated[int, Range("0 to 100", lambda n: 0 <= n <= 100)]  # of a Taylor polynomial of e^x
 LARGEST_FEATURES = 2**24  # rows of a head's memory; 8 GiB per head for values of 128
 
@@ -43,11 +42,17 @@ class Inputs(Record):
     # width of the causal depthwise convolution over q, k and v; 0: no convolution
     conv: Annotated[int, Range("0 or at least 2", lambda n: n == 0 or n >= 2)] = 0
     conv_bias: bool = False  # whether the convolution has a bias
-    shift: Literal["none", "ddlerp"] = "none"  # ddlerp: RWKV-6's data-dependent mix with the previous token
+    # mix with the previous token: by weights per channel (lerp, RWKV-5), which depend on the data (ddlerp, RWKV-6)
+    shift: Literal["none", "lerp", "ddlerp"] = "none"
+    key: Literal["projected", "complement"] = "projected"  # complement: k is 1 − the decay, with no map (HGRN2)
     # applied to q and k; dpfp-n: arXiv 2102.11174
     feature_map: Literal["identity", "elu+1", "relu", "silu", "dpfp-1", "dpfp-2", "dpfp-3"] = "identity"
-    qk_norm: Literal["none", "l2", "sum"] = "none"  # q and k divided by their L2 norm, or by the sum of their features
+    # q and k divided by their L2 norm, by the sum of their features, or by their root mean square, with a weight per
+    # channel and a bias per head after it (Mamba-3)
+    qk_norm: Literal["none", "l2", "sum", "rms-bias"] = "none"
     rotary: bool = False  # whether q and k get rotary position embeddings
+    # share of the key channels that rotate by the sum of angles computed from the tokens, times dt (Mamba-3)
+    turns: Annotated[float, Range("0 to 1", lambda x: 0 <= x <= 1)] = 0.0
     rotary_first: bool = False  # whether the rotation comes before the feature map
     order: Order | None = None  # n, the order of the Taylor polynomial; None: the weight is the logit
     value_gate: bool = False  # whether v is multiplied by a sigmoid gate per head, with a bias (arXiv 2507.23632, E)
@@ -61,16 +66,22 @@ class Inputs(Record):
             self.rotary_first and not self.rotary,
             "inputs.rotary_first=True places a rotation; expected inputs.rotary=True, got False",
         )
+        yield (
+            self.key == "complement" and (self.conv or self.qk_norm != "none" or self.rotary or self.order is not None),
+            "inputs.key='complement' gives the key of the memory itself; expected inputs.conv=0, qk_norm='none', "
+            f"rotary=False and order=None, got {self.conv}, {self.qk_norm!r}, {self.rotary} and {self.order}",
+        )
 
     @property
     def positive(self) -> bool:
         """Whether the feature map and the norm give no negative feature."""
-        return self.feature_map in ("elu+1", "relu") or self.feature_map.startswith("dpfp")
+        mapped = self.feature_map in ("elu+1", "relu") or self.feature_map.startswith("dpfp")
+        return mapped and self.qk_norm != "rms-bias"
 
     @property
     def positive_weights(self) -> bool:
         """Whether no pair of tokens has a negative weight."""
-        rotated_last = self.rotary and not self.rotary_first
+        rotated_last = (self.rotary and not self.rotary_first) or self.turns > 0
         even = self.order is not None and self.order % 2 == 0
         return even or (self.positive and not rotated_last)
 
@@ -80,8 +91,10 @@ class Write(Record):
     """The update of the memory S: β kᵀ v for the rule "add", β kᵀ (v − k S) for "delta"."""
 
     rule: Literal["add", "delta"] = "add"
-    # β: 1, a sigmoid of the token, twice that (arXiv 2411.12537), or the softplus decay's step size
-    beta: Literal["one", "sigmoid", "sigmoid-2", "dt"] = "one"
+    # β: 1, a sigmoid of the token, twice that (arXiv 2411.12537), the softplus decay's step size dt, the exponential of
+    # the token, where what is read is divided by max(|sum of weights|, 1) (arXiv 2405.04517), or a share λ of dt, with
+    # 1 − λ for the token before (arXiv 2603.15569)
+    beta: Literal["one", "sigmoid", "sigmoid-2", "dt", "exp", "trapezoid"] = "one"
     # chunk size in tokens: β also depends on the error v − k S of the memory at the chunk's start; None: it does not
     residual_chunk: PositiveInt | None = None
     # updates by the delta rule per token, with a key, a value and a β each, before the token reads (arXiv 2502.10297)
@@ -91,116 +104,6 @@ class Write(Record):
     def sigmoid(self) -> bool:
         """Whether β is a sigmoid of the token, or twice that."""
         return self.beta.startswith("sigmoid")
-
-
-@dataclass(frozen=True)
-class Read(Record):
-    """How the layer's output is read from the memory. Bonus and scale are arguments of `linear_attention`; its output
-    passes through the skip, the norm and the output gate."""
-
-    # sum: linear attention's normaliser; detached: max(sum of weights, 1) without a gradient; rms, group, l2 and layer:
-    # norm per head; rms-joint: RMSNorm over all heads; rms-groups: over the heads that share a head of q and k
-    norm: Literal["none", "sum", "detached", "rms", "group", "l2", "layer", "rms-joint", "rms-groups"] = "rms"
-    # activation of the output gate; sigmoid-head: one number per head, with a bias, instead of one per channel
-    gate: Literal["none", "silu", "sigmoid", "sigmoid-low-rank", "sigmoid-head"] = "none"
-    order: Literal["norm-gate", "gate-norm"] = "norm-gate"  # which of norm and gate comes first
-    scale: Literal["key", "one"] = "key"  # factor of q: K^-1/2 or 1
-    bonus: bool = False  # RWKV-6's u: a learned weight for the current token
-    skip: bool = False  # Mamba-2's D: v times a learned weight per head is added to the output
-    by_length: bool = False  # whether what is read is divided by the number of tokens so far
-    # number of levels of log-linear attention (arXiv 2506.04761), which are memories of 1, 1, 2, 4, 8, … tokens back,
-    # with a weight per token, head and level; the last has all older tokens. None: one memory
-    levels: Annotated[int, Range("2 to 40", lambda n: 2 <= n <= 40)] | None = None
-    # number of steps of conjugate gradients that solve (Σ β kᵀk + λ) x = q, where x takes the place of q: the layer
-    # reads the prediction of ridge regression (MesaNet, arXiv 2506.05233); None: q itself
-    ridge_steps: PositiveInt | None = None
-    # whether the norm has a weight (group, layer: and a bias); None: l2 and layer have none, the others do
-    affine: bool | None = None
-    eps: PositiveFloat | None = None  # epsilon of the norms rms, rms-joint and rms-groups; None: the model's
-    gate_bias: bool = True  # whether the logits of sigmoid-low-rank and sigmoid-head have a bias
-    bias: bool = False  # whether the output projection has a bias
-
-    def _objections(self):
-        yield (
-            self.affine is not None and self.norm in ("none", *SUMS),
-            f"read.affine={self.affine} is of a norm with channels; expected read.norm to be one of "
-            f"{', '.join((*HEAD_NORMS, *WIDE_NORMS))}, got {self.norm!r}",
-        )
-        yield (
-            self.affine is False and self.norm in ("group", *WIDE_NORMS),
-            f"read.affine=False with read.norm={self.norm!r}; expected one of rms, l2, layer, whose weight is optional",
-        )
-        yield (
-            self.eps is not None and self.norm not in ("rms", *WIDE_NORMS),
-            f"read.eps={self.eps} is of read.norm='rms', 'rms-joint' and 'rms-groups'; got {self.norm!r}",
-        )
-        yield (
-            not self.gate_bias and self.gate not in ("sigmoid-low-rank", "sigmoid-head"),
-            f"read.gate_bias=False is of read.gate='sigmoid-low-rank' and 'sigmoid-head'; got {self.gate!r}",
-        )
-        yield (
-            self.by_length and self.norm == "sum",
-            "read.by_length=True has no effect with read.norm='sum', since it divides numerator and denominator alike; "
-            "expected read.by_length=False, or another norm",
-        )
-
-    @property
-    def weighted(self) -> bool:
-        """Whether the norm has a learned weight."""
-        return self.norm in ("rms", "group", *WIDE_NORMS) if self.affine is None else self.affine
-
-
-@dataclass(frozen=True)
-class Competition(Record):
-    """Softmax linear attention: a softmax over the heads gates writes and reads (arXiv 2602.01744, equations 3-16)."""
-
-    # the read gate multiplies q (the paper), or the output of the per-head norm
-    read: Literal["none", "query", "after_norm"] = "after_norm"
-    write: Literal["none", "value", "beta"] = (
-        "value"  # the write gate multiplies v (equation 14), or is added to β's logit
-    )
-    # input of the scores: q or k of the head itself, the same with weights shared as a diagonal, all heads' q or k, x
-    source: Literal["head", "diag", "query", "hidden"] = "head"
-    activation: Literal["softmax", "sigmoid", "null"] = "softmax"  # null: a softmax with one more logit, fixed at 0
-    scale: Literal["identity", "one"] = "identity"  # identity: gates are scaled to be 1 for equal scores; one: unscaled
-    temperature: PositiveFloat = 1.0  # divides the scores
-    # largest gate R of a sigmoid with scale "identity": R σ(s − log(R − 1)), of slope 1 − 1/R at s = 0; heads: the
-    # number of heads, with which range and slope are those of the softmax, so that only the competition is missing
-    range: Annotated[float, Range("more than 1", lambda r: r > 1)] | Literal["heads"] = 2.0
-    # a control: at position t of a sequence, each head gets the gate of the head t further on, so that the gates of a
-    # token have the values of the activation but belong to no head
-    shuffle: bool = False
-    # number of the largest gates of a token that are kept, among the heads for reads and all memories for writes; the
-    # others are 0 (MoM, arXiv 2502.13685); None: all. Scores that equal the smallest one kept are kept as well
-    top_k: PositiveInt | None = None
-    # with top_k: of the activation of the kept scores, or of all scores, although some gates are 0 (straight-through)
-    gradient: Literal["chosen", "all"] = "chosen"
-    freeze: bool = False  # with top_k: whether a memory whose write gate is 0 also keeps its content from decaying
-    weight_decay: bool = False  # whether an optimiser's weight decay applies to the weights of the scores
-    # number of memories per head, which compete as well; state and cost are multiplied by it
-    memories_per_head: PositiveInt = 1
-
-    def _objections(self):
-        yield (
-            self.range != Competition.range and self.activation != "sigmoid",
-            f"competition.range={self.range} is of sigmoid gates; expected competition.activation='sigmoid', got "
-            f"{self.activation!r}",
-        )
-        yield (
-            self.top_k is None and (self.freeze or self.gradient != "chosen"),
-            f"competition.freeze={self.freeze} and competition.gradient={self.gradient!r} are of gates that are 0; "
-            "expected competition.top_k to be a number of gates, got None",
-        )
-        yield (
-            self.gradient == "all" and self.write == "beta",
-            "competition.gradient='all' with competition.write='beta': the logarithm of a gate of 0 has no gradient; "
-            "expected gradient='chosen' or write='value'",
-        )
-
-    @property
-    def fixed(self) -> bool:
-        """Whether the gate of a single head is 1 for all scores."""
-        return self.memories_per_head == 1 and (self.activation == "softmax" or self.range == "heads")
 
 
 @dataclass(frozen=True)
@@ -224,6 +127,7 @@ class MixerSpec(Spec):
     def _objections(self):
         yield from self._objections_to_division()
         yield from self._objections_to_updates()
+        yield from self._objections_to_reads()
         if self.competition is not None:
             yield from self._objections_to_gates(self.competition)
 
@@ -252,34 +156,51 @@ class MixerSpec(Spec):
         """Decays, write strengths and reads that are not defined for the rest of the update."""
         inputs, decay, write, delta = self.inputs, self.decay, self.write, self.write.rule == "delta"
         yield (
-            delta and inputs.qk_norm == "none",
-            "write.rule='delta' with inputs.qk_norm='none' diverges once β‖k‖² > 2; expected 'l2', or 'sum'",
+            delta and inputs.qk_norm not in ("l2", "sum"),
+            f"write.rule='delta' with inputs.qk_norm={inputs.qk_norm!r} diverges once β‖k‖² > 2; expected 'l2', 'sum'",
         )
         yield (
             decay.kind == "xpos" and (not inputs.rotary or inputs.rotary_first or inputs.order is not None),
             f"decay.kind='xpos' is defined for rotated q and k; expected inputs.rotary=True, rotary_first=False and "
             f"order=None, got {inputs.rotary}, {inputs.rotary_first} and {inputs.order}",
         )
+        kind = DECAYS.get(decay.kind)
+        per_channel = kind is not None and kind.shape is DecayShape.VECTOR
+        shared_keys = self.heads.qk_groups not in (None, self.heads.count)
+        turned_features = inputs.order is not None or write.steps > 1
+        yield (
+            inputs.key == "complement" and (shared_keys or not per_channel or DECAYS[decay.kind].fixed),
+            "inputs.key='complement' is 1 − the decay per token and key channel; expected decay.kind=sigmoid, exp or "
+            f"softplus-vector and heads.qk_groups=None, got {decay.kind!r} and {self.heads.qk_groups}",
+        )
         yield (
             delta and self.read.bonus,
             "read.bonus=True reads the memory before the write; expected write.rule='add'",
         )
         yield (
-            write.beta == "dt" and decay.kind != "softplus",
-            f"write.beta='dt' is the step size of decay.kind='softplus'; got decay.kind={decay.kind!r}",
+            (write.beta in ("dt", "trapezoid") or inputs.turns > 0) and decay.kind not in STEPPED,
+            f"write.beta={write.beta!r} with inputs.turns={inputs.turns} is of a step size; expected decay.kind="
+            f"{' or '.join(map(repr, STEPPED))}, got {decay.kind!r}",
+        )
+        frozen = self.competition is not None and self.competition.freeze
+        unlike_sums = delta or self.read.bonus or self.read.norm in SUMS or frozen
+        shared = self.memories_per_head > 1 or inputs.shift != "none"
+        yield (
+            (write.beta == "exp" and (unlike_sums or per_channel))
+            or (write.beta == "trapezoid" and (unlike_sums or shared)),
+            f"write.beta={write.beta!r} is defined for write.rule='add', read.bonus=False, read.norm not in {SUMS} and "
+            "competition.freeze=False; 'exp' for a decay per head, 'trapezoid' for inputs.shift='none' and "
+            "competition.memories_per_head=1",
+        )
+        yield (
+            inputs.turns > 0 and (turned_features or (shared_keys and inputs.qk_norm != "rms-bias")),
+            f"inputs.turns={inputs.turns} turns q and k of each head by angles of its own; expected inputs.order=None, "
+            "write.steps=1, and heads.qk_groups=None or inputs.qk_norm='rms-bias'",
         )
         yield (
             write.residual_chunk is not None and (not delta or write.beta != "sigmoid"),
             f"write.residual_chunk={write.residual_chunk} makes β depend on what the delta rule corrects; expected "
             f"write.rule='delta' and write.beta='sigmoid', got {write.rule!r} and {write.beta!r}",
-        )
-
-        yield (
-            self.read.levels is not None
-            and (self.read.bonus or self.read.norm in SUMS or write.residual_chunk is not None or write.steps > 1),
-            f"read.levels={self.read.levels} weights what is read of each level; expected read.bonus=False, "
-            f"write.residual_chunk=None, write.steps=1 and read.norm without a sum, got {self.read.bonus}, "
-            f"{write.residual_chunk}, {write.steps} and {self.read.norm!r}",
         )
         yield (
             write.steps > 1 and (not delta or write.beta == "dt" or write.residual_chunk is not None or self.read.skip),
@@ -288,14 +209,22 @@ class MixerSpec(Spec):
             "read.skip=False",
         )
 
-        shape = "none" if decay.kind == "none" else DECAYS[decay.kind].shape.name
-        symmetric = not delta and shape != "VECTOR" and write.residual_chunk is None
-        plain = self.read.norm not in SUMS and not self.read.bonus and self.read.levels is None
+    def _objections_to_reads(self):
+        """Reads of more than q S, which are not defined for other updates."""
+        read, write, kind = self.read, self.write, DECAYS.get(self.decay.kind)
+        plain = not self.sums and not read.bonus and write.residual_chunk is None and write.beta != "trapezoid"
         yield (
-            self.read.ridge_steps is not None and not (symmetric and plain and self.read.scale == "one"),
-            f"read.ridge_steps={self.read.ridge_steps} is of a memory Σ β kᵀv that decays by one number per head; "
-            "expected write.rule='add', no decay per key channel, read.scale='one', read.norm without a sum, "
-            "read.bonus=False and read.levels=None",
+            read.levels is not None and not (plain and write.steps == 1),
+            f"read.levels={read.levels} weights what is read of each level; expected read.bonus=False, read.norm "
+            "without a sum, write.residual_chunk=None, write.steps=1, and write.beta neither 'exp' nor 'trapezoid'",
+        )
+        scalar = kind is None or kind.shape is not DecayShape.VECTOR
+        expected = plain and scalar and write.rule == "add" and read.scale == "one" and read.levels is None
+        yield (
+            read.ridge_steps is not None and not expected,
+            f"read.ridge_steps={read.ridge_steps} is of a memory Σ β kᵀv that decays by one number per head; expected "
+            "write.rule='add', no decay per key channel, read.scale='one', read.norm without a sum, read.bonus=False, "
+            "read.levels=None, and write.beta neither 'exp' nor 'trapezoid'",
         )
 
     def _objections_to_gates(self, gate: Competition):
@@ -358,7 +287,7 @@ class MixerSpec(Spec):
     def _columns(self, K: int, V: int) -> int:
         """Number of columns of a head's memory."""
         ridge = self.memory_rows(K) if self.read.ridge_steps is not None else 0
-        return (V + (self.read.norm in SUMS)) * self.matrices + ridge
+        return (V + self.sums) * self.matrices + ridge
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """Returns (K, V), the key and value dimensions per head. Raises InputError for widths that do not divide."""
@@ -371,6 +300,8 @@ class MixerSpec(Spec):
             raise InputError(f"heads.qk_groups={groups} does not divide num_heads={H}")
         if self.inputs.rotary and K % 2:
             raise InputError(f"inputs.rotary=True needs an even key dimension per head; got {K}")
+        if self.inputs.turns and not self.angles(K):
+            raise InputError(f"inputs.turns={self.inputs.turns} of {K} key channels per head is less than a pair")
         self._require_contraction(K)
         return K, V
 
@@ -405,6 +336,15 @@ class MixerSpec(Spec):
             )
         return rows
 
+    def angles(self, key_dim: int) -> int:
+        """Returns the number of angles of inputs.turns, each of two key channels."""
+        return int(self.inputs.turns * key_dim) // 2
+
+    @property
+    def sums(self) -> bool:
+        """Whether the memory has the sum of weights as one more column."""
+        return self.read.norm in SUMS or self.write.beta == "exp"
+
     @property
     def counts_tokens(self) -> bool:
         """Whether the output depends on the position of a token in its sequence."""
@@ -418,8 +358,15 @@ class MixerSpec(Spec):
         K, V = self.head_dims(hidden_size, num_heads)
         memory = H * self.memories_per_head, self.memory_rows(K), self._columns(K, V)
         shapes: Shapes = {"memory": memory}
+        if self.write.beta == "exp":
+            shapes["peak"] = (H,)
         if (self.write.residual_chunk or 1) > 1:
             shapes["before"] = memory
+        if self.inputs.turns:
+            shapes["angles"] = (H, self.angles(K))
+        if self.write.beta == "trapezoid":
+            shared = self.heads.qk_groups if self.inputs.qk_norm != "rms-bias" else None
+            shapes["shift"] = (1, (shared or H) * self.features(K) + H * V + H)
         if self.inputs.conv:
             groups = self.heads.qk_groups or H
             steps = self.write.steps

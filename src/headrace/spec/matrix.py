@@ -6,6 +6,7 @@ from typing import Literal
 from .mixer import Facts, Shapes, Spec, Update, width_per_head
 from .record import PositiveFloat, PositiveInt, require_positive
 
+SLOTTED = "gsa", "abc"  # attention to slots
 # A new kind is a row here, its name in `MatrixSpec`, and the module of its layer.
 KINDS = {
     "rwkv7": Facts(
@@ -18,22 +19,38 @@ KINDS = {
         Update("α … βᵀ", "v", "α βᵀ, per number"),
         flops=6,  # both decays: 2; + kᵀ v: 2; q S: 2
     ),
+    "gsa": Facts(
+        "matrix.slots.SlotAttention",
+        Update("diag(α)", "(k, v)", "α, per slot"),
+        flops=5,  # decay: 1; + (1 − α)ᵀ (k, v): 2; q Kᵀ and p V: 2
+    ),
+    "abc": Facts(
+        "matrix.slots.SlotAttention",
+        Update("diag(1 − p)", "(k, v)", "1 − p, per slot; p = e^w / Σ e^w"),
+        flops=5,  # as gsa
+    ),
 }
 
 
 @dataclass(frozen=True)
 class MatrixSpec(Spec):
     """A mixer with the memory update S ← A_t S + kᵀ v, for a transition A_t that `linear_attention` does not have:
-    RWKV-7 (arXiv 2503.14456), or GLA with a decay of keys and values (arXiv 2312.06635)."""
+    RWKV-7 (arXiv 2503.14456), GLA with a decay of keys and values (arXiv 2312.06635), or attention to slots, GSA (arXiv
+    2409.07146) and ABC (arXiv 2110.02488)."""
 
-    kind: Literal["rwkv7", "gla-outer"]
-    rank: PositiveInt | None = None  # rank of the low-rank projections; None: the papers' rank for the hidden size
+    kind: Literal["rwkv7", "gla-outer", "gsa", "abc"]
+    # rwkv7, gla-outer: rank of the low-rank projections; None: the papers' rank for the hidden size
+    rank: PositiveInt | None = None
+    slots: PositiveInt | None = None  # gsa, abc: number of slots per head; None: the key dimension
     expand_k: PositiveFloat = 1.0  # key dimensions of all heads together, as a multiple of the hidden size
     expand_v: PositiveFloat = 1.0  # value dimensions of all heads together, as a multiple of the hidden size
     count: PositiveInt | None = None  # number of heads; None: the model's num_heads
 
     uncompeting = "computes its memory by a recurrence of its own, which has no gates of competition"
-    gated = True
+
+    @property
+    def gated(self) -> bool:  # type: ignore[override]
+        return self.kind not in SLOTTED
 
     @property
     def facts(self) -> Facts:  # type: ignore[override]
@@ -44,6 +61,8 @@ class MatrixSpec(Spec):
             self.kind == "rwkv7" and (self.expand_k != 1 or self.expand_v != 1),
             f"expand_k={self.expand_k} and expand_v={self.expand_v} with kind='rwkv7'; expected 1 for both",
         )
+        foreign = "rank" if self.kind in SLOTTED else "slots"
+        yield getattr(self, foreign) is not None, f"kind={self.kind!r} has no {foreign}; got {getattr(self, foreign)}"
 
     def num_heads(self, default: int) -> int:
         """Returns the number of heads, which is `default` unless the spec sets it."""
@@ -58,5 +77,8 @@ class MatrixSpec(Spec):
 
     def state_shapes(self, hidden_size: int, num_heads: int, tokens: int = 1) -> Shapes:
         """Returns the shapes of the recurrent state of one sequence, without the batch dimension."""
-        memory = (self.num_heads(num_heads), *self.head_dims(hidden_size, num_heads))
+        H, (K, V) = self.num_heads(num_heads), self.head_dims(hidden_size, num_heads)
+        if self.kind in SLOTTED:  # per slot: a key, a value, and the sum of weights of abc
+            return {"memory": (H, self.slots or K, K + V + (self.kind == "abc"))}
+        memory = (H, K, V)
         return {"memory": memory, "shift": (1, hidden_size)} if self.kind == "rwkv7" else {"memory": memory}

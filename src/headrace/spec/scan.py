@@ -1,4 +1,4 @@
-"""The spec of mixers with one recurrence per channel and no heads: state-space layers, RWKV-4, RG-LRU, convolutions."""
+"""The spec of mixers with one recurrence per channel: state-space models, gated recurrences, and convolutions."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -41,6 +41,21 @@ KINDS = {
         flops=6,  # a h + √(1 − a²) (i u): 2 + 2; 1 − a²: 2
         requires=frozenset({"conv"}),
     ),
+    "mingru": Facts(
+        "scans.gated.GatedScan",
+        Update("1 − z", "z h̃", "1 − z, per channel"),
+        flops=4,  # 1 − z: 1; z h̃: 1; a h + b: 2
+    ),
+    "minlstm": Facts(
+        "scans.gated.GatedScan",
+        Update("f / (f + i)", "i h̃ / (f + i)", "f / (f + i), per channel"),
+        flops=6,  # f + i and two ratios: 3; times h̃: 1; a h + b: 2
+    ),
+    "hgrn": Facts(
+        "scans.gated.GatedScan",
+        Update("α", "(1 − α) c", "α, per channel"),
+        flops=6,  # γ + (1 − γ) σ(f): 2; (1 − α) c: 2; α h + b: 2
+    ),
     "short-conv": Facts(
         "scans.short_conv.ShortConv",
         Update("shift by one token", "B u", "the last inputs"),
@@ -52,26 +67,31 @@ KINDS = {
 FIELDS = {
     "mamba": ("expand", "rank", "norm", "conv_bias", "bias"), "rwkv4": ("expand",),
     "rg-lru": ("expand", "conv_bias", "bias"), "short-conv": ("conv_bias", "bias"),
+    "mingru": ("expand", "bias"), "minlstm": ("expand", "bias"), "hgrn": ("expand", "bias"),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ScanSpec(Spec):
     """A mixer that runs one recurrence per channel: Mamba (arXiv 2312.00752), S4 (2111.00396), S4D (2206.11893), RWKV-4
-    (2305.13048), Griffin's recurrent block (2402.19427) or LFM2's gated convolution (2511.23404)."""
+    (2305.13048), Griffin's recurrent block (2402.19427), minGRU or minLSTM (2410.01201), HGRN (2311.04823), or LFM2's
+    gated convolution (2511.23404)."""
 
-    kind: Literal["mamba", "s4", "s4d", "rwkv4", "rg-lru", "short-conv"]
+    kind: Literal["mamba", "s4", "s4d", "rwkv4", "rg-lru", "mingru", "minlstm", "hgrn", "short-conv"]
     state_size: PositiveInt | None = None  # state numbers per channel; in s4 and s4d two of them are one complex number
     # mamba, rg-lru: width of the causal depthwise convolution before the recurrence; short-conv: of the convolution
     conv: Annotated[int, Range("at least 2", lambda n: n >= 2)] | None = None
-    expand: PositiveFloat = 1.0  # mamba, rwkv4, rg-lru: number of channels as a multiple of the hidden size
+    expand: PositiveFloat = 1.0  # number of channels as a multiple of the hidden size; not in s4, s4d and short-conv
     rank: PositiveInt | None = None  # mamba: rank of the projection to the step size; None: hidden size / 16
     norm: bool = False  # mamba: whether the projected step size, B and C are normalised (Jamba)
     conv_bias: bool = True  # mamba, rg-lru, short-conv: whether the convolution has a bias
-    bias: bool = False  # mamba, rg-lru, short-conv: whether the projections into and out of the channels have biases
+    bias: bool = False  # whether the projections into and out of the channels have biases; not in s4, s4d and rwkv4
 
     uncompeting = "has no heads to compete"
-    gated = True
+
+    @property
+    def gated(self) -> bool:  # type: ignore[override]
+        return self.kind not in ("mingru", "minlstm")
 
     @property
     def facts(self) -> Facts:  # type: ignore[override]
@@ -102,8 +122,8 @@ class ScanSpec(Spec):
             raise InputError(f"expand={self.expand} times hidden_size={hidden_size} is {width:g}; expected an integer")
         if self.kind == "rg-lru" and width % num_heads:
             raise InputError(f"num_heads={num_heads} does not divide the {width:g} channels of kind='rg-lru'")
-        own = {"rwkv4": 3, "rg-lru": 1, "short-conv": (self.conv or 1) - 1}
-        return self.state_size or own[self.kind], int(width)
+        own = {"rwkv4": 3, "short-conv": (self.conv or 1) - 1}
+        return self.state_size or own.get(self.kind, 1), int(width)
 
     def step_rank(self, hidden_size: int) -> int:
         """Returns the rank of mamba's projection to the step size."""

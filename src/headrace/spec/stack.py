@@ -209,9 +209,10 @@ class TransformerSpec(StackSpec):
 
     @property
     def cross(self) -> AttentionSpec:
-        """Spec of the cross-attention: the mixer's, if that is attention, without positions and pattern."""
+        """Spec of the cross-attention: the mixer's, if that is attention, without positions, pattern and
+        forgetting."""
         own = self.mixer if isinstance(self.mixer, AttentionSpec) else AttentionSpec()
-        return replace(own, rotary=False, buckets=None, pattern=None)
+        return replace(own, rotary=False, buckets=None, pattern=None, forget=False)
 
     def state_shapes(self, hidden_size: int, num_heads: int, tokens: int, layers: int) -> Shapes:
         """Returns the shapes of the decoder's states for a source and a target of `tokens` tokens each."""

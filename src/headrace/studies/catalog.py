@@ -44,7 +44,7 @@ def describe(name: str) -> dict[str, Any]:
 
 def _linear(spec: MixerSpec) -> dict[str, Any]:
     (decay, retention), gate, delta = _decay(spec.decay.kind), spec.competition, spec.write.rule == "delta"
-    beta = {"one": "", "dt": "dt "}.get(spec.write.beta, "β ")
+    beta = {"one": "", "dt": "dt ", "exp": "eⁱ ", "trapezoid": "λ dt "}.get(spec.write.beta, "β ")
     write = "w " if gate is not None and gate.write != "none" else ""
     product = f"{spec.write.steps} × " if spec.write.steps > 1 else ""
     return {
@@ -62,7 +62,8 @@ def _linear(spec: MixerSpec) -> dict[str, Any]:
 def features(inputs: Inputs) -> list[str]:
     """What is done to q and k, in a word each."""
     order = "none" if inputs.order is None else f"order {inputs.order}"
-    words = (inputs.feature_map, inputs.qk_norm, "rotary" if inputs.rotary else "none", order)
+    key = "k = 1 − α" if inputs.key == "complement" else "none"
+    words = (inputs.feature_map, inputs.qk_norm, "rotary" if inputs.rotary else "none", order, key)
     return [word for word in words if word not in ("identity", "none")]
 
 
@@ -78,13 +79,14 @@ def _decay(kind: str) -> tuple[str, str]:
 
 
 def _cached(spec: Spec) -> dict[str, Any]:
-    pattern = getattr(spec, "pattern", None)
+    pattern, forget = getattr(spec, "pattern", None), getattr(spec, "forget", False)
+    everything = "all, faded by α per head" if forget else "all"
     rnn, memory = isinstance(spec, SoftmaxRNNSpec), "latents" if isinstance(spec, LatentSpec) else "keys and values"
     return {
         "A_t": "append", "b_t": "v", "features": "softmax, in parts" if rnn else "softmax",
-        "forgets": pattern is not None, "overwrites": False, "competes": False,
+        "forgets": pattern is not None or forget, "overwrites": False, "competes": False,
         "memory": memory, "objective": "none: all is kept", "optimiser": "none",
-        "retention": "all" if pattern is None else f"the last {pattern.window}, {pattern.far} before",
+        "retention": everything if pattern is None else f"the last {pattern.window}, {pattern.far} before",
     }  # fmt: skip
 
 

@@ -47,6 +47,11 @@ MIXERS: dict[str, Entry] = {
         "https://arxiv.org/abs/2507.23632",
         MixerSpec(Heads(key_dim=16), Inputs(rotary=True, order=2), read=Read("sum")),
     ),
+    "based": Entry(
+        "Linear attention on the second-order Taylor features of 16 key channels, without positions.",
+        "https://arxiv.org/abs/2402.18668",
+        MixerSpec(Heads(key_dim=16), Inputs(order=2), read=Read("sum")),
+    ),
     "retnet": Entry(
         "Linear attention with a fixed decay per head, rotary positions and RMSNorm per head.",
         "https://arxiv.org/abs/2307.08621",
@@ -56,6 +61,15 @@ MIXERS: dict[str, Entry] = {
         "RetNet with the decay of xPos: a fixed rate per key channel, the same for all heads.",
         "https://arxiv.org/abs/2212.10554",
         MixerSpec(Heads(expand_v=2.0), Inputs(rotary=True), Decay("xpos"), read=Read("rms", "silu")),
+    ),
+    "lightning-attention": Entry(
+        "Linear attention with the slopes of ALiBi as fixed decays, and SiLU on q, k and v (MiniMax-01).",
+        "https://arxiv.org/abs/2501.08313",
+        MixerSpec(
+            inputs=Inputs(feature_map="silu", value_map="silu"),
+            decay=Decay("slopes"),
+            read=Read("rms-joint", "sigmoid", scale="one"),
+        ),
     ),
     "mamba2": Entry(
         "A step size dt, computed from the token, sets both decay and write strength.",
@@ -67,6 +81,17 @@ MIXERS: dict[str, Entry] = {
         "https://arxiv.org/abs/2506.04761",
         replace(MAMBA2, read=replace(MAMBA2.read, levels=15)),
     ),
+    "mamba3": Entry(
+        "Mamba-2 whose update is a trapezoid of two tokens, with q and k normalised, biased and turned by the tokens.",
+        "https://arxiv.org/abs/2603.15569",
+        MixerSpec(
+            Heads(expand_k=4.0, expand_v=2.0, qk_groups=1),
+            Inputs(qk_norm="rms-bias", turns=0.5),
+            Decay("softplus-rate"),
+            Write(beta="trapezoid"),
+            Read("none", "silu", scale="one", skip=True),
+        ),
+    ),
     "gla": Entry(
         "A decay per key channel, computed by a low-rank sigmoid gate.",
         "https://arxiv.org/abs/2312.06635",
@@ -77,9 +102,32 @@ MIXERS: dict[str, Entry] = {
         "https://arxiv.org/abs/2506.05233",
         MixerSpec(
             inputs=Inputs(conv=4, qk_norm="l2"),
-            decay=Decay("softplus"),
+            decay=Decay("sigmoid-head", temperature=1.0),
             write=Write(beta="sigmoid"),
             read=Read("rms", scale="one", ridge_steps=30),
+        ),
+    ),
+    "simple-gla": Entry(
+        "GLA with one decay per token and head.",
+        "https://arxiv.org/abs/2312.06635",
+        MixerSpec(decay=Decay("sigmoid-head"), read=Read("rms", "silu")),
+    ),
+    "hgrn2": Entry(
+        "The decay per key channel is a sigmoid, and the key is 1 − the decay.",
+        "https://arxiv.org/abs/2404.07904",
+        MixerSpec(
+            inputs=Inputs(feature_map="silu", key="complement"),
+            decay=Decay("sigmoid", rank="full", temperature=1.0),
+            read=Read("rms-joint"),
+        ),
+    ),
+    "rwkv5": Entry(
+        "A learned decay per channel, a bonus for the current token; inputs are mixed with the previous token.",
+        "https://arxiv.org/abs/2404.05892",
+        MixerSpec(
+            inputs=Inputs(shift="lerp"),
+            decay=Decay("exp-fixed"),
+            read=Read("group", "silu", scale="one", bonus=True),
         ),
     ),
     "rwkv6": Entry(
@@ -89,6 +137,16 @@ MIXERS: dict[str, Entry] = {
             inputs=Inputs(shift="ddlerp"),
             decay=Decay("exp", rank=64),
             read=Read("group", "silu", scale="one", bonus=True),
+        ),
+    ),
+    "mlstm": Entry(
+        "xLSTM's matrix memory: an exponential input gate; the output is divided by max(|sum of weights|, 1).",
+        "https://arxiv.org/abs/2405.04517",
+        MixerSpec(
+            Heads(expand_k=0.5),
+            decay=Decay("sigmoid-head", temperature=1.0),
+            write=Write(beta="exp"),
+            read=Read("group", "sigmoid", eps=1e-6),
         ),
     ),
     "delta-fast-weights": Entry(
@@ -176,6 +234,21 @@ MIXERS: dict[str, Entry] = {
         "https://arxiv.org/abs/2402.19427",
         ScanSpec("rg-lru", conv=4, bias=True),
     ),
+    "mingru": Entry(
+        "A GRU whose gate and candidate depend on the token alone, so that it runs as a scan.",
+        "https://arxiv.org/abs/2410.01201",
+        ScanSpec("mingru", bias=True),
+    ),
+    "minlstm": Entry(
+        "An LSTM whose gates depend on the token alone and are normalised to sum 1.",
+        "https://arxiv.org/abs/2410.01201",
+        ScanSpec("minlstm", bias=True),
+    ),
+    "hgrn": Entry(
+        "A gated recurrence per channel whose forget gate has a lower bound that grows with depth.",
+        "https://arxiv.org/abs/2311.04823",
+        ScanSpec("hgrn"),
+    ),
     "short-conv": Entry(
         "A causal convolution over the last 3 tokens between two gates that are linear in the token.",
         "https://arxiv.org/abs/2511.23404",
@@ -185,6 +258,16 @@ MIXERS: dict[str, Entry] = {
         "GLA with a second gate, a decay per value channel.",
         "https://arxiv.org/abs/2312.06635",
         MatrixSpec("gla-outer", expand_k=0.5),
+    ),
+    "gsa": Entry(
+        "Gated slot attention: a softmax over slots, whose keys and values are decaying means of the past.",
+        "https://arxiv.org/abs/2409.07146",
+        MatrixSpec("gsa"),
+    ),
+    "abc": Entry(
+        "Attention with bounded-memory control: a softmax over slots, whose keys and values are weighted means.",
+        "https://arxiv.org/abs/2110.02488",
+        MatrixSpec("abc"),
     ),
     "rwkv7": Entry(
         "A delta rule whose removal key, replacement key and strength per channel are separate.",
@@ -220,6 +303,11 @@ MIXERS: dict[str, Entry] = {
         "A window, global and random blocks of 16 tokens; the causal form is ours, an encoder's the published one.",
         "https://arxiv.org/abs/2007.14062",
         AttentionSpec(pattern=Pattern(window=48, first=16, random=3, block=16, last=16)),
+    ),
+    "fox": Entry(
+        "Forgetting Transformer: softmax attention whose logits decay by a forget gate per token and head.",
+        "https://arxiv.org/abs/2503.02130",
+        AttentionSpec(rotary=False, forget=True),
     ),
     "flash-reference": Entry(
         "The transformer with FlashAttention's tiled algorithm in plain PyTorch, for study.",

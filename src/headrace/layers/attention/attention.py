@@ -21,8 +21,8 @@ from ..norms import OffsetRMSNorm
 from ..packing import count_tokens, without_padding, zeroed
 from ..rotary import Angles, angles, rotate
 from .flash import flash_attention
-from .positions import DistanceBias
-from .sdpa import attend
+from .positions import DistanceBias, forgotten
+from .sdpa import attend, attend_fading
 from .symmetric import SymmetricSoftmax, attend_to_all, global_tokens, symmetric_attention
 from .window import PatternSoftmax, WindowState, window_attention
 
@@ -30,7 +30,7 @@ from .window import PatternSoftmax, WindowState, window_attention
 class AttentionState(NamedTuple):
     """The keys and values of all tokens so far. Keys are rotated, unless the frequencies depend on the length."""
 
-    k: Tensor  # [N, L, Hkv, d]
+    k: Tensor  # [N, L, Hkv, d]; with forget, [N, L, Hkv, d + H/Hkv], where the last are the logits of the gate f
     v: Tensor  # [N, L, Hkv, d]
     valid: Tensor | None = None  # [N, L] bool: False marks padding; None: no padding
     room: int | None = None  # capacity in tokens of the memory of k and v; None: L
@@ -81,6 +81,8 @@ class SoftmaxAttention(SelfInitialised):
             self.g_proj = nn.Linear(
                 hidden_size, H * d if spec.gate == "channel" else H, bias=spec.bias in (True, "qkv")
             )
+        self.f_proj = nn.Linear(hidden_size, H) if spec.forget else None  # logits of the gate f
+        require(causal or not spec.forget, "forget=True is of causal attention; expected forget=False in an encoder")
         self.sinks = nn.Parameter(torch.zeros(H)) if spec.null == "learned" else None  # logits with value 0
         self.bias = None
         if spec.buckets is not None:
@@ -160,7 +162,8 @@ class SoftmaxAttention(SelfInitialised):
         """projections: a module with k_proj and v_proj; None: the layer itself."""
         of = projections or self
         k, v = self._heads(of.k_proj(x), self.k_norm), self._heads(of.v_proj(x))
-        return k if turn is None else rotate(k, turn), v
+        k = k if turn is None else rotate(k, turn)
+        return k if self.f_proj is None else torch.cat([k, self.f_proj(x).unflatten(-1, (k.shape[2], -1))], -1), v
 
     def _heads(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
         """Splits x [B, T, H · d] into heads, and normalises them, one by one or together."""
@@ -180,7 +183,10 @@ class SoftmaxAttention(SelfInitialised):
 
     def _read(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
         """Computes attention to the cache, and before it rotations that depend on the length of the sequence."""
-        return self._attend(*self._rotated(q, k, valid), v, valid)
+        if self.f_proj is None:
+            return self._attend(*self._rotated(q, k, valid), v, valid)
+        k, gate = k.split([self.head_dim, k.shape[-1] - self.head_dim], -1)
+        return self._attend(*self._rotated(q, k, valid), v, valid, forgotten(gate.flatten(2), valid))
 
     def _rotated(self, q: Tensor, k: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
         if not self.spec.rotary or not self.spec.rope.by_length:
@@ -195,10 +201,15 @@ class SoftmaxAttention(SelfInitialised):
     def _null(self) -> bool | Tensor:
         return self.spec.null is True if self.sinks is None else self.sinks
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None, total: Tensor | None = None
+    ) -> Tensor:
+        """total: [B, H, L], from `forgotten`."""
         k, v = k.to(q.dtype), v.to(q.dtype)  # the cache may come from a call in another precision
         if self.spec.form == "tiles":
             return flash_attention(q, k, v, causal=self.causal, valid=valid)
+        if total is not None:
+            return attend_fading(q, k, v, total, valid, bias=self.bias, null=self._null)
         return attend(q, k, v, valid, causal=self.causal, bias=self.bias, null=self._null)
 
     def _attend_within(self, q: Tensor, k: Tensor, v: Tensor, state: WindowState | None, cu_seqlens: Tensor | None):

@@ -1,8 +1,9 @@
-"""Positions other than rotary ones (../rotary.py): sinusoidal embeddings, and T5's relative position bias."""
+"""Positions other than rotary ones (../rotary.py): sinusoidal embeddings, T5's relative bias, forgetting."""
 
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import SelfInitialised
@@ -51,3 +52,13 @@ class DistanceBias(SelfInitialised):
     def forward(self, distance: Tensor) -> Tensor:
         """distance [B, T, L] from key to query in tokens -> bias [B, H, T, L]."""
         return self.weight[bucket(distance, self.buckets, bidirectional=self.bidirectional)].movedim(-1, 1)
+
+
+def forgotten(gate: Tensor, valid: Tensor | None) -> Tensor:
+    """Returns Σ log σ(gate) over all tokens up to each one, [B, H, L], of which the logit of a query and a key has the
+    difference (arXiv 2503.02130). In float64: float32 sums of thousands of tokens leave few digits of the difference
+    of neighbours.
+
+    gate [B, L, H]; valid [B, L]: False marks padding, which forgets nothing; None: no padding."""
+    log_f = F.logsigmoid(gate.double())
+    return (log_f if valid is None else log_f.masked_fill(~valid[..., None], 0)).cumsum(1).mT

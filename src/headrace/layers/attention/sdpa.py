@@ -3,16 +3,20 @@
 Dimensions: B batch, T queries, L keys, H query heads, Hkv key/value heads, d head dimension.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .positions import DistanceBias
 
+QUERIES = 64  # that `attend_fading` computes at once
+
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None, *,
-    causal: bool = True, bias: DistanceBias | None = None, null: bool | Tensor = False,
+    causal: bool = True, bias: DistanceBias | None = None, null: bool | Tensor = False, fade: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Softmax attention: q [B, T, H, d]; k, v [B, L, Hkv, d], Hkv dividing H -> [B, T, H, d].
 
@@ -23,15 +27,30 @@ def attend(
             attends to all keys, as in an encoder and in cross-attention.
         bias: relative position bias; the queries must be tokens of the keys' sequence.
         null: whether every softmax has one more logit 0, with value 0; or this logit by head, [H].
+        fade: [B, H, T, L], added to the logits.
     """
     T, L = q.shape[1], k.shape[1]
-    if valid is None and bias is None and (not causal or T in (1, L)):
+    if valid is None and bias is None and fade is None and (not causal or T in (1, L)):
         return weigh(q, k, v, null=null, causal=causal and T > 1)
-    logits = None
+    logits = fade
     if bias is not None:
         places = torch.arange(L, device=q.device)[None] if valid is None else valid.cumsum(1) - 1
-        logits = bias(places[:, L - T :, None] - places[:, None])
+        logits = bias(places[:, L - T :, None] - places[:, None]) + (0 if fade is None else fade)
     return weigh(q, k, v, visible(q, k, valid, causal)[:, None], logits, null=null)
+
+
+def attend_fading(q: Tensor, k: Tensor, v: Tensor, total: Tensor, valid: Tensor | None, **options: Any) -> Tensor:
+    """Computes causal `attend` whose logit of key j has total_i − total_j at query i. total [B, H, L], in float64.
+
+    The differences of few queries at a time are in a processor's cache, and those of all are T L numbers per head. A
+    graph that is compiled takes all at once, as its number of tokens may vary."""
+    end, out = k.shape[1] - q.shape[1], []
+    for queries in q.split(max(q.shape[1], 1) if torch.compiler.is_compiling() else QUERIES, 1):
+        start, end = end, end + queries.shape[1]
+        fade = (total[:, :, start:end, None] - total[:, :, None, :end]).to(q.dtype)
+        past = None if valid is None else valid[:, :end]
+        out.append(attend(queries, k[:, :end], v[:, :end], past, fade=fade, **options))
+    return torch.cat(out, 1)
 
 
 def visible(q: Tensor, k: Tensor, valid: Tensor | None, causal: bool) -> Tensor:

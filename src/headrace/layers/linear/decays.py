@@ -138,6 +138,30 @@ class SoftplusDecay(DecayModule):
         return (log_decay, dt) if step_size else log_decay
 
 
+class SoftplusRateDecay(DecayModule):
+    """Mamba-3's decay: log_decay [B, T, H] = −A dt, with A = max(softplus(a), 1e-4) and dt = softplus(x + b) (arXiv
+    2603.15569)."""
+
+    kind = "softplus-rate"
+    SLOWEST = 1e-4  # rate
+
+    def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
+        super().__init__(spec, num_heads, key_dim, depth)
+        self.in_features = 2 * num_heads
+        self.dt_bias = nn.Parameter(torch.empty(num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        draw_step_bias_(self.dt_bias, self.spec.dt_min, self.spec.dt_max)
+
+    def forward(self, x: Tensor, step_size: bool = False) -> Any:
+        """Returns log_decay [B, T, H]; with `step_size` (log_decay, dt [B, T, H]). x: the heads' dt, then their a."""
+        x, rate = x.chunk(2, -1)
+        dt = F.softplus(biased(x, self.dt_bias))
+        log_decay = -F.softplus(rate.to(dt)).clamp(min=self.SLOWEST) * dt
+        return (log_decay, dt) if step_size else log_decay
+
+
 @torch.no_grad()
 def draw_step_bias_(bias: Tensor, low: float = 1e-3, high: float = 1e-1) -> None:
     """Mamba's initialisation: sets the bias to softplus⁻¹(dt), with dt log-uniform between low and high."""
@@ -146,19 +170,68 @@ def draw_step_bias_(bias: Tensor, low: float = 1e-3, high: float = 1e-1) -> None
 
 
 class SigmoidDecay(DecayModule):
-    """GLA's decay: log_decay [B, T, H, K] = log σ(W x + b) / 16 (arXiv 2312.06635, section 4.3)."""
+    """GLA's decay: log_decay [B, T, H, K] = log σ(W x + b) / 16 (arXiv 2312.06635, section 4.3); with a lower bound ℓ,
+    log(e^ℓ + (1 − e^ℓ) σ(x)), HGRN2's (arXiv 2404.07904, section 3.1)."""
 
     kind = "sigmoid"
-    TEMPERATURE = 16.0
 
     def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
         super().__init__(spec, num_heads, key_dim, depth)
         self.in_features = spec.projected(num_heads, key_dim)
-        self.up = nn.Linear(self.in_features, num_heads * key_dim)
+        self.up = nn.Identity() if spec.rank == "full" else nn.Linear(self.in_features, num_heads * key_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = self._heads(self.up(x))
-        return F.logsigmoid(logits.to(accumulator(logits))) / self.TEMPERATURE
+        logits, bound = self._heads(self.up(x)), self.spec.lower_bound
+        log_decay = F.logsigmoid(logits.to(accumulator(logits))) / self.spec.temperature
+        if bound is None:
+            return log_decay
+        return torch.logaddexp(log_decay.new_tensor(bound), log_decay + math.log1p(-math.exp(bound)))
+
+
+class SigmoidHeadDecay(DecayModule):
+    """One forget gate per head: log_decay [B, T, H] = log σ(x + b) / temperature (arXiv 2103.02143, section 3.2)."""
+
+    kind = "sigmoid-head"
+    FIRST = 3.0, 6.0  # logits of the first decays: a head then forgets half after 14 to 280 tokens
+
+    def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
+        super().__init__(spec, num_heads, key_dim, depth)
+        self.in_features = num_heads
+        self.bias = nn.Parameter(torch.empty(num_heads))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        gate = self.spec.temperature * F.logsigmoid(torch.linspace(*self.FIRST, self.num_heads))  # its log σ
+        self.bias.copy_(gate - torch.log(-torch.expm1(gate)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.logsigmoid(biased(x, self.bias)) / self.spec.temperature
+
+
+@torch.no_grad()
+def rise_(bias: Tensor, depth: float) -> None:
+    """RWKV's initialisation of the logarithms of decay rates: from −6 to −1 over channels, later in deeper layers."""
+    n = bias.numel()
+    place = torch.arange(n) / max(n - 1, 1)
+    bias.copy_(-6 + 5 * place ** (0.7 + 1.3 * depth))
+
+
+class ExpFixedDecay(DecayModule):
+    """RWKV-5's decay: log_decay [B, T, H, K] = −exp(b), the same for all tokens (arXiv 2404.05892, section 3)."""
+
+    kind = "exp-fixed"
+
+    def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
+        super().__init__(spec, num_heads, key_dim, depth)
+        self.bias = nn.Parameter(torch.empty(num_heads * key_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        rise_(self.bias, self.depth)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._heads(-finite_exp(self.bias.to(accumulator(x)))).expand(*x.shape[:2], -1, -1)
 
 
 class ExpDecay(DecayModule):
@@ -176,9 +249,7 @@ class ExpDecay(DecayModule):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        n = self.bias.numel()
-        place = torch.arange(n) / max(n - 1, 1)
-        self.bias.copy_(-6 + 5 * place ** (0.7 + 1.3 * self.depth))
+        rise_(self.bias, self.depth)
         self.up.uniform_(-0.01, 0.01)
 
     def forward(self, x: Tensor) -> Tensor:

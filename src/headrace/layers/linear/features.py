@@ -55,4 +55,4 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "dpfp-2": partial(dpfp, shifts=2),
     "dpfp-3": partial(dpfp, shifts=3),
 }
-QK_NORMS: dict[str, Callable[[Tensor], Tensor]] = {"none": identity, "l2": l2_norm, "sum": sum_norm}
+QK_NORMS: dict[str, Callable[[Tensor], Tensor]] = {"none": identity, "l2": l2_norm, "sum": sum_norm}  # without weights

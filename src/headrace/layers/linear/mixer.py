@@ -20,13 +20,16 @@ from ...ops.derivatives import has_address
 from ...ops.dispatch import has
 from ...ops.parallel.context import current
 from ...ops.sequences import Sequences
+from ...spec.decay import STEPPED
 from ...spec.linear import HEAD_NORMS, SUMS
 from ..base import check_input, may_write
-from ..rotary import rotary
+from ..rotary import Angles, rotary, rotate
 from .convolution import convolve
 from .features import FEATURE_MAPS, QK_NORMS, divided_by_length
+from .input_gate import Stabilised, stabilised
+from .mamba3 import trapezoid, turned
 from .parameters import LinearParameters
-from .readout import GATES, GROUP_NORM_EPS, NORM_FLOORS, affine, normalised
+from .readout import GATES, NORM_FLOORS, affine, normalised
 from .steps import as_tokens
 from .token import MixerState, run_mixer
 from .token_shift import project
@@ -56,7 +59,8 @@ class LinearMixer(LinearParameters):
 
     @property
     def splits(self) -> bool:
-        return self.residual is self.levels is self.ridge is None
+        alone = self.residual is self.levels is self.ridge is None
+        return alone and self.spec.write.beta != "exp" and not self.spec.inputs.turns
 
     def run(
         self, x: Tensor, state: MixerState | None, sequences: Sequences, in_place: bool = False
@@ -65,16 +69,24 @@ class LinearMixer(LinearParameters):
         tokens = None if state is None else state.tokens
         positions = sequences.positions(tokens, x) if self.spec.counts_tokens else None
         gates = self._gates(inputs, x, positions)
-        q, k = self._features(inputs["q"], positions), self._features(self._keys(inputs["k"]), positions)
+        turns, angles = self._turns(inputs, state, sequences)
+        q, k = self._features(inputs["q"], 0, positions, turns), inputs["k"]
+        if "k" in self.parts:
+            k = self._features(self._keys(k), 1, positions, turns)
         v = self._values(inputs, positions)
-        if self.spec.read.norm == "detached":  # one more column is the sum of weights, in the accumulator's precision
+        stable = self._stabilised(inputs, state, sequences)
+        if self._sums_outside():  # one more column is the sum of weights, in the accumulator's precision
             q, k, v = (y.to(accumulator(y)) for y in (q, k, F.pad(v, (0, 1), value=1.0)))
         tensors = {"q": q, "k": k, "v": self._per_memory(v), **self._updates(inputs, gates)}
         if self.levels is not None:
             tensors["levels"] = self._per_memory(inputs["levels"].unflatten(-1, (self.H, -1)))
-        out, memory, before = self._recur(tensors, state, sequences, in_place)
-        y = self._read_out(self._divided(out, positions).to(inputs["v"].dtype), inputs, gates)
-        return y, MixerState(memory, conv, shift, self._count(tokens, x, sequences), before)
+        if self.spec.write.beta == "trapezoid":
+            out, memory, before, shift = self._recur_trapezoidally(tensors, inputs, state, sequences, in_place)
+        else:
+            out, memory, before = self._recur(tensors, state, sequences, in_place)
+        y = self._read_out(self._divided(out, positions, stable).to(inputs["v"].dtype), inputs, gates)
+        peak = None if stable is None else stable.last
+        return y, MixerState(memory, conv, shift, self._count(tokens, x, sequences), before, peak, angles)
 
     def run_in_place(self, x: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
         program, _ = self.token_program(x)
@@ -116,7 +128,14 @@ class LinearMixer(LinearParameters):
             qkv, conv = convolve(self.conv, qkv, None if state is None else state.conv, sequences, self.backend)
             parts |= dict(zip("qkv", qkv.split(list(self.parts.values())[:3], -1), strict=True))
         for name, heads in (("q", self.Hq), ("k", self.Hq), ("v", self.H)):
-            parts[name] = parts[name].unflatten(-1, (heads, -1))
+            if name in parts:
+                parts[name] = parts[name].unflatten(-1, (heads, -1))
+        if self.decay is not None and self.spec.decay.kind in STEPPED:
+            parts["log_decay"], parts["dt"] = self.decay(parts["decay"], step_size=True)
+        elif self.decay is not None:
+            parts["log_decay"] = self.decay(parts["decay"])
+        if "k" not in parts:
+            parts["k"] = -torch.expm1(parts["log_decay"]).to(parts["q"].dtype)
         parts["v"] = FEATURE_MAPS[self.spec.inputs.value_map](parts["v"])
         return parts, conv, shift
 
@@ -144,18 +163,27 @@ class LinearMixer(LinearParameters):
             write = (writing if self.write_place == "beta" else writing.gate)(k, x, positions)
         return Gates(read, write, None if self.choice is None else self.choice(q))
 
+    def _turns(self, inputs: dict[str, Tensor], state: MixerState | None, sequences: Sequences):
+        """Returns the rotation of inputs.turns and the next angles; None without it."""
+        if "turns" not in inputs:
+            return None, None
+        return turned(inputs["turns"], inputs["dt"], None if state is None else state.angles, sequences)
+
     def _keys(self, k: Tensor) -> Tensor:
         """[B, T, Hq, n K] -> [B, T, Hq n, K], for n steps per token."""
         return k if (n := self.spec.write.steps) == 1 else k.unflatten(-1, (n, -1)).flatten(2, 3)
 
-    def _features(self, heads: Tensor, positions: Tensor | None) -> Tensor:
-        """Returns the q or k of the recurrence, [B, T, Hq, rows of the memory]."""
+    def _features(self, heads: Tensor, which: int, positions: Tensor | None, turns: Angles | None) -> Tensor:
+        """Returns the q (which=0) or k (1) of the recurrence, [B, T, Hq, rows of the memory]; of H heads if they have
+        biases."""
         inputs = self.spec.inputs
         if inputs.rotary_first:
             heads = self._rotated(heads, positions)
-        heads = QK_NORMS[inputs.qk_norm](FEATURE_MAPS[inputs.feature_map](heads))
+        heads = FEATURE_MAPS[inputs.feature_map](heads)
+        heads = QK_NORMS[inputs.qk_norm](heads) if self.qk_norm is None else self.qk_norm(heads, which)
         if inputs.rotary and not inputs.rotary_first:
             heads = self._rotated(heads, positions)
+        heads = heads if turns is None else rotate(heads, turns)
         return heads if self.features is None else self.features(heads * self._scale() ** 0.5)
 
     def _rotated(self, heads: Tensor, positions: Tensor | None) -> Tensor:
@@ -206,6 +234,22 @@ class LinearMixer(LinearParameters):
             out = out if n == 1 else out[:, n - 1 :: n]
         return out if self.choice is None else out.unflatten(2, (self.H, -1)).sum(3), memory, before
 
+    def _recur_trapezoidally(
+        self, tensors: dict[str, Any], inputs: dict[str, Tensor], state: MixerState | None, sequences: Sequences,
+        in_place: bool,
+    ):  # fmt: skip
+        """Computes `_recur` for the trapezoidal update, and the next history of the token before."""
+        q, k, v, log_decay = (tensors[name] for name in ("q", "k", "v", "log_decay"))
+        history = None if state is None else state.shift
+        if (gate := tensors["write_gate"]) is not None:
+            v = (v * gate[..., None]).to(v.dtype)
+        now, writes, history = trapezoid(inputs["beta"], inputs["dt"], log_decay, k, v, history, sequences)
+        out, memory, before = self._recur(tensors | writes | {"write_gate": None}, state, sequences, in_place)
+        weight = (q * k).sum(-1).to(now).repeat_interleave(self.H // q.shape[2], 2) * now * self._scale()
+        if (gate := tensors["read_gate"]) is not None:
+            weight = weight * gate
+        return out + weight[..., None] * v, memory, before, history
+
     def _settings(self) -> dict[str, Any]:
         """The arguments of `linear_attention` and `step` that do not depend on the tokens."""
         scale = self._scale() if self.features is None else 1.0
@@ -229,22 +273,35 @@ class LinearMixer(LinearParameters):
         read = self._per_memory(gates.read) if self._read_gate_inside() else None
         return {"log_decay": log_decay, "beta": beta, "write_gate": write, "read_gate": product(read, gates.choice)}
 
+    def _stabilised(
+        self, inputs: dict[str, Tensor], state: MixerState | None, sequences: Sequences
+    ) -> Stabilised | None:
+        """Replaces β's part of an exponential gate by log_decay and β. Returns them with the gate's running maximum;
+        None for another β."""
+        if self.spec.write.beta != "exp":
+            return None
+        peak = None if state is None else state.peak
+        stable = stabilised(inputs["beta"], inputs.get("log_decay"), peak, sequences)
+        inputs |= {"log_decay": stable.log_decay, "beta": stable.beta}
+        return stable
+
     def _decay_and_beta(self, inputs: dict[str, Tensor], log_write: Tensor | None):
         """Returns log_decay and β, or β's logit if β also depends on the memory (write.residual_chunk).
         With n steps per token, β is [B, T, H, n]."""
-        if self.spec.write.beta == "dt":
-            return tuple(self._per_memory(y) for y in self.decay(inputs["decay"], step_size=True))
-        log_decay = None if self.decay is None else self._per_memory(self.decay(inputs["decay"]))
+        log_decay, kind, steps = self._per_memory(inputs.get("log_decay")), self.spec.write.beta, self.spec.write.steps
+        if kind == "dt":
+            return log_decay, self._per_memory(inputs["dt"])
         if "beta" not in inputs:
             return log_decay, None
-        steps = self.spec.write.steps
         logits = self._per_memory(inputs["beta"] if steps == 1 else inputs["beta"].unflatten(-1, (self.H, steps)))
+        if kind in ("exp", "trapezoid"):
+            return log_decay, logits
         logits = logits.to(accumulator(logits))
         if log_write is not None:
             logits = logits + (log_write if steps == 1 else log_write[..., None])
         if self.residual is not None:
             return log_decay, logits
-        return log_decay, logits.sigmoid() * (2 if self.spec.write.beta == "sigmoid-2" else 1)
+        return log_decay, logits.sigmoid() * (2 if kind == "sigmoid-2" else 1)
 
     def _count(self, tokens: Tensor | None, x: Tensor, sequences: Sequences) -> Tensor | None:
         """Returns the number of tokens of each sequence up to the end of x, if the layer needs it."""
@@ -258,12 +315,18 @@ class LinearMixer(LinearParameters):
         """Whether `linear_attention` applies the read gate: if the spec puts the gate on q, or if neither norm nor skip
         follows. Otherwise `_read_out` applies the gate after the norm, which would cancel it."""
         read = self.spec.read
-        inside = self.read_place == "query" and read.norm != "detached"  # whose sum of weights q would gate as well
-        return inside or (read.norm in ("none", "sum") and not read.skip)
+        inside = self.read_place == "query" and not self._sums_outside()  # whose sum of weights q would gate as well
+        return inside or (read.norm in ("none", "sum") and not read.skip and not self._sums_outside())
 
-    def _divided(self, out: Tensor, positions: Tensor | None) -> Tensor:
-        """Divides what is read by the detached sum of weights and by the length, if the spec says so."""
-        if self.spec.read.norm == "detached":
+    def _sums_outside(self) -> bool:
+        """Whether the layer, and not `linear_attention`, divides by the sum of weights."""
+        return self.spec.sums and self.spec.read.norm != "sum"
+
+    def _divided(self, out: Tensor, positions: Tensor | None, stable: Stabilised | None) -> Tensor:
+        """Divides what is read by the sum of weights and by the length, if the spec says so."""
+        if stable is not None:
+            out = stable.divided(out)
+        elif self.spec.read.norm == "detached":
             out = out[..., :-1] / out[..., -1:].clamp(min=1).detach()
         if self.spec.read.by_length:
             assert positions is not None
@@ -295,7 +358,7 @@ class LinearMixer(LinearParameters):
         if kind in NORM_FLOORS:
             return affine(normalised(wide, kind, NORM_FLOORS[kind]), weight, self.norm_bias).to(x.dtype)
         if kind == "group":
-            centred = F.layer_norm(wide, x.shape[-1:], eps=GROUP_NORM_EPS)
+            centred = F.layer_norm(wide, x.shape[-1:], eps=self.group_eps)
             return (centred * weight.view(x.shape[-2:]) + self.norm_bias.view(x.shape[-2:])).to(x.dtype)
         weight = None if weight is None else weight.to(wide.dtype)
         if kind == "rms-groups":

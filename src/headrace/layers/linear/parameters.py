@@ -21,12 +21,13 @@ from .competition import HeadCompetition
 from .decays import DECAYS
 from .joint import MemoryChoice
 from .levels import LogLinear
-from .readout import GateLogits, weight_size
+from .mamba3 import BiasedNorm
+from .readout import GROUP_NORM_EPS, GateLogits, weight_size
 from .residual import ResidualDelta
 from .ridge import RidgeRead
 from .taylor import TaylorFeatures
 from .token import MixerState, mixer_program
-from .token_shift import TokenShift
+from .token_shift import SHIFTS
 
 
 class LinearParameters(Mixer, HasBackend):
@@ -39,6 +40,7 @@ class LinearParameters(Mixer, HasBackend):
     conv: Any
     shift: Any
     features: Any
+    qk_norm: Any
     value_gate: Any
     power: Any
     decay: Any
@@ -58,6 +60,8 @@ class LinearParameters(Mixer, HasBackend):
     ):  # fmt: skip
         super().__init__()
         self.spec, self.norm_eps, self.rope_theta = spec, spec.read.eps or norm_eps, rope_theta
+        self.group_eps = spec.read.eps or GROUP_NORM_EPS
+        self.static_shapes = spec.write.beta != "exp"
         self.op = linear_attention  # may be set to a partial with a form or chunk size
         self.backend = default_backend()  # may be set; PyTorch computes what a backend given by name does not have
         self.H, (self.K, self.V) = spec.num_heads(num_heads), spec.head_dims(hidden_size, num_heads)
@@ -65,6 +69,8 @@ class LinearParameters(Mixer, HasBackend):
         self.state_shapes = spec.state_shapes(hidden_size, num_heads) | ({"tokens": ()} if spec.counts_tokens else {})
         steps = spec.write.steps  # those of a head are side by side
         self.parts = {"q": self.Hq * self.K, "k": steps * self.Hq * self.K, "v": steps * self.H * self.V}  # of in_proj
+        if spec.inputs.key == "complement":
+            del self.parts["k"]
         self.depth, self.height = layer_idx / max(num_layers - 1, 1), 1 - layer_idx / num_layers
         self.share = (layer_idx + 1) / num_layers  # fraction of the layers up to and including this one
         self._build_inputs(hidden_size)
@@ -78,12 +84,16 @@ class LinearParameters(Mixer, HasBackend):
         self.reset_parameters()
 
     def _build_inputs(self, hidden_size: int) -> None:
-        self.conv = self.shift = self.features = self.value_gate = None
+        self.conv = self.shift = self.features = self.qk_norm = self.value_gate = None
         if width := self.spec.inputs.conv:
             channels = sum(self.parts.values())
             self.conv = nn.Conv1d(channels, channels, width, groups=channels, bias=self.spec.inputs.conv_bias)
-        if self.spec.inputs.shift == "ddlerp":
-            self.shift = TokenShift(hidden_size, self.depth, self.height)
+        if (kind := self.spec.inputs.shift) != "none":
+            self.shift = SHIFTS[kind](hidden_size, self.depth, self.height)
+        if self.spec.inputs.qk_norm == "rms-bias":
+            self.qk_norm = BiasedNorm(self.H, self.spec.features(self.K))
+        if angles := self.spec.angles(self.K):
+            self.parts["turns"] = angles
         if (order := self.spec.inputs.order) is not None:
             self.features = TaylorFeatures(self.spec.features(self.K), order)
         if self.spec.inputs.value_gate:
@@ -97,7 +107,7 @@ class LinearParameters(Mixer, HasBackend):
         if spec.decay.kind != "none":
             self.decay = DECAYS[spec.decay.kind](spec.decay, self.H, rows, self.depth)
             self.parts["decay"] = self.decay.in_features
-        if spec.write.sigmoid:
+        if spec.write.sigmoid or spec.write.beta in ("exp", "trapezoid"):
             self.parts["beta"] = spec.write.steps * self.H
         if spec.write.residual_chunk is not None:
             self.residual = ResidualDelta(spec.write.residual_chunk, self.H * spec.memories_per_head)
@@ -139,7 +149,7 @@ class LinearParameters(Mixer, HasBackend):
         for ones in (self.norm_weight, self.skip):
             if ones is not None:
                 ones.fill_(1)
-        if self.spec.read.norm == "group":  # RWKV-6's initialisation
+        if self.spec.read.norm == "group" and self.bonus is not None:  # RWKV's initialisation
             self.norm_weight.fill_(self.share**0.7)
         if self.norm_bias is not None:
             self.norm_bias.zero_()
@@ -157,7 +167,7 @@ class LinearParameters(Mixer, HasBackend):
 
     @property
     def stacks(self) -> dict[str, dict[str, int]]:
-        mixed = {name: self.parts[name] for name in "qkv"}
+        mixed = {name: self.parts[name] for name in "qkv" if name in self.parts}
         return {"in_proj.weight": self.parts, "in_proj.bias": self.parts, "conv.weight": mixed, "conv.bias": mixed}
 
     def part(self, name: str) -> Tensor:

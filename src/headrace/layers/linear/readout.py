@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...spec.linear import WIDE_NORMS, Read
+from ...spec.read import WIDE_NORMS, Read
 from ..base import SelfInitialised
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}

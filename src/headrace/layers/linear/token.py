@@ -18,7 +18,6 @@ from ...spec.decay import Decay
 from ...spec.linear import Competition, Inputs, MixerSpec, Read
 from ..base import check_state
 from ..quantized import Int8Linear
-from .readout import GROUP_NORM_EPS
 from .token_shift import TokenShift
 
 
@@ -27,9 +26,11 @@ class MixerState(NamedTuple):
 
     memory: Tensor  # [N, H, K, V]
     conv: Tensor | None = None  # [N, width − 1, channels], the last inputs of the short convolution
-    shift: Tensor | None = None  # [N, 1, D], the last input of the token shift
+    shift: Tensor | None = None  # [N, 1, D], the last input of the token shift; k, v and γ of the trapezoidal update
     tokens: Tensor | None = None  # [N], number of tokens so far, for rotary positions and write.residual_chunk
     before: Tensor | None = None  # [N, H, K, V], the memory before the current chunk, decayed, for write.residual_chunk
+    peak: Tensor | None = None  # [N, H], the largest exponent of an exponential gate, by which the memory is scaled
+    angles: Tensor | None = None  # [N, H, F], by which q and k were turned last (inputs.turns)
 
 
 # Paths of the weights in a LinearMixer, in the order of the call; the first path that exists counts.
@@ -96,7 +97,7 @@ def add_mixer(program: Program, mixer: Any, x: int, out: int, place: int, add: b
     D, H, V = mixer.in_proj.in_features, mixer.H, mixer.V
     sizes = [D, H, mixer.Hq, mixer.K, V, spec.inputs.conv, parts.get("decay", 0), parts.get("gate", 0)]
     numbers = [
-        1.0 if spec.read.scale == "one" else mixer.K**-0.5, mixer.norm_eps, GROUP_NORM_EPS, NORMALISER_EPS,
+        1.0 if spec.read.scale == "one" else mixer.K**-0.5, mixer.norm_eps, mixer.group_eps, NORMALISER_EPS,
         gate.temperature, mixer.rope_theta if spec.inputs.rotary else 0.0,
     ]  # fmt: skip
     for path, kind in mixer.part_classes.items():
@@ -180,7 +181,8 @@ def _feature_map(inputs: Inputs) -> str:
     more = {
         "after the rotation": inputs.rotary_first, f"of order {inputs.order}": inputs.order is not None,
         "with inputs.value_gate": inputs.value_gate, "with inputs.by_length": inputs.by_length,
-        "with inputs.value_map": inputs.value_map != "identity",
+        "with inputs.value_map": inputs.value_map != "identity", "with inputs.key": inputs.key != "projected",
+        "with inputs.turns": inputs.turns > 0,
     }  # fmt: skip
     return " ".join([inputs.feature_map, *(words for words, applies in more.items() if applies)])
 
@@ -189,7 +191,7 @@ def _decay(decay: Decay) -> str:
     """The decay, with what no call computes of it."""
     more = {
         "of full rank": decay.rank == "full", "with decay.lower_bound": decay.lower_bound is not None,
-        "with bounds of dt": decay.limited,
+        "with bounds of dt": decay.limited, "with decay.temperature": decay.temperature != Decay.temperature,
     }  # fmt: skip
     return " ".join([decay.kind, *(words for words, applies in more.items() if applies)])
 

@@ -1,4 +1,4 @@
-"""RWKV-6's token shift, which mixes another input for each part of the input projection.
+"""RWKV's token shifts, which mix another input for each part of the input projection.
 
 Dimensions: B batch, T tokens, D hidden size, n parts.
 """
@@ -9,6 +9,42 @@ from torch import Tensor, nn
 
 from ...ops.modules import is_plain
 from ..base import SelfInitialised
+
+
+def mixed(x: Tensor, before: Tensor, weights: Tensor, streams: tuple[str, ...]) -> dict[str, Tensor]:
+    """Returns x + weights (before − x) [B, T, D] for each stream. weights: [streams, D] or [B, T, streams, D]."""
+    mixes = x[..., None, :] + (before - x)[..., None, :] * weights
+    return dict(zip(streams, mixes.unbind(-2), strict=True))
+
+
+def first_weights(streams: tuple[str, ...], hidden_size: int, depth: float, height: float) -> Tensor:
+    """Returns the initial weights of the previous token [streams, D]: higher in low channels and in lower layers."""
+    place = torch.arange(hidden_size) / hidden_size
+    keep, half = 1 - place**height, 1 - place ** (height / 2)
+    weights = {"decay": keep, "k": keep, "v": keep - 0.3 * depth, "q": half, "gate": half}
+    return torch.stack([weights[name] for name in streams])
+
+
+class StaticShift(SelfInitialised):
+    """RWKV-5's token shift (arXiv 2404.05892, section 3): a mix of each token with the previous token for each part of
+    the input projection, by a learned weight per channel."""
+
+    STREAMS = ("k", "v", "q", "gate")
+    no_weight_decay = ("offset",)
+
+    def __init__(self, hidden_size: int, depth: float, height: float):
+        super().__init__()
+        self.depth, self.height = depth, height  # relative distance from the first and from the last layer, in 0..1
+        self.offset = nn.Parameter(torch.empty(len(self.STREAMS), hidden_size))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.offset.copy_(first_weights(self.STREAMS, self.offset.shape[1], self.depth, self.height))
+
+    def forward(self, x: Tensor, before: Tensor) -> dict[str, Tensor]:
+        """Returns a mix [B, T, D] for each stream. before [B, T, D]: the token before each token of x [B, T, D]."""
+        return mixed(x, before, self.offset, self.STREAMS)
 
 
 class TokenShift(SelfInitialised):
@@ -29,11 +65,8 @@ class TokenShift(SelfInitialised):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        place = torch.arange(self.base.numel()) / self.base.numel()
-        keep = 1 - place**self.height
-        half = 1 - place ** (self.height / 2)
-        self.base.copy_(keep)
-        self.offset.copy_(torch.stack([keep, keep, keep - 0.3 * self.depth, half, half]))
+        self.offset.copy_(first_weights(self.STREAMS, self.base.numel(), self.depth, self.height))
+        self.base.copy_(self.offset[0])
         self.down.zero_()
         self.up.uniform_(-0.01, 0.01)
 
@@ -42,7 +75,10 @@ class TokenShift(SelfInitialised):
         change = before - x
         low = torch.tanh((x + change * self.base) @ self.down).unflatten(-1, (len(self.STREAMS), -1))
         weights = self.offset + torch.einsum("btsr,srd->btsd", low, self.up)
-        return dict(zip(self.STREAMS, (x[..., None, :] + change[..., None, :] * weights).unbind(-2), strict=True))
+        return mixed(x, before, weights, self.STREAMS)
+
+
+SHIFTS = {"lerp": StaticShift, "ddlerp": TokenShift}
 
 
 def project(linear: nn.Module, streams: list[Tensor], sizes: list[int]) -> list[Tensor]:

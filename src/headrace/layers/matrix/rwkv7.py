@@ -21,7 +21,8 @@ from ...ops.sequences import Sequences
 from ...spec.matrix import MatrixSpec
 from ..base import Mixer, Recurrence, SelfInitialised
 from ..chunks import CHUNK, carry, recur
-from ..linear.token import GROUP_NORM_EPS, MixerState
+from ..linear.readout import GROUP_NORM_EPS
+from ..linear.token import MixerState
 
 FASTEST = math.exp(-0.5)  # upper bound of −log_decay: the memory decays by at most e^−0.61 per token
 

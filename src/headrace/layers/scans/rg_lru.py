@@ -9,12 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...ops.call import accumulator
-from ...ops.derivatives import refuse_transforms
 from ...ops.sequences import Sequences
 from ...spec.scan import ScanSpec
 from ..base import Mixer, Recurrence, ScanState
 from ..linear.convolution import convolve
-from .scan import NAME, Pack, packed_scan
+from .scan import elementwise
 
 
 class RGLRU(Mixer):
@@ -69,8 +68,7 @@ class RGLRU(Mixer):
         u, conv = self.recurrence(convolve, self.conv, u, before, sequences, "torch", False)
         tokens = None if state is None else state.tokens
         a, b = self._coefficients(u, sequences.positions(tokens, x)[..., None] == 0)
-        memory = a.new_zeros(sequences.count, 1, a.shape[-1]) if state is None else state.memory
-        h, memory = self._recur(a, b, memory, sequences)
+        h, memory = elementwise(a, b, None if state is None else state.memory, sequences)
         counted = sequences.lengths(x) if tokens is None else tokens + sequences.lengths(x)
         y = h.to(x.dtype) * F.gelu(branch, approximate="tanh")
         return self.out_proj(y), ScanState(memory, conv, tokens=counted)
@@ -87,14 +85,3 @@ class RGLRU(Mixer):
         room = -torch.expm1(2 * log_a)
         factor = room.clamp(min=torch.finfo(acc).tiny).sqrt().masked_fill(first, 1)
         return log_a.exp(), factor * i * u.to(acc)
-
-    @staticmethod
-    def _recur(a: Tensor, b: Tensor, memory: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """Returns h [B, T, E] and the next memory [N, 1, E]."""
-        if a.shape[1] == 1 and not sequences.packed:
-            h = a * memory + b
-            return h, h
-        refuse_transforms(NAME)
-        whole = Pack(sequences.counts(), a.device).tile(0, a.shape[0] * a.shape[1])
-        _, h = packed_scan(a.flatten(0, 1), b.flatten(0, 1), memory[:, 0], whole)
-        return h.view_as(a), memory.index_copy(0, whole.ended, h[whole.last, None])

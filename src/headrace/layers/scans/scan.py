@@ -3,7 +3,7 @@
 Sequences are packed, with time as the first dimension; a batch is packed sequences of equal length. Decays are factors
 in 0..1 that are only multiplied, so that nothing overflows.
 
-Dimensions: T tokens of a pack, n sequences, D channels.
+Dimensions: B batch, T tokens of a row or of a pack, n or N sequences, D channels.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.derivatives import apply_function, first_order
+from ...ops.derivatives import apply_function, first_order, refuse_transforms
+from ...ops.sequences import Sequences
 
 NAME = "a scan over time"
 
@@ -139,10 +140,24 @@ def packed_scan(a: Tensor, b: Tensor, initial: Tensor, whole: Tile) -> tuple[Ten
     return h.roll(1, 0).index_copy(0, whole.first, begun), h
 
 
+def elementwise(a: Tensor, b: Tensor, memory: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    """Returns (h [B, T, D], the next memory [N, 1, D]) of h_t = a_t h_{t−1} + b_t, for a and b [B, T, D]. memory: None
+    is zeros."""
+    memory = a.new_zeros(sequences.count, 1, a.shape[-1]) if memory is None else memory
+    if a.shape[1] == 1 and not sequences.packed:
+        h = a * memory + b
+        return h, h
+    refuse_transforms(NAME)
+    whole = Pack(sequences.counts(), a.device).tile(0, a.shape[0] * a.shape[1])
+    _, h = packed_scan(a.flatten(0, 1), b.flatten(0, 1), memory[:, 0], whole)
+    return h.view_as(a), memory.index_copy(0, whole.ended, h[whole.last, None])
+
+
 @torch.no_grad()
 def running_maximum(k: Tensor, rate: Tensor, initial: Tensor, whole: Tile) -> tuple[Tensor, Tensor]:
-    """Returns (m_{t−1}, m_t) of m_t = max(m_{t−1} − rate, k_t), with shapes as in `packed_scan` and no gradient."""
-    begun = initial[whole.begun]
-    m = k.index_copy(0, whole.first, torch.maximum(k[whole.first], begun - rate))
-    scan_packed_(-rate.repeat(len(k), 1).index_fill_(0, whole.first, torch.inf), m, tropical_)
+    """Returns (m_{t−1}, m_t) of m_t = max(m_{t−1} − rate_t, k_t), with shapes as in `packed_scan` and no gradient.
+    rate: [T, D], or [D] for all tokens."""
+    begun, rate = initial[whole.begun], rate.expand_as(k)
+    m = k.index_copy(0, whole.first, torch.maximum(k[whole.first], begun - rate[whole.first]))
+    scan_packed_(-rate.index_fill(0, whole.first, torch.inf), m, tropical_)
     return m.roll(1, 0).index_copy(0, whole.first, begun), m

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...ops.checks import require
-from ...spec.linear import WIDE_NORMS
+from ...spec.read import WIDE_NORMS
 from ..linear.competition import HeadCompetition
 from ..linear.mixer import LinearMixer
 
@@ -82,14 +82,14 @@ LINEAR = {
     "o_proj.weight": ("heads", 1), "o_proj.bias": ("all", 0), "bonus": ("heads", 0), "skip": ("heads", 0),
     "power": ("heads", 0),
     "decay.up.": ("heads", 0), "decay.up": ("heads", 1), "decay.": ("heads", 0), "gate.": ("heads", 0),
-    "value_gate.": ("heads", 0),
+    "value_gate.": ("heads", 0), "qk_norm.weight": ("all", 0), "qk_norm.bias": ("heads", 1),
     "choice.weight": ("heads", 0), "residual.weight": ("heads", 0), "levels.weight": ("heads", 0),
     "ridge.weight": ("heads", 0), "shift.": ("all", 0),
 }  # fmt: skip
 ATTENTION = {
     "q_proj.": ("heads", 0), "k_proj.": ("groups", 0), "v_proj.": ("groups", 0), "o_proj.weight": ("heads", 1),
     "o_proj.bias": ("all", 0), "bias.weight": ("heads", 1), "g_proj.": ("heads", 0), "sinks": ("heads", 0),
-    "q_norm.": ("all", 0), "k_norm.": ("all", 0),
+    "q_norm.": ("all", 0), "k_norm.": ("all", 0), "f_proj.": ("heads", 0),
 }  # fmt: skip
 PERCEPTRON = {
     "gate_proj.": ("heads", 0), "up_proj.": ("heads", 0), "down_proj.weight": ("heads", 1),
@@ -102,7 +102,7 @@ def linear_cuts(mixer: LinearMixer, shares: Shares) -> dict[str, Cut]:
     """Returns the cut of each parameter of a LinearMixer."""
     names = [name for name, _ in mixer.named_parameters()]
     low_rank = {part for part in ("decay", "gate") if any(name.startswith(f"{part}.up") for name in names)}
-    kinds = {"q": "groups", "k": "groups", **dict.fromkeys(low_rank, "all")}
+    kinds = {"q": "groups", "k": "groups", "turns": "all", **dict.fromkeys(low_rank, "all")}
     projected = [(kinds.get(name, "heads"), n) for name, n in mixer.parts.items()]
     shared = "heads" if mixer.spec.read.norm in ("group", *WIDE_NORMS) else "all"
     table = LINEAR | {"norm_weight": (shared, 0), "norm_bias": (shared, 0)}

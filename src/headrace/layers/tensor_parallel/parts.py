@@ -104,9 +104,10 @@ class PartAttention(SoftmaxAttention):
                 out_size=whole.o_proj.out_features, norm_eps=getattr(whole.q_norm, "eps", 1e-6),
             )  # fmt: skip
         self.ranks = ranks
-        for name in ("k", "v"):
+        fewer_gates = whole.spec.forget * (H // G - shares.heads // shares.groups)
+        for name, fewer in (("k", fewer_gates), ("v", 0)):
             kept, _, width = self.state_shapes[name]
-            self.state_shapes[name] = (kept, shares.groups, width)
+            self.state_shapes[name] = (kept, shares.groups, width - fewer)
         self.o_proj = RowParallelLinear(self.o_proj, ranks)
         self.cuts = adopt(self, whole, partial(named_cuts, whole, ATTENTION, shares), ranks)
 

@@ -1,0 +1,94 @@
+"""What Mamba-3 (arXiv 2603.15569) adds to a linear mixer: the trapezoidal update, rotations by angles of the token, and
+the norm of q and k.
+
+Dimensions: B batch, T tokens, H heads (Hq for q and k), K key, V value dimension per head, N sequences, F angles.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...ops.call import accumulator
+from ...ops.sequences import Sequences
+from ..base import SelfInitialised
+
+EPS = 1e-5
+
+
+class BiasedNorm(SelfInitialised):
+    """RMSNorm over the channels of q or k, with a weight per channel and a bias per head: [B, T, Hq, K] ->
+    [B, T, H, K]."""
+
+    def __init__(self, num_heads: int, key_dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, key_dim))  # of q and of k
+        self.bias = nn.Parameter(torch.empty(2, num_heads, key_dim))
+        self.reset_parameters()
+
+    no_weight_decay = ("weight", "bias")
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.weight.fill_(1)
+        self.bias.fill_(1)
+
+    def forward(self, heads: Tensor, which: int) -> Tensor:
+        """which: 0 for q, 1 for k."""
+        wide = heads.to(accumulator(heads))
+        normal = F.rms_norm(wide, wide.shape[-1:], self.weight[which].to(wide), EPS)
+        return (normal.repeat_interleave(self.bias.shape[1] // heads.shape[2], 2) + self.bias[which]).to(heads.dtype)
+
+
+def turned(x: Tensor, dt: Tensor, before: Tensor | None, sequences: Sequences) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Returns (cosines and sines [B, T, H, F] of the angles Σ_s dt_s π tanh(x_s), the last angles of each sequence
+    [N, H, F] in 0..2π).
+
+    The sum is float64, as are the angles of rotary positions.
+
+    Args:
+        x: [B, T, F], shared by all heads.
+        dt: step sizes [B, T, H].
+        before: the angles before x [N, H, F]; None: 0.
+        sequences: the sequences of x.
+    """
+    steps = math.pi * torch.tanh(x.to(dt))[:, :, None] * dt[..., None]
+    first = steps.new_zeros(sequences.count, *steps.shape[2:]) if before is None else before
+    total = steps.double().cumsum(1)
+    if sequences.cu_seqlens is None:
+        angle = total + first[:, None]
+        last = angle[:, -1]
+    else:
+        sums = F.pad(total[0], (0, 0, 0, 0, 1, 0))[sequences.cu_seqlens]  # up to each bound
+        angle = total + (first - sums[:-1])[sequences.owner]
+        last = first + sums.diff(dim=0)
+    return (angle.cos(), angle.sin()), last.remainder(2 * math.pi).to(dt.dtype)
+
+
+def trapezoid(
+    share: Tensor, dt: Tensor, log_decay: Tensor, k: Tensor, v: Tensor, history: Tensor | None, sequences: Sequences
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """Expresses the trapezoidal update by one write per token, that of the token before:
+
+        S_t = α_t S_{t−1} + (1 − λ_t) dt_t α_t k_{t−1}ᵀ v_{t−1} + λ_t dt_t k_tᵀ v_t = U_t + γ_t k_tᵀ v_t
+        U_t = α_t U_{t−1} + α_t (γ_{t−1} + (1 − λ_t) dt_t) k_{t−1}ᵀ v_{t−1}        with γ_t = λ_t dt_t
+
+    Args:
+        share: the logits of λ [B, T, H].
+        dt, log_decay: step sizes and log α [B, T, H].
+        k, v: [B, T, H or Hq, K] and [B, T, H, V].
+        history: k, v and γ of the token before [N, 1, ·]; None: zeros.
+        sequences: the sequences of the tokens.
+
+    Returns:
+        (γ [B, T, H], k, v and β of the update of U, the next history).
+    """
+    share = torch.sigmoid(share.to(dt))
+    now = share * dt
+    tokens = torch.cat([k.flatten(2).to(dt), v.flatten(2).to(dt), now], -1)
+    previous, history = sequences.shift(tokens, history)
+    k_before, v_before, gamma = previous.split([k.shape[2] * k.shape[3], v.shape[2] * v.shape[3], now.shape[2]], -1)
+    beta = log_decay.exp() * (gamma + (1 - share) * dt)
+    writes = {"k": k_before.view_as(k).to(k), "v": v_before.view_as(v).to(v), "beta": beta}
+    return now, writes, history

@@ -1,0 +1,102 @@
+"""Attention to a fixed number of slots: gated slot attention (GSA, arXiv 2409.07146) and attention with bounded-memory
+control (ABC, arXiv 2110.02488). A head has a key and a value per slot, which are means of those of the past:
+
+    K_t = diag(α_t) K_{t−1} + (1 − α_t)ᵀ k_t
+    V_t = diag(α_t) V_{t−1} + (1 − α_t)ᵀ v_t        o_t = softmax(q_t K_tᵀ) V_t
+
+Both are linear attention: the logits q K_tᵀ with a decay per value channel (gla_outer.py), the rest with one per key
+channel. In GSA, α is a gate σ(w)^{1/8} of the token. In ABC a slot is a mean with the weights e^w, so that 1 − α_t is
+e^{w_t} over the sum of these weights so far.
+
+Dimensions: B batch, T tokens, D hidden size, H heads, M slots, K key, V value dimension per head, N sequences.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...ops.attention import linear_attention
+from ...ops.backends.base import HasBackend
+from ...ops.call import accumulator
+from ...ops.dispatch import default_backend
+from ...ops.sequences import Sequences
+from ...spec.matrix import MatrixSpec
+from ..base import Mixer, Recurrence
+from ..chunks import recur
+from ..linear.token import MixerState
+from ..scans.scan import elementwise
+from .gla_outer import Operands, form, step
+
+TEMPERATURE = 8.0  # of GSA's gate
+LARGEST = 32.0  # of |w| in ABC, as in FLA's layer: sums of e^w over any number of tokens are finite in float32
+
+
+class SlotAttention(Mixer, HasBackend):
+    """Slot attention between two projections. In GSA, SiLU is applied to q, k and v, the logits have the scale 1, and
+    the output is W RMSNorm(SiLU(o)) with a norm over all heads; ABC's logits have the scale K^−1/2, and
+    its output is W o. The memory [N, H, M, ·] has per slot the key, the value, and in ABC the sum of weights.
+
+    Takes the arguments of LinearMixer; those without a name here are not used.
+    """
+
+    state_kind = MixerState
+
+    def __init__(self, spec: MatrixSpec, *, hidden_size: int, num_heads: int, norm_eps: float = 1e-6, **unused):
+        super().__init__()
+        H, (K, V) = spec.num_heads(num_heads), spec.head_dims(hidden_size, num_heads)
+        self.H, self.gated, self.norm_eps, self.backend = H, spec.kind == "gsa", norm_eps, default_backend()
+        self.state_shapes = spec.state_shapes(hidden_size, num_heads)
+        _, M, width = self.state_shapes["memory"]
+        self.parts, self.widths = [H * K, H * K, H * V, H * M], [K, V, width - K - V]
+        self.in_proj = nn.Linear(hidden_size, sum(self.parts), bias=False)
+        self.o_proj = nn.Linear(H * V, hidden_size, bias=False)
+        self.norm_weight = nn.Parameter(torch.empty(H * V)) if self.gated else None
+        self.recurrence = Recurrence()
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if self.norm_weight is not None:
+            self.norm_weight.fill_(1)
+
+    def run(self, x: Tensor, state: MixerState | None, sequences: Sequences) -> tuple[Tensor, MixerState]:
+        acc = accumulator(x)
+        q, k, v, w = (y.unflatten(-1, (self.H, -1)).to(acc) for y in self.in_proj(x).split(self.parts, -1))
+        memory = q.new_zeros(sequences.count, *self.state_shapes["memory"]) if state is None else state.memory
+        if self.gated:
+            q, k, v = F.silu(q), F.silu(k), F.silu(v)
+        out, memory = self.recurrence(self._attend, q, k, v, w, memory, sequences)
+        if self.norm_weight is not None:
+            out = F.rms_norm(F.silu(out).flatten(-2), self.norm_weight.shape, self.norm_weight.to(acc), self.norm_eps)
+            out = out.unflatten(-1, (self.H, -1))
+        return self.o_proj(out.flatten(-2).to(x.dtype)), MixerState(memory)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, w: Tensor, memory: Tensor, sequences: Sequences
+    ) -> tuple[Tensor, Tensor]:
+        """Returns o [B, T, H, V] and the next memory."""
+        keys, values, sums = memory.split(self.widths, -1)
+        if self.gated:
+            log_decay = F.logsigmoid(w) / TEMPERATURE
+            write = -torch.expm1(log_decay)
+        else:
+            q = q * q.shape[-1] ** -0.5
+            write, sums = self._share(w, sums, sequences)
+            log_decay = torch.log1p(-write)
+        operands = Operands(q, k, write, torch.zeros_like(k), log_decay)
+        logits, keys = recur(step, form, operands, sequences, keys.mT)
+        out, values = linear_attention(
+            logits.softmax(-1), write, v, log_decay=log_decay, scale=1.0, initial_state=values,
+            cu_seqlens=sequences.bounds, backend=self.backend,
+        )  # fmt: skip
+        return out, torch.cat([keys.mT, values, sums], -1)
+
+    def _share(self, w: Tensor, sums: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """Returns e^w over the sum of all e^w so far [B, T, H, M], and the next sums [N, H, M, 1]. The share is less
+        than 1 also at the first token, where nothing is there to decay, so that its complement has a logarithm."""
+        weight = w.clamp(-LARGEST, LARGEST).exp()
+        total, after = elementwise(
+            torch.ones_like(weight).flatten(2), weight.flatten(2), sums.flatten(1)[:, None], sequences
+        )
+        share = weight / total.view_as(weight)
+        return share.clamp(max=1 - torch.finfo(w.dtype).eps), after.view_as(sums)

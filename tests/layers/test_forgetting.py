@@ -1,0 +1,89 @@
+"""Forgetting Transformer: against its equation, against FLA's function, and what it refuses."""
+
+import math
+
+import pytest
+import torch
+
+from attention_layers import layer
+from headrace import layers, zoo
+from headrace.layers import BothWays, SoftmaxAttention
+from headrace.layers.attention.positions import forgotten
+from headrace.studies.verify import relative
+from headrace.utils.errors import InputError
+from peers import load
+
+B, T, D, H = 2, 13, 32, 4
+
+
+def operands(fox, x):
+    """q [B, T, H, d], k and v repeated for the query heads that share them, and the logits of f [B, T, H]."""
+    q, k, v = (p(x).unflatten(-1, (-1, D // H)) for p in (fox.q_proj, fox.k_proj, fox.v_proj))
+    k, v = (y.repeat_interleave(H // y.shape[2], 2) for y in (k, v))
+    return q, k, v, fox.f_proj(x)
+
+
+def literally(fox, x):
+    """One softmax per token: its logit of key j has log f of the tokens j + 1 … t."""
+    q, k, v, gate = operands(fox, x)
+    rows, log_f = [], gate.sigmoid().log()
+    for t in range(T):
+        logits = torch.einsum("bhd,bjhd->bjh", q[:, t], k[:, : t + 1]) * (D // H) ** -0.5
+        faded = torch.stack([log_f[:, j + 1 : t + 1].sum(1) for j in range(t + 1)], 1)
+        rows.append(torch.einsum("bjh,bjhd->bhd", (logits + faded).softmax(1), v[:, : t + 1]).flatten(1))
+    return fox.o_proj(torch.stack(rows, 1))
+
+
+@pytest.mark.parametrize("name", ["fox", "fox(kv_heads=2)"])
+def test_layer_equals_its_equation(name):
+    """Outputs, and the gradients of the input and of all parameters."""
+    fox, x = layer(name), torch.randn(B, T, D, dtype=torch.float64, requires_grad=True)
+    ours, theirs = fox(x)[0], literally(fox, x)
+    weight, leaves = torch.randn_like(x), [x, *fox.parameters()]
+    assert relative(ours, theirs) <= 1e-13
+    gradients = (torch.autograd.grad((y * weight).sum(), leaves) for y in (ours, theirs))
+    assert all(relative(mine, their) <= 1e-12 for mine, their in zip(*gradients, strict=True))
+
+
+@torch.no_grad()
+def test_layer_equals_fla():
+    pytest.importorskip("fla")
+    fox, x = layer("fox", torch.float32), torch.randn(B, T, D)
+    q, k, v, gate = operands(fox, x)
+    theirs = load("fla:forgetting_attn/naive:naive_forgetting_attn")(q, k, v, torch.nn.functional.logsigmoid(gate))
+    assert relative(fox(x)[0], fox.o_proj(theirs.flatten(2))) <= 2e-6
+
+
+@torch.no_grad()
+def test_nothing_is_forgotten_where_the_gate_is_open():
+    fox, plain, x = layer("fox"), layer("transformer(rotary=false)"), torch.randn(B, T, D, dtype=torch.float64)
+    fox.f_proj.weight.zero_()
+    fox.f_proj.bias.fill_(60.0)
+    plain.load_state_dict({name: p for name, p in fox.state_dict().items() if "f_proj" not in name})
+    assert relative(fox(x)[0], plain(x)[0]) <= 1e-13
+
+
+def test_sums_of_long_sequences_keep_their_digits():
+    """After 50,000 tokens, with a sum of −1.5e5: float32 sums would be 2^-7 apart."""
+    gate = torch.full((1, 50_000, 1), -3.0) + torch.randn(1, 50_000, 1)
+    total = forgotten(gate, None)[0, 0]
+    recent = (total[-1] - total[-4:]).float()
+    exact = [-sum(math.log1p(math.exp(-g)) for g in gate[0, len(gate[0]) - n :, 0].tolist()) for n in (3, 2, 1, 0)]
+    assert torch.allclose(recent, torch.tensor(exact), rtol=1e-6, atol=0)
+
+
+def test_an_encoder_forgets_in_both_directions():
+    assert isinstance(layers.build(zoo.get("fox"), hidden_size=D, num_heads=H, causal=False), BothWays)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: zoo.get("fox(form=tiles)"), "forget=True supports neither"),
+        (lambda: zoo.get("sliding-window(forget=true)"), "forget=True supports neither"),
+        (lambda: SoftmaxAttention(zoo.get("fox"), hidden_size=D, num_heads=H, causal=False), "in an encoder"),
+    ],
+)  # fmt: skip
+def test_what_has_no_form_is_refused(call, sentence):
+    with pytest.raises(InputError, match=sentence):
+        call()

@@ -1,0 +1,242 @@
+"""Mixers of a linear spec against their equations: a loop over tokens in float64, from the layer's weights alone."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from headrace import Mixer
+from headrace.studies.verify import relative
+from headrace.utils.errors import InputError
+
+B, T, D, H = 2, 19, 24, 4
+
+
+def layer_of(expression, scale=0.3):
+    layer = Mixer(expression, hidden_size=D, num_heads=H, layer_idx=1, num_layers=3).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=scale)
+    return layer
+
+
+def loop(layer, q, k, v, decay, bonus=None, scale=1.0):
+    """S_t = diag(α_t) S_{t−1} + k_tᵀ v_t, o_t = q_t (S_t, or S_{t−1} + diag(u) k_tᵀ v_t)."""
+    S, out = q.new_zeros(B, H, q.shape[-1], v.shape[-1]), []
+    for t in range(T):
+        now = k[:, t, :, :, None] * v[:, t, :, None]
+        old, S = S, decay[:, t, :, :, None] * S + now
+        read = S if bonus is None else old + bonus[:, :, None] * now
+        out.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], read))
+    return torch.stack(out, 1)
+
+
+def parts_of(layer, x):
+    return {name: (x @ layer.part(name).T).unflatten(-1, (H, -1)) for name in layer.parts if layer.parts[name]}
+
+
+def rms(x, weight, eps=1e-6):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def hgrn2(layer, x, bound=None):
+    """f = b + (1 − b) σ(x W), k = 1 − f; RMSNorm over all heads."""
+    p, least = parts_of(layer, x), 0 if bound is None else torch.tensor(bound).double().exp()
+    f = least + (1 - least) * torch.sigmoid(p["decay"])
+    out = loop(layer, F.silu(p["q"]), 1 - f, p["v"], f, scale=layer.K**-0.5)
+    return layer.o_proj(rms(out.flatten(-2), layer.norm_weight))
+
+
+def simple_gla(layer, x):
+    p = parts_of(layer, x)
+    decay = torch.sigmoid(p["decay"] + layer.decay.bias[:, None]) ** (1 / layer.spec.decay.temperature)
+    out = rms(loop(layer, p["q"], p["k"], p["v"], decay, scale=layer.K**-0.5), layer.norm_weight)
+    return layer.o_proj((out * F.silu(p["gate"])).flatten(-2))
+
+
+def rwkv5(layer, x):
+    before, p = F.pad(x, (0, 0, 1, -1)), {}
+    for name, mu in zip(("k", "v", "q", "gate"), layer.shift.offset, strict=True):
+        p[name] = parts_of(layer, mu * before + (1 - mu) * x)[name]
+    decay = torch.exp(-layer.decay.bias.exp()).view(H, -1).expand(B, T, H, -1)
+    out = loop(layer, p["q"], p["k"], p["v"], decay, layer.bonus)
+    out = (out - out.mean(-1, keepdim=True)) / (out.var(-1, unbiased=False, keepdim=True) + 64e-5).sqrt()
+    out = out.flatten(-2) * layer.norm_weight + layer.norm_bias
+    return layer.o_proj(out * F.silu(p["gate"].flatten(-2)))
+
+
+def lightning(layer, x):
+    p = parts_of(layer, x)
+    q, k, v = (F.silu(p[name]) for name in "qkv")
+    decay = torch.exp(-(2.0 ** (-8 * torch.arange(1, H + 1).double() / H)))[:, None].expand(B, T, H, 1)
+    out = rms(loop(layer, q, k, v, decay).flatten(-2), layer.norm_weight)
+    return layer.o_proj(out * torch.sigmoid(p["gate"].flatten(-2)))
+
+
+def based(layer, x):
+    """Σ_s (1 + q·k/4 + (q·k/4)²/2) v over the sum of weights, for 16 key channels."""
+    p = parts_of(layer, x)
+    logits = torch.einsum("bthk,bshk->bhts", p["q"], p["k"]) / 4
+    weights = (1 + logits + logits.square() / 2).tril()
+    out = weights @ p["v"].transpose(1, 2) / (weights.sum(-1, keepdim=True) + 1e-6)
+    return layer.o_proj(out.transpose(1, 2).flatten(-2))
+
+
+def mlstm(layer, x):
+    """S and n as they are, without a maximum: S_t = f S_{t−1} + e^i kᵀ v, o = q S / max(|q·n|, 1)."""
+    p = parts_of(layer, x)
+    f = torch.sigmoid(p["decay"] + layer.decay.bias[:, None])
+    v = F.pad(p["v"], (0, 1), value=1.0)
+    read = loop(layer, p["q"], p["beta"].exp() * p["k"], v, f, scale=layer.K**-0.5)
+    out = read[..., :-1] / read[..., -1:].abs().clamp(min=1)
+    out = (out - out.mean(-1, keepdim=True)) / (out.var(-1, unbiased=False, keepdim=True) + 1e-6).sqrt()
+    out = out.flatten(-2) * layer.norm_weight + layer.norm_bias
+    return layer.o_proj(out * torch.sigmoid(p["gate"].flatten(-2)))
+
+
+def mamba3(layer, x):
+    """S_t = α_t S_{t−1} + (1 − λ_t) dt_t α_t k_{t−1}ᵀ v_{t−1} + λ_t dt_t k_tᵀ v_t, with q and k turned by angles that
+    are summed over tokens."""
+    p = {name: x @ layer.part(name).T for name in layer.parts}
+    step, rate = p["decay"].chunk(2, -1)
+    dt = F.softplus(step + layer.decay.dt_bias)
+    decay, share = torch.exp(-F.softplus(rate).clamp(min=1e-4) * dt), torch.sigmoid(p["beta"])
+    half = p["turns"].shape[-1]
+    angle = torch.zeros(B, H, half, dtype=x.dtype)
+    S, written, rows = x.new_zeros(B, H, layer.K, layer.V), x.new_zeros(B, H, layer.K, layer.V), []
+    for t in range(T):
+        angle = angle + math.pi * torch.tanh(p["turns"][:, t, None]) * dt[:, t, :, None]
+        q, k = (
+            rms(p[name][:, t], weight, 1e-5)[:, None] + bias
+            for name, weight, bias in zip("qk", layer.qk_norm.weight, layer.qk_norm.bias, strict=True)
+        )
+        q, k = (
+            torch.cat([y[..., :half] * angle.cos() - y[..., half : 2 * half] * angle.sin(),
+                       y[..., half : 2 * half] * angle.cos() + y[..., :half] * angle.sin(), y[..., 2 * half :]], -1)
+            for y in (q, k)
+        )  # fmt: skip
+        before, written = written, k[..., None] * p["v"][:, t].view(B, H, 1, -1)
+        α, λ, Δ = (y[:, t, :, None, None] for y in (decay, share, dt))
+        S = α * S + (1 - λ) * Δ * α * before + λ * Δ * written
+        rows.append(torch.einsum("bhk,bhkv->bhv", q, S))
+    out = torch.stack(rows, 1) + layer.skip[:, None] * p["v"].view(B, T, H, -1)
+    return layer.o_proj(out.flatten(-2) * F.silu(p["gate"]))
+
+
+EQUATIONS = {
+    "hgrn2": hgrn2,
+    "hgrn2(decay.lower_bound=-0.5)": lambda layer, x: hgrn2(layer, x, -0.5),
+    "simple-gla": simple_gla,
+    "simple-gla(decay.temperature=1)": simple_gla,
+    "rwkv5": rwkv5,
+    "lightning-attention": lightning,
+    "based": based,
+    "mlstm": mlstm,
+    "mamba3": mamba3,
+    "mamba3(heads.key_dim=5, inputs.turns=1)": mamba3,
+}
+
+
+@pytest.mark.parametrize("expression", EQUATIONS)
+def test_layer_equals_its_equation(expression):
+    """Outputs, and the gradients of the input and of every parameter."""
+    layer = layer_of(expression)
+    x, weight = torch.randn(2, B, T, D, dtype=torch.float64)
+    x.requires_grad_()
+    outputs = layer(x)[0], EQUATIONS[expression](layer, x)
+    assert relative(*outputs) <= 1e-12
+    gradients = (torch.autograd.grad((y * weight).sum(), [x, *layer.parameters()]) for y in outputs)
+    for ours, exact in zip(*gradients, strict=True):
+        assert relative(ours, exact) <= 1e-11
+
+
+def test_first_forget_gates_do_not_depend_on_the_temperature():
+    """σ(3) to σ(6), whatever divides the logarithm."""
+    for temperature in (1.0, 16.0):
+        layer = Mixer(f"simple-gla(decay.temperature={temperature})", hidden_size=D, num_heads=H).double()
+        decay = layer.decay(torch.zeros(1, 1, H, dtype=torch.float64))[0, 0].exp()
+        torch.testing.assert_close(decay, torch.sigmoid(torch.linspace(3, 6, H).double()), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    "changes", ["inputs.conv=4", "inputs.rotary=true", "inputs.qk_norm=l2", "inputs.order=2", "decay.kind=exp-fixed",
+                "decay.kind=none", "decay.kind=softplus", "heads.qk_groups=2"],
+)  # fmt: skip
+def test_key_that_is_the_complement_of_no_decay_is_refused(changes):
+    with pytest.raises(InputError, match=r"inputs\.key='complement'"):
+        Mixer(f"gla(inputs.key=complement, {changes})", hidden_size=D, num_heads=H)
+
+
+# --- the exponential gate --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [1.0, 30.0, 100.0])
+def test_input_gates_of_any_size_are_as_exact_as_the_precision(factor):
+    """In float32, where e^i is infinite above 88, against float64, where i is up to 700 before e^i is: outputs, tokens
+    one by one and gradients. The weights of a positive feature map add up, so that no denominator is near 0; an error
+    of i is one of e^i, 2⁻²⁴ |i|."""
+    layer = Mixer("mlstm(read.norm=none, read.eps=none, inputs.feature_map=elu+1)", hidden_size=D, num_heads=H)
+    layer.part("beta").data.mul_(factor / layer.part("beta").data.std() / D**0.5)
+    exact, x = copy.deepcopy(layer).double(), torch.randn(B, T, D)
+    (y, state), (expected, _) = layer(x), exact(x.double())
+    tolerance = 1e-5 * max(factor, 1)
+    assert relative(y, expected) <= tolerance and torch.isfinite(state.memory).all()
+    for out in (y, expected):
+        out.square().mean().backward()
+    for mine, other in zip(layer.parameters(), exact.parameters(), strict=True):
+        assert torch.isfinite(mine.grad).all() and relative(mine.grad, other.grad) <= 10 * tolerance
+    state, rows = None, []
+    with torch.no_grad():
+        for token in x.split(1, 1):
+            out, state = layer(token, state)
+            rows.append(out)
+    assert relative(torch.cat(rows, 1), expected) <= tolerance
+
+
+def test_output_does_not_depend_on_the_maximum():
+    """A memory times e^−c with a maximum that is c higher is the same memory."""
+    layer, x = layer_of("mlstm"), torch.randn(B, T, D, dtype=torch.float64)
+    state = layer(x)[1]
+    moved = state._replace(memory=state.memory * math.exp(-3), peak=state.peak + 3)
+    assert relative(layer(x, moved)[0], layer(x, state)[0]) <= 1e-13
+
+
+def test_zero_input_of_an_exponential_gate_is_no_division_by_zero():
+    layer = Mixer("mlstm(decay.kind=none, decay.temperature=16)", hidden_size=D, num_heads=H)
+    x = torch.randn(B, T, D)
+    layer.part("beta").data.mul_(500)
+    layer.part("q").data.zero_()
+    y = layer(x)[0]
+    y.sum().backward()
+    assert torch.isfinite(y).all() and all(torch.isfinite(p.grad).all() for p in layer.parameters())
+
+
+@pytest.mark.parametrize(
+    ("mixer", "changes"),
+    [
+        *(
+            (mixer, changes)
+            for mixer in ("mlstm(read.eps=none, ", "mamba3(")
+            for changes in ("write.rule=delta, inputs.qk_norm=l2", "read.norm=rms, read.bonus=true")
+        ),
+        ("mlstm(read.eps=none, ", "read.norm=detached, inputs.feature_map=relu"),
+        ("mlstm(", "decay.kind=sigmoid"),
+        ("softmax-mlstm(", "competition.top_k=1, competition.freeze=true"),
+        ("softmax-mamba3(", "competition.memories_per_head=2"),
+        ("mamba3(", "inputs.shift=lerp"),
+    ],
+)  # fmt: skip
+def test_write_strength_is_refused_where_it_is_not_defined(mixer, changes):
+    with pytest.raises(InputError, match=r"write\.beta='\w+' is defined for"):
+        Mixer(f"{mixer}{changes})", hidden_size=D, num_heads=H)
+
+
+@pytest.mark.parametrize(
+    "mixer",
+    ["gla(inputs.turns=0.5)", "mamba3(inputs.qk_norm=none)", "mamba3(inputs.order=1)", "mamba3(heads.key_dim=2)"],
+)
+def test_turns_are_refused_where_they_are_not_defined(mixer):
+    with pytest.raises(InputError, match=r"inputs\.turns=0\.5"):
+        Mixer(mixer, hidden_size=D, num_heads=H)
