@@ -52,7 +52,7 @@ def _linear(spec: MixerSpec) -> dict[str, Any]:
         "b_t": f"{'ω ⊙ ' if channel else beta}{write}v",
         "features": " ".join(features(spec.inputs)) or "identity",
         "forgets": bool(decay), "overwrites": delta, "competes": gate is not None,
-        "memory": "a matrix per head",
+        "memory": "a matrix per head" if spec.matrices == 1 else f"{spec.matrices} matrices per head",
         "objective": "½‖v − kS‖²" if delta else "−⟨kS, v⟩",
         "optimiser": f"a gradient step of rate {beta.strip() or '1'}",
         "retention": retention,

@@ -59,8 +59,8 @@ class LinearMixer(LinearParameters):
 
     @property
     def splits(self) -> bool:
-        own = self.residual is None and self.general is None and self.spec.write.beta != "exp"
-        return own and not self.spec.inputs.turns
+        alone = self.residual is self.levels is self.ridge is self.general is None
+        return alone and self.spec.write.beta != "exp" and not self.spec.inputs.turns
 
     def run(
         self, x: Tensor, state: MixerState | None, sequences: Sequences, in_place: bool = False
@@ -78,6 +78,8 @@ class LinearMixer(LinearParameters):
         if self._sums_outside():  # one more column is the sum of weights, in the accumulator's precision
             q, k, v = (y.to(accumulator(y)) for y in (q, k, F.pad(v, (0, 1), value=1.0)))
         tensors = {"q": q, "k": k, "v": self._per_memory(v), **self._updates(inputs, gates)}
+        if self.levels is not None:
+            tensors["levels"] = self._per_memory(inputs["levels"].unflatten(-1, (self.H, -1)))
         if self.spec.write.beta == "trapezoid":
             out, memory, before, shift = self._recur_trapezoidally(tensors, inputs, state, sequences, in_place)
         else:
@@ -213,11 +215,15 @@ class LinearMixer(LinearParameters):
         memory, before, settings = None if state is None else state.memory, None, self._settings()
         if (n := self.spec.write.steps) > 1:
             tensors = as_tokens(tensors, n)
+        op = partial(self.op, **settings, backend=self.backend)
         if self.residual is not None:
-            op = partial(self.op, **settings, backend=self.backend)
             out, memory, before = self.residual(op, tensors, state, sequences)
         elif self.general is not None:
             out, memory = self.general(tensors, settings["scale"], memory, sequences)
+        elif self.levels is not None:
+            out, memory = self.levels(op, tensors, state, sequences)
+        elif self.ridge is not None:
+            out, memory = self.ridge(op, tensors, state, sequences)
         elif self.op is linear_attention and sequences.T == 1 and not sequences.packed and current() is None:
             backend = self.backend if self.backend == "auto" or has(self.backend, "step") else "torch"
             in_place = in_place and memory is not None and memory.is_contiguous()

@@ -21,9 +21,11 @@ from .competition import HeadCompetition
 from .decays import DECAYS
 from .general import GeneralDelta
 from .joint import MemoryChoice
+from .levels import LogLinear
 from .mamba3 import BiasedNorm
 from .readout import GROUP_NORM_EPS, GateLogits, weight_size
 from .residual import ResidualDelta
+from .ridge import RidgeRead
 from .taylor import TaylorFeatures
 from .token import MixerState, mixer_program
 from .token_shift import SHIFTS
@@ -46,6 +48,8 @@ class LinearParameters(Mixer, HasBackend):
     bonus: Any
     residual: Any
     general: Any
+    levels: Any
+    ridge: Any
     choice: Any
     norm_weight: Any
     norm_bias: Any
@@ -100,7 +104,7 @@ class LinearParameters(Mixer, HasBackend):
 
     def _build_memory(self) -> None:
         spec, rows = self.spec, self.spec.memory_rows(self.K)
-        self.decay = self.bonus = self.residual = self.general = None
+        self.decay = self.bonus = self.residual = self.general = self.levels = self.ridge = None
         if spec.decay.kind != "none":
             self.decay = DECAYS[spec.decay.kind](spec.decay, self.H, rows, self.depth)
             self.parts["decay"] = self.decay.in_features
@@ -112,6 +116,11 @@ class LinearParameters(Mixer, HasBackend):
             self.general = GeneralDelta(spec.write.erase, self.H)
         if spec.write.residual_chunk is not None:
             self.residual = ResidualDelta(spec.write.residual_chunk, self.H * spec.memories_per_head)
+        if spec.read.levels is not None:
+            self.levels = LogLinear(spec.read.levels, self.H * spec.memories_per_head)
+            self.parts["levels"] = self.H * spec.read.levels
+        if spec.read.ridge_steps is not None:
+            self.ridge = RidgeRead(spec.read.ridge_steps, self.H * spec.memories_per_head, rows)
         if spec.read.bonus:
             self.bonus = nn.Parameter(torch.empty(self.H, rows))
 
