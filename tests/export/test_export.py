@@ -249,6 +249,7 @@ REFUSED = {
     "mamba": "layer 0 of the model: its mixer is Mamba, whose recurrence has no node in ONNX",
     "rwkv7": "its mixer is RWKV7",
     "sliding-window": "its softmax attention is sparse or tiled",
+    "fox": r"its softmax attention forgets \(forget=True\)",
     AttentionSpec(
         rope=Rope("dynamic", factor=2.0, original=8)
     ): r"its rotary frequencies \(rope.kind='dynamic'\) depend",

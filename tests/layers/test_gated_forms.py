@@ -100,7 +100,7 @@ def mamba3(layer, x):
     """S_t = α_t S_{t−1} + (1 − λ_t) dt_t α_t k_{t−1}ᵀ v_{t−1} + λ_t dt_t k_tᵀ v_t, with q and k turned by angles that
     are summed over tokens."""
     p = {name: x @ layer.part(name).T for name in layer.parts}
-    step, rate = p["decay"].chunk(2, -1)
+    step, rate = p["decay"][..., ::2], p["decay"][..., 1::2]
     dt = F.softplus(step + layer.decay.dt_bias)
     decay, share = torch.exp(-F.softplus(rate).clamp(min=1e-4) * dt), torch.sigmoid(p["beta"])
     half = p["turns"].shape[-1]
@@ -224,7 +224,6 @@ def test_zero_input_of_an_exponential_gate_is_no_division_by_zero():
         ("mlstm(read.eps=none, ", "read.norm=detached, inputs.feature_map=relu"),
         ("mlstm(", "decay.kind=sigmoid"),
         ("softmax-mlstm(", "competition.top_k=1, competition.freeze=true"),
-        ("softmax-mamba3(", "competition.memories_per_head=2"),
         ("mamba3(", "inputs.shift=lerp"),
     ],
 )  # fmt: skip

@@ -132,6 +132,12 @@ HAND = {  # operations of a head with K key and V value numbers, term by term; v
     "xpos-retnet": lambda K, V: K * V + 2 * K * V + 2 * K * V,
     "mamba2": lambda K, V: K * V + 2 * K * V + 2 * K * V,
     "gla": lambda K, V: K * V + 2 * K * V + 2 * K * V,  # diag(α) S, + kᵀ v, q S
+    **dict.fromkeys(
+        ("lightning-attention", "simple-gla", "hgrn2", "rwkv5"), lambda K, V: K * V + 2 * K * V + 2 * K * V
+    ),
+    "based": lambda K, V: 4 * (K + 1) * (K + 2) // 2 * (V + 1),
+    "mlstm": lambda K, V: K * (V + 1) + 2 * K * (V + 1) + 2 * K * (V + 1),  # and one column for the sum of weights
+    "mamba3": lambda K, V: K * V + 2 * K * V + 2 * K * V,
     "rwkv6": lambda K, V: K * V + 2 * K * V + 2 * K * V,
     "delta-fast-weights": lambda K, V: 3 * 2 * 2 * K * V,  # k S, + kᵀ β (v − k S), q S, with 2 K features (DPFP)
     "deltanet": lambda K, V: 2 * K * V + 2 * K * V + 2 * K * V,
@@ -162,6 +168,7 @@ HAND = {  # operations of a head with K key and V value numbers, term by term; v
 }  # fmt: skip
 ELEMENTWISE = {
     "bonus", "offset", "gate_bias", "conv", "mix", "A_log", "log_damping", "frequency", "C", "P", "B", "embed_tokens",
+    "qk_norm",
 }  # fmt: skip
 
 

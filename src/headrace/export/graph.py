@@ -84,6 +84,8 @@ def _reason(layer: Any) -> str | None:
         return None if mixer.residual is None else chunks
     if mixer.spec.rotary and mixer.spec.rope.by_length:
         return f"its rotary frequencies (rope.kind={mixer.spec.rope.kind!r}) depend on the length of the sequence"
+    if mixer.spec.forget:
+        return "its softmax attention forgets (forget=True), by sums in float64"
     dense = mixer.spec.pattern is None and mixer.spec.form != "tiles"
     return None if dense else "its softmax attention is sparse or tiled; expected dense attention"
 

@@ -187,13 +187,11 @@ class MixerSpec(Spec):
         )
         frozen = self.competition is not None and self.competition.freeze
         unlike_sums = delta or self.read.bonus or self.read.norm in SUMS or frozen
-        shared = self.memories_per_head > 1 or inputs.shift != "none"
         yield (
             (write.beta == "exp" and (unlike_sums or per_channel))
-            or (write.beta == "trapezoid" and (unlike_sums or shared)),
+            or (write.beta == "trapezoid" and (unlike_sums or inputs.shift != "none")),
             f"write.beta={write.beta!r} is defined for write.rule='add', read.bonus=False, read.norm not in {SUMS} and "
-            "competition.freeze=False; 'exp' for a decay per head, 'trapezoid' for inputs.shift='none' and "
-            "competition.memories_per_head=1",
+            "competition.freeze=False; 'exp' for a decay per head, 'trapezoid' for inputs.shift='none'",
         )
         yield (
             inputs.turns > 0 and (turned_features or (shared_keys and inputs.qk_norm != "rms-bias")),
@@ -351,7 +349,7 @@ class MixerSpec(Spec):
             shapes["angles"] = (H, self.angles(K))
         if self.write.beta == "trapezoid":
             shared = self.heads.qk_groups if self.inputs.qk_norm != "rms-bias" else None
-            shapes["shift"] = (1, (shared or H) * self.features(K) + H * V + H)
+            shapes["shift"] = (1, (shared or H) * self.features(K) + memory[0] * (V + 1))
         if self.inputs.conv:
             groups = self.heads.qk_groups or H
             steps = self.write.steps

@@ -230,7 +230,11 @@ class LinearMixer(LinearParameters):
             where = {"initial_state": memory, "cu_seqlens": bounds}
             out, memory = self.op(**tensors, **settings, **where, backend=self.backend)
             out = out if n == 1 else out[:, n - 1 :: n]
-        return out if self.choice is None else out.unflatten(2, (self.H, -1)).sum(3), memory, before
+        return self._over_memories(out), memory, before
+
+    def _over_memories(self, out: Tensor) -> Tensor:
+        """Sums what the memories of a head give."""
+        return out if self.choice is None else out.unflatten(2, (self.H, -1)).sum(3)
 
     def _recur_trapezoidally(
         self, tensors: dict[str, Any], inputs: dict[str, Tensor], state: MixerState | None, sequences: Sequences,
@@ -241,12 +245,12 @@ class LinearMixer(LinearParameters):
         history = None if state is None else state.shift
         if (gate := tensors["write_gate"]) is not None:
             v = (v * gate[..., None]).to(v.dtype)
-        now, writes, history = trapezoid(inputs["beta"], inputs["dt"], log_decay, k, v, history, sequences)
+        share, dt = tensors["beta"], self._per_memory(inputs["dt"])
+        now, writes, history = trapezoid(share, dt, log_decay, k, v, history, sequences)
         out, memory, before = self._recur(tensors | writes | {"write_gate": None}, state, sequences, in_place)
-        weight = (q * k).sum(-1).to(now).repeat_interleave(self.H // q.shape[2], 2) * now * self._scale()
-        if (gate := tensors["read_gate"]) is not None:
-            weight = weight * gate
-        return out + weight[..., None] * v, memory, before, history
+        weight = (q * k).sum(-1).to(now).repeat_interleave(now.shape[2] // q.shape[2], 2) * now * self._scale()
+        weight = product(weight, tensors["read_gate"])
+        return out + self._over_memories(weight[..., None] * v), memory, before, history
 
     def _settings(self) -> dict[str, Any]:
         """The arguments of `linear_attention` and `step` that do not depend on the tokens."""

@@ -59,7 +59,6 @@ class LinearParameters(Mixer, HasBackend):
         super().__init__()
         self.spec, self.norm_eps, self.rope_theta = spec, spec.read.eps or norm_eps, rope_theta
         self.group_eps = spec.read.eps or GROUP_NORM_EPS
-        self.static_shapes = spec.write.beta != "exp"
         self.op = linear_attention  # may be set to a partial with a form or chunk size
         self.backend = default_backend()  # may be set; PyTorch computes what a backend given by name does not have
         self.H, (self.K, self.V) = spec.num_heads(num_heads), spec.head_dims(hidden_size, num_heads)
