@@ -239,3 +239,16 @@ def test_write_strength_is_refused_where_it_is_not_defined(mixer, changes):
 def test_turns_are_refused_where_they_are_not_defined(mixer):
     with pytest.raises(InputError, match=r"inputs\.turns=0\.5"):
         Mixer(mixer, hidden_size=D, num_heads=H)
+
+
+@pytest.mark.parametrize("options", ["", ", inputs.order=2, heads.key_dim=4, read.scale=key", ", competition=default"])
+def test_the_trapezoidal_update_with_a_share_of_one_is_that_of_the_step_size(options):
+    """λ = 1 leaves dt for the token itself and nothing for the one before."""
+    trapezoid, plain = (layer_of(f"mamba2(write.beta={beta}{options})") for beta in ("trapezoid", "dt"))
+    parts = {name: trapezoid.part(name) for name in plain.parts}
+    weights = trapezoid.state_dict() | {"in_proj.weight": torch.cat(list(parts.values()))}
+    plain.load_state_dict(weights)
+    x = torch.cat([torch.randn(B, T, D - 1, dtype=torch.float64), torch.ones(B, T, 1, dtype=torch.float64)], -1)
+    with torch.no_grad():
+        trapezoid.part("beta").zero_()[:, -1] = 60  # the logit of λ, from the last feature
+    assert relative(trapezoid(x)[0], plain(x)[0]) < 1e-12

@@ -30,7 +30,7 @@ def made(steps=30):
 
 
 def computed(ridge, x):
-    return ridge(lambda **named: linear_attention(**named, scale=1.0), x, None, Sequences(x["v"], None))
+    return ridge(lambda **named: linear_attention(**named, scale=1.0), x, None, Sequences(x["v"], None))[:2]
 
 
 def solved(ridge, q, k, v, log_decay, beta):
@@ -79,7 +79,7 @@ def test_conjugate_gradients_end_after_as_many_steps_as_dimensions(dtype):
 
 def test_second_derivatives_are_refused():
     x, op = operands(), partial(linear_attention, scale=1.0, form="recurrent")
-    out, _ = made()(op, x, None, Sequences(x["v"], None))
+    out, *_ = made()(op, x, None, Sequences(x["v"], None))
     with pytest.raises(InputError, match=r"read.ridge_steps has no second derivative"):
         torch.autograd.grad(out.square().sum(), x["q"], create_graph=True)
 

@@ -75,9 +75,9 @@ def _reason(layer: Any) -> str | None:
         return "it has several states; expected one mixer and an MLP without a state"
     if type(mixer) not in FIELDS:
         return f"its mixer is {type(mixer).__name__}, whose recurrence has no node in ONNX; expected a linear mixer"
-    if isinstance(mixer, LinearMixer) and mixer.general is not None:
-        return f"its delta rule (write.erase={mixer.spec.write.erase}) has no node in ONNX"
     if isinstance(mixer, LinearMixer):
+        if mixer.general is not None:
+            return f"its delta rule (write.erase={mixer.spec.write.erase}) has no node in ONNX"
         if mixer.spec.write.beta in ("exp", "trapezoid") or mixer.spec.inputs.turns:
             return f"write.beta={mixer.spec.write.beta!r} and inputs.turns={mixer.spec.inputs.turns} are not written"
         if mixer.levels is not None:

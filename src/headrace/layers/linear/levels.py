@@ -79,7 +79,7 @@ class LogLinear(SelfInitialised, Recurrence):
     def reset_parameters(self) -> None:
         self.weight.fill_(1)
 
-    def forward(self, op: Callable, x: dict[str, Any], state: Any, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    def forward(self, op: Callable, x: dict[str, Any], state: Any, sequences: Sequences) -> tuple[Tensor, Tensor, None]:
         """Computes the output and the next state.
 
         Args:
@@ -90,7 +90,7 @@ class LogLinear(SelfInitialised, Recurrence):
             sequences: the sequences of x.
 
         Returns:
-            (out [B, T, H, V], the next memory).
+            (out [B, T, H, V], the next memory, None).
         """
         with without_autocast(x["v"]):  # the memory is float32 or float64 by definition
             acc, (B, T) = accumulator(x["v"]), x["v"].shape[:2]
@@ -109,7 +109,7 @@ class LogLinear(SelfInitialised, Recurrence):
             if memory is not None:
                 read, kept = self._old(op, x, weight, places, memory)
                 out, ended = out + read, ended + kept
-        return gated(out, gate), ended
+        return gated(out, gate), ended, None
 
     def _new(self, op: Callable, x: dict[str, Tensor], weight: Tensor, places: Places) -> Tensor:
         """Returns what the tokens read of each other."""

@@ -59,8 +59,7 @@ class LinearMixer(LinearParameters):
 
     @property
     def splits(self) -> bool:
-        alone = self.residual is self.levels is self.ridge is self.general is None
-        return alone and self.spec.write.beta != "exp" and not self.spec.inputs.turns
+        return self.recurrence is None and self.spec.write.beta != "exp" and not self.spec.inputs.turns
 
     def run(
         self, x: Tensor, state: MixerState | None, sequences: Sequences, in_place: bool = False
@@ -184,7 +183,7 @@ class LinearMixer(LinearParameters):
         if inputs.rotary and not inputs.rotary_first:
             heads = self._rotated(heads, positions)
         heads = heads if turns is None else rotate(heads, turns)
-        return heads if self.features is None else self.features(heads * self._scale() ** 0.5)
+        return heads if self.features is None else self.features(heads * self.logit_scale**0.5)
 
     def _rotated(self, heads: Tensor, positions: Tensor | None) -> Tensor:
         assert positions is not None
@@ -216,14 +215,8 @@ class LinearMixer(LinearParameters):
         if (n := self.spec.write.steps) > 1:
             tensors = as_tokens(tensors, n)
         op = partial(self.op, **settings, backend=self.backend)
-        if self.residual is not None:
-            out, memory, before = self.residual(op, tensors, state, sequences)
-        elif self.general is not None:
-            out, memory = self.general(tensors, settings["scale"], memory, sequences)
-        elif self.levels is not None:
-            out, memory = self.levels(op, tensors, state, sequences)
-        elif self.ridge is not None:
-            out, memory = self.ridge(op, tensors, state, sequences)
+        if self.recurrence is not None:
+            out, memory, before = self.recurrence(op, tensors, state, sequences)
         elif self.op is linear_attention and sequences.T == 1 and not sequences.packed and current() is None:
             backend = self.backend if self.backend == "auto" or has(self.backend, "step") else "torch"
             in_place = in_place and memory is not None and memory.is_contiguous()
@@ -254,21 +247,16 @@ class LinearMixer(LinearParameters):
         share, dt = tensors["beta"], self._per_memory(inputs["dt"])
         now, writes, history = trapezoid(share, dt, log_decay, k, v, history, sequences)
         out, memory, before = self._recur(tensors | writes | {"write_gate": None}, state, sequences, in_place)
-        weight = (q * k).sum(-1).to(now).repeat_interleave(now.shape[2] // q.shape[2], 2) * now * self._scale()
+        weight = (q * k).sum(-1).to(now).repeat_interleave(now.shape[2] // q.shape[2], 2) * now * self.scale
         weight = product(weight, tensors["read_gate"])
         return out + self._over_memories(weight[..., None] * v), memory, before, history
 
     def _settings(self) -> dict[str, Any]:
         """The arguments of `linear_attention` and `step` that do not depend on the tokens."""
-        scale = self._scale() if self.features is None else 1.0
-        normalise = self.spec.read.norm == "sum"
         return {
-            "rule": self.spec.write.rule, "bonus": self._per_memory(self.bonus), "normalise": normalise, "scale": scale,
+            "rule": self.spec.write.rule, "bonus": self._per_memory(self.bonus), "scale": self.scale,
+            "normalise": self.spec.read.norm == "sum",
         }  # fmt: skip
-
-    def _scale(self) -> float:
-        """The scale of the logits."""
-        return 1.0 if self.spec.read.scale == "one" else self.K**-0.5
 
     def _updates(self, inputs: dict[str, Tensor], gates: Gates) -> dict[str, Tensor | None]:
         """The arguments of `linear_attention` per token, except q, k and v."""

@@ -113,7 +113,7 @@ class LinearParameters(Mixer, HasBackend):
         if spec.write.erase == "channel":
             self.parts["write"] = self.H * self.V
         if spec.write.erase != "beta":
-            self.general = GeneralDelta(spec.write.erase, self.H)
+            self.general = GeneralDelta(spec.write.erase, self.H, self.scale)
         if spec.write.residual_chunk is not None:
             self.residual = ResidualDelta(spec.write.residual_chunk, self.H * spec.memories_per_head)
         if spec.read.levels is not None:
@@ -147,6 +147,21 @@ class LinearParameters(Mixer, HasBackend):
         self.choice = MemoryChoice(rank, self.H, self.K) if rank > 1 else None
         for sentence in self.spec.idle_gates(self.H):
             warnings.warn(sentence, GateWarning, stacklevel=4)
+
+    @property
+    def logit_scale(self) -> float:
+        """The factor of the logits q · k."""
+        return 1.0 if self.spec.read.scale == "one" else self.K**-0.5
+
+    @property
+    def scale(self) -> float:
+        """The factor of q in the recurrence: 1 for Taylor features, which have that of the logits."""
+        return self.logit_scale if self.features is None else 1.0
+
+    @property
+    def recurrence(self) -> nn.Module | None:
+        """The module that computes the recurrence, by calls of `linear_attention` or not; None: one call of it."""
+        return next((m for m in (self.residual, self.general, self.levels, self.ridge) if m is not None), None)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -47,7 +47,7 @@ class RidgeRead(SelfInitialised, Recurrence):
     def reset_parameters(self) -> None:
         self.weight.fill_(math.log(math.expm1(self.FIRST - self.LEAST)))
 
-    def forward(self, op: Callable, x: dict[str, Any], state: Any, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    def forward(self, op: Callable, x: dict[str, Any], state: Any, sequences: Sequences) -> tuple[Tensor, Tensor, None]:
         """Computes the output and the next state.
 
         Args:
@@ -57,7 +57,7 @@ class RidgeRead(SelfInitialised, Recurrence):
             sequences: the sequences of x.
 
         Returns:
-            (out [B, T, H, V], the next memory).
+            (out [B, T, H, V], the next memory, None).
         """
         with without_autocast(x["v"]):  # the memory is float32 or float64 by definition
             acc, V = accumulator(x["v"]), x["v"].shape[-1]
@@ -68,7 +68,7 @@ class RidgeRead(SelfInitialised, Recurrence):
             where = {"initial_state": None if state is None else state.memory.to(acc), "cu_seqlens": sequences.bounds}
             x["q"] = self._solution(op, x, where, sequences)
             out, memory = op(**x, **where)
-        return gated(out[..., :V], gate), memory
+        return gated(out[..., :V], gate), memory, None
 
     def _solution(self, op: Callable, x: dict[str, Tensor], where: dict[str, Any], sequences: Sequences) -> Tensor:
         """Returns the x of all tokens, [B, T, H, K]."""
