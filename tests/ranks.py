@@ -148,7 +148,7 @@ def refusals():
     """The sentences of what cannot be split. Every process refuses before it communicates."""
     x, messages = torch.randn(1, 8, 16), {}
     with context_parallel() as part:
-        for name in ("transformer", "mamba", "rwkv7", "residual-delta"):
+        for name in ("transformer", "mamba", "rwkv7", "residual-delta", "mlstm", "mamba3"):
             messages[name] = refused(lambda name=name: layers.Mixer(name, hidden_size=16, num_heads=4)(x))
         gla = layers.Mixer("gla", hidden_size=16, num_heads=4)
         messages["padding"] = refused(lambda: gla(x, mask=torch.ones(1, 8, dtype=torch.bool)))

@@ -11,6 +11,7 @@ from equation import MAX_ERROR_RATIO, skip_if_missing
 from headrace import InputError, quantize, zoo
 from headrace.hf import HeadraceCache, Marks
 from headrace.hf.cache import NAME
+from headrace.layers.blocks import stack
 from headrace.spec.softmax_rnn import SoftmaxRNNSpec
 from headrace.studies.verify import relative
 
@@ -353,6 +354,30 @@ def test_generation_makes_no_marks(model):
     model.settle(cache)
     ids, last = out.sequences[:, :7], tiny.tokens(1, 2)
     assert relative(model(last, past_key_values=cache).logits, model(torch.cat([ids, last], 1)).logits[:, 7:]) <= 1e-12
+
+
+FAILURES = {  # {what is wrong with a later piece of a call: (the marks, changes of the configuration)}
+    "a sequence has 9 tokens": (Marks(every=4), {"max_position_embeddings": 8}),
+    "has no room for a mark": (Marks(every=4, bytes=100), {}),
+    "a sequence has 9 tokens; expected": (None, {"max_position_embeddings": 8}),  # pieces of a long prompt
+}
+
+
+@pytest.mark.parametrize("sentence", FAILURES)
+@torch.no_grad()
+def test_a_call_that_fails_in_a_later_piece_loses_nothing(sentence, monkeypatch):
+    monkeypatch.setattr(stack, "PIECE", 1)
+    marks, changes = FAILURES[sentence]
+    model = tiny.build("gla", style={"positions": "learned"}, **changes)
+    reader = Reader(model, 2, marks)
+    reader.read(tiny.tokens(2, 3))
+    other = reader.copy()
+    with pytest.raises(InputError, match=sentence):
+        model(tiny.tokens(2, 6), past_key_values=reader.cache)
+    assert reader.cache.columns == 3 and reader.cache.marked == [0]
+    assert same(tensors(reader.cache), tensors(other.cache))
+    reader.cache.marks = None
+    assert reader.error() <= 1e-12
 
 
 @torch.inference_mode()

@@ -100,7 +100,7 @@ def mamba3(layer, x):
     """S_t = α_t S_{t−1} + (1 − λ_t) dt_t α_t k_{t−1}ᵀ v_{t−1} + λ_t dt_t k_tᵀ v_t, with q and k turned by angles that
     are summed over tokens."""
     p = {name: x @ layer.part(name).T for name in layer.parts}
-    step, rate = p["decay"].chunk(2, -1)
+    step, rate = p["decay"][..., ::2], p["decay"][..., 1::2]
     dt = F.softplus(step + layer.decay.dt_bias)
     decay, share = torch.exp(-F.softplus(rate).clamp(min=1e-4) * dt), torch.sigmoid(p["beta"])
     half = p["turns"].shape[-1]
@@ -224,7 +224,6 @@ def test_zero_input_of_an_exponential_gate_is_no_division_by_zero():
         ("mlstm(read.eps=none, ", "read.norm=detached, inputs.feature_map=relu"),
         ("mlstm(", "decay.kind=sigmoid"),
         ("softmax-mlstm(", "competition.top_k=1, competition.freeze=true"),
-        ("softmax-mamba3(", "competition.memories_per_head=2"),
         ("mamba3(", "inputs.shift=lerp"),
     ],
 )  # fmt: skip
@@ -240,3 +239,16 @@ def test_write_strength_is_refused_where_it_is_not_defined(mixer, changes):
 def test_turns_are_refused_where_they_are_not_defined(mixer):
     with pytest.raises(InputError, match=r"inputs\.turns=0\.5"):
         Mixer(mixer, hidden_size=D, num_heads=H)
+
+
+@pytest.mark.parametrize("options", ["", ", inputs.order=2, heads.key_dim=4, read.scale=key", ", competition=default"])
+def test_the_trapezoidal_update_with_a_share_of_one_is_that_of_the_step_size(options):
+    """λ = 1 leaves dt for the token itself and nothing for the one before."""
+    trapezoid, plain = (layer_of(f"mamba2(write.beta={beta}{options})") for beta in ("trapezoid", "dt"))
+    parts = {name: trapezoid.part(name) for name in plain.parts}
+    weights = trapezoid.state_dict() | {"in_proj.weight": torch.cat(list(parts.values()))}
+    plain.load_state_dict(weights)
+    x = torch.cat([torch.randn(B, T, D - 1, dtype=torch.float64), torch.ones(B, T, 1, dtype=torch.float64)], -1)
+    with torch.no_grad():
+        trapezoid.part("beta").zero_()[:, -1] = 60  # the logit of λ, from the last feature
+    assert relative(trapezoid(x)[0], plain(x)[0]) < 1e-12

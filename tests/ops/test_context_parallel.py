@@ -14,8 +14,10 @@ from trained import train
 pytestmark = pytest.mark.slow(seconds=25)
 
 ERROR = 1e-10  # float64: the same sums in another order
-CHUNKS = ("residual-delta", "comba", "gated-deltanet-2")  # loops over chunks of their own, which are refused
-MIXERS = [f"softmax-{name}" for name in zoo.LINEAR if name not in CHUNKS]  # gates are of one token
+# Recurrences of their own, maxima and angles that depend on earlier tokens, which are refused.
+ALONE = ("residual-delta", "comba", "gated-deltanet-2", "mlstm", "mamba3", "mesa")
+ALONE += ("log-linear-mamba2", "log-linear-gated-deltanet")
+MIXERS = [f"softmax-{name}" for name in zoo.LINEAR if name not in ALONE]  # gates are of one token
 MIXERS += ["recurrent-softmax-rnn-norm(denominator=detached, numerator=relu, order=1, by_length=true)"]
 MIXERS += ["recurrent-softmax-rnn-norm(denominator=input-length, numerator=cosine)"]
 

@@ -132,16 +132,25 @@ HAND = {  # operations of a head with K key and V value numbers, term by term; v
     "xpos-retnet": lambda K, V: K * V + 2 * K * V + 2 * K * V,
     "mamba2": lambda K, V: K * V + 2 * K * V + 2 * K * V,
     "gla": lambda K, V: K * V + 2 * K * V + 2 * K * V,  # diag(α) S, + kᵀ v, q S
+    **dict.fromkeys(
+        ("lightning-attention", "simple-gla", "hgrn2", "rwkv5"), lambda K, V: K * V + 2 * K * V + 2 * K * V
+    ),
+    "based": lambda K, V: 4 * (K + 1) * (K + 2) // 2 * (V + 1),
+    "mlstm": lambda K, V: K * (V + 1) + 2 * K * (V + 1) + 2 * K * (V + 1),  # and one column for the sum of weights
+    "mamba3": lambda K, V: K * V + 2 * K * V + 2 * K * V,
     "rwkv6": lambda K, V: K * V + 2 * K * V + 2 * K * V,
     "delta-fast-weights": lambda K, V: 3 * 2 * 2 * K * V,  # k S, + kᵀ β (v − k S), q S, with 2 K features (DPFP)
     "deltanet": lambda K, V: 2 * K * V + 2 * K * V + 2 * K * V,
     "gated-deltanet": lambda K, V: K * V + 2 * K * V + 2 * K * V + 2 * K * V,
     "gated-deltanet-as-printed": lambda K, V: 2 * K * V + 2 * K * V + 2 * K * V,
     "kda": lambda K, V: K * V + 2 * K * V + 2 * K * V + 2 * K * V,
+    "log-linear-mamba2": lambda K, V: 14 * (K * V + 2 * K * V + 2 * K * V),  # of every level but the token's own
+    "log-linear-gated-deltanet": lambda K, V: 14 * (K * V + 2 * K * V + 2 * K * V + 2 * K * V),
     "deltaproduct": lambda K, V: 2 * (2 * K * V + 2 * K * V) + 2 * K * V,  # twice k S and + kᵀ β (v − k S), q S
     "gated-deltaproduct": lambda K, V: K * V + 2 * (2 * K * V + 2 * K * V) + 2 * K * V,
     "comba": lambda K, V: K * V + 2 * K * V + 2 * K * V + 2 * K * V,  # k S, α S, + kᵀ β (v − b k S), q S
     "gated-deltanet-2": lambda K, V: K * V + 2 * K * V + 2 * K * V + 2 * K * V,
+    "mesa": lambda K, V: 5 * K * (V + K) + min(30, K) * 2 * K * K,  # S and M as in mamba2, and products with M
     "residual-delta": lambda K, V: 7 * K * V + K * V + 2 * K * V,  # Gated DeltaNet, and k S of an older S, which decays
     "gla-outer": lambda K, V: 2 * K * V + 2 * K * V + 2 * K * V,  # diag(α) S diag(β), + kᵀ v, q S
     "rwkv7": lambda K, V: K * V + 2 * K * V + 2 * K * V + 2 * K * V + 2 * K * V,  # diag(α) S − (a κ)ᵀ (κ S) + kᵀ v, q S
@@ -162,6 +171,7 @@ HAND = {  # operations of a head with K key and V value numbers, term by term; v
 }  # fmt: skip
 ELEMENTWISE = {
     "bonus", "offset", "gate_bias", "conv", "mix", "A_log", "log_damping", "frequency", "C", "P", "B", "embed_tokens",
+    "qk_norm", "levels", "ridge",
 }  # fmt: skip
 
 

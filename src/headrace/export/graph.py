@@ -75,15 +75,21 @@ def _reason(layer: Any) -> str | None:
         return "it has several states; expected one mixer and an MLP without a state"
     if type(mixer) not in FIELDS:
         return f"its mixer is {type(mixer).__name__}, whose recurrence has no node in ONNX; expected a linear mixer"
-    if isinstance(mixer, LinearMixer) and mixer.general is not None:
-        return f"its delta rule (write.erase={mixer.spec.write.erase}) has no node in ONNX"
     if isinstance(mixer, LinearMixer):
+        if mixer.general is not None:
+            return f"its delta rule (write.erase={mixer.spec.write.erase}) has no node in ONNX"
         if mixer.spec.write.beta in ("exp", "trapezoid") or mixer.spec.inputs.turns:
             return f"write.beta={mixer.spec.write.beta!r} and inputs.turns={mixer.spec.inputs.turns} are not written"
+        if mixer.levels is not None:
+            return "its levels of memories (read.levels) depend on the number of tokens"
+        if mixer.ridge is not None:
+            return "its keys and values (read.ridge_steps) are read in a loop of conjugate gradients"
         chunks = "its write strength β (write.residual_chunk) is computed in a loop over chunks"
         return None if mixer.residual is None else chunks
     if mixer.spec.rotary and mixer.spec.rope.by_length:
         return f"its rotary frequencies (rope.kind={mixer.spec.rope.kind!r}) depend on the length of the sequence"
+    if mixer.spec.forget:
+        return "its softmax attention forgets (forget=True), by sums in float64"
     dense = mixer.spec.pattern is None and mixer.spec.form != "tiles"
     return None if dense else "its softmax attention is sparse or tiled; expected dense attention"
 

@@ -1,7 +1,8 @@
 """The cache of a headrace model between forward passes, with the interface of transformers' caches."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -88,6 +89,16 @@ class HeadraceCache(Cache):
         """Makes the mark that is due at the present column. To be called before the states change."""
         if (self._due or self.marks is not None) and self._states is not None and not self.pending:
             self.pause(self._states, 0)
+
+    @contextmanager
+    def marks_kept(self) -> Iterator[None]:
+        """Forgets the marks of a call that fails."""
+        marks, due = list(self._marks), set(self._due)
+        try:
+            yield
+        except BaseException:
+            self._marks, self._due = marks, due
+            raise
 
     def ends(self, columns: int) -> list[int]:
         """Returns where the pieces end in which pending and further columns are read, so that marks can be made

@@ -104,6 +104,11 @@ def cropped(state: AttentionState, removed: int, padded: bool | None = None) -> 
     return AttentionState(k, v, valid if padded else None, state.room)
 
 
+def spared(states: list[Any] | None) -> list[Any] | None:
+    """Returns states that can be written into while these stay as they are: copies, but for keys and values."""
+    return states and [s if is_growing(s) else copied(s) for s in states]
+
+
 def copied(state: Any, function: Callable[[Tensor], Tensor] = torch.clone) -> Any:
     """Returns a state with the function of each tensor."""
     if state is None:

@@ -29,6 +29,7 @@ from .config import HeadraceConfig
 from .engine import MOST, Engine
 from .generation import HeadraceGenerationMixin
 from .loss import experts_loss, token_loss
+from .marks import spared
 from .weight_decay import leave_out
 
 
@@ -165,16 +166,20 @@ class HeadraceModel(HeadracePreTrainedModel):
         """Reads pending tokens and x [B, T, D], whose ids are known or None, and returns `_read`'s outputs for x."""
         pending, columns = cache.pending, x.shape[1]
         states, both, masks = cache.resumed(x, mask, self.embed_tokens)
-        if use_cache:
-            cache.begin()
+        ends = cache.ends(columns) if use_cache else [pending + columns]
+        if len(ends) > 1:
+            states = spared(states)  # a later piece may fail
         pieces, start = [], 0
-        for end in cache.ends(columns) if use_cache else [pending + columns]:
-            now = None if masks is None else masks[:, start:end]
-            outputs, states = self._read(both[:, start:end], states, now, None, use_cache, every)
-            pieces.append(outputs)
-            if end < pending + columns:
-                cache.pause(states, end)
-            start = end
+        with cache.marks_kept():
+            if use_cache:
+                cache.begin()
+            for end in ends:
+                now = None if masks is None else masks[:, start:end]
+                outputs, states = self._read(both[:, start:end], states, now, None, use_cache, every)
+                pieces.append(outputs)
+                if end < pending + columns:
+                    cache.pause(states, end)
+                start = end
         if use_cache and states is not None:
             cache.replace(states, columns, x if ids is None else ids, mask)
             if masks is not None and self._packs_keys():

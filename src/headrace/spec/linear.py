@@ -131,6 +131,7 @@ class MixerSpec(Spec):
     def _objections(self):
         yield from self._objections_to_division()
         yield from self._objections_to_updates()
+        yield from self._objections_to_reads()
         if self.competition is not None:
             yield from self._objections_to_gates(self.competition)
 
@@ -187,13 +188,11 @@ class MixerSpec(Spec):
         )
         frozen = self.competition is not None and self.competition.freeze
         unlike_sums = delta or self.read.bonus or self.read.norm in SUMS or frozen
-        shared = self.memories_per_head > 1 or inputs.shift != "none"
         yield (
             (write.beta == "exp" and (unlike_sums or per_channel))
-            or (write.beta == "trapezoid" and (unlike_sums or shared)),
+            or (write.beta == "trapezoid" and (unlike_sums or inputs.shift != "none")),
             f"write.beta={write.beta!r} is defined for write.rule='add', read.bonus=False, read.norm not in {SUMS} and "
-            "competition.freeze=False; 'exp' for a decay per head, 'trapezoid' for inputs.shift='none' and "
-            "competition.memories_per_head=1",
+            "competition.freeze=False; 'exp' for a decay per head, 'trapezoid' for inputs.shift='none'",
         )
         yield (
             inputs.turns > 0 and (turned_features or (shared_keys and inputs.qk_norm != "rms-bias")),
@@ -215,6 +214,24 @@ class MixerSpec(Spec):
             write.erase != "beta" and (not (delta and write.sigmoid) or write.steps > 1 or bool(write.residual_chunk)),
             f"write.erase={write.erase!r} changes what the delta rule removes; expected write.rule='delta', "
             "write.beta='sigmoid' or 'sigmoid-2', write.steps=1 and write.residual_chunk=None",
+        )
+
+    def _objections_to_reads(self):
+        """Reads of more than q S, which are not defined for other updates."""
+        read, write, kind = self.read, self.write, DECAYS.get(self.decay.kind)
+        plain = not self.sums and not read.bonus and write.residual_chunk is None and write.beta != "trapezoid"
+        yield (
+            read.levels is not None and not (plain and write.steps == 1),
+            f"read.levels={read.levels} weights what is read of each level; expected read.bonus=False, read.norm "
+            "without a sum, write.residual_chunk=None, write.steps=1, and write.beta neither 'exp' nor 'trapezoid'",
+        )
+        scalar = kind is None or kind.shape is not DecayShape.VECTOR
+        expected = plain and scalar and write.rule == "add" and read.scale == "one" and read.levels is None
+        yield (
+            read.ridge_steps is not None and not expected,
+            f"read.ridge_steps={read.ridge_steps} is of a memory Σ β kᵀv that decays by one number per head; expected "
+            "write.rule='add', no decay per key channel, read.scale='one', read.norm without a sum, read.bonus=False, "
+            "read.levels=None, and write.beta neither 'exp' nor 'trapezoid'",
         )
 
     def _objections_to_gates(self, gate: Competition):
@@ -273,6 +290,16 @@ class MixerSpec(Spec):
     def memories_per_head(self) -> int:
         """Number of memories per head."""
         return 1 if self.competition is None else self.competition.memories_per_head
+
+    @property
+    def matrices(self) -> int:
+        """Number of matrices that a memory consists of: one for each level but that of the token itself."""
+        return 1 if self.read.levels is None else self.read.levels - 1
+
+    def _columns(self, K: int, V: int) -> int:
+        """Number of columns of a head's memory."""
+        ridge = self.memory_rows(K) if self.read.ridge_steps is not None else 0
+        return (V + self.sums) * self.matrices + ridge
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """Returns (K, V), the key and value dimensions per head. Raises InputError for widths that do not divide."""
@@ -335,13 +362,13 @@ class MixerSpec(Spec):
         """Whether the output depends on the position of a token in its sequence."""
         shuffled = self.competition is not None and self.competition.shuffle
         counted = self.inputs.rotary or self.inputs.by_length or self.read.by_length
-        return counted or self.write.residual_chunk is not None or shuffled
+        return counted or self.write.residual_chunk is not None or shuffled or self.read.levels is not None
 
     def state_shapes(self, hidden_size: int, num_heads: int, tokens: int = 1) -> Shapes:
         """Returns the shapes of the recurrent state of one sequence, without the batch dimension."""
         H = self.num_heads(num_heads)
         K, V = self.head_dims(hidden_size, num_heads)
-        memory = H * self.memories_per_head, self.memory_rows(K), V + self.sums
+        memory = H * self.memories_per_head, self.memory_rows(K), self._columns(K, V)
         shapes: Shapes = {"memory": memory}
         if self.write.beta == "exp":
             shapes["peak"] = (H,)
@@ -351,7 +378,7 @@ class MixerSpec(Spec):
             shapes["angles"] = (H, self.angles(K))
         if self.write.beta == "trapezoid":
             shared = self.heads.qk_groups if self.inputs.qk_norm != "rms-bias" else None
-            shapes["shift"] = (1, (shared or H) * self.features(K) + H * V + H)
+            shapes["shift"] = (1, (shared or H) * self.features(K) + memory[0] * (V + 1))
         if self.inputs.conv:
             groups = self.heads.qk_groups or H
             steps = self.write.steps
@@ -363,9 +390,10 @@ class MixerSpec(Spec):
     def flops_per_token(self, hidden_size: int, num_heads: int) -> int:
         H = self.num_heads(num_heads)
         K, V = self.head_dims(hidden_size, num_heads)
-        K, V = self.memory_rows(K), V + self.sums
+        solved = 2 * min(self.read.ridge_steps or 0, self.memory_rows(K)) * self.memory_rows(K)
+        K, V = self.memory_rows(K), self._columns(K, V)
         decay, delta = self.decay.kind != "none", self.write.rule == "delta"
         # of the memory before the chunk, which decays too
         residual = 2 + decay if (self.write.residual_chunk or 1) > 1 else 0
         update = (2 + 2 * delta) * self.write.steps + residual
-        return H * self.memories_per_head * K * V * (2 + decay + update)
+        return H * self.memories_per_head * K * (V * (2 + decay + update) + solved)

@@ -1,8 +1,8 @@
 """A table of every causal mixer: its recurrence S_t = A_t S_{t−1} + k_tᵀ b_t, its place on four axes, and its costs.
 
 Symbols: α is a data-dependent decay, γ a fixed decay, β a write strength, w and r are write and read gates of competing
-heads, dt is a step size. The state S is [K, V]. Costs are FLOPs (a multiply-add is two) of the state alone, without
-projections and convolutions.
+heads, dt a step size, ∏₂ a product over two steps per token. The state S is [K, V]. Costs are FLOPs (a multiply-add is
+two) of the state alone, without projections and convolutions.
 """
 
 import math
@@ -22,6 +22,7 @@ COUNTED = f"Costs: width {WIDTH}, {HEADS} heads, float32, chunks of {CHUNK}; att
 UPDATE = ("A_t", "b_t", "features", "can")
 AXES = ("memory", "objective", "optimiser", "retention")
 COST = ("state", "bytes", "training", "decoding", "grows")
+SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 VIEWS = {"update": UPDATE, "axes": AXES, "cost": COST, "paper": ("paper",)}
 
 
@@ -52,7 +53,7 @@ def _linear(spec: MixerSpec) -> dict[str, Any]:
         "b_t": f"{'ω ⊙ ' if channel else beta}{write}v",
         "features": " ".join(features(spec.inputs)) or "identity",
         "forgets": bool(decay), "overwrites": delta, "competes": gate is not None,
-        "memory": "a matrix per head",
+        "memory": "a matrix per head" if spec.matrices == 1 else f"{spec.matrices} matrices per head",
         "objective": "½‖v − kS‖²" if delta else "−⟨kS, v⟩",
         "optimiser": f"a gradient step of rate {beta.strip() or '1'}",
         "retention": retention,
@@ -64,7 +65,7 @@ def _transition(write: Write, beta: str, decay: str) -> str:
         return f"{decay or 'I'} − {beta}b kᵀk"
     removed = {"add": "", "delta": f"(I − {beta}kᵀk)"}[write.rule]
     removed = "(I − kᵀk diag(β))" if write.erase == "channel" else removed
-    steps = f"{write.steps} × " if write.steps > 1 else ""
+    steps = f"∏{str(write.steps).translate(SUBSCRIPTS)} " if write.steps > 1 else ""
     return f"{steps}{removed} {decay}".strip() or "I"
 
 

@@ -20,6 +20,13 @@ class Entry(NamedTuple):
 
 
 MAMBA = ScanSpec("mamba", state_size=16, conv=4, expand=2.0)
+MAMBA2 = MixerSpec(
+    Heads(expand_k=4.0, expand_v=2.0, qk_groups=1),
+    Inputs(conv=4, conv_bias=True),
+    Decay("softplus"),
+    Write(beta="dt"),
+    Read("rms-joint", "silu", "gate-norm", scale="one", skip=True),
+)
 GATED_DELTANET = MixerSpec(
     Heads(expand_k=0.75, expand_v=1.5),
     Inputs(conv=4, qk_norm="l2"),
@@ -67,13 +74,12 @@ MIXERS: dict[str, Entry] = {
     "mamba2": Entry(
         "A step size dt, computed from the token, sets both decay and write strength.",
         "https://arxiv.org/abs/2405.21060",
-        MixerSpec(
-            Heads(expand_k=4.0, expand_v=2.0, qk_groups=1),
-            Inputs(conv=4, conv_bias=True),
-            Decay("softplus"),
-            Write(beta="dt"),
-            Read("rms-joint", "silu", "gate-norm", scale="one", skip=True),
-        ),
+        MAMBA2,
+    ),
+    "log-linear-mamba2": Entry(
+        "Mamba-2 with a memory for each power of two of tokens back, which a token weights when it reads.",
+        "https://arxiv.org/abs/2506.04761",
+        replace(MAMBA2, read=replace(MAMBA2.read, levels=15)),
     ),
     "mamba3": Entry(
         "Mamba-2 whose update is a trapezoid of two tokens, with q and k normalised, biased and turned by the tokens.",
@@ -90,6 +96,16 @@ MIXERS: dict[str, Entry] = {
         "A decay per key channel, computed by a low-rank sigmoid gate.",
         "https://arxiv.org/abs/2312.06635",
         MixerSpec(Heads(expand_k=0.5), decay=Decay("sigmoid", rank=16), read=Read("rms", "silu")),
+    ),
+    "mesa": Entry(
+        "A token reads the prediction of ridge regression on all keys and values so far, by conjugate gradients.",
+        "https://arxiv.org/abs/2506.05233",
+        MixerSpec(
+            inputs=Inputs(conv=4, qk_norm="l2"),
+            decay=Decay("sigmoid-head", temperature=1.0),
+            write=Write(beta="sigmoid"),
+            read=Read("rms", scale="one", ridge_steps=30),
+        ),
     ),
     "simple-gla": Entry(
         "GLA with one decay per token and head.",
@@ -161,6 +177,11 @@ MIXERS: dict[str, Entry] = {
         "Gated DeltaNet whose write strength goes up to 2, for eigenvalues from −1 to 1.",
         "https://arxiv.org/abs/2411.12537",
         replace(GATED_DELTANET, write=Write("delta", "sigmoid-2")),
+    ),
+    "log-linear-gated-deltanet": Entry(
+        "Gated DeltaNet with a memory for each power of two of tokens back, which a token weights when it reads.",
+        "https://arxiv.org/abs/2506.04761",
+        replace(GATED_DELTANET, read=Read("rms", "silu", levels=15)),
     ),
     "deltaproduct": Entry(
         "Two steps of the delta rule per token, each with a key, a value and a write strength up to 2.",

@@ -136,14 +136,15 @@ class Backbone(nn.Module):
         self, x: Tensor, states: Sequence[Any] | None, mask: Tensor | None, in_place: bool = False
     ) -> tuple[Tensor, list[Any]]:
         """Computes `forward` without a gradient. If all layers are recurrent, it computes PIECE tokens at a time, which
-        bounds the memory for activations."""
+        bounds the memory for activations. The first of several pieces leaves `states` as they are: a later one may
+        fail."""
         if x.shape[1] <= PIECE or not self.recurrent:
             return self(x, states, mask=mask, in_place=in_place)
         y = torch.empty_like(x)
         for start in range(0, x.shape[1], PIECE):
             piece = slice(start, start + PIECE)
             now = None if mask is None else mask[:, piece]
-            y[:, piece], states = self(x[:, piece], states, mask=now, in_place=in_place or start > 0)
+            y[:, piece], states = self(x[:, piece], states, mask=now, in_place=start > 0)
         return y, states  # type: ignore[return-value]
 
     @property

@@ -139,7 +139,7 @@ class SoftplusDecay(DecayModule):
 
 
 class SoftplusRateDecay(DecayModule):
-    """Mamba-3's decay: log_decay [B, T, H] = −A dt, with A = max(softplus(a), 1e-4) and dt = softplus(x + b) (arXiv
+    """Mamba-3's decay: log_decay [B, T, H] = −A dt, with A = max(softplus(a), 1e-4) and dt = softplus(z + b) (arXiv
     2603.15569)."""
 
     kind = "softplus-rate"
@@ -155,8 +155,8 @@ class SoftplusRateDecay(DecayModule):
         draw_step_bias_(self.dt_bias, self.spec.dt_min, self.spec.dt_max)
 
     def forward(self, x: Tensor, step_size: bool = False) -> Any:
-        """Returns log_decay [B, T, H]; with `step_size` (log_decay, dt [B, T, H]). x: the heads' dt, then their a."""
-        x, rate = x.chunk(2, -1)
+        """Returns log_decay [B, T, H]; with `step_size` (log_decay, dt [B, T, H]). x: z and a of each head."""
+        x, rate = x.unflatten(-1, (self.num_heads, 2)).unbind(-1)
         dt = F.softplus(biased(x, self.dt_bias))
         log_decay = -F.softplus(rate.to(dt)).clamp(min=self.SLOWEST) * dt
         return (log_decay, dt) if step_size else log_decay

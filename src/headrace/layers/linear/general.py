@@ -27,13 +27,15 @@ class GeneralDelta(SelfInitialised):
     Args:
         erase: "feedback" or "channel".
         num_heads: H.
+        scale: factor of q.
     """
 
     feedback: Any  # the logit of Comba's b
     correction: Any  # Comba's d
 
-    def __init__(self, erase: str, num_heads: int):
+    def __init__(self, erase: str, num_heads: int, scale: float):
         super().__init__()
+        self.scale = scale
         self.recurrence = Recurrence()
         self.feedback, self.correction = (
             nn.Parameter(torch.empty(num_heads)) if erase == "feedback" else None for _ in range(2)
@@ -46,30 +48,29 @@ class GeneralDelta(SelfInitialised):
             self.feedback.fill_(1)
             self.correction.fill_(0.02)  # the author's for small models
 
-    def forward(
-        self, x: dict[str, Any], scale: float, memory: Tensor | None, sequences: Sequences
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, op: Any, x: dict[str, Any], state: Any, sequences: Sequences) -> tuple[Tensor, Tensor, None]:
         """Computes the output and the next memory.
 
         Args:
+            op: not used, since `linear_attention` has no such update.
             x: the tensors of `linear_attention` by name: q, k [B, T, Hq, K], v [B, T, H, V], beta [B, T, H] or [B, T,
                 H, K], log_decay, read_gate and write_gate or None.
-            scale: factor of q.
-            memory: [N, H, K, V]; None: zeros.
+            state: has memory [N, H, K, V]; None: zeros.
             sequences: the sequences of x.
 
         Returns:
-            (out [B, T, H, V], the next memory).
+            (out [B, T, H, V], the next memory, None).
         """
         acc, H, beta, g = accumulator(x["v"]), x["v"].shape[2], x["beta"], x["log_decay"]
         q, k = (x[name].to(acc).repeat_interleave(H // x[name].shape[2], 2) for name in "qk")
         v, g = gated(x["v"].to(acc), x["write_gate"]), torch.zeros_like(k) if g is None else g
         g = (g if g.dim() == 4 else g[..., None]).expand_as(k)
         if self.feedback is None:
-            operands = Operands(scale * q, k, v, g, beta * k * g.exp(), k)
+            operands = Operands(self.scale * q, k, v, g, beta * k * g.exp(), k)
         else:
             b, d = (y.to(acc).repeat_interleave(H // len(y))[:, None] for y in (self.feedback, self.correction))
             written = beta[..., None] * k
-            operands = Operands(scale * (q - d * k), written, v, g, torch.sigmoid(b) * k, written)
+            operands = Operands(self.scale * (q - d * k), written, v, g, torch.sigmoid(b) * k, written)
+        memory = None if state is None else state.memory
         out, memory = self.recurrence(recur, step, form, operands, sequences, memory)
-        return gated(out, x["read_gate"]).to(x["v"].dtype), memory
+        return gated(out, x["read_gate"]).to(x["v"].dtype), memory, None

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...ops.call import accumulator
 from ...ops.derivatives import refuse_transforms
 from ...ops.sequences import Sequences
-from ..scans.scan import NAME, Pack, running_maximum
+from ..scans.scan import NAME, scan_packed_, tropical_
 
 
 class Stabilised(NamedTuple):
@@ -51,19 +51,20 @@ def stabilised(gate: Tensor, log_decay: Tensor | None, peak: Tensor | None, sequ
     gate = gate.to(accumulator(gate))
     fade = (gate.new_zeros(()) if log_decay is None else log_decay).expand_as(gate)
     peak = gate.new_zeros(sequences.count, gate.shape[2]) if peak is None else peak.to(gate)
-    before, peaks, last = _peaks(gate.detach(), fade.detach(), peak, sequences)
-    return Stabilised(fade + (before - peaks), torch.exp(gate - peaks), peaks, last)
+    peaks = _peaks(gate.detach(), fade.detach(), peak, sequences)
+    before, last = sequences.shift(peaks, peak[:, None])
+    return Stabilised(fade + (before - peaks), torch.exp(gate - peaks), peaks, last[:, 0])
 
 
 @torch.no_grad()
-def _peaks(gate: Tensor, fade: Tensor, peak: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns m before and at each token [B, T, H], and after the last token of each sequence."""
-    least = F.relu(gate)
-    if sequences.T == 1 and not sequences.packed:
-        peaks = torch.maximum(fade + peak[:, None], least)
-        return peak[:, None], peaks, peaks[:, 0]
-    refuse_transforms(NAME)
-    whole = Pack(sequences.counts(), gate.device).tile(0, sequences.B * sequences.T)
-    before, peaks = running_maximum(least.flatten(0, 1), -fade.flatten(0, 1), peak, whole)
-    last = peak.index_copy(0, whole.ended, peaks[whole.last])
-    return before.view_as(gate), peaks.view_as(gate), last
+def _peaks(gate: Tensor, fade: Tensor, peak: Tensor, sequences: Sequences) -> Tensor:
+    """Returns m at each token [B, T, H]. Time is the first dimension of the scan."""
+    before, _ = sequences.shift(gate, peak[:, None])
+    least, first = F.relu(gate), sequences.positions(None, gate)[..., None] == 0
+    peaks = torch.where(first, torch.maximum(before + fade, least), least)
+    if sequences.T > 1:
+        refuse_transforms(NAME)
+        peaks = peaks.transpose(0, 1).contiguous()
+        scan_packed_(torch.where(first, -torch.inf, fade).transpose(0, 1).contiguous(), peaks, tropical_)
+        peaks = peaks.transpose(0, 1)
+    return peaks

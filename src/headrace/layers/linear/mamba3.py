@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...ops.call import accumulator
+from ...ops.derivatives import apply_function
 from ...ops.sequences import Sequences
 from ..base import SelfInitialised
+from ..scans.scan import NAME, Scan
 
 EPS = 1e-5
 
@@ -54,16 +56,18 @@ def turned(x: Tensor, dt: Tensor, before: Tensor | None, sequences: Sequences) -
         sequences: the sequences of x.
     """
     steps = math.pi * torch.tanh(x.to(dt))[:, :, None] * dt[..., None]
-    first = steps.new_zeros(sequences.count, *steps.shape[2:]) if before is None else before
-    total = steps.double().cumsum(1)
-    if sequences.cu_seqlens is None:
-        angle = total + first[:, None]
-        last = angle[:, -1]
+    steps, shape = steps.flatten(2).double(), steps.shape
+    history = steps.new_zeros(sequences.count, 1, steps.shape[2]) if before is None else before.flatten(1)[:, None]
+    first = sequences.positions(None, x)[..., None] == 0
+    steps = torch.where(first, steps + sequences.shift(steps, history)[0], steps)
+    if sequences.packed:  # nothing of a sequence reaches the next, and time is the first dimension of the scan
+        passed = torch.where(first, 0.0, torch.ones_like(steps))
+        total = apply_function(Scan, NAME, passed.transpose(0, 1), steps.transpose(0, 1)).transpose(0, 1)
     else:
-        sums = F.pad(total[0], (0, 0, 0, 0, 1, 0))[sequences.cu_seqlens]  # up to each bound
-        angle = total + (first - sums[:-1])[sequences.owner]
-        last = first + sums.diff(dim=0)
-    return (angle.cos(), angle.sin()), last.remainder(2 * math.pi).to(dt.dtype)
+        total = steps.cumsum(1)
+    last = sequences.last(total, history.to(total))[:, 0].remainder(2 * math.pi).to(dt)
+    total = total.view(shape)
+    return (total.cos(), total.sin()), last.unflatten(1, shape[2:])
 
 
 def trapezoid(
@@ -75,9 +79,9 @@ def trapezoid(
         U_t = α_t U_{t−1} + α_t (γ_{t−1} + (1 − λ_t) dt_t) k_{t−1}ᵀ v_{t−1}        with γ_t = λ_t dt_t
 
     Args:
-        share: the logits of λ [B, T, H].
+        share: the logits of λ [B, T, H]; H counts the memories of all heads.
         dt, log_decay: step sizes and log α [B, T, H].
-        k, v: [B, T, H or Hq, K] and [B, T, H, V].
+        k, v: [B, T, Hq, K] and [B, T, H, V].
         history: k, v and γ of the token before [N, 1, ·]; None: zeros.
         sequences: the sequences of the tokens.
 

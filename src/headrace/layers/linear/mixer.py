@@ -59,8 +59,7 @@ class LinearMixer(LinearParameters):
 
     @property
     def splits(self) -> bool:
-        own = self.residual is None and self.general is None and self.spec.write.beta != "exp"
-        return own and not self.spec.inputs.turns
+        return self.recurrence is None and self.spec.write.beta != "exp" and not self.spec.inputs.turns
 
     def run(
         self, x: Tensor, state: MixerState | None, sequences: Sequences, in_place: bool = False
@@ -78,6 +77,8 @@ class LinearMixer(LinearParameters):
         if self._sums_outside():  # one more column is the sum of weights, in the accumulator's precision
             q, k, v = (y.to(accumulator(y)) for y in (q, k, F.pad(v, (0, 1), value=1.0)))
         tensors = {"q": q, "k": k, "v": self._per_memory(v), **self._updates(inputs, gates)}
+        if self.levels is not None:
+            tensors["levels"] = self._per_memory(inputs["levels"].unflatten(-1, (self.H, -1)))
         if self.spec.write.beta == "trapezoid":
             out, memory, before, shift = self._recur_trapezoidally(tensors, inputs, state, sequences, in_place)
         else:
@@ -182,7 +183,7 @@ class LinearMixer(LinearParameters):
         if inputs.rotary and not inputs.rotary_first:
             heads = self._rotated(heads, positions)
         heads = heads if turns is None else rotate(heads, turns)
-        return heads if self.features is None else self.features(heads * self._scale() ** 0.5)
+        return heads if self.features is None else self.features(heads * self.logit_scale**0.5)
 
     def _rotated(self, heads: Tensor, positions: Tensor | None) -> Tensor:
         assert positions is not None
@@ -213,11 +214,9 @@ class LinearMixer(LinearParameters):
         memory, before, settings = None if state is None else state.memory, None, self._settings()
         if (n := self.spec.write.steps) > 1:
             tensors = as_tokens(tensors, n)
-        if self.residual is not None:
-            op = partial(self.op, **settings, backend=self.backend)
-            out, memory, before = self.residual(op, tensors, state, sequences)
-        elif self.general is not None:
-            out, memory = self.general(tensors, settings["scale"], memory, sequences)
+        op = partial(self.op, **settings, backend=self.backend)
+        if self.recurrence is not None:
+            out, memory, before = self.recurrence(op, tensors, state, sequences)
         elif self.op is linear_attention and sequences.T == 1 and not sequences.packed and current() is None:
             backend = self.backend if self.backend == "auto" or has(self.backend, "step") else "torch"
             in_place = in_place and memory is not None and memory.is_contiguous()
@@ -230,7 +229,11 @@ class LinearMixer(LinearParameters):
             where = {"initial_state": memory, "cu_seqlens": bounds}
             out, memory = self.op(**tensors, **settings, **where, backend=self.backend)
             out = out if n == 1 else out[:, n - 1 :: n]
-        return out if self.choice is None else out.unflatten(2, (self.H, -1)).sum(3), memory, before
+        return self._over_memories(out), memory, before
+
+    def _over_memories(self, out: Tensor) -> Tensor:
+        """Sums what the memories of a head give."""
+        return out if self.choice is None else out.unflatten(2, (self.H, -1)).sum(3)
 
     def _recur_trapezoidally(
         self, tensors: dict[str, Any], inputs: dict[str, Tensor], state: MixerState | None, sequences: Sequences,
@@ -241,24 +244,19 @@ class LinearMixer(LinearParameters):
         history = None if state is None else state.shift
         if (gate := tensors["write_gate"]) is not None:
             v = (v * gate[..., None]).to(v.dtype)
-        now, writes, history = trapezoid(inputs["beta"], inputs["dt"], log_decay, k, v, history, sequences)
+        share, dt = tensors["beta"], self._per_memory(inputs["dt"])
+        now, writes, history = trapezoid(share, dt, log_decay, k, v, history, sequences)
         out, memory, before = self._recur(tensors | writes | {"write_gate": None}, state, sequences, in_place)
-        weight = (q * k).sum(-1).to(now).repeat_interleave(self.H // q.shape[2], 2) * now * self._scale()
-        if (gate := tensors["read_gate"]) is not None:
-            weight = weight * gate
-        return out + weight[..., None] * v, memory, before, history
+        weight = (q * k).sum(-1).to(now).repeat_interleave(now.shape[2] // q.shape[2], 2) * now * self.scale
+        weight = product(weight, tensors["read_gate"])
+        return out + self._over_memories(weight[..., None] * v), memory, before, history
 
     def _settings(self) -> dict[str, Any]:
         """The arguments of `linear_attention` and `step` that do not depend on the tokens."""
-        scale = self._scale() if self.features is None else 1.0
-        normalise = self.spec.read.norm == "sum"
         return {
-            "rule": self.spec.write.rule, "bonus": self._per_memory(self.bonus), "normalise": normalise, "scale": scale,
+            "rule": self.spec.write.rule, "bonus": self._per_memory(self.bonus), "scale": self.scale,
+            "normalise": self.spec.read.norm == "sum",
         }  # fmt: skip
-
-    def _scale(self) -> float:
-        """The scale of the logits."""
-        return 1.0 if self.spec.read.scale == "one" else self.K**-0.5
 
     def _updates(self, inputs: dict[str, Tensor], gates: Gates) -> dict[str, Tensor | None]:
         """The arguments of `linear_attention` per token, except q, k and v."""

@@ -21,9 +21,11 @@ from .competition import HeadCompetition
 from .decays import DECAYS
 from .general import GeneralDelta
 from .joint import MemoryChoice
+from .levels import LogLinear
 from .mamba3 import BiasedNorm
 from .readout import GROUP_NORM_EPS, GateLogits, weight_size
 from .residual import ResidualDelta
+from .ridge import RidgeRead
 from .taylor import TaylorFeatures
 from .token import MixerState, mixer_program
 from .token_shift import SHIFTS
@@ -46,6 +48,8 @@ class LinearParameters(Mixer, HasBackend):
     bonus: Any
     residual: Any
     general: Any
+    levels: Any
+    ridge: Any
     choice: Any
     norm_weight: Any
     norm_bias: Any
@@ -59,7 +63,6 @@ class LinearParameters(Mixer, HasBackend):
         super().__init__()
         self.spec, self.norm_eps, self.rope_theta = spec, spec.read.eps or norm_eps, rope_theta
         self.group_eps = spec.read.eps or GROUP_NORM_EPS
-        self.static_shapes = spec.write.beta != "exp"
         self.op = linear_attention  # may be set to a partial with a form or chunk size
         self.backend = default_backend()  # may be set; PyTorch computes what a backend given by name does not have
         self.H, (self.K, self.V) = spec.num_heads(num_heads), spec.head_dims(hidden_size, num_heads)
@@ -101,7 +104,7 @@ class LinearParameters(Mixer, HasBackend):
 
     def _build_memory(self) -> None:
         spec, rows = self.spec, self.spec.memory_rows(self.K)
-        self.decay = self.bonus = self.residual = self.general = None
+        self.decay = self.bonus = self.residual = self.general = self.levels = self.ridge = None
         if spec.decay.kind != "none":
             self.decay = DECAYS[spec.decay.kind](spec.decay, self.H, rows, self.depth)
             self.parts["decay"] = self.decay.in_features
@@ -110,9 +113,14 @@ class LinearParameters(Mixer, HasBackend):
         if spec.write.erase == "channel":
             self.parts["write"] = self.H * self.V
         if spec.write.erase != "beta":
-            self.general = GeneralDelta(spec.write.erase, self.H)
+            self.general = GeneralDelta(spec.write.erase, self.H, self.scale)
         if spec.write.residual_chunk is not None:
             self.residual = ResidualDelta(spec.write.residual_chunk, self.H * spec.memories_per_head)
+        if spec.read.levels is not None:
+            self.levels = LogLinear(spec.read.levels, self.H * spec.memories_per_head)
+            self.parts["levels"] = self.H * spec.read.levels
+        if spec.read.ridge_steps is not None:
+            self.ridge = RidgeRead(spec.read.ridge_steps, self.H * spec.memories_per_head, rows)
         if spec.read.bonus:
             self.bonus = nn.Parameter(torch.empty(self.H, rows))
 
@@ -139,6 +147,21 @@ class LinearParameters(Mixer, HasBackend):
         self.choice = MemoryChoice(rank, self.H, self.K) if rank > 1 else None
         for sentence in self.spec.idle_gates(self.H):
             warnings.warn(sentence, GateWarning, stacklevel=4)
+
+    @property
+    def logit_scale(self) -> float:
+        """The factor of the logits q · k."""
+        return 1.0 if self.spec.read.scale == "one" else self.K**-0.5
+
+    @property
+    def scale(self) -> float:
+        """The factor of q in the recurrence: 1 for Taylor features, which have that of the logits."""
+        return self.logit_scale if self.features is None else 1.0
+
+    @property
+    def recurrence(self) -> nn.Module | None:
+        """The module that computes the recurrence, by calls of `linear_attention` or not; None: one call of it."""
+        return next((m for m in (self.residual, self.general, self.levels, self.ridge) if m is not None), None)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

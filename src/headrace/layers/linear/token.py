@@ -200,7 +200,12 @@ def _decay(decay: Decay) -> str:
 def _norm(read: Read) -> str:
     """The norm, with what no call computes of it."""
     other = replace(read, affine=None).weighted != read.weighted
-    more = {f"with read.affine={read.affine}": other, "with read.by_length": read.by_length}
+    more = {
+        f"with read.affine={read.affine}": other,
+        "with read.by_length": read.by_length,
+        "with read.levels": read.levels is not None,
+        "with read.ridge_steps": read.ridge_steps is not None,
+    }
     return " ".join([read.norm, *(words for words, applies in more.items() if applies)])
 
 

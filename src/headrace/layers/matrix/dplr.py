@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...ops.backends.torch.decay import hidden
 from ...ops.backends.torch.halves import LEAST, block_of
 from ...ops.sequences import avoid_sync
 from ..chunks import carry
+
+Levels = list[tuple[Tensor, Tensor]]  # factors of the decay of readers and writers, [M, H, blocks, tokens, K]
 
 
 class Operands(NamedTuple):
@@ -29,7 +30,7 @@ class Operands(NamedTuple):
 
 def form(counts: list[int], S: Tensor, *operands: Tensor, base: int | None = None) -> tuple[Tensor, Tensor]:
     """Computes S_t = (diag(e^{g_t}) − eraseᵀ read) S_{t−1} + kᵀ v and out = q S_t for chunks, as `chunks.chunkwise`
-    requires. base: as in `scores`; None: the largest that the values allow, and 1 where knowing them would wait for a
+    requires. base: as in `decays`; None: the largest that the values allow, and 1 where knowing them would wait for a
     device.
 
     The reads E of the chunk's tokens solve a unit-triangular system. E, out and the next state are affine in the state
@@ -44,9 +45,11 @@ def form(counts: list[int], S: Tensor, *operands: Tensor, base: int | None = Non
     G = g.cumsum(2)
     since, left = G.to(q.dtype).exp(), (G[:, :, -1:] - G).to(q.dtype).exp()
     # A token reads the state after the one before it: its scores are those of a query of that token, a row further up.
-    readers = torch.stack([q, read.roll(-1, 2)], 2)
-    of_q, of_read = scores(readers, torch.stack([k, erase], 2), G[:, :, None], base).unbind(2)
-    (qk, qe), (rk, re) = of_q.unbind(2), F.pad(of_read[..., :-1, :], (0, 0, 1, 0)).unbind(2)
+    levels = decays(G, base, q.dtype)
+    of_q, of_read = (scaled(x, levels, 0) for x in (q, read.roll(-1, 2)))
+    of_k, of_erase = (scaled(x, levels, 1) for x in (k, erase))
+    qk, qe = scores(of_q, of_k), scores(of_q, of_erase)
+    rk, re = (F.pad(scores(of_read, y)[..., :-1, :], (0, 0, 1, 0)) for y in (of_k, of_erase))
     rows = torch.cat([read * (G - g).to(q.dtype).exp(), rk @ v], -1)
     E = torch.linalg.solve_triangular(re, rows, upper=False, unitriangular=True)
     K, V = q.shape[-1], v.shape[-1]
@@ -58,30 +61,47 @@ def form(counts: list[int], S: Tensor, *operands: Tensor, base: int | None = Non
     return (linear @ starts + constant).transpose(1, 2), S
 
 
-def scores(x: Tensor, y: Tensor, G: Tensor, base: int) -> Tensor:
-    """Returns Σ_k x_ik y_jk e^{G_i − G_j} for the readers i at or after the writers j, and 0 else: [M, H, R, W, C, C].
+def decays(G: Tensor, base: int, dtype: torch.dtype) -> Levels:
+    """Splits e^{G_i − G_j} for readers i and writers j of the same blocks of tokens into factors of i and of j.
+
+    The first level has blocks of `base` tokens and exponents of both signs, which overflow for −g above 88 / base a
+    token in float32; base=1 is for any g. Each further level has blocks of twice as many tokens, readers in the second
+    and writers in the first half, and is split at the last token of the first half, so that no exponent is positive.
 
     Args:
-        x: readers of R kinds, [M, H, R, C, K].
-        y: writers of W kinds, [M, H, W, C, K].
-        G: cumulative sum of the log decay, [M, H, 1, C, K], in float64.
-        base: size of the blocks of tokens that are one product, of exponents of both signs, which overflow for −g above
-            88 / base a token in float32. All others are split at the last token of the first half of a larger block, so
-            that no exponent is positive. 1 is for any g.
+        G: cumulative sum of the log decay of a chunk, [M, H, C, K], in float64.
+        base: a power of two up to C.
     """
-    exp = lambda exponent: exponent.to(x.dtype).exp()  # noqa: E731
-    pairs = lambda x, y: torch.einsum("mhrnik,mhwnjk->mhrwnij", x, y)  # noqa: E731
-    blocks = [z.unflatten(3, (-1, base)) for z in (x, y, G)]
-    middle = blocks[2][..., (base - 1) // 2, None, :]
-    A = pairs(blocks[0] * exp(blocks[2] - middle), blocks[1] * exp(middle - blocks[2]))
-    A = A.masked_fill(hidden(1, base, x.device), 0)
-    for m in (base << i for i in range((x.shape[3] // base).bit_length() - 1)):
-        (_, late), (early, _), (G_early, G_late) = (z.unflatten(3, (-1, 2, m)).unbind(4) for z in (x, y, G))
-        border = G_early[..., -1:, :]
-        across = pairs(late * exp(G_late - border), early * exp(border - G_early))
-        first, second = A.unflatten(4, (-1, 2)).unbind(5)
-        A = torch.cat([torch.cat([first, torch.zeros_like(first)], -1), torch.cat([across, second], -1)], -2)
-    return A.squeeze(4)
+    exp = lambda exponent: exponent.to(dtype).exp()  # noqa: E731
+    blocks = G.unflatten(2, (-1, base))
+    middle = blocks[..., (base - 1) // 2, None, :]
+    levels = [(exp(blocks - middle), exp(middle - blocks))]
+    for early, late in (halves(G, base << i) for i in range((G.shape[2] // base).bit_length() - 1)):
+        border = early[..., -1:, :]
+        levels.append((exp(late - border), exp(border - early)))
+    return levels
+
+
+def halves(x: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    """Returns the first and second halves [M, H, n, m, ·] of the blocks of 2 m tokens of x [M, H, C, ·]."""
+    first, second = x.unflatten(2, (-1, 2, m)).unbind(3)
+    return first, second
+
+
+def scaled(x: Tensor, levels: Levels, side: int) -> list[Tensor]:
+    """Returns x [M, H, C, K] times the factors of each level, of readers (side 0) or writers (side 1)."""
+    first, *others = (level[side] for level in levels)
+    return [x.unflatten(2, first.shape[2:4]) * first, *(halves(x, y.shape[3])[1 - side] * y for y in others)]
+
+
+def scores(x: list[Tensor], y: list[Tensor]) -> Tensor:
+    """Returns Σ_k x_ik y_jk e^{G_i − G_j} for the readers i at or after the writers j, and 0 else, [M, H, C, C]."""
+    A = (x[0] @ y[0].mT).tril()
+    for late, early in zip(x[1:], y[1:], strict=True):
+        first, second = A.unflatten(2, (-1, 2)).unbind(3)
+        upper, lower = [first, torch.zeros_like(first)], [late @ early.mT, second]
+        A = torch.cat([torch.cat(upper, -1), torch.cat(lower, -1)], -2)
+    return A.squeeze(2)
 
 
 def step(x: Operands, S: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ def affine_(a: Tensor, b: Tensor, a_before: Tensor, b_before: Tensor) -> None:
 
 
 def tropical_(a: Tensor, b: Tensor, a_before: Tensor, b_before: Tensor) -> None:
-    torch.maximum(b, a + b_before, out=b)
+    b.clamp_min_(a + b_before)
     a.add_(a_before)
 
 
@@ -54,7 +54,7 @@ def affine_isolated_(a: Tensor, b: Tensor, a_before: Tensor, b_before: Tensor) -
 def tropical_isolated_(a: Tensor, b: Tensor, a_before: Tensor, b_before: Tensor) -> None:
     """`tropical_` for values that need not be finite: where a is −∞, nothing passes, not even −∞ + ∞."""
     closed = a == -torch.inf
-    torch.maximum(b, (a + b_before).masked_fill_(closed, -torch.inf), out=b)
+    b.clamp_min_((a + b_before).masked_fill_(closed, -torch.inf))
     a.copy_(torch.where(closed, a, a + a_before))
 
 

@@ -83,7 +83,8 @@ LINEAR = {
     "power": ("heads", 0),
     "decay.up.": ("heads", 0), "decay.up": ("heads", 1), "decay.": ("heads", 0), "gate.": ("heads", 0),
     "value_gate.": ("heads", 0), "qk_norm.weight": ("all", 0), "qk_norm.bias": ("heads", 1),
-    "choice.weight": ("heads", 0), "residual.weight": ("heads", 0), "general.": ("heads", 0), "shift.": ("all", 0),
+    "choice.weight": ("heads", 0), "residual.weight": ("heads", 0), "levels.weight": ("heads", 0),
+    "ridge.weight": ("heads", 0), "general.": ("heads", 0), "shift.": ("all", 0),
 }  # fmt: skip
 ATTENTION = {
     "q_proj.": ("heads", 0), "k_proj.": ("groups", 0), "v_proj.": ("groups", 0), "o_proj.weight": ("heads", 1),

@@ -57,6 +57,9 @@ class Recorded:
         arguments are kept."""
         if not isinstance(self.mixer, LinearMixer):
             return self.calls[0]
+        if method(self.mixer) == "_recur":
+            (arguments, result), *_ = self.calls
+            return arguments["given"][0], result[0]
         steps = self.mixer.spec.write.steps
 
         def concatenated(pieces: list[Any]) -> Any:
@@ -105,6 +108,13 @@ def linear_map(mixer: Any, arguments: dict[str, Any], out: Tensor) -> Reading:
     """The map of a linear mixer. It includes the read gate if the op applies it, but not if the layer applies it after
     its norm."""
     rank = mixer.spec.memories_per_head
+    if method(mixer) == "_recur":
+
+        def recur_with(v: Tensor) -> Tensor:
+            tensors = arguments | {"v": v.repeat_interleave(rank, 2)}
+            return mixer._recur(tensors, None, Sequences(v, None), False)[0]
+
+        return Reading(arguments["v"][:, :, ::rank], out, recur_with)
 
     def sum_memories(out: Tensor) -> Tensor:
         return out.unflatten(2, (-1, rank)).sum(3)  # a head reads the sum of its memories
@@ -152,6 +162,8 @@ RECORDED_METHODS: dict[type, tuple[str, Callable[..., Reading]]] = {
 
 def method(mixer: Any) -> str | None:
     name = RECORDED_METHODS.get(type(mixer), (None,))[0]
+    if name == "op" and not mixer.levels is mixer.ridge is None:  # which calls the op several times
+        return "_recur"
     return "_attend_within" if name == "_attend" and getattr(mixer.spec, "pattern", None) is not None else name
 
 

@@ -1,0 +1,170 @@
+"""Log-linear attention (arXiv 2506.04761): the memory is kept in levels by the age of its tokens, and a token weights
+what it reads of each level (read.levels).
+
+Token s is at level ℓ for token t if ℓ is the number of binary digits of t XOR s: level 0 is the token itself, and level
+ℓ is an aligned block of 2^(ℓ−1) tokens before it (a Fenwick tree). The last level also has all older tokens.
+
+    o_t = Σ_ℓ λ_t,ℓ q_t S_t,ℓ    λ_t,ℓ = softplus(a_ℓ · (W x_t)_ℓ)    S_t,ℓ: the memory of the tokens of level ℓ
+
+Every update of `linear_attention` is linear in S and v, and so defines the memory of some of the tokens. F_ℓ(t) is the
+output of the memory that begins anew at each multiple of 2^ℓ tokens. What t reads of level ℓ is F_ℓ(t) − F_{ℓ−1}(t), so
+that each level is one call of the op: O(T log T). In blocks of 2^BITS tokens the weights of all pairs are computed.
+
+Dimensions: B batch, T tokens, H heads (Hq for q and k), K key, V value dimension per head, N sequences, L levels, C
+tokens per block, M blocks.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ...ops.call import accumulator, gated
+from ...ops.sequences import Sequences, avoid_sync
+from ...utils.device import without_autocast
+from ..base import Recurrence, SelfInitialised
+
+BITS = 5  # logarithm of the number of tokens in a block whose pairs are computed
+FAR = 2**50  # a position at the last level for every token
+
+
+class Places(NamedTuple):
+    """The places of the tokens x [B, T, ·] in their sequences."""
+
+    sequences: Sequences
+    seen: Tensor  # [N], number of tokens of each sequence before x
+    before: Tensor  # [B, T], the same for each token
+    position: Tensor  # [B, T], of each token
+    memory: Tensor | None  # the memory before x; None: x begins its sequences
+
+    def begins(self, size: int | None) -> Tensor:
+        """Returns the indices, among all B T tokens, of those at which a sequence or a block of `size` tokens begins,
+        and B T for each block that there may be besides, as nothing waits for their number."""
+        begins = self.position == self.before
+        if size is not None:
+            begins = begins | (self.position % size == 0)
+        n, N = begins.numel(), self.sequences.count
+        indices = torch.where(begins.flatten(), torch.arange(n, device=begins.device), n)
+        return indices.sort().values[: N if size is None else (n + N * (2 * size - 2)) // size]
+
+    def per_token(self, x: Tensor) -> Tensor:
+        """[N, ·] -> [B or 1, 1 or T, ·]."""
+        return x[:, None] if self.sequences.cu_seqlens is None else x[self.sequences.owner][None]
+
+
+def level(t: Tensor, s: Tensor, last: int) -> Tensor:
+    """Returns the level of token s for token t, at most `last`."""
+    return torch.frexp((t ^ s).double()).exponent.long().clamp(max=last)
+
+
+class LogLinear(SelfInitialised, Recurrence):
+    """Computes the recurrence with levels.
+
+    Args:
+        levels: L ≥ 2.
+        num_heads: H.
+    """
+
+    def __init__(self, levels: int, num_heads: int):
+        super().__init__()
+        self.last = levels - 1
+        self.weight = nn.Parameter(torch.empty(num_heads, levels))  # a
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.weight.fill_(1)
+
+    def forward(self, op: Callable, x: dict[str, Any], state: Any, sequences: Sequences) -> tuple[Tensor, Tensor, None]:
+        """Computes the output and the next state.
+
+        Args:
+            op: `linear_attention` with a rule.
+            x: the op's tensors by name: q, k [B, T, Hq, K], others [B, T, H, ·] or None; and levels [B, T, H, L], W x.
+            state: has memory [N, H, K, (L − 1) V], levels 1 to L − 1 for the next token, and tokens [N]; None: no
+                tokens yet.
+            sequences: the sequences of x.
+
+        Returns:
+            (out [B, T, H, V], the next memory, None).
+        """
+        with without_autocast(x["v"]):  # the memory is float32 or float64 by definition
+            acc, (B, T) = accumulator(x["v"]), x["v"].shape[:2]
+            x = {name: y.to(acc) for name, y in x.items() if y is not None}
+            x = {name: y.expand(B, T, -1) if y.dim() == 1 else y for name, y in x.items()}  # blocks are padded
+            weight = F.softplus(self.weight.to(acc) * x.pop("levels"))
+            gate, x["v"] = x.pop("read_gate", None), gated(x["v"], x.pop("write_gate", None))
+            within = sequences.positions(None, x["v"]).expand(B, T)
+            seen = within.new_zeros(sequences.count) if state is None else state.tokens
+            before = sequences.positions(seen, x["v"]) - within
+            memory = None if state is None else state.memory.to(acc)
+            places = Places(sequences, seen, before, within + before, memory)
+            out = self._new(op, x, weight, places)
+            recomputed = partial(checkpoint, self._ended, use_reentrant=False, preserve_rng_state=False)
+            ended = (recomputed if torch.is_grad_enabled() else self._ended)(op, x, places)
+            if memory is not None:
+                read, kept = self._old(op, x, weight, places, memory)
+                out, ended = out + read, ended + kept
+        return gated(out, gate), ended, None
+
+    def _new(self, op: Callable, x: dict[str, Tensor], weight: Tensor, places: Places) -> Tensor:
+        """Returns what the tokens read of each other."""
+        T, position = x["v"].shape[1], places.position
+        bits = min(BITS, self.last - 1) if T > 1 else 0
+        near, out = self._blocks(op, x, weight, places, bits)
+        farthest = min(
+            self.last, (T - 1).bit_length()
+        )  # level of a pair of these tokens, if they begin their sequences
+        if places.memory is not None and T > 1:  # a GPU does not wait for their positions
+            farthest = self.last if avoid_sync(position) else int(level(position, places.before, self.last).max())
+        for i in range(bits + 1, farthest + 1):
+            begins = places.begins(2**i if i < self.last else None)
+            bounds = torch.cat([begins, begins.new_full((1,), position.numel())])
+            flat = {name: y.flatten(0, 1)[None] for name, y in x.items()}
+            far = op(**flat, cu_seqlens=bounds)[0][0].unflatten(0, position.shape)
+            out, near = out + weight[..., i, None] * (far - near), far
+        return out
+
+    def _blocks(self, op: Callable, x: dict[str, Tensor], weight: Tensor, places: Places, bits: int):
+        """Returns what the tokens read of their blocks of C = 2^bits tokens, with λ = 1 and with λ."""
+        C, begins = 2**bits, places.begins(2**bits)
+        i, tokens = torch.arange(C, device=begins.device), torch.arange(places.position.numel(), device=begins.device)
+        at = (torch.searchsorted(begins, tokens, right=True) - 1) * C + places.position.flatten() % C
+
+        def lay_out(y: Tensor) -> Tensor:
+            full = y.new_zeros(len(begins) * C, *y.shape[2:])
+            return full.index_copy(0, at, y.flatten(0, 1)).unflatten(0, (-1, C))
+
+        pieces = {name: lay_out(y) for name, y in x.items()}
+        v = pieces["v"]
+        each = torch.eye(C, dtype=v.dtype, device=v.device)[None, :, None].expand(*v.shape[:3], -1)
+        scores, _ = op(**pieces | {"v": each})  # [M, C, H, C], what each token reads of the value of each
+        by_level = level(i[:, None], i, self.last)[None, :, None].expand_as(scores)
+        weighted = scores * lay_out(weight).gather(-1, by_level)
+        read = (torch.einsum("mihj,mjhv->mihv", y, v) for y in (scores, weighted))
+        return (y.flatten(0, 1)[at].unflatten(0, places.position.shape) for y in read)
+
+    def _ended(self, op: Callable, x: dict[str, Tensor], places: Places) -> Tensor:
+        """Returns the memory of the tokens at the end of their sequences. In the backward it is computed again, because
+        its values are L times as large as v."""
+        end = places.before + places.sequences.totals(x["v"])
+        own = F.one_hot(level(end, places.position, self.last) - 1, self.last).to(x["v"])
+        v = (x["v"][..., None, :] * own[:, :, None, :, None]).flatten(-2)
+        return op(**x | {"v": v}, cu_seqlens=places.sequences.bounds)[1]
+
+    def _old(self, op: Callable, x: dict[str, Tensor], weight: Tensor, places: Places, memory: Tensor):
+        """Returns what the tokens read of the memory before them, and what remains of it."""
+        v, seen, slots = x["v"], places.seen[:, None], torch.arange(1, self.last + 1, device=memory.device)
+        starts = torch.where(slots < self.last, seen >> slots << slots, FAR)  # [N, L − 1], a token of each level
+        none = v.new_zeros(1).expand(*v.shape[:3], memory.shape[-1])
+        read, kept = op(**x | {"v": none}, initial_state=memory, cu_seqlens=places.sequences.bounds)
+        by_level = level(places.position[..., None], places.per_token(starts), self.last)
+        by_level = by_level[:, :, None].expand(-1, -1, v.shape[2], -1)
+        out = (read.unflatten(-1, (self.last, -1)) * weight.gather(-1, by_level)[..., None]).sum(-2)
+        after = level(seen + places.sequences.lengths(v)[:, None], starts, self.last).clamp(min=1) - 1
+        kept = kept.unflatten(-1, (self.last, -1))
+        return out, torch.einsum("nhkiv,nij->nhkjv", kept, F.one_hot(after, self.last).to(kept)).flatten(-2)

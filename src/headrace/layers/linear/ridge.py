@@ -1,0 +1,128 @@
+"""The read of MesaNet (arXiv 2506.05233): a head reads the prediction that ridge regression on all pairs (k, v) so far
+makes for q (read.ridge_steps). The solution x of a linear system takes the place of q:
+
+    M_t = e^{g_t} M_{t−1} + β_t k_tᵀ k_t    S_t = e^{g_t} S_{t−1} + β_t k_tᵀ v_t
+    (M_t + diag(λ)) x_t = q_t               o_t = x_t S_t
+
+S and M are one memory, of the values (v, k). Conjugate gradients solve the systems of all tokens at once; the product
+of M_t with a vector of each token is `linear_attention` with k as values. The gradient is that of the exact solution:
+the system is symmetric, and so its gradient with respect to q is the solution of the same system.
+
+Dimensions: B batch, T tokens, H heads (Hq for q and k), K key, V value dimension per head, N sequences.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...ops.call import accumulator, gated
+from ...ops.derivatives import apply_function, first_order
+from ...ops.sequences import Sequences
+from ...utils.device import without_autocast
+from ..base import Recurrence, SelfInitialised
+
+
+class RidgeRead(SelfInitialised, Recurrence):
+    """Computes the recurrence with this read.
+
+    Args:
+        steps: largest number of steps of conjugate gradients. K steps suffice but for rounding.
+        num_heads, key_dim: H and K.
+    """
+
+    FIRST, LEAST = 1.0, 0.25  # λ at the beginning, and its lower bound
+    no_weight_decay = ("weight",)
+
+    def __init__(self, steps: int, num_heads: int, key_dim: int):
+        super().__init__()
+        self.steps = min(steps, key_dim)
+        self.weight = nn.Parameter(torch.empty(num_heads, key_dim))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.weight.fill_(math.log(math.expm1(self.FIRST - self.LEAST)))
+
+    def forward(self, op: Callable, x: dict[str, Any], state: Any, sequences: Sequences) -> tuple[Tensor, Tensor, None]:
+        """Computes the output and the next state.
+
+        Args:
+            op: `linear_attention` with the additive rule and a scale of 1.
+            x: the op's tensors by name: q, k [B, T, Hq, K], others [B, T, H, ·] or None.
+            state: has memory [N, H, K, V + K], S and M; None: zeros.
+            sequences: the sequences of x.
+
+        Returns:
+            (out [B, T, H, V], the next memory, None).
+        """
+        with without_autocast(x["v"]):  # the memory is float32 or float64 by definition
+            acc, V = accumulator(x["v"]), x["v"].shape[-1]
+            x = {name: y.to(acc) for name, y in x.items() if y is not None}
+            x |= {name: x[name].repeat_interleave(x["v"].shape[2] // x[name].shape[2], 2) for name in "qk"}
+            gate, v = x.pop("read_gate", None), gated(x["v"], x.pop("write_gate", None))
+            x["v"] = torch.cat([v, x["k"]], -1)
+            where = {"initial_state": None if state is None else state.memory.to(acc), "cu_seqlens": sequences.bounds}
+            x["q"] = self._solution(op, x, where, sequences)
+            out, memory = op(**x, **where)
+        return gated(out[..., :V], gate), memory, None
+
+    def _solution(self, op: Callable, x: dict[str, Tensor], where: dict[str, Any], sequences: Sequences) -> Tensor:
+        """Returns the x of all tokens, [B, T, H, K]."""
+        ridge = F.softplus(self.weight.to(x["q"])) + self.LEAST
+        keys = x | {"v": x["k"]}
+        M = None if where["initial_state"] is None else where["initial_state"][..., -ridge.shape[-1] :]
+
+        def times(p: Tensor) -> Tensor:
+            """(M_t + diag(λ)) p_t."""
+            return op(**keys | {"q": p}, **where | {"initial_state": M})[0] + ridge * p
+
+        if x["q"].shape[1] == 1 and not sequences.packed:  # one product instead of the op
+            after = op(**keys, **where | {"initial_state": M})[1][:, None]
+
+            def times(p: Tensor) -> Tensor:
+                return (p[..., None, :] @ after)[..., 0, :] + ridge * p
+
+        def solve(b: Tensor) -> Tensor:
+            with torch.no_grad():
+                return conjugate_gradients(times, b, self.steps)
+
+        solution = solve(x["q"])
+        if not torch.is_grad_enabled():
+            return solution
+        return apply_function(Solution, "read.ridge_steps", x["q"] - times(solution), solution, solve)
+
+
+class Solution(torch.autograd.Function):
+    """Returns the solution x of A x = b, with the gradient of its residual b − A x to first order: A⁻¹."""
+
+    @staticmethod
+    def forward(ctx: Any, residual: Tensor, solution: Tensor, solve: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.solve = solve
+        return solution.clone()
+
+    @staticmethod
+    @first_order("read.ridge_steps")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.solve(grad), None, None
+
+
+def conjugate_gradients(times: Callable[[Tensor], Tensor], b: Tensor, steps: int) -> Tensor:
+    """Solves A x = b for vectors b [..., K], where times(p) = A p, with a symmetric, positive definite A for each
+    vector. A vector that is solved exactly stays as it is."""
+    x, r, p, size = torch.zeros_like(b), b, b, b.square().sum(-1, keepdim=True)
+    for _ in range(steps):
+        product = times(p)
+        rate = ratio(size, (p * product).sum(-1, keepdim=True))
+        x, r, last = x + rate * p, r - rate * product, size
+        size = r.square().sum(-1, keepdim=True)
+        p = r + ratio(size, last) * p
+    return x
+
+
+def ratio(a: Tensor, b: Tensor) -> Tensor:
+    """a / b, and 0 where b is 0."""
+    return torch.where(b > 0, a / b, 0)

@@ -1,0 +1,102 @@
+"""Log-linear attention (arXiv 2506.04761): the literal Fenwick tree, flash-linear-attention, and decoding."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from headrace import InputError, layers, linear_attention, zoo
+from headrace.layers.linear.levels import LogLinear
+from headrace.ops.sequences import Sequences
+from headrace.spec.serialise import change
+from headrace.studies.verify import relative
+from peers import load
+
+B, T, H, K, V = 2, 40, 3, 6, 5
+
+
+def fenwick(q, k, v, decay, beta, weights, delta):
+    """A memory for each level, one token after another: a write begins level 0; before the next token, the levels below
+    the lowest digit of its position become one. The operands are of one sequence, [T, H, ·]."""
+    memories, out = [], []
+    for t in range(len(v)):
+        for memory in memories:
+            memory[1] = decay[t, :, None, None] * memory[1]
+            if delta:
+                memory[1] = memory[1] - beta[t, :, None, None] * k[t, :, :, None] * (k[t, :, None] @ memory[1])
+        memories.append([0, beta[t, :, None, None] * k[t, :, :, None] * v[t, :, None]])
+        out.append(sum(weights[t, :, at, None] * (q[t, :, None] @ S)[:, 0] for at, S in memories))
+        merged = min(((t + 1) & -(t + 1)).bit_length(), weights.shape[-1] - 1)
+        joined = sum(S for at, S in memories if at <= merged)
+        memories = [*([at, S] for at, S in memories if at > merged), [merged, joined]]
+    return torch.stack(out)
+
+
+def operands(levels):
+    shapes = {"q": (K,), "k": (K,), "v": (V,), "log_decay": (), "beta": (), "levels": (levels,)}
+    x = {name: torch.randn(B, T, H, *shape, dtype=torch.float64) for name, shape in shapes.items()}
+    x |= {"k": F.normalize(x["k"], dim=-1), "log_decay": F.logsigmoid(x["log_decay"]), "beta": x["beta"].sigmoid()}
+    return {name: y.requires_grad_() for name, y in x.items()}
+
+
+def computed(x, rule="add", scale=1.0):
+    tree = LogLinear(x["levels"].shape[-1], H).double()
+    return tree(lambda **named: linear_attention(**named, rule=rule, scale=scale), x, None, Sequences(x["v"], None))[0]
+
+
+@pytest.mark.parametrize("levels", [2, 4, 15])
+@pytest.mark.parametrize("rule", ["add", "delta"])
+def test_levels_are_a_fenwick_tree_of_memories(rule, levels):
+    x, direction = operands(levels), torch.randn(B, T, H, V, dtype=torch.float64)
+    q, k, v, decay, beta, logits = x.values()
+    given = q, k, v, decay.exp(), beta, F.softplus(logits)
+    literal = torch.stack([fenwick(*(y[b] for y in given), rule == "delta") for b in range(B)])
+    out = computed(x, rule)
+    torch.testing.assert_close(out, literal, rtol=1e-12, atol=1e-12)
+    ours, theirs = (torch.autograd.grad((y * direction).sum(), list(x.values())) for y in (out, literal))
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
+
+
+def test_levels_are_those_of_flash_linear_attention():
+    """Whose reference has no β: it is in the values."""
+    x = operands(7)
+    theirs = load("fla:log_linear_attn/naive:naive_log_linear_attn")(
+        x["q"], x["k"], x["beta"][..., None] * x["v"], x["log_decay"], F.softplus(x["levels"]), scale=0.3
+    )
+    torch.testing.assert_close(computed(x, scale=0.3), theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_equal_weights_are_one_memory():
+    x = operands(5)
+    x["levels"] = torch.full_like(x["levels"], 1.7)
+    named = {name: y for name, y in x.items() if name != "levels"}
+    expected = linear_attention(**named, rule="delta", scale=1.0)[0] * F.softplus(x["levels"][0, 0, 0, 0])
+    torch.testing.assert_close(computed(x, "delta"), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "levels"), [("log-linear-mamba2", 15), ("softmax-log-linear-gated-deltanet", 3)])
+@torch.no_grad()
+def test_decoding_and_pieces_of_any_length_are_the_whole(name, levels):
+    mixer = layers.build(change(zoo.get(name), "read.levels", levels), hidden_size=32, num_heads=4).double()
+    x = torch.randn(1, 75, 32, dtype=torch.float64)
+    whole, last = mixer(x)
+    bounds = torch.tensor([0, 30, 30, 75])
+    packed, ends = mixer(x, cu_seqlens=bounds)
+    again, _ = mixer(x[:, 30:])
+    assert relative(packed[:, 30:], again) < 1e-12
+    for sizes in ([1] * 75, [1, 31, 2, 40, 1], [37, 38]):
+        state, out = None, []
+        for piece in x.split(sizes, 1):
+            y, state = mixer(piece, state)
+            out.append(y)
+        assert relative(torch.cat(out, 1), whole) < 1e-12
+        assert relative(state.memory, last.memory) < 1e-12
+    more = torch.cat([x[:, :4], x[:, :0], x[:, :9]], 1)
+    continued, _ = mixer(more, ends, cu_seqlens=torch.tensor([0, 4, 4, 13]))
+    assert relative(continued[:, 4:], mixer(torch.cat([x[:, 30:], x[:, :9]], 1))[0][:, 45:]) < 1e-12
+
+
+@pytest.mark.parametrize("changed", ["read.bonus=true", "read.norm=sum, inputs.feature_map=relu"])
+def test_what_levels_do_not_have_is_refused(changed):
+    with pytest.raises(InputError, match=r"read.levels=4 weights what is read"):
+        zoo.get(f"gla(read.levels=4, {changed})")
