@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from ... import tasks
 from ...utils.errors import InputError
@@ -23,7 +24,7 @@ TRACKING = Plan(
 RECALL = replace(TRACKING, shape=Shape(layers=2, heads=4, mlp=128), tuning=Tuning("lr", (1.5e-3, 3e-3, 6e-3), (5,)))
 
 
-def plan(base: Plan, name: str, task: tasks.Task, **recipe: int) -> Plan:
+def plan(base: Plan, name: str, task: tasks.Task, **recipe: Any) -> Plan:
     return replace(base, name=name, task=task, recipe=replace(base.recipe, **recipe))
 
 
