@@ -142,7 +142,7 @@ def test_a_cell_has_the_median_the_extremes_and_the_seeds_that_solve():
 def test_what_the_rows_depend_on_is_not_changed_unnoticed():
     """The committed rows are of today's suite; that of the text also depends on the Python that has it."""
     today = leaderboard.definitions(leaderboard.defined("small").values())
-    rows = runs.read(leaderboard.committed())
+    rows = leaderboard.others(None)
     assert {row["comparison"] for row in rows} == set(today)
     assert all(row["definition"] == today[row["comparison"]] for row in rows if "text" not in row["comparison"])
 
@@ -155,6 +155,7 @@ def test_what_the_rows_depend_on_is_not_changed_unnoticed():
         (("--suite", "small", "--mixers", "gla", "--steps", "3"), "--steps has no effect with --suite"),
         (("--suite", "small", "--mixers", "gla", "--plan", "x.yaml"), "--plan has no effect with --suite"),
         (("--task", "mqar", "--board", "x.csv"), "--board has no effect without --suite"),
+        (("--suite", "small", "--mixers", "gla", "--board", "none.csv"), "--board 'none.csv' is no file of the leader"),
         (("--suite", "small", "--mixers", "bert"), "cannot train on --task parity"),
     ],
 )

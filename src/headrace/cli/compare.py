@@ -110,7 +110,6 @@ def compare(
     With --suite, each mixer trains by itself on several tasks with fixed settings, tuned learning rates and five seeds,
     and gets a row of the leaderboard. The time that this will take is said before.
     """
-    from ..studies.compare import leaderboard
     from ..studies.compare.choose import choose, planned
     from ..studies.compare.terminal import print_results
     from ..studies.workers import place_workers
@@ -128,8 +127,7 @@ def compare(
     if suite is not None:
         refuse_with("--suite", **{name: value for name, value in changes.items() if name != "mixers"}, **others)
         refuse_with("--suite", plan=plan)
-        rows = board or leaderboard.committed()
-        run_suite(suite, mixers, output or Path("runs", suite), rows, places, accept_old)
+        run_suite(suite, mixers, output or Path("runs", suite), board, places, accept_old)
         return
     refuse_without("--suite", board=board)
     if plan is None:
@@ -154,7 +152,7 @@ def run_suite(
 
     if mixers is None:
         raise InputError("--suite needs --mixers; expected the mixers that get a row")
-    console, by_name = terminal(), studies(suite, zoo.several(mixers))
+    console, by_name, others = terminal(), studies(suite, zoo.several(mixers)), leaderboard.others(board)
     for name, study in by_name.items():
         check(folder / name, study)
     for name, study in by_name.items():
@@ -163,7 +161,7 @@ def run_suite(
         console.print(f"{name}: {count(arms, 'model')} to train, about {about}", highlight=False)
     for name, study in by_name.items():
         run(study, folder / name, places, accept_old)
-    print_sections(leaderboard.report(folder, suite, board), console)
+    print_sections(leaderboard.report(folder, suite, others), console)
     console.print(f"The tables are in {folder / 'leaderboard.html'}", soft_wrap=True, highlight=False)
 
 

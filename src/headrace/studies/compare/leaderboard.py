@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from ...tasks import TASKS, Metric
-from ...utils.errors import InputError
+from ...utils.errors import InputError, reading
 from ...utils.integrity import digest, read_result
 from ..report.page import Page, Section
 from . import rows as runs
@@ -42,10 +42,20 @@ FORM: Any = {"study": {"plans": [dict]}, "environments": [dict], "arms": [dict],
 Row = runs.Row
 
 
-def committed() -> Path | None:
-    """The file of rows of the checkout that this package runs from; None without one."""
-    file = Path(__file__).parents[4] / "benchmarks" / "results" / "leaderboard.csv"
-    return file if file.is_file() else None
+def others(file: Path | None) -> list[Row]:
+    """The rows of a file; None: those of the checkout that this package runs from, or none without one.
+
+    Raises:
+        InputError: the file does not exist, or is none of rows.
+    """
+    kept = Path(__file__).parents[4] / "benchmarks" / "results" / "leaderboard.csv"
+    if file is None and not kept.is_file():
+        return []
+    with reading(f"--board {str(file or kept)!r} is no file of the leaderboard's rows"):
+        rows = runs.read(file or kept)
+        if missing := next((name for name in COLUMNS if name not in rows[0]), None):
+            raise ValueError(f"it has no column {missing!r}")
+    return rows
 
 
 def definition(plan: dict[str, Any]) -> str:
@@ -182,15 +192,14 @@ def sizes(rows: Sequence[Row]) -> list[str]:
     return [*spans, f"{sum(row['seconds'] for row in rows) / 60:.0f}"]
 
 
-def report(folder: Path, suite: str, board: Path | None) -> Page:
-    """Writes leaderboard.csv and leaderboard.html into the folder of a suite's studies: their rows, beside those of the
-    file `board`, and returns the page."""
-    (others, unlike), (own, old) = (
-        comparable(rows, suite) for rows in (runs.read(board) if board else [], collect(folder))
-    )
-    rows, left = merged(others, own), list(dict.fromkeys([*unlike, *old]))
+def report(folder: Path, suite: str, others: Sequence[Row]) -> Page:
+    """Writes leaderboard.csv and leaderboard.html into the folder of a suite's studies: their rows, beside those of
+    others, and returns the page."""
+    (kept, unlike), (own, old) = (comparable(rows, suite) for rows in (others, collect(folder)))
+    rows, left = merged(kept, own), list(dict.fromkeys([*unlike, *old]))
     runs.write(rows, folder / "leaderboard.csv", COLUMNS)
-    about = [f"Rows with another definition than this version's are left out: {', '.join(left)}."] if left else []
+    about = [] if others else ["There are no rows of others: --board names a file of them."]
+    about += [f"Rows with another definition than this version's are left out: {', '.join(left)}."] if left else []
     page = Page(
         f"Leaderboard: the suite {suite}", about, sections(rows, suite), shlex.join(["headrace", *sys.argv[1:]])
     )
