@@ -289,7 +289,7 @@ class LinearMixer(LinearParameters):
             return log_decay, self._per_memory(inputs["dt"])
         if "beta" not in inputs:
             return log_decay, None
-        several = inputs["beta"].shape[-1] > self.H
+        several = self.spec.write.steps > 1 or self.spec.write.erase == "channel"
         logits = self._per_memory(inputs["beta"].unflatten(-1, (self.H, -1)) if several else inputs["beta"])
         if kind in ("exp", "trapezoid"):
             return log_decay, logits
