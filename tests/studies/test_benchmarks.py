@@ -167,7 +167,7 @@ def test_taylor_finds_errors_that_fall_with_the_order(tmp_path, monkeypatch):
 
 def test_taylor_study_names_existing_mixers(tmp_path):
     text = tmp_path / "text.txt"
-    text.write_text("what is compared must exist " * 100)
+    text.write_text("".join(f"mixer {i} must exist " for i in range(200)))
     (plan,) = taylor.plan((str(text),), steps=3, seeds=1).plans
     plan.check()
     assert len(plan.arms()) == len(plan.mixers) > len(taylor.PANELS)
