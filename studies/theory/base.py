@@ -20,6 +20,11 @@ from headrace.spec.linear import Competition
 from headrace.studies.report.style import PALETTE
 
 BLUE, RED, YELLOW, GREEN, PURPLE = PALETTE[:5]
+# The linear mixers of the studies: each token has one key and one value, and one call of the op computes all.
+MIXERS = (
+    "linear-attention", "taylor-softmax", "retnet", "xpos-retnet", "mamba2", "gla", "rwkv6", "delta-fast-weights",
+    "deltanet", "gated-deltanet", "residual-delta", "kda",
+)  # fmt: skip
 TOLERANCE = 1e-10  # relative error of an equation that holds exactly; float64 gives about 1e-15
 
 

@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 from headrace import layers, zoo
 from headrace.ops.attention import linear_attention
 
-from .base import BLUE, RED, Check, normal, subplots
+from .base import BLUE, MIXERS, RED, Check, normal, subplots
 from .capacity import is_nearest
 
 WIDTH, BATCH, SEEDS = 32, 4, 3
@@ -29,7 +29,7 @@ class RecallLimits(NamedTuple):
 
 @dataclass
 class MixerCapacity:
-    """Capacity by mixer: no initialised mixer of the zoo recovers more than d_k random values, with or without head
+    """Capacity by mixer: none of the initialised mixers recovers more than d_k random values, with or without head
     competition. The number of pairs at which the retrieval accuracy falls to 1/2 differs between mixers."""
 
     limits: dict[str, tuple[RecallLimits, RecallLimits]]  # mixer -> (without, with head competition)
@@ -37,7 +37,7 @@ class MixerCapacity:
     @classmethod
     def measure(cls, generator: Generator) -> Self:
         seeds = draw_seeds(generator, SEEDS)
-        return cls({name: (measure_mixer(name, seeds), measure_mixer(f"softmax-{name}", seeds)) for name in zoo.LINEAR})
+        return cls({name: (measure_mixer(name, seeds), measure_mixer(f"softmax-{name}", seeds)) for name in MIXERS})
 
     @property
     def names(self) -> list[str]:

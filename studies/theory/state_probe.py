@@ -8,11 +8,10 @@ import torch
 from matplotlib.figure import Figure
 from torch import Generator, Tensor
 
-from headrace import zoo
 from headrace.hf import load
 from headrace.utils.errors import InputError
 
-from .base import Check, format_values, normal, subplots
+from .base import MIXERS, Check, format_values, normal, subplots
 from .mixer_capacity import draw_seeds, initial_layer
 
 D, TOKENS, VOCABULARY, ROWS = 16, 32, 16, 1200
@@ -68,7 +67,7 @@ class StateProbe(Probe):
         embedding = normal(generator, VOCABULARY, D)
         tokens = torch.randint(VOCABULARY, (ROWS, TOKENS), generator=generator)
         (seed,), targets, found = draw_seeds(generator, 1), embedding[tokens.flip(1)], cls({}, {})
-        for name in (variant for base in zoo.LINEAR for variant in (base, f"softmax-{base}")):
+        for name in (variant for base in MIXERS for variant in (base, f"softmax-{base}")):
             memory = initial_layer(name, D, seed).float()(embedding[tokens].float())[1].memory.flatten(1).double()
             found.r2[name], found.capacity[name] = probe(memory, targets), memory.shape[1] / D
         return found
@@ -83,7 +82,7 @@ class StateProbe(Probe):
         ]  # fmt: skip
 
     def summary(self) -> str:
-        total = {name: self.total[name] for name in zoo.LINEAR}
+        total = {name: self.total[name] for name in MIXERS}
         best, worst = (pick(total, key=lambda name: total[name]) for pick in (max, min))
         up = sum(self.total[f"softmax-{name}"] > total[name] for name in total)
         ages = format_values({name: count for name, count in self.ages.items() if name in total}, ".0f")

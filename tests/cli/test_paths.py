@@ -28,7 +28,7 @@ def home(tmp_path_factory, prepared):
         texts = ["she saw the sea", "a stone is a stone"] if folder == home else ["no"]
         lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
         (folder / "bench [1]" / "lambada_openai.jsonl").write_text(lines, "utf-8-sig")
-        (folder / "a [b].txt").write_text("It was the best of times. " * 40)
+        (folder / "a [b].txt").write_text("".join(f"It was the year {i}. " for i in range(60)))
     shutil.copytree(prepared, home / "data [1]")
     tiny.build("gla", vocab_size=257, max_position_embeddings=64).save_pretrained(home / "model [1]")
     byte_level().save_pretrained(home / "model [1]")

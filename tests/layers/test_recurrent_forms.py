@@ -257,5 +257,5 @@ def test_delta_rule_with_features_contracts(key_dim, order):
     """‖φ(k)‖² is at most e^(K^-1/2) for a normalised key, which is below 2 from K = 3 on."""
     spec = zoo.get(f"deltanet(inputs.order={order}, heads.key_dim={key_dim}, inputs.conv=0)")
     layer = layers.build(spec, hidden_size=8, num_heads=1).double()
-    k = layer._features(torch.randn(1, 20, 1, key_dim).double(), None)
+    k = layer._features(torch.randn(1, 20, 1, key_dim).double(), 1, None, None)
     assert k.square().sum(-1).max() <= math.exp(key_dim**-0.5) < 2

@@ -66,9 +66,9 @@ def test_a_report_has_a_picture_for_all_that_was_measured(tmp_path):
 
 
 def test_many_mixers_are_drawn_backbone_by_backbone(tmp_path):
-    backbones = list(zoo.LINEAR)[:7]
+    backbones = ["gla", *(name for name in zoo.LINEAR if name != "gla")][:7]
     names = (*backbones, *(f"softmax-{name}" for name in backbones), *zoo.SCANS)
-    assert "gla" in backbones and len(names) > MANY
+    assert len(names) > MANY
     data = many(1, names)
     for arm in data["arms"]:
         arm["curve"][-1]["gates"] = gates([0.6, 0.4]) if arm["mixer"] == "softmax-gla" else []
