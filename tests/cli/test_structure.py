@@ -87,6 +87,12 @@ def test_every_mixer_is_listed():
     }  # fmt: skip
 
 
+def test_every_mixer_has_its_equation():
+    table = MIXERS.partition("## Equations")[2].partition("\n### ")[0]
+    named = re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)
+    assert sorted(named) == sorted((*(name for table in zoo.TABLES.values() for name in table), *zoo.PUBLISHED))
+
+
 def test_relative_links_exist():
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text("utf-8")):
