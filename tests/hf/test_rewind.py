@@ -381,14 +381,20 @@ def test_a_call_that_fails_in_a_later_piece_loses_nothing(sentence, monkeypatch)
 
 
 @torch.inference_mode()
-def test_an_unknown_token_loses_nothing():
-    """Also where the tokens before it are read first, up to a mark."""
+def test_a_native_call_that_fails_loses_nothing():
+    """Also where the tokens before an unknown one are read first, up to a mark, and where a mark has no room."""
     skip_if_missing("native")
     model, reader = tiny.build("gla").float(), None
-    for end in (5, 8):
+    for end, room, sentence in (
+        (5, None, "a token is not below"),
+        (8, None, "a token is not below"),
+        (5, 9, "no room"),
+    ):
         reader = Reader(model, 1, Marks(every=end))
         reader.read(tiny.tokens(1, 4))
+        reader.cache.marks = Marks(every=end, bytes=room)
         other = reader.copy()
-        with pytest.raises(InputError, match="a token is not below"):
-            model(torch.tensor([[1, 2, model.config.vocab_size]]), past_key_values=reader.cache)
+        with pytest.raises(InputError, match=sentence):
+            last = model.config.vocab_size - (room is not None)
+            model(torch.tensor([[1, 2, last]]), past_key_values=reader.cache)
         assert reader.cache.columns == 4 and same(tensors(reader.cache), tensors(other.cache))

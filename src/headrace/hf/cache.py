@@ -87,8 +87,10 @@ class HeadraceCache(Cache):
 
     def begin(self) -> None:
         """Makes the mark that is due at the present column. To be called before the states change."""
-        if (self._due or self.marks is not None) and self._states is not None and not self.pending:
-            self.pause(self._states, 0)
+        if self._states is not None:
+            self._require_room(self._states)
+            if (self._due or self.marks is not None) and not self.pending:
+                self.pause(self._states, 0)
 
     @contextmanager
     def marks_kept(self) -> Iterator[None]:
@@ -232,15 +234,22 @@ class HeadraceCache(Cache):
         self.rewind(-tokens_to_remove if removes else max(self.columns - tokens_to_remove, 0))
 
     def _add_mark(self, column: int, states: list[Any], kind: str) -> None:
-        policy, needed = self.marks or Marks(), state_bytes(states)
+        policy = self.marks or Marks()
         if column == 0 or (kind == "recent" and not policy.recent):
             return
         if self._marks and self._marks[-1].column == column:
             self._marks[-1] = self._marks[-1].of(kind)
             return
-        fits = kind == "own" or policy.bytes is None or needed <= policy.bytes
-        require(fits, f"Marks(bytes={policy.bytes}) has no room for a mark; expected at least {needed}, those of one")
+        if kind != "own":
+            self._require_room(states)
         self._marks = thinned([*self._marks, mark(column, states, kind)], policy, column)
+
+    def _require_room(self, states: list[Any]) -> None:
+        """Raises InputError if the marks that the cache makes by itself have no room for one of these states."""
+        policy = self.marks or Marks()
+        most = policy.bytes if policy.every or policy.recent else None
+        if most is not None and (needed := state_bytes(states)) > most:
+            raise InputError(f"Marks(bytes={most}) has no room for a mark; expected at least {needed}, those of one")
 
     def _forget(self, reason: str) -> None:
         """Drops all marks and tokens. reason: why the cache cannot go back, as a sentence about "columns … to …"."""
