@@ -17,7 +17,7 @@ def layer(spec, dtype=torch.float64, **settings):
 
 def agree(ours, theirs, x, tolerance, parameters=()):
     """Outputs, and gradients of the input and of our parameters."""
-    x, results = x.requires_grad_(), []
+    x, parameters, results = x.requires_grad_(), list(parameters), []
     for function in (ours, theirs):
         y = function(x)
         results.append((y, *torch.autograd.grad((y * y.detach().sin()).sum(), [x, *parameters])))

@@ -1,5 +1,7 @@
 """Log-linear attention (arXiv 2506.04761): the literal Fenwick tree, flash-linear-attention, and decoding."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -100,3 +102,18 @@ def test_decoding_and_pieces_of_any_length_are_the_whole(name, levels):
 def test_what_levels_do_not_have_is_refused(changed):
     with pytest.raises(InputError, match=r"read.levels=4 weights what is read"):
         zoo.get(f"gla(read.levels=4, {changed})")
+
+
+OWN = {  # what each recurrence that replaces one call of the op needs
+    "residual": "write.residual_chunk=4", "general": "write.erase=feedback", "levels": "read.levels=4",
+    "ridge": "read.ridge_steps=4, read.scale=one",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(OWN, 2)))
+@pytest.mark.parametrize("mixer", ["gated-deltanet", "simple-gla(inputs.qk_norm=l2"])
+def test_a_layer_has_one_recurrence(mixer, one, other):
+    """Of two, one would have no effect."""
+    fields = ", ".join(OWN[name] for name in (one, other))
+    with pytest.raises(InputError):
+        zoo.get(f"{mixer}({fields})" if "(" not in mixer else f"{mixer}, {fields})")

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from attention_layers import agree
 from headrace import layers, linear_attention, zoo
 from headrace.layers.linear.features import FEATURE_MAPS, sum_norm
 from headrace.layers.linear.residual import ResidualDelta
@@ -113,11 +114,7 @@ def residual_delta(mixer, x):
 def test_residual_uses_the_memory_before_the_chunk(look):
     """Of one token: the exact residual. Outputs and all gradients."""
     mixer, x = build(f"residual-delta(inputs.conv=0, write.residual_chunk={look})"), torch.randn(2, T, D).double()
-    outputs = mixer(x)[0], residual_delta(mixer, x)
-    assert relative(*outputs) <= 1e-11
-    weight = torch.randn_like(x)
-    gradients = (torch.autograd.grad((y * weight).sum(), mixer.parameters()) for y in outputs)
-    assert all(relative(mine, theirs) <= 1e-10 for mine, theirs in zip(*gradients, strict=True))
+    agree(lambda x: mixer(x)[0], lambda x: residual_delta(mixer, x), x, 1e-11, mixer.parameters())
 
 
 def test_zero_residual_weight_equals_gated_deltanet():
@@ -254,11 +251,7 @@ def general_delta(mixer, x):
 @pytest.mark.parametrize("name", ["comba", "gated-deltanet-2"])
 def test_what_is_removed_may_differ_from_what_is_written(name):
     mixer, x = build(f"{name}(inputs.conv=0)"), torch.randn(2, T, D).double()
-    outputs = mixer(x)[0], general_delta(mixer, x)
-    assert relative(*outputs) <= 1e-11
-    weight = torch.randn_like(x)
-    gradients = (torch.autograd.grad((y * weight).sum(), mixer.parameters()) for y in outputs)
-    assert all(relative(mine, theirs) <= 1e-10 for mine, theirs in zip(*gradients, strict=True))
+    agree(lambda x: mixer(x)[0], lambda x: general_delta(mixer, x), x, 1e-11, mixer.parameters())
 
 
 @pytest.mark.parametrize("setting", ["write.rule=add", "write.beta=one", "write.steps=2", "write.residual_chunk=4"])

@@ -221,9 +221,10 @@ class MixerSpec(Spec):
         read, write, kind = self.read, self.write, DECAYS.get(self.decay.kind)
         plain = not self.sums and not read.bonus and write.residual_chunk is None and write.beta != "trapezoid"
         yield (
-            read.levels is not None and not (plain and write.steps == 1),
-            f"read.levels={read.levels} weights what is read of each level; expected read.bonus=False, read.norm "
-            "without a sum, write.residual_chunk=None, write.steps=1, and write.beta neither 'exp' nor 'trapezoid'",
+            read.levels is not None and not (plain and write.steps == 1 and write.erase == "beta"),
+            f"read.levels={read.levels} weights what is read of each level; expected read.bonus=False, no sum in "
+            "read.norm, write.residual_chunk=None, write.steps=1, write.erase='beta', and write.beta neither 'exp' nor "
+            "'trapezoid'",
         )
         scalar = kind is None or kind.shape is not DecayShape.VECTOR
         expected = plain and scalar and write.rule == "add" and read.scale == "one" and read.levels is None

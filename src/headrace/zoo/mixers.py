@@ -34,6 +34,12 @@ GATED_DELTANET = MixerSpec(
     Write("delta", "sigmoid"),
     Read("rms", "silu"),
 )
+KDA = MixerSpec(
+    inputs=Inputs(conv=4, qk_norm="l2"),
+    decay=Decay("softplus-vector"),
+    write=Write("delta", "sigmoid"),
+    read=Read("rms", "sigmoid-low-rank"),
+)
 
 MIXERS: dict[str, Entry] = {
     "linear-attention": Entry(
@@ -202,12 +208,7 @@ MIXERS: dict[str, Entry] = {
     "kda": Entry(
         "Gated DeltaNet with a decay per key channel.",
         "https://arxiv.org/abs/2510.26692",
-        MixerSpec(
-            inputs=Inputs(conv=4, qk_norm="l2"),
-            decay=Decay("softplus-vector"),
-            write=Write("delta", "sigmoid"),
-            read=Read("rms", "sigmoid-low-rank"),
-        ),
+        KDA,
     ),
     "comba": Entry(
         "Gated DeltaNet that removes a learned share of the stored value, read before the decay, and corrects q by k.",
@@ -217,12 +218,7 @@ MIXERS: dict[str, Entry] = {
     "gated-deltanet-2": Entry(
         "KDA that removes with a strength per key channel and writes with another per value channel.",
         "https://arxiv.org/abs/2605.22791",
-        MixerSpec(
-            inputs=Inputs(conv=4, qk_norm="l2"),
-            decay=Decay("softplus-vector"),
-            write=Write("delta", "sigmoid", erase="channel"),
-            read=Read("rms", "sigmoid-low-rank"),
-        ),
+        replace(KDA, write=Write("delta", "sigmoid", erase="channel")),
     ),
     "s4d": Entry(
         "A time-invariant diagonal state-space model per channel.",
