@@ -123,7 +123,9 @@ def test_gradients_of_layers_are_finite_and_reach_the_scores(options):
 
 
 def test_statistics_of_gates_that_are_0_are_finite():
-    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([drawn("softmax-gla(competition.top_k=1)")])})
+    model = torch.nn.ModuleDict(
+        {"layers": torch.nn.ModuleList([drawn("softmax-gla(competition.top_k=1, competition.gradient=all)")])}
+    )
     watch = GateWatch()
     watch.labelled = torch.ones(2, T, dtype=torch.bool)
     with watch.on(model):
@@ -143,6 +145,16 @@ def test_statistics_of_gates_that_are_0_are_finite():
 def test_what_top_k_has_not_is_refused(options, said):
     with pytest.raises(InputError, match=said):
         zoo.get(f"softmax-gated-deltanet(competition.{options})")
+
+
+@pytest.mark.parametrize("control", [False, True])
+def test_scores_of_one_gate_that_get_no_gradient_are_said(control):
+    options = "competition.top_k=1" + ", competition.activation=sigmoid, competition.range=heads" * control
+    with pytest.warns(GateWarning, match="the scores are not trained"):
+        mixer = drawn(f"softmax-gla({options})")
+    mixer(torch.randn(2, T, D, dtype=torch.float64))[0].square().sum().backward()
+    assert mixer.write_competition.weight.grad.abs().sum() == 0
+    assert not zoo.get(f"softmax-gla({options}, competition.gradient=all)").idle_gates(H)
 
 
 def test_keeping_all_gates_is_said():

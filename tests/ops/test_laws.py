@@ -32,7 +32,7 @@ CASES = [
     *("softmax-gated-deltanet(competition.write=beta)", "softmax-kda(competition.write=beta)"),
     *("softmax-gated-deltanet(competition.write=beta, competition.activation=null)",),
     "softmax-gla(competition.top_k=2, competition.memories_per_head=2, competition.freeze=true)",
-    "softmax-residual-delta(competition.top_k=1, competition.freeze=true, competition.write=beta)",
+    "softmax-residual-delta(competition.top_k=2, competition.freeze=true, competition.write=beta)",
     *("softmax-gated-deltanet(decay.kind=none, competition=paper)", "softmax-linear-attention(competition=paper)"),
     *("softmax-gla(inputs.feature_map=relu, read.norm=sum)", "gla(inputs.feature_map=silu, write.beta=sigmoid)"),
     *("taylor-softmax(inputs.order=3, read.norm=rms, decay.kind=retnet)",),

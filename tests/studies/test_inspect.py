@@ -37,7 +37,7 @@ CASES = [
     *zoo.names(),
     *("softmax-mamba2(competition.memories_per_head=3)", "softmax-gla(competition=paper, read.norm=none)"),
     *("softmax-residual-delta(competition.memories_per_head=2, heads.qk_groups=2, competition.write=beta)",),
-    *("softmax-retnet(heads.qk_groups=2)", "softmax-kda(competition.top_k=1)"),
+    *("softmax-retnet(heads.qk_groups=2)", "softmax-kda(competition.top_k=2)"),
     *("mqa(null=true, buckets=8)", "longformer(pattern.window=7, pattern.first=2)"),
     "bigbird(pattern.block=4, pattern.window=8, pattern.first=0, kv_heads=2, null=true, buckets=8)",
 ]

@@ -54,6 +54,12 @@ class Competition(Record):
         )
 
     @property
+    def untrained(self) -> bool:
+        """Whether the gates that are kept have one size for all scores, so that the scores get no gradient."""
+        constant = self.activation == "softmax" or self.range == "heads"
+        return self.top_k == 1 and self.gradient == "chosen" and constant
+
+    @property
     def fixed(self) -> bool:
         """Whether the gate of a single head is 1 for all scores."""
         return self.memories_per_head == 1 and (self.activation == "softmax" or self.range == "heads")

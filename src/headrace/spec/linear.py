@@ -280,6 +280,11 @@ class MixerSpec(Spec):
         gates = self.num_heads(num_heads or 0) * self.memories_per_head
         if gate is not None and gate.top_k is not None and 0 < gates <= gate.top_k:
             sentences.append(f"competition.top_k={gate.top_k} keeps all of {gates} gates: it has no effect")
+        if gate is not None and gate.untrained:
+            sentences.append(
+                "competition.top_k=1 keeps one gate, whose size does not depend on its score, so that with "
+                "competition.gradient='chosen' the scores are not trained; competition.gradient='all' trains them"
+            )
         return sentences
 
     # --- derived, never stored -----------------------------------------------------------------------------------
