@@ -61,7 +61,7 @@ class OpDecoder:
 
 
 def of_the_op(name: str, family: Family) -> Subject:
-    size = 4 * HEADS * KEY * (VALUE + family.normalise)
+    size = 4 * HEADS * KEY * (VALUE + family.normalize)
     return Subject(f"op: {name}", lambda: OpDecoder(family), lambda _: size)
 
 

@@ -29,7 +29,7 @@ class Machine:
         self.device, self.is_gpu = device, device == "cuda"
         self.captures = self.is_gpu  # until a capture fails, after which PyTorch may take all memory for a graph's
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         if self.is_gpu:
             torch.cuda.synchronize()
 
@@ -91,6 +91,6 @@ class Machine:
         kind = (ProfilerActivity.CUDA, DeviceType.CUDA) if self.is_gpu else (ProfilerActivity.CPU, DeviceType.CPU)
         with profile(activities=[kind[0]]) as seen:
             call()
-            self.synchronise()
+            self.synchronize()
         events = [event for event in seen.events() if event.device_type == kind[1]]
         return sum(not event.name.startswith(("Memcpy", "Memset")) for event in events)

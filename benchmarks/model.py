@@ -52,7 +52,7 @@ app = typer.Typer(add_completion=False, help=__doc__)
 
 
 def in_int8(mixer: str, shape: Shape) -> nn.Module:
-    """The model with int8 weights; a model on the meta device, which has no values to quantise, as it is."""
+    """The model with int8 weights; a model on the meta device, which has no values to quantize, as it is."""
     model = build(mixer, shape)
     return model if next(model.parameters()).is_meta else quantize(model)
 
@@ -68,7 +68,7 @@ for runtime, mixers in EXPORTED.items():
 
 
 def parameters(name: str, shape: Shape) -> int:
-    """The number of parameters; for int8 weights, that of the model before quantising."""
+    """The number of parameters; for int8 weights, that of the model before quantizing."""
     with torch.device("meta"):
         return sum(p.numel() for p in build(name, shape).parameters())
 

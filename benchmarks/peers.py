@@ -29,14 +29,14 @@ class Family:
     decay: str = ""  # the shape of log_decay: "", "H", "BTH" or "BTHK"
     rule: str = "add"
     bonus: bool = False
-    normalise: bool = False
+    normalize: bool = False
 
     def inputs(self, B=1, T=128, H=4, K=16, V=32, dtype=torch.float32, device="cpu", seed=0) -> dict[str, Tensor]:
         """Random, well-conditioned tensors; those that a model would train require a gradient."""
         draw = torch.Generator().manual_seed(seed)
         q, k, v = (torch.randn(B, T, H, n, generator=draw, dtype=torch.float64) for n in (K, K, V))
         tensors = {"q": q, "k": F.normalize(k, dim=-1) if self.rule == "delta" else k, "v": v}
-        if self.normalise:
+        if self.normalize:
             tensors |= {"q": F.elu(q) + 1, "k": F.elu(k) + 1}
         sizes = {"B": B, "T": T, "H": H, "K": K}
         if self.decay == "H":
@@ -57,13 +57,13 @@ class Family:
 
     def options(self) -> dict:
         """The arguments of the op that are not tensors."""
-        return {"rule": self.rule, "normalise": self.normalise}
+        return {"rule": self.rule, "normalize": self.normalize}
 
 
 EXACT = torch.float64, torch.float32, torch.bfloat16  # the dtypes of a peer that does not compute in float32 alone
 FAMILIES = {
     "linear": Family(),
-    "normalised": Family(normalise=True),
+    "normalized": Family(normalize=True),
     "fixed": Family("H"),
     "scalar": Family("BTH"),
     "vector": Family("BTHK"),
@@ -302,11 +302,11 @@ PEERS = [
     Peer("linear", "fla:linear_attn/naive:naive_chunk_linear_attn", call=_stateless, states=False, dtypes=EXACT),
     Peer("linear", "fla:linear_attn/naive:naive_recurrent_linear_attn", upto=LOOP),
     Peer(
-        "normalised", "fla:linear_attn/naive:naive_chunk_linear_attn", states=False,
+        "normalized", "fla:linear_attn/naive:naive_chunk_linear_attn", states=False,
         call=lambda f, S, **x: (f(**x, normalize=True), None),
     ),
     Peer(
-        "normalised", "fla:linear_attn/naive:naive_recurrent_linear_attn", states=False, upto=LOOP,
+        "normalized", "fla:linear_attn/naive:naive_recurrent_linear_attn", states=False, upto=LOOP,
         call=lambda f, S, **x: f(**x, normalize=True),
     ),
     Peer(

@@ -160,7 +160,7 @@ async def beside(server: Server, prompt: str, tokens: int) -> Measured:
     """Requests for one token, each after the one before, while a long prompt is read."""
     reading = asyncio.create_task(ask(server, distinct("a" * LONG), 1))
     answers: list[Answer] = []
-    await asyncio.sleep(0.5)  # the text of the long prompt is tokenised
+    await asyncio.sleep(0.5)  # the text of the long prompt is tokenized
     while not reading.done():
         answers.append(await ask(server, distinct(prompt), 1))
     await reading

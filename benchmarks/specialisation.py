@@ -1,7 +1,7 @@
-"""Do heads specialise? The reported models of studies of clusters, trained again, and which head serves which cluster.
+"""Do heads specialize? The reported models of studies of clusters, trained again, and which head serves which cluster.
 
-    python benchmarks/specialisation.py run STUDY      into results/specialisation/STUDY.csv; the same command continues
-    python benchmarks/specialisation.py show           the table, as Markdown
+    python benchmarks/specialization.py run STUDY      into results/specialization/STUDY.csv; the same command continues
+    python benchmarks/specialization.py show           the table, as Markdown
 
 All columns are mutual informations between a head and a cluster of keys, over the largest that is possible: 0 if every
 cluster is served by all heads alike, 1 if each has heads of its own.
@@ -43,14 +43,14 @@ app = typer.Typer(add_completion=False, help=__doc__)
 
 
 def kept(name: str) -> Path:
-    return RESULTS / "specialisation" / f"{name}.csv"
+    return RESULTS / "specialization" / f"{name}.csv"
 
 
 @app.command()
 def run(name: str, folder: Path | None = None, workers: int | None = None) -> None:
     """Trains and measures every reported arm of a study."""
     points = [Point(f"{arm.mixer}, seed {arm.seed}", Path("arms", f"{arm.slug}.json"), arm) for arm in arms(name)]
-    folder = folder or Path("runs", f"specialisation-{name}")
+    folder = folder or Path("runs", f"specialization-{name}")
     with locked(folder):
         claim, progress = study.plan(name).claim(), engine.lines(print, points)
         rows = engine.run(folder, claim, points, measured, progress, place_workers(["cpu"], workers))

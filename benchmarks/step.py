@@ -52,7 +52,7 @@ def in_place(family: str, layers: list[dict], V: int, competing: bool) -> Runner
     tensors, options, gates = tokens(layers), FAMILIES[family].options(), {}
     if competing:
         gates = {"read_gate": torch.rand(1, HEADS), "write_gate": torch.rand(1, HEADS)}
-    states = [torch.zeros(1, HEADS, own["k"].shape[-1], V + options["normalise"]) for own in tensors]
+    states = [torch.zeros(1, HEADS, own["k"].shape[-1], V + options["normalize"]) for own in tensors]
     outs = [torch.empty_like(own["v"]) for own in tensors]
 
     def call(_):
@@ -90,7 +90,7 @@ def contestants(family: str, K: int, V: int) -> list[Runner]:
     layers = [token(family, K, V, seed) for seed in range(LAYERS)]
     runners = [ours(family, layers, V, competing) for competing in (False, True)]
     runners += [in_place(family, layers, V, competing) for competing in (False, True)]
-    if native.missing is None and not FAMILIES[family].options().get("normalise") and "bonus" not in layers[0]:
+    if native.missing is None and not FAMILIES[family].options().get("normalize") and "bonus" not in layers[0]:
         runners.append(kernel(family, layers, V))
     for peer in (p for p in PEERS if p.family == family and p.missing() is None):
         make = graph_of(peer.source)

@@ -1,4 +1,4 @@
-"""What `headrace train` adds to a step: the Trainer's time for one, over that of the same model, data and optimiser in
+"""What `headrace train` adds to a step: the Trainer's time for one, over that of the same model, data and optimizer in
 a bare loop.
 
     python benchmarks/trainer.py --data books          laptop-5m; rounds of both in turn, in one process

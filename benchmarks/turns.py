@@ -31,13 +31,13 @@ class Runner:
     def once(self, backward: bool) -> tuple[float, float]:
         torch.set_num_threads(self.threads)
         trained = [x for x in self.tensors.values() if x.requires_grad]
-        synchronise(self.tensors)
+        synchronize(self.tensors)
         start = time.process_time(), time.perf_counter()
         with torch.set_grad_enabled(backward):
             out = self.call(self.tensors)
             if backward and trained:
                 torch.autograd.grad(out, trained, torch.ones_like(out))
-        synchronise(self.tensors)
+        synchronize(self.tensors)
         return time.process_time() - start[0], time.perf_counter() - start[1]
 
     def saved(self) -> float:
@@ -70,7 +70,7 @@ class Runner:
         return median(mine / theirs for mine, theirs in zip(self.times(clock), other.times(clock), strict=False))
 
 
-def synchronise(tensors: dict[str, Tensor]) -> None:
+def synchronize(tensors: dict[str, Tensor]) -> None:
     if any(x.is_cuda for x in tensors.values()):
         torch.cuda.synchronize()
 

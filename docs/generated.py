@@ -114,8 +114,8 @@ def cheatsheet() -> str:
 
 
 def axes() -> str:
-    """The mixers as updates S_t = A_t S_{t−1} + k_tᵀ b_t, and by what they optimise and keep."""
-    columns = "A_t", "b_t", "objective", "optimiser", "retention", "can"
+    """The mixers as updates S_t = A_t S_{t−1} + k_tᵀ b_t, and by what they optimize and keep."""
+    columns = "A_t", "b_t", "objective", "optimizer", "retention", "can"
     rows = ((f"`{name}`", *(catalog.describe(name)[column] for column in columns)) for name in plain())
     return table(("mixer", *columns), rows)
 

@@ -74,7 +74,7 @@ struct BackwardUnit {
         const std::int64_t own = state_at(plan, unit.sequence, unit), count = chunks(plan, unit);
         const float* d_final = job.d_final ? job.d_final + own : nullptr;
         load_state(dS, d_final, plan.columns(), key, value);
-        chunk.normaliser.load(dS_t.row(V), d_final);
+        chunk.normalizer.load(dS_t.row(V), d_final);
         for (std::int64_t run = (count + plan.run - 1) / plan.run - 1; run >= 0; run--) {
             const std::int64_t first = run * plan.run, end = first + plan.run < count ? first + plan.run : count;
             replay(run, first, end);
@@ -84,7 +84,7 @@ struct BackwardUnit {
         float* d_initial = job.gradients[unit.part].initial_state;
         if (!d_initial) return;
         store_state(d_initial + own, dS, plan.columns(), key, value);
-        chunk.normaliser.store(d_initial + own, dS_t.row(V));
+        chunk.normalizer.store(d_initial + own, dS_t.row(V));
     }
 
     // Fills S_t or, under the delta rule, S and E for chunks first … end − 1.
@@ -94,7 +94,7 @@ struct BackwardUnit {
         float* kept = const_cast<float*>(job.kept);
         const float* before = run ? kept_state(plan, kept, unit, run) : initial;
         load_state(S[0], before, plan.columns(), key, value);
-        if (!delta) chunk.normaliser.load(S_t[0].row(V), before);
+        if (!delta) chunk.normalizer.load(S_t[0].row(V), before);
         if (!delta) transpose(S_t[0], S[0], K, V);
         const int last = static_cast<int>(end - first) - 1;
         for (int i = 0; i < last + delta; i++) {
@@ -107,7 +107,7 @@ struct BackwardUnit {
             if constexpr (delta)
                 chunk.write(S[i + 1], S[i], Fetch{&ahead});
             else
-                chunk.write_transposed(S_t[i + 1], S_t[i], Fetch{&ahead}), chunk.write_normaliser(S_t[i + 1].row(V), S_t[i].row(V));
+                chunk.write_transposed(S_t[i + 1], S_t[i], Fetch{&ahead}), chunk.write_normalizer(S_t[i + 1].row(V), S_t[i].row(V));
         }
     }
     void find_values(float* kept, Span span, int i) {
@@ -156,9 +156,9 @@ struct BackwardUnit {
         if constexpr (delta) through_memory(span);
         to_state(span);
         finish(span);
-        Normaliser& normaliser = chunk.normaliser;
+        Normalizer& normalizer = chunk.normalizer;
         float* dz = dS_t.row(V);
-        if (normaliser) normaliser.pass(dz, dz, chunk.decay.end, q_rows, normaliser.slope, span.rows);
+        if (normalizer) normalizer.pass(dz, dz, chunk.decay.end, q_rows, normalizer.slope, span.rows);
     }
 
     void begin(Span span, Tile errors) {
@@ -184,9 +184,9 @@ struct BackwardUnit {
     // dU from what is read in the chunk and from the state after it.
     void to_writes(Span span, Tile S_before_t) {
         chunk.decay.scores(q, chunk.k, A, false);
-        if (chunk.normaliser) {
-            chunk.normaliser.divide(q_rows, A, S_before_t.row(V), span.rows);
-            map(d_out, span.rows, V, [&](int t, int j) { return load(d_out.row(t) + j) * splat(chunk.normaliser.share[t]); });
+        if (chunk.normalizer) {
+            chunk.normalizer.divide(q_rows, A, S_before_t.row(V), span.rows);
+            map(d_out, span.rows, V, [&](int t, int j) { return load(d_out.row(t) + j) * splat(chunk.normalizer.share[t]); });
         }
         const PlusT within{A, d_out, span.rows, Part::from};
         if constexpr (delta) {
@@ -199,14 +199,14 @@ struct BackwardUnit {
 
     void to_reads_and_keys(Span span, Tile S_before_t) {
         Decay& decay = chunk.decay;
-        decay.note_passing(S_before_t, dS_t, chunk.normaliser ? V + 1 : V);
+        decay.note_passing(S_before_t, dS_t, chunk.normalizer ? V + 1 : V);
         before_t = pack_right(S_before_t, before_t, V, K), after_t = pack_right(dS_t, after_t, V, K);
         d_out_left = pack_left(d_out, d_out_left, span.rows, V), wide_left = pack_left(chunk.U, wide_left, span.rows, V);
         multiply(dq, span.rows, K, Zero{}, Fetch{&ahead}, Plus{d_out_left, before_t, V, Part::all});
         multiply(dk, span.rows, K, Zero{}, Fetch{&ahead}, Plus{wide_left, after_t, V, Part::all});
         multiply_lower(X, span.rows, Zero{}, Plus{d_out, E_t, V, Part::all});
         lower(X, span.rows, false, [&](int i, int j) { return load(X.row(i) + j) * load(chunk.beta + j); });
-        if (chunk.normaliser) through_normaliser(span.rows, S_before_t.row(V));
+        if (chunk.normalizer) through_normalizer(span.rows, S_before_t.row(V));
         dq = decay.rows(dq, dq);
         dk = decay.cols(dk, dk);
         decay.note_reads(q, dq);
@@ -215,12 +215,12 @@ struct BackwardUnit {
     }
 
     // The gradients to q z and, through it, to q and k, before decays apply.
-    void through_normaliser(int rows, const float* z) {
-        const float* written = chunk.normaliser.written;
-        float* slope = chunk.normaliser.slope;
+    void through_normalizer(int rows, const float* z) {
+        const float* written = chunk.normalizer.written;
+        float* slope = chunk.normalizer.slope;
         for (int i = 0; i < rows; i++) {
-            const float read = dot(q_rows.row(i), dq.row(i), K) + Normaliser::up_to(A.row(i), X.row(i), i);
-            slope[i] = -read * chunk.normaliser.share[i];
+            const float read = dot(q_rows.row(i), dq.row(i), K) + Normalizer::up_to(A.row(i), X.row(i), i);
+            slope[i] = -read * chunk.normalizer.share[i];
             add_row(dq.row(i), z, slope[i], K);
             add_row(dk.row(i), dS_t.row(V), written[i], K);
         }
@@ -228,9 +228,9 @@ struct BackwardUnit {
     }
     // numbers += the gradient to β w, as it weighs in q z, times `factor`.
     void through_written(int rows, const float* factor) {
-        for (int j = 0; chunk.normaliser && j < rows; j++) {
+        for (int j = 0; chunk.normalizer && j < rows; j++) {
             float total = dot(chunk.k_cols.row(j), dS_t.row(V), K);
-            for (int i = j; i < rows; i++) total += A.row(i)[j] * chunk.normaliser.slope[i];
+            for (int i = j; i < rows; i++) total += A.row(i)[j] * chunk.normalizer.slope[i];
             numbers[j] += total * factor[j];
         }
     }

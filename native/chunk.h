@@ -65,16 +65,16 @@ inline View kept_errors(const Plan& plan, float* kept, const Unit& unit) {
     return view(x, plan, unit, unit.head, false, unit.column);
 }
 
-// The normaliser z, [K], a state's column for values of 1.
-struct Normaliser {
+// The normalizer z, [K], a state's column for values of 1.
+struct Normalizer {
     const float epsilon;
     const int key, K, value;
     const Stride stride;             // of the states in memory
     float *z;                        // in the forward
     float *written, *share, *slope;  // [C]: β w, 1 / (q z + epsilon), the gradient to q z
 
-    Normaliser(Arena& arena, const Plan& plan, int key, int value)
-        : epsilon(plan.problem->normaliser), key(key), K(padded(key)), value(value), stride(plan.columns()),
+    Normalizer(Arena& arena, const Plan& plan, int key, int value)
+        : epsilon(plan.problem->normalizer), key(key), K(padded(key)), value(value), stride(plan.columns()),
           z(arena.floats(K)), written(arena.floats(plan.chunk)), share(arena.floats(plan.chunk)),
           slope(arena.floats(plan.chunk)) {}
 
@@ -159,14 +159,14 @@ struct Chunk {
     Tile k, k_cols, k_rows;  // [C, K]; k_cols and k_rows once `write` and `correct` have run
     Tile E, U;               // [C, V]; without β they are the same
     Tile A, M;               // [C, C], of keys with keys
-    Normaliser normaliser;
+    Normalizer normalizer;
     Factor memory, writes, k_left, k_right;  // in products: the state, U, k_rows, k_cols
     float *beta, *write_gate;
 
     Chunk(Arena& arena, const Plan& plan, const Unit& unit, bool decay_gradient)
         : plan(plan), in(plan, unit), key(static_cast<int>(plan.problem->K)), value(static_cast<int>(unit.columns)),
           K(padded(key)), V(padded(value)), decay(arena, plan.chunk, K, decay_gradient),
-          normaliser(arena, plan, key, value) {
+          normalizer(arena, plan, key, value) {
         const int C = plan.chunk;
         k = arena.tile(C, K);
         k_cols = Decay::none ? k : arena.tile(C, K);
@@ -190,7 +190,7 @@ struct Chunk {
         load_tile(k, in.k, span, key);
         load_numbers(beta, in.beta, span);
         load_numbers(write_gate, in.write, span);
-        for (int i = 0; normaliser && i < span.rows; i++) normaliser.written[i] = beta[i] * write_gate[i];
+        for (int i = 0; normalizer && i < span.rows; i++) normalizer.written[i] = beta[i] * write_gate[i];
         decay.prepare(in.log_decay, span, key);
     }
     void load_values() { load_tile(E, in.v, span, value, in.write ? write_gate : nullptr); }
@@ -217,8 +217,8 @@ struct Chunk {
         if (U.p != E.p) map(U, span.rows, V, [&](int i, int j) { return load(E.row(i) + j) * splat(beta[i]); });
         writes = pack_right(U, writes, span.rows, V);
     }
-    void write_normaliser(float* z, const float* before) const {
-        if (normaliser) normaliser.pass(z, before, decay.end, k_cols, normaliser.written, span.rows);
+    void write_normalizer(float* z, const float* before) const {
+        if (normalizer) normalizer.pass(z, before, decay.end, k_cols, normalizer.written, span.rows);
     }
     // S from the state before the chunk, which may be S itself.
     template <class Finish>

@@ -65,8 +65,8 @@ int refused(const hr_problem& p) {
     const bool kinds = (p.dtype == HR_FLOAT32 || p.dtype == HR_BFLOAT16) && p.decay >= HR_DECAY_NONE &&
                        p.decay <= HR_DECAY_VECTOR && (p.cu_seqlens ? p.B == 1 : p.sequences == p.B);
     const bool bonus = !p.bonus || (!p.delta && p.decay != HR_DECAY_FIXED);
-    const bool normaliser = p.normaliser == 0 || (p.normaliser > 0 && !p.delta && !p.bonus && !p.read_gate.data);
-    return sizes && kinds && bonus && normaliser ? HR_OK : HR_UNSUPPORTED;
+    const bool normalizer = p.normalizer == 0 || (p.normalizer > 0 && !p.delta && !p.bonus && !p.read_gate.data);
+    return sizes && kinds && bonus && normalizer ? HR_OK : HR_UNSUPPORTED;
 }
 
 // Tokens a chunk. The C×C work inside chunks grows with C, the cost of reading and writing the state between them
@@ -111,10 +111,10 @@ public:
         return threads_for(2.0 * p.B * p.T * p.H * p.K * p.V, p.threads);
     }
 
-    // Into how many blocks of columns a head is cut, multiples of 16, so that there is a unit for every thread. A normaliser's
+    // Into how many blocks of columns a head is cut, multiples of 16, so that there is a unit for every thread. A normalizer's
     // gradient is of all columns.
     std::int64_t parts() const {
-        if (plan.problem->normaliser > 0) return 1;
+        if (plan.problem->normalizer > 0) return 1;
         const std::int64_t whole = std::max<std::int64_t>(plan.problem->sequences * plan.problem->H, 1);
         return std::min((threads() + whole - 1) / whole, (plan.problem->V + 15) / 16);
     }
@@ -293,7 +293,7 @@ int hr_backward(const hr_problem* p, const hr_tensor* d_out, const float* d_fina
 
 int hr_step(const hr_problem* p, const hr_tensor* out, float* state) {
     if (const int status = refused(*p)) return status;
-    if (p->T != 1 || p->cu_seqlens || p->normaliser > 0) return HR_UNSUPPORTED;
+    if (p->T != 1 || p->cu_seqlens || p->normalizer > 0) return HR_UNSUPPORTED;
     return guarded([&] {
         hr_problem token = *p;
         token.bonus = nullptr;

@@ -38,10 +38,10 @@ struct ForwardUnit {
     void run() {
         const hr_problem& p = *plan.problem;
         const std::int64_t own = state_at(plan, unit.sequence, unit);
-        Normaliser& normaliser = chunk.normaliser;
+        Normalizer& normalizer = chunk.normalizer;
         const float* initial = p.initial_state ? p.initial_state + own : nullptr;
         load_state(S, initial, plan.columns(), chunk.key, chunk.value);
-        normaliser.load(normaliser.z, initial);
+        normalizer.load(normalizer.z, initial);
         for (std::int64_t i = 0; i < chunks(plan, unit); i++) {
             if (job.kept && i && i % plan.run == 0)
                 store(kept_state(plan, job.kept, unit, i / plan.run));
@@ -51,7 +51,7 @@ struct ForwardUnit {
     }
     void store(float* state) const {
         store_state(state, S, plan.columns(), chunk.key, chunk.value);
-        chunk.normaliser.store(state, chunk.normaliser.z);
+        chunk.normalizer.store(state, chunk.normalizer.z);
     }
 
     void step(Span span, Span next) {
@@ -70,7 +70,7 @@ struct ForwardUnit {
         }
         read(span);
         chunk.write(S, S, Fetch{&ahead});
-        chunk.write_normaliser(chunk.normaliser.z, chunk.normaliser.z);
+        chunk.write_normalizer(chunk.normalizer.z, chunk.normalizer.z);
     }
 
     void fetch(Span span, Span next) {
@@ -98,9 +98,9 @@ struct ForwardUnit {
             own.load(span.first + i);
             add_row(out.row(i), own.v, own.score() * own.beta * own.write, chunk.value);
         }
-        Normaliser& normaliser = chunk.normaliser;
-        if (normaliser) normaliser.divide(q_rows, A, normaliser.z, span.rows);
-        store_tile(out_into, out, span, chunk.value, normaliser ? normaliser.share : nullptr);
+        Normalizer& normalizer = chunk.normalizer;
+        if (normalizer) normalizer.divide(q_rows, A, normalizer.z, span.rows);
+        store_tile(out_into, out, span, chunk.value, normalizer ? normalizer.share : nullptr);
     }
 };
 

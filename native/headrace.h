@@ -59,7 +59,7 @@ typedef struct hr_problem {
     hr_tensor q, k, v, log_decay, beta, write_gate, read_gate;
     const float* initial_state; /* contiguous [sequences, H, K, V]; NULL: zeros */
     const float* bonus;         /* u, contiguous [H, K]; NULL: none. Not with the delta rule or a fixed decay */
-    float normaliser;           /* above 0: o_t is divided by scale q_t z_t plus this, where z is the S of v = 1. States have z
+    float normalizer;           /* above 0: o_t is divided by scale q_t z_t plus this, where z is the S of v = 1. States have z
                                    as column V + 1. Not with the delta rule, a bonus or a read gate; 0: none */
 } hr_problem;
 

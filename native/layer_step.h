@@ -41,7 +41,7 @@ public:
         if (p.skip) add_skip();
         if (p.read && !inside && !late) gate_heads();
         if (p.gate && p.order == kinds::order::gate_norm) gate_out();
-        normalise();
+        normalize();
         if (p.read && !inside && late) gate_heads();
         if (p.gate && p.order == kinds::order::norm_gate) gate_out();
         store_row(job.result + row * job.row, out, values, 1);
@@ -228,7 +228,7 @@ private:
         each(beta, H, [](vf y, int) { return sigmoid(y); });
     }
 
-    // --- the normaliser: a column of ones in v, by whose sum the others are divided ----------------------------------
+    // --- the normalizer: a column of ones in v, by whose sum the others are divided ----------------------------------
     void add_ones() {
         for (int h = H - 1; h >= 0; h--) {
             std::memmove(v + h * columns, v + h * V, V * sizeof(float));
@@ -266,7 +266,7 @@ private:
         else
             each(out, values, [&](vf y, int i) { return y * sigmoid(load(wide + i)); });
     }
-    void normalise() {
+    void normalize() {
         switch (p.norm) {
             case kinds::norm::rms:
                 fill(wide, weights(p.norm_weight), V);

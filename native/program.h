@@ -19,7 +19,7 @@ struct Operation {
             case HR_LOAD: return op.dtype == HR_FLOAT32 ? load_state<float>() : load_state<std::uint16_t>();
             case HR_TRANSPOSED: return op.dtype == HR_FLOAT32 ? transposed<float>() : transposed<std::uint16_t>();
             case HR_STORE: return op.dtype == HR_FLOAT32 ? give<float>() : give<std::uint16_t>();
-            case HR_NORM: return op.dtype == HR_FLOAT32 ? normalise<float>() : normalise<std::uint16_t>();
+            case HR_NORM: return op.dtype == HR_FLOAT32 ? normalize<float>() : normalize<std::uint16_t>();
             case HR_MIX: return op.dtype == HR_FLOAT32 ? mix<float>() : mix<std::uint16_t>();
             case HR_ACTIVATE: return activate();
             case HR_CAP: return cap();
@@ -70,7 +70,7 @@ private:
 
     // w ⊙ x / rms(x), (1 + w) ⊙ x / rms(x), or w ⊙ (x − mean) / deviation + b.
     template <class T>
-    void normalise() const {
+    void normalize() const {
         const T *w = weight<T>(), *b = static_cast<const T*>(op.bias);
         const int n = static_cast<int>(op.inputs);
         const bool centred = op.what == HR_LAYER_NORM;

@@ -62,13 +62,13 @@ def skip_if_missing(backend: str) -> None:
 
 
 def inputs(
-    decay=None, *, rows=B, tokens=T, heads=H, groups=None, key=K, value=V, gates=True, bonus=False, normalise=False,
+    decay=None, *, rows=B, tokens=T, heads=H, groups=None, key=K, value=V, gates=True, bonus=False, normalize=False,
     state=True, n=None,
 ):  # fmt: skip
     """Arguments of the op by name, in float64, with gradients. groups: heads of q and k."""
     groups = groups or heads
     draw = lambda *shape: torch.rand(*shape, dtype=torch.float64)  # noqa: E731
-    signed = (lambda x: x.abs()) if normalise else (lambda x: x)
+    signed = (lambda x: x.abs()) if normalize else (lambda x: x)
     shapes = {"none": None, "fixed": (heads,), "scalar": (rows, tokens, heads), "vector": (rows, tokens, heads, key)}
     shape = shapes[decay or "none"]
     result = {
@@ -78,7 +78,7 @@ def inputs(
         "log_decay": None if shape is None else -draw(*shape),
         **{name: draw(rows, tokens, heads) if gates else None for name in ("beta", "read_gate", "write_gate")},
         "bonus": torch.randn(heads, key).double() if bonus else None,
-        "initial_state": draw(n or rows, heads, key, value + normalise) if state else None,
+        "initial_state": draw(n or rows, heads, key, value + normalize) if state else None,
     }
     return {name: x if x is None else x.requires_grad_() for name, x in result.items()}
 

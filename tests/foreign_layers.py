@@ -31,7 +31,7 @@ from peers import load
 D, H = 32, 4
 
 
-def randomised(module):
+def randomized(module):
     """Nothing may agree because it is still one or zero."""
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -55,7 +55,7 @@ def qwen3_next(groups):
         hidden_size=D, linear_num_key_heads=groups, linear_num_value_heads=H, linear_key_head_dim=K,
         linear_value_head_dim=V, num_hidden_layers=1, layer_types=["linear_attention"],
     )  # fmt: skip
-    theirs = randomised(Qwen3NextGatedDeltaNet(config, 0))
+    theirs = randomized(Qwen3NextGatedDeltaNet(config, 0))
     shared = H // groups  # value heads of each key head; their projections are laid out by key head
     q, k, v, z = theirs.in_proj_qkvz.weight.view(groups, -1, D).split([K, K, shared * V, shared * V], 1)
     b, a = theirs.in_proj_ba.weight.view(groups, -1, D).split([shared, shared], 1)
@@ -72,7 +72,7 @@ def mamba2():
     config = Mamba2Config(
         hidden_size=D, num_heads=H, head_dim=V, state_size=K, expand=2, n_groups=1, chunk_size=16, num_hidden_layers=1
     )
-    theirs = randomised(Mamba2Mixer(config, 0))
+    theirs = randomized(Mamba2Mixer(config, 0))
     z, v, k, q, dt = theirs.in_proj.weight.split([H * V, H * V, K, K, H])
     reordered = lambda x: torch.cat([x[H * V + K :], x[H * V : H * V + K], x[: H * V]])  # noqa: E731
     weights = {
@@ -89,7 +89,7 @@ def kimi():
         hidden_size=D, linear_num_heads=H, linear_head_dim=D // H, num_hidden_layers=1,
         layer_types=["linear_attention"], mlp_layer_types=["dense"],
     )  # fmt: skip
-    theirs = randomised(KimiLinearDeltaAttention(config, 0))
+    theirs = randomized(KimiLinearDeltaAttention(config, 0))
     forget = theirs.forget_gate
     weights = {
         "in_proj.q": theirs.q_proj.weight, "in_proj.k": theirs.k_proj.weight,
@@ -109,7 +109,7 @@ def minimax():
         hidden_size=D, num_attention_heads=H, num_key_value_heads=H, head_dim=D // H, num_hidden_layers=1,
         hidden_act="linear", block_size=16,
     )  # fmt: skip
-    theirs = randomised(MiniMaxLightningAttention(config, 0))
+    theirs = randomized(MiniMaxLightningAttention(config, 0))
     theirs.slope_rate = -torch.log1p(-torch.exp2(-5 - torch.arange(H)))[:, None, None]
     theirs.query_decay, theirs.key_decay, theirs.diagonal_decay = theirs.decay_factors(theirs.slope_rate)
     q, k, v = theirs.qkv_proj.weight.view(H, 3, D // H, D).unbind(1)

@@ -108,8 +108,8 @@ def op(dice: Dice) -> None:
     dtype, rule = dice.choice(DTYPES), dice.choice(["add", "delta"])
     B, T = dice.choice([0, 1, 1, 2, 3]), dice.size(150)
     x = arguments(dice, dtype, B, T, rule)
-    normalise = rule == "add" and x["bonus"] is None and dice.likely(0.4)
-    if normalise:
+    normalize = rule == "add" and x["bonus"] is None and dice.likely(0.4)
+    if normalize:
         state = x["initial_state"]
         x |= {"q": x["q"].abs(), "k": x["k"].abs()}
         x["initial_state"] = None if state is None else nn.functional.pad(state, (0, 1), value=1.0)
@@ -125,14 +125,14 @@ def op(dice: Dice) -> None:
     x |= {n: x[n].detach().requires_grad_() for n in wanted}
     try:
         backend = dice.choice(["auto", "auto", "torch"])
-        out, state = linear_attention(**x, rule=rule, normalise=normalise, backend=backend)
+        out, state = linear_attention(**x, rule=rule, normalize=normalize, backend=backend)
     except InputError:
         assert bad
         return
     if wanted and out.requires_grad:
         torch.autograd.grad(out.double().sum() + state.double().sum(), [x[n] for n in wanted], allow_unused=True)
     if T < 80 and not bad:
-        expected, final = literal(**doubled(x), rule=rule, normalise=normalise)
+        expected, final = literal(**doubled(x), rule=rule, normalize=normalize)
         for ours, exact in (
             (out[:row], expected[:row]),
             (state[:row], final[:row]),

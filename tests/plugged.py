@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from headrace import zoo
-from headrace.spec.serialise import TYPES
+from headrace.spec.serialize import TYPES
 from headrace.studies.compare.defaults import DEFAULTS
 from headrace.tasks import TASKS
 from headrace.utils import plugins

@@ -14,7 +14,7 @@ T, H, K, V = 32, 4, 6, 5
 BOUNDS = [0, 3, 3, 8, 27, 32]  # an empty sequence, one that ends at a border, one over three of four processes
 OPS = {
     "none": {}, "fixed": {"decay": [H]}, "scalar": {"decay": [1, T, H]}, "vector": {"decay": [1, T, H, K]},
-    "bonus": {"decay": [1, T, H, K], "bonus": True}, "normalise": {"normalise": True, "decay": [1, T, H]},
+    "bonus": {"decay": [1, T, H, K], "bonus": True}, "normalize": {"normalize": True, "decay": [1, T, H]},
     "delta": {"rule": "delta"}, "gated delta": {"rule": "delta", "decay": [1, T, H]},
     "kda": {"rule": "delta", "decay": [1, T, H, K]},
 }  # fmt: skip
@@ -36,11 +36,11 @@ def check(names):
 def op_error(packed, decay=None, **options):
     torch.manual_seed(0)
     rows, wide = (1, len(BOUNDS) - 1) if packed else (2, 2)
-    bonus, normalise = options.pop("bonus", False), options.get("normalise", False)
+    bonus, normalize = options.pop("bonus", False), options.get("normalize", False)
     x = {
         "q": torch.rand(rows, T, H // 2, K), "k": F.normalize(torch.rand(rows, T, H // 2, K), dim=-1),
         "v": torch.randn(rows, T, H, V), "beta": torch.rand(rows, T, H), "read_gate": 2 * torch.rand(rows, T, H),
-        "write_gate": 2 * torch.rand(rows, T, H), "initial_state": torch.rand(wide, H, K, V + normalise),
+        "write_gate": 2 * torch.rand(rows, T, H), "initial_state": torch.rand(wide, H, K, V + normalize),
     }  # fmt: skip
     if decay is not None:
         x["log_decay"] = -torch.rand(*([rows, *decay[1:]] if len(decay) > 1 else decay))

@@ -47,7 +47,7 @@ MIXERS = {
             Layer(zoo.get("kda(decay.rank=full, read.gate=sigmoid, decay.lower_bound=-5.0)")),
             Layer(LatentSpec(16, None, 8, 4, 12, gate="head"), "experts"),
         ),
-        BlockStyle(experts=Experts(4, 2, width=8, scores="sigmoid", biased=True, normalised=True, shared=8)),
+        BlockStyle(experts=Experts(4, 2, width=8, scores="sigmoid", biased=True, normalized=True, shared=8)),
     ),
     "channel mixing": Decoder((Layer(zoo.get("rwkv4")),), BlockStyle("layer", mlp="rwkv4", embedding_norm=True)),
 }

@@ -5,7 +5,7 @@
         out.sum().backward()
     print(launches[0].kernel, launches[0].code.registers)
 
-Works for any code that launches Triton kernels (3.6 to 3.9), forward and backward: grids, specialisation and choices of
+Works for any code that launches Triton kernels (3.6 to 3.9), forward and backward: grids, specialization and choices of
 configurations are those of the real machine. The results are not computed.
 """
 

@@ -1,7 +1,7 @@
 """Theoretical properties of linear attention, checked by experiment: `python -m studies.theory NAME` in a checkout.
 
 Each experiment writes to memories and reads from them with `headrace.linear_attention`, compares the measured values
-with the predicted ones, plots both, and summarises the numbers in one sentence."""
+with the predicted ones, plots both, and summarizes the numbers in one sentence."""
 
 import sys
 from pathlib import Path
@@ -64,7 +64,7 @@ def select(name: str, checkpoint: Path | None = None) -> list[str]:
 def run(name: str, seed: int = 0, checkpoint: Path | None = None) -> Result:
     """Runs an experiment.
 
-    checkpoint: folder of a trained model whose layers are probed in place of newly initialised ones; only for
+    checkpoint: folder of a trained model whose layers are probed in place of newly initialized ones; only for
     "state-probe"."""
     generator = torch.Generator().manual_seed(seed)
     with matplotlib.rc_context(STYLE), torch.no_grad():

@@ -26,7 +26,7 @@ def theory(
     seed: Annotated[int, typer.Option(help="Random seed of the keys and values.", min=0, max=2**32)] = 0,
     checkpoint: Annotated[
         Path | None,
-        typer.Option(help=r"Folder of a trained model, with `state-probe`. \[default: newly initialised layers]"),
+        typer.Option(help=r"Folder of a trained model, with `state-probe`. \[default: newly initialized layers]"),
     ] = None,
 ) -> None:
     """Check theoretical properties of linear attention by experiment, and plot them.

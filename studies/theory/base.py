@@ -108,7 +108,7 @@ def softmax_weights(q: Tensor, k: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), one_hot).transpose(1, 2)
 
 
-def normalised(weights: Tensor) -> Tensor:
+def normalized(weights: Tensor) -> Tensor:
     """Weights divided by their sum over the last dimension."""
     return weights / weights.sum(-1, keepdim=True)
 

@@ -24,7 +24,7 @@ from .base import (
     entropy,
     head_gates,
     normal,
-    normalised,
+    normalized,
     plot_lines,
     read,
     softmax_weights,
@@ -52,7 +52,7 @@ class MagnitudeNeglect:
         keys, q = normal(generator, 1, T, H, K), normal(generator, 1, 1, H, K)
         queries = scales[None, :, None, None] * q
         maps = {name: FEATURE_MAPS[name] for name in ("relu", "identity", "elu+1", "silu")}
-        linear = {name: normalised(attention_weights(phi(queries), phi(keys)))[0, :, 0] for name, phi in maps.items()}
+        linear = {name: normalized(attention_weights(phi(queries), phi(keys)))[0, :, 0] for name, phi in maps.items()}
         gates = head_gates(normal(generator, H, K) / K**0.5)(queries)[0]
         entropies = {
             "linear attention, ReLU": entropy(linear["relu"]), "linear attention, elu+1": entropy(linear["elu+1"]),

@@ -1,4 +1,4 @@
-"""Capacity of each mixer of the zoo, with the keys, decays, gates and write strengths of its initialised layer."""
+"""Capacity of each mixer of the zoo, with the keys, decays, gates and write strengths of its initialized layer."""
 
 import math
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class RecallLimits(NamedTuple):
 
 @dataclass
 class MixerCapacity:
-    """Capacity by mixer: none of the initialised mixers recovers more than d_k random values, with or without head
+    """Capacity by mixer: none of the initialized mixers recovers more than d_k random values, with or without head
     competition. The number of pairs at which the retrieval accuracy falls to 1/2 differs between mixers."""
 
     limits: dict[str, tuple[RecallLimits, RecallLimits]]  # mixer -> (without, with head competition)
@@ -103,8 +103,8 @@ def count_at_half(accuracy: list[float]) -> float:
 def recall(layer: nn.Module, n: int, seed: int) -> tuple[float, float]:
     """(R² of n values predicted by the outputs of their keys, with the best scale per head; retrieval accuracy)."""
     x = normal(torch.Generator().manual_seed(seed + n), BATCH, n, WIDTH)
-    k, v, gate, memory, normalise = record_call(layer, x, seed)
-    out = linear_attention(k, 0 * k, 0 * v, initial_state=memory, normalise=normalise, read_gate=gate)[0]
+    k, v, gate, memory, normalize = record_call(layer, x, seed)
+    out = linear_attention(k, 0 * k, 0 * v, initial_state=memory, normalize=normalize, read_gate=gate)[0]
     inner, sizes = (out * v).sum((1, 3)), out.square().sum((1, 3)) * v.square().sum((1, 3))
     explained = inner.square() / sizes.clamp(min=torch.finfo(v.dtype).tiny)
     return float(explained.mean()), float(is_nearest(out.flatten(2), v.flatten(2)).mean())
@@ -117,7 +117,7 @@ class LayerCall(NamedTuple):
     v: Tensor  # [B, T, H, V]
     gate: Tensor | None  # write gate [B, T, H]
     memory: Tensor  # [B, H, K, V]
-    normalise: bool
+    normalize: bool
 
 
 def record_call(layer: Any, x: Tensor, seed: int) -> LayerCall:
@@ -140,11 +140,11 @@ def record_call(layer: Any, x: Tensor, seed: int) -> LayerCall:
         for part in ("k", "v", "write_gate")
     )
     assert k is not None and v is not None
-    return LayerCall(k, v, gate, memory, calls[0]["normalise"])
+    return LayerCall(k, v, gate, memory, calls[0]["normalize"])
 
 
 def initial_layer(name: str, D: int, seed: int) -> nn.Module:
-    """An initialised layer with random weights of the head competition. X and softmax-X share all other weights."""
+    """An initialized layer with random weights of the head competition. X and softmax-X share all other weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         layer = layers.build(zoo.get(name), hidden_size=D, num_heads=2).double()

@@ -23,7 +23,7 @@ from .base import (
     format_values,
     head_gates,
     normal,
-    normalised,
+    normalized,
     softmax_weights,
     subplots,
     unit_vectors,
@@ -172,7 +172,7 @@ def readers(keys: Tensor, values: Tensor, weight: Tensor) -> dict[str, Callable[
         return torch.einsum("bnht,bthv->nh", weights, values)
 
     def linear(q: Tensor) -> Tensor:
-        return average(normalised(attention_weights(relu(q), relu(keys))))
+        return average(normalized(attention_weights(relu(q), relu(keys))))
 
     return {
         SOFTMAX: lambda q: average(softmax_weights(q, keys)),

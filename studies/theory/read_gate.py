@@ -10,7 +10,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Generator, Tensor, nn
 
-from headrace.layers.blocks.stack import initialise
+from headrace.layers.blocks.stack import initialize
 from headrace.layers.linear.competition import HeadCompetition
 from headrace.layers.linear.mixer import LinearMixer
 from headrace.utils.errors import GateWarning
@@ -30,7 +30,7 @@ TINY, DEFAULT = 1e-30, 1e-5  # ε: as good as 0 in float64, and of this library 
 
 
 class Layer:
-    """An initialised layer of the published form, without output gate and projection, and an input for it."""
+    """An initialized layer of the published form, without output gate and projection, and an input for it."""
 
     def __init__(self, name: str, generator: Generator):
         """The scores of its gates have the standard deviation 1."""
@@ -39,7 +39,7 @@ class Layer:
         self.versions: dict[str, LinearMixer] = {}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
-            layer = self.version().apply(lambda module: initialise(module, std=STD))
+            layer = self.version().apply(lambda module: initialize(module, std=STD))
             self.weights = layer.state_dict() | score_weights(layer, self.x)
         self.versions.clear()
 

@@ -55,7 +55,7 @@ class Probe:
 
 @dataclass
 class StateProbe(Probe):
-    """Linear probe of the state: how much of the token of each age can be recovered from the state of every initialised
+    """Linear probe of the state: how much of the token of each age can be recovered from the state of every initialized
     mixer of the zoo or, with --checkpoint, of every layer of a trained model. The total is at most the size of the
     state divided by the size of a token."""
 

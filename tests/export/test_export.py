@@ -23,7 +23,7 @@ from headrace.cli.app import app
 from headrace.data.tokenizer import byte_level
 from headrace.export import writer
 from headrace.export.graph import TRACED, check_exportable, states, trace
-from headrace.export.onnx import MAX_ERROR_RATIO, TOLERANCE, Runtime, errors, export, quantize, standardise
+from headrace.export.onnx import MAX_ERROR_RATIO, TOLERANCE, Runtime, errors, export, quantize, standardize
 from headrace.export.web import write_page
 from headrace.hf import HeadraceForCausalLM
 from headrace.ops.reference import literal
@@ -59,14 +59,14 @@ def arguments(T):
 
 
 def recurrences(op, qkv, gates, decays, state):
-    """Every rule with every decay, with gates and an initial state and without; the bonus and the normaliser."""
+    """Every rule with every decay, with gates and an initial state and without; the bonus and the normalizer."""
     q, k, v = qkv
     for rule in ("add", "delta"):
         for decay in decays.values():
             yield from op(q, k, v, log_decay=decay, rule=rule, **gates, initial_state=state)
         yield from op(q, k, v, rule=rule)
     yield from op(q, k, v, **gates, log_decay=decays["channel"], initial_state=state, bonus=k[0, 0].repeat(2, 1).abs())
-    yield from op(q.abs(), k, v, **gates, log_decay=decays["fixed"], normalise=True, scale=0.7)
+    yield from op(q.abs(), k, v, **gates, log_decay=decays["fixed"], normalize=True, scale=0.7)
 
 
 class Recurrences(nn.Module):
@@ -223,7 +223,7 @@ def test_opset_27_uses_the_standard_node(checkpoint, exported, tmp_path):
 
     path, model = tmp_path / "model.onnx", load(checkpoint)
     shutil.copy(exported / "model.onnx", path)
-    standardise(path)
+    standardize(path)
     graph = onnx.load(path)
     onnx.checker.check_model(graph)
     assert {(x.domain, x.version) for x in graph.opset_import} >= {("", 27)}

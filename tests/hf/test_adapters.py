@@ -54,7 +54,7 @@ def test_adapters_equal_merged_weights(name):
     assert relative(logits(model.merge_and_unload(), ids), result) <= tolerance
 
 
-def test_model_with_adapters_is_not_quantised():
+def test_model_with_adapters_is_not_quantized():
     """PEFT would merge them into a copy of the weight, and they would be lost."""
     with pytest.raises(InputError, match=r"has adapters; expected model\.merge_and_unload"):
         quantize(adapted("gla", ["in_proj"]))

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from headrace import Mixer, zoo
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM, HeadracePreTrainedModel, load
 from headrace.hf.config import TRANSFORMERS
-from headrace.layers.base import SelfInitialised
+from headrace.layers.base import SelfInitialized
 from headrace.layers.linear.competition import HeadCompetition
 from headrace.spec import to_json
 from headrace.utils.errors import InputError
@@ -78,7 +78,7 @@ WITHIN = (-1.0, -1 / 9, 1 / 9, 1.0)  # x |x| of four channels of a head evenly f
 
 
 @pytest.mark.parametrize("name", RWKV)
-def test_rwkv_initialises_like_the_authors_code(name):
+def test_rwkv_initializes_like_the_authors_code(name):
     layer = Mixer(name, hidden_size=8, num_heads=2, layer_idx=1, num_layers=3)
     for parameter, initial in RWKV[name].items():
         expected = torch.stack([torch.tensor(initial(i)) for i in range(8)], -1)
@@ -86,7 +86,7 @@ def test_rwkv_initialises_like_the_authors_code(name):
 
 
 @pytest.mark.parametrize("name", zoo.names())
-def test_every_parameter_is_initialised(name):
+def test_every_parameter_is_initialized(name):
     """Also in storage that was never written: how a model begins that was built on the meta device."""
     with torch.device("meta"):
         model = HeadraceForCausalLM(config(name))
@@ -103,7 +103,7 @@ def test_unsaved_buffers_are_rebuilt(tmp_path):
     """transformers builds a model without storage: what is not in the checkpoint is whatever was in memory, unless
     `reset_parameters` sets it. And it must set nothing that was loaded."""
 
-    class Table(SelfInitialised):
+    class Table(SelfInitialized):
         def __init__(self):
             super().__init__()
             self.register_buffer("table", torch.empty(1000), persistent=False)

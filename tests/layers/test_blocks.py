@@ -34,7 +34,7 @@ D, W, T = 8, 6, 9
 GLA = zoo.get("gla")
 
 
-def randomised(module):
+def randomized(module):
     for value in module.state_dict().values():
         if value.is_floating_point():
             nn.init.normal_(value)
@@ -86,7 +86,7 @@ def renamed(rules):
 def test_order_of_norms_equals_its_equation(order, own):
     style = BlockStyle() if own else BlockStyle(order=order)
     layer = Layer(GLA, parallel=zoo.get("mamba2"), order=order if own else None)
-    block, x = randomised(Block(layer, Sizes(D, 2, W, style=style))), sample(2, T, D)
+    block, x = randomized(Block(layer, Sizes(D, 2, W, style=style))), sample(2, T, D)
     n, m = block.mixer_norm, block.mlp_norm
     both = lambda u: block.mixer(u)[0] + block.parallel(u)[0]  # noqa: E731
     if order == "pre":
@@ -110,9 +110,9 @@ def test_order_of_norms_equals_its_equation(order, own):
 def test_mlps_equal_transformers(bias):
     config = FalconH1Config(hidden_size=D, intermediate_size=W, mlp_bias=bias, hidden_act="gelu_pytorch_tanh",
                             mlp_multipliers=[1.0, 1.0])  # fmt: skip
-    agree(mlp(mlp="geglu-tanh", bias=bias), randomised(FalconH1MLP(config)), dict, sample(2, T, D))
+    agree(mlp(mlp="geglu-tanh", bias=bias), randomized(FalconH1MLP(config)), dict, sample(2, T, D))
     config = NemotronHConfig(hidden_size=D, intermediate_size=W, mlp_bias=bias, mlp_hidden_act="relu2")
-    agree(mlp(mlp="relu2", bias=bias), randomised(NemotronHMLP(config)), dict, sample(2, T, D))
+    agree(mlp(mlp="relu2", bias=bias), randomized(NemotronHMLP(config)), dict, sample(2, T, D))
 
 
 CHANNEL = renamed({"time_mix_receptance": "mix.0", "time_mix_key": "mix.1", "receptance": "gate_proj",
@@ -120,7 +120,7 @@ CHANNEL = renamed({"time_mix_receptance": "mix.0", "time_mix_key": "mix.1", "rec
 
 
 def test_channel_mixing_equals_transformers():
-    theirs = randomised(RwkvFeedForward(RwkvConfig(hidden_size=D, intermediate_size=W)))
+    theirs = randomized(RwkvFeedForward(RwkvConfig(hidden_size=D, intermediate_size=W)))
     ours, x = mlp(mlp="rwkv4", norm="layer", bias=True), sample(2, T, D)
 
     def names(tensors):
@@ -154,20 +154,20 @@ def nemotron(latent, bias, norm):
     config = {"moe_latent_size": latent, "mlp_bias": bias, "norm_topk_prob": norm, "mlp_hidden_act": "relu2"}
     sizes = {"moe_shared_expert_intermediate_size": 7, "n_routed_experts": 8}
     theirs = NemotronHMoE(NemotronHConfig(**ROUTED, **config, **sizes, experts_implementation="eager"))
-    experts = Experts(**GROUPS, normalised=norm, width=5, shared=7, latent=latent)
+    experts = Experts(**GROUPS, normalized=norm, width=5, shared=7, latent=latent)
     return mlp("experts", mlp="relu2", bias=bias, experts=experts), theirs, renamed(NEMOTRON)
 
 
 def kimi(norm):
     config = KimiLinearConfig(**ROUTED, norm_topk_prob=norm, n_shared_experts=2, experts_implementation="eager")
-    experts = Experts(**GROUPS, normalised=norm, width=5, shared=10)
+    experts = Experts(**GROUPS, normalized=norm, width=5, shared=10)
     return mlp("experts", experts=experts), KimiLinearMoE(config), renamed(KIMI)
 
 
 def qwen(norm):
     config = Qwen3NextConfig(**SMALL, num_experts=8, norm_topk_prob=norm, shared_expert_intermediate_size=7,
                              experts_implementation="eager")  # fmt: skip
-    experts = Experts(8, 3, normalised=norm, width=5, shared=7, shared_gate=True)
+    experts = Experts(8, 3, normalized=norm, width=5, shared=7, shared_gate=True)
     return mlp("experts", experts=experts), Qwen3NextSparseMoeBlock(config), renamed(QWEN)
 
 
@@ -190,13 +190,13 @@ def granite():
         gate, up = ours.pop("shared.input_linear.weight").chunk(2)
         return ours | {"shared.gate_proj.weight": gate, "shared.up_proj.weight": up}
 
-    return mlp("experts", experts=Experts(8, 3, normalised=True, width=5, shared=7)), Granite(), names
+    return mlp("experts", experts=Experts(8, 3, normalized=True, width=5, shared=7)), Granite(), names
 
 
 FAMILIES = {
     "nemotron": lambda: nemotron(None, False, True), "nemotron, latent": lambda: nemotron(4, True, False),
-    "kimi": lambda: kimi(True), "kimi, not normalised": lambda: kimi(False), "qwen": lambda: qwen(True),
-    "qwen, not normalised": lambda: qwen(False), "granite": granite,
+    "kimi": lambda: kimi(True), "kimi, not normalized": lambda: kimi(False), "qwen": lambda: qwen(True),
+    "qwen, not normalized": lambda: qwen(False), "granite": granite,
 }  # fmt: skip
 
 
@@ -218,7 +218,7 @@ class Exact(torch.overrides.TorchFunctionMode):
 def test_experts_equal_transformers(family):
     ours, theirs, names = FAMILIES[family]()
     with Exact():
-        agree(ours, randomised(theirs), names, sample(2, T, D))
+        agree(ours, randomized(theirs), names, sample(2, T, D))
 
 
 def test_groups_without_choice_are_minus_infinity():
@@ -253,7 +253,7 @@ def test_shared_blocks_with_adapters_equal_transformers(attention_rank):
         layers_block_type=["hybrid"] * 3, num_mem_blocks=2, use_shared_attention_adapter=attention_rank is not None,
         attn_implementation="eager",
     )  # fmt: skip
-    theirs = randomised(Zamba2AttentionDecoderLayer(config, block_id=0))
+    theirs = randomized(Zamba2AttentionDecoderLayer(config, block_id=0))
     style = BlockStyle(mlp="geglu", shared=AttentionSpec(rotary=False, scale="half-key"), shared_count=2,
                        shared_mlp_rank=3, shared_attention_rank=attention_rank)  # fmt: skip
     sizes = Sizes(D, 2, W, norm_eps=1e-5, style=style)

@@ -106,7 +106,7 @@ def test_generation_with_a_compiled_forward():
 
 @pytest.mark.parametrize("length", [1, 9])
 @torch.no_grad()
-def test_quantised_layer_compiles_to_one_graph(length):
+def test_quantized_layer_compiles_to_one_graph(length):
     layer, x = quantize(Mixer("gla", hidden_size=32, num_heads=2)), torch.randn(2, 9 + length, 32)
     state = layer(x[:, :9])[1]
     expected = layer(x[:, 9:], state)[0]

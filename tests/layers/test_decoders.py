@@ -28,7 +28,7 @@ SIZES = {"vocab_size": VOCABULARY, "hidden_size": D, "num_heads": H, "num_hidden
 BIASED = "transformer(rotary=false, bias=true)"
 
 
-def randomised(model):
+def randomized(model):
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     return model.eval()
@@ -82,14 +82,14 @@ def from_gpt(theirs, words, places):
 
 def test_gpt_equals_gpt2_of_transformers():
     sizes = {"n_positions": 12, "n_embd": D, "n_layer": LAYERS, "n_head": H}
-    theirs = randomised(GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes)))
+    theirs = randomized(GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes)))
     gpt = ours("gpt", max_position_embeddings=12, norm_eps=1e-5)
     agree(gpt, theirs, lambda p: from_gpt(p, "transformer.wte.weight", "transformer.wpe.weight"), EXACT)
 
 
 def test_post_norm_gpt_equals_the_first_gpt():
     sizes = {"n_positions": 12, "n_embd": D, "n_layer": LAYERS, "n_head": H}
-    theirs = randomised(OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=VOCABULARY, **sizes)))
+    theirs = randomized(OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=VOCABULARY, **sizes)))
     gpt = ours("gpt(style.order=post)", max_position_embeddings=12, norm_eps=1e-5)
     words, places = "transformer.tokens_embed.weight", "transformer.positions_embed.weight"
     agree(gpt, theirs, lambda p: from_gpt(p, words, places), EXACT)
@@ -138,7 +138,7 @@ def test_jamba_equals_transformers():
         vocab_size=VOCABULARY, hidden_size=D, intermediate_size=24, num_hidden_layers=8, num_attention_heads=H,
         num_key_value_heads=2, num_experts=4, pad_token_id=None, experts_implementation="eager",
     )  # fmt: skip
-    theirs = randomised(JambaForCausalLM(config))
+    theirs = randomized(JambaForCausalLM(config))
     settings = {"num_hidden_layers": 8, "intermediate_size": 24, "tie_word_embeddings": False}
     agree(ours("jamba", style={"experts": {"count": 4}}, **settings), theirs, from_jamba, IN_FLOAT32)
 
@@ -163,7 +163,7 @@ def test_zamba_equals_transformers():
         vocab_size=VOCABULARY, hidden_size=D, intermediate_size=24, num_hidden_layers=12, num_attention_heads=H,
         num_key_value_heads=H, layers_block_type=kinds, n_mamba_heads=1, pad_token_id=None, rms_norm_eps=1e-6,
     )  # fmt: skip
-    theirs = randomised(ZambaForCausalLM(config))
+    theirs = randomized(ZambaForCausalLM(config))
     agree(ours("zamba", num_hidden_layers=12, intermediate_size=24), theirs, from_zamba, IN_FLOAT32)
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from headrace import InputError, layers, linear_attention, zoo
 from headrace.layers.linear.levels import LogLinear
 from headrace.ops.sequences import Sequences
-from headrace.spec.serialise import change
+from headrace.spec.serialize import change
 from headrace.studies.verify import relative
 from peers import load
 

@@ -87,11 +87,11 @@ def test_replaced_lm_head_changes_the_training_loss(how):
 
 
 @torch.no_grad()
-def test_input_projection_can_be_quantised():
+def test_input_projection_can_be_quantized():
     made, x = layer("rwkv6"), torch.randn(2, T, D)
-    quantised = Int8Linear(made.in_proj)
-    made.in_proj.weight.copy_(quantised.weight)
-    expected, made.in_proj = made(x)[0], quantised
+    quantized = Int8Linear(made.in_proj)
+    made.in_proj.weight.copy_(quantized.weight)
+    expected, made.in_proj = made(x)[0], quantized
     assert relative(made(x)[0], expected) < 2**-13  # its kernel rounds inputs to 16 bits, 2^-16 of the largest
 
 

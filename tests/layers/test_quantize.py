@@ -41,7 +41,7 @@ def rounding(layer, x):
 @pytest.mark.parametrize("rows", [1, FEW, FEW + 1])
 @pytest.mark.parametrize("sizes", [(1, 1), (33, 65), (130, 67)])
 @torch.no_grad()
-def test_quantised_layer_equals_its_integers_times_scales(sizes, rows):
+def test_quantized_layer_equals_its_integers_times_scales(sizes, rows):
     layer, x = Int8Linear(nn.Linear(*sizes)), torch.randn(rows, sizes[0])
     assert ((layer(x).double() - exact(layer, x)).abs() <= rounding(layer, x)).all()
 
@@ -70,19 +70,19 @@ def test_casting_keeps_integers_and_scales(cast, dtype):
 @pytest.mark.parametrize("mixer", ["gla", "softmax-gated-deltanet", "transformer"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @torch.no_grad()
-def test_half_precision_quantised_model_is_as_accurate_as_its_dequantised_weights(mixer, dtype):
+def test_half_precision_quantized_model_is_as_accurate_as_its_dequantized_weights(mixer, dtype):
     """Against the model, in float64, whose weights are those integers times their scales: no worse than that model in
     half precision, which rounds these weights too, by more than a factor for what is chance in rounding."""
     model = tiny.build(mixer).float()
-    quantised = quantize(deepcopy(model))
-    for name, layer in quantised.named_modules():
+    quantized = quantize(deepcopy(model))
+    for name, layer in quantized.named_modules():
         if isinstance(layer, Int8Linear):
-            model.get_submodule(name).weight = nn.Parameter(layer.weight)  # unties the head, which is quantised
+            model.get_submodule(name).weight = nn.Parameter(layer.weight)  # unties the head, which is quantized
     ids = torch.randint(29, (3, FEW))
     expected, half = deepcopy(model).double()(ids).logits, deepcopy(model).to(dtype)(ids).logits
-    actual = quantised.to(dtype)(ids).logits
+    actual = quantized.to(dtype)(ids).logits
     assert actual.dtype is dtype and relative(actual, expected) <= 2 * relative(half, expected)
-    assert relative(quantised(ids[:1, :1]).logits, expected[:1, :1]) <= 2 * relative(half, expected)
+    assert relative(quantized(ids[:1, :1]).logits, expected[:1, :1]) <= 2 * relative(half, expected)
 
 
 @pytest.mark.usefixtures("kernel")
@@ -106,7 +106,7 @@ def test_weights_without_a_scale_are_refused():
 
 
 def test_model_that_cannot_be_loaded_is_not_saved(tmp_path):
-    with pytest.raises(InputError, match="the model is quantised, and its weights could not be loaded"):
+    with pytest.raises(InputError, match="the model is quantized, and its weights could not be loaded"):
         quantize(tiny.build("gla").float()).save_pretrained(tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
@@ -175,11 +175,11 @@ def test_decoding_equals_the_full_forward(mixer):
 
 @pytest.mark.parametrize("mixer", ["gla", "kda", "rwkv6"])
 @torch.no_grad()
-def test_decays_and_gates_are_not_quantised(mixer):
+def test_decays_and_gates_are_not_quantized(mixer):
     skip_if_missing("native")
     layer = Mixer(mixer, hidden_size=32, num_heads=4)
-    quantise = {name for name, module in quantize(layer).named_modules() if isinstance(module, Int8Linear)}
-    assert quantise == {"in_proj", "o_proj"}
+    quantize = {name for name, module in quantize(layer).named_modules() if isinstance(module, Int8Linear)}
+    assert quantize == {"in_proj", "o_proj"}
     assert layer.token_program(torch.randn(2, 1, 32))[1] is None
 
 

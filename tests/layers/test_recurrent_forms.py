@@ -12,7 +12,7 @@ from torch.nn.utils import parameters_to_vector
 
 from headrace import GateWarning, InputError, layers, zoo
 from headrace.layers.rotary import rotary
-from headrace.spec.serialise import from_json, to_json
+from headrace.spec.serialize import from_json, to_json
 from headrace.spec.softmax_rnn import NORMS, SoftmaxRNNSpec
 from headrace.studies.verify import by_steps, relative, with_op
 
@@ -223,7 +223,7 @@ def test_old_names_of_orders_and_gates_are_read():
 
 
 def test_old_norm_of_taylor_features_is_refused():
-    with pytest.raises(InputError, match=r"expected inputs\.order, before which q and k are normalised"):
+    with pytest.raises(InputError, match=r"expected inputs\.order, before which q and k are normalized"):
         zoo.get("deltanet(inputs.feature_map=taylor-2)")
 
 
@@ -254,7 +254,7 @@ def test_delta_rule_that_could_diverge_is_refused():
 
 @pytest.mark.parametrize(("key_dim", "order"), [(3, 1), (3, 8), (4, 8), (64, 2)])
 def test_delta_rule_with_features_contracts(key_dim, order):
-    """‖φ(k)‖² is at most e^(K^-1/2) for a normalised key, which is below 2 from K = 3 on."""
+    """‖φ(k)‖² is at most e^(K^-1/2) for a normalized key, which is below 2 from K = 3 on."""
     spec = zoo.get(f"deltanet(inputs.order={order}, heads.key_dim={key_dim}, inputs.conv=0)")
     layer = layers.build(spec, hidden_size=8, num_heads=1).double()
     k = layer._features(torch.randn(1, 20, 1, key_dim).double(), 1, None, None)

@@ -27,7 +27,7 @@ def build(name, **settings):
     )
 
 
-def randomised(module):
+def randomized(module):
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.3)
     return module.eval()
@@ -100,7 +100,7 @@ def test_mamba_equals_transformers():
     from transformers.models.mamba.modeling_mamba import MambaMixer
 
     config = MambaConfig(hidden_size=D, state_size=16, num_hidden_layers=1, use_mambapy=False, use_bias=False)
-    theirs = randomised(MambaMixer(config, 0))
+    theirs = randomized(MambaMixer(config, 0))
     weights = {
         "in_proj.weight": theirs.in_proj.weight, "x_proj.weight": theirs.x_proj.weight, "skip": theirs.D,
         "conv.weight": theirs.conv1d.weight, "conv.bias": theirs.conv1d.bias, "A_log": theirs.A_log.T,
@@ -147,7 +147,7 @@ def test_rwkv4_equals_transformers():
     from transformers import RwkvConfig
     from transformers.models.rwkv.modeling_rwkv import RwkvSelfAttention
 
-    theirs = randomised(RwkvSelfAttention(RwkvConfig(hidden_size=D, num_hidden_layers=2)))
+    theirs = randomized(RwkvSelfAttention(RwkvConfig(hidden_size=D, num_hidden_layers=2)))
     weights = {
         "mix": torch.cat([theirs.time_mix_receptance, theirs.time_mix_key, theirs.time_mix_value]),
         "log_rate": theirs.time_decay, "bonus": theirs.time_first, "r_proj.weight": theirs.receptance.weight,
@@ -213,7 +213,7 @@ def real_system(layer, h):
 
 @pytest.mark.parametrize(("name", "method"), [("s4", "bilinear"), ("s4d", "zoh")])
 def test_state_space_equals_scipy(name, method):
-    """Discretisation, impulse response, and the answer to a signal: as a convolution, and token by token."""
+    """Discretization, impulse response, and the answer to a signal: as a convolution, and token by token."""
     layer = specimen(f"{name}(state_size=8)", 0)[0]
     system = layer.system(torch.float64)
     u = torch.randn(1, T, layer.shape[0], dtype=torch.float64)
@@ -257,7 +257,7 @@ def test_s4_starts_as_hippo():
 
 @pytest.mark.parametrize("S", [4, 64])
 def test_s4_starts_like_the_authors_code(S):
-    """nplr of state-spaces/s4, transcribed: V diagonalises A + P Pᵀ, its first row is real; |Im V* B| is at most 2."""
+    """nplr of state-spaces/s4, transcribed: V diagonalizes A + P Pᵀ, its first row is real; |Im V* B| is at most 2."""
     k = np.arange(S)
     A = -np.sqrt(np.outer(2 * k + 1, 2 * k + 1)) * np.tri(S, k=-1) - np.diag(k + 1)
     P, B = np.sqrt(k + 0.5), np.sqrt(2 * k + 1)
@@ -302,7 +302,7 @@ def convolved_literally(conv, x):
 
 @torch.no_grad()
 def test_short_conv_equals_its_equation():
-    mixer, x = randomised(build("short-conv")).double(), torch.randn(2, 9, D).double()
+    mixer, x = randomized(build("short-conv")).double(), torch.randn(2, 9, D).double()
     B, C, u = mixer.in_proj(x).split(D, -1)
     assert relative(mixer(x)[0], mixer.out_proj(C * convolved_literally(mixer.conv, B * u))) <= 1e-14
 
@@ -310,7 +310,7 @@ def test_short_conv_equals_its_equation():
 @torch.no_grad()
 def test_rg_lru_equals_its_recurrence():
     """The first token of a sequence is written whole, also the first after an empty part of it."""
-    mixer, x = randomised(build("rg-lru(expand=2)")).double(), torch.randn(2, 9, D).double()
+    mixer, x = randomized(build("rg-lru(expand=2)")).double(), torch.randn(2, 9, D).double()
     u, branch = mixer.in_proj(x).chunk(2, -1)
     u, h, rows = convolved_literally(mixer.conv, u), torch.zeros(2, 2 * D).double(), []
     for t in range(9):

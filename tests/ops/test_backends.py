@@ -64,7 +64,7 @@ def test_backend_of_a_call_depends_on_its_form():
     x = torch.ones(1, 35, 2, 4)
     assert backends(x, x, x, form="recurrent") == "torch"
     assert backends(x, x, x, form="parallel") == "torch"  # a chunk of 35 tokens, which no other backend has
-    assert backends(x, x, x, normalise=True) == backends(x, x, x, scale=1.0, check=True) == backends(x, x, x)
+    assert backends(x, x, x, normalize=True) == backends(x, x, x, scale=1.0, check=True) == backends(x, x, x)
 
 
 def test_missing_backend_lists_its_reason(monkeypatch):
@@ -165,7 +165,7 @@ def test_estimated_costs_do_not_depend_on_the_environment(backend, monkeypatch):
 def test_step_on_a_named_backend():
     skip_if_missing("native")
     q, v = torch.rand(2, 4, 6), torch.randn(2, 4, 5)
-    for options in ({"normalise": True}, {"bonus": torch.rand(4, 6)}):
+    for options in ({"normalize": True}, {"bonus": torch.rand(4, 6)}):
         found = {name: step(q, q, v, **options, backend=name)[0] for name in ("native", "torch", "auto")}
         assert torch.equal(found["native"], found["auto"])
         assert relative(found["native"], found["torch"].double()) < 1e-6

@@ -78,7 +78,7 @@ def test_number_of_library_calls_is_independent_of_length(rule, decay, gates, pa
             assert names.total() - scan <= ceiling + RAGGED[way] * (tokens % 64 > 0)
 
 
-def test_counter_sees_synchronising_calls():
+def test_counter_sees_synchronizing_calls():
     with Calls() as result:
         x = torch.arange(3.0)
         x[x > 1].sum().item()

@@ -174,12 +174,12 @@ def test_activation_checkpointing_keeps_gradients(backend, reentrant):
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("kind", ["add", "delta", "bonus", "normalise"])
+@pytest.mark.parametrize("kind", ["add", "delta", "bonus", "normalize"])
 def test_recurrent_form_passes_gradcheck_and_gradgradcheck(decay, kind):
-    options = {kind: True} if kind in ("bonus", "normalise") else {}
+    options = {kind: True} if kind in ("bonus", "normalize") else {}
     x = inputs(decay, rows=1, tokens=3, groups=2, key=2, value=2, **options)
     names = [name for name, y in x.items() if y is not None]
-    settings = {"rule": kind if kind == "delta" else "add", "normalise": kind == "normalise", "form": "recurrent"}
+    settings = {"rule": kind if kind == "delta" else "add", "normalize": kind == "normalize", "form": "recurrent"}
     run = lambda *given: linear_attention(**dict(zip(names, given, strict=True)), **settings)  # noqa: E731
     given = tuple(x[name] for name in names)
     assert torch.autograd.gradcheck(run, given, check_forward_ad=True, fast_mode=True)

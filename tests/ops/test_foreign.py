@@ -4,7 +4,7 @@ transformers' with the weights copied. A peer that is not installed skips with i
 import pytest
 import torch
 
-from foreign_layers import COMPOSED, LAYERS, D, H, randomised
+from foreign_layers import COMPOSED, LAYERS, D, H, randomized
 from headrace import linear_attention, zoo
 from headrace.layers.linear.mixer import LinearMixer
 from headrace.ops.reference import literal
@@ -92,7 +92,7 @@ def test_layer_equals_transformers(layer):
 @pytest.mark.parametrize("name", COMPOSED)
 def test_layer_equals_composed_foreign_parts(name):
     torch.manual_seed(0)
-    ours = randomised(LinearMixer(zoo.get(name), hidden_size=D, num_heads=H))
+    ours = randomized(LinearMixer(zoo.get(name), hidden_size=D, num_heads=H))
     agree(ours, lambda x: COMPOSED[name](ours, x))
 
 

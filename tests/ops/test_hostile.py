@@ -9,7 +9,7 @@ from equation import DECAYS, WAYS, B, H, K, T, V, assert_same, inputs, prepare
 from headrace import InputError, Mixer, linear_attention, zoo
 
 FORMS = {name: way.settings for name, way in WAYS.items()}
-KINDS = ["add", "delta", "bonus", "normalise"]
+KINDS = ["add", "delta", "bonus", "normalize"]
 
 
 @pytest.fixture(params=FORMS)
@@ -19,13 +19,13 @@ def form(request, monkeypatch):
 
 
 def settings_of(kind):
-    return {"rule": kind if kind == "delta" else "add", "normalise": kind == "normalise"}
+    return {"rule": kind if kind == "delta" else "add", "normalize": kind == "normalize"}
 
 
 @pytest.mark.parametrize("ends", [[0, 5], [1, T], [0, 9, 4, T], [0, T + 9, T], [0, 5, T + 1]])
 @pytest.mark.parametrize("kind", KINDS)
 def test_wrong_sequence_bounds_are_refused(form, kind, ends):
-    x = inputs(rows=1, n=len(ends) - 1, **({kind: True} if kind in ("bonus", "normalise") else {}))
+    x = inputs(rows=1, n=len(ends) - 1, **({kind: True} if kind in ("bonus", "normalize") else {}))
     x = {name: y if y is None else y.detach().float() for name, y in x.items()}
     sentence = rf"cu_seqlens=\[.*{ends[-1]}\]; expected 0 = c_0 ≤ … ≤ c_N = T = {T}"
     with pytest.raises(ValueError, match=sentence) as error:
@@ -36,10 +36,10 @@ def test_wrong_sequence_bounds_are_refused(form, kind, ends):
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_empty_batch_runs_in_every_form(form, decay, kind):
-    x = inputs(decay, rows=0, **({kind: True} if kind in ("bonus", "normalise") else {}))
+    x = inputs(decay, rows=0, **({kind: True} if kind in ("bonus", "normalize") else {}))
     x = {name: y if y is None else y.detach().float().requires_grad_() for name, y in x.items()}
     out, state = linear_attention(**x, **settings_of(kind), **form)
-    assert out.shape == (0, T, H, V) and state.shape == (0, H, K, V + (kind == "normalise"))
+    assert out.shape == (0, T, H, V) and state.shape == (0, H, K, V + (kind == "normalize"))
     own = [] if form.get("backend") == "native" and decay == "fixed" else ["log_decay"]  # the library leaves it unset
     given = [y for name, y in x.items() if y is not None and name in ("q", "k", "v", "beta", "bonus", *own)]
     for y, gradient in zip(given, torch.autograd.grad(out.sum() + state.sum(), given), strict=True):

@@ -20,7 +20,7 @@ KERNELS = ["prepare", "scan", "prepare", "scan", "reverse_scan", "gradients"]  #
 STACK = {
     **dict.fromkeys([("sm_90", family) for family in ("linear", "scalar", "vector", "delta", "gated-delta", "kda")], 0),
     ("sm_100", "scalar"): 0, ("sm_100", "gated-delta"): 0, ("sm_100", "kda"): 0,
-    ("sm_90", "normalised"): 0, ("sm_90", "bonus"): 0, ("sm_100", "bonus"): 0,
+    ("sm_90", "normalized"): 0, ("sm_90", "bonus"): 0, ("sm_100", "bonus"): 0,
     ("sm_80", "vector"): 192,
     ("sm_120", "scalar"): 48, ("gfx942", "scalar"): 24, ("gfx942", "gated-delta"): 32,
     ("gfx942", "kda"): 232,  # the most of bfloat16, in docs/limits.md
@@ -47,7 +47,7 @@ def launches(
     tensors = FAMILIES[family].inputs(T=T, K=K, V=V, dtype=dtype)
     shape = tensors["v"].shape
     gates = {name: torch.rand(shape[:3], requires_grad=True) for name in ("read_gate", "write_gate")}
-    state = torch.zeros(shape[0], shape[2], K, V + FAMILIES[family].normalise, requires_grad=True)
+    state = torch.zeros(shape[0], shape[2], K, V + FAMILIES[family].normalize, requires_grad=True)
     with dry.gpu(gpu) as found:
         results = linear_attention(
             **tensors, **gates, initial_state=state, **FAMILIES[family].options(), backend="triton"

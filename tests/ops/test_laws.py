@@ -10,7 +10,7 @@ import tiny
 from headrace import GateWarning, InputError, backends, layers, zoo
 from headrace.ops.backends.base import Kernel
 from headrace.ops.dispatch import BACKENDS
-from headrace.spec import serialise as spec
+from headrace.spec import serialize as spec
 from headrace.studies.laws import Row, device_failed
 from headrace.studies.verify import BATCH, FORMS, HEADS, HIDDEN, WAYS, laws, relative, specimen, verify, worst
 from headrace.studies.verify_op import Recurrence, op_laws
@@ -211,7 +211,7 @@ def test_wrong_op_breaks_its_law(monkeypatch):
     assert broken == {"float32", "float32, state", "float32, gradients", "bfloat16, state"}
 
 
-def test_failed_device_is_recognised(monkeypatch):
+def test_failed_device_is_recognized(monkeypatch):
     def illegal_access(*_, **__):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 

@@ -65,10 +65,10 @@ def test_small_values_keep_their_digits(decay, rule):
     assert_same(x, NATIVE._replace(settings={"backend": "native", "chunk_size": 32}), check=False, rule=rule)
 
 
-@pytest.mark.parametrize("kind", ["add", "delta", "bonus", "normalise"])
+@pytest.mark.parametrize("kind", ["add", "delta", "bonus", "normalize"])
 def test_thread_count_does_not_change_results(kind):
-    options = {kind: True} if kind in ("bonus", "normalise") else {}
-    settings = {"rule": "delta" if kind == "delta" else "add", "normalise": kind == "normalise"}
+    options = {kind: True} if kind in ("bonus", "normalize") else {}
+    settings = {"rule": "delta" if kind == "delta" else "add", "normalize": kind == "normalize"}
     x = floats(inputs("vector", rows=1, tokens=500, key=64, value=72, **options))  # 18 million products, for 16 threads
     torch.set_num_threads(1)
     out, state, gradients = called(x, **settings)
@@ -118,11 +118,11 @@ def test_only_requested_gradients_are_computed(requested):
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("kind", ["add", "delta", "bonus", "normalise"])
+@pytest.mark.parametrize("kind", ["add", "delta", "bonus", "normalize"])
 def test_one_token_calls_equal_the_whole(decay, kind):
     """`step`, and a call of one token, with and without a gradient: the whole in pieces of one."""
-    settings = {"rule": kind if kind == "delta" else "add", "normalise": kind == "normalise"}
-    options = {kind: True} if kind in ("bonus", "normalise") else {}
+    settings = {"rule": kind if kind == "delta" else "add", "normalize": kind == "normalize"}
+    options = {kind: True} if kind in ("bonus", "normalize") else {}
     arguments = floats(inputs(decay, groups=2, key=17, value=20, **options))
     expected, final = linear_attention(**arguments, backend="native", **settings)
     first, fixed = arguments.pop("initial_state"), {"bonus", "log_decay"} if decay == "fixed" else {"bonus"}
@@ -295,10 +295,10 @@ from headrace.ops.backends.native import library as native
 from headrace.studies.verify import relative
 torch.manual_seed(0), torch.set_num_threads(1)
 for decay in DECAYS:
-    for kind in ("add", "delta", "bonus", "normalise"):
-        options = {kind: True} if kind in ("bonus", "normalise") else {}
+    for kind in ("add", "delta", "bonus", "normalize"):
+        options = {kind: True} if kind in ("bonus", "normalize") else {}
         drawn = inputs(decay, tokens=NATIVE.tokens, groups=2, key=17, value=33, **options)
-        settings = {"rule": "delta" if kind == "delta" else "add", "normalise": kind == "normalise"}
+        settings = {"rule": "delta" if kind == "delta" else "add", "normalize": kind == "normalize"}
         assert_same(drawn, NATIVE, **settings)
         rounded = {name: None if y is None else y.detach().bfloat16() for name, y in drawn.items()}
         states = [linear_attention(**{n: y if y is None else y.to(dtype) for n, y in rounded.items()}, **settings)[1]

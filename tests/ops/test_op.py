@@ -46,27 +46,27 @@ def test_every_form_equals_the_reference(way, decay, rule, gates):
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("extra", ["bonus", "normalise"])
-def test_bonus_and_normaliser_equal_the_reference(way, decay, extra):
+@pytest.mark.parametrize("extra", ["bonus", "normalize"])
+def test_bonus_and_normalizer_equal_the_reference(way, decay, extra):
     for gates in (False, True):
         arguments = inputs(decay, tokens=way.tokens, gates=gates, groups=2, **{extra: True})
-        assert_same(arguments, way, normalise=extra == "normalise")
+        assert_same(arguments, way, normalize=extra == "normalize")
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("kind", ["add", "delta", "bonus", "normalise"])
+@pytest.mark.parametrize("kind", ["add", "delta", "bonus", "normalize"])
 def test_packed_sequences_equal_the_reference(way, decay, kind):
     ends = torch.tensor([0, 3, 4, 4, way.tokens])  # one of a single token, one empty
-    options = {kind: True} if kind in ("bonus", "normalise") else {}
+    options = {kind: True} if kind in ("bonus", "normalize") else {}
     arguments = inputs(decay, rows=1, tokens=way.tokens, n=4, **options)
-    settings = {"rule": kind if kind == "delta" else "add", "normalise": kind == "normalise"}
+    settings = {"rule": kind if kind == "delta" else "add", "normalize": kind == "normalize"}
     assert_same(arguments, way, ends, **settings)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides_do_not_matter(way, layout):
     check = partial(assert_strides_do_not_matter, way=way, layout=layout)
-    check(inputs("fixed", tokens=way.tokens, normalise=True), normalise=True)
+    check(inputs("fixed", tokens=way.tokens, normalize=True), normalize=True)
     check(inputs("scalar", tokens=way.tokens, groups=2), rule="delta")
     check(inputs("vector", tokens=way.tokens, bonus=True))
     check(inputs("vector", tokens=1), rule="delta")
@@ -110,11 +110,11 @@ def test_large_states_are_recomputed_in_the_backward(form, monkeypatch):
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("kind", ["add", "delta", "bonus", "normalise"])
+@pytest.mark.parametrize("kind", ["add", "delta", "bonus", "normalize"])
 def test_step_equals_one_token_of_the_reference(decay, kind):
-    options = {kind: True} if kind in ("bonus", "normalise") else {}
+    options = {kind: True} if kind in ("bonus", "normalize") else {}
     arguments = inputs(decay, **options)
-    settings = {"rule": kind if kind == "delta" else "add", "normalise": kind == "normalise"}
+    settings = {"rule": kind if kind == "delta" else "add", "normalize": kind == "normalize"}
     expected, final = by_literal(arguments, **settings)
     state = arguments.pop("initial_state")
     for t in range(T):
@@ -142,7 +142,7 @@ def test_bfloat16_keeps_its_state_in_float32(backend):
 def test_autocast_does_not_change_the_op(backend, rule):
     x = {
         name: y.detach().float().requires_grad_()
-        for name, y in inputs("scalar", normalise=False).items()
+        for name, y in inputs("scalar", normalize=False).items()
         if y is not None
     }
     op = partial(linear_attention, rule=rule, backend=backend)
@@ -204,13 +204,13 @@ def test_saved_bytes_are_bounded(backend):
         ({"k": None}, "k=None; expected a tensor"),
         ({"v": torch.randn(B, T, H, V).to(torch.float8_e5m2)}, "v has dtype torch.float8_e5m2; expected a floating"),
         ({"backend": "cuda"}, "backend='cuda' is unknown"),
-        ({"rule": "delta", "normalise": True}, "rule='delta' has no bonus"),
+        ({"rule": "delta", "normalize": True}, "rule='delta' has no bonus"),
         ({"log_decay": torch.full((H,), 0.1), "check": True}, "log_decay reaches 0.1; expected values ≤ 0"),
         ({"log_decay": torch.full((H,), -torch.inf), "check": True}, "log_decay contains an infinity"),
         ({"v": torch.full((B, T, H, V), torch.nan), "check": True}, "v contains NaN"),
         ({"beta": torch.full((B, T, H), -1.0), "check": True}, "beta reaches -1"),
         ({"rule": "delta", "k": torch.full((B, T, H, K), 1.0), "check": True}, "reaches 6; expected ≤ 2"),
-        ({"normalise": True, "check": True}, "expected values ≥ 0"),
+        ({"normalize": True, "check": True}, "expected values ≥ 0"),
     ],
 )
 def test_bad_arguments_are_named(change, sentence):

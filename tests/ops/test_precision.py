@@ -131,8 +131,8 @@ def test_small_gradients_keep_their_relative_precision(name, value, monkeypatch)
     prepare(name, monkeypatch)
     settings = {"backend": name.replace("batched", "torch")}
     for decay in ("fixed", "scalar", "vector"):
-        for options in ({}, {"rule": "delta"}, {"normalise": True}):
-            drawn = inputs(decay, rows=1, tokens=37, heads=2, key=8, normalise="normalise" in options)
+        for options in ({}, {"rule": "delta"}, {"normalize": True}):
+            drawn = inputs(decay, rows=1, tokens=37, heads=2, key=8, normalize="normalize" in options)
             assert_gradients_keep_their_digits(of_decay(drawn, value), settings, **options)
 
 
@@ -173,16 +173,16 @@ def test_70001_tokens_at_once_and_in_pieces(backend):
 
 
 # Of the loop over tokens, which takes longest, every kind and every decay once.
-RECURRENT = [("add", "vector"), ("delta", "scalar"), ("bonus", "vector"), ("normalise", "fixed")]
+RECURRENT = [("add", "vector"), ("delta", "scalar"), ("bonus", "vector"), ("normalize", "fixed")]
 ONCE = {"torch": ("torch", "chunkwise"), "recurrent": ("torch", "recurrent"), "native": ("native", "chunkwise")}
 
 
-@pytest.mark.parametrize("kind", ["add", "delta", "bonus", "normalise"])
+@pytest.mark.parametrize("kind", ["add", "delta", "bonus", "normalize"])
 @pytest.mark.parametrize("decay", ["fixed", "scalar", "vector"])
 def test_bfloat16_is_rounded_once(decay, kind):
     """Gradients of heads that share q and k, of a fixed decay and of the bonus are sums over 4,096 tokens and more."""
-    options = {kind: True} if kind in ("bonus", "normalise") else {}
-    settings = {"rule": kind if kind == "delta" else "add", "normalise": kind == "normalise"}
+    options = {kind: True} if kind in ("bonus", "normalize") else {}
+    settings = {"rule": kind if kind == "delta" else "add", "normalize": kind == "normalize"}
     drawn = inputs(decay, tokens=2048, groups=2, key=8, value=8, **options)
     drawn["log_decay"] = drawn["log_decay"] / 20
 

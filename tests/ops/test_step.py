@@ -12,8 +12,8 @@ B, H, K, V = 4, 4, 6, 5  # as many rows as heads: a gate per row would pass for 
 # By what computes it: native kernels take float32, everything else is PyTorch's.
 ROUTES = {
     "native": (torch.float32, {}), "torch": (torch.float64, {}), "half": (torch.float16, {}),
-    "native, normalised": (torch.float32, {"normalise": True}),
-    "torch, normalised": (torch.float64, {"normalise": True}),
+    "native, normalized": (torch.float32, {"normalize": True}),
+    "torch, normalized": (torch.float64, {"normalize": True}),
     "bonus": (torch.float32, {"bonus": torch.randn(H, K)}),
 }  # fmt: skip
 WRONG = {
@@ -29,7 +29,7 @@ WRONG = {
     r"beta has dtype torch.bool; expected a floating-point dtype": {"beta": torch.ones(B, H, dtype=torch.bool)},
     r"beta is on meta and q is on cpu; expected the same device": {"beta": torch.rand(B, H, device="meta")},
     r"state is on meta and q is on cpu; expected the same device": {
-        "state": torch.rand(B, H, K, V, device="meta"), "normalise": False,
+        "state": torch.rand(B, H, K, V, device="meta"), "normalize": False,
     },
     r"state has shape \[4, 4, 9, 6\]; expected \[4, 4, 6, ": {"state": torch.zeros(B, H, 9, K)},
     r"state has shape \[1, 4, 6, 9\]; expected \[4, 4, 6, ": {"state": torch.zeros(1, H, K, 9)},
@@ -47,10 +47,10 @@ WRONG = {
     ),
     r"v has shape \[4, 4, 0\]; expected every dimension except B to be at least 1": {"v": torch.randn(B, H, 0)},
     r"rule='dleta' is unknown; expected 'add' or 'delta'": {"rule": "dleta"},
-    r"bonus has shape \[4, 5\]; expected \[4, 6\]": {"bonus": torch.randn(H, V), "normalise": False},
-    r"rule='delta' has no bonus and no normaliser": {"rule": "delta", "normalise": True, "bonus": None},
-    r"rule='delta' has no bonus and no normaliser; expected ": {"rule": "delta", "bonus": torch.randn(H, K)},
-    r"bonus with normalise=True is not defined": {"bonus": torch.randn(H, K), "normalise": True},
+    r"bonus has shape \[4, 5\]; expected \[4, 6\]": {"bonus": torch.randn(H, V), "normalize": False},
+    r"rule='delta' has no bonus and no normalizer": {"rule": "delta", "normalize": True, "bonus": None},
+    r"rule='delta' has no bonus and no normalizer; expected ": {"rule": "delta", "bonus": torch.randn(H, K)},
+    r"bonus with normalize=True is not defined": {"bonus": torch.randn(H, K), "normalize": True},
 }  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def test_mixed_precision_inputs_do_not_change_the_state_dtype(route):
     x, per_token = good(dtype), {n: torch.rand(B, H).double() for n in ("beta", "read_gate", "write_gate")}
     x = {n: y.abs() for n, y in x.items()}
     per_token["log_decay"] = -torch.rand(B, H, K).bfloat16()
-    state = torch.rand(B, H, K, V + settings.get("normalise", False)).double()
+    state = torch.rand(B, H, K, V + settings.get("normalize", False)).double()
     out, after = step(**x, **per_token, state=state, **settings)
     assert out.dtype is dtype and after.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
     tokens = {n: y[:, None] for n, y in (x | per_token).items()}
@@ -95,7 +95,7 @@ def test_mixed_precision_inputs_do_not_change_the_state_dtype(route):
 
 def call(dtype, **settings):
     """A call of `step` with all that the rule takes."""
-    state = torch.rand(B, H, K, V + settings.get("normalise", False)).to(accumulator(torch.zeros((), dtype=dtype)))
+    state = torch.rand(B, H, K, V + settings.get("normalize", False)).to(accumulator(torch.zeros((), dtype=dtype)))
     gates = {name: torch.rand(B, H) for name in ("beta", "read_gate", "write_gate")}
     return {n: x.abs() for n, x in good(dtype).items()} | gates | {"state": state} | settings
 

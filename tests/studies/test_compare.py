@@ -303,7 +303,7 @@ def test_gate_statistics_by_hand():
         statistics.add(torch.tensor([[[0.25, 0.75], second]]).log(), torch.tensor([[True, False]]))
         found = statistics.summary()
         assert found["entropy"] == pytest.approx(entropy, abs=1e-6)
-        assert found["specialisation"] == pytest.approx(spread - entropy, abs=1e-6)
+        assert found["specialization"] == pytest.approx(spread - entropy, abs=1e-6)
         assert [found["load"], found["load_asked"], found["load_other"]] == [
             pytest.approx(x) for x in (load, [0.25, 0.75], second)
         ]

@@ -20,7 +20,7 @@ from headrace.studies.compare.defaults import DEFAULTS, PAIR, REVERSE, TEXT
 from headrace.studies.compare.findings import conditions, findings, headline
 from headrace.studies.compare.page import report
 from headrace.studies.compare.plan import Tuning
-from headrace.studies.compare.summary import summarise
+from headrace.studies.compare.summary import summarize
 from headrace.studies.compare.terminal import print_results
 from headrace.studies.reproduce import experiment, numbers, show
 
@@ -100,11 +100,11 @@ COMPARISONS = {
 
 def sentences():
     for title, data in COMPARISONS.items():
-        (comparison,) = summarise(data)
+        (comparison,) = summarize(data)
         yield from (f"## {title}", "", headline([comparison]), *conditions(comparison))
         yield from ("", *(f"- {sentence}" for sentence in findings(comparison)), "")
     for seeds in (1, 3):
-        comparisons = summarise(many(seeds, tuple(zoo.names())))
+        comparisons = summarize(many(seeds, tuple(zoo.names())))
         said = [headline(comparisons), *findings(comparisons[0])]
         yield from (f"## the whole zoo, {seeds} seeds", "", *said, "")
         yield from (f"{name}: {', '.join(c.label for c in own)}" for name, own in comparisons[0].families())

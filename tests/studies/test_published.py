@@ -15,7 +15,7 @@ from scipy import stats as by_scipy
 
 import power
 import rates
-import specialisation
+import specialization
 import study
 import taylor
 from headrace.studies.compare import hypotheses
@@ -135,7 +135,7 @@ def test_every_stored_study_is_shown_once():
     shown = re.findall(r"^<!-- generated: study (.*) -->$", "\n".join(PAGES.values()), re.MULTILINE)
     kept = {path.stem for path in (RESULTS / "studies").glob("*.csv")} - {"demo"}
     assert sorted(" ".join(shown).split()) == sorted(kept) and set(shown) <= set(commands)
-    assert {f"generated: program {name} -->" in SAID for name in ("specialisation", "taylor")} == {True}
+    assert {f"generated: program {name} -->" in SAID for name in ("specialization", "taylor")} == {True}
 
 
 @pytest.mark.parametrize(("name", "a", "b"), DIFFERENCES)
@@ -338,8 +338,8 @@ def test_which_gains_of_the_paper_s_size_the_texts_exclude(name):
 
 @pytest.mark.parametrize("width", [16, 32, 64])
 @pytest.mark.parametrize("mixer", ["retnet softmax", "retnet wide sigmoid"])
-def test_specialisation_of_heads_is_stated_as_measured(mixer, width):
-    (line,) = (line for line in specialisation.lines() if line.startswith(f"| {width} | {mixer} |"))
+def test_specialization_of_heads_is_stated_as_measured(mixer, width):
+    (line,) = (line for line in specialization.lines() if line.startswith(f"| {width} | {mixer} |"))
     assert line.split(" | ")[5] in SAID
 
 

@@ -10,7 +10,7 @@ from headrace.studies.compare import plots
 from headrace.studies.compare.defaults import DEFAULTS, PAIR, REVERSE, TEXT
 from headrace.studies.compare.findings import findings
 from headrace.studies.compare.page import described, guessing, write_report
-from headrace.studies.compare.summary import MANY, labels, summarise
+from headrace.studies.compare.summary import MANY, labels, summarize
 from headrace.studies.report.numbers import compact, quartiles, significant, spread
 from headrace.studies.report.page import Page, Section
 from headrace.tasks import Masked, Pair, Reverse, Text
@@ -22,7 +22,7 @@ WEIGHTS = {"source": ["a", "b"], "target": ["b", "a", "end"], "weights": [[0.1, 
 # --- pictures --------------------------------------------------------------------------------------------------------
 def test_pictures_show_percent_means_and_standard_deviations():
     scores = {"6": 0.3, "12": 0.1}
-    (comparison,) = summarise(results([[0.2, 0.4], [0.9, 0.9]], REVERSE, by_length=[scores, scores]))
+    (comparison,) = summarize(results([[0.2, 0.4], [0.9, 0.9]], REVERSE, by_length=[scores, scores]))
     drawn = {name: figure.axes for name, (_, figure) in plots.draw(comparison).items()}
     (curves,), (bars,), (lengths,) = (drawn[name] for name in ("curves", "scores", "lengths"))
     assert list(curves.lines[0].get_ydata()) == pytest.approx([30] * 3)
@@ -31,12 +31,12 @@ def test_pictures_show_percent_means_and_standard_deviations():
 
 
 def test_a_curve_is_the_mean_and_the_range_over_seeds():
-    (comparison,) = summarise(results([[0.2, 0.3, 0.7]]))
+    (comparison,) = summarize(results([[0.2, 0.3, 0.7]]))
     assert comparison.contenders[0].curve() == [(step, pytest.approx(0.4), 0.2, 0.7) for step in (0, 2, 5)]
 
 
 def test_pictures_mark_means_over_the_seeds_that_did_not_diverge():
-    (comparison,) = summarise(SURVIVORS)
+    (comparison,) = summarize(SURVIVORS)
     retnet, softmax, sigmoid = comparison.contenders
     assert retnet.mean > softmax.mean and comparison.finished == [softmax, retnet, sigmoid]
     names = [tick.get_text() for tick in plots.final_scores(comparison).axes[0].get_yticklabels()]
@@ -51,7 +51,7 @@ def test_gates_and_alignment_are_of_the_end_of_the_first_seed():
         arm["alignment"] = arm["seed"]
         for point in arm["curve"]:
             point["gates"] = [arm["seed"], point["step"]]
-    contender = summarise(data)[0].contenders[0]
+    contender = summarize(data)[0].contenders[0]
     assert (contender.gates, contender.alignment) == ([0, 5], 0)
 
 
@@ -72,7 +72,7 @@ def test_many_mixers_are_drawn_backbone_by_backbone(tmp_path):
     data = many(1, names)
     for arm in data["arms"]:
         arm["curve"][-1]["gates"] = gates([0.6, 0.4]) if arm["mixer"] == "softmax-gla" else []
-    (comparison,) = summarise(data)
+    (comparison,) = summarize(data)
     _, entropy = plots.draw(comparison)["entropy"]
     assert [ax.get_title(loc="left") for ax in entropy.axes if ax.lines] == ["gla"]
     page = write_report(data, tmp_path).read_text("utf-8")
@@ -108,7 +108,7 @@ def test_a_mixer_has_one_colour_in_every_table_and_picture(tmp_path):
 def test_three_findings_are_shown_and_the_rest_is_folded(tmp_path):
     data = results([[0.5, 0.5], [0.9, 0.91], [0.7, 0.7]], gates=gates([1.0, 0.0], 0.4))
     text = write_report(data, tmp_path).read_text("utf-8")
-    more = len(findings(summarise(data)[0])) - 3
+    more = len(findings(summarize(data)[0])) - 3
     assert more > 1 and f"<summary>{more} more findings</summary>" in text
     assert text[: text.index("<details>")].count("<li>") == 3
 
@@ -121,7 +121,7 @@ def test_matched_sizes_stand_before_all_sections(tmp_path):
 
 def test_verdicts_come_from_the_plan_alone():
     """Not the rules that compare a mixer with its backbone and its controls."""
-    (comparison,) = summarise(results([[0.5, 0.6, 0.7], [0.8, 0.9, 0.98], [0.7, 0.8, 0.9]]))
+    (comparison,) = summarize(results([[0.5, 0.6, 0.7], [0.8, 0.9, 0.98], [0.7, 0.8, 0.9]]))
     judged = [sentence for sentence in findings(comparison) if sentence not in findings(comparison, planned=True)]
     assert len(judged) == 1 and "better than" in judged[0]
 
@@ -181,6 +181,6 @@ def test_compact_numbers(value, text):
 
 def test_speed_is_a_median_with_half_its_quartile_range():
     """Of 10, 14, 10, 14 over two seeds; one stretch has no spread."""
-    assert summarise(results([[0.5, 0.6]]))[0].contenders[0].speed == "12 ± 2"
-    assert summarise(results([[0.5]], speeds=[[1234.5]]))[0].contenders[0].speed == "1,234"
+    assert summarize(results([[0.5, 0.6]]))[0].contenders[0].speed == "12 ± 2"
+    assert summarize(results([[0.5]], speeds=[[1234.5]]))[0].contenders[0].speed == "1,234"
     assert (quartiles([3.0]), spread([3.0]), spread([1.0, 3.0])) == ([3.0] * 3, None, pytest.approx((3.5 - 0.5) / 2))

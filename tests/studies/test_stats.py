@@ -15,7 +15,7 @@ from headrace.studies import stats
 from headrace.studies.compare.hypotheses import Hypothesis, differences, length_held
 from headrace.studies.compare.pairwise import Difference
 from headrace.studies.compare.rows import converged
-from headrace.studies.compare.summary import summarise
+from headrace.studies.compare.summary import summarize
 from headrace.studies.evaluate.scores import ROWS
 from headrace.studies.reproduce import numbers
 
@@ -156,7 +156,7 @@ def test_equal_bimodal_models_get_a_verdict_in_at_most_one_of_twenty(n):
 
 
 def test_mixers_of_a_comparison_are_compared_by_the_same_interval():
-    (comparison,) = summarise(results([[0.5, 0.5, 0.5, None], [0.6, 0.6, 0.9, 0.99]]))
+    (comparison,) = summarize(results([[0.5, 0.5, 0.5, None], [0.6, 0.6, 0.9, 0.99]]))
     difference = Difference(*comparison.contenders[::-1])
     assert difference.seeds == [0, 1, 2] and difference.gain == stats.mean_over_seeds(difference.gains)
     assert difference.gain.interval == pytest.approx((0.2 - 0.4303, 0.2 + 0.4303), abs=1e-4), "not of the median, 0.1"

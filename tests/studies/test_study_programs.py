@@ -1,4 +1,4 @@
-"""The measures of benchmarks/specialisation.py, benchmarks/retrofit.py with few steps, and benchmarks/corpus.py."""
+"""The measures of benchmarks/specialization.py, benchmarks/retrofit.py with few steps, and benchmarks/corpus.py."""
 
 import json
 import math
@@ -9,17 +9,17 @@ import torch
 
 import corpus
 import retrofit
-import specialisation
+import specialization
 import study
 from headrace import HeadraceConfig, HeadraceForCausalLM
 from headrace.tasks import Text
 
 
 def test_information_by_hand():
-    assert specialisation.information(torch.eye(4)) == pytest.approx(1)
-    assert specialisation.information(torch.ones(4, 3)) == pytest.approx(0)
-    assert specialisation.information(torch.zeros(4, 3)) == 0
-    half = specialisation.information(torch.tensor([[3.0, 1.0], [1.0, 3.0]]))
+    assert specialization.information(torch.eye(4)) == pytest.approx(1)
+    assert specialization.information(torch.ones(4, 3)) == pytest.approx(0)
+    assert specialization.information(torch.zeros(4, 3)) == 0
+    half = specialization.information(torch.tensor([[3.0, 1.0], [1.0, 3.0]]))
     assert half == pytest.approx(1 + (0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(2))
 
 
@@ -38,7 +38,7 @@ def test_the_corpus_is_prose_and_code_in_turn(tmp_path, monkeypatch):
 
 def test_means_by_cluster():
     values = torch.tensor([[1.0, 2.0, 3.0, 4.0], [0.0, 0.0, 8.0, 2.0]])
-    found = specialisation.by_cluster(values, torch.tensor([0, 1, 0, 1]))
+    found = specialization.by_cluster(values, torch.tensor([0, 1, 0, 1]))
     assert found.tolist() == [[2.0, 3.0], [4.0, 1.0]]
 
 
@@ -56,10 +56,10 @@ def test_a_head_is_silenced_and_gates_are_noted():
     model = HeadraceForCausalLM(config).eval()
     ids, gates = torch.randint(9, (2, 5)), dict[str, torch.Tensor]()
     whole, keep = model(ids).logits, 1 - torch.eye(4)[2]
-    with specialisation.hooked(model, gates, torch.ones(4)):
+    with specialization.hooked(model, gates, torch.ones(4)):
         assert torch.equal(model(ids).logits, whole)
     assert {name: tuple(found.shape) for name, found in gates.items()} == {"write": (2, 5, 4), "read": (2, 5, 4)}
-    with specialisation.hooked(model, gates, keep):
+    with specialization.hooked(model, gates, keep):
         silenced = model(ids).logits
     (weight,) = (value for name, value in model.named_parameters() if "o_proj" in name)
     with torch.no_grad():
@@ -95,15 +95,15 @@ def test_a_diverged_run_is_named():
     assert "1 run diverged, and the tables are without it." in study.shown({"mqar-retnet": (question, changed)})
 
 
-def test_specialisation_is_measured_once(tmp_path, monkeypatch):
-    arm = specialisation.arms("clusters")[-1]
+def test_specialization_is_measured_once(tmp_path, monkeypatch):
+    arm = specialization.arms("clusters")[-1]
     recipe = replace(arm.recipe, steps=2, evaluations=1, held_out=16)
-    monkeypatch.setattr(specialisation, "arms", lambda name: [replace(arm, plan=replace(arm.plan, recipe=recipe))])
-    monkeypatch.setattr(specialisation, "RESULTS", tmp_path)
-    specialisation.run("clusters", tmp_path / "run", workers=1)
+    monkeypatch.setattr(specialization, "arms", lambda name: [replace(arm, plan=replace(arm.plan, recipe=recipe))])
+    monkeypatch.setattr(specialization, "RESULTS", tmp_path)
+    specialization.run("clusters", tmp_path / "run", workers=1)
     (result,) = (tmp_path / "run").glob("arms/*.json")
     written = result.stat().st_mtime_ns
-    specialisation.run("clusters", tmp_path / "run", workers=1)
-    (row,) = specialisation.read(tmp_path / "specialisation" / "clusters.csv")
+    specialization.run("clusters", tmp_path / "run", workers=1)
+    (row,) = specialization.read(tmp_path / "specialization" / "clusters.csv")
     assert (row["mixer"], row["seed"]) == (arm.mixer, str(arm.seed)) and result.stat().st_mtime_ns == written
-    assert all(0 <= float(row[measure]) <= 1 for measure in specialisation.MEASURES if row[measure])
+    assert all(0 <= float(row[measure]) <= 1 for measure in specialization.MEASURES if row[measure])

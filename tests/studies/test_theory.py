@@ -20,7 +20,7 @@ from studies import theory
 from studies.theory import capacity
 from studies.theory.__main__ import app
 from studies.theory.additive_memory import COUNTS, pairs_at_unit_noise
-from studies.theory.base import attention_weights, check_equal, entropy, format_values, normalised
+from studies.theory.base import attention_weights, check_equal, entropy, format_values, normalized
 from studies.theory.capacity import is_nearest
 from studies.theory.head_competition import gates_from_scores
 from studies.theory.mixer_capacity import count_at_half
@@ -171,7 +171,7 @@ def test_numbers_in_summaries_by_hand():
     assert count_at_half([1.0, 0.75, 0.25, 0, 0, 0, 0, 0]) == pytest.approx(4 * 2**0.5)  # between 4 and 8
     assert count_at_half([0.4] * 8) == 2 and count_at_half([1.0] * 6 + [0.9, 0.6]) == pytest.approx(128 * 2 ** (4 / 3))
     assert entropy(double(0.5, 0.25, 0.25)) == pytest.approx(1.5 * math.log(2) / math.log(3))
-    assert normalised(double(1, 3)).tolist() == [0.25, 0.75]
+    assert normalized(double(1, 3)).tolist() == [0.25, 0.75]
     assert rank_correlation(double(1, 2, 9), double(-4, 0.5, 0.4)) == pytest.approx(0.5)  # Spearman's
     assert check_equal("", double(1.0, 3.5), double(1.0, -4.0)).measured == pytest.approx(7.5 / 4)
     assert format_values({"a": 0.414, "b": 0.126}) == "0.41 (a), 0.13 (b)" and format_values({}) == "none"

@@ -90,7 +90,7 @@ def test_machine_names_are_parsed_and_checked():
         machine.plan(recipe(), machine.parse("1xH100"), 0.0)
 
 
-def test_devices_are_recognised_by_driver_names():
+def test_devices_are_recognized_by_driver_names():
     names = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 NVL": 835e12, "NVIDIA A100-SXM4-40GB": 312e12}
     names |= {"NVIDIA L40S": 362e12, "NVIDIA L4": 121e12, "NVIDIA GeForce RTX 4090": 165e12, "NVIDIA L40": None}
     assert {name: machine.peak(name) for name in names} == names

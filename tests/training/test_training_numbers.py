@@ -103,7 +103,7 @@ def test_the_dynamics_of_a_mixer_are_not_decayed(name):
 
 @pytest.mark.parametrize("name", [*zoo.names(), "experts", "gpt"])
 def test_the_trainer_of_transformers_decays_the_same_parameters(name, tmp_path):
-    """The Trainer itself, without an optimiser that was given to it."""
+    """The Trainer itself, without an optimizer that was given to it."""
     model = HeadraceForCausalLM(tiny.config(name, num_hidden_layers=1))
     arguments = TrainingArguments(tmp_path, weight_decay=DECAY, report_to="none", use_cpu=True)
     found = Trainer(model, arguments).create_optimizer().param_groups

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .. import zoo
-from ..spec.serialise import to_json
+from ..spec.serialize import to_json
 from ..studies import catalog
 from ..studies.report.numbers import count
 from ..utils.errors import InputError

@@ -75,7 +75,7 @@ def prepare(
     ] = None,
     join: Annotated[bool, typer.Option("--join", help="Join: make one folder of those of all shards.")] = False,
 ) -> None:
-    """Tokenise text for `headrace train`, or draw rows of a task.
+    """Tokenize text for `headrace train`, or draw rows of a task.
 
     After an interruption, the same command goes on. In rows of a task, only the answers contribute to the loss."""
     from ..data import join as joined

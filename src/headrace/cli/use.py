@@ -280,7 +280,7 @@ def _copy(checkpoint: Path, folder: Path) -> None:
 def retrofit(checkpoint: Checkpoint, output: NewFolder) -> None:
     """Add head competition to a trained model.
 
-    The gates are initialised so that the new model computes the same outputs; further training can change them."""
+    The gates are initialized so that the new model computes the same outputs; further training can change them."""
     from ..hf.generate import read_tokenizer
     from ..hf.retrofit import retrofit as run
 

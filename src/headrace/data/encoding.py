@@ -9,7 +9,7 @@ words return. These places are
 
 They are safe for byte-level BPE with one of `PATTERNS`, which take a space only as the first of a piece with other
 characters, end a piece behind a newline, and go on behind a letter with letters only; and for BPE of the whole text if
-no merge makes a token with such a place inside. Neither the normaliser nor an added token may reach across a place;
+no merge makes a token with such a place inside. Neither the normalizer nor an added token may reach across a place;
 nothing is cut beside combining marks or unknown white space. A tokenizer of which this is not known is given whole
 documents.
 """
@@ -102,10 +102,10 @@ def _has_spaces_in_front(form: dict[str, Any]) -> bool:
 
 
 class Encoder:
-    """Tokenises texts without special tokens; what looks like one is text.
+    """Tokenizes texts without special tokens; what looks like one is text.
 
     Args:
-        tokens: the tokenizer, whose pieces are tokenised one by one if it `can_be_cut`.
+        tokens: the tokenizer, whose pieces are tokenized one by one if it `can_be_cut`.
     """
 
     def __init__(self, tokens: PreTrainedTokenizerFast):
@@ -147,7 +147,7 @@ class Encoder:
         self.flat, self.sizes, self.begins = np.empty(0, self.word), np.empty(0, np.int64), np.empty(0, np.int64)
 
     def _learn(self) -> None:
-        """Tokenises the pieces that are new."""
+        """Tokenizes the pieces that are new."""
         ids = list(self._whole(list(islice(self.known, len(self.sizes), None))))
         if ids:
             self.flat = np.concatenate([self.flat, np.fromiter(chain.from_iterable(ids), self.word)])

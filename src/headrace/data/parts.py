@@ -1,4 +1,4 @@
-"""Tokenised parts of prepared data, each written once, and the flat files that they make together:
+"""Tokenized parts of prepared data, each written once, and the flat files that they make together:
 
 <number>.npz    tokens and ends of documents, of the training and of the held-out text of one block
 <number>.json   its counts and SHA-256: written last, so that a part with a record is whole
@@ -18,7 +18,7 @@ SPLITS = ("train", "held_out")
 COUNTS = {"documents": int, "tokens": int, "bytes": int}
 # the form of <number>.json
 PART_RECORD = {**dict.fromkeys(SPLITS, COUNTS), "bad": {...: {"rows": int}}, "files": RECORDED}
-TOGETHER = 1 << 20  # characters that are tokenised together
+TOGETHER = 1 << 20  # characters that are tokenized together
 
 
 class Texts(NamedTuple):
@@ -90,11 +90,11 @@ def read_finished(folder: Path, number: int) -> dict[str, Any] | None:
 
 
 def write(block: Block, encode: Encoder, end: int, folder: Path) -> dict[str, Any]:
-    """Tokenises a block into a part, each document with the token `end` behind it, and returns the record."""
+    """Tokenizes a block into a part, each document with the token `end` behind it, and returns the record."""
     arrays: dict[str, Any] = {}
     counts = {}
     for split, texts in block.texts.items():
-        tokens, ends = _tokenised(texts, encode, end)
+        tokens, ends = _tokenized(texts, encode, end)
         arrays |= {split: tokens, f"{split}.ends": ends}
         counts[split] = {"documents": len(ends), "tokens": len(tokens), "bytes": texts.size}
     file_of = path(folder, block.number)
@@ -105,7 +105,7 @@ def write(block: Block, encode: Encoder, end: int, folder: Path) -> dict[str, An
     return written
 
 
-def _tokenised(of: Texts, encode: Encoder, end: int) -> tuple[np.ndarray, np.ndarray]:
+def _tokenized(of: Texts, encode: Encoder, end: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of texts with the token `end` behind each document, and where each document ends."""
     parts, places, passed = [np.empty(0, encode.word)], [np.empty(0, np.int64)], 0
     rows = zip(of.texts, of.begins, of.ends, strict=True)

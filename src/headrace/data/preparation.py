@@ -6,7 +6,7 @@
     manifest.json                        sources, tokenizer, counts, and the SHA-256 of every file
 
 Every document ends with the tokenizer's end token. Row i is the tokens [i·length, (i+1)·length) of all documents, so
-that each token is in exactly one row. What was read is tokenised block by block into parts beside the folder
+that each token is in exactly one row. What was read is tokenized block by block into parts beside the folder
 (`parts.py`), from which the same command goes on when it was killed.
 """
 
@@ -35,7 +35,7 @@ from .sources import Row, Sample
 from .workers import PartRecord, make_parts
 
 WHOLE = (
-    "it is not known where documents can be cut for this tokenizer: each is tokenised as a whole, which is slower "
+    "it is not known where documents can be cut for this tokenizer: each is tokenized as a whole, which is slower "
     "and takes memory for the longest"
 )
 FEWER = "the sources ended after {:,} of {:,} training tokens; a larger --sample, or more sources, give more"

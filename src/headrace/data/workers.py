@@ -1,4 +1,4 @@
-"""Processes that tokenise blocks into parts."""
+"""Processes that tokenize blocks into parts."""
 
 import os
 from collections import deque
@@ -26,13 +26,13 @@ _write: Any = None  # of this worker
 def make_parts(
     blocks: Iterator[parts.Block], tokens: PreTrainedTokenizerFast, folder: Path, workers: int, enough: int | None
 ) -> tuple[dict[int, PartRecord], int]:
-    """Tokenises blocks into parts of a folder, except those that are finished there.
+    """Tokenizes blocks into parts of a folder, except those that are finished there.
 
     Args:
         enough: number of training tokens at which to stop; None: at the last block.
 
     Returns:
-        {number of a part: its record}, in order, and the number of bytes of text that were tokenised now.
+        {number of a part: its record}, in order, and the number of bytes of text that were tokenized now.
 
     Raises:
         InputError: a worker was killed.
@@ -40,7 +40,7 @@ def make_parts(
     folder.mkdir(exist_ok=True)
     records: dict[int, PartRecord] = {}
     new = trained = 0
-    with tqdm(desc="tokenising", unit="B", unit_scale=True) as bar, _pool(tokens, folder, workers) as pool:
+    with tqdm(desc="tokenizing", unit="B", unit_scale=True) as bar, _pool(tokens, folder, workers) as pool:
         for number, record, is_new in _in_order(blocks, pool, folder, workers + 2):
             records[number] = record
             size = sum(record[split]["bytes"] for split in parts.SPLITS)

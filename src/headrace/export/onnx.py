@@ -54,7 +54,7 @@ def export(checkpoint: Path, folder: Path, weights: str = "float32", opset: int 
         quantize(path)
         sentence += f", with int8 weights by {errors(path, model)[0]:.1e}"
     if opset == STANDARD:
-        standardise(path)
+        standardize(path)
     write_json(folder / ABOUT, about(model) | {"opset": opset, "weights": weights, "made_by": running(**versions())})
     size = sum(file.stat().st_size for file in folder.glob(f"{MODEL}*"))
     return f"{MODEL} of {size / 1e6:.1f} MB; {sentence}"
@@ -139,7 +139,7 @@ def quantize(path: Path) -> None:
     quantizer.model.save_model_to_file(str(path), use_external_data_format=external)
 
 
-def standardise(path: Path) -> None:
+def standardize(path: Path) -> None:
     """Replaces ONNX Runtime's node of the recurrence by ONNX's, which has the same inputs and attributes."""
     import onnx
 

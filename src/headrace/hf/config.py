@@ -11,7 +11,7 @@ from ..layers.blocks.block import Sizes
 from ..layers.blocks.widths import default_intermediate_size, default_std
 from ..ops.checks import require
 from ..spec.record import LARGEST, require_bools, require_positive, require_positive_numbers
-from ..spec.serialise import Spec, from_json, to_json
+from ..spec.serialize import Spec, from_json, to_json
 from ..spec.stack import BlockStyle, Decoder, Layer, as_decoder, as_layers, as_style
 from ..utils.errors import InputError, nearest
 from ..utils.integrity import short

@@ -15,7 +15,7 @@ from transformers.utils import can_return_tuple
 
 from ..layers.base import Mixer
 from ..layers.blocks.block import Block
-from ..layers.blocks.stack import Backbone, initialise
+from ..layers.blocks.stack import Backbone, initialize
 from ..layers.packing import flash_bounds, pack_rows, padding_mask, sequences
 from ..layers.quantized import Int8Linear
 from ..layers.tensor_parallel import cuts_of, read_plan, tensor_parallel, whole_state_dict
@@ -47,7 +47,7 @@ class HeadracePreTrainedModel(PreTrainedModel):
     _keep_in_fp32_modules_strict = ["choice_bias", "mlp.router"]  # noqa: RUF012
 
     def _init_weights(self, module: nn.Module) -> None:
-        initialise(module, self.config.initializer_range)
+        initialize(module, self.config.initializer_range)
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
@@ -62,10 +62,10 @@ class HeadracePreTrainedModel(PreTrainedModel):
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, **options):  # type: ignore[override]
         """As in transformers, and writes checksums of the weights, which `load` verifies. All processes of
-        `tensor_parallel` must call it; the first one writes the whole model. Raises InputError for a quantised model,
+        `tensor_parallel` must call it; the first one writes the whole model. Raises InputError for a quantized model,
         whose weights nothing can load."""
-        quantised = any(isinstance(module, Int8Linear) for module in self.modules())
-        require(not quantised, "the model is quantised, and its weights could not be loaded; expected the original")
+        quantized = any(isinstance(module, Int8Linear) for module in self.modules())
+        require(not quantized, "the model is quantized, and its weights could not be loaded; expected the original")
         if cuts_of(self):
             options["state_dict"] = whole_state_dict(self)
             is_main_process = is_main_process and torch.distributed.get_rank() == 0

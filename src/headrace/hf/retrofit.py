@@ -9,7 +9,7 @@ import torch
 from .. import zoo
 from ..layers.linear.competition import Gate
 from ..spec.linear import Competition, MixerSpec
-from ..spec.serialise import to_json
+from ..spec.serialize import to_json
 from ..utils.errors import InputError
 from .checkpoint import load
 from .config import HeadraceConfig

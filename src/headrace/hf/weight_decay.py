@@ -10,7 +10,7 @@ from functools import wraps
 from torch import nn
 from transformers import trainer_pt_utils
 
-from ..layers.base import SelfInitialised, undecayed
+from ..layers.base import SelfInitialized, undecayed
 
 
 def leave_out() -> None:
@@ -21,7 +21,7 @@ def leave_out() -> None:
     @wraps(listed)
     def get_parameter_names(model: nn.Module, *args, **named) -> list[str]:
         names = listed(model, *args, **named)
-        without = undecayed(model) if isinstance(model, SelfInitialised) else ()
+        without = undecayed(model) if isinstance(model, SelfInitialized) else ()
         return [name for name in names if name not in without]
 
     for module in ("transformers.trainer_pt_utils", "transformers.trainer"):  # the latter if it is imported already

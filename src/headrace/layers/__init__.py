@@ -54,7 +54,7 @@ def Mixer(
         num_heads: number of heads, unless the mixer sets it.
         causal: False lets tokens also see later tokens of their sequence. Such a layer takes no state, and what it
             returns in its place, None or keys and values, cannot be continued.
-        layer_idx, num_layers: index of the layer and depth of the model, for initialisations that depend on them.
+        layer_idx, num_layers: index of the layer and depth of the model, for initializations that depend on them.
         norm_eps: epsilon of the norm after the readout.
         rope_theta: base of the rotary frequencies.
 

@@ -1,4 +1,4 @@
-"""`Mixer`, the base of mixers with a recurrent state, which checks the state and removes padding; `SelfInitialised`.
+"""`Mixer`, the base of mixers with a recurrent state, which checks the state and removes padding; `SelfInitialized`.
 
 Dimensions: B batch, T tokens, D hidden size, N sequences, E channels, S state numbers per channel.
 """
@@ -18,16 +18,16 @@ from ..utils.errors import InputError
 from .packing import padding_last, without_padding
 
 
-class SelfInitialised(nn.Module):
-    """A module that initialises its own parameters in `reset_parameters`."""
+class SelfInitialized(nn.Module):
+    """A module that initializes its own parameters in `reset_parameters`."""
 
     def reset_parameters(self) -> None:
-        """Initialises the module's own parameters and buffers, without those of its submodules."""
+        """Initializes the module's own parameters and buffers, without those of its submodules."""
         raise TypeError(f"{type(self).__name__} does not define reset_parameters")
 
 
 def undecayed(module: nn.Module) -> list[str]:
-    """Returns the names of the module's own parameters to which an optimiser applies no weight decay: vectors, and what
+    """Returns the names of the module's own parameters to which an optimizer applies no weight decay: vectors, and what
     the module names in `no_weight_decay`, the parameters of its dynamics."""
     named = getattr(module, "no_weight_decay", ())
     return [name for name, p in module._parameters.items() if p is not None and (p.dim() <= 1 or name in named)]
@@ -110,7 +110,7 @@ def may_write(state: Iterable[Tensor | None]) -> bool:
     return all(x is None or not (x.requires_grad or (not anywhere and x.is_inference())) for x in state)
 
 
-class Mixer(SelfInitialised):
+class Mixer(SelfInitialized):
     """Base of mixers with a recurrent state. A subclass defines `state_kind`, `state_shapes` and `run`, which gets at
     least one token and no padding."""
 

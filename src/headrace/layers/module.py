@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ..ops.sequences import Sequences
 from ..spec.mixer import Facts, Shapes, Spec
 from ..spec.record import Kind, alternatives, require_positive
-from ..spec.serialise import TYPES
+from ..spec.serialize import TYPES
 from ..utils.errors import InputError, PluginWarning, reading
 from ..utils.plugins import PREFIX, Plugin
 from .base import Mixer
@@ -141,7 +141,7 @@ class ModuleMixer(Mixer):
         self.spec, self.arguments = spec, {"hidden_size": hidden_size, "num_heads": num_heads, **depth}
         self.state_kind, self.state_shapes = examined(spec, hidden_size, num_heads)
         self.module = create(spec, **self.arguments)
-        # Without a tensor of its own, transformers takes this module for initialised when it loads a checkpoint, and
+        # Without a tensor of its own, transformers takes this module for initialized when it loads a checkpoint, and
         # buffers of `module` that a checkpoint does not have would have no values.
         self.register_buffer("own", torch.empty(0), persistent=False)
 

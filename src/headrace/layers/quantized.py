@@ -22,7 +22,7 @@ class Int8Linear(nn.Module):
     theirs.
 
     Args:
-        linear: the layer whose weights are quantised.
+        linear: the layer whose weights are quantized.
 
     Raises:
         InputError: for a weight with NaN or an infinity.
@@ -35,7 +35,7 @@ class Int8Linear(nn.Module):
     def __init__(self, linear: nn.Linear):
         super().__init__()
         weight = linear.weight.detach().float()
-        require(bool(weight.isfinite().all()), "a weight has a NaN or an infinity; expected finite numbers to quantise")
+        require(bool(weight.isfinite().all()), "a weight has a NaN or an infinity; expected finite numbers to quantize")
         scale = weight.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / 127
         self.out_features, self.in_features = weight.shape
         self.register_buffer("integers", (weight / scale[:, None]).round().to(torch.int8))
@@ -86,7 +86,7 @@ class Int8Linear(nn.Module):
 
     def _check(self, x: Tensor) -> None:
         if torch.is_grad_enabled() and x.requires_grad:
-            raise InputError("x requires a gradient, which a quantised layer does not have; expected torch.no_grad()")
+            raise InputError("x requires a gradient, which a quantized layer does not have; expected torch.no_grad()")
         if x.shape[-1:] != (self.in_features,):
             raise InputError(f"x has shape {list(x.shape)}; expected [..., {self.in_features}]")
         if not x.is_floating_point():
@@ -106,7 +106,7 @@ def _product(program: Program, layer: Int8Linear) -> None:
 def quantize(model: nn.Module, kind: str = "int8") -> nn.Module:
     """Replaces the linear layers of a model by Int8Linear, in place, and returns the model, for inference only.
 
-    Embeddings, also when tied to the head, norms, gates and decays are not quantised. A quantised model cannot be
+    Embeddings, also when tied to the head, norms, gates and decays are not quantized. A quantized model cannot be
     trained, and its saved weights cannot be loaded: save the original model instead.
 
     Args:

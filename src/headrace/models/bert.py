@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from ..layers.blocks.block import build_norm
-from ..layers.blocks.stack import initialise
+from ..layers.blocks.stack import initialize
 from ..layers.blocks.widths import default_std
 from ..layers.packing import padding_mask
 from ..ops.checks import require
@@ -44,7 +44,7 @@ class BertModel(nn.Module):
         self.token_head = nn.Sequential(nn.Linear(D, D), nn.GELU(), build_norm(block_sizes(spec, sizes)))
         self.token_bias = nn.Parameter(torch.zeros(sizes.vocab_size))
         self.next_head = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 2))
-        self.apply(partial(initialise, std=sizes.initializer_range or default_std(D)))
+        self.apply(partial(initialize, std=sizes.initializer_range or default_std(D)))
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..layers.attention.attention import AttentionState, SoftmaxAttention
 from ..layers.blocks.block import Sizes
-from ..layers.blocks.stack import Backbone, initialise
+from ..layers.blocks.stack import Backbone, initialize
 from ..layers.blocks.widths import default_intermediate_size
 from ..layers.packing import padding_mask
 from ..ops.checks import require
@@ -49,7 +49,7 @@ class TransformerModel(EncoderDecoder):
         self.embedding = nn.Embedding(sizes.vocab_size, sizes.hidden_size)
         self.encoder = stack(spec, sizes, causal=False)
         self.decoder = stack(spec, sizes, cross=spec.cross)
-        self.apply(initialise)
+        self.apply(initialize)
         self._scale()
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
 """`linear_attention` and `step`, the recurrence of all linear mixers.
 
 reference.py defines the recurrence. This module checks the arguments and runs the backend that dispatch.py chooses;
-rewrite.py expresses the normaliser and the bonus through the arguments that every backend supports.
+rewrite.py expresses the normalizer and the bonus through the arguments that every backend supports.
 
 Shapes: B batch, T tokens, H heads (Hq for q and k), K key, V value dimension per head, N packed sequences.
 """
@@ -18,7 +18,7 @@ from .checks import as_bounds, check_form, check_rule, check_scale, check_shapes
 from .dispatch import choose, refuse_recurrent
 from .parallel.context import ShardBoundaries, current, over_processes
 from .prepared import TABLE, remember, signature
-from .rewrite import normalised, with_bonus
+from .rewrite import normalized, with_bonus
 from .written import check_written
 
 PARALLEL_LIMIT = 4 * 2**30  # bytes of T×T scores that form="parallel" may hold
@@ -38,7 +38,7 @@ def linear_attention(
     read_gate: Tensor | None = None,
     write_gate: Tensor | None = None,
     bonus: Tensor | None = None,
-    normalise: bool = False,
+    normalize: bool = False,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -71,17 +71,17 @@ def linear_attention(
             share of the write: for "add" it equals the paper's gate on k (equations 5, 10, 12), for "delta" it is the
             gate of equation 14.
         bonus: u [H, K], for "add" only (RWKV-6, arXiv 2404.05892): q_t reads S_{t-1} + diag(u) β_t k_tᵀ w_t v_t.
-        normalise: for "add" only (arXiv 2006.16236): o_t = r_t (scale · q_t S_t) / (scale · q_t z_t + 1e-6), where z is
+        normalize: for "add" only (arXiv 2006.16236): o_t = r_t (scale · q_t S_t) / (scale · q_t z_t + 1e-6), where z is
             the S of v = 1. q and k must be non-negative. The state has z as its last column.
         scale: multiplies q; None: K^-1/2.
-        initial_state: [B, H, K, V] (V + 1 with normalise); [N, H, K, V] when packed; None: zeros.
+        initial_state: [B, H, K, V] (V + 1 with normalize); [N, H, K, V] when packed; None: zeros.
         cu_seqlens: [N + 1] integers 0 = c_0 ≤ … ≤ c_N = T, for N packed sequences in one row (B = 1): sequence n has
             the tokens c_n … c_{n+1} − 1.
         form: "chunkwise"; "recurrent", a loop over tokens; or "parallel", with T×T scores, for study. Only "recurrent"
             has derivatives of all orders and modes; the others have first gradients and raise for any further ones.
         chunk_size: tokens per chunk of the chunkwise form; None: the backend's choice.
         backend: "auto", or a name from `backends()`.
-        check: whether to check the values too (NaN, infinities, log_decay > 0, β out of range). Synchronises a GPU.
+        check: whether to check the values too (NaN, infinities, log_decay > 0, β out of range). Synchronizes a GPU.
 
     Returns:
         (out [B, T, H, V] in v's dtype, the final state [B or N, H, K, V] in float64 for float64 inputs, else float32).
@@ -100,34 +100,34 @@ def linear_attention(
         "initial_state": initial_state, "cu_seqlens": cu_seqlens, "bonus": bonus,
     }  # fmt: skip
     check_form(form, chunk_size)
-    call = _checked(q, k, v, options, rule, normalise, scale, chunk_size, ("B", "T"))
+    call = _checked(q, k, v, options, rule, normalize, scale, chunk_size, ("B", "T"))
     if check:
-        check_values(q, k, v, options, rule, normalise)
+        check_values(q, k, v, options, rule, normalize)
     if form == "parallel":
         call = call._replace(chunk_size=_one_chunk(v, cu_seqlens))
     if form == "recurrent":
-        return _token_by_token(call, bonus, normalise, backend)
+        return _token_by_token(call, bonus, normalize, backend)
     kernel = choose("linear_attention", backend, call)
     run = kernel.run
     if borders is not None:
         run = partial(over_processes, borders=borders, run=run)
     extras = kernel.extras if borders is None else ()
-    if normalise:
-        return normalised(call, run, "normalise" in extras)
+    if normalize:
+        return normalized(call, run, "normalize" in extras)
     if bonus is not None and "bonus" not in extras:
         return with_bonus(call, bonus, run)
     return run(call._replace(bonus=bonus))
 
 
 def _checked(
-    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Tensor | None], rule: str, normalise: bool,
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Tensor | None], rule: str, normalize: bool,
     scale: float | None, chunk_size: int | None, axes: tuple[str, ...],
 ) -> Call:  # fmt: skip
     """Checks the arguments of `linear_attention` or `step` and returns their call. options: in the order of Call's
     fields, then the bonus."""
-    check_rule(rule, options["bonus"], normalise)
+    check_rule(rule, options["bonus"], normalize)
     check_scale(scale)
-    check_shapes(q, k, v, options, normalise, axes)
+    check_shapes(q, k, v, options, normalize, axes)
     log_decay, beta, write_gate, read_gate, state, cu_seqlens, _ = options.values()
     scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
     return Call(
@@ -135,11 +135,11 @@ def _checked(
     )
 
 
-def _token_by_token(call: Call, bonus: Tensor | None, normalise: bool, backend: str) -> tuple[Tensor, Tensor]:
+def _token_by_token(call: Call, bonus: Tensor | None, normalize: bool, backend: str) -> tuple[Tensor, Tensor]:
     """Computes the recurrent form."""
     refuse_recurrent(backend)
     # In the accumulator's precision, because gradients of tensors shared by all tokens are summed over tokens.
-    out, state = recurrent(call.wide(), None if bonus is None else bonus.to(accumulator(call.v)), normalise)
+    out, state = recurrent(call.wide(), None if bonus is None else bonus.to(accumulator(call.v)), normalize)
     return out.to(call.v.dtype), state
 
 
@@ -167,7 +167,7 @@ def step(
     read_gate: Tensor | None = None,
     write_gate: Tensor | None = None,
     bonus: Tensor | None = None,
-    normalise: bool = False,
+    normalize: bool = False,
     scale: float | None = None,
     backend: str = "auto",
     in_place: bool = False,
@@ -180,12 +180,12 @@ def step(
     Args:
         q, k: [B, Hq, K].
         v: [B, H, V].
-        state: [B, H, K, V] (V + 1 with normalise); None: zeros.
+        state: [B, H, K, V] (V + 1 with normalize); None: zeros.
         log_decay: [H] (fixed), [B, H] or [B, H, K]; None: no decay.
         beta: write strength [B, H]; None: 1.
         read_gate: [B, H], which multiplies what is read; None: 1.
         write_gate: [B, H], which multiplies the value that is written; None: 1.
-        rule, bonus, normalise, scale, backend: as in `linear_attention`.
+        rule, bonus, normalize, scale, backend: as in `linear_attention`.
         in_place: whether the next state is written into `state`, which is then the one returned (None: a new one). It
             must be contiguous and in the next state's dtype.
         out: [B, H, V], contiguous and in v's dtype, into which the output is written; None: a new tensor.
@@ -199,7 +199,7 @@ def step(
             requires a gradient (without torch.no_grad()).
     """
     tensors = q, k, v, log_decay, beta, write_gate, read_gate
-    settings = rule, normalise, scale, type(scale), backend, in_place
+    settings = rule, normalize, scale, type(scale), backend, in_place
     key = signature((*tensors, bonus, state, out), settings)
     if (prepared := TABLE.get(key)) is not None:
         return prepared(tensors, state if in_place else None, state, out)
@@ -207,15 +207,15 @@ def step(
         "log_decay": log_decay, "beta": beta, "write_gate": write_gate, "read_gate": read_gate, "state": state,
         "cu_seqlens": None, "bonus": bonus,
     }  # fmt: skip
-    call = _checked(q, k, v, options, rule, normalise, scale, None, ("B",))
+    call = _checked(q, k, v, options, rule, normalize, scale, None, ("B",))
     written = state if in_place else None
     if written is not None or out is not None:
         check_written(written, out, {"q": q, "k": k, "v": v, **options})
-    kernel = choose("step", backend, call, bonus, normalise)
-    prepared = kernel.prepare(call, bonus, normalise) if key and kernel.prepare is not None else None
+    kernel = choose("step", backend, call, bonus, normalize)
+    prepared = kernel.prepare(call, bonus, normalize) if key and kernel.prepare is not None else None
     if prepared is not None:
         return remember(key, prepared)(tensors, written, state, out)
-    result, after = kernel.run(call, bonus, normalise, in_place)
+    result, after = kernel.run(call, bonus, normalize, in_place)
     return _written(result, out), _written(after, written)
 
 

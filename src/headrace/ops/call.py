@@ -7,12 +7,12 @@ from torch import Tensor
 
 DIFFERENTIABLE = 9  # number of arguments of a call, counted from the first, that have gradients
 TOKENWISE = ("q", "k", "v", "log_decay", "beta", "write_gate", "read_gate")  # arguments with a token dimension
-NORMALISER_EPS = 1e-6
+NORMALIZER_EPS = 1e-6
 
 
 class Call(NamedTuple):
     """The arguments of every backend's operator, in the order of its schema. Shapes are those of `linear_attention`,
-    which expresses a bonus and a normaliser through the others for a backend without them."""
+    which expresses a bonus and a normalizer through the others for a backend without them."""
 
     q: Tensor
     k: Tensor
@@ -28,7 +28,7 @@ class Call(NamedTuple):
     scale: float = 1.0
     chunk_size: int | None = None  # None: the backend's choice
     tf32: bool = False  # whether products may be rounded to TF32, since the caller's tensors had 16 bits
-    normalise: bool = False
+    normalize: bool = False
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -42,8 +42,8 @@ class Call(NamedTuple):
 
     @property
     def state_shape(self) -> tuple[int, int, int, int]:
-        """The shape [N, H, K, V] of the state (V + 1 with normalise)."""
-        return self.sequences, self.v.shape[2], self.k.shape[3], self.v.shape[3] + self.normalise
+        """The shape [N, H, K, V] of the state (V + 1 with normalize)."""
+        return self.sequences, self.v.shape[2], self.k.shape[3], self.v.shape[3] + self.normalize
 
     def wide(self) -> "Call":
         """Converts the tensors with a token dimension to the accumulator's precision. Products need no more digits than

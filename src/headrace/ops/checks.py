@@ -24,13 +24,13 @@ def require(condition: bool, message: str) -> None:
 
 
 def check_shapes(
-    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Tensor | None], normalise: bool, axes: tuple[str, ...]
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Tensor | None], normalize: bool, axes: tuple[str, ...]
 ) -> None:
     """Checks the shapes, dtypes and devices of the tensors of `linear_attention` or `step`.
 
     Args:
         options: the optional tensors by name.
-        normalise: whether the state has the normaliser as one more column.
+        normalize: whether the state has the normalizer as one more column.
         axes: names of the dimensions before the heads: ("B", "T"), or ("B",) for `step`.
 
     Raises:
@@ -46,7 +46,7 @@ def check_shapes(
         raise InputError(f"q has shape {list(q.shape)}; expected the shape of k, {list(k.shape)}")
     if H % Hq:
         raise InputError(f"q and k have {Hq} heads; expected a divisor of the {H} heads of v")
-    state = ((check_sequences(options.get("cu_seqlens"), v, "v"), H, K, V + normalise),)
+    state = ((check_sequences(options.get("cu_seqlens"), v, "v"), H, K, V + normalize),)
     decay = ((H,), (*lead, H), (*lead, H, K))
     expected = {"log_decay": decay, "bonus": ((H, K),), "initial_state": state, "state": state}
     for name, given in options.items():
@@ -132,7 +132,7 @@ def check_on_device(cu_seqlens: Tensor, T: int) -> None:
 
 
 def sequence_ends(cu_seqlens: Tensor, T: int) -> list[int]:
-    """Returns cu_seqlens as a list. Raises InputError unless 0 = c_0 ≤ … ≤ c_N = T. Synchronises a GPU."""
+    """Returns cu_seqlens as a list. Raises InputError unless 0 = c_0 ≤ … ≤ c_N = T. Synchronizes a GPU."""
     ends = cu_seqlens.tolist()
     if ends[0] != 0 or ends[-1] != T or ends != sorted(ends):
         raise InputError(f"cu_seqlens={ends}; expected 0 = c_0 ≤ … ≤ c_N = T = {T}")
@@ -154,21 +154,21 @@ def check_scale(scale: float | None) -> None:
         raise InputError(f"scale={scale!r}; expected a finite number, or None for K^-1/2")
 
 
-def check_rule(rule: str, bonus: Tensor | None, normalise: bool) -> None:
-    """Raises InputError for an unknown rule, and for a bonus or normaliser that the rule does not have."""
+def check_rule(rule: str, bonus: Tensor | None, normalize: bool) -> None:
+    """Raises InputError for an unknown rule, and for a bonus or normalizer that the rule does not have."""
     if rule not in ("add", "delta"):
         raise InputError(f"rule={rule!r} is unknown; expected 'add' or 'delta'")
-    if rule == "delta" and (bonus is not None or normalise):
-        raise InputError("rule='delta' has no bonus and no normaliser; expected bonus=None and normalise=False")
-    if bonus is not None and normalise:
-        raise InputError("bonus with normalise=True is not defined; expected bonus=None or normalise=False")
+    if rule == "delta" and (bonus is not None or normalize):
+        raise InputError("rule='delta' has no bonus and no normalizer; expected bonus=None and normalize=False")
+    if bonus is not None and normalize:
+        raise InputError("bonus with normalize=True is not defined; expected bonus=None or normalize=False")
 
 
 def check_values(
-    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Tensor | None], rule: str, normalise: bool
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Tensor | None], rule: str, normalize: bool
 ) -> None:
     """Raises InputError for values outside the domain of `linear_attention`: NaN, infinities, log_decay > 0, β < 0, a
-    diverging delta rule, negative features under normalise, cu_seqlens that do not ascend from 0 to T."""
+    diverging delta rule, negative features under normalize, cu_seqlens that do not ascend from 0 to T."""
     tensors = {"q": q, "k": k, "v": v, **{name: x for name, x in options.items() if x is not None}}
     tensors = {name: x.detach() for name, x in tensors.items()}
     cu_seqlens = tensors.pop("cu_seqlens", None)
@@ -184,8 +184,8 @@ def check_values(
         norms = tensors["k"].square().sum(-1).repeat_interleave(v.shape[2] // k.shape[2], 2)
         strength = float((norms if beta is None else norms * beta).max())
         require(strength <= 2 * (1 + 1e-5), f"β‖k‖² reaches {strength:.4g}; expected ≤ 2, else rule='delta' diverges")
-    for name in ("q", "k") if normalise else ():
+    for name in ("q", "k") if normalize else ():
         least = float(tensors[name].min())
-        require(least >= 0, f"{name} reaches {least:.4g} with normalise=True; expected values ≥ 0")
+        require(least >= 0, f"{name} reaches {least:.4g} with normalize=True; expected values ≥ 0")
     if cu_seqlens is not None:
         sequence_ends(cu_seqlens, v.shape[1])

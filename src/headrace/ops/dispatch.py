@@ -81,7 +81,7 @@ def backends(
 # The arguments of `linear_attention` besides q, k and v, with its defaults.
 TENSORS = Call._fields[3:10]
 OTHERS: dict[str, Any] = {
-    "rule": "add", "normalise": False, "scale": None, "form": "chunkwise", "chunk_size": None, "backend": "auto",
+    "rule": "add", "normalize": False, "scale": None, "form": "chunkwise", "chunk_size": None, "backend": "auto",
     "check": False,
 }  # fmt: skip
 
@@ -98,8 +98,8 @@ def _backend_of(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> str:
     others = {name: given.get(name, default) for name, default in OTHERS.items()}
     bonus, form, chunk_size = tensors["bonus"], others["form"], others["chunk_size"]
     check_form(form, chunk_size)
-    check_rule(others["rule"], bonus, others["normalise"])
-    check_shapes(q, k, v, tensors, others["normalise"], ("B", "T"))
+    check_rule(others["rule"], bonus, others["normalize"])
+    check_shapes(q, k, v, tensors, others["normalize"], ("B", "T"))
     if form == "recurrent":
         refuse_recurrent(others["backend"])
         return "torch"

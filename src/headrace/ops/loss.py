@@ -29,7 +29,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-    if hidden.device.type == "cpu" and not torch.compiler.is_compiling():  # nonzero() would synchronise a GPU
+    if hidden.device.type == "cpu" and not torch.compiler.is_compiling():  # nonzero() would synchronize a GPU
         labelled = (labels != IGNORED).nonzero()[:, 0]
         hidden, labels = hidden.index_select(0, labelled), labels[labelled]
     with torch.autocast(hidden.device.type, enabled=False):
@@ -79,9 +79,9 @@ def _errors(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Ten
     """Returns a piece's loss and the gradient of its logits: softmax − one-hot label, or 0 for ignored labels."""
     logits = F.linear(hidden, weight).to(accumulator(hidden))
     labelled = labels != IGNORED
-    at, normaliser = labels.where(labelled, 0)[:, None], logits.logsumexp(-1)
-    loss = (normaliser - logits.gather(1, at)[:, 0]).where(labelled, 0).sum()
-    errors = logits.sub_(normaliser.masked_fill(~labelled, math.inf)[:, None]).exp_()
+    at, normalizer = labels.where(labelled, 0)[:, None], logits.logsumexp(-1)
+    loss = (normalizer - logits.gather(1, at)[:, 0]).where(labelled, 0).sum()
+    errors = logits.sub_(normalizer.masked_fill(~labelled, math.inf)[:, None]).exp_()
     return loss, errors.scatter_add_(1, at, -labelled[:, None].to(errors.dtype))
 
 

@@ -1,4 +1,4 @@
-"""The normaliser and the bonus, expressed through the arguments that every backend supports.
+"""The normalizer and the bonus, expressed through the arguments that every backend supports.
 
 `run` is a backend's function from a Call to (out, final state).
 """
@@ -10,27 +10,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .call import NORMALISER_EPS, Call, accumulator, gated
+from .call import NORMALIZER_EPS, Call, accumulator, gated
 from .checks import check_bounds
 from .derivatives import has_address
 
 Run = Callable[[Call], tuple[Tensor, Tensor]]
 
 
-def normalised(call: Call, run: Run, inside: bool = False) -> tuple[Tensor, Tensor]:
-    """Computes the normaliser as one more column of v, which is 1: the same decay, β and write gate apply to it.
+def normalized(call: Call, run: Run, inside: bool = False) -> tuple[Tensor, Tensor]:
+    """Computes the normalizer as one more column of v, which is 1: the same decay, β and write gate apply to it.
 
-    inside: whether `run` has the normaliser, but no read gate with it."""
+    inside: whether `run` has the normalizer, but no read gate with it."""
     dtype = call.v.dtype
     if inside and call.read_gate is None:
-        return run(call._replace(normalise=True))
+        return run(call._replace(normalize=True))
     call = call.wide()
     if inside:
-        out, state = run(call._replace(read_gate=None, normalise=True))
+        out, state = run(call._replace(read_gate=None, normalize=True))
         return gated(out, call.read_gate).to(dtype), state
     v = torch.cat([call.v, torch.ones_like(call.v[..., :1])], -1)
     out, state = run(call._replace(v=v, read_gate=None))
-    out = out[..., :-1] / (out[..., -1:] + NORMALISER_EPS)
+    out = out[..., :-1] / (out[..., -1:] + NORMALIZER_EPS)
     return gated(out, call.read_gate).to(dtype), state
 
 

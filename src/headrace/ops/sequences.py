@@ -66,7 +66,7 @@ class Sequences:
 
     @cached_property
     def ends(self) -> list[int]:
-        """cu_seqlens on the host. Synchronises a GPU, at the first call."""
+        """cu_seqlens on the host. Synchronizes a GPU, at the first call."""
         assert self.cu_seqlens is not None
         return self.cu_seqlens.tolist()
 
@@ -90,7 +90,7 @@ class Sequences:
         return lengths[:, None].expand(-1, self.T) if self.cu_seqlens is None else lengths[self.owner][None]
 
     def counts(self) -> list[int]:
-        """Returns the lengths as a list. Synchronises a GPU if the sequences are packed."""
+        """Returns the lengths as a list. Synchronizes a GPU if the sequences are packed."""
         return [self.T] * self.B if not self.packed else [end - start for start, end in pairwise(self.ends)]
 
     def extend(self, x: Tensor, history: Tensor) -> Tensor:

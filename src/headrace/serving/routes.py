@@ -65,7 +65,7 @@ class Service:
         self.tokenizer, decoder = tokenizers  # one for each thread
         prefixes = PrefixCache(limits.prefix_cache)
         self.engine = Engine(model, decoder, prefixes)
-        self.open, self.tokenising = 0, asyncio.Lock()
+        self.open, self.tokenizing = 0, asyncio.Lock()
         self.metrics = Metrics(lambda: self.open, lambda: self.engine.running, prefixes)
 
     async def health(self, request: Request) -> JSONResponse:
@@ -109,7 +109,7 @@ class Service:
         if (body.max_tokens or 1) > self.limits.tokens:
             sentence = f"max_tokens={reprlib.repr(body.max_tokens)}; expected at most {self.limits.tokens}"
             raise Refused(400, sentence, "max_tokens")
-        prompts = await self.tokenised(body.prompts, self.tokenizer)
+        prompts = await self.tokenized(body.prompts, self.tokenizer)
         for ids in prompts:
             self._check(ids)
         if (texts := len(prompts) * body.n) > self.limits.requests:
@@ -119,10 +119,10 @@ class Service:
             raise Refused(400, sentence, "n")
         return body, prompts
 
-    async def tokenised(self, work: Callable[..., T], *arguments: Any) -> T:
+    async def tokenized(self, work: Callable[..., T], *arguments: Any) -> T:
         """The result of work with the tokenizer, done in a thread: one at a time, as it may need about a hundred times
         the memory of the text."""
-        async with self.tokenising:
+        async with self.tokenizing:
             return await asyncio.to_thread(work, *arguments)
 
     def _check(self, ids: list[int]) -> None:
@@ -205,12 +205,12 @@ class Answers:
         tokenizer, rows = self.service.tokenizer, [ids for ids in prompts for _ in range(body.n)]
         texts = [""] * len(rows)
         if isinstance(body, Completion) and body.echo:
-            texts = await self.service.tokenised(lambda: [text_of(tokenizer, ids) for ids in rows])
+            texts = await self.service.tokenized(lambda: [text_of(tokenizer, ids) for ids in rows])
         return [Choice(index, body, tokenizer, text) for index, text in enumerate(texts)]
 
     async def _formatted(self, choice: "Choice", work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """A choice, or what is new of it. Only log-probabilities need the tokenizer, and may have to wait for it."""
-        return await self.service.tokenised(work) if choice.logprobs else work()
+        return await self.service.tokenized(work) if choice.logprobs else work()
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": uuid.uuid4().hex, "object": kind, "created": int(time.time()), "model": self.service.name}

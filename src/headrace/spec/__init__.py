@@ -5,7 +5,7 @@ from .decay import Decay
 from .linear import Competition, Heads, Inputs, MixerSpec, Read, Write
 from .matrix import MatrixSpec
 from .scan import ScanSpec
-from .serialise import Spec, change, from_json, to_json
+from .serialize import Spec, change, from_json, to_json
 from .softmax_rnn import SoftmaxRNNSpec
 
 __all__ = [

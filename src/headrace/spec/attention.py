@@ -216,7 +216,7 @@ class AttentionSpec(Spec):
 @dataclass(frozen=True)
 class LatentSpec(Spec):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values are projections of one
-    normalised latent per token, which is the cache. One more part of the keys, which all heads share, is projected from
+    normalized latent per token, which is the cache. One more part of the keys, which all heads share, is projected from
     the token and has rotary positions. By default the sizes are the paper's, relative to d, the hidden size over the
     number of heads."""
 

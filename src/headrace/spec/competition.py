@@ -32,7 +32,7 @@ class Competition(Record):
     # with top_k: of the activation of the kept scores, or of all scores, although some gates are 0 (straight-through)
     gradient: Literal["chosen", "all"] = "chosen"
     freeze: bool = False  # with top_k: whether a memory whose write gate is 0 also keeps its content from decaying
-    weight_decay: bool = False  # whether an optimiser's weight decay applies to the weights of the scores
+    weight_decay: bool = False  # whether an optimizer's weight decay applies to the weights of the scores
     # number of memories per head, which compete as well; state and cost are multiplied by it
     memories_per_head: PositiveInt = 1
 

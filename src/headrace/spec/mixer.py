@@ -1,4 +1,4 @@
-"""`Spec`, the base of the specs of token mixers. `serialise.TYPES` has a row for each of its subclasses."""
+"""`Spec`, the base of the specs of token mixers. `serialize.TYPES` has a row for each of its subclasses."""
 
 import math
 from collections.abc import Callable
@@ -65,7 +65,7 @@ class Spec(Stateful):
     def flops_per_token(self, hidden_size: int, num_heads: int) -> int:
         """Returns the floating-point operations per token of the recurrence in its recurrent form, without projections
         and convolution: 0 for attention, which is matrix products. A multiply-add counts as two; exponentials and the
-        discretisation of a fixed system as none."""
+        discretization of a fixed system as none."""
         flops = self.facts.flops
         return flops and flops * math.prod(self.state_shapes(hidden_size, num_heads)["memory"])
 

@@ -15,7 +15,7 @@ class Read(Record):
     """How the layer's output is read from the memory. Bonus and scale are arguments of `linear_attention`; its output
     passes through the skip, the norm and the output gate."""
 
-    # sum: linear attention's normaliser; detached: max(sum of weights, 1) without a gradient; rms, group, l2 and layer:
+    # sum: linear attention's normalizer; detached: max(sum of weights, 1) without a gradient; rms, group, l2 and layer:
     # norm per head; rms-joint: RMSNorm over all heads; rms-groups: over the heads that share a head of q and k
     norm: Literal["none", "sum", "detached", "rms", "group", "l2", "layer", "rms-joint", "rms-groups"] = "rms"
     # activation of the output gate; sigmoid-head: one number per head, with a bias, instead of one per channel

@@ -83,7 +83,7 @@ class ScanSpec(Spec):
     conv: Annotated[int, Range("at least 2", lambda n: n >= 2)] | None = None
     expand: PositiveFloat = 1.0  # number of channels as a multiple of the hidden size; not in s4, s4d and short-conv
     rank: PositiveInt | None = None  # mamba: rank of the projection to the step size; None: hidden size / 16
-    norm: bool = False  # mamba: whether the projected step size, B and C are normalised (Jamba)
+    norm: bool = False  # mamba: whether the projected step size, B and C are normalized (Jamba)
     conv_bias: bool = True  # mamba, rg-lru, short-conv: whether the convolution has a bias
     bias: bool = False  # whether the projections into and out of the channels have biases; not in s4, s4d and rwkv4
 

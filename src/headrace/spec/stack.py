@@ -9,7 +9,7 @@ from .attention import AttentionSpec
 from .encoder_decoder import ModelSpec
 from .mixer import Shapes, Spec, Stateful
 from .record import NonNegativeFloat, PositiveFloat, PositiveInt, Range, Record, require_positive
-from .serialise import TYPES, record
+from .serialize import TYPES, record
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Experts(Record):
     biased: bool = False  # whether experts are chosen by scores plus a bias of each, without gradient (DeepSeek-V3)
     groups: PositiveInt = 1  # number of groups of consecutive experts; a group scores the sum of its two best
     chosen_groups: PositiveInt = 1  # number of groups per token from which experts are chosen
-    normalised: bool = False  # whether the weights of a token's experts are divided by their sum
+    normalized: bool = False  # whether the weights of a token's experts are divided by their sum
     scale: PositiveFloat = 1.0  # factor of the weights
     shared: PositiveInt | None = None  # width of an MLP of all tokens, which is added; None: there is none
     shared_gate: bool = False  # whether a sigmoid of a linear function of the token multiplies that MLP's output

@@ -13,14 +13,14 @@ from ..spec.attention import LatentSpec
 from ..spec.decay import DECAYS, DecayShape
 from ..spec.linear import Inputs, MixerSpec, Write
 from ..spec.mixer import Spec
-from ..spec.serialise import to_json
+from ..spec.serialize import to_json
 from ..spec.softmax_rnn import SoftmaxRNNSpec
 from ..utils.errors import InputError
 
 WIDTH, HEADS, TOKENS, CHUNK = 1024, 4, 2048, 64  # sizes at which costs are counted
 COUNTED = f"Costs: width {WIDTH}, {HEADS} heads, float32, chunks of {CHUNK}; attention after {TOKENS:,} tokens."
 UPDATE = ("A_t", "b_t", "features", "can")
-AXES = ("memory", "objective", "optimiser", "retention")
+AXES = ("memory", "objective", "optimizer", "retention")
 COST = ("state", "bytes", "training", "decoding", "grows")
 SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 VIEWS = {"update": UPDATE, "axes": AXES, "cost": COST, "paper": ("paper",)}
@@ -55,7 +55,7 @@ def _linear(spec: MixerSpec) -> dict[str, Any]:
         "forgets": bool(decay), "overwrites": delta, "competes": gate is not None,
         "memory": "a matrix per head" if spec.matrices == 1 else f"{spec.matrices} matrices per head",
         "objective": "½‖v − kS‖²" if delta else "−⟨kS, v⟩",
-        "optimiser": f"a gradient step of rate {beta.strip() or '1'}",
+        "optimizer": f"a gradient step of rate {beta.strip() or '1'}",
         "retention": retention,
     }  # fmt: skip
 
@@ -95,7 +95,7 @@ def _cached(spec: Spec) -> dict[str, Any]:
     return {
         "A_t": "append", "b_t": "v", "features": "softmax, in parts" if rnn else "softmax",
         "forgets": pattern is not None or forget, "overwrites": False, "competes": False,
-        "memory": memory, "objective": "none: all is kept", "optimiser": "none",
+        "memory": memory, "objective": "none: all is kept", "optimizer": "none",
         "retention": everything if pattern is None else f"the last {pattern.window}, {pattern.far} before",
     }  # fmt: skip
 
@@ -114,7 +114,7 @@ def _outside(spec: Spec) -> dict[str, Any]:
     return {
         "A_t": A, "b_t": b, "features": "identity", "forgets": True, "overwrites": overwrites, "competes": False,
         "memory": "a matrix per head" if dimensions == 3 else "a vector per channel",
-        "objective": objective, "optimiser": "a gradient step", "retention": retention,
+        "objective": objective, "optimizer": "a gradient step", "retention": retention,
     }  # fmt: skip
 
 

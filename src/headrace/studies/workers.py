@@ -56,7 +56,7 @@ def distribute(call: Callable, jobs: Sequence[tuple], devices: Sequence[str], li
         free_devices.put(device)
     size = min(len(devices), len(jobs))
     with ProcessPoolExecutor(
-        size, context, initialise_worker, (events, free_devices, list(plugins.LOADED))
+        size, context, initialize_worker, (events, free_devices, list(plugins.LOADED))
     ) as executor:
         with interrupts_ignored():  # workers inherit this, so that only this process handles Ctrl-C
             futures = {executor.submit(call_in_worker, call, i, job) for i, job in enumerate(jobs)}
@@ -101,7 +101,7 @@ send_to_parent: Callable[[tuple[int, Any]], None]
 worker_device: str
 
 
-def initialise_worker(events, devices, plugin_names) -> None:
+def initialize_worker(events, devices, plugin_names) -> None:
     global send_to_parent, worker_device
     send_to_parent, worker_device = events.put, devices.get()
     see_only(worker_device)

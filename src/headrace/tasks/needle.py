@@ -141,7 +141,7 @@ class Needle(ByRow, Drawn):
         """The tokens to generate after a prompt with tokens `ids`: the value and the end token."""
         whole = self.tokens(f"{prompt} {value}").input_ids
         if whole[: len(ids)] != ids:
-            raise InputError(f"tokenizer {self.tokenizer!r} tokenises a prompt differently if an answer follows")
+            raise InputError(f"tokenizer {self.tokenizer!r} tokenizes a prompt differently if an answer follows")
         return [*whole[len(ids) :], self.tokens.eos_token_id]
 
     def pieces(self, rng: random.Random) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The arguments of transformers' Trainer that follow from the settings of an optimiser."""
+"""The arguments of transformers' Trainer that follow from the settings of an optimizer."""
 
 from pathlib import Path
 from typing import Any

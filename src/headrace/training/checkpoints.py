@@ -25,7 +25,7 @@ from .agreement import errors_in_all
 
 MARKER = "complete.json"
 UNFINISHED = ".unfinished"  # the folder in which checkpoints are written
-OPTIMIZER = "optimizer"  # the folder in a checkpoint of the optimiser's state
+OPTIMIZER = "optimizer"  # the folder in a checkpoint of the optimizer's state
 KEPT = 2
 
 
@@ -62,7 +62,7 @@ def discard_unfinished(folder: Path) -> None:
 
 
 def save_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
-    """Writes the state of the optimiser and of its schedule, by names of parameters. Each process writes its part."""
+    """Writes the state of the optimizer and of its schedule, by names of parameters. Each process writes its part."""
     try:
         with _quietly():
             dcp.save(_state(model, optimizer, scheduler), checkpoint_id=checkpoint / OPTIMIZER)

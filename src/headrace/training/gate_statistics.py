@@ -34,7 +34,7 @@ class GateStatistics:
         """The statistics over all recorded positions.
 
         entropy: mean entropy of the shares over log H.
-        specialisation: entropy of the mean shares over log H, minus `entropy`; from 0 (all tokens have the same shares)
+        specialization: entropy of the mean shares over log H, minus `entropy`; from 0 (all tokens have the same shares)
             to 1 (each token selects one head, and all heads are selected equally often).
         load, load_asked, load_other: mean share of each head over all positions, over those with a label and over those
             without; None if there are none.
@@ -48,7 +48,7 @@ class GateStatistics:
             "layer": self.layer,
             "gate": self.gate,
             "entropy": self.entropy / maximum,
-            "specialisation": spread - self.entropy / maximum,
+            "specialization": spread - self.entropy / maximum,
             "load": mean(everything),
             "load_asked": mean(labelled),
             "load_other": mean(other),

@@ -86,7 +86,7 @@ def plan(recipe: Recipe, machine: Machine, efficiency: float) -> dict[str, Any]:
     """Returns layout, bytes per device and days of a training run.
 
     efficiency: the fraction of the peak that the operations of a run reach, those of a second forward pass by
-        `recompute` included; without `recompute` this is the model FLOPs utilisation.
+        `recompute` included; without `recompute` this is the model FLOPs utilization.
 
     Raises:
         InputError: for rows or weights that the devices cannot share evenly, and an efficiency outside 0 to 1.

@@ -18,7 +18,7 @@ from ..hf.checkpoint import read_config
 from ..layers.blocks.widths import matrix_products
 from ..ops.dispatch import set_backend
 from ..utils.errors import InputError
-from .parameters import gate_parameters, initialise_gates
+from .parameters import gate_parameters, initialize_gates
 from .recipes import CHECKPOINT, SIZES, Recipe
 
 SHARED = 12  # bytes per parameter of the weight and AdamW's two moments in float32
@@ -41,7 +41,7 @@ def build(recipe: Recipe) -> HeadraceForCausalLM:
     torch's global generator. InputError if the checkpoint is of another model."""
     if recipe.weights is None:
         model = HeadraceForCausalLM(config(recipe))
-        initialise_gates(model, recipe.gate_std, recipe.gate_init)
+        initialize_gates(model, recipe.gate_std, recipe.gate_init)
         return model
     checkpoint = load(recipe.weights)
     model = HeadraceForCausalLM(config(recipe, **{name: getattr(checkpoint.config, name) for name in KEPT}))

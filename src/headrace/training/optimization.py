@@ -10,7 +10,7 @@ from ..spec.record import NonNegativeFloat, PositiveFloat, Record
 
 @dataclass(frozen=True)
 class Optimization(Record):
-    """Settings of the optimiser.
+    """Settings of the optimizer.
 
     Raises:
         InputError: a value is out of range, or two fields contradict each other.

@@ -31,6 +31,6 @@ def unsharded(x: Tensor) -> Tensor:
 
 
 def optimizer(model: nn.Module, recipe: Optimization, kind: type[torch.optim.AdamW] = SkipNonFiniteAdamW):
-    """The optimiser of a recipe, of class `kind`."""
+    """The optimizer of a recipe, of class `kind`."""
     groups = parameter_groups(model, recipe.weight_decay, recipe.gate_lr * recipe.lr)
     return kind(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, fused=True)

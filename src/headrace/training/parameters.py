@@ -1,4 +1,4 @@
-"""Parameter groups for the optimiser, and initialisation of competition gates."""
+"""Parameter groups for the optimizer, and initialization of competition gates."""
 
 import itertools
 import math
@@ -21,7 +21,7 @@ def gate_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 GateInit = Literal["normal", "orthogonal"]
 
 
-def initialise_gates(model: nn.Module, std: float, kind: GateInit) -> None:
+def initialize_gates(model: nn.Module, std: float, kind: GateInit) -> None:
     """Draws the score weights of all competition gates with standard deviation `std`; 0 leaves the weights at zero.
     "orthogonal" makes the weight vectors of the heads orthogonal, with the expected norm of "normal" ones."""
     for module in model.modules():

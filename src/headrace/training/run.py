@@ -75,7 +75,7 @@ def train(
     check_trackers(trackers)
     check_launcher(recipe, timeout)
     settings = arguments(recipe, folder, trackers, timeout)
-    processes = settings.world_size  # initialises torch.distributed
+    processes = settings.world_size  # initializes torch.distributed
     with errors_in_all():
         opened = open_data(data) if isinstance(data, Path) else data
         check_data(recipe, opened)

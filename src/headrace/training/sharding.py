@@ -24,7 +24,7 @@ from ..utils.errors import InputError
 
 def shard(model: Any, grid: DeviceMesh) -> None:
     """Shares out the parameters of a module over the processes along the dimension "dp_shard" of a grid; along
-    "dp_replicate", if it is longer than 1, processes have the same ones. The optimiser must be made afterwards."""
+    "dp_replicate", if it is longer than 1, processes have the same ones. The optimizer must be made afterwards."""
     mesh = grid if grid["dp_replicate"].size() > 1 else grid["dp_shard"]
     for block in filter(lambda module: isinstance(module, Block), model.modules()):
         fully_shard(block, mesh=mesh)

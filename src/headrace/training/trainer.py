@@ -33,7 +33,7 @@ from .sharding import is_sharded, load_weights, whole_weights
 # Of the Trainer's last log: one counts a row in each process that shares it, the other has the last steps of one alone.
 OF_ONE_PROCESS = ("total_flos", "train_loss")
 UNITS = (("days", 86400.0), ("hours", 3600.0), ("min", 60.0), ("s", 1.0))
-GATE = re.compile(r"_(read|write)_(entropy|specialisation|load)_")  # logged names of gate statistics
+GATE = re.compile(r"_(read|write)_(entropy|specialization|load)_")  # logged names of gate statistics
 
 
 class HeadraceTrainer(Trainer):
@@ -258,17 +258,17 @@ def answers(batch: dict[str, Tensor]) -> Tensor:
 
 def shares(rows: int, size: int, process: int, processes: int) -> list[range]:
     """The rows in each batch of a process. All processes have equally many batches, as the processes of a sharded model
-    synchronise in each forward pass; the last batch of a process may be empty."""
+    synchronize in each forward pass; the last batch of a process may be empty."""
     chosen, most = range(process, rows, processes), -(-rows // processes)
     return [chosen[i : i + size] for i in range(0, most, size)]
 
 
 def logged_statistics(gate: dict[str, Any]) -> dict[str, float]:
-    """The statistics of a gate by logged name: write_entropy_<layer>, write_specialisation_<layer>,
+    """The statistics of a gate by logged name: write_entropy_<layer>, write_specialization_<layer>,
     write_load_<layer>_<head>, and the same for read gates. See `GateStatistics.summary`."""
     kind, layer = gate["gate"], gate["layer"]
     loads = {f"{kind}_load_{layer}_{head}": load for head, load in enumerate(gate["load"])}
-    return {f"{kind}_{what}_{layer}": gate[what] for what in ("entropy", "specialisation")} | loads
+    return {f"{kind}_{what}_{layer}": gate[what] for what in ("entropy", "specialization")} | loads
 
 
 class Progress(ProgressCallback):

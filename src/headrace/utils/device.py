@@ -49,7 +49,7 @@ def may_round_float32() -> bool:
 
 
 def see_only(device: str) -> None:
-    """Hides all GPUs except this one from the process, before CUDA is initialised. transformers' Trainer would use all
+    """Hides all GPUs except this one from the process, before CUDA is initialized. transformers' Trainer would use all
     GPUs."""
     kind, _, number = device.partition(":")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")

@@ -17,7 +17,7 @@ from ..spec.linear import Competition, MixerSpec
 from ..spec.matrix import MatrixSpec
 from ..spec.mixer import Spec
 from ..spec.scan import ScanSpec
-from ..spec.serialise import TYPES, change_all, from_json, to_json
+from ..spec.serialize import TYPES, change_all, from_json, to_json
 from ..spec.softmax_rnn import SoftmaxRNNSpec
 from ..spec.stack import Decoder, Layer, StackSpec, as_layers
 from ..utils import plugins

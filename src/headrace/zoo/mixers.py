@@ -88,7 +88,7 @@ MIXERS: dict[str, Entry] = {
         replace(MAMBA2, read=replace(MAMBA2.read, levels=15)),
     ),
     "mamba3": Entry(
-        "Mamba-2 whose update is a trapezoid of two tokens, with q and k normalised, biased and turned by the tokens.",
+        "Mamba-2 whose update is a trapezoid of two tokens, with q and k normalized, biased and turned by the tokens.",
         "https://arxiv.org/abs/2603.15569",
         MixerSpec(
             Heads(expand_k=4.0, expand_v=2.0, qk_groups=1),
@@ -156,7 +156,7 @@ MIXERS: dict[str, Entry] = {
         ),
     ),
     "delta-fast-weights": Entry(
-        "Linear attention with the delta rule on sparse features (DPFP) that are normalised to sum 1.",
+        "Linear attention with the delta rule on sparse features (DPFP) that are normalized to sum 1.",
         "https://arxiv.org/abs/2102.11174",
         MixerSpec(
             inputs=Inputs(feature_map="dpfp-1", qk_norm="sum"),
@@ -201,7 +201,7 @@ MIXERS: dict[str, Entry] = {
     ),
     "residual-delta": Entry(
         "Gated DeltaNet whose write strength β also depends on the error v − k S of the memory at the start of "
-        "each chunk of 16 tokens, with a weight initialised to 0. Original to this library.",
+        "each chunk of 16 tokens, with a weight initialized to 0. Original to this library.",
         "https://arxiv.org/abs/2412.06464",
         replace(GATED_DELTANET, write=Write("delta", "sigmoid", residual_chunk=16)),
     ),
@@ -251,7 +251,7 @@ MIXERS: dict[str, Entry] = {
         ScanSpec("mingru", bias=True),
     ),
     "minlstm": Entry(
-        "An LSTM whose gates depend on the token alone and are normalised to sum 1.",
+        "An LSTM whose gates depend on the token alone and are normalized to sum 1.",
         "https://arxiv.org/abs/2410.01201",
         ScanSpec("minlstm", bias=True),
     ),
@@ -343,7 +343,7 @@ MIXERS: dict[str, Entry] = {
 }
 
 # Equations 4-16 of arXiv 2602.01744 as published: gates that sum to 1, the read gate on q, and the weight decay of all
-# other matrices. The weights start at zero as in `Competition()`, since the paper does not state their initialisation.
+# other matrices. The weights start at zero as in `Competition()`, since the paper does not state their initialization.
 PAPER = Competition(read="query", write="value", scale="one", weight_decay=True)
 SOFTMAX_LINEAR_ATTENTION = "https://arxiv.org/abs/2602.01744"
 

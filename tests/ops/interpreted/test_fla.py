@@ -47,8 +47,8 @@ def test_bonus():
     assert_same(arguments("vector", bonus=True), FLA)
 
 
-def test_normaliser():
-    assert_same(arguments("none", normalise=True), FLA, normalise=True)
+def test_normalizer():
+    assert_same(arguments("none", normalize=True), FLA, normalize=True)
 
 
 @pytest.mark.parametrize("decay", ["fixed", "scalar"])

@@ -41,7 +41,7 @@ def outputs(made, ids, mask):
     return out.sequences, [loss.detach(), *(g for g in gradients if g is not None), *out.logits]
 
 
-# Layers differ for the backend in decay, rule, normaliser and bonus alone: test_triton.py has all combinations.
+# Layers differ for the backend in decay, rule, normalizer and bonus alone: test_triton.py has all combinations.
 @pytest.mark.parametrize("mixer", ["linear-attention", "retnet", "mamba2", "rwkv6", "kda"])
 def test_model_trains_and_generates_as_on_pytorch(mixer):
     """With errors of at most eight times PyTorch's own in float32, which on some processors may be next to nothing."""

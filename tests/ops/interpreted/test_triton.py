@@ -166,8 +166,8 @@ def test_bonus(way):
 
 
 @pytest.mark.parametrize("way", [TRITON, HALF, FLOAT16])
-def test_normaliser(way):
-    assert_same(arguments("none", tokens=SHORT, normalise=True), way, normalise=True)
+def test_normalizer(way):
+    assert_same(arguments("none", tokens=SHORT, normalize=True), way, normalize=True)
 
 
 @pytest.mark.parametrize(
@@ -175,9 +175,9 @@ def test_normaliser(way):
     [(torch.bfloat16, "highest", "tf32"), (torch.float16, "highest", "tf32"), (torch.float32, "high", "tf32"),
      (torch.float32, "highest", "tf32x3")],
 )  # fmt: skip
-@pytest.mark.parametrize("options", [{}, {"normalise": True}])
+@pytest.mark.parametrize("options", [{}, {"normalize": True}])
 def test_digits_of_products(monkeypatch, dtype, allowed, precision, options):
-    """float32 keeps its digits unless PyTorch is told otherwise; a normaliser does not add digits to the others."""
+    """float32 keeps its digits unless PyTorch is told otherwise; a normalizer does not add digits to the others."""
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: allowed)
     built, found = launch.Launcher.__init__, []
     monkeypatch.setattr(launch.Launcher, "__init__", lambda run, call: built(run, call) or found.append(run))
@@ -238,14 +238,14 @@ def test_step(decay, rule):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_with_a_normaliser(dtype):
+def test_a_step_with_a_normalizer(dtype):
     """Rounded once, and the state where it was."""
     q, k, v = torch.rand(2, 2, K), torch.rand(2, 2, K), torch.randn(2, 4, V)
     given = {"q": q, "k": k, "v": v, "read_gate": torch.rand(2, 4), "write_gate": torch.rand(2, 4)}
     given = {name: x.to(dtype) for name, x in given.items()}
     state = torch.rand(2, 4, K, V + 1)
-    exact = step(**{n: x.double() for n, x in given.items()}, state=state.double(), normalise=True)
-    out, after = step(**given, state=state, normalise=True, backend="triton", in_place=True)
+    exact = step(**{n: x.double() for n, x in given.items()}, state=state.double(), normalize=True)
+    out, after = step(**given, state=state, normalize=True, backend="triton", in_place=True)
     assert after is state and out.dtype == dtype
     assert relative(out, exact[0]) <= (1e-6 if dtype == torch.float32 else 2**-8)
     assert relative(after, exact[1]) <= 1e-6

@@ -30,7 +30,7 @@ DYNAMICS = {
 # Fields of Experts -> fields of the mixture of experts.
 QWEN_EXPERTS = {
     "count": "num_experts", "chosen": "num_experts_per_tok", "width": "moe_intermediate_size",
-    "normalised": "norm_topk_prob", "shared": "shared_expert_intermediate_size",
+    "normalized": "norm_topk_prob", "shared": "shared_expert_intermediate_size",
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from ..config import TRANSFORMERS
 
 Config = dict[str, Any]
 IDS = {"bos_token_id", "eos_token_id", "pad_token_id"}  # which HeadraceConfig checks
-# Fields that do not affect the logits in any format: fields of transformers, of generation and of initialisation.
+# Fields that do not affect the logits in any format: fields of transformers, of generation and of initialization.
 COMMON = TRANSFORMERS | GenerationConfig().to_dict().keys() | {"initializer_range", "use_cache", "attention_dropout"}
 COMMON -= {*IDS, "quantization_config"}
 # How the names of sizes end, none of which exceeds the number of elements of the largest tensor.

@@ -123,7 +123,7 @@ def granite_experts(c: Fields) -> Experts | None:
         "count": "num_local_experts", "chosen": "num_experts_per_tok", "width": "intermediate_size",
         "shared": "shared_intermediate_size",
     }  # fmt: skip
-    return mixture_of(c, fields, balance=balance(c), normalised=True)
+    return mixture_of(c, fields, balance=balance(c), normalized=True)
 
 
 def stacked_experts(theirs: str, mixture: Experts, hidden_size: int) -> Views:
@@ -193,7 +193,7 @@ NEMOTRON_UNUSED = (
 # Fields of Experts -> fields of the mixture of experts.
 NEMOTRON_EXPERTS = {
     "count": "n_routed_experts", "chosen": "num_experts_per_tok", "groups": "n_group", "chosen_groups": "topk_group",
-    "normalised": "norm_topk_prob", "scale": "routed_scaling_factor", "width": "moe_intermediate_size",
+    "normalized": "norm_topk_prob", "scale": "routed_scaling_factor", "width": "moe_intermediate_size",
     "shared": "moe_shared_expert_intermediate_size", "latent": "moe_latent_size",
 }  # fmt: skip
 

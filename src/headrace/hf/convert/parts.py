@@ -76,7 +76,7 @@ def deepseek_experts(c: Fields) -> Experts:
 DEEPSEEK_EXPERTS = {
     "count": ("n_routed_experts", "num_experts"), "chosen": ("num_experts_per_tok", "num_experts_per_token"),
     "groups": ("n_group", "num_expert_group"), "chosen_groups": ("topk_group",), "width": ("moe_intermediate_size",),
-    "normalised": ("norm_topk_prob", "moe_renormalize"), "scale": ("routed_scaling_factor",),
+    "normalized": ("norm_topk_prob", "moe_renormalize"), "scale": ("routed_scaling_factor",),
 }  # fmt: skip
 
 

@@ -213,7 +213,7 @@ def minimax(c: Fields) -> Model:
         for i, (place, kind) in enumerate(zip(places, kinds, strict=False))
     }
     views[f"{places[-1]}.weight"] = views.pop("model.backbone.norm.weight")
-    style = BlockStyle(order="post", embedding_norm=True, experts=mixture(c, count, normalised=True))
+    style = BlockStyle(order="post", embedding_norm=True, experts=mixture(c, count, normalized=True))
     mixers = [softmax if kind == "full_attention" else lightning(c, i, width) for i, kind in enumerate(kinds)]
     return Model(shared(c, [Layer(mixer, "experts") for mixer in mixers], style, **attended(c)), views)
 

@@ -16,7 +16,7 @@ from ...ops.checks import require
 from ...ops.parallel.context import refuse_parts
 from ...ops.sequences import Sequences
 from ...spec.attention import AttentionSpec
-from ..base import ANY, SelfInitialised, check_input, check_state, may_write
+from ..base import ANY, SelfInitialized, check_input, check_state, may_write
 from ..norms import OffsetRMSNorm
 from ..packing import count_tokens, without_padding, zeroed
 from ..rotary import Angles, angles, rotate
@@ -44,7 +44,7 @@ class AttentionState(NamedTuple):
 State = AttentionState | WindowState
 
 
-class SoftmaxAttention(SelfInitialised):
+class SoftmaxAttention(SelfInitialized):
     """Softmax attention (arXiv 1706.03762) with Llama's projections, rotary positions (arXiv 2104.09864), grouped
     key/value heads (arXiv 2305.13245) and the options of AttentionSpec.
 
@@ -166,11 +166,11 @@ class SoftmaxAttention(SelfInitialised):
         return k if self.f_proj is None else torch.cat([k, self.f_proj(x).unflatten(-1, (k.shape[2], -1))], -1), v
 
     def _heads(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
-        """Splits x [B, T, H · d] into heads, and normalises them, one by one or together."""
+        """Splits x [B, T, H · d] into heads, and normalizes them, one by one or together."""
         if norm is not None and self.spec.qk_norm == "joint":
-            return normalise(x, norm).unflatten(-1, (-1, self.head_dim))
+            return normalize(x, norm).unflatten(-1, (-1, self.head_dim))
         x = x.unflatten(-1, (-1, self.head_dim))
-        return x if norm is None else normalise(x, norm)
+        return x if norm is None else normalize(x, norm)
 
     def _gated(self, x: Tensor, out: Tensor) -> Tensor:
         """Multiplies the heads' outputs [B, T, H, d] by the gate, and joins them."""
@@ -258,7 +258,7 @@ class SoftmaxAttention(SelfInitialised):
         return self._query(x.flatten(0, 1)[rows][None], own, self.global_proj)[0], k.flatten(0, 1), v.flatten(0, 1)
 
 
-def normalise(x: Tensor, norm: Any) -> Tensor:
+def normalize(x: Tensor, norm: Any) -> Tensor:
     """Applies a norm in the precision of its weight, which under autocast is not that of x."""
     return norm(x.to(norm.weight.dtype)).to(x.dtype)
 

@@ -1,7 +1,7 @@
 """FlashAttention (arXiv 2205.14135) in plain PyTorch, for study: softmax attention by tiles, without a T × T matrix.
 
 The forward visits each row of scores in tiles, and keeps their maximum m, the sum l of their exponentials and an
-unnormalised output; l and the output are rescaled whenever the maximum increases. The backward recomputes the scores of
+unnormalized output; l and the output are rescaled whenever the maximum increases. The backward recomputes the scores of
 each tile; with the log-sum-exp lse = m + log l of a row, its softmax is e^(s − lse).
 
 Dimensions: B batch, T queries, L keys, H heads, d head dimension; the queries are the last T of the L tokens.

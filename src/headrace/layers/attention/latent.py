@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from ...ops.modules import is_plain
 from ...spec.attention import LatentSpec
-from ..base import ANY, SelfInitialised
+from ..base import ANY, SelfInitialized
 from ..rotary import Angles, rotate
-from .attention import AttentionState, SoftmaxAttention, normalise
+from .attention import AttentionState, SoftmaxAttention, normalize
 
 
 class LatentAttention(SoftmaxAttention):
     """Softmax attention whose keys and values are projections of a latent. The state has the shared keys as k [N, L, 1,
-    r] and the normalised latents as v [N, L, 1, c]. The first r channels of a query belong to the shared keys.
+    r] and the normalized latents as v [N, L, 1, c]. The first r channels of a query belong to the shared keys.
 
     Args:
         spec: the sizes.
@@ -31,7 +31,7 @@ class LatentAttention(SoftmaxAttention):
         self, spec: LatentSpec, *, hidden_size: int, num_heads: int, layer_idx: int = 0, num_layers: int = 1,
         norm_eps: float = 1e-6, rope_theta: float = 10000.0, causal: bool = True, out_size: int | None = None,
     ):  # fmt: skip
-        SelfInitialised.__init__(self)
+        SelfInitialized.__init__(self)
         self.spec: Any = spec
         self.rope_theta, self.causal, self.hidden_size = rope_theta, causal, hidden_size
         self.state_kind = AttentionState
@@ -55,12 +55,12 @@ class LatentAttention(SoftmaxAttention):
 
     def _query(self, x: Tensor, turn: Angles | None = None, projections: Any = None) -> Tensor:
         if self.q_a_proj is not None:
-            x = normalise(self.q_a_proj(x), self.q_a_norm)
+            x = normalize(self.q_a_proj(x), self.q_a_norm)
         return super()._query(x, turn)
 
     def _key_value(self, x: Tensor, turn: Angles | None = None, projections: Any = None) -> tuple[Tensor, Tensor]:
         latent, shared = self.kv_a_proj(x).split([self.kv_a_norm.weight.numel(), self.rotary_dim], -1)
-        shared, latent = shared[..., None, :], normalise(latent, self.kv_a_norm)[..., None, :]
+        shared, latent = shared[..., None, :], normalize(latent, self.kv_a_norm)[..., None, :]
         return shared if turn is None else rotate(shared, turn), latent
 
     def _read(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -68,7 +68,7 @@ class LatentAttention(SoftmaxAttention):
 
         Few queries are projected to the latents, which are then keys and values of one head; for many queries,
         projecting the latents to keys and values of all heads takes fewer operations. So is it done
-        if kv_b_proj is not a plain layer, but quantised or with an adapter."""
+        if kv_b_proj is not a plain layer, but quantized or with an adapter."""
         q, k = self._rotated(q, k, valid)
         k, v = k.to(q.dtype), v.to(q.dtype)
         n = self.key_dim

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..base import SelfInitialised
+from ..base import SelfInitialized
 
 FURTHEST = 128  # as in T5: all longer distances share one bucket
 
@@ -36,7 +36,7 @@ def bucket(distance: Tensor, buckets: int, furthest: int = FURTHEST, *, bidirect
     return offset + torch.where(distance < exact, distance, wide.clamp(max=buckets - 1))
 
 
-class DistanceBias(SelfInitialised):
+class DistanceBias(SelfInitialized):
     """T5's relative position bias: a learned number per bucket and head, added to the logits."""
 
     def __init__(self, buckets: int, num_heads: int, *, hidden_size: int, bidirectional: bool = False):

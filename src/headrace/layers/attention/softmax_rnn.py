@@ -3,8 +3,8 @@ for study.
 
 The order of operations is that of the paper's code: q and k are rotated, the numerator's function is applied to them,
 and logits are divided by √d and clamped from above. Gates are one number per token and head; in the paper's code the
-output gate comes before the norm (gate_order="gate-norm"). The paper's code normalises the vectors of cosine attention
-over the heads per channel; here they are normalised over a head's channels.
+output gate comes before the norm (gate_order="gate-norm"). The paper's code normalizes the vectors of cosine attention
+over the heads per channel; here they are normalized over a head's channels.
 
 Dimensions: B batch, T new tokens, L all tokens so far, D hidden size, H heads, d head dimension.
 """
@@ -15,14 +15,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ...ops.call import NORMALISER_EPS, accumulator
+from ...ops.call import NORMALIZER_EPS, accumulator
 from ...ops.checks import require
 from ...ops.sequences import Sequences
 from ...spec.softmax_rnn import NORMS, RMS_EPS, SoftmaxRNNSpec
 from ..base import ANY, Mixer, check_state
 from ..linear.features import FEATURE_MAPS, divided_by_length, l2_norm
 from ..linear.mixer import LinearMixer
-from ..linear.readout import NORM_FLOORS, affine, normalised
+from ..linear.readout import NORM_FLOORS, affine, normalized
 from ..linear.taylor import truncated_exp
 from ..rotary import rotary
 from .attention import AttentionState, attend_packed, extended
@@ -154,7 +154,7 @@ class SoftmaxRNN(Mixer):
         out, floor = self._attend(q, k, v, valid)
         if gate is not None and self.spec.gate_order == "gate-norm":
             out, gate = out * gate, None
-        out = self._normalised(out, floor)
+        out = self._normalized(out, floor)
         return out if gate is None else out * gate
 
     def _read_packed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -170,16 +170,16 @@ class SoftmaxRNN(Mixer):
         floor = torch.exp(LOG_FLOORS.get(self.spec.denominator, -math.inf) - m)
         if self.spec.denominator == "sum":
             polynomial = self.spec.order is not None or self.spec.numerator != "exp"  # whose sum can be 0
-            weights = weights / (weights.sum(-1, keepdim=True) + NORMALISER_EPS * polynomial)
+            weights = weights / (weights.sum(-1, keepdim=True) + NORMALIZER_EPS * polynomial)
         if self.spec.denominator == "detached":
             weights = weights / torch.maximum(weights.sum(-1, keepdim=True), floor).detach()
         if self.spec.by_length:
             weights = weights / allowed.sum(-1, keepdim=True)
         return torch.einsum("bhtl,blhd->bthd", weights, v.to(weights.dtype)), floor.transpose(1, 2)
 
-    def _normalised(self, out: Tensor, floor: Tensor) -> Tensor:
+    def _normalized(self, out: Tensor, floor: Tensor) -> Tensor:
         if self.spec.denominator in NORMS:  # a smaller bound has no finite gradient if all values are 0
-            out = normalised(out, self.spec.denominator, floor.clamp(min=1e-12))
+            out = normalized(out, self.spec.denominator, floor.clamp(min=1e-12))
         return affine(out, self.norm_weight, self.norm_bias)
 
 

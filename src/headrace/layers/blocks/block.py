@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...ops.checks import require
 from ...spec.attention import AttentionSpec
 from ...spec.record import NonNegativeFloat, PositiveFloat, PositiveInt, Record
-from ...spec.serialise import Spec
+from ...spec.serialize import Spec
 from ...spec.stack import BlockStyle, Layer, as_layers
 from .. import SoftmaxAttention, build
 from ..base import Mixer

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...ops.call import accumulator
 from ...spec.stack import Experts
-from ..base import SelfInitialised
+from ..base import SelfInitialized
 from .widths import default_std
 
 
@@ -31,7 +31,7 @@ class Router(nn.Linear):
         return F.linear(input.to(acc), self.weight.to(acc))
 
 
-class MixtureOfExperts(SelfInitialised):
+class MixtureOfExperts(SelfInitialized):
     """Sum of the chosen experts' outputs, weighted with their scores. Experts have no capacity limit, so that no token
     is dropped. In training, `routing` holds the routing of the last forward, for `balance_loss`.
 
@@ -97,7 +97,7 @@ class MixtureOfExperts(SelfInitialised):
             merits = within_groups(merits, spec.groups, spec.chosen_groups)
         chosen = merits.topk(spec.chosen, -1).indices
         weights = scores.gather(-1, chosen)
-        if spec.normalised:
+        if spec.normalized:
             weights = shares_of(weights)
         return Routing(scores if spec.scores == "softmax" else shares_of(scores), chosen), weights * spec.scale
 

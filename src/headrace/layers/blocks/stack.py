@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from ...ops.checks import require
 from ...ops.sequences import Sequences
-from ...spec.serialise import Spec
+from ...spec.serialize import Spec
 from ...spec.stack import Layer
 from ..attention.attention import AttentionState
 from ..attention.positions import sinusoidal
-from ..base import SelfInitialised, check_state
+from ..base import SelfInitialized, check_state
 from ..packing import count_tokens
 from .block import Block, Shared, Sizes, build_norm
 from .moe import MixtureOfExperts
@@ -166,8 +166,8 @@ class Backbone(nn.Module):
 
 
 @torch.no_grad()
-def initialise(module: nn.Module, std: float | None = None) -> None:
-    """Initialises a module's own parameters, for use with `nn.Module.apply`. Linear and embedding weights are normal.
+def initialize(module: nn.Module, std: float | None = None) -> None:
+    """Initializes a module's own parameters, for use with `nn.Module.apply`. Linear and embedding weights are normal.
 
     std: standard deviation; None: in_features^-1/2 for a linear layer, 1 for an embedding."""
     if isinstance(module, nn.Linear | nn.Embedding):
@@ -177,5 +177,5 @@ def initialise(module: nn.Module, std: float | None = None) -> None:
             nn.init.zeros_(module.bias)
     elif isinstance(module, MixtureOfExperts):
         module.reset_parameters(std)
-    elif isinstance(module, SelfInitialised | nn.Conv1d | nn.RMSNorm | nn.LayerNorm):
+    elif isinstance(module, SelfInitialized | nn.Conv1d | nn.RMSNorm | nn.LayerNorm):
         module.reset_parameters()

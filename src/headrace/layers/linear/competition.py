@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from ...ops.call import accumulator
 from ...spec.linear import Competition
-from ..base import SelfInitialised
+from ..base import SelfInitialized
 
 
-class Gate(SelfInitialised):
-    """Base of the modules that head competition adds to a mixer. The optimiser applies no weight decay to their
-    parameters, and retrofitting a trained model initialises only these."""
+class Gate(SelfInitialized):
+    """Base of the modules that head competition adds to a mixer. The optimizer applies no weight decay to their
+    parameters, and retrofitting a trained model initializes only these."""
 
     @property
     def no_weight_decay(self) -> tuple[str, ...]:
@@ -29,11 +29,11 @@ class HeadCompetition(Gate):
 
     The source of the scores s_h is: "head", ⟨q_h, w_h⟩; "diag", where the gate is entry h of softmax(q_h W); "query", a
     linear map of all heads' q; "hidden", a linear map of the layer's input. Write gates use k in place of q. Weights
-    are initialised to zero, without random numbers. With scale "identity" the gate is divided by its value at zero
+    are initialized to zero, without random numbers. With scale "identity" the gate is divided by its value at zero
     scores, so that the initial layer equals the mixer without competition bit for bit.
 
     With spec.top_k = k, the gate is 0, and its logarithm −∞, for scores below the k-th largest of the token, and the
-    activation is that of the others: a softmax is renormalised over them. All scores that equal the k-th largest are
+    activation is that of the others: a softmax is renormalized over them. All scores that equal the k-th largest are
     kept. Equal scores, as zero weights give them, therefore keep all heads, with gates of 1 under scale "identity".
     """
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from ...ops.call import accumulator
 from ...spec.decay import Decay
-from ..base import SelfInitialised
+from ..base import SelfInitialized
 
 
-class DecayModule(SelfInitialised):
+class DecayModule(SelfInitialized):
     """Base of the decays: maps its part [B, T, in_features] of the input projection to log_decay ≤ 0, in the
     accumulator's precision.
 
@@ -27,7 +27,7 @@ class DecayModule(SelfInitialised):
 
     kind: ClassVar[str]  # its name in spec/decay.py
     quantizable = False  # by `quantize`: the state multiplies by the result at every token
-    starts_fixed: ClassVar[bool] = False  # whether its part of the input projection is initialised to zero
+    starts_fixed: ClassVar[bool] = False  # whether its part of the input projection is initialized to zero
     first = 0  # index of the first head, of those that a process has under tensor_parallel
     in_features: int = 0  # size of its part of the input projection
 
@@ -37,7 +37,7 @@ class DecayModule(SelfInitialised):
         self.total = num_heads  # of all processes
 
     def reset_parameters(self) -> None:
-        """Initialises the parameters of the module itself; the default has none."""
+        """Initializes the parameters of the module itself; the default has none."""
 
     def heads(self, x: Tensor) -> Tensor:
         """Returns the indices of the heads, float64 [H], on the device of x."""
@@ -164,7 +164,7 @@ class SoftplusRateDecay(DecayModule):
 
 @torch.no_grad()
 def draw_step_bias_(bias: Tensor, low: float = 1e-3, high: float = 1e-1) -> None:
-    """Mamba's initialisation: sets the bias to softplus⁻¹(dt), with dt log-uniform between low and high."""
+    """Mamba's initialization: sets the bias to softplus⁻¹(dt), with dt log-uniform between low and high."""
     dt = bias.uniform_(math.log(low), math.log(high)).exp()
     bias.copy_(dt + torch.log(-torch.expm1(-dt)))
 
@@ -211,7 +211,7 @@ class SigmoidHeadDecay(DecayModule):
 
 @torch.no_grad()
 def rise_(bias: Tensor, depth: float) -> None:
-    """RWKV's initialisation of the logarithms of decay rates: from −6 to −1 over channels, later in deeper layers."""
+    """RWKV's initialization of the logarithms of decay rates: from −6 to −1 over channels, later in deeper layers."""
     n = bias.numel()
     place = torch.arange(n) / max(n - 1, 1)
     bias.copy_(-6 + 5 * place ** (0.7 + 1.3 * depth))

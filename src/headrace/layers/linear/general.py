@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from ...ops.call import accumulator, gated
 from ...ops.sequences import Sequences
-from ..base import Recurrence, SelfInitialised
+from ..base import Recurrence, SelfInitialized
 from ..chunks import recur
 from ..matrix.dplr import Operands, form, step
 
 
-class GeneralDelta(SelfInitialised):
+class GeneralDelta(SelfInitialized):
     """Computes the recurrence of a spec with write.erase.
 
     Args:

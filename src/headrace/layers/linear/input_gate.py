@@ -25,7 +25,7 @@ from ...ops.sequences import Sequences
 from ..scans.scan import NAME, scan_packed_, tropical_
 
 
-class Stabilised(NamedTuple):
+class Stabilized(NamedTuple):
     """The arguments of the recurrence for a memory that is held times e^−m."""
 
     log_decay: Tensor  # [B, T, H]
@@ -39,7 +39,7 @@ class Stabilised(NamedTuple):
         return out[..., :-1] / torch.maximum(out[..., -1:].abs(), least[..., None])
 
 
-def stabilised(gate: Tensor, log_decay: Tensor | None, peak: Tensor | None, sequences: Sequences) -> Stabilised:
+def stabilized(gate: Tensor, log_decay: Tensor | None, peak: Tensor | None, sequences: Sequences) -> Stabilized:
     """Computes log_decay, β and m.
 
     Args:
@@ -53,7 +53,7 @@ def stabilised(gate: Tensor, log_decay: Tensor | None, peak: Tensor | None, sequ
     peak = gate.new_zeros(sequences.count, gate.shape[2]) if peak is None else peak.to(gate)
     peaks = _peaks(gate.detach(), fade.detach(), peak, sequences)
     before, last = sequences.shift(peaks, peak[:, None])
-    return Stabilised(fade + (before - peaks), torch.exp(gate - peaks), peaks, last[:, 0])
+    return Stabilized(fade + (before - peaks), torch.exp(gate - peaks), peaks, last[:, 0])
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from ...ops.call import accumulator, gated
 from ...ops.sequences import Sequences, avoid_sync
 from ...utils.device import without_autocast
-from ..base import Recurrence, SelfInitialised
+from ..base import Recurrence, SelfInitialized
 
 BITS = 5  # logarithm of the number of tokens in a block whose pairs are computed
 FAR = 2**50  # a position at the last level for every token
@@ -61,7 +61,7 @@ def level(t: Tensor, s: Tensor, last: int) -> Tensor:
     return torch.frexp((t ^ s).double()).exponent.long().clamp(max=last)
 
 
-class LogLinear(SelfInitialised, Recurrence):
+class LogLinear(SelfInitialized, Recurrence):
     """Computes the recurrence with levels.
 
     Args:

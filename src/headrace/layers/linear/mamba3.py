@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from ...ops.call import accumulator
 from ...ops.derivatives import apply_function
 from ...ops.sequences import Sequences
-from ..base import SelfInitialised
+from ..base import SelfInitialized
 from ..scans.scan import NAME, Scan
 
 EPS = 1e-5
 
 
-class BiasedNorm(SelfInitialised):
+class BiasedNorm(SelfInitialized):
     """RMSNorm over the channels of q or k, with a weight per channel and a bias per head: [B, T, Hq, K] ->
     [B, T, H, K]."""
 

@@ -26,10 +26,10 @@ from ..base import check_input, may_write
 from ..rotary import Angles, rotary, rotate
 from .convolution import convolve
 from .features import FEATURE_MAPS, QK_NORMS, divided_by_length
-from .input_gate import Stabilised, stabilised
+from .input_gate import Stabilized, stabilized
 from .mamba3 import trapezoid, turned
 from .parameters import LinearParameters
-from .readout import GATES, NORM_FLOORS, affine, normalised
+from .readout import GATES, NORM_FLOORS, affine, normalized
 from .steps import as_tokens
 from .token import MixerState, run_mixer
 from .token_shift import project
@@ -50,7 +50,7 @@ class LinearMixer(LinearParameters):
         spec: kinds and sizes of the layer's parts.
         hidden_size: D.
         num_heads: H, unless spec.heads.count sets it.
-        layer_idx, num_layers: index of the layer and depth of the model, for RWKV-6's initialisation.
+        layer_idx, num_layers: index of the layer and depth of the model, for RWKV-6's initialization.
         norm_eps: epsilon of the norm after the readout.
         rope_theta: base of the rotary frequencies.
     """
@@ -73,7 +73,7 @@ class LinearMixer(LinearParameters):
         if "k" in self.parts:
             k = self._features(self._keys(k), 1, positions, turns)
         v = self._values(inputs, positions)
-        stable = self._stabilised(inputs, state, sequences)
+        stable = self._stabilized(inputs, state, sequences)
         if self._sums_outside():  # one more column is the sum of weights, in the accumulator's precision
             q, k, v = (y.to(accumulator(y)) for y in (q, k, F.pad(v, (0, 1), value=1.0)))
         tensors = {"q": q, "k": k, "v": self._per_memory(v), **self._updates(inputs, gates)}
@@ -255,7 +255,7 @@ class LinearMixer(LinearParameters):
         """The arguments of `linear_attention` and `step` that do not depend on the tokens."""
         return {
             "rule": self.spec.write.rule, "bonus": self._per_memory(self.bonus), "scale": self.scale,
-            "normalise": self.spec.read.norm == "sum",
+            "normalize": self.spec.read.norm == "sum",
         }  # fmt: skip
 
     def _updates(self, inputs: dict[str, Tensor], gates: Gates) -> dict[str, Tensor | None]:
@@ -269,15 +269,15 @@ class LinearMixer(LinearParameters):
         read = self._per_memory(gates.read) if self._read_gate_inside() else None
         return {"log_decay": log_decay, "beta": beta, "write_gate": write, "read_gate": product(read, gates.choice)}
 
-    def _stabilised(
+    def _stabilized(
         self, inputs: dict[str, Tensor], state: MixerState | None, sequences: Sequences
-    ) -> Stabilised | None:
+    ) -> Stabilized | None:
         """Replaces β's part of an exponential gate by log_decay and β. Returns them with the gate's running maximum;
         None for another β."""
         if self.spec.write.beta != "exp":
             return None
         peak = None if state is None else state.peak
-        stable = stabilised(inputs["beta"], inputs.get("log_decay"), peak, sequences)
+        stable = stabilized(inputs["beta"], inputs.get("log_decay"), peak, sequences)
         inputs |= {"log_decay": stable.log_decay, "beta": stable.beta}
         return stable
 
@@ -319,7 +319,7 @@ class LinearMixer(LinearParameters):
         """Whether the layer, and not `linear_attention`, divides by the sum of weights."""
         return self.spec.sums and self.spec.read.norm != "sum"
 
-    def _divided(self, out: Tensor, positions: Tensor | None, stable: Stabilised | None) -> Tensor:
+    def _divided(self, out: Tensor, positions: Tensor | None, stable: Stabilized | None) -> Tensor:
         """Divides what is read by the sum of weights and by the length, if the spec says so."""
         if stable is not None:
             out = stable.divided(out)
@@ -342,18 +342,18 @@ class LinearMixer(LinearParameters):
         output_gate = None if self.gate is None else GATES[self.gate.activation](self.gate(inputs["gate"]))
         if output_gate is not None and read.order == "gate-norm":
             out, output_gate = out * output_gate, None
-        out = self._normalise(out)
+        out = self._normalize(out)
         out = out if read_gate is None else out * read_gate.to(out.dtype)
         out = out if output_gate is None else out * output_gate
         return self.o_proj(out.flatten(-2))
 
-    def _normalise(self, x: Tensor) -> Tensor:
+    def _normalize(self, x: Tensor) -> Tensor:
         """Applies the norm to x [B, T, H, V], in the accumulator's precision."""
         if (kind := self.spec.read.norm) in ("none", *SUMS):
             return x
         wide, weight = x.to(accumulator(x)), self.norm_weight
         if kind in NORM_FLOORS:
-            return affine(normalised(wide, kind, NORM_FLOORS[kind]), weight, self.norm_bias).to(x.dtype)
+            return affine(normalized(wide, kind, NORM_FLOORS[kind]), weight, self.norm_bias).to(x.dtype)
         if kind == "group":
             centred = F.layer_norm(wide, x.shape[-1:], eps=self.group_eps)
             return (centred * weight.view(x.shape[-2:]) + self.norm_bias.view(x.shape[-2:])).to(x.dtype)

@@ -1,4 +1,4 @@
-"""`LinearParameters`, the submodules and parameters of a LinearMixer and their initialisation.
+"""`LinearParameters`, the submodules and parameters of a LinearMixer and their initialization.
 
 Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V value dimension per head.
 """
@@ -32,7 +32,7 @@ from .token_shift import SHIFTS
 
 
 class LinearParameters(Mixer, HasBackend):
-    """The parameters of a `LinearMixer`, from its arguments, and their initialisation."""
+    """The parameters of a `LinearMixer`, from its arguments, and their initialization."""
 
     state_kind = MixerState
     static_shapes = True
@@ -165,11 +165,11 @@ class LinearParameters(Mixer, HasBackend):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialises the layer's own parameters; its parts initialise theirs."""
+        """Initializes the layer's own parameters; its parts initialize theirs."""
         for ones in (self.norm_weight, self.skip):
             if ones is not None:
                 ones.fill_(1)
-        if self.spec.read.norm == "group" and self.bonus is not None:  # RWKV's initialisation
+        if self.spec.read.norm == "group" and self.bonus is not None:  # RWKV's initialization
             self.norm_weight.fill_(self.share**0.7)
         if self.norm_bias is not None:
             self.norm_bias.zero_()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...spec.read import WIDE_NORMS, Read
-from ..base import SelfInitialised
+from ..base import SelfInitialized
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 GROUP_NORM_EPS = 64e-5  # RWKV-6: 1e-5 · 8², where 8 is its head size divisor
@@ -27,7 +27,7 @@ def weight_size(read: Read, num_heads: int, value_dim: int) -> int | None:
     return num_heads * value_dim if read.norm in ("group", *WIDE_NORMS) else value_dim
 
 
-def normalised(x: Tensor, kind: str, floor: Tensor | float) -> Tensor:
+def normalized(x: Tensor, kind: str, floor: Tensor | float) -> Tensor:
     """Divides x [..., d] by its L2 norm ("l2") or root mean square ("rms"), or centres x and divides it by its standard
     deviation ("layer"). floor [..., 1] bounds the divisor: max(norm, floor) for "l2", else √(norm² + floor²)."""
     if kind == "l2":
@@ -43,7 +43,7 @@ def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias
 
 
-class GateLogits(SelfInitialised):
+class GateLogits(SelfInitialized):
     """The logits of a gate of the output or of v, [B, T, H, V], or [B, T, H, 1] for "sigmoid-head", from its part
     [B, T, in_features] of the input projection. Low-rank gates have rank V."""
 

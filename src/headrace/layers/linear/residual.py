@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from ...ops.call import accumulator
 from ...ops.sequences import Sequences
 from ...utils.device import without_autocast
-from ..base import Recurrence, SelfInitialised
+from ..base import Recurrence, SelfInitialized
 from ..chunks import Chunks, carry
 
 TINY = 1e-12  # added to the denominator: the surprise of an empty memory and a zero value is 0
 
 
-class ResidualDelta(SelfInitialised, Recurrence):
+class ResidualDelta(SelfInitialized, Recurrence):
     """Computes the recurrence with this β.
 
     Args:

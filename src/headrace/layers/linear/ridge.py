@@ -23,10 +23,10 @@ from ...ops.call import accumulator, gated
 from ...ops.derivatives import apply_function, first_order
 from ...ops.sequences import Sequences
 from ...utils.device import without_autocast
-from ..base import Recurrence, SelfInitialised
+from ..base import Recurrence, SelfInitialized
 
 
-class RidgeRead(SelfInitialised, Recurrence):
+class RidgeRead(SelfInitialized, Recurrence):
     """Computes the recurrence with this read.
 
     Args:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops.call import accumulator
-from ..base import SelfInitialised
+from ..base import SelfInitialized
 
 
 def truncated_exp(x: Tensor, order: int) -> Tensor:
@@ -20,7 +20,7 @@ def truncated_exp(x: Tensor, order: int) -> Tensor:
     return total
 
 
-class TaylorFeatures(SelfInitialised):
+class TaylorFeatures(SelfInitialized):
     """φ: [..., d] -> [..., C(d + n, n)] with φ(q)·φ(k) = Σ_{m ≤ n} (q·k)^m / m! for order n.
 
     The features are the monomials of x up to order n, computed as the monomials of order n of (1, x). A monomial with

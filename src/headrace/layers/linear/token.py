@@ -13,7 +13,7 @@ from ...ops.attention import linear_attention
 from ...ops.backends.native.bound import NAMES
 from ...ops.backends.native.operations import UnsupportedError
 from ...ops.backends.native.program import Program
-from ...ops.call import NORMALISER_EPS
+from ...ops.call import NORMALIZER_EPS
 from ...spec.decay import Decay
 from ...spec.linear import Competition, Inputs, MixerSpec, Read
 from ..base import check_state
@@ -97,7 +97,7 @@ def add_mixer(program: Program, mixer: Any, x: int, out: int, place: int, add: b
     D, H, V = mixer.in_proj.in_features, mixer.H, mixer.V
     sizes = [D, H, mixer.Hq, mixer.K, V, spec.inputs.conv, parts.get("decay", 0), parts.get("gate", 0)]
     numbers = [
-        1.0 if spec.read.scale == "one" else mixer.K**-0.5, mixer.norm_eps, mixer.group_eps, NORMALISER_EPS,
+        1.0 if spec.read.scale == "one" else mixer.K**-0.5, mixer.norm_eps, mixer.group_eps, NORMALIZER_EPS,
         gate.temperature, mixer.rope_theta if spec.inputs.rotary else 0.0,
     ]  # fmt: skip
     for path, kind in mixer.part_classes.items():

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...ops.modules import is_plain
-from ..base import SelfInitialised
+from ..base import SelfInitialized
 
 
 def mixed(x: Tensor, before: Tensor, weights: Tensor, streams: tuple[str, ...]) -> dict[str, Tensor]:
@@ -25,7 +25,7 @@ def first_weights(streams: tuple[str, ...], hidden_size: int, depth: float, heig
     return torch.stack([weights[name] for name in streams])
 
 
-class StaticShift(SelfInitialised):
+class StaticShift(SelfInitialized):
     """RWKV-5's token shift (arXiv 2404.05892, section 3): a mix of each token with the previous token for each part of
     the input projection, by a learned weight per channel."""
 
@@ -47,7 +47,7 @@ class StaticShift(SelfInitialised):
         return mixed(x, before, self.offset, self.STREAMS)
 
 
-class TokenShift(SelfInitialised):
+class TokenShift(SelfInitialized):
     """RWKV-6's ddlerp (arXiv 2404.05892, section 4.1): five mixes of each token with the previous token, by learned,
     data-dependent weights. `STREAMS` names the inputs that the mixes are for."""
 

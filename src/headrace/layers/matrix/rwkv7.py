@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ...ops.call import accumulator
 from ...ops.sequences import Sequences
 from ...spec.matrix import MatrixSpec
-from ..base import Mixer, Recurrence, SelfInitialised
+from ..base import Mixer, Recurrence, SelfInitialized
 from ..chunks import CHUNK, recur
 from ..linear.readout import GROUP_NORM_EPS
 from ..linear.token import MixerState
@@ -32,7 +32,7 @@ FASTEST = math.exp(-0.5)  # upper bound of −log_decay: the memory decays by at
 form = partial(dplr.form, base=CHUNK)  # in which half a chunk decays by at most e^(CHUNK / 2 · FASTEST) < e^10
 
 
-class LowRank(SelfInitialised):
+class LowRank(SelfInitialized):
     """up(inner(down(x))). The initial output is constant, and zero if inner(0) = 0."""
 
     def __init__(self, hidden_size: int, rank: int, inner: Callable[[Tensor], Tensor]):
@@ -93,7 +93,7 @@ class RWKV7(Mixer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """The initialisation of the author's code."""
+        """The initialization of the author's code."""
         D = self.bonus.numel()
         i = torch.arange(D)
         place, powers = i / max(D - 1, 1), torch.tensor([0.2, 0.9, 0.7, 0.7, 0.9, 0.2])

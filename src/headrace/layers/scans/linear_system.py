@@ -1,4 +1,4 @@
-"""Discretised linear systems x' = A x + B u, y = C x, one per channel, for S4 and S4D.
+"""Discretized linear systems x' = A x + B u, y = C x, one per channel, for S4 and S4D.
 
 A is real with eigenvalues in conjugate pairs. One complex number represents a pair, so that a state of S = 2n real
 numbers (n real parts, then n imaginary parts) is a complex vector [n]; y = 2 Re(C x), and B* x means 2 Re(conj(B) x).
@@ -44,7 +44,7 @@ def inner(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Diagonal:
-    """A = diag(poles), discretised by zero-order hold (S4D, arXiv 2206.11893).
+    """A = diag(poles), discretized by zero-order hold (S4D, arXiv 2206.11893).
 
     dt [H, 1]; poles and C [H, n], complex. B = 1, because a factor of B is equivalent to a factor of C."""
 
@@ -83,7 +83,7 @@ class Diagonal:
 
 
 class LowRank:
-    """A = diag(poles) − P P*, discretised by the bilinear rule: S4 (arXiv 2111.00396, section 3 and appendix C), with
+    """A = diag(poles) − P P*, discretized by the bilinear rule: S4 (arXiv 2111.00396, section 3 and appendix C), with
     the stable sign of arXiv 2202.09729. Since A + A* < 0, Ā is a contraction, whose powers are computed by squaring.
 
     dt [H, 1]; poles, P, B and C [H, n], complex."""

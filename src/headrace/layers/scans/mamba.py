@@ -76,13 +76,13 @@ class Mamba(Mixer):
     def _operands(self, u: Tensor, memory: Tensor | None, sequences: Sequences) -> Operands:
         """Returns the operands of the scan for u [B, T, E], as packed sequences."""
         acc, flat = accumulator(u), u.flatten(0, 1).contiguous()  # the convolution's output may have time last
-        dt, B, C = self._normalised(self.x_proj(flat).split(self.split, -1))
+        dt, B, C = self._normalized(self.x_proj(flat).split(self.split, -1))
         dt = F.softplus(F.linear(dt, self.dt_weight).to(acc) + self.dt_bias.to(acc))
         A = -finite_exp(self.A_log.to(acc))
         memory = A.new_zeros(sequences.count, *A.shape) if memory is None else memory
         return Operands(flat.to(acc), dt, A, B.to(acc), C.to(acc), memory)
 
-    def _normalised(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _normalized(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
         if self.norm_weight is None:
             return parts
         weights = self.norm_weight.split(self.split)

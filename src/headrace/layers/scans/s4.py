@@ -48,7 +48,7 @@ class S4D(Mixer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialises the poles as in S4D-Lin, and the step sizes between 0.001 and 0.1."""
+        """Initializes the poles as in S4D-Lin, and the step sizes between 0.001 and 0.1."""
         self.log_dt.uniform_(math.log(1e-3), math.log(1e-1))
         self.log_damping.fill_(math.log(0.5))
         self.frequency.copy_(torch.pi * torch.arange(self.shape[1]).expand(self.shape))
@@ -56,7 +56,7 @@ class S4D(Mixer):
         self.skip.normal_()
 
     def system(self, dtype: torch.dtype) -> Diagonal | LowRank:
-        """Returns the discretised systems of all channels."""
+        """Returns the discretized systems of all channels."""
         return Diagonal(*self._dynamics(dtype), _complex(self.C, dtype))
 
     def _dynamics(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -87,7 +87,7 @@ class S4D(Mixer):
 
 
 class S4(S4D):
-    """S4: systems initialised to HiPPO-LegS, as a diagonal minus a matrix of rank one, which S4D omits.
+    """S4: systems initialized to HiPPO-LegS, as a diagonal minus a matrix of rank one, which S4D omits.
 
     The initial B is that of HiPPO-LegS with imaginary parts clipped to ±2, as in the authors' code, not the paper."""
 

@@ -50,9 +50,9 @@ class PartLinear(LinearMixer):
     def run(self, x: Tensor, state, sequences: Sequences, in_place: bool = False):
         return super().run(self.ranks.enter(x), state, sequences, in_place)
 
-    def _normalise(self, x: Tensor) -> Tensor:
+    def _normalize(self, x: Tensor) -> Tensor:
         if self.spec.read.norm != "rms-joint":
-            return super()._normalise(x)
+            return super()._normalize(x)
         wide = x.to(accumulator(x))
         mean = self.ranks.sum(wide.square().mean((-2, -1), keepdim=True)) / self.ranks.size
         weight = self.norm_weight.to(wide.dtype).view(wide.shape[-2:])

@@ -13,7 +13,7 @@ class Kernel(NamedTuple):
 
     run: Callable[..., Any]
     unsupported_reason: Callable[..., str | None]  # returns why the backend cannot compute these arguments, or None
-    # Of linear_attention: which of "bonus" and "normalise" `run` takes in a call; rewrite.py expresses the others.
+    # Of linear_attention: which of "bonus" and "normalize" `run` takes in a call; rewrite.py expresses the others.
     extras: tuple[str, ...] = ()
     # For `step`: returns a function (tensors, into, state, out) -> (out, next state) for all tensors with the signature
     # of these (see ../prepared.py), or None. tensors: q to read_gate, as in Call; into: `state` if it is in place.
@@ -34,7 +34,7 @@ class Backend(NamedTuple):
     missing: Callable[[], str | None]  # returns why the backend is not available on this machine, or None
     about: Callable[[], str]  # returns the backend's version
     linear_attention: Kernel  # (call) -> (out, final state); differentiable
-    step: Kernel | None = None  # (call without token dimension, bonus, normalise, in_place) -> (out, state)
+    step: Kernel | None = None  # (call without token dimension, bonus, normalize, in_place) -> (out, state)
     # Returns whether only its name chooses the backend for these arguments of an operation, and "auto" does not.
     on_request: Callable[..., bool] = lambda *arguments: False
 

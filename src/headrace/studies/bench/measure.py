@@ -158,14 +158,14 @@ def taking_turns(names: Iterable[str], turn: Callable[[str], float], plan: Bench
 
 def timed(call: Callable[[], Any], plan: BenchPlan) -> float:
     clock = time.process_time if plan.clock == "cpu time" else time.perf_counter
-    synchronise(plan)
+    synchronize(plan)
     start = clock()
     call()
-    synchronise(plan)
+    synchronize(plan)
     return clock() - start
 
 
-def synchronise(plan: BenchPlan) -> None:
+def synchronize(plan: BenchPlan) -> None:
     if plan.device != "cpu":
         torch.accelerator.synchronize()
 

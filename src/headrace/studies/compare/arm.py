@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from ...spec.encoder_decoder import ModelSpec, RecurrentSpec
-from ...spec.serialise import from_json
+from ...spec.serialize import from_json
 from ...spec.stack import as_decoder
 from ...tasks import IGNORED, Answers, Rows, Sequences
 from ...tasks.base import Batch

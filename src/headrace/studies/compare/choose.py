@@ -7,7 +7,7 @@ from typing import Any
 
 from ... import zoo
 from ...spec.record import Kind, checked
-from ...spec.serialise import admitted
+from ...spec.serialize import admitted
 from ...spec.stack import Decoder
 from ...tasks import Task, Text
 from ...utils import plugins

@@ -14,11 +14,11 @@ from ...layers.blocks.widths import matrix_products
 from ...models import shift_right
 from ...spec.encoder_decoder import ModelSpec
 from ...spec.mixer import Spec
-from ...spec.serialise import from_json
+from ...spec.serialize import from_json
 from ...tasks import IGNORED, Sequences, Task
 from ...tasks.base import Batch
 from ...tasks.sequences import START
-from ...training.parameters import initialise_gates
+from ...training.parameters import initialize_gates
 from .shape import ArmRecipe, Shape
 
 
@@ -103,7 +103,7 @@ def build(arm: Subject) -> CausalModel | CompleteModel:
         initializer_range=recipe.initializer_range,
     )
     model = CausalModel(HeadraceForCausalLM(config))
-    initialise_gates(model, recipe.gate_std, recipe.gate_init)
+    initialize_gates(model, recipe.gate_std, recipe.gate_init)
     return model
 
 

@@ -15,7 +15,7 @@ from . import hypotheses, sweep, tuning
 from .findings import conditions, findings, headline
 from .plots import colours, draw
 from .rows import rows, write
-from .summary import Comparison, Contender, show, show_contender, summarise, task_of
+from .summary import Comparison, Contender, show, show_contender, summarize, task_of
 
 SHOWN = 3  # number of findings shown; the rest are folded
 HEADER = ("mixer", "held-out score", "per seed", "parameters", "state, bytes", "training tokens/s")
@@ -38,7 +38,7 @@ def write_report(results: dict[str, Any], folder: Path) -> Path:
 def report(results: dict[str, Any], folder: Path | None) -> Page:
     """The report of a results.json, with pictures, which are saved in the folder too. None: as the terminal shows it,
     without pictures and, of a sweep, without a section for each value."""
-    comparisons, over, asked = summarise(results), sweep.read(results), hypotheses.of_results(results)
+    comparisons, over, asked = summarize(results), sweep.read(results), hypotheses.of_results(results)
     answer = asked[0].answer if asked else sweep.answer(over) if over else headline(comparisons)
     sections = [
         Section("The statistic of the plan" if t.answer else "The means behind it", (t.about,), None, t.header, t.rows)

@@ -8,7 +8,7 @@ from typing import Any
 from ... import zoo
 from ...spec.attention import AttentionSpec
 from ...spec.linear import MixerSpec
-from ...spec.serialise import Spec
+from ...spec.serialize import Spec
 from .. import stats
 from ..report.numbers import count, seeds_of
 from .summary import Comparison, Contender, show

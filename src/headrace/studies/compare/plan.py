@@ -9,7 +9,7 @@ from typing import Any
 
 from ... import zoo
 from ...spec.encoder_decoder import ModelSpec
-from ...spec.serialise import admitted, from_json, to_json
+from ...spec.serialize import admitted, from_json, to_json
 from ...spec.stack import BertSpec
 from ...tasks import Digits, Masked, Sequences, Task
 from ...tasks.base import Part, generator

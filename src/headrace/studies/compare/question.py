@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...spec.record import Record
-from ...spec.serialise import record
+from ...spec.serialize import record
 from ...utils.errors import InputError
 
 OWN = ("question", "cost", "mixers", "over", "compare", "measure", "test")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ... import zoo
-from ...spec.serialise import Spec, from_json
+from ...spec.serialize import Spec, from_json
 from ...tasks import TASKS, Metric
 from ..report.numbers import quartiles, seeds_of
 
@@ -152,7 +152,7 @@ class Comparison:
         return [(members[0].label, members) for members in plain]
 
 
-def summarise(results: dict[str, Any]) -> list[Comparison]:
+def summarize(results: dict[str, Any]) -> list[Comparison]:
     """The comparisons of a results.json; mixers without a finished arm are left out."""
     plans = results["study"]["plans"]
     mixers = dict.fromkeys(mixer for plan in plans for mixer in plan["mixers"])

@@ -13,7 +13,7 @@ from ..report.style import SOFT, STYLE
 from .findings import at_chance, diverged, headline
 from .pairwise import pairs
 from .plots import axes, colours, legend, spread
-from .summary import Comparison, Contender, show_contender, summarise
+from .summary import Comparison, Contender, show_contender, summarize
 
 APART = 1.03  # factor on the x axis between mixers with states of equal size, so that they do not overlap
 
@@ -44,7 +44,7 @@ class Sweep:
 
 def read(results: dict[str, Any]) -> Sweep | None:
     about = results["study"].get("sweep")
-    return Sweep(about["field"], about["values"], summarise(results)) if about else None
+    return Sweep(about["field"], about["values"], summarize(results)) if about else None
 
 
 def draw(sweep: Sweep) -> dict[str, tuple[str, Figure]]:

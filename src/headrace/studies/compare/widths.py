@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from ...layers.blocks.widths import count_parameters, default_intermediate_size, match_intermediate_size
 from ...spec.encoder_decoder import ModelSpec
-from ...spec.serialise import to_json
+from ...spec.serialize import to_json
 from ...spec.stack import StackSpec
 from ...tasks import Task
 from .model import build, positions

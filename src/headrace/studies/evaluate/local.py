@@ -43,7 +43,7 @@ class Missing(Exception):
     """The reason why a task cannot be run on the local files."""
 
 
-def localise(item: Item, data: Path, scratch: Path) -> Path:
+def localize(item: Item, data: Path, scratch: Path) -> Path:
     """The folder with the YAML definition of the item on the rows of the folder `data`; `scratch`, in which the
     definition and the converted rows are written, unless the item needs no data.
 
@@ -82,7 +82,7 @@ def define(item: Item, folder: Path, source: dict[str, Any], function: str) -> P
 
 
 def content(item: Item, data: Path, scratch: Path) -> str:
-    """A digest of the rows that `localise` found for the item."""
+    """A digest of the rows that `localize` found for the item."""
     if item.task in NEEDLE:
         return digest("" if item.task == REPEATED else [*essays(data), *([] if has_punkt() else [UNTRAINED])])
     return sha256(scratch / f"{item.task}.jsonl")

@@ -1,4 +1,4 @@
-"""The harness's needle and recall tasks on local files: the functions and classes that the YAML of `localise` names."""
+"""The harness's needle and recall tasks on local files: the functions and classes that the YAML of `localize` names."""
 
 import re
 from pathlib import Path
@@ -58,7 +58,7 @@ class LocalRows(ConfigurableTask):
         self.dataset = datasets.load_dataset("json", **self.source)
 
 
-# Named as the tasks, by which `localise` refers to them.
+# Named as the tasks, by which `localize` refers to them.
 class swde(LocalRows, SWDE):
     pass
 

@@ -29,7 +29,7 @@ from .. import engine
 from ..engine import Claim, Point, Row, Tell
 from ..workers import Worker
 from .checkpoint import ROOM, Checkpoint, fingerprint, named, read_checkpoint
-from .local import Missing, content, localise
+from .local import Missing, content, localize
 from .suites import RECALL, RECALLED, Item, items
 from .unigram import unigram
 
@@ -141,7 +141,7 @@ def find_rows(chosen: list[Item], plan: EvaluationPlan, scratch: Path) -> tuple[
     rows, missing, data = [], {}, Path(plan.data)
     for item in chosen:
         try:
-            rows.append(Rows(item, localise(item, data, scratch), content(item, data, scratch)))
+            rows.append(Rows(item, localize(item, data, scratch), content(item, data, scratch)))
         except Missing as reason:
             missing[item.name] = str(reason)
     return rows, missing

@@ -26,7 +26,7 @@ RULES = (
 
 
 def entropy(gate: Tensor) -> Tensor:
-    """Entropy of a gate [T, H] over heads, divided by log(H), [T]. The gate is normalised to shares first."""
+    """Entropy of a gate [T, H] over heads, divided by log(H), [T]. The gate is normalized to shares first."""
     shares = gate / gate.sum(-1, keepdim=True)
     return torch.special.entr(shares).sum(-1) / math.log(max(gate.shape[-1], 2))
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import zoo
-from ...spec.serialise import Spec
+from ...spec.serialize import Spec
 from ...utils.environment import environment
 from ...utils.integrity import finite
 from ..report.page import template
@@ -34,7 +34,7 @@ PIECE = 256  # tokens whose logits are in memory at once
 
 
 def pack(x: Tensor, bits: int = 16, log: bool = False) -> dict[str, Any]:
-    """Quantises numbers (log=True: their logarithms) to integers of `bits` bits between the smallest and the largest,
+    """Quantizes numbers (log=True: their logarithms) to integers of `bits` bits between the smallest and the largest,
     with an error of at most half a step. A number that is not finite becomes the largest integer."""
     x = x.double().cpu()
     x = x.clamp(min=1e-12).log() if log else x

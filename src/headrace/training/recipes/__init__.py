@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from ... import zoo
 from ...spec.record import NonNegativeFloat, PositiveFloat, PositiveInt, Range
-from ...spec.serialise import admitted
+from ...spec.serialize import admitted
 from ...utils import yaml_file
 from ...utils.errors import InputError, nearest
 from ...utils.yaml_file import read_yaml
@@ -66,7 +66,7 @@ class Recipe(Optimization):
         False  # keep documents in a row separate: no attention, state or label crosses their boundary
     )
 
-    # the optimiser, with the fields of Optimization
+    # the optimizer, with the fields of Optimization
 
     warmup_tokens: NonNegativeFloat = 0.0  # tokens of linear warm-up
     clip_when: Literal["always", "gated"] = "always"  # gated: only for a mixer with a gate, as `Spec.gated` says
@@ -76,7 +76,7 @@ class Recipe(Optimization):
     precision: Literal["bfloat16", "float32"] = "bfloat16"  # bfloat16: autocast; weights and moments are float32
     micro_batch: PositiveInt = 8  # rows per device and forward pass; gradients are accumulated over a step
     context_parallel: PositiveInt = 1  # processes of torchrun that share the tokens of a row
-    shard: PositiveInt = 1  # processes of torchrun that share the weights, the gradients and the optimiser's moments
+    shard: PositiveInt = 1  # processes of torchrun that share the weights, the gradients and the optimizer's moments
     recompute: bool = False  # recompute activations in the backward
     compile: bool = False  # torch.compile of each block
     seed: Annotated[int, Range(f"0 to {2**32 - 1}", lambda seed: 0 <= seed < 2**32)] = 0

@@ -22,7 +22,7 @@ _recent: deque[tuple[Tensor, int, Packing]] = deque(maxlen=4)
 def packing(cu_seqlens: Tensor, T: int) -> Packing:
     """Returns the bounds of the sequences of T tokens in all.
 
-    Synchronises the GPU once for a tensor, not once per layer. A tensor that was changed in place is read again; one
+    Synchronizes the GPU once for a tensor, not once per layer. A tensor that was changed in place is read again; one
     made in inference mode, which does not count its changes, is read for every call.
 
     Raises:

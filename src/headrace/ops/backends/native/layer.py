@@ -2,7 +2,7 @@
 
 kinds: the kind of each of the layer's parts, by name. sizes: (D, H, Hq, K, V, width of the short convolution or 0, and
 the sizes of the parts of the input projection that the decay and the output gate get). numbers: scale, epsilons of the
-norm, the group norm and the normaliser, temperature, base of the rotary frequencies or 0.
+norm, the group norm and the normalizer, temperature, base of the rotary frequencies or 0.
 
 Dimensions: D hidden size, H heads (Hq for q and k), K key, V value dimension per head.
 """

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ....spec.decay import DecayShape
 from ....utils.errors import InputError
-from ...call import NORMALISER_EPS, Call
+from ...call import NORMALIZER_EPS, Call
 from ...checks import sequence_ends
 
 ABI = 9
@@ -102,7 +102,7 @@ class Problem:
         self.packed = _PROBLEM.pack(
             ABI, DTYPES[call.v.dtype], decay, call.delta, call.chunk_size or 0, torch.get_num_threads(), KEEP_ERRORS,
             call.scale, B, T, H, Hq, K, V, call.sequences, address(ends), *_places(self.tensors), address(state),
-            address(bonus), NORMALISER_EPS if call.normalise else 0,
+            address(bonus), NORMALIZER_EPS if call.normalize else 0,
         )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from ... import derivatives
 from ...autograd import register
 from ...call import Call
-from ...rewrite import normalised
+from ...rewrite import normalized
 from ..base import Backend, Kernel
 from . import library as native
 from . import step
@@ -43,18 +43,18 @@ def _run(call: Call) -> tuple[Tensor, Tensor]:
         call.bonus is not None and decay is not None and decay.dim() == 1
     ):  # with a bonus the library takes one per token
         call = call._replace(log_decay=decay.expand(call.v.shape[:3]))
-    if call.normalise and call.v.shape[1] == 1:  # a token's own kernel has no normaliser
-        return normalised(call._replace(normalise=False), _operator)
+    if call.normalize and call.v.shape[1] == 1:  # a token's own kernel has no normalizer
+        return normalized(call._replace(normalize=False), _operator)
     return _operator(call)
 
 
-def _step(call: Call, bonus: Tensor | None, normalise: bool, in_place: bool) -> tuple[Tensor, Tensor]:
+def _step(call: Call, bonus: Tensor | None, normalize: bool, in_place: bool) -> tuple[Tensor, Tensor]:
     call = call.with_tokens()._replace(bonus=bonus)
-    out, state = normalised(call, _run) if normalise else _run(call)
+    out, state = normalized(call, _run) if normalize else _run(call)
     return out.squeeze(1), state
 
 
-def _unsupported_step(call: Call, bonus: Tensor | None, normalise: bool) -> str | None:
+def _unsupported_step(call: Call, bonus: Tensor | None, normalize: bool) -> str | None:
     if derivatives.transformed():
         return "it supports neither transforms of torch.func nor forward-mode differentiation"
     return _unsupported_reason(call)
@@ -63,6 +63,6 @@ def _unsupported_step(call: Call, bonus: Tensor | None, normalise: bool) -> str 
 BACKEND = Backend(
     missing=lambda: native.missing,
     about=lambda: f"C++, {native.instructions}",
-    linear_attention=Kernel(_run, _unsupported_reason, extras=("bonus", "normalise")),
+    linear_attention=Kernel(_run, _unsupported_reason, extras=("bonus", "normalize")),
     step=Kernel(_step, _unsupported_step, prepare=step.prepare),
 )

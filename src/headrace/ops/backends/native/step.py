@@ -17,9 +17,9 @@ _ADDRESSES = struct.Struct("@9P")  # TOKENWISE, out, state
 MANY = 1024  # size limit of a set of addresses
 
 
-def prepare(call: Call, bonus: Tensor | None, normalise: bool) -> "Step | None":
+def prepare(call: Call, bonus: Tensor | None, normalize: bool) -> "Step | None":
     """Returns the prepared call, or None if the library cannot read the tensors where they lie."""
-    if bonus is not None or normalise or not all(x is None or _is_plain(x) for x in call.tensors):
+    if bonus is not None or normalize or not all(x is None or _is_plain(x) for x in call.tensors):
         return None
     call = call.with_tokens()._replace(initial_state=None)
     problem = native.Problem(call)

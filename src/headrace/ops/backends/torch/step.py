@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call import NORMALISER_EPS, TOKENWISE, Call, accumulator, gated
+from ...call import NORMALIZER_EPS, TOKENWISE, Call, accumulator, gated
 from ...checks import sequence_ends
 
 
-def step(call: Call, bonus: Tensor | None, normalise: bool, in_place: bool) -> tuple[Tensor, Tensor]:
+def step(call: Call, bonus: Tensor | None, normalize: bool, in_place: bool) -> tuple[Tensor, Tensor]:
     """Computes one token. The tensors of the call have no token dimension."""
-    settings = bonus, call.delta, normalise, call.scale
+    settings = bonus, call.delta, normalize, call.scale
     return _step(*call[:3], call.initial_state, *call[3:7], *settings)
 
 
@@ -21,14 +21,14 @@ def _step(q, k, v, state, *rest):
         return _update(q, k, v, state, *rest)
 
 
-def _update(q, k, v, state, log_decay, beta, write_gate, read_gate, bonus, delta, normalise, scale):
+def _update(q, k, v, state, log_decay, beta, write_gate, read_gate, bonus, delta, normalize, scale):
     acc, H = accumulator(v), v.shape[1]
     q, k, target = (x.to(acc) for x in (q, k, v))
     rest = (state, log_decay, beta, write_gate, read_gate, bonus)
     state, log_decay, beta, write_gate, read_gate, bonus = (x if x is None else x.to(acc) for x in rest)
     q, k = (x.repeat_interleave(H // x.shape[1], 1) if x.shape[1] != H else x for x in (q, k))
     q = q * scale
-    if normalise:
+    if normalize:
         target = torch.cat([target, torch.ones_like(target[..., :1])], -1)
     target = gated(target, write_gate)
     S = k.new_zeros(*k.shape, target.shape[-1]) if state is None else state.to(acc)
@@ -44,16 +44,16 @@ def _update(q, k, v, state, log_decay, beta, write_gate, read_gate, bonus, delta
         out = torch.matmul(q[:, :, None], S).squeeze(2)
     else:
         out = torch.matmul(q[:, :, None], before).squeeze(2) + (q * bonus * k).sum(-1, keepdim=True) * target
-    if normalise:
-        out = out[..., :-1] / (out[..., -1:] + NORMALISER_EPS)
+    if normalize:
+        out = out[..., :-1] / (out[..., -1:] + NORMALIZER_EPS)
     return gated(out, read_gate).to(v.dtype), S
 
 
-def recurrent(call: Call, bonus: Tensor | None, normalise: bool) -> tuple[Tensor, Tensor]:
+def recurrent(call: Call, bonus: Tensor | None, normalize: bool) -> tuple[Tensor, Tensor]:
     """Runs `step` in a loop over the tokens."""
     if call.cu_seqlens is not None:
-        return _each_sequence(call, bonus, normalise)
-    T, settings = call.v.shape[1], (bonus, call.delta, normalise, call.scale)
+        return _each_sequence(call, bonus, normalize)
+    T, settings = call.v.shape[1], (bonus, call.delta, normalize, call.scale)
 
     def columns(x: Tensor | None):
         # unbind instead of indexing, because the gradient of x[:, t] is as large as x.
@@ -62,14 +62,14 @@ def recurrent(call: Call, bonus: Tensor | None, normalise: bool) -> tuple[Tensor
     state, out = call.initial_state, []
     if state is None:
         (B, _, H, V), K = call.v.shape, call.k.shape[-1]
-        state = call.v.new_zeros(B, H, K, V + normalise, dtype=accumulator(call.v))
+        state = call.v.new_zeros(B, H, K, V + normalize, dtype=accumulator(call.v))
     for q, k, v, *rest in zip(*(columns(x) for x in call[:7]), strict=True):
         o, state = _step(q, k, v, state, *rest, *settings)
         out.append(o)
     return torch.stack(out, 1) if out else call.v, state
 
 
-def _each_sequence(call: Call, bonus: Tensor | None, normalise: bool) -> tuple[Tensor, Tensor]:
+def _each_sequence(call: Call, bonus: Tensor | None, normalize: bool) -> tuple[Tensor, Tensor]:
     assert call.cu_seqlens is not None
     lengths = [end - start for start, end in pairwise(sequence_ends(call.cu_seqlens, call.v.shape[1]))]
     per_token = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor) and name in TOKENWISE}
@@ -78,5 +78,5 @@ def _each_sequence(call: Call, bonus: Tensor | None, normalise: bool) -> tuple[T
     for n in range(len(lengths)):
         tensors: dict[str, Any] = {name: pieces[n] for name, pieces in per_token.items()}
         state = None if call.initial_state is None else call.initial_state[n : n + 1]
-        results.append(recurrent(call._replace(**tensors, initial_state=state, cu_seqlens=None), bonus, normalise))
+        results.append(recurrent(call._replace(**tensors, initial_state=state, cu_seqlens=None), bonus, normalize))
     return torch.cat([out for out, _ in results], 1), torch.cat([state for _, state in results])

@@ -12,7 +12,7 @@ from ....utils.device import interpreted
 from ...autograd import define, register
 from ...call import SCHEMA, Call
 from ...derivatives import transformed
-from ...rewrite import normalised
+from ...rewrite import normalized
 from ..base import Backend, Kernel
 from .limits import DTYPES, LARGEST_KEY, missing
 
@@ -100,16 +100,16 @@ _step_op_in_place = define(
 )
 
 
-def _step(call: Call, bonus: Tensor | None, normalise: bool, in_place: bool) -> tuple[Tensor, Tensor]:
-    if normalise:
-        return normalised(call, lambda call: _step(call, None, False, in_place))
+def _step(call: Call, bonus: Tensor | None, normalize: bool, in_place: bool) -> tuple[Tensor, Tensor]:
+    if normalize:
+        return normalized(call, lambda call: _step(call, None, False, in_place))
     state = call.initial_state
     if in_place and state is not None and state.dtype == torch.float32 and state.is_contiguous():
         return _step_op_in_place(*call._replace(bonus=bonus)), state
     return _step_op(*call._replace(bonus=bonus))
 
 
-def _unsupported_step(call: Call, bonus: Tensor | None, normalise: bool) -> str | None:
+def _unsupported_step(call: Call, bonus: Tensor | None, normalize: bool) -> str | None:
     """Returns why the kernel cannot compute one token, or None."""
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*call.tensors, bonus))
     if transformed() or wanted:

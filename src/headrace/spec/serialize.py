@@ -95,8 +95,8 @@ def _refuse_old_norm(cls, data: dict[str, Any], where: str) -> None:
     """Raises InputError for the norm of Taylor features, which no field says any more."""
     if cls is Inputs and str(data.get("feature_map")).startswith("taylor-") and data.get("qk_norm", "none") != "none":
         raise InputError(
-            f"{where}.feature_map={data['feature_map']!r} with qk_norm={data['qk_norm']!r} normalised the features "
-            "of the order; expected inputs.order, before which q and k are normalised"
+            f"{where}.feature_map={data['feature_map']!r} with qk_norm={data['qk_norm']!r} normalized the features "
+            "of the order; expected inputs.order, before which q and k are normalized"
         )
 
 
