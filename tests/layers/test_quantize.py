@@ -178,8 +178,8 @@ def test_decoding_equals_the_full_forward(mixer):
 def test_decays_and_gates_are_not_quantized(mixer):
     skip_if_missing("native")
     layer = Mixer(mixer, hidden_size=32, num_heads=4)
-    quantize = {name for name, module in quantize(layer).named_modules() if isinstance(module, Int8Linear)}
-    assert quantize == {"in_proj", "o_proj"}
+    integer = {name for name, module in quantize(layer).named_modules() if isinstance(module, Int8Linear)}
+    assert integer == {"in_proj", "o_proj"}
     assert layer.token_program(torch.randn(2, 1, 32))[1] is None
 
 
