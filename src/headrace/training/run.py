@@ -14,7 +14,7 @@ import shlex
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from .. import zoo
 from ..data import Collator, PackedData, open_data, unigram_loss
 from ..hf.checkpoint import fetched
-from ..layers.blocks.compiled import compile_blocks
+from ..layers.blocks.compiled import compile_for_training, is_compiled, report_compiler_errors
 from ..utils.errors import InputError, reading
 from ..utils.extras import require
 from ..utils.integrity import CHECKSUMS, damage, finite, misfit, read_record, restored, write_json
@@ -88,8 +88,9 @@ def train(
         set_seed(recipe.seed)
         trainer = make_trainer(recipe, opened, settings)
         print_once(describe_start(trainer, recipe, last))
-        with report_failures(trainer, folder):
+        with report_failures(trainer, folder), report_compiler_errors():
             train_to_end(trainer, last, recipe, folder)
+            recipe = replace(recipe, compile=is_compiled(trainer.model))
             finish(trainer, recipe, about, opened, folder / "model")
     return trainer
 
@@ -104,10 +105,11 @@ def describe_start(trainer: HeadraceTrainer, recipe: Recipe, last: Path | None) 
     parameters = count(trainer.model)["tied" if recipe.tie else "untied"]
     passes = recipe.steps * recipe.rows / len(trainer.train_dataset)  # type: ignore[arg-type]
     begins = "" if last is None else f"; it resumes from {last}"
+    compiled = "; torch.compile compiles the blocks" if is_compiled(trainer.model) else ""
     return (
         f"{recipe.mixer}: {recipe.layers} layers of width {recipe.hidden_size}, {parameters / 1e6:,.2f} M parameters\n"
         f"{recipe.tokens:,.0f} tokens in {recipe.steps:,} steps of {recipe.rows} rows of {recipe.length}: "
-        f"{passes:,.3g} passes over the data{begins}"
+        f"{passes:,.3g} passes over the data{begins}{compiled}"
     )
 
 
@@ -250,8 +252,9 @@ def make_trainer(recipe: Recipe, data: PackedData, settings: TrainingArguments) 
     settings.per_device_train_batch_size, settings.gradient_accumulation_steps = recipe.share(settings.world_size)
     with errors_in_all():
         model = build(recipe)
-    if recipe.compile:
-        compile_blocks(model)
+    splits = recipe.shard > 1 or recipe.context_parallel > 1
+    wanted = False if splits and recipe.compile is None else recipe.compile
+    compile_for_training(model, wanted, cuda=torch.cuda.is_available(), packed=recipe.separate_documents)
     if recipe.shard > 1:
         replicas = settings.world_size // recipe.shard
         shard(model, grid(settings, dp_replicate=replicas, dp_shard=recipe.shard))

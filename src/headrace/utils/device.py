@@ -40,9 +40,10 @@ def all_devices(name: str | None) -> list[str]:
 
 
 def constant(function: F) -> F:
-    """Marks a function of constants, such as a device. torch.compile calls it instead of tracing it, and its result is a
-    constant of the graph: `torch.compiler.assume_constant_result` without its import of the compiler, which takes
-    seconds. Questions to a driver or an import, which cannot be traced, belong into such a function."""
+    """Marks a function whose arguments are constants, such as a device. torch.compile calls it instead of tracing it,
+    and takes its result as a constant: for questions to a driver or to the import system, which would break a graph.
+
+    `torch.compiler.assume_constant_result` does the same, but imports the compiler, which takes seconds."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
