@@ -50,6 +50,7 @@ from .watch import Stop, Watch
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "none")
 NOT_IDENTIFYING = ("seconds", "megabytes_per_second", "files")  # fields of a manifest that do not identify the data
+OF_THE_MACHINE = (*PARALLEL, "compile")  # fields of a recipe that do not identify the run
 LOG_EVERY = 10  # steps between logs if save_every is a multiple, else their greatest common divisor
 
 
@@ -137,7 +138,7 @@ def begin(folder: Path, recipe: Recipe, data: PackedData, accept_old: bool = Fal
         InputError: the folder belongs to another run or to another version of headrace.
     """
     identity = {name: value for name, value in data.manifest.items() if name not in NOT_IDENTIFYING}
-    fields = {name: value for name, value in asdict(recipe).items() if name not in PARALLEL}
+    fields = {name: value for name, value in asdict(recipe).items() if name not in OF_THE_MACHINE}
     plan = {"recipe": json.loads(json.dumps(fields)), "data": identity}  # as it is read back: lists for tuples
     claim(folder, plan, accept_old, "run.json", defaults({"recipe": recipe}), _with_new_names)
     checkpoints.discard_unfinished(folder)
@@ -147,7 +148,8 @@ def begin(folder: Path, recipe: Recipe, data: PackedData, accept_old: bool = Fal
 def _with_new_names(held: Any) -> Any:
     if misfit(held, {"recipe": dict}):
         return held
-    return held | {"recipe": {OLD_FIELDS.get(name, name): value for name, value in held["recipe"].items()}}
+    fields = {OLD_FIELDS.get(name, name): value for name, value in held["recipe"].items() if name != "compile"}
+    return held | {"recipe": fields}
 
 
 @contextmanager
