@@ -44,14 +44,15 @@ def batches(device: str) -> list[dict[str, torch.Tensor]]:
 
 
 def steps(model: torch.nn.Module, device: str, way: str) -> list[torch.Tensor]:
-    """Returns the loss of each batch, then the sum of its gradients."""
+    """Returns the losses of all batches, and the sum of their gradients."""
     losses = []
     for batch in batches(device):
         with torch.autocast(device, torch.bfloat16, enabled=way == "autocast"):
             loss = model(**batch, labels=batch["input_ids"], use_cache=False).loss
         loss.backward()
         losses.append(loss.detach().double())
-    return losses + [p.grad.double() for p in model.parameters() if p.grad is not None]
+    gradients = [p.grad.double().flatten() for p in model.parameters() if p.grad is not None]
+    return [torch.stack(losses), torch.cat(gradients)]
 
 
 def probe(mixer: str, way: str, dry: bool) -> str:
@@ -72,7 +73,7 @@ def probe(mixer: str, way: str, dry: bool) -> str:
         model = HeadraceForCausalLM(config).to(device, torch.bfloat16 if way == "bfloat16" else torch.float32).train()
         expected = steps(copy.deepcopy(model), device, way)
         found = steps(compile_blocks(model, backend=counter, fullgraph=True), device, way)
-        error = max(float((x - y).norm() / (y.norm() + 1e-30)) for x, y in zip(found, expected, strict=True))
+        error = max(float((x - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True))
         line = f"ok      compiled {counter.frame_count} times, at most {error:.1e} from uncompiled"
     except Exception as failed:
         line = f"FAILED  {type(failed).__name__} after {counter.frame_count} graphs: {failed}\n{traceback.format_exc()}"
@@ -93,7 +94,7 @@ def main() -> None:
     waiting = {pool.submit(probe, *job): job for job in jobs}
     try:
         for done in as_completed(waiting, given.seconds):
-            print(done.result(), flush=True)
+            print(done.exception() or done.result(), flush=True)
             left -= 1
     except TimeoutError:
         unfinished = ", ".join(f"{mixer} {way}" for done, (mixer, way, _) in waiting.items() if not done.done())
