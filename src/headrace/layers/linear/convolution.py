@@ -27,7 +27,7 @@ def convolve(
         silu: whether SiLU follows.
     """
     first = history is None and sequences.borders is None
-    if first and backend in ("auto", "triton") and triton.unsupported_reason(conv, x) is None:
+    if first and triton.chosen(backend, x) and triton.unsupported_reason(conv, x) is None:
         return triton.convolve(x, conv.weight, conv.bias, sequences.cu_seqlens, silu)
     history = sequences.before(x, history, conv.kernel_size[0] - 1)
     if silu and backend in ("auto", "native") and native.unsupported_reason(conv, x) is None:
