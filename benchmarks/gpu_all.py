@@ -11,6 +11,7 @@ fails is a row with the error. FOLDER/log.txt has what all stages printed, op.cs
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -50,7 +51,9 @@ PYTEST = (
 )
 STAGES = {
     "blocks": Stage(75, (str(HERE / "gpu_blocks.py"), "--seconds", "60", "--processes", "5", *MIXERS)),
-    "correctness": Stage(50, (str(HERE / "gpu.py"), "--stage", "correctness", "--minutes", "0.7", "--output", "{}/op.csv")),
+    "correctness": Stage(
+        50, (str(HERE / "gpu.py"), "--stage", "correctness", "--minutes", "0.7", "--output", "{}/op.csv")
+    ),
     "train": Stage(180, models("train"), (*COMPILED, *EAGER), warms=True),
     "fla-train": Stage(90, models("train"), tuple(f"fla:{m}{':profile' * (m in PROFILED)}" for m in FLA), warms=True),
     "decode": Stage(
@@ -94,10 +97,8 @@ class Run:
 
 
 def end(process: subprocess.Popen) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
