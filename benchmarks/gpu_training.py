@@ -32,7 +32,7 @@ CLASSES = {
     "attention": r"flash|fmha|attention",
     "products": r"gemm|cutlass|cublas|nvjet|xmma|gemv|splitk",
     "elementwise, fused": r"triton_(poi|red|per|tem|for)",
-    "elementwise": r"elementwise|reduce|norm|softmax|embedding|index|sort|scan_dim|nll|dropout",
+    "elementwise": r"elementwise|reduce|norm|softmax|embedding|index|sort|scan_dim|nll|entropy|swiglu|dropout",
 }
 
 
