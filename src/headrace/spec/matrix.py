@@ -45,7 +45,8 @@ class MatrixSpec(Spec):
     expand_k: PositiveFloat = 1.0  # key dimensions of all heads together, as a multiple of the hidden size
     expand_v: PositiveFloat = 1.0  # value dimensions of all heads together, as a multiple of the hidden size
     count: PositiveInt | None = None  # number of heads; None: that of `width`
-    # value dimension per head in the paper, from which the number of heads follows; None: the model's num_heads
+    # value dimension per head in the paper, from which the number of heads follows; None, and in a model narrower than
+    # 4 such heads: the model's num_heads
     width: PositiveInt | None = None
 
     uncompeting = "computes its memory by a recurrence of its own, which has no gates of competition"

@@ -8,6 +8,7 @@ from ..utils.errors import InputError
 from .record import Record
 
 Shapes = dict[str, tuple[int, ...]]
+FEWEST = 4  # number of heads of a published size from which on a model has heads of that size
 
 
 class Update(NamedTuple):
@@ -73,13 +74,13 @@ class Spec(Stateful):
 
 def heads_of_width(width: int, total: float, default: int) -> int:
     """Returns the number of heads of about `width` channels into which `total` channels divide: that whose heads are
-    nearest to it in ratio, or `default` if this is one head or none.
+    nearest to it in ratio. A model too narrow for FEWEST of them has `default` heads.
 
-    Raises InputError if only heads under half or over twice the width divide them."""
+    Raises InputError if the channels divide only into heads under half or over twice the width."""
     total = round(total, 6)
-    if total**2 < 2 * width**2:  # nearer to one head than to two
+    if total < FEWEST * width:
         return default
-    near = [n for n in range(1, int(2 * total / width) + 1) if total % n == 0 and total <= 2 * n * width]
+    near = [n for n in range(FEWEST, int(2 * total / width) + 1) if total % n == 0 and total <= 2 * n * width]
     if not near:
         raise InputError(
             f"heads of width {width} for {total:g} channels; expected a multiple of {width}, or a number of heads "
