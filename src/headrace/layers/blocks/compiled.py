@@ -20,15 +20,27 @@ def compile_blocks(model: nn.Module, **options: Any) -> nn.Module:
 
     Args:
         model: a model of `headrace`, or any module that has its blocks.
-        options: of `torch.compile`; dynamic=True unless given.
+        options: of `torch.compile`; unless given, dynamic=True, and Inductor computes norms, activations and gates
+            again in the backward, so that they are not kept for it.
 
     Returns:
         The model.
     """
+    default: dict[str, Any] = {} if options.keys() & {"backend", "mode", "options"} else {"backend": recomputing}
     for module in model.modules():
         if isinstance(module, Block):
-            module.compile(**{"dynamic": True, **options})
+            module.compile(**{"dynamic": True, **default, **options})
     return model
+
+
+def recomputing(graph: Any, inputs: Any) -> Any:
+    """Inductor as a backend of `torch.compile`, which also recomputes what the backward has to write to memory again.
+    By default it keeps those tensors: two thirds of the memory of a block."""
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+
+    with config.patch(ban_recompute_materialized_backward=False):
+        return compile_fx(graph, inputs)
 
 
 def compile_for_training(model: nn.Module, wanted: bool | None, cuda: bool, packed: bool) -> None:
