@@ -94,6 +94,11 @@ class SoftmaxAttention(SelfInitialized):
                 {f"{name}_proj": deepcopy(getattr(self, f"{name}_proj")) for name in "qkv"}
             )
 
+    @property
+    def static_shapes(self) -> bool:
+        """Whether a call without packed sequences needs nothing of their lengths on the host."""
+        return self.spec.pattern is None
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Sets the logits of the sinks to 0, and copies the projections to those of the global tokens (arXiv

@@ -165,6 +165,11 @@ class Block(nn.Module):
         """The mixer, and the parallel mixer if there is one."""
         return [self.mixer] if self.parallel is None else [self.mixer, self.parallel]
 
+    def reads_lengths(self, packed: bool) -> bool:
+        """Whether a mixer reads the lengths of sequences on the host. packed: whether sequences are packed."""
+        static = all(getattr(mixer, "static_shapes", False) for mixer in self.mixers)
+        return not static or (packed and any(isinstance(mixer, SoftmaxAttention) for mixer in self.mixers))
+
     @property
     def states(self) -> int:
         """Number of states."""
