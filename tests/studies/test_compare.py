@@ -191,7 +191,7 @@ HAND = {  # operations of a head with K key and V value numbers, term by term; v
     "gla-outer": lambda K, V: 2 * K * V + 2 * K * V + 2 * K * V,  # diag(α) S diag(β), + kᵀ v, q S
     "rwkv7": lambda K, V: K * V + 2 * K * V + 2 * K * V + 2 * K * V + 2 * K * V,  # diag(α) S − (a κ)ᵀ (κ S) + kᵀ v, q S
     "gsa": lambda K, V: 64 * (K + V) * (1 + 2 + 2),  # diag(α) (K, V), + (1 − α)ᵀ (k, v), q Kᵀ and p V, with 64 slots
-    "abc": lambda K, V: 64 * (K + V) * (1 + 2 + 2) + 64 * (1 + 1 + 1 + 2),  # and Σ e^w, p, 1 − p, the sum of the softmax
+    "abc": lambda K, V: 64 * (K + V) * (1 + 2 + 2) + 64 * (1 + 1 + 1 + 2),  # Σ e^w, p, 1 − p, the sum of p
     # one head of N numbers for each of E channels
     "mamba": lambda N, E: N * E + N * E + 2 * N * E + 2 * N * E,  # dt A, Ā h, + (dt u) B, C h
     "rwkv4": lambda N, E: 3 * E + 2 * E + (2 + 1 + 1) * E,  # e^−w a + e^k v, e^−w b + e^k, (a + e^u v) / (b + e^u)
