@@ -608,9 +608,7 @@ def test_batches_without_labels_are_counted_and_harmless(mixer, monkeypatch):
     assert result["batches_without_labels"] == 2 and not result["diverged"]
     assert all(math.isfinite(point["train_loss"] or 0) for point in result["curve"])
     (found,) = summarize({"study": Study("s", "S", (plan,)).to_json(), "arms": [result]})
-    said = (
-        f"Batches without any label in the training of {found.contenders[0].label}: 2; their loss and gradients were 0."
-    )
+    said = f"Batches without any label in training {found.contenders[0].label}: 2; their loss and gradients were 0."
     assert said in findings(found)
 
 

@@ -57,7 +57,7 @@ def test_task_loss_covers_answers_only(task, changes, tmp_path, monkeypatch):
     answers = sum(label != IGNORED for row in data.held_out["shift_labels"] for label in row)
     assert (manifest["held_out"]["rows"], manifest["held_out"]["tokens"]) == (8, answers)
     steps = 2 * changes.get("batch_tokens", 128)
-    trainer = train(data, tmp_path / "run", tokens=steps, warmup_tokens=0, save_every=2, evaluate_every=2, **changes)
+    trainer = train(data, tmp_path / "run", tokens=steps, warmup=0, save_every=2, evaluate_every=2, **changes)
     model = load(tmp_path / "run" / "model")
     assert (
         (data.tokenizer is None) == (task.name == "mqar") != (tmp_path / "run" / "model" / "tokenizer.json").is_file()

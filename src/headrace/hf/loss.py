@@ -35,7 +35,8 @@ def token_loss(model: Any, hidden: Tensor, logits: Tensor | None, labels: Tensor
     if logits is None:
         total = linear_cross_entropy(hidden.flatten(0, 1), model.lm_head.weight, targets.flatten())
     else:
-        total = ForCausalLMLoss(logits, None, vocabulary, num_items_in_batch=1, shift_labels=targets)
+        one: Any = 1  # so that the loss is a sum
+        total = ForCausalLMLoss(logits, None, vocabulary, num_items_in_batch=one, shift_labels=targets)
     return per_item(total, targets, loss_kwargs.get("num_items_in_batch"))
 
 

@@ -14,9 +14,9 @@ UNIFORM, ONE_HOT = 0.999, 0.01  # bounds on entropy / log(heads)
 
 
 class Watch(TrainerCallback):
-    """Stops the run after PATIENCE consecutive non-finite gradients, prints how many batches had no label, once for each gate that selects one head
-    only, and after the last evaluation which gates are uniform: as all are when training begins, that says nothing
-    earlier."""
+    """Stops the run after PATIENCE consecutive non-finite gradients, prints once for each gate that selects one head
+    only, after the last step how many batches had no label, and after the last evaluation which gates are uniform: as
+    all are when training begins, that says nothing earlier."""
 
     def __init__(self, trainer: HeadraceTrainer, warmup_steps: int):
         self.trainer, self.warmup_steps = trainer, warmup_steps

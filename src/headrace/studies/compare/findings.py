@@ -196,7 +196,7 @@ def unlabelled(comparison: Comparison) -> Iterator[str]:
     """The training batches in which no token had a label, whose loss and gradients are 0."""
     for c in comparison.contenders:
         if number := sum(arm.get("batches_without_labels", 0) for arm in c.arms):
-            yield f"Batches without any label in the training of {c.label}: {number:,}; their loss and gradients were 0."
+            yield f"Batches without any label in training {c.label}: {number:,}; their loss and gradients were 0."
 
 
 def cautions(comparison: Comparison) -> Iterator[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ... import zoo
-from ...spec.record import NonNegativeFloat, PositiveFloat, PositiveInt, Range
+from ...spec.record import PositiveFloat, PositiveInt, Range
 from ...spec.serialize import admitted
 from ...utils import yaml_file
 from ...utils.errors import InputError, nearest
@@ -68,7 +68,6 @@ class Recipe(Optimization):
 
     # the optimizer, with the fields of Optimization
 
-    warmup_tokens: NonNegativeFloat = 0.0  # tokens of linear warm-up
     clip_when: Literal["always", "gated"] = "always"  # gated: only for a mixer with a gate, as `Spec.gated` says
 
     # the run
@@ -106,11 +105,6 @@ class Recipe(Optimization):
         )
         yield self.compile and self.shard > 1, f"shard={self.shard} with compile=True; expected one of them"
         yield (
-            self.warmup_tokens >= self.tokens,
-            f"warmup_tokens={self.warmup_tokens:g}; expected fewer than tokens={self.tokens:g}; add "
-            f"warmup_tokens={self.tokens / 20:g}, a twentieth of them",
-        )
-        yield (
             self.steps < 1,
             f"tokens={self.tokens:g}; expected at least half of a step, which is batch_tokens={self.batch_tokens}",
         )
@@ -121,7 +115,7 @@ class Recipe(Optimization):
 
     @property
     def warmup_steps(self) -> int:
-        return round(self.warmup_tokens / self.batch_tokens)
+        return round(self.warmup * self.tokens / self.batch_tokens)
 
     @property
     def rows(self) -> int:
