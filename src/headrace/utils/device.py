@@ -4,11 +4,13 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from .errors import InputError
+
+F = TypeVar("F", bound=Callable)
 
 
 def present_device() -> torch.device:
@@ -53,6 +55,21 @@ def kept_on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
 
     made.forget = kept.cache_clear  # type: ignore[attr-defined]
     return made
+
+
+def constant(function: F) -> F:
+    """Marks a function whose arguments are constants, such as a device. torch.compile calls it instead of tracing it,
+    and takes its result as a constant: for questions to a driver or to the import system, which would break a graph.
+
+    `torch.compiler.assume_constant_result` does the same, but imports the compiler, which takes seconds."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant
+def is_hopper(device: torch.device) -> bool:
+    """Whether a GPU is one of NVIDIA's Hopper generation, such as an H100 or H200."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def interpreted() -> bool:
