@@ -26,7 +26,8 @@ ELSEWHERE = {
     "learning_rate": "lr", "max_steps": "tokens", "num_train_epochs": "tokens", "max_grad_norm": "clip",
     "per_device_train_batch_size": "micro_batch", "bf16": "precision", "dtype": "precision",
     "gradient_checkpointing": "recompute", "torch_compile": "compile", "num_hidden_layers": "layers",
-    "tie_word_embeddings": "tie", "d_model": "hidden_size",
+    "tie_word_embeddings": "tie", "d_model": "hidden_size", "warmup_ratio": "warmup", "warmup_steps": "warmup",
+    "warmup_tokens": "warmup",
 }  # fmt: skip
 
 
