@@ -27,7 +27,7 @@ def prepare(
         ),
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help=r"Tokenizer: a file, a folder or a name on the Hub. \[default: bytes]")
+        str | None, typer.Option(help=r"Tokenizer: bytes, a file, a folder or a name on the Hub. \[default: bytes]")
     ] = None,
     train_bpe: Annotated[
         int | None, typer.Option(help=r"Vocabulary size of a BPE tokenizer to train on the data. \[default: none]")
