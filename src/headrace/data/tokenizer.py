@@ -7,7 +7,8 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from ..utils.errors import InputError, reading
+from ..utils.errors import InputError
+from ..utils.extras import reading_tokenizer
 
 END = "<|endoftext|>"
 ENDS = (END, "</s>", "<eos>", "<|end_of_text|>")  # names of the end token to try if a file sets none
@@ -23,7 +24,7 @@ def load(name: str | None) -> PreTrainedTokenizerFast:
         return byte_level()
     if Path(name).suffix == ".json" and not Path(name).is_file():
         raise InputError(f"--tokenizer {name!r} cannot be read: the file does not exist")
-    with reading(f"--tokenizer {name!r} cannot be read"):
+    with reading_tokenizer(f"--tokenizer {name!r} cannot be read"):
         tokenizer: Any = (
             PreTrainedTokenizerFast(tokenizer_file=name)
             if Path(name).is_file()
