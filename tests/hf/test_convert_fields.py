@@ -130,7 +130,7 @@ def test_passed_and_ignored_fields_are_told(tmp_path, run_command):
     told = run_command("convert", path, "--output", tmp_path / "ours", "--ignore", "quantization_config").err
     assert "passed by in config.json" in told and "is_llama_config=True" in told and "quantization" not in told
     assert "quantization_config" not in json.loads((tmp_path / "ours" / "config.json").read_text())["converted_from"]
-    with pytest.raises(InputError, match="^--ignore 'bits'; expected"):
+    with pytest.raises(InputError, match="'bits'; expected a field"):
         import_checkpoint(path, ignore=["bits"])
 
 
