@@ -204,6 +204,13 @@ def convert(
             r"that of the most precise one. \[default: that of the checkpoint]"
         ),
     ] = None,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Field of the foreign config.json to leave out, for one that is refused and that changes nothing. "
+            r"Can be repeated. \[default: none]"
+        ),
+    ] = None,
 ) -> None:
     """Convert a checkpoint from or to transformers and flash-linear-attention.
 
@@ -213,13 +220,13 @@ def convert(
 
     if to is not None:
         check_format(to)
-        refuse_without("a conversion to headrace, without --to", dtype=dtype)
+        refuse_without("a conversion to headrace, without --to", dtype=dtype, ignore=ignore or None)
     if dtype not in (None, *PRECISIONS):
         raise InputError(f"--dtype {dtype!r}; expected one of {', '.join(PRECISIONS)}")
     with new_checkpoint(output) as folder:
         source = fetched(checkpoint)
         if to is None:
-            import_checkpoint(source, PRECISIONS[dtype] if dtype else None).save_pretrained(folder)
+            import_checkpoint(source, PRECISIONS[dtype] if dtype else None, ignore or ()).save_pretrained(folder)
             cached = True
         else:
             cached = export_checkpoint(load(source), to, folder)

@@ -5,6 +5,8 @@ use this map. Only safetensors files are read: nothing is unpickled, and no fore
 """
 
 import json
+import sys
+from collections.abc import Collection
 from copy import copy
 from dataclasses import asdict, replace
 from functools import reduce
@@ -31,7 +33,7 @@ from ...utils.provenance import difference
 from ..config import HeadraceConfig, check_generation
 from ..model import HeadraceForCausalLM
 from . import delta, flash, hybrid, recurrent, softmax
-from .fields import Config, check_sizes
+from .fields import Config, Fields, check_sizes, without
 from .files import WEIGHTS, Header, TensorFiles, check_depth
 from .form import SHARED, SPECIAL, Format, Model, View, Views
 
@@ -43,12 +45,15 @@ PRECISIONS = {str(dtype).removeprefix("torch."): dtype for dtype in (
 )}  # fmt: skip
 
 
-def import_checkpoint(checkpoint: Path, dtype: torch.dtype | None = None) -> HeadraceForCausalLM:
+def import_checkpoint(
+    checkpoint: Path, dtype: torch.dtype | None = None, ignore: Collection[str] = ()
+) -> HeadraceForCausalLM:
     """Converts a foreign checkpoint to a headrace model in evaluation mode, with the settings of generation of the
-    checkpoint, but with a cache.
+    checkpoint, but with a cache. Fields of config.json that change nothing are named on stderr.
 
     It needs the memory of the model and of one foreign tensor.
 
+    ignore: fields of config.json that are left out.
     dtype: precision of the model; None: the lowest one that represents every tensor without rounding, and at least
         float32 for a model with factors that are folded into weights and are no powers of 2.
 
@@ -59,12 +64,14 @@ def import_checkpoint(checkpoint: Path, dtype: torch.dtype | None = None) -> Hea
     check_weights(checkpoint)
     form, described = _read_format(checkpoint)
     try:
-        files, described = TensorFiles(checkpoint), form.of_text(described)
+        files, described = TensorFiles(checkpoint), without(form.of_text(described), ignore)
         check_sizes(described, max(header.elements for header in files.headers.values()))
-        model, views = _empty_model(form, described, files, dtype)
+        model, views, fields = _empty_model(form, described, files, dtype)
     except InputError as error:
         raise InputError(f"checkpoint {str(checkpoint)!r}: {error}") from None
     _fill(model, views, files)
+    if fields.passed:
+        print(fields.note(), file=sys.stderr)
     if (checkpoint / "generation_config.json").is_file():
         with reading(f"checkpoint {str(checkpoint)!r} has no readable generation_config.json"):
             model.generation_config = GenerationConfig.from_pretrained(checkpoint, local_files_only=True)
@@ -95,10 +102,12 @@ def _read_format(checkpoint: Path) -> tuple[Format, Config]:
     return FORMATS[kind], described
 
 
-def _empty_model(form: Format, described: Config, files: TensorFiles, dtype: torch.dtype | None) -> tuple[Any, Views]:
-    """Returns the model with parameters that hold nothing yet, and its views. InputError for a config that does not fit
-    the tensors, before memory is taken."""
-    foreign, _ = form.model(described)
+def _empty_model(
+    form: Format, described: Config, files: TensorFiles, dtype: torch.dtype | None
+) -> tuple[Any, Views, Fields]:
+    """Returns the model with parameters that hold nothing yet, its views, and the fields. InputError for a config that
+    does not fit the tensors, before memory is taken."""
+    foreign, fields = form.model(described)
     foreign = foreign._replace(views={slot: _present(view, form, files) for slot, view in foreign.views.items()})
     check_depth(foreign.arguments["num_hidden_layers"], [*files.headers])
     config = HeadraceConfig(**foreign.arguments, converted_from=described)
@@ -116,7 +125,7 @@ def _empty_model(form: Format, described: Config, files: TensorFiles, dtype: tor
         elif module._buffers:  # which no view fills
             module.reset_parameters()
     model.tie_weights()
-    return model, foreign.views
+    return model, foreign.views, fields
 
 
 @torch.no_grad()
