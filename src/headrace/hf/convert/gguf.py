@@ -87,7 +87,7 @@ class GGUFFile(Tensors):
         """Returns the settings of generation: the special tokens."""
         ends = sorted({token for kind in ENDS if (token := self.token(kind)) is not None})
         special: Config = {"bos_token_id": self.token("bos"), "pad_token_id": self.token("padding")}
-        return GenerationConfig(**special, eos_token_id=ends or None, use_cache=True)
+        return GenerationConfig(**special, eos_token_id=ends or None)
 
     def tensors(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors with these names in transformers, with its order of rows."""
