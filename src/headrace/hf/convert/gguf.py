@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from ...layers.rotary import DEFAULT, frequencies
 from ...ops.checks import require
 from ...spec.attention import Rope
-from ...utils.errors import reading
+from ...utils.errors import InputError, reading
 from ...utils.integrity import misfit, short
 from .fields import Config
 from .files import Header, Tensors
@@ -66,7 +66,7 @@ class GGUFFile(Tensors):
             self.metadata: Config = {key: field.contents() for key, field in reader.fields.items()}
         require(reader.byte_order == "I", "its byte order is not that of this machine")
         parts = self.metadata.get("split.count", 1)
-        require(parts <= 1, f"it is one of {parts} parts of a model; join them by llama-gguf-split --merge")
+        require(parts in (0, 1), f"it is one of {parts} parts of a model; join them by llama-gguf-split --merge")
         kind = self.metadata.get("general.architecture")
         require(kind in ARCHITECTURES, f"its architecture is {kind!r}; expected {' or '.join(ARCHITECTURES)}")
         stored = {tensor.name: tensor for tensor in reader.tensors}
@@ -101,8 +101,8 @@ class GGUFFile(Tensors):
 
     def _describe(self, kind: str, factors: Tensor | None) -> Config:
         c = _own_metadata(self.metadata, kind)
-        embedding = self.headers.get(_their_name(EMBEDDING))
-        require(embedding is not None, f"it has no tensor {EMBEDDING!r}")
+        embedding = _their_name(EMBEDDING)
+        require(embedding in self.headers, f"it has no tensor {EMBEDDING!r}")
         heads = c["attention.head_count"]
         derived = c["embedding_length"] // max(heads, 1)
         head_dim = c.get("attention.key_length", derived)
@@ -111,9 +111,9 @@ class GGUFFile(Tensors):
             require(fitting, f"its {kind}.{key} is {c.get(key)}; expected {head_dim}, the size of a head's keys")
         described = {theirs: c[key] for key, theirs in FIELDS.items()} | {
             "model_type": kind, "num_key_value_heads": c.get("attention.head_count_kv", heads),
-            "vocab_size": embedding.shape[0],
+            "vocab_size": self.headers[embedding].shape[0],
             "rms_norm_eps": _decimal(c["attention.layer_norm_rms_epsilon"]),
-            "rope_parameters": _rope(c, factors), "tie_word_embeddings": "lm_head.weight" not in self.headers,
+            "rope_parameters": _rope(c, head_dim, factors), "tie_word_embeddings": "lm_head.weight" not in self.headers,
         }  # fmt: skip
         if head_dim != derived:
             described["head_dim"] = head_dim
@@ -130,9 +130,9 @@ def _own_metadata(metadata: Config, kind: str) -> Config:
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     wrong = misfit(own, FORM, f"the metadata of {kind}")
     require(wrong is None, str(wrong))
-    for key in sorted(own.keys() - {name.removesuffix("?") for name in FORM}):
-        value = short(own[key])
-        require(False, f"it has {prefix}{key}={value}, which may change what the model computes; expected known keys")
+    if unknown := sorted(own.keys() - {name.removesuffix("?") for name in FORM}):
+        named = f"{prefix}{unknown[0]}={short(own[unknown[0]])}"
+        raise InputError(f"it has {named}, which may change what the model computes; expected only known keys")
     return own
 
 
@@ -163,11 +163,11 @@ def _decimal(x: float) -> float:
     return float(str(np.float32(x)))
 
 
-def _rope(c: Config, factors: Tensor | None) -> Config:
+def _rope(c: Config, head_dim: int, factors: Tensor | None) -> Config:
     """Returns transformers' parameters of rotary positions."""
     theta = c.get("rope.freq_base", 10000.0)
     if factors is not None:
-        return rope_parameters(_llama3(factors, theta), theta)
+        return rope_parameters(_llama3(factors, theta, head_dim), theta)
     kind = c.get("rope.scaling.type", "linear" if "rope.scaling.factor" in c else "none")
     require(kind in ("none", "linear", "yarn"), f"its rope.scaling.type is {kind!r}; expected none, linear or yarn")
     if kind == "none":
@@ -179,11 +179,10 @@ def _rope(c: Config, factors: Tensor | None) -> Config:
     return scaled
 
 
-def _llama3(factors: Tensor, theta: float) -> Rope:
+def _llama3(factors: Tensor, theta: float, head_dim: int) -> Rope:
     """Returns the frequencies of Llama 3.1 to 3.3, of which a file has only the factors. InputError for other ones."""
     rope = Rope("llama3", factor=float(factors.max()), original=8192, slow=1.0, fast=4.0)
-    dims, lengths = 2 * len(factors), torch.ones(1, 1)
-    expected = frequencies(DEFAULT, theta, dims, lengths) / frequencies(rope, theta, dims, lengths)
-    known = torch.allclose(factors.double(), expected, rtol=1e-5)
+    plain, divided = (frequencies(kind, theta, head_dim, torch.ones(1, 1)) for kind in (DEFAULT, rope))
+    known = factors.shape == plain.shape and torch.allclose(factors.double(), plain / divided, rtol=1e-5)
     require(known, f"the factors in {FACTORS!r} are not those of Llama 3: no others can be converted")
     return rope

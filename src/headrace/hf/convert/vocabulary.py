@@ -84,7 +84,7 @@ def _named(own: Config, kind: str) -> str | None:
     token, tokens = own.get(f"{kind}_token_id"), own["tokens"]
     if token is None:
         return None
-    require(token < len(tokens), f"its {kind}_token_id is {token}; expected one of {len(tokens)} tokens")
+    require(0 <= token < len(tokens), f"its {kind}_token_id is {token}; expected one of {len(tokens)} tokens")
     return tokens[token]
 
 
