@@ -124,7 +124,7 @@ def _cost(spec, row: dict[str, Any]) -> dict[str, Any]:
     if spec.facts.cached:
         bounded = getattr(spec, "pattern", None) is not None
         shapes = spec.state_shapes(WIDTH, HEADS, TOKENS)
-        seen, H = next(iter(shapes.values()))[0], spec.num_heads(HEADS)  # also of heads that share keys
+        seen, H = next(iter(shapes.values()))[0], spec.num_heads(WIDTH, HEADS)  # also of heads that share keys
         training = decoding = sum(spec.head_dims(WIDTH, HEADS))
         if isinstance(spec, LatentSpec):  # few queries are projected to the latents
             rank, _, shared, _ = spec.sizes(WIDTH, HEADS)

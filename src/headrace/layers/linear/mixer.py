@@ -351,7 +351,9 @@ class LinearMixer(LinearParameters):
         """Applies the norm to x [B, T, H, V], in the accumulator's precision."""
         if (kind := self.spec.read.norm) in ("none", *SUMS):
             return x
-        wide, weight = x.to(accumulator(x)), self.norm_weight
+        weight = self.norm_weight
+        narrow = kind in ("rms", "rms-joint") and (weight is None or weight.dtype == x.dtype)
+        wide = x if narrow else x.to(accumulator(x))  # PyTorch's RMSNorm has that precision inside
         if kind in NORM_FLOORS:
             return affine(normalized(wide, kind, NORM_FLOORS[kind]), weight, self.norm_bias).to(x.dtype)
         if kind == "group":

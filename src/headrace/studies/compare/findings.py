@@ -145,10 +145,10 @@ def controls(comparison: Comparison) -> Iterator[str]:
 
 def fewer_heads(comparison: Comparison) -> Iterator[str]:
     """Compares competing heads with a backbone of fewer heads, which has a larger state at the same width."""
-    default = comparison.plan["shape"]["heads"]
+    sizes = comparison.plan["shape"]["hidden_size"], comparison.plan["shape"]["heads"]
     for c in competing(comparison):
         for plain in comparison.finished:
-            fewer = plain.spec.num_heads(default) < c.spec.num_heads(default)
+            fewer = plain.spec.num_heads(*sizes) < c.spec.num_heads(*sizes)
             same = without_count(plain.spec) == without_count(zoo.plain(c.spec))
             if fewer and same and common_seeds(c, plain):
                 yield (
@@ -193,8 +193,9 @@ def diverged(comparison: Comparison) -> Iterator[str]:
 
 
 def cautions(comparison: Comparison) -> Iterator[str]:
+    sizes = comparison.plan["shape"]["hidden_size"], comparison.plan["shape"]["heads"]
     for contender in comparison.contenders:
-        for idle in contender.spec.idle_gates(comparison.plan["shape"]["heads"]):
+        for idle in contender.spec.idle_gates(*sizes):
             yield f"A gate of {contender.label} has little or no effect: {idle}."
     if learning := [(c, n) for c in comparison.finished if (n := sum(not converged(arm) for arm in c.arms))]:
         each = ", ".join(f"{c.label} in {n} of {count(len(c.arms), 'seed')}" for c, n in learning)

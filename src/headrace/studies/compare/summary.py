@@ -68,7 +68,8 @@ class Contender:
         their interquartile range."""
         speeds = [speed for arm in self.arms for speed in arm["speeds"]]
         low, middle, high = quartiles(speeds)
-        return f"{middle:,.0f}" + (f" ± {(high - low) / 2:,.0f}" if len(speeds) > 1 else "")
+        compiled = ", compiled" if any(arm.get("compiled") for arm in self.arms) else ""
+        return f"{middle:,.0f}" + (f" ± {(high - low) / 2:,.0f}" if len(speeds) > 1 else "") + compiled
 
     def constant(self, name: str) -> Any:
         """A field that is the same for all seeds: parameters, gate_parameters, state_bytes, flops or

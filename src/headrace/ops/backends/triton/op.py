@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....utils.device import interpreted
+from ....utils.device import interpreted, is_hopper
 from ...autograd import define, register
 from ...call import SCHEMA, Call
 from ...derivatives import transformed
@@ -56,14 +56,9 @@ def _backward(d_out: Tensor, d_final: Tensor, call: Call, kept: Any, wanted: Any
     return _chunks_backward(d_out, d_final, call, wanted[3])
 
 
-def _ran_on(device: torch.device) -> bool:
-    """Whether GPUs of this kind have run the kernels: Hopper (an H200) has; the others' code is compiled only."""
-    about: Any = torch.cuda.get_device_properties(device)
-    return torch.version.hip is None and about.major == 9
-
-
 def _on_request(call: Call, *_: Any) -> bool:
-    return not (call.v.is_cuda and _ran_on(call.v.device))
+    """Only Hopper (an H200) has run the kernels; other GPUs' code is compiled only."""
+    return not (call.v.is_cuda and is_hopper(call.v.device))
 
 
 def _about() -> str:
