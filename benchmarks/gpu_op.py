@@ -1,4 +1,4 @@
-"""The op on a GPU: the rates that limit it, errors, times, memory and launches of every backend. See gpu.py."""
+"""The op on a GPU: the rates that limit it, errors, times, memory and launches of every backend. See gpu_stages.py."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

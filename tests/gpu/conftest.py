@@ -4,7 +4,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from gpu_training import few_configurations
+from gpu_models import few_configurations
 
 
 @pytest.fixture(scope="session", autouse=True)

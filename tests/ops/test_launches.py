@@ -142,10 +142,11 @@ def test_auto_takes_the_kernels_on_gpus_that_have_run_them(gpu, takes):
 
 
 @pytest.mark.parametrize("name", ["gated-deltanet", "softmax-gated-deltanet"])
-def test_a_layer_launches_the_recurrence_alone(name):
+def test_a_layer_launches_the_convolution_and_the_recurrence_alone(name):
     layer = Mixer(name, hidden_size=64, num_heads=2).bfloat16()
     layer.backend, x = "triton", torch.randn(1, 70, 64).bfloat16()
     with dry.gpu("sm_90") as launched:
         y, _ = layer(x)
         y.backward(torch.ones_like(y))
-    assert [x.kernel for x in launched] == KERNELS
+    assert [x.kernel for x in launched] == ["convolve", *KERNELS, "convolve_backward"]
+    assert all(x.code.stack == 0 for x in launched)

@@ -106,7 +106,9 @@ def describe_start(trainer: HeadraceTrainer, recipe: Recipe, last: Path | None) 
     parameters = count(trainer.model)["tied" if recipe.tie else "untied"]
     passes = recipe.steps * recipe.rows / len(trainer.train_dataset)  # type: ignore[arg-type]
     begins = "" if last is None else f"; it resumes from {last}"
-    compiled = "; torch.compile compiles the blocks" if is_compiled(trainer.model) else ""
+    compiled = ""
+    if is_compiled(trainer.model) or torch.cuda.is_available():
+        compiled = f"; blocks are {'' if is_compiled(trainer.model) else 'not '}compiled"
     return (
         f"{recipe.mixer}: {recipe.layers} layers of width {recipe.hidden_size}, {parameters / 1e6:,.2f} M parameters\n"
         f"{recipe.tokens:,.0f} tokens in {recipe.steps:,} steps of {recipe.rows} rows of {recipe.length}: "

@@ -16,6 +16,7 @@ CONTROLS = (  # (settings, the name that takes the place of "softmax" in the lab
     ({"competition.activation=sigmoid"}, "sigmoid"),
     ({"competition.shuffle=true"}, "shuffled"),
 )
+FLOAT = 4  # bytes of a number in a state of float32, in which arms train
 MANY = 12  # with more mixers than this, pictures have a panel for each backbone
 
 
@@ -75,6 +76,11 @@ class Contender:
         """A field that is the same for all seeds: parameters, gate_parameters, state_bytes, flops or
         intermediate_size."""
         return self.arms[0][name]
+
+    @property
+    def state(self) -> int:
+        """Numbers in the state of one row after its last token, over all layers."""
+        return self.constant("state_bytes") // FLOAT
 
     @property
     def gates(self) -> list[dict[str, Any]]:

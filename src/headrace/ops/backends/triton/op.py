@@ -22,9 +22,14 @@ CHUNKS = 16, 32, 64
 
 def unsupported_reason(call: Call) -> str | None:
     """Returns why the kernels cannot compute a call, or None."""
-    dtype, K = call.v.dtype, call.k.shape[-1]
     if not (call.v.is_cuda or interpreted()):
         return f"it runs on a GPU, and v is on {call.v.device.type}"
+    return unsupported_on_gpus(call)
+
+
+def unsupported_on_gpus(call: Call) -> str | None:
+    """Returns why the kernels cannot compute a call of tensors like these on any GPU, or None."""
+    dtype, K = call.v.dtype, call.k.shape[-1]
     if dtype not in DTYPES:
         return f"it computes in float32, from float32, bfloat16 or float16, and v is {dtype}"
     if not 0 < K <= LARGEST_KEY or call.v.shape[-1] == 0:
