@@ -64,7 +64,7 @@ def generate(
         ),
     ] = None,
     cuda_graph: Annotated[
-        bool, typer.Option("--cuda-graph", help="Replay each token as a CUDA graph. For recurrent models on a GPU.")
+        bool, typer.Option("--cuda-graph", help="Fail where no CUDA graph can compute the tokens on a GPU.")
     ] = False,
     draft: Annotated[
         Path | None,
