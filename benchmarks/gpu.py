@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).parent
 MIXERS = "gla", "gated-deltanet", "kda", "mamba2", "retnet", "softmax-gla", "softmax-gated-deltanet", "transformer"
 FLA = "gla", "gated-deltanet", "kda", "retnet", "mamba2"
-PROFILED = "gla", "gated-deltanet"
+PROFILED = "gla", "gated-deltanet", "kda", "mamba2"
 
 
 class Stage(NamedTuple):
@@ -74,9 +74,9 @@ class Run:
         self.environment = os.environ | {
             "HEADRACE_NATIVE": "off", "PYTHONUNBUFFERED": "1", "TRITON_CACHE_DIR": str(caches / "triton"),
             "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "FLA_CACHE_RESULTS": "1",
-            "TURNS": str(folder / "turns"), "COMPILING_S": str(int(60 * minutes * 0.6)), "OMP_NUM_THREADS": "1",
-            "TORCHINDUCTOR_COMPILE_THREADS": "1", "TRITON_CACHE_AUTOTUNING": "1", "TRITON_PRINT_AUTOTUNING": "0", "TOKENIZERS_PARALLELISM": "false",
-            "KINETO_LOG_LEVEL": "6", "HF_HUB_OFFLINE": "1",
+            "TRITON_CACHE_AUTOTUNING": "1", "TRITON_PRINT_AUTOTUNING": "0", "TOKENIZERS_PARALLELISM": "false",
+            "KINETO_LOG_LEVEL": "6", "HF_HUB_OFFLINE": "1", "TURNS": str(folder / "turns"),
+            "COMPILING_S": str(int(60 * minutes * 0.6)), "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1",
         }  # fmt: skip
 
     def told(self, text: str) -> None:
@@ -201,14 +201,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--stage", action="append", choices=list(STAGES))
-    parser.add_argument("--name", action="append", help="model to measure, in place of those of the stages")
+    parser.add_argument("--name", action="append", help="model to measure, of those of the stages; repeatable")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "gpu")
     parser.add_argument("--commit", default="")
     given = parser.parse_args()
     run = Run(given.output, given.minutes)
     stages = {name: STAGES[name] for name in given.stage or STAGES}
     if given.name:
-        stages = {key: s._replace(names=tuple(given.name)) if s.names else s for key, s in stages.items()}
+        stages = {key: s._replace(names=tuple(x for x in s.names if x in given.name)) for key, s in stages.items()}
     about = environment(given.commit)
     together = [name for name, stage in stages.items() if stage.beside]
     for name in [name for name in stages if name not in together]:
