@@ -3,6 +3,7 @@
 import json
 import math
 from contextlib import suppress
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ pytest.importorskip("datasets", reason="the extra [train] is not installed")
 from headrace.data import Collator, Preparation, open_data, prepare, tokenizer, unigram_loss
 from headrace.data.held_out import choose
 from headrace.data.sources import Row
+from headrace.hf.generate import read_tokenizer
 from headrace.ops.loss import IGNORED
+from headrace.studies.compare.choose import choose as study
 from headrace.utils.errors import InputError
 
 TEXTS = [f"Document {i}. " + "some words of it, and more; " * (7 * i % 11) for i in range(40)]
@@ -150,6 +153,7 @@ MISTAKES = {
     ),
     "an unknown kind": (("texts.xls",), {}, "has an unknown suffix"),
     "no tokenizer": (None, {"tokenizer": "nowhere.json"}, "--tokenizer 'nowhere.json' cannot be read"),
+    "no name of a repository": (None, {"tokenizer": "./nowhere"}, "'./nowhere' is no file, folder or name on the Hub"),
     "a vocabulary smaller than the bytes": (None, {"bpe": 100}, "--train-bpe 100"),
     "too short": (None, {"length": 1}, "--length 1; expected at least 2"),
     "everything held out": (None, {"held_out": 1.0}, "--held-out 1.0; expected a fraction"),
@@ -165,6 +169,15 @@ def test_user_errors_are_refused(jsonl, tmp_path, monkeypatch, mistake):
     with pytest.raises(InputError, match=message):
         prepare(Preparation(sources or (str(jsonl),), **changes), tmp_path / "d")
     assert not (tmp_path / "d").exists()
+
+
+def test_bytes_are_a_tokenizer(jsonl, tmp_path):
+    for name in (None, "bytes"):
+        prepare(Preparation((str(jsonl),), length=64, tokenizer=name), tmp_path / str(name))
+    for file in ("train.npy", "held_out.npy", "tokenizer/tokenizer.json"):
+        assert (tmp_path / "bytes" / file).read_bytes() == (tmp_path / "None" / file).read_bytes()
+    (plan,) = study("text", [], "bytes", {}).plans
+    assert plan.task.tokenizer is None
 
 
 def test_existing_folder_is_not_overwritten(jsonl, tmp_path):
@@ -191,3 +204,14 @@ def test_unigram_loss_is_the_entropy_of_the_tokens():
     task = [{"input_ids": [0] * 6, "shift_labels": [7, 7, IGNORED, 1, 2, IGNORED]}, {"shift_labels": [1, 7, 9, 7]}]
     for rows in (text, task):
         assert unigram_loss(rows) == pytest.approx(1.75 * math.log(2))
+
+
+@pytest.mark.skipif(find_spec("sentencepiece") is not None, reason="it reads such a tokenizer")
+def test_tokenizer_model_alone_names_the_package_that_it_needs(tmp_path, capfd):
+    """As Mistral 7B v0.1 had first."""
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>"}')
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
+    for read in (lambda: tokenizer.load(str(tmp_path)), lambda: read_tokenizer(tmp_path)):
+        with pytest.raises(InputError, match=r"tokenizer.model needs sentencepiece: pip install sentencepiece$"):
+            read()
+    assert not capfd.readouterr().err

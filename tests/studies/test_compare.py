@@ -26,7 +26,7 @@ from headrace.studies.compare import rows as runs
 from headrace.studies.compare.arm import train
 from headrace.studies.compare.choose import choose
 from headrace.studies.compare.defaults import DEFAULTS, DEMO, PAIR
-from headrace.studies.compare.findings import conditions
+from headrace.studies.compare.findings import conditions, findings
 from headrace.studies.compare.page import write_report
 from headrace.studies.compare.plan import Plan, Study
 from headrace.studies.compare.run import complete
@@ -623,6 +623,27 @@ def test_a_run_that_diverges_says_so(mixer, task):
     plan = replace(SMALL, mixers=(mixer,), task=task, recipe=recipe)
     _, result = train(plan.arms()[0], ignore)
     assert result["diverged"] and result["scores"] == {} and result["curve"][-1]["step"] < 9
+
+
+@pytest.mark.parametrize("mixer", ["gla", "bahdanau"])
+def test_batches_without_labels_are_counted_and_harmless(mixer, monkeypatch):
+    """The first two of a run's six batches, of a causal model and of an encoder-decoder."""
+    plan = replace(SMALL, mixers=(mixer,), task=Reverse(length=4), seeds=1, recipe=replace(SMALL.recipe, steps=6))
+    inputs = arm_module.model_inputs
+
+    def unlabelled(arm, rows):
+        made = inputs(arm, rows)
+        if len(made["shift_labels"]) > plan.recipe.held_out:
+            made["shift_labels"][: 2 * plan.recipe.batch_size] = IGNORED
+        return made
+
+    monkeypatch.setattr(arm_module, "model_inputs", unlabelled)
+    _, result = train(plan.arms()[0], ignore)
+    assert result["batches_without_labels"] == 2 and not result["diverged"]
+    assert all(math.isfinite(point["train_loss"] or 0) for point in result["curve"])
+    (found,) = summarize({"study": Study("s", "S", (plan,)).to_json(), "arms": [result]})
+    said = f"Batches without any label in training {found.contenders[0].label}: 2; their loss and gradients were 0."
+    assert said in findings(found)
 
 
 PATIENCE = 600  # seconds, for a machine that does much else: whatever hangs, hangs longer

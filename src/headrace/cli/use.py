@@ -36,7 +36,7 @@ def generate(
     checkpoint: Checkpoint,
     prompt: Annotated[str | None, typer.Option(help=r"Text to continue. \[default: --file or standard input]")] = None,
     file: PromptFile = None,
-    tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 100,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 100,
     temperature: Annotated[float, typer.Option(help="Sampling temperature. 0 takes the most likely token.")] = 0.8,
     top_p: Annotated[
         float, typer.Option(help="Nucleus sampling: probability mass of the most likely tokens to sample from.")
@@ -64,7 +64,7 @@ def generate(
         ),
     ] = None,
     cuda_graph: Annotated[
-        bool, typer.Option("--cuda-graph", help="Replay each token as a CUDA graph. For recurrent models on a GPU.")
+        bool, typer.Option("--cuda-graph", help="Fail where no CUDA graph can compute the tokens on a GPU.")
     ] = False,
     draft: Annotated[
         Path | None,
@@ -96,7 +96,7 @@ def generate(
     from ..hf.generate import generate as run
     from ..hf.generate import sampling_seed, sampling_settings
 
-    sampling = sampling_settings(tokens, temperature, top_p, top_k, repetition_penalty)
+    sampling = sampling_settings(max_new_tokens, temperature, top_p, top_k, repetition_penalty)
     seed = sampling_seed(seed, temperature)
     if cuda_graph:
         sampling["cache_implementation"] = "static"
@@ -188,7 +188,9 @@ def new_checkpoint(output: Path) -> Iterator[Path]:
 
 
 def convert(
-    checkpoint: Annotated[str, typer.Argument(help="Folder of a checkpoint, or its name on the Hugging Face Hub.")],
+    checkpoint: Annotated[
+        str, typer.Argument(help="Folder of a checkpoint, its name on the Hugging Face Hub, or a GGUF file.")
+    ],
     output: NewFolder,
     to: Annotated[
         str | None,
@@ -204,23 +206,33 @@ def convert(
             r"that of the most precise one. \[default: that of the checkpoint]"
         ),
     ] = None,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Field of the foreign config.json to leave out, for one that is refused and that changes nothing. "
+            r"Can be repeated. \[default: none]"
+        ),
+    ] = None,
 ) -> None:
-    """Convert a checkpoint from or to transformers and flash-linear-attention.
+    """Convert a checkpoint from or to transformers and flash-linear-attention, or a GGUF file.
 
-    Without --to, converts a foreign checkpoint to headrace; with --to, converts a checkpoint of headrace."""
-    from ..hf.checkpoint import fetched, load
-    from ..hf.convert import PRECISIONS, check_format, export_checkpoint, import_checkpoint, set_use_cache
+    Without --to, converts a foreign checkpoint or a GGUF file to headrace; with --to, converts a checkpoint of
+    headrace."""
+    from ..hf.checkpoint import GGUF, fetched, load
+    from ..hf.convert import PRECISIONS, check_format, export_checkpoint, import_checkpoint, import_gguf, set_use_cache
 
     if to is not None:
         check_format(to)
-        refuse_without("a conversion to headrace, without --to", dtype=dtype)
+        refuse_without("a conversion to headrace, without --to", dtype=dtype, ignore=ignore or None)
     if dtype not in (None, *PRECISIONS):
         raise InputError(f"--dtype {dtype!r}; expected one of {', '.join(PRECISIONS)}")
     with new_checkpoint(output) as folder:
-        source = fetched(checkpoint)
-        if to is None:
-            import_checkpoint(source, PRECISIONS[dtype] if dtype else None).save_pretrained(folder)
-            cached = True
+        source, precision, cached = fetched(checkpoint), PRECISIONS[dtype] if dtype else None, True
+        if to is None and source.suffix == GGUF:
+            for part in import_gguf(source, precision):
+                part.save_pretrained(folder)
+        elif to is None:
+            import_checkpoint(source, precision, ignore or ()).save_pretrained(folder)
         else:
             cached = export_checkpoint(load(source), to, folder)
         _copy(source, folder)

@@ -12,7 +12,8 @@ from transformers import AutoTokenizer, TextStreamer, set_seed
 
 from ..ops.checks import require
 from ..utils.device import on_device
-from ..utils.errors import InputError, reading
+from ..utils.errors import InputError
+from ..utils.extras import reading_tokenizer
 from .cache import NAME as CACHE
 from .cache import HeadraceCache
 from .checkpoint import check_backend, load
@@ -102,12 +103,12 @@ def resumed(path: Path | None, model: Any) -> tuple[HeadraceCache, Tensor]:
 
 
 def sampling_settings(
-    tokens: int, temperature: float, top_p: float, top_k: int, repetition_penalty: float
+    max_new_tokens: int, temperature: float, top_p: float, top_k: int, repetition_penalty: float
 ) -> dict[str, Any]:
     """The arguments of transformers' `generate` for the options of the command line. InputError for a value out of
     range or without effect."""
     for name, value, holds, expected in (
-        ("tokens", tokens, tokens >= 1, "at least 1"),
+        ("max-new-tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
         ("temperature", temperature, 0 <= temperature < math.inf, "a number of at least 0"),
         ("top-p", top_p, 0 < top_p <= 1, "more than 0 and at most 1"),
         ("top-k", top_k, top_k >= 0, "at least 0"),
@@ -115,7 +116,11 @@ def sampling_settings(
     ):
         if not holds:
             raise InputError(f"--{name}={value}; expected {expected}")
-    settings = {"max_new_tokens": tokens, "do_sample": temperature > 0, "repetition_penalty": repetition_penalty}
+    settings = {
+        "max_new_tokens": max_new_tokens,
+        "do_sample": temperature > 0,
+        "repetition_penalty": repetition_penalty,
+    }
     if temperature > 0:
         return settings | {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     for name, is_set in (("top-p", top_p != 1), ("top-k", top_k != 0)):
@@ -140,7 +145,7 @@ def read_tokenizer(checkpoint: Path | str) -> Any:
     """The tokenizer of a checkpoint: a Path is a folder, a string a folder or a name on the Hub. InputError if there is
     none that can be read."""
     local = isinstance(checkpoint, Path)
-    with reading(f"checkpoint {str(checkpoint)!r} has no readable tokenizer; expected a tokenizer.json"):
+    with reading_tokenizer(f"checkpoint {str(checkpoint)!r} has no readable tokenizer; expected a tokenizer.json"):
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=local, trust_remote_code=False)
         tokenizer.decode(tokenizer("It was").input_ids)  # some fields of tokenizer_config.json are read only now
     return tokenizer
