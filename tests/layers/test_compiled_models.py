@@ -1,11 +1,12 @@
 """torch.compile(model, fullgraph=True): logits, losses, gradients and decoding are those of the model itself."""
 
+import copy
 import shutil
 
 import pytest
 import torch
 
-from headrace import Mixer, compile_blocks, quantize
+from headrace import Mixer, compile_blocks, quantize, set_backend
 from headrace.hf import HeadraceForCausalLM
 from tiny import SIZES, close, config
 
@@ -102,6 +103,18 @@ def test_generation_with_a_compiled_forward():
     assert torch.equal(torch.compile(model, backend="eager").generate(ids, max_new_tokens=4, do_sample=False), expected)
     model.forward = torch.compile(model.forward, backend="eager")
     assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
+
+
+@pytest.mark.slow
+def test_blocks_that_are_one_graph_generate_the_same_tokens():
+    """By PyTorch's step, in place, as on a GPU, for several batch sizes."""
+    model = HeadraceForCausalLM(config("gated-deltanet")).eval()
+    set_backend(model, "torch")
+    for batch in (3, 2):
+        ids = torch.randint(3, 60, (batch, 5))
+        expected = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        compiled = compile_blocks(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0), expected)
 
 
 @pytest.mark.parametrize("length", [1, 9])

@@ -21,10 +21,12 @@ def check_written(state: Tensor | None, out: Tensor | None, tensors: dict[str, T
         if not isinstance(x, Tensor):
             raise InputError(f"{name}={x!r}; expected a tensor")
         dtype, shape = (v.dtype, v.shape) if name == "out" else (accumulator(v), x.shape)
-        require(x.shape == shape, f"{name} has shape {list(x.shape)}; expected {list(shape)}")
+        if x.shape != shape:  # a sentence of a symbolic size would break a compiled graph
+            raise InputError(f"{name} has shape {list(x.shape)}; expected {list(shape)}")
         require(x.dtype == dtype, f"{name} has dtype {x.dtype}; expected {dtype}, since it is written")
         require(x.device == v.device, f"{name} is on {x.device} and v is on {v.device}; expected the same device")
-        require(x.is_contiguous(), f"{name} has strides {x.stride()}; expected to be contiguous, since it is written")
+        if not x.is_contiguous():
+            raise InputError(f"{name} has strides {x.stride()}; expected to be contiguous, since it is written")
     for name, y in (tensors | written).items():
         wanted = torch.is_grad_enabled() and y is not None and y.requires_grad
         require(not wanted, f"{name} requires a gradient, which in_place and out lack; expected torch.no_grad()")
