@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from headrace.cli import app
 from headrace.utils import extras
 from headrace.utils.errors import InputError
+from lowest import lowest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "headrace"
@@ -177,6 +179,29 @@ def test_other_import_errors_are_not_hidden():
 
     with pytest.raises(ImportError, match="cannot import name"):
         app.requiring_extra(None, "train", command)()
+
+
+def test_every_package_has_one_lowest_version():
+    """Which `make test-lowest` installs. [dev], [docs] and vLLM are installed by nobody else at versions of theirs."""
+    extras_ = [name for name in PROJECT["optional-dependencies"] if name not in ("dev", "docs")]
+    found = sorted(set(lowest(PROJECT["dependencies"] + [f"headrace[{','.join(extras_)}]"])))
+    assert [name for name, version in found if version is None] == []
+    assert len({name for name, _ in found}) == len(found), found
+
+
+@pytest.mark.slow(seconds=12)
+def test_tests_of_a_package_that_is_not_installed_are_skipped(tmp_path):
+    """At the import of a module, in a fixture, and in a command."""
+    tests = ["hf/test_adapters.py", "data/test_shuffle.py", "cli/test_plugins.py::test_commands_know_names_of_plug_ins"]
+    environment = os.environ | {"HEADRACE_WITHOUT": "peft,datasets,matplotlib", "PYTHONPATH": str(ROOT / "tests")}
+    words = [sys.executable, "-m", "pytest", "-p", "without", "-n", "0", "-rs", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*words, *(ROOT / "tests" / name for name in tests)], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    assert "failed" not in done.stdout and "error" not in done.stdout
+    for reason in ("No module named 'peft'", "datasets", "needs the extra"):
+        assert reason in done.stdout, done.stdout
 
 
 def test_extras_match_pyproject():

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from headrace import InputError
 from headrace.cli import app as cli
 from headrace.training import machine, recipes
-from headrace.training.model import build
+from headrace.training.model import build, recompute_blocks
 
 
 def recipe(**changes):
@@ -25,7 +25,7 @@ def test_estimated_memory_is_the_peak_of_a_step(changes):
     model = build(chosen).train()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     if chosen.recompute:
-        model.gradient_checkpointing_enable()
+        recompute_blocks(model)
     ids = torch.randint(0, chosen.vocab_size, (chosen.micro_batch, chosen.length))
 
     def step():
