@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 pytest.importorskip("triton", reason="Triton is not installed")
+
+import triton
 
 import dry
 from headrace import Mixer, linear_attention
@@ -25,6 +28,8 @@ STACK = {
     ("sm_120", "scalar"): 48, ("gfx942", "scalar"): 24, ("gfx942", "gated-delta"): 32,
     ("gfx942", "kda"): 232,  # the most of bfloat16, in docs/limits.md
 }  # fmt: skip
+# What Triton before 3.9 spills where that is more.
+OLDER = {("gfx942", "kda"): 392}
 # Multiply-adds of the equations per chunk with K = 128, in units of 64³. A loop over blocks of channels counts once, as
 # in the code. `scan` and `reverse_scan` have 64 value channels on Hopper and else 32.
 SCANS, DELTA_SCANS = {"scan": 5, "reverse_scan": 5}, {"scan": 8, "reverse_scan": 8}
@@ -64,7 +69,8 @@ def test_kernels_use_matrix_units_and_fit(gpu, family):
     assert [x.kernel for x in found] == KERNELS
     assert all(x.code.matrix for x in found)
     assert max(x.code.shared for x in found) <= dry.GPUS[gpu].shared
-    assert max(x.code.stack for x in found) <= STACK[gpu, family]
+    older = OLDER if TorchVersion(triton.__version__) < "3.9" else {}
+    assert max(x.code.stack for x in found) <= older.get((gpu, family), STACK[gpu, family])
     for kernel, units in MACS.get((gpu, family), {}).items():
         assert max(x.code.macs for x in found if x.kernel == kernel) == units * 64**3
 
