@@ -1,130 +1,227 @@
-"""What headrace's backends do on a GPU: one command on a bare machine, some ten minutes.
+"""Everything that is claimed of a GPU, in one run of some minutes on a bare machine, the most important first.
 
-    PYTHONPATH=src python benchmarks/gpu.py                    everything, the most valuable first
-    PYTHONPATH=src python benchmarks/gpu.py --stage op         one of those of gpu_stages.py; repeatable
-    python benchmarks/gpu.py --dry                             the same program on small shapes on the CPU
+    PYTHONPATH=src python benchmarks/gpu.py --minutes 6.5 --output FOLDER [--stage NAME ...]
+    SMALL=1 ... --stage train        the same program on small models, also without a GPU
 
-Needs PyTorch and, for its backends, Triton and fla-core (a folder with the wheel on PYTHONPATH will do). FlashQLA,
-FLA's layers and Helion's examples (a checkout of pytorch/helion on PYTHONPATH) are compared with if they can be
-imported. The backends are those of `headrace.backends()`. A row is appended to the CSV file as soon as it is measured,
-so that an interrupted run keeps what it found; what fails is a row with the error, and exit code 1.
+Stages: blocks (do compiled blocks compute the same), correctness (the op against the loop in float64), train and decode
+(headrace's models of 340M), fla-train and fla-decode (those of flash-linear-attention, autotuned among FEW=3
+configurations a kernel), tests (tests/gpu). Each runs in processes of its own, which fill the caches of Triton and
+Inductor side by side before the first is timed. A row is in FOLDER/rows.jsonl as soon as it is measured; what
+fails is a row with the error. FOLDER/log.txt has what all stages printed, op.csv the errors of the op.
 """
 
 import argparse
+import contextlib
+import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # before PyTorch: its profiler would write a line per measurement
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # in the key of Triton's cache, as gpu_compile.py sets it
-
-import torch
-
-from gpu_measure import Machine
-from gpu_sizes import failure
-from gpu_stages import DRY, FULL, STAGES, Sizes
-from record import append, environment
-
-RESULTS = Path(__file__).parent / "results" / "gpu.csv"
-ENDED = "the stage"  # subject of a row whose error has ended its stage
-WIDEST = 60  # characters of a note in the table; the file has all
+HERE = Path(__file__).parent
+MIXERS = "gla", "gated-deltanet", "kda", "mamba2", "retnet", "softmax-gla", "softmax-gated-deltanet", "transformer"
+FLA = "gla", "gated-deltanet", "kda", "retnet", "mamba2"
+PROFILED = "gla", "gated-deltanet"
 
 
-@dataclass(frozen=True)
-class Row:
-    """One measured number: a line of the CSV file."""
+class Stage(NamedTuple):
+    """A command with the seconds that it may take, and the names that it measures in turn."""
 
-    headrace: str
-    triton: str
-    stage: str
-    subject: str
-    shape: str
-    measure: str
-    value: float
-    unit: str
-    note: str = ""
+    seconds: float
+    command: tuple[str, ...]
+    names: tuple[str, ...] = ()
+    warms: bool = False  # whether other processes compile beforehand what it needs
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code: 1 if anything failed."""
-    options = parser().parse_args(arguments)
-    if not options.dry and not torch.cuda.is_available():
-        print("PyTorch finds no GPU; expected one, or --dry", file=sys.stderr)
-        return 2
-    machine, sizes = Machine("cpu" if options.dry else "cuda"), DRY if options.dry else FULL
-    rows: list[Row] = []
-    about = environment(machine.device)
-    over = time.perf_counter() + 60 * options.minutes
-    stages = list(options.stage or STAGES)
-    while stages:
-        stage, start, began = stages.pop(0), time.perf_counter(), len(rows)
-        for row in measured(stage, machine, sizes):
-            append(options.output, about, [vars(row)])
-            rows.append(row)
-            if time.perf_counter() > over:
-                break
-        print(f"\n{stage} ({time.perf_counter() - start:.0f} s)\n{table(rows[began:])}", flush=True)
-        if any(row.subject == ENDED for row in rows[began:]):  # after some errors a process cannot use the GPU any more
-            return in_a_new_process(stages, over, options) or 1
-        if time.perf_counter() > over:
-            print(f"\n{options.minutes:g} minutes are over; the rest of {stage} and later stages are left out")
+def models(what: str) -> tuple[str, ...]:
+    return str(HERE / "gpu_models.py"), what
+
+
+COMPILED = tuple(f"headrace:{mixer}:compiled{':profile' * (mixer in PROFILED)}" for mixer in MIXERS)
+DECODED = "headrace:gla", "headrace:gated-deltanet", "headrace:mamba2", "headrace:gla:compiled", "headrace:softmax-gla"
+EAGER = "headrace:gla:profile", "headrace:gated-deltanet:profile"
+PYTEST = (
+    "-m pytest tests/gpu --maxfail=20 -n 8 -p no:cacheprovider -p no:benchmark -p no:jaxtyping -p no:cov -W default "
+    "--durations=15 -rfE --tb=short"
+)
+STAGES = {
+    "blocks": Stage(120, (str(HERE / "gpu_blocks.py"), "--seconds", "105", "--processes", "8", *MIXERS)),
+    "correctness": Stage(
+        50, (str(HERE / "gpu_stages.py"), "--stage", "correctness", "--minutes", "0.7", "--output", "{}/op.csv")
+    ),
+    "train": Stage(180, models("train"), (*COMPILED, *EAGER), warms=True),
+    "fla-train": Stage(90, models("train"), tuple(f"fla:{m}{':profile' * (m in PROFILED)}" for m in FLA), warms=True),
+    "decode": Stage(
+        60, models("decode"), DECODED
+    ),
+    "fla-decode": Stage(30, models("decode"), ("fla:gla",)),
+    "tests": Stage(180, tuple(PYTEST.split())),
+}  # fmt: skip
+
+
+class Run:
+    """The folder, the clock and the rows of a run."""
+
+    def __init__(self, folder: Path, minutes: float):
+        self.folder, self.start, self.over = folder, time.perf_counter(), time.perf_counter() + 60 * minutes
+        self.rows: list[dict[str, Any]] = []
+        folder.mkdir(parents=True, exist_ok=True)
+        caches = Path(tempfile.gettempdir(), "headrace-gpu")
+        self.environment = os.environ | {
+            "HEADRACE_NATIVE": "off", "PYTHONUNBUFFERED": "1", "TRITON_CACHE_DIR": str(caches / "triton"),
+            "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "FLA_CACHE_RESULTS": "1",
+            "TRITON_CACHE_AUTOTUNING": "1", "TRITON_PRINT_AUTOTUNING": "0", "TOKENIZERS_PARALLELISM": "false",
+            "KINETO_LOG_LEVEL": "6", "HF_HUB_OFFLINE": "1",
+        }  # fmt: skip
+
+    def told(self, text: str) -> None:
+        print(f"[{time.perf_counter() - self.start:4.0f} s] {text}", flush=True)
+
+    def append(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        with (self.folder / "rows.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def started(self, log: str, command: tuple[str, ...], **more: str) -> subprocess.Popen:
+        """Starts Python in a process group of its own; its errors go to the log."""
+        with (self.folder / f"{log}.txt").open("a", encoding="utf-8") as errors:
+            return subprocess.Popen(
+                [sys.executable, *command], stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
+                env=self.environment | more, cwd=HERE.parent,
+            )  # fmt: skip
+
+
+def end(process: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def follow(process: subprocess.Popen, seconds: float, each: Callable[[str], None]) -> int | None:
+    """Passes on what a process prints, and ends it after some seconds. Returns its exit code; None: it was ended."""
+    timer = threading.Timer(max(seconds, 0.0), end, [process])
+    timer.start()
+    late = time.perf_counter() + seconds
+    assert process.stdout is not None
+    for line in process.stdout:
+        each(line.rstrip("\n"))
+    code = process.wait()
+    timer.cancel()
+    return None if time.perf_counter() >= late else code
+
+
+def measure(run: Run, name: str, stage: Stage, about: dict[str, Any]) -> None:
+    """Runs a stage, and again with the names that are left where a process could not go on."""
+    late = min(time.perf_counter() + stage.seconds, run.over)
+    left, log = list(stage.names), run.folder / "log.txt"
+    began = ""
+
+    def each(line: str) -> None:
+        nonlocal began
+        with log.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+        if not line.startswith("{"):
+            print(line[:200], flush=True)
+            return
+        row = json.loads(line)
+        if row.pop("begun", False):
+            began = row["name"]
+            return
+        run.append(about | {"stage": name} | {key: x for key, x in row.items() if key != "stage"})
+        run.told(f"{name} {short(row)}")
+
+    while True:
+        process = run.started("log", (*(word.format(run.folder) for word in stage.command), *left))
+        code = follow(process, late - time.perf_counter(), each)
+        left = left[left.index(began) + 1 :] if began in left else []
+        if code == 0 or code is None or not left:
             break
-    failed = sum(row.measure == "failed" for row in rows)
-    print(f"\n{len(rows)} rows in {options.output}, of them {failed} failures")
-    return 1 if failed else 0
+    run.append(about | {"stage": name, "name": name, "code": code, "left": left})
+    run.told(f"{name} ended with {'its time' if code is None else f'code {code}'}")
 
 
-def in_a_new_process(stages: list[str], over: float, options: argparse.Namespace) -> int:
-    """Runs these stages in a new process, in the time that is left. Returns its exit code."""
-    if not stages:
-        return 0
-    minutes = max(0.0, over - time.perf_counter()) / 60
-    command = [sys.executable, __file__, "--minutes", str(minutes), "--output", str(options.output)]
-    command += ["--dry"] * options.dry + [word for stage in stages for word in ("--stage", stage)]
-    return subprocess.run(command).returncode
+def short(row: dict[str, Any]) -> str:
+    shown = (f"{key}={x:,.4g}" if isinstance(x, float) else f"{key}={x}" for key, x in row.items() if key != "longest")
+    return " ".join(shown)[:400]
 
 
-def parser() -> argparse.ArgumentParser:
-    about, _, rest = (__doc__ or "").partition("\n")
-    found = argparse.ArgumentParser(description=about, epilog=rest, formatter_class=argparse.RawTextHelpFormatter)
-    found.add_argument("--stage", action="append", choices=list(STAGES), help="stage to run; repeatable [default: all]")
-    found.add_argument("--minutes", type=float, default=9.0, help="no measurement begins after so many [default: 9]")
-    found.add_argument("--dry", action="store_true", help="small shapes on the CPU, to see that everything runs")
-    found.add_argument("--output", type=Path, default=RESULTS, help="CSV file to append to")
-    return found
+def warm(run: Run, stages: dict[str, Stage], seconds: float) -> list[subprocess.Popen]:
+    """Starts the processes that compile for the stages, a process for each model."""
+    names = list(dict.fromkeys(name.replace(":profile", "") for s in stages.values() if s.warms for name in s.names))
+    more = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    processes = [run.started("warm", (*models("warm"), name), **more) for name in names]
+    for process in processes:
+        threading.Thread(target=follow, args=(process, seconds, lambda line: None), daemon=True).start()
+    return processes
 
 
-def measured(stage: str, machine: Machine, sizes: Sizes) -> Iterator[Row]:
-    try:
-        from triton import __version__ as triton
-    except ImportError:
-        triton = ""
+def environment(commit: str) -> dict[str, Any]:
+    """What it takes to repeat a row."""
+    import torch
+
     import headrace
 
-    try:
-        for found in STAGES[stage](machine, sizes):
-            yield Row(headrace.__version__, triton, stage, *found)
-    except Exception as error:
-        yield Row(headrace.__version__, triton, stage, *failure(ENDED, "", error))
+    def version(module: str) -> str:
+        try:
+            return __import__(module).__version__
+        except ImportError:
+            return ""
+
+    return {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S"), "commit": commit, "headrace": headrace.__version__,
+        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "torch": torch.__version__,
+        **{module: version(module) for module in ("triton", "transformers", "fla")},
+    }  # fmt: skip
 
 
-def table(rows: list[Row]) -> str:
-    """A line for each subject and shape, a column for each measure."""
-    measures = list(dict.fromkeys(row.measure for row in rows))
-    units = {row.measure: row.unit for row in rows}
-    cells: dict[tuple[str, str], dict[str, str]] = {}
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = []
     for row in rows:
-        cells.setdefault((row.shape, row.subject), {})[row.measure] = row.note[:WIDEST] or f"{row.value:.4g}"
-    head = ["shape", "subject", *(f"{name} [{units[name]}]" if units[name] else name for name in measures)]
-    lines = [head, *([*where, *(found.get(name, "") for name in measures)] for where, found in cells.items())]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    padded = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
-    return "\n".join(padded)
+        if "tokens_per_second" in row:
+            where = (
+                f"B={row['batch']} {row['new']}{' sampled' * row['sampled']}"
+                if "batch" in row
+                else f"{row['ms']:.1f} ms"
+            )
+            peak, engine = row["peak_gib"] or 0.0, row.get("engine", "")
+            rate = f"{row['tokens_per_second']:12,.0f} tokens/s"
+            lines.append(f"{row['stage']:10} {row['name']:42} {where:18} {rate} {peak:6.1f} GiB {engine}")
+        elif "failed" in row:
+            lines.append(f"{row['stage']:10} {row['name']:42} FAILED {row['failed'][:120]}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--stage", action="append", choices=list(STAGES))
+    parser.add_argument("--name", action="append", help="model to measure, in place of those of the stages")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "gpu")
+    parser.add_argument("--commit", default="")
+    given = parser.parse_args()
+    run = Run(given.output, given.minutes)
+    stages = {name: STAGES[name] for name in given.stage or STAGES}
+    if given.name:
+        stages = {key: s._replace(names=tuple(given.name)) if s.names else s for key, s in stages.items()}
+    about, warming = environment(given.commit), warm(run, stages, 125)
+    for name, stage in stages.items():
+        if stage.warms and warming:
+            for process in warming:
+                process.wait()
+            run.told(f"compiled by {sum(p.returncode == 0 for p in warming)} of {len(warming)} processes")
+            warming = []
+        if time.perf_counter() < run.over:
+            measure(run, name, stage, about)
+    for process in warming:
+        end(process)
+    print(table(run.rows))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

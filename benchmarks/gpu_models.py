@@ -1,165 +1,223 @@
-"""Whole models on a GPU: training steps and decoding. See gpu.py."""
+"""Whole models on a GPU: training steps and `generate`, headrace's beside those of flash-linear-attention (FLA).
 
+    python benchmarks/gpu_models.py warm|train|decode NAME ...        started by gpu.py; rows are lines of JSON
+
+NAME: headrace:MIXER or fla:MIXER, then the options :compiled (`compile_blocks`) and :profile (device time by class).
+A model that fails is a row with the error. After an error of the device the process ends with code 3.
+"""
+
+import json
+import os
+import re
+import statistics
+import sys
+import time
+import traceback
 from collections.abc import Callable, Iterator
-from copy import deepcopy
-from functools import partial
-from importlib import import_module
 from itertools import product
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
-from gpu_measure import Machine
-from gpu_sizes import Found, Sizes, failure
-from headrace import set_backend, zoo
-from headrace.layers import build
-from headrace.layers.blocks.stack import Backbone
-from headrace.layers.blocks.stack import Sizes as StackSizes
-from headrace.layers.blocks.widths import default_intermediate_size
-from headrace.layers.graph import GraphedStep
-from headrace.studies.verify import relative, worst
-
-
-class FlaLayer(nn.Module):
-    """A layer of the package flash-linear-attention in the place of one of headrace's mixers."""
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor, state=None, **_) -> tuple[Tensor, None]:
-        return self.layer(x)[0], None
-
-
-FLA_LAYERS = {
-    "gla": ("GatedLinearAttention", {"num_heads": 4}),
-    "retnet": ("MultiScaleRetention", {"num_heads": 4}),
-    "gated-deltanet": ("GatedDeltaNet", {"num_heads": 4, "head_dim": 192}),
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 256}
+SIZES = SMALL if os.environ.get("SMALL") else {"hidden_size": 1024, "num_hidden_layers": 24, "vocab_size": 32_000}
+B, T = (2, 128) if os.environ.get("SMALL") else (4, 4096)
+NEW, STEPS, BATCHES = ((8, 16), 2, (1, 2)) if os.environ.get("SMALL") else ((128, 512), 8, (1, 64))
+HEADS = {"kda": 8, "mamba2": 32}  # at a hidden size of 1,024, as published; of other mixers 4
+# Classes of kernels by their names; the first that fits counts.
+CLASSES = {
+    "optimizer": r"multi_tensor|fused_adam",
+    "copies": r"copy|memcpy|memset|catarray|fill|transpose_kernel",
+    "convolution": r"conv|dgrad|wgrad",
+    "attention": r"flash|fmha|attention",
+    "products": r"gemm|cutlass|cublas|nvjet|xmma|gemv|splitk",
+    "elementwise, fused": r"triton_(poi|red|per|tem|for)",
+    "elementwise": r"elementwise|reduce|norm|softmax|embedding|index|sort|scan_dim|nll|entropy|swiglu|dropout",
 }
 
 
-FLA_LAYER = "fla layer"  # in the place of headrace's backends
+def say(**row: Any) -> None:
+    print(json.dumps(row), flush=True)
 
 
-class Model(nn.Module):
-    """A language model of one mixer: embedding, blocks, and the embedding again as the head. way: a backend of
-    headrace, or "fla layer"."""
+def headrace_model(mixer: str, layers: int) -> Any:
+    from headrace import HeadraceConfig
+    from headrace.hf import HeadraceForCausalLM
 
-    def __init__(self, mixer: str, sizes: Sizes, way: str):
-        super().__init__()
-        stack = StackSizes(sizes.hidden, 4, default_intermediate_size(sizes.hidden))
-        self.embedding = nn.Embedding(sizes.vocabulary, sizes.hidden)
-        self.backbone = Backbone([zoo.mixer(mixer)] * sizes.layers, stack)
-        if way == FLA_LAYER:
-            kind, options = FLA_LAYERS[mixer]
-            for block in self.backbone.layers:
-                block.mixer = FlaLayer(getattr(import_module("fla.layers"), kind)(hidden_size=sizes.hidden, **options))
-        set_backend(self.backbone, "triton" if way == FLA_LAYER else way)  # so that only the mixer differs
-
-    def loss(self, ids: Tensor) -> Tensor:
-        x, _ = self.backbone(self.embedding(ids))
-        return F.cross_entropy((x @ self.embedding.weight.T)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    heads = HEADS.get(mixer, 4) * SIZES["hidden_size"] // 1024 or 2
+    sizes = SIZES | {"num_hidden_layers": layers, "num_heads": heads}
+    return HeadraceForCausalLM(HeadraceConfig(mixer=mixer, tie_word_embeddings=True, **sizes))
 
 
-def ways(machine: Machine) -> tuple[str, ...]:
-    """Returns the backends to time: that of "auto", and on a GPU headrace's kernels, which "auto" does not choose."""
-    return ("auto", "triton") if machine.is_gpu else ("auto",)
+def fla_model(mixer: str, layers: int) -> Any:
+    few_configurations(int(os.environ.get("FEW", "3")))
+    import fla.models as models
+    import fla.ops.common.chunk_o as chunk_o
+
+    # FLA refuses gradients of gated kernels on Hopper under Triton 3.4 to 3.7.0; the times are those without that check
+    chunk_o.TRITON_ABOVE_3_7_1 = True
+    D, common = SIZES["hidden_size"], SIZES | {"num_hidden_layers": layers, "tie_word_embeddings": True}
+    name, options = {
+        "gla": ("GLA", {"num_heads": 4}),
+        "retnet": ("RetNet", {"num_heads": 4}),
+        "gated-deltanet": ("GatedDeltaNet", {"num_heads": 4, "head_dim": 192 * D // 1024, "expand_v": 2}),
+        "kda": ("KDA", {"num_heads": max(D // 128, 1), "head_dim": min(D, 128)}),
+        "mamba2": ("Mamba2", {"head_dim": 64, "num_heads": 2 * D // 64}),
+    }[mixer]
+    return getattr(models, f"{name}ForCausalLM")(getattr(models, f"{name}Config")(**options, **common))
 
 
-def layers(machine: Machine, sizes: Sizes) -> Iterator[Found]:
-    """Errors of a layer's output and gradients in bfloat16 against PyTorch in float64 on the same numbers, and what a
-    forward and backward take of the host."""
-    T = sizes.batch[1]
-    where = f"hidden {sizes.hidden}, B=1 T={T}"
-    for mixer in sizes.mixers:
-        layer = build(zoo.get(mixer), hidden_size=sizes.hidden, num_heads=4).to(machine.device, torch.bfloat16)
-        for gate in (layer.read_competition, layer.write_competition):
-            if gate is not None:
-                nn.init.normal_(gate.weight, std=0.1)
-        x = torch.randn(1, T, sizes.hidden, dtype=torch.bfloat16, device=machine.device, requires_grad=True)
-        exact = deepcopy(layer).double()
-        exact.backend = "torch"
-        truth = [y.cpu() for y in passed(exact, x.detach().double().requires_grad_())]
-        for way in ways(machine):
-            layer.backend, subject = way, f"{mixer} | {way}"
-            try:
-                output, *gradients = passed(layer, x)
-                times = machine.interleave({mixer: partial(passed, layer, x)}, sizes.rounds, sizes.budget)[mixer]
-                launches = machine.launches(partial(passed, layer, x))
-            except Exception as error:
-                yield failure(subject, where, error)
-                continue
-            yield subject, where, "layer's output", relative(output, truth[0]), "relative", ""
-            yield subject, where, "layer's gradients", worst(gradients, truth[1:]), "relative", ""
-            yield subject, where, "host", times.host, "ms", ""
-            yield subject, where, "launches", float(launches), "", ""
+def few_configurations(few: int) -> None:
+    """Lets Triton's autotuner try a few configurations of a kernel, spread over all: tuning takes minutes otherwise."""
+    from triton.runtime.autotuner import Autotuner
+
+    if few < 2 or hasattr(Autotuner, "all_configs"):
+        return
+    Autotuner.all_configs = Autotuner.prune_configs
+
+    def prune(self: Any, kwargs: Any) -> list[Any]:
+        found = self.all_configs(kwargs)
+        n = len(found)
+        return found if n <= few else [found[i * (n - 1) // (few - 1)] for i in range(few)]
+
+    Autotuner.prune_configs = prune
 
 
-def passed(layer: nn.Module, x: Tensor) -> list[Tensor]:
-    """The output and the gradients to x and to all parameters of its sum."""
-    y, _ = layer(x)
-    return [y.detach(), *torch.autograd.grad(y.sum(), [x, *layer.parameters()])]
+def build(name: str, layers: int = SIZES["num_hidden_layers"]) -> Any:
+    library, mixer, *options = name.split(":")
+    with torch.device(DEVICE):
+        model = (fla_model if library == "fla" else headrace_model)(mixer, layers).to(DEVICE, torch.bfloat16)
+    if "compiled" in options:
+        from headrace import compile_blocks
+
+        compile_blocks(model)
+    return model.train()
 
 
-def train(machine: Machine, sizes: Sizes) -> Iterator[Found]:
-    """Tokens per second of whole training steps in bfloat16, one model at a time."""
-    B, T = sizes.batch
-    subjects = [(name, way) for way in ways(machine) for name in sizes.mixers]
-    subjects += [(name, FLA_LAYER) for name in sizes.mixers if name in FLA_LAYERS and machine.is_gpu]
-    for mixer, way in subjects:
-        subject, where = f"{mixer} | {way}", f"{sizes.layers} layers, B={B} T={T}"
+def training_step(model: Any) -> Callable[[], Any]:
+    ids = torch.randint(SIZES["vocab_size"], (B, T), device=DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> Any:
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def wait() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def warm(name: str) -> Iterator[dict[str, Any]]:
+    """Fills the caches of Triton and Inductor on disk by one layer."""
+    step = training_step(build(name, 1))
+    step()
+    step()
+    wait()
+    yield {}
+
+
+def train(name: str) -> Iterator[dict[str, Any]]:
+    started, model = time.perf_counter(), build(name)
+    step = training_step(model)
+    for _ in range(3):
+        loss = step()
+    wait()
+    ready, times = time.perf_counter() - started, []
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(STEPS):
+        began = time.perf_counter()
+        step()
+        wait()
+        times.append(time.perf_counter() - began)
+    seconds = statistics.median(times)
+    yield {
+        "tokens_per_second": B * T / seconds, "ms": 1e3 * seconds, "best_ms": 1e3 * min(times),
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None,
+        "parameters": sum(p.numel() for p in model.parameters()), "loss": float(loss.detach()), "ready_s": ready,
+    }  # fmt: skip
+    if "profile" in name.split(":") and DEVICE == "cuda":
+        yield profiled(step)
+
+
+def profiled(step: Callable[[], Any]) -> dict[str, Any]:
+    """Device time of a step in ms and launches, by class and of the longest kernels."""
+    from torch.profiler import DeviceType, ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        step()
+        wait()
+    events = [e for e in found.key_averages() if e.device_type == DeviceType.CUDA and e.self_device_time_total > 0]
+    by_class: dict[str, list[float]] = {}
+    for event in events:
+        kind = kind_of(event.key)
+        ms, n = by_class.get(kind, [0.0, 0])
+        by_class[kind] = [ms + event.self_device_time_total / 1e3, n + event.count]
+    longest = sorted(events, key=lambda e: -e.self_device_time_total)[:40]
+    return {
+        "device_ms": sum(ms for ms, _ in by_class.values()), "launches": sum(n for _, n in by_class.values()),
+        "classes": {kind: [round(ms, 2), int(n)] for kind, (ms, n) in sorted(by_class.items(), key=lambda x: -x[1][0])},
+        "longest": [[e.key[:90], round(e.self_device_time_total / 1e3, 2), e.count] for e in longest],
+    }  # fmt: skip
+
+
+def kind_of(kernel: str) -> str:
+    """The class of a kernel; what has no PyTorch name is a kernel of the recurrence."""
+    return next((kind for kind, names in CLASSES.items() if re.search(names, kernel, re.IGNORECASE)), "recurrence")
+
+
+def decode(name: str) -> Iterator[dict[str, Any]]:
+    """Tokens per second of whole calls of `generate`, greedy and sampled, after a prompt of 16 tokens."""
+    model = build(name).eval()
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    ours = name.startswith("headrace")
+    for rows, sampled, new in product(BATCHES, (False, True) if ours else (False,), NEW if ours else NEW[:1]):
+        ids = torch.randint(3, SIZES["vocab_size"], (rows, 16), device=DEVICE)
+        options = {"do_sample": sampled, "max_new_tokens": new, "pad_token_id": 0, "top_k": 50 if sampled else None}
+        options["attention_mask"] = torch.ones_like(ids)
+        times = []
+        for _ in range(4 if ours else 2):  # the first one compiles, and captures
+            wait()
+            began = time.perf_counter()
+            out = model.generate(ids, **options)
+            wait()
+            times.append(time.perf_counter() - began)
+        assert out.shape[1] == 16 + new
+        yield {
+            "batch": rows, "sampled": sampled, "new": new, "tokens_per_second": rows * new / min(times[1:]),
+            "first_s": times[0], "engine": model.engine.about(model) if ours else "",
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None,
+        }  # fmt: skip
+
+
+def main(what: str, *names: str) -> int:
+    measure = {"warm": warm, "train": train, "decode": decode}[what]
+    for name in names:
+        say(stage=what, name=name, begun=True)
         try:
-            model = Model(mixer, sizes, way).to(machine.device, torch.bfloat16)
-            ids = torch.randint(sizes.vocabulary, (B, T), device=machine.device)
-            optimizer = torch.optim.AdamW(model.parameters(), fused=machine.is_gpu)
-            call = partial(training_step, model, optimizer, ids)
-            times = machine.interleave({mixer: call}, min(sizes.rounds, 10), 4 * sizes.budget)[mixer]
-        except ImportError as error:
-            yield subject, where, "refused", 0.0, "", str(error)
-            continue
+            for row in measure(name):
+                say(stage=what, name=name, **row)
         except Exception as error:
-            yield failure(subject, where, error)
-            continue
-        yield subject, where, "parameters", float(sum(p.numel() for p in model.parameters())), "", ""
-        yield subject, where, "training", 1000 * B * T / times.device, "tokens/s", ""
-        if (peak := machine.peak(call)) is not None:
-            yield subject, where, "memory", peak / 2**20, "MiB", ""
+            traceback.print_exc()
+            say(stage=what, name=name, failed=f"{type(error).__name__}: {str(error)[:400]}")
+            if isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError):
+                return 3  # the process cannot use the device any more
+        if DEVICE == "cuda":
+            import gc
+
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        torch.compiler.reset()
+    return 0
 
 
-def training_step(model: Model, optimizer: torch.optim.Optimizer, ids: Tensor) -> None:
-    model.loss(ids).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-@torch.no_grad()
-def decode(machine: Machine, sizes: Sizes) -> Iterator[Found]:
-    """Tokens per second after a context of 64 tokens, token by token, without and with a CUDA graph."""
-    for mixer, way in ((name, way) for way in ways(machine) for name in sizes.mixers):
-        model = Model(mixer, sizes, way).to(machine.device, torch.bfloat16).eval()
-        for B, graphed in product(sizes.streams, (False, True) if machine.is_gpu else (False,)):
-            subject, where = f"{mixer} | {way}{' | CUDA graph' * graphed}", f"{sizes.layers} layers, B={B}"
-            x = torch.randn(B, 64, sizes.hidden, dtype=torch.bfloat16, device=machine.device)
-            try:
-                call = token_by_token(model, x, graphed)
-                times = machine.interleave({mixer: call}, sizes.rounds, sizes.budget)[mixer]
-                launches = machine.launches(call)
-            except Exception as error:
-                yield failure(subject, where, error)
-                continue
-            yield subject, where, "decoding", 1000 * B / times.device, "tokens/s", ""
-            yield subject, where, "host", times.host, "ms", ""
-            yield subject, where, "launches", float(launches), "", ""
-
-
-def token_by_token(model: Model, x: Tensor, graphed: bool) -> Callable[[], object]:
-    """Returns a call that computes the token after x [B, T, D], which may overwrite the states."""
-    _, states = model.backbone(x)
-
-    def step(x: Tensor, states: list) -> tuple[Tensor, list]:
-        y, states = model.backbone(x, states, in_place=True)
-        return (y @ model.embedding.weight.T).argmax(-1), states
-
-    token = x[:, :1]
-    return partial(GraphedStep(step, token, states), token) if graphed else partial(step, token, states)
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

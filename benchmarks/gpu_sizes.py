@@ -1,4 +1,4 @@
-"""What a stage of gpu.py is given, and what it yields."""
+"""What a stage of gpu_stages.py is given, and what it yields."""
 
 from typing import NamedTuple
 
@@ -8,58 +8,34 @@ Found = tuple[str, str, str, float, str, str]  # subject, shape, measure, value,
 class Sizes(NamedTuple):
     """The sizes of all stages. A shape of the op is (B, T, H, K, V)."""
 
-    jobs: int | None  # that gpu_compile.py compiles; None: all
-    compiling: float  # seconds for them
     copied: int  # numbers
     square: int  # rows of a square matrix
     correct: tuple[tuple[int, int, int, int, int], ...]
     timed: tuple[tuple[int, int, int, int, int], ...]
     long: tuple[tuple[int, int, int, int, int], ...]  # few long rows
     families: tuple[str, ...]
-    mixers: tuple[str, ...]
-    layers: int
-    hidden: int
-    vocabulary: int
-    batch: tuple[int, int]  # B and T of a training step
-    streams: tuple[int, ...]  # sequences that are decoded at once
     rounds: int
     budget: float  # seconds for the rounds of one call
 
 
 ALL = "scalar", "gated-delta", "vector", "linear", "kda", "delta", "fixed", "bonus"
 FULL = Sizes(
-    jobs=None,
-    compiling=180.0,
     copied=2**30,
     square=8192,
     correct=((2, 512, 8, 128, 128), (2, 512, 4, 256, 256), (2, 512, 4, 192, 384), (1, 2048, 2, 64, 64)),
     timed=((8, 4096, 8, 128, 128), (8, 4096, 4, 256, 256), (8, 4096, 4, 192, 384)),
     long=((1, 32768, 4, 128, 128),),
     families=ALL,
-    mixers=("gla", "softmax-gla", "gated-deltanet", "softmax-gated-deltanet", "retnet", "softmax-retnet"),
-    layers=24,
-    hidden=1024,
-    vocabulary=32_000,
-    batch=(4, 4096),
-    streams=(1, 64, 256),
     rounds=20,
     budget=1.0,
 )
 DRY = Sizes(
-    jobs=1,
-    compiling=120.0,
     copied=2**12,
     square=32,
     correct=((1, 70, 2, 16, 16),),
     timed=((1, 70, 2, 16, 16), (1, 40, 1, 16, 16)),
     long=((1, 140, 1, 16, 16),),
     families=ALL,
-    mixers=("gla", "softmax-gla"),
-    layers=1,
-    hidden=32,
-    vocabulary=64,
-    batch=(1, 70),
-    streams=(1,),
     rounds=1,
     budget=1.0,
 )

@@ -100,13 +100,13 @@ def cheatsheet() -> str:
     linear, others = [], []
     for name in plain():
         row = catalog.describe(name)
-        cost = row["state"], *(catalog.cell(row[column]) for column in ("bytes", "training", "decoding"))
+        cost = row["state"], *(catalog.cell(row[column]) for column in ("numbers", "training", "decoding"))
         spec = zoo.get(name)
         if isinstance(spec, MixerSpec):
             linear.append((f"`{name}`", *_parts(spec), *cost))
         else:
             others.append((f"`{name}`", row["memory"], *cost, catalog.cell(row["grows"])))
-    costs = "state", "bytes", "training", "decoding"
+    costs = "state", "numbers", "training", "decoding"
     return "\n".join((
         "### Linear mixers\n", table(("mixer", "decay", "write", "features", "read", *costs), linear),
         "### Other mixers\n", table(("mixer", "memory", *costs, "grows"), others), catalog.COUNTED,

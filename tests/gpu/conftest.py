@@ -1,7 +1,17 @@
 import os
+from importlib.util import find_spec
 
 import pytest
 import torch
+
+from gpu_models import few_configurations
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _little_tuning():
+    """FLA's kernels compute the same by any configuration, and to try all takes minutes."""
+    if find_spec("triton"):
+        few_configurations(2)
 
 
 @pytest.fixture(scope="session")

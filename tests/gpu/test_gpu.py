@@ -1,4 +1,4 @@
-"""What an engineer with a GPU runs first: `make test-gpu`, a few minutes.
+"""What an engineer with a GPU runs first, in three minutes: `make test-gpu`. The most important come first.
 
 References are computed on the CPU in float64, from the same rounded inputs. HEADRACE_TEST_DEVICE=cpu runs what needs no
 GPU on the CPU, to check the tests themselves.
@@ -11,7 +11,7 @@ import torch
 
 from equation import DECAYS, by_literal, inputs
 from headrace import InputError, linear_attention, set_backend, step, zoo
-from headrace.hf import HeadraceForCausalLM
+from headrace.hf import HeadraceForCausalLM, generation
 from headrace.layers.blocks.block import Block, Sizes
 from headrace.ops.dispatch import BACKENDS
 from headrace.studies.verify import relative, verify, worst
@@ -22,6 +22,7 @@ TOKENS, HEAD_SIZE = 150, 32  # two chunks and a part; kernels multiply matrices 
 TOLERANCES = {torch.float64: 1e-10, torch.float16: 2**-9, **TOLERANCE}
 LINEAR_LAYERS = ["retnet", "mamba2", "gla", "rwkv6", "softmax-gated-deltanet", "softmax-kda"]
 OTHER_LAYERS = ["transformer", "sliding-window", "gqa", "mamba", "rwkv7", "s4", "softmax-rnn-gate"]
+ORDERED = sorted(BACKENDS, key=lambda name: ("triton", "torch", "native", "onnx", "fla").index(name))
 RECURRENT_MODELS = ["gla", "mamba2", "rwkv6", "softmax-gated-deltanet", "mamba and s4"]
 
 
@@ -66,18 +67,38 @@ def assert_matches_reference(device, backend, dtype, tensors, cu_seqlens=None, *
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("rule", ["add", "delta"])
 @pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ORDERED)
 def test_op_matches_the_reference(device, backend, decay, rule, dtype):
     assert_matches_reference(device, backend, dtype, rounded_inputs(decay, dtype, groups=2), rule=rule)
 
 
-@pytest.mark.parametrize("rule", ["add", "delta"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_packed_sequences_match_the_reference(device, backend, rule):
-    """One of a single token, and one without tokens."""
-    bounds = torch.tensor([0, 3, 4, 4, 70, TOKENS])
-    tensors = rounded_inputs("scalar", torch.float32, rows=1, n=5)
-    assert_matches_reference(device, backend, torch.float32, tensors, bounds, rule=rule)
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", RECURRENT_MODELS)
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_decoding_with_a_cuda_graph_gives_the_same_tokens(device, name, backend, sampled, monkeypatch):
+    """As transformers' loop, by the same random numbers; the second time by the same graph."""
+    if device != "cuda":
+        pytest.skip("a CUDA graph needs a GPU")
+    model, ids = build(name).to(device, torch.float32), tokens(2).to(device)
+    set_backend(model, backend)
+    options = {"max_new_tokens": 12, "do_sample": sampled, "top_k": 9, "top_p": 0.9} if sampled else {}
+    options |= {"max_new_tokens": 12, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    results = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        results.append(model.generate(ids, **options, cache_implementation="static"))
+    assert model.engine.about(model) == "a CUDA graph" and model.engine.graphs.kept.step is not None
+    monkeypatch.setattr(generation, "changed_reason", lambda model: "transformers' loop is asked for")
+    torch.manual_seed(1)
+    expected = model.generate(ids, **options)
+    assert all(torch.equal(each, expected) for each in results)
+
+
+@pytest.mark.parametrize("name", ["hybrid", "transformer"])
+def test_models_with_growing_states_say_that_they_have_no_graph(device, name):
+    model, ids = build(name).to(device), tokens(2).to(device)
+    model.generate(ids, max_new_tokens=3, pad_token_id=0, attention_mask=torch.ones_like(ids))
+    assert "grows with the tokens" in model.engine.about(model) or device != "cuda"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -95,36 +116,19 @@ def test_steps_match_the_reference(device, decay, rule, dtype):
     assert relative(state, final) <= TOLERANCES[dtype]
 
 
-def test_hostile_decays_stay_finite(device):
-    """Decays that underflow, forget everything, or forget nothing."""
-    tensors = {name: x.to(device) for name, x in rounded_inputs("vector", torch.float32).items()}
-    for value in (-1e4, -torch.inf, 0.0):
-        x = tensors | {"log_decay": torch.full_like(tensors["log_decay"], value)}
-        results, gradients = outputs_and_gradients(lambda x: linear_attention(**x), x)
-        assert all(y.isfinite().all() for y in (*results, *gradients)), value
-
-
-@pytest.mark.filterwarnings("ignore::headrace.GateWarning")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", LINEAR_LAYERS + OTHER_LAYERS)
-def test_layers_obey_every_law(device, name, dtype):
-    """The checks of `headrace verify`: packed, padded, split, token by token, every backend, forward and backward."""
-    rows = verify([name], device, dtype)
-    assert rows and not [row for row in rows if not row.holds]
-
-
-def test_op_obeys_its_laws_at_the_sizes_of_large_models(device):
-    if device == "cpu":
-        pytest.skip("takes minutes on a CPU")
-    rows = verify(["linear_attention"], device, torch.float32)
-    assert rows and not [row for row in rows if not row.holds]
+@pytest.mark.parametrize("rule", ["add", "delta"])
+@pytest.mark.parametrize("backend", ORDERED)
+def test_packed_sequences_match_the_reference(device, backend, rule):
+    """One of a single token, and one without tokens."""
+    bounds = torch.tensor([0, 3, 4, 4, 70, TOKENS])
+    tensors = rounded_inputs("scalar", torch.float32, rows=1, n=5)
+    assert_matches_reference(device, backend, torch.float32, tensors, bounds, rule=rule)
 
 
 @pytest.mark.parametrize("name", LINEAR_LAYERS)
 def test_compiled_blocks_equal_uncompiled_ones(device, name):
     torch.compiler.reset()
     block = Block(zoo.mixer(name), Sizes(64, 2, 64), 0, 2).to(device)
-    set_backend(block, "torch")
     compiled = torch.compile(
         copy.deepcopy(block), fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager"
     )
@@ -157,12 +161,26 @@ def test_generation_gives_the_tokens_of_whole_forward_passes(device, name):
         assert torch.equal(logits.argmax(-1), generated[:, length])
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("name", RECURRENT_MODELS)
-def test_decoding_with_a_cuda_graph_gives_the_same_tokens(device, name, backend):
-    if device != "cuda":
-        pytest.skip("a CUDA graph needs a GPU")
-    model, ids = build(name).to(device, torch.float32), tokens(2).to(device)
-    set_backend(model, backend)
-    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
-    assert torch.equal(model.generate(ids, **options), model.generate(ids, **options, cache_implementation="static"))
+def test_hostile_decays_stay_finite(device):
+    """Decays that underflow, forget everything, or forget nothing."""
+    tensors = {name: x.to(device) for name, x in rounded_inputs("vector", torch.float32).items()}
+    for value in (-1e4, -torch.inf, 0.0):
+        x = tensors | {"log_decay": torch.full_like(tensors["log_decay"], value)}
+        results, gradients = outputs_and_gradients(lambda x: linear_attention(**x), x)
+        assert all(y.isfinite().all() for y in (*results, *gradients)), value
+
+
+@pytest.mark.filterwarnings("ignore::headrace.GateWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", LINEAR_LAYERS + OTHER_LAYERS)
+def test_layers_obey_every_law(device, name, dtype):
+    """The checks of `headrace verify`: packed, padded, split, token by token, every backend, forward and backward."""
+    rows = verify([name], device, dtype)
+    assert rows and not [row for row in rows if not row.holds]
+
+
+def test_op_obeys_its_laws_at_the_sizes_of_large_models(device):
+    if device == "cpu":
+        pytest.skip("takes minutes on a CPU")
+    rows = verify(["linear_attention"], device, torch.float32)
+    assert rows and not [row for row in rows if not row.holds]

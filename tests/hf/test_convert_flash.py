@@ -82,7 +82,10 @@ def test_every_field_is_covered(form):
 
 @pytest.mark.parametrize("form", FLASH)
 def test_exported_model_gives_the_same_logits(form, tmp_path):
-    mixer = {"delta_net": "deltanet(read.gate=silu)", "gated_deltanet": "gated-deltanet(heads.qk_groups=2)"}
+    mixer = {
+        "delta_net": "deltanet(read.gate=silu, heads.width=none)",
+        "gated_deltanet": "gated-deltanet(heads.qk_groups=2)",
+    }
     sizes = {"hidden_size": 64, "max_position_embeddings": 4096, "tie_word_embeddings": False}
     sizes["initializer_range"] = None  # the default: the other formats do not keep it
     ours = tiny.trained(HeadraceForCausalLM(tiny.config(mixer.get(form, form), **sizes)))

@@ -1,14 +1,24 @@
 """Decoding with a CUDA graph, on a CPU: a stand-in records the calls of the library and replays them in the same
 memory, without Python of ours."""
 
+import copy
+import gc
+import pickle
+import weakref
+
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from headrace import Mixer
-from headrace.hf import decoding
+from headrace import Mixer, set_backend
+from headrace.hf import generation
+from headrace.hf.cache import NAME as CACHE
+from headrace.hf.cache import HeadraceCache
 from headrace.hf.generate import generate
+from headrace.hf.graphs import unsupported_reason
+from headrace.hf.marks import Marks
 from headrace.layers import graph
 from headrace.layers.graph import GraphedStep
 from headrace.utils.errors import InputError
@@ -63,18 +73,42 @@ def recorded(monkeypatch):
     return recordings
 
 
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """`generate` on a CPU as on a GPU."""
+    real = generation.unsupported_reason
+    monkeypatch.setattr(
+        generation, "unsupported_reason", lambda *given: None if "on cpu" in str(real(*given)) else real(*given)
+    )
+
+
+def generated(model, ids, **options):
+    torch.manual_seed(1)
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "top_k": 0} | options
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+
+
+CASES = {
+    "greedy": {}, "sampled": {"do_sample": True}, "top p": {"do_sample": True, "top_p": 0.8, "temperature": 0.7},
+    "ends": {"eos_token_id": [3, 5, 7, 11, 13], "do_sample": True},
+    "penalty": {"repetition_penalty": 1.5, "do_sample": True}, "strings": {"max_time": 1000.0},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", RECURRENT)
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_graph_generates_the_same_tokens(name, sampled, recorded, monkeypatch):
-    monkeypatch.setattr(decoding, "check_graph", lambda *_: None)
-    monkeypatch.setattr("headrace.hf.generation.check_graph", lambda *_: None)
-    model, ids, results = build(name), tokens(2), []
-    for kind in (None, "static"):
-        torch.manual_seed(1)
-        options = {"max_new_tokens": 12, "do_sample": sampled, "pad_token_id": 0, "cache_implementation": kind}
-        results.append(model.generate(ids, attention_mask=torch.ones_like(ids), **options))
-    assert torch.equal(*results) and results[0].shape == (2, ids.shape[1] + 12)
-    assert len(recorded) == 1
+@pytest.mark.parametrize("case", CASES)
+def test_graph_generates_the_same_tokens(name, case, recorded, elsewhere, monkeypatch):
+    model, ids, options = build(name), tokens(2), CASES[case]
+    found = [generated(model, ids, **options) for _ in range(2)]
+    state = [HeadraceCache() for _ in range(2)]
+    found.append(generated(model, ids, **options, **{CACHE: state[0]}))
+    assert len(recorded) == 1 and model.engine.graphs.refused is None
+    monkeypatch.setattr(generation, "changed_reason", lambda model: "transformers' loop is asked for")
+    expected = generated(model, ids, **options, **{CACHE: state[1]})
+    assert all(torch.equal(each, expected) for each in found)
+    assert state[0].columns == state[1].columns == expected.shape[1] - 1
+    for own, other in zip(state[0].states, state[1].states, strict=True):
+        assert all(x is y is None or torch.allclose(x, y, rtol=1e-9) for x, y in zip(own, other, strict=True))
 
 
 @torch.no_grad()
@@ -115,23 +149,110 @@ class Elsewhere:
 
     def __init__(self, name):
         self.model = build(name).model
+        self.parameters, self.named_modules = self.model.parameters, self.model.named_modules
+        self.modules = self.model.modules
 
 
 @pytest.mark.parametrize(
-    ("name", "is_plain", "message"),
-    [("gla", False, "expected an empty cache"), ("hybrid", True, "without attention"),
-     ("softmax-rnn-norm", True, "without attention"),
-     ("experts", True, "without attention, experts"), ("gpt", True, "learned positions")],
+    ("name", "message"),
+    [("hybrid", "grows with the tokens"), ("softmax-rnn-norm", "the state of layer 0 grows"),
+     ("experts", "layer 1 is a mixture of experts"), ("gpt", "positions are learned")],
 )  # fmt: skip
-def test_models_without_a_graph_are_refused(name, is_plain, message):
-    decoding.check_graph(Elsewhere("gla"), True)
-    with pytest.raises(InputError, match=message):
-        decoding.check_graph(Elsewhere(name), is_plain)
+def test_models_without_a_graph_say_why(name, message):
+    assert unsupported_reason(Elsewhere("gla")) is None
+    assert message in unsupported_reason(Elsewhere(name))
+
+
+def test_hooks_marks_and_other_outputs_have_no_graph(elsewhere, recorded):
+    model, ids = build("gla"), tokens(1)
+    for options, reason in (
+        ({"output_scores": True, "return_dict_in_generate": True}, "returned more than tokens"),
+        ({"use_cache": False}, "had no cache"),
+        ({CACHE: HeadraceCache(Marks(every=2))}, "made marks"),
+    ):
+        generated(model, ids, **options)
+        assert reason in model.engine.graphs.refused
+    hook = model.model.backbone.layers[0].mlp.register_forward_hook(lambda *_: None)
+    assert "layers.0.mlp has a hook" in unsupported_reason(Moved(model))
+    hook.remove()
+    assert not recorded and generated(model, ids) is not None and model.engine.graphs.refused is None
+
+
+class Moved:
+    """A model as on a GPU."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, model):
+        self._model = model
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+
+def test_graph_is_captured_again_after_changes_alone(elsewhere, recorded):
+    model, ids = build("softmax-gla"), tokens(2)
+    block = model.model.backbone.layers[1]
+    changes = {
+        "numbers": (lambda: block.mlp.up_proj.weight.data.mul_(2), 0),
+        "weight": (lambda: setattr(block.mlp.up_proj, "weight", nn.Parameter(block.mlp.up_proj.weight * 2)), 1),
+        "setting": (lambda: setattr(block.mixer_norm, "eps", 0.1), 1),
+        "backend": (lambda: set_backend(model, "torch"), 1),
+        "dtype": (lambda: model.bfloat16(), 1),
+    }
+    generated(model, ids)
+    for name, (change, more) in changes.items():
+        before = len(recorded)
+        with torch.no_grad():
+            change()
+        found = generated(model, ids)
+        assert len(recorded) == before + more, name
+        assert torch.equal(found, generated(copy.deepcopy(model), ids)), name
+    generated(model, ids[:1])
+    assert len(recorded) == before + more + 2  # one for the last copy
+
+
+def test_graph_is_shared_by_no_copy_and_ends_with_its_model(elsewhere, recorded):
+    model, ids = build("gla"), tokens(1)
+    generated(model, ids)
+    assert copy.deepcopy(model).engine.graphs.kept is None
+    assert pickle.loads(pickle.dumps(model)).engine.graphs.kept is None
+    gone = weakref.ref(model.engine.graphs.kept.step)
+    recorded.clear()  # which stand for the graph, and hold what it would free
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_step_that_cannot_be_captured_is_reported(elsewhere, monkeypatch):
+    def failing(*_):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    model, ids = build("gla"), tokens(2)
+    expected = generated(copy.deepcopy(model), ids)
+    monkeypatch.setattr(graph, "captured", failing)
+    with pytest.warns(UserWarning, match="without a CUDA graph: the step cannot be captured: operation not permitted"):
+        assert torch.equal(generated(model, ids), expected)
+    assert torch.equal(generated(model, ids), expected)  # not tried again, without a warning
+    assert "cannot be captured" in model.engine.graphs.refused
+    with pytest.raises(InputError, match="expected a CUDA graph, and the step cannot be captured"):
+        generated(model, ids, cache_implementation="static")
+
+
+def test_sampling_from_logits_that_are_no_numbers_fails(elsewhere):
+    model, ids = build("gla"), tokens(2)
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.nan)
+    with pytest.raises(RuntimeError, match="NaN or infinite"):
+        generated(model, ids, do_sample=True)
 
 
 def test_graph_is_refused_on_a_cpu_and_with_beams(tmp_path):
     model, ids = build("gla"), tokens(1)
-    with pytest.raises(InputError, match="and the model is on cpu; expected cuda"):
+    with pytest.raises(InputError, match="asks for a CUDA graph, and the model is on cpu"):
         model.generate(ids, cache_implementation="static", max_new_tokens=2)
     with pytest.raises(InputError, match="'static' is not available for beam_search"):
         model.generate(ids, cache_implementation="static", max_new_tokens=2, num_beams=2)

@@ -14,7 +14,7 @@ def results(scores, plan=PAIR, gates=(), **changes):
     plan = replace(plan, mixers=plan.mixers[: len(scores)], seeds=max(map(len, scores)))
     arms = []
     for i, (mixer, finals) in enumerate(zip(plan.mixers, scores, strict=True)):
-        state = 100 * plan.shape.heads // zoo.get(mixer).num_heads(plan.shape.heads)
+        state = 100 * plan.shape.heads // zoo.get(mixer).num_heads(plan.shape.hidden_size, plan.shape.heads)
         for seed, score in enumerate(finals):
             end = {} if score is None else {"loss": 1.0, plan.task.metric.name: score}
             point = {"scores": end, "gates": list(gates)}

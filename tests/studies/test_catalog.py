@@ -30,7 +30,7 @@ def test_costs_and_updates_follow_from_the_spec(name):
     row, spec = catalog.describe(name), zoo.get(name)
     assert isinstance(spec, MixerSpec)
     assert row["decoding"] == spec.flops_per_token(catalog.WIDTH, catalog.HEADS)
-    assert row["bytes"] == spec.state_bytes(catalog.WIDTH, catalog.HEADS)
+    assert 4 * row["numbers"] == spec.state_bytes(catalog.WIDTH, catalog.HEADS)
     assert row["overwrites"] == ("kᵀk" in row["A_t"]) == (row["objective"] == "½‖v − kS‖²")
     assert row["forgets"] == any(letter in row["A_t"] for letter in "αγ")
     softmax = catalog.describe(f"softmax-{name}")
@@ -106,7 +106,7 @@ def test_a_name_of_the_zoo_may_begin_with_softmax(monkeypatch):
 def test_a_mixer_that_does_not_fit_the_table_width_has_its_reason_in_the_row(monkeypatch):
     monkeypatch.setitem(zoo.LINEAR, "mine", MixerSpec(Heads(count=3)))
     row = catalog.describe("mine")
-    assert row["state"].startswith("num_heads=3 does not divide") and row["bytes"] is row["decoding"] is None
+    assert row["state"].startswith("num_heads=3 does not divide") and row["numbers"] is row["decoding"] is None
     assert "| `mine` | num_heads=3 does not divide" in catalog.markdown()
 
 

@@ -193,7 +193,7 @@ def test_flops_of_every_recurrent_mixer_are_those_counted_by_hand(name):
             if weight.dim() > 1 and not ELEMENTWISE & set(key.split(".")) and id(weight) not in gates
         )  # fmt: skip
         base = name.removeprefix("paper-").removeprefix("softmax-").removeprefix("negative-")
-        recurrence = HAND[base](*spec.head_dims(32, 4)) * spec.num_heads(4)
+        recurrence = HAND[base](*spec.head_dims(32, 4)) * spec.num_heads(32, 4)
         assert flops(model, plan.task.held_out(1), plan.shape) == plan.task.length * (matrices + recurrence)
 
 

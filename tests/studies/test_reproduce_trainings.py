@@ -262,7 +262,7 @@ def test_other_needles_are_asked_for_on_local_essays(tmp_path):
 
 
 # --- costs -----------------------------------------------------------------------------------------------------------
-def fake_plan(recipe, used, efficiency):
+def fake_plan(recipe, used):
     """Rows take a byte each, of a device of five; a day for each 10^9 tokens."""
     fits = {"fits": recipe.micro_batch <= 5, "bytes": {"all": recipe.micro_batch * 2**30}, "devices": used.devices}
     return fits | {"rows_per_pass": recipe.micro_batch, "days": recipe.tokens / 1e9, "device": "H100"}
@@ -280,7 +280,9 @@ def test_a_machine_without_an_experiment_prints_the_costs_of_all(monkeypatch, ca
     monkeypatch.setattr(show, "costs", lambda name, text: () if name == "figure-3" else tuple("1234567"))
     understand.reproduce(machine="8xH20")
     said = capsys.readouterr().out
-    assert "on 8xH20, at 30% of the peak" in " ".join(said.split()) and "table-5" in said and " figure-3" not in said
+    assert (
+        "Training at paper scale on 8xH20" in " ".join(said.split()) and "table-5" in said and " figure-3" not in said
+    )
 
 
 @pytest.mark.slow

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from headrace import InputError
 from headrace.cli import app as cli
 from headrace.training import machine, recipes
-from headrace.training.model import build, recompute_blocks
+from headrace.training.efficiency import efficiency, measured
+from headrace.training.model import build, counted, recompute_blocks
 
 
 def recipe(**changes):
@@ -110,6 +111,39 @@ def test_dry_run_says_whether_it_fits():
     assert "GiB: fits" in run("--machine", "8xH100").output
     assert "does not fit; expected a smaller micro_batch" in run("--machine", "8xL4").output
     result = json.loads(run("shard=8", "--machine", "8xH100", "--json").output)["machine"]
-    assert result["fits"] and result["shard"] == 8 and result["efficiency"] == 0.3
+    assert result["fits"] and result["shard"] == 8
+    assert result["efficiency"] == efficiency(recipes.load("laptop-1m")[0].mixer).fraction
     alone = CliRunner().invoke(cli.app, ["train", "paper-340m", "--machine", "8xH100"])
     assert "expected it with --dry-run" in str(alone.exception)
+
+
+def test_efficiencies_are_measured_or_said_to_be_assumed():
+    for name, row in measured().items():
+        flops, rate = float(row["flops_per_token"]), float(row["tokens_per_second"])
+        assert float(row["efficiency"]) == pytest.approx(flops * rate / machine.peak(row["machine"]), rel=1e-2)
+        assert efficiency(f"{name}(heads.count=2)") == (
+            float(row["efficiency"]),
+            f"measured with {name} on one NVIDIA H200",
+        )
+    other = efficiency("s4")
+    assert other.source.startswith("an assumption, the median of ") and 0 < other.fraction < 1
+
+
+@pytest.mark.parametrize(
+    ("mixer", "reason"),
+    [("gla", None), ("transformer", None), ("gsa", None), ("rwkv7", "the recurrence of RWKV7 has none"),
+     ("mamba", "the recurrence of Mamba has none"), ("comba", "the recurrence of LinearMixer has none"),
+     ("delta-fast-weights(heads.count=1)", "it takes K from 1 to 256")],
+)  # fmt: skip
+def test_layers_without_a_kernel_are_named(mixer, reason):
+    """By what the layer asks of the backends."""
+    found = counted(recipe(mixer=mixer, layers=2, hidden_size=256, length=128)).without_kernel
+    assert list(found.values()) == ([] if reason is None else [[0, 1]])
+    assert reason is None or next(iter(found)).startswith(reason)
+
+
+def test_dry_run_names_layers_without_a_kernel():
+    said = (
+        CliRunner().invoke(cli.app, ["train", "laptop-1m", "mixer=mamba", "--dry-run"], env={"COLUMNS": "200"}).output
+    )
+    assert "4 of 4 layers: the recurrence of Mamba has none; PyTorch computes them" in said

@@ -76,6 +76,13 @@ def compare(
     hidden_size: Annotated[int | None, typer.Option(help=r"Hidden size of the models. \[default: 64]")] = None,
     layers: Annotated[int | None, typer.Option(help=r"Number of layers. \[default: 1]")] = None,
     heads: Annotated[int | None, typer.Option(help=r"Number of heads per layer. \[default: 8]")] = None,
+    match: Annotated[
+        str | None,
+        typer.Option(
+            help="What all models have equally many of: parameters, or state: parameters and numbers of the state. "
+            r"\[default: parameters]"
+        ),
+    ] = None,
     plan: Annotated[
         Path | None,
         typer.Option(help=r"YAML file of a study with its question and test, in place of options. \[default: none]"),
@@ -102,7 +109,7 @@ def compare(
     ] = None,
     accept_old: AcceptOld = False,
 ) -> None:
-    """Train mixers on one task with equal parameter counts and write a report.
+    """Train mixers on one task with equal parameter counts, and with --match state equal states, and write a report.
 
     Without arguments, runs a demonstration. After an interruption, the same command resumes. Each task has its own
     defaults; the options below show those of `pair`. `cuda` stands for all GPUs.
@@ -123,7 +130,7 @@ def compare(
     }  # fmt: skip
     sources = [*(text or []), *(files or [])]
     others = {"task": task, "text": sources or None, "tokenizer": tokenizer, "sweep": sweep, "tune": tune}
-    others |= {"tune_seeds": tune_seeds}
+    others |= {"tune_seeds": tune_seeds, "match": match}
     if suite is not None:
         refuse_with("--suite", **{name: value for name, value in changes.items() if name != "mixers"}, **others)
         refuse_with("--suite", plan=plan)
@@ -131,7 +138,7 @@ def compare(
         return
     refuse_without("--suite", board=board)
     if plan is None:
-        study = choose(task, sources, tokenizer, changes, sweep, tune, tune_seeds)
+        study = choose(task, sources, tokenizer, changes, sweep, tune, tune_seeds, match)
     else:
         refuse_beside_plan(plan, changes | others)
         study = planned(plan)
@@ -221,7 +228,7 @@ def list_zoo(
     )
     table.add_column("mixer", no_wrap=True)
     for column in columns:
-        number = column in ("bytes", "training", "decoding")
+        number = column in ("numbers", "training", "decoding")
         table.add_column(column, justify="right" if number else "left", overflow="fold", no_wrap=number)
     for name, row in rows.items():
         table.add_row(name, *(catalog.cell(row[column]) for column in columns))

@@ -202,7 +202,8 @@ def train(
     efficiency: Annotated[
         float | None,
         typer.Option(
-            help=r"Fraction of the machine's peak FLOPs that the dry run assumes the model to reach. \[default: 0.3]"
+            help="Fraction of the machine's peak FLOPs that the dry run assumes the model to reach. "
+            r"\[default: measured with the mixer on one H200]"
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON output of the dry run.")] = False,
@@ -228,8 +229,7 @@ def train(
             from ..training.run import check_data
 
             check_data(chosen, open_data(data))
-        reached = 0.3 if efficiency is None else efficiency
-        plan = None if machine is None else machines.plan(chosen, machines.parse(machine), reached)
+        plan = None if machine is None else machines.plan(chosen, machines.parse(machine), efficiency)
         print_costs(chosen, about, plan, as_json)
         return
     if machine is not None:
@@ -280,6 +280,8 @@ def print_costs(recipe: Any, about: Any, plan: dict[str, Any] | None, as_json: b
         table.add_row(f"memory, {name}", f"{number / 2**30:,.2f} GiB")
     for name, text in ({"time": time_row(elsewhere["here"])} if plan is None else machine_rows(plan)).items():
         table.add_row(name, text)
+    for reason, layers in costs["layers_without_gpu_kernel"].items():
+        table.add_row("no GPU kernel", f"{len(layers)} of {recipe.layers} layers: {reason}; PyTorch computes them")
     table.add_row("assumed", ", ".join(about.assumed) or "nothing")
     Console().print(table)
 
@@ -300,7 +302,7 @@ def machine_rows(plan: dict[str, Any]) -> dict[str, str]:
     needed, available = sum(plan["bytes"].values()) / 2**30, plan["bytes_of_device"] / 2**30
     no = "does not fit; expected a smaller micro_batch, recompute=true, a larger shard, or other devices"
     layout = f"{plan['data_parallel']} × {plan['context_parallel']} per row, weights over {plan['shard']}"
-    reached = f"{plan['efficiency']:.0%} of the peak, an assumption"
+    reached = f"{plan['efficiency']:.0%} of the peak, {plan['efficiency_source']}"
     return {
         "memory per device": f"{needed:,.1f} of {available:,.1f} GiB: {'fits' if plan['fits'] else no}",
         "devices": f"{plan['devices']} {plan['device']}: {layout}",

@@ -74,6 +74,11 @@ class HeadraceCache(Cache):
         return [0, *(m.column for m in self._marks)]
 
     @property
+    def makes_marks(self) -> bool:
+        """Whether the cache makes marks by itself when it is read."""
+        return self.marks is not None or bool(self._due)
+
+    @property
     def state_bytes(self) -> int:
         """Bytes that a mark of the present states needs."""
         return state_bytes(self._states or [])

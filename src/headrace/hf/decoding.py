@@ -1,92 +1,135 @@
-"""The loop of `generate` for the plain case, with tokens as the only output: on a CPU, and on a GPU with the step as a
-CUDA graph.
+"""The loop of `generate` for the plain case, with tokens as the only output.
 
 Dimensions: B batch, T tokens.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MinPLogitsWarper,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from ..layers.graph import GraphedStep
-from ..ops.checks import require
 from ..ops.modules import is_plain
 from .cache import NAME as CACHE
 from .cache import HeadraceCache
 
-STATIC = "static"  # the cache_implementation that asks for a CUDA graph
 Step = Callable[[Tensor], Tensor]  # tokens [B] -> logits [B, 1, vocabulary] of the next
+Advance = Callable[[Tensor, Tensor], Tensor]  # (ids [B, T], their last column [B]) -> the next tokens [B]
+# Processors that see the scores of one token alone, so that a CUDA graph may include them.
+OF_SCORES = TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper
 
 
-def is_plain_case(model: Any, config, model_kwargs: dict[str, Any]) -> bool:
-    """Whether the generation is plain: with a cache, tokens as its only output, and no hooks."""
+def changed_reason(model: Any) -> str | None:
+    """Returns why a loop of our own cannot stand for calls of the model, or None."""
+    if type(model).forward is not type(model).plain_forward:
+        return f"{type(model).__name__} has a forward of its own"
+    plain = is_plain(model, type(model)) and is_plain(model.model, model.base_class)
+    return None if plain else "the model has a hook or a forward of its own"
+
+
+def special_reason(config: Any, model_kwargs: dict[str, Any], synced_gpus: bool) -> str | None:
+    """Returns why a generation is not plain, or None: it has a cache, and tokens as its only output."""
+    if not (isinstance(model_kwargs.get(CACHE), HeadraceCache) and model_kwargs["use_cache"]):
+        return "the last generation had no cache"
+    if config.return_dict_in_generate or config.is_assistant:
+        return "the last generation returned more than tokens"
     usual = {"attention_mask", CACHE, "use_cache", "logits_to_keep"}
-    cache, passed = model_kwargs.get(CACHE), {name for name, value in model_kwargs.items() if value is not None}
-    cached = isinstance(cache, HeadraceCache) and model_kwargs["use_cache"] and passed <= usual
-    more = config.return_dict_in_generate or config.is_assistant
-    return bool(cached and not more and is_plain(model, type(model)))
+    more = [name for name, value in model_kwargs.items() if value is not None and name not in usual]
+    if more:
+        return f"the last generation was given {', '.join(more)}"
+    return "the last generation had synced_gpus=True" if synced_gpus else None
 
 
-def check_graph(model: Any, is_plain: bool) -> None:
-    """Raises InputError for a generation whose step cannot be a CUDA graph."""
-    request, backbone = f"cache_implementation={STATIC!r} generates with a CUDA graph", model.model.backbone
-    require(model.device.type == "cuda", f"{request}, and the model is on {model.device.type}; expected cuda")
-    require(is_plain, f"{request}; expected an empty cache, tokens as the only output, and no hooks or synced_gpus")
-    fixed_size = backbone.recurrent and (backbone.positions is None or backbone.positions.table is None)
-    require(fixed_size, f"{request}; expected states of one size, without attention, experts and learned positions")
+class Choice:
+    """Chooses the next tokens by their logits, and knows which sequences have ended, as transformers does.
+
+    Args:
+        ids: [B, T], the tokens so far.
+        processor, criteria, config: of transformers' `generate`.
+        kept: a list to which the scores of each token are appended.
+    """
+
+    def __init__(self, ids: Tensor, processor: Any, criteria: Any, config: Any, kept: list[Tensor] | None = None):
+        self.processor, self.sampled, self.kept = processor, config.do_sample, kept
+        ends = [each.eos_token_id.to(ids.device) for each in criteria if type(each) is EosTokenCriteria]
+        self.ends = torch.cat(ends) if ends else None
+        self.pads = any(hasattr(each, "eos_token_id") for each in criteria)
+        self.pad = config._pad_token_tensor.to(ids.device) if self.pads else None
+        known = [each for each in criteria if type(each) is MaxLengthCriteria and each.max_position_embeddings is None]
+        self.longest = min((each.max_length for each in known), default=None)
+        self.others = StoppingCriteriaList(
+            each for each in criteria if each not in known and type(each) is not EosTokenCriteria
+        )
+        with torch.inference_mode(False):  # a graph may write them in either mode
+            self.unfinished = ids.new_ones(len(ids), dtype=torch.bool)
+            self.invalid = ids.new_zeros((), dtype=torch.bool)
+
+    @property
+    def key(self) -> Any:
+        """What a CUDA graph of the choice depends on; None if the choice also depends on earlier tokens."""
+        if self.others or self.kept is not None or any(type(each) not in OF_SCORES for each in self.processor):
+            return None
+        ends = None if self.ends is None else (*self.ends.tolist(), int(self.pad))
+        return self.sampled, ends, *((type(each), *sorted(vars(each).items())) for each in self.processor)
+
+    def restart(self) -> None:
+        """Begins other sequences."""
+        self.unfinished.fill_(True)
+        self.invalid.fill_(False)
+
+    def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
+        """ids [B, T], logits [B, 1, vocabulary] -> tokens [B]. ids: None if the choice has a `key`."""
+        scores = self.processor(ids, logits[:, -1].to(self.unfinished.device, torch.float32, copy=True))
+        if self.kept is not None:
+            self.kept.append(scores)
+        token = self._sample(scores.softmax(-1)) if self.sampled else scores.argmax(-1)
+        if self.pads:
+            token = torch.where(self.unfinished, token, self.pad)
+        if self.ends is not None:
+            self.unfinished &= (token[:, None] != self.ends).all(1)
+        return token
+
+    def _sample(self, chances: Tensor) -> Tensor:
+        """The tokens of torch.multinomial by the same random numbers. Its check of the chances, which waits for the
+        device, is made once, by `finished`."""
+        self.invalid |= ~(chances.amax() < torch.inf)
+        return (chances / torch.empty_like(chances).exponential_()).argmax(-1)
+
+    def finished(self, ids: Tensor) -> bool:
+        """Whether the last tokens of ids [B, T] end all sequences. Raises RuntimeError for chances that are no numbers.
+        Waits for the device only where tokens decide."""
+        if self.others:
+            self.unfinished &= ~self.others(ids, self.kept)
+        over = self.longest is not None and ids.shape[1] >= self.longest
+        if not over and (self.others or self.ends is not None):
+            over = not self.unfinished.any()
+        if over and self.sampled and self.invalid:
+            raise RuntimeError("the model's logits have NaN or infinite values, and no token can be sampled")
+        return over
 
 
-def step(model: Any, cache: HeadraceCache) -> Step:
-    """Returns a step by the model's engine."""
-    return partial(model.engine.step, model, cache=cache)
+def decode_loop(ids: Tensor, logits: Tensor, step: Step, choice: Choice, streamer: Any = None) -> Tensor:
+    """Continues ids [B, T], with logits [B, 1, vocabulary] of the next token, until all sequences have ended."""
+    return token_loop(ids, choice(ids, logits), lambda ids, token: choice(ids, step(token)), choice, streamer)
 
 
-def graphed_step(model: Any, cache: HeadraceCache, token: Tensor) -> Step:
-    """Returns a step that replays a CUDA graph, captured here. token [B]: an example."""
-    assert cache.states is not None
-    graph = GraphedStep(lambda *inputs: _next(model, *inputs), token[:, None], cache.states)
-
-    def run(token: Tensor) -> Tensor:
-        cache.begin()
-        logits = graph(token[:, None])
-        cache.advance(1, token)
-        return logits
-
-    return run
-
-
-def _next(model: Any, token: Tensor, states: Any) -> tuple[Tensor, Any]:
-    x, states = model.model.backbone(model.model.embed_tokens(token), states, in_place=True)
-    return model.logits(x), states
-
-
-def decode_loop(
-    ids: Tensor, logits: Tensor, step: Step, processor: Any, criteria: Any, config: Any, streamer: Any = None,
-    kept: list[Tensor] | None = None,
-) -> Tensor:  # fmt: skip
-    """Continues ids [B, T], with logits [B, 1, vocabulary] of the next token, until the criteria are met. kept: a list
-    to which the scores of each token are appended."""
-    unfinished, pad = ids.new_ones(ids.shape[0]), config._pad_token_tensor
-    ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+def token_loop(ids: Tensor, token: Tensor, advance: Advance, choice: Choice, streamer: Any = None) -> Tensor:
+    """Continues ids [B, T] by token [B] and those that `advance` gives, until all sequences have ended."""
     while True:
-        scores = processor(ids, logits[:, -1].to(torch.float32, copy=True))
-        if kept is not None:
-            kept.append(scores)
-        if config.do_sample:
-            token = torch.multinomial(scores.softmax(-1), 1).squeeze(1)
-        else:
-            token = scores.argmax(-1)
-        if ends:
-            token = token * unfinished + pad * (1 - unfinished)
         ids = torch.cat([ids, token[:, None]], 1)
         if streamer is not None:
             streamer.put(token.cpu())
-        unfinished = unfinished & ~criteria(ids, kept)
-        if not unfinished.any():
+        if choice.finished(ids):
             if streamer is not None:
                 streamer.end()
             return ids
-        logits = step(token)
+        token = advance(ids, token)

@@ -14,7 +14,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from .cache import NAME as CACHE
 from .cache import HeadraceCache
-from .decoding import decode_loop
+from .decoding import Choice, decode_loop
 from .marks import Marks
 
 # Pending columns that a call reads with its own. Where a column costs a fifth of a call, and a call gives three tokens,
@@ -54,7 +54,7 @@ def draft_loop(
     else:
         logits = model(unread, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     scores: list[Tensor] = []
-    out = decode_loop(ids, logits, step, processor, criteria, config, kept=scores)
+    out = decode_loop(ids, logits, step, Choice(ids, processor, criteria, config, scores))
     return GenerateDecoderOnlyOutput(sequences=out, scores=tuple(scores), **{CACHE: cache})  # type: ignore[arg-type]
 
 

@@ -16,6 +16,7 @@ from ..ops.backends.native import library as native
 from ..ops.backends.native.bound import Ready, unknown_token
 from ..ops.backends.native.program import Program, ProgramOf
 from .cache import HeadraceCache
+from .graphs import Graphs, unsupported_reason
 
 
 def model_program(program: Program, model: Any) -> None:
@@ -47,6 +48,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.program = ProgramOf(model_program)
+        self.graphs = Graphs()
 
     def find(self, model: Any) -> tuple[Program | None, str | None]:
         """Returns (the program that computes a token of the model now, None), or (None, why modules compute it)."""
@@ -61,7 +63,10 @@ class Engine:
         return self.find(model)[1]
 
     def about(self, model: Any) -> str:
-        """Returns which engine computes a token of the model now, and why."""
+        """Returns which engine computes a token of the model now, or in its last generation on a GPU, and why."""
+        if model.device.type == "cuda":
+            reason = self.graphs.refused or unsupported_reason(model)
+            return "a CUDA graph" if reason is None else f"PyTorch's modules without a CUDA graph: {reason}"
         with torch.no_grad():
             reason = self.unsupported_reason(model)
         return f"one native call ({native.instructions})" if reason is None else f"PyTorch's modules: {reason}"

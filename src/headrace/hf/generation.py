@@ -4,19 +4,22 @@ Dimensions: B batch, T tokens.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from transformers import GenerationMixin
 
 from ..ops.checks import require
-from ..ops.modules import is_plain
 from ..utils.errors import InputError
 from .cache import NAME as CACHE
 from .cache import HeadraceCache
-from .decoding import STATIC, check_graph, decode_loop, graphed_step, is_plain_case, step
+from .decoding import Choice, changed_reason, decode_loop, special_reason
 from .drafts import CARRY, count_drafts, draft_loop, is_draft, prepare_draft
+from .graphs import unsupported_reason
 from .marks import Marks
+
+STATIC = "static"  # the cache_implementation that refuses a generation without a CUDA graph
 
 
 class HeadraceGenerationMixin(GenerationMixin):  # by this word in the name transformers knows that a model generates
@@ -79,23 +82,26 @@ class HeadraceGenerationMixin(GenerationMixin):  # by this word in the name tran
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, streamer=None,
         **model_kwargs,
     ):  # fmt: skip
-        """Greedy search and sampling of transformers with the same tokens. In the plain case (`decoding.is_plain_case`)
-        a shorter loop leaves out work per token that a recurrent model does not need: on a CPU, and on a GPU with
-        cache_implementation="static", which makes the step a CUDA graph.
+        """Greedy search and sampling of transformers with the same tokens. In the plain case (`special_reason`) a
+        shorter loop leaves out work per token that a recurrent model does not need. On a GPU a CUDA graph computes each
+        token of a model whose states have one size; `engine.about` has the reason where none does.
 
-        Raises InputError for cache_implementation="static" in another case or on a CPU."""
+        Raises InputError for cache_implementation="static" where there is no CUDA graph."""
         cache: Any = model_kwargs.get(CACHE)
         options = (logits_processor, stopping_criteria, generation_config)
-        ours = type(self).forward is type(self).plain_forward and is_plain(self.model, self.base_class)
-        simple = ours and not synced_gpus and is_plain_case(self, generation_config, model_kwargs)
+        changed = changed_reason(self)
+        special = changed or special_reason(generation_config, model_kwargs, synced_gpus)
         if generation_config.is_assistant and isinstance(cache, HeadraceCache):
             prepare_draft(cache, input_ids.shape[1])
-        if ours and is_draft(generation_config, model_kwargs) and input_ids.device.type == "cpu":
+        if changed is None and is_draft(generation_config, model_kwargs) and input_ids.device.type == "cpu":
             return draft_loop(self, input_ids, cache, *options)
-        if graphed := generation_config.cache_implementation == STATIC:
-            check_graph(self, simple and not cache.is_initialized)
-        elif not simple or input_ids.device.type != "cpu":
+        refused = self.engine.graphs.refused = special or unsupported_reason(self, cache)
+        if asked := generation_config.cache_implementation == STATIC:
+            require(refused is None, f"cache_implementation={STATIC!r} asks for a CUDA graph, and {refused}")
+        if special is not None:
             return super()._sample(input_ids, *options, synced_gpus, streamer, **model_kwargs)  # type: ignore[misc]
-        first = self._prefill(input_ids, generation_config, model_kwargs)
-        advance = graphed_step(self, cache, input_ids[:, -1]) if graphed else step(self, cache)
-        return decode_loop(input_ids, first.logits, advance, *options, streamer)
+        first, choice = self._prefill(input_ids, generation_config, model_kwargs), Choice(input_ids, *options)
+        if refused is None:
+            return self.engine.graphs.continued(self, cache, input_ids, first.logits, choice, streamer, asked)
+        step = partial(self.engine.step, self, cache=cache)
+        return decode_loop(input_ids, first.logits, step, choice, streamer)

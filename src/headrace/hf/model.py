@@ -320,9 +320,8 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
         targets = {"labels": labels, "shift_labels": loss_kwargs.get("shift_labels")}
         labelled = any(target is not None for target in targets.values())
         for name, target in targets.items():
-            B, T = hidden.shape[:2]
-            shape = None if target is None else list(target.shape)
-            require(shape is None or shape == [B, T], f"{name} has shape {shape}; expected [{B}, {T}]")
+            if target is not None and target.shape != hidden.shape[:2]:  # a sentence of sizes would break a graph
+                raise InputError(f"{name} has shape {list(target.shape)}; expected {list(hidden.shape[:2])}")
         if logits_to_keep is not None or not (labelled and self.training):
             kept = isinstance(logits_to_keep, Tensor) or logits_to_keep is None or logits_to_keep >= 0
             require(kept, f"logits_to_keep={logits_to_keep}; expected at least 0, or a tensor of positions")

@@ -43,7 +43,7 @@ class Call(NamedTuple):
     @property
     def state_shape(self) -> tuple[int, int, int, int]:
         """The shape [N, H, K, V] of the state (V + 1 with normalize)."""
-        return self.sequences, self.v.shape[2], self.k.shape[3], self.v.shape[3] + self.normalize
+        return self.sequences, self.v.shape[2], self.k.shape[3], self.v.shape[3] + (1 if self.normalize else 0)
 
     def wide(self) -> "Call":
         """Converts the tensors with a token dimension to the accumulator's precision. Products need no more digits than

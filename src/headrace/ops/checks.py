@@ -46,7 +46,7 @@ def check_shapes(
         raise InputError(f"q has shape {list(q.shape)}; expected the shape of k, {list(k.shape)}")
     if H % Hq:
         raise InputError(f"q and k have {Hq} heads; expected a divisor of the {H} heads of v")
-    state = ((check_sequences(options.get("cu_seqlens"), v, "v"), H, K, V + normalize),)
+    state = ((check_sequences(options.get("cu_seqlens"), v, "v"), H, K, V + (1 if normalize else 0)),)
     decay = ((H,), (*lead, H), (*lead, H, K))
     expected = {"log_decay": decay, "bonus": ((H, K),), "initial_state": state, "state": state}
     for name, given in options.items():

@@ -4,17 +4,21 @@ Dimensions: N tokens, D hidden size, V vocabulary.
 """
 
 import math
+from importlib import import_module
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..utils.device import interpreted
+from .backends.triton import limits
 from .call import accumulator
 from .derivatives import check_transforms, first_order, transformed
 
 NAMES = "linear_cross_entropy", "; expected F.cross_entropy of the logits"
 IGNORED = -100
 PIECE = 2**24  # number of logits stored at a time
+PIECE_ON_GPU = 2**26  # where a kernel needs no copy of them in float32
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -59,11 +63,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _in_pieces(hidden, weight, labels, d_hidden, d_weight) -> Tensor:
     """Returns the loss. Writes its gradients into d_hidden and adds them to d_weight, if given."""
-    total = hidden.new_zeros((), dtype=accumulator(hidden))
-    size = max(PIECE // len(weight), 1)
+    total, kernel = hidden.new_zeros((), dtype=accumulator(hidden)), _has_kernel(hidden)
+    size = max((PIECE_ON_GPU if kernel else PIECE) // len(weight), 1)
     for start in range(0, len(hidden), size):
         piece = slice(start, start + size)
-        loss, errors = _errors(hidden[piece], weight, labels[piece])
+        logits = F.linear(hidden[piece], weight)
+        if kernel:
+            module = import_module(f"{limits.__package__}.cross_entropy")  # needs Triton
+            loss, errors = module.loss_and_errors(logits, labels[piece], IGNORED)
+        else:
+            loss, errors = _loss_and_errors(logits.to(accumulator(hidden)), labels[piece])
         total += loss
         errors = errors.to(hidden.dtype)
         if d_hidden is not None:
@@ -75,9 +84,14 @@ def _in_pieces(hidden, weight, labels, d_hidden, d_weight) -> Tensor:
     return total
 
 
-def _errors(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def _has_kernel(hidden: Tensor) -> bool:
+    """Whether a Triton kernel computes the losses. PyTorch does where it compiles them into a graph."""
+    on_gpu = hidden.is_cuda or (interpreted() and hidden.is_cpu)
+    return on_gpu and hidden.dtype in limits.DTYPES and limits.missing() is None and not torch.compiler.is_compiling()
+
+
+def _loss_and_errors(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Returns a piece's loss and the gradient of its logits: softmax − one-hot label, or 0 for ignored labels."""
-    logits = F.linear(hidden, weight).to(accumulator(hidden))
     labelled = labels != IGNORED
     at, normalizer = labels.where(labelled, 0)[:, None], logits.logsumexp(-1)
     loss = (normalizer - logits.gather(1, at)[:, 0]).where(labelled, 0).sum()

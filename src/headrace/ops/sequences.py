@@ -9,7 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .checks import as_bounds, check_sequences, require, sequence_ends
+from ..utils.errors import InputError
+from .checks import as_bounds, check_sequences, sequence_ends
 from .parallel.context import ShardBoundaries, current
 
 
@@ -36,8 +37,9 @@ class Sequences:
                 that do not ascend from 0 to T.
         """
         if isinstance(cu_seqlens, Sequences):
-            inside = tuple(x.shape[:2]) == (cu_seqlens.B, cu_seqlens.T)
-            require(inside, f"cu_seqlens are of [{cu_seqlens.B}, {cu_seqlens.T}] tokens and x has {list(x.shape)}")
+            B, T = cu_seqlens.B, cu_seqlens.T
+            if x.shape[0] != B or x.shape[1] != T:
+                raise InputError(f"cu_seqlens are of [{B}, {T}] tokens and x has {list(x.shape)}")
             return cu_seqlens
         bounds = as_bounds(cu_seqlens)
         check_sequences(bounds, x)

@@ -191,14 +191,14 @@ class AttentionSpec(Spec):
     def gated(self) -> bool:  # type: ignore[override]
         return self.gate != "none"
 
-    def num_heads(self, default: int) -> int:
+    def num_heads(self, hidden_size: int, default: int) -> int:
         """Returns the number of query heads, which is `default` unless the spec sets it."""
         return self.count or default
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """Returns the key and value dimensions per head. Raises InputError for sizes that do not divide."""
         require_positive(hidden_size=hidden_size, num_heads=num_heads)
-        H = self.num_heads(num_heads)
+        H = self.num_heads(hidden_size, num_heads)
         d = self.head_dim or _divided(hidden_size, H)
         if self.kv_heads is not None and H % self.kv_heads:
             raise InputError(f"kv_heads={self.kv_heads} does not divide num_heads={H}")
@@ -208,7 +208,7 @@ class AttentionSpec(Spec):
 
     def state_shapes(self, hidden_size: int, num_heads: int, tokens: int = 1) -> Shapes:
         """Returns the shapes of one sequence's key/value cache after `tokens` tokens; a pattern bounds its length."""
-        H, kept = self.num_heads(num_heads), self.pattern.slots if self.pattern else tokens
+        H, kept = self.num_heads(hidden_size, num_heads), self.pattern.slots if self.pattern else tokens
         heads, (K, V) = self.kv_heads or H, self.head_dims(hidden_size, num_heads)
         return {"k": (kept, heads, K + self.forget * H // heads), "v": (kept, heads, V)}
 
@@ -248,7 +248,7 @@ class LatentSpec(Spec):
     def gated(self) -> bool:  # type: ignore[override]
         return self.gate != "none"
 
-    def num_heads(self, default: int) -> int:
+    def num_heads(self, hidden_size: int, default: int) -> int:
         """Returns the number of heads, which is `default` unless the spec sets it."""
         return self.count or default
 
@@ -256,7 +256,7 @@ class LatentSpec(Spec):
         """Returns rank, key_dim, shared_dim and value_dim. Raises InputError for sizes that do not divide."""
         require_positive(hidden_size=hidden_size, num_heads=num_heads)
         complete = None not in (self.rank, self.key_dim, self.shared_dim, self.value_dim)
-        d = 1 if complete else _divided(hidden_size, self.num_heads(num_heads))
+        d = 1 if complete else _divided(hidden_size, self.num_heads(hidden_size, num_heads))
         shared = self.shared_dim or (d + 3) // 4 * 2
         if self.rotary:
             self.rope.require_width(shared)

@@ -16,7 +16,7 @@ class ModelSpec(Stateful):
         require_positive(hidden_size=hidden_size, num_heads=num_heads)
         return hidden_size, hidden_size
 
-    def num_heads(self, default: int) -> int:
+    def num_heads(self, hidden_size: int, default: int) -> int:
         """Returns the number of heads, 1 for a model without heads."""
         return 1
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from ..utils.errors import InputError
 from .competition import Competition
 from .decay import DECAYS, STEPPED, Decay, DecayShape
-from .mixer import Facts, Shapes, Spec, width_per_head
+from .mixer import Facts, Shapes, Spec, heads_of_width, width_per_head
 from .read import HEAD_NORMS, SUMS, Read
 from .record import PositiveFloat, PositiveInt, Range, Record, require_positive
 
@@ -26,8 +26,11 @@ class Heads(Record):
     expand_k: PositiveFloat = 1.0  # key dimensions of all heads together, as a multiple of the hidden size
     expand_v: PositiveFloat = 1.0  # value dimensions of all heads together, as a multiple of the hidden size
     qk_groups: PositiveInt | None = None  # number of q/k heads, shared by consecutive value heads; None: `count`
-    count: PositiveInt | None = None  # number of heads; None: the model's num_heads
+    count: PositiveInt | None = None  # number of heads; None: that of `width`
     key_dim: PositiveInt | None = None  # key dimension per head; None: derived from expand_k
+    # value dimension per head in the paper or its released models, from which the number of heads follows where `count`
+    # does not set it; None, and in a model narrower than 4 such heads: the model's num_heads
+    width: PositiveInt | None = None
 
 
 @dataclass(frozen=True)
@@ -259,10 +262,12 @@ class MixerSpec(Spec):
             "no memory; expected a write gate, and for write.rule='delta', which erases, competition.write='beta'",
         )
 
-    def idle_gates(self, num_heads: int | None = None) -> list[str]:
-        """Returns a sentence for each gate of this spec that has no effect, or nearly none."""
+    def idle_gates(self, hidden_size: int | None = None, num_heads: int | None = None) -> list[str]:
+        """Returns a sentence for each gate of this spec that has no effect, or nearly none. Sentences on the number of
+        heads need the sizes of the model, unless the spec sets that number."""
         gate, sentences, groups = self.competition, [], self.heads.qk_groups
-        single = self.read.norm == "rms-groups" and groups in (None, self.num_heads(num_heads or 0))  # a head per group
+        H = self.num_heads(hidden_size or 0, num_heads or 0)
+        single = self.read.norm == "rms-groups" and groups in (None, H)  # a head per group
         cancels = self.read.norm in HEAD_NORMS or single
         if gate is not None and gate.read == "query" and cancels:
             sentences.append(
@@ -275,9 +280,9 @@ class MixerSpec(Spec):
                 f"read.gate='sigmoid-head' is one number per head and read.norm={self.read.norm!r} divides it out "
                 "again, up to its epsilon; read.order='norm-gate' puts it after the norm"
             )
-        if gate is not None and gate.fixed and self.num_heads(num_heads or 0) == 1:
+        if gate is not None and gate.fixed and H == 1:
             sentences.append(f"a {gate.activation} over num_heads=1 head is always 1: this competition is the identity")
-        gates = self.num_heads(num_heads or 0) * self.memories_per_head
+        gates = H * self.memories_per_head
         if gate is not None and gate.top_k is not None and 0 < gates <= gate.top_k:
             sentences.append(f"competition.top_k={gate.top_k} keeps all of {gates} gates: it has no effect")
         if gate is not None and gate.untrained:
@@ -288,9 +293,12 @@ class MixerSpec(Spec):
         return sentences
 
     # --- derived, never stored -----------------------------------------------------------------------------------
-    def num_heads(self, default: int) -> int:
-        """Returns the number of heads, which is `default` unless the spec sets it."""
-        return self.heads.count or default
+    def num_heads(self, hidden_size: int, default: int) -> int:
+        """Returns the number of heads: `heads.count`, or that of `heads.width` at this hidden size, or `default`."""
+        heads = self.heads
+        if heads.count or not heads.width:
+            return heads.count or default
+        return heads_of_width(heads.width, heads.expand_v * hidden_size, default)
 
     @property
     def memories_per_head(self) -> int:
@@ -310,7 +318,7 @@ class MixerSpec(Spec):
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """Returns (K, V), the key and value dimensions per head. Raises InputError for widths that do not divide."""
         require_positive(hidden_size=hidden_size, num_heads=num_heads)
-        H = self.num_heads(num_heads)
+        H = self.num_heads(hidden_size, num_heads)
         V = width_per_head("heads.expand_v", self.heads.expand_v, hidden_size, H)
         K = self.heads.key_dim or width_per_head("heads.expand_k", self.heads.expand_k, hidden_size, H)
         groups = self.heads.qk_groups
@@ -372,7 +380,7 @@ class MixerSpec(Spec):
 
     def state_shapes(self, hidden_size: int, num_heads: int, tokens: int = 1) -> Shapes:
         """Returns the shapes of the recurrent state of one sequence, without the batch dimension."""
-        H = self.num_heads(num_heads)
+        H = self.num_heads(hidden_size, num_heads)
         K, V = self.head_dims(hidden_size, num_heads)
         memory = H * self.memories_per_head, self.memory_rows(K), self._columns(K, V)
         shapes: Shapes = {"memory": memory}
@@ -394,7 +402,7 @@ class MixerSpec(Spec):
         return shapes
 
     def flops_per_token(self, hidden_size: int, num_heads: int) -> int:
-        H = self.num_heads(num_heads)
+        H = self.num_heads(hidden_size, num_heads)
         K, V = self.head_dims(hidden_size, num_heads)
         solved = 2 * min(self.read.ridge_steps or 0, self.memory_rows(K)) * self.memory_rows(K)
         K, V = self.memory_rows(K), self._columns(K, V)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from .mixer import Facts, Shapes, Spec, Update, width_per_head
+from .mixer import Facts, Shapes, Spec, Update, heads_of_width, width_per_head
 from .record import PositiveFloat, PositiveInt, require_positive
 
 SLOTTED = "gsa", "abc"  # attention to slots
@@ -44,7 +44,10 @@ class MatrixSpec(Spec):
     slots: PositiveInt | None = None  # gsa, abc: number of slots per head; None: the key dimension
     expand_k: PositiveFloat = 1.0  # key dimensions of all heads together, as a multiple of the hidden size
     expand_v: PositiveFloat = 1.0  # value dimensions of all heads together, as a multiple of the hidden size
-    count: PositiveInt | None = None  # number of heads; None: the model's num_heads
+    count: PositiveInt | None = None  # number of heads; None: that of `width`
+    # value dimension per head in the paper, from which the number of heads follows; None, and in a model narrower than
+    # 4 such heads: the model's num_heads
+    width: PositiveInt | None = None
 
     uncompeting = "computes its memory by a recurrence of its own, which has no gates of competition"
 
@@ -64,20 +67,22 @@ class MatrixSpec(Spec):
         foreign = "rank" if self.kind in SLOTTED else "slots"
         yield getattr(self, foreign) is not None, f"kind={self.kind!r} has no {foreign}; got {getattr(self, foreign)}"
 
-    def num_heads(self, default: int) -> int:
-        """Returns the number of heads, which is `default` unless the spec sets it."""
-        return self.count or default
+    def num_heads(self, hidden_size: int, default: int) -> int:
+        """Returns the number of heads: `count`, or that of `width` at this hidden size, or `default`."""
+        if self.count or not self.width:
+            return self.count or default
+        return heads_of_width(self.width, self.expand_v * hidden_size, default)
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """Returns (K, V), the key and value dimensions per head. Raises InputError for widths that do not divide."""
         require_positive(hidden_size=hidden_size, num_heads=num_heads)
-        H = self.num_heads(num_heads)
+        H = self.num_heads(hidden_size, num_heads)
         K = width_per_head("expand_k", self.expand_k, hidden_size, H)
         return K, width_per_head("expand_v", self.expand_v, hidden_size, H)
 
     def state_shapes(self, hidden_size: int, num_heads: int, tokens: int = 1) -> Shapes:
         """Returns the shapes of the recurrent state of one sequence, without the batch dimension."""
-        H, (K, V) = self.num_heads(num_heads), self.head_dims(hidden_size, num_heads)
+        H, (K, V) = self.num_heads(hidden_size, num_heads), self.head_dims(hidden_size, num_heads)
         if self.kind in SLOTTED:  # per slot: a key, a value, and the sum of weights of abc
             return {"memory": (H, self.slots or K, K + V + (self.kind == "abc"))}
         memory = (H, K, V)

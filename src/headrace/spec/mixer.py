@@ -8,6 +8,7 @@ from ..utils.errors import InputError
 from .record import Record
 
 Shapes = dict[str, tuple[int, ...]]
+FEWEST = 4  # number of heads of a published size from which on a model has heads of that size
 
 
 class Update(NamedTuple):
@@ -42,12 +43,13 @@ class Stateful(Record):
         shapes = self.state_shapes(hidden_size, num_heads, *extent, **named)
         return itemsize * sum(math.prod(shape) for shape in shapes.values())
 
-    def num_heads(self, default: int) -> int:
+    def num_heads(self, hidden_size: int, default: int) -> int:
         """Returns the number of heads, which is `default` unless the spec sets it."""
         return default
 
-    def idle_gates(self, num_heads: int | None = None) -> list[str]:
-        """Returns a sentence for each gate of competition that has no effect."""
+    def idle_gates(self, hidden_size: int | None = None, num_heads: int | None = None) -> list[str]:
+        """Returns a sentence for each gate of competition that has no effect. Sentences on the number of heads need
+        the sizes of the model, unless the spec sets that number."""
         return []
 
 
@@ -68,6 +70,23 @@ class Spec(Stateful):
         discretization of a fixed system as none."""
         flops = self.facts.flops
         return flops and flops * math.prod(self.state_shapes(hidden_size, num_heads)["memory"])
+
+
+def heads_of_width(width: int, total: float, default: int) -> int:
+    """Returns the number of heads of about `width` channels into which `total` channels divide: that whose heads are
+    nearest to it in ratio. A model too narrow for FEWEST of them has `default` heads.
+
+    Raises InputError if the channels divide only into heads under half or over twice the width."""
+    total = round(total, 6)
+    if total < FEWEST * width:
+        return default
+    near = [n for n in range(FEWEST, int(2 * total / width) + 1) if total % n == 0 and total <= 2 * n * width]
+    if not near:
+        raise InputError(
+            f"heads of width {width} for {total:g} channels; expected a multiple of {width}, or a number of heads "
+            "(heads.count) that divides them"
+        )
+    return min(near, key=lambda n: abs(math.log(total / n / width)))
 
 
 def width_per_head(name: str, factor: float, hidden_size: int, H: int) -> int:

@@ -109,7 +109,7 @@ class ScanSpec(Spec):
             value = getattr(self, name)
             yield value != getattr(ScanSpec, name), f"kind={self.kind!r} has no {name}; got {name}={value}"
 
-    def num_heads(self, default: int) -> int:
+    def num_heads(self, hidden_size: int, default: int) -> int:
         """Returns 1, since the mixer has no heads."""
         return 1
 

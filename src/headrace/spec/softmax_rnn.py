@@ -102,7 +102,7 @@ class SoftmaxRNNSpec(Spec):
             scale="one" if self.numerator == "cosine" else "key", by_length=self.by_length,
         )  # fmt: skip
 
-    def idle_gates(self, num_heads: int | None = None) -> list[str]:
+    def idle_gates(self, hidden_size: int | None = None, num_heads: int | None = None) -> list[str]:
         """Returns a sentence for an output gate that the norm cancels."""
         return [
             f"gate_order='gate-norm' multiplies the numerator by one number per head and denominator="

@@ -130,10 +130,10 @@ class Decoder(Stateful):
         dims = [mixer.head_dims(hidden_size, num_heads) for layer in self.layers for mixer in layer.mixers]
         return dims[0]
 
-    def idle_gates(self, num_heads: int | None = None) -> list[str]:
+    def idle_gates(self, hidden_size: int | None = None, num_heads: int | None = None) -> list[str]:
         """Returns a sentence for each gate of the layers that has no effect."""
         mixers = [mixer for layer in self.layers for mixer in layer.mixers]
-        return list(dict.fromkeys(idle for mixer in mixers for idle in mixer.idle_gates(num_heads)))
+        return list(dict.fromkeys(idle for mixer in mixers for idle in mixer.idle_gates(hidden_size, num_heads)))
 
     def state_shapes(self, hidden_size: int, num_heads: int, tokens: int, layers: int) -> Shapes:
         """Returns the shapes of one sequence's states after `tokens` tokens, over all layers."""
@@ -189,13 +189,13 @@ class StackSpec(ModelSpec):
         """Returns the key and value dimensions per head. Raises InputError for sizes that do not divide."""
         return self.mixer.head_dims(hidden_size, num_heads)
 
-    def idle_gates(self, num_heads: int | None = None) -> list[str]:
+    def idle_gates(self, hidden_size: int | None = None, num_heads: int | None = None) -> list[str]:
         """Returns a sentence for each gate of the mixer that has no effect."""
-        return self.mixer.idle_gates(num_heads)
+        return self.mixer.idle_gates(hidden_size, num_heads)
 
-    def num_heads(self, default: int) -> int:
+    def num_heads(self, hidden_size: int, default: int) -> int:
         """Returns the number of heads, which is `default` unless the mixer sets it."""
-        return self.mixer.num_heads(default)
+        return self.mixer.num_heads(hidden_size, default)
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,13 @@ from ..spec.softmax_rnn import SoftmaxRNNSpec
 from ..utils.errors import InputError
 
 WIDTH, HEADS, TOKENS, CHUNK = 1024, 4, 2048, 64  # sizes at which costs are counted
-COUNTED = f"Costs: width {WIDTH}, {HEADS} heads, float32, chunks of {CHUNK}; attention after {TOKENS:,} tokens."
+COUNTED = (
+    f"Costs: width {WIDTH}, {HEADS} heads or as many as the mixer's paper has at this width, chunks of {CHUNK}; attention "
+    f"after {TOKENS:,} tokens."
+)
 UPDATE = ("A_t", "b_t", "features", "can")
 AXES = ("memory", "objective", "optimizer", "retention")
-COST = ("state", "bytes", "training", "decoding", "grows")
+COST = ("state", "numbers", "training", "decoding", "grows")
 SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 VIEWS = {"update": UPDATE, "axes": AXES, "cost": COST, "paper": ("paper",)}
 
@@ -124,7 +127,7 @@ def _cost(spec, row: dict[str, Any]) -> dict[str, Any]:
     if spec.facts.cached:
         bounded = getattr(spec, "pattern", None) is not None
         shapes = spec.state_shapes(WIDTH, HEADS, TOKENS)
-        seen, H = next(iter(shapes.values()))[0], spec.num_heads(HEADS)  # also of heads that share keys
+        seen, H = next(iter(shapes.values()))[0], spec.num_heads(WIDTH, HEADS)  # also of heads that share keys
         training = decoding = sum(spec.head_dims(WIDTH, HEADS))
         if isinstance(spec, LatentSpec):  # few queries are projected to the latents
             rank, _, shared, _ = spec.sizes(WIDTH, HEADS)
@@ -141,7 +144,7 @@ def _cost(spec, row: dict[str, Any]) -> dict[str, Any]:
 
 def _state(shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     listed = " + ".join("×".join(map(str, shape)) for shape in shapes.values())
-    return {"state": listed, "bytes": 4 * sum(math.prod(shape) for shape in shapes.values())}
+    return {"state": listed, "numbers": sum(math.prod(shape) for shape in shapes.values())}
 
 
 def cell(value: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..layers.blocks.compiled import uncompiled
 from ..layers.linear.competition import HeadCompetition
 
 
@@ -90,4 +91,6 @@ class GateWatch:
                     layer, gate = re.search(r"\.(\d+)\..*?(read|write)_competition", name).groups()  # type: ignore[union-attr]
                     self.statistics[name] = GateStatistics(int(layer), gate)
                     hooks.enter_context(module.register_forward_hook(partial(self._record, name)))
+            if self.statistics:
+                hooks.enter_context(uncompiled(model))
             yield self

@@ -1,7 +1,7 @@
 """What a recipe needs of a machine that is not there: memory per device, layout, steps and days.
 
-The memory is a sum of formulas, `memory`; the days follow from the peak of the data sheet and an assumed efficiency, in
-which the network has no part of its own.
+The memory is a sum of formulas, `memory`; the days follow from the peak of the data sheet and the efficiency that was
+measured with the mixer (`efficiency`), in which the network has no part of its own.
 """
 
 import re
@@ -14,6 +14,8 @@ import torch
 from ..ops.loss import PIECE
 from ..utils.device import present_device
 from ..utils.errors import InputError, nearest
+from .efficiency import Efficiency
+from .efficiency import efficiency as known
 from .model import counted, estimate
 from .recipes import Recipe
 
@@ -82,24 +84,25 @@ def parse(text: str) -> Machine:
     return Machine(count, name)
 
 
-def plan(recipe: Recipe, machine: Machine, efficiency: float) -> dict[str, Any]:
+def plan(recipe: Recipe, machine: Machine, efficiency: float | None = None) -> dict[str, Any]:
     """Returns layout, bytes per device and days of a training run.
 
     efficiency: the fraction of the peak that the operations of a run reach, those of a second forward pass by
-        `recompute` included; without `recompute` this is the model FLOPs utilization.
+        `recompute` included; without `recompute` this is the model FLOPs utilization. None: as measured.
 
     Raises:
         InputError: for rows or weights that the devices cannot share evenly, and an efficiency outside 0 to 1.
     """
-    if not 0 < efficiency <= 1:
-        raise InputError(f"--efficiency={efficiency:g}; expected more than 0 and at most 1")
+    reached = known(recipe.mixer) if efficiency is None else Efficiency(efficiency, "an assumption")
+    if not 0 < reached.fraction <= 1:
+        raise InputError(f"--efficiency={reached.fraction:g}; expected more than 0 and at most 1")
     if machine.devices % recipe.shard:
         raise InputError(f"shard={recipe.shard}; expected a divisor of the machine's {machine.devices} devices")
     rows, passes = recipe.share(machine.devices)
     device, costs = DEVICES[machine.name], estimate(recipe)
     needed = memory(replace(recipe, micro_batch=rows), machine.devices)
     operations = costs["flops"] * (RECOMPUTED if recipe.recompute else 1)
-    seconds = operations / (machine.devices * device.flops * efficiency)
+    seconds = operations / (machine.devices * device.flops * reached.fraction)
     return {
         "devices": machine.devices,
         "device": machine.name,
@@ -111,7 +114,8 @@ def plan(recipe: Recipe, machine: Machine, efficiency: float) -> dict[str, Any]:
         "bytes": needed,
         "bytes_of_device": int(device.memory),
         "fits": sum(needed.values()) <= device.memory,
-        "efficiency": efficiency,
+        "efficiency": reached.fraction,
+        "efficiency_source": reached.source,
         "tokens_per_second": costs["tokens"] / seconds,
         "days": seconds / DAY,
     }

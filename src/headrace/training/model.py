@@ -18,6 +18,7 @@ from ..hf.checkpoint import read_config
 from ..layers.blocks.widths import matrix_products
 from ..ops.dispatch import set_backend
 from ..utils.errors import InputError
+from .kernels import without_kernel
 from .parameters import gate_parameters, initialize_gates
 from .recipes import CHECKPOINT, SIZES, Recipe
 
@@ -78,6 +79,7 @@ class Counted(NamedTuple):
     blocks: tuple[int, ...]  # parameters of each block
     flops_per_token: int
     kept_per_row: int  # bytes that a forward pass over one row saves for the backward in a process
+    without_kernel: dict[str, list[int]]  # layers that no kernel computes on a GPU, by the reason
 
 
 def counted(recipe: Recipe) -> Counted:
@@ -91,12 +93,14 @@ def _counted(recipe: Recipe, mixer: str) -> Counted:
     model = meta_model(recipe)
     parameters, flops = count(model), flops_per_token(model, recipe)
     blocks = tuple(sum(p.numel() for p in block.parameters()) for block in model.model.backbone.layers)
-    return Counted(parameters, blocks, flops, _kept_for_backward(model, recipe))
+    with _RealIntegers():
+        slow = without_kernel(model)
+    return Counted(parameters, blocks, flops, _kept_for_backward(model, recipe), slow)
 
 
 def estimate(recipe: Recipe) -> dict[str, Any]:
     """Parameters by part, steps, tokens, FLOPs and bytes per process of a run, counted on a meta-device model."""
-    parameters, _, flops, kept = counted(recipe)
+    parameters, _, flops, kept, slow = counted(recipe)
     trained = parameters["tied" if recipe.tie else "untied"]
     held = WHOLE * trained + SHARED * trained // recipe.shard
     return {
@@ -108,6 +112,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         "flops_per_token": flops,
         "flops": flops * round(recipe.tokens),
         "bytes": {"weights, gradients, moments": held, "kept for the backward": recipe.micro_batch * kept},
+        "layers_without_gpu_kernel": {reason: list(layers) for reason, layers in slow.items()},
     }
 
 

@@ -14,7 +14,7 @@ import shlex
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from .. import zoo
 from ..data import Collator, PackedData, open_data, unigram_loss
 from ..hf.checkpoint import fetched
-from ..layers.blocks.compiled import compile_blocks
+from ..layers.blocks.compiled import compile_for_training, is_compiled, report_compiler_errors
 from ..utils.errors import InputError, reading
 from ..utils.extras import named, require
 from ..utils.integrity import CHECKSUMS, damage, finite, misfit, read_record, restored, write_json
@@ -50,6 +50,7 @@ from .watch import Stop, Watch
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "none")
 NOT_IDENTIFYING = ("seconds", "megabytes_per_second", "files")  # fields of a manifest that do not identify the data
+OF_THE_MACHINE = (*PARALLEL, "compile")  # fields of a recipe that do not identify the run
 LOG_EVERY = 10  # steps between logs if save_every is a multiple, else their greatest common divisor
 
 
@@ -88,8 +89,9 @@ def train(
         set_seed(recipe.seed)
         trainer = make_trainer(recipe, opened, settings)
         print_once(describe_start(trainer, recipe, last))
-        with report_failures(trainer, folder):
+        with report_failures(trainer, folder), report_compiler_errors():
             train_to_end(trainer, last, recipe, folder)
+            recipe = replace(recipe, compile=is_compiled(trainer.model))
             finish(trainer, recipe, about, opened, folder / "model")
     return trainer
 
@@ -104,10 +106,13 @@ def describe_start(trainer: HeadraceTrainer, recipe: Recipe, last: Path | None) 
     parameters = count(trainer.model)["tied" if recipe.tie else "untied"]
     passes = recipe.steps * recipe.rows / len(trainer.train_dataset)  # type: ignore[arg-type]
     begins = "" if last is None else f"; it resumes from {last}"
+    compiled = ""
+    if is_compiled(trainer.model) or torch.cuda.is_available():
+        compiled = f"; blocks are {'' if is_compiled(trainer.model) else 'not '}compiled"
     return (
         f"{recipe.mixer}: {recipe.layers} layers of width {recipe.hidden_size}, {parameters / 1e6:,.2f} M parameters\n"
         f"{recipe.tokens:,.0f} tokens in {recipe.steps:,} steps of {recipe.rows} rows of {recipe.length}: "
-        f"{passes:,.3g} passes over the data{begins}"
+        f"{passes:,.3g} passes over the data{begins}{compiled}"
     )
 
 
@@ -135,7 +140,7 @@ def begin(folder: Path, recipe: Recipe, data: PackedData, accept_old: bool = Fal
         InputError: the folder belongs to another run or to another version of headrace.
     """
     identity = {name: value for name, value in data.manifest.items() if name not in NOT_IDENTIFYING}
-    fields = {name: value for name, value in asdict(recipe).items() if name not in PARALLEL}
+    fields = {name: value for name, value in asdict(recipe).items() if name not in OF_THE_MACHINE}
     plan = {"recipe": json.loads(json.dumps(fields)), "data": identity}  # as it is read back: lists for tuples
     claim(folder, plan, accept_old, "run.json", defaults({"recipe": recipe}), _with_new_names)
     checkpoints.discard_unfinished(folder)
@@ -145,7 +150,8 @@ def begin(folder: Path, recipe: Recipe, data: PackedData, accept_old: bool = Fal
 def _with_new_names(held: Any) -> Any:
     if misfit(held, {"recipe": dict}):
         return held
-    return held | {"recipe": {OLD_FIELDS.get(name, name): value for name, value in held["recipe"].items()}}
+    fields = {OLD_FIELDS.get(name, name): value for name, value in held["recipe"].items() if name != "compile"}
+    return held | {"recipe": fields}
 
 
 @contextmanager
@@ -252,8 +258,9 @@ def make_trainer(recipe: Recipe, data: PackedData, settings: TrainingArguments) 
         model = build(recipe)
     if recipe.recompute:
         recompute_blocks(model)
-    if recipe.compile:
-        compile_blocks(model)
+    splits = recipe.shard > 1 or recipe.context_parallel > 1
+    wanted = False if splits and recipe.compile is None else recipe.compile
+    compile_for_training(model, wanted, cuda=torch.cuda.is_available(), packed=recipe.separate_documents)
     if recipe.shard > 1:
         replicas = settings.world_size // recipe.shard
         shard(model, grid(settings, dp_replicate=replicas, dp_shard=recipe.shard))

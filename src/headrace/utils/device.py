@@ -1,11 +1,15 @@
 """The device on which a command runs."""
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
 
 import torch
 
 from .errors import InputError
+
+F = TypeVar("F", bound=Callable)
 
 
 def present_device() -> torch.device:
@@ -33,6 +37,21 @@ def all_devices(name: str | None) -> list[str]:
     """Returns the devices that a name, as in `on_device`, stands for: every GPU for "cuda", else one device."""
     device = on_device(name)
     return [f"cuda:{i}" for i in range(torch.cuda.device_count())] if device == "cuda" else [device]
+
+
+def constant(function: F) -> F:
+    """Marks a function whose arguments are constants, such as a device. torch.compile calls it instead of tracing it,
+    and takes its result as a constant: for questions to a driver or to the import system, which would break a graph.
+
+    `torch.compiler.assume_constant_result` does the same, but imports the compiler, which takes seconds."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant
+def is_hopper(device: torch.device) -> bool:
+    """Whether a GPU is one of NVIDIA's Hopper generation, such as an H100 or H200."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def interpreted() -> bool:

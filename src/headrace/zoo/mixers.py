@@ -21,12 +21,15 @@ class Entry(NamedTuple):
 
 MAMBA = ScanSpec("mamba", state_size=16, conv=4, expand=2.0)
 MAMBA2 = MixerSpec(
-    Heads(expand_k=4.0, expand_v=2.0, qk_groups=1),
+    # state-spaces/mamba, Mamba2: expand 2, headdim 64, d_state 128 = 4 D / heads, ngroups 1
+    Heads(expand_k=4.0, expand_v=2.0, qk_groups=1, width=64),
     Inputs(conv=4, conv_bias=True),
     Decay("softplus"),
     Write(beta="dt"),
     Read("rms-joint", "silu", "gate-norm", scale="one", skip=True),
 )
+# its authors' DeltaNetConfig: 16 heads at a hidden size of 2048
+DELTANET = MixerSpec(Heads(width=128), Inputs(conv=4, qk_norm="l2"), write=Write("delta", "sigmoid"))
 GATED_DELTANET = MixerSpec(
     Heads(expand_k=0.75, expand_v=1.5),
     Inputs(conv=4, qk_norm="l2"),
@@ -35,6 +38,7 @@ GATED_DELTANET = MixerSpec(
     Read("rms", "silu"),
 )
 KDA = MixerSpec(
+    Heads(width=128),  # Kimi-Linear-48B-A3B: head_dim 128
     inputs=Inputs(conv=4, qk_norm="l2"),
     decay=Decay("softplus-vector"),
     write=Write("delta", "sigmoid"),
@@ -56,7 +60,8 @@ MIXERS: dict[str, Entry] = {
     "based": Entry(
         "Linear attention on the second-order Taylor features of 16 key channels, without positions.",
         "https://arxiv.org/abs/2402.18668",
-        MixerSpec(Heads(key_dim=16), Inputs(order=2), read=Read("sum")),
+        # HazyResearch/based, based-360m: num_heads 16 at a hidden size of 1024, feature_dim 16
+        MixerSpec(Heads(key_dim=16, width=64), Inputs(order=2), read=Read("sum")),
     ),
     "retnet": Entry(
         "Linear attention with a fixed decay per head, rotary positions and RMSNorm per head.",
@@ -72,6 +77,7 @@ MIXERS: dict[str, Entry] = {
         "Linear attention with the slopes of ALiBi as fixed decays, and SiLU on q, k and v (MiniMax-01).",
         "https://arxiv.org/abs/2501.08313",
         MixerSpec(
+            Heads(width=128),  # MiniMax-Text-01: head_dim 128
             inputs=Inputs(feature_map="silu", value_map="silu"),
             decay=Decay("slopes"),
             read=Read("rms-joint", "sigmoid", scale="one"),
@@ -91,7 +97,7 @@ MIXERS: dict[str, Entry] = {
         "Mamba-2 whose update is a trapezoid of two tokens, with q and k normalized, biased and turned by the tokens.",
         "https://arxiv.org/abs/2603.15569",
         MixerSpec(
-            Heads(expand_k=4.0, expand_v=2.0, qk_groups=1),
+            Heads(expand_k=4.0, expand_v=2.0, qk_groups=1, width=64),  # state-spaces/mamba, Mamba3
             Inputs(qk_norm="rms-bias", turns=0.5),
             Decay("softplus-rate"),
             Write(beta="trapezoid"),
@@ -107,6 +113,7 @@ MIXERS: dict[str, Entry] = {
         "A token reads the prediction of ridge regression on all keys and values so far, by conjugate gradients.",
         "https://arxiv.org/abs/2506.05233",
         MixerSpec(
+            Heads(width=128),  # MesaNetConfig of flash-linear-attention: head_dim 128
             inputs=Inputs(conv=4, qk_norm="l2"),
             decay=Decay("sigmoid-head", temperature=1.0),
             write=Write(beta="sigmoid"),
@@ -122,6 +129,7 @@ MIXERS: dict[str, Entry] = {
         "The decay per key channel is a sigmoid, and the key is 1 − the decay.",
         "https://arxiv.org/abs/2404.07904",
         MixerSpec(
+            Heads(width=128),  # its authors' HGRN2Config: expand_ratio 128
             inputs=Inputs(feature_map="silu", key="complement"),
             decay=Decay("sigmoid", rank="full", temperature=1.0),
             read=Read("rms-joint"),
@@ -131,6 +139,7 @@ MIXERS: dict[str, Entry] = {
         "A learned decay per channel, a bonus for the current token; inputs are mixed with the previous token.",
         "https://arxiv.org/abs/2404.05892",
         MixerSpec(
+            Heads(width=64),  # RWKV-LM: head_size 64
             inputs=Inputs(shift="lerp"),
             decay=Decay("exp-fixed"),
             read=Read("group", "silu", scale="one", bonus=True),
@@ -140,6 +149,7 @@ MIXERS: dict[str, Entry] = {
         "A bonus weight for the current token; inputs are mixed with the previous token.",
         "https://arxiv.org/abs/2404.05892",
         MixerSpec(
+            Heads(width=64),  # RWKV-LM: head_size 64
             inputs=Inputs(shift="ddlerp"),
             decay=Decay("exp", rank=64),
             read=Read("group", "silu", scale="one", bonus=True),
@@ -149,7 +159,7 @@ MIXERS: dict[str, Entry] = {
         "xLSTM's matrix memory: an exponential input gate; the output is divided by max(|sum of weights|, 1).",
         "https://arxiv.org/abs/2405.04517",
         MixerSpec(
-            Heads(expand_k=0.5),
+            Heads(expand_k=0.5, width=512),  # xLSTM-7b: 8 heads at a hidden size of 4096
             decay=Decay("sigmoid-head", temperature=1.0),
             write=Write(beta="exp"),
             read=Read("group", "sigmoid", eps=1e-6),
@@ -159,6 +169,7 @@ MIXERS: dict[str, Entry] = {
         "Linear attention with the delta rule on sparse features (DPFP) that are normalized to sum 1.",
         "https://arxiv.org/abs/2102.11174",
         MixerSpec(
+            Heads(count=8),  # IDSIA/lmtool-fwp: n_head 8 at 128 and at 256
             inputs=Inputs(feature_map="dpfp-1", qk_norm="sum"),
             write=Write("delta", "sigmoid"),
             read=Read("none", scale="one"),
@@ -167,7 +178,7 @@ MIXERS: dict[str, Entry] = {
     "deltanet": Entry(
         "Delta rule: the value stored under k is removed before v is written.",
         "https://arxiv.org/abs/2406.06484",
-        MixerSpec(inputs=Inputs(conv=4, qk_norm="l2"), write=Write("delta", "sigmoid")),
+        DELTANET,
     ),
     "gated-deltanet": Entry(
         "DeltaNet with the decay of Mamba-2.",
@@ -177,7 +188,7 @@ MIXERS: dict[str, Entry] = {
     "negative-deltanet": Entry(
         "DeltaNet whose write strength goes up to 2, for state transitions with eigenvalues from −1 to 1.",
         "https://arxiv.org/abs/2411.12537",
-        MixerSpec(inputs=Inputs(conv=4, qk_norm="l2"), write=Write("delta", "sigmoid-2")),
+        replace(DELTANET, write=Write("delta", "sigmoid-2")),
     ),
     "negative-gated-deltanet": Entry(
         "Gated DeltaNet whose write strength goes up to 2, for eigenvalues from −1 to 1.",
@@ -187,12 +198,13 @@ MIXERS: dict[str, Entry] = {
     "log-linear-gated-deltanet": Entry(
         "Gated DeltaNet with a memory for each power of two of tokens back, which a token weights when it reads.",
         "https://arxiv.org/abs/2506.04761",
-        replace(GATED_DELTANET, read=Read("rms", "silu", levels=15)),
+        # HanGuo97/log-linear-attention, h_gated_deltanet_mid: 6 heads with head_dim 192 at a hidden size of 1536
+        replace(GATED_DELTANET, heads=Heads(0.75, 1.5, width=384), read=Read("rms", "silu", levels=15)),
     ),
     "deltaproduct": Entry(
         "Two steps of the delta rule per token, each with a key, a value and a write strength up to 2.",
         "https://arxiv.org/abs/2502.10297",
-        MixerSpec(inputs=Inputs(conv=4, qk_norm="l2"), write=Write("delta", "sigmoid-2", steps=2)),
+        replace(DELTANET, write=Write("delta", "sigmoid-2", steps=2)),
     ),
     "gated-deltaproduct": Entry(
         "DeltaProduct with the decay and the output gate of Gated DeltaNet.",
@@ -218,7 +230,7 @@ MIXERS: dict[str, Entry] = {
     "gated-deltanet-2": Entry(
         "KDA that removes with a strength per key channel and writes with another per value channel.",
         "https://arxiv.org/abs/2605.22791",
-        replace(KDA, write=Write("delta", "sigmoid", erase="channel")),
+        replace(KDA, write=Write("delta", "sigmoid", erase="channel")),  # gdn2_1.3B: 18 heads at 2304
     ),
     "s4d": Entry(
         "A time-invariant diagonal state-space model per channel.",
@@ -273,17 +285,17 @@ MIXERS: dict[str, Entry] = {
     "gsa": Entry(
         "Gated slot attention: a softmax over slots, whose keys and values are decaying means of the past.",
         "https://arxiv.org/abs/2409.07146",
-        MatrixSpec("gsa"),
+        MatrixSpec("gsa", slots=64),  # its authors' GSAConfig: num_slots 64, num_heads 4
     ),
     "abc": Entry(
         "Attention with bounded-memory control: a softmax over slots, whose keys and values are weighted means.",
         "https://arxiv.org/abs/2110.02488",
-        MatrixSpec("abc"),
+        MatrixSpec("abc", slots=64),  # ABCConfig of flash-linear-attention: num_slots 64
     ),
     "rwkv7": Entry(
         "A delta rule whose removal key, replacement key and strength per channel are separate.",
         "https://arxiv.org/abs/2503.14456",
-        MatrixSpec("rwkv7"),
+        MatrixSpec("rwkv7", width=64),  # RWKV-LM: head_size 64
     ),
     "transformer": Entry(
         "Causal softmax attention with rotary positions (Transformer++); the baseline.",

@@ -5,6 +5,7 @@ use this map. Only safetensors files are read: nothing is unpickled, and no fore
 """
 
 import json
+from copy import copy
 from dataclasses import asdict, replace
 from functools import reduce
 from math import frexp, prod
@@ -16,12 +17,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig
 
+from ... import zoo
 from ...layers.attention.latent import LatentAttention
 from ...layers.base import Mixer
 from ...layers.blocks.moe import MixtureOfExperts
 from ...ops.call import accumulator
 from ...ops.checks import require
 from ...spec.record import LARGEST
+from ...spec.serialize import to_json
 from ...utils.errors import InputError, nearest, reading
 from ...utils.integrity import check_weights, read_json, seal, write_json
 from ...utils.provenance import difference
@@ -170,7 +173,7 @@ def set_use_cache(folder: Path, name: str | None, cached: bool) -> None:
 
 def _described(model: Any, name: str) -> tuple[Config, Model]:
     """The foreign config.json, and the foreign model that it describes. InputError if that is not the same model."""
-    form, config = FORMATS[name], model.config
+    form, config = FORMATS[name], _with_heads(model.config)
     if any(getattr(spec, "competition", None) for spec in config.mixers):
         raise InputError(f"--to {name!r} cannot represent this model: no other library has its head competition")
     if (config.converted_from or {}).get("model_type") == name:
@@ -199,6 +202,17 @@ def _described(model: Any, name: str) -> tuple[Config, Model]:
         where, converted, original = changed
         raise InputError(f"--to {name!r} cannot represent this model: {where} is {original} here and {converted} there")
     return described, foreign
+
+
+def _with_heads(config: Any) -> Any:
+    """The config with the number of heads as num_heads that all its mixers have, by sizes of their own."""
+    found = {spec.num_heads(config.hidden_size, config.num_heads) for spec in config.mixers}
+    if len(found) > 1:
+        return config
+    config = copy(config)
+    layers = zoo.each_mixer(config.stack, lambda spec: replace(spec, heads=replace(spec.heads, width=None))).layers
+    config.mixer, config.num_heads = [to_json(layer) for layer in layers], *found
+    return config
 
 
 def _with_offset(foreign: Model) -> Model:

@@ -238,7 +238,7 @@ class Kimi(NamedTuple):
 def kimi_delta(c: Fields, changes: dict[str, Any]) -> MixerSpec:
     """Returns the spec of Kimi Delta Attention."""
     D, H, d = c["hidden_size"], c["linear_num_heads"], c["linear_head_dim"]
-    sizes = {"heads.expand_k": d * H / D, "heads.expand_v": d * H / D, "heads.count": H}
+    sizes = {"heads.expand_k": d * H / D, "heads.expand_v": d * H / D, "heads.count": H, "heads.width": None}
     return zoo.change_all(zoo.LINEAR["kda"], sizes | {"inputs.conv": conv_width(c, "linear_conv_kernel_dim")} | changes)
 
 

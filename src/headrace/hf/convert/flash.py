@@ -67,7 +67,7 @@ def mlp_width(c: Fields | Config) -> int:
 
 
 def widths(c: Fields) -> str:
-    return f"heads.expand_k={float(c['expand_k'])}, heads.expand_v={float(c['expand_v'])}"
+    return f"heads.expand_k={float(c['expand_k'])}, heads.expand_v={float(c['expand_v'])}, heads.width=none"
 
 
 def fla_describe(config: Any, **more: Any) -> Config:

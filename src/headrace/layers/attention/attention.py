@@ -65,7 +65,7 @@ class SoftmaxAttention(SelfInitialized):
         self.spec, self.rope_theta, self.causal, self.hidden_size = spec, rope_theta, causal, hidden_size
         self.state_kind = AttentionState if spec.pattern is None else WindowState
         self.state_shapes = spec.state_shapes(hidden_size, num_heads, ANY) | {"valid": (ANY,), "seen": ()}
-        H, (self.head_dim, _) = spec.num_heads(num_heads), spec.head_dims(hidden_size, num_heads)
+        H, (self.head_dim, _) = spec.num_heads(hidden_size, num_heads), spec.head_dims(hidden_size, num_heads)
         self.rotary_dim = self.head_dim
         G, d = spec.kv_heads or H, self.head_dim
         self.q_proj = nn.Linear(hidden_size, H * d, bias=spec.bias in (True, "qkv"))
@@ -93,6 +93,11 @@ class SoftmaxAttention(SelfInitialized):
             self.global_proj = nn.ModuleDict(
                 {f"{name}_proj": deepcopy(getattr(self, f"{name}_proj")) for name in "qkv"}
             )
+
+    @property
+    def static_shapes(self) -> bool:
+        """Whether a call without packed sequences needs nothing of their lengths on the host."""
+        return self.spec.pattern is None
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -36,7 +36,7 @@ class LatentAttention(SoftmaxAttention):
         self.rope_theta, self.causal, self.hidden_size = rope_theta, causal, hidden_size
         self.state_kind = AttentionState
         self.state_shapes = spec.state_shapes(hidden_size, num_heads, ANY) | {"valid": (ANY,), "seen": ()}
-        H, eps = spec.num_heads(num_heads), spec.norm_eps or norm_eps
+        H, eps = spec.num_heads(hidden_size, num_heads), spec.norm_eps or norm_eps
         c, self.key_dim, self.rotary_dim, self.value_dim = spec.sizes(hidden_size, num_heads)
         self.head_dim = self.rotary_dim + self.key_dim
         self.q_a_proj, self.q_a_norm = None, None

@@ -165,6 +165,11 @@ class Block(nn.Module):
         """The mixer, and the parallel mixer if there is one."""
         return [self.mixer] if self.parallel is None else [self.mixer, self.parallel]
 
+    def reads_lengths(self, packed: bool) -> bool:
+        """Whether a mixer reads the lengths of sequences on the host. packed: whether sequences are packed."""
+        static = all(getattr(mixer, "static_shapes", False) for mixer in self.mixers)
+        return not static or (packed and any(isinstance(mixer, SoftmaxAttention) for mixer in self.mixers))
+
     @property
     def states(self) -> int:
         """Number of states."""
@@ -223,7 +228,7 @@ class Adapters(nn.Module):
         if style.shared_mlp_rank is not None and sizes.intermediate_size is not None:
             self.mlp = LowRank(D, style.shared_mlp_rank, (1 + style.gated) * sizes.intermediate_size)
         if style.shared_attention_rank is not None:
-            queries, (d, _) = spec.num_heads(H), spec.head_dims(2 * D, H)
+            queries, (d, _) = spec.num_heads(2 * D, H), spec.head_dims(2 * D, H)
             heads = {"q": queries, "k": spec.kv_heads or queries, "v": spec.kv_heads or queries}
             of = {f"{n}_proj": LowRank(2 * D, style.shared_attention_rank, count * d) for n, count in heads.items()}
             self.attention = nn.ModuleDict(of)

@@ -24,6 +24,7 @@ class ChannelMixing(Mixer):
     learned weight per channel (arXiv 2305.13048, section 3.1.2)."""
 
     state_kind = ShiftState
+    static_shapes = True
     no_weight_decay = ("mix",)
 
     def __init__(self, hidden_size: int, width: int):

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...ops.backends.native import convolution as native
+from ...ops.backends.triton import convolution as triton
 from ...ops.modules import is_plain
 from ...ops.sequences import Sequences
 
@@ -21,9 +22,13 @@ def convolve(
         conv: the weights; its padding is not used.
         history: [N, W − 1, C], the tokens before x; None: zeros.
         sequences: the sequences of x.
-        backend: "auto" and "native" compute it in the native library where that can, the other backends in PyTorch.
+        backend: "auto", "native" and "triton" compute it in the native library or, without history, by kernels of
+            their own where these can; other backends, and what neither can, PyTorch.
         silu: whether SiLU follows.
     """
+    first = history is None and sequences.borders is None
+    if first and triton.chosen(backend, x) and triton.unsupported_reason(conv, x) is None:
+        return triton.convolve(x, conv.weight, conv.bias, sequences.cu_seqlens, silu)
     history = sequences.before(x, history, conv.kernel_size[0] - 1)
     if silu and backend in ("auto", "native") and native.unsupported_reason(conv, x) is None:
         y = native.convolve(x, conv.weight, conv.bias, history, sequences.cu_seqlens)

@@ -4,12 +4,13 @@ Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...ops.attention import linear_attention, step
 from ...ops.backends.native.library import DTYPES
@@ -18,10 +19,12 @@ from ...ops.backends.torch.tiles import product
 from ...ops.call import accumulator
 from ...ops.derivatives import has_address
 from ...ops.dispatch import has
+from ...ops.modules import is_plain
 from ...ops.parallel.context import current
 from ...ops.sequences import Sequences
 from ...spec.decay import STEPPED
 from ...spec.linear import HEAD_NORMS, SUMS
+from ...utils.device import interpreted
 from ..base import check_input, may_write
 from ..rotary import Angles, rotary, rotate
 from .convolution import convolve
@@ -33,6 +36,8 @@ from .readout import GATES, NORM_FLOORS, affine, normalized
 from .steps import as_tokens
 from .token import MixerState, run_mixer
 from .token_shift import project
+
+ALIGNED = 16  # numbers; a GPU's matrix products are fast for widths that are a multiple of it
 
 
 class Gates(NamedTuple):
@@ -150,7 +155,22 @@ class LinearMixer(LinearParameters):
             return dict(zip(names, parts, strict=True)), history
         if self.conv is not None:
             names, sizes = ["qkv", *names[3:]], [sum(sizes[:3]), *sizes[3:]]
-        return dict(zip(names, self.in_proj(x).split(sizes, -1), strict=True)), None
+        return dict(zip(names, self._projected(x, sizes), strict=True)), None
+
+    def _projected(self, x: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+        """Returns the parts of in_proj(x), [B, T, size] each.
+
+        In training on a GPU, the input of a convolution is a product of its own, whose gradient need not be copied to
+        those of the other parts, and their width is rounded up, because products of odd widths are slow there."""
+        first, rest = sizes[0], sum(sizes[1:])
+        on_gpu = (x.is_cuda or interpreted()) and torch.is_grad_enabled()
+        if not (self.conv is not None and rest and on_gpu and is_plain(self.in_proj, nn.Linear)):
+            return self.in_proj(x).split(sizes, -1)
+        more, bias = -rest % ALIGNED, self.in_proj.bias
+        weights = self.in_proj.weight.split([first, rest])
+        biases = (None, None) if bias is None else (bias[:first], F.pad(bias[first:], (0, more)))
+        others = F.linear(x, F.pad(weights[1], (0, 0, 0, more)) if more else weights[1], biases[1])
+        return F.linear(x, weights[0], biases[0]), *others.split([*sizes[1:], more], -1)[:-1]
 
     # --- gates and features ------------------------------------------------------------------------------------------
 
@@ -351,7 +371,9 @@ class LinearMixer(LinearParameters):
         """Applies the norm to x [B, T, H, V], in the accumulator's precision."""
         if (kind := self.spec.read.norm) in ("none", *SUMS):
             return x
-        wide, weight = x.to(accumulator(x)), self.norm_weight
+        weight = self.norm_weight
+        narrow = kind in ("rms", "rms-joint") and (weight is None or weight.dtype == x.dtype)
+        wide = x if narrow else x.to(accumulator(x))  # PyTorch's RMSNorm has that precision inside
         if kind in NORM_FLOORS:
             return affine(normalized(wide, kind, NORM_FLOORS[kind]), weight, self.norm_bias).to(x.dtype)
         if kind == "group":

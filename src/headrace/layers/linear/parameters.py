@@ -65,7 +65,7 @@ class LinearParameters(Mixer, HasBackend):
         self.group_eps = spec.read.eps or GROUP_NORM_EPS
         self.op = linear_attention  # may be set to a partial with a form or chunk size
         self.backend = default_backend()  # may be set; PyTorch computes what a backend given by name does not have
-        self.H, (self.K, self.V) = spec.num_heads(num_heads), spec.head_dims(hidden_size, num_heads)
+        self.H, (self.K, self.V) = spec.num_heads(hidden_size, num_heads), spec.head_dims(hidden_size, num_heads)
         self.Hq = spec.heads.qk_groups or self.H
         self.state_shapes = spec.state_shapes(hidden_size, num_heads) | ({"tokens": ()} if spec.counts_tokens else {})
         steps = spec.write.steps  # those of a head are side by side
@@ -80,6 +80,8 @@ class LinearParameters(Mixer, HasBackend):
         self.in_proj = nn.Linear(hidden_size, sum(self.parts.values()), bias=spec.inputs.bias)
         self.o_proj = nn.Linear(self.H * self.V, hidden_size, bias=spec.read.bias)
         self._build_competition(hidden_size)
+        for sentence in spec.idle_gates(hidden_size, num_heads):
+            warnings.warn(sentence, GateWarning, stacklevel=3)
         self.program = ProgramOf(mixer_program)
         self.part_classes = {name: type(module) for name, module in self.named_modules()}
         self.reset_parameters()
@@ -145,8 +147,6 @@ class LinearParameters(Mixer, HasBackend):
         written = *sizes, steps * self.K, rank
         self.write_competition = HeadCompetition(spec, *written) if spec and spec.write != "none" else None
         self.choice = MemoryChoice(rank, self.H, self.K) if rank > 1 else None
-        for sentence in self.spec.idle_gates(self.H):
-            warnings.warn(sentence, GateWarning, stacklevel=4)
 
     @property
     def logit_scale(self) -> float:

@@ -83,7 +83,7 @@ class GLAOuter(Mixer):
 
     def __init__(self, spec: MatrixSpec, *, hidden_size: int, num_heads: int, norm_eps: float = 1e-6, **unused):
         super().__init__()
-        self.H, (self.K, self.V) = spec.num_heads(num_heads), spec.head_dims(hidden_size, num_heads)
+        self.H, (self.K, self.V) = spec.num_heads(hidden_size, num_heads), spec.head_dims(hidden_size, num_heads)
         self.norm_eps = norm_eps
         self.state_shapes = spec.state_shapes(hidden_size, num_heads)
         decay = Decay("sigmoid", rank=spec.rank or 16)

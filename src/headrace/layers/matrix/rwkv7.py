@@ -67,7 +67,7 @@ class RWKV7(Mixer):
         self, spec: MatrixSpec, *, hidden_size: int, num_heads: int, layer_idx: int = 0, num_layers: int = 1, **unused
     ):
         super().__init__()
-        D, self.H = hidden_size, spec.num_heads(num_heads)
+        D, self.H = hidden_size, spec.num_heads(hidden_size, num_heads)
         self.K, _ = spec.head_dims(D, num_heads)
         self.state_shapes = spec.state_shapes(D, num_heads)
         self.depth, self.height = layer_idx / max(num_layers - 1, 1), 1 - layer_idx / num_layers

@@ -43,7 +43,7 @@ class SlotAttention(Mixer, HasBackend):
 
     def __init__(self, spec: MatrixSpec, *, hidden_size: int, num_heads: int, norm_eps: float = 1e-6, **unused):
         super().__init__()
-        H, (K, V) = spec.num_heads(num_heads), spec.head_dims(hidden_size, num_heads)
+        H, (K, V) = spec.num_heads(hidden_size, num_heads), spec.head_dims(hidden_size, num_heads)
         self.H, self.gated, self.norm_eps, self.backend = H, spec.kind == "gsa", norm_eps, default_backend()
         self.state_shapes = spec.state_shapes(hidden_size, num_heads)
         _, M, width = self.state_shapes["memory"]

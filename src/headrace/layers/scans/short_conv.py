@@ -20,6 +20,7 @@ class ShortConv(Mixer):
     """
 
     state_kind = ScanState
+    static_shapes = True
 
     def __init__(self, spec: ScanSpec, *, hidden_size: int, **unused):
         super().__init__()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
 
+from ...layers.blocks.compiled import compile_for_training, is_compiled, report_compiler_errors
 from ...spec.encoder_decoder import ModelSpec, RecurrentSpec
 from ...spec.serialize import from_json
 from ...spec.stack import as_decoder
@@ -43,6 +44,7 @@ def train(arm: Arm, tell: Tell, device: str = "cpu", weights: dict[str, Tensor] 
     model = build(arm)
     if weights is not None:
         begin(model, weights)
+    compile_for_training(model, plan.recipe.compile, cuda=device != "cpu" and torch.cuda.is_available(), packed=False)
     curve = Curve(arm, tell)
     model.register_forward_hook(curve.record_loss)
     sample = lambda generator, rows: model_inputs(arm, plan.task.sample(generator, rows))  # noqa: E731
@@ -56,7 +58,8 @@ def train(arm: Arm, tell: Tell, device: str = "cpu", weights: dict[str, Tensor] 
             optimizers=(optimizer(model, plan.recipe, torch.optim.AdamW), None),
         )
         trainer.remove_callback(PrinterCallback)
-        trainer.train()
+        with report_compiler_errors():
+            trainer.train()
     return model, result(arm, model, curve) | {"seconds": time.perf_counter() - started}
 
 
@@ -177,6 +180,7 @@ def result(arm: Arm, model: nn.Module, curve: Curve) -> Row:
         **(by_length(arm, model) if last["scores"] and plan.part == "held-out" else {}),
         "flops": flops(model, {name: values[:1] for name, values in curve.held_out.items()}, shape),
         "speeds": curve.speeds,
+        "compiled": is_compiled(model),
     }
 
 

@@ -16,11 +16,12 @@ from ...utils.integrity import file_names
 from . import question, tuning
 from .defaults import DEFAULTS, DEMO
 from .plan import ArmRecipe, Plan, Shape, Study, numbers
+from .widths import match_states
 
 
 def choose(
     task: str | None, files: list[str], tokenizer: str | None, changes: dict[str, Any], sweep: str | None = None,
-    tune: str | None = None, tune_seeds: str | int | None = None,
+    tune: str | None = None, tune_seeds: str | int | None = None, match: str | None = None,
 ) -> Study:  # fmt: skip
     """The study for a task, or the demo if nothing is chosen.
 
@@ -32,6 +33,7 @@ def choose(
         sweep: `FIELD=VALUE,VALUE,…` for a plan at each value of a field.
         tune: `FIELD=VALUE,VALUE,…` for a search over values of a field of the recipe, for each mixer apart.
         tune_seeds: seeds of the search, as for `seeds`; None: others than those reported.
+        match: what the models have equally many of: parameters, or with "state" also numbers of the state.
 
     Raises:
         InputError: an unknown task or field, a field set twice, or a text file or tokenizer for a task without text.
@@ -51,7 +53,17 @@ def choose(
     else:
         plan = changed(with_text(default(task or ("text" if files else "pair")), files, tokenizer), changes)
         study = swept(plan, sweep) if sweep else Study(plan.name, f"Mixers compared: {plan.name}", (plan,))
-    return tuned(study, tune, tune_seeds)
+    return tuned(matched(study, match), tune, tune_seeds)
+
+
+def matched(study: Study, match: str | None) -> Study:
+    """The study with mixers whose states match, if `match` asks for it."""
+    if match not in (None, "parameters", "state"):
+        raise InputError(f"--match={match!r}; expected parameters or state")
+    if match != "state":
+        return study
+    plans = tuple(replace(plan, mixers=match_states(plan.mixers, plan.shape)) for plan in study.plans)
+    return replace(study, plans=plans)
 
 
 def with_text(plan: Plan, files: list[str], tokenizer: str | None) -> Plan:

@@ -9,6 +9,8 @@ from itertools import product, takewhile
 from statistics import fmean
 
 from ... import zoo
+from ...spec.linear import MixerSpec
+from ...spec.matrix import MatrixSpec
 from ..report.numbers import count
 from ..stats import SEEDS
 from .pairwise import Difference, common_seeds, competing, few, find, pairs, with_gates, without_count
@@ -24,7 +26,7 @@ DEAD = 0.1  # a head is dead if its mean share is below this part of an even sha
 SIGMOIDS = ({"activation": "sigmoid"}, {"activation": "sigmoid", "range": "heads"})  # gates of controls
 QUANTITIES = {  # field -> (name, format of a value)
     "parameters": ("parameters", "{:,}"),
-    "state_bytes": ("state sizes", "{:,} bytes"),
+    "state": ("state sizes", "{:,} numbers"),
     "flops": ("FLOPs of a forward pass", "{:,} per row"),
 }
 
@@ -87,7 +89,8 @@ def conditions(comparison: Comparison) -> list[str]:
     for a single model."""
     matched, unmatched = [], []
     for field, (name, form) in QUANTITIES.items():
-        sizes = {c.label: size for c in comparison.contenders if (size := c.constant(field)) is not None}
+        found = {c.label: c.state if field == "state" else c.constant(field) for c in comparison.contenders}
+        sizes = {label: size for label, size in found.items() if size is not None}
         if len(sizes) < 2:
             continue
         small, large = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
@@ -100,7 +103,17 @@ def conditions(comparison: Comparison) -> list[str]:
     if uncounted := [c.label for c in comparison.contenders if c.constant("flops") is None]:
         unmatched.append(f"FLOPs are not counted for {', '.join(uncounted)}")
     said = [f"Matched: {', '.join(matched)}."] if matched else []
-    return said + ([f"Not matched: {'; '.join(unmatched)}."] if unmatched else [])
+    said += [f"Not matched: {'; '.join(unmatched)}."] if unmatched else []
+    return said + own_heads(comparison)
+
+
+def own_heads(comparison: Comparison) -> list[str]:
+    """A sentence on the mixers whose published sizes give them another number of heads than the plan's."""
+    D, H = (comparison.plan["shape"][name] for name in ("hidden_size", "heads"))
+    sized = [c for c in comparison.contenders if isinstance(c.spec, MixerSpec | MatrixSpec) and "heads=" not in c.label]
+    own = {c.label: c.spec.num_heads(D, H) for c in sized}
+    named = ", ".join(f"{label} {heads}" for label, heads in own.items() if heads != H)
+    return [f"Heads: {H}, or by the head sizes of a mixer's paper: {named}."] if named else []
 
 
 # --- rules -----------------------------------------------------------------------------------------------------------
@@ -145,16 +158,15 @@ def controls(comparison: Comparison) -> Iterator[str]:
 
 def fewer_heads(comparison: Comparison) -> Iterator[str]:
     """Compares competing heads with a backbone of fewer heads, which has a larger state at the same width."""
-    default = comparison.plan["shape"]["heads"]
+    sizes = comparison.plan["shape"]["hidden_size"], comparison.plan["shape"]["heads"]
     for c in competing(comparison):
         for plain in comparison.finished:
-            fewer = plain.spec.num_heads(default) < c.spec.num_heads(default)
+            fewer = plain.spec.num_heads(*sizes) < c.spec.num_heads(*sizes)
             same = without_count(plain.spec) == without_count(zoo.plain(c.spec))
             if fewer and same and common_seeds(c, plain):
                 yield (
                     f"Control with fewer heads and no competition: {Difference(plain, c)}. At a fixed width, fewer "
-                    f"heads have a larger state ({plain.constant('state_bytes'):,} against "
-                    f"{c.constant('state_bytes'):,} bytes)."
+                    f"heads have a larger state ({plain.state:,} against {c.state:,} numbers)."
                 )
 
 
@@ -193,8 +205,9 @@ def diverged(comparison: Comparison) -> Iterator[str]:
 
 
 def cautions(comparison: Comparison) -> Iterator[str]:
+    sizes = comparison.plan["shape"]["hidden_size"], comparison.plan["shape"]["heads"]
     for contender in comparison.contenders:
-        for idle in contender.spec.idle_gates(comparison.plan["shape"]["heads"]):
+        for idle in contender.spec.idle_gates(*sizes):
             yield f"A gate of {contender.label} has little or no effect: {idle}."
     if learning := [(c, n) for c in comparison.finished if (n := sum(not converged(arm) for arm in c.arms))]:
         each = ", ".join(f"{c.label} in {n} of {count(len(c.arms), 'seed')}" for c, n in learning)

@@ -19,7 +19,7 @@ from ...utils.integrity import digest, read_result
 from ..report.page import Page, Section
 from . import rows as runs
 from .suite import REFERENCE, of_mixer
-from .summary import show, task_of
+from .summary import FLOAT, show, task_of
 from .tuning import at_edge
 
 SOLVED = 0.95  # accuracy from which on a seed has solved its task
@@ -140,7 +140,7 @@ def sections(rows: Sequence[Row], suite: str) -> list[Section]:
         Section("At the training length", near, header=("mixer", *plans), rows=[guesses, *near_rows]),
         Section(f"At {LONGER} times the training length", header=("mixer", *far), rows=far_rows),
         Section("Learning rates taken", (EDGE,), header=("mixer", *plans), rows=taken),
-        Section("Sizes and time", (SIZES,), header=("mixer", "parameters", "state, bytes", "minutes"), rows=sized),
+        Section("Sizes and time", (SIZES,), header=("mixer", "parameters", "state, numbers", "minutes"), rows=sized),
     ]
 
 
@@ -186,8 +186,8 @@ def rates(rows: Sequence[Row], plan: dict[str, Any]) -> str:
 
 
 def sizes(rows: Sequence[Row]) -> list[str]:
-    """Least and greatest number of parameters and bytes of state over the tasks, and the minutes of all runs."""
-    values = [sorted({row[name] for row in rows}) for name in ("parameters", "state_bytes")]
+    """Least and greatest numbers of parameters and of the state over the tasks, and the minutes of all runs."""
+    values = [sorted({row[name] // size for row in rows}) for name, size in (("parameters", 1), ("state_bytes", FLOAT))]
     spans = ["–".join(f"{value:,}" for value in dict.fromkeys((own[0], own[-1]))) for own in values]
     return [*spans, f"{sum(row['seconds'] for row in rows) / 60:.0f}"]
 

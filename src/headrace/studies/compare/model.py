@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ... import models
 from ...hf.model import HeadraceConfig, HeadraceForCausalLM
+from ...layers.blocks.compiled import uncompiled
 from ...layers.blocks.widths import matrix_products
 from ...models import shift_right
 from ...spec.encoder_decoder import ModelSpec
@@ -129,7 +130,7 @@ def flops(model: nn.Module, row: Batch, shape: Shape) -> int | None:
     mixers = [module for module in model.modules() if isinstance(getattr(module, "spec", None), Spec)]
     handles = [mixer.register_forward_pre_hook(count) for mixer in mixers]
     device = next(model.parameters()).device
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+    with uncompiled(model), FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model.eval()(**{name: values.to(device) for name, values in row.items()})
     for handle in handles:
         handle.remove()

@@ -18,11 +18,12 @@ from .rows import rows, write
 from .summary import Comparison, Contender, show, show_contender, summarize, task_of
 
 SHOWN = 3  # number of findings shown; the rest are folded
-HEADER = ("mixer", "held-out score", "per seed", "parameters", "state, bytes", "training tokens/s")
-SIZES = ("mixer", "expression", "gate parameters", "MLP width", "FLOPs per row")
+HEADER = ("mixer", "held-out score", "per seed", "parameters", "state, numbers", "training tokens/s")
+SIZES = ("mixer", "expression", "heads", "state per layer", "gate parameters", "MLP width", "FLOPs per row")
 EQUAL = (
     "Every mixer trains on the same data in the same order; a mixer and its softmax version start from the same "
-    "weights. The state is that of one sequence at the end of a row; a key-value cache grows with every token. Speed "
+    "weights. The state is the numbers that a model keeps of one sequence at the end of a row; a key-value cache grows "
+    "with every token. Speed "
     "is the median over the intervals between evaluations ± half its interquartile range, of models trained side by "
     "side; headrace bench measures models in turn. In the folder of this page, results.json has all scores of every "
     "seed over time, and runs.csv a row for each run."
@@ -108,7 +109,7 @@ def settings(comparison: Comparison) -> Section:
         title="Settings and sizes",
         about=(EQUAL,),
         header=SIZES,
-        rows=[[name(c, comparison), *sizes(c)] for c in comparison.shown],
+        rows=[[name(c, comparison), *sizes(c, comparison.plan["shape"])] for c in comparison.shown],
         listing=json.dumps({key: comparison.plan[key] for key in kept}, indent=2),
     )
 
@@ -120,13 +121,14 @@ def name(contender: Contender, comparison: Comparison) -> Name:
 def cells(c: Contender) -> list[str]:
     seeds = [show(c.metric, c.by_seed[arm["seed"]]) if arm["seed"] in c.by_seed else "diverged" for arm in c.arms]
     each = " · ".join(seed.removesuffix(c.metric.unit).strip() for seed in seeds)
-    numbers = (f"{c.constant(field):,}" for field in ("parameters", "state_bytes"))
-    return [show_contender(c), each, *numbers, c.speed]
+    return [show_contender(c), each, f"{c.constant('parameters'):,}", f"{c.state:,}", c.speed]
 
 
-def sizes(c: Contender) -> list[str]:
+def sizes(c: Contender, shape: dict[str, Any]) -> list[str]:
     numbers = (c.constant(field) for field in ("gate_parameters", "intermediate_size", "flops"))
-    return [c.mixer, *("–" if number is None else f"{number:,}" for number in numbers)]
+    heads = c.spec.num_heads(shape["hidden_size"], shape["heads"])
+    own = (heads, f"{c.state / shape['layers']:,.0f}")
+    return [c.mixer, *map(str, own), *("–" if number is None else f"{number:,}" for number in numbers)]
 
 
 def saved(drawn: dict[str, tuple[str, Figure]], folder: Path, name: str) -> list[Picture]:

@@ -112,7 +112,8 @@ class Plan:
 
     def idle_gates(self) -> list[str]:
         """A sentence for each gate of the mixers that has little or no effect."""
-        return [f"{mixer}: {idle}" for mixer in self.mixers for idle in zoo.get(mixer).idle_gates(self.shape.heads)]
+        sizes = self.shape.hidden_size, self.shape.heads
+        return [f"{mixer}: {idle}" for mixer in self.mixers for idle in zoo.get(mixer).idle_gates(*sizes)]
 
     def widths(self) -> dict[str, int | None]:
         """Mixer -> MLP width. Gate parameters are not counted, so a mixer and its softmax version have equal widths."""

@@ -32,3 +32,5 @@ class ArmRecipe(Optimization):
     warmup: NonNegativeFloat = 1 / 15
     evaluations: PositiveInt = 10
     held_out: PositiveInt = 512  # number of held-out rows
+    # torch.compile of each block; None: on a CUDA GPU, unless a mixer needs the lengths of sequences on the host
+    compile: bool | None = None

@@ -16,6 +16,7 @@ CONTROLS = (  # (settings, the name that takes the place of "softmax" in the lab
     ({"competition.activation=sigmoid"}, "sigmoid"),
     ({"competition.shuffle=true"}, "shuffled"),
 )
+FLOAT = 4  # bytes of a number in a state of float32, in which arms train
 MANY = 12  # with more mixers than this, pictures have a panel for each backbone
 
 
@@ -68,12 +69,18 @@ class Contender:
         their interquartile range."""
         speeds = [speed for arm in self.arms for speed in arm["speeds"]]
         low, middle, high = quartiles(speeds)
-        return f"{middle:,.0f}" + (f" ± {(high - low) / 2:,.0f}" if len(speeds) > 1 else "")
+        compiled = ", compiled" if any(arm.get("compiled") for arm in self.arms) else ""
+        return f"{middle:,.0f}" + (f" ± {(high - low) / 2:,.0f}" if len(speeds) > 1 else "") + compiled
 
     def constant(self, name: str) -> Any:
         """A field that is the same for all seeds: parameters, gate_parameters, state_bytes, flops or
         intermediate_size."""
         return self.arms[0][name]
+
+    @property
+    def state(self) -> int:
+        """Numbers in the state of one row after its last token, over all layers."""
+        return self.constant("state_bytes") // FLOAT
 
     @property
     def gates(self) -> list[dict[str, Any]]:

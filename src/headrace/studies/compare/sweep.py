@@ -80,16 +80,16 @@ def curve(sweep: Sweep) -> Figure:
 def capacity(sweep: Sweep) -> Figure:
     figure, ax = axes(5.2, 3.8)
     for i, (label, points) in enumerate(sweep.mixers.items()):
-        spots = [(c.constant("state_bytes") * APART**i, c) for _, c in points]
+        spots = [(c.state * APART**i, c) for _, c in points]
         line(sweep, ax, label, spots)
         for (value, c), (x, _) in zip(points, spots, strict=True):
             named: Any = {"xytext": (4, 4), "textcoords": "offset points", "fontsize": 7, "color": SOFT}
             ax.annotate(str(value), (x, c.mean * c.metric.scale), **named)
-    states = sorted({c.constant("state_bytes") for points in sweep.mixers.values() for _, c in points})
-    ax.set_xscale("symlog", linthresh=1)  # a state may have 0 bytes
+    states = sorted({c.state for points in sweep.mixers.values() for _, c in points})
+    ax.set_xscale("symlog", linthresh=1)  # a state may have 0 numbers
     ax.set_xticks(states, [compact(state) for state in states])
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.set(xlabel="state (bytes per sequence)", ylabel=sweep.comparisons[0].metric.axis)
+    ax.set(xlabel="state (numbers per sequence)", ylabel=sweep.comparisons[0].metric.axis)
     legend(ax, len(sweep.mixers))
     return figure
 

@@ -1,15 +1,24 @@
-"""Matches parameters: the MLP width of each model is chosen so that it has as many parameters as the largest model."""
+"""Matches parameters and states: the MLP width of each model is chosen so that it has as many parameters as the largest
+model, and a size of each mixer so that its state has as many numbers as the largest state."""
 
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+from ... import zoo
 from ...layers.blocks.widths import count_parameters, default_intermediate_size, match_intermediate_size
 from ...spec.encoder_decoder import ModelSpec
-from ...spec.serialize import to_json
+from ...spec.linear import MixerSpec
+from ...spec.matrix import SLOTTED, MatrixSpec
+from ...spec.mixer import Spec
+from ...spec.scan import ScanSpec
+from ...spec.serialize import change, to_json
 from ...spec.stack import StackSpec
 from ...tasks import Task
+from ...utils.errors import InputError
 from .model import build, positions
 from .shape import MATCHED, ArmRecipe, Shape
+
+MOST = 2**14  # largest value of a size that is tried
 
 
 class Candidate(NamedTuple):
@@ -57,3 +66,51 @@ def usual(shape: Shape, spec: Any) -> int:
     if shape.mlp is None and isinstance(spec, StackSpec):
         return default_intermediate_size(shape.hidden_size, spec.style.gated)
     return shape.mlp or shape.hidden_size
+
+
+# --- states ----------------------------------------------------------------------------------------------------------
+def match_states(mixers: tuple[str, ...], shape: Shape) -> tuple[str, ...]:
+    """The mixers as expressions that set a size of each (`size_field`), so that its state has as nearly as many numbers
+    as possible as the largest state of them. Attention, whose cache grows, mixers without such a size, and those that
+    set it themselves stay as they are.
+
+    Raises:
+        InputError: one of the mixers is a whole model, or a sequence of several mixers.
+    """
+    specs = {mixer: zoo.get(mixer) for mixer in mixers}
+    if whole := next((mixer for mixer, spec in specs.items() if not isinstance(spec, Spec)), None):
+        raise InputError(f"--match state with {whole!r}, which has several mixers; expected single mixers")
+    sizes = [numbers(spec, shape) for spec in specs.values() if not spec.facts.cached]
+    return tuple(resized(mixer, spec, shape, max(sizes)) if sizes else mixer for mixer, spec in specs.items())
+
+
+def numbers(spec: Spec, shape: Shape) -> int:
+    """The numbers in the state of one layer."""
+    return spec.state_bytes(shape.hidden_size, shape.heads, itemsize=1)
+
+
+def size_field(spec: Spec) -> str | None:
+    """The field that sets how many numbers the state has, without another number of heads or channels."""
+    if isinstance(spec, ScanSpec):
+        return "state_size" if spec.state_size else None
+    if isinstance(spec, MatrixSpec):
+        return "slots" if spec.kind in SLOTTED else None
+    return "heads.key_dim" if isinstance(spec, MixerSpec) else None
+
+
+def resized(mixer: str, spec: Spec, shape: Shape, target: int) -> str:
+    """The expression of the mixer whose state is the nearest to `target` numbers."""
+    (name, settings), field = zoo.expression(mixer, "mixer"), size_field(spec)
+    if field is None or field in settings or numbers(spec, shape) == target:
+        return mixer
+    found: dict[int, int] = {}  # value of the field -> distance to the target; it falls, then grows
+    for value in range(1, MOST):
+        try:
+            size = numbers(change(spec, field, value), shape)
+        except InputError:  # an odd number of channels that rotate
+            continue
+        found[value] = abs(size - target)
+        if size >= target:
+            break
+    best = min(found, key=found.__getitem__)
+    return f"{name}({', '.join(f'{key}={value}' for key, value in (settings | {field: str(best)}).items())})"

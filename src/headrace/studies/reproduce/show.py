@@ -12,7 +12,7 @@ from ..report.numbers import seeds_of, significant
 from ..report.page import Page, Section
 from .experiment import Experiment, Scale, commands, load, names
 from .numbers import Cell, Number
-from .training import EFFICIENCY, Fitted, on_machine, parameters, short, sizes
+from .training import Fitted, on_machine, parameters, short, sizes
 
 HEADER = ("model", "metric", "published", "reproduced, ± 95 %", "difference", "within interval")
 FITTED = ("recipe", "mixer", "parameters", "seed", "tokens", "devices", "rows", "recompute", "GiB", "time")
@@ -28,7 +28,7 @@ def print_list(console: Console) -> None:
 
 def print_costs(machine: str, console: Console) -> None:
     """A row for each experiment at paper scale: what its training runs need of a machine."""
-    table = Table("experiment", *COSTS, title=f"Training at paper scale on {machine}, at {EFFICIENCY:.0%} of the peak")
+    table = Table("experiment", *COSTS, title=f"Training at paper scale on {machine}")
     for name in names():
         if row := costs(name, machine):
             table.add_row(name, *row)
@@ -64,8 +64,8 @@ def print_fits(fits: list[Fitted], console: Console) -> None:
     runs = "1 training run" if len(fits) == 1 else f"{len(fits)} training runs, one after another"
     whole = duration(DAY * sum(one.plan["days"] for one in fits))
     console.print(
-        f"{runs}: about {whole}, if {EFFICIENCY:.0%} of the peak are reached, which is an assumption. Evaluations are "
-        "not counted.",
+        f"{runs}: about {whole}, if each mixer reaches the part of the peak that was measured on one H200, or the median "
+        "of the measured ones. Evaluations are not counted.",
         soft_wrap=True, highlight=False,
     )  # fmt: skip
 

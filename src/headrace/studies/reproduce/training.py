@@ -16,8 +16,6 @@ from ...utils.errors import GateWarning, InputError
 from ...utils.settings import assignments
 from .experiment import called
 
-EFFICIENCY = 0.3  # of the peak, as the dry run of `headrace train` assumes
-
 
 class Training(NamedTuple):
     """A training run of an experiment."""
@@ -63,7 +61,7 @@ def fit(training: Training, machine: Machine) -> Fitted:
     used = machine._replace(devices=devices)
     plan: dict[str, Any] = {}
     for recipe in _candidates(training, devices):
-        plan = machines.plan(recipe, used, EFFICIENCY)
+        plan = machines.plan(recipe, used)
         if plan["fits"]:
             break
     return Fitted(training._replace(recipe=recipe), plan)

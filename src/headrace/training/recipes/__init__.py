@@ -78,7 +78,9 @@ class Recipe(Optimization):
     context_parallel: PositiveInt = 1  # processes of torchrun that share the tokens of a row
     shard: PositiveInt = 1  # processes of torchrun that share the weights, the gradients and the optimizer's moments
     recompute: bool = False  # recompute activations in the backward
-    compile: bool = False  # torch.compile of each block
+    # torch.compile of each block; None: on a CUDA GPU, unless processes share rows or weights, or a mixer needs the
+    # lengths of sequences on the host
+    compile: bool | None = None
     seed: Annotated[int, Range(f"0 to {2**32 - 1}", lambda seed: 0 <= seed < 2**32)] = 0
     evaluate_every: PositiveInt = 500  # steps
     evaluate_rows: PositiveInt = 256  # held-out rows per evaluation; the final evaluation uses all of them
@@ -104,7 +106,7 @@ class Recipe(Optimization):
             self.length % self.context_parallel > 0,
             f"context_parallel={self.context_parallel}; expected a divisor of length={self.length}",
         )
-        yield self.compile and self.shard > 1, f"shard={self.shard} with compile=True; expected one of them"
+        yield bool(self.compile) and self.shard > 1, f"shard={self.shard} with compile=True; expected one of them"
         yield (
             self.warmup_tokens >= self.tokens,
             f"warmup_tokens={self.warmup_tokens:g}; expected fewer than tokens={self.tokens:g}; add "

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from ....utils.device import interpreted, may_round_float32, without_autocast
+from ....utils.device import constant, interpreted, is_hopper, may_round_float32, without_autocast
 from ....utils.extras import named
 from ...autograd import INSTEAD
 from ...call import Call
@@ -50,6 +50,7 @@ def _not_installed() -> str | None:
 PACKAGES = _not_installed()
 
 
+@constant
 def _missing() -> str | None:
     if PACKAGES is None and not (interpreted() or torch.cuda.is_available()):
         return "it runs on a GPU, and PyTorch finds none"
@@ -97,9 +98,9 @@ def _imprecise(call: Call) -> str | None:
 def _miscompiled(call: Call) -> str | None:
     """Triton from 3.4 to 3.7.0 makes wrong gradients of FLA's kernels on Hopper (FLA's issues 640 and 984)."""
     decay, wanted = call.log_decay, any(x is not None and x.requires_grad for x in call.tensors)
-    if not (wanted and torch.is_grad_enabled()) or interpreted() or torch.version.hip:
+    if not (wanted and torch.is_grad_enabled()) or interpreted():
         return None
-    if not (call.delta or _per_token(decay)) or torch.cuda.get_device_capability(call.v.device)[0] != 9:
+    if not (call.delta or _per_token(decay)) or not is_hopper(call.v.device):
         return None
     triton_version = TorchVersion(import_module("triton").__version__)
     if triton_version >= "3.4" and triton_version < "3.7.1":

@@ -62,7 +62,7 @@ def recurrent(call: Call, bonus: Tensor | None, normalize: bool) -> tuple[Tensor
     state, out = call.initial_state, []
     if state is None:
         (B, _, H, V), K = call.v.shape, call.k.shape[-1]
-        state = call.v.new_zeros(B, H, K, V + normalize, dtype=accumulator(call.v))
+        state = call.v.new_zeros(B, H, K, V + (1 if normalize else 0), dtype=accumulator(call.v))
     for q, k, v, *rest in zip(*(columns(x) for x in call[:7]), strict=True):
         o, state = _step(q, k, v, state, *rest, *settings)
         out.append(o)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....utils.device import interpreted
+from ....utils.device import interpreted, is_hopper
 from ...autograd import define, register
 from ...call import SCHEMA, Call
 from ...derivatives import transformed
@@ -22,9 +22,14 @@ CHUNKS = 16, 32, 64
 
 def unsupported_reason(call: Call) -> str | None:
     """Returns why the kernels cannot compute a call, or None."""
-    dtype, K = call.v.dtype, call.k.shape[-1]
     if not (call.v.is_cuda or interpreted()):
         return f"it runs on a GPU, and v is on {call.v.device.type}"
+    return unsupported_on_gpus(call)
+
+
+def unsupported_on_gpus(call: Call) -> str | None:
+    """Returns why the kernels cannot compute a call of tensors like these on any GPU, or None."""
+    dtype, K = call.v.dtype, call.k.shape[-1]
     if dtype not in DTYPES:
         return f"it computes in float32, from float32, bfloat16 or float16, and v is {dtype}"
     if not 0 < K <= LARGEST_KEY or call.v.shape[-1] == 0:
@@ -56,14 +61,9 @@ def _backward(d_out: Tensor, d_final: Tensor, call: Call, kept: Any, wanted: Any
     return _chunks_backward(d_out, d_final, call, wanted[3])
 
 
-def _ran_on(device: torch.device) -> bool:
-    """Whether GPUs of this kind have run the kernels: Hopper (an H200) has; the others' code is compiled only."""
-    about: Any = torch.cuda.get_device_properties(device)
-    return torch.version.hip is None and about.major == 9
-
-
 def _on_request(call: Call, *_: Any) -> bool:
-    return not (call.v.is_cuda and _ran_on(call.v.device))
+    """Only Hopper (an H200) has run the kernels; other GPUs' code is compiled only."""
+    return not (call.v.is_cuda and is_hopper(call.v.device))
 
 
 def _about() -> str:

@@ -1,0 +1,139 @@
+"""The short convolution of the backend "triton" as a PyTorch operator, `torch.ops.headrace.convolve_triton`. The
+backward computes the convolution anew, so that x alone is kept.
+
+Dimensions: B batch, T tokens, C channels, N sequences, W width.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....utils.device import interpreted, is_hopper
+from ... import derivatives
+from ...autograd import define
+from ...modules import is_plain
+from ...sequences import Sequences
+from .limits import DTYPES, missing
+
+WIDEST = 8
+ROWS, CHANNELS, TILES = 32, 64, 8  # of a tile; tiles of a program of the backward
+INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor? cu_seqlens, bool silu"
+KEY = "CompositeExplicitAutograd"
+
+
+def chosen(backend: str, x: Tensor) -> bool:
+    """Whether the layer's backend is this one; "auto" is, on GPUs that have run the kernels."""
+    return backend == "triton" or (backend == "auto" and x.is_cuda and is_hopper(x.device))
+
+
+def unsupported_reason(conv: nn.Conv1d, x: Tensor) -> str | None:
+    """Returns why the kernels cannot convolve the first tokens x [B, T, C] of sequences, or None."""
+    if not (x.is_cuda or interpreted()):
+        return f"it runs on a GPU, and x is on {x.device.type}"
+    if (reason := missing()) is not None:
+        return reason
+    if x.dtype not in DTYPES or conv.kernel_size[0] > WIDEST:
+        given = f"{x.dtype} and width {conv.kernel_size[0]}"
+        return f"it takes float32, bfloat16 and float16 and widths up to {WIDEST}, and x has {given}"
+    if not is_plain(conv, nn.Conv1d) or derivatives.transformed():
+        return "hooks, parametrizations, adapters and transforms need PyTorch's convolution"
+    return None
+
+
+def _arguments(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, silu: bool) -> dict[str, Any]:
+    """Returns the arguments that both kernels have."""
+    from .launch import one_stride, strides
+
+    B, T, C = x.shape
+    tokens, starts = one_stride(x[:, :, None]), None
+    assert tokens is not None
+    if cu_seqlens is not None:
+        owner = torch.searchsorted(cu_seqlens[:-1], torch.arange(T, device=x.device), right=True) - 1
+        starts = cu_seqlens[owner].long()
+    return {
+        "x": tokens, "weight": weight.contiguous(), "bias": bias, "starts": starts, "total": B * T, "T": T, "C": C,
+        "W": weight.shape[-1], "SILU": silu, "R": ROWS, "BC": CHANNELS, **strides(x=tokens),
+    }  # fmt: skip
+
+
+def _grid(x: Tensor, rows: int) -> tuple[int, int]:
+    return -(-x.shape[0] * x.shape[1] // rows), -(-x.shape[2] // CHANNELS)
+
+
+def _like(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _last(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, silu: bool) -> Tensor:
+    """Returns the next history [N, W − 1, C]: the last tokens of each sequence, after zeros if they are fewer."""
+    sequences = Sequences(x, cu_seqlens)
+    return sequences.last(x, x.new_zeros(sequences.count, weight.shape[-1] - 1, x.shape[2]))
+
+
+def _add_last(d_x: Tensor, d_last: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Adds the gradient of `_last` to that of x, in place."""
+    if cu_seqlens is None:
+        n = min(d_x.shape[1], d_last.shape[1])
+        d_x[:, d_x.shape[1] - n :] += d_last[:, d_last.shape[1] - n :]
+        return
+    places = cu_seqlens.diff()[:, None] + torch.arange(-d_last.shape[1], 0, device=d_x.device)
+    d_last = torch.where((places >= 0)[..., None], d_last, 0)
+    d_x[0].index_add_(0, (cu_seqlens[:-1, None] + places).clamp(min=0).flatten(), d_last.flatten(0, 1))
+
+
+def _forward(x: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    from .taps import convolve as kernel
+
+    y = _like(x)
+    with torch.cuda.device_of(x):
+        kernel[_grid(x, ROWS)](y=y, **_arguments(x, *given))
+    return y, _last(x, *given)
+
+
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, silu: bool):
+    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return _like(x), x.new_empty(sequences, weight.shape[-1] - 1, x.shape[2])
+
+
+def _backward(d_y: Tensor, d_last: Tensor, x: Tensor, weight: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    from .taps import convolve_backward as kernel
+
+    d_x, grid = _like(x), _grid(x, ROWS * TILES)
+    sums = x.new_empty(grid[0], weight.shape[-1] + 1, x.shape[2], dtype=torch.float32)
+    with torch.cuda.device_of(x):
+        kernel[grid](
+            d_y=d_y.contiguous(), d_x=d_x, d_weight=sums, TILES=TILES, TAPS=1 << weight.shape[-1].bit_length(),
+            **_arguments(x, weight, *given),
+        )  # fmt: skip
+    if d_last.numel():
+        _add_last(d_x, d_last, given[1])
+    sums = sums.sum(0).to(weight.dtype)
+    return d_x, sums[:-1].T[:, None].contiguous(), sums[-1].clone()
+
+
+def _fake_backward(d_y: Tensor, d_last: Tensor, x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(x), torch.empty_like(weight, memory_format=torch.contiguous_format), weight.new_empty(len(weight))
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, ctx.silu = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+@derivatives.first_order("the short convolution", "; expected backend='torch', which has all derivatives")
+def _differentiate(ctx: Any, d_y: Tensor | None, d_last: Tensor | None) -> tuple[Tensor | None, ...]:
+    given = ctx.saved_tensors
+    x = given[0]
+    d_y = torch.zeros_like(x) if d_y is None else d_y
+    d_last = x.new_empty(0) if d_last is None else d_last
+    d_x, d_weight, d_bias = _gradient(d_y, d_last, *given, ctx.silu)
+    return d_x, d_weight, None if given[2] is None else d_bias, None, None
+
+
+_gradient = define(
+    "convolve_triton_backward", f"(Tensor d_y, Tensor d_last, {INPUTS})", 3, _backward, _fake_backward, KEY
+)
+# (x, weight, bias, cu_seqlens, silu) -> (y [B, T, C], the next history [N, W − 1, C])
+convolve = define("convolve_triton", f"({INPUTS})", 2, _forward, _fake, KEY, _differentiate, _save)

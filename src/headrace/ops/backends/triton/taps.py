@@ -1,0 +1,96 @@
+"""The kernels of the short convolution: y = SiLU(z) or z, with z_t = b + Σ_j w_j x_{t − W + 1 + j} per channel, and its
+gradients. A token before its sequence counts as zero.
+
+Tiles are [R, BC], R tokens by BC channels. Tokens are counted through all rows of the batch, with a stride between them
+in x. Sums are in float32.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def places(starts, token, rows, total, T):
+    """Returns the number of tokens of the same sequence before each token, −1 past the last token. starts: the first
+    token of each token's sequence; None: sequences of T tokens each."""
+    at = token + rows
+    inside = at < total
+    begin = at - at % T if starts is None else tl.load(starts + at, mask=inside, other=0)
+    return tl.where(inside, at - begin, -1)
+
+
+@triton.jit
+def rows_of(x, stride, token, rows, kept, channels, C):
+    """Loads a tile in float32; zeros where a row is not kept."""
+    at = rows[:, None] * stride + channels[None, :]
+    mask = kept[:, None] & (channels < C)[None, :]
+    return tl.load(x + token * stride + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def tap(weight, j, channels, C, W: tl.constexpr):
+    return tl.load(weight + channels * W + j, mask=channels < C, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def convolved(x, weight, bias, stride, token, rows, place, channels, C, W: tl.constexpr):
+    """Returns z of a tile."""
+    z = tl.zeros((rows.shape[0], channels.shape[0]), tl.float32)
+    if bias is not None:
+        z += tap(bias, 0, channels, C, 1)
+    for back in tl.static_range(W):
+        read = rows_of(x, stride, token, rows - back, place >= back, channels, C)
+        z += read * tap(weight, W - 1 - back, channels, C, W)
+    return z
+
+
+@triton.jit(do_not_specialize=["x_stride", "total", "T"])
+def convolve(
+    x, weight, bias, starts, y, x_stride, total, T, C, W: tl.constexpr, SILU: tl.constexpr, R: tl.constexpr,
+    BC: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Grid: (tiles of tokens, tiles of channels). Writes y [tokens, C]."""
+    token, rows = tl.program_id(0).to(tl.int64) * R, tl.arange(0, R)
+    channels = tl.program_id(1) * BC + tl.arange(0, BC)
+    place = places(starts, token, rows, total, T)
+    z = convolved(x, weight, bias, x_stride * ALIGN, token, rows, place, channels, C, W)
+    if SILU:
+        z *= tl.sigmoid(z)
+    at, mask = rows[:, None] * C + channels[None, :], (place >= 0)[:, None] & (channels < C)[None, :]
+    tl.store(y + token * C + at, z.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["x_stride", "total", "T"])
+def convolve_backward(
+    x, weight, bias, starts, d_y, d_x, d_weight, x_stride, total, T, C, W: tl.constexpr, SILU: tl.constexpr,
+    R: tl.constexpr, BC: tl.constexpr, TILES: tl.constexpr, TAPS: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Grid: (groups of TILES tiles of tokens, tiles of channels). Writes d_x [tokens, C], and the sums of a group over
+    its tokens, d_weight [groups, W + 1, C], with those of the bias
+    last. TAPS: a power of two above W."""
+    rows, stride = tl.arange(0, R), x_stride * ALIGN
+    channels = tl.program_id(1) * BC + tl.arange(0, BC)
+    taps = tl.arange(0, TAPS)[:, None]
+    sums = tl.zeros((TAPS, BC), tl.float32)
+    for i in range(TILES):
+        token = (tl.program_id(0).to(tl.int64) * TILES + i) * R
+        d_rows = tl.zeros((R, BC), tl.float32)
+        for ahead in tl.static_range(W):  # the token that reads this one by the tap W − 1 − ahead
+            later = rows + ahead
+            place = places(starts, token, later, total, T)
+            d_z = rows_of(d_y, C, token, later, place >= ahead, channels, C)
+            if SILU:
+                z = convolved(x, weight, bias, stride, token, later, place, channels, C, W)
+                s = tl.sigmoid(z)
+                d_z *= s * (1 + z * (1 - s))
+            d_rows += d_z * tap(weight, W - 1 - ahead, channels, C, W)
+            if ahead == 0:
+                for back in tl.static_range(W):
+                    read = rows_of(x, stride, token, rows - back, place >= back, channels, C)
+                    sums += tl.where(taps == W - 1 - back, tl.sum(d_z * read, 0)[None, :], 0.0)
+                sums += tl.where(taps == W, tl.sum(d_z, 0)[None, :], 0.0)
+        at = rows[:, None] * C + channels[None, :]
+        mask = (token + rows < total)[:, None] & (channels < C)[None, :]
+        tl.store(d_x + token * C + at, d_rows.to(d_x.dtype.element_ty), mask=mask)
+    into = d_weight + tl.program_id(0).to(tl.int64) * (W + 1) * C + taps * C + channels[None, :]
+    tl.store(into, sums, mask=(taps <= W) & (channels < C)[None, :])
