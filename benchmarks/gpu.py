@@ -109,8 +109,9 @@ def follow(process: subprocess.Popen, seconds: float, each: Callable[[str], None
     timer.start()
     late = time.perf_counter() + seconds
     assert process.stdout is not None
-    for line in process.stdout:
-        each(line.rstrip("\n"))
+    with process.stdout as lines:
+        for line in lines:
+            each(line.rstrip("\n"))
     code = process.wait()
     timer.cancel()
     return None if time.perf_counter() >= late else code

@@ -1,4 +1,4 @@
-"""The measurements of gpu.py in docs/benchmarks.md, from results/gpu.csv: `python benchmarks/gpu_tables.py`."""
+"""The measurements of gpu_stages.py in docs/benchmarks.md, from results/gpu.csv: `python benchmarks/gpu_tables.py`."""
 
 import re
 from collections import defaultdict

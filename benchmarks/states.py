@@ -28,8 +28,8 @@ RESULTS, BEAMS = (record.RESULTS / f"{name}.csv" for name in ("states", "beams")
 HIDDEN, LAYERS, HEADS, VOCABULARY = 256, 2, 4, 256
 HYBRID = "gated-deltanet and transformer"
 MIXERS = (
-    "linear-attention", "retnet", "gla", "softmax-gla", "mamba2", "rwkv6", "deltanet", "gated-deltanet", "kda", "rwkv7",
-    "mamba", "rg-lru", "sliding-window", HYBRID, "mla", "gqa(kv_heads=2)", "transformer",
+    "linear-attention", "retnet", "gla", "softmax-gla", "mamba2(heads.count=4)", "rwkv6", "deltanet", "gated-deltanet",
+    "kda", "rwkv7", "mamba", "rg-lru", "sliding-window", HYBRID, "mla", "gqa(kv_heads=2)", "transformer",
 )  # fmt: skip
 POSITIONS = 1_000, 8_000, 32_000
 AFTER, BACK = 256, 100  # tokens after a mark, and how many of them are forgotten

@@ -11,7 +11,7 @@ from headrace.training import card, checkpoints, run
 from headrace.utils.errors import InputError
 from trained import recipe
 
-SETTINGS = {"tokens": 128 * 2, "warmup_tokens": 0, "save_every": 2, "evaluate_every": 2, "evaluate_rows": 2}
+SETTINGS = {"tokens": 128 * 2, "warmup": 0, "save_every": 2, "evaluate_every": 2, "evaluate_rows": 2}
 FULL = OSError(28, "No space left on device")
 LOST = TypeError("of a kind that nobody foresaw")
 

@@ -1,8 +1,11 @@
 """What each process of a group computes in test_context_parallel.py, and how far it is from one process."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from groups import refused
 from headrace import context_parallel, layers, linear_attention
@@ -29,6 +32,7 @@ def check(names):
         for packed in (False, True):
             results[f"layer, {name}, {'packed' if packed else 'rows'}"] = layer_error(name, packed)
     results["model"] = model_error()
+    results["computed again"] = max(recomputed_error(reentrant) for reentrant in (False, True))
     results["one process without gradients"] = frozen_error()
     return results | {"refused": refusals(), "bytes": sent()}
 
@@ -127,6 +131,25 @@ def model_error():
         dist.all_reduce(grad)
         errors.append(relative(grad, want))
     return max(errors)
+
+
+def recomputed_error(reentrant):
+    """A layer that the backward computes again outside of the context of its forward, with and without one."""
+    torch.manual_seed(4)
+    layer = layers.Mixer("gated-deltanet", hidden_size=16, num_heads=4).double()
+    x, weight = torch.randn(2, 2, T, 16, dtype=torch.float64)
+    again = partial(checkpoint, lambda x: layer(x)[0], use_reentrant=reentrant)
+    whole = x.clone().requires_grad_()
+    (layer(whole)[0] * weight).sum().backward()
+    with context_parallel() as part:
+        mine = part.split(x).clone().requires_grad_()
+        y = again(mine)
+    (y * part.split(weight)).sum().backward()
+    alone = x.clone().requires_grad_()
+    y = again(alone)
+    with context_parallel():
+        (y * weight).sum().backward()
+    return max(relative(mine.grad, part.split(whole.grad)), relative(alone.grad, whole.grad))
 
 
 def frozen_error():

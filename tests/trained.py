@@ -9,7 +9,7 @@ from headrace.training import card, recipes, run
 TINY = {
     "initializer_range": 0.02, "lr": 3e-3,
     "hidden_size": 16, "layers": 2, "heads": 2, "vocab_size": 257, "length": 32, "batch_tokens": 128,
-    "tokens": 128 * 24, "warmup_tokens": 128, "micro_batch": 2, "save_every": 5, "evaluate_every": 10,
+    "tokens": 128 * 24, "warmup": 1 / 24, "micro_batch": 2, "save_every": 5, "evaluate_every": 10,
     "evaluate_rows": 8,
 }  # fmt: skip
 

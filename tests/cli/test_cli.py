@@ -47,7 +47,7 @@ MISTAKES = {
     "verify --mixers ,": "--mixers=',' names none; expected at least one",
     "recipes --mixers ,": "--mixers=',' names none; expected at least one",
     "verify --mixers gla,,retnet": "'gla,,retnet' has nothing on one side of a comma",
-    "generate notes --prompt a --tokens 0": "--tokens=0; expected at least 1",
+    "generate notes --prompt a --max-new-tokens 0": "--max-new-tokens=0; expected at least 1",
     "generate notes --prompt a --temperature -1": "--temperature=-1.0; expected a number of at least 0",
     "generate notes --prompt a --temperature nan": "--temperature=nan; expected a number of at least 0",
     "generate notes --prompt a --top-p 0": "--top-p=0.0; expected more than 0 and at most 1",
@@ -68,7 +68,7 @@ MISTAKES = {
     "serve notes --max-tokens 0": "--max-tokens=0; expected at least 1",
     "serve notes --max-requests 0": "--max-requests=0; expected at least 1",
     "serve notes --prefix-cache 9": "--prefix-cache='9'; expected a number of kB, MB or GB, such as 256MB, or 0",
-    "train laptop-1m tokens=20480 --dry-run": "expected fewer than tokens=20480; add warmup_tokens=1024",
+    "train laptop-1m warmup=1 --dry-run": "warmup=1; expected less than 1, as a fraction of the training",
     "compare --heads 7": "num_heads=7 does not divide",
     "compare --mixers bahdanau": "'bahdanau' cannot train on --task pair",
     "compare --task dates --length 9": "the length of the task dates is fixed",
@@ -264,7 +264,7 @@ def test_ineffective_gates_are_warned_about_before_a_run(run_command, mixer):
 
 def test_output_encoding_errors_are_one_sentence(run_command, saved_model, monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))  # as with PYTHONIOENCODING=ascii
-    code, _, error = run_command("generate", saved_model, "--prompt", "é", "--tokens", 1, "--device", "cpu")
+    code, _, error = run_command("generate", saved_model, "--prompt", "é", "--max-new-tokens", 1, "--device", "cpu")
     sentence = "the output has '\\xe9', which ascii cannot write; set PYTHONIOENCODING=utf-8"
     assert code == 2 and error.endswith(f"headrace: {sentence}\n")
 

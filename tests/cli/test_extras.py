@@ -94,7 +94,7 @@ def test_commands_import_with_their_extra_alone(installed, parts, tmp_path):
 def test_training_runs_without_matplotlib_and_tensorboard(tmp_path):
     """It says that it draws no curves, and the model card shows none."""
     (tmp_path / "text.txt").write_text("heads race for the water of one channel. " * 200)
-    train = "train laptop-1m batch_tokens=128 tokens=256 warmup_tokens=0 layers=1 --data data --output run"
+    train = "train laptop-1m batch_tokens=128 tokens=256 warmup=0 layers=1 --data data --output run"
     commands = ["prepare text.txt --train-bpe 280 --length 64 --output data", train, "curves run"]
     lines = [f"with open('out', 'w') as out, contextlib.redirect_stdout(out): run({c!r})" for c in commands[:2]]
     missing = OPTIONAL - {*extras.packages("train"), *BROUGHT}

@@ -128,7 +128,7 @@ def test_rows_longer_than_a_prompt_piece_are_trained(tmp_path):
     (tmp_path / "text.txt").write_text("heads race for the water of one channel. " * 200)
     prepare(Preparation((str(tmp_path / "text.txt"),), length=PIECE + 76, held_out=0.2), tmp_path / "data")
     sizes = {"layers": 1, "length": PIECE + 76, "batch_tokens": PIECE + 76, "tokens": 2 * (PIECE + 76)}
-    train(tmp_path / "data", tmp_path / "run", mixer="softmax-gla", **sizes, warmup_tokens=0)
+    train(tmp_path / "data", tmp_path / "run", mixer="softmax-gla", **sizes, warmup=0)
     assert "final_write_entropy_0" in card.read_history(tmp_path / "run")[-1]
 
 

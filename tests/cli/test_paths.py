@@ -39,7 +39,7 @@ COMMANDS = {  # words, in which "OUT" is what is written
     "prepare": "prepare 'a [b].txt' --tokenizer 'model [1]' --length 16 --held-out 0.05 --output OUT",
     "prepare by a file of a tokenizer": "prepare 'a [b].txt' --tokenizer 'model [1]/tokenizer.json' --length 16 "
     "--held-out 0.05 --output OUT",
-    "generate": "generate 'model [1]' --file 'a [b].txt' --tokens 2",
+    "generate": "generate 'model [1]' --file 'a [b].txt' --max-new-tokens 2",
     "inspect": "inspect 'model [1]' --file 'a [b].txt' --tokens 8 --output OUT",
     "convert": "convert 'model [1]' --to gla --output OUT",
     "retrofit": "retrofit 'model [1]' --output OUT",

@@ -70,7 +70,7 @@ REFUSED = {
     "retrofit": (("--output", "out"), "has no layer of linear attention"),
 }
 TAKEN = {
-    "generate": ("--prompt", "It", "--tokens", 3),
+    "generate": ("--prompt", "It", "--max-new-tokens", 3),
     "inspect": ("--file", "leaky.py", "--tokens", 9, "--output", "out"),
 }
 
@@ -100,7 +100,7 @@ def test_commands_take_the_checkpoint_of_a_plug_in_and_name_it_if_it_is_missing(
 
 def test_checkpoint_of_a_spec_needs_no_plug_in(folder, run_command):
     model = checkpoint(folder, "softmax-fading-delta")
-    assert run_command("generate", model, "--prompt", "It", "--tokens", 3).code == 0
+    assert run_command("generate", model, "--prompt", "It", "--max-new-tokens", 3).code == 0
     assert run_command("export", model, "--to", "onnx", "--output", "onnx").code == 0
 
 

@@ -26,7 +26,7 @@ def generated(run_command):
     """The new tokens of `headrace generate`, greedy."""
 
     def run(folder, count, *options):
-        code, out, error = run_command("generate", folder, "--tokens", count, *GREEDY, *options)
+        code, out, error = run_command("generate", folder, "--max-new-tokens", count, *GREEDY, *options)
         assert not code, error
         return json.loads(out)["tokens"]
 
@@ -47,7 +47,7 @@ def test_tokens_are_those_of_one_run(generated, checkpoint, penalty, tmp_path, r
 
 def test_tokens_of_another_process_are_those_of_one_run(generated, saved_model, tmp_path):
     begun = generated(saved_model, 20, "--prompt", "It was", "--save-state", tmp_path / "state")
-    words = ["generate", saved_model, "--resume", tmp_path / "state", "--tokens", 20, *GREEDY]
+    words = ["generate", saved_model, "--resume", tmp_path / "state", "--max-new-tokens", 20, *GREEDY]
     process = command(tmp_path, *map(str, words))
     process.join()
     assert not process.exitcode, (tmp_path / "err").read_text()
@@ -72,7 +72,7 @@ def test_state_after_proposed_tokens_is_that_after_single_ones(generated, saved_
 
 
 def test_text_so_far_is_printed(run_command, saved_model, tmp_path):
-    options = ("--tokens", 5, "--temperature", 0)
+    options = ("--max-new-tokens", 5, "--temperature", 0)
     first = run_command("generate", saved_model, "--prompt", "It was", "--save-state", tmp_path / "state", *options).out
     second = run_command("generate", saved_model, "--resume", tmp_path / "state", "--prompt", "!", *options).out
     assert second.startswith(first.rstrip("\n") + "!")

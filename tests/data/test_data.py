@@ -15,6 +15,7 @@ from headrace.data import Collator, Preparation, open_data, prepare, tokenizer, 
 from headrace.data.held_out import choose
 from headrace.data.sources import Row
 from headrace.ops.loss import IGNORED
+from headrace.studies.compare.choose import choose as study
 from headrace.utils.errors import InputError
 
 TEXTS = [f"Document {i}. " + "some words of it, and more; " * (7 * i % 11) for i in range(40)]
@@ -150,6 +151,7 @@ MISTAKES = {
     ),
     "an unknown kind": (("texts.xls",), {}, "has an unknown suffix"),
     "no tokenizer": (None, {"tokenizer": "nowhere.json"}, "--tokenizer 'nowhere.json' cannot be read"),
+    "no name of a repository": (None, {"tokenizer": "./nowhere"}, "'./nowhere' is no file, folder or name on the Hub"),
     "a vocabulary smaller than the bytes": (None, {"bpe": 100}, "--train-bpe 100"),
     "too short": (None, {"length": 1}, "--length 1; expected at least 2"),
     "everything held out": (None, {"held_out": 1.0}, "--held-out 1.0; expected a fraction"),
@@ -165,6 +167,15 @@ def test_user_errors_are_refused(jsonl, tmp_path, monkeypatch, mistake):
     with pytest.raises(InputError, match=message):
         prepare(Preparation(sources or (str(jsonl),), **changes), tmp_path / "d")
     assert not (tmp_path / "d").exists()
+
+
+def test_bytes_are_a_tokenizer(jsonl, tmp_path):
+    for name in (None, "bytes"):
+        prepare(Preparation((str(jsonl),), length=64, tokenizer=name), tmp_path / str(name))
+    for file in ("train.npy", "held_out.npy", "tokenizer/tokenizer.json"):
+        assert (tmp_path / "bytes" / file).read_bytes() == (tmp_path / "None" / file).read_bytes()
+    (plan,) = study("text", [], "bytes", {}).plans
+    assert plan.task.tokenizer is None
 
 
 def test_existing_folder_is_not_overwritten(jsonl, tmp_path):

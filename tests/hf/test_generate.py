@@ -45,7 +45,7 @@ def generate(checkpoint, run_command):
     """What the command prints on standard output and standard error."""
 
     def run(*options, folder=checkpoint):
-        code, out, error = run_command("generate", folder, "--prompt", PROMPT, "--tokens", NEW, *options)
+        code, out, error = run_command("generate", folder, "--prompt", PROMPT, "--max-new-tokens", NEW, *options)
         assert not code, error
         return out, error.splitlines()[-1]
 

@@ -4,15 +4,18 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import module_from_spec
 
 import pytest
 import torch
+import transformers
 from datasets import Dataset
 
 import tiny
 from headrace.data.tokenizer import byte_level
 from headrace.hf import HeadraceForCausalLM, load
 from headrace.studies.verify import relative
+from headrace.utils import auto
 from released import release
 
 TEXT = "one two three four five six seven eight nine ten. "
@@ -37,6 +40,17 @@ def model_folder(request, folder, tmp_path_factory):
     load(release(request.param, path / "theirs")).save_pretrained(path / "ours")
     byte_level().save_pretrained(path / "ours")
     return path / "ours"
+
+
+def test_a_search_for_the_module_of_autoconfig_does_not_undo_the_registration(monkeypatch):
+    """As of libraries that ask whether transformers has a module."""
+    finder, folder = auto.AutoFinder(), transformers.models.auto.__path__
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    assert finder.find_spec(auto.AUTO, folder) is not None and finder in sys.meta_path
+    spec = finder.find_spec(auto.AUTO, folder)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.CONFIG_MAPPING["headrace"] is auto.ConfigStandIn and finder not in sys.meta_path
 
 
 def run(*command, cache):

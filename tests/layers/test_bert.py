@@ -34,6 +34,16 @@ def batch():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["bert", "t5", "luong", "transformer-2017"])
+def test_batch_without_labels_has_loss_0_and_zero_gradients(name):
+    """transformer-2017 smooths its labels."""
+    model, ids = build(name).train(), torch.randint(V, (2, 9))
+    given = {"attention_mask": torch.ones_like(ids), "labels": torch.full_like(ids, IGNORED)}
+    loss = model(ids, **given | ({} if name != "bert" else {"next_sentence_label": ids.new_full((2,), IGNORED)})).loss
+    loss.backward()
+    assert loss == 0 and all((p.grad == 0).all() for p in model.parameters() if p.grad is not None)
+
+
 RENAMED = {
     "bert.embeddings.word_embeddings": "embedding", "bert.embeddings.token_type_embeddings": "segments",
     "bert.embeddings.position_embeddings": "encoder.positions.table",

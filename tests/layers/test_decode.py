@@ -301,7 +301,8 @@ def test_changed_mixer_decodes_with_its_changes(change):
 def test_every_spec_field_is_handled():
     """A new one must be told to the native call, or be refused by it, before it is named here."""
     known = {
-        MixerSpec: "heads inputs decay write read competition", Heads: "expand_k expand_v qk_groups count key_dim",
+        MixerSpec: "heads inputs decay write read competition",
+        Heads: "expand_k expand_v qk_groups count key_dim width",
         Inputs: "conv conv_bias shift key feature_map qk_norm rotary turns rotary_first order value_gate by_length "
         "bias value_map",
         Decay: "kind rank dt_min dt_max dt_floor dt_ceiling lower_bound rate temperature",

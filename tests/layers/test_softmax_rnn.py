@@ -351,3 +351,14 @@ def test_stored_values_have_the_precision_of_keys():
     with torch.autocast("cpu", torch.bfloat16):
         y, state = layer(torch.randn(2, 5, D))
     assert state.k.dtype == state.v.dtype == torch.bfloat16 and y.isfinite().all()
+
+
+def test_tokens_of_another_width_are_refused_in_place_too():
+    """Of every mixer with a state, by the one check before `run_in_place`."""
+    for name in ("softmax-rnn-norm", "gla", "mamba"):
+        layer = layers.Mixer(name, hidden_size=D, num_heads=H)
+        with torch.no_grad():
+            _, state = layer(torch.randn(2, 5, D))
+            for x in (torch.randn(2, 1, D + 1), torch.randn(2, D), torch.ones(2, 1, D, dtype=torch.long)):
+                with pytest.raises(InputError, match=r"^x has "):
+                    layer(x, state, in_place=True)

@@ -154,7 +154,7 @@ def test_scores_of_one_gate_that_get_no_gradient_are_said(control):
         mixer = drawn(f"softmax-gla({options})")
     mixer(torch.randn(2, T, D, dtype=torch.float64))[0].square().sum().backward()
     assert mixer.write_competition.weight.grad.abs().sum() == 0
-    assert not zoo.get(f"softmax-gla({options}, competition.gradient=all)").idle_gates(H)
+    assert not zoo.get(f"softmax-gla({options}, competition.gradient=all)").idle_gates(num_heads=H)
 
 
 def test_keeping_all_gates_is_said():

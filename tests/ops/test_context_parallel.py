@@ -52,6 +52,10 @@ def test_model_loss_and_gradients_equal_one_process(results):
     assert max(errors(results, "model")) < ERROR
 
 
+def test_what_a_backward_computes_again_has_the_context_of_its_forward(results):
+    assert results["computed again"] < 1e-12
+
+
 def test_process_without_gradients_does_not_block_others(results):
     assert max(errors(results, "one process without gradients")) < 1e-5  # float32
 
@@ -78,7 +82,7 @@ def test_unsupported_layers_are_refused_by_name(results):
 def test_training_with_shared_rows_equals_one_process(few, tmp_path):
     """Two rows at a time in four processes, documents apart, which stop in the second epoch and go on; one row in two
     processes: test_sharding.py."""
-    settings = {"mixer": "softmax-gated-deltanet", "batch_tokens": 512, "tokens": 512 * 4, "warmup_tokens": 512}
+    settings = {"mixer": "softmax-gated-deltanet", "batch_tokens": 512, "tokens": 512 * 4, "warmup": 0.25}
     settings |= {"save_every": 4, "precision": "float32", "separate_documents": True}
     assert train_all([Run(tmp_path / "1", settings)], few) == [0]
     shared = settings | {"context_parallel": 2}

@@ -102,6 +102,33 @@ def test_training_loss_and_gradients_equal_transformers(shift, count):
         close(mine.double(), theirs.double(), 1e-5)  # transformers computes its loss in float32
 
 
+@pytest.mark.parametrize("count", [None, 0, torch.tensor(0), torch.tensor(7)])
+@pytest.mark.parametrize(
+    "name", ["gla", "hybrid", "experts", "parallel"]
+)  # the last has a cap, so that it needs logits
+def test_batch_without_labels_has_loss_0_and_zero_gradients(name, count):
+    model, ids = build(name).train(), tokens(2)
+    options = {} if count is None else {"num_items_in_batch": count}
+    for labels in (
+        {"labels": torch.full_like(ids, IGNORED)},
+        {"labels": ids, "shift_labels": ids.new_full(ids.shape, -100)},
+    ):
+        for mask in (None, torch.zeros_like(ids)):
+            model.zero_grad()
+            loss = model(ids, mask, **labels, **options).loss
+            loss.backward()
+            assert loss == 0 and all((p.grad == 0).all() for p in model.parameters() if p.grad is not None)
+            assert model.lm_head.weight.grad is not None
+
+
+def test_part_of_a_label_divides_the_loss():
+    """As of transformers' Trainer, which divides the number by that of the processes of a row."""
+    model, ids = build("gla").train(), tokens(1)
+    labels = ids.masked_fill(torch.arange(ids.shape[1]) != 3, IGNORED)
+    whole = model(ids, labels=labels).loss
+    close(model(ids, labels=labels, num_items_in_batch=torch.tensor(0.5)).loss, 2 * whole)
+
+
 def test_logits_are_returned_unless_training():
     model, ids, labels = build("gla"), tokens(2), labelled()
     whole = model(ids, **labels)

@@ -28,9 +28,9 @@ from trained import recipe, train
         ({"tokens": float("inf")}, "tokens=inf is not allowed; expected finite float"),
         ({"lr": float("inf")}, "lr=inf is not allowed; expected finite float"),
         ({"weight_decay": float("nan")}, "weight_decay=nan is not allowed; expected finite float"),
-        ({"warmup_tokens": -1.0}, "warmup_tokens=-1; expected at least 0"),
+        ({"warmup": -1.0}, "warmup=-1; expected at least 0"),
         (
-            {"tokens": 40.0, "warmup_tokens": 0.0},
+            {"tokens": 40.0, "warmup": 0.0},
             "tokens=40; expected at least half of a step, which is batch_tokens=128",
         ),
     ],
@@ -42,7 +42,7 @@ def test_impossible_numbers_are_refused(changes, sentence):
 
 def test_step_larger_than_the_data_is_refused(data, tmp_path):
     with pytest.raises(InputError, match=r"batch_tokens=64000000000000000 is \d+ rows per step, but the data have"):
-        train(data, tmp_path / "run", batch_tokens=64 * 10**15, tokens=64e15, warmup_tokens=0)
+        train(data, tmp_path / "run", batch_tokens=64 * 10**15, tokens=64e15, warmup=0)
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,8 @@ def test_json_and_python_refuse_the_same_values():
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
+        ({}, "mixer lacks the field 'type'; expected one of linear, "),
+        ({"read": {"gate": "silu"}}, "mixer lacks the field 'type'; expected one of linear, "),
         ({"type": "scan"}, "scan lacks the field 'kind'; expected a value for it"),
         ({"type": ["scan"]}, r"mixer type \['scan'\] is unknown"),
         ({"type": "decoder", "layers": [{}]}, r"decoder\.layers\.0 lacks the field 'mixer'"),

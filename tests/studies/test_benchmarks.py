@@ -1,7 +1,7 @@
 """The benchmarks run, and write what they found."""
 
 import csv
-import os
+import json
 import subprocess
 import sys
 import types
@@ -15,6 +15,7 @@ import decays
 import decode
 import exported
 import gpu
+import gpu_keep
 import gpu_models
 import gpu_op
 import gpu_stages
@@ -303,3 +304,69 @@ def test_the_times_of_a_gpu_are_over_those_of_a_copy(monkeypatch):
     monkeypatch.setattr(gpu_tables.record, "read", lambda path: [rows[0] | {"value": "9"}, *rows])
     line = gpu_tables.op(100.0).splitlines()[-1]
     assert line == "| scalar: triton | 0.00 | 50 % | 0.01 | 25 % | 3 | 5 | 0.5 |"
+
+
+SCRIPT = """
+import json, sys, time
+for name in sys.argv[1:]:
+    print(json.dumps({"name": name, "begun": True}), flush=True)
+    if name == "broken":
+        print(json.dumps({"name": name, "failed": "AcceleratorError: an illegal memory access"}), flush=True)
+        sys.exit(3)
+    if name == "endless":
+        time.sleep(60)
+    print(json.dumps({"name": name, "tokens_per_second": 5.0, "ms": 1.0, "peak_gib": None}), flush=True)
+"""
+
+
+def test_a_stage_of_models_goes_on_in_a_new_process_and_ends_in_time(tmp_path, capsys):
+    run = gpu.Run(tmp_path, 1.0)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    stage = gpu.Stage(30.0, (str(tmp_path / "script.py"),), ("first", "broken", "last"))
+    gpu.measure(run, "train", stage, {"commit": "abc"})
+    gpu.measure(run, "decode", stage._replace(seconds=2.0, names=("endless", "never")), {"commit": "abc"})
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text("utf-8").splitlines()]
+    found = [(row["stage"], row["name"], row.get("code", 0)) for row in rows]
+    assert found == [
+        ("train", "first", 0), ("train", "broken", 0), ("train", "last", 0), ("train", "train", 0),
+        ("decode", "decode", None),
+    ]  # fmt: skip
+    assert "failed" in rows[1] and all(row["commit"] == "abc" for row in rows)
+    assert gpu.table(rows).count("tokens/s") == 2 and "FAILED" in gpu.table(rows)
+
+
+def test_kernels_are_of_a_class_by_their_names():
+    names = {
+        "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT": "products", "gradients": "recurrence", "scan": "recurrence",
+        "triton_poi_fused_mul_silu_3": "elementwise, fused", "Memcpy DtoD (Device -> Device)": "copies",
+        "void at::native::vectorized_elementwise_kernel<4>": "elementwise", "conv_depthwise2d_forward": "convolution",
+    }  # fmt: skip
+    assert {name: gpu_models.kind_of(name) for name in names} == names
+
+
+def test_the_fastest_way_of_a_mixer_is_its_efficiency(monkeypatch):
+    """1,000 operations a token; an H200 makes 989 · 10^12 a second."""
+    monkeypatch.setattr(gpu_keep, "flops_of", lambda mixer: 1000)
+    about = {"machine": "NVIDIA H200", "commit": "abc", "stage": "train"}
+    names = {"headrace:gla": 989e8, "headrace:gla:compiled": 1978e8, "headrace:kda": 989e8}
+    rows = [about | {"name": name, "tokens_per_second": rate} for name, rate in names.items()]
+    rows += [about | {"name": "headrace:kda", "failed": "…"}, about | {"stage": "fla-train", "name": "fla:gla"}]
+    found = {row["mixer"]: (row["efficiency"], row["compiled"]) for row in gpu_keep.efficiencies(rows)}
+    assert found == {"gla": (0.2, True), "kda": (0.1, False)}
+
+
+def test_whole_models_are_rehearsed_on_the_cpu(monkeypatch):
+    for name, value in (
+        ("SIZES", gpu_models.SMALL),
+        ("B", 1),
+        ("T", 40),
+        ("STEPS", 1),
+        ("NEW", (3,)),
+        ("BATCHES", (2,)),
+    ):
+        monkeypatch.setattr(gpu_models, name, value)
+    monkeypatch.setattr(gpu_models.build, "__defaults__", (1,))
+    (row,) = gpu_models.train("headrace:mamba2")
+    assert row["tokens_per_second"] > 0 and row["parameters"] > 0
+    rows = list(gpu_models.decode("headrace:gla"))
+    assert [row["sampled"] for row in rows] == [False, True] and all(row["tokens_per_second"] > 0 for row in rows)

@@ -14,20 +14,24 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from stored import results
 
 from damage import change_digit
 from groups import command
 from headrace import zoo
 from headrace.cli import main
 from headrace.studies.compare import arm as arm_module
+from headrace.studies.compare import page
 from headrace.studies.compare import rows as runs
 from headrace.studies.compare.arm import train
 from headrace.studies.compare.choose import choose
 from headrace.studies.compare.defaults import DEFAULTS, DEMO, PAIR
+from headrace.studies.compare.findings import conditions, findings
 from headrace.studies.compare.page import write_report
 from headrace.studies.compare.plan import Plan, Study
 from headrace.studies.compare.run import complete
 from headrace.studies.compare.shape import MATCHED, ArmRecipe, Shape
+from headrace.studies.compare.summary import summarize
 from headrace.tasks import IGNORED, Answers, Digits, Induction, Masked, Pair, Reverse, Text
 from headrace.utils.errors import InputError
 from headrace.utils.integrity import file_names, finite, read_result, restored, write_json, write_result
@@ -105,6 +109,38 @@ def test_fixed_and_absent_mlp_widths():
         Shape(mlp=-1)
 
 
+def test_states_are_matched_by_a_size_of_each_mixer():
+    """The largest state is that of mamba2, of 8,960 numbers; attention and rwkv7 have no such size."""
+    from headrace.studies.compare.widths import numbers
+
+    shape = Shape(hidden_size=64, heads=4, layers=1)
+    own = "mamba2", "gla", "softmax-gla", "retnet(heads.expand_v=1)", "gsa", "mamba", "s4d"
+    fixed = "rwkv7", "transformer", "gla(heads.key_dim=8)"
+    study = choose("mqar", [], None, {"mixers": ",".join((*own, *fixed)), "hidden_size": 64, "heads": 4}, match="state")
+    mixers = study.plans[0].mixers
+    assert mixers[0] == "mamba2" and mixers[len(own) :] == fixed
+    assert mixers[2] == "softmax-gla(heads.key_dim=140)" and mixers[4] == "gsa(slots=70)"
+    assert mixers[3].startswith("retnet(heads.expand_v=1, heads.key_dim=")
+    counted = [numbers(zoo.get(mixer), shape) for mixer in mixers[: len(own)]]
+    assert counted[0] == 8960 and max(counted) <= MATCHED * min(counted), counted
+    assert [numbers(zoo.get(mixer), shape) for mixer in own][1] == 512
+    with pytest.raises(InputError, match="--match='memory'; expected parameters or state"):
+        choose("mqar", [], None, {}, match="memory")
+    with pytest.raises(InputError, match=r"--match state with 'gla.retnet', which has several mixers; expected single"):
+        choose("mqar", [], None, {"mixers": "gla+retnet,gla"}, match="state")
+
+
+def test_report_says_which_mixers_have_heads_of_their_own():
+    plan = replace(SMALL, mixers=("gla", "mamba2", "rwkv7"), shape=Shape(hidden_size=256, heads=8), seeds=1)
+    (comparison,) = summarize(results([[0.5], [0.6], [0.7]], plan))
+    said = conditions(comparison)[-1]
+    assert said == "Heads: 8, or by the head sizes of a mixer's paper: rwkv7 4."
+    assert [page.sizes(c, comparison.plan["shape"])[1] for c in comparison.contenders] == ["8", "8", "4"]
+    first = comparison.contenders[0]
+    assert page.cells(first)[3] == f"{first.state:,}" == "25"
+    assert page.sizes(first, comparison.plan["shape"] | {"layers": 2})[2] == "12"
+
+
 def test_flops_of_a_row_are_those_counted_by_hand():
     """Two for a multiply-add: projections, MLP and logits of every token, and scores and sums over T tokens."""
     from headrace.studies.compare.model import build, flops, model_inputs
@@ -154,8 +190,8 @@ HAND = {  # operations of a head with K key and V value numbers, term by term; v
     "residual-delta": lambda K, V: 7 * K * V + K * V + 2 * K * V,  # Gated DeltaNet, and k S of an older S, which decays
     "gla-outer": lambda K, V: 2 * K * V + 2 * K * V + 2 * K * V,  # diag(α) S diag(β), + kᵀ v, q S
     "rwkv7": lambda K, V: K * V + 2 * K * V + 2 * K * V + 2 * K * V + 2 * K * V,  # diag(α) S − (a κ)ᵀ (κ S) + kᵀ v, q S
-    "gsa": lambda K, V: K * (K + V) * (1 + 2 + 2),  # diag(α) (K, V), + (1 − α)ᵀ (k, v), q Kᵀ and p V, with K slots
-    "abc": lambda K, V: K * (K + V) * (1 + 2 + 2) + K * (1 + 1 + 1 + 2),  # and Σ e^w, p, 1 − p, the sum of the softmax
+    "gsa": lambda K, V: 64 * (K + V) * (1 + 2 + 2),  # diag(α) (K, V), + (1 − α)ᵀ (k, v), q Kᵀ and p V, with 64 slots
+    "abc": lambda K, V: 64 * (K + V) * (1 + 2 + 2) + 64 * (1 + 1 + 1 + 2),  # Σ e^w, p, 1 − p, the sum of p
     # one head of N numbers for each of E channels
     "mamba": lambda N, E: N * E + N * E + 2 * N * E + 2 * N * E,  # dt A, Ā h, + (dt u) B, C h
     "rwkv4": lambda N, E: 3 * E + 2 * E + (2 + 1 + 1) * E,  # e^−w a + e^k v, e^−w b + e^k, (a + e^u v) / (b + e^u)
@@ -587,6 +623,27 @@ def test_a_run_that_diverges_says_so(mixer, task):
     plan = replace(SMALL, mixers=(mixer,), task=task, recipe=recipe)
     _, result = train(plan.arms()[0], ignore)
     assert result["diverged"] and result["scores"] == {} and result["curve"][-1]["step"] < 9
+
+
+@pytest.mark.parametrize("mixer", ["gla", "bahdanau"])
+def test_batches_without_labels_are_counted_and_harmless(mixer, monkeypatch):
+    """The first two of a run's six batches, of a causal model and of an encoder-decoder."""
+    plan = replace(SMALL, mixers=(mixer,), task=Reverse(length=4), seeds=1, recipe=replace(SMALL.recipe, steps=6))
+    inputs = arm_module.model_inputs
+
+    def unlabelled(arm, rows):
+        made = inputs(arm, rows)
+        if len(made["shift_labels"]) > plan.recipe.held_out:
+            made["shift_labels"][: 2 * plan.recipe.batch_size] = IGNORED
+        return made
+
+    monkeypatch.setattr(arm_module, "model_inputs", unlabelled)
+    _, result = train(plan.arms()[0], ignore)
+    assert result["batches_without_labels"] == 2 and not result["diverged"]
+    assert all(math.isfinite(point["train_loss"] or 0) for point in result["curve"])
+    (found,) = summarize({"study": Study("s", "S", (plan,)).to_json(), "arms": [result]})
+    said = f"Batches without any label in training {found.contenders[0].label}: 2; their loss and gradients were 0."
+    assert said in findings(found)
 
 
 PATIENCE = 600  # seconds, for a machine that does much else: whatever hangs, hangs longer

@@ -310,7 +310,10 @@ def test_needles_are_rows_by_length():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["nowhere/at/all", "--suite", "piqa"], "is not a local folder and cannot be loaded from the Hub"),
+        (
+            ["nowhere/at/all", "--suite", "piqa"],
+            "is not a local folder and cannot be loaded from the Hub: expected a folder",
+        ),
         (["--suite", "piqa", "--max-length", "0"], "--max-length=0"),
         (["--suite", "piqa", "--lengths", "0"], "--lengths=0; expected positive integers"),
         (["--suite", "piqa", "--limit", "0"], "--limit=0"),

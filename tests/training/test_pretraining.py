@@ -57,7 +57,7 @@ def test_task_loss_covers_answers_only(task, changes, tmp_path, monkeypatch):
     answers = sum(label != IGNORED for row in data.held_out["shift_labels"] for label in row)
     assert (manifest["held_out"]["rows"], manifest["held_out"]["tokens"]) == (8, answers)
     steps = 2 * changes.get("batch_tokens", 128)
-    trainer = train(data, tmp_path / "run", tokens=steps, warmup_tokens=0, save_every=2, evaluate_every=2, **changes)
+    trainer = train(data, tmp_path / "run", tokens=steps, warmup=0, save_every=2, evaluate_every=2, **changes)
     model = load(tmp_path / "run" / "model")
     assert (
         (data.tokenizer is None) == (task.name == "mqar") != (tmp_path / "run" / "model" / "tokenizer.json").is_file()
@@ -370,6 +370,33 @@ def test_nonfinite_updates_are_skipped_then_end_the_run(data, tmp_path, monkeypa
     message = capsys.readouterr().err
     assert "step 8: the gradient is not finite; the update is skipped" in message
     assert "5 consecutive gradients were not finite" in message
+
+
+def test_batches_without_labels_are_counted_and_harmless(tmp_path, monkeypatch, capsys):
+    """Of the 32 batches of the run, which is cut and goes on; whole steps are without labels."""
+    rows = Mqar(vocabulary=48, pairs=3, length=32).sample(generator("training", 0, 0), 32)
+    rows["shift_labels"][2:29] = IGNORED
+    monkeypatch.setattr(prepared_task, "HELD_OUT", 8)
+    prepared_task.prepare(Mqar(vocabulary=48, pairs=3, length=32), "mqar", 8, 0, 1, tmp_path / "data")
+    train_rows = Dataset.from_dict({name: values.tolist() for name, values in rows.items()})
+    data, step = replace(open_data(tmp_path / "data"), train=train_rows), HeadraceTrainer.training_step
+    settings = {"micro_batch": 1, "tokens": 128 * 8, "save_every": 2}
+
+    def cut(self, *inputs):
+        if self.state.global_step == 5:
+            raise RuntimeError("cut")
+        return step(self, *inputs)
+
+    monkeypatch.setattr(HeadraceTrainer, "training_step", cut)
+    with pytest.raises(RuntimeError, match="cut"):
+        train(data, tmp_path / "run", **settings)
+    monkeypatch.setattr(HeadraceTrainer, "training_step", step)
+    trainer = train(data, tmp_path / "run", **settings)
+    assert "batches without any label: 27; their loss and gradients were 0" in capsys.readouterr().err
+    history = json.loads((tmp_path / "run" / "model" / "history.json").read_text("utf-8"))
+    counts = [point["batches_without_labels"] for point in history if "batches_without_labels" in point]
+    assert counts == sorted(counts) and counts[-1] == 27
+    assert trainer.inner_optimizer().skipped == 0 and all(p.isfinite().all() for p in trainer.model.parameters())
 
 
 def strict(text):

@@ -103,6 +103,16 @@ def test_every_value_that_is_written_reads_back(tmp_path):
     assert read_yaml(tmp_path / "r.yaml") == {}
 
 
+@pytest.mark.parametrize(
+    ("name", "steps"), [("laptop-1m", 24), ("laptop-5m", 24), ("paper-340m", 954), ("paper-1b", 954)]
+)
+def test_warm_up_is_a_share_of_the_tokens(name, steps):
+    whole, _ = recipes.load(name)
+    tenth, _ = recipes.load(name, {"tokens": whole.tokens / 10})
+    assert whole.warmup_steps == steps and tenth.warmup_steps == round(steps / 10)
+    recipes.load("laptop-5m", {"tokens": 1e5})
+
+
 MISTAKES = {
     "lrr=1": "no field 'lrr'; did you mean 'lr'?",
     "learning_rate=1e-3": "no field 'learning_rate'; did you mean 'lr'?",
@@ -114,11 +124,11 @@ MISTAKES = {
     "schedule=linear": "min_lr=0.1 with schedule='linear'",
     "betas=0.9": "betas=(0.9,); expected 2 numbers",
     "length=100": "expected a multiple of length=100",
-    "warmup_tokens=1e12": "expected fewer than tokens",
+    "warmup=1": "warmup=1; expected less than 1",
     "mixer=glaa": "mixer 'glaa' is unknown",
     "heads=7": "num_heads=7 does not divide",
     "lr": "'lr' is not of the form FIELD=VALUE",
-    "warmup_tokens=nan": "recipe.warmup_tokens=nan is not allowed; expected finite float",
+    "warmup=nan": "recipe.warmup=nan is not allowed; expected finite float",
     "tokens=inf": "recipe.tokens=inf is not allowed; expected finite float",
     "mixer=gla(heads.count=2, heads.count=4)": "sets 'heads.count' twice",
 }

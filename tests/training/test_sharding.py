@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow(seconds=70)
 # 8 rows a step: 4 times 2 in one process, 2 times 2 in each of two processes. 44 full rows are an epoch of 5 steps. The
 # norm of the gradient is above 1, the bound at which it is clipped.
 RUN = {
-    "batch_tokens": 256, "tokens": 256 * 12, "warmup_tokens": 256, "save_every": 4, "evaluate_every": 12,
+    "batch_tokens": 256, "tokens": 256 * 12, "warmup": 1 / 12, "save_every": 4, "evaluate_every": 12,
     "precision": "float32",
 }  # fmt: skip
 CASES = {

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments, trainer_pt_utils
+from transformers import trainer as of_transformers
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
@@ -66,7 +66,7 @@ def test_training_equals_a_plain_loop_of_adamw(schedule, clip, data, tmp_path, m
     monkeypatch.setattr(run.HeadraceTrainer, "training_step", recorded)
     monkeypatch.setattr(run, "build", kept)
     settings = {
-        "tokens": 128 * STEPS, "warmup_tokens": 128 * WARMUP, "lr": LR, "schedule": schedule, "betas": BETAS,
+        "tokens": 128 * STEPS, "warmup": WARMUP / STEPS, "lr": LR, "schedule": schedule, "betas": BETAS,
         "min_lr": 0.25 if schedule == "cosine" else 0.0, "eps": EPS, "weight_decay": DECAY, "clip": clip,
         "gate_lr": GATE_LR, "precision": "float32", "save_every": STEPS, "evaluate_every": STEPS,
     }  # fmt: skip
@@ -101,27 +101,16 @@ def test_the_dynamics_of_a_mixer_are_not_decayed(name):
     assert found == DYNAMICS[name]
 
 
-@pytest.mark.parametrize("name", [*zoo.names(), "experts", "gpt"])
-def test_the_trainer_of_transformers_decays_the_same_parameters(name, tmp_path):
-    """The Trainer itself, without an optimizer that was given to it."""
-    model = HeadraceForCausalLM(tiny.config(name, num_hidden_layers=1))
+def test_the_trainer_of_transformers_takes_the_groups_and_is_not_changed(tmp_path):
+    model = HeadraceForCausalLM(tiny.config("softmax-gla", num_hidden_layers=1))
     arguments = TrainingArguments(tmp_path, weight_decay=DECAY, report_to="none", use_cpu=True)
-    found = Trainer(model, arguments).create_optimizer().param_groups
-    expected = parameter_groups(model, DECAY, 1.0)
-    decayed = [
-        {id(p) for group in groups if group["weight_decay"] for p in group["params"]} for groups in (found, expected)
-    ]
-    assert decayed[0] == decayed[1] != set()
-    assert len(found[0]["params"]) + len(found[1]["params"]) == len(list(model.parameters()))
-
-
-def test_the_trainer_decays_other_models_as_before(tmp_path):
-    class Other(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.A_log, self.part = nn.Parameter(torch.zeros(3)), nn.Linear(3, 3)
-
-    assert Trainer.get_decay_parameter_names(None, Other()) == ["part.weight", "A_log"]
+    groups = parameter_groups(model, DECAY, 1.0)
+    given = torch.optim.AdamW(groups, lr=LR)
+    assert Trainer(model, arguments, optimizers=(given, None)).create_optimizer() is given
+    assert {id(p) for group in groups for p in group["params"]} == {id(p) for p in model.parameters()}
+    for owner in (trainer_pt_utils, of_transformers):
+        assert owner.get_parameter_names.__module__ == "transformers.trainer_pt_utils"
+        assert not hasattr(owner.get_parameter_names, "__wrapped__")
 
 
 def test_the_card_says_bits_per_byte_of_the_held_out_text(data, tmp_path):
@@ -278,6 +267,9 @@ def test_an_estimate_equals_the_count_by_hand(mixer, per_layer, capsys):
     assert untied["weights, gradients, moments"] == weights + 16 * 128 * 4096
     assert shared["weights, gradients, moments"] == (4 + 3 * 4 // 4) * found["parameters"]["tied"]
     assert wide["kept for the backward"] == 2 * found["bytes"]["kept for the backward"]
+    # Of an MLP: its input, gate_proj(x), up_proj(x), the activation, and the input of down_proj.
+    assert found["kept_per_token"]["mlp"] == 4 * 4 * (128 + 4 * 352)
+    assert found["kept_per_token"].keys() >= {"mixer_norm", "mixer", "mlp_norm"}
     assert capsys.readouterr().out == ""
 
 

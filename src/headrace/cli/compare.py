@@ -41,7 +41,7 @@ def compare(
         list[str] | None, typer.Option(help=r"Text file for language modelling. Repeatable. \[default: none]")
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help=r"Tokenizer, a JSON file of `tokenizers`. \[default: bytes]")
+        str | None, typer.Option(help=r"Tokenizer: bytes, or a JSON file of `tokenizers`. \[default: bytes]")
     ] = None,
     seeds: Annotated[
         str | None,

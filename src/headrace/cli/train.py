@@ -27,7 +27,7 @@ def prepare(
         ),
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help=r"Tokenizer: a file, a folder or a name on the Hub. \[default: bytes]")
+        str | None, typer.Option(help=r"Tokenizer: bytes, a file, a folder or a name on the Hub. \[default: bytes]")
     ] = None,
     train_bpe: Annotated[
         int | None, typer.Option(help=r"Vocabulary size of a BPE tokenizer to train on the data. \[default: none]")
@@ -276,6 +276,9 @@ def print_costs(recipe: Any, about: Any, plan: dict[str, Any] | None, as_json: b
     table.add_row("steps", f"{costs['steps']:,} of {costs['rows_per_step']} rows, {costs['warmup_steps']:,} of warm-up")
     table.add_row("tokens", f"{costs['tokens']:,}")
     table.add_row("FLOPs", f"{costs['flops_per_token'] / GIGA:,.2f} G per token, {costs['flops']:.2e} in total")
+    parts = {name: size for name, size in costs["kept_per_token"].items() if name}
+    layers = ", ".join(f"{name} {size / recipe.layers:,.0f}" for name, size in parts.items())
+    table.add_row("kept per token and layer", f"{sum(parts.values()) / recipe.layers:,.0f} bytes, uncompiled: {layers}")
     for name, number in (costs if plan is None else plan)["bytes"].items():
         table.add_row(f"memory, {name}", f"{number / 2**30:,.2f} GiB")
     for name, text in ({"time": time_row(elsewhere["here"])} if plan is None else machine_rows(plan)).items():

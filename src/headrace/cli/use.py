@@ -36,7 +36,7 @@ def generate(
     checkpoint: Checkpoint,
     prompt: Annotated[str | None, typer.Option(help=r"Text to continue. \[default: --file or standard input]")] = None,
     file: PromptFile = None,
-    tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 100,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 100,
     temperature: Annotated[float, typer.Option(help="Sampling temperature. 0 takes the most likely token.")] = 0.8,
     top_p: Annotated[
         float, typer.Option(help="Nucleus sampling: probability mass of the most likely tokens to sample from.")
@@ -64,7 +64,7 @@ def generate(
         ),
     ] = None,
     cuda_graph: Annotated[
-        bool, typer.Option("--cuda-graph", help="Replay each token as a CUDA graph. For recurrent models on a GPU.")
+        bool, typer.Option("--cuda-graph", help="Fail where no CUDA graph can compute the tokens on a GPU.")
     ] = False,
     draft: Annotated[
         Path | None,
@@ -96,7 +96,7 @@ def generate(
     from ..hf.generate import generate as run
     from ..hf.generate import sampling_seed, sampling_settings
 
-    sampling = sampling_settings(tokens, temperature, top_p, top_k, repetition_penalty)
+    sampling = sampling_settings(max_new_tokens, temperature, top_p, top_k, repetition_penalty)
     seed = sampling_seed(seed, temperature)
     if cuda_graph:
         sampling["cache_implementation"] = "static"

@@ -48,7 +48,7 @@ class Preparation:
 
     Args:
         sources: files of one kind (text, jsonl, Parquet), or one data set: a folder or a name on the Hub.
-        tokenizer: a file, a folder or a name on the Hub; None: bytes.
+        tokenizer: "bytes", a file, a folder or a name on the Hub; None: bytes.
         bpe: size of a vocabulary to train on the text, in place of `tokenizer`.
         length: tokens per row.
         held_out: fraction of the documents to hold out; of the text, if it is less than half a document (as for one

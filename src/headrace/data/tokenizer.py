@@ -4,25 +4,31 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.utils import validate_repo_id
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ..utils.errors import InputError, reading
 
+BYTES = "bytes"
 END = "<|endoftext|>"
 ENDS = (END, "</s>", "<eos>", "<|end_of_text|>")  # names of the end token to try if a file sets none
 
 
 def load(name: str | None) -> PreTrainedTokenizerFast:
-    """The tokenizer of a `tokenizers` JSON file, a folder or a name on the Hub; None: bytes.
+    """The tokenizer of a `tokenizers` JSON file, a folder or a name on the Hub; None or "bytes": bytes.
 
     Raises:
         InputError: the tokenizer cannot be read or has no end-of-text token.
     """
-    if name is None:
+    if name in (None, BYTES):
         return byte_level()
     if Path(name).suffix == ".json" and not Path(name).is_file():
         raise InputError(f"--tokenizer {name!r} cannot be read: the file does not exist")
+    if not Path(name).exists() and not could_be_on_the_hub(name):
+        raise InputError(
+            f"--tokenizer {name!r} is no file, folder or name on the Hub (OWNER/NAME); expected one, or bytes"
+        )
     with reading(f"--tokenizer {name!r} cannot be read"):
         tokenizer: Any = (
             PreTrainedTokenizerFast(tokenizer_file=name)
@@ -38,6 +44,16 @@ def load(name: str | None) -> PreTrainedTokenizerFast:
     if tokenizer.num_special_tokens_to_add():  # the prepared rows have none of them, so a prompt must have none
         tokenizer.backend_tokenizer.post_processor = None
     return _padded(tokenizer)
+
+
+def could_be_on_the_hub(name: str) -> bool:
+    """Whether a repository of the Hub can have this name. transformers asks the Hub for any other name too, for a
+    minute if the Hub cannot be reached."""
+    try:
+        validate_repo_id(name)
+    except ValueError:
+        return False
+    return True
 
 
 def byte_level() -> PreTrainedTokenizerFast:

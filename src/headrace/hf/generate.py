@@ -102,12 +102,12 @@ def resumed(path: Path | None, model: Any) -> tuple[HeadraceCache, Tensor]:
 
 
 def sampling_settings(
-    tokens: int, temperature: float, top_p: float, top_k: int, repetition_penalty: float
+    max_new_tokens: int, temperature: float, top_p: float, top_k: int, repetition_penalty: float
 ) -> dict[str, Any]:
     """The arguments of transformers' `generate` for the options of the command line. InputError for a value out of
     range or without effect."""
     for name, value, holds, expected in (
-        ("tokens", tokens, tokens >= 1, "at least 1"),
+        ("max-new-tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
         ("temperature", temperature, 0 <= temperature < math.inf, "a number of at least 0"),
         ("top-p", top_p, 0 < top_p <= 1, "more than 0 and at most 1"),
         ("top-k", top_k, top_k >= 0, "at least 0"),
@@ -115,7 +115,11 @@ def sampling_settings(
     ):
         if not holds:
             raise InputError(f"--{name}={value}; expected {expected}")
-    settings = {"max_new_tokens": tokens, "do_sample": temperature > 0, "repetition_penalty": repetition_penalty}
+    settings = {
+        "max_new_tokens": max_new_tokens,
+        "do_sample": temperature > 0,
+        "repetition_penalty": repetition_penalty,
+    }
     if temperature > 0:
         return settings | {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     for name, is_set in (("top-p", top_p != 1), ("top-k", top_k != 0)):

@@ -6,29 +6,46 @@ Dimensions: B batch, T tokens, D hidden size.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..layers.blocks.moe import balance_loss, routings
 from ..layers.packing import padding_mask
-from ..ops.loss import IGNORED, causal_loss
+from ..ops.loss import IGNORED, linear_cross_entropy, per_item
 from ..ops.modules import is_plain
 from ..ops.parallel.context import current
 from ..utils.errors import InputError
 
 
-def token_loss(model: Any, hidden: Tensor, logits: Tensor | None, **loss_kwargs) -> Tensor:
-    """The mean loss. Without logits it is computed in pieces, unless the head or the loss has been replaced or the
-    head has hooks."""
+def token_loss(model: Any, hidden: Tensor, logits: Tensor | None, labels: Tensor | None, **loss_kwargs) -> Tensor:
+    """The mean loss, as transformers' ForCausalLMLoss has it, but 0 without labels. Without logits it is computed in
+    pieces, unless the head or the loss has been replaced or the head has hooks."""
     if current() is not None and loss_kwargs.get("shift_labels") is None:
         raise InputError(
             "labels=... under context_parallel, where a label can be in another process; expected shift_labels"
         )
     plain = is_plain(model.lm_head, nn.Linear) and model.lm_head.bias is None and model.cap is None
-    if logits is None and plain and model.loss_function is ForCausalLMLoss:
-        return causal_loss(hidden, model.lm_head.weight, **loss_kwargs)
-    logits = model.logits(hidden) if logits is None else logits
-    return model.loss_function(logits=logits, vocab_size=model.config.vocab_size, **loss_kwargs)
+    ours, vocabulary = model.loss_function is ForCausalLMLoss, model.config.vocab_size
+    if logits is None and not (plain and ours):
+        logits = model.logits(hidden)
+    if not ours:
+        return model.loss_function(logits=logits, labels=labels, vocab_size=vocabulary, **loss_kwargs)
+    targets = next_labels(labels, loss_kwargs.get("shift_labels")).to(hidden.device)
+    if logits is None:
+        total = linear_cross_entropy(hidden.flatten(0, 1), model.lm_head.weight, targets.flatten())
+    else:
+        one: Any = 1  # so that the loss is a sum
+        total = ForCausalLMLoss(logits, None, vocabulary, num_items_in_batch=one, shift_labels=targets)
+    return per_item(total, targets, loss_kwargs.get("num_items_in_batch"))
+
+
+def next_labels(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor:
+    """The label of each position [B, T]: shift_labels, or those of the token after it."""
+    if shift_labels is not None:
+        return shift_labels
+    assert labels is not None
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 def experts_loss(
@@ -43,6 +60,6 @@ def experts_loss(
     shares = routed[0].shares
     mask = padding_mask(None if attention_mask is None else attention_mask[:, -shares.shape[1] :], shares, False)
     losses = torch.stack([balance_loss(routing, mask) for routing in routed])
-    targets = labels[:, 1:] if shift_labels is None else shift_labels
-    share = 1 if num_items_in_batch is None else (targets != IGNORED).sum().to(losses) / num_items_in_batch
+    targets = next_labels(labels, shift_labels)
+    share = per_item((targets != IGNORED).sum().to(losses), targets, num_items_in_batch)
     return model.balance * losses.mean() * share

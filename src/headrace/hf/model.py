@@ -30,7 +30,6 @@ from .engine import MOST, Engine
 from .generation import HeadraceGenerationMixin
 from .loss import experts_loss, token_loss
 from .marks import spared
-from .weight_decay import leave_out
 
 
 class HeadraceBlock(GradientCheckpointingLayer, Block):
@@ -374,4 +373,3 @@ def register() -> None:
 
 
 register()
-leave_out()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..ops.call import accumulator
 from ..ops.checks import require
 from ..ops.derivatives import transformed
-from ..ops.parallel.context import current, refuse_parts
+from ..ops.parallel.context import current, recomputed, refuse_parts
 from ..ops.sequences import Sequences, avoid_sync
 from ..utils.errors import InputError
 from .packing import padding_last, without_padding
@@ -118,7 +118,11 @@ class Mixer(SelfInitialized):
     state_shapes: Shapes
     hidden_size: int | None = None  # D, set by `layers.build`
     fixed_size = True  # whether the state has one size, whatever the number of tokens
-    static_shapes = False  # whether `run` needs nothing of cu_seqlens but its shape before it computes
+
+    @property
+    def static_shapes(self) -> bool:
+        """Whether `run` needs nothing of cu_seqlens but its shape before it computes."""
+        return False
 
     @property
     def stacks(self) -> dict[str, dict[str, int]]:
@@ -155,12 +159,15 @@ class Mixer(SelfInitialized):
             InputError: for x or a mask of another shape, bounds that are not those of x, and a state of another mixer
                 or another number of sequences.
         """
+        if (context := recomputed(self)) is not None:
+            with context:
+                return self.forward(x, state, mask=mask, cu_seqlens=cu_seqlens, in_place=in_place)
         packed = cu_seqlens is not None
         if current() is not None:
             self._check_part(state, mask, packed)
-        elif in_place and state is not None and mask is None and not packed and x.shape[1]:
-            return self.run_in_place(x, state)
         check_input(x, mask, packed, self.hidden_size)
+        if in_place and current() is None and state is not None and mask is None and not packed and x.shape[1]:
+            return self.run_in_place(x, state)
         sequences = Sequences.of(x, cu_seqlens)
         state = self.checked(x, state, sequences)
         if mask is not None:
@@ -188,5 +195,5 @@ class Mixer(SelfInitialized):
         raise TypeError(f"{type(self).__name__} does not define run")
 
     def run_in_place(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """Computes `forward` without padding and packing, and may overwrite `state`."""
+        """Computes `forward` for x that was checked, without padding and packing, and may overwrite `state`."""
         return self.forward(x, state)

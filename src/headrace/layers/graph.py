@@ -65,7 +65,7 @@ def captured(
         for _ in range(WARM_UP):
             warm_up()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
             result = run()
     before.wait_stream(side)
     return result, graph.replay

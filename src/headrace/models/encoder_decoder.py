@@ -17,7 +17,7 @@ from transformers.utils import ModelOutput
 from ..layers.packing import token_mask
 from ..ops.call import accumulator
 from ..ops.checks import require
-from ..ops.loss import IGNORED
+from ..ops.loss import IGNORED, per_item
 from ..spec.record import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Record
 
 
@@ -122,9 +122,11 @@ class EncoderDecoder(nn.Module):
 
 
 def mean_loss(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Returns the mean cross-entropy of logits [..., V] and labels [...] other than −100, in float32 or float64."""
-    wide = logits.to(accumulator(logits)).flatten(0, -2)
-    return F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, label_smoothing=label_smoothing)
+    """Returns the mean cross-entropy of logits [..., V] and labels [...] other than −100, in float32 or float64; 0
+    without any."""
+    wide, labels = logits.to(accumulator(logits)).flatten(0, -2), labels.flatten()
+    total = F.cross_entropy(wide, labels, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing)
+    return per_item(total, labels)
 
 
 def shift_right(labels: Tensor, start: int) -> Tensor:

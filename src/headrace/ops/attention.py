@@ -199,10 +199,10 @@ def step(
             requires a gradient (without torch.no_grad()).
     """
     tensors = q, k, v, log_decay, beta, write_gate, read_gate
-    settings = rule, normalize, scale, type(scale), backend, in_place
+    settings = rule, normalize, type(scale), backend, in_place
     key = signature((*tensors, bonus, state, out), settings)
     if (prepared := TABLE.get(key)) is not None:
-        return prepared(tensors, state if in_place else None, state, out)
+        return prepared(tensors, state if in_place else None, state, out, scale)
     options = {
         "log_decay": log_decay, "beta": beta, "write_gate": write_gate, "read_gate": read_gate, "state": state,
         "cu_seqlens": None, "bonus": bonus,
@@ -214,7 +214,7 @@ def step(
     kernel = choose("step", backend, call, bonus, normalize)
     prepared = kernel.prepare(call, bonus, normalize) if key and kernel.prepare is not None else None
     if prepared is not None:
-        return remember(key, prepared)(tensors, written, state, out)
+        return remember(key, prepared)(tensors, written, state, out, scale)
     result, after = kernel.run(call, bonus, normalize, in_place)
     return _written(result, out), _written(after, written)
 

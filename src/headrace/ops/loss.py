@@ -99,18 +99,9 @@ def _loss_and_errors(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return loss, errors.scatter_add_(1, at, -labelled[:, None].to(errors.dtype))
 
 
-def causal_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor | None, num_items_in_batch=None, shift_labels: Tensor | None = None
-) -> Tensor:
-    """Returns transformers' ForCausalLMLoss for the logits hidden [B, T, D] weightᵀ.
+def per_item(total: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+    """Divides a sum over the labels that are not ignored by num_items_in_batch, or by their number if that is None.
 
-    Args:
-        labels: [B, T]; position t predicts labels[:, t + 1].
-        num_items_in_batch: divisor of the summed loss; None: the number of labels that are not ignored.
-        shift_labels: [B, T]; position t predicts shift_labels[:, t]. Replaces `labels`.
-    """
-    if shift_labels is None:
-        assert labels is not None
-        shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    total = linear_cross_entropy(hidden.flatten(0, 1), weight, shift_labels.flatten().to(hidden.device))
-    return total / ((shift_labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
+    Without labels the sum is 0 and has zero gradients, and so has the quotient, whatever num_items_in_batch is."""
+    count = (labels != IGNORED).sum().to(total.device)
+    return total / ((count if num_items_in_batch is None else num_items_in_batch) + (count == 0))

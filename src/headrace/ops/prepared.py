@@ -1,6 +1,7 @@
 """Calls of `step` that are checked once for all tensors of a signature, because checks and the choice of a backend take
 longer than the kernel of one token."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,13 +12,15 @@ from .backends.base import Prepared
 from .derivatives import transformed
 
 MANY = 1024  # size limit of the table
-TABLE: dict[tuple, Prepared] = {}  # by signature
-SETTINGS = frozenset((str, bool, int, float, type, type(None)))
+TABLE: OrderedDict[tuple, Prepared] = OrderedDict()  # by signature, the oldest first
+SETTINGS = frozenset((str, bool, int, type))  # no numbers that may be others at each call
 
 
 def signature(tensors: Sequence[Any], settings: Sequence[Any]) -> tuple:
-    """Returns all that the checks of a call depend on, except for the addresses of its tensors. () for a call that must
-    not run without PyTorch's dispatcher: inside transforms and graphs, with gradients, not on the CPU."""
+    """Returns all that the checks of a call depend on, except for the scale and the addresses of its tensors.
+
+    () for a call that must not run without PyTorch's dispatcher: inside transforms and graphs, with gradients, not on
+    the CPU."""
     if torch.compiler.is_compiling() or transformed() or torch._C._len_torch_dispatch_stack():
         return ()
     if not SETTINGS.issuperset(map(type, settings)):
@@ -34,8 +37,8 @@ def signature(tensors: Sequence[Any], settings: Sequence[Any]) -> tuple:
 
 
 def remember(key: tuple, prepared: Prepared) -> Prepared:
-    """Stores a prepared call in the table and returns it."""
-    if len(TABLE) >= MANY:
-        TABLE.clear()
+    """Stores a prepared call in the table, in place of the oldest if the table is full, and returns it."""
     TABLE[key] = prepared
+    if len(TABLE) > MANY:
+        TABLE.popitem(last=False)
     return prepared

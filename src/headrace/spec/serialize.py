@@ -53,7 +53,8 @@ def from_json(data: Any, where: str = ""):
     that describe no spec."""
     if not isinstance(data, dict):
         raise InputError(f"{where or 'mixer'}={data!r}; expected a dict as to_json returns it")
-    kind = data.get("type", "linear")
+    if (kind := data.get("type")) is None:
+        raise InputError(f"{where or 'mixer'} lacks the field 'type'; expected one of {', '.join(TYPES)}")
     if isinstance(kind, str) and kind.startswith(plugins.PREFIX) and kind not in TYPES:
         plugins.load()
         if kind not in TYPES:

@@ -1,6 +1,8 @@
 """Builds the model of a recipe, and estimates its parameters, operations and memory without allocating it."""
 
 import json
+import re
+from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -12,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
 
 from ..hf import HeadraceConfig, HeadraceForCausalLM, load
 from ..hf.checkpoint import read_config
@@ -78,7 +81,7 @@ class Counted(NamedTuple):
     parameters: dict[str, int]  # by part
     blocks: tuple[int, ...]  # parameters of each block
     flops_per_token: int
-    kept_per_row: int  # bytes that a forward pass over one row saves for the backward in a process
+    kept_per_row: dict[str, int]  # bytes that a forward pass over one row saves for the backward in a process, by part
     without_kernel: dict[str, list[int]]  # layers that no kernel computes on a GPU, by the reason
 
 
@@ -111,7 +114,11 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         "tokens": round(recipe.tokens),
         "flops_per_token": flops,
         "flops": flops * round(recipe.tokens),
-        "bytes": {"weights, gradients, moments": held, "kept for the backward": recipe.micro_batch * kept},
+        "kept_per_token": {part: size // _tokens(recipe) for part, size in kept.items()},
+        "bytes": {
+            "weights, gradients, moments": held,
+            "kept for the backward": recipe.micro_batch * sum(kept.values()),
+        },
         "layers_without_gpu_kernel": {reason: list(layers) for reason, layers in slow.items()},
     }
 
@@ -180,20 +187,31 @@ def recompute_blocks(model: HeadraceForCausalLM) -> None:
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
 
 
-def _kept_for_backward(model: HeadraceForCausalLM, recipe: Recipe) -> int:
-    """Bytes that a forward pass over one row saves for the backward in a process, in the recipe's precision. Each
-    storage counts once."""
-    storages: dict[int, Any] = {}
+def _tokens(recipe: Recipe) -> int:
+    """Number of tokens of a row in a process."""
+    return recipe.length // recipe.context_parallel
+
+
+def _kept_for_backward(model: HeadraceForCausalLM, recipe: Recipe) -> dict[str, int]:
+    """Bytes that a forward pass over one row saves for the backward in a process, in the recipe's precision and
+    uncompiled. Each storage counts once, for the part of the layers, such as `mlp` or `mixer`, that saved it first, and
+    outside the layers for ""."""
+    kept: dict[int, tuple[str, Any]] = {}
+    modules = ModuleTracker()
 
     def keep(x: Tensor) -> Tensor:
-        storages[x.untyped_storage()._cdata] = x.untyped_storage()
+        inside = re.search(r"\.layers\.\d+\.?(\w*)", max(modules.parents, key=len))
+        kept.setdefault(x.untyped_storage()._cdata, (inside[1] or "block" if inside else "", x.untyped_storage()))
         return x
 
     if recipe.recompute:
         recompute_blocks(model)
     nn.Module.to(model, getattr(torch, recipe.precision))
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
-    ids = torch.zeros(1, recipe.length // recipe.context_parallel, dtype=torch.long)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), _RealIntegers(), _FusedAttention():
+    ids = torch.zeros(1, _tokens(recipe), dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), _RealIntegers(), _FusedAttention(), modules:
         model(input_ids=ids, use_cache=False)  # the loss keeps as much as the last hidden states
-    return sum(s.nbytes() for key, s in storages.items() if key not in weights)
+    found: Counter[str] = Counter()
+    for key, (part, storage) in kept.items():
+        found[part] += storage.nbytes() * (key not in weights)
+    return dict(found)

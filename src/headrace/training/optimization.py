@@ -19,6 +19,7 @@ class Optimization(Record):
     lr: PositiveFloat = 1e-3  # peak learning rate
     min_lr: NonNegativeFloat = 0.1  # final learning rate as a fraction of lr
     schedule: Literal["cosine", "linear"] = "cosine"  # of the learning rate, after the warm-up
+    warmup: NonNegativeFloat = 0.0  # fraction of the training in which the learning rate rises linearly from 0
     # not applied to norms, biases, the dynamics of state-space models, and gates without competition.weight_decay
     weight_decay: NonNegativeFloat = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
@@ -33,6 +34,7 @@ class Optimization(Record):
 
     def _objections(self) -> Iterator[tuple[bool, str]]:
         yield len(self.betas) != 2, f"betas={self.betas}; expected 2 numbers"
+        yield self.warmup >= 1, f"warmup={self.warmup:g}; expected less than 1, as a fraction of the training"
         yield (
             self.schedule == "linear" and self.min_lr > 0,
             f"min_lr={self.min_lr} with schedule='linear', which ends at 0; expected min_lr=0",

@@ -33,6 +33,7 @@ from .sharding import is_sharded, load_weights, whole_weights
 # Of the Trainer's last log: one counts a row in each process that shares it, the other has the last steps of one alone.
 OF_ONE_PROCESS = ("total_flos", "train_loss")
 UNITS = (("days", 86400.0), ("hours", 3600.0), ("min", 60.0), ("s", 1.0))
+WITHOUT_LABELS = "batches_without_labels"  # logged name
 GATE = re.compile(r"_(read|write)_(entropy|specialization|load)_")  # logged names of gate statistics
 
 
@@ -57,6 +58,7 @@ class HeadraceTrainer(Trainer):
         self.last_log: tuple[float, int] | None = None
         self.paused = 0.0
         self.broken = False  # whether a loss since the last log was not finite
+        self.empty = torch.zeros((), dtype=torch.long, device=self.args.device)  # batches without a label, not logged
 
     def _get_train_sampler(self, train_dataset=None) -> Sampler:
         """Random order in each epoch, without the last rows of an epoch if they do not fill a step."""
@@ -121,7 +123,7 @@ class HeadraceTrainer(Trainer):
                 count = answers(batch).sum()
                 with self.compute_loss_context_manager():
                     loss = model(**batch, use_cache=False).loss  # with a cache, long rows are read in pieces
-                total += torch.stack([(loss.double() * count).where(count > 0, 0.0), count.double()])
+                total += torch.stack([loss.double() * count, count.double()])
         return self.accelerator.reduce(total, "sum"), watch.summary()
 
     def _share(self, rows: Any) -> Iterator[dict[str, Tensor]]:
@@ -177,9 +179,18 @@ class HeadraceTrainer(Trainer):
                 logs["loss"], self.broken = math.nan, False
             if skipped := self.inner_optimizer().skipped:
                 logs["skipped_updates"] = skipped
+        if "loss" in logs or "train_loss" in logs:  # the latter after the last step
+            logs |= self._without_labels()
         with errors_in_all():  # process 0 alone writes
             super().log({name: value for name, value in logs.items() if name not in OF_ONE_PROCESS}, start_time)
         self.state.log_history[-1] = finite(self.state.log_history[-1])
+
+    def _without_labels(self) -> dict[str, float]:
+        """The number of batches of the run in which no token had a label, if there were any."""
+        number = int(self.accelerator.reduce(self.empty.clone(), "sum")) // self.per_row  # type: ignore[arg-type]
+        self.empty.zero_()
+        number += batches_without_labels(self.state.log_history)
+        return {WITHOUT_LABELS: number} if number else {}
 
     def _speed(self) -> dict[str, float]:
         """Training speed since the last log, without the time of evaluations."""
@@ -197,6 +208,7 @@ class HeadraceTrainer(Trainer):
     # --- losses that are not finite ----------------------------------------------------------------------------------
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch=None) -> Tensor:
+        self.empty += ~answers(inputs).any()
         loss = super().training_step(model, inputs, num_items_in_batch)
         broken = (~loss.isfinite()).int()
         if self.accelerator.reduce(broken, "sum"):  # a sharded model computes in all processes or in none
@@ -249,6 +261,11 @@ class Measures:
     bytes_per_token: float  # of the held-out text
     flops_per_token: int  # of training
     peak_flops: float | None  # of all devices together, per second; None: not known
+
+
+def batches_without_labels(history: list[dict[str, Any]]) -> int:
+    """The number of training batches in which no token had a label, as last logged."""
+    return next((int(point[WITHOUT_LABELS]) for point in reversed(history) if WITHOUT_LABELS in point), 0)
 
 
 def answers(batch: dict[str, Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from transformers import TrainerCallback
 
 from ..utils.processes import Terminated
-from .trainer import HeadraceTrainer
+from .trainer import HeadraceTrainer, batches_without_labels
 
 PATIENCE = 5  # number of consecutive skipped updates after which a run stops
 UNIFORM, ONE_HOT = 0.999, 0.01  # bounds on entropy / log(heads)
@@ -15,8 +15,8 @@ UNIFORM, ONE_HOT = 0.999, 0.01  # bounds on entropy / log(heads)
 
 class Watch(TrainerCallback):
     """Stops the run after PATIENCE consecutive non-finite gradients, prints once for each gate that selects one head
-    only, and after the last evaluation which gates are uniform: as all are when training begins, that says nothing
-    earlier."""
+    only, after the last step how many batches had no label, and after the last evaluation which gates are uniform: as
+    all are when training begins, that says nothing earlier."""
 
     def __init__(self, trainer: HeadraceTrainer, warmup_steps: int):
         self.trainer, self.warmup_steps = trainer, warmup_steps
@@ -31,6 +31,10 @@ class Watch(TrainerCallback):
             warn(state, f"step {state.global_step}: {PATIENCE} consecutive gradients were not finite; the run stops")
             self.broken = control.should_training_stop = True
             control.should_save = control.should_evaluate = False
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if number := batches_without_labels(state.log_history):
+            warn(state, f"batches without any label: {number:,}; their loss and gradients were 0")
 
     def on_evaluate(self, args, state, control, **kwargs):
         if state.global_step <= self.warmup_steps:

@@ -8,7 +8,6 @@ import sys
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 
 AUTO = "transformers.models.auto.configuration_auto"  # the module of AutoConfig
@@ -37,14 +36,16 @@ class AutoFinder(MetaPathFinder):
     def find_spec(self, fullname, path=None, target=None) -> ModuleSpec | None:
         if fullname != AUTO:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
+        others = [finder.find_spec for finder in sys.meta_path if finder is not self]
+        spec = next((spec for find in others if (spec := find(fullname, path, target)) is not None), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
                 register(module)
+                if self in sys.meta_path:  # not before, as a spec may be searched for and never executed
+                    sys.meta_path.remove(self)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

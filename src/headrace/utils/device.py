@@ -3,7 +3,8 @@
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from functools import lru_cache, wraps
+from typing import Any, TypeVar
 
 import torch
 
@@ -37,6 +38,23 @@ def all_devices(name: str | None) -> list[str]:
     """Returns the devices that a name, as in `on_device`, stands for: every GPU for "cuda", else one device."""
     device = on_device(name)
     return [f"cuda:{i}" for i in range(torch.cuda.device_count())] if device == "cuda" else [device]
+
+
+def kept_on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps the tensors that `make` returns for the last 64 arguments, of which the last may be a device.
+
+    None is kept on a GPU, where it could lie in the memory of a CUDA graph, which is used again, and none that is made
+    without values, as under FakeTensorMode."""
+    kept = lru_cache(maxsize=64)(make)
+
+    @wraps(make)
+    def made(*arguments: Any) -> Any:
+        device = arguments[-1] if isinstance(arguments[-1], torch.device) else torch.get_default_device()
+        plain = device.type == "cpu" and (torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack())
+        return kept(*arguments) if plain else make(*arguments)
+
+    made.forget = kept.cache_clear  # type: ignore[attr-defined]
+    return made
 
 
 def constant(function: F) -> F:

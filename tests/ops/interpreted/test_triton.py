@@ -14,7 +14,7 @@ from equation import (
     inputs,
     of_decay,
 )
-from headrace import InputError, backends, linear_attention, step
+from headrace import InputError, Mixer, backends, linear_attention, step
 from headrace.ops.backends.triton import block_sizes, launch
 from headrace.ops.backends.triton import step as step_kernels
 from headrace.ops.call import TOKENWISE, Call
@@ -265,10 +265,32 @@ def test_a_step_in_place(monkeypatch):
     assert torch.equal(found, out) and torch.equal(new, after) and new is state
 
 
-def test_a_step_with_gradients_is_refused():
-    x = torch.randn(1, H, K, requires_grad=True)
-    with pytest.raises(InputError, match="its step has no derivatives"):
-        step(x, x, x, backend="triton")
+@pytest.mark.parametrize("options", [{}, {"normalize": True}, {"rule": "delta"}, {"bonus": torch.rand(H, K)}], ids=str)
+def test_a_step_has_gradients_by_the_chunked_kernels(options):
+    leaves = [torch.rand(1, H, size, requires_grad=True) for size in (K, K, V)]
+    options = {"state": torch.rand(1, H, K, V + ("normalize" in options)), **options}
+    results = []
+    for backend in ("triton", "torch"):
+        out, after = step(*leaves, **options, backend=backend)
+        results.append((out, after, *torch.autograd.grad(out.square().sum() + after.sum(), leaves)))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_trains_on_one_token():
+    layer = Mixer("softmax-gla", hidden_size=32, num_heads=2)
+    layer.backend, x = "triton", torch.randn(1, 1, 32)
+    layer(x)[0].sum().backward()
+    found = [p.grad.clone() for p in layer.parameters()]
+    layer.zero_grad()
+    layer.backend = "torch"
+    layer(x)[0].sum().backward()
+    torch.testing.assert_close(found, [p.grad for p in layer.parameters()], rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_in_a_transform_is_refused():
+    x = torch.randn(2, 1, H, K)
+    with pytest.raises(InputError, match="its step supports neither transforms"):
+        torch.func.vmap(lambda x: step(x, x, x, backend="triton"))(x)
 
 
 @pytest.mark.parametrize("tokens", [1, 2])

@@ -13,7 +13,6 @@ sequences, g global tokens of one, H query heads, Hkv key/value heads, d head di
 """
 
 import random
-from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ...spec.attention import Pattern
+from ...utils.device import kept_on_cpu
 from .gathered import Places, attend_gathered
 from .sdpa import weigh
 from .window import PatternSoftmax
@@ -28,7 +28,7 @@ from .window import PatternSoftmax
 BITS = 31  # of a draw: its product with a number of blocks fits 64 bits
 
 
-@lru_cache(maxsize=64)
+@kept_on_cpu
 def draws(pattern: Pattern, blocks: int) -> Tensor:
     """Returns uniform integers [blocks, random] below 2^BITS; those of the first blocks are the same for any number."""
     generator = random.Random(pattern.seed)

@@ -14,13 +14,13 @@ columns, H query heads, Hkv key/value heads, d head dimension.
 
 import random
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...spec.attention import Pattern
+from ...utils.device import kept_on_cpu
 from .gathered import Groups, Places, attend_gathered, gather
 from .positions import DistanceBias
 from .sdpa import weigh
@@ -34,7 +34,7 @@ class WindowState(NamedTuple):
     seen: Tensor  # [N], number of tokens so far
 
 
-@lru_cache(maxsize=64)
+@kept_on_cpu
 def reservoir(pattern: Pattern, blocks: int) -> Tensor:
     """Returns the random blocks [blocks, random] that the queries of each block attend to; −1: none yet.
 

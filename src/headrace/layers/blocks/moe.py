@@ -141,10 +141,11 @@ def balance_loss(routing: Routing, mask: Tensor | None = None) -> Tensor:
     """Returns the load-balancing loss E Σ_e f_e P_e (arXiv 2101.03961, equation 4).
 
     f_e is the fraction of tokens that chose expert e, P_e its mean probability. The loss is c for a uniform load. mask
-    [B, T]: False marks padding, which is ignored."""
+    [B, T]: False marks padding, which is ignored; the loss of no token is 0."""
     shares, chosen = (x.flatten(0, 1) if mask is None else x[mask] for x in routing)
     often = F.one_hot(chosen, shares.shape[-1]).sum(1).to(shares.dtype)
-    return shares.shape[-1] * (often.mean(0) * shares.mean(0)).sum()
+    often, shares = (x.sum(0) / max(len(x), 1) for x in (often, shares))
+    return len(shares) * (often * shares).sum()
 
 
 def routings(model: nn.Module) -> list[Routing]:

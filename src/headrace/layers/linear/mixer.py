@@ -25,7 +25,7 @@ from ...ops.sequences import Sequences
 from ...spec.decay import STEPPED
 from ...spec.linear import HEAD_NORMS, SUMS
 from ...utils.device import interpreted
-from ..base import check_input, may_write
+from ..base import may_write
 from ..rotary import Angles, rotary, rotate
 from .convolution import convolve
 from .features import FEATURE_MAPS, QK_NORMS, divided_by_length
@@ -96,7 +96,6 @@ class LinearMixer(LinearParameters):
         program, _ = self.token_program(x)
         if program is not None:
             return run_mixer(program, self, x, state)
-        check_input(x, None, False, self.hidden_size)
         sequences = Sequences(x, None)
         state = self.checked(x, state, sequences)
         return self.run(x, state, sequences, in_place=may_write(state))

@@ -35,7 +35,6 @@ class LinearParameters(Mixer, HasBackend):
     """The parameters of a `LinearMixer`, from its arguments, and their initialization."""
 
     state_kind = MixerState
-    static_shapes = True
     op: Callable[..., tuple[Tensor, Tensor]]
     # Parts are None if the spec does not have them.
     conv: Any
@@ -162,6 +161,12 @@ class LinearParameters(Mixer, HasBackend):
     def recurrence(self) -> nn.Module | None:
         """The module that computes the recurrence, by calls of `linear_attention` or not; None: one call of it."""
         return next((m for m in (self.residual, self.general, self.levels, self.ridge) if m is not None), None)
+
+    @property
+    def static_shapes(self) -> bool:
+        chunked = self.residual is not None or self.general is not None
+        scanned = self.spec.write.beta == "exp" or bool(self.spec.inputs.turns)
+        return not (chunked or scanned)  # which are laid out by the lengths of the sequences
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

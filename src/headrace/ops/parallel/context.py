@@ -9,8 +9,9 @@ N sequences cross a border between two processes: all B rows, or one of the pack
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,9 @@ from ..checks import require
 from ..derivatives import first_order
 
 NAME = "linear_attention under context_parallel"
-_active: list["SequenceShard"] = []  # not a ContextVar: autograd computes checkpoints again in threads of its own
+# The last is the present one. Not a ContextVar: autograd computes checkpoints again in threads of its own.
+_active: list["SequenceShard | None"] = []
+_computed: WeakKeyDictionary[Any, "SequenceShard"] = WeakKeyDictionary()  # the context of a module's last forward
 
 
 @contextmanager
@@ -48,11 +51,34 @@ def context_parallel(group: Any = None) -> Iterator["SequenceShard"]:
             y, _ = layer(part.split(x))
     """
     require(dist.is_initialized(), "context_parallel needs torch.distributed; expected init_process_group before it")
-    _active.append(SequenceShard(group))
+    part = SequenceShard(group)
+    with _within(part):
+        yield part
+
+
+@contextmanager
+def _within(part: "SequenceShard | None") -> Iterator[None]:
+    _active.append(part)
     try:
-        yield _active[-1]
+        yield
     finally:
         _active.pop()
+
+
+def recomputed(module: Any) -> AbstractContextManager[None] | None:
+    """Notes the context of a module's forward. Returns that of its last one where a backward computes the module again
+    in another context, as checkpoints do; None otherwise."""
+    if torch.compiler.is_compiling() or not (_active or _computed):
+        return None
+    part = current()
+    if torch._C._current_graph_task_id() >= 0:  # in a backward
+        last = _computed.get(module)
+        return None if last is part else _within(last)
+    if part is None:
+        _computed.pop(module, None)
+    else:
+        _computed[module] = part
+    return None
 
 
 def current() -> "SequenceShard | None":
@@ -62,7 +88,7 @@ def current() -> "SequenceShard | None":
 
 def refuse_parts(module: Any) -> None:
     """Raises InputError under context_parallel, for a module that needs all tokens of a row."""
-    if _active:
+    if current() is not None:
         kind = type(module).__name__
         raise InputError(f"context_parallel cannot split the tokens of {kind}; expected mixers of linear attention")
 

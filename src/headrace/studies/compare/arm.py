@@ -47,6 +47,7 @@ def train(arm: Arm, tell: Tell, device: str = "cpu", weights: dict[str, Tensor] 
     compile_for_training(model, plan.recipe.compile, cuda=device != "cpu" and torch.cuda.is_available(), packed=False)
     curve = Curve(arm, tell)
     model.register_forward_hook(curve.record_loss)
+    model.register_forward_pre_hook(curve.look_for_labels, with_kwargs=True)
     sample = lambda generator, rows: model_inputs(arm, plan.task.sample(generator, rows))  # noqa: E731
     rows = Rows(sample, arm.seed, plan.recipe.steps * plan.recipe.batch_size)
     with TemporaryDirectory() as folder:  # the Trainer wants one
@@ -99,11 +100,17 @@ class Curve(TrainerCallback):
         self.held_out = model_inputs(arm, arm.plan.task.held_out(arm.plan.recipe.held_out, arm.plan.part))
         self.points: list[dict[str, Any]] = []
         self.losses: list[Tensor] = []  # of the training steps since the last point
+        self.empty = torch.zeros((), dtype=torch.long)  # training batches without a label
         self.speeds: list[float] = []  # training tokens per second between two evaluations
 
     def record_loss(self, model: nn.Module, inputs: Any, output: Any) -> None:
         if model.training:
             self.losses.append(output.loss.detach())
+
+    def look_for_labels(self, model: nn.Module, inputs: Any, named: Any) -> None:
+        if model.training:
+            labels = named["shift_labels"]
+            self.empty = self.empty.to(labels.device) + (labels == IGNORED).all()
 
     def train_loss(self) -> float | None:
         """The mean training loss since the last evaluation; None if there was no step."""
@@ -176,6 +183,7 @@ def result(arm: Arm, model: nn.Module, curve: Curve) -> Row:
         "state_bytes": stack.state_bytes(shape.hidden_size, shape.heads, tokens, shape.layers),  # of one row
         "scores": last["scores"],
         "diverged": not last["scores"],
+        **({"batches_without_labels": empty} if (empty := int(curve.empty)) else {}),
         "curve": curve.points,
         **(by_length(arm, model) if last["scores"] and plan.part == "held-out" else {}),
         "flops": flops(model, {name: values[:1] for name, values in curve.held_out.items()}, shape),

@@ -28,7 +28,7 @@ def choose(
     Args:
         task: an expression such as `mqar(pairs=16)`; None: text if `files` are given, else pair.
         files: text files for a language-modelling task.
-        tokenizer: path of a tokenizer.json for a language-modelling task.
+        tokenizer: path of a tokenizer.json for a language-modelling task; None or "bytes": bytes.
         changes: values of fields of the plan, shape and recipe, and of `length`; None keeps the default.
         sweep: `FIELD=VALUE,VALUE,…` for a plan at each value of a field.
         tune: `FIELD=VALUE,VALUE,…` for a search over values of a field of the recipe, for each mixer apart.
@@ -73,7 +73,8 @@ def with_text(plan: Plan, files: list[str], tokenizer: str | None) -> Plan:
         raise InputError(
             f"--task {plan.task.name} has no text; expected text, masked or spans with text files or --tokenizer"
         )
-    return replace(plan, task=replace(plan.task, files=tuple(files), tokenizer=tokenizer))
+    named = None if tokenizer == "bytes" else tokenizer
+    return replace(plan, task=replace(plan.task, files=tuple(files), tokenizer=named))
 
 
 def tuned(study: Study, tune: str | None, tune_seeds: str | int | None) -> Study:

@@ -204,6 +204,13 @@ def diverged(comparison: Comparison) -> Iterator[str]:
             yield f"{c.label} diverged with seed {', '.join(map(str, c.lost))}: its loss is not finite."
 
 
+def unlabelled(comparison: Comparison) -> Iterator[str]:
+    """The training batches in which no token had a label, whose loss and gradients are 0."""
+    for c in comparison.contenders:
+        if number := sum(arm.get("batches_without_labels", 0) for arm in c.arms):
+            yield f"Batches without any label in training {c.label}: {number:,}; their loss and gradients were 0."
+
+
 def cautions(comparison: Comparison) -> Iterator[str]:
     sizes = comparison.plan["shape"]["hidden_size"], comparison.plan["shape"]["heads"]
     for contender in comparison.contenders:
@@ -222,6 +229,16 @@ def cautions(comparison: Comparison) -> Iterator[str]:
 
 
 Rule = Callable[[Comparison], Iterator[str]]
-RULES: tuple[Rule, ...] = (at_chance, choices, differences, controls, fewer_heads, lengths, diverged, cautions)
+RULES: tuple[Rule, ...] = (
+    at_chance,
+    choices,
+    differences,
+    controls,
+    fewer_heads,
+    lengths,
+    diverged,
+    unlabelled,
+    cautions,
+)
 JUDGING: tuple[Rule, ...] = (differences, controls, fewer_heads)
-RULES_OF_MANY: tuple[Rule, ...] = (at_chance, differences, diverged, cautions)
+RULES_OF_MANY: tuple[Rule, ...] = (at_chance, differences, diverged, unlabelled, cautions)

@@ -23,7 +23,7 @@ class Shape(Record):
 
 @dataclass(frozen=True)
 class ArmRecipe(Optimization):
-    """Training of one arm with AdamW; `warmup` is a fraction of the steps."""
+    """Training of one arm with AdamW."""
 
     lr: PositiveFloat = 1e-2
     min_lr: NonNegativeFloat = 0.05

@@ -9,6 +9,7 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import CONFIG_NAME, cached_file
 
+from ...data.tokenizer import could_be_on_the_hub
 from ...hf import HeadraceConfig, HeadracePreTrainedModel, load
 from ...hf.checkpoint import check_backend
 from ...hf.generate import read_tokenizer
@@ -68,6 +69,8 @@ def read_checkpoint(path: str, device: str) -> Checkpoint:
 def read_model(path: str) -> Any:
     folder = Path(path)
     check_weights(folder)
+    if not folder.exists() and not could_be_on_the_hub(path):
+        raise InputError(f"{unreadable(path)}: expected a folder, or OWNER/NAME")
     with reading(unreadable(path)):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if isinstance(config, HeadraceConfig) and folder.is_dir():

@@ -64,8 +64,8 @@ def print_fits(fits: list[Fitted], console: Console) -> None:
     runs = "1 training run" if len(fits) == 1 else f"{len(fits)} training runs, one after another"
     whole = duration(DAY * sum(one.plan["days"] for one in fits))
     console.print(
-        f"{runs}: about {whole}, if each mixer reaches the part of the peak that was measured on one H200, or the median "
-        "of the measured ones. Evaluations are not counted.",
+        f"{runs}: about {whole}, if each mixer reaches the part of the peak that was measured with it on one H200, or "
+        "the median of the measured ones. Evaluations are not counted.",
         soft_wrap=True, highlight=False,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ... import zoo
-from ...spec.record import NonNegativeFloat, PositiveFloat, PositiveInt, Range
+from ...spec.record import PositiveFloat, PositiveInt, Range
 from ...spec.serialize import admitted
 from ...utils import yaml_file
 from ...utils.errors import InputError, nearest
@@ -26,7 +26,8 @@ ELSEWHERE = {
     "learning_rate": "lr", "max_steps": "tokens", "num_train_epochs": "tokens", "max_grad_norm": "clip",
     "per_device_train_batch_size": "micro_batch", "bf16": "precision", "dtype": "precision",
     "gradient_checkpointing": "recompute", "torch_compile": "compile", "num_hidden_layers": "layers",
-    "tie_word_embeddings": "tie", "d_model": "hidden_size",
+    "tie_word_embeddings": "tie", "d_model": "hidden_size", "warmup_ratio": "warmup", "warmup_steps": "warmup",
+    "warmup_tokens": "warmup",
 }  # fmt: skip
 
 
@@ -68,7 +69,6 @@ class Recipe(Optimization):
 
     # the optimizer, with the fields of Optimization
 
-    warmup_tokens: NonNegativeFloat = 0.0  # tokens of linear warm-up
     clip_when: Literal["always", "gated"] = "always"  # gated: only for a mixer with a gate, as `Spec.gated` says
 
     # the run
@@ -108,11 +108,6 @@ class Recipe(Optimization):
         )
         yield bool(self.compile) and self.shard > 1, f"shard={self.shard} with compile=True; expected one of them"
         yield (
-            self.warmup_tokens >= self.tokens,
-            f"warmup_tokens={self.warmup_tokens:g}; expected fewer than tokens={self.tokens:g}; add "
-            f"warmup_tokens={self.tokens / 20:g}, a twentieth of them",
-        )
-        yield (
             self.steps < 1,
             f"tokens={self.tokens:g}; expected at least half of a step, which is batch_tokens={self.batch_tokens}",
         )
@@ -123,7 +118,7 @@ class Recipe(Optimization):
 
     @property
     def warmup_steps(self) -> int:
-        return round(self.warmup_tokens / self.batch_tokens)
+        return round(self.warmup * self.tokens / self.batch_tokens)
 
     @property
     def rows(self) -> int:

@@ -29,7 +29,7 @@ def packing(cu_seqlens: Tensor, T: int) -> Packing:
         InputError: unless 0 = c_0 ≤ … ≤ c_N = T.
     """
     version = -1 if cu_seqlens.is_inference() else cu_seqlens._version
-    for known, at, packing in _recent:
+    for known, at, packing in _recent.copy():  # another thread may append
         if known is cu_seqlens and at == version >= 0 and int(packing.on_host[-1]) == T:
             return packing
     on_host = torch.tensor(sequence_ends(cu_seqlens, T))

@@ -2,6 +2,7 @@
 
 import operator
 import struct
+import weakref
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -69,7 +70,7 @@ class Bound:
             last is not None
             and where == last.where
             and places == last.places
-            and all(map(operator.is_, states, last.states))
+            and all(x is state() for x, state in zip(states, last.states, strict=True))
         ):
             return last
         for expected, dtype, x in zip(self.program.states, self.state_dtypes, states, strict=True):
@@ -78,7 +79,7 @@ class Bound:
             if x.requires_grad or (x.is_inference() and not torch.is_inference_mode_enabled()):
                 return None
         self._check_apart(states, places)
-        self.last = Ready(self.program, where, states, places, *self._packed(states, places))
+        self.last = Ready(self.program, where, [*map(weakref.ref, states)], places, *self._packed(states, places))
         return self.last
 
     def _check_apart(self, states: list[Tensor], places: list[int]) -> None:
@@ -135,11 +136,12 @@ def unknown_token(vocabulary: int) -> InputError:
 
 
 class Ready(NamedTuple):
-    """A program with its states. It is not changed, so that threads may share a model."""
+    """A program with its states, which whoever runs it must keep. It is not changed, so that threads may share a
+    model."""
 
     program: Code
     where: tuple[int, bool]  # number of sequences, and whether inference mode is on
-    states: list[Tensor]
+    states: list[weakref.ref[Tensor]]  # weak, as a model would keep the memory of its last batch
     places: list[int]
     operations: bytes  # hr_operation
     layers: bytes  # hr_layer
@@ -167,7 +169,8 @@ class Ready(NamedTuple):
         )  # fmt: skip
         status = native.run(header, bytes(operations), self.layers)
         # Tells autograd, which may have saved one of these tensors for a backward, that the tensors have changed.
-        increment_version([x for x in self.states if not x.is_inference()])
+        states = (state() for state in self.states)
+        increment_version([x for x in states if x is not None and not x.is_inference()])
         if status == NO_TOKEN:
             raise unknown_token(program.vocabulary)
         native.check(status)

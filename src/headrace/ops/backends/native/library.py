@@ -29,6 +29,7 @@ KEEP_ERRORS = (
 )
 _TENSOR = "Pqqq"  # hr_tensor
 _PROBLEM = struct.Struct("@7if7qP" + 7 * _TENSOR + "2Pf4x")  # hr_problem
+SCALE, SCALE_AT = struct.Struct("@f"), struct.calcsize("@7i")  # of hr_problem
 _GRADIENTS = struct.Struct("@" + 7 * _TENSOR + "2P")  # hr_gradients
 PLACE = struct.Struct("@" + _TENSOR)
 _ABSENT = (0, 0, 0, 0)

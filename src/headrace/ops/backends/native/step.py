@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ...call import TOKENWISE, Call
+from ...checks import check_scale
 from ...written import check_written
 from . import library as native
 
@@ -37,12 +38,15 @@ class Step:
     def __init__(self, call: Call, problem: native.Problem):
         B, _, H, V = call.v.shape
         self.packed, self.state, self.out = problem.packed, call.state_shape, (B, H, V)
+        self.scale = call.scale
         self.apart: set[tuple[int, ...]] = set()  # addresses that were checked for overlaps
 
     def __call__(
-        self, tensors: Sequence[Tensor | None], into: Tensor | None, state: Tensor | None, out: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+        self, tensors: Sequence[Tensor | None], into: Tensor | None, state: Tensor | None, out: Tensor | None,
+        scale: float | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         assert native.library is not None
+        packed = self.packed if scale is None or scale == self.scale else self._scaled(scale)
         result = tensors[2].new_empty(self.out) if out is None else out  # type: ignore[union-attr]
         after = native.copied(state, self.state) if into is None else into
         places = *[0 if x is None else x.data_ptr() for x in tensors], result.data_ptr(), after.data_ptr()
@@ -50,10 +54,16 @@ class Step:
         versioned = [x for x in written if not x.is_inference()]
         if written and (places not in self.apart or len(versioned) < len(written)):
             self._check(places, dict(zip(TOKENWISE, tensors, strict=True)), into, out)
-        native.check(native.library.hr_step_at(self.packed, _ADDRESSES.pack(*places)))
+        native.check(native.library.hr_step_at(packed, _ADDRESSES.pack(*places)))
         # Tells autograd, which may have saved one of these tensors for a backward, that the tensors have changed.
         increment_version(versioned)
         return result, after
+
+    def _scaled(self, scale: float) -> bytes:
+        check_scale(scale)
+        packed = bytearray(self.packed)
+        native.SCALE.pack_into(packed, native.SCALE_AT, scale)
+        return bytes(packed)
 
     def _check(self, places: tuple[int, ...], tensors: dict, into: Tensor | None, out: Tensor | None) -> None:
         check_written(into, out, tensors)

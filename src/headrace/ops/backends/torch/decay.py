@@ -19,11 +19,11 @@ after the token. These pairs are summed directly: the difference of larger sums 
 rounding errors when a strong decay makes the contributions small.
 """
 
-from functools import lru_cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ....utils.device import kept_on_cpu
 
 Gradients = tuple[Tensor, Tensor, Tensor | None]  # to x, y and log_decay
 
@@ -189,33 +189,33 @@ def log_between(g: Tensor) -> Tensor:
     return torch.where(mask, g[..., None, :], zero).cumsum(-3)
 
 
-@lru_cache(maxsize=64)
+@kept_on_cpu
 def covered(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns which boundaries j are before token i, [n, n + 1, 1], and a zero."""
     mask = torch.ones(n, n + 1, dtype=torch.bool, device=device).tril()
     return mask[..., None], torch.zeros((), dtype=dtype, device=device)
 
 
-@lru_cache(maxsize=64)
+@kept_on_cpu
 def identity(C: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.eye(C, dtype=dtype, device=device)
 
 
-@lru_cache(maxsize=64)
+@kept_on_cpu
 def hidden(kinds: int, C: int, device: torch.device) -> Tensor:
     """Returns which writers [C] the readers [R·C] do not see, for R = 1 (queries) or 2 (queries and keys)."""
     ones = torch.ones(C, C, dtype=torch.bool, device=device)
     return torch.cat([ones.triu(1 - kind) for kind in range(kinds)])
 
 
-@lru_cache(maxsize=64)
+@kept_on_cpu
 def not_earlier(kinds: int, n: int, c: int, device: torch.device) -> Tensor:
     """Returns which writers [n·c] are in no earlier block than the readers [n, R, c], with n blocks of c tokens."""
     ones = torch.ones(n, n, dtype=torch.bool, device=device).triu().repeat_interleave(c, 1)
     return ones[:, None, None].repeat(1, kinds, c, 1)
 
 
-@lru_cache(maxsize=64)
+@kept_on_cpu
 def crossing(kinds: int, C: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns the matrix [C, R·C + 1 + C] that sums, for each token, over the readers at or after it, what passes the
     whole chunk, and the writers before it."""
@@ -223,14 +223,14 @@ def crossing(kinds: int, C: int, dtype: torch.dtype, device: torch.device) -> Te
     return torch.cat([*[ones.triu()] * kinds, ones[:, :1], ones.tril(-1)], 1)
 
 
-@lru_cache(maxsize=64)
+@kept_on_cpu
 def straddling(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns the matrix [n, n·n] that sums, for each t, over the pairs (i, j) with j < t < i."""
     t = torch.arange(n, device=device)
     return ((t[None, :, None] > t[:, None, None]) & (t[None, None, :] < t[:, None, None])).flatten(1).to(dtype)
 
 
-@lru_cache(maxsize=64)
+@kept_on_cpu
 def spanning(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns the matrix [n, n·(n + 1)] that sums, for each t, over the pairs (i, j) with j ≤ t ≤ i."""
     i, j = torch.arange(n, device=device), torch.arange(n + 1, device=device)

@@ -20,6 +20,7 @@ class GPU(NamedTuple):
     amd: bool
     wide: bool  # whether matrix instructions read their operands from shared memory: Hopper and Blackwell's data centre
     stages: int  # 2: the next chunk is loaded during the products of this one
+    processors: int = 0  # streaming multiprocessors; 0: not known
     large: bool = False  # whether 64 value channels of more than 128 keys stay in registers: not on Blackwell
     keeps: bool = False  # whether to keep a tile for a second product: in shared memory, and where that spills less
     rounded: str = "tf32"  # Triton's input_precision for products of float32 matrices that may be rounded to TF32
@@ -36,7 +37,7 @@ class GPU(NamedTuple):
             # On Hopper, Triton before 3.7.1 miscompiles products of a transposed tile that was loaded for another one.
             large = stages > 1 and about.major < 10
             keeps = large and (about.major < 9 or _at_least(triton.__version__, "3.7.1"))
-            return cls(False, about.major in (9, 10), stages, large, keeps)
+            return cls(False, about.major in (9, 10), stages, about.multi_processor_count, large, keeps)
         rounded = "tf32" if about.gcnArchName.startswith("gfx942") else "ieee"
         return cls(True, False, stages, rounded=rounded, exact="ieee")
 
@@ -48,10 +49,10 @@ def _at_least(version: str, wanted: str) -> bool:
 
 @cache
 def block_sizes(
-    kernel: str, K: int, V: int, delta: bool, vector: bool, stored: torch.dtype, rounded: bool, gpu: GPU
+    kernel: str, K: int, V: int, delta: bool, vector: bool, stored: torch.dtype, rounded: bool, gpu: GPU, few: bool
 ) -> dict[str, int]:
     """Returns the block sizes, warps and stages of a kernel: the largest blocks that (nearly) stay in registers; and
-    for "scan" and "states" KEEP, see scan.py.
+    for "scan" and "states" KEEP, see scan.py. On Hopper in bfloat16 they are the fastest of those that were timed.
 
     Args:
         kernel: "prepare", "scan" (also in reverse), "states" (`scan` without an output) or "gradients".
@@ -61,23 +62,33 @@ def block_sizes(
         stored: dtype of the tensors between the kernels.
         rounded: whether float32 products may be rounded to TF32.
         gpu: the GPU that the kernel runs on.
+        few: whether the states are so few that blocks of 64 value channels would leave half of the GPU idle.
     """
     BK, half = block(K, LARGEST_KEY), stored == torch.bfloat16
     if not half:  # tiles of as many numbers would not fit into shared memory
         gpu = gpu._replace(wide=False, stages=1, keeps=False)
+    timed = half and gpu.wide
     if kernel == "prepare":
-        return {"BK": min(BK, 32 if vector else 64), "num_warps": 8 if vector else 4, "num_stages": gpu.stages}
+        warps, stages = 4 if timed or not vector else 8, 1 if timed else gpu.stages
+        return {"BK": min(BK, 32 if vector else 64), **_warps(warps, stages)}
     if kernel == "gradients":
         most = 16 if vector or gpu.amd or not rounded else 64 if gpu.wide else 32
         # A loop of one block would be unrolled, and its products would be a chain (parts.isolated_dot).
         most = max(16, min(BK // 2, most))
-        stages = 1 if vector else gpu.stages
-        return {"BK": most, "BV": block(V, 64 if half else 32), "num_warps": 8, "num_stages": stages}
+        four = timed and (vector or V <= 64)  # some registers spilled cost less than warps that wait for each other
+        sizes = {"BK": most, "BV": block(V, 64 if half else 32)}
+        return {**sizes, **_warps(4 if four else 8, 1 if vector or four else gpu.stages)}
     first, second = tiles(K) if gpu.wide else (BK, 0)  # elsewhere a second tile spills kilobytes
-    large = gpu.large and (kernel == "states" or not delta)
+    two = second > 0 and delta and not vector
+    large = gpu.large and (kernel == "states" or not delta or two)
     widest = 64 if gpu.wide and (BK <= 128 or large) else 32 if BK <= 128 or half else 16
-    sizes = {"BK": first, "BK2": second, "BV": block(V, widest), "KEEP": gpu.keeps and not vector}
-    return {**sizes, "num_warps": 8, "num_stages": gpu.stages}
+    stages = 1 if two and large and kernel == "scan" else gpu.stages  # two would spill
+    BV = block(V, 32 if timed and few else widest)
+    return {"BK": first, "BK2": second, "BV": BV, "KEEP": gpu.keeps and not vector, **_warps(8, stages)}
+
+
+def _warps(warps: int, stages: int) -> dict[str, int]:
+    return {"num_warps": warps, "num_stages": stages}
 
 
 def tiles(K: int) -> tuple[int, int]:

@@ -53,7 +53,8 @@ class Launcher:
 
     def blocks(self, kernel: str) -> dict[str, int]:
         rule = self.delta, self.decay == "vector"
-        return block_sizes(kernel, self.K, self.V, *rule, self.stored, self.rounded, self.gpu)
+        few = 2 * self.call.sequences * self.H * -(-self.V // 64) <= self.gpu.processors
+        return block_sizes(kernel, self.K, self.V, *rule, self.stored, self.rounded, self.gpu, few)
 
     def prepare(self, backward: bool) -> dict[str, Any]:
         """Returns the matrices inside each chunk and, under a decay per channel, q and k with the decay applied."""

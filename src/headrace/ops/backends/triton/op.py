@@ -12,7 +12,7 @@ from ....utils.device import interpreted, is_hopper
 from ...autograd import define, register
 from ...call import SCHEMA, Call
 from ...derivatives import transformed
-from ...rewrite import normalized
+from ...rewrite import normalized, with_bonus
 from ..base import Backend, Kernel
 from .limits import DTYPES, LARGEST_KEY, missing
 
@@ -61,8 +61,10 @@ def _backward(d_out: Tensor, d_final: Tensor, call: Call, kept: Any, wanted: Any
     return _chunks_backward(d_out, d_final, call, wanted[3])
 
 
-def _on_request(call: Call, *_: Any) -> bool:
+def _on_request(call: Call, *of_step: Any) -> bool:
     """Only Hopper (an H200) has run the kernels; other GPUs' code is compiled only."""
+    if of_step and _wants_gradients(call, of_step[0]):  # PyTorch's step has derivatives of all orders
+        return True
     return not (call.v.is_cuda and is_hopper(call.v.device))
 
 
@@ -100,7 +102,13 @@ _step_op_in_place = define(
 )
 
 
+_chunkwise = register("triton", KEY, _forward, _backward, [], lambda call: ())
+
+
 def _step(call: Call, bonus: Tensor | None, normalize: bool, in_place: bool) -> tuple[Tensor, Tensor]:
+    if _wants_gradients(call, bonus):  # the kernel of one token has none
+        out, after = _differentiable(call.with_tokens(), bonus, normalize)
+        return out.squeeze(1), after
     if normalize:
         return normalized(call, lambda call: _step(call, None, False, in_place))
     state = call.initial_state
@@ -109,18 +117,27 @@ def _step(call: Call, bonus: Tensor | None, normalize: bool, in_place: bool) -> 
     return _step_op(*call._replace(bonus=bonus))
 
 
+def _differentiable(call: Call, bonus: Tensor | None, normalize: bool) -> tuple[Tensor, Tensor]:
+    if normalize:
+        return normalized(call, _chunkwise)
+    return _chunkwise(call) if bonus is None else with_bonus(call, bonus, _chunkwise)
+
+
+def _wants_gradients(call: Call, bonus: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*call.tensors, bonus))
+
+
 def _unsupported_step(call: Call, bonus: Tensor | None, normalize: bool) -> str | None:
-    """Returns why the kernel cannot compute one token, or None."""
-    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*call.tensors, bonus))
-    if transformed() or wanted:
-        return "its step has no derivatives; torch.no_grad() or backend='torch' does"
+    """Returns why the kernels cannot compute one token, or None."""
+    if transformed():
+        return "its step supports neither transforms of torch.func nor forward-mode differentiation"
     return unsupported_reason(call)
 
 
 BACKEND = Backend(
     missing=missing,
     about=_about,
-    linear_attention=Kernel(register("triton", KEY, _forward, _backward, [], lambda call: ()), unsupported_reason),
+    linear_attention=Kernel(_chunkwise, unsupported_reason),
     step=Kernel(_step, _unsupported_step),
     on_request=_on_request,
 )

@@ -1,0 +1,141 @@
+"""What is kept between calls outlives no batch, lies in no memory of a graph, and may be read by several threads."""
+
+import gc
+import weakref
+from collections import deque
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import tiny
+from equation import skip_if_missing
+from headrace import InputError, Mixer, step
+from headrace.hf import HeadraceCache
+from headrace.layers import graph
+from headrace.layers.attention import symmetric, window
+from headrace.layers.packing import padding_last
+from headrace.ops import prepared
+from headrace.ops.backends.fla import packing
+from headrace.ops.backends.torch import decay
+from headrace.spec.attention import Pattern
+
+
+def test_a_model_does_not_keep_the_states_of_its_last_batch():
+    skip_if_missing("native")
+    model, ids, cache = tiny.build("softmax-gla").float().eval(), tiny.tokens(2), HeadraceCache()
+    with torch.no_grad():
+        for token in (ids, ids[:, :1], ids[:, :1]):
+            model(token, past_key_values=cache, use_cache=True)
+    assert any(bound.last for bound in gc.get_objects() if type(bound).__name__ == "Bound"), "the native program ran"
+    memories = [weakref.ref(state.memory) for state in cache.states]
+    del cache
+    gc.collect()
+    assert [memory() for memory in memories] == [None] * len(memories) != []
+
+
+def call(**more):
+    q, v = torch.randn(2, 3, 4), torch.randn(2, 3, 5)
+    return {"q": q, "k": torch.randn(2, 3, 4), "v": v, "state": torch.randn(2, 3, 4, 5)} | more
+
+
+def test_a_full_table_of_prepared_calls_forgets_the_oldest_alone(monkeypatch):
+    skip_if_missing("native")
+    monkeypatch.setattr(prepared, "MANY", 3)
+    prepared.TABLE.clear()
+    for rows in range(1, 6):
+        q = torch.randn(rows, 3, 4)
+        step(q, q, q)
+        assert len(prepared.TABLE) == min(rows, 3)
+    shapes = [next(x for x in key if isinstance(x, torch.Size))[0] for key in prepared.TABLE]
+    assert shapes == [3, 4, 5]
+
+
+def test_a_scale_for_each_call_is_prepared_once():
+    skip_if_missing("native")
+    given = call()
+    prepared.TABLE.clear()
+    for scale in (1.0, 0.5, 2.0, -3.0, 0.0, 1.0):
+        found = step(**given, scale=scale)
+        torch.testing.assert_close(found, step(**given, scale=scale, backend="torch"))
+    assert len(prepared.TABLE) == 1
+    for wrong in (float("nan"), float("inf")):
+        with pytest.raises(InputError, match="scale="):
+            step(**given, scale=wrong)
+    torch.testing.assert_close(step(**given), step(**given, scale=0.5))  # 4^-1/2
+    assert len(prepared.TABLE) == 2
+
+
+DRAWS = Pattern(window=2, block=2, random=1)
+KEPT = {
+    "mask": lambda: decay.covered(3, torch.float32, torch.device("cpu"))[0],
+    "identity": lambda: decay.identity(3, torch.float32, torch.device("cpu")),
+    "draws": lambda: symmetric.draws(DRAWS, 3), "reservoir": lambda: window.reservoir(DRAWS, 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_tensors_without_values_are_not_kept(name):
+    """Made first under a mode whose tensors have none, as PyTorch's estimates of memory use it."""
+    for function in (decay.covered, decay.identity, symmetric.draws, window.reservoir):
+        function.forget()
+    with FakeTensorMode():
+        KEPT[name]()
+    made = KEPT[name]()
+    assert type(made) is torch.Tensor and KEPT[name]() is made
+
+
+def test_tensors_of_a_device_are_not_kept():
+    """They may lie in the memory of a CUDA graph."""
+    constants = (decay.identity, decay.spanning, decay.straddling)
+    for make in constants:
+        assert make(3, torch.float32, torch.device("meta")) is not make(3, torch.float32, torch.device("meta"))
+        assert make(3, torch.float32, torch.device("cpu")) is make(3, torch.float32, torch.device("cpu"))
+
+
+def test_bounds_are_found_while_another_thread_adds_its_own(monkeypatch):
+    recent, bounds = deque(maxlen=4), torch.tensor([0, 2, 5])
+
+    class Other:
+        def __getitem__(self, at):
+            recent.append((bounds, -1, None))  # as another thread does between two steps of the search
+            return 7
+
+    monkeypatch.setattr(packing, "_recent", recent)
+    recent.append((bounds, bounds._version, SimpleNamespace(on_host=Other())))
+    found = packing.packing(bounds, 5)
+    assert found.on_host.tolist() == [0, 2, 5] and packing.packing(bounds, 5) is found
+
+
+def test_a_capture_does_not_fail_by_the_calls_of_other_threads(monkeypatch):
+    given = {}
+    fake = SimpleNamespace(wait_stream=lambda other: None, replay=None)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **options: given.update(options) or nullcontext())
+    for name in ("current_stream", "Stream", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: fake)
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
+    graph.captured(lambda: None, lambda: None, torch.device("cuda"))
+    assert given["capture_error_mode"] == "thread_local"
+
+
+NAMES = (
+    "softmax-gla", "gated-deltaproduct", "mesa", "log-linear-mamba2", "xpos-retnet", "residual-delta", "comba",
+    "gated-deltanet-2", "mlstm", "mamba3",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_knows_whether_it_reads_lengths(name):
+    """A mode without values says whether any is read, which would wait for a GPU."""
+    layer = Mixer(name, hidden_size=32, num_heads=4)
+    layer.backend = "torch"
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x, mask = torch.randn(2, 6, 32), torch.ones(2, 6, dtype=torch.bool)
+        if layer.static_shapes:
+            padding_last(layer.run, x, None, mask)
+        else:
+            with pytest.raises(Exception, match=r"_local_scalar_dense|item"):
+                padding_last(layer.run, x, None, mask)
