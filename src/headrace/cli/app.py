@@ -149,7 +149,13 @@ GROUPS = {
         ),
         "serve": Command(use.serve, "serve", (f"{MODEL} --port 8000",)),
         "convert": Command(
-            use.convert, "models", ("llama-checkpoint --output ours", f"{MODEL} --to gla --output theirs")
+            use.convert,
+            "models",
+            (
+                "llama-checkpoint --output ours",
+                "SmolLM2.gguf --output ours",
+                f"{MODEL} --to gla --output theirs",
+            ),
         ),
         "export": Command(use.export, "models", (f"{MODEL} --to onnx --output model-onnx",)),
         "retrofit": Command(use.retrofit, "models", (f"{MODEL} --output competing",)),

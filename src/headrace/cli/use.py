@@ -188,7 +188,9 @@ def new_checkpoint(output: Path) -> Iterator[Path]:
 
 
 def convert(
-    checkpoint: Annotated[str, typer.Argument(help="Folder of a checkpoint, or its name on the Hugging Face Hub.")],
+    checkpoint: Annotated[
+        str, typer.Argument(help="Folder of a checkpoint, its name on the Hugging Face Hub, or a GGUF file.")
+    ],
     output: NewFolder,
     to: Annotated[
         str | None,
@@ -204,23 +206,33 @@ def convert(
             r"that of the most precise one. \[default: that of the checkpoint]"
         ),
     ] = None,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Field of the foreign config.json to leave out, for one that is refused and that changes nothing. "
+            r"Can be repeated. \[default: none]"
+        ),
+    ] = None,
 ) -> None:
-    """Convert a checkpoint from or to transformers and flash-linear-attention.
+    """Convert a checkpoint from or to transformers and flash-linear-attention, or a GGUF file.
 
-    Without --to, converts a foreign checkpoint to headrace; with --to, converts a checkpoint of headrace."""
-    from ..hf.checkpoint import fetched, load
-    from ..hf.convert import PRECISIONS, check_format, export_checkpoint, import_checkpoint, set_use_cache
+    Without --to, converts a foreign checkpoint or a GGUF file to headrace; with --to, converts a checkpoint of
+    headrace."""
+    from ..hf.checkpoint import GGUF, fetched, load
+    from ..hf.convert import PRECISIONS, check_format, export_checkpoint, import_checkpoint, import_gguf, set_use_cache
 
     if to is not None:
         check_format(to)
-        refuse_without("a conversion to headrace, without --to", dtype=dtype)
+        refuse_without("a conversion to headrace, without --to", dtype=dtype, ignore=ignore or None)
     if dtype not in (None, *PRECISIONS):
         raise InputError(f"--dtype {dtype!r}; expected one of {', '.join(PRECISIONS)}")
     with new_checkpoint(output) as folder:
-        source = fetched(checkpoint)
-        if to is None:
-            import_checkpoint(source, PRECISIONS[dtype] if dtype else None).save_pretrained(folder)
-            cached = True
+        source, precision, cached = fetched(checkpoint), PRECISIONS[dtype] if dtype else None, True
+        if to is None and source.suffix == GGUF:
+            for part in import_gguf(source, precision):
+                part.save_pretrained(folder)
+        elif to is None:
+            import_checkpoint(source, precision, ignore or ()).save_pretrained(folder)
         else:
             cached = export_checkpoint(load(source), to, folder)
         _copy(source, folder)

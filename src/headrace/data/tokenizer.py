@@ -8,7 +8,8 @@ from huggingface_hub.utils import validate_repo_id
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from ..utils.errors import InputError, reading
+from ..utils.errors import InputError
+from ..utils.extras import reading_tokenizer
 
 BYTES = "bytes"
 END = "<|endoftext|>"
@@ -29,7 +30,7 @@ def load(name: str | None) -> PreTrainedTokenizerFast:
         raise InputError(
             f"--tokenizer {name!r} is no file, folder or name on the Hub (OWNER/NAME); expected one, or bytes"
         )
-    with reading(f"--tokenizer {name!r} cannot be read"):
+    with reading_tokenizer(f"--tokenizer {name!r} cannot be read"):
         tokenizer: Any = (
             PreTrainedTokenizerFast(tokenizer_file=name)
             if Path(name).is_file()

@@ -16,6 +16,7 @@ from .convert.files import check_depth, tensor_names
 from .model import HeadraceForCausalLM
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+GGUF = ".gguf"  # suffix of the files that `headrace convert` reads alone
 FETCHED = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt"]
 
 
@@ -64,6 +65,8 @@ def read_config(path: str | Path) -> HeadraceConfig:
 def _located(path: str | Path) -> tuple[Path, bool]:
     """Returns the folder, and whether its model is of another library. InputError if it has no config.json."""
     folder = fetched(path)
+    if folder.suffix == GGUF:
+        raise InputError(f"{str(folder)!r} is a GGUF file; convert it first: headrace convert {folder} --output FOLDER")
     if not (folder / "config.json").is_file():
         raise InputError(f"checkpoint {str(folder)!r} has no config.json; expected a folder written by save_pretrained")
     return folder, read_json(folder / "config.json", {}).get("model_type") != HeadraceConfig.model_type
@@ -72,7 +75,7 @@ def _located(path: str | Path) -> tuple[Path, bool]:
 def fetched(path: str | Path) -> Path:
     """Returns the folder `path`, or that of the model of this name in the Hugging Face Hub's cache, after a download of
     the files that it lacks. InputError if it cannot be downloaded."""
-    if Path(path).exists() or not HUB_NAME.fullmatch(str(path)):
+    if Path(path).exists() or Path(path).suffix == GGUF or not HUB_NAME.fullmatch(str(path)):
         return Path(path)
     with reading(f"checkpoint {str(path)!r} is no folder here, and cannot be fetched from the Hugging Face Hub"):
         return Path(snapshot_download(str(path), allow_patterns=FETCHED))

@@ -5,6 +5,9 @@ use this map. Only safetensors files are read: nothing is unpickled, and no fore
 """
 
 import json
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict, replace
 from functools import reduce
@@ -15,7 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from ... import zoo
 from ...layers.attention.latent import LatentAttention
@@ -31,8 +34,8 @@ from ...utils.provenance import difference
 from ..config import HeadraceConfig, check_generation
 from ..model import HeadraceForCausalLM
 from . import delta, flash, hybrid, recurrent, softmax
-from .fields import Config, check_sizes
-from .files import WEIGHTS, Header, TensorFiles, check_depth
+from .fields import Config, Fields, check_sizes, without
+from .files import WEIGHTS, Header, TensorFiles, Tensors, check_depth
 from .form import SHARED, SPECIAL, Format, Model, View, Views
 
 FORMATS: dict[str, Format] = softmax.FORMATS | recurrent.FORMATS | delta.FORMATS | hybrid.FORMATS | flash.FORMATS
@@ -43,12 +46,15 @@ PRECISIONS = {str(dtype).removeprefix("torch."): dtype for dtype in (
 )}  # fmt: skip
 
 
-def import_checkpoint(checkpoint: Path, dtype: torch.dtype | None = None) -> HeadraceForCausalLM:
+def import_checkpoint(
+    checkpoint: Path, dtype: torch.dtype | None = None, ignore: Collection[str] = ()
+) -> HeadraceForCausalLM:
     """Converts a foreign checkpoint to a headrace model in evaluation mode, with the settings of generation of the
-    checkpoint, but with a cache.
+    checkpoint, but with a cache. Fields of config.json that change nothing are named on stderr.
 
     It needs the memory of the model and of one foreign tensor.
 
+    ignore: fields of config.json that are left out.
     dtype: precision of the model; None: the lowest one that represents every tensor without rounding, and at least
         float32 for a model with factors that are folded into weights and are no powers of 2.
 
@@ -58,13 +64,11 @@ def import_checkpoint(checkpoint: Path, dtype: torch.dtype | None = None) -> Hea
     """
     check_weights(checkpoint)
     form, described = _read_format(checkpoint)
-    try:
-        files, described = TensorFiles(checkpoint), form.of_text(described)
-        check_sizes(described, max(header.elements for header in files.headers.values()))
-        model, views = _empty_model(form, described, files, dtype)
-    except InputError as error:
-        raise InputError(f"checkpoint {str(checkpoint)!r}: {error}") from None
-    _fill(model, views, files)
+    with _naming(checkpoint):
+        described = without(form.of_text(described), ignore)
+        model, fields = _converted(form, described, TensorFiles(checkpoint), dtype)
+    if fields.passed:
+        print(fields.note(), file=sys.stderr)
     if (checkpoint / "generation_config.json").is_file():
         with reading(f"checkpoint {str(checkpoint)!r} has no readable generation_config.json"):
             model.generation_config = GenerationConfig.from_pretrained(checkpoint, local_files_only=True)
@@ -73,13 +77,41 @@ def import_checkpoint(checkpoint: Path, dtype: torch.dtype | None = None) -> Hea
     return model.eval()
 
 
+def import_gguf(path: Path, dtype: torch.dtype | None = None) -> tuple[HeadraceForCausalLM, PreTrainedTokenizerFast]:
+    """Converts a GGUF file to a headrace model in evaluation mode, with its settings of generation, and its tokenizer.
+
+    It needs the memory of the model and of one tensor. dtype: as in `import_checkpoint`; None is float32 for a file
+    that is quantized.
+
+    Raises:
+        InputError: the file is not complete, or its architecture, tokenizer, a type of its tensors or its metadata
+            cannot be converted.
+    """
+    from .gguf import GGUFFile
+    from .vocabulary import tokenizer_of
+
+    with _naming(path):
+        file = GGUFFile(path)
+        tokenizer = tokenizer_of(file.metadata)
+        model, _ = _converted(FORMATS[file.described["model_type"]], file.described, file, dtype)
+    model.generation_config = file.generation()
+    return model.eval(), tokenizer
+
+
 def import_config(checkpoint: Path) -> HeadraceConfig:
     """Returns the config of the converted model, of which no weights are read. InputError as `import_checkpoint`."""
     form, described = _read_format(checkpoint)
-    try:
+    with _naming(checkpoint):
         described = form.of_text(described)
         check_sizes(described, LARGEST)
         return HeadraceConfig(**form.model(described)[0].arguments, converted_from=described)
+
+
+@contextmanager
+def _naming(checkpoint: Path) -> Iterator[None]:
+    """Names the checkpoint in the InputErrors of the block."""
+    try:
+        yield
     except InputError as error:
         raise InputError(f"checkpoint {str(checkpoint)!r}: {error}") from None
 
@@ -95,10 +127,19 @@ def _read_format(checkpoint: Path) -> tuple[Format, Config]:
     return FORMATS[kind], described
 
 
-def _empty_model(form: Format, described: Config, files: TensorFiles, dtype: torch.dtype | None) -> tuple[Any, Views]:
-    """Returns the model with parameters that hold nothing yet, and its views. InputError for a config that does not fit
-    the tensors, before memory is taken."""
-    foreign, _ = form.model(described)
+def _converted(form: Format, described: Config, files: Tensors, dtype: torch.dtype | None) -> tuple[Any, Fields]:
+    check_sizes(described, max(header.elements for header in files.headers.values()))
+    model, views, fields = _empty_model(form, described, files, dtype)
+    _fill(model, views, files)
+    return model, fields
+
+
+def _empty_model(
+    form: Format, described: Config, files: Tensors, dtype: torch.dtype | None
+) -> tuple[Any, Views, Fields]:
+    """Returns the model with parameters that hold nothing yet, its views, and the fields. InputError for a config that
+    does not fit the tensors, before memory is taken."""
+    foreign, fields = form.model(described)
     foreign = foreign._replace(views={slot: _present(view, form, files) for slot, view in foreign.views.items()})
     check_depth(foreign.arguments["num_hidden_layers"], [*files.headers])
     config = HeadraceConfig(**foreign.arguments, converted_from=described)
@@ -116,11 +157,11 @@ def _empty_model(form: Format, described: Config, files: TensorFiles, dtype: tor
         elif module._buffers:  # which no view fills
             module.reset_parameters()
     model.tie_weights()
-    return model, foreign.views
+    return model, foreign.views, fields
 
 
 @torch.no_grad()
-def _fill(model: Any, views: Views, files: TensorFiles) -> None:
+def _fill(model: Any, views: Views, files: Tensors) -> None:
     ours, places = slots(model), dict[str, list[str]]()
     for slot, view in views.items():
         places.setdefault(view.name, []).append(slot)
@@ -272,7 +313,7 @@ def _precision(headers: dict[str, Header], views: Views) -> torch.dtype:
     return reduce(torch.promote_types, dtypes)
 
 
-def _check_tensors(form: Format, model: Any, foreign: Model, files: TensorFiles) -> None:
+def _check_tensors(form: Format, model: Any, foreign: Model, files: Tensors) -> None:
     """Raises InputError for a tensor that is missing, unexpected or of another shape. Takes no memory."""
     ours, left = slots(model), {name for name in files.headers if form.holds(name)}
     assert ours.keys() == foreign.views.keys(), sorted(ours.keys() ^ foreign.views.keys())[:4]
@@ -286,7 +327,7 @@ def _check_tensors(form: Format, model: Any, foreign: Model, files: TensorFiles)
     require(not left, f"it has an unexpected tensor {min(left, default='')!r}")
 
 
-def _present(view: View, form: Format, files: TensorFiles) -> View:
+def _present(view: View, form: Format, files: Tensors) -> View:
     """The view with the name that the checkpoint has for the tensor."""
     if form.renamed is None or view.name in files.headers:
         return view

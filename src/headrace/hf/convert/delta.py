@@ -246,7 +246,7 @@ def latent_spec(c: Fields, **options: Any) -> LatentSpec:
     """Returns the spec of multi-head latent attention in the form of DeepSeek-V3."""
     c.only("attention_bias", False)
     c.only("num_key_value_heads", c["num_attention_heads"])
-    c.ignore("qk_head_dim", "pretraining_tp")
+    c.ignore("pretraining_tp")
     if c["qk_rope_head_dim"] < 2 or c["qk_rope_head_dim"] % 2:
         c.refuse("qk_rope_head_dim", "an even number of at least 2")
     return LatentSpec(
@@ -258,7 +258,7 @@ def latent_spec(c: Fields, **options: Any) -> LatentSpec:
 def kimi(c: Fields, linear: MixerSpec, latent: LatentSpec, pairs: dict[str, str], names: Kimi) -> Model:
     """pairs: {our name: their name} of the tensors of a linear layer."""
     c.only("hidden_act", "silu", "swish")
-    c.ignore("output_router_logits", "router_aux_loss_coef")  # DeepSeek-V3 has no load-balancing loss
+    c.ignore("output_router_logits")  # DeepSeek-V3 has no load-balancing loss
     kinds, mlps = layer_types(c, KINDS), layer_types(c, ("dense", "sparse"), "mlp_layer_types")
     mixture, specs = deepseek_experts(c), {"linear_attention": linear, "full_attention": latent}
     style = BlockStyle(experts=mixture if "sparse" in mlps else None)

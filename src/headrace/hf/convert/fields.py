@@ -1,5 +1,10 @@
 """The fields of a foreign config.json, and which of them a conversion has read."""
 
+import inspect
+import re
+from collections.abc import Collection
+from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn
 
 import transformers
@@ -21,11 +26,16 @@ COMMON -= {*IDS, "quantization_config"}
 SIZES = ("_size", "_dim", "_heads", "_head", "_rank", "_groups", "_width", "_embd", "expand")
 COUNTS = ("_layers", "_layer", "_experts")  # how the names of numbers of layers and experts end
 COUNTED = 2**16  # the most of them, as each takes memory before a tensor is read
+# Files of transformers that read fields of every model, whether its class has them or not.
+GENERIC = ("masking_utils.py", "cache_utils.py", "quantizers/auto.py")
+# A field that code reads, and its value where it is absent: config.NAME, getattr(config, "NAME", VALUE) or
+# kwargs.pop("NAME", VALUE).
+READ = re.compile(r"""(?:config(?:\.|, ["'])|kwargs\.\w+\(["'])(\w+)(?:["'], (\w+))?""")
 
 
 class Fields:
     """The fields of a config.json by name, with the defaults of its library. A field counts as known once it has been
-    read; `refuse_unknown` raises for the others.
+    read; of the others, `refuse_unknown` raises for those that may change what the model computes.
 
     Args:
         described: the content of config.json.
@@ -43,10 +53,12 @@ class Fields:
             _check_types(described, defaults, types or {})
             values = defaults | described
         self._values: Config = values
+        self._described, self._own_defaults = described, defaults is not None
         self.names = {name for name in values if name not in COMMON}
         self.read: set[str] = set()  # fields whose values the converted model has
         self.fixed: set[str] = set()  # fields of which some values are refused
         self.ignored: set[str] = set()  # fields that do not affect the logits of this model
+        self.passed: Config = {}  # fields of config.json that transformers does not read, or at their defaults
 
     def __getitem__(self, name: str) -> Any:
         """Returns the value of a field, which the converted model has."""
@@ -75,12 +87,52 @@ class Fields:
         self.ignored |= {*names}
 
     def refuse_unknown(self) -> None:
-        """Raises InputError for a field that has been neither read nor ignored."""
+        """Raises InputError for a field that has been neither read nor ignored and may change what the model
+        computes."""
         for name in sorted(self.names - self.read - self.fixed - self.ignored):
-            raise InputError(
-                f"config.json has {name}={_brief(self._values[name])}, which may change what the model computes; "
-                "expected only fields known to the conversion"
-            )
+            if not self._changes_nothing(name):
+                raise InputError(
+                    f"config.json has {name}={_brief(self._values[name])}, which may change what the model computes; "
+                    f"expected only fields known to the conversion; --ignore {name} converts as if it were absent"
+                )
+            if name in self._described:
+                self.passed[name] = self._described[name]
+
+    def note(self) -> str:
+        """Returns a line that names the fields in `passed`."""
+        named = ", ".join(f"{name}={_brief(value)}" for name, value in self.passed.items())
+        reason = f"which change nothing that transformers {transformers.__version__} computes"
+        return f"passed by in config.json, {reason}: {named}"
+
+    def _changes_nothing(self, name: str) -> bool:
+        """Whether transformers computes the same without the field: it has the default of its class, or neither the
+        class nor other code of transformers reads it."""
+        if self._own_defaults:
+            return False
+        kind, value = self._described["model_type"], self._values[name]
+        own = CONFIG_MAPPING[kind]
+        if hasattr(own, name) or name in own.__dataclass_fields__ or name in own.attribute_map:
+            return value == getattr(own, name, None)
+        return str(value) in _read_anyway(kind).get(name, {str(value)})
+
+
+@cache
+def _read_anyway(kind: str) -> dict[str, set[str]]:
+    """The fields that the code of a family, or of all models, reads by name -> the values, as text, that it takes where
+    they are absent."""
+    family, found = Path(inspect.getfile(CONFIG_MAPPING[kind])).parent, dict[str, set[str]]()
+    for file in (*family.glob("*.py"), *(family.parents[1] / name for name in GENERIC)):
+        for name, absent in READ.findall(file.read_text("utf-8")):
+            found.setdefault(name, set()).add(absent or "None")
+    return found
+
+
+def without(described: Config, names: Collection[str]) -> Config:
+    """Returns a config.json without some of its fields. InputError for a field that it does not have."""
+    for name in names:
+        if name not in described or name == "model_type":
+            raise InputError(f"--ignore {name!r}; expected a field of config.json other than model_type")
+    return {name: value for name, value in described.items() if name not in names}
 
 
 def _brief(value: Any) -> str:
@@ -120,7 +172,8 @@ def check_sizes(described: Config, largest: int) -> None:
     for name in sorted(described.keys() - COMMON - IDS):
         value = described[name]
         if type(value) in (int, float):
-            most = COUNTED if name.endswith(COUNTS) else largest if name.endswith(SIZES) else LARGEST
+            other = LARGEST if type(value) is int else float("inf")  # such as rope_theta=1e11
+            most = COUNTED if name.endswith(COUNTS) else largest if name.endswith(SIZES) else other
             inside = abs(value) <= most or value == float("inf")
             require(inside, f"config.json has {name}={short(value)}; expected at most {most}")
             if type(value) is int and name.endswith((*COUNTS, *SIZES)):

@@ -1,4 +1,4 @@
-"""The tensors of a folder of safetensors files, read one at a time."""
+"""The tensors of a checkpoint, read one at a time."""
 
 from collections.abc import Collection, Iterator
 from math import prod
@@ -34,15 +34,30 @@ class Header(NamedTuple):
         return prod(self.shape)
 
 
-class TensorFiles:
-    """The tensors of a checkpoint. InputError for a file that cannot be read, or that lies outside the folder."""
+class Tensors:
+    """The tensors of a checkpoint, of which `headers` says what they are."""
+
+    headers: dict[str, Header]
+
+    def tensors(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yields the tensors with these names, one at a time and in any order."""
+        raise NotImplementedError
+
+    def equal(self, *names: str) -> bool:
+        """Whether two tensors have the same values."""
+        a, b = (tensor for _, tensor in self.tensors(names))
+        return torch.equal(a, b)
+
+
+class TensorFiles(Tensors):
+    """The tensors of a folder of safetensors. InputError for a file that cannot be read, or lies outside the folder."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         names = {WEIGHTS}
         if (folder / INDEX).is_file():
             names = {*read_json(folder / INDEX, {"weight_map": {...: str}})["weight_map"].values()}
-        self.headers: dict[str, Header] = {}
+        self.headers = {}
         for file in sorted(names):
             require(is_inside(file), f"{INDEX} names {file!r}, which is outside the folder")
             self.headers |= self._headers(file)
@@ -57,17 +72,11 @@ class TensorFiles:
             }
 
     def tensors(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors with these names, file by file."""
         for file in sorted({self.headers[name].file for name in names}):
             with safe_open(self.folder / file, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118
                     if name in names and self.headers[name].file == file:
                         yield name, opened.get_tensor(name)
-
-    def equal(self, *names: str) -> bool:
-        """Whether two tensors have the same values."""
-        a, b = (tensor for _, tensor in self.tensors(names))
-        return torch.equal(a, b)
 
 
 def tensor_names(folder: Path) -> list[str]:

@@ -21,7 +21,7 @@ from .form import (
     stacked,
     whole,
 )  # fmt: skip
-from .mamba import SILU, STEPS, Mamba2, divisor, mamba_layer
+from .mamba import SILU, Mamba2, divisor, mamba_layer
 from .parts import NORMS, balance, experts, layer_types, mixture_of, mlp_views, scaled
 from .softmax import GATED, UNGATED, activation, attention, attention_views
 
@@ -53,9 +53,7 @@ def gate_up_views(up: str, down: str, width: int, bias: bool, ours: str = "mlp")
 def falcon_h1(c: Fields) -> Model:
     D, H = c["hidden_size"], c["num_attention_heads"]
     c.only("hidden_act", *SILU)  # of MLPs and convolutions
-    c.only("mamba_use_mlp", True)
-    c.only("attn_layer_indices", None)
-    c.ignore(*STEPS, "num_logits_to_keep", "mlp_expansion_factor")
+    c.ignore("num_logits_to_keep")
     order = "norm-gate" if c["mamba_norm_before_gate"] else "gate-norm"
     biases = c["mamba_proj_bias"], c["projectors_bias"]
     mamba = mamba_layer(c, biases, order if c["mamba_rms_norm"] else "none")
@@ -90,8 +88,7 @@ def falcon_factors(c: Fields) -> dict[str, float]:
 def granitemoehybrid(c: Fields) -> Model:
     D, H, rotary = c["hidden_size"], c["num_attention_heads"], c["position_embedding_type"] == "rope"
     c.only("hidden_act", *SILU)  # of MLPs and convolutions
-    c.only("normalization_function", "rmsnorm")
-    c.ignore("init_method", "rope_parameters")
+    c.ignore("rope_parameters")
     mamba = mamba_layer(c, (c["mamba_proj_bias"], c["mamba_proj_bias"]))
     scale = multiplier(c, "attention_multiplier")
     spec = attention(c, bias=c["attention_bias"], rotary=rotary, scale=scale)
@@ -148,7 +145,6 @@ def nemotron_h(c: Fields) -> Model:
     """Their layers have one branch each. A mixer and the MLP after it are one layer of ours."""
     D, H, heads, bias = c["hidden_size"], c["num_attention_heads"], c["mamba_num_heads"], c["use_bias"]
     c.only("mamba_hidden_act", *SILU)
-    c.only("attention_head_dim", c["head_dim"])
     c.ignore(*NEMOTRON_UNUSED)
     mamba = Mamba2(
         heads, c["ssm_state_size"], c["mamba_head_dim"], divisor(c, "n_groups", heads), conv_width(c, "conv_kernel"),
@@ -187,7 +183,7 @@ NEMOTRON_UNUSED = (
     "time_step_max", "time_step_floor", "time_step_limit", "num_logits_to_keep", "use_mamba_kernels", "chunk_size",
     "mamba_ssm_cache_dtype", "expand", "mamba_proj_bias", "attention_bias", "sliding_window", "hidden_dropout",
     "residual_in_fp32", "rescale_prenorm_residual", "output_router_logits", "moe_shared_expert_overlap",
-    "n_shared_experts", "num_hidden_layers", "rope_theta", "partial_rotary_factor", "is_hybrid_model",
+    "n_shared_experts", "num_hidden_layers",
     "num_nextn_predict_layers", "mtp_layers_block_type",
 )  # fmt: skip
 # Fields of Experts -> fields of the mixture of experts.
@@ -211,14 +207,12 @@ def nemotron_moe(theirs: str, mixture: Any, style: BlockStyle) -> Views:
 
 def zamba2(c: Fields) -> Model:
     D, H, heads, bias = c["hidden_size"], c["num_attention_heads"], c["n_mamba_heads"], c["add_bias_linear"]
-    c.only("use_shared_mlp_adapter", True)
     c.ignore(*ZAMBA_UNUSED)
     wide = int(c["mamba_expand"] * D)
     if wide % heads:
         c.refuse("n_mamba_heads", f"a divisor of mamba_expand · hidden_size = {wide}")
     derived = {
         "attention_hidden_size": 2 * D, "attention_head_dim": 2 * D // H, "mamba_headdim": wide // heads,
-        "kv_channels": D // H, "num_query_groups": H,
     }  # fmt: skip
     for name, value in derived.items():
         c.only(name, value)
@@ -245,7 +239,7 @@ def zamba2(c: Fields) -> Model:
 # Fields of which the model has no use, or by which their class has set others.
 ZAMBA_UNUSED = (
     "time_step_max", "time_step_floor", "num_logits_to_keep", "use_mamba_kernels", "chunk_size", "use_mem_eff_path",
-    "use_conv_bias", "ffn_hidden_size", "use_long_context",
+    "use_conv_bias", "use_long_context",
 )  # fmt: skip
 
 

@@ -10,7 +10,6 @@ from .fields import Config, Fields
 from .form import View, Views, below, conv_width, named, stacked
 
 SILU = ("silu", "swish")
-STEPS = ("time_step_rank", "time_step_min", "time_step_max", "time_step_floor")  # of initial values alone
 
 
 class Mamba2(NamedTuple):

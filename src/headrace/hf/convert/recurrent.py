@@ -26,7 +26,7 @@ from .form import (
     stacked,
     whole,
 )  # fmt: skip
-from .mamba import SILU, STEPS, Mamba2, divisor, limit, mamba1, mamba_layer
+from .mamba import SILU, Mamba2, divisor, limit, mamba1, mamba_layer
 from .parts import balance, experts, layer_types, mixture_of, scaled
 from .softmax import attention, attention_views, window_of
 
@@ -37,7 +37,8 @@ def mamba2(c: Fields) -> Model:
         c.refuse("head_dim", f"expand · hidden_size / num_heads = {c['expand'] * D / H:g}")
     c.only("hidden_act", *SILU)
     c.only("rescale_prenorm_residual", False)  # transformers rescales again whenever it loads
-    c.ignore(*STEPS, "chunk_size", "residual_in_fp32")
+    c.ignore("time_step_rank", "time_step_min", "time_step_max", "time_step_floor")  # of initial values alone
+    c.ignore("chunk_size", "residual_in_fp32")
     layer = Mamba2(
         H, c["state_size"], V, divisor(c, "n_groups", H), conv_width(c, "conv_kernel"), c["use_conv_bias"],
         (c["use_bias"],) * 2, limit(c, "time_step_limit"),

@@ -165,7 +165,6 @@ def qwen3(c: Fields) -> Model:
 
 def windowed(c: Fields, spec: AttentionSpec) -> Model:
     """Returns a model of Qwen, some of whose layers have a window."""
-    c.only("use_mrope", False)
     c.ignore("use_sliding_window", "max_window_layers")  # by which their class has set sliding_window and layer_types
     style = BlockStyle(mlp=activation(c, "hidden_act", GATED))
     return decoder(c, [replace(spec, pattern=pattern) for pattern in windows(c)], style)
@@ -179,7 +178,6 @@ def olmo2(c: Fields) -> Model:
 
 def gemma(c: Fields) -> Model:
     c.only("use_bidirectional_attention", None, False)
-    c.ignore("hidden_activation")  # which transformers no longer reads
     kind, scale = activation(c, "hidden_act", GATED), c["hidden_size"] ** 0.5
     style = BlockStyle("rms-offset", mlp=kind, embedding_scale=scale)
     return decoder(c, [attention(c, bias=c["attention_bias"])] * c["num_hidden_layers"], style)
@@ -187,7 +185,7 @@ def gemma(c: Fields) -> Model:
 
 def gpt2(c: Fields) -> Model:
     c.only("add_cross_attention", False)
-    c.ignore("reorder_and_upcast_attn", "resid_pdrop", "embd_pdrop", "attn_pdrop", "n_ctx", "task_specific_params")
+    c.ignore("reorder_and_upcast_attn", "resid_pdrop", "embd_pdrop", "attn_pdrop")
     c.ignore(*(f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")))
     D, H, depth = c["n_embd"], c["n_head"], c["n_layer"]
     scales: list[Any] = ["key" if c["scale_attn_weights"] else "one"] * depth
