@@ -189,18 +189,39 @@ def test_every_package_has_one_lowest_version():
     assert len({name for name, _ in found}) == len(found), found
 
 
-@pytest.mark.slow(seconds=12)
-def test_tests_of_a_package_that_is_not_installed_are_skipped(tmp_path):
-    """At the import of a module, in a fixture, and in a command."""
-    tests = ["hf/test_adapters.py", "data/test_shuffle.py", "cli/test_plugins.py::test_commands_know_names_of_plug_ins"]
-    environment = os.environ | {"HEADRACE_WITHOUT": "peft,datasets,matplotlib", "PYTHONPATH": str(ROOT / "tests")}
-    words = [sys.executable, "-m", "pytest", "-p", "without", "-n", "0", "-rs", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*words, *(ROOT / "tests" / name for name in tests)], env=environment, cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout
-    assert "failed" not in done.stdout and "error" not in done.stdout
-    for reason in ("No module named 'peft'", "datasets", "needs the extra"):
+LACKING = """
+import pytest
+from headrace.utils.extras import MissingPackage, named, require
+
+@pytest.fixture
+def absent():
+    import matplotlib
+
+def test_skipped_import(): import peft
+def test_skipped_fixture(absent): pass
+def test_skipped_function(): require("this", "matplotlib")
+def test_skipped_command(run_command): run_command("curves", ".")
+
+def test_failed_name(): import peftt
+def test_failed_function(): raise MissingPackage(f"this needs {named('models')}")
+def test_failed_command(run_command, monkeypatch):
+    monkeypatch.setattr("headrace.utils.extras.find_spec", lambda name: None)
+    assert run_command("generate", ".").code == 0
+"""
+
+
+@pytest.mark.slow(seconds=10)
+def test_only_tests_of_packages_that_are_not_installed_are_skipped(tmp_path):
+    (tmp_path / "test_module.py").write_text("import peft")
+    (tmp_path / "test_lacking.py").write_text(LACKING)
+    paths = os.pathsep.join(str(ROOT / folder) for folder in ("tests", "benchmarks"))
+    environment = os.environ | {"HEADRACE_WITHOUT": "peft,matplotlib", "PYTHONPATH": paths}
+    plugins = [f"-p{name}" for name in ("without", "conftest", "no:cacheprovider", "no:xdist")]
+    words = ["-m", "pytest", *plugins, "-rfs", "--tb=no"]
+    done = subprocess.run([sys.executable, *words], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert "3 failed, 5 skipped" in done.stdout, done.stdout
+    assert {*re.findall("FAILED .*::(test_[a-z]*)", done.stdout)} == {"test_failed"}
+    for reason in ("No module named 'peft'", "this needs the extra [studies]", "curves needs the extras [studies]"):
         assert reason in done.stdout, done.stdout
 
 
