@@ -5,8 +5,8 @@
 
 Stages: blocks (do compiled blocks compute the same), correctness (the op against the loop in float64), train and decode
 (headrace's models of 340M), fla-train and fla-decode (those of flash-linear-attention, autotuned among FEW=3
-configurations a kernel), tests (tests/gpu). Each runs in processes of its own, which fill the caches of Triton and
-Inductor side by side before the first is timed. A row is in FOLDER/rows.jsonl as soon as it is measured; what
+configurations a kernel), tests (tests/gpu). Models have a process each: all compile side by side, and then measure one
+after the other. A row is in FOLDER/rows.jsonl as soon as it is measured; what
 fails is a row with the error. FOLDER/log.txt has what all stages printed, op.csv the errors of the op.
 """
 
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).parent
 MIXERS = "gla", "gated-deltanet", "kda", "mamba2", "retnet", "softmax-gla", "softmax-gated-deltanet", "transformer"
 FLA = "gla", "gated-deltanet", "kda", "retnet", "mamba2"
-PROFILED = "gla", "gated-deltanet"
+PROFILED = "gla", "gated-deltanet", "kda", "mamba2"
 
 
 class Stage(NamedTuple):
@@ -36,7 +36,7 @@ class Stage(NamedTuple):
     seconds: float
     command: tuple[str, ...]
     names: tuple[str, ...] = ()
-    warms: bool = False  # whether other processes compile beforehand what it needs
+    beside: bool = False  # whether each name has a process of its own, which compiles beside the others
 
 
 def models(what: str) -> tuple[str, ...]:
@@ -55,12 +55,10 @@ STAGES = {
     "correctness": Stage(
         50, (str(HERE / "gpu_stages.py"), "--stage", "correctness", "--minutes", "0.7", "--output", "{}/op.csv")
     ),
-    "train": Stage(180, models("train"), (*COMPILED, *EAGER), warms=True),
-    "fla-train": Stage(90, models("train"), tuple(f"fla:{m}{':profile' * (m in PROFILED)}" for m in FLA), warms=True),
-    "decode": Stage(
-        60, models("decode"), DECODED
-    ),
-    "fla-decode": Stage(30, models("decode"), ("fla:gla",)),
+    "train": Stage(220, models("train"), (*COMPILED, *EAGER), beside=True),
+    "fla-train": Stage(220, models("train"), tuple(f"fla:{m}{':profile' * (m in PROFILED)}" for m in FLA), beside=True),
+    "decode": Stage(220, models("decode"), DECODED, beside=True),
+    "fla-decode": Stage(220, models("decode"), ("fla:gla",), beside=True),
     "tests": Stage(180, tuple(PYTEST.split())),
 }  # fmt: skip
 
@@ -77,7 +75,8 @@ class Run:
             "HEADRACE_NATIVE": "off", "PYTHONUNBUFFERED": "1", "TRITON_CACHE_DIR": str(caches / "triton"),
             "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "FLA_CACHE_RESULTS": "1",
             "TRITON_CACHE_AUTOTUNING": "1", "TRITON_PRINT_AUTOTUNING": "0", "TOKENIZERS_PARALLELISM": "false",
-            "KINETO_LOG_LEVEL": "6", "HF_HUB_OFFLINE": "1",
+            "KINETO_LOG_LEVEL": "6", "HF_HUB_OFFLINE": "1", "TURNS": str(folder / "turns"),
+            "COMPILING_S": str(int(60 * minutes * 0.6)), "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1",
         }  # fmt: skip
 
     def told(self, text: str) -> None:
@@ -118,9 +117,18 @@ def follow(process: subprocess.Popen, seconds: float, each: Callable[[str], None
 
 
 def measure(run: Run, name: str, stage: Stage, about: dict[str, Any]) -> None:
-    """Runs a stage, and again with the names that are left where a process could not go on."""
-    late = min(time.perf_counter() + stage.seconds, run.over)
-    left, log = list(stage.names), run.folder / "log.txt"
+    """Runs a stage: its names in one process after the other, or each in a process of its own."""
+    groups = [[one] for one in stage.names] if stage.beside else [list(stage.names)]
+    threads = [threading.Thread(target=measure_names, args=(run, name, stage, names, about)) for names in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def measure_names(run: Run, name: str, stage: Stage, left: list[str], about: dict[str, Any]) -> None:
+    """Runs a stage with names, and again with those that are left where a process could not go on."""
+    late, log = min(time.perf_counter() + stage.seconds, run.over), run.folder / "log.txt"
     began = ""
 
     def each(line: str) -> None:
@@ -140,26 +148,17 @@ def measure(run: Run, name: str, stage: Stage, about: dict[str, Any]) -> None:
     while True:
         process = run.started("log", (*(word.format(run.folder) for word in stage.command), *left))
         code = follow(process, late - time.perf_counter(), each)
+        if code != 0:
+            run.append(about | {"stage": name, "name": began or name, "code": code})
+            run.told(f"{name} {began} ended with {'its time' if code is None else f'code {code}'}")
         left = left[left.index(began) + 1 :] if began in left else []
         if code == 0 or code is None or not left:
             break
-    run.append(about | {"stage": name, "name": name, "code": code, "left": left})
-    run.told(f"{name} ended with {'its time' if code is None else f'code {code}'}")
 
 
 def short(row: dict[str, Any]) -> str:
     shown = (f"{key}={x:,.4g}" if isinstance(x, float) else f"{key}={x}" for key, x in row.items() if key != "longest")
     return " ".join(shown)[:400]
-
-
-def warm(run: Run, stages: dict[str, Stage], seconds: float) -> list[subprocess.Popen]:
-    """Starts the processes that compile for the stages, a process for each model."""
-    names = list(dict.fromkeys(name.replace(":profile", "") for s in stages.values() if s.warms for name in s.names))
-    more = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    processes = [run.started("warm", (*models("warm"), name), **more) for name in names]
-    for process in processes:
-        threading.Thread(target=follow, args=(process, seconds, lambda line: None), daemon=True).start()
-    return processes
 
 
 def environment(commit: str) -> dict[str, Any]:
@@ -202,25 +201,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--stage", action="append", choices=list(STAGES))
-    parser.add_argument("--name", action="append", help="model to measure, in place of those of the stages")
+    parser.add_argument("--name", action="append", help="model to measure, of those of the stages; repeatable")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "gpu")
     parser.add_argument("--commit", default="")
     given = parser.parse_args()
     run = Run(given.output, given.minutes)
     stages = {name: STAGES[name] for name in given.stage or STAGES}
     if given.name:
-        stages = {key: s._replace(names=tuple(given.name)) if s.names else s for key, s in stages.items()}
-    about, warming = environment(given.commit), warm(run, stages, 125)
-    for name, stage in stages.items():
-        if stage.warms and warming:
-            for process in warming:
-                process.wait()
-            run.told(f"compiled by {sum(p.returncode == 0 for p in warming)} of {len(warming)} processes")
-            warming = []
+        stages = {key: s._replace(names=tuple(x for x in s.names if x in given.name)) for key, s in stages.items()}
+    about = environment(given.commit)
+    together = [name for name, stage in stages.items() if stage.beside]
+    for name in [name for name in stages if name not in together]:
         if time.perf_counter() < run.over:
-            measure(run, name, stage, about)
-    for process in warming:
-        end(process)
+            measure(run, name, stages[name], about)
+    threads = [threading.Thread(target=measure, args=(run, name, stages[name], about)) for name in together]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     print(table(run.rows))
 
 

@@ -16,6 +16,7 @@ import traceback
 import warnings
 from concurrent.futures import ProcessPoolExecutor, TimeoutError, as_completed
 from multiprocessing import get_context
+from typing import Any
 
 import torch
 
@@ -66,11 +67,12 @@ def probe(mixer: str, way: str, dry: bool) -> str:
     torch.set_num_threads(1)
     started, device = time.perf_counter(), "cpu" if dry else "cuda"
     counter = CompileCounterWithBackend("aot_eager" if dry else "inductor")
-    sizes = {"hidden_size": 64, "num_heads": 2} if dry else {"hidden_size": 256, "num_heads": 2}
+    sizes: Any = {"hidden_size": 64 if dry else 256, "num_heads": 2}
     try:
         torch.manual_seed(0)
-        config = HeadraceConfig(mixer=mixer, vocab_size=VOCABULARY, num_hidden_layers=2, **sizes)
-        model = HeadraceForCausalLM(config).to(device, torch.bfloat16 if way == "bfloat16" else torch.float32).train()
+        config: Any = HeadraceConfig(mixer=mixer, vocab_size=VOCABULARY, num_hidden_layers=2, **sizes)
+        model: Any = HeadraceForCausalLM(config)
+        model = model.to(device, torch.bfloat16 if way == "bfloat16" else torch.float32).train()
         expected = steps(copy.deepcopy(model), device, way)
         found = steps(compile_blocks(model, backend=counter, fullgraph=True), device, way)
         error = max(float((x - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True))

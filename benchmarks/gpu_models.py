@@ -1,20 +1,26 @@
 """Whole models on a GPU: training steps and `generate`, headrace's beside those of flash-linear-attention (FLA).
 
-    python benchmarks/gpu_models.py warm|train|decode NAME ...        started by gpu.py; rows are lines of JSON
+    python benchmarks/gpu_models.py train|decode NAME ...        started by gpu.py; rows are lines of JSON
 
 NAME: headrace:MIXER or fla:MIXER, then the options :compiled (`compile_blocks`) and :profile (device time by class).
 A model that fails is a row with the error. After an error of the device the process ends with code 3.
+
+Processes that run side by side compile together and measure one after the other, once all of them have compiled.
 """
 
+import fcntl
 import json
 import os
 import re
+import signal
 import statistics
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from itertools import product
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +30,7 @@ SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 256}
 SIZES = SMALL if os.environ.get("SMALL") else {"hidden_size": 1024, "num_hidden_layers": 24, "vocab_size": 32_000}
 B, T = (2, 128) if os.environ.get("SMALL") else (4, 4096)
 NEW, STEPS, BATCHES = ((8, 16), 2, (1, 2)) if os.environ.get("SMALL") else ((128, 512), 8, (1, 64))
+CASES = (False, NEW[0]), (False, NEW[1]), (True, NEW[0])  # of generation: whether it samples, and tokens
 HEADS = {"kda": 8, "mamba2": 32}  # at a hidden size of 1,024, as published; of other mixers 4
 # Classes of kernels by their names; the first that fits counts.
 CLASSES = {
@@ -114,37 +121,53 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def warm(name: str) -> Iterator[dict[str, Any]]:
-    """Fills the caches of Triton and Inductor on disk by one layer."""
-    step = training_step(build(name, 1))
-    step()
-    step()
-    wait()
-    yield {}
+@contextmanager
+def turn(alone: bool) -> Iterator[None]:
+    """Holds the GPU, with other processes that compile or alone. Who does not end compiling in time fails."""
+    path = os.environ.get("TURNS", os.path.join(tempfile.gettempdir(), f"headrace-turns-{os.getpid()}"))
+    with open(path, "w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        if not alone:
+            signal.signal(signal.SIGALRM, late)
+            signal.alarm(int(os.environ.get("COMPILING_S", "600")))
+        yield
+        signal.alarm(0)
+        wait()
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()  # room for the other processes
+
+
+def late(*_: Any) -> None:
+    raise TimeoutError("not compiled in the time that the run has for it")
 
 
 def train(name: str) -> Iterator[dict[str, Any]]:
-    started, model = time.perf_counter(), build(name)
-    step = training_step(model)
-    for _ in range(3):
-        loss = step()
-    wait()
+    started = time.perf_counter()
+    with turn(alone=False):
+        model = build(name)
+        step = training_step(model)
+        for _ in range(2):
+            loss = step()
     ready, times = time.perf_counter() - started, []
-    if DEVICE == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    for _ in range(STEPS):
-        began = time.perf_counter()
-        step()
+    with turn(alone=True):
+        for _ in range(2):
+            step()
         wait()
-        times.append(time.perf_counter() - began)
-    seconds = statistics.median(times)
-    yield {
-        "tokens_per_second": B * T / seconds, "ms": 1e3 * seconds, "best_ms": 1e3 * min(times),
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None,
-        "parameters": sum(p.numel() for p in model.parameters()), "loss": float(loss.detach()), "ready_s": ready,
-    }  # fmt: skip
-    if "profile" in name.split(":") and DEVICE == "cuda":
-        yield profiled(step)
+        if DEVICE == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(STEPS):
+            began = time.perf_counter()
+            step()
+            wait()
+            times.append(time.perf_counter() - began)
+        seconds = statistics.median(times)
+        yield {
+            "tokens_per_second": B * T / seconds, "ms": 1e3 * seconds, "best_ms": 1e3 * min(times),
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None,
+            "parameters": sum(p.numel() for p in model.parameters()), "loss": float(loss.detach()), "ready_s": ready,
+        }  # fmt: skip
+        if "profile" in name.split(":") and DEVICE == "cuda":
+            yield profiled(step)
 
 
 def profiled(step: Callable[[], Any]) -> dict[str, Any]:
@@ -175,30 +198,38 @@ def kind_of(kernel: str) -> str:
 
 def decode(name: str) -> Iterator[dict[str, Any]]:
     """Tokens per second of whole calls of `generate`, greedy and sampled, after a prompt of 16 tokens."""
-    model = build(name).eval()
-    model.generation_config.eos_token_id = model.config.eos_token_id = None
     ours = name.startswith("headrace")
-    for rows, sampled, new in product(BATCHES, (False, True) if ours else (False,), NEW if ours else NEW[:1]):
-        ids = torch.randint(3, SIZES["vocab_size"], (rows, 16), device=DEVICE)
-        options = {"do_sample": sampled, "max_new_tokens": new, "pad_token_id": 0, "top_k": 50 if sampled else None}
-        options["attention_mask"] = torch.ones_like(ids)
-        times = []
-        for _ in range(4 if ours else 2):  # the first one compiles, and captures
-            wait()
-            began = time.perf_counter()
-            out = model.generate(ids, **options)
-            wait()
-            times.append(time.perf_counter() - began)
-        assert out.shape[1] == 16 + new
-        yield {
-            "batch": rows, "sampled": sampled, "new": new, "tokens_per_second": rows * new / min(times[1:]),
-            "first_s": times[0], "engine": model.engine.about(model) if ours else "",
-            "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None,
-        }  # fmt: skip
+    cases = [(rows, *case) for rows in BATCHES for case in (CASES if ours else CASES[:1])]
+    with turn(alone=False):
+        model = build(name).eval()
+        model.generation_config.eos_token_id = model.config.eos_token_id = None
+        for rows in BATCHES:
+            generation(model, rows, False, 8)()
+    with turn(alone=True):
+        for rows, sampled, new in cases:
+            call, times = generation(model, rows, sampled, new), []
+            for _ in range(3 if ours else 2):  # the first one captures
+                wait()
+                began = time.perf_counter()
+                out = call()
+                wait()
+                times.append(time.perf_counter() - began)
+            assert out.shape[1] == 16 + new
+            yield {
+                "batch": rows, "sampled": sampled, "new": new, "tokens_per_second": rows * new / min(times[1:]),
+                "first_s": times[0], "engine": model.engine.about(model) if ours else "",
+                "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None,
+            }  # fmt: skip
+
+
+def generation(model: Any, rows: int, sampled: bool, new: int) -> Callable[[], torch.Tensor]:
+    ids = torch.randint(3, SIZES["vocab_size"], (rows, 16), device=DEVICE)
+    options = {"do_sample": sampled, "max_new_tokens": new, "pad_token_id": 0, "top_k": 50 if sampled else None}
+    return partial(model.generate, ids, attention_mask=torch.ones_like(ids), **options)
 
 
 def main(what: str, *names: str) -> int:
-    measure = {"warm": warm, "train": train, "decode": decode}[what]
+    measure = {"train": train, "decode": decode}[what]
     for name in names:
         say(stage=what, name=name, begun=True)
         try:

@@ -170,5 +170,5 @@ def test_a_layer_launches_the_convolution_and_the_recurrence_alone(name):
     with dry.gpu("sm_90") as launched:
         y, _ = layer(x)
         y.backward(torch.ones_like(y))
-    assert [x.kernel for x in launched] == ["convolve", *KERNELS, "convolve_backward"]
+    assert [x.kernel for x in launched] == ["convolve", *KERNELS, "silu_backward", "convolve_backward"]
     assert all(x.code.stack == 0 for x in launched)

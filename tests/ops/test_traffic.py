@@ -39,6 +39,7 @@ def kept(block: Block, backend) -> int:
     return sum(size for place, size in storages.items() if place not in weights)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's own import
 def test_compiled_blocks_recompute_norms_and_activations(monkeypatch):
     """The backend of `compile_blocks`, in which another compiler partitions alike and generates no code."""
@@ -48,4 +49,5 @@ def test_compiled_blocks_recompute_norms_and_activations(monkeypatch):
     block = Block(zoo.mixer("linear-attention"), Sizes(64, 2, 176)).train()
     most = kept(block, aot_eager_decomp_partition)
     monkeypatch.setattr(compile_fx, "compile_fx", aot_eager_decomp_partition)
-    assert kept(block, compiled.recomputing) < 0.75 * most
+    hidden, normalized = 4 * 2 * 64 * 176, 4 * 2 * 64 * 64  # bytes of the input of down_proj and of a norm's output
+    assert kept(block, compiled.recomputing) <= most - hidden - normalized

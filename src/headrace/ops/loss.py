@@ -18,7 +18,7 @@ from .derivatives import check_transforms, first_order, transformed
 NAMES = "linear_cross_entropy", "; expected F.cross_entropy of the logits"
 IGNORED = -100
 PIECE = 2**24  # number of logits stored at a time
-PIECE_ON_GPU = 2**26  # where a kernel needs no copy of them in float32
+PIECE_ON_GPU = 2**27  # where a kernel needs no copy of them in float32
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

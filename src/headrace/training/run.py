@@ -91,7 +91,6 @@ def train(
         print_once(describe_start(trainer, recipe, last))
         with report_failures(trainer, folder), report_compiler_errors():
             train_to_end(trainer, last, recipe, folder)
-            recipe = replace(recipe, compile=is_compiled(trainer.model))
             finish(trainer, recipe, about, opened, folder / "model")
     return trainer
 
@@ -106,9 +105,10 @@ def describe_start(trainer: HeadraceTrainer, recipe: Recipe, last: Path | None) 
     parameters = count(trainer.model)["tied" if recipe.tie else "untied"]
     passes = recipe.steps * recipe.rows / len(trainer.train_dataset)  # type: ignore[arg-type]
     begins = "" if last is None else f"; it resumes from {last}"
+    model: Any = trainer.model
     compiled = ""
-    if is_compiled(trainer.model) or torch.cuda.is_available():
-        compiled = f"; blocks are {'' if is_compiled(trainer.model) else 'not '}compiled"
+    if is_compiled(model) or torch.cuda.is_available():
+        compiled = f"; blocks are {'' if is_compiled(model) else 'not '}compiled"
     return (
         f"{recipe.mixer}: {recipe.layers} layers of width {recipe.hidden_size}, {parameters / 1e6:,.2f} M parameters\n"
         f"{recipe.tokens:,.0f} tokens in {recipe.steps:,} steps of {recipe.rows} rows of {recipe.length}: "
@@ -345,6 +345,7 @@ def peak_flops() -> float | None:
 def finish(trainer: HeadraceTrainer, recipe: Recipe, about: About, data: PackedData, folder: Path) -> None:
     """Evaluates the trained model on all held-out rows, and writes the model, tokenizer, history and card."""
     model: Any = trainer.model
+    recipe = replace(recipe, compile=is_compiled(model))
     model.config.use_cache = True  # the Trainer turned it off
     trainer.save_model(str(folder))
     loss = trainer.evaluate(data.held_out, metric_key_prefix="final")["final_loss"]

@@ -35,7 +35,7 @@ def compile_blocks(model: nn.Module, **options: Any) -> nn.Module:
 
 def recomputing(graph: Any, inputs: Any) -> Any:
     """Inductor as a backend of `torch.compile`, which also recomputes what the backward has to write to memory again.
-    By default it keeps those tensors: two thirds of the memory of a block."""
+    By default it keeps those tensors: a third of the memory of a block."""
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 

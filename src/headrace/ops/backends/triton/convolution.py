@@ -41,8 +41,8 @@ def unsupported_reason(conv: nn.Conv1d, x: Tensor) -> str | None:
     return None
 
 
-def _arguments(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, silu: bool) -> dict[str, Any]:
-    """Returns the arguments that both kernels have."""
+def _arguments(x: Tensor, weight: Tensor, cu_seqlens: Tensor | None) -> dict[str, Any]:
+    """Returns the arguments that all kernels have."""
     from .launch import one_stride, strides
 
     B, T, C = x.shape
@@ -52,8 +52,8 @@ def _arguments(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tenso
         owner = torch.searchsorted(cu_seqlens[:-1], torch.arange(T, device=x.device), right=True) - 1
         starts = cu_seqlens[owner].long()
     return {
-        "x": tokens, "weight": weight.contiguous(), "bias": bias, "starts": starts, "total": B * T, "T": T, "C": C,
-        "W": weight.shape[-1], "SILU": silu, "R": ROWS, "BC": CHANNELS, **strides(x=tokens),
+        "x": tokens, "weight": weight.contiguous(), "starts": starts, "total": B * T, "T": T, "C": C,
+        "W": weight.shape[-1], "R": ROWS, "BC": CHANNELS, **strides(x=tokens),
     }  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def _like(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _last(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, silu: bool) -> Tensor:
+def _last(x: Tensor, weight: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Returns the next history [N, W − 1, C]: the last tokens of each sequence, after zeros if they are fewer."""
     sequences = Sequences(x, cu_seqlens)
     return sequences.last(x, x.new_zeros(sequences.count, weight.shape[-1] - 1, x.shape[2]))
@@ -82,13 +82,15 @@ def _add_last(d_x: Tensor, d_last: Tensor, cu_seqlens: Tensor | None) -> None:
     d_x[0].index_add_(0, (cu_seqlens[:-1, None] + places).clamp(min=0).flatten(), d_last.flatten(0, 1))
 
 
-def _forward(x: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, silu: bool
+) -> tuple[Tensor, Tensor]:
     from .taps import convolve as kernel
 
     y = _like(x)
     with torch.cuda.device_of(x):
-        kernel[_grid(x, ROWS)](y=y, **_arguments(x, *given))
-    return y, _last(x, *given)
+        kernel[_grid(x, ROWS)](bias=bias, y=y, SILU=silu, **_arguments(x, weight, cu_seqlens))
+    return y, _last(x, weight, cu_seqlens)
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, silu: bool):
@@ -96,18 +98,22 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | N
     return _like(x), x.new_empty(sequences, weight.shape[-1] - 1, x.shape[2])
 
 
-def _backward(d_y: Tensor, d_last: Tensor, x: Tensor, weight: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    from .taps import convolve_backward as kernel
+def _backward(
+    d_y: Tensor, d_last: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, silu: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    from . import taps
 
-    d_x, grid = _like(x), _grid(x, ROWS * TILES)
+    d_z, d_x, grid, common = d_y.contiguous(), _like(x), _grid(x, ROWS * TILES), _arguments(x, weight, cu_seqlens)
     sums = x.new_empty(grid[0], weight.shape[-1] + 1, x.shape[2], dtype=torch.float32)
     with torch.cuda.device_of(x):
-        kernel[grid](
-            d_y=d_y.contiguous(), d_x=d_x, d_weight=sums, TILES=TILES, TAPS=1 << weight.shape[-1].bit_length(),
-            **_arguments(x, weight, *given),
-        )  # fmt: skip
+        if silu:
+            d_y, d_z = d_z, x.new_empty(x.shape, dtype=torch.float32)
+            taps.silu_backward[_grid(x, ROWS)](bias=bias, d_y=d_y, d_z=d_z, **common)
+        taps.convolve_backward[grid](
+            d_z=d_z, d_x=d_x, d_weight=sums, TILES=TILES, TAPS=1 << weight.shape[-1].bit_length(), **common
+        )
     if d_last.numel():
-        _add_last(d_x, d_last, given[1])
+        _add_last(d_x, d_last, cu_seqlens)
     sums = sums.sum(0).to(weight.dtype)
     return d_x, sums[:-1].T[:, None].contiguous(), sums[-1].clone()
 

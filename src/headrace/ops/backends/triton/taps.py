@@ -61,34 +61,45 @@ def convolve(
 
 
 @triton.jit(do_not_specialize=["x_stride", "total", "T"])
+def silu_backward(
+    x, weight, bias, starts, d_y, d_z, x_stride, total, T, C, W: tl.constexpr, R: tl.constexpr, BC: tl.constexpr,
+    ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Grid: (tiles of tokens, tiles of channels). Writes d_z [tokens, C], the gradient to z, which is computed anew."""
+    token, rows = tl.program_id(0).to(tl.int64) * R, tl.arange(0, R)
+    channels = tl.program_id(1) * BC + tl.arange(0, BC)
+    place = places(starts, token, rows, total, T)
+    z = convolved(x, weight, bias, x_stride * ALIGN, token, rows, place, channels, C, W)
+    s = tl.sigmoid(z)
+    result = rows_of(d_y, C, token, rows, place >= 0, channels, C) * s * (1 + z * (1 - s))
+    at, mask = rows[:, None] * C + channels[None, :], (place >= 0)[:, None] & (channels < C)[None, :]
+    tl.store(d_z + token * C + at, result.to(d_z.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["x_stride", "total", "T"])
 def convolve_backward(
-    x, weight, bias, starts, d_y, d_x, d_weight, x_stride, total, T, C, W: tl.constexpr, SILU: tl.constexpr,
-    R: tl.constexpr, BC: tl.constexpr, TILES: tl.constexpr, TAPS: tl.constexpr, ALIGN: tl.constexpr,
+    x, weight, starts, d_z, d_x, d_weight, x_stride, total, T, C, W: tl.constexpr, R: tl.constexpr, BC: tl.constexpr,
+    TILES: tl.constexpr, TAPS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Grid: (groups of TILES tiles of tokens, tiles of channels). Writes d_x [tokens, C], and the sums of a group over
-    its tokens, d_weight [groups, W + 1, C], with those of the bias
-    last. TAPS: a power of two above W."""
+    its tokens, d_weight [groups, W + 1, C], with those of the bias last. TAPS: a power of two above W."""
     rows, stride = tl.arange(0, R), x_stride * ALIGN
     channels = tl.program_id(1) * BC + tl.arange(0, BC)
     taps = tl.arange(0, TAPS)[:, None]
     sums = tl.zeros((TAPS, BC), tl.float32)
     for i in range(TILES):
         token = (tl.program_id(0).to(tl.int64) * TILES + i) * R
-        d_rows = tl.zeros((R, BC), tl.float32)
-        for ahead in tl.static_range(W):  # the token that reads this one by the tap W − 1 − ahead
+        place = places(starts, token, rows, total, T)
+        here = rows_of(d_z, C, token, rows, place >= 0, channels, C)
+        d_rows = here * tap(weight, W - 1, channels, C, W)
+        for ahead in tl.static_range(1, W):  # the token that reads this one by the tap W − 1 − ahead
             later = rows + ahead
-            place = places(starts, token, later, total, T)
-            d_z = rows_of(d_y, C, token, later, place >= ahead, channels, C)
-            if SILU:
-                z = convolved(x, weight, bias, stride, token, later, place, channels, C, W)
-                s = tl.sigmoid(z)
-                d_z *= s * (1 + z * (1 - s))
-            d_rows += d_z * tap(weight, W - 1 - ahead, channels, C, W)
-            if ahead == 0:
-                for back in tl.static_range(W):
-                    read = rows_of(x, stride, token, rows - back, place >= back, channels, C)
-                    sums += tl.where(taps == W - 1 - back, tl.sum(d_z * read, 0)[None, :], 0.0)
-                sums += tl.where(taps == W, tl.sum(d_z, 0)[None, :], 0.0)
+            kept = places(starts, token, later, total, T) >= ahead
+            d_rows += rows_of(d_z, C, token, later, kept, channels, C) * tap(weight, W - 1 - ahead, channels, C, W)
+        for back in tl.static_range(W):
+            read = rows_of(x, stride, token, rows - back, place >= back, channels, C)
+            sums += tl.where(taps == W - 1 - back, tl.sum(here * read, 0)[None, :], 0.0)
+        sums += tl.where(taps == W, tl.sum(here, 0)[None, :], 0.0)
         at = rows[:, None] * C + channels[None, :]
         mask = (token + rows < total)[:, None] & (channels < C)[None, :]
         tl.store(d_x + token * C + at, d_rows.to(d_x.dtype.element_ty), mask=mask)
