@@ -20,9 +20,9 @@ from peers import FAMILIES
 pytestmark = pytest.mark.slow
 KERNELS = ["prepare", "scan", "prepare", "scan", "reverse_scan", "gradients"]  # two forward, four backward
 # Bytes of registers that a thread may spill to memory, by (GPU, family), with Triton 3.9.0. Hopper and Blackwell's data
-# centre spill nothing but under a decay per channel, in `prepare` and `gradients`: their four warps spill, and were faster
-# on an H200 than eight that do not. The others are what these made, or somewhat above. FLA's kernels spill up to 7,512
-# bytes under a decay per channel, and up to 824 and 2,080 under delta rules.
+# centre spill nothing but under a decay per channel, in `prepare` and `gradients`: their four warps spill, and were
+# faster on an H200 than eight that do not. The others are what these made, or somewhat above. FLA's kernels spill up to
+# 7,512 bytes under a decay per channel, and up to 824 and 2,080 under delta rules.
 STACK = {
     **dict.fromkeys([("sm_90", family) for family in ("linear", "scalar", "delta", "gated-delta")], 0),
     ("sm_90", "vector"): 288, ("sm_90", "kda"): 584,
@@ -148,9 +148,10 @@ def test_few_sequences_have_blocks_of_32_value_channels():
 
 
 def test_kernels_fit_with_64_channels():
-    """The state has half as many rows: nothing is spilled, and `scan` and `reverse_scan` compute no product twice."""
+    """The state has half as many rows: the four warps of `gradients` spill little, no other kernel spills, and `scan`
+    and `reverse_scan` compute no product twice."""
     found = launches("sm_90", "gated-delta", K=64)
-    assert all(x.code.stack == 0 for x in found)
+    assert all(x.code.stack <= (32 if x.kernel == "gradients" else 0) for x in found)
     assert all(x.code.macs <= 5 * 64**3 for x in found if "scan" in x.kernel)
 
 
