@@ -15,7 +15,7 @@ TORCH := "torch==2.13.*" $(if $(TORCH_INDEX),--retries 0 --extra-index-url $(TOR
 # long as to run them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-quick test-gpu test-released lint format docs generated golden linkcheck native sanitize bench lines clean
+.PHONY: demo test test-quick test-lowest test-newest versions test-gpu test-released lint format docs generated golden linkcheck native sanitize bench lines clean
 
 demo: $(VENV)/.studies
 	$(BIN)/headrace compare
@@ -29,6 +29,29 @@ test: $(VENV)/.dev
 # One law, one reference and one command of each kind, for someone who is editing: a minute on two cores.
 test-quick: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto --dist worksteal @tests/quick.txt
+
+# The quick tests and every command once, with exactly the lowest versions that pyproject.toml accepts, and with the newest
+# of everything, PyTorch included, for which PYTHON names the interpreter. Each installs an environment of its own, 2 GB.
+EXTRAS := studies,train,serve,eval,tensorboard,onnx,gguf,gpu
+LOWEST := build/lowest.txt
+comma := ,
+test-lowest: export HEADRACE_NATIVE ?= required
+test-lowest:
+	mkdir -p build
+	$(PYTHON) tests/lowest.py $(subst $(comma), ,$(EXTRAS)) > $(LOWEST)
+	$(MAKE) versions VENV=build/lowest CHOICE="--constraint $(LOWEST)"
+
+test-newest: export HEADRACE_NATIVE ?= required
+test-newest:
+	$(MAKE) versions VENV=build/newest CHOICE="--upgrade --upgrade-strategy eager"
+
+versions:
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) --upgrade pip
+	$(PIP) $(CHOICE) $(if $(TORCH_INDEX),--retries 0 --extra-index-url $(TORCH_INDEX)) -e ".[$(EXTRAS)]" \
+	    pytest pytest-xdist hypothesis openai
+	$(BIN)/python -m pip freeze
+	$(BIN)/python -m pytest -n auto --dist worksteal @tests/quick.txt @tests/commands.txt
 
 # What needs a GPU, on a machine with one. All other tests hide it.
 test-gpu: $(VENV)/.dev

@@ -2,8 +2,10 @@ import gc
 import hashlib
 import json
 import os
+import re
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,11 +25,15 @@ from hypothesis import HealthCheck, settings
 
 from equation import prepare
 from groups import forked
+from headrace.utils.extras import EXTRAS, MissingPackage, packages
 
 gc.disable()  # until all tests are there: what is imported stays, and looking through it again and again takes seconds
 GPU_TESTS = Path(__file__).parent / "gpu"
 # Two processes of two threads on two cores wait for each other more than they compute.
 THREADS = int(os.environ.get("HEADRACE_TEST_THREADS", "1"))
+# Packages without which tests are skipped: of the extras, and those that [dev] alone installs.
+OPTIONAL = {name for names in EXTRAS.values() for name in names}
+OPTIONAL |= {"httpx", "openai", "peft", "rwkv", "sphinx", "triton", "trl", "zstandard"}
 settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any load")
 
@@ -52,6 +58,36 @@ def pytest_collection_finish():
 
 def pytest_unconfigure():
     gc.unfreeze()  # libraries complain of what is still there at the end
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    report = yield
+    return _skipped_if_absent(report, getattr(report, "call", None), collector.path)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    return _skipped_if_absent((yield), call, item.path)
+
+
+def _skipped_if_absent(report, call, path):
+    """Turns the failed import of an optional package that is not installed into a skip that names it."""
+    error = call.excinfo.value if report.failed and call and call.excinfo else None
+    while error is not None:
+        name = (getattr(error, "name", None) or "").partition(".")[0]
+        absent = isinstance(error, ModuleNotFoundError) and name in OPTIONAL and find_spec(name) is None
+        if absent or (isinstance(error, MissingPackage) and _asks_for_an_absent_extra(str(error))):
+            report.outcome, report.longrepr = "skipped", (str(path), 0, f"Skipped: {error}")
+            break
+        error = error.__cause__
+    return report
+
+
+def _asks_for_an_absent_extra(message):
+    """Whether it names extras of which a package is not installed: who asks for installed ones has a fault."""
+    found = re.search(r" needs the extras? .*headrace\[([\w,]+)\]", message)
+    return found is not None and any(find_spec(name) is None for name in packages(found[1]))
 
 
 def _seconds(item):
@@ -89,7 +125,10 @@ def run_command(capsys, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["headrace", *map(str, words)])
         with pytest.raises(SystemExit) as end:
             main()
-        return Result(end.value.code or 0, *capsys.readouterr())
+        result = Result(end.value.code or 0, *capsys.readouterr())
+        if _asks_for_an_absent_extra(result.err):
+            pytest.skip(result.err)
+        return result
 
     return run
 

@@ -2,7 +2,6 @@
 
 import warnings
 
-import peft
 import pytest
 import torch
 
@@ -11,6 +10,8 @@ from headrace.hf import HeadraceForCausalLM
 from headrace.studies.verify import relative
 from headrace.utils.errors import InputError
 from tiny import MIXERS, config, tokens, trained
+
+peft = pytest.importorskip("peft", reason="peft is not installed")
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # its old name, in peft
 

@@ -76,4 +76,4 @@ def test_fla_version_is_checked(installed, reason, monkeypatch):
 
 def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr(op.util, "find_spec", lambda name: None if name == "einops" else object())
-    assert op._not_installed() == "einops cannot be imported; pip install 'headrace[gpu]' brings what it needs"
+    assert op._not_installed() == 'it needs the extra [gpu]: pip install "headrace[gpu]"'

@@ -1,9 +1,14 @@
 """The launches of the backend "triton", compiled for GPUs that are not there: their number and their code."""
 
+import math
+
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 pytest.importorskip("triton", reason="Triton is not installed")
+
+import triton
 
 import dry
 from headrace import Mixer, linear_attention
@@ -14,17 +19,21 @@ from peers import FAMILIES
 
 pytestmark = pytest.mark.slow
 KERNELS = ["prepare", "scan", "prepare", "scan", "reverse_scan", "gradients"]  # two forward, four backward
-# Bytes of registers that a thread may spill to memory, by (GPU, family). Hopper and Blackwell spill nothing, by Triton
-# 3.9.0 and, for gated-delta and kda, 3.6.0 and 3.8.0; the others are somewhat above what these made. FLA's kernels
-# spill up to 7,512 bytes under a decay per channel, and up to 824 and 2,080 under delta rules.
+# Bytes of registers that a thread may spill to memory, by (GPU, family), with Triton 3.9.0. Hopper and Blackwell's data
+# centre spill nothing but under a decay per channel, in `prepare` and `gradients`: their four warps spill, and were
+# faster on an H200 than eight that do not. The others are what these made, or somewhat above. FLA's kernels spill up to
+# 7,512 bytes under a decay per channel, and up to 824 and 2,080 under delta rules.
 STACK = {
-    **dict.fromkeys([("sm_90", family) for family in ("linear", "scalar", "vector", "delta", "gated-delta", "kda")], 0),
-    ("sm_100", "scalar"): 0, ("sm_100", "gated-delta"): 0, ("sm_100", "kda"): 0,
+    **dict.fromkeys([("sm_90", family) for family in ("linear", "scalar", "delta", "gated-delta")], 0),
+    ("sm_90", "vector"): 288, ("sm_90", "kda"): 584,
+    ("sm_100", "scalar"): 0, ("sm_100", "gated-delta"): 0, ("sm_100", "kda"): 272,
     ("sm_90", "normalized"): 0, ("sm_90", "bonus"): 0, ("sm_100", "bonus"): 0,
     ("sm_80", "vector"): 192,
     ("sm_120", "scalar"): 48, ("gfx942", "scalar"): 24, ("gfx942", "gated-delta"): 32,
     ("gfx942", "kda"): 232,  # the most of bfloat16, in docs/limits.md
 }  # fmt: skip
+# What Triton before 3.9 spills where that is more.
+OLDER = {("gfx942", "kda"): 392, ("sm_90", "bonus"): 8}
 # Multiply-adds of the equations per chunk with K = 128, in units of 64³. A loop over blocks of channels counts once, as
 # in the code. `scan` and `reverse_scan` have 64 value channels on Hopper and else 32.
 SCANS, DELTA_SCANS = {"scan": 5, "reverse_scan": 5}, {"scan": 8, "reverse_scan": 8}
@@ -40,11 +49,12 @@ MACS = {
 
 
 def launches(
-    gpu: str, family: str, T: int = 128, K: int = 128, dtype: torch.dtype = torch.bfloat16, V: int | None = None
+    gpu: str, family: str, K: int = 128, dtype: torch.dtype = torch.bfloat16, V: int | None = None, B: int = 20
 ) -> list[dry.Launch]:
-    """The launches of forward and backward with both gates and an initial state; V: K unless given."""
+    """The launches of forward and backward with both gates and an initial state; V: K unless given. B: the number of
+    sequences, 20 of which are enough for blocks of 64 value channels on every GPU."""
     V = V or K
-    tensors = FAMILIES[family].inputs(T=T, K=K, V=V, dtype=dtype)
+    tensors = FAMILIES[family].inputs(B=B, K=K, V=V, dtype=dtype)
     shape = tensors["v"].shape
     gates = {name: torch.rand(shape[:3], requires_grad=True) for name in ("read_gate", "write_gate")}
     state = torch.zeros(shape[0], shape[2], K, V + FAMILIES[family].normalize, requires_grad=True)
@@ -64,7 +74,8 @@ def test_kernels_use_matrix_units_and_fit(gpu, family):
     assert [x.kernel for x in found] == KERNELS
     assert all(x.code.matrix for x in found)
     assert max(x.code.shared for x in found) <= dry.GPUS[gpu].shared
-    assert max(x.code.stack for x in found) <= STACK[gpu, family]
+    older = OLDER if TorchVersion(triton.__version__) < "3.9" else {}
+    assert max(x.code.stack for x in found) <= older.get((gpu, family), STACK[gpu, family])
     for kernel, units in MACS.get((gpu, family), {}).items():
         assert max(x.code.macs for x in found if x.kernel == kernel) == units * 64**3
 
@@ -86,17 +97,19 @@ def test_float32_and_float16_kernels_fit(gpu, family, K, dtype):
 # At hidden size 1024 with four heads.
 SHAPES = {"fixed": (256, 512), "vector": (128, 256), "gated-delta": (192, 384), "kda": (192, 384)}
 # Of the scan of the forward, that of the backward, which computes states only, and `reverse_scan`, as in MACS: 192 keys
-# are not padded to 256, and blocks have 64 value channels, except in those scans of delta rules that would spill.
-UNITS = {"fixed": (9, 4, 9), "vector": (5, 2, 5), "gated-delta": (5.5, 7, 5.5), "kda": (5.5, 7, 5.5)}
+# are not padded to 256, and blocks have 64 value channels, except those of KDA that compute outputs, which would spill.
+UNITS = {"fixed": (9, 4, 9), "vector": (5, 2, 5), "gated-delta": (11, 7, 11), "kda": (5.5, 7, 5.5)}
+# Spilled bytes, as in STACK. With 64 value channels the scan of gated-delta spills, and was faster than with 32.
+SPILLED = {"fixed": 0, "vector": 304, "gated-delta": 64, "kda": 568}
 
 
 @pytest.mark.parametrize("family", SHAPES)
 def test_kernels_fit_at_model_shapes(family):
-    """RetNet, GLA, Gated DeltaNet and KDA of 340M parameters on Hopper, with nothing spilled or computed twice."""
+    """RetNet, GLA, Gated DeltaNet and KDA of 340M parameters on Hopper, little spilled and nothing computed twice."""
     K, V = SHAPES[family]
     found = launches("sm_90", family, K=K, V=V)
     assert [x.kernel for x in found] == KERNELS
-    assert all(x.code.matrix and x.code.stack == 0 for x in found)
+    assert all(x.code.matrix and x.code.stack <= SPILLED[family] for x in found)
     assert [x.code.macs for x in found if "scan" in x.kernel] == [units * 64**3 for units in UNITS[family]]
 
 
@@ -125,10 +138,20 @@ def test_tiles_are_kept_where_triton_compiles_them_right(gpu, version, keeps, mo
         assert block_sizes.GPU.of(torch.zeros(1)).keeps == keeps
 
 
+def test_few_sequences_have_blocks_of_32_value_channels():
+    """With 64, `scan` and `reverse_scan` would leave most of the GPU idle."""
+    few, many = launches("sm_90", "scalar", B=1), launches("sm_90", "scalar")
+    for one, other in zip(few, many, strict=True):
+        halved = 2 if "scan" in one.kernel else 1
+        assert math.prod(one.grid) * 20 == math.prod(other.grid) * halved
+        assert one.code.macs * halved == other.code.macs and one.code.stack == 0
+
+
 def test_kernels_fit_with_64_channels():
-    """The state has half as many rows: nothing is spilled, and `scan` and `reverse_scan` compute no product twice."""
+    """The state has half as many rows: the four warps of `gradients` spill little, no other kernel spills, and `scan`
+    and `reverse_scan` compute no product twice."""
     found = launches("sm_90", "gated-delta", K=64)
-    assert all(x.code.stack == 0 for x in found)
+    assert all(x.code.stack <= (32 if x.kernel == "gradients" else 0) for x in found)
     assert all(x.code.macs <= 5 * 64**3 for x in found if "scan" in x.kernel)
 
 

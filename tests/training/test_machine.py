@@ -11,7 +11,7 @@ from headrace import InputError
 from headrace.cli import app as cli
 from headrace.training import machine, recipes
 from headrace.training.efficiency import efficiency, measured
-from headrace.training.model import build, counted
+from headrace.training.model import build, counted, recompute_blocks
 
 
 def recipe(**changes):
@@ -26,7 +26,7 @@ def test_estimated_memory_is_the_peak_of_a_step(changes):
     model = build(chosen).train()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     if chosen.recompute:
-        model.gradient_checkpointing_enable()
+        recompute_blocks(model)
     ids = torch.randint(0, chosen.vocab_size, (chosen.micro_batch, chosen.length))
 
     def step():

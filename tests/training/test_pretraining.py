@@ -255,6 +255,15 @@ def test_blocks_are_compiled_where_the_recipe_says_so(data, tmp_path):
         assert {block._compiled_call_impl is not None for block in trainer.model.model.backbone.layers} == {compiled}
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")  # of a name that transformers will remove
+def test_recomputed_blocks_are_trained_the_same(data, tmp_path):
+    kept, again = (train(data, tmp_path / str(on), tokens=128 * 2, recompute=on) for on in (False, True))
+    assert [block.gradient_checkpointing for block in again.model.model.backbone.layers] == [True, True]
+    assert not any(block.gradient_checkpointing for block in kept.model.model.backbone.layers)
+    for expected, parameter in zip(kept.model.parameters(), again.model.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_run_starts_from_a_checkpoint(data, prepared, tmp_path):
     train(data, tmp_path / "first", tokens=128 * 8, mixer="gla")
     first = tmp_path / "first" / "model"

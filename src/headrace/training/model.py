@@ -181,6 +181,12 @@ class _FusedAttention(TorchFunctionMode):
         return out if width == widest else out[..., :width]  # the CPU's takes values as wide as keys
 
 
+def recompute_blocks(model: HeadraceForCausalLM) -> None:
+    """Lets the backward compute each block again in place of keeping what it needs of it."""
+    # transformers has renamed the method, and will remove the old name
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+
+
 def _tokens(recipe: Recipe) -> int:
     """Number of tokens of a row in a process."""
     return recipe.length // recipe.context_parallel
@@ -199,7 +205,7 @@ def _kept_for_backward(model: HeadraceForCausalLM, recipe: Recipe) -> dict[str, 
         return x
 
     if recipe.recompute:
-        model.gradient_checkpointing_enable()
+        recompute_blocks(model)
     nn.Module.to(model, getattr(torch, recipe.precision))
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
     ids = torch.zeros(1, _tokens(recipe), dtype=torch.long)

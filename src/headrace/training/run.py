@@ -31,7 +31,7 @@ from ..data import Collator, PackedData, open_data, unigram_loss
 from ..hf.checkpoint import fetched
 from ..layers.blocks.compiled import compile_for_training, is_compiled, report_compiler_errors
 from ..utils.errors import InputError, reading
-from ..utils.extras import require
+from ..utils.extras import named, require
 from ..utils.integrity import CHECKSUMS, damage, finite, misfit, read_record, restored, write_json
 from ..utils.processes import handling
 from ..utils.provenance import claim, defaults
@@ -40,7 +40,7 @@ from .agreement import agreed, errors_in_all
 from .arguments import training_arguments
 from .card import baseline_sentence, can_draw, read_history, write_card
 from .machine import peak
-from .model import build, count, estimate
+from .model import build, count, estimate, recompute_blocks
 from .optimizer import optimizer
 from .processes import PARALLEL, TIMEOUT, check_launcher, grid, is_connection_error, unresponsive_processes
 from .recipes import FROM_DATA, OLD_FIELDS, About, Recipe
@@ -256,6 +256,8 @@ def make_trainer(recipe: Recipe, data: PackedData, settings: TrainingArguments) 
     settings.per_device_train_batch_size, settings.gradient_accumulation_steps = recipe.share(settings.world_size)
     with errors_in_all():
         model = build(recipe)
+    if recipe.recompute:
+        recompute_blocks(model)
     splits = recipe.shard > 1 or recipe.context_parallel > 1
     wanted = False if splits and recipe.compile is None else recipe.compile
     compile_for_training(model, wanted, cuda=torch.cuda.is_available(), packed=recipe.separate_documents)
@@ -316,7 +318,6 @@ def arguments(recipe: Recipe, folder: Path, trackers: str, timeout: int = TIMEOU
         recipe.warmup_steps,
         cpu,
         bf16=recipe.precision == "bfloat16",
-        activation_checkpointing=recipe.recompute,
         ddp_timeout=timeout,
         seed=recipe.seed,
         data_seed=recipe.seed,
@@ -361,7 +362,5 @@ def finish(trainer: HeadraceTrainer, recipe: Recipe, about: About, data: PackedD
         print_once(f"{folder} is the trained model: {result}. {baseline_sentence(loss, unigram)}")
         if not can_draw():
             curves = shlex.join(["headrace", "curves", str(folder.parent)])
-            print_once(
-                f'curves.png needs matplotlib, which is not installed: pip install "headrace[studies]"; then {curves}'
-            )
+            print_once(f"curves.png needs {named('studies')}; then {curves}")
         print_once(next_command(folder.parent, data))

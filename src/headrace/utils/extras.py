@@ -8,7 +8,7 @@ from .errors import InputError, reading
 
 # Import names. Each extra also installs the packages of the extras in INCLUDES.
 EXTRAS = {
-    "models": ("transformers", "huggingface_hub", "tokenizers", "accelerate"),
+    "models": ("transformers", "huggingface_hub", "tokenizers", "safetensors", "accelerate"),
     "studies": ("matplotlib", "jinja2", "scipy", "pandas", "yaml"),
     "train": ("datasets", "yaml"),
     "tensorboard": ("tensorboard",),
@@ -48,6 +48,12 @@ def packages(extras: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+def named(extras: str) -> str:
+    """Returns what a message says of extras that are not installed: their names, and the command that installs them."""
+    names = [f"[{extra}]" for extra in extras.split(",")]
+    return f'the extra{"s" * (len(names) > 1)} {" and ".join(names)}: pip install "headrace[{extras}]"'
+
+
 def require(who: str, *needed: str, extra: str | None = None) -> None:
     """Raises MissingPackage if `who` needs a package that is not installed.
 
@@ -57,10 +63,7 @@ def require(who: str, *needed: str, extra: str | None = None) -> None:
     absent = [name for name in needed if find_spec(name) is None]
     if absent:
         extra = extra or next(known for known, names in EXTRAS.items() if absent[0] in names)
-        are = "is" if len(absent) == 1 else "are"
-        raise MissingPackage(
-            f'{who} needs {", ".join(absent)}, which {are} not installed: pip install "headrace[{extra}]"'
-        )
+        raise MissingPackage(f"{who} needs {named(extra)}")
 
 
 def explain(who: str, error: ImportError) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from ....utils.device import constant, interpreted, is_hopper, may_round_float32, without_autocast
+from ....utils.extras import named
 from ...autograd import INSTEAD
 from ...call import Call
 from ...derivatives import first_order, transformed
@@ -38,7 +39,7 @@ def _not_installed() -> str | None:
     packages = "fla", "triton", "packaging", "einops"
     absent = [name for name in packages if util.find_spec(name) is None]
     if absent:
-        return f"{', '.join(absent)} cannot be imported; pip install 'headrace[gpu]' brings what it needs"
+        return f"it needs {named('gpu')}"
     try:
         installed = version("fla-core")
     except PackageNotFoundError:

@@ -1,0 +1,17 @@
+"""A plug-in of pytest that hides installed packages from every import, as if they were not installed:
+
+HEADRACE_WITHOUT=peft,openai python -m pytest -p without
+"""
+
+import importlib.machinery
+import os
+
+HIDDEN = set(os.environ.get("HEADRACE_WITHOUT", "").split(","))
+_find = importlib.machinery.PathFinder.find_spec
+
+
+def _find_spec(cls, name, *where):
+    return None if name.partition(".")[0] in HIDDEN else _find(name, *where)
+
+
+importlib.machinery.PathFinder.find_spec = classmethod(_find_spec)  # type: ignore[assignment]
