@@ -67,7 +67,7 @@ def block_sizes(
     BK, half = block(K, LARGEST_KEY), stored == torch.bfloat16
     if not half:  # tiles of as many numbers would not fit into shared memory
         gpu = gpu._replace(wide=False, stages=1, keeps=False)
-    timed = half and gpu.wide
+    timed = half and gpu.wide and gpu.large  # Hopper
     if kernel == "prepare":
         warps, stages = 4 if timed or not vector else 8, 1 if timed else gpu.stages
         return {"BK": min(BK, 32 if vector else 64), **_warps(warps, stages)}
