@@ -1,7 +1,10 @@
-"""The measurements of gpu_stages.py in docs/benchmarks.md, from results/gpu.csv: `python benchmarks/gpu_tables.py`."""
+"""The measurements on a GPU in docs/benchmarks.md: of gpu.py, from the last run in results/gpu_models.jsonl, and of
+gpu_stages.py, from results/gpu.csv. `python benchmarks/gpu_tables.py` prints them."""
 
+import json
 import re
 from collections import defaultdict
+from typing import Any
 
 import record
 from record import RESULTS, newest
@@ -46,22 +49,53 @@ def op(copy: float) -> str:
     return table(header, sorted(lines, key=lambda line: line[0]))
 
 
-def train() -> str:
-    rows = [
-        [subject.partition(" | ")[0], number(cell["parameters"], ",.0f"), number(cell["training"], ",.0f"),
-         number(cell["memory"], ",.0f")]
-        for (subject, _), cell in cells("train").items()
-    ]  # fmt: skip
-    return table(["", "parameters", "tokens/s", "MiB"], rows)
+def models() -> list[dict[str, Any]]:
+    """The rows of the last run of gpu.py that have a result; `model` is the name without its options."""
+    text = (RESULTS / "gpu_models.jsonl").read_text("utf-8")
+    rows = [json.loads(line) for line in text.splitlines()]
+    last = max(row["date"] for row in rows)
+    found = (row for row in rows if row["date"] == last and "name" in row and "failed" not in row)
+    return [row | {"model": ":".join(row["name"].split(":")[:2])} for row in found]
 
 
-def decode() -> str:
-    batches: dict[str, dict[str, str]] = defaultdict(dict)
-    for (subject, shape), cell in cells("decode").items():
-        batches[subject.replace(" | triton", "").replace(" | ", ", ")][shape] = number(cell["decoding"], ",.0f")
-    shapes = list(dict.fromkeys(shape for own in batches.values() for shape in own))
-    lines = [[name, *(own.get(shape, "") for shape in shapes)] for name, own in batches.items()]
-    return table(["tokens/s", *shapes], lines)
+def trained(rows: list[dict[str, Any]]) -> str:
+    """Training steps, headrace's compiled and FLA's."""
+    steps = {
+        row["model"]: row for row in rows if "ms" in row and (row["stage"] != "train" or "compiled" in row["name"])
+    }
+    lines = []
+    for name in (name for name in steps if name.startswith("headrace")):
+        ours, theirs = steps[name], steps.get(name.replace("headrace", "fla"))
+        beside = ["", "", ""]
+        if theirs is not None:
+            ratio = ours["tokens_per_second"] / theirs["tokens_per_second"]
+            beside = [f"{theirs['tokens_per_second']:,.0f}", f"{theirs['peak_gib']:.1f}", f"{ratio:.2f}"]
+        size = f"{ours['parameters'] / 1e6:.0f}M"
+        shown = f"{ours['tokens_per_second']:,.0f}", f"{ours['ms']:.0f}", f"{ours['peak_gib']:.1f}"
+        lines.append([name.partition(":")[2], size, *shown, *beside])
+    header = ["", "parameters", "tokens/s", "ms", "GiB", "FLA: tokens/s", "FLA: GiB", "tokens/s over FLA's"]
+    return table(header, sorted(lines))
+
+
+def profiled(rows: list[dict[str, Any]]) -> str:
+    """Device time of a training step by class."""
+    profiles = sorted((row["model"].replace(":", " "), row) for row in rows if "classes" in row)
+    kinds = ["products", "recurrence", "convolution", "elementwise", "copies", "optimizer"]
+    lines = []
+    for name, row in profiles:
+        ms = {kind: sum(x[0] for key, x in row["classes"].items() if key.startswith(kind)) for kind in kinds}
+        lines.append([name, f"{row['device_ms']:.0f}", *(f"{x:.1f}" for x in ms.values()), f"{row['launches']:,}"])
+    return table(["ms", "all", *kinds, "launches"], lines)
+
+
+def decoded(rows: list[dict[str, Any]]) -> str:
+    """Whole calls of `generate`."""
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for row in (row for row in rows if "batch" in row):
+        case = f"B={row['batch']}, {row['new']} tokens{', sampled' if row['sampled'] else ''}"
+        found[row["name"].replace(":", " ")][case] = f"{row['tokens_per_second']:,.0f}"
+    cases = list(dict.fromkeys(case for own in found.values() for case in own))
+    return table(["tokens/s", *cases], [[name, *(own.get(case, "") for case in cases)] for name, own in found.items()])
 
 
 def lines() -> list[str]:
@@ -69,12 +103,15 @@ def lines() -> list[str]:
     about = "{machine}, torch {torch}, Triton {triton}, commit {commit}, {date:.10}".format(**machine["copy"])
     copy, product = float(machine["copy"]["value"]), float(machine["product"]["value"])
     op_shape = next(iter(cells("op")))[1].partition(" ")[2]
-    train_shape = next(iter(cells("train")))[1]
+    rows = models()
+    run = "{machine}, torch {torch}, Triton {triton}, commit {commit}, {date:.10}".format(**rows[0])
     return [
-        f"{about}; bfloat16.", f"A copy moves {copy:,.0f} GB/s, a large product {product:.0f} TFLOP/s.",
+        f"{run}; whole models of 24 layers of width 1,024, bfloat16, FLA {rows[0]['fla']}.",
+        "", "Training steps of 4×4,096 tokens, loss and AdamW included, with compiled blocks:", "", trained(rows),
+        "", "Device time of such a step:", "", profiled(rows),
+        "", "Calls of `generate` after a prompt of 16 tokens, by a CUDA graph for headrace:", "", decoded(rows),
+        "", f"{about}; bfloat16. A copy moves {copy:,.0f} GB/s, a large product {product:.0f} TFLOP/s.",
         "", f"The op at [B, T, H, K, V] = {op_shape}:", "", op(copy),
-        "", f"Training steps of whole models, {train_shape}, not compiled, by the backend `triton`:", "", train(),
-        "", "Decoding by the backend `triton`, without and with a CUDA graph:", "", decode(),
     ]  # fmt: skip
 
 

@@ -26,7 +26,7 @@ KERNELS = ["prepare", "scan", "prepare", "scan", "reverse_scan", "gradients"]  #
 STACK = {
     **dict.fromkeys([("sm_90", family) for family in ("linear", "scalar", "delta", "gated-delta")], 0),
     ("sm_90", "vector"): 288, ("sm_90", "kda"): 584,
-    ("sm_100", "scalar"): 0, ("sm_100", "gated-delta"): 0, ("sm_100", "kda"): 272,
+    ("sm_100", "scalar"): 0, ("sm_100", "gated-delta"): 0, ("sm_100", "kda"): 0,
     ("sm_90", "normalized"): 0, ("sm_90", "bonus"): 0, ("sm_100", "bonus"): 0,
     ("sm_80", "vector"): 192,
     ("sm_120", "scalar"): 48, ("gfx942", "scalar"): 24, ("gfx942", "gated-delta"): 32,
