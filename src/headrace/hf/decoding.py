@@ -63,7 +63,7 @@ class Choice:
         ends = [each.eos_token_id.to(ids.device) for each in criteria if type(each) is EosTokenCriteria]
         self.ends = torch.cat(ends) if ends else None
         self.pads = any(hasattr(each, "eos_token_id") for each in criteria)
-        self.pad = config._pad_token_tensor.to(ids.device) if self.pads else None
+        self.pad: Any = config._pad_token_tensor.to(ids.device) if self.pads else None
         known = [each for each in criteria if type(each) is MaxLengthCriteria and each.max_position_embeddings is None]
         self.longest = min((each.max_length for each in known), default=None)
         self.others = StoppingCriteriaList(

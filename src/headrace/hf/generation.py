@@ -29,6 +29,7 @@ class HeadraceGenerationMixin(GenerationMixin):  # by this word in the name tran
     base_class: type
     forward: Any
     plain_forward: Any
+    engine: Any
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs):
         kind, sampled = generation_config.cache_implementation, generation_mode in ("sample", "greedy_search")

@@ -132,12 +132,12 @@ def capture(key: Any, model: Any, states: Any, token: Tensor, choice: Choice) ->
         return logits if included is None else included(None, logits), states
 
     kind, devices = token.device.type, [token.device] if token.is_cuda else []
-    autocast = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
+    dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
     # The memory of the graph serves generations with and without inference mode. The capture draws no random numbers,
     # and reads no weights that autocast has cast and will free.
     with (
         torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices),
-        torch.autocast(kind, **autocast, cache_enabled=False),
+        torch.autocast(kind, dtype, enabled, cache_enabled=False),
     ):  # fmt: skip
         own = [copied(state, contiguous) for state in states]
         try:
