@@ -121,9 +121,9 @@ def test_a_capture_does_not_fail_by_the_calls_of_other_threads(monkeypatch):
     assert given["capture_error_mode"] == "thread_local"
 
 
-NAMES = (
+NAMES = (  # mlstm and mamba3 ask for a value, not for lengths, and on a CPU alone: test_batched.py compiles both
     "softmax-gla", "gated-deltaproduct", "mesa", "log-linear-mamba2", "xpos-retnet", "residual-delta", "comba",
-    "gated-deltanet-2", "mlstm", "mamba3",
+    "gated-deltanet-2",
 )  # fmt: skip
 
 

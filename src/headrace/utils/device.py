@@ -50,11 +50,17 @@ def kept_on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(make)
     def made(*arguments: Any) -> Any:
         device = arguments[-1] if isinstance(arguments[-1], torch.device) else torch.get_default_device()
-        plain = device.type == "cpu" and (torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack())
+        plain = device.type == "cpu" and (torch.compiler.is_compiling() or not _without_values())
         return kept(*arguments) if plain else make(*arguments)
 
     made.forget = kept.cache_clear  # type: ignore[attr-defined]
     return made
+
+
+def _without_values() -> bool:
+    """Whether a mode is active whose tensors have no values, or are only recorded."""
+    kinds = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(kind) is not None for kind in (kinds.FAKE, kinds.PROXY, kinds.FUNCTIONAL))
 
 
 def constant(function: F) -> F:

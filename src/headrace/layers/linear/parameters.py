@@ -164,9 +164,7 @@ class LinearParameters(Mixer, HasBackend):
 
     @property
     def static_shapes(self) -> bool:
-        chunked = self.residual is not None or self.general is not None
-        scanned = self.spec.write.beta == "exp" or bool(self.spec.inputs.turns)
-        return not (chunked or scanned)  # which are laid out by the lengths of the sequences
+        return self.residual is None and self.general is None  # which are laid out by the lengths of the sequences
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...ops.derivatives import apply_function, first_order, refuse_transforms
-from ...ops.sequences import Sequences
+from ...ops.sequences import Sequences, avoid_sync
 
 NAME = "a scan over time"
 
@@ -63,8 +63,9 @@ ISOLATED = {affine_: affine_isolated_, tropical_: tropical_isolated_}
 
 def scan_packed_(a: Tensor, b: Tensor, join_: Callable[..., None] = affine_) -> None:
     """Computes `scan_` for packed sequences: a is 0 at their first tokens (−∞ for tropical_), and what is not finite in
-    a sequence does not reach the next. A compiled graph, which cannot ask for values, takes what holds for all."""
-    finite = not torch.compiler.is_compiling() and (b.is_meta or bool(b.sum().isfinite()))
+    a sequence does not reach the next. A compiled graph, which cannot ask for values, and a GPU, which would have to
+    wait, take what holds for all."""
+    finite = b.is_meta or (not avoid_sync(b) and bool(b.sum().isfinite()))
     scan_(a, b, join_ if finite else ISOLATED[join_])
 
 
