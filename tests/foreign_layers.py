@@ -167,7 +167,7 @@ LAYERS = {
 
 
 def heads(layer, x, names="qkv"):
-    return (F.linear(x, layer.part(name)).unflatten(-1, (H, -1)) for name in names)
+    return (F.linear(x, layer.part(name)).unflatten(-1, (layer.H, -1)) for name in names)
 
 
 def gated_norm(layer, out, x):

@@ -53,7 +53,7 @@ def test_model_loss_and_gradients_equal_one_process(results):
 
 
 def test_what_a_backward_computes_again_has_the_context_of_its_forward(results):
-    assert results["computed again"] < 1e-12
+    assert max(errors(results, "computed again")) < 1e-12
 
 
 def test_process_without_gradients_does_not_block_others(results):

@@ -307,7 +307,7 @@ def test_joint_gate_starts_as_the_backbone(name):
     y = joint(x)[0]
     assert relative(y, plain(x)[0]) <= 1e-12
     (gradient,) = torch.autograd.grad((y * torch.randn_like(y)).sum(), joint.write_competition.weight)
-    first, second, third = gradient.unflatten(0, (H, 3)).unbind(1)
+    first, second, third = gradient.unflatten(0, (joint.H, 3)).unbind(1)
     assert min(relative(first, second), relative(second, third), relative(third, first)) > 0.1
 
 

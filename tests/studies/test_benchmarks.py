@@ -328,8 +328,8 @@ def test_a_stage_of_models_goes_on_in_a_new_process_and_ends_in_time(tmp_path, c
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text("utf-8").splitlines()]
     found = [(row["stage"], row["name"], row.get("code", 0)) for row in rows]
     assert found == [
-        ("train", "first", 0), ("train", "broken", 0), ("train", "last", 0), ("train", "train", 0),
-        ("decode", "decode", None),
+        ("train", "first", 0), ("train", "broken", 0), ("train", "broken", 3), ("train", "last", 0),
+        ("decode", "endless", None),
     ]  # fmt: skip
     assert "failed" in rows[1] and all(row["commit"] == "abc" for row in rows)
     assert gpu.table(rows).count("tokens/s") == 2 and "FAILED" in gpu.table(rows)
@@ -361,7 +361,7 @@ def test_whole_models_are_rehearsed_on_the_cpu(monkeypatch):
         ("B", 1),
         ("T", 40),
         ("STEPS", 1),
-        ("NEW", (3,)),
+        ("CASES", ((False, 3), (True, 3))),
         ("BATCHES", (2,)),
     ):
         monkeypatch.setattr(gpu_models, name, value)

@@ -58,7 +58,7 @@ def test_a_newcomer_gets_its_row_beside_those_of_others_by_one_command(tiny, fol
     newcomer = ["--plugin", "fading.py", "--mixers", "fading-delta", "--board", board, "--output", "out"]
     assert run(monkeypatch, *newcomer) in (0, None)
     shown = capsys.readouterr().out
-    assert "fading-delta: 10 models to train, about 0 min with 1 worker" in shown
+    assert re.search(r"fading-delta: 10 models to train, about \d+ min with 1 worker", shown)
     rows = runs.read(Path("out", "leaderboard.csv"))
     assert [row["scores"]["accuracy"] for row in rows if row["mixer"] == "retnet"] == [0.75], "its text was another"
     own = [row for row in rows if row["mixer"] == "fading-delta"]

@@ -59,8 +59,10 @@ def others(file: Path | None) -> list[Row]:
 
 
 def definition(plan: dict[str, Any]) -> str:
-    """12 digits of a digest of a plan's JSON without its mixers."""
-    return digest({name: value for name, value in plan.items() if name not in ("mixers", "widths", "specs")})[:12]
+    """12 digits of a digest of a plan's JSON without its mixers, and without whether blocks are compiled."""
+    recipe = {name: value for name, value in plan["recipe"].items() if name != "compile"}
+    kept = {name: value for name, value in plan.items() if name not in ("mixers", "widths", "specs")}
+    return digest(kept | {"recipe": recipe})[:12]
 
 
 def definitions(plans: Iterable[dict[str, Any]]) -> dict[str, str]:

@@ -69,8 +69,7 @@ def read_checkpoint(path: str, device: str) -> Checkpoint:
 def read_model(path: str) -> Any:
     folder = Path(path)
     check_weights(folder)
-    if not folder.exists() and not could_be_on_the_hub(path):
-        raise InputError(f"{unreadable(path)}: expected a folder, or OWNER/NAME")
+    check_name(path)
     with reading(unreadable(path)):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if isinstance(config, HeadraceConfig) and folder.is_dir():
@@ -82,6 +81,12 @@ def read_model(path: str) -> Any:
     if missing := sorted(report["missing_keys"]):
         raise InputError(f"checkpoint {path!r} is not a causal language model: the weights of {missing[0]} are missing")
     return model
+
+
+def check_name(path: str) -> None:
+    """Raises InputError for what is no folder and no name of a model on the Hub."""
+    if not Path(path).exists() and not could_be_on_the_hub(path):
+        raise InputError(f"{unreadable(path)}: expected a folder, or OWNER/NAME")
 
 
 def unreadable(path: str) -> str:
@@ -99,6 +104,7 @@ def fingerprint(path: str) -> str:
 
 def snapshot(name: str) -> str:
     """The commit of a model of the Hub, which is a folder name in the Hub's cache."""
+    check_name(name)
     with reading(unreadable(name)):
         return Path(str(cached_file(name, CONFIG_NAME))).parent.name
 
