@@ -54,6 +54,8 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     gc.freeze()  # a collection no longer looks through libraries and tests
     gc.enable()
+    if utils := sys.modules.get("transformers.utils.import_utils"):
+        utils.is_torch_cuda_available()  # it is kept: a test that shows a GPU which is not there would decide for all
 
 
 def pytest_unconfigure():

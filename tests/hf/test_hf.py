@@ -412,7 +412,7 @@ def test_short_loop_generates_the_tokens_of_transformers(mixer, monkeypatch):
     monkeypatch.setattr(generation, "decode_loop", _noted(generation.decode_loop, short))
     result = tokens()
     assert len(short) == len(settings)
-    monkeypatch.setattr(generation, "is_plain_case", lambda *_: False)
+    monkeypatch.setattr(generation, "special_reason", lambda *_: "a test of it")
     assert all(torch.equal(x, y) for x, y in zip(result, tokens(), strict=True))
     assert len(short) == len(settings)
 
