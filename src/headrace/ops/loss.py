@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..utils.device import interpreted
+from ..utils.device import interpreted, is_hopper
 from .backends.triton import limits
 from .call import accumulator
 from .derivatives import check_transforms, first_order, transformed
@@ -85,8 +85,8 @@ def _in_pieces(hidden, weight, labels, d_hidden, d_weight) -> Tensor:
 
 
 def _has_kernel(hidden: Tensor) -> bool:
-    """Whether a Triton kernel computes the losses. PyTorch does where it compiles them into a graph."""
-    on_gpu = hidden.is_cuda or (interpreted() and hidden.is_cpu)
+    """Whether a Triton kernel computes the losses: on the GPUs that have run it, unless PyTorch compiles a graph."""
+    on_gpu = is_hopper(hidden.device) if hidden.is_cuda else interpreted()
     return on_gpu and hidden.dtype in limits.DTYPES and limits.missing() is None and not torch.compiler.is_compiling()
 
 
