@@ -1,5 +1,6 @@
 """The tensors of a checkpoint, read one at a time."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from math import prod
 from pathlib import Path
@@ -34,14 +35,14 @@ class Header(NamedTuple):
         return prod(self.shape)
 
 
-class Tensors:
+class Tensors(ABC):
     """The tensors of a checkpoint, of which `headers` says what they are."""
 
     headers: dict[str, Header]
 
+    @abstractmethod
     def tensors(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors with these names, one at a time and in any order."""
-        raise NotImplementedError
 
     def equal(self, *names: str) -> bool:
         """Whether two tensors have the same values."""
