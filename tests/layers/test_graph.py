@@ -250,6 +250,18 @@ def test_sampling_from_logits_that_are_no_numbers_fails(elsewhere):
         generated(model, ids, do_sample=True)
 
 
+def test_sampling_from_logits_that_are_no_numbers_fails_at_once_on_a_cpu():
+    class Streamer(list):
+        put, end = list.append, list.clear
+
+    model, ids, seen = build("gla"), tokens(1), Streamer()
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.nan)
+    with pytest.raises(RuntimeError, match="NaN or infinite"):
+        model.generate(ids, do_sample=True, max_new_tokens=9, pad_token_id=0, streamer=seen)
+    assert len(seen) <= 2  # the prompt, and a token
+
+
 def test_graph_is_refused_on_a_cpu_and_with_beams(tmp_path):
     model, ids = build("gla"), tokens(1)
     with pytest.raises(InputError, match="asks for a CUDA graph, and the model is on cpu"):

@@ -99,8 +99,8 @@ class Choice:
         return token
 
     def _sample(self, chances: Tensor) -> Tensor:
-        """The tokens of torch.multinomial by the same random numbers. Its check of the chances, which waits for the
-        device, is made once, by `finished`."""
+        """The tokens of torch.multinomial by the same random numbers. Its check of the chances, which waits for a
+        GPU, is made by `finished`, there once."""
         self.invalid |= ~(chances.amax() < torch.inf)
         return (chances / torch.empty_like(chances).exponential_()).argmax(-1)
 
@@ -112,7 +112,7 @@ class Choice:
         over = self.longest is not None and ids.shape[1] >= self.longest
         if not over and (self.others or self.ends is not None):
             over = not self.unfinished.any()
-        if over and self.sampled and self.invalid:
+        if self.sampled and (over or self.invalid.is_cpu) and self.invalid:
             raise RuntimeError("the model's logits have NaN or infinite values, and no token can be sampled")
         return over
 
