@@ -1,6 +1,7 @@
 """The measurements on a GPU in docs/benchmarks.md: of gpu.py, from the last run in results/gpu_models.jsonl, and of
 gpu_stages.py, from results/gpu.csv. `python benchmarks/gpu_tables.py` prints them."""
 
+import csv
 import json
 import re
 from collections import defaultdict
@@ -98,6 +99,28 @@ def decoded(rows: list[dict[str, Any]]) -> str:
     return table(["tokens/s", *cases], [[name, *(own.get(case, "") for case in cases)] for name, own in found.items()])
 
 
+# The block sizes that took the place of those in use, by shape and kernel, as results/gpu_kernels.csv has them.
+TAKEN = {
+    **{(shape, "prepare"): "num_warps=4 num_stages=1 BK=32" for shape in ("gla", "kda")},
+    **{(shape, "gradients"): "num_warps=4 num_stages=1 BK=16 BV=64" for shape in ("gla", "kda")},
+    **{(shape, "scan"): "num_warps=8 num_stages=2 BV=32" for shape in ("gla", "kda")},
+    ("mamba2", "gradients"): "num_warps=4 num_stages=1 BK=64 BV=64",
+    ("gated-deltanet", "scan"): "num_warps=8 num_stages=1 BV=64",
+}
+
+
+def kernels() -> str:
+    """Kernels whose block sizes were changed: times of a launch before and since, and how far results moved."""
+    with (RESULTS / "gpu_kernels.csv").open(newline="", encoding="utf-8") as file:
+        rows = {(row["shape"], row["launch"], row["sizes"]): row for row in csv.DictReader(file)}
+    lines = []
+    for (shape, launch, sizes), row in rows.items():
+        if sizes == TAKEN.get((shape, row["kernel"])) and (shape, launch) != ("gated-deltanet", "states"):
+            before = rows[shape, launch, ""]["ms"]
+            lines.append([shape, launch, sizes, f"{float(before):.3f}", f"{float(row['ms']):.3f}", row["difference"]])
+    return table(["", "launch", "sizes", "before, ms", "since, ms", "difference"], lines)
+
+
 def lines() -> list[str]:
     machine = cells("ceilings")["machine", "bfloat16"]
     about = "{machine}, torch {torch}, Triton {triton}, commit {commit}, {date:.10}".format(**machine["copy"])
@@ -110,6 +133,7 @@ def lines() -> list[str]:
         "", "Training steps of 4×4,096 tokens, loss and AdamW included, with compiled blocks:", "", trained(rows),
         "", "Device time of such a step:", "", profiled(rows),
         "", "Calls of `generate` after a prompt of 16 tokens, by a CUDA graph for headrace:", "", decoded(rows),
+        "", "Launches at these shapes whose block sizes were changed before that run:", "", kernels(),
         "", f"{about}; bfloat16. A copy moves {copy:,.0f} GB/s, a large product {product:.0f} TFLOP/s.",
         "", f"The op at [B, T, H, K, V] = {op_shape}:", "", op(copy),
     ]  # fmt: skip

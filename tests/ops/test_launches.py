@@ -11,6 +11,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import triton
 
 import dry
+import gpu_kernels
+import gpu_tables
 from headrace import Mixer, linear_attention
 from headrace.ops.backends.triton import block_sizes, op
 from headrace.ops.call import Call
@@ -173,3 +175,14 @@ def test_a_layer_launches_the_convolution_and_the_recurrence_alone(name):
         y.backward(torch.ones_like(y))
     assert [x.kernel for x in launched] == ["convolve", *KERNELS, "silu_backward", "convolve_backward"]
     assert all(x.code.stack == 0 for x in launched)
+
+
+@pytest.mark.parametrize(("name", "kernel"), gpu_tables.TAKEN)
+def test_block_sizes_are_those_that_were_fastest_on_an_h200(name, kernel):
+    """As docs/benchmarks.md says of training with 4 rows of 4,096 tokens."""
+    shape = gpu_kernels.SHAPES[name]
+    few = 2 * 4 * shape.H * -(-shape.V // 64) <= 132
+    h200 = block_sizes.GPU(False, True, 2, 132, True, False)
+    rule = shape.delta, shape.decay == 4
+    sizes = block_sizes.block_sizes(kernel, shape.K, shape.V, *rule, torch.bfloat16, True, h200, few)
+    assert gpu_kernels.parsed(gpu_tables.TAKEN[name, kernel]).items() <= sizes.items()
