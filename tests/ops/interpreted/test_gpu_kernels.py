@@ -7,10 +7,10 @@ from headrace.ops.backends.triton import launch
 
 
 def test_other_sizes_are_measured_beside_those_in_use(monkeypatch):
-    monkeypatch.setattr(gpu_kernels, "T", 70)  # two chunks
+    monkeypatch.setattr(gpu_kernels, "T", 20)
     monkeypatch.setattr(gpu_kernels, "B", 1)
     monkeypatch.setattr(triton.testing, "do_bench", lambda call, **_: (call(), 2.0)[1])
-    monkeypatch.setitem(gpu_kernels.SHAPES, "small", gpu_kernels.Shape(2, 1, 32, 32, 3, True))
+    monkeypatch.setitem(gpu_kernels.SHAPES, "small", gpu_kernels.Shape(1, 1, 32, 32, 3, True))
     grids, run = [], launch.Launcher.carry
     monkeypatch.setattr(
         launch.Launcher, "carry", lambda self, *x, **y: (grids.append(self.blocks("scan")), run(self, *x, **y))
