@@ -67,7 +67,7 @@ def test_slots_of_gated_slot_attention_and_abc_are_64():
 
 def test_number_of_heads_follows_from_the_nearest_width_that_divides():
     def at(total):
-        return heads_of_width(128, total, 3)
+        return heads_of_width(None, 128, total, 3)
 
     assert [at(total) for total in (512, 640, 1024, 4096)] == [4, 5, 8, 32]
     assert [at(total) for total in (520, 534, 576, 1000)] == [4, 6, 4, 8]  # heads of 130, 89, 144 and 125

@@ -295,10 +295,7 @@ class MixerSpec(Spec):
     # --- derived, never stored -----------------------------------------------------------------------------------
     def num_heads(self, hidden_size: int, default: int) -> int:
         """Returns the number of heads: `heads.count`, or that of `heads.width` at this hidden size, or `default`."""
-        heads = self.heads
-        if heads.count or not heads.width:
-            return heads.count or default
-        return heads_of_width(heads.width, heads.expand_v * hidden_size, default)
+        return heads_of_width(self.heads.count, self.heads.width, self.heads.expand_v * hidden_size, default)
 
     @property
     def memories_per_head(self) -> int:

@@ -69,9 +69,7 @@ class MatrixSpec(Spec):
 
     def num_heads(self, hidden_size: int, default: int) -> int:
         """Returns the number of heads: `count`, or that of `width` at this hidden size, or `default`."""
-        if self.count or not self.width:
-            return self.count or default
-        return heads_of_width(self.width, self.expand_v * hidden_size, default)
+        return heads_of_width(self.count, self.width, self.expand_v * hidden_size, default)
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """Returns (K, V), the key and value dimensions per head. Raises InputError for widths that do not divide."""

@@ -72,14 +72,14 @@ class Spec(Stateful):
         return flops and flops * math.prod(self.state_shapes(hidden_size, num_heads)["memory"])
 
 
-def heads_of_width(width: int, total: float, default: int) -> int:
-    """Returns the number of heads of about `width` channels into which `total` channels divide: that whose heads are
-    nearest to it in ratio. A model too narrow for FEWEST of them has `default` heads.
+def heads_of_width(count: int | None, width: int | None, total: float, default: int) -> int:
+    """Returns the number of heads: `count`, or that into which `total` channels divide so that heads are nearest to
+    `width` in ratio. Without both, and in a model too narrow for FEWEST heads of this width, it is `default`.
 
     Raises InputError if the channels divide only into heads under half or over twice the width."""
     total = round(total, 6)
-    if total < FEWEST * width:
-        return default
+    if count or not width or total < FEWEST * width:
+        return count or default
     near = [n for n in range(FEWEST, int(2 * total / width) + 1) if total % n == 0 and total <= 2 * n * width]
     if not near:
         raise InputError(
