@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -98,7 +99,7 @@ def gpu(name: str, configurations: int = 1) -> Iterator[list[Launch]]:
         OutOfResources: for a kernel that needs more shared memory than the GPU has.
     """
     launches: list[Launch] = []
-    active = Driver(GPUS[name], list(GPUS).index(name))
+    active = _driver(name)
     with ExitStack() as replaced:
         enter = replaced.enter_context
         enter(patch.dict(os.environ, {"TRITON_DEFAULT_FP_FUSION": os.environ.get("TRITON_DEFAULT_FP_FUSION", "1")}))
@@ -111,6 +112,11 @@ def gpu(name: str, configurations: int = 1) -> Iterator[list[Launch]]:
         enter(patch.object(JITFunction, "run", _recording(active, launches)))
         enter(patch.object(autotuner.Autotuner, "run", _tuning(configurations, launches)))
         yield launches
+
+
+@cache  # Triton keeps compiled kernels, and these the driver that launches them
+def _driver(name: str) -> Driver:
+    return Driver(GPUS[name], list(GPUS).index(name))
 
 
 def _torch_cuda(gpu: GPU) -> dict[str, Any]:

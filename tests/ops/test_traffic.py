@@ -35,7 +35,7 @@ def kept(block: Block, backend) -> int:
     torch._dynamo.reset()
     weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        torch.compile(block, backend=backend)(torch.randn(2, 64, 64, requires_grad=True))
+        torch.compile(block, backend=backend, fullgraph=True)(torch.randn(2, 64, 64, requires_grad=True))
     return sum(size for place, size in storages.items() if place not in weights)
 
 

@@ -26,6 +26,7 @@ from ...layers.base import Mixer
 from ...layers.blocks.moe import MixtureOfExperts
 from ...ops.call import accumulator
 from ...ops.checks import require
+from ...spec.linear import MixerSpec
 from ...spec.record import LARGEST
 from ...spec.serialize import to_json
 from ...utils.errors import InputError, nearest, reading
@@ -246,9 +247,10 @@ def _described(model: Any, name: str) -> tuple[Config, Model]:
 
 
 def _with_heads(config: Any) -> Any:
-    """The config with the number of heads as num_heads that all its mixers have, by sizes of their own."""
+    """The config with the number of heads as num_heads that all its mixers have, if widths of heads give it."""
     found = {spec.num_heads(config.hidden_size, config.num_heads) for spec in config.mixers}
-    if len(found) > 1:
+    by_width = any(isinstance(spec, MixerSpec) and spec.heads.width for spec in config.mixers)
+    if len(found) > 1 or not by_width:
         return config
     config = copy(config)
     layers = zoo.each_mixer(config.stack, lambda spec: replace(spec, heads=replace(spec.heads, width=None))).layers
