@@ -49,7 +49,7 @@ def steps(model: torch.nn.Module, device: str, way: str) -> list[torch.Tensor]:
     losses = []
     for batch in batches(device):
         with torch.autocast(device, torch.bfloat16, enabled=way == "autocast"):
-            loss = model(**batch, labels=batch["input_ids"], use_cache=False).loss
+            loss = model(**batch, labels=batch["input_ids"], skip_logits=True, use_cache=False).loss
         loss.backward()
         losses.append(loss.detach().double())
     gradients = [p.grad.double().flatten() for p in model.parameters() if p.grad is not None]

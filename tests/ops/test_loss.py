@@ -92,9 +92,9 @@ def test_training_loss_and_gradients_equal_transformers(shift, count):
     model, ids, labels = build("gla"), tokens(2), labelled(shift)
     options = labels | ({} if count is None else {"num_items_in_batch": count})
     gradients = []
-    for keep in (None, 0):
-        output = model.train()(ids, logits_to_keep=keep, **options)
-        assert (output.logits is None) == (keep is None)
+    for skipped in (True, False):
+        output = model.train()(ids, skip_logits=skipped, **options)
+        assert (output.logits is None) == skipped
         model.zero_grad()
         output.loss.backward()
         gradients.append([output.loss.detach(), *(p.grad.clone() for p in model.parameters())])
@@ -115,7 +115,7 @@ def test_batch_without_labels_has_loss_0_and_zero_gradients(name, count):
     ):
         for mask in (None, torch.zeros_like(ids)):
             model.zero_grad()
-            loss = model(ids, mask, **labels, **options).loss
+            loss = model(ids, mask, skip_logits=True, **labels, **options).loss
             loss.backward()
             assert loss == 0 and all((p.grad == 0).all() for p in model.parameters() if p.grad is not None)
             assert model.lm_head.weight.grad is not None
@@ -129,15 +129,17 @@ def test_part_of_a_label_divides_the_loss():
     close(model(ids, labels=labels, num_items_in_batch=torch.tensor(0.5)).loss, 2 * whole)
 
 
-def test_logits_are_returned_unless_training():
-    model, ids, labels = build("gla"), tokens(2), labelled()
+@pytest.mark.parametrize("training", [False, True])
+def test_logits_are_returned_unless_skipped(training):
+    model, ids, labels = build("gla").train(training), tokens(2), labelled()
     whole = model(ids, **labels)
-    assert whole.logits.shape[1] == ids.shape[1]
+    assert torch.equal(whole.logits, model(ids).logits)
+    assert model(ids, skip_logits=True, **labels).logits is None
+    assert torch.equal(model(ids, skip_logits=True).logits, whole.logits)  # nothing to compute but logits
     close(model(ids, logits_to_keep=2, **labels).logits, whole.logits[:, -2:])
     close(model(ids, logits_to_keep=torch.tensor([3, 1]), **labels).logits, whole.logits[:, [3, 1]])
     for keep in (2, torch.tensor([3, 1]), torch.arange(ids.shape[1]).flip(0)):
         assert relative(model(ids, logits_to_keep=keep, **labels).loss, whole.loss) < 1e-6
-    assert model.train()(ids).logits is not None
 
 
 def test_replaced_head_or_loss_is_used():
@@ -146,6 +148,7 @@ def test_replaced_head_or_loss_is_used():
             return 2 * super().forward(x)
 
     model, ids, labels = build("gla").train(), tokens(2), labelled()
+    labels["skip_logits"] = True
     plain = model(ids, **labels).loss
     louder = Louder(model.lm_head.in_features, model.lm_head.out_features, bias=False).double()
     louder.weight, model.lm_head = model.lm_head.weight, louder

@@ -271,6 +271,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor | None = None,
+        skip_logits: bool = False,
         cu_seqlens: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
@@ -282,8 +283,10 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
         Args:
             labels: [B, T]; the model shifts them. −100 is ignored. In a pack, the first label of each sequence must be
                 −100.
-            logits_to_keep: the number of last positions, or the positions, with logits. 0: all; None: all, or none in
-                training with labels (`logits` is None). The loss is always over all positions.
+            logits_to_keep: the number of last positions, or the positions, with logits; None, 0: all. The loss is over
+                all positions in any case.
+            skip_logits: with labels, whether `logits` is None. The loss is then computed from pieces of the logits,
+                without the memory of [B, T, vocabulary].
             loss_kwargs: `num_items_in_batch`, by which the loss is divided; `shift_labels` in place of labels;
                 the other arguments of HeadraceModel.
 
@@ -321,7 +324,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
         for name, target in targets.items():
             if target is not None and target.shape != hidden.shape[:2]:  # a sentence of sizes would break a graph
                 raise InputError(f"{name} has shape {list(target.shape)}; expected {list(hidden.shape[:2])}")
-        if logits_to_keep is not None or not (labelled and self.training):
+        if not (labelled and skip_logits):
             kept = isinstance(logits_to_keep, Tensor) or logits_to_keep is None or logits_to_keep >= 0
             require(kept, f"logits_to_keep={logits_to_keep}; expected at least 0, or a tensor of positions")
             keep = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-(logits_to_keep or 0), None)

@@ -67,6 +67,9 @@ class HeadraceTrainer(Trainer):
         step = self.args.train_batch_size * self.args.gradient_accumulation_steps * readers
         return EpochOrder(self, rows, len(rows) // step, step)
 
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return super().compute_loss(model, {**inputs, "skip_logits": True}, *args, **kwargs)
+
     # --- rows that several processes share ---------------------------------------------------------------------------
 
     def get_cp_size(self) -> int:
@@ -122,7 +125,7 @@ class HeadraceTrainer(Trainer):
                 watch.labelled = batch["labels"] != IGNORED
                 count = answers(batch).sum()
                 with self.compute_loss_context_manager():
-                    loss = model(**batch, use_cache=False).loss  # with a cache, long rows are read in pieces
+                    loss = model(**batch, skip_logits=True, use_cache=False).loss  # a cache would split long rows
                 total += torch.stack([loss.double() * count, count.double()])
         return self.accelerator.reduce(total, "sum"), watch.summary()
 
@@ -342,5 +345,5 @@ def first_not_finite(model: nn.Module, batch: dict[str, Any]) -> str:
     with ExitStack() as hooks, torch.no_grad():
         for i, block in enumerate(module for module in model.modules() if isinstance(module, Block)):
             hooks.enter_context(block.register_forward_hook(partial(check_output, i)))
-        model(**batch)
+        model(**batch, skip_logits=True)
     return f"layer {min(layers)}" if layers else "the output"

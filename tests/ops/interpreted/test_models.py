@@ -32,7 +32,7 @@ def model(mixer):
 
 def outputs(made, ids, mask):
     """The loss, its gradients to all parameters, and the logits of tokens that are generated after a padded prompt."""
-    loss = made.train()(ids, labels=ids, attention_mask=mask).loss
+    loss = made.train()(ids, labels=ids, attention_mask=mask, skip_logits=True).loss
     gradients = torch.autograd.grad(loss, [p for p in made.parameters() if p.requires_grad], allow_unused=True)
     out = made.eval().generate(
         ids[:, :6], attention_mask=mask[:, :6], max_new_tokens=NEW, do_sample=False, pad_token_id=0, output_logits=True,

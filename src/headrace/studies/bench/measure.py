@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...hf import HeadraceForCausalLM
 from ...utils import plugins
 from ...utils.errors import InputError
 from .decoding import Decoder
@@ -128,10 +129,11 @@ def resident(field: str) -> int:
 class Step:
     def __init__(self, model: nn.Module):
         self.model = model.train()
+        self.memory = {"skip_logits": True} if isinstance(model, HeadraceForCausalLM) else {}
         self.optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
     def run(self, tokens: Tensor) -> None:
-        self.model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        self.model(input_ids=tokens, labels=tokens, use_cache=False, **self.memory).loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 

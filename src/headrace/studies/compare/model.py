@@ -48,11 +48,12 @@ class CausalModel(nn.Module):
 
     def forward(self, input_ids: Tensor, shift_labels: Tensor, attention_mask: Tensor | None = None):
         """input_ids [B, T] or [B, T, channels] (negative: no token), shift_labels and attention_mask [B, T]."""
-        labels = {"labels": shift_labels, "shift_labels": shift_labels, "attention_mask": attention_mask}
+        others: dict[str, Any] = {"attention_mask": attention_mask, "skip_logits": self.training}
+        others |= {"labels": shift_labels, "shift_labels": shift_labels}
         if input_ids.dim() == 2:
-            return self.lm(input_ids=input_ids, **labels)
+            return self.lm(input_ids=input_ids, **others)
         embedded = self.lm.get_input_embeddings()(input_ids.clamp_min(0))
-        return self.lm(inputs_embeds=(embedded * (input_ids >= 0)[..., None]).sum(2), **labels)
+        return self.lm(inputs_embeds=(embedded * (input_ids >= 0)[..., None]).sum(2), **others)
 
 
 class CompleteModel(nn.Module):
