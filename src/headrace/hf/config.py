@@ -45,14 +45,13 @@ ELSEWHERE = {
 # The code in a saved folder for processes that do not import headrace, and the classes that transformers finds there.
 CODE = '''"""For transformers with trust_remote_code=True. It needs headrace: pip install ".[models]" in a checkout."""
 
-from headrace.hf import HeadraceConfig, HeadraceForCausalLM, HeadraceModel
-
-__all__ = ["HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel"]
+from headrace.hf import *  # noqa: F403
 '''
+HEADS = ("CausalLM", "SequenceClassification", "TokenClassification", "QuestionAnswering")
 AUTO_MAP = {
     "AutoConfig": "modeling_headrace.HeadraceConfig",
     "AutoModel": "modeling_headrace.HeadraceModel",
-    "AutoModelForCausalLM": "modeling_headrace.HeadraceForCausalLM",
+    **{f"AutoModelFor{head}": f"modeling_headrace.HeadraceFor{head}" for head in HEADS},
 }
 
 
