@@ -10,14 +10,14 @@ from transformers import DataCollatorWithFlattening, DynamicCache
 
 from headrace import Mixer as layer_of
 from headrace import zoo
-from headrace.hf import HeadraceCache, generation
+from headrace.hf import HeadraceCache, HeadraceForCausalLM, generation
 from headrace.hf.cache import NAME
 from headrace.layers.base import Mixer
 from headrace.layers.blocks import stack
 from headrace.layers.blocks.moe import MixtureOfExperts
 from headrace.models.encoder_decoder import valid_tokens
 from headrace.utils.errors import InputError
-from tiny import MIXERS, SIZES, T, build, close, tokens
+from tiny import EVERY, MIXERS, SIZES, T, build, close, config, tokens
 
 
 @pytest.fixture(params=MIXERS)
@@ -342,6 +342,17 @@ def test_gradient_checkpointing_changes_no_gradient(model, reentrant):
             close(again[name], gradient, 1e-12)
         else:
             assert torch.equal(again[name], gradient), name
+
+
+@pytest.mark.parametrize("mixer", EVERY)
+@pytest.mark.filterwarnings("ignore")  # of gates that cannot act
+def test_what_is_kept_in_float32_is_in_the_model(mixer):
+    with torch.device("meta"):
+        model = HeadraceForCausalLM(config(mixer))
+    for part in (model, model.model):
+        kept = part._keep_in_fp32_modules_strict
+        assert bool(kept) is any("router" in name for name, _ in part.named_parameters())
+        assert all(any(each in name for name in part.state_dict()) for each in kept)
 
 
 @pytest.mark.parametrize("mixer", MIXERS)

@@ -45,6 +45,12 @@ class HeadracePreTrainedModel(PreTrainedModel):
     _is_stateful = False  # to transformers: a model whose cache cannot go back
     _keep_in_fp32_modules_strict = ["choice_bias", "mlp.router"]  # noqa: RUF012
 
+    def post_init(self) -> None:
+        """As in transformers, which expects what it keeps in float32 to be in the model: here, where it has experts."""
+        super().post_init()
+        names, kept = list(self.state_dict()), self._keep_in_fp32_modules_strict
+        self._keep_in_fp32_modules_strict = {part for part in kept if any(part in name for name in names)}
+
     def _init_weights(self, module: nn.Module) -> None:
         initialize(module, self.config.initializer_range)
 
