@@ -141,7 +141,7 @@ def padding_last(run: Callable[..., tuple[Tensor, Any]], x: Tensor, state: Any, 
         return x, state
     order = mask.logical_not().flatten().to(torch.uint8).argsort(stable=True)
     pack = zeroed(x, mask).flatten(0, 1)[order][None]
-    ends = F.pad(F.pad(mask.sum(1).cumsum(0), (1, 0)), (0, 1), value=N)
+    ends = F.pad(torch.cat([mask.sum(1), mask.logical_not().sum()[None]]).cumsum(0), (1, 0))
     if state is not None:
         state = type(state)(*(None if y is None else torch.cat([y, y.new_zeros(1, *y.shape[1:])]) for y in state))
     y, state = run(pack, state, Sequences(pack, ends))
