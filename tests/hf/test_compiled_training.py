@@ -23,9 +23,13 @@ def padded(length):
 
 
 def packed(length):
+    """As transformers' DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes it."""
     inner = torch.tensor([0, 3, 5, length][: 3 + length % 2])
     ids = tokens(1, length)
-    return {"input_ids": ids, "cu_seqlens": torch.cat([inner[:-1], inner.new_tensor([length])]), "labels": ids}
+    bounds = torch.cat([inner[:-1], inner.new_tensor([length])]).int()
+    places = torch.cat([torch.arange(n) for n in bounds.diff().tolist()])[None]
+    flash = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds.clone(), "max_length_q": length, "max_length_k": length}
+    return {"input_ids": ids, "position_ids": places, "labels": ids, **flash}
 
 
 @pytest.mark.slow(seconds=15)

@@ -16,11 +16,11 @@ from transformers.utils import can_return_tuple
 from ..layers.base import Mixer
 from ..layers.blocks.block import Block
 from ..layers.blocks.stack import Backbone, initialize
-from ..layers.packing import flash_bounds, pack_rows, padding_mask, sequences
+from ..layers.packing import check_marks, flash_bounds, pack_rows, padding_mask, sequences
 from ..layers.quantized import Int8Linear
 from ..layers.tensor_parallel import cuts_of, read_plan, tensor_parallel, whole_state_dict
 from ..ops.checks import as_bounds, require
-from ..ops.sequences import Sequences
+from ..ops.sequences import Sequences, avoid_sync
 from ..utils.errors import InputError
 from ..utils.integrity import seal, unseal
 from .cache import NAME as CACHE
@@ -43,7 +43,7 @@ class HeadracePreTrainedModel(PreTrainedModel):
     _no_split_modules = ["HeadraceBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
     _is_stateful = False  # to transformers: a model whose cache cannot go back
-    _keep_in_fp32_modules_strict = ["choice_bias", "mlp.router"]  # noqa: RUF012
+    _keep_in_fp32_modules_strict: Any = ["choice_bias", "mlp.router"]  # noqa: RUF012
 
     def post_init(self) -> None:
         """As in transformers, which expects what it keeps in float32 to be in the model: here, where it has experts."""
@@ -228,6 +228,9 @@ def _packed(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """(x, attention_mask, cu_seqlens) with the sequences of position_ids or seq_idx as a pack; seen: cached tokens."""
     padding_mask(attention_mask, x, False, seen)  # checks the shape
+    if cu_seqlens is not None and not seen and avoid_sync(x):
+        check_marks(x, position_ids, seq_idx, cu_seqlens)
+        return x, attention_mask, cu_seqlens
     rows, cu_seqlens = pack_rows(
         x, sequences(x, position_ids, seq_idx, attention_mask, seen), attention_mask, cu_seqlens
     )

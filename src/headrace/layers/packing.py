@@ -96,6 +96,20 @@ def sequences(
     return bounds
 
 
+def check_marks(x: Tensor, position_ids: Tensor | None, seq_idx: Tensor | None, cu_seqlens: Tensor) -> None:
+    """Checks on the device of x [1, T, D] that positions and indices [1, T] mark the sequences of cu_seqlens, so that
+    nothing waits for their values; they are compared where all sequences have tokens."""
+    pack, expected = Sequences.of(x, cu_seqlens), "expected the sequences of cu_seqlens"
+    for name, marks in (("position_ids", position_ids), ("seq_idx", seq_idx)):
+        if marks is not None:
+            require(marks.shape == x.shape[:2], f"{name} is not of shape [1, T]; {expected}")
+    if position_ids is not None:
+        torch._assert_async((position_ids == pack.within).all(), f"position_ids mark other sequences; {expected}")
+    if seq_idx is not None:
+        same = (seq_idx.diff() != 0) == (pack.owner.diff() != 0)
+        torch._assert_async(same.all(), f"seq_idx marks other sequences; {expected}")
+
+
 def pack_rows(
     x: Tensor, bounds: Tensor | None, attention_mask: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
@@ -119,8 +133,14 @@ def flash_bounds(arguments: dict[str, Any]) -> Tensor | None:
     """Removes the FlashAttention arguments of transformers' collators from `arguments`, and returns the cu_seqlens."""
     names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
     q, k, *_ = (arguments.pop(name, None) for name in names)
-    same = q is k or (q is not None and k is not None and torch.equal(q, k))
-    require(same, "cu_seq_lens_k differs from cu_seq_lens_q; expected the same sequences for both")
+    both = "cu_seq_lens_k differs from cu_seq_lens_q; expected the same sequences for both"
+    if q is k:
+        return q
+    require(q is not None and k is not None and q.shape == k.shape, both)
+    if avoid_sync(q):
+        torch._assert_async((q == k).all(), both)
+    else:
+        require(torch.equal(q, k), both)
     return q
 
 
