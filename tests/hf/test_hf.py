@@ -344,6 +344,22 @@ def test_gradient_checkpointing_changes_no_gradient(model, reentrant):
             assert torch.equal(again[name], gradient), name
 
 
+@torch.no_grad()
+def test_marks_beside_bounds_are_compared_without_a_wait(monkeypatch):
+    """As on a GPU and in a graph that is compiled."""
+    monkeypatch.setattr("headrace.hf.model.avoid_sync", lambda x: True)
+    model, ids, bounds = build("gla"), tokens(1), torch.tensor([0, 4, T])
+    places = torch.cat([torch.arange(4), torch.arange(T - 4)])[None]
+    numbers = (torch.arange(T) >= 4).long()[None] * 3
+    expected = model(ids, cu_seqlens=bounds).logits
+    assert torch.equal(model(ids, position_ids=places, seq_idx=numbers, cu_seqlens=bounds).logits, expected)
+    for name, wrong in {"position_ids": torch.arange(T)[None], "seq_idx": numbers.flip(1)}.items():
+        with pytest.raises(RuntimeError, match=f"{name} marks? other sequences; expected the sequences of cu_seqlens"):
+            model(ids, cu_seqlens=bounds, **{name: wrong})
+        with pytest.raises(InputError, match=f"{name} is not of shape"):
+            model(ids, cu_seqlens=bounds, **{name: wrong[:, 1:]})
+
+
 @pytest.mark.parametrize("mixer", EVERY)
 @pytest.mark.filterwarnings("ignore")  # of gates that cannot act
 def test_what_is_kept_in_float32_is_in_the_model(mixer):
