@@ -65,6 +65,4 @@ BACKEND = Backend(
     about=lambda: f"C++, {native.instructions}",
     linear_attention=Kernel(_run, _unsupported_reason, extras=("bonus", "normalize")),
     step=Kernel(_step, _unsupported_step, prepare=step.prepare),
-    # The size of what the operator keeps for its backward is not known from shapes, which breaks a graph.
-    on_request=lambda *arguments: torch.compiler.is_compiling(),
 )
