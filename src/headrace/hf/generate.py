@@ -15,7 +15,7 @@ from ..ops.checks import require
 from ..utils.device import on_device
 from ..utils.errors import InputError
 from ..utils.extras import reading_tokenizer
-from ..utils.integrity import short
+from ..utils.integrity import check_files, short
 from .cache import NAME as CACHE
 from .cache import HeadraceCache
 from .checkpoint import check_backend, load
@@ -168,6 +168,7 @@ def read_tokenizer(checkpoint: Path | str) -> Any:
     """The tokenizer of a checkpoint: a Path is a folder, a string a folder or a name on the Hub. InputError if there is
     none that can be read."""
     local = isinstance(checkpoint, Path)
+    check_files(Path(checkpoint))
     with reading_tokenizer(f"checkpoint {str(checkpoint)!r} has no readable tokenizer; expected a tokenizer.json"):
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=local, trust_remote_code=False)
         tokenizer.decode(tokenizer("It was").input_ids)  # some fields of tokenizer_config.json are read only now
