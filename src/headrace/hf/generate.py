@@ -21,8 +21,8 @@ from .cache import HeadraceCache
 from .checkpoint import check_backend, load
 from .state_file import check_new, load_state, save_state
 
-# Fields of a GenerationConfig that ask for another search than sampling or greedy search, or for another result than the
-# text after a whole prompt, with the values that do not.
+# Fields of a GenerationConfig that ask for another search than sampling or greedy search, or for another result than
+# the text after a whole prompt, with the values that do not.
 OTHER_SEARCHES = {
     "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "penalty_alpha": 0, "dola_layers": None,
     "constraints": None, "force_words_ids": None, "token_healing": False, "use_mtp": False, "is_assistant": False,
@@ -101,7 +101,7 @@ def _leave_out_other_searches(settings: GenerationConfig) -> None:
     unused = {name: value for name, value in asked.items() if value not in (None, OTHER_SEARCHES[name])}
     if unused:
         listed = ", ".join(f"{name}={short(value)}" for name, value in unused.items())
-        print(f"generation_config.json has {listed}: not used, as one text is generated, token by token", file=sys.stderr)
+        print(f"not used of generation_config.json, as one text is generated: {listed}", file=sys.stderr)
     settings.update(**dict.fromkeys(unused))
 
 
