@@ -15,7 +15,10 @@ import torch.multiprocessing as mp
 from headrace import InputError
 
 # Imported once, by the process from which all others are forked. A part whose extra is not installed is left out.
-SHARED = ["headrace.hf", "headrace.cli.app", "headrace.training.run", "headrace.studies.compare.arm"]
+SHARED = [
+    "headrace.hf", "headrace.serving.tokenizing", "headrace.cli.app", "headrace.training.run",
+    "headrace.studies.compare.arm",
+]  # fmt: skip
 
 
 def forked():
@@ -46,19 +49,22 @@ def _process(rank, world, folder, port, function, arguments):
     dist.destroy_process_group()
 
 
-def command(folder, *words, largest=None):
+def command(folder, *words, largest=None, descriptors=None):
     """Starts `headrace WORDS` in a session of its own, with what it says in the files `out` and `err` of a folder.
-    largest: bytes beyond which it cannot write a file, those two among them."""
-    process = forked().Process(target=_command, args=(folder, largest, *words))
+    largest: bytes beyond which it cannot write a file, those two among them. descriptors: number of files that it may
+    have open."""
+    limits = {resource.RLIMIT_FSIZE: largest, resource.RLIMIT_NOFILE: descriptors}
+    process = forked().Process(target=_command, args=(folder, limits, *words))
     process.start()
     return process
 
 
-def _command(folder, largest, *words):
+def _command(folder, limits, *words):
     os.setsid()
     begin()
-    if largest is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
+    for kind, most in limits.items():
+        if most is not None:
+            resource.setrlimit(kind, (most, most))
     # In a job in the background, whose shell has it ignore the signal, this hears SIGINT all the same.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream, name in ((1, "out"), (2, "err")):
