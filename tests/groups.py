@@ -49,22 +49,19 @@ def _process(rank, world, folder, port, function, arguments):
     dist.destroy_process_group()
 
 
-def command(folder, *words, largest=None, descriptors=None):
+def command(folder, *words, largest=None):
     """Starts `headrace WORDS` in a session of its own, with what it says in the files `out` and `err` of a folder.
-    largest: bytes beyond which it cannot write a file, those two among them. descriptors: number of files that it may
-    have open."""
-    limits = {resource.RLIMIT_FSIZE: largest, resource.RLIMIT_NOFILE: descriptors}
-    process = forked().Process(target=_command, args=(folder, limits, *words))
+    largest: bytes beyond which it cannot write a file, those two among them."""
+    process = forked().Process(target=_command, args=(folder, largest, *words))
     process.start()
     return process
 
 
-def _command(folder, limits, *words):
+def _command(folder, largest, *words):
     os.setsid()
     begin()
-    for kind, most in limits.items():
-        if most is not None:
-            resource.setrlimit(kind, (most, most))
+    if largest is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
     # In a job in the background, whose shell has it ignore the signal, this hears SIGINT all the same.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream, name in ((1, "out"), (2, "err")):
