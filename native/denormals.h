@@ -12,10 +12,23 @@
 // Sets the thread's flags while it lives, and puts back what was there.
 class FlushDenormals {
 public:
-    FlushDenormals() : before_(flags()) { set(before_ | FLUSH); }
+    FlushDenormals() : before_(flags()) {
+        latest_ = before_;
+        set(before_ | FLUSH);
+    }
     ~FlushDenormals() { set(before_); }
     FlushDenormals(const FlushDenormals&) = delete;
     FlushDenormals& operator=(const FlushDenormals&) = delete;
+
+    // Calls f with the flags that were there. A thread inherits the flags of the thread that starts it, so whatever may
+    // start threads of others, which live on after the call, is called like this.
+    template <class F>
+    static void paused(F f) {
+        const Flags during = flags();
+        set(latest_);
+        f();
+        set(during);
+    }
 
 private:
 #if defined(__SSE2__)
@@ -39,4 +52,5 @@ private:
     static void set(Flags) {}
 #endif
     const Flags before_;
+    static inline thread_local Flags latest_ = 0;  // what the thread's last FlushDenormals found
 };

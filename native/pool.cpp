@@ -217,7 +217,7 @@ bool run_units(std::int64_t units, int threads, std::size_t bytes, const Body& b
     const auto on_each = parallel.load();
     if (most > 1 && on_each) {
         Shared shared{all, {most}};
-        on_each(Shared::join, &shared, 0, 0);
+        FlushDenormals::paused([&] { on_each(Shared::join, &shared, 0, 0); });
     } else if (most > 1) {
         current().run(all, static_cast<std::size_t>(most - 1));
     }
@@ -230,7 +230,7 @@ void run_team(int threads, const std::function<void(Team&, int)>& body) {
     const auto on_each = parallel.load();
     if (threads > 1 && on_each) {
         Together together{body, threads};
-        on_each(Together::join, &together, 0, 0);
+        FlushDenormals::paused([&] { on_each(Together::join, &together, 0, 0); });
     } else if (threads > 1) {
         current().run(threads, body);
     } else {

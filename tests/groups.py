@@ -15,7 +15,10 @@ import torch.multiprocessing as mp
 from headrace import InputError
 
 # Imported once, by the process from which all others are forked. A part whose extra is not installed is left out.
-SHARED = ["headrace.hf", "headrace.cli.app", "headrace.training.run", "headrace.studies.compare.arm"]
+SHARED = [
+    "headrace.hf", "headrace.serving.tokenizing", "headrace.cli.app", "headrace.training.run",
+    "headrace.studies.compare.arm",
+]  # fmt: skip
 
 
 def forked():

@@ -7,10 +7,12 @@ from contextlib import contextmanager
 import openai
 import uvicorn
 
+import groups
 import tiny
 from headrace.data.tokenizer import byte_level
 from headrace.hf import HeadraceForCausalLM
 from headrace.serving import Limits, application, settings
+from headrace.serving.access import LOCAL
 
 ASCII = 94  # tokens; beyond them a random model writes bytes that are no text
 ENDLESS = 10**6  # tokens, which take many minutes: a test that ends did not wait for them
@@ -30,9 +32,10 @@ def save(folder, vocab_size, template=None, mixer="softmax-gla", **changes):
 
 
 @contextmanager
-def serving(checkpoint, name=None, **limits):
+def serving(checkpoint, name=None, access=LOCAL, **limits):
     """The base of the URLs of a server in a thread."""
-    app = application(checkpoint, Limits(**{"prompt": 64, "tokens": ENDLESS, **limits}), name=name)
+    groups.forked()  # imports for the process of the tokenizer
+    app = application(checkpoint, Limits(**{"prompt": 64, "tokens": ENDLESS, **limits}), name=name, access=access)
     server = uvicorn.Server(settings(app, port=0, log_level="critical"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -47,6 +50,15 @@ def serving(checkpoint, name=None, **limits):
     thread.join()
 
 
-def connect(base):
+def connect(base, key="none"):
     # Fifty at once on a busy machine wait for each other.
-    return openai.OpenAI(base_url=f"{base}/v1", api_key="none", timeout=600, max_retries=0)
+    return openai.OpenAI(base_url=f"{base}/v1", api_key=key, timeout=600, max_retries=0)
+
+
+def started(server, folder):
+    """The base of the URLs of a `command`, which it says when it can be asked."""
+    said = folder / "out"
+    while not said.exists() or "\n" not in said.read_text():
+        assert server.is_alive(), (folder / "err").read_text()
+        time.sleep(0.05)
+    return said.read_text().splitlines()[0].split()[-1].removesuffix("/v1")

@@ -199,6 +199,54 @@ def test_hostile_tokenizers_are_refused_or_loaded(tmp_path):
         path.write_text(own)
 
 
+READERS = {"ours": load, "llama": import_checkpoint}
+needs_pipes = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")
+
+
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize("place", ["../outside.safetensors", "{folder}/../outside.safetensors"])
+def test_index_of_weights_cannot_name_files_outside_the_folder(kind, place, folders, tmp_path):
+    folder = shutil.copytree(folders[kind], tmp_path / kind, ignore=shutil.ignore_patterns("checksums.json"))
+    (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    names = load_file(tmp_path / "outside.safetensors")
+    place = place.format(folder=folder)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, place)}))
+    assert f"names {place!r}, which is outside the folder" in refused(lambda: READERS[kind](folder))
+
+
+@needs_pipes
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize("name", ["model.safetensors", "part/weights.safetensors", "generation_config.json"])
+def test_pipes_in_a_folder_are_refused_unread(kind, name, folders, tmp_path):
+    folder = shutil.copytree(folders[kind], tmp_path / kind, ignore=shutil.ignore_patterns("checksums.json"))
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    if "/" in name:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    assert f"{name}' is not a regular file" in refused(lambda: READERS[kind](folder))
+
+
+@needs_pipes
+def test_pipes_for_tokenizers_and_states_are_refused_unread(folders, tmp_path):
+    tokenizers = pytest.importorskip("headrace.data.tokenizer")
+    from headrace.hf.generate import read_tokenizer
+    from headrace.hf.state_file import load_state
+
+    os.mkfifo(tmp_path / "tokenizer.json")
+    for read in (read_tokenizer, lambda path: tokenizers.load(str(path))):
+        assert "tokenizer.json' is not a regular file" in refused(lambda read=read: read(tmp_path))
+    assert "is not a regular file" in refused(lambda: load_state(tmp_path / "tokenizer.json", load(folders["ours"])))
+
+
+def test_links_to_weights_are_followed(folders, tmp_path):
+    """As in the Hub's cache."""
+    folder = shutil.copytree(folders["ours"], tmp_path / "snapshot", ignore=shutil.ignore_patterns("checksums.json"))
+    (folder / "model.safetensors").rename(tmp_path / "blob")
+    (folder / "model.safetensors").symlink_to("../blob")
+    assert load(folder).config.vocab_size == SIZES["vocab_size"]
+
+
 # --- what reaches the terminal ---------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -162,6 +163,30 @@ def test_proposed_tokens_do_not_change_the_text(generate, checkpoint, tmp_path):
         result = json.loads(generate("--temperature", 0, "--json", *proposed)[0])
         assert 0 <= result["accepted"] <= 1 and result["tokens_per_pass"] >= 1
     assert result["accepted"] > 0
+
+
+SEARCHES = {
+    "beams": {"num_beams": 4, "num_return_sequences": 3},
+    "library": {"penalty_alpha": 0.6, "dola_layers": "low", "force_words_ids": [[1]]},
+    "results": {"token_healing": True, "is_assistant": True, "return_dict_in_generate": True},
+}
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_one_text_is_generated_whatever_search_a_folder_asks_for(checkpoint, run_command, tmp_path, name):
+    """Its other settings hold, as a string at which the text ends."""
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    settings = folder / "generation_config.json"
+    whole = continued(folder, PROMPT, None, False, max_new_tokens=9, do_sample=False)["text"]
+    stop = {"stop_strings": [whole[4:6]]}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | SEARCHES[name] | stop))
+    for more in ((), ("--json",)):
+        code, out, error = run_command("generate", folder, "--prompt", PROMPT, "--temperature", 0, *more)
+        assert code == 0, error
+        text = json.loads(out)["text"] if more else out.removeprefix(PROMPT).removesuffix("\n")
+        assert text == whole[: whole.find(whole[4:6]) + 2]
+        assert all(f"{field}={json.dumps(value)}" in error for field, value in SEARCHES[name].items())
+        assert "not used" in error
 
 
 def test_draft_with_another_vocabulary_is_refused(checkpoint, run_command, tmp_path):

@@ -2,6 +2,7 @@
 
 import itertools
 import multiprocessing
+import os
 import subprocess
 import sys
 import time
@@ -174,6 +175,21 @@ def test_denormals_are_flushed_in_every_thread():
             torch.set_flush_denormal(False)
         assert all(torch.equal(a, b) for pair in actual for a, b in zip(pair, expected, strict=True))
     assert all(bool(((y == 0) | (y.abs() >= tiny)).all()) for y in expected)
+
+
+FIRST_REGION = """
+import torch
+from headrace import linear_attention
+torch.set_num_threads(4)
+q = torch.zeros(1, 80, 4, 64)
+linear_attention(q, q, q, backend="native")  # begins PyTorch's threads
+assert torch.full((400_000,), 1e-40).mul(1.0).count_nonzero() == 400_000
+"""
+
+
+def test_pytorchs_threads_keep_denormals():
+    """Also threads that the native op's call begins, in a new process."""
+    subprocess.run([sys.executable, "-c", FIRST_REGION], check=True, env=os.environ | {"OMP_NUM_THREADS": "4"})
 
 
 def test_short_calls_do_not_wait_for_long_ones():

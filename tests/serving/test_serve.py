@@ -28,7 +28,7 @@ from headrace.serving import Limits, application, engine, routes, serve
 from headrace.serving.engine import Engine
 from headrace.serving.sampling import Sampling
 from headrace.utils.errors import InputError
-from served import ASCII, ENDLESS, TEMPLATE, connect, save, serving
+from served import ASCII, ENDLESS, TEMPLATE, connect, save, serving, started
 
 PROMPTS = [f"question{i}:" for i in range(50)]
 NEW = 8
@@ -429,11 +429,7 @@ def test_invalid_checkpoint_is_refused_at_start(tmp_path):
 )
 def test_signal_ends_the_server_while_it_generates(checkpoint, tmp_path, number, code, word):
     server = command(tmp_path, "serve", checkpoint, "--port", 0, "--max-tokens", ENDLESS, "--name", "mine")
-    while not (tmp_path / "out").exists() or "\n" not in (tmp_path / "out").read_text():
-        assert server.is_alive()
-        time.sleep(0.05)
-    base = (tmp_path / "out").read_text().splitlines()[0].split()[-1]
-    client = connect(base.removesuffix("/v1"))
+    client = connect(started(server, tmp_path))
     assert [model.id for model in client.models.list()] == ["mine"]
     with ask(client, "a", stream=True, max_tokens=ENDLESS) as stream:
         next(iter(stream))

@@ -13,7 +13,6 @@ pytest.importorskip("openai", reason="the extra [dev] is not installed")
 
 import httpx
 import openai
-from starlette.testclient import TestClient
 
 from headrace.serving import protocol, requests, routes
 from served import ASCII, ENDLESS, TEMPLATE, connect, save, serving
@@ -183,28 +182,6 @@ def test_model_is_served_under_its_name(tmp_path):
         assert client.completions.create(model="mine", prompt="a", max_tokens=1).model == "mine"
         with pytest.raises(openai.NotFoundError, match="expected 'mine'"):
             client.completions.create(model=str(tmp_path), prompt="a")
-
-
-# The header Host of a request to a server that knows itself as "here".
-HOSTS = {
-    "localhost": True, "LOCALHOST:8000": True, "127.0.0.1:8000": True, "[::1]:8000": True, "192.0.2.7": True,
-    "here:80": True, "Here": True, "evil.example": False, "evil.example:8000": False, "localhost.evil.example": False,
-    "127.0.0.1.evil.example": False, "[::1": False, "": False, "here@evil.example": False, "localhost:evil": True,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("host", HOSTS)
-def test_unknown_host_names_are_refused(host):
-    """It may come from a web page whose name was made to point to this machine."""
-
-    async def app(scope, receive, send):
-        await routes.JSONResponse("fine")(scope, receive, send)
-
-    answer = TestClient(routes.KnownHosts(app, ["here"])).get("/", headers={"host": host})
-    if HOSTS[host]:
-        assert answer.json() == "fine"
-    else:
-        refused(answer, 403, f"the Host {host!r} is not known; start the server with --allow-host to accept a name")
 
 
 def test_server_checks_the_host_header(server):

@@ -154,13 +154,25 @@ def serve(
             r"address. Can be repeated. \[default: none]"
         ),
     ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="HEADRACE_API_KEY",
+            help="Secret that requests must have in the header Authorization: Bearer KEY. Other users of the machine "
+            r"can see the option, but not the environment variable. \[default: none]",
+        ),
+    ] = None,
+    no_api_key: Annotated[
+        bool,
+        typer.Option("--no-api-key", help="Serve without a key on an address that other machines can reach."),
+    ] = False,
 ) -> None:
     """Serve a model over the OpenAI API: completions, and chat if the tokenizer has a template.
 
     Requests are generated together, and long prompts are processed in pieces between their tokens. GET /metrics shows
-    counts and latencies in the format of Prometheus. The server has no authentication and no encryption: expose it to
-    a network only behind a proxy that provides both."""
-    from ..serving import Limits
+    counts and latencies in the format of Prometheus. On another address than that of this machine alone, --api-key is
+    required. The server has no encryption: expose it to a network only behind a proxy that provides it."""
+    from ..serving import Access, Limits
     from ..serving import serve as run
 
     limits = {"prompt-tokens": max_prompt_tokens, "tokens": max_tokens, "requests": max_requests}
@@ -168,8 +180,11 @@ def serve(
         if value < 1:
             raise InputError(f"--max-{what}={value}; expected at least 1")
     within = Limits(max_prompt_tokens, max_tokens, max_requests, _bytes("--prefix-cache", prefix_cache))
+    if no_api_key:
+        refuse_with("--no-api-key", api_key=api_key)
+    access = Access(tuple(allow_host or ()), api_key, no_api_key)
     with interruptible("the server has ended"):
-        run(checkpoint, host, port, within, device, name=name, hosts=allow_host or ())
+        run(checkpoint, host, port, within, device, name=name, access=access)
 
 
 def _bytes(option: str, size: str) -> int:

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ..utils.errors import InputError
 from ..utils.extras import reading_tokenizer
+from ..utils.integrity import check_files
 
 BYTES = "bytes"
 END = "<|endoftext|>"
@@ -30,6 +31,7 @@ def load(name: str | None) -> PreTrainedTokenizerFast:
         raise InputError(
             f"--tokenizer {name!r} is no file, folder or name on the Hub (OWNER/NAME); expected one, or bytes"
         )
+    check_files(Path(name))
     with reading_tokenizer(f"--tokenizer {name!r} cannot be read"):
         tokenizer: Any = (
             PreTrainedTokenizerFast(tokenizer_file=name)

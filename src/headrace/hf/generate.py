@@ -2,22 +2,32 @@
 
 import math
 import secrets
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, TextStreamer, set_seed
+from transformers import AutoTokenizer, GenerationConfig, TextStreamer, set_seed
 
 from ..ops.checks import require
 from ..utils.device import on_device
 from ..utils.errors import InputError
 from ..utils.extras import reading_tokenizer
+from ..utils.integrity import check_files, short
 from .cache import NAME as CACHE
 from .cache import HeadraceCache
 from .checkpoint import check_backend, load
 from .state_file import check_new, load_state, save_state
+
+# Fields of a GenerationConfig that ask for another search than sampling or greedy search, or for another result than
+# the text after a whole prompt, with the values that do not.
+OTHER_SEARCHES = {
+    "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "penalty_alpha": 0, "dola_layers": None,
+    "constraints": None, "force_words_ids": None, "token_healing": False, "use_mtp": False, "is_assistant": False,
+    "assistant_early_exit": None, "return_dict_in_generate": False,
+}  # fmt: skip
 
 
 def generate(
@@ -35,6 +45,9 @@ def generate(
         resume: file of a state to go on from.
         save: file to write the state to after the last token. It must be new, or the one of `resume`.
         sampling: arguments of transformers' `generate`.
+
+    Other settings are those of the folder's generation_config.json. A line on standard error names those of
+    OTHER_SEARCHES, which are not used.
 
     Returns:
         {"text": without special tokens, "tokens": token ids, "tokens_per_second"} of the continuation, "engine": what
@@ -54,6 +67,7 @@ def generate(
     if sampling.get("cache_implementation") and not device.startswith("cuda"):
         raise InputError(f"--cuda-graph with --device={device!r}; expected a GPU")
     model.to(device)
+    _leave_out_other_searches(model.generation_config)
     tokenizer = read_tokenizer(checkpoint)
     cache, ids = resumed(resume, model)
     prompt_ids = tokenizer(prompt, add_special_tokens=resume is None).input_ids
@@ -69,7 +83,7 @@ def generate(
     streamer = TextStreamer(tokenizer, skip_special_tokens=True) if stream else None
     started = time.perf_counter()
     with torch.inference_mode():
-        sampling |= {"attention_mask": torch.ones_like(ids), CACHE: cache}
+        sampling |= {"attention_mask": torch.ones_like(ids), CACHE: cache, "tokenizer": tokenizer}
         out = model.generate(ids, streamer=streamer, pad_token_id=tokenizer.eos_token_id, **sampling)
     seconds, new = time.perf_counter() - started, out[0, ids.shape[1] :].tolist()
     if save is not None:
@@ -80,6 +94,15 @@ def generate(
         proposed, accepted = map(sum, zip(*cache.drafts, strict=True))
         speed |= {"accepted": accepted / max(proposed, 1), "tokens_per_pass": len(new) / len(cache.drafts)}
     return {"text": text, "tokens": new, **speed, "seed": seed}
+
+
+def _leave_out_other_searches(settings: GenerationConfig) -> None:
+    asked = {name: getattr(settings, name, None) for name in OTHER_SEARCHES}
+    unused = {name: value for name, value in asked.items() if value not in (None, OTHER_SEARCHES[name])}
+    if unused:
+        listed = ", ".join(f"{name}={short(value)}" for name, value in unused.items())
+        print(f"not used of generation_config.json, as one text is generated: {listed}", file=sys.stderr)
+    settings.update(**dict.fromkeys(unused))
 
 
 def _draft(checkpoint: Path, model: Any, tokenizer: Any) -> Any:
@@ -145,6 +168,7 @@ def read_tokenizer(checkpoint: Path | str) -> Any:
     """The tokenizer of a checkpoint: a Path is a folder, a string a folder or a name on the Hub. InputError if there is
     none that can be read."""
     local = isinstance(checkpoint, Path)
+    check_files(Path(checkpoint))
     with reading_tokenizer(f"checkpoint {str(checkpoint)!r} has no readable tokenizer; expected a tokenizer.json"):
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=local, trust_remote_code=False)
         tokenizer.decode(tokenizer("It was").input_ids)  # some fields of tokenizer_config.json are read only now

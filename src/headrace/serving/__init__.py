@@ -1,16 +1,18 @@
 """An OpenAI-compatible server of one model: requests.py checks requests, engine.py generates text for all of them
-together, routes.py connects the two, protocol.py ends connections that send no request.
+together, routes.py connects the two, access.py says who may ask, tokenizing.py keeps the tokenizer in a process of
+its own, protocol.py limits connections.
 """
 
 import socket
-from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from ..utils.errors import InputError
-from .protocol import Protocol
+from .access import LOCAL, Access
+from .protocol import Listener, Protocol, most_descriptors
 from .routes import Limits, application
 
 
@@ -22,24 +24,29 @@ def serve(
     device: str | None = None,
     *,
     name: str | None = None,
-    hosts: Iterable[str] = (),
+    access: Access = LOCAL,
 ) -> None:
-    """Serves a checkpoint until interrupted. name, hosts: as for `application`, which also knows `host`.
+    """Serves a checkpoint until interrupted. name, access: as for `application`, which also knows `host`.
 
-    Raises InputError if the checkpoint, device or address cannot be used."""
+    Raises InputError if the checkpoint, device or address cannot be used, or if others reach the address and access
+    needs no key."""
     with listening(host, port) as listener:
-        app = application(checkpoint, limits, device, name=name, hosts=[host, *hosts])
         address, number = listener.getsockname()[:2]
+        access.check_address(address)
+        listener.most = most_descriptors(limits.connections)
+        access = replace(access, hosts=(host, *access.hosts))
+        app = application(checkpoint, limits, device, name=name, access=access)
         print(f"serving {checkpoint} on http://{f'[{address}]' if ':' in address else address}:{number}/v1", flush=True)
         uvicorn.Server(settings(app, log_level="info")).run([listener])
 
 
 def settings(app: Any, **more: Any) -> uvicorn.Config:
     """The settings of uvicorn for an application."""
-    return uvicorn.Config(app, http=Protocol, ws="none", lifespan="off", timeout_graceful_shutdown=1, **more)
+    fixed: Any = {"http": Protocol, "loop": "asyncio", "ws": "none", "lifespan": "off"}  # other loops ignore Listener
+    return uvicorn.Config(app, **fixed, timeout_graceful_shutdown=1, **more)
 
 
-def listening(host: str, port: int) -> socket.socket:
+def listening(host: str, port: int) -> Listener:
     """A listening socket. It is bound before the model is read, so that a used address is reported at once."""
     if not 0 <= port <= 65535:
         raise InputError(f"--port={port}; expected 0 to 65535")
@@ -47,6 +54,6 @@ def listening(host: str, port: int) -> socket.socket:
         raise InputError("--host='' is empty; expected a name or an address, or 0.0.0.0 for all addresses")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family)
+        return Listener(fileno=socket.create_server((host, port), family=family).detach())
     except OSError as error:
         raise InputError(f"--host={host!r} and --port={port} cannot be used as an address: {error.strerror}") from None

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .sampling import Score
-from .text import Text
+from .text import Text, text_of
 
 
 class Logprobs:
@@ -37,8 +37,7 @@ class Logprobs:
 
 def token_texts(tokenizer: Any, tokens: set[int]) -> dict[int, str]:
     """The text of each token within a text: of the second of two, as a space before the first may be dropped."""
-    kept = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-    once, twice = ([tokenizer.decode([token] * n, **kept) for token in tokens] for n in (1, 2))
+    once, twice = ([text_of(tokenizer, [token] * n, special=True) for token in tokens] for n in (1, 2))
     return {token: pair[len(single) :] for token, single, pair in zip(tokens, once, twice, strict=True)}
 
 

@@ -1,11 +1,51 @@
-"""HTTP by uvicorn, with a limit on the time that a request's header takes to arrive."""
+"""HTTP by uvicorn, with limits on the number of connections and on the time that a request's header takes to arrive."""
 
 import asyncio
+import logging
+import math
+import socket
+import time
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+try:
+    import resource
+except ImportError:  # Windows has no such limit
+    resource = None  # type: ignore[assignment]
+
 HEADER_SECONDS = 10
+SPARE = 16  # file descriptors that are left for other files than connections
+LOG_SECONDS = 60.0  # between two lines about connections that are closed
+
+
+def most_descriptors(connections: int) -> float:
+    """The number of file descriptors that connections may have, at most `connections`. The limit of the system is
+    raised as far as this needs, or as the system permits."""
+    if resource is None:
+        return math.inf
+    soft, hard = (math.inf if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_NOFILE))
+    if (limit := min(hard, connections + SPARE)) > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(limit), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    return min(max(soft, limit) - SPARE, connections)
+
+
+class Listener(socket.socket):
+    """Closes a new connection at once if its file descriptor, the lowest that is free, is not below `most`. asyncio
+    would run out of them, and write thousands of tracebacks as long as clients try to connect."""
+
+    most = math.inf
+    _logged = -math.inf
+
+    def accept(self) -> tuple[socket.socket, object]:
+        connection, address = super().accept()
+        if connection.fileno() < self.most:
+            return connection, address
+        connection.close()
+        if (now := time.monotonic()) - self._logged >= LOG_SECONDS:
+            self._logged = now
+            logging.getLogger("uvicorn.error").warning("all %d connections are in use; more are closed", self.most)
+        raise BlockingIOError  # as if nobody had connected
 
 
 class Protocol(H11Protocol):

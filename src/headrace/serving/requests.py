@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from jinja2 import TemplateError
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
-from starlette.exceptions import HTTPException
 
+from .refusals import Refused
 from .sampling import Sampling
 
 # Fields that are not implemented: those that do not affect the text, and the values at which others do not affect it.
@@ -24,21 +24,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},), "suffix": ("",), "tool_calls": ([],), "tool_choice": ("none", "auto"),
     "tools": ([],), "top_logprobs": (),
 }  # fmt: skip
-
-
-class Refused(HTTPException):
-    """The refusal of a request; `param` is the invalid field."""
-
-    def __init__(
-        self,
-        status: int,
-        sentence: str,
-        param: str | None = None,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
-    ):
-        super().__init__(status, sentence, headers)
-        self.param, self.code = param, code
 
 
 class ImplementedFields(BaseModel):

@@ -6,13 +6,11 @@ import reprlib
 import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,20 +18,23 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from ..hf.checkpoint import check_backend, load
 from ..hf.generate import read_tokenizer
 from ..utils.device import on_device
 from ..utils.errors import InputError
+from .access import LOCAL, Access, Keyed, KnownHosts
 from .engine import Engine
 from .logprobs import Logprobs
 from .metrics import Metrics
 from .prefix import PrefixCache, check_room, unsupported_reason
-from .requests import Chat, Completion, Refused
+from .refusals import Refused, error_response
+from .requests import Chat, Completion
 from .sampling import Score
 from .stream import Piece
 from .text import text_of
+from .tokenizing import TokenizerProcess, import_ahead
 
 T = TypeVar("T")
 GenerationRequest = Completion | Chat
@@ -51,6 +52,11 @@ class Limits:
     prefix_cache: int = 256 * 10**6  # bytes of states that are kept for prompts with the same beginning
 
     @property
+    def connections(self) -> int:
+        """Largest number of connections, most of which may be idle."""
+        return max(1024, 4 * self.requests)
+
+    @property
     def body(self) -> int:
         """Largest body in bytes: 16 per token of a prompt, more than a token needs in JSON, and 64 KiB for the rest."""
         return 16 * self.prompt + 2**16
@@ -59,13 +65,16 @@ class Limits:
 class Service:
     """One model and the name under which it is served."""
 
-    def __init__(self, name: str, model: Any, tokenizers: tuple[Any, Any], limits: Limits):
+    def __init__(
+        self, name: str, model: Any, encoder: TokenizerProcess, decoders: tuple[Any, Any], limits: Limits
+    ):  # fmt: skip
         self.name, self.limits, self.created = name, limits, int(time.time())
         self.vocab_size = model.config.vocab_size
-        self.tokenizer, decoder = tokenizers  # one for each thread
+        self.encoder = encoder
+        self.tokenizer, decoder = decoders  # one for each thread
         prefixes = PrefixCache(limits.prefix_cache)
         self.engine = Engine(model, decoder, prefixes)
-        self.open, self.tokenizing = 0, asyncio.Lock()
+        self.open, self.decoding = 0, asyncio.Lock()
         self.metrics = Metrics(lambda: self.open, lambda: self.engine.running, prefixes)
 
     async def health(self, request: Request) -> JSONResponse:
@@ -109,7 +118,7 @@ class Service:
         if (body.max_tokens or 1) > self.limits.tokens:
             sentence = f"max_tokens={reprlib.repr(body.max_tokens)}; expected at most {self.limits.tokens}"
             raise Refused(400, sentence, "max_tokens")
-        prompts = await self.tokenized(body.prompts, self.tokenizer)
+        prompts = await self.encoder(body.prompts)
         for ids in prompts:
             self._check(ids)
         if (texts := len(prompts) * body.n) > self.limits.requests:
@@ -119,11 +128,11 @@ class Service:
             raise Refused(400, sentence, "n")
         return body, prompts
 
-    async def tokenized(self, work: Callable[..., T], *arguments: Any) -> T:
-        """The result of work with the tokenizer, done in a thread: one at a time, as it may need about a hundred times
-        the memory of the text."""
-        async with self.tokenizing:
-            return await asyncio.to_thread(work, *arguments)
+    async def decoded(self, work: Callable[[], T]) -> T:
+        """The result of work that decodes tokens, done in a thread: one at a time, as a tokenizer is not for several
+        threads."""
+        async with self.decoding:
+            return await asyncio.to_thread(work)
 
     def _check(self, ids: list[int]) -> None:
         if not ids:
@@ -205,12 +214,12 @@ class Answers:
         tokenizer, rows = self.service.tokenizer, [ids for ids in prompts for _ in range(body.n)]
         texts = [""] * len(rows)
         if isinstance(body, Completion) and body.echo:
-            texts = await self.service.tokenized(lambda: [text_of(tokenizer, ids) for ids in rows])
+            texts = await self.service.decoded(lambda: [text_of(tokenizer, ids) for ids in rows])
         return [Choice(index, body, tokenizer, text) for index, text in enumerate(texts)]
 
     async def _formatted(self, choice: "Choice", work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """A choice, or what is new of it. Only log-probabilities need the tokenizer, and may have to wait for it."""
-        return await self.service.tokenized(work) if choice.logprobs else work()
+        return await self.service.decoded(work) if choice.logprobs else work()
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": uuid.uuid4().hex, "object": kind, "created": int(time.time()), "model": self.service.name}
@@ -293,50 +302,9 @@ async def until_disconnected(work: Coroutine[Any, Any, None], receive: Receive) 
         watching.cancel()
 
 
-async def error_response(request: Request, error: Any) -> JSONResponse:
-    """Every error in the format of OpenAI: a refusal, a 404 or 405 of the router, an InputError of the model (such as
-    for a text longer than its learned positions), or a failure of the server."""
-    status, headers, param, code = getattr(error, "status_code", 500), getattr(error, "headers", None), None, None
-    if isinstance(error, Refused):
-        sentence, param, code = error.detail, error.param, error.code
-    elif isinstance(error, HTTPException):
-        sentence = f"{request.method} {request.url.path} is not served"
-    elif isinstance(error, InputError):
-        status, sentence = 400, str(error)
-    else:
-        sentence = f"the server failed with {type(error).__name__}; its log says where"
-    kind = {404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}.get(status, "invalid_request_error")
-    return JSONResponse({"error": {"message": sentence, "type": kind, "param": param, "code": code}}, status, headers)
-
-
 async def no_chat(request: Request) -> Response:
     sentence = "the tokenizer of the model has no chat template, so it answers no chats; use /v1/completions"
     raise Refused(404, sentence, "model")
-
-
-class KnownHosts:
-    """Refuses requests whose Host is a name that is not known. Without this, a web page whose name is made to point to
-    this machine could read the answers (DNS rebinding). An address in place of a name is accepted."""
-
-    def __init__(self, app: ASGIApp, names: Iterable[str]):
-        self.app, self.names = app, {"localhost", *(name.lower() for name in names)}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer: ASGIApp = self.app
-        if scope["type"] == "http" and not self._known(host := Request(scope).headers.get("host", "localhost")):
-            sentence = (
-                f"the Host {reprlib.repr(host)} is not known; start the server with --allow-host to accept a name"
-            )
-            answer = await error_response(Request(scope), Refused(403, sentence))
-        await answer(scope, receive, send)
-
-    def _known(self, host: str) -> bool:
-        with suppress(ValueError):
-            name = urlsplit(f"//{host}").hostname or ""
-            with suppress(ValueError):
-                return bool(ip_address(name))
-            return name in self.names
-        return False
 
 
 def application(
@@ -345,18 +313,20 @@ def application(
     device: str | None = None,
     *,
     name: str | None = None,
-    hosts: Iterable[str] = (),
+    access: Access = LOCAL,
 ) -> Starlette:
-    """The ASGI application for a checkpoint on a device.
+    """The ASGI application for a checkpoint on a device. It begins a process for the tokenizer, so a program that calls
+    it must guard its main module by `if __name__ == "__main__"`, as for all of multiprocessing.
 
     Args:
         name: of the model in requests; None: the path of the checkpoint.
-        hosts: names of this machine, beside localhost, under which it is asked.
+        access: who may ask.
 
     Raises:
         InputError: the checkpoint or the device cannot be used.
     """
     check_backend()
+    import_ahead()
     model: Any = load(checkpoint)
     model.to(on_device(device))
     if limits.prefix_cache and (reason := unsupported_reason(model)):
@@ -364,7 +334,7 @@ def application(
         limits = replace(limits, prefix_cache=0)
     check_room(model, limits.prefix_cache)
     tokenizer, decoder = read_tokenizer(checkpoint), read_tokenizer(checkpoint)
-    service = Service(name or str(checkpoint), model, (tokenizer, decoder), limits)
+    service = Service(name or str(checkpoint), model, TokenizerProcess(checkpoint), (tokenizer, decoder), limits)
     chats = no_chat if tokenizer.chat_template is None else Answers(service, Chat)
     routes = [
         Route("/health", service.health),
@@ -375,7 +345,9 @@ def application(
         Route("/v1/chat/completions", chats, methods=["POST"]),
     ]
     handlers: Any = dict.fromkeys((HTTPException, InputError, Exception), error_response)
-    known_hosts = Middleware(KnownHosts, names=hosts)
-    app = Starlette(routes=routes, exception_handlers=handlers, middleware=[known_hosts])
+    guards = [Middleware(KnownHosts, names=access.hosts)]
+    if access.key is not None:
+        guards.append(Middleware(Keyed, key=access.key))
+    app = Starlette(routes=routes, exception_handlers=handlers, middleware=guards)
     app.router.redirect_slashes = False
     return app

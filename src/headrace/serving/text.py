@@ -3,13 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
+from ..utils.errors import panics_raised
+
 UNFINISHED = "\ufffd"  # the decoded text of an incomplete character
 CONTEXT = 8  # tokens of a prompt in whose context its continuation is decoded
 
 
-def text_of(tokenizer: Any, tokens: list[int]) -> str:
-    """The text of tokens, without special tokens."""
-    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+def text_of(tokenizer: Any, tokens: list[int], special: bool = False) -> str:
+    """The text of tokens, with or without special tokens."""
+    with panics_raised():
+        return tokenizer.decode(tokens, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
 
 class Text:

@@ -16,13 +16,26 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 @contextmanager
+def panics_raised() -> Iterator[None]:
+    """Raises a RuntimeError for a panic in a library that is written in Rust, as tokenizers and safetensors are, which
+    no `except Exception` catches."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # PyO3's class, which cannot be imported
+            raise
+        raise RuntimeError(f"a library has panicked: {error}") from error
+
+
+@contextmanager
 def reading(sentence: str) -> Iterator[None]:
     """Raises an InputError of the sentence and a reason for whatever a library raises when it reads a user's file: for
     files of another shape, transformers and tokenizers raise AttributeError, IndexError and bare Exceptions.
 
     The block should hold the library's call alone: an error in our own code would be blamed on the file."""
     try:
-        yield
+        with panics_raised():
+            yield
     except Exception as error:
         raise InputError(f"{sentence}: {reason(error)}") from error
 

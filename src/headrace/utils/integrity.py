@@ -16,6 +16,7 @@ from .errors import InputError
 SUM = "sha256"  # key of the checksum of a result
 NOT_FINITE = "not_finite"  # key of a record: {JSON pointer (RFC 6901) of a null: the number "nan", "inf" or "-inf"}
 CHECKSUMS = "checksums.json"  # checksums of a model's weights; its other files may be edited
+MODEL_FILES = (".json", ".jinja", ".model", ".txt", ".safetensors", ".bin")  # suffixes of the files of a model
 
 Recorded = dict[str, Any]  # {name of a file: {"bytes", "sha256"}, or in old records only the number of bytes}
 RECORDED = {...: (int, {"bytes": int, "sha256": str})}  # its form
@@ -225,8 +226,23 @@ def unseal(folder: Path) -> None:
     (folder / CHECKSUMS).unlink(missing_ok=True)
 
 
+def check_files(folder: Path) -> None:
+    """Raises InputError if a file of a model is no regular file, such as a pipe, whose reading might not end, or if an
+    index of its weights names a file outside the folder. Links are followed, as the Hub's cache consists of them."""
+    paths = [path for path in folder.glob("*") if path.suffix in MODEL_FILES]
+    for index in (path for path in paths if path.name.endswith(".index.json") and path.is_file()):
+        names = {*read_json(index, {"weight_map": {...: str}})["weight_map"].values()}
+        if outside := next((name for name in sorted(names) if not is_inside(name)), None):
+            raise InputError(f"{str(index)!r} names {outside!r}, which is outside the folder")
+        paths += [folder / name for name in names]
+    if special := next((path for path in paths if path.exists() and not (path.is_file() or path.is_dir())), None):
+        raise InputError(f"{str(special)!r} is not a regular file")
+
+
 def check_weights(folder: Path) -> None:
-    """Raises InputError if a model's weights differ from their checksums. A folder without checksums passes."""
+    """Raises InputError as `check_files`, or if a model's weights differ from their checksums. A folder without
+    checksums passes."""
+    check_files(folder)
     if not (folder / CHECKSUMS).is_file():
         return
     if wrong := damage(folder, read_record(folder / CHECKSUMS)):

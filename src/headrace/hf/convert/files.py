@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...ops.checks import require
 from ...utils.errors import reading
-from ...utils.integrity import is_inside, read_json
+from ...utils.integrity import check_files, read_json
 
 SHARED_LAYERS = 1000  # layers that a model may have beyond its tensors, as layers can share their weights
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -51,16 +51,16 @@ class Tensors(ABC):
 
 
 class TensorFiles(Tensors):
-    """The tensors of a folder of safetensors. InputError for a file that cannot be read, or lies outside the folder."""
+    """The tensors of a folder of safetensors. InputError for a file that cannot be read, or as `check_files`."""
 
     def __init__(self, folder: Path):
+        check_files(folder)
         self.folder = folder
         names = {WEIGHTS}
         if (folder / INDEX).is_file():
             names = {*read_json(folder / INDEX, {"weight_map": {...: str}})["weight_map"].values()}
         self.headers = {}
         for file in sorted(names):
-            require(is_inside(file), f"{INDEX} names {file!r}, which is outside the folder")
             self.headers |= self._headers(file)
         require(bool(self.headers), "its files hold no tensor")
 

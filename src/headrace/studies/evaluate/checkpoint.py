@@ -14,10 +14,9 @@ from ...hf import HeadraceConfig, HeadracePreTrainedModel, load
 from ...hf.checkpoint import check_backend
 from ...hf.generate import read_tokenizer
 from ...utils.errors import InputError, reading
-from ...utils.integrity import check_weights, digest, sha256
+from ...utils.integrity import MODEL_FILES, check_weights, digest, sha256
 
 LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_sequence_length")
-READ = (".json", ".jinja", ".model", ".txt", ".safetensors", ".bin")  # suffixes of the files of model and tokenizer
 ROOM = 128  # largest number of tokens of an answer in the harness's needle tasks
 
 
@@ -96,7 +95,7 @@ def unreadable(path: str) -> str:
 
 def fingerprint(path: str) -> str:
     """A digest of the contents of the checkpoint's files or, for a model of the Hub, of its name and commit."""
-    files = sorted(file for file in Path(path).glob("*") if file.suffix in READ)
+    files = sorted(file for file in Path(path).glob("*") if file.suffix in MODEL_FILES)
     if not files:
         return digest([path, snapshot(path)])
     return digest({file.name: sha256(file) for file in files})
