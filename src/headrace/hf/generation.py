@@ -75,8 +75,9 @@ class HeadraceGenerationMixin(GenerationMixin):  # by this word in the name tran
         output = super()._prefill(input_ids[::repeats], generation_config, once, is_first_iteration)  # type: ignore[misc]
         cache.batch_repeat_interleave(repeats)
         output.logits = output.logits.repeat_interleave(repeats, 0)
-        if output.hidden_states is not None:
-            output.hidden_states = tuple(x.repeat_interleave(repeats, 0) for x in output.hidden_states)
+        for name in ("hidden_states", "attentions"):
+            if (of_layers := getattr(output, name)) is not None:
+                setattr(output, name, tuple(x.repeat_interleave(repeats, 0) for x in of_layers))
         return output
 
     def _sample(

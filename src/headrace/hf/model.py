@@ -13,6 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from .. import zoo
 from ..layers.base import Mixer
 from ..layers.blocks.block import Block
 from ..layers.blocks.stack import Backbone, initialize
@@ -111,6 +112,10 @@ class HeadraceModel(HeadracePreTrainedModel):
             position_ids: [B or 1, T], the positions of the tokens, which must be consecutive; where they restart at 0
                 within a row, a new sequence begins.
             seq_idx: [B, T], the index of each token's sequence; an increase within a row begins a new sequence.
+            output_attentions: whether to return the `attentions`: the maps [B, H, T, L] from values to what the heads
+                of a mixer read before its norm (`layers.maps`), in the order of execution. L counts the columns of the
+                cache for softmax attention, and those of this call, T, for a recurrence, whose state has the others.
+                As in transformers, there is none of a mixer without one. None: as in the config.
             cache: another name of past_key_values, which transformers uses from 5.24 on.
             flash: cu_seqlens under the names of transformers' collators, `cu_seq_lens_q` and `_k`; `max_length_q` and
                 `_k` have no effect.
@@ -121,8 +126,6 @@ class HeadraceModel(HeadracePreTrainedModel):
         cu_seqlens, cache = _boundaries(cu_seqlens, flash), cache_argument(past_key_values, cache)
         if (input_ids is None) == (inputs_embeds is None):
             raise InputError("expected either input_ids or inputs_embeds, not both")
-        if output_attentions:
-            raise InputError("output_attentions=True is not available: a recurrence has no attention maps")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         shape = x.shape
         seen = 0 if cache is None else cache.columns
@@ -136,20 +139,34 @@ class HeadraceModel(HeadracePreTrainedModel):
         if use_cache and cache is None:
             cache = HeadraceCache()
         every = bool(self.config.output_hidden_states if output_hidden_states is None else output_hidden_states)
+        mapped = self.config.output_attentions if output_attentions is None else output_attentions
+        maps: list[Tensor | None] | None = [] if mapped else None
+        if mapped and cache is not None:
+            self.settle(cache)
         if cache is None:
-            outputs, _ = self._read(x, None, mask, pack, False, every)
+            outputs, _ = self._read(x, None, mask, pack, False, every, maps)
         elif pack is None:
-            outputs = self._continue(cache, x, mask, input_ids, bool(use_cache), every)
+            outputs = self._continue(cache, x, mask, input_ids, bool(use_cache), every, maps)
         else:
             self.settle(cache)
-            outputs, states = self._read(x, cache.states, None, pack, bool(use_cache), every)
+            outputs, states = self._read(x, cache.states, None, pack, bool(use_cache), every, maps)
             if use_cache:
                 cache.replace(states, x.shape[1], PACKED)
         *_, last = hidden = tuple(each.view(shape) for each in outputs)
         results: dict[str, Any] = {CACHE: cache if use_cache else None}
         if every:
             results["hidden_states"] = hidden
+        if maps is not None:
+            results["attentions"] = self._attentions(maps)
         return BaseModelOutputWithPast(last_hidden_state=last, **results)
+
+    def _attentions(self, maps: list[Tensor | None]) -> tuple[Tensor, ...]:
+        """Returns the maps of the mixers that have one, if any has."""
+        found = tuple(each for each in maps if each is not None)
+        names = ", ".join(sorted({zoo.name_of(spec) for spec in self.config.mixers}))
+        reason = "whose heads have no single weight for a pair of tokens; expected a mixer that has"
+        require(bool(found), f"output_attentions=True with {names}, {reason}")
+        return found
 
     def settle(self, cache: HeadraceCache) -> None:
         """Reads the tokens of a cache that are pending after `cache.rewind`, which the next call reads anyway: for what
@@ -160,12 +177,15 @@ class HeadraceModel(HeadracePreTrainedModel):
             self._continue(cache, nothing, None, nothing, True, False)
 
     def _continue(
-        self, cache: HeadraceCache, x: Tensor, mask: Tensor | None, ids: Tensor | None, use_cache: bool, every: bool
-    ) -> list[Tensor]:
+        self, cache: HeadraceCache, x: Tensor, mask: Tensor | None, ids: Tensor | None, use_cache: bool, every: bool,
+        maps: list[Tensor | None] | None = None,
+    ) -> list[Tensor]:  # fmt: skip
         """Reads pending tokens and x [B, T, D], whose ids are known or None, and returns `_read`'s outputs for x."""
         pending, columns = cache.pending, x.shape[1]
         states, both, masks = cache.resumed(x, mask, self.embed_tokens)
         ends = cache.ends(columns) if use_cache else [pending + columns]
+        among = f"output_attentions=True with marks after {ends[:-1]} of these columns; expected marks before them"
+        require(maps is None or len(ends) == 1, among)
         if len(ends) > 1:
             states = spared(states)  # a later piece may fail
         pieces, start = [], 0
@@ -174,7 +194,7 @@ class HeadraceModel(HeadracePreTrainedModel):
                 cache.begin()
             for end in ends:
                 now = None if masks is None else masks[:, start:end]
-                outputs, states = self._read(both[:, start:end], states, now, None, use_cache, every)
+                outputs, states = self._read(both[:, start:end], states, now, None, use_cache, every, maps)
                 pieces.append(outputs)
                 if end < pending + columns:
                     cache.pause(states, end)
@@ -194,15 +214,15 @@ class HeadraceModel(HeadracePreTrainedModel):
 
     def _read(
         self, x: Tensor, past: list[Any] | None, mask: Tensor | None, pack: Sequences | None, use_cache: bool,
-        every: bool,
+        every: bool, maps: list[Tensor | None] | None,
     ) -> tuple[list[Tensor], list[Any]]:  # fmt: skip
-        """Returns ([the inputs of all layers, if `every`, and the last output], the states)."""
+        """Returns ([the inputs of all layers, if `every`, and the last output], the states), and appends to maps."""
         in_place = use_cache and not torch.is_grad_enabled()  # here, as a reentrant checkpoint disables grad in layers
-        if in_place and not every and pack is None:
+        if in_place and not every and maps is None and pack is None:
             last, states = self.backbone.prefill(x, past, mask, in_place)
             return [last], states
         inputs: list[Tensor] | None = [] if every else None
-        where = {"mask": mask, "cu_seqlens": pack, "in_place": in_place, "inputs": inputs}
+        where = {"mask": mask, "cu_seqlens": pack, "in_place": in_place, "inputs": inputs, "maps": maps}
         last, states = self.backbone(x, past, **where)
         return [*(inputs or ()), last], states
 
@@ -292,7 +312,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
         Returns:
             CausalLMOutputWithPast: `loss`, the mean cross-entropy in nats over the tokens with a label plus the
             load-balancing loss of experts, None without labels; `logits` [B, kept positions, vocabulary];
-            `past_key_values` and `hidden_states` of HeadraceModel.
+            `past_key_values`, `hidden_states` and `attentions` of HeadraceModel.
         """
         loss_kwargs.pop("tokenizer", None)  # an argument of `generate` that is passed on to forward
         cache = cache_argument(past_key_values, cache)
@@ -331,8 +351,9 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
             loss = token_loss(self, hidden, logits if everything else None, labels=labels, **loss_kwargs)
             loss = loss + experts_loss(self, attention_mask, labels, **loss_kwargs)
         return CausalLMOutputWithPast(
-            loss=loss, logits=logits, hidden_states=output.hidden_states, **{CACHE: getattr(output, CACHE)}
-        )
+            loss=loss, logits=logits, hidden_states=output.hidden_states, attentions=output.attentions,
+            **{CACHE: getattr(output, CACHE)},
+        )  # fmt: skip
 
     plain_forward = forward  # which the engine stands for
 
@@ -340,7 +361,8 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
         """Returns the logits of one token of each of the cache's sequences, or of a few tokens of one sequence, by the
         native engine; None for other calls."""
         ready = cache is not None and cache.is_initialized and isinstance(input_ids, Tensor) and input_ids.dim() == 2
-        if not ready or torch.is_grad_enabled() or self.config.output_hidden_states:
+        more = self.config.output_hidden_states or self.config.output_attentions
+        if not ready or torch.is_grad_enabled() or more:
             return None
         (B, T), kept = input_ids.shape, logits_to_keep
         few = cache.batch_size == B and (T == 1 or (B == 1 and 1 < T <= MOST))

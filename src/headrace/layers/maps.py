@@ -4,11 +4,12 @@ Softmax attention has its probabilities, and a recurrence that is linear in its 
 A mixer calls `mixed` where it turns values into outputs. If a map is asked for, `mixed` computes it, by the rows of the
 identity matrix as values, and what the heads read as A v, so that the map has a gradient.
 
-Dimensions: B batch, T tokens, L columns of the map, H heads (Hv of the values), V value dimension per head, N sequences.
+Dimensions: B batch, T tokens, L columns of the map, H heads (Hv of the values), V value dimension per head.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ class Wanted(NamedTuple):
 
     mask: Tensor | None  # [B, T] of the call; False marks padding
     found: list[Tensor]
+    given: Iterator[Tensor] | None = None  # the maps, if they are known
 
 
 _wanted: dict[int, Wanted] = {}  # by thread; empty unless a map is asked for
@@ -57,15 +59,19 @@ def _set(call: Wanted | None) -> None:
 def with_map(mixer: Any, maps: list[Tensor | None], x: Tensor, state: Any, **where: Any) -> tuple[Tensor, Any]:
     """Calls a mixer, and appends its map [B, H, T, L] to `maps`, with zeros at the padding; None if it has no map.
 
-    L counts the columns of the state, if it keeps them one by one, and T. The map of softmax attention to sequences
-    that are packed is detached."""
+    L counts the columns of the state, if it keeps them one by one, and T."""
     refuse_parts(mixer)
     call = Wanted(where["mask"], [])
     with _asking(call):
         result = mixer.forward(x, state, **where)
     found = call.found
-    if len(found) > 1 or (found and found[0].shape[2] != x.shape[1]):  # of each sequence
-        found = [_assembled(found, x, call.mask, where["cu_seqlens"])]
+    if len(found) > 1 or (found and found[0].shape[2] != x.shape[1]):  # of softmax attention, for each sequence
+        places = _places(call.mask, where["cu_seqlens"])
+        A = _assembled(found, places, x.shape[:2])
+        own = [A[row][:, columns[:, None], columns][None] for row, columns in places]
+        with _asking(call._replace(given=iter(own))):  # again, so that A has the gradient
+            result = mixer.forward(x, state, **where)
+        found = [A]
     maps.append(next(iter(found), None))
     return result
 
@@ -80,40 +86,49 @@ def mixed(
         columns: the column [B, L] of each of all values, if they are in another order; −1: none.
         linear: computes out for other values, if `mix` does it only for these.
     """
-    call = wanted()
+    call, again = wanted(), linear or mix
     if call is None:
         return mix(values)
-    whole, again = whole or columns is not None, linear or mix
-    mask, packed = call.mask, call.mask is not None and not whole
+    rows = None if whole or columns is not None else call.mask  # from which the mixer has taken the padding
+    tokens = None if rows is None else rows.flatten().nonzero().squeeze(1)
     with _asking(None):  # a mixer inside would ask for its own
         _, *more = mix(values)
         base = again(torch.zeros_like(values))[0]  # what is read from the state
-        if packed:
-            assert mask is not None
-            places = mask.flatten().nonzero().squeeze(1)
-            rows = _of_identity(again, values, base, places[None] % mask.shape[1], mask.shape[1])
-            rows, values = (pad(y, places, mask.shape) for y in (rows, values))
-        else:
-            given = torch.arange(values.shape[1], device=values.device)[None] if columns is None else columns
-            width = int(given.max()) + 1
-            rows = _of_identity(again, values, base, given, width)
-            values = values if columns is None else _at_columns(values, columns, width)
-    A = rows.transpose(1, 2)
-    if whole and mask is not None and mask.shape == (A.shape[0], A.shape[2]):
-        A = A.masked_fill(~mask[:, None, :, None], 0)
+        A = next(call.given) if call.given else _map(again, values, base, columns, tokens, call.mask)
     call.found.append(A)
+    if rows is not None and tokens is not None:
+        values = pad(values, tokens, rows.shape)
+    elif columns is not None:
+        values = _at_columns(values, columns, A.shape[3])
     out = torch.einsum("bhts,bshv->bthv", A, values.repeat_interleave(A.shape[1] // values.shape[2], 2).to(A.dtype))
-    return base + (out.flatten(0, 1)[places][None] if packed else out), *more
+    return base + (out if tokens is None else out.flatten(0, 1)[tokens][None]), *more
 
 
-def _of_identity(mix: Mix, values: Tensor, base: Tensor, columns: Tensor, width: int) -> Tensor:
-    """Returns the weights [B, T, H, width] of values at these columns [B or 1, L]: what is read if each value is a row
-    of the identity matrix. As many of its columns as there are channels of a value are read at once."""
-    channels, pieces = torch.arange(values.shape[-1], device=values.device), []
+def _map(
+    mix: Mix, values: Tensor, base: Tensor, columns: Tensor | None, tokens: Tensor | None, mask: Tensor | None
+) -> Tensor:
+    """Returns the map: what is read if each value is the row of the identity matrix for its column. As many columns as
+    a value has channels are read at once.
+
+    Args:
+        base: what is read if all values are 0.
+        columns: [B, L]; None: those of the tokens, or in order.
+        tokens: the places of the values in the flattened rows of the mask; None: they lie in rows.
+    """
+    width = values.shape[1] if columns is None else int(columns.max()) + 1
+    if tokens is not None and mask is not None:
+        width = mask.shape[1]
+        columns = tokens[None] % width
+    columns = torch.arange(width, device=values.device)[None] if columns is None else columns
+    channels, pieces = torch.arange(values.shape[-1], device=values.device), [base[..., :0]]
     for start in range(0, width, len(channels)):
         identity = (columns[..., None] == channels + start).to(values.dtype)
         pieces.append(mix(identity[:, :, None].expand_as(values))[0] - base)
-    return torch.cat(pieces, -1)[..., :width]
+    rows = torch.cat(pieces, -1)[..., :width]
+    if tokens is not None and mask is not None:
+        return pad(rows, tokens, mask.shape).transpose(1, 2)
+    A = rows.transpose(1, 2)
+    return A if mask is None or mask.shape != A.shape[::2] else A.masked_fill(~mask[:, None, :, None], 0)
 
 
 def _at_columns(values: Tensor, columns: Tensor, width: int) -> Tensor:
@@ -122,17 +137,19 @@ def _at_columns(values: Tensor, columns: Tensor, width: int) -> Tensor:
     return values.new_zeros(len(values), width + 1, *values.shape[2:]).scatter(1, at, values)[:, :width]
 
 
-def _assembled(pieces: list[Tensor], x: Tensor, mask: Tensor | None, cu_seqlens: Any) -> Tensor:
-    """Returns the map of the rows of x [B, T, D] from those of its sequences, [1, H, T_n, T_n] each."""
-    (B, T), device = x.shape[:2], x.device
+def _places(mask: Tensor | None, cu_seqlens: Any) -> list[tuple[int, Tensor]]:
+    """Returns the row and the columns of each sequence."""
     if mask is not None:
-        places = [(row, each.nonzero().squeeze(1)) for row, each in enumerate(mask)]
-    else:
-        ends = getattr(cu_seqlens, "bounds", cu_seqlens).tolist()
-        places = [(0, torch.arange(*bounds, device=device)) for bounds in zip(ends, ends[1:], strict=False)]
-    full = pieces[0].new_zeros(B, pieces[0].shape[1], T, T)
+        return [(row, each.nonzero().squeeze(1)) for row, each in enumerate(mask)]
+    bounds = getattr(cu_seqlens, "bounds", cu_seqlens)
+    return [(0, torch.arange(*ends, device=bounds.device)) for ends in pairwise(bounds.tolist())]
+
+
+def _assembled(pieces: list[Tensor], places: list[tuple[int, Tensor]], shape: torch.Size) -> Tensor:
+    """Returns the map of rows [B, T] from those of their sequences, [1, H, T_n, T_n] each."""
+    full = pieces[0].new_zeros(shape[0], pieces[0].shape[1], shape[1], shape[1])
     for A, (row, columns) in zip(pieces, places, strict=True):
         own = A.shape[2] == A.shape[3]
         require(own, "maps are asked for of packed sequences that continue a state; expected each in a row of its own")
-        full[row][:, columns[:, None], columns] = A[0].detach()
+        full[row][:, columns[:, None], columns] = A[0]
     return full

@@ -4,7 +4,7 @@ Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from ...spec.decay import STEPPED
 from ...spec.linear import HEAD_NORMS, SUMS
 from ...utils.device import interpreted
 from ..base import may_write
-from ..maps import Mix, mixed, wanted
+from ..maps import mixed, wanted
 from ..rotary import Angles, rotary, rotate
 from .convolution import convolve
 from .features import FEATURE_MAPS, QK_NORMS, divided_by_length
@@ -100,9 +100,14 @@ class LinearMixer(LinearParameters):
         return y, MixerState(memory, conv, shift, self._count(tokens, x, sequences), before, peak, angles)
 
     def _mixed(
-        self, mix: Mix, v: Tensor, tensors: dict[str, Any], state: MixerState | None, sequences: Sequences
+        self,
+        mix: Callable[..., Any],
+        v: Tensor,
+        tensors: dict[str, Any],
+        state: MixerState | None,
+        sequences: Sequences,
     ) -> tuple[Any, ...]:
-        """Calls mix(v), which has an attention map if a token has one value, for given β if they depend on the values."""
+        """Calls mix(v), which has a map if a token has one value, of the β of v if they depend on the values."""
         if self.spec.write.steps > 1:
             return mix(v)
         if self.residual is None or wanted() is None:

@@ -88,8 +88,10 @@ class SlotAttention(Mixer, HasBackend):
             log_decay = torch.log1p(-write)
         operands = Operands(q, k, write, torch.zeros_like(k), log_decay)
         logits, keys = recur(step, form, operands, sequences, keys.mT)
-        options = {"log_decay": log_decay, "scale": 1.0, "cu_seqlens": sequences.bounds, "backend": self.backend}
-        read = partial(linear_attention, logits.softmax(-1), write, initial_state=values, **options)
+        read = partial(
+            linear_attention, logits.softmax(-1), write, log_decay=log_decay, scale=1.0, initial_state=values,
+            cu_seqlens=sequences.bounds, backend=self.backend,
+        )  # fmt: skip
         out, values = mixed(read, v)
         return out, torch.cat([keys.mT, values, sums], -1)
 
