@@ -51,6 +51,8 @@ class HeadraceGenerationMixin(GenerationMixin):  # by this word in the name tran
         the prompt and then of each call whose tokens were all accepted. Raises InputError for a cache with columns."""
         if (cache := kwargs.get(CACHE)) is None:
             raise InputError("use_cache=False with a draft model or prompt lookup; expected a cache, which goes back")
+        kind = f"past_key_values is a {type(cache).__name__}"
+        require(isinstance(cache, HeadraceCache), f"{kind}; expected a HeadraceCache, which goes back")
         columns = f"past_key_values has {cache.columns} columns"
         require(not cache.is_initialized, f"{columns}; expected an empty cache with a draft model or prompt lookup")
         marks = cache.marks

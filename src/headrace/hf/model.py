@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
@@ -26,6 +26,7 @@ from ..utils.errors import InputError
 from ..utils.integrity import seal, unseal
 from .cache import NAME as CACHE
 from .cache import PACKED, HeadraceCache, cache_argument
+from .cache_layers import read_dynamic, write_dynamic
 from .config import HeadraceConfig
 from .engine import MOST, Engine
 from .generation import HeadraceGenerationMixin
@@ -106,7 +107,7 @@ class HeadraceModel(HeadracePreTrainedModel):
         Args:
             attention_mask: [B, T] or, with a cache, [B, all columns]; 1 marks tokens, and 0 padding, at any place.
             past_key_values: the cache returned for the columns before these. It is updated in place, unless
-                use_cache=False.
+                use_cache=False. A model whose layers all keep all keys and values also takes a DynamicCache.
             use_cache: None: True if past_key_values is given, else config.use_cache, but False in training.
             cu_seqlens: [N + 1], the boundaries of the sequences of a pack (B = 1).
             position_ids: [B or 1, T], the positions of the tokens, which must be consecutive; where they restart at 0
@@ -123,7 +124,8 @@ class HeadraceModel(HeadracePreTrainedModel):
         Raises:
             InputError: arguments that contradict each other or do not fit the cache.
         """
-        cu_seqlens, cache = _boundaries(cu_seqlens, flash), cache_argument(past_key_values, cache)
+        cu_seqlens, given = _boundaries(cu_seqlens, flash), cache_argument(past_key_values, cache)
+        cache = self._borrowed(given, attention_mask) if isinstance(given, DynamicCache) else given
         if (input_ids is None) == (inputs_embeds is None):
             raise InputError("expected either input_ids or inputs_embeds, not both")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -153,12 +155,24 @@ class HeadraceModel(HeadracePreTrainedModel):
             if use_cache:
                 cache.replace(states, x.shape[1], PACKED)
         *_, last = hidden = tuple(each.view(shape) for each in outputs)
-        results: dict[str, Any] = {CACHE: cache if use_cache else None}
+        results: dict[str, Any] = {CACHE: None}
+        if use_cache and cache is not None:
+            cache.counts = self.backbone.state_counts
+            if isinstance(given, DynamicCache):
+                write_dynamic(given, cache.states or [])
+            results[CACHE] = cache if given is None else given
         if every:
             results["hidden_states"] = hidden
         if maps is not None:
             results["attentions"] = self._attentions(maps)
         return BaseModelOutputWithPast(last_hidden_state=last, **results)
+
+    def _borrowed(self, given: DynamicCache, attention_mask: Tensor | None) -> HeadraceCache:
+        """Returns a cache with the keys and values of a DynamicCache, which the model writes back."""
+        cache = HeadraceCache()
+        states, cache.columns = read_dynamic(given, self, attention_mask)
+        cache.states = states
+        return cache
 
     def _attentions(self, maps: list[Tensor | None]) -> tuple[Tensor, ...]:
         """Returns the maps of the mixers that have one, if any has."""
@@ -201,13 +215,14 @@ class HeadraceModel(HeadracePreTrainedModel):
                 start = end
         if use_cache and states is not None:
             cache.replace(states, columns, x if ids is None else ids, mask)
-            if masks is not None and self._packs_keys():
+            if masks is not None and self.packs_keys:
                 cache.drop_marks()
         if len(pieces) == 1 and not pending:
             return pieces[0]
         return [torch.cat(parts, 1)[:, pending:] for parts in zip(*pieces, strict=True)]
 
-    def _packs_keys(self) -> bool:
+    @property
+    def packs_keys(self) -> bool:
         """Whether a layer takes padding out of the keys and values that it keeps."""
         layers: Any = self.backbone.layers
         return any(isinstance(each, Mixer) and not each.fixed_size for layer in layers for each in layer.children())
@@ -315,7 +330,8 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
             `past_key_values`, `hidden_states` and `attentions` of HeadraceModel.
         """
         loss_kwargs.pop("tokenizer", None)  # an argument of `generate` that is passed on to forward
-        cache = cache_argument(past_key_values, cache)
+        given = cache_argument(past_key_values, cache)
+        cache = None if isinstance(given, DynamicCache) else given
         if labels is not None and cache is not None:
             self.settle(cache)  # a loss of experts is one over the tokens of the call
         others = labels, inputs_embeds, cu_seqlens, output_attentions, output_hidden_states
@@ -327,7 +343,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
         output = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
-            past_key_values=cache,
+            past_key_values=given,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,

@@ -108,7 +108,7 @@ class Backbone(nn.Module):
         Raises:
             InputError: for states of another stack.
         """
-        count = (self.positions is not None) + sum(self.counts) + sum(layer.link is not None for layer in self.layers)
+        count = (self.positions is not None) + sum(self.state_counts)
         state_count = count if states is None else len(states)
         require(state_count == count, f"states has {state_count} entries; expected {count}, as this stack returns them")
         before, after = repeat(None) if states is None else iter(states), []
@@ -149,6 +149,11 @@ class Backbone(nn.Module):
             now = None if mask is None else mask[:, piece]
             y[:, piece], states = self(x[:, piece], states, mask=now, in_place=start > 0)
         return y, states  # type: ignore[return-value]
+
+    @property
+    def state_counts(self) -> list[int]:
+        """Number of states of each layer, with that of the shared block if the layer uses it."""
+        return [count + (layer.link is not None) for count, layer in zip(self.counts, self.layers, strict=True)]
 
     @property
     def shared_blocks(self) -> list[Shared]:
