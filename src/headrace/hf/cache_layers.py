@@ -27,14 +27,11 @@ class AttentionLayer:
     columns: int  # number of columns that were read
     is_sliding: bool  # whether of a window
 
-    is_initialized, is_compileable = True, False
+    is_initialized = True
 
     def get_seq_length(self) -> int:
         """Returns the number of columns that were read."""
         return self.columns
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 @LinearAttentionCacheLayerMixin.register
@@ -46,8 +43,6 @@ class RecurrentLayer:
     recurrent_states: dict[int, Any]  # the memory; None without one
     conv_states: dict[int, Tensor | None]  # [B, channels, W − 1], the last inputs of the short convolution
 
-    is_compileable = False
-
     @property
     def number_of_states(self) -> int:
         return len(self.recurrent_states)
@@ -55,9 +50,6 @@ class RecurrentLayer:
     @property
     def has_previous_state(self) -> dict[int, bool]:
         return dict.fromkeys(self.recurrent_states, True)
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,19 +59,18 @@ class HybridLayer(RecurrentLayer, AttentionLayer):
 
 def layer_of(states: Sequence[Any], columns: int) -> AttentionLayer | RecurrentLayer:
     """Returns the object of a layer with these states."""
+    attention = next((s for s in states if isinstance(s, AttentionState | WindowState)), None)
+    others = dict(enumerate(s for s in states if s is not attention and not isinstance(s, ShiftState)))
     kept: dict[str, Any] = {}
-    for state in states:
-        if isinstance(state, AttentionState | WindowState):
-            kept |= {"keys": state.k.transpose(1, 2), "values": state.v.transpose(1, 2), "columns": columns}
-            kept["is_sliding"] = isinstance(state, WindowState)
-    others = [s for s in states if not isinstance(s, AttentionState | WindowState | ShiftState)]
+    if attention is not None:
+        kept |= {"keys": attention.k.transpose(1, 2), "values": attention.v.transpose(1, 2), "columns": columns}
+        kept["is_sliding"] = isinstance(attention, WindowState)
     if not others:
         return AttentionLayer(**kept)
-    memories = {i: None if s is None else getattr(s, "memory", s[0]) for i, s in enumerate(others)}
-    convs = {i: getattr(s, "conv", None) for i, s in enumerate(others)}
-    kept |= {"recurrent_states": memories}
-    kept |= {"conv_states": {i: None if conv is None else conv.transpose(1, 2) for i, conv in convs.items()}}
-    return (HybridLayer if "keys" in kept else RecurrentLayer)(**kept)
+    convs = {i: getattr(s, "conv", None) for i, s in others.items()}
+    kept["conv_states"] = {i: None if conv is None else conv.transpose(1, 2) for i, conv in convs.items()}
+    kept["recurrent_states"] = {i: None if s is None else getattr(s, "memory", s[0]) for i, s in others.items()}
+    return RecurrentLayer(**kept) if attention is None else HybridLayer(**kept)
 
 
 def read_dynamic(cache: DynamicCache, model: Any, attention_mask: Tensor | None) -> tuple[list[Any] | None, int]:

@@ -10,7 +10,7 @@ Dimensions: B batch, T tokens, L columns of the map, H heads (Hv of the values),
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from threading import get_ident
+from threading import local
 from typing import Any, NamedTuple
 
 import torch
@@ -31,29 +31,31 @@ class Wanted(NamedTuple):
     given: Iterator[Tensor] | None = None  # the maps, if they are known
 
 
-_wanted: dict[int, Wanted] = {}  # by thread; empty unless a map is asked for
+class Reading(NamedTuple):
+    """What the heads of a mixer read: mix(values)[0], which is affine in the values."""
+
+    values: Tensor  # [B, T, Hv, V]
+    out: Tensor  # [B, T, H, V]
+    mix: Mix
 
 
-def wanted() -> Wanted | None:
-    """The map that is asked for in this thread."""
-    return _wanted.get(get_ident()) if _wanted else None
+Listener = Callable[[Reading], None]
+_thread = local()
+
+
+def wanted() -> Wanted | Listener | None:
+    """The map that is asked for in this thread, or what is called with the readings of all mixers."""
+    return getattr(_thread, "call", None)  # not a ContextVar, which no graph can be compiled with
 
 
 @contextmanager
-def _asking(call: Wanted | None) -> Iterator[None]:
-    before = wanted()
-    _set(call)
+def asking(call: Wanted | Listener | None) -> Iterator[None]:
+    """Asks the mixers that this thread calls for a map, for their readings or, in one that is asked, for nothing."""
+    before, _thread.call = wanted(), call
     try:
         yield
     finally:
-        _set(before)
-
-
-def _set(call: Wanted | None) -> None:
-    if call is None:
-        _wanted.pop(get_ident(), None)
-    else:
-        _wanted[get_ident()] = call
+        _thread.call = before
 
 
 def with_map(mixer: Any, maps: list[Tensor | None], x: Tensor, state: Any, **where: Any) -> tuple[Tensor, Any]:
@@ -62,14 +64,14 @@ def with_map(mixer: Any, maps: list[Tensor | None], x: Tensor, state: Any, **whe
     L counts the columns of the state, if it keeps them one by one, and T."""
     refuse_parts(mixer)
     call = Wanted(where["mask"], [])
-    with _asking(call):
+    with asking(call):
         result = mixer.forward(x, state, **where)
     found = call.found
     if len(found) > 1 or (found and found[0].shape[2] != x.shape[1]):  # of softmax attention, for each sequence
         places = _places(call.mask, where["cu_seqlens"])
         A = _assembled(found, places, x.shape[:2])
         own = [A[row][:, columns[:, None], columns][None] for row, columns in places]
-        with _asking(call._replace(given=iter(own))):  # again, so that A has the gradient
+        with asking(call._replace(given=iter(own))):  # again, so that A has the gradient
             result = mixer.forward(x, state, **where)
         found = [A]
     maps.append(next(iter(found), None))
@@ -89,9 +91,12 @@ def mixed(
     call, again = wanted(), linear or mix
     if call is None:
         return mix(values)
+    if not isinstance(call, Wanted):
+        call(Reading(values, (result := mix(values))[0], again))
+        return result
     rows = None if whole or columns is not None else call.mask  # from which the mixer has taken the padding
     tokens = None if rows is None else rows.flatten().nonzero().squeeze(1)
-    with _asking(None):  # a mixer inside would ask for its own
+    with asking(None):  # a mixer inside would ask for its own
         _, *more = mix(values)
         base = again(torch.zeros_like(values))[0]  # what is read from the state
         A = next(call.given) if call.given else _map(again, values, base, columns, tokens, call.mask)
@@ -102,6 +107,11 @@ def mixed(
         values = _at_columns(values, columns, A.shape[3])
     out = torch.einsum("bhts,bshv->bthv", A, values.repeat_interleave(A.shape[1] // values.shape[2], 2).to(A.dtype))
     return base + (out if tokens is None else out.flatten(0, 1)[tokens][None]), *more
+
+
+def weights(reading: Reading) -> Tensor:
+    """Returns the map [B, H, T, T] of sequences that begin with their first value."""
+    return _map(reading.mix, reading.values, torch.zeros_like(reading.out), None, None, None)
 
 
 def _map(

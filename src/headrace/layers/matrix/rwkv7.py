@@ -115,10 +115,10 @@ class RWKV7(Mixer):
         change = before - x
         streams = {name: torch.addcmul(x, change, mix) for name, mix in zip(self.STREAMS, self.mix, strict=True)}
         operands = self.operands(streams, acc)
-        memory = None if state is None else state.memory
+        past = None if state is None else state.memory
 
         def mix(v: Tensor) -> tuple[Tensor, Tensor]:
-            return self.recurrence(recur, step, form, operands._replace(v=v), sequences, memory)
+            return self.recurrence(recur, step, form, operands._replace(v=v), sequences, past)
 
         out, memory = mixed(mix, operands.v)
         return self.read_out(out, operands, streams["gate"]), MixerState(memory, shift=shift)

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import zoo
+from ...layers.maps import weights
 from ...utils.environment import environment
 from ...utils.integrity import finite
 from ..report.page import template
 from .findings import RULES, findings
-from .recorder import Recorded, weights
+from .recorder import Recorded
 
 GUESSES = 3  # number of likeliest next tokens shown
 STRONGEST = 16  # largest number of attention weights kept per row
@@ -85,8 +86,7 @@ def describe(
 
 def describe_layer(recorded: Recorded, strongest: int, side: int) -> tuple[dict[str, Any], Tensor | None]:
     """A layer's data, and its effective attention [H, T, T] if it has one."""
-    reading = recorded.reading()
-    A = None if reading is None else weights(reading)
+    A = None if recorded.reading is None else weights(recorded.reading)[0]
     number = f"layer {recorded.layer}"
     layer = {
         "name": f"{number}, shared" if recorded.shared else number, "mixer": zoo.name_of(recorded.mixer.spec),
