@@ -9,9 +9,12 @@ from headrace.layers.maps import asking, weights
 from headrace.utils.errors import InputError
 from tiny import SIZES, T, build, close, tokens
 
-WITHOUT = {name for name in zoo.names() if isinstance(zoo.get(name), ScanSpec) or "deltaproduct" in name} | {
-    "gla-outer"
-}
+LAYERS = [
+    "linear-attention", "retnet", "mamba3", "log-linear-mamba2", "mesa", "rwkv6", "mlstm", "residual-delta", "comba",
+    "softmax-gated-deltanet-2", "softmax-gla", "gsa", "rwkv7", "gqa", "longformer", "bigbird", "fox", "flash-reference",
+    "mla", "softmax-rnn-norm",
+]  # fmt: skip
+WITHOUT = ["mamba", "rwkv4", "gla-outer", "softmax-deltaproduct", "channel mixing"]
 MASK = torch.ones(2, T, dtype=torch.bool)
 MASK[0, 6:] = MASK[1, :3] = False
 BOUNDS = torch.tensor([0, 4, 4, T])
