@@ -113,6 +113,7 @@ def test_maps_are_asked_for_by_the_config_and_returned_by_generate():
         headrace.hf.HeadraceConfig(output_attentions="yes")
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_maps_and_gradients_with_checkpoints(reentrant):
     model, ids = build("hybrid").train(), tokens(2)
