@@ -260,7 +260,7 @@ WRONG = {
     "max_position_embeddings=0; expected a positive integer": {"max_position_embeddings": 0},
     "norm_eps=nan; expected a positive number": {"norm_eps": float("nan")},
     "rope_theta='10000'; expected a positive number": {"rope_theta": "10000"},
-    "output_attentions=True is not available": {"output_attentions": True},
+    "output_attentions=1; expected True or False": {"output_attentions": 1},
     "tie_word_embeddings='false'; expected True or False": {"tie_word_embeddings": "false"},
 }
 

@@ -173,7 +173,7 @@ def test_cache_interface():
     assert cache.is_croppable
     with pytest.raises(InputError, match="holds 2 sequences; expected 3"):
         model(tokens(3, 1), past_key_values=cache)
-    with pytest.raises(InputError, match="is a DynamicCache; expected a HeadraceCache"):
+    with pytest.raises(InputError, match=r"is a DynamicCache, and .*; expected a HeadraceCache"):
         model(tokens(2), past_key_values=DynamicCache())
     ids = tokens(2)
     cache.reset()
@@ -412,8 +412,6 @@ def test_output_options_are_supported():
     for wrong in ({}, {"input_ids": ids, "inputs_embeds": out.hidden_states[0]}):
         with pytest.raises(InputError, match="either input_ids or inputs_embeds"):
             model(**wrong)
-    with pytest.raises(InputError, match="no attention maps"):
-        model(ids, output_attentions=True)
 
 
 @pytest.mark.parametrize("mixer", ["softmax-gated-deltanet", "retnet", "transformer", "mamba"])

@@ -21,18 +21,18 @@ from headrace import zoo
 from headrace.cli import app as cli
 from headrace.data.tokenizer import byte_level
 from headrace.hf import HeadraceForCausalLM, load
-from headrace.spec import AttentionSpec, LatentSpec, MixerSpec, SoftmaxRNNSpec
+from headrace.layers.maps import weights
+from headrace.spec import ScanSpec
 from headrace.studies import inspect as inspection
 from headrace.studies.inspect.findings import of_beta, of_gate, of_weights
 from headrace.studies.inspect.page import compress_attention, pack, profile
-from headrace.studies.inspect.recorder import record, weights
+from headrace.studies.inspect.recorder import record
 from headrace.studies.verify import literal_op
 from headrace.utils.errors import InputError
 from released import HYBRIDS, OTHERS, release
 from tiny import build, close, config, tokens
 
 T = 37
-HAVE = (MixerSpec, AttentionSpec, LatentSpec, SoftmaxRNNSpec)  # mixers with weights
 CASES = [
     *zoo.names(),
     *("softmax-mamba2(competition.memories_per_head=3)", "softmax-gla(competition=paper, read.norm=none)"),
@@ -57,13 +57,13 @@ def test_weights_of_values_are_what_the_mixer_read(mixer):
     _, _, _, layers = passed(mixer)
     assert len(layers) == 2
     for recorded in layers:
-        reading = recorded.reading()
-        several = any(name in mixer for name in ("deltaproduct", "comba", "gated-deltanet-2"))  # no weight of a token
-        assert (reading is None) == (several or (not isinstance(zoo.get(mixer), HAVE) and mixer != "rwkv7"))
+        reading = recorded.reading
+        without = "deltaproduct" in mixer or isinstance(zoo.get(mixer), ScanSpec) or mixer == "gla-outer"
+        assert (reading is None) == without
         if reading is None:
             continue
         with torch.no_grad():
-            A = weights(reading)
+            A = weights(reading)[0]
         v = reading.values.repeat_interleave(len(A) // reading.values.shape[2], 2)
         assert A.shape == (8 if "fast-weights" in mixer else 4, T, T) and not A.triu(1).any()
         close(torch.einsum("hts,bshv->bthv", A, v), reading.out)
@@ -73,10 +73,10 @@ def test_weights_of_values_are_what_the_mixer_read(mixer):
 @torch.no_grad()
 def test_weights_of_a_released_model_are_what_its_mixers_read(kind, tmp_path):
     _, layers = record(load(release(kind, tmp_path)).double(), tokens(1, T))
-    readings = [reading for reading in (recorded.reading() for recorded in layers) if reading is not None]
+    readings = [reading for reading in (recorded.reading for recorded in layers) if reading is not None]
     assert readings
     for reading in readings:
-        A = weights(reading)
+        A = weights(reading)[0]
         v = reading.values.repeat_interleave(len(A) // reading.values.shape[2], 2)
         close(torch.einsum("hts,bshv->bthv", A, v), reading.out)
 
@@ -102,9 +102,9 @@ def test_weights_are_those_of_the_literal_equation(mixer):
     _, _, _, layers = passed(mixer)
     for recorded in layers:
         with torch.no_grad():
-            A = weights(recorded.reading())
+            A = weights(recorded.reading)[0]
             recorded.mixer.op = literal_op
-            close(A, weights(recorded.reading()))
+            close(A, weights(recorded.reading)[0])
 
 
 def unrolled(q, k, decay, beta):
@@ -133,7 +133,7 @@ def test_weights_of_a_released_model_are_those_of_transformers(tmp_path):
     q, k = (x[0].double().repeat_interleave(2, 1) for x in (q, k))  # a head of q and k has two of v
     q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     decay, beta = operands["g"][0].double().exp(), operands["beta"][0].double()
-    linear, softmax = (weights(recorded.reading()) for recorded in record(load(path).double(), ids)[1])
+    linear, softmax = (weights(recorded.reading)[0] for recorded in record(load(path).double(), ids)[1])
     close(softmax, attentions[-1][0].double(), 1e-6)  # theirs is a softmax in float32
     close(linear, unrolled(q / q.shape[-1] ** 0.5, k, decay, beta), 1e-6)
     assert len(inspection.inspect(path, "one two three")) > 10_000
@@ -141,7 +141,7 @@ def test_weights_of_a_released_model_are_those_of_transformers(tmp_path):
 
 def test_softmax_weights_are_a_softmax():
     _, _, _, layers = passed("transformer")
-    A = weights(layers[0].reading())
+    A = weights(layers[0].reading)[0]
     close(A.sum(-1), torch.ones(4, T, dtype=A.dtype))
     assert A.min() >= 0
 

@@ -3,16 +3,18 @@
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ..layers.linear.token import MixerState
 from ..ops.checks import require
 from ..utils.errors import InputError
+from .cache_layers import layer_of
 from .marks import Mark, Marks, can_crop, copied, crop, mark, state_bytes, thinned
 from .record import Record, has_ids_alone
 
@@ -33,6 +35,7 @@ class HeadraceCache(Cache):
     column 0 is always one), and the tokens from there on are *pending*: the model reads them with those of the next
     call. Keys and values of softmax attention are cropped.
 
+    `layers` has an object for each layer of the model, with transformers' names, of what the cache keeps of it.
     transformers' DynamicCache is not used, because it drops the state of a recurrence without a convolution and rounds
     states to the precision of the first one written. The states belong to the cache and may be updated in place; to
     continue twice from the same state, copy the cache with copy.deepcopy.
@@ -44,6 +47,7 @@ class HeadraceCache(Cache):
     def __init__(self, marks: Marks | None = None) -> None:
         super().__init__(layers=[])
         self.marks = marks
+        self.counts: list[int] = []  # number of states of each layer of the model that has read
         self.reset()
 
     def reset(self) -> None:
@@ -270,8 +274,23 @@ class HeadraceCache(Cache):
 
     # --- rows --------------------------------------------------------------------------------------------------------
 
+    @property
+    def layers(self) -> list[Any]:  # type: ignore[override]
+        """What the cache keeps of each layer, as views (`cache_layers`); [] before the first token. Raises InputError
+        while tokens are pending."""
+        states = self.states or []
+        own = iter(states[len(states) - sum(self.counts) :])  # without that of positions
+        return [layer_of(list(islice(own, count)), self.columns) for count in self.counts] if states else []
+
+    @layers.setter
+    def layers(self, layers: list[Any]) -> None:
+        require(not layers, "the layers of a HeadraceCache are those of its states; expected no others")
+
     def __len__(self) -> int:
-        return len(self._states or [])
+        return len(self.counts if self._states else [])
+
+    def __repr__(self) -> str:
+        return f"HeadraceCache of {self.columns} columns"
 
     @property
     def batch_size(self) -> int:
@@ -324,7 +343,7 @@ class HeadraceCache(Cache):
         mine, theirs = self.states, other.states
         if mine is None or theirs is None:
             if mine is None:
-                self._states, self.columns = theirs, other.columns
+                self._states, self.columns, self.counts = theirs, other.columns, other.counts
                 self._record, self._marks, self._floor = other._record, other._marks, other._floor
             return
         self._states = [type(a)(*map(_concatenated, a, b)) for a, b in zip(mine, theirs, strict=True)]
@@ -337,11 +356,11 @@ class HeadraceCache(Cache):
         self._record.change(function)
 
 
-def cache_argument(past_key_values: Any, cache: Any) -> HeadraceCache | None:
+def cache_argument(past_key_values: Any, cache: Any) -> HeadraceCache | DynamicCache | None:
     """Returns the cache that a model got under one of its two names. Raises InputError for one of another class."""
     require(past_key_values is None or cache is None, "past_key_values and cache are both given; expected one")
     argument = past_key_values if cache is None else cache
-    accepted = argument is None or isinstance(argument, HeadraceCache)
+    accepted = argument is None or isinstance(argument, HeadraceCache | DynamicCache)
     require(accepted, f"past_key_values is a {type(argument).__name__}; expected a HeadraceCache")
     return argument
 

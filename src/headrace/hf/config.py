@@ -27,7 +27,7 @@ TRANSFORMERS = frozenset({
     "tie_last_hidden_states", "torch_dtype", "transformers_version",
 })  # fmt: skip
 # Of these, the fields that have one value for every language model of ours.
-FIXED = {"output_attentions": False, "is_encoder_decoder": False, "return_dict": True}
+FIXED = {"is_encoder_decoder": False, "return_dict": True}
 NUMBERS = (
     "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "length_penalty", "max_length",
     "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "num_return_sequences", "no_repeat_ngram_size",
@@ -118,6 +118,7 @@ class HeadraceConfig(PreTrainedConfig):
         for name, value in FIXED.items():
             setting = kwargs.get(name, getattr(self, name, value))
             require(setting is value, f"{name}={setting!r} is not available; expected {value}")
+        require_bools(output_attentions=kwargs.get("output_attentions", False))
         labels = kwargs.get("num_labels", 0)
         require(type(labels) is int and 0 <= labels <= LABELS, f"num_labels={labels!r}; expected 0 to {LABELS}")
         self._check_values()
@@ -197,6 +198,14 @@ class HeadraceConfig(PreTrainedConfig):
         return [mixer for layer in self.stack.over(self.num_hidden_layers) for mixer in layer.mixers]
 
     @property
+    def layer_types(self) -> list[str]:
+        """What each layer keeps for later tokens, in transformers' words: "linear_attention" for a state of one size,
+        "full_attention" and "sliding_attention" for keys and values, "hybrid" and "hybrid_sliding" for both."""
+        stack = self.stack
+        shared = [] if stack.style.shared is None else [stack.style.shared]
+        return [_layer_type([*shared * layer.shared, *layer.mixers]) for layer in stack.over(self.num_hidden_layers)]
+
+    @property
     def sizes(self) -> Sizes:
         return Sizes(
             self.hidden_size, self.num_heads, self.intermediate_size, self.norm_eps, self.rope_theta,
@@ -220,6 +229,15 @@ def check_tokens(config: Any) -> None:
         ids = value if name == "eos_token_id" and isinstance(value, list) else [value]
         fitting = all(i is None or (type(i) is int and -1 <= i < LARGEST) for i in ids)
         require(fitting, f"{name}={short(value)}; expected the id of a token, or None")
+
+
+def _layer_type(mixers: list[Spec]) -> str:
+    whole = {getattr(mixer, "pattern", None) is None for mixer in mixers if mixer.facts.cached}
+    if not whole:
+        return "linear_attention"
+    if all(mixer.facts.cached for mixer in mixers):
+        return "full_attention" if True in whole else "sliding_attention"
+    return "hybrid" if True in whole else "hybrid_sliding"
 
 
 def _known(mixer, kinds):

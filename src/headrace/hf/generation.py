@@ -51,6 +51,8 @@ class HeadraceGenerationMixin(GenerationMixin):  # by this word in the name tran
         the prompt and then of each call whose tokens were all accepted. Raises InputError for a cache with columns."""
         if (cache := kwargs.get(CACHE)) is None:
             raise InputError("use_cache=False with a draft model or prompt lookup; expected a cache, which goes back")
+        kind = f"past_key_values is a {type(cache).__name__}"
+        require(isinstance(cache, HeadraceCache), f"{kind}; expected a HeadraceCache, which goes back")
         columns = f"past_key_values has {cache.columns} columns"
         require(not cache.is_initialized, f"{columns}; expected an empty cache with a draft model or prompt lookup")
         marks = cache.marks
@@ -75,8 +77,9 @@ class HeadraceGenerationMixin(GenerationMixin):  # by this word in the name tran
         output = super()._prefill(input_ids[::repeats], generation_config, once, is_first_iteration)  # type: ignore[misc]
         cache.batch_repeat_interleave(repeats)
         output.logits = output.logits.repeat_interleave(repeats, 0)
-        if output.hidden_states is not None:
-            output.hidden_states = tuple(x.repeat_interleave(repeats, 0) for x in output.hidden_states)
+        for name in ("hidden_states", "attentions"):
+            if (of_layers := getattr(output, name)) is not None:
+                setattr(output, name, tuple(x.repeat_interleave(repeats, 0) for x in of_layers))
         return output
 
     def _sample(

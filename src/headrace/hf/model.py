@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from .. import zoo
 from ..layers.base import Mixer
 from ..layers.blocks.block import Block
 from ..layers.blocks.stack import Backbone, initialize
@@ -25,6 +26,7 @@ from ..utils.errors import InputError
 from ..utils.integrity import seal, unseal
 from .cache import NAME as CACHE
 from .cache import PACKED, HeadraceCache, cache_argument
+from .cache_layers import read_dynamic, write_dynamic
 from .config import HeadraceConfig
 from .engine import MOST, Engine
 from .generation import HeadraceGenerationMixin
@@ -111,12 +113,16 @@ class HeadraceModel(HeadracePreTrainedModel):
         Args:
             attention_mask: [B, T] or, with a cache, [B, all columns]; 1 marks tokens, and 0 padding, at any place.
             past_key_values: the cache returned for the columns before these. It is updated in place, unless
-                use_cache=False.
+                use_cache=False. A model whose layers all keep all keys and values also takes a DynamicCache.
             use_cache: None: True if past_key_values is given, else config.use_cache, but False in training.
             cu_seqlens: [N + 1], the boundaries of the sequences of a pack (B = 1).
             position_ids: [B or 1, T], the positions of the tokens, which must be consecutive; where they restart at 0
                 within a row, a new sequence begins.
             seq_idx: [B, T], the index of each token's sequence; an increase within a row begins a new sequence.
+            output_attentions: whether to return the `attentions`: the maps [B, H, T, L] from values to what the heads
+                of a mixer read before its norm (`layers.maps`), in the order of execution. L counts the columns of the
+                cache for softmax attention, and those of this call, T, for a recurrence, whose state has the others.
+                As in transformers, there is none of a mixer without one. None: as in the config.
             cache: another name of past_key_values, which transformers uses from 5.24 on.
             flash: cu_seqlens under the names of transformers' collators, `cu_seq_lens_q` and `_k`; `max_length_q` and
                 `_k` have no effect.
@@ -124,11 +130,10 @@ class HeadraceModel(HeadracePreTrainedModel):
         Raises:
             InputError: arguments that contradict each other or do not fit the cache.
         """
-        cu_seqlens, cache = _boundaries(cu_seqlens, flash), cache_argument(past_key_values, cache)
+        cu_seqlens, given = _boundaries(cu_seqlens, flash), cache_argument(past_key_values, cache)
+        cache = self._borrowed(given, attention_mask) if isinstance(given, DynamicCache) else given
         if (input_ids is None) == (inputs_embeds is None):
             raise InputError("expected either input_ids or inputs_embeds, not both")
-        if output_attentions:
-            raise InputError("output_attentions=True is not available: a recurrence has no attention maps")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         shape = x.shape
         seen = 0 if cache is None else cache.columns
@@ -142,20 +147,46 @@ class HeadraceModel(HeadracePreTrainedModel):
         if use_cache and cache is None:
             cache = HeadraceCache()
         every = bool(self.config.output_hidden_states if output_hidden_states is None else output_hidden_states)
+        mapped = self.config.output_attentions if output_attentions is None else output_attentions
+        maps: list[Tensor | None] | None = [] if mapped else None
+        if mapped and cache is not None:
+            self.settle(cache)
         if cache is None:
-            outputs, _ = self._read(x, None, mask, pack, False, every)
+            outputs, _ = self._read(x, None, mask, pack, False, every, maps)
         elif pack is None:
-            outputs = self._continue(cache, x, mask, input_ids, bool(use_cache), every)
+            outputs = self._continue(cache, x, mask, input_ids, bool(use_cache), every, maps)
         else:
             self.settle(cache)
-            outputs, states = self._read(x, cache.states, None, pack, bool(use_cache), every)
+            outputs, states = self._read(x, cache.states, None, pack, bool(use_cache), every, maps)
             if use_cache:
                 cache.replace(states, x.shape[1], PACKED)
         *_, last = hidden = tuple(each.view(shape) for each in outputs)
-        results: dict[str, Any] = {CACHE: cache if use_cache else None}
+        results: dict[str, Any] = {CACHE: None}
+        if use_cache and cache is not None:
+            cache.counts = self.backbone.state_counts
+            if isinstance(given, DynamicCache):
+                write_dynamic(given, cache.states or [])
+            results[CACHE] = cache if given is None else given
         if every:
             results["hidden_states"] = hidden
+        if maps is not None:
+            results["attentions"] = self._attentions(maps)
         return BaseModelOutputWithPast(last_hidden_state=last, **results)
+
+    def _borrowed(self, given: DynamicCache, attention_mask: Tensor | None) -> HeadraceCache:
+        """Returns a cache with the keys and values of a DynamicCache, which the model writes back."""
+        cache = HeadraceCache()
+        states, cache.columns = read_dynamic(given, self, attention_mask)
+        cache.states = states
+        return cache
+
+    def _attentions(self, maps: list[Tensor | None]) -> tuple[Tensor, ...]:
+        """Returns the maps of the mixers that have one, if any has."""
+        found = tuple(each for each in maps if each is not None)
+        names = ", ".join(sorted({zoo.name_of(spec) for spec in self.config.mixers}))
+        reason = "whose heads have no single weight for a pair of tokens; expected a mixer that has"
+        require(bool(found), f"output_attentions=True with {names}, {reason}")
+        return found
 
     def settle(self, cache: HeadraceCache) -> None:
         """Reads the tokens of a cache that are pending after `cache.rewind`, which the next call reads anyway: for what
@@ -166,12 +197,15 @@ class HeadraceModel(HeadracePreTrainedModel):
             self._continue(cache, nothing, None, nothing, True, False)
 
     def _continue(
-        self, cache: HeadraceCache, x: Tensor, mask: Tensor | None, ids: Tensor | None, use_cache: bool, every: bool
-    ) -> list[Tensor]:
+        self, cache: HeadraceCache, x: Tensor, mask: Tensor | None, ids: Tensor | None, use_cache: bool, every: bool,
+        maps: list[Tensor | None] | None = None,
+    ) -> list[Tensor]:  # fmt: skip
         """Reads pending tokens and x [B, T, D], whose ids are known or None, and returns `_read`'s outputs for x."""
         pending, columns = cache.pending, x.shape[1]
         states, both, masks = cache.resumed(x, mask, self.embed_tokens)
         ends = cache.ends(columns) if use_cache else [pending + columns]
+        among = f"output_attentions=True with marks after {ends[:-1]} of these columns; expected marks before them"
+        require(maps is None or len(ends) == 1, among)
         if len(ends) > 1:
             states = spared(states)  # a later piece may fail
         pieces, start = [], 0
@@ -180,35 +214,36 @@ class HeadraceModel(HeadracePreTrainedModel):
                 cache.begin()
             for end in ends:
                 now = None if masks is None else masks[:, start:end]
-                outputs, states = self._read(both[:, start:end], states, now, None, use_cache, every)
+                outputs, states = self._read(both[:, start:end], states, now, None, use_cache, every, maps)
                 pieces.append(outputs)
                 if end < pending + columns:
                     cache.pause(states, end)
                 start = end
         if use_cache and states is not None:
             cache.replace(states, columns, x if ids is None else ids, mask)
-            if masks is not None and self._packs_keys():
+            if masks is not None and self.packs_keys:
                 cache.drop_marks()
         if len(pieces) == 1 and not pending:
             return pieces[0]
         return [torch.cat(parts, 1)[:, pending:] for parts in zip(*pieces, strict=True)]
 
-    def _packs_keys(self) -> bool:
+    @property
+    def packs_keys(self) -> bool:
         """Whether a layer takes padding out of the keys and values that it keeps."""
         layers: Any = self.backbone.layers
         return any(isinstance(each, Mixer) and not each.fixed_size for layer in layers for each in layer.children())
 
     def _read(
         self, x: Tensor, past: list[Any] | None, mask: Tensor | None, pack: Sequences | None, use_cache: bool,
-        every: bool,
+        every: bool, maps: list[Tensor | None] | None,
     ) -> tuple[list[Tensor], list[Any]]:  # fmt: skip
-        """Returns ([the inputs of all layers, if `every`, and the last output], the states)."""
+        """Returns ([the inputs of all layers, if `every`, and the last output], the states), and appends to maps."""
         in_place = use_cache and not torch.is_grad_enabled()  # here, as a reentrant checkpoint disables grad in layers
-        if in_place and not every and pack is None:
+        if in_place and not every and maps is None and pack is None:
             last, states = self.backbone.prefill(x, past, mask, in_place)
             return [last], states
         inputs: list[Tensor] | None = [] if every else None
-        where = {"mask": mask, "cu_seqlens": pack, "in_place": in_place, "inputs": inputs}
+        where = {"mask": mask, "cu_seqlens": pack, "in_place": in_place, "inputs": inputs, "maps": maps}
         last, states = self.backbone(x, past, **where)
         return [*(inputs or ()), last], states
 
@@ -304,10 +339,11 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
         Returns:
             CausalLMOutputWithPast: `loss`, the mean cross-entropy in nats over the tokens with a label plus the
             load-balancing loss of experts, None without labels; `logits` [B, kept positions, vocabulary];
-            `past_key_values` and `hidden_states` of HeadraceModel.
+            `past_key_values`, `hidden_states` and `attentions` of HeadraceModel.
         """
         loss_kwargs.pop("tokenizer", None)  # an argument of `generate` that is passed on to forward
-        cache = cache_argument(past_key_values, cache)
+        given = cache_argument(past_key_values, cache)
+        cache = None if isinstance(given, DynamicCache) else given
         if labels is not None and cache is not None:
             self.settle(cache)  # a loss of experts is one over the tokens of the call
         others = labels, inputs_embeds, cu_seqlens, output_attentions, output_hidden_states
@@ -319,7 +355,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
         output = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
-            past_key_values=cache,
+            past_key_values=given,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
@@ -343,8 +379,9 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
             loss = token_loss(self, hidden, logits if everything else None, labels=labels, **loss_kwargs)
             loss = loss + experts_loss(self, attention_mask, labels, **loss_kwargs)
         return CausalLMOutputWithPast(
-            loss=loss, logits=logits, hidden_states=output.hidden_states, **{CACHE: getattr(output, CACHE)}
-        )
+            loss=loss, logits=logits, hidden_states=output.hidden_states, attentions=output.attentions,
+            **{CACHE: getattr(output, CACHE)},
+        )  # fmt: skip
 
     plain_forward = forward  # which the engine stands for
 
@@ -352,7 +389,8 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
         """Returns the logits of one token of each of the cache's sequences, or of a few tokens of one sequence, by the
         native engine; None for other calls."""
         ready = cache is not None and cache.is_initialized and isinstance(input_ids, Tensor) and input_ids.dim() == 2
-        if not ready or torch.is_grad_enabled() or self.config.output_hidden_states:
+        more = self.config.output_hidden_states or self.config.output_attentions
+        if not ready or torch.is_grad_enabled() or more:
             return None
         (B, T), kept = input_ids.shape, logits_to_keep
         few = cache.batch_size == B and (T == 1 or (B == 1 and 1 < T <= MOST))

@@ -96,6 +96,7 @@ def load_state(path: str | Path, model: HeadraceForCausalLM) -> tuple[HeadraceCa
     tokens, mask = (None if x is None else x.to(model.device, copy=True) for x in map(tensors.get, (TOKENS, MASK)))
     assert tokens is not None
     cache = HeadraceCache()
+    cache.counts = model.model.backbone.state_counts
     cache.replace(_restored(columns, blank, tensors), 0, UNKNOWN)
     if mask is None:
         cache.advance(columns, UNKNOWN)

@@ -15,6 +15,7 @@ from ..ops.derivatives import transformed
 from ..ops.parallel.context import current, recomputed, refuse_parts
 from ..ops.sequences import Sequences, avoid_sync
 from ..utils.errors import InputError
+from .maps import wanted, with_map
 from .packing import padding_last, without_padding
 
 
@@ -142,6 +143,7 @@ class Mixer(SelfInitialized):
         mask: Tensor | None = None,
         cu_seqlens: Tensor | Sequences | None = None,
         in_place: bool = False,
+        maps: list[Tensor | None] | None = None,
     ) -> tuple[Tensor, Any]:
         """Applies the mixer to the tokens that follow `state`.
 
@@ -151,6 +153,7 @@ class Mixer(SelfInitialized):
             mask: [B, T], bool; False marks padding. An output at padding is 0.
             cu_seqlens: [N + 1], bounds of N packed sequences; B is 1.
             in_place: whether `state` may be overwritten, after which it must not be used. Otherwise it is not changed.
+            maps: a list to which the mixer's attention map is appended (`maps.with_map`).
 
         Returns:
             (y [B, T, D], the next state; without tokens, the state given).
@@ -161,7 +164,9 @@ class Mixer(SelfInitialized):
         """
         if (context := recomputed(self)) is not None:
             with context:
-                return self.forward(x, state, mask=mask, cu_seqlens=cu_seqlens, in_place=in_place)
+                return self.forward(x, state, mask=mask, cu_seqlens=cu_seqlens, in_place=in_place, maps=maps)
+        if maps is not None:
+            return with_map(self, maps, x, state, mask=mask, cu_seqlens=cu_seqlens)
         packed = cu_seqlens is not None
         if current() is not None:
             self._check_part(state, mask, packed)
@@ -171,7 +176,8 @@ class Mixer(SelfInitialized):
         sequences = Sequences.of(x, cu_seqlens)
         state = self.checked(x, state, sequences)
         if mask is not None:
-            remove = padding_last if self.static_shapes and avoid_sync(x) else without_padding
+            static = self.static_shapes and avoid_sync(x) and wanted() is None
+            remove = padding_last if static else without_padding
             return remove(self.run, x, state, mask)
         return self.run(x, state, sequences) if x.shape[1] else (x, state)
 

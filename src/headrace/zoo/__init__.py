@@ -108,6 +108,11 @@ def get(mixer):
     return change_all(SOFTMAX_RNNS[base], changes).recurrent()
 
 
+def name_of(spec: Spec) -> str:
+    """Returns the name of a spec, or else the name of its class."""
+    return next((name for name in names() if get(name) == spec), type(spec).__name__)
+
+
 def several(text: str) -> tuple[str, ...]:
     """Returns the items of a comma-separated list; "all" stands for the names of all mixers.
 

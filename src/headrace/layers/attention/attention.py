@@ -17,6 +17,7 @@ from ...ops.parallel.context import refuse_parts
 from ...ops.sequences import Sequences
 from ...spec.attention import AttentionSpec
 from ..base import ANY, SelfInitialized, check_input, check_state, may_write
+from ..maps import mixed, wanted, with_map
 from ..norms import OffsetRMSNorm
 from ..packing import count_tokens, without_padding, zeroed
 from ..rotary import Angles, angles, rotate
@@ -24,7 +25,7 @@ from .flash import flash_attention
 from .positions import DistanceBias, forgotten
 from .sdpa import attend, attend_fading
 from .symmetric import SymmetricSoftmax, attend_to_all, global_tokens, symmetric_attention
-from .window import PatternSoftmax, WindowState, window_attention
+from .window import CachedPlaces, PatternSoftmax, WindowState, window_attention
 
 
 class AttentionState(NamedTuple):
@@ -118,9 +119,12 @@ class SoftmaxAttention(SelfInitialized):
         cu_seqlens: Tensor | Sequences | None = None,
         in_place: bool = False,
         projections: Any = None,
+        maps: list[Tensor | None] | None = None,
     ) -> tuple[Tensor, State]:
         """As `Mixer.forward`: x [B, T, D] -> (y [B, T, D], state). projections: q_proj, k_proj and v_proj as
         attributes, in place of the layer's own."""
+        if maps is not None:
+            return with_map(self, maps, x, state, mask=mask, cu_seqlens=cu_seqlens, projections=projections)
         refuse_parts(self)
         require(self.causal or state is None, "state is given to an encoder, which has none; expected state=None")
         check_input(x, mask, cu_seqlens is not None, self.hidden_size)
@@ -211,11 +215,16 @@ class SoftmaxAttention(SelfInitialized):
     ) -> Tensor:
         """total: [B, H, L], from `forgotten`."""
         k, v = k.to(q.dtype), v.to(q.dtype)  # the cache may come from a call in another precision
-        if self.spec.form == "tiles":
-            return flash_attention(q, k, v, causal=self.causal, valid=valid)
-        if total is not None:
-            return attend_fading(q, k, v, total, valid, bias=self.bias, null=self._null)
-        return attend(q, k, v, valid, causal=self.causal, bias=self.bias, null=self._null)
+        options: dict[str, Any] = {"bias": self.bias, "null": self._null}
+
+        def mix(v: Tensor) -> tuple[Tensor]:
+            if self.spec.form == "tiles":
+                return (flash_attention(q, k, v, causal=self.causal, valid=valid),)
+            if total is not None:
+                return (attend_fading(q, k, v, total, valid, **options),)
+            return (attend(q, k, v, valid, causal=self.causal, **options),)
+
+        return mixed(mix, v, whole=True)[0]
 
     def _attend_within(self, q: Tensor, k: Tensor, v: Tensor, state: WindowState | None, cu_seqlens: Tensor | None):
         """Computes attention with the pattern. Rows of a batch are treated as packed sequences of equal length."""
@@ -224,10 +233,23 @@ class SoftmaxAttention(SelfInitialized):
         if T == 0:
             return q, state
         ends = torch.arange(0, B * T + 1, T, device=q.device) if cu_seqlens is None else cu_seqlens
-        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        q, k = q.flatten(0, 1), k.flatten(0, 1)
         softmax = PatternSoftmax(self.spec.pattern, self.bias, self._null)
-        out, state = window_attention(q, k, v, state, ends, softmax)
-        return out.unflatten(0, (B, T)), state
+
+        def mix(v: Tensor, state: WindowState | None = state) -> tuple[Tensor, WindowState]:
+            out, state = window_attention(q, k, v.flatten(0, 1), state, ends, softmax)
+            return out.unflatten(0, (B, T)), state
+
+        if state is None or cu_seqlens is not None or wanted() is None:
+            return mixed(mix, v)
+        kept = state.v.shape[1]
+        cached = CachedPlaces(self.spec.pattern, ends, state.seen).cached_positions(state.seen)
+        new = state.seen[:, None] + torch.arange(T, device=q.device)
+
+        def mix_all(v: Tensor) -> tuple[Tensor, WindowState]:
+            return mix(v[:, kept:], state._replace(v=v[:, :kept]))
+
+        return mixed(mix_all, torch.cat([state.v, v], 1), columns=torch.cat([cached, new], 1))
 
     def _attend_around(
         self, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], turn: Angles | None, sequences: Sequences

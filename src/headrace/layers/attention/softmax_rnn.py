@@ -24,6 +24,7 @@ from ..linear.features import FEATURE_MAPS, divided_by_length, l2_norm
 from ..linear.mixer import LinearMixer
 from ..linear.readout import NORM_FLOORS, affine, normalized
 from ..linear.taylor import truncated_exp
+from ..maps import mixed
 from ..rotary import rotary
 from .attention import AttentionState, attend_packed, extended
 from .sdpa import visible
@@ -151,7 +152,7 @@ class SoftmaxRNN(Mixer):
         """Returns gate · numerator / denominator [B, T, H, d] in the accumulator's precision.
 
         q [B, T, H, d]; k, v [B, L, H, d]; valid [B, L]: False marks padding; gate [B, T, H, 1]: the output gate."""
-        out, floor = self._attend(q, k, v, valid)
+        out, floor = mixed(lambda v: self._attend(q, k, v, valid), v, whole=True)
         if gate is not None and self.spec.gate_order == "gate-norm":
             out, gate = out * gate, None
         out = self._normalized(out, floor)

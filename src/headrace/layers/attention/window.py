@@ -81,13 +81,16 @@ class CachedPlaces(Places):
         new = len(self.tokens) * slots + self.starts[sequence, None] + position - seen
         return torch.where(position >= seen, new, cached)
 
+    def cached_positions(self, end: Tensor) -> Tensor:
+        """Returns the positions [N, S] of the keys that are cached after `end` [N] tokens; −1: none."""
+        position = self.key_positions(torch.arange(len(end), device=end.device), end, 0)
+        return position.masked_fill((position < 0) | (position >= end[:, None]), -1)
+
     def next_cache(self, store: Tensor, end: Tensor) -> Tensor:
         """Returns the cache [N, S, Hkv, d] after `end` [N] tokens, the last of which are the new ones."""
-        sequence = torch.arange(len(end), device=end.device)
-        position = self.key_positions(sequence, end, 0)
-        places = self.find(position, sequence)
-        missing = (position < 0) | (position >= end[:, None])
-        return gather(store, places).masked_fill(missing[..., None, None], 0)
+        position = self.cached_positions(end)
+        places = self.find(position, torch.arange(len(end), device=end.device))
+        return gather(store, places).masked_fill((position < 0)[..., None, None], 0)
 
 
 def window_attention(

@@ -130,22 +130,24 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, state: Any = None, beside: Tensor | None = None, *,
         mask: Tensor | None = None, cu_seqlens: Tensor | None = None, memory: Any = None, in_place: bool = False,
+        maps: list[Tensor | None] | None = None,
     ) -> tuple[Tensor, Any]:  # fmt: skip
         """Applies the block: x [B, T, D] -> (x [B, T, D], the next state).
 
         Args:
-            state, mask, cu_seqlens, in_place: as in `Backbone.forward`, with the state of this block's mixer, or a list
-                of `states` of them: of the mixer, of the parallel mixer, of the channel mixing.
+            state, mask, cu_seqlens, in_place, maps: as in `Backbone.forward`, with the state of this block's mixer, or
+                a list of `states` of them: of the mixer, of the parallel mixer, of the channel mixing.
             beside: the output [B, T, D] of the shared block, for a layer with shared=True.
             memory: keys and values of the other sequence, for cross-attention.
         """
         where = {"mask": mask, "cu_seqlens": cu_seqlens, "in_place": in_place}
+        asked = {} if maps is None else {"maps": maps}  # which mixers of encoders do not have
         before, after = iter(state) if type(state) is list else repeat(state), []
         linked = self._input(self.mixer_norm, x if self.link is None else x + self.link(beside))
-        y, state = self.mixer(linked, next(before), **where)
+        y, state = self.mixer(linked, next(before), **where, **asked)
         after.append(state)
         if self.parallel is not None:
-            other, state = self.parallel(linked, next(before), **where)
+            other, state = self.parallel(linked, next(before), **where, **asked)
             y = y + other
             after.append(state)
         x = self._add(self.mixer_norm, x, y)
@@ -208,10 +210,11 @@ class Shared(nn.Module):
     def forward(
         self, x: Tensor, embedded: Tensor, adapters: "Adapters", state: Any = None, *,
         mask: Tensor | None = None, cu_seqlens: Tensor | None = None, in_place: bool = False,
+        maps: list[Tensor | None] | None = None,
     ) -> tuple[Tensor, Any]:  # fmt: skip
         """x, embedded [B, T, D] -> (y [B, T, D], state), without a residual connection. adapters: the layer's."""
         both = self.mixer_norm(torch.cat([x, embedded], -1))
-        where = {"mask": mask, "cu_seqlens": cu_seqlens, "in_place": in_place}
+        where = {"mask": mask, "cu_seqlens": cu_seqlens, "in_place": in_place, "maps": maps}
         y, state = self.mixer(both, state, **where, projections=adapters.projections(self.mixer))
         y = self.mlp_norm(y)
         return y if self.mlp is None else self.mlp(y, adapters.mlp), state

@@ -85,6 +85,7 @@ class Backbone(nn.Module):
         inputs: list[Tensor] | None = None,
         memories: Sequence[Any] | None = None,
         in_place: bool = False,
+        maps: list[Tensor | None] | None = None,
     ) -> tuple[Tensor, list[Any]]:
         """Applies the positions, the blocks and the final norm.
 
@@ -97,6 +98,7 @@ class Backbone(nn.Module):
             memories: the result of `remember` for the other sequence, if blocks have cross-attention.
             in_place: whether `states` may be overwritten, after which they must not be used. Otherwise they are not
                 changed.
+            maps: a list to which the attention map of every mixer is appended, in the order of execution.
 
         Returns:
             (x [B, T, D], the next states: of the positions, if the style has any, then of each layer: of the shared
@@ -106,7 +108,7 @@ class Backbone(nn.Module):
         Raises:
             InputError: for states of another stack.
         """
-        count = (self.positions is not None) + sum(self.counts) + sum(layer.link is not None for layer in self.layers)
+        count = (self.positions is not None) + sum(self.state_counts)
         state_count = count if states is None else len(states)
         require(state_count == count, f"states has {state_count} entries; expected {count}, as this stack returns them")
         before, after = repeat(None) if states is None else iter(states), []
@@ -118,6 +120,7 @@ class Backbone(nn.Module):
             after.append(state)
         x = self.embedding_norm(x)
         embedded, beside, shared = x, None, cycle(self.shared_blocks)
+        how: dict[str, Any] = {"in_place": in_place, "maps": maps}
         memories = memories or [None] * len(self.layers)
         for layer, own_count, memory in zip(self.layers, self.counts, memories, strict=True):
             if self.before_layer is not None:
@@ -125,10 +128,10 @@ class Backbone(nn.Module):
             if inputs is not None:
                 inputs.append(x)
             if layer.link is not None:
-                beside, state = next(shared)(x, embedded, layer.adapters, next(before), **where, in_place=in_place)
+                beside, state = next(shared)(x, embedded, layer.adapters, next(before), **where, **how)
                 after.append(state)
             own = [next(before) for _ in range(own_count)]
-            x, state = layer(x, own if own_count > 1 else own[0], beside, **where, memory=memory, in_place=in_place)
+            x, state = layer(x, own if own_count > 1 else own[0], beside, **where, memory=memory, **how)
             after += state if own_count > 1 else [state]
         return self.norm(x), after
 
@@ -146,6 +149,11 @@ class Backbone(nn.Module):
             now = None if mask is None else mask[:, piece]
             y[:, piece], states = self(x[:, piece], states, mask=now, in_place=start > 0)
         return y, states  # type: ignore[return-value]
+
+    @property
+    def state_counts(self) -> list[int]:
+        """Number of states of each layer, with that of the shared block if the layer uses it."""
+        return [count + (layer.link is not None) for count, layer in zip(self.counts, self.layers, strict=True)]
 
     @property
     def shared_blocks(self) -> list[Shared]:

@@ -4,7 +4,7 @@ Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from ...spec.decay import STEPPED
 from ...spec.linear import HEAD_NORMS, SUMS
 from ...utils.device import interpreted
 from ..base import may_write
+from ..maps import mixed, wanted
 from ..rotary import Angles, rotary, rotate
 from .convolution import convolve
 from .features import FEATURE_MAPS, QK_NORMS, divided_by_length
@@ -79,18 +80,40 @@ class LinearMixer(LinearParameters):
             k = self._features(self._keys(k), 1, positions, turns)
         v = self._values(inputs, positions)
         stable = self._stabilized(inputs, state, sequences)
-        if self._sums_outside():  # one more column is the sum of weights, in the accumulator's precision
-            q, k, v = (y.to(accumulator(y)) for y in (q, k, F.pad(v, (0, 1), value=1.0)))
-        tensors = {"q": q, "k": k, "v": self._per_memory(v), **self._updates(inputs, gates)}
+        if self._sums_outside():
+            q, k = q.to(accumulator(q)), k.to(accumulator(k))
+        tensors = {"q": q, "k": k, **self._updates(inputs, gates)}
         if self.levels is not None:
             tensors["levels"] = self._per_memory(inputs["levels"].unflatten(-1, (self.H, -1)))
-        if self.spec.write.beta == "trapezoid":
-            out, memory, before, shift = self._recur_trapezoidally(tensors, inputs, state, sequences, in_place)
-        else:
-            out, memory, before = self._recur(tensors, state, sequences, in_place)
-        y = self._read_out(self._divided(out, positions, stable).to(inputs["v"].dtype), inputs, gates)
-        peak = None if stable is None else stable.last
+        trapezoidal = self.spec.write.beta == "trapezoid"
+        recur = partial(self._recur_trapezoidally, inputs) if trapezoidal else self._recur
+
+        def mix(v: Tensor, **known: Any) -> tuple[Any, ...]:
+            if self._sums_outside():  # one more column is the sum of weights, in the accumulator's precision
+                v = F.pad(v, (0, 1), value=1.0).to(accumulator(v))
+            out, *after = recur(tensors | {"v": self._per_memory(v)}, state, sequences, in_place, **known)
+            return self._divided(out, positions, stable), *after
+
+        out, memory, before, *history = self._mixed(mix, v, tensors, state, sequences)
+        y = self._read_out(out.to(inputs["v"].dtype), inputs, gates)
+        peak, shift = None if stable is None else stable.last, next(iter(history), shift)
         return y, MixerState(memory, conv, shift, self._count(tokens, x, sequences), before, peak, angles)
+
+    def _mixed(
+        self,
+        mix: Callable[..., Any],
+        v: Tensor,
+        tensors: dict[str, Any],
+        state: MixerState | None,
+        sequences: Sequences,
+    ) -> tuple[Any, ...]:
+        """Calls mix(v), which has a map if a token has one value, of the β of v if they depend on the values."""
+        if self.spec.write.steps > 1:
+            return mix(v)
+        if self.residual is None or wanted() is None:
+            return mixed(mix, v)
+        op, given = partial(self.op, **self._settings(), backend=self.backend), tensors | {"v": self._per_memory(v)}
+        return mixed(mix, v, linear=partial(mix, beta=self.residual.strengths(op, given, state, sequences)))
 
     def run_in_place(self, x: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
         program, _ = self.token_program(x)
@@ -228,13 +251,18 @@ class LinearMixer(LinearParameters):
 
     # --- the recurrence ----------------------------------------------------------------------------------------------
 
-    def _recur(self, tensors: dict[str, Any], state: MixerState | None, sequences: Sequences, in_place: bool):
-        """Returns what each head reads [B, T, H, V], the next memory, and the next `before` (residual.py)."""
+    def _recur(
+        self, tensors: dict[str, Any], state: MixerState | None, sequences: Sequences, in_place: bool,
+        beta: Tensor | None = None,
+    ):  # fmt: skip
+        """Returns what each head reads [B, T, H, V], the next memory, and the next `before` (residual.py). beta: β of
+        write.residual_chunk, if it is known."""
         memory, before, settings = None if state is None else state.memory, None, self._settings()
+        tensors = tensors if beta is None else tensors | {"beta": beta}
         if (n := self.spec.write.steps) > 1:
             tensors = as_tokens(tensors, n)
         op = partial(self.op, **settings, backend=self.backend)
-        if self.recurrence is not None:
+        if self.recurrence is not None and beta is None:
             out, memory, before = self.recurrence(op, tensors, state, sequences)
         elif self.op is linear_attention and sequences.T == 1 and not sequences.packed and current() is None:
             backend = self.backend if self.backend == "auto" or has(self.backend, "step") else "torch"
@@ -255,7 +283,7 @@ class LinearMixer(LinearParameters):
         return out if self.choice is None else out.unflatten(2, (self.H, -1)).sum(3)
 
     def _recur_trapezoidally(
-        self, tensors: dict[str, Any], inputs: dict[str, Tensor], state: MixerState | None, sequences: Sequences,
+        self, inputs: dict[str, Tensor], tensors: dict[str, Any], state: MixerState | None, sequences: Sequences,
         in_place: bool,
     ):  # fmt: skip
         """Computes `_recur` for the trapezoidal update, and the next history of the token before."""

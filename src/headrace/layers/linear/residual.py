@@ -68,6 +68,14 @@ class ResidualDelta(SelfInitialized, Recurrence):
             out, memories = self._run(op, given, memories, places, sequences)
         return out, memories[:, 0], memories[:, 1] if self.chunk > 1 else None
 
+    def strengths(self, op: Callable, x: dict[str, Any], state: Any, sequences: Sequences) -> Tensor:
+        """Returns β of all tokens, [B, T, H]. Arguments are those of `forward`."""
+
+        def told(**chunk: Any) -> tuple[Tensor, Tensor]:
+            return chunk["beta"][..., None].expand_as(chunk["v"]), op(**chunk)[1]
+
+        return self(told, x, state, sequences)[0][..., 0]
+
     def _start(self, x: dict[str, Tensor], state: Any, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Returns memory and `before` [N, 2, H, K, V], and the position of the next token in its chunk [N]."""
         q, v = x["q"], x["v"]

@@ -23,6 +23,7 @@ from ..base import Mixer, Recurrence, SelfInitialized
 from ..chunks import CHUNK, recur
 from ..linear.readout import GROUP_NORM_EPS
 from ..linear.token import MixerState
+from ..maps import mixed
 from . import dplr
 from .dplr import Operands, step
 
@@ -114,7 +115,12 @@ class RWKV7(Mixer):
         change = before - x
         streams = {name: torch.addcmul(x, change, mix) for name, mix in zip(self.STREAMS, self.mix, strict=True)}
         operands = self.operands(streams, acc)
-        out, memory = self.recurrence(recur, step, form, operands, sequences, None if state is None else state.memory)
+        past = None if state is None else state.memory
+
+        def mix(v: Tensor) -> tuple[Tensor, Tensor]:
+            return self.recurrence(recur, step, form, operands._replace(v=v), sequences, past)
+
+        out, memory = mixed(mix, operands.v)
         return self.read_out(out, operands, streams["gate"]), MixerState(memory, shift=shift)
 
     def operands(self, streams: dict[str, Tensor], acc: torch.dtype) -> Operands:

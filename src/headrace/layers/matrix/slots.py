@@ -11,6 +11,8 @@ e^{w_t} over the sum of these weights so far.
 Dimensions: B batch, T tokens, D hidden size, H heads, M slots, K key, V value dimension per head, N sequences.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,6 +26,7 @@ from ...spec.matrix import MatrixSpec
 from ..base import Mixer, Recurrence
 from ..chunks import recur
 from ..linear.token import MixerState
+from ..maps import mixed
 from ..scans.scan import elementwise
 from .gla_outer import Operands, form, step
 
@@ -85,10 +88,11 @@ class SlotAttention(Mixer, HasBackend):
             log_decay = torch.log1p(-write)
         operands = Operands(q, k, write, torch.zeros_like(k), log_decay)
         logits, keys = recur(step, form, operands, sequences, keys.mT)
-        out, values = linear_attention(
-            logits.softmax(-1), write, v, log_decay=log_decay, scale=1.0, initial_state=values,
+        read = partial(
+            linear_attention, logits.softmax(-1), write, log_decay=log_decay, scale=1.0, initial_state=values,
             cu_seqlens=sequences.bounds, backend=self.backend,
         )  # fmt: skip
+        out, values = mixed(read, v)
         return out, torch.cat([keys.mT, values, sums], -1)
 
     def _share(self, w: Tensor, sums: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import zoo
-from ...spec.serialize import Spec
+from ...layers.maps import weights
 from ...utils.environment import environment
 from ...utils.integrity import finite
 from ..report.page import template
 from .findings import RULES, findings
-from .recorder import Recorded, weights
+from .recorder import Recorded
 
 GUESSES = 3  # number of likeliest next tokens shown
 STRONGEST = 16  # largest number of attention weights kept per row
@@ -86,11 +86,10 @@ def describe(
 
 def describe_layer(recorded: Recorded, strongest: int, side: int) -> tuple[dict[str, Any], Tensor | None]:
     """A layer's data, and its effective attention [H, T, T] if it has one."""
-    reading = recorded.reading()
-    A = None if reading is None else weights(reading)
+    A = None if recorded.reading is None else weights(recorded.reading)[0]
     number = f"layer {recorded.layer}"
     layer = {
-        "name": f"{number}, shared" if recorded.shared else number, "mixer": name_of(recorded.mixer.spec),
+        "name": f"{number}, shared" if recorded.shared else number, "mixer": zoo.name_of(recorded.mixer.spec),
         "heads": 1 if A is None else len(A),
         "gates": {gate: pack(g) for gate, g in recorded.gates.items()},
         "horizon": None if recorded.horizon is None else pack(recorded.horizon.clamp(max=LONGEST_HORIZON), log=True),
@@ -99,11 +98,6 @@ def describe_layer(recorded: Recorded, strongest: int, side: int) -> tuple[dict[
         "none": None if A is not None else NONE,
     }  # fmt: skip
     return layer, A
-
-
-def name_of(spec: Spec) -> str:
-    """The name of the spec in the zoo, or else the name of its class."""
-    return next((name for name in zoo.names() if zoo.get(name) == spec), type(spec).__name__)
 
 
 def compress_attention(A: Tensor, strongest: int, side: int) -> dict[str, Any]:

@@ -1,0 +1,88 @@
+"""The layers of a cache under transformers' names, and transformers' DynamicCache."""
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from headrace.hf import load_state, save_state
+from headrace.hf.cache import NAME as CACHE
+from headrace.utils.errors import InputError
+from tiny import MIXERS, T, build, close, tokens
+
+FULL = ["gqa", "fox", "mla", "gpt"]
+
+
+@pytest.mark.parametrize("mixer", [*MIXERS, "rwkv7", "mla", "softmax-rnn-norm"])
+@torch.no_grad()
+def test_a_cache_has_an_object_for_each_layer(mixer):
+    model, ids = build(mixer).eval(), tokens(2)
+    cache = model(ids, use_cache=True).past_key_values
+    held = {x.untyped_storage().data_ptr() for s in cache.states for x in s if isinstance(x, torch.Tensor)}
+    assert len(cache.layers) == len(cache) == len(model.config.layer_types) == model.config.num_hidden_layers
+    for layer, kind in zip(cache.layers, model.config.layer_types, strict=True):
+        views = [getattr(layer, name) for name in ("keys", "values") if kind != "linear_attention"]
+        if kind.startswith(("linear", "hybrid")):
+            views += [*layer.recurrent_states.values(), *layer.conv_states.values()]
+        else:
+            assert layer.is_sliding == (kind == "sliding_attention") and layer.get_seq_length() == T
+        views = [x for x in views if x is not None]
+        assert views and all(len(x) == 2 and x.untyped_storage().data_ptr() in held for x in views)
+    with pytest.raises(AttributeError):
+        cache.layers[0].keys = None
+    model(tokens(2, 1), past_key_values=cache)
+    if model.config.layer_types[0] == "full_attention":
+        assert cache.layers[0].keys.shape[2] == T + 1
+
+
+@pytest.mark.parametrize("mixer", FULL)
+@torch.no_grad()
+def test_a_model_of_full_attention_continues_a_dynamic_cache(mixer):
+    model, ids = build(mixer).eval(), tokens(2)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    for where in ({}, {"attention_mask": mask}):
+        cache = DynamicCache(config=model.config)
+        for start, end in ((0, 5), (5, 6), (6, T)):
+            read = {name: x[:, :end] for name, x in where.items()}
+            out = model(ids[:, start:end], past_key_values=cache, **read)
+            assert out.past_key_values is cache and cache.get_seq_length() == end
+            kept = mask[:, start:end].bool() if where else slice(None)
+            close(out.logits[kept], model(ids, **where).logits[:, start:end][kept])
+    options = {"max_new_tokens": 3, "do_sample": False, "attention_mask": mask}
+    assert torch.equal(model.generate(ids, **{CACHE: DynamicCache()}, **options), model.generate(ids, **options))
+
+
+def test_gradients_reach_the_keys_of_a_prefix():
+    model, ids = build("transformer").eval(), tokens(2)
+    k, v = (torch.randn(2, 4, 3, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    model(ids, past_key_values=DynamicCache([(k, v), (k, v)]), labels=ids).loss.backward()
+    assert k.grad.any() and v.grad.any()
+
+
+@pytest.mark.parametrize("mixer", ["gla", "sliding-window", "hybrid", "shared", "channel mixing"])
+def test_other_models_refuse_a_dynamic_cache_by_name(mixer):
+    model, ids = build(mixer), tokens(2)
+    kind = next(kind for kind in model.config.layer_types if kind != "full_attention")
+    with pytest.raises(InputError, match=f"is a DynamicCache, and layer . is of {kind}; expected a HeadraceCache"):
+        model(ids, past_key_values=DynamicCache())
+
+
+def test_other_caches_and_uses_are_refused():
+    model, ids = build("transformer"), tokens(2)
+    with pytest.raises(InputError, match="is a StaticCache; expected a HeadraceCache"):
+        model(ids, past_key_values=StaticCache(model.config, max_cache_len=9))
+    with pytest.raises(InputError, match="is a DynamicCache; expected a HeadraceCache, which goes back"):
+        model.generate(ids[:1], **{CACHE: DynamicCache()}, prompt_lookup_num_tokens=2, max_new_tokens=3)
+    rnn, mask = build("softmax-rnn-norm"), torch.ones_like(ids)
+    mask[0, :2] = 0
+    with pytest.raises(InputError, match="a mixer keeps no keys of padding"):
+        rnn(ids, attention_mask=mask, past_key_values=DynamicCache())
+
+
+def test_a_saved_state_has_layers(tmp_path):
+    model, ids = build("hybrid").eval(), tokens(2)
+    cache = model(ids, use_cache=True).past_key_values
+    save_state(tmp_path / "state", cache, model)
+    (restored, _) = load_state(tmp_path / "state", model)
+    close(restored.layers[1].keys, cache.layers[1].keys)
+    close(restored.layers[0].recurrent_states[0], cache.layers[0].recurrent_states[0])
