@@ -48,7 +48,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session):
-    """A worker of pytest-xdist ends without a word if a test that was asked for does not exist: its controller says it."""
+    """A worker of pytest-xdist is silent if a test that was asked for does not exist: its controller says it."""
     try:
         return (yield)
     except pytest.UsageError as error:

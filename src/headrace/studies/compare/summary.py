@@ -178,7 +178,7 @@ def task_of(plan: dict[str, Any]) -> Any:
 
 # --- names and numbers -----------------------------------------------------------------------------------------------
 def labels(mixers: Sequence[str]) -> dict[str, str]:
-    """Mixer -> its label: the expression, which `compare --mixers` takes, without the settings that all mixers share."""
+    """Mixer -> its label: an expression, as `compare --mixers` takes it, without the settings that all mixers share."""
     shared = shared_settings(mixers)
     return {mixer: label(name, [s for s in own if s not in shared]) for mixer, (name, own) in parsed(mixers).items()}
 
