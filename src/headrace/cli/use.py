@@ -228,7 +228,7 @@ def convert(
 
     Without --to, converts a foreign checkpoint or a GGUF file to headrace; with --to, converts a checkpoint of
     headrace."""
-    from ..hf.checkpoint import GGUF, fetched, load
+    from ..hf.checkpoint import GGUF, check_config, fetched, load
     from ..hf.convert import PRECISIONS, check_format, export_checkpoint, import_checkpoint, import_gguf, set_use_cache
 
     if to is not None:
@@ -238,6 +238,8 @@ def convert(
         raise InputError(f"--dtype {dtype!r}; expected one of {', '.join(PRECISIONS)}")
     with new_checkpoint(output) as folder:
         source, precision, cached = fetched(checkpoint), PRECISIONS[dtype] if dtype else None, True
+        if source.is_dir():
+            check_config(source)
         if to is None and source.suffix == GGUF:
             for part in import_gguf(source, precision):
                 part.save_pretrained(folder)

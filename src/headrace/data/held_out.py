@@ -3,7 +3,7 @@
 The end of a book is no sample of the book: its loss would be that of other people and places."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -14,7 +14,7 @@ from .sources import Row
 EXPECTED = 32  # held-out documents from which on each is drawn by itself: then none is drawn once in e^32 times
 FEW = 20  # documents below which pieces are held out
 PIECES, PIECE = 32, 4096  # the largest number of pieces, and the smallest size in bytes of each if there are several
-PARAGRAPH = 2048  # bytes within which a piece begins and ends with a paragraph or, if there is none, with a line
+PARAGRAPH = 2048  # the largest number of bytes by which the beginning and the end of a piece are moved
 
 Span = tuple[int, int]  # bytes of all documents, one after another: the first of a piece, and the first behind it
 
@@ -55,24 +55,35 @@ class Choice:
 
 def _divided(row: Row, spans: list[Span]) -> Iterator[tuple[Row, bool]]:
     """The parts of a row, each with whether it is held out. spans: in bytes from the beginning of the row."""
-    near = [span for span in spans if span[0] < row.size and span[1] > 0]
-    data = row.text.encode() if near else b""
-    cuts = [tuple(_paragraph(data, place, (last - first) // 2) for place in (first, last)) for first, last in near]
-    places = sorted({0, row.size, *(place for cut in cuts for place in cut if 0 < place < row.size)})
-    held = [any(first <= place < last for first, last in cuts) for place in places]  # from there on, to the next place
+    places = sorted({0, row.size, *(place for span in spans for place in span if 0 < place < row.size)})
+    held = [any(first <= place < last for first, last in spans) for place in places]  # from there on, to the next place
+    data = row.text.encode() if len(places) > 2 else b""
     for i, (first, last) in enumerate(pairwise(places)):
-        text = row.text if len(places) == 2 else data[first:last].decode()
+        text = data[first:last].decode() if data else row.text
         ends = row.ends or held[i] != held[i + 1]
         yield row._replace(text=text, size=last - first, offset=row.offset + first, ends=ends), held[i]
 
 
+def between_paragraphs(choice: Choice, rows: Iterable[Row]) -> Choice:
+    """The choice with its pieces moved so that each begins and ends with a paragraph or, if there is none near, with a
+    line or a character. rows: all, from the first."""
+    reach = {place: min(PARAGRAPH, (last - first) // 2) for first, last in choice.spans for place in (first, last)}
+    left, moved, begin, data = sorted(reach), {}, 0, b""  # data: the bytes from `begin` on
+    for row in rows:
+        data += b"" if row.bad else row.text.encode()
+        while left and left[0] + PARAGRAPH <= begin + len(data):
+            place = left.pop(0)
+            moved[place] = begin + _paragraph(data, place - begin, reach[place])
+        needed = min(left[0] - 2 if left else begin + len(data), begin + len(data))
+        data, begin = data[max(needed - begin, 0) :], max(needed, begin)
+    moved |= {place: begin + _paragraph(data, place - begin, reach[place]) for place in left}
+    return replace(choice, spans=tuple((moved[first], moved[last]) for first, last in choice.spans))
+
+
 def _paragraph(data: bytes, place: int, reach: int) -> int:
-    """The beginning of the first paragraph at or behind a place or, if none is within reach, of a line or a character.
-    A place that is not within the data stays as it is."""
-    if not 0 < place < len(data):
-        return place
+    """The beginning of the next paragraph at or behind a place or, if none is within reach, of a line or character."""
     for mark in (b"\n\n", b"\n"):
-        at = data.find(mark, max(place - len(mark), 0), place + min(reach, PARAGRAPH))
+        at = data.find(mark, max(place - len(mark), 0), place + reach)
         if at >= 0:
             return at + len(mark)
     while place < len(data) and data[place] & 0xC0 == 0x80:  # within a character

@@ -30,7 +30,7 @@ from ..utils.processes import forks_end_with_parent, new_folder, resumed_folder
 from ..utils.provenance import defaults, difference
 from . import parts, sources, tokenizer
 from .encoding import can_be_cut
-from .held_out import Choice, choose
+from .held_out import Choice, between_paragraphs, choose
 from .sources import Row, Sample
 from .workers import PartRecord, make_parts
 
@@ -126,6 +126,7 @@ def prepare(plan: Preparation, output: Path) -> dict[str, Any]:
         started, existing = time.perf_counter(), None if plan.bpe else tokenizer.load(plan.tokenizer)
         _claim(plan, existing, work)
         choice = choose(plan.rows(cut=True), plan.held_out, plan.seed)
+        choice = between_paragraphs(choice, plan.rows(cut=True)) if choice.spans else choice
         tokens = existing or _trained(plan, choice, work / "tokenizer")
         if not (cut := can_be_cut(tokens)):
             print(WHOLE, file=sys.stderr)
