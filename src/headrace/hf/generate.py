@@ -73,9 +73,9 @@ def generate(
         sampling["assistant_model"] = _draft(draft, model, tokenizer)
     if seed is not None:
         set_seed(seed)
-    proposed = draft is not None or "prompt_lookup_num_tokens" in sampling  # tokens, whose times are not alike
-    timed = None if model.device.type != "cpu" or (proposed and threads is None) else Threads(threads)
-    streamer = Printer(tokenizer, stream, echo, timed) if stream or (timed and not proposed) else None
+    drafted = draft is not None or "prompt_lookup_num_tokens" in sampling  # tokens, whose times are not alike
+    timed = None if model.device.type != "cpu" or (drafted and threads is None) else Threads(threads)
+    streamer = Printer(tokenizer, stream, echo, timed) if stream or (timed and not drafted) else None
     started = time.perf_counter()
     with torch.inference_mode():
         sampling |= {"attention_mask": torch.ones_like(ids), CACHE: cache}
@@ -84,8 +84,11 @@ def generate(
     if save is not None:
         save_state(save, cache, model, out, replace=replace)
     text = tokenizer.decode(new, skip_special_tokens=True)
-    speed = {"tokens_per_second": len(new) / seconds, "engine": model.engine.about(model)}
-    speed["threads"] = torch.get_num_threads()
+    speed: dict[str, Any] = {
+        "tokens_per_second": len(new) / seconds,
+        "engine": model.engine.about(model),
+        "threads": torch.get_num_threads(),
+    }
     if cache.drafts:
         proposed, accepted = map(sum, zip(*cache.drafts, strict=True))
         speed |= {"accepted": accepted / max(proposed, 1), "tokens_per_pass": len(new) / len(cache.drafts)}
@@ -175,7 +178,7 @@ def read_tokenizer(checkpoint: Path | str) -> Any:
     """The tokenizer of a checkpoint: a Path is a folder, a string a folder or a name on the Hub. InputError if there is
     none that can be read."""
     local = isinstance(checkpoint, Path)
-    if local and checkpoint.is_dir() and not any(any(checkpoint.glob(pattern)) for pattern in TOKENIZERS):
+    if local and (folder := Path(checkpoint)).is_dir() and not any(any(folder.glob(each)) for each in TOKENIZERS):
         raise InputError(f"checkpoint {str(checkpoint)!r} has no readable tokenizer; expected a tokenizer.json")
     with reading_tokenizer(f"checkpoint {str(checkpoint)!r} has no readable tokenizer; expected a tokenizer.json"):
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=local, trust_remote_code=False)

@@ -7,6 +7,7 @@ with the seed is given with its standard deviation over seeds (±) or with a 95 
 from collections.abc import Callable, Iterator
 from itertools import product, takewhile
 from statistics import fmean
+from typing import Any
 
 from ... import zoo
 from ...spec.linear import MixerSpec
@@ -24,7 +25,7 @@ COLLAPSED = 0.9  # a gate is collapsed if one head has at least this mean share
 EVEN = 0.95  # a gate is even if the mean entropy over heads is at least this part of its maximum
 DEAD = 0.1  # a head is dead if its mean share is below this part of an even share
 # Gates of controls: of the range of the softmax, and of the earlier default, which results of older versions have.
-SIGMOIDS = ({"activation": "sigmoid"}, {"activation": "sigmoid", "range": 2.0})
+SIGMOIDS: tuple[dict[str, Any], ...] = ({"activation": "sigmoid"}, {"activation": "sigmoid", "range": 2.0})
 QUANTITIES = {  # field -> (name, format of a value)
     "parameters": ("parameters", "{:,}"),
     "state": ("state sizes", "{:,} numbers"),
