@@ -282,7 +282,7 @@ def make_trainer(recipe: Recipe, data: PackedData, settings: TrainingArguments) 
     )
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(Progress)
-    if not torch.cuda.is_available():
+    if settings.device.type == "cpu":
         trainer.add_callback(TimedSteps(recipe.threads))
     check_started(trainer, recipe)
     return trainer
