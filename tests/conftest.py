@@ -28,6 +28,7 @@ from groups import forked
 from headrace.utils.extras import EXTRAS, MissingPackage, packages
 
 gc.disable()  # until all tests are there: what is imported stays, and looking through it again and again takes seconds
+COLLECTED = pytest.StashKey[set[str]]()  # the ids of all tests, whichever of them run
 GPU_TESTS = Path(__file__).parent / "gpu"
 # Two processes of two threads on two cores wait for each other more than they compute.
 THREADS = int(os.environ.get("HEADRACE_TEST_THREADS", "1"))
@@ -45,9 +46,27 @@ def pytest_configure(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session):
+    """A worker of pytest-xdist is silent if a test that was asked for does not exist: its controller says it."""
+    try:
+        return (yield)
+    except pytest.UsageError as error:
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput["usage"] = [str(arg) for arg in error.args]
+        raise
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    if usage := getattr(node, "workeroutput", {}).get("usage"):
+        raise pytest.UsageError(*usage)
+
+
+def pytest_collection_modifyitems(config, items):
     """The slowest tests come first. One that begins last keeps all other workers waiting; and where tests share a long
     fixture, some of them would pass to another worker at the end, which makes the fixture again."""
+    config.stash[COLLECTED] = {item.nodeid for item in items}
     items.sort(key=_seconds, reverse=True)
 
 
@@ -108,6 +127,17 @@ def _workers_of_comparisons_are_forked(monkeypatch):
     """From a process that has imported what they need. That new ones work too is tested by the command itself."""
     if workers := sys.modules.get("headrace.studies.workers"):
         monkeypatch.setattr(workers, "get_context", lambda kind: forked())
+
+
+@pytest.fixture
+def collected(request):
+    """The ids of all tests of the suite. Skips where only some files were asked for."""
+    if {Path(argument).resolve() for argument in request.config.args} - {
+        Path(__file__).parent,
+        Path(__file__).parents[1],
+    }:
+        pytest.skip("not the whole suite was collected")
+    return request.config.stash[COLLECTED]
 
 
 class Result(NamedTuple):

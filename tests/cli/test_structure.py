@@ -99,6 +99,13 @@ def test_relative_links_exist():
             assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+@pytest.mark.parametrize("name", ["quick", "commands"])
+def test_listed_tests_exist(name, collected):
+    listed = (ROOT / "tests" / f"{name}.txt").read_text("utf-8").split("\n")
+    known = collected | {each.partition("[")[0] for each in collected} | {each.partition("::")[0] for each in collected}
+    assert {each for each in listed if each} - known == set()
+
+
 def test_contributing_lists_every_part():
     tree = re.search(
         r"^src/headrace/\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.DOTALL | re.MULTILINE

@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
 from headrace.data import Collator, Preparation, open_data, prepare, tokenizer, unigram_loss
-from headrace.data.held_out import choose
+from headrace.data.held_out import PIECE, choose
 from headrace.data.sources import Row
 from headrace.hf.generate import read_tokenizer
 from headrace.ops.loss import IGNORED
@@ -111,30 +111,37 @@ def test_code_in_a_data_folder_is_not_run(jsonl, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_of_few_documents_the_end_of_one_is_held_out(count, tmp_path):
-    books = [f"{i} " + "All happy families are alike. " * 500 for i in range(count)]
-    for i, book in enumerate(books):
-        (tmp_path / f"{i}.txt").write_text(book)
+@pytest.mark.parametrize(("count", "window"), [(1, 1 << 20), (2, 1 << 20), (1, 5000)])
+def test_of_few_documents_pieces_drawn_over_the_text_are_held_out(count, window, tmp_path, monkeypatch):
+    """window: characters that come in a row, so that pieces are in one row or several."""
+    monkeypatch.setattr("headrace.data.sources.WINDOW", window)
+    paragraphs = [f"{i} à la carte. " * (5 + i % 9) + "\n\n" for i in range(2000)]
+    for i in range(count):
+        (tmp_path / f"{i}.txt").write_text("".join(paragraphs[i::count]), "utf-8")
     sources = tuple(str(tmp_path / f"{i}.txt") for i in range(count))
-    manifest = prepare(Preparation(sources, length=16, held_out=0.01), tmp_path / "d")
+    manifest = prepare(Preparation(sources, length=16, held_out=0.1), tmp_path / "d")
     data = open_data(tmp_path / "d")
-    end, expected = data.tokenizer.eos_token_id, round(0.01 * sum(map(len, books)))
-    assert manifest["held_out"]["bytes"] == expected and manifest["train"]["documents"] == count
-    trained, held = (
-        data.tokenizer.decode([t for t in tokens_of(part) if t != end]) for part in (data.train, data.held_out)
-    )
-    assert held == books[0][-expected:] and sorted(trained) == sorted("".join(books)[:-expected])
+    whole = sum(len(paragraph.encode()) for paragraph in paragraphs)
+    pieces = manifest["held_out_pieces"]
+    assert manifest["held_out"]["bytes"] == pytest.approx(0.1 * whole, rel=0.05)
+    assert manifest["held_out"]["bytes"] + manifest["train"]["bytes"] == whole
+    assert manifest["held_out"]["documents"] == pieces == round(0.1 * whole) // PIECE
+    end = f"{data.tokenizer.eos_token}"
+    trained, held = (data.tokenizer.decode(tokens_of(part)).split(end)[:-1] for part in (data.train, data.held_out))
+    assert all(piece.endswith("\n\n") for piece in (*trained, *held)), "paragraphs are whole"
+    read = [paragraph for piece in (*trained, *held) for paragraph in piece.split("\n\n")[:-1]]
+    assert sorted(read) == sorted(paragraph.strip("\n") for paragraph in paragraphs)
+    numbers = sorted(int(piece.partition(" ")[0]) for piece in held)
+    gaps = np.diff(np.array([0, *numbers, 2000])) / 2000 * (pieces if count == 1 else pieces / 2)
+    assert gaps.max() < 3, "over all of the text"
 
 
-def test_documents_shorter_than_the_held_out_text_are_not_cut(tmp_path):
-    """The first in random order has 5 of 505 characters, and 10 are held out."""
-    first = np.random.default_rng(0).permutation(2)[0]
-    for i in range(2):
-        (tmp_path / f"{i}.txt").write_text("short" if i == first else "x" * 490 + "held out: ")
-    prepare(Preparation(tuple(str(tmp_path / f"{i}.txt") for i in range(2)), length=16, held_out=0.02), tmp_path / "d")
+def test_a_text_without_paragraphs_is_cut_between_characters(tmp_path):
+    (tmp_path / "a.txt").write_text("é" * 500, "utf-8")
+    manifest = prepare(Preparation((str(tmp_path / "a.txt"),), length=16, held_out=0.021), tmp_path / "d")
     data = open_data(tmp_path / "d")
-    assert data.tokenizer.decode(tokens_of(data.held_out)[:-1]) == "held out: "
+    assert set(data.tokenizer.decode(tokens_of(data.held_out)[:-1])) == {"é"}
+    assert manifest["held_out"]["bytes"] in (20, 22) and manifest["held_out_pieces"] == 1
 
 
 @pytest.mark.parametrize(("count", "held_out", "expected"), [(3, 0.9, 2), (2, 0.9, 1), (4, 0.5, 2)])

@@ -183,9 +183,10 @@ def test_long_text_is_read_in_windows(tmp_path, texts):
     assert len(rows) > 20 and "".join(row.text for row in rows) == book
     assert [row.offset for row in rows] == [len("".join(r.text for r in rows[:i]).encode()) for i in range(len(rows))]
     assert tokens(tmp_path / "txt") == tokens(tmp_path / "jsonl")
-    decoded = [open_data(tmp_path / "txt").tokenizer.decode(tokens(tmp_path / "txt")[name][:-1]) for name in SPLITS]
-    assert "".join(decoded) == book
-    assert len(decoded[1].encode()) == pytest.approx(0.01 * len(book.encode()), abs=4)
+    of = open_data(tmp_path / "txt").tokenizer
+    trained, held = (of.decode(tokens(tmp_path / "txt")[name]).split(of.eos_token)[:-1] for name in SPLITS)
+    assert len(held) == 1 and held[0].join(trained) == book, "one piece, and what is before and behind it"
+    assert len(held[0].encode()) == pytest.approx(0.01 * len(book.encode()), rel=0.5)
 
 
 SPLITS = ("train", "held_out")
@@ -253,9 +254,9 @@ def test_bad_rows_are_counted_and_named(texts, tmp_path, capsys):
 def test_bad_rows_of_parquet_are_counted(tmp_path):
     values = pyarrow.array([b"good", b"\xff", None, b"", b"also good"] * 3).view(pyarrow.string())
     parquet.write_table(pyarrow.table({"text": values}), tmp_path / "a.parquet")
-    made = prepare(Preparation((str(tmp_path / "a.parquet"),), held_out=0.2), tmp_path / "d")
+    made = prepare(Preparation((str(tmp_path / "a.parquet"),), length=8, held_out=0.2), tmp_path / "d")
     assert {what: one["rows"] for what, one in made["bad_rows"].items()} == {"not UTF-8": 3, "null": 3, "empty": 3}
-    assert made["train"]["documents"] + made["held_out"]["documents"] == 6
+    assert made["train"]["bytes"] + made["held_out"]["bytes"] == 3 * len("goodalso good")
     parquet.write_table(pyarrow.table({"n": [1, 2]}), tmp_path / "b.parquet")
     for column, sentence in (
         ("text", "--column 'text' is not in .*; expected one of n"),
@@ -451,3 +452,26 @@ def test_sample_stops_at_the_tokens_and_its_share_is_checked(files, tmp_path, ca
         (tmp_path / "parts").mkdir()
         (tmp_path / "parts" / "000000.json").write_text("{}")
         preparation._claim(replace(plan, sample=0.5), None, tmp_path)
+
+
+def test_a_refused_preparation_leaves_nothing(jsonl, tmp_path):
+    refusals = {
+        "is not a file": Preparation((str(tmp_path / "none.txt"),)),
+        "no documents": Preparation((str(jsonl),), column="body"),
+    }
+    for sentence, plan in refusals.items():
+        with pytest.raises(InputError, match=sentence):
+            prepare(plan, tmp_path / "new" / "data")
+        assert not [*(tmp_path / "new").iterdir()]
+
+
+def test_a_link_to_nothing_is_refused_at_once(jsonl, tmp_path):
+    (tmp_path / "data").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="exists; name another"):
+        prepare(Preparation((str(jsonl),), length=64), tmp_path / "data")
+
+
+def test_rows_longer_than_the_text_are_refused(jsonl, tmp_path):
+    with pytest.raises(InputError, match=r"--length 20000000 is longer than the training text of \d+ tokens"):
+        prepare(Preparation((str(jsonl),), length=20_000_000, held_out=0.1), tmp_path / "data")
+    assert prepare(Preparation((str(jsonl),), length=64, held_out=0.1), tmp_path / "data")["train"]["rows"] > 1

@@ -235,8 +235,8 @@ def test_unsupported_fields_are_named(tmp_path):
         ("softmax-gla", "gla", "no other library has its head competition"),
         ("gla", "retnet", "rotary is false here and true there"),
         ("gla", "delta_net", "in this format its config.json has conv_size=0; expected at least 2"),
-        (["gla", "transformer"], "gla", "not all its mixers are MixerSpec"),
-        ("rwkv6", "llama", "not all its mixers are AttentionSpec"),
+        (["gla", "transformer"], "gla", "layer 1 has a mixer of type 'attention'; expected 'linear'"),
+        ("rwkv6", "llama", "layer 0 has a mixer of type 'linear'; expected 'attention'"),
     ):
         with pytest.raises(InputError, match=f"--to '{form}' cannot represent this model: {sentence}"):
             export_checkpoint(HeadraceForCausalLM(tiny.config(mixer)), form, tmp_path / "out")

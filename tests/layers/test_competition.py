@@ -9,6 +9,7 @@ import torch
 from headrace import layers, zoo
 from headrace.layers.linear.competition import HeadCompetition
 from headrace.spec import Competition
+from headrace.spec.serialize import from_json, to_json
 from headrace.utils.errors import InputError
 
 D, H, T = 24, 3, 11
@@ -109,7 +110,7 @@ def test_competition_of_one_head_is_the_identity():
 
 
 @pytest.mark.parametrize(
-    "activation", [{}, {"activation": "sigmoid"}, {"activation": "null"}, {"activation": "sigmoid", "range": "heads"}]
+    "activation", [{}, {"activation": "sigmoid"}, {"activation": "null"}, {"activation": "sigmoid", "range": 2.0}]
 )
 @pytest.mark.parametrize("source", ["head", "diag", "query", "hidden"])
 @pytest.mark.parametrize("heads", [5, 429])  # PyTorch's logarithm of 429 is not the nearest float32 to it
@@ -142,8 +143,8 @@ def test_wide_sigmoid_has_the_range_and_slope_of_a_softmax(largest):
 
 
 def test_range_needs_sigmoid_gates():
-    with pytest.raises(InputError, match=r"competition.range=heads is of sigmoid gates; expected .*, got 'softmax'"):
-        Competition(range="heads")
+    with pytest.raises(InputError, match=r"competition.range=3.0 is of sigmoid gates; expected .*, got 'softmax'"):
+        Competition(range=3.0)
     for value in (1, 1.0, "wide"):
         with pytest.raises(InputError, match="range"):
             Competition(activation="sigmoid", range=value)
@@ -194,7 +195,20 @@ def test_gate_in_beta_stops_a_losing_head_from_erasing():
         assert bool(change[1] > 0.05) is erased, place
 
 
-def test_sigmoid_gates_have_a_short_name():
+def test_both_spellings_of_sigmoid_gates_are_the_control_of_the_softmax():
     named = zoo.get("gla(competition=sigmoid)")
-    assert named == zoo.get("softmax-gla(competition.activation=sigmoid, competition.range=heads)")
+    assert named == zoo.get("softmax-gla(competition.activation=sigmoid)") and named.competition.range == "heads"
     assert zoo.plain(named) == zoo.get("gla")
+
+
+def test_changes_of_a_named_competition_stay_in_their_expression():
+    narrow = zoo.get("gla(competition=sigmoid, competition.range=2)")
+    assert narrow.competition.range == 2.0 and zoo.get("gla(competition=sigmoid)").competition.range == "heads"
+
+
+def test_stored_gates_keep_their_range():
+    """The default was 2, and is stored with every spec."""
+    for name, range in (("softmax-gla", "heads"), ("gla(competition=sigmoid)", 2.0)):
+        stored = to_json(zoo.get(name))
+        stored["competition"]["range"] = 2.0
+        assert from_json(stored).competition.range == range

@@ -228,7 +228,7 @@ def test_unsupported_layers_use_separate_steps(monkeypatch):
     monkeypatch.setattr(native, "missing", "it is not here")
     assert refusal(made, x) == "it is not here"
     monkeypatch.undo()
-    for control in ("activation=sigmoid, competition.range=heads", "shuffle=true", "top_k=2"):
+    for control in ("activation=sigmoid", "shuffle=true", "top_k=2"):
         assert "it does not support activation=" in refusal(layer(f"softmax-gla(competition.{control})"), x)
     monkeypatch.setattr(native, "missing", "it is not here")
     state = made(torch.randn(2, 5, 32))[1]

@@ -149,7 +149,7 @@ def test_what_top_k_has_not_is_refused(options, said):
 
 @pytest.mark.parametrize("control", [False, True])
 def test_scores_of_one_gate_that_get_no_gradient_are_said(control):
-    options = "competition.top_k=1" + ", competition.activation=sigmoid, competition.range=heads" * control
+    options = "competition.top_k=1" + ", competition.activation=sigmoid" * control
     with pytest.warns(GateWarning, match="the scores are not trained"):
         mixer = drawn(f"softmax-gla({options})")
     mixer(torch.randn(2, T, D, dtype=torch.float64))[0].square().sum().backward()

@@ -18,8 +18,8 @@ from headrace.studies.verify_op import Recurrence, op_laws
 OPTIONS = [
     *("competition.source=diag", "competition.source=query", "competition.source=hidden"),
     *("competition.read=query", "competition.read=none", "competition.write=none"),
-    *("competition.activation=sigmoid", "competition.activation=null", "competition.shuffle=true"),
-    "competition.activation=sigmoid, competition.range=heads",
+    *("competition.activation=sigmoid, competition.range=2", "competition.activation=null", "competition.shuffle=true"),
+    "competition.activation=sigmoid",
     *("competition.scale=one", "competition.temperature=0.5", "competition=paper"),
     *("read.norm=none", "read.norm=rms-joint", "read.norm=group", "read.order=gate-norm, read.gate=sigmoid"),
     *("heads.qk_groups=2", "heads.count=1", "inputs.rotary=true", "read.skip=true", "inputs.conv=3"),

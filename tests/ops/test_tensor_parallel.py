@@ -18,7 +18,7 @@ GATES = [
     for source in ("hidden", "diag", "query") for activation in ("softmax", "null", "sigmoid")
 ]  # fmt: skip
 GATES += [
-    "softmax-gla(competition.activation=sigmoid, competition.range=heads)",
+    "softmax-gla(competition.activation=sigmoid)",
     "softmax-gla(competition.shuffle=true)",
     "softmax-gla(competition.top_k=2, competition.gradient=all, competition.freeze=true)",
 ]

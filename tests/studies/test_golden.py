@@ -25,8 +25,8 @@ from headrace.studies.compare.terminal import print_results
 from headrace.studies.reproduce import experiment, numbers, show
 
 GOLDEN = Path(__file__).parent / "golden"
-SIGMOID = "softmax-retnet(competition=sigmoid)"
-WIDE = "softmax-retnet(competition.activation=sigmoid, competition.range=heads)"
+LONG = "softmax-retnet(competition.activation=sigmoid)"
+NARROW = "retnet(competition=sigmoid, competition.range=2)"
 LENGTHS = ({"6": 0.3, "12": 0.0, "18": 1.0}, {"6": 1.0, "12": 0.9, "18": 0.0}, {"6": 1.0, "12": 1.0, "18": 1.0})
 
 
@@ -64,11 +64,11 @@ COMPARISONS = {
     "sigmoid gates do as well": results([[0.5] * 3, [0.88, 0.90, 0.90], [0.93, 0.94, 0.97]]),
     "sigmoid gates do less": results([[0.5] * 3, [0.88, 0.90, 0.90], [0.60, 0.61, 0.63]]),
     "sigmoid gates do nothing": results([[0.5] * 3, [0.88, 0.90, 0.90], [0.49, 0.50, 0.51]]),
-    "sigmoid gates as wide as the softmax": results(
-        [[0.5] * 3, [0.88, 0.89, 0.9], [0.9, 0.91, 0.92]], replace(PAIR, mixers=("retnet", "softmax-retnet", WIDE))
+    "sigmoid gates by their long name": results(
+        [[0.5] * 3, [0.88, 0.89, 0.9], [0.9, 0.91, 0.92]], replace(PAIR, mixers=("retnet", "softmax-retnet", LONG))
     ),
-    "sigmoid gates by their short name": results(
-        [[0.5] * 3, [0.88, 0.89, 0.9], [0.9, 0.91, 0.92]], replace(PAIR, mixers=("retnet", "softmax-retnet", SIGMOID))
+    "sigmoid gates of another range than the softmax": results(
+        [[0.5] * 3, [0.88, 0.89, 0.9], [0.9, 0.91, 0.92]], replace(PAIR, mixers=("retnet", "softmax-retnet", NARROW))
     ),
     "fewer heads do as well": results([[0.5] * 3, [0.89, 0.9, 0.91], [0.5] * 3, [0.9] * 3]),
     "fewer heads do worse": results([[0.5] * 3, [0.89, 0.9, 0.91], [0.5] * 3, [0.1] * 3]),

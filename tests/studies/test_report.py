@@ -7,10 +7,10 @@ from stored import gates, many, results, swept
 
 from headrace import zoo
 from headrace.studies.compare import plots
-from headrace.studies.compare.defaults import DEFAULTS, PAIR, REVERSE, TEXT
+from headrace.studies.compare.defaults import DEFAULTS, DEMO, PAIR, PLANS, REVERSE, TEXT
 from headrace.studies.compare.findings import findings
 from headrace.studies.compare.page import described, guessing, write_report
-from headrace.studies.compare.summary import MANY, labels, summarize
+from headrace.studies.compare.summary import MANY, labels, parsed, shared_settings, summarize
 from headrace.studies.report.numbers import compact, quartiles, significant, spread
 from headrace.studies.report.page import Page, Section
 from headrace.tasks import Masked, Pair, Reverse, Text
@@ -42,7 +42,7 @@ def test_pictures_mark_means_over_the_seeds_that_did_not_diverge():
     retnet, softmax, sigmoid = comparison.contenders
     assert retnet.mean > softmax.mean and comparison.finished == [softmax, retnet, sigmoid]
     names = [tick.get_text() for tick in plots.final_scores(comparison).axes[0].get_yticklabels()]
-    assert names == ["sigmoid-retnet (3 of 4 seeds)", "retnet (3 of 4 seeds)", "softmax-retnet"]
+    assert names == ["retnet(competition=sigmoid) (3 of 4 seeds)", "retnet (3 of 4 seeds)", "softmax-retnet"]
     (curves,) = plots.learning_curves(comparison).axes
     assert [line.get_label() for line in curves.lines] == [retnet.named, softmax.named, sigmoid.named]
 
@@ -155,12 +155,26 @@ def test_every_task_is_explained_and_drawn(task):
 
 
 def test_labels_leave_out_what_all_mixers_share():
-    assert list(labels(PAIR.mixers).values()) == ["retnet", "softmax-retnet", "sigmoid-retnet", "retnet (heads=2)"]
-    assert labels(["gla(heads.count=2)"]) == {"gla(heads.count=2)": "gla (heads=2)"}
+    own = ["retnet", "softmax-retnet", "retnet(competition=sigmoid)", "retnet(heads.count=2)"]
+    assert list(labels(PAIR.mixers).values()) == own
+    assert labels(["gla(heads.count=2)"]) == {"gla(heads.count=2)": "gla(heads.count=2)"}
     nested = ["bert(mixer=gla(heads.count=2, decay.rank=4), style.bias=false)", "bert(mixer=gla(decay.rank=4))"]
     assert list(labels(nested).values()) == [
-        "bert (mixer=gla(heads=2,decay.rank=4), style.bias=false)", "bert (mixer=gla(decay.rank=4))",
+        "bert(mixer=gla(heads.count=2,decay.rank=4), style.bias=false)", "bert(mixer=gla(decay.rank=4))",
     ]  # fmt: skip
+
+
+def test_what_a_report_names_can_be_typed():
+    for plan in (*PLANS, *DEMO.plans):
+        for mixer, name in labels(plan.mixers).items():
+            others = ", ".join([*shared_settings(plan.mixers), *parsed([name])[name][1]])
+            assert zoo.get(f"{name.partition('(')[0]}({others})") == zoo.get(mixer) and zoo.get(name)
+
+
+def test_every_sigmoid_control_of_a_plan_is_the_matched_one():
+    gates = [mixer.competition for plan in (*PLANS, *DEMO.plans) for mixer in map(zoo.get, plan.mixers)
+             if getattr(mixer, "competition", None)]  # fmt: skip
+    assert {gate for gate in gates if gate.activation == "sigmoid"} == {zoo.SIGMOID}
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,12 @@ MAKERS = {
 }
 
 
+def test_a_folder_that_was_removed_is_an_error_at_the_end_too(tmp_path):
+    with pytest.raises(InputError, match="was removed while the command wrote to it"), locked(tmp_path / "run"):
+        shutil.rmtree(tmp_path / "run")
+        (tmp_path / "run").mkdir()  # as the last checkpoint does
+
+
 @pytest.mark.parametrize("command", MAKERS)
 def test_output_being_written_is_refused(command, model_of_bytes, tmp_path, headrace_):
     with locked(tmp_path / "d", tmp_path / ".d.lock"):

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from inspect import cleandoc
 from typing import Annotated, Any, NamedTuple, NoReturn
 
@@ -30,6 +31,7 @@ app = typer.Typer(pretty_exceptions_enable=False)
 
 def main() -> NoReturn:
     """Runs the command of `sys.argv` and exits."""
+    prepare_streams()
     try:
         sys.exit(app(sys.argv[1:] or ["--help"], prog_name="headrace", standalone_mode=False))
     except InputError as error:
@@ -38,6 +40,8 @@ def main() -> NoReturn:
         command = error.ctx.command_path if error.ctx else "headrace"
         if now := RENAMED_OPTIONS.get((command, getattr(error, "option_name", ""))):
             refuse(f"{command} {error.option_name} is now {now}")  # type: ignore[attr-defined]
+        if field := field_of_recipe(command, getattr(error, "option_name", "")):
+            refuse(f"{command} has no option --{field}; expected the field as {field}=VALUE behind the recipe")
         refuse(f"{' '.join(error.format_message().split()).rstrip('.')} (try `{command} --help`)")
     except UnicodeEncodeError as error:
         letter = ascii(error.object[error.start])
@@ -48,6 +52,27 @@ def main() -> NoReturn:
         if (code := system_code(error)) not in UNWRITABLE:
             raise
         refuse(f"{getattr(error, 'filename', None) or 'the output'}: {os.strerror(code)}")
+
+
+def prepare_streams() -> None:
+    """Replaces output that was closed, and keeps the bars of tqdm out of files: libraries that ask for a bar by all
+    means draw it once a minute there. Before tqdm is imported, which reads the environment only then."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    if not sys.stderr.isatty():
+        for name, value in {"TQDM_DISABLE": "1", "TQDM_MININTERVAL": "60"}.items():
+            os.environ.setdefault(name, value)
+
+
+def field_of_recipe(command: str, option: str) -> str | None:
+    """The field of a recipe that someone took for an option of `train`."""
+    if command != "headrace train":
+        return None
+    from ..training.recipes import Recipe
+
+    name = option.lstrip("-").replace("-", "_")
+    return name if name in {field.name for field in fields(Recipe)} else None
 
 
 def system_code(error: Exception) -> int:

@@ -117,6 +117,8 @@ def compare(
     With --suite, each mixer trains by itself on several tasks with fixed settings, tuned learning rates and five seeds,
     and gets a row of the leaderboard. The time that this will take is said before.
     """
+    for mixer in () if mixers is None else zoo.several(mixers):
+        zoo.get(mixer)  # raises for a misspelt one before PyTorch and transformers are imported, which takes seconds
     from ..studies.compare.choose import choose, planned
     from ..studies.compare.terminal import print_results
     from ..studies.workers import place_workers
@@ -303,7 +305,7 @@ def verify(
                 console.print(f"{device} computes nothing any more after this error; the other checks are left out")
                 break
     broken = [row for row in rows if not row.holds]
-    console.print(f"{len(broken)} of {len(rows)} laws are broken on {device} in {dtype}")
+    console.print(f"{len(rows) - len(broken)} of {len(rows)} laws hold on {device} in {dtype}")
     if broken:
         for row in (row for row in broken if row.note):
             console.print(f"{row.mixer}, {row.law}: {row.note}", soft_wrap=True, highlight=False, markup=False)
@@ -349,7 +351,8 @@ def _verify_targets(
             for verdict in broken:
                 program = foreign.snippet(target, verdict, seed, on, precision)
                 console.print(program, soft_wrap=True, highlight=False, markup=False)
-            console.print(f"{target.name}: {len(broken)} of {len(verdicts)} laws are broken on {on} in {dtype}")
+            holding = sum(v.verdict == "holds" for v in verdicts)
+            console.print(f"{target.name}: {holding} of {len(verdicts)} laws hold on {on} in {dtype}")
     if as_json:
         print(json.dumps(records, indent=2, allow_nan=False))
     return int(failed > 0)

@@ -146,7 +146,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     Raises InputError if both or none are given, and for one that is not UTF-8 or cannot be read."""
     if prompt is not None and file is not None:
         raise InputError("--prompt and --file are both given; expected one of them")
-    if prompt is None and file is None and sys.stdin.isatty():
+    if prompt is None and file is None and (sys.stdin is None or sys.stdin.isatty()):  # None: it was closed
         raise InputError("--prompt is missing; expected --prompt, --file, or text on standard input")
     name = "--prompt" if prompt is not None else "standard input" if file is None else f"--file {str(file)!r}"
     try:

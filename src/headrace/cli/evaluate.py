@@ -1,14 +1,20 @@
 """Evaluate: eval, bench."""
 
+import os
 import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import typer
 
 from .. import zoo
 from .console import AcceptOld, Device, interruptible, numbers, telling, terminal
+
+PATIENCE = 5.0  # seconds for the Hub's answer
+OFFLINE = "Note: the Hugging Face Hub does not answer; what is in its cache on this machine is used (HF_HUB_OFFLINE=1)"
 
 
 def evaluate(
@@ -41,11 +47,15 @@ def evaluate(
 
     Reports standard errors and paired differences between the checkpoints. After an interruption, the same command
     resumes; further checkpoints are added to the folder."""
+    console = terminal()
+    if data is None and not hub_answers():
+        console.print(OFFLINE, style="yellow", highlight=False, soft_wrap=True)
+        os.environ |= {"HF_HUB_OFFLINE": "1"}  # which is read by the imports below
     from ..studies.evaluate import checkpoint, report, run
     from ..utils.device import on_device
     from ..utils.processes import locked
 
-    folder, console = output or Path("runs", f"eval-{run.slug(suite)}"), terminal()
+    folder = output or Path("runs", f"eval-{run.slug(suite)}")
     plan = run.EvaluationPlan(
         suite, tuple(numbers("lengths", lengths)), None if data is None else str(data), limit, max_length, seed
     )
@@ -57,6 +67,21 @@ def evaluate(
         page = report.write_report(evaluation, checkpoint.named(checkpoints), folder)
     report.print_evaluation(evaluation, console)
     console.print(f"The report is {page}", soft_wrap=True, highlight=False)
+
+
+def hub_answers() -> bool:
+    """Whether the Hugging Face Hub, or the place of it that HF_ENDPOINT names, answers to one request. Its client and
+    datasets repeat each of many requests for a minute."""
+    if os.environ.get("HF_HUB_OFFLINE"):
+        return True  # as the user knows, nothing is asked
+    address = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    try:
+        urlopen(Request(address, method="HEAD"), timeout=PATIENCE)
+    except HTTPError:
+        return True  # it answers
+    except OSError:
+        return False
+    return True
 
 
 def bench(

@@ -38,8 +38,8 @@ def prepare(
     held_out: Annotated[
         float | None,
         typer.Option(
-            help="Fraction of the documents that is held out for evaluation; a fraction of the text if that is less "
-            r"than half a document. \[default: 0.001]"
+            help="Fraction of the documents that is held out for evaluation; of fewer than 20 documents, of the text, "
+            r"in pieces drawn over all of it. \[default: 0.001]"
         ),
     ] = None,
     column: Annotated[
@@ -153,6 +153,8 @@ def print_counts(manifest: dict[str, Any]) -> None:
     for part in ("train", "held_out"):
         table.add_row(part, *(f"{manifest[part][name]:,}" for name in names))
     Console().print(table)
+    if pieces := manifest.get("held_out_pieces"):
+        print(f"held out: {pieces} piece{'s' * (pieces > 1)} drawn over the whole text, as there are few documents")
     for what, bad in manifest.get("bad_rows", {}).items():
         print(f"left out: {bad['rows']:,} row{'s' if bad['rows'] > 1 else ''} {what}, first {bad['first']}")
 

@@ -80,6 +80,12 @@ def generate(
             r"the last one, where they were before. \[default: none]"
         ),
     ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            help=r"Number of threads on a CPU. \[default: the fastest of all, half and 1, with the first tokens]"
+        ),
+    ] = None,
     as_json: Annotated[
         bool,
         typer.Option(
@@ -88,13 +94,14 @@ def generate(
         ),
     ] = False,
 ) -> None:
-    """Continue a text: print it, and the new tokens as they are generated.
+    """Continue a text: print the new tokens as they are generated, behind a --prompt or a state of --resume.
 
     The last line, on standard error, has the speed, the engine that computed single tokens, and the seed. With --draft
     or --prompt-lookup it also has the share of proposed tokens that were accepted, and the tokens of each pass of the
     model. The same command with this --seed prints the same text."""
     from ..hf.generate import generate as run
     from ..hf.generate import sampling_seed, sampling_settings
+    from ..studies.report.numbers import count
 
     sampling = sampling_settings(max_new_tokens, temperature, top_p, top_k, repetition_penalty)
     seed = sampling_seed(seed, temperature)
@@ -109,12 +116,15 @@ def generate(
     if resume is not None:
         refuse_with("--resume", draft=draft, prompt_lookup=prompt_lookup)
     text = "" if resume and prompt is None and file is None else read_prompt(prompt, file)
-    result = run(checkpoint, text, seed, not as_json, device, draft, resume, save_state, **sampling)
+    if threads is not None and threads < 1:
+        raise InputError(f"--threads={threads}; expected at least 1")
+    echo = file is None and (prompt is not None or resume is not None)  # not a text that may be long
+    result = run(checkpoint, text, seed, not as_json, device, draft, resume, save_state, echo, threads, **sampling)
     if as_json:
         print(json.dumps(result, ensure_ascii=False))
     else:
         speed = f"{len(result['tokens'])} tokens, {result['tokens_per_second']:.1f} tokens per second"
-        speed += f", by {result['engine']}"
+        speed += f", by {result['engine']} with {count(result['threads'], 'thread')}"
         if "accepted" in result:
             speed += f", {result['accepted']:.0%} of the proposed tokens accepted"
             speed += f", {result['tokens_per_pass']:.1f} tokens a pass"
@@ -233,7 +243,7 @@ def convert(
 
     Without --to, converts a foreign checkpoint or a GGUF file to headrace; with --to, converts a checkpoint of
     headrace."""
-    from ..hf.checkpoint import GGUF, fetched, load
+    from ..hf.checkpoint import GGUF, check_config, fetched, load
     from ..hf.convert import PRECISIONS, check_format, export_checkpoint, import_checkpoint, import_gguf, set_use_cache
 
     if to is not None:
@@ -243,6 +253,8 @@ def convert(
         raise InputError(f"--dtype {dtype!r}; expected one of {', '.join(PRECISIONS)}")
     with new_checkpoint(output) as folder:
         source, precision, cached = fetched(checkpoint), PRECISIONS[dtype] if dtype else None, True
+        if source.is_dir():
+            check_config(source)
         if to is None and source.suffix == GGUF:
             for part in import_gguf(source, precision):
                 part.save_pretrained(folder)

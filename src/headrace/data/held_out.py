@@ -1,7 +1,10 @@
-"""Chooses the documents that are held out for evaluation, in one pass over the documents."""
+"""Chooses what is held out for evaluation: whole documents or, where there are few, pieces drawn over all of the text.
+
+The end of a book is no sample of the book: its loss would be that of other people and places."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -9,27 +12,33 @@ from ..utils.errors import InputError
 from .sources import Row
 
 EXPECTED = 32  # held-out documents from which on each is drawn by itself: then none is drawn once in e^32 times
+FEW = 20  # documents below which pieces are held out
+PIECES, PIECE = 32, 4096  # the largest number of pieces, and the smallest size in bytes of each if there are several
+PARAGRAPH = 2048  # the largest number of bytes by which the beginning and the end of a piece are moved
+
+Span = tuple[int, int]  # bytes of all documents, one after another: the first of a piece, and the first behind it
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which documents are held out, by their number from 0 among the documents.
+    """What is held out.
 
     Args:
         share: fraction of the documents.
         seed: of the draws.
-        documents: the held-out documents, if they are chosen by number; None: each is drawn, with probability `share`.
-        cut: (document, byte at which its held-out end begins), if the end of one document is held out.
+        documents: the held-out documents, if they are chosen by number, from 0; None: each is drawn, with probability
+            `share`.
+        spans: the held-out pieces, in order, in place of documents.
     """
 
     share: float
     seed: int
     documents: frozenset[int] | None = None
-    cut: tuple[int, int] | None = None
+    spans: tuple[Span, ...] = ()
 
     def split(self, rows: Iterable[Row]) -> Iterator[tuple[Row, bool]]:
-        """The rows in order, each with whether it is held out. The row in which a held-out end begins becomes two."""
-        draw, document, held = np.random.default_rng(self.seed).random, -1, False
+        """The rows in order, each with whether it is held out. A row in which a piece begins or ends is divided."""
+        draw, document, held, begin = np.random.default_rng(self.seed).random, -1, False, 0
         for row in rows:
             if row.bad:
                 yield row, False
@@ -37,29 +46,57 @@ class Choice:
             if row.offset == 0:
                 document += 1
                 held = draw() < self.share if self.documents is None else document in self.documents
-            if self.cut and document == self.cut[0]:
-                yield from _divided(row, self.cut[1])
+            if self.spans:
+                yield from _divided(row, [(first - begin, last - begin) for first, last in self.spans])
+                begin += row.size
             else:
                 yield row, held
 
 
-def _divided(row: Row, at: int) -> Iterator[tuple[Row, bool]]:
-    """The parts of a row before and behind the byte `at` of its document."""
-    before = at - row.offset
-    if not 0 < before < row.size:
-        yield (row, True) if before <= 0 else (row._replace(ends=row.ends or before == row.size), False)
-        return
-    first = row.text.encode()[:before].decode(errors="ignore") or row.text[0]  # not a part of a character
-    size, second = len(first.encode()), row.text[len(first) :]
-    yield row._replace(text=first, size=size, ends=True), False
-    yield row._replace(text=second, size=row.size - size, offset=row.offset + size), True
+def _divided(row: Row, spans: list[Span]) -> Iterator[tuple[Row, bool]]:
+    """The parts of a row, each with whether it is held out. spans: in bytes from the beginning of the row."""
+    places = sorted({0, row.size, *(place for span in spans for place in span if 0 < place < row.size)})
+    held = [any(first <= place < last for first, last in spans) for place in places]  # from there on, to the next place
+    data = row.text.encode() if len(places) > 2 else b""
+    for i, (first, last) in enumerate(pairwise(places)):
+        text = data[first:last].decode() if data else row.text
+        ends = row.ends or held[i] != held[i + 1]
+        yield row._replace(text=text, size=last - first, offset=row.offset + first, ends=ends), held[i]
+
+
+def between_paragraphs(choice: Choice, rows: Iterable[Row]) -> Choice:
+    """The choice with its pieces moved so that each begins and ends with a paragraph or, if there is none near, with a
+    line or a character. rows: all, from the first."""
+    reach = {place: min(PARAGRAPH, (last - first) // 2) for first, last in choice.spans for place in (first, last)}
+    left, moved, begin, data = sorted(reach), {}, 0, b""  # data: the bytes from `begin` on
+    for row in rows:
+        data += b"" if row.bad else row.text.encode()
+        while left and left[0] + PARAGRAPH <= begin + len(data):
+            place = left.pop(0)
+            moved[place] = begin + _paragraph(data, place - begin, reach[place])
+        needed = min(left[0] - 2 if left else begin + len(data), begin + len(data))
+        data, begin = data[max(needed - begin, 0) :], max(needed, begin)
+    moved |= {place: begin + _paragraph(data, place - begin, reach[place]) for place in left}
+    return replace(choice, spans=tuple((moved[first], moved[last]) for first, last in choice.spans))
+
+
+def _paragraph(data: bytes, place: int, reach: int) -> int:
+    """The beginning of the next paragraph at or behind a place or, if none is within reach, of a line or character."""
+    for mark in (b"\n\n", b"\n"):
+        at = data.find(mark, max(place - len(mark), 0), place + reach)
+        if at >= 0:
+            return at + len(mark)
+    while place < len(data) and data[place] & 0xC0 == 0x80:  # within a character
+        place += 1
+    return place
 
 
 def choose(rows: Iterable[Row], share: float, seed: int) -> Choice:
-    """Chooses from rows, of which only the first are read if they are many. Of few documents, the number that is held
-    out is exactly the share; if this is less than half a document, the end of one document is held out instead.
+    """Chooses from rows, of which only the first are read if they are many. Of less than EXPECTED / share documents,
+    the number that is held out is exactly the share. Of less than FEW, and where the share is less than half a
+    document, pieces of the text are held out.
 
-    InputError for no documents, or a share that no document is long enough for."""
+    InputError for no documents, or a single byte of text."""
     sizes: list[int] = []
     last = ""
     for read, row in enumerate(rows):
@@ -73,19 +110,27 @@ def choose(rows: Iterable[Row], share: float, seed: int) -> Choice:
             break
     else:
         if sizes:
-            return _of_few(np.array(sizes), share, seed)
+            return _of_few(sizes, share, seed)
     if not sizes:
         raise InputError(f"the sources hold no documents{last and ': '}{last}; expected at least 1")
     return Choice(share, seed)
 
 
-def _of_few(sizes: np.ndarray, share: float, seed: int) -> Choice:
-    order = np.random.default_rng(seed).permutation(len(sizes))
-    held_out = order[: min(round(share * len(sizes)), len(sizes) - 1)]
-    if len(held_out):
-        return Choice(share, seed, frozenset(held_out.tolist()))
-    needed_bytes = max(round(share * int(sizes.sum())), 1)
-    long = order[sizes[order] > needed_bytes]
-    if not len(long):
-        raise InputError(f"--held-out {share} is {needed_bytes} bytes of text; expected a document with more bytes")
-    return Choice(share, seed, frozenset(), (int(long[0]), int(sizes[long[0]]) - needed_bytes))
+def _of_few(sizes: list[int], share: float, seed: int) -> Choice:
+    number, generator = round(share * len(sizes)), np.random.default_rng(seed)
+    if len(sizes) >= FEW and number:
+        order = generator.permutation(len(sizes))
+        return Choice(share, seed, frozenset(order[: min(number, len(sizes) - 1)].tolist()))
+    whole = sum(sizes)
+    if whole < 2:
+        raise InputError(f"--held-out {share} of {whole} byte of text; expected more text")
+    return Choice(share, seed, spans=_spans(whole, min(max(round(share * whole), 1), whole - 1), generator))
+
+
+def _spans(whole: int, held_out: int, generator: np.random.Generator) -> tuple[Span, ...]:
+    """Pieces of `held_out` bytes together, one at a random place in each of as many equal parts of the text."""
+    number = min(max(held_out // PIECE, 1), PIECES)
+    parts, sizes = np.linspace(0, whole, number + 1).astype(int), np.full(number, held_out // number)
+    sizes[: held_out % number] += 1
+    begins = generator.integers(parts[:-1], parts[1:] - sizes, endpoint=True)
+    return tuple((int(begin), int(begin + size)) for begin, size in zip(begins, sizes, strict=True))

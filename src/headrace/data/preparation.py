@@ -30,7 +30,7 @@ from ..utils.processes import forks_end_with_parent, new_folder, resumed_folder
 from ..utils.provenance import defaults, difference
 from . import parts, sources, tokenizer
 from .encoding import can_be_cut
-from .held_out import Choice, choose
+from .held_out import Choice, between_paragraphs, choose
 from .sources import Row, Sample
 from .workers import PartRecord, make_parts
 
@@ -40,6 +40,7 @@ WHOLE = (
 )
 FEWER = "the sources ended after {:,} of {:,} training tokens; a larger --sample, or more sources, give more"
 BLOCK = 1 << 23  # bytes of text in a part
+FINISHED = "parts/*.json"  # in the folder of unfinished work: the records of parts, from which a command goes on
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class Preparation:
         tokenizer: "bytes", a file, a folder or a name on the Hub; None: bytes.
         bpe: size of a vocabulary to train on the text, in place of `tokenizer`.
         length: tokens per row.
-        held_out: fraction of the documents to hold out; of the text, if it is less than half a document (as for one
-            book).
+        held_out: fraction of the documents to hold out; of fewer than 20 documents, fraction of the text, in pieces
+            that are drawn over all of it.
         seed: seed of the choice of held-out documents.
         workers: number of processes.
         column: name of the text column in jsonl, Parquet and data sets.
@@ -121,17 +122,18 @@ def prepare(plan: Preparation, output: Path) -> dict[str, Any]:
     Goes on with what a killed process with the same plan has left.
 
     InputError for sources or a tokenizer that cannot be read, or an unfinished preparation with another plan."""
-    with resumed_folder(output) as (work, ready), forks_end_with_parent():
+    with resumed_folder(output, FINISHED) as (work, ready), forks_end_with_parent():
         started, existing = time.perf_counter(), None if plan.bpe else tokenizer.load(plan.tokenizer)
         _claim(plan, existing, work)
         choice = choose(plan.rows(cut=True), plan.held_out, plan.seed)
+        choice = between_paragraphs(choice, plan.rows(cut=True)) if choice.spans else choice
         tokens = existing or _trained(plan, choice, work / "tokenizer")
         if not (cut := can_be_cut(tokens)):
             print(WHOLE, file=sys.stderr)
         blocks = _blocks(plan, choice, cut)
         records, new = make_parts(blocks, tokens, work / "parts", plan.workers, _share_of_tokens(plan))
         tokens.save_pretrained(ready / "tokenizer")
-        manifest = _described(plan, tokens)
+        manifest = _described(plan, tokens) | ({"held_out_pieces": len(choice.spans)} if choice.spans else {})
         if plan.shard[1] > 1:
             manifest |= _as_shard(records, work / "parts", plan, ready / "parts")
         else:
@@ -154,7 +156,7 @@ def _claim(plan: Preparation, existing: PreTrainedTokenizerFast | None, work: Pa
     }  # fmt: skip
     current, path = json.loads(json.dumps(decides)), work / "plan.json"
     changed = difference(read_json(path), current, optional=set(defaults(plan))) if path.exists() else None
-    if changed and any((work / "parts").glob("*.json")):
+    if changed and any(work.glob(FINISHED)):
         name, before, now = changed
         raise InputError(
             f"{str(work)!r} is an unfinished preparation with other settings or files ({name} is {before} there and "
@@ -230,6 +232,8 @@ def assembled(records: dict[int, PartRecord], where: dict[int, Path], length: in
     for split in parts.SPLITS:
         if not counts[split]["tokens"]:
             raise InputError(f"no text is left as {split}; expected more text or another --held-out")
+    if (tokens := counts["train"]["tokens"]) < length:
+        raise InputError(f"--length {length} is longer than the training text of {tokens} tokens; expected less")
     parts.assemble([(parts.path(where[n], n), records[n]) for n in sorted(records)], folder)
     return counts
 

@@ -67,9 +67,20 @@ def _located(path: str | Path) -> tuple[Path, bool]:
     folder = fetched(path)
     if folder.suffix == GGUF:
         raise InputError(f"{str(folder)!r} is a GGUF file; convert it first: headrace convert {folder} --output FOLDER")
-    if not (folder / "config.json").is_file():
-        raise InputError(f"checkpoint {str(folder)!r} has no config.json; expected a folder written by save_pretrained")
+    check_config(folder)
     return folder, read_json(folder / "config.json", {}).get("model_type") != HeadraceConfig.model_type
+
+
+def check_config(folder: Path) -> None:
+    """Raises InputError for a folder without config.json, which names the model of a run of `headrace train`."""
+    if (folder / "config.json").is_file():
+        return
+    if (folder / "run.json").is_file():
+        expected = "one of its checkpoints; its model is written at the end"
+        if (folder / "model" / "config.json").is_file():
+            expected = f"its model, {folder / 'model'}"
+        raise InputError(f"checkpoint {str(folder)!r} is the folder of a run; expected {expected}")
+    raise InputError(f"checkpoint {str(folder)!r} has no config.json; expected a folder written by save_pretrained")
 
 
 def fetched(path: str | Path) -> Path:

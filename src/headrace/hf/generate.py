@@ -16,6 +16,7 @@ from ..utils.device import on_device
 from ..utils.errors import InputError
 from ..utils.extras import reading_tokenizer
 from ..utils.integrity import check_files, short
+from ..utils.threads import Threads
 from .cache import NAME as CACHE
 from .cache import HeadraceCache
 from .checkpoint import check_backend, load
@@ -28,11 +29,13 @@ OTHER_SEARCHES = {
     "constraints": None, "force_words_ids": None, "token_healing": False, "use_mtp": False, "is_assistant": False,
     "assistant_early_exit": None, "return_dict_in_generate": False,
 }  # fmt: skip
+TOKENIZERS = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken")  # names of files of tokenizers
 
 
 def generate(
     checkpoint: Path, prompt: str, seed: int | None, stream: bool, device: str | None = None, draft: Path | None = None,
-    resume: Path | None = None, save: Path | None = None, **sampling: Any,
+    resume: Path | None = None, save: Path | None = None, echo: bool = True, threads: int | None = None,
+    **sampling: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Continues a prompt.
 
@@ -40,7 +43,9 @@ def generate(
         prompt: text, to which the tokenizer adds the special tokens that it is set to add, such as Llama's first token,
             unless it follows a state. It may then be empty.
         seed: seed of sampling; None: torch's current random state.
-        stream: print what has been read, the prompt, and the text while it is generated.
+        stream: print the text while it is generated.
+        echo: with `stream`, print what has been read and the prompt before it.
+        threads: number of PyTorch's threads on a CPU; None: measured with the first tokens (`utils.threads`).
         draft: a checkpoint with the same tokens that proposes the next ones; not with `resume`.
         resume: file of a state to go on from.
         save: file to write the state to after the last token. It must be new, or the one of `resume`.
@@ -51,8 +56,9 @@ def generate(
 
     Returns:
         {"text": without special tokens, "tokens": token ids, "tokens_per_second"} of the continuation, "engine": what
-        computed single tokens, and "seed"; with proposed tokens also "accepted", the share of them that the model
-        accepted, and "tokens_per_pass", the tokens that a call of the model gave.
+        computed single tokens, "threads": the number of PyTorch's at the end, and "seed"; with proposed tokens also
+        "accepted", the share of them that the model accepted, and "tokens_per_pass", the tokens that a call of the
+        model gave.
 
     Raises:
         InputError: the checkpoint, device, tokenizer or a state cannot be used, there is no token to read, or the draft
@@ -80,7 +86,9 @@ def generate(
         sampling["assistant_model"] = _draft(draft, model, tokenizer)
     if seed is not None:
         set_seed(seed)
-    streamer = TextStreamer(tokenizer, skip_special_tokens=True) if stream else None
+    drafted = draft is not None or "prompt_lookup_num_tokens" in sampling  # tokens, whose times are not alike
+    timed = None if model.device.type != "cpu" or (drafted and threads is None) else Threads(threads)
+    streamer = Printer(tokenizer, stream, echo, timed) if stream or (timed and not drafted) else None
     started = time.perf_counter()
     with torch.inference_mode():
         sampling |= {"attention_mask": torch.ones_like(ids), CACHE: cache, "tokenizer": tokenizer}
@@ -89,7 +97,11 @@ def generate(
     if save is not None:
         save_state(save, cache, model, out, replace=replace)
     text = tokenizer.decode(new, skip_special_tokens=True)
-    speed = {"tokens_per_second": len(new) / seconds, "engine": model.engine.about(model)}
+    speed: dict[str, Any] = {
+        "tokens_per_second": len(new) / seconds,
+        "engine": model.engine.about(model),
+        "threads": torch.get_num_threads(),
+    }
     if cache.drafts:
         proposed, accepted = map(sum, zip(*cache.drafts, strict=True))
         speed |= {"accepted": accepted / max(proposed, 1), "tokens_per_pass": len(new) / len(cache.drafts)}
@@ -103,6 +115,26 @@ def _leave_out_other_searches(settings: GenerationConfig) -> None:
         listed = ", ".join(f"{name}={short(value)}" for name, value in unused.items())
         print(f"not used of generation_config.json, as one text is generated: {listed}", file=sys.stderr)
     settings.update(**dict.fromkeys(unused))
+
+
+class Printer(TextStreamer):
+    """Prints the text as its tokens come, and notes how long each took for the choice of the number of threads."""
+
+    def __init__(self, tokenizer: Any, stream: bool, echo: bool, threads: Threads | None):
+        super().__init__(tokenizer, skip_prompt=not echo, skip_special_tokens=True)
+        self.stream, self.threads = stream, threads
+        self.times: list[float] = []  # of the prompt and of the last two tokens
+
+    def put(self, value: Tensor) -> None:
+        if self.stream:
+            super().put(value)
+        self.times = [*self.times[-2:], time.perf_counter()]
+        if self.threads is not None and len(self.times) == 3:  # the first token also waited for the prompt
+            self.threads.took(self.times[2] - self.times[1])
+
+    def end(self) -> None:
+        if self.stream:
+            super().end()
 
 
 def _draft(checkpoint: Path, model: Any, tokenizer: Any) -> Any:
@@ -169,6 +201,8 @@ def read_tokenizer(checkpoint: Path | str) -> Any:
     none that can be read."""
     local = isinstance(checkpoint, Path)
     check_files(Path(checkpoint))
+    if local and (folder := Path(checkpoint)).is_dir() and not any(any(folder.glob(each)) for each in TOKENIZERS):
+        raise InputError(f"checkpoint {str(checkpoint)!r} has no readable tokenizer; expected a tokenizer.json")
     with reading_tokenizer(f"checkpoint {str(checkpoint)!r} has no readable tokenizer; expected a tokenizer.json"):
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=local, trust_remote_code=False)
         tokenizer.decode(tokenizer("It was").input_ids)  # some fields of tokenizer_config.json are read only now

@@ -22,7 +22,7 @@ class Competition(Record):
     temperature: PositiveFloat = 1.0  # divides the scores
     # largest gate R of a sigmoid with scale "identity": R σ(s − log(R − 1)), of slope 1 − 1/R at s = 0; heads: the
     # number of heads, with which range and slope are those of the softmax, so that only the competition is missing
-    range: Annotated[float, Range("more than 1", lambda r: r > 1)] | Literal["heads"] = 2.0
+    range: Annotated[float, Range("more than 1", lambda r: r > 1)] | Literal["heads"] = "heads"
     # a control: at position t of a sequence, each head gets the gate of the head t further on, so that the gates of a
     # token have the values of the activation but belong to no head
     shuffle: bool = False
@@ -56,10 +56,14 @@ class Competition(Record):
     @property
     def untrained(self) -> bool:
         """Whether the gates that are kept have one size for all scores, so that the scores get no gradient."""
-        constant = self.activation == "softmax" or self.range == "heads"
-        return self.top_k == 1 and self.gradient == "chosen" and constant
+        return self.top_k == 1 and self.gradient == "chosen" and self._sums_to_one
 
     @property
     def fixed(self) -> bool:
         """Whether the gate of a single head is 1 for all scores."""
-        return self.memories_per_head == 1 and (self.activation == "softmax" or self.range == "heads")
+        return self.memories_per_head == 1 and self._sums_to_one
+
+    @property
+    def _sums_to_one(self) -> bool:
+        """Whether n gates of equal scores are 1/n each before they are scaled, and the gate of one head is constant."""
+        return self.activation == "softmax" or (self.activation == "sigmoid" and self.range == "heads")

@@ -89,6 +89,8 @@ def admitted(cls, data: dict[str, Any], where: str) -> dict[str, Any]:
         else:
             values[name] = checked(converted, known[name], path)
     _refuse_old_norm(cls, data, where)
+    if cls is Competition and values.get("activation") != "sigmoid" and values.get("range") == 2.0:
+        del values["range"]  # the earlier default, which specs without sigmoid gates were stored with
     return values | replaced
 
 

@@ -45,12 +45,12 @@ from .optimizer import optimizer
 from .processes import PARALLEL, TIMEOUT, check_launcher, grid, is_connection_error, unresponsive_processes
 from .recipes import FROM_DATA, OLD_FIELDS, About, Recipe
 from .sharding import shard
-from .trainer import HeadraceTrainer, Measures, Progress, answers
+from .trainer import HeadraceTrainer, Measures, Progress, TimedSteps, answers
 from .watch import Stop, Watch
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "none")
 NOT_IDENTIFYING = ("seconds", "megabytes_per_second", "files")  # fields of a manifest that do not identify the data
-OF_THE_MACHINE = (*PARALLEL, "compile")  # fields of a recipe that do not identify the run
+OF_THE_MACHINE = (*PARALLEL, "compile", "threads")  # fields of a recipe that do not identify the run
 LOG_EVERY = 10  # steps between logs if save_every is a multiple, else their greatest common divisor
 
 
@@ -282,6 +282,8 @@ def make_trainer(recipe: Recipe, data: PackedData, settings: TrainingArguments) 
     )
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(Progress)
+    if settings.device.type == "cpu":
+        trainer.add_callback(TimedSteps(recipe.threads))
     check_started(trainer, recipe)
     return trainer
 

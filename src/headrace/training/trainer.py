@@ -16,13 +16,15 @@ import torch.nn.functional as F
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.utils.data import Sampler
-from transformers import ProgressCallback, Trainer
+from tqdm import tqdm
+from transformers import ProgressCallback, Trainer, TrainerCallback
 
 from ..data import Shuffled
 from ..layers.blocks.block import Block
 from ..ops.loss import IGNORED
 from ..ops.parallel.context import SequenceShard, context_parallel
 from ..utils.integrity import finite
+from ..utils.threads import Threads
 from .agreement import errors_in_all
 from .checkpoints import OPTIMIZER, UNFINISHED, load_optimizer, save_optimizer
 from .gate_statistics import GateWatch
@@ -316,6 +318,19 @@ class Progress(ProgressCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         shown = {name: value for name, value in (logs or {}).items() if not GATE.search(name)}
         super().on_log(args, state, control, shown, **kwargs)
+
+
+class TimedSteps(TrainerCallback):
+    """Takes the number of threads with which steps are fastest, or `number`."""
+
+    def __init__(self, number: int | None):
+        self.threads = Threads(number, lambda line: tqdm.write(f"threads: {line}"))
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.started = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.threads.took(time.perf_counter() - self.started)
 
 
 def duration(seconds: float) -> str:

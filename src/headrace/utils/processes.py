@@ -48,16 +48,23 @@ def locked(folder: Path, file: Path | None = None) -> Iterator[str]:
             held.flush()
             yield holder
         except Exception as error:
-            if not file.exists():
-                gone = f"--output {str(folder)!r} was removed while the command wrote to it"
-                raise InputError(f"{gone}; run the command again") from error
+            _check_present(folder, file, error)
             raise
+        else:
+            _check_present(folder, file)
         finally:
             if POSIX:
                 file.unlink(missing_ok=True)
     if not POSIX:  # Windows deletes only what no process has open
         with suppress(PermissionError):
             file.unlink(missing_ok=True)
+
+
+def _check_present(folder: Path, file: Path, cause: Exception | None = None) -> None:
+    """Raises InputError if the lock file of a folder was deleted, and the folder with it."""
+    if not file.exists():
+        gone = f"--output {str(folder)!r} was removed while the command wrote to it"
+        raise InputError(f"{gone}; run the command again") from cause
 
 
 def holder_of(file: Path) -> str:
@@ -87,9 +94,10 @@ def new_folder(output: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def resumed_folder(output: Path) -> Iterator[tuple[Path, Path]]:
+def resumed_folder(output: Path, worth: str) -> Iterator[tuple[Path, Path]]:
     """Yields a temporary folder with what a killed process has left, and an empty folder in it, which is renamed to
-    `output` at the end of the block; then the temporary folder is deleted. Holds the lock of `output`.
+    `output` at the end of the block; then the temporary folder is deleted. An InputError in the block deletes a
+    temporary folder without files that match the pattern `worth`. Holds the lock of `output`.
 
     Raises InputError if output exists, or if another process is making it."""
     with _making(output):
@@ -97,7 +105,12 @@ def resumed_folder(output: Path) -> Iterator[tuple[Path, Path]]:
         ready = work / "ready"
         shutil.rmtree(ready, ignore_errors=True)
         ready.mkdir(parents=True)
-        yield work, ready
+        try:
+            yield work, ready
+        except InputError:
+            if not any(work.glob(worth)):
+                shutil.rmtree(work)
+            raise
         ready.rename(output)
         shutil.rmtree(work)
 
@@ -105,7 +118,7 @@ def resumed_folder(output: Path) -> Iterator[tuple[Path, Path]]:
 @contextmanager
 def _making(output: Path) -> Iterator[None]:
     with locked_beside(output):
-        if output.exists():
+        if output.exists() or output.is_symlink():  # a link to nothing cannot be replaced by a folder
             raise InputError(f"--output {str(output)!r} exists; name another, or delete it")
         yield
 

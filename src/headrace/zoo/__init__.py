@@ -7,7 +7,7 @@ arXiv 2602.01744 as published are `PUBLISHED`.
 
 import difflib
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from ..spec.attention import AttentionSpec
@@ -38,10 +38,8 @@ SOFTMAX_RNNS: dict[str, SoftmaxRNNSpec] = TABLES[SoftmaxRNNSpec]
 MODELS: dict[str, ModelSpec | Decoder] = {name: entry.spec for name, entry in models.MODELS.items()}
 PUBLISHED: dict[str, MixerSpec] = {name: entry.spec for name, entry in mixers.PUBLISHED.items()}
 PAPERS = {name: entry.paper for name, entry in (mixers.MIXERS | mixers.PUBLISHED | models.MODELS).items()}
-SIGMOID = Competition(activation="sigmoid", range="heads")  # as far and as steep as a softmax, without its competition
-COMPETITIONS = {
-    "paper": asdict(mixers.PAPER), "sigmoid": asdict(SIGMOID), "default": asdict(Competition()), "none": None,
-}  # fmt: skip
+SIGMOID = Competition(activation="sigmoid")  # as far and as steep as a softmax, without its competition
+COMPETITIONS = {"paper": mixers.PAPER, "sigmoid": SIGMOID, "default": Competition(), "none": None}
 
 
 def compete(spec: MixerSpec, competition: Competition | None = None) -> MixerSpec:
@@ -76,9 +74,10 @@ def names() -> list[str]:
 def get(mixer):
     """Returns the spec of a mixer or model given as a name, an expression, a dict (`to_json`) or a spec.
 
-    An expression sets fields of a named spec: `softmax-gla(competition.activation=sigmoid, heads.count=8)`.
+    An expression sets fields of a named spec: `softmax-gla(competition.source=hidden, heads.count=8)`.
     `competition=paper` selects the equations of arXiv 2602.01744 as published, `competition=none` removes the gates,
-    and `competition=sigmoid` gives each head a gate of its own, a sigmoid with the range and slope of the softmax.
+    and `competition=sigmoid` gives each head a gate of its own, a sigmoid with the range and slope of the softmax;
+    `softmax-gla(competition.activation=sigmoid)` is the same mixer as `gla(competition=sigmoid)`.
     `bert(mixer=softmax-gla)` replaces the mixer of a whole model. `a+b` is a decoder whose layers alternate a and b.
     `recurrent-softmax-rnn-norm(numerator=relu, order=2)` is the linear mixer that computes what the softmax RNN of this
     expression does (`SoftmaxRNNSpec.recurrent`).
@@ -98,7 +97,9 @@ def get(mixer):
     name, settings = expression(mixer, "mixer")
     changes: dict[str, object] = {}
     for path, text in settings.items():
-        changes[path] = COMPETITIONS.get(text, text) if path == "competition" else literal(text)
+        changes[path] = literal(text)
+        if path == "competition" and text in COMPETITIONS:
+            changes[path] = to_json(COMPETITIONS[text])
         if path == "mixer":  # the mixer of a whole model
             changes[path] = to_json(get(text))
     if not name.startswith(RECURRENT):

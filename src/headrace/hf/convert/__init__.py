@@ -28,7 +28,7 @@ from ...ops.call import accumulator
 from ...ops.checks import require
 from ...spec.linear import MixerSpec
 from ...spec.record import LARGEST
-from ...spec.serialize import to_json
+from ...spec.serialize import TYPES, to_json
 from ...utils.errors import InputError, nearest, reading
 from ...utils.integrity import check_weights, read_json, seal, write_json
 from ...utils.provenance import difference
@@ -223,9 +223,12 @@ def _described(model: Any, name: str) -> tuple[Config, Model]:
     elif form.describe is None:
         raise InputError(f"--to {name!r} cannot represent this model: expected a model that was converted from {name}")
     else:
-        if not all(isinstance(spec, form.described) for spec in config.mixers):
-            mixers = f"not all its mixers are {form.described.__name__}"
-            raise InputError(f"--to {name!r} cannot represent this model: {mixers}")
+        kinds = {cls: kind for kind, cls in TYPES.items()}
+        for i, spec in enumerate(config.mixers):
+            if not isinstance(spec, form.described):
+                kind = kinds.get(type(spec), type(spec).__name__)
+                mixers = f"layer {i} has a mixer of type {kind!r}; expected {kinds[form.described]!r}"
+                raise InputError(f"--to {name!r} cannot represent this model: {mixers}")
         described = {field: getattr(config, field) for field in (*SHARED, *SPECIAL)} | form.describe(config)
     described |= {"model_type": name, "architectures": [form.architecture]}
     described["dtype"] = str(model.dtype).removeprefix("torch.")

@@ -163,7 +163,7 @@ def _kinds(spec: MixerSpec) -> dict[str, str]:
     read, write = (gate.read, gate.write) if gate else ("none", "none")
     gate = gate or Competition()
     more = {
-        f"of range {gate.range}": gate.range != Competition.range, "with shuffle=True": gate.shuffle,
+        f"of range {gate.range}": gate.activation == "sigmoid" and gate.range != 2.0, "with shuffle=True": gate.shuffle,
         f"with top_k={gate.top_k}": gate.top_k is not None,
     }  # fmt: skip
     return {

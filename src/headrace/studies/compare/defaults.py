@@ -10,7 +10,7 @@ PAIR = Plan(
     (
         "retnet(heads.expand_v=1)",
         "softmax-retnet(heads.expand_v=1)",
-        "softmax-retnet(heads.expand_v=1, competition.activation=sigmoid)",
+        "retnet(heads.expand_v=1, competition=sigmoid)",
         "retnet(heads.expand_v=1, heads.count=2)",
     ),
     tasks.Pair(),
@@ -118,7 +118,7 @@ CAPACITY = Plan(
     (
         "linear-attention",
         "softmax-linear-attention",
-        "softmax-linear-attention(competition.activation=sigmoid)",
+        "linear-attention(competition=sigmoid)",
         "softmax-linear-attention(competition.write=none)",
     ),
     tasks.Pair(keys=48, pairs=32, least=4),

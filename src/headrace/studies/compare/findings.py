@@ -7,6 +7,7 @@ with the seed is given with its standard deviation over seeds (±) or with a 95 
 from collections.abc import Callable, Iterator
 from itertools import product, takewhile
 from statistics import fmean
+from typing import Any
 
 from ... import zoo
 from ...spec.linear import MixerSpec
@@ -16,14 +17,15 @@ from ..stats import SEEDS
 from .pairwise import Difference, common_seeds, competing, few, find, pairs, with_gates, without_count
 from .rows import HELD, RULE, converged
 from .shape import MATCHED
-from .summary import Comparison, Contender, show, show_contender, show_scores, task_of
+from .summary import Comparison, Contender, shared_settings, show, show_contender, show_scores, task_of
 
 SPELT = 2  # largest number of pairs that the answer names one by one
 NEAR = 0.02  # a score counts as chance up to this much above it
 COLLAPSED = 0.9  # a gate is collapsed if one head has at least this mean share
 EVEN = 0.95  # a gate is even if the mean entropy over heads is at least this part of its maximum
 DEAD = 0.1  # a head is dead if its mean share is below this part of an even share
-SIGMOIDS = ({"activation": "sigmoid"}, {"activation": "sigmoid", "range": "heads"})  # gates of controls
+# Gates of controls: of the range of the softmax, and of the earlier default, which results of older versions have.
+SIGMOIDS: tuple[dict[str, Any], ...] = ({"activation": "sigmoid"}, {"activation": "sigmoid", "range": 2.0})
 QUANTITIES = {  # field -> (name, format of a value)
     "parameters": ("parameters", "{:,}"),
     "state": ("state sizes", "{:,} numbers"),
@@ -104,13 +106,17 @@ def conditions(comparison: Comparison) -> list[str]:
         unmatched.append(f"FLOPs are not counted for {', '.join(uncounted)}")
     said = [f"Matched: {', '.join(matched)}."] if matched else []
     said += [f"Not matched: {'; '.join(unmatched)}."] if unmatched else []
+    shared = shared_settings([c.mixer for c in comparison.contenders])
+    said += [f"All mixers have {', '.join(shared)}, which their names here leave out."] if shared else []
     return said + own_heads(comparison)
 
 
 def own_heads(comparison: Comparison) -> list[str]:
     """A sentence on the mixers whose published sizes give them another number of heads than the plan's."""
     D, H = (comparison.plan["shape"][name] for name in ("hidden_size", "heads"))
-    sized = [c for c in comparison.contenders if isinstance(c.spec, MixerSpec | MatrixSpec) and "heads=" not in c.label]
+    sized = [
+        c for c in comparison.contenders if isinstance(c.spec, MixerSpec | MatrixSpec) and "heads.count=" not in c.mixer
+    ]
     own = {c.label: c.spec.num_heads(D, H) for c in sized}
     named = ", ".join(f"{label} {heads}" for label, heads in own.items() if heads != H)
     return [f"Heads: {H}, or by the head sizes of a mixer's paper: {named}."] if named else []

@@ -10,12 +10,6 @@ from ...spec.serialize import Spec, from_json
 from ...tasks import TASKS, Metric
 from ..report.numbers import quartiles, seeds_of
 
-CONTROLS = (  # (settings, the name that takes the place of "softmax" in the label of a mixer with them)
-    ({"competition=sigmoid"}, "wide-sigmoid"),
-    ({"competition.activation=sigmoid", "competition.range=heads"}, "wide-sigmoid"),
-    ({"competition.activation=sigmoid"}, "sigmoid"),
-    ({"competition.shuffle=true"}, "shuffled"),
-)
 FLOAT = 4  # bytes of a number in a state of float32, in which arms train
 MANY = 12  # with more mixers than this, pictures have a panel for each backbone
 
@@ -184,25 +178,25 @@ def task_of(plan: dict[str, Any]) -> Any:
 
 # --- names and numbers -----------------------------------------------------------------------------------------------
 def labels(mixers: Sequence[str]) -> dict[str, str]:
-    """Mixer -> short label without the settings that all mixers share."""
-    parsed = {mixer: parse(mixer) for mixer in mixers}
-    shared = set.intersection(*(set(settings) for _, settings in parsed.values())) if len(parsed) > 1 else set()
-    return {mixer: label(name, [s for s in settings if s not in shared]) for mixer, (name, settings) in parsed.items()}
+    """Mixer -> its label: an expression, as `compare --mixers` takes it, without the settings that all mixers share."""
+    shared = shared_settings(mixers)
+    return {mixer: label(name, [s for s in own if s not in shared]) for mixer, (name, own) in parsed(mixers).items()}
 
 
-def parse(mixer: str) -> tuple[str, list[str]]:
-    name, _, settings = mixer.replace(" ", "").removesuffix(")").partition("(")
-    return name, list(zoo.split(settings))
+def shared_settings(mixers: Sequence[str]) -> list[str]:
+    """The settings that all of several mixers have, in the order of the first."""
+    listed = [own for _, own in parsed(mixers).values()]
+    return [setting for setting in listed[0] if all(setting in own for own in listed)] if len(listed) > 1 else []
+
+
+def parsed(mixers: Sequence[str]) -> dict[str, tuple[str, list[str]]]:
+    """Mixer -> its name and settings."""
+    cut = {mixer: mixer.replace(" ", "").removesuffix(")").partition("(") for mixer in mixers}
+    return {mixer: (name, list(zoo.split(settings))) for mixer, (name, _, settings) in cut.items()}
 
 
 def label(name: str, settings: list[str]) -> str:
-    """The label of a mixer; `softmax-x(competition.activation=sigmoid)` is labelled sigmoid-x, as it has no softmax."""
-    for own, kind in CONTROLS:
-        if name.startswith("softmax-") and own <= set(settings):
-            name = f"{kind}-{name.removeprefix('softmax-')}"
-            settings = [s for s in settings if s not in own]
-    short = [s.replace("heads.count=", "heads=").removeprefix("competition.") for s in settings]
-    return f"{name} ({', '.join(short)})" if short else name
+    return f"{name}({', '.join(settings)})" if settings else name
 
 
 def show(metric: Metric, score: float, spread: float | None = None) -> str:

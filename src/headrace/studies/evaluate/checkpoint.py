@@ -11,7 +11,7 @@ from transformers.utils import CONFIG_NAME, cached_file
 
 from ...data.tokenizer import could_be_on_the_hub
 from ...hf import HeadraceConfig, HeadracePreTrainedModel, load
-from ...hf.checkpoint import check_backend
+from ...hf.checkpoint import check_backend, check_config
 from ...hf.generate import read_tokenizer
 from ...utils.errors import InputError, reading
 from ...utils.integrity import MODEL_FILES, check_weights, digest, sha256
@@ -49,8 +49,8 @@ class Checkpoint:
 
 def read_checkpoint(path: str, device: str) -> Checkpoint:
     """Reads a causal language model and its tokenizer. InputError if either cannot be read or the device is missing."""
-    if Path(path).exists() and not Path(path, "config.json").is_file():
-        raise InputError(f"checkpoint {path!r} has no config.json; expected a folder written by save_pretrained")
+    if Path(path).exists():
+        check_config(Path(path))
     model, tokenizer = read_model(path), read_tokenizer(path)
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise InputError(f"checkpoint {path!r} has a tokenizer without bos and eos token; expected at least one")

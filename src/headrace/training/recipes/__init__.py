@@ -81,6 +81,7 @@ class Recipe(Optimization):
     # torch.compile of each block; None: on a CUDA GPU, unless processes share rows or weights, or a mixer needs the
     # lengths of sequences on the host
     compile: bool | None = None
+    threads: PositiveInt | None = None  # of PyTorch on a CPU; None: measured in the first steps among 1, half and all
     seed: Annotated[int, Range(f"0 to {2**32 - 1}", lambda seed: 0 <= seed < 2**32)] = 0
     evaluate_every: PositiveInt = 500  # steps
     evaluate_rows: PositiveInt = 256  # held-out rows per evaluation; the final evaluation uses all of them
