@@ -19,7 +19,7 @@ import specialization
 import study
 import taylor
 from headrace.studies.compare import hypotheses
-from headrace.studies.compare.defaults import DEFAULTS
+from headrace.studies.compare.defaults import DEFAULTS, DEMO
 from headrace.studies.compare.rows import read
 from headrace.studies.reproduce import experiment, show
 from headrace.training import recipes
@@ -360,8 +360,10 @@ def test_the_curves_of_denominators_and_orders_are_as_the_page_tells():
 
 
 def test_readme_demo_matches_its_rows():
-    scores = {}
-    for row in read(RESULTS / "studies" / "demo.csv"):
+    scores, rows = {}, read(RESULTS / "studies" / "demo.csv")
+    ran = {(row["comparison"], row["mixer"], row["seed"], row["steps"], row["lr"]) for row in rows}
+    assert ran == {(arm.plan.name, arm.mixer, arm.seed, arm.recipe.steps, arm.recipe.lr) for arm in DEMO.arms()}
+    for row in rows:
         if not row["trial"] and row["comparison"] == "pair":
             scores.setdefault(row["mixer"], []).append(100 * row["score"])
     assert all(f"{fmean(own):.1f} ± {stdev(own):.1f} %" in SAID for own in scores.values())
