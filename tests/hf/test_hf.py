@@ -397,6 +397,26 @@ def test_losses_equal_transformers():
         model(ids, label=labels)
 
 
+@pytest.mark.parametrize("mixer", ["softmax-gla", "transformer", "mamba"])
+@pytest.mark.parametrize("padding", [0, 3])
+def test_hidden_states_have_gradients(mixer, padding):
+    """Those of one block are what the next one reads, and hooks on blocks and the norm find them under the names of
+    transformers."""
+    model, ids = build(mixer), torch.randint(1, SIZES["vocab_size"], (2, 9))
+    mask = (torch.arange(9) >= torch.tensor([[0], [padding]])).long()
+    seen = []
+    hooks = [layer.register_forward_pre_hook(lambda module, args: seen.append(args[0])) for layer in model.model.layers]
+    normed = model.model.norm.register_forward_hook(lambda module, args, output: seen.append(output))
+    hidden = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+    for hook in (*hooks, normed):
+        hook.remove()
+    assert all(torch.equal(inside, given) for inside, given in zip(seen, hidden, strict=True))
+    for each in hidden:
+        each.retain_grad()
+    (model.lm_head(hidden[-1]).square().mean(2) * mask).sum().backward()
+    assert all(each.grad is not None and (each.grad[1, padding:] != 0).any() for each in hidden)
+
+
 def test_output_options_are_supported():
     model, ids = build("hybrid"), tokens(2)
     out = model(ids, output_hidden_states=True)

@@ -92,6 +92,16 @@ class HeadraceModel(HeadracePreTrainedModel):
         self.backbone = Backbone(config.stack.over(config.num_hidden_layers), config.sizes, HeadraceBlock)
         self.post_init()
 
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The blocks, under the name that they have in transformers' models."""
+        return self.backbone.layers
+
+    @property
+    def norm(self) -> nn.Module:
+        """The norm after the last block, under the name that it has in transformers' models."""
+        return self.backbone.norm
+
     @can_return_tuple
     def forward(
         self,
@@ -160,7 +170,8 @@ class HeadraceModel(HeadracePreTrainedModel):
             outputs, states = self._read(x, cache.states, None, pack, bool(use_cache), every, maps)
             if use_cache:
                 cache.replace(states, x.shape[1], PACKED)
-        *_, last = hidden = tuple(each.view(shape) for each in outputs)
+        # A view would not be the tensor that the next block reads, and would have no gradient.
+        *_, last = hidden = tuple(each if each.shape == shape else each.view(shape) for each in outputs)
         results: dict[str, Any] = {CACHE: None}
         if use_cache and cache is not None:
             cache.counts = self.backbone.state_counts
