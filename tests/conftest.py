@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import tempfile
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +23,7 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from torch.utils import collect_env
 
 from equation import prepare
 from groups import forked
@@ -29,6 +31,7 @@ from headrace.utils.extras import EXTRAS, MissingPackage, packages
 
 gc.disable()  # until all tests are there: what is imported stays, and looking through it again and again takes seconds
 COLLECTED = pytest.StashKey[set[str]]()  # the ids of all tests, whichever of them run
+collect_env.get_pretty_env_info = cache(collect_env.get_pretty_env_info)  # lm-eval asks pip at each evaluation
 GPU_TESTS = Path(__file__).parent / "gpu"
 # Two processes of two threads on two cores wait for each other more than they compute.
 THREADS = int(os.environ.get("HEADRACE_TEST_THREADS", "1"))
