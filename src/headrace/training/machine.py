@@ -134,7 +134,8 @@ def time_here(recipe: Recipe, flops: float) -> dict[str, Any]:
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Returns the operations per second of the fastest of at most ten products of two matrices, within about half a
     second: a CPU without instructions for bfloat16 computes 10^9 per second."""
-    size, times = 512 if device.type == "cpu" else 1024, []
+    times: list[float] = []
+    size = 512 if device.type == "cpu" else 1024
     x = torch.ones(size, size, device=device, dtype=dtype)
     while len(times) < 10 and sum(times) < 0.5:
         started = time.perf_counter()
