@@ -86,6 +86,7 @@ def test_decoding_with_every_competition(mixer):
             continue
         name, paren, rest = mixer.partition("(")
         fields = f"activation={activation},source={source},scale={scale},read={read},write={write},temperature=1.3"
+        fields += ",range=2" * (activation == "sigmoid")  # the native sigmoid gate
         changes = ",".join(f"competition.{field}" for field in fields.split(","))
         whole = f"softmax-{name}({rest.removesuffix(')')}{',' if paren else ''}{changes})"
         made, x = layer(whole), torch.randn(2, 4, 32)

@@ -88,7 +88,7 @@ def generate(
         set_seed(seed)
     drafted = draft is not None or "prompt_lookup_num_tokens" in sampling  # tokens, whose times are not alike
     timed = None if model.device.type != "cpu" or (drafted and threads is None) else Threads(threads)
-    streamer = Printer(tokenizer, stream, echo, timed) if stream or (timed and not drafted) else None
+    streamer = Printer(tokenizer, stream, echo, timed) if stream or (timed and timed.measures and not drafted) else None
     started = time.perf_counter()
     with torch.inference_mode():
         sampling |= {"attention_mask": torch.ones_like(ids), CACHE: cache, "tokenizer": tokenizer}

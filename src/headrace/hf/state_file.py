@@ -78,7 +78,7 @@ def load_state(path: str | Path, model: HeadraceForCausalLM) -> tuple[HeadraceCa
     Raises InputError for a file that cannot be read, is damaged or is no state, and for a state of another model: of
     other weights, another configuration, another dtype or another vocabulary."""
     name = f"state {str(path)!r}"
-    require(Path(path).is_file() or not Path(path).exists(), f"{name} is not a regular file")
+    require(Path(path).is_file() or not Path(path).exists(), f"{name} cannot be read: it is not a regular file")
     with reading(f"{name} cannot be read"), safe_open(path, "pt") as file:
         about = file.metadata() or {}
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118

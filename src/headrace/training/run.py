@@ -151,7 +151,7 @@ def _with_new_names(held: Any) -> Any:
     if misfit(held, {"recipe": dict}):
         return held
     fields = {OLD_FIELDS.get(name, name): value for name, value in held["recipe"].items() if name != "compile"}
-    if not misfit(fields, {"warmup_tokens": float, "tokens": int}) and fields["tokens"] > 0:
+    if not misfit(fields, {"warmup_tokens": float, "tokens": float}) and fields["tokens"] > 0:
         fields["warmup"] = fields.pop("warmup_tokens") / fields["tokens"]  # it was a number of tokens
     return held | {"recipe": fields}
 

@@ -30,9 +30,14 @@ class Threads:
         self.tell, self.fastest = tell, 0.0
         self._measure()
 
+    @property
+    def measures(self) -> bool:
+        """Whether there is more than one number to choose from."""
+        return len(self.numbers) > 1
+
     def took(self, seconds: float) -> None:
         """Notes the time of a step, and sets the number of threads of the next one."""
-        if len(self.numbers) == 1:
+        if not self.measures:
             return
         own = self.times[torch.get_num_threads()]
         own.append(seconds)
