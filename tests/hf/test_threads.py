@@ -39,14 +39,17 @@ def test_steps_that_become_slow_are_measured_again():
 
 
 def test_a_given_number_is_not_measured():
-    threads = Threads(3)
+    before, threads = torch.get_num_threads(), Threads(3)
     assert run(threads, {3: 1.0}, 3 * TRIES) == [3] * 3 * TRIES
+    threads.restore()
+    assert torch.get_num_threads() == before
 
 
 def test_generate_says_how_many_threads_it_took(run_command, saved_model):
     torch.set_num_threads(2)
     command = ("generate", saved_model, "--prompt", "a", "--temperature", 0, "--device", "cpu", "--max-new-tokens", 20)
     measured, given = run_command(*command), run_command(*command, "--threads", 2)
+    assert torch.get_num_threads() == 2, "the process has the number that it had"
     assert measured.out == given.out and "with 2 threads" in given.err
     assert " with 1 thread\n" in measured.err or " with 2 threads\n" in measured.err
     assert "--threads=0; expected at least 1" in run_command(*command, "--threads", 0).err

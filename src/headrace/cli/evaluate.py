@@ -76,12 +76,12 @@ def hub_answers() -> bool:
         return True  # as the user knows, nothing is asked
     address = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
-        urlopen(Request(address, method="HEAD"), timeout=PATIENCE)
+        with urlopen(Request(address, method="HEAD"), timeout=PATIENCE):
+            return True
     except HTTPError:
         return True  # it answers
-    except OSError:
+    except (OSError, ValueError):  # or HF_ENDPOINT is no address
         return False
-    return True
 
 
 def bench(

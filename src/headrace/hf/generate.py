@@ -90,9 +90,14 @@ def generate(
     timed = None if model.device.type != "cpu" or (drafted and threads is None) else Threads(threads)
     streamer = Printer(tokenizer, stream, echo, timed) if stream or (timed and timed.measures and not drafted) else None
     started = time.perf_counter()
-    with torch.inference_mode():
-        sampling |= {"attention_mask": torch.ones_like(ids), CACHE: cache, "tokenizer": tokenizer}
-        out = model.generate(ids, streamer=streamer, pad_token_id=tokenizer.eos_token_id, **sampling)
+    sampling |= {"attention_mask": torch.ones_like(ids), CACHE: cache, "tokenizer": tokenizer}
+    try:
+        with torch.inference_mode():
+            out = model.generate(ids, streamer=streamer, pad_token_id=tokenizer.eos_token_id, **sampling)
+    finally:
+        used = torch.get_num_threads()
+        if timed is not None:
+            timed.restore()
     seconds, new = time.perf_counter() - started, out[0, ids.shape[1] :].tolist()
     if save is not None:
         save_state(save, cache, model, out, replace=replace)
@@ -100,7 +105,7 @@ def generate(
     speed: dict[str, Any] = {
         "tokens_per_second": len(new) / seconds,
         "engine": model.engine.about(model),
-        "threads": torch.get_num_threads(),
+        "threads": used,
     }
     if cache.drafts:
         proposed, accepted = map(sum, zip(*cache.drafts, strict=True))

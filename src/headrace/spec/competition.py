@@ -56,14 +56,14 @@ class Competition(Record):
     @property
     def untrained(self) -> bool:
         """Whether the gates that are kept have one size for all scores, so that the scores get no gradient."""
-        return self.top_k == 1 and self.gradient == "chosen" and self._sums_to_one
+        return self.top_k == 1 and self.gradient == "chosen" and self._as_far_as_softmax
 
     @property
     def fixed(self) -> bool:
         """Whether the gate of a single head is 1 for all scores."""
-        return self.memories_per_head == 1 and self._sums_to_one
+        return self.memories_per_head == 1 and self._as_far_as_softmax
 
     @property
-    def _sums_to_one(self) -> bool:
-        """Whether n gates of equal scores are 1/n each before they are scaled, and the gate of one head is constant."""
+    def _as_far_as_softmax(self) -> bool:
+        """Whether gates have the range of a softmax: n of equal scores are 1/n each, and a single one is constant."""
         return self.activation == "softmax" or (self.activation == "sigmoid" and self.range == "heads")

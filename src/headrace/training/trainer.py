@@ -332,6 +332,9 @@ class TimedSteps(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         self.threads.took(time.perf_counter() - self.started)
 
+    def on_train_end(self, args, state, control, **kwargs):
+        self.threads.restore()
+
 
 def duration(seconds: float) -> str:
     """A time in the unit in which it is a number of 1 to 3 digits."""

@@ -25,7 +25,7 @@ class Threads:
     """
 
     def __init__(self, number: int | None, tell: Callable[[str], None] = lambda line: None):
-        most = torch.get_num_threads()
+        self.before = most = torch.get_num_threads()
         self.numbers = sorted({1, max(most // 2, 1), most}, reverse=True) if number is None else [number]
         self.tell, self.fastest = tell, 0.0
         self._measure()
@@ -46,6 +46,10 @@ class Threads:
         elif self.fastest and len(own) == RECENT and median(own) > SLOW * self.fastest:
             self.tell(f"a step takes {median(own):.2g} s, where the fastest took {self.fastest:.2g} s")
             self._measure()
+
+    def restore(self) -> None:
+        """Sets the number of threads that the process had before."""
+        torch.set_num_threads(self.before)
 
     def _measure(self) -> None:
         self.times: dict[int, deque[float]] = {number: deque(maxlen=RECENT) for number in self.numbers}
