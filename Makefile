@@ -45,8 +45,8 @@ test-newest: export HEADRACE_NATIVE ?= required
 test-newest:
 	$(MAKE) versions VENV=build/newest CHOICE="--upgrade --upgrade-strategy eager"
 
-# Packages of other years warn of each other: Typer 0.16 of the newest Click.
-WARNINGS := $(foreach each,Deprecation PendingDeprecation Future,-W default::$(each)Warning)
+# Packages of other years warn of each other, as Typer 0.16 of the newest Click, and leave sockets open.
+WARNINGS := $(foreach each,Deprecation PendingDeprecation Future Resource,-W default::$(each)Warning)
 versions:
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) --upgrade pip

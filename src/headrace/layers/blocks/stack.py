@@ -111,7 +111,7 @@ class Backbone(nn.Module):
         count = (self.positions is not None) + sum(self.state_counts)
         state_count = count if states is None else len(states)
         require(state_count == count, f"states has {state_count} entries; expected {count}, as this stack returns them")
-        before, after = repeat(None) if states is None else iter(states), list[Any]()
+        before, after = repeat(None) if states is None else iter(states), []
         where = {"mask": mask, "cu_seqlens": None if cu_seqlens is None else Sequences.of(x, cu_seqlens)}
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
@@ -120,7 +120,7 @@ class Backbone(nn.Module):
             after.append(state)
         x = self.embedding_norm(x)
         embedded, beside, shared = x, None, cycle(self.shared_blocks)
-        how: dict[str, Any] = {"in_place": in_place, "maps": maps, "next_states": after}
+        how: dict[str, Any] = {"in_place": in_place, "maps": maps}
         memories = memories or [None] * len(self.layers)
         for layer, own_count, memory in zip(self.layers, self.counts, memories, strict=True):
             if self.before_layer is not None:
@@ -128,9 +128,11 @@ class Backbone(nn.Module):
             if inputs is not None:
                 inputs.append(x)
             if layer.link is not None:
-                beside = next(shared)(x, embedded, layer.adapters, next(before), **where, **how)
+                beside = next(shared)(x, embedded, layer.adapters, next(before), **where, **how, next_states=after)
             own = [next(before) for _ in range(own_count)]
-            x = layer(x, own, beside, **where, memory=memory, **how)
+            new: list[Any] = []  # a compiled block takes an empty list, whatever its place
+            x = layer(x, own, beside, **where, memory=memory, **how, next_states=new)
+            after += new
         return self.norm(x), after
 
     def prefill(
