@@ -167,12 +167,6 @@ def test_a_changed_plan_is_refused(tmp_path):
     assert not (tmp_path / "points" / "4.json").exists()
 
 
-def test_a_plan_of_an_earlier_spelling_is_the_same(tmp_path):
-    run(tmp_path, Claim({"quadrats of": [1, 2, 3]}), points(1), square)
-    today = lambda plan: {"squares of": plan.get("quadrats of", plan.get("squares of"))}  # noqa: E731
-    assert squares(run(tmp_path, Claim(PLAN.plan, today=today), points(1), never)) == [1]
-
-
 def test_results_on_another_machine_are_refused_or_accepted(tmp_path):
     run(tmp_path, Claim(PLAN.plan, made={"machine": "x"}), points(1), square)
     with pytest.raises(InputError, match="made by machine x; now runs machine y"):
