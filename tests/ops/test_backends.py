@@ -18,8 +18,8 @@ from headrace.ops.dispatch import BACKENDS
 from headrace.ops.reference import literal
 from headrace.studies.verify import relative, verify
 from headrace.training import recipes
+from headrace.training.environment import this_process
 from headrace.training.model import estimate
-from headrace.utils.environment import this_process
 
 D = 32
 

@@ -14,8 +14,8 @@ from damage import change_digit
 from groups import forked
 from headrace.studies import engine, workers
 from headrace.studies.engine import Claim, Point, run
+from headrace.training.results import NOT_FINITE
 from headrace.utils.errors import InputError
-from headrace.utils.integrity import NOT_FINITE
 from headrace.utils.processes import locked
 
 PLAN = Claim({"squares of": [1, 2, 3]})

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import tiny
+from headrace.studies.settings import assignments
 from headrace.training import recipes
 from headrace.training.model import build, count, estimate, meta_model
+from headrace.training.yaml_file import read_yaml, to_yaml
 from headrace.utils.errors import InputError
-from headrace.utils.settings import assignments
-from headrace.utils.yaml_file import read_yaml, to_yaml
 
 # Body, tied and untied, in millions, of GLA at table 5's layers and widths (arXiv 2602.01744), vocabulary 32,000.
 GLA = {"paper-80m": (81.5, 102.0, 122.5), "paper-110m": (91.7, 112.2, 132.7), "paper-170m": (170.4, 194.9, 219.5)}

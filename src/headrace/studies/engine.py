@@ -13,9 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..training.environment import environment
+from ..training.results import NOT_FINITE, finite, read_result, write_result
 from ..utils import provenance
-from ..utils.environment import environment
-from ..utils.integrity import NOT_FINITE, Form, finite, read_result, write_result
+from ..utils.integrity import Form
 from .workers import Worker, distribute
 
 Row = dict[str, Any]

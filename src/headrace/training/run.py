@@ -32,7 +32,7 @@ from ..hf.checkpoint import fetched
 from ..layers.blocks.compiled import compile_for_training, is_compiled, report_compiler_errors
 from ..utils.errors import InputError, reading
 from ..utils.extras import named, require
-from ..utils.integrity import CHECKSUMS, damage, finite, read_record, restored, write_json
+from ..utils.integrity import CHECKSUMS, damage, read_record, write_json
 from ..utils.processes import handling
 from ..utils.provenance import claim, defaults
 from . import checkpoints
@@ -44,6 +44,7 @@ from .model import build, count, estimate, recompute_blocks
 from .optimizer import optimizer
 from .processes import PARALLEL, TIMEOUT, check_launcher, grid, is_connection_error, unresponsive_processes
 from .recipes import FROM_DATA, About, Recipe
+from .results import finite, restored
 from .sharding import shard
 from .trainer import HeadraceTrainer, Measures, Progress, TimedSteps, answers
 from .watch import Stop, Watch

@@ -13,8 +13,9 @@ from ...spec.serialize import admitted, to_json
 from ...spec.stack import BertSpec
 from ...tasks import Digits, Masked, Sequences, Task
 from ...tasks.base import Part, generator
+from ...training.results import read_result
 from ...utils.errors import InputError
-from ...utils.integrity import digest, read_result
+from ...utils.integrity import digest
 from ...utils.provenance import Place, defaults
 from ..engine import Claim
 from .model import positions

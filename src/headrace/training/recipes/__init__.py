@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal
 from ... import zoo
 from ...spec.record import PositiveFloat, PositiveInt, Range
 from ...spec.serialize import admitted
-from ...utils import yaml_file
 from ...utils.errors import InputError, nearest
-from ...utils.yaml_file import read_yaml
+from .. import yaml_file
 from ..optimization import Optimization
+from ..yaml_file import read_yaml
 
 FOLDER = Path(__file__).parent
 FROM_DATA = ("length", "vocab_size")  # fields that prepared data state too
