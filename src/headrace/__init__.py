@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from .layers import Mixer
     from .layers.blocks.compiled import compile_blocks
     from .layers.quantized import quantize
-    from .ops.attention import linear_attention, step
-    from .ops.dispatch import backends, set_backend
+    from .ops.attention import backends, linear_attention, step
+    from .ops.dispatch import set_backend
     from .ops.parallel.context import context_parallel
     from .studies.registration import register_mixer, register_model, register_task
     from .studies.verify import verify
@@ -34,7 +34,7 @@ _LAZY = {
     "linear_attention": "ops.attention",
     "step": "ops.attention",
     "context_parallel": "ops.parallel.context",
-    "backends": "ops.dispatch",
+    "backends": "ops.attention",
     "set_backend": "ops.dispatch",
     "Mixer": "layers",
     "compile_blocks": "layers.blocks.compiled",
