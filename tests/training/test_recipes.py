@@ -65,7 +65,7 @@ def test_rnn_recipe_clips_only_gated_models():
 
 
 GATED = {
-    "softmax-rnn-gate": True, "softmax-rnn-gate(denominator=input-gate)": True, "softmax-rnn-norm": False,
+    "softmax-rnn-gate": True, "softmax-rnn-gate(gate=input)": True, "softmax-rnn-norm": False,
     "softmax-rnn-gate(gate=none)": False, "softmax-rnn-norm(denominator=detached)": False,
     "softmax-rnn-norm(denominator=input-length, numerator=cosine)": False, "softmax-rnn-norm+softmax-rnn-gate": True,
     "transformer": False, "retnet": True, "mamba": True, "rwkv7": True,
