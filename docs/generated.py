@@ -198,15 +198,10 @@ def released() -> str:
         described = {"model_type": kind}
         if form.defaults is None:
             described = CONFIG_MAPPING[kind]().to_dict()
-        try:
-            model, known = form.model(form.of_text(described))
-            layers = ", ".join(dict.fromkeys(map(_layer, HeadraceConfig(**model.arguments).stack.layers)))
-            refused = ", ".join(f"`{name}`" for name in sorted(known.fixed)) or "none"
-            numbers = f"{len(known.read)}", refused, f"{len(known.ignored)}"
-        except InputError as error:
-            field = str(error).removeprefix("config.json has ").partition("=")[0]
-            layers = f"none: its default config is refused by the name of `{field}`"
-            numbers = "–", "–", "–"
+        model, known = form.model(form.of_text(described))
+        layers = ", ".join(dict.fromkeys(map(_layer, HeadraceConfig(**model.arguments).stack.layers)))
+        refused = ", ".join(f"`{name}`" for name in sorted(known.fixed)) or "none"
+        numbers = f"{len(known.read)}", refused, f"{len(known.ignored)}"
         back = "any model that the format can hold" if form.describe else "models converted from it"
         rows.append((f"`{kind}`", layers, *numbers, back))
     head = (
