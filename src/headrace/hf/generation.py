@@ -41,6 +41,16 @@ class HeadraceGenerationMixin(GenerationMixin):  # by this word in the name tran
         if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
             model_kwargs[CACHE] = HeadraceCache()
 
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        """As in transformers, but with the earlier name of the cache. PEFT looks for it by this name, and would put its
+        prefix or prompt before each token if there were none."""
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        if CACHE in inputs:
+            inputs["past_key_values"] = inputs.pop(CACHE)
+        return inputs
+
+    plain_inputs = prepare_inputs_for_generation
+
     def _get_candidate_generator(self, *args, **kwargs):
         """The generator of transformers, whose tokens and those accepted of them are noted in `cache.drafts`."""
         generator = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]
