@@ -67,7 +67,7 @@ class HeadraceGenerationMixin(GenerationMixin):  # by this word in the name tran
         require(not cache.is_initialized, f"{columns}; expected an empty cache with a draft model or prompt lookup")
         marks = cache.marks
         cache.marks = replace(marks or Marks(), recent=max(1, marks.recent if marks else 0), carry=CARRY)
-        if input_ids.shape[1] > 1:
+        if input_ids.shape[1] > 1 and not kwargs["generation_config"].output_attentions:  # maps are of whole calls
             cache.mark(input_ids.shape[1] - 1)
         try:
             return super()._assisted_decoding(input_ids, *args, **kwargs)  # type: ignore[misc]
