@@ -67,7 +67,7 @@ class HeadraceGenerationMixin(GenerationMixin):  # by this word in the name tran
         require(not cache.is_initialized, f"{columns}; expected an empty cache with a draft model or prompt lookup")
         marks = cache.marks
         cache.marks = replace(marks or Marks(), recent=max(1, marks.recent if marks else 0), carry=CARRY)
-        if input_ids.shape[1] > 1 and not kwargs["generation_config"].output_attentions:  # maps are of whole calls
+        if input_ids.shape[1] > 1 and not kwargs["generation_config"].output_attentions:  # maps are of a whole call
             cache.mark(input_ids.shape[1] - 1)
         try:
             return super()._assisted_decoding(input_ids, *args, **kwargs)  # type: ignore[misc]
@@ -106,7 +106,7 @@ class HeadraceGenerationMixin(GenerationMixin):  # by this word in the name tran
         changed = changed_reason(self)
         special = changed or special_reason(generation_config, model_kwargs, synced_gpus)
         if generation_config.is_assistant and isinstance(cache, HeadraceCache):
-            prepare_draft(cache, input_ids.shape[1])
+            prepare_draft(cache, 1 if generation_config.output_attentions else input_ids.shape[1])
         if changed is None and is_draft(generation_config, model_kwargs) and input_ids.device.type == "cpu":
             return draft_loop(self, input_ids, cache, *options)
         refused = self.engine.graphs.refused = special or unsupported_reason(self, cache)
