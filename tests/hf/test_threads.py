@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from headrace.utils import threads as measured
-from headrace.utils.threads import RECENT, TRIES, Threads, ThreadsBySize
+from headrace.hf import threads as measured
+from headrace.hf.threads import RECENT, TRIES, Threads, ThreadsBySize
 
 
 def run(threads, times, steps):

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..hf.cache import HeadraceCache
-from ..utils.threads import ThreadsBySize
+from ..hf.threads import ThreadsBySize
 from .prefix import Prefix, PrefixCache, Saved, Tokens, joined
 from .sampling import Sampling, check_generation, stop_strings
 from .stream import Piece, Stream

@@ -17,9 +17,9 @@ from ...data.tokenizer import could_be_on_the_hub
 from ...hf import HeadraceConfig, HeadracePreTrainedModel, load
 from ...hf.checkpoint import check_backend, check_config
 from ...hf.generate import read_tokenizer
+from ...hf.threads import ThreadsBySize
 from ...utils.errors import InputError, reading
 from ...utils.integrity import MODEL_FILES, check_weights, digest, sha256
-from ...utils.threads import ThreadsBySize
 
 LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_sequence_length")
 ROOM = 128  # largest number of tokens of an answer in the harness's needle tasks
@@ -75,7 +75,7 @@ class HarnessModel(HFLM):
 
 def read_checkpoint(path: str, device: str, threads: int | None = None) -> Checkpoint:
     """Reads a causal language model and its tokenizer. InputError if either cannot be read or the device is missing.
-    threads: on a CPU; None: measured (`utils.threads`)."""
+    threads: on a CPU; None: measured (`hf.threads`)."""
     if Path(path).exists():
         check_config(Path(path))
     model, tokenizer = read_model(path), read_tokenizer(path)
