@@ -112,9 +112,9 @@ def test_no_held_out_window_occurs_elsewhere_in_a_text_that_repeats_itself(name,
     text = "".join(line if i % 2 else lines[i % 20] for i, line in enumerate(lines))
     (tmp_path / "lines.txt").write_text(text)
     task = OF_DATA[name](str(tmp_path / "lines.txt"))
-    share = len(text) // 10
-    own = {"held-out": text[-share:], "tuning": text[-2 * share : -share]}
-    for part, others in (("held-out", text[:-share]), ("tuning", text[: -2 * share] + "\n" + own["held-out"])):
+    own = {part: bytes(tokens.tolist()).decode() for part, tokens in task.corpus.parts.items()}
+    for part in ("held-out", "tuning"):
+        others = "\n".join(theirs for other, theirs in own.items() if other != part)
         windows = text_of(task, task.held_out(64, part))
         assert len(windows) > 20 and all(window.decode() in own[part] for window in windows)
         assert not any(window.decode() in others for window in windows)

@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from datetime import datetime
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -36,6 +37,7 @@ from headrace.tasks import (
 from headrace.tasks.base import BLOCK, generator
 from headrace.tasks.sequences import FIRST
 from headrace.utils.errors import InputError
+from headrace.utils.held_out import FEW
 
 SYNTHETIC = (
     Pair(), Pair(keys=9, pairs=7, queries=3), Pair(clusters=4), KeyValue(), KeyValue(keys=12, pairs=5, length=23),
@@ -266,9 +268,25 @@ def test_rows_depend_only_on_the_seed(task):
 
 def test_text_is_split_into_three_parts_without_rest(book):
     parts = Text((str(book),)).corpus.parts
-    assert bytes(torch.cat(list(parts.values())).tolist()) == book.read_bytes()
-    sizes = [len(parts[part]) / len(book.read_bytes()) for part in ("training", "tuning", "held-out")]
-    assert sizes == pytest.approx([0.8, 0.1, 0.1], abs=0.01)
+    text = book.read_bytes()
+    assert sorted(bytes(torch.cat(list(parts.values())).tolist()).splitlines()) == sorted(text.splitlines())
+    shares = [len(parts[part]) / len(text) for part in ("training", "tuning", "held-out")]
+    assert shares == pytest.approx([0.8, 0.1, 0.1], abs=0.01)
+
+
+def test_few_files_have_pieces_from_all_over_the_text_held_out_and_many_their_end(tmp_path):
+    paragraphs = [f"Paragraph {i}.\n" + "It goes on.\n" * 9 + "\n" for i in range(2500)]
+    (tmp_path / "book.txt").write_text("".join(paragraphs))
+    parts = Text((str(tmp_path / "book.txt"),)).corpus.parts
+    own = {part: bytes(tokens.tolist()).decode().split("\n\n")[:-1] for part, tokens in parts.items()}
+    assert sorted(chain(*own.values())) == sorted(each[:-2] for each in paragraphs), "no paragraph is divided"
+    for part in ("tuning", "held-out"):
+        places = [int(each.split(".")[0].split()[1]) for each in own[part]]
+        assert len(places) == pytest.approx(250, abs=10)
+        assert all(any(500 * i <= place < 500 * (i + 1) for place in places) for i in range(5))
+    whole = "".join(paragraphs).encode()
+    many = Text(many_files(tmp_path, whole)).corpus.parts
+    assert bytes(torch.cat([many[part] for part in ("training", "tuning", "held-out")]).tolist()) == whole
 
 
 def test_seeds_padded_with_zeros_differ():
@@ -411,14 +429,22 @@ def book(tmp_path):
     return path
 
 
+def many_files(folder, data):
+    """The names of as many files as have their last tenth held out, with these bytes one after another."""
+    files = [folder / f"{i}.txt" for i in range(FEW)]
+    for i, file in enumerate(files):
+        file.write_bytes(data[i * len(data) // FEW : (i + 1) * len(data) // FEW])
+    return tuple(map(str, files))
+
+
 def test_text_labels_are_the_next_byte(book):
     task = Text((str(book),), length=16)
     batch, tail = task.sample(torch.Generator().manual_seed(0), 8), task.held_out(1000)
     assert torch.equal(batch["input_ids"][:, 1:], batch["shift_labels"][:, :-1])
-    whole = book.read_bytes()
-    assert bytes(batch["input_ids"][0].tolist()) in whole
+    held_out = bytes(task.corpus.parts["held-out"].tolist())
+    assert bytes(batch["input_ids"][0].tolist()) in bytes(task.corpus.train.tolist())
     rows = [bytes([*row, labels[-1]]) for row, labels in zip(*(y.tolist() for y in tail.values()), strict=True)]
-    assert len(rows) > 5 and all(row in whole[-len(whole) // 10 - 20 :] for row in rows)
+    assert len(rows) > 5 and all(row in held_out for row in rows)
     assert not any(row in bytes(task.corpus.train.tolist()) for row in rows)
     assert len(task.held_out(3)["input_ids"]) == 3
 
@@ -427,8 +453,7 @@ def test_text_labels_are_the_next_byte(book):
 def test_every_window_of_the_held_out_text_is_a_row(tail, windows, tmp_path):
     """A window of 8 bytes with their labels takes 9 bytes."""
     text = bytes(range(97, 97 + tail))
-    (tmp_path / "a.txt").write_bytes(b"." * 9 * tail + text)
-    held_out = Text((str(tmp_path / "a.txt"),), length=8).held_out(100)
+    held_out = Text(many_files(tmp_path, b"." * 9 * tail + text), length=8).held_out(100)
     assert bytes(held_out["input_ids"].flatten().tolist()) == text[: 8 * windows]
     assert bytes(held_out["shift_labels"].flatten().tolist()) == text[1 : 8 * windows + 1]
 
@@ -507,8 +532,8 @@ def test_text_takes_a_tokenizer_file(book, tmp_path):
         (b"\xef\xbb\xbfabc \xff def", r"is not UTF-8: byte 7 is 0xff"),
         ("abc".encode("utf-16"), r"is UTF-16; expected UTF-8"),
         ("abc".encode("utf-16-le"), r"is UTF-16-LE; expected UTF-8"),
-        (b"a", "too few for length=16"),
-        (b"too short for this", "too few for length=16; expected at least 170"),
+        (b"a", "1 byte of text, of which 0.1 is to be held out; expected more text"),
+        (b"too short for this", "too few for length=16; expected about 170"),
     ],
 )
 def test_bad_text_is_refused(tmp_path, content, sentence):

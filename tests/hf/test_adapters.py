@@ -76,3 +76,19 @@ def test_model_with_adapters_is_not_quantized():
     """PEFT would merge them into a copy of the weight, and they would be lost."""
     with pytest.raises(InputError, match=r"has adapters; expected model\.merge_and_unload"):
         quantize(adapted("gla", ["in_proj"]))
+
+
+@pytest.mark.parametrize("kind", ["PrefixTuningConfig", "PromptTuningConfig"])
+def test_generation_has_a_tuned_prefix_once(kind):
+    """Prefix tuning gives keys and values, which only softmax attention has; the other gives embeddings."""
+    model = trained(HeadraceForCausalLM(config("transformer")))
+    model = peft.get_peft_model(model, getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    torch.nn.init.normal_(next(model.prompt_encoder.parameters()), std=2.0)
+    ids = expected = tokens(2)
+    for _ in range(4):
+        last = model(input_ids=expected, attention_mask=torch.ones_like(expected)).logits[:, -1:]
+        expected = torch.cat([expected, last.argmax(-1)], 1)
+    setting = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 4, "eos_token_id": None}
+    assert torch.equal(model.generate(input_ids=ids, **setting), expected)
+    with model.disable_adapter():
+        assert not torch.equal(model.generate(input_ids=ids, **setting), expected)

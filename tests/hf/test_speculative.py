@@ -77,6 +77,15 @@ def test_prompt_lookup_gives_the_same_tokens(name):
     assert sum(right for _, right in cache.drafts) + len(cache.drafts) == NEW
 
 
+def test_maps_are_returned_beside_the_same_tokens():
+    model, ids = tiny.build("transformer"), tiny.tokens(1, 6)
+    options = {"output_attentions": True, "return_dict_in_generate": True}
+    for ways in ({"assistant_model": near(model, 0)}, {"prompt_lookup_num_tokens": 4}):
+        out = generate(model, ids, **options, **ways)
+        assert torch.equal(out.sequences, generate(model, ids))
+        assert [maps[0].shape[-1] for maps in out.attentions] == [*range(6, 6 + NEW)]
+
+
 def statistic(counts, chances, samples):
     """Pearson's, over all outcomes."""
     return sum((counts.get(k, 0) - samples * p) ** 2 / (samples * p) for k, p in chances.items())

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from headrace.hf.threads import RECENT, TRIES, Threads
+from headrace.hf import threads as measured
+from headrace.hf.threads import RECENT, TRIES, Threads, ThreadsBySize
 
 
 def run(threads, times, steps):
@@ -53,3 +54,37 @@ def test_generate_says_how_many_threads_it_took(run_command, saved_model):
     assert measured.out == given.out and "with 2 threads" in given.err
     assert " with 1 thread\n" in measured.err or " with 2 threads\n" in measured.err
     assert "--threads=0; expected at least 1" in run_command(*command, "--threads", 0).err
+
+
+def test_steps_of_other_sizes_have_numbers_of_their_own(monkeypatch):
+    """Large steps are faster with two threads, small ones with one; between them the process has its own number."""
+    torch.set_num_threads(2)
+    clock, said, used = [0.0], [], []
+    monkeypatch.setattr(measured.time, "perf_counter", lambda: clock[0])
+    threads = ThreadsBySize(None, said.append)
+    for _ in range(2 * TRIES + 1):
+        for tokens in (64, 1, 127, 1):
+            with threads.step("prompts", tokens):
+                used.append((tokens, torch.get_num_threads()))
+                clock[0] += tokens / used[-1][1] if tokens > 1 else used[-1][1]
+            assert torch.get_num_threads() == 2
+    assert used[-4:] == [(64, 2), (1, 1), (127, 2), (1, 1)]
+    assert sorted(said) == [
+        "1 of 2 threads: a token of prompts of 1 token takes 2 s with 2, 1 s with 1",
+        "2 of 2 threads: a token of prompts of 64 to 127 tokens takes 0.5 s with 2, 1 s with 1",
+    ]
+
+
+def test_steps_with_others_inside_and_steps_that_fail_are_not_measured():
+    torch.set_num_threads(2)
+    threads = ThreadsBySize(None)
+    for _ in range(2 * TRIES):
+        with threads.step("prompts", 64):
+            before = torch.get_num_threads()
+            with threads.step("steps", 1):
+                pass
+            assert torch.get_num_threads() == before
+        with pytest.raises(ValueError), threads.step("answers", 1):
+            raise ValueError
+    counts = {kind: sum(map(len, own.times.values())) for (kind, _), own in threads.kinds.items()}
+    assert counts == {"prompts": 0, "steps": 2 * TRIES, "answers": 0} and torch.get_num_threads() == 2

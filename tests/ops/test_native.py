@@ -186,10 +186,24 @@ linear_attention(q, q, q, backend="native")  # begins PyTorch's threads
 assert torch.full((400_000,), 1e-40).mul(1.0).count_nonzero() == 400_000
 """
 
+FIRST_PROGRAM = """
+import torch
+from headrace.hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM
+torch.set_num_threads(1)  # no region is parallel
+sizes = {"hidden_size": 256, "num_hidden_layers": 2, "num_heads": 4, "vocab_size": 4096}
+model, cache = HeadraceForCausalLM(HeadraceConfig(mixer="gla", **sizes)).eval(), HeadraceCache()
+with torch.inference_mode():
+    model(torch.ones(1, 2, dtype=torch.long), past_key_values=cache, use_cache=True)
+    torch.set_num_threads(4)
+    assert model.engine.native_step(model, torch.ones(1, dtype=torch.long), cache) is not None
+assert torch.full((400_000,), 1e-40).mul(1.0).count_nonzero() == 400_000
+"""
 
-def test_pytorchs_threads_keep_denormals():
-    """Also threads that the native op's call begins, in a new process."""
-    subprocess.run([sys.executable, "-c", FIRST_REGION], check=True, env=os.environ | {"OMP_NUM_THREADS": "4"})
+
+@pytest.mark.parametrize("first", [FIRST_REGION, FIRST_PROGRAM], ids=["op", "program"])
+def test_pytorchs_threads_keep_denormals(first):
+    """Also threads that a native call begins, of the op or of a model's token, in a new process."""
+    subprocess.run([sys.executable, "-c", first], check=True, env=os.environ | {"OMP_NUM_THREADS": "4"})
 
 
 def test_short_calls_do_not_wait_for_long_ones():

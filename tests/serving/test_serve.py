@@ -441,6 +441,31 @@ def test_signal_ends_the_server_while_it_generates(checkpoint, tmp_path, number,
     assert server.exitcode == code and f"{word}: the server has ended" in pieces_of and "Traceback" not in pieces_of
 
 
+def test_request_in_flight_when_the_server_ends_gets_an_error_in_json(checkpoint):
+    with ThreadPoolExecutor(1) as pool:
+        with serving(checkpoint) as base:
+            body = {"prompt": "a", "max_tokens": ENDLESS}
+            asked = pool.submit(httpx.post, f"{base}/v1/completions", json=body, timeout=600, trust_env=False)
+            wait_for(lambda: requests_of(base))
+        answer = asked.result()
+    error = answer.json()["error"]
+    assert answer.status_code == 503 and error["type"] == "server_error" and error["message"].startswith("the server ")
+
+
+def test_stop_strings_of_the_folder_end_every_text(tmp_path):
+    folder = save(tmp_path, ASCII)
+    model = load(folder)
+    whole = greedy(folder, "question7:")
+    model.generation_config.stop_strings = [whole[4:6]]
+    model.save_pretrained(folder)
+    with serving(folder) as base:
+        answer = ask(connect(base), "question7:", stop=["not in the text"]).choices[0]
+    assert answer.text == whole[: whole.index(whole[4:6])] and answer.finish_reason == "stop"
+    model.generation_config.stop_strings = [""]
+    with pytest.raises(InputError, match=r'stop_strings=\[""\]; expected texts'):
+        Engine(model, byte_level())
+
+
 def test_unusable_address_is_refused(checkpoint):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

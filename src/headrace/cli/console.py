@@ -35,6 +35,21 @@ Device = Annotated[
     str | None,
     typer.Option(help=r"Device: cpu, cuda, cuda:1, mps, or auto (an accelerator before the CPU). \[default: auto]"),
 ]
+
+
+def _at_least_1(threads: int | None) -> int | None:
+    if threads is not None and threads < 1:
+        raise InputError(f"--threads={threads}; expected at least 1")
+    return threads
+
+
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        callback=_at_least_1,
+        help=r"Number of threads on a CPU. \[default: the fastest of all, half and 1, measured in the first steps]",
+    ),
+]
 PromptFile = Annotated[
     Path | None, typer.Option("--file", help=r"UTF-8 file to read the text from. \[default: standard input]")
 ]

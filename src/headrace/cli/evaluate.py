@@ -11,7 +11,7 @@ from urllib.request import Request, urlopen
 import typer
 
 from .. import zoo
-from .console import AcceptOld, Device, interruptible, numbers, telling, terminal
+from .console import AcceptOld, Device, Threads, interruptible, numbers, telling, terminal
 
 PATIENCE = 5.0  # seconds for the Hub's answer
 OFFLINE = "Note: the Hugging Face Hub does not answer; what is in its cache on this machine is used (HF_HUB_OFFLINE=1)"
@@ -39,6 +39,7 @@ def evaluate(
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Rows per batch.", min=1)] = 8,
     device: Device = None,
+    threads: Threads = None,
     seed: Annotated[int, typer.Option(help="Random seed of the needles.", min=0, max=2**32 - 1)] = 1234,
     output: Annotated[Path | None, typer.Option(help=r"Folder of the report. \[default: runs/eval-<suite>]")] = None,
     accept_old: AcceptOld = False,
@@ -62,7 +63,7 @@ def evaluate(
     with interruptible(f"what is finished is in {folder}; the same command continues"), locked(folder):
         with telling(console) as tell:
             evaluation = run.evaluate(
-                checkpoints, plan, run.Machine(on_device(device), batch_size), folder, accept_old, tell
+                checkpoints, plan, run.Machine(on_device(device), batch_size, threads), folder, accept_old, tell
             )
         page = report.write_report(evaluation, checkpoint.named(checkpoints), folder)
     report.print_evaluation(evaluation, console)

@@ -18,6 +18,7 @@ from .console import (
     Device,
     NewFolder,
     PromptFile,
+    Threads,
     interruptible,
     read_prompt,
     refuse_with,
@@ -80,12 +81,7 @@ def generate(
             r"the last one, where they were before. \[default: none]"
         ),
     ] = None,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            help=r"Number of threads on a CPU. \[default: the fastest of all, half and 1, with the first tokens]"
-        ),
-    ] = None,
+    threads: Threads = None,
     as_json: Annotated[
         bool,
         typer.Option(
@@ -116,8 +112,6 @@ def generate(
     if resume is not None:
         refuse_with("--resume", draft=draft, prompt_lookup=prompt_lookup)
     text = "" if resume and prompt is None and file is None else read_prompt(prompt, file)
-    if threads is not None and threads < 1:
-        raise InputError(f"--threads={threads}; expected at least 1")
     echo = file is None and (prompt is not None or resume is not None)  # not a text that may be long
     result = run(checkpoint, text, seed, not as_json, device, draft, resume, save_state, echo, threads, **sampling)
     if as_json:
@@ -154,6 +148,7 @@ def serve(
         ),
     ] = "256MB",
     device: Device = None,
+    threads: Threads = None,
     name: Annotated[
         str | None, typer.Option(help=r"Name of the model in requests. \[default: the path of the checkpoint]")
     ] = None,
@@ -194,7 +189,7 @@ def serve(
         refuse_with("--no-api-key", api_key=api_key)
     access = Access(tuple(allow_host or ()), api_key, no_api_key)
     with interruptible("the server has ended"):
-        run(checkpoint, host, port, within, device, name=name, access=access)
+        run(checkpoint, host, port, within, device, name=name, access=access, threads=threads)
 
 
 def _bytes(option: str, size: str) -> int:

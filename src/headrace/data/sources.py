@@ -17,6 +17,7 @@ from fsspec.core import OpenFile
 from fsspec.implementations.local import LocalFileSystem
 
 from ..utils.errors import InputError
+from ..utils.held_out import Row
 from ..utils.integrity import sha256
 from ..utils.provenance import short
 from ..utils.text import check_encoding
@@ -27,28 +28,6 @@ PACKED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 WINDOW = 1 << 20  # characters of a text file that are read together
 PATTERN = ("*", "?", "[", "::")  # marks of a pattern of paths, or of a chain of file systems, of fsspec
 ROWS = 64  # rows of a Parquet file that are read together
-
-
-class Row(NamedTuple):
-    """A document of a source, a part of it, or a row that is none.
-
-    text: the text; of a row without the column of the text, the columns that it has.
-    offset: bytes of the document before `text`.
-    ends: whether the document ends with `text`.
-    bad: why the row is no document, in words that fit many rows; "" for a document.
-    """
-
-    source: str
-    number: int  # in its source, from 1
-    text: str = ""
-    size: int = 0  # of the text in bytes
-    offset: int = 0
-    ends: bool = True
-    bad: str = ""
-
-    @property
-    def where(self) -> str:
-        return f"{self.source} row {self.number}" + (f", with {self.text}" if self.bad and self.text else "")
 
 
 class Sample(NamedTuple):

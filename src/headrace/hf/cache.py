@@ -319,6 +319,8 @@ class HeadraceCache(Cache):
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1
 
+    max_cache_len = -1  # its earlier name, which PEFT reads
+
     def activate_past_recording(self) -> None:
         """The cache always keeps what it needs to go back."""
 

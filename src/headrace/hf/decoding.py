@@ -32,6 +32,8 @@ def changed_reason(model: Any) -> str | None:
     """Returns why a loop of our own cannot stand for calls of the model, or None."""
     if type(model).forward is not type(model).plain_forward:
         return f"{type(model).__name__} has a forward of its own"
+    if model.prepare_inputs_for_generation != model.plain_inputs:  # such as one of PEFT
+        return "the inputs of the model are prepared by another function"
     plain = is_plain(model, type(model)) and is_plain(model.model, model.base_class)
     return None if plain else "the model has a hook or a forward of its own"
 

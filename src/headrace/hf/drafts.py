@@ -36,8 +36,8 @@ def is_draft(config: Any, model_kwargs: dict[str, Any]) -> bool:
 
 
 def prepare_draft(cache: HeadraceCache, columns: int) -> None:
-    """Sets which marks the cache of a draft makes, before it reads up to `columns`. The next call goes back to the last
-    token that is accepted, or to the one before it."""
+    """Sets which marks the cache of a draft makes, before it reads up to `columns` (1: its maps are asked for, so that
+    the call is not divided). The next call goes back to the last token that is accepted, or to the one before it."""
     if cache.is_initialized:
         cache.marks = Marks(recent=max(1, min(MOST, ROOM // max(cache.state_bytes, 1))), carry=0)
     elif columns > 1:

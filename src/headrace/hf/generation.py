@@ -41,6 +41,16 @@ class HeadraceGenerationMixin(GenerationMixin):  # by this word in the name tran
         if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
             model_kwargs[CACHE] = HeadraceCache()
 
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        """As in transformers, but with the earlier name of the cache. PEFT looks for it by this name, and would put its
+        prefix or prompt before each token if there were none."""
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        if CACHE in inputs:
+            inputs["past_key_values"] = inputs.pop(CACHE)
+        return inputs
+
+    plain_inputs = prepare_inputs_for_generation
+
     def _get_candidate_generator(self, *args, **kwargs):
         """The generator of transformers, whose tokens and those accepted of them are noted in `cache.drafts`."""
         generator = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]
@@ -57,7 +67,7 @@ class HeadraceGenerationMixin(GenerationMixin):  # by this word in the name tran
         require(not cache.is_initialized, f"{columns}; expected an empty cache with a draft model or prompt lookup")
         marks = cache.marks
         cache.marks = replace(marks or Marks(), recent=max(1, marks.recent if marks else 0), carry=CARRY)
-        if input_ids.shape[1] > 1:
+        if input_ids.shape[1] > 1 and not kwargs["generation_config"].output_attentions:  # maps are of a whole call
             cache.mark(input_ids.shape[1] - 1)
         try:
             return super()._assisted_decoding(input_ids, *args, **kwargs)  # type: ignore[misc]
@@ -96,7 +106,7 @@ class HeadraceGenerationMixin(GenerationMixin):  # by this word in the name tran
         changed = changed_reason(self)
         special = changed or special_reason(generation_config, model_kwargs, synced_gpus)
         if generation_config.is_assistant and isinstance(cache, HeadraceCache):
-            prepare_draft(cache, input_ids.shape[1])
+            prepare_draft(cache, 1 if generation_config.output_attentions else input_ids.shape[1])
         if changed is None and is_draft(generation_config, model_kwargs) and input_ids.device.type == "cpu":
             return draft_loop(self, input_ids, cache, *options)
         refused = self.engine.graphs.refused = special or unsupported_reason(self, cache)

@@ -8,10 +8,11 @@ that differs, and go on from states that the prefix cache has kept.
 """
 
 import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import accumulate
 from math import inf
@@ -23,10 +24,12 @@ import torch
 from torch import Tensor
 
 from ..hf.cache import HeadraceCache
+from ..hf.threads import ThreadsBySize
 from .prefix import Prefix, PrefixCache, Saved, Tokens, joined
-from .sampling import Sampling, check_generation
+from .sampling import Sampling, check_generation, stop_strings
 from .stream import Piece, Stream
 
+LOG = logging.getLogger("uvicorn.error")
 PIECE = 128  # tokens of prompts that are processed in one call
 
 
@@ -93,15 +96,20 @@ class Engine:
     Streams of a recurrent model share one batch. Keys and values of softmax attention have the lengths of their
     sequences, so in a model with attention each prompt is a batch of its own, with all streams that begin with it.
 
-    prefixes: None: nothing is kept, and only streams of one request share what is read."""
+    prefixes: None: nothing is kept, and only streams of one request share what is read. threads: number of PyTorch's
+    threads on a CPU; None: measured."""
 
-    def __init__(self, model: Any, tokenizer: Any, prefixes: PrefixCache | None = None):
+    def __init__(
+        self, model: Any, tokenizer: Any, prefixes: PrefixCache | None = None, threads: int | None = None
+    ):  # fmt: skip
         check_generation(model)
         self.model, self.tokenizer = model, tokenizer
+        self.stops = stop_strings(model)
         ends = model.generation_config.eos_token_id
         self.ends = ends if isinstance(ends, list) else [ends]
         self.together = _together(model)
         self.prefixes = prefixes or PrefixCache(0)
+        self.threads = ThreadsBySize(threads, lambda line: LOG.info("threads: %s", line))
         self.arrivals: SimpleQueue[tuple[Stream, ...]] = SimpleQueue()
         self.prompts: deque[Prompt] = deque()  # of which one piece is left
         self.long: deque[Prompt] = deque()
@@ -124,7 +132,7 @@ class Engine:
                 loop.call_soon_threadsafe(pieces.put_nowait, (index, piece))
 
         streams = [
-            Stream(ids, sampling, self.tokenizer, self.model.device, partial(deliver, index))
+            Stream(ids, sampling.also(self.stops), self.tokenizer, self.model.device, partial(deliver, index))
             for index, (ids, sampling) in enumerate(requests)
         ]
         self.submit(*streams)
@@ -248,7 +256,8 @@ class Engine:
     def _read_piece(self, prompt: Prompt) -> None:
         try:
             cache, tokens = states_before([prompt]), torch.tensor([prompt.tokens], device=self.model.device)
-            logits = self.model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=prompt.kept).logits
+            with self._step("prompts", tokens.shape[1]):
+                logits = self.model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=prompt.kept).logits
         finally:
             prompt.end.reader = None
         self._pass_on_read([prompt], logits, cache)
@@ -274,7 +283,8 @@ class Engine:
         row, bounds, kept = (torch.tensor(x, device=self.model.device) for x in ([tokens], ends, places))
         cache = states_before(prompts)
         packed = {"cu_seqlens": bounds, "past_key_values": cache, "use_cache": True, "logits_to_keep": kept}
-        return self.model(row, **packed).logits[0].split(counts), cache
+        with self._step("prompts", len(tokens)):
+            return self.model(row, **packed).logits[0].split(counts), cache
 
     def _pass_on_read(self, prompts: list[Prompt], logits: Iterable[Tensor], cache: HeadraceCache) -> None:
         """Keeps the states after a piece of each prompt. Of their streams, those that begin get their first token, and
@@ -327,9 +337,14 @@ class Engine:
         batch.keep([i for i, stream in enumerate(batch.streams) if not stream.gone.is_set()])
         if not batch.streams:
             return
-        logits = self.model.engine.step(self.model, torch.tensor(batch.tokens, device=self.model.device), batch.cache)
+        tokens = torch.tensor(batch.tokens, device=self.model.device)
+        with self._step("steps", len(tokens)):
+            logits = self.model.engine.step(self.model, tokens, batch.cache)
         batch.tokens = self._next(batch.streams, logits[:, -1])
         self._pass_on(batch)
+
+    def _step(self, kind: str, tokens: int) -> AbstractContextManager[None]:
+        return self.threads.step(kind, tokens) if self.model.device.type == "cpu" else nullcontext()
 
     def _pass_on(self, batch: Batch) -> None:
         """Passes the last token of each stream on, and removes the streams that have ended. The states after the text

@@ -18,7 +18,7 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from ..hf.checkpoint import check_backend, load
 from ..hf.generate import read_tokenizer
@@ -66,14 +66,15 @@ class Service:
     """One model and the name under which it is served."""
 
     def __init__(
-        self, name: str, model: Any, encoder: TokenizerProcess, decoders: tuple[Any, Any], limits: Limits
+        self, name: str, model: Any, encoder: TokenizerProcess, decoders: tuple[Any, Any], limits: Limits,
+        threads: int | None,
     ):  # fmt: skip
         self.name, self.limits, self.created = name, limits, int(time.time())
         self.vocab_size = model.config.vocab_size
         self.encoder = encoder
         self.tokenizer, decoder = decoders  # one for each thread
         prefixes = PrefixCache(limits.prefix_cache)
-        self.engine = Engine(model, decoder, prefixes)
+        self.engine = Engine(model, decoder, prefixes, threads)
         self.open, self.decoding = 0, asyncio.Lock()
         self.metrics = Metrics(lambda: self.open, lambda: self.engine.running, prefixes)
 
@@ -180,13 +181,25 @@ class Answers:
         self.service, self.kind = service, kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Requests are cancelled when their client disconnects and when the server ends.
-        with self.service.admitted(1), suppress(ClientDisconnect, asyncio.CancelledError):
-            body, prompts = await self.service.read(self.kind, Request(scope, receive))
-            with self.service.admitted(len(prompts) * body.n - 1):
-                answer = self.stream(body, prompts) if body.stream else self.whole(body, prompts)
-                kind = b"text/event-stream" if body.stream else b"application/json"
-                await until_disconnected(send_all(answer, kind, send), receive)
+        sent: set[str] = set()
+
+        async def noted(message: Message) -> None:
+            sent.add(message["type"])
+            await send(message)
+
+        try:
+            with self.service.admitted(1), suppress(ClientDisconnect):
+                await self._answer(Request(scope, receive), noted)
+        except asyncio.CancelledError:  # as the client has disconnected, or the server ends
+            if asyncio.current_task().cancelling() and not sent:  # type: ignore[union-attr]
+                raise Refused(503, "the server ends; ask again later", code="server_ends") from None
+
+    async def _answer(self, request: Request, send: Send) -> None:
+        body, prompts = await self.service.read(self.kind, request)
+        with self.service.admitted(len(prompts) * body.n - 1):
+            answer = self.stream(body, prompts) if body.stream else self.whole(body, prompts)
+            kind = b"text/event-stream" if body.stream else b"application/json"
+            await until_disconnected(send_all(answer, kind, send), request.receive)
 
     async def whole(self, body: GenerationRequest, prompts: list[list[int]]) -> AsyncGenerator[bytes, None]:
         """The answer as one JSON object."""
@@ -314,6 +327,7 @@ def application(
     *,
     name: str | None = None,
     access: Access = LOCAL,
+    threads: int | None = None,
 ) -> Starlette:
     """The ASGI application for a checkpoint on a device. It begins a process for the tokenizer, so a program that calls
     it must guard its main module by `if __name__ == "__main__"`, as for all of multiprocessing.
@@ -321,6 +335,7 @@ def application(
     Args:
         name: of the model in requests; None: the path of the checkpoint.
         access: who may ask.
+        threads: number of PyTorch's threads on a CPU; None: measured (`hf.threads`), and written to uvicorn's log.
 
     Raises:
         InputError: the checkpoint or the device cannot be used.
@@ -334,7 +349,8 @@ def application(
         limits = replace(limits, prefix_cache=0)
     check_room(model, limits.prefix_cache)
     tokenizer, decoder = read_tokenizer(checkpoint), read_tokenizer(checkpoint)
-    service = Service(name or str(checkpoint), model, TokenizerProcess(checkpoint), (tokenizer, decoder), limits)
+    decoders = tokenizer, decoder
+    service = Service(name or str(checkpoint), model, TokenizerProcess(checkpoint), decoders, limits, threads)
     chats = no_chat if tokenizer.chat_template is None else Answers(service, Chat)
     routes = [
         Route("/health", service.health),

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
 from ..utils.errors import InputError
+from ..utils.integrity import short
 
 
 class Sampling(NamedTuple):
@@ -20,6 +21,10 @@ class Sampling(NamedTuple):
     stop: tuple[str, ...] = ()
     logprobs: int | None = None  # number of likeliest tokens to report at each place; None: no log-probabilities
     echo: bool = False  # report those of the prompt too
+
+    def also(self, stops: tuple[str, ...]) -> "Sampling":
+        """The settings with further stop strings."""
+        return self._replace(stop=(*self.stop, *stops))
 
 
 class Score(NamedTuple):
@@ -53,6 +58,15 @@ def check_generation(model: Any) -> None:
     if processors := model._get_logits_processor(greedy, 1, torch.zeros(1, 1, dtype=torch.long)):
         names = ", ".join(type(processor).__name__ for processor in processors)
         raise InputError(f"the model's generation_config asks for {names}, which the server does not apply")
+
+
+def stop_strings(model: Any) -> tuple[str, ...]:
+    """Those of the model's generation_config, before which every text ends. InputError for what is no text."""
+    given = model.generation_config.stop_strings or []
+    stops = [given] if isinstance(given, str) else given
+    if not (isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops)):
+        raise InputError(f"the model's generation_config has stop_strings={short(given)}; expected texts")
+    return tuple(stops)
 
 
 class Draw:

@@ -3,8 +3,9 @@
     input      T  h  e  _  h  e
     answer     h  e  _  h  e  a
 
-Tokens are bytes, or those of a `tokenizers` JSON file. The last tenth of the text is held out, and the tenth before it
-is for tuning. Rows of these two parts are windows that occur in no other part of the text. The default text is the
+Tokens are bytes, or those of a `tokenizers` JSON file. A tenth of the text is held out, and a tenth is for tuning: the
+ends of many files, and of fewer than 20 pieces drawn over all of the text (`utils.held_out`), as the end of a book is
+no sample of it. Rows of these two parts are windows that occur in no other part of the text. The default text is the
 source code of Python's standard library.
 """
 
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ..utils.errors import InputError, reading
+from ..utils.held_out import FEW, Row, between_paragraphs, choose
 from ..utils.text import decode
 from .base import Answers, Batch, Metric, Part
 
@@ -61,7 +63,7 @@ class Text:
         sizes = [len(tokens) for tokens in corpus.parts.values()]
         if min(sizes) < needed:
             raise InputError(
-                f"the text has {sum(sizes)} tokens, too few for {name}={needed - 1}; expected at least "
+                f"the text has {sum(sizes)} tokens, too few for {name}={needed - 1}; expected about "
                 f"{math.ceil(needed / HELD_OUT_SHARE)}, of which a tenth is held out and a tenth is for tuning"
             )
         return corpus
@@ -149,15 +151,33 @@ class Corpus:
 
 @lru_cache(maxsize=2)
 def load(files: tuple[str, ...], tokenizer: str | None) -> Corpus:
-    text = "".join(read(Path(file)) for file in files or standard_library())
-    share = math.ceil(HELD_OUT_SHARE * len(text))
-    texts: dict[Part, str] = {
-        "training": text[: -2 * share], "tuning": text[-2 * share : -share], "held-out": text[-share:]
-    }  # fmt: skip
+    texts = [read(Path(file)) for file in files or standard_library()]
+    text = "".join(texts)
+    own = _drawn_parts(text) if len(texts) < FEW else _end_parts(text)
     encode, vocab_size = encoder(tokenizer)
-    parts = {part: encode(own) for part, own in texts.items()}
-    bytes_per_token = len(texts["held-out"].encode()) / max(len(parts["held-out"]), 1)
+    parts = {part: encode(piece) for part, piece in own.items()}
+    bytes_per_token = len(own["held-out"].encode()) / max(len(parts["held-out"]), 1)
     return Corpus(parts, vocab_size, bytes_per_token, hashlib.sha256(text.encode()).hexdigest())
+
+
+def _end_parts(text: str) -> dict[Part, str]:
+    share = math.ceil(HELD_OUT_SHARE * len(text))
+    return {"training": text[: -2 * share], "tuning": text[-2 * share : -share], "held-out": text[-share:]}
+
+
+def _drawn_parts(text: str) -> dict[Part, str]:
+    rest, held_out = _drawn(text, HELD_OUT_SHARE)
+    training, tuning = _drawn(rest, HELD_OUT_SHARE / (1 - HELD_OUT_SHARE))
+    return {"training": training, "tuning": tuning, "held-out": held_out}
+
+
+def _drawn(text: str, share: float) -> tuple[str, str]:
+    """(the rest, pieces of a text), each put together."""
+    rows = [Row("", 1, text, len(text.encode()))]
+    choice = between_paragraphs(choose(rows, share, seed=0), rows)
+    parts = [*choice.split(rows)]
+    rest, pieces = ("".join(row.text for row, held_out in parts if held_out is wanted) for wanted in (False, True))
+    return rest, pieces
 
 
 @lru_cache(maxsize=16)

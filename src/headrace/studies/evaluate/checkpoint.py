@@ -1,11 +1,15 @@
 """A model to evaluate: a headrace model or any causal language model of transformers, from a folder or the Hub."""
 
+import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import CONFIG_NAME, cached_file
 
@@ -13,6 +17,7 @@ from ...data.tokenizer import could_be_on_the_hub
 from ...hf import HeadraceConfig, HeadracePreTrainedModel, load
 from ...hf.checkpoint import check_backend, check_config
 from ...hf.generate import read_tokenizer
+from ...hf.threads import ThreadsBySize
 from ...utils.errors import InputError, reading
 from ...utils.integrity import MODEL_FILES, check_weights, digest, sha256
 
@@ -27,11 +32,13 @@ class Checkpoint:
     path: str
     model: Any
     tokenizer: Any
+    threads: ThreadsBySize | None  # None: not on a CPU
 
     def harness(self, max_length: int, batch_size: int) -> HFLM:
         """The checkpoint as a model of the harness. The logits cache is off, as with it rolling log-likelihoods would
         depend on the batch size."""
-        return HFLM(
+        return HarnessModel(
+            self.threads,
             pretrained=self.model,
             tokenizer=self.tokenizer,
             backend="causal",
@@ -47,8 +54,28 @@ class Checkpoint:
         return next((length for length in lengths if length), None)
 
 
-def read_checkpoint(path: str, device: str) -> Checkpoint:
-    """Reads a causal language model and its tokenizer. InputError if either cannot be read or the device is missing."""
+class HarnessModel(HFLM):
+    """A model of the harness that chooses the number of threads of each call."""
+
+    def __init__(self, threads: ThreadsBySize | None, **settings: Any):
+        super().__init__(**settings)
+        self.threads = threads
+
+    def _model_call(self, inps: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with self._step("rows", inps):
+            return super()._model_call(inps, *args, **kwargs)
+
+    def _model_generate(self, context: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with self._step("answers to prompts", context):
+            return super()._model_generate(context, *args, **kwargs)
+
+    def _step(self, kind: str, tokens: Tensor) -> AbstractContextManager[None]:
+        return nullcontext() if self.threads is None else self.threads.step(kind, tokens.numel())
+
+
+def read_checkpoint(path: str, device: str, threads: int | None = None) -> Checkpoint:
+    """Reads a causal language model and its tokenizer. InputError if either cannot be read or the device is missing.
+    threads: on a CPU; None: measured (`hf.threads`)."""
     if Path(path).exists():
         check_config(Path(path))
     model, tokenizer = read_model(path), read_tokenizer(path)
@@ -62,7 +89,12 @@ def read_checkpoint(path: str, device: str) -> Checkpoint:
         own = "`headrace convert` may make a checkpoint of headrace of it"
         with reading(f"checkpoint {path!r} cannot be computed by transformers on {device} ({own})"), torch.no_grad():
             model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device))
-    return Checkpoint(path, model, tokenizer)
+    timed = ThreadsBySize(threads, _say) if model.device.type == "cpu" else None
+    return Checkpoint(path, model, tokenizer, timed)
+
+
+def _say(line: str) -> None:
+    tqdm.write(f"threads: {line}", file=sys.stderr)
 
 
 def read_model(path: str) -> Any:

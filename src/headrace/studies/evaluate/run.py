@@ -64,10 +64,11 @@ class EvaluationPlan:
 
 @dataclass(frozen=True)
 class Machine:
-    """The device and batch size, on which scores depend only by rounding."""
+    """The device, batch size and number of threads on a CPU, on which scores depend only by rounding."""
 
     device: str
     batch_size: int
+    threads: int | None = None  # None: measured (`hf.threads`)
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ def evaluate(
         for name, path in models.items():
             model = fingerprint(path)
             points = [one.point(folders[name], model) for one in rows]
-            load = cache(partial(read_checkpoint, path, machine.device))  # only if a record is missing or outdated
+            read = partial(read_checkpoint, path, machine.device, machine.threads)
+            load = cache(read)  # only if a record is missing or outdated
             measure = partial(run_item, load=load, plan=plan, machine=machine)
             records = engine.run(output, None, points, measure, engine.lines(tell, points))
             recorded[name] = {one.item.name: record for one, record in zip(rows, records, strict=True)}

@@ -5,11 +5,11 @@ The end of a book is no sample of the book: its loss would be that of other peop
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
-from ..utils.errors import InputError
-from .sources import Row
+from .errors import InputError
 
 EXPECTED = 32  # held-out documents from which on each is drawn by itself: then none is drawn once in e^32 times
 FEW = 20  # documents below which pieces are held out
@@ -17,6 +17,28 @@ PIECES, PIECE = 32, 4096  # the largest number of pieces, and the smallest size 
 PARAGRAPH = 2048  # the largest number of bytes by which the beginning and the end of a piece are moved
 
 Span = tuple[int, int]  # bytes of all documents, one after another: the first of a piece, and the first behind it
+
+
+class Row(NamedTuple):
+    """A document of a source, a part of it, or a row that is none.
+
+    text: the text; of a row without the column of the text, the columns that it has.
+    offset: bytes of the document before `text`.
+    ends: whether the document ends with `text`.
+    bad: why the row is no document, in words that fit many rows; "" for a document.
+    """
+
+    source: str
+    number: int  # in its source, from 1
+    text: str = ""
+    size: int = 0  # of the text in bytes
+    offset: int = 0
+    ends: bool = True
+    bad: str = ""
+
+    @property
+    def where(self) -> str:
+        return f"{self.source} row {self.number}" + (f", with {self.text}" if self.bad and self.text else "")
 
 
 @dataclass(frozen=True)
@@ -123,7 +145,7 @@ def _of_few(sizes: list[int], share: float, seed: int) -> Choice:
         return Choice(share, seed, frozenset(order[: min(number, len(sizes) - 1)].tolist()))
     whole = sum(sizes)
     if whole < 2:
-        raise InputError(f"--held-out {share} of {whole} byte of text; expected more text")
+        raise InputError(f"{whole} byte of text, of which {share:.2g} is to be held out; expected more text")
     return Choice(share, seed, spans=_spans(whole, min(max(round(share * whole), 1), whole - 1), generator))
 
 
