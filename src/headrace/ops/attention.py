@@ -18,7 +18,7 @@ from .checks import as_bounds, check_form, check_rule, check_scale, check_shapes
 from .dispatch import choose, refuse_recurrent
 from .parallel.context import ShardBoundaries, current, over_processes
 from .prepared import TABLE, remember, signature
-from .rewrite import normalized, with_bonus
+from .rewrite import normalized, per_query, with_bonus
 from .written import check_written
 
 PARALLEL_LIMIT = 4 * 2**30  # bytes of T×T scores that form="parallel" may hold
@@ -104,11 +104,11 @@ def linear_attention(
     if check:
         check_values(q, k, v, options, rule, normalize)
     if form == "parallel":
-        call = call._replace(chunk_size=_one_chunk(v, cu_seqlens))
+        call = call._replace(chunk_size=_one_chunk(call))
     if form == "recurrent":
         return _token_by_token(call, bonus, normalize, backend)
     kernel = choose("linear_attention", backend, call)
-    run = kernel.run
+    run = kernel.run if "queries" in kernel.extras else partial(per_query, run=kernel.run)
     if borders is not None:
         run = partial(over_processes, borders=borders, run=run)
     extras = kernel.extras if borders is None else ()
@@ -143,10 +143,11 @@ def _token_by_token(call: Call, bonus: Tensor | None, normalize: bool, backend: 
     return out.to(call.v.dtype), state
 
 
-def _one_chunk(v: Tensor, cu_seqlens: Tensor | None) -> int:
+def _one_chunk(call: Call) -> int:
     """Returns the chunk size of the parallel form: the length of the longest sequence."""
-    T = v.shape[1] if cu_seqlens is None else int(cu_seqlens.diff().max())
-    needed = v.shape[0] * v.shape[2] * T * T * accumulator(v).itemsize
+    B, T, heads, _ = call.out_shape
+    T = T if call.cu_seqlens is None else int(call.cu_seqlens.diff().max())
+    needed = B * heads * T * T * accumulator(call.v).itemsize
     if needed > PARALLEL_LIMIT:
         raise InputError(
             f"form='parallel' would hold {needed / 2**30:.1f} GiB of T×T scores for T={T}; "
