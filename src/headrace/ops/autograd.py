@@ -53,7 +53,7 @@ def register(name: str, key: str, forward: Callable, backward: Callable, kept: l
         if transformed:
             derivatives.check_transforms(*NAMES, call)
         # Under vmap, requires_grad is not reliable.
-        wanted = torch.is_grad_enabled() and (transformed or _any_requires_grad(call))
+        wanted = torch.is_grad_enabled() and (transformed or any_requires_grad(call))
         return keeping(*call)[:2] if wanted else plain(*call)
 
     return run
@@ -110,7 +110,7 @@ def _differentiable(operator: Any, backward: Callable[..., tuple], save: Callabl
     return run
 
 
-def _any_requires_grad(call: Call) -> bool:
+def any_requires_grad(call: Call) -> bool:
     return any(x is not None and x.requires_grad for x in call.tensors)
 
 
