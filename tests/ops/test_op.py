@@ -29,7 +29,6 @@ from headrace.ops.call import Call
 from headrace.ops.checks import INTEGERS
 from headrace.studies.verify import relative
 
-
 EXTRAS = "bonus", "normalize"
 
 
@@ -66,8 +65,8 @@ def test_packed_sequences_equal_the_reference(way, decay, kind):
     assert_same(arguments, way, ends, **settings)
 
 
-# A kind of rule, a decay, and the number of states. Not one state with one decay, whose gradient is a single number, which
-# in float32 the literal loop does not have to five digits either.
+# A kind of rule, a decay, and the number of states. Not one state with one decay: its gradient is a single number, of
+# which the literal loop in float32 has few digits too.
 GROUPED = [("add", "none", 1), ("add", "fixed", 2), ("delta", "scalar", 1), ("delta", "vector", 2),
            ("normalize", "scalar", 2), ("bonus", "vector", 2)]  # fmt: skip
 
@@ -220,7 +219,10 @@ def test_saved_bytes_are_bounded(backend):
         ({"q": torch.randn(B, T, H, K).double()}, "k has dtype"),
         ({"q": torch.ones(B, T, H, K, dtype=torch.long)}, "q has dtype torch.int64"),
         ({"q": torch.randn(B, T, 3, K), "k": torch.randn(B, T, 3, K)}, "q and k have 3 heads"),
-        ({"q": torch.randn(B, T, 6, K)}, r"q has shape \[2, 13, 6, 6\]; expected .* or a multiple of the heads of k and v"),
+        (
+            {"q": torch.randn(B, T, 6, K)},
+            r"q has shape \[2, 13, 6, 6\]; expected .* a multiple of the heads of k and v",
+        ),
         (
             {"q": torch.randn(B, T, 8, K), "k": torch.randn(B, T, 2, K)},
             r"expected the shape of k, \[2, 13, 2, 6\], or a multiple of the heads of k and v",

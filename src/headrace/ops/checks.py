@@ -60,9 +60,8 @@ def _check_heads(q: Tensor, k: Tensor, H: int) -> int:
     if Hq > Hk and Hk == H and Hq % H == 0 and q.shape == (*k.shape[:-2], Hq, k.shape[-1]):
         return Hq
     if q.shape != k.shape:
-        raise InputError(
-            f"q has shape {list(q.shape)}; expected the shape of k, {list(k.shape)}, or a multiple of the heads of k and v"
-        )
+        expected = f"the shape of k, {list(k.shape)}, or a multiple of the heads of k and v"
+        raise InputError(f"q has shape {list(q.shape)}; expected {expected}")
     if H % Hk:
         raise InputError(f"q and k have {Hk} heads; expected a divisor of the {H} heads of v")
     return H

@@ -1,8 +1,8 @@
 """The recurrence as a node LinearAttention of an ONNX graph. ONNX Runtime has kernels for it (CPU, CUDA, WebGPU) in its
 own domain; opset 27 of ONNX has the same node.
 
-The node has no gates, no fixed decay, no β under the additive rule and no groups of heads that share keys; they are
-computed by nodes before it.
+The node has no gates, no fixed decay, no β under the additive rule and no heads of v that share keys; they are computed
+by nodes before it.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """The operators of one chunk of C tokens, for the three shapes of log_decay: what its readers x see of its writers y.
 
 Readers are queries, r of them per token, and, under the delta rule, keys: x [M, R·C, K] has the r·C queries first, then
-the C keys. A query sees the writers up to its own token, a key those before it. With G_i the sum of log_decay over the chunk's tokens up to
-and including i (per head, or per head and key channel):
+the C keys. A query sees the writers up to its own token, a key those before it. With G_i the sum of log_decay over the
+chunk's tokens up to and including i (per head, or per head and key channel):
 
     scores  [M, R·C, C]   Σ_k x_ik y_jk e^{G_i − G_j} for the writers j that reader i sees, else 0
     reads   [M, R·C, K]   x_i e^{G_i}            decay from the incoming state to token i
@@ -133,7 +133,7 @@ class VectorDecay(NoDecay):
         """Returns which writers of their block [c] the readers [c, R] do not see."""
         _, R, n, c = self.sizes
         queries = self.queries // (n * c)
-        return hidden(queries, R > queries, c, self.x.device).view(R, c, c).transpose(0, 1)
+        return hidden(queries, queries < R, c, self.x.device).view(R, c, c).transpose(0, 1)
 
     def backward(self, dA: Tensor, read: Tensor, written: Tensor, passed: Tensor | None) -> Gradients:
         M, R, n, c = self.sizes

@@ -4,9 +4,9 @@ The number and the length of the chunks depend on shapes only, so that nothing w
 sequences has at most T // C + N chunks, and a chunk never has tokens of two sequences. Tokens that fill up a chunk are
 zeros, which neither change the memory nor decay it.
 
-Dimensions: B batch, T tokens, H heads of v (q and k may have fewer; q may have r for each of them), N sequences, C tokens
-per chunk, K key, V value. A tile is a chunk of one head; M = chunks · B · H tiles, the chunks outermost. What belongs to
-queries has r·C rows in a tile: the C tokens of the first of a group, then those of the next.
+Dimensions: B batch, T tokens, H heads of v (q and k may have fewer; q may have r for each), N sequences, C tokens per
+chunk, K key, V value. A tile is a chunk of one head; M = chunks · B · H tiles, the chunks outermost. What belongs to
+queries has r·C rows in a tile: the C tokens of the first query of a group, then those of the next.
 """
 
 from collections.abc import Callable
@@ -78,8 +78,8 @@ class Chunks:
         return torch.empty(count, self.B * self.H, self.K, self.V, dtype=self.dtype, device=self.device)
 
     def split(self, *tensors: Tensor | None) -> list[Any]:
-        """Converts tensors [B, T, H or H/groups, ·] or [B, T, H], if not None, to tiles [M, C, ·]. Those of r queries per
-        head have r times as many columns."""
+        """Converts tensors [B, T, H or H/groups, ·] or [B, T, H], if not None, to tiles [M, C, ·]; those of r queries
+        per head, [B, T, H r, ·] or [B, T, H r], have r times as many columns."""
         columns = [None if x is None else self._columns(x) for x in tensors]
         given = [x for x in columns if x is not None]
         x = self._rows(torch.cat(given, -1).flatten(2, 3))
@@ -112,7 +112,7 @@ class Chunks:
         return x.unflatten(2, (self.queries, -1)).transpose(1, 2).flatten(1, 2)
 
     def new_tiles(self, columns: int, dtype: torch.dtype, queries: int = 1) -> Tensor:
-        """Returns room for the tiles of all chunks, [chunks, B, H, r, C, columns], with the tokens in order in memory."""
+        """Returns room for the tiles of all chunks, [chunks, B, H, r, C, columns], with tokens in order in memory."""
         shape = (self.B, self.count, self.length, self.H, queries, columns)
         return torch.empty(shape, dtype=dtype, device=self.device).permute(1, 0, 3, 4, 2, 5)
 
