@@ -357,7 +357,7 @@ def first_not_finite(model: nn.Module, batch: dict[str, Any]) -> str:
     layers: list[int] = []
 
     def check_output(index: int, module: nn.Module, args: Any, output: Any) -> None:
-        if not bool(output[0].isfinite().all()):
+        if not bool(output.isfinite().all()):
             layers.append(index)
 
     with ExitStack() as hooks, torch.no_grad():
