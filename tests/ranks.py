@@ -46,7 +46,8 @@ def op_error(packed, decay=None, queries=None, **options):
         "q": torch.rand(rows, T, queries or H // 2, K),
         "k": F.normalize(torch.rand(rows, T, H if queries else H // 2, K), dim=-1),
         "v": torch.randn(rows, T, H, V), "beta": torch.rand(rows, T, H),
-        "read_gate": 2 * torch.rand(rows, T, queries or H), "write_gate": 2 * torch.rand(rows, T, H), "initial_state": torch.rand(wide, H, K, V + normalize),
+        "read_gate": 2 * torch.rand(rows, T, queries or H), "write_gate": 2 * torch.rand(rows, T, H),
+        "initial_state": torch.rand(wide, H, K, V + normalize),
     }  # fmt: skip
     if decay is not None:
         x["log_decay"] = -torch.rand(*([rows, *decay[1:]] if len(decay) > 1 else decay))

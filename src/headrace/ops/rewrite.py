@@ -35,8 +35,8 @@ def normalized(call: Call, run: Run, inside: bool = False) -> tuple[Tensor, Tens
 
 
 def per_query(call: Call, run: Run) -> tuple[Tensor, Tensor]:
-    """Computes grouped queries by a kernel with one query per state: each of the r queries of a group gets a state of its
-    own, which takes r times the writing and the working memory. The states of a group are equal; one is returned."""
+    """Computes grouped queries by a kernel with one query per state: each of the r queries of a group gets a state of
+    its own, which takes r times the writing and the working memory. A group's states are equal; one is returned."""
     if call.queries == 1:
         return run(call)
     out, states = run(call.ungrouped())
