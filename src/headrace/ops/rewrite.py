@@ -73,6 +73,7 @@ def with_bonus(call: Call, bonus: Tensor, run: Run) -> tuple[Tensor, Tensor]:
         shifted = shifted._replace(cu_seqlens=bounds + added)
     out, state = run(shifted)
     own = call._replace(bonus=bonus).ungrouped()
+    assert own.bonus is not None
     qk = own.q * own.k  # [B, T, Hq, K], each head for several of v
     weight = (qk[..., None, :] * own.bonus.unflatten(0, (qk.shape[2], -1))).sum(-1).flatten(-2) * own.scale
     for factor in (own.beta, own.write_gate, own.read_gate):

@@ -53,11 +53,11 @@ def row_sum(x: Tensor, out: Tensor | None = None) -> Tensor:
 
 def write(E: Tensor, decay: NoDecay, memory: Memory, part: range, delta: bool) -> Tensor:
     """Passes the state through the chunks of a part, and returns E, given the value w v or v."""
-    V, Q = E.shape[2], decay.queries
+    V, n = E.shape[2], decay.queries
     if not delta:
         memory.pass_on(part, torch.bmm(decay.writes.mT, E), decay.through)
         return E
-    solve, reads = inverse(decay.scores[:, Q:]), decay.reads[:, Q:]
+    solve, reads = inverse(decay.scores[:, n:]), decay.reads[:, n:]
     if len(part) == 1:
         E = torch.bmm(solve, finite(torch.baddbmm(E, reads, memory.enter(part[0]), alpha=-1)))
         memory.pass_on(part, torch.bmm(decay.writes.mT, E), decay.through)
@@ -74,13 +74,13 @@ def write_backward(D: Tensor, decay: NoDecay, memory: Memory, part: range, delta
 
     D [M, R·C, V]: the gradients to what the readers read. Those of the queries are given, those of keys computed here.
     """
-    V, Q = D.shape[2], decay.queries
-    of_queries, of_keys = D[:, :Q], D[:, Q:]
-    dE, reads, writes = torch.bmm(decay.scores[:, :Q].mT, of_queries), decay.reads[:, :Q], decay.writes
+    V, n = D.shape[2], decay.queries
+    of_queries, of_keys = D[:, :n], D[:, n:]
+    dE, reads, writes = torch.bmm(decay.scores[:, :n].mT, of_queries), decay.reads[:, :n], decay.writes
     if not delta:
         dS = memory.pass_on(part, torch.bmm(reads.mT, of_queries), decay.through)
         return dE.baddbmm_(writes, dS), dS
-    solve = inverse(decay.scores[:, Q:]).mT
+    solve = inverse(decay.scores[:, n:]).mT
     if len(part) == 1:
         dS = memory.enter(part[0])
         dE = torch.bmm(solve, dE.baddbmm_(writes, dS))
@@ -88,7 +88,7 @@ def write_backward(D: Tensor, decay: NoDecay, memory: Memory, part: range, delta
         memory.pass_on(part, torch.bmm(decay.reads.mT, D), decay.through)
         return dE, dS
     solved = torch.bmm(solve, torch.cat([dE, writes], -1))
-    moved, removed = torch.bmm(decay.reads[:, Q:].mT, solved).tensor_split([V], -1)
+    moved, removed = torch.bmm(decay.reads[:, n:].mT, solved).tensor_split([V], -1)
     dS = memory.pass_on(part, torch.baddbmm(moved, reads.mT, of_queries, beta=-1), decay.through, removed)
     P, Q = solved.tensor_split([V], -1)
     dE = torch.baddbmm(P, Q, dS)
