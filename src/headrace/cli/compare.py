@@ -285,8 +285,8 @@ def verify(
     dtype = dtype or "float64"
     from ..studies.verify import OP, available, device_failed, subjects
     from ..studies.verify import verify as check
+    from ..training.environment import device_name
     from ..utils.device import on_device
-    from ..utils.environment import device_name
 
     precision = _precision(dtype)
     device = on_device(device, float64=dtype == "float64")
@@ -368,7 +368,8 @@ def _table(mixer: str, rows: list[Any]) -> Table:
 
 def backends() -> None:
     """List the backends and what each computes, and why the others are unavailable on this machine."""
-    from ..ops.dispatch import BACKENDS, OPERATIONS, default_backend, has
+    from ..ops.backends.base import OPERATIONS
+    from ..ops.dispatch import BACKENDS, default_backend, has
 
     for name, backend in BACKENDS.items():
         reason, computes = backend.missing(), ", ".join(o for o in OPERATIONS if has(name, o))

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from ...ops.attention import linear_attention, step
 from ...ops.backends.native.library import DTYPES
 from ...ops.backends.native.program import Program
-from ...ops.backends.torch.tiles import product
-from ...ops.call import accumulator
+from ...ops.call import accumulator, product
 from ...ops.derivatives import has_address
 from ...ops.dispatch import has
 from ...ops.modules import is_plain

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from ...ops.call import accumulator
 from ...ops.sequences import Sequences
 from ...spec.matrix import MatrixSpec
+from .. import dplr
 from ..base import Mixer, Recurrence, SelfInitialized
 from ..chunks import CHUNK, recur
+from ..dplr import Operands, step
 from ..linear.readout import GROUP_NORM_EPS
 from ..linear.token import MixerState
 from ..maps import mixed
-from . import dplr
-from .dplr import Operands, step
 
 FASTEST = math.exp(-0.5)  # upper bound of −log_decay: the memory decays by at most e^−0.61 per token
 

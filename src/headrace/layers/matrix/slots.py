@@ -27,7 +27,7 @@ from ..base import Mixer, Recurrence
 from ..chunks import recur
 from ..linear.token import MixerState
 from ..maps import mixed
-from ..scans.scan import elementwise
+from ..scan import elementwise
 from .gla_outer import Operands, form, step
 
 TEMPERATURE = 8.0  # of GSA's gate

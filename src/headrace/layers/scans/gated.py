@@ -15,7 +15,7 @@ from ...ops.call import accumulator
 from ...ops.sequences import Sequences
 from ...spec.scan import ScanSpec
 from ..base import Mixer, ScanState
-from .scan import elementwise
+from ..scan import elementwise
 
 
 def min_gru(z: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:

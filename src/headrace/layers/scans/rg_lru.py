@@ -13,7 +13,7 @@ from ...ops.sequences import Sequences
 from ...spec.scan import ScanSpec
 from ..base import Mixer, Recurrence, ScanState
 from ..linear.convolution import convolve
-from .scan import elementwise
+from ..scan import elementwise
 
 
 class RGLRU(Mixer):

@@ -15,7 +15,7 @@ from ...ops.sequences import Sequences
 from ...spec.scan import ScanSpec
 from ..base import Mixer, ScanState
 from ..linear.decays import finite_exp
-from .scan import NAME, Pack, packed_scan, running_maximum
+from ..scan import NAME, Pack, packed_scan, running_maximum
 
 
 class RWKV4(Mixer):

@@ -6,10 +6,10 @@ from torch import Tensor
 from ... import derivatives
 from ...autograd import any_requires_grad, register
 from ...call import Call
+from ...prepared import prepare
 from ...rewrite import normalized, per_query
 from ..base import Backend, Kernel
 from . import library as native
-from . import step
 
 CHUNKS = range(16, 129, 16)
 LARGEST = 2**16
@@ -69,5 +69,5 @@ BACKEND = Backend(
     missing=lambda: native.missing,
     about=lambda: f"C++, {native.instructions}",
     linear_attention=Kernel(_run, _unsupported_reason, extras=("bonus", "normalize")),
-    step=Kernel(_step, _unsupported_step, prepare=step.prepare),
+    step=Kernel(_step, _unsupported_step, prepare=prepare),
 )
