@@ -20,7 +20,7 @@ struct Inputs {
     Inputs(const Plan& plan, const Unit& unit) {
         const hr_problem& p = *plan.problem;
         const bool half = p.dtype == HR_BFLOAT16;
-        const std::int64_t shared = unit.head / (p.H / p.Hq);
+        const std::int64_t shared = p.Hq > p.H ? unit.head : unit.head / (p.H / p.Hq);
         const int delay = plan.delay();
         q = view(p.q, plan, unit, shared, half);
         k = view(p.k, plan, unit, shared, half, 0, delay);

@@ -58,9 +58,10 @@ const Kernels& kernels() { return choice().kernels; }
 
 namespace {
 
-int refused(const hr_problem& p) {
+int refused(const hr_problem& p, bool grouped_queries = false) {
     if (p.abi != HR_ABI) return HR_WRONG_ABI;
-    const bool sizes = p.B >= 0 && p.T >= 0 && p.H >= 1 && p.Hq >= 1 && p.H % p.Hq == 0 && p.K >= 1 && p.V >= 1 &&
+    const bool heads = p.H >= 1 && p.Hq >= 1 && (p.H % p.Hq == 0 || (grouped_queries && p.Hq % p.H == 0));
+    const bool sizes = p.B >= 0 && p.T >= 0 && heads && p.K >= 1 && p.V >= 1 &&
                        p.K <= 1 << 16 && p.V <= 1 << 16 && p.sequences >= 0 && p.threads >= 1;
     const bool kinds = (p.dtype == HR_FLOAT32 || p.dtype == HR_BFLOAT16) && p.decay >= HR_DECAY_NONE &&
                        p.decay <= HR_DECAY_VECTOR && (p.cu_seqlens ? p.B == 1 : p.sequences == p.B);
@@ -292,7 +293,7 @@ int hr_backward(const hr_problem* p, const hr_tensor* d_out, const float* d_fina
 }
 
 int hr_step(const hr_problem* p, const hr_tensor* out, float* state) {
-    if (const int status = refused(*p)) return status;
+    if (const int status = refused(*p, true)) return status;
     if (p->T != 1 || p->cu_seqlens || p->normalizer > 0) return HR_UNSUPPORTED;
     return guarded([&] {
         hr_problem token = *p;
@@ -306,7 +307,7 @@ int hr_step_at(const hr_problem* problem, void* const* addresses) {
     if (problem->abi != HR_ABI) return HR_WRONG_ABI;
     hr_problem p = *problem;
     for (hr_tensor* x : {&p.q, &p.k, &p.v, &p.log_decay, &p.beta, &p.write_gate, &p.read_gate}) x->data = *addresses++;
-    const hr_tensor out{addresses[0], p.H * p.V, 0, p.V};
+    const hr_tensor out{addresses[0], std::max(p.H, p.Hq) * p.V, 0, p.V};
     return hr_step(&p, &out, static_cast<float*>(addresses[1]));
 }
 

@@ -6,6 +6,7 @@
        delta:  S_t = S' + beta_t k_t^T (w_t v_t - k_t S')
 
    Dimensions: B rows, T tokens, H heads (Hq of q and k; Hq divides H, consecutive heads share), K key, V value size.
+   hr_step takes a multiple of H as Hq too: q, the read gate and out have Hq heads then, consecutive ones share a state.
    Tensors are read where they lie, by strides in elements; only the last dimension must be contiguous. Nothing is
    kept between calls but the threads and their working memory. Any T >= 0 and K, V >= 1 will do. */
 

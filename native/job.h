@@ -31,6 +31,8 @@ struct Plan {
     HR_INLINE std::int64_t tokens(std::int64_t sequence) const {
         return problem->cu_seqlens ? problem->cu_seqlens[sequence + 1] - problem->cu_seqlens[sequence] : problem->T;
     }
+    // Heads of q for each state. Heads of v may share one of q and k instead.
+    HR_INLINE std::int64_t queries() const { return problem->Hq > problem->H ? problem->Hq / problem->H : 1; }
     // Columns of a state, of which the last may be the normalizer's.
     HR_INLINE std::int64_t columns() const { return problem->V + (problem->normalizer > 0); }
     HR_INLINE std::int64_t kept_floats() const { return kept_states * problem->H * problem->K * columns(); }

@@ -62,21 +62,25 @@ def skip_if_missing(backend: str) -> None:
 
 
 def inputs(
-    decay=None, *, rows=B, tokens=T, heads=H, groups=None, key=K, value=V, gates=True, bonus=False, normalize=False,
-    state=True, n=None,
+    decay=None, *, rows=B, tokens=T, heads=H, groups=None, queries=1, key=K, value=V, gates=True, bonus=False,
+    normalize=False, state=True, n=None,
 ):  # fmt: skip
-    """Arguments of the op by name, in float64, with gradients. groups: heads of q and k."""
+    """Arguments of the op by name, in float64, with gradients. groups: heads of q and k, or of k alone with several
+    queries for each of them."""
     groups = groups or heads
     draw = lambda *shape: torch.rand(*shape, dtype=torch.float64)  # noqa: E731
     signed = (lambda x: x.abs()) if normalize else (lambda x: x)
     shapes = {"none": None, "fixed": (heads,), "scalar": (rows, tokens, heads), "vector": (rows, tokens, heads, key)}
     shape = shapes[decay or "none"]
     result = {
-        "q": signed(torch.randn(rows, tokens, groups, key).double()),
+        "q": signed(torch.randn(rows, tokens, groups * queries, key).double()),
         "k": signed(F.normalize(torch.randn(rows, tokens, groups, key).double(), dim=-1)),
         "v": torch.randn(rows, tokens, heads, value).double(),
         "log_decay": None if shape is None else -draw(*shape),
-        **{name: draw(rows, tokens, heads) if gates else None for name in ("beta", "read_gate", "write_gate")},
+        **{
+            name: draw(rows, tokens, heads * (queries if name == "read_gate" else 1)) if gates else None
+            for name in ("beta", "read_gate", "write_gate")
+        },
         "bonus": torch.randn(heads, key).double() if bonus else None,
         "initial_state": draw(n or rows, heads, key, value + normalize) if state else None,
     }
@@ -86,7 +90,8 @@ def inputs(
 def by_literal(arguments, cu_seqlens=None, **settings):
     """literal, with grouped heads repeated and packed sequences one by one."""
     heads = arguments["v"].shape[2]
-    arguments = arguments | {n: arguments[n].repeat_interleave(heads // arguments[n].shape[2], 2) for n in ("q", "k")}
+    shared = {n: x for n in ("q", "k") if (x := arguments[n]).shape[2] < heads}
+    arguments = arguments | {n: x.repeat_interleave(heads // x.shape[2], 2) for n, x in shared.items()}
     if cu_seqlens is None:
         return literal(**arguments, **settings)
     outs, states = [], []
@@ -94,7 +99,7 @@ def by_literal(arguments, cu_seqlens=None, **settings):
         own = {name: x[:, start:end] if x is not None and x.dim() > 2 else x for name, x in arguments.items()}
         own["initial_state"] = arguments["initial_state"][n : n + 1]
         own["bonus"] = arguments["bonus"]
-        out, state = literal(**own, **settings) if end > start else (own["v"], own["initial_state"])
+        out, state = literal(**own, **settings) if end > start else (outs[0][:, :0], own["initial_state"])
         outs.append(out)
         states.append(state)
     return torch.cat(outs, 1), torch.cat(states)

@@ -19,7 +19,8 @@ OPS = {
     "none": {}, "fixed": {"decay": [H]}, "scalar": {"decay": [1, T, H]}, "vector": {"decay": [1, T, H, K]},
     "bonus": {"decay": [1, T, H, K], "bonus": True}, "normalize": {"normalize": True, "decay": [1, T, H]},
     "delta": {"rule": "delta"}, "gated delta": {"rule": "delta", "decay": [1, T, H]},
-    "kda": {"rule": "delta", "decay": [1, T, H, K]},
+    "kda": {"rule": "delta", "decay": [1, T, H, K]}, "grouped": {"decay": [1, T, H, K], "queries": 2 * H},
+    "grouped delta": {"rule": "delta", "decay": [1, T, H], "queries": 2 * H},
 }  # fmt: skip
 
 
@@ -37,14 +38,16 @@ def check(names):
     return results | {"refused": refusals(), "bytes": sent()}
 
 
-def op_error(packed, decay=None, **options):
+def op_error(packed, decay=None, queries=None, **options):
     torch.manual_seed(0)
     rows, wide = (1, len(BOUNDS) - 1) if packed else (2, 2)
     bonus, normalize = options.pop("bonus", False), options.get("normalize", False)
     x = {
-        "q": torch.rand(rows, T, H // 2, K), "k": F.normalize(torch.rand(rows, T, H // 2, K), dim=-1),
-        "v": torch.randn(rows, T, H, V), "beta": torch.rand(rows, T, H), "read_gate": 2 * torch.rand(rows, T, H),
-        "write_gate": 2 * torch.rand(rows, T, H), "initial_state": torch.rand(wide, H, K, V + normalize),
+        "q": torch.rand(rows, T, queries or H // 2, K),
+        "k": F.normalize(torch.rand(rows, T, H if queries else H // 2, K), dim=-1),
+        "v": torch.randn(rows, T, H, V), "beta": torch.rand(rows, T, H),
+        "read_gate": 2 * torch.rand(rows, T, queries or H), "write_gate": 2 * torch.rand(rows, T, H),
+        "initial_state": torch.rand(wide, H, K, V + normalize),
     }  # fmt: skip
     if decay is not None:
         x["log_decay"] = -torch.rand(*([rows, *decay[1:]] if len(decay) > 1 else decay))

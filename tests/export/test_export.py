@@ -67,6 +67,9 @@ def recurrences(op, qkv, gates, decays, state):
         yield from op(q, k, v, rule=rule)
     yield from op(q, k, v, **gates, log_decay=decays["channel"], initial_state=state, bonus=k[0, 0].repeat(2, 1).abs())
     yield from op(q.abs(), k, v, **gates, log_decay=decays["fixed"], normalize=True, scale=0.7)
+    of_keys = {name: x if x is None else x[:, :, :2] for name, x in gates.items()} | {"read_gate": gates["read_gate"]}
+    for rule in ("add", "delta"):  # grouped queries
+        yield from op(q.repeat(1, 1, 2, 1), k, v[:, :, :2], **of_keys, log_decay=decays["token"][:, :, :2], rule=rule)
 
 
 class Recurrences(nn.Module):
@@ -84,7 +87,8 @@ def expected(qkv, *rest):
     q, k, v = qkv
 
     def grouped(q, k, v, **options):
-        return literal(q.repeat_interleave(2, 2), k.repeat_interleave(2, 2), v, **options)
+        q, k = (x.repeat_interleave(2, 2) if x.shape[2] < v.shape[2] else x for x in (q, k))
+        return literal(q, k, v, **options)
 
     return list(recurrences(grouped, *wide(((q, k, v), *rest))))
 

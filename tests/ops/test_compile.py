@@ -25,9 +25,9 @@ def _nothing_compiled():
 NAMES = ("q", "k", "v", "log_decay", "beta", "write_gate", "read_gate", "initial_state", "bonus")
 
 
-def drawn(decay, packed, tokens=T):
+def drawn(decay, packed, tokens=T, **options):
     """The operator's differentiable arguments in order, and where packed sequences end."""
-    x = inputs(decay, rows=1 if packed else B, n=3 if packed else None, tokens=tokens)
+    x = inputs(decay, rows=1 if packed else B, n=3 if packed else None, tokens=tokens, **options)
     given = [x[name] if x[name] is None else x[name].detach().float().requires_grad_() for name in NAMES]
     return given, torch.tensor([0, 3, 9, tokens]) if packed else None
 
@@ -100,6 +100,12 @@ def test_other_lengths_do_not_recompile(backend, packed):
             torch._dynamo.mark_dynamic(x, 1)
         assert_compiled_is_eager([(given, ends, rule)], backend, counter)
     assert counter.frame_count <= 6
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"], indirect=True)
+def test_grouped_queries_compile_to_one_graph(backend):
+    calls = [(*drawn("vector", packed, heads=2, queries=2), "delta") for packed in (False, True)]
+    assert_compiled_is_eager(calls, backend, "aot_eager")
 
 
 def test_packed_sequences_do_not_break_the_graph():

@@ -29,6 +29,8 @@ from headrace.ops.call import Call
 from headrace.ops.checks import INTEGERS
 from headrace.studies.verify import relative
 
+EXTRAS = "bonus", "normalize"
+
 
 @pytest.fixture(params=WAYS)
 def way(request, monkeypatch):
@@ -63,12 +65,39 @@ def test_packed_sequences_equal_the_reference(way, decay, kind):
     assert_same(arguments, way, ends, **settings)
 
 
+# A kind of rule, a decay, and the number of states. Not one state with one decay: its gradient is a single number, of
+# which the literal loop in float32 has few digits too.
+GROUPED = [("add", "none", 1), ("add", "fixed", 2), ("delta", "scalar", 1), ("delta", "vector", 2),
+           ("normalize", "scalar", 2), ("bonus", "vector", 2)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "decay", "heads"), GROUPED)
+def test_grouped_queries_equal_the_reference(way, kind, decay, heads):
+    """Three queries read each of the states, of rows and of packed sequences."""
+    options = {"heads": heads, "queries": 3, "tokens": way.tokens} | ({kind: True} if kind in EXTRAS else {})
+    settings = {"rule": kind if kind == "delta" else "add", "normalize": kind == "normalize"}
+    assert_same(inputs(decay, **options), way, **settings)
+    ends = torch.tensor([0, 3, 4, 4, way.tokens])
+    assert_same(inputs(decay, rows=1, n=4, **options), way, ends, **settings)
+
+
+def test_grouped_queries_keep_one_state_for_each_group():
+    """As a model with 9 query heads and 3 key/value heads of 64 channels has them."""
+    q, (k, v) = torch.randn(1, 70, 9, 64), torch.randn(2, 1, 70, 3, 64)
+    out, state = linear_attention(q, k, v)
+    assert out.shape == q.shape and state.shape == (1, 3, 64, 64) and state.untyped_storage().nbytes() == state.nbytes
+    assert step(q[:, 0], k[:, 0], v[:, 0], state)[1].shape == state.shape
+    each = linear_attention(q, k.repeat_interleave(3, 2), v.repeat_interleave(3, 2))
+    assert relative(out, each[0].double()) < 1e-6 and each[1].numel() == 3 * state.numel()
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides_do_not_matter(way, layout):
     check = partial(assert_strides_do_not_matter, way=way, layout=layout)
     check(inputs("fixed", tokens=way.tokens, normalize=True), normalize=True)
     check(inputs("scalar", tokens=way.tokens, groups=2), rule="delta")
     check(inputs("vector", tokens=way.tokens, bonus=True))
+    check(inputs("scalar", tokens=way.tokens, heads=2, queries=2), rule="delta")
     check(inputs("vector", tokens=1), rule="delta")
     check(inputs("scalar", rows=1, tokens=way.tokens, n=3), cu_seqlens=torch.tensor([0, 4, 4, way.tokens]))
 
@@ -111,9 +140,10 @@ def test_large_states_are_recomputed_in_the_backward(form, monkeypatch):
 
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("kind", ["add", "delta", "bonus", "normalize"])
-def test_step_equals_one_token_of_the_reference(decay, kind):
-    options = {kind: True} if kind in ("bonus", "normalize") else {}
-    arguments = inputs(decay, **options)
+@pytest.mark.parametrize("queries", [1, 3])
+def test_step_equals_one_token_of_the_reference(decay, kind, queries):
+    options = {kind: True} if kind in EXTRAS else {}
+    arguments = inputs(decay, queries=queries, **options)
     settings = {"rule": kind if kind == "delta" else "add", "normalize": kind == "normalize"}
     expected, final = by_literal(arguments, **settings)
     state = arguments.pop("initial_state")
@@ -189,6 +219,18 @@ def test_saved_bytes_are_bounded(backend):
         ({"q": torch.randn(B, T, H, K).double()}, "k has dtype"),
         ({"q": torch.ones(B, T, H, K, dtype=torch.long)}, "q has dtype torch.int64"),
         ({"q": torch.randn(B, T, 3, K), "k": torch.randn(B, T, 3, K)}, "q and k have 3 heads"),
+        (
+            {"q": torch.randn(B, T, 6, K)},
+            r"q has shape \[2, 13, 6, 6\]; expected .* a multiple of the heads of k and v",
+        ),
+        (
+            {"q": torch.randn(B, T, 8, K), "k": torch.randn(B, T, 2, K)},
+            r"expected the shape of k, \[2, 13, 2, 6\], or a multiple of the heads of k and v",
+        ),
+        (
+            {"q": torch.randn(B, T, 2 * H, K), "read_gate": torch.rand(B, T, H)},
+            r"read_gate has shape \[2, 13, 4\]; expected \[2, 13, 8\]",
+        ),
         ({"initial_state": torch.zeros(B, H, V, K)}, "initial_state has shape"),
         ({"cu_seqlens": torch.tensor([0, T])}, "expected B=1"),
         ({"cu_seqlens": [0, T]}, r"cu_seqlens=\[0, 13\]; expected a tensor of integers"),

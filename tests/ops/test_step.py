@@ -123,6 +123,34 @@ def test_step_in_place_writes_into_the_tensors_given(route, rule, decay):
     assert all(torch.equal(x, y) for x, y in zip(new, first, strict=True))
 
 
+@pytest.mark.parametrize("extra", ["add", "delta", "bonus", "normalize"])
+@pytest.mark.parametrize("decay", [(), (H,), (B, H), (B, H, K)], ids=str)
+def test_native_step_of_grouped_queries(decay, extra):
+    """Three queries read each state, of more columns than the kernel has at a time, in the first call, remembered, in
+    place, in bfloat16 and with gradients."""
+    skip_if_missing("native")
+    wide = 75
+    settings = {"bonus": {"bonus": torch.randn(H, K)}, "normalize": {"normalize": True}}.get(extra, {})
+    given = call(torch.float32, rule="delta" if extra == "delta" else "add", **settings)
+    given |= {"v": torch.rand(B, H, wide), "state": torch.rand(B, H, K, wide + (extra == "normalize"))}
+    given |= {"q": torch.rand(B, 3 * H, K), "read_gate": torch.rand(B, 3 * H)}
+    given |= {"k": 0.3 * given["k"], "log_decay": -torch.rand(decay) if decay else None}
+    double = {n: y.double() if isinstance(y, torch.Tensor) else y for n, y in given.items()}
+    exact = step(**double, backend="torch")
+    for _ in range(2):
+        written = {"out": torch.empty(B, 3 * H, wide), "state": given["state"].clone(), "in_place": True}
+        for found in (step(**given, backend="native"), step(**given | written, backend="native")):
+            assert all(relative(x, y) < 1e-6 for x, y in zip(found, exact, strict=True))
+    leaf = given["q"].clone().requires_grad_()
+    step(**given | {"q": leaf}, backend="native")[0].sum().backward()
+    expected = given["q"].double().requires_grad_()
+    step(**double | {"q": expected}, backend="torch")[0].sum().backward()
+    assert relative(leaf.grad, expected.grad) < 1e-6
+    half = {n: given[n].bfloat16() for n in "qkv"}
+    rounded = step(**double | {n: x.double() for n, x in half.items()}, backend="torch")
+    assert relative(step(**given | half, backend="native")[0].double(), rounded[0]) < 2**-8
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["native", "torch"])
 def test_tensors_that_cannot_be_written_are_refused(dtype):
     def refused(sentence, **change):

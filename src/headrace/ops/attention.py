@@ -1,9 +1,9 @@
 """`linear_attention` and `step`, the recurrence of all linear mixers.
 
 reference.py defines the recurrence. This module checks the arguments and runs the backend that dispatch.py chooses;
-rewrite.py expresses the normalizer and the bonus through the arguments that every backend supports.
+rewrite.py expresses the normalizer, the bonus and grouped queries through the arguments that every backend supports.
 
-Shapes: B batch, T tokens, H heads (Hq for q and k), K key, V value dimension per head, N packed sequences.
+Shapes: B batch, T tokens, H heads of v (Hq of q, Hk of k), K key, V value dimension per head, N packed sequences.
 """
 
 from functools import partial
@@ -20,7 +20,7 @@ from .checks import as_bounds, check_form, check_rule, check_scale, check_shapes
 from .dispatch import BACKENDS, choose, refuse_recurrent, unavailable
 from .parallel.context import ShardBoundaries, current, over_processes
 from .prepared import TABLE, remember, signature
-from .rewrite import normalized, with_bonus
+from .rewrite import normalized, per_query, with_bonus
 from .written import check_written
 
 PARALLEL_LIMIT = 4 * 2**30  # bytes of T×T scores that form="parallel" may hold
@@ -60,7 +60,10 @@ def linear_attention(
         delta:  S_t = S' + β_t k_tᵀ (w_t v_t − k_t S')
 
     Args:
-        q, k: [B, T, Hq, K], where Hq divides H. Each q/k head is shared by H / Hq consecutive value heads.
+        q, k: [B, T, Hq, K] and [B, T, Hk, K], in one of three ways. Hq = Hk = H. Grouped queries (GQA, arXiv
+            2305.13245): Hk = H, and Hq is a multiple of H; Hq / H consecutive heads of q read each state. Shared keys
+            (Mamba-2, Qwen3-Next): Hq = Hk divides H; H / Hk consecutive heads of v, each with a state of its own, share
+            a head of q and k.
         v: [B, T, H, V]. q, k and v have the same floating-point dtype; the other tensors may have another. T is at
             least 1.
         log_decay: natural logarithm g ≤ 0 of the decay. None: no decay; [H]: fixed (RetNet); [B, T, H]: per token
@@ -69,8 +72,8 @@ def linear_attention(
         beta: write strength β [B, T, H]; None: 1.
         rule: "add", or "delta" (arXiv 2406.06484), which replaces the value stored under k. The delta rule diverges
             unless β‖k‖² ≤ 2.
-        read_gate: r [B, T, H], which multiplies what a head reads; None: 1. In head competition (arXiv 2602.01744) the
-            head's share of the read, the paper's gate on q.
+        read_gate: r [B, T, H], or [B, T, Hq] with grouped queries, which multiplies what a head reads; None: 1. In head
+            competition (arXiv 2602.01744) the head's share of the read, the paper's gate on q.
         write_gate: w [B, T, H], which multiplies the value that a head writes; None: 1. In head competition the head's
             share of the write: for "add" it equals the paper's gate on k (equations 5, 10, 12), for "delta" it is the
             gate of equation 14.
@@ -88,11 +91,17 @@ def linear_attention(
         check: whether to check the values too (NaN, infinities, log_decay > 0, β out of range). Synchronizes a GPU.
 
     Returns:
-        (out [B, T, H, V] in v's dtype, the final state [B or N, H, K, V] in float64 for float64 inputs, else float32).
+        (out [B, T, H, V], or [B, T, Hq, V] with grouped queries, in v's dtype, the final state [B or N, H, K, V] in
+        float64 for float64 inputs, else float32).
 
     Raises:
         InputError: for arguments that do not fit together, a backend that cannot compute the call, and a parallel form
             that would exceed 4 GiB.
+
+    Note:
+        Grouped queries: the backend torch writes each state once. The chunks of native, triton and fla compute Hq
+        states, of which each group's are equal, so that writing and working memory are those of Hq heads. `step` has
+        one state per group in all backends.
     """
     part, borders, cu_seqlens = current(), None, as_bounds(cu_seqlens)
     if part is not None:
@@ -108,11 +117,11 @@ def linear_attention(
     if check:
         check_values(q, k, v, options, rule, normalize)
     if form == "parallel":
-        call = call._replace(chunk_size=_one_chunk(v, cu_seqlens))
+        call = call._replace(chunk_size=_one_chunk(call))
     if form == "recurrent":
         return _token_by_token(call, bonus, normalize, backend)
     kernel = choose("linear_attention", backend, call)
-    run = kernel.run
+    run = kernel.run if "queries" in kernel.extras else partial(per_query, run=kernel.run)
     if borders is not None:
         run = partial(over_processes, borders=borders, run=run)
     extras = kernel.extras if borders is None else ()
@@ -147,10 +156,11 @@ def _token_by_token(call: Call, bonus: Tensor | None, normalize: bool, backend: 
     return out.to(call.v.dtype), state
 
 
-def _one_chunk(v: Tensor, cu_seqlens: Tensor | None) -> int:
+def _one_chunk(call: Call) -> int:
     """Returns the chunk size of the parallel form: the length of the longest sequence."""
-    T = v.shape[1] if cu_seqlens is None else int(cu_seqlens.diff().max())
-    needed = v.shape[0] * v.shape[2] * T * T * accumulator(v).itemsize
+    B, T, heads, _ = call.out_shape
+    T = T if call.cu_seqlens is None else int(call.cu_seqlens.diff().max())
+    needed = B * heads * T * T * accumulator(call.v).itemsize
     if needed > PARALLEL_LIMIT:
         raise InputError(
             f"form='parallel' would hold {needed / 2**30:.1f} GiB of T×T scores for T={T}; "
@@ -198,7 +208,7 @@ def _backend_of(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> str:
         refuse_recurrent(given["backend"])
         return "torch"
     if given["form"] == "parallel":
-        call = call._replace(chunk_size=_one_chunk(v, call.cu_seqlens))
+        call = call._replace(chunk_size=_one_chunk(call))
     kernel = choose("linear_attention", given["backend"], call)
     return next(name for name, backend in BACKENDS.items() if backend.linear_attention is kernel)
 
@@ -226,20 +236,21 @@ def step(
     There is no cu_seqlens, form, chunk_size or check.
 
     Args:
-        q, k: [B, Hq, K].
+        q, k: [B, Hq, K] and [B, Hk, K], grouped as in `linear_attention`.
         v: [B, H, V].
         state: [B, H, K, V] (V + 1 with normalize); None: zeros.
         log_decay: [H] (fixed), [B, H] or [B, H, K]; None: no decay.
         beta: write strength [B, H]; None: 1.
-        read_gate: [B, H], which multiplies what is read; None: 1.
+        read_gate: [B, H], or [B, Hq] with grouped queries, which multiplies what is read; None: 1.
         write_gate: [B, H], which multiplies the value that is written; None: 1.
         rule, bonus, normalize, scale, backend: as in `linear_attention`.
         in_place: whether the next state is written into `state`, which is then the one returned (None: a new one). It
             must be contiguous and in the next state's dtype.
-        out: [B, H, V], contiguous and in v's dtype, into which the output is written; None: a new tensor.
+        out: a tensor of the output's shape, contiguous and in v's dtype, into which it is written; None: a new one.
 
     Returns:
-        (out [B, H, V] in v's dtype, the next state in float64 for float64 inputs, else float32).
+        (out [B, H, V], or [B, Hq, V] with grouped queries, in v's dtype, the next state in float64 for float64 inputs,
+        else float32).
 
     Raises:
         InputError: for arguments that do not fit together, for a backend that cannot compute the call, and for a

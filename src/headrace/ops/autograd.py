@@ -53,7 +53,7 @@ def register(name: str, key: str, forward: Callable, backward: Callable, kept: l
         if transformed:
             derivatives.check_transforms(*NAMES, call)
         # Under vmap, requires_grad is not reliable.
-        wanted = torch.is_grad_enabled() and (transformed or _any_requires_grad(call))
+        wanted = torch.is_grad_enabled() and (transformed or any_requires_grad(call))
         return keeping(*call)[:2] if wanted else plain(*call)
 
     return run
@@ -110,7 +110,7 @@ def _differentiable(operator: Any, backward: Callable[..., tuple], save: Callabl
     return run
 
 
-def _any_requires_grad(call: Call) -> bool:
+def any_requires_grad(call: Call) -> bool:
     return any(x is not None and x.requires_grad for x in call.tensors)
 
 
@@ -130,7 +130,7 @@ def _like_inputs(backward: Callable[..., Any]) -> Callable:
 def _fake_results(*args):
     call = Call(*args)
     final = call.q.new_empty(call.state_shape, dtype=accumulator(call.q))
-    return torch.empty_like(call.v, memory_format=torch.contiguous_format), final
+    return call.v.new_empty(call.out_shape), final
 
 
 def _fake_kept(kept_shapes: Callable) -> Callable:
@@ -159,7 +159,7 @@ def _gradient(backward: Callable) -> Callable:
         saved = list(ctx.saved_tensors)
         tensors: list[Any] = [saved.pop(0) if present else None for present in ctx.present]
         (shape, dtype), v = ctx.final, tensors[2]
-        d_out = torch.zeros_like(v) if d_out is None else d_out
+        d_out = v.new_zeros(Call(*tensors).out_shape) if d_out is None else d_out
         d_final = v.new_zeros(shape, dtype=dtype) if d_final is None else d_final
         wanted = ctx.needs_input_grad[:DIFFERENTIABLE]
         grads = backward(d_out.contiguous(), d_final.contiguous(), *tensors, *ctx.settings, *saved, wanted)

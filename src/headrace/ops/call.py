@@ -41,6 +41,17 @@ class Call(NamedTuple):
         return self.v.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     @property
+    def queries(self) -> int:
+        """The number of heads of q that read each state: 1, or more with grouped queries."""
+        return max(self.q.shape[-2] // self.v.shape[-2], 1)
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """The shape of the output: v's, with the heads of q if the queries are grouped."""
+        *lead, H, V = self.v.shape
+        return *lead, H * self.queries, V
+
+    @property
     def state_shape(self) -> tuple[int, int, int, int]:
         """The shape [N, H, K, V] of the state (V + 1 with normalize)."""
         return self.sequences, self.v.shape[2], self.k.shape[3], self.v.shape[3] + (1 if self.normalize else 0)
@@ -51,6 +62,18 @@ class Call(NamedTuple):
         acc = accumulator(self.v)
         tensors: dict[str, Any] = {name: x.to(acc) for name in TOKENWISE if (x := getattr(self, name)) is not None}
         return self._replace(**tensors, tf32=self.tf32 or self.v.dtype.itemsize == 2)
+
+    def ungrouped(self) -> "Call":
+        """Repeats what the queries of a group share, so that each has a state of its own, equal to the group's."""
+        if self.queries == 1:
+            return self
+        shared = {"k": 2, "v": 2, "log_decay": 2, "beta": 2, "write_gate": 2, "initial_state": 1, "bonus": 0}
+        repeated = {
+            name: x.repeat_interleave(self.queries, min(dim, x.dim() - 1))
+            for name, dim in shared.items()
+            if (x := getattr(self, name)) is not None
+        }
+        return self._replace(**repeated)
 
     def with_tokens(self) -> "Call":
         """Adds the token dimension to the tensors of a call of `step`, [B, ·] -> [B, 1, ·]."""

@@ -39,19 +39,32 @@ def check_shapes(
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_input(name, x, q, axes)
     *lead, H, V = v.shape
-    *before, Hq, K = k.shape
+    *before, _, K = k.shape
     if before != lead:
         raise InputError(f"k has shape {list(k.shape)}; expected [{', '.join(axes)}] = {lead}, as in v")
-    if q.shape != k.shape:
-        raise InputError(f"q has shape {list(q.shape)}; expected the shape of k, {list(k.shape)}")
-    if H % Hq:
-        raise InputError(f"q and k have {Hq} heads; expected a divisor of the {H} heads of v")
+    readers = _check_heads(q, k, H)
     state = ((check_sequences(options.get("cu_seqlens"), v, "v"), H, K, V + (1 if normalize else 0)),)
     decay = ((H,), (*lead, H), (*lead, H, K))
-    expected = {"log_decay": decay, "bonus": ((H, K),), "initial_state": state, "state": state}
+    expected = {
+        "log_decay": decay, "bonus": ((H, K),), "initial_state": state, "state": state,
+        "read_gate": ((*lead, readers),),
+    }  # fmt: skip
     for name, given in options.items():
         if given is not None and name != "cu_seqlens":
             _check_option(name, given, expected.get(name, ((*lead, H),)), q)
+
+
+def _check_heads(q: Tensor, k: Tensor, H: int) -> int:
+    """Checks q against k and the H heads of v, and returns the number of heads of the output."""
+    Hq, Hk = q.shape[-2], k.shape[-2]
+    if Hq > Hk and Hk == H and Hq % H == 0 and q.shape == (*k.shape[:-2], Hq, k.shape[-1]):
+        return Hq
+    if q.shape != k.shape:
+        expected = f"the shape of k, {list(k.shape)}, or a multiple of the heads of k and v"
+        raise InputError(f"q has shape {list(q.shape)}; expected {expected}")
+    if H % Hk:
+        raise InputError(f"q and k have {Hk} heads; expected a divisor of the {H} heads of v")
+    return H
 
 
 def _check_input(name: str, x: Tensor, q: Tensor, axes: tuple[str, ...]) -> None:

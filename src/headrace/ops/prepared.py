@@ -72,8 +72,8 @@ class Step:
     """`step` for tensors with the signature of a call."""
 
     def __init__(self, call: Call, problem: native.Problem):
-        B, _, H, V = call.v.shape
-        self.packed, self.state, self.out = problem.packed, call.state_shape, (B, H, V)
+        B, _, *heads = call.out_shape
+        self.packed, self.state, self.out = problem.packed, call.state_shape, (B, *heads)
         self.scale = call.scale
         self.apart: set[tuple[int, ...]] = set()  # addresses that were checked for overlaps
 

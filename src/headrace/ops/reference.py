@@ -7,8 +7,9 @@
     bonus:      o_t = scale · r_t · q_t (S_{t-1} + diag(u) β_t k_tᵀ (w_t v_t))
     normalize:  o_t = r_t · (scale · q_t S_t) / (scale · q_t · z_t + ε), z the same recurrence with v = 1
 
-Shapes: q, k [B, T, H, K], v [B, T, H, V], log_decay [H], [B, T, H] or [B, T, H, K], gates and beta [B, T, H],
-bonus [H, K], state [B, H, K, V] (V + 1 columns with normalize: the last is z).
+Shapes: k [B, T, H, K], v [B, T, H, V], log_decay [H], [B, T, H] or [B, T, H, K], w and beta [B, T, H], bonus [H, K],
+state [B, H, K, V] (V + 1 columns with normalize: the last is z). q [B, T, Hq, K], r [B, T, Hq] and out [B, T, Hq, V]
+have Hq / H consecutive heads for each state.
 """
 
 import torch
@@ -18,11 +19,12 @@ def literal(
     q, k, v, *, log_decay=None, beta=None, rule="add", read_gate=None, write_gate=None,
     bonus=None, normalize=False, scale=None, initial_state=None, eps=1e-6,
 ):  # fmt: skip
-    """Returns (out [B, T, H, V], final state). Every batch row is one sequence; the dtype is that of the inputs."""
+    """Returns (out [B, T, Hq, V], final state). Every batch row is one sequence; the dtype is that of the inputs."""
     (B, T, H, K), ones = k.shape, torch.ones_like(v[..., :1])
     g = 0.0 * ones if log_decay is None else log_decay
     g = g.expand(B, T, H)[..., None] if g.dim() < 4 else g
-    beta, r, w = (ones if x is None else x[..., None] for x in (beta, read_gate, write_gate))
+    beta, w = (ones if x is None else x[..., None] for x in (beta, write_gate))
+    r = torch.ones_like(q[..., :1]) if read_gate is None else read_gate[..., None]
     v = torch.cat([v, ones], -1) if normalize else v
     scale = K**-0.5 if scale is None else scale
     S = k.new_zeros(B, H, K, v.shape[-1]) if initial_state is None else initial_state
@@ -35,6 +37,7 @@ def literal(
         write = (beta[:, t] * k[:, t])[..., None] * target[..., None, :]
         S = S + write
         seen = S if bonus is None else before + bonus[:, :, None] * write
+        seen = seen.repeat_interleave(q.shape[2] // H, 1)
         o = scale * (q[:, t, :, None] @ seen).squeeze(-2)
         out.append(r[:, t] * (o[..., :-1] / (o[..., -1:] + eps) if normalize else o))
     return torch.stack(out, 1), S

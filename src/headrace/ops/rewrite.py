@@ -1,4 +1,4 @@
-"""The normalizer and the bonus, expressed through the arguments that every backend supports.
+"""The normalizer, the bonus and grouped queries, expressed through the arguments that every backend supports.
 
 `run` is a backend's function from a Call to (out, final state).
 """
@@ -34,6 +34,15 @@ def normalized(call: Call, run: Run, inside: bool = False) -> tuple[Tensor, Tens
     return gated(out, call.read_gate).to(dtype), state
 
 
+def per_query(call: Call, run: Run) -> tuple[Tensor, Tensor]:
+    """Computes grouped queries by a kernel with one query per state: each of the r queries of a group gets a state of
+    its own, which takes r times the writing and the working memory. A group's states are equal; one is returned."""
+    if call.queries == 1:
+        return run(call)
+    out, states = run(call.ungrouped())
+    return out, states[:, :: call.queries].clone(memory_format=torch.contiguous_format)
+
+
 def with_bonus(call: Call, bonus: Tensor, run: Run) -> tuple[Tensor, Tensor]:
     """Delays k and v by one token, so that q_t reads S_{t-1}, and adds the bonus term of the current token.
 
@@ -63,8 +72,10 @@ def with_bonus(call: Call, bonus: Tensor, run: Run) -> tuple[Tensor, Tensor]:
         added = torch.arange(len(bounds), dtype=bounds.dtype, device=bounds.device)
         shifted = shifted._replace(cu_seqlens=bounds + added)
     out, state = run(shifted)
-    qk = call.q * call.k  # [B, T, Hq, K], each head for several of v
-    weight = (qk[..., None, :] * bonus.unflatten(0, (qk.shape[2], -1))).sum(-1).flatten(-2) * call.scale
-    for factor in (call.beta, call.write_gate, call.read_gate):
+    own = call._replace(bonus=bonus).ungrouped()
+    assert own.bonus is not None
+    qk = own.q * own.k  # [B, T, Hq, K], each head for several of v
+    weight = (qk[..., None, :] * own.bonus.unflatten(0, (qk.shape[2], -1))).sum(-1).flatten(-2) * own.scale
+    for factor in (own.beta, own.write_gate, own.read_gate):
         weight = weight if factor is None else weight * factor
-    return ((out[:, :T] if bounds is None else out[:, place]) + weight[..., None] * call.v).to(dtype), state
+    return ((out[:, :T] if bounds is None else out[:, place]) + weight[..., None] * own.v).to(dtype), state

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..utils.errors import InputError
-from .call import accumulator
+from .call import Call, accumulator
 from .checks import require
 from .derivatives import has_address, transformed
 
@@ -15,12 +15,13 @@ def check_written(state: Tensor | None, out: Tensor | None, tensors: dict[str, T
     """Checks the tensors that a call of `step` writes: the state with in_place=True, and out.
 
     tensors: its other arguments by name."""
-    v, written = tensors["v"], {name: x for name, x in (("state", state), ("out", out)) if x is not None}
-    assert v is not None
+    written = {name: x for name, x in (("state", state), ("out", out)) if x is not None}
+    q, k, v = (tensors[name] for name in "qkv")
+    assert q is not None and k is not None and v is not None
     for name, x in written.items():
         if not isinstance(x, Tensor):
             raise InputError(f"{name}={x!r}; expected a tensor")
-        dtype, shape = (v.dtype, v.shape) if name == "out" else (accumulator(v), x.shape)
+        dtype, shape = (v.dtype, Call(q, k, v).out_shape) if name == "out" else (accumulator(v), x.shape)
         if x.shape != shape:  # a sentence of a symbolic size would break a compiled graph
             raise InputError(f"{name} has shape {list(x.shape)}; expected {list(shape)}")
         require(x.dtype == dtype, f"{name} has dtype {x.dtype}; expected {dtype}, since it is written")

@@ -43,6 +43,10 @@ def test_shared_keys():
     assert_same(arguments("scalar", heads=4, groups=2), FLA)
 
 
+def test_grouped_queries():
+    assert_same(arguments("scalar", heads=2, queries=2), FLA, rule="delta")
+
+
 def test_bonus():
     assert_same(arguments("vector", bonus=True), FLA)
 

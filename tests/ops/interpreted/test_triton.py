@@ -120,6 +120,10 @@ def test_shared_keys(rule):
     assert_same(arguments("vector", tokens=18, heads=4, groups=2), TRITON, rule=rule)
 
 
+def test_grouped_queries():
+    assert_same(arguments("scalar", tokens=18, heads=1, queries=2), TRITON, rule="delta")
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("decay", ["scalar", "vector"])
 def test_steep_decays(decay, rule):
@@ -225,10 +229,11 @@ def test_repeated_calls_agree_to_the_bit():
         assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("heads", [{"heads": 4, "groups": 2}, {"heads": 2, "queries": 2}], ids=str)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("decay", DECAYS)
-def test_step(decay, rule):
-    given = arguments(decay, rows=2, tokens=1, heads=4, groups=2, value=40, bonus=rule == "add" and decay == "vector")
+def test_step(decay, rule, heads):
+    given = arguments(decay, rows=2, tokens=1, value=40, bonus=rule == "add" and decay == "vector", **heads)
     token = {n: x if x is None else (x[:, 0] if n in TOKENWISE and x.dim() > 1 else x) for n, x in given.items()}
     token["state"] = token.pop("initial_state")
     exact = step(**{n: x if x is None else x.detach() for n, x in token.items()}, rule=rule, backend="torch")
@@ -266,8 +271,10 @@ def test_a_step_in_place(monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{}, {"normalize": True}, {"rule": "delta"}, {"bonus": torch.rand(H, K)}], ids=str)
-def test_a_step_has_gradients_by_the_chunked_kernels(options):
-    leaves = [torch.rand(1, H, size, requires_grad=True) for size in (K, K, V)]
+@pytest.mark.parametrize("queries", [1, 2])
+def test_a_step_has_gradients_by_the_chunked_kernels(options, queries):
+    sizes = ((H * queries, K), (H, K), (H, V))
+    leaves = [torch.rand(1, *size, requires_grad=True) for size in sizes]
     options = {"state": torch.rand(1, H, K, V + ("normalize" in options)), **options}
     results = []
     for backend in ("triton", "torch"):

@@ -13,7 +13,8 @@ class Kernel(NamedTuple):
 
     run: Callable[..., Any]
     unsupported_reason: Callable[..., str | None]  # returns why the backend cannot compute these arguments, or None
-    # Of linear_attention: which of "bonus" and "normalize" `run` takes in a call; rewrite.py expresses the others.
+    # Of linear_attention: which of "bonus", "normalize" and "queries" (several for each state) `run` takes in a call;
+    # rewrite.py expresses the others.
     extras: tuple[str, ...] = ()
     # For `step`: returns a function (tensors, into, state, out, scale) -> (out, next state) for all tensors with the
     # signature of these (see ../prepared.py), or None. tensors: q to read_gate, as in Call; into: `state` in place.

@@ -214,7 +214,8 @@ def over_processes(call: Call, borders: ShardBoundaries, run: Callable[[Call], A
     incoming = _Incoming.apply(borders.leaving(final), leaving.to(acc), borders.part, _tie())
     incoming = incoming * borders.continues(incoming)
     entering = borders.entering(transition) if call.delta else transition
-    out = out + torch.einsum("bthk,bhkv->bthv", read.to(acc), incoming).to(out.dtype)
+    grouped = read.to(acc).unflatten(2, (incoming.shape[1], -1))  # a dimension for the queries of each state
+    out = out + torch.einsum("bthqk,bhkv->bthqv", grouped, incoming).flatten(2, 3).to(out.dtype)
     return out, borders.place(final, _after(entering.to(acc), incoming))
 
 
@@ -242,8 +243,8 @@ def _decayed(call: Call, borders: ShardBoundaries) -> tuple[Tensor, Tensor]:
         each = each.expand(B, T, H) if each.dim() == 1 else each
         each = each if each.dim() == 4 else each[..., None]
         log = torch.where(inside > 0, each, 0).cumsum(1)
-    q = call.q.to(acc).repeat_interleave(H // call.q.shape[2], 2)
-    read = gated(q * log.exp() * (inside * call.scale), call.read_gate)
+    q = call.q.to(acc).repeat_interleave(-(-H // call.q.shape[2]), 2)
+    read = gated(q * log.repeat_interleave(call.queries, 2).exp() * (inside * call.scale), call.read_gate)
     return read, log[:, -1, :, :, None].exp().expand(-1, H, K, 1)
 
 

@@ -83,14 +83,15 @@ class Problem:
     """The struct hr_problem of a call, with references to the tensors that it points to."""
 
     def __init__(self, call: Call):
-        (B, T, H, V), (Hq, K), log_decay = call.v.shape, call.k.shape[2:], call.log_decay
-        for name, x in (("q", call.q), ("k", call.k)):
-            expect(name, x, (B, T, Hq, K), call.v.dtype)
+        (B, T, H, V), (Hq, K), log_decay = call.v.shape, call.q.shape[2:], call.log_decay
+        for name, x, heads in (("q", call.q, Hq), ("k", call.k, min(Hq, H))):
+            expect(name, x, (B, T, heads, K), call.v.dtype)
         if log_decay is not None:
             dimensions = log_decay.dim()
             expect("log_decay", log_decay, (H,) if dimensions == 1 else (B, T, H, K)[: max(dimensions, 3)])
-        for name, gate in (("beta", call.beta), ("write_gate", call.write_gate), ("read_gate", call.read_gate)):
+        for name, gate in (("beta", call.beta), ("write_gate", call.write_gate)):
             expect(name, gate, (B, T, H))
+        expect("read_gate", call.read_gate, call.out_shape[:3])
         expect("initial_state", call.initial_state, call.state_shape)
         expect("bonus", call.bonus, (H, K))
         per_token = [_floats(x) for x in (log_decay, call.beta, call.write_gate, call.read_gate)]
@@ -162,7 +163,7 @@ def check(status: int) -> None:
 def forward(call: Call, keep: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns (out, final state, a buffer for the backward if `keep`)."""
     assert library is not None, missing
-    problem, out = Problem(call), torch.empty_like(call.v, memory_format=torch.contiguous_format)
+    problem, out = Problem(call), call.v.new_empty(call.out_shape)
     into, kept = PLACE.pack(*place(out)), None
     if call.v.shape[1] == 1 and not keep and call.cu_seqlens is None:
         final = copied(call.initial_state, call.state_shape)
@@ -185,7 +186,7 @@ def backward(d_out: Tensor, d_final: Tensor, call: Call, kept_: tuple[Tensor], w
     """Returns the gradients of the differentiable inputs, None for those not `wanted`."""
     assert library is not None, missing
     problem, d_out, d_final, kept = Problem(call), _rows(d_out), d_final.contiguous(), kept_[0].contiguous()
-    expect("d_out", d_out, call.v.shape, call.v.dtype)
+    expect("d_out", d_out, call.out_shape, call.v.dtype)
     expect("d_final", d_final, call.state_shape, torch.float32)
     expect("kept", kept, (library.hr_kept_floats(problem.packed),), torch.float32)
     new = [

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from ... import derivatives
-from ...autograd import register
+from ...autograd import any_requires_grad, register
 from ...call import Call
 from ...prepared import prepare
-from ...rewrite import normalized
+from ...rewrite import normalized, per_query
 from ..base import Backend, Kernel
 from . import library as native
 
@@ -50,8 +50,13 @@ def _run(call: Call) -> tuple[Tensor, Tensor]:
 
 def _step(call: Call, bonus: Tensor | None, normalize: bool, in_place: bool) -> tuple[Tensor, Tensor]:
     call = call.with_tokens()._replace(bonus=bonus)
-    out, state = normalized(call, _run) if normalize else _run(call)
+    out, state = normalized(call, _token) if normalize else _token(call)
     return out.squeeze(1), state
+
+
+def _token(call: Call) -> tuple[Tensor, Tensor]:
+    """Computes one token. Its own kernel has grouped queries, and no gradient."""
+    return per_query(call, _run) if torch.is_grad_enabled() and any_requires_grad(call) else _run(call)
 
 
 def _unsupported_step(call: Call, bonus: Tensor | None, normalize: bool) -> str | None:

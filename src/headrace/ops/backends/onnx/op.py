@@ -1,8 +1,8 @@
 """The recurrence as a node LinearAttention of an ONNX graph. ONNX Runtime has kernels for it (CPU, CUDA, WebGPU) in its
 own domain; opset 27 of ONNX has the same node.
 
-The node has no gates, no fixed decay, no β under the additive rule and no groups of heads that share keys; they are
-computed by nodes before it.
+The node has no gates, no fixed decay, no β under the additive rule and no heads of v that share keys; they are computed
+by nodes before it.
 """
 
 import torch
@@ -18,7 +18,7 @@ DOMAIN = "com.microsoft"
 def _run(call: Call) -> tuple[Tensor, Tensor]:
     dtype, call = call.v.dtype, call.wide()
     (B, T, H, V), v = call.v.shape, gated(call.v, call.write_gate)
-    q, k = (x.repeat_interleave(H // x.shape[2], 2) if x.shape[2] != H else x for x in (call.q, call.k))
+    q, k = (x.repeat_interleave(H // x.shape[2], 2) if x.shape[2] < H else x for x in (call.q, call.k))
     decay, beta = call.log_decay, call.beta
     if decay is not None and decay.dim() == 1:
         decay = decay.expand(B, T, H)
@@ -35,10 +35,10 @@ def _run(call: Call) -> tuple[Tensor, Tensor]:
     rule = rule if decay is None else "gated_delta" if call.delta else "gated"
     out, state = torch.onnx.ops.symbolic_multi_out(
         f"{DOMAIN}::LinearAttention", inputs,
-        {"update_rule": rule, "q_num_heads": H, "kv_num_heads": H, "scale": call.scale},
-        dtypes=(v.dtype, v.dtype), shapes=((B, T, H * V), call.state_shape), version=1,
+        {"update_rule": rule, "q_num_heads": q.shape[2], "kv_num_heads": H, "scale": call.scale},
+        dtypes=(v.dtype, v.dtype), shapes=((B, T, q.shape[2] * V), call.state_shape), version=1,
     )  # fmt: skip
-    return out.unflatten(2, (H, V)).to(dtype), state
+    return out.unflatten(2, (-1, V)).to(dtype), state
 
 
 def _unsupported_reason(call: Call) -> str | None:
@@ -60,6 +60,6 @@ def _any(*arguments) -> None:
 BACKEND = Backend(
     missing=_missing,
     about=lambda: f"PyTorch {torch.__version__}",
-    linear_attention=Kernel(_run, _unsupported_reason),
+    linear_attention=Kernel(_run, _unsupported_reason, extras=("queries",)),
     step=Kernel(step.step, _any),
 )

@@ -20,8 +20,8 @@ The backward passes the gradient to S through the chunks in reverse order in the
 the additive rule with one more kind of reader: a key reads like a query, and the gradient to what it has read is −dE,
 where dE is the gradient to w v.
 
-Dimensions: C tokens per chunk, K key, V value, M tiles (see tiles.py), R kinds of readers: queries, and keys under the
-delta rule.
+Dimensions: C tokens per chunk, K key, V value, M tiles (see tiles.py), R kinds of readers: the r queries of a token (1
+unless they are grouped), and keys under the delta rule.
 """
 
 from typing import Any
@@ -53,11 +53,11 @@ def row_sum(x: Tensor, out: Tensor | None = None) -> Tensor:
 
 def write(E: Tensor, decay: NoDecay, memory: Memory, part: range, delta: bool) -> Tensor:
     """Passes the state through the chunks of a part, and returns E, given the value w v or v."""
-    C, V = E.shape[1:]
+    V, n = E.shape[2], decay.queries
     if not delta:
         memory.pass_on(part, torch.bmm(decay.writes.mT, E), decay.through)
         return E
-    solve, reads = inverse(decay.scores[:, C:]), decay.reads[:, C:]
+    solve, reads = inverse(decay.scores[:, n:]), decay.reads[:, n:]
     if len(part) == 1:
         E = torch.bmm(solve, finite(torch.baddbmm(E, reads, memory.enter(part[0]), alpha=-1)))
         memory.pass_on(part, torch.bmm(decay.writes.mT, E), decay.through)
@@ -74,13 +74,13 @@ def write_backward(D: Tensor, decay: NoDecay, memory: Memory, part: range, delta
 
     D [M, R·C, V]: the gradients to what the readers read. Those of the queries are given, those of keys computed here.
     """
-    C, V = decay.writes.shape[1], D.shape[2]
-    of_queries, of_keys = D[:, :C], D[:, C:]
-    dE, reads, writes = torch.bmm(decay.scores[:, :C].mT, of_queries), decay.reads[:, :C], decay.writes
+    V, n = D.shape[2], decay.queries
+    of_queries, of_keys = D[:, :n], D[:, n:]
+    dE, reads, writes = torch.bmm(decay.scores[:, :n].mT, of_queries), decay.reads[:, :n], decay.writes
     if not delta:
         dS = memory.pass_on(part, torch.bmm(reads.mT, of_queries), decay.through)
         return dE.baddbmm_(writes, dS), dS
-    solve = inverse(decay.scores[:, C:]).mT
+    solve = inverse(decay.scores[:, n:]).mT
     if len(part) == 1:
         dS = memory.enter(part[0])
         dE = torch.bmm(solve, dE.baddbmm_(writes, dS))
@@ -88,7 +88,7 @@ def write_backward(D: Tensor, decay: NoDecay, memory: Memory, part: range, delta
         memory.pass_on(part, torch.bmm(decay.reads.mT, D), decay.through)
         return dE, dS
     solved = torch.bmm(solve, torch.cat([dE, writes], -1))
-    moved, removed = torch.bmm(decay.reads[:, C:].mT, solved).tensor_split([V], -1)
+    moved, removed = torch.bmm(decay.reads[:, n:].mT, solved).tensor_split([V], -1)
     dS = memory.pass_on(part, torch.baddbmm(moved, reads.mT, of_queries, beta=-1), decay.through, removed)
     P, Q = solved.tensor_split([V], -1)
     dE = torch.baddbmm(P, Q, dS)
@@ -102,7 +102,7 @@ def forward(call: Call, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     equals v."""
     chunks = Chunks(call)
     tiles, memory = Tiles.of(call, chunks), Memory(chunks, call.initial_state)
-    out = chunks.new_tiles(chunks.V, call.v.dtype)
+    out = chunks.new_tiles(chunks.V, call.v.dtype, chunks.queries)
     E = tiles.v.new_empty(tiles.v.shape if keep and call.delta else 0)
     for part, where in chunks.parts():
         tile = tiles.part(where)
@@ -113,8 +113,8 @@ def forward(call: Call, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         errors = write(value, decay, memory, part, call.delta)
         if len(E):
             E[where] = errors
-        read = torch.bmm(decay.reads[:, : chunks.length], memory.at(part))
-        A, scale = decay.scores[:, : chunks.length], call.scale
+        read = torch.bmm(decay.reads[:, : decay.queries], memory.at(part))
+        A, scale = decay.scores[:, : decay.queries], call.scale
         chunks.store(out, part, product, read.baddbmm_(A, finite(errors), beta=scale, alpha=scale))
     states = memory.before if keep and chunks.keeps else E.new_empty(0)
     return chunks.join(out), memory.result(), states, E
@@ -138,13 +138,13 @@ def backward(
     tiles, gradients = Tiles.of(call, chunks, d_out), Memory(chunks, d_final, reverse=True)
     E = errors if call.delta else tiles.v
     states = (states if chunks.keeps else replay(call, chunks, tiles, E)).flatten(0, 1)
-    grads = {name: chunks.new_tiles(columns, chunks.dtype) for name, columns in tiles.columns(decay_gradient).items()}
+    grads = tiles.new_gradients(chunks, decay_gradient)
     for part, where in reversed(chunks.parts()):
         tile, S, errors = tiles.part(where), states[where], E[where]
         decay = tile.decay()
         M, rows, _ = decay.reads.shape
         D = E.new_empty(M, rows, chunks.V)
-        torch.mul(tile.d_out, call.scale, out=D[:, : chunks.length])
+        torch.mul(tile.d_out, call.scale, out=D[:, : decay.queries])
         dE, dS = write_backward(D, decay, gradients, part, call.delta)
         passed = None
         if "log_decay" in grads and decay.through is not None:
@@ -163,15 +163,14 @@ def backward(
 def to_inputs(tile: Tiles, dx: Tensor, dy: Tensor, dE: Tensor, dg: Tensor | None) -> dict[str, tuple]:
     """Converts the gradients to readers, writers and w v (v under the additive rule) to those to the inputs: each is a
     function and its arguments."""
-    C = dy.shape[1]
-    queries = dx[:, :C]
+    queries, keys = dx.tensor_split([tile.q.shape[1]], 1)
     grads: dict[str, tuple] = {"q": (product, queries, tile.read_gate)}
     if dg is not None:
         grads["log_decay"] = product, dg
     if tile.read_gate is not None:
         grads["read_gate"] = row_sum, tile.q * queries
     if tile.delta:
-        grads |= {"k": (plus_product, dx[:, C:], dy, tile.factor), "v": (product, dE, tile.write_gate)}
+        grads |= {"k": (plus_product, keys, dy, tile.factor), "v": (product, dE, tile.write_gate)}
         if tile.beta is not None:
             grads["beta"] = row_sum, tile.k * dy
         if tile.write_gate is not None:

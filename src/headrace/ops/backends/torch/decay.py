@@ -1,8 +1,8 @@
 """The operators of one chunk of C tokens, for the three shapes of log_decay: what its readers x see of its writers y.
 
-Readers are queries and, under the delta rule, keys: x [M, R·C, K] has the C queries first, then the C keys. A query
-sees the writers up to its own token, a key those before it. With G_i the sum of log_decay over the chunk's tokens up to
-and including i (per head, or per head and key channel):
+Readers are queries, r of them per token, and, under the delta rule, keys: x [M, R·C, K] has the r·C queries first, then
+the C keys. A query sees the writers up to its own token, a key those before it. With G_i the sum of log_decay over the
+chunk's tokens up to and including i (per head, or per head and key channel):
 
     scores  [M, R·C, C]   Σ_k x_ik y_jk e^{G_i − G_j} for the writers j that reader i sees, else 0
     reads   [M, R·C, K]   x_i e^{G_i}            decay from the incoming state to token i
@@ -33,13 +33,15 @@ class NoDecay:
 
     through: Tensor | None = None
 
-    def __init__(self, x: Tensor, y: Tensor, log_decay: Tensor | None = None):
-        self._take(x, y)
+    def __init__(self, x: Tensor, y: Tensor, log_decay: Tensor | None = None, delta: bool = False):
+        self._take(x, y, delta)
         self.reads, self.writes = x, y
         self.scores = torch.bmm(x, y.mT).masked_fill_(self.hidden, 0)
 
-    def _take(self, x: Tensor, y: Tensor) -> None:
-        self.x, self.y, self.hidden = x, y, hidden(x.shape[1] // y.shape[1], y.shape[1], x.device)
+    def _take(self, x: Tensor, y: Tensor, delta: bool) -> None:
+        C = y.shape[1]
+        self.x, self.y, self.queries = x, y, x.shape[1] - C * delta  # queries: how many rows of x they have
+        self.hidden = hidden(self.queries // C, delta, C, x.device)
 
     def backward(self, dA: Tensor, read: Tensor, written: Tensor, passed: Tensor | None) -> Gradients:
         """Returns the gradients to x, y and log_decay. May overwrite its arguments.
@@ -53,8 +55,8 @@ class NoDecay:
 class ScalarDecay(NoDecay):
     """A decay per head and token: log_decay [M, C, 1]."""
 
-    def __init__(self, x: Tensor, y: Tensor, log_decay: Tensor):
-        super().__init__(x, y)
+    def __init__(self, x: Tensor, y: Tensor, log_decay: Tensor, delta: bool = False):
+        super().__init__(x, y, None, delta)
         decays = between(log_decay).squeeze(-1)
         self.pairs, self.seen, self.left = decays[:, None, :, 1:], decays[:, None, :, :1], decays[:, -1, 1:, None]
         self.through = decays[:, -1:, :1]
@@ -88,9 +90,9 @@ class VectorDecay(NoDecay):
     block, the decay is multiplied to y for each reader.
     """
 
-    def __init__(self, x: Tensor, y: Tensor, log_decay: Tensor):
+    def __init__(self, x: Tensor, y: Tensor, log_decay: Tensor, delta: bool = False):
         (M, C, _), c = y.shape, block_length(y.shape[1])
-        self._take(x, y)
+        self._take(x, y, delta)
         self.sizes = M, x.shape[1] // C, C // c, c
         logs = log_between(log_decay.unflatten(1, (-1, c)))
         outside = between(F.pad(logs[:, :, -1, 0], (0, 0, 1, 0)))[:, :, 1:]
@@ -129,8 +131,9 @@ class VectorDecay(NoDecay):
 
     def _hidden_beside(self) -> Tensor:
         """Returns which writers of their block [c] the readers [c, R] do not see."""
-        _, R, _, c = self.sizes
-        return hidden(R, c, self.x.device).view(R, c, c).transpose(0, 1)
+        _, R, n, c = self.sizes
+        queries = self.queries // (n * c)
+        return hidden(queries, queries < R, c, self.x.device).view(R, c, c).transpose(0, 1)
 
     def backward(self, dA: Tensor, read: Tensor, written: Tensor, passed: Tensor | None) -> Gradients:
         M, R, n, c = self.sizes
@@ -202,10 +205,10 @@ def identity(C: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 @kept_on_cpu
-def hidden(kinds: int, C: int, device: torch.device) -> Tensor:
-    """Returns which writers [C] the readers [R·C] do not see, for R = 1 (queries) or 2 (queries and keys)."""
+def hidden(queries: int, keys: bool, C: int, device: torch.device) -> Tensor:
+    """Returns which writers [C] the readers [R·C] do not see: so many kinds of queries, and keys if there are any."""
     ones = torch.ones(C, C, dtype=torch.bool, device=device)
-    return torch.cat([ones.triu(1 - kind) for kind in range(kinds)])
+    return torch.cat([*[ones.triu(1)] * queries, *[ones.triu()] * keys])
 
 
 @kept_on_cpu

@@ -19,8 +19,8 @@ class HalvedDecay(NoDecay):
     are float64, so that −50 followed by −0.01 keeps its digits.
     """
 
-    def __init__(self, x: Tensor, y: Tensor, log_decay: Tensor, base: int):
-        self._take(x, y)
+    def __init__(self, x: Tensor, y: Tensor, log_decay: Tensor, delta: bool, base: int):
+        self._take(x, y, delta)
         G = log_decay.double().clamp(min=LEAST).cumsum(1)
         self.seen, self.left = G.to(y.dtype).exp(), (G[:, -1:] - G).to(y.dtype).exp()
         self.through = self.seen[:, -1, :, None]

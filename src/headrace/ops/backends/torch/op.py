@@ -36,6 +36,6 @@ def _unsupported_reason(*arguments) -> None:
 BACKEND = Backend(
     missing=lambda: None,
     about=lambda: f"PyTorch {torch.__version__}",
-    linear_attention=Kernel(_run, _unsupported_reason),
+    linear_attention=Kernel(_run, _unsupported_reason, extras=("queries",)),
     step=Kernel(step.step, _unsupported_reason),
 )

@@ -26,8 +26,8 @@ def _update(q, k, v, state, log_decay, beta, write_gate, read_gate, bonus, delta
     q, k, target = (x.to(acc) for x in (q, k, v))
     rest = (state, log_decay, beta, write_gate, read_gate, bonus)
     state, log_decay, beta, write_gate, read_gate, bonus = (x if x is None else x.to(acc) for x in rest)
-    q, k = (x.repeat_interleave(H // x.shape[1], 1) if x.shape[1] != H else x for x in (q, k))
-    q = q * scale
+    q, k = (x.repeat_interleave(H // x.shape[1], 1) if x.shape[1] < H else x for x in (q, k))
+    q = (q * scale).unflatten(1, (H, -1))  # [B, H, queries of each state, K]
     if normalize:
         target = torch.cat([target, torch.ones_like(target[..., :1])], -1)
     target = gated(target, write_gate)
@@ -41,9 +41,10 @@ def _update(q, k, v, state, log_decay, beta, write_gate, read_gate, bonus, delta
     target = gated(target, beta)
     S = torch.addcmul(S, k[..., None], target[:, :, None])
     if bonus is None:
-        out = torch.matmul(q[:, :, None], S).squeeze(2)
+        out = torch.matmul(q, S)
     else:
-        out = torch.matmul(q[:, :, None], before).squeeze(2) + (q * bonus * k).sum(-1, keepdim=True) * target
+        out = torch.matmul(q, before) + torch.matmul(q, (bonus * k)[..., None]) * target[:, :, None]
+    out = out.flatten(1, 2)
     if normalize:
         out = out[..., :-1] / (out[..., -1:] + NORMALIZER_EPS)
     return gated(out, read_gate).to(v.dtype), S
@@ -66,7 +67,7 @@ def recurrent(call: Call, bonus: Tensor | None, normalize: bool) -> tuple[Tensor
     for q, k, v, *rest in zip(*(columns(x) for x in call[:7]), strict=True):
         o, state = _step(q, k, v, state, *rest, *settings)
         out.append(o)
-    return torch.stack(out, 1) if out else call.v, state
+    return torch.stack(out, 1) if out else call.v.new_empty(call.out_shape), state
 
 
 def _each_sequence(call: Call, bonus: Tensor | None, normalize: bool) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,9 @@ The number and the length of the chunks depend on shapes only, so that nothing w
 sequences has at most T // C + N chunks, and a chunk never has tokens of two sequences. Tokens that fill up a chunk are
 zeros, which neither change the memory nor decay it.
 
-Dimensions: B batch, T tokens, H heads (q and k may have fewer), N sequences, C tokens per chunk, K key, V value.
-A tile is a chunk of one head; M = chunks · B · H tiles, the chunks outermost.
+Dimensions: B batch, T tokens, H heads of v (q and k may have fewer; q may have r for each), N sequences, C tokens per
+chunk, K key, V value. A tile is a chunk of one head; M = chunks · B · H tiles, the chunks outermost. What belongs to
+queries has r·C rows in a tile: the C tokens of the first query of a group, then those of the next.
 """
 
 from collections.abc import Callable
@@ -62,7 +63,8 @@ class Chunks:
     def __init__(self, call: Call):
         self.count, self.length, self.keeps = grid(call)
         (self.B, self.T, self.H, self.V), self.K = call.v.shape, call.k.shape[-1]
-        self.groups, self.dtype, self.device = self.H // call.q.shape[2], accumulator(call.q), call.v.device
+        self.groups, self.dtype, self.device = self.H // call.k.shape[2], accumulator(call.q), call.v.device
+        self.queries = call.queries
         self.sequences = None if call.cu_seqlens is None else Packed(call.cu_seqlens, self.T, self.count, self.length)
 
     def parts(self) -> list[tuple[range, slice]]:
@@ -76,7 +78,8 @@ class Chunks:
         return torch.empty(count, self.B * self.H, self.K, self.V, dtype=self.dtype, device=self.device)
 
     def split(self, *tensors: Tensor | None) -> list[Any]:
-        """Converts tensors [B, T, H or H/groups, ·] or [B, T, H], if not None, to tiles [M, C, ·]."""
+        """Converts tensors [B, T, H or H/groups, ·] or [B, T, H], if not None, to tiles [M, C, ·]; those of r queries
+        per head, [B, T, H r, ·] or [B, T, H r], have r times as many columns."""
         columns = [None if x is None else self._columns(x) for x in tensors]
         given = [x for x in columns if x is not None]
         x = self._rows(torch.cat(given, -1).flatten(2, 3))
@@ -89,6 +92,8 @@ class Chunks:
         """Converts one of `split`'s tensors to [B, T, H/groups, groups, ·]."""
         if x.dim() == 3:
             x = x[..., None]
+        if x.shape[2] > self.H:
+            x = x.unflatten(2, (self.H, -1)).flatten(3)
         if x.shape[2] == self.H:
             return x.unflatten(2, (-1, self.groups))
         return x[:, :, :, None].expand(-1, -1, -1, self.groups, -1)
@@ -100,22 +105,28 @@ class Chunks:
             return F.pad(x, (0, 0, 0, 0, 0, size - self.T)) if size > self.T else x
         return x.new_zeros(x.shape[0], size, *x.shape[2:]).index_copy_(1, self.sequences.rows, x)
 
-    def new_tiles(self, columns: int, dtype: torch.dtype) -> Tensor:
-        """Returns room for the tiles of all chunks, [chunks, B, H, C, columns], with the tokens in order in memory."""
-        shape = (self.B, self.count, self.length, self.H, columns)
-        return torch.empty(shape, dtype=dtype, device=self.device).permute(1, 0, 3, 2, 4)
+    def by_query(self, x: Tensor | None) -> Tensor | None:
+        """Converts one of `split`'s results for r queries per head, [M, C, r ·], to [M, r·C, ·]."""
+        if x is None or self.queries == 1:
+            return x
+        return x.unflatten(2, (self.queries, -1)).transpose(1, 2).flatten(1, 2)
+
+    def new_tiles(self, columns: int, dtype: torch.dtype, queries: int = 1) -> Tensor:
+        """Returns room for the tiles of all chunks, [chunks, B, H, r, C, columns], with tokens in order in memory."""
+        shape = (self.B, self.count, self.length, self.H, queries, columns)
+        return torch.empty(shape, dtype=dtype, device=self.device).permute(1, 0, 3, 4, 2, 5)
 
     def join(self, tiles: Tensor) -> Tensor:
-        """Returns the tokens [B, T, H, ·] of `new_tiles`."""
-        rows = tiles.permute(1, 0, 3, 2, 4).flatten(1, 2)
+        """Returns the tokens [B, T, H r, ·] of `new_tiles`."""
+        rows = tiles.permute(1, 0, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)
         if self.sequences is not None:
             return rows.index_select(1, self.sequences.rows)
         return rows[:, : self.T].contiguous() if rows.shape[1] > self.T else rows
 
     def store(self, tiles: Tensor, part: range, function: Callable, *tensors: Tensor | None) -> None:
         """Computes a function of tensors [M, ·, ·] of a part of the chunks, into their place in `new_tiles`."""
-        heads = len(part), self.B, self.H
-        views = [x if x is None else x.view(*heads, *x.shape[1:]) for x in tensors]
+        rows = len(part), self.B, self.H, -1, self.length
+        views = [x if x is None else x.view(*rows, x.shape[2]) for x in tensors]
         function(*views, out=tiles[part.start : part.stop])
 
 
@@ -174,22 +185,24 @@ class Tiles(NamedTuple):
         kind = kind_of(g)
         tensors = (call.q, call.k, call.v, g, call.beta, call.write_gate, call.read_gate, d_out)
         q, k, v, g, beta, write_gate, read_gate, d_out = chunks.split(*tensors)
+        q, read_gate, d_out = (chunks.by_query(x) for x in (q, read_gate, d_out))
         factor = beta if call.delta else product(beta, write_gate)
-        return cls(q, k, v, g, beta, write_gate, read_gate, d_out, factor, call.delta, kind)
+        return cls(q, k, v, g, beta, write_gate, read_gate, d_out, factor, call.delta, kind)  # type: ignore[arg-type]
 
     def part(self, where: slice) -> "Tiles":
         """Returns some of the tiles."""
         return Tiles._make(x[where] if isinstance(x, Tensor) else x for x in self)
 
-    def columns(self, decay_gradient: bool) -> dict[str, int]:
-        """Returns the number of columns of each input that has a gradient."""
+    def new_gradients(self, chunks: Chunks, decay_gradient: bool) -> dict[str, Tensor]:
+        """Returns room for the gradient of each input that has one."""
         wanted = Tiles._fields[:3] + Tiles._fields[3 if decay_gradient else 4 : 7]
-        return {name: x.shape[-1] for name in wanted if (x := getattr(self, name)) is not None}
+        given = {name: x for name in wanted if (x := getattr(self, name)) is not None}
+        return {n: chunks.new_tiles(x.shape[2], chunks.dtype, x.shape[1] // chunks.length) for n, x in given.items()}
 
     def decay(self, taint: Tensor | None = None) -> NoDecay:
         """Returns the operators for the readers and writers. taint [M, C, 1], if any, is added to the writers."""
         y, q = plus_product(taint, self.k, self.factor), product(self.q, self.read_gate)
-        return self.kind(torch.cat([q, self.k], 1) if self.delta else q, y, self.log_decay)
+        return self.kind(torch.cat([q, self.k], 1) if self.delta else q, y, self.log_decay, self.delta)
 
 
 def kind_of(log_decay: Tensor | None) -> Callable[..., NoDecay]:

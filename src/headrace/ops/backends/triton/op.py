@@ -12,7 +12,7 @@ from ....utils.device import interpreted, is_hopper
 from ...autograd import define, register
 from ...call import SCHEMA, Call
 from ...derivatives import transformed
-from ...rewrite import normalized, with_bonus
+from ...rewrite import normalized, per_query, with_bonus
 from ..base import Backend, Kernel
 from .limits import DTYPES, LARGEST_KEY, missing
 
@@ -86,7 +86,8 @@ def _step_in_place(*args):
 
 
 def _like_out(*args):
-    return torch.empty_like(Call(*args).v, memory_format=torch.contiguous_format)
+    call = Call(*args)
+    return call.v.new_empty(call.out_shape)
 
 
 def _like_step(*args):
@@ -118,9 +119,10 @@ def _step(call: Call, bonus: Tensor | None, normalize: bool, in_place: bool) -> 
 
 
 def _differentiable(call: Call, bonus: Tensor | None, normalize: bool) -> tuple[Tensor, Tensor]:
+    run = partial(per_query, run=_chunkwise)
     if normalize:
-        return normalized(call, _chunkwise)
-    return _chunkwise(call) if bonus is None else with_bonus(call, bonus, _chunkwise)
+        return normalized(call, run)
+    return run(call) if bonus is None else with_bonus(call, bonus, run)
 
 
 def _wants_gradients(call: Call, bonus: Tensor | None) -> bool:

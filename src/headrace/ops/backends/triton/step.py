@@ -22,20 +22,24 @@ def scalar(x, at, other):
 
 
 @triton.jit
-def advanced(S, decay, xq, xk, target, beta, u, DELTA: tl.constexpr):
-    """Returns (the output [BV], the next state [BK, BV]) from the state S and its decay, which is broadcast to it. u
-    [BK]: the bonus, or None."""
-    before = S
+def advanced(S, decay, xk, target, beta, DELTA: tl.constexpr):
+    """Returns (the next state [BK, BV], what it was given [BV]) from the state S and its decay, which is broadcast to
+    it."""
     S *= decay
     if DELTA:
         target -= tl.sum(xk[:, None] * S, 0)
     target *= beta
-    S += xk[:, None] * target[None, :]
+    return S + xk[:, None] * target[None, :], target
+
+
+@triton.jit
+def seen(xq, S, before, xk, target, u):
+    """Returns what a query reads, [BV]: of the next state, or with a bonus u [BK] of the state before and the write."""
     if u is None:
         o = tl.sum(xq[:, None] * S, 0)
     else:
         o = tl.sum(xq[:, None] * before, 0) + tl.sum(xq * u * xk, 0) * target
-    return o, S
+    return o
 
 
 @triton.jit
@@ -43,15 +47,17 @@ def step_kernel(
     q, k, v, g, beta, write, read, bonus, state, out, after, scale, H: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (B × H, blocks of V). q, k [B, HQ, K], v [B, H, V], g [H], [B, H] or [B, H, K], numbers [B, H]."""
+    """Grid: (B × H, blocks of V). q [B, HQ, K], k [B, HQ or H, K], v [B, H, V], g [H], [B, H] or [B, H, K], beta and
+    write [B, H], read and out [B, HQ or H, ·]: with HQ above H each state has HQ / H queries."""
+    QUERIES: tl.constexpr = HQ // H if HQ > H else 1
+    SHARED: tl.constexpr = H // HQ if HQ < H else 1
     row = tl.program_id(0).to(tl.int64)
     h = row % H
-    shared = (row // H) * HQ + h // (H // HQ)
+    shared = (row // H) * (H // SHARED) + h // SHARED
     keys, values = tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     has_key, has_value = keys < K, values < V
     at = row * K * V + keys[:, None] * V + values[None, :]
     mask = has_key[:, None] & has_value[None, :]
-    xq = tl.load(q + shared * K + keys, mask=has_key, other=0.0).to(tl.float32) * scale
     xk = tl.load(k + shared * K + keys, mask=has_key, other=0.0).to(tl.float32)
     target = tl.load(v + row * V + values, mask=has_value, other=0.0).to(tl.float32) * scalar(write, row, 1.0)
     S = tl.zeros((BK, BV), tl.float32)
@@ -68,9 +74,12 @@ def step_kernel(
     u = bonus
     if bonus is not None:
         u = tl.load(bonus + h * K + keys, mask=has_key, other=0.0).to(tl.float32)
-    o, S = advanced(S, decay, xq, xk, target, scalar(beta, row, 1.0), u, DELTA)
-    o *= scalar(read, row, 1.0)
-    tl.store(out + row * V + values, o.to(out.dtype.element_ty), mask=has_value)
+    before = S
+    S, target = advanced(S, decay, xk, target, scalar(beta, row, 1.0), DELTA)
+    for i in tl.static_range(QUERIES):
+        xq = tl.load(q + (shared * QUERIES + i) * K + keys, mask=has_key, other=0.0).to(tl.float32) * scale
+        o = seen(xq, S, before, xk, target, u) * scalar(read, row * QUERIES + i, 1.0)
+        tl.store(out + (row * QUERIES + i) * V + values, o.to(out.dtype.element_ty), mask=has_value)
     tl.debug_barrier()  # `after` may be `state`: another thread may hold a copy of its entries, and load them last
     tl.store(after + at, S, mask=mask)
 
@@ -78,10 +87,10 @@ def step_kernel(
 def step(call: Call, bonus: Tensor | None, after: Tensor) -> Tensor:
     """Returns the output of one token, and writes the state to `after`, which may be the state before. The tensors of
     the call have no token dimension."""
-    (B, H, V), (HQ, K) = call.v.shape, call.k.shape[1:]
+    (B, H, V), (HQ, K) = call.v.shape, call.q.shape[1:]
     given = [None if x is None else x.contiguous() for x in (*call[:7], bonus, call.initial_state)]
     dims = 0 if call.log_decay is None else call.log_decay.dim() + (call.log_decay.dim() > 1)
-    out = torch.empty_like(call.v, memory_format=torch.contiguous_format)
+    out = call.v.new_empty(call.out_shape)
     BK = block(K, 1 << 16)
     BV = block(V, max(16, PROGRAM // BK))
     with torch.cuda.device_of(call.v):
