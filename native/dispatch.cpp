@@ -99,10 +99,10 @@ public:
     explicit Cut(const hr_problem& p) : plan{&p, chunk_of(p), 1, nullptr, 0}, kept_at_(p.sequences) {
         plan.run = run_of(p, plan.chunk);
         const std::int64_t apart = plan.run * plan.chunk;
-        std::int64_t longest = 1, kept = 0;
+        std::int64_t longest = 1;
         for (std::int64_t n = 0; n < p.sequences; n++) {
-            kept_at_[n] = kept;
-            kept += std::max<std::int64_t>(plan.length(n) - 1, 0) / apart;
+            kept_at_[n] = used_;
+            used_ += std::max<std::int64_t>(plan.length(n) - 1, 0) / apart;
             longest = std::max(longest, plan.length(n));
         }
         plan.kept_at = kept_at_.data();
@@ -136,10 +136,17 @@ public:
         return found;
     }
 
+    // The room in `kept` that no state takes: what is returned has no number of before.
+    void clear_unused(float* kept) const {
+        const std::int64_t state = plan.problem->H * plan.problem->K * plan.columns();
+        std::fill(kept + used_ * state, kept + plan.kept_states * state, 0.0f);
+    }
+
     Plan plan;
 
 private:
     std::vector<std::int64_t> kept_at_;
+    std::int64_t used_ = 0;
 };
 
 template <class Job>
@@ -284,7 +291,7 @@ int hr_forward(const hr_problem* p, const hr_tensor* out, float* final_state, fl
     return guarded([&] {
         const Cut cut(*p);
         will_be_written(*p, *out, p->H, p->V, p->dtype == HR_BFLOAT16);
-        if (kept) in_large_pages(kept, hr_kept_floats(p) * sizeof(float));
+        if (kept) in_large_pages(kept, hr_kept_floats(p) * sizeof(float)), cut.clear_unused(kept);
         return run(choice().of(*p).forward, cut, Forward{*out, final_state, kept}, cut.units(p->H, cut.parts()));
     });
 }
