@@ -45,13 +45,15 @@ test-newest: export HEADRACE_NATIVE ?= required
 test-newest:
 	$(MAKE) versions VENV=build/newest CHOICE="--upgrade --upgrade-strategy eager"
 
+# Packages of other years warn of each other, as Typer 0.16 of the newest Click, and leave sockets open.
+WARNINGS := $(foreach each,Deprecation PendingDeprecation Future Resource,-W default::$(each)Warning)
 versions:
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) --upgrade pip
 	$(PIP) $(CHOICE) $(if $(TORCH_INDEX),--retries 0 --extra-index-url $(TORCH_INDEX)) -e ".[$(EXTRAS)]" \
 	    pytest pytest-xdist hypothesis openai
 	$(BIN)/python -m pip freeze
-	$(BIN)/python -m pytest -n auto --dist worksteal @tests/quick.txt @tests/commands.txt
+	$(BIN)/python -m pytest -n auto --dist worksteal $(WARNINGS) @tests/quick.txt @tests/commands.txt
 
 # What needs a GPU, on a machine with one. All other tests hide it.
 test-gpu: $(VENV)/.dev

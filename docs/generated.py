@@ -60,10 +60,11 @@ def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *cells)) + "\n"
 
 
-def mixers() -> str:
-    """One row per mixer but the `softmax-X` of linear mixers X: its update, decay, state, and what computes it."""
-    rows = []
-    for name in (name for name in zoo.names() if name in {*plain(), *zoo.PUBLISHED}):
+def mixers(*names: str) -> str:
+    """One row per mixer: its update, decay, state, and what computes it. No names: of all but the `softmax-X` of linear
+    mixers X."""
+    rows, every = [], {*plain(), *zoo.PUBLISHED}
+    for name in names or [name for name in zoo.names() if name in every]:
         row, spec = catalog.describe(name), zoo.get(name)
         rule = spec.write.rule if isinstance(spec, MixerSpec) else _rule(row)
         decay = "none" if row["retention"] == "all" else row["retention"]
@@ -197,15 +198,10 @@ def released() -> str:
         described = {"model_type": kind}
         if form.defaults is None:
             described = CONFIG_MAPPING[kind]().to_dict()
-        try:
-            model, known = form.model(form.of_text(described))
-            layers = ", ".join(dict.fromkeys(map(_layer, HeadraceConfig(**model.arguments).stack.layers)))
-            refused = ", ".join(f"`{name}`" for name in sorted(known.fixed)) or "none"
-            numbers = f"{len(known.read)}", refused, f"{len(known.ignored)}"
-        except InputError as error:
-            field = str(error).removeprefix("config.json has ").partition("=")[0]
-            layers = f"none: its default config is refused by the name of `{field}`"
-            numbers = "–", "–", "–"
+        model, known = form.model(form.of_text(described))
+        layers = ", ".join(dict.fromkeys(map(_layer, HeadraceConfig(**model.arguments).stack.layers)))
+        refused = ", ".join(f"`{name}`" for name in sorted(known.fixed)) or "none"
+        numbers = f"{len(known.read)}", refused, f"{len(known.ignored)}"
         back = "any model that the format can hold" if form.describe else "models converted from it"
         rows.append((f"`{kind}`", layers, *numbers, back))
     head = (

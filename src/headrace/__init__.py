@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from .layers import Mixer
     from .layers.blocks.compiled import compile_blocks
     from .layers.quantized import quantize
-    from .layers.tensor_parallel import tensor_parallel
-    from .ops.attention import linear_attention, step
-    from .ops.dispatch import backends, set_backend
+    from .ops.attention import backends, linear_attention, step
+    from .ops.dispatch import set_backend
     from .ops.parallel.context import context_parallel
     from .studies.registration import register_mixer, register_model, register_task
     from .studies.verify import verify
@@ -35,12 +34,11 @@ _LAZY = {
     "linear_attention": "ops.attention",
     "step": "ops.attention",
     "context_parallel": "ops.parallel.context",
-    "backends": "ops.dispatch",
+    "backends": "ops.attention",
     "set_backend": "ops.dispatch",
     "Mixer": "layers",
     "compile_blocks": "layers.blocks.compiled",
     "quantize": "layers.quantized",
-    "tensor_parallel": "layers.tensor_parallel",
     "verify": "studies.verify",
     "register_mixer": "studies.registration",
     "register_model": "studies.registration",
@@ -61,8 +59,7 @@ del auto
 __all__ = [
     "GateWarning", "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel", "InputError", "Marks",
     "Mixer", "backends", "compile_blocks", "context_parallel", "linear_attention", "load", "load_state", "quantize",
-    "register_mixer", "register_model", "register_task", "save_state", "set_backend", "step", "tensor_parallel",
-    "verify",
+    "register_mixer", "register_model", "register_task", "save_state", "set_backend", "step", "verify",
 ]  # fmt: skip
 
 

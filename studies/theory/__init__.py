@@ -13,7 +13,7 @@ import torch
 from matplotlib.figure import Figure
 
 from headrace.studies.report.style import STYLE
-from headrace.utils.environment import environment
+from headrace.training.environment import environment
 from headrace.utils.errors import InputError
 from headrace.utils.integrity import write_json
 

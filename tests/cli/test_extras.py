@@ -22,7 +22,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 COMMANDS = {name: command for commands in app.GROUPS.values() for name, command in commands.items()}
 EVERYTHING = {package for names in extras.EXTRAS.values() for package in names}
 OPTIONAL = EVERYTHING - {"pydantic"}  # which newer versions of Typer install
-BROUGHT = {"packaging", "yaml", "jinja2", "pandas"}  # by transformers, PyTorch and datasets
+BROUGHT = {"packaging", "yaml", "jinja2", "pandas", "httpx"}  # by transformers, PyTorch, datasets, huggingface_hub 1
 PARTS = {  # extra -> folders of the package that it is enough for
     "models": ("hf/convert", "hf", "models"),
     "gguf": ("hf/convert", "hf"),

@@ -18,6 +18,7 @@ ORDER = [
     "utils", "spec", "zoo", "ops", "layers", "models", "hf", "export", "serving", "data", "tasks", "training",
     "studies", "cli",
 ]  # fmt: skip
+LAYERS = ["linear", "scans", "matrix", "attention", "blocks"]  # so may its packages
 
 
 def parts_imported(path: Path) -> set[str]:
@@ -39,6 +40,13 @@ def test_imports_go_one_way(path):
         return
     later = ORDER[ORDER.index(part) + 1 :]
     assert not parts_imported(path) & set(later)
+
+
+@pytest.mark.parametrize("package", LAYERS[:-1])
+def test_packages_of_layers_import_one_way(package):
+    later = "|".join(LAYERS[LAYERS.index(package) + 1 :])
+    code = "".join(path.read_text("utf-8") for path in (SOURCE / "layers" / package).glob("*.py"))
+    assert not re.search(rf"^\s*from \.\.({later})\b", code, re.MULTILINE)
 
 
 def test_parts_are_in_import_order():
@@ -79,6 +87,10 @@ README, INDEX, GUIDE, MIXERS = ((ROOT / path).read_text("utf-8") for path in PAG
 def test_first_examples_run(code):
     with patch.dict(zoo.LINEAR):  # to which an example adds a mixer
         exec(compile(code, "README.md", "exec"), {})
+
+
+def test_readme_is_read_in_one_sitting():
+    assert len(README.splitlines()) <= 150
 
 
 def test_every_mixer_is_listed():

@@ -55,6 +55,23 @@ def test_adapters_equal_merged_weights(name):
     assert relative(logits(model.merge_and_unload(), ids), result) <= tolerance
 
 
+@pytest.mark.parametrize("name", ["transformer", "softmax-gla", "kda", "rwkv6", "mamba", "rwkv7"])
+@torch.no_grad()
+def test_each_row_of_a_padded_batch_has_an_adapter_of_its_own(name):
+    model, ids = adapted(name, "all-linear").eval(), tokens(3)
+    model.add_adapter("other", peft.LoraConfig(r=2, init_lora_weights=False, target_modules="all-linear"))
+    mask = (torch.arange(ids.shape[1]) >= torch.tensor([[0], [3], [2]])).long()
+    names = ["default", "other", "__base__"]
+    mixed = model(input_ids=ids, attention_mask=mask, adapter_names=names).logits
+    model.set_adapter("other")
+    alone = model(input_ids=ids, attention_mask=mask).logits
+    assert relative(mixed[1, 3:], alone[1, 3:]) < 1e-12
+    model.set_adapter("default")
+    assert relative(mixed[0], model(input_ids=ids, attention_mask=mask).logits[0]) < 1e-12
+    with model.disable_adapter():
+        assert relative(mixed[2, 2:], model(input_ids=ids, attention_mask=mask).logits[2, 2:]) < 1e-12
+
+
 def test_model_with_adapters_is_not_quantized():
     """PEFT would merge them into a copy of the weight, and they would be lost."""
     with pytest.raises(InputError, match=r"has adapters; expected model\.merge_and_unload"):

@@ -269,17 +269,6 @@ def test_language_model_of_several_parts(tmp_path):
     assert ours.config.converted_from["model_type"] == "qwen3_5_text"
 
 
-@pytest.mark.parametrize(("kinds", "name"), [(["linear_attention", "indexed_attention"], "layer_types"),
-                                              (["linear_attention"] * 2, "hc_mult")])  # fmt: skip
-def test_parts_that_headrace_lacks_are_named(kinds, name, tmp_path):
-    """Of GLM-5-Next, before a tensor is read."""
-    config = CONFIG_MAPPING["glm5_next"](text_config={"num_hidden_layers": 2, "layer_types": kinds})
-    (tmp_path / "config.json").write_text(config.to_json_string())
-    save_file({"x": torch.zeros(2**20)}, tmp_path / "model.safetensors")
-    with pytest.raises(InputError, match=f"config.json has {name}="):
-        import_checkpoint(tmp_path)
-
-
 def test_factors_are_folded_into_float32(tmp_path):
     """MiniMax's, which bfloat16 weights would round, unless they are powers of 2."""
     for factor, dtype in ((3.5, torch.float32), (2.0, torch.bfloat16)):

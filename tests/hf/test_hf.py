@@ -56,7 +56,7 @@ def test_long_prompt_is_read_in_pieces(model, padding, monkeypatch):
     ids, mask = tokens(2), torch.tensor(PIECES[padding])
     whole = model(ids, attention_mask=mask)
     lengths = []
-    model.model.backbone.layers[0].register_forward_hook(lambda layer, args, out: lengths.append(out[0].shape[1]))
+    model.model.backbone.layers[0].register_forward_hook(lambda layer, args, out: lengths.append(out.shape[1]))
     monkeypatch.setattr(stack, "PIECE", 4)
     pieces = model(ids, attention_mask=mask)
     layers = model.model.backbone.layers
@@ -400,17 +400,19 @@ def test_losses_equal_transformers():
 @pytest.mark.parametrize("mixer", ["softmax-gla", "transformer", "mamba"])
 @pytest.mark.parametrize("padding", [0, 3])
 def test_hidden_states_have_gradients(mixer, padding):
-    """Those of one block are what the next one reads, and hooks on blocks and the norm find them under the names of
-    transformers."""
+    """Those of one block are what the next one reads, and hooks on blocks, whose outputs are tensors, and the norm find
+    them under the names of transformers."""
     model, ids = build(mixer), torch.randint(1, SIZES["vocab_size"], (2, 9))
     mask = (torch.arange(9) >= torch.tensor([[0], [padding]])).long()
-    seen = []
+    seen, outputs = [], []
     hooks = [layer.register_forward_pre_hook(lambda module, args: seen.append(args[0])) for layer in model.model.layers]
+    hooks += [layer.register_forward_hook(lambda module, args, y: outputs.append(y)) for layer in model.model.layers]
     normed = model.model.norm.register_forward_hook(lambda module, args, output: seen.append(output))
     hidden = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
     for hook in (*hooks, normed):
         hook.remove()
     assert all(torch.equal(inside, given) for inside, given in zip(seen, hidden, strict=True))
+    assert all(torch.equal(output, given) for output, given in zip(outputs[:-1], seen[1:-1], strict=True))
     for each in hidden:
         each.retain_grad()
     (model.lm_head(hidden[-1]).square().mean(2) * mask).sum().backward()

@@ -12,6 +12,7 @@ import transformers
 from datasets import Dataset
 
 import tiny
+from headrace import InputError
 from headrace.data.tokenizer import byte_level
 from headrace.hf import HeadraceForCausalLM, load
 from headrace.studies.verify import relative
@@ -40,6 +41,15 @@ def model_folder(request, folder, tmp_path_factory):
     load(release(request.param, path / "theirs")).save_pretrained(path / "ours")
     byte_level().save_pretrained(path / "ours")
     return path / "ours"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), {"tp_plan": "auto", "tp_size": 2, "distributed_config": {}, "device_mesh": object()}.items()
+)
+def test_tensor_parallelism_is_refused(folder, name, value):
+    """transformers loads the whole model without a word in one process, and has no plan for it in several."""
+    with pytest.raises(InputError, match=f"{name}=.* every process loads the whole model"):
+        transformers.AutoModelForCausalLM.from_pretrained(folder, **{name: value})
 
 
 def test_a_search_for_the_module_of_autoconfig_does_not_undo_the_registration(monkeypatch):

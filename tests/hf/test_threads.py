@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from headrace.utils.threads import RECENT, TRIES, Threads
+from headrace.hf.threads import RECENT, TRIES, Threads
 
 
 def run(threads, times, steps):

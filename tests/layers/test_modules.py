@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from headrace import layers, zoo
+from headrace.layers.base import Mixer
+from headrace.layers.packing import padding_last
 from headrace.layers.quantized import Int8Linear
 from headrace.studies.verify import relative
 from tiny import SIZES, build, close, layer, tokens
@@ -42,6 +44,23 @@ def test_changed_submodule_changes_the_mixer(name, how):
         assert all(relative(y, z) > 1e-4 for y, z in zip(changed, halves(plain), strict=True)), where
         undo[0]()
     assert torch.equal(made(x)[0], plain)
+
+
+@pytest.mark.parametrize("name", zoo.names())
+@torch.no_grad()
+def test_hooks_see_the_rows_of_a_padded_batch(name):
+    """As adapters of PEFT by row do. Rows are also those of the padding that stays as one more sequence."""
+    made, x, mask = layer(name).double(), torch.randn(2, T, D).double(), torch.arange(T) >= torch.tensor([[0], [2]])
+    ways = [lambda: made(x, mask=mask)[0]]
+    if isinstance(made, Mixer) and made.static_shapes:
+        ways.append(lambda: padding_last(made.run, x, None, mask)[0])
+    plain, seen = made(x, mask=mask)[0], []
+    for module in made.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda module, args, y: seen.append((*args[0].shape[:2], *y.shape[:2])))
+    for way in ways:
+        assert relative(way(), plain) < 1e-12
+    assert seen and set(seen) == {(2, T, 2, T)}
 
 
 @pytest.mark.parametrize("name", zoo.names())

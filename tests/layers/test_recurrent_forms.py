@@ -209,24 +209,6 @@ def test_norm_cancels_a_gate_before_it(expression):
         assert (relative(layer(x)[0], y) <= 1e-13) is cancels
 
 
-# --- names in stored configurations ----------------------------------------------------------------------------------
-
-
-def test_old_names_of_orders_and_gates_are_read():
-    taylor = to_json(zoo.get("taylor-softmax"))
-    taylor["inputs"] = {"feature_map": "taylor-2", "rotary": True}
-    assert from_json(taylor) == zoo.get("taylor-softmax")
-    assert zoo.get("taylor-softmax(inputs.feature_map=taylor-4)") == zoo.get("taylor-softmax(inputs.order=4)")
-    for place in ("output", "input"):
-        old = {"type": "softmax-rnn", "clamp": 5.0, "denominator": f"{place}-gate", "by_length": True}
-        assert from_json(old) == SoftmaxRNNSpec(clamp=5.0, denominator="none", gate=place, by_length=True)
-
-
-def test_old_norm_of_taylor_features_is_refused():
-    with pytest.raises(InputError, match=r"expected inputs\.order, before which q and k are normalized"):
-        zoo.get("deltanet(inputs.feature_map=taylor-2)")
-
-
 @pytest.mark.parametrize(
     ("expression", "reason"),
     [

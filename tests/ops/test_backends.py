@@ -1,25 +1,22 @@
 """The table of backends: what it shows, and that a backend given by name computes what it is asked for or refuses."""
 
-import inspect
-
 import pytest
 import torch
 
 import tiny
 from equation import skip_if_missing
-from headrace import InputError, backends, linear_attention, set_backend, step, zoo
+from headrace import InputError, backends, set_backend, step, zoo
 from headrace.cli.compare import backends as list_backends
 from headrace.hf import load
 from headrace.layers import LinearMixer, build
-from headrace.ops import dispatch
 from headrace.ops.backends.base import OPERATIONS, Backend, Kernel
 from headrace.ops.backends.native import library as native
 from headrace.ops.dispatch import BACKENDS
 from headrace.ops.reference import literal
 from headrace.studies.verify import relative, verify
 from headrace.training import recipes
+from headrace.training.environment import this_process
 from headrace.training.model import estimate
-from headrace.utils.environment import this_process
 
 D = 32
 
@@ -52,12 +49,6 @@ def test_backends_refuses_wrong_arguments(said):
     with pytest.raises(InputError) as refused:
         backends(**({"q": q, "k": q, "v": q} | MISTAKES[said]))
     assert said in str(refused.value)
-
-
-def test_backends_takes_the_arguments_of_linear_attention():
-    known = inspect.signature(linear_attention).parameters
-    defaults = {name: x.default for name, x in known.items() if x.default is not inspect.Parameter.empty}
-    assert dict.fromkeys(dispatch.TENSORS) | dispatch.OTHERS == defaults
 
 
 def test_backend_of_a_call_depends_on_its_form():

@@ -17,7 +17,7 @@ from headrace.layers.attention.flash import flash_attention
 from headrace.layers.attention.gathered import Groups, attend_gathered
 from headrace.layers.linear.convolution import convolve
 from headrace.layers.quantized import Int8Linear
-from headrace.layers.scans.scan import Pack, packed_scan
+from headrace.layers.scan import Pack, packed_scan
 from headrace.layers.scans.selective_scan import Operands, scan_tiles
 from headrace.ops.loss import linear_cross_entropy
 from headrace.ops.sequences import Sequences

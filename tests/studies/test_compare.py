@@ -33,8 +33,9 @@ from headrace.studies.compare.run import complete
 from headrace.studies.compare.shape import MATCHED, ArmRecipe, Shape
 from headrace.studies.compare.summary import summarize
 from headrace.tasks import IGNORED, Answers, Digits, Induction, Masked, Pair, Reverse, Text
+from headrace.training.results import file_names, finite, read_result, restored, write_result
 from headrace.utils.errors import InputError
-from headrace.utils.integrity import file_names, finite, read_result, restored, write_json, write_result
+from headrace.utils.integrity import write_json
 from headrace.utils.provenance import claim
 
 CONTROL = "softmax-retnet(competition.activation=sigmoid)"

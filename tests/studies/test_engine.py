@@ -14,8 +14,8 @@ from damage import change_digit
 from groups import forked
 from headrace.studies import engine, workers
 from headrace.studies.engine import Claim, Point, run
+from headrace.training.results import NOT_FINITE
 from headrace.utils.errors import InputError
-from headrace.utils.integrity import NOT_FINITE
 from headrace.utils.processes import locked
 
 PLAN = Claim({"squares of": [1, 2, 3]})
@@ -165,12 +165,6 @@ def test_a_changed_plan_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"holds another run \(squares of is 3 there and 4 here\)"):
         run(tmp_path, Claim({"squares of": [1, 2, 4]}), points(4), square)
     assert not (tmp_path / "points" / "4.json").exists()
-
-
-def test_a_plan_of_an_earlier_spelling_is_the_same(tmp_path):
-    run(tmp_path, Claim({"quadrats of": [1, 2, 3]}), points(1), square)
-    today = lambda plan: {"squares of": plan.get("quadrats of", plan.get("squares of"))}  # noqa: E731
-    assert squares(run(tmp_path, Claim(PLAN.plan, today=today), points(1), never)) == [1]
 
 
 def test_results_on_another_machine_are_refused_or_accepted(tmp_path):

@@ -27,8 +27,8 @@ from headrace.studies.evaluate.checkpoint import named, read_checkpoint
 from headrace.studies.evaluate.run import EvaluationPlan, Machine, evaluate
 from headrace.studies.evaluate.scores import scores
 from headrace.studies.evaluate.suites import items
+from headrace.training.results import read_result
 from headrace.utils.errors import InputError
-from headrace.utils.integrity import read_result
 from tiny import trained
 
 LENGTH = 48

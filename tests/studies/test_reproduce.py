@@ -16,7 +16,7 @@ from headrace.cli import app as cli
 from headrace.cli import understand
 from headrace.data.tokenizer import byte_level
 from headrace.studies.reproduce import execute, experiment, numbers, show
-from headrace.utils.integrity import write_result
+from headrace.training.results import write_result
 from tiny import build
 
 COMMANDS = typer.main.get_command(cli.app).commands

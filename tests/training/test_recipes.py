@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import tiny
+from headrace.studies.settings import assignments
 from headrace.training import recipes
 from headrace.training.model import build, count, estimate, meta_model
+from headrace.training.yaml_file import read_yaml, to_yaml
 from headrace.utils.errors import InputError
-from headrace.utils.settings import assignments
-from headrace.utils.yaml_file import read_yaml, to_yaml
 
 # Body, tied and untied, in millions, of GLA at table 5's layers and widths (arXiv 2602.01744), vocabulary 32,000.
 GLA = {"paper-80m": (81.5, 102.0, 122.5), "paper-110m": (91.7, 112.2, 132.7), "paper-170m": (170.4, 194.9, 219.5)}
@@ -65,7 +65,7 @@ def test_rnn_recipe_clips_only_gated_models():
 
 
 GATED = {
-    "softmax-rnn-gate": True, "softmax-rnn-gate(denominator=input-gate)": True, "softmax-rnn-norm": False,
+    "softmax-rnn-gate": True, "softmax-rnn-gate(gate=input)": True, "softmax-rnn-norm": False,
     "softmax-rnn-gate(gate=none)": False, "softmax-rnn-norm(denominator=detached)": False,
     "softmax-rnn-norm(denominator=input-length, numerator=cosine)": False, "softmax-rnn-norm+softmax-rnn-gate": True,
     "transformer": False, "retnet": True, "mamba": True, "rwkv7": True,

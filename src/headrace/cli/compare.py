@@ -285,8 +285,8 @@ def verify(
     dtype = dtype or "float64"
     from ..studies.verify import OP, available, device_failed, subjects
     from ..studies.verify import verify as check
+    from ..training.environment import device_name
     from ..utils.device import on_device
-    from ..utils.environment import device_name
 
     precision = _precision(dtype)
     device = on_device(device, float64=dtype == "float64")

@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ..studies.settings import assignments
 from ..utils.errors import InputError
-from ..utils.settings import assignments
 from .console import AcceptOld, NewFolder, interruptible, refuse_without
 
 GIGA = 1e9

@@ -16,11 +16,11 @@ from ..utils.device import on_device
 from ..utils.errors import InputError
 from ..utils.extras import reading_tokenizer
 from ..utils.integrity import check_files, short
-from ..utils.threads import Threads
 from .cache import NAME as CACHE
 from .cache import HeadraceCache
 from .checkpoint import check_backend, load
 from .state_file import check_new, load_state, save_state
+from .threads import Threads
 
 # Fields of a GenerationConfig that ask for another search than sampling or greedy search, or for another result than
 # the text after a whole prompt, with the values that do not.
@@ -45,7 +45,7 @@ def generate(
         seed: seed of sampling; None: torch's current random state.
         stream: print the text while it is generated.
         echo: with `stream`, print what has been read and the prompt before it.
-        threads: number of PyTorch's threads on a CPU; None: measured with the first tokens (`utils.threads`).
+        threads: number of PyTorch's threads on a CPU; None: measured with the first tokens (`hf.threads`).
         draft: a checkpoint with the same tokens that proposes the next ones; not with `resume`.
         resume: file of a state to go on from.
         save: file to write the state to after the last token. It must be new, or the one of `resume`.

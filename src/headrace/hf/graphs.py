@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from ..layers.blocks.moe import MixtureOfExperts
 from ..layers.graph import GraphedStep
-from ..layers.tensor_parallel import cuts_of
 from ..spec.record import Record
 from ..utils.errors import InputError
 from .cache import HeadraceCache
@@ -45,7 +44,7 @@ def unsupported_reason(model: Any, cache: HeadraceCache | None = None) -> str | 
     for name, module in model.named_modules():
         if any(getattr(module, hooks) for hooks in HOOKS):
             return f"{name or 'the model'} has a hook"
-    return "its heads are divided among processes" if cuts_of(model) else None
+    return None
 
 
 class Graph(NamedTuple):

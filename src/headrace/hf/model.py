@@ -19,7 +19,6 @@ from ..layers.blocks.block import Block
 from ..layers.blocks.stack import Backbone, initialize
 from ..layers.packing import check_marks, flash_bounds, pack_rows, padding_mask, sequences
 from ..layers.quantized import Int8Linear
-from ..layers.tensor_parallel import cuts_of, read_plan, tensor_parallel, whole_state_dict
 from ..ops.checks import as_bounds, require
 from ..ops.sequences import Sequences, avoid_sync
 from ..utils.errors import InputError
@@ -58,24 +57,17 @@ class HeadracePreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
-        """As in transformers, but with tp_plan="auto" every process of torchrun reads the whole model and keeps its
-        heads (`headrace.tensor_parallel`). Raises InputError for another tp_plan, tp_size and distributed_config."""
-        mesh = read_plan(kwargs)
-        loaded: Any = super().from_pretrained(*args, **kwargs)
-        if mesh is not None:
-            model = loaded[0] if isinstance(loaded, tuple) else loaded
-            tensor_parallel(model, mesh).to(mesh.device_type)
-        return loaded
+        """As in transformers, but raises InputError for tensor parallelism: every process loads the whole model."""
+        for name in ("tp_plan", "tp_size", "distributed_config", "device_mesh"):
+            value = kwargs.get(name)
+            require(value is None, f"{name}={value!r}, but every process loads the whole model; expected None")
+        return super().from_pretrained(*args, **kwargs)
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, **options):  # type: ignore[override]
-        """As in transformers, and writes checksums of the weights, which `load` verifies. All processes of
-        `tensor_parallel` must call it; the first one writes the whole model. Raises InputError for a quantized model,
-        whose weights nothing can load."""
+        """As in transformers, and writes checksums of the weights, which `load` verifies. Raises InputError for a
+        quantized model, whose weights nothing can load."""
         quantized = any(isinstance(module, Int8Linear) for module in self.modules())
         require(not quantized, "the model is quantized, and its weights could not be loaded; expected the original")
-        if cuts_of(self):
-            options["state_dict"] = whole_state_dict(self)
-            is_main_process = is_main_process and torch.distributed.get_rank() == 0
         if is_main_process:
             unseal(Path(save_directory))
         super().save_pretrained(save_directory, is_main_process, **options)

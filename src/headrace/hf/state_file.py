@@ -19,7 +19,6 @@ from torch import Tensor
 
 import headrace
 
-from ..layers.tensor_parallel import cuts_of
 from ..ops.checks import require
 from ..utils.errors import InputError, reading
 from ..utils.integrity import SUM, atomic, digest
@@ -119,7 +118,6 @@ def check_new(path: str | Path, replace: bool = False) -> None:
 
 def facts(model: Any) -> dict[str, str]:
     """What a state says of its model: format, vocabulary, dtype, and the digest of configuration and weights."""
-    require(not cuts_of(model), "the model is split over processes, and so is its state; expected a whole model")
     dtype = str(model.dtype).removeprefix("torch.")
     return {"format": FORMAT, "vocabulary": str(model.config.vocab_size), "dtype": dtype, "digest": model_digest(model)}
 

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from ..ops.checks import require
+from ..ops.modules import is_watched
 from ..ops.sequences import Sequences, avoid_sync
 from ..utils.errors import InputError
 
@@ -28,6 +30,23 @@ def pad(x: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
     """Inverts `unpad`: x [1, tokens, D] -> [B, T, D] with zeros at the padding. shape: (B, T)."""
     full = x.new_zeros(shape[0] * shape[1], *x.shape[2:])
     return full.index_copy(0, places, x[0]).unflatten(0, tuple(shape))
+
+
+class UnpaddedSequences(Sequences):
+    """The sequences of a pack [1, tokens, ·] of a padded batch.
+
+    places: [tokens], the indices of the tokens in the flattened rows. shape: (B, T) of the rows."""
+
+    def __init__(self, pack: Tensor, cu_seqlens: Tensor, places: Tensor, shape: torch.Size):
+        super().__init__(pack, cu_seqlens)
+        self.from_rows, self.shape = places, shape
+
+    def tokenwise(self, module: Callable[..., Any], x: Tensor, **options: Any) -> Any:
+        """As in the base; hooks and adapters of the module see the rows [B, T, ·] of the padded batch."""
+        if isinstance(module, nn.Module) and not is_watched(module):
+            return module(x, **options)
+        result = module(pad(x, self.from_rows, self.shape), **options)
+        return tree_map(lambda y: y.flatten(0, 1)[self.from_rows][None], result)
 
 
 def zeroed(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -149,7 +168,9 @@ def without_padding(run: Callable[..., tuple[Tensor, Any]], x: Tensor, state: An
 
     Returns (y [B, T, D], with zeros at the padding, and the next state)."""
     packed, cu_seqlens, places = unpad(x, mask)
-    y, state = run(packed, state, Sequences(packed, cu_seqlens)) if packed.shape[1] else (packed, state)
+    if packed.shape[1] == 0:
+        return pad(packed, places, x.shape[:2]), state
+    y, state = run(packed, state, UnpaddedSequences(packed, cu_seqlens, places, x.shape[:2]))
     return pad(y, places, x.shape[:2]), state
 
 
@@ -164,7 +185,7 @@ def padding_last(run: Callable[..., tuple[Tensor, Any]], x: Tensor, state: Any, 
     ends = F.pad(torch.cat([mask.sum(1), mask.logical_not().sum()[None]]).cumsum(0), (1, 0))
     if state is not None:
         state = type(state)(*(None if y is None else torch.cat([y, y.new_zeros(1, *y.shape[1:])]) for y in state))
-    y, state = run(pack, state, Sequences(pack, ends))
+    y, state = run(pack, state, UnpaddedSequences(pack, ends, order, mask.shape))
     y = y.new_zeros(N, *y.shape[2:]).index_copy(0, order, y[0]).unflatten(0, (B, T))
     return zeroed(y, mask), type(state)(*(z if z is None else z[:-1] for z in state))
 

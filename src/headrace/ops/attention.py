@@ -7,15 +7,17 @@ Shapes: B batch, T tokens, H heads (Hq for q and k), K key, V value dimension pe
 """
 
 from functools import partial
-from typing import Literal
+from inspect import signature as signature_of
+from typing import Any, Literal
 
 from torch import Tensor
 
-from ..utils.errors import InputError
+from ..utils.errors import InputError, nearest
+from .backends.base import OPERATIONS
 from .backends.torch.step import recurrent
 from .call import Call, accumulator
 from .checks import as_bounds, check_form, check_rule, check_scale, check_shapes, check_values, require
-from .dispatch import choose, refuse_recurrent
+from .dispatch import BACKENDS, choose, refuse_recurrent, unavailable
 from .parallel.context import ShardBoundaries, current, over_processes
 from .prepared import TABLE, remember, signature
 from .rewrite import normalized, with_bonus
@@ -25,6 +27,8 @@ PARALLEL_LIMIT = 4 * 2**30  # bytes of T×T scores that form="parallel" may hold
 
 Form = Literal["chunkwise", "recurrent", "parallel"]
 Rule = Literal["add", "delta"]
+# The tensors of a call besides q, k and v, in the order of `_checked`.
+OPTIONS = "log_decay", "beta", "write_gate", "read_gate", "initial_state", "cu_seqlens", "bonus"
 
 
 def linear_attention(
@@ -153,6 +157,50 @@ def _one_chunk(v: Tensor, cu_seqlens: Tensor | None) -> int:
             f"expected at most {PARALLEL_LIMIT / 2**30:.0f} GiB, or form='chunkwise'"
         )
     return max(T, 1)
+
+
+def backends(
+    q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None, **kwargs: Any
+) -> dict[str, dict[str, str | None]] | str:
+    """Lists what each backend computes, or names the backend of a call.
+
+    Args:
+        q, k, v: as in `linear_attention`, all three or none.
+        kwargs: the other arguments of `linear_attention`. They are checked as there, except for values (check=True)
+            and context parallelism.
+
+    Returns:
+        Without arguments, a dict by backend of dicts by operation, with None, or the reason why the backend does not
+        compute the operation here. With the arguments of a call, the name of the backend that would compute it.
+
+    Raises:
+        InputError: for arguments that `linear_attention` refuses, and for a backend given by name that cannot compute
+            the call.
+    """
+    if q is None and k is None and v is None and not kwargs:
+        return {name: {operation: unavailable(name, operation) for operation in OPERATIONS} for name in BACKENDS}
+    if q is None or k is None or v is None:
+        raise InputError("backends needs q, k and v to name the backend of a call; expected all three, or no arguments")
+    given = {x.name: x.default for x in signature_of(linear_attention).parameters.values() if x.kind is x.KEYWORD_ONLY}
+    for name in kwargs:
+        if name not in given:
+            raise InputError(f"linear_attention has no argument {name!r}; did you mean {nearest(name, given)!r}?")
+    return _backend_of(q, k, v, given | kwargs)
+
+
+def _backend_of(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> str:
+    """Returns the name of the backend that computes a call of `linear_attention`."""
+    check_form(given["form"], given["chunk_size"])
+    options = {name: given[name] for name in OPTIONS} | {"cu_seqlens": as_bounds(given["cu_seqlens"])}
+    settings = (given[name] for name in ("rule", "normalize", "scale", "chunk_size"))
+    call = _checked(q, k, v, options, *settings, ("B", "T"))
+    if given["form"] == "recurrent":
+        refuse_recurrent(given["backend"])
+        return "torch"
+    if given["form"] == "parallel":
+        call = call._replace(chunk_size=_one_chunk(v, call.cu_seqlens))
+    kernel = choose("linear_attention", given["backend"], call)
+    return next(name for name, backend in BACKENDS.items() if backend.linear_attention is kernel)
 
 
 def step(

@@ -79,3 +79,11 @@ def accumulator(x: Tensor) -> torch.dtype:
 def gated(x: Tensor, gate: Tensor | None) -> Tensor:
     """Multiplies x [..., V] by its gate [...], if any."""
     return x if gate is None else x * gate[..., None]
+
+
+def product(x: Tensor | None, y: Tensor | None = None, out: Tensor | None = None) -> Any:
+    """Returns the product of the factors that are not None; None for two of them."""
+    if x is None or y is None:
+        factor: Any = y if x is None else x
+        return factor if out is None else out.copy_(factor)
+    return torch.mul(x, y, out=out)

@@ -3,17 +3,16 @@
 import os
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from ..utils.errors import InputError, nearest
-from .backends.base import OPERATIONS, Backend, HasBackend
+from ..utils.errors import InputError
+from .backends.base import Backend, HasBackend
 from .backends.fla import op as fla_op
 from .backends.native import op as native_op
 from .backends.onnx import op as onnx_op
 from .backends.torch import op as torch_op
 from .backends.triton import op as triton_op
-from .call import Call
-from .checks import as_bounds, check_form, check_rule, check_shapes, require
+from .checks import require
 
 # In order of preference: "auto" takes the first backend that is available and does not refuse the arguments. Inside
 # torch.onnx.export that is onnx, on a CPU native or torch, on a Hopper GPU triton, on another GPU fla or torch.
@@ -51,65 +50,6 @@ def set_backend(module: nn.Module, name: str) -> None:
     for layer in module.modules():
         if isinstance(layer, HasBackend):
             layer.backend = name
-
-
-def backends(
-    q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None, **kwargs: Any
-) -> dict[str, dict[str, str | None]] | str:
-    """Lists what each backend computes, or names the backend of a call.
-
-    Args:
-        q, k, v: as in `linear_attention`, all three or none.
-        kwargs: the other arguments of `linear_attention`. They are checked as there, except for values (check=True),
-            the memory that form="parallel" needs, and context parallelism.
-
-    Returns:
-        Without arguments, a dict by backend of dicts by operation, with None, or the reason why the backend does not
-        compute the operation here. With the arguments of a call, the name of the backend that would compute it.
-
-    Raises:
-        InputError: for arguments that `linear_attention` refuses, and for a backend given by name that cannot compute
-            the call.
-    """
-    if q is None and k is None and v is None and not kwargs:
-        return {name: {operation: unavailable(name, operation) for operation in OPERATIONS} for name in BACKENDS}
-    if q is None or k is None or v is None:
-        raise InputError("backends needs q, k and v to name the backend of a call; expected all three, or no arguments")
-    return _backend_of(q, k, v, kwargs)
-
-
-# The arguments of `linear_attention` besides q, k and v, with its defaults.
-TENSORS = Call._fields[3:10]
-OTHERS: dict[str, Any] = {
-    "rule": "add", "normalize": False, "scale": None, "form": "chunkwise", "chunk_size": None, "backend": "auto",
-    "check": False,
-}  # fmt: skip
-
-
-def _backend_of(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> str:
-    """Returns the name of the backend that computes a call of `linear_attention`."""
-    for name in given:
-        require(
-            name in TENSORS or name in OTHERS,
-            f"linear_attention has no argument {name!r}; did you mean {nearest(name, [*TENSORS, *OTHERS])!r}?",
-        )
-    tensors: dict[str, Any] = {name: given.get(name) for name in TENSORS}
-    tensors["cu_seqlens"] = as_bounds(tensors["cu_seqlens"])
-    others = {name: given.get(name, default) for name, default in OTHERS.items()}
-    bonus, form, chunk_size = tensors["bonus"], others["form"], others["chunk_size"]
-    check_form(form, chunk_size)
-    check_rule(others["rule"], bonus, others["normalize"])
-    check_shapes(q, k, v, tensors, others["normalize"], ("B", "T"))
-    if form == "recurrent":
-        refuse_recurrent(others["backend"])
-        return "torch"
-    if form == "parallel":  # one chunk, of the longest sequence
-        bounds = tensors["cu_seqlens"]
-        chunk_size = v.shape[1] if bounds is None else max(int(bounds.diff().max()), 1)
-    del tensors["bonus"]
-    call = Call(q, k, v, **tensors, delta=others["rule"] == "delta", scale=1.0, chunk_size=chunk_size)
-    chosen = choose("linear_attention", others["backend"], call)
-    return next(name for name, backend in BACKENDS.items() if backend.linear_attention is chosen)
 
 
 def refuse_recurrent(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Whether a fast path may use a module's weights instead of calling the module."""
+"""Whether a fast path may use a module's weights instead of calling it, and whether anything looks inside a module."""
 
 from typing import TypeGuard, TypeVar
 
@@ -13,5 +13,15 @@ def is_plain(module: nn.Module, kind: type[M]) -> TypeGuard[M]:
     False for a module with a hook, an adapter, a parametrization or a `forward` of its own, which have to run. Hooks
     registered for all modules at once, which serve profiling, are not considered.
     """
+    return type(module) is kind and not _hooked(module)
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether hooks or classes that neither PyTorch nor headrace defines, such as adapters, see the tensors in it."""
+    own = ("torch.", "headrace.")
+    return any(_hooked(each) or not type(each).__module__.startswith(own) for each in module.modules())
+
+
+def _hooked(module: nn.Module) -> bool:
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return type(module) is kind and not hooks and "forward" not in module.__dict__
+    return bool(hooks) or "forward" in module.__dict__

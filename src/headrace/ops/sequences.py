@@ -3,8 +3,10 @@
 Dimensions: B batch, T tokens, D size of a token, N sequences, h tokens of history.
 """
 
+from collections.abc import Callable
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,6 +67,10 @@ class Sequences:
     def packed(self) -> bool:
         """Whether the sequences lie in one row with bounds."""
         return self.bounds is not None
+
+    def tokenwise(self, module: Callable[..., Any], x: Tensor, **options: Any) -> Any:
+        """Calls a module that computes each token of x [B, T, ·] by itself."""
+        return module(x, **options)
 
     @cached_property
     def ends(self) -> list[int]:

@@ -23,19 +23,18 @@ class DecayKind(NamedTuple):
     paper: str  # address of the paper that introduced the decay
     shape: DecayShape  # shape of log_decay
     fixed: bool = False  # whether the decay is the same for all tokens
-    native: bool = False  # whether the native library computes the decay in a layer's step (native/kinds.h)
 
 
 STEPPED = ("softplus", "softplus-rate")  # decays of a step size per head, which may be the write strength too
 
 # A new decay is a row here and a class in layers/linear/decays.py.
 DECAYS: dict[str, DecayKind] = {
-    "retnet": DecayKind("https://arxiv.org/abs/2307.08621", DecayShape.FIXED, fixed=True, native=True),
+    "retnet": DecayKind("https://arxiv.org/abs/2307.08621", DecayShape.FIXED, fixed=True),
     "xpos": DecayKind("https://arxiv.org/abs/2212.10554", DecayShape.VECTOR, fixed=True),
-    "softplus": DecayKind("https://arxiv.org/abs/2405.21060", DecayShape.SCALAR, native=True),
-    "sigmoid": DecayKind("https://arxiv.org/abs/2312.06635", DecayShape.VECTOR, native=True),
-    "exp": DecayKind("https://arxiv.org/abs/2404.05892", DecayShape.VECTOR, native=True),
-    "softplus-vector": DecayKind("https://arxiv.org/abs/2510.26692", DecayShape.VECTOR, native=True),
+    "softplus": DecayKind("https://arxiv.org/abs/2405.21060", DecayShape.SCALAR),
+    "sigmoid": DecayKind("https://arxiv.org/abs/2312.06635", DecayShape.VECTOR),
+    "exp": DecayKind("https://arxiv.org/abs/2404.05892", DecayShape.VECTOR),
+    "softplus-vector": DecayKind("https://arxiv.org/abs/2510.26692", DecayShape.VECTOR),
     "sigmoid-head": DecayKind("https://arxiv.org/abs/2103.02143", DecayShape.SCALAR),
     "softplus-rate": DecayKind("https://arxiv.org/abs/2603.15569", DecayShape.SCALAR),
     "exp-fixed": DecayKind("https://arxiv.org/abs/2404.05892", DecayShape.VECTOR, fixed=True),

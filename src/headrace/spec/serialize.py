@@ -8,7 +8,7 @@ from ..utils import plugins
 from ..utils.errors import InputError
 from .attention import AttentionSpec, LatentSpec
 from .encoder_decoder import RecurrentSpec
-from .linear import Competition, Inputs, MixerSpec, Write
+from .linear import MixerSpec
 from .matrix import MatrixSpec
 from .mixer import Spec
 from .record import Kind, Record, checked, fields
@@ -21,19 +21,6 @@ TYPES: dict[str, type] = {
     "linear": MixerSpec, "scan": ScanSpec, "matrix": MatrixSpec, "attention": AttentionSpec,
     "latent": LatentSpec, "softmax-rnn": SoftmaxRNNSpec, "rnn": RecurrentSpec,
 }  # fmt: skip
-
-
-# Earlier spellings in stored configurations, and what they are now: a field's name, and the fields for a value.
-OLD_FIELDS: dict[type, dict[str, str]] = {
-    Write: {"look": "residual_chunk"}, Competition: {"rank": "memories_per_head"},
-}  # fmt: skip
-OLD_VALUES: dict[tuple[type, str], dict[str, dict[str, Any]]] = {
-    (Competition, "read"): {"norm": {"read": "after_norm"}},
-    (Inputs, "feature_map"): {f"taylor-{n}": {"feature_map": "identity", "order": n} for n in (1, 2, 3, 4)},
-    (SoftmaxRNNSpec, "denominator"): {
-        f"{place}-gate": {"denominator": "none", "gate": place} for place in ("output", "input")
-    },
-}
 
 
 def to_json(spec) -> Any:
@@ -77,30 +64,12 @@ def admitted(cls, data: dict[str, Any], where: str) -> dict[str, Any]:
     """Checks and converts the values of some fields of a record. Raises InputError, which calls `data` `where`, for
     unknown fields and invalid values."""
     known, values = fields(cls), {}
-    replaced: dict[str, Any] = {}
-    for stored_name, value in data.items():
-        name = OLD_FIELDS.get(cls, {}).get(stored_name, stored_name)
+    for name, value in data.items():
         if name not in known:
             raise InputError(f"{where} has no field {name!r}; expected one of {', '.join(known)}")
         path = f"{where}.{name}"
-        converted = _value(value, known[name], path)
-        if isinstance(converted, str) and (now := OLD_VALUES.get((cls, name), {}).get(converted)):
-            replaced |= now
-        else:
-            values[name] = checked(converted, known[name], path)
-    _refuse_old_norm(cls, data, where)
-    if cls is Competition and values.get("activation") != "sigmoid" and values.get("range") == 2.0:
-        del values["range"]  # the earlier default, which specs without sigmoid gates were stored with
-    return values | replaced
-
-
-def _refuse_old_norm(cls, data: dict[str, Any], where: str) -> None:
-    """Raises InputError for the norm of Taylor features, which no field says any more."""
-    if cls is Inputs and str(data.get("feature_map")).startswith("taylor-") and data.get("qk_norm", "none") != "none":
-        raise InputError(
-            f"{where}.feature_map={data['feature_map']!r} with qk_norm={data['qk_norm']!r} normalized the features "
-            "of the order; expected inputs.order, before which q and k are normalized"
-        )
+        values[name] = checked(_value(value, known[name], path), known[name], path)
+    return values
 
 
 def _value(value: Any, kinds: tuple[Kind, ...], where: str) -> Any:

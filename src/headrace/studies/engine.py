@@ -13,18 +13,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..training.environment import environment
+from ..training.results import NOT_FINITE, finite, read_result, write_result
 from ..utils import provenance
-from ..utils.environment import environment
-from ..utils.integrity import NOT_FINITE, Form, finite, read_result, write_result
+from ..utils.integrity import Form
 from .workers import Worker, distribute
 
 Row = dict[str, Any]
 Measure = Callable[[Any, Worker], Row]
 Tell = Callable[[str], None]
-
-
-def same(content: Any) -> Any:
-    return content
 
 
 @dataclass(frozen=True)
@@ -34,14 +31,12 @@ class Claim:
     plan: everything that the results depend on, as JSON.
     accept_old: go on with results of other versions.
     optional: places of the plan that an older version's may lack: see `provenance.defaults`.
-    today: today(plan) -> a plan of an earlier spelling in today's.
     made: properties beside the plan that the results depend on, as {name: value}.
     """
 
     plan: Any
     accept_old: bool = False
     optional: Iterable[provenance.Place] = ()
-    today: Callable[[Any], Any] = same
     made: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -111,8 +106,7 @@ def run(
 def claimed(folder: Path, claim: Claim) -> Iterator[None]:
     """Claims a folder. If the block ends with an exception before there is a result, the folder is free again, so that
     a corrected command can take it."""
-    options = {"optional": claim.optional, "today": claim.today, **claim.made}
-    provenance.claim(folder, claim.plan, claim.accept_old, **options)  # type: ignore[arg-type]
+    provenance.claim(folder, claim.plan, claim.accept_old, optional=claim.optional, **claim.made)
     try:
         yield
     except BaseException:

@@ -8,12 +8,13 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ..utils.environment import environment
 from ..utils.errors import InputError
-from ..utils.integrity import read_json, restored
+from ..utils.integrity import read_json
 from ..utils.provenance import sentence
 from .checkpoints import complete_checkpoints
+from .environment import environment
 from .recipes import About, Recipe, to_yaml
+from .results import restored
 
 NO_NUMBER = "not finite"
 HISTORY = [{"step": int, ...: (float, str, None, {})}]  # the form of history.json, and of the Trainer's log

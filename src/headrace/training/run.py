@@ -32,7 +32,7 @@ from ..hf.checkpoint import fetched
 from ..layers.blocks.compiled import compile_for_training, is_compiled, report_compiler_errors
 from ..utils.errors import InputError, reading
 from ..utils.extras import named, require
-from ..utils.integrity import CHECKSUMS, damage, finite, misfit, read_record, restored, write_json
+from ..utils.integrity import CHECKSUMS, damage, read_record, write_json
 from ..utils.processes import handling
 from ..utils.provenance import claim, defaults
 from . import checkpoints
@@ -43,7 +43,8 @@ from .machine import peak
 from .model import build, count, estimate, recompute_blocks
 from .optimizer import optimizer
 from .processes import PARALLEL, TIMEOUT, check_launcher, grid, is_connection_error, unresponsive_processes
-from .recipes import FROM_DATA, OLD_FIELDS, About, Recipe
+from .recipes import FROM_DATA, About, Recipe
+from .results import finite, restored
 from .sharding import shard
 from .trainer import HeadraceTrainer, Measures, Progress, TimedSteps, answers
 from .watch import Stop, Watch
@@ -142,18 +143,9 @@ def begin(folder: Path, recipe: Recipe, data: PackedData, accept_old: bool = Fal
     identity = {name: value for name, value in data.manifest.items() if name not in NOT_IDENTIFYING}
     fields = {name: value for name, value in asdict(recipe).items() if name not in OF_THE_MACHINE}
     plan = {"recipe": json.loads(json.dumps(fields)), "data": identity}  # as it is read back: lists for tuples
-    claim(folder, plan, accept_old, "run.json", defaults({"recipe": recipe}), _with_new_names)
+    claim(folder, plan, accept_old, "run.json", defaults({"recipe": recipe}))
     checkpoints.discard_unfinished(folder)
     return checkpoints.newest(folder)
-
-
-def _with_new_names(held: Any) -> Any:
-    if misfit(held, {"recipe": dict}):
-        return held
-    fields = {OLD_FIELDS.get(name, name): value for name, value in held["recipe"].items() if name != "compile"}
-    if not misfit(fields, {"warmup_tokens": float, "tokens": float}) and fields["tokens"] > 0:
-        fields["warmup"] = fields.pop("warmup_tokens") / fields["tokens"]  # it was a number of tokens
-    return held | {"recipe": fields}
 
 
 @contextmanager

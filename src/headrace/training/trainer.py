@@ -20,16 +20,16 @@ from tqdm import tqdm
 from transformers import ProgressCallback, Trainer, TrainerCallback
 
 from ..data import Shuffled
+from ..hf.threads import Threads
 from ..layers.blocks.block import Block
 from ..ops.loss import IGNORED
 from ..ops.parallel.context import SequenceShard, context_parallel
-from ..utils.integrity import finite
-from ..utils.threads import Threads
 from .agreement import errors_in_all
 from .checkpoints import OPTIMIZER, UNFINISHED, load_optimizer, save_optimizer
 from .gate_statistics import GateWatch
 from .optimizer import SkipNonFiniteAdamW
 from .processes import grid
+from .results import finite
 from .sharding import is_sharded, load_weights, whole_weights
 
 # Of the Trainer's last log: one counts a row in each process that shares it, the other has the last steps of one alone.
@@ -357,7 +357,7 @@ def first_not_finite(model: nn.Module, batch: dict[str, Any]) -> str:
     layers: list[int] = []
 
     def check_output(index: int, module: nn.Module, args: Any, output: Any) -> None:
-        if not bool(output[0].isfinite().all()):
+        if not bool(output.isfinite().all()):
             layers.append(index)
 
     with ExitStack() as hooks, torch.no_grad():

@@ -5,7 +5,7 @@ made-by.json    all versions that worked in the folder, in order
 """
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from functools import lru_cache
 from importlib.metadata import version
@@ -90,13 +90,12 @@ def release(folder: Path, file: str = "plan.json") -> None:
 
 def claim(
     folder: Path, plan: Any, accept_old: bool = False, file: str = "plan.json",
-    optional: Iterable[Place] = (), today: Callable[[Any], Any] = lambda held: held, **made: str,
+    optional: Iterable[Place] = (), **made: str,
 ) -> None:  # fmt: skip
     """Writes a plan into a folder, or checks that the folder has the same plan, and records the versions.
 
     Args:
         optional: places of `plan` that the folder's plan may lack, as one of an older version does: see `defaults`.
-        today: today(plan) -> the folder's plan with earlier names of fields and values replaced by today's.
         made: other properties that the results depend on.
 
     Raises:
@@ -104,7 +103,7 @@ def claim(
             other versions.
     """
     path = folder / file
-    if path.exists() and (changed := difference(today(read_json(path)), plan, optional=set(optional))):
+    if path.exists() and (changed := difference(read_json(path), plan, optional=set(optional))):
         name, before, now = changed
         raise InputError(
             f"{str(folder)!r} holds another run ({name} is {before} there and {now} here); name another --output"

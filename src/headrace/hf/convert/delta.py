@@ -282,13 +282,6 @@ def kimi(c: Fields, linear: MixerSpec, latent: LatentSpec, pairs: dict[str, str]
     )
 
 
-def glm5_next(c: Fields) -> Model:
-    """Refuses every model, with the first part of it that headrace lacks."""
-    if "indexed_attention" in c["layer_types"]:
-        c.refuse("layer_types", "layers of linear_attention alone, as headrace has no indexed attention")
-    c.refuse("hc_mult", "a residual stream, as headrace has no hyper-connections")
-
-
 FORMATS: dict[str, Format] = {
     "qwen3_next": Format(
         "Qwen3NextForCausalLM", qwen3_next, qwen_describe, MixerSpec, offset=True,
@@ -304,5 +297,4 @@ FORMATS: dict[str, Format] = {
     # transformers calls the dense MLPs of some layers as it does those of experts when it saves a model
     "kimi_linear": Format("KimiLinearForCausalLM", kimi_linear, renamed=(".block_sparse_moe.", ".mlp.")),
     "bailing_hybrid": Format("BailingHybridForCausalLM", bailing_hybrid, outside=("model.mtp.",)),
-    "glm5_next": Format("Glm5NextForConditionalGeneration", glm5_next, inner="text_config"),
 }  # fmt: skip

@@ -140,7 +140,8 @@ class SoftmaxAttention(SelfInitialized):
         if self.spec.rotary and not self.spec.rope.by_length:
             positions, _ = count_tokens(x, None if state is None else state.seen, mask, sequences)
             turn = self._angles(positions)
-        q, k, v = self._query(x, turn, projections), *self._key_value(x, turn, projections)
+        given = x, sequences, turn, projections
+        q, k, v = self._query(*given), *self._key_value(*given)
         if self.spec.pattern is not None and not self.causal:
             out = self._attend_around(x, (q, k, v), turn, sequences)
         elif self.spec.pattern is not None:
@@ -150,29 +151,36 @@ class SoftmaxAttention(SelfInitialized):
             out = self._read(q, *state[:3])
         else:
             out, state = attend_packed(self._read, q, k, v, state, sequences.counts())
-        return zeroed(self.o_proj(self._gated(x, out)), mask), state
+        return zeroed(sequences.tokenwise(self.o_proj, self._gated(x, out, sequences)), mask), state
 
     def remember(self, memory: Tensor, mask: Tensor | None = None) -> AttentionState:
         """Returns the keys and values of another sequence [B, L, D], for `cross`. mask [B, L]: False marks padding;
         every row needs a token."""
-        return AttentionState(*self._key_value(zeroed(memory, mask)), mask)
+        return AttentionState(*self._key_value(zeroed(memory, mask), Sequences(memory, None)), mask)
 
     def cross(self, x: Tensor, memory: AttentionState) -> Tensor:
         """Computes cross-attention, without positions: x [B, T, D] -> [B, T, D]. memory: from `remember`."""
-        return self.o_proj(self._gated(x, self._attend(self._query(x), *memory[:3])))
+        sequences = Sequences(x, None)
+        return self.o_proj(self._gated(x, self._attend(self._query(x, sequences), *memory[:3]), sequences))
 
-    def _query(self, x: Tensor, turn: Angles | None = None, projections: Any = None) -> Tensor:
-        q = self._heads((projections or self).q_proj(x), self.q_norm)
+    def _query(self, x: Tensor, sequences: Sequences, turn: Angles | None = None, projections: Any = None) -> Tensor:
+        q = self._heads(sequences.tokenwise((projections or self).q_proj, x), self.q_norm)
         if self.spec.scale != "key":  # PyTorch's kernels divide by √d
             q = q * _factor(self.spec.scale, q.shape[-1])
         return q if turn is None else rotate(q, turn)
 
-    def _key_value(self, x: Tensor, turn: Angles | None = None, projections: Any = None) -> tuple[Tensor, Tensor]:
+    def _key_value(
+        self, x: Tensor, sequences: Sequences, turn: Angles | None = None, projections: Any = None
+    ) -> tuple[Tensor, Tensor]:
         """projections: a module with k_proj and v_proj; None: the layer itself."""
         of = projections or self
-        k, v = self._heads(of.k_proj(x), self.k_norm), self._heads(of.v_proj(x))
+        k, v = (sequences.tokenwise(p, x) for p in (of.k_proj, of.v_proj))
+        k, v = self._heads(k, self.k_norm), self._heads(v)
         k = k if turn is None else rotate(k, turn)
-        return k if self.f_proj is None else torch.cat([k, self.f_proj(x).unflatten(-1, (k.shape[2], -1))], -1), v
+        if self.f_proj is not None:
+            forget = sequences.tokenwise(self.f_proj, x)
+            k = torch.cat([k, forget.unflatten(-1, (k.shape[2], -1))], -1)
+        return k, v
 
     def _heads(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
         """Splits x [B, T, H · d] into heads, and normalizes them, one by one or together."""
@@ -181,10 +189,10 @@ class SoftmaxAttention(SelfInitialized):
         x = x.unflatten(-1, (-1, self.head_dim))
         return x if norm is None else normalize(x, norm)
 
-    def _gated(self, x: Tensor, out: Tensor) -> Tensor:
+    def _gated(self, x: Tensor, out: Tensor, sequences: Sequences) -> Tensor:
         """Multiplies the heads' outputs [B, T, H, d] by the gate, and joins them."""
         if self.g_proj is not None:
-            out = out * torch.sigmoid(self.g_proj(x)).unflatten(-1, (out.shape[2], -1))
+            out = out * torch.sigmoid(sequences.tokenwise(self.g_proj, x)).unflatten(-1, (out.shape[2], -1))
         return out.flatten(-2)
 
     def _angles(self, positions: Tensor, lengths: Tensor | None = None) -> Angles:
@@ -266,12 +274,12 @@ class SoftmaxAttention(SelfInitialized):
         tokens = global_tokens(self.spec.pattern, sequences.counts(), x.device)
         rows = torch.cat([t.rows.flatten() for t in tokens])
         if len(rows):
-            q, k, v = self._global(x, (q, k, v), turn, rows)
+            q, k, v = self._global(x, (q, k, v), turn, rows, sequences)
             out = out.index_copy(0, rows, attend_to_all(q, k, v, tokens, softmax))
         return out.unflatten(0, (B, T))
 
     def _global(
-        self, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], turn: Angles | None, rows: Tensor
+        self, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], turn: Angles | None, rows: Tensor, sequences: Sequences
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the queries [R, H, d] of the global tokens, at these rows of all tokens, and the keys and values
         [B · T, Hkv, d] for them."""
@@ -281,8 +289,10 @@ class SoftmaxAttention(SelfInitialized):
         own: Any = None
         if turn is not None:
             own = tuple(y.expand(*x.shape[:2], 1, -1).flatten(0, 1)[rows][None] for y in turn)
-        k, v = self._key_value(x, turn, self.global_proj)
-        return self._query(x.flatten(0, 1)[rows][None], own, self.global_proj)[0], k.flatten(0, 1), v.flatten(0, 1)
+        k, v = self._key_value(x, sequences, turn, self.global_proj)
+        x = x.flatten(0, 1)[rows][None]
+        q = self._query(x, Sequences(x, None), own, self.global_proj)
+        return q[0], k.flatten(0, 1), v.flatten(0, 1)
 
 
 def normalize(x: Tensor, norm: Any) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.modules import is_plain
+from ...ops.sequences import Sequences
 from ...spec.attention import LatentSpec
 from ..base import ANY, SelfInitialized
 from ..rotary import Angles, rotate
@@ -53,12 +54,14 @@ class LatentAttention(SoftmaxAttention):
             self.g_proj = nn.Linear(hidden_size, H * self.value_dim if spec.gate == "channel" else H, bias=False)
         self.bias, self.sinks, self.global_proj, self.q_norm, self.f_proj = None, None, None, None, None
 
-    def _query(self, x: Tensor, turn: Angles | None = None, projections: Any = None) -> Tensor:
+    def _query(self, x: Tensor, sequences: Sequences, turn: Angles | None = None, projections: Any = None) -> Tensor:
         if self.q_a_proj is not None:
             x = normalize(self.q_a_proj(x), self.q_a_norm)
-        return super()._query(x, turn)
+        return super()._query(x, sequences, turn)
 
-    def _key_value(self, x: Tensor, turn: Angles | None = None, projections: Any = None) -> tuple[Tensor, Tensor]:
+    def _key_value(
+        self, x: Tensor, sequences: Sequences, turn: Angles | None = None, projections: Any = None
+    ) -> tuple[Tensor, Tensor]:
         latent, shared = self.kv_a_proj(x).split([self.kv_a_norm.weight.numel(), self.rotary_dim], -1)
         shared, latent = shared[..., None, :], normalize(latent, self.kv_a_norm)[..., None, :]
         return shared if turn is None else rotate(shared, turn), latent

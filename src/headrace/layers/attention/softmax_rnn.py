@@ -95,10 +95,11 @@ class SoftmaxRNN(Mixer):
         self, x: Tensor, state: AttentionState | None, sequences: Sequences, in_place: bool = False
     ) -> tuple[Tensor, AttentionState]:
         require(self.causal or state is None, "state is given to an encoder, which has none; expected state=None")
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        projected = (sequences.tokenwise(p, x) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)
         positions = sequences.positions(None if state is None else state.seen, x)
         q, k = rotary(q, positions, self.rope_theta), rotary(k, positions, self.rope_theta)
-        gates = self._gates(x)
+        gates = self._gates(x, sequences)
         v = v * gates["input"] if "input" in gates else v
         if self.power is not None:
             v = divided_by_length(v, positions + 1 if self.causal else sequences.totals(x), self.power)
@@ -108,13 +109,13 @@ class SoftmaxRNN(Mixer):
         else:
             q = torch.cat([q, gates["output"]], -1) if "output" in gates else q  # what is split with q
             out, state = attend_packed(self._read_packed, q, k, v, state, sequences.counts())
-        return self.o_proj(out.to(x.dtype).flatten(-2)), state
+        return sequences.tokenwise(self.o_proj, out.to(x.dtype).flatten(-2)), state
 
-    def _gates(self, x: Tensor) -> dict[str, Tensor]:
+    def _gates(self, x: Tensor, sequences: Sequences) -> dict[str, Tensor]:
         """Returns the gates [B, T, H, 1] by the names of `spec.gates`."""
         if self.gate is None:
             return {}
-        logits = self.gate(x).split(self.num_heads, -1)
+        logits = sequences.tokenwise(self.gate, x).split(self.num_heads, -1)
         return {name: torch.sigmoid(part)[..., None] for name, part in zip(self.spec.gates, logits, strict=True)}
 
     def recurrent(self) -> LinearMixer:

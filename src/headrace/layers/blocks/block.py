@@ -3,7 +3,7 @@
 Dimensions: B batch, T tokens, D hidden size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
@@ -128,21 +128,23 @@ class Block(nn.Module):
         self.adapters = Adapters(sizes) if layer.shared else None
 
     def forward(
-        self, x: Tensor, state: Any = None, beside: Tensor | None = None, *,
+        self, x: Tensor, states: Sequence[Any] | None = None, beside: Tensor | None = None, *,
         mask: Tensor | None = None, cu_seqlens: Tensor | None = None, memory: Any = None, in_place: bool = False,
-        maps: list[Tensor | None] | None = None,
-    ) -> tuple[Tensor, Any]:  # fmt: skip
-        """Applies the block: x [B, T, D] -> (x [B, T, D], the next state).
+        maps: list[Tensor | None] | None = None, next_states: list[Any] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Applies the block: x [B, T, D] -> x [B, T, D], a tensor alone, as tools for decoder layers expect it.
 
         Args:
-            state, mask, cu_seqlens, in_place, maps: as in `Backbone.forward`, with the state of this block's mixer, or
-                a list of `states` of them: of the mixer, of the parallel mixer, of the channel mixing.
+            states: of the mixer, of the parallel mixer, of the channel mixing; None: x begins its sequences.
+            mask, cu_seqlens, in_place, maps: as in `Backbone.forward`.
             beside: the output [B, T, D] of the shared block, for a layer with shared=True.
             memory: keys and values of the other sequence, for cross-attention.
+            next_states: a list to which the next states are appended.
         """
         where = {"mask": mask, "cu_seqlens": cu_seqlens, "in_place": in_place}
         asked = {} if maps is None else {"maps": maps}  # which mixers of encoders do not have
-        before, after = iter(state) if type(state) is list else repeat(state), []
+        before = repeat(None) if states is None else iter(states)
+        after = [] if next_states is None else next_states
         linked = self._input(self.mixer_norm, x if self.link is None else x + self.link(beside))
         y, state = self.mixer(linked, next(before), **where, **asked)
         after.append(state)
@@ -160,7 +162,7 @@ class Block(nn.Module):
             after.append(state)
         elif self.mlp is not None:
             x = self._add(self.mlp_norm, x, self.mlp(self._input(self.mlp_norm, x)))
-        return x, after if self.states > 1 else after[0]
+        return x
 
     @property
     def mixers(self) -> list[nn.Module]:
@@ -208,16 +210,17 @@ class Shared(nn.Module):
         self.mlp = build_mlp("one", sizes)
 
     def forward(
-        self, x: Tensor, embedded: Tensor, adapters: "Adapters", state: Any = None, *,
+        self, x: Tensor, embedded: Tensor, adapters: "Adapters", state: Any = None, *, next_states: list[Any],
         mask: Tensor | None = None, cu_seqlens: Tensor | None = None, in_place: bool = False,
         maps: list[Tensor | None] | None = None,
-    ) -> tuple[Tensor, Any]:  # fmt: skip
-        """x, embedded [B, T, D] -> (y [B, T, D], state), without a residual connection. adapters: the layer's."""
+    ) -> Tensor:  # fmt: skip
+        """x, embedded [B, T, D] -> y [B, T, D], without a residual connection. adapters: the layer's."""
         both = self.mixer_norm(torch.cat([x, embedded], -1))
         where = {"mask": mask, "cu_seqlens": cu_seqlens, "in_place": in_place, "maps": maps}
         y, state = self.mixer(both, state, **where, projections=adapters.projections(self.mixer))
+        next_states.append(state)
         y = self.mlp_norm(y)
-        return y if self.mlp is None else self.mlp(y, adapters.mlp), state
+        return y if self.mlp is None else self.mlp(y, adapters.mlp)
 
 
 class Adapters(nn.Module):

@@ -47,4 +47,6 @@ class ChannelMixing(Mixer):
     def run(self, x: Tensor, state: ShiftState | None, sequences: Sequences) -> tuple[Tensor, ShiftState]:
         before, shift = sequences.shift(x, None if state is None else state.shift)
         r, k = (before[..., None, :] + (x - before)[..., None, :] * self.mix).unbind(-2)
-        return torch.sigmoid(self.gate_proj(r)) * self.down_proj(F.relu(self.up_proj(k)).square()), ShiftState(shift)
+        hidden = F.relu(sequences.tokenwise(self.up_proj, k)).square()
+        gate = torch.sigmoid(sequences.tokenwise(self.gate_proj, r))
+        return gate * sequences.tokenwise(self.down_proj, hidden), ShiftState(shift)

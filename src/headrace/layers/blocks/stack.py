@@ -128,11 +128,11 @@ class Backbone(nn.Module):
             if inputs is not None:
                 inputs.append(x)
             if layer.link is not None:
-                beside, state = next(shared)(x, embedded, layer.adapters, next(before), **where, **how)
-                after.append(state)
+                beside = next(shared)(x, embedded, layer.adapters, next(before), **where, **how, next_states=after)
             own = [next(before) for _ in range(own_count)]
-            x, state = layer(x, own if own_count > 1 else own[0], beside, **where, memory=memory, **how)
-            after += state if own_count > 1 else [state]
+            new: list[Any] = []  # a compiled block takes an empty list, whatever its place
+            x = layer(x, own, beside, **where, memory=memory, **how, next_states=new)
+            after += new
         return self.norm(x), after
 
     def prefill(

@@ -28,20 +28,18 @@ class DecayModule(SelfInitialized):
     kind: ClassVar[str]  # its name in spec/decay.py
     quantizable = False  # by `quantize`: the state multiplies by the result at every token
     starts_fixed: ClassVar[bool] = False  # whether its part of the input projection is initialized to zero
-    first = 0  # index of the first head, of those that a process has under tensor_parallel
     in_features: int = 0  # size of its part of the input projection
 
     def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
         super().__init__()
         self.spec, self.num_heads, self.key_dim, self.depth = spec, num_heads, key_dim, depth
-        self.total = num_heads  # of all processes
 
     def reset_parameters(self) -> None:
         """Initializes the parameters of the module itself; the default has none."""
 
     def heads(self, x: Tensor) -> Tensor:
         """Returns the indices of the heads, float64 [H], on the device of x."""
-        return torch.arange(self.first, self.first + self.num_heads, device=x.device, dtype=torch.float64)
+        return torch.arange(self.num_heads, device=x.device, dtype=torch.float64)
 
     def _heads(self, x: Tensor) -> Tensor:
         """[B, T, H K] -> [B, T, H, K]."""
@@ -90,7 +88,7 @@ class SlopeDecay(DecayModule):
     kind = "slopes"
 
     def forward(self, x: Tensor) -> Tensor:
-        return (-self.spec.rate * torch.exp2(-8 * (self.heads(x) + 1) / self.total)).to(accumulator(x))
+        return (-self.spec.rate * torch.exp2(-8 * (self.heads(x) + 1) / self.num_heads)).to(accumulator(x))
 
 
 class XPosDecay(DecayModule):

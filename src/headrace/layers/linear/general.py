@@ -1,4 +1,4 @@
-"""Delta rules that erase by another vector than they write (write.erase), by the recurrence of `matrix.dplr`:
+"""Delta rules that erase by another vector than they write (write.erase), by the recurrence of `dplr`:
 
     feedback:   S ← e^g S + β kᵀ (w v − b k S)                    o = (q − d k) S        (Comba, arXiv 2506.02475)
     channel:    S ← e^g S + kᵀ (w v − (β ⊙ k) e^g S)              o = q S                (GDN-2, arXiv 2605.22791)
@@ -18,7 +18,7 @@ from ...ops.call import accumulator, gated
 from ...ops.sequences import Sequences
 from ..base import Recurrence, SelfInitialized
 from ..chunks import recur
-from ..matrix.dplr import Operands, form, step
+from ..dplr import Operands, form, step
 
 
 class GeneralDelta(SelfInitialized):

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...ops.call import accumulator
 from ...ops.derivatives import refuse_transforms
 from ...ops.sequences import Sequences
-from ..scans.scan import NAME, scan_packed_, tropical_
+from ..scan import NAME, scan_packed_, tropical_
 
 
 class Stabilized(NamedTuple):

@@ -14,7 +14,7 @@ from ...ops.call import accumulator
 from ...ops.derivatives import apply_function
 from ...ops.sequences import Sequences
 from ..base import SelfInitialized
-from ..scans.scan import NAME, Scan
+from ..scan import NAME, Scan
 
 EPS = 1e-5
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from ...ops.attention import linear_attention, step
 from ...ops.backends.native.library import DTYPES
 from ...ops.backends.native.program import Program
-from ...ops.backends.torch.tiles import product
-from ...ops.call import accumulator
+from ...ops.call import accumulator, product
 from ...ops.derivatives import has_address
 from ...ops.dispatch import has
 from ...ops.modules import is_plain
@@ -78,7 +77,7 @@ class LinearMixer(LinearParameters):
         q, k = self._features(inputs["q"], 0, positions, turns), inputs["k"]
         if "k" in self.parts:
             k = self._features(self._keys(k), 1, positions, turns)
-        v = self._values(inputs, positions)
+        v = self._values(inputs, positions, sequences)
         stable = self._stabilized(inputs, state, sequences)
         if self._sums_outside():
             q, k = q.to(accumulator(q)), k.to(accumulator(k))
@@ -95,7 +94,7 @@ class LinearMixer(LinearParameters):
             return self._divided(out, positions, stable), *after
 
         out, memory, before, *history = self._mixed(mix, v, tensors, state, sequences)
-        y = self._read_out(out.to(inputs["v"].dtype), inputs, gates)
+        y = self._read_out(out.to(inputs["v"].dtype), inputs, gates, sequences)
         peak, shift = None if stable is None else stable.last, next(iter(history), shift)
         return y, MixerState(memory, conv, shift, self._count(tokens, x, sequences), before, peak, angles)
 
@@ -157,9 +156,9 @@ class LinearMixer(LinearParameters):
             if name in parts:
                 parts[name] = parts[name].unflatten(-1, (heads, -1))
         if self.decay is not None and self.spec.decay.kind in STEPPED:
-            parts["log_decay"], parts["dt"] = self.decay(parts["decay"], step_size=True)
+            parts["log_decay"], parts["dt"] = sequences.tokenwise(self.decay, parts["decay"], step_size=True)
         elif self.decay is not None:
-            parts["log_decay"] = self.decay(parts["decay"])
+            parts["log_decay"] = sequences.tokenwise(self.decay, parts["decay"])
         if "k" not in parts:
             parts["k"] = -torch.expm1(parts["log_decay"]).to(parts["q"].dtype)
         parts["v"] = FEATURE_MAPS[self.spec.inputs.value_map](parts["v"])
@@ -173,13 +172,13 @@ class LinearMixer(LinearParameters):
         if self.shift is not None:
             before, history = sequences.shift(x, None if state is None else state.shift)
             streams = self.shift(x, before)
-            parts = project(self.in_proj, [streams.get(name, x) for name in names], sizes)
+            parts = project(self.in_proj, sequences, [streams.get(name, x) for name in names], sizes)
             return dict(zip(names, parts, strict=True)), history
         if self.conv is not None:
             names, sizes = ["qkv", *names[3:]], [sum(sizes[:3]), *sizes[3:]]
-        return dict(zip(names, self._projected(x, sizes), strict=True)), None
+        return dict(zip(names, self._projected(x, sizes, sequences), strict=True)), None
 
-    def _projected(self, x: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+    def _projected(self, x: Tensor, sizes: list[int], sequences: Sequences) -> Sequence[Tensor]:
         """Returns the parts of in_proj(x), [B, T, size] each.
 
         In training on a GPU, the input of a convolution is a product of its own, whose gradient need not be copied to
@@ -187,7 +186,7 @@ class LinearMixer(LinearParameters):
         first, rest = sizes[0], sum(sizes[1:])
         on_gpu = (x.is_cuda or interpreted()) and torch.is_grad_enabled()
         if not (self.conv is not None and rest and on_gpu and is_plain(self.in_proj, nn.Linear)):
-            return self.in_proj(x).split(sizes, -1)
+            return sequences.tokenwise(self.in_proj, x).split(sizes, -1)
         more, bias = -rest % ALIGNED, self.in_proj.bias
         weights = self.in_proj.weight.split([first, rest])
         biases = (None, None) if bias is None else (bias[:first], F.pad(bias[first:], (0, more)))
@@ -231,11 +230,11 @@ class LinearMixer(LinearParameters):
         assert positions is not None
         return rotary(heads, positions, self.rope_theta)
 
-    def _values(self, inputs: dict[str, Tensor], positions: Tensor | None) -> Tensor:
+    def _values(self, inputs: dict[str, Tensor], positions: Tensor | None, sequences: Sequences) -> Tensor:
         """Returns v [B, T, H, V] with the gate of the spec, over its power of the length."""
         v = inputs["v"]
         if self.value_gate is not None:
-            v = v * torch.sigmoid(self.value_gate(inputs["value_gate"]))
+            v = v * torch.sigmoid(sequences.tokenwise(self.value_gate, inputs["value_gate"]))
         if "write" in inputs:
             v = v * torch.sigmoid(inputs["write"].view_as(v))
         if self.power is not None:
@@ -377,7 +376,7 @@ class LinearMixer(LinearParameters):
             out = out.to(accumulator(out)) / (positions + 1)[..., None, None]
         return out
 
-    def _read_out(self, out: Tensor, inputs: dict[str, Tensor], gates: Gates) -> Tensor:
+    def _read_out(self, out: Tensor, inputs: dict[str, Tensor], gates: Gates, sequences: Sequences) -> Tensor:
         """Skip, norm, read gate, output gate and output projection: [B, T, H, V] -> [B, T, D]."""
         read, read_gate = self.spec.read, None
         if gates.read is not None and not self._read_gate_inside():
@@ -386,13 +385,15 @@ class LinearMixer(LinearParameters):
             out = out + self.skip[:, None] * inputs["v"]
         if read_gate is not None and read.norm not in HEAD_NORMS:  # a joint norm does not cancel it
             out, read_gate = out * read_gate.to(out.dtype), None
-        output_gate = None if self.gate is None else GATES[self.gate.activation](self.gate(inputs["gate"]))
+        output_gate = None
+        if self.gate is not None:
+            output_gate = GATES[self.gate.activation](sequences.tokenwise(self.gate, inputs["gate"]))
         if output_gate is not None and read.order == "gate-norm":
             out, output_gate = out * output_gate, None
         out = self._normalize(out)
         out = out if read_gate is None else out * read_gate.to(out.dtype)
         out = out if output_gate is None else out * output_gate
-        return self.o_proj(out.flatten(-2))
+        return sequences.tokenwise(self.o_proj, out.flatten(-2))
 
     def _normalize(self, x: Tensor) -> Tensor:
         """Applies the norm to x [B, T, H, V], in the accumulator's precision."""

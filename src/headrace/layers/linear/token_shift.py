@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...ops.modules import is_plain
+from ...ops.sequences import Sequences
 from ..base import SelfInitialized
 
 
@@ -81,12 +82,13 @@ class TokenShift(SelfInitialized):
 SHIFTS = {"lerp": StaticShift, "ddlerp": TokenShift}
 
 
-def project(linear: nn.Module, streams: list[Tensor], sizes: list[int]) -> list[Tensor]:
+def project(linear: nn.Module, sequences: Sequences, streams: list[Tensor], sizes: list[int]) -> list[Tensor]:
     """Computes part i of the layer's output from streams[i].
 
     A module other than an `nn.Linear` without hooks is called on all inputs, which takes n times the work.
 
     Args:
+        sequences: the sequences of the inputs.
         streams: n inputs [B, T, D].
         sizes: sizes of the n parts of the output.
 
@@ -96,5 +98,5 @@ def project(linear: nn.Module, streams: list[Tensor], sizes: list[int]) -> list[
     if is_plain(linear, nn.Linear):
         biases = [None] * len(sizes) if linear.bias is None else linear.bias.split(sizes)
         return [F.linear(*given) for given in zip(streams, linear.weight.split(sizes), biases, strict=True)]
-    wholes = linear(torch.stack(streams, -2)).unbind(-2)
+    wholes = sequences.tokenwise(linear, torch.stack(streams, -2)).unbind(-2)
     return [whole.split(sizes, -1)[i] for i, whole in enumerate(wholes)]

@@ -107,9 +107,10 @@ class GLAOuter(Mixer):
 
     def run(self, x: Tensor, state: MixerState | None, sequences: Sequences) -> tuple[Tensor, MixerState]:
         acc = accumulator(x)
-        q, k, v, gate, *decays = self.in_proj(x).split(self.parts, -1)
+        q, k, v, gate, *decays = sequences.tokenwise(self.in_proj, x).split(self.parts, -1)
         q, k, v = (y.unflatten(-1, (self.H, -1)).to(acc) for y in (q, k, v))
-        operands = Operands(q * self.K**-0.5, k, v, self.k_decay(decays[0]), self.v_decay(decays[1]))
+        k_decay, v_decay = map(sequences.tokenwise, (self.k_decay, self.v_decay), decays)
+        operands = Operands(q * self.K**-0.5, k, v, k_decay, v_decay)
         out, memory = self.recurrence(recur, step, form, operands, sequences, None if state is None else state.memory)
         out = F.rms_norm(out, (self.V,), self.norm_weight.to(acc), self.norm_eps).to(x.dtype)
-        return self.o_proj(out.flatten(-2) * F.silu(gate)), MixerState(memory)
+        return sequences.tokenwise(self.o_proj, out.flatten(-2) * F.silu(gate)), MixerState(memory)

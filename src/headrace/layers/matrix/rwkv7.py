@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from ...ops.call import accumulator
 from ...ops.sequences import Sequences
 from ...spec.matrix import MatrixSpec
+from .. import dplr
 from ..base import Mixer, Recurrence, SelfInitialized
 from ..chunks import CHUNK, recur
+from ..dplr import Operands, step
 from ..linear.readout import GROUP_NORM_EPS
 from ..linear.token import MixerState
 from ..maps import mixed
-from . import dplr
-from .dplr import Operands, step
 
 FASTEST = math.exp(-0.5)  # upper bound of −log_decay: the memory decays by at most e^−0.61 per token
 
@@ -119,18 +119,19 @@ class RWKV7(Mixer):
         before, shift = sequences.shift(x, None if state is None else state.shift)
         change = before - x
         streams = {name: torch.addcmul(x, change, mix) for name, mix in zip(self.STREAMS, self.mix, strict=True)}
-        operands = self.operands(streams, acc)
+        operands = self.operands(streams, acc, sequences)
         past = None if state is None else state.memory
 
         def mix(v: Tensor) -> tuple[Tensor, Tensor]:
             return self.recurrence(recur, step, form, operands._replace(v=v), sequences, past)
 
         out, memory = mixed(mix, operands.v)
-        return self.read_out(out, operands, streams["gate"]), MixerState(memory, shift=shift)
+        return self.read_out(out, operands, streams["gate"], sequences), MixerState(memory, shift=shift)
 
-    def operands(self, streams: dict[str, Tensor], acc: torch.dtype) -> Operands:
+    def operands(self, streams: dict[str, Tensor], acc: torch.dtype, sequences: Sequences) -> Operands:
         """Computes the operands of the recurrence from the streams [B, T, D] in the dtype acc."""
-        q, k, v = (p(streams[n]).to(acc) for n, p in zip("qkv", (self.q_proj, self.k_proj, self.v_proj), strict=True))
+        projections = {"q": self.q_proj, "k": self.k_proj, "v": self.v_proj}
+        q, k, v = (sequences.tokenwise(p, streams[name]).to(acc) for name, p in projections.items())
         log_decay = -FASTEST * torch.sigmoid((self.decay_bias + self.decay(streams["decay"])).to(acc))
         rate = torch.sigmoid((self.rate_bias + self.rate(streams["rate"])).to(acc))
         read = F.normalize(self.heads(k * self.k_read), dim=-1)
@@ -142,9 +143,9 @@ class RWKV7(Mixer):
         """Splits the last dimension into [H, K]."""
         return x.unflatten(-1, (self.H, self.K))
 
-    def read_out(self, out: Tensor, x: Operands, gate_input: Tensor) -> Tensor:
+    def read_out(self, out: Tensor, x: Operands, gate_input: Tensor, sequences: Sequences) -> Tensor:
         """Applies norm, bonus, gate and output projection to out [B, T, H, K]."""
         weight, bias, bonus = (self.heads(p) for p in (self.norm_weight, self.norm_bias, self.bonus))
         out = F.layer_norm(out, (self.K,), eps=GROUP_NORM_EPS) * weight + bias
         out = out + (x.q * x.k * bonus).sum(-1, keepdim=True) * x.v
-        return self.o_proj(out.flatten(-2).to(gate_input.dtype) * self.gate(gate_input))
+        return sequences.tokenwise(self.o_proj, out.flatten(-2).to(gate_input.dtype) * self.gate(gate_input))

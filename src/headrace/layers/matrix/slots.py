@@ -27,7 +27,7 @@ from ..base import Mixer, Recurrence
 from ..chunks import recur
 from ..linear.token import MixerState
 from ..maps import mixed
-from ..scans.scan import elementwise
+from ..scan import elementwise
 from .gla_outer import Operands, form, step
 
 TEMPERATURE = 8.0  # of GSA's gate
@@ -68,7 +68,8 @@ class SlotAttention(Mixer, HasBackend):
 
     def run(self, x: Tensor, state: MixerState | None, sequences: Sequences) -> tuple[Tensor, MixerState]:
         acc = accumulator(x)
-        q, k, v, w = (y.unflatten(-1, (self.H, -1)).to(acc) for y in self.in_proj(x).split(self.parts, -1))
+        parts = sequences.tokenwise(self.in_proj, x).split(self.parts, -1)
+        q, k, v, w = (y.unflatten(-1, (self.H, -1)).to(acc) for y in parts)
         memory = q.new_zeros(sequences.count, *self.state_shapes["memory"]) if state is None else state.memory
         if self.gated:
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
@@ -76,7 +77,7 @@ class SlotAttention(Mixer, HasBackend):
         if self.norm_weight is not None:
             out = F.rms_norm(F.silu(out).flatten(-2), self.norm_weight.shape, self.norm_weight.to(acc), self.norm_eps)
             out = out.unflatten(-1, (self.H, -1))
-        return self.o_proj(out.flatten(-2).to(x.dtype)), MixerState(memory)
+        return sequences.tokenwise(self.o_proj, out.flatten(-2).to(x.dtype)), MixerState(memory)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, w: Tensor, memory: Tensor, sequences: Sequences

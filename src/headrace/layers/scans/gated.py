@@ -15,7 +15,7 @@ from ...ops.call import accumulator
 from ...ops.sequences import Sequences
 from ...spec.scan import ScanSpec
 from ..base import Mixer, ScanState
-from .scan import elementwise
+from ..scan import elementwise
 
 
 def min_gru(z: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,7 +84,7 @@ class GatedScan(Mixer):
 
     def run(self, x: Tensor, state: ScanState | None, sequences: Sequences) -> tuple[Tensor, ScanState]:
         acc = accumulator(x)
-        parts = dict(zip(self.parts, self.in_proj(x).to(acc).split(self.E, -1), strict=True))
+        parts = dict(zip(self.parts, sequences.tokenwise(self.in_proj, x).to(acc).split(self.E, -1), strict=True))
         gate = parts.pop("gate", None)
         a, b = self.coefficients(*parts.values())
         if self.floor is not None:
@@ -93,4 +93,4 @@ class GatedScan(Mixer):
         h, memory = elementwise(a, b, None if state is None else state.memory, sequences)
         if gate is not None:
             h = F.rms_norm(h, (self.E,), self.norm_weight.to(acc), self.norm_eps) * F.silu(gate)
-        return self.out_proj(h.to(x.dtype)), ScanState(memory)
+        return sequences.tokenwise(self.out_proj, h.to(x.dtype)), ScanState(memory)

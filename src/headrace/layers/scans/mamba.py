@@ -69,7 +69,7 @@ class Mamba(Mixer):
             self.norm_weight.fill_(1)
 
     def run(self, x: Tensor, state: ScanState | None, sequences: Sequences) -> tuple[Tensor, ScanState]:
-        u, z = self.in_proj(x).chunk(2, -1)
+        u, z = sequences.tokenwise(self.in_proj, x).chunk(2, -1)
         u, conv = convolve(self.conv, u, None if state is None else state.conv, sequences)
         operands = self._operands(u, None if state is None else state.memory, sequences)
         if x.shape[1] == 1 and not sequences.packed:
@@ -77,12 +77,13 @@ class Mamba(Mixer):
         else:
             out, memory = self.recurrence(selective_scan, operands, sequences)
         y = (out.view_as(u) + self.skip * u).to(x.dtype) * F.silu(z)
-        return self.out_proj(y), ScanState(memory, conv)
+        return sequences.tokenwise(self.out_proj, y), ScanState(memory, conv)
 
     def _operands(self, u: Tensor, memory: Tensor | None, sequences: Sequences) -> Operands:
         """Returns the operands of the scan for u [B, T, E], as packed sequences."""
         acc, flat = accumulator(u), u.flatten(0, 1).contiguous()  # the convolution's output may have time last
-        dt, B, C = self._normalized(self.x_proj(flat).split(self.split, -1))
+        projected = sequences.tokenwise(self.x_proj, flat.view_as(u)).flatten(0, 1)
+        dt, B, C = self._normalized(projected.split(self.split, -1))
         dt = F.softplus(F.linear(dt, self.dt_weight).to(acc) + self.dt_bias.to(acc))
         A = -finite_exp(self.A_log.to(acc))
         memory = A.new_zeros(sequences.count, *A.shape) if memory is None else memory

@@ -13,7 +13,7 @@ from ...ops.sequences import Sequences
 from ...spec.scan import ScanSpec
 from ..base import Mixer, Recurrence, ScanState
 from ..linear.convolution import convolve
-from .scan import elementwise
+from ..scan import elementwise
 
 
 class RGLRU(Mixer):
@@ -63,7 +63,7 @@ class RGLRU(Mixer):
         self.rate.copy_(torch.expm1(-log_a / self.SPEED).log())
 
     def run(self, x: Tensor, state: ScanState | None, sequences: Sequences) -> tuple[Tensor, ScanState]:
-        u, branch = self.in_proj(x).chunk(2, -1)
+        u, branch = sequences.tokenwise(self.in_proj, x).chunk(2, -1)
         before = None if state is None else state.conv
         u, conv = self.recurrence(convolve, self.conv, u, before, sequences, "torch", False)
         tokens = None if state is None else state.tokens
@@ -71,7 +71,7 @@ class RGLRU(Mixer):
         h, memory = elementwise(a, b, None if state is None else state.memory, sequences)
         counted = sequences.lengths(x) if tokens is None else tokens + sequences.lengths(x)
         y = h.to(x.dtype) * F.gelu(branch, approximate="tanh")
-        return self.out_proj(y), ScanState(memory, conv, tokens=counted)
+        return sequences.tokenwise(self.out_proj, y), ScanState(memory, conv, tokens=counted)
 
     def _coefficients(self, u: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
         """Returns a_t and √(1 − a_t²) i_t u_t, [B, T, E]. first: [B or 1, T, 1], at the first token of a sequence."""

@@ -15,7 +15,7 @@ from ...ops.sequences import Sequences
 from ...spec.scan import ScanSpec
 from ..base import Mixer, ScanState
 from ..linear.decays import finite_exp
-from .scan import NAME, Pack, packed_scan, running_maximum
+from ..scan import NAME, Pack, packed_scan, running_maximum
 
 
 class RWKV4(Mixer):
@@ -59,14 +59,15 @@ class RWKV4(Mixer):
     def run(self, x: Tensor, state: ScanState | None, sequences: Sequences) -> tuple[Tensor, ScanState]:
         before, shift = sequences.shift(x, None if state is None else state.shift)
         mixed = before[..., None, :] + (x - before)[..., None, :] * self.mix
-        r, k, v = (p(y) for p, y in zip((self.r_proj, self.k_proj, self.v_proj), mixed.unbind(-2), strict=True))
+        projections = zip((self.r_proj, self.k_proj, self.v_proj), mixed.unbind(-2), strict=True)
+        r, k, v = (sequences.tokenwise(p, y) for p, y in projections)
         acc = accumulator(x)
         k, v, bonus, rate = k.to(acc), v.to(acc), self.bonus.to(acc), finite_exp(self.log_rate.to(acc))
         memory = empty_memory(k, sequences.count) if state is None else state.memory
         lengths = None if x.shape[1] == 1 and not sequences.packed else sequences.counts()
         out, memory = wkv(k.flatten(0, 1), v.flatten(0, 1), rate, bonus, memory, lengths)
         y = torch.sigmoid(r) * out.view_as(k).to(x.dtype)
-        return self.o_proj(y), ScanState(memory, shift=shift)
+        return sequences.tokenwise(self.o_proj, y), ScanState(memory, shift=shift)
 
 
 def empty_memory(k: Tensor, count: int) -> Tensor:

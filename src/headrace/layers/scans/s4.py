@@ -68,7 +68,7 @@ class S4D(Mixer):
             u = x.to(accumulator(x))
             y, memory = self.recurrence(self._respond, u, None if state is None else state.memory.mT, sequences)
             y = F.gelu(y + self.skip.to(u.dtype) * u).to(x.dtype)
-        return F.glu(self.out_proj(y), -1), ScanState(memory.mT)
+        return F.glu(sequences.tokenwise(self.out_proj, y), -1), ScanState(memory.mT)
 
     def _respond(self, u: Tensor, memory: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """u [B, T, D] and memory [N, D, S] -> (y [B, T, D], the next memory)."""

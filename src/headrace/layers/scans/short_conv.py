@@ -36,7 +36,7 @@ class ShortConv(Mixer):
         """The module has no parameters of its own."""
 
     def run(self, x: Tensor, state: ScanState | None, sequences: Sequences) -> tuple[Tensor, ScanState]:
-        B, C, u = self.in_proj(x).chunk(3, -1)
+        B, C, u = sequences.tokenwise(self.in_proj, x).chunk(3, -1)
         before = None if state is None else state.memory
         y, memory = self.recurrence(convolve, self.conv, B * u, before, sequences, "torch", False)
-        return self.out_proj(C * y), ScanState(memory.to(accumulator(x)))
+        return sequences.tokenwise(self.out_proj, C * y), ScanState(memory.to(accumulator(x)))

@@ -1,1 +1,1 @@
-"""The recurrence over several processes: tokens (context.py) and heads (tensor.py) in parts."""
+"""The recurrence over several processes: tokens in parts (context.py)."""

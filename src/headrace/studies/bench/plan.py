@@ -9,7 +9,7 @@ report.html, *.png  the report
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from ...utils.environment import environment
+from ...training.environment import environment
 from ...utils.errors import InputError
 from ...utils.provenance import defaults
 from ..engine import Claim

@@ -12,7 +12,7 @@ from typing import Any
 
 from ... import zoo
 from ...spec.linear import MixerSpec
-from ...utils.environment import environment
+from ...training.environment import environment
 from .. import engine
 from ..engine import Tell
 from ..report.numbers import spread

@@ -10,9 +10,9 @@ from ...spec.record import Kind, checked
 from ...spec.serialize import admitted
 from ...spec.stack import Decoder
 from ...tasks import Task, Text
+from ...training.results import file_names
 from ...utils import plugins
 from ...utils.errors import InputError, nearest
-from ...utils.integrity import file_names
 from . import question, tuning
 from .defaults import DEFAULTS, DEMO
 from .plan import ArmRecipe, Plan, Shape, Study, numbers

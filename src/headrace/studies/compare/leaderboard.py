@@ -14,8 +14,9 @@ from statistics import median
 from typing import Any
 
 from ...tasks import TASKS, Metric
+from ...training.results import read_result
 from ...utils.errors import InputError, reading
-from ...utils.integrity import digest, read_result
+from ...utils.integrity import digest
 from ..report.page import Page, Section
 from . import rows as runs
 from .suite import REFERENCE, of_mixer

@@ -9,12 +9,13 @@ from typing import Any
 
 from ... import zoo
 from ...spec.encoder_decoder import ModelSpec
-from ...spec.serialize import admitted, from_json, to_json
+from ...spec.serialize import admitted, to_json
 from ...spec.stack import BertSpec
 from ...tasks import Digits, Masked, Sequences, Task
 from ...tasks.base import Part, generator
+from ...training.results import read_result
 from ...utils.errors import InputError
-from ...utils.integrity import digest, misfit, read_result
+from ...utils.integrity import digest
 from ...utils.provenance import Place, defaults
 from ..engine import Claim
 from .model import positions
@@ -201,7 +202,7 @@ class Study:
 
     def claim(self, accept_old: bool = False) -> Claim:
         """The claim of the folder of its runs."""
-        return Claim(self.to_json(), accept_old, self.optional(), with_new_names)
+        return Claim(self.to_json(), accept_old, self.optional())
 
     def to_json(self) -> dict[str, Any]:
         data: dict[str, Any] = {"name": self.name, "title": self.title, "plans": [p.to_json() for p in self.plans]}
@@ -213,14 +214,6 @@ class Study:
         """The places of `to_json` that have their default, which the plan of an older version may lack."""
         specs = [{"specs": {mixer: zoo.get(mixer) for mixer in plan.mixers}} for plan in self.plans]
         return {*defaults(self), *defaults({"plans": specs})}
-
-
-def with_new_names(stored: Any) -> Any:
-    """Returns the plan of a study, as `Study.to_json` wrote it, with its specs in today's spelling."""
-    if misfit(stored, {"plans": [{"specs": {...: dict}}]}):
-        return stored
-    plans = [p | {"specs": {m: to_json(from_json(spec)) for m, spec in p["specs"].items()}} for p in stored["plans"]]
-    return stored | {"plans": plans}
 
 
 def answers(spec, task: Task) -> bool:

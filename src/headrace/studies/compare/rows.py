@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...tasks import TASKS, Metric
-from ...utils.integrity import finite, restored
+from ...training.results import finite, restored
 
 COLUMNS = (
     "commit", "comparison", "mixer", "seed", "trial", "lr", "steps", "metric", "score", "loss", "reached", "converged",

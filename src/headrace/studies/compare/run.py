@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...utils.integrity import write_result
+from ...training.results import write_result
 from ...utils.provenance import refuse_foreign
 from .. import engine
 from ..engine import Measure, Point, Row

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from ... import tasks
+from ...training.results import file_names
 from ...utils.errors import InputError
-from ...utils.integrity import file_names
 from .plan import ArmRecipe, Plan, Shape, Study, Tuning
 
 REFERENCE = "transformer"  # every model of a suite has as many parameters as this one's

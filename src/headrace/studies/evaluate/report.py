@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from ...utils.environment import environment
+from ...training.environment import environment
 from ..report.page import Page, Section, picture
 from ..report.style import PALETTE, SOFT, STYLE
 from .findings import PairedComparison, against_the_first, findings, table

@@ -86,7 +86,7 @@ def as_json(
     target: Target, verdicts: Iterable[Verdict], command: str, seed: int, device: str, dtype: torch.dtype
 ) -> dict[str, Any]:
     """Returns the record of a verification: verdicts, with a program for each broken law, versions and the machine."""
-    from ...utils.environment import environment
+    from ...training.environment import environment
 
     rows = []
     for v in verdicts:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ... import zoo
 from ...layers.maps import weights
-from ...utils.environment import environment
-from ...utils.integrity import finite
+from ...training.environment import environment
+from ...training.results import finite
 from ..report.page import template
 from .findings import RULES, findings
 from .recorder import Recorded

@@ -22,7 +22,7 @@ from typing import Any
 from ... import zoo
 from ...training import recipes
 from ...utils.errors import InputError
-from ...utils.settings import assignments
+from ..settings import assignments
 
 FOLDER = Path(__file__).parent / "experiments"
 SCALES = ("paper", "laptop")

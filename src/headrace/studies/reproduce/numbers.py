@@ -9,7 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ...utils.integrity import read_json, read_result
+from ...training.results import read_result
+from ...utils.integrity import read_json
 from ..stats import mean_over_seeds, student
 from .execute import done
 from .experiment import Experiment, Scale, combinations, commands, run_folder

@@ -5,9 +5,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from ...training.environment import environment
 from ...training.machine import DAY
 from ...training.trainer import duration
-from ...utils.environment import environment
 from ..report.numbers import seeds_of, significant
 from ..report.page import Page, Section
 from .experiment import Experiment, Scale, commands, load, names

@@ -13,7 +13,7 @@ from ...training.machine import Machine
 from ...training.model import counted
 from ...training.recipes import Recipe
 from ...utils.errors import GateWarning, InputError
-from ...utils.settings import assignments
+from ..settings import assignments
 from .experiment import called
 
 

@@ -13,13 +13,12 @@ from typing import Annotated, Any, Literal
 from ... import zoo
 from ...spec.record import PositiveFloat, PositiveInt, Range
 from ...spec.serialize import admitted
-from ...utils import yaml_file
 from ...utils.errors import InputError, nearest
-from ...utils.yaml_file import read_yaml
+from .. import yaml_file
 from ..optimization import Optimization
+from ..yaml_file import read_yaml
 
 FOLDER = Path(__file__).parent
-OLD_FIELDS = {"apart": "separate_documents"}  # earlier names in stored recipes, and what they are now
 FROM_DATA = ("length", "vocab_size")  # fields that prepared data state too
 # Names of fields of transformers' TrainingArguments and configurations -> the field of Recipe with that meaning.
 ELSEWHERE = {
@@ -179,9 +178,8 @@ def load(
     Raises:
         InputError: the recipe does not exist or is not YAML, or a field is unknown or has an invalid value.
     """
-    given = {OLD_FIELDS.get(field, field): value for field, value in _merged(name).items()}
-    assumed = tuple(OLD_FIELDS.get(field, field) for field in given.pop("assumed", ()))
-    about = About(given.pop("source", ""), given.pop("data", ""), assumed)
+    given = _merged(name)
+    about = About(given.pop("source", ""), given.pop("data", ""), tuple(given.pop("assumed", ())))
     free = [*given.pop("from_data", []), *(field for field in FROM_DATA if field not in given)]
     stated = {field: manifest[field] for field in FROM_DATA if manifest and field in free}
     changed = {field: _parsed(value) for field, value in (changes or {}).items()}

@@ -6,10 +6,10 @@ from torch import Tensor
 from ... import derivatives
 from ...autograd import register
 from ...call import Call
+from ...prepared import prepare
 from ...rewrite import normalized
 from ..base import Backend, Kernel
 from . import library as native
-from . import step
 
 CHUNKS = range(16, 129, 16)
 LARGEST = 2**16
@@ -81,5 +81,5 @@ BACKEND = Backend(
     missing=lambda: native.missing,
     about=lambda: f"C++, {native.instructions}",
     linear_attention=Kernel(_run, _unsupported_reason, extras=("bonus", "normalize")),
-    step=Kernel(_step, _unsupported_step, prepare=step.prepare),
+    step=Kernel(_step, _unsupported_step, prepare=prepare),
 )

@@ -29,10 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call import TOKENWISE, Call
+from ...call import TOKENWISE, Call, product
 from .decay import NoDecay, identity
 from .scan import Memory
-from .tiles import Chunks, Tiles, plus_product, product
+from .tiles import Chunks, Tiles, plus_product
 
 
 def inverse(L: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...call import Call, accumulator
+from ...call import Call, accumulator, product
 from ...checks import check_bounds
 from .decay import NoDecay, ScalarDecay, VectorDecay, block_length
 from .halves import HalvedDecay, block_of
@@ -141,14 +141,6 @@ class Packed:
     def is_at(self, edges: Tensor) -> Tensor:
         """Returns whether each chunk is the first or the last of its sequence, [chunks]. edges: `first` or `last`."""
         return self.places == edges[self.owner]
-
-
-def product(x: Tensor | None, y: Tensor | None = None, out: Tensor | None = None) -> Any:
-    """Returns the product of the factors that are not None; None for two of them."""
-    if x is None or y is None:
-        factor: Any = y if x is None else x
-        return factor if out is None else out.copy_(factor)
-    return torch.mul(x, y, out=out)
 
 
 def plus_product(total: Tensor | None, x: Tensor, y: Tensor | None, out: Tensor | None = None) -> Tensor:

@@ -9,9 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ....utils.device import may_round_float32
-from ...call import Call
+from ...call import Call, product
 from ...checks import check_bounds
-from ..torch.tiles import product
 from .block_sizes import GPU, block_sizes
 from .gradients import gradients
 from .prepare import prepare

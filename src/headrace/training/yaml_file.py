@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from .errors import InputError
+from ..utils.errors import InputError
 
 LARGEST = 10_000  # nodes of a file with every alias written out
 # YAML 1.2 reads these as numbers; PyYAML follows YAML 1.1, where an exponent needs a dot before it and a sign.

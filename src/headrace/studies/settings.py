@@ -1,6 +1,6 @@
 """Settings of the form FIELD=VALUE on the command line."""
 
-from .errors import InputError
+from ..utils.errors import InputError
 
 
 def assignments(settings: list[str]) -> dict[str, str]:

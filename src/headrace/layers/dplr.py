@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...ops.backends.torch.halves import LEAST, block_of
-from ...ops.sequences import avoid_sync
-from ..chunks import carry
+from ..ops.backends.torch.halves import LEAST, block_of
+from ..ops.sequences import avoid_sync
+from .chunks import carry
 
 Levels = list[tuple[Tensor, Tensor]]  # factors of the decay of readers and writers, [M, H, blocks, tokens, K]
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.derivatives import apply_function, first_order, refuse_transforms
-from ...ops.sequences import Sequences, avoid_sync
+from ..ops.derivatives import apply_function, first_order, refuse_transforms
+from ..ops.sequences import Sequences, avoid_sync
 
 NAME = "a scan over time"
 
