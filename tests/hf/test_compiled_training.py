@@ -50,8 +50,8 @@ def assert_compiles_twice(model, kind, run):
 
 @pytest.mark.slow(seconds=15)
 def test_training_compiles_twice_without_a_break():
-    """The native recurrence, convolution and scan, with padding."""
-    assert_compiles_twice(model_of(["gla", "mamba"]).train(), padded, trained)
+    """The native recurrence, convolution and scan, and a matrix memory, with padding."""
+    assert_compiles_twice(model_of(["gla", "mamba", "rwkv7"]).train(), padded, trained)
 
 
 @pytest.mark.slow

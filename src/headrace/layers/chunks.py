@@ -131,7 +131,7 @@ def recur(step: Callable, form: Callable, x: Any, sequences: Sequences, S: Tenso
         return chunkwise(form, x, sequences, S)
 
 
-# --- in compiled graphs ------------------------------------------------------------------------------------------------
+# --- in compiled graphs -----------------------------------------------------------------------------------------------
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:

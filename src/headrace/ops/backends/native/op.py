@@ -31,8 +31,8 @@ def _unsupported_reason(call: Call) -> str | None:
 
 
 def _kept_shapes(call: Call):
-    """Returns how many floats the library keeps, by the formula of native/dispatch.cpp. It depends on sizes alone, which
-    in a graph may be symbolic."""
+    """Returns how many floats the library keeps, by the formula of native/dispatch.cpp, from sizes alone: in a graph
+    they may be symbolic."""
     (B, T, H, V), K, chunk = call.v.shape, call.k.shape[-1], _chunk_size(call)
     per_chunk = chunk * (2 * K + V) * call.v.dtype.itemsize // torch.float32.itemsize
     tenth = -(-10 * K * V // per_chunk)
