@@ -83,28 +83,33 @@ int threads_for(double products, int most) {
     return static_cast<int>(std::clamp(products / 1e6, 1.0, static_cast<double>(most)));
 }
 
-// Chunks from one kept state to the next. By the first bound the kept states weigh a tenth of the inputs; the backward
-// finds those between again, side by side: where they would take more than AGAIN, as many are kept as found again.
-std::int64_t run_of(const hr_problem& p, int chunk, std::int64_t tokens) {
-    constexpr double AGAIN = 64 << 20;
-    const double state = static_cast<double>(p.K) * static_cast<double>(p.V), chunks = std::ceil(tokens / double(chunk));
-    const double per_token = static_cast<double>(2 * p.K + p.V) / (p.dtype == HR_BFLOAT16 ? 2 : 1);
-    const double tenth = std::ceil(10 * state / (chunk * per_token));
-    const double most = std::max(AGAIN / (sizeof(float) * state), std::ceil(std::sqrt(chunks)));
-    return static_cast<std::int64_t>(std::max(1.0, std::min({tenth, most, chunks})));
+// Chunks from one kept state to the next, a function of sizes alone, which library.py repeats. The kept states weigh a
+// tenth of the inputs; the backward finds those between again, side by side: where they would take more than AGAIN, as many
+// are kept as found again, within a factor of two.
+std::int64_t run_of(const hr_problem& p, int chunk) {
+    constexpr std::int64_t AGAIN = (64 << 20) / sizeof(float);
+    const std::int64_t state = p.K * p.V, chunks = p.T / chunk, half = p.dtype == HR_BFLOAT16 ? 2 : 1;
+    const std::int64_t per_chunk = chunk * (2 * p.K + p.V), tenth = (10 * half * state + per_chunk - 1) / per_chunk;
+    std::int64_t run = std::max<std::int64_t>(AGAIN / state, 1);
+    while (run < tenth && run * run < chunks) run *= 2;
+    return std::min(run, tenth);
 }
 
 class Cut {
 public:
     explicit Cut(const hr_problem& p) : plan{&p, chunk_of(p), 1, nullptr, 0}, kept_at_(p.sequences) {
-        std::int64_t longest = 0;
-        for (std::int64_t n = 0; n < p.sequences; n++) longest = std::max(longest, plan.length(n));
-        plan.run = run_of(p, plan.chunk, longest);
+        plan.run = run_of(p, plan.chunk);
+        const std::int64_t apart = plan.run * plan.chunk;
+        std::int64_t longest = 1;
         for (std::int64_t n = 0; n < p.sequences; n++) {
-            kept_at_[n] = plan.kept_states;
-            plan.kept_states += std::max<std::int64_t>(plan.length(n) - 1, 0) / (plan.run * plan.chunk);
+            kept_at_[n] = used_;
+            used_ += std::max<std::int64_t>(plan.length(n) - 1, 0) / apart;
+            longest = std::max(longest, plan.length(n));
         }
         plan.kept_at = kept_at_.data();
+        // At least as many, wherever packed sequences end, and never 0, of which PyTorch's compiler makes another graph.
+        plan.kept_states = p.B * (p.T / apart) + 1;
+        plan.run = std::min(plan.run, (longest + plan.chunk - 1) / plan.chunk); // what the backward has room for
     }
 
     int threads() const {
@@ -132,10 +137,17 @@ public:
         return found;
     }
 
+    // The room in `kept` that no state takes: what is returned has no number of before.
+    void clear_unused(float* kept) const {
+        const std::int64_t state = plan.problem->H * plan.problem->K * plan.columns();
+        std::fill(kept + used_ * state, kept + plan.kept_states * state, 0.0f);
+    }
+
     Plan plan;
 
 private:
     std::vector<std::int64_t> kept_at_;
+    std::int64_t used_ = 0;
 };
 
 template <class Job>
@@ -280,7 +292,7 @@ int hr_forward(const hr_problem* p, const hr_tensor* out, float* final_state, fl
     return guarded([&] {
         const Cut cut(*p);
         will_be_written(*p, *out, p->H, p->V, p->dtype == HR_BFLOAT16);
-        if (kept) in_large_pages(kept, hr_kept_floats(p) * sizeof(float));
+        if (kept) in_large_pages(kept, hr_kept_floats(p) * sizeof(float)), cut.clear_unused(kept);
         return run(choice().of(*p).forward, cut, Forward{*out, final_state, kept}, cut.units(p->H, cut.parts()));
     });
 }

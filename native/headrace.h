@@ -170,7 +170,8 @@ HR_EXPORT const char* hr_isa(void);
 
 HR_EXPORT const char* hr_message(int status);
 
-/* Floats that the forward must keep for the backward: about a tenth of the inputs (and with keep_errors, V a token). */
+/* Floats that the forward must keep for the backward: about a tenth of the inputs and a state (and with keep_errors, V a
+   token). A function of sizes alone: neither of where packed sequences end nor of the number of threads. */
 HR_EXPORT int64_t hr_kept_floats(const hr_problem* problem);
 
 /* out like v; final_state contiguous [sequences, H, K, V]; kept NULL (nothing kept) or hr_kept_floats() floats. */

@@ -18,7 +18,7 @@ struct Plan {
     int chunk;                   // tokens
     std::int64_t run;            // chunks
     const std::int64_t* kept_at; // for each sequence: states kept before it, counted for one head
-    std::int64_t kept_states;    // in all, for one head
+    std::int64_t kept_states;    // there is room for, for one head
 
     HR_INLINE std::int64_t row(std::int64_t sequence) const { return problem->cu_seqlens ? 0 : sequence; }
     HR_INLINE std::int64_t start(std::int64_t sequence) const {

@@ -8,34 +8,64 @@ from headrace.hf import HeadraceForCausalLM
 from tiny import close, config, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of compilers, which are not ours
+SIZES = (2, 20), (3, 37), (4, 46)
 
 
 def model_of(mixer):
     torch.compiler.reset()
-    return HeadraceForCausalLM(config(mixer, num_hidden_layers=1)).train()
+    return HeadraceForCausalLM(config(mixer, num_hidden_layers=1 if isinstance(mixer, str) else len(mixer)))
 
 
-def padded(length):
-    ids = tokens(2, length)
+def plain(rows, length):
+    ids = tokens(rows, length)
+    return {"input_ids": ids, "labels": ids}
+
+
+def padded(rows, length):
+    ids = tokens(rows, length)
     mask = torch.ones_like(ids)
     mask[0, : length % 4 + 1] = mask[1, -2:] = 0
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-@pytest.mark.slow(seconds=15)
-@pytest.mark.parametrize(("mixer", "rows"), [("transformer", padded)])
-def test_training_compiles_twice_without_a_break(mixer, rows):
-    """Once for the first batch, and once for all others, whose lengths differ. None is short enough for one chunk of
-    tokens: PyTorch compiles a size of 1 for itself."""
-    model, counter = model_of(mixer), CompileCounterWithBackend("eager")
+def trained(model, call, batch):
+    model.zero_grad()
+    found = call(**batch)
+    found.loss.backward()
+    return [found.loss, found.logits, *(p.grad.clone() for p in model.parameters())]
+
+
+def assert_compiles_twice(model, kind, run):
+    """Once for the first batch, and once for all others. run(model, call, batch) -> tensors, which are to be those of
+    the model itself. A graph reads padding too, as a sequence of its own: what is summed over tokens is then summed in
+    another order, with as many roundings."""
+    counter = CompileCounterWithBackend("eager")
     call = torch.compile(model, fullgraph=True, backend=counter)
-    for length in (20, 37, 46):
-        batch, found = rows(length), []
-        for each in (model, call):
-            model.zero_grad()
-            loss = each(**batch).loss
-            loss.backward()
-            found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
-        for mine, theirs in zip(*found, strict=True):
-            close(mine, theirs, 1e-5)
+    for rows, length in SIZES:
+        batch = kind(rows, length)
+        for mine, theirs in zip(run(model, call, batch), run(model, model, batch), strict=True):
+            close(mine, theirs, rows * length * 2**-24 if "attention_mask" in batch else 0)
     assert counter.frame_count <= 2
+
+
+@pytest.mark.slow(seconds=15)
+def test_training_compiles_twice_without_a_break():
+    """The native recurrence, convolution and scan, and a matrix memory, with padding."""
+    assert_compiles_twice(model_of(["gla", "mamba", "rwkv7"]).train(), padded, trained)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_cache_compiles_twice_without_a_break():
+    """That a model makes when it evaluates: its number of columns is one of the sizes."""
+    assert_compiles_twice(model_of("transformer").eval(), plain, lambda model, call, batch: [call(**batch).logits])
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_exported_model_takes_other_sizes():
+    model, dynamic = model_of("gla").eval(), {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    batch, other = ({name: x for name, x in padded(*size).items() if name != "labels"} for size in SIZES[:2])
+    shapes = dict.fromkeys(batch, dynamic) | {"use_cache": None}
+    exported = torch.export.export(model, (), batch | {"use_cache": False}, dynamic_shapes=shapes)
+    close(exported.module()(**other, use_cache=False).logits, model(**other, use_cache=False).logits, 1e-6)

@@ -306,3 +306,15 @@ def test_layer_can_be_created_in_16_bits(name, dtype):
     finally:
         torch.set_default_dtype(torch.float32)
     assert {p.dtype for p in mixer.parameters()} == {dtype} and all(p.isfinite().all() for p in mixer.parameters())
+
+
+@pytest.mark.slow
+def test_operator_of_a_graph_passes_opcheck():
+    """Rows and six operands; packed sequences, one of them empty, and five."""
+    rows = [*goose(), draw(B, H, K, K).requires_grad_(), None, f"{rwkv7.__name__}:form"]
+    qkv, decays = [draw(1, T, H, n).requires_grad_() for n in (K, K, V)], [-draw(1, T, H, n).abs() for n in (K, V)]
+    pack = [*qkv, *decays, None, draw(3, H, K, V), torch.tensor([0, 0, 7, T]), f"{gla_outer.__name__}:form"]
+    fewer = "test_schema", "test_faketensor"
+    for given, which in ((rows, "ALL"), (pack, fewer)):
+        checks = torch.library.opcheck(torch.ops.headrace.chunks.default, given, test_utils=which)
+        assert set(checks.values()) == {"SUCCESS"}

@@ -13,7 +13,7 @@ from headrace.layers.scans import selective_scan as selective
 from headrace.layers.scans.linear_system import Response
 from headrace.layers.scans.rwkv4 import empty_memory, wkv
 from headrace.layers.scans.s4 import S4, hippo, hippo_diagonal_plus_low_rank
-from headrace.layers.scans.selective_scan import Operands, selective_scan
+from headrace.layers.scans.selective_scan import Operands, scan_tiles
 from headrace.spec import scan as spec
 from headrace.studies.verify import relative, specimen
 from headrace.utils.errors import InputError
@@ -122,7 +122,7 @@ def test_selective_scan_equals_its_recurrence(monkeypatch, lengths, tile):
     """However tiles and sequences fall: outputs, last states and every gradient, those of the last states too."""
     x = selective_operands(sum(lengths), len(lengths))
     monkeypatch.setattr(selective, "TILE", tile * x.A.numel())
-    ours, theirs = selective_scan(x, lengths), selective_literally(x, lengths)
+    ours, theirs = scan_tiles(x, lengths), selective_literally(x, lengths)
     weights = [torch.randn_like(y) for y in theirs]
     for mine, their in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, their, rtol=1e-12, atol=1e-12)
@@ -134,7 +134,7 @@ def test_selective_scan_equals_its_recurrence(monkeypatch, lengths, tile):
 def test_extreme_decays_stay_finite():
     x = selective_operands(40, 1)
     extreme = x._replace(dt=torch.where(torch.rand_like(x.dt) < 0.3, 1e6, 1e-12).requires_grad_())
-    out, final = selective_scan(extreme, [40])
+    out, final = scan_tiles(extreme, [40])
     assert relative(out, selective_literally(extreme, [40])[0]) <= 1e-12
     gradients = torch.autograd.grad(out.sum() + final.sum(), extreme)
     assert all(g.isfinite().all() for g in gradients)

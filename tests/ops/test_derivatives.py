@@ -18,7 +18,7 @@ from headrace.layers.attention.gathered import Groups, attend_gathered
 from headrace.layers.linear.convolution import convolve
 from headrace.layers.quantized import Int8Linear
 from headrace.layers.scan import Pack, packed_scan
-from headrace.layers.scans.selective_scan import Operands, selective_scan
+from headrace.layers.scans.selective_scan import Operands, scan_tiles
 from headrace.ops.loss import linear_cross_entropy
 from headrace.ops.sequences import Sequences
 from headrace.studies.verify import relative
@@ -55,7 +55,7 @@ def scanned(x):
 
 
 def selected(x):
-    return selective_scan(Operands(x, x.exp(), -x[:2].exp(), x[:, :2], x[:, :2], torch.zeros(1, 2, 6).double()), [3])[0]
+    return scan_tiles(Operands(x, x.exp(), -x[:2].exp(), x[:, :2], x[:, :2], torch.zeros(1, 2, 6).double()), [3])[0]
 
 
 FUNCTIONS = {

@@ -15,6 +15,8 @@ import torch
 from equation import DECAYS, NATIVE, B, H, T, assert_same, inputs, skip_if_missing
 from headrace import InputError, backends, linear_attention, step
 from headrace.ops.backends.native import library as native
+from headrace.ops.backends.native.op import _kept_shapes
+from headrace.ops.call import Call
 from headrace.ops.reference import literal
 from headrace.studies.verify import relative
 
@@ -322,6 +324,8 @@ os.environ["HEADRACE_ISA"] = isa
 from equation import DECAYS, NATIVE, assert_same, inputs
 from headrace import linear_attention
 from headrace.ops.backends.native import library as native
+from headrace.ops.backends.native.op import _kept_shapes
+from headrace.ops.call import Call
 from headrace.studies.verify import relative
 torch.manual_seed(0), torch.set_num_threads(1)
 for decay in DECAYS:
@@ -395,3 +399,17 @@ def test_missing_library_has_a_reason(monkeypatch, tmp_path):
     with pytest.raises(InputError, match="backend='native' cannot run here: it is broken"):
         linear_attention(x, x, x, backend="native")
     assert backends(x, x, x) == "torch"
+
+
+@pytest.mark.parametrize("settings", [{}, {"delta": True}, {"normalize": True}, {"chunk_size": 48}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_graphs_know_how_much_is_kept(settings, dtype):
+    """Before the library runs: few and many states, those of a head too large to find many again, packed sequences."""
+    sizes = itertools.product(((2, 1), (2, 33), (1, 4096), (1, 300_000)), ((1, 1), (64, 64), (64, 65), (3000, 700)))
+    for ((rows, tokens), (key, value)), decays, packed in itertools.product(sizes, range(4), (False, True)):
+        x = torch.empty(1, 1, 1, max(key, value), dtype=dtype)
+        k, v = (x[..., :n].expand(1 if packed else rows, tokens, 2, n) for n in (key, value))
+        decay = (None, torch.empty(2), torch.empty(1).expand(v.shape[:3]), torch.empty(1, 1, 1, key).expand(k.shape))
+        ends = torch.tensor([0, tokens // 3, tokens // 3, tokens]) if packed else None
+        call = Call(k, k, v, decay[decays], cu_seqlens=ends, **settings)
+        assert _kept_shapes(call) == ((native.library.hr_kept_floats(native.Problem(call).packed),),)

@@ -5,7 +5,6 @@ import torch
 
 from equation import selective_literally, skip_if_missing
 from headrace import InputError, layers, zoo
-from headrace.layers.scans import selective_scan as selective
 from headrace.layers.scans.selective_scan import Operands
 from headrace.ops.backends.native import scan
 from headrace.studies.verify import relative
@@ -47,7 +46,7 @@ def test_scan_equals_the_recurrence(lengths, S, D):
     x = given(lengths, S, D)
     assert scan.unsupported_reason(x.u, x.A) is None
     exact = with_gradients(selective_literally, Operands(*(y.detach().double().requires_grad_() for y in x)), lengths)
-    found = with_gradients(selective.selective_scan, x, lengths)
+    found = with_gradients(scan.selective_scan, x, bounds(lengths))
     for ours, theirs in zip(found, exact, strict=True):
         assert ours.dtype is torch.float32 and ours.shape == theirs.shape
         assert relative(ours.double(), theirs) <= 1e-6  # a few roundings of float32
@@ -57,7 +56,7 @@ def test_extreme_steps_and_values():
     """Decays to nothing and to almost one; what is not finite in a sequence does not reach the next."""
     x = given([40, 40], 4, 6)
     dt = torch.where(torch.rand_like(x.dt) < 0.3, 1e6, 1e-12).requires_grad_()
-    found = with_gradients(selective.selective_scan, x._replace(dt=dt), [40, 40])
+    found = with_gradients(scan.selective_scan, x._replace(dt=dt), bounds([40, 40]))
     exact = selective_literally(Operands(*(y.detach().double() for y in x._replace(dt=dt))), [40, 40])
     assert all(relative(a.double(), b) <= 1e-6 for a, b in zip(found, exact, strict=False))
     assert all(y.isfinite().all() for y in found)
@@ -72,7 +71,7 @@ def test_threads_change_no_bit():
     x, before, results = given([300, 40], 16, 600), torch.get_num_threads(), []
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        results.append(with_gradients(selective.selective_scan, x, [300, 40]))
+        results.append(with_gradients(scan.selective_scan, x, bounds([300, 40])))
     torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -99,7 +98,7 @@ def test_operator_refuses_wrong_tensors():
 
 def test_second_derivatives_are_refused():
     x = given([5], 2, 3)
-    out, _ = selective.selective_scan(x, [5])
+    out, _ = scan.selective_scan(x, bounds([5]))
     with pytest.raises(InputError, match="has no second derivative"):
         torch.autograd.grad(out.sum(), x.u, create_graph=True)
 

@@ -115,6 +115,8 @@ class HeadraceCache(Cache):
         """Returns where the pieces end in which pending and further columns are read, so that marks can be made
         between them."""
         policy, total, start = self.marks or Marks(), self.pending + columns, self.columns - self.pending
+        if not (self._due or self.marks or self.pending):  # a set would make a number of tokens in a graph a constant
+            return [total]
         ends = {total, *(c - start for c in self._due if start < c < start + total)}
         if policy.every is not None:
             ends |= {c - start for c in range(start - start % policy.every, start + total, policy.every) if c > start}

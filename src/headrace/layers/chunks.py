@@ -7,17 +7,22 @@ Dimensions: B batch, T tokens, N sequences, M chunks, C tokens per chunk.
 """
 
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ..ops.autograd import define, library
+from ..ops.derivatives import first_order
 from ..ops.sequences import Sequences
 from ..utils.device import without_autocast
 
 CHUNK = 32  # tokens per chunk of the matrix memories; a power of two
 SPAN = 1024  # number of tokens that are computed in parallel
+OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor? c, Tensor initial"
+SETTINGS = "Tensor? cu_seqlens, str form"
 
 
 class Chunks:
@@ -120,4 +125,56 @@ def recur(step: Callable, form: Callable, x: Any, sequences: Sequences, S: Tenso
         S = q.new_zeros(sequences.count, *q.shape[2:], v.shape[-1]) if S is None else S
         if q.shape[1] == 1 and sequences.cu_seqlens is None:
             return step(x, S)
+        if torch.compiler.is_compiling():  # the operations of `chunkwise` depend on the lengths of the sequences
+            last = x[5] if len(x) > 5 else None
+            return _in_a_graph(*x[:5], last, S, sequences.cu_seqlens, f"{form.__module__}:{form.__name__}")
         return chunkwise(form, x, sequences, S)
+
+
+# --- in compiled graphs -----------------------------------------------------------------------------------------------
+
+
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+    *x, S, cu_seqlens, form = args
+    given = [y for y in x if y is not None]
+    out, S = chunkwise(resolve_name(form), given, Sequences(given[0], cu_seqlens), S)
+    return out.contiguous(), S.contiguous()
+
+
+def _fake(*args: Any) -> tuple[Tensor, Tensor]:
+    return args[2].new_empty(args[2].shape), args[6].new_empty(args[6].shape)
+
+
+def _backward(d_out: Tensor, d_S: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """Computes the forward again, with its graph."""
+    with torch.enable_grad():
+        x = [y if y is None else y.detach().requires_grad_() for y in args[:7]]
+        results = _forward(*x, *args[7:])
+    gradients = iter(torch.autograd.grad(results, [y for y in x if y is not None], (d_out, d_S)))
+    return tuple(d_out.new_empty(0) if y is None else next(gradients).contiguous() for y in x)
+
+
+def _fake_backward(d_out: Tensor, d_S: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return tuple(d_out.new_empty(0 if y is None else y.shape) for y in args[:7])
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, ctx.form = inputs
+    ctx.save_for_backward(*tensors)
+
+
+@first_order("a recurrence in a compiled graph")
+def _differentiate(ctx: Any, d_out: Tensor, d_S: Tensor) -> tuple[Tensor | None, ...]:
+    *x, cu_seqlens = ctx.saved_tensors
+    found = _gradient(d_out.contiguous(), d_S.contiguous(), *x, cu_seqlens, ctx.form)
+    return *(None if y is None else g for y, g in zip(x, found, strict=True)), None, None
+
+
+_gradient = define(
+    "chunks_backward", f"(Tensor d_out, Tensor d_state, {OPERANDS}, {SETTINGS})", 7, _backward, _fake_backward,
+    "CompositeExplicitAutograd",
+)  # fmt: skip
+library.impl(_gradient.name(), torch.library.fallthrough_kernel, "Autograd")  # or what it records would be left out
+_in_a_graph = define(
+    "chunks", f"({OPERANDS}, {SETTINGS})", 2, _forward, _fake, "CompositeExplicitAutograd", _differentiate, _save
+)

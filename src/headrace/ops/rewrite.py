@@ -69,7 +69,7 @@ def with_bonus(call: Call, bonus: Tensor, run: Run) -> tuple[Tensor, Tensor]:
         log_decay=moved(decay, 1), beta=moved(call.beta, 1), write_gate=moved(call.write_gate, 1),
     )  # fmt: skip
     if bounds is not None:
-        added = torch.arange(len(bounds), dtype=bounds.dtype, device=bounds.device)
+        added = torch.arange(bounds.shape[0], dtype=bounds.dtype, device=bounds.device)
         shifted = shifted._replace(cu_seqlens=bounds + added)
     out, state = run(shifted)
     own = call._replace(bonus=bonus).ungrouped()

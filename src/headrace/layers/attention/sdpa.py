@@ -31,7 +31,7 @@ def attend(
     """
     T, L = q.shape[1], k.shape[1]
     if valid is None and bias is None and fade is None and (not causal or T in (1, L)):
-        return weigh(q, k, v, null=null, causal=causal and T > 1)
+        return weigh(q, k, v, null=null, causal=causal if T > 1 else False)
     logits = fade
     if bias is not None:
         places = torch.arange(L, device=q.device)[None] if valid is None else valid.cumsum(1) - 1

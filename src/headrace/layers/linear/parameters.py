@@ -164,7 +164,8 @@ class LinearParameters(Mixer, HasBackend):
 
     @property
     def static_shapes(self) -> bool:
-        return self.residual is None and self.general is None  # which are laid out by the lengths of the sequences
+        """Not with parts that are laid out by the lengths of the sequences, except for an operator of a graph."""
+        return self.residual is None and (self.general is None or torch.compiler.is_compiling())
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

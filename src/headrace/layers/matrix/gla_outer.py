@@ -97,6 +97,10 @@ class GLAOuter(Mixer):
         self.recurrence = Recurrence()
         self.reset_parameters()
 
+    @property
+    def static_shapes(self) -> bool:
+        return torch.compiler.is_compiling()
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         self.norm_weight.fill_(1)

@@ -10,7 +10,6 @@ tokens per chunk.
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +29,9 @@ from ..maps import mixed
 FASTEST = math.exp(-0.5)  # upper bound of −log_decay: the memory decays by at most e^−0.61 per token
 
 
-form = partial(dplr.form, base=CHUNK)  # in which half a chunk decays by at most e^(CHUNK / 2 · FASTEST) < e^10
+def form(counts: list[int], S: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes `dplr.form`: half a chunk decays by at most e^(CHUNK / 2 · FASTEST) < e^10."""
+    return dplr.form(counts, S, *operands, base=CHUNK)
 
 
 class LowRank(SelfInitialized):
@@ -91,6 +92,10 @@ class RWKV7(Mixer):
         self.norm_bias = nn.Parameter(torch.empty(D))
         self.recurrence = Recurrence()
         self.reset_parameters()
+
+    @property
+    def static_shapes(self) -> bool:
+        return torch.compiler.is_compiling()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

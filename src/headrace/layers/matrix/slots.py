@@ -57,6 +57,10 @@ class SlotAttention(Mixer, HasBackend):
         self.recurrence = Recurrence()
         self.reset_parameters()
 
+    @property
+    def static_shapes(self) -> bool:
+        return self.gated and torch.compiler.is_compiling()
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         if self.norm_weight is not None:

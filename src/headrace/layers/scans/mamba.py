@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...ops.backends.native import scan as native
 from ...ops.call import accumulator
 from ...ops.sequences import Sequences
 from ...spec.scan import ScanSpec
@@ -48,6 +49,11 @@ class Mamba(Mixer):
         self.reset_parameters()
 
     @property
+    def static_shapes(self) -> bool:
+        """Where the native scan runs, which reads the lengths itself."""
+        return native.unsupported_reason(self.A_log.to(accumulator(self.A_log)), self.A_log) is None
+
+    @property
     def stacks(self) -> dict[str, dict[str, int]]:
         return {"norm_weight": dict(zip(("dt", "B", "C"), self.split, strict=True))}
 
@@ -69,7 +75,7 @@ class Mamba(Mixer):
         if x.shape[1] == 1 and not sequences.packed:
             out, memory = selective_step(operands)
         else:
-            out, memory = self.recurrence(selective_scan, operands, sequences.counts())
+            out, memory = self.recurrence(selective_scan, operands, sequences)
         y = (out.view_as(u) + self.skip * u).to(x.dtype) * F.silu(z)
         return sequences.tokenwise(self.out_proj, y), ScanState(memory, conv)
 

@@ -4,7 +4,6 @@ computed tile by tile, and again in the backward, from the state before each til
 Dimensions: T packed tokens, n sequences, L tokens of a tile, S state numbers per channel, D channels.
 """
 
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from ...ops.backends.native import scan as native
 from ...ops.derivatives import apply_function, first_order
+from ...ops.sequences import Sequences
 from ...utils.device import without_autocast
 from ..scan import Pack, Tile, backwards, scan_packed_
 
@@ -30,12 +30,17 @@ class Operands(NamedTuple):
     initial: Tensor  # [n, S, D]
 
 
-def selective_scan(operands: Operands, lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """Computes h_t = exp(dt_t A) h_{t−1} + dt_t u_t B_t, y_t = C_t h_t for packed sequences of these lengths.
+def selective_scan(operands: Operands, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    """Computes h_t = exp(dt_t A) h_{t−1} + dt_t u_t B_t, y_t = C_t h_t for these sequences, one after another.
 
     Returns (y [T, D], the last state of each sequence [n, S, D])."""
     if native.unsupported_reason(operands.u, operands.A) is None:
-        return native.selective_scan(operands, torch.tensor([0, *accumulate(lengths)]))
+        return native.selective_scan(operands, sequences.all_bounds())
+    return scan_tiles(operands, sequences.counts())
+
+
+def scan_tiles(operands: Operands, lengths: list[int]) -> tuple[Tensor, Tensor]:
+    """Computes `selective_scan` in PyTorch, tile by tile, for sequences of these lengths."""
     with without_autocast(operands.u):
         return apply_function(SelectiveScan, NAME, lengths, *operands)
 

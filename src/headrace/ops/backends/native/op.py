@@ -13,6 +13,7 @@ from . import library as native
 
 CHUNKS = range(16, 129, 16)
 LARGEST = 2**16
+AGAIN = 2**24  # floats of the states that a backward computes again at once
 
 
 def _unsupported_reason(call: Call) -> str | None:
@@ -30,8 +31,24 @@ def _unsupported_reason(call: Call) -> str | None:
 
 
 def _kept_shapes(call: Call):
-    """Returns a dynamic size, because the library computes the size from numbers, which are symbolic in a trace."""
-    return ((torch.library.get_ctx().new_dynamic_size(),),)
+    """Returns how many floats the library keeps, by the formula of native/dispatch.cpp, from sizes alone: in a graph
+    they may be symbolic."""
+    (B, T, H, V), K, chunk = call.v.shape, call.k.shape[-1], _chunk_size(call)
+    per_chunk = chunk * (2 * K + V) * call.v.dtype.itemsize // torch.float32.itemsize
+    tenth = -(-10 * K * V // per_chunk)
+    run = max(AGAIN // (K * V), 1)
+    while run < tenth and run * run < T // chunk:
+        run *= 2
+    states = B * (T // (min(run, tenth) * chunk)) + 1
+    columns = V + 1 if call.normalize else V
+    errors = B * T * H * V if call.delta and native.KEEP_ERRORS else 0
+    return ((states * H * K * columns + errors,),)
+
+
+def _chunk_size(call: Call) -> int:
+    """Returns the call's chunk size, or the library's default."""
+    per_key = call.log_decay is not None and call.log_decay.dim() == 4 and not call.delta
+    return call.chunk_size or (16 if call.k.shape[-1] + call.v.shape[-1] <= 128 and not per_key else 32)
 
 
 _operator = register("native", "CPU", native.forward, native.backward, ["kept"], _kept_shapes)

@@ -57,7 +57,7 @@ def _place(x: Tensor) -> tuple[int, ...]:
 
 
 def _kept_shape(u: Tensor, initial: Tensor) -> tuple[int, ...]:
-    return len(u) // CHUNK + len(initial), *initial.shape[1:]
+    return u.shape[0] // CHUNK + initial.shape[0], *initial.shape[1:]  # len() would be a constant in a graph
 
 
 def _forward(u, dt, A, B, C, initial, cu_seqlens, keep):

@@ -176,8 +176,11 @@ class VectorDecay(NoDecay):
 
 
 def block_length(C: int) -> int:
-    """Returns the tokens per block of VectorDecay: the power of two near the root of C."""
-    return 1 << (C - 1).bit_length() // 2
+    """Returns the tokens per block of VectorDecay: the power of two near the root of C, which may be symbolic."""
+    n = 1
+    while 2 * n * n < C:
+        n *= 2
+    return n
 
 
 def between(g: Tensor) -> Tensor:

@@ -34,13 +34,13 @@ class Grid(NamedTuple):
 def grid(call: Call) -> Grid:
     """Returns the grid of a call, from its shapes alone."""
     (_, T, _, V), K, C = call.v.shape, call.k.shape[-1], chunk_size(call)
+    keeps = K * V <= C * (2 * K + V)  # where the states of whole chunks are no larger than q, k and v
     if call.cu_seqlens is None:
         chunks = -(-T // C)
         C = -(-T // chunks)  # balanced: 65 tokens in chunks of 64 are two chunks of 33
     else:
         C = min(C, T)
         chunks = T // C + call.sequences
-    keeps = K * V <= C * (2 * K + V)  # where the states are no larger than q, k and v
     if call.log_decay is not None and call.log_decay.dim() == 4:
         C = -(-C // block_length(C)) * block_length(C)
     return Grid(chunks, C, keeps)
