@@ -368,7 +368,8 @@ def _table(mixer: str, rows: list[Any]) -> Table:
 
 def backends() -> None:
     """List the backends and what each computes, and why the others are unavailable on this machine."""
-    from ..ops.dispatch import BACKENDS, OPERATIONS, default_backend, has
+    from ..ops.backends.base import OPERATIONS
+    from ..ops.dispatch import BACKENDS, default_backend, has
 
     for name, backend in BACKENDS.items():
         reason, computes = backend.missing(), ", ".join(o for o in OPERATIONS if has(name, o))
