@@ -60,10 +60,11 @@ def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *cells)) + "\n"
 
 
-def mixers() -> str:
-    """One row per mixer but the `softmax-X` of linear mixers X: its update, decay, state, and what computes it."""
-    rows = []
-    for name in (name for name in zoo.names() if name in {*plain(), *zoo.PUBLISHED}):
+def mixers(*names: str) -> str:
+    """One row per mixer: its update, decay, state, and what computes it. No names: of all but the `softmax-X` of linear
+    mixers X."""
+    rows, every = [], {*plain(), *zoo.PUBLISHED}
+    for name in names or [name for name in zoo.names() if name in every]:
         row, spec = catalog.describe(name), zoo.get(name)
         rule = spec.write.rule if isinstance(spec, MixerSpec) else _rule(row)
         decay = "none" if row["retention"] == "all" else row["retention"]

@@ -89,6 +89,10 @@ def test_first_examples_run(code):
         exec(compile(code, "README.md", "exec"), {})
 
 
+def test_readme_is_read_in_one_sitting():
+    assert len(README.splitlines()) <= 150
+
+
 def test_every_mixer_is_listed():
     assert set(re.findall(r"^\| `([^`]+)`", MIXERS, re.MULTILINE)) == {
         *(name for table in zoo.TABLES.values() for name in table), *zoo.PUBLISHED, *zoo.MODELS,

@@ -192,8 +192,8 @@ def _backend_of(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> str:
     """Returns the name of the backend that computes a call of `linear_attention`."""
     check_form(given["form"], given["chunk_size"])
     options = {name: given[name] for name in OPTIONS} | {"cu_seqlens": as_bounds(given["cu_seqlens"])}
-    settings = (given[name] for name in ("rule", "normalize", "scale", "chunk_size"))
-    call = _checked(q, k, v, options, *settings, ("B", "T"))
+    settings = {name: given[name] for name in ("rule", "normalize", "scale", "chunk_size")}
+    call = _checked(q, k, v, options, **settings, axes=("B", "T"))
     if given["form"] == "recurrent":
         refuse_recurrent(given["backend"])
         return "torch"
