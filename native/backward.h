@@ -101,7 +101,7 @@ struct BackwardUnit {
             const Span span = span_of(plan, unit, first + i);
             chunk.load_keys(span);
             fetch_inputs(i == last ? Span{} : span_of(plan, unit, first + i + 1));
-            find_values(kept, span, i);
+            find_values(span, i);
             if (i == last) return;
             chunk.strengthen();
             if constexpr (delta)
@@ -110,19 +110,15 @@ struct BackwardUnit {
                 chunk.write_transposed(S_t[i + 1], S_t[i], Fetch{&ahead}), chunk.write_normalizer(S_t[i + 1].row(V), S_t[i].row(V));
         }
     }
-    void find_values(float* kept, Span span, int i) {
-        if (delta && plan.problem->keep_errors) {
-            load_tile(chunk.E, kept_errors(plan, kept, unit), span, value);
-        } else {
-            chunk.load_values();
-            if constexpr (delta) {
-                chunk.decay.keys(chunk.k);
-                chunk.compare_keys();
-                chunk.hold(S[i]);
-                chunk.correct();
-            }
+    void find_values(Span span, int i) {
+        chunk.load_values();
+        if constexpr (delta) {
+            chunk.decay.keys(chunk.k);
+            chunk.compare_keys();
+            chunk.hold(S[i]);
+            chunk.correct();
+            copy(E[i], chunk.E, span.rows, V);
         }
-        if (delta) copy(E[i], chunk.E, span.rows, V);
     }
 
     void fetch_inputs(Span span) {

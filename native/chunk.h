@@ -58,13 +58,6 @@ inline float* kept_state(const Plan& plan, float* kept, const Unit& unit, std::i
     return kept + state_at(plan, plan.kept_at[unit.sequence] + run - 1, unit);
 }
 
-// E as kept for the backward: [B, T, H, V] after the kept states.
-inline View kept_errors(const Plan& plan, float* kept, const Unit& unit) {
-    const hr_problem& p = *plan.problem;
-    const hr_tensor x{kept + plan.kept_floats(), p.T * p.H * p.V, p.H * p.V, p.V};
-    return view(x, plan, unit, unit.head, false, unit.column);
-}
-
 // The normalizer z, [K], a state's column for values of 1.
 struct Normalizer {
     const float epsilon;

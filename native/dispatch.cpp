@@ -282,10 +282,7 @@ const char* hr_message(int status) {
     }
 }
 
-int64_t hr_kept_floats(const hr_problem* p) {
-    const Plan plan = Cut(*p).plan;
-    return plan.kept_floats() + (p->delta && p->keep_errors ? p->B * p->T * p->H * p->V : 0);
-}
+int64_t hr_kept_floats(const hr_problem* p) { return Cut(*p).plan.kept_floats(); }
 
 int hr_forward(const hr_problem* p, const hr_tensor* out, float* final_state, float* kept) {
     if (const int status = refused(*p)) return status;

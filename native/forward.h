@@ -55,7 +55,6 @@ struct ForwardUnit {
     }
 
     void step(Span span, Span next) {
-        const hr_problem& p = *plan.problem;
         fetch(span, next);
         chunk.begin(span);
         chunk.load_values();
@@ -63,8 +62,6 @@ struct ForwardUnit {
         if constexpr (delta) {
             chunk.compare_keys();
             chunk.correct();
-            if (job.kept && p.keep_errors)
-                store_tile(kept_errors(plan, job.kept, unit), chunk.E, span, chunk.value);
         } else {
             chunk.strengthen();
         }

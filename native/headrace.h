@@ -15,7 +15,7 @@
 
 #include <stdint.h>
 
-#define HR_ABI 9
+#define HR_ABI 10
 #define HR_WIDEST 32 /* of a short convolution */
 #define HR_SCAN_CHUNK 32 /* tokens between the states that a selective scan keeps */
 #define HR_SCAN_PART 256 /* channels of a selective scan that are computed together */
@@ -46,13 +46,12 @@ typedef struct hr_tensor {
 } hr_tensor;
 
 typedef struct hr_problem {
-    int32_t abi;         /* HR_ABI */
-    int32_t dtype;       /* hr_dtype of q, k, v, out and their gradients; all else is float32 */
-    int32_t decay;       /* hr_decay */
-    int32_t delta;       /* 1: the delta rule */
-    int32_t chunk;       /* tokens per chunk; 0: chosen here. Rounded to a multiple of 16 within [16, 128] */
-    int32_t threads;     /* at least 1 */
-    int32_t keep_errors; /* delta: also keep what was written, V floats a token: the backward need not redo it */
+    int32_t abi;     /* HR_ABI */
+    int32_t dtype;   /* hr_dtype of q, k, v, out and their gradients; all else is float32 */
+    int32_t decay;   /* hr_decay */
+    int32_t delta;   /* 1: the delta rule */
+    int32_t chunk;   /* tokens per chunk; 0: chosen here. Rounded to a multiple of 16 within [16, 128] */
+    int32_t threads; /* at least 1 */
     float scale;
     int64_t B, T, H, Hq, K, V;
     int64_t sequences;         /* B, or with cu_seqlens (B is 1) their number */
@@ -170,8 +169,8 @@ HR_EXPORT const char* hr_isa(void);
 
 HR_EXPORT const char* hr_message(int status);
 
-/* Floats that the forward must keep for the backward: about a tenth of the inputs and a state (and with keep_errors, V a
-   token). A function of sizes alone: neither of where packed sequences end nor of the number of threads. */
+/* Floats that the forward must keep for the backward: about a tenth of the inputs and a state. A function of sizes alone:
+   neither of where packed sequences end nor of the number of threads. */
 HR_EXPORT int64_t hr_kept_floats(const hr_problem* problem);
 
 /* out like v; final_state contiguous [sequences, H, K, V]; kept NULL (nothing kept) or hr_kept_floats() floats. */

@@ -20,16 +20,13 @@ from ....utils.errors import InputError
 from ...call import NORMALIZER_EPS, Call
 from ...checks import sequence_ends
 
-ABI = 9
+ABI = 10
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 DECAYS = {1: DecayShape.FIXED, 3: DecayShape.SCALAR, 4: DecayShape.VECTOR}  # by the number of dimensions
 NO_MEMORY = 3
-KEEP_ERRORS = (
-    0  # 1 would store V floats per token, and save 3 to 6 % of the time of a training step with the delta rule
-)
 _TENSOR = "Pqqq"  # hr_tensor
-_PROBLEM = struct.Struct("@7if7qP" + 7 * _TENSOR + "2Pf4x")  # hr_problem
-SCALE, SCALE_AT = struct.Struct("@f"), struct.calcsize("@7i")  # of hr_problem
+_PROBLEM = struct.Struct("@6if7qP" + 7 * _TENSOR + "2Pf4x")  # hr_problem
+SCALE, SCALE_AT = struct.Struct("@f"), struct.calcsize("@6i")  # of hr_problem
 _GRADIENTS = struct.Struct("@" + 7 * _TENSOR + "2P")  # hr_gradients
 PLACE = struct.Struct("@" + _TENSOR)
 _ABSENT = (0, 0, 0, 0)
@@ -102,7 +99,7 @@ class Problem:
         self.alive = (ends, state, bonus)
         decay = 0 if log_decay is None else DECAYS[log_decay.dim()]
         self.packed = _PROBLEM.pack(
-            ABI, DTYPES[call.v.dtype], decay, call.delta, call.chunk_size or 0, torch.get_num_threads(), KEEP_ERRORS,
+            ABI, DTYPES[call.v.dtype], decay, call.delta, call.chunk_size or 0, torch.get_num_threads(),
             call.scale, B, T, H, Hq, K, V, call.sequences, address(ends), *_places(self.tensors), address(state),
             address(bonus), NORMALIZER_EPS if call.normalize else 0,
         )  # fmt: skip

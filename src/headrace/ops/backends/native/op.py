@@ -41,8 +41,7 @@ def _kept_shapes(call: Call):
         run *= 2
     states = B * (T // (min(run, tenth) * chunk)) + 1
     columns = V + 1 if call.normalize else V
-    errors = B * T * H * V if call.delta and native.KEEP_ERRORS else 0
-    return ((states * H * K * columns + errors,),)
+    return ((states * H * K * columns,),)
 
 
 def _chunk_size(call: Call) -> int:
