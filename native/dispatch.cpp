@@ -83,7 +83,7 @@ int threads_for(double products, int most) {
     return static_cast<int>(std::clamp(products / 1e6, 1.0, static_cast<double>(most)));
 }
 
-// Chunks from one kept state to the next, a function of sizes alone, which library.py repeats. The kept states weigh a
+// Chunks from one kept state to the next, a function of sizes alone, which op.py repeats. The kept states weigh a
 // tenth of the inputs; the backward finds those between again, side by side: where they would take more than AGAIN, as many
 // are kept as found again, within a factor of two.
 std::int64_t run_of(const hr_problem& p, int chunk) {
