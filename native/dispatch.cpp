@@ -107,8 +107,7 @@ public:
             longest = std::max(longest, plan.length(n));
         }
         plan.kept_at = kept_at_.data();
-        // At least as many, wherever packed sequences end, and never 0, of which PyTorch's compiler makes another graph.
-        plan.kept_states = p.B * (p.T / apart) + 1;
+        plan.kept_states = p.B * ((p.T - 1) / apart); // at least as many, wherever packed sequences end
         plan.run = std::min(plan.run, (longest + plan.chunk - 1) / plan.chunk); // what the backward has room for
     }
 
@@ -140,7 +139,7 @@ public:
     // The room in `kept` that no state takes: what is returned has no number of before.
     void clear_unused(float* kept) const {
         const std::int64_t state = plan.problem->H * plan.problem->K * plan.columns();
-        std::fill(kept + used_ * state, kept + plan.kept_states * state, 0.0f);
+        std::fill(kept + used_ * state, kept + plan.kept_floats(), 0.0f);
     }
 
     Plan plan;

@@ -169,7 +169,7 @@ HR_EXPORT const char* hr_isa(void);
 
 HR_EXPORT const char* hr_message(int status);
 
-/* Floats that the forward must keep for the backward: about a tenth of the inputs and a state. A function of sizes alone:
+/* Floats that the forward must keep for the backward: about a tenth of the inputs. A function of sizes alone:
    neither of where packed sequences end nor of the number of threads. */
 HR_EXPORT int64_t hr_kept_floats(const hr_problem* problem);
 

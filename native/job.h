@@ -12,6 +12,8 @@
 #define HR_INLINE inline __attribute__((always_inline))
 #define HR_INLINE_LAMBDA __attribute__((always_inline))
 
+constexpr std::int64_t SPARE = 16; // floats kept beside the states, so that there are never none
+
 // How a problem is cut. A sequence is a run of chunks; a state is kept before every `run`-th of them but the first.
 struct Plan {
     const hr_problem* problem;
@@ -35,7 +37,7 @@ struct Plan {
     HR_INLINE std::int64_t queries() const { return problem->Hq > problem->H ? problem->Hq / problem->H : 1; }
     // Columns of a state, of which the last may be the normalizer's.
     HR_INLINE std::int64_t columns() const { return problem->V + (problem->normalizer > 0); }
-    HR_INLINE std::int64_t kept_floats() const { return kept_states * problem->H * problem->K * columns(); }
+    HR_INLINE std::int64_t kept_floats() const { return kept_states * problem->H * problem->K * columns() + SPARE; }
 };
 
 // Whether the recurrence applies the read gate: on q, or where nothing stands between it and what is read.

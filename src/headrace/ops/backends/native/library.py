@@ -80,7 +80,7 @@ class Problem:
     """The struct hr_problem of a call, with references to the tensors that it points to."""
 
     def __init__(self, call: Call):
-        (B, T, H, V), (Hq, K), log_decay = call.v.shape, call.q.shape[2:], call.log_decay
+        (B, T, H, V), Hq, K, log_decay = call.v.shape, call.q.shape[2], call.k.shape[-1], call.log_decay
         for name, x, heads in (("q", call.q, Hq), ("k", call.k, min(Hq, H))):
             expect(name, x, (B, T, heads, K), call.v.dtype)
         if log_decay is not None:

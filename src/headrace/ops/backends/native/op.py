@@ -14,6 +14,7 @@ from . import library as native
 CHUNKS = range(16, 129, 16)
 LARGEST = 2**16
 AGAIN = 2**24  # floats of the states that a backward computes again at once
+SPARE = 16  # floats, so that no size is 0 or 1, of which PyTorch's compiler makes another graph
 
 
 def _unsupported_reason(call: Call) -> str | None:
@@ -39,9 +40,9 @@ def _kept_shapes(call: Call):
     run = max(AGAIN // (K * V), 1)
     while run < tenth and run * run < T // chunk:
         run *= 2
-    states = B * (T // (min(run, tenth) * chunk)) + 1
+    states = B * ((T - 1) // (min(run, tenth) * chunk))
     columns = V + 1 if call.normalize else V
-    return ((states * H * K * columns,),)
+    return ((states * H * K * columns + SPARE,),)
 
 
 def _chunk_size(call: Call) -> int:
