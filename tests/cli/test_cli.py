@@ -70,6 +70,7 @@ MISTAKES = {
     "serve notes --requests 9": "headrace serve --requests is now --max-requests",
     "serve notes --max-prompt-tokens 0": "--max-prompt-tokens=0; expected at least 1",
     "serve notes --max-tokens 0": "--max-tokens=0; expected at least 1",
+    "serve notes --threads 0": "--threads=0; expected at least 1",
     "serve notes --max-requests 0": "--max-requests=0; expected at least 1",
     "serve notes --prefix-cache 9": "--prefix-cache='9'; expected a number of kB, MB or GB, such as 256MB, or 0",
     "train laptop-1m warmup=1 --dry-run": "warmup=1; expected less than 1, as a fraction of the training",
