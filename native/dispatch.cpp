@@ -107,7 +107,7 @@ public:
             longest = std::max(longest, plan.length(n));
         }
         plan.kept_at = kept_at_.data();
-        plan.kept_states = p.B * ((p.T - 1) / apart); // at least as many, wherever packed sequences end
+        plan.kept_states = p.B * ((p.T + plan.delay() - 1) / apart); // at least as many, wherever packed sequences end
         plan.run = std::min(plan.run, (longest + plan.chunk - 1) / plan.chunk); // what the backward has room for
     }
 

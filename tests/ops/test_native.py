@@ -412,4 +412,14 @@ def test_graphs_know_how_much_is_kept(settings, dtype):
         decay = (None, torch.empty(2), torch.empty(1).expand(v.shape[:3]), torch.empty(1, 1, 1, key).expand(k.shape))
         ends = torch.tensor([0, tokens // 3, tokens // 3, tokens]) if packed else None
         call = Call(k, k, v, decay[decays], cu_seqlens=ends, **settings)
-        assert _kept_shapes(call) == ((native.library.hr_kept_floats(native.Problem(call).packed),),)
+        bonuses = [None] if decays == 1 or settings.keys() & {"delta", "normalize"} else [None, k[0, 0]]
+        for each in (call._replace(bonus=bonus) for bonus in bonuses):
+            assert _kept_shapes(each) == ((native.library.hr_kept_floats(native.Problem(each).packed),),)
+
+
+@pytest.mark.parametrize("bonus", [False, True])
+def test_states_at_the_end_of_a_run_have_room(bonus):
+    """States of 6×6 are kept every 32 tokens; a bonus adds a row."""
+    way = NATIVE._replace(settings={"backend": "native"})
+    for tokens in (32, 33, 64, 65):
+        assert_same(inputs("scalar", rows=2, tokens=tokens, key=6, value=6, bonus=bonus), way)

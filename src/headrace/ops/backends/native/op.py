@@ -40,7 +40,8 @@ def _kept_shapes(call: Call):
     run = max(AGAIN // (K * V), 1)
     while run < tenth and run * run < T // chunk:
         run *= 2
-    states = B * ((T - 1) // (min(run, tenth) * chunk))
+    rows = T if call.bonus is None else T + 1  # as Plan::delay
+    states = B * ((rows - 1) // (min(run, tenth) * chunk))
     columns = V + 1 if call.normalize else V
     return ((states * H * K * columns + SPARE,),)
 
