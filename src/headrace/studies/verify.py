@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import layers, zoo
-from ..layers.blocks.block import Sizes
+from ..layers.blocks.block import Block, Sizes
 from ..layers.blocks.stack import Backbone
 from ..ops.attention import linear_attention
 from ..ops.call import TOKENWISE
@@ -94,7 +94,7 @@ def exact(name: str, seed: int, hidden: int = HIDDEN, in_block: bool = False) ->
     mixer, x = specimen(name, seed, hidden, in_block)
     reference: Any = copy.deepcopy(mixer)
     truth: Way = by_steps
-    inner = reference.layers[0].mixer if in_block else reference
+    inner = reference.block.mixer if in_block else reference
     if isinstance(inner, layers.LinearMixer):
         inner.op, truth = literal_op, at_once
     return Exact(mixer, x, *differentiated(truth, reference, x))
@@ -148,17 +148,29 @@ def block_errors(block: nn.Module, truth: Exact) -> list[float]:
 
 
 def specimen(name: str, seed: int, hidden: int = HIDDEN, in_block: bool = False) -> tuple[nn.Module, Tensor]:
-    """(a float64 mixer, or a stack of one block with it, with randomly perturbed parameters; an input). `laws` names
-    each backend in turn, whatever HEADRACE_BACKEND says."""
+    """(a float64 mixer, or a block with it, with randomly perturbed parameters; an input). `laws` names each backend in
+    turn, whatever HEADRACE_BACKEND says."""
     generator = torch.Generator().manual_seed(seed)
     draw = partial(torch.randn, generator=generator, dtype=torch.float64)
     spec, sizes = zoo.mixer(name), Sizes(hidden, HEADS, hidden)
-    mixer = (Backbone([spec], sizes) if in_block else subject(spec, hidden)).double()
+    mixer = (Alone(Block(spec, sizes, 1, 3)) if in_block else subject(spec, hidden)).double()
     set_backend(mixer, "auto")
     with torch.no_grad():
         for path, parameter in mixer.named_parameters():
             parameter.add_(draw(parameter.shape), alpha=1.0 if "competition" in path else 0.1)
     return mixer, draw(BATCH, TOKENS, hidden)
+
+
+class Alone(nn.Module):
+    """A block with the interface of a mixer."""
+
+    def __init__(self, block: Block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor, state: Any = None, in_place: bool = False) -> tuple[Tensor, list[Any]]:
+        after: list[Any] = []
+        return self.block(x, state, in_place=in_place, next_states=after), after
 
 
 def subject(spec, hidden: int) -> nn.Module:

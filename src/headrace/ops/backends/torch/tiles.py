@@ -125,8 +125,8 @@ class Chunks:
 
     def store(self, tiles: Tensor, part: range, function: Callable, *tensors: Tensor | None) -> None:
         """Computes a function of tensors [M, ·, ·] of a part of the chunks, into their place in `new_tiles`."""
-        rows = len(part), self.B, self.H, -1, self.length
-        views = [x if x is None else x.view(*rows, x.shape[2]) for x in tensors]
+        tile, C = (len(part), self.B, self.H), self.length
+        views = [x if x is None else x.view(*tile, x.shape[1] // C, C, x.shape[2]) for x in tensors]
         function(*views, out=tiles[part.start : part.stop])
 
 
