@@ -31,6 +31,9 @@ def save(folder, vocab_size, template=None, mixer="softmax-gla", **changes):
     return folder
 
 
+CLIENTS: list[openai.OpenAI] = []  # which are closed with the server
+
+
 @contextmanager
 def serving(checkpoint, name=None, access=LOCAL, **limits):
     """The base of the URLs of a server in a thread."""
@@ -46,13 +49,16 @@ def serving(checkpoint, name=None, access=LOCAL, **limits):
         time.sleep(0.05)
     assert server.started
     yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    while CLIENTS:
+        CLIENTS.pop().close()
     server.should_exit = True
     thread.join()
 
 
 def connect(base, key="none"):
     # Fifty at once on a busy machine wait for each other.
-    return openai.OpenAI(base_url=f"{base}/v1", api_key=key, timeout=600, max_retries=0)
+    CLIENTS.append(openai.OpenAI(base_url=f"{base}/v1", api_key=key, timeout=600, max_retries=0))
+    return CLIENTS[-1]
 
 
 def started(server, folder):

@@ -117,7 +117,7 @@ def test_the_fastest_peer_is_named(monkeypatch):
     ] + [sizes | {"name": "llama.cpp gla", "ratio": "0.1", "date": "2", "seconds": "0.1"}]  # fmt: skip
     rows = {"op.csv": op_rows, "step.csv": [op_rows[0] | {"runner": "headrace"}, op_rows[1]], "model.csv": model_rows}
     monkeypatch.setattr(tables, "read", rows.get)
-    found = [line.strip("| ").split(" | ")[1:] for line in tables.speed("brief").splitlines()[2:]]
+    found = [line.strip("| ").split(" | ")[1:] for line in tables.speed().splitlines()[2:]]
     assert found == [
         ["8.0 ms", "ggml wkv", "**2.00**"], ["9 µs", "fla chunk (reference code)", "**3.00**"],
         ["100.0 ms", "ONNX Runtime gla", "**0.50**"],

@@ -41,6 +41,7 @@ async def error_response(request: Request, error: Any) -> JSONResponse:
         status, sentence = 400, str(error)
     else:
         sentence = failed(error)
+        headers = {"connection": "close"}  # as uvicorn closes it after a failure, and the client would use it again
     kinds = {404: "not_found_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
     kind = kinds.get(status, "invalid_request_error")
     return JSONResponse({"error": {"message": sentence, "type": kind, "param": param, "code": code}}, status, headers)
