@@ -4,7 +4,7 @@ Dimensions: B batch, T tokens.
 """
 
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 from torch import Tensor
@@ -41,6 +41,7 @@ class HeadraceGenerationMixin(GenerationMixin):  # by this word in the name tran
         if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
             model_kwargs[CACHE] = HeadraceCache()
 
+    @wraps(GenerationMixin.prepare_inputs_for_generation)  # whose arguments `generate` looks for
     def prepare_inputs_for_generation(self, *args, **kwargs):
         """As in transformers, but with the earlier name of the cache. PEFT looks for it by this name, and would put its
         prefix or prompt before each token if there were none."""
