@@ -22,8 +22,8 @@ from headrace.studies.verify import relative
 
 LINEAR = [*zoo.LINEAR, *(f"softmax-{name}" for name in zoo.LINEAR)]
 SCORES = itertools.product(("softmax", "sigmoid", "null"), ("head", "diag", "query", "hidden"))
-PLACES = itertools.product(("identity", "one"), ("none", "query", "norm"), ("none", "value", "beta"))
-COMPETITIONS = [(*scores, "one", "norm", "value") for scores in SCORES]
+PLACES = itertools.product(("identity", "one"), ("none", "query", "after_norm"), ("none", "value", "beta"))
+COMPETITIONS = [(*scores, "one", "after_norm", "value") for scores in SCORES]
 COMPETITIONS += [("softmax", "head", *places) for places in PLACES if places[1:] != ("none", "none")]
 
 
