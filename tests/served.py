@@ -48,9 +48,11 @@ def serving(checkpoint, name=None, access=LOCAL, **limits):
             break
         time.sleep(0.05)
     assert server.started
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    while CLIENTS:
-        CLIENTS.pop().close()
+    base = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    yield base
+    for client in [each for each in CLIENTS if str(each.base_url).startswith(base)]:
+        client.close()
+        CLIENTS.remove(client)
     server.should_exit = True
     thread.join()
 

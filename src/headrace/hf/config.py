@@ -33,6 +33,7 @@ NUMBERS = (
     "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "num_return_sequences", "no_repeat_ngram_size",
 )  # fmt: skip
 LABELS = 2**20  # transformers makes a dict of all labels
+LAYERS = 2**16  # transformers makes a list of all layers
 # Names of fields of other models -> the field of HeadraceConfig with that meaning.
 ELSEWHERE = {
     "d_model": "hidden_size", "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_heads",
@@ -150,6 +151,8 @@ class HeadraceConfig(PreTrainedConfig):
     def _check_values(self) -> None:
         sizes = {name: getattr(self, name) for name in SIZES}
         require_positive(**{name: n for name, n in sizes.items() if (name, n) != ("intermediate_size", None)})
+        depth = self.num_hidden_layers
+        require(depth <= LAYERS, f"num_hidden_layers={short(depth)}; expected at most {LAYERS}")
         if self.initializer_range is None:
             self.initializer_range = default_std(self.hidden_size)
         require_positive_numbers(
