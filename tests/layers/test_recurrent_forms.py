@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector
 
 from headrace import GateWarning, InputError, layers, zoo
+from headrace.layers.linear.features import l2_norm
 from headrace.layers.rotary import rotary
 from headrace.spec.serialize import from_json, to_json
 from headrace.spec.softmax_rnn import NORMS, SoftmaxRNNSpec
@@ -239,5 +240,5 @@ def test_delta_rule_with_features_contracts(key_dim, order):
     """‖φ(k)‖² is at most e^(K^-1/2) for a normalized key, which is below 2 from K = 3 on."""
     spec = zoo.get(f"deltanet(inputs.order={order}, heads.key_dim={key_dim}, inputs.conv=0)")
     layer = layers.build(spec, hidden_size=8, num_heads=1).double()
-    k = layer._features(torch.randn(1, 20, 1, key_dim).double(), 1, None, None)
+    k = layer.features(l2_norm(torch.randn(1, 20, 1, key_dim).double()) * layer.logit_scale**0.5)
     assert k.square().sum(-1).max() <= math.exp(key_dim**-0.5) < 2
