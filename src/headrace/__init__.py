@@ -8,13 +8,13 @@ from .utils.errors import GateWarning, InputError
 from .utils.extras import require
 
 if TYPE_CHECKING:
+    from .convert import load
     from .hf import (
         HeadraceCache,
         HeadraceConfig,
         HeadraceForCausalLM,
         HeadraceModel,
         Marks,
-        load,
         load_state,
         save_state,
     )  # fmt: skip
@@ -48,7 +48,7 @@ _LAZY = {
     "HeadraceForCausalLM": "hf",
     "HeadraceCache": "hf",
     "Marks": "hf",
-    "load": "hf",
+    "load": "convert",
     "load_state": "hf",
     "save_state": "hf",
 }
@@ -66,7 +66,7 @@ __all__ = [
 def __getattr__(name: str):
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if _LAZY[name] == "hf":  # asked here, as a failed import has twenty lines of traceback
+    if _LAZY[name] in ("hf", "convert"):  # asked here, as a failed import has twenty lines of traceback
         require(f"{__name__}.{name}", "transformers")
     return getattr(import_module(f".{_LAZY[name]}", __name__), name)
 

@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...spec.attention import AttentionSpec, LatentSpec
-from ...spec.mixer import Spec
-from ...spec.stack import BlockStyle, Decoder, Layer
-from ...utils.errors import InputError
-from ...utils.integrity import short
+from ..spec.attention import AttentionSpec, LatentSpec
+from ..spec.stack import BlockStyle, Decoder, Layer
+from ..utils.errors import InputError
+from ..utils.integrity import short
 from .fields import Config, Fields
 
 
@@ -45,27 +44,15 @@ class View(NamedTuple):
 
     def rows(self, tensor: Tensor) -> Tensor:
         """Returns the rows of the foreign tensor, as a view where they are consecutive."""
+        part = self.part(tensor)
+        return part if self.block is None else part.flatten(0, 1)
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """Returns a view of the foreign tensor: the rows of it [rows, …], or of its block [groups, size, …]."""
         tensor = tensor.T if self.transposed else tensor
         if self.block is None:
             return tensor
-        return self.block.of(self._rows(tensor)).flatten(0, 1)
-
-    def _rows(self, tensor: Tensor) -> Tensor:
-        return tensor if self.shape is None else tensor.flatten(0, 1)
-
-    def whole_shape(self, shape: Sequence[int]) -> list[int]:
-        """Returns the shape of the foreign tensor, for the shape of ours."""
-        if self.shape is not None:
-            return [*self.shape]
-        height = shape[0] if self.block is None else self.block.groups * self.block.each
-        whole = [height, *shape[1:]]
-        return whole[::-1] if self.transposed else whole
-
-    def write(self, whole: Tensor, value: Tensor) -> None:
-        """Writes our value [rows, …] to the foreign tensor."""
-        whole = whole.T if self.transposed else whole
-        part = whole if self.block is None else self.block.of(self._rows(whole))
-        part.copy_(((value - self.offset) / self.factor).reshape(part.shape))
+        return self.block.of(tensor if self.shape is None else tensor.flatten(0, 1))
 
 
 Views = dict[str, View]
@@ -83,22 +70,16 @@ class Format:
     """A foreign architecture.
 
     read: maps the fields of a config.json to a Model, and raises InputError for a value that cannot be converted.
-    describe: maps a HeadraceConfig to fields of config.json, without those that all formats share (SHARED); None if
-        only models that were converted from the format can be converted to it.
-    described: the class of the mixers that `describe` accepts.
     defaults: the fields of config.json with their defaults; None: those of transformers' class.
     types: forms, as of `misfit`, of the fields whose default does not show the type.
     outside: beginnings of the names of tensors that belong to other parts of the checkpoint than the language model.
     buffers: ends of the names of tensors that hold no weights.
     inner: the field that holds the config of the language model, in a model of several parts.
     offset: whether its norms store their weights minus 1. A model of ours whose norms do not can be written as well.
-    renamed: (part of a name, what checkpoints may have in its place).
-    cache: whether the foreign library can decode the model with its cache."""
+    renamed: (part of a name, what checkpoints may have in its place)."""
 
     architecture: str
     read: Callable[[Fields], Model]
-    describe: Callable[[Any], Config] | None = None
-    described: type = Spec
     defaults: Config | None = None
     types: Config | None = None
     outside: tuple[str, ...] = ()
@@ -106,7 +87,6 @@ class Format:
     inner: str | None = None
     offset: bool = False
     renamed: tuple[str, str] | None = None
-    cache: Callable[[Any], bool] = lambda config: True
 
     def holds(self, name: str) -> bool:
         """Whether a tensor with this name holds weights of the language model."""

@@ -1,45 +1,32 @@
-"""Converts checkpoints of other libraries to headrace models, and headrace models to checkpoints of other libraries.
+"""Import: a checkpoint of another library as a headrace model.
 
-A Format maps the fields of a foreign config.json to ours and our tensors to rows of foreign tensors; both directions
-use this map. Only safetensors files are read: nothing is unpickled, and no foreign code runs.
+Only safetensors and GGUF files are read: nothing is unpickled, and no foreign code runs.
 """
 
-import json
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from copy import copy
-from dataclasses import asdict, replace
 from functools import reduce
 from math import frexp, prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from ... import zoo
-from ...layers.attention.latent import LatentAttention
-from ...layers.base import Mixer
-from ...layers.blocks.moe import MixtureOfExperts
-from ...ops.call import accumulator
-from ...ops.checks import require
-from ...spec.linear import MixerSpec
-from ...spec.record import LARGEST
-from ...spec.serialize import TYPES, to_json
-from ...utils.errors import InputError, nearest, reading
-from ...utils.integrity import check_weights, read_json, seal, write_json
-from ...utils.provenance import difference
-from ..config import HeadraceConfig, check_generation
-from ..model import HeadraceForCausalLM
-from . import delta, flash, hybrid, recurrent, softmax
+from ..hf.config import HeadraceConfig, check_generation
+from ..hf.model import HeadraceForCausalLM
+from ..layers.blocks.moe import MixtureOfExperts
+from ..ops.call import accumulator
+from ..ops.checks import require
+from ..spec.record import LARGEST
+from ..utils.errors import InputError, nearest, reading
+from ..utils.integrity import check_weights, read_json
 from .fields import Config, Fields, check_sizes, without
-from .files import WEIGHTS, Header, TensorFiles, Tensors, check_depth
-from .form import SHARED, SPECIAL, Format, Model, View, Views
-
-FORMATS: dict[str, Format] = softmax.FORMATS | recurrent.FORMATS | delta.FORMATS | hybrid.FORMATS | flash.FORMATS
+from .files import Header, TensorFiles, Tensors, check_depth
+from .form import Format, Model, View, Views
+from .formats import FORMATS
+from .slots import slots
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 PRECISIONS = {str(dtype).removeprefix("torch."): dtype for dtype in (
@@ -172,138 +159,6 @@ def _fill(model: Any, views: Views, files: Tensors) -> None:
             # In the precision of the model: 1 plus a small weight may need more bits than the weight.
             value = view.rows(tensor).reshape(ours[slot].shape).to(ours[slot].dtype)
             ours[slot].copy_(value * view.factor + view.offset)
-
-
-def check_format(name: str) -> None:
-    """Raises InputError for an unknown format."""
-    if name not in FORMATS:
-        raise InputError(f"--to {name!r} is unknown; expected one of {', '.join(FORMATS)}")
-
-
-def export_checkpoint(model: HeadraceForCausalLM, name: str, folder: Path) -> bool:
-    """Writes a model as a checkpoint of another format: config.json and model.safetensors. Returns whether the foreign
-    library can decode the model with its cache.
-
-    Raises:
-        InputError: the format is unknown or cannot represent the model.
-    """
-    check_format(name)
-    described, foreign = _described(model, name)
-    tensors: dict[str, Tensor] = {}
-    ours = slots(model)
-    for slot, view in foreign.views.items():
-        if view.name not in tensors:
-            tensors[view.name] = ours[slot].new_zeros(view.whole_shape(ours[slot].shape))
-        view.write(tensors[view.name], ours[slot])
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
-    seal(folder)
-    return FORMATS[name].cache(model.config)
-
-
-def set_use_cache(folder: Path, name: str | None, cached: bool) -> None:
-    """Sets use_cache in the generation_config.json of a checkpoint in the format `name`, whose library cannot decode
-    it with a cache, or removes it for None, the format of headrace."""
-    path = folder / "generation_config.json"
-    settings = read_json(path) if path.is_file() else {}
-    if not cached:
-        write_json(path, settings | {"use_cache": False})
-    elif name is None and "use_cache" in settings:
-        write_json(path, {field: value for field, value in settings.items() if field != "use_cache"})
-
-
-def _described(model: Any, name: str) -> tuple[Config, Model]:
-    """The foreign config.json, and the foreign model that it describes. InputError if that is not the same model."""
-    form, config = FORMATS[name], _with_heads(model.config)
-    if any(getattr(spec, "competition", None) for spec in config.mixers):
-        raise InputError(f"--to {name!r} cannot represent this model: no other library has its head competition")
-    if (config.converted_from or {}).get("model_type") == name:
-        described = dict(config.converted_from)
-    elif form.describe is None:
-        raise InputError(f"--to {name!r} cannot represent this model: expected a model that was converted from {name}")
-    else:
-        kinds = {cls: kind for kind, cls in TYPES.items()}
-        for i, spec in enumerate(config.mixers):
-            if not isinstance(spec, form.described):
-                kind = kinds.get(type(spec), type(spec).__name__)
-                mixers = f"layer {i} has a mixer of type {kind!r}; expected {kinds[form.described]!r}"
-                raise InputError(f"--to {name!r} cannot represent this model: {mixers}")
-        described = {field: getattr(config, field) for field in (*SHARED, *SPECIAL)} | form.describe(config)
-    described |= {"model_type": name, "architectures": [form.architecture]}
-    described["dtype"] = str(model.dtype).removeprefix("torch.")
-    if not form.cache(config):
-        described["use_cache"] = False
-    try:
-        foreign, _ = form.model(described)
-        if form.offset and config.sizes.style.norm == "rms":
-            foreign = _with_offset(foreign)
-        again = HeadraceConfig(**foreign.arguments)
-    except InputError as reason:
-        raise InputError(f"--to {name!r} cannot represent this model: in this format its {reason}") from None
-    sizes = replace(again.sizes, max_positions=config.sizes.max_positions)  # matters for learned positions only
-    theirs, ours = ([*map(asdict, parts)] for parts in ((*again.mixers, sizes), (*config.mixers, config.sizes)))
-    if changed := difference(theirs, ours):
-        where, converted, original = changed
-        raise InputError(f"--to {name!r} cannot represent this model: {where} is {original} here and {converted} there")
-    return described, foreign
-
-
-def _with_heads(config: Any) -> Any:
-    """The config with the number of heads as num_heads that all its mixers have, if widths of heads give it."""
-    found = {spec.num_heads(config.hidden_size, config.num_heads) for spec in config.mixers}
-    by_width = any(isinstance(spec, MixerSpec) and spec.heads.width for spec in config.mixers)
-    if len(found) > 1 or not by_width:
-        return config
-    config = copy(config)
-    layers = zoo.each_mixer(config.stack, lambda spec: replace(spec, heads=replace(spec.heads, width=None))).layers
-    config.mixer, config.num_heads = [to_json(layer) for layer in layers], *found
-    return config
-
-
-def _with_offset(foreign: Model) -> Model:
-    """The foreign model for one of ours whose norms have weights that are not stored minus 1."""
-    names = ("mixer_norm.weight", "mlp_norm.weight", "backbone.norm.weight")
-    views = {n: view._replace(offset=1.0) if n.endswith(names) else view for n, view in foreign.views.items()}
-    return Model(foreign.arguments | {"style": replace(foreign.arguments["style"], norm="rms")}, views)
-
-
-def slots(model: Any) -> dict[str, Tensor]:
-    """Name -> detached view of each parameter. Parameters that combine several tensors are split into parts. Writing to
-    a view changes the model."""
-    by_name = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    for path, module in model.named_modules():
-        if isinstance(module, Mixer):
-            for name, sizes in module.stacks.items():
-                if (whole := by_name.pop(f"{path}.{name}", None)) is not None:
-                    pieces = zip(sizes, whole.split(list(sizes.values())), strict=True)
-                    name = name.replace("in_proj.weight", "in_proj")
-                    by_name |= {f"{path}.{name}.{part}": x for part, x in pieces if len(x)}
-        elif isinstance(module, LatentAttention):
-            by_name |= _latent(path, module, by_name)
-        elif isinstance(module, MixtureOfExperts):
-            if module.choice_bias is not None:
-                by_name[f"{path}.choice_bias"] = module.choice_bias
-            by_name |= _experts(path, by_name.pop(f"{path}.up"), by_name.pop(f"{path}.down"), module.gated)
-    return by_name
-
-
-def _latent(path: str, module: LatentAttention, by_name: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The rows of queries, head by head, and of the shared key: the halves of those that rotate, and the others."""
-    half, parts = module.rotary_dim // 2, dict[str, Tensor]()
-    heads = by_name.pop(f"{path}.q_proj.weight").split(module.head_dim)
-    for h, (first, second, own) in enumerate(rows.split([half, half, module.key_dim]) for rows in heads):
-        parts |= {f"q_proj.{h}.first": first, f"q_proj.{h}.second": second, f"q_proj.{h}.own": own}
-    own, first, second = by_name.pop(f"{path}.kv_a_proj.weight").split([module.kv_a_norm.weight.numel(), half, half])
-    parts |= {"kv_a_proj.0.first": first, "kv_a_proj.0.second": second, "kv_a_proj.0.own": own}
-    return {f"{path}.{name}": rows for name, rows in parts.items()}
-
-
-def _experts(path: str, up: Tensor, down: Tensor, gated: bool) -> dict[str, Tensor]:
-    """The matrices of each expert."""
-    parts = {"gate": up[:, : up.shape[1] // 2], "up": up[:, up.shape[1] // 2 :]} if gated else {"up": up}
-    parts["down"] = down
-    return {f"{path}.{e}.{part}": x[e] for part, x in parts.items() for e in range(len(x))}
 
 
 def _precision(headers: dict[str, Header], views: Views) -> torch.dtype:

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from .. import zoo
+from ..hf.config import HeadraceConfig
+from ..hf.model import HeadraceForCausalLM
 from ..layers.linear.competition import Gate
 from ..spec.linear import Competition, MixerSpec
 from ..spec.serialize import to_json
 from ..utils.errors import InputError
 from .checkpoint import load
-from .config import HeadraceConfig
-from .model import HeadraceForCausalLM
 
 
 def retrofit(checkpoint: Path, competition: Competition | None = None) -> HeadraceForCausalLM:

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from ... import zoo
-from ...spec.linear import MixerSpec
-from ...spec.stack import BlockStyle, Layer
+from .. import zoo
+from ..spec.stack import BlockStyle, Layer
 from .fields import Config, Fields
 from .form import Format, Model, assembled, conv_width, plain, shared, whole
 from .parts import mlp_views
@@ -70,30 +69,9 @@ def widths(c: Fields) -> str:
     return f"heads.expand_k={float(c['expand_k'])}, heads.expand_v={float(c['expand_v'])}, heads.width=none"
 
 
-def fla_describe(config: Any, **more: Any) -> Config:
-    sizes = {name: getattr(config, name) for name in ("num_heads", "intermediate_size", "norm_eps")}
-    return sizes | {"max_position_embeddings": config.max_position_embeddings} | more
-
-
-def expanded(config: Any) -> Config:
-    heads = config.mixers[0].heads
-    return {"expand_k": heads.expand_k, "expand_v": heads.expand_v}
-
-
-def gated(config: Any) -> bool:
-    return config.mixers[0].read.gate != "none"
-
-
-def gated_deltanet_describe(config: Any) -> Config:
-    spec, H = config.mixers[0], config.num_heads
-    K, V = spec.head_dims(config.hidden_size, H)
-    sizes = {"head_dim": K, "expand_v": V / K, "num_v_heads": H, "conv_size": spec.inputs.conv}
-    return fla_describe(config, **sizes) | {"num_heads": spec.heads.qk_groups or H}
-
-
 def fla(
-    architecture: str, mixer: Callable[[Fields], tuple[str, Config]], describe: Callable[[Any], Config],
-    defaults: Config, only: dict[str, tuple[Any, ...]], *ignored: str,
+    architecture: str, mixer: Callable[[Fields], tuple[str, Config]], defaults: Config,
+    only: dict[str, tuple[Any, ...]], *ignored: str,
 ) -> Format:  # fmt: skip
     """A format. mixer: maps the fields to the expression of the mixer, and to the names of those of its tensors that
     not all formats have. only: fields that must have one of these values."""
@@ -109,7 +87,7 @@ def fla(
         views = assembled([own] * len(layers), whole("model", "embeddings", "norm", c["tie_word_embeddings"]))
         return Model(shared(c, layers, BlockStyle(), num_heads=heads, intermediate_size=mlp_width(c)), views)
 
-    return Format(architecture, read, describe, MixerSpec, DEFAULTS | defaults, TYPES)
+    return Format(architecture, read, DEFAULTS | defaults, TYPES)
 
 
 FUSED_NORM = {"mixer.norm_weight": "attn.g_norm_swish_gate.weight"}
@@ -133,25 +111,24 @@ DELTA = {"use_short_conv": (True,), "allow_neg_eigval": (False,)}
 
 FORMATS: dict[str, Format] = {
     "retnet": fla(
-        "RetNetForCausalLM", retnet, lambda c: fla_describe(c, **expanded(c)),
+        "RetNetForCausalLM", retnet,
         {"num_heads": 8, "num_kv_heads": None, "expand_k": 1.0, "expand_v": 2.0, "hidden_ratio": 2}, NORM_AND_GATE,
         "use_short_conv", "conv_size",  # not used by any layer of that library
     ),
     "gla": fla(
-        "GLAForCausalLM", gla, lambda c: fla_describe(c, **expanded(c)),
+        "GLAForCausalLM", gla,
         {"num_heads": 4, "num_kv_heads": None, "expand_k": 0.5, "expand_v": 1.0},
         NORM_AND_GATE | {"use_short_conv": (False,), "clamp_min": (None,), "use_gk": (True,), "use_gv": (False,)},
         "conv_size",
     ),
     "delta_net": fla(
         "DeltaNetForCausalLM", deltanet,
-        lambda c: fla_describe(c, **expanded(c), conv_size=c.mixers[0].inputs.conv, use_gate=gated(c)),
         {"num_heads": 16, "expand_k": 1.0, "expand_v": 1.0, "conv_size": 4, "use_gate": False},
         DELTA | {"use_beta": (True,), "use_output_norm": (True,), "qk_norm": ("l2",), "qk_activation": ("silu",)},
         "fuse_norm",
     ),
     "gated_deltanet": fla(
-        "GatedDeltaNetForCausalLM", gated_deltanet, gated_deltanet_describe,
+        "GatedDeltaNetForCausalLM", gated_deltanet,
         {"num_heads": 6, "num_v_heads": None, "head_dim": 256, "expand_v": 2.0, "conv_size": 4,
          "num_hidden_layers": 21},
         DELTA | {"use_gate": (True,)},

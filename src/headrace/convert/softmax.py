@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...spec.attention import ROPES, AttentionSpec, Pattern, Rope
-from ...spec.stack import BlockStyle, Layer
+from ..spec.attention import ROPES, AttentionSpec, Pattern, Rope
+from ..spec.stack import BlockStyle, Layer
 from .fields import Config, Fields
 from .form import Format, Model, View, Views, assembled, named, plain, shared, stacked, whole
 from .parts import NORMS, mlp_views
@@ -215,24 +215,8 @@ GPT2_BIASES |= {f"mixer_norm.{kind}": f"ln_1.{kind}" for kind in ("weight", "bia
 GPT2_BIASES |= {f"mlp_norm.{kind}": f"ln_2.{kind}" for kind in ("weight", "bias")}
 
 
-def llama_describe(config: Any) -> Config:
-    spec, style = config.mixers[0], config.sizes.style
-    return {
-        "hidden_act": {kind: name for name, kind in GATED.items()}.get(style.mlp, "silu"),
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": spec.kv_heads or config.num_heads,
-        "head_dim": spec.head_dims(config.hidden_size, config.num_heads)[0],
-        "attention_bias": spec.bias is True,
-        "mlp_bias": style.bias,
-        "intermediate_size": config.intermediate_size,
-        "rms_norm_eps": config.norm_eps,
-        "rope_parameters": rope_parameters(spec.rope, config.rope_theta),
-        "max_position_embeddings": config.max_position_embeddings,
-    }
-
-
 FORMATS: dict[str, Format] = {
-    "llama": Format("LlamaForCausalLM", llama, llama_describe, AttentionSpec),
+    "llama": Format("LlamaForCausalLM", llama),
     "mistral": Format("MistralForCausalLM", mistral),
     "qwen2": Format("Qwen2ForCausalLM", qwen2),
     "qwen3": Format("Qwen3ForCausalLM", qwen3),

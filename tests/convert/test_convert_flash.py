@@ -11,8 +11,8 @@ from test_convert_fields import FLASH
 import flash_models
 import tiny
 from families import float64_throughout
+from headrace.convert import FORMATS, export_checkpoint, import_checkpoint
 from headrace.hf import HeadraceForCausalLM
-from headrace.hf.convert import FORMATS, export_checkpoint, import_checkpoint
 from headrace.utils.errors import InputError
 
 pytest.importorskip("einops", reason="flash-linear-attention's references need it")

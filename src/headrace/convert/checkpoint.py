@@ -1,28 +1,30 @@
-"""Reading of a saved model."""
+"""Reading of a saved model and of its tokenizer."""
 
 import re
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
+from ..hf.config import HeadraceConfig, check_generation
+from ..hf.model import HeadraceForCausalLM
 from ..ops.dispatch import BACKENDS, default_backend
 from ..utils.errors import InputError, reading
-from ..utils.integrity import check_weights, read_json
-from .config import HeadraceConfig, check_generation
-from .convert import import_checkpoint, import_config
-from .convert.files import check_depth, tensor_names
-from .model import HeadraceForCausalLM
+from ..utils.extras import reading_tokenizer
+from ..utils.integrity import check_files, check_weights, read_json
+from .files import check_depth, tensor_names
+from .importing import import_checkpoint, import_config
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 GGUF = ".gguf"  # suffix of the files that `headrace convert` reads alone
 FETCHED = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt"]
+TOKENIZERS = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken")  # names of files of tokenizers
 
 
 def load(path: str | Path) -> HeadraceForCausalLM:
     """Returns the model of the folder `path`, on the CPU, in evaluation mode and in the dtype it was saved in. A model
-    of transformers or flash-linear-attention is converted (`headrace.hf.convert`).
+    of transformers or flash-linear-attention is converted (`headrace.convert`).
 
     path: a folder written by `save_pretrained`, or, if there is none of that name, a name on the Hugging Face Hub such
         as "Qwen/Qwen3-0.6B", whose files are downloaded to the Hub's cache.
@@ -96,3 +98,16 @@ def check_backend() -> None:
     """Raises InputError if this machine has not the backend that HEADRACE_BACKEND names for what is to be computed."""
     if (name := default_backend()) != "auto" and (reason := BACKENDS[name].missing()):
         raise InputError(f"HEADRACE_BACKEND={name!r} cannot run here: {reason}")
+
+
+def read_tokenizer(checkpoint: Path | str) -> Any:
+    """The tokenizer of a checkpoint: a Path is a folder, a string a folder or a name on the Hub. InputError if there is
+    none that can be read."""
+    local = isinstance(checkpoint, Path)
+    check_files(Path(checkpoint))
+    if local and (folder := Path(checkpoint)).is_dir() and not any(any(folder.glob(each)) for each in TOKENIZERS):
+        raise InputError(f"checkpoint {str(checkpoint)!r} has no readable tokenizer; expected a tokenizer.json")
+    with reading_tokenizer(f"checkpoint {str(checkpoint)!r} has no readable tokenizer; expected a tokenizer.json"):
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=local, trust_remote_code=False)
+        tokenizer.decode(tokenizer("It was").input_ids)  # some fields of tokenizer_config.json are read only now
+    return tokenizer

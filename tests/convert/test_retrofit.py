@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from headrace import HeadraceConfig, HeadraceForCausalLM, zoo
-from headrace.hf import load
-from headrace.hf.convert import export_checkpoint
-from headrace.hf.retrofit import retrofit
+from headrace import HeadraceConfig, HeadraceForCausalLM, load, zoo
+from headrace.convert import export_checkpoint
+from headrace.convert.retrofit import retrofit
 from headrace.spec import Competition
 from headrace.studies.verify import relative
 from headrace.training.parameters import gate_parameters

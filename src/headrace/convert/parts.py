@@ -5,8 +5,8 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
-from ...spec.stack import BlockStyle, Experts
-from ...utils.errors import InputError
+from ..spec.stack import BlockStyle, Experts
+from ..utils.errors import InputError
 from .fields import Fields
 from .form import Block, View, Views, below, named
 

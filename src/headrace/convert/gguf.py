@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from ...layers.rotary import DEFAULT, frequencies
-from ...ops.checks import require
-from ...spec.attention import Rope
-from ...utils.errors import InputError, reading
-from ...utils.integrity import misfit, short
+from ..layers.rotary import DEFAULT, frequencies
+from ..ops.checks import require
+from ..spec.attention import Rope
+from ..utils.errors import InputError, reading
+from ..utils.integrity import misfit, short
 from .fields import Config
 from .files import Header, Tensors
 from .softmax import rope_parameters

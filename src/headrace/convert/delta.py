@@ -3,11 +3,11 @@
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-from ... import zoo
-from ...spec.attention import AttentionSpec, LatentSpec, Rope
-from ...spec.linear import MixerSpec
-from ...spec.stack import BlockStyle, Layer
-from .fields import Config, Fields
+from .. import zoo
+from ..spec.attention import AttentionSpec, LatentSpec, Rope
+from ..spec.linear import MixerSpec
+from ..spec.stack import BlockStyle, Layer
+from .fields import Fields
 from .form import Format, Model, View, Views, assembled, below, conv_width, named, plain, shared, stacked, whole
 from .parts import (
     GATED_EXPERT,
@@ -137,18 +137,6 @@ def qwen3_5_projections(theirs: str, heads: int, groups: int, key_dim: int, valu
     views |= below("mixer.conv.weight", stacked(f"{theirs}.conv1d.weight", sizes))
     parts = {"gate": "z", "beta": "b", "decay": "a"}
     return views | named("mixer.in_proj", theirs, {our: f"in_proj_{their}.weight" for our, their in parts.items()})
-
-
-def qwen_describe(config: Any) -> Config:
-    spec, H = config.mixers[0], config.num_heads
-    K, V = spec.head_dims(config.hidden_size, H)
-    return {
-        "linear_num_value_heads": H, "linear_num_key_heads": spec.heads.qk_groups or H, "linear_key_head_dim": K,
-        "linear_value_head_dim": V, "linear_conv_kernel_dim": spec.inputs.conv, "rms_norm_eps": config.norm_eps,
-        "intermediate_size": config.intermediate_size, "num_experts": 0,
-        "layer_types": ["linear_attention"] * config.num_hidden_layers,
-        "max_position_embeddings": config.max_position_embeddings,
-    }  # fmt: skip
 
 
 # --- OLMo Hybrid -----------------------------------------------------------------------------------------------------
@@ -283,11 +271,7 @@ def kimi(c: Fields, linear: MixerSpec, latent: LatentSpec, pairs: dict[str, str]
 
 
 FORMATS: dict[str, Format] = {
-    "qwen3_next": Format(
-        "Qwen3NextForCausalLM", qwen3_next, qwen_describe, MixerSpec, offset=True,
-        # transformers takes the number of tokens so far from a layer of softmax attention
-        cache=lambda config: any(spec.facts.cached for spec in config.mixers),
-    ),
+    "qwen3_next": Format("Qwen3NextForCausalLM", qwen3_next, offset=True),
     "qwen3_5_text": Format("Qwen3_5ForCausalLM", qwen3_5, outside=("mtp.",)),
     "qwen3_5": Format(
         "Qwen3_5ForCausalLM", qwen3_5, outside=("mtp.", "model.visual."), inner="text_config",

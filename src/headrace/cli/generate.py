@@ -9,18 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig, TextStreamer, set_seed
+from transformers import GenerationConfig, TextStreamer, set_seed
 
+from ..convert.checkpoint import check_backend, load, read_tokenizer
+from ..hf.cache import NAME as CACHE
+from ..hf.cache import HeadraceCache
+from ..hf.state_file import check_new, load_state, save_state
+from ..hf.threads import Threads
 from ..ops.checks import require
 from ..utils.device import on_device
 from ..utils.errors import InputError
-from ..utils.extras import reading_tokenizer
-from ..utils.integrity import check_files, short
-from .cache import NAME as CACHE
-from .cache import HeadraceCache
-from .checkpoint import check_backend, load
-from .state_file import check_new, load_state, save_state
-from .threads import Threads
+from ..utils.integrity import short
 
 # Fields of a GenerationConfig that ask for another search than sampling or greedy search, or for another result than
 # the text after a whole prompt, with the values that do not.
@@ -29,7 +28,6 @@ OTHER_SEARCHES = {
     "constraints": None, "force_words_ids": None, "token_healing": False, "use_mtp": False, "is_assistant": False,
     "assistant_early_exit": None, "return_dict_in_generate": False,
 }  # fmt: skip
-TOKENIZERS = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken")  # names of files of tokenizers
 
 
 def generate(
@@ -199,16 +197,3 @@ def sampling_seed(seed: int | None, temperature: float) -> int | None:
     if seed is not None and not 0 <= seed < 2**32:
         raise InputError(f"--seed={seed}; expected 0 to {2**32 - 1}")
     return secrets.randbelow(2**32) if seed is None else seed
-
-
-def read_tokenizer(checkpoint: Path | str) -> Any:
-    """The tokenizer of a checkpoint: a Path is a folder, a string a folder or a name on the Hub. InputError if there is
-    none that can be read."""
-    local = isinstance(checkpoint, Path)
-    check_files(Path(checkpoint))
-    if local and (folder := Path(checkpoint)).is_dir() and not any(any(folder.glob(each)) for each in TOKENIZERS):
-        raise InputError(f"checkpoint {str(checkpoint)!r} has no readable tokenizer; expected a tokenizer.json")
-    with reading_tokenizer(f"checkpoint {str(checkpoint)!r} has no readable tokenizer; expected a tokenizer.json"):
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=local, trust_remote_code=False)
-        tokenizer.decode(tokenizer("It was").input_ids)  # some fields of tokenizer_config.json are read only now
-    return tokenizer

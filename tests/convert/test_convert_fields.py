@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Mamba2Config
 from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
 
 from families import float64_throughout
-from headrace.hf.convert import FORMATS, import_checkpoint
-from headrace.hf.convert.fields import Fields
+from headrace.convert import FORMATS, import_checkpoint
+from headrace.convert.fields import Fields
 from headrace.spec import MatrixSpec, ScanSpec
 from headrace.utils.errors import InputError
 

@@ -4,8 +4,8 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
-from ... import zoo
-from ...spec.linear import Heads, MixerSpec
+from .. import zoo
+from ..spec.linear import Heads, MixerSpec
 from .fields import Config, Fields
 from .form import View, Views, below, conv_width, named, stacked
 

@@ -16,9 +16,11 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from families import Family, delta, float64_throughout, hybrid, recurrent, softmax
-from headrace.hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM, load
-from headrace.hf.convert import FORMATS, export_checkpoint, import_checkpoint, slots
-from headrace.hf.convert.fields import COMMON
+from headrace import load
+from headrace.convert import FORMATS, export_checkpoint, import_checkpoint
+from headrace.convert.fields import COMMON
+from headrace.convert.slots import slots
+from headrace.hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM
 from headrace.utils.errors import InputError
 
 FAMILIES: dict[str, Family] = softmax.FAMILIES | recurrent.FAMILIES | delta.FAMILIES | hybrid.FAMILIES

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from families import delta, float64_throughout, hybrid, recurrent, softmax
-from headrace.hf.convert import FORMATS, import_checkpoint
+from headrace.convert import FORMATS, import_checkpoint
 from headrace.utils.errors import InputError
 
 RELEASED = {entry["name"]: entry for entry in json.loads(Path(__file__).with_name("released.json").read_text())}

@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Mamba2Co
 from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
 
 import tiny
-from headrace.hf import HeadraceForCausalLM, load
-from headrace.hf.convert import FORMATS, export_checkpoint, import_checkpoint
+from headrace import load
+from headrace.convert import FORMATS, export_checkpoint, import_checkpoint
+from headrace.hf import HeadraceForCausalLM
 from headrace.spec.serialize import change
 from headrace.utils.errors import InputError
 

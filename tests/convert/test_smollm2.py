@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import headrace
+from headrace import load
 from headrace.cli.app import app
-from headrace.hf import load
-from headrace.hf.generate import read_tokenizer
+from headrace.convert.checkpoint import read_tokenizer
 from headrace.utils.integrity import read_json
 from served import connect, serving
 

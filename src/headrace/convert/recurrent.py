@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 
-from ...spec.attention import Pattern
-from ...spec.decay import Decay
-from ...spec.linear import Heads, Inputs, MixerSpec, Read
-from ...spec.mixer import Spec
-from ...spec.scan import ScanSpec
-from ...spec.stack import BlockStyle, Experts, Layer
+from ..spec.attention import Pattern
+from ..spec.decay import Decay
+from ..spec.linear import Heads, Inputs, MixerSpec, Read
+from ..spec.mixer import Spec
+from ..spec.scan import ScanSpec
+from ..spec.stack import BlockStyle, Experts, Layer
 from .fields import Config, Fields
 from .form import (
     Format,
@@ -52,19 +52,6 @@ def mixers_alone(c: Fields, spec: Spec, views: Views, **sizes: Any) -> Model:
     places = whole("backbone", "embeddings", "norm_f", c["tie_word_embeddings"])
     arguments = shared(c, [Layer(spec)] * depth, BlockStyle(mlp="none"), **sizes)
     return Model(arguments, assembled([own] * depth, places, "backbone.layers"))
-
-
-def mamba2_describe(config: Any) -> Config:
-    spec, heads = config.mixers[0], config.num_heads
-    K, V = spec.head_dims(config.hidden_size, heads)
-    ceiling = spec.decay.dt_ceiling
-    limits = [spec.decay.dt_floor, {"__float__": "Infinity"} if ceiling is None else ceiling]
-    return {
-        "num_heads": heads, "head_dim": V, "state_size": K, "expand": V * heads // config.hidden_size,
-        "n_groups": spec.heads.qk_groups or heads, "conv_kernel": spec.inputs.conv, "use_bias": spec.inputs.bias,
-        "use_conv_bias": spec.inputs.conv_bias, "time_step_limit": limits, "layer_norm_epsilon": config.norm_eps,
-        "rescale_prenorm_residual": False,
-    }  # fmt: skip
 
 
 def mamba(c: Fields) -> Model:
@@ -318,7 +305,7 @@ RWKV_MIXES = {
 }  # fmt: skip
 
 FORMATS: dict[str, Format] = {
-    "mamba2": Format("Mamba2ForCausalLM", mamba2, mamba2_describe, MixerSpec),
+    "mamba2": Format("Mamba2ForCausalLM", mamba2),
     "mamba": Format("MambaForCausalLM", mamba),
     "bamba": Format("BambaForCausalLM", bamba),
     "jamba": Format("JambaForCausalLM", jamba),

@@ -8,15 +8,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config, Qwen2Tokenizer
 from typer.testing import CliRunner
 
-from headrace import InputError
+from headrace import InputError, load
 from headrace.cli.app import app
+from headrace.convert import import_gguf
+from headrace.convert.checkpoint import read_tokenizer
 from headrace.data.tokenizer import END, train_bpe
-from headrace.hf import load
-from headrace.hf.convert import import_gguf
-from headrace.hf.generate import read_tokenizer
 
 gguf = pytest.importorskip("gguf", reason='pip install "headrace[gguf]"')
-from headrace.hf.convert.vocabulary import SPLITS, tokenizer_of  # noqa: E402
+from headrace.convert.vocabulary import SPLITS, tokenizer_of  # noqa: E402
 
 TRAINED = json.loads(train_bpe(["the cats and the dogs sat on the mat"] * 9, 290).backend_tokenizer.to_str())["model"]
 TURNS = ["<|im_start|>", "<|im_end|>"]

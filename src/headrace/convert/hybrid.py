@@ -3,7 +3,7 @@
 from math import inf
 from typing import Any
 
-from ...spec.stack import BlockStyle, Experts, Layer
+from ..spec.stack import BlockStyle, Experts, Layer
 from .fields import Fields
 from .form import (
     Block,
@@ -276,14 +276,9 @@ def zamba2_shared(style: BlockStyle, width: int, layers: list[int]) -> Views:
     return views
 
 
-def attends(config: Any) -> bool:
-    """Whether a model has softmax attention, from whose cache transformers takes the number of tokens so far."""
-    return config.stack.style.shared is not None or any(spec.facts.cached for spec in config.mixers)
-
-
 FORMATS: dict[str, Format] = {
     "falcon_h1": Format("FalconH1ForCausalLM", falcon_h1),
-    "granitemoehybrid": Format("GraniteMoeHybridForCausalLM", granitemoehybrid, cache=attends),
-    "nemotron_h": Format("NemotronHForCausalLM", nemotron_h, outside=("mtp.",), cache=attends),
-    "zamba2": Format("Zamba2ForCausalLM", zamba2, cache=attends),
+    "granitemoehybrid": Format("GraniteMoeHybridForCausalLM", granitemoehybrid),
+    "nemotron_h": Format("NemotronHForCausalLM", nemotron_h, outside=("mtp.",)),
+    "zamba2": Format("Zamba2ForCausalLM", zamba2),
 }
