@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .utils import auto
+from .utils import auto, tables
 from .utils.errors import GateWarning, InputError
 from .utils.extras import require
 
@@ -53,8 +53,20 @@ _LAZY = {
     "save_state": "hf",
 }
 
+# Rows of packages that the core does not import, which are imported when a row is asked for.
+tables.offer(
+    "headrace.history.zoo",
+    scans=("s4", "s4d", "rwkv4"),
+    scan_kinds=("s4", "s4d", "rwkv4"),
+    attention=("longformer", "bigbird", "flash-reference"),
+    others=("softmax-rnn-norm", "softmax-rnn-gate"),
+    models=("rnn", "luong", "bahdanau", "transformer-2017", "t5", "bert"),
+    types=("softmax-rnn", "rnn", "transformer", "bert"),
+    mlps=("rwkv4",),
+    attention_layers=("early",),
+)
 auto.install()
-del auto
+del auto, tables
 
 __all__ = [
     "GateWarning", "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel", "InputError", "Marks",

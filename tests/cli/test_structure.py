@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "headrace"
 # Each part may import those before it.
 ORDER = [
-    "utils", "spec", "zoo", "ops", "layers", "models", "hf", "convert", "export", "serving", "data", "tasks",
+    "utils", "spec", "zoo", "ops", "layers", "hf", "history", "convert", "export", "serving", "data", "tasks",
     "training", "studies", "cli",
 ]  # fmt: skip
 LAYERS = ["linear", "scans", "matrix", "attention", "blocks"]  # so may its packages

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForPreTraining
 
-from headrace import models, zoo
+from headrace import zoo
+from headrace.history import models
 from headrace.studies.verify import relative
 from headrace.tasks import IGNORED, Masked
 from headrace.utils.errors import InputError

@@ -1,24 +1,12 @@
-"""The specs of recurrent encoder-decoders, and the base of the specs of whole models."""
+"""The specs of recurrent encoder-decoders."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from .mixer import Shapes, Stateful
-from .record import PositiveInt, Record, require_positive
+from ...spec.mixer import ModelSpec, Shapes
+from ...spec.record import PositiveInt, Record
 
-
-@dataclass(frozen=True)
-class ModelSpec(Stateful):
-    """Base of the specs of whole models, which `headrace.models.build` builds."""
-
-    def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
-        """Returns the key and value dimensions per head. Raises InputError for sizes that do not divide."""
-        require_positive(hidden_size=hidden_size, num_heads=num_heads)
-        return hidden_size, hidden_size
-
-    def num_heads(self, hidden_size: int, default: int) -> int:
-        """Returns the number of heads, 1 for a model without heads."""
-        return 1
+BUILDER = "headrace.history.models.build"
 
 
 @dataclass(frozen=True)
@@ -41,6 +29,8 @@ class Alignment(Record):
 @dataclass(frozen=True)
 class RecurrentSpec(ModelSpec):
     """A recurrent encoder-decoder."""
+
+    builder = BUILDER
 
     cell: Literal["gru", "lstm"] = "lstm"  # recurrent cell of encoder and decoder
     bidirectional: bool = False  # whether the encoder is bidirectional, which doubles the width of its annotations

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 
 from attention_layers import agree
 from headrace import layers, linear_attention, zoo
+from headrace.history.specs.softmax_rnn import NORMS, SoftmaxRNNSpec
 from headrace.layers.linear.taylor import TaylorFeatures, truncated_exp
 from headrace.layers.rotary import rotary
-from headrace.spec.softmax_rnn import NORMS, SoftmaxRNNSpec
 from headrace.studies.verify import by_steps, relative, with_op
 from headrace.utils.errors import InputError
 

@@ -9,13 +9,13 @@ import math
 import torch
 from torch import Tensor, nn
 
+from ...layers.base import Mixer, ScanState
+from ...layers.linear.decays import finite_exp
+from ...layers.scan import NAME, Pack, packed_scan, running_maximum
 from ...ops.call import accumulator
 from ...ops.derivatives import refuse_transforms
 from ...ops.sequences import Sequences
 from ...spec.scan import ScanSpec
-from ..base import Mixer, ScanState
-from ..linear.decays import finite_exp
-from ..scan import NAME, Pack, packed_scan, running_maximum
 
 
 class RWKV4(Mixer):

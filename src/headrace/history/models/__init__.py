@@ -1,13 +1,13 @@
 """Whole models: encoder-decoders and BERT."""
 
-from ..utils.extras import require
+from ...utils.extras import require
 
 require(__name__, "transformers")
 
-from .. import zoo
-from ..spec.encoder_decoder import ModelSpec, RecurrentSpec
-from ..spec.stack import BertSpec, TransformerSpec
-from ..utils.errors import InputError
+from ... import zoo
+from ...utils.errors import InputError
+from ..specs.encoder_decoder import ModelSpec, RecurrentSpec
+from ..specs.stack import BertSpec, TransformerSpec
 from .bert import BertModel
 from .encoder_decoder import EncoderDecoder, EncoderDecoderOutput, ModelSizes, shift_right
 from .rnn import RecurrentModel

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from ..layers.attention.alignment import AlignmentAttention, Memory
-from ..ops.checks import require
-from ..spec.encoder_decoder import RecurrentSpec
+from ...ops.checks import require
+from ..layers.alignment import AlignmentAttention, Memory
+from ..specs.encoder_decoder import RecurrentSpec
 from .encoder_decoder import Decoded, EncoderDecoder, ModelSizes
 
 CELLS: dict[str, type[nn.GRU] | type[nn.LSTM]] = {"gru": nn.GRU, "lstm": nn.LSTM}

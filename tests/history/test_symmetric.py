@@ -12,9 +12,10 @@ from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAtt
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 
 from attention_layers import D, H, agree, d
-from headrace import layers, models, zoo
+from headrace import layers, zoo
+from headrace.history import models
+from headrace.history.layers.symmetric import random_blocks
 from headrace.layers.attention import gathered, symmetric
-from headrace.layers.attention.symmetric import random_blocks
 from headrace.spec import AttentionSpec, Pattern
 from headrace.studies.verify import relative
 from tiny import perturbed

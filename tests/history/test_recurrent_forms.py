@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector
 
 from headrace import GateWarning, InputError, layers, zoo
+from headrace.history.specs.softmax_rnn import NORMS, SoftmaxRNNSpec
 from headrace.layers.rotary import rotary
 from headrace.spec.serialize import from_json, to_json
-from headrace.spec.softmax_rnn import NORMS, SoftmaxRNNSpec
 from headrace.studies.verify import by_steps, relative, with_op
 
 D, H, d = 12, 2, 6

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.call import accumulator
-from ...spec.encoder_decoder import Alignment
+from ..specs.encoder_decoder import Alignment
 
 # --- scores: (query [B, T, n], keys of annotations [B, L, M]) -> [B, T, L] --------------------------------------------
 

@@ -15,19 +15,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ...layers.attention.attention import AttentionState, attend_packed, extended
+from ...layers.attention.sdpa import visible
+from ...layers.base import ANY, Mixer, check_state
+from ...layers.linear.features import FEATURE_MAPS, divided_by_length, l2_norm
+from ...layers.linear.mixer import LinearMixer
+from ...layers.linear.readout import NORM_FLOORS, affine, normalized
+from ...layers.linear.taylor import truncated_exp
+from ...layers.maps import mixed
+from ...layers.rotary import rotary
 from ...ops.call import NORMALIZER_EPS, accumulator
 from ...ops.checks import require
 from ...ops.sequences import Sequences
-from ...spec.softmax_rnn import NORMS, RMS_EPS, SoftmaxRNNSpec
-from ..base import ANY, Mixer, check_state
-from ..linear.features import FEATURE_MAPS, divided_by_length, l2_norm
-from ..linear.mixer import LinearMixer
-from ..linear.readout import NORM_FLOORS, affine, normalized
-from ..linear.taylor import truncated_exp
-from ..maps import mixed
-from ..rotary import rotary
-from .attention import AttentionState, attend_packed, extended
-from .sdpa import visible
+from ..specs.softmax_rnn import NORMS, RMS_EPS, SoftmaxRNNSpec
 
 # numerator: (function of q and k, divisor of the logits)
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[int], float]]] = {

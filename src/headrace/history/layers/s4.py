@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...layers.base import Mixer, Recurrence, ScanState
+from ...layers.linear.decays import finite_exp
 from ...ops.call import accumulator
 from ...ops.sequences import Sequences
 from ...spec.scan import ScanSpec
 from ...utils.device import without_autocast
-from ..base import Mixer, Recurrence, ScanState
-from ..linear.decays import finite_exp
 from .linear_system import Diagonal, LowRank, Response
 
 

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from ..layers.blocks.block import build_norm
-from ..layers.blocks.stack import initialize
-from ..layers.blocks.widths import default_std
-from ..layers.packing import padding_mask
-from ..ops.checks import require
-from ..spec.stack import BertSpec
+from ...layers.blocks.block import build_norm
+from ...layers.blocks.stack import initialize
+from ...layers.blocks.widths import default_std
+from ...layers.packing import padding_mask
+from ...ops.checks import require
+from ..specs.stack import BertSpec
 from .encoder_decoder import ModelSizes, mean_loss
 from .transformer import block_sizes, stack
 

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..utils.errors import InputError
-from .linear import Inputs, MixerSpec, Order, Read
-from .mixer import Facts, Shapes, Spec
-from .record import require_positive
+from ...spec.linear import Inputs, MixerSpec, Order, Read
+from ...spec.mixer import Facts, Shapes, Spec
+from ...spec.record import require_positive
+from ...utils.errors import InputError
 
 NORMS = ("l2", "rms", "layer")
 RMS_EPS = 2.0**-23  # the default of nn.RMSNorm in float32
@@ -32,7 +32,7 @@ class SoftmaxRNNSpec(Spec):
     affine: bool = False  # whether the norm has a learned weight (layer: and a bias) per channel of a head
     by_length: bool = False  # whether the output is also divided by the number of tokens attended to
 
-    facts = Facts("attention.softmax_rnn.SoftmaxRNN", cached=True)
+    facts = Facts("headrace.history.layers.softmax_rnn.SoftmaxRNN", cached=True)
 
     def _objections(self):
         order = self.order
@@ -68,7 +68,7 @@ class SoftmaxRNNSpec(Spec):
         powers, decoding takes the same time for each token.
 
         `recurrent-` before a name of the zoo does this to the mixer that an expression describes, and
-        `layers.attention.softmax_rnn.SoftmaxRNN.recurrent` to a layer with its weights. A layer for encoders has none.
+        `history.layers.softmax_rnn.SoftmaxRNN.recurrent` to a layer with its weights. A layer for encoders has none.
 
         Raises:
             InputError: if no finite state exists: for e^x without an order, and for clamped logits.

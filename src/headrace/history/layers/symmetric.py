@@ -19,11 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...layers.attention.gathered import Places, attend_gathered
+from ...layers.attention.sdpa import weigh
+from ...layers.attention.window import PatternSoftmax
 from ...spec.attention import Pattern
 from ...utils.device import kept_on_cpu
-from .gathered import Places, attend_gathered
-from .sdpa import weigh
-from .window import PatternSoftmax
 
 BITS = 31  # of a draw: its product with a number of blocks fits 64 bits
 

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.attention.attention import AttentionState, SoftmaxAttention
-from ..layers.blocks.block import Sizes
-from ..layers.blocks.stack import Backbone, initialize
-from ..layers.blocks.widths import default_intermediate_size
-from ..layers.packing import padding_mask
-from ..ops.checks import require
-from ..spec.stack import StackSpec, TransformerSpec
+from ...layers.attention.attention import AttentionState, SoftmaxAttention
+from ...layers.blocks.block import Sizes
+from ...layers.blocks.stack import Backbone, initialize
+from ...layers.blocks.widths import default_intermediate_size
+from ...layers.packing import padding_mask
+from ...ops.checks import require
+from ..specs.stack import StackSpec, TransformerSpec
 from .encoder_decoder import Decoded, EncoderDecoder, ModelSizes
 
 

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from ..layers.packing import token_mask
-from ..ops.call import accumulator
-from ..ops.checks import require
-from ..ops.loss import IGNORED, per_item
-from ..spec.record import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Record
+from ...layers.packing import token_mask
+from ...ops.call import accumulator
+from ...ops.checks import require
+from ...ops.loss import IGNORED, per_item
+from ...spec.record import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Record
 
 
 @dataclass(frozen=True)

@@ -3,20 +3,12 @@
 Dimensions: B batch, T tokens, D hidden size, N sequences.
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...layers.base import Mixer, ShiftState
 from ...ops.sequences import Sequences
-from ..base import Mixer
-
-
-class ShiftState(NamedTuple):
-    """The last token of N sequences."""
-
-    shift: Tensor  # [N, 1, D]
 
 
 class ChannelMixing(Mixer):

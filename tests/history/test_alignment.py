@@ -6,10 +6,11 @@ import math
 import pytest
 import torch
 
-from headrace import HeadraceConfig, models, zoo
-from headrace.layers.attention.alignment import SCORES, WINDOWS, AlignmentAttention
+from headrace import HeadraceConfig, zoo
+from headrace.history import models
+from headrace.history.layers.alignment import SCORES, WINDOWS, AlignmentAttention
+from headrace.history.specs.encoder_decoder import Alignment, RecurrentSpec
 from headrace.spec import from_json, to_json
-from headrace.spec.encoder_decoder import Alignment, RecurrentSpec
 from headrace.utils.errors import InputError
 from tiny import close
 
