@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_next import modeling_qwen3_next
 from typer.testing import CliRunner
 
-from headrace import zoo
+from headrace import load, zoo
 from headrace.cli import app as cli
 from headrace.data.tokenizer import byte_level
-from headrace.hf import HeadraceForCausalLM, load
+from headrace.hf import HeadraceForCausalLM
 from headrace.layers.maps import weights
 from headrace.spec import ScanSpec
 from headrace.studies import inspect as inspection
