@@ -97,7 +97,6 @@ def run_without_headrace(program, folder):
 @pytest.mark.parametrize(
     ("name", "law"),
     [
-        (f"{FAULTY}:packing", "packed = separate"),
         (f"{FAULTY}:hidden", "copied state"),
         (f"{FAULTY}:bfloat16", "state dtype"),
         pytest.param("transformers:mamba", "pieces = whole", marks=OF_STORED_VERSION),
