@@ -118,7 +118,8 @@ def specs(denominator):
     norm, sums = denominator in NORMS, denominator in ("sum", "detached")
     lengths = (False,) if denominator == "sum" else (False, True)
     others = itertools.cycle(itertools.product((None, 0.3), (False, True) if norm else (False,), lengths))
-    for (numerator, order), (clamp, affine, by_length) in zip([*NUMERATORS, *NUMERATORS[1:], NUMERATORS[0]], others):
+    for numerator, order in [*NUMERATORS, *NUMERATORS[1:], NUMERATORS[0]]:
+        clamp, affine, by_length = next(others)
         if not (sums and (numerator, order) in (("exp", 3), ("cosine", None))):
             yield SoftmaxRNNSpec(numerator, order, clamp, denominator, affine=affine, by_length=by_length)
     for gate, affine in itertools.product(("output", "input", "both"), (False, True) if norm else (False,)):

@@ -102,7 +102,8 @@ def as_in_16_bits(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("decay", "rule", "key"), [*((*pair, 40) for pair in itertools.product(DECAYS, RULES)), *((*pair, 16) for pair in PAIRS)]
+    ("decay", "rule", "key"),
+    [*((*pair, 40) for pair in itertools.product(DECAYS, RULES)), *((*pair, 16) for pair in PAIRS)],
 )
 def test_a_state_in_two_tiles(decay, rule, key, as_in_16_bits):
     """40 keys are a tile of 32 and one of 16. Without a decay per channel the delta rule loads keys once."""
