@@ -2,13 +2,12 @@
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
+import fresh
 from headrace import zoo
 
 ROOT = Path(__file__).parents[2]
@@ -69,8 +68,7 @@ def test_the_reference_imports_torch_alone():
 
 
 def test_importing_headrace_does_not_import_transformers():
-    check = "import sys, headrace; sys.exit('transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", check]).returncode == 0
+    assert fresh.run("import sys, headrace; sys.exit('transformers' in sys.modules)").returncode == 0
 
 
 def test_public_names_are_documented():
@@ -82,7 +80,7 @@ from headrace.spec import MixerSpec
 assert backends()["torch"]["linear_attention"] is None and callable(verify)
 assert set(headrace.__all__) <= set(dir(headrace)) and all(hasattr(headrace, name) for name in headrace.__all__)
 """
-    assert subprocess.run([sys.executable, "-c", check]).returncode == 0
+    assert fresh.run(check).returncode == 0
 
 
 PAGES = ("README.md", "docs/index.md", "docs/guide.md", "docs/mixers.md")

@@ -31,8 +31,9 @@ def readouts(denominator):
 
 
 def ungated(denominator):
-    """Every spec of a denominator, but for sums that can vanish, which no layer has."""
-    for (numerator, order), more in itertools.product(itertools.product(NUMERATORS, ORDERS), readouts(denominator)):
+    """Every numerator and order, with one readout after the other, but for sums that can vanish, which no layer has."""
+    weights = itertools.product(NUMERATORS, ORDERS)
+    for (numerator, order), more in zip(weights, itertools.cycle(readouts(denominator))):
         signed = numerator == "cosine" if order is None else order % 2 and numerator in ("exp", "cosine")
         if not (signed and denominator in ("sum", "detached")):
             yield SoftmaxRNNSpec(numerator, order, denominator=denominator, **more)
@@ -89,15 +90,12 @@ def check(spec):
 
 @pytest.mark.parametrize("denominator", DENOMINATORS)
 def test_recurrent_form_equals_the_product_form(denominator):
-    refused = []
     for spec in ungated(denominator):
         if spec.numerator == "exp" and spec.order is None:
             with pytest.raises(InputError, match="infinitely many powers"):
                 spec.recurrent()
-            refused.append(spec)
         else:
             check(spec)
-    assert len(refused) == len(readouts(denominator))
 
 
 @pytest.mark.filterwarnings("ignore::headrace.GateWarning")

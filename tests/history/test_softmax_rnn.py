@@ -113,13 +113,15 @@ DENOMINATORS = ["sum", "detached", "none", "input-length", "l2", "rms", "layer"]
 
 
 def specs(denominator):
-    """The whole product for one denominator, but for what is refused."""
+    """Every numerator of one denominator twice, with one of the other fields' values after the other, but for what is
+    refused."""
     norm, sums = denominator in NORMS, denominator in ("sum", "detached")
-    for (numerator, order), clamp in itertools.product(NUMERATORS, (None, 0.3)):
-        for affine, by_length in itertools.product((False, True) if norm else (False,), (False, True)):
-            signed = (numerator, order) in (("exp", 3), ("cosine", None))
-            if not ((sums and signed) or (denominator == "sum" and by_length)):
-                yield SoftmaxRNNSpec(numerator, order, clamp, denominator, affine=affine, by_length=by_length)
+    lengths = (False,) if denominator == "sum" else (False, True)
+    others = itertools.cycle(itertools.product((None, 0.3), (False, True) if norm else (False,), lengths))
+    for numerator, order in [*NUMERATORS, *NUMERATORS[1:], NUMERATORS[0]]:
+        clamp, affine, by_length = next(others)
+        if not (sums and (numerator, order) in (("exp", 3), ("cosine", None))):
+            yield SoftmaxRNNSpec(numerator, order, clamp, denominator, affine=affine, by_length=by_length)
     for gate, affine in itertools.product(("output", "input", "both"), (False, True) if norm else (False,)):
         yield SoftmaxRNNSpec(denominator=denominator, gate=gate, affine=affine)
         if norm and gate != "input":
