@@ -15,7 +15,7 @@
 
 #include <stdint.h>
 
-#define HR_ABI 10
+#define HR_ABI 11
 #define HR_WIDEST 32     /* of a short convolution */
 #define HR_SCAN_CHUNK 32 /* tokens between the states that a selective scan keeps */
 #define HR_SCAN_PART 256 /* channels of a selective scan that are computed together */
@@ -166,6 +166,10 @@ typedef struct hr_program {
 } hr_program;
 
 HR_EXPORT int32_t hr_abi(void);
+
+/* The structs above as this library has them: a line for each, its name, for each field in order name:type@offset, and
+   end@size. Types are those of Python's module struct, T is hr_tensor. */
+HR_EXPORT const char* hr_structs(void);
 
 /* The kinds that hr_layer knows: a line for each field of hr_layer that is one, its name and those of its values. */
 HR_EXPORT const char* hr_kinds(void);
