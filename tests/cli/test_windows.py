@@ -10,10 +10,10 @@ pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
 import fresh
 from headrace.data import Preparation, prepare, workers
+from headrace.files import processes
+from headrace.files.processes import LOCK, locked
 from headrace.studies.reproduce import execute
-from headrace.utils import processes
 from headrace.utils.errors import InputError
-from headrace.utils.processes import LOCK, locked
 
 # Hides them from headrace, imports all of it, and runs commands. Libraries, which have code of their own for Windows,
 # see them.
