@@ -72,12 +72,12 @@ def measure(mixer: str, positions: tuple[int, ...], rounds: int) -> Iterator[rec
         size = sum(x.nbytes for state in cache.states or [] for x in state or () if isinstance(x, torch.Tensor))
         times: dict[str, list[float]] = {"mark": [], "token": [], "back": [], "replay": []}
         for _ in range(rounds):
-            before = cache.mark_bytes
-            times["mark"].append(seconds(cache.mark))
-            marked = cache.mark_bytes - before
+            before = cache.snapshots.nbytes
+            times["mark"].append(seconds(cache.snapshot))
+            marked = cache.snapshots.nbytes - before
             read(model, cache, AFTER)
-            times["replay"].append(seconds(lambda: (cache.rewind(BACK), model.settle(cache))))
-            times["back"].append(seconds(lambda: (cache.rewind(AFTER - BACK), model.settle(cache))))
+            times["replay"].append(seconds(lambda: (cache.rewind(BACK), model.read_pending(cache))))
+            times["back"].append(seconds(lambda: (cache.rewind(AFTER - BACK), model.read_pending(cache))))
             times["token"].append(seconds(lambda: read(model, cache, 1)))
         milliseconds = {f"{name}_ms": round(1e3 * median(own), 4) for name, own in times.items()}
         yield {

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
         HeadraceConfig,
         HeadraceForCausalLM,
         HeadraceModel,
-        Marks,
         load,
         load_state,
         save_state,
@@ -47,7 +46,6 @@ _LAZY = {
     "HeadraceModel": "hf",
     "HeadraceForCausalLM": "hf",
     "HeadraceCache": "hf",
-    "Marks": "hf",
     "load": "hf",
     "load_state": "hf",
     "save_state": "hf",
@@ -57,7 +55,7 @@ auto.install()
 del auto
 
 __all__ = [
-    "GateWarning", "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel", "InputError", "Marks",
+    "GateWarning", "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel", "InputError",
     "Mixer", "backends", "compile_blocks", "context_parallel", "linear_attention", "load", "load_state", "quantize",
     "register_mixer", "register_model", "register_task", "save_state", "set_backend", "step", "verify",
 ]  # fmt: skip

@@ -8,12 +8,11 @@ from .cache import HeadraceCache
 from .checkpoint import load
 from .config import HeadraceConfig
 from .heads import HeadraceForQuestionAnswering, HeadraceForSequenceClassification, HeadraceForTokenClassification
-from .marks import Marks
 from .model import HeadraceForCausalLM, HeadraceModel, HeadracePreTrainedModel
 from .state_file import load_state, save_state
 
 __all__ = [
     "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceForQuestionAnswering",
     "HeadraceForSequenceClassification", "HeadraceForTokenClassification", "HeadraceModel", "HeadracePreTrainedModel",
-    "Marks", "load", "load_state", "save_state",
+    "load", "load_state", "save_state",
 ]  # fmt: skip
