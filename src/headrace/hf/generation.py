@@ -209,14 +209,12 @@ def graph_loop(
     engine.graph_refused = graph.failure
     if required and graph.failure:
         raise InputError(f"expected a CUDA graph, and {graph.failure}")
-    if graph.step is None:
-        out = loop(ids, logits, partial(engine.step, model, cache=cache), choice, streamer)
-    else:
-        if graph.choice is not None:
-            graph.choice.restart()
-        out = loop(ids, logits, graph.step, graph.choice or choice, streamer, graph.choice is not None)
-        if (read := out[:, ids.shape[1] : -1]).shape[1]:  # the last token is not read
-            cache.replace([copied(state) for state in graph.step.states], read.shape[1], read)
+    if graph.choice is not None:
+        graph.choice.restart()
+    step = graph.step or partial(engine.step, model, cache=cache)
+    out = loop(ids, logits, step, graph.choice or choice, streamer, graph.choice is not None)
+    if graph.step is not None and (read := out[:, ids.shape[1] : -1]).shape[1]:  # the last token is not read
+        cache.replace([copied(state) for state in graph.step.states], read.shape[1], read)
     engine.graph = graph
     return out
 

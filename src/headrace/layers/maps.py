@@ -76,8 +76,8 @@ def with_map(mixer: Any, maps: list[Tensor], x: Tensor, state: Any, **where: Any
     if len(found) > 1 or (found and found[0].shape[2] != x.shape[1]):  # of softmax attention, for each sequence
         places = _places(call.mask, where["cu_seqlens"])
         A = _assembled(found, places, x.shape[:2])
-        own = [A[row][:, columns[:, None], columns][None] for row, columns in places]
-        with asking(call._replace(given=iter(own))):  # again, so that A has the gradient
+        pieces = [A[row][:, columns[:, None], columns][None] for row, columns in places]
+        with asking(call._replace(given=iter(pieces))):  # again, so that A has the gradient
             result = mixer.forward(x, state, **where)
         found = [A]
     maps += found[:1]
@@ -166,7 +166,7 @@ def _assembled(pieces: list[Tensor], places: list[tuple[int, Tensor]], shape: to
     """Returns the map of rows [B, T] from those of their sequences, [1, H, T_n, T_n] each."""
     full = pieces[0].new_zeros(shape[0], pieces[0].shape[1], shape[1], shape[1])
     for A, (row, columns) in zip(pieces, places, strict=True):
-        own = A.shape[2] == A.shape[3]
-        require(own, "maps are asked for of packed sequences that continue a state; expected each in a row of its own")
+        reason = "maps are asked for of packed sequences that continue a state; expected each in a row of its own"
+        require(A.shape[2] == A.shape[3], reason)
         full[row][:, columns[:, None], columns] = A[0]
     return full
