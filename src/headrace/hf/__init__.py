@@ -1,11 +1,10 @@
-"""The language model with the interfaces of Hugging Face transformers, generation, a server, and conversion."""
+"""The language model with the interfaces of Hugging Face transformers, and generation."""
 
 from ..utils.extras import require
 
 require(__name__, "transformers")
 
 from .cache import HeadraceCache
-from .checkpoint import load
 from .config import HeadraceConfig
 from .heads import HeadraceForQuestionAnswering, HeadraceForSequenceClassification, HeadraceForTokenClassification
 from .model import HeadraceForCausalLM, HeadraceModel, HeadracePreTrainedModel
@@ -14,5 +13,5 @@ from .state_file import load_state, save_state
 __all__ = [
     "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceForQuestionAnswering",
     "HeadraceForSequenceClassification", "HeadraceForTokenClassification", "HeadraceModel", "HeadracePreTrainedModel",
-    "load", "load_state", "save_state",
+    "load_state", "save_state",
 ]  # fmt: skip
