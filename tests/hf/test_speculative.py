@@ -86,6 +86,16 @@ def test_maps_are_returned_beside_the_same_tokens():
         assert [maps[0].shape[-1] for maps in out.attentions] == [*range(6, 6 + NEW)]
 
 
+def test_hidden_states_and_embeddings_of_the_prompt():
+    model, ids = tiny.build("gla"), tiny.tokens(1, 6)
+    out = generate(model, ids, prompt_lookup_num_tokens=4, output_hidden_states=True, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, generate(model, ids))
+    assert [states[-1].shape[1] for states in out.hidden_states] == [6] + [1] * (NEW - 1)
+    x = model.get_input_embeddings()(ids)
+    expected = generate(model, None, inputs_embeds=x)
+    assert torch.equal(generate(model, None, inputs_embeds=x, prompt_lookup_num_tokens=4), expected)
+
+
 def statistic(counts, chances, samples):
     """Pearson's, over all outcomes."""
     return sum((counts.get(k, 0) - samples * p) ** 2 / (samples * p) for k, p in chances.items())

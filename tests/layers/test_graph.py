@@ -109,6 +109,15 @@ def test_graph_generates_the_same_tokens(name, case, recorded, elsewhere, monkey
         assert all(x is y is None or torch.allclose(x, y, rtol=1e-9) for x, y in zip(own, other, strict=True))
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_draft_has_a_graph_of_its_own(sampled, recorded, elsewhere):
+    model, draft, ids = build("softmax-gla"), build("gla"), tokens(1)
+    found = generated(model, ids, assistant_model=draft, do_sample=sampled)
+    assert draft.engine.graph.step is not None and len(recorded) == 1 and found.shape[1] == ids.shape[1] + 12
+    if not sampled:
+        assert torch.equal(found, generated(model, ids))
+
+
 @torch.no_grad()
 def test_graphed_step_updates_states_in_place():
     mixer = Mixer("softmax-gated-deltanet", hidden_size=16, num_heads=2).double()
