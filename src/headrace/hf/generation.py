@@ -123,7 +123,7 @@ class Engine:
         last = len(program.operations) - 1
         logits = torch.empty(tokens.numel(), program.operations[last].outputs)
         outputs = (last,) if model.cap is None else (last - 1, last)
-        ready.run(dict.fromkeys(outputs, logits), tokens.to(torch.int64).flatten(), pending + T > 1)
+        ready.run(dict.fromkeys(outputs, logits), tokens.to(torch.int64).flatten().contiguous(), pending + T > 1)
         cache.advance(T, ids)
         return logits.to(program.dtype(0)).view(rows, pending + T, -1)[:, pending:]
 
