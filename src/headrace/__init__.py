@@ -8,6 +8,11 @@ from .utils.errors import GateWarning, InputError
 from .utils.extras import require
 
 if TYPE_CHECKING:
+    from .cli.compare import compare
+    from .cli.evaluate import evaluate
+    from .cli.train import prepare, train
+    from .cli.understand import inspect
+    from .cli.use import generate
     from .convert import load
     from .hf import (
         HeadraceCache,
@@ -20,16 +25,23 @@ if TYPE_CHECKING:
     from .layers import Mixer
     from .layers.blocks.compiled import compile_blocks
     from .layers.quantized import quantize
+    from .layers.registration import register_mixer, register_model
     from .ops.attention import backends, linear_attention, step
     from .ops.dispatch import set_backend
     from .ops.parallel.context import context_parallel
-    from .studies.registration import register_mixer, register_model, register_task
+    from .studies.registration import register_task
     from .studies.verify import verify
 
 __version__ = "0.1.0"
 
 # Imported on first use: PyTorch and transformers take seconds, and `headrace --help` needs neither.
 _LAZY = {
+    "compare": "cli.compare",
+    "evaluate": "cli.evaluate",
+    "generate": "cli.use",
+    "inspect": "cli.understand",
+    "prepare": "cli.train",
+    "train": "cli.train",
     "linear_attention": "ops.attention",
     "step": "ops.attention",
     "context_parallel": "ops.parallel.context",
@@ -39,8 +51,8 @@ _LAZY = {
     "compile_blocks": "layers.blocks.compiled",
     "quantize": "layers.quantized",
     "verify": "studies.verify",
-    "register_mixer": "studies.registration",
-    "register_model": "studies.registration",
+    "register_mixer": "layers.registration",
+    "register_model": "layers.registration",
     "register_task": "studies.registration",
     "HeadraceConfig": "hf",
     "HeadraceModel": "hf",
@@ -63,13 +75,20 @@ tables.offer(
     mlps=("rwkv4",),
     attention_layers=("early",),
 )
+tables.offer("headrace.extra.gla_outer", matrices=("gla-outer",), matrix_kinds=("gla-outer",))
+tables.offer("headrace.extra.slots", matrices=("gsa", "abc"), matrix_kinds=("gsa", "abc"))
+tables.offer(
+    "headrace.extra.log_linear", linear=("log-linear-mamba2", "log-linear-gated-deltanet"), types=("log-linear",)
+)
+tables.offer("headrace.extra.mesa", linear=("mesa",), types=("mesa",))
 auto.install()
 del auto, tables
 
 __all__ = [
     "GateWarning", "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel", "InputError",
-    "Mixer", "backends", "compile_blocks", "context_parallel", "linear_attention", "load", "load_state", "quantize",
-    "register_mixer", "register_model", "register_task", "save_state", "set_backend", "step", "verify",
+    "Mixer", "backends", "compare", "compile_blocks", "context_parallel", "evaluate", "generate", "inspect",
+    "linear_attention", "load", "load_state", "prepare", "quantize", "register_mixer", "register_model",
+    "register_task", "save_state", "set_backend", "step", "train", "verify",
 ]  # fmt: skip
 
 
