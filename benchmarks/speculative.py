@@ -27,15 +27,15 @@ app = typer.Typer(help=__doc__)
 
 def steered(draft: Any, script: list[int], agreement: float) -> Any:
     """The draft, computed as ever, with the script's token as the likeliest one at a share of the positions."""
-    step = draft.engine.step
+    read = draft.engine.read
 
-    def agreeing(model: Any, tokens: torch.Tensor, cache: HeadraceCache) -> torch.Tensor:
-        logits, at = step(model, tokens, cache), cache.columns
-        if at < len(script) and random.Random(at).random() < agreement:
-            logits[..., script[at]] = logits.max() + 100
+    def agreeing(model: Any, ids: torch.Tensor, cache: HeadraceCache) -> torch.Tensor | None:
+        logits, at = read(model, ids, cache), cache.columns
+        if logits is not None and at < len(script) and random.Random(at).random() < agreement:
+            logits[:, -1, script[at]] = logits.max() + 100
         return logits
 
-    draft.engine.step = agreeing
+    draft.engine.read = agreeing
     return draft
 
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         HeadraceConfig,
         HeadraceForCausalLM,
         HeadraceModel,
-        Marks,
         load_state,
         save_state,
     )  # fmt: skip
@@ -59,7 +58,6 @@ _LAZY = {
     "HeadraceModel": "hf",
     "HeadraceForCausalLM": "hf",
     "HeadraceCache": "hf",
-    "Marks": "hf",
     "load": "convert",
     "load_state": "hf",
     "save_state": "hf",
@@ -87,7 +85,7 @@ auto.install()
 del auto, tables
 
 __all__ = [
-    "GateWarning", "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel", "InputError", "Marks",
+    "GateWarning", "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel", "InputError",
     "Mixer", "backends", "compare", "compile_blocks", "context_parallel", "evaluate", "generate", "inspect",
     "linear_attention", "load", "load_state", "prepare", "quantize", "register_mixer", "register_model",
     "register_task", "save_state", "set_backend", "step", "train", "verify",

@@ -198,7 +198,7 @@ model, cache = HeadraceForCausalLM(HeadraceConfig(mixer="gla", **sizes)).eval(),
 with torch.inference_mode():
     model(torch.ones(1, 2, dtype=torch.long), past_key_values=cache, use_cache=True)
     torch.set_num_threads(4)
-    assert model.engine.native_step(model, torch.ones(1, dtype=torch.long), cache) is not None
+    assert model.engine.read(model, torch.ones(1, 1, dtype=torch.long), cache) is not None
 assert torch.full((400_000,), 1e-40).mul(1.0).count_nonzero() == 400_000
 """
 
