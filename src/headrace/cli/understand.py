@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +11,6 @@ import typer
 from rich.console import Console
 
 from .console import (
-    AcceptOld,
     Checkpoint,
     Device,
     PromptFile,
@@ -21,34 +21,43 @@ from .console import (
     terminal,
     track,
 )
+from .options import takes
 
 
-def inspect(
-    checkpoint: Checkpoint,
+@dataclass(frozen=True)
+class InspectOptions:
+    """The options of `headrace inspect`."""
+
+    checkpoint: Checkpoint
     prompt: Annotated[
         str | None,
         typer.Option("--prompt", "--text", help=r"Text for the model to read. \[default: --file or standard input]"),
-    ] = None,
-    file: PromptFile = None,
+    ] = None
+    file: PromptFile = None
     tokens: Annotated[
         int | None,
         typer.Option(help=r"Number of tokens to keep of a longer text. \[default: all; more than 2000 are refused]"),
-    ] = None,
-    device: Device = None,
-    output: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("inspect.html"),
-) -> None:
+    ] = None
+    device: Device = None
+    output: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("inspect.html")
+
+
+@takes(InspectOptions)
+def inspect(options: InspectOptions) -> Path:
     """Write an interactive page of what a model computes on a text.
 
     The page shows, for each token, the gates, decay horizons and effective attention of every head."""
     from ..studies import inspect as inspection
     from ..utils.processes import locked_beside
 
-    text = read_prompt(prompt, file)
+    text, output = read_prompt(options.prompt, options.file), options.output
     with telling(Console(stderr=True)) as tell, locked_beside(output):
-        tell(f"reading {checkpoint}")
-        page = inspection.inspect(checkpoint, text, tokens, partial(track, name="layer", tell=tell), device)
+        tell(f"reading {options.checkpoint}")
+        layers = partial(track, name="layer", tell=tell)
+        page = inspection.inspect(options.checkpoint, text, options.tokens, layers, options.device)
         inspection.write(page, output)
     print(f"{output}: {len(page.encode()) / 1e6:.1f} MB; open it in a browser")
+    return output
 
 
 def reproduce(
@@ -88,7 +97,6 @@ def reproduce(
     output: Annotated[
         Path | None, typer.Option(help=r"Folder shared by the experiments. \[default: runs/reproduce/<scale>]")
     ] = None,
-    accept_old: AcceptOld = False,
 ) -> None:
     """Reproduce a table or figure of a paper, and show our numbers beside the published ones.
 
@@ -100,7 +108,7 @@ def reproduce(
     console = terminal()
     if name is None:
         options = {"run": run, "text": text, "data": data, "only": only, "add": add, "output": output}
-        refuse_without("the name of a table or figure", **options, accept_old=accept_old)
+        refuse_without("the name of a table or figure", **options)
         if machine is None:
             show.print_list(console)
         else:
@@ -118,7 +126,7 @@ def reproduce(
         training.refuse_unfitting(fits)
         tell(downloads(steps))
         with interruptible("the steps that have ended are kept; the same command continues"), locked(folder):
-            execute(steps, folder, tell, accept_old)
+            execute(steps, folder, tell)
     else:
         for step in steps:
             tell(shlex.join(step))
