@@ -18,6 +18,7 @@ from ..utils import extras, plugins
 from ..utils.errors import InputError
 from ..utils.processes import Terminated, terminable
 from ..utils.text import decode
+from .hub import check_source
 
 T = TypeVar("T")
 HEARTBEAT = 60.0  # seconds without a line after which the current line is repeated
@@ -26,8 +27,9 @@ HEARTBEAT = 60.0  # seconds without a line after which the current line is repea
 Checkpoint = Annotated[
     Path,
     typer.Argument(
+        callback=check_source,
         help="Folder of a checkpoint, as `train`, `convert` or `save_pretrained` of transformers write it, or its name "
-        "on the Hugging Face Hub."
+        "on the Hugging Face Hub.",
     ),
 ]
 NewFolder = Annotated[Path, typer.Option(help="Folder to create. An existing folder is refused.")]

@@ -13,7 +13,9 @@ from rich.table import Table
 from .. import zoo
 from ..studies.settings import assignments
 from ..utils.errors import InputError
+from ..utils.integrity import is_on_the_hub
 from .console import NewFolder, interruptible, refuse_without
+from .hub import ask_hub
 from .options import takes
 
 GIGA = 1e9
@@ -79,16 +81,23 @@ class PrepareOptions:
     ] = None
     join: Annotated[bool, typer.Option("--join", help="Join: make one folder of those of all shards.")] = False
 
+    @property
+    def tokenizer_is_elsewhere(self) -> bool:
+        name = self.tokenizer
+        return name not in (None, "bytes") and Path(name).suffix != ".json" and not Path(name).exists()
+
 
 @takes(PrepareOptions)
 def prepare(options: PrepareOptions) -> dict[str, Any]:
     """Tokenize text for `headrace train`, or draw rows of a task.
 
     After an interruption, the same command goes on. In rows of a task, only the answers contribute to the loss."""
+    one, output = options, options.output
+    if any(map(is_on_the_hub, one.sources or ())) or one.tokenizer_is_elsewhere:
+        ask_hub()
     from ..data import join as joined
     from ..data import prepare as run
 
-    one, output = options, options.output
     both = {"tokenizer": one.tokenizer, "length": one.length}
     held = {name: getattr(one, name) for name in ("train_bpe", "held_out", "column", "tokens", "sample", "shard")}
     refuse_ignored(one.sources, one.task, {"rows": one.rows} if one.task is None else held)
