@@ -193,7 +193,7 @@ def test_bars_stay_out_of_files(monkeypatch):
 
 @pytest.mark.parametrize("command", ["generate", "retrofit", "convert", "eval"])
 def test_the_folder_of_a_run_names_its_model(run_command, monkeypatch, command):
-    monkeypatch.setattr("headrace.cli.hub.hub_answers", lambda: True)
+    monkeypatch.setattr("headrace.files.hub.hub_answers", lambda: True)
     Path("finished/model").mkdir(parents=True)
     Path("begun").mkdir()
     for file in ("finished/run.json", "finished/model/config.json", "begun/run.json"):
@@ -238,7 +238,7 @@ HEAVY = {
 
 @pytest.mark.parametrize("command", HEAVY)
 def test_a_missing_checkpoint_is_refused_before_the_models_are_imported(run_command, monkeypatch, command):
-    monkeypatch.setattr("headrace.cli.hub.hub_answers", lambda: True)
+    monkeypatch.setattr("headrace.files.hub.hub_answers", lambda: True)
     monkeypatch.setitem(sys.modules, f"headrace.{HEAVY[command]}", None)  # whose import then raises
     more = {"generate": ("--prompt", "a"), "eval": ("--suite", "language")}.get(command, ("--output", "new"))
     Path("empty").mkdir()

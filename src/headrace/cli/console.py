@@ -14,11 +14,11 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
+from ..files.hub import check_source
+from ..files.processes import Terminated, terminable
+from ..files.text import decode
 from ..utils import extras, plugins
 from ..utils.errors import InputError
-from ..utils.processes import Terminated, terminable
-from ..utils.text import decode
-from .hub import check_source
 
 T = TypeVar("T")
 HEARTBEAT = 60.0  # seconds without a line after which the current line is repeated

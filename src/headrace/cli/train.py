@@ -11,11 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import zoo
+from ..files.hub import ask_hub, is_on_the_hub
 from ..studies.settings import assignments
 from ..utils.errors import InputError
-from ..utils.integrity import is_on_the_hub
 from .console import NewFolder, interruptible, refuse_without
-from .hub import ask_hub
 from .options import takes
 
 GIGA = 1e9

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
+from ..files.hub import GGUF, check_source
+from ..files.processes import new_folder
 from ..utils.errors import InputError
-from ..utils.integrity import GGUF
-from ..utils.processes import new_folder
 from .console import (
     Checkpoint,
     Device,
@@ -27,7 +27,6 @@ from .console import (
     refuse_without,
     requiring_extra,
 )  # fmt: skip
-from .hub import check_source
 from .options import takes
 
 # Files that `convert` and `export` copy unchanged: the tokenizer in any of its formats, and the generation settings.

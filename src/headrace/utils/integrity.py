@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -13,8 +12,6 @@ from .errors import InputError
 
 SUM = "sha256"  # key of the checksum of a result
 CHECKSUMS = "checksums.json"  # checksums of a model's weights; its other files may be edited
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-GGUF = ".gguf"  # suffix of the files that `headrace convert` reads alone
 MODEL_FILES = (".json", ".jinja", ".model", ".txt", ".safetensors", ".bin")  # suffixes of the files of a model
 
 Recorded = dict[str, Any]  # {name of a file: {"bytes", "sha256"}, or in old records only the number of bytes}
@@ -160,23 +157,6 @@ def seal(folder: Path) -> None:
 def unseal(folder: Path) -> None:
     """Deletes the checksums of a model's weights, before new weights are written."""
     (folder / CHECKSUMS).unlink(missing_ok=True)
-
-
-def is_on_the_hub(path: str | Path) -> bool:
-    """Whether a checkpoint is named by its name on the Hugging Face Hub, OWNER/NAME."""
-    return not Path(path).exists() and Path(path).suffix != GGUF and bool(HUB_NAME.fullmatch(str(path)))
-
-
-def check_config(folder: Path) -> None:
-    """Raises InputError for a folder without config.json, which names the model of a run of `headrace train`."""
-    if (folder / "config.json").is_file():
-        return
-    if (folder / "run.json").is_file():
-        expected = "one of its checkpoints; its model is written at the end"
-        if (folder / "model" / "config.json").is_file():
-            expected = f"its model, {folder / 'model'}"
-        raise InputError(f"checkpoint {str(folder)!r} is the folder of a run; expected {expected}")
-    raise InputError(f"checkpoint {str(folder)!r} has no config.json; expected a folder written by save_pretrained")
 
 
 def check_files(folder: Path) -> None:

@@ -1,15 +1,18 @@
 """What a command asks the Hugging Face Hub and a folder, before it imports PyTorch and the Hub's client."""
 
 import os
+import re
 import sys
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from ..utils.integrity import GGUF, check_config, is_on_the_hub
+from ..utils.errors import InputError
 
 PATIENCE = 5.0  # seconds for the Hub's answer
 OFFLINE = "Note: the Hugging Face Hub does not answer; what is in its cache on this machine is used (HF_HUB_OFFLINE=1)"
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+GGUF = ".gguf"  # suffix of the files that `headrace convert` reads alone
 
 
 def ask_hub() -> None:
@@ -42,3 +45,20 @@ def hub_answers() -> bool:
         return True  # it answers
     except (OSError, ValueError):  # or HF_ENDPOINT is no address
         return False
+
+
+def is_on_the_hub(path: str | Path) -> bool:
+    """Whether a checkpoint is named by its name on the Hugging Face Hub, OWNER/NAME."""
+    return not Path(path).exists() and Path(path).suffix != GGUF and bool(HUB_NAME.fullmatch(str(path)))
+
+
+def check_config(folder: Path) -> None:
+    """Raises InputError for a folder without config.json, which names the model of a run of `headrace train`."""
+    if (folder / "config.json").is_file():
+        return
+    if (folder / "run.json").is_file():
+        expected = "one of its checkpoints; its model is written at the end"
+        if (folder / "model" / "config.json").is_file():
+            expected = f"its model, {folder / 'model'}"
+        raise InputError(f"checkpoint {str(folder)!r} is the folder of a run; expected {expected}")
+    raise InputError(f"checkpoint {str(folder)!r} has no config.json; expected a folder written by save_pretrained")
