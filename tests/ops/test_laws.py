@@ -191,6 +191,7 @@ def test_ineffective_gates_are_warned_about(name, sentence):
 
 
 SMALL = [Recurrence(decay, rule, 2, 9, 2, 4, 3) for decay in ("", "H", "BTH", "BTHK") for rule in ("add", "delta")]
+SMALL.append(Recurrence("BTH", "delta", 2, 9, 2, 4, 3, queries=2))
 
 
 def test_op_equals_the_reference():

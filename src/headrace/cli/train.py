@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import zoo
+from ..files.hub import ask_hub, is_on_the_hub
 from ..studies.settings import assignments
 from ..utils.errors import InputError
 from .console import NewFolder, interruptible, refuse_without
@@ -71,15 +72,22 @@ class PrepareOptions:
         ),
     ] = None
 
+    @property
+    def tokenizer_is_elsewhere(self) -> bool:
+        name = self.tokenizer
+        return name not in (None, "bytes") and Path(name).suffix != ".json" and not Path(name).exists()
+
 
 @takes(PrepareOptions)
 def prepare(options: PrepareOptions) -> dict[str, Any]:
     """Tokenize text for `headrace train`, or draw rows of a task.
 
     After an interruption, the same command goes on. In rows of a task, only the answers contribute to the loss."""
+    one, output = options, options.output
+    if any(map(is_on_the_hub, one.sources or ())) or one.tokenizer_is_elsewhere:
+        ask_hub()
     from ..data import prepare as run
 
-    one, output = options, options.output
     both = {"tokenizer": one.tokenizer, "length": one.length}
     held = {name: getattr(one, name) for name in ("train_bpe", "held_out", "column", "tokens", "sample")}
     refuse_ignored(one.sources, one.task, {"rows": one.rows} if one.task is None else held)
