@@ -3,7 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .utils import auto
 from .utils.errors import GateWarning, InputError
 from .utils.extras import require
 
@@ -52,9 +51,6 @@ _LAZY = {
     "load_state": "hf",
     "save_state": "hf",
 }
-
-auto.install()
-del auto
 
 __all__ = [
     "GateWarning", "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel", "InputError", "Marks",
