@@ -3,17 +3,23 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from .utils import tables
 from .utils.errors import GateWarning, InputError
 from .utils.extras import require
 
 if TYPE_CHECKING:
+    from .cli.compare import compare
+    from .cli.evaluate import evaluate
+    from .cli.train import prepare, train
+    from .cli.understand import inspect
+    from .cli.use import generate
+    from .convert import load
     from .hf import (
         HeadraceCache,
         HeadraceConfig,
         HeadraceForCausalLM,
         HeadraceModel,
         Marks,
-        load,
         load_state,
         save_state,
     )  # fmt: skip
@@ -30,6 +36,12 @@ __version__ = "0.1.0"
 
 # Imported on first use: PyTorch and transformers take seconds, and `headrace --help` needs neither.
 _LAZY = {
+    "compare": "cli.compare",
+    "evaluate": "cli.evaluate",
+    "generate": "cli.use",
+    "inspect": "cli.understand",
+    "prepare": "cli.train",
+    "train": "cli.train",
     "linear_attention": "ops.attention",
     "step": "ops.attention",
     "context_parallel": "ops.parallel.context",
@@ -47,22 +59,37 @@ _LAZY = {
     "HeadraceForCausalLM": "hf",
     "HeadraceCache": "hf",
     "Marks": "hf",
-    "load": "hf",
+    "load": "convert",
     "load_state": "hf",
     "save_state": "hf",
 }
 
+# Rows of packages that the core does not import, which are imported when a row is asked for.
+tables.offer(
+    "headrace.history.zoo",
+    scans=("s4", "s4d", "rwkv4"),
+    scan_kinds=("s4", "s4d", "rwkv4"),
+    attention=("longformer", "bigbird", "flash-reference"),
+    others=("softmax-rnn-norm", "softmax-rnn-gate"),
+    models=("rnn", "luong", "bahdanau", "transformer-2017", "t5", "bert"),
+    types=("softmax-rnn", "rnn", "transformer", "bert"),
+    mlps=("rwkv4",),
+    attention_layers=("early",),
+)
+del tables
+
 __all__ = [
     "GateWarning", "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel", "InputError", "Marks",
-    "Mixer", "backends", "compile_blocks", "context_parallel", "linear_attention", "load", "load_state", "quantize",
-    "register_mixer", "register_model", "register_task", "save_state", "set_backend", "step", "verify",
+    "Mixer", "backends", "compare", "compile_blocks", "context_parallel", "evaluate", "generate", "inspect",
+    "linear_attention", "load", "load_state", "prepare", "quantize", "register_mixer", "register_model",
+    "register_task", "save_state", "set_backend", "step", "train", "verify",
 ]  # fmt: skip
 
 
 def __getattr__(name: str):
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if _LAZY[name] == "hf":  # asked here, as a failed import has twenty lines of traceback
+    if _LAZY[name] in ("hf", "convert"):  # asked here, as a failed import has twenty lines of traceback
         require(f"{__name__}.{name}", "transformers")
     return getattr(import_module(f".{_LAZY[name]}", __name__), name)
 

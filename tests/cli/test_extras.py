@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import fresh
 from headrace.cli import app
 from headrace.utils import extras
 from headrace.utils.errors import InputError
@@ -24,14 +25,14 @@ EVERYTHING = {package for names in extras.EXTRAS.values() for package in names}
 OPTIONAL = EVERYTHING - {"pydantic"}  # which newer versions of Typer install
 BROUGHT = {"packaging", "yaml", "jinja2", "pandas", "httpx"}  # by transformers, PyTorch, datasets, huggingface_hub 1
 PARTS = {  # extra -> folders of the package that it is enough for
-    "models": ("hf/convert", "hf", "models"),
-    "gguf": ("hf/convert", "hf"),
+    "models": ("convert", "hf", "history/models"),
+    "gguf": ("convert", "hf"),
     "studies": ("studies/compare", "studies/bench", "studies/inspect", "studies/report"),
     "train": ("data", "training", "training/recipes"),
     "studies,train": ("studies/reproduce",),
     "serve": ("serving",),
 }
-# Runs each line of Python in one process, where packages are not found as if they were not installed.
+# Runs each line of Python, where packages are not found as if they were not installed.
 RUN = """
 import contextlib, importlib.machinery, io, json, shlex, sys
 
@@ -40,6 +41,8 @@ find = importlib.machinery.PathFinder.find_spec
 importlib.machinery.PathFinder.find_spec = classmethod(
     lambda cls, name, *where: None if name.split(".")[0] in missing else find(name, *where)
 )
+for name in [name for name in sys.modules if name.split(".")[0] in missing]:
+    del sys.modules[name]  # what PyTorch imports if it is there
 import headrace
 from headrace.cli import main
 
@@ -62,8 +65,7 @@ print(json.dumps(ended))
 
 
 def run(lines, missing, folder):
-    arguments = [json.dumps(list(lines)), json.dumps(list(missing))]
-    result = subprocess.run([sys.executable, "-c", RUN, *arguments], capture_output=True, text=True, cwd=folder)
+    result = fresh.run(RUN, json.dumps(list(lines)), json.dumps(list(missing)), folder=folder)
     assert result.returncode == 0, result.stderr[-2000:]
     return zip(lines, json.loads(result.stdout.splitlines()[-1]), strict=True)
 
@@ -140,8 +142,15 @@ def test_import_names_the_missing_extra(tmp_path):
     """The op, the layer and `verify` need none."""
     import headrace
 
-    parts = {"import headrace.hf": "models", "import headrace.models": "models", "import headrace.data": "train"}
-    public = {f"headrace.{name}": "models" if headrace._LAZY.get(name) == "hf" else None for name in headrace.__all__}
+    parts = {
+        "import headrace.hf": "models",
+        "import headrace.history.models": "models",
+        "import headrace.data": "train",
+    }
+    public = {
+        f"headrace.{name}": "models" if headrace._LAZY.get(name) in ("hf", "convert") else None
+        for name in headrace.__all__
+    }
     needs = parts | public
     for line, (error, message) in run(needs, OPTIONAL, tmp_path):
         expected = "done" if needs[line] is None else "MissingPackage"

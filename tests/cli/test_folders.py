@@ -1,17 +1,16 @@
 """A saved model in the hands of others: fast whatever its config says, and read where headrace is not known."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+import fresh
 import tiny
+from headrace import load
 from headrace.data.tokenizer import byte_level
-from headrace.hf import HeadraceForCausalLM, load
+from headrace.hf import HeadraceForCausalLM
 from headrace.utils.integrity import CHECKSUMS
 
 PROMPT, NEW = 5, 4
@@ -63,8 +62,7 @@ def folder(tmp_path_factory):
 
 
 def in_a_fresh_process(code, folder, cache):
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, env=environment)
+    done = fresh.run(code, str(folder), HF_HUB_OFFLINE="1", HF_MODULES_CACHE=str(cache))
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -93,7 +91,8 @@ WAYS = {
     },
 }
 FORKED = """
-import os, sys
+import os, sys, torch
+torch.set_num_threads(1)
 
 folder, again = sys.argv[1], {again!r}
 {first}

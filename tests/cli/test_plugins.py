@@ -4,15 +4,13 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from headrace import layers
-from headrace.hf import load
+from headrace import layers, load
 from headrace.utils import plugins
 from headrace.utils.errors import PluginWarning
 from headrace.utils.plugins import VARIABLE
@@ -120,18 +118,15 @@ def test_loaded_model_computes_the_same_and_a_changed_file_is_said(folder):
     assert torch.equal(again(ids).logits, expected)
 
 
-@pytest.mark.slow(seconds=30)
-def test_comparison_of_the_page_in_new_processes(folder):
-    """As a command of its own with a new worker, named by the environment."""
+def test_comparison_of_the_page(folder, run_command, monkeypatch):
+    """Named by the environment, with a worker that has loaded none of the plug-ins."""
     comparison = next(words for words in COMMANDS if words.startswith("compare"))
     words = [word for word in comparison.split() if not word.endswith(".py")]
     words = [word for word in words if word != "--plugin"] + ["--hidden-size", "16", "--steps", "4"]
     words.remove("20"), words.remove("--steps")
-    named = os.pathsep.join(FILES)
-    done = subprocess.run(
-        [sys.executable, "-m", "headrace", *words], env=os.environ | {VARIABLE: named}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv(VARIABLE, os.pathsep.join(FILES))
+    done = run_command(*words)
+    assert done.code == 0, done.err
     report = (folder / "majority" / "report.html").read_text("utf-8")
     assert "Whether most tokens so far are ones." in report and "Uniform guesses score 50.0 %." in report
     assert re.search(r"input  ( [01]){16}\nanswer ( [01]){16}", report)

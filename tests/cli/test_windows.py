@@ -1,7 +1,6 @@
 """Without what Windows lacks: modules, functions and signals of POSIX alone."""
 
 import pickle
-import subprocess
 import sys
 from multiprocessing import get_context
 
@@ -9,6 +8,7 @@ import pytest
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
+import fresh
 from headrace.data import Preparation, prepare, workers
 from headrace.studies.reproduce import execute
 from headrace.utils import processes
@@ -56,7 +56,7 @@ for name in ("zoo", "backends", "recipes"):
 def test_every_module_imports_without_posix(tmp_path):
     for package in ("lm_eval", "onnx", "onnxscript", "gguf", "starlette"):
         pytest.importorskip(package)
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd=tmp_path)
+    done = fresh.run(PROGRAM, folder=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(done.stdout.splitlines()) > 200
 

@@ -40,13 +40,13 @@ FAMILIES = {
             "tied, with biases": {"tie_word_embeddings": True, "attention_bias": True},
         },
         fields=QWEN | {"mlp_only_layers": [[0, 0], [1]]},
-        real={"num_hidden_layers": 12},
+        real={"num_hidden_layers": 4},
     ),
     "qwen3_5_text": Family(
         SMALL | SIZES | DELTA | {"head_dim": 16},
         variants={"tied, with biases": {"tie_word_embeddings": True, "attention_bias": True}},
         fields=QWEN,
-        real={"hidden_size": 2560, "intermediate_size": 9216},
+        real={"hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 4},
     ),
     # transformers saves the convolutions of q, k and v as three equal parts, whatever their widths are
     "olmo_hybrid": Family(
@@ -61,7 +61,7 @@ FAMILIES = {
             "linear_num_value_heads": [{"linear_num_key_heads": 2, "linear_num_value_heads": 2}],
             "linear_num_key_heads": [{"linear_num_key_heads": 2, "linear_num_value_heads": 2}],
         },
-        real={"num_hidden_layers": 32},
+        real={"num_hidden_layers": 4},
     ),
     "kimi_linear": Family(
         SMALL | SIZES | LATENT | {"linear_head_dim": 8, "linear_num_heads": 4},

@@ -41,7 +41,7 @@ FAMILIES = {
             "ssm_multipliers": [[0.5, 2.0, 0.7, 1.5, 0.3]],
         },
         real={
-            "vocab_size": 65537, "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 32,
+            "vocab_size": 65537, "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 2,
             "num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 128, "mamba_d_ssm": 4096,
             "mamba_n_heads": 32, "mamba_d_head": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_use_mlp": True,
             "attn_layer_indices": None, "mlp_expansion_factor": 8, "time_step_min": 0.001, "time_step_max": 0.1,
@@ -73,11 +73,11 @@ FAMILIES = {
         },
         real={
             "vocab_size": 100352, "hidden_size": 1536, "intermediate_size": 512, "shared_intermediate_size": 1024,
-            "num_hidden_layers": 40, "num_attention_heads": 12, "num_key_value_heads": 4, "num_local_experts": 64,
+            "num_hidden_layers": 2, "num_attention_heads": 12, "num_key_value_heads": 4, "num_local_experts": 64,
             "num_experts_per_tok": 6, "mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128,
             "mamba_n_groups": 1, "tie_word_embeddings": True, "position_embedding_type": "nope", "init_method": "mup",
             "normalization_function": "rmsnorm",
-            "layer_types": ["full_attention" if i in (5, 15, 25, 35) else MAMBA for i in range(40)],
+            "layer_types": BOTH,
         },
     ),
     "nemotron_h": Family(
@@ -105,7 +105,7 @@ FAMILIES = {
             "num_experts_per_tok": 6, "moe_shared_expert_intermediate_size": 3712, "mamba_num_heads": 64,
             "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "routed_scaling_factor": 2.5,
             "rope_theta": 10000, "partial_rotary_factor": 1.0,
-            "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+            "hybrid_override_pattern": "ME*",
         },
     ),
     "zamba2": Family(

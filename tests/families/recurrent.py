@@ -25,7 +25,7 @@ FAMILIES = {
             "n_groups": [2, 4], "time_step_limit": [(0.0, 0.1), (0.2, INF)], "time_step_rank": [3],
         },
         real={  # Mamba-Codestral 7B
-            "vocab_size": 32768, "hidden_size": 4096, "num_hidden_layers": 64, "num_heads": 128, "head_dim": 64,
+            "vocab_size": 32768, "hidden_size": 4096, "num_hidden_layers": 2, "num_heads": 128, "head_dim": 64,
             "state_size": 128, "expand": 2, "n_groups": 8, "pad_token_id": 0,
         },
     ),
@@ -37,7 +37,7 @@ FAMILIES = {
         },
         fields={"time_step_init_scheme": ["constant"]},
         real={  # mamba-2.8b
-            "vocab_size": 50280, "hidden_size": 2560, "num_hidden_layers": 64, "time_step_rank": 160,
+            "vocab_size": 50280, "hidden_size": 2560, "num_hidden_layers": 2, "time_step_rank": 160,
         },
     ),
     "bamba": Family(
@@ -56,8 +56,8 @@ FAMILIES = {
             "hidden_size": [{"hidden_size": 64, "mamba_d_head": 32}], "num_hidden_layers": [3],
         },
         real={  # Bamba 9B
-            "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-            "num_attention_heads": 32, "num_key_value_heads": 8, "attn_layer_indices": [9, 18, 27],
+            "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "attn_layer_indices": [1],
             "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128,
         },
     ),
@@ -77,7 +77,7 @@ FAMILIES = {
             "num_hidden_layers": [3],
         },
         real={  # Jamba 1.5 Mini
-            "vocab_size": 65536, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+            "vocab_size": 65536, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 6,
             "num_attention_heads": 32, "num_key_value_heads": 8, "num_experts": 16,
         },
     ),
@@ -94,8 +94,8 @@ FAMILIES = {
             "full_attn_idxs": [{"full_attn_idxs": [0], "layer_types": None}],
         },
         real={  # LFM2 1.2B
-            "vocab_size": 65536, "hidden_size": 2048, "intermediate_size": 12288, "num_hidden_layers": 16,
-            "num_attention_heads": 32, "num_key_value_heads": 8, "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+            "vocab_size": 65536, "hidden_size": 2048, "intermediate_size": 12288, "num_hidden_layers": 3,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "full_attn_idxs": [2],
         },
     ),
     "minimax": Family(
@@ -117,9 +117,9 @@ FAMILIES = {
             "head_dim": [12], "sliding_window": [5],
         },
         real={  # MiniMax-Text-01
-            "vocab_size": 200064, "hidden_size": 6144, "intermediate_size": 9216, "num_hidden_layers": 80,
+            "vocab_size": 200064, "hidden_size": 6144, "intermediate_size": 9216, "num_hidden_layers": 2,
             "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 32,
-            "layer_types": (["linear_attention"] * 7 + ["full_attention"]) * 10,
+            "layer_types": ["linear_attention", "full_attention"],
             "linear_attn_alpha_factor": 3.5565588200778455,
         },
     ),
@@ -134,7 +134,7 @@ FAMILIES = {
             "lru_width": [48], "conv1d_width": [3],
         },
         real={  # RecurrentGemma 2B
-            "vocab_size": 256000, "hidden_size": 2560, "intermediate_size": 15360, "num_hidden_layers": 26,
+            "vocab_size": 256000, "hidden_size": 2560, "intermediate_size": 15360, "num_hidden_layers": 3,
             "num_attention_heads": 10, "num_key_value_heads": 1, "lru_width": 2560,
         },
     ),
@@ -143,7 +143,7 @@ FAMILIES = {
         variants={"wide": {"attention_hidden_size": 48}, "tied": {"tie_word_embeddings": True}},
         fields={"attention_hidden_size": [48], "intermediate_size": [36], "context_length": [16]},
         real={  # RWKV-4 7B
-            "vocab_size": 50277, "hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 16384,
+            "vocab_size": 50277, "hidden_size": 4096, "num_hidden_layers": 2, "intermediate_size": 16384,
         },
     ),
 }  # fmt: skip

@@ -32,6 +32,8 @@ FREQUENCIES = {
     "num_attention_heads": [2, 8],
     "hidden_act": ["gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "tanh"],
 }  # fmt: skip
+# Of the families beside Llama, whose frequencies and activations the same functions read.
+SOME = FREQUENCIES | {"rope_parameters": [ROPES["yarn"], ROPES["longrope"]], "hidden_act": ["gelu_new"]}
 WINDOWS = ["full_attention", "sliding_attention"]
 SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 QWEN = {
@@ -41,7 +43,7 @@ QWEN = {
     "max_window_layers": [SLIDING, SLIDING | {"max_window_layers": 0}],
     "num_hidden_layers": [1, 3],
 }  # fmt: skip
-LLAMA_31 = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+LLAMA_31 = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2}
 LLAMA_31 |= {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 LLAMA_31 |= {
     "rope_parameters": {
@@ -49,13 +51,13 @@ LLAMA_31 |= {
         "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     },
 }  # fmt: skip
-MISTRAL_7B = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+MISTRAL_7B = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2}
 MISTRAL_7B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": 4096}
-QWEN2_7B = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
+QWEN2_7B = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 2}
 QWEN2_7B |= {"num_attention_heads": 28, "num_key_value_heads": 4, "use_mrope": False, "sliding_window": 131072}
-QWEN3_8B = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
+QWEN3_8B = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 2}
 QWEN3_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-OLMO2_7B = {"vocab_size": 100352, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
+OLMO2_7B = {"vocab_size": 100352, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 2}
 GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 300}
 GPT2 |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 
@@ -71,22 +73,22 @@ FAMILIES = {
     "mistral": Family(
         HEADS | {"sliding_window": 5},
         variants={"no window": {"sliding_window": None}, "wide": {"head_dim": 12}, "yarn": ROPES["yarn"]},
-        fields=FREQUENCIES | {"sliding_window": [1, 7, 100, None]}, real=MISTRAL_7B,
+        fields=SOME | {"sliding_window": [1, 7, 100, None]}, real=MISTRAL_7B,
     ),
     "qwen2": Family(
-        HEADS, variants={"windows": SLIDING, "yarn": ROPES["yarn"]}, fields=FREQUENCIES | QWEN, real=QWEN2_7B,
+        HEADS, variants={"windows": SLIDING, "yarn": ROPES["yarn"]}, fields=SOME | QWEN, real=QWEN2_7B,
     ),
     "qwen3": Family(
         HEADS | {"head_dim": 12},
         variants={"windows": SLIDING, "yarn": ROPES["yarn"], "biases": {"attention_bias": True}},
-        fields=FREQUENCIES | QWEN, real=QWEN3_8B,
+        fields=SOME | QWEN, real=QWEN3_8B,
     ),
     "olmo2": Family(
-        HEADS, variants={"biases": {"attention_bias": True}, "yarn": ROPES["yarn"]}, fields=FREQUENCIES, real=OLMO2_7B,
+        HEADS, variants={"biases": {"attention_bias": True}, "yarn": ROPES["yarn"]}, fields=SOME, real=OLMO2_7B,
     ),
     "gemma": Family(
         HEADS | {"head_dim": 12}, variants={"untied": {"tie_word_embeddings": False}, "yarn": ROPES["yarn"]},
-        fields=FREQUENCIES, real={"num_hidden_layers": 28, "hidden_act": "gelu", "hidden_activation": None},
+        fields=SOME, real={"num_hidden_layers": 2, "hidden_act": "gelu", "hidden_activation": None},
     ),
     "gpt2": Family(
         GPT2,
@@ -98,6 +100,6 @@ FAMILIES = {
             "activation_function": ["gelu", "relu", "tanh", "gelu_pytorch_tanh"], "n_inner": [48], "n_positions": [60],
             "summary_activation": ["tanh"],
         },
-        real={"n_layer": 12, "n_ctx": 1024, "task_specific_params": {"text-generation": {"do_sample": True}}},
+        real={"n_layer": 2, "n_ctx": 1024, "task_specific_params": {"text-generation": {"do_sample": True}}},
     ),
 }  # fmt: skip

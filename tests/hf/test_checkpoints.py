@@ -11,14 +11,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
-from headrace import Mixer, zoo
-from headrace.hf import HeadraceConfig, HeadraceForCausalLM, HeadracePreTrainedModel, load
+from headrace import Mixer, load, zoo
+from headrace.hf import HeadraceConfig, HeadraceForCausalLM, HeadracePreTrainedModel
 from headrace.hf.config import TRANSFORMERS
 from headrace.layers.base import SelfInitialized
 from headrace.layers.linear.competition import HeadCompetition
 from headrace.spec import to_json
 from headrace.utils.errors import InputError
-from tiny import SIZES, build, config, in_memory, tokens
+from tiny import SIZES, build, config, covering, in_memory, tokens
 
 # --- beginnings ---------------------------------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ def test_unsaved_buffers_are_rebuilt(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("mixer", [*zoo.names(), "hybrid"])
+@pytest.mark.parametrize("mixer", [*covering(zoo.names()), "hybrid"])
 def test_save_and_load_are_bit_exact(tmp_path, mixer, dtype):
     model = build(mixer).to(dtype)
     model.save_pretrained(tmp_path)

@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headrace import zoo
+from headrace import load, zoo
 from headrace.data import open_data
-from headrace.hf import HeadraceConfig, HeadraceForCausalLM, load
+from headrace.hf import HeadraceConfig, HeadraceForCausalLM
 from headrace.studies.verify import relative
 from headrace.utils.errors import VersionWarning
 from trained import train

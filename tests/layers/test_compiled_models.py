@@ -55,7 +55,7 @@ def test_compiled_blocks_are_one_graph_for_all_layers_and_lengths(mixer, backend
     """Equal losses and gradients, no graph break, no compilation for another layer or length."""
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("inductor needs a C++ compiler")
-    model = build(mixer, num_hidden_layers=3).train()
+    model = build(mixer, num_hidden_layers=2).train()
     lengths = [torch.randint(1, SIZES["vocab_size"], (2, length)) for length in (9, 14, 33)]
     expected = [loss_and_gradients(model, model, ids) for ids in lengths]
     names = list(model.state_dict())

@@ -2,9 +2,6 @@
 
 import copy
 import itertools
-import os
-import subprocess
-import sys
 import warnings
 from dataclasses import fields
 from pathlib import Path
@@ -12,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fresh
 from equation import MAX_ERROR_RATIO, skip_if_missing
 from headrace import linear_attention, zoo
 from headrace.layers import LinearMixer, build
@@ -354,8 +352,5 @@ for mixer in ("linear-attention", "retnet", "softmax-mamba2", "softmax-gla", "rw
     expected = in_float64(made, mixer, x)[0]
     assert relative(token_by_token(made, x, 2)[0], expected) <= MAX_ERROR_RATIO * relative(made(x)[0], expected), mixer
 """
-    run = subprocess.run(
-        [sys.executable, "-c", script, "avx2", "portable"], cwd=Path(__file__).parent,
-        env=os.environ | {"PYTHONPATH": ".."}, capture_output=True, text=True,
-    )  # fmt: skip
+    run = fresh.run(script, "avx2", "portable", folder=Path(__file__).parent, PYTHONPATH="..")
     assert run.returncode == 0, run.stderr

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fresh
 from equation import DECAYS, NATIVE, B, H, T, assert_same, inputs, skip_if_missing
 from headrace import InputError, backends, linear_attention, step
 from headrace.ops.backends.native import library as native
@@ -342,8 +343,7 @@ for decay in DECAYS:
         assert relative(states[0], states[1].double()) < 1e-6  # products in float32
 print(native.instructions)
 """
-    run = [sys.executable, "-c", script, *ISAS]
-    result = subprocess.run(run, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    result = fresh.run(script, *ISAS, folder=Path(__file__).parents[1])
     assert result.returncode == 0, result.stderr
     for isa, found in zip(ISAS, result.stdout.split(), strict=True):
         assert found in (isa, "avx2", "portable")  # the machine may have less

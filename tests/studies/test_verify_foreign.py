@@ -1,9 +1,6 @@
 """Laws on other libraries' layers and models: what holds for right ones, and what each fault breaks."""
 
 import json
-import os
-import subprocess
-import sys
 from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
@@ -13,6 +10,7 @@ import torch
 import transformers
 
 import faulty_layers
+import fresh
 from faulty_layers import FAULTS
 from headrace import InputError, layers, zoo
 from headrace.studies import foreign
@@ -86,10 +84,9 @@ def test_a_law_that_raises_is_named_and_the_others_go_on():
 
 def run_without_headrace(program, folder):
     """(exit code, output) of a program in a process where `import headrace` fails."""
-    (folder / "sitecustomize.py").write_text("import sys\nsys.modules['headrace'] = None\n")
     (folder / "program.py").write_text(program)
-    environment = os.environ | {"PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, folder / "program.py"], env=environment, capture_output=True, text=True)
+    code = "import runpy, sys; sys.modules['headrace'] = None; runpy.run_path('program.py', run_name='__main__')"
+    done = fresh.run(code, folder=folder, HF_HUB_OFFLINE="1")
     return done.returncode, done.stdout + done.stderr
 
 
@@ -97,7 +94,6 @@ def run_without_headrace(program, folder):
 @pytest.mark.parametrize(
     ("name", "law"),
     [
-        (f"{FAULTY}:packing", "packed = separate"),
         (f"{FAULTY}:hidden", "copied state"),
         (f"{FAULTY}:bfloat16", "state dtype"),
         pytest.param("transformers:mamba", "pieces = whole", marks=OF_STORED_VERSION),

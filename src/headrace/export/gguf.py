@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import zoo
-from ..hf import load
-from ..hf.generate import read_tokenizer
+from ..convert import load
+from ..convert.checkpoint import read_tokenizer
 from ..layers.matrix.rwkv7 import RWKV7
 from ..ops.checks import require
 from ..spec.linear import MixerSpec

@@ -27,8 +27,8 @@ from transformers import AutoTokenizer, ProgressCallback, TrainerState, Training
 from transformers.trainer import TRAINER_STATE_NAME
 
 from .. import zoo
+from ..convert.checkpoint import fetched
 from ..data import Collator, PackedData, open_data, unigram_loss
-from ..hf.checkpoint import fetched
 from ..layers.blocks.compiled import compile_for_training, is_compiled, report_compiler_errors
 from ..utils.errors import InputError, reading
 from ..utils.extras import named, require

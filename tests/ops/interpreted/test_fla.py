@@ -11,7 +11,7 @@ from equation import DECAYS, Way, assert_same, inputs
 from headrace import InputError, backends, linear_attention
 
 fla_shims.install()
-T, H, K, V = 70, 4, 16, 24  # a chunk of 64 tokens and a part of the next
+T, H, K, V = 70, 2, 16, 24  # a chunk of 64 tokens and a part of the next
 # Four times the worst over four seeds: outputs and states 5.0e-7 and 7.4e-4, gradients 3.2e-6 and 1.0e-3.
 FLA = Way({"backend": "fla"}, torch.float32, 2e-6, 1.3e-5, T)
 HALF = FLA._replace(dtype=torch.float16, tolerance=3e-3, gradient_tolerance=4e-3)
@@ -19,8 +19,7 @@ PACKED = torch.tensor([0, 5, 5, 37, 70])  # the second sequence is empty
 
 
 def arguments(decay, **options):
-    heads = 2 if decay == "vector" else H  # whose kernels take longest
-    return inputs(decay, **{"rows": 1, "tokens": T, "heads": heads, "key": K, "value": V} | options)
+    return inputs(decay, **{"rows": 1, "tokens": T, "heads": H, "key": K, "value": V} | options)
 
 
 def call(backend="fla", **changes):
@@ -44,11 +43,11 @@ def test_shared_keys():
 
 
 def test_grouped_queries():
-    assert_same(arguments("scalar", heads=2, queries=2), FLA, rule="delta")
+    assert_same(arguments("scalar", heads=1, queries=2), FLA, rule="delta")
 
 
 def test_bonus():
-    assert_same(arguments("vector", bonus=True), FLA)
+    assert_same(arguments("vector", heads=1, bonus=True), FLA)
 
 
 def test_normalizer():
@@ -69,13 +68,12 @@ def test_delta_rule_with_a_decay_per_channel():
     assert_same(arguments("vector", heads=1), FLA, rule="delta")
 
 
-@pytest.mark.parametrize("decay", ["scalar", "vector"])
-def test_packed_sequences(decay):
-    assert_same(arguments(decay, n=4), FLA, PACKED)
+def test_packed_sequences():
+    assert_same(arguments("vector", heads=1, n=4), FLA, PACKED)
 
 
 def test_packed_sequences_under_the_delta_rule():
-    assert_same(arguments("scalar", n=4, heads=4, groups=2), FLA, PACKED, rule="delta")
+    assert_same(arguments("scalar", n=4, groups=1), FLA, PACKED, rule="delta")
 
 
 def test_a_fixed_decay_without_gradient():

@@ -6,7 +6,7 @@ Dimensions: B batch, T tokens, H heads (Hq for q and k), K key dimension per hea
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -86,8 +86,8 @@ class QKNorm(Stage):
 class Rotate(Stage):
     """Rotary positions of q and k, after the feature map and the norm."""
 
-    kinds = ()
-    first = False  # whether the rotation comes before the feature map
+    kinds: ClassVar[tuple[str, ...] | None] = ()
+    first: ClassVar[bool] = False  # whether the rotation comes before the feature map
 
     @classmethod
     def applies(cls, spec: Any) -> bool:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ... import zoo
-from ...spec.encoder_decoder import ModelSpec
+from ...history.specs.stack import BertSpec
+from ...spec.mixer import ModelSpec
 from ...spec.serialize import admitted, to_json
-from ...spec.stack import BertSpec
 from ...tasks import Digits, Masked, Sequences, Task
 from ...tasks.base import Part, generator
 from ...training.results import read_result

@@ -1,0 +1,48 @@
+"""Functions of a frozen record of options, as Typer and a notebook call them: with the record's fields."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, Field, fields
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_type_hints
+
+T = TypeVar("T")
+Result = TypeVar("Result")
+
+
+def takes(record: type[T]) -> Callable[[Callable[[T], Result]], Callable[..., Result]]:
+    """Makes a function of a record one of the record's fields: `run(Options(steps=3))` becomes `run(steps=3)`.
+
+    The fields' types, with what Typer is to know of them, and their defaults are those of the new function, so that the
+    command line, its help and Python's `help` come from the record alone."""
+
+    def decorate(run: Callable[[T], Result]) -> Callable[..., Result]:
+        @wraps(run)
+        def call(*args: Any, **kwargs: Any) -> Result:
+            given = signature.bind(*args, **kwargs).arguments
+            return run(record(**{name: converted(value, hints[name]) for name, value in given.items()}))
+
+        hints = get_type_hints(record, include_extras=True)
+        call.__signature__ = signature = inspect.Signature([_parameter(f, hints[f.name]) for f in fields(record)])  # type: ignore
+        call.__annotations__ = hints
+        return call
+
+    return decorate
+
+
+def converted(value: Any, hint: Any) -> Any:
+    """Returns a value of Python as the command line gives it: a path for its text, and text with commas for a list or
+    a number where the option is text."""
+    kinds = {part for annotated in get_args(hint) for part in (annotated, *get_args(annotated))}
+    if Path in kinds and isinstance(value, str):
+        return Path(value)
+    if str in kinds and list[str] not in kinds and isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return str(value) if number and str in kinds and not kinds & {int, float} else value
+
+
+def _parameter(field: Field, hint: Any) -> inspect.Parameter:
+    default = inspect.Parameter.empty if field.default is MISSING else field.default
+    return inspect.Parameter(field.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=hint)
