@@ -15,6 +15,7 @@ import typer
 from safetensors.torch import load_file, save_file
 
 import study
+from headrace.files.processes import locked
 from headrace.studies import engine
 from headrace.studies.compare import rows, tuning
 from headrace.studies.compare.arm import train
@@ -23,7 +24,6 @@ from headrace.studies.compare.question import Question
 from headrace.studies.compare.run import collect, trained
 from headrace.studies.engine import Row
 from headrace.studies.workers import Worker, place_workers
-from headrace.utils.processes import locked
 
 BASE, ARMS = "capacity-retnet", ("none", "wide sigmoid", "softmax")
 LATER = 1000  # added to a seed for the second half, which has other rows

@@ -26,6 +26,7 @@ import typer
 from torch import Tensor, nn
 
 import study
+from headrace.files.processes import locked
 from headrace.layers.linear.competition import HeadCompetition
 from headrace.studies import engine
 from headrace.studies.compare.arm import train
@@ -34,7 +35,6 @@ from headrace.studies.engine import Point, Row
 from headrace.studies.workers import Worker, place_workers
 from headrace.tasks import IGNORED, Pair
 from headrace.tasks.base import Batch
-from headrace.utils.processes import locked
 from record import RESULTS, markdown, read, write
 
 STUDIES, ROWS, PAIRS = ("clusters", "clusters-width"), 512, 16

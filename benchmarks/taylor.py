@@ -19,6 +19,7 @@ import typer
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from headrace.files.processes import locked
 from headrace.history.layers.softmax_rnn import numerator
 from headrace.history.specs.softmax_rnn import SoftmaxRNNSpec
 from headrace.layers.linear.taylor import truncated_exp
@@ -29,7 +30,6 @@ from headrace.studies.report.style import PALETTE, STYLE
 from headrace.studies.workers import place_workers
 from headrace.tasks import Text
 from headrace.utils.device import all_devices
-from headrace.utils.processes import locked
 from program import console
 from program import show as table
 from record import RESULTS, Row, append, environment, markdown, read, write

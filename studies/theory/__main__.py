@@ -8,8 +8,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from headrace.files.processes import locked
 from headrace.utils.errors import InputError
-from headrace.utils.processes import locked
 
 from . import EXPERIMENTS, Result, describe, run, save, select
 

@@ -17,9 +17,9 @@ from groups import refused
 from headrace import InputError, load
 from headrace.cli.console import printable
 from headrace.convert import export_checkpoint, import_checkpoint
+from headrace.files.processes import locked
+from headrace.files.provenance import MADE
 from headrace.utils.integrity import RECORDED, damage, misfit, read_json, read_record
-from headrace.utils.processes import locked
-from headrace.utils.provenance import MADE
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 HUGE = 10**400  # does not fit a float

@@ -10,10 +10,10 @@ pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
 import fresh
 from headrace.data import Preparation, prepare, workers
+from headrace.files import processes
+from headrace.files.processes import LOCK, locked
 from headrace.studies.reproduce import execute
-from headrace.utils import processes
 from headrace.utils.errors import InputError
-from headrace.utils.processes import LOCK, locked
 
 # Hides them from headrace, imports all of it, and runs commands. Libraries, which have code of their own for Windows,
 # see them.
@@ -42,7 +42,7 @@ builtins.__import__ = on_windows
 import headrace
 from headrace.cli import app
 
-left_out = [f"headrace.{name}" for name in "__main__ libheadrace ops.triton ops.fla hf.vllm".split()]  # GPUs
+left_out = [f"headrace.{name}" for name in "__main__ libheadrace ops.triton ops.fla export.vllm".split()]  # GPUs
 for found in pkgutil.walk_packages(headrace.__path__, "headrace."):
     if not found.name.startswith(tuple(left_out)):
         __import__(found.name)

@@ -15,10 +15,10 @@ pytest.importorskip("datasets", reason="the extra [train] is not installed")
 from headrace.convert.checkpoint import read_tokenizer
 from headrace.data import Collator, Preparation, open_data, prepare, tokenizer, unigram_loss
 from headrace.data.sources import Row
+from headrace.files.held_out import PIECE, choose
 from headrace.ops.loss import IGNORED
 from headrace.studies.compare.choose import choose as study
 from headrace.utils.errors import InputError
-from headrace.utils.held_out import PIECE, choose
 
 TEXTS = [f"Document {i}. " + "some words of it, and more; " * (7 * i % 11) for i in range(40)]
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from headrace import zoo
+from headrace.files.held_out import FEW
 from headrace.spec import to_json
 from headrace.studies.compare.plan import Arm
 from headrace.tasks import (
@@ -37,7 +38,6 @@ from headrace.tasks import (
 from headrace.tasks.base import BLOCK, generator
 from headrace.tasks.sequences import FIRST
 from headrace.utils.errors import InputError
-from headrace.utils.held_out import FEW
 
 SYNTHETIC = (
     Pair(), Pair(keys=9, pairs=7, queries=3), Pair(clusters=4), KeyValue(), KeyValue(keys=12, pairs=5, length=23),

@@ -101,7 +101,7 @@ MIXERS = [name for name in zoo.names() if type(zoo.get(name)).__name__ == "Mixer
 LOOPS = [name for name, spec in zoo.LINEAR.items() if spec.write.residual_chunk or spec.write.erase != "beta"]
 # log-linear-gated-deltanet has all parts of log-linear-mamba2, and two steps of mesa have those of thirty.
 ONE_GRAPH = [
-    f"softmax-{name}" + "(read.ridge_steps=2)" * (name == "mesa")
+    f"softmax-{name}" + "(ridge_steps=2)" * (name == "mesa")
     for name in zoo.LINEAR
     if name not in (*LOOPS, "log-linear-mamba2")
 ]

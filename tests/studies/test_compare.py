@@ -20,6 +20,7 @@ from damage import change_digit
 from groups import command
 from headrace import zoo
 from headrace.cli import main
+from headrace.files.provenance import claim
 from headrace.studies.compare import arm as arm_module
 from headrace.studies.compare import page
 from headrace.studies.compare import rows as runs
@@ -36,7 +37,6 @@ from headrace.tasks import IGNORED, Answers, Digits, Induction, Masked, Pair, Re
 from headrace.training.results import file_names, finite, read_result, restored, write_result
 from headrace.utils.errors import InputError
 from headrace.utils.integrity import write_json
-from headrace.utils.provenance import claim
 
 CONTROL = "softmax-retnet(competition.activation=sigmoid)"
 SMALL = Plan(

@@ -12,11 +12,11 @@ import pytest
 
 from damage import change_digit
 from groups import forked
+from headrace.files.processes import locked
 from headrace.studies import engine, workers
 from headrace.studies.engine import Claim, Point, run
 from headrace.training.results import NOT_FINITE
 from headrace.utils.errors import InputError
-from headrace.utils.processes import locked
 
 PLAN = Claim({"squares of": [1, 2, 3]})
 PATIENCE = 600  # seconds, for a machine that does much else

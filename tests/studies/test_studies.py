@@ -9,6 +9,7 @@ import pytest
 from stored import question
 
 from headrace.cli.app import GROUPS
+from headrace.files.provenance import claim
 from headrace.studies.compare import rows as table
 from headrace.studies.compare.arm import Curve, begin, train
 from headrace.studies.compare.choose import choose, planned
@@ -20,7 +21,6 @@ from headrace.studies.compare.run import complete
 from headrace.studies.compare.tuning import at_edge, best
 from headrace.tasks import Pair, Text
 from headrace.utils.errors import InputError
-from headrace.utils.provenance import claim
 
 PLANS = sorted((Path(__file__).parents[2] / "benchmarks" / "studies").glob("*.yaml"))
 SMALL = Plan(

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from headrace.files.processes import locked
 from headrace.ops.reference import literal
 from headrace.utils.errors import InputError
-from headrace.utils.processes import locked
 from studies import theory
 from studies.theory import capacity
 from studies.theory.__main__ import app

@@ -27,11 +27,11 @@ from headrace import load
 from headrace.cli import app as cli
 from headrace.data import Preparation, open_data, prepare
 from headrace.data.tokenizer import byte_level
+from headrace.files.processes import LOCK, locked
 from headrace.training import checkpoints, run
 from headrace.training.trainer import shares
 from headrace.utils.errors import InputError
 from headrace.utils.integrity import CHECKSUMS
-from headrace.utils.processes import LOCK, locked
 from sharded import Run, ended, start_each, train_all
 from trained import arguments, train
 
@@ -140,7 +140,7 @@ def test_output_folder_is_written_atomically(command, model_of_bytes, tmp_path, 
 
 def test_lock_of_a_killed_process_is_released(tmp_path):
     program = f"""
-        from pathlib import Path; from headrace.utils.processes import locked; import os
+        from pathlib import Path; from headrace.files.processes import locked; import os
         with locked(Path({str(tmp_path / "d")!r})): os.kill(os.getpid(), 9)
     """
     program = "\n".join(line[8:] for line in program.splitlines())

@@ -12,14 +12,14 @@ import pytest
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
 from damage import flip
+from headrace.files import provenance
+from headrace.files.provenance import MADE_BY, claim, defaults
 from headrace.studies.bench import plan
 from headrace.studies.bench.models import Shape
 from headrace.studies.compare.defaults import DEMO
 from headrace.studies.reproduce import execute
 from headrace.training import run
-from headrace.utils import provenance
 from headrace.utils.errors import InputError, VersionWarning
-from headrace.utils.provenance import MADE_BY, claim, defaults
 from trained import recipe, train
 
 OTHER = "0" * 12

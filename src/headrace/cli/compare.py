@@ -198,11 +198,11 @@ def run_suite(suite: str, mixers: str | None, folder: Path, board: Path | None, 
 
 def run(study: Any, folder: Path, places: list[str]) -> dict[str, Any]:
     """Runs a study in its folder, writes the report and returns the results."""
+    from ..files.processes import locked
     from ..studies.compare.page import write_report
     from ..studies.compare.run import check, complete
     from ..studies.compare.terminal import board
     from ..studies.engine import claimed
-    from ..utils.processes import locked
 
     console = terminal()
     for sentence in dict.fromkeys(idle for arm_plan in study.plans for idle in arm_plan.idle_gates()):

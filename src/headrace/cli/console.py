@@ -14,10 +14,10 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
+from ..files.processes import Terminated, terminable
+from ..files.text import decode
 from ..utils import extras, plugins
 from ..utils.errors import InputError
-from ..utils.processes import Terminated, terminable
-from ..utils.text import decode
 
 T = TypeVar("T")
 HEARTBEAT = 60.0  # seconds without a line after which the current line is repeated

@@ -47,8 +47,8 @@ def inspect(options: InspectOptions) -> Path:
     """Write an interactive page of what a model computes on a text.
 
     The page shows, for each token, the gates, decay horizons and effective attention of every head."""
+    from ..files.processes import locked_beside
     from ..studies import inspect as inspection
-    from ..utils.processes import locked_beside
 
     text, output = read_prompt(options.prompt, options.file), options.output
     with telling(Console(stderr=True)) as tell, locked_beside(output):
@@ -101,9 +101,9 @@ def reproduce(
     """Reproduce a table or figure of a paper, and show our numbers beside the published ones.
 
     Without --run, prints the commands. With --run, executes them; after an interruption, the same command resumes."""
+    from ..files.processes import locked
     from ..studies.reproduce import experiment, numbers, show, training
     from ..studies.reproduce.execute import downloads, execute
-    from ..utils.processes import locked
 
     console = terminal()
     if name is None:

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ..files.processes import new_folder
 from ..utils.errors import InputError
-from ..utils.processes import new_folder
 from .console import (
     Checkpoint,
     Device,

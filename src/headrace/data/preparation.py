@@ -24,11 +24,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from ..files.held_out import Choice, between_paragraphs, choose
+from ..files.processes import forks_end_with_parent, new_folder, resumed_folder
+from ..files.provenance import defaults, difference
 from ..utils.errors import InputError
-from ..utils.held_out import Choice, between_paragraphs, choose
 from ..utils.integrity import read_json, record, write_json
-from ..utils.processes import forks_end_with_parent, new_folder, resumed_folder
-from ..utils.provenance import defaults, difference
 from . import parts, sources, tokenizer
 from .encoding import can_be_cut
 from .sources import Row, Sample

@@ -6,9 +6,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from ..files.provenance import difference
 from ..utils.errors import InputError
 from ..utils.integrity import RECORDED, damage, misfit, read_json
-from ..utils.provenance import difference
 from . import parts
 from .preparation import assembled, write_folder
 

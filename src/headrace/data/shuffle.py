@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 from torch.utils.data import Sampler
 
-from ..utils.splitmix import splitmix64
+from ..files.splitmix import splitmix64
 
 ROUNDS = 8
 TOGETHER = 1 << 12  # rows whose places are computed together

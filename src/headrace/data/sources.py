@@ -16,11 +16,11 @@ from datasets import load_dataset
 from fsspec.core import OpenFile
 from fsspec.implementations.local import LocalFileSystem
 
+from ..files.held_out import Row
+from ..files.provenance import short
+from ..files.text import check_encoding
 from ..utils.errors import InputError
-from ..utils.held_out import Row
 from ..utils.integrity import sha256
-from ..utils.provenance import short
-from ..utils.text import check_encoding
 from .encoding import last_place
 
 READERS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}

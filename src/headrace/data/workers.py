@@ -13,8 +13,8 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
+from ..files.processes import POSIX
 from ..utils.errors import InputError
-from ..utils.processes import POSIX
 from . import parts
 from .encoding import Encoder
 

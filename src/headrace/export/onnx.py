@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ..convert.checkpoint import load
+from ..files.provenance import running
 from ..hf.model import HeadraceForCausalLM
 from ..ops.dispatch import set_backend
 from ..utils.errors import InputError
 from ..utils.integrity import write_json
-from ..utils.provenance import running
 from .graph import OPSET, State, check_exportable, silent, states, trace
 
 # Largest error of a logit in float32, as a share of the largest logit. A multiple of PyTorch's own error passes too,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..convert.checkpoint import read_tokenizer
-from ..utils.processes import POSIX, end_with_parent, handling
+from ..files.processes import POSIX, end_with_parent, handling
 from .refusals import Refused, failed
 
 T = TypeVar("T")

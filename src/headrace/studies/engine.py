@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..files import provenance
 from ..training.environment import environment
 from ..training.results import NOT_FINITE, finite, read_result, write_result
-from ..utils import provenance
 from ..utils.integrity import Form
 from .workers import Worker, distribute
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ..files.splitmix import splitmix64
 from ..ops.loss import IGNORED
 from ..utils.errors import InputError
-from ..utils.splitmix import splitmix64
 
 LONGER = (1, 2, 4, 8)  # held-out lengths as multiples of the training length
 BLOCK = 1024  # rows drawn together

@@ -4,7 +4,7 @@
     answer     h  e  _  h  e  a
 
 Tokens are bytes, or those of a `tokenizers` JSON file. A tenth of the text is held out, and a tenth is for tuning: the
-ends of many files, and of fewer than 20 pieces drawn over all of the text (`utils.held_out`), as the end of a book is
+ends of many files, and of fewer than 20 pieces drawn over all of the text (`files.held_out`), as the end of a book is
 no sample of it. Rows of these two parts are windows that occur in no other part of the text. The default text is the
 source code of Python's standard library.
 """
@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..files.held_out import FEW, Row, between_paragraphs, choose
+from ..files.text import decode
 from ..utils.errors import InputError, reading
-from ..utils.held_out import FEW, Row, between_paragraphs, choose
-from ..utils.text import decode
 from .base import Answers, Batch, Metric, Part
 
 HELD_OUT_SHARE = 0.1

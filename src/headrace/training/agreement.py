@@ -10,8 +10,8 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
+from ..files.processes import LOCK, holder_of, locked
 from ..utils.errors import InputError
-from ..utils.processes import LOCK, holder_of, locked
 
 
 @contextmanager

@@ -8,9 +8,9 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers.trainer import TRAINER_STATE_NAME
 
+from ..files.provenance import sentence
 from ..utils.errors import InputError
 from ..utils.integrity import read_json
-from ..utils.provenance import sentence
 from .checkpoints import complete_checkpoints
 from .environment import environment
 from .recipes import About, Recipe, to_yaml

@@ -12,8 +12,8 @@ import torch
 
 import headrace
 
+from ..files.provenance import source
 from ..utils.plugins import digests
-from ..utils.provenance import source
 
 
 def environment() -> dict[str, Any]:

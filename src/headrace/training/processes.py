@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 from transformers import TrainingArguments
 
+from ..files.processes import end_with_parent
 from ..utils.errors import InputError
-from ..utils.processes import end_with_parent
 from .recipes import Recipe
 
 TIMEOUT = 1800  # seconds

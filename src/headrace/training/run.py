@@ -29,12 +29,12 @@ from transformers.trainer import TRAINER_STATE_NAME
 from .. import zoo
 from ..convert.checkpoint import fetched
 from ..data import Collator, PackedData, open_data, unigram_loss
+from ..files.processes import handling
+from ..files.provenance import claim, defaults
 from ..layers.blocks.compiled import compile_for_training, is_compiled, report_compiler_errors
 from ..utils.errors import InputError, reading
 from ..utils.extras import named, require
 from ..utils.integrity import CHECKSUMS, damage, read_record, write_json
-from ..utils.processes import handling
-from ..utils.provenance import claim, defaults
 from . import checkpoints
 from .agreement import agreed, errors_in_all
 from .arguments import training_arguments

@@ -6,7 +6,7 @@ import sys
 import torch
 from transformers import TrainerCallback
 
-from ..utils.processes import Terminated
+from ..files.processes import Terminated
 from .gate_statistics import failures
 from .trainer import HeadraceTrainer, batches_without_labels
 

@@ -9,9 +9,9 @@ report.html, *.png  the report
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from ...files.provenance import defaults
 from ...training.environment import environment
 from ...utils.errors import InputError
-from ...utils.provenance import defaults
 from ..engine import Claim
 from ..verify import TOLERANCE
 from .models import Shape, check

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import zoo
+from ...files.provenance import Place, defaults
 from ...history.specs.stack import BertSpec
 from ...spec.mixer import ModelSpec
 from ...spec.serialize import admitted, to_json
@@ -16,7 +17,6 @@ from ...tasks.base import Part, generator
 from ...training.results import read_result
 from ...utils.errors import InputError
 from ...utils.integrity import digest
-from ...utils.provenance import Place, defaults
 from ..engine import Claim
 from .model import positions
 from .question import Question

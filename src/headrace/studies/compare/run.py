@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...files.provenance import refuse_foreign
 from ...training.results import write_result
-from ...utils.provenance import refuse_foreign
 from .. import engine
 from ..engine import Measure, Point, Row
 from .arm import measure

@@ -22,10 +22,10 @@ import lm_eval
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable
 
+from ...files.provenance import defaults
 from ...training.results import file_names, write_result
 from ...utils.errors import InputError
 from ...utils.integrity import digest
-from ...utils.provenance import defaults
 from .. import engine
 from ..engine import Claim, Point, Row, Tell
 from ..workers import Worker

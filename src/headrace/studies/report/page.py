@@ -12,7 +12,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, Template
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from ...utils.provenance import sentence
+from ...files.provenance import sentence
 from .style import INK, LINE, PALETTE, SOFT, STYLE
 
 BROAD = 6.0  # width in inches from which a picture has a row of its own

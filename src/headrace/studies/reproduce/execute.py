@@ -11,10 +11,10 @@ import time
 from functools import partial
 from pathlib import Path
 
-from ...utils import provenance
+from ...files import provenance
+from ...files.processes import POSIX, end_with_parent
 from ...utils.errors import InputError
 from ...utils.integrity import digest, read_json, record, sha256, write_json
-from ...utils.processes import POSIX, end_with_parent
 from .. import engine
 from ..engine import Point, Row, Tell
 from ..workers import Worker

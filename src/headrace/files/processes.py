@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from filelock import lock_descriptor
 
-from .errors import InputError
+from ..utils.errors import InputError
 
 LOCK = ".lock"
 MADE_BY = "made-by.json"  # see provenance.py

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .errors import InputError
+from ..utils.errors import InputError
 
 EXPECTED = 32  # held-out documents from which on each is drawn by itself: then none is drawn once in e^32 times
 FEW = 20  # documents below which pieces are held out

@@ -15,10 +15,10 @@ from typing import Any
 
 import headrace
 
-from .errors import InputError, VersionWarning
-from .integrity import read_json, sha256, write_json
-from .integrity import short as as_json
-from .plugins import digests
+from ..utils.errors import InputError, VersionWarning
+from ..utils.integrity import read_json, sha256, write_json
+from ..utils.integrity import short as as_json
+from ..utils.plugins import digests
 from .processes import MADE_BY, is_free
 
 SOURCES = (".py", ".yaml", ".so", ".dylib")

@@ -2,7 +2,7 @@
 
 import json
 
-from .errors import InputError
+from ..utils.errors import InputError
 
 
 def check_encoding(begin: bytes, name: str) -> None:
