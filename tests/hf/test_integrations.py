@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import module_from_spec
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from headrace import InputError, load
 from headrace.data.tokenizer import byte_level
 from headrace.hf import HeadraceForCausalLM
 from headrace.studies.verify import relative
-from headrace.utils import auto
 from released import release
 
 TEXT = "one two three four five six seven eight nine ten. "
@@ -50,17 +48,6 @@ def test_tensor_parallelism_is_refused(folder, name, value):
     """transformers loads the whole model without a word in one process, and has no plan for it in several."""
     with pytest.raises(InputError, match=f"{name}=.* every process loads the whole model"):
         transformers.AutoModelForCausalLM.from_pretrained(folder, **{name: value})
-
-
-def test_a_search_for_the_module_of_autoconfig_does_not_undo_the_registration(monkeypatch):
-    """As of libraries that ask whether transformers has a module."""
-    finder, folder = auto.AutoFinder(), transformers.models.auto.__path__
-    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
-    assert finder.find_spec(auto.AUTO, folder) is not None and finder in sys.meta_path
-    spec = finder.find_spec(auto.AUTO, folder)
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.CONFIG_MAPPING["headrace"] is auto.ConfigStandIn and finder not in sys.meta_path
 
 
 def run(*command, cache):

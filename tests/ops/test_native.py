@@ -16,6 +16,8 @@ import fresh
 from equation import DECAYS, NATIVE, B, H, T, assert_same, inputs, skip_if_missing
 from headrace import InputError, backends, linear_attention, step
 from headrace.ops.backends.native import library as native
+from headrace.ops.backends.native import structs
+from headrace.ops.backends.native.layer import KINDS
 from headrace.ops.backends.native.op import _kept_shapes
 from headrace.ops.call import Call
 from headrace.ops.reference import literal
@@ -399,6 +401,26 @@ def test_missing_library_has_a_reason(monkeypatch, tmp_path):
     with pytest.raises(InputError, match="backend='native' cannot run here: it is broken"):
         linear_attention(x, x, x, backend="native")
     assert backends(x, x, x) == "torch"
+
+
+OTHER_LAYOUTS = {  # what a library lists of hr_layer instead
+    " scale:f@56": "", "rope_theta:d@80": "rope_theta:q@80", " D:q@88 H:q@96": " H:q@88 D:q@96", "end@280": "end@288",
+}  # fmt: skip
+
+
+def test_a_struct_of_another_layout_is_one_error(monkeypatch):
+    """A field less, of another type or in another place, another size; or a struct that Python has otherwise."""
+    listed = native.library.hr_structs().decode()
+    for old, new in OTHER_LAYOUTS.items():
+        assert old in listed and "hr_layer has " in structs.fault(listed.replace(old, new))
+    monkeypatch.setitem(structs.LAYOUTS, "hr_program", structs.Layout("i abi threads, q width rows"))
+    with pytest.raises(RuntimeError, match=r"hr_program has rows:q@8 in the library, and width:q@8 in structs\.py"):
+        native._load()
+
+
+def test_kinds_are_packed_in_the_order_of_their_fields():
+    fields = structs.LAYOUTS["hr_layer"].fields.items()
+    assert ["dtype", *KINDS] == [name for name, (kind, _) in fields if kind == "i"]
 
 
 @pytest.mark.parametrize("settings", [{}, {"delta": True}, {"normalize": True}, {"chunk_size": 48}], ids=str)
