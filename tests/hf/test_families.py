@@ -233,7 +233,7 @@ def test_fields_are_honoured_or_refused(kind, tmp_path):
                 theirs = save(described(kind, **changes), path)
                 ids = tokens(theirs, 2, 40)
                 expected = logits(theirs, ids)
-            except Exception:  # noqa: BLE001, S112  # their class or model has no such value
+            except Exception:  # their class or model has no such value
                 continue
             built += 1
             try:
