@@ -435,9 +435,6 @@ def test_needles_in_local_essays_need_no_download(checkpoints, tmp_path, monkeyp
     monkeypatch.setattr(nltk, "download", lambda *_: pytest.fail("a download was tried"))
     made = cache(local.without_tables.__wrapped__)
     monkeypatch.setattr(local, "without_tables", made)
-    prepare_niah, samples = pytest.importorskip("lm_eval.tasks.ruler.prepare_niah"), 2  # of 500, which take 20 s
-    make = prepare_niah.generate_samples
-    monkeypatch.setattr(prepare_niah, "generate_samples", lambda *a, **k: make(*a, **k | {"num_samples": samples}))
     folder = tmp_path / "data" / "paul_graham_essays"
     folder.mkdir(parents=True)
     for name in "ab":
