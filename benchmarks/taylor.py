@@ -19,9 +19,9 @@ import typer
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from headrace.layers.attention.softmax_rnn import numerator
+from headrace.history.layers.softmax_rnn import numerator
+from headrace.history.specs.softmax_rnn import SoftmaxRNNSpec
 from headrace.layers.linear.taylor import truncated_exp
-from headrace.spec.softmax_rnn import SoftmaxRNNSpec
 from headrace.studies.compare.plan import Plan, Study
 from headrace.studies.compare.run import complete
 from headrace.studies.compare.shape import ArmRecipe, Shape

@@ -31,9 +31,9 @@ from typer.cli import get_docs_for_click
 
 from headrace import HeadraceConfig, HeadraceForCausalLM, InputError, zoo
 from headrace.cli.app import GROUPS, app
+from headrace.convert import FORMATS
 from headrace.export.graph import check_exportable
 from headrace.hf.config import ELSEWHERE
-from headrace.hf.convert import FORMATS
 from headrace.ops.dispatch import BACKENDS
 from headrace.spec import AttentionSpec, LatentSpec
 from headrace.spec.linear import MixerSpec

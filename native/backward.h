@@ -24,7 +24,8 @@ struct BackwardUnit {
     View d_out_from, dq_into, dk_into, dv_into, d_decay_into, d_beta_into, d_write_into, d_read_into;
     Tile *S, *S_t, *E;  // before each chunk of a run (the delta rule: S_t is one tile), of each chunk of a run
     Tile dS, dS_t, E_t;
-    Factor before_t, after_t, after, k_left, q_right, d_out_left, d_out_right, wide_left;  // in products: S_t, dS_t, dS, …
+    // In products: S_t, dS_t, dS, …
+    Factor before_t, after_t, after, k_left, q_right, d_out_left, d_out_right, wide_left;
     Tile q, q_rows, dq, dk, read;
     Tile d_out, dU, A, X;
     float *strength, *numbers, *read_out;
@@ -33,14 +34,15 @@ struct BackwardUnit {
 
     BackwardUnit(Arena& arena, const Plan& plan, const Backward& job, const Unit& unit)
         : plan(plan), job(job), unit(unit),
-          chunk(arena, plan, unit, job.gradients[unit.part].log_decay.data || job.fixed_decay),
-          key(chunk.key), value(chunk.value), K(chunk.K), V(chunk.V), own(arena, plan, unit, chunk.in, key, value) {
+          chunk(arena, plan, unit, job.gradients[unit.part].log_decay.data || job.fixed_decay), key(chunk.key),
+          value(chunk.value), K(chunk.K), V(chunk.V), own(arena, plan, unit, chunk.in, key, value) {
         const int C = plan.chunk, run = static_cast<int>(plan.run);
         find_tensors();
         S = arena.array<Tile>(run), S_t = arena.array<Tile>(run), E = arena.array<Tile>(run);
         const Tile one = arena.tile(delta ? V : K, delta ? K : V);
         for (int i = 0; i < run; i++) {
-            const Tile state = delta ? arena.tile(K, V) : arena.tile(V + 1, K), errors = delta ? arena.tile(C, V) : chunk.E;
+            const Tile state = delta ? arena.tile(K, V) : arena.tile(V + 1, K),
+                       errors = delta ? arena.tile(C, V) : chunk.E;
             if (S) S[i] = delta ? state : one, S_t[i] = delta ? one : state, E[i] = errors;
         }
         dS = arena.tile(K, V), dS_t = arena.tile(V + 1, K), E_t = arena.tile(V, C);
@@ -107,7 +109,8 @@ struct BackwardUnit {
             if constexpr (delta)
                 chunk.write(S[i + 1], S[i], Fetch{&ahead});
             else
-                chunk.write_transposed(S_t[i + 1], S_t[i], Fetch{&ahead}), chunk.write_normalizer(S_t[i + 1].row(V), S_t[i].row(V));
+                chunk.write_transposed(S_t[i + 1], S_t[i], Fetch{&ahead}),
+                    chunk.write_normalizer(S_t[i + 1].row(V), S_t[i].row(V));
         }
     }
     void find_values(Span span, int i) {
@@ -182,7 +185,8 @@ struct BackwardUnit {
         chunk.decay.scores(q, chunk.k, A, false);
         if (chunk.normalizer) {
             chunk.normalizer.divide(q_rows, A, S_before_t.row(V), span.rows);
-            map(d_out, span.rows, V, [&](int t, int j) { return load(d_out.row(t) + j) * splat(chunk.normalizer.share[t]); });
+            map(d_out, span.rows, V,
+                [&](int t, int j) { return load(d_out.row(t) + j) * splat(chunk.normalizer.share[t]); });
         }
         const PlusT within{A, d_out, span.rows, Part::from};
         if constexpr (delta) {
@@ -197,7 +201,8 @@ struct BackwardUnit {
         Decay& decay = chunk.decay;
         decay.note_passing(S_before_t, dS_t, chunk.normalizer ? V + 1 : V);
         before_t = pack_right(S_before_t, before_t, V, K), after_t = pack_right(dS_t, after_t, V, K);
-        d_out_left = pack_left(d_out, d_out_left, span.rows, V), wide_left = pack_left(chunk.U, wide_left, span.rows, V);
+        d_out_left = pack_left(d_out, d_out_left, span.rows, V),
+        wide_left = pack_left(chunk.U, wide_left, span.rows, V);
         multiply(dq, span.rows, K, Zero{}, Fetch{&ahead}, Plus{d_out_left, before_t, V, Part::all});
         multiply(dk, span.rows, K, Zero{}, Fetch{&ahead}, Plus{wide_left, after_t, V, Part::all});
         multiply_lower(X, span.rows, Zero{}, Plus{d_out, E_t, V, Part::all});
@@ -259,7 +264,8 @@ struct BackwardUnit {
             multiply(dS, K, V, scaled, Fetch{&ahead}, PlusT{q_rows, d_out, span.rows, Part::all},
                      MinusT{chunk.k_rows, dU, span.rows, Part::all});
         } else {
-            q_right = pack_right(q_rows, q_right, span.rows, K), d_out_right = pack_right(d_out, d_out_right, span.rows, V);
+            q_right = pack_right(q_rows, q_right, span.rows, K),
+            d_out_right = pack_right(d_out, d_out_right, span.rows, V);
             multiply(dS, K, V, scaled, Fetch{&ahead}, PlusT{q_right, d_out_right, span.rows, Part::all});
         }
     }

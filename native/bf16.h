@@ -29,8 +29,8 @@ HR_INLINE void store(std::uint32_t* p, vu x) { *reinterpret_cast<vu_anywhere*>(p
 HR_INLINE vu only_first(vu x) { return x & 0xffff; }
 
 HR_INLINE vf fused(vf sum, vu x, vu y) {
-    return reinterpret_cast<vf>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(x),
-                                                 reinterpret_cast<__m512bh>(y)));
+    return reinterpret_cast<vf>(
+        _mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(x), reinterpret_cast<__m512bh>(y)));
 }
 
 HR_INLINE vf reduced(vf sum, vu x, vu y) { return fused(sum, x ^ 0x80008000, y); }
@@ -41,7 +41,8 @@ HR_INLINE vu side_by_side(vf a, vf b) {
 }
 
 HR_INLINE vf rounded(vf x) {
-    return bits(__builtin_convertvector(reinterpret_cast<vh>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(x))), vu) << 16);
+    return bits(__builtin_convertvector(reinterpret_cast<vh>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(x))), vu)
+                << 16);
 }
 
 // Those of a and b in turn.

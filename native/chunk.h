@@ -63,7 +63,7 @@ struct Normalizer {
     const float epsilon;
     const int key, K, value;
     const Stride stride;             // of the states in memory
-    float *z;                        // in the forward
+    float* z;                        // in the forward
     float *written, *share, *slope;  // [C]: β w, 1 / (q z + epsilon), the gradient to q z
 
     Normalizer(Arena& arena, const Plan& plan, int key, int value)

@@ -26,7 +26,8 @@ struct ConvolutionUnit {
         : plan(plan), job(job), unit(unit), x(view(plan.problem->v, plan, unit, 0, half(plan), unit.column)),
           out(view(job.out, plan, unit, 0, half(plan), unit.column)), channels(static_cast<int>(unit.columns)),
           C(padded(channels)), width(static_cast<int>(job.given.width)), tokens(plan.length(unit.sequence)),
-          weight(arena.floats((width + 1) * C)), bias(weight + width * C), window(arena.floats(width * C)), row(arena.floats(C)) {
+          weight(arena.floats((width + 1) * C)), bias(weight + width * C), window(arena.floats(width * C)),
+          row(arena.floats(C)) {
         if (!job.d_weight) return;
         errors = arena.floats(width * C);
         sums = arena.floats((width + 1) * C);

@@ -212,9 +212,8 @@ private:
             if (gentle_[a / BLOCK]) fade_all_over(a);
             multiply(dy, BLOCK, K_, Itself{}, Nothing{}, PlusT{pairs, x_, BLOCK, Part::all});
             multiply(part_, BLOCK, K_, Zero{}, Nothing{}, Plus{pairs, y_.below(a), BLOCK, Part::all});
-            map(dx, BLOCK, K_, [&](int i, int j) {
-                return load(dx.row(i) + j) + load(part_.row(i) + j) * load(channel_ + j);
-            });
+            map(dx, BLOCK, K_,
+                [&](int i, int j) { return load(dx.row(i) + j) + load(part_.row(i) + j) * load(channel_ + j); });
             if (gradient_ && b - a > BLOCK) note_over_blocks(a + BLOCK, b);
             if (!gentle_[a / BLOCK]) fade_all_over(a);
         }
@@ -233,9 +232,8 @@ private:
     }
     void note_between_blocks(Tile x) {
         for (int b = 0; b < rows_; b += BLOCK) {
-            sum_after(b, b + BLOCK, [&](int i, int j) {
-                return load(x.row(i) + j) * load(in_.row(i) + j) * load(dx_.row(i) + j);
-            });
+            sum_after(b, b + BLOCK,
+                      [&](int i, int j) { return load(x.row(i) + j) * load(in_.row(i) + j) * load(dx_.row(i) + j); });
             sum_before(b, b + BLOCK, [&](int i, int j) { return load(y_.row(i) + j) * load(dy_.row(i) + j); });
         }
     }
@@ -282,9 +280,8 @@ private:
     }
 
     void add(Tile into, Tile x, Tile factor) const {
-        map(into, rows_, K_, [&](int i, int j) {
-            return load(into.row(i) + j) + load(x.row(i) + j) * load(factor.row(i) + j);
-        });
+        map(into, rows_, K_,
+            [&](int i, int j) { return load(into.row(i) + j) + load(x.row(i) + j) * load(factor.row(i) + j); });
     }
     // dg_t += Σ f(i) over the tokens first ≤ i < last at and after t, before t.
     template <class F>
@@ -308,11 +305,11 @@ private:
     int K_, rows_ = 0, width_ = 0, block_ = BLOCK;
     Tile g_, in_, out_, whole_;
     bool* gentle_;
-    Tile y_;          // y out_ for the tile y last given to keys()
-    Factor y_t_;      // and its transpose
-    Tile x_;          // a block of x, scaled
-    Factor left_;     // x_, in products
-    Tile fade_;       // [BLOCK, K], e^{log_decay}
+    Tile y_;                      // y out_ for the tile y last given to keys()
+    Factor y_t_;                  // and its transpose
+    Tile x_;                      // a block of x, scaled
+    Factor left_;                 // x_, in products
+    Tile fade_;                   // [BLOCK, K], e^{log_decay}
     float *channel_, *diagonal_;  // [K], [C], in passing
     bool gradient_;
     Tile dg_, dx_, dy_, part_;

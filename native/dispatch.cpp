@@ -61,8 +61,8 @@ namespace {
 int refused(const hr_problem& p, bool grouped_queries = false) {
     if (p.abi != HR_ABI) return HR_WRONG_ABI;
     const bool heads = p.H >= 1 && p.Hq >= 1 && (p.H % p.Hq == 0 || (grouped_queries && p.Hq % p.H == 0));
-    const bool sizes = p.B >= 0 && p.T >= 0 && heads && p.K >= 1 && p.V >= 1 &&
-                       p.K <= 1 << 16 && p.V <= 1 << 16 && p.sequences >= 0 && p.threads >= 1;
+    const bool sizes = p.B >= 0 && p.T >= 0 && heads && p.K >= 1 && p.V >= 1 && p.K <= 1 << 16 && p.V <= 1 << 16 &&
+                       p.sequences >= 0 && p.threads >= 1;
     const bool kinds = (p.dtype == HR_FLOAT32 || p.dtype == HR_BFLOAT16) && p.decay >= HR_DECAY_NONE &&
                        p.decay <= HR_DECAY_VECTOR && (p.cu_seqlens ? p.B == 1 : p.sequences == p.B);
     const bool bonus = !p.bonus || (!p.delta && p.decay != HR_DECAY_FIXED);
@@ -107,8 +107,8 @@ public:
             longest = std::max(longest, plan.length(n));
         }
         plan.kept_at = kept_at_.data();
-        plan.kept_states = p.B * ((p.T + plan.delay() - 1) / apart); // at least as many, wherever packed sequences end
-        plan.run = std::min(plan.run, (longest + plan.chunk - 1) / plan.chunk); // what the backward has room for
+        plan.kept_states = p.B * ((p.T + plan.delay() - 1) / apart);  // at least as many, wherever packed sequences end
+        plan.run = std::min(plan.run, (longest + plan.chunk - 1) / plan.chunk);  // what the backward has room for
     }
 
     int threads() const {

@@ -43,8 +43,7 @@ struct ForwardUnit {
         load_state(S, initial, plan.columns(), chunk.key, chunk.value);
         normalizer.load(normalizer.z, initial);
         for (std::int64_t i = 0; i < chunks(plan, unit); i++) {
-            if (job.kept && i && i % plan.run == 0)
-                store(kept_state(plan, job.kept, unit, i / plan.run));
+            if (job.kept && i && i % plan.run == 0) store(kept_state(plan, job.kept, unit, i / plan.run));
             step(span_of(plan, unit, i), span_of(plan, unit, i + 1));
         }
         store(job.final_state + own);
@@ -84,8 +83,7 @@ struct ForwardUnit {
         load_tile(q, chunk.in.q, span, chunk.key, strength);
         chunk.decay.scores(q, chunk.k, A, false);
         q_rows = chunk.decay.rows(q, q_rows);
-        const Plus before{pack_left(q_rows, q_left, span.rows, chunk.K), chunk.memory, chunk.K,
-                          Part::all};
+        const Plus before{pack_left(q_rows, q_left, span.rows, chunk.K), chunk.memory, chunk.K, Part::all};
         if constexpr (delta)
             multiply(out, span.rows, chunk.V, Zero{}, Fetch{&ahead}, before, Plus{A, chunk.U, span.rows, Part::up_to});
         else

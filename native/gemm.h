@@ -80,7 +80,8 @@ HR_INLINE void one_more(Block<NV>& acc, const T& t, const Number* a, const Numbe
 
 // The block on the diagonal: what lies above it is not looked at, since 0 times a later token's NaN would be NaN.
 template <int NV, class T, class Number, int... d>
-HR_INLINE void diagonal(Block<NV>& acc, const T& t, const Number* a, const Number* b, std::integer_sequence<int, d...>) {
+HR_INLINE void diagonal(Block<NV>& acc, const T& t, const Number* a, const Number* b,
+                        std::integer_sequence<int, d...>) {
     (one_more<d * T::STEP, true>(acc, t, a + d * (T::transposed ? t.left.ld : 1), b + d * t.right.ld), ...);
 }
 
@@ -130,8 +131,7 @@ struct ColumnsScaled {
     template <int NV>
     HR_INLINE void operator()(Block<NV>& acc, Tile, int m, int n) const {
         for (int i = 0; i < TILE_ROWS; i++)
-            for (int j = 0; j < NV; j++)
-                acc[i][j] = load(from.row(m + i) + n + j * W) * load(columns + n + j * W);
+            for (int j = 0; j < NV; j++) acc[i][j] = load(from.row(m + i) + n + j * W) * load(columns + n + j * W);
     }
 };
 

@@ -15,8 +15,8 @@
 
 #include <stdint.h>
 
-#define HR_ABI 10
-#define HR_WIDEST 32 /* of a short convolution */
+#define HR_ABI 11
+#define HR_WIDEST 32     /* of a short convolution */
 #define HR_SCAN_CHUNK 32 /* tokens between the states that a selective scan keeps */
 #define HR_SCAN_PART 256 /* channels of a selective scan that are computed together */
 
@@ -59,7 +59,7 @@ typedef struct hr_problem {
     hr_tensor q, k, v, log_decay, beta, write_gate, read_gate;
     const float* initial_state; /* contiguous [sequences, H, K, V]; NULL: zeros */
     const float* bonus;         /* u, contiguous [H, K]; NULL: none. Not with the delta rule or a fixed decay */
-    float normalizer;           /* above 0: o_t is divided by scale q_t z_t plus this, where z is the S of v = 1. States have z
+    float normalizer; /* above 0: o_t is divided by scale q_t z_t plus this, where z is the S of v = 1. States have z
                                    as column V + 1. Not with the delta rule, a bonus or a read gate; 0: none */
 } hr_problem;
 
@@ -107,7 +107,7 @@ typedef struct hr_layer {
     int64_t D, H, Hq, K, V, conv_width, decay_reads, gate_reads;
     const void *conv_weight, *conv_bias;           /* [channels, conv_width], [channels] */
     const void *decay_up, *decay_bias, *decay_log; /* [H K, reads] ("exp": transposed), [H K] or [H], [H] */
-    const void *bonus;                             /* [H, K] */
+    const void* bonus;                             /* [H, K] */
     const void *read_scores, *write_scores;        /* of the competition */
     const void *skip, *gate_up, *gate_bias;        /* [H], [H V, V], [H V] */
     const void *norm_weight, *norm_bias;           /* [V] or [H V], [H V] */
@@ -133,7 +133,14 @@ typedef enum hr_kind {
 } hr_kind;
 typedef enum hr_norm { HR_RMS_NORM, HR_RMS_OFFSET_NORM, HR_LAYER_NORM, HR_NORMS } hr_norm;
 typedef enum hr_activation {
-    HR_SILU, HR_SIGMOID, HR_RELU, HR_RELU_SQUARED, HR_TANH, HR_GELU, HR_GELU_TANH, HR_ACTIVATIONS
+    HR_SILU,
+    HR_SIGMOID,
+    HR_RELU,
+    HR_RELU_SQUARED,
+    HR_TANH,
+    HR_GELU,
+    HR_GELU_TANH,
+    HR_ACTIVATIONS
 } hr_activation;
 
 typedef struct hr_operation {
@@ -159,6 +166,10 @@ typedef struct hr_program {
 } hr_program;
 
 HR_EXPORT int32_t hr_abi(void);
+
+/* The structs above as this library has them: a line for each, its name, for each field in order name:type@offset, and
+   end@size. Types are those of Python's module struct, T is hr_tensor. */
+HR_EXPORT const char* hr_structs(void);
 
 /* The kinds that hr_layer knows: a line for each field of hr_layer that is one, its name and those of its values. */
 HR_EXPORT const char* hr_kinds(void);

@@ -34,7 +34,8 @@ template <template <class, bool> class Run>
 struct Chosen {
     template <class Job>
     static std::size_t call(const Plan& plan, const Job& job, const Unit& unit, void* memory) {
-        switch (static_cast<hr_decay>(plan.problem->decay)) {  // no default: -Werror=switch refuses a decay without a case
+        // no default: -Werror=switch refuses a decay without a case
+        switch (static_cast<hr_decay>(plan.problem->decay)) {
             case HR_DECAY_NONE: break;
             case HR_DECAY_FIXED:
             case HR_DECAY_SCALAR: return rule<ScalarDecay>(plan, job, unit, memory);

@@ -12,15 +12,15 @@
 #define HR_INLINE inline __attribute__((always_inline))
 #define HR_INLINE_LAMBDA __attribute__((always_inline))
 
-constexpr std::int64_t SPARE = 16; // floats kept beside the states, so that there are never none
+constexpr std::int64_t SPARE = 16;  // floats kept beside the states, so that there are never none
 
 // How a problem is cut. A sequence is a run of chunks; a state is kept before every `run`-th of them but the first.
 struct Plan {
     const hr_problem* problem;
-    int chunk;                   // tokens
-    std::int64_t run;            // chunks
-    const std::int64_t* kept_at; // for each sequence: states kept before it, counted for one head
-    std::int64_t kept_states;    // there is room for, for one head
+    int chunk;                    // tokens
+    std::int64_t run;             // chunks
+    const std::int64_t* kept_at;  // for each sequence: states kept before it, counted for one head
+    std::int64_t kept_states;     // there is room for, for one head
 
     HR_INLINE std::int64_t row(std::int64_t sequence) const { return problem->cu_seqlens ? 0 : sequence; }
     HR_INLINE std::int64_t start(std::int64_t sequence) const {
@@ -60,10 +60,10 @@ struct Backward {
     hr_tensor d_out;
     const float* d_final;
     const float* kept;
-    const hr_gradients* gradients; // for each part of a head
-    bool by_head;                  // those of q and k are float32 and have H heads
-    double* fixed_decay;           // to a fixed decay, [parts, sequences, H]; NULL when not wanted
-    double* bonus;                 // to the bonus, [parts, sequences, H, K]; NULL when not wanted
+    const hr_gradients* gradients;  // for each part of a head
+    bool by_head;                   // those of q and k are float32 and have H heads
+    double* fixed_decay;            // to a fixed decay, [parts, sequences, H]; NULL when not wanted
+    double* bonus;                  // to the bonus, [parts, sequences, H, K]; NULL when not wanted
 };
 
 // What heads that share something, and the parts of a head, found by themselves: [parts, B, T, H, width] float32.
@@ -78,7 +78,7 @@ struct Gather {
 struct Step {
     hr_tensor out;
     float* state;
-    const float* bonus; // [H, K]: q reads the state as it was, and with this weight what is written now; NULL: none
+    const float* bonus;  // [H, K]: q reads the state as it was, and with this weight what is written now; NULL: none
 };
 
 // Of a linear layer: inputs that share a scale where they are rounded for int8, and rows from which they are transposed.
@@ -92,8 +92,8 @@ struct Working {
     std::int16_t* integers;
     float* scales;
     std::int64_t integer_row, scale_row;
-    float* transposed; // a linear layer's input [inputs, wide], for many rows
-    std::int64_t wide; // 0: for few rows
+    float* transposed;  // a linear layer's input [inputs, wide], for many rows
+    std::int64_t wide;  // 0: for few rows
 
     HR_INLINE float* at(std::int64_t row, std::int64_t column) const { return rows + row * width + column; }
     HR_INLINE std::int16_t* integers_of(std::int64_t row) const { return integers + row * integer_row; }
@@ -103,29 +103,29 @@ struct Working {
 // A layer's token between its projections, and float32 numbers of it on their way: [B, ·], rows `…_row` apart.
 struct Layer {
     const hr_layer* layer;
-    const float *projected, *hidden; // rows `row` apart, as those of the result
+    const float *projected, *hidden;  // rows `row` apart, as those of the result
     float* result;
     std::int64_t row;
-    float *q, *k, *v, *decay, *beta, *read, *write, *out; // v and out: [H, columns]
-    float *low, *wide;                                    // for what is needed only for a moment
-    float* bonus;                                         // [H, K], the same for all rows; NULL: none
+    float *q, *k, *v, *decay, *beta, *read, *write, *out;  // v and out: [H, columns]
+    float *low, *wide;                                     // for what is needed only for a moment
+    float* bonus;                                          // [H, K], the same for all rows; NULL: none
     std::int64_t key_row, value_row, decay_row, head_row, low_row, wide_row, columns;
-    bool in_order; // rows are tokens of one sequence
+    bool in_order;  // rows are tokens of one sequence
 };
 
 struct Convolution {
     hr_convolution given;
-    hr_tensor out; // in the backward its gradient
+    hr_tensor out;  // in the backward its gradient
     hr_tensor d_x;
-    float* d_weight; // NULL: a forward
+    float* d_weight;  // NULL: a forward
     float* d_history;
 };
 
 struct Scan {
     const float* A;
-    float *kept, *state; // state: in the backward its gradient
-    hr_tensor dt, out;   // out: in the backward its gradient
-    hr_tensor d_u, d_dt; // no data: a forward
+    float *kept, *state;  // state: in the backward its gradient
+    hr_tensor dt, out;    // out: in the backward its gradient
+    hr_tensor d_u, d_dt;  // no data: a forward
     float *d_A, *d_B, *d_C, *d_initial;
 };
 
@@ -138,17 +138,18 @@ struct Work {
 
 struct Kernels {
     const char* name;
-    int width; // floats of a vector
+    int width;  // floats of a vector
     Work<Forward> forward;
     Work<Backward> backward;
     Work<Gather> gather{};
     Work<Step> step{};
     Work<Convolution> convolution{};
     Work<Scan> scan{};
-    void (*enter)(const Layer&, std::int64_t row) = nullptr; // what comes before the recurrence
-    void (*leave)(const Layer&, std::int64_t row) = nullptr; // and after it
+    void (*enter)(const Layer&, std::int64_t row) = nullptr;  // what comes before the recurrence
+    void (*leave)(const Layer&, std::int64_t row) = nullptr;  // and after it
     void (*operate)(const Working&, const hr_operation&, std::int64_t row) = nullptr;
-    void (*linear)(const Working&, const hr_operation&, std::int64_t first, std::int64_t last) = nullptr; // rows of the weight
+    void (*linear)(const Working&, const hr_operation&, std::int64_t first,
+                   std::int64_t last) = nullptr;  // rows of the weight
 };
 
 // Those that run on this machine.

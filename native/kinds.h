@@ -5,24 +5,24 @@
 
 #include "headrace.h"
 
-#define HR_KINDS                                                        \
-    "feature_map identity elu+1 relu silu\n"                            \
-    "qk_norm none l2\n"                                                 \
-    "decay none retnet softplus sigmoid exp softplus-vector\n"          \
-    "rule add delta\n"                                                  \
-    "beta one sigmoid dt\n"                                             \
-    "norm none sum rms group rms-joint\n"                               \
-    "gate none silu sigmoid sigmoid-low-rank\n"                         \
-    "order norm-gate gate-norm\n"                                       \
-    "read none query after_norm\n"                                      \
-    "write none value beta\n"                                           \
-    "source head diag query hidden\n"                                   \
-    "activation softmax sigmoid null\n"                                 \
+#define HR_KINDS                                               \
+    "feature_map identity elu+1 relu silu\n"                   \
+    "qk_norm none l2\n"                                        \
+    "decay none retnet softplus sigmoid exp softplus-vector\n" \
+    "rule add delta\n"                                         \
+    "beta one sigmoid dt\n"                                    \
+    "norm none sum rms group rms-joint\n"                      \
+    "gate none silu sigmoid sigmoid-low-rank\n"                \
+    "order norm-gate gate-norm\n"                              \
+    "read none query after_norm\n"                             \
+    "write none value beta\n"                                  \
+    "source head diag query hidden\n"                          \
+    "activation softmax sigmoid null\n"                        \
     "gate_scale identity one"
 
-#define HR_OPERATIONS                                                                     \
-    "kind embed load store norm linear transposed activate mix layer cap\n"              \
-    "norm rms rms-offset layer\n"                                                        \
+#define HR_OPERATIONS                                                       \
+    "kind embed load store norm linear transposed activate mix layer cap\n" \
+    "norm rms rms-offset layer\n"                                           \
     "activation silu sigmoid relu relu2 tanh gelu gelu-tanh\n"
 
 namespace kinds {

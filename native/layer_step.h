@@ -11,13 +11,13 @@ template <class T>
 class LayerRow {
 public:
     LayerRow(const Layer& job, std::int64_t row)
-        : job(job), p(*job.layer), row(row), sequence(job.in_order ? 0 : row), H(static_cast<int>(p.H)), K(static_cast<int>(p.K)), V(static_cast<int>(p.V)),
-          columns(static_cast<int>(job.columns)), keys(static_cast<int>(p.Hq) * K), values(H * V),
-          x(job.projected + row * job.row), q(job.q + row * job.key_row),
-          k(job.k + row * job.key_row), v(job.v + row * job.value_row), decay(job.decay + row * job.decay_row),
-          beta(job.beta + row * job.head_row), read(job.read + row * job.head_row),
-          write(job.write + row * job.head_row), out(job.out + row * job.value_row), low(job.low + row * job.low_row),
-          wide(job.wide + row * job.wide_row) {}
+        : job(job), p(*job.layer), row(row), sequence(job.in_order ? 0 : row), H(static_cast<int>(p.H)),
+          K(static_cast<int>(p.K)), V(static_cast<int>(p.V)), columns(static_cast<int>(job.columns)),
+          keys(static_cast<int>(p.Hq) * K), values(H * V), x(job.projected + row * job.row),
+          q(job.q + row * job.key_row), k(job.k + row * job.key_row), v(job.v + row * job.value_row),
+          decay(job.decay + row * job.decay_row), beta(job.beta + row * job.head_row),
+          read(job.read + row * job.head_row), write(job.write + row * job.head_row),
+          out(job.out + row * job.value_row), low(job.low + row * job.low_row), wide(job.wide + row * job.wide_row) {}
 
     void enter() {
         load_inputs();
@@ -128,7 +128,8 @@ private:
         }
         const float shift = p.gate_scale == kinds::gate_scale::one ? 0 : logf(slots);
         for (int h = first; h < first + count; h++)
-            gate[h] = shift + (p.activation == kinds::activation::sigmoid ? -softplus(splat(-low[h]))[0] : low[h] - all);
+            gate[h] =
+                shift + (p.activation == kinds::activation::sigmoid ? -softplus(splat(-low[h]))[0] : low[h] - all);
     }
     float log_sum(bool null) const {
         float most = null ? 0 : low[0];
@@ -186,7 +187,9 @@ private:
                 break;
             case kinds::decay::sigmoid:
                 product(decay, weights(p.decay_up), low, H * K, reads);
-                each(decay, H * K, [&](vf y, int i) { return softplus(-y - bias(i, H * K)) * splat(-1 / kinds::SIGMOID_TEMPERATURE); });
+                each(decay, H * K, [&](vf y, int i) {
+                    return softplus(-y - bias(i, H * K)) * splat(-1 / kinds::SIGMOID_TEMPERATURE);
+                });
                 break;
             case kinds::decay::exp:
                 for (int i = 0; i < reads; i++) low[i] = tanhf(low[i]);
@@ -215,7 +218,8 @@ private:
             return;
         }
         for (int i = 0; i < H * n; i++) {
-            const float near = decay[i] < far ? far : decay[i], exponent = number(p.decay_log, i / n) + (decay[i] - near);
+            const float near = decay[i] < far ? far : decay[i],
+                        exponent = number(p.decay_log, i / n) + (decay[i] - near);
             decay[i] = -expf(exponent > most ? most : exponent) * softplus(splat(near))[0];
         }
     }
@@ -302,8 +306,8 @@ private:
     const std::int64_t row, sequence;
     const int H, K, V, columns, keys, values;
     const float* const x;
-    float *const q, *const k, *const v, *const decay, *const beta, *const read, *const write, *const out, *const low,
-        *const wide;
+    float *const q, *const k, *const v, *const decay, *const beta, *const read, *const write, *const out;
+    float *const low, *const wide;
 };
 
 }  // namespace HR_ISA

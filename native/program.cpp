@@ -85,7 +85,8 @@ private:
 class Program {
 public:
     Program(const hr_program& p, const hr_operation* operations, const hr_layer* layers)
-        : p_(p), operations_(operations), layers_(layers), working_{&p, nullptr, p.width, nullptr, nullptr, 0, 0, nullptr, 0} {
+        : p_(p), operations_(operations), layers_(layers),
+          working_{&p, nullptr, p.width, nullptr, nullptr, 0, 0, nullptr, 0} {
         for (std::int64_t i = 0; i < p.layers; i++) {
             const LayerStep layer(layers[i], p.rows, nullptr);
             layer_floats_ = std::max(layer_floats_, layer.floats);
@@ -97,7 +98,8 @@ public:
             if (op.weight_dtype == HR_INT8)
                 widest_ = std::max(widest_, padded(op.inputs, INT8_BLOCK));
             else if (p.rows >= MANY_ROWS)
-                working_.wide = padded(p.rows, 64), transposed_ = std::max(transposed_, padded(op.inputs) * working_.wide);
+                working_.wide = padded(p.rows, 64),
+                transposed_ = std::max(transposed_, padded(op.inputs) * working_.wide);
         }
         working_.integer_row = widest_, working_.scale_row = padded(widest_ / INT8_BLOCK);
     }
@@ -122,7 +124,8 @@ public:
         // Waking a thread takes as long as a million products.
         const int threads = static_cast<int>(std::clamp(p_.rows * products_ / 1e6, 1.0, double(p_.threads)));
         step_bytes_ = static_cast<std::size_t>(padded(static_cast<std::int64_t>(step_bytes_), 64));
-        const std::int64_t floats = p_.rows * p_.width + padded(p_.rows * working_.scale_row) + layer_floats_ + transposed_;
+        const std::int64_t floats =
+            p_.rows * p_.width + padded(p_.rows * working_.scale_row) + layer_floats_ + transposed_;
         char* next = static_cast<char*>(own_memory(4 * floats + 2 * p_.rows * widest_ + threads * step_bytes_));
         if (!next) throw std::bad_alloc();
         const auto take = [&](std::int64_t bytes) { return std::exchange(next, next + bytes); };
@@ -146,7 +149,8 @@ private:
         else if (working_.wide)
             team.each(padded(op.inputs) / kernels().width, [&](std::int64_t i) { kernels().operate(working_, op, i); });
         if (op.kind != HR_LINEAR) return;
-        const std::int64_t share = padded(std::clamp<std::int64_t>((1 << 17) / std::max<std::int64_t>(op.inputs, 1), 16, 256));
+        const std::int64_t share =
+            padded(std::clamp<std::int64_t>((1 << 17) / std::max<std::int64_t>(op.inputs, 1), 16, 256));
         team.each((op.outputs + share - 1) / share, [&](std::int64_t i) {
             kernels().linear(working_, op, i * share, std::min((i + 1) * share, op.outputs));
         });
@@ -154,7 +158,8 @@ private:
     void layer(const hr_operation& op, Team& team, int member) const {
         const hr_layer& p = layers_[op.layer];
         LayerStep layer(p, p_.rows, layer_memory_);
-        layer.job.projected = working_.at(0, op.in), layer.job.hidden = op.other < 0 ? nullptr : working_.at(0, op.other);
+        layer.job.projected = working_.at(0, op.in),
+        layer.job.hidden = op.other < 0 ? nullptr : working_.at(0, op.other);
         layer.job.result = working_.at(0, op.out), layer.job.row = working_.width;
         const Plan plan = layer.plan();
         void* memory = steps_ + member * step_bytes_;
@@ -162,7 +167,8 @@ private:
             in_order(layer, plan, team, memory);
         } else {
             team.each(p_.rows, [&](std::int64_t row) { kernels().enter(layer.job, row); });
-            team.each(p_.rows * p.H, [&](std::int64_t i) { kernels().step.run(plan, layer.step, layer.unit(i), memory); });
+            team.each(p_.rows * p.H,
+                      [&](std::int64_t i) { kernels().step.run(plan, layer.step, layer.unit(i), memory); });
         }
         team.each(p_.rows, [&](std::int64_t row) { kernels().leave(layer.job, row); });
     }

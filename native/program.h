@@ -41,14 +41,18 @@ private:
     }
     std::int64_t token() const { return working.program->tokens[row]; }
     template <class T>
-    const T* weight() const { return static_cast<const T*>(op.weight); }
+    const T* weight() const {
+        return static_cast<const T*>(op.weight);
+    }
 
     template <class T>
     void take(std::int64_t from) const {
         fill(weight<T>() + from * op.outputs, op.number);
     }
     template <class T>
-    void load_state() const { fill(static_cast<const T*>(op.state) + row * op.outputs, 1); }
+    void load_state() const {
+        fill(static_cast<const T*>(op.state) + row * op.outputs, 1);
+    }
     template <class T>
     void fill(const T* p, float factor) const {
         const int n = static_cast<int>(op.outputs);
@@ -111,7 +115,8 @@ private:
             case HR_TANH: return by_lane(x, [](float a) { return tanhf(a); });
             case HR_GELU: return by_lane(x, [](float a) { return 0.5f * a * (1 + erff(a * 0.70710678f)); });
             case HR_GELU_TANH:
-                return by_lane(x, [](float a) { return 0.5f * a * (1 + tanhf(0.79788456f * (a + 0.044715f * a * a * a))); });
+                return by_lane(
+                    x, [](float a) { return 0.5f * a * (1 + tanhf(0.79788456f * (a + 0.044715f * a * a * a))); });
             case HR_ACTIVATIONS: break;
         }
         return x;
@@ -146,8 +151,15 @@ inline void operate(const Working& working, const hr_operation& op, std::int64_t
 
 // The rows first … last − 1 of a linear layer's weight, for all rows of the batch.
 inline void linear(const Working& working, const hr_operation& op, std::int64_t first, std::int64_t last) {
-    const Rows rows{working.at(0, op.in), working.integers, working.scales, working.width, working.integer_row,
-                    working.scale_row, static_cast<int>(op.inputs), working.transposed, working.wide};
+    const Rows rows{working.at(0, op.in),
+                    working.integers,
+                    working.scales,
+                    working.width,
+                    working.integer_row,
+                    working.scale_row,
+                    static_cast<int>(op.inputs),
+                    working.transposed,
+                    working.wide};
     const Results results{op.state ? static_cast<float*>(op.state) : working.at(0, op.out),
                           op.state ? op.outputs : working.width, &op};
     const std::int64_t B = working.program->rows;

@@ -34,9 +34,9 @@ struct ScanUnit {
     const View u, dt, B, C, out, d_u, d_dt;  // out: in the backward the gradient to it
     const int numbers, channels, width;      // S, this unit's channels, and padded
     const std::int64_t tokens;
-    Tile xs, steps, b, c, ys;       // [CHUNK, width], [CHUNK, width], [CHUNK, S], [CHUNK, S], [CHUNK, width]
+    Tile xs, steps, b, c, ys;              // [CHUNK, width], [CHUNK, width], [CHUNK, S], [CHUNK, S], [CHUNK, width]
     float *A, *h, *d_A, *decays, *states;  // [S, width] three times, [CHUNK, S, W], [CHUNK + 1, S, W]
-    float *d_b, *d_c;               // [CHUNK, S, W], of which the lanes have to be added up
+    float *d_b, *d_c;                      // [CHUNK, S, W], of which the lanes have to be added up
     Span span{};
 
     ScanUnit(Arena& arena, const Plan& plan, const Scan& job, const Unit& unit)
@@ -72,9 +72,7 @@ struct ScanUnit {
 
     std::int64_t chunks() const { return (tokens + CHUNK - 1) / CHUNK; }
     // Where the state before a chunk is kept: chunks of sequences that were before are at most as many as this counts.
-    std::int64_t slot(std::int64_t chunk) const {
-        return plan.start(unit.sequence) / CHUNK + unit.sequence + chunk;
-    }
+    std::int64_t slot(std::int64_t chunk) const { return plan.start(unit.sequence) / CHUNK + unit.sequence + chunk; }
     void begin(std::int64_t chunk) {
         const std::int64_t first = chunk * CHUNK, left = tokens - first;
         const int n = static_cast<int>(left < CHUNK ? left : CHUNK);

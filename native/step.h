@@ -12,7 +12,7 @@ namespace HR_ISA {
 template <class Decay, bool delta>
 struct StepUnit {
     static constexpr int WIDEST = 8;  // vectors of columns at a time
-    static constexpr int ROWS = 32;   // whose columns are all visited before the next rows: near in memory, near in time
+    static constexpr int ROWS = 32;  // whose columns are all visited before the next rows: near in memory, near in time
     static constexpr int EARLY = 24;  // rows that the first head's state is fetched ahead of its use
 
     const Plan& plan;

@@ -19,8 +19,8 @@ def recipe(**changes):
 
 
 @patch.object(card, "draw_curves")  # a third of a second, in which nothing is trained
-def train(data, folder, drawing, accept_old=False, **changes):
-    return run.train(*recipe(**changes), data, folder, trackers="none", accept_old=accept_old)
+def train(data, folder, drawing, **changes):
+    return run.train(*recipe(**changes), data, folder, trackers="none")
 
 
 def arguments(data, folder, **changes):

@@ -3,18 +3,18 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .utils import auto
+from .utils import auto, tables
 from .utils.errors import GateWarning, InputError
 from .utils.extras import require
 
 if TYPE_CHECKING:
+    from .convert import load
     from .hf import (
         HeadraceCache,
         HeadraceConfig,
         HeadraceForCausalLM,
         HeadraceModel,
         Marks,
-        load,
         load_state,
         save_state,
     )  # fmt: skip
@@ -48,13 +48,25 @@ _LAZY = {
     "HeadraceForCausalLM": "hf",
     "HeadraceCache": "hf",
     "Marks": "hf",
-    "load": "hf",
+    "load": "convert",
     "load_state": "hf",
     "save_state": "hf",
 }
 
+# Rows of packages that the core does not import, which are imported when a row is asked for.
+tables.offer(
+    "headrace.history.zoo",
+    scans=("s4", "s4d", "rwkv4"),
+    scan_kinds=("s4", "s4d", "rwkv4"),
+    attention=("longformer", "bigbird", "flash-reference"),
+    others=("softmax-rnn-norm", "softmax-rnn-gate"),
+    models=("rnn", "luong", "bahdanau", "transformer-2017", "t5", "bert"),
+    types=("softmax-rnn", "rnn", "transformer", "bert"),
+    mlps=("rwkv4",),
+    attention_layers=("early",),
+)
 auto.install()
-del auto
+del auto, tables
 
 __all__ = [
     "GateWarning", "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel", "InputError", "Marks",
@@ -66,7 +78,7 @@ __all__ = [
 def __getattr__(name: str):
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if _LAZY[name] == "hf":  # asked here, as a failed import has twenty lines of traceback
+    if _LAZY[name] in ("hf", "convert"):  # asked here, as a failed import has twenty lines of traceback
         require(f"{__name__}.{name}", "transformers")
     return getattr(import_module(f".{_LAZY[name]}", __name__), name)
 

@@ -8,7 +8,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Generator, Tensor
 
-from headrace.hf import load
+from headrace import load
 from headrace.utils.errors import InputError
 
 from .base import MIXERS, Check, format_values, normal, subplots

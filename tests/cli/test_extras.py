@@ -25,8 +25,8 @@ EVERYTHING = {package for names in extras.EXTRAS.values() for package in names}
 OPTIONAL = EVERYTHING - {"pydantic"}  # which newer versions of Typer install
 BROUGHT = {"packaging", "yaml", "jinja2", "pandas", "httpx"}  # by transformers, PyTorch, datasets, huggingface_hub 1
 PARTS = {  # extra -> folders of the package that it is enough for
-    "models": ("hf/convert", "hf", "models"),
-    "gguf": ("hf/convert", "hf"),
+    "models": ("convert", "hf", "history/models"),
+    "gguf": ("convert", "hf"),
     "studies": ("studies/compare", "studies/bench", "studies/inspect", "studies/report"),
     "train": ("data", "training", "training/recipes"),
     "studies,train": ("studies/reproduce",),
@@ -142,8 +142,15 @@ def test_import_names_the_missing_extra(tmp_path):
     """The op, the layer and `verify` need none."""
     import headrace
 
-    parts = {"import headrace.hf": "models", "import headrace.models": "models", "import headrace.data": "train"}
-    public = {f"headrace.{name}": "models" if headrace._LAZY.get(name) == "hf" else None for name in headrace.__all__}
+    parts = {
+        "import headrace.hf": "models",
+        "import headrace.history.models": "models",
+        "import headrace.data": "train",
+    }
+    public = {
+        f"headrace.{name}": "models" if headrace._LAZY.get(name) in ("hf", "convert") else None
+        for name in headrace.__all__
+    }
     needs = parts | public
     for line, (error, message) in run(needs, OPTIONAL, tmp_path):
         expected = "done" if needs[line] is None else "MissingPackage"

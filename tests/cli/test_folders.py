@@ -8,8 +8,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import fresh
 import tiny
+from headrace import load
 from headrace.data.tokenizer import byte_level
-from headrace.hf import HeadraceForCausalLM, load
+from headrace.hf import HeadraceForCausalLM
 from headrace.utils.integrity import CHECKSUMS
 
 PROMPT, NEW = 5, 4

@@ -14,10 +14,9 @@ pytest.importorskip("transformers", reason="the extra [models] is not installed"
 
 import tiny
 from groups import refused
-from headrace import InputError
+from headrace import InputError, load
 from headrace.cli.console import printable
-from headrace.hf import load
-from headrace.hf.convert import export_checkpoint, import_checkpoint
+from headrace.convert import export_checkpoint, import_checkpoint
 from headrace.utils.integrity import RECORDED, damage, misfit, read_json, read_record
 from headrace.utils.processes import locked
 from headrace.utils.provenance import MADE
@@ -181,8 +180,8 @@ def test_malformed_manifest_is_refused(content, tmp_path):
 
 def test_hostile_tokenizers_are_refused_or_loaded(tmp_path):
     pytest.importorskip("datasets")
+    from headrace.convert.checkpoint import read_tokenizer
     from headrace.data.tokenizer import byte_level
-    from headrace.hf.generate import read_tokenizer
 
     byte_level().save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -230,7 +229,7 @@ def test_pipes_in_a_folder_are_refused_unread(kind, name, folders, tmp_path):
 @needs_pipes
 def test_pipes_for_tokenizers_and_states_are_refused_unread(folders, tmp_path):
     tokenizers = pytest.importorskip("headrace.data.tokenizer")
-    from headrace.hf.generate import read_tokenizer
+    from headrace.convert.checkpoint import read_tokenizer
     from headrace.hf.state_file import load_state
 
     os.mkfifo(tmp_path / "tokenizer.json")

@@ -10,8 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from headrace import layers
-from headrace.hf import load
+from headrace import layers, load
 from headrace.utils import plugins
 from headrace.utils.errors import PluginWarning
 from headrace.utils.plugins import VARIABLE

@@ -7,8 +7,9 @@ import torch
 
 import tiny
 from groups import command
+from headrace import load
 from headrace.data.tokenizer import byte_level
-from headrace.hf import HeadraceForCausalLM, load
+from headrace.hf import HeadraceForCausalLM
 
 GREEDY = ("--temperature", 0, "--json")
 

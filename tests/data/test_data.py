@@ -12,9 +12,9 @@ from tokenizers.processors import TemplateProcessing
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
+from headrace.convert.checkpoint import read_tokenizer
 from headrace.data import Collator, Preparation, open_data, prepare, tokenizer, unigram_loss
 from headrace.data.sources import Row
-from headrace.hf.generate import read_tokenizer
 from headrace.ops.loss import IGNORED
 from headrace.studies.compare.choose import choose as study
 from headrace.utils.errors import InputError

@@ -5,8 +5,8 @@ import torch
 
 import tiny
 from headrace import InputError
+from headrace.convert.checkpoint import read_tokenizer
 from headrace.data.tokenizer import byte_level, train_bpe
-from headrace.hf.generate import read_tokenizer
 from released import release
 
 GGUFReader = getattr(pytest.importorskip("gguf"), "GGUFReader")  # noqa: B009

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
-from headrace import Mixer, zoo
-from headrace.hf import HeadraceConfig, HeadraceForCausalLM, HeadracePreTrainedModel, load
+from headrace import Mixer, load, zoo
+from headrace.hf import HeadraceConfig, HeadraceForCausalLM, HeadracePreTrainedModel
 from headrace.hf.config import TRANSFORMERS
 from headrace.layers.base import SelfInitialized
 from headrace.layers.linear.competition import HeadCompetition

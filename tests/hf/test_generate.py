@@ -11,12 +11,13 @@ from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiny
+from headrace import load
+from headrace.cli.generate import generate as continued
+from headrace.convert import import_checkpoint
+from headrace.convert.checkpoint import read_tokenizer
 from headrace.data.tokenizer import byte_level
 from headrace.data.tokenizer import load as load_tokenizer
-from headrace.hf import HeadraceForCausalLM, load
-from headrace.hf.convert import import_checkpoint
-from headrace.hf.generate import generate as continued
-from headrace.hf.generate import read_tokenizer
+from headrace.hf import HeadraceForCausalLM
 from headrace.utils.errors import InputError
 
 PROMPT, NEW, SEED = "Return", 24, 5
@@ -149,7 +150,7 @@ def test_tokenizer_of_prepared_data_adds_no_prompt_tokens(tmp_path):
 
 def test_printed_rate_counts_new_tokens(checkpoint, monkeypatch):
     clock = iter((10.0, 14.0))
-    monkeypatch.setattr("headrace.hf.generate.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr("headrace.cli.generate.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     result = continued(checkpoint, PROMPT, None, False, max_new_tokens=NEW, do_sample=False)
     assert result["tokens_per_second"] == NEW / 4 == len(result["tokens"]) / 4
 

@@ -12,9 +12,9 @@ import transformers
 from datasets import Dataset
 
 import tiny
-from headrace import InputError
+from headrace import InputError, load
 from headrace.data.tokenizer import byte_level
-from headrace.hf import HeadraceForCausalLM, load
+from headrace.hf import HeadraceForCausalLM
 from headrace.studies.verify import relative
 from headrace.utils import auto
 from released import release

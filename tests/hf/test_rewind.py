@@ -11,8 +11,8 @@ from equation import MAX_ERROR_RATIO, skip_if_missing
 from headrace import InputError, quantize, zoo
 from headrace.hf import HeadraceCache, Marks
 from headrace.hf.cache import NAME
+from headrace.history.specs.softmax_rnn import SoftmaxRNNSpec
 from headrace.layers.blocks import stack
-from headrace.spec.softmax_rnn import SoftmaxRNNSpec
 from headrace.studies.verify import relative
 
 PROGRAMS = 6  # of each model, each others

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tiny
-from headrace import HeadraceCache, InputError, load_state, quantize, save_state
-from headrace.hf import HeadraceForCausalLM, load
+from headrace import HeadraceCache, InputError, load, load_state, quantize, save_state
+from headrace.hf import HeadraceForCausalLM
 from headrace.hf.cache import NAME
 from headrace.hf.state_file import model_digest
 from headrace.utils import plugins

@@ -221,7 +221,7 @@ def test_threads_do_not_change_tokens():
 
 
 def test_every_module_of_a_linear_mixer_is_known():
-    """A new part must be told to the program, or refused by `_kinds`, before it is named here."""
+    """A new part must be told to the program, or refused by its stage, before it is named here."""
     mixer = LinearMixer(zoo.get("softmax-gated-deltanet"), hidden_size=32, num_heads=4)
     assert set(mixer.part_classes) == {
         "", "conv", "decay", "gate", "gate.up", "in_proj", "o_proj", "read_competition", "write_competition",

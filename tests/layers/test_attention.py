@@ -12,8 +12,9 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from attention_layers import D, H, agree, d, plain
 from headrace import layers, zoo
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM
-from headrace.layers.attention.flash import flash_attention
-from headrace.layers.attention.positions import DistanceBias, bucket, sinusoidal
+from headrace.history.layers.distance import DistanceBias, bucket
+from headrace.history.layers.flash import flash_attention
+from headrace.layers.attention.positions import sinusoidal
 from headrace.layers.attention.sdpa import attend
 from headrace.spec import AttentionSpec
 from headrace.studies.verify import relative

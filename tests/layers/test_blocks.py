@@ -20,8 +20,8 @@ from transformers.models.rwkv.modeling_rwkv import RwkvFeedForward
 from transformers.models.zamba2.modeling_zamba2 import Zamba2AttentionDecoderLayer
 
 from headrace import zoo
+from headrace.convert.retrofit import retrofit
 from headrace.export.graph import check_exportable
-from headrace.hf.retrofit import retrofit
 from headrace.layers.blocks.block import Adapters, Block, Shared, Sizes, build_mlp
 from headrace.layers.blocks.moe import shares_of, within_groups
 from headrace.spec.attention import AttentionSpec

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from headrace import Mixer, set_backend
+from headrace.cli.generate import generate
 from headrace.hf import generation
 from headrace.hf.cache import NAME as CACHE
 from headrace.hf.cache import HeadraceCache
-from headrace.hf.generate import generate
 from headrace.hf.graphs import unsupported_reason
 from headrace.hf.marks import Marks
 from headrace.layers import graph

@@ -14,8 +14,8 @@ from transformers.models.longformer.modeling_longformer import LongformerSelfAtt
 
 from attention_layers import D, H, agree, d, layer, plain
 from headrace import zoo
+from headrace.history.layers.attention import reservoir
 from headrace.layers.attention import gathered
-from headrace.layers.attention.window import reservoir
 from headrace.spec import AttentionSpec, Pattern
 from headrace.studies.verify import relative
 

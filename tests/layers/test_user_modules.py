@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import headrace
-from headrace import InputError, layers, zoo
-from headrace.hf import HeadraceForCausalLM, load
+from headrace import InputError, layers, load, zoo
+from headrace.hf import HeadraceForCausalLM
 from headrace.layers.module import examined
 from headrace.spec import from_json, to_json
 from headrace.utils import plugins

@@ -5,9 +5,8 @@ import torch
 
 import tiny
 from equation import skip_if_missing
-from headrace import InputError, backends, set_backend, step, zoo
+from headrace import InputError, backends, load, set_backend, step, zoo
 from headrace.cli.compare import backends as list_backends
-from headrace.hf import load
 from headrace.layers import LinearMixer, build
 from headrace.ops.backends.base import OPERATIONS, Backend, Kernel
 from headrace.ops.backends.native import library as native
@@ -107,7 +106,7 @@ def test_environment_variable_chooses_the_backend_of_layers(monkeypatch, capsys)
 
 
 COMPUTES = {
-    "generate": lambda module, path: module("headrace.hf.generate").generate(path, "a", None, False, "cpu"),
+    "generate": lambda module, path: module("headrace.cli.generate").generate(path, "a", None, False, "cpu"),
     "serve": lambda module, path: module("headrace.serving.routes").application(path, device="cpu"),
     "eval": lambda module, path: module("headrace.studies.evaluate.checkpoint").read_model(str(path)),
 }

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from equation import DECAYS, inputs, skip_if_missing
 from headrace import InputError, linear_attention, step, zoo
+from headrace.history.layers.flash import flash_attention
 from headrace.layers import build
-from headrace.layers.attention.flash import flash_attention
 from headrace.layers.attention.gathered import Groups, attend_gathered
 from headrace.layers.linear.convolution import convolve
 from headrace.layers.quantized import Int8Linear

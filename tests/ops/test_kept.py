@@ -14,8 +14,8 @@ import tiny
 from equation import skip_if_missing
 from headrace import InputError, Mixer, step
 from headrace.hf import HeadraceCache
+from headrace.history.layers import attention, symmetric
 from headrace.layers import graph
-from headrace.layers.attention import symmetric, window
 from headrace.layers.packing import padding_last
 from headrace.ops import prepared
 from headrace.ops.backends.fla import packing
@@ -72,14 +72,14 @@ DRAWS = Pattern(window=2, block=2, random=1)
 KEPT = {
     "mask": lambda: decay.covered(3, torch.float32, torch.device("cpu"))[0],
     "identity": lambda: decay.identity(3, torch.float32, torch.device("cpu")),
-    "draws": lambda: symmetric.draws(DRAWS, 3), "reservoir": lambda: window.reservoir(DRAWS, 3),
+    "draws": lambda: symmetric.draws(DRAWS, 3), "reservoir": lambda: attention.reservoir(DRAWS, 3),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", KEPT)
 def test_tensors_without_values_are_not_kept(name):
     """Made first under a mode whose tensors have none, as PyTorch's estimates of memory use it."""
-    for function in (decay.covered, decay.identity, symmetric.draws, window.reservoir):
+    for function in (decay.covered, decay.identity, symmetric.draws, attention.reservoir):
         function.forget()
     with FakeTensorMode():
         KEPT[name]()

@@ -21,9 +21,10 @@ import torch
 from starlette.requests import ClientDisconnect
 
 from groups import command
+from headrace import load
+from headrace.cli.generate import generate, sampling_settings
 from headrace.data.tokenizer import byte_level
-from headrace.hf import HeadraceForCausalLM, load
-from headrace.hf.generate import generate, sampling_settings
+from headrace.hf import HeadraceForCausalLM
 from headrace.serving import Limits, application, engine, routes, serve
 from headrace.serving.engine import Engine
 from headrace.serving.sampling import Sampling

@@ -12,8 +12,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from headrace import load
 from headrace.data.tokenizer import byte_level
-from headrace.hf import load
 from headrace.serving import engine
 from headrace.serving.logprobs import Logprobs, token_texts
 from headrace.serving.sampling import Score, scored

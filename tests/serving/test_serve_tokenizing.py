@@ -16,7 +16,7 @@ import openai
 from test_serve import wait_for
 
 from groups import command
-from headrace.hf.generate import generate
+from headrace.cli.generate import generate
 from headrace.serving import tokenizing
 from served import ASCII, connect, save, serving, started
 

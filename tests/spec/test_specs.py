@@ -11,8 +11,13 @@ import torch
 
 from headrace import InputError, layers, zoo
 from headrace.hf.config import HeadraceConfig
+from headrace.history.models import ModelSizes
+from headrace.history.specs import encoder_decoder as model_spec
+from headrace.history.specs import softmax_rnn as softmax_rnn_spec
+from headrace.history.specs import stack as whole_spec
+from headrace.history.specs.softmax_rnn import SoftmaxRNNSpec
+from headrace.history.specs.stack import TransformerSpec
 from headrace.layers.blocks.block import Sizes
-from headrace.models import ModelSizes
 from headrace.spec import (
     AttentionSpec,
     Competition,
@@ -24,36 +29,19 @@ from headrace.spec import (
     Pattern,
     Read,
     ScanSpec,
-    SoftmaxRNNSpec,
     Write,
     from_json,
     to_json,
 )
-from headrace.spec import (
-    attention as attention_spec,
-)
-from headrace.spec import (
-    decay as decay_spec,
-)
-from headrace.spec import (
-    encoder_decoder as model_spec,
-)
-from headrace.spec import (
-    linear as spec,
-)
-from headrace.spec import (
-    matrix as matrix_spec,
-)
-from headrace.spec import (
-    scan as scan_spec,
-)
-from headrace.spec import (
-    softmax_rnn as softmax_rnn_spec,
-)
+from headrace.spec import attention as attention_spec
+from headrace.spec import decay as decay_spec
+from headrace.spec import linear as spec
+from headrace.spec import matrix as matrix_spec
+from headrace.spec import scan as scan_spec
 from headrace.spec import stack as stack
-from headrace.spec.stack import Decoder, Experts, Layer, TransformerSpec
+from headrace.spec.stack import Decoder, Experts, Layer
 
-MODULES = (attention_spec, decay_spec, matrix_spec, model_spec, scan_spec, softmax_rnn_spec, spec, stack)
+MODULES = (attention_spec, decay_spec, matrix_spec, model_spec, scan_spec, softmax_rnn_spec, spec, stack, whole_spec)
 NEEDED = {  # by the records that have fields without a default
     Pattern: (3,), ScanSpec: ("mamba", 4, 4), MatrixSpec: ("gla-outer",), Layer: (AttentionSpec(),),
     Decoder: ((Layer(AttentionSpec()),),), Sizes: (8, 2, None), ModelSizes: (11,),

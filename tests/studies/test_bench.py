@@ -17,6 +17,7 @@ from headrace.studies.bench import measure, report, results
 from headrace.studies.bench.decoding import CACHED, READ_ALL, RECURRENT, Decoder
 from headrace.studies.bench.models import Shape, build, cache_bytes, named
 from headrace.studies.bench.plan import BenchPlan, Point
+from headrace.training.environment import commit
 from released import release
 
 SHAPE = Shape(layers=1, hidden_size=64, heads=2, vocab_size=50)
@@ -100,7 +101,7 @@ def test_interrupted_bench_continues(tmp_path, monkeypatch):
     rows = list(csv.DictReader((tmp_path / "bench" / "bench.csv").read_text("utf-8").splitlines()))
     assert [row["what"] for row in rows[::3]] == [*2 * ["memory"], *2 * ["training"], *2 * ["prefill"], "decoding"]
     assert {row["model"] for row in rows} == {"gla", "softmax-gla", "transformers-llama"}
-    assert all(row["torch"] and row["commit"] and row["threads"] == "1" for row in rows)
+    assert all(row["torch"] and row["commit"] == (commit() or "") and row["threads"] == "1" for row in rows)
     page = (tmp_path / "bench" / "report.html").read_text("utf-8")
     assert "Overhead of competition" in page and "Compression" in page and page.count("<svg") == 5
     with pytest.raises(InputError, match="holds another run"):

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from headrace import linear_attention, zoo
-from headrace.spec import AttentionSpec, Decay, Heads, MatrixSpec, MixerSpec, Read, ScanSpec, SoftmaxRNNSpec
+from headrace.history.specs.softmax_rnn import SoftmaxRNNSpec
+from headrace.spec import AttentionSpec, Decay, Heads, MatrixSpec, MixerSpec, Read, ScanSpec
 from headrace.studies import catalog
 
 COLUMNS = {column for columns in catalog.VIEWS.values() for column in columns}
@@ -83,7 +84,7 @@ ADDED = {
     "SCANS": ScanSpec("s4d", state_size=8),
     "MATRICES": MatrixSpec("rwkv7"),
     "ATTENTION": AttentionSpec(kv_heads=4),
-    "SOFTMAX_RNNS": SoftmaxRNNSpec(denominator="rms"),
+    "OTHERS": SoftmaxRNNSpec(denominator="rms"),
 }
 
 

@@ -19,6 +19,7 @@ from headrace.studies.compare import hypotheses, sweep
 from headrace.studies.compare.defaults import DEFAULTS, PAIR, REVERSE, TEXT
 from headrace.studies.compare.findings import conditions, findings, headline
 from headrace.studies.compare.page import report
+from headrace.studies.compare.pairwise import HEADER, judged
 from headrace.studies.compare.plan import Tuning
 from headrace.studies.compare.summary import summarize
 from headrace.studies.compare.terminal import print_results
@@ -89,23 +90,25 @@ COMPARISONS = {
     ),
     "two points above chance": results([[1 / 32 + 0.019, 1 / 32], [0.9, 0.91]]),
     "more than two points above chance": results([[1 / 32 + 0.021], [0.9]]),
-    "one head takes nearly all": results([[0.5, 0.5], [0.9, 0.91]], gates=gates([0.91, 0.09])),
-    "one head takes less than nine tenths": results([[0.5], [0.9]], gates=gates([0.89, 0.11])),
-    "a head takes nearly nothing": results([[0.5], [0.9]], gates=gates([0.56, 0.41, 0.03])),
-    "a head takes a tenth of an even share": results([[0.5], [0.9]], gates=gates([0.56, 0.4, 0.04])),
-    "gates that choose nothing": results([[0.5], [0.9]], gates=gates([0.5, 0.5], 0.95)),
-    "gates that hardly choose": results([[0.5], [0.9]], gates=gates([0.5, 0.5], 0.949)),
+    "one head takes nearly all": results([[0.5, 0.5], [0.9, 0.91]], gates=gates([0.96, 0.04])),
+    "one head takes less than 95 %": results([[0.5], [0.9]], gates=gates([0.94, 0.06])),
+    "a head takes nearly nothing": results([[0.5], [0.9]], gates=gates([0.58, 0.417, 0.003])),
+    "a head takes little": results([[0.5], [0.9]], gates=gates([0.58, 0.416, 0.004])),
+    "gates that choose nothing": results([[0.5], [0.9]], gates=gates([0.5, 0.5], 0.9991)),
+    "gates that hardly choose": results([[0.5], [0.9]], gates=gates([0.5, 0.5], 0.998)),
 }
 
 
 def sentences():
     for title, data in COMPARISONS.items():
         (comparison,) = summarize(data)
-        yield from (f"## {title}", "", headline([comparison]), *conditions(comparison))
+        tests = judged([comparison])
+        yield from (f"## {title}", "", headline([comparison], tests), *conditions(comparison))
+        yield from (f"| {' | '.join(line)} |" for line in (HEADER, *(one.cells() for one in tests[0])))
         yield from ("", *(f"- {sentence}" for sentence in findings(comparison)), "")
     for seeds in (1, 3):
         comparisons = summarize(many(seeds, tuple(zoo.names())))
-        said = [headline(comparisons), *findings(comparisons[0])]
+        said = [headline(comparisons, judged(comparisons)), *findings(comparisons[0])]
         yield from (f"## the whole zoo, {seeds} seeds", "", *said, "")
         yield from (f"{name}: {', '.join(c.label for c in own)}" for name, own in comparisons[0].families())
 
@@ -118,7 +121,7 @@ def sweeps():
     }
     for data in (swept(several), swept({"a": [[0.5], [None]], "b": [[0.4], [None]]})):
         yield from as_text(report(data, None))
-        yield from (sweep.answer(over := sweep.read(data)), *sweep.findings(over), "")
+        yield from (sweep.answer(over := sweep.read(data), judged(over.comparisons)), *sweep.findings(over), "")
 
 
 def terminal():

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_next import modeling_qwen3_next
 from typer.testing import CliRunner
 
-from headrace import zoo
+from headrace import load, zoo
 from headrace.cli import app as cli
 from headrace.data.tokenizer import byte_level
-from headrace.hf import HeadraceForCausalLM, load
+from headrace.hf import HeadraceForCausalLM
 from headrace.layers.maps import weights
 from headrace.spec import ScanSpec
 from headrace.studies import inspect as inspection
@@ -240,7 +240,7 @@ def test_failures_are_named_by_head():
         # of two heads: entropies 0.9991 and 0.9988 of log 2; mean shares; 0.01 of an even share is 0.005
         (of_gate, [0.518, 0.482], "the  gate is uniform: its entropy is 0.9991 of log(heads)", [0.52, 0.48]),
         (of_gate, [0.96, 0.04], "the  gate has collapsed: the mean share of head 0 is 96.0%", [0.94, 0.06]),
-        (of_gate, [0.9951, 0.0049], "head 1 is dead: its share of the  gate is at most 0.005", [0.9949, 0.0051]),
+        (of_gate, [0.9951, 0.0049], "head 1 is dead: its mean share of the  gate is 0.005", [0.9949, 0.0051]),
         (of_beta, [0.5, 0.009], "head 1 is dead: β is at most 0.009, so nothing is written", [0.5, 0.011]),
         (of_weights, [0.995], "head 0 is dead as a memory: 99.5% of its attention is on the present token", [0.985]),
     ],

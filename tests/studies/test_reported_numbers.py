@@ -15,7 +15,7 @@ pytest.importorskip("lm_eval")
 
 import stored
 
-from headrace.hf.convert.flash import mlp_width
+from headrace.convert.flash import mlp_width
 from headrace.studies.bench import measure, report, results
 from headrace.studies.bench.models import Shape, build, cache_bytes
 from headrace.studies.bench.plan import BenchPlan, Point, points

@@ -1,6 +1,7 @@
 """The statistics of studies against scipy, permutations, leave-one-out and hand-worked values."""
 
 import math
+from dataclasses import replace
 from itertools import combinations, product
 from statistics import fmean
 
@@ -12,8 +13,9 @@ from scipy import stats as by_scipy
 from stored import question, results, row, rows
 
 from headrace.studies import stats
+from headrace.studies.compare.defaults import PAIR, REVERSE
 from headrace.studies.compare.hypotheses import Hypothesis, differences, length_held
-from headrace.studies.compare.pairwise import Difference
+from headrace.studies.compare.pairwise import BETTER, WORSE, Difference, judged
 from headrace.studies.compare.rows import converged
 from headrace.studies.compare.summary import summarize
 from headrace.studies.evaluate.scores import ROWS
@@ -29,6 +31,7 @@ def test_mean_and_interval_are_those_of_scipy(n):
         expected = by_scipy.t.interval(0.95, n - 1, values.mean(), by_scipy.sem(values))
         assert (mean.n, mean.degrees) == (n, pytest.approx(n - 1))
         assert tuple(scale * end for end in mean.interval) == pytest.approx(expected)
+        assert mean.p == pytest.approx(by_scipy.ttest_1samp(values, 0).pvalue)
 
 
 def test_an_interval_by_hand():
@@ -161,6 +164,37 @@ def test_mixers_of_a_comparison_are_compared_by_the_same_interval():
     assert difference.seeds == [0, 1, 2] and difference.gain == stats.mean_over_seeds(difference.gains)
     assert difference.gain.interval == pytest.approx((0.2 - 0.4303, 0.2 + 0.4303), abs=1e-4), "not of the median, 0.1"
     assert comparison.contenders[1].spread == pytest.approx(np.std([0.6, 0.6, 0.9, 0.99], ddof=1))
+
+
+def alike(generator, shape):
+    """Scores around one mean, which rows of a seed share in part."""
+    return 0.5 + 0.05 * generator.normal(size=shape) + 0.05 * generator.normal(size=shape[1])
+
+
+def learned_or_not(generator, shape):
+    """Each run either learns the task or stays at chance."""
+    return np.where(generator.random(shape) < 0.5, 0.9, 0.1)
+
+
+@pytest.mark.parametrize("drawn", [alike, learned_or_not])
+@pytest.mark.parametrize(("plan", "seeds"), [(PAIR, 3), (PAIR, 5), (replace(REVERSE, mixers=REVERSE.mixers[:3]), 5)])
+def test_a_report_on_equal_models_rarely_calls_a_difference(drawn, plan, seeds):
+    """At most 5 % of reports, with room for three standard errors of 200; without Holm's rule it would be 14 % of
+    those with four differences, and of three models the best is chosen by its score."""
+    generator, reports = np.random.default_rng(seeds), 200
+    called = [
+        {one.verdict for one in judged(summarize(results(scores.tolist(), plan)))[0]} & {BETTER, WORSE}
+        for scores in (drawn(generator, (len(plan.mixers), seeds)) for _ in range(reports))
+    ]
+    assert fmean(map(bool, called)) <= 0.05 + 3 * (0.05 * 0.95 / reports) ** 0.5
+
+
+def test_differences_of_all_comparisons_of_a_report_are_one_family():
+    data = results([[0.5, 0.6, 0.7], [0.8, 0.9, 0.98], [0.7, 0.8, 0.9]])
+    (alone,), together = judged(summarize(data)), judged(summarize(data) * 2)
+    least = min(alone, key=lambda one: one.p)
+    assert len(alone) == 3 and least.corrected == pytest.approx(3 * least.p)
+    assert all(min(one.corrected for one in own) == pytest.approx(6 * least.p) for own in together)
 
 
 def accuracies(generator, n):

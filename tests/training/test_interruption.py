@@ -23,10 +23,10 @@ import tiny
 from damage import flip
 from failing import sentences
 from headrace import data as data_module
+from headrace import load
 from headrace.cli import app as cli
 from headrace.data import Preparation, open_data, prepare
 from headrace.data.tokenizer import byte_level
-from headrace.hf import load
 from headrace.training import checkpoints, run
 from headrace.training.trainer import shares
 from headrace.utils.errors import InputError

@@ -19,11 +19,12 @@ from safetensors.torch import load_file
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
+from headrace import load
 from headrace.cli import train as cli_train
+from headrace.convert import export_checkpoint
+from headrace.convert.retrofit import retrofit
 from headrace.data import open_data
-from headrace.hf import HeadraceForCausalLM, load
-from headrace.hf.convert import export_checkpoint
-from headrace.hf.retrofit import retrofit
+from headrace.hf import HeadraceForCausalLM
 from headrace.ops.loss import IGNORED
 from headrace.tasks import Mqar, Needle, Pair, Reverse, Text
 from headrace.tasks import prepared as prepared_task

@@ -12,8 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
-from headrace import InputError
-from headrace.hf import load
+from headrace import InputError, load
 from headrace.training import checkpoints
 from sharded import Run, ended, start, train_all
 from trained import train

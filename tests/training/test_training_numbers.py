@@ -188,16 +188,15 @@ def test_peak_flops_are_those_of_data_sheets(name, teraflops, monkeypatch):
 
 
 def test_collapsed_gates_are_reported_after_warm_up_and_uniform_ones_at_the_end(capsys):
-    gates = [
-        {"layer": i, "gate": "read", "entropy": entropy} for i, entropy in enumerate((0.9985, 0.9995, 0.015, 0.005))
-    ]
+    loads = {0: (0.9985, [0.5, 0.5]), 1: (0.9995, [0.5, 0.5]), 2: (0.0, [0.5, 0.5]), 3: (0.2, [0.04, 0.96])}
+    gates = [{"layer": i, "gate": "read", "entropy": e, "load": load} for i, (e, load) in loads.items()]
     watch, state = Watch(SimpleNamespace(gates=gates), 3), SimpleNamespace(global_step=3, is_world_process_zero=True)
     watch.on_evaluate(None, state, None, metrics={"eval_loss": 1.0})
     state.global_step = 4
     for _ in range(2):
         watch.on_evaluate(None, state, None, metrics={"eval_loss": 1.0})
     (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith("step 4: the read gate of layer 3 selects one head for nearly every held-out token")
+    assert said.startswith("step 4: the read gate of layer 3 has collapsed: the mean share of head 1 is 96.0%")
     watch.on_evaluate(None, state, None, metrics={"final_loss": 1.0})
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("the read gates of these layers are uniform after training: 1. They weigh all heads alike")

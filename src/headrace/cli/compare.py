@@ -16,7 +16,7 @@ from ..spec.serialize import to_json
 from ..studies import catalog
 from ..studies.report.numbers import count
 from ..utils.errors import InputError
-from .console import AcceptOld, Device, interruptible, refuse_with, refuse_without, telling, terminal, track
+from .console import Device, interruptible, refuse_with, refuse_without, telling, terminal, track
 
 
 def compare(
@@ -107,7 +107,6 @@ def compare(
         int | None,
         typer.Option(help=r"Number of worker processes. \[default: one per GPU, or one per CPU core]"),
     ] = None,
-    accept_old: AcceptOld = False,
 ) -> None:
     """Train mixers on one task with equal parameter counts, and with --match state equal states, and write a report.
 
@@ -136,7 +135,7 @@ def compare(
     if suite is not None:
         refuse_with("--suite", **{name: value for name, value in changes.items() if name != "mixers"}, **others)
         refuse_with("--suite", plan=plan)
-        run_suite(suite, mixers, output or Path("runs", suite), board, places, accept_old)
+        run_suite(suite, mixers, output or Path("runs", suite), board, places)
         return
     refuse_without("--suite", board=board)
     if plan is None:
@@ -145,13 +144,11 @@ def compare(
         refuse_beside_plan(plan, changes | others)
         study = planned(plan)
     folder = output or Path("runs", study.name)
-    print_results(run(study, folder, places, accept_old), terminal())
+    print_results(run(study, folder, places), terminal())
     terminal().print(f"The report is {folder / 'report.html'}", soft_wrap=True, highlight=False)
 
 
-def run_suite(
-    suite: str, mixers: str | None, folder: Path, board: Path | None, places: list[str], accept_old: bool
-) -> None:
+def run_suite(suite: str, mixers: str | None, folder: Path, board: Path | None, places: list[str]) -> None:
     """Runs each mixer's study of a suite in a folder of its own, and shows their rows beside those of the file `board`.
     Says before how long it will take."""
     from ..studies.compare import estimate, leaderboard
@@ -169,12 +166,12 @@ def run_suite(
         about = f"{seconds / 60:.0f} min with {count(len(places), 'worker')}, by a few steps of each task"
         console.print(f"{name}: {count(arms, 'model')} to train, about {about}", highlight=False)
     for name, study in by_name.items():
-        run(study, folder / name, places, accept_old)
+        run(study, folder / name, places)
     print_sections(leaderboard.report(folder, suite, others), console)
     console.print(f"The tables are in {folder / 'leaderboard.html'}", soft_wrap=True, highlight=False)
 
 
-def run(study: Any, folder: Path, places: list[str], accept_old: bool) -> dict[str, Any]:
+def run(study: Any, folder: Path, places: list[str]) -> dict[str, Any]:
     """Runs a study in its folder, writes the report and returns the results."""
     from ..studies.compare.page import write_report
     from ..studies.compare.run import check, complete
@@ -187,8 +184,8 @@ def run(study: Any, folder: Path, places: list[str], accept_old: bool) -> dict[s
         console.print(f"Note: {sentence}", style="yellow", highlight=False, soft_wrap=True)
     check(folder, study)
     with interruptible(f"finished models are kept in {folder}; the same command continues"), locked(folder):
-        with claimed(folder, study.claim(accept_old)), board(study, console) as progress:
-            results = complete(study, folder, progress.listen, places, accept_old)
+        with claimed(folder, study.claim()), board(study, console) as progress:
+            results = complete(study, folder, progress.listen, places)
         write_report(results, folder)
     return results
 

@@ -53,12 +53,6 @@ Threads = Annotated[
 PromptFile = Annotated[
     Path | None, typer.Option("--file", help=r"UTF-8 file to read the text from. \[default: standard input]")
 ]
-AcceptOld = Annotated[
-    bool,
-    typer.Option("--accept-old", help="Continue from results of another version of headrace. The report states this."),
-]
-
-
 Plugins = Annotated[
     list[str] | None,
     typer.Option(

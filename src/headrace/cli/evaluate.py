@@ -11,7 +11,7 @@ from urllib.request import Request, urlopen
 import typer
 
 from .. import zoo
-from .console import AcceptOld, Device, Threads, interruptible, numbers, telling, terminal
+from .console import Device, Threads, interruptible, numbers, telling, terminal
 
 PATIENCE = 5.0  # seconds for the Hub's answer
 OFFLINE = "Note: the Hugging Face Hub does not answer; what is in its cache on this machine is used (HF_HUB_OFFLINE=1)"
@@ -42,7 +42,6 @@ def evaluate(
     threads: Threads = None,
     seed: Annotated[int, typer.Option(help="Random seed of the needles.", min=0, max=2**32 - 1)] = 1234,
     output: Annotated[Path | None, typer.Option(help=r"Folder of the report. \[default: runs/eval-<suite>]")] = None,
-    accept_old: AcceptOld = False,
 ) -> None:
     """Evaluate checkpoints on tasks of lm-evaluation-harness.
 
@@ -63,7 +62,7 @@ def evaluate(
     with interruptible(f"what is finished is in {folder}; the same command continues"), locked(folder):
         with telling(console) as tell:
             evaluation = run.evaluate(
-                checkpoints, plan, run.Machine(on_device(device), batch_size, threads), folder, accept_old, tell
+                checkpoints, plan, run.Machine(on_device(device), batch_size, threads), folder, tell
             )
         page = report.write_report(evaluation, checkpoint.named(checkpoints), folder)
     report.print_evaluation(evaluation, console)
@@ -112,7 +111,6 @@ def bench(
         typer.Option(help=r"Data type: bfloat16, float32 or float64. \[default: bfloat16; float32 on a CPU]"),
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for bench.csv and report.html.")] = Path("runs/bench"),
-    accept_old: AcceptOld = False,
 ) -> None:
     """Measure memory, throughput and latency of mixers with and without competition.
 
@@ -139,7 +137,7 @@ def bench(
         console.print("Note: 2 layers on a CPU instead of the paper's 24; set --layers 24 for all", style="yellow")
     with interruptible(f"what is finished is in {output}; the same command continues"), locked(output):
         with telling(console) as tell:
-            held = complete(plan, measurements, output, tell, accept_old)
+            held = complete(plan, measurements, output, tell)
         lines = rows(held, plan)
         write_csv(output / "bench.csv", lines)
         report = write_report(held, lines, plan, output, shlex.join(["headrace", *sys.argv[1:]]))

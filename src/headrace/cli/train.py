@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ..studies.settings import assignments
 from ..utils.errors import InputError
-from .console import AcceptOld, NewFolder, interruptible, refuse_without
+from .console import NewFolder, interruptible, refuse_without
 
 GIGA = 1e9
 PICTURES = (".png", ".pdf", ".svg")
@@ -209,7 +209,6 @@ def train(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON output of the dry run.")] = False,
-    accept_old: AcceptOld = False,
 ) -> None:
     """Train a language model by a recipe.
 
@@ -242,7 +241,7 @@ def train(
 
     folder = output or Path("runs", f"{Path(recipe).stem}-{chosen.mixer}")
     with interruptible(f"{folder} keeps the newest checkpoint; the same command continues from it", terminated=0):
-        run(chosen, about, data, folder, trackers, accept_old, timeout)
+        run(chosen, about, data, folder, trackers, timeout)
 
 
 def curves(

@@ -10,7 +10,6 @@ import typer
 from rich.console import Console
 
 from .console import (
-    AcceptOld,
     Checkpoint,
     Device,
     PromptFile,
@@ -88,7 +87,6 @@ def reproduce(
     output: Annotated[
         Path | None, typer.Option(help=r"Folder shared by the experiments. \[default: runs/reproduce/<scale>]")
     ] = None,
-    accept_old: AcceptOld = False,
 ) -> None:
     """Reproduce a table or figure of a paper, and show our numbers beside the published ones.
 
@@ -100,7 +98,7 @@ def reproduce(
     console = terminal()
     if name is None:
         options = {"run": run, "text": text, "data": data, "only": only, "add": add, "output": output}
-        refuse_without("the name of a table or figure", **options, accept_old=accept_old)
+        refuse_without("the name of a table or figure", **options)
         if machine is None:
             show.print_list(console)
         else:
@@ -118,7 +116,7 @@ def reproduce(
         training.refuse_unfitting(fits)
         tell(downloads(steps))
         with interruptible("the steps that have ended are kept; the same command continues"), locked(folder):
-            execute(steps, folder, tell, accept_old)
+            execute(steps, folder, tell)
     else:
         for step in steps:
             tell(shlex.join(step))

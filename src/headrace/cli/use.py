@@ -95,9 +95,9 @@ def generate(
     The last line, on standard error, has the speed, the engine that computed single tokens, and the seed. With --draft
     or --prompt-lookup it also has the share of proposed tokens that were accepted, and the tokens of each pass of the
     model. The same command with this --seed prints the same text."""
-    from ..hf.generate import generate as run
-    from ..hf.generate import sampling_seed, sampling_settings
     from ..studies.report.numbers import count
+    from .generate import generate as run
+    from .generate import sampling_seed, sampling_settings
 
     sampling = sampling_settings(max_new_tokens, temperature, top_p, top_k, repetition_penalty)
     seed = sampling_seed(seed, temperature)
@@ -238,8 +238,9 @@ def convert(
 
     Without --to, converts a foreign checkpoint or a GGUF file to headrace; with --to, converts a checkpoint of
     headrace."""
-    from ..hf.checkpoint import GGUF, check_config, fetched, load
-    from ..hf.convert import PRECISIONS, check_format, export_checkpoint, import_checkpoint, import_gguf, set_use_cache
+    from ..convert.checkpoint import GGUF, check_config, fetched, load
+    from ..convert.exporting import check_format, export_checkpoint, set_use_cache
+    from ..convert.importing import PRECISIONS, import_checkpoint, import_gguf
 
     if to is not None:
         check_format(to)
@@ -291,8 +292,8 @@ def export(
     ] = None,
 ) -> None:
     """Write a checkpoint for another runtime."""
+    from ..convert.checkpoint import fetched
     from ..export import FORMATS, writer
-    from ..hf.checkpoint import fetched
 
     all_options: dict[str, Any] = {"weights": weights, "opset": opset, "libraries": libraries}
     options = {name: value for name, value in all_options.items() if value is not None}
@@ -315,8 +316,8 @@ def retrofit(checkpoint: Checkpoint, output: NewFolder) -> None:
     """Add head competition to a trained model.
 
     The gates are initialized so that the new model computes the same outputs; further training can change them."""
-    from ..hf.generate import read_tokenizer
-    from ..hf.retrofit import retrofit as run
+    from ..convert.checkpoint import read_tokenizer
+    from ..convert.retrofit import retrofit as run
 
     with new_checkpoint(output) as folder:
         for part in (run(checkpoint), read_tokenizer(checkpoint)):

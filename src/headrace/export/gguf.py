@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import zoo
-from ..hf import load
-from ..hf.generate import read_tokenizer
-from ..layers.linear.mixer import LinearMixer
+from ..convert import load
+from ..convert.checkpoint import read_tokenizer
 from ..layers.matrix.rwkv7 import RWKV7
 from ..ops.checks import require
 from ..spec.linear import MixerSpec
@@ -56,7 +55,7 @@ def gated_deltanet_settings(model: Any) -> Settings:
     }  # fmt: skip
 
 
-def gated_deltanet_layer(mixer: LinearMixer) -> Tensors:
+def gated_deltanet_layer(mixer: Any) -> Tensors:
     def tiled(x: Tensor, size: int = 1, dim: int = 0) -> Tensor:
         """Orders value heads as llama.cpp does: the first of every key head, then the second of every key head, ..."""
         return x.unflatten(dim, (mixer.Hq, -1, size)).transpose(dim, dim + 1).flatten(dim, dim + 2)
@@ -86,7 +85,7 @@ def identity_layer(model: Any) -> Tensors:
     return {f"{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
 
 
-def mamba2_layer(mixer: LinearMixer) -> Tensors:
+def mamba2_layer(mixer: Any) -> Tensors:
     require(mixer.Hq == 1, f"--to gguf: heads.qk_groups={mixer.Hq}; llama.cpp needs 1, as it norms groups separately")
 
     def vkq(x: Tensor) -> Tensor:

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from ..hf.model import HeadraceForCausalLM
 from ..layers.attention.attention import SoftmaxAttention
 from ..layers.attention.latent import LatentAttention
-from ..layers.base import ANY, INTEGERS
-from ..layers.blocks.channel_mixing import ChannelMixing
+from ..layers.base import ANY, INTEGERS, Mixer
 from ..layers.blocks.moe import MixtureOfExperts
 from ..layers.linear.mixer import LinearMixer
 from ..utils.errors import InputError
@@ -71,7 +70,7 @@ def _reason(layer: Any) -> str | None:
     mixer, mlp = layer.mixer, layer.mlp
     if isinstance(mlp, MixtureOfExperts):
         return "it has a mixture of experts, which chooses the weights of each token"
-    if layer.parallel is not None or isinstance(mlp, ChannelMixing):
+    if layer.parallel is not None or isinstance(mlp, Mixer):
         return "it has several states; expected one mixer and an MLP without a state"
     if type(mixer) not in FIELDS:
         return f"its mixer is {type(mixer).__name__}, whose recurrence has no node in ONNX; expected a linear mixer"

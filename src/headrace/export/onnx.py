@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..hf.checkpoint import load
+from ..convert.checkpoint import load
 from ..hf.model import HeadraceForCausalLM
 from ..ops.dispatch import set_backend
 from ..utils.errors import InputError

@@ -1,11 +1,10 @@
-"""The language model with the interfaces of Hugging Face transformers, generation, a server, and conversion."""
+"""The language model with the interfaces of Hugging Face transformers, and generation."""
 
 from ..utils.extras import require
 
 require(__name__, "transformers")
 
 from .cache import HeadraceCache
-from .checkpoint import load
 from .config import HeadraceConfig
 from .heads import HeadraceForQuestionAnswering, HeadraceForSequenceClassification, HeadraceForTokenClassification
 from .marks import Marks
@@ -15,5 +14,5 @@ from .state_file import load_state, save_state
 __all__ = [
     "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceForQuestionAnswering",
     "HeadraceForSequenceClassification", "HeadraceForTokenClassification", "HeadraceModel", "HeadracePreTrainedModel",
-    "Marks", "load", "load_state", "save_state",
+    "Marks", "load_state", "save_state",
 ]  # fmt: skip

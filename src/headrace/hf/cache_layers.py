@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttent
 
 from ..layers.attention.attention import AttentionState
 from ..layers.attention.window import WindowState
-from ..layers.blocks.channel_mixing import ShiftState
+from ..layers.base import ShiftState
 from ..layers.blocks.stack import PositionState
 from ..ops.checks import require
 

@@ -6,21 +6,45 @@ them is always late: a small model can then take a hundred times as long with tw
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
 Tell = Callable[[str], None]
-TRIES = 3  # steps with each number of threads, of which the first, in which threads start, does not count
-RECENT = 5  # steps whose median shows that they have become slow
-SLOW = 3.0  # how many times as long as the fastest
+BLOCK = 0.02  # seconds of steps that follow one another with the same number; at least one step
+SLOWER = 8.0, 2.0, 1.2, 1.0, 1.0  # a number that in each round so far took this many times as long is left out
+HOLDS = 10  # how many times as long as all steps before it a choice holds
+RECENT = 5  # blocks whose median shows that steps have become slow
+SLOW = 3.0  # how many times as long as when they were measured
+
+
+class Time(NamedTuple):
+    """The time of a step or of several."""
+
+    seconds: float
+    tokens: int
+
+    @property
+    def of_a_token(self) -> float:
+        return self.seconds / self.tokens
+
+    def __add__(self, other: "Time") -> "Time":  # type: ignore[override]
+        return Time(self.seconds + other.seconds, self.tokens + other.tokens)
+
+
+NOTHING = Time(0.0, 0)
 
 
 class Threads:
-    """Sets the number of threads of each step of a process whose steps are alike: first all of PyTorch's, half and 1 in
-    turn, then the number with the fastest step. Measures again when steps have become SLOW times as long.
+    """Sets the number of threads of each step of a process whose steps are alike: in turn all of PyTorch's, half and 1,
+    then the number with the least time. Measures again when steps have become SLOW times as long, and, as a machine
+    also becomes idle, after HOLDS times the time of all steps so far.
+
+    The first steps of a process are slow with any number, and times vary with what else the machine does. So blocks of
+    steps with each number alternate, in an order that each round reverses.
 
     Args:
         number: what is set, without a measurement; None: measured.
@@ -35,50 +59,77 @@ class Threads:
         self.before = torch.get_num_threads()
         most = most or self.before
         self.numbers = sorted({1, max(most // 2, 1), most}, reverse=True) if number is None else [number]
-        self.tell, self.noun, self.fastest = tell, noun, 0.0
-        self._measure()
+        self.tell, self.noun, self.seconds = tell, noun, 0.0
+        self.steps = self._all_steps()
+        self._set(next(self.steps))
 
     @property
     def measures(self) -> bool:
         """Whether there is more than one number to choose from."""
         return len(self.numbers) > 1
 
-    def took(self, seconds: float) -> None:
-        """Notes the time of a step, and sets the number of threads of the next one."""
-        if not self.measures:
-            return
-        own = self.times[self.now]
-        own.append(seconds)
-        if not self.fastest and len(own) == TRIES:
-            self._go_on()
-        elif self.fastest and len(own) == RECENT and median(own) > SLOW * self.fastest:
-            self.tell(f"{self.noun} takes {median(own):.2g} s, where the fastest took {self.fastest:.2g} s")
-            self._measure()
+    def took(self, seconds: float, tokens: int = 1) -> None:
+        """Notes the time of a step, and sets the number of threads of the next one. Steps are compared by the time of a
+        token."""
+        self.seconds += seconds
+        if self.measures:
+            self._set(self.steps.send(Time(seconds, tokens)))
 
     def restore(self) -> None:
         """Sets the number of threads that the process had before."""
         torch.set_num_threads(self.before)
 
-    def _measure(self) -> None:
-        self.times: dict[int, deque[float]] = {number: deque(maxlen=RECENT) for number in self.numbers}
-        self.fastest = 0.0
-        self._set(self.numbers[0])
-
     def _set(self, number: int) -> None:
         self.now = number
         torch.set_num_threads(number)
 
-    def _go_on(self) -> None:
-        """Goes on to the next number, or chooses one if all have been tried."""
-        if left := [number for number, times in self.times.items() if not times]:
-            self._set(left[0])
-            return
-        best = {number: min(list(times)[1:]) for number, times in self.times.items()}
-        chosen = min(best, key=best.__getitem__)
-        self.fastest = best[chosen]
-        self._set(chosen)
-        each = ", ".join(f"{seconds:.2g} s with {number}" for number, seconds in best.items())
-        self.tell(f"{chosen} of {self.numbers[0]} threads: {self.noun} takes {each}")
+    def _all_steps(self) -> Generator[int, Time, None]:
+        yield from self._block(self.numbers[0])
+        while True:
+            times = yield from self._race()
+            chosen = min(times, key=times.__getitem__)
+            each = ", ".join(f"{seconds:.2g} s with {number}" for number, seconds in times.items())
+            self.tell(f"{chosen} of {self.numbers[0]} threads: {self.noun} takes {each}")
+            yield from self._hold(chosen, times[chosen])
+
+    def _block(self, number: int) -> Generator[int, Time, Time]:
+        """Yields the number of threads of each step, and returns their time, less that of the first, in which threads
+        start."""
+        yield number
+        block = NOTHING
+        while not block.tokens or block.seconds < BLOCK:
+            block += yield number
+        return block
+
+    def _race(self) -> Generator[int, Time, dict[int, float]]:
+        """Returns the seconds of a token with each number of threads."""
+        blocks: dict[int, list[Time]] = {number: [] for number in self.numbers}
+        times: dict[int, float] = {}
+        left = self.numbers
+        for slower in SLOWER:
+            for number in left:
+                blocks[number].append((yield from self._block(number)))
+                times[number] = sum(blocks[number], NOTHING).of_a_token
+            best = blocks[min(left, key=times.__getitem__)]
+            left = [number for number in reversed(left) if _keeps_up(blocks[number], best, slower)]
+            if len(left) == 1:
+                break
+        return times
+
+    def _hold(self, number: int, fastest: float) -> Generator[int, Time, None]:
+        recent: deque[float] = deque(maxlen=RECENT)
+        end = self.seconds * (1 + HOLDS)
+        while self.seconds < end:
+            block = yield from self._block(number)
+            recent.append(block.of_a_token)
+            if len(recent) == RECENT and median(recent) > SLOW * fastest:
+                self.tell(f"{self.noun} takes {median(recent):.2g} s, where it took {fastest:.2g} s")
+                return
+
+
+def _keeps_up(blocks: list[Time], best: list[Time], slower: float) -> bool:
+    """Whether a token took, in some block, at most `slower` times as long as in the best number's of the same round."""
+    return any(own.of_a_token <= slower * other.of_a_token for own, other in zip(blocks, best, strict=True))
 
 
 class ThreadsBySize:
@@ -101,7 +152,7 @@ class ThreadsBySize:
             started = time.perf_counter()
             yield
             if self.ended == ended:
-                threads.took((time.perf_counter() - started) / tokens)
+                threads.took(time.perf_counter() - started, tokens)
         finally:
             self.ended += 1
             torch.set_num_threads(before)

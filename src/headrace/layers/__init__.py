@@ -1,7 +1,5 @@
 """Token mixers: modules that map x [B, T, D] and a state to y [B, T, D] and the next state."""
 
-from importlib import import_module
-
 from torch import nn
 
 from .. import zoo
@@ -11,6 +9,7 @@ from ..spec.record import require_bools, require_positive, require_positive_numb
 from ..spec.stack import Decoder
 from ..utils.errors import InputError
 from .attention.attention import SoftmaxAttention
+from .base import named
 from .bidirectional import BothWays
 from .linear.mixer import LinearMixer, MixerState
 
@@ -30,8 +29,7 @@ def build(spec: Spec, *, causal: bool = True, **settings) -> nn.Module:
         settings["causal"] = causal
     elif not causal:
         return BothWays(*(build(spec, **settings) for _ in range(2)))
-    module, _, name = spec.facts.layer.rpartition(".")
-    built = getattr(import_module(f".{module}", __package__), name)(spec, **settings)
+    built = named(spec.layer(causal))(spec, **settings)
     built.spec, built.hidden_size = spec, settings["hidden_size"]
     return built
 

@@ -4,6 +4,7 @@ Dimensions: B batch, T tokens, D hidden size, N sequences, E channels, S state n
 """
 
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,18 @@ class Recurrence(nn.Module):
 
     def forward(self, function: Callable[..., Any], *given: Any) -> Any:
         return function(*given)
+
+
+def named(path: str) -> Any:
+    """Returns the class at a path as of `Facts.layer`."""
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module, __package__), name)
+
+
+class ShiftState(NamedTuple):
+    """The last token of N sequences."""
+
+    shift: Tensor  # [N, 1, D]
 
 
 class ScanState(NamedTuple):

@@ -55,7 +55,7 @@ class ModuleSpec(Spec):
 
     label: ClassVar[str]  # name of the mixer
     module: ClassVar[type[nn.Module]]
-    facts = Facts("module.ModuleMixer")
+    facts = Facts(".module.ModuleMixer")
     uncompeting = "is a module, whose heads headrace does not know"
 
     def __post_init__(self) -> None:

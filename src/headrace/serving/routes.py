@@ -20,8 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from ..hf.checkpoint import check_backend, load
-from ..hf.generate import read_tokenizer
+from ..convert.checkpoint import check_backend, load, read_tokenizer
 from ..utils.device import on_device
 from ..utils.errors import InputError
 from .access import LOCAL, Access, Keyed, KnownHosts

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..hf.generate import read_tokenizer
+from ..convert.checkpoint import read_tokenizer
 from ..utils.processes import POSIX, end_with_parent, handling
 from .refusals import Refused, failed
 

@@ -6,9 +6,8 @@ from .linear import Competition, Heads, Inputs, MixerSpec, Read, Write
 from .matrix import MatrixSpec
 from .scan import ScanSpec
 from .serialize import Spec, change, from_json, to_json
-from .softmax_rnn import SoftmaxRNNSpec
 
 __all__ = [
     "AttentionSpec", "Competition", "Decay", "Heads", "Inputs", "LatentSpec", "MatrixSpec", "MixerSpec", "Pattern",
-    "Read", "Rope", "ScanSpec", "SoftmaxRNNSpec", "Spec", "Write", "change", "from_json", "to_json",
+    "Read", "Rope", "ScanSpec", "Spec", "Write", "change", "from_json", "to_json",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from ..utils.errors import InputError
+from ..utils.tables import Table
 from .mixer import Facts, Shapes, Spec
 from .record import NonNegativeInt, PositiveFloat, PositiveInt, Range, Record, fields, require_positive
 
@@ -137,6 +138,8 @@ class Pattern(Record):
         return self.window // 2 // self.unit * self.unit
 
 
+# Layers, as `Facts.layer`. early: with tiles, with buckets, with random blocks, and with patterns in an encoder.
+LAYERS: Table[str] = Table("attention_layers")
 Gate = Literal["none", "channel", "head"]
 Scale = Literal["key", "one", "half-key"] | PositiveFloat
 
@@ -170,7 +173,13 @@ class AttentionSpec(Spec):
     # head: Forgetting Transformer (arXiv 2503.02130)
     forget: bool = False
 
-    facts = Facts("attention.attention.SoftmaxAttention", cached=True)
+    facts = Facts(".attention.attention.SoftmaxAttention", cached=True)
+
+    def layer(self, causal: bool) -> str:
+        """Returns the layer: that of the core, or one of LAYERS for what it has not."""
+        sparse = self.pattern is not None and (self.pattern.random > 0 or not causal)
+        early = sparse or self.form == "tiles" or self.buckets is not None
+        return LAYERS["early"] if early else self.facts.layer
 
     def _objections(self):
         yield (
@@ -233,7 +242,7 @@ class LatentSpec(Spec):
     bias: bool = False  # whether the projections from the token to a latent, and of the output, have biases
     norm_eps: PositiveFloat | None = None  # epsilon of the latents' norms; None: the model's
 
-    facts = Facts("attention.latent.LatentAttention", cached=True)
+    facts = Facts(".attention.latent.LatentAttention", cached=True)
     # What AttentionSpec has besides.
     form: ClassVar[str] = "sdpa"
     null: ClassVar[bool] = False

@@ -124,7 +124,7 @@ class MixerSpec(Spec):
     read: Read = field(default_factory=Read)
     competition: Competition | None = None
 
-    facts = Facts("linear.mixer.LinearMixer")
+    facts = Facts(".linear.mixer.LinearMixer")
 
     @property
     def gated(self) -> bool:  # type: ignore[override]

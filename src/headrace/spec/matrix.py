@@ -10,22 +10,22 @@ SLOTTED = "gsa", "abc"  # attention to slots
 # A new kind is a row here, its name in `MatrixSpec`, and the module of its layer.
 KINDS = {
     "rwkv7": Facts(
-        "matrix.rwkv7.RWKV7",
+        ".matrix.rwkv7.RWKV7",
         Update("diag(α) − κᵀ(a κ)", "v", "α, per key channel", "½‖v − kS‖²"),
         flops=9,  # decay: 1; κ S: 2; − (a κ)ᵀ (κ S): 2; + kᵀ v: 2; q S: 2
     ),
     "gla-outer": Facts(
-        "matrix.gla_outer.GLAOuter",
+        ".matrix.gla_outer.GLAOuter",
         Update("α … βᵀ", "v", "α βᵀ, per number"),
         flops=6,  # both decays: 2; + kᵀ v: 2; q S: 2
     ),
     "gsa": Facts(
-        "matrix.slots.SlotAttention",
+        ".matrix.slots.SlotAttention",
         Update("diag(α)", "(k, v)", "α, per slot"),
         flops=5,  # decay: 1; + (1 − α)ᵀ (k, v): 2; q Kᵀ and p V: 2
     ),
     "abc": Facts(
-        "matrix.slots.SlotAttention",
+        ".matrix.slots.SlotAttention",
         Update("diag(1 − p)", "(k, v)", "1 − p, per slot; p = e^w / Σ e^w"),
         flops=5,  # as gsa
     ),

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from ..utils.errors import InputError
-from .record import Record
+from .record import Record, require_positive
 
 Shapes = dict[str, tuple[int, ...]]
 FEWEST = 4  # number of heads of a published size from which on a model has heads of that size
@@ -23,7 +24,7 @@ class Update(NamedTuple):
 class Facts(NamedTuple):
     """What the library knows of a kind of mixer, besides how it is computed."""
 
-    layer: str  # module and class of the layer, below headrace.layers
+    layer: str  # module and class of the layer; one that begins with a dot is below headrace.layers
     update: Update | None = None
     flops: int = 0  # operations per number of the memory and token, as `flops_per_token` counts them
     cached: bool = False  # whether the state is a cache of keys and values; the layer then has a form for encoders
@@ -60,6 +61,10 @@ class Spec(Stateful):
     gated: ClassVar[bool] = False  # whether a gate multiplies the output or the values, besides a decay and β
     uncompeting = "has no memory that heads could compete for"  # why it has no softmax version
 
+    def layer(self, causal: bool) -> str:
+        """Returns module and class of the layer, as `Facts.layer`. causal: False for an encoder's."""
+        return self.facts.layer
+
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """Returns (K, V), the key and value dimensions per head. Raises InputError for sizes that do not divide."""
         raise TypeError(f"{type(self).__name__} does not define head_dims")
@@ -70,6 +75,22 @@ class Spec(Stateful):
         discretization of a fixed system as none."""
         flops = self.facts.flops
         return flops and flops * math.prod(self.state_shapes(hidden_size, num_heads)["memory"])
+
+
+@dataclass(frozen=True)
+class ModelSpec(Stateful):
+    """Base of the specs of whole models other than decoders. A field `mixer` is the spec of the blocks' mixer."""
+
+    builder: ClassVar[str]  # the function that builds the model, for errors
+
+    def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
+        """Returns the key and value dimensions per head. Raises InputError for sizes that do not divide."""
+        require_positive(hidden_size=hidden_size, num_heads=num_heads)
+        return hidden_size, hidden_size
+
+    def num_heads(self, hidden_size: int, default: int) -> int:
+        """Returns the number of heads, 1 for a model without heads."""
+        return 1
 
 
 def heads_of_width(count: int | None, width: int | None, total: float, default: int) -> int:

@@ -5,7 +5,7 @@ A field's type hint may be bool, int, float, str, a Literal, a record, None, a t
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from math import isfinite
 from sys import float_info
@@ -27,7 +27,7 @@ class Range(NamedTuple):
 class Names(NamedTuple):
     """The texts that a field accepts, where a table lists them."""
 
-    among: tuple[str, ...]
+    among: Collection[str]
 
 
 PositiveInt = Annotated[int, Range("at least 1", lambda n: n >= 1)]
@@ -40,7 +40,7 @@ class Kind(NamedTuple):
     """One alternative of a field's type hint."""
 
     type: type
-    among: tuple[Any, ...] = ()  # values of a Literal
+    among: Collection[Any] = ()  # values of a Literal, or names
     range: Range | None = None
     items: tuple["Kind", ...] = ()  # alternatives for the items of a tuple
 

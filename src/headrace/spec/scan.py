@@ -1,74 +1,82 @@
 """The spec of mixers with one recurrence per channel: state-space models, gated recurrences, and convolutions."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, NamedTuple
 
 from ..utils.errors import InputError
+from ..utils.tables import Table
 from .mixer import Facts, Shapes, Spec, Update
-from .record import PositiveFloat, PositiveInt, Range, require_positive
+from .record import Names, PositiveFloat, PositiveInt, Range, require_positive
 
-# A new kind is a row here, its name in `ScanSpec`, and the module of its layer. Operations are per state number and
-# token; x is a complex number of a conjugate pair.
-KINDS = {
-    "mamba": Facts(
-        "scans.mamba.Mamba",
-        Update("e^(A dt)", "dt u", "e^(A dt), per number"),
-        flops=6,  # dt A: 1; e^(dt A) h + (dt u) B: 3; C h: 2
-        requires=frozenset({"state_size", "conv"}),
+
+class ScanKind(NamedTuple):
+    """What a kind of scan is, besides how it is computed."""
+
+    facts: Facts
+    fields: tuple[str, ...] = ()  # the fields of ScanSpec that it has, of those that `facts.requires` does not list
+    gated: bool = True
+    numbers: int = 1  # of the state per channel, without a state_size
+    complex: bool = False  # whether two state numbers are one complex number
+    shift: bool = False  # whether the last token is part of the state
+
+
+# A new kind is a row here, and the module of its layer. Operations are per state number and token.
+KINDS = Table("scan_kinds", {
+    "mamba": ScanKind(
+        Facts(
+            ".scans.mamba.Mamba",
+            Update("e^(A dt)", "dt u", "e^(A dt), per number"),
+            flops=6,  # dt A: 1; e^(dt A) h + (dt u) B: 3; C h: 2
+            requires=frozenset({"state_size", "conv"}),
+        ),
+        ("expand", "rank", "norm", "conv_bias", "bias"),
     ),
-    "s4": Facts(
-        "scans.s4.S4",
-        Update("Ā", "B̄ u", "Ā, fixed", "Legendre coefficients of the past"),
-        # of the two of a pair: P* x: 4; (1 + dt/2 A) x: 10; its solve by Woodbury's identity: 14; + B̄ u: 4;
-        # 2 Re(C x): 4
-        flops=18,
-        requires=frozenset({"state_size"}),
+    "rg-lru": ScanKind(
+        Facts(
+            ".scans.rg_lru.RGLRU",
+            Update("a", "√(1 − a²) i u", "a, per channel"),
+            flops=6,  # a h + √(1 − a²) (i u): 2 + 2; 1 − a²: 2
+            requires=frozenset({"conv"}),
+        ),
+        ("expand", "conv_bias", "bias"),
     ),
-    "s4d": Facts(
-        "scans.s4.S4D",
-        Update("Ā, diagonal", "B̄ u", "Ā, fixed"),
-        flops=7,  # of the two of a pair: Ā x: 6; + B̄ u: 4; 2 Re(C x): 4
-        requires=frozenset({"state_size"}),
+    "mingru": ScanKind(
+        Facts(
+            ".scans.gated.GatedScan",
+            Update("1 − z", "z h̃", "1 − z, per channel"),
+            flops=4,  # 1 − z: 1; z h̃: 1; a h + b: 2
+        ),
+        ("expand", "bias"),
+        gated=False,
     ),
-    "rwkv4": Facts(
-        "scans.rwkv4.RWKV4",
-        Update("e^−w", "e^k v", "e^−w, per channel"),
-        flops=3,  # of the three of a channel: the sums Σ e^k v and Σ e^k: 3 and 2; their ratio with the bonus: 4
+    "minlstm": ScanKind(
+        Facts(
+            ".scans.gated.GatedScan",
+            Update("f / (f + i)", "i h̃ / (f + i)", "f / (f + i), per channel"),
+            flops=6,  # f + i and two ratios: 3; times h̃: 1; a h + b: 2
+        ),
+        ("expand", "bias"),
+        gated=False,
     ),
-    "rg-lru": Facts(
-        "scans.rg_lru.RGLRU",
-        Update("a", "√(1 − a²) i u", "a, per channel"),
-        flops=6,  # a h + √(1 − a²) (i u): 2 + 2; 1 − a²: 2
-        requires=frozenset({"conv"}),
+    "hgrn": ScanKind(
+        Facts(
+            ".scans.gated.GatedScan",
+            Update("α", "(1 − α) c", "α, per channel"),
+            flops=6,  # γ + (1 − γ) σ(f): 2; (1 − α) c: 2; α h + b: 2
+        ),
+        ("expand", "bias"),
     ),
-    "mingru": Facts(
-        "scans.gated.GatedScan",
-        Update("1 − z", "z h̃", "1 − z, per channel"),
-        flops=4,  # 1 − z: 1; z h̃: 1; a h + b: 2
+    "short-conv": ScanKind(
+        Facts(
+            ".scans.short_conv.ShortConv",
+            Update("shift by one token", "B u", "the last inputs"),
+            flops=2,  # w x, + it: of the inputs that are remembered
+            requires=frozenset({"conv"}),
+        ),
+        ("conv_bias", "bias"),
     ),
-    "minlstm": Facts(
-        "scans.gated.GatedScan",
-        Update("f / (f + i)", "i h̃ / (f + i)", "f / (f + i), per channel"),
-        flops=6,  # f + i and two ratios: 3; times h̃: 1; a h + b: 2
-    ),
-    "hgrn": Facts(
-        "scans.gated.GatedScan",
-        Update("α", "(1 − α) c", "α, per channel"),
-        flops=6,  # γ + (1 − γ) σ(f): 2; (1 − α) c: 2; α h + b: 2
-    ),
-    "short-conv": Facts(
-        "scans.short_conv.ShortConv",
-        Update("shift by one token", "B u", "the last inputs"),
-        flops=2,  # w x, + it: of the inputs that are remembered
-        requires=frozenset({"conv"}),
-    ),
-}
-# The fields that a kind has, of those that `requires` does not list.
-FIELDS = {
-    "mamba": ("expand", "rank", "norm", "conv_bias", "bias"), "rwkv4": ("expand",),
-    "rg-lru": ("expand", "conv_bias", "bias"), "short-conv": ("conv_bias", "bias"),
-    "mingru": ("expand", "bias"), "minlstm": ("expand", "bias"), "hgrn": ("expand", "bias"),
-}  # fmt: skip
+})  # fmt: skip
+OPTIONS = frozenset({"expand", "rank", "norm", "conv_bias", "bias"})  # fields with a default, which not all kinds have
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,7 @@ class ScanSpec(Spec):
     (2305.13048), Griffin's recurrent block (2402.19427), minGRU or minLSTM (2410.01201), HGRN (2311.04823), or LFM2's
     gated convolution (2511.23404)."""
 
-    kind: Literal["mamba", "s4", "s4d", "rwkv4", "rg-lru", "mingru", "minlstm", "hgrn", "short-conv"]
+    kind: Annotated[str, Names(KINDS)]
     state_size: PositiveInt | None = None  # state numbers per channel; in s4 and s4d two of them are one complex number
     # mamba, rg-lru: width of the causal depthwise convolution before the recurrence; short-conv: of the convolution
     conv: Annotated[int, Range("at least 2", lambda n: n >= 2)] | None = None
@@ -91,11 +99,11 @@ class ScanSpec(Spec):
 
     @property
     def gated(self) -> bool:  # type: ignore[override]
-        return self.kind not in ("mingru", "minlstm")
+        return KINDS[self.kind].gated
 
     @property
     def facts(self) -> Facts:  # type: ignore[override]
-        return KINDS[self.kind]
+        return KINDS[self.kind].facts
 
     def _objections(self):
         required = self.facts.requires
@@ -103,9 +111,9 @@ class ScanSpec(Spec):
             value = getattr(self, name)
             yield name in required and value is None, f"kind={self.kind!r} needs {name}; got none"
             yield name not in required and value is not None, f"kind={self.kind!r} has no {name}; got {name}={value}"
-        pairs = self.kind in ("s4", "s4d")
-        yield pairs and (self.state_size or 0) % 2 == 1, f"state_size={self.state_size}; expected a multiple of 2"
-        for name in {*FIELDS["mamba"]} - {*FIELDS.get(self.kind, ())}:
+        odd = KINDS[self.kind].complex and (self.state_size or 0) % 2 == 1
+        yield odd, f"state_size={self.state_size}; expected a multiple of 2"
+        for name in OPTIONS - {*KINDS[self.kind].fields}:
             value = getattr(self, name)
             yield value != getattr(ScanSpec, name), f"kind={self.kind!r} has no {name}; got {name}={value}"
 
@@ -122,8 +130,9 @@ class ScanSpec(Spec):
             raise InputError(f"expand={self.expand} times hidden_size={hidden_size} is {width:g}; expected an integer")
         if self.kind == "rg-lru" and width % num_heads:
             raise InputError(f"num_heads={num_heads} does not divide the {width:g} channels of kind='rg-lru'")
-        own = {"rwkv4": 3, "short-conv": (self.conv or 1) - 1}
-        return self.state_size or own.get(self.kind, 1), int(width)
+        inputs = (self.conv or 1) - 1  # that a convolution remembers
+        own = inputs if self.kind == "short-conv" else KINDS[self.kind].numbers
+        return self.state_size or own, int(width)
 
     def step_rank(self, hidden_size: int) -> int:
         """Returns the rank of mamba's projection to the step size."""
@@ -135,6 +144,6 @@ class ScanSpec(Spec):
         shapes: Shapes = {"memory": (size, channels)}
         if self.conv is not None and self.kind != "short-conv":
             shapes["conv"] = (self.conv - 1, channels)
-        if self.kind == "rwkv4":
+        if KINDS[self.kind].shift:
             shapes["shift"] = (1, hidden_size)
         return shapes

@@ -6,21 +6,19 @@ from typing import Any
 
 from ..utils import plugins
 from ..utils.errors import InputError
+from ..utils.tables import Table
 from .attention import AttentionSpec, LatentSpec
-from .encoder_decoder import RecurrentSpec
 from .linear import MixerSpec
 from .matrix import MatrixSpec
 from .mixer import Spec
 from .record import Kind, Record, checked, fields
 from .scan import ScanSpec
-from .softmax_rnn import SoftmaxRNNSpec
 
 # The records that JSON names by a type. A new kind of mixer is a subclass of `Spec` with a row here, the module of its
 # layer, and an entry of zoo/mixers.py.
-TYPES: dict[str, type] = {
-    "linear": MixerSpec, "scan": ScanSpec, "matrix": MatrixSpec, "attention": AttentionSpec,
-    "latent": LatentSpec, "softmax-rnn": SoftmaxRNNSpec, "rnn": RecurrentSpec,
-}  # fmt: skip
+TYPES: Table[type] = Table("types", {
+    "linear": MixerSpec, "scan": ScanSpec, "matrix": MatrixSpec, "attention": AttentionSpec, "latent": LatentSpec,
+})  # fmt: skip
 
 
 def to_json(spec) -> Any:
@@ -31,7 +29,7 @@ def to_json(spec) -> Any:
         return spec
     cls: Any = type(spec)
     data = {name: to_json(getattr(spec, name)) for name in fields(cls)}
-    kind = next((name for name, of in TYPES.items() if of is cls), None)
+    kind = next((name for name, of in TYPES.rows.items() if of is cls), None)
     return {"type": kind} | data if kind else data
 
 

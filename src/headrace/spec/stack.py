@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from ..utils.errors import InputError
+from ..utils.tables import Table
 from .attention import AttentionSpec
-from .encoder_decoder import ModelSpec
 from .mixer import Shapes, Spec, Stateful
-from .record import NonNegativeFloat, PositiveFloat, PositiveInt, Range, Record, require_positive
+from .record import NonNegativeFloat, PositiveFloat, PositiveInt, Record, require_positive
 from .serialize import TYPES, record
+
+MLPS: Table[str] = Table("mlps")  # layers of the MLPs that have a state, as `Facts.layer`
 
 
 @dataclass(frozen=True)
@@ -174,61 +176,4 @@ def as_style(style: Any, base: BlockStyle | None = None) -> BlockStyle:
     return replace(base, **{name: getattr(changed, name) for name in style})
 
 
-@dataclass(frozen=True)
-class StackSpec(ModelSpec):
-    """Base of the specs of Transformer and BERT, models whose blocks all have the same mixer and style."""
-
-    mixer: Spec = field(default_factory=lambda: AttentionSpec(rotary=False))  # bidirectional in an encoder
-    style: BlockStyle = field(default_factory=BlockStyle)
-
-    def _objections(self):
-        yield self.style.mlp == "rwkv4", "style.mlp='rwkv4' is for decoders alone; expected another MLP"
-        yield self.style.logits_cap is not None, "style.logits_cap is for decoders alone; expected none"
-
-    def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
-        """Returns the key and value dimensions per head. Raises InputError for sizes that do not divide."""
-        return self.mixer.head_dims(hidden_size, num_heads)
-
-    def idle_gates(self, hidden_size: int | None = None, num_heads: int | None = None) -> list[str]:
-        """Returns a sentence for each gate of the mixer that has no effect."""
-        return self.mixer.idle_gates(hidden_size, num_heads)
-
-    def num_heads(self, hidden_size: int, default: int) -> int:
-        """Returns the number of heads, which is `default` unless the mixer sets it."""
-        return self.mixer.num_heads(hidden_size, default)
-
-
-@dataclass(frozen=True)
-class TransformerSpec(StackSpec):
-    """A Transformer encoder-decoder. The cross-attention has no positions."""
-
-    # where the tied embedding is scaled: input: embeddings times D^1/2; output: logits times D^-1/2
-    scaled: Literal["input", "output"] = "input"
-    # label smoothing of the training loss
-    label_smoothing: Annotated[float, Range("0 to 1", lambda x: 0 <= x <= 1)] = 0.0
-
-    @property
-    def cross(self) -> AttentionSpec:
-        """Spec of the cross-attention: the mixer's, if that is attention, without positions, pattern and
-        forgetting."""
-        own = self.mixer if isinstance(self.mixer, AttentionSpec) else AttentionSpec()
-        return replace(own, rotary=False, buckets=None, pattern=None, forget=False)
-
-    def state_shapes(self, hidden_size: int, num_heads: int, tokens: int, layers: int) -> Shapes:
-        """Returns the shapes of the decoder's states for a source and a target of `tokens` tokens each."""
-        return {
-            f"{i}.{part}.{name}": shape for i in range(layers) for part in ("mixer", "cross")
-            for name, shape in getattr(self, part).state_shapes(hidden_size, num_heads, tokens).items()
-        }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class BertSpec(StackSpec):
-    """A BERT encoder with heads for masked-token and next-sentence prediction."""
-
-    def state_shapes(self, hidden_size: int, num_heads: int, tokens: int, layers: int) -> Shapes:
-        """Returns {}, since an encoder has no state."""
-        return {}
-
-
-TYPES |= {"layer": Layer, "decoder": Decoder, "transformer": TransformerSpec, "bert": BertSpec}
+TYPES.update(layer=Layer, decoder=Decoder)

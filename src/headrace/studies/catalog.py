@@ -9,12 +9,12 @@ import math
 from typing import Any
 
 from .. import zoo
+from ..history.specs.softmax_rnn import SoftmaxRNNSpec
 from ..spec.attention import LatentSpec
 from ..spec.decay import DECAYS, DecayShape
 from ..spec.linear import Inputs, MixerSpec, Write
 from ..spec.mixer import Spec
 from ..spec.serialize import to_json
-from ..spec.softmax_rnn import SoftmaxRNNSpec
 from ..utils.errors import InputError
 
 WIDTH, HEADS, TOKENS, CHUNK = 1024, 4, 2048, 64  # sizes at which costs are counted

@@ -29,13 +29,11 @@ class Claim:
     """What a folder is for.
 
     plan: everything that the results depend on, as JSON.
-    accept_old: go on with results of other versions.
     optional: places of the plan that an older version's may lack: see `provenance.defaults`.
     made: properties beside the plan that the results depend on, as {name: value}.
     """
 
     plan: Any
-    accept_old: bool = False
     optional: Iterable[provenance.Place] = ()
     made: Mapping[str, str] = field(default_factory=dict)
 
@@ -83,8 +81,7 @@ def run(
         workers: the device of each worker process; () to measure in this process, in order.
 
     Raises:
-        InputError: the folder has another plan, or results of another version that `claim` does not accept; a result
-            is damaged; a worker process died.
+        InputError: the folder has another plan; a result is damaged; a worker process died.
     """
     pending = []
     with claimed(folder, claim) if claim else nullcontext():
@@ -106,7 +103,7 @@ def run(
 def claimed(folder: Path, claim: Claim) -> Iterator[None]:
     """Claims a folder. If the block ends with an exception before there is a result, the folder is free again, so that
     a corrected command can take it."""
-    provenance.claim(folder, claim.plan, claim.accept_old, optional=claim.optional, **claim.made)
+    provenance.claim(folder, claim.plan, optional=claim.optional, **claim.made)
     try:
         yield
     except BaseException:

@@ -8,12 +8,12 @@ from torch import nn
 
 from .. import zoo
 from ..layers.module import module_spec
-from ..spec.encoder_decoder import ModelSpec
-from ..spec.mixer import Spec
+from ..spec.mixer import ModelSpec, Spec
 from ..spec.stack import Decoder
 from ..utils import plugins
 from ..utils.errors import InputError, reading
 from ..utils.extras import require
+from ..zoo.entry import Entry
 
 NAME = re.compile(r"(?!softmax-|recurrent-)[a-z0-9]+([._-][a-z0-9]+)*")
 
@@ -35,7 +35,7 @@ def register_mixer(name: str, mixer: Any) -> None:
             spec: Any = module_spec(name, mixer, plugins.of(mixer))
     elif not isinstance(spec := zoo.get(mixer), Spec):
         raise InputError(f"mixer {name!r} is a whole model; expected a mixer, or register_model for it")
-    zoo.TABLES.setdefault(type(spec), {})[name] = spec
+    zoo.register(name, Entry("", "", spec))
     plugins.note_registration()
 
 
@@ -53,7 +53,7 @@ def register_model(name: str, model: Any) -> None:
     check_name("model", name, {*zoo.names(), *zoo.MODELS})
     if not isinstance(spec := zoo.get(model), Decoder | ModelSpec):
         raise InputError(f"model {name!r} is the mixer of one layer; expected a whole model, or register_mixer for it")
-    zoo.MODELS[name] = spec
+    zoo.register(name, Entry("", "", spec))
     plugins.note_registration()
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
-from scipy.special import stdtrit
+from scipy.special import stdtr, stdtrit
 
 LEVEL = 0.95  # confidence level of intervals
 # Fewest seeds for a verdict on two models. If every run of two equal models either learns the task or does not, all
@@ -35,6 +35,13 @@ class Mean:
     def interval(self) -> tuple[float, float]:
         """(−∞, ∞) if the error is not known."""
         return (-math.inf, math.inf) if math.isinf(self.reach) else (self.value - self.reach, self.value + self.reach)
+
+    @property
+    def p(self) -> float:
+        """p of a mean of 0 by Student's t; 1 if the error is not known."""
+        if not (math.isfinite(self.value) and math.isfinite(self.error)) or not self.value:
+            return 1.0
+        return float(2 * stdtr(self.degrees, -abs(self.value) / self.error)) if self.error else 0.0
 
     @property
     def sign(self) -> int:

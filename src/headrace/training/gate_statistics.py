@@ -2,16 +2,40 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..layers.blocks.compiled import uncompiled
 from ..layers.linear.competition import HeadCompetition
+
+UNIFORM = 0.999  # mean entropy / log(heads) above which a gate is uniform
+COLLAPSED = 0.95  # mean share of one head above which a gate has collapsed
+DEAD = 0.01  # a head is dead if its mean share is below this part of an even share
+FAILURES = (
+    f"A gate is uniform if its entropy, divided by log(heads), has a mean over tokens above {UNIFORM}. It has "
+    f"collapsed if the mean share of one head is above {COLLAPSED:.0%}. A head is dead if its mean share is below "
+    f"{DEAD:.0%} of an even share."
+)
+
+
+class Failures(NamedTuple):
+    """What is wrong with a gate, by the rules of FAILURES."""
+
+    uniform: bool
+    collapsed: int | None  # the head that has nearly everything
+    dead: list[int]
+
+
+def failures(entropy: float, load: Sequence[float]) -> Failures:
+    """Judges a gate by its mean entropy over log H and the mean share of each head."""
+    most = max(range(len(load)), key=load.__getitem__)
+    dead = [head for head, share in enumerate(load) if share * len(load) < DEAD]
+    return Failures(entropy > UNIFORM, most if load[most] > COLLAPSED else None, dead)
 
 
 class GateStatistics:

@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
-from ..hf import HeadraceConfig, HeadraceForCausalLM, load
-from ..hf.checkpoint import read_config
+from ..convert import load
+from ..convert.checkpoint import read_config
+from ..hf import HeadraceConfig, HeadraceForCausalLM
 from ..layers.blocks.widths import matrix_products
 from ..ops.dispatch import set_backend
 from ..utils.errors import InputError

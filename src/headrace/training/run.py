@@ -27,8 +27,8 @@ from transformers import AutoTokenizer, ProgressCallback, TrainerState, Training
 from transformers.trainer import TRAINER_STATE_NAME
 
 from .. import zoo
+from ..convert.checkpoint import fetched
 from ..data import Collator, PackedData, open_data, unigram_loss
-from ..hf.checkpoint import fetched
 from ..layers.blocks.compiled import compile_for_training, is_compiled, report_compiler_errors
 from ..utils.errors import InputError, reading
 from ..utils.extras import named, require
@@ -57,14 +57,13 @@ LOG_EVERY = 10  # steps between logs if save_every is a multiple, else their gre
 
 def train(
     recipe: Recipe, about: About, data: PackedData | Path, folder: Path, trackers: str = "none",
-    accept_old: bool = False, timeout: int = TIMEOUT,
+    timeout: int = TIMEOUT,
 ):  # fmt: skip
     """Trains the model of a recipe to the end, from the newest checkpoint in the folder if there is one.
 
     Args:
         data: prepared data, or their folder.
         trackers: names from TRACKERS, separated by commas.
-        accept_old: resume a run of another version of headrace.
         timeout: seconds that a process waits for the others.
 
     Returns:
@@ -83,8 +82,8 @@ def train(
         check_data(recipe, opened)
         check_tokenizer(recipe, opened)
         recipe.share(processes)
-    with agreed(folder, partial(begin, folder, recipe, opened, accept_old)) as last:
-        if not accept_old and is_finished(folder, last, recipe):
+    with agreed(folder, partial(begin, folder, recipe, opened)) as last:
+        if is_finished(folder, last, recipe):
             print_once(f"{folder} is finished, and nothing is left to do; {next_command(folder, opened)}")
             return None
         set_seed(recipe.seed)
@@ -133,17 +132,17 @@ def next_command(folder: Path, data: PackedData) -> str:
     return f"next: {generate if data.tokenizer is not None else shlex.join(['headrace', 'curves', str(folder)])}"
 
 
-def begin(folder: Path, recipe: Recipe, data: PackedData, accept_old: bool = False) -> Path | None:
+def begin(folder: Path, recipe: Recipe, data: PackedData) -> Path | None:
     """Claims the folder for the run and returns the checkpoint to resume from. Called in process 0 only. A run may go
     on with another number of processes per row.
 
     Raises:
-        InputError: the folder belongs to another run or to another version of headrace.
+        InputError: the folder belongs to another run.
     """
     identity = {name: value for name, value in data.manifest.items() if name not in NOT_IDENTIFYING}
     fields = {name: value for name, value in asdict(recipe).items() if name not in OF_THE_MACHINE}
     plan = {"recipe": json.loads(json.dumps(fields)), "data": identity}  # as it is read back: lists for tuples
-    claim(folder, plan, accept_old, "run.json", defaults({"recipe": recipe}))
+    claim(folder, plan, "run.json", defaults({"recipe": recipe}))
     checkpoints.discard_unfinished(folder)
     return checkpoints.newest(folder)
 

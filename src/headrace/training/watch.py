@@ -7,16 +7,16 @@ import torch
 from transformers import TrainerCallback
 
 from ..utils.processes import Terminated
+from .gate_statistics import failures
 from .trainer import HeadraceTrainer, batches_without_labels
 
 PATIENCE = 5  # number of consecutive skipped updates after which a run stops
-UNIFORM, ONE_HOT = 0.999, 0.01  # bounds on entropy / log(heads)
 
 
 class Watch(TrainerCallback):
-    """Stops the run after PATIENCE consecutive non-finite gradients, prints once for each gate that selects one head
-    only, after the last step how many batches had no label, and after the last evaluation which gates are uniform: as
-    all are when training begins, that says nothing earlier."""
+    """Stops the run after PATIENCE consecutive non-finite gradients, prints once for each gate that has
+    collapsed, after the last step how many batches had no label, and after the last evaluation which gates are
+    uniform: as all are when training begins, that says nothing earlier."""
 
     def __init__(self, trainer: HeadraceTrainer, warmup_steps: int):
         self.trainer, self.warmup_steps = trainer, warmup_steps
@@ -41,17 +41,18 @@ class Watch(TrainerCallback):
             return
         for gate in self.trainer.gates:
             key = (gate["layer"], gate["gate"])
-            if gate["entropy"] < ONE_HOT and key not in self.named:
+            head = failures(gate["entropy"], gate["load"]).collapsed
+            if head is not None and key not in self.named:
                 self.named.add(key)
                 warn(
                     state,
-                    f"step {state.global_step}: the {gate['gate']} gate of layer {gate['layer']} selects one head for "
-                    "nearly every held-out token, so that the other heads of the layer have no effect",
+                    f"step {state.global_step}: the {gate['gate']} gate of layer {gate['layer']} has collapsed: the "
+                    f"mean share of head {head} is {gate['load'][head]:.1%} of the held-out tokens",
                 )
         if "final_loss" in kwargs["metrics"]:
             for kind in ("write", "read"):
-                even = [gate for gate in self.trainer.gates if gate["gate"] == kind and gate["entropy"] > UNIFORM]
-                if even:
+                own = [gate for gate in self.trainer.gates if gate["gate"] == kind]
+                if even := [gate for gate in own if failures(gate["entropy"], gate["load"]).uniform]:
                     where = ", ".join(str(gate["layer"]) for gate in even)
                     warn(
                         state,

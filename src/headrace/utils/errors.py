@@ -50,5 +50,9 @@ class PluginWarning(UserWarning):
     """A plug-in has changed since a checkpoint or a result was made with it."""
 
 
+class VersionWarning(UserWarning):
+    """A folder has results of another version of headrace, or of a library, than the one that runs."""
+
+
 class GateWarning(UserWarning):
     """A spec has a gate that has no effect, or nearly none."""

@@ -1,10 +1,11 @@
-"""The provenance of a folder of results: its plan, and the versions of the code that made its results. Results of
-different versions are not mixed unless the user allows it.
+"""The provenance of a folder of results: its plan, and the versions of the code that made its results. Who continues
+another version's results is warned, and every report names all versions.
 
 made-by.json    all versions that worked in the folder, in order
 """
 
 import hashlib
+import warnings
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from functools import lru_cache
@@ -14,7 +15,7 @@ from typing import Any
 
 import headrace
 
-from .errors import InputError
+from .errors import InputError, VersionWarning
 from .integrity import read_json, sha256, write_json
 from .integrity import short as as_json
 from .plugins import digests
@@ -45,21 +46,19 @@ def running(**more: str) -> Versions:
     return {"headrace": f"{headrace.__version__} (source {source()})", **packages, **digests(), **more}
 
 
-def record_versions(folder: Path, fresh: bool, accept_old: bool, **more: str) -> None:
+def record_versions(folder: Path, fresh: bool, **more: str) -> None:
     """Records the versions that run now in a folder, which must be locked.
 
-    fresh: whether the folder has no results. Raises InputError if other versions made results, unless accept_old."""
+    fresh: whether the folder has no results. Warns if other versions made results."""
     current, path = running(**more), folder / MADE_BY
     before = [] if fresh else read_json(path, MADE) if path.exists() else [UNKNOWN]
     if current in before:
         return
-    if before and not accept_old:
+    if before:
         changed = [name for name in current | before[-1] if before[-1].get(name) != current.get(name)]
         old, new = (described({name: v.get(name, "unknown") for name in changed}) for v in (before[-1], current))
-        raise InputError(
-            f"{str(path)!r}: the results there were made by {old}; now runs {new}; name another --output, or add "
-            "--accept-old to go on with both"
-        )
+        sentence = f"{str(path)!r}: the results there were made by {old}; now runs {new}, and the report will name both"
+        warnings.warn(sentence, VersionWarning, stacklevel=4)
     write_json(path, [*before, current])
 
 
@@ -88,10 +87,7 @@ def release(folder: Path, file: str = "plan.json") -> None:
         (folder / file).unlink(missing_ok=True)
 
 
-def claim(
-    folder: Path, plan: Any, accept_old: bool = False, file: str = "plan.json",
-    optional: Iterable[Place] = (), **made: str,
-) -> None:  # fmt: skip
+def claim(folder: Path, plan: Any, file: str = "plan.json", optional: Iterable[Place] = (), **made: str) -> None:
     """Writes a plan into a folder, or checks that the folder has the same plan, and records the versions.
 
     Args:
@@ -99,8 +95,7 @@ def claim(
         made: other properties that the results depend on.
 
     Raises:
-        InputError: the folder has another plan or other files, cannot be written or, without accept_old, has results of
-            other versions.
+        InputError: the folder has another plan or other files, or cannot be written.
     """
     path = folder / file
     if path.exists() and (changed := difference(read_json(path), plan, optional=set(optional))):
@@ -111,7 +106,7 @@ def claim(
     if fresh := not path.exists():
         refuse_foreign(folder, file)
     try:
-        record_versions(folder, fresh, accept_old, **made)
+        record_versions(folder, fresh, **made)
         if fresh:
             write_json(path, plan)
     except OSError as error:

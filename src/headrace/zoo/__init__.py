@@ -6,38 +6,40 @@ arXiv 2602.01744 as published are `PUBLISHED`.
 """
 
 import difflib
+from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from ..spec.attention import AttentionSpec
-from ..spec.encoder_decoder import ModelSpec
 from ..spec.expression import expression, literal, split
 from ..spec.linear import Competition, MixerSpec
 from ..spec.matrix import MatrixSpec
-from ..spec.mixer import Spec
+from ..spec.mixer import ModelSpec, Spec
 from ..spec.scan import ScanSpec
-from ..spec.serialize import TYPES, change_all, from_json, to_json
-from ..spec.softmax_rnn import SoftmaxRNNSpec
-from ..spec.stack import Decoder, Layer, StackSpec, as_layers
+from ..spec.serialize import change_all, from_json, to_json
+from ..spec.stack import Decoder, Layer, as_layers
 from ..utils import plugins
 from ..utils.errors import InputError
+from ..utils.tables import Table
 from . import mixers, models
+from .entry import Entry
 
-RECURRENT = "recurrent-"  # before the name of a SoftmaxRNNSpec: the linear mixer that equals it
+RECURRENT = "recurrent-"  # before the name of a mixer that has another form: the linear mixer that equals it
 
-# The specs of each kind by name. A spec put into a table at run time is a mixer like any other, without a paper.
-TABLES: dict[Any, dict[str, Any]] = {kind: {} for kind in TYPES.values() if issubclass(kind, Spec)}
-for _name, _entry in mixers.MIXERS.items():
-    TABLES[type(_entry.spec)][_name] = _entry.spec
-LINEAR: dict[str, MixerSpec] = TABLES[MixerSpec]
-SCANS: dict[str, ScanSpec] = TABLES[ScanSpec]
-MATRICES: dict[str, MatrixSpec] = TABLES[MatrixSpec]
-ATTENTION: dict[str, AttentionSpec] = TABLES[AttentionSpec]
-SOFTMAX_RNNS: dict[str, SoftmaxRNNSpec] = TABLES[SoftmaxRNNSpec]
-MODELS: dict[str, ModelSpec | Decoder] = {name: entry.spec for name, entry in models.MODELS.items()}
+# The specs by name: of each kind, and of the kinds that are not listed here. A spec put into a table at run time is a
+# mixer like any other, without a paper.
+LINEAR: Table[MixerSpec] = Table("linear")
+SCANS: Table[ScanSpec] = Table("scans")
+MATRICES: Table[MatrixSpec] = Table("matrices")
+ATTENTION: Table[AttentionSpec] = Table("attention")
+OTHERS: Table[Spec] = Table("others")
+TABLES: dict[type[Spec], Table[Any]] = {
+    MixerSpec: LINEAR, ScanSpec: SCANS, MatrixSpec: MATRICES, AttentionSpec: ATTENTION, Spec: OTHERS,
+}  # fmt: skip
+MODELS: Table[ModelSpec | Decoder] = Table("models")
 PUBLISHED: dict[str, MixerSpec] = {name: entry.spec for name, entry in mixers.PUBLISHED.items()}
-PAPERS = {name: entry.paper for name, entry in (mixers.MIXERS | mixers.PUBLISHED | models.MODELS).items()}
+PAPERS = {name: entry.paper for name, entry in mixers.PUBLISHED.items()}
 SIGMOID = Competition(activation="sigmoid")  # as far and as steep as a softmax, without its competition
 COMPETITIONS = {"paper": mixers.PAPER, "sigmoid": SIGMOID, "default": Competition(), "none": None}
 
@@ -60,14 +62,14 @@ def each_mixer(spec, change: Callable[[MixerSpec], MixerSpec]):
         return replace(spec, layers=tuple(each_mixer(layer, change) for layer in spec.layers))
     if isinstance(spec, Layer):
         return replace(spec, mixer=each_mixer(spec.mixer, change), parallel=each_mixer(spec.parallel, change))
-    if isinstance(spec, StackSpec):
-        return replace(spec, mixer=each_mixer(spec.mixer, change))
+    if isinstance(spec, ModelSpec) and hasattr(spec, "mixer"):
+        return replace(spec, mixer=each_mixer(spec.mixer, change))  # type: ignore[call-arg]
     return change(spec) if isinstance(spec, MixerSpec) else spec
 
 
 def names() -> list[str]:
     """Returns the names of all mixers, with and without competition. Whole models are in `MODELS`."""
-    others = (name for kind, table in TABLES.items() if kind is not MixerSpec for name in table)
+    others = (name for table in TABLES.values() if table is not LINEAR for name in table)
     return [*LINEAR, *(f"softmax-{name}" for name in LINEAR), *PUBLISHED, *others]
 
 
@@ -80,7 +82,7 @@ def get(mixer):
     `softmax-gla(competition.activation=sigmoid)` is the same mixer as `gla(competition=sigmoid)`.
     `bert(mixer=softmax-gla)` replaces the mixer of a whole model. `a+b` is a decoder whose layers alternate a and b.
     `recurrent-softmax-rnn-norm(numerator=relu, order=2)` is the linear mixer that computes what the softmax RNN of this
-    expression does (`SoftmaxRNNSpec.recurrent`).
+    expression does (the method `recurrent` of its spec).
 
     Raises:
         InputError: for an unknown name or field, for a value that a field does not accept, and for a softmax RNN
@@ -104,9 +106,11 @@ def get(mixer):
             changes[path] = to_json(get(text))
     if not name.startswith(RECURRENT):
         return change_all(_named(name), changes)
-    if (base := name.removeprefix(RECURRENT)) not in SOFTMAX_RNNS:
-        raise InputError(f"mixer {name!r} is unknown; expected {RECURRENT} before one of {', '.join(SOFTMAX_RNNS)}")
-    return change_all(SOFTMAX_RNNS[base], changes).recurrent()
+    spec = known().get(name.removeprefix(RECURRENT))
+    if not hasattr(spec, "recurrent"):
+        able = [known for known, spec in known().items() if hasattr(spec, "recurrent")]
+        raise InputError(f"mixer {name!r} is unknown; expected {RECURRENT} before one of {', '.join(able)}")
+    return change_all(spec, changes).recurrent()
 
 
 def name_of(spec: Spec) -> str:
@@ -130,22 +134,35 @@ def mixer(name):
     """Returns the spec of a mixer or decoder, like `get`. Raises InputError for an encoder-decoder or BERT."""
     if isinstance(spec := get(name), ModelSpec):
         raise InputError(
-            f"mixer {name!r} is a whole model, not a layer's mixer; expected a mixer, or headrace.models.build for it"
+            f"mixer {name!r} is a whole model, not a layer's mixer; expected a mixer, or {spec.builder} for it"
         )
     return spec
 
 
-def known() -> dict[str, Any]:
+def known() -> ChainMap[str, Any]:
     """Returns name -> spec of the mixers and models of all tables, without the softmax-X of linear mixers X."""
-    return {name: spec for table in (*TABLES.values(), PUBLISHED, MODELS) for name, spec in table.items()}
+    return ChainMap(*TABLES.values(), PUBLISHED, MODELS)
+
+
+def register(name: str, entry: Entry) -> None:
+    """Adds a mixer or model to the tables. InputError for a name that is there."""
+    spec = entry.spec
+    kind = next((kind for kind in type(spec).__mro__ if kind in TABLES), None)
+    table = MODELS if kind is None else TABLES[kind]
+    if not table.lacks(name) or any(name in other for other in known().maps if other is not table):
+        raise InputError(f"{name!r} is a mixer or model already; expected another name")
+    table[name] = spec
+    if entry.paper:
+        PAPERS[name] = entry.paper
 
 
 def _named(name: str):
-    if name not in {*names(), *MODELS}:
+    base, specs = name.removeprefix("softmax-"), known()
+    if name not in specs and base not in LINEAR:
         plugins.load()
-    if name in (specs := known()):
+    if name in specs:
         return specs[name]
-    if (base := name.removeprefix("softmax-")) in LINEAR:
+    if base in LINEAR:
         return compete(LINEAR[base])
     if isinstance(spec := specs.get(base), Spec):
         raise InputError(
@@ -154,3 +171,8 @@ def _named(name: str):
         )
     near = difflib.get_close_matches(name, [*names(), *MODELS], 3) or names()
     raise InputError(f"mixer {name!r} is unknown; the nearest names are {', '.join(near)} (--plugin adds others)")
+
+
+for _table in (mixers.MIXERS, models.MODELS):
+    for _name, _entry in _table.items():
+        register(_name, _entry)

@@ -1,23 +1,14 @@
 """The named mixers: the mixers without competition, and the published forms of softmax linear attention."""
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..spec.attention import AttentionSpec, LatentSpec, Pattern
 from ..spec.decay import Decay
 from ..spec.linear import Competition, Heads, Inputs, MixerSpec, Read, Write
 from ..spec.matrix import MatrixSpec
 from ..spec.scan import ScanSpec
-from ..spec.softmax_rnn import SoftmaxRNNSpec
-
-
-class Entry(NamedTuple):
-    """A named mixer or model."""
-
-    about: str
-    paper: str  # address of the paper
-    spec: Any
-
+from .entry import Entry
 
 MAMBA = ScanSpec("mamba", state_size=16, conv=4, expand=2.0)
 MAMBA2 = MixerSpec(
@@ -232,21 +223,6 @@ MIXERS: dict[str, Entry] = {
         "https://arxiv.org/abs/2605.22791",
         replace(KDA, write=Write("delta", "sigmoid", erase="channel")),  # gdn2_1.3B: 18 heads at 2304
     ),
-    "s4d": Entry(
-        "A time-invariant diagonal state-space model per channel.",
-        "https://arxiv.org/abs/2206.11893",
-        ScanSpec("s4d", state_size=64),
-    ),
-    "s4": Entry(
-        "A time-invariant state-space model per channel, with HiPPO's matrix as diagonal plus low-rank.",
-        "https://arxiv.org/abs/2111.00396",
-        ScanSpec("s4", state_size=64),
-    ),
-    "rwkv4": Entry(
-        "A weighted mean of past values per channel; the weights decay at a learned rate.",
-        "https://arxiv.org/abs/2305.13048",
-        ScanSpec("rwkv4"),
-    ),
     "mamba": Entry(
         "A diagonal state-space model whose step size, B and C are computed from the token.",
         "https://arxiv.org/abs/2312.00752",
@@ -317,40 +293,15 @@ MIXERS: dict[str, Entry] = {
         "https://arxiv.org/abs/2310.06825",
         AttentionSpec(pattern=Pattern(window=64)),
     ),
-    "longformer": Entry(
-        "A window of 64 tokens and 4 global tokens; the causal form is ours, an encoder's the published one.",
-        "https://arxiv.org/abs/2004.05150",
-        AttentionSpec(pattern=Pattern(window=64, first=4, global_projections=True)),
-    ),
-    "bigbird": Entry(
-        "A window, global and random blocks of 16 tokens; the causal form is ours, an encoder's the published one.",
-        "https://arxiv.org/abs/2007.14062",
-        AttentionSpec(pattern=Pattern(window=48, first=16, random=3, block=16, last=16)),
-    ),
     "fox": Entry(
         "Forgetting Transformer: softmax attention whose logits decay by a forget gate per token and head.",
         "https://arxiv.org/abs/2503.02130",
         AttentionSpec(rotary=False, forget=True),
     ),
-    "flash-reference": Entry(
-        "The transformer with FlashAttention's tiled algorithm in plain PyTorch, for study.",
-        "https://arxiv.org/abs/2205.14135",
-        AttentionSpec(form="tiles"),
-    ),
     "mla": Entry(
         "Multi-head latent attention: keys and values are projections of one latent per token, which is the cache.",
         "https://arxiv.org/abs/2405.04434",
         LatentSpec(),
-    ),
-    "softmax-rnn-norm": Entry(
-        "Softmax attention whose denominator is the norm of its numerator.",
-        "https://arxiv.org/abs/2507.23632",
-        SoftmaxRNNSpec(denominator="l2"),
-    ),
-    "softmax-rnn-gate": Entry(
-        "The denominator is the number of tokens, and a gate per head multiplies the output.",
-        "https://arxiv.org/abs/2507.23632",
-        SoftmaxRNNSpec(clamp=5.0, denominator="none", gate="output", by_length=True),
     ),
 }
 

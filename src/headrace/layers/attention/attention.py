@@ -5,7 +5,6 @@ dimension, N sequences.
 """
 
 from collections.abc import Callable
-from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +20,8 @@ from ..maps import mixed, wanted, with_map
 from ..norms import OffsetRMSNorm
 from ..packing import count_tokens, without_padding, zeroed
 from ..rotary import Angles, angles, rotate
-from .flash import flash_attention
-from .positions import DistanceBias, forgotten
+from .positions import forgotten
 from .sdpa import attend, attend_fading
-from .symmetric import SymmetricSoftmax, attend_to_all, global_tokens, symmetric_attention
 from .window import CachedPlaces, PatternSoftmax, WindowState, window_attention
 
 
@@ -53,10 +50,11 @@ class SoftmaxAttention(SelfInitialized):
         spec, hidden_size, num_heads, rope_theta: as in LinearMixer.
         layer_idx, num_layers: not used.
         norm_eps: epsilon of the norms of q and k.
-        causal: False for an encoder, in which every token attends to all tokens, or to those of the pattern's symmetric
-            form, and for `cross`.
+        causal: False for an encoder, in which every token attends to all tokens, and for `cross`.
         out_size: size of the output; None: hidden_size.
     """
+
+    places = CachedPlaces  # of the keys of a pattern
 
     def __init__(
         self, spec: AttentionSpec, *, hidden_size: int, num_heads: int, layer_idx: int = 0, num_layers: int = 1,
@@ -85,15 +83,7 @@ class SoftmaxAttention(SelfInitialized):
         self.f_proj = nn.Linear(hidden_size, H) if spec.forget else None  # logits of the gate f
         require(causal or not spec.forget, "forget=True is of causal attention; expected forget=False in an encoder")
         self.sinks = nn.Parameter(torch.zeros(H)) if spec.null == "learned" else None  # logits with value 0
-        self.bias = None
-        if spec.buckets is not None:
-            self.bias = DistanceBias(spec.buckets, H, hidden_size=hidden_size, bidirectional=not causal)
-        self.global_proj = None
-        pattern = spec.pattern
-        if not causal and pattern is not None and pattern.global_projections and pattern.first + pattern.last:
-            self.global_proj = nn.ModuleDict(
-                {f"{name}_proj": deepcopy(getattr(self, f"{name}_proj")) for name in "qkv"}
-            )
+        self.bias: nn.Module | None = None  # maps distances [B, T, L] to what the logits get
 
     @property
     def static_shapes(self) -> bool:
@@ -102,13 +92,9 @@ class SoftmaxAttention(SelfInitialized):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Sets the logits of the sinks to 0, and copies the projections to those of the global tokens (arXiv
-        2004.05150, section 3.1), if there are any."""
+        """Sets the logits of the sinks to 0, if there are any."""
         if self.sinks is not None:
             self.sinks.zero_()
-        if self.global_proj is not None:
-            for name, projection in self.global_proj.named_children():
-                projection.load_state_dict(getattr(self, name).state_dict())
 
     def forward(
         self,
@@ -142,10 +128,8 @@ class SoftmaxAttention(SelfInitialized):
             turn = self._angles(positions)
         given = x, sequences, turn, projections
         q, k, v = self._query(*given), *self._key_value(*given)
-        if self.spec.pattern is not None and not self.causal:
-            out = self._attend_around(x, (q, k, v), turn, sequences)
-        elif self.spec.pattern is not None:
-            out, state = self._attend_within(q, k, v, state, sequences.bounds)
+        if self.spec.pattern is not None:
+            out, state = self._attend_within(x, (q, k, v), turn, state, sequences)
         elif not sequences.packed:
             state = extended(state, k, v, mask, in_place)
             out = self._read(q, *state[:3])
@@ -223,76 +207,44 @@ class SoftmaxAttention(SelfInitialized):
     ) -> Tensor:
         """total: [B, H, L], from `forgotten`."""
         k, v = k.to(q.dtype), v.to(q.dtype)  # the cache may come from a call in another precision
+        return mixed(lambda v: (self._mix(q, k, v, valid, total),), v, whole=True)[0]
+
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, total: Tensor | None) -> Tensor:
+        """Computes q [B, T, H, d]; k, v [B, L, Hkv, d] -> [B, T, H, d]."""
         options: dict[str, Any] = {"bias": self.bias, "null": self._null}
+        if total is not None:
+            return attend_fading(q, k, v, total, valid, **options)
+        return attend(q, k, v, valid, causal=self.causal, **options)
 
-        def mix(v: Tensor) -> tuple[Tensor]:
-            if self.spec.form == "tiles":
-                return (flash_attention(q, k, v, causal=self.causal, valid=valid),)
-            if total is not None:
-                return (attend_fading(q, k, v, total, valid, **options),)
-            return (attend(q, k, v, valid, causal=self.causal, **options),)
-
-        return mixed(mix, v, whole=True)[0]
-
-    def _attend_within(self, q: Tensor, k: Tensor, v: Tensor, state: WindowState | None, cu_seqlens: Tensor | None):
+    def _attend_within(
+        self, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], turn: Angles | None, state: WindowState | None,
+        sequences: Sequences,
+    ) -> tuple[Tensor, WindowState | None]:  # fmt: skip
         """Computes attention with the pattern. Rows of a batch are treated as packed sequences of equal length."""
         assert self.spec.pattern is not None
+        q, k, v = qkv
         B, T = q.shape[:2]
         if T == 0:
             return q, state
+        cu_seqlens = sequences.bounds
         ends = torch.arange(0, B * T + 1, T, device=q.device) if cu_seqlens is None else cu_seqlens
         q, k = q.flatten(0, 1), k.flatten(0, 1)
         softmax = PatternSoftmax(self.spec.pattern, self.bias, self._null)
 
         def mix(v: Tensor, state: WindowState | None = state) -> tuple[Tensor, WindowState]:
-            out, state = window_attention(q, k, v.flatten(0, 1), state, ends, softmax)
+            out, state = window_attention(q, k, v.flatten(0, 1), state, ends, softmax, self.places)
             return out.unflatten(0, (B, T)), state
 
         if state is None or cu_seqlens is not None or wanted() is None:
             return mixed(mix, v)
         kept = state.v.shape[1]
-        cached = CachedPlaces(self.spec.pattern, ends, state.seen).cached_positions(state.seen)
+        cached = self.places(self.spec.pattern, ends, state.seen).cached_positions(state.seen)
         new = state.seen[:, None] + torch.arange(T, device=q.device)
 
         def mix_all(v: Tensor) -> tuple[Tensor, WindowState]:
             return mix(v[:, kept:], state._replace(v=v[:, :kept]))
 
         return mixed(mix_all, torch.cat([state.v, v], 1), columns=torch.cat([cached, new], 1))
-
-    def _attend_around(
-        self, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], turn: Angles | None, sequences: Sequences
-    ) -> Tensor:
-        """Computes attention with the pattern in an encoder."""
-        assert self.spec.pattern is not None
-        B, T = x.shape[:2]
-        if B * T == 0:
-            return qkv[0]
-        q, k, v = (y.flatten(0, 1) for y in qkv)
-        ends = torch.arange(0, B * T + 1, T, device=x.device) if sequences.bounds is None else sequences.bounds
-        softmax = SymmetricSoftmax(self.spec.pattern, self.bias, self._null)
-        out = symmetric_attention(q, k, v, ends, softmax)
-        tokens = global_tokens(self.spec.pattern, sequences.counts(), x.device)
-        rows = torch.cat([t.rows.flatten() for t in tokens])
-        if len(rows):
-            q, k, v = self._global(x, (q, k, v), turn, rows, sequences)
-            out = out.index_copy(0, rows, attend_to_all(q, k, v, tokens, softmax))
-        return out.unflatten(0, (B, T))
-
-    def _global(
-        self, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], turn: Angles | None, rows: Tensor, sequences: Sequences
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the queries [R, H, d] of the global tokens, at these rows of all tokens, and the keys and values
-        [B · T, Hkv, d] for them."""
-        q, k, v = qkv
-        if self.global_proj is None:
-            return q[rows], k, v
-        own: Any = None
-        if turn is not None:
-            own = tuple(y.expand(*x.shape[:2], 1, -1).flatten(0, 1)[rows][None] for y in turn)
-        k, v = self._key_value(x, sequences, turn, self.global_proj)
-        x = x.flatten(0, 1)[rows][None]
-        q = self._query(x, Sequences(x, None), own, self.global_proj)
-        return q[0], k.flatten(0, 1), v.flatten(0, 1)
 
 
 def normalize(x: Tensor, norm: Any) -> Tensor:

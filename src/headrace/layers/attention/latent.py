@@ -52,7 +52,7 @@ class LatentAttention(SoftmaxAttention):
         self.g_proj = None
         if spec.gated:
             self.g_proj = nn.Linear(hidden_size, H * self.value_dim if spec.gate == "channel" else H, bias=False)
-        self.bias, self.sinks, self.global_proj, self.q_norm, self.f_proj = None, None, None, None, None
+        self.bias, self.sinks, self.q_norm, self.f_proj = None, None, None, None
 
     def _query(self, x: Tensor, sequences: Sequences, turn: Angles | None = None, projections: Any = None) -> Tensor:
         if self.q_a_proj is not None:

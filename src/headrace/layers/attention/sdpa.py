@@ -7,16 +7,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-from .positions import DistanceBias
+from torch import Tensor, nn
 
 QUERIES = 64  # that `attend_fading` computes at once
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None, *,
-    causal: bool = True, bias: DistanceBias | None = None, null: bool | Tensor = False, fade: Tensor | None = None,
+    causal: bool = True, bias: nn.Module | None = None, null: bool | Tensor = False, fade: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Softmax attention: q [B, T, H, d]; k, v [B, L, Hkv, d], Hkv dividing H -> [B, T, H, d].
 
@@ -25,7 +23,8 @@ def attend(
             a query without keys would give NaN; otherwise every row needs a valid key.
         causal: True if the queries are the last T of the L tokens and attend to no later ones. False if every query
             attends to all keys, as in an encoder and in cross-attention.
-        bias: relative position bias; the queries must be tokens of the keys' sequence.
+        bias: maps distances from key to query [B, T, L] to what is added to the logits, [B, H, T, L]; the queries must
+            be tokens of the keys' sequence.
         null: whether every softmax has one more logit 0, with value 0; or this logit by head, [H].
         fade: [B, H, T, L], added to the logits.
     """

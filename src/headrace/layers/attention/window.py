@@ -1,9 +1,9 @@
-"""Causal softmax attention to a sliding window, the first tokens and random blocks (spec.Pattern), in time linear in T
-and with a cache of fixed size.
+"""Causal softmax attention to a sliding window and the first tokens (spec.Pattern), in time linear in T and with a
+cache of fixed size.
 
 The keys of a group of queries are in the columns
 
-    first tokens | random blocks | window − 1 tokens before the group | the group itself
+    first tokens | those of a subclass | window − 1 tokens before the group | the group itself
 
 and gathered into a small dense attention. The cache is the same list for the group that begins with the next token,
 without the group itself, so that one function maps positions to places of the cache and of the new tokens.
@@ -12,17 +12,14 @@ Dimensions: N sequences, T tokens of all of them together, G groups of `size` qu
 columns, H query heads, Hkv key/value heads, d head dimension.
 """
 
-import random
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...spec.attention import Pattern
-from ...utils.device import kept_on_cpu
 from .gathered import Groups, Places, attend_gathered, gather
-from .positions import DistanceBias
 from .sdpa import weigh
 
 
@@ -34,27 +31,6 @@ class WindowState(NamedTuple):
     seen: Tensor  # [N], number of tokens so far
 
 
-@kept_on_cpu
-def reservoir(pattern: Pattern, blocks: int) -> Tensor:
-    """Returns the random blocks [blocks, random] that the queries of each block attend to; −1: none yet.
-
-    Algorithm R (Vitter, 1985): the n-th block that begins to leave the window takes a slot with probability random / n.
-    The draw depends only on seed and n, so that it is the same for all lengths. A block keeps its slot until another
-    one replaces it, and is in the cache or among the new tokens when it takes the slot.
-    """
-    held, rows = [-1] * pattern.random, []
-    begin, delay = -(-pattern.first // pattern.block), pattern.window // pattern.block
-    for current in range(blocks):
-        count = current - delay - begin  # number of blocks that left the window before this one
-        if count >= 0:
-            draw = random.Random(f"{pattern.seed} {count}").random()
-            slot = count if count < pattern.random else int(draw * (count + 1))
-            if slot < pattern.random:
-                held[slot] = current - delay
-        rows.append(list(held))
-    return torch.tensor(rows)
-
-
 class CachedPlaces(Places):
     """Places of the tokens of a causal layer: the N · S tokens of the cache, then the T new tokens."""
 
@@ -62,14 +38,11 @@ class CachedPlaces(Places):
         device, pattern = start.device, self.pattern
         first = torch.arange(pattern.first, device=device).expand(len(start), -1)
         near = start[:, None] + torch.arange(1 - pattern.window, size, device=device)
-        if not pattern.random:
-            return torch.cat([first, near], 1)
-        block = start // pattern.block
-        last = int(block.max()) if len(block) else 0
-        rows = 1 << last.bit_length()  # a power of two, so that few tables are cached
-        chosen = reservoir(pattern, rows).to(device)[block]
-        within = torch.arange(pattern.block, device=device)
-        return torch.cat([first, (chosen[..., None] * pattern.block + within).flatten(1), near], 1)
+        return torch.cat([first, self.drawn(start), near], 1)
+
+    def drawn(self, start: Tensor) -> Tensor:
+        """Returns further positions [G, random · block], which only subclasses have."""
+        return start.new_empty(len(start), 0)
 
     def find(self, position: Tensor, sequence: Tensor) -> Tensor:
         slots, seen = self.pattern.slots, self.tokens[sequence, None]
@@ -94,16 +67,17 @@ class CachedPlaces(Places):
 
 
 def window_attention(
-    q: Tensor, k: Tensor, v: Tensor, state: WindowState | None, cu_seqlens: Tensor, softmax: "PatternSoftmax"
-) -> tuple[Tensor, WindowState]:
-    """Computes attention with the pattern for packed sequences.
+    q: Tensor, k: Tensor, v: Tensor, state: WindowState | None, cu_seqlens: Tensor, softmax: "PatternSoftmax",
+    of: type[CachedPlaces] = CachedPlaces,
+) -> tuple[Tensor, WindowState]:  # fmt: skip
+    """Computes attention with the pattern for packed sequences. of: which keys.
 
     q [T, H, d]; k, v [T, Hkv, d] -> (out [T, H, d], the next state)."""
     pattern = softmax.pattern
     if state is None:
         none = k.new_zeros(len(cu_seqlens) - 1, pattern.slots, *k.shape[1:])
         state = WindowState(none, none, torch.zeros_like(cu_seqlens[1:], dtype=torch.long))
-    places = CachedPlaces(pattern, cu_seqlens, state.seen)
+    places = of(pattern, cu_seqlens, state.seen)
     k, v = (torch.cat([old.flatten(0, 1), new]) for old, new in ((state.k, k), (state.v, v)))
     groups, mine = places.all_groups()
     # The cache may come from a call in another precision.
@@ -117,12 +91,12 @@ class PatternSoftmax:
     """The dense attention of the groups, with the pattern's mask and the options of the softmax."""
 
     pattern: Pattern
-    bias: DistanceBias | None
+    bias: nn.Module | None  # of the logits, by the distances in tokens
     null: bool | Tensor  # as in `weigh`
 
     @property
     def parameters(self) -> list[Any]:
-        own = [] if self.bias is None else [self.bias.weight]
+        own = [] if self.bias is None else [*self.bias.parameters()]
         return [*own, self.null] if isinstance(self.null, Tensor) else own
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, groups: Groups) -> Tensor:

@@ -18,11 +18,10 @@ from ...ops.checks import require
 from ...spec.attention import AttentionSpec
 from ...spec.record import NonNegativeFloat, PositiveFloat, PositiveInt, Record
 from ...spec.serialize import Spec
-from ...spec.stack import BlockStyle, Layer, as_layers
+from ...spec.stack import MLPS, BlockStyle, Layer, as_layers
 from .. import SoftmaxAttention, build
-from ..base import Mixer
+from ..base import Mixer, named
 from ..norms import OffsetRMSNorm
-from .channel_mixing import ChannelMixing
 from .moe import MixtureOfExperts
 
 
@@ -88,7 +87,7 @@ def build_mlp(kind: str, sizes: Sizes) -> nn.Module | None:
     if kind == "none" or width is None:
         return None
     if kind == "one":
-        return ChannelMixing(sizes.hidden_size, width) if style.mlp == "rwkv4" else MLP(sizes)
+        return named(MLPS[style.mlp])(sizes.hidden_size, width) if style.mlp in MLPS else MLP(sizes)
     spec = style.experts
     assert spec is not None
     shared = MLP(replace(sizes, intermediate_size=spec.shared)) if spec.shared else None
@@ -120,7 +119,7 @@ class Block(nn.Module):
         self.cross = None
         if sizes.cross is not None:
             self.cross_norm = build_norm(sizes)
-            self.cross = SoftmaxAttention(sizes.cross, causal=False, **mixer_settings(sizes))
+            self.cross = named(sizes.cross.layer(False))(sizes.cross, causal=False, **mixer_settings(sizes))
         self.mlp = build_mlp(layer.mlp, sizes)
         if self.mlp is not None:
             self.mlp_norm = build_norm(sizes)
@@ -135,7 +134,7 @@ class Block(nn.Module):
         """Applies the block: x [B, T, D] -> x [B, T, D], a tensor alone, as tools for decoder layers expect it.
 
         Args:
-            states: of the mixer, of the parallel mixer, of the channel mixing; None: x begins its sequences.
+            states: of the mixer, of the parallel mixer, of an MLP that has one; None: x begins its sequences.
             mask, cu_seqlens, in_place, maps: as in `Backbone.forward`.
             beside: the output [B, T, D] of the shared block, for a layer with shared=True.
             memory: keys and values of the other sequence, for cross-attention.
@@ -156,7 +155,7 @@ class Block(nn.Module):
         if self.cross is not None:
             require(memory is not None, "memory=None in a block with cross-attention; expected the result of remember")
             x = self._add(self.cross_norm, x, self.cross.cross(self._input(self.cross_norm, x), memory))
-        if isinstance(self.mlp, ChannelMixing):
+        if isinstance(self.mlp, Mixer):
             y, state = self.mlp(self._input(self.mlp_norm, x), next(before), **where)
             x = self._add(self.mlp_norm, x, y)
             after.append(state)
@@ -177,7 +176,7 @@ class Block(nn.Module):
     @property
     def states(self) -> int:
         """Number of states."""
-        return len(self.mixers) + isinstance(self.mlp, ChannelMixing)
+        return len(self.mixers) + isinstance(self.mlp, Mixer)
 
     @property
     def recurrent(self) -> bool:
@@ -205,7 +204,7 @@ class Shared(nn.Module):
         D = sizes.hidden_size
         self.mixer_norm = build_norm(sizes, 2)
         settings = mixer_settings(sizes) | {"hidden_size": 2 * D}
-        self.mixer = SoftmaxAttention(sizes.style.shared, out_size=D, **settings)
+        self.mixer = named(sizes.style.shared.layer(True))(sizes.style.shared, out_size=D, **settings)
         self.mlp_norm = build_norm(sizes)
         self.mlp = build_mlp("one", sizes)
 

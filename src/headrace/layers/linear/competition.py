@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...ops.backends.native.operations import UnsupportedError
 from ...ops.call import accumulator
 from ...spec.linear import Competition
 from ..base import SelfInitialized
+from .stage import Stage, Tokens, refuse_changes
 
 
 class Gate(SelfInitialized):
@@ -136,3 +138,58 @@ class HeadCompetition(Gate):
 def _log_of_others(n: int) -> float:
     """log(n − 1)."""
     return math.log(n - 1) if n > 1 else -math.inf
+
+
+def gates_query(spec: Any) -> bool:
+    """Whether the recurrence applies the read gate: if the spec puts the gate on q, or if neither norm nor skip
+    follows, and not to a sum of weights. Otherwise the gate follows the norm, which would cancel it."""
+    read, own_sum = spec.read, spec.sums and spec.read.norm != "sum"
+    return not own_sum and (spec.competition.read == "query" or (read.norm in ("none", "sum") and not read.skip))
+
+
+class Compete(Stage):
+    """The gates of head competition."""
+
+    field = "competition"
+
+    def build(self, mixer: Any) -> None:
+        gate, sizes = mixer.spec.competition, (mixer.hidden_size, mixer.H, mixer.Hq)
+        if gate.read != "none":
+            mixer.read_competition = HeadCompetition(gate, *sizes, mixer.K)
+        if gate.write != "none":
+            width = mixer.spec.write.steps * mixer.K
+            mixer.write_competition = HeadCompetition(gate, *sizes, width, gate.memories_per_head)
+
+    def native(self, mixer: Any) -> dict[str, str]:
+        gate = mixer.spec.competition
+        refuse_changes(mixer.spec, "competition.top_k", "competition.shuffle")
+        if gate.activation == "sigmoid" and gate.range != 2.0:
+            raise UnsupportedError(f"it does not support competition.range={gate.range!r}")
+        names = {name: getattr(gate, name) for name in ("read", "write", "source", "activation")}
+        return names | {"gate_scale": gate.scale}
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        gate = mixer.spec.competition
+        if gate.read != "none":
+            read = mixer.read_competition.gate(t.q, t.x, t.positions)
+            if gates_query(mixer.spec):
+                t.read_gate = read
+            else:
+                t.read = read
+        if gate.write != "none":
+            write = mixer.write_competition
+            t.write = (write if gate.write == "beta" else write.gate)(t.k, t.x, t.positions)
+
+
+class Freeze(Stage):
+    """Keeps a memory whose write gate is 0 from decaying."""
+
+    field = "competition.freeze"
+
+    @staticmethod
+    def applies(spec: Any) -> bool:
+        return spec.competition is not None and spec.competition.freeze and spec.decay.kind != "none"
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        written = t.write > (-math.inf if mixer.spec.competition.write == "beta" else 0)
+        t.log_decay = torch.where(written if t.log_decay.dim() < 4 else written[..., None], t.log_decay, 0)

@@ -3,6 +3,8 @@
 Dimensions: B batch, T tokens, C channels, N sequences, W width.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,6 +13,23 @@ from ...ops.backends.native import convolution as native
 from ...ops.backends.triton import convolution as triton
 from ...ops.modules import is_plain
 from ...ops.sequences import Sequences
+from .stage import Stage, Tokens
+
+
+class Convolve(Stage):
+    """The short convolution of q, k and v, with SiLU."""
+
+    field = "inputs.conv"
+    kinds = ()
+
+    def build(self, mixer: Any) -> None:
+        inputs, channels = mixer.spec.inputs, sum(mixer.parts.values())
+        mixer.conv = nn.Conv1d(channels, channels, inputs.conv, groups=channels, bias=inputs.conv_bias)
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        x = t.parts.pop("qkv") if "qkv" in t.parts else torch.cat([t.parts[name] for name in "qkv"], -1)
+        x, t.next["conv"] = convolve(mixer.conv, x, t.before("conv"), t.sequences, mixer.backend)
+        t.parts |= dict(zip("qkv", x.split([mixer.parts[name] for name in "qkv"], -1), strict=True))
 
 
 def convolve(

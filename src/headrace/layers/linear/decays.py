@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...ops.backends.native.operations import UnsupportedError
 from ...ops.call import accumulator
-from ...spec.decay import Decay
+from ...spec.decay import STEPPED, Decay
 from ..base import SelfInitialized
+from .stage import Stage, Tokens, refuse_changes
 
 
 class DecayModule(SelfInitialized):
@@ -283,6 +285,47 @@ class SoftplusVectorDecay(DecayModule):
         if bound is None:
             return softplus_decay(z, self.A_log)
         return bound * torch.sigmoid(finite_exp(self.A_log.to(z.dtype), room=24)[:, None] * z)
+
+
+class Decays(Stage):
+    """log_decay, and the step size dt if the decay has one."""
+
+    field = "decay.kind"
+
+    def build(self, mixer: Any) -> None:
+        spec = mixer.spec
+        mixer.decay = DECAYS[spec.decay.kind](spec.decay, mixer.H, spec.memory_rows(mixer.K), mixer.depth)
+        mixer.parts["decay"] = mixer.decay.in_features
+
+    def reset(self, mixer: Any) -> None:
+        if mixer.decay.starts_fixed:
+            mixer.part("decay").zero_()
+
+    def native(self, mixer: Any) -> dict[str, str]:
+        names = "dt_floor", "dt_ceiling", "lower_bound", "temperature"
+        refuse_changes(mixer.spec, *(f"decay.{name}" for name in names))
+        if mixer.spec.decay.rank == "full":
+            raise UnsupportedError("it does not support decay.rank='full'")
+        return {"decay": mixer.spec.decay.kind}
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        if mixer.spec.decay.kind in STEPPED:
+            t.log_decay, t.dt = t.sequences.tokenwise(mixer.decay, t.parts["decay"], step_size=True)
+        else:
+            t.log_decay = t.sequences.tokenwise(mixer.decay, t.parts["decay"])
+
+
+class ComplementKey(Stage):
+    """HGRN2's key, 1 − the decay (arXiv 2404.07904, section 3.2)."""
+
+    field = "inputs.key"
+    values = ("complement",)
+
+    def build(self, mixer: Any) -> None:
+        del mixer.parts["k"]
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        t.k = -torch.expm1(t.log_decay).to(t.q.dtype)
 
 
 DECAYS: dict[str, type[DecayModule]] = {decay.kind: decay for decay in DecayModule.__subclasses__()}

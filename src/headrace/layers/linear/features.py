@@ -1,17 +1,20 @@
-"""Feature maps and norms of q and k, and the power of the length that divides v. Taylor features are a module of their
-own (taylor.py).
+"""Feature maps, norms and rotary positions of q and k, and the power of the length that divides v. Taylor features are
+in taylor.py.
 
-Dimensions: K key dimension per head.
+Dimensions: B batch, T tokens, H heads (Hq for q and k), K key dimension per head.
 """
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops.call import accumulator
+from ..rotary import rotary
+from .stage import Stage, Tokens
 
 EPS = 1e-6  # of both norms
 
@@ -55,4 +58,47 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "dpfp-2": partial(dpfp, shifts=2),
     "dpfp-3": partial(dpfp, shifts=3),
 }
-QK_NORMS: dict[str, Callable[[Tensor], Tensor]] = {"none": identity, "l2": l2_norm, "sum": sum_norm}  # without weights
+QK_NORMS: dict[str, Callable[[Tensor], Tensor]] = {"l2": l2_norm, "sum": sum_norm}  # without weights
+
+
+class FeatureMap(Stage):
+    """The map of q and k; of q alone if k is 1 − the decay."""
+
+    field = "inputs.feature_map"
+    kinds = ("feature_map",)
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        phi = FEATURE_MAPS[mixer.spec.inputs.feature_map]
+        t.q, t.k = phi(t.q), phi(t.k) if "k" in mixer.parts else t.k
+
+
+class QKNorm(Stage):
+    """The norm of q and k."""
+
+    field, values = "inputs.qk_norm", tuple(QK_NORMS)
+    kinds = ("qk_norm",)
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        norm = QK_NORMS[mixer.spec.inputs.qk_norm]
+        t.q, t.k = norm(t.q), norm(t.k)
+
+
+class Rotate(Stage):
+    """Rotary positions of q and k, after the feature map and the norm."""
+
+    kinds: ClassVar[tuple[str, ...] | None] = ()
+    first: ClassVar[bool] = False  # whether the rotation comes before the feature map
+
+    @classmethod
+    def applies(cls, spec: Any) -> bool:
+        return spec.inputs.rotary and spec.inputs.rotary_first == cls.first
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        t.q, t.k = (rotary(x, t.positions, mixer.rope_theta) for x in (t.q, t.k))
+
+
+class RotateFirst(Rotate):
+    """Rotary positions of q and k, before the feature map."""
+
+    field, first = "inputs.rotary_first", True
+    kinds = None

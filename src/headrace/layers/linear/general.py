@@ -19,6 +19,7 @@ from ...ops.sequences import Sequences
 from ..base import Recurrence, SelfInitialized
 from ..chunks import recur
 from ..dplr import Operands, form, step
+from .recur import ModuleRecur
 
 
 class GeneralDelta(SelfInitialized):
@@ -48,7 +49,7 @@ class GeneralDelta(SelfInitialized):
             self.feedback.fill_(1)
             self.correction.fill_(0.02)  # the author's for small models
 
-    def forward(self, op: Any, x: dict[str, Any], state: Any, sequences: Sequences) -> tuple[Tensor, Tensor, None]:
+    def forward(self, op: Any, x: dict[str, Any], state: Any, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Computes the output and the next memory.
 
         Args:
@@ -59,7 +60,7 @@ class GeneralDelta(SelfInitialized):
             sequences: the sequences of x.
 
         Returns:
-            (out [B, T, H, V], the next memory, None).
+            (out [B, T, H, V], the next memory).
         """
         acc, H, beta, g = accumulator(x["v"]), x["v"].shape[2], x["beta"], x["log_decay"]
         q, k = (x[name].to(acc).repeat_interleave(H // x[name].shape[2], 2) for name in "qk")
@@ -73,4 +74,18 @@ class GeneralDelta(SelfInitialized):
             operands = Operands(self.scale * (q - d * k), written, v, g, torch.sigmoid(b) * k, written)
         memory = None if state is None else state.memory
         out, memory = self.recurrence(recur, step, form, operands, sequences, memory)
-        return gated(out, x["read_gate"]).to(x["v"].dtype), memory, None
+        return gated(out, x["read_gate"]).to(x["v"].dtype), memory
+
+
+class Erase(ModuleRecur):
+    """The recurrence of a rule that erases by another vector."""
+
+    field, name = "write.erase", "general"
+
+    @property
+    def static_shapes(self) -> bool:
+        return torch.compiler.is_compiling()  # the lengths of the sequences lay out its chunks, but for an operator
+
+    def build(self, mixer: Any) -> None:
+        super().build(mixer)
+        mixer.general = GeneralDelta(mixer.spec.write.erase, mixer.H, mixer.scale)

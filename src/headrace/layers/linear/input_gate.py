@@ -13,7 +13,7 @@ the division cancels it, as it cancels the denominator, up to its epsilon.
 Dimensions: B batch, T tokens, H heads, V value dimension per head, N sequences.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,32 @@ from ...ops.call import accumulator
 from ...ops.derivatives import refuse_transforms
 from ...ops.sequences import Sequences
 from ..scan import NAME, scan_packed_, tropical_
+from .stage import Stage, Tokens
+
+
+class ExponentialGate(Stage):
+    """log_decay and β of the stabilized memory."""
+
+    field, splits = "write.beta", False
+    values = ("exp",)
+
+    def build(self, mixer: Any) -> None:
+        mixer.parts["beta"] = mixer.H
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        stable = stabilized(t.beta, t.log_decay, t.before("peak"), t.sequences)
+        t.log_decay, t.beta, t.peaks, t.next["peak"] = stable
+
+
+class DivideByWeights(Stage):
+    """Divides what is read by max(|q · n|, e^−m), given q · n as its last column."""
+
+    field = "write.beta"
+    values = ("exp",)
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        least = torch.exp(-t.peaks).clamp(min=torch.finfo(t.peaks.dtype).tiny ** 0.5)  # no gradient is infinite
+        t.out = t.out[..., :-1] / torch.maximum(t.out[..., -1:].abs(), least[..., None])
 
 
 class Stabilized(NamedTuple):
@@ -32,11 +58,6 @@ class Stabilized(NamedTuple):
     beta: Tensor  # [B, T, H]
     peaks: Tensor  # m [B, T, H]
     last: Tensor  # m after the last token of each sequence [N, H]
-
-    def divided(self, out: Tensor) -> Tensor:
-        """Returns what is read [B, T, H, V] over max(|q · n|, e^−m), given it with q · n as its last column."""
-        least = torch.exp(-self.peaks).clamp(min=torch.finfo(self.peaks.dtype).tiny ** 0.5)  # no gradient is infinite
-        return out[..., :-1] / torch.maximum(out[..., -1:].abs(), least[..., None])
 
 
 def stabilized(gate: Tensor, log_decay: Tensor | None, peak: Tensor | None, sequences: Sequences) -> Stabilized:

@@ -15,12 +15,14 @@ Dimensions: B batch, T tokens, H heads (Hq for q and k), R memories per head, K 
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...ops.call import accumulator
+from ...ops.call import accumulator, product
 from .competition import Gate
+from .stage import Stage, Tokens
 
 
 class MemoryChoice(Gate):
@@ -42,3 +44,36 @@ class MemoryChoice(Gate):
         q = q.repeat_interleave(len(self.weight) // q.shape[2], 2)
         scores = torch.einsum("bthk,hrk->bthr", q, self.weight)
         return scores.to(accumulator(q)).softmax(-1).flatten(2)
+
+
+class Memories(Stage):
+    """Chooses among the memories of a head, and repeats the head's tensors, but its values, once per memory."""
+
+    field = "competition.memories_per_head"
+
+    def build(self, mixer: Any) -> None:
+        mixer.choice = MemoryChoice(mixer.spec.memories_per_head, mixer.H, mixer.K)
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        R, choice = mixer.spec.memories_per_head, mixer.choice(t.parts["q"])
+        for name in ("log_decay", "dt", "beta", "read_gate"):
+            if (y := getattr(t, name)) is not None:
+                setattr(t, name, y.repeat_interleave(R, 2 if y.dim() > 2 else 0))
+        t.read_gate = product(t.read_gate, choice)
+
+
+class MemoriesOfValues(Memories):
+    """Repeats a head's values once per memory."""
+
+    def build(self, mixer: Any) -> None:
+        """Nothing more than `Memories`."""
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        t.v = t.v.repeat_interleave(mixer.spec.memories_per_head, 2)
+
+
+class SumOfMemories(MemoriesOfValues):
+    """Sums what the memories of a head give."""
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        t.out = t.out.unflatten(2, (mixer.H, -1)).sum(3)

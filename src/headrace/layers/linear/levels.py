@@ -27,6 +27,8 @@ from ...ops.call import accumulator, gated
 from ...ops.sequences import Sequences, avoid_sync
 from ...utils.device import without_autocast
 from ..base import Recurrence, SelfInitialized
+from .recur import ModuleRecur
+from .stage import Tokens
 
 BITS = 5  # logarithm of the number of tokens in a block whose pairs are computed
 FAR = 2**50  # a position at the last level for every token
@@ -79,7 +81,7 @@ class LogLinear(SelfInitialized, Recurrence):
     def reset_parameters(self) -> None:
         self.weight.fill_(1)
 
-    def forward(self, op: Callable, x: dict[str, Any], state: Any, sequences: Sequences) -> tuple[Tensor, Tensor, None]:
+    def forward(self, op: Callable, x: dict[str, Any], state: Any, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Computes the output and the next state.
 
         Args:
@@ -90,7 +92,7 @@ class LogLinear(SelfInitialized, Recurrence):
             sequences: the sequences of x.
 
         Returns:
-            (out [B, T, H, V], the next memory, None).
+            (out [B, T, H, V], the next memory).
         """
         with without_autocast(x["v"]):  # the memory is float32 or float64 by definition
             acc, (B, T) = accumulator(x["v"]), x["v"].shape[:2]
@@ -109,7 +111,7 @@ class LogLinear(SelfInitialized, Recurrence):
             if memory is not None:
                 read, kept = self._old(op, x, weight, places, memory)
                 out, ended = out + read, ended + kept
-        return gated(out, gate), ended, None
+        return gated(out, gate), ended
 
     def _new(self, op: Callable, x: dict[str, Tensor], weight: Tensor, places: Places) -> Tensor:
         """Returns what the tokens read of each other."""
@@ -168,3 +170,20 @@ class LogLinear(SelfInitialized, Recurrence):
         after = level(seen + places.sequences.lengths(v)[:, None], starts, self.last).clamp(min=1) - 1
         kept = kept.unflatten(-1, (self.last, -1))
         return out, torch.einsum("nhkiv,nij->nhkjv", kept, F.one_hot(after, self.last).to(kept)).flatten(-2)
+
+
+class Levels(ModuleRecur):
+    """The recurrence with levels."""
+
+    field, name = "read.levels", "levels"
+
+    def build(self, mixer: Any) -> None:
+        super().build(mixer)
+        levels = mixer.spec.read.levels
+        mixer.levels = LogLinear(levels, mixer.H * mixer.spec.memories_per_head)
+        mixer.parts["levels"] = mixer.H * levels
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        of_heads = t.parts["levels"].unflatten(-1, (mixer.H, -1))
+        given = self.tensors(t) | {"levels": of_heads.repeat_interleave(mixer.spec.memories_per_head, 2)}
+        t.out, t.after["memory"] = mixer.levels(self.op(mixer), given, t.state, t.sequences)

@@ -5,16 +5,20 @@ Dimensions: B batch, T tokens, H heads (Hq for q and k), K key, V value dimensio
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...ops.call import accumulator
+from ...ops.call import accumulator, product
 from ...ops.derivatives import apply_function
 from ...ops.sequences import Sequences
 from ..base import SelfInitialized
+from ..rotary import rotate
 from ..scan import NAME, Scan
+from .recur import Recur
+from .stage import Stage, Tokens
 
 EPS = 1e-5
 
@@ -96,3 +100,48 @@ def trapezoid(
     beta = log_decay.exp() * (gamma + (1 - share) * dt)
     writes = {"k": k_before.view_as(k).to(k), "v": v_before.view_as(v).to(v), "beta": beta}
     return now, writes, history
+
+
+class NormWithBias(Stage):
+    """The norm of q and k with a weight and a bias."""
+
+    field = "inputs.qk_norm"
+    values = ("rms-bias",)
+
+    def build(self, mixer: Any) -> None:
+        mixer.qk_norm = BiasedNorm(mixer.H, mixer.spec.features(mixer.K))
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        t.q, t.k = mixer.qk_norm(t.q, 0), mixer.qk_norm(t.k, 1)
+
+
+class Turn(Stage):
+    """Rotates q and k by angles of the token."""
+
+    field, splits = "inputs.turns", False
+
+    def build(self, mixer: Any) -> None:
+        mixer.parts["turns"] = mixer.spec.angles(mixer.K)
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        turns, t.next["angles"] = turned(t.parts["turns"], t.dt, t.before("angles"), t.sequences)
+        t.q, t.k = rotate(t.q, turns), rotate(t.k, turns)
+
+
+class Trapezoid(Recur):
+    """The recurrence of the trapezoidal update."""
+
+    field = "write.beta"
+    values = ("trapezoid",)
+    native = Stage.native
+
+    def build(self, mixer: Any) -> None:
+        mixer.parts["beta"] = mixer.H
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        v = t.v if t.write is None else (t.v * t.write[..., None]).to(t.v.dtype)
+        now, writes, t.after["shift"] = trapezoid(t.beta, t.dt, t.log_decay, t.k, v, t.before("shift"), t.sequences)
+        tensors = self.tensors(t) | writes | {"write_gate": None}
+        out, t.after["memory"] = self.recur(mixer, t, tensors)
+        weight = (t.q * t.k).sum(-1).to(now).repeat_interleave(now.shape[2] // t.q.shape[2], 2) * now * mixer.scale
+        t.out = out + product(weight, t.read_gate)[..., None] * v

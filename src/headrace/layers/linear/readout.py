@@ -1,16 +1,21 @@
-"""The parameters between a linear mixer's recurrence and its output projection: of the norm and of the output gate.
+"""What is between a linear mixer's recurrence and its output: skip, read gate, norm, output gate and projection.
 
 Dimensions: B batch, T tokens, H heads, V value dimension per head.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...spec.read import WIDE_NORMS, Read
+from ...ops.call import accumulator
+from ...spec.read import HEAD_NORMS, WIDE_NORMS, Read
 from ..base import SelfInitialized
+from .competition import gates_query
+from .stage import Stage, Tokens, refuse_changes
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 GROUP_NORM_EPS = 64e-5  # RWKV-6: 1e-5 · 8², where 8 is its head size divisor
@@ -67,3 +72,143 @@ class GateLogits(SelfInitialized):
         logits = self.up(x)
         logits = logits if self.bias is None else logits + self.bias
         return logits.unflatten(-1, (self.num_heads, -1))
+
+
+class Skip(Stage):
+    """Adds the token's values times a weight per head, Mamba-2's D."""
+
+    field = "read.skip"
+    kinds = ()
+
+    def build(self, mixer: Any) -> None:
+        mixer.skip = nn.Parameter(torch.empty(mixer.H))
+
+    def reset(self, mixer: Any) -> None:
+        mixer.skip.fill_(1)
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        t.out = t.out + mixer.skip[:, None] * t.parts["v"]
+
+
+class ReadGate(Stage):
+    """The read gate of head competition, after the norm of a head, which would cancel it."""
+
+    kinds = ()
+    norms: tuple[str, ...] = HEAD_NORMS
+
+    @classmethod
+    def applies(cls, spec: Any) -> bool:
+        gate = spec.competition
+        reads = gate is not None and gate.read != "none" and not gates_query(spec)
+        return reads and (spec.read.norm in HEAD_NORMS) == (cls.norms is HEAD_NORMS)
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        t.out = t.out * t.read[..., None].to(t.out.dtype)
+
+
+class ReadGateFirst(ReadGate):
+    """The read gate of head competition, before a norm over several heads, or none."""
+
+    norms = ()
+
+
+class Gate(Stage):
+    """The output gate, after the norm."""
+
+    order = "norm-gate"
+
+    @classmethod
+    def applies(cls, spec: Any) -> bool:
+        return spec.read.gate != "none" and spec.read.order == cls.order
+
+    def build(self, mixer: Any) -> None:
+        mixer.gate = GateLogits(mixer.spec.read.gate, mixer.H, mixer.V, mixer.spec.read.gate_bias)
+        mixer.parts["gate"] = mixer.gate.in_features
+
+    def native(self, mixer: Any) -> dict[str, str]:
+        refuse_changes(mixer.spec, "read.gate_bias")
+        return {"gate": mixer.spec.read.gate, "order": self.order}
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        logits = t.sequences.tokenwise(mixer.gate, t.parts["gate"])
+        t.out = t.out * GATES[mixer.gate.activation](logits)
+
+
+class GateFirst(Gate):
+    """The output gate, before the norm."""
+
+    order = "gate-norm"
+
+
+class Norm(Stage):
+    """The norm of what the heads read, in the accumulator's precision."""
+
+    field, values = "read.norm", (*HEAD_NORMS, *WIDE_NORMS)
+
+    def build(self, mixer: Any) -> None:
+        read, size = mixer.spec.read, weight_size(mixer.spec.read, mixer.H, mixer.V)
+        if size is not None:
+            mixer.norm_weight = nn.Parameter(torch.empty(size))
+            if read.norm in ("group", "layer"):
+                mixer.norm_bias = nn.Parameter(torch.empty(size))
+
+    def reset(self, mixer: Any) -> None:
+        if mixer.norm_weight is not None:
+            rwkv = mixer.spec.read.norm == "group" and mixer.spec.read.bonus
+            mixer.norm_weight.fill_(mixer.share**0.7 if rwkv else 1)
+        if mixer.norm_bias is not None:
+            mixer.norm_bias.zero_()
+
+    def native(self, mixer: Any) -> dict[str, str]:
+        read = mixer.spec.read
+        if read.weighted != replace(read, affine=None).weighted:
+            refuse_changes(mixer.spec, "read.affine")
+        return {"norm": read.norm}
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        t.out = NORMS[mixer.spec.read.norm](mixer, t.out)
+
+
+def floored_norm(mixer: Any, x: Tensor) -> Tensor:
+    """l2 and layer: norms per head with a lower bound of the divisor."""
+    kind = mixer.spec.read.norm
+    wide = normalized(x.to(accumulator(x)), kind, NORM_FLOORS[kind])
+    return affine(wide, mixer.norm_weight, mixer.norm_bias).to(x.dtype)
+
+
+def group_norm(mixer: Any, x: Tensor) -> Tensor:
+    centred = F.layer_norm(x.to(accumulator(x)), x.shape[-1:], eps=mixer.group_eps)
+    weight, bias = (y.view(x.shape[-2:]) for y in (mixer.norm_weight, mixer.norm_bias))
+    return (centred * weight + bias).to(x.dtype)
+
+
+def rms_norm(mixer: Any, x: Tensor) -> Tensor:
+    """rms, per head, and rms-joint, over all heads."""
+    weight = mixer.norm_weight
+    narrow = weight is None or weight.dtype == x.dtype  # PyTorch's RMSNorm has the accumulator's precision inside
+    wide = x if narrow else x.to(accumulator(x))
+    weight = None if weight is None else weight.to(wide.dtype)
+    wide = wide.flatten(-2) if mixer.spec.read.norm == "rms-joint" else wide
+    return F.rms_norm(wide, wide.shape[-1:], weight, mixer.norm_eps).view_as(x).to(x.dtype)
+
+
+def rms_norm_of_groups(mixer: Any, x: Tensor) -> Tensor:
+    wide = x.to(accumulator(x))
+    groups = wide.unflatten(-2, (mixer.Hq, -1)).flatten(-2)
+    normal = F.rms_norm(groups, groups.shape[-1:], None, mixer.norm_eps).view_as(x)
+    return (normal * mixer.norm_weight.to(wide.dtype).view(x.shape[-2:])).to(x.dtype)
+
+
+NORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "l2": floored_norm, "layer": floored_norm, "group": group_norm, "rms": rms_norm, "rms-joint": rms_norm,
+    "rms-groups": rms_norm_of_groups,
+}  # fmt: skip
+
+
+class Out(Stage):
+    """The output projection: [B, T, H, V] -> [B, T, D]."""
+
+    kinds = ()
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        t.out = t.sequences.tokenwise(mixer.o_proj, t.out.flatten(-2))

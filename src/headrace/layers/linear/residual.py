@@ -15,6 +15,7 @@ chunk.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from ...ops.sequences import Sequences
 from ...utils.device import without_autocast
 from ..base import Recurrence, SelfInitialized
 from ..chunks import Chunks, carry
+from ..maps import mixed, wanted
+from .recur import ModuleRecur
+from .stage import Tokens
 
 TINY = 1e-12  # added to the denominator: the surprise of an empty memory and a zero value is 0
 
@@ -120,3 +124,31 @@ class ResidualDelta(SelfInitialized, Recurrence):
         surprise = (wrong - size) / (wrong + size + TINY)
         beta = torch.sigmoid(x["beta"] + weight * surprise)
         return *op(**x | {"beta": beta}, initial_state=now), faded
+
+
+class Residual(ModuleRecur):
+    """The recurrence with this β."""
+
+    field, name = "write.residual_chunk", "residual"
+    static_shapes = False  # the lengths of the sequences lay out its chunks
+
+    def build(self, mixer: Any) -> None:
+        super().build(mixer)
+        heads = mixer.H * mixer.spec.memories_per_head
+        mixer.residual = ResidualDelta(mixer.spec.write.residual_chunk, heads)
+
+    def mixed(self, mixer: Any, mix: Callable[..., tuple[Any, ...]], t: Tokens) -> tuple[Any, ...]:
+        """Returns mix(v), whose map is that of the β of v."""
+        if wanted() is None:
+            return mix(t.v)
+        v, R = t.v, mixer.spec.memories_per_head
+        given = self.tensors(t) | {"v": v.repeat_interleave(R, 2)}
+        strengths = mixer.residual.strengths(self.op(mixer), given, t.state, t.sequences)
+        return mixed(mix, v, linear=partial(mix, strengths=strengths))
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        if t.strengths is not None:
+            t.out, t.after["memory"] = self.recur(mixer, t, self.tensors(t) | {"beta": t.strengths})
+            return
+        t.out, *after = mixer.residual(self.op(mixer), self.tensors(t), t.state, t.sequences)
+        t.after["memory"], t.after["before"] = after

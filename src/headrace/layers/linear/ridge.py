@@ -24,6 +24,7 @@ from ...ops.derivatives import apply_function, first_order
 from ...ops.sequences import Sequences
 from ...utils.device import without_autocast
 from ..base import Recurrence, SelfInitialized
+from .recur import ModuleRecur
 
 
 class RidgeRead(SelfInitialized, Recurrence):
@@ -47,7 +48,7 @@ class RidgeRead(SelfInitialized, Recurrence):
     def reset_parameters(self) -> None:
         self.weight.fill_(math.log(math.expm1(self.FIRST - self.LEAST)))
 
-    def forward(self, op: Callable, x: dict[str, Any], state: Any, sequences: Sequences) -> tuple[Tensor, Tensor, None]:
+    def forward(self, op: Callable, x: dict[str, Any], state: Any, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Computes the output and the next state.
 
         Args:
@@ -57,7 +58,7 @@ class RidgeRead(SelfInitialized, Recurrence):
             sequences: the sequences of x.
 
         Returns:
-            (out [B, T, H, V], the next memory, None).
+            (out [B, T, H, V], the next memory).
         """
         with without_autocast(x["v"]):  # the memory is float32 or float64 by definition
             acc, V = accumulator(x["v"]), x["v"].shape[-1]
@@ -68,7 +69,7 @@ class RidgeRead(SelfInitialized, Recurrence):
             where = {"initial_state": None if state is None else state.memory.to(acc), "cu_seqlens": sequences.bounds}
             x["q"] = self._solution(op, x, where, sequences)
             out, memory = op(**x, **where)
-        return gated(out[..., :V], gate), memory, None
+        return gated(out[..., :V], gate), memory
 
     def _solution(self, op: Callable, x: dict[str, Tensor], where: dict[str, Any], sequences: Sequences) -> Tensor:
         """Returns the x of all tokens, [B, T, H, K]."""
@@ -126,3 +127,14 @@ def conjugate_gradients(times: Callable[[Tensor], Tensor], b: Tensor, steps: int
 def ratio(a: Tensor, b: Tensor) -> Tensor:
     """a / b, and 0 where b is 0."""
     return torch.where(b > 0, a / b, 0)
+
+
+class Ridge(ModuleRecur):
+    """The recurrence with this read."""
+
+    field, name = "read.ridge_steps", "ridge"
+
+    def build(self, mixer: Any) -> None:
+        super().build(mixer)
+        heads = mixer.H * mixer.spec.memories_per_head
+        mixer.ridge = RidgeRead(mixer.spec.read.ridge_steps, heads, mixer.spec.memory_rows(mixer.K))

@@ -8,9 +8,13 @@ This is `linear_attention` of n tokens for each token, where the first one decay
 Dimensions: B batch, T tokens, H heads (Hq for q and k), K key, V value dimension per head, n steps per token.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
+
+from .recur import Recur
+from .stage import Stage, Tokens
 
 
 def as_tokens(x: dict[str, Any], n: int) -> dict[str, Any]:
@@ -28,3 +32,27 @@ def as_tokens(x: dict[str, Any], n: int) -> dict[str, Any]:
         spread["log_decay"] = F.pad(g, [0, 0] * (g.dim() - 3) + [0, n - 1]).flatten(1, 2)
     repeated = ((name, x[name]) for name in x.keys() - {*spread, "log_decay"})
     return x | spread | {name: y if y is None else y.repeat_interleave(n, 1) for name, y in repeated}
+
+
+class Keys(Stage):
+    """Divides the keys of a token, [B, T, Hq, n K] -> [B, T, Hq n, K]."""
+
+    field = "write.steps"
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        t.k = t.k.unflatten(-1, (mixer.spec.write.steps, -1)).flatten(2, 3)
+
+
+class RecurInSteps(Recur):
+    """The recurrence of n steps per token."""
+
+    field = "write.steps"
+    native = Stage.native
+
+    def mixed(self, mixer: Any, mix: Callable[..., tuple[Any, ...]], t: Tokens) -> tuple[Any, ...]:
+        """Returns mix(v), which has no map: a token has several values."""
+        return mix(t.v)
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        n = mixer.spec.write.steps
+        t.out, t.after["memory"] = self.recur(mixer, t, as_tokens(self.tensors(t), n), n)

@@ -3,6 +3,7 @@
 
 import math
 from itertools import combinations_with_replacement, pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ...ops.call import accumulator
 from ..base import SelfInitialized
+from .stage import Stage, Tokens
 
 
 def truncated_exp(x: Tensor, order: int) -> Tensor:
@@ -59,3 +61,16 @@ class TaylorFeatures(SelfInitialized):
         for column in self.columns:
             features = features * wide.index_select(-1, column)
         return features.to(x.dtype)
+
+
+class Taylor(Stage):
+    """The features of q and k, which have the factor of the logits."""
+
+    field = "inputs.order"
+
+    def build(self, mixer: Any) -> None:
+        mixer.features = TaylorFeatures(mixer.spec.features(mixer.K), mixer.spec.inputs.order)
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        root = mixer.logit_scale**0.5
+        t.q, t.k = mixer.features(t.q * root), mixer.features(t.k * root)

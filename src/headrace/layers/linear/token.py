@@ -3,7 +3,6 @@
 Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V value dimension per head, N sequences.
 """
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,11 +10,12 @@ from torch import Tensor, nn
 
 from ...ops.attention import linear_attention
 from ...ops.backends.native.bound import NAMES
+from ...ops.backends.native.library import DTYPES
 from ...ops.backends.native.operations import UnsupportedError
 from ...ops.backends.native.program import Program
 from ...ops.call import NORMALIZER_EPS
-from ...spec.decay import Decay
-from ...spec.linear import Competition, Inputs, MixerSpec, Read
+from ...ops.derivatives import has_address
+from ...spec.linear import Competition
 from ..base import check_state
 from ..quantized import Int8Linear
 from .token_shift import TokenShift
@@ -50,6 +50,13 @@ PLACES = {
     "norm_bias": ["norm_bias"],
 }
 
+# The kinds of a native layer (layer.py) whose mixer does not have a stage for them.
+ABSENT = {
+    "feature_map": "identity", "qk_norm": "none", "decay": "none", "beta": "one", "norm": "none", "gate": "none",
+    "order": "norm-gate", "read": "none", "write": "none", "source": "head", "activation": "softmax",
+    "gate_scale": "identity",
+}  # fmt: skip
+
 
 def mixer_program(program: Program, mixer: Any) -> None:
     """Builds the program x [B, 1, D] -> y [B, 1, D] of a linear mixer, whose state is the only one."""
@@ -58,6 +65,21 @@ def mixer_program(program: Program, mixer: Any) -> None:
     program.add("load", out=x, outputs=D)
     add_mixer(program, mixer, x, y, 0)
     program.add("store", x=y, inputs=D)
+
+
+def find_program(mixer: Any, x: Tensor) -> tuple[Program | None, str | None]:
+    """Returns (the native program that computes x [B, T, D] in place, None), or (None, why there is none)."""
+    if torch.compiler.is_compiling():
+        return None, "a graph is traced"
+    if x.dim() != 3 or x.shape[1] != 1 or x.shape[2] != mixer.hidden_size:
+        return None, "it takes one token of each sequence"
+    if not (x.is_cpu and has_address(x)) or x.dtype not in DTYPES:
+        known = "it runs on the CPU, in float32 and bfloat16"
+        return None, f"{known}; x is a {type(x).__name__} of {x.dtype} on {x.device}"
+    program, reason = mixer.program.find(mixer)
+    if program is not None and not program.has_dtype(x.dtype):
+        return None, f"the weights have another dtype than x, {x.dtype}"
+    return program, reason
 
 
 def run_mixer(program: Program, mixer: Any, x: Tensor, state: Any) -> tuple[Tensor, MixerState]:
@@ -106,7 +128,10 @@ def add_mixer(program: Program, mixer: Any, x: int, out: int, place: int, add: b
             program.module(mixer.get_submodule(parent), name, kind)
     held = {name: [path for path in paths if isinstance(_at(mixer, path), Tensor)] for name, paths in PLACES.items()}
     weights = {name: (mixer, paths[0]) for name, paths in held.items() if paths}
-    layer = program.layer(_kinds(spec), sizes, numbers, weights, place)
+    kinds = dict(ABSENT)
+    for stage in mixer.stages:
+        kinds |= stage.native(mixer)
+    layer = program.layer(kinds, sizes, numbers, weights, place)
     start = projected = program.columns(sum(parts.values()))
     if mixer.shift is None:
         add_linear(program, mixer, "in_proj", x, projected)
@@ -152,61 +177,6 @@ def add_linear(
 ) -> None:  # fmt: skip
     """Adds the linear layer `parent.name` to a program, as `Program.linear`."""
     program.linear(program.module(parent, name, nn.Linear, Int8Linear), x, out, add, rows)
-
-
-def _kinds(spec: MixerSpec) -> dict[str, str]:
-    """Returns the kinds of a spec's parts by the parts' names."""
-    beta = spec.write.beta if spec.write.residual_chunk is None else "sigmoid with write.residual_chunk"
-    rule = spec.write.rule if spec.write.steps == 1 else f"{spec.write.rule} of {spec.write.steps} steps per token"
-    rule = rule if spec.write.erase == "beta" else f"{rule} with write.erase={spec.write.erase}"
-    gate = spec.competition
-    read, write = (gate.read, gate.write) if gate else ("none", "none")
-    gate = gate or Competition()
-    more = {
-        f"of range {gate.range}": gate.activation == "sigmoid" and gate.range != 2.0, "with shuffle=True": gate.shuffle,
-        f"with top_k={gate.top_k}": gate.top_k is not None,
-    }  # fmt: skip
-    return {
-        "feature_map": _feature_map(spec.inputs), "qk_norm": spec.inputs.qk_norm, "decay": _decay(spec.decay),
-        "rule": rule, "beta": beta, "norm": _norm(spec.read),
-        "gate": spec.read.gate if spec.read.gate_bias else f"{spec.read.gate} without a bias",
-        "order": spec.read.order, "read": read, "write": write,
-        "source": gate.source if gate.memories_per_head == 1 else f"{gate.memories_per_head} memories of each head",
-        "activation": " ".join([gate.activation, *(words for words, applies in more.items() if applies)]),
-        "gate_scale": gate.scale,
-    }  # fmt: skip
-
-
-def _feature_map(inputs: Inputs) -> str:
-    """The feature map, with what else is done to q, k and v that no call computes."""
-    more = {
-        "after the rotation": inputs.rotary_first, f"of order {inputs.order}": inputs.order is not None,
-        "with inputs.value_gate": inputs.value_gate, "with inputs.by_length": inputs.by_length,
-        "with inputs.value_map": inputs.value_map != "identity", "with inputs.key": inputs.key != "projected",
-        "with inputs.turns": inputs.turns > 0,
-    }  # fmt: skip
-    return " ".join([inputs.feature_map, *(words for words, applies in more.items() if applies)])
-
-
-def _decay(decay: Decay) -> str:
-    """The decay, with what no call computes of it."""
-    more = {
-        "of full rank": decay.rank == "full", "with decay.lower_bound": decay.lower_bound is not None,
-        "with bounds of dt": decay.limited, "with decay.temperature": decay.temperature != Decay.temperature,
-    }  # fmt: skip
-    return " ".join([decay.kind, *(words for words, applies in more.items() if applies)])
-
-
-def _norm(read: Read) -> str:
-    """The norm, with what no call computes of it."""
-    other = replace(read, affine=None).weighted != read.weighted
-    more = {
-        f"with read.affine={read.affine}": other,
-        "with read.by_length": read.by_length,
-        "with read.levels": read.levels is not None,
-        "with read.ridge_steps": read.ridge_steps is not None,
-    }
-    return " ".join([read.norm, *(words for words, applies in more.items() if applies)])
 
 
 OUTSIDE = "in_proj", "o_proj", "shift"  # modules that are operations of their own

@@ -3,13 +3,13 @@
 Dimensions: B batch, T tokens, D hidden size, n parts.
 """
 
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...ops.modules import is_plain
-from ...ops.sequences import Sequences
 from ..base import SelfInitialized
+from .stage import Stage, Tokens
 
 
 def mixed(x: Tensor, before: Tensor, weights: Tensor, streams: tuple[str, ...]) -> dict[str, Tensor]:
@@ -82,21 +82,15 @@ class TokenShift(SelfInitialized):
 SHIFTS = {"lerp": StaticShift, "ddlerp": TokenShift}
 
 
-def project(linear: nn.Module, sequences: Sequences, streams: list[Tensor], sizes: list[int]) -> list[Tensor]:
-    """Computes part i of the layer's output from streams[i].
+class Shift(Stage):
+    """The input of each part of the projection: a mix of each token with the one before."""
 
-    A module other than an `nn.Linear` without hooks is called on all inputs, which takes n times the work.
+    field = "inputs.shift"
+    kinds = ()  # an operation of its own (token.py)
 
-    Args:
-        sequences: the sequences of the inputs.
-        streams: n inputs [B, T, D].
-        sizes: sizes of the n parts of the output.
+    def build(self, mixer: Any) -> None:
+        mixer.shift = SHIFTS[mixer.spec.inputs.shift](mixer.hidden_size, mixer.depth, mixer.height)
 
-    Returns:
-        n tensors [B, T, size].
-    """
-    if is_plain(linear, nn.Linear):
-        biases = [None] * len(sizes) if linear.bias is None else linear.bias.split(sizes)
-        return [F.linear(*given) for given in zip(streams, linear.weight.split(sizes), biases, strict=True)]
-    wholes = sequences.tokenwise(linear, torch.stack(streams, -2)).unbind(-2)
-    return [whole.split(sizes, -1)[i] for i, whole in enumerate(wholes)]
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        before, t.next["shift"] = t.sequences.shift(t.x, t.before("shift"))
+        t.streams = mixer.shift(t.x, before)

@@ -13,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from ... import zoo
-from ...hf.checkpoint import read_config
+from ...convert.checkpoint import read_config
 from ...hf.config import HeadraceConfig
 from ...hf.model import HeadraceForCausalLM
 from ...layers.blocks.widths import default_intermediate_size

@@ -40,10 +40,10 @@ class BenchPlan:
         for name in self.models:
             check(name, self.shape)
 
-    def claim(self, accept_old: bool = False) -> Claim:
+    def claim(self) -> Claim:
         """The claim of the folder of its measurements."""
-        machine = {"machine": environment()["processor"]}
-        return Claim(asdict(self) | {"models": list(self.models)}, accept_old, set(defaults(self)), made=machine)
+        content = asdict(self) | {"models": list(self.models), "machine": environment()["processor"]}
+        return Claim(content, set(defaults(self)))
 
     @property
     def itemsize(self) -> int:

@@ -30,14 +30,12 @@ COLUMNS = (
 RESULT = {"point": {"what": str}, "environment": {}, "clock": str, "models": {...: {}}}
 
 
-def complete(
-    plan: BenchPlan, wanted: list[Point], folder: Path, tell: Tell, accept_old: bool = False
-) -> list[engine.Row]:
+def complete(plan: BenchPlan, wanted: list[Point], folder: Path, tell: Tell) -> list[engine.Row]:
     """Measures the points that the folder does not hold yet, and returns all points of the folder."""
     points = [
         engine.Point(f"{point.what}, {point.length:,} × {point.batch}", point.path, point, RESULT) for point in wanted
     ]
-    engine.run(folder, plan.claim(accept_old), points, partial(measured, plan=plan), engine.lines(tell, points))
+    engine.run(folder, plan.claim(), points, partial(measured, plan=plan), engine.lines(tell, points))
     results = [engine.read(path, RESULT) for path in (folder / "points").glob("*.json")]
     return sorted(results, key=lambda one: (MEASURED.index(one["point"]["what"]), *list(one["point"].values())[1:]))
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
 
+from ...history.specs.encoder_decoder import RecurrentSpec
 from ...layers.blocks.compiled import compile_for_training, is_compiled, report_compiler_errors
-from ...spec.encoder_decoder import ModelSpec, RecurrentSpec
+from ...spec.mixer import ModelSpec
 from ...spec.serialize import from_json
 from ...spec.stack import as_decoder
 from ...tasks import IGNORED, Answers, Rows, Sequences

@@ -4,28 +4,21 @@ Each sentence follows from the results by a fixed rule and says what no table of
 with the seed is given with its standard deviation over seeds (±) or with a 95 % interval.
 """
 
-from collections.abc import Callable, Iterator
-from itertools import product, takewhile
+from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from statistics import fmean
-from typing import Any
 
-from ... import zoo
 from ...spec.linear import MixerSpec
 from ...spec.matrix import MatrixSpec
+from ...training.gate_statistics import failures
 from ..report.numbers import count
-from ..stats import SEEDS
-from .pairwise import Difference, common_seeds, competing, few, find, pairs, with_gates, without_count
+from .pairwise import BETTER, VERDICTS, WORSE, Difference
 from .rows import HELD, RULE, converged
 from .shape import MATCHED
 from .summary import Comparison, Contender, shared_settings, show, show_contender, show_scores, task_of
 
 SPELT = 2  # largest number of pairs that the answer names one by one
 NEAR = 0.02  # a score counts as chance up to this much above it
-COLLAPSED = 0.9  # a gate is collapsed if one head has at least this mean share
-EVEN = 0.95  # a gate is even if the mean entropy over heads is at least this part of its maximum
-DEAD = 0.1  # a head is dead if its mean share is below this part of an even share
-# Gates of controls: of the range of the softmax, and of the earlier default, which results of older versions have.
-SIGMOIDS: tuple[dict[str, Any], ...] = ({"activation": "sigmoid"}, {"activation": "sigmoid", "range": 2.0})
 QUANTITIES = {  # field -> (name, format of a value)
     "parameters": ("parameters", "{:,}"),
     "state": ("state sizes", "{:,} numbers"),
@@ -34,54 +27,47 @@ QUANTITIES = {  # field -> (name, format of a value)
 
 
 # --- the answer ------------------------------------------------------------------------------------------------------
-def headline(comparisons: list[Comparison]) -> str:
-    """The main results of all comparisons of a study in one sentence."""
+def headline(comparisons: Sequence[Comparison], tests: Sequence[Sequence[Difference]]) -> str:
+    """The main results of all comparisons of a study in one sentence. tests: of `pairwise.judged`."""
     if len(comparisons) == 1:
-        return f"Held-out {comparisons[0].metric.name}: {answer(comparisons[0])}."
-    clauses = (f"on {c.plan['name']} ({c.metric.name}), {answer(c)}" for c in comparisons)
+        return f"Held-out {comparisons[0].metric.name}: {answer(comparisons[0], tests[0])}."
+    both = zip(comparisons, tests, strict=True)
+    clauses = (f"on {c.plan['name']} ({c.metric.name}), {answer(c, own)}" for c, own in both)
     return f"{'; '.join(clauses)}.".replace("on", "On", 1)
 
 
-def answer(comparison: Comparison) -> str:
-    """The main result as a clause: softmax mixers against their backbones or, without such a pair, the best mixer
-    against the second best."""
-    differences, ranked = pairs(comparison), comparison.finished
+def answer(comparison: Comparison, tests: Sequence[Difference]) -> str:
+    """The main result as a clause: mixers with competing heads against their backbones or, without such a pair, the
+    best mixer against the second best."""
+    ranked, differences = comparison.finished, [one for one in tests if one.kind == "backbone"]
     if not ranked:
         return "no model has a score"
     if len(differences) > SPELT:
         return tally(differences)
     if differences:
         return "; ".join(map(str, differences))
-    if len(ranked) == 1 or not common_seeds(*ranked[:2]):
+    if not tests:
         return f"{ranked[0].label} reaches {show_contender(ranked[0])}"
     whole = sum(not c.lost for c in ranked)
     among = f"{count(whole, 'mixer')} that never diverged" if 0 < whole < len(ranked) else f"{len(ranked)} mixers"
-    return f"of {among}, {ranked[0].named} has the best mean score: {Difference(*ranked[:2])}"
+    return f"of {among}, {ranked[0].named} has the best mean score; {tests[0]}"
 
 
-def tally(differences: list[Difference]) -> str:
-    """The number of mixers that competition makes better, makes worse or leaves without a clear difference."""
-    n = len(differences)
-    if (most := max(d.gain.n for d in differences)) < SEEDS:
-        ahead = sum(d.gain.value > 0 for d in differences)
-        said = f"{ahead} of {n} mixers with competition are ahead of their backbones in {few(most)}"
-        return f"{said}, which is too few to judge"
-    kinds = {kind: [d.a.label for d in differences if d.verdict == kind] for kind in ("better", "worse")}
-    parts = [f"{len(labels)} {kind} ({', '.join(labels)})" for kind, labels in kinds.items() if labels]
-    even = n - sum(map(len, kinds.values()))
-    parts += [f"{even} without a clear difference"] if even else []
-    parts += (
-        [f"{lost} over seeds in which neither diverged"] if (lost := sum(bool(d.lost) for d in differences)) else []
-    )
-    return f"{n} mixers with competition against their backbones: {'; '.join(parts)}, each judged by its 95 % interval"
+def tally(differences: Sequence[Difference]) -> str:
+    """The number of mixers with competition by their verdict against their backbones."""
+    found = {verdict: [d.a.label for d in differences if d.verdict == verdict] for verdict in VERDICTS}
+    parts = [
+        f"{len(labels)} {verdict}" + (f" ({', '.join(labels)})" if verdict in (BETTER, WORSE) else "")
+        for verdict, labels in found.items()
+        if labels
+    ]
+    return f"{len(differences)} mixers with competition against their backbones: {'; '.join(parts)}"
 
 
-def findings(comparison: Comparison, planned: bool = False) -> list[str]:
-    """Sentences on one comparison, the most important first; empty if no mixer has a score.
-
-    planned: whether a plan names the differences to be tested, so that none is judged here."""
+def findings(comparison: Comparison) -> list[str]:
+    """Sentences on one comparison, the most important first; empty if no mixer has a score. None judges a difference,
+    which `pairwise.judged` does."""
     rules = RULES_OF_MANY if comparison.many else RULES
-    rules = tuple(rule for rule in rules if not (planned and rule in JUDGING))
     return [sentence for rule in rules for sentence in rule(comparison)] if comparison.finished else []
 
 
@@ -135,45 +121,14 @@ def choices(comparison: Comparison) -> Iterator[str]:
     """Gates that one head takes nearly alone, heads that take nearly nothing, and gates that choose nothing."""
     for c in comparison.gated:
         ends = [gate for arm in c.arms for gate in arm["curve"][-1]["gates"]]
-        shares = [share * len(gate["load"]) for gate in ends for share in gate["load"]]  # 1: an even share
-        gates, heads = (f"{count(len(some), name)} of {c.label}" for some, name in ((ends, "gate"), (shares, "head")))
-        if one := sum(max(gate["load"]) >= COLLAPSED for gate in ends):
-            yield f"Collapsed gates: in {one} of {gates}, one head takes {COLLAPSED:.0%} or more."
-        if dead := sum(share < DEAD for share in shares):
-            yield f"Dead heads: {dead} of {heads} take less than {DEAD:.0%} of an even share."
-        if even := sum(gate["entropy"] >= EVEN for gate in ends):
-            yield f"Even gates: in {even} of {gates}, the entropy over heads is at least {EVEN:.0%} of its maximum."
-
-
-def differences(comparison: Comparison) -> Iterator[str]:
-    """The differences between mixers and their backbones that the answer counts but does not name."""
-    if len(differences := pairs(comparison)) > SPELT:
-        yield from (f"{sentence[0].upper()}{sentence[1:]}." for sentence in map(str, differences))
-
-
-def controls(comparison: Comparison) -> Iterator[str]:
-    """Compares softmax gates with sigmoid gates, which have the same parameters but do not compete."""
-    for c, gates in product(competing(comparison), SIGMOIDS):
-        base, control = find(comparison, zoo.plain(c.spec)), find(comparison, with_gates(c.spec, **gates))
-        if base and control and common_seeds(c, base, control):
-            yield (
-                f"Control with sigmoid gates, which do not compete: {Difference(control, base)}; "
-                f"{Difference(c, control)}."
-            )
-
-
-def fewer_heads(comparison: Comparison) -> Iterator[str]:
-    """Compares competing heads with a backbone of fewer heads, which has a larger state at the same width."""
-    sizes = comparison.plan["shape"]["hidden_size"], comparison.plan["shape"]["heads"]
-    for c in competing(comparison):
-        for plain in comparison.finished:
-            fewer = plain.spec.num_heads(*sizes) < c.spec.num_heads(*sizes)
-            same = without_count(plain.spec) == without_count(zoo.plain(c.spec))
-            if fewer and same and common_seeds(c, plain):
-                yield (
-                    f"Control with fewer heads and no competition: {Difference(plain, c)}. At a fixed width, fewer "
-                    f"heads have a larger state ({plain.state:,} against {c.state:,} numbers)."
-                )
+        found = [failures(gate["entropy"], gate["load"]) for gate in ends]
+        heads = count(sum(len(gate["load"]) for gate in ends), "head")
+        if one := sum(each.collapsed is not None for each in found):
+            yield f"Collapsed gates: {one} of {count(len(ends), 'gate')} of {c.label}."
+        if dead := sum(len(each.dead) for each in found):
+            yield f"Dead heads: {dead} of {heads} of {c.label}."
+        if even := sum(each.uniform for each in found):
+            yield f"Uniform gates: {even} of {count(len(ends), 'gate')} of {c.label}."
 
 
 def lengths(comparison: Comparison) -> Iterator[str]:
@@ -238,13 +193,9 @@ Rule = Callable[[Comparison], Iterator[str]]
 RULES: tuple[Rule, ...] = (
     at_chance,
     choices,
-    differences,
-    controls,
-    fewer_heads,
     lengths,
     diverged,
     unlabelled,
     cautions,
 )
-JUDGING: tuple[Rule, ...] = (differences, controls, fewer_heads)
-RULES_OF_MANY: tuple[Rule, ...] = (at_chance, differences, diverged, unlabelled, cautions)
+RULES_OF_MANY: tuple[Rule, ...] = (at_chance, diverged, unlabelled, cautions)

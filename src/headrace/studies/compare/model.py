@@ -8,13 +8,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from ... import models
 from ...hf.model import HeadraceConfig, HeadraceForCausalLM
+from ...history import models
+from ...history.models import shift_right
 from ...layers.blocks.compiled import uncompiled
 from ...layers.blocks.widths import matrix_products
-from ...models import shift_right
-from ...spec.encoder_decoder import ModelSpec
-from ...spec.mixer import Spec
+from ...spec.mixer import ModelSpec, Spec
 from ...spec.serialize import from_json
 from ...tasks import IGNORED, Sequences, Task
 from ...tasks.base import Batch

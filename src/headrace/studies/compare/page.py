@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from matplotlib.figure import Figure
 
 from ...tasks.base import ByRow, ByToken
 from ...tasks.check import description
+from ...training.gate_statistics import FAILURES
 from ..report.page import Name, Page, Picture, Section, picture
-from . import hypotheses, sweep, tuning
+from . import hypotheses, pairwise, sweep, tuning
 from .findings import conditions, findings, headline
 from .plots import colours, draw
 from .rows import rows, write
@@ -20,6 +22,10 @@ from .summary import Comparison, Contender, show, show_contender, summarize, tas
 SHOWN = 3  # number of findings shown; the rest are folded
 HEADER = ("mixer", "held-out score", "per seed", "parameters", "state, numbers", "training tokens/s")
 SIZES = ("mixer", "expression", "heads", "state per layer", "gate parameters", "MLP width", "FLOPs per row")
+DIFFERENCES = (
+    "Gains are paired by seed, above 0 if the first is better; p by Student's t, corrected by Holm's rule over all "
+    "differences of this report. Equal models get a verdict in at most one report of twenty."
+)
 EQUAL = (
     "Every mixer trains on the same data in the same order; a mixer and its softmax version start from the same "
     "weights. The state is the numbers that a model keeps of one sequence at the end of a row; a key-value cache grows "
@@ -40,14 +46,16 @@ def report(results: dict[str, Any], folder: Path | None) -> Page:
     """The report of a results.json, with pictures, which are saved in the folder too. None: as the terminal shows it,
     without pictures and, of a sweep, without a section for each value."""
     comparisons, over, asked = summarize(results), sweep.read(results), hypotheses.of_results(results)
-    answer = asked[0].answer if asked else sweep.answer(over) if over else headline(comparisons)
+    tests = pairwise.judged(comparisons)
+    answer = asked[0].answer if asked else sweep.answer(over, tests) if over else headline(comparisons, tests)
     sections = [
         Section("The statistic of the plan" if t.answer else "The means behind it", (t.about,), None, t.header, t.rows)
         for t in asked
     ]
+    sections += [] if asked or not any(tests) else [differences(comparisons, tests)]
     sections += [search(c, results) for c in comparisons if c.plan["tuning"]]
     sections += [sweep_section(over, folder)] if over else []
-    sections += [] if over and folder is None else [section(c, folder, bool(asked)) for c in comparisons]
+    sections += [] if over and folder is None else [section(c, folder) for c in comparisons]
     about = [" ".join([f"{c.plan['name']}:", *said]) for c in comparisons if (said := conditions(c))]
     return Page(results["study"]["title"], about, sections, results["command"], results["environments"], answer)
 
@@ -72,13 +80,22 @@ def sweep_section(over: sweep.Sweep, folder: Path | None) -> Section:
     )
 
 
-def section(comparison: Comparison, folder: Path | None, planned: bool) -> Section:
+def differences(comparisons: Sequence[Comparison], tests: Sequence[Sequence[pairwise.Difference]]) -> Section:
+    """A row for each difference that the report judges."""
+    several = len(comparisons) > 1
+    places = [[c.plan["name"]] if several else [] for c in comparisons]
+    header = [*(["comparison"] if several else []), *pairwise.HEADER]
+    rows = [[*place, *one.cells()] for place, own in zip(places, tests, strict=True) for one in own]
+    return Section("Differences", (DIFFERENCES,), header=header, rows=rows)
+
+
+def section(comparison: Comparison, folder: Path | None) -> Section:
     return Section(
         title=comparison.plan["name"],
         content=described(task_of(comparison.plan["task"])),
         header=HEADER,
         rows=[[name(c, comparison), *cells(c)] for c in comparison.shown],
-        sentences=findings(comparison, planned),
+        sentences=findings(comparison),
         shown=SHOWN,
         pictures=saved(draw(comparison), folder, comparison.plan["name"]) if folder else (),
         details=settings(comparison),
@@ -107,7 +124,7 @@ def settings(comparison: Comparison) -> Section:
     kept = ("task", "length", "shape", "recipe", "seeds")
     return Section(
         title="Settings and sizes",
-        about=(EQUAL,),
+        about=(EQUAL, FAILURES),
         header=SIZES,
         rows=[[name(c, comparison), *sizes(c, comparison.plan["shape"])] for c in comparison.shown],
         listing=json.dumps({key: comparison.plan[key] for key in kept}, indent=2),

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ... import zoo
-from ...spec.encoder_decoder import ModelSpec
+from ...history.specs.stack import BertSpec
+from ...spec.mixer import ModelSpec
 from ...spec.serialize import admitted, to_json
-from ...spec.stack import BertSpec
 from ...tasks import Digits, Masked, Sequences, Task
 from ...tasks.base import Part, generator
 from ...training.results import read_result
@@ -200,9 +200,9 @@ class Study:
         """The reported arms. tuned: name of a plan -> its mixers' values of the tuned field."""
         return [arm for plan in self.plans for arm in plan.arms((tuned or {}).get(plan.name))]
 
-    def claim(self, accept_old: bool = False) -> Claim:
+    def claim(self) -> Claim:
         """The claim of the folder of its runs."""
-        return Claim(self.to_json(), accept_old, self.optional())
+        return Claim(self.to_json(), self.optional())
 
     def to_json(self) -> dict[str, Any]:
         data: dict[str, Any] = {"name": self.name, "title": self.title, "plans": [p.to_json() for p in self.plans]}

@@ -76,11 +76,13 @@ def read(path: Path) -> list[Row]:
 
 
 def value(name: str, text: str) -> Any:
-    if name in ("trial", "converged"):
-        return text == "True"
     if name in TABLES:
         scores = restored(json.loads(text or "{}"))
         return {int(key) if key.isdecimal() else key: score for key, score in scores.items()}
+    if not text:
+        return None
+    if name in ("trial", "converged"):
+        return text == "True"
     if name in ("seed", "steps", "reached", "parameters", "state_bytes"):
-        return int(text) if text else None
-    return (float(text) if text else None) if name in ("lr", "score", "loss", "seconds") else text
+        return int(text)
+    return float(text) if name in ("lr", "score", "loss", "seconds") else text

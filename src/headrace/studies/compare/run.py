@@ -33,9 +33,7 @@ def check(folder: Path, study: Study) -> None:
     refuse_foreign(folder)
 
 
-def complete(
-    study: Study, folder: Path, listen: Listen, workers: Sequence[str], accept_old: bool = False
-) -> dict[str, Any]:
+def complete(study: Study, folder: Path, listen: Listen, workers: Sequence[str]) -> dict[str, Any]:
     """Runs a study in a folder, writes results.json there and returns its content.
 
     Arms with a result in the folder are not trained again, so an interrupted study continues.
@@ -45,10 +43,10 @@ def complete(
         workers: the device of each worker process.
 
     Raises:
-        InputError: the folder has another study, or results of another version without `accept_old`; a worker process
-            died; or a file in the place of an arm's result is none.
+        InputError: the folder has another study, a worker process died, or a file in the place of an arm's result is
+            none.
     """
-    with engine.claimed(folder, study.claim(accept_old)):
+    with engine.claimed(folder, study.claim()):
         trials = trained([arm for trial in study.trials() for arm in trial.arms()], folder, listen, workers)
         tuned = {plan.name: best(plan, trials) for plan in study.plans}
         arms = trained(study.arms(tuned), folder, listen, workers)

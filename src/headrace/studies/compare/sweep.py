@@ -1,5 +1,6 @@
 """A study that repeats one comparison at several values of a field: scores by the value and by the state size."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from matplotlib.ticker import NullLocator
 from ..report.numbers import compact
 from ..report.style import SOFT, STYLE
 from .findings import at_chance, diverged, headline
-from .pairwise import pairs
+from .pairwise import Difference
 from .plots import axes, colours, legend, spread
 from .summary import Comparison, Contender, show_contender, summarize
 
@@ -101,19 +102,18 @@ def line(sweep: Sweep, ax: Axes, label: str, spots: list[tuple[Any, Contender]])
     ax.errorbar([x for x, _ in spots], scores, spreads, fmt="o-", capsize=3, lw=2, ms=5, label=label, color=colour)
 
 
-def answer(sweep: Sweep) -> str:
-    """The values at which softmax mixers beat their backbones or, without such a pair, the answer at each value."""
+def answer(sweep: Sweep, tests: Sequence[Sequence[Difference]]) -> str:
+    """The verdict at each value on softmax mixers and their backbones or, without such a pair, the answer at each
+    value. tests: of `pairwise.judged`."""
     verdicts: dict[tuple[str, str], dict[str, list[str]]] = {}
-    for value, comparison in zip(sweep.values, sweep.comparisons, strict=True):
-        for d in pairs(comparison):
+    for value, own in zip(sweep.values, tests, strict=True):
+        for d in (one for one in own if one.kind == "backbone"):
             verdicts.setdefault((d.a.label, d.b.label), {}).setdefault(d.verdict, []).append(str(value))
     clauses = [
-        f"{a} compared with {b}, by {sweep.field}: "
-        + ", ".join(f"{verdict} at {', '.join(values)}" for verdict, values in said.items())
-        + " (by 95 % intervals over seeds)"
+        f"{a} over {b}, by {sweep.field}: " + ", ".join(f"{verdict} at {', '.join(at)}" for verdict, at in said.items())
         for (a, b), said in verdicts.items()
     ]
-    return f"{'; '.join(clauses)}." if clauses else headline(sweep.comparisons)
+    return f"{'; '.join(clauses)}." if clauses else headline(sweep.comparisons, tests)
 
 
 def findings(sweep: Sweep) -> list[str]:

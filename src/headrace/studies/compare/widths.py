@@ -5,14 +5,13 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 from ... import zoo
+from ...history.specs.stack import StackSpec
 from ...layers.blocks.widths import count_parameters, default_intermediate_size, match_intermediate_size
-from ...spec.encoder_decoder import ModelSpec
 from ...spec.linear import MixerSpec
 from ...spec.matrix import SLOTTED, MatrixSpec
-from ...spec.mixer import Spec
+from ...spec.mixer import ModelSpec, Spec
 from ...spec.scan import ScanSpec
 from ...spec.serialize import change, to_json
-from ...spec.stack import StackSpec
 from ...tasks import Task
 from ...utils.errors import InputError
 from .model import build, positions

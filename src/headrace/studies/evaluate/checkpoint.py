@@ -13,10 +13,10 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import CONFIG_NAME, cached_file
 
+from ...convert import load
+from ...convert.checkpoint import check_backend, check_config, read_tokenizer
 from ...data.tokenizer import could_be_on_the_hub
-from ...hf import HeadraceConfig, HeadracePreTrainedModel, load
-from ...hf.checkpoint import check_backend, check_config
-from ...hf.generate import read_tokenizer
+from ...hf import HeadraceConfig, HeadracePreTrainedModel
 from ...hf.threads import ThreadsBySize
 from ...utils.errors import InputError, reading
 from ...utils.integrity import MODEL_FILES, check_weights, digest, sha256

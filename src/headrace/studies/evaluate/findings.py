@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..report.numbers import significant
+from ..stats import LEVEL, holm
 from .run import Evaluation
 from .scores import ALIKE, NOT_FINITE, TOO_FEW, Pair, Score, guessing, pair, scores
 
@@ -79,11 +80,13 @@ def differences(evaluation: Evaluation) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """A model compared with the first in one metric. `pair` is None if the two were evaluated on different rows."""
+    """A model compared with the first in one metric. `pair` is None if the two were evaluated on different rows.
+    corrected: p by Holm over all comparisons of the evaluation."""
 
     item: str
     metric: str
     pair: Pair | None
+    corrected: float = math.nan
 
     @property
     def name(self) -> str:
@@ -91,30 +94,44 @@ class PairedComparison:
 
     @property
     def verdict(self) -> str:
-        return OTHER_ROWS if self.pair is None else self.pair.verdict
+        if self.pair is None:
+            return OTHER_ROWS
+        if (reason := self.pair.undecided) is not None:
+            return reason
+        if not self.corrected < 1 - LEVEL:
+            return TOO_FEW
+        return "better" if self.pair.difference.value > 0 else "worse"
 
     def cells(self) -> tuple[str, ...]:
-        """Cells of a table row: task, metric, difference, its standard error, its 95 % interval, verdict."""
+        """Cells of a table row: task, metric, difference, its standard error, its 95 % interval, p, p by Holm,
+        verdict."""
         names = self.item, shown_metric(self.item, self.metric)
         if self.pair is None or self.verdict == NOT_FINITE:
-            return *names, "–", "–", "–", self.verdict
+            return *names, *"–––––", self.verdict
         digits = ".4f" if self.pair.first.likelihood else ".1f"
         mean = self.pair.difference
         low, high = mean.interval
         interval = f"{low:+{digits}} to {high:+{digits}}"
-        return *names, f"{mean.value:+{digits}} {self.pair.unit}", f"± {mean.error:{digits}}", interval, self.verdict
+        size = f"{mean.value:+{digits}} {self.pair.unit}", f"± {mean.error:{digits}}", interval
+        p = ("–", "–") if math.isnan(self.corrected) else (f"{mean.p:.2g}", f"{self.corrected:.2g}")
+        return *names, *size, *p, self.verdict
 
 
 def against_the_first(evaluation: Evaluation) -> dict[str, list[PairedComparison]]:
-    """Model -> its comparison with the first model in every metric."""
+    """Model -> its comparison with the first model in every metric, corrected over all that can have a verdict."""
     (_, base), *others = evaluation.items.items()
-    return {
+    found = {
         model: [
             PairedComparison(item, name, pair(base[item], record, name))
             for item, record in records.items()
             for name in scores(record)
         ]
         for model, records in others
+    }
+    able = [one for own in found.values() for one in own if one.pair is not None and one.pair.undecided is None]
+    corrected = dict(zip(map(id, able), holm([one.pair.difference.p for one in able if one.pair]), strict=True))
+    return {
+        model: [replace(one, corrected=corrected.get(id(one), math.nan)) for one in own] for model, own in found.items()
     }
 
 

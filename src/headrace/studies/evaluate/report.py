@@ -21,11 +21,12 @@ from .findings import PairedComparison, against_the_first, findings, table
 from .run import Evaluation
 
 HEAD = ("task", "metric", "rows")
-PAIRED = ("task", "metric", "difference", "standard error", "95 % interval", "verdict")
+PAIRED = ("task", "metric", "difference", "standard error", "95 % interval", "p", "p by Holm", "verdict")
 UNITS = {"points": "points of accuracy", "nats": "nats of log-likelihood per word or row"}
 ABOUT_PAIRS = (
     "Mean difference over the same rows, so that the difficulty of a row cancels, in points of accuracy or nats of "
-    "log-likelihood per word, byte or row. Above 0, the model is better."
+    "log-likelihood per word, byte or row. Above 0, the model is better; p by Student's t, corrected by Holm's rule "
+    "over all differences of this report."
 )
 
 

@@ -49,10 +49,10 @@ class EvaluationPlan:
     max_length: int | None = None  # tokens of context; None: the length in the model's config
     seed: int = 1234
 
-    def claim(self, accept_old: bool = False) -> Claim:
+    def claim(self) -> Claim:
         """The claim of the folder of its records."""
         content = asdict(self) | {"lengths": list(self.lengths)}
-        return Claim(content, accept_old, set(defaults(self)), made={"lm_eval": lm_eval.__version__})
+        return Claim(content, set(defaults(self)), made={"lm_eval": lm_eval.__version__})
 
     def check(self) -> None:
         for name in ("limit", "max_length"):
@@ -85,7 +85,6 @@ def evaluate(
     plan: EvaluationPlan,
     machine: Machine,
     output: Path,
-    accept_old: bool = False,
     tell: Tell = lambda line: None,
 ) -> Evaluation:
     """Evaluates the checkpoints `paths` and writes the records to the folder `output`.
@@ -95,7 +94,7 @@ def evaluate(
     """
     plan.check()
     models = named(paths)
-    with engine.claimed(output, plan.claim(accept_old)), removed_after_errors(output / "rows"):
+    with engine.claimed(output, plan.claim()), removed_after_errors(output / "rows"):
         rows, missing = find_rows(items(plan.suite, list(plan.lengths)), plan, output / "rows")
         if not rows:
             raise InputError(f"no task of --suite={plan.suite!r} can be run: {next(iter(missing.values()))}")

@@ -91,15 +91,14 @@ class Pair:
         return stats.mean(*zip(*((factor * (b - a), weight) for (a, weight), (b, _) in rows), strict=True))
 
     @property
-    def verdict(self) -> str:
+    def undecided(self) -> str | None:
+        """Why the difference can have no verdict, or None."""
         difference = self.difference
         if not math.isfinite(difference.value):
             return NOT_FINITE
         if all(a == b for (a, _), (b, _) in zip(self.first.rows, self.second.rows, strict=True)):
             return ALIKE
-        if difference.n < ROWS:
-            return TOO_FEW
-        return {1: "better", -1: "worse", 0: TOO_FEW}[difference.sign]
+        return TOO_FEW if difference.n < ROWS else None
 
 
 def pair(first: dict[str, Any], second: dict[str, Any], metric: str) -> Pair | None:

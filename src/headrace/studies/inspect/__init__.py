@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ...hf import load
-from ...hf.generate import read_tokenizer
+from ...convert import load
+from ...convert.checkpoint import read_tokenizer
 from ...ops.dispatch import set_backend
 from ...utils.device import on_device
 from ...utils.errors import InputError

@@ -10,17 +10,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ...training.gate_statistics import FAILURES, failures
 from .recorder import Recorded
 
-UNIFORM = 0.999  # mean entropy / log(heads) above which a gate is uniform
-COLLAPSED = 0.95  # mean share of one head above which a gate is collapsed
-DEAD = 0.01  # a head is dead if its share is below this part of an even share at every token
 ALONE = 0.99  # a head is dead as a memory if more than this part of its attention is on the present token
 CLOSED = 0.01  # a head is dead if its β is below this at every token
 RULES = (
-    f"A gate is uniform if its entropy, divided by log(heads), has a mean over tokens above {UNIFORM}. It is collapsed "
-    f"if the mean share of one head is above {COLLAPSED:.0%}. A head is dead if its share is below {DEAD:.0%} of an "
-    f"even share at every token, if β is below {CLOSED} at every token, if its output is zero at every token, or if "
+    f"{FAILURES} It is also dead if β is below {CLOSED} at every token, if its output is zero at every token, or if "
     f"more than {ALONE:.0%} of its attention is on the present token."
 )
 
@@ -40,17 +36,17 @@ def findings(name: str, recorded: Recorded, A: Tensor | None) -> list[str]:
 
 
 def of_gate(gate: str, g: Tensor) -> Iterator[str]:
-    H = g.shape[-1]
-    if H == 1:
+    if g.shape[-1] == 1:
         return
     shares = g / g.sum(-1, keepdim=True)
-    load, even = shares.mean(0), float(entropy(g).mean())
-    if even > UNIFORM:
+    load, even = shares.mean(0).tolist(), float(entropy(g).mean())
+    found = failures(even, load)
+    if found.uniform:
         yield f"the {gate} gate is uniform: its entropy is {even:.4f} of log(heads), so all shares are nearly equal"
-    if float(load.max()) > COLLAPSED:
-        yield f"the {gate} gate has collapsed: the mean share of head {int(load.argmax())} is {float(load.max()):.1%}"
-    for head in (shares.amax(0) * H < DEAD).nonzero().flatten().tolist():
-        yield f"head {head} is dead: its share of the {gate} gate is at most {float(shares[:, head].max()):.1g}"
+    if (head := found.collapsed) is not None:
+        yield f"the {gate} gate has collapsed: the mean share of head {head} is {load[head]:.1%}"
+    for head in found.dead:
+        yield f"head {head} is dead: its mean share of the {gate} gate is {load[head]:.1g}"
 
 
 def of_beta(beta: Tensor) -> Iterator[str]:

@@ -103,7 +103,7 @@ def recording(mixer: Any, records: list[Recorded], layer: int | None) -> Iterato
         hooks.enter_context(mixer.register_forward_pre_hook(begin))
         hooks.enter_context(asking(read))
         if calls_often(mixer):
-            hooks.enter_context(mixer.recurrence.register_forward_pre_hook(partial(keep_tensors, records)))
+            hooks.enter_context(mixer.recur.module(mixer).register_forward_pre_hook(partial(keep_tensors, records)))
         for gate in ("write", "read"):
             if (competition := getattr(mixer, f"{gate}_competition", None)) is not None:
                 hooks.enter_context(competition.register_forward_hook(partial(keep_gate, records, gate)))

@@ -20,7 +20,6 @@ from ..engine import Point, Row, Tell
 from ..workers import Worker
 from .experiment import called
 
-RESUMED = ("compare", "train", "bench", "eval")  # commands that continue from a folder and take --accept-old
 WRITTEN = "niah_single_1"  # the suite whose rows are written when they are needed
 RECORD = {"said": (str, None)}  # the form of the record of a finished step
 HEADRACE = [sys.executable, "-c", "from headrace.cli import main; main()"]
@@ -63,18 +62,17 @@ def done(root: Path, command: list[str]) -> Row | None:
     return engine.read(path, RECORD) if path.exists() else None
 
 
-def execute(steps: list[list[str]], root: Path, tell: Tell, accept_old: bool = False) -> None:
+def execute(steps: list[list[str]], root: Path, tell: Tell) -> None:
     """Runs the steps that are not finished yet.
 
     Raises:
-        InputError: a step fails (the steps before it stay finished), a finished step had other inputs, or the folder
-            was written by another version and `accept_old` is False.
+        InputError: a step fails (the steps before it stay finished), or a finished step had other inputs.
     """
-    provenance.record_versions(root, not (root / "done").exists(), accept_old)
+    provenance.record_versions(root, not (root / "done").exists())
     for i, step in enumerate(steps, 1):
         refuse_other_inputs(root, i, step)
     points = [Point(shlex.join(step), mark(step), (i, step), RECORD) for i, step in enumerate(steps, 1)]
-    measure = partial(run_step, root=root, accept_old=accept_old)
+    measure = partial(run_step, root=root)
     engine.run(root, None, points, measure, engine.lines(tell, points, "step "))
     for step in steps:
         begun(root, step).unlink(missing_ok=True)
@@ -94,7 +92,7 @@ def refuse_other_inputs(root: Path, i: int, command: list[str]) -> None:
         )
 
 
-def run_step(numbered: tuple[int, list[str]], worker: Worker, root: Path, accept_old: bool) -> Row:
+def run_step(numbered: tuple[int, list[str]], worker: Worker, root: Path) -> Row:
     """The record of a step. Its seconds are None if it was killed between its end and its record."""
     i, command = numbered
     read = inputs(root, command)
@@ -104,7 +102,7 @@ def run_step(numbered: tuple[int, list[str]], worker: Worker, root: Path, accept
         return record
     begin(root, command, read)
     started = time.monotonic()
-    code, printed = run(started_by(command, accept_old), "--json" in command)
+    code, printed = run(started_by(command), "--json" in command)
     if code:
         raise InputError(f"step {i} ended with exit status {code}: {shlex.join(command)}")
     return record | {"seconds": round(time.monotonic() - started, 1), "said": printed}
@@ -159,9 +157,7 @@ def run(command: list[str], listen: bool) -> tuple[int, str | None]:
     return step.returncode, printed
 
 
-def started_by(command: list[str], accept_old: bool = False) -> list[str]:
-    if accept_old and "headrace" in command and called(command)[0] in RESUMED:
-        command = [*command, "--accept-old"]
+def started_by(command: list[str]) -> list[str]:
     if command[0] == "headrace":
         return [*HEADRACE, *command[1:]]
     if shutil.which(command[0]) is None:

@@ -196,7 +196,7 @@ def load(
 
 
 def _config(path: Any) -> Any:
-    from ...hf.checkpoint import read_config  # which imports transformers
+    from ...convert.checkpoint import read_config  # which imports transformers
 
     return read_config(path)
 

@@ -12,16 +12,14 @@ from torch.autograd.graph import increment_version
 
 from ....utils.errors import InputError
 from . import library as native
-from .layer import STATE, STATE_DTYPES, WEIGHTS
+from .layer import STATE_DTYPES
 from .operations import Code, Layer, Operation, UnsupportedError
+from .structs import LAYOUTS, STATE, WEIGHTS
 
 NAMES = {name: values for name, *values in map(str.split, native.operations().splitlines())}
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-_PROGRAM = struct.Struct("@2i5qPq")  # hr_program
-_OPERATION = struct.Struct("@6i5qf4P")  # hr_operation
-_STATE = _OPERATION.size - struct.calcsize("P")  # where hr_operation has its state
-_DTYPE = struct.calcsize("@2i")  # and where its dtype
-_LAYER = struct.Struct("@14i5fd8q16P")  # hr_layer
+_PROGRAM, _OPERATION, _LAYER = (LAYOUTS[name] for name in ("hr_program", "hr_operation", "hr_layer"))
+_STATE, _DTYPE = _OPERATION.offset("state"), _OPERATION.offset("dtype")
 NO_TOKEN = 4  # hr_status
 
 

@@ -3,7 +3,6 @@
 Dimensions: B batch, T tokens, C channels, N sequences, W width.
 """
 
-import struct
 from typing import Any
 
 import torch
@@ -14,12 +13,11 @@ from ...autograd import define
 from ...call import Call
 from ...modules import is_plain
 from . import library as native
+from .structs import LAYOUTS
 
 WIDEST = 32
 MOST_CHANNELS = 2**16
-_CONVOLUTION = struct.Struct("@qPP")  # hr_convolution
-
-
+_CONVOLUTION = LAYOUTS["hr_convolution"]
 INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor history, Tensor? cu_seqlens"
 
 

@@ -15,12 +15,7 @@ from . import library as native
 
 Shape = tuple[int, ...]
 
-WEIGHTS = (
-    "conv_weight", "conv_bias", "decay_up", "decay_bias", "decay_log", "bonus", "read_scores", "write_scores", "skip",
-    "gate_up", "gate_bias", "norm_weight", "norm_bias",
-)  # fmt: skip
 OPTIONAL = ("conv_bias", "bonus", "skip")
-STATE = ("memory", "conv", "tokens")
 STATE_DTYPES = {
     "memory": (torch.float32,),
     "tokens": (torch.int64,),

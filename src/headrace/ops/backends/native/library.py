@@ -19,16 +19,15 @@ from ....spec.decay import DecayShape
 from ....utils.errors import InputError
 from ...call import NORMALIZER_EPS, Call
 from ...checks import sequence_ends
+from . import structs
 
-ABI = 10
+ABI = 11
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 DECAYS = {1: DecayShape.FIXED, 3: DecayShape.SCALAR, 4: DecayShape.VECTOR}  # by the number of dimensions
 NO_MEMORY = 3
-_TENSOR = "Pqqq"  # hr_tensor
-_PROBLEM = struct.Struct("@6if7qP" + 7 * _TENSOR + "2Pf4x")  # hr_problem
-SCALE, SCALE_AT = struct.Struct("@f"), struct.calcsize("@6i")  # of hr_problem
-_GRADIENTS = struct.Struct("@" + 7 * _TENSOR + "2P")  # hr_gradients
-PLACE = struct.Struct("@" + _TENSOR)
+_PROBLEM, _GRADIENTS = structs.LAYOUTS["hr_problem"], structs.LAYOUTS["hr_gradients"]
+PLACE = structs.LAYOUTS["hr_tensor"]
+SCALE, SCALE_AT = struct.Struct("@f"), _PROBLEM.offset("scale")
 _ABSENT = (0, 0, 0, 0)
 
 
@@ -50,13 +49,15 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     if library.hr_abi() != ABI:
         return None, f"{path} has interface version {library.hr_abi()}, not {ABI}: install headrace again"
     _declare(library)
+    if fault := structs.fault(library.hr_structs().decode()):
+        raise RuntimeError(f"{path} would read the memory of a call wrongly: {fault}; build it from the same sources")
     return library, library.hr_isa().decode()
 
 
 def _declare(library: ctypes.CDLL) -> None:
     """Declares the C functions. Structs are passed as bytes, buffers as addresses."""
     struct_, pointer = ctypes.c_char_p, ctypes.c_void_p
-    library.hr_isa.restype = library.hr_message.restype = ctypes.c_char_p
+    library.hr_isa.restype = library.hr_message.restype = library.hr_structs.restype = ctypes.c_char_p
     library.hr_kept_floats.restype = ctypes.c_int64
     library.hr_kept_floats.argtypes = [struct_]
     library.hr_forward.argtypes = [struct_, struct_, pointer, pointer]

@@ -3,7 +3,6 @@
 Dimensions: T tokens of all sequences, N sequences, S state numbers per channel, D channels.
 """
 
-import struct
 from typing import Any
 
 import torch
@@ -13,11 +12,11 @@ from ... import derivatives
 from ...autograd import define
 from ...call import Call
 from . import library as native
+from .structs import LAYOUTS
 
 CHUNK, PART = 32, 256  # HR_SCAN_CHUNK, HR_SCAN_PART
 LARGEST = 2**16
-_SCAN = struct.Struct("@P" + "Pqqq" + "P")  # hr_scan
-_GRADIENTS = struct.Struct("@" + 2 * "Pqqq" + "4P")  # hr_scan_gradients
+_SCAN, _GRADIENTS = LAYOUTS["hr_scan"], LAYOUTS["hr_scan_gradients"]
 INPUTS = "Tensor u, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor initial, Tensor cu_seqlens"
 
 

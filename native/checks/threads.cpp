@@ -1,0 +1,105 @@
+// Calls from several threads at once, each on several threads, over a library built with ThreadSanitizer (`make races`):
+// the pool of pool.cpp is contended for, and every result is the same as that of one thread.
+
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "../headrace.h"
+
+namespace {
+
+using Floats = std::vector<float>;
+
+constexpr int CALLERS = 3, ROUNDS = 8, THREADS = 4;
+
+Floats random(std::size_t size, float from, float to) {
+    static std::mt19937 generator{0};
+    Floats x(size);
+    for (float& number : x) number = std::uniform_real_distribution<float>(from, to)(generator);
+    return x;
+}
+
+void check(int status) {
+    if (status == HR_OK) return;
+    std::fprintf(stderr, "a call failed: %s\n", hr_message(status));
+    std::exit(1);
+}
+
+// One head's chunks cannot be shared out: there are a few, and their columns are cut.
+struct Recurrence {
+    static constexpr std::int64_t B = 1, T = 300, H = 2, K = 64, V = 64;
+    Floats q = random(B * T * H * K, -1, 1), k = random(B * T * H * K, -0.1f, 0.1f), v = random(B * T * H * V, -1, 1),
+           log_decay = random(B * T * H * K, -0.2f, 0), d_out = random(B * T * H * V, -1, 1);
+
+    static hr_tensor place(const Floats& x) { return {const_cast<float*>(x.data()), T * H * K, H * K, K}; }
+
+    // out, the final state, and the gradients to q, k, v and log_decay.
+    Floats operator()(int threads) const {
+        hr_problem p{};
+        p.abi = HR_ABI, p.dtype = HR_FLOAT32, p.decay = HR_DECAY_VECTOR, p.delta = 1, p.threads = threads, p.scale = 1;
+        p.B = p.sequences = B, p.T = T, p.H = p.Hq = H, p.K = K, p.V = V;
+        p.q = place(q), p.k = place(k), p.v = place(v), p.log_decay = place(log_decay);
+        Floats out(v.size()), state(H * K * V), kept(hr_kept_floats(&p));
+        Floats dq(q.size()), dk(k.size()), dv(v.size()), dg(log_decay.size());
+        const hr_tensor into = place(out), from = place(d_out);
+        check(hr_forward(&p, &into, state.data(), kept.data()));
+        hr_gradients gradients{};
+        gradients.q = place(dq), gradients.k = place(dk), gradients.v = place(dv), gradients.log_decay = place(dg);
+        check(hr_backward(&p, &from, nullptr, kept.data(), &gradients));
+        Floats all;
+        for (const Floats* x : {&out, &state, &dq, &dk, &dv, &dg}) all.insert(all.end(), x->begin(), x->end());
+        return all;
+    }
+};
+
+// A program: load, two linear layers, a norm between them, store.
+struct Layers {
+    static constexpr std::int64_t ROWS = 20, WIDTH = 512;
+    Floats x = random(ROWS * WIDTH, -1, 1), weight = random(WIDTH * WIDTH, -0.1f, 0.1f);
+
+    Floats operator()(int threads) const {
+        Floats y(x.size());
+        const auto operation = [&](hr_kind kind, std::int64_t in, std::int64_t out) {
+            hr_operation op{};
+            op.kind = kind, op.in = in, op.out = out, op.other = -1, op.inputs = op.outputs = WIDTH, op.number = 1e-5f;
+            if (kind == HR_LINEAR) op.weight = weight.data();
+            return op;
+        };
+        std::vector<hr_operation> operations = {operation(HR_LOAD, 0, 0), operation(HR_LINEAR, 0, WIDTH),
+                                                operation(HR_NORM, WIDTH, 0), operation(HR_LINEAR, 0, WIDTH),
+                                                operation(HR_STORE, WIDTH, 0)};
+        operations.front().state = const_cast<float*>(x.data()), operations.back().state = y.data();
+        const auto count = static_cast<std::int64_t>(operations.size());
+        const hr_program program{HR_ABI, threads, ROWS, 2 * WIDTH, count, 0, 0, nullptr, 0};
+        check(hr_run(&program, operations.data(), nullptr));
+        return y;
+    }
+};
+
+// Whether every call on several threads, from several callers at once, returns what one thread returns.
+template <class Call>
+bool same(const Call& call) {
+    const Floats expected = call(1);
+    std::vector<int> wrong(CALLERS);
+    std::vector<std::thread> callers;
+    for (int i = 0; i < CALLERS; i++)
+        callers.emplace_back([&, i] {
+            for (int round = 0; round < ROUNDS; round++) wrong[i] += call(THREADS) != expected;
+        });
+    int all = 0;
+    for (int i = 0; i < CALLERS; i++) callers[i].join(), all += wrong[i];
+    return all == 0;
+}
+
+}  // namespace
+
+int main() {
+    const bool recurrence = same(Recurrence{}), layers = same(Layers{});
+    std::printf("%s: recurrence %s, program %s\n", hr_isa(), recurrence ? "same" : "differs",
+                layers ? "same" : "differs");
+    return recurrence && layers ? 0 : 1;
+}

@@ -1,0 +1,199 @@
+"""Generates text from a checkpoint, optionally printing tokens as they are generated."""
+
+import math
+import secrets
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, TextStreamer, set_seed
+
+from ..convert.checkpoint import check_backend, load, read_tokenizer
+from ..hf.cache import NAME as CACHE
+from ..hf.cache import HeadraceCache
+from ..hf.state_file import check_new, load_state, save_state
+from ..hf.threads import Threads
+from ..ops.checks import require
+from ..utils.device import on_device
+from ..utils.errors import InputError
+from ..utils.integrity import short
+
+# Fields of a GenerationConfig that ask for another search than sampling or greedy search, or for another result than
+# the text after a whole prompt, with the values that do not.
+OTHER_SEARCHES = {
+    "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "penalty_alpha": 0, "dola_layers": None,
+    "constraints": None, "force_words_ids": None, "token_healing": False, "use_mtp": False, "is_assistant": False,
+    "assistant_early_exit": None, "return_dict_in_generate": False,
+}  # fmt: skip
+
+
+def generate(
+    checkpoint: Path, prompt: str, seed: int | None, stream: bool, device: str | None = None, draft: Path | None = None,
+    resume: Path | None = None, save: Path | None = None, echo: bool = True, threads: int | None = None,
+    **sampling: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Continues a prompt.
+
+    Args:
+        prompt: text, to which the tokenizer adds the special tokens that it is set to add, such as Llama's first token,
+            unless it follows a state. It may then be empty.
+        seed: seed of sampling; None: torch's current random state.
+        stream: print the text while it is generated.
+        echo: with `stream`, print what has been read and the prompt before it.
+        threads: number of PyTorch's threads on a CPU; None: measured with the first tokens (`hf.threads`).
+        draft: a checkpoint with the same tokens that proposes the next ones; not with `resume`.
+        resume: file of a state to go on from.
+        save: file to write the state to after the last token. It must be new, or the one of `resume`.
+        sampling: arguments of transformers' `generate`.
+
+    Other settings are those of the folder's generation_config.json. A line on standard error names those of
+    OTHER_SEARCHES, which are not used.
+
+    Returns:
+        {"text": without special tokens, "tokens": token ids, "tokens_per_second"} of the continuation, "engine": what
+        computed single tokens, "threads": the number of PyTorch's at the end, and "seed"; with proposed tokens also
+        "accepted", the share of them that the model accepted, and "tokens_per_pass", the tokens that a call of the
+        model gave.
+
+    Raises:
+        InputError: the checkpoint, device, tokenizer or a state cannot be used, there is no token to read, or the draft
+            has another vocabulary.
+    """
+    check_backend()
+    replace = resume is not None and save is not None and resume.absolute() == save.absolute()
+    if save is not None:
+        check_new(save, replace)
+    model: Any = load(checkpoint)
+    device = on_device(device)
+    if sampling.get("cache_implementation") and not device.startswith("cuda"):
+        raise InputError(f"--cuda-graph with --device={device!r}; expected a GPU")
+    model.to(device)
+    _leave_out_other_searches(model.generation_config)
+    tokenizer = read_tokenizer(checkpoint)
+    cache, ids = resumed(resume, model)
+    prompt_ids = tokenizer(prompt, add_special_tokens=resume is None).input_ids
+    ids = torch.cat([ids, ids.new_tensor([prompt_ids])], 1)
+    if ids.shape[1] == cache.columns:
+        raise InputError("the prompt has no tokens; expected some text")
+    if (last := int(ids.max())) >= (size := model.config.vocab_size):
+        raise InputError(f"the prompt has the token {last}; the model has {size}: its tokenizer is another model's")
+    if draft is not None:
+        sampling["assistant_model"] = _draft(draft, model, tokenizer)
+    if seed is not None:
+        set_seed(seed)
+    drafted = draft is not None or "prompt_lookup_num_tokens" in sampling  # tokens, whose times are not alike
+    timed = None if model.device.type != "cpu" or (drafted and threads is None) else Threads(threads)
+    streamer = Printer(tokenizer, stream, echo, timed) if stream or (timed and timed.measures and not drafted) else None
+    started = time.perf_counter()
+    sampling |= {"attention_mask": torch.ones_like(ids), CACHE: cache, "tokenizer": tokenizer}
+    try:
+        with torch.inference_mode():
+            out = model.generate(ids, streamer=streamer, pad_token_id=tokenizer.eos_token_id, **sampling)
+    finally:
+        used = torch.get_num_threads()
+        if timed is not None:
+            timed.restore()
+    seconds, new = time.perf_counter() - started, out[0, ids.shape[1] :].tolist()
+    if save is not None:
+        save_state(save, cache, model, out, replace=replace)
+    text = tokenizer.decode(new, skip_special_tokens=True)
+    speed: dict[str, Any] = {
+        "tokens_per_second": len(new) / seconds,
+        "engine": model.engine.about(model),
+        "threads": used,
+    }
+    if cache.drafts:
+        proposed, accepted = map(sum, zip(*cache.drafts, strict=True))
+        speed |= {"accepted": accepted / max(proposed, 1), "tokens_per_pass": len(new) / len(cache.drafts)}
+    return {"text": text, "tokens": new, **speed, "seed": seed}
+
+
+def _leave_out_other_searches(settings: GenerationConfig) -> None:
+    asked = {name: getattr(settings, name, None) for name in OTHER_SEARCHES}
+    unused = {name: value for name, value in asked.items() if value not in (None, OTHER_SEARCHES[name])}
+    if unused:
+        listed = ", ".join(f"{name}={short(value)}" for name, value in unused.items())
+        print(f"not used of generation_config.json, as one text is generated: {listed}", file=sys.stderr)
+    settings.update(**dict.fromkeys(unused))
+
+
+class Printer(TextStreamer):
+    """Prints the text as its tokens come, and notes how long each took for the choice of the number of threads."""
+
+    def __init__(self, tokenizer: Any, stream: bool, echo: bool, threads: Threads | None):
+        super().__init__(tokenizer, skip_prompt=not echo, skip_special_tokens=True)
+        self.stream, self.threads = stream, threads
+        self.times: list[float] = []  # of the prompt and of the last two tokens
+
+    def put(self, value: Tensor) -> None:
+        if self.stream:
+            super().put(value)
+        self.times = [*self.times[-2:], time.perf_counter()]
+        if self.threads is not None and len(self.times) == 3:  # the first token also waited for the prompt
+            self.threads.took(self.times[2] - self.times[1])
+
+    def end(self) -> None:
+        if self.stream:
+            super().end()
+
+
+def _draft(checkpoint: Path, model: Any, tokenizer: Any) -> Any:
+    draft, own = load(checkpoint), read_tokenizer(checkpoint)
+    sizes = draft.config.vocab_size, model.config.vocab_size
+    other = f"{sizes[0]} tokens; expected {sizes[1]}" if sizes[0] != sizes[1] else "other tokens; expected"
+    same = sizes[0] == sizes[1] and own.get_vocab() == tokenizer.get_vocab()
+    require(same, f"--draft {str(checkpoint)!r} has {other}, those of the model")
+    return draft.to(model.device)
+
+
+def resumed(path: Path | None, model: Any) -> tuple[HeadraceCache, Tensor]:
+    """Returns the cache and the tokens [1, L] of a state, or an empty cache and no token. InputError for a state of
+    several sequences."""
+    if path is None:
+        return HeadraceCache(), torch.zeros(1, 0, dtype=torch.long, device=model.device)
+    cache, ids = load_state(path, model)
+    if len(ids) != 1:
+        raise InputError(f"state {str(path)!r} is of {len(ids)} sequences; expected one")
+    return cache, ids
+
+
+def sampling_settings(
+    max_new_tokens: int, temperature: float, top_p: float, top_k: int, repetition_penalty: float
+) -> dict[str, Any]:
+    """The arguments of transformers' `generate` for the options of the command line. InputError for a value out of
+    range or without effect."""
+    for name, value, holds, expected in (
+        ("max-new-tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
+        ("temperature", temperature, 0 <= temperature < math.inf, "a number of at least 0"),
+        ("top-p", top_p, 0 < top_p <= 1, "more than 0 and at most 1"),
+        ("top-k", top_k, top_k >= 0, "at least 0"),
+        ("repetition-penalty", repetition_penalty, 0 < repetition_penalty < math.inf, "more than 0"),
+    ):
+        if not holds:
+            raise InputError(f"--{name}={value}; expected {expected}")
+    settings = {
+        "max_new_tokens": max_new_tokens,
+        "do_sample": temperature > 0,
+        "repetition_penalty": repetition_penalty,
+    }
+    if temperature > 0:
+        return settings | {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    for name, is_set in (("top-p", top_p != 1), ("top-k", top_k != 0)):
+        if is_set:
+            raise InputError(f"--{name} has no effect at --temperature 0, which takes the likeliest token")
+    return settings
+
+
+def sampling_seed(seed: int | None, temperature: float) -> int | None:
+    """The seed given on the command line, or a new one; None if nothing is sampled. InputError for a seed out of range
+    or without effect."""
+    if temperature == 0:
+        if seed is not None:
+            raise InputError("--seed has no effect at --temperature 0, which takes the likeliest token")
+        return None
+    if seed is not None and not 0 <= seed < 2**32:
+        raise InputError(f"--seed={seed}; expected 0 to {2**32 - 1}")
+    return secrets.randbelow(2**32) if seed is None else seed

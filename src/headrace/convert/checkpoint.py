@@ -1,0 +1,113 @@
+"""Reading of a saved model and of its tokenizer."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, AutoTokenizer
+
+from ..hf.config import HeadraceConfig, check_generation
+from ..hf.model import HeadraceForCausalLM
+from ..ops.dispatch import BACKENDS, default_backend
+from ..utils.errors import InputError, reading
+from ..utils.extras import reading_tokenizer
+from ..utils.integrity import check_files, check_weights, read_json
+from .files import check_depth, tensor_names
+from .importing import import_checkpoint, import_config
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+GGUF = ".gguf"  # suffix of the files that `headrace convert` reads alone
+FETCHED = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt"]
+TOKENIZERS = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken")  # names of files of tokenizers
+
+
+def load(path: str | Path) -> HeadraceForCausalLM:
+    """Returns the model of the folder `path`, on the CPU, in evaluation mode and in the dtype it was saved in. A model
+    of transformers or flash-linear-attention is converted (`headrace.convert`).
+
+    path: a folder written by `save_pretrained`, or, if there is none of that name, a name on the Hugging Face Hub such
+        as "Qwen/Qwen3-0.6B", whose files are downloaded to the Hub's cache.
+
+    Only safetensors are read; nothing is unpickled, and no code of the folder runs.
+
+    Raises:
+        InputError: the folder is no checkpoint of a known format, a file of it is missing or damaged, or its weights do
+            not fit its config.json.
+    """
+    folder, foreign = _located(path)
+    if foreign:
+        return import_checkpoint(folder)
+    check_weights(folder)
+    default_backend()  # raises for an unknown HEADRACE_BACKEND, which is no fault of the checkpoint
+    with reading(f"checkpoint {str(folder)!r} cannot be read"):
+        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        check_depth(config.num_hidden_layers, tensor_names(folder))
+        options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "ignore_mismatched_sizes": True}
+        loaded: Any = HeadraceForCausalLM.from_pretrained(folder, config=config, output_loading_info=True, **options)
+        model, report = loaded
+        check_generation(model.generation_config)  # of generation_config.json
+    mismatched = {key for key, *_ in report["mismatched_keys"]}
+    if wrong := sorted({*report["missing_keys"], *report["unexpected_keys"], *mismatched}):
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise InputError(f"checkpoint {str(folder)!r} does not fit its config.json at {', '.join(wrong[:3])}{more}")
+    return model
+
+
+def read_config(path: str | Path) -> HeadraceConfig:
+    """Returns the config of the model that `load` returns, of which no weights are read. InputError as `load`."""
+    folder, foreign = _located(path)
+    if foreign:
+        return import_config(folder)
+    with reading(f"checkpoint {str(folder)!r} cannot be read"):
+        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return config
+
+
+def _located(path: str | Path) -> tuple[Path, bool]:
+    """Returns the folder, and whether its model is of another library. InputError if it has no config.json."""
+    folder = fetched(path)
+    if folder.suffix == GGUF:
+        raise InputError(f"{str(folder)!r} is a GGUF file; convert it first: headrace convert {folder} --output FOLDER")
+    check_config(folder)
+    return folder, read_json(folder / "config.json", {}).get("model_type") != HeadraceConfig.model_type
+
+
+def check_config(folder: Path) -> None:
+    """Raises InputError for a folder without config.json, which names the model of a run of `headrace train`."""
+    if (folder / "config.json").is_file():
+        return
+    if (folder / "run.json").is_file():
+        expected = "one of its checkpoints; its model is written at the end"
+        if (folder / "model" / "config.json").is_file():
+            expected = f"its model, {folder / 'model'}"
+        raise InputError(f"checkpoint {str(folder)!r} is the folder of a run; expected {expected}")
+    raise InputError(f"checkpoint {str(folder)!r} has no config.json; expected a folder written by save_pretrained")
+
+
+def fetched(path: str | Path) -> Path:
+    """Returns the folder `path`, or that of the model of this name in the Hugging Face Hub's cache, after a download of
+    the files that it lacks. InputError if it cannot be downloaded."""
+    if Path(path).exists() or Path(path).suffix == GGUF or not HUB_NAME.fullmatch(str(path)):
+        return Path(path)
+    with reading(f"checkpoint {str(path)!r} is no folder here, and cannot be fetched from the Hugging Face Hub"):
+        return Path(snapshot_download(str(path), allow_patterns=FETCHED))
+
+
+def check_backend() -> None:
+    """Raises InputError if this machine has not the backend that HEADRACE_BACKEND names for what is to be computed."""
+    if (name := default_backend()) != "auto" and (reason := BACKENDS[name].missing()):
+        raise InputError(f"HEADRACE_BACKEND={name!r} cannot run here: {reason}")
+
+
+def read_tokenizer(checkpoint: Path | str) -> Any:
+    """The tokenizer of a checkpoint: a Path is a folder, a string a folder or a name on the Hub. InputError if there is
+    none that can be read."""
+    local = isinstance(checkpoint, Path)
+    check_files(Path(checkpoint))
+    if local and (folder := Path(checkpoint)).is_dir() and not any(any(folder.glob(each)) for each in TOKENIZERS):
+        raise InputError(f"checkpoint {str(checkpoint)!r} has no readable tokenizer; expected a tokenizer.json")
+    with reading_tokenizer(f"checkpoint {str(checkpoint)!r} has no readable tokenizer; expected a tokenizer.json"):
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=local, trust_remote_code=False)
+        tokenizer.decode(tokenizer("It was").input_ids)  # some fields of tokenizer_config.json are read only now
+    return tokenizer

@@ -1,0 +1,284 @@
+"""The formats of transformers' hybrids of delta rules and softmax attention."""
+
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+from .. import zoo
+from ..spec.attention import AttentionSpec, LatentSpec, Rope
+from ..spec.linear import MixerSpec
+from ..spec.stack import BlockStyle, Layer
+from .fields import Fields
+from .form import Format, Model, View, Views, assembled, below, conv_width, named, plain, shared, stacked, whole
+from .parts import (
+    GATED_EXPERT,
+    NORMS,
+    balance,
+    deepseek_experts,
+    experts,
+    latent_attention,
+    layer_types,
+    mixture_of,
+    mlp_views,
+)  # fmt: skip
+from .softmax import attention_views, latent_scale, rotation
+
+KINDS = ("linear_attention", "full_attention")
+DYNAMICS = {
+    "decay.A_log": "A_log", "decay.dt_bias": "dt_bias", "norm_weight": "norm.weight",
+    "o_proj.weight": "out_proj.weight",
+}  # fmt: skip
+# Fields of Experts -> fields of the mixture of experts.
+QWEN_EXPERTS = {
+    "count": "num_experts", "chosen": "num_experts_per_tok", "width": "moe_intermediate_size",
+    "normalized": "norm_topk_prob", "shared": "shared_expert_intermediate_size",
+}  # fmt: skip
+
+
+# --- Qwen3-Next and Qwen3.5 ------------------------------------------------------------------------------------------
+
+
+def qwen3_next(c: Fields) -> Model:
+    depth, step, count = c["num_hidden_layers"], c["decoder_sparse_step"], c["num_experts"]
+    if step < 1:
+        c.refuse("decoder_sparse_step", "at least 1")
+    dense = {*(c["mlp_only_layers"] or [])}
+    sparse = {*range(step - 1, depth, step)} - dense if count else set()
+    c.ignore("full_attention_interval")
+    mixture = None
+    if sparse:
+        mixture = mixture_of(c, QWEN_EXPERTS, balance=balance(c), shared_gate=True)
+    c.ignore(*QWEN_EXPERTS.values(), "router_aux_loss_coef", "output_router_logits")  # of a model without experts
+    return qwen(c, qwen3_next_projections, sparse, mixture)
+
+
+def qwen3_5(c: Fields) -> Model:
+    return qwen(c, qwen3_5_projections)
+
+
+Projections = Callable[[str, int, int, int, int], Views]
+
+
+def qwen(c: Fields, projections: Projections, sparse: Collection[int] = (), mixture: Any = None) -> Model:
+    """projections: views of the input projections of a linear layer. sparse: the layers with experts."""
+    c.only("hidden_act", "silu", "swish")
+    kinds, delta, style = layer_types(c, KINDS), delta_sizes(c), BlockStyle("rms-offset", experts=mixture)
+    specs: dict[str, Any] = {"linear_attention": gated_delta(c, *delta)}
+    own = {"linear_attention": named("mixer", "linear_attn", DYNAMICS) | projections("linear_attn", *delta)}
+    heads = delta[0]
+    if "full_attention" in kinds:
+        specs["full_attention"] = spec = qwen_attention(c)
+        own["full_attention"], heads = qwen_attention_views("self_attn", spec), c["num_attention_heads"]
+    else:
+        specs["linear_attention"] = zoo.change_all(specs["linear_attention"], {"heads.count": None})
+        c.ignore("num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias", "rope_parameters")
+    layers = [Layer(specs[kind], "experts" if i in sparse else "one") for i, kind in enumerate(kinds)]
+    mlps = [qwen_experts(mixture.count, style) if i in sparse else mlp_views("mlp", style) for i in range(len(kinds))]
+    views = [plain(NORMS) | own[kind] | mlp for kind, mlp in zip(kinds, mlps, strict=True)]
+    return Model(
+        shared(c, layers, style, num_heads=heads, intermediate_size=c["intermediate_size"]),
+        assembled(views, whole("model", "embed_tokens", "norm", c["tie_word_embeddings"])),
+    )
+
+
+def qwen_experts(count: int, style: BlockStyle) -> Views:
+    gate = {"mlp.shared_gate.weight": "mlp.shared_expert_gate.weight"}
+    return experts("mlp", count) | mlp_views("mlp.shared_expert", style, "mlp.shared") | plain(gate)
+
+
+def qwen_attention(c: Fields) -> AttentionSpec:
+    """Softmax attention with a sigmoid gate per channel, and norms of q and k."""
+    d = c["head_dim"]
+    return AttentionSpec(
+        kv_heads=c["num_key_value_heads"], count=c["num_attention_heads"], head_dim=d,
+        rope=rotation(c, d, partial=True), bias=c["attention_bias"], qk_norm="head-offset", gate="channel",
+    )  # fmt: skip
+
+
+def qwen_attention_views(theirs: str, spec: Any) -> Views:
+    """q_proj stacks, per head, q and the logits of the gate."""
+    views = named("mixer", theirs, {f"{name}_norm.weight": f"{name}_norm.weight" for name in "qk"})
+    for kind in ("weight", "bias") if spec.bias else ("weight",):
+        width = spec.count * spec.head_dim
+        both = stacked(f"{theirs}.q_proj.{kind}", {"q": width, "g": width}, spec.count)
+        views |= {f"mixer.{part}_proj.{kind}": view for part, view in both.items()}
+        views |= named("mixer", theirs, {f"{name}_proj.{kind}": f"{name}_proj.{kind}" for name in "kvo"})
+    return views
+
+
+def delta_sizes(c: Fields) -> tuple[int, int, int, int]:
+    """The number of heads, of heads of q and k, and the key and value dimensions per head."""
+    return (
+        c["linear_num_value_heads"], c["linear_num_key_heads"], c["linear_key_head_dim"], c["linear_value_head_dim"],
+    )  # fmt: skip
+
+
+def gated_delta(c: Fields, heads: int, groups: int, key_dim: int, value_dim: int, changes: Any = None) -> MixerSpec:
+    """Returns the spec of Gated DeltaNet with these heads. changes: {path of a field: value}."""
+    D = c["hidden_size"]
+    return zoo.change_all(zoo.LINEAR["gated-deltanet"], {
+        "heads.expand_k": key_dim * heads / D, "heads.expand_v": value_dim * heads / D, "heads.count": heads,
+        "heads.qk_groups": None if groups == heads else groups, "inputs.conv": conv_width(c, "linear_conv_kernel_dim"),
+    } | (changes or {}))  # fmt: skip
+
+
+def qwen3_next_projections(theirs: str, heads: int, groups: int, key_dim: int, value_dim: int) -> Views:
+    """Projections are grouped by key head: q and k of the head, then v and gate of the value heads that share it."""
+    wide, narrow = heads * value_dim, groups * key_dim
+    sizes = {"q": narrow, "k": narrow, "v": wide, "gate": wide}
+    views = stacked(f"{theirs}.in_proj_qkvz.weight", sizes, groups)
+    views |= stacked(f"{theirs}.in_proj_ba.weight", {"beta": heads, "decay": heads}, groups)
+    conv = stacked(f"{theirs}.conv1d.weight", {part: sizes[part] for part in "qkv"})
+    return below("mixer.in_proj", views) | below("mixer.conv.weight", conv)
+
+
+def qwen3_5_projections(theirs: str, heads: int, groups: int, key_dim: int, value_dim: int) -> Views:
+    sizes = {"q": groups * key_dim, "k": groups * key_dim, "v": heads * value_dim}
+    views = below("mixer.in_proj", stacked(f"{theirs}.in_proj_qkv.weight", sizes))
+    views |= below("mixer.conv.weight", stacked(f"{theirs}.conv1d.weight", sizes))
+    parts = {"gate": "z", "beta": "b", "decay": "a"}
+    return views | named("mixer.in_proj", theirs, {our: f"in_proj_{their}.weight" for our, their in parts.items()})
+
+
+# --- OLMo Hybrid -----------------------------------------------------------------------------------------------------
+
+SEPARATE = {f"in_proj.{part}": f"{part}_proj.weight" for part in "qkv"}
+SEPARATE |= {"in_proj.gate": "g_proj.weight", "in_proj.beta": "b_proj.weight"}
+SEPARATE |= {f"conv.weight.{part}": f"{part}_conv1d.weight" for part in "qkv"}
+SEPARATE |= {"decay.dt_bias": "dt_bias", "norm_weight": "o_norm.weight"}
+OLMO_DELTA = {"in_proj.decay": "a_proj.weight", "decay.A_log": "A_log", "o_proj.weight": "o_proj.weight"}
+OLMO_NORMS = {"mixer_norm.weight": "attention_layer_norm.weight", "mlp_norm.weight": "feedforward_layer_norm.weight"}
+OLMO_BRANCH_NORMS = {
+    "mixer_norm.weight": "feedforward_layer_norm.weight", "mlp_norm.weight": "post_feedforward_layernorm.weight",
+}  # fmt: skip
+
+
+def olmo_hybrid(c: Fields) -> Model:
+    """Layers of Gated DeltaNet with norms of the branches' inputs, and of softmax attention with norms of their
+    outputs."""
+    c.only("hidden_act", "silu", "swish")
+    c.only("attention_bias", False)
+    c.ignore(*(name for name in c.names if name.startswith(("linear_a_log_", "linear_dt_"))))  # initial values
+    H, rope = c["num_attention_heads"], c["rope_parameters"]
+    rotated = rope is not None and rope.get("rope_theta") is not None
+    turned = rotation(c, c["hidden_size"] // H) if rotated else Rope()
+    spec = AttentionSpec(c["num_key_value_heads"], rotated, count=H, qk_norm="joint", rope=turned)
+    beta = "sigmoid-2" if c["linear_allow_neg_eigval"] else "sigmoid"
+    linear = gated_delta(c, *delta_sizes(c), {"write.beta": beta, "read.eps": 1e-5})
+    layers = {"linear_attention": Layer(linear), "full_attention": Layer(spec, order="branch")}
+    own = {
+        "linear_attention": plain(OLMO_NORMS) | named("mixer", "linear_attn", SEPARATE | OLMO_DELTA),
+        "full_attention": plain(OLMO_BRANCH_NORMS) | attention_views(spec, "self_attn"),
+    }
+    kinds, style = layer_types(c, KINDS), BlockStyle()
+    return Model(
+        shared(c, [layers[kind] for kind in kinds], style, num_heads=H, intermediate_size=c["intermediate_size"]),
+        assembled(
+            [own[kind] | mlp_views("mlp", style) for kind in kinds],
+            whole("model", "embed_tokens", "norm", c["tie_word_embeddings"]),
+        ),
+    )
+
+
+# --- Kimi Linear and Ling --------------------------------------------------------------------------------------------
+
+KIMI_LOW_RANK = {
+    "in_proj.decay": "f_a_proj.weight", "decay.up.weight": "f_b_proj.weight", "in_proj.gate": "g_a_proj.weight",
+    "gate.up.weight": "g_b_proj.weight", "o_proj.weight": "o_proj.weight",
+}  # fmt: skip
+LING = {"in_proj.decay": "f_proj.weight", "o_proj.weight": "dense.weight"}
+
+
+def kimi_linear(c: Fields) -> Model:
+    """Kimi Delta Attention, and latent attention without positions."""
+    linear = kimi_delta(c, {"read.gate": "sigmoid-low-rank", "read.gate_bias": False})
+    latent = latent_spec(c, rotary=False)
+    c.ignore("linear_attn_config", "head_dim")
+    mlp = ("block_sparse_moe", "embed_tokens", "e_score_correction_bias")
+    names = Kimi("self_attn", "o_proj", *mlp, {"gate": "w1", "up": "w3", "down": "w2"}, (1, 1, linear.heads.count, 1))
+    return kimi(c, linear, latent, SEPARATE | KIMI_LOW_RANK, names)
+
+
+def bailing_hybrid(c: Fields) -> Model:
+    """Kimi Delta Attention with a bounded decay, and latent attention with a gate per head (Ling 3)."""
+    bounded = {"decay.lower_bound": c["kda_lower_bound"]} if c["kda_safe_gate"] else {}
+    c.ignore("kda_lower_bound", "layer_group_size", "first_k_dense_replace", "mtp_loss_scaling_factor", "head_dim")
+    c.ignore("num_nextn_predict_layers", "short_conv_kernel_size", "rope_theta")
+    linear = kimi_delta(c, {"decay.rank": "full", "read.gate": "sigmoid"} | bounded)
+    rope = rotation(c, c["qk_rope_head_dim"])
+    scale = latent_scale(c, rope, c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
+    latent = latent_spec(c, rope=rope, gate="head", scale=scale)
+    names = Kimi("attention", "dense", "mlp", "word_embeddings", "expert_bias", GATED_EXPERT)
+    return kimi(c, linear, latent, SEPARATE | LING, names)
+
+
+class Kimi(NamedTuple):
+    """The names of a model's parts."""
+
+    mixer: str
+    output: str  # the output projection of latent attention
+    mlp: str
+    embedding: str
+    choice_bias: str
+    expert: dict[str, str]
+    decay: Any = None  # shape of A_log
+
+
+def kimi_delta(c: Fields, changes: dict[str, Any]) -> MixerSpec:
+    """Returns the spec of Kimi Delta Attention."""
+    D, H, d = c["hidden_size"], c["linear_num_heads"], c["linear_head_dim"]
+    sizes = {"heads.expand_k": d * H / D, "heads.expand_v": d * H / D, "heads.count": H, "heads.width": None}
+    return zoo.change_all(zoo.LINEAR["kda"], sizes | {"inputs.conv": conv_width(c, "linear_conv_kernel_dim")} | changes)
+
+
+def latent_spec(c: Fields, **options: Any) -> LatentSpec:
+    """Returns the spec of multi-head latent attention in the form of DeepSeek-V3."""
+    c.only("attention_bias", False)
+    c.only("num_key_value_heads", c["num_attention_heads"])
+    c.ignore("pretraining_tp")
+    if c["qk_rope_head_dim"] < 2 or c["qk_rope_head_dim"] % 2:
+        c.refuse("qk_rope_head_dim", "an even number of at least 2")
+    return LatentSpec(
+        c["kv_lora_rank"], c["q_lora_rank"], c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"],
+        count=c["num_attention_heads"], norm_eps=1e-6, **options,
+    )  # fmt: skip
+
+
+def kimi(c: Fields, linear: MixerSpec, latent: LatentSpec, pairs: dict[str, str], names: Kimi) -> Model:
+    """pairs: {our name: their name} of the tensors of a linear layer."""
+    c.only("hidden_act", "silu", "swish")
+    c.ignore("output_router_logits")  # DeepSeek-V3 has no load-balancing loss
+    kinds, mlps = layer_types(c, KINDS), layer_types(c, ("dense", "sparse"), "mlp_layer_types")
+    mixture, specs = deepseek_experts(c), {"linear_attention": linear, "full_attention": latent}
+    style = BlockStyle(experts=mixture if "sparse" in mlps else None)
+    decay = {"mixer.decay.A_log": View(f"{names.mixer}.A_log", shape=names.decay)}
+    own = {
+        "linear_attention": named("mixer", names.mixer, pairs) | decay,
+        "full_attention": latent_attention(names.mixer, latent, names.output),
+        "dense": mlp_views(names.mlp, style),
+        "sparse": experts(names.mlp, mixture.count, names.expert)
+        | plain({"mlp.choice_bias": f"{names.mlp}.gate.{names.choice_bias}"})
+        | (mlp_views(f"{names.mlp}.shared_experts", style, "mlp.shared") if mixture.shared else {}),
+    }
+    pairs_of = [*zip(kinds, mlps, strict=True)]
+    layers = [Layer(specs[kind], "experts" if mlp == "sparse" else "one") for kind, mlp in pairs_of]
+    return Model(
+        shared(c, layers, style, num_heads=latent.count, intermediate_size=c["intermediate_size"]),
+        assembled(
+            [plain(NORMS) | own[kind] | own[mlp] for kind, mlp in pairs_of],
+            whole("model", names.embedding, "norm", c["tie_word_embeddings"]),
+        ),
+    )
+
+
+FORMATS: dict[str, Format] = {
+    "qwen3_next": Format("Qwen3NextForCausalLM", qwen3_next, offset=True),
+    "qwen3_5_text": Format("Qwen3_5ForCausalLM", qwen3_5, outside=("mtp.",)),
+    "qwen3_5": Format(
+        "Qwen3_5ForCausalLM", qwen3_5, outside=("mtp.", "model.visual."), inner="text_config",
+        renamed=("model.", "model.language_model."),
+    ),
+    "olmo_hybrid": Format("OlmoHybridForCausalLM", olmo_hybrid),
+    # transformers calls the dense MLPs of some layers as it does those of experts when it saves a model
+    "kimi_linear": Format("KimiLinearForCausalLM", kimi_linear, renamed=(".block_sparse_moe.", ".mlp.")),
+    "bailing_hybrid": Format("BailingHybridForCausalLM", bailing_hybrid, outside=("model.mtp.",)),
+}  # fmt: skip

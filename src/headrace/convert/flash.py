@@ -1,0 +1,137 @@
+"""The formats of flash-linear-attention's RetNet, GLA, DeltaNet and Gated DeltaNet."""
+
+from collections.abc import Callable
+from typing import Any
+
+from .. import zoo
+from ..spec.stack import BlockStyle, Layer
+from .fields import Config, Fields
+from .form import Format, Model, assembled, conv_width, plain, shared, whole
+from .parts import mlp_views
+
+DEFAULTS: Config = {
+    "vocab_size": 32000, "hidden_size": 2048, "num_hidden_layers": 24, "max_position_embeddings": 2048,
+    "hidden_ratio": 4, "intermediate_size": None, "norm_eps": 1e-6, "tie_word_embeddings": False, "pad_token_id": None,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+TYPES: Config = {
+    "num_kv_heads": (int, None), "num_v_heads": (int, None), "intermediate_size": (int, None),
+    "hidden_ratio": (float, None),
+}  # fmt: skip
+ONLY: dict[str, tuple[Any, ...]] = {"hidden_act": ("swish",), "attn": (None,), "attnres_block_size": (None,)}
+# Fields that select an implementation, and two of earlier versions whose other values imply other tensors.
+IGNORED = (
+    "attn_mode", "fuse_swiglu", "fuse_cross_entropy", "fuse_linear_cross_entropy", "use_l2warp", "norm_first",
+    "share_conv_kernel",
+)  # fmt: skip
+PROJECTIONS = {f"mixer.in_proj.{part}": f"attn.{part}_proj.weight" for part in "qkv"}
+BLOCK = {"mixer_norm.weight": "attn_norm.weight", "mlp_norm.weight": "mlp_norm.weight"}
+BLOCK |= {"mixer.o_proj.weight": "attn.o_proj.weight"}
+GATE = {"mixer.in_proj.gate": "attn.g_proj.weight"}
+BETA = {"mixer.in_proj.beta": "attn.b_proj.weight"}
+CONVOLUTIONS = {f"mixer.conv.weight.{part}": f"attn.{part}_conv1d.weight" for part in "qkv"}
+
+
+def retnet(c: Fields) -> tuple[str, Config]:
+    """The mixer and the names of its tensors."""
+    c.only("num_kv_heads", None, c["num_heads"])
+    return f"retnet({widths(c)})", GATE | FUSED_NORM
+
+
+def gla(c: Fields) -> tuple[str, Config]:
+    c.only("num_kv_heads", None, c["num_heads"])
+    return f"gla({widths(c)})", GATE | FUSED_NORM | LOW_RANK_DECAY
+
+
+def deltanet(c: Fields) -> tuple[str, Config]:
+    gate = "silu" if c["use_gate"] else "none"
+    mixer = f"deltanet({widths(c)}, inputs.conv={conv_width(c, 'conv_size')}, read.gate={gate})"
+    return mixer, BETA | CONVOLUTIONS | NORM | (GATE if c["use_gate"] else {})
+
+
+def gated_deltanet(c: Fields) -> tuple[str, Config]:
+    values = c["num_v_heads"] or c["num_heads"]
+    K, V = c["head_dim"], round(c["head_dim"] * c["expand_v"], 6)
+    groups = "none" if values == c["num_heads"] else c["num_heads"]
+    expand_k, expand_v = (width * values / c["hidden_size"] for width in (K, V))
+    mixer = f"heads.expand_k={expand_k}, heads.expand_v={expand_v}, heads.qk_groups={groups}"
+    mixer = f"gated-deltanet({mixer}, inputs.conv={conv_width(c, 'conv_size')})"
+    return mixer, BETA | CONVOLUTIONS | NORM | GATE | STEP
+
+
+def mlp_width(c: Fields | Config) -> int:
+    """Returns intermediate_size, or two thirds of hidden_ratio · hidden_size, rounded up to a multiple of 256."""
+    width, ratio = c["intermediate_size"], c["hidden_ratio"]
+    return 256 * -(-int(c["hidden_size"] * (ratio or 4) * 2 / 3) // 256) if width is None else width
+
+
+def widths(c: Fields) -> str:
+    return f"heads.expand_k={float(c['expand_k'])}, heads.expand_v={float(c['expand_v'])}, heads.width=none"
+
+
+def fla(
+    architecture: str, mixer: Callable[[Fields], tuple[str, Config]], defaults: Config,
+    only: dict[str, tuple[Any, ...]], *ignored: str,
+) -> Format:  # fmt: skip
+    """A format. mixer: maps the fields to the expression of the mixer, and to the names of those of its tensors that
+    not all formats have. only: fields that must have one of these values."""
+
+    def read(c: Fields) -> Model:
+        for name, values in (ONLY | only).items():
+            c.only(name, *values)
+        c.ignore(*IGNORED, *ignored)
+        expression, tensors = mixer(c)
+        layers = [Layer(zoo.get(expression))] * c["num_hidden_layers"]
+        heads = c["num_v_heads"] if c.get("num_v_heads") else c["num_heads"]
+        own = plain(BLOCK | PROJECTIONS | tensors) | mlp_views("mlp", BlockStyle())
+        views = assembled([own] * len(layers), whole("model", "embeddings", "norm", c["tie_word_embeddings"]))
+        return Model(shared(c, layers, BlockStyle(), num_heads=heads, intermediate_size=mlp_width(c)), views)
+
+    return Format(architecture, read, DEFAULTS | defaults, TYPES)
+
+
+FUSED_NORM = {"mixer.norm_weight": "attn.g_norm_swish_gate.weight"}
+NORM = {"mixer.norm_weight": "attn.o_norm.weight"}
+LOW_RANK_DECAY = {
+    "mixer.in_proj.decay": "attn.gk_proj.0.weight",
+    "mixer.decay.up.weight": "attn.gk_proj.1.weight",
+    "mixer.decay.up.bias": "attn.gk_proj.1.bias",
+}
+STEP = {
+    "mixer.in_proj.decay": "attn.a_proj.weight",
+    "mixer.decay.A_log": "attn.A_log",
+    "mixer.decay.dt_bias": "attn.dt_bias",
+}
+
+# Without fuse_norm the tensor FUSED_NORM has another name.
+NORM_AND_GATE = {
+    "feature_map": (None,), "use_output_gate": (True,), "elementwise_affine": (True,), "fuse_norm": (True,),
+}  # fmt: skip
+DELTA = {"use_short_conv": (True,), "allow_neg_eigval": (False,)}
+
+FORMATS: dict[str, Format] = {
+    "retnet": fla(
+        "RetNetForCausalLM", retnet,
+        {"num_heads": 8, "num_kv_heads": None, "expand_k": 1.0, "expand_v": 2.0, "hidden_ratio": 2}, NORM_AND_GATE,
+        "use_short_conv", "conv_size",  # not used by any layer of that library
+    ),
+    "gla": fla(
+        "GLAForCausalLM", gla,
+        {"num_heads": 4, "num_kv_heads": None, "expand_k": 0.5, "expand_v": 1.0},
+        NORM_AND_GATE | {"use_short_conv": (False,), "clamp_min": (None,), "use_gk": (True,), "use_gv": (False,)},
+        "conv_size",
+    ),
+    "delta_net": fla(
+        "DeltaNetForCausalLM", deltanet,
+        {"num_heads": 16, "expand_k": 1.0, "expand_v": 1.0, "conv_size": 4, "use_gate": False},
+        DELTA | {"use_beta": (True,), "use_output_norm": (True,), "qk_norm": ("l2",), "qk_activation": ("silu",)},
+        "fuse_norm",
+    ),
+    "gated_deltanet": fla(
+        "GatedDeltaNetForCausalLM", gated_deltanet,
+        {"num_heads": 6, "num_v_heads": None, "head_dim": 256, "expand_v": 2.0, "conv_size": 4,
+         "num_hidden_layers": 21},
+        DELTA | {"use_gate": (True,)},
+        "fuse_norm",
+    ),
+}  # fmt: skip

@@ -1,0 +1,203 @@
+"""The description of a foreign checkpoint format: what its fields mean, and where in it our tensors are."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..spec.attention import AttentionSpec, LatentSpec
+from ..spec.stack import BlockStyle, Decoder, Layer
+from ..utils.errors import InputError
+from ..utils.integrity import short
+from .fields import Config, Fields
+
+
+class Block(NamedTuple):
+    """Rows of a tensor that consists of `groups` groups of `each` rows: of every group `size` rows, from `start` on and
+    `step` apart."""
+
+    groups: int
+    each: int
+    start: int
+    size: int
+    step: int = 1
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Returns the rows as a view [groups, size, …]."""
+        end = self.start + self.size * self.step
+        return tensor.unflatten(0, (self.groups, self.each))[:, self.start : end : self.step]
+
+
+class View(NamedTuple):
+    """The place of one of our tensors in a foreign checkpoint: a tensor, or the rows `block` of it.
+
+    Our values are factor · theirs + offset, of a matrix that is transposed there if `transposed`. shape: the shape of
+    the foreign tensor, where ours has another one; the rows of `block` are then those of its first two dimensions."""
+
+    name: str
+    block: Block | None = None
+    offset: float = 0.0
+    factor: float = 1.0
+    transposed: bool = False
+    shape: tuple[int, ...] | None = None
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """Returns the rows of the foreign tensor, as a view where they are consecutive."""
+        part = self.part(tensor)
+        return part if self.block is None else part.flatten(0, 1)
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """Returns a view of the foreign tensor: the rows of it [rows, …], or of its block [groups, size, …]."""
+        tensor = tensor.T if self.transposed else tensor
+        if self.block is None:
+            return tensor
+        return self.block.of(tensor if self.shape is None else tensor.flatten(0, 1))
+
+
+Views = dict[str, View]
+
+
+class Model(NamedTuple):
+    """A foreign model in our terms."""
+
+    arguments: Config  # of HeadraceConfig
+    views: Views  # by the names of our parameters, or of parts of parameters (`slots`)
+
+
+@dataclass(frozen=True)
+class Format:
+    """A foreign architecture.
+
+    read: maps the fields of a config.json to a Model, and raises InputError for a value that cannot be converted.
+    defaults: the fields of config.json with their defaults; None: those of transformers' class.
+    types: forms, as of `misfit`, of the fields whose default does not show the type.
+    outside: beginnings of the names of tensors that belong to other parts of the checkpoint than the language model.
+    buffers: ends of the names of tensors that hold no weights.
+    inner: the field that holds the config of the language model, in a model of several parts.
+    offset: whether its norms store their weights minus 1. A model of ours whose norms do not can be written as well.
+    renamed: (part of a name, what checkpoints may have in its place)."""
+
+    architecture: str
+    read: Callable[[Fields], Model]
+    defaults: Config | None = None
+    types: Config | None = None
+    outside: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    inner: str | None = None
+    offset: bool = False
+    renamed: tuple[str, str] | None = None
+
+    def holds(self, name: str) -> bool:
+        """Whether a tensor with this name holds weights of the language model."""
+        return not name.startswith(self.outside or "\0") and not name.endswith(self.buffers)
+
+    def of_text(self, described: Config) -> Config:
+        """Returns the config of the language model. InputError for one that is missing."""
+        if self.inner is None:
+            return described
+        inner = described.get(self.inner)
+        if not isinstance(inner, dict):
+            raise InputError(f"config.json has {self.inner}={short(inner)}; expected an object")
+        tied = {name: described[name] for name in ("tie_word_embeddings",) if name in described}
+        return {"model_type": f"{described['model_type']}_text"} | inner | tied
+
+    def model(self, described: Config) -> tuple[Model, Fields]:
+        """Returns the model that a config.json describes, and its fields. InputError for an unknown field or value."""
+        fields = Fields(described, self.defaults, self.types)
+        try:
+            model = self.read(fields)
+        except InputError as error:  # of a spec, which has other names for the fields
+            named = str(error).startswith("config.json")
+            raise InputError(f"{'' if named else 'config.json describes a model whose '}{error}") from None
+        fields.refuse_unknown()
+        return model, fields
+
+
+# Fields with one name in most formats, which `shared` reads.
+SHARED = ("vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def shared(c: Fields, layers: Sequence[Layer], style: BlockStyle, **more: Any) -> Config:
+    """Returns the arguments of HeadraceConfig that most formats share, with these layers, from first to last.
+
+    more: arguments that replace or join them."""
+    arguments: Config = {name: c[name] for name in SHARED if name not in more}
+    arguments |= {name: c.get(name) for name in SPECIAL}
+    pattern = period(layers)
+    alone = pattern == (Layer(pattern[0].mixer),)
+    arguments |= {"mixer": pattern[0].mixer if alone else Decoder(pattern, style), "style": style}
+    mixers = [mixer for layer in layers for mixer in layer.mixers] + [style.shared] * (style.shared is not None)
+    if any(isinstance(mixer, AttentionSpec | LatentSpec) and mixer.rotary for mixer in mixers):
+        arguments["rope_theta"] = c["rope_parameters"]["rope_theta"]
+    for name in ("max_position_embeddings", "model_max_length"):
+        if (longest := c.get(name)) is not None:
+            arguments["max_position_embeddings"] = longest
+    for name in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"):
+        if (epsilon := c.get(name)) is not None:
+            arguments["norm_eps"] = epsilon
+    return arguments | more
+
+
+def period(layers: Sequence[Layer]) -> tuple[Layer, ...]:
+    """Returns the shortest pattern of layers whose repetition begins with all of these layers."""
+    lengths = range(1, len(layers) + 1)
+    length = next(n for n in lengths if all(layers[i] == layers[i % n] for i in range(len(layers))))
+    return tuple(layers[:length])
+
+
+# --- views -----------------------------------------------------------------------------------------------------------
+
+
+def whole(prefix: str, embedding: str, norm: str, tied: bool) -> Views:
+    """Returns the views outside of layers: the embedding, the final norm and, unless it is tied, the head."""
+    views = {
+        "model.embed_tokens.weight": View(f"{prefix}.{embedding}.weight"),
+        "model.backbone.norm.weight": View(f"{prefix}.{norm}.weight"),
+    }
+    return views if tied else views | {"lm_head.weight": View("lm_head.weight")}
+
+
+def assembled(layers: Sequence[Views], outside: Views, theirs: str = "model.layers") -> Views:
+    """Returns all views of a model. layers: the views of each layer, by our names in it and their names in theirs."""
+    return outside | {
+        f"{layer_name(i)}.{name}": view._replace(name=f"{theirs}.{i}.{view.name}")
+        for i, own in enumerate(layers) for name, view in own.items()
+    }  # fmt: skip
+
+
+def plain(names: dict[str, str], **options: Any) -> Views:
+    """Returns the views of whole tensors: {our name: their name}. options: fields of `View`."""
+    return {our: View(their, **options) for our, their in names.items()}
+
+
+def named(ours: str, theirs: str, pairs: dict[str, str], **options: Any) -> Views:
+    """Returns the views of whole tensors: {our name: their name} below two prefixes. options: fields of `View`."""
+    return {f"{ours}.{our}": View(f"{theirs}.{their}", **options) for our, their in pairs.items()}
+
+
+def stacked(name: str, sizes: dict[str, int], groups: int = 1) -> Views:
+    """Returns the views of parts that are stacked along the rows of one tensor, within each of several groups. sizes:
+    the number of rows of each part, in all groups together."""
+    each, start, views = sum(sizes.values()) // groups, 0, {}
+    for part, size in sizes.items():
+        views[part] = View(name, Block(groups, each, start, size // groups))
+        start += size // groups
+    return views
+
+
+def below(prefix: str, views: Views) -> Views:
+    """Returns the views with a prefix before our names."""
+    return {f"{prefix}.{name}": view for name, view in views.items()}
+
+
+def conv_width(c: Fields, name: str) -> int:
+    """Returns the width of a short convolution, which InputError requires to be at least 2."""
+    if c[name] < 2:
+        c.refuse(name, "at least 2")
+    return c[name]
+
+
+def layer_name(i: int) -> str:
+    return f"model.backbone.layers.{i}"

@@ -1,0 +1,284 @@
+"""The formats of transformers' hybrids of Mamba-2 and softmax attention."""
+
+from math import inf
+from typing import Any
+
+from ..spec.stack import BlockStyle, Experts, Layer
+from .fields import Fields
+from .form import (
+    Block,
+    Format,
+    Model,
+    View,
+    Views,
+    assembled,
+    below,
+    conv_width,
+    layer_name,
+    named,
+    plain,
+    shared,
+    stacked,
+    whole,
+)  # fmt: skip
+from .mamba import SILU, Mamba2, divisor, mamba_layer
+from .parts import NORMS, balance, experts, layer_types, mixture_of, mlp_views, scaled
+from .softmax import GATED, UNGATED, activation, attention, attention_views
+
+NORM, MLP_NORM, FINAL_NORM = "mixer_norm.weight", "mlp_norm.weight", "model.backbone.norm.weight"
+UNGATED = UNGATED | {"relu2": "relu2"}
+
+
+def multiplier(c: Fields, name: str, value: Any = None) -> float:
+    """Returns a factor of activations, which becomes one of weights. value: of a field that lists several."""
+    value = c[name] if value is None else value
+    if value is None or value <= 0:
+        c.refuse(name, "numbers of more than 0")
+    return float(value)
+
+
+def gate_up_views(up: str, down: str, width: int, bias: bool, ours: str = "mlp") -> Views:
+    """Returns the views of an MLP whose gate and other input are one projection `up`."""
+    views: Views = {}
+    for kind in ("weight", "bias") if bias else ("weight",):
+        both = stacked(f"{up}.{kind}", {"gate": width, "up": width})
+        views |= {f"{ours}.{part}_proj.{kind}": view for part, view in both.items()}
+        views[f"{ours}.down_proj.{kind}"] = View(f"{down}.{kind}")
+    return views
+
+
+# --- Falcon-H1 -------------------------------------------------------------------------------------------------------
+
+
+def falcon_h1(c: Fields) -> Model:
+    D, H = c["hidden_size"], c["num_attention_heads"]
+    c.only("hidden_act", *SILU)  # of MLPs and convolutions
+    c.ignore("num_logits_to_keep")
+    order = "norm-gate" if c["mamba_norm_before_gate"] else "gate-norm"
+    biases = c["mamba_proj_bias"], c["projectors_bias"]
+    mamba = mamba_layer(c, biases, order if c["mamba_rms_norm"] else "none")
+    spec = attention(c, bias=c["attention_bias"])
+    style = BlockStyle(bias=c["mlp_bias"], embedding_scale=multiplier(c, "embedding_multiplier"))
+    layers = [Layer(mamba.spec(D, H), parallel=spec)] * c["num_hidden_layers"]
+    views = whole("model", "embed_tokens", "final_layernorm", c["tie_word_embeddings"])
+    views = scaled(views, {FINAL_NORM: multiplier(c, "lm_head_multiplier")})
+    own = mamba.views("mamba") | mlp_views("feed_forward", style)
+    own |= {name.replace("mixer", "parallel", 1): view for name, view in attention_views(spec, "self_attn").items()}
+    own = scaled(own, falcon_factors(c)) | plain({NORM: "input_layernorm.weight", MLP_NORM: "pre_ff_layernorm.weight"})
+    sizes = {"num_heads": H, "intermediate_size": c["intermediate_size"]}
+    return Model(shared(c, layers, style, **sizes), assembled([own] * len(layers), views))
+
+
+def falcon_factors(c: Fields) -> dict[str, float]:
+    """The multipliers of activations in a layer, as factors of the weights before and, of inputs, after them."""
+    entering, attending = multiplier(c, "ssm_in_multiplier"), multiplier(c, "attention_in_multiplier")
+    factors = {f"parallel.{name}_proj.weight": attending for name in "qkv"}
+    for part, value in zip(("gate", "v", "k", "q", "decay"), c["ssm_multipliers"], strict=True):
+        factor = multiplier(c, "ssm_multipliers", value)
+        factors |= {f"mixer.in_proj.{part}": factor * entering, f"mixer.in_proj.bias.{part}": factor}
+    for name, value in zip(("gate", "down"), c["mlp_multipliers"], strict=True):
+        factors[f"mlp.{name}_proj.*"] = multiplier(c, "mlp_multipliers", value)
+    outputs = {"mixer.o_proj.*": "ssm_out", "parallel.o_proj.*": "attention_out", "parallel.k_proj.*": "key"}
+    return factors | {name: multiplier(c, f"{theirs}_multiplier") for name, theirs in outputs.items()}
+
+
+# --- Granite 4 -------------------------------------------------------------------------------------------------------
+
+
+def granitemoehybrid(c: Fields) -> Model:
+    D, H, rotary = c["hidden_size"], c["num_attention_heads"], c["position_embedding_type"] == "rope"
+    c.only("hidden_act", *SILU)  # of MLPs and convolutions
+    c.ignore("rope_parameters")
+    mamba = mamba_layer(c, (c["mamba_proj_bias"], c["mamba_proj_bias"]))
+    scale = multiplier(c, "attention_multiplier")
+    spec = attention(c, bias=c["attention_bias"], rotary=rotary, scale=scale)
+    kinds = {"linear_attention": mamba.spec(D, H), "full_attention": spec}
+    listed = layer_types(c, kinds)
+    mixture = granite_experts(c)
+    layers = [Layer(kinds[kind], "experts" if mixture else "one") for kind in listed]
+    style = BlockStyle(experts=mixture, embedding_scale=multiplier(c, "embedding_multiplier"))
+    views = whole("model", "embed_tokens", "norm", c["tie_word_embeddings"])
+    views = scaled(views, {FINAL_NORM: 1 / multiplier(c, "logits_scaling")})
+    residual, width = multiplier(c, "residual_multiplier"), c["shared_intermediate_size"]
+    factors = dict.fromkeys(("mixer.o_proj.*", "mlp.*down*"), residual)
+    mlp = gate_up_views(
+        "shared_mlp.input_linear", "shared_mlp.output_linear", width, False, "mlp.shared" if mixture else "mlp"
+    )
+    mlp |= stacked_experts("block_sparse_moe", mixture, D) if mixture else {}
+    own = {"linear_attention": mamba.views("mamba"), "full_attention": attention_views(spec, "self_attn")}
+    return Model(
+        shared(c, layers, style, num_heads=H, intermediate_size=width),
+        assembled([scaled(own[kind] | mlp, factors) | plain(NORMS) for kind in listed], views),
+    )
+
+
+def granite_experts(c: Fields) -> Experts | None:
+    if not c["num_local_experts"]:
+        c.ignore("num_experts_per_tok", "intermediate_size", "router_aux_loss_coef", "output_router_logits")
+        return None
+    fields = {
+        "count": "num_local_experts", "chosen": "num_experts_per_tok", "width": "intermediate_size",
+        "shared": "shared_intermediate_size",
+    }  # fmt: skip
+    return mixture_of(c, fields, balance=balance(c), normalized=True)
+
+
+def stacked_experts(theirs: str, mixture: Experts, hidden_size: int) -> Views:
+    """Returns the views of experts whose matrices are stacked in two tensors, with Granite's names."""
+    count, width = mixture.count, mixture.width or 0
+    views = {"mlp.router.weight": View(f"{theirs}.router.layer.weight")}
+    inputs, outputs = (count, 2 * width, hidden_size), (count, hidden_size, width)
+    for part, name, shape, start, size in (
+        ("gate", "input", inputs, 0, width), ("up", "input", inputs, width, width),
+        ("down", "output", outputs, 0, hidden_size),
+    ):  # fmt: skip
+        for e in range(count):
+            rows = Block(1, count * shape[1], e * shape[1] + start, size)
+            views[f"mlp.{e}.{part}"] = View(f"{theirs}.{name}_linear.weight", rows, shape=shape)
+    return views
+
+
+# --- Nemotron-H ------------------------------------------------------------------------------------------------------
+
+
+def nemotron_h(c: Fields) -> Model:
+    """Their layers have one branch each. A mixer and the MLP after it are one layer of ours."""
+    D, H, heads, bias = c["hidden_size"], c["num_attention_heads"], c["mamba_num_heads"], c["use_bias"]
+    c.only("mamba_hidden_act", *SILU)
+    c.ignore(*NEMOTRON_UNUSED)
+    mamba = Mamba2(
+        heads, c["ssm_state_size"], c["mamba_head_dim"], divisor(c, "n_groups", heads), conv_width(c, "conv_kernel"),
+        c["use_conv_bias"], (bias, bias), (max(c["time_step_min"], 0.0), inf),
+    )  # fmt: skip
+    spec, mlp = attention(c, rotary=False), activation(c, "mlp_hidden_act", UNGATED)
+    kinds = {"linear_attention": mamba.spec(D, H), "full_attention": spec}
+    listed = layer_types(c, [*kinds, "mlp", "moe"], "layers_block_type")
+    mixture = None
+    if "moe" in listed:
+        mixture = mixture_of(c, NEMOTRON_EXPERTS, balance=0.0, scores="sigmoid", biased=True)
+    c.ignore(*NEMOTRON_EXPERTS.values())
+    style = BlockStyle(mlp=mlp, bias=c["mlp_bias"], experts=mixture)
+    layers: list[Layer] = []
+    views = whole("backbone", "embeddings", "norm_f", c["tie_word_embeddings"])
+    for i, kind in enumerate(listed):
+        theirs = f"backbone.layers.{i}"
+        if kind in kinds:
+            layers.append(Layer(kinds[kind], "none"))
+            is_linear = kind == "linear_attention"
+            own = mamba.views(f"{theirs}.mixer") if is_linear else attention_views(spec, f"{theirs}.mixer")
+        elif not layers or layers[-1].mlp != "none":
+            c.refuse("layers_block_type", "an MLP after a mixer alone")
+        else:
+            layers[-1] = Layer(layers[-1].mixer, "one" if kind == "mlp" else "experts")
+            is_dense = kind == "mlp"
+            own = mlp_views(f"{theirs}.mixer", style) if is_dense else nemotron_moe(f"{theirs}.mixer", mixture, style)
+        views |= below(layer_name(len(layers) - 1), own)
+        views |= named(layer_name(len(layers) - 1), theirs, {NORM if kind in kinds else MLP_NORM: "norm.weight"})
+    sizes = {"num_heads": H, "intermediate_size": c["intermediate_size"], "num_hidden_layers": len(layers)}
+    return Model(shared(c, layers, style, **sizes), views)
+
+
+# Fields of which the model has no use, the number of layers among them, and those of layers that are left out.
+NEMOTRON_UNUSED = (
+    "time_step_max", "time_step_floor", "time_step_limit", "num_logits_to_keep", "use_mamba_kernels", "chunk_size",
+    "mamba_ssm_cache_dtype", "expand", "mamba_proj_bias", "attention_bias", "sliding_window", "hidden_dropout",
+    "residual_in_fp32", "rescale_prenorm_residual", "output_router_logits", "moe_shared_expert_overlap",
+    "n_shared_experts", "num_hidden_layers",
+    "num_nextn_predict_layers", "mtp_layers_block_type",
+)  # fmt: skip
+# Fields of Experts -> fields of the mixture of experts.
+NEMOTRON_EXPERTS = {
+    "count": "n_routed_experts", "chosen": "num_experts_per_tok", "groups": "n_group", "chosen_groups": "topk_group",
+    "normalized": "norm_topk_prob", "scale": "routed_scaling_factor", "width": "moe_intermediate_size",
+    "shared": "moe_shared_expert_intermediate_size", "latent": "moe_latent_size",
+}  # fmt: skip
+
+
+def nemotron_moe(theirs: str, mixture: Any, style: BlockStyle) -> Views:
+    names = {"choice_bias": "gate.e_score_correction_bias"}
+    for ours, module in (("inner", "fc1_latent_proj"), ("outer", "fc2_latent_proj")) if mixture.latent else ():
+        names |= {f"{ours}.{kind}": f"{module}.{kind}" for kind in ("weight", "bias")[: 1 + style.bias]}
+    views = experts(theirs, mixture.count, {"up": "up_proj", "down": "down_proj"})
+    return views | named("mlp", theirs, names) | mlp_views(f"{theirs}.shared_experts", style, "mlp.shared")
+
+
+# --- Zamba2 ----------------------------------------------------------------------------------------------------------
+
+
+def zamba2(c: Fields) -> Model:
+    D, H, heads, bias = c["hidden_size"], c["num_attention_heads"], c["n_mamba_heads"], c["add_bias_linear"]
+    c.ignore(*ZAMBA_UNUSED)
+    wide = int(c["mamba_expand"] * D)
+    if wide % heads:
+        c.refuse("n_mamba_heads", f"a divisor of mamba_expand · hidden_size = {wide}")
+    derived = {
+        "attention_hidden_size": 2 * D, "attention_head_dim": 2 * D // H, "mamba_headdim": wide // heads,
+    }  # fmt: skip
+    for name, value in derived.items():
+        c.only(name, value)
+    mamba = Mamba2(
+        heads, c["mamba_d_state"], wide // heads, divisor(c, "mamba_ngroups", heads), conv_width(c, "mamba_d_conv"),
+        True, (bias, bias), (max(c["time_step_min"], 0.0), inf), eps=1e-5,
+    )  # fmt: skip
+    hybrid = [kind == "hybrid" for kind in layer_types(c, ("linear_attention", "hybrid"), "layers_block_type")]
+    c.only("hybrid_layer_ids", [i for i, shares in enumerate(hybrid) if shares])
+    if not c["tie_word_embeddings"] and sum(hybrid) > c["num_mem_blocks"]:
+        c.refuse("tie_word_embeddings", "True, without which transformers gives each layer a block of its own")
+    layers = [Layer(mamba.spec(D, H), "none", shared=shares) for shares in hybrid]
+    style = zamba2_style(c, any(hybrid))
+    views = whole("model", "embed_tokens", "final_layernorm", c["tie_word_embeddings"])
+    for i, shares in enumerate(hybrid):
+        theirs = f"model.layers.{i}.mamba_decoder" if shares else f"model.layers.{i}"
+        views |= named(layer_name(i), theirs, {NORM: "input_layernorm.weight"})
+        views |= below(layer_name(i), mamba.views(f"{theirs}.mamba"))
+    views |= zamba2_shared(style, c["intermediate_size"], [i for i, shares in enumerate(hybrid) if shares])
+    sizes = {"num_heads": H, "intermediate_size": c["intermediate_size"]}
+    return Model(shared(c, layers, style, **sizes), views)
+
+
+# Fields of which the model has no use, or by which their class has set others.
+ZAMBA_UNUSED = (
+    "time_step_max", "time_step_floor", "num_logits_to_keep", "use_mamba_kernels", "chunk_size", "use_mem_eff_path",
+    "use_conv_bias", "use_long_context",
+)  # fmt: skip
+
+
+def zamba2_style(c: Fields, hybrid: bool) -> BlockStyle:
+    c.ignore("rope_parameters")
+    spec = attention(c, rotary=c["use_mem_rope"], scale="half-key")
+    blocks = {
+        "shared": spec, "shared_count": c["num_mem_blocks"], "shared_mlp_rank": c["adapter_rank"],
+        "shared_attention_rank": c["adapter_rank"] if c["use_shared_attention_adapter"] else None,
+    }  # fmt: skip
+    mlp = {"mlp": activation(c, "hidden_act", GATED), "bias": c["add_bias_linear"]}
+    return BlockStyle(**mlp, **blocks if hybrid else {})
+
+
+def zamba2_shared(style: BlockStyle, width: int, layers: list[int]) -> Views:
+    """Returns the views of the shared blocks, each stored in the first layer that uses it, and of what the layers have
+    for them. layers: indices of the layers that use them."""
+    views: Views = {}
+    blocks = min(len(layers), style.shared_count)
+    for use, layer in enumerate(layers):
+        theirs, b = f"model.layers.{layers[use % blocks]}.shared_transformer", use % blocks
+        views[f"{layer_name(layer)}.link.weight"] = View(f"model.layers.{layer}.linear.weight")
+        adapted = {"mlp": "feed_forward.gate_up_proj_adapter_list"}
+        if style.shared_attention_rank is not None:
+            adapted |= {f"attention.{n}_proj": f"self_attn.linear_{n}_adapter_list" for n in "qkv"}
+        pairs = {f"{ours}.{j}.weight": f"{name}.{use}.{j}.weight" for ours, name in adapted.items() for j in (0, 1)}
+        views |= named(f"{layer_name(layer)}.adapters", theirs, pairs)
+        if use < blocks:
+            ours = "model.backbone.shared" + (f".{b}" if blocks > 1 else "")
+            names = {f"mixer.{n}_proj.weight": f"self_attn.{n}_proj.weight" for n in "qkvo"}
+            names |= {NORM: "input_layernorm.weight", MLP_NORM: "pre_ff_layernorm.weight"}
+            up, down = (f"{theirs}.feed_forward.{name}_proj" for name in ("gate_up", "down"))
+            views |= named(ours, theirs, names) | below(ours, gate_up_views(up, down, width, style.bias))
+    return views
+
+
+FORMATS: dict[str, Format] = {
+    "falcon_h1": Format("FalconH1ForCausalLM", falcon_h1),
+    "granitemoehybrid": Format("GraniteMoeHybridForCausalLM", granitemoehybrid),
+    "nemotron_h": Format("NemotronHForCausalLM", nemotron_h, outside=("mtp.",)),
+    "zamba2": Format("Zamba2ForCausalLM", zamba2),
+}

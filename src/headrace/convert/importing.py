@@ -1,0 +1,205 @@
+"""Import: a checkpoint of another library as a headrace model.
+
+Only safetensors and GGUF files are read: nothing is unpickled, and no foreign code runs.
+"""
+
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import reduce
+from math import frexp, prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from ..hf.config import HeadraceConfig, check_generation
+from ..hf.model import HeadraceForCausalLM
+from ..layers.blocks.moe import MixtureOfExperts
+from ..ops.call import accumulator
+from ..ops.checks import require
+from ..spec.record import LARGEST
+from ..utils.errors import InputError, nearest, reading
+from ..utils.integrity import check_weights, read_json
+from .fields import Config, Fields, check_sizes, without
+from .files import Header, TensorFiles, Tensors, check_depth
+from .form import Format, Model, View, Views
+from .formats import FORMATS
+from .slots import slots
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+PRECISIONS = {str(dtype).removeprefix("torch."): dtype for dtype in (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16,
+)}  # fmt: skip
+
+
+def import_checkpoint(
+    checkpoint: Path, dtype: torch.dtype | None = None, ignore: Collection[str] = ()
+) -> HeadraceForCausalLM:
+    """Converts a foreign checkpoint to a headrace model in evaluation mode, with the settings of generation of the
+    checkpoint, but with a cache. Fields of config.json that change nothing are named on stderr.
+
+    It needs the memory of the model and of one foreign tensor.
+
+    ignore: fields of config.json that are left out.
+    dtype: precision of the model; None: the lowest one that represents every tensor without rounding, and at least
+        float32 for a model with factors that are folded into weights and are no powers of 2.
+
+    Raises:
+        InputError: the format is unknown, the config has a feature that headrace does not have, or a tensor is missing,
+            unexpected or of another shape.
+    """
+    check_weights(checkpoint)
+    form, described = _read_format(checkpoint)
+    with _naming(checkpoint):
+        described = without(form.of_text(described), ignore)
+        model, fields = _converted(form, described, TensorFiles(checkpoint), dtype)
+    if fields.passed:
+        print(fields.note(), file=sys.stderr)
+    if (checkpoint / "generation_config.json").is_file():
+        with reading(f"checkpoint {str(checkpoint)!r} has no readable generation_config.json"):
+            model.generation_config = GenerationConfig.from_pretrained(checkpoint, local_files_only=True)
+        check_generation(model.generation_config)
+        model.generation_config.use_cache = True
+    return model.eval()
+
+
+def import_gguf(path: Path, dtype: torch.dtype | None = None) -> tuple[HeadraceForCausalLM, PreTrainedTokenizerFast]:
+    """Converts a GGUF file to a headrace model in evaluation mode, with its settings of generation, and its tokenizer.
+
+    It needs the memory of the model and of one tensor. dtype: as in `import_checkpoint`; None is float32 for a file
+    that is quantized.
+
+    Raises:
+        InputError: the file is not complete, or its architecture, tokenizer, a type of its tensors or its metadata
+            cannot be converted.
+    """
+    from .gguf import GGUFFile
+    from .vocabulary import tokenizer_of
+
+    with _naming(path):
+        file = GGUFFile(path)
+        tokenizer = tokenizer_of(file.metadata)
+        model, _ = _converted(FORMATS[file.described["model_type"]], file.described, file, dtype)
+    model.generation_config = file.generation()
+    return model.eval(), tokenizer
+
+
+def import_config(checkpoint: Path) -> HeadraceConfig:
+    """Returns the config of the converted model, of which no weights are read. InputError as `import_checkpoint`."""
+    form, described = _read_format(checkpoint)
+    with _naming(checkpoint):
+        described = form.of_text(described)
+        check_sizes(described, LARGEST)
+        return HeadraceConfig(**form.model(described)[0].arguments, converted_from=described)
+
+
+@contextmanager
+def _naming(checkpoint: Path) -> Iterator[None]:
+    """Names the checkpoint in the InputErrors of the block."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"checkpoint {str(checkpoint)!r}: {error}") from None
+
+
+def _read_format(checkpoint: Path) -> tuple[Format, Config]:
+    """Returns the format of a checkpoint, and its config.json. InputError if the format is unknown."""
+    described = read_json(checkpoint / "config.json", {})
+    kind = described.get("model_type")
+    if kind not in [*FORMATS]:
+        meant = nearest(str(kind), [HeadraceConfig.model_type, *FORMATS])
+        expected = f"expected {HeadraceConfig.model_type} or one of the {len(FORMATS)} formats that are converted"
+        raise InputError(f"checkpoint {str(checkpoint)!r} has model_type={kind!r}; {expected}, such as {meant!r}")
+    return FORMATS[kind], described
+
+
+def _converted(form: Format, described: Config, files: Tensors, dtype: torch.dtype | None) -> tuple[Any, Fields]:
+    check_sizes(described, max(header.elements for header in files.headers.values()))
+    model, views, fields = _empty_model(form, described, files, dtype)
+    _fill(model, views, files)
+    return model, fields
+
+
+def _empty_model(
+    form: Format, described: Config, files: Tensors, dtype: torch.dtype | None
+) -> tuple[Any, Views, Fields]:
+    """Returns the model with parameters that hold nothing yet, its views, and the fields. InputError for a config that
+    does not fit the tensors, before memory is taken."""
+    foreign, fields = form.model(described)
+    foreign = foreign._replace(views={slot: _present(view, form, files) for slot, view in foreign.views.items()})
+    check_depth(foreign.arguments["num_hidden_layers"], [*files.headers])
+    config = HeadraceConfig(**foreign.arguments, converted_from=described)
+    with torch.device("meta"):
+        model: Any = HeadraceForCausalLM(config)
+    _check_tensors(form, model, foreign, files)
+    routers = {view.name for slot, view in foreign.views.items() if slot.endswith(("choice_bias", "mlp.router.weight"))}
+    headers = {name: header for name, header in files.headers.items() if name not in routers}
+    model.to(dtype or _precision(headers, foreign.views)).to_empty(device="cpu")
+    for module in model.modules():
+        if isinstance(module, MixtureOfExperts):  # its router keeps float32, as in `from_pretrained`
+            module.router.to(accumulator(module.router.weight))
+            if module.choice_bias is not None:
+                module.choice_bias = module.choice_bias.to(accumulator(module.choice_bias))
+        elif module._buffers:  # which no view fills
+            module.reset_parameters()
+    model.tie_weights()
+    return model, foreign.views, fields
+
+
+@torch.no_grad()
+def _fill(model: Any, views: Views, files: Tensors) -> None:
+    ours, places = slots(model), dict[str, list[str]]()
+    for slot, view in views.items():
+        places.setdefault(view.name, []).append(slot)
+    for name, tensor in files.tensors(places):
+        for slot in places[name]:
+            view = views[slot]
+            # In the precision of the model: 1 plus a small weight may need more bits than the weight.
+            value = view.rows(tensor).reshape(ours[slot].shape).to(ours[slot].dtype)
+            ours[slot].copy_(value * view.factor + view.offset)
+
+
+def _precision(headers: dict[str, Header], views: Views) -> torch.dtype:
+    """The lowest precision that represents every tensor without rounding, but float32 at least for products with a
+    factor that has more than one bit."""
+    for name, header in headers.items():
+        if header.dtype not in PRECISIONS.values():
+            raise InputError(f"tensor {name!r} has dtype {header.dtype}; expected one of {', '.join(PRECISIONS)}")
+    dtypes: Any = {header.dtype for header in headers.values()}
+    if any(abs(frexp(view.factor)[0]) != 0.5 for view in views.values()):
+        dtypes.add(torch.float32)
+    return reduce(torch.promote_types, dtypes)
+
+
+def _check_tensors(form: Format, model: Any, foreign: Model, files: Tensors) -> None:
+    """Raises InputError for a tensor that is missing, unexpected or of another shape. Takes no memory."""
+    ours, left = slots(model), {name for name in files.headers if form.holds(name)}
+    assert ours.keys() == foreign.views.keys(), sorted(ours.keys() ^ foreign.views.keys())[:4]
+    for name, view in foreign.views.items():
+        require(view.name in files.headers, f"it has no tensor {view.name!r}")
+        shape, wanted = files.headers[view.name].shape, [*ours[name].shape]
+        require(_fits(view, shape, wanted), f"tensor {view.name!r} has shape {shape}, which does not fit {wanted}")
+        left.discard(view.name)
+    if model.config.tie_word_embeddings and HEAD in left and files.equal(HEAD, foreign.views[EMBEDDING].name):
+        left.discard(HEAD)
+    require(not left, f"it has an unexpected tensor {min(left, default='')!r}")
+
+
+def _present(view: View, form: Format, files: Tensors) -> View:
+    """The view with the name that the checkpoint has for the tensor."""
+    if form.renamed is None or view.name in files.headers:
+        return view
+    other = view.name.replace(*form.renamed, 1)
+    return view._replace(name=other) if other in files.headers else view
+
+
+def _fits(view: View, shape: list[int], wanted: list[int]) -> bool:
+    part = shape[::-1] if view.transposed else shape
+    if view.block is not None:
+        part = part if view.shape is None else [prod(part[:2]), *part[2:]]
+        if part[:1] != [view.block.groups * view.block.each]:
+            return False
+        part = [view.block.groups * view.block.size, *part[1:]]
+    return [n for n in part if n > 1] == [n for n in wanted if n > 1]

@@ -1,0 +1,105 @@
+"""Views of the parts that many formats have."""
+
+from collections.abc import Collection
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any
+
+from ..spec.stack import BlockStyle, Experts
+from ..utils.errors import InputError
+from .fields import Fields
+from .form import Block, View, Views, below, named
+
+NORMS = {"mixer_norm.weight": "input_layernorm.weight", "mlp_norm.weight": "post_attention_layernorm.weight"}
+GATED_EXPERT = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+def layer_types(c: Fields, kinds: Collection[str], name: str = "layer_types") -> list[str]:
+    """Returns the kind of each layer. Raises InputError for other kinds, and for another number of them than layers."""
+    listed, depth = c[name], c.get("num_hidden_layers", len(c[name]))
+    if len(listed) != depth or not {*listed} <= {*kinds}:
+        c.refuse(name, f"num_hidden_layers={depth} times {' or '.join(kinds)}")
+    return listed
+
+
+def mlp_views(theirs: str, style: BlockStyle, ours: str = "mlp") -> Views:
+    """Returns the views of an MLP with the same names of modules as ours."""
+    modules = ["gate_proj", "up_proj", "down_proj"] if style.gated else ["up_proj", "down_proj"]
+    kinds = ("weight", "bias") if style.bias else ("weight",)
+    return named(ours, theirs, {f"{n}.{kind}": f"{n}.{kind}" for n in modules for kind in kinds})
+
+
+def scaled(views: Views, factors: dict[str, float]) -> Views:
+    """Returns the views with more factors, by patterns of our names."""
+    return {
+        name: view._replace(factor=view.factor * prod(x for like, x in factors.items() if fnmatchcase(name, like)))
+        for name, view in views.items()
+    }  # fmt: skip
+
+
+def experts(theirs: str, count: int, names: dict[str, str] = GATED_EXPERT, router: str = "gate") -> Views:
+    """Returns the views of a router and its experts. names: the matrices of an expert {our name: their name}."""
+    views = named("mlp", theirs, {"router.weight": f"{router}.weight"})
+    for e in range(count):
+        matrices = {our: f"{their}.weight" for our, their in names.items()}
+        views |= named(f"mlp.{e}", f"{theirs}.experts.{e}", matrices)
+    return views
+
+
+def mixture_of(c: Fields, fields: dict[str, str], **fixed: Any) -> Experts:
+    """Returns a mixture of experts. fields: {field of Experts: their field}; fixed: other fields of Experts.
+
+    Raises InputError, which names their fields, for values that do not fit each other."""
+    values = {ours: c[theirs] for ours, theirs in fields.items()}
+    try:
+        return Experts(**values, **fixed)
+    except InputError as reason:
+        meant = [name for name in fields if f"experts.{name}=" in str(reason)]
+        listed = ", ".join(f"{fields[name]}={values[name]!r}" for name in meant)
+        raise InputError(f"config.json has {listed}: {reason}") from None
+
+
+def balance(c: Fields) -> float:
+    """Returns the weight of the load-balancing loss, which transformers adds if the model returns router logits."""
+    weight, added = c["router_aux_loss_coef"], c["output_router_logits"]
+    return weight if added else 0.0
+
+
+def deepseek_experts(c: Fields) -> Experts:
+    """The mixture of experts of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2)."""
+    names = {ours: next(name for name in listed if name in c.names) for ours, listed in DEEPSEEK_EXPERTS.items()}
+    shared = c.get("n_shared_experts", c.get("num_shared_experts")) * c["moe_intermediate_size"]
+    return mixture_of(c, names, balance=0.0, scores="sigmoid", biased=True, shared=shared or None)
+
+
+# Fields of Experts -> the names of fields that DeepSeek-V3 and its descendants have.
+DEEPSEEK_EXPERTS = {
+    "count": ("n_routed_experts", "num_experts"), "chosen": ("num_experts_per_tok", "num_experts_per_token"),
+    "groups": ("n_group", "num_expert_group"), "chosen_groups": ("topk_group",), "width": ("moe_intermediate_size",),
+    "normalized": ("norm_topk_prob", "moe_renormalize"), "scale": ("routed_scaling_factor",),
+}  # fmt: skip
+
+
+def latent_attention(theirs: str, spec: Any, output: str) -> Views:
+    """Returns the views of multi-head latent attention, in whose rows of q and k the rotated channels come last; a
+    rotation is of pairs of neighbours, as in DeepSeek-V3."""
+
+    def parts(name: str, heads: int, before: int) -> Views:
+        each, half = before + spec.shared_dim, spec.shared_dim // 2
+        step, second = (2, 1) if spec.rotary else (1, half)
+        rows = {"own": (0, before, 1), "first": (before, half, step), "second": (before + second, half, step)}
+        return {
+            f"{h}.{part}": View(name, Block(1, heads * each, h * each + start, size, by))
+            for h in range(heads) for part, (start, size, by) in rows.items()
+        }  # fmt: skip
+
+    pairs = {"kv_a_norm.weight": "kv_a_layernorm.weight", "kv_b_proj.weight": "kv_b_proj.weight"}
+    pairs |= {"o_proj.weight": f"{output}.weight"}
+    if spec.q_rank is not None:
+        pairs |= {"q_a_proj.weight": "q_a_proj.weight", "q_a_norm.weight": "q_a_layernorm.weight"}
+    query = "q_proj" if spec.q_rank is None else "q_b_proj"
+    if spec.gated:
+        pairs["g_proj.weight"] = "g_proj.weight"
+    views = named("mixer", theirs, pairs)
+    views |= below("mixer.q_proj", parts(f"{theirs}.{query}.weight", spec.count, spec.key_dim))
+    return views | below("mixer.kv_a_proj", parts(f"{theirs}.kv_a_proj_with_mqa.weight", 1, spec.rank))

@@ -1,0 +1,316 @@
+"""The formats of transformers' models of scans and of linear mixers without a delta rule, alone or with attention."""
+
+from typing import Any
+
+import torch
+
+from ..spec.attention import Pattern
+from ..spec.decay import Decay
+from ..spec.linear import Heads, Inputs, MixerSpec, Read
+from ..spec.mixer import Spec
+from ..spec.scan import ScanSpec
+from ..spec.stack import BlockStyle, Experts, Layer
+from .fields import Config, Fields
+from .form import (
+    Format,
+    Model,
+    View,
+    Views,
+    assembled,
+    below,
+    conv_width,
+    layer_name,
+    named,
+    plain,
+    shared,
+    stacked,
+    whole,
+)  # fmt: skip
+from .mamba import SILU, Mamba2, divisor, limit, mamba1, mamba_layer
+from .parts import balance, experts, layer_types, mixture_of, scaled
+from .softmax import attention, attention_views, window_of
+
+
+def mamba2(c: Fields) -> Model:
+    H, D, V = c["num_heads"], c["hidden_size"], c["head_dim"]
+    if c["expand"] * D != V * H:
+        c.refuse("head_dim", f"expand · hidden_size / num_heads = {c['expand'] * D / H:g}")
+    c.only("hidden_act", *SILU)
+    c.only("rescale_prenorm_residual", False)  # transformers rescales again whenever it loads
+    c.ignore("time_step_rank", "time_step_min", "time_step_max", "time_step_floor")  # of initial values alone
+    c.ignore("chunk_size", "residual_in_fp32")
+    layer = Mamba2(
+        H, c["state_size"], V, divisor(c, "n_groups", H), conv_width(c, "conv_kernel"), c["use_conv_bias"],
+        (c["use_bias"],) * 2, limit(c, "time_step_limit"),
+    )  # fmt: skip
+    return mixers_alone(c, layer.spec(D, H), layer.views("mixer"), num_heads=H)
+
+
+def mixers_alone(c: Fields, spec: Spec, views: Views, **sizes: Any) -> Model:
+    """Returns a model of mixers without MLPs. views: of a layer's mixer."""
+    depth, own = c["num_hidden_layers"], plain({"mixer_norm.weight": "norm.weight"}) | views
+    places = whole("backbone", "embeddings", "norm_f", c["tie_word_embeddings"])
+    arguments = shared(c, [Layer(spec)] * depth, BlockStyle(mlp="none"), **sizes)
+    return Model(arguments, assembled([own] * depth, places, "backbone.layers"))
+
+
+def mamba(c: Fields) -> Model:
+    D, bias, conv_bias = c["hidden_size"], c["use_bias"], c["use_conv_bias"]
+    c.only("hidden_act", *SILU)
+    c.only("rescale_prenorm_residual", False)  # transformers rescales again whenever it loads
+    c.ignore("expand", "residual_in_fp32", "use_mambapy", "use_associative_scan")  # expand: of intermediate_size
+    c.ignore("time_step_scale", "time_step_min", "time_step_max", "time_step_init_scheme", "time_step_floor")
+    spec = ScanSpec(
+        "mamba", c["state_size"], conv_width(c, "conv_kernel"), c["intermediate_size"] / D, c["time_step_rank"],
+        conv_bias=conv_bias, bias=bias,
+    )  # fmt: skip
+    return mixers_alone(c, spec, mamba1("mixer", bias, conv_bias))
+
+
+# --- with softmax attention ------------------------------------------------------------------------------------------
+
+FEED_FORWARD = {f"mlp.{name}_proj": f"feed_forward.{name}_proj" for name in ("gate", "up", "down")}
+HYBRID_NORMS = {"mixer_norm.weight": "input_layernorm.weight", "mlp_norm.weight": "pre_ff_layernorm.weight"}
+
+
+def kinds_of(names: dict[str, str], *kinds: str) -> dict[str, str]:
+    """Returns names of parameters for names of modules."""
+    return {f"{our}.{kind}": f"{their}.{kind}" for our, their in names.items() for kind in kinds}
+
+
+def attended(c: Fields) -> Config:
+    """Returns the arguments of HeadraceConfig for attention and an MLP."""
+    return {"num_heads": c["num_attention_heads"], "intermediate_size": c["intermediate_size"]}
+
+
+def bamba(c: Fields) -> Model:
+    c.only("hidden_act", *SILU)
+    c.ignore("num_logits_to_keep", "z_loss_coefficient")
+    mamba = mamba_layer(c, (c["mamba_proj_bias"],) * 2)
+    softmax = attention(c, partial=True, bias=c["attention_bias"])
+    spec = mamba.spec(c["hidden_size"], c["num_attention_heads"])
+    attends = [i in (c["attn_layer_indices"] or []) for i in range(c["num_hidden_layers"])]
+    common = plain(HYBRID_NORMS | kinds_of(FEED_FORWARD, "weight", *["bias"] * c["mlp_bias"]))
+    own = {True: attention_views(softmax, "self_attn"), False: mamba.views("mamba")}
+    layers = [Layer(softmax if each else spec) for each in attends]
+    return Model(
+        shared(c, layers, BlockStyle(bias=c["mlp_bias"]), **attended(c)),
+        assembled([common | own[each] for each in attends], outside(c, "final_layernorm")),
+    )
+
+
+def outside(c: Fields, norm: str) -> Views:
+    """Returns the views outside of layers."""
+    return whole("model", "embed_tokens", norm, c["tie_word_embeddings"])
+
+
+def jamba(c: Fields) -> Model:
+    c.only("hidden_act", *SILU)
+    c.ignore("use_mamba_kernels", "use_mambapy", "use_associative_scan")
+    bias, conv_bias, count = c["mamba_proj_bias"], c["mamba_conv_bias"], c["num_experts"]
+    spec = ScanSpec(
+        "mamba", c["mamba_d_state"], conv_width(c, "mamba_d_conv"), c["mamba_expand"], c["mamba_dt_rank"], True,
+        conv_bias, bias,
+    )  # fmt: skip
+    softmax = attention(c, rotary=False)
+    attends, mixes = (
+        [i % c[f"{kind}_layer_period"] == c[f"{kind}_layer_offset"] for i in range(c["num_hidden_layers"])]
+        for kind in ("attn", "expert")
+    )
+    mixes = [count > 1 and each for each in mixes]
+    norms = {f"mixer.norm_weight.{part}": f"mamba.{part.lower()}_layernorm.weight" for part in ("dt", "B", "C")}
+    own = {True: attention_views(softmax, "self_attn"), False: mamba1("mamba", bias, conv_bias) | plain(norms)}
+    dense = plain(kinds_of(FEED_FORWARD, "weight"))
+    mlp = {True: experts("feed_forward", count, router="router"), False: dense}
+    pairs = [*zip(attends, mixes, strict=True)]
+    layers = [Layer(softmax if attends else spec, "experts" if mixed else "one") for attends, mixed in pairs]
+    style = BlockStyle(experts=mixture(c, count) if any(mixes) else None)
+    c.ignore("num_experts_per_tok", "router_aux_loss_coef", "output_router_logits")  # of a model without experts
+    views = [plain(HYBRID_NORMS) | own[attends] | mlp[mixed] for attends, mixed in pairs]
+    return Model(shared(c, layers, style, **attended(c)), assembled(views, outside(c, "final_layernorm")))
+
+
+def mixture(c: Fields, count: int, **options: Any) -> Experts:
+    """Returns a mixture of experts."""
+    return mixture_of(c, {"chosen": "num_experts_per_tok"}, count=count, balance=balance(c), **options)
+
+
+def lfm2(c: Fields) -> Model:
+    c.ignore("full_attn_idxs")  # by which their class has set layer_types
+    kinds, bias = layer_types(c, ("conv", "full_attention")), c["conv_bias"]
+    conv = ScanSpec("short-conv", conv=conv_width(c, "conv_L_cache"), conv_bias=bias, bias=bias)
+    softmax = attention(c, qk_norm="head")
+    names = {f"mixer.{name}": f"conv.{name}" for name in ("in_proj", "conv", "out_proj")}
+    own = {
+        "conv": plain(kinds_of(names, "weight", *["bias"] * bias)),
+        "full_attention": attention_views(
+            softmax, "self_attn", q_norm="q_layernorm", k_norm="k_layernorm", o_proj="out_proj"
+        ),
+    }
+    layers = [Layer(conv if kind == "conv" else softmax) for kind in kinds]
+    sizes = attended(c) | {"intermediate_size": lfm2_width(c)}
+    views = assembled([plain(LFM2) | own[kind] for kind in kinds], outside(c, "embedding_norm"))
+    return Model(shared(c, layers, BlockStyle(), **sizes), views)
+
+
+LFM2 = {
+    "mixer_norm.weight": "operator_norm.weight", "mlp_norm.weight": "ffn_norm.weight",
+    "mlp.gate_proj.weight": "feed_forward.w1.weight", "mlp.up_proj.weight": "feed_forward.w3.weight",
+    "mlp.down_proj.weight": "feed_forward.w2.weight",
+}  # fmt: skip
+
+
+def lfm2_width(c: Fields) -> int:
+    """Returns the width of the MLP: two thirds of intermediate_size times a factor, rounded up to a multiple."""
+    width, factor, multiple = c["intermediate_size"], c["block_ffn_dim_multiplier"], c["block_multiple_of"]
+    if multiple < 1:
+        c.refuse("block_multiple_of", "at least 1")
+    if not c["block_auto_adjust_ff_dim"]:
+        return width
+    width = int(2 * width / 3)
+    return width if factor is None else -(-int(factor * width) // multiple) * multiple
+
+
+def minimax(c: Fields) -> Model:
+    """Blocks y = norm(α x + β f(x)): α is in the norm of x, and divides what f reads."""
+    c.only("hidden_act", *SILU)
+    c.only("router_jitter_noise", 0.0)
+    c.ignore("block_size")
+    kinds, H, count = (
+        layer_types(c, ("linear_attention", "full_attention")),
+        c["num_attention_heads"],
+        c["num_local_experts"],
+    )
+    alphas, betas = (
+        {kind: factor(c, f"{name}_{which}_factor") for kind, name in FACTORS.items()} for which in ("alpha", "beta")
+    )
+    softmax, width = attention(c, pattern=window_of(c)), H * (c["head_dim"] or c["hidden_size"] // H)
+    own = {
+        "linear_attention": lightning_views("self_attn", width, H),
+        "full_attention": attention_views(softmax, "self_attn"),
+    }
+    moe = experts("block_sparse_moe", count, {"gate": "w1", "up": "w3", "down": "w2"})
+    moe = scaled(moe, folded(alphas["mlp"], betas["mlp"]))
+    moe["mixer_norm.weight"] = View("post_attention_layernorm.weight", factor=alphas["mlp"])
+    layers = [scaled(own[kind], folded(alphas[kind], betas[kind])) | moe for kind in kinds]
+    views = assembled(layers, outside(c, "norm"))
+    # The norm before a block is that after the one before it.
+    places = ["model.backbone.embedding_norm", *(f"{layer_name(i)}.mlp_norm" for i in range(len(kinds)))]
+    views |= {
+        f"{place}.weight": View(f"model.layers.{i}.input_layernorm.weight", factor=alphas[kind])
+        for i, (place, kind) in enumerate(zip(places, kinds, strict=False))
+    }
+    views[f"{places[-1]}.weight"] = views.pop("model.backbone.norm.weight")
+    style = BlockStyle(order="post", embedding_norm=True, experts=mixture(c, count, normalized=True))
+    mixers = [softmax if kind == "full_attention" else lightning(c, i, width) for i, kind in enumerate(kinds)]
+    return Model(shared(c, [Layer(mixer, "experts") for mixer in mixers], style, **attended(c)), views)
+
+
+FACTORS = {"linear_attention": "linear_attn", "full_attention": "full_attn", "mlp": "mlp"}
+
+
+def factor(c: Fields, name: str) -> float:
+    """Returns a factor, by which the conversion to their format divides."""
+    if c[name] == 0:
+        c.refuse(name, "another number than 0")
+    return c[name]
+
+
+def folded(reads: float, writes: float) -> dict[str, float]:
+    """Returns the factors of the weights of a branch whose input is divided by `reads` and whose output multiplied."""
+    inner = ("*_proj.weight", "mixer.in_proj.*", "*.router.weight", "mlp.*.gate", "mlp.*.up")
+    return dict.fromkeys(inner, 1 / reads) | {"mixer.o_proj.weight": reads * writes, "mlp.*.down": writes}
+
+
+def lightning(c: Fields, i: int, width: int) -> MixerSpec:
+    """Returns the spec of Lightning Attention in layer i. width: of all heads together."""
+    share = width / c["hidden_size"]
+    rate = 1 - i / (c["num_hidden_layers"] - 1 + 1e-5) + 1e-5
+    inputs, read = Inputs(feature_map="silu", value_map="silu"), Read("rms-joint", "sigmoid", scale="one", eps=1e-6)
+    return MixerSpec(Heads(share, share), inputs, Decay("slopes", rate=rate), read=read)
+
+
+def lightning_views(theirs: str, width: int, heads: int) -> Views:
+    """Returns the views of Lightning Attention: qkv_proj stacks q, k and v of a head."""
+    own = {"in_proj.gate": "output_gate.weight", "norm_weight": "norm.weight", "o_proj.weight": "out_proj.weight"}
+    parts = stacked(f"{theirs}.qkv_proj.weight", dict.fromkeys("qkv", width), heads)
+    return below("mixer.in_proj", parts) | named("mixer", theirs, own)
+
+
+def recurrent_gemma(c: Fields) -> Model:
+    c.only("hidden_activation", "gelu_pytorch_tanh")
+    c.ignore("w_init_variance_scale", "final_w_init_variance_scale")
+    if not c["block_types"] or {*c["block_types"]} - {"recurrent", "attention"}:
+        c.refuse("block_types", "a list of recurrent and attention")
+    unit = ScanSpec("rg-lru", conv=conv_width(c, "conv1d_width"), expand=c["lru_width"] / c["hidden_size"], bias=True)
+    pattern, bias = Pattern(window=c["attention_window_size"]), True if c["attention_bias"] else "o"
+    softmax = attention(c, partial=True, pattern=pattern, bias=bias)
+    own = {"recurrent": plain(RG_LRU), "attention": attention_views(softmax, "temporal_block")}
+    norms = {"mixer_norm.weight": "temporal_pre_norm.weight", "mlp_norm.weight": "channel_pre_norm.weight"}
+    mlp = {name: theirs.replace("feed_forward", "mlp_block") for name, theirs in FEED_FORWARD.items()}
+    common = plain(norms | kinds_of(mlp, "weight", "bias"))
+    kinds = [c["block_types"][i % len(c["block_types"])] for i in range(c["num_hidden_layers"])]
+    scale = float(torch.tensor(c["hidden_size"] ** 0.5, dtype=torch.bfloat16))  # it is rounded there
+    style = BlockStyle(
+        "rms-offset", mlp="geglu-tanh", bias=True, embedding_scale=scale, logits_cap=c["logits_soft_cap"]
+    )
+    sizes = attended(c) | {"intermediate_size": c["intermediate_size"] // 2}
+    return Model(
+        shared(c, [Layer(unit if kind == "recurrent" else softmax) for kind in kinds], style, **sizes),
+        assembled([common | own[kind] for kind in kinds], outside(c, "final_norm")),
+    )
+
+
+RG_LRU = {
+    "in_proj.u": "linear_x.weight", "in_proj.bias.u": "linear_x.bias", "in_proj.branch": "linear_y.weight",
+    "in_proj.bias.branch": "linear_y.bias", "rate": "rg_lru.recurrent_param",
+    **kinds_of({"conv": "conv_1d", "out_proj": "linear_out"}, "weight", "bias"),
+    **{f"gate_{kind}.i": f"rg_lru.input_gate_{kind}" for kind in ("weight", "bias")},
+    **{f"gate_{kind}.r": f"rg_lru.recurrent_gate_{kind}" for kind in ("weight", "bias")},
+}  # fmt: skip
+RG_LRU = {f"mixer.{ours}": f"temporal_block.{theirs}" for ours, theirs in RG_LRU.items()}
+
+
+def rwkv(c: Fields) -> Model:
+    D, depth = c["hidden_size"], c["num_hidden_layers"]
+    c.only("layer_norm_epsilon", 1e-5)  # which the last norm has in any case
+    c.ignore("rescale_every")  # halves the stream for float16, and all that is added to it
+    spec = ScanSpec("rwkv4", expand=c["attention_hidden_size"] / D)
+    tied = c["tie_word_embeddings"]
+    views = whole("rwkv", "embeddings", "ln_out", tied) | ({} if tied else {"lm_head.weight": View("head.weight")})
+    views["model.backbone.norm.bias"] = View("rwkv.ln_out.bias")
+    views |= plain(kinds_of({"model.backbone.embedding_norm": "rwkv.blocks.0.pre_ln"}, "weight", "bias"))
+    views = assembled([plain(RWKV) | plain(RWKV_MIXES, shape=(1, 1, D))] * depth, views, "rwkv.blocks")
+    style = BlockStyle("layer", mlp="rwkv4", bias=True, embedding_norm=True)
+    sizes = {"intermediate_size": c["intermediate_size"], "max_position_embeddings": c["context_length"]}
+    return Model(shared(c, [Layer(spec)] * depth, style, **sizes), views)
+
+
+RWKV = {
+    "mixer.log_rate": "attention.time_decay", "mixer.bonus": "attention.time_first",
+    **kinds_of({"mixer_norm": "ln1", "mlp_norm": "ln2"}, "weight", "bias"),
+    **kinds_of(
+        {
+            "mixer.r_proj": "attention.receptance", "mixer.k_proj": "attention.key", "mixer.v_proj": "attention.value",
+            "mixer.o_proj": "attention.output", "mlp.gate_proj": "feed_forward.receptance",
+            "mlp.up_proj": "feed_forward.key", "mlp.down_proj": "feed_forward.value",
+        },
+        "weight",
+    ),
+}  # fmt: skip
+RWKV_MIXES = {
+    "mixer.mix.r": "attention.time_mix_receptance", "mixer.mix.k": "attention.time_mix_key",
+    "mixer.mix.v": "attention.time_mix_value", "mlp.mix.r": "feed_forward.time_mix_receptance",
+    "mlp.mix.k": "feed_forward.time_mix_key",
+}  # fmt: skip
+
+FORMATS: dict[str, Format] = {
+    "mamba2": Format("Mamba2ForCausalLM", mamba2),
+    "mamba": Format("MambaForCausalLM", mamba),
+    "bamba": Format("BambaForCausalLM", bamba),
+    "jamba": Format("JambaForCausalLM", jamba),
+    "lfm2": Format("Lfm2ForCausalLM", lfm2),
+    "minimax": Format("MiniMaxForCausalLM", minimax, buffers=("_decay", "slope_rate")),
+    "recurrent_gemma": Format("RecurrentGemmaForCausalLM", recurrent_gemma),
+    "rwkv": Format("RwkvForCausalLM", rwkv),
+}

@@ -1,0 +1,1 @@
+"""Specs of models and mixers of the history."""

@@ -1,0 +1,315 @@
+"""Checkpoints of other libraries: equal logits where theirs run here, and the way back gives what came."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Mamba2Config
+from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
+
+import tiny
+from headrace import load
+from headrace.convert import FORMATS, export_checkpoint, import_checkpoint
+from headrace.hf import HeadraceForCausalLM
+from headrace.spec.serialize import change
+from headrace.utils.errors import InputError
+
+SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}
+LINEAR = {
+    "num_experts": 0,
+    "layer_types": ["linear_attention"] * 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+THEIRS = {
+    "llama": lambda: LlamaConfig(**SMALL, intermediate_size=48, num_attention_heads=4, tie_word_embeddings=True),
+    "llama-grouped": lambda: LlamaConfig(
+        **SMALL, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, rope_theta=500.0
+    ),
+    "mamba2": lambda: Mamba2Config(**SMALL, num_heads=4, head_dim=16, state_size=8, n_groups=1, chunk_size=16),
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **SMALL, **LINEAR, intermediate_size=48, linear_num_key_heads=2, linear_num_value_heads=4
+    ),
+}
+FLA = {"retnet": "retnet", "gla": "gla", "delta_net": "deltanet", "gated_deltanet": "gated-deltanet"}
+
+
+def random(model):
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    def save(name):
+        theirs = random(AutoModelForCausalLM.from_config(THEIRS[name]()))
+        theirs.save_pretrained(tmp_path / "theirs")
+        return theirs, tmp_path / "theirs"
+
+    return save
+
+
+@pytest.mark.parametrize("name", THEIRS)
+@torch.no_grad()
+def test_conversion_keeps_logits_both_ways(checkpoint, tmp_path, name):
+    theirs, path = checkpoint(name)
+    ours, ids = import_checkpoint(path), torch.randint(SMALL["vocab_size"], (2, 40))
+    expected = theirs(ids, use_cache=False).logits
+    assert (ours(ids).logits - expected).norm() / expected.norm() < 1e-5
+    export_checkpoint(ours, theirs.config.model_type, tmp_path / "back")
+    before, after = (load_file(folder / "model.safetensors") for folder in (path, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    for tensor in before:
+        torch.testing.assert_close(
+            after[tensor], before[tensor], rtol=0, atol=2e-7
+        )  # norms stand 1 lower in one format
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    torch.testing.assert_close(again(ids, use_cache=False).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+# Of a layer in flash-linear-attention, by its public source: what its modules are called beside projections and MLP.
+OWN = {
+    "retnet": {"attn.g_proj.weight", "attn.g_norm_swish_gate.weight"},
+    "gla": {"attn.g_proj.weight", "attn.g_norm_swish_gate.weight", "attn.gk_proj.0.weight", "attn.gk_proj.1.weight",
+            "attn.gk_proj.1.bias"},
+    "delta_net": {"attn.b_proj.weight", "attn.o_norm.weight", *(f"attn.{x}_conv1d.weight" for x in "qkv")},
+    "gated_deltanet": {"attn.b_proj.weight", "attn.a_proj.weight", "attn.A_log", "attn.dt_bias", "attn.g_proj.weight",
+                       "attn.o_norm.weight", *(f"attn.{x}_conv1d.weight" for x in "qkv")},
+}  # fmt: skip
+
+
+@torch.no_grad()
+def test_own_model_is_written_with_the_norms_of_qwen3_next(tmp_path):
+    ours = tiny.trained(HeadraceForCausalLM(tiny.config("gated-deltanet", hidden_size=64, tie_word_embeddings=False)))
+    export_checkpoint(ours, "qwen3_next", tmp_path)
+    again, ids = import_checkpoint(tmp_path), torch.randint(29, (2, 20))
+    torch.testing.assert_close(again(ids).logits, ours(ids).logits, rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
+def test_offset_norms_keep_the_digits_of_bfloat16(checkpoint, tmp_path):
+    """1 plus a weight near 0 would round to 1."""
+    _, path = checkpoint("qwen3_next")
+    retyped(path, lambda name, x: (x / 300).bfloat16() if "layernorm" in name else x.bfloat16())
+    export_checkpoint(import_checkpoint(path), "qwen3_next", tmp_path / "back")
+    before, after = (load_file(folder / "model.safetensors") for folder in (path, tmp_path / "back"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("name", FLA)
+def test_conversion_from_fla_and_back(tmp_path, name):
+    config = tiny.config(FLA[name], hidden_size=64, tie_word_embeddings=False)
+    ours = tiny.trained(HeadraceForCausalLM(config)).float()
+    export_checkpoint(ours, name, tmp_path / "theirs")
+    result = {key.removeprefix("model.layers.1.") for key in load_file(tmp_path / "theirs" / "model.safetensors")}
+    common = {*(f"attn.{x}_proj.weight" for x in "qkvo"), *(f"mlp.{x}_proj.weight" for x in ("gate", "up", "down"))}
+    assert {key for key in result if key.startswith(("attn.", "mlp."))} == common | OWN[name]
+    back = import_checkpoint(tmp_path / "theirs")
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), back.parameters(), strict=True))
+    assert back.config.mixers == [change(spec, "heads.width", None) for spec in ours.config.mixers]
+
+
+def changed(path, **settings):
+    described = json.loads((path / "config.json").read_text("utf-8"))
+    (path / "config.json").write_text(json.dumps(described | settings))
+
+
+MISTAKES = {
+    "another model": ({"model_type": "bloom"}, "model_type='bloom'; expected headrace or one of the"),
+    "a bias": ({"attention_bias": True}, "has no tensor 'model.layers.0.self_attn.q_proj.bias'"),
+    "scaled positions": (
+        {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4, "factor": 2.0}},
+        "has rope_parameters={",
+    ),
+    "other widths": ({"intermediate_size": 32}, "which does not fit"),
+    "more layers": ({"num_hidden_layers": 3}, "has no tensor 'model.layers.2"),
+    "fewer layers": ({"num_hidden_layers": 1}, "has an unexpected tensor 'model.layers.1"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_user_errors_are_refused(checkpoint, mistake):
+    _, path = checkpoint("llama")
+    settings, sentence = MISTAKES[mistake]
+    changed(path, **settings)
+    with pytest.raises(InputError) as refused:
+        import_checkpoint(path)
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        "gqa(bias=true, head_dim=12)", "transformer(rope.kind=yarn, rope.original=8, rope.factor=4, rope.slow=0.5)",
+        "transformer(rope.kind=llama3, rope.original=8, rope.factor=4, rope.fast=4)",
+        "transformer(rope.kind=dynamic, rope.original=2048, rope.factor=2)",
+    ],
+)  # fmt: skip
+@torch.no_grad()
+def test_our_softmax_attention_becomes_llama(mixer, tmp_path):
+    ours = random(HeadraceForCausalLM(tiny.config(mixer)))
+    export_checkpoint(ours, "llama", tmp_path)
+    theirs, ids = AutoModelForCausalLM.from_pretrained(tmp_path), torch.randint(1, 20, (2, 30))
+    expected = ours(ids).logits
+    assert (theirs(ids).logits - expected).norm() / expected.norm() < 1e-5
+
+
+def test_checkpoints_of_a_bare_model_with_masks_are_read(tmp_path):
+    """As GPT-2 was released: without the name of the model in the names, and with causal masks among the tensors."""
+    config = GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=1)
+    theirs = random(AutoModelForCausalLM.from_config(config))
+    theirs.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    masks = {f"h.{i}.attn.{name}": torch.ones(1) for i in range(2) for name in ("bias", "masked_bias")}
+    save_file(bare | masks, tmp_path / "model.safetensors")
+    ids = torch.randint(61, (2, 30))
+    torch.testing.assert_close(import_checkpoint(tmp_path)(ids).logits, theirs(ids).logits, rtol=1e-5, atol=1e-4)
+
+
+def retyped(path, change):
+    tensors = load_file(path / "model.safetensors")
+    save_file({name: change(name, tensor).contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+
+
+def test_mixed_precision_tensors_keep_their_values(checkpoint):
+    """A layer's decay is kept in float32 by libraries that keep everything else in bfloat16; here in a piece of its
+    own, the last."""
+    _, path = checkpoint("mamba2")
+    steps = {name: x for name, x in load_file(path / "model.safetensors").items() if name.endswith("dt_bias")}
+    retyped(path, lambda name, x: x.bfloat16())
+    in_pieces(path, lambda name: name in steps)
+    save_file(steps, path / "part1.safetensors")
+    result = {name: x for name, x in import_checkpoint(path).named_parameters() if name.endswith("dt_bias")}
+    assert [x.tolist() for x in result.values()] == [steps[name].tolist() for name in sorted(steps)]
+
+
+def test_precision_can_be_chosen(checkpoint, tmp_path, run_command):
+    _, path = checkpoint("llama")
+    assert import_checkpoint(path, torch.bfloat16).dtype is torch.bfloat16
+    assert run_command("convert", path, "--output", tmp_path / "ours", "--dtype", "bfloat16").code == 0
+    assert load(tmp_path / "ours").dtype is torch.bfloat16
+    wrong = run_command("convert", path, "--output", tmp_path / "out", "--dtype", "half")
+    assert wrong.code == 2 and "--dtype 'half'; expected one of float64, float32" in wrong.err
+
+
+TENSORS = {
+    "which does not fit [32, 48]": lambda name, x: x.T if name.endswith("down_proj.weight") else x,
+    "has dtype torch.int8; expected one of float64": lambda name, x: x.to(torch.int8),
+}
+
+
+@pytest.mark.parametrize("sentence", TENSORS)
+def test_wrong_tensors_are_refused(checkpoint, sentence):
+    _, path = checkpoint("llama")
+    retyped(path, TENSORS[sentence])
+    with pytest.raises(InputError) as refused:
+        import_checkpoint(path)
+    assert sentence in str(refused.value)
+
+
+def test_config_that_is_not_an_object_is_refused(checkpoint):
+    _, path = checkpoint("llama")
+    (path / "config.json").write_text("[]")
+    with pytest.raises(InputError, match=r"it is \[\], not an object"):
+        import_checkpoint(path)
+
+
+OTHERS = ["transformer(count=2)", "mamba", "rwkv7", "softmax-rnn-norm", "residual-delta", "gpt", "jamba", "bigbird",
+          "deltanet(inputs.conv=0)", "mamba2(heads.qk_groups=2)", "mamba2(heads.expand_v=1.5)"]  # fmt: skip
+
+
+@pytest.mark.parametrize("mixer", OTHERS)
+def test_formats_refuse_unsupported_models(tmp_path, mixer):
+    """Nor does another error come of it."""
+    config = tiny.config(mixer, mlp="none" if "mamba2" in mixer else None, intermediate_size=None)
+    for form in FORMATS:
+        with pytest.raises(InputError, match=f"--to '{form}' cannot represent this model"):
+            export_checkpoint(HeadraceForCausalLM(config), form, tmp_path / form)
+
+
+def test_unsupported_fields_are_named(tmp_path):
+    for mixer, form, sentence in (
+        ("softmax-gla", "gla", "no other library has its head competition"),
+        ("gla", "retnet", "rotary is false here and true there"),
+        ("gla", "delta_net", "in this format its config.json has conv_size=0; expected at least 2"),
+        (["gla", "transformer"], "gla", "layer 1 has a mixer of type 'attention'; expected 'linear'"),
+        ("rwkv6", "llama", "layer 0 has a mixer of type 'linear'; expected 'attention'"),
+    ):
+        with pytest.raises(InputError, match=f"--to '{form}' cannot represent this model: {sentence}"):
+            export_checkpoint(HeadraceForCausalLM(tiny.config(mixer)), form, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+    with pytest.raises(InputError, match="--to 't5' is unknown"):
+        export_checkpoint(HeadraceForCausalLM(tiny.config("gla")), "t5", tmp_path / "out")
+
+
+def in_pieces(path, second):
+    """The checkpoint in two files; second(name): whether a tensor is in the second."""
+    whole = load_file(path / "model.safetensors")
+    weight_map = {name: f"part{int(second(name))}.safetensors" for name in whole}
+    for part in set(weight_map.values()):
+        save_file({name: x for name, x in whole.items() if weight_map[name] == part}, path / part)
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_sharded_checkpoint_is_read(checkpoint):
+    _, path = checkpoint("llama")
+    expected = import_checkpoint(path)
+    in_pieces(path, lambda name: name > "model.layers.0.self_attn")
+    assert all(
+        torch.equal(a, b) for a, b in zip(import_checkpoint(path).parameters(), expected.parameters(), strict=True)
+    )
+
+
+def test_foreign_folder_is_loaded_from_disk_or_the_hub(checkpoint, tmp_path, monkeypatch):
+    """By its path, or by a name whose files are in the Hub's cache."""
+    _, path = checkpoint("llama")
+    (path / "generation_config.json").write_text(json.dumps({"top_k": 7}))
+    expected = import_checkpoint(path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    cached = tmp_path / "hub" / "models--someone--llama"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(path, cached / "snapshots" / ("0" * 40))
+    for name in (path, str(path), "someone/llama"):
+        model = load(name)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+        assert model.generation_config.top_k == 7
+    with pytest.raises(InputError, match="'someone/else' is no folder here, and cannot be fetched"):
+        load("someone/else")
+
+
+def test_tokenizer_and_generation_files_are_copied(checkpoint, tmp_path, run_command):
+    """A tokenizer in any of its forms, and what ends a generation."""
+    _, path = checkpoint("llama")
+    beside = {"tokenizer.model": "a", "vocab.json": "b", "merges.txt": "c", "chat_template.jinja": "d"}
+    beside |= {"generation_config.json": json.dumps({"eos_token_id": [5, 6], "temperature": 0.5, "do_sample": True})}
+    for name, text in beside.items():
+        (path / name).write_text(text)
+    for arguments in (
+        f"{path} --output {tmp_path / 'ours'}",
+        f"{tmp_path / 'ours'} --output {tmp_path / 'out'} --to llama",
+    ):
+        assert run_command("convert", *arguments.split()).code == 0
+    assert load(tmp_path / "ours").generation_config.eos_token_id == [5, 6]
+    assert {name: (tmp_path / "out" / name).read_text() for name in beside} == beside
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba2", "qwen3_next"])
+def test_converted_folder_generates_the_same_tokens_in_transformers(checkpoint, tmp_path, run_command, name):
+    """By the settings that are written: Qwen3-Next of linear layers alone has no cache there, and ours has one."""
+    _, path = checkpoint(name)
+    back, steps = tmp_path / "back", ((path, "ours", ""), (tmp_path / "ours", "back", f"--to {name}"))
+    for source, output, to in (*steps, (back, "again", "")):
+        assert run_command(*f"convert {source} --output {tmp_path / output} {to}".split()).code == 0
+    models = [load(tmp_path / "ours"), AutoModelForCausalLM.from_pretrained(back).eval(), load(tmp_path / "again")]
+    ids = torch.randint(SMALL["vocab_size"], (1, 8))
+    assert torch.isfinite(models[1](ids).logits).all()
+    ours, theirs, again = (m.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0) for m in models)
+    assert torch.equal(theirs, ours) and torch.equal(again, ours)
+    assert models[2].generation_config.use_cache is not False

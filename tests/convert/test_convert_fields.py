@@ -1,0 +1,145 @@
+"""What a foreign config.json may hold that no class writes today. Both models compute in float64."""
+
+import inspect
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Mamba2Config
+from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
+
+from families import float64_throughout
+from headrace.convert import FORMATS, import_checkpoint
+from headrace.convert.fields import Fields
+from headrace.spec import MatrixSpec, ScanSpec
+from headrace.utils.errors import InputError
+
+FLASH = ("retnet", "gla", "delta_net", "gated_deltanet")
+SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}
+LINEAR = ["linear_attention"] * 2
+CLASSES = {"llama": LlamaConfig, "mamba2": Mamba2Config, "qwen3_next": Qwen3NextConfig}
+BASE = {
+    "llama": SMALL | {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "mamba2": SMALL | {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 16},
+    "qwen3_next": SMALL
+    | {"intermediate_size": 48, "num_experts": 0, "layer_types": LINEAR, "linear_key_head_dim": 8}
+    | {"linear_value_head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+}
+
+
+@torch.no_grad()
+def save(config, path):
+    with float64_throughout():
+        theirs = AutoModelForCausalLM.from_config(config)
+        for parameter in theirs.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        theirs.save_pretrained(path)
+    return path
+
+
+@torch.no_grad()
+def error(path):
+    """Of our logits, relative to theirs."""
+    ours = import_checkpoint(path)
+    with float64_throughout():
+        theirs = AutoModelForCausalLM.from_pretrained(path).eval()
+        theirs.config.return_dict, theirs.config.output_router_logits = True, False  # their models need it so
+        ids = torch.randint(theirs.config.vocab_size, (2, 40))
+        expected = theirs(ids, use_cache=False, return_dict=True).logits
+    return float((ours(ids).logits - expected).norm() / expected.norm())
+
+
+def rewrite(path, without=(), **settings):
+    described = json.loads((path / "config.json").read_text()) | settings
+    kept = {name: value for name, value in described.items() if name not in without}
+    (path / "config.json").write_text(json.dumps(kept))
+    return path
+
+
+# What config.json may hold that no class writes today: fields it lacks, those of earlier versions, unknown ones.
+EDITED = {
+    "nothing that has a default": ("llama", ("rms_norm_eps", "head_dim", "hidden_act", "tie_word_embeddings"), {}),
+    "a base alone": ("llama", ("rope_parameters",), {"rope_theta": 50.0}),
+    "a base beside": ("llama", (), {"rope_theta": 50.0}),
+    "a base within and beside": ("llama", (), {"rope_parameters": {"rope_type": "default"}, "rope_theta": 50.0}),
+    "no scaling": ("llama", ("rope_parameters",), {"rope_theta": 50.0, "rope_scaling": None}),
+    "another name of SiLU": ("llama", (), {"hidden_act": "swish"}),
+    "fields that transformers does not read": (
+        "llama", (), {"is_llama_config": True, "rope_interleaved": True, "output_gate_activation": "sigmoid"}
+    ),
+    "fields of other models as if they were absent": (
+        "llama", (), {"is_causal": True, "sliding_window": None, "quantization_config": None}
+    ),
+    "settings of generation": ("llama", (), {"max_length": 4096, "temperature": 0.7, "torch_dtype": "float64"}),
+    "an untied head by default": ("mamba2", ("tie_word_embeddings",), {}),
+    "no layer of attention by its period": ("qwen3_next", ("layer_types",), {"full_attention_interval": 3}),
+    "experts in no layer": ("qwen3_next", (), {"num_experts": 4, "decoder_sparse_step": 3}),
+    "experts beside": ("qwen3_next", (), {"num_experts": 4, "mlp_only_layers": [1, 0]}),
+}  # fmt: skip
+REFUSED = {
+    # which transformers reads of every model, whether its class has them or not
+    "is_causal=False": ("llama", (), {"is_causal": False}),
+    "sliding_window=4": ("llama", (), {"sliding_window": 4}),
+    "per_layer_config={": ("llama", (), {"per_layer_config": {"1": {"rms_norm_eps": 0.5}}}),
+    "quantization_config={": ("llama", (), {"quantization_config": {"bits": 4}}),
+    "n_groups=8; expected a divisor of the number of heads, 4": ("mamba2", ("n_groups",), {}),
+    "config.json has num_experts=4, num_experts_per_tok=10: experts.chosen=10 exceeds experts.count=4": (
+        "qwen3_next", (), {"num_experts": 4, "mlp_only_layers": [0, 0]}
+    ),
+    "has an unexpected tensor 'lm_head.weight'": ("llama", (), {"tie_word_embeddings": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", EDITED)
+def test_configs_of_other_versions_are_read(edit, tmp_path):
+    form, without, settings = EDITED[edit]
+    assert error(rewrite(save(CLASSES[form](**BASE[form]), tmp_path), without, **settings)) < 1e-12
+
+
+def test_width_that_no_ratio_gives_exactly(tmp_path):
+    """58 / 56 · 56 is 58.00000000000001 in float64."""
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 29}
+    config = Qwen3NextConfig(**BASE["qwen3_next"] | heads | {"hidden_size": 56, "linear_value_head_dim": 61})
+    assert error(save(config, tmp_path)) < 1e-12
+    assert ScanSpec("mamba", state_size=4, conv=4, expand=58 / 56).head_dims(56, 1)[1] == 58
+    assert MatrixSpec("gla-outer", expand_k=58 / 56, expand_v=61 / 56).head_dims(56, 1) == (58, 61)
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_unsupported_field_is_named(sentence, tmp_path):
+    form, without, settings = REFUSED[sentence]
+    rewrite(save(CLASSES[form](**BASE[form]), tmp_path), without, **settings)
+    with pytest.raises(InputError) as refused:
+        import_checkpoint(tmp_path)
+    assert sentence in str(refused.value)
+
+
+def test_field_of_the_class_passes_at_its_default_alone(monkeypatch):
+    """Such as one that a new version of transformers adds."""
+    monkeypatch.setattr(Fields, "ignore", lambda self, *names: None)  # the conversion then does not know pretraining_tp
+    described = {"model_type": "llama"} | BASE["llama"]
+    assert FORMATS["llama"].model(described)[1].passed == {}
+    assert FORMATS["llama"].model(described | {"pretraining_tp": 1})[1].passed == {"pretraining_tp": 1}
+    for value in (2, None):
+        with pytest.raises(InputError, match=f"pretraining_tp={value}.* --ignore pretraining_tp"):
+            FORMATS["llama"].model(described | {"pretraining_tp": value})
+
+
+def test_passed_and_ignored_fields_are_told(tmp_path, run_command):
+    path = rewrite(save(LlamaConfig(**BASE["llama"]), tmp_path), is_llama_config=True, quantization_config={"bits": 4})
+    told = run_command("convert", path, "--output", tmp_path / "ours", "--ignore", "quantization_config").err
+    assert "passed by in config.json" in told and "is_llama_config=True" in told and "quantization" not in told
+    assert "quantization_config" not in json.loads((tmp_path / "ours" / "config.json").read_text())["converted_from"]
+    with pytest.raises(InputError, match="'bits'; expected a field"):
+        import_checkpoint(path, ignore=["bits"])
+
+
+@pytest.mark.parametrize("form", FLASH)
+def test_every_field_of_flash_linear_attention_is_known(form):
+    module = pytest.importorskip(f"fla.models.{form}.configuration_{form}", exc_type=ImportError)
+    signature = inspect.signature(getattr(module, FORMATS[form].architecture.replace("ForCausalLM", "Config")))
+    defaults = {p.name: p.default for p in signature.parameters.values() if p.default is not p.empty}
+    assert {name: FORMATS[form].defaults[name] for name in FORMATS[form].defaults.keys() & defaults} == {
+        name: value for name, value in defaults.items() if name in FORMATS[form].defaults
+    }
+    FORMATS[form].model({"model_type": form} | defaults)

@@ -1,0 +1,96 @@
+"""Checkpoints of flash-linear-attention: each field of config.json with a changed value gives the logits of its models
+as they are written out in flash_models.py, or is refused by name. Both compute in float64."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_convert_fields import FLASH
+
+import flash_models
+import tiny
+from families import float64_throughout
+from headrace.convert import FORMATS, export_checkpoint, import_checkpoint
+from headrace.hf import HeadraceForCausalLM
+from headrace.utils.errors import InputError
+
+pytest.importorskip("einops", reason="flash-linear-attention's references need it")
+SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "intermediate_size": 40}
+BASE = dict.fromkeys(FLASH, SMALL) | {"gated_deltanet": SMALL | {"head_dim": 8}}
+ALL = {
+    "vocab_size": 53, "hidden_size": 64, "num_hidden_layers": 1, "max_position_embeddings": 16, "hidden_ratio": 3,
+    "intermediate_size": None, "norm_eps": 0.3, "tie_word_embeddings": True, "pad_token_id": 3, "bos_token_id": 5,
+    "eos_token_id": 6, "num_heads": 2, "hidden_act": "powlu", "attn": {"layers": [0], "num_heads": 2},
+    "attnres_block_size": 2, "attn_mode": "fused_recurrent", "fuse_swiglu": False, "fuse_cross_entropy": False,
+    "fuse_linear_cross_entropy": True, "use_l2warp": True, "initializer_range": 0.5, "use_cache": False,
+    "fuse_norm": False, "conv_size": 3, "expand_v": 0.5, "output_gate_activation": "sigmoid",
+}  # fmt: skip
+NORM_AND_GATE = {
+    "num_kv_heads": 2, "feature_map": "relu", "use_output_gate": False, "elementwise_affine": False,
+    "use_short_conv": True, "expand_k": 0.5,
+}  # fmt: skip
+DELTA = {"allow_neg_eigval": True, "use_short_conv": False}
+CHANGED = {
+    "retnet": ALL | NORM_AND_GATE,
+    "gla": ALL | NORM_AND_GATE | {"expand_k": 1.0, "clamp_min": -0.1, "use_gk": False, "use_gv": True},
+    "delta_net": ALL | DELTA | {"expand_k": 0.5, "use_gate": True, "use_beta": False, "use_output_norm": False,
+                                "qk_norm": "sum", "qk_activation": "relu"},
+    "gated_deltanet": ALL | DELTA | {"head_dim": 4, "num_v_heads": 8, "use_gate": False},
+}  # fmt: skip
+
+
+def save(form, path, **settings):
+    """config.json with random tensors that fit it."""
+    described = {"model_type": form} | BASE[form] | settings
+    shapes = flash_models.shapes(FORMATS[form].defaults | described)
+    save_file({name: 0.3 * torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()},
+              path / "model.safetensors")  # fmt: skip
+    (path / "config.json").write_text(json.dumps(described))
+
+
+@torch.no_grad()
+def error(path):
+    """Of our logits, relative to those of the model as it is written out."""
+    described, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+    ids = torch.randint(described["vocab_size"], (2, 40))
+    with float64_throughout():
+        expected = flash_models.logits(FORMATS[described["model_type"]].defaults | described, tensors, ids)
+    return float((import_checkpoint(path)(ids).logits - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("form", FLASH)
+def test_converted_logits_equal_fla(form, tmp_path):
+    save(form, tmp_path)
+    assert error(tmp_path) < 1e-12
+
+
+@pytest.mark.parametrize(("form", "field"), [(form, field) for form in FLASH for field in CHANGED[form]])
+def test_config_fields_are_honoured_or_refused(form, field, tmp_path):
+    save(form, tmp_path, **{field: CHANGED[form][field]})
+    try:
+        assert error(tmp_path) < 1e-12
+    except InputError as refused:
+        assert f"config.json has {field}=" in str(refused)
+
+
+@pytest.mark.parametrize("form", FLASH)
+def test_every_field_is_covered(form):
+    _, known = FORMATS[form].model({"model_type": form})
+    assert known.read | known.fixed <= CHANGED[form].keys()
+
+
+@pytest.mark.parametrize("form", FLASH)
+def test_exported_model_gives_the_same_logits(form, tmp_path):
+    mixer = {
+        "delta_net": "deltanet(read.gate=silu, heads.width=none)",
+        "gated_deltanet": "gated-deltanet(heads.qk_groups=2)",
+    }
+    sizes = {"hidden_size": 64, "max_position_embeddings": 4096, "tie_word_embeddings": False}
+    sizes["initializer_range"] = None  # the default: the other formats do not keep it
+    ours = tiny.trained(HeadraceForCausalLM(tiny.config(mixer.get(form, form), **sizes)))
+    export_checkpoint(ours, form, tmp_path / "theirs")
+    assert error(tmp_path / "theirs") < 1e-12
+    again = import_checkpoint(tmp_path / "theirs").config
+    assert again.converted_from["model_type"] == form
+    assert again.to_dict() | {"converted_from": None} == ours.config.to_dict()

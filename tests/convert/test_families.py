@@ -1,0 +1,297 @@
+"""Released model families: the logits, cached decoding, padding and gradients of transformers' models, and each field
+of their config.json honoured or refused by name. A family is an entry of tests/families.
+
+Both models compute in float64, unless a test is of float32.
+"""
+
+import json
+from dataclasses import fields
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch.torch_version import TorchVersion
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from families import Family, delta, float64_throughout, hybrid, recurrent, softmax
+from headrace import load
+from headrace.convert import FORMATS, export_checkpoint, import_checkpoint
+from headrace.convert.fields import COMMON
+from headrace.convert.slots import slots
+from headrace.hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM
+from headrace.utils.errors import InputError
+
+FAMILIES: dict[str, Family] = softmax.FAMILIES | recurrent.FAMILIES | delta.FAMILIES | hybrid.FAMILIES
+VARIANTS = [(kind, name) for kind, family in FAMILIES.items() for name in ("base", *family.variants)]
+T = 12
+DECODED = 40  # tokens, one at a time: the memory of attention, which grows by a quarter, grows several times
+GROUPED = {"mamba2", "bamba", "granitemoehybrid"}  # whose norm at the output of Mamba-2 is of a group of heads
+FLOAT64 = 1e-12  # relative, for sums in another order
+
+
+def described(kind, **changes):
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    return CONFIG_MAPPING[kind](**FAMILIES[kind].base | changes)
+
+
+@torch.no_grad()
+def save(config, path):
+    """Writes a model with random weights, and returns it."""
+    with float64_throughout():
+        theirs = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
+        for name, value in theirs.state_dict().items():
+            if FORMATS[config.model_type].holds(name):
+                torch.nn.init.normal_(value, std=0.3)
+        theirs.save_pretrained(path)
+    return comparable(theirs)
+
+
+def read(path):
+    with float64_throughout():
+        return comparable(AutoModelForCausalLM.from_pretrained(path, experts_implementation="eager").eval())
+
+
+def comparable(theirs):
+    theirs.config.return_dict = True
+    if hasattr(theirs.config, "output_router_logits"):
+        theirs.config.output_router_logits = False
+    groups = getattr(theirs.config, {"mamba2": "n_groups"}.get(theirs.config.model_type, "mamba_n_groups"), 1)
+    if theirs.config.model_type in GROUPED and groups > 1 and TorchVersion(transformers.__version__) < "5.23":
+        pytest.skip("transformers before 5.23 normalizes all groups of Mamba-2 together")
+    return theirs
+
+
+def tokens(theirs, *shape):
+    return torch.randint(1, theirs.config.vocab_size, shape)
+
+
+def logits(theirs, ids):
+    with float64_throughout():
+        return theirs(ids, use_cache=False).logits
+
+
+def relative(a, b):
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Their model, ours and the folder of theirs, by family and variant."""
+    made = {}
+
+    def pair(kind, variant):
+        if (kind, variant) not in made:
+            changes = FAMILIES[kind].variants.get(variant, {})
+            path = tmp_path_factory.mktemp(kind)
+            save(described(kind, **changes), path)
+            made[kind, variant] = read(path), import_checkpoint(path), path
+        return made[kind, variant]
+
+    return pair
+
+
+@pytest.mark.parametrize(("kind", "variant"), VARIANTS)
+@torch.no_grad()
+def test_logits_equal_theirs(kind, variant, pairs):
+    theirs, ours, path = pairs(kind, variant)
+    ids = tokens(theirs, 2, 40)
+    expected = logits(theirs, ids)
+    assert relative(ours(ids).logits, expected) < FLOAT64
+    # In float32 their own error, beside float64, is the measure where weights this large amplify rounding.
+    single = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    own_error = relative(single(ids, use_cache=False, return_dict=True).logits, expected)
+    ours, cache = import_checkpoint(path).float(), HeadraceCache()  # whose single tokens the native kernels compute
+    pieces = [ours(part, past_key_values=cache, use_cache=True).logits for part in ids.split([20, *[1] * 20], 1)]
+    for computed in (ours(ids).logits, torch.cat(pieces, 1)):
+        assert relative(computed, expected) < max(1e-5, 4 * own_error)
+
+
+@pytest.mark.parametrize(("kind", "variant"), VARIANTS)
+@torch.no_grad()
+def test_cached_decoding_and_padding_equal_their_logits(kind, variant, pairs):
+    """Tokens one at a time with the cache, after a prompt that is padded on the left in one row."""
+    theirs, ours, _ = pairs(kind, variant)
+    ids, padding, cache = tokens(theirs, 2, T + DECODED), 3, HeadraceCache()
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    pieces = [slice(0, T), *(slice(t, t + 1) for t in range(T, T + DECODED))]
+    decoded = [
+        ours(ids[:, piece], attention_mask=mask[:, : piece.stop], past_key_values=cache, use_cache=True).logits
+        for piece in pieces
+    ]
+    for row, start in enumerate((padding, 0)):
+        whole = logits(theirs, ids[row : row + 1, start:])
+        assert relative(torch.cat(decoded, 1)[row : row + 1, start:], whole) < 10 * FLOAT64
+
+
+@pytest.mark.parametrize(("kind", "variant"), VARIANTS)
+def test_gradients_equal_theirs(kind, variant, pairs, tmp_path):
+    """Of a weighted sum of the logits."""
+    _, _, path = pairs(kind, variant)
+    theirs, ours = read(path), import_checkpoint(path)
+    ids = tokens(theirs, 2, T)
+    weights = torch.randn(2, T, theirs.config.vocab_size, dtype=torch.float64)
+    (logits(theirs, ids) * weights).sum().backward()
+    (ours(ids).logits * weights).sum().backward()
+    for parameter in (*theirs.parameters(), *ours.parameters()):  # so that `save` and `slots` split the gradients
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    theirs.save_pretrained(tmp_path)
+    model, _ = FORMATS[kind].model(json.loads((path / "config.json").read_text()))
+    foreign = load_file(tmp_path / "model.safetensors")
+    whole = max(float(gradient.norm()) for gradient in foreign.values())
+    for name, gradient in slots(ours).items():
+        if "choice_bias" not in name:  # which has no gradient
+            view = model.views[name]
+            expected = view.rows(foreign[view.name]).reshape(gradient.shape)
+            assert (view.factor * gradient - expected).norm() <= 1e-9 * expected.norm() + 1e-13 * whole, name
+
+
+@torch.no_grad()
+def test_rwkv_is_not_rescaled(tmp_path):
+    """In evaluation, transformers halves the stream every `rescale_every` layers, for the range of float16. The norms'
+    epsilon then weighs more, so that its logits differ from those of its training mode, which are the model's."""
+    theirs = save(described("rwkv", rescale_every=1, num_hidden_layers=3), tmp_path)
+    ours = import_checkpoint(tmp_path)
+    ids = tokens(theirs, 2, T)
+    expected, rescaled = logits(theirs.train(), ids), logits(theirs.eval(), ids)
+    assert relative(ours(ids).logits, expected) < 1e-12 < relative(rescaled, expected) < 1e-3
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@torch.no_grad()
+def test_saved_and_converted_back_models_are_the_same(kind, pairs, tmp_path):
+    theirs, ours, path = pairs(kind, "base")
+    ours.save_pretrained(tmp_path / "ours")
+    again = load(tmp_path / "ours")
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), ours.parameters(), strict=True))
+    export_checkpoint(again, kind, tmp_path / "back")
+    before, after = load_file(path / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
+    weights = {name for name in before if FORMATS[kind].holds(name)}
+    assert weights == after.keys()
+    for name in weights:
+        torch.testing.assert_close(after[name].view_as(before[name]), before[name], rtol=1e-14, atol=1e-15)
+    ids = tokens(theirs, 1, T)
+    assert relative(logits(read(tmp_path / "back"), ids), logits(theirs, ids)) < FLOAT64
+
+
+def test_routers_keep_float32(pairs, tmp_path):
+    """As transformers keeps them, in a model in bfloat16."""
+    _, _, path = pairs("nemotron_h", "base")
+    AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).save_pretrained(tmp_path / "theirs")
+    ours = import_checkpoint(tmp_path / "theirs")
+    ours.save_pretrained(tmp_path / "ours")
+    for model in (ours, load(tmp_path / "ours")):
+        mlp = model.model.backbone.layers[0].mlp
+        assert model.dtype is torch.bfloat16
+        assert mlp.router.weight.dtype is mlp.choice_bias.dtype is torch.float32
+
+
+@pytest.mark.parametrize("kind", [kind for kind, family in FAMILIES.items() if family.real])
+def test_released_sizes_have_their_parameters(kind):
+    config = CONFIG_MAPPING[kind](**FAMILIES[kind].real)
+    model, _ = FORMATS[kind].model(json.loads(config.to_json_string(use_diff=False)))
+    with torch.device("meta"):
+        theirs, ours = AutoModelForCausalLM.from_config(config), HeadraceForCausalLM(HeadraceConfig(**model.arguments))
+    assert slots(ours).keys() == model.views.keys()
+    assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
+
+
+# --- fields ----------------------------------------------------------------------------------------------------------
+
+
+def values(kind, name):
+    """Dicts of fields in which the field `name` has another value than in the base."""
+    family = FAMILIES[kind]
+    if name in family.fields:
+        listed = family.fields[name]
+    else:
+        value = getattr(described(kind), name)
+        by_type = {
+            bool: [value is False], int: [2 * value, value + 1, value // 2] if type(value) is int else [],
+            float: [value / 2 + 0.1] if type(value) is float else [], str: ["gelu", "relu"], type(None): [1, True, 0.5],
+        }  # fmt: skip
+        listed = by_type.get(type(value), [])
+    return [each if isinstance(each, dict) else {name: each} for each in listed]
+
+
+def names(kind):
+    """The fields of transformers' class, without those of all classes."""
+    known = {field.name for field in fields(CONFIG_MAPPING[kind])}
+    return sorted(known - COMMON - {"model_type"})
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@torch.no_grad()
+def test_fields_are_honoured_or_refused(kind, tmp_path):
+    """Each field of the class with another value: the same logits, or a refusal that names the field."""
+    for name in names(kind):
+        built = 0
+        for i, changes in enumerate(values(kind, name)):
+            path = tmp_path / f"{name}{i}"
+            try:
+                theirs = save(described(kind, **changes), path)
+                ids = tokens(theirs, 2, 40)
+                expected = logits(theirs, ids)
+            except Exception:  # their class or model has no such value
+                continue
+            built += 1
+            try:
+                error = relative(import_checkpoint(path)(ids).logits, expected)
+            except InputError as refused:
+                assert any(field in str(refused) for field in changes), (name, changes, refused)
+            else:
+                assert error < FLOAT64, (name, changes, error)
+            if name not in FAMILIES[kind].fields:
+                break  # one of the guesses is enough
+        assert built, f"no other value of {name} makes a model; list some in the family's `fields`"
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_field_is_accounted_for(kind):
+    """A new version of transformers may add fields: each is read, refused or named as one that the logits ignore."""
+    _, known = FORMATS[kind].model(json.loads(described(kind).to_json_string(use_diff=False)))
+    own = {CONFIG_MAPPING[kind].attribute_map.get(field.name, field.name) for field in fields(CONFIG_MAPPING[kind])}
+    assert own <= COMMON | known.read | known.fixed | known.ignored
+
+
+# --- names of tensors that a checkpoint has and `save_pretrained` does not write --------------------------------------
+
+
+@torch.no_grad()
+def test_language_model_of_several_parts(tmp_path):
+    """Qwen3.5 with its vision tower, which is left out."""
+    fields = FAMILIES["qwen3_5_text"].base
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    whole = CONFIG_MAPPING["qwen3_5"](text_config=fields, vision_config=vision)
+    with float64_throughout():
+        theirs = AutoModelForImageTextToText.from_config(whole).eval()
+        theirs.save_pretrained(tmp_path)
+    ours, ids = import_checkpoint(tmp_path), tokens(theirs.model.language_model, 2, 40)
+    assert any(name.startswith("model.visual.") for name in load_file(tmp_path / "model.safetensors"))
+    assert relative(ours(ids).logits, logits(theirs, ids)) < 1e-12
+    assert ours.config.converted_from["model_type"] == "qwen3_5_text"
+
+
+def test_factors_are_folded_into_float32(tmp_path):
+    """MiniMax's, which bfloat16 weights would round, unless they are powers of 2."""
+    for factor, dtype in ((3.5, torch.float32), (2.0, torch.bfloat16)):
+        theirs = AutoModelForCausalLM.from_config(described("minimax", full_attn_alpha_factor=factor))
+        theirs.bfloat16().save_pretrained(tmp_path / str(factor))
+        assert import_checkpoint(tmp_path / str(factor)).dtype is dtype
+
+
+@torch.no_grad()
+def test_dense_layers_have_the_names_of_the_released_model(pairs, tmp_path):
+    """Kimi Linear's first layer has `mlp`; transformers writes `block_sparse_moe` for it too."""
+    theirs, ours, path = pairs("kimi_linear", "base")
+    (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
+    renamed = {
+        name.replace("layers.0.block_sparse_moe", "layers.0.mlp"): x
+        for name, x in load_file(path / "model.safetensors").items()
+    }
+    save_file(renamed, tmp_path / "model.safetensors")
+    ids = tokens(theirs, 1, T)
+    assert torch.equal(import_checkpoint(tmp_path)(ids).logits, ours(ids).logits)

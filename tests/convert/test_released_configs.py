@@ -1,0 +1,79 @@
+"""Released configurations, with all of their fields: equal logits with transformers' own model, or the one reason.
+
+released.json has fields and numbers of each, and says whether they are from memory or from a copy of the file. Sizes
+and lists of layers are replaced by those of tests/families and the entry's own `small`. Both compute in float64.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from families import delta, float64_throughout, hybrid, recurrent, softmax
+from headrace.convert import FORMATS, import_checkpoint
+from headrace.utils.errors import InputError
+
+RELEASED = {entry["name"]: entry for entry in json.loads(Path(__file__).with_name("released.json").read_text())}
+FAMILIES = softmax.FAMILIES | recurrent.FAMILIES | delta.FAMILIES | hybrid.FAMILIES
+LAYERS = ("layer_types", "layers_block_type", "mlp_layer_types", "attn_layer_indices", "block_types")
+IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def small(entry):
+    """The fields of a released config.json, at small sizes."""
+    config = entry["config"]
+    base = FAMILIES[config["model_type"]].base if config["model_type"] in FAMILIES else {}
+    sizes = {name: value for name, value in base.items() if type(value) is int or name in LAYERS}
+    ids = {name: value for name, value in IDS.items() if config.get(name) is not None}
+    changed = config | sizes | ids | entry.get("small", {})
+    return {name: value for name, value in changed.items() if value is not None or config.get(name, 0) is None}
+
+
+@torch.no_grad()
+def save(described, path):
+    """Writes a model with random weights, and the config.json. Returns the model."""
+    with float64_throughout():
+        config = CONFIG_MAPPING[described["model_type"]].from_dict(json.loads(json.dumps(described)))
+        config._experts_implementation = "eager"
+        theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+        for name, value in theirs.state_dict().items():
+            if FORMATS[described["model_type"]].holds(name):
+                torch.nn.init.normal_(value, std=0.3)
+        theirs.save_pretrained(path)
+    (path / "config.json").write_text(json.dumps(described))
+    return theirs
+
+
+@pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated")  # which older files have
+@pytest.mark.parametrize(
+    "name", [name for name, entry in RELEASED.items() if entry["config"]["model_type"] in FAMILIES]
+)
+@torch.no_grad()
+def test_released_configuration(name, tmp_path):
+    described, ids = small(RELEASED[name]), torch.randint(3, 61, (2, 20))
+    theirs = save(described, tmp_path)
+    if reason := RELEASED[name].get("reason"):
+        with pytest.raises(InputError, match=reason):
+            import_checkpoint(tmp_path)
+        return
+    with float64_throughout():
+        expected = theirs(ids, use_cache=False, return_dict=True).logits
+    assert (import_checkpoint(tmp_path)(ids).logits - expected).norm() < 1e-12 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, entry in RELEASED.items() if entry["config"]["model_type"] not in FAMILIES]
+)
+def test_released_configuration_of_flash_linear_attention(name, tmp_path):
+    pytest.importorskip("einops", reason="flash-linear-attention's references need it")
+    from test_convert_flash import BASE, error, save
+
+    config = RELEASED[name]["config"]
+    form = config["model_type"]
+    save(
+        form, tmp_path, **{field: value for field, value in config.items() if field not in {"model_type", *BASE[form]}}
+    )
+    assert error(tmp_path) < 1e-12

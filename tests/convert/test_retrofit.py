@@ -1,0 +1,85 @@
+"""Competition for a model that is trained: the same outputs to the bit, and gates that learn."""
+
+import pytest
+import torch
+
+from headrace import HeadraceConfig, HeadraceForCausalLM, load, zoo
+from headrace.convert import export_checkpoint
+from headrace.convert.retrofit import retrofit
+from headrace.spec import Competition
+from headrace.studies.verify import relative
+from headrace.training.parameters import gate_parameters
+from headrace.utils.errors import InputError
+from released import HYBRIDS, OTHERS, release
+from tiny import in_memory
+
+
+def checkpoint(folder, mixer, **changes):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4}
+    HeadraceForCausalLM(HeadraceConfig(mixer=mixer, **sizes | changes)).save_pretrained(folder)
+    return folder
+
+
+def both(folder, competition=None, dtype=torch.float32):
+    ids = torch.randint(64, (2, 30), generator=torch.Generator().manual_seed(1))
+    models = load(folder), retrofit(folder, competition)
+    before, after = (in_memory(model.to(dtype)) for model in models)
+    return before(ids).logits, after(ids).logits, after
+
+
+@pytest.mark.parametrize("mixer", [*zoo.LINEAR, "gla+sliding-window"])
+def test_retrofit_keeps_outputs_bit_exact(tmp_path, mixer):
+    before, after, model = both(checkpoint(tmp_path, mixer))
+    assert torch.equal(before, after)
+    assert all(not p.any() for p in gate_parameters(model)) and list(gate_parameters(model))
+
+
+@pytest.mark.parametrize("kind", [*HYBRIDS, *OTHERS])
+def test_retrofit_of_a_released_model(tmp_path, kind):
+    """The same logits to the bit, gates that learn, and no way back to a format without them."""
+    before, after, model = both(release(kind, tmp_path))
+    assert torch.equal(before, after)
+    after.square().sum().backward()
+    gates = list(gate_parameters(model))
+    assert gates and all(not p.any() and p.grad.abs().max() > 0 for p in gates)
+    with pytest.raises(InputError, match=f"--to '{kind}' cannot represent this model: no other library has"):
+        export_checkpoint(model, kind, tmp_path / "back")
+
+
+def test_joint_gate_keeps_outputs(tmp_path):
+    before, after, _ = both(checkpoint(tmp_path, "gla"), Competition(memories_per_head=2), torch.float64)
+    assert relative(after, before) < 1e-10  # two memories are summed in another order
+
+
+def test_layers_without_linear_memory_are_refused(tmp_path):
+    with pytest.raises(InputError, match="no layer of linear attention"):
+        retrofit(checkpoint(tmp_path, "jamba", num_hidden_layers=8))
+
+
+def test_retrofitted_gates_learn(tmp_path):
+    _, logits, model = both(checkpoint(tmp_path, "gated-deltanet"))
+    logits.square().sum().backward()
+    assert all(p.grad.abs().max() > 0 for p in gate_parameters(model))
+
+
+def test_saved_retrofit_loads_the_same(tmp_path):
+    _, after, model = both(checkpoint(tmp_path / "plain", "gla"))
+    model.save_pretrained(tmp_path / "gated")
+    again = in_memory(HeadraceForCausalLM.from_pretrained(tmp_path / "gated").eval())
+    ids = torch.randint(64, (2, 30), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(again(ids).logits, after)
+    assert all(spec.competition is not None for spec in again.config.mixers)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "competition", "message"),
+    [
+        ("softmax-gla", None, "has competition already"),
+        ("transformer", None, "no layer of linear attention"),
+        ("gla", Competition(scale="one"), "scale='one' changes the initial outputs"),
+    ],
+)
+def test_user_errors_are_refused(tmp_path, mixer, competition, message):
+    with pytest.raises(InputError, match=message):
+        retrofit(checkpoint(tmp_path, mixer), competition)

@@ -1,0 +1,193 @@
+"""BERT against transformers', weights copied; its task; encoders of other mixers."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertForPreTraining
+
+from headrace import zoo
+from headrace.history import models
+from headrace.studies.verify import relative
+from headrace.tasks import IGNORED, Masked
+from headrace.utils.errors import InputError
+from tiny import gradients_agree, perturbed
+
+V, D, H, WIDTH, LAYERS = 29, 32, 4, 48, 2
+SPARSE = ["bert(mixer=longformer(pattern.window=6))", "bert(mixer=bigbird(pattern.block=3, pattern.window=9))"]
+MODELS = ["bert", "bert(mixer=softmax-gla)", *SPARSE, "bert(mixer=mamba, style.positions=none)"]
+
+
+def build(name, **changes):
+    sizes = {"vocab_size": V, "hidden_size": D, "num_heads": H, "num_layers": LAYERS, "intermediate_size": WIDTH}
+    return models.build(name, **sizes | changes)
+
+
+def batch():
+    """Two segments; the second row is shorter."""
+    ids, mask = torch.randint(V, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    mask[1, 5:] = 0
+    labels = torch.where(torch.rand(2, 9) < 0.5, ids, IGNORED).masked_fill(mask == 0, IGNORED)
+    labels[0, 0] = 3
+    segments, apart = (torch.arange(9) > torch.tensor([[4], [2]])).long(), torch.tensor([0, 1])
+    return {
+        "input_ids": ids, "attention_mask": mask, "token_type_ids": segments, "labels": labels,
+        "next_sentence_label": apart,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "luong", "transformer-2017"])
+def test_batch_without_labels_has_loss_0_and_zero_gradients(name):
+    """transformer-2017 smooths its labels."""
+    model, ids = build(name).train(), torch.randint(V, (2, 9))
+    given = {"attention_mask": torch.ones_like(ids), "labels": torch.full_like(ids, IGNORED)}
+    loss = model(ids, **given | ({} if name != "bert" else {"next_sentence_label": ids.new_full((2,), IGNORED)})).loss
+    loss.backward()
+    assert loss == 0 and all((p.grad == 0).all() for p in model.parameters() if p.grad is not None)
+
+
+RENAMED = {
+    "bert.embeddings.word_embeddings": "embedding", "bert.embeddings.token_type_embeddings": "segments",
+    "bert.embeddings.position_embeddings": "encoder.positions.table",
+    "bert.embeddings.LayerNorm": "encoder.embedding_norm", "bert.pooler.dense": "next_head.0",
+    "cls.seq_relationship": "next_head.2", "cls.predictions.transform.dense": "token_head.0",
+    "cls.predictions.transform.LayerNorm": "token_head.2", "cls.predictions.bias": "token_bias",
+    "bert.encoder.layer": "encoder.layers", "attention.output.LayerNorm": "mixer_norm",
+    "attention.output.dense": "mixer.o_proj", "attention.self.query": "mixer.q_proj",
+    "attention.self.key": "mixer.k_proj", "attention.self.value": "mixer.v_proj", "output.LayerNorm": "mlp_norm",
+    "intermediate.dense": "mlp.up_proj", "output.dense": "mlp.down_proj",
+}  # fmt: skip
+
+
+def from_bert(theirs):
+    """Their parameters under our names."""
+    mine = {}
+    for name, value in theirs.items():
+        for old, new in RENAMED.items():
+            name = name.replace(old, new)
+        mine[name] = value
+    return mine
+
+
+def test_bert_equals_transformers():
+    """Both heads' logits, the loss, and every gradient of the loss."""
+    config = BertConfig(
+        vocab_size=V, hidden_size=D, num_hidden_layers=LAYERS, num_attention_heads=H, intermediate_size=WIDTH,
+        max_position_embeddings=16, layer_norm_eps=1e-6,
+    )  # fmt: skip
+    ours = build("bert", max_positions=16).eval().double()
+    theirs = perturbed(BertForPreTraining(config), 0.2).eval().double()
+    ours.load_state_dict(from_bert({name: p.detach() for name, p in theirs.named_parameters()}))
+    rows = batch()
+    actual, expected = ours(**rows), theirs(**rows)
+    kept = rows["attention_mask"] == 1
+    for a, b in (
+        (actual.logits[kept], expected.prediction_logits[kept]),
+        (actual.next_logits, expected.seq_relationship_logits),
+        (actual.loss, expected.loss),
+    ):
+        assert relative(a, b) <= 1e-10
+    actual.loss.backward()
+    expected.loss.backward()
+    theirs = from_bert({name: p.grad for name, p in theirs.named_parameters()})
+    gradients_agree({name: p.grad for name, p in ours.named_parameters()}, theirs, 1e-10)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_padding_does_not_matter(name):
+    model, rows = perturbed(build(name), 0.2).eval().double(), batch()
+    together = model(**rows)
+    alone = model(rows["input_ids"][1:, :5], token_type_ids=rows["token_type_ids"][1:, :5])
+    torch.testing.assert_close(together.logits[1:, :5], alone.logits, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(together.next_logits[1:], alone.next_logits, rtol=1e-9, atol=1e-9)
+
+
+def test_padding_at_the_start_is_refused():
+    rows = batch()
+    with pytest.raises(InputError, match="expected padding at the end"):
+        build("bert")(rows["input_ids"], 1 - rows["attention_mask"])
+
+
+# --- the task --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def book(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("".join(f"{i} and {i * i % 97}; " for i in range(3000)), encoding="utf-8")
+    return path
+
+
+def drawn(task, rows):
+    """The rows as they stood before masking, and what was done to them."""
+    batch = task.sample(torch.Generator().manual_seed(3), rows)
+    masked = batch["shift_labels"] != IGNORED
+    return batch, masked, torch.where(masked, batch["shift_labels"], batch["input_ids"])
+
+
+def test_half_of_the_sentence_pairs_are_consecutive(book):
+    task = Masked((str(book),), length=40)
+    batch, _, whole = drawn(task, 400)
+    text = book.read_bytes()
+    apart = batch["next_sentence_label"]
+    assert 0.4 < apart.float().mean() < 0.6
+    for row, segments, other in zip(whole.tolist(), batch["token_type_ids"].tolist(), apart.tolist(), strict=True):
+        assert row[0] == 256 and row[-1] == 257 and row.count(257) == 2 and row.count(256) == 1
+        cut = row.index(257)
+        first, second = bytes(row[1:cut]), bytes(row[cut + 1 : -1])
+        assert segments == [0] * (cut + 1) + [1] * (39 - cut)
+        assert first in text and second in text and (first + second in text) == (not other)
+
+
+def test_masking_follows_the_paper(book):
+    task = Masked((str(book),), length=103)
+    batch, masked, whole = drawn(task, 500)
+    assert (masked.sum(1) == 15).all() and (whole[masked] < 256).all()
+    given, stood = batch["input_ids"][masked], whole[masked]
+    assert abs((given == 258).float().mean() - 0.8) < 0.02
+    assert abs((given == stood).float().mean() - 0.1) < 0.02
+    assert torch.equal(batch["input_ids"][~masked], whole[~masked]) and (whole != 258).all()
+
+
+def test_held_out_rows_are_of_the_held_out_text(book):
+    task = Masked((str(book),), length=40)
+    rows, text = task.held_out(50), bytes(task.corpus.parts["held-out"].tolist())
+    assert torch.equal(rows["input_ids"], task.held_out(50)["input_ids"])
+    whole = torch.where(rows["shift_labels"] != IGNORED, rows["shift_labels"], rows["input_ids"])
+    for row in whole.tolist():
+        assert bytes(row[1 : row.index(257)]) in text
+
+
+def test_models_are_built_by_name_or_spec():
+    by_name, by_spec = build("bert(mixer=gla)"), build(zoo.get("bert(mixer=gla)"))
+    assert isinstance(by_name, models.BertModel) and str(by_name) == str(by_spec)
+    for name, sentence in (
+        ("gla", "'gla' is no encoder-decoder or BERT; expected rnn, luong, bahdanau, transformer-2017, t5, bert"),
+        ("gpt", "'gpt' is no encoder-decoder or BERT"),
+        ("berd", "mixer 'berd' is unknown; the nearest names are bert"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            build(name)
+
+
+def test_too_short_row_is_refused():
+    with pytest.raises(InputError, match="length=7; expected at least 8"):
+        Masked(length=7)
+
+
+@pytest.mark.parametrize("name", MODELS[:4])
+def test_bert_learns_to_fill_gaps(name, book):
+    torch.manual_seed(0)
+    task = Masked((str(book),), length=24)
+    model = build(name, vocab_size=task.vocab_size).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    losses, generator = [], torch.Generator().manual_seed(0)
+    for _ in range(30):
+        rows = task.sample(generator, 32)
+        loss = model(labels=rows.pop("shift_labels"), **rows).loss
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    assert sum(losses[-5:]) / 5 < 0.75 * sum(losses[:3]) / 3

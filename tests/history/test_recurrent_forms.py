@@ -1,0 +1,242 @@
+"""The recurrent form of every softmax RNN that has one equals its T×T form."""
+
+import copy
+import itertools
+import math
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.nn.utils import parameters_to_vector
+
+from headrace import GateWarning, InputError, layers, zoo
+from headrace.history.specs.softmax_rnn import NORMS, SoftmaxRNNSpec
+from headrace.layers.linear.features import l2_norm
+from headrace.layers.rotary import rotary
+from headrace.spec.serialize import from_json, to_json
+from headrace.studies.verify import by_steps, relative, with_op
+
+D, H, d = 12, 2, 6
+NUMERATORS, ORDERS = ("exp", "relu", "elu+1", "cosine"), (None, 1, 2, 3, 4)
+DENOMINATORS = ("sum", "detached", "none", "input-length", *NORMS)
+GATES = ["output", "input", "both"]
+
+
+def readouts(denominator):
+    """The fields of a spec that have no part in the weights: whether the norm has parameters, and the length."""
+    affine = (False, True) if denominator in NORMS else (False,)
+    lengths = (False,) if denominator == "sum" else (False, True)
+    return [{"affine": a, "by_length": b} for a, b in itertools.product(affine, lengths)]
+
+
+def ungated(denominator):
+    """Every numerator and order, with one readout after the other, but for sums that can vanish, which no layer has."""
+    weights = itertools.product(NUMERATORS, ORDERS)
+    for (numerator, order), more in zip(weights, itertools.cycle(readouts(denominator))):
+        signed = numerator == "cosine" if order is None else order % 2 and numerator in ("exp", "cosine")
+        if not (signed and denominator in ("sum", "detached")):
+            yield SoftmaxRNNSpec(numerator, order, denominator=denominator, **more)
+
+
+def gated(denominator):
+    orders = ("norm-gate", "gate-norm") if denominator in NORMS else ("norm-gate",)
+    for gate, place, more in itertools.product(GATES, orders, readouts(denominator)):
+        if place == "norm-gate" or gate != "input":
+            yield SoftmaxRNNSpec("relu", 2, None, denominator, gate, place, **more)
+
+
+def both_forms(spec):
+    """The T×T layer with weights that do not vanish, and its recurrent form, in float64."""
+    layer = layers.build(spec, hidden_size=D, num_heads=H).double()
+    with torch.no_grad():
+        for name, p in layer.named_parameters():
+            p.add_(torch.randn_like(p), alpha=0.3 if "norm" in name else 0.5)
+    return layer, layer.recurrent()
+
+
+def gradients(direct, recurrent, x):
+    """Yields (the recurrent form's, the T×T form's): outputs, gradients to x, and gradients to all parameters."""
+    weights, found = torch.randn_like(x), []
+    for layer in (recurrent, direct):
+        y = layer(x)[0]
+        found.append([y, *torch.autograd.grad((y * weights).sum(), [x, *layer.parameters()])])
+    moved = copy.deepcopy(
+        direct
+    )  # with the gradients as its weights, so that its recurrent form has them in their places
+    for p, gradient in zip(moved.parameters(), found[1][2:], strict=True):
+        p.data = gradient
+    expected = [*found[1][:2], parameters_to_vector(moved.recurrent().parameters())]
+    yield from zip([*found[0][:2], parameters_to_vector(found[0][2:])], expected, strict=True)
+
+
+def outputs(layer, x):
+    """In one call, token by token, with padding on the left, and packed."""
+    mask = torch.ones(x.shape[:2], dtype=torch.bool)
+    mask[1, :3] = False
+    bounds = torch.tensor([0, 2, 2, x.shape[1]])
+    return [layer(x)[0], by_steps(layer, x), layer(x, mask=mask)[0], layer(x[:1], cu_seqlens=bounds)[0]]
+
+
+def check(spec):
+    direct, recurrent = both_forms(spec)
+    x = torch.randn(2, 7, D, dtype=torch.float64, requires_grad=True)
+    for ours, theirs in gradients(direct, recurrent, x):
+        assert relative(ours, theirs) <= 1e-10, spec
+    with torch.no_grad():
+        for ours, theirs in zip(outputs(recurrent, x), outputs(direct, x), strict=True):
+            assert relative(ours, theirs) <= 1e-10, spec
+
+
+@pytest.mark.parametrize("denominator", DENOMINATORS)
+def test_recurrent_form_equals_the_product_form(denominator):
+    for spec in ungated(denominator):
+        if spec.numerator == "exp" and spec.order is None:
+            with pytest.raises(InputError, match="infinitely many powers"):
+                spec.recurrent()
+        else:
+            check(spec)
+
+
+@pytest.mark.filterwarnings("ignore::headrace.GateWarning")
+@pytest.mark.parametrize("denominator", DENOMINATORS)
+def test_gated_recurrent_form_equals_the_product_form(denominator):
+    for spec in gated(denominator):
+        check(spec)
+
+
+@pytest.mark.parametrize("order", [None, 0, 2])
+def test_recurrent_form_has_every_form_of_the_op(order):
+    spec = SoftmaxRNNSpec("cosine", order, denominator="input-length", gate="both")
+    direct, recurrent = both_forms(spec)
+    x = torch.randn(2, 9, D, dtype=torch.float64)
+    y = direct(x)[0]
+    for form in ("chunkwise", "recurrent", "parallel"):
+        assert relative(with_op(recurrent, x, form=form), y) <= 1e-10
+
+
+FUNCTIONS = {
+    "exp": lambda x: x / d**0.25, "relu": lambda x: x.clamp(min=0) / d**0.25,
+    "elu+1": lambda x: (F.elu(x) + 1) / d**0.25, "cosine": lambda x: x / (x @ x + 1e-6).sqrt(),
+}  # fmt: skip
+
+
+def tensor_powers(x, order):
+    """x^⊗n for n = 0 … order, each flat."""
+    powers = [torch.ones(1, dtype=x.dtype)]
+    for _ in range(order):
+        powers.append(torch.kron(powers[-1], x))
+    return powers
+
+
+@pytest.mark.parametrize("numerator", NUMERATORS)
+@pytest.mark.parametrize("order", [0, 1, 3])
+def test_recurrent_form_equals_the_sum_of_recurrent_networks(numerator, order):
+    """Equation 4: o_t = Σ_n (q_t^⊗n) H_t^n / n! with H_t^n = H_{t−1}^n + (k_t^⊗n)ᵀ v_t / t^σ(c), a state per order."""
+    spec = SoftmaxRNNSpec(numerator, order, denominator="input-length").recurrent()
+    layer, T = layers.build(spec, hidden_size=D, num_heads=H).double(), 6
+    x, function, rows = torch.randn(1, T, D, dtype=torch.float64), FUNCTIONS[numerator], []
+    heads = [(x @ layer.part(name).T).unflatten(-1, (H, d)) for name in "qkv"]
+    q, k = (rotary(y, torch.arange(T)[None], layer.rope_theta)[0] for y in heads[:2])
+    for h in range(H):
+        memory = [torch.zeros(d**n, d, dtype=x.dtype) for n in range(order + 1)]
+        for t in range(T):
+            v = heads[2][0, t, h] / (t + 1) ** torch.sigmoid(layer.power[h])
+            queries, keys = (tensor_powers(function(y[t, h]), order) for y in (q, k))
+            memory = [memory[n] + torch.outer(keys[n], v) for n in range(order + 1)]
+            rows.append(sum(queries[n] @ memory[n] / math.factorial(n) for n in range(order + 1)))
+    out = torch.stack(rows).unflatten(0, (H, T)).transpose(0, 1).flatten(1)
+    assert relative(layer(x)[0][0], layer.o_proj(out)) <= 1e-12
+
+
+def test_clamped_logits_have_no_recurrent_form():
+    with pytest.raises(InputError, match=r"clamp=5\.0 has no recurrent form"):
+        zoo.get("recurrent-softmax-rnn-gate(order=2)")
+    assert zoo.get("recurrent-softmax-rnn-gate(order=2, clamp=none)").read.gate == "sigmoid-head"
+
+
+def test_encoder_has_no_recurrent_form():
+    layer = layers.build(SoftmaxRNNSpec(order=2), hidden_size=D, num_heads=H, causal=False)
+    with pytest.raises(InputError, match="an encoder has no recurrent form"):
+        layer.recurrent()
+
+
+def test_expression_names_the_recurrent_form():
+    spec = zoo.get("recurrent-softmax-rnn-norm(numerator=cosine, denominator=input-length, order=2)")
+    assert spec == SoftmaxRNNSpec("cosine", 2, denominator="input-length").recurrent()
+    assert from_json(to_json(spec)) == spec and spec.inputs.qk_norm == "l2" and spec.read.scale == "one"
+    with pytest.raises(InputError, match="infinitely many powers"):
+        zoo.get("recurrent-softmax-rnn-norm")
+    with pytest.raises(InputError, match="before one of softmax-rnn-norm"):
+        zoo.get("recurrent-transformer")
+
+
+@pytest.mark.parametrize("order", [None, 0, 1, 2, 3, 4])
+@pytest.mark.parametrize("denominator", ["l2", "sum", "detached"])
+def test_state_and_cost_are_constant(order, denominator):
+    """C(d + n, n) rows of d values, and one more column for a sum."""
+    spec = SoftmaxRNNSpec("elu+1", order, denominator=denominator).recurrent()
+    rows, columns = d if order is None else math.comb(d + order, order), d + (denominator != "l2")
+    assert spec.state_shapes(D, H, tokens=1000) == {"memory": (H, rows, columns)}
+    assert spec.flops_per_token(D, H) == 4 * H * rows * columns
+    layer, x = layers.build(spec, hidden_size=D, num_heads=H), torch.randn(1, 50, D)
+    with torch.no_grad():
+        states = [layer(x[:, :length])[1] for length in (1, 50)]
+    assert [state.memory.shape for state in states] == [(1, H, rows, columns)] * 2
+    assert states[0].tokens.shape == states[1].tokens.shape == (1,)
+
+
+def test_features_that_no_memory_holds_are_refused():
+    spec = SoftmaxRNNSpec("relu", 10).recurrent()
+    with pytest.raises(InputError, match=r"inputs.order=10 makes more than 16,777,216 features of 64 per head"):
+        spec.state_shapes(128, 2)
+
+
+@pytest.mark.parametrize("expression", ["softmax-rnn-norm", "recurrent-softmax-rnn-norm"])
+def test_norm_cancels_a_gate_before_it(expression):
+    """As in the paper's code, whose output gate multiplies what the norm divides: under an L2 norm it does nothing."""
+    x = torch.randn(2, 9, D, dtype=torch.float64)
+    name = f"{expression}(order=2, gate=output, gate_order={{}})"
+    before, after = (zoo.get(name.format(order)) for order in ("gate-norm", "norm-gate"))
+    assert before.idle_gates() and not after.idle_gates()
+    for spec, cancels in ((before, True), (after, False)):
+        with pytest.warns(GateWarning) if cancels and expression.startswith("rec") else nullcontext():
+            layer = layers.build(spec, hidden_size=D, num_heads=H).double()
+        y = layer(x)[0]
+        with torch.no_grad():
+            layer.gate.bias.sub_(3)
+        assert (relative(layer(x)[0], y) <= 1e-13) is cancels
+
+
+@pytest.mark.parametrize(
+    ("expression", "reason"),
+    [
+        ("gla(inputs.rotary_first=true)", "places a rotation"),
+        ("gla(inputs.order=2, read.norm=none, read.affine=true)", "of a norm with channels"),
+        ("rwkv6(read.affine=false)", "whose weight is optional"),
+        ("gla(read.norm=l2, read.eps=0.1)", "read.eps=0.1"),
+        ("softmax-rnn-norm(order=101)", "order=101; expected 0 to 100"),
+        ("linear-attention(read.by_length=true)", "has no effect"),
+        ("linear-attention(inputs.rotary=true)", "rotary_first"),
+        ("gla(read.norm=detached)", "read.norm='detached' divides by q·z"),
+    ],
+)
+def test_invalid_specs_are_refused(expression, reason):
+    with pytest.raises(InputError, match=reason):
+        zoo.get(expression)
+
+
+def test_delta_rule_that_could_diverge_is_refused():
+    spec = zoo.get("deltanet(inputs.order=2, read.scale=one)")
+    with pytest.raises(InputError, match=r"has β‖k‖² up to 2\.5 and diverges above 2"):
+        spec.head_dims(64, 4)
+    assert zoo.get("deltanet(inputs.order=3)").state_shapes(64, 4)["memory"] == (4, math.comb(16 + 3, 3), 16)
+
+
+@pytest.mark.parametrize(("key_dim", "order"), [(3, 1), (3, 8), (4, 8), (64, 2)])
+def test_delta_rule_with_features_contracts(key_dim, order):
+    """‖φ(k)‖² is at most e^(K^-1/2) for a normalized key, which is below 2 from K = 3 on."""
+    spec = zoo.get(f"deltanet(inputs.order={order}, heads.key_dim={key_dim}, inputs.conv=0)")
+    layer = layers.build(spec, hidden_size=8, num_heads=1).double()
+    k = layer.features(l2_norm(torch.randn(1, 20, 1, key_dim).double()) * layer.logit_scale**0.5)
+    assert k.square().sum(-1).max() <= math.exp(key_dim**-0.5) < 2

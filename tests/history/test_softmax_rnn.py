@@ -1,0 +1,366 @@
+"""Softmax attention as a sum of recurrent networks, and taken apart."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from attention_layers import agree
+from headrace import layers, linear_attention, zoo
+from headrace.history.specs.softmax_rnn import NORMS, SoftmaxRNNSpec
+from headrace.layers.linear.taylor import TaylorFeatures, truncated_exp
+from headrace.layers.rotary import rotary
+from headrace.studies.verify import by_steps, relative, with_op
+from headrace.utils.errors import InputError
+
+D, H, d = 32, 2, 16
+
+
+def draw(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+# --- features --------------------------------------------------------------------------------------------------------
+
+
+def tensor_power(x, order):
+    power = torch.ones(1, dtype=x.dtype)
+    for _ in range(order):
+        power = torch.kron(power, x)
+    return power
+
+
+@pytest.mark.parametrize("order", [1, 2, 3, 4])
+@pytest.mark.parametrize("dim", [1, 2, 5])
+def test_features_are_the_distinct_monomials(dim, order):
+    features, q, k = TaylorFeatures(dim, order), draw(dim), draw(dim)
+    assert features(q).shape == (math.comb(dim + order, order),)
+    powers = sum(tensor_power(q, m) @ tensor_power(k, m) / math.factorial(m) for m in range(order + 1))
+    product = features(q) @ features(k)
+    assert abs(product - powers) <= 1e-12 * max(1, features(q).norm() * features(k).norm())
+    assert abs(product - truncated_exp(q @ k, order)) <= 1e-12 * max(1, features(q).norm() * features(k).norm())
+
+
+def test_order_one_equals_linear_attention():
+    q, k, v, features = draw(2, 40, H, d), draw(2, 40, H, d), draw(2, 40, H, d), TaylorFeatures(d, 1)
+    out = linear_attention(features(q), features(k), v, scale=1.0)[0]
+    assert relative(out, v.cumsum(1) + linear_attention(q, k, v, scale=1.0)[0]) <= 1e-12
+
+
+def test_truncated_exponential_sign():
+    x = torch.linspace(-8, 8, 161, dtype=torch.float64)
+    for order in range(11):
+        literal = sum(x**m / math.factorial(m) for m in range(order + 1))
+        torch.testing.assert_close(truncated_exp(x, order), literal, rtol=1e-12, atol=1e-10)
+        assert bool((truncated_exp(x, order) > 0).all()) is (order % 2 == 0)
+
+
+@pytest.mark.parametrize("order", [1, 3])
+def test_vanishing_denominator_is_refused(order):
+    with pytest.raises(InputError, match="even order"):
+        zoo.get(f"taylor-softmax(inputs.order={order})")
+    assert zoo.get(f"taylor-softmax(inputs.order={order}, read.norm=rms)").inputs.order == order
+
+
+def test_state_is_small_for_small_keys():
+    described = zoo.get("taylor-softmax")
+    assert described.state_shapes(1024, 4)["memory"] == (4, 153, 257)
+    assert described.flops_per_token(1024, 4) == 4 * 4 * 153 * 257
+    with pytest.raises(InputError, match="key_dim"):
+        zoo.get("taylor-softmax(heads.key_dim=0)")
+
+
+def test_loading_weights_into_empty_memory_suffices():
+    made, x = layers.build(zoo.get("taylor-softmax"), hidden_size=D, num_heads=H), torch.randn(1, 5, D)
+    with torch.device("meta"):
+        empty = layers.build(zoo.get("taylor-softmax"), hidden_size=D, num_heads=H).to_empty(device="cpu")
+    for buffer in empty.buffers():
+        buffer.zero_()
+    empty.load_state_dict(made.state_dict())
+    assert torch.equal(empty(x)[0], made(x)[0])
+
+
+def taylor(order, transformer, norm):
+    """A recurrent layer with the weights of a softmax attention layer, whose e^x it cuts off after this order."""
+    described = zoo.get(f"taylor-softmax(inputs.order={order}, heads.key_dim=none, read.norm={norm})")
+    layer = layers.build(described, hidden_size=D, num_heads=8).double()
+    with torch.no_grad():
+        for name in ("q", "k", "v"):
+            layer.part(name).copy_(getattr(transformer, f"{name}_proj").weight)
+        layer.o_proj.weight.copy_(transformer.o_proj.weight)
+    return layer
+
+
+@torch.no_grad()
+def test_even_orders_converge_to_softmax_attention():
+    transformer, x = layers.build(zoo.get("transformer"), hidden_size=D, num_heads=8).double(), draw(2, 40, D)
+    y = transformer(x)[0]
+    second, fourth = (relative(taylor(order, transformer, "sum")(x)[0], y) for order in (2, 4))
+    assert fourth < second / 5 < 0.01
+
+
+# --- taken apart -----------------------------------------------------------------------------------------------------
+
+NUMERATORS = [
+    *(("exp", order) for order in (None, 0, 2, 3)),
+    *(("relu", order) for order in (None, 3)),
+    *(("elu+1", order) for order in (None, 2)),
+    *(("cosine", order) for order in (None, 4)),
+]
+DENOMINATORS = ["sum", "detached", "none", "input-length", "l2", "rms", "layer"]
+
+
+def specs(denominator):
+    """Every numerator of one denominator twice, with one of the other fields' values after the other, but for what is
+    refused."""
+    norm, sums = denominator in NORMS, denominator in ("sum", "detached")
+    lengths = (False,) if denominator == "sum" else (False, True)
+    others = itertools.cycle(itertools.product((None, 0.3), (False, True) if norm else (False,), lengths))
+    for numerator, order in [*NUMERATORS, *NUMERATORS[1:], NUMERATORS[0]]:
+        clamp, affine, by_length = next(others)
+        if not (sums and (numerator, order) in (("exp", 3), ("cosine", None))):
+            yield SoftmaxRNNSpec(numerator, order, clamp, denominator, affine=affine, by_length=by_length)
+    for gate, affine in itertools.product(("output", "input", "both"), (False, True) if norm else (False,)):
+        yield SoftmaxRNNSpec(denominator=denominator, gate=gate, affine=affine)
+        if norm and gate != "input":
+            yield SoftmaxRNNSpec(denominator=denominator, gate=gate, gate_order="gate-norm", affine=affine)
+
+
+def weight(spec, q, k):
+    """Of one query and one key."""
+    function = {"exp": lambda x: x, "relu": F.relu, "elu+1": lambda x: F.elu(x) + 1}
+    function["cosine"] = lambda x: x / (x @ x + 1e-6).sqrt()
+    q, k = (function[spec.numerator](x) for x in (q, k))
+    logit = q @ k / (1 if spec.numerator == "cosine" else len(q) ** 0.5)
+    logit = logit if spec.clamp is None else logit.clamp(max=spec.clamp)
+    if spec.order is not None:
+        return sum(logit**m / math.factorial(m) for m in range(spec.order + 1))
+    return logit.exp() if spec.numerator == "exp" else logit
+
+
+def readout(spec, layer, weights, values, gate):
+    """Of one token and head: weights [L], values [L, d], gate []. Norms are PyTorch's own, with their default ε in
+    float32."""
+    out, size = weights @ values, values.shape[1:]
+    if spec.denominator == "sum":
+        out = out / (weights.sum() + (0 if spec.numerator == "exp" and spec.order is None else 1e-6))
+    if spec.denominator == "detached":
+        out = out / weights.sum().clamp(min=1).detach()
+    out = out / len(weights) if spec.by_length else out
+    out = out * gate if spec.gate_order == "gate-norm" else out
+    if spec.denominator == "l2":
+        out = F.normalize(out, dim=-1)
+    if spec.denominator == "rms":
+        out = F.rms_norm(out, size, eps=torch.finfo(torch.float32).eps)
+    if spec.denominator == "layer":
+        out = F.layer_norm(out, size)
+    out = out * layer.norm_weight if spec.affine else out
+    out = out + layer.norm_bias if spec.affine and spec.denominator == "layer" else out
+    return out if spec.gate_order == "gate-norm" else out * gate
+
+
+def literal(layer, x, causal):
+    """The layer, pair of tokens by pair of tokens: x [T, D] -> [T, D]."""
+    spec, T = layer.spec, len(x)
+    q, k, v = (p(x).view(T, H, -1) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    q, k = (rotary(y[None], torch.arange(T)[None], layer.rope_theta)[0] for y in (q, k))
+    logits = x.new_zeros(T, 0) if layer.gate is None else layer.gate(x)
+    none = x.new_full((T, H), torch.inf)  # a gate of 1
+    of_output = logits[:, :H] if spec.gate in ("output", "both") else none
+    of_input = logits[:, -H:] if spec.gate in ("input", "both") else none
+    gate, v = torch.sigmoid(of_output), v * torch.sigmoid(of_input)[..., None]
+    if spec.denominator == "input-length":
+        seen = torch.arange(1, T + 1) if causal else torch.full((T,), T)
+        v = torch.stack([v[s] / (seen[s] ** torch.sigmoid(layer.power))[:, None] for s in range(T)])
+    rows = []
+    for t, h in itertools.product(range(T), range(H)):
+        end = t + 1 if causal else T
+        weights = torch.stack([weight(spec, q[t, h], k[s, h]) for s in range(end)])
+        rows.append(readout(spec, layer, weights, v[:end, h], gate[t, h]))
+    return layer.o_proj(torch.stack(rows).view(T, -1))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+@pytest.mark.parametrize("denominator", DENOMINATORS)
+def test_product_form_equals_its_equation(denominator, causal):
+    for described in specs(denominator):
+        layer = layers.build(described, hidden_size=8, num_heads=H, causal=causal).double()
+        with torch.no_grad():
+            for name, p in layer.named_parameters():
+                p.add_(torch.randn_like(p), alpha=0.3 if "norm" in name else 0.5)
+        x = draw(3, 8).requires_grad_()
+        actual, expected = layer(x[None])[0][0], literal(layer, x, causal)
+        assert relative(actual, expected) <= 1e-10, described
+        weights = torch.randn_like(actual)
+        gradients = [torch.autograd.grad((y * weights).sum(), x)[0] for y in (actual, expected)]
+        assert (gradients[0] - gradients[1]).norm() <= 1e-9 * max(1, gradients[1].norm()), described
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+def test_softmax_parts_give_softmax_attention(causal):
+    sdpa = layers.build(zoo.get("transformer"), hidden_size=D, num_heads=H, causal=causal).double()
+    ours = layers.build(SoftmaxRNNSpec(), hidden_size=D, num_heads=H, causal=causal).double()
+    ours.load_state_dict(sdpa.state_dict())
+    agree(lambda x: ours(x)[0], lambda x: sdpa(x)[0], 3 * draw(2, 60, D), 1e-12)
+
+
+def raw(spec, q, k, v):
+    """Σ_s e^{q_t·k_s / √d} v_s over s ≤ t, and the sum of its weights, as they are written: nothing is factored out."""
+    logits = torch.einsum("bthd,bshd->bhts", q, k) / q.shape[-1] ** 0.5
+    weights = (logits if spec.clamp is None else logits.clamp(max=spec.clamp)).exp().tril()
+    return torch.einsum("bhts,bshd->bthd", weights, v), weights.sum(-1).transpose(1, 2)[..., None]
+
+
+@pytest.mark.parametrize("clamp", [None, 5.0])
+@pytest.mark.parametrize("logit", [-60.0, -20.0, -8.0, -2.0, 0.0, 30.0])
+@pytest.mark.parametrize("denominator", ["detached", "l2", "rms", "layer"])
+def test_denominators_equal_the_authors_code_at_any_logit_size(denominator, logit, clamp):
+    """theirs: softmax_detach_denom, gated_softmax_no_gate and its _L2norm and _rmsnorm, of the paper's repository."""
+    layer = layers.build(SoftmaxRNNSpec(denominator=denominator, clamp=clamp), hidden_size=D, num_heads=H).double()
+    direction = F.normalize(torch.ones(d, dtype=torch.float64), dim=0)
+    q, k, v = (0.3 * draw(2, 6, H, d) for _ in range(3))
+    q, k = q + 8 * direction, k + logit * d**0.5 / 8 * direction
+    result = layer.read(q, k, v)
+    out, total = raw(layer.spec, q, k, v)
+    theirs = {
+        "detached": lambda: out / total.clamp(min=1),
+        "l2": lambda: F.normalize(out, dim=-1),
+        "rms": lambda: F.rms_norm(out, (d,), eps=torch.finfo(torch.float32).eps),
+        "layer": lambda: F.layer_norm(out, (d,)),
+    }[denominator]()
+    assert relative(result, theirs) <= 1e-12
+    narrow = layer.float().read(q.float(), k.float(), v.float())
+    # Logits are sums of d products of up to 8 |logit| √d / 8: d rounding errors of 2^-24, and e^x has their sum.
+    assert relative(narrow, theirs) <= 4 * d * 2**-24 * max(1, abs(logit)) and narrow.isfinite().all()
+
+
+@pytest.mark.parametrize("denominator", NORMS)
+def test_norm_of_zeros_is_zero(denominator):
+    layer = layers.build(SoftmaxRNNSpec(denominator=denominator), hidden_size=D, num_heads=H)
+    q, v = torch.full((1, 3, H, d), 6.0), torch.zeros(1, 3, H, d, requires_grad=True)
+    out = layer.read(q, q, v)
+    assert not out.any() and torch.autograd.grad(out.sum(), v)[0].isfinite().all()
+
+
+def test_detached_denominator_changes_only_the_backward():
+    sum_, detached = (
+        layers.build(SoftmaxRNNSpec(denominator=kind), hidden_size=D, num_heads=H).double()
+        for kind in ("sum", "detached")
+    )
+    detached.load_state_dict(sum_.state_dict())
+    for layer in (sum_, detached):
+        layer.k_proj.weight = layer.q_proj.weight  # a token's logit with itself is not negative, so no sum is below 1
+    x = draw(2, 20, D).requires_grad_()
+    outs = [layer(x)[0] for layer in (sum_, detached)]
+    assert torch.equal(*outs)
+    one, other = (torch.autograd.grad(out.square().sum(), x)[0] for out in outs)
+    assert relative(one, other) > 0.01
+
+
+def test_cosine_attention_equals_the_authors_code():
+    """linear_cosine of the paper's repository, value by value: Σ_s cos(q_t, k_s) v_s / s^σ(c), c = 0.5 at first."""
+    spec = SoftmaxRNNSpec(numerator="cosine", denominator="input-length")
+    layer, x = layers.build(spec, hidden_size=D, num_heads=H).double(), draw(1, 12, D)
+    assert layer.power.tolist() == [0.5] * H and set(layer.state_dict()) == {
+        *(f"{name}_proj.weight" for name in "qkvo"), "power",
+    }  # fmt: skip
+    q, k, v = (p(x).unflatten(-1, (H, -1))[0] for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    q, k = (rotary(y[None], torch.arange(12)[None], layer.rope_theta)[0] for y in (q, k))
+    power, out = 1 / (1 + math.exp(-0.5)), torch.zeros(12, H, d, dtype=torch.float64)
+    for t, h in itertools.product(range(12), range(H)):
+        for s in range(t + 1):
+            out[t, h] += F.cosine_similarity(q[t, h], k[s, h], dim=0) * v[s, h] / (s + 1) ** power
+    # A length is √(|x|² + 1e-6) here, of vectors whose |x|² is about 1/3 d.
+    assert relative(layer(x)[0][0], layer.o_proj(out.flatten(1))) <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["softmax-rnn-gate", "softmax-rnn-norm(numerator=cosine, denominator=input-length)"])
+def test_encoder_rows_are_independent_of_padding(name):
+    layer, x = layers.build(zoo.get(name), hidden_size=D, num_heads=H, causal=False).double(), draw(2, 9, D)
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[1, :4] = False
+    y = layer(x, mask=mask)[0]
+    assert relative(y[0], layer(x[:1])[0][0]) <= 1e-12
+    assert relative(y[1, 4:], layer(x[1:, 4:])[0][0]) <= 1e-12
+    with pytest.raises(InputError, match="encoder"):
+        layer(x, layer(x)[1])
+
+
+@pytest.mark.parametrize(
+    ("expression", "reason"),
+    [
+        ("softmax-rnn-norm(denominator=sum, order=3)", "even order"),
+        ("softmax-rnn-norm(denominator=detached, numerator=cosine)", "even order"),
+        ("softmax-rnn-norm(denominator=sum, by_length=true)", "by_length=True has no effect"),
+        ("softmax-rnn-gate(affine=true)", "parameters to a norm"),
+        ("softmax-rnn-gate(gate_order=gate-norm)", "before a norm"),
+        ("softmax-rnn-norm(gate=input, gate_order=gate-norm)", "before a norm"),
+        ("softmax-rnn-gate(order=-1)", "order=-1"),
+        ("softmax-rnn-gate(numerator=tanh)", "exp, relu"),
+    ],
+)
+def test_invalid_specs_are_refused(expression, reason):
+    with pytest.raises(InputError, match=reason):
+        zoo.get(expression)
+
+
+# --- both forms ------------------------------------------------------------------------------------------------------
+
+
+def direct(order, transformer, denominator):
+    """The T×T form of `taylor`."""
+    layer = layers.build(SoftmaxRNNSpec(order=order, denominator=denominator), hidden_size=D, num_heads=8).double()
+    layer.load_state_dict(transformer.state_dict())
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("order", "denominator"), [(1, "none"), (2, "none"), (3, "none"), (4, "none"), (2, "sum"), (4, "sum")]
+)
+def test_all_forms_agree(order, denominator):
+    """Up to the 1e-6 that a recurrent sum has added to it."""
+    transformer, x = layers.build(zoo.get("transformer"), hidden_size=D, num_heads=8).double(), 2 * draw(2, 40, D)
+    recurrent, y = taylor(order, transformer, denominator), direct(order, transformer, denominator)(x)[0]
+    ways = [with_op(recurrent, x, form=form) for form in ("chunkwise", "recurrent", "parallel")]
+    for result in (*ways, by_steps(recurrent, x)):
+        assert relative(result, y) <= (1e-10 if denominator == "none" else 1e-6)
+
+
+@torch.no_grad()
+def test_even_orders_converge_to_softmax_for_bounded_logits():
+    transformer, x = layers.build(zoo.get("transformer"), hidden_size=D, num_heads=8).double(), draw(2, 40, D)
+    y = transformer(x)[0]
+    errors = [relative(direct(order, transformer, "sum")(x)[0], y) for order in range(0, 11, 2)]
+    assert all(later < before / 4 for before, later in itertools.pairwise(errors))
+    assert errors[-1] < 1e-6
+
+
+def test_order_one_by_length_equals_the_running_mean():
+    spec = SoftmaxRNNSpec(order=1, denominator="none", by_length=True)
+    layer, x = layers.build(spec, hidden_size=D, num_heads=H).double(), draw(2, 30, D)
+    q, k, v = (p(x).unflatten(-1, (H, -1)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    q, k = (rotary(y, torch.arange(30)[None], layer.rope_theta) for y in (q, k))
+    length = torch.arange(1, 31)[:, None, None]
+    mean = (v.cumsum(1) + linear_attention(q, k, v)[0]) / length
+    assert relative(layer(x)[0], layer.o_proj(mean.flatten(-2))) <= 1e-12
+
+
+def test_stored_values_have_the_precision_of_keys():
+    spec = SoftmaxRNNSpec(numerator="cosine", denominator="input-length")
+    layer = layers.build(spec, hidden_size=D, num_heads=H)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, state = layer(torch.randn(2, 5, D))
+    assert state.k.dtype == state.v.dtype == torch.bfloat16 and y.isfinite().all()
+
+
+def test_tokens_of_another_width_are_refused_in_place_too():
+    """Of every mixer with a state, by the one check before `run_in_place`."""
+    for name in ("softmax-rnn-norm", "gla", "mamba"):
+        layer = layers.Mixer(name, hidden_size=D, num_heads=H)
+        with torch.no_grad():
+            _, state = layer(torch.randn(2, 5, D))
+            for x in (torch.randn(2, 1, D + 1), torch.randn(2, D), torch.ones(2, 1, D, dtype=torch.long)):
+                with pytest.raises(InputError, match=r"^x has "):
+                    layer(x, state, in_place=True)
