@@ -8,6 +8,11 @@ from .utils.errors import GateWarning, InputError
 from .utils.extras import require
 
 if TYPE_CHECKING:
+    from .cli.compare import compare
+    from .cli.evaluate import evaluate
+    from .cli.train import prepare, train
+    from .cli.understand import inspect
+    from .cli.use import generate
     from .convert import load
     from .hf import (
         HeadraceCache,
@@ -31,6 +36,12 @@ __version__ = "0.1.0"
 
 # Imported on first use: PyTorch and transformers take seconds, and `headrace --help` needs neither.
 _LAZY = {
+    "compare": "cli.compare",
+    "evaluate": "cli.evaluate",
+    "generate": "cli.use",
+    "inspect": "cli.understand",
+    "prepare": "cli.train",
+    "train": "cli.train",
     "linear_attention": "ops.attention",
     "step": "ops.attention",
     "context_parallel": "ops.parallel.context",
@@ -70,8 +81,9 @@ del auto, tables
 
 __all__ = [
     "GateWarning", "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel", "InputError", "Marks",
-    "Mixer", "backends", "compile_blocks", "context_parallel", "linear_attention", "load", "load_state", "quantize",
-    "register_mixer", "register_model", "register_task", "save_state", "set_backend", "step", "verify",
+    "Mixer", "backends", "compare", "compile_blocks", "context_parallel", "evaluate", "generate", "inspect",
+    "linear_attention", "load", "load_state", "prepare", "quantize", "register_mixer", "register_model",
+    "register_task", "save_state", "set_backend", "step", "train", "verify",
 ]  # fmt: skip
 
 

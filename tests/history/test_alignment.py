@@ -251,7 +251,7 @@ def test_ignored_labels_do_not_change_the_loss():
 def test_whole_models_are_refused_as_mixers(name):
     spec = zoo.get(name)
     assert from_json(to_json(spec)) == spec
-    with pytest.raises(InputError, match=r"headrace\.models\.build"):
+    with pytest.raises(InputError, match=r"headrace\.history\.models\.build"):
         HeadraceConfig(mixer=name, hidden_size=8)
 
 

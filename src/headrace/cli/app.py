@@ -14,7 +14,7 @@ import typer
 from .. import __version__
 from ..utils.errors import InputError
 from . import compare, evaluate, train, understand, use
-from .console import printable, requiring_extra, with_plugins
+from .console import for_typer, printable, requiring_extra, with_plugins
 
 # Errors of a full disk, or of a path that this user cannot write.
 UNWRITABLE = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "ENOTDIR")}
@@ -197,7 +197,7 @@ def register(group: str, name: str, command: Command) -> None:
     paragraphs = cleandoc(command.run.__doc__ or "").split("\n\n")  # Typer would keep the line breaks within them
     description = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     run = command.run if name in WITHOUT_PLUGINS else with_plugins(command.run)
-    run = requiring_extra(command.extra, name, run)
+    run = for_typer(requiring_extra(command.extra, name, run))
     app.command(name=name, rich_help_panel=group, help=description, epilog=epilog)(run)
 
 

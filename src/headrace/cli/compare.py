@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,97 +18,132 @@ from ..studies import catalog
 from ..studies.report.numbers import count
 from ..utils.errors import InputError
 from .console import Device, interruptible, refuse_with, refuse_without, telling, terminal, track
+from .options import takes
 
 
-def compare(
+@dataclass(frozen=True)
+class CompareOptions:
+    """The options of `headrace compare`."""
+
     files: Annotated[
         list[str] | None,
         typer.Argument(help=r"Text files for language modelling, as with --text. \[default: none]", show_default=False),
-    ] = None,
+    ] = None
     mixers: Annotated[
         str | None,
         typer.Option(
             help=r"Mixers, separated by commas: names or expressions (see `headrace zoo`), or all. "
             r"\[default: the task's]"
         ),
-    ] = None,
+    ] = None
     task: Annotated[
         str | None,
         typer.Option(
             help=r"Task, with fields in parentheses: key-value(length=128). \[default: pair; text with --text]"
         ),
-    ] = None,
+    ] = None
     text: Annotated[
         list[str] | None, typer.Option(help=r"Text file for language modelling. Repeatable. \[default: none]")
-    ] = None,
+    ] = None
     tokenizer: Annotated[
         str | None, typer.Option(help=r"Tokenizer: bytes, or a JSON file of `tokenizers`. \[default: bytes]")
-    ] = None,
+    ] = None
     seeds: Annotated[
         str | None,
         typer.Option(help=r"Number of random seeds, or the seeds themselves: 10-14 or 7,10-14. \[default: 3]"),
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help=r"Number of training steps. \[default: 300]")] = None,
-    batch_size: Annotated[int | None, typer.Option(help=r"Rows per training step. \[default: 64]")] = None,
-    lr: Annotated[float | None, typer.Option(help=r"Peak learning rate. \[default: 0.01]")] = None,
-    length: Annotated[int | None, typer.Option(help=r"Tokens per row. \[default: 48]")] = None,
+    ] = None
+    steps: Annotated[int | None, typer.Option(help=r"Number of training steps. \[default: 300]")] = None
+    batch_size: Annotated[int | None, typer.Option(help=r"Rows per training step. \[default: 64]")] = None
+    lr: Annotated[float | None, typer.Option(help=r"Peak learning rate. \[default: 0.01]")] = None
+    length: Annotated[int | None, typer.Option(help=r"Tokens per row. \[default: 48]")] = None
     sweep: Annotated[
         str | None,
         typer.Option(
             help="Field of the task, model or training and its values: FIELD=VALUE,VALUE,... "
             r"Each value is one comparison. \[default: none]"
         ),
-    ] = None,
+    ] = None
     initializer_range: Annotated[
         float | None,
         typer.Option(help=r"Standard deviation of the initial weights. \[default: 0.64 / √hidden_size]"),
-    ] = None,
+    ] = None
     tune: Annotated[
         str | None,
         typer.Option(
             help="Field of the training and its values: lr=VALUE,VALUE,... Each mixer takes its best value, on "
             r"seeds and rows that are not reported. \[default: none]"
         ),
-    ] = None,
+    ] = None
     tune_seeds: Annotated[
         str | None,
         typer.Option(help=r"Seeds of the search, as with --seeds. \[default: three that are not reported]"),
-    ] = None,
-    hidden_size: Annotated[int | None, typer.Option(help=r"Hidden size of the models. \[default: 64]")] = None,
-    layers: Annotated[int | None, typer.Option(help=r"Number of layers. \[default: 1]")] = None,
-    heads: Annotated[int | None, typer.Option(help=r"Number of heads per layer. \[default: 8]")] = None,
+    ] = None
+    hidden_size: Annotated[int | None, typer.Option(help=r"Hidden size of the models. \[default: 64]")] = None
+    layers: Annotated[int | None, typer.Option(help=r"Number of layers. \[default: 1]")] = None
+    heads: Annotated[int | None, typer.Option(help=r"Number of heads per layer. \[default: 8]")] = None
     match: Annotated[
         str | None,
         typer.Option(
             help="What all models have equally many of: parameters, or state: parameters and numbers of the state. "
             r"\[default: parameters]"
         ),
-    ] = None,
+    ] = None
     plan: Annotated[
         Path | None,
         typer.Option(help=r"YAML file of a study with its question and test, in place of options. \[default: none]"),
-    ] = None,
+    ] = None
     suite: Annotated[
         str | None,
         typer.Option(
             help="Suite of tasks with fixed settings: small, of the leaderboard. Each mixer gets a row, in a folder of "
             r"its own. \[default: none]"
         ),
-    ] = None,
+    ] = None
     board: Annotated[
         Path | None,
         typer.Option(
             help="CSV file with the rows of others, which a suite's are shown beside. "
             r"\[default: benchmarks/results/leaderboard.csv of the checkout]"
         ),
-    ] = None,
-    output: Annotated[Path | None, typer.Option(help=r"Folder of the report. \[default: runs/<task>]")] = None,
-    device: Device = None,
+    ] = None
+    output: Annotated[Path | None, typer.Option(help=r"Folder of the report. \[default: runs/<task>]")] = None
+    device: Device = None
     workers: Annotated[
         int | None,
         typer.Option(help=r"Number of worker processes. \[default: one per GPU, or one per CPU core]"),
-    ] = None,
-) -> None:
+    ] = None
+
+    def __post_init__(self) -> None:
+        for mixer in () if self.mixers is None else zoo.several(self.mixers):
+            zoo.get(mixer)  # raises for a misspelt one before PyTorch is imported, which takes seconds
+        if self.suite is None:
+            refuse_without("--suite", board=self.board)
+        else:
+            refuse_with("--suite", **self.changes | self.others | {"mixers": None}, plan=self.plan)
+        if self.plan is not None:
+            refuse_beside_plan(self.plan, self.changes | self.others)
+
+    @property
+    def sources(self) -> list[str]:
+        """The text files."""
+        return [*(self.text or []), *(self.files or [])]
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """Changes to the task's settings by name; None: its own."""
+        names = "mixers seeds steps batch_size lr length hidden_size layers heads initializer_range"
+        changes = {name: getattr(self, name) for name in names.split()}
+        return changes | {"seeds": None if self.seeds is None else str(self.seeds)}
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """The options that choose the task and the study."""
+        names = "task tokenizer sweep tune tune_seeds match"
+        return {name: getattr(self, name) for name in names.split()} | {"text": self.sources or None}
+
+
+@takes(CompareOptions)
+def compare(options: CompareOptions) -> dict[str, Any] | None:
     """Train mixers on one task with equal parameter counts, and with --match state equal states, and write a report.
 
     Without arguments, runs a demonstration. After an interruption, the same command resumes. Each task has its own
@@ -116,36 +152,26 @@ def compare(
     With --suite, each mixer trains by itself on several tasks with fixed settings, tuned learning rates and five seeds,
     and gets a row of the leaderboard. The time that this will take is said before.
     """
-    for mixer in () if mixers is None else zoo.several(mixers):
-        zoo.get(mixer)  # raises for a misspelt one before PyTorch and transformers are imported, which takes seconds
     from ..studies.compare.choose import choose, planned
     from ..studies.compare.terminal import print_results
     from ..studies.workers import place_workers
     from ..utils.device import all_devices
 
-    places = place_workers(all_devices(device), workers)
-    changes = {
-        "mixers": mixers, "seeds": seeds, "steps": steps, "batch_size": batch_size, "lr": lr, "length": length,
-        "hidden_size": hidden_size, "layers": layers, "heads": heads,
-        "initializer_range": initializer_range,
-    }  # fmt: skip
-    sources = [*(text or []), *(files or [])]
-    others = {"task": task, "text": sources or None, "tokenizer": tokenizer, "sweep": sweep, "tune": tune}
-    others |= {"tune_seeds": tune_seeds, "match": match}
-    if suite is not None:
-        refuse_with("--suite", **{name: value for name, value in changes.items() if name != "mixers"}, **others)
-        refuse_with("--suite", plan=plan)
-        run_suite(suite, mixers, output or Path("runs", suite), board, places)
-        return
-    refuse_without("--suite", board=board)
-    if plan is None:
-        study = choose(task, sources, tokenizer, changes, sweep, tune, tune_seeds, match)
+    places, one = place_workers(all_devices(options.device), options.workers), options
+    if one.suite is not None:
+        run_suite(one.suite, one.mixers, one.output or Path("runs", one.suite), one.board, places)
+        return None
+    if one.plan is None:
+        study = choose(
+            one.task, one.sources, one.tokenizer, one.changes, one.sweep, one.tune, one.tune_seeds, one.match
+        )
     else:
-        refuse_beside_plan(plan, changes | others)
-        study = planned(plan)
-    folder = output or Path("runs", study.name)
-    print_results(run(study, folder, places), terminal())
+        study = planned(one.plan)
+    folder = one.output or Path("runs", study.name)
+    results = run(study, folder, places)
+    print_results(results, terminal())
     terminal().print(f"The report is {folder / 'report.html'}", soft_wrap=True, highlight=False)
+    return results
 
 
 def run_suite(suite: str, mixers: str | None, folder: Path, board: Path | None, places: list[str]) -> None:

@@ -114,16 +114,20 @@ def track(items: Sequence[T], name: str, tell: Callable[[str], None]) -> Iterato
         yield item
 
 
+class Interrupted(KeyboardInterrupt):
+    """A command that Ctrl-C or SIGTERM ended, after its farewell. args: the exit code."""
+
+
 @contextmanager
 def interruptible(farewell: str, terminated: int = 143) -> Iterator[None]:
-    """Turns Ctrl-C into the farewell and exit code 130, and SIGTERM into the farewell and exit code `terminated`."""
+    """Prints a farewell after Ctrl-C and SIGTERM, and raises Interrupted with exit code 130 or `terminated`."""
     try:
         with terminable():
             yield
     except KeyboardInterrupt as stop:
         what, code = ("terminated", terminated) if isinstance(stop, Terminated) else ("interrupted", 130)
         print(f"\n{what}: {farewell}", file=sys.stderr)
-        raise typer.Exit(code) from None
+        raise Interrupted(code) from None
 
 
 def numbers(option: str, text: str) -> list[int]:
@@ -198,5 +202,19 @@ def requiring_extra(extra: str | None, name: str, command: Callable) -> Callable
         except ImportError as error:
             extras.explain(name, error)
             raise
+
+    return run
+
+
+def for_typer(command: Callable) -> Callable:
+    """Wraps a command for Typer, to which a result and an interruption are exit codes: it returns nothing, for what a
+    command returns is for Python."""
+
+    @wraps(command)
+    def run(*args, **kwargs):
+        try:
+            command(*args, **kwargs)
+        except Interrupted as stop:
+            raise typer.Exit(*stop.args) from None
 
     return run

@@ -3,8 +3,9 @@
 import os
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -12,61 +13,67 @@ import typer
 
 from .. import zoo
 from .console import Device, Threads, interruptible, numbers, telling, terminal
+from .options import takes
 
 PATIENCE = 5.0  # seconds for the Hub's answer
 OFFLINE = "Note: the Hugging Face Hub does not answer; what is in its cache on this machine is used (HF_HUB_OFFLINE=1)"
 
 
-def evaluate(
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """The options of `headrace eval`."""
+
     checkpoints: Annotated[
         list[str], typer.Argument(help="Folders or names on the Hub of causal language models, ours or others.")
-    ],
+    ]
     suite: Annotated[
         str,
         typer.Option(
             help="Suites, separated by commas: language, recall, needle, blimp, or tasks of lm-evaluation-harness."
         ),
-    ],
+    ]
     data: Annotated[
         Path | None, typer.Option(help=r"Folder of local benchmark files. \[default: download from the Hub]")
-    ] = None,
-    lengths: Annotated[
-        str, typer.Option(help="Tokens of the prompts of `needle`, separated by commas.")
-    ] = "1024,2048,4096,8192",
-    limit: Annotated[int | None, typer.Option(help=r"Number of rows per task. \[default: all]")] = None,
+    ] = None
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompts of `needle`, separated by commas.")] = (
+        "1024,2048,4096,8192"
+    )
+    limit: Annotated[int | None, typer.Option(help=r"Number of rows per task. \[default: all]")] = None
     max_length: Annotated[
         int | None, typer.Option(help=r"Maximum context in tokens. \[default: the model config's]")
-    ] = None,
-    batch_size: Annotated[int, typer.Option(help="Rows per batch.", min=1)] = 8,
-    device: Device = None,
-    threads: Threads = None,
-    seed: Annotated[int, typer.Option(help="Random seed of the needles.", min=0, max=2**32 - 1)] = 1234,
-    output: Annotated[Path | None, typer.Option(help=r"Folder of the report. \[default: runs/eval-<suite>]")] = None,
-) -> None:
+    ] = None
+    batch_size: Annotated[int, typer.Option(help="Rows per batch.", min=1)] = 8
+    device: Device = None
+    threads: Threads = None
+    seed: Annotated[int, typer.Option(help="Random seed of the needles.", min=0, max=2**32 - 1)] = 1234
+    output: Annotated[Path | None, typer.Option(help=r"Folder of the report. \[default: runs/eval-<suite>]")] = None
+
+
+@takes(EvaluateOptions)
+def evaluate(options: EvaluateOptions) -> Any:
     """Evaluate checkpoints on tasks of lm-evaluation-harness.
 
     Reports standard errors and paired differences between the checkpoints. After an interruption, the same command
     resumes; further checkpoints are added to the folder."""
     console = terminal()
-    if data is None and not hub_answers():
+    if options.data is None and not hub_answers():
         console.print(OFFLINE, style="yellow", highlight=False, soft_wrap=True)
         os.environ |= {"HF_HUB_OFFLINE": "1"}  # which is read by the imports below
     from ..studies.evaluate import checkpoint, report, run
     from ..utils.device import on_device
     from ..utils.processes import locked
 
-    folder = output or Path("runs", f"eval-{run.slug(suite)}")
-    plan = run.EvaluationPlan(
-        suite, tuple(numbers("lengths", lengths)), None if data is None else str(data), limit, max_length, seed
-    )
+    one, folder = options, options.output or Path("runs", f"eval-{run.slug(options.suite)}")
+    local, lengths = None if one.data is None else str(one.data), tuple(numbers("lengths", one.lengths))
+    plan = run.EvaluationPlan(one.suite, lengths, local, one.limit, one.max_length, one.seed)
+    machine = run.Machine(on_device(one.device), one.batch_size, one.threads)
     with interruptible(f"what is finished is in {folder}; the same command continues"), locked(folder):
         with telling(console) as tell:
-            evaluation = run.evaluate(
-                checkpoints, plan, run.Machine(on_device(device), batch_size, threads), folder, tell
-            )
-        page = report.write_report(evaluation, checkpoint.named(checkpoints), folder)
+            evaluation = run.evaluate(one.checkpoints, plan, machine, folder, tell)
+        page = report.write_report(evaluation, checkpoint.named(one.checkpoints), folder)
     report.print_evaluation(evaluation, console)
     console.print(f"The report is {page}", soft_wrap=True, highlight=False)
+    return evaluation
 
 
 def hub_answers() -> bool:
@@ -116,6 +123,9 @@ def bench(
 
     Models of transformers are measured beside them. After an interruption, the same command resumes; further lengths
     and contexts are added to the folder."""
+    for name in zoo.several(mixers):
+        if not (name.startswith("transformers-") or Path(name).exists() or name.count("/")):
+            zoo.get(name)  # raises for a misspelt one before PyTorch is imported, which takes seconds
     from ..studies.bench.models import Shape, named
     from ..studies.bench.plan import BenchPlan, points
     from ..studies.bench.report import print_overheads, write_report

@@ -1,6 +1,7 @@
 """Train: prepare, train, curves, recipes."""
 
 import json
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,98 +10,105 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .. import zoo
 from ..studies.settings import assignments
 from ..utils.errors import InputError
 from .console import NewFolder, interruptible, refuse_without
+from .options import takes
 
 GIGA = 1e9
 PICTURES = (".png", ".pdf", ".svg")
 
 
-def prepare(
-    output: NewFolder,
+@dataclass(frozen=True)
+class PrepareOptions:
+    """The options of `headrace prepare`."""
+
+    output: NewFolder
     sources: Annotated[
         list[str] | None,
         typer.Argument(
             help="Text, JSON Lines or Parquet files (also .gz, .zst, .bz2, .xz), or one data set: a folder or a name "
             r"on the Hub. With --join, the folders of the shards. \[default: none, with --task]"
         ),
-    ] = None,
+    ] = None
     tokenizer: Annotated[
         str | None, typer.Option(help=r"Tokenizer: bytes, a file, a folder or a name on the Hub. \[default: bytes]")
-    ] = None,
+    ] = None
     train_bpe: Annotated[
         int | None, typer.Option(help=r"Vocabulary size of a BPE tokenizer to train on the data. \[default: none]")
-    ] = None,
-    length: Annotated[
-        int | None, typer.Option(help=r"Tokens per row. \[default: 4096; with --task, the task's]")
-    ] = None,
+    ] = None
+    length: Annotated[int | None, typer.Option(help=r"Tokens per row. \[default: 4096; with --task, the task's]")] = (
+        None
+    )
     held_out: Annotated[
         float | None,
         typer.Option(
             help="Fraction of the documents that is held out for evaluation; of fewer than 20 documents, of the text, "
             r"in pieces drawn over all of it. \[default: 0.001]"
         ),
-    ] = None,
+    ] = None
     column: Annotated[
         str | None, typer.Option(help=r"Column of the text in JSON Lines, Parquet and on the Hub. \[default: text]")
-    ] = None,
-    seed: Annotated[
-        int, typer.Option(help="Random seed of the sample, the held-out documents or the task's rows.")
-    ] = 0,
-    workers: Annotated[int, typer.Option(help="Number of worker processes.")] = 1,
+    ] = None
+    seed: Annotated[int, typer.Option(help="Random seed of the sample, the held-out documents or the task's rows.")] = 0
+    workers: Annotated[int, typer.Option(help="Number of worker processes.")] = 1
     task: Annotated[
         str | None,
         typer.Option(
             help=r"Task to draw rows from instead of text: mqar, needle(kind=2, length=1024), ... \[default: none]"
         ),
-    ] = None,
-    rows: Annotated[int | None, typer.Option(help=r"Number of rows of the task. \[default: 10000]")] = None,
+    ] = None
+    rows: Annotated[int | None, typer.Option(help=r"Number of rows of the task. \[default: 10000]")] = None
     tokens: Annotated[
         float | None, typer.Option(help=r"Number of training tokens at which to stop. \[default: all of the text]")
-    ] = None,
+    ] = None
     sample: Annotated[
         float | None,
         typer.Option(
             help="Share of the documents to keep, chosen at random from files in random order, by --seed. 1 reads "
             r"whole files until there are --tokens; less reads more files. \[default: all documents in order]"
         ),
-    ] = None,
+    ] = None
     shard: Annotated[
         str | None,
         typer.Option(
             help=r"Shard i/n, as 2/8: prepare one of n parts, of which each can be made on another machine. "
             r"\[default: everything]"
         ),
-    ] = None,
-    join: Annotated[bool, typer.Option("--join", help="Join: make one folder of those of all shards.")] = False,
-) -> None:
+    ] = None
+    join: Annotated[bool, typer.Option("--join", help="Join: make one folder of those of all shards.")] = False
+
+
+@takes(PrepareOptions)
+def prepare(options: PrepareOptions) -> dict[str, Any]:
     """Tokenize text for `headrace train`, or draw rows of a task.
 
     After an interruption, the same command goes on. In rows of a task, only the answers contribute to the loss."""
     from ..data import join as joined
     from ..data import prepare as run
 
-    both = {"tokenizer": tokenizer, "length": length}
-    held = {"train_bpe": train_bpe, "held_out": held_out, "column": column, "tokens": tokens, "sample": sample}
-    held |= {"shard": shard}
-    refuse_ignored(sources, task, {"rows": rows} if task is None else held)
-    again = "" if task else "; the same command goes on"
+    one, output = options, options.output
+    both = {"tokenizer": one.tokenizer, "length": one.length}
+    held = {name: getattr(one, name) for name in ("train_bpe", "held_out", "column", "tokens", "sample", "shard")}
+    refuse_ignored(one.sources, one.task, {"rows": one.rows} if one.task is None else held)
+    again = "" if one.task else "; the same command goes on"
     with interruptible(f"{output} was not created{again}"):
-        if join:
-            refuse_beside_join(task, both | held)
-            manifest = joined([Path(source) for source in sources or ()], output)
-        elif task is None:
-            manifest = run(planned(sources or [], seed, workers, given(both | held)), output)
+        if one.join:
+            refuse_beside_join(one.task, both | held)
+            manifest = joined([Path(source) for source in one.sources or ()], output)
+        elif one.task is None:
+            manifest = run(planned(one.sources or [], one.seed, one.workers, given(both | held)), output)
         else:
             from ..studies.compare.choose import default, refined
             from ..tasks.prepared import prepare as draw
 
-            chosen = refined(default(task).task, given(both))
-            manifest = draw(chosen, task, 10000 if rows is None else rows, seed, workers, output)
+            chosen, rows = refined(default(one.task).task, given(both)), 10000 if one.rows is None else one.rows
+            manifest = draw(chosen, one.task, rows, one.seed, one.workers, output)
     print_counts(manifest)
-    speed = f"{manifest['megabytes_per_second']} MB/s; " if task is None else ""
+    speed = f"{manifest['megabytes_per_second']} MB/s; " if one.task is None else ""
     print(f"{speed}{output} is ready")
+    return manifest
 
 
 def planned(sources: list[str], seed: int, workers: int, options: dict[str, Any]) -> Any:
@@ -164,84 +172,101 @@ def given(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def train(
-    recipe: Annotated[str, typer.Argument(help="Recipe: a name (see `headrace recipes`) or a YAML file.")],
+@dataclass(frozen=True)
+class TrainOptions:
+    """The options of `headrace train`."""
+
+    recipe: Annotated[str, typer.Argument(help="Recipe: a name (see `headrace recipes`) or a YAML file.")]
     settings: Annotated[
         list[str] | None,
         typer.Argument(help=r"Changes to fields of the recipe: FIELD=VALUE ... \[default: none]", show_default=False),
-    ] = None,
+    ] = None
     data: Annotated[
         Path | None,
         typer.Option(
             help="Folder that `headrace prepare` wrote, whose row length and vocabulary size a laptop recipe takes. "
             r"\[default: none; required except with --dry-run]"
         ),
-    ] = None,
-    output: Annotated[Path | None, typer.Option(help=r"Folder of the run. \[default: runs/<recipe>-<mixer>]")] = None,
+    ] = None
+    output: Annotated[Path | None, typer.Option(help=r"Folder of the run. \[default: runs/<recipe>-<mixer>]")] = None
     mixer: Annotated[
         str | None,
         typer.Option(
             help="Mixer: a name or expression (see `headrace zoo`), or checkpoint: the layers and sizes of `weights`. "
             r"\[default: the recipe's]"
         ),
-    ] = None,
+    ] = None
     trackers: Annotated[
         str, typer.Option(help="Trackers, separated by commas: tensorboard, wandb, trackio; or none.")
-    ] = "none",
+    ] = "none"
     timeout: Annotated[
         int, typer.Option(help="Seconds that a process of torchrun waits for the others before the run ends.")
-    ] = 1800,
+    ] = 1800
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Dry run: print parameters, FLOPs, memory and time, and train nothing.")
-    ] = False,
+    ] = False
     machine: Annotated[
         str | None,
         typer.Option(
             help="Machine of the dry run, such as 8xH100 or 4x8xH100: print layout, memory per device and days. "
             r"\[default: none]"
         ),
-    ] = None,
+    ] = None
     efficiency: Annotated[
         float | None,
         typer.Option(
             help="Fraction of the machine's peak FLOPs that the dry run assumes the model to reach. "
             r"\[default: measured with the mixer on one H200]"
         ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON output of the dry run.")] = False,
-) -> None:
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="JSON output of the dry run.")] = False
+
+    def __post_init__(self) -> None:
+        from ..training.recipes import CHECKPOINT
+
+        if (mixer := self.changes.get("mixer", CHECKPOINT)) != CHECKPOINT:
+            zoo.get(mixer)  # raises for a misspelt one before PyTorch is imported, which takes seconds
+        if self.machine is None:
+            refuse_without("--machine", efficiency=self.efficiency)
+        elif not (self.dry_run or self.as_json):
+            raise InputError(f"--machine={self.machine} without --dry-run; expected it with --dry-run or --json")
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """Changes to the recipe by field."""
+        return assignments([*(self.settings or []), *([] if self.mixer is None else [f"mixer={self.mixer}"])])
+
+
+@takes(TrainOptions)
+def train(options: TrainOptions) -> Path | None:
     """Train a language model by a recipe.
 
     After an interruption, the same command resumes from the last checkpoint. Ctrl-C and SIGTERM finish the current
     step and write a checkpoint. The exit code is then 130 after Ctrl-C and 0 after SIGTERM, by which a scheduler ends a
     job before its time; the trained model is in OUTPUT/model only at the end of a run."""
+    from ..data import open_data, read_manifest
     from ..training import recipes
 
-    if machine is None:
-        refuse_without("--machine", efficiency=efficiency)
-    from ..data import open_data, read_manifest
-
-    changes = assignments([*(settings or []), *([] if mixer is None else [f"mixer={mixer}"])])
-    chosen, about = recipes.load(recipe, changes, None if data is None else read_manifest(data))
-    if dry_run or as_json:
+    one = options
+    chosen, about = recipes.load(one.recipe, one.changes, None if one.data is None else read_manifest(one.data))
+    if one.dry_run or one.as_json:
         from ..training import machine as machines
 
-        if data is not None:
+        if one.data is not None:
             from ..training.run import check_data
 
-            check_data(chosen, open_data(data))
-        plan = None if machine is None else machines.plan(chosen, machines.parse(machine), efficiency)
-        print_costs(chosen, about, plan, as_json)
-        return
-    if machine is not None:
-        raise InputError(f"--machine={machine} without --dry-run; expected it with --dry-run or --json")
-    if data is None:
+            check_data(chosen, open_data(one.data))
+        plan = None if one.machine is None else machines.plan(chosen, machines.parse(one.machine), one.efficiency)
+        print_costs(chosen, about, plan, one.as_json)
+        return None
+    if one.data is None:
         raise InputError("--data is missing; expected a folder made by `headrace prepare`")
     from ..training.run import train as run
 
-    folder = output or Path("runs", f"{Path(recipe).stem}-{chosen.mixer}")
+    folder = one.output or Path("runs", f"{Path(one.recipe).stem}-{chosen.mixer}")
     with interruptible(f"{folder} keeps the newest checkpoint; the same command continues from it", terminated=0):
-        run(chosen, about, data, folder, trackers, timeout)
+        run(chosen, about, one.data, folder, one.trackers, one.timeout)
+    return folder / "model"
 
 
 def curves(
@@ -328,7 +353,6 @@ def list_recipes(
     ] = False,
 ) -> None:
     """List the recipes of headrace, or the parameter counts of their models."""
-    from .. import zoo
     from ..training import recipes
 
     if mixers is not None:

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -20,34 +21,43 @@ from .console import (
     terminal,
     track,
 )
+from .options import takes
 
 
-def inspect(
-    checkpoint: Checkpoint,
+@dataclass(frozen=True)
+class InspectOptions:
+    """The options of `headrace inspect`."""
+
+    checkpoint: Checkpoint
     prompt: Annotated[
         str | None,
         typer.Option("--prompt", "--text", help=r"Text for the model to read. \[default: --file or standard input]"),
-    ] = None,
-    file: PromptFile = None,
+    ] = None
+    file: PromptFile = None
     tokens: Annotated[
         int | None,
         typer.Option(help=r"Number of tokens to keep of a longer text. \[default: all; more than 2000 are refused]"),
-    ] = None,
-    device: Device = None,
-    output: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("inspect.html"),
-) -> None:
+    ] = None
+    device: Device = None
+    output: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("inspect.html")
+
+
+@takes(InspectOptions)
+def inspect(options: InspectOptions) -> Path:
     """Write an interactive page of what a model computes on a text.
 
     The page shows, for each token, the gates, decay horizons and effective attention of every head."""
     from ..studies import inspect as inspection
     from ..utils.processes import locked_beside
 
-    text = read_prompt(prompt, file)
+    text, output = read_prompt(options.prompt, options.file), options.output
     with telling(Console(stderr=True)) as tell, locked_beside(output):
-        tell(f"reading {checkpoint}")
-        page = inspection.inspect(checkpoint, text, tokens, partial(track, name="layer", tell=tell), device)
+        tell(f"reading {options.checkpoint}")
+        layers = partial(track, name="layer", tell=tell)
+        page = inspection.inspect(options.checkpoint, text, options.tokens, layers, options.device)
         inspection.write(page, output)
     print(f"{output}: {len(page.encode()) / 1e6:.1f} MB; open it in a browser")
+    return output
 
 
 def reproduce(

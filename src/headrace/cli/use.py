@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,7 @@ from .console import (
     refuse_without,
     requiring_extra,
 )  # fmt: skip
+from .options import takes
 
 # Files that `convert` and `export` copy unchanged: the tokenizer in any of its formats, and the generation settings.
 COPIED = (
@@ -33,63 +35,86 @@ COPIED = (
 )  # fmt: skip
 
 
-def generate(
-    checkpoint: Checkpoint,
-    prompt: Annotated[str | None, typer.Option(help=r"Text to continue. \[default: --file or standard input]")] = None,
-    file: PromptFile = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 100,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature. 0 takes the most likely token.")] = 0.8,
+@dataclass(frozen=True)
+class GenerateOptions:
+    """The options of `headrace generate`."""
+
+    checkpoint: Checkpoint
+    prompt: Annotated[str | None, typer.Option(help=r"Text to continue. \[default: --file or standard input]")] = None
+    file: PromptFile = None
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 100
+    temperature: Annotated[float, typer.Option(help="Sampling temperature. 0 takes the most likely token.")] = 0.8
     top_p: Annotated[
         float, typer.Option(help="Nucleus sampling: probability mass of the most likely tokens to sample from.")
-    ] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Number of most likely tokens to sample from. 0 takes all.")] = 0,
+    ] = 1.0
+    top_k: Annotated[int, typer.Option(help="Number of most likely tokens to sample from. 0 takes all.")] = 0
     repetition_penalty: Annotated[
         float, typer.Option(help="Factor that makes earlier tokens less likely. 1 changes nothing.")
-    ] = 1.0,
-    seed: Annotated[
-        int | None, typer.Option(help=r"Random seed of the sampling. \[default: a new one, printed]")
-    ] = None,
-    device: Device = None,
+    ] = 1.0
+    seed: Annotated[int | None, typer.Option(help=r"Random seed of the sampling. \[default: a new one, printed]")] = (
+        None
+    )
+    device: Device = None
     resume: Annotated[
         Path | None,
         typer.Option(
             help="File of --save-state to go on from, of the same model. --prompt or --file may follow it. "
             r"\[default: none]"
         ),
-    ] = None,
+    ] = None
     save_state: Annotated[
         Path | None,
         typer.Option(
             help="File to write the state to after the last token. An existing one is refused, unless it is that of "
             r"--resume. \[default: none]"
         ),
-    ] = None,
+    ] = None
     cuda_graph: Annotated[
         bool, typer.Option("--cuda-graph", help="Fail where no CUDA graph can compute the tokens on a GPU.")
-    ] = False,
+    ] = False
     draft: Annotated[
         Path | None,
         typer.Option(
             help="Checkpoint of a smaller model with the same tokens, which proposes the next ones. The model reads "
             r"several at once; the text is as likely as without. \[default: none]"
         ),
-    ] = None,
+    ] = None
     prompt_lookup: Annotated[
         int | None,
         typer.Option(
             help="Number of tokens to propose, in place of a draft model: those that followed the last two tokens, or "
             r"the last one, where they were before. \[default: none]"
         ),
-    ] = None,
-    threads: Threads = None,
+    ] = None
+    threads: Threads = None
     as_json: Annotated[
         bool,
         typer.Option(
             "--json",
             help="JSON output of the new text, its tokens, speed, engine and seed, instead of streamed text.",
         ),
-    ] = False,
-) -> None:
+    ] = False
+
+    def __post_init__(self) -> None:
+        proposing = {"draft": self.draft, "prompt_lookup": self.prompt_lookup}
+        if self.cuda_graph:
+            refuse_with("--cuda-graph", **proposing)
+        if self.prompt_lookup is not None:
+            if self.prompt_lookup < 1:
+                raise InputError(f"--prompt-lookup={self.prompt_lookup}; expected at least 1")
+            refuse_with("--prompt-lookup", draft=self.draft)
+        if self.resume is not None:
+            refuse_with("--resume", **proposing)
+
+    @property
+    def decoding(self) -> dict[str, Any]:
+        """How tokens are computed, as arguments of transformers' generate."""
+        graph = {"cache_implementation": "static"} if self.cuda_graph else {}
+        return graph | ({} if self.prompt_lookup is None else {"prompt_lookup_num_tokens": self.prompt_lookup})
+
+
+@takes(GenerateOptions)
+def generate(options: GenerateOptions) -> dict[str, Any]:
     """Continue a text: print the new tokens as they are generated, behind a --prompt or a state of --resume.
 
     The last line, on standard error, has the speed, the engine that computed single tokens, and the seed. With --draft
@@ -99,22 +124,15 @@ def generate(
     from .generate import generate as run
     from .generate import sampling_seed, sampling_settings
 
-    sampling = sampling_settings(max_new_tokens, temperature, top_p, top_k, repetition_penalty)
-    seed = sampling_seed(seed, temperature)
-    if cuda_graph:
-        sampling["cache_implementation"] = "static"
-        refuse_with("--cuda-graph", draft=draft, prompt_lookup=prompt_lookup)
-    if prompt_lookup is not None:
-        if prompt_lookup < 1:
-            raise InputError(f"--prompt-lookup={prompt_lookup}; expected at least 1")
-        refuse_with("--prompt-lookup", draft=draft)
-        sampling["prompt_lookup_num_tokens"] = prompt_lookup
-    if resume is not None:
-        refuse_with("--resume", draft=draft, prompt_lookup=prompt_lookup)
-    text = "" if resume and prompt is None and file is None else read_prompt(prompt, file)
-    echo = file is None and (prompt is not None or resume is not None)  # not a text that may be long
-    result = run(checkpoint, text, seed, not as_json, device, draft, resume, save_state, echo, threads, **sampling)
-    if as_json:
+    one = options
+    sampling = sampling_settings(one.max_new_tokens, one.temperature, one.top_p, one.top_k, one.repetition_penalty)
+    sampling |= one.decoding
+    seed = sampling_seed(one.seed, one.temperature)
+    text = "" if one.resume and one.prompt is None and one.file is None else read_prompt(one.prompt, one.file)
+    echo = one.file is None and (one.prompt is not None or one.resume is not None)  # not a text that may be long
+    files = one.draft, one.resume, one.save_state
+    result = run(one.checkpoint, text, seed, not one.as_json, one.device, *files, echo, one.threads, **sampling)
+    if one.as_json:
         print(json.dumps(result, ensure_ascii=False))
     else:
         speed = f"{len(result['tokens'])} tokens, {result['tokens_per_second']:.1f} tokens per second"
@@ -123,6 +141,7 @@ def generate(
             speed += f", {result['accepted']:.0%} of the proposed tokens accepted"
             speed += f", {result['tokens_per_pass']:.1f} tokens a pass"
         print(speed if seed is None else f"{speed}, seed {seed}", file=sys.stderr)
+    return result
 
 
 def serve(

@@ -1,0 +1,67 @@
+"""The commands as functions of Python."""
+
+import inspect
+from dataclasses import MISSING, fields
+
+import pytest
+
+import headrace
+from headrace.cli import compare, evaluate, train, understand, use
+from headrace.cli.console import Interrupted, interruptible
+from headrace.data.tokenizer import byte_level
+from headrace.utils.errors import InputError
+from tiny import build
+
+FUNCTIONS = {
+    headrace.compare: compare.CompareOptions, headrace.prepare: train.PrepareOptions,
+    headrace.train: train.TrainOptions, headrace.evaluate: evaluate.EvaluateOptions,
+    headrace.inspect: understand.InspectOptions, headrace.generate: use.GenerateOptions,
+}  # fmt: skip
+SMALL = {"steps": 2, "seeds": "1", "hidden_size": 16, "heads": 2, "batch_size": 4, "length": 8, "workers": 1}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_a_function_has_the_fields_of_its_options(function):
+    record, empty = FUNCTIONS[function], inspect.Parameter.empty
+    defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
+    assert defaults == {f.name: empty if f.default is MISSING else f.default for f in fields(record)}
+    assert record.__dataclass_params__.frozen and function.__doc__
+
+
+def test_compare_returns_its_results(tmp_path):
+    results = headrace.compare(mixers="retnet", task="pair", output=tmp_path / "run", **SMALL)
+    (arm,) = results["arms"]
+    assert (arm["mixer"], arm["seed"]) == ("retnet", 0) and (tmp_path / "run" / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "said"),
+    [
+        (headrace.compare, {"mixers": "gal"}, "'gal' is unknown"),
+        (headrace.compare, {"suite": "small", "steps": 3}, "--steps has no effect with --suite"),
+        (headrace.train, {"recipe": "laptop-1m", "mixer": "gal"}, "'gal' is unknown"),
+        (headrace.train, {"recipe": "laptop-1m", "efficiency": 0.3}, "--efficiency has no effect without --machine"),
+        (headrace.generate, {"checkpoint": "x", "prompt_lookup": 0}, "--prompt-lookup=0; expected at least 1"),
+        (headrace.generate, {"checkpoint": "x", "cuda_graph": True, "draft": "y"}, "--draft has no effect with"),
+    ],
+)
+def test_options_are_checked_before_anything_runs(function, options, said):
+    with pytest.raises(InputError, match=said):
+        function(**options)
+
+
+def test_generate_and_inspect_return_what_they_made(tmp_path, capsys):
+    model = tmp_path / "model"
+    for part in (build("softmax-gla", vocab_size=257).float(), byte_level()):
+        part.save_pretrained(model)
+    made = headrace.generate(model, "ab", max_new_tokens=3, temperature=0.0, threads=1)
+    assert len(made["tokens"]) == 3 and made["text"] in capsys.readouterr().out
+    page = headrace.inspect(model, prompt="ab", output=tmp_path / "page.html")
+    assert page == tmp_path / "page.html" and page.is_file()
+
+
+def test_an_interrupted_function_raises_keyboard_interrupt(capsys):
+    with pytest.raises(KeyboardInterrupt) as stop, interruptible("what is done is kept"):
+        raise KeyboardInterrupt
+    assert isinstance(stop.value, Interrupted) and stop.value.args == (130,)
+    assert "interrupted: what is done is kept" in capsys.readouterr().err
