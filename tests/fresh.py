@@ -48,3 +48,8 @@ def run(code, *arguments, folder=".", **environment):
         ended = int(origin().stdout.readline())
         texts = [Path(path).read_text("utf-8") for path in paths]
     return subprocess.CompletedProcess(code, ended, *texts)
+
+
+def pytest(*words, **how):
+    """`python -m pytest words`"""
+    return run("import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))", *map(str, words), **how)
