@@ -132,7 +132,6 @@ def test_a_runtime_that_is_missing_is_said(monkeypatch, capsys):
     assert "not timed: llama.cpp mamba2: it is away" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["float32", "int8"])
 @pytest.mark.parametrize(("runtime", "mixer"), [(runtime, x) for runtime, own in model.EXPORTED.items() for x in own])
 @torch.no_grad()
@@ -259,7 +258,7 @@ def test_the_gpu_benchmark_ends_in_time(lines, small, capsys):
     assert "minutes are over" in capsys.readouterr().out and len(read()) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=20)
 def test_launches_counts_those_of_forward_and_backward(lines):
     for package in ("triton", "fla"):
         pytest.importorskip(package)
@@ -272,7 +271,7 @@ def test_launches_counts_those_of_forward_and_backward(lines):
     assert all(int(row["registers"]) > 0 and int(row["matrix"]) > 0 for row in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=20)
 def test_host_times_calls_without_a_gpu(lines):
     pytest.importorskip("triton")
     path, read = lines

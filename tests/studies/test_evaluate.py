@@ -426,7 +426,7 @@ def test_an_article_begins_with_its_title_and_not_with_a_section():
     assert local.pages(text) == [text[: text.index(" = Two")], text[text.index(" = Two") :]]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=25)
 def test_needles_in_local_essays_need_no_download(checkpoints, tmp_path, monkeypatch, capsys):
     """S-NIAH-2 and 3, where nltk has no punkt_tab: the needle stands between two sentences."""
     nltk = pytest.importorskip("nltk")
