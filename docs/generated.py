@@ -32,6 +32,7 @@ from typer.cli import get_docs_for_click
 from headrace import HeadraceConfig, HeadraceForCausalLM, InputError, zoo
 from headrace.cli.app import GROUPS, app
 from headrace.convert import FORMATS
+from headrace.convert.describe import DESCRIPTIONS
 from headrace.export.graph import check_exportable
 from headrace.hf.config import ELSEWHERE
 from headrace.ops.dispatch import BACKENDS
@@ -202,7 +203,7 @@ def released() -> str:
         layers = ", ".join(dict.fromkeys(map(_layer, HeadraceConfig(**model.arguments).stack.layers)))
         refused = ", ".join(f"`{name}`" for name in sorted(known.fixed)) or "none"
         numbers = f"{len(known.read)}", refused, f"{len(known.ignored)}"
-        back = "any model that the format can hold" if form.describe else "models converted from it"
+        back = "any model that the format can hold" if kind in DESCRIPTIONS else "models converted from it"
         rows.append((f"`{kind}`", layers, *numbers, back))
     head = (
         "model_type",

@@ -119,6 +119,12 @@ def _seconds(item):
     return slow.kwargs.get("seconds", 10) if slow else 0
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _a_seed_for_what_a_module_shares():
+    """Whichever of its tests asks for it first, and whatever ran before in this process."""
+    torch.default_generator.manual_seed(0)
+
+
 @pytest.fixture(autouse=True)
 def _a_number_of_threads_and_a_fixed_seed():
     torch.set_num_threads(THREADS)

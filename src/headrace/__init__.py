@@ -26,10 +26,11 @@ if TYPE_CHECKING:
     from .layers import Mixer
     from .layers.blocks.compiled import compile_blocks
     from .layers.quantized import quantize
+    from .layers.registration import register_mixer, register_model
     from .ops.attention import backends, linear_attention, step
     from .ops.dispatch import set_backend
     from .ops.parallel.context import context_parallel
-    from .studies.registration import register_mixer, register_model, register_task
+    from .studies.registration import register_task
     from .studies.verify import verify
 
 __version__ = "0.1.0"
@@ -51,8 +52,8 @@ _LAZY = {
     "compile_blocks": "layers.blocks.compiled",
     "quantize": "layers.quantized",
     "verify": "studies.verify",
-    "register_mixer": "studies.registration",
-    "register_model": "studies.registration",
+    "register_mixer": "layers.registration",
+    "register_model": "layers.registration",
     "register_task": "studies.registration",
     "HeadraceConfig": "hf",
     "HeadraceModel": "hf",
@@ -76,6 +77,12 @@ tables.offer(
     mlps=("rwkv4",),
     attention_layers=("early",),
 )
+tables.offer("headrace.extra.gla_outer", matrices=("gla-outer",), matrix_kinds=("gla-outer",))
+tables.offer("headrace.extra.slots", matrices=("gsa", "abc"), matrix_kinds=("gsa", "abc"))
+tables.offer(
+    "headrace.extra.log_linear", linear=("log-linear-mamba2", "log-linear-gated-deltanet"), types=("log-linear",)
+)
+tables.offer("headrace.extra.mesa", linear=("mesa",), types=("mesa",))
 auto.install()
 del auto, tables
 

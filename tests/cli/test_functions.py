@@ -2,12 +2,15 @@
 
 import inspect
 from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Annotated
 
 import pytest
 
 import headrace
 from headrace.cli import compare, evaluate, train, understand, use
 from headrace.cli.console import Interrupted, interruptible
+from headrace.cli.options import converted
 from headrace.data.tokenizer import byte_level
 from headrace.utils.errors import InputError
 from tiny import build
@@ -17,7 +20,7 @@ FUNCTIONS = {
     headrace.train: train.TrainOptions, headrace.evaluate: evaluate.EvaluateOptions,
     headrace.inspect: understand.InspectOptions, headrace.generate: use.GenerateOptions,
 }  # fmt: skip
-SMALL = {"steps": 2, "seeds": "1", "hidden_size": 16, "heads": 2, "batch_size": 4, "length": 8, "workers": 1}
+SMALL = {"steps": 2, "seeds": 1, "hidden_size": 16, "heads": 2, "batch_size": 4, "length": 8, "workers": 1}
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
@@ -28,8 +31,21 @@ def test_a_function_has_the_fields_of_its_options(function):
     assert record.__dataclass_params__.frozen and function.__doc__
 
 
+@pytest.mark.parametrize(
+    ("value", "hint", "expected"),
+    [
+        ("a/b", Annotated[Path | None, "help"], Path("a/b")), (None, Annotated[Path | None, "help"], None),
+        (["gla", "retnet"], Annotated[str | None, "help"], "gla,retnet"), (3, Annotated[str | None, "help"], "3"),
+        (["a.txt"], Annotated[list[str] | None, "help"], ["a.txt"]), (3, Annotated[int | None, "help"], 3),
+        (True, Annotated[bool, "help"], True), ("a", Annotated[str, "help"], "a"),
+    ],
+)  # fmt: skip
+def test_values_of_python_become_those_of_the_command_line(value, hint, expected):
+    assert converted(value, hint) == expected
+
+
 def test_compare_returns_its_results(tmp_path):
-    results = headrace.compare(mixers="retnet", task="pair", output=tmp_path / "run", **SMALL)
+    results = headrace.compare(mixers=["retnet"], task="pair", output=str(tmp_path / "run"), **SMALL)
     (arm,) = results["arms"]
     assert (arm["mixer"], arm["seed"]) == ("retnet", 0) and (tmp_path / "run" / "report.html").is_file()
 

@@ -42,7 +42,7 @@ builtins.__import__ = on_windows
 import headrace
 from headrace.cli import app
 
-left_out = [f"headrace.{name}" for name in "__main__ libheadrace ops.triton ops.fla hf.vllm".split()]  # GPUs
+left_out = [f"headrace.{name}" for name in "__main__ libheadrace ops.triton ops.fla export.vllm".split()]  # GPUs
 for found in pkgutil.walk_packages(headrace.__path__, "headrace."):
     if not found.name.startswith(tuple(left_out)):
         __import__(found.name)

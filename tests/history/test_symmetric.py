@@ -14,8 +14,9 @@ from transformers.models.longformer.modeling_longformer import LongformerSelfAtt
 from attention_layers import D, H, agree, d
 from headrace import layers, zoo
 from headrace.history import models
+from headrace.history.layers import symmetric
 from headrace.history.layers.symmetric import random_blocks
-from headrace.layers.attention import gathered, symmetric
+from headrace.layers.attention import gathered
 from headrace.spec import AttentionSpec, Pattern
 from headrace.studies.verify import relative
 from tiny import perturbed

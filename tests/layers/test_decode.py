@@ -310,7 +310,7 @@ def test_every_spec_field_is_handled():
         "bias value_map",
         Decay: "kind rank dt_min dt_max dt_floor dt_ceiling lower_bound rate temperature",
         Write: "rule beta residual_chunk steps erase",
-        Read: "norm gate order scale bonus skip by_length levels ridge_steps affine eps gate_bias bias",
+        Read: "norm gate order scale bonus skip by_length affine eps gate_bias bias",
         Competition: "read write source activation scale temperature range shuffle top_k gradient freeze weight_decay "
         "memories_per_head",
     }  # fmt: skip

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from headrace import layers, linear_attention, zoo
+from headrace.extra import gla_outer
 from headrace.layers import chunks, dplr
-from headrace.layers.matrix import gla_outer, rwkv7
+from headrace.layers.matrix import rwkv7
 from headrace.ops.sequences import Sequences
 from headrace.studies.verify import relative, specimen
 from headrace.utils.errors import InputError

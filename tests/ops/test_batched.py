@@ -103,7 +103,7 @@ LOOPS = [name for name, spec in zoo.LINEAR.items() if spec.write.residual_chunk 
 # log-linear-gated-deltanet has all parts of log-linear-mamba2, and two steps of mesa have those of thirty.
 ONE_GRAPH = covering(
     [
-        f"softmax-{name}" + "(read.ridge_steps=2)" * (name == "mesa")
+        f"softmax-{name}" + "(ridge_steps=2)" * (name == "mesa")
         for name in zoo.LINEAR
         if name not in (*LOOPS, "log-linear-mamba2")
     ]

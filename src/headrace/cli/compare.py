@@ -132,8 +132,7 @@ class CompareOptions:
     def changes(self) -> dict[str, Any]:
         """Changes to the task's settings by name; None: its own."""
         names = "mixers seeds steps batch_size lr length hidden_size layers heads initializer_range"
-        changes = {name: getattr(self, name) for name in names.split()}
-        return changes | {"seeds": None if self.seeds is None else str(self.seeds)}
+        return {name: getattr(self, name) for name in names.split()}
 
     @property
     def others(self) -> dict[str, Any]:

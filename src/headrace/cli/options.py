@@ -4,7 +4,8 @@ import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from functools import wraps
-from typing import Any, TypeVar, get_type_hints
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_type_hints
 
 T = TypeVar("T")
 Result = TypeVar("Result")
@@ -19,14 +20,27 @@ def takes(record: type[T]) -> Callable[[Callable[[T], Result]], Callable[..., Re
     def decorate(run: Callable[[T], Result]) -> Callable[..., Result]:
         @wraps(run)
         def call(*args: Any, **kwargs: Any) -> Result:
-            return run(record(*args, **kwargs))
+            given = signature.bind(*args, **kwargs).arguments
+            return run(record(**{name: converted(value, hints[name]) for name, value in given.items()}))
 
         hints = get_type_hints(record, include_extras=True)
-        call.__signature__ = inspect.Signature([_parameter(f, hints[f.name]) for f in fields(record)])  # type: ignore
+        call.__signature__ = signature = inspect.Signature([_parameter(f, hints[f.name]) for f in fields(record)])  # type: ignore
         call.__annotations__ = hints
         return call
 
     return decorate
+
+
+def converted(value: Any, hint: Any) -> Any:
+    """Returns a value of Python as the command line gives it: a path for its text, and text with commas for a list or
+    a number where the option is text."""
+    kinds = {part for annotated in get_args(hint) for part in (annotated, *get_args(annotated))}
+    if Path in kinds and isinstance(value, str):
+        return Path(value)
+    if str in kinds and list[str] not in kinds and isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return str(value) if number and str in kinds and not kinds & {int, float} else value
 
 
 def _parameter(field: Field, hint: Any) -> inspect.Parameter:

@@ -1,4 +1,4 @@
-"""Export of a checkpoint to the formats of other runtimes."""
+"""Export of a checkpoint to the formats of other runtimes; vllm/, a plug-in of one."""
 
 import inspect
 from collections.abc import Callable

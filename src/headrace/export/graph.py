@@ -79,10 +79,6 @@ def _reason(layer: Any) -> str | None:
             return f"its delta rule (write.erase={mixer.spec.write.erase}) has no node in ONNX"
         if mixer.spec.write.beta in ("exp", "trapezoid") or mixer.spec.inputs.turns:
             return f"write.beta={mixer.spec.write.beta!r} and inputs.turns={mixer.spec.inputs.turns} are not written"
-        if mixer.levels is not None:
-            return "its levels of memories (read.levels) depend on the number of tokens"
-        if mixer.ridge is not None:
-            return "its keys and values (read.ridge_steps) are read in a loop of conjugate gradients"
         chunks = "its write strength β (write.residual_chunk) is computed in a loop over chunks"
         return None if mixer.residual is None else chunks
     if mixer.spec.rotary and mixer.spec.rope.by_length:

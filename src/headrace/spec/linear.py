@@ -6,7 +6,7 @@ Each kind named here is a key of a table in `layers/`, or an option of `linear_a
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from ..utils.errors import InputError
 from .competition import Competition
@@ -125,6 +125,7 @@ class MixerSpec(Spec):
     competition: Competition | None = None
 
     facts = Facts(".linear.mixer.LinearMixer")
+    matrices: ClassVar[int] = 1  # that the memory of a head consists of
 
     @property
     def gated(self) -> bool:  # type: ignore[override]
@@ -134,7 +135,6 @@ class MixerSpec(Spec):
     def _objections(self):
         yield from self._objections_to_division()
         yield from self._objections_to_updates()
-        yield from self._objections_to_reads()
         if self.competition is not None:
             yield from self._objections_to_gates(self.competition)
 
@@ -219,25 +219,6 @@ class MixerSpec(Spec):
             "write.beta='sigmoid' or 'sigmoid-2', write.steps=1 and write.residual_chunk=None",
         )
 
-    def _objections_to_reads(self):
-        """Reads of more than q S, which are not defined for other updates."""
-        read, write, kind = self.read, self.write, DECAYS.get(self.decay.kind)
-        plain = not self.sums and not read.bonus and write.residual_chunk is None and write.beta != "trapezoid"
-        yield (
-            read.levels is not None and not (plain and write.steps == 1 and write.erase == "beta"),
-            f"read.levels={read.levels} weights what is read of each level; expected read.bonus=False, no sum in "
-            "read.norm, write.residual_chunk=None, write.steps=1, write.erase='beta', and write.beta neither 'exp' nor "
-            "'trapezoid'",
-        )
-        scalar = kind is None or kind.shape is not DecayShape.VECTOR
-        expected = plain and scalar and write.rule == "add" and read.scale == "one" and read.levels is None
-        yield (
-            read.ridge_steps is not None and not expected,
-            f"read.ridge_steps={read.ridge_steps} is of a memory Σ β kᵀv that decays by one number per head; expected "
-            "write.rule='add', no decay per key channel, read.scale='one', read.norm without a sum, read.bonus=False, "
-            "read.levels=None, and write.beta neither 'exp' nor 'trapezoid'",
-        )
-
     def _objections_to_gates(self, gate: Competition):
         """Gates of competition that gate nothing or that the write does not have."""
         yield (gate.read == gate.write == "none", "competition with read='none' and write='none' gates nothing")
@@ -302,15 +283,9 @@ class MixerSpec(Spec):
         """Number of memories per head."""
         return 1 if self.competition is None else self.competition.memories_per_head
 
-    @property
-    def matrices(self) -> int:
-        """Number of matrices that a memory consists of: one for each level but that of the token itself."""
-        return 1 if self.read.levels is None else self.read.levels - 1
-
-    def _columns(self, K: int, V: int) -> int:
-        """Number of columns of a head's memory."""
-        ridge = self.memory_rows(K) if self.read.ridge_steps is not None else 0
-        return (V + self.sums) * self.matrices + ridge
+    def columns(self, K: int, V: int) -> int:
+        """Returns the number of columns of a head's memory."""
+        return (V + self.sums) * self.matrices
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """Returns (K, V), the key and value dimensions per head. Raises InputError for widths that do not divide."""
@@ -373,13 +348,13 @@ class MixerSpec(Spec):
         """Whether the output depends on the position of a token in its sequence."""
         shuffled = self.competition is not None and self.competition.shuffle
         counted = self.inputs.rotary or self.inputs.by_length or self.read.by_length
-        return counted or self.write.residual_chunk is not None or shuffled or self.read.levels is not None
+        return counted or self.write.residual_chunk is not None or shuffled
 
     def state_shapes(self, hidden_size: int, num_heads: int, tokens: int = 1) -> Shapes:
         """Returns the shapes of the recurrent state of one sequence, without the batch dimension."""
         H = self.num_heads(hidden_size, num_heads)
         K, V = self.head_dims(hidden_size, num_heads)
-        memory = H * self.memories_per_head, self.memory_rows(K), self._columns(K, V)
+        memory = H * self.memories_per_head, self.memory_rows(K), self.columns(K, V)
         shapes: Shapes = {"memory": memory}
         if self.write.beta == "exp":
             shapes["peak"] = (H,)
@@ -401,10 +376,9 @@ class MixerSpec(Spec):
     def flops_per_token(self, hidden_size: int, num_heads: int) -> int:
         H = self.num_heads(hidden_size, num_heads)
         K, V = self.head_dims(hidden_size, num_heads)
-        solved = 2 * min(self.read.ridge_steps or 0, self.memory_rows(K)) * self.memory_rows(K)
-        K, V = self.memory_rows(K), self._columns(K, V)
+        K, V = self.memory_rows(K), self.columns(K, V)
         decay, delta = self.decay.kind != "none", self.write.rule == "delta"
         # of the memory before the chunk, which decays too
         residual = 2 + decay if (self.write.residual_chunk or 1) > 1 else 0
         update = (2 + 2 * delta) * self.write.steps + residual
-        return H * self.memories_per_head * K * (V * (2 + decay + update) + solved)
+        return H * self.memories_per_head * K * V * (2 + decay + update)

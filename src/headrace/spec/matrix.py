@@ -1,47 +1,47 @@
 """The spec of a mixer with a matrix memory per head whose update `linear_attention` cannot express."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any, NamedTuple
 
+from ..utils.tables import Table
 from .mixer import Facts, Shapes, Spec, Update, heads_of_width, width_per_head
-from .record import PositiveFloat, PositiveInt, require_positive
+from .record import Names, PositiveFloat, PositiveInt, require_positive
 
-SLOTTED = "gsa", "abc"  # attention to slots
-# A new kind is a row here, its name in `MatrixSpec`, and the module of its layer.
-KINDS = {
-    "rwkv7": Facts(
-        ".matrix.rwkv7.RWKV7",
-        Update("diag(α) − κᵀ(a κ)", "v", "α, per key channel", "½‖v − kS‖²"),
-        flops=9,  # decay: 1; κ S: 2; − (a κ)ᵀ (κ S): 2; + kᵀ v: 2; q S: 2
+
+class MatrixKind(NamedTuple):
+    """What a kind of matrix memory is, besides how it is computed."""
+
+    facts: Facts
+    fields: tuple[str, ...] = ()  # the fields of MatrixSpec that it has, of `rank`, `slots`, `expand_k` and `expand_v`
+    gated: bool = True
+    # the shapes of the state of one sequence, from the spec, the hidden size, and the shape [H, K, V] of the memory
+    shapes: Callable[[Any, int, tuple[int, int, int]], Shapes] = lambda spec, hidden_size, memory: {"memory": memory}
+
+
+# A new kind is a row here, and the module of its layer.
+KINDS = Table("matrix_kinds", {
+    "rwkv7": MatrixKind(
+        Facts(
+            ".matrix.rwkv7.RWKV7",
+            Update("diag(α) − κᵀ(a κ)", "v", "α, per key channel", "½‖v − kS‖²"),
+            flops=9,  # decay: 1; κ S: 2; − (a κ)ᵀ (κ S): 2; + kᵀ v: 2; q S: 2
+        ),
+        ("rank",),
+        shapes=lambda spec, hidden_size, memory: {"memory": memory, "shift": (1, hidden_size)},
     ),
-    "gla-outer": Facts(
-        ".matrix.gla_outer.GLAOuter",
-        Update("α … βᵀ", "v", "α βᵀ, per number"),
-        flops=6,  # both decays: 2; + kᵀ v: 2; q S: 2
-    ),
-    "gsa": Facts(
-        ".matrix.slots.SlotAttention",
-        Update("diag(α)", "(k, v)", "α, per slot"),
-        flops=5,  # decay: 1; + (1 − α)ᵀ (k, v): 2; q Kᵀ and p V: 2
-    ),
-    "abc": Facts(
-        ".matrix.slots.SlotAttention",
-        Update("diag(1 − p)", "(k, v)", "1 − p, per slot; p = e^w / Σ e^w"),
-        flops=5,  # as gsa
-    ),
-}
+})  # fmt: skip
+OPTIONS = "rank", "slots", "expand_k", "expand_v"
 
 
 @dataclass(frozen=True)
 class MatrixSpec(Spec):
     """A mixer with the memory update S ← A_t S + kᵀ v, for a transition A_t that `linear_attention` does not have:
-    RWKV-7 (arXiv 2503.14456), GLA with a decay of keys and values (arXiv 2312.06635), or attention to slots, GSA (arXiv
-    2409.07146) and ABC (arXiv 2110.02488)."""
+    such as RWKV-7's (arXiv 2503.14456)."""
 
-    kind: Literal["rwkv7", "gla-outer", "gsa", "abc"]
-    # rwkv7, gla-outer: rank of the low-rank projections; None: the papers' rank for the hidden size
-    rank: PositiveInt | None = None
-    slots: PositiveInt | None = None  # gsa, abc: number of slots per head; None: the key dimension
+    kind: Annotated[str, Names(KINDS)]
+    rank: PositiveInt | None = None  # of the low-rank projections; None: the papers' rank for the hidden size
+    slots: PositiveInt | None = None  # number of slots per head; None: the key dimension
     expand_k: PositiveFloat = 1.0  # key dimensions of all heads together, as a multiple of the hidden size
     expand_v: PositiveFloat = 1.0  # value dimensions of all heads together, as a multiple of the hidden size
     count: PositiveInt | None = None  # number of heads; None: that of `width`
@@ -53,19 +53,19 @@ class MatrixSpec(Spec):
 
     @property
     def gated(self) -> bool:  # type: ignore[override]
-        return self.kind not in SLOTTED
+        return KINDS[self.kind].gated
 
     @property
     def facts(self) -> Facts:  # type: ignore[override]
-        return KINDS[self.kind]
+        return KINDS[self.kind].facts
 
     def _objections(self):
-        yield (
-            self.kind == "rwkv7" and (self.expand_k != 1 or self.expand_v != 1),
-            f"expand_k={self.expand_k} and expand_v={self.expand_v} with kind='rwkv7'; expected 1 for both",
-        )
-        foreign = "rank" if self.kind in SLOTTED else "slots"
-        yield getattr(self, foreign) is not None, f"kind={self.kind!r} has no {foreign}; got {getattr(self, foreign)}"
+        for name in OPTIONS:
+            value, has = getattr(self, name), name in KINDS[self.kind].fields
+            yield (
+                not has and value != getattr(MatrixSpec, name),
+                f"kind={self.kind!r} has no {name}; got {name}={value}",
+            )
 
     def num_heads(self, hidden_size: int, default: int) -> int:
         """Returns the number of heads: `count`, or that of `width` at this hidden size, or `default`."""
@@ -81,7 +81,4 @@ class MatrixSpec(Spec):
     def state_shapes(self, hidden_size: int, num_heads: int, tokens: int = 1) -> Shapes:
         """Returns the shapes of the recurrent state of one sequence, without the batch dimension."""
         H, (K, V) = self.num_heads(hidden_size, num_heads), self.head_dims(hidden_size, num_heads)
-        if self.kind in SLOTTED:  # per slot: a key, a value, and the sum of weights of abc
-            return {"memory": (H, self.slots or K, K + V + (self.kind == "abc"))}
-        memory = (H, K, V)
-        return {"memory": memory, "shift": (1, hidden_size)} if self.kind == "rwkv7" else {"memory": memory}
+        return KINDS[self.kind].shapes(self, hidden_size, (H, K, V))

@@ -1,9 +1,9 @@
 """The record of a linear mixer's readout."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import ClassVar, Literal
 
-from .record import PositiveFloat, PositiveInt, Range, Record
+from .record import PositiveFloat, Record
 
 SUMS = ("sum", "detached")  # norms that divide by the sum of weights, which is one more column of the state
 HEAD_NORMS = ("rms", "group", "l2", "layer")  # norms over the channels of a head, which cancel a factor per head
@@ -25,17 +25,14 @@ class Read(Record):
     bonus: bool = False  # RWKV-6's u: a learned weight for the current token
     skip: bool = False  # Mamba-2's D: v times a learned weight per head is added to the output
     by_length: bool = False  # whether what is read is divided by the number of tokens so far
-    # number of levels of log-linear attention (arXiv 2506.04761), which are memories of 1, 1, 2, 4, 8, … tokens back,
-    # with a weight per token, head and level; the last has all older tokens. None: one memory
-    levels: Annotated[int, Range("2 to 40", lambda n: 2 <= n <= 40)] | None = None
-    # number of steps of conjugate gradients that solve (Σ β kᵀk + λ) x = q, where x takes the place of q: the layer
-    # reads the prediction of ridge regression (MesaNet, arXiv 2506.05233); None: q itself
-    ridge_steps: PositiveInt | None = None
     # whether the norm has a weight (group, layer: and a bias); None: l2 and layer have none, the others do
     affine: bool | None = None
     eps: PositiveFloat | None = None  # of rms, group, rms-joint and rms-groups; None: the model's; for group, RWKV's
     gate_bias: bool = True  # whether the logits of sigmoid-low-rank and sigmoid-head have a bias
     bias: bool = False  # whether the output projection has a bias
+
+    # that plug-ins have in specs of their own, and whose null configurations hold
+    former: ClassVar[tuple[str, ...]] = "levels", "ridge_steps"
 
     def _objections(self):
         yield (

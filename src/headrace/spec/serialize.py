@@ -63,6 +63,8 @@ def admitted(cls, data: dict[str, Any], where: str) -> dict[str, Any]:
     unknown fields and invalid values."""
     known, values = fields(cls), {}
     for name, value in data.items():
+        if value is None and name in cls.former:
+            continue
         if name not in known:
             raise InputError(f"{where} has no field {name!r}; expected one of {', '.join(known)}")
         path = f"{where}.{name}"

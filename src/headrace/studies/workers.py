@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from itertools import cycle, islice
 from multiprocessing import active_children, get_context, parent_process
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from ..utils import plugins
@@ -58,7 +60,7 @@ def distribute(call: Callable, jobs: Sequence[tuple], devices: Sequence[str], li
     with ProcessPoolExecutor(
         size, context, initialize_worker, (events, free_devices, list(plugins.LOADED))
     ) as executor:
-        with interrupts_ignored():  # workers inherit this, so that only this process handles Ctrl-C
+        with interrupts_ignored(), without_main():  # workers inherit both: only this process handles Ctrl-C
             futures = {executor.submit(call_in_worker, call, i, job) for i, job in enumerate(jobs)}
         try:
             wait_for(futures, events, listen)
@@ -67,6 +69,17 @@ def distribute(call: Callable, jobs: Sequence[tuple], devices: Sequence[str], li
             for worker in set(active_children()) - others:
                 worker.terminate()
             raise
+
+
+@contextmanager
+def without_main() -> Iterator[None]:
+    """Starts workers that do not run the user's script again, which they would do to find what it defines: a job needs
+    nothing of it, and a script that calls `headrace.compare` may be text on standard input."""
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def wait_for(futures: set[Future], events, listen: Listen) -> None:

@@ -144,12 +144,17 @@ def known() -> ChainMap[str, Any]:
     return ChainMap(*TABLES.values(), PUBLISHED, MODELS)
 
 
+def taken(name: str) -> bool:
+    """Whether a row has the name, or a module offers one that is not imported yet."""
+    return name in PUBLISHED or not all(table.lacks(name) for table in (*TABLES.values(), MODELS))
+
+
 def register(name: str, entry: Entry) -> None:
     """Adds a mixer or model to the tables. InputError for a name that is there."""
     spec = entry.spec
     kind = next((kind for kind in type(spec).__mro__ if kind in TABLES), None)
     table = MODELS if kind is None else TABLES[kind]
-    if not table.lacks(name) or any(name in other for other in known().maps if other is not table):
+    if taken(name):
         raise InputError(f"{name!r} is a mixer or model already; expected another name")
     table[name] = spec
     if entry.paper:

@@ -79,11 +79,6 @@ MIXERS: dict[str, Entry] = {
         "https://arxiv.org/abs/2405.21060",
         MAMBA2,
     ),
-    "log-linear-mamba2": Entry(
-        "Mamba-2 with a memory for each power of two of tokens back, which a token weights when it reads.",
-        "https://arxiv.org/abs/2506.04761",
-        replace(MAMBA2, read=replace(MAMBA2.read, levels=15)),
-    ),
     "mamba3": Entry(
         "Mamba-2 whose update is a trapezoid of two tokens, with q and k normalized, biased and turned by the tokens.",
         "https://arxiv.org/abs/2603.15569",
@@ -99,17 +94,6 @@ MIXERS: dict[str, Entry] = {
         "A decay per key channel, computed by a low-rank sigmoid gate.",
         "https://arxiv.org/abs/2312.06635",
         MixerSpec(Heads(expand_k=0.5), decay=Decay("sigmoid", rank=16), read=Read("rms", "silu")),
-    ),
-    "mesa": Entry(
-        "A token reads the prediction of ridge regression on all keys and values so far, by conjugate gradients.",
-        "https://arxiv.org/abs/2506.05233",
-        MixerSpec(
-            Heads(width=128),  # MesaNetConfig of flash-linear-attention: head_dim 128
-            inputs=Inputs(conv=4, qk_norm="l2"),
-            decay=Decay("sigmoid-head", temperature=1.0),
-            write=Write(beta="sigmoid"),
-            read=Read("rms", scale="one", ridge_steps=30),
-        ),
     ),
     "simple-gla": Entry(
         "GLA with one decay per token and head.",
@@ -186,12 +170,6 @@ MIXERS: dict[str, Entry] = {
         "https://arxiv.org/abs/2411.12537",
         replace(GATED_DELTANET, write=Write("delta", "sigmoid-2")),
     ),
-    "log-linear-gated-deltanet": Entry(
-        "Gated DeltaNet with a memory for each power of two of tokens back, which a token weights when it reads.",
-        "https://arxiv.org/abs/2506.04761",
-        # HanGuo97/log-linear-attention, h_gated_deltanet_mid: 6 heads with head_dim 192 at a hidden size of 1536
-        replace(GATED_DELTANET, heads=Heads(0.75, 1.5, width=384), read=Read("rms", "silu", levels=15)),
-    ),
     "deltaproduct": Entry(
         "Two steps of the delta rule per token, each with a key, a value and a write strength up to 2.",
         "https://arxiv.org/abs/2502.10297",
@@ -252,21 +230,6 @@ MIXERS: dict[str, Entry] = {
         "A causal convolution over the last 3 tokens between two gates that are linear in the token.",
         "https://arxiv.org/abs/2511.23404",
         ScanSpec("short-conv", conv=3, conv_bias=False),
-    ),
-    "gla-outer": Entry(
-        "GLA with a second gate, a decay per value channel.",
-        "https://arxiv.org/abs/2312.06635",
-        MatrixSpec("gla-outer", expand_k=0.5),
-    ),
-    "gsa": Entry(
-        "Gated slot attention: a softmax over slots, whose keys and values are decaying means of the past.",
-        "https://arxiv.org/abs/2409.07146",
-        MatrixSpec("gsa", slots=64),  # its authors' GSAConfig: num_slots 64, num_heads 4
-    ),
-    "abc": Entry(
-        "Attention with bounded-memory control: a softmax over slots, whose keys and values are weighted means.",
-        "https://arxiv.org/abs/2110.02488",
-        MatrixSpec("abc", slots=64),  # ABCConfig of flash-linear-attention: num_slots 64
     ),
     "rwkv7": Entry(
         "A delta rule whose removal key, replacement key and strength per channel are separate.",

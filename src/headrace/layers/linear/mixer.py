@@ -25,13 +25,11 @@ from .features import FeatureMap, QKNorm, Rotate, RotateFirst
 from .general import Erase
 from .input_gate import DivideByWeights, ExponentialGate
 from .joint import Memories, MemoriesOfValues, SumOfMemories
-from .levels import Levels
 from .mamba3 import NormWithBias, Trapezoid, Turn
 from .project import Heads, Positions, Project, ValueMap
 from .readout import GROUP_NORM_EPS, Gate, GateFirst, Norm, Out, ReadGate, ReadGateFirst, Skip
 from .recur import DivideByLength, DivideDetached, Recur, WeightSum
 from .residual import Residual
-from .ridge import Ridge
 from .stage import Stage, Tokens
 from .steps import Keys, RecurInSteps
 from .strength import StepSize, Strength
@@ -41,13 +39,6 @@ from .token_shift import Shift
 from .values import OverLength, ValueGate, WriteGate
 
 Stages = tuple[type[Any], ...]
-# The parts of in_proj, and the layer's own parameters and modules, in the order of the weights and of an optimizer.
-PARTS = "q", "k", "v", "turns", "value_gate", "decay", "beta", "write", "levels", "gate"
-PARAMETERS = "power", "bonus", "norm_weight", "norm_bias", "skip"
-MODULES = (
-    "conv", "shift", "qk_norm", "features", "value_gate", "decay", "general", "residual", "levels", "ridge", "gate",
-    "in_proj", "o_proj", "read_competition", "write_competition", "choice",
-)  # fmt: skip
 
 
 class LinearMixer(Mixer, HasBackend):
@@ -69,9 +60,17 @@ class LinearMixer(Mixer, HasBackend):
         Memories, Freeze, Strength, StepSize,
     )  # fmt: skip
     VALUES: ClassVar[Stages] = (WeightSum, MemoriesOfValues)
-    RECURRENCES: ClassVar[Stages] = (Trapezoid, RecurInSteps, Residual, Erase, Levels, Ridge, Recur)
+    RECURRENCES: ClassVar[Stages] = (Trapezoid, RecurInSteps, Residual, Erase, Recur)
     SUMS: ClassVar[Stages] = (SumOfMemories, DivideByWeights, DivideDetached, DivideByLength)
     READOUT: ClassVar[Stages] = (Skip, ReadGateFirst, GateFirst, Norm, ReadGate, Gate, Out)
+
+    # The parts of in_proj, and the layer's own parameters and modules, in the order of the weights and of an optimizer.
+    PARTS: ClassVar[tuple[str, ...]] = "q", "k", "v", "turns", "value_gate", "decay", "beta", "write", "gate"
+    PARAMETERS: ClassVar[tuple[str, ...]] = "power", "bonus", "norm_weight", "norm_bias", "skip"
+    MODULES: ClassVar[tuple[str, ...]] = (
+        "conv", "shift", "qk_norm", "features", "value_gate", "decay", "general", "residual", "gate", "in_proj",
+        "o_proj", "read_competition", "write_competition", "choice",
+    )  # fmt: skip
 
     no_weight_decay = ("bonus",)
     state_kind = MixerState
@@ -104,15 +103,15 @@ class LinearMixer(Mixer, HasBackend):
         self.reset_parameters()
 
     def _build(self, hidden_size: int) -> None:
-        for name in PARAMETERS:
+        for name in self.PARAMETERS:
             self.register_parameter(name, None)
-        for name in MODULES:
+        for name in self.MODULES:
             self.register_module(name, None)
         steps = self.spec.write.steps  # those of a head are side by side
         self.parts = {"q": self.Hq * self.K, "k": steps * self.Hq * self.K, "v": steps * self.H * self.V}
         for stage in self.stages:
             stage.build(self)
-        self.parts = {name: self.parts[name] for name in (*PARTS, *self.parts) if name in self.parts}
+        self.parts = {name: self.parts[name] for name in (*self.PARTS, *self.parts) if name in self.parts}
         self.in_proj = nn.Linear(hidden_size, sum(self.parts.values()), bias=self.spec.inputs.bias)
         self.o_proj = nn.Linear(self.H * self.V, hidden_size, bias=self.spec.read.bias)
 

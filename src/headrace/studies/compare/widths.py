@@ -8,7 +8,7 @@ from ... import zoo
 from ...history.specs.stack import StackSpec
 from ...layers.blocks.widths import count_parameters, default_intermediate_size, match_intermediate_size
 from ...spec.linear import MixerSpec
-from ...spec.matrix import SLOTTED, MatrixSpec
+from ...spec.matrix import KINDS, MatrixSpec
 from ...spec.mixer import ModelSpec, Spec
 from ...spec.scan import ScanSpec
 from ...spec.serialize import change, to_json
@@ -93,7 +93,7 @@ def size_field(spec: Spec) -> str | None:
     if isinstance(spec, ScanSpec):
         return "state_size" if spec.state_size else None
     if isinstance(spec, MatrixSpec):
-        return "slots" if spec.kind in SLOTTED else None
+        return "slots" if "slots" in KINDS[spec.kind].fields else None
     return "heads.key_dim" if isinstance(spec, MixerSpec) else None
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...layers.linear.mixer import LinearMixer
+from ...layers.linear.recur import ModuleRecur
 from ...layers.maps import Reading, asking
 from ...layers.matrix.rwkv7 import RWKV7
 
@@ -117,7 +118,7 @@ def recording(mixer: Any, records: list[Recorded], layer: int | None) -> Iterato
 
 def calls_often(mixer: Any) -> bool:
     """Whether a linear mixer calls the op several times for the same tokens."""
-    return isinstance(mixer, LinearMixer) and not mixer.levels is mixer.ridge is None
+    return isinstance(mixer, LinearMixer) and type(mixer) is not LinearMixer and isinstance(mixer.recur, ModuleRecur)
 
 
 def keep_tensors(records: list[Recorded], recurrence: Any, args: Any) -> None:

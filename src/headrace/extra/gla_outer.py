@@ -11,14 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...ops.call import accumulator
-from ...ops.sequences import Sequences
-from ...spec.decay import Decay
-from ...spec.matrix import MatrixSpec
-from ..base import Mixer, Recurrence
-from ..chunks import CHUNK, carry, recur
-from ..linear.decays import SigmoidDecay
-from ..linear.token import MixerState
+from ..layers.base import Mixer, Recurrence
+from ..layers.chunks import CHUNK, carry, recur
+from ..layers.linear.decays import SigmoidDecay
+from ..layers.linear.token import MixerState
+from ..layers.registration import register_mixer
+from ..ops.call import accumulator
+from ..ops.sequences import Sequences
+from ..spec.decay import Decay
+from ..spec.matrix import KINDS, MatrixKind, MatrixSpec
+from ..spec.mixer import Facts, Update
 
 
 class Operands(NamedTuple):
@@ -114,3 +116,19 @@ class GLAOuter(Mixer):
         out, memory = self.recurrence(recur, step, form, operands, sequences, None if state is None else state.memory)
         out = F.rms_norm(out, (self.V,), self.norm_weight.to(acc), self.norm_eps).to(x.dtype)
         return sequences.tokenwise(self.o_proj, out.flatten(-2) * F.silu(gate)), MixerState(memory)
+
+
+KINDS["gla-outer"] = MatrixKind(
+    Facts(
+        "headrace.extra.gla_outer.GLAOuter",
+        Update("α … βᵀ", "v", "α βᵀ, per number"),
+        flops=6,  # both decays: 2; + kᵀ v: 2; q S: 2
+    ),
+    ("rank", "expand_k", "expand_v"),
+)
+register_mixer(
+    "gla-outer",
+    MatrixSpec("gla-outer", expand_k=0.5),
+    about="GLA with a second gate, a decay per value channel.",
+    paper="https://arxiv.org/abs/2312.06635",
+)

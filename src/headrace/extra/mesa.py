@@ -1,5 +1,5 @@
 """The read of MesaNet (arXiv 2506.05233): a head reads the prediction that ridge regression on all pairs (k, v) so far
-makes for q (read.ridge_steps). The solution x of a linear system takes the place of q:
+makes for q (`ridge_steps`). The solution x of a linear system takes the place of q:
 
     M_t = e^{g_t} M_{t−1} + β_t k_tᵀ k_t    S_t = e^{g_t} S_{t−1} + β_t k_tᵀ v_t
     (M_t + diag(λ)) x_t = q_t               o_t = x_t S_t
@@ -13,18 +13,26 @@ Dimensions: B batch, T tokens, H heads (Hq for q and k), K key, V value dimensio
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...ops.call import accumulator, gated
-from ...ops.derivatives import apply_function, first_order
-from ...ops.sequences import Sequences
-from ...utils.device import without_autocast
-from ..base import Recurrence, SelfInitialized
-from .recur import ModuleRecur
+from ..layers.base import Recurrence, SelfInitialized
+from ..layers.linear.mixer import LinearMixer
+from ..layers.linear.recur import ModuleRecur
+from ..layers.registration import register_mixer
+from ..ops.call import accumulator, gated
+from ..ops.derivatives import apply_function, first_order
+from ..ops.sequences import Sequences
+from ..spec.decay import DECAYS, Decay, DecayShape
+from ..spec.linear import Heads, Inputs, MixerSpec, Read, Write
+from ..spec.mixer import Facts
+from ..spec.record import PositiveInt
+from ..spec.serialize import TYPES
+from ..utils.device import without_autocast
 
 
 class RidgeRead(SelfInitialized, Recurrence):
@@ -94,7 +102,7 @@ class RidgeRead(SelfInitialized, Recurrence):
         solution = solve(x["q"])
         if not torch.is_grad_enabled():
             return solution
-        return apply_function(Solution, "read.ridge_steps", x["q"] - times(solution), solution, solve)
+        return apply_function(Solution, "ridge_steps", x["q"] - times(solution), solution, solve)
 
 
 class Solution(torch.autograd.Function):
@@ -106,7 +114,7 @@ class Solution(torch.autograd.Function):
         return solution.clone()
 
     @staticmethod
-    @first_order("read.ridge_steps")
+    @first_order("ridge_steps")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.solve(grad), None, None
 
@@ -132,9 +140,60 @@ def ratio(a: Tensor, b: Tensor) -> Tensor:
 class Ridge(ModuleRecur):
     """The recurrence with this read."""
 
-    field, name = "read.ridge_steps", "ridge"
+    name = "ridge"
 
     def build(self, mixer: Any) -> None:
         super().build(mixer)
         heads = mixer.H * mixer.spec.memories_per_head
-        mixer.ridge = RidgeRead(mixer.spec.read.ridge_steps, heads, mixer.spec.memory_rows(mixer.K))
+        mixer.ridge = RidgeRead(mixer.spec.ridge_steps, heads, mixer.spec.memory_rows(mixer.K))
+
+
+class MesaMixer(LinearMixer):
+    """The layer of a MesaSpec."""
+
+    MODULES = *LinearMixer.MODULES[:8], "ridge", *LinearMixer.MODULES[8:]
+    RECURRENCES = (Ridge,)
+
+
+@dataclass(frozen=True)
+class MesaSpec(MixerSpec):
+    """A linear mixer that reads the prediction of ridge regression."""
+
+    ridge_steps: PositiveInt = 30  # steps of conjugate gradients that solve (Σ β kᵀk + λ) x = q
+
+    facts = Facts("headrace.extra.mesa.MesaMixer")
+
+    def _objections(self):
+        yield from super()._objections()
+        read, write, decay = self.read, self.write, DECAYS.get(self.decay.kind)
+        scalar = decay is None or decay.shape is not DecayShape.VECTOR
+        plain = not self.sums and not read.bonus and write.rule == "add" and write.beta != "trapezoid"
+        yield (
+            not (plain and scalar and read.scale == "one"),
+            f"ridge_steps={self.ridge_steps} is of a memory Σ β kᵀv that decays by one number per head; expected "
+            "write.rule='add', no decay per key channel, read.scale='one', read.norm without a sum, read.bonus=False, "
+            "and write.beta neither 'exp' nor 'trapezoid'",
+        )
+
+    def columns(self, K: int, V: int) -> int:
+        return super().columns(K, V) + self.memory_rows(K)
+
+    def flops_per_token(self, hidden_size: int, num_heads: int) -> int:
+        rows = self.memory_rows(self.head_dims(hidden_size, num_heads)[0])
+        numbers = self.num_heads(hidden_size, num_heads) * self.memories_per_head * rows**2
+        return super().flops_per_token(hidden_size, num_heads) + 2 * min(self.ridge_steps, rows) * numbers
+
+
+TYPES["mesa"] = MesaSpec
+register_mixer(
+    "mesa",
+    MesaSpec(
+        Heads(width=128),  # MesaNetConfig of flash-linear-attention: head_dim 128
+        Inputs(conv=4, qk_norm="l2"),
+        Decay("sigmoid-head", temperature=1.0),
+        Write(beta="sigmoid"),
+        Read("rms", scale="one"),
+    ),
+    about="A token reads the prediction of ridge regression on all keys and values so far, by conjugate gradients.",
+    paper="https://arxiv.org/abs/2506.05233",
+)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace import InputError, layers, linear_attention, zoo
-from headrace.layers.linear.ridge import RidgeRead, conjugate_gradients
+from headrace.extra.mesa import RidgeRead, conjugate_gradients
 from headrace.ops.sequences import Sequences
 from headrace.studies.verify import relative
 from peers import load
@@ -80,7 +80,7 @@ def test_conjugate_gradients_end_after_as_many_steps_as_dimensions(dtype):
 def test_second_derivatives_are_refused():
     x, op = operands(), partial(linear_attention, scale=1.0, form="recurrent")
     out, *_ = made()(op, x, None, Sequences(x["v"], None))
-    with pytest.raises(InputError, match=r"read.ridge_steps has no second derivative"):
+    with pytest.raises(InputError, match=r"ridge_steps has no second derivative"):
         torch.autograd.grad(out.square().sum(), x["q"], create_graph=True)
 
 
@@ -96,9 +96,7 @@ def test_decoding_is_the_whole():
     assert max(relative(torch.cat(out, 1), whole), relative(state.memory, last.memory)) < 1e-12
 
 
-@pytest.mark.parametrize(
-    "changed", ["read.scale=key", "write.rule=delta", "decay.kind=sigmoid", "read.levels=3", "read.bonus=true"]
-)
+@pytest.mark.parametrize("changed", ["read.scale=key", "write.rule=delta", "decay.kind=sigmoid", "read.bonus=true"])
 def test_what_the_ridge_does_not_have_is_refused(changed):
-    with pytest.raises(InputError, match=r"read.ridge_steps=30 is of a memory Σ β kᵀv"):
+    with pytest.raises(InputError, match=r"ridge_steps=30 is of a memory Σ β kᵀv"):
         zoo.get(f"mesa({changed})")

@@ -7,7 +7,7 @@ def register() -> None:
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, MambaModelConfig
 
-    from .. import model  # noqa: F401  registers HeadraceConfig with AutoConfig
+    from ...hf import model  # noqa: F401  registers HeadraceConfig with AutoConfig
 
-    ModelRegistry.register_model("HeadraceForCausalLM", "headrace.hf.vllm.model:HeadraceForCausalLM")
+    ModelRegistry.register_model("HeadraceForCausalLM", "headrace.export.vllm.model:HeadraceForCausalLM")
     MODELS_CONFIG_MAP["HeadraceForCausalLM"] = MambaModelConfig  # a cache with one state for each sequence

@@ -17,17 +17,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...ops.attention import linear_attention
-from ...ops.backends.base import HasBackend
-from ...ops.call import accumulator
-from ...ops.dispatch import default_backend
-from ...ops.sequences import Sequences
-from ...spec.matrix import MatrixSpec
-from ..base import Mixer, Recurrence
-from ..chunks import recur
-from ..linear.token import MixerState
-from ..maps import mixed
-from ..scan import elementwise
+from ..layers.base import Mixer, Recurrence
+from ..layers.chunks import recur
+from ..layers.linear.token import MixerState
+from ..layers.maps import mixed
+from ..layers.registration import register_mixer
+from ..layers.scan import elementwise
+from ..ops.attention import linear_attention
+from ..ops.backends.base import HasBackend
+from ..ops.call import accumulator
+from ..ops.dispatch import default_backend
+from ..ops.sequences import Sequences
+from ..spec.matrix import KINDS, MatrixKind, MatrixSpec
+from ..spec.mixer import Facts, Shapes, Update
 from .gla_outer import Operands, form, step
 
 TEMPERATURE = 8.0  # of GSA's gate
@@ -109,3 +111,31 @@ class SlotAttention(Mixer, HasBackend):
         )
         share = weight / total.view_as(weight)
         return share.clamp(max=1 - torch.finfo(w.dtype).eps), after.view_as(sums)
+
+
+def shapes(spec: MatrixSpec, hidden_size: int, memory: tuple[int, int, int]) -> Shapes:
+    """Per slot: a key, a value, and the sum of weights of ABC."""
+    H, K, V = memory
+    return {"memory": (H, spec.slots or K, K + V + (spec.kind == "abc"))}
+
+
+FLOPS = 5  # decay: 1; + (1 − α)ᵀ (k, v): 2; q Kᵀ and p V: 2
+UPDATES = {
+    "gsa": Update("diag(α)", "(k, v)", "α, per slot"),
+    "abc": Update("diag(1 − p)", "(k, v)", "1 − p, per slot; p = e^w / Σ e^w"),
+}
+for _kind, _update in UPDATES.items():
+    _facts = Facts("headrace.extra.slots.SlotAttention", _update, FLOPS)
+    KINDS[_kind] = MatrixKind(_facts, ("slots", "expand_k", "expand_v"), False, shapes)
+register_mixer(
+    "gsa",
+    MatrixSpec("gsa", slots=64),  # its authors' GSAConfig: num_slots 64, num_heads 4
+    about="Gated slot attention: a softmax over slots, whose keys and values are decaying means of the past.",
+    paper="https://arxiv.org/abs/2409.07146",
+)
+register_mixer(
+    "abc",
+    MatrixSpec("abc", slots=64),  # ABCConfig of flash-linear-attention: num_slots 64
+    about="Attention with bounded-memory control: a softmax over slots, whose keys and values are weighted means.",
+    paper="https://arxiv.org/abs/2110.02488",
+)

@@ -1,5 +1,5 @@
 """Log-linear attention (arXiv 2506.04761): the memory is kept in levels by the age of its tokens, and a token weights
-what it reads of each level (read.levels).
+what it reads of each level (`levels`).
 
 Token s is at level ℓ for token t if ℓ is the number of binary digits of t XOR s: level 0 is the token itself, and level
 ℓ is an aligned block of 2^(ℓ−1) tokens before it (a Fenwick tree). The last level also has all older tokens.
@@ -15,20 +15,28 @@ tokens per block, M blocks.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ...ops.call import accumulator, gated
-from ...ops.sequences import Sequences, avoid_sync
-from ...utils.device import without_autocast
-from ..base import Recurrence, SelfInitialized
-from .recur import ModuleRecur
-from .stage import Tokens
+from .. import zoo
+from ..layers.base import Recurrence, SelfInitialized
+from ..layers.linear.mixer import LinearMixer
+from ..layers.linear.recur import ModuleRecur
+from ..layers.linear.stage import Tokens
+from ..layers.registration import register_mixer
+from ..ops.call import accumulator, gated
+from ..ops.sequences import Sequences, avoid_sync
+from ..spec.linear import MixerSpec
+from ..spec.mixer import Facts
+from ..spec.record import Range
+from ..spec.serialize import TYPES
+from ..utils.device import without_autocast
 
 BITS = 5  # logarithm of the number of tokens in a block whose pairs are computed
 FAR = 2**50  # a position at the last level for every token
@@ -175,11 +183,11 @@ class LogLinear(SelfInitialized, Recurrence):
 class Levels(ModuleRecur):
     """The recurrence with levels."""
 
-    field, name = "read.levels", "levels"
+    name = "levels"
 
     def build(self, mixer: Any) -> None:
         super().build(mixer)
-        levels = mixer.spec.read.levels
+        levels = mixer.spec.levels
         mixer.levels = LogLinear(levels, mixer.H * mixer.spec.memories_per_head)
         mixer.parts["levels"] = mixer.H * levels
 
@@ -187,3 +195,64 @@ class Levels(ModuleRecur):
         of_heads = t.parts["levels"].unflatten(-1, (mixer.H, -1))
         given = self.tensors(t) | {"levels": of_heads.repeat_interleave(mixer.spec.memories_per_head, 2)}
         t.out, t.after["memory"] = mixer.levels(self.op(mixer), given, t.state, t.sequences)
+
+
+class LogLinearMixer(LinearMixer):
+    """The layer of a LogLinearSpec."""
+
+    PARTS = *LinearMixer.PARTS[:-1], "levels", LinearMixer.PARTS[-1]
+    MODULES = *LinearMixer.MODULES[:8], "levels", *LinearMixer.MODULES[8:]
+    RECURRENCES = (Levels,)
+
+
+@dataclass(frozen=True)
+class LogLinearSpec(MixerSpec):
+    """A linear mixer with levels."""
+
+    # L: memories of 1, 1, 2, 4, 8, … tokens back; the last has all older tokens
+    levels: Annotated[int, Range("2 to 40", lambda n: 2 <= n <= 40)] = 15
+
+    facts = Facts("headrace.extra.log_linear.LogLinearMixer")
+
+    def _objections(self):
+        yield from super()._objections()
+        read, write = self.read, self.write
+        plain = not self.sums and not read.bonus and write.residual_chunk is None and write.beta != "trapezoid"
+        yield (
+            not (plain and write.steps == 1 and write.erase == "beta"),
+            f"levels={self.levels} weights what is read of each level; expected read.bonus=False, no sum in read.norm, "
+            "write.residual_chunk=None, write.steps=1, write.erase='beta', and write.beta neither 'exp' nor "
+            "'trapezoid'",
+        )
+
+    @property
+    def matrices(self) -> int:  # type: ignore[override]
+        """One for each level but that of the token itself."""
+        return self.levels - 1
+
+    @property
+    def counts_tokens(self) -> bool:
+        return True
+
+
+def with_levels(spec: MixerSpec, **changes: Any) -> LogLinearSpec:
+    """Returns a linear mixer with levels. changes: fields that differ."""
+    own = {each.name: getattr(spec, each.name) for each in fields(spec)}
+    return LogLinearSpec(**own | changes)
+
+
+TYPES["log-linear"] = LogLinearSpec
+MAMBA2, GATED_DELTANET = zoo.get("mamba2"), zoo.get("gated-deltanet")
+register_mixer(
+    "log-linear-mamba2",
+    with_levels(MAMBA2),
+    about="Mamba-2 with a memory for each power of two of tokens back, which a token weights when it reads.",
+    paper="https://arxiv.org/abs/2506.04761",
+)
+register_mixer(
+    "log-linear-gated-deltanet",
+    # HanGuo97/log-linear-attention, h_gated_deltanet_mid: 6 heads with head_dim 192 at a hidden size of 1536
+    with_levels(GATED_DELTANET, heads=replace(GATED_DELTANET.heads, width=384)),
+    about="Gated DeltaNet with a memory for each power of two of tokens back, which a token weights when it reads.",
+    paper="https://arxiv.org/abs/2506.04761",
+)

@@ -1,0 +1,2 @@
+"""Mixers that few need, each a file that registers itself as a plug-in does: its spec, its layer, its names. A file is
+imported when one of its names is asked for."""

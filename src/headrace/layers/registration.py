@@ -1,0 +1,72 @@
+"""The mixers and models that a plug-in or a program adds, known from then on like those of headrace."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from .. import zoo
+from ..spec.mixer import ModelSpec, Spec
+from ..spec.serialize import TYPES
+from ..spec.stack import Decoder
+from ..utils import plugins
+from ..utils.errors import InputError, reading
+from ..zoo.entry import Entry
+from .module import module_spec
+
+NAME = re.compile(r"(?!softmax-|recurrent-)[a-z0-9]+([._-][a-z0-9]+)*")
+
+
+def register_mixer(name: str, mixer: Any, *, paper: str = "", about: str = "") -> None:
+    """Adds a mixer to the zoo.
+
+    Args:
+        name: its name. For a MixerSpec, softmax-NAME is then known too, in which the heads compete.
+        mixer: a MixerSpec or another spec of a mixer, an expression such as "gla(heads.count=2)", or a class of
+            `nn.Module` with the protocol of `headrace.layers.module`. A spec may be of a class of your own, whose
+            `facts.layer` names the class of its layer.
+        paper, about: the address of its paper and a sentence, for tables.
+
+    Raises:
+        InputError: for a name that exists or is none, and for what is no mixer.
+    """
+    check_name("mixer", name, zoo.taken)
+    if isinstance(mixer, type) and issubclass(mixer, nn.Module):
+        with reading(f"mixer {name!r} cannot be registered"):
+            spec: Any = module_spec(name, mixer, plugins.of(mixer))
+    elif not isinstance(spec := zoo.get(mixer), Spec):
+        raise InputError(f"mixer {name!r} is a whole model; expected a mixer, or register_model for it")
+    if type(spec) not in TYPES.rows.values():
+        TYPES[plugins.PREFIX + name] = type(spec)
+    zoo.register(name, Entry(about, paper, spec))
+    plugins.note_registration()
+
+
+def register_model(name: str, model: Any) -> None:
+    """Adds a whole model to the zoo.
+
+    Args:
+        name: its name.
+        model: a Decoder or another spec of a whole model, or an expression such as "gla+gla+transformer", a decoder
+            whose layers alternate.
+
+    Raises:
+        InputError: for a name that exists or is none, and for what is no whole model.
+    """
+    check_name("model", name, zoo.taken)
+    if not isinstance(spec := zoo.get(model), Decoder | ModelSpec):
+        raise InputError(f"model {name!r} is the mixer of one layer; expected a whole model, or register_mixer for it")
+    zoo.register(name, Entry("", "", spec))
+    plugins.note_registration()
+
+
+def check_name(kind: str, name: Any, taken: Callable[[str], bool]) -> None:
+    """Raises InputError for a name that an expression could not have, and for one that exists."""
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise InputError(
+            f"{kind} {name!r} has no name for expressions; expected small letters and digits, in parts joined by - or "
+            "., and another beginning than softmax- and recurrent-"
+        )
+    if known := next((each for each in (name, f"softmax-{name}") if taken(each)), None):
+        raise InputError(f"{kind} {known!r} exists already; expected another name")

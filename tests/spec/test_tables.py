@@ -1,0 +1,95 @@
+"""Rows of packages that the core does not import are there when they are asked for, and a stranger adds the same."""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import headrace
+from headrace import InputError, zoo
+from headrace.layers.linear.mixer import LinearMixer
+from headrace.layers.linear.readout import Skip
+from headrace.spec import MixerSpec, attention, from_json, matrix, scan, serialize, stack, to_json
+from headrace.spec.mixer import Facts
+from headrace.utils.tables import OFFERS, Table
+
+EVERY = *zoo.TABLES.values(), zoo.MODELS, serialize.TYPES, scan.KINDS, matrix.KINDS, attention.LAYERS, stack.MLPS
+TABLES = {table.name: table for table in EVERY}
+
+
+def test_every_row_that_a_module_offers_is_there():
+    assert OFFERS.keys() <= TABLES.keys()
+    for name, rows in OFFERS.items():
+        assert all(TABLES[name][row] for row in rows)
+
+
+def test_a_package_is_imported_when_a_name_of_it_is_asked_for():
+    check = """
+import sys
+from headrace import zoo
+asked = lambda: {name for name in ("torch", "headrace.history.zoo", "headrace.extra") if name in sys.modules}
+zoo.get("softmax-gla"), zoo.get("transformer")
+assert len(zoo.names()) > 80 and "mesa" in zoo.LINEAR and asked() == set()
+assert zoo.get("s4d") and asked() == {"headrace.history.zoo"}
+assert zoo.get({"type": "matrix", "kind": "gsa"}).state_shapes(64, 4) and "headrace.extra.slots" in sys.modules
+assert "headrace.extra.mesa" not in sys.modules
+"""
+    assert subprocess.run([sys.executable, "-c", check]).returncode == 0
+
+
+def test_a_table_lists_what_is_offered_and_has_no_other_rows():
+    table = Table("none", {"a": 1})
+    with patch.dict(OFFERS, {"none": {"b": "this"}}):
+        assert [*table] == ["a", "b"] and len(table) == 2 and "b" in table and "c" not in table
+        with pytest.raises(KeyError):
+            table["b"]  # of a module without the row
+        assert table.get("c") is None and table.rows == {"a": 1}
+
+
+@dataclass(frozen=True)
+class TwiceSpec(MixerSpec):
+    """A stranger's: a linear mixer with a field and a stage of its own."""
+
+    twice: bool = True
+
+    facts = Facts(f"{__name__}.TwiceMixer")
+
+    def _objections(self):
+        yield from super()._objections()
+        yield self.read.bonus, "twice with read.bonus=True"
+
+
+class Twice(Skip):
+    field = "twice"
+    values = (True,)
+
+    def build(self, mixer):
+        """Nothing."""
+
+    def reset(self, mixer):
+        """Nothing."""
+
+    def __call__(self, mixer, t):
+        t.out = 2 * t.out
+
+
+class TwiceMixer(LinearMixer):
+    READOUT = *LinearMixer.READOUT[:-1], Twice, LinearMixer.READOUT[-1]
+
+
+def test_a_stranger_registers_a_spec_of_a_class_of_its_own():
+    with patch.dict(zoo.LINEAR), patch.dict(serialize.TYPES), patch.dict(zoo.PAPERS):
+        headrace.register_mixer("twice", TwiceSpec(), paper="https://example.org")
+        assert zoo.get("twice(twice=false)") == TwiceSpec(twice=False) == from_json(to_json(TwiceSpec(twice=False)))
+        assert zoo.PAPERS["twice"] == "https://example.org" and zoo.get("softmax-twice").competition is not None
+        with pytest.raises(InputError, match="twice with"):
+            zoo.get("twice(read.bonus=true)")
+        x, y = torch.randn(1, 5, 8), []
+        for name in ("twice", "twice(twice=false)"):
+            torch.manual_seed(0)
+            y.append(headrace.Mixer(name, hidden_size=8, num_heads=2)(x)[0])
+        torch.testing.assert_close(y[0], 2 * y[1])
+    assert "twice" not in zoo.names()
