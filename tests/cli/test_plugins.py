@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from headrace import layers, load
+from headrace.studies import workers
 from headrace.utils import plugins
 from headrace.utils.errors import PluginWarning, VersionWarning
 from headrace.utils.plugins import VARIABLE
@@ -20,6 +21,7 @@ from sharded import Run, train_all
 from tiny import build
 
 __all__ = ["folder"]  # a fixture
+assert workers  # so that conftest.py has workers of `compare` forked
 
 
 def checkpoint(folder, mixer):

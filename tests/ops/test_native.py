@@ -316,8 +316,10 @@ def test_nan_reaches_no_earlier_token(dtype, decay, rule):
 ISAS = ["avx512", "avx2", "portable"]
 
 
+@pytest.mark.slow
 def test_every_instruction_set_gives_the_same_results():
-    """Less than the machine has can be asked for, once in a process: in three, forked before the library is loaded."""
+    """Of calls, and of a layer's tokens. Less than the machine has can be asked for, once in a process: in three,
+    forked before the library is loaded."""
     script = """
 import os, sys, pytest, torch
 isa = next((isa for isa in sys.argv[1:] if not (child := os.fork()) or os.waitpid(child, 0)[1]), None)
@@ -327,8 +329,6 @@ os.environ["HEADRACE_ISA"] = isa
 from equation import DECAYS, NATIVE, assert_same, inputs
 from headrace import linear_attention
 from headrace.ops.backends.native import library as native
-from headrace.ops.backends.native.op import _kept_shapes
-from headrace.ops.call import Call
 from headrace.studies.verify import relative
 torch.manual_seed(0), torch.set_num_threads(1)
 for decay in DECAYS:
@@ -341,6 +341,13 @@ for decay in DECAYS:
         states = [linear_attention(**{n: y if y is None else y.to(dtype) for n, y in rounded.items()}, **settings)[1]
                   for dtype in (torch.bfloat16, torch.float32)]
         assert relative(states[0], states[1].double()) < 1e-6  # products in float32
+sys.path.append("layers")
+from test_decode import MAX_ERROR_RATIO, in_float64, layer, token_by_token
+torch.set_grad_enabled(False)
+for mixer in ("linear-attention", "retnet", "softmax-mamba2", "softmax-gla", "rwkv6", "softmax-kda"):
+    made, x = layer(mixer), torch.randn(2, 8, 32)
+    expected = in_float64(made, mixer, x)[0]
+    assert relative(token_by_token(made, x, 2)[0], expected) <= MAX_ERROR_RATIO * relative(made(x)[0], expected), mixer
 print(native.instructions)
 """
     result = fresh.run(script, *ISAS, folder=Path(__file__).parents[1])

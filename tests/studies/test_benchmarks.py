@@ -117,7 +117,6 @@ def test_a_runtime_that_is_missing_is_said(monkeypatch, capsys):
     assert "not timed: llama.cpp mamba2: it is away" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["float32", "int8"])
 @pytest.mark.parametrize(("runtime", "mixer"), [(runtime, x) for runtime, own in model.EXPORTED.items() for x in own])
 @torch.no_grad()
