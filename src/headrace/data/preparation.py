@@ -137,7 +137,11 @@ def prepare(plan: Preparation, output: Path) -> dict[str, Any]:
         if plan.shard[1] > 1:
             manifest |= _as_shard(records, work / "parts", plan, ready / "parts")
         else:
-            manifest |= assembled(records, dict.fromkeys(records, work / "parts"), plan.length, ready)
+            try:
+                manifest |= assembled(records, dict.fromkeys(records, work / "parts"), plan.length, ready)
+            except InputError:  # no text for a split or a row: no command with these sources needs the parts
+                shutil.rmtree(work / "parts")
+                raise
         if (wanted := _share_of_tokens(plan)) and manifest["train"]["tokens"] < wanted:
             print(FEWER.format(manifest["train"]["tokens"], wanted), file=sys.stderr)
         seconds = time.perf_counter() - started
