@@ -128,7 +128,11 @@ def prepare(plan: Preparation, output: Path) -> dict[str, Any]:
         records, new = make_parts(blocks, tokens, work / "parts", plan.workers, plan.tokens)
         tokens.save_pretrained(ready / "tokenizer")
         manifest = _described(plan, tokens) | ({"held_out_pieces": len(choice.spans)} if choice.spans else {})
-        manifest |= assembled(records, work / "parts", plan.length, ready)
+        try:
+            manifest |= assembled(records, work / "parts", plan.length, ready)
+        except InputError:  # no text for a split or a row: no command with these sources needs the parts
+            shutil.rmtree(work / "parts")
+            raise
         if plan.tokens and manifest["train"]["tokens"] < plan.tokens:
             print(FEWER.format(manifest["train"]["tokens"], plan.tokens), file=sys.stderr)
         seconds = time.perf_counter() - started
