@@ -57,13 +57,16 @@ def test_compare_returns_its_results(tmp_path):
         (headrace.compare, {"suite": "small", "steps": 3}, "--steps has no effect with --suite"),
         (headrace.train, {"recipe": "laptop-1m", "mixer": "gal"}, "'gal' is unknown"),
         (headrace.train, {"recipe": "laptop-1m", "efficiency": 0.3}, "--efficiency has no effect without --machine"),
-        (headrace.generate, {"checkpoint": "x", "prompt_lookup": 0}, "--prompt-lookup=0; expected at least 1"),
-        (headrace.generate, {"checkpoint": "x", "cuda_graph": True, "draft": "y"}, "--draft has no effect with"),
+        (headrace.generate, {"checkpoint": ".", "prompt_lookup": 0}, "'.' has no config.json"),
+        (headrace.generate, {"checkpoint": "HERE", "prompt_lookup": 0}, "--prompt-lookup=0; expected at least 1"),
+        (headrace.generate, {"checkpoint": "HERE", "cuda_graph": True, "draft": "y"}, "--draft has no effect with"),
+        (headrace.generate, {"checkpoint": "HERE", "threads": 0}, "--threads=0; expected at least 1"),
     ],
 )
-def test_options_are_checked_before_anything_runs(function, options, said):
+def test_options_are_checked_before_anything_runs(function, options, said, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InputError, match=said):
-        function(**options)
+        function(**{name: tmp_path if value == "HERE" else value for name, value in options.items()})
 
 
 def test_generate_and_inspect_return_what_they_made(tmp_path, capsys):

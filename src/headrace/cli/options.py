@@ -21,7 +21,8 @@ def takes(record: type[T]) -> Callable[[Callable[[T], Result]], Callable[..., Re
         @wraps(run)
         def call(*args: Any, **kwargs: Any) -> Result:
             given = signature.bind(*args, **kwargs).arguments
-            return run(record(**{name: converted(value, hints[name]) for name, value in given.items()}))
+            values = {name: checked(converted(value, hints[name]), hints[name]) for name, value in given.items()}
+            return run(record(**values))
 
         hints = get_type_hints(record, include_extras=True)
         call.__signature__ = signature = inspect.Signature([_parameter(f, hints[f.name]) for f in fields(record)])  # type: ignore
@@ -41,6 +42,13 @@ def converted(value: Any, hint: Any) -> Any:
         return ",".join(map(str, value))
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return str(value) if number and str in kinds and not kinds & {int, float} else value
+
+
+def checked(value: Any, hint: Any) -> Any:
+    """Applies the checks that Typer knows of, as a function of Python is called without it."""
+    for known in getattr(hint, "__metadata__", ()):
+        value = known.callback(value) if getattr(known, "callback", None) else value
+    return value
 
 
 def _parameter(field: Field, hint: Any) -> inspect.Parameter:
