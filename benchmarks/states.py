@@ -1,4 +1,4 @@
-"""What a state costs to keep, to mark and to go back to, beside the keys and values of softmax attention.
+"""What a state costs to keep, as a snapshot and to go back to, beside the keys and values of softmax attention.
 
     python benchmarks/states.py measure --quick           up to token 1,000
     python benchmarks/states.py measure --mixer gla       one model; otherwise those of the table
@@ -32,7 +32,7 @@ MIXERS = (
     "kda", "rwkv7", "mamba", "rg-lru", "sliding-window", HYBRID, "mla", "gqa(kv_heads=2)", "transformer",
 )  # fmt: skip
 POSITIONS = 1_000, 8_000, 32_000
-AFTER, BACK = 256, 100  # tokens after a mark, and how many of them are forgotten
+AFTER, BACK = 256, 100  # tokens after a snapshot, and how many of them are forgotten
 PIECE = 1_000  # tokens of a call
 ROUNDS = 7
 PROMPT, NEW, ANSWERS = 1_000, 32, 4
@@ -64,7 +64,7 @@ def read(model: Any, cache: HeadraceCache, tokens: int) -> None:
 
 @torch.inference_mode()
 def measure(mixer: str, positions: tuple[int, ...], rounds: int) -> Iterator[record.Row]:
-    """Reads up to each position, and there marks, reads AFTER tokens, forgets BACK of them and then the rest."""
+    """Reads up to each position, takes a snapshot, reads AFTER tokens, forgets BACK of them, then the rest."""
     model, cache, spent = build(mixer), HeadraceCache(), 0.0
     read(model, HeadraceCache(), AFTER)  # warms up
     for position in positions:
@@ -72,16 +72,16 @@ def measure(mixer: str, positions: tuple[int, ...], rounds: int) -> Iterator[rec
         size = sum(x.nbytes for state in cache.states or [] for x in state or () if isinstance(x, torch.Tensor))
         times: dict[str, list[float]] = {"mark": [], "token": [], "back": [], "replay": []}
         for _ in range(rounds):
-            before = cache.mark_bytes
-            times["mark"].append(seconds(cache.mark))
-            marked = cache.mark_bytes - before
+            before = cache.snapshots.nbytes
+            times["mark"].append(seconds(cache.snapshot))
+            added = cache.snapshots.nbytes - before
             read(model, cache, AFTER)
-            times["replay"].append(seconds(lambda: (cache.rewind(BACK), model.settle(cache))))
-            times["back"].append(seconds(lambda: (cache.rewind(AFTER - BACK), model.settle(cache))))
+            times["replay"].append(seconds(lambda: (cache.rewind(BACK), model.read_pending(cache))))
+            times["back"].append(seconds(lambda: (cache.rewind(AFTER - BACK), model.read_pending(cache))))
             times["token"].append(seconds(lambda: read(model, cache, 1)))
         milliseconds = {f"{name}_ms": round(1e3 * median(own), 4) for name, own in times.items()}
         yield {
-            "name": mixer, "position": position, "state_bytes": size, "mark_bytes": marked, **milliseconds,
+            "name": mixer, "position": position, "state_bytes": size, "mark_bytes": added, **milliseconds,
             "read_ms": round(1e3 * spent, 1),
         }  # fmt: skip
 
@@ -149,12 +149,16 @@ def duration(milliseconds: str) -> str:
 def lines() -> list[str]:
     rows = record.newest(record.read(RESULTS), "name", "position")
     by_mixer = {name: {int(row["position"]): row for row in rows if row["name"] == name} for name in MIXERS}
-    head = ["mixer", *(f"{p:,} tokens" for p in POSITIONS), "a mark"]
+    head = ["mixer", *(f"{p:,} tokens" for p in POSITIONS), "a snapshot"]
     sizes = [
         [f"`{name}`", *(amount(own[p]["state_bytes"]) for p in POSITIONS), amount(own[POSITIONS[-1]]["mark_bytes"])]
         for name, own in by_mixer.items()
     ]
-    actions = {"mark_ms": "mark", "back_ms": "back to a mark", "replay_ms": f"back {BACK}, {AFTER} after a mark"}
+    actions = {
+        "mark_ms": "snapshot",
+        "back_ms": "back to a snapshot",
+        "replay_ms": f"back {BACK}, {AFTER} after a snapshot",
+    }
     times = [
         [f"`{name}`", *(duration(own[POSITIONS[-1]][key]) for key in actions)]
         + [duration(own[p]["read_ms"]) for p in POSITIONS]
@@ -166,6 +170,18 @@ def lines() -> list[str]:
         *(f"Milliseconds, the first three after {POSITIONS[-1]:,} tokens:", ""),
         *record.markdown(again, times, ["---", *["--:"] * 6]),
     ]
+
+
+def draft_lines() -> list[str]:
+    """The table of speculative decoding: the newest row of each way, with what it was measured on."""
+    rows = record.newest(
+        record.read(record.RESULTS / "speculative.csv"), "mixer", "target", "how", "proposed", "threads"
+    )
+    about = "{machine}, torch {torch}, commit {commit}, {date:.10}"
+    cells = [[f"{r['mixer']}, {r['how']}, {r['threads']} thread(s)", r["accepted"], r["tokens_per_pass"],
+              r["tokens_per_second"]] for r in rows]  # fmt: skip
+    header = ["", "accepted", "tokens per pass", "tokens/s"]
+    return ["; ".join(dict.fromkeys(about.format(**r) for r in rows)) + ".", "", *record.markdown(header, cells)]
 
 
 def beam_lines() -> list[str]:

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .utils import auto, tables
+from .utils import tables
 from .utils.errors import GateWarning, InputError
 from .utils.extras import require
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         HeadraceConfig,
         HeadraceForCausalLM,
         HeadraceModel,
-        Marks,
         load_state,
         save_state,
     )  # fmt: skip
@@ -59,7 +58,6 @@ _LAZY = {
     "HeadraceModel": "hf",
     "HeadraceForCausalLM": "hf",
     "HeadraceCache": "hf",
-    "Marks": "hf",
     "load": "convert",
     "load_state": "hf",
     "save_state": "hf",
@@ -83,11 +81,10 @@ tables.offer(
     "headrace.extra.log_linear", linear=("log-linear-mamba2", "log-linear-gated-deltanet"), types=("log-linear",)
 )
 tables.offer("headrace.extra.mesa", linear=("mesa",), types=("mesa",))
-auto.install()
-del auto, tables
+del tables
 
 __all__ = [
-    "GateWarning", "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel", "InputError", "Marks",
+    "GateWarning", "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel", "InputError",
     "Mixer", "backends", "compare", "compile_blocks", "context_parallel", "evaluate", "generate", "inspect",
     "linear_attention", "load", "load_state", "prepare", "quantize", "register_mixer", "register_model",
     "register_task", "save_state", "set_backend", "step", "train", "verify",

@@ -94,7 +94,7 @@ def test_decoding_with_a_cuda_graph_gives_the_same_tokens(device, name, backend,
     for _ in range(2):
         torch.manual_seed(1)
         results.append(model.generate(ids, **options, cache_implementation="static"))
-    assert model.engine.about(model) == "a CUDA graph" and model.engine.graphs.kept.step is not None
+    assert model.engine.about(model) == "a CUDA graph" and model.engine.graph.step is not None
     monkeypatch.setattr(generation, "changed_reason", lambda model: "transformers' loop is asked for")
     torch.manual_seed(1)
     expected = model.generate(ids, **options)

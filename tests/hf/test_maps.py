@@ -31,11 +31,11 @@ def layer_of(name):
 
 def called(layer, x, state=None, **where):
     """(y, state, map, what the heads read by the layer's own path)."""
-    maps, readings = [], []
+    readings = []
     with torch.no_grad(), asking(readings.append):
         y, after = layer(x, state, **where)
-    with torch.no_grad():
-        mapped, also = layer(x, state, maps=maps, **where)
+    with torch.no_grad(), asking([]) as maps:
+        mapped, also = layer(x, state, **where)
     close(mapped, y)
     for a, b in zip(after, also, strict=True):
         if isinstance(a, torch.Tensor):

@@ -9,22 +9,21 @@ import torch
 import tiny
 from equation import MAX_ERROR_RATIO, skip_if_missing
 from headrace import InputError, quantize, zoo
-from headrace.hf import HeadraceCache, Marks
+from headrace.hf import HeadraceCache
 from headrace.hf.cache import NAME
 from headrace.history.specs.softmax_rnn import SoftmaxRNNSpec
 from headrace.layers.blocks import stack
 from headrace.studies.verify import relative
 
 PROGRAMS = 6  # of each model, each others
-POLICIES = [None, None, Marks(every=3), Marks(recent=2), Marks(every=2, recent=1, carry=2, bytes=2**20)]
 ATTENTION = ["transformer", "mqa", "mla", "gpt", "softmax-rnn-norm"]
 
 
 class Reader:
     """A cache and the columns that it has not forgotten."""
 
-    def __init__(self, model, rows, marks=None):
-        self.model, self.cache = model, HeadraceCache(marks)
+    def __init__(self, model, rows):
+        self.model, self.cache = model, HeadraceCache()
         self.ids, self.mask = (torch.empty(rows, 0, dtype=torch.long) for _ in range(2))
 
     def read(self, ids, mask=None):
@@ -42,7 +41,7 @@ class Reader:
         self.cache.rewind(columns)
         end = self.ids.shape[1] - columns
         self.ids, self.mask = self.ids[:, :end], self.mask[:, :end]
-        assert self.cache.columns == end and self.cache.marked[-1] <= end
+        assert self.cache.columns == end and self.cache.snapshots.columns[-1] <= end
 
     def choose(self, rows):
         self.ids, self.mask = self.ids[rows], self.mask[rows]
@@ -50,7 +49,7 @@ class Reader:
 
     def step(self, dice):
         """One random operation."""
-        kind = dice.choice(["read", "read", "read", "rewind", "rewind", "mark", "settle", "rows"])
+        kind = dice.choice(["read", "read", "read", "rewind", "rewind", "keep", "keep one", "read pending", "rows"])
         if kind == "read" or not self.ids.shape[1]:
             self.read_random(dice)
         elif kind == "rewind":
@@ -58,8 +57,10 @@ class Reader:
         elif kind == "rows":
             self.choose(torch.tensor([dice.randrange(len(self.ids)) for _ in range(len(self.ids))]))
         else:
-            self.model.settle(self.cache)
-            assert not self.cache.pending and (kind == "settle" or self.cache.mark() in self.cache.marked)
+            self.model.read_pending(self.cache)
+            assert not self.cache.pending
+            if kind != "read pending":
+                assert self.cache.snapshot(temporary=kind == "keep one") == self.cache.snapshots.columns[-1]
 
     def copy(self):
         """A reader that goes on by itself, with the same model."""
@@ -89,17 +90,17 @@ def model():
 @pytest.mark.parametrize("name", tiny.EVERY)
 @torch.no_grad()
 def test_every_mixer(name):
-    """Programs of reads, rewinds, marks and exchanged rows, half of them of two padded rows; then a mark, to which two
-    more calls go back."""
+    """Programs of reads, rewinds, snapshots and exchanged rows, half of them of two padded rows; then a snapshot, to
+    which two more calls go back."""
     model = tiny.build(name, **({} if name in tiny.MIXERS else {"num_hidden_layers": 1}))
     for program in range(PROGRAMS):
         dice = random.Random(f"{name} {program}")
-        reader = Reader(model, 1 + program % 2, dice.choice(POLICIES))
+        reader = Reader(model, 1 + program % 2)
         for _ in range(5):
             reader.step(dice)
         assert reader.error() <= 1e-12
         other = reader.copy()
-        reader.cache.mark()
+        reader.cache.snapshot()
         keeps_columns = not isinstance(zoo.get(name) if name in zoo.names() else None, SoftmaxRNNSpec)
         calls = [reader.read_random(dice, keeps_columns) for _ in range(2)]
         reader.rewind(sum(logits.shape[1] for logits in calls))
@@ -119,7 +120,7 @@ def test_the_engine_goes_back(name, kind):
     model = quantize(model) if kind == "int8" else model.to(getattr(torch, kind))
     ids, forgotten, cache = tiny.tokens(2, 9), tiny.tokens(2, 4), HeadraceCache()
     model(ids[:, :5], past_key_values=cache)
-    cache.mark()
+    cache.snapshot()
     expected = [model.engine.step(model, token, other) for other in [copy.deepcopy(cache)] for token in ids[:, 5:].T]
     places = [x.data_ptr() for x in tensors(cache)]
     for token in forgotten.T:
@@ -138,15 +139,15 @@ def test_the_engine_goes_back(name, kind):
 
 @pytest.mark.parametrize("name", ATTENTION)
 @torch.no_grad()
-def test_softmax_attention_is_cropped_without_marks(name):
+def test_softmax_attention_is_cropped_without_snapshots(name):
     model, reader = tiny.build(name), None
     for padded in (False, True):
         reader = Reader(model, 2)
         reader.read(tiny.tokens(2, 5), torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 0, 1]]) if padded else None)
         for _ in range(4):
             reader.read(tiny.tokens(2, 1))
-        reader.cache.mark()
-        assert reader.cache.mark_bytes == (16 if name == "gpt" else 0)  # the numbers of tokens, for its positions
+        reader.cache.snapshot()
+        assert reader.cache.snapshots.nbytes == (16 if name == "gpt" else 0)  # the numbers of tokens, for its positions
         reader.rewind(3 if padded and name == "softmax-rnn-norm" else 7)  # which takes padding out of its keys
         assert reader.cache.pending == 0 and reader.error() <= 1e-12
         reader.rewind(4)
@@ -165,11 +166,11 @@ def test_a_padded_call_that_is_forgotten_leaves_no_mask():
 
 @pytest.mark.parametrize("name", ["gla", "hybrid", "transformer"])
 @torch.no_grad()
-def test_a_mark_before_the_first_token(name):
+def test_a_snapshot_before_the_first_token(name):
     """Behind padding alone, where no layer has a state."""
     reader = Reader(tiny.build(name), 1)
     reader.read(tiny.tokens(1, 2), torch.zeros(1, 2, dtype=torch.long))
-    reader.cache.mark()
+    reader.cache.snapshot()
     reader.read(tiny.tokens(1, 3))
     reader.rewind(3)
     assert reader.cache.pending == 0 and reader.error() <= 1e-12
@@ -196,7 +197,7 @@ def test_pending_tokens(model):
     assert (reader.cache.pending, reader.cache.batch_size, reader.cache.is_initialized) == (4, 2, True)
     with pytest.raises(InputError, match="4 tokens are pending after `rewind`, and the states do not cover them"):
         _ = reader.cache.states
-    for refused in (reader.cache.mark, lambda: HeadraceCache().append(reader.cache)):
+    for refused in (reader.cache.snapshot, lambda: HeadraceCache().append(reader.cache)):
         with pytest.raises(InputError, match="are pending"):
             refused()
     ids = tiny.tokens(2, 3)
@@ -214,20 +215,20 @@ def test_pending_tokens(model):
 
 
 @torch.no_grad()
-def test_embeddings_are_kept_with_marks(model):
-    ids = tiny.tokens(2, 6)
+def test_embeddings_are_gone_behind_to_a_snapshot_alone(model):
+    ids, cache = tiny.tokens(2, 6), HeadraceCache()
     x = model.get_input_embeddings()(ids)
-    kept, plain = HeadraceCache(Marks(recent=1)), HeadraceCache()
-    for cache in (kept, plain):
-        model(inputs_embeds=x[:, :4], past_key_values=cache)
-        cache.rewind(0)
-    x[:, 4:] += 1  # what the cache has kept is a copy
-    with pytest.raises(InputError, match="columns 0 to 2 were read from embeddings, which are kept only with `marks`"):
-        plain.rewind(2)
-    assert plain.columns == 4 and plain.states is not None
-    kept.rewind(2)
-    logits = model(ids[:, 2:], past_key_values=kept).logits
-    assert relative(logits, model(ids).logits[:, 2:]) <= 1e-12
+    model(inputs_embeds=x[:, :3], past_key_values=cache)
+    cache.snapshot()
+    model(inputs_embeds=x[:, 3:], past_key_values=cache)
+    with pytest.raises(InputError, match="columns 3 to 5 were read from embeddings, which are not kept"):
+        cache.rewind(1)
+    assert cache.columns == 6 and cache.states is not None
+    cache.rewind(3)
+    logits = model(ids[:, 3:], past_key_values=cache).logits
+    assert relative(logits, model(ids).logits[:, 3:]) <= 1e-12
+    cache.rewind(1)
+    assert cache.pending == 2
 
 
 @torch.no_grad()
@@ -236,7 +237,7 @@ def test_a_pack_is_not_gone_behind():
         model, ids, cache = tiny.build(name), tiny.tokens(1, 9), HeadraceCache()
         model(ids, cu_seqlens=torch.tensor([0, 4, 9]), past_key_values=cache)
         last, forgotten = tiny.tokens(2, 2), tiny.tokens(2, 3)
-        cache.mark()
+        cache.snapshot()
         other = copy.deepcopy(cache)
         model(forgotten, past_key_values=cache)
         with pytest.raises(InputError, match=r"columns 0 to \d+ were read as packed sequences"):
@@ -264,20 +265,14 @@ def test_refusals_lose_nothing(model):
     with pytest.raises(InputError, match="columns 0 to 3 were read elsewhere, and their states set"):
         cache.rewind(2)
     assert cache.columns == 5 and same(before, tensors(cache))
-    for wrong in ({"every": 0}, {"recent": -1}, {"bytes": 0.5}, {"carry": -1}):
-        with pytest.raises(InputError, match="expected a whole number"):
-            Marks(**wrong)
-    small = HeadraceCache(Marks(every=2, bytes=100))
-    with pytest.raises(InputError, match=r"Marks\(bytes=100\) has no room for a mark; expected at least \d+"):
-        model(tiny.tokens(1, 5), past_key_values=small)
 
 
 @torch.no_grad()
-def test_rows_of_marks_and_tokens_change_together(model):
+def test_rows_of_snapshots_and_ids_change_together(model):
     for name in ("reorder_cache", "batch_select_indices", "batch_repeat_interleave"):
         reader = Reader(model, 3)
         reader.read(tiny.tokens(3, 4), torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1], [1, 0, 1, 1]]))
-        reader.cache.mark()
+        reader.cache.snapshot()
         reader.read(tiny.tokens(3, 3))
         rows = torch.tensor([2, 0]) if name != "batch_repeat_interleave" else torch.tensor([0, 0, 1, 1, 2, 2])
         getattr(reader.cache, name)(2 if "repeat" in name else rows)
@@ -290,7 +285,7 @@ def test_rows_of_marks_and_tokens_change_together(model):
     first, second = Reader(model, 1), Reader(model, 1)
     for reader in (first, second):
         reader.read(tiny.tokens(1, 5))
-        reader.cache.mark()
+        reader.cache.snapshot()
     first.cache.append(second.cache)
     last = tiny.tokens(2, 1)
     with pytest.raises(InputError, match="were read before sequences of another cache were appended"):
@@ -301,8 +296,10 @@ def test_rows_of_marks_and_tokens_change_together(model):
 
 @torch.no_grad()
 def test_copies_are_independent(model):
-    reader = Reader(model, 1, Marks(every=2))
-    reader.read(tiny.tokens(1, 7))
+    reader = Reader(model, 1)
+    reader.read(tiny.tokens(1, 4))
+    reader.cache.snapshot()
+    reader.read(tiny.tokens(1, 3))
     other = reader.copy()
     reader.rewind(2)
     reader.read(tiny.tokens(1, 3))
@@ -310,91 +307,67 @@ def test_copies_are_independent(model):
     other.rewind(6)
     assert other.error() <= 1e-12 and reader.error() <= 1e-12
     reader.cache.reset()
-    assert (reader.cache.marked, reader.cache.columns, reader.cache.pending) == ([0], 0, 0)
+    assert (reader.cache.snapshots.columns, reader.cache.columns, reader.cache.pending) == ([0], 0, 0)
 
 
 @torch.no_grad()
-def test_what_is_marked(model):
-    ids = tiny.tokens(1, 40)
-
-    def marked(policy, calls):
-        cache, start = HeadraceCache(policy), 0
-        for length in calls:
-            model(ids[:, start : start + length], past_key_values=cache)
-            start += length
-        return cache
-
-    assert marked(None, [5, 5]).marked == [0]
-    assert marked(Marks(every=4), [5, 4, 2]).marked == [0, 4, 8]
-    assert marked(Marks(every=4), [1] * 10).marked == [0, 4, 8]
-    assert marked(Marks(recent=2), [5, 4, 2, 3]).marked == [0, 9, 11]
-    assert marked(Marks(every=4, recent=1), [5, 4, 2]).marked == [0, 4, 8, 9]
-    one = marked(Marks(every=4), [5]).mark_bytes
-    spread = marked(Marks(every=1, bytes=6 * one), [40])
-    assert spread.mark_bytes == 6 * one and spread.marked[-1] == 39
-    gaps = [b - a for a, b in zip(spread.marked, spread.marked[1:], strict=False)]
-    assert gaps == sorted(gaps, reverse=True) and gaps[0] > 4 * gaps[-1]
-    cache = marked(Marks(recent=1, carry=2), [3, 3])
-    cache.rewind(2)
-    assert cache.pending == 1
-    model(ids[:, :3], past_key_values=cache)
-    cache.rewind(1)
-    assert cache.pending == 3 and cache.marked == [0, 3]
-    model(ids[:, :1], past_key_values=cache)
-    assert cache.marked == [0, 6]  # the pending tokens were read before, and a mark made behind them
+def test_a_temporary_snapshot_takes_the_place_of_the_last_one(model):
+    cache, found = HeadraceCache(), []
+    for temporary in (True, False, True, True, False):
+        model(tiny.tokens(1, 2), past_key_values=cache)
+        cache.snapshot(temporary=temporary)
+        found.append(cache.snapshots.columns)
+    assert found == [[0, 2], [0, 2, 4], [0, 4, 6], [0, 4, 8], [0, 4, 8, 10]]
+    for temporary, expected in ((True, [0, 4, 10]), (False, [0, 4, 10])):  # at a column that has one already
+        cache.snapshot(temporary=temporary)
+        assert cache.snapshots.columns == expected
 
 
 @torch.no_grad()
-def test_generation_makes_no_marks(model):
+def test_ids_that_come_one_by_one_are_kept_in_few_pieces(model):
+    cache, ids = HeadraceCache(), tiny.tokens(1, 70)
+    for token in ids.unbind(1):
+        model(token[:, None], past_key_values=cache)
+    assert len(cache.snapshots.pieces) <= 7 and torch.equal(cache.snapshots.ids(3, 69)[0], ids[:, 3:69])
+
+
+@torch.no_grad()
+def test_generation_takes_no_snapshots(model):
     out = model.generate(tiny.tokens(1, 5), max_new_tokens=9, do_sample=False, return_dict_in_generate=True)
     cache = getattr(out, NAME)
-    assert cache.marked == [0] and cache.mark_bytes == 0 and cache.columns == 13
+    assert cache.snapshots.columns == [0] and cache.snapshots.nbytes == 0 and cache.columns == 13
     cache.rewind(6)
     assert cache.pending == 7
-    model.settle(cache)
+    model.read_pending(cache)
     ids, last = out.sequences[:, :7], tiny.tokens(1, 2)
     assert relative(model(last, past_key_values=cache).logits, model(torch.cat([ids, last], 1)).logits[:, 7:]) <= 1e-12
 
 
-FAILURES = {  # {what is wrong with a later piece of a call: (the marks, changes of the configuration)}
-    "a sequence has 9 tokens": (Marks(every=4), {"max_position_embeddings": 8}),
-    "has no room for a mark": (Marks(every=4, bytes=100), {}),
-    "a sequence has 9 tokens; expected": (None, {"max_position_embeddings": 8}),  # pieces of a long prompt
-}
-
-
-@pytest.mark.parametrize("sentence", FAILURES)
 @torch.no_grad()
-def test_a_call_that_fails_in_a_later_piece_loses_nothing(sentence, monkeypatch):
+def test_a_call_that_fails_in_a_later_piece_loses_nothing(monkeypatch):
     monkeypatch.setattr(stack, "PIECE", 1)
-    marks, changes = FAILURES[sentence]
-    model = tiny.build("gla", style={"positions": "learned"}, **changes)
-    reader = Reader(model, 2, marks)
+    reader = Reader(tiny.build("gla", style={"positions": "learned"}, max_position_embeddings=8), 2)
     reader.read(tiny.tokens(2, 3))
     other = reader.copy()
-    with pytest.raises(InputError, match=sentence):
-        model(tiny.tokens(2, 6), past_key_values=reader.cache)
-    assert reader.cache.columns == 3 and reader.cache.marked == [0]
-    assert same(tensors(reader.cache), tensors(other.cache))
-    reader.cache.marks = None
+    with pytest.raises(InputError, match="a sequence has 9 tokens; expected"):
+        reader.model(tiny.tokens(2, 6), past_key_values=reader.cache)
+    assert reader.cache.columns == 3 and same(tensors(reader.cache), tensors(other.cache))
     assert reader.error() <= 1e-12
 
 
 @torch.inference_mode()
 def test_a_native_call_that_fails_loses_nothing():
-    """Also where the tokens before an unknown one are read first, up to a mark, and where a mark has no room."""
+    """Also where pending tokens are read before an unknown one."""
     skip_if_missing("native")
-    model, reader = tiny.build("gla").float(), None
-    for end, room, sentence in (
-        (5, None, "a token is not below"),
-        (8, None, "a token is not below"),
-        (5, 9, "no room"),
-    ):
-        reader = Reader(model, 1, Marks(every=end))
+    model = tiny.build("gla").float()
+    for pending in (0, 2):
+        reader = Reader(model, 1)
         reader.read(tiny.tokens(1, 4))
-        reader.cache.marks = Marks(every=end, bytes=room)
+        reader.cache.snapshot()
+        reader.read(tiny.tokens(1, 3))
+        reader.rewind(3 - pending)
         other = reader.copy()
-        with pytest.raises(InputError, match=sentence):
-            last = model.config.vocab_size - (room is not None)
-            model(torch.tensor([[1, 2, last]]), past_key_values=reader.cache)
-        assert reader.cache.columns == 4 and same(tensors(reader.cache), tensors(other.cache))
+        with pytest.raises(InputError, match="a token is not below"):
+            model(torch.tensor([[1, 2, model.config.vocab_size]]), past_key_values=reader.cache)
+        assert reader.cache.columns == 4 + pending and reader.cache.pending == pending
+        assert same(reader.cache.covered_states[0][:1], other.cache.covered_states[0][:1])

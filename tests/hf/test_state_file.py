@@ -57,19 +57,20 @@ def test_states_return_with_the_same_bits(mixer, tmp_path):
 @pytest.mark.parametrize("mixer", ["softmax-gla", "hybrid", "gpt", "mamba and s4"])
 @pytest.mark.parametrize("end", [9, 4, 2])
 def test_restored_cache_goes_back(mixer, end, tmp_path):
-    """Behind, to and before a mark, over padding: like the cache that was saved."""
+    """Behind, to and before a snapshot, over padding: like the cache that was saved."""
     model, ids, mask = tiny.build(mixer), tokens(2, 7), torch.ones(2, 11, dtype=torch.long)
     mask[0, :3] = 0
     cache = read(model, ids[:, :4], mask[:, :4])
-    cache.mark()
+    cache.snapshot()
     model(ids, **{NAME: cache})
-    cache.mark()
+    cache.snapshot()
     save_state(tmp_path / "state", cache, model)
     other, _ = load_state(tmp_path / "state", model)
-    assert other.marked == cache.marked == [0, 4, 11] and other.mark_bytes == cache.mark_bytes
+    assert other.snapshots.columns == cache.snapshots.columns == [0, 4, 11]
+    assert other.snapshots.nbytes == cache.snapshots.nbytes
     for each in (cache, other):
         each.rewind(11 - end)
-        model.settle(each)
+        model.read_pending(each)
     assert_same_bits(cache, other)
     again = read(model, torch.cat([ids[:, :4], ids], 1)[:, :end], mask[:, :end])
     following = (model(ids, **{NAME: each}).logits for each in (other, again))

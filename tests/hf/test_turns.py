@@ -35,16 +35,16 @@ def answered(model, ids, cache):
 @pytest.mark.filterwarnings("ignore::headrace.GateWarning")
 @pytest.mark.parametrize("mixer", tiny.MIXERS)
 def test_edited_turn_is_answered_as_if_the_chat_began_with_it(mixer, read):
-    model, cache, ids, marks = tiny.build(mixer), HeadraceCache(), tokens(1, 0), []
+    model, cache, ids, starts = tiny.build(mixer), HeadraceCache(), tokens(1, 0), []
     for length in TURNS:
         before = ids
-        marks.append(cache.mark())
+        starts.append(cache.snapshot())
         ids = answered(model, torch.cat([before, tokens(1, length)], 1), cache)
     assert read == [6, 1, 1, 1 + 4, 1, 1, 1 + 5, 1, 1]  # the last token of an answer with the next question
-    assert marks == [0, 8, 15] and cache.marked == marks
+    assert starts == [0, 8, 15] and cache.snapshots.columns == starts
     read.clear()
     edited = torch.cat([before, tokens(1, 7)], 1)
-    cache.rewind(cache.columns - marks[-1])
+    cache.rewind(cache.columns - starts[-1])
     again = answered(model, edited, cache)
     assert read == [1 + 7, 1, 1]
     read.clear()

@@ -17,10 +17,8 @@ from headrace.cli.generate import generate
 from headrace.hf import generation
 from headrace.hf.cache import NAME as CACHE
 from headrace.hf.cache import HeadraceCache
-from headrace.hf.graphs import unsupported_reason
-from headrace.hf.marks import Marks
 from headrace.layers import graph
-from headrace.layers.graph import GraphedStep
+from headrace.layers.graph import GraphedStep, unsupported_reason
 from headrace.utils.errors import InputError
 from tiny import build, tokens
 
@@ -102,13 +100,22 @@ def test_graph_generates_the_same_tokens(name, case, recorded, elsewhere, monkey
     found = [generated(model, ids, **options) for _ in range(2)]
     state = [HeadraceCache() for _ in range(2)]
     found.append(generated(model, ids, **options, **{CACHE: state[0]}))
-    assert len(recorded) == 1 and model.engine.graphs.refused is None
+    assert len(recorded) == 1 and model.engine.graph_refused is None
     monkeypatch.setattr(generation, "changed_reason", lambda model: "transformers' loop is asked for")
     expected = generated(model, ids, **options, **{CACHE: state[1]})
     assert all(torch.equal(each, expected) for each in found)
     assert state[0].columns == state[1].columns == expected.shape[1] - 1
     for own, other in zip(state[0].states, state[1].states, strict=True):
         assert all(x is y is None or torch.allclose(x, y, rtol=1e-9) for x, y in zip(own, other, strict=True))
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_draft_has_a_graph_of_its_own(sampled, recorded, elsewhere):
+    model, draft, ids = build("softmax-gla"), build("gla"), tokens(1)
+    found = generated(model, ids, assistant_model=draft, do_sample=sampled)
+    assert draft.engine.graph.step is not None and len(recorded) == 1 and found.shape[1] == ids.shape[1] + 12
+    if not sampled:
+        assert torch.equal(found, generated(model, ids))
 
 
 @torch.no_grad()
@@ -163,19 +170,18 @@ def test_models_without_a_graph_say_why(name, message):
     assert message in unsupported_reason(Elsewhere(name))
 
 
-def test_hooks_marks_and_other_outputs_have_no_graph(elsewhere, recorded):
+def test_hooks_and_other_outputs_have_no_graph(elsewhere, recorded):
     model, ids = build("gla"), tokens(1)
     for options, reason in (
         ({"output_scores": True, "return_dict_in_generate": True}, "returned more than tokens"),
         ({"use_cache": False}, "had no cache"),
-        ({CACHE: HeadraceCache(Marks(every=2))}, "made marks"),
     ):
         generated(model, ids, **options)
-        assert reason in model.engine.graphs.refused
+        assert reason in model.engine.graph_refused
     hook = model.model.backbone.layers[0].mlp.register_forward_hook(lambda *_: None)
     assert "layers.0.mlp has a hook" in unsupported_reason(Moved(model))
     hook.remove()
-    assert not recorded and generated(model, ids) is not None and model.engine.graphs.refused is None
+    assert not recorded and generated(model, ids) is not None and model.engine.graph_refused is None
 
 
 class Moved:
@@ -215,9 +221,9 @@ def test_graph_is_captured_again_after_changes_alone(elsewhere, recorded):
 def test_graph_is_shared_by_no_copy_and_ends_with_its_model(elsewhere, recorded):
     model, ids = build("gla"), tokens(1)
     generated(model, ids)
-    assert copy.deepcopy(model).engine.graphs.kept is None
-    assert pickle.loads(pickle.dumps(model)).engine.graphs.kept is None
-    gone = weakref.ref(model.engine.graphs.kept.step)
+    assert copy.deepcopy(model).engine.graph is None
+    assert pickle.loads(pickle.dumps(model)).engine.graph is None
+    gone = weakref.ref(model.engine.graph.step)
     recorded.clear()  # which stand for the graph, and hold what it would free
     gc.disable()
     try:
@@ -237,7 +243,7 @@ def test_step_that_cannot_be_captured_is_reported(elsewhere, monkeypatch):
     with pytest.warns(UserWarning, match="without a CUDA graph: the step cannot be captured: operation not permitted"):
         assert torch.equal(generated(model, ids), expected)
     assert torch.equal(generated(model, ids), expected)  # not tried again, without a warning
-    assert "cannot be captured" in model.engine.graphs.refused
+    assert "cannot be captured" in model.engine.graph_refused
     with pytest.raises(InputError, match="expected a CUDA graph, and the step cannot be captured"):
         generated(model, ids, cache_implementation="static")
 

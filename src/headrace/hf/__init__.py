@@ -7,12 +7,11 @@ require(__name__, "transformers")
 from .cache import HeadraceCache
 from .config import HeadraceConfig
 from .heads import HeadraceForQuestionAnswering, HeadraceForSequenceClassification, HeadraceForTokenClassification
-from .marks import Marks
 from .model import HeadraceForCausalLM, HeadraceModel, HeadracePreTrainedModel
 from .state_file import load_state, save_state
 
 __all__ = [
     "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceForQuestionAnswering",
     "HeadraceForSequenceClassification", "HeadraceForTokenClassification", "HeadraceModel", "HeadracePreTrainedModel",
-    "Marks", "load_state", "save_state",
+    "load_state", "save_state",
 ]  # fmt: skip

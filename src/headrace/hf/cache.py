@@ -1,8 +1,7 @@
 """The cache of a headrace model between forward passes, with the interface of transformers' caches."""
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -15,224 +14,129 @@ from ..layers.linear.token import MixerState
 from ..ops.checks import require
 from ..utils.errors import InputError
 from .cache_layers import layer_of
-from .marks import Mark, Marks, can_crop, copied, crop, mark, state_bytes, thinned
-from .record import Record, has_ids_alone
+from .snapshots import Snapshots, copied
 
 # What transformers calls the cache in arguments and outputs: "cache" from 5.24 on, "past_key_values" before.
 NAME = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 CROP_REMOVES = "tokens_to_remove" in inspect.signature(Cache.crop).parameters
-# Why tokens are not kept.
+# Why the cache cannot go back.
 ELSEWHERE = "were read elsewhere, and their states set"
-EMBEDDED = "were read from embeddings, which are kept only with `marks`"
 PACKED = "were read as packed sequences"
 
 
 class HeadraceCache(Cache):
     """The states of all layers, and the number of input columns that the states cover, padding included.
 
-    The cache also keeps the tokens that it has read, so that it can go back: `rewind` forgets the last columns. A state
-    of one size does not have earlier states, so the cache goes back to a mark (`mark`, or those that `marks` asks for;
-    column 0 is always one), and the tokens from there on are *pending*: the model reads them with those of the next
-    call. Keys and values of softmax attention are cropped.
+    The cache also keeps the ids that it has read, so that it can go back: `rewind` forgets the last columns. A state
+    of one size does not have earlier states, so the cache goes back to a snapshot (column 0 is always one), and the
+    tokens from there on are *pending*: the model reads them with those of the next call. Keys and values of softmax
+    attention are cropped.
 
     `layers` has an object for each layer of the model, with transformers' names, of what the cache keeps of it.
     transformers' DynamicCache is not used, because it drops the state of a recurrence without a convolution and rounds
     states to the precision of the first one written. The states belong to the cache and may be updated in place; to
     continue twice from the same state, copy the cache with copy.deepcopy.
-
-    Args:
-        marks: which marks the cache makes by itself; None: none.
     """
 
-    def __init__(self, marks: Marks | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__(layers=[])
-        self.marks = marks
-        self.counts: list[int] = []  # number of states of each layer of the model that has read
         self.reset()
 
     def reset(self) -> None:
         """Forgets all states, as before the first token."""
-        self._states: list[Any] | None = None  # the state of a layer is None before its first token
+        self.covered_states: list[Any] | None = None  # before the pending tokens; None before the first token
         self.columns = 0
         self.pending = 0  # number of last columns that the states do not cover
+        self.snapshots = Snapshots()
         self.drafts: list[tuple[int, int]] = []  # (proposed, accepted) tokens of each call of assisted generation
-        self._record = Record()
-        self._marks: list[Mark] = []
-        self._due: set[int] = set()  # columns to mark when they are read
-        self._floor = 0  # the first column that a crop of keys and values reaches
+        self._counts: list[int] = []  # number of states of each layer
 
     @property
     def states(self) -> list[Any] | None:
         """The states of all layers; None before the first token. Raises InputError while tokens are pending."""
-        self._refuse_pending("the states do not cover them")
-        return self._states
+        if self.pending:
+            raise InputError(
+                f"{self.pending} tokens are pending after `rewind`, and the states do not cover them; call "
+                "model.read_pending(cache) first"
+            )
+        return self.covered_states
 
     @states.setter
     def states(self, states: list[Any] | None) -> None:
-        self._states, self.pending = states, 0
-        self._forget(ELSEWHERE)
-
-    @property
-    def marked(self) -> list[int]:
-        """The columns of the marks, in order. Column 0 is always marked."""
-        return [0, *(m.column for m in self._marks)]
-
-    @property
-    def makes_marks(self) -> bool:
-        """Whether the cache makes marks by itself when it is read."""
-        return self.marks is not None or bool(self._due)
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes that a mark of the present states needs."""
-        return state_bytes(self._states or [])
-
-    @property
-    def mark_bytes(self) -> int:
-        """Bytes that the marks need in addition to the states."""
-        return sum(m.bytes for m in self._marks)
+        self.covered_states, self.pending = states, 0
+        self.snapshots.forget(self.columns, ELSEWHERE)
 
     # --- going forward -----------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Makes the mark that is due at the present column. To be called before the states change."""
-        if self._states is not None:
-            self._require_room(self._states)
-            if (self._due or self.marks is not None) and not self.pending:
-                self.pause(self._states, 0)
-
-    @contextmanager
-    def marks_kept(self) -> Iterator[None]:
-        """Forgets the marks of a call that fails."""
-        marks, due = list(self._marks), set(self._due)
-        try:
-            yield
-        except BaseException:
-            self._marks, self._due = marks, due
-            raise
-
-    def ends(self, columns: int) -> list[int]:
-        """Returns where the pieces end in which pending and further columns are read, so that marks can be made
-        between them."""
-        policy, total, start = self.marks or Marks(), self.pending + columns, self.columns - self.pending
-        if not (self._due or self.marks or self.pending):  # a set would make a number of tokens in a graph a constant
-            return [total]
-        ends = {total, *(c - start for c in self._due if start < c < start + total)}
-        if policy.every is not None:
-            ends |= {c - start for c in range(start - start % policy.every, start + total, policy.every) if c > start}
-        if policy.carry is not None and self.pending > policy.carry:
-            ends.add(self.pending)
-        return sorted(ends)
-
-    def pause(self, states: list[Any], columns: int) -> None:
-        """Makes the mark that is due after further columns, pending ones included. states: those there."""
-        column, every = self.columns - self.pending + columns, (self.marks or Marks()).every
-        kind = "own" if column in self._due else "every" if every is not None and column % every == 0 else "recent"
-        self._due.discard(column)
-        self._add_mark(column, states, kind)
-
-    def resumed(
-        self, x: Tensor, mask: Tensor | None, embed: Callable[[Tensor], Tensor]
-    ) -> tuple[list[Any] | None, Tensor, Tensor | None]:
-        """Returns (the states before pending tokens, x [B, T, D] with their embeddings before it, the mask of both)."""
-        if not self.pending:
-            return self._states, x, mask
-        calls = self._record.between(self.columns - self.pending, self.columns)
-        if mask is not None or any(call.mask is not None for call in calls):
-            own = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
-            mask = torch.cat([*(call.padding(len(x)) for call in calls), own], 1)
-        return self._states, torch.cat([*(call.embedded(embed) for call in calls), x], 1), mask
-
-    def unread(self, ids: Tensor) -> tuple[list[Any] | None, Tensor]:
-        """Returns (the states before pending tokens, ids [B, T] with theirs before it); (None, ids) for pending tokens
-        with padding, and for embeddings."""
-        calls = self._record.between(self.columns - self.pending, self.columns) if self.pending else []
-        if not all(map(has_ids_alone, calls)):
-            return None, ids
-        return self._states, torch.cat([*(call.ids for call in calls), ids], 1) if calls else ids
+    def pending_ids(self) -> tuple[Tensor, Tensor | None]:
+        """Returns the ids [B, P] of the pending tokens, of which there is at least one, and their mask, bool, if it was
+        given."""
+        return self.snapshots.ids(self.columns - self.pending, self.columns)
 
     def replace(
-        self, states: list[Any], columns: int, tokens: Tensor | str = ELSEWHERE, mask: Tensor | None = None
-    ) -> None:
+        self, states: list[Any], columns: int, ids: Tensor | str | None = ELSEWHERE, mask: Tensor | None = None,
+        counts: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         """Replaces the states by those after the pending columns and `columns` more. The cache takes ownership of the
-        new states. tokens, mask: as in `advance`."""
-        held = {id(state) for state in self._states or ()}
-        self._states = [state if id(state) in held else _unshared(state) for state in states]
-        self.advance(columns, tokens, mask)
+        new states. ids, mask: as in `advance`. counts: number of states of each layer; (): as before."""
+        known = {id(state) for state in self.covered_states or ()}
+        self.covered_states = [state if id(state) in known else _unshared(state) for state in states]
+        self._counts = list(counts) or self._counts
+        self.advance(columns, ids, mask)
 
-    def advance(self, columns: int, tokens: Tensor | str, mask: Tensor | None = None) -> None:
+    def advance(self, columns: int, ids: Tensor | str | None, mask: Tensor | None = None) -> None:
         """Notes that the states cover the pending columns and `columns` more.
 
         Args:
-            tokens: ids [B, columns], or [B] of one column, or embeddings [B, columns, D], of which the cache keeps a
-                copy; or why it cannot go back behind these columns, as a sentence about "columns … to …".
+            ids: [B, columns], of which the cache keeps a copy; None: of embeddings, which are not kept; or why the
+                cache cannot go back behind this column, as a sentence about "columns … to …".
             mask: [B, columns], bool; False marks padding.
         """
         start, self.columns, self.pending = self.columns, self.columns + columns, 0
-        if isinstance(tokens, str):
-            self._forget(tokens)
-        elif not torch.compiler.is_compiling():
-            kept = EMBEDDED if self.marks is None and tokens.is_floating_point() else tokens.clone()
-            self._record.add(start, self.columns, kept, None if mask is None else mask.clone())
+        if isinstance(ids, str):
+            self.snapshots.forget(self.columns, ids)
+        else:
+            self.snapshots.add(start, self.columns, ids, mask)
 
-    def drop_marks(self) -> None:
-        """Drops the marks, and crops no keys and values behind this column. For a call that gives those of earlier
+    def forget_places(self) -> None:
+        """Drops the snapshots, and crops no keys and values behind this column. For a call that gives those of earlier
         columns other places."""
-        self._marks, self._floor = [], self.columns
+        self.snapshots.taken, self.snapshots.croppable_from = [], self.columns
 
     # --- going back --------------------------------------------------------------------------------------------------
 
-    def mark(self, column: int | None = None) -> int:
-        """Keeps the states of a column until the cache goes back behind it, and returns the column. A mark copies the
-        states, but for the keys and values of softmax attention.
+    def snapshot(self, *, temporary: bool = False) -> int:
+        """Keeps the states of the present column until the cache goes back behind it, and returns the column. A
+        snapshot copies the states, but for the keys and values of softmax attention.
 
         Args:
-            column: one that the states do not cover yet, which is marked when it is read; None: the present one.
+            temporary: whether to drop it when the next temporary snapshot is taken.
 
         Raises:
-            InputError: for a column that is covered, and for the present one while tokens are pending.
+            InputError: while tokens are pending.
         """
-        if column is None:
-            self._refuse_pending("a mark needs their states")
-            if self._states is not None:
-                self._add_mark(self.columns, self._states, "own")
-            return self.columns
-        covered = self.columns - self.pending
-        require(column > covered, f"mark({column}) of a cache that covers {covered} columns; expected a later column")
-        self._due.add(column)
-        return column
+        if (states := self.states) is not None:
+            self.snapshots.take(self.columns, states, temporary)
+        return self.columns
 
     def rewind(self, columns: int) -> None:
-        """Forgets the last columns, and the marks in them.
+        """Forgets the last columns, and the snapshots in them.
 
-        The states are then those of the nearest mark, and the tokens from there on are `pending`: the next call reads
-        them too, and `model.settle` reads them at once. At a mark the states are bit-equal to those before. Of models
-        with softmax attention alone, no token is pending.
+        The states are then those of the nearest snapshot, and the tokens from there on are `pending`: the next call
+        reads them too, and `model.read_pending` reads them at once. At a snapshot the states are bit-equal to those
+        before. Of models with softmax attention alone, no token is pending.
 
         Raises:
-            InputError: for fewer than 0 or more columns than there are, and where tokens after the mark are not kept:
-                those of packs, embeddings without `marks`, states from elsewhere. The cache is then as before.
+            InputError: for fewer than 0 or more columns than there are, and where the ids after the snapshot are not
+                kept: those of packs, embeddings, states from elsewhere. The cache is then as before.
         """
         inside = not isinstance(columns, float) and 0 <= columns <= self.columns
         require(inside, f"rewind({columns}) of a cache of {self.columns} columns; expected 0 to {self.columns}")
-        end = self.columns - int(columns)
-        covered = self.columns - self.pending
+        end, covered = self.columns - int(columns), self.columns - self.pending
         if end < covered:
-            covered = self._go_back(end)
+            covered, self.covered_states = self.snapshots.back(end, covered, self.covered_states or [])
+        self.snapshots.cut(end)
         self.columns, self.pending = end, end - covered
-        self._marks = [m for m in self._marks if m.column <= end]
-        self._record.cut(end)
-
-    def _go_back(self, end: int) -> int:
-        """Sets the states to earlier ones, and returns their column, at most `end`."""
-        at = next((m for m in reversed(self._marks) if m.column <= end), None)
-        start, states, covered = 0 if at is None else at.column, self._states or [], self.columns - self.pending
-        if start < end and self._floor <= end and can_crop(states):
-            self._states = crop(states, covered - end)
-            return end
-        self._record.between(start, end)
-        self._states = None if at is None else at.restored(states, covered - start)
-        return start
 
     @property
     def is_croppable(self) -> bool:
@@ -244,36 +148,6 @@ class HeadraceCache(Cache):
         removes = tokens_to_remove < 0 or (tokens_to_remove == 0 and CROP_REMOVES)
         self.rewind(-tokens_to_remove if removes else max(self.columns - tokens_to_remove, 0))
 
-    def _add_mark(self, column: int, states: list[Any], kind: str) -> None:
-        policy = self.marks or Marks()
-        if column == 0 or (kind == "recent" and not policy.recent):
-            return
-        if self._marks and self._marks[-1].column == column:
-            self._marks[-1] = self._marks[-1].of(kind)
-            return
-        if kind != "own":
-            self._require_room(states)
-        self._marks = thinned([*self._marks, mark(column, states, kind)], policy, column)
-
-    def _require_room(self, states: list[Any]) -> None:
-        """Raises InputError if the marks that the cache makes by itself have no room for one of these states."""
-        policy = self.marks or Marks()
-        most = policy.bytes if policy.every or policy.recent else None
-        if most is not None and (needed := state_bytes(states)) > most:
-            raise InputError(f"Marks(bytes={most}) has no room for a mark; expected at least {needed}, those of one")
-
-    def _forget(self, reason: str) -> None:
-        """Drops all marks and tokens. reason: why the cache cannot go back, as a sentence about "columns … to …"."""
-        self.drop_marks()
-        self._record = Record()
-        self._record.add(0, self.columns, reason)
-
-    def _refuse_pending(self, why: str) -> None:
-        if self.pending:
-            raise InputError(
-                f"{self.pending} tokens are pending after `rewind`, and {why}; call model.settle(cache) first"
-            )
-
     # --- rows --------------------------------------------------------------------------------------------------------
 
     @property
@@ -281,15 +155,15 @@ class HeadraceCache(Cache):
         """What the cache keeps of each layer, as views (`cache_layers`); [] before the first token. Raises InputError
         while tokens are pending."""
         states = self.states or []
-        own = iter(states[len(states) - sum(self.counts) :])  # without that of positions
-        return [layer_of(list(islice(own, count)), self.columns) for count in self.counts] if states else []
+        of_layers = iter(states[len(states) - sum(self._counts) :])  # without that of positions
+        return [layer_of(list(islice(of_layers, count)), self.columns) for count in self._counts] if states else []
 
     @layers.setter
     def layers(self, layers: list[Any]) -> None:
         require(not layers, "the layers of a HeadraceCache are those of its states; expected no others")
 
     def __len__(self) -> int:
-        return len(self.counts if self._states else [])
+        return len(self._counts if self.covered_states else [])
 
     def __repr__(self) -> str:
         return f"HeadraceCache of {self.columns} columns"
@@ -297,13 +171,13 @@ class HeadraceCache(Cache):
     @property
     def batch_size(self) -> int:
         """Number of sequences; −1 before the first token."""
-        if self._states is None and self.pending:
-            return len(self._record.between(0, self.pending)[0].tokens)
-        return next((len(state[0]) for state in self._states or [] if state is not None), -1)
+        if self.covered_states is None and self.pending:
+            return len(self.pending_ids()[0])
+        return next((len(state[0]) for state in self.covered_states or [] if state is not None), -1)
 
     @property
     def is_initialized(self) -> bool:
-        return self._states is not None or self.pending > 0
+        return self.covered_states is not None or self.pending > 0
 
     @property
     def is_compileable(self) -> bool:
@@ -340,24 +214,21 @@ class HeadraceCache(Cache):
 
     def append(self, other: "HeadraceCache") -> None:
         """Appends the sequences of another cache, which must not be used afterwards. The states have one size each:
-        those of recurrent layers. The marks of both are dropped, and the cache cannot go back behind this column, as
-        the sequences may have different lengths.
+        those of recurrent layers. The snapshots of both are dropped, and the cache cannot go back behind this column,
+        as the sequences may have different lengths.
 
         Raises InputError while tokens are pending."""
         mine, theirs = self.states, other.states
-        if mine is None or theirs is None:
-            if mine is None:
-                self._states, self.columns, self.counts = theirs, other.columns, other.counts
-                self._record, self._marks, self._floor = other._record, other._marks, other._floor
-            return
-        self._states = [type(a)(*map(_concatenated, a, b)) for a, b in zip(mine, theirs, strict=True)]
-        self._forget("were read before sequences of another cache were appended")
+        if mine is None:
+            self.__dict__.update(other.__dict__)
+        elif theirs is not None:
+            self.covered_states = [type(a)(*map(_concatenated, a, b)) for a, b in zip(mine, theirs, strict=True)]
+            self.snapshots.forget(self.columns, "were read before sequences of another cache were appended")
 
     def _change(self, function: Callable[[Tensor], Tensor]) -> None:
-        if self._states is not None:
-            self._states = [copied(s, function) for s in self._states]
-        self._marks = [m.changed(function) for m in self._marks]
-        self._record.change(function)
+        if self.covered_states is not None:
+            self.covered_states = [copied(state, function) for state in self.covered_states]
+        self.snapshots.change(function)
 
 
 def cache_argument(past_key_values: Any, cache: Any) -> HeadraceCache | DynamicCache | None:

@@ -3,6 +3,7 @@
 Dimensions: B batch, T tokens, D hidden size, N sequences (B, or those of a pack).
 """
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from .. import zoo
 from ..layers.base import Mixer
 from ..layers.blocks.block import Block
 from ..layers.blocks.stack import Backbone, initialize
+from ..layers.maps import asking, wanted
 from ..layers.packing import check_marks, flash_bounds, pack_rows, padding_mask, sequences
 from ..layers.quantized import Int8Linear
 from ..ops.checks import as_bounds, require
@@ -27,14 +29,22 @@ from .cache import NAME as CACHE
 from .cache import PACKED, HeadraceCache, cache_argument
 from .cache_layers import read_dynamic, write_dynamic
 from .config import HeadraceConfig
-from .engine import MOST, Engine
-from .generation import HeadraceGenerationMixin
+from .generation import Engine, HeadraceGenerationMixin
 from .loss import experts_loss, token_loss
-from .marks import spared
 
 
 class HeadraceBlock(GradientCheckpointingLayer, Block):
-    """A block with activation checkpointing."""
+    """A block with activation checkpointing. What is asked for (`layers.maps`) is also asked for when the block is
+    computed again."""
+
+    def __call__(self, *args, **kwargs):
+        return super().__call__(*args, **kwargs, **({} if (maps := wanted()) is None else {"maps": maps}))
+
+    def forward(self, *args, maps: Any = None, **kwargs):
+        if maps is None:
+            return super().forward(*args, **kwargs)
+        with asking(maps):
+            return super().forward(*args, **kwargs)
 
 
 class HeadracePreTrainedModel(PreTrainedModel):
@@ -150,23 +160,21 @@ class HeadraceModel(HeadracePreTrainedModel):
             cache = HeadraceCache()
         every = bool(self.config.output_hidden_states if output_hidden_states is None else output_hidden_states)
         mapped = self.config.output_attentions if output_attentions is None else output_attentions
-        maps: list[Tensor | None] | None = [] if mapped else None
-        if mapped and cache is not None:
-            self.settle(cache)
-        if cache is None:
-            outputs, _ = self._read(x, None, mask, pack, False, every, maps)
-        elif pack is None:
-            outputs = self._continue(cache, x, mask, input_ids, bool(use_cache), every, maps)
-        else:
-            self.settle(cache)
-            outputs, states = self._read(x, cache.states, None, pack, bool(use_cache), every, maps)
-            if use_cache:
-                cache.replace(states, x.shape[1], PACKED)
+        if cache is not None and (mapped or pack is not None):
+            self.read_pending(cache)
+        with asking([]) if mapped else nullcontext() as maps:
+            if cache is None:
+                outputs, _ = self._read(x, None, mask, pack, False, every)
+            elif pack is None:
+                outputs = self._continue(cache, x, mask, input_ids, bool(use_cache), every)
+            else:
+                outputs, states = self._read(x, cache.states, None, pack, bool(use_cache), every)
+                if use_cache:
+                    cache.replace(states, x.shape[1], PACKED, counts=self.backbone.state_counts)
         # A view would not be the tensor that the next block reads, and would have no gradient.
         *_, last = hidden = tuple(each if each.shape == shape else each.view(shape) for each in outputs)
         results: dict[str, Any] = {CACHE: None}
         if use_cache and cache is not None:
-            cache.counts = self.backbone.state_counts
             if isinstance(given, DynamicCache):
                 write_dynamic(given, cache.states or [])
             results[CACHE] = cache if given is None else given
@@ -183,52 +191,39 @@ class HeadraceModel(HeadracePreTrainedModel):
         cache.states = states
         return cache
 
-    def _attentions(self, maps: list[Tensor | None]) -> tuple[Tensor, ...]:
-        """Returns the maps of the mixers that have one, if any has."""
-        found = tuple(each for each in maps if each is not None)
+    def _attentions(self, maps: list[Tensor]) -> tuple[Tensor, ...]:
+        """Returns the maps, if any mixer has one."""
+        found = tuple(maps)
         names = ", ".join(sorted({zoo.name_of(spec) for spec in self.config.mixers}))
         reason = "whose heads have no single weight for a pair of tokens; expected a mixer that has"
         require(bool(found), f"output_attentions=True with {names}, {reason}")
         return found
 
-    def settle(self, cache: HeadraceCache) -> None:
+    def read_pending(self, cache: HeadraceCache) -> None:
         """Reads the tokens of a cache that are pending after `cache.rewind`, which the next call reads anyway: for what
         needs the states before it."""
         if cache.pending:
             weight = self.embed_tokens.weight
             nothing = weight.new_empty(cache.batch_size, 0, weight.shape[1])
-            self._continue(cache, nothing, None, nothing, True, False)
+            self._continue(cache, nothing, None, nothing.new_empty(nothing.shape[:2], dtype=torch.long), True, False)
 
     def _continue(
-        self, cache: HeadraceCache, x: Tensor, mask: Tensor | None, ids: Tensor | None, use_cache: bool, every: bool,
-        maps: list[Tensor | None] | None = None,
-    ) -> list[Tensor]:  # fmt: skip
+        self, cache: HeadraceCache, x: Tensor, mask: Tensor | None, ids: Tensor | None, use_cache: bool, every: bool
+    ) -> list[Tensor]:
         """Reads pending tokens and x [B, T, D], whose ids are known or None, and returns `_read`'s outputs for x."""
-        pending, columns = cache.pending, x.shape[1]
-        states, both, masks = cache.resumed(x, mask, self.embed_tokens)
-        ends = cache.ends(columns) if use_cache else [pending + columns]
-        among = f"output_attentions=True with marks after {ends[:-1]} of these columns; expected marks before them"
-        require(maps is None or len(ends) == 1, among)
-        if len(ends) > 1:
-            states = spared(states)  # a later piece may fail
-        pieces, start = [], 0
-        with cache.marks_kept():
-            if use_cache:
-                cache.begin()
-            for end in ends:
-                now = None if masks is None else masks[:, start:end]
-                outputs, states = self._read(both[:, start:end], states, now, None, use_cache, every, maps)
-                pieces.append(outputs)
-                if end < pending + columns:
-                    cache.pause(states, end)
-                start = end
-        if use_cache and states is not None:
-            cache.replace(states, columns, x if ids is None else ids, mask)
+        pending, both, masks = cache.pending, x, mask
+        if pending:
+            earlier, padded = cache.pending_ids()
+            both = torch.cat([self.embed_tokens(earlier), x], 1)
+            if mask is not None or padded is not None:
+                parts = zip((earlier, x), (padded, mask), strict=True)
+                masks = torch.cat([y.new_ones(y.shape[:2], dtype=torch.bool) if m is None else m for y, m in parts], 1)
+        outputs, states = self._read(both, cache.covered_states, masks, None, use_cache, every)
+        if use_cache:
+            cache.replace(states, x.shape[1], ids, mask, self.backbone.state_counts)
             if masks is not None and self.packs_keys:
-                cache.drop_marks()
-        if len(pieces) == 1 and not pending:
-            return pieces[0]
-        return [torch.cat(parts, 1)[:, pending:] for parts in zip(*pieces, strict=True)]
+                cache.forget_places()
+        return [y[:, pending:] for y in outputs] if pending else outputs
 
     @property
     def packs_keys(self) -> bool:
@@ -238,15 +233,15 @@ class HeadraceModel(HeadracePreTrainedModel):
 
     def _read(
         self, x: Tensor, past: list[Any] | None, mask: Tensor | None, pack: Sequences | None, use_cache: bool,
-        every: bool, maps: list[Tensor | None] | None,
+        every: bool,
     ) -> tuple[list[Tensor], list[Any]]:  # fmt: skip
-        """Returns ([the inputs of all layers, if `every`, and the last output], the states), and appends to maps."""
+        """Returns ([the inputs of all layers, if `every`, and the last output], the states)."""
         in_place = use_cache and not torch.is_grad_enabled()  # here, as a reentrant checkpoint disables grad in layers
-        if in_place and not every and maps is None and pack is None:
+        if in_place and not every and pack is None and not isinstance(wanted(), list):
             last, states = self.backbone.prefill(x, past, mask, in_place)
             return [last], states
         inputs: list[Tensor] | None = [] if every else None
-        where = {"mask": mask, "cu_seqlens": pack, "in_place": in_place, "inputs": inputs, "maps": maps}
+        where = {"mask": mask, "cu_seqlens": pack, "in_place": in_place, "inputs": inputs}
         last, states = self.backbone(x, past, **where)
         return [*(inputs or ()), last], states
 
@@ -348,7 +343,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
         given = cache_argument(past_key_values, cache)
         cache = None if isinstance(given, DynamicCache) else given
         if labels is not None and cache is not None:
-            self.settle(cache)  # a loss of experts is one over the tokens of the call
+            self.read_pending(cache)  # a loss of experts is one over the tokens of the call
         others = labels, inputs_embeds, cu_seqlens, output_attentions, output_hidden_states
         if use_cache is not False and all(x is None or x is False for x in others) and not loss_kwargs:
             logits = self._next_logits(input_ids, attention_mask, cache, logits_to_keep)
@@ -396,16 +391,13 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
         if not ready or torch.is_grad_enabled() or more:
             return None
         (B, T), kept = input_ids.shape, logits_to_keep
-        few = cache.batch_size == B and (T == 1 or (B == 1 and 1 < T <= MOST))
-        if not few or isinstance(kept, Tensor) or not 0 <= (kept or 0) <= T:
+        if not T or cache.batch_size != B or isinstance(kept, Tensor) or not 0 <= (kept or 0) <= T:
             return None
         if attention_mask is not None:
             shapes = (B, cache.columns + T), input_ids.shape
             if attention_mask.shape not in shapes or not attention_mask[:, -T:].all():
                 return None
-        if T == 1 and not cache.pending:
-            return self.engine.native_step(self, input_ids[:, 0], cache)
-        logits = self.engine.read(self, input_ids, cache) if B == 1 else None
+        logits = self.engine.read(self, input_ids, cache)
         return None if logits is None else logits[:, -(kept or 0) :]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -413,9 +405,11 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
         logits = self.lm_head(hidden)
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
-    def settle(self, cache: HeadraceCache) -> None:
-        """As `HeadraceModel.settle`."""
-        self.model.settle(cache)
+    def read_pending(self, cache: HeadraceCache) -> None:
+        """As `HeadraceModel.read_pending`."""
+        nothing = torch.empty(max(cache.batch_size, 0), 0, dtype=torch.long, device=self.device)
+        if cache.pending and self.engine.read(self, nothing, cache) is None:
+            self.model.read_pending(cache)
 
 
 def register() -> None:

@@ -1,14 +1,15 @@
 """A state as a file: what a model has read, to go on from in another process and on another device.
 
-The file is in the format safetensors. Its tensors are those of the states, `COLUMN.PLACE.FIELD`, and the tokens with
-their mask. Its metadata are what `facts` returns, and the SHA-256 of metadata and tensors together. It holds no code,
-and nothing is unpickled.
+The file is in the format safetensors. Its tensors are those of the states at the last column and at each snapshot,
+`COLUMN.PLACE.FIELD`, and the tokens with their mask. Its metadata are what `facts` returns, and the SHA-256 of metadata
+and tensors together. It holds no code, and nothing is unpickled.
 
 Dimensions: B batch, L tokens.
 """
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from ..ops.checks import require
 from ..utils.errors import InputError, reading
 from ..utils.integrity import SUM, atomic, digest
 from .cache import HeadraceCache
-from .marks import Mark
 from .model import HeadraceForCausalLM
+from .snapshots import Snapshot
 
 FORMAT = "headrace state, version 1"
 COMPUTED_WITH = ("mixer", "style", "vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "intermediate_size",
@@ -42,7 +43,7 @@ def save_state(
     *,
     replace: bool = False,
 ) -> None:
-    """Writes the states of a cache and of its marks to a file, from which `load_state` returns the same bits. It reads
+    """Writes the states of a cache and its snapshots to a file, from which `load_state` returns the same bits. It reads
     pending tokens before.
 
     Args:
@@ -56,14 +57,14 @@ def save_state(
         InputError: the file exists, the cache is empty or of another model, or the tokens are not those of the cache.
     """
     check_new(path, replace)
-    model.settle(cache)
+    model.read_pending(cache)
     require(cache.states is not None, "the cache is empty, and has no state to save; expected one of a model that read")
     tensors = _states(cache) | _read(cache, tokens)
     wrong = _unlike(tensors, _blank(model), cache.columns)
     require(wrong is None, f"the cache is of another model: {wrong}")
     tensors = {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
-    marked = " ".join(str(mark.column) for mark in cache._marks)
-    places = {"columns": str(cache.columns), "marked": marked, "floor": str(cache._floor)}
+    snapshots, croppable = " ".join(map(str, cache.snapshots.columns[1:])), str(cache.snapshots.croppable_from)
+    places = {"columns": str(cache.columns), "snapshots": snapshots, "croppable_from": croppable}
     about = facts(model) | places | {"headrace": headrace.__version__}
     content = save(tensors, about | {SUM: _sum(about, tensors)})
     with atomic(Path(path), "wb") as file:
@@ -71,8 +72,8 @@ def save_state(
 
 
 def load_state(path: str | Path, model: HeadraceForCausalLM) -> tuple[HeadraceCache, Tensor]:
-    """Returns what `save_state` was given: a cache on the model's device, with its marks, and the tokens [B, L] that it
-    has read, and any that it has not.
+    """Returns what `save_state` was given: a cache on the model's device, with its snapshots, and the tokens [B, L]
+    that it has read, and any that it has not.
 
     Raises InputError for a file that cannot be read, is damaged or is no state, and for a state of another model: of
     other weights, another configuration, another dtype or another vocabulary."""
@@ -83,11 +84,11 @@ def load_state(path: str | Path, model: HeadraceForCausalLM) -> tuple[HeadraceCa
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     kind = about.get("format")
     require(kind == FORMAT, f"{name} has the format {kind!r}; expected {FORMAT!r}, as `save_state` writes it")
-    expected = about.pop(SUM, None)
-    require(expected == _sum(about, tensors), f"{name} is damaged: it has another SHA-256 than when it was written")
-    for fact, own in facts(model).items():
-        if (theirs := str(about.get(fact))) != own:
-            short = f"its {fact} is {theirs[:16]}, and that of this one {own[:16]}"
+    written = about.pop(SUM, None)
+    require(written == _sum(about, tensors), f"{name} is damaged: it has another SHA-256 than when it was written")
+    for fact, expected in facts(model).items():
+        if (found := str(about.get(fact))) != expected:
+            short = f"its {fact} is {found[:16]}, and that of this one {expected[:16]}"
             raise InputError(f"{name} is of another model: {short}")
     blank, columns = _blank(model), int(about["columns"])
     wrong = _unlike(tensors, blank, columns)
@@ -95,19 +96,18 @@ def load_state(path: str | Path, model: HeadraceForCausalLM) -> tuple[HeadraceCa
     tokens, mask = (None if x is None else x.to(model.device, copy=True) for x in map(tensors.get, (TOKENS, MASK)))
     assert tokens is not None
     cache = HeadraceCache()
-    cache.counts = model.model.backbone.state_counts
-    cache.replace(_restored(columns, blank, tensors), 0, UNKNOWN)
+    cache.replace(_restored(columns, blank, tensors), 0, UNKNOWN, counts=model.model.backbone.state_counts)
     if mask is None:
         cache.advance(columns, UNKNOWN)
     else:  # what is read again without padding before it is computed without a mask, as it was
         padded = int((~mask).any(0).nonzero().max()) + 1 if not mask.all() else 0
         cache.advance(padded, tokens[:, :padded], mask[:, :padded])
         cache.advance(columns - padded, tokens[:, padded:columns])
-    cache._floor = max(cache._floor, int(about["floor"]))
-    marked = [int(column) for column in about["marked"].split()]
-    cache._marks = [Mark(column, _restored(column, blank, tensors), "own") for column in marked if column < columns]
+    snapshots, marked = cache.snapshots, [int(column) for column in about["snapshots"].split()]
+    snapshots.croppable_from = max(snapshots.croppable_from, int(about["croppable_from"]))
+    snapshots.taken = [Snapshot(c, _restored(c, blank, tensors)) for c in marked if c < columns]
     if columns in marked:
-        cache.mark()
+        cache.snapshot()
     return cache, tokens
 
 
@@ -147,13 +147,14 @@ def _sum(about: dict[str, str], tensors: dict[str, Tensor]) -> str:
 
 
 def _states(cache: HeadraceCache) -> dict[str, Tensor]:
-    """The tensors at each mark and at the end, by `COLUMN.PLACE.FIELD`. Keys and values are those at the end alone."""
-    columns = {mark.column: mark.states for mark in cache._marks} | {cache.columns: cache.states or []}
+    """The tensors at each snapshot and at the end, by `COLUMN.PLACE.FIELD`. Keys and values are those at the end
+    alone."""
+    columns = {each.column: each.states for each in cache.snapshots.taken} | {cache.columns: cache.states or []}
     return {f"{column}.{name}": x for column, states in columns.items() for name, x in _named(states).items()}
 
 
 def _named(states: list[Any]) -> dict[str, Tensor]:
-    """{`PLACE.FIELD`: tensor} of states, which are NamedTuples or None, or of a mark, whose attention has a bool."""
+    """{`PLACE.FIELD`: tensor} of states, NamedTuples or None, or of a snapshot, whose attention has a bool."""
     fields = {
         place: {PADDED: torch.tensor([state])} if isinstance(state, bool) else state._asdict()
         for place, state in enumerate(states)
@@ -165,17 +166,19 @@ def _named(states: list[Any]) -> dict[str, Tensor]:
 
 def _read(cache: HeadraceCache, tokens: Tensor | None) -> dict[str, Tensor]:
     """The tokens, and the mask of those that the cache has kept, without which it does not go back."""
-    kept, columns = cache._record.ids(cache.columns), cache.columns
+    columns, ids, mask = cache.columns, None, None
+    with suppress(InputError):  # which says why ids are not kept
+        ids, mask = cache.snapshots.ids(0, columns)
     if tokens is None:
-        require(kept is not None, "tokens is None, and the cache has not kept what it read; expected the tokens [B, L]")
-        return dict(zip((TOKENS, MASK), kept or (), strict=True))
-    shape = list(tokens.shape)
+        require(ids is not None, "tokens is None, and the cache has not kept what it read; expected the tokens [B, L]")
+        tokens = ids
+    assert tokens is not None
+    shape, sizes = list(tokens.shape), [cache.batch_size, columns]
     fitting = len(shape) == 2 and shape[0] == cache.batch_size and shape[1] >= columns
-    sizes = [cache.batch_size, columns]
     require(fitting, f"tokens has shape {shape}; expected {sizes}, which the cache has read, or more columns")
-    if kept is None:
+    if ids is None:
         return {TOKENS: tokens.to(torch.int64)}
-    ids, mask = kept
+    mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
     same = bool((ids == tokens[:, :columns].to(ids.device))[mask].all())
     require(same, "tokens differs from what the cache has read; expected the same tokens, and any that follow them")
     return {TOKENS: tokens.to(torch.int64), MASK: mask}
@@ -191,16 +194,16 @@ def _blank(model: Any) -> list[Any]:
 def _unlike(tensors: dict[str, Tensor], blank: list[Any], columns: int) -> str | None:
     """A sentence about the first tensor that is none of states like `blank`, or missing at the last column; None: all
     fit."""
-    own = _named(blank)
-    for name in own:
+    known = _named(blank)
+    for name in known:
         if f"{columns}.{name}" not in tensors:
             return f"{name} is missing"
     for key in sorted(tensors.keys() - {TOKENS, MASK}):
         name, x = key.partition(".")[2], tensors[key]
-        if name not in own and not name.endswith((".valid", PADDED)):  # of padding, and of marks, only
+        if name not in known and not name.endswith((".valid", PADDED)):  # of padding, and of snapshots, only
             return f"{name} is no tensor of this model"
-        if name in own and x.shape[2:] != own[name].shape[2:]:
-            return f"{name} has the sizes {list(x.shape[2:])} for {list(own[name].shape[2:])}"
+        if name in known and x.shape[2:] != known[name].shape[2:]:
+            return f"{name} has the sizes {list(x.shape[2:])} for {list(known[name].shape[2:])}"
     return None
 
 
@@ -211,7 +214,7 @@ def _restored(column: int, blank: list[Any], tensors: dict[str, Tensor]) -> list
         fields = () if one is None else one._fields
         parts = {name: tensors[key] for name in fields if (key := f"{column}.{place}.{name}") in tensors}
         device = next((x.device for x in one or () if isinstance(x, Tensor)), None)
-        whole = dict.fromkeys(fields) | {name: x.to(device, copy=True) for name, x in parts.items()}
+        values = dict.fromkeys(fields) | {name: x.to(device, copy=True) for name, x in parts.items()}
         padded = tensors.get(f"{column}.{place}.{PADDED}")
-        states.append(type(one)(**whole) if parts else None if padded is None else bool(padded))
+        states.append(type(one)(**values) if parts else None if padded is None else bool(padded))
     return states

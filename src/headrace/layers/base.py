@@ -156,7 +156,6 @@ class Mixer(SelfInitialized):
         mask: Tensor | None = None,
         cu_seqlens: Tensor | Sequences | None = None,
         in_place: bool = False,
-        maps: list[Tensor | None] | None = None,
     ) -> tuple[Tensor, Any]:
         """Applies the mixer to the tokens that follow `state`.
 
@@ -166,7 +165,6 @@ class Mixer(SelfInitialized):
             mask: [B, T], bool; False marks padding. An output at padding is 0.
             cu_seqlens: [N + 1], bounds of N packed sequences; B is 1.
             in_place: whether `state` may be overwritten, after which it must not be used. Otherwise it is not changed.
-            maps: a list to which the mixer's attention map is appended (`maps.with_map`).
 
         Returns:
             (y [B, T, D], the next state; without tokens, the state given).
@@ -177,8 +175,8 @@ class Mixer(SelfInitialized):
         """
         if (context := recomputed(self)) is not None:
             with context:
-                return self.forward(x, state, mask=mask, cu_seqlens=cu_seqlens, in_place=in_place, maps=maps)
-        if maps is not None:
+                return self.forward(x, state, mask=mask, cu_seqlens=cu_seqlens, in_place=in_place)
+        if isinstance(maps := wanted(), list):
             return with_map(self, maps, x, state, mask=mask, cu_seqlens=cu_seqlens)
         packed = cu_seqlens is not None
         if current() is not None:

@@ -1,14 +1,19 @@
-"""`GraphedStep`, one token of a batch as a CUDA graph."""
+"""`GraphedStep`, one token of a batch as a CUDA graph; which models have one, and what it depends on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..ops.checks import require
+from ..spec.record import Record
+from .blocks.moe import MixtureOfExperts
 
+KEPT = frozenset(vars(nn.Module()))  # what PyTorch keeps in every module
+HOOKS = "_forward_hooks", "_forward_pre_hooks"
+SCALARS = bool, int, float, str, torch.dtype, type(None), Record
 WARM_UP = 3  # steps before the capture, in which kernels are compiled and libraries allocate
 
 
@@ -42,8 +47,8 @@ class GraphedStep:
 
     def load(self, states: Sequence[Any]) -> None:
         """Goes on from a copy of other states of the same shapes."""
-        for own, x in zip(_tensors(self.states), _tensors(states), strict=True):
-            own.copy_(x)
+        for kept, x in zip(_tensors(self.states), _tensors(states), strict=True):
+            kept.copy_(x)
 
     def __call__(self, token: Tensor) -> Tensor:
         """Runs the step. The next call overwrites the result."""
@@ -57,8 +62,8 @@ def captured(
 ) -> tuple[Any, Callable[[], None]]:
     """Returns what `run` returns, and a replay of its kernels on the GPU `device`, which writes the same memory. `run`
     is captured, not executed. `warm_up` is executed, and does what `run` does to other memory."""
-    before, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-    side.wait_stream(before)
+    current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    side.wait_stream(current)
     # The stream is named, because PyTorch's own for captures belongs to the first GPU that was captured on. The outer
     # context leaves it also where a capture fails.
     with torch.cuda.device(device), torch.cuda.stream(side):
@@ -67,9 +72,48 @@ def captured(
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
             result = run()
-    before.wait_stream(side)
+    current.wait_stream(side)
     return result, graph.replay
 
 
 def _tensors(states: Sequence[Any]) -> list[Tensor]:
     return [x for state in states if state is not None for x in state if isinstance(x, Tensor)]
+
+
+def fingerprint(model: nn.Module) -> tuple[Any, ...]:
+    """What a captured step depends on besides the numbers in its weights: the memory of all tensors, the modules and
+    their settings, and PyTorch's own."""
+    modes = torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    return *modes, *(entry for module in model.modules() for entry in _of(module))
+
+
+def _of(module: nn.Module) -> Iterator[Any]:
+    yield type(module)
+    yield module.training
+    yield module._compiled_call_impl is None
+    for x in (*module._parameters.values(), *module._buffers.values()):
+        if x is not None:
+            yield x.data_ptr(), x.shape, x.stride(), x.dtype, x.device
+    for name, value in vars(module).items():
+        if name not in KEPT and isinstance(value, SCALARS):
+            yield name, value
+
+
+def unsupported_reason(model: Any) -> str | None:
+    """Returns why a token of a language model is not computed by a CUDA graph, or None."""
+    if (kind := model.device.type) != "cuda":
+        return f"the model is on {kind}"
+    if len(devices := {str(x.device) for x in model.parameters()}) > 1:
+        return f"its weights are on {', '.join(sorted(devices))}"
+    backbone = model.model.backbone
+    if backbone.positions is not None and backbone.positions.table is not None:
+        return "its positions are learned, and have an end"
+    for i, layer in enumerate(backbone.layers):
+        if not layer.recurrent:
+            return f"the state of layer {i} grows with the tokens"
+        if isinstance(layer.mlp, MixtureOfExperts):
+            return f"layer {i} is a mixture of experts, whose sizes depend on the tokens"
+    for name, module in model.named_modules():
+        if any(getattr(module, hooks) for hooks in HOOKS):
+            return f"{name or 'the model'} has a hook"
+    return None

@@ -1,6 +1,9 @@
 """Attention maps: the weights A [B, H, T, L] of values in what the heads of a mixer read, before skip, norm and gates.
 Softmax attention has its probabilities, and a recurrence that is linear in its values its effective attention.
 
+    with asking([]) as maps:  # of all mixers that this thread calls, in the order of execution
+        model(x)
+
 A mixer calls `mixed` where it turns values into outputs. If a map is asked for, `mixed` computes it, by the rows of the
 identity matrix as values, and what the heads read as A v, so that the map has a gradient.
 
@@ -11,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from threading import local
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,26 +43,29 @@ class Reading(NamedTuple):
 
 
 Listener = Callable[[Reading], None]
+Asked = TypeVar("Asked", list[Tensor], Wanted, Listener, None)
 _thread = local()
 
 
-def wanted() -> Wanted | Listener | None:
-    """The map that is asked for in this thread, or what is called with the readings of all mixers."""
+def wanted() -> list[Tensor] | Wanted | Listener | None:
+    """The list to which every mixer that this thread calls appends its map, the map that is asked for inside a mixer,
+    or what is called with the readings of all mixers."""
     return getattr(_thread, "call", None)  # not a ContextVar, which no graph can be compiled with
 
 
 @contextmanager
-def asking(call: Wanted | Listener | None) -> Iterator[None]:
-    """Asks the mixers that this thread calls for a map, for their readings or, in one that is asked, for nothing."""
-    before, _thread.call = wanted(), call
+def asking(call: Asked) -> Iterator[Asked]:
+    """Asks the mixers that this thread calls for maps, for their readings or, in one that is asked, for nothing. Yields
+    `call`."""
+    outer, _thread.call = wanted(), call
     try:
-        yield
+        yield call
     finally:
-        _thread.call = before
+        _thread.call = outer
 
 
-def with_map(mixer: Any, maps: list[Tensor | None], x: Tensor, state: Any, **where: Any) -> tuple[Tensor, Any]:
-    """Calls a mixer, and appends its map [B, H, T, L] to `maps`, with zeros at the padding; None if it has no map.
+def with_map(mixer: Any, maps: list[Tensor], x: Tensor, state: Any, **where: Any) -> tuple[Tensor, Any]:
+    """Calls a mixer, and appends its map [B, H, T, L] to `maps`, with zeros at the padding, if it has one.
 
     L counts the columns of the state, if it keeps them one by one, and T."""
     refuse_parts(mixer)
@@ -70,11 +76,11 @@ def with_map(mixer: Any, maps: list[Tensor | None], x: Tensor, state: Any, **whe
     if len(found) > 1 or (found and found[0].shape[2] != x.shape[1]):  # of softmax attention, for each sequence
         places = _places(call.mask, where["cu_seqlens"])
         A = _assembled(found, places, x.shape[:2])
-        own = [A[row][:, columns[:, None], columns][None] for row, columns in places]
-        with asking(call._replace(given=iter(own))):  # again, so that A has the gradient
+        pieces = [A[row][:, columns[:, None], columns][None] for row, columns in places]
+        with asking(call._replace(given=iter(pieces))):  # again, so that A has the gradient
             result = mixer.forward(x, state, **where)
         found = [A]
-    maps.append(next(iter(found), None))
+    maps += found[:1]
     return result
 
 
@@ -92,6 +98,7 @@ def mixed(
     if call is None:
         return mix(values)
     if not isinstance(call, Wanted):
+        assert callable(call)  # a list is turned into a Wanted before the mixer is called
         call(Reading(values, (result := mix(values))[0], again))
         return result
     rows = None if whole or columns is not None else call.mask  # from which the mixer has taken the padding
@@ -159,7 +166,7 @@ def _assembled(pieces: list[Tensor], places: list[tuple[int, Tensor]], shape: to
     """Returns the map of rows [B, T] from those of their sequences, [1, H, T_n, T_n] each."""
     full = pieces[0].new_zeros(shape[0], pieces[0].shape[1], shape[1], shape[1])
     for A, (row, columns) in zip(pieces, places, strict=True):
-        own = A.shape[2] == A.shape[3]
-        require(own, "maps are asked for of packed sequences that continue a state; expected each in a row of its own")
+        reason = "maps are asked for of packed sequences that continue a state; expected each in a row of its own"
+        require(A.shape[2] == A.shape[3], reason)
         full[row][:, columns[:, None], columns] = A[0]
     return full

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..hf.cache import HeadraceCache
-from ..hf.marks import copied, is_growing
+from ..hf.snapshots import copied, is_growing
 from ..layers.attention.attention import AttentionState
 from ..utils.errors import InputError
 

@@ -105,11 +105,10 @@ class SoftmaxAttention(SelfInitialized):
         cu_seqlens: Tensor | Sequences | None = None,
         in_place: bool = False,
         projections: Any = None,
-        maps: list[Tensor | None] | None = None,
     ) -> tuple[Tensor, State]:
         """As `Mixer.forward`: x [B, T, D] -> (y [B, T, D], state). projections: q_proj, k_proj and v_proj as
         attributes, in place of the layer's own."""
-        if maps is not None:
+        if isinstance(maps := wanted(), list):
             return with_map(self, maps, x, state, mask=mask, cu_seqlens=cu_seqlens, projections=projections)
         refuse_parts(self)
         require(self.causal or state is None, "state is given to an encoder, which has none; expected state=None")

@@ -129,26 +129,25 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, states: Sequence[Any] | None = None, beside: Tensor | None = None, *,
         mask: Tensor | None = None, cu_seqlens: Tensor | None = None, memory: Any = None, in_place: bool = False,
-        maps: list[Tensor | None] | None = None, next_states: list[Any] | None = None,
+        next_states: list[Any] | None = None,
     ) -> Tensor:  # fmt: skip
         """Applies the block: x [B, T, D] -> x [B, T, D], a tensor alone, as tools for decoder layers expect it.
 
         Args:
             states: of the mixer, of the parallel mixer, of an MLP that has one; None: x begins its sequences.
-            mask, cu_seqlens, in_place, maps: as in `Backbone.forward`.
+            mask, cu_seqlens, in_place: as in `Backbone.forward`.
             beside: the output [B, T, D] of the shared block, for a layer with shared=True.
             memory: keys and values of the other sequence, for cross-attention.
             next_states: a list to which the next states are appended.
         """
         where = {"mask": mask, "cu_seqlens": cu_seqlens, "in_place": in_place}
-        asked = {} if maps is None else {"maps": maps}  # which mixers of encoders do not have
         before = repeat(None) if states is None else iter(states)
         after = [] if next_states is None else next_states
         linked = self._input(self.mixer_norm, x if self.link is None else x + self.link(beside))
-        y, state = self.mixer(linked, next(before), **where, **asked)
+        y, state = self.mixer(linked, next(before), **where)
         after.append(state)
         if self.parallel is not None:
-            other, state = self.parallel(linked, next(before), **where, **asked)
+            other, state = self.parallel(linked, next(before), **where)
             y = y + other
             after.append(state)
         x = self._add(self.mixer_norm, x, y)
@@ -211,11 +210,10 @@ class Shared(nn.Module):
     def forward(
         self, x: Tensor, embedded: Tensor, adapters: "Adapters", state: Any = None, *, next_states: list[Any],
         mask: Tensor | None = None, cu_seqlens: Tensor | None = None, in_place: bool = False,
-        maps: list[Tensor | None] | None = None,
     ) -> Tensor:  # fmt: skip
         """x, embedded [B, T, D] -> y [B, T, D], without a residual connection. adapters: the layer's."""
         both = self.mixer_norm(torch.cat([x, embedded], -1))
-        where = {"mask": mask, "cu_seqlens": cu_seqlens, "in_place": in_place, "maps": maps}
+        where = {"mask": mask, "cu_seqlens": cu_seqlens, "in_place": in_place}
         y, state = self.mixer(both, state, **where, projections=adapters.projections(self.mixer))
         next_states.append(state)
         y = self.mlp_norm(y)

@@ -85,7 +85,6 @@ class Backbone(nn.Module):
         inputs: list[Tensor] | None = None,
         memories: Sequence[Any] | None = None,
         in_place: bool = False,
-        maps: list[Tensor | None] | None = None,
     ) -> tuple[Tensor, list[Any]]:
         """Applies the positions, the blocks and the final norm.
 
@@ -98,7 +97,6 @@ class Backbone(nn.Module):
             memories: the result of `remember` for the other sequence, if blocks have cross-attention.
             in_place: whether `states` may be overwritten, after which they must not be used. Otherwise they are not
                 changed.
-            maps: a list to which the attention map of every mixer is appended, in the order of execution.
 
         Returns:
             (x [B, T, D], the next states: of the positions, if the style has any, then of each layer: of the shared
@@ -120,7 +118,7 @@ class Backbone(nn.Module):
             after.append(state)
         x = self.embedding_norm(x)
         embedded, beside, shared = x, None, cycle(self.shared_blocks)
-        how: dict[str, Any] = {"in_place": in_place, "maps": maps}
+        how: dict[str, Any] = {"in_place": in_place}
         memories = memories or [None] * len(self.layers)
         for layer, own_count, memory in zip(self.layers, self.counts, memories, strict=True):
             if self.before_layer is not None:

@@ -1,4 +1,4 @@
-"""The operations of one token of a block in a program of the native backend."""
+"""The operations of one token of a block, and of a language model, in a program of the native backend."""
 
 from typing import Any
 
@@ -10,11 +10,32 @@ from ...ops.backends.native.program import Program
 from ..linear.mixer import LinearMixer
 from ..linear.token import add_linear, add_mixer
 from ..norms import OffsetRMSNorm
+from ..quantized import Int8Linear
 from .block import MLP, Block
 from .stack import Backbone
 
 NORMS = {nn.RMSNorm: "rms", OffsetRMSNorm: "rms-offset", nn.LayerNorm: "layer"}
 ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "geglu-tanh": "gelu-tanh"}  # of an MLP whose name is not its own
+
+
+def language_model(program: Program, model: Any) -> None:
+    """Builds the program tokens [B] -> logits [B, vocabulary] of a `HeadraceForCausalLM`.
+
+    The logits are written by its last operation, and with a cap of the logits by the one before it too."""
+    program.module(model, "model", model.base_class)
+    embedding = program.module(model.model, "embed_tokens", nn.Embedding)
+    backbone = program.module(model.model, "backbone", Backbone)
+    program.module(backbone, "layers", nn.ModuleList)
+    program.fixed(backbone, "embedding_scale")
+    program.fixed(model, "cap")
+    program.vocabulary, D = embedding.weight.shape
+    x = program.columns(D)
+    weight = program.weight(embedding, "weight", (program.vocabulary, D))
+    program.add("embed", out=x, outputs=D, number=backbone.embedding_scale, weight=weight)
+    add_backbone(program, backbone, x)
+    program.linear(program.module(model, "lm_head", nn.Linear, Int8Linear), x, 0)
+    if model.cap is not None:
+        program.add("cap", outputs=model.lm_head.out_features, number=model.cap)
 
 
 def add_backbone(program: Program, backbone: Backbone, x: int) -> None:
