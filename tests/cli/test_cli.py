@@ -28,6 +28,7 @@ def folder(monkeypatch, tmp_path):
     (tmp_path / "short.txt").write_text("A few words.")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "todo.txt").touch()
+    (tmp_path / "notes" / "config.json").write_text("{}")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "plan.json").write_text("{}")
     (tmp_path / "broken").mkdir()
