@@ -122,7 +122,6 @@ FAMILIES := $(addprefix --family ,linear scalar vector gated-delta)
 bench: $(VENV)/.dev
 	$(BENCHMARK)/op.py $(FAMILIES) --rounds 5 --budget 6
 	$(BENCHMARK)/op.py $(FAMILIES) --rounds 5 --budget 6 --dtype bfloat16
-	$(BENCHMARK)/threads.py $(FAMILIES)
 	$(BENCHMARK)/step.py
 	$(BENCHMARK)/model.py train --layers 1 --layers 4 --rounds 1
 	for mixer in gla gated-deltanet amba2 rwkv7; do for size in 5M 340M; do for threads in 1 2; do \

@@ -5,9 +5,10 @@
 
 Stages: blocks (do compiled blocks compute the same), correctness (the op against the loop in float64), train and decode
 (headrace's models of 340M), fla-train and fla-decode (those of flash-linear-attention, autotuned among FEW=3
-configurations a kernel), tests (tests/gpu). Models have a process each: all compile side by side, and then measure one
-after the other. A row is in FOLDER/rows.jsonl as soon as it is measured; what
-fails is a row with the error. FOLDER/log.txt has what all stages printed, op.csv the errors of the op.
+configurations a kernel), tests (tests/gpu); and, if it is asked for, op (times, memory and launches of the backends).
+Models have a process each: all compile side by side, and then measure one after the other. A row is in
+FOLDER/rows.jsonl as soon as it is measured; what fails is a row with the error. FOLDER/log.txt has what all stages
+printed.
 """
 
 import argparse
@@ -52,15 +53,15 @@ PYTEST = (
 )
 STAGES = {
     "blocks": Stage(120, (str(HERE / "gpu_blocks.py"), "--seconds", "105", "--processes", "8", *MIXERS)),
-    "correctness": Stage(
-        50, (str(HERE / "gpu_stages.py"), "--stage", "correctness", "--minutes", "0.7", "--output", "{}/op.csv")
-    ),
+    "correctness": Stage(50, (str(HERE / "gpu_op.py"),), ("correctness",)),
     "train": Stage(220, models("train"), (*COMPILED, *EAGER), beside=True),
     "fla-train": Stage(220, models("train"), tuple(f"fla:{m}{':profile' * (m in PROFILED)}" for m in FLA), beside=True),
     "decode": Stage(220, models("decode"), DECODED, beside=True),
     "fla-decode": Stage(220, models("decode"), ("fla:gla",), beside=True),
     "tests": Stage(180, tuple(PYTEST.split())),
+    "op": Stage(480, (str(HERE / "gpu_op.py"),), ("ceilings", "op", "shapes", "long")),
 }  # fmt: skip
+ASKED = ("op",)  # stages that run only where they are asked for
 
 
 class Run:
@@ -146,7 +147,7 @@ def measure_names(run: Run, name: str, stage: Stage, left: list[str], about: dic
         run.told(f"{name} {short(row)}")
 
     while True:
-        process = run.started("log", (*(word.format(run.folder) for word in stage.command), *left))
+        process = run.started("log", (*stage.command, *left))
         code = follow(process, late - time.perf_counter(), each)
         if code != 0:
             run.append(about | {"stage": name, "name": began or name, "code": code})
@@ -206,7 +207,7 @@ def main() -> None:
     parser.add_argument("--commit", default="")
     given = parser.parse_args()
     run = Run(given.output, given.minutes)
-    stages = {name: STAGES[name] for name in given.stage or STAGES}
+    stages = {name: STAGES[name] for name in given.stage or STAGES if given.stage or name not in ASKED}
     if given.name:
         stages = {key: s._replace(names=tuple(x for x in s.names if x in given.name)) for key, s in stages.items()}
     about = environment(given.commit)

@@ -1,20 +1,82 @@
-"""The op on a GPU: the rates that limit it, errors, times, memory and launches of every backend. See gpu_stages.py."""
+"""The op on a GPU: the rates that limit it, errors, times, memory and launches of every backend.
 
+    python benchmarks/gpu_op.py NAME ...         of STAGES; started by gpu.py, rows are lines of JSON
+    SMALL=1 python benchmarks/gpu_op.py op       the same on small shapes, also without a GPU
+
+FlashQLA and Helion's examples (a checkout of pytorch/helion on PYTHONPATH) are compared with if they can be imported. A
+call that fails is a row with the error; after another error the process ends with code 3.
+"""
+
+import json
+import os
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # before PyTorch: its profiler would write a line per measurement
+
 import torch
 from torch import Tensor
 
 from gpu_measure import Call, Machine
-from gpu_sizes import Found, Sizes, failure
 from headrace import InputError, backends, linear_attention
 from headrace.ops.dispatch import BACKENDS
 from headrace.ops.reference import literal
 from headrace.studies.verify import relative, worst
 from peers import FAMILIES, Family
+
+Found = tuple[str, str, str, float, str, str]  # subject, shape, measure, value, unit, note
+
+
+class Sizes(NamedTuple):
+    """The sizes of all stages. A shape of the op is (B, T, H, K, V)."""
+
+    copied: int  # numbers
+    square: int  # rows of a square matrix
+    correct: tuple[tuple[int, int, int, int, int], ...]
+    timed: tuple[tuple[int, int, int, int, int], ...]
+    long: tuple[tuple[int, int, int, int, int], ...]  # few long rows
+    families: tuple[str, ...]
+    rounds: int
+    budget: float  # seconds for the rounds of one call
+
+
+ALL = "scalar", "gated-delta", "vector", "linear", "kda", "delta", "fixed", "bonus"
+FULL = Sizes(
+    copied=2**30,
+    square=8192,
+    correct=((2, 512, 8, 128, 128), (2, 512, 4, 256, 256), (2, 512, 4, 192, 384), (1, 2048, 2, 64, 64)),
+    timed=((8, 4096, 8, 128, 128), (8, 4096, 4, 256, 256), (8, 4096, 4, 192, 384)),
+    long=((1, 32768, 4, 128, 128),),
+    families=ALL,
+    rounds=20,
+    budget=1.0,
+)
+DRY = Sizes(
+    copied=2**12,
+    square=32,
+    correct=((1, 70, 2, 16, 16),),
+    timed=((1, 70, 2, 16, 16), (1, 40, 1, 16, 16)),
+    long=((1, 140, 1, 16, 16),),
+    families=ALL,
+    rounds=1,
+    budget=1.0,
+)
+
+
+def failure(subject: str, shape: str, error: Exception) -> Found:
+    return (
+        subject,
+        shape,
+        "failed",
+        1.0,
+        "",
+        f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}",
+    )
+
 
 # --- ceilings --------------------------------------------------------------------------------------------------------
 
@@ -201,3 +263,32 @@ def costs(machine: Machine, sizes: Sizes, calls: dict[str, Call], where: str) ->
         if replay is not None:
             graphed = machine.interleave({key: replay}, sizes.rounds, sizes.budget)[key]
             yield runner, where, f"{way} graph", graphed.device, "ms", ""
+
+
+STAGES: dict[str, Callable[[Machine, Sizes], Iterator[Found]]] = {
+    "ceilings": ceilings, "correctness": correctness, "op": op, "shapes": shapes, "long": long,
+}  # fmt: skip
+
+
+def say(**row: Any) -> None:
+    print(json.dumps(row), flush=True)
+
+
+def main(*names: str) -> int:
+    """Returns the exit code."""
+    machine, sizes = Machine("cuda" if torch.cuda.is_available() else "cpu"), DRY if os.environ.get("SMALL") else FULL
+    for name in names:
+        say(name=name, begun=True)
+        try:
+            for subject, shape, measure, value, unit, note in STAGES[name](machine, sizes):
+                row = {"failed": note} if measure == "failed" else {"value": value, "unit": unit, "note": note}
+                say(name=name, subject=subject, shape=shape, measure=measure, **row)
+        except Exception as error:  # after some of them a process cannot use the GPU any more
+            traceback.print_exc()
+            say(name=name, failed=failure("", "", error)[-1])
+            return 3
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,5 +1,5 @@
-"""The measurements on a GPU in docs/benchmarks.md: of gpu.py, from the last run in results/gpu_models.jsonl, and of
-gpu_stages.py, from results/gpu.csv. `python benchmarks/gpu_tables.py` prints them."""
+"""The measurements on a GPU in docs/benchmarks.md: of gpu.py, from the last run in results/gpu_models.jsonl, and of its
+stage op also from results/gpu.csv, which has older ones. `python benchmarks/gpu_tables.py` prints them."""
 
 import csv
 import json
@@ -16,9 +16,10 @@ Cells = dict[tuple[str, str], dict[str, dict[str, str]]]  # by (subject, shape),
 
 
 def cells(stage: str) -> Cells:
-    """The rows of a stage, at their newest."""
+    """The rows of a stage of the op, at their newest."""
     found: Cells = defaultdict(dict)
     rows = [row for row in record.read(RESULTS / "gpu.csv") if row["stage"] == stage]
+    rows += [row for row in kept() if row.get("name") == stage and "value" in row]
     for row in newest(rows, "subject", "shape", "measure"):
         found[row["subject"], row["shape"]][row["measure"]] = row
     return found
@@ -50,10 +51,13 @@ def op(copy: float) -> str:
     return table(header, sorted(lines, key=lambda line: line[0]))
 
 
+def kept() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RESULTS / "gpu_models.jsonl").read_text("utf-8").splitlines()]
+
+
 def models() -> list[dict[str, Any]]:
     """The rows of the last run of gpu.py that have a result; `model` is the name without its options."""
-    text = (RESULTS / "gpu_models.jsonl").read_text("utf-8")
-    rows = [json.loads(line) for line in text.splitlines()]
+    rows = [row for row in kept() if "subject" not in row]
     last = max(row["date"] for row in rows)
     found = (row for row in rows if row["date"] == last and "name" in row and "failed" not in row)
     return [row | {"model": ":".join(row["name"].split(":")[:2])} for row in found]

@@ -172,6 +172,18 @@ def lines() -> list[str]:
     ]
 
 
+def draft_lines() -> list[str]:
+    """The table of speculative decoding: the newest row of each way, with what it was measured on."""
+    rows = record.newest(
+        record.read(record.RESULTS / "speculative.csv"), "mixer", "target", "how", "proposed", "threads"
+    )
+    about = "{machine}, torch {torch}, commit {commit}, {date:.10}"
+    cells = [[f"{r['mixer']}, {r['how']}, {r['threads']} thread(s)", r["accepted"], r["tokens_per_pass"],
+              r["tokens_per_second"]] for r in rows]  # fmt: skip
+    header = ["", "accepted", "tokens per pass", "tokens/s"]
+    return ["; ".join(dict.fromkeys(about.format(**r) for r in rows)) + ".", "", *record.markdown(header, cells)]
+
+
 def beam_lines() -> list[str]:
     """The table of beam search and several answers."""
     rows = record.newest(record.read(BEAMS), "name", "strategy")

@@ -33,7 +33,7 @@ copyright = "2026, the headrace authors"
 version = release = headrace.__version__
 extensions = [
     "myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax", "sphinx_design", "sphinx_copybutton",
-    "generated", "redirects",
+    "generated",
 ]  # fmt: skip
 exclude_patterns = ["log.md"]  # the lab book, for readers of the repository
 nitpicky = True

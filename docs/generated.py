@@ -300,6 +300,11 @@ def program(name: str) -> str:
     return "\n".join(import_module(name).lines())
 
 
+def drafts() -> str:
+    """The measurements of speculative decoding."""
+    return "\n".join(import_module("states").draft_lines())
+
+
 def beams() -> str:
     """What `python benchmarks/states.py show` prints of beam search and several answers."""
     return "\n".join(import_module("states").beam_lines())

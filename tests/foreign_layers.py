@@ -1,26 +1,18 @@
-"""Whole layers of other libraries, with their weights under our names; and, where no library has a layer that runs
-without a GPU, layers composed of other libraries' parts.
+"""A layer of another library, with its weights under our names; and, where no library has a layer that runs without a
+GPU, layers composed of other libraries' parts.
 
 Dimensions: D hidden size, H heads, K key, V value dimension per head.
 """
 
 import os
-from collections.abc import Callable
-from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import LlamaConfig, Mamba2Config, MiniMaxConfig
-from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
-from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
-from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
-from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
-from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import (
-    Qwen3NextGatedDeltaNet,
     Qwen3NextRMSNormGated,
     causal_conv1d_fn,
     l2norm,
@@ -38,91 +30,9 @@ def randomized(module):
     return module.eval()
 
 
-# --- whole layers ----------------------------------------------------------------------------------------------------
-
-
-class Foreign(NamedTuple):
-    mixer: str  # what it is in the zoo
-    layer: Callable  # x [B, T, D] -> y
-    weights: dict[str, torch.Tensor]  # by our names; in_proj's by its parts
-    norm_eps: float = 1e-6
-    before: Callable = lambda x: x  # what it does to x that is not the mixer's business
-
-
-def qwen3_next(groups):
-    K, V = 6, 12
-    config = Qwen3NextConfig(
-        hidden_size=D, linear_num_key_heads=groups, linear_num_value_heads=H, linear_key_head_dim=K,
-        linear_value_head_dim=V, num_hidden_layers=1, layer_types=["linear_attention"],
-    )  # fmt: skip
-    theirs = randomized(Qwen3NextGatedDeltaNet(config, 0))
-    shared = H // groups  # value heads of each key head; their projections are laid out by key head
-    q, k, v, z = theirs.in_proj_qkvz.weight.view(groups, -1, D).split([K, K, shared * V, shared * V], 1)
-    b, a = theirs.in_proj_ba.weight.view(groups, -1, D).split([shared, shared], 1)
-    weights = {
-        "in_proj.q": q, "in_proj.k": k, "in_proj.v": v, "in_proj.gate": z,
-        "in_proj.beta": b, "in_proj.decay": a, "decay.A_log": theirs.A_log, "decay.dt_bias": theirs.dt_bias,
-        "conv.weight": theirs.conv1d.weight, "norm_weight": theirs.norm.weight, "o_proj.weight": theirs.out_proj.weight,
-    }  # fmt: skip
-    return Foreign(f"gated-deltanet(heads.qk_groups={groups})", theirs, weights, config.rms_norm_eps)
-
-
-def mamba2():
-    V, K = 16, 32
-    config = Mamba2Config(
-        hidden_size=D, num_heads=H, head_dim=V, state_size=K, expand=2, n_groups=1, chunk_size=16, num_hidden_layers=1
-    )
-    theirs = randomized(Mamba2Mixer(config, 0))
-    z, v, k, q, dt = theirs.in_proj.weight.split([H * V, H * V, K, K, H])
-    reordered = lambda x: torch.cat([x[H * V + K :], x[H * V : H * V + K], x[: H * V]])  # noqa: E731
-    weights = {
-        "in_proj.q": q, "in_proj.k": k, "in_proj.v": v, "in_proj.gate": z,
-        "conv.weight": reordered(theirs.conv1d.weight), "conv.bias": reordered(theirs.conv1d.bias),
-        "in_proj.decay": dt, "decay.A_log": theirs.A_log, "decay.dt_bias": theirs.dt_bias, "skip": theirs.D,
-        "norm_weight": theirs.norm.weight, "o_proj.weight": theirs.out_proj.weight,
-    }  # fmt: skip
-    return Foreign("mamba2", theirs, weights, config.layer_norm_epsilon)
-
-
-def kimi():
-    config = KimiLinearConfig(
-        hidden_size=D, linear_num_heads=H, linear_head_dim=D // H, num_hidden_layers=1,
-        layer_types=["linear_attention"], mlp_layer_types=["dense"],
-    )  # fmt: skip
-    theirs = randomized(KimiLinearDeltaAttention(config, 0))
-    forget = theirs.forget_gate
-    weights = {
-        "in_proj.q": theirs.q_proj.weight, "in_proj.k": theirs.k_proj.weight,
-        "in_proj.v": theirs.v_proj.weight, "conv.weight": theirs.conv1d.weight,
-        "in_proj.beta": theirs.b_proj.weight, "in_proj.decay": forget.f_a_proj.weight,
-        "decay.up.weight": forget.f_b_proj.weight, "decay.A_log": forget.A_log, "decay.dt_bias": forget.dt_bias,
-        "in_proj.gate": theirs.g_a_proj.weight, "gate.up.weight": theirs.g_b_proj.weight,
-        "gate.up.bias": torch.zeros(D),  # theirs has none; FLA's has
-        "norm_weight": theirs.o_norm.weight, "o_proj.weight": theirs.o_proj.weight,
-    }  # fmt: skip
-    return Foreign("kda", theirs, weights, config.rms_norm_eps)
-
-
-def minimax():
-    """RetNet-like: a fixed decay, here given RetNet's rates. Its activation of v, which the algebra lacks, is off."""
-    config = MiniMaxConfig(
-        hidden_size=D, num_attention_heads=H, num_key_value_heads=H, head_dim=D // H, num_hidden_layers=1,
-        hidden_act="linear", block_size=16,
-    )  # fmt: skip
-    theirs = randomized(MiniMaxLightningAttention(config, 0))
-    theirs.slope_rate = -torch.log1p(-torch.exp2(-5 - torch.arange(H)))[:, None, None]
-    theirs.query_decay, theirs.key_decay, theirs.diagonal_decay = theirs.decay_factors(theirs.slope_rate)
-    q, k, v = theirs.qkv_proj.weight.view(H, 3, D // H, D).unbind(1)
-    weights = {
-        "in_proj.q": q, "in_proj.k": k, "in_proj.v": v, "in_proj.gate": theirs.output_gate.weight,
-        "norm_weight": theirs.norm.weight, "o_proj.weight": theirs.out_proj.weight,
-    }  # fmt: skip
-    name = "retnet(heads.expand_v=1, inputs.rotary=false, read.norm=rms-joint, read.gate=sigmoid, read.scale=one)"
-    return Foreign(name, lambda x: theirs(x, None, None)[0], weights)
-
-
 def rwkv6():
-    """The author's own package, which runs one sequence at a time and contains the norm before the layer."""
+    """(x [B, T, D] -> y, its weights by our names, in_proj's by its parts) of the author's own package, which runs one
+    sequence at a time and contains the norm before the layer."""
     os.environ |= {"RWKV_JIT_ON": "0", "RWKV_CUDA_ON": "0"}
     tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     RWKV = pytest.importorskip("rwkv.model").RWKV
@@ -150,17 +60,7 @@ def rwkv6():
         "in_proj.gate": own["gw"].T, "o_proj.weight": own["ow"].T,
         "norm_weight": own["lx_w"], "norm_bias": own["lx_b"],
     }  # fmt: skip
-    return Foreign("rwkv6", theirs, weights, before=lambda x: F.layer_norm(x, (D,)))
-
-
-LAYERS = {
-    "gated-deltanet": lambda: qwen3_next(H),
-    "gated-deltanet-grouped": lambda: qwen3_next(2),
-    "mamba2": mamba2,
-    "kda": kimi,
-    "lightning": minimax,
-    "rwkv6": rwkv6,
-}
+    return theirs, weights
 
 
 # --- composed of foreign parts: (our layer, for its weights; x) -> y -------------------------------------------------

@@ -15,6 +15,7 @@ import json, os, sys
 import torch
 
 def become(code, arguments, folder, environment, paths):
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for stream, path in enumerate(paths, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
     os.environ.clear()
@@ -25,7 +26,6 @@ def become(code, arguments, folder, environment, paths):
 
 for line in sys.stdin:
     if not (child := os.fork()):
-        sys.stdin.close()
         become(*json.loads(line))
         break
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
@@ -48,3 +48,8 @@ def run(code, *arguments, folder=".", **environment):
         ended = int(origin().stdout.readline())
         texts = [Path(path).read_text("utf-8") for path in paths]
     return subprocess.CompletedProcess(code, ended, *texts)
+
+
+def pytest(*words, **how):
+    """`python -m pytest words`"""
+    return run("import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))", *map(str, words), **how)

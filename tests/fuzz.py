@@ -82,14 +82,15 @@ def near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 def arguments(dice: Dice, dtype: torch.dtype, B: int, T: int, rule: str) -> dict[str, Any]:
     H, K, V = dice.size(6), dice.size(70), dice.size(70)
-    Hq = dice.choice([h for h in range(1, H + 1) if H % h == 0])
+    Hk = dice.choice([h for h in range(1, H + 1) if H % h == 0])
+    Hq = H * dice.choice([1, 2, 3]) if Hk == H else Hk  # grouped queries, or shared keys
     decay = dice.choice([None, (H,), (B, T, H), (B, T, H, K)])
     strength = dice.choice([0.01, 1.0, 5.0, 100.0])
     optional = lambda x: x if dice.likely(0.5) else None  # noqa: E731
     x = {
-        "q": torch.randn(B, T, Hq, K), "k": nn.functional.normalize(torch.randn(B, T, Hq, K), dim=-1),
+        "q": torch.randn(B, T, Hq, K), "k": nn.functional.normalize(torch.randn(B, T, Hk, K), dim=-1),
         "v": torch.randn(B, T, H, V), "log_decay": None if decay is None else -strength * torch.rand(decay),
-        "beta": optional(torch.rand(B, T, H)), "read_gate": optional(torch.rand(B, T, H)),
+        "beta": optional(torch.rand(B, T, H)), "read_gate": optional(torch.rand(B, T, max(Hq, H))),
         "write_gate": optional(torch.rand(B, T, H)),
         "initial_state": optional(torch.randn(B, H, K, V)),
         "bonus": optional(torch.randn(H, K)) if rule == "add" else None,
@@ -97,11 +98,17 @@ def arguments(dice: Dice, dtype: torch.dtype, B: int, T: int, rule: str) -> dict
     return {name: y if y is None else dice.laid_out(y.to(dtype)) for name, y in x.items()}
 
 
+def read_shape(x: dict[str, Any]) -> tuple[int, ...]:
+    """The shape of what is read: the heads of q, where they are more than those of v."""
+    *rows, heads, size = x["v"].shape
+    return *rows, max(heads, x["q"].shape[-2]), size
+
+
 def doubled(x: dict[str, Any]) -> dict[str, Any]:
-    """As the literal loop takes them: in float64, a head of q and k for each of v."""
+    """As the literal loop takes them: in float64, a head of k, and one of q or more, for each of v."""
     exact = {name: y.detach().double() if isinstance(y, Tensor) else y for name, y in x.items()}
     H = exact["v"].shape[2]
-    return exact | {n: exact[n].repeat_interleave(H // exact[n].shape[2], 2) for n in ("q", "k")}
+    return exact | {n: exact[n].repeat_interleave(max(H // exact[n].shape[2], 1), 2) for n in ("q", "k")}
 
 
 def op(dice: Dice) -> None:
@@ -155,7 +162,7 @@ def packed(dice: Dice) -> None:
     except ValueError:
         assert bad
         return
-    assert out.shape == x["v"].shape and len(state) == len(ends) - 1
+    assert out.shape == read_shape(x) and len(state) == len(ends) - 1
     exact, n = doubled(x), dice.randrange(len(ends) - 1)
     if ends[n + 1] - ends[n] in range(1, 80):
         own = {m: y[:, ends[n] : ends[n + 1]] if y is not None and y.dim() > 2 else y for m, y in exact.items()}
@@ -178,7 +185,7 @@ def one_token(dice: Dice) -> None:
     written = {}
     if not bad and dice.likely(0.5):
         state = now["state"] if now["state"] is None else now["state"].to(accumulator(now["v"]), copy=True).contiguous()
-        written = {"state": state, "in_place": True, "out": torch.empty(now["v"].shape, dtype=dtype)}
+        written = {"state": state, "in_place": True, "out": torch.empty(read_shape(now), dtype=dtype)}
     try:
         with torch.set_grad_enabled(not written):
             out, state = step(**now | written, rule=rule)

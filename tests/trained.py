@@ -2,6 +2,8 @@
 
 from unittest.mock import patch
 
+import torch
+
 from headrace.training import card, recipes, run
 
 # Small first weights and steps: with the default ones two orders of a sum differ by 1e-2 after 20 such steps
@@ -21,6 +23,17 @@ def recipe(**changes):
 @patch.object(card, "draw_curves")  # a third of a second, in which nothing is trained
 def train(data, folder, drawing, **changes):
     return run.train(*recipe(**changes), data, folder, trackers="none")
+
+
+def plain_loss(model, rows):
+    """Nats per token, row by row."""
+    total = count = 0
+    with torch.no_grad():
+        for row in (row["input_ids"] for row in rows):
+            logits = model(torch.tensor([row])).logits[0, :-1]
+            total += torch.nn.functional.cross_entropy(logits, torch.tensor(row[1:]), reduction="sum").item()
+            count += len(row) - 1
+    return total / count
 
 
 def arguments(data, folder, **changes):

@@ -1,5 +1,5 @@
 // Calls from several threads at once, each on several threads, over a library built with ThreadSanitizer (`make races`):
-// the pool of pool.cpp is contended for, and every result is the same as that of one thread.
+// the pool of pool.cpp is contended for, and every result has the bits of the same call alone.
 
 #include <cstdio>
 #include <cstdlib>
@@ -29,7 +29,7 @@ void check(int status) {
     std::exit(1);
 }
 
-// One head's chunks cannot be shared out: there are a few, and their columns are cut.
+// Under the delta rule with a decay per channel. There are fewer heads than threads, so that their columns are cut too.
 struct Recurrence {
     static constexpr std::int64_t B = 1, T = 300, H = 2, K = 64, V = 64;
     Floats q = random(B * T * H * K, -1, 1), k = random(B * T * H * K, -0.1f, 0.1f), v = random(B * T * H * V, -1, 1),
@@ -80,10 +80,10 @@ struct Layers {
     }
 };
 
-// Whether every call on several threads, from several callers at once, returns what one thread returns.
+// Whether every call from several callers at once returns what a call alone returns.
 template <class Call>
 bool same(const Call& call) {
-    const Floats expected = call(1);
+    const Floats expected = call(THREADS);
     std::vector<int> wrong(CALLERS);
     std::vector<std::thread> callers;
     for (int i = 0; i < CALLERS; i++)

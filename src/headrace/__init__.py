@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .utils import auto, tables
+from .utils import tables
 from .utils.errors import GateWarning, InputError
 from .utils.extras import require
 
@@ -81,8 +81,7 @@ tables.offer(
     "headrace.extra.log_linear", linear=("log-linear-mamba2", "log-linear-gated-deltanet"), types=("log-linear",)
 )
 tables.offer("headrace.extra.mesa", linear=("mesa",), types=("mesa",))
-auto.install()
-del auto, tables
+del tables
 
 __all__ = [
     "GateWarning", "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel", "InputError",

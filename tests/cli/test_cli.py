@@ -65,9 +65,6 @@ MISTAKES = {
     "generate notes --prompt a --temperature 0 --top-k 5": "--top-k has no effect at --temperature 0",
     "generate notes --prompt a --temperature 0 --seed 1": "--seed has no effect at --temperature 0",
     "generate notes --prompt a --seed -1": "--seed=-1; expected 0 to 4294967295",
-    "serve notes --longest 9": "headrace serve --longest is now --max-prompt-tokens",
-    "serve notes --tokens=9": "headrace serve --tokens is now --max-tokens",
-    "serve notes --requests 9": "headrace serve --requests is now --max-requests",
     "serve notes --max-prompt-tokens 0": "--max-prompt-tokens=0; expected at least 1",
     "serve notes --max-tokens 0": "--max-tokens=0; expected at least 1",
     "serve notes --threads 0": "--threads=0; expected at least 1",
@@ -193,7 +190,7 @@ def test_bars_stay_out_of_files(monkeypatch):
 
 @pytest.mark.parametrize("command", ["generate", "retrofit", "convert", "eval"])
 def test_the_folder_of_a_run_names_its_model(run_command, monkeypatch, command):
-    monkeypatch.setattr("headrace.cli.evaluate.hub_answers", lambda: True)
+    monkeypatch.setattr("headrace.files.hub.hub_answers", lambda: True)
     Path("finished/model").mkdir(parents=True)
     Path("begun").mkdir()
     for file in ("finished/run.json", "finished/model/config.json", "begun/run.json"):
@@ -213,11 +210,36 @@ def test_only_a_prompt_of_the_command_line_is_printed(run_command, saved_model, 
     assert "piped" not in run_command("generate", saved_model, *few).out
 
 
-def test_eval_without_internet_says_so_once(run_command, saved_model, monkeypatch):
+@pytest.mark.parametrize("command", ["eval", "prepare", "generate"])
+def test_without_internet_a_command_says_so_once(run_command, saved_model, monkeypatch, command, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
-    out = run_command("eval", saved_model, "--suite", "nothing").out
-    assert out.count("the Hugging Face Hub does not answer") == 1 and os.environ["HF_HUB_OFFLINE"] == "1"
+    (tmp_path / "text.txt").write_text("text")
+    given = {
+        "eval": (saved_model, "--suite", "nothing"),
+        "prepare": (tmp_path / "text.txt", "--tokenizer", "gpt2", "--output", tmp_path / "rows"),
+        "generate": ("owner/name", "--prompt", "a"),
+    }
+    result = run_command(command, *given[command])
+    assert result.code == 2 and result.err.count("the Hugging Face Hub does not answer") == 1
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+HEAVY = {
+    "generate": "cli.generate",
+    "retrofit": "convert.checkpoint",
+    "convert": "convert.checkpoint",
+    "eval": "studies.evaluate",
+}
+
+
+@pytest.mark.parametrize("command", HEAVY)
+def test_a_missing_checkpoint_is_refused_before_the_models_are_imported(run_command, monkeypatch, command):
+    monkeypatch.setattr("headrace.files.hub.hub_answers", lambda: True)
+    monkeypatch.setitem(sys.modules, f"headrace.{HEAVY[command]}", None)  # whose import then raises
+    more = {"generate": ("--prompt", "a"), "eval": ("--suite", "language")}.get(command, ("--output", "new"))
+    Path("empty").mkdir()
+    assert "checkpoint 'empty' has no config.json" in run_command(command, "empty", *more).err
 
 
 def test_refused_commands_leave_no_files(run_command, tmp_path):

@@ -4,7 +4,6 @@ import ast
 import json
 import os
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -226,10 +225,9 @@ def test_only_tests_of_packages_that_are_not_installed_are_skipped(tmp_path):
     (tmp_path / "test_module.py").write_text("import peft")
     (tmp_path / "test_lacking.py").write_text(LACKING)
     paths = os.pathsep.join(str(ROOT / folder) for folder in ("tests", "benchmarks"))
-    environment = os.environ | {"HEADRACE_WITHOUT": "peft,matplotlib", "PYTHONPATH": paths}
     plugins = [f"-p{name}" for name in ("without", "conftest", "no:cacheprovider", "no:xdist")]
-    words = ["-m", "pytest", *plugins, "-rfs", "--tb=no"]
-    done = subprocess.run([sys.executable, *words], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    variables = {"HEADRACE_WITHOUT": "peft,matplotlib", "PYTHONPATH": paths}
+    done = fresh.pytest(*plugins, "-rfs", "--tb=no", folder=tmp_path, **variables)
     assert "3 failed, 5 skipped" in done.stdout, done.stdout
     assert {*re.findall("FAILED .*::(test_[a-z]*)", done.stdout)} == {"test_failed"}
     for reason in ("No module named 'peft'", "this needs the extra [studies]", "curves needs the extras [studies]"):

@@ -18,7 +18,6 @@ from headrace.cli.app import app
 pytest.importorskip("sphinx", reason="Sphinx is not installed")
 
 import generated
-import redirects
 
 from headrace.ops.dispatch import unavailable
 
@@ -70,7 +69,6 @@ def test_site_builds_without_warnings_or_external_assets(tmp_path):
     nothing_comes_from_outside(site, pages)
     generated_pages_are_complete(pages)
     every_law_is_drawn(pages["theory.html"])
-    every_old_address_leads_to_its_page(site, pages)
 
 
 def every_cell_ran(page, executed, shown):
@@ -140,18 +138,6 @@ def every_law_is_drawn(theory):
     assert len(drawn) >= (DOCS / "theory.md").read_text("utf-8").count('\nlaw("') > 0
 
 
-def every_old_address_leads_to_its_page(site, pages):
-    """By its refresh, its script and its link, which all name a page of the site and a section of it."""
-    for old in redirects.MOVED:
-        text, address = (site / f"{old}.html").read_text("utf-8"), redirects.address(old)
-        assert f'content="0; url={address}"' in text and f'<a href="{address}">' in text
-        page, mark, section = address.partition("#")
-        assert f'location.replace("{page}" + (location.hash || "{mark}{section}"))' in text
-        if "://" not in address:
-            target = pages[(site / old).parent.joinpath(page).resolve().relative_to(site.resolve()).as_posix()]
-            assert not section or section in target.anchors, f"{old}: {address}"
-
-
 @pytest.mark.parametrize("page", generated.pages(), ids=lambda page: page.stem)
 def test_generated_parts_of_pages_are_current(page):
     if page.stem == "faq" and unavailable("native", "linear_attention"):
@@ -160,11 +146,6 @@ def test_generated_parts_of_pages_are_current(page):
     current, made = text.splitlines(), generated.filled(text).splitlines()
     old = next((pair for pair in zip_longest(current, made) if pair[0] != pair[1]), None)
     assert old is None, f"{page.name} has {old[0]!r} where {old[1]!r} is current: `make generated` writes it"
-
-
-def test_moved_pages_are_gone():
-    pages = {page.relative_to(DOCS).with_suffix("").as_posix() for page in DOCS.rglob("*.md")}
-    assert pages & redirects.MOVED.keys() == {"log"}  # which the site leaves out
 
 
 def test_theory_draws_every_law():

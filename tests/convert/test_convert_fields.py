@@ -5,10 +5,10 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Mamba2Config
+from transformers import LlamaConfig, Mamba2Config
 from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
 
-from families import float64_throughout
+from families import logits, read, relative, save
 from headrace.convert import FORMATS, import_checkpoint
 from headrace.convert.fields import Fields
 from headrace.spec import MatrixSpec, ScanSpec
@@ -28,25 +28,11 @@ BASE = {
 
 
 @torch.no_grad()
-def save(config, path):
-    with float64_throughout():
-        theirs = AutoModelForCausalLM.from_config(config)
-        for parameter in theirs.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
-        theirs.save_pretrained(path)
-    return path
-
-
-@torch.no_grad()
 def error(path):
     """Of our logits, relative to theirs."""
-    ours = import_checkpoint(path)
-    with float64_throughout():
-        theirs = AutoModelForCausalLM.from_pretrained(path).eval()
-        theirs.config.return_dict, theirs.config.output_router_logits = True, False  # their models need it so
-        ids = torch.randint(theirs.config.vocab_size, (2, 40))
-        expected = theirs(ids, use_cache=False, return_dict=True).logits
-    return float((ours(ids).logits - expected).norm() / expected.norm())
+    theirs = read(path)
+    ids = torch.randint(theirs.config.vocab_size, (2, 40))
+    return relative(import_checkpoint(path)(ids).logits, logits(theirs, ids))
 
 
 def rewrite(path, without=(), **settings):
@@ -93,14 +79,16 @@ REFUSED = {
 @pytest.mark.parametrize("edit", EDITED)
 def test_configs_of_other_versions_are_read(edit, tmp_path):
     form, without, settings = EDITED[edit]
-    assert error(rewrite(save(CLASSES[form](**BASE[form]), tmp_path), without, **settings)) < 1e-12
+    save(CLASSES[form](**BASE[form]), tmp_path)
+    assert error(rewrite(tmp_path, without, **settings)) < 1e-12
 
 
 def test_width_that_no_ratio_gives_exactly(tmp_path):
     """58 / 56 · 56 is 58.00000000000001 in float64."""
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 29}
     config = Qwen3NextConfig(**BASE["qwen3_next"] | heads | {"hidden_size": 56, "linear_value_head_dim": 61})
-    assert error(save(config, tmp_path)) < 1e-12
+    save(config, tmp_path)
+    assert error(tmp_path) < 1e-12
     assert ScanSpec("mamba", state_size=4, conv=4, expand=58 / 56).head_dims(56, 1)[1] == 58
     assert MatrixSpec("gla-outer", expand_k=58 / 56, expand_v=61 / 56).head_dims(56, 1) == (58, 61)
 
@@ -108,7 +96,8 @@ def test_width_that_no_ratio_gives_exactly(tmp_path):
 @pytest.mark.parametrize("sentence", REFUSED)
 def test_unsupported_field_is_named(sentence, tmp_path):
     form, without, settings = REFUSED[sentence]
-    rewrite(save(CLASSES[form](**BASE[form]), tmp_path), without, **settings)
+    save(CLASSES[form](**BASE[form]), tmp_path)
+    rewrite(tmp_path, without, **settings)
     with pytest.raises(InputError) as refused:
         import_checkpoint(tmp_path)
     assert sentence in str(refused.value)
@@ -126,7 +115,8 @@ def test_field_of_the_class_passes_at_its_default_alone(monkeypatch):
 
 
 def test_passed_and_ignored_fields_are_told(tmp_path, run_command):
-    path = rewrite(save(LlamaConfig(**BASE["llama"]), tmp_path), is_llama_config=True, quantization_config={"bits": 4})
+    save(LlamaConfig(**BASE["llama"]), tmp_path)
+    path = rewrite(tmp_path, is_llama_config=True, quantization_config={"bits": 4})
     told = run_command("convert", path, "--output", tmp_path / "ours", "--ignore", "quantization_config").err
     assert "passed by in config.json" in told and "is_llama_config=True" in told and "quantization" not in told
     assert "quantization_config" not in json.loads((tmp_path / "ours" / "config.json").read_text())["converted_from"]

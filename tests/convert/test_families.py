@@ -11,11 +11,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch.torch_version import TorchVersion
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from families import Family, delta, float64_throughout, hybrid, recurrent, softmax
+from families import Family, delta, float64_throughout, hybrid, logits, read, recurrent, relative, save, softmax
 from headrace import load
 from headrace.convert import FORMATS, export_checkpoint, import_checkpoint
 from headrace.convert.fields import COMMON
@@ -27,7 +26,6 @@ FAMILIES: dict[str, Family] = softmax.FAMILIES | recurrent.FAMILIES | delta.FAMI
 VARIANTS = [(kind, name) for kind, family in FAMILIES.items() for name in ("base", *family.variants)]
 T = 12
 DECODED = 40  # tokens, one at a time: the memory of attention, which grows by a quarter, grows several times
-GROUPED = {"mamba2", "bamba", "granitemoehybrid"}  # whose norm at the output of Mamba-2 is of a group of heads
 FLOAT64 = 1e-12  # relative, for sums in another order
 
 
@@ -37,44 +35,8 @@ def described(kind, **changes):
     return CONFIG_MAPPING[kind](**FAMILIES[kind].base | changes)
 
 
-@torch.no_grad()
-def save(config, path):
-    """Writes a model with random weights, and returns it."""
-    with float64_throughout():
-        theirs = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
-        for name, value in theirs.state_dict().items():
-            if FORMATS[config.model_type].holds(name):
-                torch.nn.init.normal_(value, std=0.3)
-        theirs.save_pretrained(path)
-    return comparable(theirs)
-
-
-def read(path):
-    with float64_throughout():
-        return comparable(AutoModelForCausalLM.from_pretrained(path, experts_implementation="eager").eval())
-
-
-def comparable(theirs):
-    theirs.config.return_dict = True
-    if hasattr(theirs.config, "output_router_logits"):
-        theirs.config.output_router_logits = False
-    groups = getattr(theirs.config, {"mamba2": "n_groups"}.get(theirs.config.model_type, "mamba_n_groups"), 1)
-    if theirs.config.model_type in GROUPED and groups > 1 and TorchVersion(transformers.__version__) < "5.23":
-        pytest.skip("transformers before 5.23 normalizes all groups of Mamba-2 together")
-    return theirs
-
-
 def tokens(theirs, *shape):
     return torch.randint(1, theirs.config.vocab_size, shape)
-
-
-def logits(theirs, ids):
-    with float64_throughout():
-        return theirs(ids, use_cache=False).logits
-
-
-def relative(a, b):
-    return float((a - b).norm() / b.norm())
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Text of any size is prepared block by block: killed, sharded, streamed or with bad rows, the tokens are the same."""
+"""Text of any size is prepared block by block: killed, streamed or with bad rows, the tokens are the same."""
 
 import bz2
 import fcntl
@@ -24,7 +24,8 @@ from pyarrow import parquet
 from torch.utils.data import DataLoader
 
 from headrace.cli.train import prepare as command
-from headrace.data import Preparation, join, open_data, preparation, prepare, sources, workers
+from headrace.data import Preparation, open_data, preparation, prepare, sources, workers
+from headrace.files.held_out import Choice
 from headrace.utils.errors import InputError
 
 WORDS = ["alpha", "beta,", "gamma.\n", "delta\n\n", "été", "12", "it's", "—", "  x", "中文"]
@@ -131,33 +132,6 @@ def test_unfinished_preparation_refuses_other_settings_or_files(plan, jsonl, tmp
     os.utime(source, ns=(1, 1))
     with pytest.raises(InputError, match=r"with other settings or files \(sources is .* there and .* here\)"):
         prepare(plan, tmp_path / "d")
-
-
-def test_shards_join_to_the_data_of_one_run(plan, tmp_path):
-    prepare(plan, tmp_path / "whole")
-    shards = [tmp_path / f"shard{i}" for i in (1, 2, 3)]
-    for i, shard in enumerate(shards, 1):
-        prepare(replace(plan, shard=(i, 3)), shard)
-    made = join(shards[::-1], tmp_path / "joined")
-    assert tokens(tmp_path / "joined") == tokens(tmp_path / "whole")
-    whole = open_data(tmp_path / "whole").manifest
-    assert all(made[name] == whole[name] for name in whole if name not in ("seconds", "megabytes_per_second"))
-    with pytest.raises(InputError, match=r"is one shard of the data; expected what `prepare --join` makes"):
-        open_data(shards[0])
-    with pytest.raises(InputError, match="shard 2/3 is missing; expected all 3"):
-        join([shards[0], shards[2]], tmp_path / "none")
-    prepare(replace(plan, shard=(2, 3)), tmp_path / "again")
-    with pytest.raises(InputError, match=r"shards .*shard2' and .*again' are both 2/3"):
-        join([*shards, tmp_path / "again"], tmp_path / "none")
-    prepare(replace(plan, shard=(2, 3), seed=5), tmp_path / "other")
-    with pytest.raises(InputError, match="other' belongs to another preparation: seed is 5 there and 0 in the first"):
-        join([shards[0], tmp_path / "other", shards[2]], tmp_path / "none")
-    with pytest.raises(InputError, match="whole' is no folder that `headrace prepare --shard` wrote"):
-        join([tmp_path / "whole"], tmp_path / "none")
-    part = next((shards[1] / "parts").iterdir())
-    part.write_bytes(part.read_bytes()[:-1])
-    with pytest.raises(InputError, match="shard2' is damaged"):
-        join(shards, tmp_path / "none")
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -335,12 +309,8 @@ def test_unreadable_file_is_named(name, tmp_path):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"shard": "3"}, "--shard '3'; expected i/n"),
-        ({"shard": "3/2"}, "--shard 3/2; expected i/n with 1 ≤ i ≤ n"),
-        ({"shard": "1/2", "train_bpe": 300}, "--train-bpe 300 with --shard"),
         ({"tokens": 0.5}, "--tokens 0.5; expected an integer"),
         ({"tokens": -1.0}, "--tokens -1; expected at least 1"),
-        ({"join": True, "length": 5}, "--length=5 with --join; expected --output and the shards alone"),
         ({"tokens": 1.0, "task": "mqar", "sources": None}, "--tokens=1.0 with --task"),
     ],
 )
@@ -399,6 +369,16 @@ def test_sample_gives_every_document_the_same_chance(files, streamed):
     assert len(first) >= (6 if not streamed else 2)  # of 8; 60 draws miss three of them once in 10^8 times
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_the_sample_is_independent_of_what_is_held_out(seed):
+    """Both draw by the same seed: of equal shares they would agree on every document, where chance agrees on half."""
+    documents = [sources.Row("a", i, "text", 4) for i in range(3000)]
+    kept = {row.number for row in sources.Sample(0.5, seed).kept(documents)}
+    held_out = {row.number for row, held in Choice(0.5, seed).split(documents) if held}
+    agreeing = sum((i in kept) == (i in held_out) for i in range(3000))
+    assert abs(agreeing - 1500) < 6 * (3000 * 0.25) ** 0.5
+
+
 def test_sample_of_all_documents_reads_whole_files_in_random_order(files):
     source = tuple(map(str, sorted(files.glob("*"))))
     order = chosen(source, 1.0, 3)
@@ -417,7 +397,7 @@ def documents(folder):
 
 
 def test_sampled_rows_are_held_out_disjoint_and_reproducible(files, tmp_path, monkeypatch):
-    """Also after a kill, and joined from shards."""
+    """Also after a kill."""
     plan = Preparation(tuple(map(str, files.glob("*"))), length=8, held_out=0.2, sample=0.5, seed=2)
     manifest = prepare(plan, tmp_path / "whole")
     split = documents(tmp_path / "whole")
@@ -431,10 +411,7 @@ def test_sampled_rows_are_held_out_disjoint_and_reproducible(files, tmp_path, mo
         prepare(plan, tmp_path / "killed")
     monkeypatch.setattr(workers, "_result", finished)
     prepare(plan, tmp_path / "killed")
-    for i in (1, 2):
-        prepare(replace(plan, shard=(i, 2)), tmp_path / f"{i}")
-    join([tmp_path / "1", tmp_path / "2"], tmp_path / "joined")
-    assert tokens(tmp_path / "killed") == tokens(tmp_path / "whole") == tokens(tmp_path / "joined")
+    assert tokens(tmp_path / "killed") == tokens(tmp_path / "whole")
 
 
 def test_sample_stops_at_the_tokens_and_its_share_is_checked(files, tmp_path, capsys):
@@ -458,6 +435,8 @@ def test_a_refused_preparation_leaves_nothing(jsonl, tmp_path):
     refusals = {
         "is not a file": Preparation((str(tmp_path / "none.txt"),)),
         "no documents": Preparation((str(jsonl),), column="body"),
+        "no text is left as train": Preparation((str(jsonl),), held_out=1 - 1e-9),
+        "--length 20000000 is longer": Preparation((str(jsonl),), length=20_000_000, held_out=0.1),
     }
     for sentence, plan in refusals.items():
         with pytest.raises(InputError, match=sentence):
@@ -469,9 +448,3 @@ def test_a_link_to_nothing_is_refused_at_once(jsonl, tmp_path):
     (tmp_path / "data").symlink_to(tmp_path / "nowhere")
     with pytest.raises(InputError, match="exists; name another"):
         prepare(Preparation((str(jsonl),), length=64), tmp_path / "data")
-
-
-def test_rows_longer_than_the_text_are_refused(jsonl, tmp_path):
-    with pytest.raises(InputError, match=r"--length 20000000 is longer than the training text of \d+ tokens"):
-        prepare(Preparation((str(jsonl),), length=20_000_000, held_out=0.1), tmp_path / "data")
-    assert prepare(Preparation((str(jsonl),), length=64, held_out=0.1), tmp_path / "data")["train"]["rows"] > 1

@@ -31,7 +31,7 @@ from headrace.spec import AttentionSpec
 from headrace.spec.attention import Rope
 from headrace.spec.stack import Layer
 from released import release
-from tiny import build, config
+from tiny import build, config, covering
 
 onnx = pytest.importorskip("onnx", reason='needs pip install "headrace[onnx]"')
 pytest.importorskip("onnxruntime", reason='needs pip install "headrace[onnx]"')
@@ -113,15 +113,14 @@ def test_exported_recurrences_equal_the_reference(tmp_path):
 
 @pytest.mark.slow(seconds=40)
 def test_every_linear_mixer_is_exported_exactly(tmp_path):
-    """One layer of each in one model, without MLPs, as tracing takes seconds per layer. The mixers of the checkpoint
-    below are tested there; DeltaNet and DeltaProduct are the gated ones with fewer parts. Gates are computed from a
-    layer's inputs by nodes of their own: here under the delta rule, below under the additive one."""
+    """One layer for each value of a field in one model, without MLPs, as tracing takes seconds per layer. The mixers of
+    the checkpoint below are tested there; DeltaNet and DeltaProduct are the gated ones with fewer parts. Gates are
+    computed from a layer's inputs by nodes of their own: here under the delta rule, below under the additive one."""
     torch.manual_seed(0)
     without = ("residual-delta", "log-linear-mamba2", "log-linear-gated-deltanet", "mesa", "mlstm", "mamba3", "comba")
     without += ("gated-deltanet-2",)  # a node of ONNX
     others = (*without, "deltanet", "deltaproduct", "kda", *CHECKPOINT)
-    mixers = [name for name in zoo.LINEAR if name not in others]
-    mixers.append("softmax-kda")
+    mixers = covering([*(name for name in zoo.LINEAR if name not in others), "softmax-kda"])
     layers = [Layer(zoo.get(name), "none") for name in (*mixers, "gqa")]
     model = build(layers, num_hidden_layers=len(layers)).float()
     trace(model).save(tmp_path / "model.onnx")

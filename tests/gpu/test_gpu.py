@@ -72,6 +72,13 @@ def test_op_matches_the_reference(device, backend, decay, rule, dtype):
     assert_matches_reference(device, backend, dtype, rounded_inputs(decay, dtype, groups=2), rule=rule)
 
 
+@pytest.mark.parametrize("rule", ["add", "delta"])
+@pytest.mark.parametrize("backend", ORDERED)
+def test_grouped_queries_match_the_reference(device, backend, rule):
+    tensors = rounded_inputs("scalar", torch.float32, queries=2)
+    assert_matches_reference(device, backend, torch.float32, tensors, rule=rule)
+
+
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", RECURRENT_MODELS)
 @pytest.mark.parametrize("backend", ["triton", "torch"])

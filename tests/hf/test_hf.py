@@ -17,7 +17,7 @@ from headrace.layers.base import Mixer
 from headrace.layers.blocks import stack
 from headrace.layers.blocks.moe import MixtureOfExperts
 from headrace.utils.errors import InputError
-from tiny import EVERY, MIXERS, SIZES, T, build, close, config, tokens
+from tiny import EVERY, MIXERS, SIZES, T, build, close, config, covering, tokens
 
 
 @pytest.fixture(params=MIXERS)
@@ -70,7 +70,7 @@ def test_long_prompt_is_read_in_pieces(model, padding, monkeypatch):
     close(*after)
 
 
-@pytest.mark.parametrize("name", zoo.names())
+@pytest.mark.parametrize("name", covering(zoo.names()))
 @torch.no_grad()
 def test_offloaded_weights_give_the_same_outputs(name):
     """accelerate's hooks bring the weights of a module when it is called, and leave none beside."""

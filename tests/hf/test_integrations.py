@@ -4,19 +4,18 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import module_from_spec
 
 import pytest
 import torch
 import transformers
 from datasets import Dataset
 
+import fresh
 import tiny
 from headrace import InputError, load
 from headrace.data.tokenizer import byte_level
 from headrace.hf import HeadraceForCausalLM
 from headrace.studies.verify import relative
-from headrace.utils import auto
 from released import release
 
 TEXT = "one two three four five six seven eight nine ten. "
@@ -52,29 +51,17 @@ def test_tensor_parallelism_is_refused(folder, name, value):
         transformers.AutoModelForCausalLM.from_pretrained(folder, **{name: value})
 
 
-def test_a_search_for_the_module_of_autoconfig_does_not_undo_the_registration(monkeypatch):
-    """As of libraries that ask whether transformers has a module."""
-    finder, folder = auto.AutoFinder(), transformers.models.auto.__path__
-    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
-    assert finder.find_spec(auto.AUTO, folder) is not None and finder in sys.meta_path
-    spec = finder.find_spec(auto.AUTO, folder)
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.CONFIG_MAPPING["headrace"] is auto.ConfigStandIn and finder not in sys.meta_path
-
-
 def run(*command, cache):
     """(exit code, output, errors) of a program that knows headrace from the folder alone."""
-    offline = {
-        "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1",
-        "HF_MODULES_CACHE": str(cache),
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], capture_output=True, text=True, cwd=cache, stdin=subprocess.DEVNULL,
-        env=os.environ | offline | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_MODULES_CACHE": str(cache)}
+    first, *words = map(str, command)
+    if first == "-c":
+        done = fresh.run(*words, folder=cache, **offline)
+    else:
+        done = subprocess.run(
+            [sys.executable, first, *words], capture_output=True, text=True, cwd=cache, stdin=subprocess.DEVNULL,
+            env=os.environ | offline | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 
 
@@ -118,7 +105,11 @@ metric_list: [{{metric: bits_per_byte}}]
     assert result == pytest.approx(nats / torch.tensor(2.0).log().item(), rel=1e-4)
 
 
-@pytest.mark.parametrize("adapter", [False, True], ids=["whole", "lora"])
+@pytest.mark.parametrize(
+    ("model_folder", "adapter"),
+    [("softmax-gla", True), *((name, False) for name in ("softmax-gla", "qwen3_next", "kimi_linear", "mamba2"))],
+    indirect=["model_folder"],
+)
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 def test_trl_fine_tuning_lowers_the_loss(model_folder, tmp_path, adapter):
     """On whole rows, and on several rows in a pack."""

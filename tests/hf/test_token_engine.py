@@ -61,7 +61,7 @@ def is_accurate(model, ids, first=3, **options):
 def test_tokens_equal_the_full_forward(name):
     model = tiny.build(name).float()
     if (reason := model.engine.unsupported_reason(model)) is not None:
-        assert "it does not support" in reason
+        assert "it does not support" in reason or "mixer is a " in reason  # a plug-in's layer
     assert is_accurate(model, torch.randint(29, (2, 12)), check=reason is None)
 
 

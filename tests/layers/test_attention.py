@@ -5,18 +5,16 @@ import math
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, T5Config
-from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, T5Config
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from attention_layers import D, H, agree, d, plain
+from attention_layers import D, H, agree, d
 from headrace import layers, zoo
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM
 from headrace.history.layers.distance import DistanceBias, bucket
 from headrace.history.layers.flash import flash_attention
 from headrace.layers.attention.positions import sinusoidal
 from headrace.layers.attention.sdpa import attend
-from headrace.spec import AttentionSpec
 from headrace.studies.verify import relative
 from headrace.utils.errors import InputError
 
@@ -55,14 +53,6 @@ def test_model_equals_llama_or_mistral(mixer):
 
 
 # --- layers of others ------------------------------------------------------------------------------------------------
-
-
-def test_layer_equals_gpt2():
-    theirs = GPT2Attention(GPT2Config(n_embd=D, n_head=H), layer_idx=0).eval()
-    q, k, v = theirs.c_attn.weight.T.split(D)
-    ours = plain(AttentionSpec(), q, k, v, theirs.c_proj.weight.T)
-    causal = torch.full((40, 40), -torch.inf).triu(1)[None, None]
-    agree(lambda x: ours(x)[0], lambda x: theirs(x, attention_mask=causal)[0], torch.randn(2, 40, D), 1e-5)
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])

@@ -1,4 +1,5 @@
-"""Options of softmax attention that released models use, against transformers' modules in float64."""
+"""Options of softmax attention that released models use, against transformers' modules in float64. Those of models that
+are converted are compared in the whole model: tests/convert/test_families.py."""
 
 import math
 from dataclasses import replace
@@ -7,30 +8,14 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
-    BailingHybridConfig,
     DeepseekV3Config,
     GptOssConfig,
-    KimiLinearConfig,
-    Lfm2Config,
     LlamaConfig,
-    MistralConfig,
-    Olmo2Config,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3NextConfig,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridAttention
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
-from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearAttention
-from transformers.models.lfm2.modeling_lfm2 import Lfm2Attention
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
-from transformers.models.mistral.modeling_mistral import MistralAttention
-from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from attention_layers import D, H, agree, layer
 from headrace import zoo
@@ -159,27 +144,14 @@ LATENT = {
 OURS = "rank=12, key_dim=10, shared_dim=6, value_dim=7"
 GPT_OSS = {"head_dim": D // H, "attention_bias": True}
 CASES = {
-    "qwen2": ("gqa(bias=qkv)", Qwen2Attention, Qwen2Config, {}),
-    "llama with biases": ("gqa(bias=true, head_dim=6)", LlamaAttention, LlamaConfig,
-                          {"head_dim": 6, "attention_bias": True}),
-    "qwen3": ("gqa(head_dim=12, qk_norm=head)", Qwen3Attention, Qwen3Config, {"head_dim": 12}),
-    "qwen3-next": ("gqa(head_dim=16, qk_norm=head, gate=channel, rope.dims=4)", Qwen3NextAttention, Qwen3NextConfig,
-                   {"head_dim": 16}),
-    "lfm2": ("gqa(qk_norm=head)", Lfm2Attention, Lfm2Config, {}),
-    "olmo2": ("gqa(qk_norm=joint)", Olmo2Attention, Olmo2Config, {}),
-    "mistral": ("sliding-window(kv_heads=2, pattern.window=5)", MistralAttention, MistralConfig, {"sliding_window": 5}),
     "gpt-oss": ("gqa(null=learned, bias=true)", GptOssAttention, GptOssConfig, GPT_OSS),
     "gpt-oss with a window": (
         "sliding-window(kv_heads=2, null=learned, bias=true, pattern.window=5)", GptOssAttention, GptOssConfig, GPT_OSS,
     ),
-    "kimi": (f"mla({OURS}, rotary=false)", KimiLinearAttention, KimiLinearConfig, LATENT | {"q_lora_rank": None}),
-    "kimi with a latent of queries": (f"mla({OURS}, rotary=false, q_rank=9, bias=true)", KimiLinearAttention,
-                                      KimiLinearConfig, LATENT | {"q_lora_rank": 9, "attention_bias": True}),
-    "bailing": (f"mla({OURS}, gate=head)", BailingHybridAttention, BailingHybridConfig, LATENT),
     "deepseek-v3": (f"mla({OURS}, q_rank=9)", DeepseekV3Attention, DeepseekV3Config, LATENT | {"q_lora_rank": 9}),
 }  # fmt: skip
 RENAMED = {
-    "q_layernorm": "q_norm", "k_layernorm": "k_norm", "out_proj": "o_proj", "q_b_proj": "q_proj",
+    "q_b_proj": "q_proj",
     "kv_a_proj_with_mqa": "kv_a_proj", "kv_a_layernorm": "kv_a_norm", "q_a_layernorm": "q_a_norm",
 }  # fmt: skip
 
@@ -189,33 +161,27 @@ def exact(module):
     for name, child in module.named_children():
         if "RMSNorm" in type(child).__name__:
             norm = nn.RMSNorm(child.weight.numel(), eps=getattr(child, "eps", getattr(child, "variance_epsilon", None)))
-            offset = 1.0 if "Qwen3Next" in type(child).__name__ else 0.0
-            norm.weight.data = child.weight.data + offset
+            norm.weight.data = child.weight.data
             setattr(module, name, norm)
     return module
 
 
-def permuted(weight, rows, interleaved):
+def permuted(weight, shared, own):
     """Rows of a head (or all) in our order: the rotated channels first, and pairs apart."""
-    shared, own = rows
     order = torch.arange(own, own + shared)
-    order = torch.cat([order[::2], order[1::2]]) if interleaved else order
+    order = torch.cat([order[::2], order[1::2]])
     return weight.unflatten(0, (-1, own + shared))[:, torch.cat([order, torch.arange(own)])].flatten(0, 1)
 
 
-def weights_of(theirs, ours, interleaved):
+def weights_of(theirs):
     weights = {}
     for name, x in theirs.state_dict().items():
         first, _, rest = name.partition(".")
         weights[".".join(filter(None, (RENAMED.get(first, first), rest)))] = x
-    if ours.g_proj is not None and "g_proj.weight" not in weights:  # q and gate of each head in turn
-        q, gate = weights["q_proj.weight"].unflatten(0, (H, 2, -1)).unbind(1)
-        weights |= {"q_proj.weight": q.flatten(0, 1), "g_proj.weight": gate.flatten(0, 1)}
     if "kv_a_proj.weight" in weights:
-        weights["q_proj.weight"] = permuted(weights["q_proj.weight"], (6, 10), interleaved)
-        for name in {"kv_a_proj.weight", "kv_a_proj.bias"} & weights.keys():
-            latent, shared = weights[name].split([12, 6])
-            weights[name] = torch.cat([latent, permuted(shared, (6, 0), interleaved)])
+        weights["q_proj.weight"] = permuted(weights["q_proj.weight"], 6, 10)
+        latent, shared = weights["kv_a_proj.weight"].split([12, 6])
+        weights["kv_a_proj.weight"] = torch.cat([latent, permuted(shared, 6, 0)])
     return weights
 
 
@@ -230,8 +196,7 @@ def test_layer_equals_that_of_transformers(name, T, monkeypatch):
     for p in theirs.parameters():
         nn.init.normal_(p, std=0.4)
     theirs, ours = exact(theirs).double(), layer(mixer)
-    interleaved = name in ("bailing", "deepseek-v3")
-    ours.load_state_dict(weights_of(theirs, ours, interleaved))
+    ours.load_state_dict(weights_of(theirs))
     for norm in (m for m in ours.modules() if isinstance(m, nn.RMSNorm)):
         norm.eps = next(m.eps for m in theirs.modules() if isinstance(m, nn.RMSNorm))
     where = torch.arange(T)

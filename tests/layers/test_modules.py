@@ -11,7 +11,7 @@ from headrace.layers.base import Mixer
 from headrace.layers.packing import padding_last
 from headrace.layers.quantized import Int8Linear
 from headrace.studies.verify import relative
-from tiny import SIZES, build, close, layer, tokens
+from tiny import SIZES, build, close, covering, layer, tokens
 
 D, T = 32, 6
 
@@ -21,7 +21,7 @@ def layers_of(module):
 
 
 @pytest.mark.parametrize("how", ["hook", "pre-hook", "forward"])
-@pytest.mark.parametrize("name", zoo.names())
+@pytest.mark.parametrize("name", covering(zoo.names()))
 @torch.no_grad()
 def test_changed_submodule_changes_the_mixer(name, how):
     """In float32, which takes every short cut that there is, several tokens at a time and one by one."""
@@ -46,7 +46,7 @@ def test_changed_submodule_changes_the_mixer(name, how):
     assert torch.equal(made(x)[0], plain)
 
 
-@pytest.mark.parametrize("name", zoo.names())
+@pytest.mark.parametrize("name", covering(zoo.names()))
 @torch.no_grad()
 def test_hooks_see_the_rows_of_a_padded_batch(name):
     """As adapters of PEFT by row do. Rows are also those of the padding that stays as one more sequence."""
@@ -63,7 +63,7 @@ def test_hooks_see_the_rows_of_a_padded_batch(name):
     assert seen and set(seen) == {(2, T, 2, T)}
 
 
-@pytest.mark.parametrize("name", zoo.names())
+@pytest.mark.parametrize("name", covering(zoo.names()))
 @torch.no_grad()
 def test_a_layer_can_be_pickled(name):
     made, x = layer(name), torch.randn(2, T, D)

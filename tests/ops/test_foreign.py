@@ -1,10 +1,11 @@
 """Others agree: the op against other libraries' implementations of the same recurrence, and our layers against
-transformers' with the weights copied. A peer that is not installed skips with its reason."""
+others with the weights copied. A peer that is not installed skips with its reason."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from foreign_layers import COMPOSED, LAYERS, D, H, randomized
+from foreign_layers import COMPOSED, D, H, randomized, rwkv6
 from headrace import linear_attention, zoo
 from headrace.layers.linear.mixer import LinearMixer
 from headrace.ops.reference import literal
@@ -75,18 +76,17 @@ def test_op_equals_other_libraries_from_an_initial_state(peer, form):
     assert relative(our_state, their_state) <= TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_layer_equals_transformers(layer):
-    """With its weights in ours, of which every one must have a counterpart."""
+def test_rwkv6_equals_the_package_of_its_author():
+    """With its weights in ours, of which every one must have a counterpart. Layers of transformers are compared in
+    whole models: tests/convert/test_families.py."""
     torch.manual_seed(0)
-    theirs = LAYERS[layer]()
-    ours = LinearMixer(zoo.get(theirs.mixer), hidden_size=D, num_heads=H, norm_eps=theirs.norm_eps)
+    theirs, weights = rwkv6()
+    ours = LinearMixer(zoo.get("rwkv6"), hidden_size=D, num_heads=H, norm_eps=1e-6)
     shapes = {key: parameter.shape for key, parameter in ours.state_dict().items()}
-    weights = dict(theirs.weights)
     parts = [weights.pop(f"in_proj.{name}").reshape(-1, D) for name in ours.parts if ours.parts[name]]
     weights["in_proj.weight"] = torch.cat(parts)
     ours.load_state_dict({key: x.detach().reshape(shapes[key]) for key, x in weights.items()})
-    agree(lambda x: ours(theirs.before(x)), theirs.layer)
+    agree(lambda x: ours(F.layer_norm(x, (D,))), theirs)
 
 
 @pytest.mark.parametrize("name", COMPOSED)

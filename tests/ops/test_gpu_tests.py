@@ -1,16 +1,14 @@
 """The tests of tests/gpu, as far as a CPU can run them: a mistake in them must not wait for a GPU."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+import fresh
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_gpu_tests_pass_on_a_cpu():
     chosen = "float32 and (reference or retnet or transformer) or packed or compiled and retnet or loss or generation"
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "tests/gpu", "-k", chosen]
-    environment = os.environ | {"HEADRACE_TEST_DEVICE": "cpu"}
-    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    words = ["-n", "0", "-p", "no:cacheprovider", "tests/gpu", "-k", chosen]
+    result = fresh.pytest(*words, folder=ROOT, HEADRACE_TEST_DEVICE="cpu")
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]

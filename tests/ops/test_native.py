@@ -16,6 +16,8 @@ import fresh
 from equation import DECAYS, NATIVE, B, H, T, assert_same, inputs, skip_if_missing
 from headrace import InputError, backends, linear_attention, step
 from headrace.ops.backends.native import library as native
+from headrace.ops.backends.native import structs
+from headrace.ops.backends.native.layer import KINDS
 from headrace.ops.backends.native.op import _kept_shapes
 from headrace.ops.call import Call
 from headrace.ops.reference import literal
@@ -314,8 +316,10 @@ def test_nan_reaches_no_earlier_token(dtype, decay, rule):
 ISAS = ["avx512", "avx2", "portable"]
 
 
+@pytest.mark.slow
 def test_every_instruction_set_gives_the_same_results():
-    """Less than the machine has can be asked for, once in a process: in three, forked before the library is loaded."""
+    """Of calls, and of a layer's tokens. Less than the machine has can be asked for, once in a process: in three,
+    forked before the library is loaded."""
     script = """
 import os, sys, pytest, torch
 isa = next((isa for isa in sys.argv[1:] if not (child := os.fork()) or os.waitpid(child, 0)[1]), None)
@@ -325,8 +329,6 @@ os.environ["HEADRACE_ISA"] = isa
 from equation import DECAYS, NATIVE, assert_same, inputs
 from headrace import linear_attention
 from headrace.ops.backends.native import library as native
-from headrace.ops.backends.native.op import _kept_shapes
-from headrace.ops.call import Call
 from headrace.studies.verify import relative
 torch.manual_seed(0), torch.set_num_threads(1)
 for decay in DECAYS:
@@ -339,6 +341,13 @@ for decay in DECAYS:
         states = [linear_attention(**{n: y if y is None else y.to(dtype) for n, y in rounded.items()}, **settings)[1]
                   for dtype in (torch.bfloat16, torch.float32)]
         assert relative(states[0], states[1].double()) < 1e-6  # products in float32
+sys.path.append("layers")
+from test_decode import MAX_ERROR_RATIO, in_float64, layer, token_by_token
+torch.set_grad_enabled(False)
+for mixer in ("linear-attention", "retnet", "softmax-mamba2", "softmax-gla", "rwkv6", "softmax-kda"):
+    made, x = layer(mixer), torch.randn(2, 8, 32)
+    expected = in_float64(made, mixer, x)[0]
+    assert relative(token_by_token(made, x, 2)[0], expected) <= MAX_ERROR_RATIO * relative(made(x)[0], expected), mixer
 print(native.instructions)
 """
     result = fresh.run(script, *ISAS, folder=Path(__file__).parents[1])
@@ -399,6 +408,26 @@ def test_missing_library_has_a_reason(monkeypatch, tmp_path):
     with pytest.raises(InputError, match="backend='native' cannot run here: it is broken"):
         linear_attention(x, x, x, backend="native")
     assert backends(x, x, x) == "torch"
+
+
+OTHER_LAYOUTS = {  # what a library lists of hr_layer instead
+    " scale:f@56": "", "rope_theta:d@80": "rope_theta:q@80", " D:q@88 H:q@96": " H:q@88 D:q@96", "end@280": "end@288",
+}  # fmt: skip
+
+
+def test_a_struct_of_another_layout_is_one_error(monkeypatch):
+    """A field less, of another type or in another place, another size; or a struct that Python has otherwise."""
+    listed = native.library.hr_structs().decode()
+    for old, new in OTHER_LAYOUTS.items():
+        assert old in listed and "hr_layer has " in structs.fault(listed.replace(old, new))
+    monkeypatch.setitem(structs.LAYOUTS, "hr_program", structs.Layout("i abi threads, q width rows"))
+    with pytest.raises(RuntimeError, match=r"hr_program has rows:q@8 in the library, and width:q@8 in structs\.py"):
+        native._load()
+
+
+def test_kinds_are_packed_in_the_order_of_their_fields():
+    fields = structs.LAYOUTS["hr_layer"].fields.items()
+    assert ["dtype", *KINDS] == [name for name, (kind, _) in fields if kind == "i"]
 
 
 @pytest.mark.parametrize("settings", [{}, {"delta": True}, {"normalize": True}, {"chunk_size": 48}], ids=str)

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import subprocess
 import sys
 import types
 from importlib import import_module
@@ -11,17 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import decays
-import decode
 import exported
 import gpu
 import gpu_keep
 import gpu_models
 import gpu_op
-import gpu_stages
 import gpu_tables
-import host
-import launches
 import model
 import op
 import reproduction
@@ -61,15 +55,6 @@ def test_op_times_ours_and_every_peer_it_can_check(lines):
     ours = [row for row in rows if row["runner"] == "headrace torch"]
     assert len(ours) == 2 * 8  # two sizes, two lengths, forward with and without backward
     assert all(float(row["cpu_ms"]) > 0 and float(row["error"]) < 1e-5 for row in rows)
-
-
-def test_decode_finds_a_constant_state_as_large_as_promised(lines):
-    path, read = lines
-    decode.main(quick=True, mixer=["retnet", "transformer"], tokens=20, threads=1, output=path)
-    sizes = {(row["name"], row["position"]): row["state_bytes"] for row in read()}
-    assert sizes["retnet", "100"] == sizes["retnet", "1000"]
-    assert int(sizes["transformer", "1000"]) == 10 * int(sizes["transformer", "100"])
-    assert all(row["state_bytes"] == row["promised_bytes"] for row in read())
 
 
 def test_models_are_trained_decoded_and_prefilled(lines, monkeypatch):
@@ -132,7 +117,6 @@ def test_a_runtime_that_is_missing_is_said(monkeypatch, capsys):
     assert "not timed: llama.cpp mamba2: it is away" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["float32", "int8"])
 @pytest.mark.parametrize(("runtime", "mixer"), [(runtime, x) for runtime, own in model.EXPORTED.items() for x in own])
 @torch.no_grad()
@@ -148,14 +132,6 @@ def test_exported_models_continue_sequences_as_ours(runtime, mixer, weights):
         past = {CACHE: getattr(out, CACHE)}
         logits.append(out.logits[:, -1:].clone())
     assert relative(torch.cat(logits, 1), truth) <= {"float32": 1e-5, "int8": 2**-4}[weights]
-
-
-def test_decay_times_are_relative_to_the_first(lines):
-    path, read = lines
-    decays.main(quick=True, family=["scalar"], backend=["torch"], rounds=2, output=path)
-    rows = read()
-    assert [float(row["log_decay"]) for row in rows] == [*decays.DECAYS] * 2
-    assert all(float(row["ratio"]) == 1 for row in rows if float(row["log_decay"]) == decays.DECAYS[0])
 
 
 def test_taylor_finds_errors_that_fall_with_the_order(tmp_path, monkeypatch):
@@ -176,24 +152,30 @@ def test_taylor_study_names_existing_mixers(tmp_path):
 
 
 @pytest.fixture
-def small(monkeypatch):
-    monkeypatch.setattr(gpu_stages, "DRY", gpu_stages.DRY._replace(families=("scalar", "delta")))
+def rows_of(monkeypatch, capsys):
+    """The rows that stages of the op print on the CPU for these families, and the exit code."""
+
+    def measured(*stages, families=("scalar", "delta")):
+        monkeypatch.setenv("SMALL", "1")
+        monkeypatch.setattr(gpu_op, "DRY", gpu_op.DRY._replace(families=families))
+        code = gpu_op.main(*stages)
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()], code
+
+    return measured
 
 
-def test_the_gpu_benchmark_is_rehearsed_on_the_cpu(lines, small, capsys):
-    path, read = lines
-    assert gpu_stages.main(["--dry", "--output", str(path)]) == 0
-    rows = read()
-    assert list(dict.fromkeys(row["stage"] for row in rows)) == list(gpu_stages.STAGES)
-    assert {row["subject"] for row in rows if row["stage"] == "op"} >= {"torch", "torch, gates"}
-    errors = {row["measure"]: float(row["value"]) for row in rows if row["unit"] == "relative"}
+def test_the_op_on_a_gpu_is_rehearsed_on_the_cpu(rows_of):
+    rows, code = rows_of(*gpu_op.STAGES)
+    assert not code and [row["name"] for row in rows if row.get("begun")] == list(gpu_op.STAGES)
+    rows = [row for row in rows if not row.get("begun")]
+    assert {row["subject"] for row in rows if row["name"] == "op"} >= {"torch", "torch, gates"}
+    errors = {row["measure"]: row["value"] for row in rows if row["unit"] == "relative"}
     # An output is rounded once to bfloat16 (2⁻⁹), a gradient and the weights that it is made of once each.
     assert errors["output"] <= 2**-9 and errors["gradients"] <= 2**-7 and errors["state"] <= 1e-5
-    assert all(float(row["value"]) > 0 for row in rows)
-    assert f"{len(rows)} rows in {path}, of them 0 failures" in capsys.readouterr().out
+    assert all(row["value"] > 0 for row in rows)
 
 
-def test_peers_that_can_be_imported_are_timed(lines, small, monkeypatch):
+def test_peers_that_can_be_imported_are_timed(rows_of, monkeypatch):
     """Helion's examples take heads first."""
     given = []
 
@@ -204,40 +186,35 @@ def test_peers_that_can_be_imported_are_timed(lines, small, monkeypatch):
 
     module = types.SimpleNamespace(chunked_linear_attn=chunked_linear_attn)
     monkeypatch.setitem(sys.modules, gpu_op.HELION, module)
-    monkeypatch.setattr(gpu_stages, "DRY", gpu_stages.DRY._replace(families=("scalar",)))
-    path, read = lines
-    assert gpu_stages.main(["--dry", "--stage", "op", "--output", str(path)]) == 0
-    ways = {row["measure"] for row in read() if row["subject"] == "helion"}
+    rows, _ = rows_of("op", families=("scalar",))
+    ways = {row["measure"] for row in rows if row.get("subject") == "helion"}
     assert {"fwd", "f+b"} <= ways and set(given) == {((1, 2, 70, 16), (1, 2, 70))}
 
 
-def test_a_backend_that_fails_does_not_end_the_gpu_benchmark(lines, small, monkeypatch):
+def test_a_backend_that_fails_does_not_end_the_gpu_benchmark(rows_of, monkeypatch):
     def broken(call):
         raise RuntimeError("misaligned address")
 
     monkeypatch.setitem(
         BACKENDS, "native", BACKENDS["torch"]._replace(linear_attention=Kernel(broken, lambda call: None))
     )
-    path, read = lines
-    assert gpu_stages.main(["--dry", "--stage", "correctness", "--output", str(path)]) == 1
-    failed = [row for row in read() if row["measure"] == "failed"]
-    assert {(row["subject"], row["note"]) for row in failed} == {("native", "RuntimeError: misaligned address")}
-    assert any(row["subject"] == "torch" and row["measure"] == "gradients" for row in read())
+    rows, code = rows_of("correctness")
+    failed = {(row["subject"], row["failed"]) for row in rows if "failed" in row}
+    assert not code and failed == {("native", "RuntimeError: misaligned address")}
+    assert any(row.get("subject") == "torch" and row["measure"] == "gradients" for row in rows)
 
 
-def test_a_stage_that_fails_does_not_end_the_gpu_benchmark(lines, monkeypatch, capfd):
-    """Not even where it has left the process without a GPU."""
+def test_a_stage_that_fails_leaves_the_rest_to_a_new_process(rows_of, monkeypatch):
+    """gpu.py goes on behind the stage that had begun."""
 
     def broken(machine, sizes):
         yield "machine", "", "copy", 1.0, "GB/s", ""
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setitem(gpu_stages.STAGES, "op", broken)
-    path, read = lines
-    assert gpu_stages.main(["--dry", "--stage", "op", "--stage", "ceilings", "--output", str(path)]) == 1
-    assert [row["stage"] for row in read()] == ["op", "op", "ceilings", "ceilings", "ceilings"]
-    assert read()[1]["measure"] == "failed" and "an illegal memory access" in read()[1]["note"]
-    assert "RuntimeError: an illegal memory access" in capfd.readouterr().out
+    monkeypatch.setitem(gpu_op.STAGES, "op", broken)
+    rows, code = rows_of("op", "ceilings")
+    assert code == 3 and [row["name"] for row in rows] == ["op"] * 3
+    assert rows[-1]["failed"] == "RuntimeError: an illegal memory access was encountered"
 
 
 def test_no_graph_is_captured_after_one_that_failed(monkeypatch):
@@ -251,36 +228,6 @@ def test_no_graph_is_captured_after_one_that_failed(monkeypatch):
     with pytest.raises(RuntimeError, match="not permitted"):
         machine.graph(print)
     assert machine.graph(print) is None
-
-
-def test_the_gpu_benchmark_ends_in_time(lines, small, capsys):
-    path, read = lines
-    assert gpu_stages.main(["--dry", "--minutes", "0", "--output", str(path)]) == 0
-    assert "minutes are over" in capsys.readouterr().out and len(read()) == 1
-
-
-@pytest.mark.slow
-def test_launches_counts_those_of_forward_and_backward(lines):
-    for package in ("triton", "fla"):
-        pytest.importorskip(package)
-    path, read = lines
-    command = [sys.executable, launches.__file__, "--gpu", "sm_90", "--family", "linear", "--output", str(path)]
-    subprocess.run(command, check=True, capture_output=True)
-    rows = read()
-    for backend in ("fla", "triton"):
-        assert [x["way"] for x in rows if x["backend"] == backend] == ["forward"] * 2 + ["backward"] * 4
-    assert all(int(row["registers"]) > 0 and int(row["matrix"]) > 0 for row in rows)
-
-
-@pytest.mark.slow
-def test_host_times_calls_without_a_gpu(lines):
-    pytest.importorskip("triton")
-    path, read = lines
-    command = [sys.executable, host.__file__, "--family", "scalar", "--rounds", "1", "--output", str(path)]
-    subprocess.run(command, check=True, capture_output=True)
-    found = {row["backend"]: row for row in read()}
-    assert int(found["triton"]["launches"]) == 2 + 4
-    assert all(float(row[way]) > 0 for row in found.values() for way in ("forward", "both"))
 
 
 def test_the_rows_of_a_reproduction_are_of_each_seed(tmp_path):

@@ -426,7 +426,7 @@ def test_an_article_begins_with_its_title_and_not_with_a_section():
     assert local.pages(text) == [text[: text.index(" = Two")], text[text.index(" = Two") :]]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=25)
 def test_needles_in_local_essays_need_no_download(checkpoints, tmp_path, monkeypatch, capsys):
     """S-NIAH-2 and 3, where nltk has no punkt_tab: the needle stands between two sentences."""
     nltk = pytest.importorskip("nltk")
@@ -435,9 +435,6 @@ def test_needles_in_local_essays_need_no_download(checkpoints, tmp_path, monkeyp
     monkeypatch.setattr(nltk, "download", lambda *_: pytest.fail("a download was tried"))
     made = cache(local.without_tables.__wrapped__)
     monkeypatch.setattr(local, "without_tables", made)
-    prepare_niah, samples = pytest.importorskip("lm_eval.tasks.ruler.prepare_niah"), 2  # of 500, which take 20 s
-    make = prepare_niah.generate_samples
-    monkeypatch.setattr(prepare_niah, "generate_samples", lambda *a, **k: make(*a, **k | {"num_samples": samples}))
     folder = tmp_path / "data" / "paul_graham_essays"
     folder.mkdir(parents=True)
     for name in "ab":

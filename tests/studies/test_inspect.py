@@ -30,11 +30,11 @@ from headrace.studies.inspect.recorder import record
 from headrace.studies.verify import literal_op
 from headrace.utils.errors import InputError
 from released import HYBRIDS, OTHERS, release
-from tiny import build, close, config, tokens
+from tiny import build, close, config, covering, tokens
 
 T = 37
 CASES = [
-    *zoo.names(),
+    *covering(zoo.names()),
     *("softmax-mamba2(competition.memories_per_head=3)", "softmax-gla(competition=paper, read.norm=none)"),
     *("softmax-residual-delta(competition.memories_per_head=2, heads.qk_groups=2, competition.write=beta)",),
     *("softmax-retnet(heads.qk_groups=2)", "softmax-kda(competition.top_k=2)"),

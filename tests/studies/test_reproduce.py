@@ -258,7 +258,7 @@ def test_a_changed_digit_of_a_number_is_named(tmp_path):
         execute.execute([[sys.executable, "-c", ""]], tmp_path, print)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=30)
 def test_a_table_is_made_from_end_to_end(tmp_path, capsys):
     understand.reproduce("table-5", run=True, only=["mixer=gla", "size=80m,340m"], output=tmp_path)
     assert "341.7" in capsys.readouterr().out
@@ -309,7 +309,7 @@ def test_downloads_are_announced(tmp_path):
     assert execute.downloads(experiment.commands(needle, tmp_path)) == "Nothing is downloaded."
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=20)
 @pytest.mark.filterwarnings("ignore::headrace.utils.errors.GateWarning")  # of the published read gate
 def test_an_evaluation_is_a_step_and_its_number_is_found(tmp_path, capsys):
     """Prepared and evaluated as the laptop does; in place of training, two models at random."""

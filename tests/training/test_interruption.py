@@ -29,15 +29,15 @@ from headrace.data import Preparation, open_data, prepare
 from headrace.data.tokenizer import byte_level
 from headrace.files.processes import LOCK, locked
 from headrace.training import checkpoints, run
-from headrace.training.trainer import shares
 from headrace.utils.errors import InputError
 from headrace.utils.integrity import CHECKSUMS
 from sharded import Run, ended, start_each, train_all
-from trained import arguments, train
+from trained import arguments, plain_loss, train
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the Trainer's own
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
 QUIET = os.environ | {"OMP_NUM_THREADS": "1"}
+SHORT = {"tokens": 128 * 2, "evaluate_rows": 2}
 
 
 @pytest.fixture
@@ -239,25 +239,6 @@ def test_failure_in_one_process_ends_all_with_one_sentence(prepared, tmp_path):
 # --- every held-out row, once ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rows", "size", "processes"), [(10, 4, 1), (10, 4, 3), (2, 8, 4), (1, 1, 2), (12, 2, 2)])
-def test_every_held_out_row_has_one_place(rows, size, processes):
-    parts = [shares(rows, size, process, processes) for process in range(processes)]
-    assert sorted(row for part in parts for batch in part for row in batch) == list(range(rows))
-    assert len({len(part) for part in parts}) == 1
-    assert all(len(batch) <= size for part in parts for batch in part)
-
-
-def plain_loss(model, rows):
-    """Nats per token, row by row."""
-    total = count = 0
-    with torch.no_grad():
-        for row in (row["input_ids"] for row in rows):
-            logits = model(torch.tensor([row])).logits[0, :-1]
-            total += torch.nn.functional.cross_entropy(logits, torch.tensor(row[1:]), reduction="sum").item()
-            count += len(row) - 1
-    return total / count
-
-
 def final_loss(folder):
     history = json.loads((folder / "model" / "history.json").read_text())
     return next(point["final_loss"] for point in history if "final_loss" in point)
@@ -298,11 +279,11 @@ def test_held_out_loss_covers_every_row_in_two_processes(data, prepared, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer/__0_0.distcp", "trainer_state.json"])
-def test_flipped_bit_of_a_checkpoint_is_named(data, tmp_path, name):
-    train(data, tmp_path / "run", tokens=128 * 2)
+def test_flipped_bit_of_a_checkpoint_is_named(data, trained_model, tmp_path, name):
+    shutil.copytree(trained_model.parent, tmp_path / "run")
     flip(tmp_path / "run" / "checkpoint-2" / name)
     with pytest.raises(InputError, match=rf"checkpoint-2' is damaged: {name} has another SHA-256 than when it was"):
-        train(data, tmp_path / "run", tokens=128 * 2)
+        train(data, tmp_path / "run", **SHORT)
 
 
 @pytest.mark.parametrize("part", ["train.npy", "held_out.ends.npy", "tokenizer/tokenizer.json"])
@@ -330,7 +311,7 @@ def test_only_one_process_per_machine_hashes_the_data(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def trained_model(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained") / "run"
-    train(data, folder, tokens=128 * 2, evaluate_rows=2)
+    train(data, folder, **SHORT)
     return folder / "model"
 
 

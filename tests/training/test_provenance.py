@@ -84,7 +84,7 @@ def test_measurements_of_two_machines_are_not_mixed(tmp_path, monkeypatch):
         claimed = plan.BenchPlan(("gla",), Shape()).claim()
         if processor == "x":
             claim(tmp_path, claimed.plan)
-    with pytest.raises(InputError, match="machine is 'x' there and 'y' here"):
+    with pytest.raises(InputError, match='machine is "x" there and "y" here'):
         claim(tmp_path, claimed.plan)
 
 

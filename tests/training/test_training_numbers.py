@@ -202,7 +202,7 @@ def test_collapsed_gates_are_reported_after_warm_up_and_uniform_ones_at_the_end(
     assert said.startswith("the read gates of these layers are uniform after training: 1. They weigh all heads alike")
 
 
-@pytest.mark.parametrize(("rows", "size", "processes"), [(10, 3, 1), (10, 3, 4), (1, 2, 3)])
+@pytest.mark.parametrize(("rows", "size", "processes"), [(10, 3, 1), (10, 3, 4), (1, 2, 3), (12, 2, 2)])
 def test_processes_share_all_rows_evenly(rows, size, processes):
     found = [trainer.shares(rows, size, process, processes) for process in range(processes)]
     assert sorted(i for batches in found for batch in batches for i in batch) == list(range(rows))
@@ -228,7 +228,7 @@ def test_a_card_says_if_a_model_is_no_better_than_unigrams():
 PATTERNS = {"jamba(style.experts.count=4)": 8, "zamba": 6}  # {model: its least number of layers}
 
 
-@pytest.mark.parametrize("mixer", [*zoo.names(), "gpt", *PATTERNS])
+@pytest.mark.parametrize("mixer", [*tiny.covering(zoo.names()), "gpt", *PATTERNS])
 def test_flops_on_the_meta_device_are_those_on_a_cpu(mixer, monkeypatch):
     """Also of mixers whose shapes depend on lengths and positions, which the meta device does not have. Native kernels
     count none."""

@@ -20,12 +20,6 @@ from .console import for_typer, printable, requiring_extra, with_plugins
 UNWRITABLE = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "ENOTDIR")}
 UsageError: Any = typer.BadParameter.__base__  # click's, of which newer versions of Typer contain a copy
 
-RENAMED_OPTIONS = {
-    ("headrace serve", "--longest"): "--max-prompt-tokens",
-    ("headrace serve", "--tokens"): "--max-tokens",
-    ("headrace serve", "--requests"): "--max-requests",
-}
-
 app = typer.Typer(pretty_exceptions_enable=False)
 
 
@@ -38,8 +32,6 @@ def main() -> NoReturn:
         refuse(str(error))
     except UsageError as error:
         command = error.ctx.command_path if error.ctx else "headrace"
-        if now := RENAMED_OPTIONS.get((command, getattr(error, "option_name", ""))):
-            refuse(f"{command} {error.option_name} is now {now}")  # type: ignore[attr-defined]
         if field := field_of_recipe(command, getattr(error, "option_name", "")):
             refuse(f"{command} has no option --{field}; expected the field as {field}=VALUE behind the recipe")
         refuse(f"{' '.join(error.format_message().split()).rstrip('.')} (try `{command} --help`)")

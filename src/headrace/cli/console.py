@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
+from ..files.hub import check_source
 from ..files.processes import Terminated, terminable
 from ..files.text import decode
 from ..utils import extras, plugins
@@ -26,8 +27,9 @@ HEARTBEAT = 60.0  # seconds without a line after which the current line is repea
 Checkpoint = Annotated[
     Path,
     typer.Argument(
+        callback=check_source,
         help="Folder of a checkpoint, as `train`, `convert` or `save_pretrained` of transformers write it, or its name "
-        "on the Hugging Face Hub."
+        "on the Hugging Face Hub.",
     ),
 ]
 NewFolder = Annotated[Path, typer.Option(help="Folder to create. An existing folder is refused.")]

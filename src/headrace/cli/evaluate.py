@@ -1,22 +1,17 @@
 """Evaluate: eval, bench."""
 
-import os
 import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import typer
 
 from .. import zoo
+from ..files.hub import ask_hub, check_config
 from .console import Device, Threads, interruptible, numbers, telling, terminal
 from .options import takes
-
-PATIENCE = 5.0  # seconds for the Hub's answer
-OFFLINE = "Note: the Hugging Face Hub does not answer; what is in its cache on this machine is used (HF_HUB_OFFLINE=1)"
 
 
 @dataclass(frozen=True)
@@ -56,9 +51,11 @@ def evaluate(options: EvaluateOptions) -> Any:
     Reports standard errors and paired differences between the checkpoints. After an interruption, the same command
     resumes; further checkpoints are added to the folder."""
     console = terminal()
-    if options.data is None and not hub_answers():
-        console.print(OFFLINE, style="yellow", highlight=False, soft_wrap=True)
-        os.environ |= {"HF_HUB_OFFLINE": "1"}  # which is read by the imports below
+    for path in options.checkpoints:
+        if Path(path).exists():
+            check_config(Path(path))
+    if options.data is None:
+        ask_hub()
     from ..files.processes import locked
     from ..studies.evaluate import checkpoint, report, run
     from ..utils.device import on_device
@@ -74,21 +71,6 @@ def evaluate(options: EvaluateOptions) -> Any:
     report.print_evaluation(evaluation, console)
     console.print(f"The report is {page}", soft_wrap=True, highlight=False)
     return evaluation
-
-
-def hub_answers() -> bool:
-    """Whether the Hugging Face Hub, or the place of it that HF_ENDPOINT names, answers to one request. Its client and
-    datasets repeat each of many requests for a minute."""
-    if os.environ.get("HF_HUB_OFFLINE"):
-        return True  # as the user knows, nothing is asked
-    address = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    try:
-        with urlopen(Request(address, method="HEAD"), timeout=PATIENCE):
-            return True
-    except HTTPError:
-        return True  # it answers
-    except (OSError, ValueError):  # or HF_ENDPOINT is no address
-        return False
 
 
 def bench(

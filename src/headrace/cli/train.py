@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import zoo
+from ..files.hub import ask_hub, is_on_the_hub
 from ..studies.settings import assignments
 from ..utils.errors import InputError
 from .console import NewFolder, interruptible, refuse_without
@@ -29,7 +30,7 @@ class PrepareOptions:
         list[str] | None,
         typer.Argument(
             help="Text, JSON Lines or Parquet files (also .gz, .zst, .bz2, .xz), or one data set: a folder or a name "
-            r"on the Hub. With --join, the folders of the shards. \[default: none, with --task]"
+            r"on the Hub. \[default: none, with --task]"
         ),
     ] = None
     tokenizer: Annotated[
@@ -70,14 +71,11 @@ class PrepareOptions:
             r"whole files until there are --tokens; less reads more files. \[default: all documents in order]"
         ),
     ] = None
-    shard: Annotated[
-        str | None,
-        typer.Option(
-            help=r"Shard i/n, as 2/8: prepare one of n parts, of which each can be made on another machine. "
-            r"\[default: everything]"
-        ),
-    ] = None
-    join: Annotated[bool, typer.Option("--join", help="Join: make one folder of those of all shards.")] = False
+
+    @property
+    def tokenizer_is_elsewhere(self) -> bool:
+        name = self.tokenizer
+        return name not in (None, "bytes") and Path(name).suffix != ".json" and not Path(name).exists()
 
 
 @takes(PrepareOptions)
@@ -85,19 +83,17 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
     """Tokenize text for `headrace train`, or draw rows of a task.
 
     After an interruption, the same command goes on. In rows of a task, only the answers contribute to the loss."""
-    from ..data import join as joined
+    one, output = options, options.output
+    if any(map(is_on_the_hub, one.sources or ())) or one.tokenizer_is_elsewhere:
+        ask_hub()
     from ..data import prepare as run
 
-    one, output = options, options.output
     both = {"tokenizer": one.tokenizer, "length": one.length}
-    held = {name: getattr(one, name) for name in ("train_bpe", "held_out", "column", "tokens", "sample", "shard")}
+    held = {name: getattr(one, name) for name in ("train_bpe", "held_out", "column", "tokens", "sample")}
     refuse_ignored(one.sources, one.task, {"rows": one.rows} if one.task is None else held)
     again = "" if one.task else "; the same command goes on"
     with interruptible(f"{output} was not created{again}"):
-        if one.join:
-            refuse_beside_join(one.task, both | held)
-            manifest = joined([Path(source) for source in one.sources or ()], output)
-        elif one.task is None:
+        if one.task is None:
             manifest = run(planned(one.sources or [], one.seed, one.workers, given(both | held)), output)
         else:
             from ..studies.compare.choose import default, refined
@@ -117,15 +113,7 @@ def planned(sources: list[str], seed: int, workers: int, options: dict[str, Any]
 
     if "tokens" in options:
         options["tokens"] = whole("tokens", options["tokens"])
-    if "shard" in options:
-        options["shard"] = fraction("shard", options["shard"])
     return Preparation(tuple(sources), seed=seed, workers=workers, bpe=options.pop("train_bpe", None), **options)
-
-
-def refuse_beside_join(task: str | None, options: dict[str, Any]) -> None:
-    """Raises InputError for options that the shards have settled."""
-    for name, value in given({"task": task} | options).items():
-        raise InputError(f"--{name.replace('_', '-')}={value} with --join; expected --output and the shards alone")
 
 
 def whole(name: str, number: float) -> int:
@@ -133,14 +121,6 @@ def whole(name: str, number: float) -> int:
     if not number.is_integer():
         raise InputError(f"--{name} {number:g}; expected an integer")
     return int(number)
-
-
-def fraction(name: str, text: str) -> tuple[int, int]:
-    """The numbers of "i/n"."""
-    part, _, parts = text.partition("/")
-    if not (part.isdecimal() and parts.isdecimal()):
-        raise InputError(f"--{name} {text!r}; expected i/n, as 2/8")
-    return int(part), int(parts)
 
 
 def refuse_ignored(sources: list[str] | None, task: str | None, others: dict[str, Any]) -> None:

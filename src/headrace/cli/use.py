@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..files.hub import GGUF, check_source
 from ..files.processes import new_folder
 from ..utils.errors import InputError
 from .console import (
@@ -228,7 +229,10 @@ def new_checkpoint(output: Path) -> Iterator[Path]:
 
 def convert(
     checkpoint: Annotated[
-        str, typer.Argument(help="Folder of a checkpoint, its name on the Hugging Face Hub, or a GGUF file.")
+        str,
+        typer.Argument(
+            callback=check_source, help="Folder of a checkpoint, its name on the Hugging Face Hub, or a GGUF file."
+        ),
     ],
     output: NewFolder,
     to: Annotated[
@@ -257,7 +261,7 @@ def convert(
 
     Without --to, converts a foreign checkpoint or a GGUF file to headrace; with --to, converts a checkpoint of
     headrace."""
-    from ..convert.checkpoint import GGUF, check_config, fetched, load
+    from ..convert.checkpoint import fetched, load
     from ..convert.exporting import check_format, export_checkpoint, set_use_cache
     from ..convert.importing import PRECISIONS, import_checkpoint, import_gguf
 
@@ -268,8 +272,6 @@ def convert(
         raise InputError(f"--dtype {dtype!r}; expected one of {', '.join(PRECISIONS)}")
     with new_checkpoint(output) as folder:
         source, precision, cached = fetched(checkpoint), PRECISIONS[dtype] if dtype else None, True
-        if source.is_dir():
-            check_config(source)
         if to is None and source.suffix == GGUF:
             for part in import_gguf(source, precision):
                 part.save_pretrained(folder)

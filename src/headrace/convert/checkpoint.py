@@ -1,12 +1,12 @@
 """Reading of a saved model and of its tokenizer."""
 
-import re
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoTokenizer
 
+from ..files.hub import GGUF, check_config, is_on_the_hub
 from ..hf.config import HeadraceConfig, check_generation
 from ..hf.model import HeadraceForCausalLM
 from ..ops.dispatch import BACKENDS, default_backend
@@ -16,8 +16,6 @@ from ..utils.integrity import check_files, check_weights, read_json
 from .files import check_depth, tensor_names
 from .importing import import_checkpoint, import_config
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-GGUF = ".gguf"  # suffix of the files that `headrace convert` reads alone
 FETCHED = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt"]
 TOKENIZERS = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken")  # names of files of tokenizers
 
@@ -73,22 +71,10 @@ def _located(path: str | Path) -> tuple[Path, bool]:
     return folder, read_json(folder / "config.json", {}).get("model_type") != HeadraceConfig.model_type
 
 
-def check_config(folder: Path) -> None:
-    """Raises InputError for a folder without config.json, which names the model of a run of `headrace train`."""
-    if (folder / "config.json").is_file():
-        return
-    if (folder / "run.json").is_file():
-        expected = "one of its checkpoints; its model is written at the end"
-        if (folder / "model" / "config.json").is_file():
-            expected = f"its model, {folder / 'model'}"
-        raise InputError(f"checkpoint {str(folder)!r} is the folder of a run; expected {expected}")
-    raise InputError(f"checkpoint {str(folder)!r} has no config.json; expected a folder written by save_pretrained")
-
-
 def fetched(path: str | Path) -> Path:
     """Returns the folder `path`, or that of the model of this name in the Hugging Face Hub's cache, after a download of
     the files that it lacks. InputError if it cannot be downloaded."""
-    if Path(path).exists() or Path(path).suffix == GGUF or not HUB_NAME.fullmatch(str(path)):
+    if not is_on_the_hub(path):
         return Path(path)
     with reading(f"checkpoint {str(path)!r} is no folder here, and cannot be fetched from the Hugging Face Hub"):
         return Path(snapshot_download(str(path), allow_patterns=FETCHED))

@@ -12,7 +12,6 @@ that each token is in exactly one row. What was read is tokenized block by block
 
 import hashlib
 import json
-import os
 import shutil
 import sys
 import time
@@ -63,7 +62,6 @@ class Preparation:
             None: all documents in order. With `tokens` the sample has equal chances for all documents of the sources.
             It reads 1 / share as much text as it keeps: with a share of 1 whole files at random, and with the share
             that `tokens` are of the sources, all files.
-        shard: (i, n): every n-th block from the i-th on, for `join`; i counts from 1.
 
     Raises:
         InputError: a value is out of range, or both `bpe` and `tokenizer` are given.
@@ -79,10 +77,8 @@ class Preparation:
     column: str = "text"
     tokens: int | None = None
     sample: float | None = None
-    shard: tuple[int, int] = (1, 1)
 
     def __post_init__(self) -> None:
-        shard = "/".join(map(str, self.shard))
         for option, value, holds, expected in (
             ("length", self.length, self.length >= 2, "at least 2 tokens"),
             ("held-out", self.held_out, 0 < self.held_out < 1, "a fraction between 0 and 1"),
@@ -90,14 +86,11 @@ class Preparation:
             ("workers", self.workers, self.workers >= 1, "at least 1"),
             ("tokens", self.tokens, self.tokens is None or self.tokens >= 1, "at least 1"),
             ("sample", self.sample, self.sample is None or 0 < self.sample <= 1, "a share above 0 and at most 1"),
-            ("shard", shard, 1 <= self.shard[0] <= self.shard[1], "i/n with 1 ≤ i ≤ n"),
         ):
             if not holds:
                 raise InputError(f"--{option} {value}; expected {expected}")
         if self.bpe is not None and self.tokenizer is not None:
             raise InputError(f"--train-bpe {self.bpe} and --tokenizer {self.tokenizer!r}; expected one of them")
-        if self.bpe is not None and self.shard[1] > 1:
-            raise InputError(f"--train-bpe {self.bpe} with --shard; expected a tokenizer that all shards read")
 
     def rows(self, cut: bool) -> Iterator[Row]:
         """The rows to prepare. cut: whether a text file may come in several."""
@@ -118,8 +111,8 @@ def _sealed(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def prepare(plan: Preparation, output: Path) -> dict[str, Any]:
-    """Prepares the data, or a shard of them, in the folder `output`, which must not exist, and returns the manifest.
-    Goes on with what a killed process with the same plan has left.
+    """Prepares the data in the folder `output`, which must not exist, and returns the manifest. Goes on with what a
+    killed process with the same plan has left.
 
     InputError for sources or a tokenizer that cannot be read, or an unfinished preparation with another plan."""
     with resumed_folder(output, FINISHED) as (work, ready), forks_end_with_parent():
@@ -130,16 +123,18 @@ def prepare(plan: Preparation, output: Path) -> dict[str, Any]:
         tokens = existing or _trained(plan, choice, work / "tokenizer")
         if not (cut := can_be_cut(tokens)):
             print(WHOLE, file=sys.stderr)
-        blocks = _blocks(plan, choice, cut)
-        records, new = make_parts(blocks, tokens, work / "parts", plan.workers, _share_of_tokens(plan))
+        groups = parts.blocks(choice.split(plan.rows(cut)), BLOCK)
+        blocks = (parts.block(i, group) for i, group in enumerate(groups))
+        records, new = make_parts(blocks, tokens, work / "parts", plan.workers, plan.tokens)
         tokens.save_pretrained(ready / "tokenizer")
         manifest = _described(plan, tokens) | ({"held_out_pieces": len(choice.spans)} if choice.spans else {})
-        if plan.shard[1] > 1:
-            manifest |= _as_shard(records, work / "parts", plan, ready / "parts")
-        else:
-            manifest |= assembled(records, dict.fromkeys(records, work / "parts"), plan.length, ready)
-        if (wanted := _share_of_tokens(plan)) and manifest["train"]["tokens"] < wanted:
-            print(FEWER.format(manifest["train"]["tokens"], wanted), file=sys.stderr)
+        try:
+            manifest |= assembled(records, work / "parts", plan.length, ready)
+        except InputError:  # no text for a split or a row: no command with these sources needs the parts
+            shutil.rmtree(work / "parts")
+            raise
+        if plan.tokens and manifest["train"]["tokens"] < plan.tokens:
+            print(FEWER.format(manifest["train"]["tokens"], plan.tokens), file=sys.stderr)
         seconds = time.perf_counter() - started
         manifest |= {"seconds": round(seconds, 1), "megabytes_per_second": round(new / 1e6 / seconds, 2)}
         return _sealed(ready, manifest)
@@ -183,20 +178,6 @@ def _trained(plan: Preparation, choice: Choice, folder: Path) -> PreTrainedToken
     return tokenizer.load(str(folder))
 
 
-def _blocks(plan: Preparation, choice: Choice, cut: bool) -> Iterator[parts.Block]:
-    """The blocks of the shard."""
-    rows = choice.split(plan.rows(cut))
-    number, count = plan.shard
-    for i, group in enumerate(parts.blocks(rows, BLOCK)):
-        if i % count == number - 1:
-            yield parts.block(i, group)
-
-
-def _share_of_tokens(plan: Preparation) -> int | None:
-    """Training tokens at which the shard stops."""
-    return None if plan.tokens is None else -(-plan.tokens // plan.shard[1])
-
-
 def _described(plan: Preparation, tokens: PreTrainedTokenizerFast) -> dict[str, Any]:
     limit = {"tokens_wanted": plan.tokens, "sample": plan.sample}
     return {
@@ -217,24 +198,15 @@ def versions() -> dict[str, str]:
     return {name: version(name) for name in ("headrace", "datasets", "tokenizers", "transformers")}
 
 
-def _as_shard(records: dict[int, PartRecord], parts_of: Path, plan: Preparation, folder: Path) -> dict[str, Any]:
-    """Links the parts into the folder of a shard, and returns what `join` reads."""
-    folder.mkdir()
-    for number in records:
-        file = parts.path(parts_of, number)
-        os.link(file, folder / file.name)
-    return {"shard": list(plan.shard), "block": BLOCK, "parts": records} | _counts([*records.values()], plan.length)
-
-
-def assembled(records: dict[int, PartRecord], where: dict[int, Path], length: int, folder: Path) -> dict[str, Any]:
-    """Joins the parts, which `told` describes and which lie in the folders `where`, and returns the counts."""
+def assembled(records: dict[int, PartRecord], where: Path, length: int, folder: Path) -> dict[str, Any]:
+    """Joins the parts in the folder `where`, which the records describe, and returns the counts."""
     counts = _counts([records[n] for n in sorted(records)], length)
     for split in parts.SPLITS:
         if not counts[split]["tokens"]:
             raise InputError(f"no text is left as {split}; expected more text or another --held-out")
     if (tokens := counts["train"]["tokens"]) < length:
         raise InputError(f"--length {length} is longer than the training text of {tokens} tokens; expected less")
-    parts.assemble([(parts.path(where[n], n), records[n]) for n in sorted(records)], folder)
+    parts.assemble([(parts.path(where, n), records[n]) for n in sorted(records)], folder)
     return counts
 
 

@@ -95,8 +95,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = read_json(folder / "manifest.json", MANIFEST)
     except InputError as error:
         raise InputError(f"--data {str(folder)!r} is not a folder written by `headrace prepare`: {error}") from error
-    if "shard" in manifest:
-        raise InputError(f"--data {str(folder)!r} is one shard of the data; expected what `prepare --join` makes")
     return manifest
 
 

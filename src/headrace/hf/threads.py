@@ -8,8 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from statistics import median
-from typing import NamedTuple
 
 import torch
 
@@ -19,23 +19,7 @@ SLOWER = 8.0, 2.0, 1.2, 1.0, 1.0  # a number that in each round so far took this
 HOLDS = 10  # how many times as long as all steps before it a choice holds
 RECENT = 5  # blocks whose median shows that steps have become slow
 SLOW = 3.0  # how many times as long as when they were measured
-
-
-class Time(NamedTuple):
-    """The time of a step or of several."""
-
-    seconds: float
-    tokens: int
-
-    @property
-    def of_a_token(self) -> float:
-        return self.seconds / self.tokens
-
-    def __add__(self, other: "Time") -> "Time":  # type: ignore[override]
-        return Time(self.seconds + other.seconds, self.tokens + other.tokens)
-
-
-NOTHING = Time(0.0, 0)
+Time = tuple[float, int]  # seconds of a step, and its tokens
 
 
 class Threads:
@@ -73,7 +57,7 @@ class Threads:
         token."""
         self.seconds += seconds
         if self.measures:
-            self._set(self.steps.send(Time(seconds, tokens)))
+            self._set(self.steps.send((seconds, tokens)))
 
     def restore(self) -> None:
         """Sets the number of threads that the process had before."""
@@ -92,24 +76,24 @@ class Threads:
             self.tell(f"{chosen} of {self.numbers[0]} threads: {self.noun} takes {each}")
             yield from self._hold(chosen, times[chosen])
 
-    def _block(self, number: int) -> Generator[int, Time, Time]:
-        """Yields the number of threads of each step, and returns their time, less that of the first, in which threads
+    def _block(self, number: int) -> Generator[int, Time, list[Time]]:
+        """Yields the number of threads of each step, and returns the times of all but the first, in which threads
         start."""
         yield number
-        block = NOTHING
-        while not block.tokens or block.seconds < BLOCK:
-            block += yield number
-        return block
+        times: list[Time] = []
+        while not times or sum(seconds for seconds, _ in times) < BLOCK:
+            times.append((yield number))
+        return times
 
     def _race(self) -> Generator[int, Time, dict[int, float]]:
         """Returns the seconds of a token with each number of threads."""
-        blocks: dict[int, list[Time]] = {number: [] for number in self.numbers}
+        blocks: dict[int, list[list[Time]]] = {number: [] for number in self.numbers}
         times: dict[int, float] = {}
         left = self.numbers
         for slower in SLOWER:
             for number in left:
                 blocks[number].append((yield from self._block(number)))
-                times[number] = sum(blocks[number], NOTHING).of_a_token
+                times[number] = _of_a_token(*blocks[number])
             best = blocks[min(left, key=times.__getitem__)]
             left = [number for number in reversed(left) if _keeps_up(blocks[number], best, slower)]
             if len(left) == 1:
@@ -120,16 +104,20 @@ class Threads:
         recent: deque[float] = deque(maxlen=RECENT)
         end = self.seconds * (1 + HOLDS)
         while self.seconds < end:
-            block = yield from self._block(number)
-            recent.append(block.of_a_token)
+            recent.append(_of_a_token((yield from self._block(number))))
             if len(recent) == RECENT and median(recent) > SLOW * fastest:
                 self.tell(f"{self.noun} takes {median(recent):.2g} s, where it took {fastest:.2g} s")
                 return
 
 
-def _keeps_up(blocks: list[Time], best: list[Time], slower: float) -> bool:
+def _of_a_token(*blocks: list[Time]) -> float:
+    seconds, tokens = map(sum, zip(*chain(*blocks), strict=True))
+    return seconds / tokens
+
+
+def _keeps_up(blocks: list[list[Time]], best: list[list[Time]], slower: float) -> bool:
     """Whether a token took, in some block, at most `slower` times as long as in the best number's of the same round."""
-    return any(own.of_a_token <= slower * other.of_a_token for own, other in zip(blocks, best, strict=True))
+    return any(_of_a_token(own) <= slower * _of_a_token(other) for own, other in zip(blocks, best, strict=True))
 
 
 class ThreadsBySize:

@@ -28,25 +28,28 @@ class Recurrence(NamedTuple):
     H: int
     K: int
     V: int
+    queries: int = 1  # heads of q that read each of the H states
 
     @property
     def about(self) -> str:
         decay = f"log_decay [{', '.join(self.decay)}]" if self.decay else "no decay"
-        return f"{self.rule}, {decay}, B={self.B} T={self.T} K={self.K} V={self.V}"
+        grouped = f" {self.queries} queries per state" if self.queries > 1 else ""
+        return f"{self.rule}, {decay}, B={self.B} T={self.T} K={self.K} V={self.V}{grouped}"
 
     def tensors(self, seed: int) -> dict[str, Tensor]:
         """Returns random float64 inputs, with both gates and an initial state."""
-        draw, (B, T, H, K, V) = torch.Generator().manual_seed(seed), self[2:]
+        draw, (B, T, H, K, V, queries) = torch.Generator().manual_seed(seed), self[2:]
 
         def random(*shape: int) -> Tensor:
             return torch.randn(shape, generator=draw, dtype=torch.float64)
 
-        inputs = {"q": random(B, T, H, K), "k": F.normalize(random(B, T, H, K), dim=-1), "v": random(B, T, H, V)}
+        q, k = random(B, T, H * queries, K), F.normalize(random(B, T, H, K), dim=-1)
+        inputs = {"q": q, "k": k, "v": random(B, T, H, V)}
         if self.decay:
             inputs["log_decay"] = -0.1 * random(*(self._asdict()[size] for size in self.decay)).sigmoid()
         if self.rule == "delta":
             inputs["beta"] = random(B, T, H).sigmoid()
-        inputs |= {"read_gate": random(B, T, H).sigmoid(), "write_gate": random(B, T, H).sigmoid()}
+        inputs |= {"read_gate": random(B, T, H * queries).sigmoid(), "write_gate": random(B, T, H).sigmoid()}
         return inputs | {"initial_state": random(B, H, K, V)}
 
 
@@ -56,6 +59,7 @@ RECURRENCES = (
     Recurrence("BTH", "add", 2, 1024, 4, 128, 128), Recurrence("BTHK", "add", 2, 512, 4, 128, 256),
     Recurrence("", "delta", 2, 512, 4, 128, 128), Recurrence("BTH", "delta", 1, 512, 4, 192, 384),
     Recurrence("BTHK", "delta", 1, 512, 4, 192, 384), Recurrence("BTH", "delta", 1, 1024, 4, 128, 128),
+    Recurrence("BTH", "delta", 1, 512, 2, 128, 128, queries=4),
 )  # fmt: skip
 
 

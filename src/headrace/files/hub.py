@@ -1,0 +1,64 @@
+"""What a command asks the Hugging Face Hub and a folder, before it imports PyTorch and the Hub's client."""
+
+import os
+import re
+import sys
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from ..utils.errors import InputError
+
+PATIENCE = 5.0  # seconds for the Hub's answer
+OFFLINE = "Note: the Hugging Face Hub does not answer; what is in its cache on this machine is used (HF_HUB_OFFLINE=1)"
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+GGUF = ".gguf"  # suffix of the files that `headrace convert` reads alone
+
+
+def ask_hub() -> None:
+    """Sets HF_HUB_OFFLINE=1, and says so, if the Hub does not answer: its client reads this variable at its import."""
+    if not hub_answers():
+        print(OFFLINE, file=sys.stderr)
+        os.environ |= {"HF_HUB_OFFLINE": "1"}
+
+
+def check_source(checkpoint: str | Path) -> str | Path:
+    """Returns what a command is to read: the name of a checkpoint on the Hub, a folder, or a GGUF file. InputError for
+    a folder without config.json."""
+    if is_on_the_hub(checkpoint):
+        ask_hub()
+    elif Path(checkpoint).suffix != GGUF:
+        check_config(Path(checkpoint))
+    return checkpoint
+
+
+def hub_answers() -> bool:
+    """Whether the Hugging Face Hub, or the place of it that HF_ENDPOINT names, answers to one request. Its client and
+    datasets repeat each of many requests for a minute."""
+    if os.environ.get("HF_HUB_OFFLINE"):
+        return True  # as the user knows, nothing is asked
+    address = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    try:
+        with urlopen(Request(address, method="HEAD"), timeout=PATIENCE):
+            return True
+    except HTTPError:
+        return True  # it answers
+    except (OSError, ValueError):  # or HF_ENDPOINT is no address
+        return False
+
+
+def is_on_the_hub(path: str | Path) -> bool:
+    """Whether a checkpoint is named by its name on the Hugging Face Hub, OWNER/NAME."""
+    return not Path(path).exists() and Path(path).suffix != GGUF and bool(HUB_NAME.fullmatch(str(path)))
+
+
+def check_config(folder: Path) -> None:
+    """Raises InputError for a folder without config.json, which names the model of a run of `headrace train`."""
+    if (folder / "config.json").is_file():
+        return
+    if (folder / "run.json").is_file():
+        expected = "one of its checkpoints; its model is written at the end"
+        if (folder / "model" / "config.json").is_file():
+            expected = f"its model, {folder / 'model'}"
+        raise InputError(f"checkpoint {str(folder)!r} is the folder of a run; expected {expected}")
+    raise InputError(f"checkpoint {str(folder)!r} has no config.json; expected a folder written by save_pretrained")
