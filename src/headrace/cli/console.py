@@ -155,12 +155,16 @@ def refuse_with(present: str, **options: Any) -> None:
         raise InputError(f"--{idle.replace('_', '-')} has no effect with {present}")
 
 
+def refuse_two_texts(prompt: str | None, file: Path | None) -> None:
+    if prompt is not None and file is not None:
+        raise InputError("--prompt and --file are both given; expected one of them")
+
+
 def read_prompt(prompt: str | None, file: Path | None) -> str:
     """Returns the prompt, or the content of the file, or all of standard input.
 
     Raises InputError if both or none are given, and for one that is not UTF-8 or cannot be read."""
-    if prompt is not None and file is not None:
-        raise InputError("--prompt and --file are both given; expected one of them")
+    refuse_two_texts(prompt, file)
     if prompt is None and file is None and (sys.stdin is None or sys.stdin.isatty()):  # None: it was closed
         raise InputError("--prompt is missing; expected --prompt, --file, or text on standard input")
     name = "--prompt" if prompt is not None else "standard input" if file is None else f"--file {str(file)!r}"

@@ -23,6 +23,7 @@ from .console import (
     Threads,
     interruptible,
     read_prompt,
+    refuse_two_texts,
     refuse_with,
     refuse_without,
     requiring_extra,
@@ -97,6 +98,7 @@ class GenerateOptions:
     ] = False
 
     def __post_init__(self) -> None:
+        refuse_two_texts(self.prompt, self.file)
         proposing = {"draft": self.draft, "prompt_lookup": self.prompt_lookup}
         if self.cuda_graph:
             refuse_with("--cuda-graph", **proposing)
