@@ -101,12 +101,13 @@ def test_addresses_that_others_reach_need_a_key(address, is_open):
 
 def test_command_refuses_other_addresses_without_a_key(tmp_path, run_command, monkeypatch):
     """Before it reads the model; with a key, also of the environment, it goes on to read it."""
+    (tmp_path / "config.json").write_text("{}")
     asked = ("serve", tmp_path, "--host", "0.0.0.0", "--port", 0)
     assert "expected --api-key or HEADRACE_API_KEY, or --no-api-key" in run_command(*asked).err
     for more in (("--no-api-key",), ("--api-key", KEY)):
-        assert "has no config.json" in run_command(*asked, *more).err
+        assert "has model_type=None" in run_command(*asked, *more).err
     monkeypatch.setenv("HEADRACE_API_KEY", KEY)
-    assert "has no config.json" in run_command(*asked).err
+    assert "has model_type=None" in run_command(*asked).err
     assert "--api-key has no effect with --no-api-key" in run_command(*asked, "--no-api-key").err
 
 
