@@ -16,7 +16,7 @@ from headrace.files.processes import locked
 from headrace.studies import engine, workers
 from headrace.studies.engine import Claim, Point, run
 from headrace.training.results import NOT_FINITE
-from headrace.utils.errors import InputError
+from headrace.utils.errors import InputError, VersionWarning
 
 PLAN = Claim({"squares of": [1, 2, 3]})
 PATIENCE = 600  # seconds, for a machine that does much else
@@ -167,11 +167,10 @@ def test_a_changed_plan_is_refused(tmp_path):
     assert not (tmp_path / "points" / "4.json").exists()
 
 
-def test_results_on_another_machine_are_refused_or_accepted(tmp_path):
+def test_results_on_another_machine_are_kept_with_a_warning(tmp_path):
     run(tmp_path, Claim(PLAN.plan, made={"machine": "x"}), points(1), square)
-    with pytest.raises(InputError, match="made by machine x; now runs machine y"):
-        run(tmp_path, Claim(PLAN.plan, made={"machine": "y"}), points(1), never)
-    assert squares(run(tmp_path, Claim(PLAN.plan, True, made={"machine": "y"}), points(1), never)) == [1]
+    with pytest.warns(VersionWarning, match="made by machine x; now runs machine y"):
+        assert squares(run(tmp_path, Claim(PLAN.plan, made={"machine": "y"}), points(1), never)) == [1]
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
