@@ -49,6 +49,14 @@ def test_a_table_lists_what_is_offered_and_has_no_other_rows():
         assert table.get("c") is None and table.rows == {"a": 1}
 
 
+def test_the_order_of_a_table_does_not_depend_on_what_was_imported():
+    table = Table("none", {"a": 1})
+    with patch.dict(OFFERS, {"none": dict.fromkeys("bc", "this")}):
+        for row in "dcb":  # one of a stranger, and the module's last row first
+            table[row] = 1
+        assert [*table] == ["a", "b", "c", "d"]
+
+
 @dataclass(frozen=True)
 class TwiceSpec(MixerSpec):
     """A stranger's: a linear mixer with a field and a stage of its own."""

@@ -21,6 +21,7 @@ class Table(MutableMapping[str, Row]):
 
     def __init__(self, name: str, rows: Mapping[str, Row] | None = None):
         self.name, self.rows = name, dict(rows or {})
+        self.own = tuple(self.rows)
 
     def __getitem__(self, key: str) -> Row:
         if key not in self.rows and key in self.offered:
@@ -34,7 +35,8 @@ class Table(MutableMapping[str, Row]):
         del self.rows[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.rows | dict.fromkeys(self.offered))
+        """The rows of the table itself, those that are offered, and others: whatever is imported, in one order."""
+        return iter(dict.fromkeys([*filter(self.rows.__contains__, self.own), *self.offered, *self.rows]))
 
     def __contains__(self, key: object) -> bool:
         return key in self.rows or key in self.offered
