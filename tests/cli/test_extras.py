@@ -76,6 +76,10 @@ def test_command_names_the_missing_extra(installed, tmp_path):
     lacking = {name: c for name, c in COMMANDS.items() if c.extra and missing & set(extras.packages(c.extra))}
     examples = [f"{name} {example}" for name, c in lacking.items() for example in c.examples]
     assert examples
+    for name in ("runs/laptop-5m-gla/model", "llama-checkpoint"):  # which the examples read
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "SmolLM2.gguf").touch()
     for line, (code, message) in run([f"run({line!r})" for line in examples], missing, tmp_path):
         name = re.findall(r"\w+", line)[1]
         assert code == 2 and message.count("\n") == 1, (line, code, message)

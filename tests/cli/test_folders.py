@@ -70,12 +70,12 @@ def in_a_fresh_process(code, folder, cache):
 # Each way in a process of its own, forked from one that has imported torch and what the way imports first.
 WAYS = {
     "import torch, transformers": {
-        "transformers first": "from transformers import AutoModelForCausalLM; import headrace; "
+        "transformers first": "from transformers import AutoModelForCausalLM; import headrace.hf; "
         "model = AutoModelForCausalLM.from_pretrained(folder)",
         "headrace unknown": "from transformers import AutoModelForCausalLM; "
         "model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True); model.save_pretrained(again)",
     },
-    "import torch, headrace, transformers": {
+    "import torch, headrace.hf, transformers": {
         "headrace first": "import headrace.hf; from transformers import AutoModel, AutoModelForCausalLM; "
         "model = AutoModelForCausalLM.from_pretrained(folder); "
         "assert type(AutoModel.from_pretrained(folder)).__name__ == 'HeadraceModel'; "
@@ -119,7 +119,7 @@ def test_transformers_loads_a_folder_in_a_new_process(read):
     assert all(f"{way} reads headrace.hf.model HeadraceForCausalLM\n" in output for way in ways)
 
 
-@pytest.mark.parametrize("read", ["import torch, headrace, transformers"], indirect=True)
+@pytest.mark.parametrize("read", ["import torch, headrace.hf, transformers"], indirect=True)
 def test_loaded_model_gives_the_same_logits(folder, read):
     _, _, logits = read
     tiny.close(torch.load(logits), load(folder)(torch.arange(9)[None]).logits)
