@@ -456,7 +456,7 @@ def test_short_loop_generates_the_tokens_of_transformers(mixer, monkeypatch):
         ]
 
     short = []
-    monkeypatch.setattr(generation, "decode_loop", _noted(generation.decode_loop, short))
+    monkeypatch.setattr(generation, "loop", _noted(generation.loop, short))
     result = tokens()
     assert len(short) == len(settings)
     monkeypatch.setattr(generation, "special_reason", lambda *_: "a test of it")
