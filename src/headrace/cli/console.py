@@ -27,7 +27,6 @@ HEARTBEAT = 60.0  # seconds without a line after which the current line is repea
 Checkpoint = Annotated[
     Path,
     typer.Argument(
-        callback=check_source,
         help="Folder of a checkpoint, as `train`, `convert` or `save_pretrained` of transformers write it, or its name "
         "on the Hugging Face Hub.",
     ),
@@ -197,12 +196,14 @@ def with_plugins(command: Callable) -> Callable:
 def requiring_extra(extra: str | None, name: str, command: Callable) -> Callable:
     """Wraps a command so that a package that is not installed raises an InputError that names the extra to install.
 
-    The packages of the command's own extra are looked for before it runs; those that only some of its options need,
-    when an import fails."""
+    The packages of the command's own extra are looked for before it runs, and then the checkpoint that it reads; those
+    that only some of its options need, when an import fails."""
 
     @wraps(command)
     def run(*args, **kwargs):
         extras.require(name, *(extras.packages(extra) if extra else ()), extra=extra)
+        if "checkpoint" in kwargs:
+            check_source(kwargs["checkpoint"])  # before PyTorch is imported, which takes seconds
         try:
             return command(*args, **kwargs)
         except ImportError as error:

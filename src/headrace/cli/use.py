@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..files.hub import GGUF, check_source
+from ..files.hub import GGUF
 from ..files.processes import new_folder
 from ..utils.errors import InputError
 from .console import (
@@ -232,9 +232,7 @@ def new_checkpoint(output: Path) -> Iterator[Path]:
 def convert(
     checkpoint: Annotated[
         str,
-        typer.Argument(
-            callback=check_source, help="Folder of a checkpoint, its name on the Hugging Face Hub, or a GGUF file."
-        ),
+        typer.Argument(help="Folder of a checkpoint, its name on the Hugging Face Hub, or a GGUF file."),
     ],
     output: NewFolder,
     to: Annotated[
