@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import headrace
 from headrace import zoo
-from headrace.layers import SoftmaxAttention
+from headrace.layers import SoftmaxAttention, build
 from headrace.layers.attention.sdpa import attend
 from headrace.layers.blocks.block import Sizes
 from headrace.layers.blocks.stack import Backbone
@@ -38,7 +38,7 @@ SPECS = {
 
 @pytest.fixture(params=SPECS)
 def attention(request):
-    return SoftmaxAttention(SPECS[request.param], hidden_size=D, num_heads=H).double()
+    return build(SPECS[request.param], hidden_size=D, num_heads=H).double()
 
 
 def inputs(B, T):
@@ -56,6 +56,11 @@ def test_attention_equals_its_equation():
     q, k, v = attention.q_proj(x)[0], attention.k_proj(x)[0], attention.v_proj(x)[0]
     out = torch.stack([F.softmax(k[: t + 1] @ q[t] / D**0.5, 0) @ v[: t + 1] for t in range(5)])
     close(attention(x)[0][0], attention.o_proj(out))
+
+
+def test_attention_of_another_layer_is_refused():
+    with pytest.raises(InputError, match=r"has a layer of its own, .*EarlyAttention; expected headrace\.layers\.build"):
+        SoftmaxAttention(SPECS["distances"], hidden_size=D, num_heads=H)
 
 
 @pytest.mark.parametrize("cuts", [[7], [1] * 7, [3, 4], [2, 1, 4]], ids=str)

@@ -15,6 +15,7 @@ from ...ops.checks import require
 from ...ops.parallel.context import refuse_parts
 from ...ops.sequences import Sequences
 from ...spec.attention import AttentionSpec
+from ...utils.errors import InputError
 from ..base import ANY, SelfInitialized, check_input, check_state, may_write
 from ..maps import mixed, wanted, with_map
 from ..norms import OffsetRMSNorm
@@ -61,6 +62,8 @@ class SoftmaxAttention(SelfInitialized):
         norm_eps: float = 1e-6, rope_theta: float = 10000.0, causal: bool = True, out_size: int | None = None,
     ):  # fmt: skip
         super().__init__()
+        if type(self) is SoftmaxAttention and (layer := spec.layer(causal)) != spec.facts.layer:
+            raise InputError(f"{spec} has a layer of its own, {layer}; expected headrace.layers.build to make it")
         self.spec, self.rope_theta, self.causal, self.hidden_size = spec, rope_theta, causal, hidden_size
         self.state_kind = AttentionState if spec.pattern is None else WindowState
         self.state_shapes = spec.state_shapes(hidden_size, num_heads, ANY) | {"valid": (ANY,), "seen": ()}
