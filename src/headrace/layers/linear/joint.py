@@ -62,18 +62,19 @@ class Memories(Stage):
         t.read_gate = product(t.read_gate, choice)
 
 
-class MemoriesOfValues(Memories):
+class MemoriesOfValues(Stage):
     """Repeats a head's values once per memory."""
 
-    def build(self, mixer: Any) -> None:
-        """Nothing more than `Memories`."""
+    field = Memories.field
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
         t.v = t.v.repeat_interleave(mixer.spec.memories_per_head, 2)
 
 
-class SumOfMemories(MemoriesOfValues):
+class SumOfMemories(Stage):
     """Sums what the memories of a head give."""
+
+    field = Memories.field
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
         t.out = t.out.unflatten(2, (mixer.H, -1)).sum(3)
