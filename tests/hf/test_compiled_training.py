@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from headrace import Mixer
 from headrace.hf import HeadraceForCausalLM
 from tiny import close, config, tokens
 
@@ -28,6 +29,12 @@ def padded(rows, length):
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
+def packed(rows, length):
+    ids = tokens(1, rows * length)
+    ends = torch.tensor([0, 1, length // 2, length // 2, rows * length])  # one token, and none
+    return {"input_ids": ids, "labels": ids, "cu_seqlens": ends}
+
+
 def trained(model, call, batch):
     model.zero_grad()
     found = call(**batch)
@@ -44,7 +51,7 @@ def assert_compiles_twice(model, kind, run):
     for rows, length in SIZES:
         batch = kind(rows, length)
         for mine, theirs in zip(run(model, call, batch), run(model, model, batch), strict=True):
-            close(mine, theirs, rows * length * 2**-24 if "attention_mask" in batch else 0)
+            close(mine, theirs, 0 if kind is plain else rows * length * 2**-24)
     assert counter.frame_count <= 2
 
 
@@ -52,6 +59,27 @@ def assert_compiles_twice(model, kind, run):
 def test_training_compiles_twice_without_a_break():
     """The native recurrence, convolution and scan, and a matrix memory, with padding."""
     assert_compiles_twice(model_of(["gla", "mamba", "rwkv7"]).train(), padded, trained)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mixer", ["transformer", "fox", "mla", "gqa(rope.kind=dynamic, rope.original=8, null=learned)"]
+)
+def test_packed_attention_compiles_twice_without_a_break(mixer):
+    """A graph computes all pairs of tokens, and the layer by itself each sequence."""
+    assert_compiles_twice(model_of(mixer).train(), packed, trained)
+
+
+@torch.no_grad()
+def test_the_state_of_packed_attention_in_a_graph_goes_on():
+    layer, x = Mixer("transformer", hidden_size=32, num_heads=2), torch.randn(1, 9, 32)
+    ends, tokens = torch.tensor([0, 1, 4, 4, 9]), torch.randn(4, 2, 32)
+    torch.compiler.reset()
+    (_, kept), (_, expected) = (
+        call(x, cu_seqlens=ends) for call in (torch.compile(layer, fullgraph=True, backend="eager"), layer)
+    )
+    assert torch.equal(kept.seen, expected.seen)
+    close(layer(tokens, kept)[0], layer(tokens, expected)[0], 1e-6)
 
 
 @pytest.mark.slow

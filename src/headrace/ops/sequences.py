@@ -97,6 +97,11 @@ class Sequences:
         lengths = self.lengths(like)
         return lengths[:, None].expand(-1, self.T) if self.cu_seqlens is None else lengths[self.owner][None]
 
+    @property
+    def pairs(self) -> Tensor:
+        """Which tokens of the packed row are of one sequence, [1, T, T] bool."""
+        return (self.owner[:, None] == self.owner)[None]
+
     def counts(self) -> list[int]:
         """Returns the lengths as a list. Synchronizes a GPU if the sequences are packed."""
         return [self.T] * self.B if not self.packed else [end - start for start, end in pairwise(self.ends)]

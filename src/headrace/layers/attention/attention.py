@@ -135,6 +135,8 @@ class SoftmaxAttention(SelfInitialized):
         elif not sequences.packed:
             state = extended(state, k, v, mask, in_place)
             out = self._read(q, *state[:3])
+        elif state is None and torch.compiler.is_compiling():
+            out, state = self._read(q, k, v, packed=sequences), by_sequence(k, v, sequences)
         else:
             out, state = attend_packed(self._read, q, k, v, state, sequences.counts())
         return zeroed(sequences.tokenwise(self.o_proj, self._gated(x, out, sequences)), mask), state
@@ -184,16 +186,26 @@ class SoftmaxAttention(SelfInitialized):
     def _angles(self, positions: Tensor, lengths: Tensor | None = None) -> Angles:
         return angles(positions, self.spec.rope, self.rope_theta, self.rotary_dim, lengths)
 
-    def _read(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Computes attention to the cache, and before it rotations that depend on the length of the sequence."""
-        if self.f_proj is None:
-            return self._attend(*self._rotated(q, k, valid), v, valid)
-        k, gate = k.split([self.head_dim, k.shape[-1] - self.head_dim], -1)
-        return self._attend(*self._rotated(q, k, valid), v, valid, forgotten(gate.flatten(2), valid))
+    def _read(
+        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None, packed: Sequences | None = None
+    ) -> Tensor:
+        """Computes attention to the cache, and before it rotations that depend on the length of the sequence. packed:
+        the sequences of q, k and v, of which all pairs of tokens are computed."""
+        total = None
+        if self.f_proj is not None:
+            k, gate = k.split([self.head_dim, k.shape[-1] - self.head_dim], -1)
+            total = forgotten(gate.flatten(2), valid)
+        q, k = self._rotated(q, k, valid, packed)
+        return self._attend(q, k, v, valid if packed is None else packed.pairs, total)
 
-    def _rotated(self, q: Tensor, k: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _rotated(
+        self, q: Tensor, k: Tensor, valid: Tensor | None, packed: Sequences | None = None
+    ) -> tuple[Tensor, Tensor]:
         if not self.spec.rotary or not self.spec.rope.by_length:
             return q, k
+        if packed is not None:
+            turn = self._angles(packed.positions(None, q), packed.totals(q))
+            return rotate(q, turn), rotate(k, turn)
         L = k.shape[1]
         places = torch.arange(L, device=k.device)[None] if valid is None else (valid.cumsum(1) - 1).clamp(min=0)
         cos, sin = self._angles(places, places[:, -1:] + 1)
@@ -269,6 +281,16 @@ def attend_packed(
     seen = torch.tensor([len(kn) for kn in keys], device=k.device)
     valid = torch.arange(max(map(len, keys)), device=k.device) < seen[:, None]
     return torch.cat(out)[None], AttentionState(pad_sequence(keys, True), pad_sequence(values, True), valid)
+
+
+def by_sequence(k: Tensor, v: Tensor, sequences: Sequences) -> AttentionState:
+    """Returns the state of `attend_packed` without the lengths on the host: with as many columns as k and v [1, T, …]
+    have tokens."""
+    column = torch.arange(sequences.T, device=k.device)
+    valid = column < sequences.lengths(k)[:, None]
+    place = (sequences.all_bounds()[:-1, None] + column).clamp(max=sequences.T - 1)
+    k, v = (x[0, place].masked_fill(~valid[..., None, None], 0) for x in (k, v))
+    return AttentionState(k, v, valid)
 
 
 def _factor(scale: float | str, d: int) -> float:

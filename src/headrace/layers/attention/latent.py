@@ -66,13 +66,16 @@ class LatentAttention(SoftmaxAttention):
         shared, latent = shared[..., None, :], normalize(latent, self.kv_a_norm)[..., None, :]
         return shared if turn is None else rotate(shared, turn), latent
 
-    def _read(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
+    def _read(
+        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None, packed: Sequences | None = None
+    ) -> Tensor:
         """Computes attention to the latents: q [B, T, H, r + n]; k [B, L, 1, r]; v [B, L, 1, c] -> [B, T, H, v].
 
         Few queries are projected to the latents, which are then keys and values of one head; for many queries,
         projecting the latents to keys and values of all heads takes fewer operations. So is it done
         if kv_b_proj is not a plain layer, but quantized or with an adapter."""
-        q, k = self._rotated(q, k, valid)
+        q, k = self._rotated(q, k, valid, packed)
+        valid = valid if packed is None else packed.pairs
         k, v = k.to(q.dtype), v.to(q.dtype)
         n = self.key_dim
         if q.shape[1] > (n + self.value_dim) // 2 or not is_plain(self.kv_b_proj, nn.Linear):

@@ -20,7 +20,8 @@ def attend(
 
     Args:
         valid: [B, L]; False marks padding, to which no other token attends. If causal, padding attends to itself, since
-            a query without keys would give NaN; otherwise every row needs a valid key.
+            a query without keys would give NaN; otherwise every row needs a valid key. Or [B, T, L]: which queries
+            attend to which keys, of tokens without padding.
         causal: True if the queries are the last T of the L tokens and attend to no later ones. False if every query
             attends to all keys, as in an encoder and in cross-attention.
         bias: maps distances from key to query [B, T, L] to what is added to the logits, [B, H, T, L]; the queries must
@@ -33,7 +34,7 @@ def attend(
         return weigh(q, k, v, null=null, causal=causal if T > 1 else False)
     logits = fade
     if bias is not None:
-        places = torch.arange(L, device=q.device)[None] if valid is None else valid.cumsum(1) - 1
+        places = torch.arange(L, device=q.device)[None] if valid is None or valid.dim() == 3 else valid.cumsum(1) - 1
         logits = bias(places[:, L - T :, None] - places[:, None]) + (0 if fade is None else fade)
     return weigh(q, k, v, visible(q, k, valid, causal)[:, None], logits, null=null)
 
@@ -47,7 +48,7 @@ def attend_fading(q: Tensor, k: Tensor, v: Tensor, total: Tensor, valid: Tensor 
     for queries in q.split(max(q.shape[1], 1) if torch.compiler.is_compiling() else QUERIES, 1):
         start, end = end, end + queries.shape[1]
         fade = (total[:, :, start:end, None] - total[:, :, None, :end]).to(q.dtype)
-        past = None if valid is None else valid[:, :end]
+        past = valid if valid is None or valid.dim() == 3 else valid[:, :end]
         out.append(attend(queries, k[:, :end], v[:, :end], past, fade=fade, **options))
     return torch.cat(out, 1)
 
@@ -57,7 +58,9 @@ def visible(q: Tensor, k: Tensor, valid: Tensor | None, causal: bool) -> Tensor:
     T, L = q.shape[1], k.shape[1]
     own, keys = torch.arange(L - T, L, device=q.device)[:, None], torch.arange(L, device=q.device)
     allowed = (keys <= own if causal else torch.ones_like(keys <= own))[None]
-    return allowed if valid is None else allowed & valid[:, None] | (keys == own) & causal
+    if valid is None or valid.dim() == 3:
+        return allowed if valid is None else allowed & valid
+    return allowed & valid[:, None] | (keys == own) & causal
 
 
 def weigh(
