@@ -138,6 +138,14 @@ def _workers_of_comparisons_are_forked(monkeypatch):
         monkeypatch.setattr(workers, "get_context", lambda kind: forked())
 
 
+@pytest.fixture(autouse=True)
+def _models_of_transformers_compute_in_pytorch(request, monkeypatch):
+    """The file of a model, imported with the first of its kind, takes FLA's kernels if `fla` can be imported, as after a
+    test that shows a GPU. They need one."""
+    if request.path.parent.name in ("convert", "export"):
+        monkeypatch.setitem(sys.modules, "fla", None)
+
+
 @pytest.fixture
 def collected(request):
     """The ids of all tests of the suite. Skips where only some files were asked for."""

@@ -11,7 +11,7 @@ def causal_lm(model_type: str, sizes: dict[str, Any]) -> dict[str, Any]:
     """A random language model of transformers. On a CPU it takes its PyTorch path: FLA's kernels need a GPU."""
     import torch
 
-    cpu = not torch.cuda.is_available() and "fla" not in sys.modules
+    cpu, fla = not torch.cuda.is_available(), sys.modules.get("fla")
     if cpu:
         sys.modules["fla"] = None  # type: ignore[assignment]
     try:
@@ -23,6 +23,8 @@ def causal_lm(model_type: str, sizes: dict[str, Any]) -> dict[str, Any]:
     finally:
         if cpu:
             del sys.modules["fla"]
+        if fla is not None:
+            sys.modules["fla"] = fla
     takes = inspect.signature(model.forward).parameters
     memory = next(name for name in ("cache", "past_key_values", "cache_params", "state") if name in takes)
 
