@@ -140,10 +140,12 @@ def _workers_of_comparisons_are_forked(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _models_of_transformers_compute_in_pytorch(request, monkeypatch):
-    """The file of a model, imported with the first of its kind, takes FLA's kernels if `fla` can be imported, as after a
+    """The file of a model, imported with the first of its kind, takes FLA's kernels if they can be imported, as after a
     test that shows a GPU. They need one."""
     if request.path.parent.name in ("convert", "export"):
-        monkeypatch.setitem(sys.modules, "fla", None)
+        monkeypatch.delattr(sys.modules.get("fla"), "ops", raising=False)
+        for name in {"fla.ops", *(name for name in sys.modules if name.startswith("fla.ops."))}:
+            monkeypatch.setitem(sys.modules, name, None)
 
 
 @pytest.fixture
