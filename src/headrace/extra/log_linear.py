@@ -201,7 +201,6 @@ class LogLinearMixer(LinearMixer):
     """The layer of a LogLinearSpec."""
 
     PARTS = *LinearMixer.PARTS[:-1], "levels", LinearMixer.PARTS[-1]
-    MODULES = *LinearMixer.MODULES[:8], "levels", *LinearMixer.MODULES[8:]
     RECURRENCES = (Levels,)
 
 

@@ -151,7 +151,6 @@ class Ridge(ModuleRecur):
 class MesaMixer(LinearMixer):
     """The layer of a MesaSpec."""
 
-    MODULES = *LinearMixer.MODULES[:8], "ridge", *LinearMixer.MODULES[8:]
     RECURRENCES = (Ridge,)
 
 
