@@ -15,17 +15,17 @@ from sphinx.application import Sphinx
 import headrace
 
 ROOT = Path(__file__).parent.parent
-# the package studies; the extensions of this folder; the tables of studies
+# the package research; the extensions of this folder; the tables of benchmarks
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent), str(ROOT / "benchmarks")]
 
 from forked_kernels import fork_kernels  # noqa: E402
 
 
-def sources() -> str:
-    """A name for the code that the pages run: the library, the experiments, PyTorch."""
-    files = [path for folder in ("src", "studies", "native") for path in sorted((ROOT / folder).rglob("*.*"))]
+def kept_outputs(*folders: str) -> str:
+    """Where the outputs of pages are kept that run the code of some folders, and PyTorch."""
+    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.*"))]
     text = b"".join(path.read_bytes() for path in files if path.suffix in (".py", ".so", ".yaml", ".cpp", ".h"))
-    return sha256(text + torch.__version__.encode()).hexdigest()[:16]
+    return str(ROOT / "build" / "notebooks" / sha256(text + torch.__version__.encode()).hexdigest()[:16])
 
 
 project = "headrace"
@@ -35,7 +35,6 @@ extensions = [
     "myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax", "sphinx_design", "sphinx_copybutton",
     "generated",
 ]  # fmt: skip
-exclude_patterns = ["log.md"]  # the lab book, for readers of the repository
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", ".*")]  # types of signatures; every reference in a text is checked
 
@@ -56,7 +55,7 @@ suppress_warnings = ["mystnb.unknown_mime_type"]
 # A page of code runs on one CPU thread in a folder of its own, and an error in a cell fails the build. The outputs are
 # kept for as long as neither the page nor the library changes.
 nb_execution_mode = "cache"
-nb_execution_cache_path = str(ROOT / "build" / "notebooks" / sources())
+nb_execution_cache_path = kept_outputs("src", "native")
 nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300

@@ -52,7 +52,7 @@ DOCS = Path(__file__).parent
 VERIFIED = DOCS.parent / "benchmarks" / "results" / "verify"
 REGION = re.compile(r"(<!-- generated: ([^\n]*) -->\n\n).*?(<!-- end -->\n)", re.DOTALL)
 CODE = re.compile(r"^```(python|sh)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-LAB_BOOK = "https://github.com/headrace/headrace/blob/main/docs/log.md"  # which is no page of the site
+LAB_BOOK = "https://github.com/headrace/headrace/blob/main/research/docs/log.md"  # which is no page of the site
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
@@ -267,7 +267,11 @@ def speed(brief: str = "") -> str:
 
 def negatives() -> str:
     """The titles of the lab book's negative results, as links."""
-    titles = re.findall(r"^## (\d{4}-\d\d-\d\d · .*negative.*)$", (DOCS / "log.md").read_text("utf-8"), re.MULTILINE)
+    titles = re.findall(
+        r"^## (\d{4}-\d\d-\d\d · .*negative.*)$",
+        (DOCS.parent / "research" / "docs" / "log.md").read_text("utf-8"),
+        re.MULTILINE,
+    )
     return "\n".join(f"- [{title}]({LAB_BOOK}#{github_slugify(title)})" for title in titles)
 
 

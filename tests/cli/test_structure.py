@@ -131,10 +131,24 @@ def test_every_mixer_has_its_equation():
     assert sorted(named) == sorted((*(name for table in zoo.TABLES.values() for name in table), *zoo.PUBLISHED))
 
 
-def test_relative_links_exist():
-    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text("utf-8")):
-            assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
+REPOSITORY = "https://github.com/headrace/headrace/blob/main/"
+
+
+def test_links_to_files_of_the_repository_lead_somewhere():
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("research/**/*.md")]:
+        for target in re.findall(r"\]\(([^)]+)\)", page.read_text("utf-8")):
+            address = target.removeprefix(REPOSITORY)  # of the other book; the site's build follows those of its own
+            path, _, heading = address.partition("#")
+            if address != target:
+                assert not heading or heading in headings(ROOT / path), f"{page.name}: {target}"
+            elif "://" not in target:
+                assert (page.parent / path).exists(), f"{page.name}: {target}"
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    lines = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in lines}
 
 
 @pytest.mark.parametrize("name", ["quick", "commands"])

@@ -328,9 +328,7 @@ def list_recipes(
             r"\[default: none]"
         ),
     ] = None,
-    as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Markdown output of the counts, as in docs/appendix.md.")
-    ] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Markdown output of the counts.")] = False,
 ) -> None:
     """List the recipes of headrace, or the parameter counts of their models."""
     from ..training import recipes

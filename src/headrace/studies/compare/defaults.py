@@ -23,7 +23,7 @@ COPY = Plan(
     ArmRecipe(steps=1500, batch_size=32, lr=3e-3),
 )
 KEY_VALUE = replace(COPY, name="key-value", task=tasks.KeyValue(keys=16, pairs=4, length=24))
-# The default vocabulary of Mqar is Zoology's 8,192, with which nothing is learnt within these steps (docs/log.md).
+# The default vocabulary of Mqar is Zoology's 8,192, with which nothing is learnt within these steps.
 MQAR = replace(
     COPY, name="mqar", task=tasks.Mqar(vocabulary=40, pairs=4, length=16), recipe=ArmRecipe(steps=1200, lr=3e-3)
 )
@@ -35,7 +35,7 @@ SELECTIVE_COPY = replace(
     recipe=replace(COPY.recipe, steps=1000),
 )
 INDUCTION = replace(COPY, name="induction", task=tasks.Induction(length=32), recipe=replace(COPY.recipe, steps=600))
-# With its own step sizes, up to 0.1, Gated DeltaNet has forgotten the number by the end of the row (docs/log.md).
+# With its own step sizes, up to 0.1, Gated DeltaNet has forgotten the number by the end of the row.
 NEEDLE = Plan(
     "needle",
     (

@@ -1,4 +1,4 @@
-"""The command `python -m studies.theory`."""
+"""The command `python -m research.theory`."""
 
 import sys
 from pathlib import Path
@@ -61,7 +61,7 @@ def tabulate(name: str, result: Result) -> Table:
 
 if __name__ == "__main__":
     try:
-        app(prog_name="python -m studies.theory")
+        app(prog_name="python -m research.theory")
     except InputError as error:
-        print(f"studies.theory: {error}", file=sys.stderr)
+        print(f"research.theory: {error}", file=sys.stderr)
         sys.exit(2)

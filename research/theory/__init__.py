@@ -1,4 +1,4 @@
-"""Theoretical properties of linear attention, checked by experiment: `python -m studies.theory NAME` in a checkout.
+"""Theoretical properties of linear attention, checked by experiment: `python -m research.theory NAME` in a checkout.
 
 Each experiment writes to memories and reads from them with `headrace.linear_attention`, compares the measured values
 with the predicted ones, plots both, and summarizes the numbers in one sentence."""
@@ -83,7 +83,7 @@ def save(name: str, seed: int, found: Result, folder: Path) -> Path:
     record = {
         "experiment": name, "about": describe(name), "summary": found.summary, "seed": seed,
         "checks": [check._asdict() | {"holds": check.holds} for check in found.checks],
-        "plotted": plotted(found.figure), "command": ["python", "-m", "studies.theory", *sys.argv[1:]],
+        "plotted": plotted(found.figure), "command": ["python", "-m", "research.theory", *sys.argv[1:]],
         "environment": environment(),
     }  # fmt: skip
     try:

@@ -16,16 +16,16 @@ from typer.testing import CliRunner
 from headrace.files.processes import locked
 from headrace.ops.reference import literal
 from headrace.utils.errors import InputError
-from studies import theory
-from studies.theory import capacity
-from studies.theory.__main__ import app
-from studies.theory.additive_memory import COUNTS, pairs_at_unit_noise
-from studies.theory.base import attention_weights, check_equal, entropy, format_values, normalized
-from studies.theory.capacity import is_nearest
-from studies.theory.head_competition import gates_from_scores
-from studies.theory.mixer_capacity import count_at_half
-from studies.theory.pathologies import rank_correlation
-from studies.theory.state_probe import Probe, StateProbe, probe
+from research import theory
+from research.theory import capacity
+from research.theory.__main__ import app
+from research.theory.additive_memory import COUNTS, pairs_at_unit_noise
+from research.theory.base import attention_weights, check_equal, entropy, format_values, normalized
+from research.theory.capacity import is_nearest
+from research.theory.head_competition import gates_from_scores
+from research.theory.mixer_capacity import count_at_half
+from research.theory.pathologies import rank_correlation
+from research.theory.state_probe import Probe, StateProbe, probe
 from tiny import build
 
 LONG = ("mixer-capacity", "state-probe")
@@ -49,7 +49,7 @@ def test_the_command_draws_and_writes_every_number(tmp_path, monkeypatch):
     done = CliRunner().invoke(app, ["winner-take-all", "--output", str(tmp_path), "--seed", "3"])
     assert done.exit_code == 0 and "holds" in done.stdout and "FAILS" not in done.stdout
     record = json.loads((tmp_path / "winner-take-all.json").read_text("utf-8"))
-    assert record["command"] == ["python", "-m", "studies.theory", "winner-take-all"]
+    assert record["command"] == ["python", "-m", "research.theory", "winner-take-all"]
     assert record["seed"] == 3 and record["summary"] in done.stdout
     assert record["checks"] and all(check["holds"] for check in record["checks"])
     assert {"torch", "processor", "headrace"} <= set(record["environment"])
@@ -62,9 +62,10 @@ def test_results_are_determined_by_the_seed():
     assert first.checks == again.checks and first.summary == again.summary != other.summary
 
 
-def test_the_page_on_theory_has_every_experiment():
-    page = (Path(__file__).parents[2] / "docs" / "theory.md").read_text("utf-8")
-    assert re.findall(r"^`python -m studies\.theory ([\w-]+)`:$", page, re.MULTILINE) == list(theory.EXPERIMENTS)
+def test_the_page_on_theory_has_and_draws_every_experiment():
+    page = (Path(__file__).parents[1] / "docs" / "theory.md").read_text("utf-8")
+    assert re.findall(r"^`python -m research\.theory ([\w-]+)`:$", page, re.MULTILINE) == list(theory.EXPERIMENTS)
+    assert all(f'law("{name}")' in page or f"research.theory {name}`:\n\n>" in page for name in theory.EXPERIMENTS)
 
 
 def test_experiments_are_listed_and_unknown_names_refused():
@@ -111,11 +112,11 @@ def test_bad_arguments_are_one_sentence(arguments, said):
 
 def test_the_command_exits_with_2_and_one_sentence(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["theory", "winer"])
-    monkeypatch.delitem(sys.modules, "studies.theory.__main__")
+    monkeypatch.delitem(sys.modules, "research.theory.__main__")
     with pytest.raises(SystemExit) as ended:
-        runpy.run_module("studies.theory", run_name="__main__")
+        runpy.run_module("research.theory", run_name="__main__")
     said = capsys.readouterr().err
-    assert ended.value.code == 2 and said.startswith("studies.theory: NAME='winer' is unknown")
+    assert ended.value.code == 2 and said.startswith("research.theory: NAME='winer' is unknown")
     assert said.count("\n") == 1
 
 
@@ -127,7 +128,7 @@ def test_a_folder_in_use_is_refused(tmp_path):
 
 def test_failed_check_exits_with_1(tmp_path, monkeypatch):
     failing = theory.Result([theory.Check("x", 1.0, "≤", 0.5)], "Summary.", theory.run("crosstalk").figure)
-    monkeypatch.setattr("studies.theory.__main__.run", lambda *_: failing)
+    monkeypatch.setattr("research.theory.__main__.run", lambda *_: failing)
     done = CliRunner().invoke(app, ["crosstalk", "--output", str(tmp_path)])
     assert done.exit_code == 1 and "FAILS" in done.stdout
 
