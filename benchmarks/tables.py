@@ -1,6 +1,6 @@
 """The measurements of docs/benchmarks.md, from the newest rows of results/*.csv: `python benchmarks/tables.py`.
 
-`make generated` writes them to the page."""
+`make generated` writes them to the page, and the server's to docs/serving.md."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -247,6 +247,40 @@ SECTIONS = {
     "op.csv": op, "decays.csv": decays, "threads.csv": threads, "step.csv": stepping, "decode.csv": decoding,
     "model.csv": models,
 }  # fmt: skip
+
+
+LOADS = {  # of the server's rows -> the page's name
+    **{load: load for load in ("1 stream", "8 streams", "64 streams", "200 streams")},
+    "a prompt alone": "a short prompt alone",
+    "beside a prompt of 50,000 tokens": "the same beside a prompt of 50,000 tokens",
+    "1,000 requests": "1,000 requests, 64 at a time",
+}
+CACHES = {"headrace": "", "headrace --prefix-cache 0": ", without the cache"}
+
+
+def server() -> str:
+    """Speed of the server by load, of its newest rows; times in ms, 50th and 99th percentile."""
+    rows = {row["load"]: row for row in read("serving.csv") if row["server"] == "headrace"}
+    columns = ("tokens_per_second",), ("first_p50", "first_p99"), ("next_p50", "next_p99"), ("memory",)
+    lines = [[name, *(rounded(rows[load], *column) for column in columns)] for load, name in LOADS.items()]
+    return table(["load", "tokens/s", "first token", "next token", "memory, MiB"], lines)
+
+
+def prefix_cache() -> str:
+    """Speed of the server on prompts with one prefix, with and without its cache."""
+    rows = {(row["load"], row["server"]): row for row in read("serving.csv")}
+    lines = []
+    for load in ("a new prefix of 512 tokens", "the same prefix again"):
+        for kind, more in CACHES.items():
+            row = rows[f"64 streams, {load}", kind]
+            hits = f"{100 * float(row['hit_rate']):.1f} %" if row["hit_rate"] else ""
+            times = rounded(row, "tokens_per_second"), rounded(row, "first_p50", "first_p99")
+            lines.append([load + more, *times, hits, rounded(row, "memory")])
+    return table(["prompts", "tokens/s", "first token", "hit rate", "memory, MiB"], lines)
+
+
+def rounded(row: dict, *columns: str) -> str:
+    return ", ".join(f"{float(row[name]):,.0f}" for name in columns if row[name])
 
 
 def lines() -> list[str]:

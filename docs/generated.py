@@ -1,9 +1,8 @@
 """What the documentation takes from the code: the Markdown that a function NAME of this module returns.
 
-A page that is also read on GitHub, and the README, keep it between `<!-- generated: NAME ARGUMENT ... -->` and
-`<!-- end -->`, where `python docs/generated.py` writes it and tests/cli/test_site.py compares it. The reference, which
-Sphinx takes from docstrings, has the directive `{generated} NAME ARGUMENT ...`. As a Sphinx extension, this module also
-turns docstrings into reStructuredText.
+A page that is also read on GitHub, and the README, keep it in parts (parts.py), where `python docs/generated.py` writes
+it and tests/cli/test_site.py compares it. The reference, which Sphinx takes from docstrings, has the directive
+`{generated} NAME ARGUMENT ...`. As a Sphinx extension, this module also turns docstrings into reStructuredText.
 """
 
 import dataclasses
@@ -12,7 +11,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import redirect_stdout
 from importlib import import_module
 from io import StringIO
@@ -20,10 +19,10 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+import parts
 import torch
 import typer
 from docutils import nodes
-from myst_parser.slugs import github_slugify
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -50,9 +49,7 @@ from headrace.training import recipes as shipped
 
 DOCS = Path(__file__).parent
 VERIFIED = DOCS.parent / "benchmarks" / "results" / "verify"
-REGION = re.compile(r"(<!-- generated: ([^\n]*) -->\n\n).*?(<!-- end -->\n)", re.DOTALL)
 CODE = re.compile(r"^```(python|sh)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-LAB_BOOK = "https://github.com/headrace/headrace/blob/main/research/docs/log.md"  # which is no page of the site
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
@@ -265,38 +262,14 @@ def speed(brief: str = "") -> str:
     return import_module("tables").speed(brief)
 
 
-def negatives() -> str:
-    """The titles of the lab book's negative results, as links."""
-    titles = re.findall(
-        r"^## (\d{4}-\d\d-\d\d · .*negative.*)$",
-        (DOCS.parent / "research" / "docs" / "log.md").read_text("utf-8"),
-        re.MULTILINE,
-    )
-    return "\n".join(f"- [{title}]({LAB_BOOK}#{github_slugify(title)})" for title in titles)
+def server() -> str:
+    """Speed of the server by load."""
+    return import_module("tables").server()
 
 
-def study(*names: str) -> str:
-    """What `python benchmarks/study.py show NAMES` prints."""
-    from study import lines
-
-    return re.sub(r"^### ", "#### ", "\n".join(lines(list(names))), flags=re.MULTILINE)
-
-
-def _printed(command: str) -> Callable[..., str]:
-    """What `python benchmarks/study.py COMMAND NAMES` prints, as a function of the names."""
-
-    def shown(*names: str) -> str:
-        return "\n".join(getattr(import_module("study"), f"{command}_of")(list(names)))
-
-    return shown
-
-
-effects, others, published = map(_printed, ("effects", "others", "published"))
-
-
-def starts(name: str) -> str:
-    """What `python benchmarks/study.py starts NAME` prints."""
-    return "\n".join(import_module("study").starts_of(name))
+def prefix_cache() -> str:
+    """Speed of the server on prompts with one prefix, with and without its cache."""
+    return import_module("tables").prefix_cache()
 
 
 def program(name: str) -> str:
@@ -334,15 +307,13 @@ def output(text: str, space: dict[str, Any]) -> str:
 
 
 def filled(page: str) -> str:
-    """The text of a page with its regions as they should be."""
+    """The text of a page with its parts as they should be."""
     space: dict[str, Any] = {}
-    done, place = [], 0
-    for region in REGION.finditer(page):
-        before, (name, *arguments) = page[place : region.start()], region[2].split()
-        made = output(before, space) if name == "output" else globals()[name](*arguments)
-        done += [before, region[1], made.strip("\n"), "\n\n", region[3]]
-        place = region.end()
-    return "".join([*done, page[place:]])
+    return parts.filled(
+        page,
+        "generated",
+        lambda name, arguments, before: output(before, space) if name == "output" else globals()[name](*arguments),
+    )
 
 
 def verified() -> str:
@@ -376,9 +347,8 @@ def _verdict(row: dict[str, Any] | None) -> str:
 
 
 def pages() -> list[Path]:
-    """The README and the pages with regions."""
-    files = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
-    return [path for path in files if REGION.search(path.read_text("utf-8"))]
+    """The README and the pages with parts of this program."""
+    return parts.pages("generated", ["docs"])
 
 
 class Generated(SphinxDirective):

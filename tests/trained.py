@@ -6,8 +6,8 @@ import torch
 
 from headrace.training import card, recipes, run
 
-# Small first weights and steps: with the default ones two orders of a sum differ by 1e-2 after 20 such steps
-#, so that no tolerance of a comparison could be derived.
+# Small first weights and steps: with the default ones two orders of a sum differ by 1e-2 after 20 such steps,
+# so that no tolerance of a comparison could be derived.
 TINY = {
     "initializer_range": 0.02, "lr": 3e-3,
     "hidden_size": 16, "layers": 2, "heads": 2, "vocab_size": 257, "length": 32, "batch_tokens": 128,

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
-from itertools import zip_longest
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -18,6 +17,7 @@ from headrace.cli.app import app
 pytest.importorskip("sphinx", reason="Sphinx is not installed")
 
 import generated
+import parts
 
 from headrace.ops.dispatch import unavailable
 
@@ -136,7 +136,5 @@ def generated_pages_are_complete(pages):
 def test_generated_parts_of_pages_are_current(page):
     if page.stem == "faq" and unavailable("native", "linear_attention"):
         pytest.skip("its answers are those of an installation with native kernels")
-    text = page.read_text("utf-8")
-    current, made = text.splitlines(), generated.filled(text).splitlines()
-    old = next((pair for pair in zip_longest(current, made) if pair[0] != pair[1]), None)
-    assert old is None, f"{page.name} has {old[0]!r} where {old[1]!r} is current: `make generated` writes it"
+    old = parts.outdated(page, generated.filled(page.read_text("utf-8")))
+    assert old is None, f"{old}: `make generated` writes it"

@@ -18,9 +18,7 @@ import gpu_op
 import gpu_tables
 import model
 import op
-import reproduction
 import tables
-import taylor
 from gpu_measure import Machine
 from headrace.hf.cache import NAME as CACHE
 from headrace.ops.backends.base import Kernel
@@ -134,23 +132,6 @@ def test_exported_models_continue_sequences_as_ours(runtime, mixer, weights):
     assert relative(torch.cat(logits, 1), truth) <= {"float32": 1e-5, "int8": 2**-4}[weights]
 
 
-def test_taylor_finds_errors_that_fall_with_the_order(tmp_path, monkeypatch):
-    for place in ("RESULTS", "DOCS"):
-        monkeypatch.setattr(taylor, place, tmp_path)
-    taylor.error(tokens=12, heads=2, dim=4)
-    rows = list(csv.DictReader((tmp_path / "taylor_error.csv").read_text("utf-8").splitlines()))
-    small = [float(row["by_norm"]) for row in rows if row["logits"] == "0.25"]
-    assert len(small) == 11 and small == sorted(small, reverse=True) and (tmp_path / "taylor-error.png").stat().st_size
-
-
-def test_taylor_study_names_existing_mixers(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"mixer {i} must exist " for i in range(200)))
-    (plan,) = taylor.plan((str(text),), steps=3, seeds=1).plans
-    plan.check()
-    assert len(plan.arms()) == len(plan.mixers) > len(taylor.PANELS)
-
-
 @pytest.fixture
 def rows_of(monkeypatch, capsys):
     """The rows that stages of the op print on the CPU for these families, and the exit code."""
@@ -228,19 +209,6 @@ def test_no_graph_is_captured_after_one_that_failed(monkeypatch):
     with pytest.raises(RuntimeError, match="not permitted"):
         machine.graph(print)
     assert machine.graph(print) is None
-
-
-def test_the_rows_of_a_reproduction_are_of_each_seed(tmp_path):
-    """Two seeds of one mixer; what has no number yet has no row."""
-    for seed, loss in ((0, 5.5), (2, 5.25)):
-        folder = tmp_path / f"1m-gla-{seed}" / "model"
-        folder.mkdir(parents=True)
-        (folder / "history.json").write_text(f'[{{"final_loss": {loss}}}]')
-    found = reproduction.rows("figure-2", "laptop", tmp_path)
-    assert [(row["run"], row["metric"], row["value"], row["seconds"]) for row in found] == [
-        ("1m-gla-0", "held-out loss", 5.5, None), ("1m-gla-2", "held-out loss", 5.25, None),
-    ]  # fmt: skip
-    assert "seed=2 --mixer gla" in found[1]["command"]
 
 
 def test_the_times_of_a_gpu_are_over_those_of_a_copy(monkeypatch):

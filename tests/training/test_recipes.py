@@ -1,7 +1,6 @@
 """Recipes: what is shipped, and what is refused."""
 
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch

@@ -112,7 +112,7 @@ PLANS = (
     PARITY, MODULAR_COUNTING, S3, S5, FLIP_FLOP, DYCK,
 )  # fmt: skip
 DEFAULTS: dict[str, Plan] = {plan.task.name: plan for plan in PLANS}
-# The settings and the learning rate of benchmarks/studies/capacity-linear-attention.yaml, with which all arms converge.
+# The settings and the learning rate of research/studies/capacity-linear-attention.yaml, with which all arms converge.
 CAPACITY = Plan(
     "pair",
     (

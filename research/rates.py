@@ -1,9 +1,9 @@
 """The learning rates that were tried for recipes, one row for each run of `headrace train`.
 
     headrace train laptop-1m lr=1e-2 seed=100 --mixer gla --data data --output runs/laptop-1m-gla-1e-2
-    python benchmarks/rates.py keep laptop-1m runs/laptop-1m-* --commit COMMIT
+    python -m research.rates keep laptop-1m runs/laptop-1m-* --commit COMMIT
 
-adds runs to results/rates.csv, and `python benchmarks/rates.py show` prints its table of docs/appendix.md.
+adds runs to results/rates.csv, and `python -m research.rates show` prints its table of docs/appendix.md.
 """
 
 import json
@@ -13,10 +13,12 @@ from typing import Annotated
 
 import typer
 
-import record
+from benchmarks import record
 from headrace.training.card import read_history
 
-RESULTS = record.RESULTS / "rates.csv"
+from . import RESULTS
+
+TRIED = RESULTS / "rates.csv"
 app = typer.Typer()
 
 
@@ -35,7 +37,7 @@ def keep(
     commit: Annotated[str, typer.Option(help="The commit that made the runs.")],
 ) -> None:
     """Add runs to the results."""
-    record.append(RESULTS, record.environment() | {"commit": commit}, [row(recipe, run) for run in runs])
+    record.append(TRIED, record.environment() | {"commit": commit}, [row(recipe, run) for run in runs])
 
 
 @app.command()
@@ -47,7 +49,7 @@ def show() -> None:
 def losses() -> dict[tuple[str, str, int, int], dict[float, float]]:
     """{(recipe, mixer, tokens, tokens a step): {learning rate: held-out loss, the mean over seeds}}"""
     by_seed: dict[tuple[str, str, int, int], dict[float, list[float]]] = {}
-    for row in record.read(RESULTS):
+    for row in record.read(TRIED):
         setting = row["recipe"], row["mixer"], int(float(row["tokens"])), int(row["batch_tokens"])
         by_seed.setdefault(setting, {}).setdefault(float(row["lr"]), []).append(float(row["loss"]))
     return {setting: {lr: fmean(own) for lr, own in tried.items()} for setting, tried in by_seed.items()}

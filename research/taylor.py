@@ -1,8 +1,8 @@
 """Softmax attention cut off after the n-th order, and taken apart: how far from softmax, and how well it learns.
 
-    python benchmarks/taylor.py error                               relative errors by order and size of the logits
-    python benchmarks/taylor.py curves book.txt.gz [more ...]       train and held-out loss on a text, in CPU minutes
-    python benchmarks/taylor.py show                                the last losses of the curves, as Markdown
+    python -m research.taylor error                               relative errors by order and size of the logits
+    python -m research.taylor curves book.txt.gz [more ...]       train and held-out loss on a text, in CPU minutes
+    python -m research.taylor show                                the last losses of the curves, as Markdown
 
 The first two write a CSV file beside the other results and draw figures for docs/ (figures 4 to 6 of arXiv 2507.23632).
 `curves` is a comparison as `headrace compare` makes them: interrupted, the same command continues.
@@ -19,6 +19,7 @@ import typer
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from benchmarks.record import Row, append, environment, markdown, read, write
 from headrace.files.processes import locked
 from headrace.history.layers.softmax_rnn import numerator
 from headrace.history.specs.softmax_rnn import SoftmaxRNNSpec
@@ -30,11 +31,10 @@ from headrace.studies.report.style import PALETTE, STYLE
 from headrace.studies.workers import place_workers
 from headrace.tasks import Text
 from headrace.utils.device import all_devices
-from program import console
-from program import show as table
-from record import RESULTS, Row, append, environment, markdown, read, write
 
-DOCS = Path(__file__).parents[1] / "docs"
+from . import RESULTS
+
+DOCS = Path(__file__).parent / "docs"
 ORDERS, LOGITS = range(11), (0.25, 0.5, 1.0, 2.0, 4.0)
 NORM, RELU = "softmax-rnn-norm", "softmax-rnn-norm(denominator=sum, numerator=relu{})"
 COSINE = "softmax-rnn-norm(denominator=none, by_length=true, numerator=cosine{})"
@@ -85,7 +85,7 @@ def error(tokens: int = 256, heads: int = 16, dim: int = 32, seed: int = 0) -> N
     append(RESULTS / "taylor_error.csv", {"tokens": tokens, "dim": dim} | environment(), rows)
     draw_errors(rows).savefig(DOCS / "taylor-error.png")
     lines = [[f"{x['order']}", f"{x['logits']:g}", f"{x['by_sum']:.2e}", f"{x['by_norm']:.2e}"] for x in rows]
-    table("Distance from softmax attention", ["order", "logits' std", "over its sum", "over its L2 norm"], lines)
+    print(*markdown(["order", "logits' std", "over its sum", "over its L2 norm"], lines), sep="\n")
 
 
 def distance(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, order: int, size: float) -> Row:
@@ -178,7 +178,7 @@ def unpacked(text: Path, folder: Path) -> str:
 
 def listen(arm: Any, step: int, scores: dict[str, float] | None) -> None:
     if scores:
-        console.print(f"{arm.mixer}, seed {arm.seed}, step {step}: {scores['loss']:.3f}", highlight=False)
+        print(f"{arm.mixer}, seed {arm.seed}, step {step}: {scores['loss']:.3f}", flush=True)
 
 
 def collect(results: dict[str, Any]):

@@ -1,7 +1,7 @@
 """Do heads specialize? The reported models of studies of clusters, trained again, and which head serves which cluster.
 
-    python benchmarks/specialization.py run STUDY      into results/specialization/STUDY.csv; the same command continues
-    python benchmarks/specialization.py show           the table, as Markdown
+    python -m research.specialization run STUDY      into results/specialization/STUDY.csv; the same command continues
+    python -m research.specialization show           the table, as Markdown
 
 All columns are mutual informations between a head and a cluster of keys, over the largest that is possible: 0 if every
 cluster is served by all heads alike, 1 if each has heads of its own.
@@ -25,7 +25,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
-import study
+from benchmarks.record import markdown, read, write
 from headrace.files.processes import locked
 from headrace.layers.linear.competition import HeadCompetition
 from headrace.studies import engine
@@ -35,7 +35,8 @@ from headrace.studies.engine import Point, Row
 from headrace.studies.workers import Worker, place_workers
 from headrace.tasks import IGNORED, Pair
 from headrace.tasks.base import Batch
-from record import RESULTS, markdown, read, write
+
+from . import RESULTS, study
 
 STUDIES, ROWS, PAIRS = ("clusters", "clusters-width"), 512, 16
 MEASURES = ("write", "read", "ablation", "chance")

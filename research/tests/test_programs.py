@@ -1,18 +1,20 @@
-"""The measures of benchmarks/specialization.py, benchmarks/retrofit.py with few steps, and benchmarks/corpus.py."""
+"""The programs that make the rows of studies, with few steps; every stored plan can be run."""
 
+import csv
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-import corpus
-import retrofit
-import specialization
-import study
 from headrace import HeadraceConfig, HeadraceForCausalLM
+from headrace.studies.compare.choose import planned
 from headrace.tasks import Text
+from research import corpus, rates, reproduction, retrofit, specialization, study, taylor
+
+PLANS = sorted(Path(study.__file__).parent.glob("studies/*.yaml"))
 
 
 def test_information_by_hand():
@@ -107,3 +109,64 @@ def test_specialization_is_measured_once(tmp_path, monkeypatch):
     (row,) = specialization.read(tmp_path / "specialization" / "clusters.csv")
     assert (row["mixer"], row["seed"]) == (arm.mixer, str(arm.seed)) and result.stat().st_mtime_ns == written
     assert all(0 <= float(row[measure]) <= 1 for measure in specialization.MEASURES if row[measure])
+
+
+@pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
+def test_every_stored_plan_can_be_run(path):
+    study = planned(path)
+    for plan in study.plans:
+        if isinstance(plan.task, Text):  # of files that benchmarks/corpus.py writes; here, of the standard library
+            plan = replace(plan, task=replace(plan.task, files=(), tokenizer=None))
+        plan.check()
+    text = isinstance(study.plans[0].task, Text)  # whose losses differ less between seeds than a recall does
+    assert study.question.cost and len(study.plans[0].seed_numbers) >= (3 if text else 5)
+    assert study.question.measure != "capacity" or all(plan.task.by_length(1) for plan in study.plans)
+
+
+def test_taylor_finds_errors_that_fall_with_the_order(tmp_path, monkeypatch):
+    for place in ("RESULTS", "DOCS"):
+        monkeypatch.setattr(taylor, place, tmp_path)
+    taylor.error(tokens=12, heads=2, dim=4)
+    rows = list(csv.DictReader((tmp_path / "taylor_error.csv").read_text("utf-8").splitlines()))
+    small = [float(row["by_norm"]) for row in rows if row["logits"] == "0.25"]
+    assert len(small) == 11 and small == sorted(small, reverse=True) and (tmp_path / "taylor-error.png").stat().st_size
+
+
+def test_taylor_study_names_existing_mixers(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"mixer {i} must exist " for i in range(200)))
+    (plan,) = taylor.plan((str(text),), steps=3, seeds=1).plans
+    plan.check()
+    assert len(plan.arms()) == len(plan.mixers) > len(taylor.PANELS)
+
+
+def test_the_rows_of_a_reproduction_are_of_each_seed(tmp_path):
+    """Two seeds of one mixer; what has no number yet has no row."""
+    for seed, loss in ((0, 5.5), (2, 5.25)):
+        folder = tmp_path / f"1m-gla-{seed}" / "model"
+        folder.mkdir(parents=True)
+        (folder / "history.json").write_text(f'[{{"final_loss": {loss}}}]')
+    found = reproduction.rows("figure-2", "laptop", tmp_path)
+    assert [(row["run"], row["metric"], row["value"], row["seconds"]) for row in found] == [
+        ("1m-gla-0", "held-out loss", 5.5, None), ("1m-gla-2", "held-out loss", 5.25, None),
+    ]  # fmt: skip
+    assert "seed=2 --mixer gla" in found[1]["command"]
+
+
+def test_a_table_of_rates_is_that_of_its_runs(monkeypatch, tmp_path):
+    monkeypatch.setattr(rates, "TRIED", tmp_path / "rates.csv")
+    runs = []
+    for lr, loss in ((0.01, 4.25), (0.001, 4.5)):
+        runs.append(tmp_path / f"{lr:g}")
+        settings = {"mixer": "gla", "lr": lr, "tokens": 4e6, "batch_tokens": 8192, "seed": 100}
+        write(runs[-1] / "run.json", {"recipe": settings})
+        points = [{"loss": 8.0}, {"train_runtime": 12.5}, {"final_loss": loss}]
+        write(runs[-1] / "model" / "history.json", [{"step": 488} | point for point in points])
+    rates.keep("laptop-1m", runs, "abc1234")
+    assert rates.lines()[0].endswith("| lr 0.001 | lr 0.01 |")
+    assert rates.lines()[2:] == ["| `laptop-1m` | `gla` | 4,000,000 | 8,192 | 4.500 | 4.250 |"]
+
+
+def write(path, data):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data), "utf-8")

@@ -1,6 +1,6 @@
 """The numbers of every run of `headrace reproduce` as rows, before means and differences are taken.
 
-    python benchmarks/reproduction.py figure-2 --root runs/reproduce/laptop
+    python -m research.reproduction figure-2 --root runs/reproduce/laptop
 
 adds them to results/reproduce/figure-2.csv, each with the command that trained the model and the seconds it took.
 """
@@ -11,10 +11,10 @@ from typing import Annotated
 
 import typer
 
-import record
+from benchmarks import record
 from headrace.studies.reproduce import execute, experiment, numbers
 
-RESULTS = Path(__file__).parent / "results" / "reproduce"
+from . import RESULTS
 
 
 def rows(name: str, scale: str, root: Path) -> list[record.Row]:
@@ -43,7 +43,7 @@ def main(
     scale: Annotated[str, typer.Option()] = "laptop",
 ) -> None:
     about = record.environment() | {"commit": commit}
-    record.append(record.RESULTS / "reproduce" / f"{name}.csv", about, rows(name, scale, root))
+    record.append(RESULTS / "reproduce" / f"{name}.csv", about, rows(name, scale, root))
 
 
 if __name__ == "__main__":

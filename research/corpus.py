@@ -1,6 +1,6 @@
 """The text of the studies `text-*`: novels and the source code of Python's standard library, half of each.
 
-    python benchmarks/corpus.py BOOK ...        writes build/text/corpus.txt and build/text/tokenizer.json
+    python -m research.corpus BOOK ...        writes build/text/corpus.txt and build/text/tokenizer.json
 
 BOOKs are plain text or .gz. Pieces of 65,536 characters of prose and code alternate, so that the last tenth, which is
 held out, has both. The tokenizer, byte-level BPE with 4,096 tokens, is trained on the rest.

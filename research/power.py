@@ -1,6 +1,6 @@
 """Could the studies of text have seen a gain of the size that the paper reports?
 
-    python benchmarks/power.py      softmax less none in each study of text, as Markdown
+    python -m research.power      softmax less none in each study of text, as Markdown
 
 The paper's gain is log(P / P') of the word perplexities on WikiText in table 4 of arXiv 2602.01744, without and with
 competition, divided by the tokens of a word. It is excluded if the whole 95 % interval of the difference is above it.
@@ -11,9 +11,10 @@ from typing import Any
 
 import typer
 
-import study
+from benchmarks.record import markdown
 from headrace.studies.reproduce.experiment import load
-from record import markdown
+
+from . import study
 
 TOKENS_PER_WORD = 1.5  # of a tokenizer with 32,000 tokens, on WikiText; an assumption: the paper states no count
 WHERE = "text, all tokens"

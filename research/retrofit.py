@@ -1,7 +1,7 @@
 """Does competition pay when it is added late? RetNet is trained on recall without gates, then gates of 1 are added.
 
-    python benchmarks/retrofit.py           rows into results/studies/retrofit.csv; continues what is in runs/retrofit
-    python benchmarks/study.py show retrofit
+    python -m research.retrofit           rows into results/studies/retrofit.csv; continues what is in runs/retrofit
+    python -m research.study show retrofit
 
 The first half of training is the arm without gates of the study capacity-retnet, the second has as many steps of other
 rows and a learning rate that is searched for every arm on seeds that are not reported.
@@ -14,7 +14,6 @@ from pathlib import Path
 import typer
 from safetensors.torch import load_file, save_file
 
-import study
 from headrace.files.processes import locked
 from headrace.studies import engine
 from headrace.studies.compare import rows, tuning
@@ -24,6 +23,8 @@ from headrace.studies.compare.question import Question
 from headrace.studies.compare.run import collect, trained
 from headrace.studies.engine import Row
 from headrace.studies.workers import Worker, place_workers
+
+from . import study
 
 BASE, ARMS = "capacity-retnet", ("none", "wide sigmoid", "softmax")
 LATER = 1000  # added to a seed for the second half, which has other rows

@@ -1,15 +1,15 @@
-"""The studies of benchmarks/studies: their tables from the rows that are kept in benchmarks/results/studies.
+"""The studies of research/studies: their tables from the rows that are kept in research/results/studies.
 
-headrace compare --plan benchmarks/studies/NAME.yaml --output runs/NAME     the runs; the same command continues
-python benchmarks/study.py keep NAME                                        runs/NAME/runs.csv into the results
-python benchmarks/study.py show NAME [NAME ...]                             the plans' statistics, as Markdown
-python benchmarks/study.py pool ARM ARM NAME [NAME ...] [--where PLACE]     their difference over all runs of the plans
-python benchmarks/study.py draw NAME [NAME ...]                             the pairs each run holds: docs/capacity.png
-python benchmarks/study.py effects NAME [NAME ...]                          gains of gates and competition, in one table
-python benchmarks/study.py forest NAME [NAME ...]                           the same as a picture: docs/effects.png
-python benchmarks/study.py others NAME [NAME ...]                           the same of studies of steps or of losses
-python benchmarks/study.py published NAME [NAME ...]                        the published form, also without read gate
-python benchmarks/study.py starts NAME                                      a sweep: each value's arms, less the first's
+headrace compare --plan research/studies/NAME.yaml --output runs/NAME   the runs; the same command continues
+python -m research.study keep NAME                                      runs/NAME/runs.csv into the results
+python -m research.study show NAME [NAME ...]                           the plans' statistics, as Markdown
+python -m research.study pool ARM ARM NAME [NAME ...] [--where PLACE]   their difference over all runs of the plans
+python -m research.study draw NAME [NAME ...]                           the pairs each run holds: docs/capacity.png
+python -m research.study effects NAME [NAME ...]                        gains of gates and competition, in one table
+python -m research.study forest NAME [NAME ...]                         the same as a picture: docs/effects.png
+python -m research.study others NAME [NAME ...]                         the same of studies of steps or of losses
+python -m research.study published NAME [NAME ...]                      the published form, also without read gate
+python -m research.study starts NAME                                    a sweep: each value's arms, less the first's
 """
 
 import math
@@ -24,6 +24,7 @@ import pandas as pd
 import typer
 from matplotlib.figure import Figure
 
+from benchmarks.record import markdown
 from headrace.studies import stats
 from headrace.studies.compare import hypotheses, rows
 from headrace.studies.compare.choose import planned
@@ -32,10 +33,11 @@ from headrace.studies.compare.question import Question
 from headrace.studies.report.numbers import count
 from headrace.studies.report.style import PALETTE, STYLE
 from headrace.utils.errors import InputError
-from record import RESULTS, markdown
+
+from . import RESULTS
 
 HERE = Path(__file__).parent
-DOCS = HERE.parent / "docs"
+DOCS = HERE / "docs"
 PROGRAMS = ("retrofit",)  # modules beside this one
 ARMS = ("shuffled", "none", "sigmoid", "wide sigmoid", "softmax", "softmax read")  # from bottom to top
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -299,7 +301,7 @@ def plan(name: str) -> Study:
 
 def positions(name: str) -> int:
     """The positions of a row for each pair that it stores."""
-    task = plan(import_module(name).BASE if name in PROGRAMS else name).plans[0].task
+    task = plan(import_module(f"research.{name}").BASE if name in PROGRAMS else name).plans[0].task
     return task.length // task.pairs
 
 
@@ -311,7 +313,7 @@ def question(name: str) -> Question:
 
 def read(name: str) -> tuple[Question, list[rows.Row]]:
     """The question of a study and its rows. PROGRAMS have a question that no plan can state."""
-    return (import_module(name).question() if name in PROGRAMS else question(name)), rows.read(kept(name))
+    return (import_module(f"research.{name}").question() if name in PROGRAMS else question(name)), rows.read(kept(name))
 
 
 if __name__ == "__main__":
