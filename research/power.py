@@ -12,9 +12,9 @@ from typing import Any
 import typer
 
 from benchmarks.record import markdown
-from headrace.studies.reproduce.experiment import load
 
 from . import study
+from .reproduce.experiment import load
 
 TOKENS_PER_WORD = 1.5  # of a tokenizer with 32,000 tokens, on WikiText; an assumption: the paper states no count
 WHERE = "text, all tokens"

@@ -12,7 +12,7 @@ import torch
 from headrace import HeadraceConfig, HeadraceForCausalLM
 from headrace.studies.compare.choose import planned
 from headrace.tasks import Text
-from research import corpus, rates, reproduction, retrofit, specialization, study, taylor
+from research import corpus, rates, retrofit, specialization, study, taylor
 
 PLANS = sorted(Path(study.__file__).parent.glob("studies/*.yaml"))
 
@@ -138,19 +138,6 @@ def test_taylor_study_names_existing_mixers(tmp_path):
     (plan,) = taylor.plan((str(text),), steps=3, seeds=1).plans
     plan.check()
     assert len(plan.arms()) == len(plan.mixers) > len(taylor.PANELS)
-
-
-def test_the_rows_of_a_reproduction_are_of_each_seed(tmp_path):
-    """Two seeds of one mixer; what has no number yet has no row."""
-    for seed, loss in ((0, 5.5), (2, 5.25)):
-        folder = tmp_path / f"1m-gla-{seed}" / "model"
-        folder.mkdir(parents=True)
-        (folder / "history.json").write_text(f'[{{"final_loss": {loss}}}]')
-    found = reproduction.rows("figure-2", "laptop", tmp_path)
-    assert [(row["run"], row["metric"], row["value"], row["seconds"]) for row in found] == [
-        ("1m-gla-0", "held-out loss", 5.5, None), ("1m-gla-2", "held-out loss", 5.25, None),
-    ]  # fmt: skip
-    assert "seed=2 --mixer gla" in found[1]["command"]
 
 
 def test_a_table_of_rates_is_that_of_its_runs(monkeypatch, tmp_path):

@@ -130,8 +130,6 @@ MISTAKES = {
     "export notes --to onnx --output .": "--output '.' has no name of its own",
     "retrofit notes --output .": "--output '.' has no name of its own",
     "inspect notes --prompt a --output .": "--output '.' has no name of its own",
-    "reproduce --run": "--run has no effect without the name of a table or figure",
-    "reproduce --only size=1m": "--only has no effect without the name of a table or figure",
     "bench --what=": "--what names none; expected some of memory, training, prefill, decoding",
     "zoo --json --markdown": "--json and --markdown are both given; expected one of them",
     "zoo --json --show cost": "--show and --json are both given; expected one of them",

@@ -28,7 +28,6 @@ PARTS = {  # extra -> folders of the package that it is enough for
     "gguf": ("convert", "hf"),
     "studies": ("studies/compare", "studies/bench", "studies/inspect", "studies/report"),
     "train": ("data", "training", "training/recipes"),
-    "studies,train": ("studies/reproduce",),
     "serve": ("serving",),
 }
 # Runs each line of Python, where packages are not found as if they were not installed.

@@ -20,7 +20,7 @@ GROUPS = {
     "Compare": ["compare", "zoo", "verify", "backends"],
     "Train": ["prepare", "train", "curves", "recipes"],
     "Evaluate": ["eval", "bench"],
-    "Understand": ["inspect", "reproduce"],
+    "Understand": ["inspect"],
     "Use": ["generate", "serve", "convert", "export", "retrofit"],
 }
 COMMANDS = typer.main.get_command(cli.app).commands
@@ -157,4 +157,4 @@ def test_shell_completion_works(tmp_path):
     run("--install-completion", "bash")
     assert "headrace" in (tmp_path / ".bashrc").read_text()
     completed = run(_HEADRACE_COMPLETE="complete_bash", COMP_WORDS="headrace re", COMP_CWORD="1")
-    assert completed.split() == ["recipes", "reproduce", "retrofit"]
+    assert completed.split() == ["recipes", "retrofit"]

@@ -45,7 +45,6 @@ BENCH = ("--layers", 1, "--hidden-size", 16, "--lengths", 16, "--batch-sizes", 1
         ("train", "laptop-5m", "--mixer", "leaky(slowest=0.9)", "--dry-run", *SMALL),
         ("prepare", "--task", "majority(length=12)", "--rows", 40, "--output", "rows"),
         ("bench", "--mixers", "leaky", "--what", "training,prefill,decoding", *BENCH),
-        ("reproduce",),
     ],
     ids=lambda words: words[0],
 )

@@ -1,7 +1,6 @@
 """Without what Windows lacks: modules, functions and signals of POSIX alone."""
 
 import pickle
-import sys
 from multiprocessing import get_context
 
 import pytest
@@ -12,7 +11,6 @@ import fresh
 from headrace.data import Preparation, prepare, workers
 from headrace.files import processes
 from headrace.files.processes import LOCK, locked
-from headrace.studies.reproduce import execute
 from headrace.utils.errors import InputError
 
 # Hides them from headrace, imports all of it, and runs commands. Libraries, which have code of their own for Windows,
@@ -77,14 +75,6 @@ def test_preparation_works_with_spawned_workers(tmp_path, monkeypatch):
     assert requested == ["spawn"]
     one, two = ((tmp_path / name / "train.npy").read_bytes() for name in ("forked", "spawned"))
     assert one == two
-
-
-def test_reproduction_steps_run_without_preexec_fn(monkeypatch):
-    monkeypatch.setattr(execute, "POSIX", False)
-    popen, given = execute.subprocess.Popen, []
-    monkeypatch.setattr(execute.subprocess, "Popen", lambda *words, **how: given.append(how) or popen(*words, **how))
-    assert execute.run([sys.executable, "-c", "print(5)"], listen=True) == (0, "5\n")
-    assert given[0]["preexec_fn"] is None
 
 
 def test_lock_is_deleted_after_it_is_closed(tmp_path, monkeypatch):

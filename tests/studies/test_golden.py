@@ -23,7 +23,6 @@ from headrace.studies.compare.pairwise import HEADER, judged
 from headrace.studies.compare.plan import Tuning
 from headrace.studies.compare.summary import summarize
 from headrace.studies.compare.terminal import print_results
-from headrace.studies.reproduce import experiment, numbers, show
 
 GOLDEN = Path(__file__).parent / "golden"
 LONG = "softmax-retnet(competition.activation=sigmoid)"
@@ -230,33 +229,9 @@ def evaluations():
         yield from ("", *(f"- {sentence}" for sentence in findings(evaluation)), "")
 
 
-# --- reproduce -------------------------------------------------------------------------------------------------------
-def over(*values):
-    return numbers.mean([numbers.DIVERGED if value is None else numbers.Number(value) for value in values])
-
-
-CELLS = [
-    numbers.Cell("GLA", column, published, ours)
-    for column, published, ours in (
-        ("within", 10.0, over(10.1, 9.6, 10.9)), ("beyond", 20.0, over(10.1, 9.6, 10.9)),
-        ("one run", 10.0, numbers.Number(1234.5)), ("missing", 10.0, None), ("neither", None, None),
-        ("unpublished", None, numbers.Number(1.0, 0.25)), ("diverged once", 10.0, over(10.1, None, 9.6)),
-        ("diverged", 10.0, over(None)), ("equal runs", 10.0, over(3.5, 3.5, 3.5)),
-    )
-]  # fmt: skip
-
-
-def reproductions():
-    chosen = experiment.load("figure-1")
-    for cells in (CELLS, CELLS[4:6], CELLS[3:6], [replace(cell, comparable=False) for cell in CELLS], CELLS[2:3]):
-        yield from (*(f"| {' | '.join(line)} |" for line in (show.HEADER, *show.shown(cells))), show.verdict(cells), "")
-    laptop = chosen.at("laptop")
-    yield from show.notes(chosen, "laptop", laptop, experiment.commands(laptop, Path("runs")))
-
-
 PAGES = {
     "sentences": sentences, "report": lambda: as_text(report(rates(), None)), "sweeps": sweeps, "terminal": terminal,
-    "planned": planned, "evaluations": evaluations, "reproductions": reproductions,
+    "planned": planned, "evaluations": evaluations,
 }  # fmt: skip
 
 

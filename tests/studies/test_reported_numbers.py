@@ -1,8 +1,6 @@
-"""Numbers of benchmarks, evaluations, reproductions and conversions, computed here a second time: by hand, by scipy, or
+"""Numbers of benchmarks, evaluations and conversions, computed here a second time: by hand, by scipy, or
 by the closed formula."""
 
-import html
-import json
 import math
 import time
 from types import SimpleNamespace
@@ -23,7 +21,6 @@ from headrace.studies.evaluate import findings, scores, unigram
 from headrace.studies.evaluate.report import draw, write_report
 from headrace.studies.evaluate.run import Evaluation, EvaluationPlan
 from headrace.studies.inspect.recorder import record
-from headrace.studies.reproduce import experiment, numbers, show
 from tiny import build as model
 from tiny import tokens
 
@@ -221,43 +218,6 @@ def test_the_unigram_is_that_of_the_evaluated_rows():
     found = unigram.unigram(samples, SimpleNamespace(tok_encode=lambda text: list(map(ord, text))))
     assert found == {"word_perplexity": pytest.approx(math.exp(-2 * (math.log(4 / 7) + math.log(2 / 7)) / 6))}
     assert (unigram.weight(-3.0), unigram.unigram([{"metrics": ["acc"]}], None)) == (1.0, {})
-
-
-# --- reproduce -------------------------------------------------------------------------------------------------------
-
-
-def test_reproduced_numbers_are_read_where_the_steps_left_them(tmp_path, monkeypatch):
-    for path, data in {
-        "e/run/results.json": {
-            "results": {x: {"acc,none": v, "acc_stderr,none": e} for x, v, e in (("a", 0.5, 0.03), ("b", 0.7, 0.04))},
-            "n-samples": {x: {"effective": 30} for x in "ab"},
-        },
-        "run/model/history.json": [{"final_loss": 2.0}, {"final_loss": 1.5}, {"loss": 9.0}],
-    }.items():
-        (tmp_path / path).parent.mkdir(parents=True)
-        (tmp_path / path).write_text(json.dumps(data))
-    monkeypatch.setattr(numbers, "run_folder", lambda scale, root, at: root / "run")
-    monkeypatch.setattr(numbers, "commands", lambda scale, root: [["recipes", "80m"], ["recipes", "340m"]])
-    kept = {"recipes 340m": {"said": '{"parameters": {"tied": 3e6}}'}}
-    monkeypatch.setattr(numbers, "done", lambda root, command: kept.get(" ".join(command)))
-    scale = SimpleNamespace(axes={"size": ["340m", "80m"], "seed": [0]})
-    read = lambda place, **at: numbers.mean(numbers.each(scale, place, {"size": "340m"} | at, tmp_path))  # noqa: E731
-    mean = read({"eval": "e", "mean": ["a", "b"], "metric": "acc", "times": 100})
-    assert (mean.value, mean.reach) == (pytest.approx(60), pytest.approx(100 * stats.t.ppf(0.975, 29) * 0.05 / 2))
-    assert read({"eval": "e", "mean": ["a", "c"], "metric": "acc"}) is None
-    assert read({"eval": "e", "item": "b", "metric": "acc"}).value == 0.7
-    assert read({"history": "final_loss"}).value == 1.5 and read({"history": "final_loss"}, seed=7) is None
-    printed = {"printed": "parameters.tied", "command": "recipes {size}", "times": 1e-6}
-    assert read(printed).value == 3.0 and read(printed, size="80m") is None
-
-
-def test_the_page_of_a_reproduction_has_its_numbers(tmp_path):
-    chosen = experiment.load("figure-1")
-    cells = [numbers.Cell("GLA", "x", 10.0, numbers.Number(10.5, 0.5))]
-    page = show.write_page(chosen, "laptop", cells, ["a note"], tmp_path / "page.html", "headrace").read_text("utf-8")
-    assert all(part in html.unescape(page) for part in (*show.line(cells[0]), show.verdict(cells), "a note"))
-    empty = show.write_page(chosen, "laptop", [], [], tmp_path / "empty.html", "headrace").read_text("utf-8")
-    assert "is published" not in empty and "are published" not in empty
 
 
 # --- inspect, convert ------------------------------------------------------------------------------------------------

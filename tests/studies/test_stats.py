@@ -19,7 +19,6 @@ from headrace.studies.compare.pairwise import BETTER, WORSE, Difference, judged
 from headrace.studies.compare.rows import converged
 from headrace.studies.compare.summary import summarize
 from headrace.studies.evaluate.scores import ROWS
-from headrace.studies.reproduce import numbers
 
 
 # --- means and intervals ---------------------------------------------------------------------------------------------
@@ -251,14 +250,3 @@ def test_a_run_has_converged_if_its_loss_fell_and_settled(losses, settled):
     curve = [{"step": step, "scores": {"loss": loss}} for step, loss in zip(steps, losses, strict=True)]
     assert converged({"diverged": False, "curve": curve}) == settled
     assert not converged({"diverged": True, "curve": curve})
-
-
-# --- reproduce -------------------------------------------------------------------------------------------------------
-def test_a_reproduced_number_has_an_interval_over_seeds_or_rows():
-    of_eval = {"results": {"a": {"acc,none": 0.5, "acc_stderr,none": 0.1}}, "n-samples": {"a": {"effective": 8}}}
-    assert numbers.score(of_eval, "a", "acc").reach == pytest.approx(0.1 * by_scipy.t.ppf(0.975, 7))
-    mean = numbers.mean([numbers.Number(float(i)) for i in range(5)])
-    assert (mean.value, mean.reach) == (2.0, pytest.approx(by_scipy.t.ppf(0.975, 4) * by_scipy.sem(range(5))))
-    less = numbers.less(numbers.Number(3.0, 0.3), numbers.Number(1.0, 0.4))
-    assert (less.value, less.reach) == (2.0, pytest.approx(0.5))
-    assert numbers.less(numbers.Number(3.0, 0.3), numbers.Number(1.0)).reach is None

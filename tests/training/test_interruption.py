@@ -68,9 +68,6 @@ COMMANDS = {
     "compare": lambda data, folder: ["compare", "--mixers", "gla", "--steps", 1, "--seeds", 1, "--output", folder],
     "bench": lambda data, folder: ["bench", "--mixers", "gla", "--output", folder],
     "eval": lambda data, folder: ["eval", "nowhere", "--suite", "recall", "--output", folder],
-    "reproduce": lambda data, folder: [
-        "reproduce", "table-2", "--run", "--text", __file__, "--output", folder
-    ],
 }  # fmt: skip
 
 
@@ -188,7 +185,7 @@ def alive(pid):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere orphans go on to their end")
-@pytest.mark.parametrize("launcher", ["prepare", "torchrun", "reproduce"])
+@pytest.mark.parametrize("launcher", ["prepare", "torchrun"])
 def test_children_of_a_killed_process_end(prepared, tmp_path, launcher):
     script, text = tmp_path / "program.py", tmp_path / "text.jsonl"
     script.write_text("from headrace.cli import main\nmain()\n")
@@ -198,11 +195,9 @@ def test_children_of_a_killed_process_end(prepared, tmp_path, launcher):
         command = [*TORCHRUN, str(script), *arguments(prepared, folder, tokens=1e9)]
         process = subprocess.Popen(command, env=QUIET, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     else:
-        options = {"prepare": [text, "--workers", "2"], "reproduce": ["table-2", "--run", "--text", __file__]}
-        process = groups.command(tmp_path, launcher, *options[launcher], "--output", folder)
-    at_work = {"prepare": 2, "torchrun": 2, "reproduce": 1}[launcher]
+        process = groups.command(tmp_path, launcher, text, "--workers", "2", "--output", folder)
     sign = {"torchrun": lambda: list(folder.glob("checkpoint-*"))}.get(launcher, lambda: True)
-    below = wait_for(lambda: sign() and len(found := children(process.pid)) >= at_work and found)
+    below = wait_for(lambda: sign() and len(found := children(process.pid)) >= 2 and found)
     if launcher == "prepare":
         time.sleep(1)
     process.kill()

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 from dataclasses import asdict
 from functools import partial, reduce
 
@@ -17,7 +16,6 @@ from headrace.files.provenance import MADE_BY, claim, defaults
 from headrace.studies.bench import plan
 from headrace.studies.bench.models import Shape
 from headrace.studies.compare.defaults import DEMO
-from headrace.studies.reproduce import execute
 from headrace.training import run
 from headrace.utils.errors import InputError, VersionWarning
 from trained import recipe, train
@@ -45,7 +43,6 @@ def test_edited_package_is_another_version(tmp_path, monkeypatch):
 CLAIMS = {
     "compare": lambda folder, **more: claim(folder, DEMO.to_json(), **more),
     "bench": lambda folder, **more: claim(folder, {"a": 1}, machine="x", **more),
-    "reproduce": lambda folder, **more: execute.execute([[sys.executable, "-c", ""]], folder, str, **more),
 }
 
 
@@ -140,17 +137,6 @@ def test_run_of_other_code_is_marked(data, tmp_path):
     with pytest.warns(VersionWarning, match=f"made by .*source {OTHER}"):
         train(data, tmp_path / "run", tokens=128 * 5)
     assert OTHER in (tmp_path / "run" / "model" / "README.md").read_text("utf-8")
-
-
-def test_step_with_changed_input_is_refused(tmp_path, monkeypatch):
-    text, root = tmp_path / "text.txt", tmp_path / "out"
-    text.write_text("one")
-    monkeypatch.setattr(execute, "HEADRACE", [sys.executable, "-c", ""])
-    for _ in range(2):
-        execute.execute([["headrace", "prepare", str(text)]], root, str)
-    text.write_text("two")
-    with pytest.raises(InputError, match=r"text\.txt' of step 1 has changed"):
-        execute.execute([["headrace", "prepare", str(text)]], root, str)
 
 
 # --- of checkpoints and rows -----------------------------------------------------------------------------------------

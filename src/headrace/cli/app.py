@@ -148,11 +148,6 @@ GROUPS = {
     },
     "Understand": {
         "inspect": Command(understand.inspect, "studies", (f"{MODEL} --file novel.txt --tokens 2000",)),
-        "reproduce": Command(
-            understand.reproduce,
-            "studies,train",
-            ("", "table-3 --scale paper", "figure-1 --run --text novel.txt --only size=1m"),
-        ),
     },
     "Use": {
         "generate": Command(

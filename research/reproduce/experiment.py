@@ -4,7 +4,7 @@ For each scale the file has `axes` (mixers, seeds, …), the name of a `run` as 
 commands, each repeated over the axes that it mentions. `columns` say where reproduced numbers are read, `rows` to which
 models they belong; `place` says where the published ones were read. Commands can contain
 
-    {text}      the training text                {root}    the folder of --output
+    {text}      the training text                {root}    the folder of --root
     {run}       the folder of a training run     {runs}    the folders of all runs   {models}  their trained models
     {mixer} …   a value of an axis               {mixers}  all mixers, separated by commas
     {settings}  the scale's settings for a mixer's recipe, see `Scale.settings`
@@ -19,10 +19,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ... import zoo
-from ...training import recipes
-from ...utils.errors import InputError
-from ..settings import assignments
+from headrace import zoo
+from headrace.studies.settings import assignments
+from headrace.training import recipes
+from headrace.utils.errors import InputError
 
 FOLDER = Path(__file__).parent / "experiments"
 SCALES = ("paper", "laptop")
@@ -35,13 +35,9 @@ class Scale:
     text: list[str]  # training text if --text is not given
     axes: dict[str, list[Any]] = field(default_factory=dict)
     run: str = ""
-    # {command, or text: sentence on it}. A sentence that states a setting is left out where that command or the text is
-    # changed, but {parameters} and {tokens} stand for those of the runs.
-    note: dict[str, str] = field(default_factory=dict)
+    note: dict[str, str] = field(default_factory=dict)  # {command, or text: sentence on it}
     comparable: bool = True  # whether its models are the paper's, so that a number can be compared with the published
-    machine: str = ""  # of the training runs, as 8xH100; none where they are not for a GPU
     settings: dict[str, str] = field(default_factory=dict)  # {mixer without competition: more settings of its recipe}
-    changes: list[str] = field(default_factory=list)  # options that changed the scale
 
 
 @dataclass(frozen=True)
@@ -104,23 +100,16 @@ def combinations(axes: dict[str, list[Any]]) -> list[dict[str, Any]]:
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
-def tailored(scale: Scale, text: list[str], only: list[str], additions: list[str]) -> Scale:
-    """The scale with another training text, fewer values of its axes (`only`) and more arguments (`additions`).
+def tailored(scale: Scale, text: list[str], only: list[str]) -> Scale:
+    """The scale with another training text, and fewer values of its axes (`only`).
 
     Raises:
-        InputError: no step reads a text, or `only` or `additions` do not fit the scale.
+        InputError: no step reads a text, or `only` does not fit the scale.
     """
     if text and not any("{text}" in step for step in scale.steps):
         raise InputError(f"--text {text[0]!r} is not used: no step reads a text; leave --text out")
-    chosen = extended(restricted(replace(scale, text=text or scale.text), only), additions)
-    changed = {words(addition)[0] for addition in additions} | ({"text"} if text else set())
-    options = {"--text": text, "--only": only, "--add": additions}
-    return replace(
-        chosen,
-        note={of: sentence for of, sentence in scale.note.items() if of not in changed or "{" in sentence},
-        comparable=scale.comparable and not changed - {"eval"},
-        changes=[shlex.join([option, value]) for option, values in options.items() for value in values],
-    )
+    chosen = restricted(scale, only)
+    return replace(chosen, text=text or scale.text, comparable=scale.comparable and not text)
 
 
 def run_folder(scale: Scale, root: Path, at: dict[str, Any]) -> Path:
@@ -137,16 +126,18 @@ def commands(scale: Scale, root: Path) -> list[list[str]]:
         for at in combinations(named):
             values = at | {"root": root, "mixers": ",".join(scale.axes.get("mixer", []))}
             values |= {"run": run_folder(scale, root, at)} if "{run}" in step else {}
-            words_of = lists | {"{settings}": settings(scale, at, step)}
+            words_of = lists | {"{settings}": settings(scale, at)}
             formatted = (words_of[word] if word in words_of else [word.format(**values)] for word in shlex.split(step))
             filled.append([*itertools.chain.from_iterable(formatted)])
     return filled
 
 
-def settings(scale: Scale, at: dict[str, Any], step: str) -> list[str]:
-    """The scale's settings for the mixer of a run, without those that the step sets itself."""
-    own = [text for base, text in scale.settings.items() if "mixer" in at and zoo.get(base) == _plain(at["mixer"])]
-    return shlex.split(without(" ".join(own), shlex.split(step)))
+def settings(scale: Scale, at: dict[str, Any]) -> list[str]:
+    """The scale's settings for the mixer of a run."""
+    if "mixer" not in at:
+        return []
+    own = (text for base, text in scale.settings.items() if zoo.get(base) == _plain(at["mixer"]))
+    return [word for text in own for word in shlex.split(text)]
 
 
 @cache
@@ -176,36 +167,11 @@ def meant(axis: str, value: str) -> Any:
     return zoo.get(value) if axis == "mixer" else value
 
 
-def extended(scale: Scale, additions: list[str]) -> Scale:
-    """The scale with more arguments for every step of a command: ["eval --limit 20"]. A setting, as in "train lr=1e-3",
-    replaces that of the step. InputError for a command that no step runs."""
-    steps = scale.steps
-    for addition in additions:
-        command, *arguments = words(addition)
-        if command not in (known := {called(shlex.split(step))[0] for step in steps}):
-            raise InputError(
-                f"--add {addition!r} fits no step; expected the first word to be {' or '.join(sorted(known))}"
-            )
-        more = shlex.join(arguments).replace("{", "{{").replace("}", "}}")
-        steps = [
-            f"{without(step, arguments)} {more}" if called(shlex.split(step))[0] == command else step for step in steps
-        ]
-    return replace(scale, steps=steps)
-
-
-def without(step: str, settings: list[str]) -> str:
-    """The step without the settings FIELD=VALUE of the fields that `settings` has."""
-    fields = {setting.partition("=")[0] for setting in settings if "=" in setting}
-    return shlex.join(word for word in shlex.split(step) if "=" not in word or word.partition("=")[0] not in fields)
-
-
-def words(text: str) -> list[str]:
-    try:
-        return shlex.split(text) or [""]
-    except ValueError as error:
-        raise InputError(f"{text!r} cannot be split into words: {error}") from None
-
-
-def called(command: list[str]) -> list[str]:
-    """The arguments of headrace in a command."""
-    return command[command.index("headrace") + 1 :]
+def script(steps: list[list[str]]) -> list[str]:
+    """The steps as a shell script that continues where it was interrupted: a text that is there is not prepared again,
+    and the other commands continue by themselves."""
+    lines = ["set -e"]
+    for step in steps:
+        made = step[step.index("--output") + 1] if "prepare" in step else ""
+        lines.append(f"test -e {shlex.quote(made)} || {shlex.join(step)}" if made else shlex.join(step))
+    return lines

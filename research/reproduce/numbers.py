@@ -1,19 +1,19 @@
-"""Reads the reproduced numbers from the output of the steps, and pairs them with the published ones."""
+"""Reads the reproduced numbers from what the steps wrote, and pairs them with the published ones."""
 
-import json
 import math
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ...training.results import read_result
-from ...utils.integrity import read_json
-from ..stats import mean_over_seeds, student
-from .execute import done
-from .experiment import Experiment, Scale, combinations, commands, run_folder
+from headrace.studies.stats import mean_over_seeds, student
+from headrace.training import recipes
+from headrace.training.model import counted
+from headrace.training.results import read_result
+from headrace.utils.integrity import read_json
+
+from .experiment import Experiment, Scale, combinations, run_folder
 
 
 @dataclass(frozen=True)
@@ -133,17 +133,10 @@ def logged(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) 
     return None if not values else DIVERGED if values[-1] is None else Number(values[-1])
 
 
-def printed(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) -> Number | None:
-    """A number in the JSON output of the step whose command contains place["command"]."""
-    part = place["command"].format(**at)
-    command = next(one for one in commands(scale, root) if part in shlex.join(one))
-    kept = done(root, command)
-    if kept is None:
-        return None
-    value = json.loads(kept["said"])
-    for name in place["printed"].split("."):
-        value = value[name]
-    return Number(value * place.get("times", 1))
+def parameters(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) -> Number:
+    """The parameters of a recipe's model, in one way of counting."""
+    recipe, _ = recipes.load(place["recipe"].format(**at), {"mixer": at["mixer"]})
+    return Number(counted(recipe).parameters[place["parameters"]] * place.get("times", 1))
 
 
 def compared(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path) -> Number | None:
@@ -155,5 +148,5 @@ def compared(scale: Scale, place: dict[str, Any], at: dict[str, Any], root: Path
 
 
 READERS: dict[str, Callable[..., Number | None]] = {
-    "eval": evaluated, "history": logged, "printed": printed, "compare": compared,
+    "eval": evaluated, "history": logged, "parameters": parameters, "compare": compared,
 }  # fmt: skip

@@ -1,0 +1,1 @@
+"""Tables and figures of papers: the commands that reproduce them, and the published numbers, as data."""

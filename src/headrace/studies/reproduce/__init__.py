@@ -1,1 +1,0 @@
-"""Tables and figures of the papers as steps to run and numbers to compare with, both as data: see experiments/."""
