@@ -67,20 +67,12 @@ def test_workers_without_several_gpus(accelerator, monkeypatch):
     [(None, "cuda:2", "2"), ("5,7,6", "cuda:1", "7"), ("5,7", "cpu", ""), (None, "cpu", ""), ("5,7", "mps", "5,7")],
 )
 def test_worker_sees_only_its_gpu(visible, device, seen, monkeypatch):
-    """Trainer would spread each batch over all GPUs that it sees."""
+    """A worker takes the first GPU that it sees."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     see_only(device)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
-
-
-def test_trainer_uses_the_cpu_on_request(monkeypatch, tmp_path):
-    from headrace.studies.compare.arm import arguments
-    from headrace.studies.compare.plan import ArmRecipe
-
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    assert arguments(ArmRecipe(), 0, tmp_path, "cpu").use_cpu and not arguments(ArmRecipe(), 0, tmp_path, "mps").use_cpu
 
 
 @pytest.mark.parametrize("name", ["tpu7", "xpu:99"])

@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ...training.environment import environment
+from ...training.history import duration
 from ...training.machine import DAY
-from ...training.trainer import duration
 from ..report.numbers import seeds_of, significant
 from ..report.page import Page, Section
 from .experiment import Experiment, Scale, commands, load, names
