@@ -1,6 +1,7 @@
 """The order of rows: each row once, in an order of its own for each epoch and seed."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from datasets import Dataset
 from headrace.data import Shuffled
 from headrace.training.loop import Batches, Updates
 from headrace.training.processes import Processes
+from headrace.training.run import order
 from trained import recipe, train
 
 
@@ -67,7 +69,9 @@ def rows_by_step(kind, processes, micro, first):
     collate = lambda rows: {"row": torch.tensor([row["row"] for row in rows])}  # noqa: E731
     result = {step: [] for step in range(first, STEPS)}
     for process in range(processes):
-        batches = Batches(data, collate, settings, Processes(torch.device("cpu"), process, processes))
+        batches = Batches(
+            data, partial(order, data, SEED), collate, settings, Processes(torch.device("cpu"), process, processes)
+        )
         for step, own in zip(result, batches.after(first), strict=False):
             assert [len(batch["row"]) for batch in own] == [micro] * (STEP // (processes * micro))
             result[step] += torch.cat([batch["row"] for batch in own]).tolist()
@@ -96,8 +100,8 @@ def test_training_uses_this_order(data, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Updates, "backward", note)
     train(replace(data, train=data.train.select(range(11))), tmp_path / "run", tokens=128 * 9)
-    order = Shuffled(11, 8, seed=0)
+    shuffled = Shuffled(11, 8, seed=0)
     for epoch in range(4):
-        order.set_epoch(epoch)
+        shuffled.set_epoch(epoch)
         rows = [row for step in steps[2 * epoch : 2 * epoch + 2] for row in step]
-        assert rows == [data.train[i]["input_ids"] for i in order]
+        assert rows == [data.train[i]["input_ids"] for i in shuffled]

@@ -27,10 +27,11 @@ from headrace.data import Preparation, open_data, prepare
 from headrace.data.tokenizer import byte_level
 from headrace.files.processes import LOCK, locked
 from headrace.training import checkpoints
+from headrace.training.model import estimate
 from headrace.utils.errors import InputError
 from headrace.utils.integrity import CHECKSUMS
 from sharded import Run, ended, start_each, train_all
-from trained import arguments, plain_loss, signalled, train
+from trained import arguments, plain_loss, recipe, signalled, train
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
 QUIET = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -253,6 +254,7 @@ def test_held_out_loss_covers_every_row(data, tmp_path, rows):
 @pytest.mark.parametrize("mixer", ["mamba", "s4", "rwkv7", "residual-delta", "bigbird", "gpt"])
 def test_other_layers_can_be_trained(data, tmp_path, mixer):
     """What a run costs is counted on the meta device, which has no autocast and no lengths."""
+    assert estimate(recipe(mixer=mixer)[0])["flops_per_token"] > 0
     train(data, tmp_path / "run", tokens=128 * 2, mixer=mixer)
     model = load(tmp_path / "run" / "model")
     assert final_loss(tmp_path / "run") == pytest.approx(plain_loss(model, data.held_out), rel=1e-4)

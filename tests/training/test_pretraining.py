@@ -8,9 +8,11 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from itertools import count
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
+from types import ModuleType
 
 import pytest
 import torch
@@ -422,6 +424,29 @@ def test_nonfinite_numbers_are_null_and_marked(data, tmp_path, monkeypatch):
     (again,) = (point for point in card.read_history(folder) if point.get("step") == 15 and "loss" in point)
     assert again["loss"] != again["loss"] and "not_finite" not in again
     assert all(weight.isfinite().all() for weight in load_file(folder / "model" / "model.safetensors").values())
+
+
+def test_trackers_show_the_numbers_of_the_history(data, tmp_path, monkeypatch):
+    """TensorBoard, and a stand-in for Weights & Biases, whose functions are those of Trackio."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    wandb, sent = ModuleType("wandb"), []
+    wandb.__spec__ = ModuleSpec("wandb", None)
+    wandb.init = lambda **given: sent.append(given["name"])
+    wandb.log = lambda numbers, step: sent.append((step, numbers))
+    wandb.finish = lambda: sent.append("finished")
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    loop = run.train(*recipe(tokens=128 * 10), data, tmp_path / "run", trackers="tensorboard,wandb")
+    assert (sent[0], sent[-1]) == ("run", "finished")
+    shown = {(step, name): value for step, numbers in sent[1:-1] for name, value in numbers.items()}
+    (folder,) = (tmp_path / "run" / "runs").iterdir()
+    board = EventAccumulator(str(folder)).Reload()
+    drawn = {(p.step, name): p.value for name in board.Tags()["scalars"] for p in board.Scalars(name)}
+    assert drawn.keys() == shown.keys() and all(drawn[key] == pytest.approx(shown[key], rel=1e-6) for key in shown)
+    for point in loop.history.points:
+        for name, chart in (("loss", "train/loss"), ("eval_loss", "eval/loss"), ("final_loss", "train/final_loss")):
+            assert point.get(name) in (None, shown.get((point["step"], chart)))
 
 
 def test_card_and_curves_name_nonfinite_losses(data, tmp_path):

@@ -155,7 +155,7 @@ def test_a_held_out_loss_is_over_labelled_tokens(data, tmp_path):
 def test_training_speed_leaves_out_pauses(monkeypatch):
     clock = iter([10.0, 16.0, 18.0])
     monkeypatch.setattr(history.time, "perf_counter", lambda: next(clock))
-    measures = history.Measures(128, 1.0, 7, 1000.0)
+    measures = history.Measures(128, 1.0, 7 / 1000)
     assert measures.speed(5) == {}
     measures.paused = 2.0
     assert measures.speed(9) == {"tokens_per_second": 128.0, "mfu": 0.896}  # 4 steps in 16 − 10 − 2 s

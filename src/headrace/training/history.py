@@ -30,8 +30,7 @@ class Measures:
 
     tokens_per_step: int
     bytes_per_token: float  # of the held-out text
-    flops_per_token: int  # of training
-    peak_flops: float | None  # of all devices together, per second; None: not known
+    seconds_per_token: float | None  # at the peak of all devices together; None: not known
     last: tuple[float, int] | None = None  # time and step of the last speed
     paused: float = 0.0  # seconds of evaluations since then
 
@@ -43,8 +42,8 @@ class Measures:
             return {}
         rate = (step - before[1]) * self.tokens_per_step / (now - before[0] - paused)
         speed = {"tokens_per_second": round(rate, 1)}
-        if self.peak_flops:
-            speed["mfu"] = round(rate * self.flops_per_token / self.peak_flops, 4)
+        if self.seconds_per_token is not None:
+            speed["mfu"] = round(rate * self.seconds_per_token, 4)
         return speed
 
 

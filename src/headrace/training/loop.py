@@ -1,13 +1,12 @@
-"""The training loop: what happens to the weights in a step, and around it in a run of `headrace train`.
-
-`Updates` computes a step: gradients of its batches, clipping, AdamW and the learning rate. An arm of `compare` makes
-nothing but such steps; `Loop` is that of a run, which also logs, evaluates, saves and resumes.
+"""The training loop. `Batches` are the rows of each step; `Updates` computes a step, with accumulation, precision,
+clipping and schedule; `Loop` is a run of `headrace train`, which also logs, evaluates, saves and resumes. An arm of
+`compare` is a loop of its own over `Updates`.
 """
 
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,10 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from torch import Tensor, nn
 
-from ..data import Shuffled
 from ..ops.loss import IGNORED
 from ..utils.integrity import read_json, write_json
 from . import checkpoints
@@ -38,6 +35,68 @@ Loss = Callable[[nn.Module, Batch, Tensor], Tensor]
 LOG_EVERY = 10  # steps between logs if save_every is a multiple, else their greatest common divisor
 WITHOUT_LABELS = "batches_without_labels"  # logged name
 PATIENCE = 5  # consecutive gradients that are not finite after which a run stops
+
+
+# --- the batches of a run --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batches of each step, which follow from the number of the step: a run resumes where it was.
+
+    An epoch takes the rows in its `order`, and leaves those to another that would not fill a step."""
+
+    rows: Any  # a data set
+    order: Callable[[int], Iterable[int]]  # the numbers of the rows in an epoch
+    collate: Callable[[list[Any]], Batch]
+    recipe: Recipe
+    processes: Processes
+
+    @property
+    def per_epoch(self) -> int:
+        """Number of steps in an epoch."""
+        return len(self.rows) // self.recipe.rows
+
+    def epoch(self, step: int) -> float:
+        """The number of epochs that have passed after a step."""
+        before, within = divmod(step - 1, self.per_epoch)
+        return before + (within + 1) / self.per_epoch
+
+    def after(self, step: int) -> Iterator[list[Batch]]:
+        """The batches of this process in each step that follows step number `step`, without an end."""
+        epoch, within = divmod(step, self.per_epoch)
+        while True:
+            order = islice(self.order(epoch), within * self.recipe.rows, None)
+            for _ in range(within, self.per_epoch):
+                yield self.share(list(islice(order, self.recipe.rows)))
+            epoch, within = epoch + 1, 0
+
+    def share(self, numbers: list[int]) -> list[Batch]:
+        """This process's batches of the rows of a step: every n-th, where n processes have rows of their own."""
+        size, _ = self.recipe.share(self.processes.count)
+        batches = [numbers[i : i + size] for i in range(0, len(numbers), size)]
+        own = batches[self.processes.reader :: self.processes.readers]
+        return [self.batch([self.rows[i] for i in batch]) for batch in own]
+
+    def once(self, rows: Any) -> Iterator[Batch]:
+        """The batches of this process of an evaluation: each row is in one batch of one process, or of those that share
+        it. A batch without rows has no label."""
+        for numbers in shares(len(rows), self.recipe.micro_batch, self.processes.reader, self.processes.readers):
+            batch = self.batch([rows[i] for i in numbers or [0]])
+            if not numbers:
+                for name in {"labels", "shift_labels"} & batch.keys():
+                    batch[name] = torch.full_like(batch[name], IGNORED)
+            yield batch
+
+    def batch(self, rows: list[Any]) -> Batch:
+        return self.processes.part(self.processes.put(self.collate(rows)), self.recipe.length)
+
+
+def shares(rows: int, size: int, process: int, processes: int) -> list[range]:
+    """The rows in each batch of a process. All processes have equally many batches, as the processes of a sharded model
+    synchronize in each forward pass; the last batch of a process may be empty."""
+    chosen, most = range(process, rows, processes), -(-rows // processes)
+    return [chosen[i : i + size] for i in range(0, most, size)]
 
 
 # --- a step ----------------------------------------------------------------------------------------------------------
@@ -64,16 +123,16 @@ class Updates:
         self.unlabelled = torch.zeros((), dtype=torch.long, device=processes.device)  # batches without a label
 
     def backward(self, batches: list[Batch]) -> list[Tensor]:
-        """The losses of the batches of this process, whose gradients the parameters then have."""
+        """The losses of the batches of this process, whose gradients the parameters then have. Processes exchange
+        gradients once, with the last batch."""
         self.model.train()
         counts = torch.stack([answers(batch).sum() for batch in batches])
         self.unlabelled += (self.processes.sum_in_row(counts) == 0).sum()
         count = self.processes.sum(counts.sum()) / self.processes.per_row
         losses = []
         for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
-            # processes exchange gradients once, with the last batch
-            waiting = self.model.no_sync() if left and hasattr(self.model, "no_sync") else nullcontext()
-            with waiting, self.processes.sharing_rows():
+            alone = self.model.no_sync() if left and hasattr(self.model, "no_sync") else nullcontext()
+            with alone, self.processes.sharing_rows():
                 with self.autocast():
                     loss = self.loss(self.model, batch, count)
                 loss.backward()
@@ -102,75 +161,6 @@ def answers(batch: Batch) -> Tensor:
     return (batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]) != IGNORED
 
 
-# --- the batches of a run --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Batches:
-    """The batches of each step, which follow from the number of the step: a run resumes where it was.
-
-    Every epoch takes the rows in another random order, and leaves those to another that would not fill a step."""
-
-    rows: Any  # a data set
-    collate: Callable[[list[Any]], Batch]
-    recipe: Recipe
-    processes: Processes
-
-    @property
-    def per_epoch(self) -> int:
-        """Number of steps in an epoch."""
-        return len(self.rows) // self.recipe.rows
-
-    def epoch(self, step: int) -> float:
-        """The number of epochs that have passed after a step."""
-        before, within = divmod(step - 1, self.per_epoch)
-        return before + (within + 1) / self.per_epoch
-
-    def after(self, step: int) -> Iterator[list[Batch]]:
-        """The batches of this process in each step that follows step number `step`, without an end."""
-        epoch, within = divmod(step, self.per_epoch)
-        while True:
-            order = islice(self.order(epoch), within * self.recipe.rows, None)
-            for _ in range(within, self.per_epoch):
-                yield self.share(list(islice(order, self.recipe.rows)))
-            epoch, within = epoch + 1, 0
-
-    def order(self, epoch: int) -> Iterator[int]:
-        seed = self.recipe.seed
-        if isinstance(self.rows, Dataset):  # of a task
-            return iter(torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(epoch + seed)).tolist())
-        shuffled = Shuffled(len(self.rows), self.per_epoch * self.recipe.rows, seed)
-        shuffled.set_epoch(epoch)
-        return iter(shuffled)
-
-    def share(self, numbers: list[int]) -> list[Batch]:
-        """This process's batches of the rows of a step: every n-th, where n processes have rows of their own."""
-        size, _ = self.recipe.share(self.processes.count)
-        batches = [numbers[i : i + size] for i in range(0, len(numbers), size)]
-        own = batches[self.processes.reader :: self.processes.readers]
-        return [self.batch([self.rows[i] for i in numbers]) for numbers in own]
-
-    def once(self, rows: Any) -> Iterator[Batch]:
-        """The batches of this process of an evaluation: each row is in one batch of one process, or of those that share
-        it. A batch without rows has no label."""
-        for numbers in shares(len(rows), self.recipe.micro_batch, self.processes.reader, self.processes.readers):
-            batch = self.batch([rows[i] for i in numbers or [0]])
-            if not numbers:
-                for name in {"labels", "shift_labels"} & batch.keys():
-                    batch[name] = torch.full_like(batch[name], IGNORED)
-            yield batch
-
-    def batch(self, rows: list[Any]) -> Batch:
-        return self.processes.part(self.processes.put(self.collate(rows)), self.recipe.length)
-
-
-def shares(rows: int, size: int, process: int, processes: int) -> list[range]:
-    """The rows in each batch of a process. All processes have equally many batches, as the processes of a sharded model
-    synchronize in each forward pass; the last batch of a process may be empty."""
-    chosen, most = range(process, rows, processes), -(-rows // processes)
-    return [chosen[i : i + size] for i in range(0, most, size)]
-
-
 # --- a run -----------------------------------------------------------------------------------------------------------
 
 
@@ -181,23 +171,22 @@ class Loop:
         model: as it is saved.
         shared: the model, in what lets processes share its gradients.
         held_out: the rows of an evaluation.
-        history: where the numbers of the run go.
         folder: where its checkpoints are.
     """
 
     def __init__(
-        self, model: Any, shared: nn.Module, batches: Batches, held_out: Any, measures: Measures, history: History,
-        folder: Path,
-    ):  # fmt: skip
+        self, model: Any, shared: nn.Module, batches: Batches, held_out: Any, measures: Measures, folder: Path
+    ):
         self.model, self.batches, self.held_out, self.measures = model, batches, held_out, measures
-        self.history, self.folder, self.recipe, self.processes = history, folder, batches.recipe, batches.processes
+        self.folder, self.recipe, self.processes = folder, batches.recipe, batches.processes
+        self.history = History(shown=self.processes.rank == 0)
         self.updates = Updates(shared, self.recipe, self.loss, self.processes, self.recipe.precision)
         self.step = 0
         self.skipped = self.in_a_row = 0  # gradients that were not finite, of all and up to now
         self.unlabelled = 0  # batches without a label, before the run was resumed
-        self.loss_sum = torch.zeros((), device=self.processes.device)  # since the last log
-        self.broken = False  # whether a loss since then was not finite
         self.logged_step = 0
+        self.loss_sum = torch.zeros((), device=self.processes.device)  # since then
+        self.broken = False  # whether a loss since then was not finite
         self.collapsed: set[tuple[int, str]] = set()  # gates of which a warning was printed
 
     def run(self, stop: Stop) -> None:
@@ -345,9 +334,9 @@ class Loop:
 
     def resume(self, checkpoint: Path) -> None:
         """Goes on from a complete checkpoint, of any number of processes."""
+        self.history.points = read_json(checkpoint / checkpoints.HISTORY)
         load_weights(self.model, checkpoint)
         checkpoints.load_optimizer(checkpoint, self.model, self.updates.optimizer, self.updates.schedule)
         checkpoints.load_random_state(checkpoint, self.processes)
-        self.history.points = read_json(checkpoint / checkpoints.HISTORY)
         self.step = self.logged_step = checkpoints.step(checkpoint)
         self.skipped, self.unlabelled = map(self.history.last, ("skipped_updates", WITHOUT_LABELS))

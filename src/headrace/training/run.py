@@ -11,7 +11,7 @@ import json
 import math
 import shlex
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoTokenizer, set_seed
 
 from ..convert.checkpoint import fetched
-from ..data import Collator, PackedData, open_data, unigram_loss
+from ..data import Collator, PackedData, Shuffled, open_data, unigram_loss
 from ..files.processes import handling
 from ..files.provenance import claim, defaults
 from ..layers.blocks.compiled import compile_for_training, is_compiled, report_compiler_errors
@@ -35,10 +35,10 @@ from ..utils.integrity import CHECKSUMS, damage, read_record, write_json
 from . import checkpoints
 from .agreement import agreed, errors_in_all, rank
 from .card import baseline_sentence, can_draw, read_history, write_card
-from .history import History, Measures, check_trackers, open_trackers
+from .history import Measures, check_trackers, open_trackers
 from .loop import Batches, Loop, answers
 from .machine import peak
-from .model import build, count, estimate, recompute_blocks
+from .model import build, count, flops_per_token, meta_model, recompute_blocks
 from .processes import PARALLEL, TIMEOUT, Processes, connect, is_connection_error, unresponsive
 from .recipes import FROM_DATA, About, Recipe, to_yaml
 from .results import restored
@@ -218,17 +218,20 @@ def check_tokenizer(recipe: Recipe, data: PackedData) -> None:
 def make_loop(recipe: Recipe, data: PackedData, folder: Path, processes: Processes) -> Loop:
     with errors_in_all():
         model = build(recipe)
+    rows = full_rows(data.train, recipe.length)
     end = None if data.tokenizer is None else data.tokenizer.eos_token_id
     model.config.eos_token_id = model.generation_config.eos_token_id = end
     held_out = data.manifest["held_out"]
-    counted = estimate(recipe)["flops_per_token"]
     return Loop(
         model,
         shared_model(model, recipe, processes),
-        Batches(full_rows(data.train, recipe.length), Collator(end or 0, recipe.separate_documents), recipe, processes),
+        Batches(
+            rows, partial(order, rows, recipe.seed), Collator(end or 0, recipe.separate_documents), recipe, processes
+        ),
         evenly_spaced(data.held_out, recipe.evaluate_rows),
-        Measures(recipe.batch_tokens, held_out["bytes"] / held_out["tokens"], counted, peak_flops(processes.count)),
-        History(shown=processes.rank == 0),
+        Measures(
+            recipe.batch_tokens, held_out["bytes"] / held_out["tokens"], seconds_per_token(recipe, processes.count)
+        ),
         folder,
     )
 
@@ -255,9 +258,24 @@ def full_rows(rows: Dataset, length: int) -> Dataset:
     return rows if len(rows[-1]["input_ids"]) == length else rows.select(range(len(rows) - 1))
 
 
+def order(rows: Any, seed: int, epoch: int) -> Iterable[int]:
+    """The numbers of the rows in random order, which is another one in each epoch."""
+    if isinstance(rows, Dataset):  # of a task
+        return torch.randperm(len(rows), generator=torch.Generator().manual_seed(epoch + seed)).tolist()
+    shuffled = Shuffled(len(rows), len(rows), seed)
+    shuffled.set_epoch(epoch)
+    return shuffled
+
+
 def evenly_spaced(rows: Dataset, count: int) -> Dataset:
     """At most `count` of the rows, evenly spaced."""
     return rows if len(rows) <= count else rows.select(torch.linspace(0, len(rows) - 1, count).long().tolist())
+
+
+def seconds_per_token(recipe: Recipe, devices: int) -> float | None:
+    """Of training at the peak of the devices; None if it is not known. Operations take seconds to count."""
+    flops = peak_flops(devices)
+    return None if flops is None else flops_per_token(meta_model(recipe), recipe) / flops
 
 
 def peak_flops(devices: int) -> float | None:
