@@ -113,9 +113,7 @@ class Updates:
         precision: "bfloat16": autocast; weights and moments are float32.
     """
 
-    def __init__(
-        self, model: nn.Module, recipe: Optimization, loss: Loss, processes: Processes, precision: str = "float32"
-    ):
+    def __init__(self, model: Any, recipe: Optimization, loss: Loss, processes: Processes, precision: str = "float32"):
         self.model, self.recipe, self.loss, self.processes = model, recipe, loss, processes
         self.autocast = partial(torch.autocast, processes.device.type, torch.bfloat16, enabled=precision == "bfloat16")
         self.optimizer = optimizer(model, recipe)
@@ -149,7 +147,7 @@ class Updates:
 
     def step(self) -> float:
         """Changes the weights, and returns the learning rate by which it did."""
-        rate = self.schedule.get_last_lr()[0]
+        rate = float(self.schedule.get_last_lr()[0])
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
