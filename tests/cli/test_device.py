@@ -1,6 +1,8 @@
 """Without --device every command computes on the accelerator, where there is one."""
 
 import os
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,6 +75,20 @@ def test_worker_sees_only_its_gpu(visible, device, seen, monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     see_only(device)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_an_arm_is_trained_on_the_device_that_is_asked_for(device, monkeypatch):
+    from headrace.studies.compare import arm, defaults
+
+    def there():
+        raise LookupError("the accelerator")
+
+    monkeypatch.setattr(arm, "device_of_this_process", there)
+    recipe = replace(defaults.PAIR.recipe, steps=1, evaluations=1, held_out=8)
+    one = replace(defaults.PAIR, mixers=("retnet",), recipe=recipe).arms()[0]
+    with nullcontext() if device == "cpu" else pytest.raises(LookupError):
+        arm.train(one, lambda *news: None, device)
 
 
 @pytest.mark.parametrize("name", ["tpu7", "xpu:99"])

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -32,6 +33,7 @@ from headrace.studies.compare.run import complete
 from headrace.studies.compare.shape import MATCHED, ArmRecipe, Shape
 from headrace.studies.compare.summary import summarize
 from headrace.tasks import IGNORED, Answers, Digits, Induction, Masked, Pair, Reverse, Text
+from headrace.training.processes import Processes
 from headrace.training.results import file_names, finite, read_result, restored, write_result
 from headrace.utils.errors import InputError
 from headrace.utils.integrity import write_json
@@ -305,7 +307,8 @@ def test_gates_are_drawn_with_the_standard_deviation_that_is_asked_for(kind, len
 def test_speeds_are_tokens_over_seconds(monkeypatch):
     from headrace.studies.compare import arm as module
 
-    curve = module.Curve(SMALL.arms()[0], None, ignore)
+    updates = SimpleNamespace(processes=Processes(torch.device("cpu")))
+    curve = module.Curve(SMALL.arms()[0], updates, ignore)
     monkeypatch.setattr(module.time, "perf_counter", lambda: 14.0)
     curve.points, curve.resumed = [{"step": 1}], 10.0
     assert curve.speed(3) == 2 * 4 * SMALL.task.length / 4.0, "two steps of four rows in four seconds"

@@ -97,7 +97,7 @@ class Curve:
 
     def speed(self, step: int) -> float:
         """Training tokens per second since the last evaluation."""
-        if torch.accelerator.is_available():
+        if self.updates.processes.device.type != "cpu":
             torch.accelerator.synchronize()
         tokens = (step - self.points[-1]["step"]) * self.recipe.batch_size * self.arm.plan.task.length
         return tokens / (time.perf_counter() - self.resumed)
