@@ -59,8 +59,9 @@ class History:
     """The numbers of a run by step, in the form of `finite`. With `shown`, as in one of its processes, they are
     printed, but for those of gates."""
 
-    def __init__(self, shown: bool = False, trackers: list[Tracker] | None = None):
-        self.shown, self.trackers = shown, trackers or []
+    def __init__(self, shown: bool):
+        self.shown = shown
+        self.trackers: list[Tracker] = []
         self.points: list[dict[str, Any]] = []
         self.progress: tqdm | None = None
         self.seconds: list[float] = []  # the times of the ends of the first steps

@@ -12,7 +12,7 @@ import math
 import shlex
 import signal
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -81,7 +81,10 @@ def train(
         set_seed(recipe.seed)
         loop, stop = make_loop(recipe, opened, folder, processes), Stop()
         print_once(describe_start(loop, last))
-        with report_failures(loop), report_compiler_errors(), tracked(loop, about, trackers):
+        with report_failures(loop), report_compiler_errors(), closing(loop.history):
+            with errors_in_all():
+                if rank() == 0:
+                    loop.history.trackers = open_trackers(trackers, folder, to_yaml(recipe, about))
             if last is not None:
                 loop.resume(last)
             with handling(stop.on_signal, signal.SIGTERM, signal.SIGINT):
@@ -89,18 +92,6 @@ def train(
             stop.end()
             finish(loop, about, opened)
     return loop
-
-
-@contextmanager
-def tracked(loop: Loop, about: About, trackers: str) -> Iterator[None]:
-    """Sends what the loop logs to trackers, in process 0."""
-    with errors_in_all():
-        if loop.processes.rank == 0:
-            loop.history.trackers = open_trackers(trackers, loop.folder, to_yaml(loop.recipe, about))
-    try:
-        yield
-    finally:
-        loop.history.close()
 
 
 def print_once(lines: str) -> None:
