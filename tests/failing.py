@@ -1,13 +1,13 @@
 """Runs in which one process of a group fails alone."""
 
-import os
 from functools import partial
 from unittest.mock import patch
 
 import torch.distributed as dist
-from transformers import Trainer
 
+from headrace.hf import HeadraceForCausalLM
 from headrace.training import card, checkpoints, run
+from headrace.training.history import History
 from headrace.utils.errors import InputError
 from trained import recipe
 
@@ -31,9 +31,9 @@ def failing(of, name, process, error):
 CASES = {  # where it fails: the patch
     "choosing": partial(failing, run, "begin", 0, LOST),
     "building": partial(failing, run, "build", 1, InputError("weights='x' has no config.json")),
-    "logging": partial(failing, run.Progress, "on_log", 0, FULL),
-    "weights": partial(failing, run.HeadraceTrainer, "_save", 0, FULL),
-    "random state": partial(failing, Trainer, "_save_rng_state", 1, FULL),
+    "logging": partial(failing, History, "add", 0, FULL),
+    "weights": partial(failing, HeadraceForCausalLM, "save_pretrained", 0, FULL),
+    "random state": partial(failing, checkpoints, "save_random_state", 1, FULL),
     "marking": partial(failing, checkpoints, "complete", 0, FULL),
     "card": partial(failing, run, "write_card", 0, LOST),
 }
@@ -41,8 +41,6 @@ CASES = {  # where it fails: the patch
 
 def sentences(data, damaged, folder):
     """{where: what this process says when one fails there}"""
-    rank = dist.get_rank()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size())}
     messages = {"data": error_of(damaged, folder / "data")}
     for name, fails in CASES.items():
         with fails(), patch.object(card, "draw_curves"):

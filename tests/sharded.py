@@ -5,8 +5,6 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from transformers import TrainerCallback
-
 from groups import begin, forked, free_port
 
 GRACE = 5  # seconds in which the other processes may end after one has failed
@@ -49,27 +47,21 @@ def ended(group):
 
 
 def _process(rank, processes, port, data, runs):
-    from headrace.training import card, run
+    from headrace.training import card, loop
+    from trained import signalled
 
     begin(int(os.environ.get("HEADRACE_TEST_THREADS", "1")))
     if processes > 1:
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
         os.environ |= {"MASTER_ADDR": "127.0.0.1"} | {name: str(number) for name, number in numbers.items()}
     card.draw_curves = lambda *given: None  # takes as long as half of the steps
-    make = run.make_trainer
     for one in runs:
-        run.LOG_EVERY = one.log_every
+        loop.LOG_EVERY = one.log_every
         with (one.folder.parent / f"{one.folder.name}-{rank}.txt").open("w") as message:
             os.dup2(message.fileno(), 1)
             os.dup2(message.fileno(), 2)
-
-        def with_signal(*given, one=one):
-            trainer = make(*given)
-            trainer.add_callback(SignalTo(*one.signals.get(rank, (None, None))))
-            return trainer
-
-        run.make_trainer = with_signal
-        command(data, one)
+        with signalled(*one.signals.get(rank, (None, None))):
+            command(data, one)
 
 
 def command(data, one):
@@ -83,14 +75,3 @@ def command(data, one):
     except SystemExit as ended:
         if ended.code:
             raise
-
-
-class SignalTo(TrainerCallback):
-    """Sends this process a signal before a step."""
-
-    def __init__(self, step, number):
-        self.step, self.number = step, number
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            os.kill(os.getpid(), self.number)

@@ -1,10 +1,12 @@
 """A training run of a second, for tests."""
 
+import os
 from unittest.mock import patch
 
 import torch
 
 from headrace.training import card, recipes, run
+from headrace.training.loop import Batches
 
 # Small first weights and steps: with the default ones two orders of a sum differ by 1e-2 after 20 such steps,
 # so that no tolerance of a comparison could be derived.
@@ -23,6 +25,19 @@ def recipe(**changes):
 @patch.object(card, "draw_curves")  # a third of a second, in which nothing is trained
 def train(data, folder, drawing, **changes):
     return run.train(*recipe(**changes), data, folder, trackers="none")
+
+
+def signalled(at, number):
+    """A patch by which this process sends itself a signal before a step."""
+    after = Batches.after
+
+    def with_signal(self, step):
+        for i, batches in enumerate(after(self, step), step):
+            if i == at:
+                os.kill(os.getpid(), number)
+            yield batches
+
+    return patch.object(Batches, "after", with_signal)
 
 
 def plain_loss(model, rows):

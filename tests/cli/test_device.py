@@ -1,6 +1,8 @@
 """Without --device every command computes on the accelerator, where there is one."""
 
 import os
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -67,7 +69,7 @@ def test_workers_without_several_gpus(accelerator, monkeypatch):
     [(None, "cuda:2", "2"), ("5,7,6", "cuda:1", "7"), ("5,7", "cpu", ""), (None, "cpu", ""), ("5,7", "mps", "5,7")],
 )
 def test_worker_sees_only_its_gpu(visible, device, seen, monkeypatch):
-    """Trainer would spread each batch over all GPUs that it sees."""
+    """A worker takes the first GPU that it sees."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -75,12 +77,18 @@ def test_worker_sees_only_its_gpu(visible, device, seen, monkeypatch):
     assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
 
 
-def test_trainer_uses_the_cpu_on_request(monkeypatch, tmp_path):
-    from headrace.studies.compare.arm import arguments
-    from headrace.studies.compare.plan import ArmRecipe
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_an_arm_is_trained_on_the_device_that_is_asked_for(device, monkeypatch):
+    from headrace.studies.compare import arm, defaults
 
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    assert arguments(ArmRecipe(), 0, tmp_path, "cpu").use_cpu and not arguments(ArmRecipe(), 0, tmp_path, "mps").use_cpu
+    def there():
+        raise LookupError("the accelerator")
+
+    monkeypatch.setattr(arm, "device_of_this_process", there)
+    recipe = replace(defaults.PAIR.recipe, steps=1, evaluations=1, held_out=8)
+    one = replace(defaults.PAIR, mixers=("retnet",), recipe=recipe).arms()[0]
+    with nullcontext() if device == "cpu" else pytest.raises(LookupError):
+        arm.train(one, lambda *news: None, device)
 
 
 @pytest.mark.parametrize("name", ["tpu7", "xpu:99"])

@@ -5,7 +5,6 @@ import re
 import shutil
 
 import pytest
-import transformers.trainer
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
@@ -16,13 +15,12 @@ from headrace.cli import app
 from headrace.data import Preparation, prepare
 from headrace.layers.blocks.stack import PIECE
 from headrace.training import card, recipes, run
+from headrace.training.history import duration
 from headrace.training.machine import REACHED
 from headrace.training.model import build
 from headrace.training.sharding import load_weights
-from headrace.training.trainer import duration
 from trained import TINY, arguments, recipe, train
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the Trainer's own
 OF_DATA = {"length": 4096, "vocab_size": 257}
 
 
@@ -142,15 +140,13 @@ def test_finishing_a_run_writes_no_tracker_folder_elsewhere(data, tmp_path, monk
     assert not any((tmp_path / "here").iterdir()) and (tmp_path / "run" / "model" / "README.md").is_file()
 
 
-def test_resumed_run_says_so_without_warnings_of_missing_weights(data, tmp_path, monkeypatch, capsys):
+def test_resumed_run_says_so_without_warnings_of_missing_weights(data, tmp_path, capsys):
     train(data, tmp_path / "run", tokens=128 * 5)
     plan = tmp_path / "run" / "run.json"
     plan.write_text(plan.read_text().replace('"tokens": 640.0', '"tokens": 896.0'))
-    warnings = []
-    monkeypatch.setattr(transformers.trainer.logger, "warning", lambda text, *more: warnings.append(text))
     train(data, tmp_path / "run", tokens=128 * 7)
-    assert "; it resumes from" in capsys.readouterr().out
-    assert not [text for text in warnings if "missing keys" in text]
+    said = capsys.readouterr()
+    assert "; it resumes from" in said.out and "missing" not in said.err
 
 
 def test_missing_weights_of_a_checkpoint_are_named(tmp_path):

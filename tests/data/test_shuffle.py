@@ -1,22 +1,22 @@
 """The order of rows: each row once, in an order of its own for each epoch and seed."""
 
 from dataclasses import replace
-from types import SimpleNamespace
+from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
-from torch.utils.data import DataLoader
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
-from accelerate import skip_first_batches
-from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset
 
 from headrace.data import Shuffled
-from headrace.training.trainer import HeadraceTrainer
-from trained import train
+from headrace.training.loop import Batches, Updates
+from headrace.training.processes import Processes
+from headrace.training.run import order
+from trained import recipe, train
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 13, 64, 65, 1000, 4097, 20_000])
@@ -63,30 +63,18 @@ ROWS, STEP, STEPS, SEED = 27, 8, 9, 3  # 3 steps in an epoch; 3 rows are left to
 
 
 def rows_by_step(kind, processes, micro, first):
-    """The rows of each step from step `first` on, at which all processes begin, as the Trainer takes them from loaders
-    of accelerate."""
+    """The rows of each step from step `first` on, at which all processes begin."""
     data = Dataset.from_dict({"row": range(ROWS)}) if kind == "task" else [{"row": row} for row in range(ROWS)]
-    passes = STEP // (processes * micro)
-    settings = SimpleNamespace(
-        world_size=processes, train_batch_size=micro, gradient_accumulation_steps=passes, data_seed=SEED
-    )
+    settings = recipe(length=32, batch_tokens=32 * STEP, micro_batch=micro, seed=SEED)[0]
+    collate = lambda rows: {"row": torch.tensor([row["row"] for row in rows])}  # noqa: E731
     result = {step: [] for step in range(first, STEPS)}
     for process in range(processes):
-        state = SimpleNamespace(global_step=first)
-        trainer = SimpleNamespace(args=settings, per_row=1, train_dataset=data, state=state)
-        sampler = HeadraceTrainer._get_train_sampler(trainer)
-        plain = DataLoader(data, micro, sampler=sampler, collate_fn=list, drop_last=True)
-        whole = prepare_data_loader(
-            plain, num_processes=processes, process_index=process, data_seed=SEED, use_seedable_sampler=True
+        batches = Batches(
+            data, partial(order, data, SEED), collate, settings, Processes(torch.device("cpu"), process, processes)
         )
-        per_epoch = len(whole) // passes
-        for epoch in range(first // per_epoch, STEPS // per_epoch):
-            skipped = state.global_step - epoch * per_epoch
-            loader = skip_first_batches(whole, skipped * passes) if skipped else whole
-            loader.set_epoch(epoch)
-            for i, batch in enumerate(loader, 1):
-                result[state.global_step] += [row["row"] for row in batch]
-                state.global_step += i % passes == 0
+        for step, own in zip(result, batches.after(first), strict=False):
+            assert [len(batch["row"]) for batch in own] == [micro] * (STEP // (processes * micro))
+            result[step] += torch.cat([batch["row"] for batch in own]).tolist()
     return {step: sorted(rows) for step, rows in result.items()}
 
 
@@ -102,19 +90,18 @@ def test_resumed_processes_take_the_rows_of_an_uninterrupted_run(kind):
             assert rows_by_step(kind, processes, 2, first) == later, (processes, first)
 
 
-@pytest.mark.filterwarnings("ignore")  # of the Trainer's own
 def test_training_uses_this_order(data, tmp_path, monkeypatch):
     """11 rows are two steps of 4 in each epoch. How a run resumes within an epoch: test_sharding.py."""
-    step, batches = HeadraceTrainer.training_step, []
+    backward, steps = Updates.backward, []
 
-    def note(self, model, inputs, *rest):
-        batches.append((self.state.global_step, inputs["input_ids"].tolist()))
-        return step(self, model, inputs, *rest)
+    def note(self, batches):
+        steps.append([row for batch in batches for row in batch["input_ids"].tolist()])
+        return backward(self, batches)
 
-    monkeypatch.setattr(HeadraceTrainer, "training_step", note)
+    monkeypatch.setattr(Updates, "backward", note)
     train(replace(data, train=data.train.select(range(11))), tmp_path / "run", tokens=128 * 9)
-    order = Shuffled(11, 8, seed=0)
+    shuffled = Shuffled(11, 8, seed=0)
     for epoch in range(4):
-        order.set_epoch(epoch)
-        rows = [row for step, rows in batches if step // 2 == epoch for row in rows]
-        assert rows == [data.train[i]["input_ids"] for i in order]
+        shuffled.set_epoch(epoch)
+        rows = [row for step in steps[2 * epoch : 2 * epoch + 2] for row in step]
+        assert rows == [data.train[i]["input_ids"] for i in shuffled]

@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -34,6 +33,7 @@ from headrace.studies.compare.run import complete
 from headrace.studies.compare.shape import MATCHED, ArmRecipe, Shape
 from headrace.studies.compare.summary import summarize
 from headrace.tasks import IGNORED, Answers, Digits, Induction, Masked, Pair, Reverse, Text
+from headrace.training.processes import Processes
 from headrace.training.results import file_names, finite, read_result, restored, write_result
 from headrace.utils.errors import InputError
 from headrace.utils.integrity import write_json
@@ -241,8 +241,8 @@ def test_flops_of_every_recurrent_mixer_are_those_counted_by_hand(name):
 
 
 def test_weight_decay_applies_to_matrices_only():
-    from headrace.studies.compare.arm import optimizer
     from headrace.studies.compare.model import build
+    from headrace.training.optimizer import optimizer
     from headrace.training.parameters import gate_parameters
 
     model = build(SMALL.arms()[1])
@@ -254,15 +254,16 @@ def test_weight_decay_applies_to_matrices_only():
 
 
 def test_rates_of_the_recipe():
-    from headrace.studies.compare.arm import arguments, optimizer
     from headrace.studies.compare.model import build
+    from headrace.training.optimizer import optimizer, schedule
 
     recipe = replace(SMALL.recipe, lr=0.02, gate_lr=0.5, steps=300)
-    decayed, free, gates = optimizer(build(SMALL.arms()[1]), recipe).param_groups
+    adamw = optimizer(build(SMALL.arms()[1]), recipe)
+    decayed, free, gates = adamw.param_groups
     assert (decayed["lr"], free["lr"], gates["lr"]) == (0.02, 0.02, 0.01) and decayed["betas"] == (0.9, 0.95)
-    given = arguments(recipe, 0, Path("nowhere"), "cpu")
-    assert (given.learning_rate, given.warmup_steps, given.max_grad_norm) == (0.02, 20, 1.0)
-    assert given.lr_scheduler_kwargs == {"min_lr_rate": 0.05}
+    (rate, *_) = schedule(adamw, recipe).lr_lambdas
+    assert [rate(step) for step in (0, 10, 20, 160, 300)] == pytest.approx([0, 0.5, 1, 0.525, 0.05])
+    assert recipe.clips == 1.0
 
 
 @pytest.mark.parametrize(("asked", "std"), [(None, 0.64 / 64**0.5), (0.3, 0.3)])
@@ -306,14 +307,11 @@ def test_gates_are_drawn_with_the_standard_deviation_that_is_asked_for(kind, len
 def test_speeds_are_tokens_over_seconds(monkeypatch):
     from headrace.studies.compare import arm as module
 
-    curve = module.Curve(SMALL.arms()[0], ignore)
-    monkeypatch.setattr(
-        module.Curve, "point", lambda self, step, model: self.points.append({"step": step, "scores": {1}})
-    )
+    updates = SimpleNamespace(processes=Processes(torch.device("cpu")))
+    curve = module.Curve(SMALL.arms()[0], updates, ignore)
     monkeypatch.setattr(module.time, "perf_counter", lambda: 14.0)
     curve.points, curve.resumed = [{"step": 1}], 10.0
-    curve.on_step_end(None, SimpleNamespace(global_step=3, max_steps=3), SimpleNamespace(should_training_stop=False))
-    assert curve.speeds == [2 * 4 * SMALL.task.length / 4.0], "two steps of four rows in four seconds"
+    assert curve.speed(3) == 2 * 4 * SMALL.task.length / 4.0, "two steps of four rows in four seconds"
 
 
 # --- what heads do ------------------------------------------------------------------------------------------
@@ -585,20 +583,19 @@ def test_a_score_at_every_length_by_a_model_of_one():
 
 def test_nonfinite_score_is_marked_and_the_comparison_ends(tmp_path, monkeypatch):
     """At four times the training length, of one mixer; and the loss of a training step."""
-    evaluate, record_loss = arm_module.evaluate, arm_module.Curve.record_loss
+    evaluate, backward = arm_module.evaluate, arm_module.Updates.backward
 
     def broken(model, rows, size):
         answers, gates = evaluate(model, rows, size)
         far = rows["input_ids"].shape[1] == 24 and not any("competition" in name for name, _ in model.named_modules())
         return answers._replace(losses=answers.losses * (torch.nan if far else 1)), gates
 
-    def spoilt(self, model, inputs, output):
-        record_loss(self, model, inputs, output)
-        if len(self.losses) == 2:
-            self.losses[-1] = torch.tensor(torch.inf)
+    def spoilt(self, batches):
+        (loss,) = backward(self, batches)
+        return [loss + torch.inf] if self.schedule.last_epoch == 1 else [loss]
 
     monkeypatch.setattr(arm_module, "evaluate", broken)
-    monkeypatch.setattr(arm_module.Curve, "record_loss", spoilt)
+    monkeypatch.setattr(arm_module.Updates, "backward", spoilt)
     plan = replace(SMALL, mixers=("gla", "softmax-gla"), task=Induction(length=6), seeds=1)
     study = Study("s", "S", (plan,))
     claim(tmp_path, study.to_json())

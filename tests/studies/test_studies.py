@@ -124,7 +124,7 @@ def test_a_search_is_evaluated_on_rows_that_are_not_reported(task):
     if task == "digits":
         pytest.importorskip("sklearn", reason="the extra [eval] is not installed")
     (plan,) = choose(task, [], None, {"held_out": 1024}, None, "lr=1e-3, 1e-2").plans
-    rows = [Curve(of.arms()[0], lambda *news: None).held_out["input_ids"] for of in (*plan.trials(), plan)]
+    rows = [Curve(of.arms()[0], None, lambda *news: None).held_out["input_ids"] for of in (*plan.trials(), plan)]
     first, second, reported = ({tuple(row) for row in ids.flatten(1).tolist()} for ids in rows)
     assert first == second and not first & reported and min(len(first), len(reported)) > 100
 

@@ -16,8 +16,6 @@ from safetensors.torch import load_file
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
-from transformers import TrainerCallback
-
 import groups
 import tiny
 from damage import flip
@@ -28,13 +26,13 @@ from headrace.cli import app as cli
 from headrace.data import Preparation, open_data, prepare
 from headrace.data.tokenizer import byte_level
 from headrace.files.processes import LOCK, locked
-from headrace.training import checkpoints, run
+from headrace.training import checkpoints
+from headrace.training.model import estimate
 from headrace.utils.errors import InputError
 from headrace.utils.integrity import CHECKSUMS
 from sharded import Run, ended, start_each, train_all
-from trained import arguments, plain_loss, train
+from trained import arguments, plain_loss, recipe, signalled, train
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the Trainer's own
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
 QUIET = os.environ | {"OMP_NUM_THREADS": "1"}
 SHORT = {"tokens": 128 * 2, "evaluate_rows": 2}
@@ -251,6 +249,7 @@ def test_held_out_loss_covers_every_row(data, tmp_path, rows):
 @pytest.mark.parametrize("mixer", ["mamba", "s4", "rwkv7", "residual-delta", "bigbird", "gpt"])
 def test_other_layers_can_be_trained(data, tmp_path, mixer):
     """What a run costs is counted on the meta device, which has no autocast and no lengths."""
+    assert estimate(recipe(mixer=mixer)[0])["flops_per_token"] > 0
     train(data, tmp_path / "run", tokens=128 * 2, mixer=mixer)
     model = load(tmp_path / "run" / "model")
     assert final_loss(tmp_path / "run") == pytest.approx(plain_loss(model, data.held_out), rel=1e-4)
@@ -273,7 +272,7 @@ def test_held_out_loss_covers_every_row_in_two_processes(data, prepared, tmp_pat
 # --- damage ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer/__0_0.distcp", "trainer_state.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer/__0_0.distcp", "history.json"])
 def test_flipped_bit_of_a_checkpoint_is_named(data, trained_model, tmp_path, name):
     shutil.copytree(trained_model.parent, tmp_path / "run")
     flip(tmp_path / "run" / "checkpoint-2" / name)
@@ -371,15 +370,6 @@ def test_other_files_beside_checkpoints_are_kept(data, tmp_path):
 # --- told to stop ----------------------------------------------------------------------------------------------------
 
 
-class SignalAt(TrainerCallback):
-    def __init__(self, step, number):
-        self.step, self.number = step, number
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            os.kill(os.getpid(), self.number)
-
-
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "run"
@@ -388,18 +378,8 @@ def whole(data, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_stopped_run_saves_and_resumes_bit_exactly(
-    data, prepared, whole, tmp_path, monkeypatch, headrace_, number, code
-):
-    make = run.make_trainer
-
-    def with_signal(*given):
-        trainer = make(*given)
-        trainer.add_callback(SignalAt(12, number))
-        return trainer
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "make_trainer", with_signal)
+def test_stopped_run_saves_and_resumes_bit_exactly(data, prepared, whole, tmp_path, headrace_, number, code):
+    with signalled(12, number):
         ended, said = headrace_(*arguments(prepared, tmp_path / "cut"))
     assert ended == code and "the same command" in said and "Traceback" not in said
     assert checkpoints.newest(tmp_path / "cut").name == "checkpoint-13"

@@ -8,8 +8,11 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from itertools import count
 from pathlib import Path
-from signal import SIGKILL
+from signal import SIGKILL, SIGTERM
+from types import ModuleType
 
 import pytest
 import torch
@@ -24,22 +27,22 @@ from headrace.cli import train as cli_train
 from headrace.convert import export_checkpoint
 from headrace.convert.retrofit import retrofit
 from headrace.data import open_data
+from headrace.files.processes import Terminated
 from headrace.hf import HeadraceForCausalLM
 from headrace.ops.loss import IGNORED
 from headrace.tasks import Mqar, Needle, Pair, Reverse, Text
 from headrace.tasks import prepared as prepared_task
 from headrace.tasks.base import generator
 from headrace.training import card, checkpoints, recipes, run
+from headrace.training.loop import LOG_EVERY, Loop, Updates
 from headrace.training.model import build, estimate
-from headrace.training.optimizer import SkipNonFiniteAdamW, optimizer
+from headrace.training.optimizer import optimizer
 from headrace.training.parameters import gate_parameters
-from headrace.training.trainer import HeadraceTrainer
+from headrace.training.processes import Processes
 from headrace.utils.errors import InputError
 from released import release
 from sharded import Run, train_all
-from trained import TINY, plain_loss, recipe, train
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the Trainer's own
+from trained import TINY, plain_loss, recipe, signalled, train
 
 
 @pytest.mark.parametrize(
@@ -58,7 +61,7 @@ def test_task_loss_covers_answers_only(task, changes, tmp_path, monkeypatch):
     answers = sum(label != IGNORED for row in data.held_out["shift_labels"] for label in row)
     assert (manifest["held_out"]["rows"], manifest["held_out"]["tokens"]) == (8, answers)
     steps = 2 * changes.get("batch_tokens", 128)
-    trainer = train(data, tmp_path / "run", tokens=steps, warmup=0, save_every=2, evaluate_every=2, **changes)
+    loop = train(data, tmp_path / "run", tokens=steps, warmup=0, save_every=2, evaluate_every=2, **changes)
     model = load(tmp_path / "run" / "model")
     assert (
         (data.tokenizer is None) == (task.name == "mqar") != (tmp_path / "run" / "model" / "tokenizer.json").is_file()
@@ -67,7 +70,7 @@ def test_task_loss_covers_answers_only(task, changes, tmp_path, monkeypatch):
     labelled = rows["shift_labels"] != IGNORED
     logits = model(rows["input_ids"]).logits[labelled].double()
     expected = torch.nn.functional.cross_entropy(logits, rows["shift_labels"][labelled]).item()
-    assert trainer.evaluate(data.held_out.select(range(8)))["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    assert loop.evaluate(data.held_out.select(range(8))) == pytest.approx(expected, rel=1e-5)
 
 
 def test_task_data_needs_at_least_one_row(tmp_path, monkeypatch):
@@ -96,7 +99,7 @@ def test_run_accepts_data_prepared_again_but_not_other_data(change, refused, dat
 
 @pytest.fixture(scope="module")
 def ended(data, tmp_path_factory):
-    """The folder of a run that has ended, with its curves, and its trainer."""
+    """The folder of a run that has ended, with its curves, and its loop."""
     folder = tmp_path_factory.mktemp("ended") / "run"
     return folder, run.train(*recipe(), data, folder, trackers="none")
 
@@ -113,7 +116,7 @@ def losses(folder):
 def test_killed_run_resumes_bit_exactly(data, prepared, tmp_path, changes):
     train(data, tmp_path / "whole", **changes)
     for step in (3, 12, 19):
-        cut = Run(tmp_path / "cut", changes, {0: (step, SIGKILL)}, log_every=run.LOG_EVERY)
+        cut = Run(tmp_path / "cut", changes, {0: (step, SIGKILL)}, log_every=LOG_EVERY)
         assert train_all([cut], prepared) == [-SIGKILL]
     half = tmp_path / "cut" / "checkpoint-20"  # cut off while it was written
     shutil.copytree(tmp_path / "cut" / "checkpoint-15", half)
@@ -134,7 +137,7 @@ def test_run_killed_after_its_last_step_only_finishes(data, ended, tmp_path):
 
 
 def test_run_writes_model_card_curves_and_history(data, ended):
-    folder, trainer = ended
+    folder, loop = ended
     points = losses(folder)
     final = next(point["final_loss"] for point in points if "final_loss" in point)
     assert final == pytest.approx(plain_loss(load(folder / "model"), data.held_out), rel=1e-5)
@@ -143,8 +146,8 @@ def test_run_writes_model_card_curves_and_history(data, ended):
     assert f"{final:.4f} nats" in card and "micro_batch: 2" in card and "![Loss" in card
     assert "trust_remote_code=True" in card and (folder / "model" / "modeling_headrace.py").is_file()
     assert (folder / "model" / "curves.png").stat().st_size > 1000
-    assert trainer.inner_optimizer().skipped == 0
-    (evaluated, *_) = (point for point in trainer.state.log_history if "eval_write_entropy_1" in point)
+    assert loop.skipped == 0
+    (evaluated, *_) = (point for point in loop.history.points if "eval_write_entropy_1" in point)
     loads = [value for name, value in evaluated.items() if re.fullmatch(r"eval_write_load_1_\d+", name)]
     assert len(loads) == TINY["heads"] and sum(loads) == pytest.approx(1)
     counts = torch.tensor([token for row in data.held_out for token in row["input_ids"]]).bincount()
@@ -198,21 +201,19 @@ def test_head_loads_are_in_the_history_and_not_on_the_console(data, tmp_path, ca
 def test_every_step_is_a_full_batch(data, tmp_path, monkeypatch, changes):
     """Rows that fill no step are left to another epoch, where the order is another, as is the row that ends early.
     No step computes the logits of all tokens."""
-    step = HeadraceTrainer.training_step
-    seen = []
+    backward, seen = Updates.backward, []
 
-    def count(self, model, inputs, *rest):
-        seen.append((self.state.global_step, inputs["input_ids"].numel()))
+    def count(self, batches):
+        seen.append(sum(batch["input_ids"].numel() for batch in batches))
         with monkeypatch.context() as during:
             during.setattr(HeadraceForCausalLM, "logits", None)
-            return step(self, model, inputs, *rest)
+            return backward(self, batches)
 
-    monkeypatch.setattr(HeadraceTrainer, "training_step", count)
+    monkeypatch.setattr(Updates, "backward", count)
     rows = list(data.train.select(range(13)))
     changed = replace(data, train=Dataset.from_list([*rows, {"input_ids": rows[0]["input_ids"][:7], "starts": [0]}]))
     train(changed, tmp_path / "run", tokens=128 * 9, **changes)
-    tokens = [sum(n for at, n in seen if at == i) for i in range(9)]
-    assert tokens == [128] * 9
+    assert seen == [128] * 9
     with pytest.raises(InputError, match="is 14 rows per step, but the data have 13 full rows; expected at most 13"):
         train(changed, tmp_path / "other", batch_tokens=14 * 32, tokens=14 * 32 * 2, **changes)
 
@@ -224,10 +225,9 @@ def test_unknown_tracker_is_refused(data, tmp_path, trackers):
 
 
 def test_fewer_processes_than_requested_are_refused(data, tmp_path, monkeypatch):
-    settings = run.arguments(recipe()[0], tmp_path, "none")
     monkeypatch.setenv("WORLD_SIZE", "2")  # of a launcher whose processes never met
-    with pytest.raises(InputError, match="processes: 2 was requested, but accelerate started with 1"):
-        run.make_trainer(recipe()[0], data, settings)
+    with pytest.raises(InputError, match=r"the processes cannot find each other .*; expected a start by torchrun"):
+        train(data, tmp_path)
 
 
 @pytest.mark.slow
@@ -249,8 +249,8 @@ def test_blocks_are_compiled_where_the_recipe_says_so(data, tmp_path):
     """That compiled blocks compute the same is tested in tests/layers/test_compiled_models.py."""
     for compiled in (False, True):
         settings = recipe(compile=compiled)[0]
-        trainer = run.make_trainer(settings, data, run.arguments(settings, tmp_path, "none"))
-        assert {block._compiled_call_impl is not None for block in trainer.model.model.backbone.layers} == {compiled}
+        loop = run.make_loop(settings, data, tmp_path, Processes(torch.device("cpu")))
+        assert {block._compiled_call_impl is not None for block in loop.model.model.backbone.layers} == {compiled}
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")  # of a name that transformers will remove
@@ -269,8 +269,8 @@ def test_run_starts_from_a_checkpoint(data, prepared, tmp_path):
     torch.testing.assert_close(again.state_dict(), load(first).state_dict(), rtol=0, atol=0)
     retrofit(first).save_pretrained(tmp_path / "competing")
     weights = str(tmp_path / "competing")
-    trainer = train(data, tmp_path / "second", tokens=128 * 8, mixer="softmax-gla", weights=weights)
-    before, after = json.loads((first / "history.json").read_text("utf-8")), trainer.state.log_history
+    loop = train(data, tmp_path / "second", tokens=128 * 8, mixer="softmax-gla", weights=weights)
+    before, after = json.loads((first / "history.json").read_text("utf-8")), loop.history.points
     assert after[-1]["final_loss"] < before[-1]["final_loss"]
 
 
@@ -352,16 +352,10 @@ def test_truncated_checkpoint_is_named(data, ended, tmp_path):
 
 
 def test_nonfinite_updates_are_skipped_then_end_the_run(data, tmp_path, monkeypatch, capsys):
-    step = run.HeadraceTrainer.training_step
-    bad = {7, *range(14, 30)}
-
-    def poisoned(self, model, inputs, count=None):
-        loss = step(self, model, inputs, count)
-        if self.state.global_step in bad:
-            next(iter(model.parameters())).grad[0, 0] = torch.nan
-        return loss
-
-    monkeypatch.setattr(run.HeadraceTrainer, "training_step", poisoned)
+    clip, norms = Loop.check_gradient, {7: torch.nan, **dict.fromkeys(range(14, 30), torch.inf)}
+    monkeypatch.setattr(
+        Loop, "check_gradient", lambda self, norm: clip(self, norm.new_tensor(norms.get(self.step, norm.item())))
+    )
     with pytest.raises(InputError, match=r"was stopped at step 19; the last complete checkpoint is .*checkpoint-10"):
         train(data, tmp_path / "run", save_every=10)
     message = capsys.readouterr().err
@@ -376,24 +370,16 @@ def test_batches_without_labels_are_counted_and_harmless(tmp_path, monkeypatch, 
     monkeypatch.setattr(prepared_task, "HELD_OUT", 8)
     prepared_task.prepare(Mqar(vocabulary=48, pairs=3, length=32), "mqar", 8, 0, 1, tmp_path / "data")
     train_rows = Dataset.from_dict({name: values.tolist() for name, values in rows.items()})
-    data, step = replace(open_data(tmp_path / "data"), train=train_rows), HeadraceTrainer.training_step
+    data = replace(open_data(tmp_path / "data"), train=train_rows)
     settings = {"micro_batch": 1, "tokens": 128 * 8, "save_every": 2}
-
-    def cut(self, *inputs):
-        if self.state.global_step == 5:
-            raise RuntimeError("cut")
-        return step(self, *inputs)
-
-    monkeypatch.setattr(HeadraceTrainer, "training_step", cut)
-    with pytest.raises(RuntimeError, match="cut"):
+    with signalled(5, SIGTERM), pytest.raises(Terminated):
         train(data, tmp_path / "run", **settings)
-    monkeypatch.setattr(HeadraceTrainer, "training_step", step)
-    trainer = train(data, tmp_path / "run", **settings)
+    loop = train(data, tmp_path / "run", **settings)
     assert "batches without any label: 27; their loss and gradients were 0" in capsys.readouterr().err
     history = json.loads((tmp_path / "run" / "model" / "history.json").read_text("utf-8"))
     counts = [point["batches_without_labels"] for point in history if "batches_without_labels" in point]
     assert counts == sorted(counts) and counts[-1] == 27
-    assert trainer.inner_optimizer().skipped == 0 and all(p.isfinite().all() for p in trainer.model.parameters())
+    assert loop.skipped == 0 and all(p.isfinite().all() for p in loop.model.parameters())
 
 
 def strict(text):
@@ -403,34 +389,31 @@ def strict(text):
 
 def test_nonfinite_numbers_are_null_and_marked(data, tmp_path, monkeypatch):
     """The loss of step 13, the gradient of step 20, the evaluation after step 10 and the last one."""
-    step, held_out = HeadraceTrainer.training_step, HeadraceTrainer._held_out
+    backward, held_out, steps = Updates.backward, Loop.held_out_loss, count()
 
-    def broken(self, model, inputs, count=None):
-        weight = next(iter(model.parameters()))
-        if self.state.global_step == 12:
-            kept = weight.data.clone()
-            weight.data[:] = torch.nan
-            loss = step(self, model, inputs, count)
-            weight.data.copy_(kept)
-            return loss
-        loss = step(self, model, inputs, count)
-        if self.state.global_step == 19:
+    def broken(self, batches):
+        weight, step = next(iter(self.model.parameters())), next(steps)
+        kept = weight.data.clone()
+        weight.data *= torch.nan if step == 12 else 1
+        losses = backward(self, batches)
+        weight.data.copy_(kept)
+        if step == 19:
             weight.grad[0, 0] = torch.inf
-        return loss
+        return losses
 
-    def unknown(self, model, rows):
-        total, gates = held_out(self, model, rows)
-        return total * (torch.nan if self.state.global_step == 10 or rows is not None else 1), gates
+    def unknown(self, rows):
+        total, gates = held_out(self, rows)
+        return total * (torch.nan if self.step == 10 or rows is not self.held_out else 1), gates
 
-    monkeypatch.setattr(HeadraceTrainer, "training_step", broken)
-    monkeypatch.setattr(HeadraceTrainer, "_held_out", unknown)
+    monkeypatch.setattr(Updates, "backward", broken)
+    monkeypatch.setattr(Loop, "held_out_loss", unknown)
     folder, more = tmp_path / "run", {"evaluate_every": 5}
     pytest.importorskip("tensorboard")
     run.train(*recipe(**more), data, folder, trackers="tensorboard")
     monkeypatch.undo()
     train(data, folder, **more)  # the same command says that the run has ended
     points = strict((folder / "model" / "history.json").read_text("utf-8"))
-    for file in folder.glob("checkpoint-*/trainer_state.json"):
+    for file in folder.glob("checkpoint-*/history.json"):
         strict(file.read_text("utf-8"))
     losses = {point["step"]: point["loss"] for point in points if "loss" in point}
     assert list(losses) == [5, 10, 15, 20] and losses[15] is None and all(losses[at] > 0 for at in (5, 10, 20))
@@ -441,6 +424,29 @@ def test_nonfinite_numbers_are_null_and_marked(data, tmp_path, monkeypatch):
     (again,) = (point for point in card.read_history(folder) if point.get("step") == 15 and "loss" in point)
     assert again["loss"] != again["loss"] and "not_finite" not in again
     assert all(weight.isfinite().all() for weight in load_file(folder / "model" / "model.safetensors").values())
+
+
+def test_trackers_show_the_numbers_of_the_history(data, tmp_path, monkeypatch):
+    """TensorBoard, and a stand-in for Weights & Biases, whose functions are those of Trackio."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    wandb, sent = ModuleType("wandb"), []
+    wandb.__spec__ = ModuleSpec("wandb", None)
+    wandb.init = lambda **given: sent.append(given["name"])
+    wandb.log = lambda numbers, step: sent.append((step, numbers))
+    wandb.finish = lambda: sent.append("finished")
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    loop = run.train(*recipe(tokens=128 * 10), data, tmp_path / "run", trackers="tensorboard,wandb")
+    assert (sent[0], sent[-1]) == ("run", "finished")
+    shown = {(step, name): value for step, numbers in sent[1:-1] for name, value in numbers.items()}
+    (folder,) = (tmp_path / "run" / "runs").iterdir()
+    board = EventAccumulator(str(folder)).Reload()
+    drawn = {(p.step, name): p.value for name in board.Tags()["scalars"] for p in board.Scalars(name)}
+    assert drawn.keys() == shown.keys() and all(drawn[key] == pytest.approx(shown[key], rel=1e-6) for key in shown)
+    for point in loop.history.points:
+        for name, chart in (("loss", "train/loss"), ("eval_loss", "eval/loss"), ("final_loss", "train/final_loss")):
+            assert point.get(name) in (None, shown.get((point["step"], chart)))
 
 
 def test_card_and_curves_name_nonfinite_losses(data, tmp_path):
@@ -485,12 +491,14 @@ def test_gates_can_start_orthogonal():
         torch.testing.assert_close(weight @ weight.T, 0.25 * weight.shape[1] * torch.eye(len(weight)))
 
 
-def test_skipped_update_changes_nothing():
-    weight = torch.nn.Parameter(torch.ones(3))
-    careful = SkipNonFiniteAdamW([weight], lr=0.1)
-    weight.grad = torch.tensor([1.0, torch.inf, 1.0])
-    careful.step()
-    assert torch.equal(weight, torch.ones(3)) and careful.skipped == careful.in_a_row == 1 and not careful.state
-    weight.grad = torch.ones(3)
-    careful.step()
-    assert (weight < 1).all() and careful.skipped == 1 and careful.in_a_row == 0
+def test_dropped_gradient_changes_nothing():
+    layer = torch.nn.Linear(3, 1, bias=False)
+    updates = Updates(layer, recipe(warmup=0)[0], None, Processes(torch.device("cpu")))
+    before = layer.weight.clone()
+    layer.weight.grad = torch.tensor([[1.0, torch.inf, 1.0]])
+    updates.drop()
+    first = updates.step()
+    assert torch.equal(layer.weight, before) and not updates.optimizer.state
+    layer.weight.grad = torch.ones(1, 3)
+    assert updates.step() < first  # the learning rate goes on
+    assert (layer.weight != before).all()

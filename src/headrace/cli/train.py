@@ -297,7 +297,7 @@ def print_costs(recipe: Any, about: Any, plan: dict[str, Any] | None, as_json: b
 
 def time_row(here: dict[str, Any]) -> str:
     """The row of the dry run's table about the time on this machine."""
-    from ..training.trainer import duration
+    from ..training.history import duration
 
     rate = f"{here['flops_per_second'] / GIGA:,.0f} GFLOP/s of matrix products, measured now"
     return (

@@ -1,1 +1,1 @@
-"""`headrace train`: one model, from a recipe and prepared data, on transformers' Trainer."""
+"""`headrace train`: one model, from a recipe and prepared data."""

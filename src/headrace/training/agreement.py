@@ -7,8 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather_object
+import torch.distributed as dist
 
 from ..files.processes import LOCK, holder_of, locked
 from ..utils.errors import InputError
@@ -24,10 +23,23 @@ def errors_in_all() -> Iterator[None]:
         yield
     except Exception as error:
         mine = error
-    errors = gather_object([None if mine is None else sendable(mine)])
-    failed = next((rank for rank, error in enumerate(errors) if error is not None), None)
+    errors = gathered(None if mine is None else sendable(mine))
+    failed = next((number for number, error in enumerate(errors) if error is not None), None)
     if failed is not None:
-        raise mine if mine is not None and failed == PartialState().process_index else errors[failed]
+        raise mine if mine is not None and failed == rank() else errors[failed]
+
+
+def rank() -> int:
+    """The number of this process among those of the run."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def gathered(mine: Any) -> list[Any]:
+    """The objects of all processes, in each of them."""
+    every = [mine] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if dist.is_initialized():
+        dist.all_gather_object(every, mine)
+    return every
 
 
 def sendable(error: Exception) -> Exception:
@@ -47,14 +59,14 @@ def agreed(folder: Path, choose: Callable[[], Path | None]) -> Iterator[Path | N
         InputError: in every process, if process 0 raises one or another process does not see the folder.
     """
     with ExitStack() as held:
-        message: list[Any] = [None]
+        message: Any = None
         with errors_in_all():
-            if PartialState().is_main_process:
+            if rank() == 0:
                 holder, chosen = held.enter_context(locked(folder)), choose()
-                message = [(holder, chosen and chosen.name)]
-        holder, name = broadcast_object_list(message)[0]
+                message = holder, chosen and chosen.name
+        holder, name = gathered(message)[0]
         lock = folder / LOCK
-        visible = gather_object([lock.is_file() and holder_of(lock) == holder])
+        visible = gathered(lock.is_file() and holder_of(lock) == holder)
         if not all(visible):
             raise InputError(
                 f"process {visible.index(False)} does not see the folder that process 0 writes to; expected one "

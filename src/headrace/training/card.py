@@ -6,18 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from transformers.trainer import TRAINER_STATE_NAME
 
 from ..files.provenance import sentence
 from ..utils.errors import InputError
 from ..utils.integrity import read_json
-from .checkpoints import complete_checkpoints
+from . import checkpoints
 from .environment import environment
 from .recipes import About, Recipe, to_yaml
 from .results import restored
 
 NO_NUMBER = "not finite"
-HISTORY = [{"step": int, ...: (float, str, None, {})}]  # the form of history.json, and of the Trainer's log
+HISTORY = [{"step": int, ...: (float, str, None, {})}]  # the form of history.json, and of a checkpoint's
 TEXT = """---
 {data}
 ---
@@ -72,7 +71,7 @@ def write_card(
 
     Args:
         manifest: the manifest of the prepared data.
-        history: the log of the Trainer, with its numbers that are not finite.
+        history: what was logged, with its numbers that are not finite.
         unigram: nats per held-out token of a unigram model with the token frequencies of the held-out text.
     """
     if can_draw():
@@ -126,12 +125,12 @@ def read_history(run: Path) -> list[dict[str, Any]]:
     ended = run / "model" / "history.json"
     if ended.is_file():
         return restored(read_json(ended, HISTORY))
-    checkpoints = complete_checkpoints(run)
-    if not checkpoints:
+    complete = checkpoints.complete_checkpoints(run)
+    if not complete:
         raise InputError(
             f"{str(run)!r} holds neither model/history.json nor a complete checkpoint; expected the folder of a run"
         )
-    return restored(read_json(checkpoints[-1] / TRAINER_STATE_NAME, {"log_history": HISTORY})["log_history"])
+    return restored(read_json(complete[-1] / checkpoints.HISTORY, HISTORY))
 
 
 def named(runs: list[Path]) -> dict[str, Path]:

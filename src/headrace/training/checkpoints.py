@@ -16,23 +16,27 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
-from transformers import TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..utils.errors import InputError
 from ..utils.integrity import damage, read_record, record, write_json
-from .agreement import errors_in_all
+from .processes import Processes
 
 MARKER = "complete.json"
 UNFINISHED = ".unfinished"  # the folder in which checkpoints are written
 OPTIMIZER = "optimizer"  # the folder in a checkpoint of the optimizer's state
+HISTORY = "history.json"  # what the run has logged
+RANDOM = "random-{}.pt"  # the states of a process's random generators
 KEPT = 2
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints of a run, by step."""
-    marked = [path.parent for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{MARKER}")]
+    marked = [path.parent for path in folder.glob(f"{name('*')}/{MARKER}")]
     return sorted((path for path in marked if _number(path).isdecimal()), key=step)
+
+
+def name(step: int | str) -> str:
+    return f"checkpoint-{step}"
 
 
 def step(checkpoint: Path) -> int:
@@ -54,6 +58,10 @@ def newest(folder: Path) -> Path | None:
             f"checkpoint {str(last)!r} is damaged: {wrong}; delete the folder to resume from an earlier checkpoint"
         )
     return last
+
+
+def stopped_run(what: str, folder: Path) -> InputError:
+    return InputError(f"{what}; the last complete checkpoint is {newest(folder)}")
 
 
 def discard_unfinished(folder: Path) -> None:
@@ -91,15 +99,22 @@ def _quietly() -> Iterator[None]:
         yield
 
 
-class MarkComplete(TrainerCallback):
-    """Flushes a written checkpoint to disk, marks it as complete, renames it, and deletes all but the newest two."""
+def save_random_state(checkpoint: Path, processes: Processes) -> None:
+    states, kind = {"cpu": torch.get_rng_state()}, processes.device.type
+    if kind != "cpu":
+        states[kind] = torch.get_device_module(kind).get_rng_state()
+    torch.save(states, checkpoint / RANDOM.format(processes.rank))
 
-    def on_save(self, args, state, control, **kwargs):
-        if torch.distributed.is_initialized():
-            torch.distributed.barrier()  # every process has written its part
-        with errors_in_all():
-            if state.is_world_process_zero:
-                complete(Path(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+
+def load_random_state(checkpoint: Path, processes: Processes) -> None:
+    """Of a process that has one there: a run may go on with more processes."""
+    file, kind = checkpoint / RANDOM.format(processes.rank), processes.device.type
+    if not file.exists():
+        return
+    states = torch.load(file, weights_only=True)
+    torch.set_rng_state(states["cpu"])
+    if kind in states and kind != "cpu":
+        torch.get_device_module(kind).set_rng_state(states[kind])
 
 
 def complete(folder: Path, name: str) -> None:

@@ -41,6 +41,15 @@ class Optimization(Record):
         )
 
     @property
+    def steps(self) -> int:
+        """Number of updates of the weights."""
+        raise NotImplementedError
+
+    @property
+    def warmup_steps(self) -> int:
+        return round(self.warmup * self.steps)
+
+    @property
     def clips(self) -> float | None:
         """The largest norm of the gradient; None: no clipping."""
         return self.clip

@@ -1,15 +1,23 @@
 """The processes of torchrun: how they start, form groups, and end when one of them no longer answers."""
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
-from transformers import TrainingArguments
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
+from tqdm import tqdm
 
 from ..files.processes import end_with_parent
+from ..hf.threads import Threads
+from ..ops.loss import IGNORED
+from ..ops.parallel.context import SequenceShard, context_parallel
 from ..utils.errors import InputError
 from .recipes import Recipe
 
@@ -18,30 +26,118 @@ PARALLEL = ("context_parallel", "shard")  # fields of a recipe that say which pr
 ANSWER = timedelta(seconds=10)  # in which processes that lost another one tell each other
 
 
-def check_launcher(recipe: Recipe, timeout: int) -> None:
-    """InputError for processes that cannot share rows or weights evenly. Makes this process end with torchrun, and on a
-    CPU connects it with the others."""
+@dataclass(frozen=True)
+class Processes:
+    """The processes of a run, of which this is number `rank`.
+
+    device: of this process. row: the consecutive processes, `per_row` of them, that share the tokens of its rows.
+    store: by which processes reach each other when one of them does not answer."""
+
+    device: torch.device
+    rank: int = 0
+    count: int = 1
+    per_row: int = 1
+    row: dist.ProcessGroup | None = None
+    timeout: int = TIMEOUT
+    store: dist.Store | None = None
+
+    @property
+    def readers(self) -> int:
+        """Number of processes, or of groups, that have rows of their own."""
+        return self.count // self.per_row
+
+    @property
+    def reader(self) -> int:
+        """The number of this process's group among them."""
+        return self.rank // self.per_row
+
+    def put(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A batch on the device of this process."""
+        return {name: x.to(self.device) for name, x in batch.items()}
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Adds x up over all processes, in place."""
+        if self.count > 1:
+            dist.all_reduce(x)
+        return x
+
+    def sum_in_row(self, x: Tensor) -> Tensor:
+        """Adds x up over the processes that share rows with this one, in place."""
+        if self.row is not None:
+            dist.all_reduce(x, group=self.row)
+        return x
+
+    def part(self, batch: dict[str, Tensor], length: int) -> dict[str, Tensor]:
+        """This process's tokens of a batch of rows of a length, with the labels that follow them. A short row is padded
+        at its end."""
+        if self.row is None:
+            return batch
+        labels = batch.get("shift_labels", F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED))
+        missing = -labels.shape[1] % length
+        ids, labels = F.pad(batch["input_ids"], (0, missing)), F.pad(labels, (0, missing), value=IGNORED)
+        part = SequenceShard(self.row)
+        mine = {"input_ids": part.split(ids), "labels": part.split(labels), "shift_labels": part.split(labels)}
+        if "cu_seqlens" in batch:  # the padding follows the last sequence
+            mine["cu_seqlens"] = torch.cat([batch["cu_seqlens"][:-1], batch["cu_seqlens"][-1:] + missing])
+        return batch | mine
+
+    def sharing_rows(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.row is None else context_parallel(self.row)
+
+    def mesh(self, shard: int) -> DeviceMesh:
+        """All processes in rows of `shard` consecutive ones."""
+        if shard == self.count:
+            assert dist.group.WORLD is not None
+            return DeviceMesh.from_group(dist.group.WORLD, self.device.type, mesh_dim_names=("dp_shard",))
+        grid = torch.arange(self.count).view(-1, shard)
+        timeout = timedelta(seconds=self.timeout)
+        groups = [dist.new_subgroups_by_enumeration(lines.tolist(), timeout)[0] for lines in (grid.T, grid)]
+        return DeviceMesh.from_group(groups, self.device.type, grid, mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def connect(recipe: Recipe, timeout: int) -> Processes:
+    """Connects the processes that torchrun has started, and makes this one end with torchrun. InputError for processes
+    that cannot share rows or weights evenly, or do not find each other."""
     if timeout < 1:
         raise InputError(f"--timeout={timeout}; expected a positive number of seconds")
-    processes = int(os.environ.get("WORLD_SIZE", 1))
+    count = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     for name in PARALLEL:
-        if processes % (each := getattr(recipe, name)):
+        if count % (each := getattr(recipe, name)):
             raise InputError(
-                f"{name}={each} with {processes} process{'es' if processes > 1 else ''}; expected a start by "
-                f"torchrun with a multiple of {each} processes"
+                f"{name}={each} with {count} process{'es' if count > 1 else ''}; expected a start by torchrun with a "
+                f"multiple of {each} processes"
             )
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(os.getppid())
-    if processes > 1 and not torch.accelerator.is_available() and not dist.is_initialized():
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))  # transformers leaves out the timeout
+    device = device_of_this_process()
+    if count == 1:
+        return Processes(device)
+    limit, each, row = timedelta(seconds=timeout), recipe.context_parallel, None
+    store = None if dist.is_initialized() else _meet(device, limit)
+    if each > 1:
+        row, _ = dist.new_subgroups(each, timeout=limit)
+    return Processes(device, dist.get_rank(), count, each, row, timeout, store)
 
 
-def grid(settings: TrainingArguments, **sizes: int) -> DeviceMesh:
-    """All processes as a grid with named dimensions, the last of which has consecutive processes."""
-    mesh = init_device_mesh(settings.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    for group in mesh.get_all_groups():
-        _set_pg_timeout(settings.ddp_timeout_delta, group)
-    return mesh
+def _meet(device: torch.device, limit: timedelta) -> dist.Store:
+    """Connects the processes, and returns the store by which they found each other."""
+    try:
+        store, rank, count = next(rendezvous("env://", timeout=limit))
+    except ValueError as error:  # the launcher has set a part of what torchrun sets
+        raise InputError(f"the processes cannot find each other ({error}); expected a start by torchrun") from error
+    backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(backend, timeout=limit, world_size=count, rank=rank, store=store)
+    return store
+
+
+def device_of_this_process() -> torch.device:
+    """The accelerator of this process's number on its machine, or the CPU."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is None:
+        return torch.device("cpu")
+    number = int(os.environ.get("LOCAL_RANK", 0))
+    torch.accelerator.set_device_index(number)
+    return torch.device(kind.type, number)
 
 
 def is_connection_error(error: BaseException) -> bool:
@@ -49,18 +145,19 @@ def is_connection_error(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
-def unresponsive_processes(timeout: int) -> str:
+def unresponsive(processes: Processes) -> str:
     """Says which processes did not answer: those that do not notice within ANSWER that another one is lost."""
-    store, key = _get_default_store(), "headrace/noticed/{}".format
+    store, key, silent = processes.store, "headrace/noticed/{}".format, []
     try:
-        store.set(key(dist.get_rank()), "")
-        silent = [rank for rank in range(dist.get_world_size()) if not _noticed(store, key(rank))]
+        if store is not None:
+            store.set(key(processes.rank), "")
+            silent = [rank for rank in range(processes.count) if not _noticed(store, key(rank))]
     except dist.DistError:  # the store was in the process that is lost
         silent = []
     if not silent:
         return "the processes have lost each other, as one of them ended or stalled"
     who = f"process {silent[0]} has" if len(silent) == 1 else f"processes {', '.join(map(str, silent))} have"
-    return f"{who} not answered for {timeout} s or ended (see its output, and where it is by `py-spy dump`)"
+    return f"{who} not answered for {processes.timeout} s or ended (see its output, and where it is by `py-spy dump`)"
 
 
 def _noticed(store: dist.Store, key: str) -> bool:
@@ -69,3 +166,17 @@ def _noticed(store: dist.Store, key: str) -> bool:
     except dist.DistStoreError:
         return False
     return True
+
+
+@contextmanager
+def timed_steps(device: torch.device, number: int | None) -> Iterator[Callable[[float], None]]:
+    """Yields what is told the seconds of each step: on a CPU, it sets the number of threads with which steps are
+    fastest, or the given number."""
+    if device.type != "cpu":
+        yield lambda seconds: None
+        return
+    threads = Threads(number, lambda line: tqdm.write(f"threads: {line}"))
+    try:
+        yield threads.took
+    finally:
+        threads.restore()

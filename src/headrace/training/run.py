@@ -9,50 +9,44 @@ runs/                      the logs of TensorBoard, if it is one of the trackers
 import errno
 import json
 import math
-import os
 import shlex
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from datasets import Dataset
 from safetensors import SafetensorError
-from transformers import AutoTokenizer, ProgressCallback, TrainerState, TrainingArguments, set_seed
-from transformers.trainer import TRAINER_STATE_NAME
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoTokenizer, set_seed
 
-from .. import zoo
 from ..convert.checkpoint import fetched
-from ..data import Collator, PackedData, open_data, unigram_loss
+from ..data import Collator, PackedData, Shuffled, open_data, unigram_loss
 from ..files.processes import handling
 from ..files.provenance import claim, defaults
 from ..layers.blocks.compiled import compile_for_training, is_compiled, report_compiler_errors
 from ..utils.errors import InputError, reading
-from ..utils.extras import named, require
+from ..utils.extras import named
 from ..utils.integrity import CHECKSUMS, damage, read_record, write_json
 from . import checkpoints
-from .agreement import agreed, errors_in_all
-from .arguments import training_arguments
+from .agreement import agreed, errors_in_all, rank
 from .card import baseline_sentence, can_draw, read_history, write_card
+from .history import Measures, check_trackers, open_trackers
+from .loop import Batches, Loop, answers
 from .machine import peak
-from .model import build, count, estimate, recompute_blocks
-from .optimizer import optimizer
-from .processes import PARALLEL, TIMEOUT, check_launcher, grid, is_connection_error, unresponsive_processes
-from .recipes import FROM_DATA, About, Recipe
-from .results import finite, restored
+from .model import build, count, flops_per_token, meta_model, recompute_blocks
+from .processes import PARALLEL, TIMEOUT, Processes, connect, is_connection_error, unresponsive
+from .recipes import FROM_DATA, About, Recipe, to_yaml
+from .results import restored
 from .sharding import shard
-from .trainer import HeadraceTrainer, Measures, Progress, TimedSteps, answers
-from .watch import Stop, Watch
+from .watch import Stop
 
-TRACKERS = ("tensorboard", "wandb", "trackio", "none")
 NOT_IDENTIFYING = ("seconds", "megabytes_per_second", "files")  # fields of a manifest that do not identify the data
 OF_THE_MACHINE = (*PARALLEL, "compile", "threads")  # fields of a recipe that do not identify the run
-LOG_EVERY = 10  # steps between logs if save_every is a multiple, else their greatest common divisor
 
 
 def train(
@@ -67,45 +61,50 @@ def train(
         timeout: seconds that a process waits for the others.
 
     Returns:
-        The Trainer, or None for a run that has ended before.
+        The loop, or None for a run that has ended before.
 
     Raises:
         InputError: data, tokenizer, trackers or launcher do not fit the recipe, the folder belongs to another run, a
             checkpoint is damaged or cannot be written, training diverged, or a process no longer answers.
     """
     check_trackers(trackers)
-    check_launcher(recipe, timeout)
-    settings = arguments(recipe, folder, trackers, timeout)
-    processes = settings.world_size  # initializes torch.distributed
+    processes = connect(recipe, timeout)
     with errors_in_all():
         opened = open_data(data) if isinstance(data, Path) else data
         check_data(recipe, opened)
         check_tokenizer(recipe, opened)
-        recipe.share(processes)
+        recipe.share(processes.count)
     with agreed(folder, partial(begin, folder, recipe, opened)) as last:
         if is_finished(folder, last, recipe):
             print_once(f"{folder} is finished, and nothing is left to do; {next_command(folder, opened)}")
             return None
         set_seed(recipe.seed)
-        trainer = make_trainer(recipe, opened, settings)
-        print_once(describe_start(trainer, recipe, last))
-        with report_failures(trainer, folder), report_compiler_errors():
-            train_to_end(trainer, last, recipe, folder)
-            finish(trainer, recipe, about, opened, folder / "model")
-    return trainer
+        loop, stop = make_loop(recipe, opened, folder, processes), Stop()
+        print_once(describe_start(loop, last))
+        with report_failures(loop), report_compiler_errors(), closing(loop.history):
+            with errors_in_all():
+                if rank() == 0:
+                    loop.history.trackers = open_trackers(trackers, folder, to_yaml(recipe, about))
+            if last is not None:
+                loop.resume(last)
+            with handling(stop.on_signal, signal.SIGTERM, signal.SIGINT):
+                loop.run(stop)
+            stop.end()
+            finish(loop, about, opened)
+    return loop
 
 
 def print_once(lines: str) -> None:
-    if PartialState().is_main_process:
+    if rank() == 0:
         print(lines)
 
 
-def describe_start(trainer: HeadraceTrainer, recipe: Recipe, last: Path | None) -> str:
+def describe_start(loop: Loop, last: Path | None) -> str:
     """What a run is about to do: the model, the tokens and how often each row of the data is read."""
-    parameters = count(trainer.model)["tied" if recipe.tie else "untied"]
-    passes = recipe.steps * recipe.rows / len(trainer.train_dataset)  # type: ignore[arg-type]
+    model, recipe = loop.model, loop.recipe
+    parameters = count(model)["tied" if recipe.tie else "untied"]
+    passes = recipe.steps * recipe.rows / len(loop.batches.rows)
     begins = "" if last is None else f"; it resumes from {last}"
-    model: Any = trainer.model
     compiled = ""
     if is_compiled(model) or torch.cuda.is_available():
         compiled = f"; blocks are {'' if is_compiled(model) else 'not '}compiled"
@@ -148,51 +147,21 @@ def begin(folder: Path, recipe: Recipe, data: PackedData) -> Path | None:
 
 
 @contextmanager
-def report_failures(trainer: HeadraceTrainer, folder: Path) -> Iterator[None]:
+def report_failures(loop: Loop) -> Iterator[None]:
     """Raises an InputError that names the last complete checkpoint for a file that cannot be written, and for a process
     that does not answer."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
         if is_connection_error(error):
-            reason = unresponsive_processes(trainer.args.ddp_timeout)
+            reason = unresponsive(loop.processes)
         elif isinstance(error, RuntimeError) and "inline_container" not in str(error):  # not raised by torch.save
             raise
         elif getattr(error, "errno", None) == errno.ENOSPC:
             reason = "the disk is full"
         else:
             reason = f"a checkpoint cannot be written ({str(error).splitlines()[0]})"
-        raise stopped_run(f"{reason} at step {trainer.state.global_step}", folder) from error
-
-
-def stopped_run(what: str, folder: Path) -> InputError:
-    return InputError(f"{what}; the last complete checkpoint is {checkpoints.newest(folder)}")
-
-
-def train_to_end(trainer: HeadraceTrainer, last: Path | None, recipe: Recipe, folder: Path) -> None:
-    """Trains to the last step. InputError if too many gradients were not finite; KeyboardInterrupt or Terminated if a
-    signal stopped the run."""
-    stop, watch = Stop(), Watch(trainer, recipe.warmup_steps)
-    for callback in (stop, watch, checkpoints.MarkComplete()):
-        trainer.add_callback(callback)
-    with handling(stop.on_signal, signal.SIGTERM, signal.SIGINT):
-        train_from(trainer, last)
-    if watch.broken:
-        raise stopped_run(f"training diverged and was stopped at step {trainer.state.global_step}", folder)
-    stop.end()
-
-
-def train_from(trainer: HeadraceTrainer, last: Path | None) -> None:
-    """Trains from a checkpoint, or from the start. A checkpoint of the last step is only loaded, as the Trainer would
-    take one step more."""
-    state = None if last is None else TrainerState.load_from_json(str(last / TRAINER_STATE_NAME))
-    if state is None or state.global_step < trainer.args.max_steps:
-        trainer.train(resume_from_checkpoint=None if last is None else str(last))
-    else:
-        trainer.state = state
-        trainer._load_from_checkpoint(str(last))
-        for begins in ("on_train_begin", "on_train_end"):  # trackers open the folder of the run
-            getattr(trainer.callback_handler, begins)(trainer.args, trainer.state, trainer.control)
+        raise checkpoints.stopped_run(f"{reason} at step {loop.step}", loop.folder) from error
 
 
 def check_data(recipe: Recipe, data: PackedData) -> None:
@@ -237,61 +206,42 @@ def check_tokenizer(recipe: Recipe, data: PackedData) -> None:
         )
 
 
-def check_trackers(trackers: str) -> None:
-    for name in zoo.split(trackers):
-        if name not in TRACKERS:
-            raise InputError(f"--trackers={trackers!r}; expected {', '.join(TRACKERS)}, or several separated by commas")
-        if name != "none":
-            require(f"--trackers={trackers}", name)
-
-
-def make_trainer(recipe: Recipe, data: PackedData, settings: TrainingArguments) -> HeadraceTrainer:
-    settings.per_device_train_batch_size, settings.gradient_accumulation_steps = recipe.share(settings.world_size)
+def make_loop(recipe: Recipe, data: PackedData, folder: Path, processes: Processes) -> Loop:
     with errors_in_all():
         model = build(recipe)
+    rows = full_rows(data.train, recipe.length)
+    end = None if data.tokenizer is None else data.tokenizer.eos_token_id
+    model.config.eos_token_id = model.generation_config.eos_token_id = end
+    held_out = data.manifest["held_out"]
+    return Loop(
+        model,
+        shared_model(model, recipe, processes),
+        Batches(
+            rows, partial(order, rows, recipe.seed), Collator(end or 0, recipe.separate_documents), recipe, processes
+        ),
+        evenly_spaced(data.held_out, recipe.evaluate_rows),
+        Measures(
+            recipe.batch_tokens, held_out["bytes"] / held_out["tokens"], seconds_per_token(recipe, processes.count)
+        ),
+        folder,
+    )
+
+
+def shared_model(model: Any, recipe: Recipe, processes: Processes) -> torch.nn.Module:
+    """The model on its device, with what lets the processes share its gradients, or its weights too."""
     if recipe.recompute:
         recompute_blocks(model)
     splits = recipe.shard > 1 or recipe.context_parallel > 1
     wanted = False if splits and recipe.compile is None else recipe.compile
     compile_for_training(model, wanted, cuda=torch.cuda.is_available(), packed=recipe.separate_documents)
     if recipe.shard > 1:
-        replicas = settings.world_size // recipe.shard
-        shard(model, grid(settings, dp_replicate=replicas, dp_shard=recipe.shard))
-    end = None if data.tokenizer is None else data.tokenizer.eos_token_id
-    model.config.eos_token_id = model.generation_config.eos_token_id = end
-    held_out = data.manifest["held_out"]
-    counted = estimate(recipe)["flops_per_token"]
-    trainer = HeadraceTrainer(
-        model,
-        settings,
-        data_collator=Collator(end or 0, recipe.separate_documents),
-        train_dataset=full_rows(data.train, recipe.length),
-        eval_dataset=evenly_spaced(data.held_out, recipe.evaluate_rows),
-        optimizers=(optimizer(model, recipe), None),
-        measures=Measures(recipe.batch_tokens, held_out["bytes"] / held_out["tokens"], counted, peak_flops()),
-        per_row=recipe.context_parallel,
-    )
-    trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(Progress)
-    if settings.device.type == "cpu":
-        trainer.add_callback(TimedSteps(recipe.threads))
-    check_started(trainer, recipe)
-    return trainer
-
-
-def check_started(trainer: HeadraceTrainer, recipe: Recipe) -> None:
-    """InputError if accelerate started with other settings than requested, which it does not report by itself."""
-    started = trainer.accelerator
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    precision = "bf16" if recipe.precision == "bfloat16" else "no"
-    compiled = started.state.dynamo_plugin.backend.value != "NO"
-    for name, requested, actual in (
-        ("processes", processes, started.num_processes),
-        ("mixed precision", precision, started.mixed_precision),
-        ("compilation by accelerate", False, compiled),  # blocks are compiled, not the whole model
-    ):
-        if actual != requested:
-            raise InputError(f"{name}: {requested} was requested, but accelerate started with {actual}")
+        shard(model, processes.mesh(recipe.shard))
+        return model
+    model.to(processes.device)
+    if processes.count == 1:
+        return model
+    devices = None if processes.device.type == "cpu" else [processes.device]
+    return DistributedDataParallel(model, devices, find_unused_parameters=not recipe.recompute)
 
 
 def full_rows(rows: Dataset, length: int) -> Dataset:
@@ -299,63 +249,51 @@ def full_rows(rows: Dataset, length: int) -> Dataset:
     return rows if len(rows[-1]["input_ids"]) == length else rows.select(range(len(rows) - 1))
 
 
+def order(rows: Any, seed: int, epoch: int) -> Iterable[int]:
+    """The numbers of the rows in random order, which is another one in each epoch."""
+    if isinstance(rows, Dataset):  # of a task
+        return torch.randperm(len(rows), generator=torch.Generator().manual_seed(epoch + seed)).tolist()
+    shuffled = Shuffled(len(rows), len(rows), seed)
+    shuffled.set_epoch(epoch)
+    return shuffled
+
+
 def evenly_spaced(rows: Dataset, count: int) -> Dataset:
     """At most `count` of the rows, evenly spaced."""
     return rows if len(rows) <= count else rows.select(torch.linspace(0, len(rows) - 1, count).long().tolist())
 
 
-def arguments(recipe: Recipe, folder: Path, trackers: str, timeout: int = TIMEOUT) -> TrainingArguments:
-    cpu = not torch.accelerator.is_available()
-    return training_arguments(
-        recipe,
-        folder,
-        recipe.steps,
-        recipe.warmup_steps,
-        cpu,
-        bf16=recipe.precision == "bfloat16",
-        ddp_timeout=timeout,
-        seed=recipe.seed,
-        data_seed=recipe.seed,
-        dataloader_pin_memory=not cpu,
-        dataloader_drop_last=True,
-        eval_strategy="steps",
-        eval_steps=recipe.evaluate_every,
-        save_steps=recipe.save_every,
-        logging_steps=math.gcd(recipe.save_every, LOG_EVERY),
-        logging_nan_inf_filter=False,
-        report_to=list(zoo.split(trackers)),
-        per_device_eval_batch_size=recipe.micro_batch,
-    )
+def seconds_per_token(recipe: Recipe, devices: int) -> float | None:
+    """Of training at the peak of the devices; None if it is not known. Operations take seconds to count."""
+    flops = peak_flops(devices)
+    return None if flops is None else flops_per_token(meta_model(recipe), recipe) / flops
 
 
-def peak_flops() -> float | None:
-    """Peak bfloat16 FLOPs per second of all devices without sparsity, by the data sheets; None if not known."""
+def peak_flops(devices: int) -> float | None:
+    """Peak bfloat16 FLOPs per second of GPUs without sparsity, by the data sheets; None if not known."""
     if not torch.cuda.is_available():
         return None
     per_device = peak(torch.cuda.get_device_name())
-    count = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    return None if per_device is None else per_device * count
+    return None if per_device is None else per_device * devices
 
 
-def finish(trainer: HeadraceTrainer, recipe: Recipe, about: About, data: PackedData, folder: Path) -> None:
+def finish(loop: Loop, about: About, data: PackedData) -> None:
     """Evaluates the trained model on all held-out rows, and writes the model, tokenizer, history and card."""
-    model: Any = trainer.model
-    recipe = replace(recipe, compile=is_compiled(model))
-    model.config.use_cache = True  # the Trainer turned it off
-    trainer.save_model(str(folder))
-    loss = trainer.evaluate(data.held_out, metric_key_prefix="final")["final_loss"]
+    folder = loop.folder / "model"
+    loop.save_model(folder)
+    loss = loop.evaluate(data.held_out, "final")
     with errors_in_all():
-        if not trainer.is_world_process_zero():
+        if loop.processes.rank > 0:
             return
         if data.tokenizer is not None:
             data.tokenizer.save_pretrained(folder)
-        history = finite(trainer.state.log_history)
+        history, unigram = loop.history.points, unigram_loss(data.held_out)
         write_json(folder / "history.json", history)
-        unigram = unigram_loss(data.held_out)
+        recipe = replace(loop.recipe, compile=is_compiled(loop.model))
         write_card(folder, recipe, about, data.manifest, restored(history), unigram)
         result = f"{loss:.4f} nats per held-out token" if math.isfinite(loss) else "its held-out loss is not finite"
         print_once(f"{folder} is the trained model: {result}. {baseline_sentence(loss, unigram)}")
         if not can_draw():
-            curves = shlex.join(["headrace", "curves", str(folder.parent)])
+            curves = shlex.join(["headrace", "curves", str(loop.folder)])
             print_once(f"curves.png needs {named('studies')}; then {curves}")
-        print_once(next_command(folder.parent, data))
+        print_once(next_command(loop.folder, data))

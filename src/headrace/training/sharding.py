@@ -17,20 +17,20 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from ..layers.blocks.block import Block
 from ..utils.errors import InputError
 
 
-def shard(model: Any, grid: DeviceMesh) -> None:
-    """Shares out the parameters of a module over the processes along the dimension "dp_shard" of a grid; along
-    "dp_replicate", if it is longer than 1, processes have the same ones. The optimizer must be made afterwards."""
-    mesh = grid if grid["dp_replicate"].size() > 1 else grid["dp_shard"]
+def shard(model: Any, mesh: DeviceMesh) -> None:
+    """Shares out the parameters of a module over the processes along the last dimension of a mesh; along the one before
+    it, if there is one, processes have the same ones. The optimizer must be made afterwards."""
     for block in filter(lambda module: isinstance(module, Block), model.modules()):
         fully_shard(block, mesh=mesh)
     # The default would leave the embedding whole after an evaluation, where the gradient's norm does not look for it.
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
-    model.no_sync = partial(no_sync, model)  # accelerate enters it for all but the last part of a step
+    model.no_sync = partial(no_sync, model)
 
 
 @contextmanager
@@ -45,6 +45,11 @@ def no_sync(model: FSDPModule) -> Iterator[None]:
 
 def is_sharded(model: Any) -> bool:
     return isinstance(model, FSDPModule)
+
+
+def whole(x: Any) -> Tensor:
+    """The full tensor of one that is sharded."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def whole_weights(model: Any) -> dict[str, Tensor]:

@@ -1,67 +1,22 @@
-"""Callbacks that stop a run early and print warnings during training."""
+"""What ends a run early, and what is wrong with its numbers and gates."""
 
 import signal
-import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
 import torch
-from transformers import TrainerCallback
+import torch.distributed as dist
+from torch import nn
 
 from ..files.processes import Terminated
+from ..layers.blocks.block import Block
 from .gate_statistics import failures
-from .trainer import HeadraceTrainer, batches_without_labels
-
-PATIENCE = 5  # number of consecutive skipped updates after which a run stops
+from .processes import Processes
 
 
-class Watch(TrainerCallback):
-    """Stops the run after PATIENCE consecutive non-finite gradients, prints once for each gate that has
-    collapsed, after the last step how many batches had no label, and after the last evaluation which gates are
-    uniform: as all are when training begins, that says nothing earlier."""
-
-    def __init__(self, trainer: HeadraceTrainer, warmup_steps: int):
-        self.trainer, self.warmup_steps = trainer, warmup_steps
-        self.broken = False
-        self.named: set[tuple[int, str]] = set()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        optimizer = self.trainer.inner_optimizer()
-        if optimizer.in_a_row == 1:
-            warn(state, f"step {state.global_step}: the gradient is not finite; the update is skipped")
-        if optimizer.in_a_row >= PATIENCE:
-            warn(state, f"step {state.global_step}: {PATIENCE} consecutive gradients were not finite; the run stops")
-            self.broken = control.should_training_stop = True
-            control.should_save = control.should_evaluate = False
-
-    def on_train_end(self, args, state, control, **kwargs):
-        if number := batches_without_labels(state.log_history):
-            warn(state, f"batches without any label: {number:,}; their loss and gradients were 0")
-
-    def on_evaluate(self, args, state, control, **kwargs):
-        if state.global_step <= self.warmup_steps:
-            return
-        for gate in self.trainer.gates:
-            key = (gate["layer"], gate["gate"])
-            head = failures(gate["entropy"], gate["load"]).collapsed
-            if head is not None and key not in self.named:
-                self.named.add(key)
-                warn(
-                    state,
-                    f"step {state.global_step}: the {gate['gate']} gate of layer {gate['layer']} has collapsed: the "
-                    f"mean share of head {head} is {gate['load'][head]:.1%} of the held-out tokens",
-                )
-        if "final_loss" in kwargs["metrics"]:
-            for kind in ("write", "read"):
-                own = [gate for gate in self.trainer.gates if gate["gate"] == kind]
-                if even := [gate for gate in own if failures(gate["entropy"], gate["load"]).uniform]:
-                    where = ", ".join(str(gate["layer"]) for gate in even)
-                    warn(
-                        state,
-                        f"the {kind} gates of these layers are uniform after training: {where}. They weigh all heads "
-                        "alike for every held-out token, so that the competition there has no effect",
-                    )
-
-
-class Stop(TrainerCallback):
+class Stop:
     """On SIGTERM or Ctrl-C, ends the run after the current step with a checkpoint; a second Ctrl-C ends it at once."""
 
     def __init__(self) -> None:
@@ -73,14 +28,14 @@ class Stop(TrainerCallback):
             raise KeyboardInterrupt
         self.heard = number
 
-    def on_step_end(self, args, state, control, **kwargs):
-        heard = torch.tensor(self.heard, device=args.device)
-        if torch.distributed.is_initialized():  # a signal reaches the processes at different steps, or one alone
-            torch.distributed.all_reduce(heard, torch.distributed.ReduceOp.MAX)
-        if heard:
+    def heard_by_any(self, processes: Processes) -> bool:
+        """Whether the run stops. A signal reaches the processes at different steps, or one alone."""
+        self.stopped = self.heard
+        if processes.count > 1:
+            heard = torch.tensor(self.heard, device=processes.device)
+            dist.all_reduce(heard, dist.ReduceOp.MAX)
             self.stopped = int(heard)
-            # Without a log here, measurements since the last log would be lost.
-            control.should_log = control.should_save = control.should_training_stop = True
+        return self.stopped > 0
 
     def end(self) -> None:
         """Raises KeyboardInterrupt or Terminated if a signal stopped the run."""
@@ -88,6 +43,50 @@ class Stop(TrainerCallback):
             raise KeyboardInterrupt if self.stopped == signal.SIGINT else Terminated
 
 
-def warn(state, sentence: str) -> None:
-    if state.is_world_process_zero:
-        print(sentence, file=sys.stderr)
+def gate_warnings(
+    gates: list[dict[str, Any]], collapsed: set[tuple[int, str]], step: int, ended: bool
+) -> Iterator[str]:
+    """Sentences about gates that have collapsed, each once, and, when training has ended, about uniform ones.
+
+    gates: their statistics, of `GateStatistics.summary`. collapsed: (layer, gate) that were named before, and now."""
+    for gate in gates:
+        key = gate["layer"], gate["gate"]
+        head = failures(gate["entropy"], gate["load"]).collapsed
+        if head is not None and key not in collapsed:
+            collapsed.add(key)
+            yield (
+                f"step {step}: the {gate['gate']} gate of layer {gate['layer']} has collapsed: the mean share of head "
+                f"{head} is {gate['load'][head]:.1%} of the held-out tokens"
+            )
+    for kind in ("write", "read") if ended else ():
+        own = [gate for gate in gates if gate["gate"] == kind]
+        if even := [gate for gate in own if failures(gate["entropy"], gate["load"]).uniform]:
+            where = ", ".join(str(gate["layer"]) for gate in even)
+            yield (
+                f"the {kind} gates of these layers are uniform after training: {where}. They weigh all heads alike for "
+                "every held-out token, so that the competition there has no effect"
+            )
+
+
+def logged_statistics(gate: dict[str, Any]) -> dict[str, float]:
+    """The statistics of a gate by logged name: write_entropy_<layer>, write_specialization_<layer>,
+    write_load_<layer>_<head>, and the same for read gates. See `GateStatistics.summary`."""
+    kind, layer = gate["gate"], gate["layer"]
+    loads = {f"{kind}_load_{layer}_{head}": load for head, load in enumerate(gate["load"])}
+    return {f"{kind}_{what}_{layer}": gate[what] for what in ("entropy", "specialization")} | loads
+
+
+@torch.no_grad()
+def first_not_finite(model: nn.Module, compute: Callable[[], object]) -> str:
+    """The name of the first block of a model whose output is not finite when `compute` calls it."""
+    layers: list[int] = []
+
+    def check_output(index: int, module: nn.Module, args: Any, output: Any) -> None:
+        if not bool(output.isfinite().all()):
+            layers.append(index)
+
+    with ExitStack() as hooks:
+        for i, block in enumerate(module for module in model.modules() if isinstance(module, Block)):
+            hooks.enter_context(block.register_forward_hook(partial(check_output, i)))
+        compute()
+    return f"layer {min(layers)}" if layers else "the output"

@@ -92,8 +92,7 @@ def may_round_float32() -> bool:
 
 
 def see_only(device: str) -> None:
-    """Hides all GPUs except this one from the process, before CUDA is initialized. transformers' Trainer would use all
-    GPUs."""
+    """Hides all GPUs except this one from the process, before CUDA is initialized, so that training takes this one."""
     kind, _, number = device.partition(":")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if kind == "cuda":

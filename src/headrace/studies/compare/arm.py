@@ -2,14 +2,13 @@
 
 import math
 import time
-from collections.abc import Callable
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
+from torch.utils.data import default_collate
+from transformers import set_seed
 
 from ...history.specs.encoder_decoder import RecurrentSpec
 from ...layers.blocks.compiled import compile_for_training, is_compiled, report_compiler_errors
@@ -18,14 +17,14 @@ from ...spec.serialize import from_json
 from ...spec.stack import as_decoder
 from ...tasks import IGNORED, Answers, Rows, Sequences
 from ...tasks.base import Batch
-from ...training.arguments import training_arguments
 from ...training.gate_statistics import GateWatch
-from ...training.optimizer import optimizer
+from ...training.loop import Updates
 from ...training.parameters import gate_parameters
+from ...training.processes import Processes, device_of_this_process
 from ..engine import Row
 from ..workers import Worker
 from .model import build, flops, model_inputs
-from .plan import Arm, ArmRecipe
+from .plan import Arm
 
 Tell = Callable[[int, dict[str, float] | None], None]  # (step, scores after an evaluation, else None)
 
@@ -46,23 +45,12 @@ def train(arm: Arm, tell: Tell, device: str = "cpu", weights: dict[str, Tensor] 
     if weights is not None:
         begin(model, weights)
     compile_for_training(model, plan.recipe.compile, cuda=device != "cpu" and torch.cuda.is_available(), packed=False)
-    curve = Curve(arm, tell)
-    model.register_forward_hook(curve.record_loss)
-    model.register_forward_pre_hook(curve.look_for_labels, with_kwargs=True)
-    sample = lambda generator, rows: model_inputs(arm, plan.task.sample(generator, rows))  # noqa: E731
-    rows = Rows(sample, arm.seed, plan.recipe.steps * plan.recipe.batch_size)
-    with TemporaryDirectory() as folder:  # the Trainer wants one
-        trainer = Trainer(
-            model,
-            arguments(plan.recipe, arm.seed, Path(folder), device),
-            train_dataset=rows,
-            callbacks=[curve],
-            optimizers=(optimizer(model, plan.recipe, torch.optim.AdamW), None),
-        )
-        trainer.remove_callback(PrinterCallback)
-        with report_compiler_errors():
-            trainer.train()
-    return model, result(arm, model, curve) | {"seconds": time.perf_counter() - started}
+    place = torch.device("cpu") if device == "cpu" else device_of_this_process()
+    updates = Updates(model.to(place), plan.recipe, lambda model, batch, count: model(**batch).loss, Processes(place))
+    curve = Curve(arm, updates, tell)
+    with report_compiler_errors():
+        curve.train()
+    return model, result(arm, curve) | {"seconds": time.perf_counter() - started}
 
 
 def begin(model: nn.Module, weights: dict[str, Tensor]) -> None:
@@ -72,75 +60,60 @@ def begin(model: nn.Module, weights: dict[str, Tensor]) -> None:
     assert not unknown and all(id(model.get_parameter(name)) in gates for name in lacking), (lacking, unknown)
 
 
-def arguments(recipe: ArmRecipe, seed: int, folder: Path, device: str) -> TrainingArguments:
-    return training_arguments(
-        recipe,
-        folder,
-        recipe.steps,
-        round(recipe.warmup * recipe.steps),
-        device == "cpu",
-        per_device_train_batch_size=recipe.batch_size,
-        seed=seed,
-        train_sampling_strategy="sequential",  # rows are drawn at random already
-        label_names=["shift_labels"],
-        dataloader_pin_memory=False,
-        save_strategy="no",
-        logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
+class Curve:
+    """The training of an arm. Evaluates at equal intervals, from before the first step to after the last, and measures
+    the training speed in each interval."""
 
-
-class Curve(TrainerCallback):
-    """Evaluates at equal intervals, from before the first step to after the last, and measures the training speed in
-    each interval."""
-
-    def __init__(self, arm: Arm, tell: Tell):
-        self.arm, self.tell = arm, tell
-        self.every = math.ceil(arm.plan.recipe.steps / arm.plan.recipe.evaluations)
-        self.held_out = model_inputs(arm, arm.plan.task.held_out(arm.plan.recipe.held_out, arm.plan.part))
+    def __init__(self, arm: Arm, updates: Updates, tell: Tell):
+        self.arm, self.updates, self.tell, self.recipe = arm, updates, tell, arm.plan.recipe
+        self.held_out = model_inputs(arm, arm.plan.task.held_out(self.recipe.held_out, arm.plan.part))
         self.points: list[dict[str, Any]] = []
         self.losses: list[Tensor] = []  # of the training steps since the last point
-        self.empty = torch.zeros((), dtype=torch.long)  # training batches without a label
         self.speeds: list[float] = []  # training tokens per second between two evaluations
 
-    def record_loss(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        if model.training:
-            self.losses.append(output.loss.detach())
+    def train(self) -> None:
+        """Trains to the last step, or to an evaluation whose loss is not finite."""
+        steps = self.recipe.steps
+        every = math.ceil(steps / self.recipe.evaluations)
+        self.point(0)
+        for step, batch in enumerate(self.batches(), 1):
+            self.losses += self.updates.backward([batch])
+            self.updates.clip()
+            self.updates.step()
+            if step % every == 0 or step == steps:
+                self.speeds.append(self.speed(step))
+                self.point(step)
+                if not self.points[-1]["scores"]:
+                    break
+            elif step % max(steps // 100, 1) == 0:
+                self.tell(step, None)
 
-    def look_for_labels(self, model: nn.Module, inputs: Any, named: Any) -> None:
-        if model.training:
-            labels = named["shift_labels"]
-            self.empty = self.empty.to(labels.device) + (labels == IGNORED).all()
+    def batches(self) -> Iterator[Batch]:
+        arm, steps, size = self.arm, self.recipe.steps, self.recipe.batch_size
+        rows = Rows(lambda *drawn: model_inputs(arm, arm.plan.task.sample(*drawn)), arm.seed, steps * size)
+        for step in range(steps):
+            batch = default_collate([rows[i] for i in range(step * size, (step + 1) * size)])
+            yield self.updates.processes.put(batch)
+
+    def speed(self, step: int) -> float:
+        """Training tokens per second since the last evaluation."""
+        if self.updates.processes.device.type != "cpu":
+            torch.accelerator.synchronize()
+        tokens = (step - self.points[-1]["step"]) * self.recipe.batch_size * self.arm.plan.task.length
+        return tokens / (time.perf_counter() - self.resumed)
+
+    def point(self, step: int) -> None:
+        answers, gates = evaluate(self.updates.model, self.held_out, self.recipe.batch_size)
+        scores = self.arm.plan.task.scores(answers) if math.isfinite(answers.loss) else {}
+        self.points.append({"step": step, "scores": scores, "train_loss": self.train_loss(), "gates": gates})
+        self.tell(step, scores)
+        self.resumed = time.perf_counter()
 
     def train_loss(self) -> float | None:
         """The mean training loss since the last evaluation; None if there was no step."""
         mean = torch.stack(self.losses).mean().item() if self.losses else None
         self.losses.clear()
         return mean
-
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.point(0, model)
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        step = state.global_step
-        if step % self.every == 0 or step == state.max_steps:
-            if torch.accelerator.is_available():
-                torch.accelerator.synchronize()
-            tokens = (step - self.points[-1]["step"]) * self.arm.plan.recipe.batch_size * self.arm.plan.task.length
-            self.speeds.append(tokens / (time.perf_counter() - self.resumed))
-            self.point(step, model)
-            control.should_training_stop |= not self.points[-1]["scores"]
-        elif step % max(state.max_steps // 100, 1) == 0:
-            self.tell(step, None)
-
-    def point(self, step: int, model: nn.Module) -> None:
-        recipe, task = self.arm.plan.recipe, self.arm.plan.task
-        answers, gates = evaluate(model, self.held_out, recipe.batch_size)
-        scores = task.scores(answers) if math.isfinite(answers.loss) else {}
-        self.points.append({"step": step, "scores": scores, "train_loss": self.train_loss(), "gates": gates})
-        self.tell(step, scores)
-        self.resumed = time.perf_counter()
 
 
 @torch.no_grad()
@@ -167,8 +140,8 @@ def batches(rows: Batch, size: int, device: torch.device):
         yield dict(zip(parts, values, strict=True))
 
 
-def result(arm: Arm, model: nn.Module, curve: Curve) -> Row:
-    plan, last, spec = arm.plan, curve.points[-1], from_json(arm.spec)
+def result(arm: Arm, curve: Curve) -> Row:
+    plan, last, spec, model = arm.plan, curve.points[-1], from_json(arm.spec), curve.updates.model
     tokens, shape = curve.held_out["input_ids"].shape[1], plan.shape
     stack = spec if isinstance(spec, ModelSpec) else as_decoder(spec)
     return {
@@ -184,7 +157,7 @@ def result(arm: Arm, model: nn.Module, curve: Curve) -> Row:
         "state_bytes": stack.state_bytes(shape.hidden_size, shape.heads, tokens, shape.layers),  # of one row
         "scores": last["scores"],
         "diverged": not last["scores"],
-        **({"batches_without_labels": empty} if (empty := int(curve.empty)) else {}),
+        **({"batches_without_labels": empty} if (empty := int(curve.updates.unlabelled)) else {}),
         "curve": curve.points,
         **(by_length(arm, model) if last["scores"] and plan.part == "held-out" else {}),
         "flops": flops(model, {name: values[:1] for name, values in curve.held_out.items()}, shape),

@@ -1,42 +1,36 @@
-"""What `headrace train` adds to a step: the Trainer's time for one, over that of the same model, data and optimizer in
-a bare loop.
+"""What `headrace train` adds to a step: its time, over that of the same model, data and optimizer in a bare loop.
 
-    python benchmarks/trainer.py --data books          laptop-5m; rounds of both in turn, in one process
+    python benchmarks/loop.py --data books          laptop-5m; rounds of both in turn, in one process
 
-A step of the Trainer is counted from one step's beginning to the next one's: loading, logging and all its callbacks are
-in it. Evaluation and checkpoints are not: neither happens within a round.
+A step of the run is counted from one step's beginning to the next one's: loading and logging are in it. Evaluation and
+the checkpoint are not: they follow the last step.
 """
 
 import tempfile
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Annotated
+from unittest.mock import patch
 
 import torch
 import typer
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback
 
 from headrace.data import Collator, open_data
 from headrace.studies.report.numbers import spread
 from headrace.training import recipes
+from headrace.training.loop import Batches
 from headrace.training.model import build
 from headrace.training.optimizer import optimizer
-from headrace.training.run import arguments, make_trainer
-from headrace.training.watch import Watch
+from headrace.training.processes import Processes
+from headrace.training.run import make_loop
+from headrace.training.watch import Stop
 from program import Log, show
 from record import RESULTS
-
-
-class Clock(TrainerCallback):
-    def __init__(self):
-        self.begins = []
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.begins.append(time.perf_counter())
 
 
 def differences(moments: list[float]) -> float:
@@ -44,17 +38,19 @@ def differences(moments: list[float]) -> float:
     return median(b - a for a, b in pairwise(moments[1:]))
 
 
-def by_trainer(recipe, data, steps: int) -> float:
-    clock = Clock()
-    with tempfile.TemporaryDirectory() as folder:
-        settings = arguments(recipe, Path(folder), "none")
-        settings.max_steps, settings.save_strategy, settings.eval_strategy = steps + 2, "no", "no"
-        settings.disable_tqdm, settings.logging_steps = False, 10
-        trainer = make_trainer(recipe, data, settings)
-        trainer.add_callback(Watch(trainer, recipe.warmup_steps))
-        trainer.add_callback(clock)
-        trainer.train()
-    return differences(clock.begins)
+def by_run(recipe, data, steps: int) -> float:
+    moments, tokens = [], recipe.batch_tokens * (steps + 2)
+    chosen = replace(recipe, tokens=tokens, evaluate_every=steps + 2, evaluate_rows=1, save_every=steps + 2)
+    after = Batches.after
+
+    def noted(self, step):
+        for batches in after(self, step):
+            moments.append(time.perf_counter())
+            yield batches
+
+    with tempfile.TemporaryDirectory() as folder, patch.object(Batches, "after", noted):
+        make_loop(chosen, data, Path(folder), Processes(torch.device("cpu"))).run(Stop())
+    return differences(moments)
 
 
 def bare(recipe, data, steps: int) -> float:
@@ -84,16 +80,16 @@ def main(
     torch.set_num_threads(threads)
     chosen, _ = recipes.load(recipe, {"mixer": mixer})
     rows = open_data(data)
-    times = [(bare(chosen, rows, steps), by_trainer(chosen, rows, steps)) for _ in range(rounds)]
+    times = [(bare(chosen, rows, steps), by_run(chosen, rows, steps)) for _ in range(rounds)]
     ratios = [ours / floor for floor, ours in times]
-    log = Log(RESULTS / "trainer.csv")
+    log = Log(RESULTS / "loop.csv")
     row = {
         "recipe": recipe, "mixer": mixer, "rounds": rounds, "steps": steps, "bare": median(floor for floor, _ in times),
-        "trainer": median(ours for _, ours in times), "overhead": median(ratios) - 1, "spread": spread(ratios) or 0.0,
+        "run": median(ours for _, ours in times), "overhead": median(ratios) - 1, "spread": spread(ratios) or 0.0,
     }  # fmt: skip
     log.add([row])
     lines = [
-        ["bare loop", f"{row['bare']:.3f}"], ["Trainer", f"{row['trainer']:.3f}"],
+        ["bare loop", f"{row['bare']:.3f}"], ["headrace train", f"{row['run']:.3f}"],
         ["overhead", f"{100 * row['overhead']:.1f} % (spread {100 * row['spread']:.1f})"],
     ]  # fmt: skip
     title = f"{recipe}, {mixer}, {threads} threads, {rounds} rounds of {steps} steps"
