@@ -96,15 +96,6 @@ def test_decoding_and_pieces_of_any_length_are_the_whole(name, levels):
     assert relative(continued[:, 4:], mixer(torch.cat([x[:, 30:], x[:, :9]], 1))[0][:, 45:]) < 1e-12
 
 
-@pytest.mark.parametrize("changed", [
-    "read.bonus=true, write.rule=add, inputs.qk_norm=none", "read.norm=sum, inputs.feature_map=relu, write.rule=add",
-    "write.residual_chunk=4", "write.erase=feedback", "write.steps=2",
-])  # fmt: skip
-def test_what_levels_do_not_have_is_refused(changed):
-    with pytest.raises(InputError, match=r"levels=4 weights what is read"):
-        zoo.get(f"log-linear-gated-deltanet(levels=4, {changed})")
-
-
 @pytest.mark.parametrize("mixer", ["gated-deltanet", "simple-gla(inputs.qk_norm=l2"])
 def test_a_layer_has_one_recurrence(mixer):
     """Of two, one would have no effect."""

@@ -72,16 +72,6 @@ def test_state_is_small_for_small_keys():
         zoo.get("taylor-softmax(heads.key_dim=0)")
 
 
-def test_loading_weights_into_empty_memory_suffices():
-    made, x = layers.build(zoo.get("taylor-softmax"), hidden_size=D, num_heads=H), torch.randn(1, 5, D)
-    with torch.device("meta"):
-        empty = layers.build(zoo.get("taylor-softmax"), hidden_size=D, num_heads=H).to_empty(device="cpu")
-    for buffer in empty.buffers():
-        buffer.zero_()
-    empty.load_state_dict(made.state_dict())
-    assert torch.equal(empty(x)[0], made(x)[0])
-
-
 def taylor(order, transformer, norm):
     """A recurrent layer with the weights of a softmax attention layer, whose e^x it cuts off after this order."""
     described = zoo.get(f"taylor-softmax(inputs.order={order}, heads.key_dim=none, read.norm={norm})")
@@ -276,36 +266,6 @@ def test_cosine_attention_equals_the_authors_code():
     assert relative(layer(x)[0][0], layer.o_proj(out.flatten(1))) <= 1e-6
 
 
-@pytest.mark.parametrize("name", ["softmax-rnn-gate", "softmax-rnn-norm(numerator=cosine, denominator=input-length)"])
-def test_encoder_rows_are_independent_of_padding(name):
-    layer, x = layers.build(zoo.get(name), hidden_size=D, num_heads=H, causal=False).double(), draw(2, 9, D)
-    mask = torch.ones(2, 9, dtype=torch.bool)
-    mask[1, :4] = False
-    y = layer(x, mask=mask)[0]
-    assert relative(y[0], layer(x[:1])[0][0]) <= 1e-12
-    assert relative(y[1, 4:], layer(x[1:, 4:])[0][0]) <= 1e-12
-    with pytest.raises(InputError, match="encoder"):
-        layer(x, layer(x)[1])
-
-
-@pytest.mark.parametrize(
-    ("expression", "reason"),
-    [
-        ("softmax-rnn-norm(denominator=sum, order=3)", "even order"),
-        ("softmax-rnn-norm(denominator=detached, numerator=cosine)", "even order"),
-        ("softmax-rnn-norm(denominator=sum, by_length=true)", "by_length=True has no effect"),
-        ("softmax-rnn-gate(affine=true)", "parameters to a norm"),
-        ("softmax-rnn-gate(gate_order=gate-norm)", "before a norm"),
-        ("softmax-rnn-norm(gate=input, gate_order=gate-norm)", "before a norm"),
-        ("softmax-rnn-gate(order=-1)", "order=-1"),
-        ("softmax-rnn-gate(numerator=tanh)", "exp, relu"),
-    ],
-)
-def test_invalid_specs_are_refused(expression, reason):
-    with pytest.raises(InputError, match=reason):
-        zoo.get(expression)
-
-
 # --- both forms ------------------------------------------------------------------------------------------------------
 
 
@@ -335,16 +295,6 @@ def test_even_orders_converge_to_softmax_for_bounded_logits():
     errors = [relative(direct(order, transformer, "sum")(x)[0], y) for order in range(0, 11, 2)]
     assert all(later < before / 4 for before, later in itertools.pairwise(errors))
     assert errors[-1] < 1e-6
-
-
-def test_order_one_by_length_equals_the_running_mean():
-    spec = SoftmaxRNNSpec(order=1, denominator="none", by_length=True)
-    layer, x = layers.build(spec, hidden_size=D, num_heads=H).double(), draw(2, 30, D)
-    q, k, v = (p(x).unflatten(-1, (H, -1)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
-    q, k = (rotary(y, torch.arange(30)[None], layer.rope_theta) for y in (q, k))
-    length = torch.arange(1, 31)[:, None, None]
-    mean = (v.cumsum(1) + linear_attention(q, k, v)[0]) / length
-    assert relative(layer(x)[0], layer.o_proj(mean.flatten(-2))) <= 1e-12
 
 
 def test_stored_values_have_the_precision_of_keys():

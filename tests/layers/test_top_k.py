@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from headrace import GateWarning, InputError, layers, zoo
+from headrace import GateWarning, layers, zoo
 from headrace.layers.linear.competition import HeadCompetition
 from headrace.spec import Competition
 from headrace.training.gate_statistics import GateWatch
@@ -131,20 +131,6 @@ def test_statistics_of_gates_that_are_0_are_finite():
     with watch.on(model):
         model["layers"][0](torch.randn(2, T, D, dtype=torch.float64))
     assert [gate["entropy"] for gate in watch.summary()] == [0, 0]
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ("gradient=all", "competition.top_k"),
-        ("freeze=true", "competition.top_k"),
-        ("top_k=2, competition.gradient=all, competition.write=beta", "logarithm of a gate of 0"),
-        ("top_k=2, competition.freeze=true", "expected a write gate, and for write.rule='delta'"),
-    ],
-)
-def test_what_top_k_has_not_is_refused(options, said):
-    with pytest.raises(InputError, match=said):
-        zoo.get(f"softmax-gated-deltanet(competition.{options})")
 
 
 @pytest.mark.parametrize("control", [False, True])
