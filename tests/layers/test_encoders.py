@@ -75,6 +75,8 @@ ENCODERS = {
     "attention": PLAIN, "rotary": AttentionSpec(), "t5": T5, "tiles": AttentionSpec(form="tiles"),
     "longformer": "longformer(pattern.window=2)", "bigbird": "bigbird(pattern.block=2, pattern.window=2)",
     "softmax-gla": "softmax-gla", "gated-deltanet": "gated-deltanet", "rwkv6": "rwkv6", "mamba": "mamba", "s4d": "s4d",
+    "softmax-rnn-gate": "softmax-rnn-gate",
+    "softmax-rnn-norm": "softmax-rnn-norm(numerator=cosine, denominator=input-length)",
 }  # fmt: skip
 
 
@@ -114,7 +116,7 @@ def test_cross_attention_needs_a_second_sequence():
         block(torch.randn(1, 3, D))
 
 
-@pytest.mark.parametrize("mixer", ["transformer", "longformer", "gla"])
+@pytest.mark.parametrize("mixer", ["transformer", "longformer", "gla", "softmax-rnn-gate"])
 def test_an_encoder_has_no_state(mixer):
     x = torch.randn(1, 3, D, dtype=torch.float64)
     _, state = build(mixer)(x)
