@@ -161,21 +161,6 @@ def test_expression_names_the_recurrent_form():
         zoo.get("recurrent-transformer")
 
 
-@pytest.mark.parametrize("order", [None, 0, 1, 2, 3, 4])
-@pytest.mark.parametrize("denominator", ["l2", "sum", "detached"])
-def test_state_and_cost_are_constant(order, denominator):
-    """C(d + n, n) rows of d values, and one more column for a sum."""
-    spec = SoftmaxRNNSpec("elu+1", order, denominator=denominator).recurrent()
-    rows, columns = d if order is None else math.comb(d + order, order), d + (denominator != "l2")
-    assert spec.state_shapes(D, H, tokens=1000) == {"memory": (H, rows, columns)}
-    assert spec.flops_per_token(D, H) == 4 * H * rows * columns
-    layer, x = layers.build(spec, hidden_size=D, num_heads=H), torch.randn(1, 50, D)
-    with torch.no_grad():
-        states = [layer(x[:, :length])[1] for length in (1, 50)]
-    assert [state.memory.shape for state in states] == [(1, H, rows, columns)] * 2
-    assert states[0].tokens.shape == states[1].tokens.shape == (1,)
-
-
 def test_features_that_no_memory_holds_are_refused():
     spec = SoftmaxRNNSpec("relu", 10).recurrent()
     with pytest.raises(InputError, match=r"inputs.order=10 makes more than 16,777,216 features of 64 per head"):

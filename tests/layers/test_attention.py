@@ -84,11 +84,6 @@ def test_tiled_attention_with_padding_and_large_logits():
     assert relative(flash_attention(q * 1e3, k, v, valid=valid), attend(q * 1e3, k, v, valid)) <= 1e-12
 
 
-def test_tiled_attention_gradients_pass_gradcheck():
-    inputs = [torch.randn(1, 5, 2, 3, dtype=torch.float64, requires_grad=True) for _ in "qkv"]
-    assert torch.autograd.gradcheck(flash_attention, inputs)
-
-
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("bias", [None, DistanceBias(8, H, hidden_size=D, bidirectional=True).double()])
 @pytest.mark.parametrize("null", [False, True])
@@ -108,13 +103,6 @@ def test_bidirectional_and_cross_attention_equal_their_equation(padded, bias, nu
     expected = torch.einsum("bhts,bshd->bthd", weights, v)
     rows = valid if bias else ...  # what padding reads of its own sequence means nothing
     assert relative(out[rows], expected[rows]) <= 1e-12
-
-
-def test_softmax_plus_one_can_read_nothing():
-    """Softmax plus one: as all logits fall, so does what is read. Without it a head reads the mean."""
-    q, k, v = torch.ones(1, 3, 1, 4), -40 * torch.ones(1, 3, 1, 4), torch.randn(1, 3, 1, 4)
-    assert attend(q, k, v, null=True).abs().max() < 1e-10
-    assert relative(attend(q, k, v)[0, 2], v.mean(1)[0]) < 1e-6
 
 
 def test_sinusoidal_positions_equal_their_equation():

@@ -201,16 +201,3 @@ def test_zero_input_of_an_exponential_gate_is_no_division_by_zero():
     y = layer(x)[0]
     y.sum().backward()
     assert torch.isfinite(y).all() and all(torch.isfinite(p.grad).all() for p in layer.parameters())
-
-
-@pytest.mark.parametrize("options", ["", ", inputs.order=2, heads.key_dim=4, read.scale=key", ", competition=default"])
-def test_the_trapezoidal_update_with_a_share_of_one_is_that_of_the_step_size(options):
-    """λ = 1 leaves dt for the token itself and nothing for the one before."""
-    trapezoid, plain = (layer_of(f"mamba2(write.beta={beta}{options})") for beta in ("trapezoid", "dt"))
-    parts = {name: trapezoid.part(name) for name in plain.parts}
-    weights = trapezoid.state_dict() | {"in_proj.weight": torch.cat(list(parts.values()))}
-    plain.load_state_dict(weights)
-    x = torch.cat([torch.randn(B, T, D - 1, dtype=torch.float64), torch.ones(B, T, 1, dtype=torch.float64)], -1)
-    with torch.no_grad():
-        trapezoid.part("beta").zero_()[:, -1] = 60  # the logit of λ, from the last feature
-    assert relative(trapezoid(x)[0], plain(x)[0]) < 1e-12

@@ -39,16 +39,6 @@ def test_gates_are_the_activation_of_the_k_largest_scores(k):
     torch.testing.assert_close(gate_of(top_k=5)(scores), gate_of()(scores), rtol=0, atol=0)
 
 
-def test_the_control_has_the_softmax_slope():
-    """At equal scores of those kept, which the other scores leave apart."""
-    scores = torch.tensor([[[0.0, 0.0, 0.0, -1.0, -2.0]]], dtype=torch.float64, requires_grad=True)
-    slopes = [
-        torch.autograd.grad(gate_of(top_k=3, **options)(scores)[0, 0, 0], scores)[0][0, 0, 0].item()
-        for options in ({}, {"activation": "sigmoid", "range": "heads"})
-    ]
-    assert slopes == pytest.approx([5 / 3 * (1 - 1 / 3)] * 2)
-
-
 @pytest.mark.parametrize("options", [{}, {"activation": "null"}, {"activation": "sigmoid", "range": "heads"}])
 @pytest.mark.parametrize("heads", [5, 429])
 def test_equal_scores_keep_every_head_with_a_gate_of_exactly_one(options, heads):
