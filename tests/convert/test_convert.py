@@ -206,9 +206,10 @@ OTHERS = ["transformer(count=2)", "mamba", "rwkv7", "softmax-rnn-norm", "residua
 def test_formats_refuse_unsupported_models(tmp_path, mixer):
     """Nor does another error come of it."""
     config = tiny.config(mixer, mlp="none" if "mamba2" in mixer else None, intermediate_size=None)
+    model = HeadraceForCausalLM(config)
     for form in FORMATS:
         with pytest.raises(InputError, match=f"--to '{form}' cannot represent this model"):
-            export_checkpoint(HeadraceForCausalLM(config), form, tmp_path / form)
+            export_checkpoint(model, form, tmp_path / form)
 
 
 def test_unsupported_fields_are_named(tmp_path):

@@ -46,7 +46,7 @@ def test_held_out_and_tuning_rows_are_not_training_rows(task):
     """By the rule: the content of a row decides its part, so that it is never drawn for another. And in the rows
     themselves."""
     assert isinstance(task, SplitByContent), "else its parts have to be parts of its data"
-    drawn = parts(task, BLOCK)
+    drawn = parts(task, BLOCK // 4)
     for part, batches in drawn.items():
         hashes = np.concatenate([row_hashes(task.content(rows)) for rows in batches])
         assert len(hashes) and (PARTS[hashes % np.uint64(len(PARTS))] == part).all()

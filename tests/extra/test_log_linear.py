@@ -4,11 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headrace import InputError, layers, linear_attention, zoo
+from headrace import InputError, linear_attention, zoo
 from headrace.extra.log_linear import LogLinear
 from headrace.ops.sequences import Sequences
-from headrace.spec.serialize import change
-from headrace.studies.verify import relative
 from peers import load
 
 B, T, H, K, V = 2, 40, 3, 6, 5
@@ -64,45 +62,6 @@ def test_levels_are_those_of_flash_linear_attention():
         x["q"], x["k"], x["beta"][..., None] * x["v"], x["log_decay"], F.softplus(x["levels"]), scale=0.3
     )
     torch.testing.assert_close(computed(x, scale=0.3), theirs, rtol=1e-12, atol=1e-12)
-
-
-def test_equal_weights_are_one_memory():
-    x = operands(5)
-    x["levels"] = torch.full_like(x["levels"], 1.7)
-    named = {name: y for name, y in x.items() if name != "levels"}
-    expected = linear_attention(**named, rule="delta", scale=1.0)[0] * F.softplus(x["levels"][0, 0, 0, 0])
-    torch.testing.assert_close(computed(x, "delta"), expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(("name", "levels"), [("log-linear-mamba2", 15), ("softmax-log-linear-gated-deltanet", 3)])
-@torch.no_grad()
-def test_decoding_and_pieces_of_any_length_are_the_whole(name, levels):
-    mixer = layers.build(change(zoo.get(name), "levels", levels), hidden_size=32, num_heads=4).double()
-    x = torch.randn(1, 75, 32, dtype=torch.float64)
-    whole, last = mixer(x)
-    bounds = torch.tensor([0, 30, 30, 75])
-    packed, ends = mixer(x, cu_seqlens=bounds)
-    again, _ = mixer(x[:, 30:])
-    assert relative(packed[:, 30:], again) < 1e-12
-    for sizes in ([1] * 75, [1, 31, 2, 40, 1], [37, 38]):
-        state, out = None, []
-        for piece in x.split(sizes, 1):
-            y, state = mixer(piece, state)
-            out.append(y)
-        assert relative(torch.cat(out, 1), whole) < 1e-12
-        assert relative(state.memory, last.memory) < 1e-12
-    more = torch.cat([x[:, :4], x[:, :0], x[:, :9]], 1)
-    continued, _ = mixer(more, ends, cu_seqlens=torch.tensor([0, 4, 4, 13]))
-    assert relative(continued[:, 4:], mixer(torch.cat([x[:, 30:], x[:, :9]], 1))[0][:, 45:]) < 1e-12
-
-
-@pytest.mark.parametrize("changed", [
-    "read.bonus=true, write.rule=add, inputs.qk_norm=none", "read.norm=sum, inputs.feature_map=relu, write.rule=add",
-    "write.residual_chunk=4", "write.erase=feedback", "write.steps=2",
-])  # fmt: skip
-def test_what_levels_do_not_have_is_refused(changed):
-    with pytest.raises(InputError, match=r"levels=4 weights what is read"):
-        zoo.get(f"log-linear-gated-deltanet(levels=4, {changed})")
 
 
 @pytest.mark.parametrize("mixer", ["gated-deltanet", "simple-gla(inputs.qk_norm=l2"])

@@ -1,15 +1,12 @@
 """MesaNet (arXiv 2506.05233): the exact solution of its linear systems, flash-linear-attention, and decoding."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-from headrace import InputError, layers, linear_attention, zoo
+from headrace import linear_attention
 from headrace.extra.mesa import RidgeRead, conjugate_gradients
 from headrace.ops.sequences import Sequences
-from headrace.studies.verify import relative
 from peers import load
 
 B, T, H, K, V = 2, 37, 3, 6, 5
@@ -75,28 +72,3 @@ def test_conjugate_gradients_end_after_as_many_steps_as_dimensions(dtype):
         x = conjugate_gradients(lambda p: (A @ p[..., None])[..., 0], b, steps)
         error = ((A @ x[..., None])[..., 0] - b).norm(dim=-1)
         assert (error <= 1e5 * torch.finfo(dtype).eps * b.norm(dim=-1)).all()
-
-
-def test_second_derivatives_are_refused():
-    x, op = operands(), partial(linear_attention, scale=1.0, form="recurrent")
-    out, *_ = made()(op, x, None, Sequences(x["v"], None))
-    with pytest.raises(InputError, match=r"ridge_steps has no second derivative"):
-        torch.autograd.grad(out.square().sum(), x["q"], create_graph=True)
-
-
-@torch.no_grad()
-def test_decoding_is_the_whole():
-    mixer = layers.build(zoo.get("softmax-mesa(heads.qk_groups=2)"), hidden_size=32, num_heads=4).double()
-    x = torch.randn(2, 60, 32, dtype=torch.float64)
-    whole, last = mixer(x)
-    state, out = None, []
-    for piece in x.split([1, 1, 20, 1, 37], 1):
-        y, state = mixer(piece, state)
-        out.append(y)
-    assert max(relative(torch.cat(out, 1), whole), relative(state.memory, last.memory)) < 1e-12
-
-
-@pytest.mark.parametrize("changed", ["read.scale=key", "write.rule=delta", "decay.kind=sigmoid", "read.bonus=true"])
-def test_what_the_ridge_does_not_have_is_refused(changed):
-    with pytest.raises(InputError, match=r"ridge_steps=30 is of a memory Σ β kᵀv"):
-        zoo.get(f"mesa({changed})")

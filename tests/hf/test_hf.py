@@ -99,7 +99,8 @@ def test_reading_a_prompt_in_pieces_does_not_change_its_embeddings(monkeypatch):
 
 @torch.no_grad()
 def test_copies_of_a_cache_are_continued_separately(model):
-    """A call may write into the states of its cache."""
+    """A call may write into the states of its cache, as the native one of a token does in float32."""
+    model.float()
     ids, cache = tokens(2, 1), model(tokens(2)).past_key_values
     copies = [deepcopy(cache) for _ in range(2)]
     first, *others = (model(ids, past_key_values=each).logits for each in (cache, *copies))
@@ -133,18 +134,6 @@ def test_gradients_flow_through_the_cache(model):
         gradients.append([p.grad.clone() for p in model.parameters()])
     for whole, parts in zip(*gradients, strict=True):
         close(parts, whole, 1e-8)
-
-
-@pytest.mark.parametrize("mixer", ["gla", "mamba2", "hybrid"])
-@torch.no_grad()
-def test_half_precision_model_keeps_float32_states(mixer):
-    model = build(mixer).bfloat16()
-    cache = model(tokens(2)).past_key_values
-    for _ in range(3):
-        assert model(tokens(2, 1), past_key_values=cache).logits.dtype == torch.bfloat16
-        memory = cache.states[0].memory
-        assert memory.dtype == torch.float32
-        assert not torch.equal(memory, memory.bfloat16().float())
 
 
 @torch.no_grad()
@@ -186,13 +175,10 @@ def test_cache_interface():
 
 # --- generate -------------------------------------------------------------------------------------------------------
 
-STRATEGIES = {
+STRATEGIES = {  # several answers, and beams that are sampled: test_beams.py
     "greedy": {"do_sample": False},
     "sampling": {"do_sample": True},
     "beams": {"do_sample": False, "num_beams": 4},
-    "sampled beams": {"do_sample": True, "num_beams": 4},
-    "several": {"do_sample": True, "num_return_sequences": 3},
-    "several of the beams": {"do_sample": False, "num_beams": 4, "num_return_sequences": 2},
 }
 
 
@@ -201,19 +187,12 @@ def generate(model, ids, **options):
     return model.generate(ids, max_new_tokens=6, pad_token_id=0, **options)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["greedy", "sampling", "beams"])
 def test_generation_with_and_without_cache_agree(model, strategy):
     ids = tokens(2)
     with_cache = generate(model, ids, **STRATEGIES[strategy])
     assert torch.equal(with_cache, generate(model, ids, use_cache=False, **STRATEGIES[strategy]))
     assert with_cache[:, T:].unique().numel() > 1
-
-
-def test_beam_search_reorders_the_cache(monkeypatch):
-    model, ids = build("gla"), tokens(4)
-    ordered = generate(model, ids, **STRATEGIES["beams"])
-    monkeypatch.setattr(HeadraceCache, "reorder_cache", lambda self, beam_idx: None)
-    assert not torch.equal(generate(model, ids, **STRATEGIES["beams"]), ordered)
 
 
 @pytest.mark.parametrize("strategy", ["greedy", "beams"])
@@ -462,17 +441,6 @@ def test_short_loop_generates_the_tokens_of_transformers(mixer, monkeypatch):
     monkeypatch.setattr(generation, "special_reason", lambda *_: "a test of it")
     assert all(torch.equal(x, y) for x, y in zip(result, tokens(), strict=True))
     assert len(short) == len(settings)
-
-
-@torch.no_grad()
-def test_copied_cache_is_independent():
-    """A token is written into the states of the cache that it is given, not into a copy's."""
-    model, ids = build("softmax-gla").float(), tokens(2)
-    cache = model(ids[:, :-1], use_cache=True).past_key_values
-    other = deepcopy(cache)
-    expected = model(ids[:, -1:], past_key_values=cache).logits
-    assert cache.states[0].memory is not other.states[0].memory
-    assert torch.equal(model(ids[:, -1:], past_key_values=other).logits, expected)
 
 
 def _noted(function, calls):

@@ -15,7 +15,7 @@ from headrace.history.specs.softmax_rnn import SoftmaxRNNSpec
 from headrace.layers.blocks import stack
 from headrace.studies.verify import relative
 
-PROGRAMS = 6  # of each model, each others
+PROGRAMS = 4  # of each model, each others
 ATTENTION = ["transformer", "mqa", "mla", "gpt", "softmax-rnn-norm"]
 
 
@@ -87,7 +87,7 @@ def model():
     return tiny.build("softmax-gated-deltanet")
 
 
-@pytest.mark.parametrize("name", tiny.EVERY)
+@pytest.mark.parametrize("name", [*tiny.MIXERS, *tiny.covering(zoo.names())])
 @torch.no_grad()
 def test_every_mixer(name):
     """Programs of reads, rewinds, snapshots and exchanged rows, half of them of two padded rows; then a snapshot, to

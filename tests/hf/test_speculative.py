@@ -13,7 +13,7 @@ from headrace.hf import HeadraceCache
 from headrace.hf.cache import NAME
 from headrace.hf.generation import CARRY
 
-NEW, PROPOSED = 40, 5
+NEW, PROPOSED = 24, 5
 TARGETS = ["softmax-gated-deltanet", "mamba and s4", "hybrid", "transformer", "gpt", "sparse", "rwkv6", "experts"]
 
 
@@ -44,8 +44,11 @@ def columns(model, monkeypatch):
     return counts
 
 
-@pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.parametrize("draft", ["itself", "near", "gla", "transformer"])
+@pytest.mark.parametrize(
+    ("draft", "name"),
+    [*(("near", name) for name in TARGETS), ("itself", "softmax-gated-deltanet"), ("gla", "hybrid"),
+     ("transformer", "rwkv6")],
+)  # fmt: skip
 def test_greedy_tokens_are_the_same(name, draft, monkeypatch):
     """In float64, where no tie decides."""
     model = tiny.build(name)

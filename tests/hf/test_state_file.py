@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiny
-from headrace import HeadraceCache, InputError, load, load_state, quantize, save_state
+from headrace import HeadraceCache, InputError, load, load_state, quantize, save_state, zoo
 from headrace.hf import HeadraceForCausalLM
 from headrace.hf.cache import NAME
 from headrace.hf.state_file import model_digest
@@ -34,7 +34,7 @@ def assert_same_bits(cache, other):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mixer", tiny.EVERY)
+@pytest.mark.parametrize("mixer", [*tiny.MIXERS, *tiny.covering(zoo.names())])
 def test_states_return_with_the_same_bits(mixer, tmp_path):
     """Of a padded batch, after a token, which attention appends in memory with room; and what follows is the same."""
     model = HeadraceForCausalLM(tiny.config(mixer)).eval()

@@ -122,20 +122,6 @@ def test_pattern_equals_a_loop_over_pairs(name, monkeypatch):
     agree(lambda x: layer(x)[0], lambda x: by_pairs(layer, x[0])[None], one, 1e-12, parameters)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS.values())
-def test_every_query_has_a_key(pattern):
-    """Also the queries after the end of a sequence, which complete its last group: their gradient would be NaN."""
-    groups, _ = symmetric.EncoderPlaces(pattern, torch.tensor([0, *LENGTHS]).cumsum(0)).all_groups()
-    softmax = symmetric.SymmetricSoftmax(pattern, None, False)
-    assert softmax.allowed(groups.own[:, :, None], groups.position[:, None]).any(2).all()
-
-
-def test_window_is_symmetric_in_time():
-    """Without positions, the reversed sequence has the reversed output."""
-    layer, x = build(AttentionSpec(rotary=False, pattern=Pattern(window=5, first=2, last=2))), torch.randn(2, 30, D)
-    assert relative(layer(x.double().flip(1))[0].flip(1), layer(x.double())[0]) <= 1e-13
-
-
 def test_half_precision_trains_all_projections():
     layer = build("longformer(pattern.window=6, buckets=8)").float()
     x = torch.randn(2, 70, D, requires_grad=True)

@@ -18,7 +18,6 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from attention_layers import D, H, agree, layer
-from headrace import zoo
 from headrace.layers.rotary import angles, frequencies
 from headrace.spec import AttentionSpec, LatentSpec, Rope
 from headrace.studies.verify import relative
@@ -85,24 +84,6 @@ def test_angles_equal_those_of_transformers(name, length):
     theirs = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
     for mine, other in zip(ours, theirs, strict=True):
         assert (torch.cat([mine, mine], -1)[:, :, 0] - other).abs().max() < 1e-5  # their angles are float32
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ("rope.kind=linear, rope.original=4", "kind='linear' has no original; got 4"),
-        ("rope.kind=yarn", "kind='yarn' needs original"),
-        ("rope.kind=longrope, rope.original=4", "kind='longrope' needs short"),
-        ("rope.kind=llama3, rope.original=4, rope.fast=1", "expected slow below fast"),
-        ("rope.dims=3", "expected an even number"),
-        ("rotary=false, rope.theta=5", "expected rotary=True"),
-        ("rope.kind=dynamic, rope.original=4, pattern.window=4", "with a pattern is not available"),
-    ],
-)
-def test_contradictory_ropes_are_refused(change, sentence):
-    name = "sliding-window" if "window" in change else "transformer"
-    with pytest.raises(InputError, match=sentence):
-        zoo.get(f"{name}({change})")
 
 
 def test_ropes_that_do_not_fit_the_heads_are_refused():

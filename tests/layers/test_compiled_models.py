@@ -6,8 +6,9 @@ import shutil
 import pytest
 import torch
 
-from headrace import Mixer, compile_blocks, quantize, set_backend
+from headrace import Mixer, compile_blocks, quantize, set_backend, zoo
 from headrace.hf import HeadraceForCausalLM
+from headrace.spec.stack import BlockStyle, Decoder, Experts, Layer
 from tiny import SIZES, close, config
 
 pytestmark = pytest.mark.filterwarnings(  # PyTorch's own, of what its compiler does itself
@@ -35,11 +36,14 @@ def loss_and_gradients(model, call, ids):
     return [loss, *(p.grad.clone() for p in model.parameters())]
 
 
+# Tracing every expert's products takes long: one layer.
+EXPERTS = Decoder((Layer(zoo.get("transformer"), "experts"),), BlockStyle(experts=Experts(4, 2)))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("mixer", ["transformer", "experts"])
-def test_compiled_training_equals_uncompiled(mixer):
-    """With labels, where experts have a loss of their own. Tracing every expert's products takes long: one layer."""
-    model = build(mixer, **({"num_hidden_layers": 1} if mixer == "experts" else {})).train()
+def test_compiled_training_equals_uncompiled():
+    """With labels, where experts have a loss of their own."""
+    model = build(EXPERTS, num_hidden_layers=1).train()
     ids = torch.randint(1, SIZES["vocab_size"], (2, 9))
     results = loss_and_gradients(model, compiled(model, "aot_eager"), ids)
     for mine, theirs in zip(results, loss_and_gradients(model, model, ids), strict=True):
@@ -49,13 +53,13 @@ def test_compiled_training_equals_uncompiled(mixer):
 @pytest.mark.slow(seconds=30)
 @pytest.mark.parametrize(
     ("mixer", "backend"),
-    [("softmax-retnet", "inductor"), ("softmax-gla", "aot_eager"), ("mamba2", "eager"), ("rwkv6", "eager")],
+    [("linear-attention", "inductor"), ("softmax-retnet", "aot_eager"), ("mamba2", "eager"), ("rwkv6", "eager")],
 )
 def test_compiled_blocks_are_one_graph_for_all_layers_and_lengths(mixer, backend):
     """Equal losses and gradients, no graph break, no compilation for another layer or length."""
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("inductor needs a C++ compiler")
-    model = build(mixer, num_hidden_layers=2).train()
+    model = build(mixer, mlp="none", intermediate_size=None).train()
     lengths = [torch.randint(1, SIZES["vocab_size"], (2, length)) for length in (9, 14, 33)]
     expected = [loss_and_gradients(model, model, ids) for ids in lengths]
     names = list(model.state_dict())
@@ -68,14 +72,11 @@ def test_compiled_blocks_are_one_graph_for_all_layers_and_lengths(mixer, backend
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mixer", "backend"), [("softmax-gla", "aot_eager"), ("transformer", "eager"), ("experts", "eager")]
-)
 @torch.no_grad()
-def test_compiled_decoding_equals_uncompiled(mixer, backend):
+def test_compiled_decoding_equals_uncompiled():
     """Logits of a prompt and of tokens after it, with the cache."""
-    model, ids = build(mixer, num_hidden_layers=1).eval(), torch.randint(1, SIZES["vocab_size"], (2, 12))
-    call = compiled(model, backend)
+    model, ids = build(EXPERTS, num_hidden_layers=1).eval(), torch.randint(1, SIZES["vocab_size"], (2, 12))
+    call = compiled(model, "eager")
     close(call(ids, use_cache=False).logits, model(ids, use_cache=False).logits, 1e-5)
     mine, theirs = (model(ids[:, :8]).past_key_values for _ in range(2))
     for token in ids[:, 8:].split(1, 1):
@@ -84,12 +85,11 @@ def test_compiled_decoding_equals_uncompiled(mixer, backend):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dynamic", "backend"), [(None, "aot_eager"), (True, "eager")])
 @torch.no_grad()
-def test_compiled_model_keeps_its_own_cache(dynamic, backend):
+def test_compiled_model_keeps_its_own_cache():
     """The cache that a model makes by itself, of states that are parts of larger tensors: a short convolution's."""
     model, ids = build("gated-deltanet", num_hidden_layers=1).eval(), torch.randint(1, SIZES["vocab_size"], (2, 11))
-    call = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)
+    call = compiled(model, "aot_eager")
     mine, theirs = call(ids[:, :9]), model(ids[:, :9])
     for token in ids[:, 9:].split(1, 1):
         close(mine.logits, theirs.logits, 1e-5)

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 
 from headrace import Mixer
 from headrace.studies.verify import relative
-from headrace.utils.errors import InputError
 
 B, T, D, H = 2, 19, 24, 4
 
@@ -160,15 +159,6 @@ def test_first_forget_gates_do_not_depend_on_the_temperature():
         torch.testing.assert_close(decay, torch.sigmoid(torch.linspace(3, 6, H).double()), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize(
-    "changes", ["inputs.conv=4", "inputs.rotary=true", "inputs.qk_norm=l2", "inputs.order=2", "decay.kind=exp-fixed",
-                "decay.kind=none", "decay.kind=softplus", "heads.qk_groups=2"],
-)  # fmt: skip
-def test_key_that_is_the_complement_of_no_decay_is_refused(changes):
-    with pytest.raises(InputError, match=r"inputs\.key='complement'"):
-        Mixer(f"gla(inputs.key=complement, {changes})", hidden_size=D, num_heads=H)
-
-
 # --- the exponential gate --------------------------------------------------------------------------------------------
 
 
@@ -211,44 +201,3 @@ def test_zero_input_of_an_exponential_gate_is_no_division_by_zero():
     y = layer(x)[0]
     y.sum().backward()
     assert torch.isfinite(y).all() and all(torch.isfinite(p.grad).all() for p in layer.parameters())
-
-
-@pytest.mark.parametrize(
-    ("mixer", "changes"),
-    [
-        *(
-            (mixer, changes)
-            for mixer in ("mlstm(read.eps=none, ", "mamba3(")
-            for changes in ("write.rule=delta, inputs.qk_norm=l2", "read.norm=rms, read.bonus=true")
-        ),
-        ("mlstm(read.eps=none, ", "read.norm=detached, inputs.feature_map=relu"),
-        ("mlstm(", "decay.kind=sigmoid"),
-        ("softmax-mlstm(", "competition.top_k=1, competition.freeze=true"),
-        ("mamba3(", "inputs.shift=lerp"),
-    ],
-)  # fmt: skip
-def test_write_strength_is_refused_where_it_is_not_defined(mixer, changes):
-    with pytest.raises(InputError, match=r"write\.beta='\w+' is defined for"):
-        Mixer(f"{mixer}{changes})", hidden_size=D, num_heads=H)
-
-
-@pytest.mark.parametrize(
-    "mixer",
-    ["gla(inputs.turns=0.5)", "mamba3(inputs.qk_norm=none)", "mamba3(inputs.order=1)", "mamba3(heads.key_dim=2)"],
-)
-def test_turns_are_refused_where_they_are_not_defined(mixer):
-    with pytest.raises(InputError, match=r"inputs\.turns=0\.5"):
-        Mixer(mixer, hidden_size=D, num_heads=H)
-
-
-@pytest.mark.parametrize("options", ["", ", inputs.order=2, heads.key_dim=4, read.scale=key", ", competition=default"])
-def test_the_trapezoidal_update_with_a_share_of_one_is_that_of_the_step_size(options):
-    """λ = 1 leaves dt for the token itself and nothing for the one before."""
-    trapezoid, plain = (layer_of(f"mamba2(write.beta={beta}{options})") for beta in ("trapezoid", "dt"))
-    parts = {name: trapezoid.part(name) for name in plain.parts}
-    weights = trapezoid.state_dict() | {"in_proj.weight": torch.cat(list(parts.values()))}
-    plain.load_state_dict(weights)
-    x = torch.cat([torch.randn(B, T, D - 1, dtype=torch.float64), torch.ones(B, T, 1, dtype=torch.float64)], -1)
-    with torch.no_grad():
-        trapezoid.part("beta").zero_()[:, -1] = 60  # the logit of λ, from the last feature
-    assert relative(trapezoid(x)[0], plain(x)[0]) < 1e-12

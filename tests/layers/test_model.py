@@ -16,9 +16,7 @@ from headrace.layers.blocks.widths import count_parameters, default_intermediate
 from headrace.layers.packing import padding_mask
 from headrace.ops.sequences import Sequences
 from headrace.spec import AttentionSpec, Pattern
-from headrace.studies.verify import by_steps, relative
 from headrace.utils.errors import InputError
-from tiny import layer
 
 D, H = 24, 6
 
@@ -63,31 +61,6 @@ def test_attention_of_another_layer_is_refused():
         SoftmaxAttention(SPECS["distances"], hidden_size=D, num_heads=H)
 
 
-@pytest.mark.parametrize("cuts", [[7], [1] * 7, [3, 4], [2, 1, 4]], ids=str)
-def test_attention_continues_from_its_state(attention, cuts):
-    x, state, parts = inputs(2, 7), None, []
-    for piece in x.split(cuts, 1):
-        y, state = attention(piece, state)
-        parts.append(y)
-    close(torch.cat(parts, 1), attention(x)[0])
-
-
-def test_attention_ignores_padding(attention):
-    """Two turns, each padded in another place; every row agrees with its own tokens alone."""
-    x, more = inputs(3, 6), inputs(3, 4)
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [1, 0, 1, 1, 0, 1]]).bool()
-    late = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0]]).bool()
-    first, state = attention(x, mask=mask)
-    second, state = attention(more, state, mask=late)
-    third, _ = attention(more[:, :1], state)
-    assert first.isfinite().all()
-    assert second.isfinite().all()
-    for row in range(3):
-        tokens = torch.cat([x[row, mask[row]], more[row, late[row]], more[row, :1]])
-        ours = torch.cat([first[row, mask[row]], second[row, late[row]], third[row]])
-        close(ours, attention(tokens[None])[0][0])
-
-
 def test_padding_only_sees_itself():
     """And does see itself: a query that sees nothing would be NaN in some kernels, and in their gradients."""
     q, k, v = torch.randn(3, 1, 4, 2, 8, dtype=torch.float64).unbind()
@@ -122,20 +95,6 @@ def test_attention_without_padding_uses_the_fast_kernel(name, monkeypatch):
     attention(inputs(2, 1), state)
     attention(inputs(1, 5), cu_seqlens=torch.tensor([0, 2, 5]))
     assert seen == [(None, True), (None, False), (None, True), (None, True)]
-
-
-def test_hybrid_stack_continues_from_its_states():
-    specs = [zoo.get(name) for name in ("softmax-gla", "transformer", "retnet")]
-    stack = Backbone(specs, Sizes(hidden_size=24, num_heads=2, intermediate_size=16)).double()
-    x, states, parts = inputs(2, 6), None, []
-    for piece in x.split(2, 1):
-        y, states = stack(piece, states)
-        parts.append(y)
-    seen = []
-    whole, _ = stack(x, inputs=seen)
-    close(torch.cat(parts, 1), whole)
-    assert len(seen) == 3
-    assert seen[0] is x
 
 
 def test_half_precision_norms_are_computed_in_float32():
@@ -180,25 +139,6 @@ def test_invalid_masks_are_refused():
         Sequences.of(x, ends)
     with pytest.raises(InputError, match="marks padding in packed sequences; expected cu_seqlens alone"):
         padding_mask(torch.tensor([[0, 1, 1]]), x[:1], True)
-
-
-@pytest.mark.parametrize(
-    "mixer", ["softmax-gla", "gla(heads.count=2)", "transformer", "mamba", zoo.get("kda")], ids=str
-)
-def test_layer_runs_by_itself(mixer):
-    made, x = headrace.Mixer(mixer, hidden_size=32, num_heads=4).double(), torch.randn(2, 9, 32).double()
-    whole, _ = made(x)
-    first, state = made(x[:, :5])
-    rest, _ = made(x[:, 5:], state)
-    torch.testing.assert_close(torch.cat([first, rest], 1), whole, rtol=1e-9, atol=1e-9)
-    assert "Mixer" in dir(headrace) and {*headrace.__all__} <= {*dir(headrace)}
-
-
-@pytest.mark.parametrize("name", [*zoo.ATTENTION, *zoo.SCANS, *zoo.MATRICES])
-@torch.no_grad()
-def test_decoding_200_tokens_equals_the_full_forward(name):
-    mixer, x = layer(name), torch.randn(2, 200, 32)
-    assert relative(by_steps(mixer, x), mixer(x)[0]) <= 1e-5
 
 
 @pytest.mark.parametrize("causal", [True, False])

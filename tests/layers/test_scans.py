@@ -61,25 +61,6 @@ def test_unsupported_transforms_are_refused(name):
             call()
 
 
-@pytest.mark.parametrize("name", zoo.SCANS)
-def test_empty_sequence_keeps_its_state(name):
-    """In a pack, and as a row that is all padding."""
-    mixer, x = specimen(name, 0)
-    _, state = mixer(x)
-    ends = torch.tensor([0, 0, 5])
-    y, after = mixer(x[:1, :5], state, cu_seqlens=ends)
-    alone, other = mixer(x[:1, :5], type(state)(*(s if s is None else s[1:] for s in state)))
-    torch.testing.assert_close(y, alone, rtol=1e-10, atol=1e-10)
-    for before, now, expected in zip(state, after, other, strict=True):
-        if before is not None:
-            assert torch.equal(now[0], before[0])
-            torch.testing.assert_close(now[1:], expected, rtol=1e-10, atol=1e-10)
-    mask = torch.zeros(2, 3, dtype=torch.bool)
-    y, unchanged = mixer(x[:, :3], state, mask=mask)
-    assert not y.any()
-    assert all(b is n is None or torch.equal(b, n) for b, n in zip(state, unchanged, strict=True))
-
-
 # --- Mamba -----------------------------------------------------------------------------------------------------------
 
 

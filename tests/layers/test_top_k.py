@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from headrace import GateWarning, InputError, layers, zoo
+from headrace import GateWarning, layers, zoo
 from headrace.layers.linear.competition import HeadCompetition
 from headrace.spec import Competition
 from headrace.training.gate_statistics import GateWatch
@@ -37,16 +37,6 @@ def test_gates_are_the_activation_of_the_k_largest_scores(k):
         torch.testing.assert_close(gates, literal_gates(scores[0], k, control), rtol=1e-13, atol=1e-13)
         assert ((gates > 0).sum(-1) == k).all()
     torch.testing.assert_close(gate_of(top_k=5)(scores), gate_of()(scores), rtol=0, atol=0)
-
-
-def test_the_control_has_the_softmax_slope():
-    """At equal scores of those kept, which the other scores leave apart."""
-    scores = torch.tensor([[[0.0, 0.0, 0.0, -1.0, -2.0]]], dtype=torch.float64, requires_grad=True)
-    slopes = [
-        torch.autograd.grad(gate_of(top_k=3, **options)(scores)[0, 0, 0], scores)[0][0, 0, 0].item()
-        for options in ({}, {"activation": "sigmoid", "range": "heads"})
-    ]
-    assert slopes == pytest.approx([5 / 3 * (1 - 1 / 3)] * 2)
 
 
 @pytest.mark.parametrize("options", [{}, {"activation": "null"}, {"activation": "sigmoid", "range": "heads"}])
@@ -131,20 +121,6 @@ def test_statistics_of_gates_that_are_0_are_finite():
     with watch.on(model):
         model["layers"][0](torch.randn(2, T, D, dtype=torch.float64))
     assert [gate["entropy"] for gate in watch.summary()] == [0, 0]
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ("gradient=all", "competition.top_k"),
-        ("freeze=true", "competition.top_k"),
-        ("top_k=2, competition.gradient=all, competition.write=beta", "logarithm of a gate of 0"),
-        ("top_k=2, competition.freeze=true", "expected a write gate, and for write.rule='delta'"),
-    ],
-)
-def test_what_top_k_has_not_is_refused(options, said):
-    with pytest.raises(InputError, match=said):
-        zoo.get(f"softmax-gated-deltanet(competition.{options})")
 
 
 @pytest.mark.parametrize("control", [False, True])

@@ -79,13 +79,6 @@ def test_number_of_library_calls_is_independent_of_length(rule, decay, gates, pa
             assert names.total() - scan <= ceiling + RAGGED[way] * (tokens % 64 > 0)
 
 
-def test_counter_sees_synchronizing_calls():
-    with Calls() as result:
-        x = torch.arange(3.0)
-        x[x > 1].sum().item()
-    assert {"nonzero", "_local_scalar_dense"} <= result.names.keys()
-
-
 def test_bounds_are_checked_on_the_device():
     """A GPU gets the check as an operation of its own, for which nothing waits."""
     checks.check_on_device(torch.tensor([0, 4, 4, 9]), 9)
@@ -115,7 +108,7 @@ def layer(name):
 
 
 @pytest.mark.filterwarnings("ignore::headrace.utils.errors.GateWarning")
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", covering(MIXERS))
 def test_padding_is_dropped_without_a_device_sync(name, monkeypatch):
     """Outputs, states and gradients are those of the form that waits for the mask."""
     made, x = layer(name), torch.randn(3, 9, 16, dtype=torch.float64, requires_grad=True)
@@ -139,10 +132,10 @@ def test_padding_is_dropped_without_a_device_sync(name, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "padded", "backend"),
-    list(zip(ONE_GRAPH, itertools.cycle([True, True, False]), itertools.cycle(["aot_eager", *["eager"] * 4]))),
+    list(zip(ONE_GRAPH, itertools.cycle([True, True, False]), itertools.cycle(["aot_eager", *["eager"] * 8]))),
 )
 def test_linear_mixers_compile_to_one_graph(name, padded, backend):
-    """One in five with a graph of the backward too, which takes longer to make than that of the layer."""
+    """One in nine with a graph of the backward too, which takes longer to make than that of the layer."""
     torch._dynamo.reset()
     made, x = layer(name), torch.randn(2, 9, 16, dtype=torch.float64, requires_grad=True)
     mask = torch.arange(9) >= torch.tensor([[0], [4]]) if padded else None

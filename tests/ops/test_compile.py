@@ -1,18 +1,15 @@
 """The operators under torch.compile, with the default compiler where strides matter, and what opcheck says of them."""
 
 import itertools
-import warnings
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from equation import B, T, inputs
-from headrace import linear_attention, zoo
-from headrace.layers import build
+from headrace import linear_attention
 from headrace.ops.autograd import DIFFERENTIABLE
 from headrace.ops.backends.torch import tiles
-from headrace.studies.verify import relative, worst
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of compilers, which are not ours
 
@@ -85,8 +82,8 @@ def assert_compiled_is_eager(calls, backend, compiler="inductor"):
 @pytest.mark.parametrize("backend", ["torch", "native"], indirect=True)
 def test_calls_compile_to_one_graph(backend):
     """All kinds of calls in one, because every graph takes the C++ compiler's time."""
-    kinds = itertools.product((False, True), [("add", "vector"), ("add", "fixed"), ("delta", "scalar")])
-    assert_compiled_is_eager([(*drawn(decay, packed), rule) for packed, (rule, decay) in kinds], backend)
+    kinds = [("add", "vector", False), ("add", "fixed", True), ("delta", "scalar", True)]
+    assert_compiled_is_eager([(*drawn(decay, packed), rule) for rule, decay, packed in kinds], backend)
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"], indirect=True)
@@ -94,7 +91,7 @@ def test_calls_compile_to_one_graph(backend):
 def test_other_lengths_do_not_recompile(backend, packed):
     """But where PyTorch's backend has one chunk, as PyTorch compiles a size of 1 for itself."""
     counter = CompileCounterWithBackend("aot_eager")
-    for tokens, rule in itertools.product((13, 40, 200, 77, 91, 333), ("add", "delta")):
+    for tokens, rule in itertools.product((13, 40, 200, 91), ("add", "delta")):
         given, ends = drawn("scalar", packed, tokens=tokens)
         for x in given[: NAMES.index("initial_state")]:
             torch._dynamo.mark_dynamic(x, 1)
@@ -112,34 +109,3 @@ def test_grouped_queries_compile_to_one_graph(backend):
 def test_packed_sequences_do_not_break_the_graph(backend):
     given, ends = drawn("scalar", packed=True)
     assert torch._dynamo.explain(scalar)([(given, ends, "delta")], backend).graph_break_count == 0
-
-
-def layer(mixer, dtype):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        made = build(zoo.get(mixer), hidden_size=16, num_heads=2, layer_idx=1, num_layers=3)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return made.to(dtype)
-
-
-def assert_a_layer_compiles(mixer, dtype, backend):
-    made, x = layer(mixer, dtype), torch.randn(2, T, 16, dtype=dtype, requires_grad=True)
-    weight, given = torch.randn(2, T, 16, dtype=dtype), [x, *made.parameters()]
-    outs = [f(x)[0] for f in (torch.compile(made, fullgraph=True, backend=backend), made)]
-    gradients = [list(torch.autograd.grad((y * weight).sum(), given)) for y in outs]
-    # Fused elementwise operations round some 30 intermediate results in other places.
-    tolerance = 32 * torch.finfo(dtype).eps
-    assert relative(*outs) <= tolerance and worst(*gradients) <= tolerance
-
-
-@pytest.mark.slow
-def test_layer_compiles():
-    """In float32, with a whole model: test_compiled_models.py."""
-    assert_a_layer_compiles("softmax-gated-deltanet", torch.float64, "inductor")
-
-
-@pytest.mark.parametrize("mixer", ["linear-attention", "rwkv6", "softmax-mamba2", "kda"])
-def test_layers_compile_to_one_graph(mixer):
-    assert_a_layer_compiles(mixer, torch.float32, "aot_eager")

@@ -18,7 +18,7 @@ from headrace.ops.backends.native import library
 from headrace.ops.backends.torch import chunkwise
 from headrace.ops.backends.triton import limits, op
 from headrace.training.gate_statistics import GateWatch
-from headrace.utils.device import constant, is_hopper
+from headrace.utils.device import is_hopper
 from tiny import SIZES, config
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of compilers, which are not ours
@@ -151,8 +151,3 @@ def test_failure_to_compile_ends_with_its_reason():
         torch.compile(breaks, backend="eager", fullgraph=True)(torch.ones(1))
     with pytest.raises(ValueError, match="another"), report_compiler_errors():
         raise ValueError("another")
-
-
-def test_constant_marks_as_pytorch_does():
-    mine, theirs = constant(lambda: 1), torch.compiler.assume_constant_result(lambda: 1)
-    assert mine.__dict__ == theirs.__dict__ != {}

@@ -9,6 +9,7 @@ from groups import run
 from headrace import InputError, context_parallel, zoo
 from ranks import OPS, H, K, V, check
 from sharded import Run, train_all
+from tiny import covering
 from trained import train
 
 pytestmark = pytest.mark.slow(seconds=25)
@@ -17,19 +18,15 @@ ERROR = 1e-10  # float64: the same sums in another order
 # Recurrences of their own, maxima and angles that depend on earlier tokens, which are refused.
 ALONE = ("residual-delta", "comba", "gated-deltanet-2", "mlstm", "mamba3", "mesa")
 ALONE += ("log-linear-mamba2", "log-linear-gated-deltanet")
-MIXERS = [f"softmax-{name}" for name in zoo.LINEAR if name not in ALONE]  # gates are of one token
+MIXERS = covering([f"softmax-{name}" for name in zoo.LINEAR if name not in ALONE])  # gates are of one token
 MIXERS += ["recurrent-softmax-rnn-norm(denominator=detached, numerator=relu, order=1, by_length=true)"]
 MIXERS += ["recurrent-softmax-rnn-norm(denominator=input-length, numerator=cosine)"]
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory):
+def results(tmp_path_factory):
+    """Of four processes, two of which have others before and after them; a training in two: test_sharding.py."""
     return run(4, tmp_path_factory.mktemp("ranks"), check, MIXERS)
-
-
-@pytest.fixture(scope="module", params=[2, 4])
-def results(request, four, tmp_path_factory):
-    return four if request.param == 4 else run(2, tmp_path_factory.mktemp("ranks"), check, [])
 
 
 def errors(results, name):
@@ -44,8 +41,8 @@ def test_op_equals_one_process(results, kind, packed):
 
 @pytest.mark.parametrize("packed", ["rows", "packed"])
 @pytest.mark.parametrize("name", MIXERS)
-def test_every_linear_mixer_equals_one_process(four, name, packed):
-    assert max(errors(four, f"layer, {name}, {packed}")) < ERROR
+def test_every_linear_mixer_equals_one_process(results, name, packed):
+    assert max(errors(results, f"layer, {name}, {packed}")) < ERROR
 
 
 def test_model_loss_and_gradients_equal_one_process(results):

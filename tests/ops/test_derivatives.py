@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from equation import DECAYS, inputs, skip_if_missing
 from headrace import InputError, linear_attention, step, zoo
+from headrace.extra.mesa import RidgeRead
 from headrace.history.layers.flash import flash_attention
 from headrace.layers import build
 from headrace.layers.attention.gathered import Groups, attend_gathered
@@ -58,8 +59,18 @@ def selected(x):
     return scan_tiles(Operands(x, x.exp(), -x[:2].exp(), x[:, :2], x[:, :2], torch.zeros(1, 2, 6).double()), [3])[0]
 
 
+RIDGE = RidgeRead(3, 1, 6).double()
+
+
+def ridged(x):
+    q, recurrent = x[None, :, None], partial(linear_attention, scale=1.0, form="recurrent")
+    given = {"q": q, "k": q, "v": q, "log_decay": None, "beta": None}
+    return RIDGE(recurrent, given, None, Sequences(q, None))[0]
+
+
 FUNCTIONS = {
     "linear_cross_entropy": loss,
+    "ridge_steps": ridged,
     "flash_attention": lambda x: flash_attention(*[x[None, :, None]] * 3),
     "attention of gathered keys": gathered,
     "a scan over time": scanned,

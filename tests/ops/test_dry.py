@@ -51,20 +51,3 @@ def test_shared_memory_overflow_is_an_error():
     with dry.gpu("sm_120") as launches, pytest.raises(OutOfResources, match="shared memory"):
         launch(size=128, num_warps=8, num_stages=4)
     assert launches == []
-
-
-def test_configuration_with_the_least_stack_is_launched():
-    configs = [triton.Config({"SIZE": 128}, num_warps=warps) for warps in (1, 8)]
-    tuned = triton.autotune(configs, key=[])(product)
-    with dry.gpu("sm_90", configurations=2) as launches:
-        launch(tuned, 128)
-    assert [found.warps for found in launches] == [8] and tuned.best_config is configs[1]
-
-
-def test_patches_are_undone():
-    driver, capability = triton.runtime.driver, torch.cuda.get_device_capability
-    run = triton.runtime.JITFunction.run, triton.runtime.Autotuner.run
-    with dry.gpu("sm_80"):
-        assert torch.zeros(1).is_cuda and torch.cuda.get_device_capability() == (8, 0)
-    assert not torch.zeros(1).is_cuda and torch.cuda.get_device_capability is capability
-    assert (triton.runtime.JITFunction.run, triton.runtime.Autotuner.run) == run and triton.runtime.driver is driver

@@ -25,13 +25,9 @@ KERNELS = ["prepare", "scan", "prepare", "scan", "reverse_scan", "gradients"]  #
 # centre spill nothing but under a decay per channel, in `prepare` and `gradients`: their four warps spill, and were
 # faster on an H200 than eight that do not. The others are what these made, or somewhat above. FLA's kernels spill up to
 # 7,512 bytes under a decay per channel, and up to 824 and 2,080 under delta rules.
-STACK = {
-    **dict.fromkeys([("sm_90", family) for family in ("linear", "scalar", "delta", "gated-delta")], 0),
-    ("sm_90", "vector"): 288, ("sm_90", "kda"): 584,
-    ("sm_100", "scalar"): 0, ("sm_100", "gated-delta"): 0, ("sm_100", "kda"): 0,
-    ("sm_90", "normalized"): 0, ("sm_90", "bonus"): 0, ("sm_100", "bonus"): 0,
-    ("sm_80", "vector"): 192,
-    ("sm_120", "scalar"): 48, ("gfx942", "scalar"): 24, ("gfx942", "gated-delta"): 32,
+STACK = {  # on Hopper each rule and each kind of decay (a number per head: below), one family on each other GPU
+    ("sm_90", "gated-delta"): 0, ("sm_90", "vector"): 288, ("sm_90", "kda"): 584, ("sm_90", "bonus"): 0,
+    ("sm_100", "bonus"): 0, ("sm_80", "vector"): 192, ("sm_120", "scalar"): 48,
     ("gfx942", "kda"): 232,  # the most of bfloat16, in docs/limits.md
 }  # fmt: skip
 # What Triton before 3.9 spills where that is more.
@@ -40,10 +36,7 @@ OLDER = {("gfx942", "kda"): 392, ("sm_90", "bonus"): 8}
 # in the code. `scan` and `reverse_scan` have 64 value channels on Hopper and else 32.
 SCANS, DELTA_SCANS = {"scan": 5, "reverse_scan": 5}, {"scan": 8, "reverse_scan": 8}
 MACS = {
-    ("sm_90", "linear"): SCANS | {"prepare": 1, "gradients": 5},
-    ("sm_90", "scalar"): SCANS | {"prepare": 1, "gradients": 6},
     ("sm_90", "vector"): SCANS | {"prepare": 1.5, "gradients": 3.25},
-    ("sm_90", "delta"): DELTA_SCANS | {"prepare": 4, "gradients": 9},
     ("sm_90", "gated-delta"): DELTA_SCANS | {"prepare": 4, "gradients": 10},
     ("sm_90", "kda"): DELTA_SCANS | {"prepare": 5, "gradients": 6},
     **{key: {"scan": 2.5, "reverse_scan": 2.5} for key in [("sm_80", "vector"), ("sm_120", "scalar")]},
@@ -82,32 +75,27 @@ def test_kernels_use_matrix_units_and_fit(gpu, family):
         assert max(x.code.macs for x in found if x.kernel == kernel) == units * 64**3
 
 
-@pytest.mark.parametrize(
-    ("gpu", "family", "K", "dtype"),
-    [("sm_90", "gated-delta", 128, torch.float32), ("sm_120", "gated-delta", 128, torch.float16),
-     ("gfx942", "scalar", 256, torch.float32)],
-)  # fmt: skip
-def test_float32_and_float16_kernels_fit(gpu, family, K, dtype):
+def test_float32_kernels_fit():
     """Their tiles, larger than those of bfloat16, are on matrix units and in the GPU's shared memory, too."""
-    found = launches(gpu, family, K=K, dtype=dtype)
+    found = launches("gfx942", "scalar", K=256, dtype=torch.float32)
     assert [x.kernel for x in found] == KERNELS
     assert all(x.code.matrix for x in found)
-    assert max(x.code.shared for x in found) <= dry.GPUS[gpu].shared
+    assert max(x.code.shared for x in found) <= dry.GPUS["gfx942"].shared
     assert max(x.code.stack for x in found) <= 1456  # as in docs/limits.md
 
 
 # At hidden size 1024 with four heads.
-SHAPES = {"fixed": (256, 512), "vector": (128, 256), "gated-delta": (192, 384), "kda": (192, 384)}
+SHAPES = {"fixed": (256, 512), "gated-delta": (192, 384)}
 # Of the scan of the forward, that of the backward, which computes states only, and `reverse_scan`, as in MACS: 192 keys
-# are not padded to 256, and blocks have 64 value channels, except those of KDA that compute outputs, which would spill.
-UNITS = {"fixed": (9, 4, 9), "vector": (5, 2, 5), "gated-delta": (11, 7, 11), "kda": (5.5, 7, 5.5)}
+# are not padded to 256, and blocks have 64 value channels.
+UNITS = {"fixed": (9, 4, 9), "gated-delta": (11, 7, 11)}
 # Spilled bytes, as in STACK. With 64 value channels the scan of gated-delta spills, and was faster than with 32.
-SPILLED = {"fixed": 0, "vector": 304, "gated-delta": 64, "kda": 568}
+SPILLED = {"fixed": 0, "gated-delta": 64}
 
 
 @pytest.mark.parametrize("family", SHAPES)
 def test_kernels_fit_at_model_shapes(family):
-    """RetNet, GLA, Gated DeltaNet and KDA of 340M parameters on Hopper, little spilled and nothing computed twice."""
+    """RetNet and Gated DeltaNet of 340M parameters on Hopper, little spilled and nothing computed twice."""
     K, V = SHAPES[family]
     found = launches("sm_90", family, K=K, V=V)
     assert [x.kernel for x in found] == KERNELS
@@ -166,9 +154,8 @@ def test_auto_takes_the_kernels_on_gpus_that_have_run_them(gpu, takes):
     assert [*BACKENDS].index("triton") < [*BACKENDS].index("fla")
 
 
-@pytest.mark.parametrize("name", ["gated-deltanet", "softmax-gated-deltanet"])
-def test_a_layer_launches_the_convolution_and_the_recurrence_alone(name):
-    layer = Mixer(name, hidden_size=64, num_heads=2).bfloat16()
+def test_a_layer_launches_the_convolution_and_the_recurrence_alone():
+    layer = Mixer("softmax-gated-deltanet", hidden_size=64, num_heads=2).bfloat16()
     layer.backend, x = "triton", torch.randn(1, 70, 64).bfloat16()
     with dry.gpu("sm_90") as launched:
         y, _ = layer(x)

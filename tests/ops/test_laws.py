@@ -92,9 +92,12 @@ CASES = [
     [*((torch.float64, name) for name in CASES), *((torch.float32, name) for name in COVERING)],
     ids=lambda x: str(x).removeprefix("torch."),
 )
-def test_every_form_equals_the_reference(dtype, name):
+def test_every_form_equals_the_reference(dtype, name, monkeypatch):
     """In float32, where what rounds is wrong by 1e-7, every value of every field. An option of competition on one
-    backbone, as the op takes gates alike under all rules and decays (test_op.py)."""
+    backbone, as the op takes gates alike under all rules and decays (test_op.py). More tokens than a chunk where a
+    field has a value of its own; the fewest that can be padded and split elsewhere."""
+    if dtype is torch.float32 or name not in COVERING:
+        monkeypatch.setattr("headrace.studies.verify.TOKENS", 21)
     rows = list(laws(name, "cpu", dtype, seed=0))
     assert len(rows) >= 7
     broken = [row for row in rows if not row.holds]

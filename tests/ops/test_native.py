@@ -2,8 +2,6 @@
 
 import itertools
 import multiprocessing
-import os
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -208,7 +206,8 @@ assert torch.full((400_000,), 1e-40).mul(1.0).count_nonzero() == 400_000
 @pytest.mark.parametrize("first", [FIRST_REGION, FIRST_PROGRAM], ids=["op", "program"])
 def test_pytorchs_threads_keep_denormals(first):
     """Also threads that a native call begins, of the op or of a model's token, in a new process."""
-    subprocess.run([sys.executable, "-c", first], check=True, env=os.environ | {"OMP_NUM_THREADS": "4"})
+    done = fresh.run(first)
+    assert done.returncode == 0, done.stderr
 
 
 def test_short_calls_do_not_wait_for_long_ones():
@@ -243,7 +242,7 @@ before = mebibytes("VmSize")
 run(2048, 16)
 print(mebibytes("VmPeak") - before, mebibytes("VmSize") - before)
 """
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    result = fresh.run(script)
     assert result.returncode == 0, result.stderr
     peak, left = map(float, result.stdout.split())
     assert peak < 10 * 16 and left < 3 * 16

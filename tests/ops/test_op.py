@@ -22,7 +22,7 @@ from equation import (
     inputs,
     prepare,
 )
-from headrace import InputError, backends, linear_attention, step
+from headrace import InputError, linear_attention, step
 from headrace.ops.backends.native import library as native
 from headrace.ops.backends.torch.tiles import grid
 from headrace.ops.call import Call
@@ -42,7 +42,7 @@ def way(request, monkeypatch):
 @pytest.mark.parametrize("rule", ["add", "delta"])
 @pytest.mark.parametrize("gates", [False, True], ids=["plain", "gated"])
 def test_every_form_equals_the_reference(way, decay, rule, gates):
-    for groups, state in itertools.product((H, 2, 1), (False, True)):
+    for groups, state in ((H, False), (2, True), (1, True)):
         arguments = inputs(decay, tokens=way.tokens, groups=groups, gates=gates, state=state)
         assert_same(arguments, way, rule=rule, scale=0.7)
 
@@ -118,8 +118,8 @@ def of_chunk(way, chunk_size):
     return way._replace(settings=way.settings | {"chunk_size": chunk_size})
 
 
-@pytest.mark.parametrize("chunk_size", [1, 2, 7, 16, 63, 64, 65, 1000])
-@pytest.mark.parametrize("tokens", [1, 2, 63, 65])
+@pytest.mark.parametrize("chunk_size", [1, 7, 64, 65, 1000])
+@pytest.mark.parametrize("tokens", [1, 63, 65])
 @pytest.mark.parametrize("form", ["chunkwise", "batched"])
 def test_any_length_and_chunk_size_equals_the_reference(tokens, chunk_size, form, monkeypatch):
     prepare(form, monkeypatch)
@@ -265,9 +265,3 @@ def test_parallel_form_has_a_memory_limit():
     x = torch.zeros(1, 70_001, 1, 1)
     with pytest.raises(InputError, match="expected at most 4 GiB, or form='chunkwise'"):
         linear_attention(x, x, x, form="parallel")
-
-
-def test_backends_names_the_backend_of_a_call():
-    assert backends()["torch"]["linear_attention"] is None
-    x = torch.randn(1, 3, 1, 2)
-    assert backends(x, x, x, rule="delta") in backends()

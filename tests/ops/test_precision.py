@@ -56,9 +56,10 @@ def long_inputs(tokens=2048, heads=2, key=32, value=16, beta=1.0):
 
 
 @pytest.mark.parametrize(
-    ("rule", "beta", "bound"), [("add", 1.0, ROUNDED), ("delta", 1.0, ROUNDED), ("delta", 1.9, 1e-5)]
-)
-@pytest.mark.parametrize("decay", ["none", "scalar", "vector"])
+    ("rule", "beta", "bound", "decay"),
+    [("add", 1.0, ROUNDED, "none"), ("add", 1.0, ROUNDED, "vector"), ("delta", 1.0, ROUNDED, "scalar"),
+     ("delta", 1.9, 1e-5, "none"), ("delta", 1.9, 1e-5, "vector")],
+)  # fmt: skip
 def test_float32_over_2048_tokens(monkeypatch, rule, beta, bound, decay):
     arguments = long_inputs(beta=beta)
     if decay == "none":
@@ -125,7 +126,7 @@ def test_gradient_through_a_steep_decay(backend, rule, shape):
     assert relative(results[1], results[0]) < 2e-6
 
 
-@pytest.mark.parametrize("value", [-1e-4, -1.0, -4.0, -16.0, -50.0])
+@pytest.mark.parametrize("value", [-1e-4, -4.0, -50.0])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_small_gradients_keep_their_relative_precision(name, value, monkeypatch):
     prepare(name, monkeypatch)
@@ -180,10 +181,10 @@ ONCE = {"torch": ("torch", "chunkwise"), "recurrent": ("torch", "recurrent"), "n
 @pytest.mark.parametrize("kind", ["add", "delta", "bonus", "normalize"])
 @pytest.mark.parametrize("decay", ["fixed", "scalar", "vector"])
 def test_bfloat16_is_rounded_once(decay, kind):
-    """Gradients of heads that share q and k, of a fixed decay and of the bonus are sums over 4,096 tokens and more."""
+    """Gradients of heads that share q and k, of a fixed decay and of the bonus are sums over 1,024 tokens and more."""
     options = {kind: True} if kind in ("bonus", "normalize") else {}
     settings = {"rule": kind if kind == "delta" else "add", "normalize": kind == "normalize"}
-    drawn = inputs(decay, tokens=2048, groups=2, key=8, value=8, **options)
+    drawn = inputs(decay, tokens=512, groups=2, key=8, value=8, **options)
     drawn["log_decay"] = drawn["log_decay"] / 20
 
     def computed(dtype, **way):
@@ -208,7 +209,7 @@ def test_bfloat16_is_rounded_once(decay, kind):
 
 
 def test_shared_weight_gradients_are_summed_in_float32():
-    x = {name: y for name, y in inputs("scalar", rows=1, tokens=512, state=False).items() if name in TOKENWISE}
+    x = {name: y for name, y in inputs("scalar", rows=1, tokens=128, state=False).items() if name in TOKENWISE}
     drawn = {**x, "k": F.normalize(x["k"], dim=-1)} | dict.fromkeys(("read_gate", "write_gate"))
     results = []
     for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):

@@ -86,13 +86,13 @@ def test_text_task_does_not_parse_the_end_token(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", [" " * 300_000 + "x y", "gla" + " " * 300_000 + "x", "gla (" + " " * 300_000, "a" * 300_000]
+    "name", [" " * 150_000 + "x y", "gla" + " " * 150_000 + "x", "gla (" + " " * 150_000, "a" * 150_000]
 )
 def test_long_names_are_parsed_in_linear_time(name):
     started = time.process_time()
     with pytest.raises(InputError):
         zoo.get(name)
-    assert time.process_time() - started < 20  # quadratic: minutes
+    assert time.process_time() - started < 10  # quadratic: minutes
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"scores": {}}'])

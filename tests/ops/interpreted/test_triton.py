@@ -55,8 +55,7 @@ def test_without_gates_and_state(decay, rule):
     assert_same(arguments(decay, tokens=SHORT, heads=1, gates=False, state=False), TRITON, rule=rule)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("decay", ["scalar", "vector"])
+@pytest.mark.parametrize(("decay", "rule"), PAIRS[2:])
 def test_whole_chunks_and_odd_sizes(decay, rule):
     """Chunks of 64 tokens; K and V that are no powers of two, with V in two blocks."""
     assert_same(arguments(decay, tokens=70, heads=1, key=40, value=72), WIDE, rule=rule)
@@ -102,8 +101,7 @@ def as_in_16_bits(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("decay", "rule", "key"),
-    [*((*pair, 40) for pair in itertools.product(DECAYS, RULES)), *((*pair, 16) for pair in PAIRS)],
+    ("decay", "rule", "key"), [*((*pair, 40) for pair in PAIRS), *((*pair, 16) for pair in PAIRS[2:])]
 )
 def test_a_state_in_two_tiles(decay, rule, key, as_in_16_bits):
     """40 keys are a tile of 32 and one of 16. Without a decay per channel the delta rule loads keys once."""
@@ -127,8 +125,7 @@ def test_grouped_queries():
     assert_same(arguments("scalar", tokens=18, heads=1, queries=2), TRITON, rule="delta")
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("decay", ["scalar", "vector"])
+@pytest.mark.parametrize(("decay", "rule"), PAIRS[2:])
 def test_steep_decays(decay, rule):
     """Decays of up to e^-60 per token, beside some of nearly 1."""
     given = arguments(decay, tokens=34, heads=1)
@@ -166,12 +163,12 @@ def test_float16():
     assert_same(arguments("scalar", tokens=70, heads=1, key=32, value=32), FLOAT16, rule="delta")
 
 
-@pytest.mark.parametrize("way", [TRITON, HALF, FLOAT16])
+@pytest.mark.parametrize("way", [TRITON, HALF])
 def test_bonus(way):
     assert_same(arguments("vector", tokens=SHORT, bonus=True), way)
 
 
-@pytest.mark.parametrize("way", [TRITON, HALF, FLOAT16])
+@pytest.mark.parametrize("way", [TRITON, HALF])
 def test_normalizer(way):
     assert_same(arguments("none", tokens=SHORT, normalize=True), way, normalize=True)
 
@@ -214,20 +211,6 @@ def test_views_of_one_projection():
         linear_attention(q.contiguous(), k.contiguous(), v.contiguous(), backend="triton", chunk_size=16),
         strict=True,
     ):
-        assert torch.equal(x, y)
-
-
-def test_repeated_calls_agree_to_the_bit():
-    given = {
-        n: x if x is None else x.detach().float().requires_grad_() for n, x in arguments("scalar", tokens=SHORT).items()
-    }
-    leaves = [x for x in given.values() if x is not None]
-
-    def run():
-        out, state = linear_attention(**given, rule="delta", backend="triton", chunk_size=16)
-        return [out, state, *torch.autograd.grad(out.square().sum() + state.sum(), leaves)]
-
-    for x, y in zip(run(), run(), strict=True):
         assert torch.equal(x, y)
 
 
@@ -301,15 +284,6 @@ def test_a_step_in_a_transform_is_refused():
     x = torch.randn(2, 1, H, K)
     with pytest.raises(InputError, match="its step supports neither transforms"):
         torch.func.vmap(lambda x: step(x, x, x, backend="triton"))(x)
-
-
-@pytest.mark.parametrize("tokens", [1, 2])
-def test_few_tokens(tokens):
-    given = {n: x if x is None else x.detach().float() for n, x in arguments("vector", tokens=tokens).items()}
-    out, state = linear_attention(**given, backend="triton")
-    expected, expected_state = linear_attention(**given, backend="torch")
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(state, expected_state)
 
 
 @pytest.mark.parametrize(
