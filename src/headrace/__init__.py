@@ -81,6 +81,7 @@ tables.offer(
     "headrace.extra.log_linear", linear=("log-linear-mamba2", "log-linear-gated-deltanet"), types=("log-linear",)
 )
 tables.offer("headrace.extra.mesa", linear=("mesa",), types=("mesa",))
+tables.offer("headrace.extra.linearized", linear=("hedgehog",), types=("linearized",))
 del tables
 
 __all__ = [

@@ -75,19 +75,6 @@ class Inputs(Record):
             f"rotary=False and order=None, got {self.conv}, {self.qk_norm!r}, {self.rotary} and {self.order}",
         )
 
-    @property
-    def positive(self) -> bool:
-        """Whether the feature map and the norm give no negative feature."""
-        mapped = self.feature_map in ("elu+1", "relu") or self.feature_map.startswith("dpfp")
-        return mapped and self.qk_norm != "rms-bias"
-
-    @property
-    def positive_weights(self) -> bool:
-        """Whether no pair of tokens has a negative weight."""
-        rotated_last = (self.rotary and not self.rotary_first) or self.turns > 0
-        even = self.order is not None and self.order % 2 == 0
-        return even or (self.positive and not rotated_last)
-
 
 @dataclass(frozen=True)
 class Write(Record):
@@ -143,18 +130,18 @@ class MixerSpec(Spec):
         inputs, read, delta = self.inputs, self.read, self.write.rule == "delta"
         even = inputs.order is not None and inputs.order % 2 == 0
         yield (
-            read.norm in SUMS and not even and not inputs.positive,
+            read.norm in SUMS and not even and not self.positive,
             f"read.norm={read.norm!r} divides by q·z, which can vanish or change sign under inputs.feature_map="
             f"{inputs.feature_map!r} and inputs.order={inputs.order}; expected a feature map without negative features "
             "(elu+1, relu, dpfp) or an even order",
         )
         yield (
-            read.norm in SUMS and (delta or read.bonus or not inputs.positive_weights),
+            read.norm in SUMS and (delta or read.bonus or not self.positive_weights),
             f"read.norm={read.norm!r} divides by q·z, which the delta rule, a bonus or rotary positions can make "
             "vanish; expected write.rule='add', read.bonus=False, and inputs.rotary=False or inputs.rotary_first=True",
         )
         yield (
-            inputs.qk_norm == "sum" and not inputs.positive,
+            inputs.qk_norm == "sum" and not self.positive,
             f"inputs.qk_norm='sum' divides by a sum that inputs.feature_map={inputs.feature_map!r} can make vanish; "
             "expected 'elu+1', 'relu' or dpfp",
         )
@@ -277,6 +264,20 @@ class MixerSpec(Spec):
     def num_heads(self, hidden_size: int, default: int) -> int:
         """Returns the number of heads: `heads.count`, or that of `heads.width` at this hidden size, or `default`."""
         return heads_of_width(self.heads.count, self.heads.width, self.heads.expand_v * hidden_size, default)
+
+    @property
+    def positive(self) -> bool:
+        """Whether the feature map and the norm give no negative feature."""
+        kind = self.inputs.feature_map
+        return (kind in ("elu+1", "relu") or kind.startswith("dpfp")) and self.inputs.qk_norm != "rms-bias"
+
+    @property
+    def positive_weights(self) -> bool:
+        """Whether no pair of tokens has a negative weight."""
+        inputs = self.inputs
+        rotated_last = (inputs.rotary and not inputs.rotary_first) or inputs.turns > 0
+        even = inputs.order is not None and inputs.order % 2 == 0
+        return even or (self.positive and not rotated_last)
 
     @property
     def memories_per_head(self) -> int:

@@ -1,0 +1,146 @@
+"""Turns attention layers of a trained model into linear mixers, which take over their projections.
+
+A new layer has the old one's q, k, v and o, with their biases, norms and rotation; k and v of grouped heads are
+repeated, so that each head has a memory of its own. What the old layer does not have begins as in a new model, but for
+a short convolution, which begins as the token itself. A new layer computes something else than the old one, until
+`training.transfer` has trained it to imitate that.
+"""
+
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import zoo
+from ..extra.linearized import LinearizedSpec
+from ..hf.config import HeadraceConfig
+from ..hf.model import HeadraceForCausalLM
+from ..layers.attention.attention import SoftmaxAttention
+from ..layers.linear.mixer import LinearMixer
+from ..layers.norms import OffsetRMSNorm
+from ..spec.attention import AttentionSpec, Rope
+from ..spec.linear import MixerSpec
+from ..spec.serialize import to_json
+from ..utils.errors import InputError
+
+GATES = {"none": None, "channel": "sigmoid", "head": "sigmoid-head"}  # the gate of an attention layer as read.gate
+
+
+def linearize(model: HeadraceForCausalLM, mixer: str | MixerSpec, layers: Iterable[int] | None = None) -> Any:
+    """Returns a model whose attention layers are linear mixers.
+
+    Args:
+        model: as `headrace.load` returns it. It is not changed.
+        mixer: of the new layers, such as "hedgehog" or "gla": a MixerSpec, or its expression. Its sizes, biases and
+            rotation become those of the old layers.
+        layers: the indices of the layers; None: of all attention layers.
+
+    Raises:
+        InputError: an index names no attention layer, the mixer is not linear, or it and a layer cannot be combined.
+    """
+    config, spec = model.config, _linear(mixer)
+    stack = config.stack.over(config.num_hidden_layers)
+    chosen = attention_layers(model) if layers is None else sorted({*layers})
+    if not chosen:
+        raise InputError("the model has no attention layer that could become linear")
+    known = ", ".join(map(str, attention_layers(model)))
+    for i in chosen:
+        if not 0 <= i < len(stack) or not isinstance(stack[i].mixer, AttentionSpec):
+            raise InputError(f"layer {i} is no layer of softmax attention; expected one of {known}")
+        stack[i] = replace(stack[i], mixer=_taken_over(spec, stack[i].mixer, i, config))
+    changed = {"mixer": [to_json(layer) for layer in stack]}
+    result: Any = HeadraceForCausalLM(HeadraceConfig.from_dict(config.to_dict() | changed))
+    new = {i: result.model.backbone.layers[i].mixer for i in chosen}
+    parts = tuple(f"model.backbone.layers.{i}.mixer." for i in chosen)
+    kept = {name: value for name, value in model.state_dict().items() if not name.startswith(parts)}
+    missing, unexpected = result.to(model.dtype).load_state_dict(kept, strict=False)
+    assert not unexpected and all(name.startswith(parts) for name in missing), (missing, unexpected)
+    for i, layer in new.items():
+        _fill(layer, attention_of(model)[i])
+    return result.eval()
+
+
+def attention_layers(model: HeadraceForCausalLM) -> list[int]:
+    """Returns the indices of the layers that `linearize` can change."""
+    return [*attention_of(model)]
+
+
+def attention_of(model: Any) -> dict[int, SoftmaxAttention]:
+    """Returns the layers of softmax attention by their indices."""
+    mixers = (block.mixer for block in model.model.backbone.layers)
+    return {i: mixer for i, mixer in enumerate(mixers) if isinstance(mixer, SoftmaxAttention)}
+
+
+def _linear(mixer: str | MixerSpec) -> MixerSpec:
+    spec: Any = zoo.mixer(mixer)
+    if not isinstance(spec, MixerSpec):
+        raise InputError(
+            f"mixer={mixer!r} has no q, k and v of heads, which it could take over; expected a linear mixer"
+        )
+    if type(spec) not in (MixerSpec, LinearizedSpec):
+        raise InputError(f"mixer={mixer!r} is a plug-in; expected a linear mixer of headrace's zoo")
+    return spec
+
+
+def _taken_over(spec: MixerSpec, old: AttentionSpec, i: int, config: HeadraceConfig) -> MixerSpec:
+    """Returns the spec of the new layer i."""
+    for name, usual in (("buckets", None), ("null", False), ("forget", False), ("form", "sdpa")):
+        if (value := getattr(old, name)) != usual:
+            raise InputError(f"layer {i} has {name}={value!r}, which no linear mixer has; expected it among --keep")
+    if old.qk_norm == "joint":
+        raise InputError(f"layer {i} has a norm over q of all heads (qk_norm='joint'); expected it among --keep")
+    H, (d, _) = old.num_heads(config.hidden_size, config.num_heads), old.head_dims(config.hidden_size, config.num_heads)
+    learned = isinstance(spec, LinearizedSpec) and spec.map != "none"
+    mapped = learned or spec.inputs.feature_map != "identity"
+    heads = replace(
+        spec.heads, count=H, key_dim=d, expand_v=H * d / config.hidden_size, qk_groups=None, width=None, expand_k=1.0
+    )
+    inputs = replace(spec.inputs, bias=old.bias in (True, "qkv"), rotary=old.rotary, rotary_first=old.rotary and mapped)
+    read = replace(spec.read, bias=old.bias in (True, "o"))
+    if gate := GATES[old.gate]:
+        read = replace(read, gate=gate, gate_bias=gate != "sigmoid-head")  # that of in_proj does
+    fields_of_all = {f.name: getattr(spec, f.name) for f in fields(MixerSpec)}
+    changed = fields_of_all | {"heads": heads, "inputs": inputs, "read": read}
+    own = {"head_norm": old.qk_norm != "none", "rope": old.rope, "map": spec.map if learned else "none"}
+    plain = own == {"head_norm": False, "rope": Rope(), "map": "none"}
+    return MixerSpec(**changed) if plain else LinearizedSpec(**changed, **own)
+
+
+def _fill(new: Any, old: Any) -> None:
+    """Copies an attention layer's weights into a linear mixer."""
+    repeats, steps, factor = new.H // (old.spec.kv_heads or new.H), new.spec.write.steps, _logit_factor(new, old)
+
+    def of_heads(rows: Tensor) -> Tensor:
+        rows = rows.unflatten(0, (-1, 1, new.K)).repeat_interleave(repeats, 0)
+        return rows.repeat_interleave(steps, 1).flatten(0, 2)
+
+    names = {"q": old.q_proj, "k": old.k_proj, "v": old.v_proj} | ({"gate": old.g_proj} if old.g_proj else {})
+    sizes = [*new.parts.values()]
+    with torch.no_grad():
+        for kind in ("weight", "bias"):
+            whole = getattr(new.in_proj, kind)
+            parts = dict(zip(new.parts, () if whole is None else whole.split(sizes), strict=whole is not None))
+            for name, module in names.items():
+                if (rows := getattr(module, kind)) is not None:
+                    scaled = rows * factor if name == "q" and old.q_norm is None else rows
+                    parts[name].copy_(of_heads(scaled) if name in "kv" else scaled)
+            if getattr(old.o_proj, kind) is not None:
+                getattr(new.o_proj, kind).copy_(getattr(old.o_proj, kind))
+        for name in ("q_norm", "k_norm"):
+            if (norm := getattr(old, name)) is not None:
+                weight = norm.weight + isinstance(norm, OffsetRMSNorm)
+                getattr(new, name).weight.copy_(weight * factor if name == "q_norm" else weight)
+        if new.conv is not None:
+            new.conv.weight.zero_()
+            new.conv.weight[..., -1] = 1
+            if new.conv.bias is not None:
+                new.conv.bias.zero_()
+
+
+def _logit_factor(new: LinearMixer, old: SoftmaxAttention) -> float:
+    """Returns the factor of q by which q · k times the new layer's factor is the old layer's logit."""
+    scale, d = old.spec.scale, new.K
+    factor = scale if isinstance(scale, float) else {"key": d**-0.5, "one": 1.0, "half-key": (d / 2) ** -0.5}[scale]
+    return factor / new.logit_scale

@@ -1,0 +1,157 @@
+"""Linear mixers in place of attention layers: the rotary frequencies and the norms of q and k that a trained attention
+layer brings, and feature maps that learn to imitate its softmax. `convert.linearize` makes them of a trained model.
+
+    φ(x) = [softmax(W x), softmax(−W x)]    map="softmax" (LoLCATs, arXiv 2410.10254, section 3.1, after Hedgehog)
+    φ(x) = [e^(W x), e^(−W x)]              map="exp" (Hedgehog, arXiv 2402.04347, section 4.1)
+
+x is q or k times the root of the factor of the logits, and W [K, K] a matrix of each head, the identity at first.
+
+Dimensions: B batch, T tokens, H heads, K key dimension per head.
+"""
+
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..layers.base import SelfInitialized
+from ..layers.linear.features import Rotate, RotateFirst
+from ..layers.linear.mixer import LinearMixer
+from ..layers.linear.stage import Stage, Tokens
+from ..layers.registration import register_mixer
+from ..layers.rotary import angles, rotate
+from ..ops.call import accumulator
+from ..spec.attention import Rope
+from ..spec.linear import Inputs, MixerSpec, Read
+from ..spec.mixer import Facts
+from ..spec.serialize import TYPES
+
+FARTHEST = 30.0  # |W x| up to which map="exp" is e^x: a weight of two tokens is then at most e^60
+
+
+class LearnedMap(SelfInitialized):
+    """φ of q and of k: [B, T, H, K] -> [B, T, H, 2 K]."""
+
+    no_weight_decay = ("q", "k")
+
+    def __init__(self, kind: str, num_heads: int, key_dim: int):
+        super().__init__()
+        self.kind = kind
+        self.q, self.k = (nn.Parameter(torch.empty(num_heads, key_dim, key_dim)) for _ in range(2))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        for weight in (self.q, self.k):
+            weight.copy_(torch.eye(weight.shape[-1]))
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self._map(q, self.q), self._map(k, self.k)
+
+    def _map(self, x: Tensor, weight: Tensor) -> Tensor:
+        y = torch.einsum("bthi,hji->bthj", x, weight.to(x.dtype)).to(accumulator(x))
+        if self.kind == "softmax":
+            return torch.cat([y.softmax(-1), (-y).softmax(-1)], -1).to(x.dtype)
+        return torch.cat([y, -y], -1).clamp(-FARTHEST, FARTHEST).exp()
+
+
+class MapLearned(Stage):
+    """The learned feature map of q and k."""
+
+    @staticmethod
+    def applies(spec: Any) -> bool:
+        return spec.map != "none"
+
+    def build(self, mixer: Any) -> None:
+        mixer.learned_map = LearnedMap(mixer.spec.map, mixer.Hq, mixer.K)
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        root = mixer.logit_scale**0.5
+        t.q, t.k = mixer.learned_map(t.q * root, t.k * root)
+
+
+class HeadNorm(Stage):
+    """RMSNorm of the heads of q and k, before all else."""
+
+    field = "head_norm"
+
+    def build(self, mixer: Any) -> None:
+        mixer.q_norm, mixer.k_norm = (nn.RMSNorm(mixer.K, eps=mixer.norm_eps) for _ in range(2))
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        t.q, t.k = (norm(x.to(norm.weight.dtype)).to(x.dtype) for norm, x in ((mixer.q_norm, t.q), (mixer.k_norm, t.k)))
+
+
+class Turned(Rotate):
+    """The rotation by the frequencies of the spec."""
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        turn = angles(t.positions, mixer.spec.rope, mixer.rope_theta, mixer.K)
+        t.q, t.k = rotate(t.q, turn), rotate(t.k, turn)
+
+
+class TurnedFirst(Turned):
+    """The same before the feature map."""
+
+    field, first = RotateFirst.field, True
+
+
+REPLACED: dict[Any, tuple[Any, ...]] = {RotateFirst: (HeadNorm, TurnedFirst, MapLearned), Rotate: (Turned,)}
+
+
+class LinearizedMixer(LinearMixer):
+    """The layer of a LinearizedSpec."""
+
+    INPUTS = tuple(chain.from_iterable(REPLACED.get(stage, (stage,)) for stage in LinearMixer.INPUTS))
+
+
+@dataclass(frozen=True)
+class LinearizedSpec(MixerSpec):
+    """A linear mixer in place of an attention layer."""
+
+    map: Literal["softmax", "exp", "none"] = "softmax"  # learned feature map of q and k, in place of inputs.feature_map
+    head_norm: bool = False  # whether q and k of each head have an RMSNorm with weights before all else (Qwen3)
+    rope: Rope = field(default_factory=Rope)  # frequencies of the rotation
+
+    facts = Facts("headrace.extra.linearized.LinearizedMixer")
+
+    def _objections(self):
+        yield from super()._objections()
+        yield (
+            self.map != "none" and self.inputs.feature_map != "identity",
+            f"map={self.map!r} stands for inputs.feature_map; expected 'identity', got {self.inputs.feature_map!r}",
+        )
+        yield (
+            self.map != "none" and self.inputs.key != "projected",
+            "map is of a key that is projected; expected inputs.key='projected', or map='none'",
+        )
+        yield not self.inputs.rotary and self.rope != Rope(), "rope sets frequencies; expected inputs.rotary=True"
+        yield (
+            self.rope.by_length,
+            f"rope.kind={self.rope.kind!r} turns all keys again when a sequence grows, which a memory cannot; expected "
+            "another kind",
+        )
+
+    @property
+    def positive(self) -> bool:
+        return self.map != "none" or super().positive
+
+    def features(self, key_dim: int) -> int:
+        return 2 * key_dim if self.map != "none" else super().features(key_dim)
+
+    def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
+        K, V = super().head_dims(hidden_size, num_heads)
+        if self.inputs.rotary:
+            self.rope.require_width(K)
+        return K, V
+
+
+TYPES["linearized"] = LinearizedSpec
+register_mixer(
+    "hedgehog",
+    LinearizedSpec(inputs=Inputs(rotary=True, rotary_first=True), read=Read("sum")),
+    about="Linear attention whose feature map learns to imitate softmax attention: the softmax of W x and of −W x.",
+    paper="https://arxiv.org/abs/2402.04347",
+)

@@ -1,0 +1,140 @@
+"""Attention layers that become linear mixers: what is taken over, what stays, and what is refused."""
+
+import pytest
+import torch
+
+import tiny
+from headrace import InputError, load, zoo
+from headrace.convert.linearize import linearize
+from headrace.layers.rotary import angles, rotate
+from headrace.spec.linear import MixerSpec
+from headrace.studies.verify import laws, relative
+
+ATTENTION = [
+    "transformer", "gqa(kv_heads=2, bias=true)", "gqa(kv_heads=1, qk_norm=head, head_dim=12)",
+    "gqa(qk_norm=head-offset, gate=channel)", "gqa(gate=head, bias=qkv)", "gqa(rotary=false, bias=o, scale=one)",
+    "gqa(rope.theta=500, scale=half-key)", "gqa(rope.kind=linear, rope.factor=4, rope.dims=4, scale=0.3)",
+    "gqa(qk_norm=head, scale=0.3)", "sliding-window",
+]  # fmt: skip
+PAIRS = "linear-attention(inputs.feature_map=identity, read.norm=none)"  # the weight of a pair of tokens is its logit
+SCALES = {"key": lambda d: d**-0.5, "one": lambda d: 1.0, "half-key": lambda d: (d / 2) ** -0.5}
+
+
+def model_of(*mixers):
+    """A model whose biases and norms are not those of an initialization."""
+    return tiny.trained(tiny.build([*mixers], num_hidden_layers=len(mixers)).double()).eval()
+
+
+def mixer(model, i=0):
+    return model.model.backbone.layers[i].mixer
+
+
+def literal(layer, x):
+    """The layer's output [B, T, D] with its logits as the weights of the values."""
+    spec, d, T = layer.spec, layer.head_dim, x.shape[1]
+    q, k, v = (p(x).unflatten(-1, (-1, d)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    q, k = (y if norm is None else norm(y) for y, norm in ((q, layer.q_norm), (k, layer.k_norm)))
+    if spec.rotary:
+        turn = angles(torch.arange(T)[None], spec.rope, layer.rope_theta, d)
+        q, k = rotate(q, turn), rotate(k, turn)
+    scale, out = spec.scale if isinstance(spec.scale, float) else SCALES[spec.scale](d), torch.zeros_like(q)
+    for h in range(q.shape[2]):
+        g = h // (q.shape[2] // k.shape[2])
+        for t in range(T):
+            for s in range(t + 1):
+                out[:, t, h] += scale * (q[:, t, h] * k[:, s, g]).sum(-1, keepdim=True) * v[:, s, g]
+    if layer.g_proj is not None:
+        out = out * layer.g_proj(x).sigmoid().unflatten(-1, (q.shape[2], -1))
+    return layer.o_proj(out.flatten(-2))
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+@torch.no_grad()
+def test_logits_of_pairs_and_values_are_taken_over(attention):
+    model = model_of(attention)
+    x = torch.randn(2, 7, model.config.hidden_size, dtype=torch.float64)
+    assert relative(mixer(linearize(model, PAIRS))(x)[0], literal(mixer(model), x)) < 1e-12
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+@torch.no_grad()
+def test_a_first_token_is_as_before(attention):
+    """It attends to itself alone. The sum of weights, here over 0.01, has 1e-6 added."""
+    model, ids = model_of("gla", attention, attention), tiny.tokens(3, 1)
+    assert relative(linearize(model, "hedgehog")(ids).logits, model(ids).logits) < 1e-4
+
+
+@torch.no_grad()
+def test_other_layers_stay_and_the_model_is_one_of_ours(tmp_path):
+    model, ids = model_of("transformer", "gla", "gqa(kv_heads=2, qk_norm=head)", "transformer"), tiny.tokens(2)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    linear = linearize(model, "hedgehog", [2, 0])
+    assert linear.config.layer_types == ["linear_attention"] * 3 + ["full_attention"]
+    after = linear.state_dict()
+    replaced = "model.backbone.layers.0.mixer", "model.backbone.layers.2.mixer"
+    same = [name for name in before if not name.startswith(replaced)]
+    assert same and all(torch.equal(after[name], before[name]) for name in same)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    linear.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert torch.equal(again(ids).logits, linear(ids).logits)
+    new = again.generate(ids, max_new_tokens=4, do_sample=False)
+    assert torch.equal(new[:, -1], again(new[:, :-1]).logits[:, -1].argmax(-1))
+
+
+def test_what_a_spec_can_express_has_no_plug_in():
+    """So that the native kernels compute its tokens."""
+    plain = linearize(model_of("gqa(kv_heads=2, bias=qkv)"), "gla").config.mixers[0]
+    assert type(plain) is MixerSpec and plain.inputs.rotary and plain.inputs.bias and plain.heads.count == 4
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gated-deltanet", "gated-deltaproduct", "kda", "rwkv6", "mamba2", "mamba3", "mlstm", "based", "softmax-gla"],
+)
+def test_mixers_of_all_kinds_take_a_layer_over(name):
+    linear, ids = linearize(model_of("gqa(kv_heads=2, qk_norm=head)"), name), tiny.tokens(2)
+    loss = linear(ids, labels=ids).loss
+    loss.backward()
+    assert loss.isfinite() and mixer(linear).in_proj.weight.grad.any()
+    if mixer(linear).conv is not None:
+        assert mixer(linear).conv.weight.sum((1, 2)).eq(1).all()
+
+
+@pytest.mark.parametrize(
+    ("attention", "name", "layers", "sentence"),
+    [
+        ("transformer", "mamba", None, "mixer='mamba' has no q, k and v of heads"),
+        ("transformer", "mesa", None, "mixer='mesa' is a plug-in"),
+        ("transformer", "hgrn2", None, "inputs.key='complement'"),
+        ("transformer", "gla", [1], "layer 1 is no layer of softmax attention; expected one of 0"),
+        ("gla", "gla", None, "the model has no attention layer"),
+        ("fox", "gla", None, "layer 0 has forget=True, which no linear mixer has"),
+        ("gqa(null=learned)", "gla", None, "layer 0 has null='learned'"),
+        ("gqa(qk_norm=joint)", "gla", None, "layer 0 has a norm over q of all heads"),
+        ("gqa(rope.kind=dynamic, rope.original=8)", "gla", None, "rope.kind='dynamic' turns all keys again"),
+    ],
+)
+def test_what_cannot_be_taken_over_is_named(attention, name, layers, sentence):
+    with pytest.raises(InputError, match=sentence):
+        linearize(model_of(attention), name, layers)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "hedgehog(map=exp, decay.kind=sigmoid-head)",
+        "gla(inputs.rotary=true)",
+        "softmax-hedgehog(competition.write=value)",
+    ],
+)
+def test_laws_hold_with_frequencies_and_norms_of_its_own(expression):
+    spec = zoo.get(expression)
+    own = {"head_norm": True, "rope.kind": "linear", "rope.factor": 2.0, "rope.dims": 4}
+    if type(spec) is MixerSpec:
+        model = model_of("gqa(qk_norm=head, rope.kind=linear, rope.factor=2, rope.dims=4)")
+        spec = linearize(model, spec).config.mixers[0]
+    else:
+        spec = zoo.get(expression[:-1] + ", " + ", ".join(f"{n}={str(v).lower()}" for n, v in own.items()) + ")")
+    rows = list(laws(spec, "cpu", torch.float64, seed=0))
+    assert len(rows) > 10 and all(row.holds for row in rows)
