@@ -13,7 +13,7 @@ import typer
 
 from .. import __version__
 from ..utils.errors import InputError
-from . import compare, evaluate, train, understand, use
+from . import compare, evaluate, linearize, train, understand, use
 from .console import for_typer, printable, requiring_extra, with_plugins
 
 # Errors of a full disk, or of a path that this user cannot write.
@@ -171,6 +171,14 @@ GROUPS = {
         ),
         "export": Command(use.export, "models", (f"{MODEL} --to onnx --output model-onnx",)),
         "retrofit": Command(use.retrofit, "models", (f"{MODEL} --output competing",)),
+        "linearize": Command(
+            linearize.linearize,
+            "train",
+            (
+                "SmolLM2-135M --data data --output linear",
+                "SmolLM2-135M --mixer gla --keep worst=8 --data data --output gla",
+            ),
+        ),
     },
 }
 

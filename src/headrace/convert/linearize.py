@@ -42,10 +42,10 @@ def linearize(model: HeadraceForCausalLM, mixer: str | MixerSpec, layers: Iterab
     """
     config, spec = model.config, _linear(mixer)
     stack = config.stack.over(config.num_hidden_layers)
-    chosen = attention_layers(model) if layers is None else sorted({*layers})
+    chosen = attention_layers(config) if layers is None else sorted({*layers})
     if not chosen:
         raise InputError("the model has no attention layer that could become linear")
-    known = ", ".join(map(str, attention_layers(model)))
+    known = ", ".join(map(str, attention_layers(config)))
     for i in chosen:
         if not 0 <= i < len(stack) or not isinstance(stack[i].mixer, AttentionSpec):
             raise InputError(f"layer {i} is no layer of softmax attention; expected one of {known}")
@@ -62,15 +62,15 @@ def linearize(model: HeadraceForCausalLM, mixer: str | MixerSpec, layers: Iterab
     return result.eval()
 
 
-def attention_layers(model: HeadraceForCausalLM) -> list[int]:
-    """Returns the indices of the layers that `linearize` can change."""
-    return [*attention_of(model)]
+def attention_layers(config: HeadraceConfig) -> list[int]:
+    """Returns the indices of the layers of softmax attention."""
+    layers = config.stack.over(config.num_hidden_layers)
+    return [i for i, layer in enumerate(layers) if isinstance(layer.mixer, AttentionSpec)]
 
 
 def attention_of(model: Any) -> dict[int, SoftmaxAttention]:
     """Returns the layers of softmax attention by their indices."""
-    mixers = (block.mixer for block in model.model.backbone.layers)
-    return {i: mixer for i, mixer in enumerate(mixers) if isinstance(mixer, SoftmaxAttention)}
+    return {i: model.model.backbone.layers[i].mixer for i in attention_layers(model.config)}
 
 
 def _linear(mixer: str | MixerSpec) -> MixerSpec:

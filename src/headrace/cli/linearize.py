@@ -1,0 +1,116 @@
+"""Linearize: a trained model whose attention layers become linear."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from .. import zoo
+from ..files.processes import resumed_folder
+from ..spec.linear import MixerSpec
+from ..utils.errors import InputError
+from ..utils.integrity import write_json
+from .console import Checkpoint, Device, NewFolder, Threads, interruptible, terminal
+from .options import takes
+
+CHECKPOINTS = "transfer/checkpoint-*/complete.json"  # from which a command goes on
+
+
+@dataclass(frozen=True)
+class LinearizeOptions:
+    """The options of `headrace linearize`."""
+
+    checkpoint: Checkpoint
+    output: NewFolder
+    data: Annotated[
+        Path, typer.Option(help="Folder of `headrace prepare`, whose --tokenizer is the checkpoint, to imitate on.")
+    ]
+    mixer: Annotated[
+        str, typer.Option(help="Linear mixer in place of attention: hedgehog, gated-deltanet, gla(inputs.conv=4), ...")
+    ] = "hedgehog(decay.kind=sigmoid-head)"
+    keep: Annotated[
+        str,
+        typer.Option(
+            help="Attention layers that stay: 4,12,20, or every=4 (each fourth, from the first), worst=6 (those whose "
+            "imitation is worst), or none."
+        ),
+    ] = "every=2"
+    steps: Annotated[int, typer.Option(help="Number of training steps.")] = 200
+    rows: Annotated[int, typer.Option(help="Rows of the data per step.")] = 2
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-2
+    trains: Annotated[
+        str, typer.Option(help="What trains: new (what the old layers do not have), or all weights of the new layers.")
+    ] = "new"
+    held_out: Annotated[int, typer.Option(help="Held-out rows on which the errors and losses are measured.")] = 16
+    seed: Annotated[int, typer.Option(help="Random seed of new weights and of the order of the rows.")] = 0
+    device: Device = None
+    threads: Threads = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(zoo.mixer(self.mixer), MixerSpec):
+            raise InputError(f"--mixer={self.mixer!r} is no linear mixer; expected one, such as gated-deltanet")
+
+
+@takes(LinearizeOptions)
+def linearize(options: LinearizeOptions) -> dict[str, Any]:
+    """Make attention layers of a trained model linear, and train them to imitate attention.
+
+    The new layers take over q, k, v and o. Each is trained to give what the old one gave for the same input, all at
+    once; nothing else trains. The model can then be trained on text as a whole: `headrace train RECIPE weights=OUTPUT`.
+    After an interruption, the same command goes on. OUTPUT/linearize.json has the numbers that are printed."""
+    import torch
+    from tqdm import tqdm
+    from transformers import set_seed
+
+    from ..convert.checkpoint import load, read_config, read_tokenizer
+    from ..data import open_data
+    from ..training.linear import Keep, checked, imitate
+    from ..training.transfer import Transfer
+    from ..utils.device import on_device
+
+    one = options
+    settings = Transfer(
+        lr=one.lr, updates=one.steps, rows=one.rows, held_out=one.held_out, trains=one.trains, seed=one.seed
+    )  # type: ignore[arg-type]
+    keep, device = Keep.parsed(one.keep), torch.device(on_device(one.device))
+    with interruptible(f"{one.output} was not created; the same command goes on"):
+        data, tokenizer = open_data(one.data), read_tokenizer(one.checkpoint)
+        if data.tokenizer is None or tokenizer.get_vocab() != data.tokenizer.get_vocab():
+            raise InputError(
+                f"--data {str(one.data)!r} has another tokenizer than the model; prepare it with --tokenizer "
+                f"{one.checkpoint}"
+            )
+        checked(read_config(one.checkpoint), keep, data, settings)  # before the weights are read
+        with resumed_folder(one.output, CHECKPOINTS) as (work, ready):
+            set_seed(one.seed)
+            model = load(one.checkpoint)
+            with tqdm(total=one.steps, desc="imitating") as bar:
+
+                def tell(step: int, error: float) -> None:
+                    bar.update(step - bar.n)
+                    bar.set_postfix(error=f"{error:.3f}")
+
+                linear, report = imitate(
+                    model, one.mixer, keep, data, settings, work / "transfer", device, tell, one.threads
+                )
+            linear.save_pretrained(ready)
+            tokenizer.save_pretrained(ready)
+            write_json(
+                ready / "linearize.json", report | {"mixer": one.mixer, "keep": one.keep, "from": str(one.checkpoint)}
+            )
+    show(report)
+    print(f"{one.output} is a model of headrace; next: headrace train RECIPE weights={one.output} --data {one.data}")
+    return report
+
+
+def show(report: dict[str, Any]) -> None:
+    """Prints the errors of the layers, and the losses."""
+    console, table = terminal(), Table("layer", "error before", "after", "")
+    for i, errors in report["layers"].items():
+        kept = "keeps its attention" if int(i) in report["kept"] else ""
+        table.add_row(i, f"{errors['before']:.3f}", f"{errors['after']:.3f}", kept)
+    console.print(table)
+    losses = ", ".join(f"{what} {nats:.3f}" for what, nats in report["nats"].items())
+    console.print(f"held-out loss in nats per token: {losses}", highlight=False)

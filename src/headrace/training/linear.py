@@ -1,0 +1,120 @@
+"""What `headrace linearize` does: chooses the layers of a trained model that become linear, trains them to imitate
+attention, and measures what was lost."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..convert.linearize import attention_layers, linearize
+from ..data import Collator, PackedData
+from ..files.provenance import claim
+from ..hf.config import HeadraceConfig
+from ..hf.model import HeadraceForCausalLM
+from ..spec.serialize import to_json
+from ..utils.errors import InputError
+from .run import evenly_spaced, full_rows
+from .transfer import Imitation, Tell, Transfer, transfer
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The layers that keep their attention.
+
+    layers: these. every: every n-th attention layer, from the first. worst: as many whose imitation is worst."""
+
+    layers: tuple[int, ...] = ()
+    every: int | None = None
+    worst: int = 0
+
+    @staticmethod
+    def parsed(text: str) -> "Keep":
+        """Parses "4,12,20", "every=4", "worst=6" or "none"."""
+        kind, _, number = text.partition("=")
+        if kind in ("every", "worst") and number.isdecimal() and int(number):
+            return Keep(**{kind: int(number)})
+        parts = [] if text == "none" else text.split(",")
+        if not all(part.strip().isdecimal() for part in parts):
+            raise InputError(f"--keep={text}; expected layers such as 4,12,20, or every=4, worst=6 or none")
+        return Keep(tuple(map(int, parts)))
+
+    def changed(self, attention: list[int]) -> list[int]:
+        """Returns which of the attention layers become linear, before the worst are known. InputError for layers that
+        are none of them, and if none is left."""
+        if unknown := [i for i in self.layers if i not in attention]:
+            known = ", ".join(map(str, attention))
+            raise InputError(f"--keep names layer {unknown[0]}, which is no attention layer; expected some of {known}")
+        kept = {*self.layers, *(attention[:: self.every] if self.every else ())}
+        changed = [i for i in attention if i not in kept]
+        if len(changed) <= self.worst:
+            raise InputError(f"--keep leaves none of the {len(attention)} attention layers to change; expected fewer")
+        return changed
+
+
+class Linearized(NamedTuple):
+    model: HeadraceForCausalLM
+    report: dict[str, Any]
+
+
+def imitate(
+    model: HeadraceForCausalLM, mixer: str, keep: Keep, data: PackedData, settings: Transfer, folder: Path,
+    device: torch.device, tell: Tell, threads: int | None = None,
+) -> Linearized:  # fmt: skip
+    """Makes attention layers of a model linear, and trains them to imitate attention.
+
+    Args:
+        model: on the CPU; it is moved to the device.
+        folder: of checkpoints, from which the same call goes on.
+
+    Returns:
+        The model, and a report: {"layers": {index: {"before", "after"}}, relative squared errors on held-out rows;
+        "kept": the attention layers that stay; "nats": {"original", "replaced", "transferred"} per held-out token}.
+    """
+    changed = checked(model.config, keep, data, settings)
+    linear = linearize(model, mixer, changed)
+    folder.mkdir(exist_ok=True)
+    claim(folder, {"mixer": to_json(linear.config.mixers[changed[0]]), "layers": changed, "settings": asdict(settings)})
+    dtype = model.dtype
+    model.to(device).float(), linear.to(device).float()
+    nats = {"original": held_out_loss(model, data, settings), "replaced": held_out_loss(linear, data, settings)}
+    errors = transfer(Imitation(model, linear, settings.trains), data, settings, folder, device, tell, threads)
+    worst = sorted(errors["after"], key=errors["after"].__getitem__)[len(errors["after"]) - keep.worst :]
+    if worst:
+        linear = _with_attention_again(model, linear, mixer, {int(i) for i in worst})
+    linear.requires_grad_(True).to(dtype)
+    nats["transferred"] = held_out_loss(linear, data, settings)
+    layers = {i: {name: found[i] for name, found in errors.items()} for i in errors["after"]}
+    kept = [i for i in attention_layers(model.config) if str(i) not in layers or str(i) in worst]
+    return Linearized(linear.eval(), {"layers": layers, "kept": kept, "nats": nats})
+
+
+def _with_attention_again(model: Any, linear: Any, mixer: str, layers: set[int]) -> Any:
+    """Returns the model with the trained layers of `linear`, but for these, which keep their attention."""
+    changed = [i for i in attention_layers(model.config) if i not in {*attention_layers(linear.config), *layers}]
+    result = linearize(model, mixer, changed)
+    for i in changed:
+        result.model.backbone.layers[i].mixer = linear.model.backbone.layers[i].mixer
+    return result
+
+
+def checked(config: HeadraceConfig, keep: Keep, data: PackedData, settings: Transfer) -> list[int]:
+    """Returns the layers that are to change, before the worst are known. InputError for data of another vocabulary, or
+    with fewer full rows than a step has, and as `Keep.changed`."""
+    if (size := data.manifest["vocab_size"]) > config.vocab_size:
+        raise InputError(f"--data has a vocabulary of {size} and the model of {config.vocab_size}; expected the same")
+    if (count := len(full_rows(data.train, data.manifest["length"]))) < settings.rows:
+        raise InputError(f"--rows {settings.rows}, and the data have {count} full rows; expected at most {count}")
+    return keep.changed(attention_layers(config))
+
+
+@torch.no_grad()
+def held_out_loss(model: HeadraceForCausalLM, data: PackedData, settings: Transfer) -> float:
+    """Returns the loss in nats per token over as many held-out rows as an evaluation has."""
+    total, count = 0.0, 0
+    for row in evenly_spaced(data.held_out, settings.held_out):
+        batch = {name: x.to(model.device) for name, x in Collator(0)([row]).items()}
+        tokens = batch["labels"].shape[1] - 1
+        total += model.eval()(**batch, skip_logits=True, use_cache=False).loss.item() * tokens
+        count += tokens
+    return total / count

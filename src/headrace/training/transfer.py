@@ -1,0 +1,180 @@
+"""Attention transfer: new layers of a model learn to imitate the attention layers whose place they take.
+
+The old model reads text; each new layer gets what the old one got, and the loss is the mean over the layers of
+
+    ‖new(x) − old(x)‖² / ‖old(x)‖²
+
+so that all layers train at once, in one pass of the old model, and none is disturbed by the errors of those before it
+(LoLCATs, arXiv 2410.10254, section 3.1). Only what the old layers do not have trains, unless `trains` is "all".
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_model, save_model
+from torch import Tensor, nn
+
+from ..convert.linearize import attention_of
+from ..data import Collator, PackedData
+from ..hf.model import HeadraceForCausalLM
+from ..layers.linear.mixer import LinearMixer
+from ..spec.record import PositiveFloat, PositiveInt
+from . import checkpoints
+from .loop import Batch, Updates
+from .optimization import Optimization
+from .processes import Processes, timed_steps
+from .run import evenly_spaced, full_rows
+
+WEIGHTS = "layers.safetensors"  # of the new layers in a checkpoint
+TAKEN_OVER = "q_norm", "k_norm", "o_proj"  # modules of a new layer that the old one has too
+Tell = Callable[[int, float], None]  # (step, its error)
+
+
+@dataclass(frozen=True)
+class Transfer(Optimization):
+    """The settings of attention transfer. Those of the optimizer have other defaults than in a recipe, as few weights
+    are trained, to a target that does not move."""
+
+    lr: PositiveFloat = 1e-2
+    warmup: float = 0.1
+    weight_decay: float = 0.0
+    clip: PositiveFloat | None = 10.0
+    updates: PositiveInt = 200  # number of steps
+    rows: PositiveInt = 2  # per step
+    held_out: PositiveInt = 16  # rows of an evaluation
+    save_every: PositiveInt = 50  # steps
+    trains: Literal["new", "all"] = "new"  # what the old layers do not have, or all weights of the new layers
+    seed: int = 0
+
+    @property
+    def steps(self) -> int:
+        return self.updates
+
+
+class Imitation(nn.Module):
+    """The new layers of `linear`, which `linearize` made of the model. Its parameters are those that train."""
+
+    def __init__(self, model: HeadraceForCausalLM, linear: HeadraceForCausalLM, trains: str = "new"):
+        super().__init__()
+        blocks: Any = linear.model.backbone.layers
+        self.old = attention_of(model)
+        changed = [i for i in self.old if isinstance(blocks[i].mixer, LinearMixer)]
+        self.layers = nn.ModuleDict({str(i): blocks[i].mixer for i in changed})
+        self.model = [model.eval()]  # in a list, as its parameters are not those of this module
+        for layer in self.layers.values() if trains == "new" else ():
+            _keep_what_is_taken_over(layer)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """input_ids [B, T] -> the relative squared error of each layer, [layers]."""
+        seen: dict[str, tuple[Tensor, Tensor]] = {}
+
+        def note(name: str, module: nn.Module, given: Any, out: Any) -> None:
+            seen[name] = given[0].detach(), out[0].detach()
+
+        hooks = [self.old[int(name)].register_forward_hook(partial(note, name)) for name in self.layers]
+        try:
+            with torch.no_grad():
+                self.model[0].model(input_ids, use_cache=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return torch.stack([_error(layer(seen[name][0])[0], seen[name][1]) for name, layer in self.layers.items()])
+
+
+def _error(found: Tensor, expected: Tensor) -> Tensor:
+    return (found - expected).float().square().sum() / expected.float().square().sum()
+
+
+def _keep_what_is_taken_over(layer: Any) -> None:
+    """Lets the weights that the old layer has too be as they are: those of q, k, v and o, and norms of q and k."""
+    for name in TAKEN_OVER:
+        if (module := getattr(layer, name, None)) is not None:
+            module.requires_grad_(False)
+    for p in layer.in_proj.parameters():
+        taken = torch.cat([torch.full((size,), name in "qkv") for name, size in layer.parts.items()])
+        p.register_hook(partial(_zeroed, taken))
+
+
+def _zeroed(rows: Tensor, gradient: Tensor) -> Tensor:
+    return gradient.masked_fill(rows.to(gradient.device).view(-1, *[1] * (gradient.dim() - 1)), 0)
+
+
+def transfer(
+    imitation: Imitation, data: PackedData, settings: Transfer, folder: Path, device: torch.device,
+    tell: Tell = lambda step, error: None, threads: int | None = None,
+) -> dict[str, dict[str, float]]:  # fmt: skip
+    """Trains the new layers, from the newest checkpoint in the folder if there is one.
+
+    Args:
+        imitation: on the device, as is its model.
+        data: prepared with the model's tokenizer.
+        tell: gets the number of each step and the mean error of its layers.
+        threads: number of PyTorch's threads on a CPU; None: measured.
+
+    Returns:
+        {"before": error of each layer on held-out rows by its index, "after": the same}.
+    """
+    updates = Updates(imitation, settings, mean_error, Processes(device))
+    before = errors(imitation, data, settings, device)
+    first = _resumed(updates, folder)
+    with timed_steps(device, threads) as took:
+        for step, batch in islice(enumerate(_batches(data, settings, device), 1), first, settings.steps):
+            begun = time.perf_counter()
+            (error,) = updates.backward([batch])
+            updates.clip()
+            updates.step()
+            took(time.perf_counter() - begun)
+            tell(step, error.item())
+            if step % settings.save_every == 0 and step < settings.steps:
+                _save(updates, folder, step)
+    return {"before": before, "after": errors(imitation, data, settings, device)}
+
+
+def mean_error(imitation: nn.Module, batch: Batch, count: Tensor) -> Tensor:
+    return imitation(batch["input_ids"]).mean()
+
+
+@torch.no_grad()
+def errors(imitation: Imitation, data: PackedData, settings: Transfer, device: torch.device) -> dict[str, float]:
+    """Returns the error of each layer by its index, the mean over held-out rows."""
+    rows = evenly_spaced(data.held_out, settings.held_out)
+    found = [imitation(_batch([rows[i]], device)["input_ids"]) for i in range(len(rows))]
+    mean = torch.stack(found).double().mean(0)
+    return dict(zip(imitation.layers, mean.tolist(), strict=True))
+
+
+def _batches(data: PackedData, settings: Transfer, device: torch.device) -> Iterator[Batch]:
+    """The rows of each step without an end, each epoch in another random order."""
+    chance, rows = torch.Generator().manual_seed(settings.seed), full_rows(data.train, data.manifest["length"])
+    while True:
+        order = torch.randperm(len(rows), generator=chance).tolist()
+        for begin in range(0, len(rows) - settings.rows + 1, settings.rows):
+            yield _batch([rows[i] for i in order[begin : begin + settings.rows]], device)
+
+
+def _batch(rows: list[Any], device: torch.device) -> Batch:
+    return {name: x.to(device) for name, x in Collator(0)(rows).items()}
+
+
+def _save(updates: Updates, folder: Path, step: int) -> None:
+    written = folder / checkpoints.UNFINISHED / checkpoints.name(step)
+    written.mkdir(parents=True)
+    save_model(updates.model, str(written / WEIGHTS))
+    checkpoints.save_optimizer(written, updates.model, updates.optimizer, updates.schedule)
+    checkpoints.complete(folder, written.name)
+
+
+def _resumed(updates: Updates, folder: Path) -> int:
+    """Returns the number of steps that are done."""
+    checkpoints.discard_unfinished(folder)
+    if (last := checkpoints.newest(folder)) is None:
+        return 0
+    load_model(updates.model, str(last / WEIGHTS))
+    checkpoints.load_optimizer(last, updates.model, updates.optimizer, updates.schedule)
+    return checkpoints.step(last)

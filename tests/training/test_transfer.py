@@ -1,0 +1,165 @@
+"""Attention transfer: what trains, that it goes on where it was killed, and `headrace linearize`."""
+
+import json
+
+import pytest
+import torch
+
+import tiny
+from headrace import InputError, load
+from headrace.convert.linearize import linearize
+from headrace.data.tokenizer import byte_level
+from headrace.training.linear import Keep, imitate
+from headrace.training.transfer import Imitation, Transfer, transfer
+
+CPU = torch.device("cpu")
+SETTINGS = Transfer(updates=6, rows=2, save_every=2, held_out=3, warmup=0.0)
+HEDGEHOG = "hedgehog(decay.kind=sigmoid-head)"
+
+
+@pytest.fixture(scope="module")
+def teacher():
+    return tiny.build("gqa(kv_heads=2, bias=qkv)", num_hidden_layers=3, vocab_size=257).float().eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, teacher):
+    path = tmp_path_factory.mktemp("teacher") / "model"
+    for part in (teacher, byte_level()):
+        part.save_pretrained(path)
+    return path
+
+
+def imitation_of(teacher, trains="new", mixer=HEDGEHOG):
+    torch.manual_seed(0)
+    return Imitation(teacher, linearize(teacher, mixer, [0, 2]), trains)
+
+
+@torch.no_grad()
+def test_the_error_is_that_of_a_layers_output(teacher):
+    ids, seen = torch.randint(257, (2, 9)), {}
+    imitation = imitation_of(teacher)
+    for i, mixer in imitation.old.items():
+        mixer.register_forward_hook(lambda m, given, out, i=i: seen.__setitem__(i, (given[0], out[0])))
+    teacher.model(ids)
+    for mixer in imitation.old.values():
+        mixer._forward_hooks.clear()
+    expected = [
+        (imitation.layers[str(i)](x)[0] - y).norm() ** 2 / y.norm() ** 2 for i, (x, y) in seen.items() if i != 1
+    ]
+    tiny.close(imitation(ids), torch.stack(expected), 1e-5)
+    assert not any(mixer._forward_hooks for mixer in imitation.old.values())
+
+
+@pytest.mark.parametrize("trains", ["new", "all"])
+def test_what_trains(trains, teacher, data, tmp_path):
+    imitation = imitation_of(teacher, trains)
+    before = {name: p.detach().clone() for name, p in imitation.named_parameters()}
+    of_teacher = {name: p.detach().clone() for name, p in teacher.named_parameters()}
+    found = transfer(imitation, data, SETTINGS, tmp_path, CPU, threads=1)
+    assert found["before"].keys() == found["after"].keys() == {"0", "2"}
+    assert sum(found["after"].values()) < sum(found["before"].values())
+    assert all(torch.equal(p, of_teacher[name]) for name, p in teacher.named_parameters())
+    layer = imitation.layers["0"]
+    taken = sum(layer.parts[name] for name in "qkv")
+    for name, p in imitation.named_parameters():
+        same = p.eq(before[name])
+        if "o_proj" in name:
+            assert same.all() == (trains == "new"), name
+        elif "in_proj" in name:
+            assert same[:taken].all() == (trains == "new") and not same[taken:].all(), name
+        else:
+            assert not same.all(), name
+
+
+def test_a_killed_transfer_goes_on_exactly(teacher, data, tmp_path, monkeypatch):
+    whole = imitation_of(teacher)
+    told: list[int] = []
+    found = transfer(whole, data, SETTINGS, tmp_path / "whole", CPU, lambda step, error: told.append(step), threads=1)
+
+    def killed(step, error):
+        if step == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        transfer(imitation_of(teacher), data, SETTINGS, tmp_path / "killed", CPU, killed, threads=1)
+    again, later = imitation_of(teacher), []
+    resumed = transfer(
+        again, data, SETTINGS, tmp_path / "killed", CPU, lambda step, error: later.append(step), threads=1
+    )
+    assert told == [1, 2, 3, 4, 5, 6] and later == [5, 6] and resumed == found
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), whole.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [("1", [1]), ("0,2", [0, 2]), ("every=2", [0, 2]), ("every=3", [0]), ("none", []), ("worst=1", None)],
+)
+def test_which_layers_stay(text, kept, teacher, data, tmp_path):
+    linear, report = imitate(
+        teacher, HEDGEHOG, Keep.parsed(text), data, SETTINGS, tmp_path / "work", CPU, lambda *_: None, 1
+    )
+    if kept is None:
+        assert len(report["layers"]) == 3
+        kept = [int(max(report["layers"], key=lambda i: report["layers"][i]["after"]))]
+    assert report["kept"] == kept
+    types = ["full_attention" if i in kept else "linear_attention" for i in range(3)]
+    assert linear.config.layer_types == types
+    assert all(p.requires_grad for p in linear.parameters()) and not linear.training
+    x = torch.randint(257, (1, 7))
+    linear.save_pretrained(tmp_path / "model")
+    assert torch.equal(load(tmp_path / "model")(x).logits, linear(x).logits)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("every=0", "--keep=every=0; expected layers such as 4,12,20"), ("best=2", "--keep=best=2"),
+        ("7", "--keep names layer 7, which is no attention layer; expected some of 0, 1, 2"),
+        ("every=1", "--keep leaves none of the 3 attention layers"), ("worst=3", "--keep leaves none"),
+    ],
+)  # fmt: skip
+def test_what_cannot_stay_is_named(text, sentence):
+    with pytest.raises(InputError, match=sentence):
+        Keep.parsed(text).changed([0, 1, 2])
+
+
+def test_command(folder, prepared, tmp_path, run_command):
+    words = [folder, "--data", prepared, "--steps", 4, "--held-out", 2, "--threads", 1, "--output", tmp_path / "out"]
+    result = run_command("linearize", *words)
+    assert result.code == 0, result.err
+    report = json.loads((tmp_path / "out" / "linearize.json").read_text())
+    assert report["kept"] == [0, 2] and set(report["layers"]) == {"1"}
+    for what, nats in report["nats"].items():
+        assert f"{what} {nats:.3f}" in result.out
+    assert f"{report['layers']['1']['after']:.3f}" in result.out
+    assert load(tmp_path / "out").config.layer_types.count("linear_attention") == 1
+    assert run_command("generate", tmp_path / "out", "--prompt", "2 times", "--max-new-tokens", 3).code == 0
+    assert run_command("linearize", *words).code == 2  # the folder exists
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--mixer", "mamba"], "--mixer='mamba' is no linear mixer"),
+        (["--mixer", "glaa"], "glaa"),
+        (["--keep", "some"], "--keep=some; expected layers"),
+        (["--keep", "9"], "--keep names layer 9"),
+        (["--rows", "100000"], "--rows 100000, and the data have"),
+        (["--trains", "some"], "trains='some'"),
+        (["--lr", "0"], "lr=0"),
+    ],
+)
+def test_bad_options_are_one_sentence(words, sentence, folder, prepared, tmp_path, run_command):
+    result = run_command("linearize", folder, "--data", prepared, "--output", tmp_path / "out", *words)
+    assert result.code == 2 and sentence in result.err and len(result.err.strip().splitlines()) == 1, result.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_data_of_another_tokenizer_are_refused(folder, tmp_path, run_command):
+    from headrace.data import Preparation, prepare
+
+    (tmp_path / "text.txt").write_text("one two three four " * 400)
+    prepare(Preparation((str(tmp_path / "text.txt"),), bpe=300, length=32, held_out=0.1), tmp_path / "data")
+    result = run_command("linearize", folder, "--data", tmp_path / "data", "--output", tmp_path / "out")
+    assert result.code == 2 and "has another tokenizer than the model" in result.err
