@@ -10,6 +10,7 @@ from .utils.extras import require
 if TYPE_CHECKING:
     from .cli.compare import compare
     from .cli.evaluate import evaluate
+    from .cli.linearize import linearize
     from .cli.train import prepare, train
     from .cli.understand import inspect
     from .cli.use import generate
@@ -40,6 +41,7 @@ _LAZY = {
     "evaluate": "cli.evaluate",
     "generate": "cli.use",
     "inspect": "cli.understand",
+    "linearize": "cli.linearize",
     "prepare": "cli.train",
     "train": "cli.train",
     "linear_attention": "ops.attention",
@@ -87,7 +89,7 @@ del tables
 __all__ = [
     "GateWarning", "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceModel", "InputError",
     "Mixer", "backends", "compare", "compile_blocks", "context_parallel", "evaluate", "generate", "inspect",
-    "linear_attention", "load", "load_state", "prepare", "quantize", "register_mixer", "register_model",
+    "linear_attention", "linearize", "load", "load_state", "prepare", "quantize", "register_mixer", "register_model",
     "register_task", "save_state", "set_backend", "step", "train", "verify",
 ]  # fmt: skip
 

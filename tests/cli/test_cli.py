@@ -194,49 +194,11 @@ def test_the_folder_of_a_run_names_its_model(run_command, monkeypatch, command):
     Path("begun").mkdir()
     for file in ("finished/run.json", "finished/model/config.json", "begun/run.json"):
         Path(file).write_text("{}")
-    more = {"generate": ("--prompt", "a"), "eval": ("--suite", "language")}.get(command, ("--output", "new"))
-    error = run_command(command, "finished", *more).err
-    assert f"'finished' is the folder of a run; expected its model, {Path('finished', 'model')}" in error
-    assert "'begun' is the folder of a run; expected one of its checkpoints" in run_command(command, "begun", *more).err
-
-
-def test_only_a_prompt_of_the_command_line_is_printed(run_command, saved_model, monkeypatch, tmp_path):
-    (tmp_path / "text").write_text("from a file")
-    few = ("--max-new-tokens", 2, "--seed", 0)
-    assert run_command("generate", saved_model, "--prompt", "given", *few).out.startswith("given")
-    assert "from" not in run_command("generate", saved_model, "--file", tmp_path / "text", *few).out
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"piped"), "utf-8"))
-    assert "piped" not in run_command("generate", saved_model, *few).out
-
-
-@pytest.mark.parametrize("command", ["eval", "prepare", "generate"])
-def test_without_internet_a_command_says_so_once(run_command, saved_model, monkeypatch, command, tmp_path):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "")
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
-    (tmp_path / "text.txt").write_text("text")
-    given = {
-        "eval": (saved_model, "--suite", "nothing"),
-        "prepare": (tmp_path / "text.txt", "--tokenizer", "gpt2", "--output", tmp_path / "rows"),
-        "generate": ("owner/name", "--prompt", "a"),
-    }
-    result = run_command(command, *given[command])
-    assert result.code == 2 and result.err.count("the Hugging Face Hub does not answer") == 1
-    assert os.environ["HF_HUB_OFFLINE"] == "1"
-
-
-HEAVY = {
-    "generate": "cli.generate",
-    "retrofit": "convert.checkpoint",
-    "convert": "convert.checkpoint",
-    "eval": "studies.evaluate",
-}
-
-
-@pytest.mark.parametrize("command", HEAVY)
-def test_a_missing_checkpoint_is_refused_before_the_models_are_imported(run_command, monkeypatch, command):
-    monkeypatch.setattr("headrace.files.hub.hub_answers", lambda: True)
-    monkeypatch.setitem(sys.modules, f"headrace.{HEAVY[command]}", None)  # whose import then raises
-    more = {"generate": ("--prompt", "a"), "eval": ("--suite", "language")}.get(command, ("--output", "new"))
+    more = {
+        "generate": ("--prompt", "a"),
+        "eval": ("--suite", "language"),
+        "linearize": ("--data", "data", "--output", "new"),
+    }.get(command, ("--output", "new"))
     Path("empty").mkdir()
     assert "checkpoint 'empty' has no config.json" in run_command(command, "empty", *more).err
 

@@ -21,7 +21,7 @@ GROUPS = {
     "Train": ["prepare", "train", "curves", "recipes"],
     "Evaluate": ["eval", "bench"],
     "Understand": ["inspect"],
-    "Use": ["generate", "serve", "convert", "export", "retrofit"],
+    "Use": ["generate", "serve", "convert", "export", "retrofit", "linearize"],
 }
 COMMANDS = typer.main.get_command(cli.app).commands
 NAMES = list(COMMANDS)

@@ -31,7 +31,9 @@ def home(tmp_path_factory, prepared):
         (folder / "a [b].txt").write_text("".join(f"It was the year {i}. " for i in range(60)))
     shutil.copytree(prepared, home / "data [1]")
     tiny.build("gla", vocab_size=257, max_position_embeddings=64).save_pretrained(home / "model [1]")
-    byte_level().save_pretrained(home / "model [1]")
+    tiny.build("transformer", vocab_size=257).float().save_pretrained(home / "attention [1]")
+    for name in ("model [1]", "attention [1]"):
+        byte_level().save_pretrained(home / name)
     return home
 
 
@@ -43,6 +45,7 @@ COMMANDS = {  # words, in which "OUT" is what is written
     "inspect": "inspect 'model [1]' --file 'a [b].txt' --tokens 8 --output OUT",
     "convert": "convert 'model [1]' --to gla --output OUT",
     "retrofit": "retrofit 'model [1]' --output OUT",
+    "linearize": "linearize 'attention [1]' --data 'data [1]' --steps 1 --held-out 1 --keep none --output OUT",
     "eval": "eval 'model [1]' --suite lambada_openai --data 'bench [1]' --output OUT",
     "compare": f"compare 'a [b].txt' --tokenizer 'model [1]/tokenizer.json' {SMALL} --output OUT",
 }

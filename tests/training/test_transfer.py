@@ -128,6 +128,7 @@ def test_command(folder, prepared, tmp_path, run_command):
     words = [folder, "--data", prepared, "--steps", 4, "--held-out", 2, "--threads", 1, "--output", tmp_path / "out"]
     result = run_command("linearize", *words)
     assert result.code == 0, result.err
+    assert "step 4 of 4: error" in result.out
     report = json.loads((tmp_path / "out" / "linearize.json").read_text())
     assert report["kept"] == [0, 2] and set(report["layers"]) == {"1"}
     for what, nats in report["nats"].items():

@@ -176,7 +176,7 @@ GROUPS = {
             "train",
             (
                 "SmolLM2-135M --data data --output linear",
-                "SmolLM2-135M --mixer gla --keep worst=8 --data data --output gla",
+                "Qwen3-0.6B --mixer gla --keep worst=8 --data data --output out",
             ),
         ),
     },

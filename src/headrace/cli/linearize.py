@@ -12,7 +12,7 @@ from ..files.processes import resumed_folder
 from ..spec.linear import MixerSpec
 from ..utils.errors import InputError
 from ..utils.integrity import write_json
-from .console import Checkpoint, Device, NewFolder, Threads, interruptible, terminal
+from .console import Checkpoint, Device, NewFolder, Threads, interruptible, telling, terminal
 from .options import takes
 
 CHECKPOINTS = "transfer/checkpoint-*/complete.json"  # from which a command goes on
@@ -58,10 +58,9 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
     """Make attention layers of a trained model linear, and train them to imitate attention.
 
     The new layers take over q, k, v and o. Each is trained to give what the old one gave for the same input, all at
-    once; nothing else trains. The model can then be trained on text as a whole: `headrace train RECIPE weights=OUTPUT`.
+    once; nothing else trains. The model can then be trained on text as a whole: `headrace train RECIPE mixer=checkpoint weights=OUTPUT`.
     After an interruption, the same command goes on. OUTPUT/linearize.json has the numbers that are printed."""
     import torch
-    from tqdm import tqdm
     from transformers import set_seed
 
     from ..convert.checkpoint import load, read_config, read_tokenizer
@@ -86,11 +85,13 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
         with resumed_folder(one.output, CHECKPOINTS) as (work, ready):
             set_seed(one.seed)
             model = load(one.checkpoint)
-            with tqdm(total=one.steps, desc="imitating") as bar:
+            console = terminal()
+            shown = 1 if console.is_terminal else max(one.steps // 10, 1)
+            with telling(console) as say:
 
                 def tell(step: int, error: float) -> None:
-                    bar.update(step - bar.n)
-                    bar.set_postfix(error=f"{error:.3f}")
+                    if step % shown == 0:
+                        say(f"step {step} of {one.steps}: error {error:.3f}")
 
                 linear, report = imitate(
                     model, one.mixer, keep, data, settings, work / "transfer", device, tell, one.threads
@@ -101,7 +102,9 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
                 ready / "linearize.json", report | {"mixer": one.mixer, "keep": one.keep, "from": str(one.checkpoint)}
             )
     show(report)
-    print(f"{one.output} is a model of headrace; next: headrace train RECIPE weights={one.output} --data {one.data}")
+    print(
+        f"{one.output} is a model of headrace; next: headrace train RECIPE mixer=checkpoint weights={one.output} --data {one.data}"
+    )
     return report
 
 
