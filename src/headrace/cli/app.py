@@ -175,8 +175,8 @@ GROUPS = {
             linearize.linearize,
             "train",
             (
-                "SmolLM2-135M --data data --output linear",
-                "Qwen3-0.6B --mixer gla --keep worst=8 --data data --output out",
+                "smol --data data --output linear",
+                "smol --mixer gla --keep worst=8 --data data --output gla",
             ),
         ),
     },

@@ -1,5 +1,6 @@
 """Linearize: a trained model whose attention layers become linear."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -52,28 +53,27 @@ class LinearizeOptions:
         if not isinstance(zoo.mixer(self.mixer), MixerSpec):
             raise InputError(f"--mixer={self.mixer!r} is no linear mixer; expected one, such as gated-deltanet")
 
+    @property
+    def settings(self) -> Any:
+        """The settings of the training."""
+        from ..training.transfer import Transfer
+
+        own = {"lr": self.lr, "trains": self.trains, "rows": self.rows, "held_out": self.held_out, "seed": self.seed}
+        return Transfer(updates=self.steps, **own)  # type: ignore[arg-type]
+
 
 @takes(LinearizeOptions)
 def linearize(options: LinearizeOptions) -> dict[str, Any]:
     """Make attention layers of a trained model linear, and train them to imitate attention.
 
     The new layers take over q, k, v and o. Each is trained to give what the old one gave for the same input, all at
-    once; nothing else trains. The model can then be trained on text as a whole: `headrace train RECIPE mixer=checkpoint weights=OUTPUT`.
-    After an interruption, the same command goes on. OUTPUT/linearize.json has the numbers that are printed."""
-    import torch
-    from transformers import set_seed
-
-    from ..convert.checkpoint import load, read_config, read_tokenizer
+    once; nothing else trains. The whole model can then be trained on text, by `headrace train RECIPE mixer=checkpoint
+    weights=OUTPUT`. After an interruption, the same command goes on. OUTPUT/linearize.json has the printed numbers."""
+    from ..convert.checkpoint import read_config, read_tokenizer
     from ..data import open_data
-    from ..training.linear import Keep, checked, imitate
-    from ..training.transfer import Transfer
-    from ..utils.device import on_device
+    from ..training.linear import Keep, checked
 
-    one = options
-    settings = Transfer(
-        lr=one.lr, updates=one.steps, rows=one.rows, held_out=one.held_out, trains=one.trains, seed=one.seed
-    )  # type: ignore[arg-type]
-    keep, device = Keep.parsed(one.keep), torch.device(on_device(one.device))
+    one, keep, settings = options, Keep.parsed(options.keep), options.settings
     with interruptible(f"{one.output} was not created; the same command goes on"):
         data, tokenizer = open_data(one.data), read_tokenizer(one.checkpoint)
         if data.tokenizer is None or tokenizer.get_vocab() != data.tokenizer.get_vocab():
@@ -83,28 +83,36 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
             )
         checked(read_config(one.checkpoint), keep, data, settings)  # before the weights are read
         with resumed_folder(one.output, CHECKPOINTS) as (work, ready):
-            set_seed(one.seed)
-            model = load(one.checkpoint)
-            console = terminal()
-            shown = 1 if console.is_terminal else max(one.steps // 10, 1)
-            with telling(console) as say:
-
-                def tell(step: int, error: float) -> None:
-                    if step % shown == 0:
-                        say(f"step {step} of {one.steps}: error {error:.3f}")
-
-                linear, report = imitate(
-                    model, one.mixer, keep, data, settings, work / "transfer", device, tell, one.threads
-                )
-            linear.save_pretrained(ready)
+            report = _write(one, keep, data, work / "transfer", ready)
             tokenizer.save_pretrained(ready)
-            write_json(
-                ready / "linearize.json", report | {"mixer": one.mixer, "keep": one.keep, "from": str(one.checkpoint)}
-            )
     show(report)
-    print(
-        f"{one.output} is a model of headrace; next: headrace train RECIPE mixer=checkpoint weights={one.output} --data {one.data}"
-    )
+    next_command = shlex.join(["mixer=checkpoint", f"weights={one.output}", "--data", str(one.data)])
+    print(f"{one.output} is a model of headrace; next: headrace train RECIPE {next_command}")
+    return report
+
+
+def _write(one: LinearizeOptions, keep: Any, data: Any, work: Path, ready: Path) -> dict[str, Any]:
+    """Writes the model and its report, which is returned, into the folder `ready`."""
+    import torch
+    from transformers import set_seed
+
+    from ..convert.checkpoint import load
+    from ..training.linear import imitate
+    from ..utils.device import on_device
+
+    set_seed(one.seed)
+    model, device, console = load(one.checkpoint), torch.device(on_device(one.device)), terminal()
+    shown = 1 if console.is_terminal else max(one.steps // 10, 1)
+    with telling(console) as say:
+
+        def tell(step: int, error: float) -> None:
+            if step % shown == 0:
+                say(f"step {step} of {one.steps}: error {error:.3f}")
+
+        linear, report = imitate(model, one.mixer, keep, data, one.settings, work, device, tell, one.threads)
+    linear.save_pretrained(ready)
+    report |= {"mixer": one.mixer, "keep": one.keep, "from": str(one.checkpoint)}
+    write_json(ready / "linearize.json", report)
     return report
 
 
