@@ -9,8 +9,10 @@ import tiny
 from headrace import InputError, load
 from headrace.convert.linearize import linearize
 from headrace.data.tokenizer import byte_level
+from headrace.training import recipes
 from headrace.training.linear import Keep, imitate
 from headrace.training.transfer import Imitation, Transfer, transfer
+from trained import TINY
 
 CPU = torch.device("cpu")
 SETTINGS = Transfer(updates=6, rows=2, save_every=2, held_out=3, warmup=0.0)
@@ -137,6 +139,13 @@ def test_command(folder, prepared, tmp_path, run_command):
     assert load(tmp_path / "out").config.layer_types.count("linear_attention") == 1
     assert run_command("generate", tmp_path / "out", "--prompt", "2 times", "--max-new-tokens", 3).code == 0
     assert run_command("linearize", *words).code == 2  # the folder exists
+    changes = {name: value for name, value in TINY.items() if name not in recipes.SIZES.values()}
+    own = {"mixer": "checkpoint", "weights": tmp_path / "out", "tokens": 128 * 4}
+    settings = [f"{name}={value}" for name, value in (changes | own).items()]
+    run = tmp_path / "run"
+    trained = run_command("train", "laptop-1m", *settings, "--data", prepared, "--output", run, "--trackers", "none")
+    assert trained.code == 0, trained.err
+    assert load(run / "model").config.layer_types == load(tmp_path / "out").config.layer_types
 
 
 @pytest.mark.parametrize(
