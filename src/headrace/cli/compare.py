@@ -302,16 +302,20 @@ def verify(
     Each law that it breaks is followed by a program of the smallest failing input, which runs without headrace."""
     if targets:
         refuse_with("a target", mixers=mixers, backend=backend)
-        raise typer.Exit(_verify_targets(targets, device, dtype or "float32", laws, seed, as_json))
-    refuse_without("a target", laws=laws, seed=seed or None, json=as_json)
-    dtype = dtype or "float64"
-    from ..studies.verify import OP, available, device_failed, subjects
-    from ..studies.verify import verify as check
+        failed = _verify_targets(targets, device, dtype or "float32", laws, seed, as_json)
+    else:
+        refuse_without("a target", laws=laws, seed=seed or None, json=as_json)
+        failed = _verify_mixers(mixers, device, dtype or "float64", backend)
+    raise typer.Exit(int(failed))
+
+
+def _verify_mixers(mixers: str | None, device: str | None, dtype: str, backend: str | None) -> bool:
+    """Prints the checks of our own mixers, and returns whether one failed."""
+    from ..studies.verify import OP, available, device_failed, subjects, verify
     from ..training.environment import device_name
     from ..utils.device import on_device
 
-    precision = _precision(dtype)
-    device = on_device(device, float64=dtype == "float64")
+    precision, device = _precision(dtype), on_device(device, float64=dtype == "float64")
     names = subjects(device) if mixers is None else zoo.several(mixers)
     for name in names:
         if name != OP:
@@ -320,7 +324,7 @@ def verify(
     console, rows = terminal(), []
     with interruptible("the checks so far are printed above"), telling(console) as tell:
         for name in track(names, "mixer", tell):
-            checked = check([name], device, precision, backends=chosen)
+            checked = verify([name], device, precision, backends=chosen)
             console.print(_table(name, checked))
             rows += checked
             if device_failed(device, checked):
@@ -328,12 +332,13 @@ def verify(
                 break
     broken = [row for row in rows if not row.holds]
     console.print(f"{len(rows) - len(broken)} of {len(rows)} laws hold on {device} in {dtype}")
-    if broken:
-        for row in (row for row in broken if row.note):
+    for row in broken:
+        if row.note:
             console.print(f"{row.mixer}, {row.law}: {row.note}", soft_wrap=True, highlight=False, markup=False)
+    if broken:
         print(f"{device}: {device_name(device)}")
         backends()
-    raise typer.Exit(1 if broken else 0)
+    return bool(broken)
 
 
 def _precision(name: str) -> Any:
@@ -347,8 +352,8 @@ def _precision(name: str) -> Any:
 
 def _verify_targets(
     names: list[str], device: str | None, dtype: str, laws: str | None, seed: int, as_json: bool
-) -> int:
-    """Prints the verdicts on layers and models of others, and returns the exit code."""
+) -> bool:
+    """Prints the verdicts on layers and models of others, and returns whether one broke a law or raised."""
     from ..studies import foreign
     from ..utils.device import on_device
 
@@ -377,7 +382,7 @@ def _verify_targets(
             console.print(f"{target.name}: {holding} of {len(verdicts)} laws hold on {on} in {dtype}")
     if as_json:
         print(json.dumps(records, indent=2, allow_nan=False))
-    return int(failed > 0)
+    return failed > 0
 
 
 def _table(mixer: str, rows: list[Any]) -> Table:
