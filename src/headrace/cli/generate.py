@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import GenerationConfig, TextStreamer, set_seed
 
 from ..convert.checkpoint import check_backend, load, read_tokenizer
+from ..files.threads import Threads
 from ..hf.cache import NAME as CACHE
 from ..hf.cache import HeadraceCache
 from ..hf.state_file import check_new, load_state, save_state
-from ..hf.threads import Threads
 from ..ops.checks import require
 from ..utils.device import on_device
 from ..utils.errors import InputError
@@ -43,7 +43,7 @@ def generate(
         seed: seed of sampling; None: torch's current random state.
         stream: print the text while it is generated.
         echo: with `stream`, print what has been read and the prompt before it.
-        threads: number of PyTorch's threads on a CPU; None: measured with the first tokens (`hf.threads`).
+        threads: number of PyTorch's threads on a CPU; None: measured with the first tokens (`files.threads`).
         draft: a checkpoint with the same tokens that proposes the next ones; not with `resume`.
         resume: file of a state to go on from.
         save: file to write the state to after the last token. It must be new, or the one of `resume`.

@@ -1,1 +1,1 @@
-"""What commands read and keep: locks and new folders, the version that made a file, text, and its held-out part."""
+"""What commands share: locks and new folders, processes and threads, the version that made a file, text and its held-out part."""

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..files.threads import ThreadsBySize
 from ..hf.cache import HeadraceCache
-from ..hf.threads import ThreadsBySize
 from .prefix import Prefix, PrefixCache, Saved, Tokens, joined
 from .sampling import Sampling, check_generation, stop_strings
 from .stream import Piece, Stream

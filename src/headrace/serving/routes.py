@@ -334,7 +334,7 @@ def application(
     Args:
         name: of the model in requests; None: the path of the checkpoint.
         access: who may ask.
-        threads: number of PyTorch's threads on a CPU; None: measured (`hf.threads`), and written to uvicorn's log.
+        threads: number of PyTorch's threads on a CPU; None: measured (`files.threads`), and written to uvicorn's log.
 
     Raises:
         InputError: the checkpoint or the device cannot be used.

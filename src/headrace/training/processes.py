@@ -15,7 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 
 from ..files.processes import end_with_parent
-from ..hf.threads import Threads
+from ..files.threads import Threads
 from ..ops.loss import IGNORED
 from ..ops.parallel.context import SequenceShard, context_parallel
 from ..utils.errors import InputError

@@ -16,8 +16,8 @@ from transformers.utils import CONFIG_NAME, cached_file
 from ...convert import load
 from ...convert.checkpoint import check_backend, check_config, read_tokenizer
 from ...data.tokenizer import could_be_on_the_hub
+from ...files.threads import ThreadsBySize
 from ...hf import HeadraceConfig, HeadracePreTrainedModel
-from ...hf.threads import ThreadsBySize
 from ...utils.errors import InputError, reading
 from ...utils.integrity import MODEL_FILES, check_weights, digest, sha256
 
@@ -75,7 +75,7 @@ class HarnessModel(HFLM):
 
 def read_checkpoint(path: str, device: str, threads: int | None = None) -> Checkpoint:
     """Reads a causal language model and its tokenizer. InputError if either cannot be read or the device is missing.
-    threads: on a CPU; None: measured (`hf.threads`)."""
+    threads: on a CPU; None: measured (`files.threads`)."""
     if Path(path).exists():
         check_config(Path(path))
     model, tokenizer = read_model(path), read_tokenizer(path)

@@ -68,7 +68,7 @@ class Machine:
 
     device: str
     batch_size: int
-    threads: int | None = None  # None: measured (`hf.threads`)
+    threads: int | None = None  # None: measured (`files.threads`)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from headrace.hf import threads as measured
-from headrace.hf.threads import RECENT, Threads, ThreadsBySize
+from headrace.files import threads as measured
+from headrace.files.threads import RECENT, Threads, ThreadsBySize
 
 
 def run(threads, time_of, steps):
