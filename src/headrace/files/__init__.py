@@ -1,1 +1,1 @@
-"""What commands share: locks and new folders, processes and threads, the version that made a file, text and its held-out part."""
+"""What commands share: locks and new folders, processes, threads, the version that made a file, and held-out text."""
