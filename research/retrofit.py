@@ -10,6 +10,7 @@ rows and a learning rate that is searched for every arm on seeds that are not re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import typer
 from safetensors.torch import load_file, save_file
@@ -69,7 +70,7 @@ def second(first: Plan) -> Plan:
     return replace(first, name="retrofit", mixers=mixers, seeds=seeds, tuning=searched)
 
 
-def half(first: Plan, part: str, seed: int) -> Arm:
+def half(first: Plan, part: Any, seed: int) -> Arm:
     """The first half of training, with the learning rate that the study took."""
     mixer = question().names[0][0]
     (lr,) = {row["lr"] for row in rows.read(study.kept(BASE)) if row["mixer"] == mixer and not row["trial"]}

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import pandas as pd
@@ -247,7 +248,7 @@ def starts_of(name: str) -> list[str]:
     """A row for each value of a study's sweep: the pairs that each arm holds, and the difference to the first value."""
     (first, *_), sweep = by_arm(name).values(), plan(name).sweep
     assert sweep is not None
-    rows = []
+    rows: list[list[str]] = []
     for value, own in zip(sweep["values"], by_arm(name).values(), strict=True):
         held = [f"{2 ** own[arm].mean() / positions(name):.0f}" for arm in own]
         gains = [cell(stats.mean_over_seeds((own[arm] - first[arm]).tolist()), 2) for arm in own]
@@ -301,7 +302,7 @@ def plan(name: str) -> Study:
 
 def positions(name: str) -> int:
     """The positions of a row for each pair that it stores."""
-    task = plan(import_module(f"research.{name}").BASE if name in PROGRAMS else name).plans[0].task
+    task: Any = plan(import_module(f"research.{name}").BASE if name in PROGRAMS else name).plans[0].task
     return task.length // task.pairs
 
 

@@ -25,7 +25,8 @@ from ..spec.linear import MixerSpec
 from ..spec.serialize import to_json
 from ..utils.errors import InputError
 
-GATES = {"none": None, "channel": "sigmoid", "head": "sigmoid-head"}  # the gate of an attention layer as read.gate
+# The gate of an attention layer -> read.gate.
+GATES: dict[str, Any] = {"none": None, "channel": "sigmoid", "head": "sigmoid-head"}
 
 
 def linearize(model: HeadraceForCausalLM, mixer: str | MixerSpec, layers: Iterable[int] | None = None) -> Any:
@@ -40,7 +41,8 @@ def linearize(model: HeadraceForCausalLM, mixer: str | MixerSpec, layers: Iterab
     Raises:
         InputError: an index names no attention layer, the mixer is not linear, or it and a layer cannot be combined.
     """
-    config, spec = model.config, _linear(mixer)
+    config: Any = model.config
+    spec = _linear(mixer)
     stack = config.stack.over(config.num_hidden_layers)
     chosen = attention_layers(config) if layers is None else sorted({*layers})
     if not chosen:
@@ -92,18 +94,18 @@ def _taken_over(spec: MixerSpec, old: AttentionSpec, i: int, config: HeadraceCon
     if old.qk_norm == "joint":
         raise InputError(f"layer {i} has a norm over q of all heads (qk_norm='joint'); expected it among --keep")
     H, (d, _) = old.num_heads(config.hidden_size, config.num_heads), old.head_dims(config.hidden_size, config.num_heads)
-    learned = isinstance(spec, LinearizedSpec) and spec.map != "none"
-    mapped = learned or spec.inputs.feature_map != "identity"
+    learned = spec.map if isinstance(spec, LinearizedSpec) else "none"
+    mapped = learned != "none" or spec.inputs.feature_map != "identity"
     heads = replace(
         spec.heads, count=H, key_dim=d, expand_v=H * d / config.hidden_size, qk_groups=None, width=None, expand_k=1.0
     )
     inputs = replace(spec.inputs, bias=old.bias in (True, "qkv"), rotary=old.rotary, rotary_first=old.rotary and mapped)
     read = replace(spec.read, bias=old.bias in (True, "o"))
     if gate := GATES[old.gate]:
-        read = replace(read, gate=gate, gate_bias=gate != "sigmoid-head")  # that of in_proj does
-    fields_of_all = {f.name: getattr(spec, f.name) for f in fields(MixerSpec)}
-    changed = fields_of_all | {"heads": heads, "inputs": inputs, "read": read}
-    own = {"head_norm": old.qk_norm != "none", "rope": old.rope, "map": spec.map if learned else "none"}
+        read = replace(read, gate=gate, gate_bias=gate != "sigmoid-head")  # in_proj may have one
+    changed: dict[str, Any] = {f.name: getattr(spec, f.name) for f in fields(MixerSpec)}
+    changed |= {"heads": heads, "inputs": inputs, "read": read}
+    own: dict[str, Any] = {"head_norm": old.qk_norm != "none", "rope": old.rope, "map": learned}
     plain = own == {"head_norm": False, "rope": Rope(), "map": "none"}
     return MixerSpec(**changed) if plain else LinearizedSpec(**changed, **own)
 

@@ -33,7 +33,7 @@ class Keep:
         """Parses "4,12,20", "every=4", "worst=6" or "none"."""
         kind, _, number = text.partition("=")
         if kind in ("every", "worst") and number.isdecimal() and int(number):
-            return Keep(**{kind: int(number)})
+            return Keep(every=int(number)) if kind == "every" else Keep(worst=int(number))
         parts = [] if text == "none" else text.split(",")
         if not all(part.strip().isdecimal() for part in parts):
             raise InputError(f"--keep={text}; expected layers such as 4,12,20, or every=4, worst=6 or none")
@@ -58,7 +58,7 @@ class Linearized(NamedTuple):
 
 
 def imitate(
-    model: HeadraceForCausalLM, mixer: str, keep: Keep, data: PackedData, settings: Transfer, folder: Path,
+    model: Any, mixer: str, keep: Keep, data: PackedData, settings: Transfer, folder: Path,
     device: torch.device, tell: Tell, threads: int | None = None,
 ) -> Linearized:  # fmt: skip
     """Makes attention layers of a model linear, and trains them to imitate attention.
