@@ -457,6 +457,13 @@ def test_spans_render_as_characters_and_sentinels(book):
     assert task.text(torch.tensor([FIRST + ord("A"), mark, mark + 1, 0])) == ["A", "<0>", "<1>", f"{-FIRST}"]
 
 
+def test_span_tokens_are_in_the_vocabulary(book):
+    task = Spans((str(book),), length=64)
+    rows = task.held_out(64)
+    most = max(int(rows[name].max()) for name in ("input_ids", "shift_labels"))
+    assert most == task.vocab_size - 1 and task.spans == 3
+
+
 def test_text_scores_are_bits_and_perplexity(book):
     scores = Text((str(book),)).scores(nats(math.log(2)))
     assert scores == pytest.approx({"loss": math.log(2), "bits per byte": 1, "perplexity": 2})

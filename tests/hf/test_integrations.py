@@ -1,9 +1,6 @@
 """Models in programs of the Hugging Face world that do not import headrace, or that train them by their own loop."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,6 +9,7 @@ from datasets import Dataset
 
 import fresh
 import tiny
+from groups import free_port
 from headrace import InputError, load
 from headrace.data.tokenizer import byte_level
 from headrace.hf import HeadraceForCausalLM
@@ -51,17 +49,10 @@ def test_tensor_parallelism_is_refused(folder, name, value):
         transformers.AutoModelForCausalLM.from_pretrained(folder, **{name: value})
 
 
-def run(*command, cache):
+def run(program, *words, cache):
     """(exit code, output, errors) of a program that knows headrace from the folder alone."""
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_MODULES_CACHE": str(cache)}
-    first, *words = map(str, command)
-    if first == "-c":
-        done = fresh.run(*words, folder=cache, **offline)
-    else:
-        done = subprocess.run(
-            [sys.executable, first, *words], capture_output=True, text=True, cwd=cache, stdin=subprocess.DEVNULL,
-            env=os.environ | offline | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+    done = fresh.run(program, *map(str, words), folder=cache, **offline)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -92,7 +83,7 @@ doc_to_target: "{{{{text}}}}"
 metric_list: [{{metric: bits_per_byte}}]
 """)
     failed, _, errors = run(
-        "-c", LM_EVAL, "run", "--model", "hf", "--tasks", "counting", "--include_path", tmp_path, "--device", "cpu",
+        LM_EVAL, "run", "--model", "hf", "--tasks", "counting", "--include_path", tmp_path, "--device", "cpu",
         "--model_args", f"pretrained={folder},trust_remote_code=True,backend=causal,max_length=256,logits_cache=False",
         "--output_path", tmp_path / "results.json", cache=tmp_path,
     )  # fmt: skip
@@ -134,12 +125,17 @@ def test_trl_fine_tuning_lowers_the_loss(model_folder, tmp_path, adapter):
     assert bool(moved) is not adapter
 
 
+# Two processes with the environment that `accelerate launch` gives them, forked once the libraries are imported.
 TRAIN = """
-import sys, torch
+import os, sys, torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
+child = os.fork()
+rank = "0" if child else "1"
+where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[3], "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+os.environ |= where | {"RANK": rank, "LOCAL_RANK": rank}
 accelerator = Accelerator(cpu=True)
 print(f"one of {accelerator.num_processes}\\n", end="", flush=True)
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
@@ -155,18 +151,15 @@ for ids in batches:
 accelerator.wait_for_everyone()
 accelerator.unwrap_model(model).save_pretrained(sys.argv[2], is_main_process=accelerator.is_main_process)
 accelerator.end_training()
+if child:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+os._exit(0)
 """
 
 
 @pytest.mark.slow
 def test_accelerate_with_two_processes_equals_one(folder, tmp_path):
-    """`--multi_gpu` starts the processes that the script then takes to the CPU; with `--cpu` accelerate starts one."""
-    (tmp_path / "train.py").write_text(TRAIN)
-    failed, output, errors = run(
-        "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", 2, "--num_machines", 1,
-        "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", 0,
-        tmp_path / "train.py", folder, tmp_path / "trained", cache=tmp_path,
-    )  # fmt: skip
+    failed, output, errors = run(TRAIN, folder, tmp_path / "trained", free_port(), cache=tmp_path)
     assert not failed, errors[-2000:]
     assert output.count("one of 2") == 2
     start, expected = load(folder), load(folder).train()
@@ -193,7 +186,7 @@ except ValueError as error:
 generator = pipeline("text-generation", model={str(folder)!r}, trust_remote_code=True)
 print(generator({TEXT!r}, max_new_tokens=8, do_sample=False))
 """
-    failed, output, errors = run("-c", code, cache=tmp_path)
+    failed, output, errors = run(code, cache=tmp_path)
     assert not failed, errors[-2000:]
     assert "trust_remote_code=True" in output
     tokenizer, model = byte_level(), load(folder)

@@ -26,12 +26,12 @@ KERNELS = ["prepare", "scan", "prepare", "scan", "reverse_scan", "gradients"]  #
 # faster on an H200 than eight that do not. The others are what these made, or somewhat above. FLA's kernels spill up to
 # 7,512 bytes under a decay per channel, and up to 824 and 2,080 under delta rules.
 STACK = {  # on Hopper each rule and each kind of decay (a number per head: below), one family on each other GPU
-    ("sm_90", "gated-delta"): 0, ("sm_90", "vector"): 288, ("sm_90", "kda"): 584, ("sm_90", "bonus"): 0,
+    ("sm_90", "gated-delta"): 0, ("sm_90", "vector"): 288, ("sm_90", "kda"): 584,
     ("sm_100", "bonus"): 0, ("sm_80", "vector"): 192, ("sm_120", "scalar"): 48,
     ("gfx942", "kda"): 232,  # the most of bfloat16, in docs/limits.md
 }  # fmt: skip
 # What Triton before 3.9 spills where that is more.
-OLDER = {("gfx942", "kda"): 392, ("sm_90", "bonus"): 8}
+OLDER = {("gfx942", "kda"): 392}
 # Multiply-adds of the equations per chunk with K = 128, in units of 64³. A loop over blocks of channels counts once, as
 # in the code. `scan` and `reverse_scan` have 64 value channels on Hopper and else 32.
 SCANS, DELTA_SCANS = {"scan": 5, "reverse_scan": 5}, {"scan": 8, "reverse_scan": 8}
