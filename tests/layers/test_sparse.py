@@ -72,7 +72,7 @@ def test_pattern_equals_a_dense_mask(name, T, monkeypatch):
         weights = logits.exp() / (1 + logits.exp().sum(-1, keepdim=True))
         return torch.einsum("bhts,bshd->bthd", weights, v)
 
-    dense._attend = lambda q, k, v, valid: masked(q, k, v)
+    dense._attend = lambda q, k, v, *others: masked(q, k, v)
     agree(*(lambda x, m=m: m(x)[0] for m in (ours, dense)), torch.randn(2, T, D).double(), 1e-12, [*ours.parameters()])
 
 
