@@ -10,6 +10,7 @@ from headrace import InputError, load
 from headrace.convert.linearize import linearize
 from headrace.data.tokenizer import byte_level
 from headrace.training import recipes
+from headrace.training import transfer as module
 from headrace.training.linear import Keep, imitate
 from headrace.training.transfer import Imitation, Transfer, transfer
 from trained import TINY
@@ -146,6 +147,27 @@ def test_command(folder, prepared, tmp_path, run_command):
     trained = run_command("train", "laptop-1m", *settings, "--data", prepared, "--output", run, "--trackers", "none")
     assert trained.code == 0, trained.err
     assert load(run / "model").config.layer_types == load(tmp_path / "out").config.layer_types
+
+
+def test_a_killed_command_goes_on(folder, prepared, tmp_path, run_command, monkeypatch):
+    words = [folder, "--data", prepared, "--steps", 51, "--held-out", 1, "--threads", 1, "--output", tmp_path / "out"]
+    step = module.Updates.step
+
+    def killed(updates):
+        if updates.schedule.last_epoch == 50:
+            raise KeyboardInterrupt
+        return step(updates)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.Updates, "step", killed)
+        result = run_command("linearize", *words)
+        assert result.code == 130 and "out was not created; the same command goes on" in result.err
+    other = run_command("linearize", *words, "--lr", 1e-3)
+    assert other.code == 2 and "holds another run (lr is 0.01 there and 0.001 here)" in other.err
+    steps = []
+    monkeypatch.setattr(module.Updates, "step", lambda updates: steps.append(step(updates)))
+    assert run_command("linearize", *words).code == 0 and len(steps) == 1
+    assert not list(tmp_path.glob(".out*parts"))
 
 
 @pytest.mark.parametrize(

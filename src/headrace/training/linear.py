@@ -1,6 +1,7 @@
 """What `headrace linearize` does: chooses the layers of a trained model that become linear, trains them to imitate
 attention, and measures what was lost."""
 
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,7 +75,8 @@ def imitate(
     changed = checked(model.config, keep, data, settings)
     linear = linearize(model, mixer, changed)
     folder.mkdir(exist_ok=True)
-    claim(folder, {"mixer": to_json(linear.config.mixers[changed[0]]), "layers": changed, "settings": asdict(settings)})
+    plan = {"mixer": to_json(linear.config.mixers[changed[0]]), "layers": changed, "settings": asdict(settings)}
+    claim(folder, json.loads(json.dumps(plan)))  # as it is read back: lists for tuples
     dtype = model.dtype
     model.to(device).float(), linear.to(device).float()
     nats = {"original": held_out_loss(model, data, settings), "replaced": held_out_loss(linear, data, settings)}
