@@ -75,6 +75,15 @@ def test_what_trains(trains, teacher, data, tmp_path):
             assert not same.all(), name
 
 
+def test_a_gate_that_is_taken_over_stays(data, tmp_path):
+    gated = tiny.build("gqa(gate=channel)", num_hidden_layers=1, vocab_size=257).float().eval()
+    imitation = Imitation(gated, linearize(gated, HEDGEHOG))
+    layer = imitation.layers["0"]
+    gate, decay = layer.part("gate").clone(), layer.part("decay").clone()
+    transfer(imitation, data, SETTINGS, tmp_path, CPU, threads=1)
+    assert torch.equal(layer.part("gate"), gate) and not torch.equal(layer.part("decay"), decay)
+
+
 def test_a_killed_transfer_goes_on_exactly(teacher, data, tmp_path, monkeypatch):
     whole = imitation_of(teacher)
     told: list[int] = []
@@ -180,6 +189,8 @@ def test_a_killed_command_goes_on(folder, prepared, tmp_path, run_command, monke
         (["--rows", "100000"], "--rows 100000, and the data have"),
         (["--trains", "some"], "trains='some'"),
         (["--lr", "0"], "lr=0"),
+        (["--steps", "0"], "--steps=0; expected at least 1"),
+        (["--mixer", "mesa"], "mixer='mesa' is a plug-in"),
     ],
 )
 def test_bad_options_are_one_sentence(words, sentence, folder, prepared, tmp_path, run_command):

@@ -50,6 +50,8 @@ class LinearizeOptions:
     threads: Threads = None
 
     def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise InputError(f"--steps={self.steps}; expected at least 1")
         if not isinstance(zoo.mixer(self.mixer), MixerSpec):
             raise InputError(f"--mixer={self.mixer!r} is no linear mixer; expected one, such as gated-deltanet")
 
@@ -81,7 +83,7 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
                 f"--data {str(one.data)!r} has another tokenizer than the model; prepare it with --tokenizer "
                 f"{one.checkpoint}"
             )
-        checked(read_config(one.checkpoint), keep, data, settings)  # before the weights are read
+        checked(read_config(one.checkpoint), one.mixer, keep, data, settings)  # before the weights are read
         with resumed_folder(one.output, CHECKPOINTS) as (work, ready):
             report = _write(one, keep, data, work / "transfer", ready)
             tokenizer.save_pretrained(ready)

@@ -42,9 +42,21 @@ def linearize(model: HeadraceForCausalLM, mixer: str | MixerSpec, layers: Iterab
         InputError: an index names no attention layer, the mixer is not linear, or it and a layer cannot be combined.
     """
     config: Any = model.config
-    spec = _linear(mixer)
-    stack = config.stack.over(config.num_hidden_layers)
     chosen = attention_layers(config) if layers is None else sorted({*layers})
+    result: Any = HeadraceForCausalLM(linear_config(config, mixer, chosen))
+    new = {i: result.model.backbone.layers[i].mixer for i in chosen}
+    parts = tuple(f"model.backbone.layers.{i}.mixer." for i in chosen)
+    kept = {name: value for name, value in model.state_dict().items() if not name.startswith(parts)}
+    missing, unexpected = result.to(model.device, model.dtype).load_state_dict(kept, strict=False)
+    assert not unexpected and all(name.startswith(parts) for name in missing), (missing, unexpected)
+    for i, layer in new.items():
+        _fill(layer, attention_of(model)[i])
+    return result.eval()
+
+
+def linear_config(config: HeadraceConfig, mixer: str | MixerSpec, chosen: list[int]) -> HeadraceConfig:
+    """Returns the configuration of the model that `linearize` makes. Raises InputError as it does."""
+    spec, stack = _linear(mixer), config.stack.over(config.num_hidden_layers)
     if not chosen:
         raise InputError("the model has no attention layer that could become linear")
     known = ", ".join(map(str, attention_layers(config)))
@@ -53,15 +65,7 @@ def linearize(model: HeadraceForCausalLM, mixer: str | MixerSpec, layers: Iterab
             raise InputError(f"layer {i} is no layer of softmax attention; expected one of {known}")
         stack[i] = replace(stack[i], mixer=_taken_over(spec, stack[i].mixer, i, config))
     changed = {"mixer": [to_json(layer) for layer in stack]}
-    result: Any = HeadraceForCausalLM(HeadraceConfig.from_dict(config.to_dict() | changed))
-    new = {i: result.model.backbone.layers[i].mixer for i in chosen}
-    parts = tuple(f"model.backbone.layers.{i}.mixer." for i in chosen)
-    kept = {name: value for name, value in model.state_dict().items() if not name.startswith(parts)}
-    missing, unexpected = result.to(model.dtype).load_state_dict(kept, strict=False)
-    assert not unexpected and all(name.startswith(parts) for name in missing), (missing, unexpected)
-    for i, layer in new.items():
-        _fill(layer, attention_of(model)[i])
-    return result.eval()
+    return HeadraceConfig.from_dict(config.to_dict() | changed)  # type: ignore[return-value]
 
 
 def attention_layers(config: HeadraceConfig) -> list[int]:

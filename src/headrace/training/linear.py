@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..convert.linearize import attention_layers, linearize
+from ..convert.linearize import attention_layers, linear_config, linearize
 from ..data import Collator, PackedData
 from ..files.provenance import claim
 from ..hf.config import HeadraceConfig
@@ -65,14 +65,14 @@ def imitate(
     """Makes attention layers of a model linear, and trains them to imitate attention.
 
     Args:
-        model: on the CPU; it is moved to the device.
+        model: on the CPU; it is moved to the device, in float32.
         folder: of checkpoints, from which the same call goes on.
 
     Returns:
         The model, and a report: {"layers": {index: {"before", "after"}}, relative squared errors on held-out rows;
         "kept": the attention layers that stay; "nats": {"original", "replaced", "transferred"} per held-out token}.
     """
-    changed = checked(model.config, keep, data, settings)
+    changed = checked(model.config, mixer, keep, data, settings)
     linear = linearize(model, mixer, changed)
     folder.mkdir(exist_ok=True)
     plan = {"mixer": to_json(linear.config.mixers[changed[0]]), "layers": changed, "settings": asdict(settings)}
@@ -100,14 +100,16 @@ def _with_attention_again(model: Any, linear: Any, mixer: str, layers: set[int])
     return result
 
 
-def checked(config: HeadraceConfig, keep: Keep, data: PackedData, settings: Transfer) -> list[int]:
+def checked(config: HeadraceConfig, mixer: str, keep: Keep, data: PackedData, settings: Transfer) -> list[int]:
     """Returns the layers that are to change, before the worst are known. InputError for data of another vocabulary, or
-    with fewer full rows than a step has, and as `Keep.changed`."""
+    with fewer full rows than a step has, and as `Keep.changed` and `linearize`."""
     if (size := data.manifest["vocab_size"]) > config.vocab_size:
         raise InputError(f"--data has a vocabulary of {size} and the model of {config.vocab_size}; expected the same")
     if (count := len(full_rows(data.train, data.manifest["length"]))) < settings.rows:
         raise InputError(f"--rows {settings.rows}, and the data have {count} full rows; expected at most {count}")
-    return keep.changed(attention_layers(config))
+    changed = keep.changed(attention_layers(config))
+    linear_config(config, mixer, changed)
+    return changed
 
 
 @torch.no_grad()

@@ -43,7 +43,7 @@ class Optimization(Record):
     @property
     def steps(self) -> int:
         """Number of updates of the weights."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} does not define steps")
 
     @property
     def warmup_steps(self) -> int:

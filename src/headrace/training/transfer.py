@@ -33,6 +33,7 @@ from .run import evenly_spaced, full_rows
 
 WEIGHTS = "layers.safetensors"  # of the new layers in a checkpoint
 TAKEN_OVER = "q_norm", "k_norm", "o_proj"  # modules of a new layer that the old one has too
+PARTS = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "gate": "g_proj"}  # parts of in_proj: the old layer's modules
 Tell = Callable[[int, float], None]  # (step, its error)
 
 
@@ -67,8 +68,8 @@ class Imitation(nn.Module):
         changed = [i for i in self.old if isinstance(blocks[i].mixer, LinearMixer)]
         self.layers = nn.ModuleDict({str(i): blocks[i].mixer for i in changed})
         self.model = [model.eval()]  # in a list, as its parameters are not those of this module
-        for layer in self.layers.values() if trains == "new" else ():
-            _keep_what_is_taken_over(layer)
+        for i in changed if trains == "new" else ():
+            _keep_what_is_taken_over(self.layers[str(i)], self.old[i])
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids [B, T] -> the relative squared error of each layer, [layers]."""
@@ -91,13 +92,14 @@ def _error(found: Tensor, expected: Tensor) -> Tensor:
     return (found - expected).float().square().sum() / expected.float().square().sum()
 
 
-def _keep_what_is_taken_over(layer: Any) -> None:
-    """Lets the weights that the old layer has too be as they are: those of q, k, v and o, and norms of q and k."""
+def _keep_what_is_taken_over(layer: Any, old: nn.Module) -> None:
+    """Lets the weights that the old layer has too be as they are: of q, k, v, o, a gate, and norms of q and k."""
+    own = {part for part, module in PARTS.items() if getattr(old, module) is not None}
     for name in TAKEN_OVER:
         if (module := getattr(layer, name, None)) is not None:
             module.requires_grad_(False)
     for p in layer.in_proj.parameters():
-        taken = torch.cat([torch.full((size,), name in "qkv") for name, size in layer.parts.items()])
+        taken = torch.cat([torch.full((size,), name in own) for name, size in layer.parts.items()])
         p.register_hook(partial(_zeroed, taken))
 
 
