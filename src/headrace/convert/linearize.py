@@ -56,7 +56,8 @@ def linearize(model: HeadraceForCausalLM, mixer: str | MixerSpec, layers: Iterab
 
 def linear_config(config: HeadraceConfig, mixer: str | MixerSpec, chosen: list[int]) -> HeadraceConfig:
     """Returns the configuration of the model that `linearize` makes. Raises InputError as it does."""
-    spec, stack = _linear(mixer), config.stack.over(config.num_hidden_layers)
+    spec = _linear(mixer)
+    stack: list[Any] = config.stack.over(config.num_hidden_layers)
     if not chosen:
         raise InputError("the model has no attention layer that could become linear")
     known = ", ".join(map(str, attention_layers(config)))
