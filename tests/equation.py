@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace import backends, linear_attention
-from headrace.layers.scans.selective_scan import Operands, selective_step
+from headrace.extra.selective_scan import Operands, selective_step
 from headrace.ops.backends.torch import tiles
 from headrace.ops.reference import literal
 from headrace.studies.verify import relative

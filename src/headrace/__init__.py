@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .cli.understand import inspect
     from .cli.use import generate
     from .convert import load
+    from .extra.registration import register_mixer, register_model
     from .hf import (
         HeadraceCache,
         HeadraceConfig,
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from .layers import Mixer
     from .layers.blocks.compiled import compile_blocks
     from .layers.quantized import quantize
-    from .layers.registration import register_mixer, register_model
     from .ops.attention import backends, linear_attention, step
     from .ops.dispatch import set_backend
     from .ops.parallel.context import context_parallel
@@ -53,8 +53,8 @@ _LAZY = {
     "compile_blocks": "layers.blocks.compiled",
     "quantize": "layers.quantized",
     "verify": "studies.verify",
-    "register_mixer": "layers.registration",
-    "register_model": "layers.registration",
+    "register_mixer": "extra.registration",
+    "register_model": "extra.registration",
     "register_task": "studies.registration",
     "HeadraceConfig": "hf",
     "HeadraceModel": "hf",
@@ -66,6 +66,27 @@ _LAZY = {
 }
 
 # Rows of packages that the core does not import, which are imported when a row is asked for.
+tables.offer("headrace.extra.gla_outer", matrices=("gla-outer",), matrix_kinds=("gla-outer",))
+tables.offer("headrace.extra.slots", matrices=("gsa", "abc"), matrix_kinds=("gsa", "abc"))
+tables.offer(
+    "headrace.extra.log_linear", linear=("log-linear-mamba2", "log-linear-gated-deltanet"), types=("log-linear",)
+)
+tables.offer("headrace.extra.mesa", linear=("mesa",), types=("mesa",))
+tables.offer("headrace.extra.taylor", linear=("taylor-softmax", "based"), stages=("taylor",))
+tables.offer("headrace.extra.mamba3", linear=("mamba3",), stages=("biased-norm", "turn", "trapezoid"))
+tables.offer("headrace.extra.mlstm", linear=("mlstm",), stages=("exponential-gate", "divide-by-weights"))
+tables.offer(
+    "headrace.extra.deltaproduct", linear=("deltaproduct", "gated-deltaproduct"), stages=("keys-of-steps", "steps")
+)
+tables.offer("headrace.extra.residual", linear=("residual-delta",), stages=("residual",))
+tables.offer("headrace.extra.erasing", linear=("comba", "gated-deltanet-2"), stages=("gate-of-channels", "erase"))
+tables.offer("headrace.extra.memories", stages=("memories", "values-of-memories", "sum-of-memories"))
+tables.offer("headrace.extra.mamba", scans=("mamba",), scan_kinds=("mamba",), models=("jamba", "zamba"))
+tables.offer("headrace.extra.rg_lru", scans=("rg-lru",), scan_kinds=("rg-lru",))
+tables.offer("headrace.extra.gated", scans=("mingru", "minlstm", "hgrn"), scan_kinds=("mingru", "minlstm", "hgrn"))
+tables.offer("headrace.extra.short_conv", scans=("short-conv",), scan_kinds=("short-conv",))
+tables.offer("headrace.extra.rwkv7", matrices=("rwkv7",), matrix_kinds=("rwkv7",))
+tables.offer("headrace.extra.linearized", linear=("hedgehog",), types=("linearized",))
 tables.offer(
     "headrace.history.zoo",
     scans=("s4", "s4d", "rwkv4"),
@@ -77,13 +98,6 @@ tables.offer(
     mlps=("rwkv4",),
     attention_layers=("early",),
 )
-tables.offer("headrace.extra.gla_outer", matrices=("gla-outer",), matrix_kinds=("gla-outer",))
-tables.offer("headrace.extra.slots", matrices=("gsa", "abc"), matrix_kinds=("gsa", "abc"))
-tables.offer(
-    "headrace.extra.log_linear", linear=("log-linear-mamba2", "log-linear-gated-deltanet"), types=("log-linear",)
-)
-tables.offer("headrace.extra.mesa", linear=("mesa",), types=("mesa",))
-tables.offer("headrace.extra.linearized", linear=("hedgehog",), types=("linearized",))
 del tables
 
 __all__ = [

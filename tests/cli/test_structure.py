@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "headrace"
 # Each part may import those before it.
 ORDER = [
-    "utils", "spec", "zoo", "ops", "layers", "hf", "files", "history", "extra", "convert", "export", "serving", "data",
+    "utils", "spec", "zoo", "ops", "layers", "hf", "files", "extra", "history", "convert", "export", "serving", "data",
     "tasks", "training", "studies", "cli",
 ]  # fmt: skip
 CORE = ["utils", "spec", "zoo", "ops", "layers", "hf"]  # which knows nothing of the parts behind it

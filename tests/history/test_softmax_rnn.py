@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from attention_layers import agree
 from headrace import layers, zoo
+from headrace.extra.taylor import TaylorFeatures, truncated_exp
 from headrace.history.specs.softmax_rnn import NORMS, SoftmaxRNNSpec
-from headrace.layers.linear.taylor import TaylorFeatures, truncated_exp
 from headrace.layers.rotary import rotary
 from headrace.studies.verify import by_steps, relative, with_op
 from headrace.utils.errors import InputError

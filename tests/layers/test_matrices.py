@@ -9,9 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from headrace import layers, zoo
-from headrace.extra import gla_outer
-from headrace.layers import chunks, dplr
-from headrace.layers.matrix import rwkv7
+from headrace.extra import chunks, dplr, gla_outer, rwkv7
 from headrace.ops.sequences import Sequences
 from headrace.studies.verify import relative, specimen
 from headrace.utils.errors import InputError

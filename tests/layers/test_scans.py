@@ -9,11 +9,11 @@ from torch.func import grad, jvp, vmap
 
 from equation import selective_literally
 from headrace import layers, zoo
+from headrace.extra import selective_scan as selective
+from headrace.extra.selective_scan import Operands, scan_tiles
 from headrace.history.layers.linear_system import Response
 from headrace.history.layers.rwkv4 import empty_memory, wkv
 from headrace.history.layers.s4 import S4, hippo, hippo_diagonal_plus_low_rank
-from headrace.layers.scans import selective_scan as selective
-from headrace.layers.scans.selective_scan import Operands, scan_tiles
 from headrace.spec import scan as spec
 from headrace.studies.verify import relative, specimen
 from headrace.utils.errors import InputError

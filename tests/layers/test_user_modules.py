@@ -7,8 +7,8 @@ from torch import nn
 
 import headrace
 from headrace import InputError, layers, load, zoo
+from headrace.extra.module import examined
 from headrace.hf import HeadraceForCausalLM
-from headrace.layers.module import examined
 from headrace.spec import from_json, to_json
 from headrace.utils import plugins
 from plugged import folder

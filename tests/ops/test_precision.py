@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from equation import H, assert_gradients_keep_their_digits, inputs, of_decay, prepare, skip_if_missing
 from headrace import linear_attention
-from headrace.layers.linear.residual import ResidualDelta
+from headrace.extra.residual import ResidualDelta
 from headrace.ops.backends.native import library as native
 from headrace.ops.call import TOKENWISE
 from headrace.ops.reference import literal

@@ -5,7 +5,7 @@ import torch
 
 from equation import selective_literally, skip_if_missing
 from headrace import InputError, layers, zoo
-from headrace.layers.scans.selective_scan import Operands
+from headrace.extra.selective_scan import Operands
 from headrace.ops.backends.native import scan
 from headrace.studies.verify import relative
 

@@ -12,11 +12,13 @@ import headrace
 from headrace import InputError, zoo
 from headrace.layers.linear.mixer import LinearMixer
 from headrace.layers.linear.readout import Skip
+from headrace.layers.linear.stage import STAGES
 from headrace.spec import MixerSpec, attention, from_json, matrix, scan, serialize, stack, to_json
 from headrace.spec.mixer import Facts
 from headrace.utils.tables import OFFERS, Table
 
-EVERY = *zoo.TABLES.values(), zoo.MODELS, serialize.TYPES, scan.KINDS, matrix.KINDS, attention.LAYERS, stack.MLPS
+SPECS = serialize.TYPES, scan.KINDS, matrix.KINDS, attention.LAYERS, stack.MLPS
+EVERY = *zoo.TABLES.values(), zoo.MODELS, *SPECS, STAGES
 TABLES = {table.name: table for table in EVERY}
 
 

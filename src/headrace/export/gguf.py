@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import zoo
 from ..convert import load
 from ..convert.checkpoint import read_tokenizer
-from ..layers.matrix.rwkv7 import RWKV7
+from ..extra.rwkv7 import RWKV7
 from ..ops.checks import require
 from ..spec.linear import MixerSpec
 from ..spec.matrix import MatrixSpec

@@ -12,15 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.base import Mixer, Recurrence
-from ..layers.chunks import CHUNK, carry, recur
 from ..layers.linear.decays import SigmoidDecay
 from ..layers.linear.token import MixerState
-from ..layers.registration import register_mixer
 from ..ops.call import accumulator
 from ..ops.sequences import Sequences
 from ..spec.decay import Decay
 from ..spec.matrix import KINDS, MatrixKind, MatrixSpec
 from ..spec.mixer import Facts, Update
+from .chunks import CHUNK, carry, recur
+from .registration import register_mixer
 
 
 class Operands(NamedTuple):

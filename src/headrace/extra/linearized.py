@@ -20,13 +20,13 @@ from ..layers.base import SelfInitialized
 from ..layers.linear.features import Rotate, RotateFirst
 from ..layers.linear.mixer import LinearMixer
 from ..layers.linear.stage import Stage, Tokens
-from ..layers.registration import register_mixer
 from ..layers.rotary import angles, rotate
 from ..ops.call import accumulator
 from ..spec.attention import Rope
 from ..spec.linear import Inputs, MixerSpec, Read
 from ..spec.mixer import Facts
 from ..spec.serialize import TYPES
+from .registration import register_mixer
 
 FARTHEST = 30.0  # |W x| up to which map="exp" is e^x: a weight of two tokens is then at most e^60
 

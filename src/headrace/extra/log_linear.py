@@ -29,7 +29,6 @@ from ..layers.base import Recurrence, SelfInitialized
 from ..layers.linear.mixer import LinearMixer
 from ..layers.linear.recur import ModuleRecur
 from ..layers.linear.stage import Tokens
-from ..layers.registration import register_mixer
 from ..ops.call import accumulator, gated
 from ..ops.sequences import Sequences, avoid_sync
 from ..spec.linear import MixerSpec
@@ -37,6 +36,7 @@ from ..spec.mixer import Facts
 from ..spec.record import Range
 from ..spec.serialize import TYPES
 from ..utils.device import without_autocast
+from .registration import register_mixer
 
 BITS = 5  # logarithm of the number of tokens in a block whose pairs are computed
 FAR = 2**50  # a position at the last level for every token

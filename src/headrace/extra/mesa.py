@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from ..layers.base import Recurrence, SelfInitialized
 from ..layers.linear.mixer import LinearMixer
 from ..layers.linear.recur import ModuleRecur
-from ..layers.registration import register_mixer
 from ..ops.call import accumulator, gated
 from ..ops.derivatives import apply_function, first_order
 from ..ops.sequences import Sequences
@@ -33,6 +32,7 @@ from ..spec.mixer import Facts
 from ..spec.record import PositiveInt
 from ..spec.serialize import TYPES
 from ..utils.device import without_autocast
+from .registration import register_mixer
 
 
 class RidgeRead(SelfInitialized, Recurrence):

@@ -18,11 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.base import Mixer, Recurrence
-from ..layers.chunks import recur
 from ..layers.linear.token import MixerState
 from ..layers.maps import mixed
-from ..layers.registration import register_mixer
-from ..layers.scan import elementwise
 from ..ops.attention import linear_attention
 from ..ops.backends.base import HasBackend
 from ..ops.call import accumulator
@@ -30,7 +27,10 @@ from ..ops.dispatch import default_backend
 from ..ops.sequences import Sequences
 from ..spec.matrix import KINDS, MatrixKind, MatrixSpec
 from ..spec.mixer import Facts, Shapes, Update
+from .chunks import recur
 from .gla_outer import Operands, form, step
+from .registration import register_mixer
+from .scan import elementwise
 
 TEMPERATURE = 8.0  # of GSA's gate
 LARGEST = 32.0  # of |w| in ABC, as in FLA's layer: sums of e^w over any number of tokens are finite in float32

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 from ..utils.tables import Table
-from .mixer import Facts, Shapes, Spec, Update, heads_of_width, width_per_head
+from .mixer import Facts, Shapes, Spec, heads_of_width, width_per_head
 from .record import Names, PositiveFloat, PositiveInt, require_positive
 
 
@@ -19,18 +19,7 @@ class MatrixKind(NamedTuple):
     shapes: Callable[[Any, int, tuple[int, int, int]], Shapes] = lambda spec, hidden_size, memory: {"memory": memory}
 
 
-# A new kind is a row here, and the module of its layer.
-KINDS = Table("matrix_kinds", {
-    "rwkv7": MatrixKind(
-        Facts(
-            ".matrix.rwkv7.RWKV7",
-            Update("diag(α) − κᵀ(a κ)", "v", "α, per key channel", "½‖v − kS‖²"),
-            flops=9,  # decay: 1; κ S: 2; − (a κ)ᵀ (κ S): 2; + kᵀ v: 2; q S: 2
-        ),
-        ("rank",),
-        shapes=lambda spec, hidden_size, memory: {"memory": memory, "shift": (1, hidden_size)},
-    ),
-})  # fmt: skip
+KINDS: Table[MatrixKind] = Table("matrix_kinds")  # which plug-ins have
 OPTIONS = "rank", "slots", "expand_k", "expand_v"
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, NamedTuple
 
 from ..utils.errors import InputError
 from ..utils.tables import Table
-from .mixer import Facts, Shapes, Spec, Update
+from .mixer import Facts, Shapes, Spec
 from .record import Names, PositiveFloat, PositiveInt, Range, require_positive
 
 
@@ -20,62 +20,7 @@ class ScanKind(NamedTuple):
     shift: bool = False  # whether the last token is part of the state
 
 
-# A new kind is a row here, and the module of its layer. Operations are per state number and token.
-KINDS = Table("scan_kinds", {
-    "mamba": ScanKind(
-        Facts(
-            ".scans.mamba.Mamba",
-            Update("e^(A dt)", "dt u", "e^(A dt), per number"),
-            flops=6,  # dt A: 1; e^(dt A) h + (dt u) B: 3; C h: 2
-            requires=frozenset({"state_size", "conv"}),
-        ),
-        ("expand", "rank", "norm", "conv_bias", "bias"),
-    ),
-    "rg-lru": ScanKind(
-        Facts(
-            ".scans.rg_lru.RGLRU",
-            Update("a", "√(1 − a²) i u", "a, per channel"),
-            flops=6,  # a h + √(1 − a²) (i u): 2 + 2; 1 − a²: 2
-            requires=frozenset({"conv"}),
-        ),
-        ("expand", "conv_bias", "bias"),
-    ),
-    "mingru": ScanKind(
-        Facts(
-            ".scans.gated.GatedScan",
-            Update("1 − z", "z h̃", "1 − z, per channel"),
-            flops=4,  # 1 − z: 1; z h̃: 1; a h + b: 2
-        ),
-        ("expand", "bias"),
-        gated=False,
-    ),
-    "minlstm": ScanKind(
-        Facts(
-            ".scans.gated.GatedScan",
-            Update("f / (f + i)", "i h̃ / (f + i)", "f / (f + i), per channel"),
-            flops=6,  # f + i and two ratios: 3; times h̃: 1; a h + b: 2
-        ),
-        ("expand", "bias"),
-        gated=False,
-    ),
-    "hgrn": ScanKind(
-        Facts(
-            ".scans.gated.GatedScan",
-            Update("α", "(1 − α) c", "α, per channel"),
-            flops=6,  # γ + (1 − γ) σ(f): 2; (1 − α) c: 2; α h + b: 2
-        ),
-        ("expand", "bias"),
-    ),
-    "short-conv": ScanKind(
-        Facts(
-            ".scans.short_conv.ShortConv",
-            Update("shift by one token", "B u", "the last inputs"),
-            flops=2,  # w x, + it: of the inputs that are remembered
-            requires=frozenset({"conv"}),
-        ),
-        ("conv_bias", "bias"),
-    ),
-})  # fmt: skip
+KINDS: Table[ScanKind] = Table("scan_kinds")  # which plug-ins have
 OPTIONS = frozenset({"expand", "rank", "norm", "conv_bias", "bias"})  # fields with a default, which not all kinds have
 
 

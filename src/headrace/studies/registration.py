@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ..layers.registration import check_name
+from ..extra.registration import check_name
 from ..utils import plugins
 from ..utils.errors import InputError
 from ..utils.extras import require

@@ -178,6 +178,7 @@ def _named(name: str):
     raise InputError(f"mixer {name!r} is unknown; the nearest names are {', '.join(near)} (--plugin adds others)")
 
 
-for _table in (mixers.MIXERS, models.MODELS):
-    for _name, _entry in _table.items():
-        register(_name, _entry)
+for _name, _entry in (mixers.MIXERS | models.MODELS).items():
+    register(_name, _entry)
+for _table in (*TABLES.values(), MODELS):
+    _table.own = tuple(_table.rows)  # listed before those of plug-ins

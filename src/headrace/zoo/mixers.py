@@ -6,11 +6,8 @@ from typing import Any
 from ..spec.attention import AttentionSpec, LatentSpec, Pattern
 from ..spec.decay import Decay
 from ..spec.linear import Competition, Heads, Inputs, MixerSpec, Read, Write
-from ..spec.matrix import MatrixSpec
-from ..spec.scan import ScanSpec
 from .entry import Entry
 
-MAMBA = ScanSpec("mamba", state_size=16, conv=4, expand=2.0)
 MAMBA2 = MixerSpec(
     # state-spaces/mamba, Mamba2: expand 2, headdim 64, d_state 128 = 4 D / heads, ngroups 1
     Heads(expand_k=4.0, expand_v=2.0, qk_groups=1, width=64),
@@ -42,18 +39,6 @@ MIXERS: dict[str, Entry] = {
         "https://arxiv.org/abs/2006.16236",
         MixerSpec(inputs=Inputs(feature_map="elu+1"), read=Read("sum", scale="one")),
     ),
-    "taylor-softmax": Entry(
-        "Linear attention on features whose product is 1 + q·k + (q·k)²/2, the second-order Taylor polynomial of "
-        "softmax attention's e^(q·k).",
-        "https://arxiv.org/abs/2507.23632",
-        MixerSpec(Heads(key_dim=16), Inputs(rotary=True, order=2), read=Read("sum")),
-    ),
-    "based": Entry(
-        "Linear attention on the second-order Taylor features of 16 key channels, without positions.",
-        "https://arxiv.org/abs/2402.18668",
-        # HazyResearch/based, based-360m: num_heads 16 at a hidden size of 1024, feature_dim 16
-        MixerSpec(Heads(key_dim=16, width=64), Inputs(order=2), read=Read("sum")),
-    ),
     "retnet": Entry(
         "Linear attention with a fixed decay per head, rotary positions and RMSNorm per head.",
         "https://arxiv.org/abs/2307.08621",
@@ -78,17 +63,6 @@ MIXERS: dict[str, Entry] = {
         "A step size dt, computed from the token, sets both decay and write strength.",
         "https://arxiv.org/abs/2405.21060",
         MAMBA2,
-    ),
-    "mamba3": Entry(
-        "Mamba-2 whose update is a trapezoid of two tokens, with q and k normalized, biased and turned by the tokens.",
-        "https://arxiv.org/abs/2603.15569",
-        MixerSpec(
-            Heads(expand_k=4.0, expand_v=2.0, qk_groups=1, width=64),  # state-spaces/mamba, Mamba3
-            Inputs(qk_norm="rms-bias", turns=0.5),
-            Decay("softplus-rate"),
-            Write(beta="trapezoid"),
-            Read("none", "silu", scale="one", skip=True),
-        ),
     ),
     "gla": Entry(
         "A decay per key channel, computed by a low-rank sigmoid gate.",
@@ -130,16 +104,6 @@ MIXERS: dict[str, Entry] = {
             read=Read("group", "silu", scale="one", bonus=True),
         ),
     ),
-    "mlstm": Entry(
-        "xLSTM's matrix memory: an exponential input gate; the output is divided by max(|sum of weights|, 1).",
-        "https://arxiv.org/abs/2405.04517",
-        MixerSpec(
-            Heads(expand_k=0.5, width=512),  # xLSTM-7b: 8 heads at a hidden size of 4096
-            decay=Decay("sigmoid-head", temperature=1.0),
-            write=Write(beta="exp"),
-            read=Read("group", "sigmoid", eps=1e-6),
-        ),
-    ),
     "delta-fast-weights": Entry(
         "Linear attention with the delta rule on sparse features (DPFP) that are normalized to sum 1.",
         "https://arxiv.org/abs/2102.11174",
@@ -170,71 +134,10 @@ MIXERS: dict[str, Entry] = {
         "https://arxiv.org/abs/2411.12537",
         replace(GATED_DELTANET, write=Write("delta", "sigmoid-2")),
     ),
-    "deltaproduct": Entry(
-        "Two steps of the delta rule per token, each with a key, a value and a write strength up to 2.",
-        "https://arxiv.org/abs/2502.10297",
-        replace(DELTANET, write=Write("delta", "sigmoid-2", steps=2)),
-    ),
-    "gated-deltaproduct": Entry(
-        "DeltaProduct with the decay and the output gate of Gated DeltaNet.",
-        "https://arxiv.org/abs/2502.10297",
-        replace(GATED_DELTANET, write=Write("delta", "sigmoid-2", steps=2)),
-    ),
-    "residual-delta": Entry(
-        "Gated DeltaNet whose write strength β also depends on the error v − k S of the memory at the start of "
-        "each chunk of 16 tokens, with a weight initialized to 0. Original to this library.",
-        "https://arxiv.org/abs/2412.06464",
-        replace(GATED_DELTANET, write=Write("delta", "sigmoid", residual_chunk=16)),
-    ),
     "kda": Entry(
         "Gated DeltaNet with a decay per key channel.",
         "https://arxiv.org/abs/2510.26692",
         KDA,
-    ),
-    "comba": Entry(
-        "Gated DeltaNet that removes a learned share of the stored value, read before the decay, and corrects q by k.",
-        "https://arxiv.org/abs/2506.02475",
-        replace(GATED_DELTANET, write=Write("delta", "sigmoid", erase="feedback"), read=Read("rms", "sigmoid")),
-    ),
-    "gated-deltanet-2": Entry(
-        "KDA that removes with a strength per key channel and writes with another per value channel.",
-        "https://arxiv.org/abs/2605.22791",
-        replace(KDA, write=Write("delta", "sigmoid", erase="channel")),  # gdn2_1.3B: 18 heads at 2304
-    ),
-    "mamba": Entry(
-        "A diagonal state-space model whose step size, B and C are computed from the token.",
-        "https://arxiv.org/abs/2312.00752",
-        MAMBA,
-    ),
-    "rg-lru": Entry(
-        "A gated linear recurrence per channel, whose inputs are scaled to keep the memory's variance.",
-        "https://arxiv.org/abs/2402.19427",
-        ScanSpec("rg-lru", conv=4, bias=True),
-    ),
-    "mingru": Entry(
-        "A GRU whose gate and candidate depend on the token alone, so that it runs as a scan.",
-        "https://arxiv.org/abs/2410.01201",
-        ScanSpec("mingru", bias=True),
-    ),
-    "minlstm": Entry(
-        "An LSTM whose gates depend on the token alone and are normalized to sum 1.",
-        "https://arxiv.org/abs/2410.01201",
-        ScanSpec("minlstm", bias=True),
-    ),
-    "hgrn": Entry(
-        "A gated recurrence per channel whose forget gate has a lower bound that grows with depth.",
-        "https://arxiv.org/abs/2311.04823",
-        ScanSpec("hgrn"),
-    ),
-    "short-conv": Entry(
-        "A causal convolution over the last 3 tokens between two gates that are linear in the token.",
-        "https://arxiv.org/abs/2511.23404",
-        ScanSpec("short-conv", conv=3, conv_bias=False),
-    ),
-    "rwkv7": Entry(
-        "A delta rule whose removal key, replacement key and strength per channel are separate.",
-        "https://arxiv.org/abs/2503.14456",
-        MatrixSpec("rwkv7", width=64),  # RWKV-LM: head_size 64
     ),
     "transformer": Entry(
         "Causal softmax attention with rotary positions (Transformer++); the baseline.",

@@ -9,9 +9,9 @@ import math
 import torch
 from torch import Tensor, nn
 
+from ...extra.scan import NAME, Pack, Tile, packed_scan, scan_packed_, tropical_
 from ...layers.base import Mixer, ScanState
 from ...layers.linear.decays import finite_exp
-from ...layers.scan import NAME, Pack, packed_scan, running_maximum
 from ...ops.call import accumulator
 from ...ops.derivatives import refuse_transforms
 from ...ops.sequences import Sequences
@@ -119,3 +119,13 @@ def read(sums: Tensor, m: Tensor, k: Tensor, v: Tensor) -> Tensor:
     past, present = torch.exp(m - top), torch.exp(k - top)
     total, weight = sums.unbind(1)
     return (past * total + present * v) / (past * weight + present)
+
+
+@torch.no_grad()
+def running_maximum(k: Tensor, rate: Tensor, initial: Tensor, whole: Tile) -> tuple[Tensor, Tensor]:
+    """Returns (m_{t−1}, m_t) of m_t = max(m_{t−1} − rate_t, k_t), with shapes as in `packed_scan` and no gradient.
+    rate: [T, D], or [D] for all tokens."""
+    begun, rate = initial[whole.begun], rate.expand_as(k)
+    m = k.index_copy(0, whole.first, torch.maximum(k[whole.first], begun - rate[whole.first]))
+    scan_packed_(-rate.index_fill(0, whole.first, torch.inf), m, tropical_)
+    return m.roll(1, 0).index_copy(0, whole.first, begun), m

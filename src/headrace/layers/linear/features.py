@@ -1,5 +1,4 @@
-"""Feature maps, norms and rotary positions of q and k, and the power of the length that divides v. Taylor features are
-in taylor.py.
+"""Feature maps, norms and rotary positions of q and k, and the power of the length that divides v.
 
 Dimensions: B batch, T tokens, H heads (Hq for q and k), K key dimension per head.
 """

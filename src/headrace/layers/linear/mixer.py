@@ -22,23 +22,17 @@ from .competition import Compete, Freeze
 from .convolution import Convolve
 from .decays import ComplementKey, Decays
 from .features import FeatureMap, QKNorm, Rotate, RotateFirst
-from .general import Erase
-from .input_gate import DivideByWeights, ExponentialGate
-from .joint import Memories, MemoriesOfValues, SumOfMemories
-from .mamba3 import NormWithBias, Trapezoid, Turn
 from .project import Heads, Positions, Project, ValueMap
 from .readout import GROUP_NORM_EPS, Gate, GateFirst, Norm, Out, ReadGate, ReadGateFirst, Skip
 from .recur import DivideByLength, DivideDetached, Recur, WeightSum
-from .residual import Residual
-from .stage import Stage, Tokens
-from .steps import Keys, RecurInSteps
+from .stage import Plugged, Stage, Tokens
 from .strength import StepSize, Strength
-from .taylor import Taylor
 from .token import MixerState, find_program, mixer_program, run_mixer
 from .token_shift import Shift
-from .values import OverLength, ValueGate, WriteGate
+from .values import OverLength, ValueGate
 
-Stages = tuple[type[Any], ...]
+Stages = tuple[Any, ...]  # of classes of `Stage`, and of `Plugged`
+MEMORIES = "competition.memories_per_head"
 
 
 class LinearMixer(Mixer, HasBackend):
@@ -55,13 +49,22 @@ class LinearMixer(Mixer, HasBackend):
 
     # The stages in their order. A mixer has those that apply to its spec, and the first recurrence that does.
     INPUTS: ClassVar[Stages] = (
-        Positions, Shift, Project, Convolve, Heads, ValueMap, Decays, ComplementKey, Compete, Keys, RotateFirst,
-        FeatureMap, QKNorm, NormWithBias, Rotate, Turn, Taylor, ValueGate, WriteGate, OverLength, ExponentialGate,
-        Memories, Freeze, Strength, StepSize,
+        Positions, Shift, Project, Convolve, Heads, ValueMap, Decays, ComplementKey, Compete,
+        Plugged("keys-of-steps", "write.steps"), RotateFirst, FeatureMap, QKNorm,
+        Plugged("biased-norm", "inputs.qk_norm", ("rms-bias",)), Rotate, Plugged("turn", "inputs.turns"),
+        Plugged("taylor", "inputs.order"), ValueGate, Plugged("gate-of-channels", "write.erase", ("channel",)),
+        OverLength, Plugged("exponential-gate", "write.beta", ("exp",)), Plugged("memories", MEMORIES), Freeze,
+        Strength, StepSize,
     )  # fmt: skip
-    VALUES: ClassVar[Stages] = (WeightSum, MemoriesOfValues)
-    RECURRENCES: ClassVar[Stages] = (Trapezoid, RecurInSteps, Residual, Erase, Recur)
-    SUMS: ClassVar[Stages] = (SumOfMemories, DivideByWeights, DivideDetached, DivideByLength)
+    VALUES: ClassVar[Stages] = (WeightSum, Plugged("values-of-memories", MEMORIES))
+    RECURRENCES: ClassVar[Stages] = (
+        Plugged("trapezoid", "write.beta", ("trapezoid",)), Plugged("steps", "write.steps"),
+        Plugged("residual", "write.residual_chunk"), Plugged("erase", "write.erase"), Recur,
+    )  # fmt: skip
+    SUMS: ClassVar[Stages] = (
+        Plugged("sum-of-memories", MEMORIES), Plugged("divide-by-weights", "write.beta", ("exp",)), DivideDetached,
+        DivideByLength,
+    )  # fmt: skip
     READOUT: ClassVar[Stages] = (Skip, ReadGateFirst, GateFirst, Norm, ReadGate, Gate, Out)
 
     # The parts of in_proj, and the layer's own parameters and modules, in the order of the weights and of an optimizer.

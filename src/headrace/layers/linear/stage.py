@@ -3,6 +3,7 @@
 Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V value dimension per head, N sequences.
 """
 
+from dataclasses import dataclass
 from functools import reduce
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ...ops.backends.native.operations import UnsupportedError
 from ...ops.sequences import Sequences
+from ...utils.tables import Table
 
 
 class Tokens:
@@ -98,6 +100,24 @@ class Stage:
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
         raise TypeError(f"{type(self).__name__} does not define __call__")
+
+
+STAGES: Table[type[Stage]] = Table("stages")  # that plug-ins have, by name
+
+
+@dataclass(frozen=True)
+class Plugged:
+    """The place of a stage that a plug-in has, which is imported for a spec that asks for it."""
+
+    name: str  # in STAGES
+    field: str  # of the spec, as in `Stage`
+    values: tuple[Any, ...] = ()
+
+    def applies(self, spec: Any) -> bool:
+        return asked_for(spec, self.field, self.values)
+
+    def __call__(self) -> Stage:
+        return STAGES[self.name]()
 
 
 def asked_for(spec: Any, field: str, values: tuple[Any, ...] = ()) -> bool:

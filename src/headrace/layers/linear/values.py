@@ -26,19 +26,6 @@ class ValueGate(Stage):
         t.v = t.v * torch.sigmoid(t.sequences.tokenwise(mixer.value_gate, t.parts["value_gate"]))
 
 
-class WriteGate(Stage):
-    """A sigmoid gate of v, one number per channel, where β is one per key channel (arXiv 2605.22791)."""
-
-    field = "write.erase"
-    values = ("channel",)
-
-    def build(self, mixer: Any) -> None:
-        mixer.parts["write"] = mixer.H * mixer.V
-
-    def __call__(self, mixer: Any, t: Tokens) -> None:
-        t.v = t.v * torch.sigmoid(t.parts["write"].view_as(t.v))
-
-
 class OverLength(Stage):
     """v / n^σ(c), with the number n of tokens so far and a parameter c per head."""
 

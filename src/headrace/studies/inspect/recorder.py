@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...extra.rwkv7 import RWKV7
 from ...layers.linear.mixer import LinearMixer
 from ...layers.linear.recur import ModuleRecur
 from ...layers.maps import Reading, asking
-from ...layers.matrix.rwkv7 import RWKV7
 
 RECORDED_METHODS: dict[type, str] = {LinearMixer: "op", RWKV7: "operands"}  # whose calls are recorded
 

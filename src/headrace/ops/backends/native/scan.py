@@ -108,6 +108,6 @@ _scan = define("selective_scan", f"({INPUTS}, bool keep)", 3, _forward, _fake, "
 
 
 def selective_scan(operands: tuple[Tensor, ...], cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes `selective_scan` of layers/scans/selective_scan.py for packed sequences with these bounds."""
+    """Computes `selective_scan` of extra/selective_scan.py for packed sequences with these bounds."""
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
     return _scan(*operands, cu_seqlens, keep)[:2]

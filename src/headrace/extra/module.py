@@ -23,13 +23,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..layers.base import Mixer
 from ..ops.sequences import Sequences
 from ..spec.mixer import Facts, Shapes, Spec
 from ..spec.record import Kind, alternatives, require_positive
 from ..spec.serialize import TYPES
 from ..utils.errors import InputError, PluginWarning, reading
 from ..utils.plugins import PREFIX, Plugin
-from .base import Mixer
 
 ORIGIN = {"plugin": "name", "sha256": "sha256"}  # fields of a spec, from those of Plugin
 GIVEN = {"layer_idx": 0, "num_layers": 1, "norm_eps": 1e-6, "rope_theta": 10000.0}
@@ -55,7 +55,7 @@ class ModuleSpec(Spec):
 
     label: ClassVar[str]  # name of the mixer
     module: ClassVar[type[nn.Module]]
-    facts = Facts(".module.ModuleMixer")
+    facts = Facts("headrace.extra.module.ModuleMixer")
     uncompeting = "is a module, whose heads headrace does not know"
 
     def __post_init__(self) -> None:

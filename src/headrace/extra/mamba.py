@@ -5,18 +5,23 @@ Dimensions: B batch, T tokens, D hidden size, E channels (expand · D), S state 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...ops.backends.native import scan as native
-from ...ops.call import accumulator
-from ...ops.sequences import Sequences
-from ...spec.scan import ScanSpec
-from ..base import Mixer, Recurrence, ScanState
-from ..linear.convolution import convolve
-from ..linear.decays import draw_step_bias_, finite_exp
+from ..layers.base import Mixer, Recurrence, ScanState
+from ..layers.linear.convolution import convolve
+from ..layers.linear.decays import draw_step_bias_, finite_exp
+from ..ops.backends.native import scan as native
+from ..ops.call import accumulator
+from ..ops.sequences import Sequences
+from ..spec.attention import AttentionSpec
+from ..spec.mixer import Facts, Update
+from ..spec.scan import KINDS, ScanKind, ScanSpec
+from ..spec.stack import BlockStyle, Decoder, Experts, Layer
+from .registration import register_mixer, register_model
 from .selective_scan import Operands, selective_scan, selective_step
 
 
@@ -94,3 +99,45 @@ class Mamba(Mixer):
             return parts
         weights = self.norm_weight.split(self.split)
         return [F.rms_norm(x, w.shape, w, self.norm_eps) for x, w in zip(parts, weights, strict=True)]
+
+
+KINDS["mamba"] = ScanKind(
+    Facts(
+        "headrace.extra.mamba.Mamba",
+        Update("e^(A dt)", "dt u", "e^(A dt), per number"),
+        flops=6,  # dt A: 1; e^(dt A) h + (dt u) B: 3; C h: 2
+        requires=frozenset({"state_size", "conv"}),
+    ),
+    ("expand", "rank", "norm", "conv_bias", "bias"),
+)
+MAMBA = ScanSpec("mamba", state_size=16, conv=4, expand=2.0)
+register_mixer(
+    "mamba",
+    MAMBA,
+    about="A diagonal state-space model whose step size, B and C are computed from the token.",
+    paper="https://arxiv.org/abs/2312.00752",
+)
+register_model(
+    "jamba",
+    Decoder(
+        tuple(
+            Layer(
+                AttentionSpec(kv_heads=2, rotary=False) if i == 4 else replace(MAMBA, norm=True),
+                "experts" if i % 2 else "one",
+            )
+            for i in range(8)
+        ),
+        BlockStyle(experts=Experts()),
+    ),
+    about="Mamba layers, with attention in one layer of eight and a mixture of experts in every second.",
+    paper="https://arxiv.org/abs/2403.19887",
+)
+register_model(
+    "zamba",
+    Decoder(
+        tuple(Layer(MAMBA, "none", shared=i == 2) for i in range(6)),
+        BlockStyle(mlp="geglu", shared=AttentionSpec(rotary=False, scale="half-key")),
+    ),
+    about="Mamba layers and one attention block that every sixth layer shares.",
+    paper="https://arxiv.org/abs/2405.16712",
+)

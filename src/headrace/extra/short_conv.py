@@ -6,11 +6,13 @@ Dimensions: B batch, T tokens, D hidden size, N sequences, W width.
 
 from torch import Tensor, nn
 
-from ...ops.call import accumulator
-from ...ops.sequences import Sequences
-from ...spec.scan import ScanSpec
-from ..base import Mixer, Recurrence, ScanState
-from ..linear.convolution import convolve
+from ..layers.base import Mixer, Recurrence, ScanState
+from ..layers.linear.convolution import convolve
+from ..ops.call import accumulator
+from ..ops.sequences import Sequences
+from ..spec.mixer import Facts, Update
+from ..spec.scan import KINDS, ScanKind, ScanSpec
+from .registration import register_mixer
 
 
 class ShortConv(Mixer):
@@ -40,3 +42,20 @@ class ShortConv(Mixer):
         before = None if state is None else state.memory
         y, memory = self.recurrence(convolve, self.conv, B * u, before, sequences, "torch", False)
         return sequences.tokenwise(self.out_proj, C * y), ScanState(memory.to(accumulator(x)))
+
+
+KINDS["short-conv"] = ScanKind(
+    Facts(
+        "headrace.extra.short_conv.ShortConv",
+        Update("shift by one token", "B u", "the last inputs"),
+        flops=2,  # w x, + it: of the inputs that are remembered
+        requires=frozenset({"conv"}),
+    ),
+    ("conv_bias", "bias"),
+)
+register_mixer(
+    "short-conv",
+    ScanSpec("short-conv", conv=3, conv_bias=False),
+    about="A causal convolution over the last 3 tokens between two gates that are linear in the token.",
+    paper="https://arxiv.org/abs/2511.23404",
+)

@@ -15,20 +15,24 @@ chunk.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...ops.call import accumulator
-from ...ops.sequences import Sequences
-from ...utils.device import without_autocast
-from ..base import Recurrence, SelfInitialized
-from ..chunks import Chunks, carry
-from ..maps import mixed, wanted
-from .recur import ModuleRecur
-from .stage import Tokens
+from ..layers.base import Recurrence, SelfInitialized
+from ..layers.linear.recur import ModuleRecur
+from ..layers.linear.stage import STAGES, Tokens
+from ..layers.maps import mixed, wanted
+from ..ops.call import accumulator
+from ..ops.sequences import Sequences
+from ..spec.linear import Write
+from ..utils.device import without_autocast
+from ..zoo.mixers import GATED_DELTANET
+from .chunks import Chunks, carry
+from .registration import register_mixer
 
 TINY = 1e-12  # added to the denominator: the surprise of an empty memory and a zero value is 0
 
@@ -152,3 +156,13 @@ class Residual(ModuleRecur):
             return
         t.out, *after = mixer.residual(self.op(mixer), self.tensors(t), t.state, t.sequences)
         t.after["memory"], t.after["before"] = after
+
+
+STAGES["residual"] = Residual
+register_mixer(
+    "residual-delta",
+    replace(GATED_DELTANET, write=Write("delta", "sigmoid", residual_chunk=16)),
+    about="Gated DeltaNet whose write strength β also depends on the error v − k S of the memory at the start of "
+    "each chunk of 16 tokens, with a weight initialized to 0. Original to this library.",
+    paper="https://arxiv.org/abs/2412.06464",
+)

@@ -152,13 +152,3 @@ def elementwise(a: Tensor, b: Tensor, memory: Tensor | None, sequences: Sequence
     whole = Pack(sequences.counts(), a.device).tile(0, a.shape[0] * a.shape[1])
     _, h = packed_scan(a.flatten(0, 1), b.flatten(0, 1), memory[:, 0], whole)
     return h.view_as(a), memory.index_copy(0, whole.ended, h[whole.last, None])
-
-
-@torch.no_grad()
-def running_maximum(k: Tensor, rate: Tensor, initial: Tensor, whole: Tile) -> tuple[Tensor, Tensor]:
-    """Returns (m_{t−1}, m_t) of m_t = max(m_{t−1} − rate_t, k_t), with shapes as in `packed_scan` and no gradient.
-    rate: [T, D], or [D] for all tokens."""
-    begun, rate = initial[whole.begun], rate.expand_as(k)
-    m = k.index_copy(0, whole.first, torch.maximum(k[whole.first], begun - rate[whole.first]))
-    scan_packed_(-rate.index_fill(0, whole.first, torch.inf), m, tropical_)
-    return m.roll(1, 0).index_copy(0, whole.first, begun), m

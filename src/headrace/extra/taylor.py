@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...ops.call import accumulator
-from ..base import SelfInitialized
-from .stage import Stage, Tokens
+from ..layers.base import SelfInitialized
+from ..layers.linear.stage import STAGES, Stage, Tokens
+from ..ops.call import accumulator
+from ..spec.linear import Heads, Inputs, MixerSpec, Read
+from .registration import register_mixer
 
 
 def truncated_exp(x: Tensor, order: int) -> Tensor:
@@ -74,3 +76,20 @@ class Taylor(Stage):
     def __call__(self, mixer: Any, t: Tokens) -> None:
         root = mixer.logit_scale**0.5
         t.q, t.k = mixer.features(t.q * root), mixer.features(t.k * root)
+
+
+STAGES["taylor"] = Taylor
+register_mixer(
+    "taylor-softmax",
+    MixerSpec(Heads(key_dim=16), Inputs(rotary=True, order=2), read=Read("sum")),
+    about="Linear attention on features whose product is 1 + q·k + (q·k)²/2, the second-order Taylor polynomial of "
+    "softmax attention's e^(q·k).",
+    paper="https://arxiv.org/abs/2507.23632",
+)
+register_mixer(
+    "based",
+    # HazyResearch/based, based-360m: num_heads 16 at a hidden size of 1024, feature_dim 16
+    MixerSpec(Heads(key_dim=16, width=64), Inputs(order=2), read=Read("sum")),
+    about="Linear attention on the second-order Taylor features of 16 key channels, without positions.",
+    paper="https://arxiv.org/abs/2402.18668",
+)

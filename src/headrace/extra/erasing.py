@@ -9,17 +9,22 @@ GDN-2, whose w is one per value channel, and one number per head in Comba.
 Dimensions: B batch, T tokens, H heads (Hq for q and k), K key, V value dimension per head, N sequences.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...ops.call import accumulator, gated
-from ...ops.sequences import Sequences
-from ..base import Recurrence, SelfInitialized
-from ..chunks import recur
-from ..dplr import Operands, form, step
-from .recur import ModuleRecur
+from ..layers.base import Recurrence, SelfInitialized
+from ..layers.linear.recur import ModuleRecur
+from ..layers.linear.stage import STAGES, Stage, Tokens
+from ..ops.call import accumulator, gated
+from ..ops.sequences import Sequences
+from ..spec.linear import Read, Write
+from ..zoo.mixers import GATED_DELTANET, KDA
+from .chunks import recur
+from .dplr import Operands, form, step
+from .registration import register_mixer
 
 
 class GeneralDelta(SelfInitialized):
@@ -77,6 +82,19 @@ class GeneralDelta(SelfInitialized):
         return gated(out, x["read_gate"]).to(x["v"].dtype), memory
 
 
+class WriteGate(Stage):
+    """A sigmoid gate of v, one number per channel, where β is one per key channel (arXiv 2605.22791)."""
+
+    field = "write.erase"
+    values = ("channel",)
+
+    def build(self, mixer: Any) -> None:
+        mixer.parts["write"] = mixer.H * mixer.V
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        t.v = t.v * torch.sigmoid(t.parts["write"].view_as(t.v))
+
+
 class Erase(ModuleRecur):
     """The recurrence of a rule that erases by another vector."""
 
@@ -89,3 +107,19 @@ class Erase(ModuleRecur):
     def build(self, mixer: Any) -> None:
         super().build(mixer)
         mixer.general = GeneralDelta(mixer.spec.write.erase, mixer.H, mixer.scale)
+
+
+STAGES.update({"gate-of-channels": WriteGate, "erase": Erase})
+register_mixer(
+    "comba",
+    replace(GATED_DELTANET, write=Write("delta", "sigmoid", erase="feedback"), read=Read("rms", "sigmoid")),
+    about="Gated DeltaNet that removes a learned share of the stored value, read before the decay, and corrects q by "
+    "k.",
+    paper="https://arxiv.org/abs/2506.02475",
+)
+register_mixer(
+    "gated-deltanet-2",
+    replace(KDA, write=Write("delta", "sigmoid", erase="channel")),  # gdn2_1.3B: 18 heads at 2304
+    about="KDA that removes with a strength per key channel and writes with another per value channel.",
+    paper="https://arxiv.org/abs/2605.22791",
+)

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ops.call import accumulator, product
-from .competition import Gate
-from .stage import Stage, Tokens
+from ..layers.linear.competition import Gate
+from ..layers.linear.stage import STAGES, Stage, Tokens
+from ..ops.call import accumulator, product
 
 
 class MemoryChoice(Gate):
@@ -78,3 +78,6 @@ class SumOfMemories(Stage):
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
         t.out = t.out.unflatten(2, (mixer.H, -1)).sum(3)
+
+
+STAGES.update({"memories": Memories, "values-of-memories": MemoriesOfValues, "sum-of-memories": SumOfMemories})

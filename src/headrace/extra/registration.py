@@ -24,7 +24,7 @@ def register_mixer(name: str, mixer: Any, *, paper: str = "", about: str = "") -
     Args:
         name: its name. For a MixerSpec, softmax-NAME is then known too, in which the heads compete.
         mixer: a MixerSpec or another spec of a mixer, an expression such as "gla(heads.count=2)", or a class of
-            `nn.Module` with the protocol of `headrace.layers.module`. A spec may be of a class of your own, whose
+            `nn.Module` with the protocol of `headrace.extra.module`. A spec may be of a class of your own, whose
             `facts.layer` names the class of its layer.
         paper, about: the address of its paper and a sentence, for tables.
 
@@ -43,13 +43,14 @@ def register_mixer(name: str, mixer: Any, *, paper: str = "", about: str = "") -
     plugins.note_registration()
 
 
-def register_model(name: str, model: Any) -> None:
+def register_model(name: str, model: Any, *, paper: str = "", about: str = "") -> None:
     """Adds a whole model to the zoo.
 
     Args:
         name: its name.
         model: a Decoder or another spec of a whole model, or an expression such as "gla+gla+transformer", a decoder
             whose layers alternate.
+        paper, about: as in `register_mixer`.
 
     Raises:
         InputError: for a name that exists or is none, and for what is no whole model.
@@ -57,7 +58,7 @@ def register_model(name: str, model: Any) -> None:
     check_name("model", name, zoo.taken)
     if not isinstance(spec := zoo.get(model), Decoder | ModelSpec):
         raise InputError(f"model {name!r} is the mixer of one layer; expected a whole model, or register_mixer for it")
-    zoo.register(name, Entry("", "", spec))
+    zoo.register(name, Entry(about, paper, spec))
     plugins.note_registration()
 
 

@@ -8,12 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...ops.call import accumulator
-from ...ops.sequences import Sequences
-from ...spec.scan import ScanSpec
-from ..base import Mixer, Recurrence, ScanState
-from ..linear.convolution import convolve
-from ..scan import elementwise
+from ..layers.base import Mixer, Recurrence, ScanState
+from ..layers.linear.convolution import convolve
+from ..ops.call import accumulator
+from ..ops.sequences import Sequences
+from ..spec.mixer import Facts, Update
+from ..spec.scan import KINDS, ScanKind, ScanSpec
+from .registration import register_mixer
+from .scan import elementwise
 
 
 class RGLRU(Mixer):
@@ -85,3 +87,20 @@ class RGLRU(Mixer):
         room = -torch.expm1(2 * log_a)
         factor = room.clamp(min=torch.finfo(acc).tiny).sqrt().masked_fill(first, 1)
         return log_a.exp(), factor * i * u.to(acc)
+
+
+KINDS["rg-lru"] = ScanKind(
+    Facts(
+        "headrace.extra.rg_lru.RGLRU",
+        Update("a", "√(1 − a²) i u", "a, per channel"),
+        flops=6,  # a h + √(1 − a²) (i u): 2 + 2; 1 − a²: 2
+        requires=frozenset({"conv"}),
+    ),
+    ("expand", "conv_bias", "bias"),
+)
+register_mixer(
+    "rg-lru",
+    ScanSpec("rg-lru", conv=4, bias=True),
+    about="A gated linear recurrence per channel, whose inputs are scaled to keep the memory's variance.",
+    paper="https://arxiv.org/abs/2402.19427",
+)

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.backends.native import scan as native
-from ...ops.derivatives import apply_function, first_order
-from ...ops.sequences import Sequences
-from ...utils.device import without_autocast
-from ..scan import Pack, Tile, backwards, scan_packed_
+from ..ops.backends.native import scan as native
+from ..ops.derivatives import apply_function, first_order
+from ..ops.sequences import Sequences
+from ..utils.device import without_autocast
+from .scan import Pack, Tile, backwards, scan_packed_
 
 NAME = "the selective scan"
 TILE = 2**19  # number of elements of a tile's states, small enough for a core's cache

@@ -15,16 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...ops.call import accumulator
-from ...ops.sequences import Sequences
-from ...spec.matrix import MatrixSpec
-from .. import dplr
-from ..base import Mixer, Recurrence, SelfInitialized
-from ..chunks import CHUNK, recur
-from ..dplr import Operands, step
-from ..linear.readout import GROUP_NORM_EPS
-from ..linear.token import MixerState
-from ..maps import mixed
+from ..layers.base import Mixer, Recurrence, SelfInitialized
+from ..layers.linear.readout import GROUP_NORM_EPS
+from ..layers.linear.token import MixerState
+from ..layers.maps import mixed
+from ..ops.call import accumulator
+from ..ops.sequences import Sequences
+from ..spec.matrix import KINDS, MatrixKind, MatrixSpec
+from ..spec.mixer import Facts, Update
+from . import dplr
+from .chunks import CHUNK, recur
+from .dplr import Operands, step
+from .registration import register_mixer
 
 FASTEST = math.exp(-0.5)  # upper bound of −log_decay: the memory decays by at most e^−0.61 per token
 
@@ -149,3 +151,20 @@ class RWKV7(Mixer):
         out = F.layer_norm(out, (self.K,), eps=GROUP_NORM_EPS) * weight + bias
         out = out + (x.q * x.k * bonus).sum(-1, keepdim=True) * x.v
         return sequences.tokenwise(self.o_proj, out.flatten(-2).to(gate_input.dtype) * self.gate(gate_input))
+
+
+KINDS["rwkv7"] = MatrixKind(
+    Facts(
+        "headrace.extra.rwkv7.RWKV7",
+        Update("diag(α) − κᵀ(a κ)", "v", "α, per key channel", "½‖v − kS‖²"),
+        flops=9,  # decay: 1; κ S: 2; − (a κ)ᵀ (κ S): 2; + kᵀ v: 2; q S: 2
+    ),
+    ("rank",),
+    shapes=lambda spec, hidden_size, memory: {"memory": memory, "shift": (1, hidden_size)},
+)
+register_mixer(
+    "rwkv7",
+    MatrixSpec("rwkv7", width=64),  # RWKV-LM: head_size 64
+    about="A delta rule whose removal key, replacement key and strength per channel are separate.",
+    paper="https://arxiv.org/abs/2503.14456",
+)

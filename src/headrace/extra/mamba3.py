@@ -11,14 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...ops.call import accumulator, product
-from ...ops.derivatives import apply_function
-from ...ops.sequences import Sequences
-from ..base import SelfInitialized
-from ..rotary import rotate
-from ..scan import NAME, Scan
-from .recur import Recur
-from .stage import Stage, Tokens
+from ..layers.base import SelfInitialized
+from ..layers.linear.recur import Recur
+from ..layers.linear.stage import STAGES, Stage, Tokens
+from ..layers.rotary import rotate
+from ..ops.call import accumulator, product
+from ..ops.derivatives import apply_function
+from ..ops.sequences import Sequences
+from ..spec.decay import Decay
+from ..spec.linear import Heads, Inputs, MixerSpec, Read, Write
+from .registration import register_mixer
+from .scan import NAME, Scan
 
 EPS = 1e-5
 
@@ -145,3 +148,19 @@ class Trapezoid(Recur):
         out, t.after["memory"] = self.recur(mixer, t, tensors)
         weight = (t.q * t.k).sum(-1).to(now).repeat_interleave(now.shape[2] // t.q.shape[2], 2) * now * mixer.scale
         t.out = out + product(weight, t.read_gate)[..., None] * v
+
+
+STAGES.update({"biased-norm": NormWithBias, "turn": Turn, "trapezoid": Trapezoid})
+register_mixer(
+    "mamba3",
+    MixerSpec(
+        Heads(expand_k=4.0, expand_v=2.0, qk_groups=1, width=64),  # state-spaces/mamba, Mamba3
+        Inputs(qk_norm="rms-bias", turns=0.5),
+        Decay("softplus-rate"),
+        Write(beta="trapezoid"),
+        Read("none", "silu", scale="one", skip=True),
+    ),
+    about="Mamba-2 whose update is a trapezoid of two tokens, with q and k normalized, biased and turned by the "
+    "tokens.",
+    paper="https://arxiv.org/abs/2603.15569",
+)

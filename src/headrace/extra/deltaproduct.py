@@ -9,12 +9,16 @@ Dimensions: B batch, T tokens, H heads (Hq for q and k), K key, V value dimensio
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
 
-from .recur import Recur
-from .stage import Stage, Tokens
+from ..layers.linear.recur import Recur
+from ..layers.linear.stage import STAGES, Stage, Tokens
+from ..spec.linear import Write
+from ..zoo.mixers import DELTANET, GATED_DELTANET
+from .registration import register_mixer
 
 
 def as_tokens(x: dict[str, Any], n: int) -> dict[str, Any]:
@@ -56,3 +60,18 @@ class RecurInSteps(Recur):
     def __call__(self, mixer: Any, t: Tokens) -> None:
         n = mixer.spec.write.steps
         t.out, t.after["memory"] = self.recur(mixer, t, as_tokens(self.tensors(t), n), n)
+
+
+STAGES.update({"keys-of-steps": Keys, "steps": RecurInSteps})
+register_mixer(
+    "deltaproduct",
+    replace(DELTANET, write=Write("delta", "sigmoid-2", steps=2)),
+    about="Two steps of the delta rule per token, each with a key, a value and a write strength up to 2.",
+    paper="https://arxiv.org/abs/2502.10297",
+)
+register_mixer(
+    "gated-deltaproduct",
+    replace(GATED_DELTANET, write=Write("delta", "sigmoid-2", steps=2)),
+    about="DeltaProduct with the decay and the output gate of Gated DeltaNet.",
+    paper="https://arxiv.org/abs/2502.10297",
+)

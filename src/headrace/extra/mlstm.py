@@ -19,11 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...ops.call import accumulator
-from ...ops.derivatives import refuse_transforms
-from ...ops.sequences import Sequences
-from ..scan import NAME, scan_packed_, tropical_
-from .stage import Stage, Tokens
+from ..layers.linear.stage import STAGES, Stage, Tokens
+from ..ops.call import accumulator
+from ..ops.derivatives import refuse_transforms
+from ..ops.sequences import Sequences
+from ..spec.decay import Decay
+from ..spec.linear import Heads, MixerSpec, Read, Write
+from .registration import register_mixer
+from .scan import NAME, scan_packed_, tropical_
 
 
 class ExponentialGate(Stage):
@@ -89,3 +92,17 @@ def _peaks(gate: Tensor, fade: Tensor, peak: Tensor, sequences: Sequences) -> Te
         scan_packed_(torch.where(first, -torch.inf, fade).transpose(0, 1).contiguous(), peaks, tropical_)
         peaks = peaks.transpose(0, 1)
     return peaks
+
+
+STAGES.update({"exponential-gate": ExponentialGate, "divide-by-weights": DivideByWeights})
+register_mixer(
+    "mlstm",
+    MixerSpec(
+        Heads(expand_k=0.5, width=512),  # xLSTM-7b: 8 heads at a hidden size of 4096
+        decay=Decay("sigmoid-head", temperature=1.0),
+        write=Write(beta="exp"),
+        read=Read("group", "sigmoid", eps=1e-6),
+    ),
+    about="xLSTM's matrix memory: an exponential input gate; the output is divided by max(|sum of weights|, 1).",
+    paper="https://arxiv.org/abs/2405.04517",
+)

@@ -11,11 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...ops.call import accumulator
-from ...ops.sequences import Sequences
-from ...spec.scan import ScanSpec
-from ..base import Mixer, ScanState
-from ..scan import elementwise
+from ..layers.base import Mixer, ScanState
+from ..ops.call import accumulator
+from ..ops.sequences import Sequences
+from ..spec.mixer import Facts, Update
+from ..spec.scan import KINDS, ScanKind, ScanSpec
+from .registration import register_mixer
+from .scan import elementwise
 
 
 def min_gru(z: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,3 +96,51 @@ class GatedScan(Mixer):
         if gate is not None:
             h = F.rms_norm(h, (self.E,), self.norm_weight.to(acc), self.norm_eps) * F.silu(gate)
         return sequences.tokenwise(self.out_proj, h.to(x.dtype)), ScanState(memory)
+
+
+KINDS.update({
+    "mingru": ScanKind(
+        Facts(
+            "headrace.extra.gated.GatedScan",
+            Update("1 − z", "z h̃", "1 − z, per channel"),
+            flops=4,  # 1 − z: 1; z h̃: 1; a h + b: 2
+        ),
+        ("expand", "bias"),
+        gated=False,
+    ),
+    "minlstm": ScanKind(
+        Facts(
+            "headrace.extra.gated.GatedScan",
+            Update("f / (f + i)", "i h̃ / (f + i)", "f / (f + i), per channel"),
+            flops=6,  # f + i and two ratios: 3; times h̃: 1; a h + b: 2
+        ),
+        ("expand", "bias"),
+        gated=False,
+    ),
+    "hgrn": ScanKind(
+        Facts(
+            "headrace.extra.gated.GatedScan",
+            Update("α", "(1 − α) c", "α, per channel"),
+            flops=6,  # γ + (1 − γ) σ(f): 2; (1 − α) c: 2; α h + b: 2
+        ),
+        ("expand", "bias"),
+    ),
+})  # fmt: skip
+register_mixer(
+    "mingru",
+    ScanSpec("mingru", bias=True),
+    about="A GRU whose gate and candidate depend on the token alone, so that it runs as a scan.",
+    paper="https://arxiv.org/abs/2410.01201",
+)
+register_mixer(
+    "minlstm",
+    ScanSpec("minlstm", bias=True),
+    about="An LSTM whose gates depend on the token alone and are normalized to sum 1.",
+    paper="https://arxiv.org/abs/2410.01201",
+)
+register_mixer(
+    "hgrn",
+    ScanSpec("hgrn"),
+    about="A gated recurrence per channel whose forget gate has a lower bound that grows with depth.",
+    paper="https://arxiv.org/abs/2311.04823",
+)
