@@ -73,14 +73,31 @@ tables.offer(
 )
 tables.offer("headrace.extra.mesa", linear=("mesa",), types=("mesa",))
 tables.offer("headrace.extra.taylor", linear=("taylor-softmax", "based"), stages=("taylor",))
-tables.offer("headrace.extra.mamba3", linear=("mamba3",), stages=("biased-norm", "turn", "trapezoid"))
+tables.offer(
+    "headrace.extra.mamba3", linear=("mamba3",), stages=("biased-norm", "turn", "trapezoid"), rules=("inputs.turns",)
+)
 tables.offer("headrace.extra.mlstm", linear=("mlstm",), stages=("exponential-gate", "divide-by-weights"))
 tables.offer(
-    "headrace.extra.deltaproduct", linear=("deltaproduct", "gated-deltaproduct"), stages=("keys-of-steps", "steps")
+    "headrace.extra.deltaproduct",
+    linear=("deltaproduct", "gated-deltaproduct"),
+    stages=("keys-of-steps", "steps"),
+    rules=("write.steps",),
 )
-tables.offer("headrace.extra.residual", linear=("residual-delta",), stages=("residual",))
-tables.offer("headrace.extra.erasing", linear=("comba", "gated-deltanet-2"), stages=("gate-of-channels", "erase"))
-tables.offer("headrace.extra.memories", stages=("memories", "values-of-memories", "sum-of-memories"))
+tables.offer(
+    "headrace.extra.residual", linear=("residual-delta",), stages=("residual",), rules=("write.residual_chunk",)
+)
+tables.offer(
+    "headrace.extra.erasing",
+    linear=("comba", "gated-deltanet-2"),
+    stages=("gate-of-channels", "erase"),
+    rules=("write.erase",),
+)
+tables.offer(
+    "headrace.extra.memories",
+    stages=("memories", "values-of-memories", "sum-of-memories"),
+    rules=("competition.memories_per_head",),
+)
+tables.offer("headrace.extra.averages", stages=("value-gate", "over-length", "divide-detached", "divide-by-length"))
 tables.offer("headrace.extra.mamba", scans=("mamba",), scan_kinds=("mamba",), models=("jamba", "zamba"))
 tables.offer("headrace.extra.rg_lru", scans=("rg-lru",), scan_kinds=("rg-lru",))
 tables.offer("headrace.extra.gated", scans=("mingru", "minlstm", "hgrn"), scan_kinds=("mingru", "minlstm", "hgrn"))

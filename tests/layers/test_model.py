@@ -12,10 +12,11 @@ from headrace.layers import SoftmaxAttention, build
 from headrace.layers.attention.sdpa import attend
 from headrace.layers.blocks.block import Sizes
 from headrace.layers.blocks.stack import Backbone
-from headrace.layers.blocks.widths import count_parameters, default_intermediate_size, match_intermediate_size
+from headrace.layers.blocks.widths import count_parameters, default_intermediate_size
 from headrace.layers.packing import padding_mask
 from headrace.ops.sequences import Sequences
 from headrace.spec import AttentionSpec, Pattern
+from headrace.studies.compare.widths import match_intermediate_size
 from headrace.utils.errors import InputError
 
 D, H = 24, 6

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from headrace import zoo
-from headrace.layers.base import undecayed
 from headrace.layers.linear.mixer import LinearMixer
-from headrace.training.parameters import gate_parameters, parameter_groups
+from headrace.training.parameters import gate_parameters, parameter_groups, undecayed
 
 B, T, D, H = 2, 23, 32, 4
 

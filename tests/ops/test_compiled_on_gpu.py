@@ -12,11 +12,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from headrace import InputError, compile_blocks, linear_attention
 from headrace.hf import HeadraceForCausalLM
-from headrace.layers.blocks.compiled import compile_for_training, is_compiled, report_compiler_errors
 from headrace.ops import dispatch
 from headrace.ops.backends.native import library
 from headrace.ops.backends.torch import chunkwise
 from headrace.ops.backends.triton import limits, op
+from headrace.training.compiled import compile_for_training, is_compiled, report_compiler_errors
 from headrace.training.gate_statistics import GateWatch
 from headrace.utils.device import is_hopper
 from tiny import SIZES, config

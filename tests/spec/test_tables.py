@@ -13,11 +13,11 @@ from headrace import InputError, zoo
 from headrace.layers.linear.mixer import LinearMixer
 from headrace.layers.linear.readout import Skip
 from headrace.layers.linear.stage import STAGES
-from headrace.spec import MixerSpec, attention, from_json, matrix, scan, serialize, stack, to_json
+from headrace.spec import MixerSpec, attention, from_json, linear, matrix, scan, serialize, stack, to_json
 from headrace.spec.mixer import Facts
 from headrace.utils.tables import OFFERS, Table
 
-SPECS = serialize.TYPES, scan.KINDS, matrix.KINDS, attention.LAYERS, stack.MLPS
+SPECS = serialize.TYPES, scan.KINDS, matrix.KINDS, attention.LAYERS, stack.MLPS, linear.RULES
 EVERY = *zoo.TABLES.values(), zoo.MODELS, *SPECS, STAGES
 TABLES = {table.name: table for table in EVERY}
 

@@ -8,7 +8,7 @@ This is `linear_attention` of n tokens for each token, where the first one decay
 Dimensions: B batch, T tokens, H heads (Hq for q and k), K key, V value dimension per head, n steps per token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from ..layers.linear.recur import Recur
 from ..layers.linear.stage import STAGES, Stage, Tokens
-from ..spec.linear import Write
+from ..spec.linear import RULES, MixerSpec, Write
 from ..zoo.mixers import DELTANET, GATED_DELTANET
 from .registration import register_mixer
 
@@ -60,6 +60,20 @@ class RecurInSteps(Recur):
     def __call__(self, mixer: Any, t: Tokens) -> None:
         n = mixer.spec.write.steps
         t.out, t.after["memory"] = self.recur(mixer, t, as_tokens(self.tensors(t), n), n)
+
+
+def rules(spec: MixerSpec) -> Iterator[tuple[bool, str]]:
+    """Objections to several steps per token."""
+    write = spec.write
+    yield (
+        write.rule != "delta" or write.beta == "dt" or write.residual_chunk is not None or spec.read.skip,
+        f"write.steps={write.steps} makes several updates by the delta rule, each with a β and a v of its own; "
+        "expected write.rule='delta', write.beta='one', 'sigmoid' or 'sigmoid-2', write.residual_chunk=None and "
+        "read.skip=False",
+    )
+
+
+RULES["write.steps"] = rules
 
 
 STAGES.update({"keys-of-steps": Keys, "steps": RecurInSteps})

@@ -9,6 +9,7 @@ GDN-2, whose w is one per value channel, and one number per head in Comba.
 Dimensions: B batch, T tokens, H heads (Hq for q and k), K key, V value dimension per head, N sequences.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from ..layers.linear.recur import ModuleRecur
 from ..layers.linear.stage import STAGES, Stage, Tokens
 from ..ops.call import accumulator, gated
 from ..ops.sequences import Sequences
-from ..spec.linear import Read, Write
+from ..spec.linear import RULES, MixerSpec, Read, Write
 from ..zoo.mixers import GATED_DELTANET, KDA
 from .chunks import recur
 from .dplr import Operands, form, step
@@ -107,6 +108,24 @@ class Erase(ModuleRecur):
     def build(self, mixer: Any) -> None:
         super().build(mixer)
         mixer.general = GeneralDelta(mixer.spec.write.erase, mixer.H, mixer.scale)
+
+
+def rules(spec: MixerSpec) -> Iterator[tuple[bool, str]]:
+    """Objections to erasing by another vector."""
+    write, gate = spec.write, spec.competition
+    yield (
+        not (write.rule == "delta" and write.sigmoid) or write.steps > 1 or bool(write.residual_chunk),
+        f"write.erase={write.erase!r} changes what the delta rule removes; expected write.rule='delta', "
+        "write.beta='sigmoid' or 'sigmoid-2', write.steps=1 and write.residual_chunk=None",
+    )
+    yield (
+        gate is not None and gate.write == "beta" and write.erase == "channel",
+        "competition.write='beta' with write.erase='channel' gates what is removed and not what is written; "
+        "expected competition.write='value'",
+    )
+
+
+RULES["write.erase"] = rules
 
 
 STAGES.update({"gate-of-channels": WriteGate, "erase": Erase})

@@ -5,6 +5,7 @@ Dimensions: B batch, T tokens, H heads (Hq for q and k), K key, V value dimensio
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ..ops.call import accumulator, product
 from ..ops.derivatives import apply_function
 from ..ops.sequences import Sequences
 from ..spec.decay import Decay
-from ..spec.linear import Heads, Inputs, MixerSpec, Read, Write
+from ..spec.linear import RULES, Heads, Inputs, MixerSpec, Read, Write
 from .registration import register_mixer
 from .scan import NAME, Scan
 
@@ -148,6 +149,20 @@ class Trapezoid(Recur):
         out, t.after["memory"] = self.recur(mixer, t, tensors)
         weight = (t.q * t.k).sum(-1).to(now).repeat_interleave(now.shape[2] // t.q.shape[2], 2) * now * mixer.scale
         t.out = out + product(weight, t.read_gate)[..., None] * v
+
+
+def rules(spec: MixerSpec) -> Iterator[tuple[bool, str]]:
+    """Objections to turned keys."""
+    inputs, shared_keys = spec.inputs, spec.heads.qk_groups not in (None, spec.heads.count)
+    turned_features = inputs.order is not None or spec.write.steps > 1
+    yield (
+        turned_features or (shared_keys and inputs.qk_norm != "rms-bias"),
+        f"inputs.turns={inputs.turns} turns q and k of each head by angles of its own; expected inputs.order=None, "
+        "write.steps=1, and heads.qk_groups=None or inputs.qk_norm='rms-bias'",
+    )
+
+
+RULES["inputs.turns"] = rules
 
 
 STAGES.update({"biased-norm": NormWithBias, "turn": Turn, "trapezoid": Trapezoid})

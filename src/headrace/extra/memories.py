@@ -15,6 +15,7 @@ Dimensions: B batch, T tokens, H heads (Hq for q and k), R memories per head, K 
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from ..layers.linear.competition import Gate
 from ..layers.linear.stage import STAGES, Stage, Tokens
 from ..ops.call import accumulator, product
+from ..spec.linear import RULES, MixerSpec
 
 
 class MemoryChoice(Gate):
@@ -78,6 +80,18 @@ class SumOfMemories(Stage):
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
         t.out = t.out.unflatten(2, (mixer.H, -1)).sum(3)
+
+
+def rules(spec: MixerSpec) -> Iterator[tuple[bool, str]]:
+    """Objections to several memories per head."""
+    yield (
+        spec.competition is not None and spec.competition.write == "none",
+        f"competition.memories_per_head={spec.memories_per_head} with competition.write='none': the memories "
+        "of a head would hold the same",
+    )
+
+
+RULES[Memories.field] = rules
 
 
 STAGES.update({"memories": Memories, "values-of-memories": MemoriesOfValues, "sum-of-memories": SumOfMemories})

@@ -14,7 +14,7 @@ Dimensions: B batch, T tokens, H heads (Hq for q and k), K key, V value dimensio
 chunk.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from ..layers.linear.stage import STAGES, Tokens
 from ..layers.maps import mixed, wanted
 from ..ops.call import accumulator
 from ..ops.sequences import Sequences
-from ..spec.linear import Write
+from ..spec.linear import RULES, MixerSpec, Write
 from ..utils.device import without_autocast
 from ..zoo.mixers import GATED_DELTANET
 from .chunks import Chunks, carry
@@ -156,6 +156,19 @@ class Residual(ModuleRecur):
             return
         t.out, *after = mixer.residual(self.op(mixer), self.tensors(t), t.state, t.sequences)
         t.after["memory"], t.after["before"] = after
+
+
+def rules(spec: MixerSpec) -> Iterator[tuple[bool, str]]:
+    """Objections to this β."""
+    write = spec.write
+    yield (
+        write.rule != "delta" or write.beta != "sigmoid",
+        f"write.residual_chunk={write.residual_chunk} makes β depend on what the delta rule corrects; expected "
+        f"write.rule='delta' and write.beta='sigmoid', got {write.rule!r} and {write.beta!r}",
+    )
+
+
+RULES["write.residual_chunk"] = rules
 
 
 STAGES["residual"] = Residual

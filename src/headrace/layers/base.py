@@ -28,13 +28,6 @@ class SelfInitialized(nn.Module):
         raise TypeError(f"{type(self).__name__} does not define reset_parameters")
 
 
-def undecayed(module: nn.Module) -> list[str]:
-    """Returns the names of the module's own parameters to which an optimizer applies no weight decay: vectors, and what
-    the module names in `no_weight_decay`, the parameters of its dynamics."""
-    named = getattr(module, "no_weight_decay", ())
-    return [name for name, p in module._parameters.items() if p is not None and (p.dim() <= 1 or name in named)]
-
-
 class Recurrence(nn.Module):
     """Calls the recurrence of a mixer. It is a module so that a counter of operations can leave it out: PyTorch counts
     the matrix products of the form that is computed, and the spec's `flops_per_token` counts the recurrent form."""

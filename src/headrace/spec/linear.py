@@ -5,17 +5,21 @@ Each kind named here is a key of a table in `layers/`, or an option of `linear_a
 """
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from ..utils.errors import InputError
+from ..utils.tables import Table
 from .competition import Competition
 from .decay import DECAYS, STEPPED, Decay, DecayShape
 from .mixer import Facts, Shapes, Spec, heads_of_width, width_per_head
 from .read import HEAD_NORMS, SUMS, Read
-from .record import PositiveFloat, PositiveInt, Range, Record, require_positive
+from .record import PositiveFloat, PositiveInt, Range, Record, asked_for, require_positive
 
 Order = Annotated[int, Range("0 to 100", lambda n: 0 <= n <= 100)]  # of a Taylor polynomial of e^x
+# Objections to a spec in which a field is not its default, of plug-ins that have the field's stage.
+RULES: Table[Callable[[Any], Iterator[tuple[bool, str]]]] = Table("rules")
 LARGEST_FEATURES = 2**24  # rows of a head's memory; 8 GiB per head for values of 128
 
 
@@ -124,6 +128,9 @@ class MixerSpec(Spec):
         yield from self._objections_to_updates()
         if self.competition is not None:
             yield from self._objections_to_gates(self.competition)
+        for path in RULES:
+            if asked_for(self, path):
+                yield from RULES[path](self)
 
     def _objections_to_division(self):
         """Denominators that can vanish."""
@@ -161,7 +168,6 @@ class MixerSpec(Spec):
         kind = DECAYS.get(decay.kind)
         per_channel = kind is not None and kind.shape is DecayShape.VECTOR
         shared_keys = self.heads.qk_groups not in (None, self.heads.count)
-        turned_features = inputs.order is not None or write.steps > 1
         yield (
             inputs.key == "complement" and (shared_keys or not per_channel or DECAYS[decay.kind].fixed),
             "inputs.key='complement' is 1 − the decay per token and key channel; expected decay.kind=sigmoid, exp or "
@@ -184,27 +190,6 @@ class MixerSpec(Spec):
             f"write.beta={write.beta!r} is defined for write.rule='add', read.bonus=False, read.norm not in {SUMS} and "
             "competition.freeze=False; 'exp' for a decay per head, 'trapezoid' for inputs.shift='none'",
         )
-        yield (
-            inputs.turns > 0 and (turned_features or (shared_keys and inputs.qk_norm != "rms-bias")),
-            f"inputs.turns={inputs.turns} turns q and k of each head by angles of its own; expected inputs.order=None, "
-            "write.steps=1, and heads.qk_groups=None or inputs.qk_norm='rms-bias'",
-        )
-        yield (
-            write.residual_chunk is not None and (not delta or write.beta != "sigmoid"),
-            f"write.residual_chunk={write.residual_chunk} makes β depend on what the delta rule corrects; expected "
-            f"write.rule='delta' and write.beta='sigmoid', got {write.rule!r} and {write.beta!r}",
-        )
-        yield (
-            write.steps > 1 and (not delta or write.beta == "dt" or write.residual_chunk is not None or self.read.skip),
-            f"write.steps={write.steps} makes several updates by the delta rule, each with a β and a v of its own; "
-            "expected write.rule='delta', write.beta='one', 'sigmoid' or 'sigmoid-2', write.residual_chunk=None and "
-            "read.skip=False",
-        )
-        yield (
-            write.erase != "beta" and (not (delta and write.sigmoid) or write.steps > 1 or bool(write.residual_chunk)),
-            f"write.erase={write.erase!r} changes what the delta rule removes; expected write.rule='delta', "
-            "write.beta='sigmoid' or 'sigmoid-2', write.steps=1 and write.residual_chunk=None",
-        )
 
     def _objections_to_gates(self, gate: Competition):
         """Gates of competition that gate nothing or that the write does not have."""
@@ -212,16 +197,6 @@ class MixerSpec(Spec):
         yield (
             gate.write == "beta" and not self.write.sigmoid,
             f"competition.write='beta' acts inside β's logit and needs write.beta='sigmoid'; got {self.write.beta!r}",
-        )
-        yield (
-            gate.write == "beta" and self.write.erase == "channel",
-            "competition.write='beta' with write.erase='channel' gates what is removed and not what is written; "
-            "expected competition.write='value'",
-        )
-        yield (
-            gate.memories_per_head > 1 and gate.write == "none",
-            f"competition.memories_per_head={gate.memories_per_head} with competition.write='none': the memories "
-            "of a head would hold the same",
         )
         erases = self.write.rule == "delta" and gate.write != "beta"
         yield (

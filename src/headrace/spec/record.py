@@ -6,7 +6,7 @@ A field's type hint may be bool, int, float, str, a Literal, a record, None, a t
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator
-from functools import cache
+from functools import cache, reduce
 from math import isfinite
 from sys import float_info
 from types import NoneType
@@ -113,6 +113,16 @@ def _names(kind: Kind) -> list[str]:
     if kind.items:
         return [f"tuple of {' or '.join(name for item in kind.items for name in _names(item))}"]
     return [{NoneType: "None", float: "finite float"}.get(kind.type, kind.type.__name__)]
+
+
+def asked_for(spec: Any, field: str, values: tuple[Any, ...] = ()) -> bool:
+    """Whether a field of a spec, as in "heads.count", has one of these values, or another one than its default."""
+    *parts, name = field.split(".")
+    record = reduce(getattr, parts, spec)
+    if record is None:
+        return False
+    value = getattr(record, name)
+    return value in values if values else value != getattr(type(record), name)
 
 
 def require_positive(**sizes: Any) -> None:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..layers.blocks.compiled import uncompiled
 from ..layers.linear.competition import HeadCompetition
+from .compiled import uncompiled
 
 UNIFORM = 0.999  # mean entropy / log(heads) above which a gate is uniform
 COLLAPSED = 0.95  # mean share of one head above which a gate has collapsed

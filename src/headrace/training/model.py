@@ -19,7 +19,7 @@ from torch.utils.module_tracker import ModuleTracker
 from ..convert import load
 from ..convert.checkpoint import read_config
 from ..hf import HeadraceConfig, HeadraceForCausalLM
-from ..layers.blocks.widths import matrix_products
+from ..layers.base import Recurrence
 from ..ops.dispatch import set_backend
 from ..utils.errors import InputError
 from .kernels import without_kernel
@@ -216,3 +216,10 @@ def _kept_for_backward(model: HeadraceForCausalLM, recipe: Recipe) -> dict[str, 
     for key, (part, storage) in kept.items():
         found[part] += storage.nbytes() * (key not in weights)
     return dict(found)
+
+
+def matrix_products(counter: FlopCounterMode, model: nn.Module) -> int:
+    """The FLOPs that PyTorch counted in a forward pass of the model, without those of recurrences."""
+    root, counted = type(model).__name__, counter.get_flop_counts()
+    recurrences = [f"{root}.{name}" for name, module in model.named_modules() if isinstance(module, Recurrence)]
+    return counter.get_total_flops() - sum(sum(counted[name].values()) for name in recurrences if name in counted)

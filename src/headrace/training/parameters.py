@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ..layers.base import undecayed
 from ..layers.linear.competition import Gate, HeadCompetition
 
 
@@ -16,6 +15,13 @@ def gate_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     for module in model.modules():
         if isinstance(module, Gate):
             yield from module.parameters()
+
+
+def undecayed(module: nn.Module) -> list[str]:
+    """Returns the names of the module's own parameters to which an optimizer applies no weight decay: vectors, and what
+    the module names in `no_weight_decay`, the parameters of its dynamics."""
+    named = getattr(module, "no_weight_decay", ())
+    return [name for name, p in module._parameters.items() if p is not None and (p.dim() <= 1 or name in named)]
 
 
 GateInit = Literal["normal", "orthogonal"]

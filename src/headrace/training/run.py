@@ -28,13 +28,13 @@ from ..convert.checkpoint import fetched
 from ..data import Collator, PackedData, Shuffled, open_data, unigram_loss
 from ..files.processes import handling
 from ..files.provenance import claim, defaults
-from ..layers.blocks.compiled import compile_for_training, is_compiled, report_compiler_errors
 from ..utils.errors import InputError, reading
 from ..utils.extras import named
 from ..utils.integrity import CHECKSUMS, damage, read_record, write_json
 from . import checkpoints
 from .agreement import agreed, errors_in_all, rank
 from .card import baseline_sentence, can_draw, read_history, write_card
+from .compiled import compile_for_training, is_compiled, report_compiler_errors
 from .history import Measures, check_trackers, open_trackers
 from .loop import Batches, Loop, answers
 from .machine import peak

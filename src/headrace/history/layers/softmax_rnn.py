@@ -15,11 +15,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ...extra.averages import divided_by_length
 from ...extra.taylor import truncated_exp
 from ...layers.attention.attention import AttentionState, attend_packed, extended
 from ...layers.attention.sdpa import visible
 from ...layers.base import ANY, Mixer, check_state
-from ...layers.linear.features import FEATURE_MAPS, divided_by_length, l2_norm
+from ...layers.linear.features import FEATURE_MAPS, l2_norm
 from ...layers.linear.mixer import LinearMixer
 from ...layers.linear.readout import NORM_FLOORS, affine, normalized
 from ...layers.maps import mixed

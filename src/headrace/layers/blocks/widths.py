@@ -2,14 +2,9 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
-
-from ...ops.checks import require
-from ..base import Recurrence
 
 
 def default_intermediate_size(hidden_size: int, gated: bool = True) -> int:
@@ -32,23 +27,3 @@ def count_parameters(build: Callable[[], nn.Module]) -> int:
     """Returns the number of parameters of the module that build() makes; tied ones count once. Allocates no memory."""
     with torch.device("meta"):
         return sum(p.numel() for p in build().parameters())
-
-
-def match_intermediate_size(build: Callable[[int], nn.Module], target: int) -> int:
-    """Returns the MLP width with which the model build(width) has the number of parameters nearest to `target`.
-
-    The number of parameters is linear in the width, so that two models are counted. Raises InputError if the model has
-    no MLP, or more than `target` parameters with width 1."""
-    least, per_width = count_parameters(partial(build, 1)), count_parameters(partial(build, 2))
-    per_width -= least
-    require(per_width > 0, f"the model has {least} parameters for every MLP width; expected a model with an MLP")
-    width = round(1 + (target - least) / per_width)
-    require(width >= 1, f"the model has {least} parameters with the narrowest MLP; expected at most target={target}")
-    return width
-
-
-def matrix_products(counter: FlopCounterMode, model: nn.Module) -> int:
-    """The FLOPs that PyTorch counted in a forward pass of the model, without those of recurrences."""
-    root, counted = type(model).__name__, counter.get_flop_counts()
-    recurrences = [f"{root}.{name}" for name, module in model.named_modules() if isinstance(module, Recurrence)]
-    return counter.get_total_flops() - sum(sum(counted[name].values()) for name in recurrences if name in counted)

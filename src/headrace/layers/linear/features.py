@@ -1,4 +1,4 @@
-"""Feature maps, norms and rotary positions of q and k, and the power of the length that divides v.
+"""Feature maps, norms and rotary positions of q and k.
 
 Dimensions: B batch, T tokens, H heads (Hq for q and k), K key dimension per head.
 """
@@ -36,12 +36,6 @@ def sum_norm(x: Tensor) -> Tensor:
     """Returns x / (Σ x + 1e-6) over the last dimension, for x ≥ 0. The result has |x|² ≤ 1."""
     wide = x.to(accumulator(x))
     return (wide / (wide.sum(-1, keepdim=True) + EPS)).to(x.dtype)
-
-
-def divided_by_length(v: Tensor, length: Tensor, power: Tensor) -> Tensor:
-    """Returns v / n^σ(c): v [B, T, H, V], the numbers of tokens n in length [B or 1, T], c in power [H]."""
-    wide = length[..., None, None].to(accumulator(v)) ** torch.sigmoid(power)[:, None]
-    return (v / wide).to(v.dtype)
 
 
 def identity(x: Tensor) -> Tensor:

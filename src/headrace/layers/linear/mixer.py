@@ -24,12 +24,11 @@ from .decays import ComplementKey, Decays
 from .features import FeatureMap, QKNorm, Rotate, RotateFirst
 from .project import Heads, Positions, Project, ValueMap
 from .readout import GROUP_NORM_EPS, Gate, GateFirst, Norm, Out, ReadGate, ReadGateFirst, Skip
-from .recur import DivideByLength, DivideDetached, Recur, WeightSum
+from .recur import Recur, WeightSum
 from .stage import Plugged, Stage, Tokens
 from .strength import StepSize, Strength
 from .token import MixerState, find_program, mixer_program, run_mixer
 from .token_shift import Shift
-from .values import OverLength, ValueGate
 
 Stages = tuple[Any, ...]  # of classes of `Stage`, and of `Plugged`
 MEMORIES = "competition.memories_per_head"
@@ -52,9 +51,9 @@ class LinearMixer(Mixer, HasBackend):
         Positions, Shift, Project, Convolve, Heads, ValueMap, Decays, ComplementKey, Compete,
         Plugged("keys-of-steps", "write.steps"), RotateFirst, FeatureMap, QKNorm,
         Plugged("biased-norm", "inputs.qk_norm", ("rms-bias",)), Rotate, Plugged("turn", "inputs.turns"),
-        Plugged("taylor", "inputs.order"), ValueGate, Plugged("gate-of-channels", "write.erase", ("channel",)),
-        OverLength, Plugged("exponential-gate", "write.beta", ("exp",)), Plugged("memories", MEMORIES), Freeze,
-        Strength, StepSize,
+        Plugged("taylor", "inputs.order"), Plugged("value-gate", "inputs.value_gate"),
+        Plugged("gate-of-channels", "write.erase", ("channel",)), Plugged("over-length", "inputs.by_length"),
+        Plugged("exponential-gate", "write.beta", ("exp",)), Plugged("memories", MEMORIES), Freeze, Strength, StepSize,
     )  # fmt: skip
     VALUES: ClassVar[Stages] = (WeightSum, Plugged("values-of-memories", MEMORIES))
     RECURRENCES: ClassVar[Stages] = (
@@ -62,8 +61,8 @@ class LinearMixer(Mixer, HasBackend):
         Plugged("residual", "write.residual_chunk"), Plugged("erase", "write.erase"), Recur,
     )  # fmt: skip
     SUMS: ClassVar[Stages] = (
-        Plugged("sum-of-memories", MEMORIES), Plugged("divide-by-weights", "write.beta", ("exp",)), DivideDetached,
-        DivideByLength,
+        Plugged("sum-of-memories", MEMORIES), Plugged("divide-by-weights", "write.beta", ("exp",)),
+        Plugged("divide-detached", "read.norm", ("detached",)), Plugged("divide-by-length", "read.by_length"),
     )  # fmt: skip
     READOUT: ClassVar[Stages] = (Skip, ReadGateFirst, GateFirst, Norm, ReadGate, Gate, Out)
 

@@ -110,25 +110,6 @@ class WeightSum(Stage):
         t.v = F.pad(t.v, (0, 1), value=1.0).to(accumulator(t.v))
 
 
-class DivideDetached(Stage):
-    """Divides what is read by the sum of weights, at least 1, without a gradient."""
-
-    field = "read.norm"
-    values = ("detached",)
-
-    def __call__(self, mixer: Any, t: Tokens) -> None:
-        t.out = t.out[..., :-1] / t.out[..., -1:].clamp(min=1).detach()
-
-
-class DivideByLength(Stage):
-    """Divides what is read by the number of tokens so far."""
-
-    field = "read.by_length"
-
-    def __call__(self, mixer: Any, t: Tokens) -> None:
-        t.out = t.out.to(accumulator(t.out)) / (t.positions + 1)[..., None, None]
-
-
 def _at(x: Tensor | None, i: int) -> Any:
     """Selects a token of [B, T, ·]; a fixed decay [H] has no tokens."""
     return x if x is None or x.dim() == 1 else x[:, i]

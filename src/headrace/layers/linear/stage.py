@@ -4,7 +4,6 @@ Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V
 """
 
 from dataclasses import dataclass
-from functools import reduce
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from ...ops.backends.native.operations import UnsupportedError
 from ...ops.sequences import Sequences
+from ...spec.record import asked_for
 from ...utils.tables import Table
 
 
@@ -118,16 +118,6 @@ class Plugged:
 
     def __call__(self) -> Stage:
         return STAGES[self.name]()
-
-
-def asked_for(spec: Any, field: str, values: tuple[Any, ...] = ()) -> bool:
-    """Whether a field of a spec has one of these values, or another one than its default."""
-    *parts, name = field.split(".")
-    record = reduce(getattr, parts, spec)
-    if record is None:
-        return False
-    value = getattr(record, name)
-    return value in values if values else value != getattr(type(record), name)
 
 
 def refuse_changes(spec: Any, *names: str) -> None:

@@ -11,12 +11,12 @@ from torch.utils.data import default_collate
 from transformers import set_seed
 
 from ...history.specs.encoder_decoder import RecurrentSpec
-from ...layers.blocks.compiled import compile_for_training, is_compiled, report_compiler_errors
 from ...spec.mixer import ModelSpec
 from ...spec.serialize import from_json
 from ...spec.stack import as_decoder
 from ...tasks import IGNORED, Answers, Rows, Sequences
 from ...tasks.base import Batch
+from ...training.compiled import compile_for_training, is_compiled, report_compiler_errors
 from ...training.gate_statistics import GateWatch
 from ...training.loop import Updates
 from ...training.parameters import gate_parameters

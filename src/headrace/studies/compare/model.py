@@ -11,13 +11,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from ...hf.model import HeadraceConfig, HeadraceForCausalLM
 from ...history import models
 from ...history.models import shift_right
-from ...layers.blocks.compiled import uncompiled
-from ...layers.blocks.widths import matrix_products
 from ...spec.mixer import ModelSpec, Spec
 from ...spec.serialize import from_json
 from ...tasks import IGNORED, Sequences, Task
 from ...tasks.base import Batch
 from ...tasks.sequences import START
+from ...training.compiled import uncompiled
+from ...training.model import matrix_products
 from ...training.parameters import initialize_gates
 from .shape import ArmRecipe, Shape
 

@@ -1,12 +1,16 @@
 """Matches parameters and states: the MLP width of each model is chosen so that it has as many parameters as the largest
 model, and a size of each mixer so that its state has as many numbers as the largest state."""
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from ... import zoo
 from ...history.specs.stack import StackSpec
-from ...layers.blocks.widths import count_parameters, default_intermediate_size, match_intermediate_size
+from ...layers.blocks.widths import count_parameters, default_intermediate_size
+from ...ops.checks import require
 from ...spec.linear import MixerSpec
 from ...spec.matrix import KINDS, MatrixSpec
 from ...spec.mixer import ModelSpec, Spec
@@ -113,3 +117,16 @@ def resized(mixer: str, spec: Spec, shape: Shape, target: int) -> str:
             break
     best = min(found, key=found.__getitem__)
     return f"{name}({', '.join(f'{key}={value}' for key, value in (settings | {field: str(best)}).items())})"
+
+
+def match_intermediate_size(build: Callable[[int], nn.Module], target: int) -> int:
+    """Returns the MLP width with which the model build(width) has the number of parameters nearest to `target`.
+
+    The number of parameters is linear in the width, so that two models are counted. Raises InputError if the model has
+    no MLP, or more than `target` parameters with width 1."""
+    least, per_width = count_parameters(partial(build, 1)), count_parameters(partial(build, 2))
+    per_width -= least
+    require(per_width > 0, f"the model has {least} parameters for every MLP width; expected a model with an MLP")
+    width = round(1 + (target - least) / per_width)
+    require(width >= 1, f"the model has {least} parameters with the narrowest MLP; expected at most target={target}")
+    return width
