@@ -12,8 +12,8 @@ from headrace import layers, zoo
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM
 from headrace.history.layers.distance import DistanceBias, bucket
 from headrace.history.layers.flash import flash_attention
-from headrace.layers.attention.positions import sinusoidal
 from headrace.layers.attention.sdpa import attend
+from headrace.layers.blocks.stack import sinusoidal
 from headrace.studies.verify import relative
 from headrace.utils.errors import InputError
 

@@ -8,7 +8,7 @@ import torch
 from attention_layers import agree, layer
 from headrace import layers, zoo
 from headrace.layers import BothWays, SoftmaxAttention
-from headrace.layers.attention.positions import forgotten
+from headrace.layers.attention.sdpa import forgotten
 from headrace.studies.verify import relative
 from headrace.utils.errors import InputError
 from peers import load

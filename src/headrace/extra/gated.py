@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.base import Mixer, ScanState
+from ..layers.base import Mixer
 from ..ops.call import accumulator
 from ..ops.sequences import Sequences
 from ..spec.mixer import Facts, Update
 from ..spec.scan import KINDS, ScanKind, ScanSpec
 from .registration import register_mixer
-from .scan import elementwise
+from .scan import ScanState, elementwise
 
 
 def min_gru(z: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:

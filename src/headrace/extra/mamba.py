@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.base import Mixer, Recurrence, ScanState
+from ..layers.base import Mixer, Recurrence
 from ..layers.linear.convolution import convolve
 from ..layers.linear.decays import draw_step_bias_, finite_exp
 from ..ops.backends.native import scan as native
@@ -22,6 +22,7 @@ from ..spec.mixer import Facts, Update
 from ..spec.scan import KINDS, ScanKind, ScanSpec
 from ..spec.stack import BlockStyle, Decoder, Experts, Layer
 from .registration import register_mixer, register_model
+from .scan import ScanState
 from .selective_scan import Operands, selective_scan, selective_step
 
 

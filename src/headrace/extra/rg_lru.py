@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.base import Mixer, Recurrence, ScanState
+from ..layers.base import Mixer, Recurrence
 from ..layers.linear.convolution import convolve
 from ..ops.call import accumulator
 from ..ops.sequences import Sequences
 from ..spec.mixer import Facts, Update
 from ..spec.scan import KINDS, ScanKind, ScanSpec
 from .registration import register_mixer
-from .scan import elementwise
+from .scan import ScanState, elementwise
 
 
 class RGLRU(Mixer):

@@ -3,7 +3,8 @@
 Sequences are packed, with time as the first dimension; a batch is packed sequences of equal length. Decays are factors
 in 0..1 that are only multiplied, so that nothing overflows.
 
-Dimensions: B batch, T tokens of a row or of a pack, n or N sequences, D channels.
+Dimensions: B batch, T tokens of a row or of a pack, n or N sequences, D or E channels, S state numbers
+per channel.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,15 @@ from ..ops.derivatives import apply_function, first_order, refuse_transforms
 from ..ops.sequences import Sequences, avoid_sync
 
 NAME = "a scan over time"
+
+
+class ScanState(NamedTuple):
+    """The recurrent state of N sequences; None for parts that the mixer does not have."""
+
+    memory: Tensor  # [N, S, E]
+    conv: Tensor | None = None  # [N, width − 1, E]
+    shift: Tensor | None = None  # [N, 1, D]
+    tokens: Tensor | None = None  # [N], number of tokens so far, of mixers whose first token differs
 
 
 def affine_(a: Tensor, b: Tensor, a_before: Tensor, b_before: Tensor) -> None:

@@ -6,13 +6,14 @@ Dimensions: B batch, T tokens, D hidden size, N sequences, W width.
 
 from torch import Tensor, nn
 
-from ..layers.base import Mixer, Recurrence, ScanState
+from ..layers.base import Mixer, Recurrence
 from ..layers.linear.convolution import convolve
 from ..ops.call import accumulator
 from ..ops.sequences import Sequences
 from ..spec.mixer import Facts, Update
 from ..spec.scan import KINDS, ScanKind, ScanSpec
 from .registration import register_mixer
+from .scan import ScanState
 
 
 class ShortConv(Mixer):

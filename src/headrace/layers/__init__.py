@@ -67,7 +67,6 @@ def Mixer(
     spec = zoo.mixer(mixer)
     if isinstance(spec, Decoder):
         raise InputError(f"mixer {mixer!r} is a decoder of several layers; expected the mixer of one layer")
-    spec.head_dims(hidden_size, num_heads)
     depth = {"layer_idx": layer_idx, "num_layers": num_layers, "norm_eps": norm_eps, "rope_theta": rope_theta}
     return build(spec, causal=causal, hidden_size=hidden_size, num_heads=num_heads, **depth)
 

@@ -1,6 +1,6 @@
 """`Mixer`, the base of mixers with a recurrent state, which checks the state and removes padding; `SelfInitialized`.
 
-Dimensions: B batch, T tokens, D hidden size, N sequences, E channels, S state numbers per channel.
+Dimensions: B batch, T tokens, D hidden size, N sequences.
 """
 
 from collections.abc import Callable, Iterable
@@ -46,15 +46,6 @@ class ShiftState(NamedTuple):
     """The last token of N sequences."""
 
     shift: Tensor  # [N, 1, D]
-
-
-class ScanState(NamedTuple):
-    """The recurrent state of N sequences; None for parts that the mixer does not have."""
-
-    memory: Tensor  # [N, S, E]
-    conv: Tensor | None = None  # [N, width − 1, E]
-    shift: Tensor | None = None  # [N, 1, D]
-    tokens: Tensor | None = None  # [N], number of tokens so far, of mixers whose first token differs
 
 
 Shapes = dict[str, tuple[int, ...]]  # shapes of a state's tensors by name, without the dimension N

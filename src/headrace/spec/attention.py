@@ -127,16 +127,6 @@ class Pattern(Record):
         """Number of earlier tokens in the cache."""
         return self.far + self.window - 1
 
-    @property
-    def unit(self) -> int:
-        """Number of tokens that enter an encoder's window together."""
-        return self.block if self.random else 1
-
-    @property
-    def reach(self) -> int:
-        """Number of tokens on either side of a unit in an encoder's window."""
-        return self.window // 2 // self.unit * self.unit
-
 
 # Layers, as `Facts.layer`. early: with tiles, with buckets, with random blocks, and with patterns in an encoder.
 LAYERS: Table[str] = Table("attention_layers")
@@ -144,8 +134,28 @@ Gate = Literal["none", "channel", "head"]
 Scale = Literal["key", "one", "half-key"] | PositiveFloat
 
 
+class SoftmaxSpec(Spec):
+    """What the specs of softmax attention share."""
+
+    count: int | None  # number of query heads; None: the model's num_heads
+    gate: Gate
+    rotary: bool
+    rope: Rope
+
+    @property
+    def gated(self) -> bool:  # type: ignore[override]
+        return self.gate != "none"
+
+    def num_heads(self, hidden_size: int, default: int) -> int:
+        """Returns the number of query heads, which is `default` unless the spec sets it."""
+        return self.count or default
+
+    def _objections(self):
+        yield not self.rotary and self.rope != Rope(), "rope sets frequencies, and rotary=False; expected rotary=True"
+
+
 @dataclass(frozen=True)
-class AttentionSpec(Spec):
+class AttentionSpec(SoftmaxSpec):
     """Softmax attention (arXiv 1706.03762). The defaults are causal, with rotary positions, over all earlier tokens."""
 
     kv_heads: PositiveInt | None = (
@@ -190,19 +200,11 @@ class AttentionSpec(Spec):
             self.form == "tiles" and (self.buckets is not None or bool(self.null) or self.pattern is not None),
             "form='tiles' supports neither buckets, null nor pattern; expected none of them, or form='sdpa'",
         )
-        yield _without_rotation(self)
+        yield from super()._objections()
         yield (
             self.rope.by_length and self.pattern is not None,
             f"rope.kind={self.rope.kind!r} with a pattern is not available; expected pattern=None",
         )
-
-    @property
-    def gated(self) -> bool:  # type: ignore[override]
-        return self.gate != "none"
-
-    def num_heads(self, hidden_size: int, default: int) -> int:
-        """Returns the number of query heads, which is `default` unless the spec sets it."""
-        return self.count or default
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """Returns the key and value dimensions per head. Raises InputError for sizes that do not divide."""
@@ -223,7 +225,7 @@ class AttentionSpec(Spec):
 
 
 @dataclass(frozen=True)
-class LatentSpec(Spec):
+class LatentSpec(SoftmaxSpec):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values are projections of one
     normalized latent per token, which is the cache. One more part of the keys, which all heads share, is projected from
     the token and has rotary positions. By default the sizes are the paper's, relative to d, the hidden size over the
@@ -250,16 +252,8 @@ class LatentSpec(Spec):
     forget: ClassVar[bool] = False
 
     def _objections(self):
-        yield _without_rotation(self)
+        yield from super()._objections()
         yield self.rope.dims is not None, f"rope.dims={self.rope.dims}; expected None, as shared_dim is what rotates"
-
-    @property
-    def gated(self) -> bool:  # type: ignore[override]
-        return self.gate != "none"
-
-    def num_heads(self, hidden_size: int, default: int) -> int:
-        """Returns the number of heads, which is `default` unless the spec sets it."""
-        return self.count or default
 
     def sizes(self, hidden_size: int, num_heads: int) -> tuple[int, int, int, int]:
         """Returns rank, key_dim, shared_dim and value_dim. Raises InputError for sizes that do not divide."""
@@ -286,7 +280,3 @@ def _divided(hidden_size: int, H: int) -> int:
     if hidden_size % H:
         raise InputError(f"num_heads={H} does not divide hidden_size={hidden_size}")
     return hidden_size // H
-
-
-def _without_rotation(spec: AttentionSpec | LatentSpec) -> tuple[bool, str]:
-    return not spec.rotary and spec.rope != Rope(), "rope sets frequencies, and rotary=False; expected rotary=True"

@@ -22,7 +22,7 @@ from ..spec.stack import Decoder, Layer, as_layers
 from ..utils import plugins
 from ..utils.errors import InputError
 from ..utils.tables import Table
-from . import mixers, models
+from . import mixers
 from .entry import Entry
 
 RECURRENT = "recurrent-"  # before the name of a mixer that has another form: the linear mixer that equals it
@@ -178,7 +178,7 @@ def _named(name: str):
     raise InputError(f"mixer {name!r} is unknown; the nearest names are {', '.join(near)} (--plugin adds others)")
 
 
-for _name, _entry in (mixers.MIXERS | models.MODELS).items():
+for _name, _entry in mixers.MIXERS.items():
     register(_name, _entry)
 for _table in (*TABLES.values(), MODELS):
     _table.own = tuple(_table.rows)  # listed before those of plug-ins

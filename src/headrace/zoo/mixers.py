@@ -1,4 +1,5 @@
-"""The named mixers: the mixers without competition, and the published forms of softmax linear attention."""
+"""The named mixers: the mixers without competition, and the published forms of softmax linear attention. A decoder,
+which HeadraceConfig(mixer=…) builds, stands among them."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,6 +7,7 @@ from typing import Any
 from ..spec.attention import AttentionSpec, LatentSpec, Pattern
 from ..spec.decay import Decay
 from ..spec.linear import Competition, Heads, Inputs, MixerSpec, Read, Write
+from ..spec.stack import BlockStyle, Decoder, Layer
 from .entry import Entry
 
 MAMBA2 = MixerSpec(
@@ -168,6 +170,14 @@ MIXERS: dict[str, Entry] = {
         "Multi-head latent attention: keys and values are projections of one latent per token, which is the cache.",
         "https://arxiv.org/abs/2405.04434",
         LatentSpec(),
+    ),
+    "gpt": Entry(
+        "Causal softmax attention with learned positions; GPT-2.",
+        "https://openai.com/research/better-language-models",
+        Decoder(
+            (Layer(AttentionSpec(rotary=False, bias=True)),),
+            BlockStyle("layer", mlp="gelu-tanh", bias=True, positions="learned"),
+        ),
     ),
 }
 

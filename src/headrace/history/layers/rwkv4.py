@@ -9,8 +9,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ...extra.scan import NAME, Pack, Tile, packed_scan, scan_packed_, tropical_
-from ...layers.base import Mixer, ScanState
+from ...extra.scan import NAME, Pack, ScanState, Tile, packed_scan, scan_packed_, tropical_
+from ...layers.base import Mixer
 from ...layers.linear.decays import finite_exp
 from ...ops.call import accumulator
 from ...ops.derivatives import refuse_transforms

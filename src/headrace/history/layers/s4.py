@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...layers.base import Mixer, Recurrence, ScanState
+from ...extra.scan import ScanState
+from ...layers.base import Mixer, Recurrence
 from ...layers.linear.decays import finite_exp
 from ...ops.call import accumulator
 from ...ops.sequences import Sequences

@@ -28,6 +28,16 @@ from ...utils.device import kept_on_cpu
 BITS = 31  # of a draw: its product with a number of blocks fits 64 bits
 
 
+def unit_of(pattern: Pattern) -> int:
+    """Returns the number of tokens that enter an encoder's window together."""
+    return pattern.block if pattern.random else 1
+
+
+def reach_of(pattern: Pattern) -> int:
+    """Returns the number of tokens on either side of a unit in an encoder's window."""
+    return pattern.window // 2 // unit_of(pattern) * unit_of(pattern)
+
+
 @kept_on_cpu
 def draws(pattern: Pattern, blocks: int) -> Tensor:
     """Returns uniform integers [blocks, random] below 2^BITS; those of the first blocks are the same for any number."""
@@ -42,7 +52,7 @@ def random_blocks(pattern: Pattern, block: Tensor, length: Tensor) -> Tensor:
 
     They are drawn without replacement (Floyd's algorithm; Bentley and Floyd, 1987) from the blocks outside the window
     that are not all global. The draw depends only on the seed, the block and the number of blocks to draw from."""
-    around, begin = pattern.reach // pattern.block, pattern.first // pattern.block
+    around, begin = reach_of(pattern) // pattern.block, pattern.first // pattern.block
     end = (length - pattern.last + pattern.block - 1) // pattern.block
     window = (block - around).clamp(min=begin)  # first block of the window that could be drawn otherwise
     inside = (torch.minimum(block + around + 1, end) - window).clamp(min=0)
@@ -69,7 +79,8 @@ class EncoderPlaces(Places):
         device, pattern, length = start.device, self.pattern, self.lengths[sequence, None]
         first = torch.arange(pattern.first, device=device).expand(len(start), -1)
         last = length - torch.arange(pattern.last, 0, -1, device=device)
-        near = start[:, None] + torch.arange(-pattern.reach, size + pattern.reach, device=device)
+        reach = reach_of(pattern)
+        near = start[:, None] + torch.arange(-reach, size + reach, device=device)
         position = torch.cat([first, last, self.drawn(start, length), near], 1)
         return position.masked_fill(position >= length, -1)
 
@@ -92,8 +103,9 @@ class SymmetricSoftmax(PatternSoftmax):
     def allowed(self, own: Tensor, position: Tensor) -> Tensor:
         pattern = self.pattern
         near = torch.arange(position.shape[2], device=position.device) >= pattern.far + pattern.last
-        units = (own // pattern.unit - position // pattern.unit).abs()
-        return (position >= 0) & ((units * pattern.unit <= pattern.reach) == near)
+        unit = unit_of(pattern)
+        units = (own // unit - position // unit).abs()
+        return (position >= 0) & ((units * unit <= reach_of(pattern)) == near)
 
 
 class GlobalTokens(NamedTuple):

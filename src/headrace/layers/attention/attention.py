@@ -21,8 +21,7 @@ from ..maps import mixed, wanted, with_map
 from ..norms import OffsetRMSNorm
 from ..packing import count_tokens, without_padding, zeroed
 from ..rotary import Angles, angles, rotate
-from .positions import forgotten
-from .sdpa import attend, attend_fading
+from .sdpa import attend, attend_fading, forgotten
 from .window import CachedPlaces, PatternSoftmax, WindowState, window_attention
 
 

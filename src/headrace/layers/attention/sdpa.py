@@ -39,6 +39,16 @@ def attend(
     return weigh(q, k, v, visible(q, k, valid, causal)[:, None], logits, null=null)
 
 
+def forgotten(gate: Tensor, valid: Tensor | None) -> Tensor:
+    """Returns Σ log σ(gate) over all tokens up to each one, [B, H, L], of which the logit of a query and a key has the
+    difference (arXiv 2503.02130). In float64: float32 sums of thousands of tokens leave few digits of the difference
+    of neighbours.
+
+    gate [B, L, H]; valid [B, L]: False marks padding, which forgets nothing; None: no padding."""
+    log_f = F.logsigmoid(gate.double())
+    return (log_f if valid is None else log_f.masked_fill(~valid[..., None], 0)).cumsum(1).mT
+
+
 def attend_fading(q: Tensor, k: Tensor, v: Tensor, total: Tensor, valid: Tensor | None, **options: Any) -> Tensor:
     """Computes causal `attend` whose logit of key j has total_i − total_j at query i. total [B, H, L], in float64.
 

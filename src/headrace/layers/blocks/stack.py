@@ -15,7 +15,6 @@ from ...ops.sequences import Sequences
 from ...spec.serialize import Spec
 from ...spec.stack import Layer
 from ..attention.attention import AttentionState
-from ..attention.positions import sinusoidal
 from ..base import SelfInitialized, check_state
 from ..packing import count_tokens
 from .block import Block, Shared, Sizes, build_norm
@@ -56,6 +55,15 @@ class Positions(nn.Module):
         longest, known = int(tokens.max()), self.table.num_embeddings
         require(longest <= known, f"a sequence has {longest} tokens; expected at most {known}, the learned positions")
         return x + self.table(places), PositionState(tokens)
+
+
+def sinusoidal(positions: Tensor, width: int, theta: float = 10000.0) -> Tensor:
+    """Returns sinusoidal embeddings (arXiv 1706.03762, section 3.5): positions [...] -> [..., width], float32.
+
+    Channels 2i and 2i + 1 are sine and cosine of position / theta^(2i/width). Angles are float64."""
+    frequency = theta ** (-torch.arange(0, width, 2, device=positions.device, dtype=torch.float64) / width)
+    angle = positions[..., None].double() * frequency
+    return torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)[..., :width].float()
 
 
 class Backbone(nn.Module):

@@ -19,7 +19,7 @@ from .stage import Stage, Tokens, refuse_changes
 
 class DecayModule(SelfInitialized):
     """Base of the decays: maps its part [B, T, in_features] of the input projection to log_decay ≤ 0, in the
-    accumulator's precision.
+    accumulator's precision; those of STEPPED to (log_decay, dt).
 
     Args:
         spec: the decay's kind and rank.
@@ -35,6 +35,11 @@ class DecayModule(SelfInitialized):
     def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
         super().__init__()
         self.spec, self.num_heads, self.key_dim, self.depth = spec, num_heads, key_dim, depth
+        self.build()
+        self.reset_parameters()
+
+    def build(self) -> None:
+        """Adds modules and parameters, and sets `in_features`; the default has none."""
 
     def reset_parameters(self) -> None:
         """Initializes the parameters of the module itself; the default has none."""
@@ -115,27 +120,25 @@ class SoftplusDecay(DecayModule):
 
     kind = "softplus"
 
-    def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
-        super().__init__(spec, num_heads, key_dim, depth)
-        self.in_features = num_heads
-        self.A_log = nn.Parameter(torch.empty(num_heads))
-        self.dt_bias = nn.Parameter(torch.empty(num_heads))
-        self.reset_parameters()
+    def build(self) -> None:
+        self.in_features = self.num_heads
+        self.A_log = nn.Parameter(torch.empty(self.num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         self.A_log.uniform_(1, 16).log_()
         draw_step_bias_(self.dt_bias, self.spec.dt_min, self.spec.dt_max)
 
-    def forward(self, x: Tensor, step_size: bool = False) -> Any:
-        """Returns log_decay [B, T, H]; with `step_size` (log_decay, dt [B, T, H])."""
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (log_decay, dt), [B, T, H] each."""
         z, spec = biased(x, self.dt_bias), self.spec
         dt = F.softplus(z).clamp(spec.dt_floor, spec.dt_ceiling)
         if spec.limited:
             log_decay = -finite_exp(self.A_log.to(z.dtype), room=24) * dt
         else:
             log_decay = softplus_decay(z, self.A_log)
-        return (log_decay, dt) if step_size else log_decay
+        return log_decay, dt
 
 
 class SoftplusRateDecay(DecayModule):
@@ -145,21 +148,19 @@ class SoftplusRateDecay(DecayModule):
     kind = "softplus-rate"
     SLOWEST = 1e-4  # rate
 
-    def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
-        super().__init__(spec, num_heads, key_dim, depth)
-        self.in_features = 2 * num_heads
-        self.dt_bias = nn.Parameter(torch.empty(num_heads))
-        self.reset_parameters()
+    def build(self) -> None:
+        self.in_features = 2 * self.num_heads
+        self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
 
     def reset_parameters(self) -> None:
         draw_step_bias_(self.dt_bias, self.spec.dt_min, self.spec.dt_max)
 
-    def forward(self, x: Tensor, step_size: bool = False) -> Any:
-        """Returns log_decay [B, T, H]; with `step_size` (log_decay, dt [B, T, H]). x: z and a of each head."""
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (log_decay, dt), [B, T, H] each. x: z and a of each head."""
         x, rate = x.unflatten(-1, (self.num_heads, 2)).unbind(-1)
         dt = F.softplus(biased(x, self.dt_bias))
         log_decay = -F.softplus(rate.to(dt)).clamp(min=self.SLOWEST) * dt
-        return (log_decay, dt) if step_size else log_decay
+        return log_decay, dt
 
 
 @torch.no_grad()
@@ -175,10 +176,10 @@ class SigmoidDecay(DecayModule):
 
     kind = "sigmoid"
 
-    def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
-        super().__init__(spec, num_heads, key_dim, depth)
-        self.in_features = spec.projected(num_heads, key_dim)
-        self.up = nn.Identity() if spec.rank == "full" else nn.Linear(self.in_features, num_heads * key_dim)
+    def build(self) -> None:
+        self.in_features = self.spec.projected(self.num_heads, self.key_dim)
+        full = self.spec.rank == "full"
+        self.up = nn.Identity() if full else nn.Linear(self.in_features, self.num_heads * self.key_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         logits, bound = self._heads(self.up(x)), self.spec.lower_bound
@@ -194,11 +195,9 @@ class SigmoidHeadDecay(DecayModule):
     kind = "sigmoid-head"
     FIRST = 3.0, 6.0  # logits of the first decays: a head then forgets half after 14 to 280 tokens
 
-    def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
-        super().__init__(spec, num_heads, key_dim, depth)
-        self.in_features = num_heads
-        self.bias = nn.Parameter(torch.empty(num_heads))
-        self.reset_parameters()
+    def build(self) -> None:
+        self.in_features = self.num_heads
+        self.bias = nn.Parameter(torch.empty(self.num_heads))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -222,10 +221,8 @@ class ExpFixedDecay(DecayModule):
 
     kind = "exp-fixed"
 
-    def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
-        super().__init__(spec, num_heads, key_dim, depth)
-        self.bias = nn.Parameter(torch.empty(num_heads * key_dim))
-        self.reset_parameters()
+    def build(self) -> None:
+        self.bias = nn.Parameter(torch.empty(self.num_heads * self.key_dim))
 
     def reset_parameters(self) -> None:
         rise_(self.bias, self.depth)
@@ -240,12 +237,10 @@ class ExpDecay(DecayModule):
     kind = "exp"
     starts_fixed = True
 
-    def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
-        super().__init__(spec, num_heads, key_dim, depth)
-        self.in_features = spec.projected(num_heads, key_dim)
-        self.bias = nn.Parameter(torch.empty(num_heads * key_dim))
-        self.up = nn.Parameter(torch.empty(self.in_features, num_heads * key_dim))
-        self.reset_parameters()
+    def build(self) -> None:
+        self.in_features = self.spec.projected(self.num_heads, self.key_dim)
+        self.bias = nn.Parameter(torch.empty(self.num_heads * self.key_dim))
+        self.up = nn.Parameter(torch.empty(self.in_features, self.num_heads * self.key_dim))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -264,14 +259,12 @@ class SoftplusVectorDecay(DecayModule):
 
     kind = "softplus-vector"
 
-    def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
-        super().__init__(spec, num_heads, key_dim, depth)
-        self.in_features = spec.projected(num_heads, key_dim)
-        full = spec.rank == "full"
-        self.up = nn.Identity() if full else nn.Linear(self.in_features, num_heads * key_dim, bias=False)
-        self.A_log = nn.Parameter(torch.empty(num_heads))
-        self.dt_bias = nn.Parameter(torch.empty(num_heads * key_dim))
-        self.reset_parameters()
+    def build(self) -> None:
+        self.in_features = self.spec.projected(self.num_heads, self.key_dim)
+        full = self.spec.rank == "full"
+        self.up = nn.Identity() if full else nn.Linear(self.in_features, self.num_heads * self.key_dim, bias=False)
+        self.A_log = nn.Parameter(torch.empty(self.num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(self.num_heads * self.key_dim))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -309,10 +302,8 @@ class Decays(Stage):
         return {"decay": mixer.spec.decay.kind}
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
-        if mixer.spec.decay.kind in STEPPED:
-            t.log_decay, t.dt = t.sequences.tokenwise(mixer.decay, t.parts["decay"], step_size=True)
-        else:
-            t.log_decay = t.sequences.tokenwise(mixer.decay, t.parts["decay"])
+        found = t.sequences.tokenwise(mixer.decay, t.parts["decay"])
+        t.log_decay, t.dt = found if mixer.spec.decay.kind in STEPPED else (found, None)
 
 
 class ComplementKey(Stage):

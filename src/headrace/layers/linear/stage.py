@@ -31,7 +31,6 @@ class Tokens:
         beta: the write strength, [B, T, H], with several numbers per head [B, T, H, ·]; its logit at first.
         write: the write gate of head competition [B, T, H]; its logarithm for competition.write="beta".
         read_gate, read: the read gate [B, T, H], of the recurrence, or of what the heads read.
-        turns: cosines and sines of the angles of inputs.turns.
         peaks: the running maximum of an exponential gate [B, T, H].
         strengths: β of other values, where β depends on the values.
         out: what the heads read [B, T, H, V]; y [B, T, D] after the last stage.
@@ -45,7 +44,6 @@ class Tokens:
     write: Any = None
     read_gate: Any = None
     read: Any = None
-    turns: Any = None
     peaks: Any = None
     strengths: Any = None
 
