@@ -55,6 +55,11 @@ class SoftmaxAttention(SelfInitialized):
     """
 
     places = CachedPlaces  # of the keys of a pattern
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
+    g_proj: nn.Linear | None
+    f_proj: nn.Linear | None
+    sinks: nn.Parameter | None
 
     def __init__(
         self, spec: AttentionSpec, *, hidden_size: int, num_heads: int, layer_idx: int = 0, num_layers: int = 1,
@@ -64,28 +69,33 @@ class SoftmaxAttention(SelfInitialized):
         if type(self) is SoftmaxAttention and (layer := spec.layer(causal)) != spec.facts.layer:
             raise InputError(f"{spec} has a layer of its own, {layer}; expected headrace.layers.build to make it")
         self.spec, self.rope_theta, self.causal, self.hidden_size = spec, rope_theta, causal, hidden_size
+        require(causal or not spec.forget, "forget=True is of causal attention; expected forget=False in an encoder")
         self.state_kind = AttentionState if spec.pattern is None else WindowState
         self.state_shapes = spec.state_shapes(hidden_size, num_heads, ANY) | {"valid": (ANY,), "seen": ()}
-        H, (self.head_dim, _) = spec.num_heads(hidden_size, num_heads), spec.head_dims(hidden_size, num_heads)
+        self.H, (self.head_dim, _) = spec.num_heads(hidden_size, num_heads), spec.head_dims(hidden_size, num_heads)
         self.rotary_dim = self.head_dim
-        G, d = spec.kv_heads or H, self.head_dim
-        self.q_proj = nn.Linear(hidden_size, H * d, bias=spec.bias in (True, "qkv"))
-        self.k_proj = nn.Linear(hidden_size, G * d, bias=spec.bias in (True, "qkv"))
-        self.v_proj = nn.Linear(hidden_size, G * d, bias=spec.bias in (True, "qkv"))
-        self.o_proj = nn.Linear(H * d, out_size or hidden_size, bias=spec.bias in (True, "o"))
-        self.q_norm, self.k_norm, self.g_proj = None, None, None
+        self.q_norm, self.k_norm, self.g_proj, self.f_proj, self.sinks = None, None, None, None, None
+        self._build(norm_eps, out_size or hidden_size)
+        self.bias: nn.Module | None = None  # maps distances [B, T, L] to what the logits get
+
+    def _build(self, norm_eps: float, out_size: int) -> None:
+        """Adds the modules and parameters."""
+        spec, D, H, d = self.spec, self.hidden_size, self.H, self.head_dim
+        G, bias = spec.kv_heads or H, spec.bias in (True, "qkv")
+        self.q_proj = nn.Linear(D, H * d, bias=bias)
+        self.k_proj = nn.Linear(D, G * d, bias=bias)
+        self.v_proj = nn.Linear(D, G * d, bias=bias)
+        self.o_proj = nn.Linear(H * d, out_size, bias=spec.bias in (True, "o"))
         if spec.qk_norm != "none":
             widths = (H * d, G * d) if spec.qk_norm == "joint" else (d, d)
             kind = OffsetRMSNorm if spec.qk_norm == "head-offset" else nn.RMSNorm
             self.q_norm, self.k_norm = (kind(width, eps=norm_eps) for width in widths)
         if spec.gated:
-            self.g_proj = nn.Linear(
-                hidden_size, H * d if spec.gate == "channel" else H, bias=spec.bias in (True, "qkv")
-            )
-        self.f_proj = nn.Linear(hidden_size, H) if spec.forget else None  # logits of the gate f
-        require(causal or not spec.forget, "forget=True is of causal attention; expected forget=False in an encoder")
-        self.sinks = nn.Parameter(torch.zeros(H)) if spec.null == "learned" else None  # logits with value 0
-        self.bias: nn.Module | None = None  # maps distances [B, T, L] to what the logits get
+            self.g_proj = nn.Linear(D, H * d if spec.gate == "channel" else H, bias=bias)
+        if spec.forget:
+            self.f_proj = nn.Linear(D, H)  # logits of the gate f
+        if spec.null == "learned":
+            self.sinks = nn.Parameter(torch.zeros(H))  # logits with value 0
 
     @property
     def static_shapes(self) -> bool:

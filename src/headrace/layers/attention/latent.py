@@ -11,48 +11,33 @@ from torch import Tensor, nn
 
 from ...ops.modules import is_plain
 from ...ops.sequences import Sequences
-from ...spec.attention import LatentSpec
-from ..base import ANY, SelfInitialized
 from ..rotary import Angles, rotate
-from .attention import AttentionState, SoftmaxAttention, normalize
+from .attention import SoftmaxAttention, normalize
 
 
 class LatentAttention(SoftmaxAttention):
     """Softmax attention whose keys and values are projections of a latent. The state has the shared keys as k [N, L, 1,
     r] and the normalized latents as v [N, L, 1, c]. The first r channels of a query belong to the shared keys.
 
-    Args:
-        spec: the sizes.
-        hidden_size, num_heads, rope_theta, causal, out_size: as in SoftmaxAttention.
-        norm_eps: epsilon of the latents' norms, unless the spec has its own.
-        layer_idx, num_layers: not used.
+    Args: as in SoftmaxAttention; norm_eps is the epsilon of the latents' norms, unless the spec has its own.
     """
 
-    def __init__(
-        self, spec: LatentSpec, *, hidden_size: int, num_heads: int, layer_idx: int = 0, num_layers: int = 1,
-        norm_eps: float = 1e-6, rope_theta: float = 10000.0, causal: bool = True, out_size: int | None = None,
-    ):  # fmt: skip
-        SelfInitialized.__init__(self)
-        self.spec: Any = spec
-        self.rope_theta, self.causal, self.hidden_size = rope_theta, causal, hidden_size
-        self.state_kind = AttentionState
-        self.state_shapes = spec.state_shapes(hidden_size, num_heads, ANY) | {"valid": (ANY,), "seen": ()}
-        H, eps = spec.num_heads(hidden_size, num_heads), spec.norm_eps or norm_eps
-        c, self.key_dim, self.rotary_dim, self.value_dim = spec.sizes(hidden_size, num_heads)
-        self.head_dim = self.rotary_dim + self.key_dim
+    spec: Any
+
+    def _build(self, norm_eps: float, out_size: int) -> None:
+        spec, D, H, eps = self.spec, self.hidden_size, self.H, self.spec.norm_eps or norm_eps
+        c, self.key_dim, self.rotary_dim, self.value_dim = spec.sizes(D, H)
         self.q_a_proj, self.q_a_norm = None, None
         if spec.q_rank is not None:
-            self.q_a_proj = nn.Linear(hidden_size, spec.q_rank, bias=spec.bias)
+            self.q_a_proj = nn.Linear(D, spec.q_rank, bias=spec.bias)
             self.q_a_norm = nn.RMSNorm(spec.q_rank, eps=eps)
-        self.q_proj = nn.Linear(spec.q_rank or hidden_size, H * self.head_dim, bias=False)
-        self.kv_a_proj = nn.Linear(hidden_size, c + self.rotary_dim, bias=spec.bias)  # latent, then shared key
+        self.q_proj = nn.Linear(spec.q_rank or D, H * self.head_dim, bias=False)
+        self.kv_a_proj = nn.Linear(D, c + self.rotary_dim, bias=spec.bias)  # latent, then shared key
         self.kv_a_norm = nn.RMSNorm(c, eps=eps)
         self.kv_b_proj = nn.Linear(c, H * (self.key_dim + self.value_dim), bias=False)  # of each head k, then v
-        self.o_proj = nn.Linear(H * self.value_dim, out_size or hidden_size, bias=spec.bias)
-        self.g_proj = None
+        self.o_proj = nn.Linear(H * self.value_dim, out_size, bias=spec.bias)
         if spec.gated:
-            self.g_proj = nn.Linear(hidden_size, H * self.value_dim if spec.gate == "channel" else H, bias=False)
-        self.bias, self.sinks, self.q_norm, self.f_proj = None, None, None, None
+            self.g_proj = nn.Linear(D, H * self.value_dim if spec.gate == "channel" else H, bias=False)
 
     def _query(self, x: Tensor, sequences: Sequences, turn: Angles | None = None, projections: Any = None) -> Tensor:
         if self.q_a_proj is not None:
