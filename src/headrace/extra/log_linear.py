@@ -224,9 +224,10 @@ class LogLinearSpec(MixerSpec):
             "'trapezoid'",
         )
 
-    def columns(self, K: int, V: int) -> int:
-        """One memory for each level but that of the token itself."""
-        return (self.levels - 1) * super().columns(K, V)
+    @property
+    def matrices(self) -> int:  # type: ignore[override]
+        """One for each level but that of the token itself."""
+        return self.levels - 1
 
     @property
     def counts_tokens(self) -> bool:

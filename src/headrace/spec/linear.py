@@ -7,7 +7,7 @@ Each kind named here is a key of a table in `layers/`, or an option of `linear_a
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from ..utils.errors import InputError
 from ..utils.tables import Table
@@ -116,6 +116,7 @@ class MixerSpec(Spec):
     competition: Competition | None = None
 
     facts = Facts(".linear.mixer.LinearMixer")
+    matrices: ClassVar[int] = 1  # that the memory of a head consists of
 
     @property
     def gated(self) -> bool:  # type: ignore[override]
@@ -260,7 +261,7 @@ class MixerSpec(Spec):
 
     def columns(self, K: int, V: int) -> int:
         """Returns the number of columns of a head's memory."""
-        return V + self.sums
+        return (V + self.sums) * self.matrices
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """Returns (K, V), the key and value dimensions per head. Raises InputError for widths that do not divide."""
