@@ -19,7 +19,7 @@ from .stage import Stage, Tokens, refuse_changes
 
 class DecayModule(SelfInitialized):
     """Base of the decays: maps its part [B, T, in_features] of the input projection to log_decay ≤ 0, in the
-    accumulator's precision; those of STEPPED to (log_decay, dt).
+    accumulator's precision.
 
     Args:
         spec: the decay's kind and rank.
@@ -130,15 +130,15 @@ class SoftplusDecay(DecayModule):
         self.A_log.uniform_(1, 16).log_()
         draw_step_bias_(self.dt_bias, self.spec.dt_min, self.spec.dt_max)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (log_decay, dt), [B, T, H] each."""
+    def forward(self, x: Tensor, step_size: bool = False) -> Any:
+        """Returns log_decay [B, T, H]; with `step_size` (log_decay, dt [B, T, H])."""
         z, spec = biased(x, self.dt_bias), self.spec
         dt = F.softplus(z).clamp(spec.dt_floor, spec.dt_ceiling)
         if spec.limited:
             log_decay = -finite_exp(self.A_log.to(z.dtype), room=24) * dt
         else:
             log_decay = softplus_decay(z, self.A_log)
-        return log_decay, dt
+        return (log_decay, dt) if step_size else log_decay
 
 
 class SoftplusRateDecay(DecayModule):
@@ -155,12 +155,12 @@ class SoftplusRateDecay(DecayModule):
     def reset_parameters(self) -> None:
         draw_step_bias_(self.dt_bias, self.spec.dt_min, self.spec.dt_max)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (log_decay, dt), [B, T, H] each. x: z and a of each head."""
+    def forward(self, x: Tensor, step_size: bool = False) -> Any:
+        """Returns log_decay [B, T, H]; with `step_size` (log_decay, dt [B, T, H]). x: z and a of each head."""
         x, rate = x.unflatten(-1, (self.num_heads, 2)).unbind(-1)
         dt = F.softplus(biased(x, self.dt_bias))
         log_decay = -F.softplus(rate.to(dt)).clamp(min=self.SLOWEST) * dt
-        return log_decay, dt
+        return (log_decay, dt) if step_size else log_decay
 
 
 @torch.no_grad()
@@ -302,8 +302,10 @@ class Decays(Stage):
         return {"decay": mixer.spec.decay.kind}
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
-        found = t.sequences.tokenwise(mixer.decay, t.parts["decay"])
-        t.log_decay, t.dt = found if mixer.spec.decay.kind in STEPPED else (found, None)
+        if mixer.spec.decay.kind in STEPPED:
+            t.log_decay, t.dt = t.sequences.tokenwise(mixer.decay, t.parts["decay"], step_size=True)
+        else:
+            t.log_decay = t.sequences.tokenwise(mixer.decay, t.parts["decay"])
 
 
 class ComplementKey(Stage):
