@@ -17,7 +17,7 @@ from headrace.spec import MixerSpec, attention, from_json, linear, matrix, scan,
 from headrace.spec.mixer import Facts
 from headrace.utils.tables import OFFERS, Table
 
-SPECS = serialize.TYPES, scan.KINDS, matrix.KINDS, attention.LAYERS, stack.MLPS, linear.RULES
+SPECS = serialize.TYPES, scan.KINDS, matrix.KINDS, attention.LAYERS, stack.MLPS, stack.SHARED, linear.RULES
 EVERY = *zoo.TABLES.values(), zoo.MODELS, *SPECS, STAGES
 TABLES = {table.name: table for table in EVERY}
 

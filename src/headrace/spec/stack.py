@@ -12,6 +12,7 @@ from .record import NonNegativeFloat, PositiveFloat, PositiveInt, Record, requir
 from .serialize import TYPES, record
 
 MLPS: Table[str] = Table("mlps")  # layers of the MLPs that have a state, as `Facts.layer`
+SHARED: Table[str] = Table("shared_blocks")  # likewise: "block", that layers share, and their "adapters"
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from ...ops.checks import require
 from ...ops.sequences import Sequences
 from ...spec.serialize import Spec
-from ...spec.stack import Layer
+from ...spec.stack import SHARED, Layer
 from ..attention.attention import AttentionState
-from ..base import SelfInitialized, check_state
+from ..base import SelfInitialized, check_state, named
 from ..packing import count_tokens
-from .block import Block, Shared, Sizes, build_norm
+from .block import Block, Sizes, build_norm
 from .moe import MixtureOfExperts
 
 PIECE = 1024  # number of tokens per call in `prefill`
@@ -75,7 +75,7 @@ class Backbone(nn.Module):
         self.layers, self.block_class = nn.ModuleList(blocks), block
         self.counts = [each.states for each in blocks]
         uses = sum(layer.link is not None for layer in self.layers)
-        shared = [Shared(sizes) for _ in range(min(uses, sizes.style.shared_count))]
+        shared = [named(SHARED["block"])(sizes) for _ in range(min(uses, sizes.style.shared_count))]
         self.shared: Any = nn.ModuleList(shared) if len(shared) > 1 else next(iter(shared), None)
         self.positions = None if sizes.style.positions == "none" else Positions(sizes)
         self.embedding_norm = build_norm(sizes) if sizes.style.embedding_norm else nn.Identity()
@@ -162,7 +162,7 @@ class Backbone(nn.Module):
         return [count + (layer.link is not None) for count, layer in zip(self.counts, self.layers, strict=True)]
 
     @property
-    def shared_blocks(self) -> list[Shared]:
+    def shared_blocks(self) -> list[nn.Module]:
         """The blocks that layers share."""
         several = isinstance(self.shared, nn.ModuleList)
         return list(self.shared) if several else [] if self.shared is None else [self.shared]
