@@ -20,8 +20,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from benchmarks.record import Row, append, environment, markdown, read, write
-from headrace.extra.taylor import numerator, truncated_exp
+from headrace.extra.taylor import truncated_exp
 from headrace.files.processes import locked
+from headrace.history.layers.softmax_rnn import numerator
 from headrace.history.specs.softmax_rnn import SoftmaxRNNSpec
 from headrace.studies.compare.plan import Plan, Study
 from headrace.studies.compare.run import complete
