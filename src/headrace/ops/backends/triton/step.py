@@ -84,11 +84,11 @@ def step_kernel(
     tl.store(after + at, S, mask=mask)
 
 
-def step(call: Call, bonus: Tensor | None, after: Tensor) -> Tensor:
+def step(call: Call, after: Tensor) -> Tensor:
     """Returns the output of one token, and writes the state to `after`, which may be the state before. The tensors of
     the call have no token dimension."""
     (B, H, V), (HQ, K) = call.v.shape, call.q.shape[1:]
-    given = [None if x is None else x.contiguous() for x in (*call[:7], bonus, call.initial_state)]
+    given = [None if x is None else x.contiguous() for x in (*call[:7], call.bonus, call.initial_state)]
     dims = 0 if call.log_decay is None else call.log_decay.dim() + (call.log_decay.dim() > 1)
     out = call.v.new_empty(call.out_shape)
     BK = block(K, 1 << 16)
