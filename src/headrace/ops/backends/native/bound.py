@@ -193,7 +193,8 @@ class Ready(NamedTuple):
             native.ABI, torch.get_num_threads(), rows, program.width, len(program.operations), len(program.layers),
             program.vocabulary, native.address(tokens), in_order,
         )  # fmt: skip
-        status = native.run(header, bytes(operations), self.layers)
+        assert native.library is not None
+        status = native.library.hr_run(header, bytes(operations), self.layers)
         # Tells autograd, which may have saved one of these tensors for a backward, that the tensors have changed.
         states = (state() for state in self.states)
         increment_version([x for x in states if x is not None and not x.is_inference()])

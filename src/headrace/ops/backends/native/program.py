@@ -17,7 +17,7 @@ from ...derivatives import has_address
 from . import library as native
 from .layer import OPTIONAL, STATE_DTYPES, numbered, state_shapes, weight_shapes
 
-NAMES = {name: values for name, *values in map(str.split, native.operations().splitlines())}
+NAMES = native.names("hr_operations")  # the kinds of operations, norms and activations
 
 
 class UnsupportedError(Exception):
