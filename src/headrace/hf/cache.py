@@ -172,6 +172,11 @@ class HeadraceCache(Cache):
             return len(self.pending_ids()[0])
         return next((len(state[0]) for state in self.covered_states or [] if state is not None), -1)
 
+    def check_sequences(self, sequences: int) -> None:
+        """Raises InputError for another number of sequences."""
+        if self.batch_size not in (-1, sequences):
+            raise InputError(f"past_key_values holds {self.batch_size} sequences; expected {sequences} as in the input")
+
     @property
     def is_initialized(self) -> bool:
         return self.covered_states is not None or self.pending > 0
