@@ -139,9 +139,12 @@ def _checked(
     check_rule(rule, options["bonus"], normalize)
     check_scale(scale)
     check_shapes(q, k, v, options, normalize, axes)
-    *per_token, state, cu_seqlens, bonus = options.values()
+    log_decay, beta, write_gate, read_gate, state, cu_seqlens, bonus = options.values()
     scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
-    return Call(q, k, v, *per_token, state, bonus, cu_seqlens, rule == "delta", scale, chunk_size, normalize=normalize)
+    return Call(
+        q, k, v, log_decay, beta, write_gate, read_gate, state, bonus, cu_seqlens, rule == "delta", scale, chunk_size,
+        normalize=normalize,
+    )  # fmt: skip
 
 
 def _token_by_token(call: Call, backend: str) -> tuple[Tensor, Tensor]:
