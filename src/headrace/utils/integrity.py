@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import IO, Any
 
 CHECKSUMS = "checksums.json"  # checksums of a model's weights; its other files may be edited
+SHORT = 60
+
 Recorded = dict[str, Any]  # {name of a file: {"bytes", "sha256"}, or in old records only the number of bytes}
 
 
@@ -34,10 +36,10 @@ def write_json(path: Path, data: Any) -> None:
         json.dump(data, file, indent=1, ensure_ascii=False, allow_nan=False)
 
 
-def short(value: Any, width: int = 60) -> str:
-    """Returns a value as JSON, truncated to `width` characters."""
+def short(value: Any) -> str:
+    """Returns a value as JSON, truncated to SHORT characters."""
     text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= width else text[: width - 1] + "…"
+    return text if len(text) <= SHORT else text[: SHORT - 1] + "…"
 
 
 def sha256(path: Path) -> str:
