@@ -21,6 +21,7 @@ from torch import Tensor
 
 from benchmarks.record import Row, append, environment, markdown, read, write
 from headrace.extra.taylor import truncated_exp
+from headrace.files.devices import all_devices
 from headrace.files.processes import locked
 from headrace.history.layers.softmax_rnn import numerator
 from headrace.history.specs.softmax_rnn import SoftmaxRNNSpec
@@ -30,7 +31,6 @@ from headrace.studies.compare.shape import ArmRecipe, Shape
 from headrace.studies.report.style import PALETTE, STYLE
 from headrace.studies.workers import place_workers
 from headrace.tasks import Text
-from headrace.utils.device import all_devices
 
 from . import RESULTS
 

@@ -14,7 +14,9 @@ from headrace.studies.verify import relative
 from tiny import build
 
 T, H, K, V = 32, 4, 6, 5
-BOUNDS = [0, 3, 3, 8, 27, 32]  # an empty sequence, one that ends at a border, one over three of four processes
+# An empty sequence, one that ends at a border, and one that begins with the last token before a border, over three of
+# four processes.
+BOUNDS = [0, 3, 3, 8, 15, 27, 32]
 OPS = {
     "none": {}, "fixed": {"decay": [H]}, "scalar": {"decay": [1, T, H]}, "vector": {"decay": [1, T, H, K]},
     "bonus": {"decay": [1, T, H, K], "bonus": True}, "normalize": {"normalize": True, "decay": [1, T, H]},

@@ -7,11 +7,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from headrace.files.checks import read_json
 from headrace.studies.stats import mean_over_seeds, student
 from headrace.training import recipes
 from headrace.training.model import counted
 from headrace.training.results import read_result
-from headrace.utils.integrity import read_json
 
 from .experiment import Experiment, Scale, combinations, run_folder
 

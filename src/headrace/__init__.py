@@ -16,14 +16,8 @@ if TYPE_CHECKING:
     from .cli.use import generate
     from .convert import load
     from .extra.registration import register_mixer, register_model
-    from .hf import (
-        HeadraceCache,
-        HeadraceConfig,
-        HeadraceForCausalLM,
-        HeadraceModel,
-        load_state,
-        save_state,
-    )  # fmt: skip
+    from .files.state import load_state, save_state
+    from .hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM, HeadraceModel
     from .layers import Mixer
     from .layers.blocks.compiled import compile_blocks
     from .layers.quantized import quantize
@@ -61,8 +55,8 @@ _LAZY = {
     "HeadraceForCausalLM": "hf",
     "HeadraceCache": "hf",
     "load": "convert",
-    "load_state": "hf",
-    "save_state": "hf",
+    "load_state": "files.state",
+    "save_state": "files.state",
 }
 
 # Rows of packages that the core does not import, which are imported when a row is asked for.
@@ -129,7 +123,7 @@ __all__ = [
 def __getattr__(name: str):
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if _LAZY[name] in ("hf", "convert"):  # asked here, as a failed import has twenty lines of traceback
+    if _LAZY[name] in ("hf", "convert", "files.state"):  # asked here, as a failed import has twenty lines of traceback
         require(f"{__name__}.{name}", "transformers")
     return getattr(import_module(f".{_LAZY[name]}", __name__), name)
 

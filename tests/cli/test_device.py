@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from headrace.files.devices import all_devices, on_device, see_only
 from headrace.studies.workers import place_workers
-from headrace.utils.device import all_devices, on_device, see_only
 from headrace.utils.errors import InputError
 
 

@@ -150,7 +150,7 @@ def test_import_names_the_missing_extra(tmp_path):
         "import headrace.data": "train",
     }
     public = {
-        f"headrace.{name}": "models" if headrace._LAZY.get(name) in ("hf", "convert") else None
+        f"headrace.{name}": "models" if headrace._LAZY.get(name) in ("hf", "convert", "files.state") else None
         for name in headrace.__all__
     }
     needs = parts | public

@@ -17,9 +17,9 @@ from groups import refused
 from headrace import InputError, load
 from headrace.cli.console import printable
 from headrace.convert import export_checkpoint, import_checkpoint
+from headrace.files.checks import RECORDED, damage, misfit, read_json, read_record
 from headrace.files.processes import locked
 from headrace.files.provenance import MADE
-from headrace.utils.integrity import RECORDED, damage, misfit, read_json, read_record
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 HUGE = 10**400  # does not fit a float
@@ -230,7 +230,7 @@ def test_pipes_in_a_folder_are_refused_unread(kind, name, folders, tmp_path):
 def test_pipes_for_tokenizers_and_states_are_refused_unread(folders, tmp_path):
     tokenizers = pytest.importorskip("headrace.data.tokenizer")
     from headrace.convert.checkpoint import read_tokenizer
-    from headrace.hf.state_file import load_state
+    from headrace.files.state import load_state
 
     os.mkfifo(tmp_path / "tokenizer.json")
     for read in (read_tokenizer, lambda path: tokenizers.load(str(path))):

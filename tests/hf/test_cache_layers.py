@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from headrace.hf import load_state, save_state
+from headrace import load_state, save_state
 from headrace.hf.cache import NAME as CACHE
 from headrace.utils.errors import InputError
 from tiny import MIXERS, T, build, close, tokens

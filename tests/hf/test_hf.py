@@ -326,7 +326,7 @@ def test_gradient_checkpointing_changes_no_gradient(model, reentrant):
 @torch.no_grad()
 def test_marks_beside_bounds_are_compared_without_a_wait(monkeypatch):
     """As on a GPU and in a graph that is compiled."""
-    monkeypatch.setattr("headrace.hf.model.avoid_sync", lambda x: True)
+    monkeypatch.setattr("headrace.hf.inputs.avoid_sync", lambda x: True)
     model, ids, bounds = build("gla"), tokens(1), torch.tensor([0, 4, T])
     places = torch.cat([torch.arange(4), torch.arange(T - 4)])[None]
     numbers = (torch.arange(T) >= 4).long()[None] * 3

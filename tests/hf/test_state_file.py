@@ -7,9 +7,9 @@ import torch
 
 import tiny
 from headrace import HeadraceCache, InputError, load, load_state, quantize, save_state, zoo
+from headrace.files.state import model_digest
 from headrace.hf import HeadraceForCausalLM
 from headrace.hf.cache import NAME
-from headrace.hf.state_file import model_digest
 from headrace.utils import plugins
 from plugged import folder
 from tiny import T, tokens
@@ -54,7 +54,7 @@ def test_states_return_with_the_same_bits(mixer, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("mixer", ["softmax-gla", "hybrid", "gpt", "mamba and s4"])
+@pytest.mark.parametrize("mixer", ["softmax-gla", "hybrid", "gpt", "mamba and s4", "softmax-rnn-norm"])
 @pytest.mark.parametrize("end", [9, 4, 2])
 def test_restored_cache_goes_back(mixer, end, tmp_path):
     """Behind, to and before a snapshot, over padding: like the cache that was saved."""

@@ -269,6 +269,19 @@ def test_in_place_state_shares_no_memory():
         made(x[:, 7:], state._replace(conv=conv), in_place=True)
 
 
+@pytest.mark.parametrize("name", ["gla", "transformer"])
+def test_state_is_not_written_while_gradients_are_recorded(name):
+    """Though it may be. Attention has room behind its keys; `step` would write a memory, without a gradient."""
+    torch.manual_seed(0)
+    mixer, x = layer(name, torch.float64), torch.randn(2, 5, D, dtype=torch.float64)
+    with torch.no_grad():
+        _, state = mixer(x[:, :3])
+        _, state = mixer(x[:, 3:4], state, in_place=True)
+    before = storages(state)
+    y, _ = mixer(x[:, 4:], state, in_place=True)
+    assert y.requires_grad and storages(state) == before
+
+
 def test_overwritten_tensors_raise_in_the_backward():
     """What autograd keeps for a backward may be written into; then the backward says so."""
     skip_if_missing("native")

@@ -151,10 +151,10 @@ def compare(options: CompareOptions) -> dict[str, Any] | None:
     With --suite, each mixer trains by itself on several tasks with fixed settings, tuned learning rates and five seeds,
     and gets a row of the leaderboard. The time that this will take is said before.
     """
+    from ..files.devices import all_devices
     from ..studies.compare.choose import choose, planned
     from ..studies.compare.terminal import print_results
     from ..studies.workers import place_workers
-    from ..utils.device import all_devices
 
     places, one = place_workers(all_devices(options.device), options.workers), options
     if one.suite is not None:
@@ -311,9 +311,9 @@ def verify(
 
 def _verify_mixers(mixers: str | None, device: str | None, dtype: str, backend: str | None) -> bool:
     """Prints the checks of our own mixers, and returns whether one failed."""
+    from ..files.devices import on_device
     from ..studies.verify import OP, available, device_failed, subjects, verify
     from ..training.environment import device_name
-    from ..utils.device import on_device
 
     precision, device = _precision(dtype), on_device(device, float64=dtype == "float64")
     names = subjects(device) if mixers is None else zoo.several(mixers)
@@ -354,8 +354,8 @@ def _verify_targets(
     names: list[str], device: str | None, dtype: str, laws: str | None, seed: int, as_json: bool
 ) -> bool:
     """Prints the verdicts on layers and models of others, and returns whether one broke a law or raised."""
+    from ..files.devices import on_device
     from ..studies import foreign
-    from ..utils.device import on_device
 
     precision, on = _precision(dtype), on_device(device, float64=dtype == "float64")
     chosen = None if laws is None else [law.strip() for law in laws.split(",")]

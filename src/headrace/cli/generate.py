@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import GenerationConfig, TextStreamer, set_seed
 
 from ..convert.checkpoint import check_backend, load, read_tokenizer
+from ..files.devices import on_device
+from ..files.state import check_new, load_state, save_state
 from ..files.threads import Threads
 from ..hf.cache import NAME as CACHE
 from ..hf.cache import HeadraceCache
-from ..hf.state_file import check_new, load_state, save_state
 from ..ops.checks import require
-from ..utils.device import on_device
 from ..utils.errors import InputError
 from ..utils.integrity import short
 

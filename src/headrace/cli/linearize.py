@@ -99,8 +99,8 @@ def _write(one: LinearizeOptions, keep: Any, data: Any, work: Path, ready: Path)
     from transformers import set_seed
 
     from ..convert.checkpoint import load
+    from ..files.devices import on_device
     from ..training.linear import imitate
-    from ..utils.device import on_device
 
     set_seed(one.seed)
     model, device, console = load(one.checkpoint), torch.device(on_device(one.device)), terminal()

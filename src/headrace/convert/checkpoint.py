@@ -6,13 +6,12 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoTokenizer
 
+from ..files.checks import check_files, check_weights, read_json, reading_tokenizer
 from ..files.hub import GGUF, check_config, is_on_the_hub
 from ..hf.config import HeadraceConfig, check_generation
 from ..hf.model import HeadraceForCausalLM
 from ..ops.dispatch import BACKENDS, default_backend
 from ..utils.errors import InputError, reading
-from ..utils.extras import reading_tokenizer
-from ..utils.integrity import check_files, check_weights, read_json
 from .files import check_depth, tensor_names
 from .importing import import_checkpoint, import_config
 

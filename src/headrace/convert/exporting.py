@@ -11,13 +11,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .. import zoo
+from ..files.checks import read_json
 from ..files.provenance import difference
 from ..hf.config import HeadraceConfig
 from ..hf.model import HeadraceForCausalLM
 from ..spec.linear import MixerSpec
 from ..spec.serialize import TYPES, to_json
 from ..utils.errors import InputError
-from ..utils.integrity import read_json, seal, write_json
+from ..utils.integrity import seal, write_json
 from .describe import DESCRIPTIONS, has_cache
 from .fields import Config
 from .files import WEIGHTS

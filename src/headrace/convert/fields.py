@@ -11,11 +11,12 @@ import transformers
 from transformers import GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from ..files.checks import misfit
 from ..hf.config import TRANSFORMERS
 from ..ops.checks import require
 from ..spec.record import LARGEST
 from ..utils.errors import InputError, reading
-from ..utils.integrity import misfit, short
+from ..utils.integrity import short
 
 Config = dict[str, Any]
 IDS = {"bos_token_id", "eos_token_id", "pad_token_id"}  # which HeadraceConfig checks

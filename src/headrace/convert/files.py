@@ -10,9 +10,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from ..files.checks import check_files, read_json
 from ..ops.checks import require
 from ..utils.errors import reading
-from ..utils.integrity import check_files, read_json
 
 SHARED_LAYERS = 1000  # layers that a model may have beyond its tensors, as layers can share their weights
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

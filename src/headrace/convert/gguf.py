@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from ..files.checks import misfit
 from ..layers.rotary import DEFAULT, frequencies
 from ..ops.checks import require
 from ..spec.attention import Rope
 from ..utils.errors import InputError, reading
-from ..utils.integrity import misfit, short
+from ..utils.integrity import short
 from .fields import Config
 from .files import Header, Tensors
 from .softmax import rope_parameters

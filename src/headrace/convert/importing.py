@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from ..files.checks import check_weights, read_json
 from ..hf.config import HeadraceConfig, check_generation
 from ..hf.model import HeadraceForCausalLM
 from ..layers.blocks.moe import MixtureOfExperts
@@ -21,7 +22,6 @@ from ..ops.call import accumulator
 from ..ops.checks import require
 from ..spec.record import LARGEST
 from ..utils.errors import InputError, nearest, reading
-from ..utils.integrity import check_weights, read_json
 from .fields import Config, Fields, check_sizes, without
 from .files import Header, TensorFiles, Tensors, check_depth
 from .form import Format, Model, View, Views

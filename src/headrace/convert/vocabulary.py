@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from ..files.checks import misfit
 from ..ops.checks import require
 from ..utils.errors import reading
-from ..utils.integrity import misfit
 from .fields import Config
 
 # Without the prefix of their keys, in the form of `misfit`.

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..utils.integrity import RECORDED, atomic, damage, read_json, record, write_json
+from ..files.checks import RECORDED, damage, read_json
+from ..utils.integrity import atomic, record, write_json
 from .encoding import Encoder
 from .sources import Row
 

@@ -23,11 +23,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from ..files.checks import read_json
 from ..files.held_out import Choice, between_paragraphs, choose
 from ..files.processes import forks_end_with_parent, new_folder, resumed_folder
 from ..files.provenance import defaults, difference
 from ..utils.errors import InputError
-from ..utils.integrity import read_json, record, write_json
+from ..utils.integrity import record, write_json
 from . import parts, sources, tokenizer
 from .encoding import can_be_cut
 from .sources import Row, Sample

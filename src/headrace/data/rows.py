@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils.data import Subset
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from ..files.checks import RECORDED, damage, read_json
 from ..ops.loss import IGNORED
 from ..utils.errors import InputError, reading
-from ..utils.integrity import RECORDED, damage, read_json
 from .parts import COUNTS
 
 PART = {**COUNTS, "rows": int}

@@ -8,9 +8,8 @@ from huggingface_hub.utils import validate_repo_id
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from ..files.checks import check_files, reading_tokenizer
 from ..utils.errors import InputError
-from ..utils.extras import reading_tokenizer
-from ..utils.integrity import check_files
 
 BYTES = "bytes"
 END = "<|endoftext|>"

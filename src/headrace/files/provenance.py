@@ -16,9 +16,10 @@ from typing import Any
 import headrace
 
 from ..utils.errors import InputError, VersionWarning
-from ..utils.integrity import read_json, sha256, write_json
+from ..utils.integrity import sha256, write_json
 from ..utils.integrity import short as as_json
 from ..utils.plugins import digests
+from .checks import read_json
 from .processes import MADE_BY, is_free
 
 SOURCES = (".py", ".yaml", ".so", ".dylib")

@@ -8,10 +8,8 @@ from .cache import HeadraceCache
 from .config import HeadraceConfig
 from .heads import HeadraceForQuestionAnswering, HeadraceForSequenceClassification, HeadraceForTokenClassification
 from .model import HeadraceForCausalLM, HeadraceModel, HeadracePreTrainedModel
-from .state_file import load_state, save_state
 
 __all__ = [
     "HeadraceCache", "HeadraceConfig", "HeadraceForCausalLM", "HeadraceForQuestionAnswering",
     "HeadraceForSequenceClassification", "HeadraceForTokenClassification", "HeadraceModel", "HeadracePreTrainedModel",
-    "load_state", "save_state",
 ]  # fmt: skip

@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ..layers.linear.token import MixerState
 from ..ops.checks import require
 from ..utils.errors import InputError
 from .cache_layers import layer_of
@@ -79,9 +78,7 @@ class HeadraceCache(Cache):
     ) -> None:  # fmt: skip
         """Replaces the states by those after the pending columns and `columns` more. The cache takes ownership of the
         new states. ids, mask: as in `advance`. counts: number of states of each layer; (): as before."""
-        known = {id(state) for state in self.covered_states or ()}
-        self.covered_states = [state if id(state) in known else _unshared(state) for state in states]
-        self._counts = list(counts) or self._counts
+        self.covered_states, self._counts = states, list(counts) or self._counts
         self.advance(columns, ids, mask)
 
     def advance(self, columns: int, ids: Tensor | str | None, mask: Tensor | None = None) -> None:
@@ -175,6 +172,11 @@ class HeadraceCache(Cache):
             return len(self.pending_ids()[0])
         return next((len(state[0]) for state in self.covered_states or [] if state is not None), -1)
 
+    def check_sequences(self, sequences: int) -> None:
+        """Raises InputError for another number of sequences."""
+        if self.batch_size not in (-1, sequences):
+            raise InputError(f"past_key_values holds {self.batch_size} sequences; expected {sequences} as in the input")
+
     @property
     def is_initialized(self) -> bool:
         return self.covered_states is not None or self.pending > 0
@@ -238,21 +240,6 @@ def cache_argument(past_key_values: Any, cache: Any) -> HeadraceCache | DynamicC
     accepted = argument is None or isinstance(argument, HeadraceCache | DynamicCache)
     require(accepted, f"past_key_values is a {type(argument).__name__}; expected a HeadraceCache")
     return argument
-
-
-def _unshared(state: Any) -> Any:
-    """Copies those tensors of a linear mixer's state that are views of larger tensors, because the state is updated in
-    place and the rest of the larger tensor does not belong to the cache. (Keys and values of other states are written
-    to memory of their own.)"""
-    return MixerState._make(map(_own_storage, state)) if isinstance(state, MixerState) else state
-
-
-def _own_storage(x: Tensor | None) -> Tensor | None:
-    if x is None:
-        return x
-    # A graph that is compiled knows no sizes of memory.
-    known = not torch.compiler.is_compiling() and x.is_contiguous()
-    return x if known and x.untyped_storage().nbytes() == x.nbytes else x.clone(memory_format=torch.contiguous_format)
 
 
 def _concatenated(a: Tensor | None, b: Tensor | None) -> Tensor | None:

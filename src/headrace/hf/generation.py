@@ -20,7 +20,7 @@ from ..layers.blocks.token import language_model
 from ..layers.graph import GraphedStep, fingerprint, unsupported_reason
 from ..layers.linear.token import MixerState
 from ..ops.backends.native import library as native
-from ..ops.backends.native.program import Program, ProgramOf
+from ..ops.backends.native.bound import Bound, ProgramOf
 from ..ops.checks import require
 from ..ops.modules import is_plain
 from ..utils.errors import InputError
@@ -72,7 +72,7 @@ class Engine:
     def __reduce__(self) -> Any:
         return Engine, ()
 
-    def find(self, model: Any) -> tuple[Program | None, str | None]:
+    def find(self, model: Any) -> tuple[Bound | None, str | None]:
         """Returns (the program that computes a token of the model now, None), or (None, why modules compute it)."""
         if torch.compiler.is_compiling():
             return None, "a graph is traced"
@@ -107,8 +107,8 @@ class Engine:
         states, pending, rows, T = cache.covered_states, cache.pending, *ids.shape
         if states is None or not ids.is_cpu or (pending + T > 1 and (rows > 1 or pending + T > MOST)):
             return None
-        program, _ = self.find(model)
-        if program is None or len(states) != len(program.layers):
+        bound, _ = self.find(model)
+        if bound is None or len(states) != len(bound.program.layers):
             return None
         if any(type(state) is not MixerState for state in states):
             return None
@@ -118,14 +118,15 @@ class Engine:
             if mask is not None:
                 return None
             tokens = torch.cat([earlier, ids], 1)
-        if (ready := program.take(states, rows)) is None:
+        if (ready := bound.take(states, rows)) is None:
             return None  # the modules copy the states, or say what is wrong
-        last = len(program.operations) - 1
-        logits = torch.empty(tokens.numel(), program.operations[last].outputs)
+        operations = bound.program.operations
+        last = len(operations) - 1
+        logits = torch.empty(tokens.numel(), operations[last].outputs)
         outputs = (last,) if model.cap is None else (last - 1, last)
         ready.run(dict.fromkeys(outputs, logits), tokens.to(torch.int64).flatten().contiguous(), pending + T > 1)
         cache.advance(T, ids)
-        return logits.to(program.dtype(0)).view(rows, pending + T, -1)[:, pending:]
+        return logits.to(bound.weights[0].dtype).view(rows, pending + T, -1)[:, pending:]
 
 
 class Graph(NamedTuple):

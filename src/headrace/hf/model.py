@@ -19,10 +19,9 @@ from ..layers.base import Mixer
 from ..layers.blocks.block import Block
 from ..layers.blocks.stack import Backbone, initialize
 from ..layers.maps import asking, wanted
-from ..layers.packing import check_marks, flash_bounds, pack_rows, padding_mask, sequences
 from ..layers.quantized import Int8Linear
-from ..ops.checks import as_bounds, require
-from ..ops.sequences import Sequences, avoid_sync
+from ..ops.checks import require
+from ..ops.sequences import Sequences
 from ..utils.errors import InputError
 from ..utils.integrity import seal, unseal
 from .cache import NAME as CACHE
@@ -30,6 +29,7 @@ from .cache import PACKED, HeadraceCache, cache_argument
 from .cache_layers import read_dynamic, write_dynamic
 from .config import HeadraceConfig
 from .generation import Engine, HeadraceGenerationMixin
+from .inputs import arranged, boundaries
 from .loss import experts_loss, token_loss
 
 
@@ -142,18 +142,16 @@ class HeadraceModel(HeadracePreTrainedModel):
         Raises:
             InputError: arguments that contradict each other or do not fit the cache.
         """
-        cu_seqlens, given = _boundaries(cu_seqlens, flash), cache_argument(past_key_values, cache)
+        cu_seqlens, given = boundaries(cu_seqlens, flash), cache_argument(past_key_values, cache)
         cache = self._borrowed(given, attention_mask) if isinstance(given, DynamicCache) else given
         if (input_ids is None) == (inputs_embeds is None):
             raise InputError("expected either input_ids or inputs_embeds, not both")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         shape = x.shape
         seen = 0 if cache is None else cache.columns
-        if position_ids is not None or seq_idx is not None:
-            x, attention_mask, cu_seqlens = _packed(x, attention_mask, cu_seqlens, position_ids, seq_idx, seen)
-        pack = None if cu_seqlens is None else Sequences.of(x, cu_seqlens)
-        mask = padding_mask(attention_mask, x, pack is not None, seen)
-        _check_sequences(cache, x.shape[0] if pack is None else pack.count)
+        x, mask, pack = arranged(x, attention_mask, cu_seqlens, position_ids, seq_idx, seen)
+        if cache is not None:
+            cache.check_sequences(x.shape[0] if pack is None else pack.count)
         if use_cache is None:
             use_cache = cache is not None or (self.config.use_cache and not self.training)
         if use_cache and cache is None:
@@ -163,14 +161,10 @@ class HeadraceModel(HeadracePreTrainedModel):
         if cache is not None and (mapped or pack is not None):
             self.read_pending(cache)
         with asking([]) if mapped else nullcontext() as maps:
-            if cache is None:
-                outputs, _ = self._read(x, None, mask, pack, False, every)
-            elif pack is None:
-                outputs = self._continue(cache, x, mask, input_ids, bool(use_cache), every)
+            if cache is None or pack is not None:
+                outputs = self._read_alone(cache, x, mask, pack, bool(use_cache), every)
             else:
-                outputs, states = self._read(x, cache.states, None, pack, bool(use_cache), every)
-                if use_cache:
-                    cache.replace(states, x.shape[1], PACKED, counts=self.backbone.state_counts)
+                outputs = self._continue(cache, x, mask, input_ids, bool(use_cache), every)
         # A view would not be the tensor that the next block reads, and would have no gradient.
         *_, last = hidden = tuple(each if each.shape == shape else each.view(shape) for each in outputs)
         results: dict[str, Any] = {CACHE: None}
@@ -225,6 +219,16 @@ class HeadraceModel(HeadracePreTrainedModel):
                 cache.forget_places()
         return [y[:, pending:] for y in outputs] if pending else outputs
 
+    def _read_alone(
+        self, cache: HeadraceCache | None, x: Tensor, mask: Tensor | None, pack: Sequences | None, use_cache: bool,
+        every: bool,
+    ) -> list[Tensor]:  # fmt: skip
+        """Reads a pack, or tokens without a cache, and returns `_read`'s outputs. No token is pending."""
+        outputs, states = self._read(x, None if cache is None else cache.states, mask, pack, use_cache, every)
+        if use_cache and cache is not None:
+            cache.replace(states, x.shape[1], PACKED, counts=self.backbone.state_counts)
+        return outputs
+
     @property
     def packs_keys(self) -> bool:
         """Whether a layer takes padding out of the keys and values that it keeps."""
@@ -244,35 +248,6 @@ class HeadraceModel(HeadracePreTrainedModel):
         where = {"mask": mask, "cu_seqlens": pack, "in_place": in_place, "inputs": inputs}
         last, states = self.backbone(x, past, **where)
         return [*(inputs or ()), last], states
-
-
-def _boundaries(cu_seqlens: Tensor | None, flash: dict[str, Any]) -> Tensor | None:
-    """cu_seqlens, which can be given under the names of transformers' collators."""
-    bounds = flash_bounds(flash)
-    require(bounds is None or cu_seqlens is None, "cu_seqlens and cu_seq_lens_q are both given; expected one")
-    if flash:
-        raise TypeError(f"forward() got an unexpected argument {min(flash)!r}")
-    return as_bounds(cu_seqlens if bounds is None else bounds)
-
-
-def _packed(
-    x: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, position_ids: Tensor | None,
-    seq_idx: Tensor | None, seen: int,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """(x, attention_mask, cu_seqlens) with the sequences of position_ids or seq_idx as a pack; seen: cached tokens."""
-    padding_mask(attention_mask, x, False, seen)  # checks the shape
-    if cu_seqlens is not None and not seen and avoid_sync(x):
-        check_marks(x, position_ids, seq_idx, cu_seqlens)
-        return x, attention_mask, cu_seqlens
-    rows, cu_seqlens = pack_rows(
-        x, sequences(x, position_ids, seq_idx, attention_mask, seen), attention_mask, cu_seqlens
-    )
-    return rows, attention_mask if rows.shape == x.shape else None, cu_seqlens
-
-
-def _check_sequences(cache: HeadraceCache | None, sequences: int) -> None:
-    if cache is not None and cache.batch_size not in (-1, sequences):
-        raise InputError(f"past_key_values holds {cache.batch_size} sequences; expected {sequences} as in the input")
 
 
 class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
@@ -368,10 +343,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
             if target is not None and target.shape != hidden.shape[:2]:  # a sentence of sizes would break a graph
                 raise InputError(f"{name} has shape {list(target.shape)}; expected {list(hidden.shape[:2])}")
         if not (labelled and skip_logits):
-            kept = isinstance(logits_to_keep, Tensor) or logits_to_keep is None or logits_to_keep >= 0
-            require(kept, f"logits_to_keep={logits_to_keep}; expected at least 0, or a tensor of positions")
-            keep = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-(logits_to_keep or 0), None)
-            logits = self.logits(hidden[:, keep])
+            logits = self.logits(hidden[:, _kept(logits_to_keep)])
         if labelled:
             everything = not isinstance(logits_to_keep, Tensor) and not logits_to_keep
             loss = token_loss(self, hidden, logits if everything else None, labels=labels, **loss_kwargs)
@@ -412,11 +384,15 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
             self.model.read_pending(cache)
 
 
-def register() -> None:
-    """Registers the model with AutoConfig, AutoModel and AutoModelForCausalLM. Called on import of this module."""
-    AutoConfig.register(HeadraceConfig.model_type, HeadraceConfig, exist_ok=True)
-    AutoModel.register(HeadraceConfig, HeadraceModel, exist_ok=True)
-    AutoModelForCausalLM.register(HeadraceConfig, HeadraceForCausalLM, exist_ok=True)
+def _kept(logits_to_keep: int | Tensor | None) -> slice | Tensor:
+    """Returns the index of the positions with logits."""
+    if isinstance(logits_to_keep, Tensor):
+        return logits_to_keep
+    last = logits_to_keep or 0
+    require(last >= 0, f"logits_to_keep={logits_to_keep}; expected at least 0, or a tensor of positions")
+    return slice(-last, None)
 
 
-register()
+AutoConfig.register(HeadraceConfig.model_type, HeadraceConfig, exist_ok=True)
+AutoModel.register(HeadraceConfig, HeadraceModel, exist_ok=True)
+AutoModelForCausalLM.register(HeadraceConfig, HeadraceForCausalLM, exist_ok=True)

@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops.backends.native.bound import ProgramOf
 from ..ops.backends.native.library import DTYPES
-from ..ops.backends.native.program import Program, ProgramOf
+from ..ops.backends.native.program import Program
 from ..ops.checks import require
 from ..ops.derivatives import has_address
 from ..utils.errors import InputError

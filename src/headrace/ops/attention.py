@@ -119,7 +119,7 @@ def linear_attention(
     if form == "parallel":
         call = call._replace(chunk_size=_one_chunk(call))
     if form == "recurrent":
-        return _token_by_token(call, bonus, normalize, backend)
+        return _token_by_token(call, backend)
     kernel = choose("linear_attention", backend, call)
     run = kernel.run if "queries" in kernel.extras else partial(per_query, run=kernel.run)
     if borders is not None:
@@ -127,9 +127,7 @@ def linear_attention(
     extras = kernel.extras if borders is None else ()
     if normalize:
         return normalized(call, run, "normalize" in extras)
-    if bonus is not None and "bonus" not in extras:
-        return with_bonus(call, bonus, run)
-    return run(call._replace(bonus=bonus))
+    return with_bonus(call, run) if bonus is not None and "bonus" not in extras else run(call)
 
 
 def _checked(
@@ -141,18 +139,19 @@ def _checked(
     check_rule(rule, options["bonus"], normalize)
     check_scale(scale)
     check_shapes(q, k, v, options, normalize, axes)
-    log_decay, beta, write_gate, read_gate, state, cu_seqlens, _ = options.values()
+    log_decay, beta, write_gate, read_gate, state, cu_seqlens, bonus = options.values()
     scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
     return Call(
-        q, k, v, log_decay, beta, write_gate, read_gate, state, None, cu_seqlens, rule == "delta", scale, chunk_size
-    )
+        q, k, v, log_decay, beta, write_gate, read_gate, state, bonus, cu_seqlens, rule == "delta", scale, chunk_size,
+        normalize=normalize,
+    )  # fmt: skip
 
 
-def _token_by_token(call: Call, bonus: Tensor | None, normalize: bool, backend: str) -> tuple[Tensor, Tensor]:
+def _token_by_token(call: Call, backend: str) -> tuple[Tensor, Tensor]:
     """Computes the recurrent form."""
     refuse_recurrent(backend)
     # In the accumulator's precision, because gradients of tensors shared by all tokens are summed over tokens.
-    out, state = recurrent(call.wide(), None if bonus is None else bonus.to(accumulator(call.v)), normalize)
+    out, state = recurrent(call.wide())
     return out.to(call.v.dtype), state
 
 
@@ -270,11 +269,11 @@ def step(
     written = state if in_place else None
     if written is not None or out is not None:
         check_written(written, out, {"q": q, "k": k, "v": v, **options})
-    kernel = choose("step", backend, call, bonus, normalize)
-    prepared = kernel.prepare(call, bonus, normalize) if key and kernel.prepare is not None else None
+    kernel = choose("step", backend, call)
+    prepared = kernel.prepare(call) if key and kernel.prepare is not None else None
     if prepared is not None:
         return remember(key, prepared)(tensors, written, state, out, scale)
-    result, after = kernel.run(call, bonus, normalize, in_place)
+    result, after = kernel.run(call, in_place)
     return _written(result, out), _written(after, written)
 
 

@@ -53,7 +53,7 @@ def register(name: str, key: str, forward: Callable, backward: Callable, kept: l
         if transformed:
             derivatives.check_transforms(*NAMES, call)
         # Under vmap, requires_grad is not reliable.
-        wanted = torch.is_grad_enabled() and (transformed or any_requires_grad(call))
+        wanted = torch.is_grad_enabled() if transformed else wants_gradient(call)
         return keeping(*call)[:2] if wanted else plain(*call)
 
     return run
@@ -110,8 +110,8 @@ def _differentiable(operator: Any, backward: Callable[..., tuple], save: Callabl
     return run
 
 
-def any_requires_grad(call: Call) -> bool:
-    return any(x is not None and x.requires_grad for x in call.tensors)
+def wants_gradient(call: Call) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call.tensors)
 
 
 def _like_inputs(backward: Callable[..., Any]) -> Callable:

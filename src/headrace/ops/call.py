@@ -12,7 +12,7 @@ NORMALIZER_EPS = 1e-6
 
 class Call(NamedTuple):
     """The arguments of every backend's operator, in the order of its schema. Shapes are those of `linear_attention`,
-    which expresses a bonus and a normalizer through the others for a backend without them."""
+    which expresses a bonus and a normalizer through the others for a backend without them, or those of `step`."""
 
     q: Tensor
     k: Tensor
@@ -57,10 +57,10 @@ class Call(NamedTuple):
         return self.sequences, self.v.shape[2], self.k.shape[3], self.v.shape[3] + (1 if self.normalize else 0)
 
     def wide(self) -> "Call":
-        """Converts the tensors with a token dimension to the accumulator's precision. Products need no more digits than
+        """Converts all tensors but the state to the accumulator's precision. Products need no more digits than
         before."""
-        acc = accumulator(self.v)
-        tensors: dict[str, Any] = {name: x.to(acc) for name in TOKENWISE if (x := getattr(self, name)) is not None}
+        acc, names = accumulator(self.v), (*TOKENWISE, "bonus")
+        tensors: dict[str, Any] = {name: x.to(acc) for name in names if (x := getattr(self, name)) is not None}
         return self._replace(**tensors, tf32=self.tf32 or self.v.dtype.itemsize == 2)
 
     def ungrouped(self) -> "Call":

@@ -54,9 +54,9 @@ def remember(key: tuple, prepared: Prepared) -> Prepared:
     return prepared
 
 
-def prepare(call: Call, bonus: Tensor | None, normalize: bool) -> "Step | None":
+def prepare(call: Call) -> "Step | None":
     """Returns the prepared call, or None if the library cannot read the tensors where they lie."""
-    if bonus is not None or normalize or not all(x is None or _is_plain(x) for x in call.tensors):
+    if call.bonus is not None or call.normalize or not all(x is None or _is_plain(x) for x in call.tensors):
         return None
     call = call.with_tokens()._replace(initial_state=None)
     problem = native.Problem(call)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .call import NORMALIZER_EPS, Call, accumulator, gated
+from .call import NORMALIZER_EPS, Call, gated
 from .checks import check_bounds
 from .derivatives import has_address
 
@@ -23,13 +23,13 @@ def normalized(call: Call, run: Run, inside: bool = False) -> tuple[Tensor, Tens
     inside: whether `run` has the normalizer, but no read gate with it."""
     dtype = call.v.dtype
     if inside and call.read_gate is None:
-        return run(call._replace(normalize=True))
+        return run(call)
     call = call.wide()
     if inside:
-        out, state = run(call._replace(read_gate=None, normalize=True))
+        out, state = run(call._replace(read_gate=None))
         return gated(out, call.read_gate).to(dtype), state
     v = torch.cat([call.v, torch.ones_like(call.v[..., :1])], -1)
-    out, state = run(call._replace(v=v, read_gate=None))
+    out, state = run(call._replace(v=v, read_gate=None, normalize=False))
     out = out[..., :-1] / (out[..., -1:] + NORMALIZER_EPS)
     return gated(out, call.read_gate).to(dtype), state
 
@@ -43,7 +43,7 @@ def per_query(call: Call, run: Run) -> tuple[Tensor, Tensor]:
     return out, states[:, :: call.queries].clone(memory_format=torch.contiguous_format)
 
 
-def with_bonus(call: Call, bonus: Tensor, run: Run) -> tuple[Tensor, Tensor]:
+def with_bonus(call: Call, run: Run) -> tuple[Tensor, Tensor]:
     """Delays k and v by one token, so that q_t reads S_{t-1}, and adds the bonus term of the current token.
 
     Each sequence grows by one token: its first query reads the initial state, its last write reaches the final state.
@@ -51,7 +51,7 @@ def with_bonus(call: Call, bonus: Tensor, run: Run) -> tuple[Tensor, Tensor]:
     bounds, T = call.cu_seqlens, call.v.shape[1]
     if bounds is not None and not torch.compiler.is_compiling() and has_address(bounds):
         check_bounds(bounds, T)  # checked here, because the backend gets the shifted bounds
-    dtype, call, bonus = call.v.dtype, call.wide(), bonus.to(accumulator(call.v))
+    dtype, call = call.v.dtype, call.wide()
     place = tokens = torch.arange(T, device=call.k.device)
     if bounds is not None:
         place = tokens + (torch.searchsorted(bounds[:-1].to(tokens), tokens, right=True) - 1)
@@ -67,12 +67,13 @@ def with_bonus(call: Call, bonus: Tensor, run: Run) -> tuple[Tensor, Tensor]:
     shifted = call._replace(
         q=moved(call.q, 0), read_gate=moved(call.read_gate, 0), k=moved(call.k, 1), v=moved(call.v, 1),
         log_decay=moved(decay, 1), beta=moved(call.beta, 1), write_gate=moved(call.write_gate, 1),
+        bonus=None,
     )  # fmt: skip
     if bounds is not None:
         added = torch.arange(bounds.shape[0], dtype=bounds.dtype, device=bounds.device)
         shifted = shifted._replace(cu_seqlens=bounds + added)
     out, state = run(shifted)
-    own = call._replace(bonus=bonus).ungrouped()
+    own = call.ungrouped()
     assert own.bonus is not None
     qk = own.q * own.k  # [B, T, Hq, K], each head for several of v
     weight = (qk[..., None, :] * own.bonus.unflatten(0, (qk.shape[2], -1))).sum(-1).flatten(-2) * own.scale

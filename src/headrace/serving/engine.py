@@ -50,12 +50,11 @@ class Prompt:
     def pass_on(self, logits: Tensor) -> tuple[list[Stream], list[Stream]]:
         """Returns the streams whose prompts end with the piece, and the others. The first has paid for the piece.
         logits: [kept, vocabulary]."""
-        streams = [stream for stream in self.streams if not stream.gone.is_set()]
-        for place, stream in enumerate(streams):
+        for place, stream in enumerate(self.streams):
             stream.cached += len(self.tokens) if place else 0
             stream.read(logits)
-        begin = [stream for stream in streams if len(stream.ids) == self.end.length]
-        return begin, [stream for stream in streams if len(stream.ids) > self.end.length]
+        begin = [stream for stream in self.streams if len(stream.ids) == self.end.length]
+        return begin, [stream for stream in self.streams if len(stream.ids) > self.end.length]
 
 
 def states_before(prompts: list[Prompt]) -> HeadraceCache:

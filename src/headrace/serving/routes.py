@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from ..convert.checkpoint import check_backend, load, read_tokenizer
-from ..utils.device import on_device
+from ..files.devices import on_device
 from ..utils.errors import InputError
 from .access import LOCAL, Access, Keyed, KnownHosts
 from .engine import Engine

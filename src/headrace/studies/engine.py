@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ..files import provenance
+from ..files.checks import Form
 from ..training.environment import environment
 from ..training.results import NOT_FINITE, finite, read_result, write_result
-from ..utils.integrity import Form
 from .workers import Worker, distribute
 
 Row = dict[str, Any]
@@ -45,7 +45,7 @@ class Point:
     name: in lines of progress.
     path: the file of its result, in the folder.
     value: what is measured.
-    form: of its result, as `integrity.misfit` describes it.
+    form: of its result, as `checks.misfit` describes it.
     fingerprint: of what the result depends on beside the plan; a result with another is measured again.
     """
 

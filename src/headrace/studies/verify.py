@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import layers, zoo
+from ..files.devices import on_device
 from ..layers.blocks.block import Block, Sizes
 from ..layers.blocks.stack import Backbone
 from ..ops.attention import linear_attention
@@ -21,7 +22,6 @@ from ..ops.call import TOKENWISE
 from ..ops.dispatch import BACKENDS, set_backend, unavailable
 from ..ops.reference import literal
 from ..spec.stack import Decoder
-from ..utils.device import on_device
 from ..utils.errors import InputError
 from .laws import TOLERANCE, Row, device_failed, law_of, relative, rows_of_check, worst
 from .verify_op import OP, op_laws

@@ -14,8 +14,8 @@ from multiprocessing import active_children, get_context, parent_process
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from ..files.devices import see_only
 from ..utils import plugins
-from ..utils.device import see_only
 from ..utils.errors import GateWarning, InputError
 
 Listen = Callable[[int, Any], None]  # (index of a job, what it reports)

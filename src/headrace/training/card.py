@@ -7,9 +7,9 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from ..files.checks import read_json
 from ..files.provenance import sentence
 from ..utils.errors import InputError
-from ..utils.integrity import read_json
 from . import checkpoints
 from .environment import environment
 from .recipes import About, Recipe, to_yaml

@@ -17,8 +17,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
+from ..files.checks import damage, read_record
 from ..utils.errors import InputError
-from ..utils.integrity import damage, read_record, record, write_json
+from ..utils.integrity import record, write_json
 from .processes import Processes
 
 MARKER = "complete.json"

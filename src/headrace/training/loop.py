@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..files.checks import read_json
 from ..ops.loss import IGNORED
-from ..utils.integrity import read_json, write_json
+from ..utils.integrity import write_json
 from . import checkpoints
 from .agreement import errors_in_all
 from .gate_statistics import GateWatch

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..files.devices import present_device
 from ..ops.loss import PIECE
-from ..utils.device import present_device
 from ..utils.errors import InputError, nearest
 from .efficiency import Efficiency
 from .efficiency import efficiency as known

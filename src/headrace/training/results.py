@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from ..files.checks import SUM, Form, misfit, read_json
 from ..utils.errors import InputError
-from ..utils.integrity import SUM, Form, digest, misfit, read_json, write_json
+from ..utils.integrity import digest, write_json
 
 NOT_FINITE = "not_finite"  # key of a record: {JSON pointer (RFC 6901) of a null: the number "nan", "inf" or "-inf"}
 

@@ -26,11 +26,12 @@ from transformers import AutoTokenizer, set_seed
 
 from ..convert.checkpoint import fetched
 from ..data import Collator, PackedData, Shuffled, open_data, unigram_loss
+from ..files.checks import damage, read_record
 from ..files.processes import handling
 from ..files.provenance import claim, defaults
 from ..utils.errors import InputError, reading
 from ..utils.extras import named
-from ..utils.integrity import CHECKSUMS, damage, read_record, write_json
+from ..utils.integrity import CHECKSUMS, write_json
 from . import checkpoints
 from .agreement import agreed, errors_in_all, rank
 from .card import baseline_sentence, can_draw, read_history, write_card

@@ -1,1 +1,1 @@
-"""Helpers for all parts: errors, devices, processes and files."""
+"""Helpers for all parts: errors, devices, plug-ins, optional packages and atomic files."""

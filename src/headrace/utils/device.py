@@ -1,4 +1,4 @@
-"""The device on which a command runs."""
+"""Devices, and what depends on one."""
 
 import os
 from collections.abc import Callable
@@ -8,36 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .errors import InputError
-
 F = TypeVar("F", bound=Callable)
-
-
-def present_device() -> torch.device:
-    """Returns the accelerator if there is one, else the CPU. (PyTorch's build for CUDA names one on every machine.)"""
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-
-
-def on_device(name: str | None, float64: bool = False) -> str:
-    """Returns the device of this name; for None or "auto" the accelerator if there is one, else the CPU.
-
-    float64: whether the device must support float64; Apple's does not. Raises InputError if the device is unusable."""
-    if name in (None, "auto"):
-        device = present_device().type
-        return "cpu" if float64 and device == "mps" else device
-    try:
-        torch.empty(0, device=name, dtype=torch.float64 if float64 else None)
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise InputError(f"--device={name!r} cannot be used: {str(error).splitlines()[0]}") from None
-    if torch.device(name).type == "meta":
-        raise InputError(f"--device={name!r} cannot be used: its tensors have no numbers")
-    return name
-
-
-def all_devices(name: str | None) -> list[str]:
-    """Returns the devices that a name, as in `on_device`, stands for: every GPU for "cuda", else one device."""
-    device = on_device(name)
-    return [f"cuda:{i}" for i in range(torch.cuda.device_count())] if device == "cuda" else [device]
 
 
 def kept_on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,16 +60,6 @@ def may_round_float32() -> bool:
         return torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:  # the setting was made through fp32_precision, after which the older one cannot be read
         return torch.backends.cuda.matmul.fp32_precision == "tf32"
-
-
-def see_only(device: str) -> None:
-    """Hides all GPUs except this one from the process, before CUDA is initialized, so that training takes this one."""
-    kind, _, number = device.partition(":")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if kind == "cuda":
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(number)] if visible != [""] else number
-    elif kind == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def without_autocast(x: torch.Tensor) -> AbstractContextManager[object]:

@@ -1,10 +1,8 @@
 """The optional packages that headrace imports, and the extra of `pip install` that installs each."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 
-from .errors import InputError, reading
+from .errors import InputError
 
 # Import names. Each extra also installs the packages of the extras in INCLUDES.
 EXTRAS = {
@@ -71,23 +69,3 @@ def explain(who: str, error: ImportError) -> None:
     name = (error.name or "").partition(".")[0]
     if any(name in names for names in EXTRAS.values()):
         require(who, name)
-
-
-@contextmanager
-def reading_tokenizer(sentence: str) -> Iterator[None]:
-    """`reading` of a tokenizer by transformers. For a sentencepiece model, which needs a package that no extra
-    installs, the InputError names that package alone; transformers writes several lines and names another one."""
-    from transformers.utils import logging
-
-    before, absent = logging.get_verbosity(), find_spec("sentencepiece") is None
-    with reading(sentence):
-        try:
-            if absent:
-                logging.set_verbosity_error()
-            yield
-        except (ImportError, ValueError) as error:
-            if not absent or not any(name in str(error).lower() for name in ("sentencepiece", "tiktoken")):
-                raise
-            raise InputError("its tokenizer.model needs sentencepiece: pip install sentencepiece") from error
-        finally:
-            logging.set_verbosity(before)

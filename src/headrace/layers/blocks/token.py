@@ -4,9 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from ...ops.backends.native.bound import NAMES
-from ...ops.backends.native.operations import UnsupportedError
-from ...ops.backends.native.program import Program
+from ...ops.backends.native.program import NAMES, Program, UnsupportedError
 from ..linear.mixer import LinearMixer
 from ..linear.token import add_linear, add_mixer
 from ..norms import OffsetRMSNorm

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...ops.backends.native.operations import UnsupportedError
+from ...ops.backends.native.program import UnsupportedError
 from ...ops.call import accumulator
 from ...spec.linear import Competition
 from ..base import SelfInitialized

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...ops.attention import linear_attention
 from ...ops.backends.base import HasBackend
-from ...ops.backends.native.program import Program, ProgramOf
+from ...ops.backends.native.bound import Bound, ProgramOf
 from ...ops.dispatch import default_backend
 from ...ops.sequences import Sequences
 from ...spec.linear import MixerSpec
@@ -148,7 +148,7 @@ class LinearMixer(Mixer, HasBackend):
         state = self.checked(x, state, sequences)
         return self.run(x, state, sequences, in_place=may_write(state))
 
-    def token_program(self, x: Tensor) -> tuple[Program | None, str | None]:
+    def token_program(self, x: Tensor) -> tuple[Bound | None, str | None]:
         """Returns (the native program that computes x [B, T, D] in place, None), or (None, why there is none)."""
         if type(self) is not LinearMixer:
             return None, f"the mixer is a {type(self).__name__}"

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ...ops.backends.native.operations import UnsupportedError
+from ...ops.backends.native.program import UnsupportedError
 from ...ops.sequences import Sequences
 from ...spec.record import asked_for
 from ...utils.tables import Table

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.attention import linear_attention
-from ...ops.backends.native.bound import NAMES
+from ...ops.backends.native.bound import Bound
 from ...ops.backends.native.library import DTYPES
-from ...ops.backends.native.operations import UnsupportedError
-from ...ops.backends.native.program import Program
+from ...ops.backends.native.program import NAMES, Program, UnsupportedError
 from ...ops.call import NORMALIZER_EPS
 from ...ops.derivatives import has_address
 from ...spec.linear import Competition
@@ -67,7 +66,7 @@ def mixer_program(program: Program, mixer: Any) -> None:
     program.add("store", x=y, inputs=D)
 
 
-def find_program(mixer: Any, x: Tensor) -> tuple[Program | None, str | None]:
+def find_program(mixer: Any, x: Tensor) -> tuple[Bound | None, str | None]:
     """Returns (the native program that computes x [B, T, D] in place, None), or (None, why there is none)."""
     if torch.compiler.is_compiling():
         return None, "a graph is traced"
@@ -82,7 +81,7 @@ def find_program(mixer: Any, x: Tensor) -> tuple[Program | None, str | None]:
     return program, reason
 
 
-def run_mixer(program: Program, mixer: Any, x: Tensor, state: Any) -> tuple[Tensor, MixerState]:
+def run_mixer(program: Bound, mixer: Any, x: Tensor, state: Any) -> tuple[Tensor, MixerState]:
     """Runs the program of `mixer_program`: x [B, 1, D], state -> (y [B, 1, D], state). Updates the state in place, or a
     copy if autograd needs a tensor of it, or if one has another dtype or is not contiguous.
 
@@ -96,7 +95,7 @@ def run_mixer(program: Program, mixer: Any, x: Tensor, state: Any) -> tuple[Tens
             ready = program.take([state], len(x))
     assert ready is not None
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    ready.run({0: x.contiguous(), len(program.operations) - 1: y})
+    ready.run({0: x.contiguous(), len(program.program.operations) - 1: y})
     return y, state
 
 

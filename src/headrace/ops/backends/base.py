@@ -12,7 +12,8 @@ class Kernel(NamedTuple):
     """A backend's implementation of an operation. All functions take the operation's arguments."""
 
     run: Callable[..., Any]
-    unsupported_reason: Callable[..., str | None]  # returns why the backend cannot compute these arguments, or None
+    # Returns why the backend cannot compute these arguments, or None.
+    unsupported_reason: Callable[..., str | None] = lambda *arguments: None
     # Of linear_attention: which of "bonus", "normalize" and "queries" (several for each state) `run` takes in a call;
     # rewrite.py expresses the others.
     extras: tuple[str, ...] = ()
@@ -35,7 +36,7 @@ class Backend(NamedTuple):
     missing: Callable[[], str | None]  # returns why the backend is not available on this machine, or None
     about: Callable[[], str]  # returns the backend's version
     linear_attention: Kernel  # (call) -> (out, final state); differentiable
-    step: Kernel | None = None  # (call without token dimension, bonus, normalize, in_place) -> (out, state)
+    step: Kernel | None = None  # (call without token dimension, in_place) -> (out, state)
     # Returns whether only its name chooses the backend for these arguments of an operation, and "auto" does not.
     on_request: Callable[..., bool] = lambda *arguments: False
 

@@ -16,10 +16,11 @@ from transformers.utils import CONFIG_NAME, cached_file
 from ...convert import load
 from ...convert.checkpoint import check_backend, check_config, read_tokenizer
 from ...data.tokenizer import could_be_on_the_hub
+from ...files.checks import MODEL_FILES, check_weights
 from ...files.threads import ThreadsBySize
 from ...hf import HeadraceConfig, HeadracePreTrainedModel
 from ...utils.errors import InputError, reading
-from ...utils.integrity import MODEL_FILES, check_weights, digest, sha256
+from ...utils.integrity import digest, sha256
 
 LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_sequence_length")
 ROOM = 128  # largest number of tokens of an answer in the harness's needle tasks

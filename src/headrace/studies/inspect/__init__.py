@@ -8,8 +8,8 @@ import torch
 
 from ...convert import load
 from ...convert.checkpoint import read_tokenizer
+from ...files.devices import on_device
 from ...ops.dispatch import set_backend
-from ...utils.device import on_device
 from ...utils.errors import InputError
 from ...utils.integrity import atomic
 from .page import describe, render, tokens_of

@@ -1,22 +1,29 @@
-"""Programs with the addresses of their tensors, as the native library takes them."""
+"""Programs with the addresses of their tensors, as the native library takes them.
+
+Weights are read where they are, and states are updated in place. A call checks only whether a weight, a module or a
+state was replaced since the last call; if so, all of them are checked again.
+
+Dimensions: B sequences.
+"""
 
 import operator
 import struct
 import weakref
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ....utils.errors import InputError
+from ...checks import require
+from ...derivatives import transformed
 from . import library as native
 from .layer import STATE_DTYPES
-from .operations import Code, Layer, Operation, UnsupportedError
+from .program import NAMES, Layer, Operation, Program, UnsupportedError
 from .structs import LAYOUTS, STATE, WEIGHTS
 
-NAMES = {name: values for name, *values in map(str.split, native.operations().splitlines())}
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _PROGRAM, _OPERATION, _LAYER = (LAYOUTS[name] for name in ("hr_program", "hr_operation", "hr_layer"))
 _STATE, _DTYPE = _OPERATION.offset("state"), _OPERATION.offset("dtype")
@@ -24,9 +31,16 @@ NO_TOKEN = 4  # hr_status
 
 
 class Bound:
-    """A program with the addresses of its weights and states."""
+    """A program with the addresses of its weights, and of the states that it had last.
 
-    def __init__(self, program: Code, weights: list[Tensor]):
+    Raises UnsupportedError for weights that it cannot read, and InputError for one whose shape is not the one that its
+    module was built with."""
+
+    def __init__(self, program: Program, weights: list[Any]):
+        for expected, weight in zip(program.weights, weights, strict=True):
+            if (fault := expected.fault(weight, expected.shape)) is not None:
+                require(weight is None or weight.shape == expected.shape, fault)
+                raise UnsupportedError(fault)
         self.program, self.weights = program, weights
         self.places = [x.data_ptr() for x in weights]
         self.last: Ready | None = None
@@ -55,14 +69,19 @@ class Bound:
             dtypes |= {i: STATE_DTYPES.get(name, (dtype or torch.float32,))[0] for name, i in layer.state.items()}
         return [dtypes[i] for i in range(len(self.program.states))]
 
-    def has_weights(self, weights: list[Tensor | None]) -> bool:
+    def has_weights(self, weights: list[Any]) -> bool:
         """Whether these are the same tensors in the same memory."""
-        same = all(map(operator.is_, weights, self.weights))
-        return same and [x.data_ptr() for x in weights] == self.places  # type: ignore[union-attr]
+        return all(map(operator.is_, weights, self.weights)) and [x.data_ptr() for x in weights] == self.places
 
-    def take(self, states: list[Tensor], rows: int) -> "Ready | None":
-        """Returns the program with states that can be updated in place, or None."""
-        places = [0 if x is None else x.data_ptr() for x in states]
+    def has_dtype(self, dtype: torch.dtype) -> bool:
+        """Whether the weights of the layers, or of all operations without layers, have this dtype."""
+        return all(own in (None, dtype) for own in (*self.of_layers, *self.of_operations))
+
+    def take(self, states: Sequence[Any], rows: int) -> "Ready | None":
+        """Returns the program with the states of B = `rows` sequences, or None if they cannot be updated in place: they
+        have other shapes or dtypes, or autograd needs them."""
+        states = [getattr(states[i], field) for i, field in self.program.state_places]
+        places = [native.address(x) for x in states]
         where, last = (rows, torch.is_inference_mode_enabled()), self.last
         if (
             last is not None
@@ -79,6 +98,15 @@ class Bound:
         self._check_apart(states, places)
         self.last = Ready(self.program, where, [*map(weakref.ref, states)], places, *self._packed(states, places))
         return self.last
+
+    def copies(self, states: Sequence[Any]) -> list[Any]:
+        """Returns copies of states that can be updated in place. The states must have the right shapes."""
+        changed = list(states)
+        for (i, field), dtype in zip(self.program.state_places, self.state_dtypes, strict=True):
+            x = getattr(states[i], field)
+            copy = x.new_empty(x.shape, dtype=dtype).copy_(x)
+            changed[i] = changed[i]._replace(**{field: copy})
+        return changed
 
     def _check_apart(self, states: list[Tensor], places: list[int]) -> None:
         """Raises InputError if a state shares memory with another tensor."""
@@ -137,7 +165,7 @@ class Ready(NamedTuple):
     """A program with its states, which whoever runs it must keep. It is not changed, so that threads may share a
     model."""
 
-    program: Code
+    program: Program
     where: tuple[int, bool]  # number of sequences, and whether inference mode is on
     states: list[weakref.ref[Tensor]]  # weak, as a model would keep the memory of its last batch
     places: list[int]
@@ -165,10 +193,66 @@ class Ready(NamedTuple):
             native.ABI, torch.get_num_threads(), rows, program.width, len(program.operations), len(program.layers),
             program.vocabulary, native.address(tokens), in_order,
         )  # fmt: skip
-        status = native.run(header, bytes(operations), self.layers)
+        assert native.library is not None
+        status = native.library.hr_run(header, bytes(operations), self.layers)
         # Tells autograd, which may have saved one of these tensors for a backward, that the tensors have changed.
         states = (state() for state in self.states)
         increment_version([x for x in states if x is not None and not x.is_inference()])
         if status == NO_TOKEN:
             raise unknown_token(program.vocabulary)
         native.check(status)
+
+
+def refused_now() -> str | None:
+    """Returns why no program can run now, or None."""
+    if torch.is_grad_enabled():
+        return "it has no gradient: torch.no_grad() is needed"
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast is on"
+    if torch.compiler.is_compiling() or transformed():
+        return "it reads memory by address, and runs neither in a graph nor under a transform"
+    return None
+
+
+class ProgramOf:
+    """The program of a module, built when it is first needed, and again after a change of the module.
+
+    Args:
+        build: adds the operations of the module to a new program, or raises UnsupportedError.
+    """
+
+    def __init__(self, build: Callable[[Program, Any], None]):
+        self._build = build
+        self._built: tuple[Program | None, str | None] = None, None  # the program, and why it could not be built
+        self._bound: Bound | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_bound": None}  # a copy has other addresses
+
+    def find(self, module: Any) -> tuple[Bound | None, str | None]:
+        """Returns (a program that can run now, None), or (None, why there is none).
+
+        Raises InputError for a weight whose shape is not the one that its module was built with."""
+        if native.missing:
+            return None, native.missing
+        program, reason = self._built
+        if program is None or not program.intact():
+            program, reason = Program(), None
+            try:
+                self._build(program, module)
+            except UnsupportedError as error:
+                reason = str(error)
+            program.finish()
+            self._built = program, reason  # complete, so that threads may share a model
+        reason = reason or refused_now()
+        return self._binding(program) if reason is None else (None, reason)
+
+    def _binding(self, program: Program) -> tuple[Bound | None, str | None]:
+        """Returns as `find` a program that is built."""
+        bound, weights = self._bound, program.held_weights()
+        if bound is None or bound.program is not program or not bound.has_weights(weights):
+            try:
+                self._bound = bound = Bound(program, weights)
+            except UnsupportedError as error:
+                return None, str(error)
+        return bound, None

@@ -16,11 +16,8 @@ from . import library as native
 Shape = tuple[int, ...]
 
 OPTIONAL = ("conv_bias", "bonus", "skip")
-STATE_DTYPES = {
-    "memory": (torch.float32,),
-    "tokens": (torch.int64,),
-}  # others: that of the weights
-KINDS = {name: values for name, *values in map(str.split, native.kinds().splitlines())}
+STATE_DTYPES = {"memory": (torch.float32,), "tokens": (torch.int64,)}  # others: that of the weights
+KINDS = native.names("hr_kinds")  # those that a program supports, by part
 
 
 def numbered(names: dict[str, str]) -> tuple[list[int], str | None]:

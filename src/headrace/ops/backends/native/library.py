@@ -199,19 +199,6 @@ def backward(d_out: Tensor, d_final: Tensor, call: Call, kept_: tuple[Tensor], w
     return [*new, d_initial, d_bonus]
 
 
-def kinds() -> str:
-    """Returns the kinds of a layer's parts that a program supports, one line per part with its name and kinds; ""
-    without the library."""
-    return "" if library is None else library.hr_kinds().decode()
-
-
-def operations() -> str:
-    """Returns the kinds of a program's operations, norms and activations, one line for each; "" without the library."""
-    return "" if library is None else library.hr_operations().decode()
-
-
-def run(program: bytes, operations: bytes, layers: bytes) -> int:
-    """Runs a program, and returns the library's status. The arguments are the structs hr_program, hr_operation and
-    hr_layer."""
-    assert library is not None, missing
-    return library.hr_run(program, operations, layers)
+def names(function: str) -> dict[str, list[str]]:
+    """Returns the lists of names that a function of the library writes; {} without the library."""
+    return {} if library is None else structs.lists(getattr(library, function)().decode())

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ... import derivatives
-from ...autograd import any_requires_grad, register
+from ...autograd import register, wants_gradient
 from ...call import Call
 from ...prepared import prepare
 from ...rewrite import normalized, per_query
@@ -57,27 +57,26 @@ _operator = register("native", "CPU", native.forward, native.backward, ["kept"],
 
 def _run(call: Call) -> tuple[Tensor, Tensor]:
     decay = call.log_decay
-    if (
-        call.bonus is not None and decay is not None and decay.dim() == 1
-    ):  # with a bonus the library takes one per token
+    if call.bonus is not None and decay is not None and decay.dim() == 1:
+        # With a bonus the library takes one per token.
         call = call._replace(log_decay=decay.expand(call.v.shape[:3]))
     if call.normalize and call.v.shape[1] == 1:  # a token's own kernel has no normalizer
-        return normalized(call._replace(normalize=False), _operator)
+        return normalized(call, _operator)
     return _operator(call)
 
 
-def _step(call: Call, bonus: Tensor | None, normalize: bool, in_place: bool) -> tuple[Tensor, Tensor]:
-    call = call.with_tokens()._replace(bonus=bonus)
-    out, state = normalized(call, _token) if normalize else _token(call)
+def _step(call: Call, in_place: bool) -> tuple[Tensor, Tensor]:
+    call = call.with_tokens()
+    out, state = normalized(call, _token) if call.normalize else _token(call)
     return out.squeeze(1), state
 
 
 def _token(call: Call) -> tuple[Tensor, Tensor]:
     """Computes one token. Its own kernel has grouped queries, and no gradient."""
-    return per_query(call, _run) if torch.is_grad_enabled() and any_requires_grad(call) else _run(call)
+    return per_query(call, _run) if wants_gradient(call) else _run(call)
 
 
-def _unsupported_step(call: Call, bonus: Tensor | None, normalize: bool) -> str | None:
+def _unsupported_step(call: Call) -> str | None:
     if derivatives.transformed():
         return "it supports neither transforms of torch.func nor forward-mode differentiation"
     return _unsupported_reason(call)

@@ -1,45 +1,128 @@
 """Programs: one token of each of several sequences through a layer or a model, in one native call (native/program.cpp).
 
 A program is a list of operations on the columns of working rows, one row of float32 per sequence. It refers to the
-weights by the modules that hold them, reads them where they are, and updates the states in place. A call checks only
-whether a weight, a module or a state was replaced since the last call; if so, all of them are checked again.
+weights by the modules that hold them; `bound.py` gives the library their addresses and runs it.
 
 Dimensions: B sequences.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ...checks import require
-from ...derivatives import transformed
+from ...derivatives import has_address
 from . import library as native
-from .bound import Bound, Ready
 from .layer import OPTIONAL, STATE_DTYPES, numbered, state_shapes, weight_shapes
-from .modules import Modules
-from .operations import Code, Expected, Layer, Operation, UnsupportedError
+
+NAMES = native.names("hr_operations")  # the kinds of operations, norms and activations
 
 
-class Program(Code):
-    """Operations, and the modules, weights and states that they need. Built by the methods below, then run."""
+class UnsupportedError(Exception):
+    """Why a program cannot compute a module."""
+
+
+class Expected(NamedTuple):
+    """A tensor that a program needs: contiguous, on the CPU."""
+
+    name: str
+    shape: tuple[int, ...]  # of a state: without the dimension B
+    dtypes: tuple[torch.dtype, ...]
+
+    def fault(self, x: Tensor | None, shape: tuple[int, ...]) -> str | None:
+        """Returns a sentence about how a tensor differs from what is expected, or None."""
+        if x is None:
+            return f"{self.name} is None; expected shape {list(shape)}"
+        if x.shape != shape:
+            return f"{self.name} has shape {list(x.shape)}; expected shape {list(shape)}"
+        if x.dtype not in self.dtypes:
+            return f"{self.name} has dtype {x.dtype}; expected {' or '.join(map(str, self.dtypes))}"
+        if not (x.is_cpu and x.is_contiguous() and has_address(x)):
+            return f"{self.name} is on {x.device} with strides {x.stride()}; expected a contiguous tensor on the CPU"
+        return None
+
+
+class Operation(NamedTuple):
+    """The fields of hr_operation. Weights are indices of a program's weights, and `state` is one of its states."""
+
+    kind: str
+    x: int = 0  # first column of the input
+    out: int = 0
+    inputs: int = 0
+    outputs: int = 0
+    other: int = -1
+    what: int = 0
+    add: bool = False
+    layer: int = 0
+    number: float = 1.0
+    weight: int | None = None
+    bias: int | None = None
+    scale: int | None = None
+    first: int = 0  # first row of weight and bias
+    state: int | None = None
+
+
+class Layer(NamedTuple):
+    """The fields of hr_layer; weights and state by name, as indices of a program's."""
+
+    kinds: list[int]
+    sizes: list[int]
+    numbers: list[float]
+    weights: dict[str, int]
+    state: dict[str, int]
+
+
+class Modules:
+    """Modules of which a call does exactly what their classes do, as lists that are fast to check."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.modules: list[nn.Module | None] = []
+        self.classes: list[type] = []
+        self.places: list[tuple[dict[str, Any], str]] = []  # the parent's modules, and the name there
+        self.hooks: list[dict] = []
+        self.attributes: list[dict[str, Any]] = []
+
+    def add(self, parent: nn.Module, name: str, module: nn.Module) -> None:
+        self.add_other(parent, name, module)
+        self.hooks += [module._forward_hooks, module._forward_pre_hooks]
+        self.attributes.append(vars(module))
+
+    def add_other(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
+        """Adds a module that no operation stands for."""
+        self.modules.append(module)
+        self.classes.append(type(module))
+        self.places.append((parent._modules, name))
+
+    def are_plain(self) -> bool:
+        """Whether no module has a hook or a forward of its own. (Those of a backward never run in a program.)"""
+        return not any(self.hooks) and not any("forward" in attributes for attributes in self.attributes)
+
+    def are_same(self, plain: bool) -> bool:
+        """Whether the modules are in their places, of their classes, and plain or not."""
+        held = [modules.get(name) for modules, name in self.places]
+        same = all(map(operator.is_, held, self.modules)) and list(map(type, held)) == self.classes
+        return same and self.are_plain() == plain
+
+
+class Program:
+    """Operations, and the modules, weights and states that they need. Built by the methods below, then bound."""
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+        self.layers: list[Layer] = []
+        self.weights: list[Expected] = []
+        self.states: list[Expected] = []
         self.state_places: list[tuple[int, str]] = []  # index in the list of states, and field
+        self.width = 0  # number of columns
+        self.vocabulary = 0  # number of rows of the embedding
         self._next = 0  # the first unused column
         self._plain = True
         self._holders: list[tuple[dict[str, Any], str]] = []  # of the weights
         self._modules = Modules()
         self._settings: list[tuple[dict[str, Any], str]] = []  # attributes, and the values that they had
         self._values: list[Any] = []
-        self._bound: Bound | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_bound": None}  # a copy has other addresses
-
-    # --- building ----------------------------------------------------------------------------------------------------
 
     def columns(self, count: int) -> int:
         """Returns the first of `count` new columns."""
@@ -129,85 +212,10 @@ class Program(Code):
         """Ends the building, also of a program that cannot be built."""
         self._plain = self._modules.are_plain()
 
-    # --- running -----------------------------------------------------------------------------------------------------
-
     def intact(self) -> bool:
         """Whether the modules are those that the program was built from. Otherwise it must be built again."""
         return self._modules.are_same(self._plain) and [held.get(n) for held, n in self._settings] == self._values
 
-    def unsupported_reason(self) -> str | None:
-        """Returns why the program cannot run now, or None.
-
-        Raises InputError for a weight whose shape is not the one that its module was built with."""
-        if torch.is_grad_enabled():
-            return "it has no gradient: torch.no_grad() is needed"
-        if torch.is_autocast_enabled("cpu"):
-            return "autocast is on"
-        if torch.compiler.is_compiling() or transformed():
-            return "it reads memory by address, and runs neither in a graph nor under a transform"
-        weights: list[Any] = [holder.get(name) for holder, name in self._holders]
-        if self._bound is not None and self._bound.has_weights(weights):
-            return None
-        for expected, weight in zip(self.weights, weights, strict=True):
-            if (fault := expected.fault(weight, expected.shape)) is not None:
-                require(weight is None or weight.shape == expected.shape, fault)
-                return fault
-        try:
-            self._bound = Bound(self, weights)
-        except UnsupportedError as error:
-            return str(error)
-        return None
-
-    def has_dtype(self, dtype: torch.dtype) -> bool:
-        """Whether the weights of the layers, or of all operations without layers, have this dtype."""
-        assert self._bound is not None
-        return all(own in (None, dtype) for own in (*self._bound.of_layers, *self._bound.of_operations))
-
-    def dtype(self, weight: int) -> torch.dtype:
-        """Returns the dtype of a weight."""
-        assert self._bound is not None
-        return self._bound.weights[weight].dtype
-
-    def take(self, states: Sequence[Any], rows: int) -> Ready | None:
-        """Returns the program with the states of B = `rows` sequences, or None if they cannot be updated in place: they
-        have other shapes or dtypes, or autograd needs them. To be called after `unsupported_reason` returned None."""
-        assert self._bound is not None
-        return self._bound.take([getattr(states[i], field) for i, field in self.state_places], rows)
-
-    def copies(self, states: Sequence[Any]) -> list[Any]:
-        """Returns copies of states that can be updated in place. The states must have the right shapes."""
-        assert self._bound is not None
-        changed = list(states)
-        for (i, field), dtype in zip(self.state_places, self._bound.state_dtypes, strict=True):
-            x = getattr(states[i], field)
-            copy = x.new_empty(x.shape, dtype=dtype).copy_(x)
-            changed[i] = changed[i]._replace(**{field: copy})
-        return changed
-
-
-class ProgramOf:
-    """The program of a module, built when it is first needed, and again after a change of the module.
-
-    Args:
-        build: adds the operations of the module to a new program, or raises UnsupportedError.
-    """
-
-    def __init__(self, build: Callable[[Program, Any], None]):
-        self._build = build
-        self._built: tuple[Program | None, str | None] = None, None  # the program, and why it could not be built
-
-    def find(self, module: Any) -> tuple[Program | None, str | None]:
-        """Returns (a program that can run now, None), or (None, why there is none)."""
-        if native.missing:
-            return None, native.missing
-        program, reason = self._built
-        if program is None or not program.intact():
-            program, reason = Program(), None
-            try:
-                self._build(program, module)
-            except UnsupportedError as error:
-                reason = str(error)
-            program.finish()
-            self._built = program, reason  # complete, so that threads may share a model
-        reason = reason or program.unsupported_reason()
-        return (program, None) if reason is None else (None, reason)
+    def held_weights(self) -> list[Any]:
+        """Returns the weights that the modules have now, None for one that is gone."""
+        return [holder.get(name) for holder, name in self._holders]

@@ -52,9 +52,14 @@ LAYOUTS = {
 }
 
 
+def lists(text: str) -> dict[str, list[str]]:
+    """Returns the words of each line by its first."""
+    return {name: words for name, *words in map(str.split, text.splitlines())}
+
+
 def fault(of_library: str) -> str | None:
     """Returns the first difference to the structs that a library lists (hr_structs in native/headrace.h), or None."""
-    listed = {name: fields for name, *fields in map(str.split, of_library.splitlines())}
+    listed = lists(of_library)
     for name, layout in LAYOUTS.items():
         packed = [f"{field}:{kind}@{offset}" for field, (kind, offset) in layout.fields.items()]
         for ours, theirs in zip_longest([*packed, f"end@{layout.size}"], listed.get(name, []), fillvalue="nothing"):

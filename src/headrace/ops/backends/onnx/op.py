@@ -53,13 +53,9 @@ def _missing() -> str | None:
     return "it writes nodes of an ONNX graph, inside torch.onnx.export only"
 
 
-def _any(*arguments) -> None:
-    return None
-
-
 BACKEND = Backend(
     missing=_missing,
     about=lambda: f"PyTorch {torch.__version__}",
     linear_attention=Kernel(_run, _unsupported_reason, extras=("queries",)),
-    step=Kernel(step.step, _any),
+    step=Kernel(step.step),
 )

@@ -7,6 +7,7 @@ from torch import Tensor
 from .decay import Gradients, NoDecay, crossing, summed
 
 LEAST = -1000.0  # lower bound of log_decay: e^LEAST is 0 in float64, and −∞ would give NaN differences of sums
+LONGEST, MOST = 16, 64.0  # tokens of a block, and the largest exponent in it
 
 
 class HalvedDecay(NoDecay):
@@ -122,11 +123,11 @@ class HalvedDecay(NoDecay):
         return (matrix @ difference).flatten(1, 2)
 
 
-def block_of(log_decay: Tensor, longest: int = 16, most: float = 64.0) -> int:
-    """Returns the base of HalvedDecay: `longest` if no decay over so many tokens can exceed e^most, else 1, also if a
+def block_of(log_decay: Tensor) -> int:
+    """Returns the base of HalvedDecay: LONGEST if no decay over so many tokens can exceed e^MOST, else 1, also if a
     decay is NaN, so that the NaN affects no earlier token.
 
     There is nothing between: in a block of 4 tokens, decays of −16 a token do not overflow, but the gradient to them
     is a difference of sums (`_crossing_in_blocks`), whose terms are up to e^16 times as large."""
     low, high = log_decay.aminmax() if log_decay.numel() else (log_decay.new_zeros(()),) * 2
-    return longest if float(torch.maximum(-low, high)) * longest <= most else 1
+    return LONGEST if float(torch.maximum(-low, high)) * LONGEST <= MOST else 1

@@ -29,13 +29,9 @@ def _kept_shapes(call: Call):
 _run = register("chunkwise", "CompositeExplicitAutograd", _forward, _backward, ["states", "errors"], _kept_shapes)
 
 
-def _unsupported_reason(*arguments) -> None:
-    return None
-
-
 BACKEND = Backend(
     missing=lambda: None,
     about=lambda: f"PyTorch {torch.__version__}",
-    linear_attention=Kernel(_run, _unsupported_reason, extras=("queries",)),
-    step=Kernel(step.step, _unsupported_reason),
+    linear_attention=Kernel(_run, extras=("queries",)),
+    step=Kernel(step.step),
 )

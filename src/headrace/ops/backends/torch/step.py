@@ -10,10 +10,13 @@ from ...call import NORMALIZER_EPS, TOKENWISE, Call, accumulator, gated
 from ...checks import sequence_ends
 
 
-def step(call: Call, bonus: Tensor | None, normalize: bool, in_place: bool) -> tuple[Tensor, Tensor]:
+def step(call: Call, in_place: bool) -> tuple[Tensor, Tensor]:
     """Computes one token. The tensors of the call have no token dimension."""
-    settings = bonus, call.delta, normalize, call.scale
-    return _step(*call[:3], call.initial_state, *call[3:7], *settings)
+    return _step(*call[:3], call.initial_state, *call[3:7], *_settings(call))
+
+
+def _settings(call: Call) -> tuple[Tensor | None, bool, bool, float]:
+    return call.bonus, call.delta, call.normalize, call.scale
 
 
 def _step(q, k, v, state, *rest):
@@ -50,11 +53,11 @@ def _update(q, k, v, state, log_decay, beta, write_gate, read_gate, bonus, delta
     return gated(out, read_gate).to(v.dtype), S
 
 
-def recurrent(call: Call, bonus: Tensor | None, normalize: bool) -> tuple[Tensor, Tensor]:
+def recurrent(call: Call) -> tuple[Tensor, Tensor]:
     """Runs `step` in a loop over the tokens."""
     if call.cu_seqlens is not None:
-        return _each_sequence(call, bonus, normalize)
-    T, settings = call.v.shape[1], (bonus, call.delta, normalize, call.scale)
+        return _each_sequence(call)
+    T, settings = call.v.shape[1], _settings(call)
 
     def columns(x: Tensor | None):
         # unbind instead of indexing, because the gradient of x[:, t] is as large as x.
@@ -62,15 +65,14 @@ def recurrent(call: Call, bonus: Tensor | None, normalize: bool) -> tuple[Tensor
 
     state, out = call.initial_state, []
     if state is None:
-        (B, _, H, V), K = call.v.shape, call.k.shape[-1]
-        state = call.v.new_zeros(B, H, K, V + (1 if normalize else 0), dtype=accumulator(call.v))
+        state = call.v.new_zeros(call.state_shape, dtype=accumulator(call.v))
     for q, k, v, *rest in zip(*(columns(x) for x in call[:7]), strict=True):
         o, state = _step(q, k, v, state, *rest, *settings)
         out.append(o)
     return torch.stack(out, 1) if out else call.v.new_empty(call.out_shape), state
 
 
-def _each_sequence(call: Call, bonus: Tensor | None, normalize: bool) -> tuple[Tensor, Tensor]:
+def _each_sequence(call: Call) -> tuple[Tensor, Tensor]:
     assert call.cu_seqlens is not None
     lengths = [end - start for start, end in pairwise(sequence_ends(call.cu_seqlens, call.v.shape[1]))]
     per_token = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor) and name in TOKENWISE}
@@ -79,5 +81,5 @@ def _each_sequence(call: Call, bonus: Tensor | None, normalize: bool) -> tuple[T
     for n in range(len(lengths)):
         tensors: dict[str, Any] = {name: pieces[n] for name, pieces in per_token.items()}
         state = None if call.initial_state is None else call.initial_state[n : n + 1]
-        results.append(recurrent(call._replace(**tensors, initial_state=state, cu_seqlens=None), bonus, normalize))
+        results.append(recurrent(call._replace(**tensors, initial_state=state, cu_seqlens=None)))
     return torch.cat([out for out, _ in results], 1), torch.cat([state for _, state in results])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....utils.device import interpreted, is_hopper
-from ...autograd import define, register
+from ...autograd import define, register, wants_gradient
 from ...call import SCHEMA, Call
 from ...derivatives import transformed
 from ...rewrite import normalized, per_query, with_bonus
@@ -61,9 +61,9 @@ def _backward(d_out: Tensor, d_final: Tensor, call: Call, kept: Any, wanted: Any
     return _chunks_backward(d_out, d_final, call, wanted[3])
 
 
-def _on_request(call: Call, *of_step: Any) -> bool:
+def _on_request(call: Call) -> bool:
     """Only Hopper (an H200) has run the kernels; other GPUs' code is compiled only."""
-    if of_step and _wants_gradients(call, of_step[0]):  # PyTorch's step has derivatives of all orders
+    if call.v.dim() == 3 and wants_gradient(call):  # PyTorch's step has derivatives of all orders
         return True
     return not (call.v.is_cuda and is_hopper(call.v.device))
 
@@ -77,12 +77,12 @@ def _about() -> str:
 
 def _step_of(*args):
     call, after = Call(*args), _like_step(*args)[1]
-    return _token(call, call.bonus, after), after
+    return _token(call, after), after
 
 
 def _step_in_place(*args):
     call = Call(*args)
-    return _token(call, call.bonus, call.initial_state)
+    return _token(call, call.initial_state)
 
 
 def _like_out(*args):
@@ -106,30 +106,26 @@ _step_op_in_place = define(
 _chunkwise = register("triton", KEY, _forward, _backward, [], lambda call: ())
 
 
-def _step(call: Call, bonus: Tensor | None, normalize: bool, in_place: bool) -> tuple[Tensor, Tensor]:
-    if _wants_gradients(call, bonus):  # the kernel of one token has none
-        out, after = _differentiable(call.with_tokens(), bonus, normalize)
+def _step(call: Call, in_place: bool) -> tuple[Tensor, Tensor]:
+    if wants_gradient(call):  # the kernel of one token has none
+        out, after = _differentiable(call.with_tokens())
         return out.squeeze(1), after
-    if normalize:
-        return normalized(call, lambda call: _step(call, None, False, in_place))
+    if call.normalize:
+        return normalized(call, lambda call: _step(call, in_place))
     state = call.initial_state
     if in_place and state is not None and state.dtype == torch.float32 and state.is_contiguous():
-        return _step_op_in_place(*call._replace(bonus=bonus)), state
-    return _step_op(*call._replace(bonus=bonus))
+        return _step_op_in_place(*call), state
+    return _step_op(*call)
 
 
-def _differentiable(call: Call, bonus: Tensor | None, normalize: bool) -> tuple[Tensor, Tensor]:
+def _differentiable(call: Call) -> tuple[Tensor, Tensor]:
     run = partial(per_query, run=_chunkwise)
-    if normalize:
+    if call.normalize:
         return normalized(call, run)
-    return run(call) if bonus is None else with_bonus(call, bonus, run)
+    return run(call) if call.bonus is None else with_bonus(call, run)
 
 
-def _wants_gradients(call: Call, bonus: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*call.tensors, bonus))
-
-
-def _unsupported_step(call: Call, bonus: Tensor | None, normalize: bool) -> str | None:
+def _unsupported_step(call: Call) -> str | None:
     """Returns why the kernels cannot compute one token, or None."""
     if transformed():
         return "its step supports neither transforms of torch.func nor forward-mode differentiation"

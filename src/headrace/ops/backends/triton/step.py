@@ -13,9 +13,9 @@ PROGRAM = 8192  # entries of the state that a program holds
 
 
 @triton.jit
-def scalar(x, at, other):
+def factor(x, at):
     if x is None:
-        result = other
+        result = 1.0
     else:
         result = tl.load(x + at).to(tl.float32)
     return result
@@ -59,7 +59,7 @@ def step_kernel(
     at = row * K * V + keys[:, None] * V + values[None, :]
     mask = has_key[:, None] & has_value[None, :]
     xk = tl.load(k + shared * K + keys, mask=has_key, other=0.0).to(tl.float32)
-    target = tl.load(v + row * V + values, mask=has_value, other=0.0).to(tl.float32) * scalar(write, row, 1.0)
+    target = tl.load(v + row * V + values, mask=has_value, other=0.0).to(tl.float32) * factor(write, row)
     S = tl.zeros((BK, BV), tl.float32)
     if state is not None:
         S = tl.load(state + at, mask=mask, other=0.0).to(tl.float32)
@@ -75,20 +75,20 @@ def step_kernel(
     if bonus is not None:
         u = tl.load(bonus + h * K + keys, mask=has_key, other=0.0).to(tl.float32)
     before = S
-    S, target = advanced(S, decay, xk, target, scalar(beta, row, 1.0), DELTA)
+    S, target = advanced(S, decay, xk, target, factor(beta, row), DELTA)
     for i in tl.static_range(QUERIES):
         xq = tl.load(q + (shared * QUERIES + i) * K + keys, mask=has_key, other=0.0).to(tl.float32) * scale
-        o = seen(xq, S, before, xk, target, u) * scalar(read, row * QUERIES + i, 1.0)
+        o = seen(xq, S, before, xk, target, u) * factor(read, row * QUERIES + i)
         tl.store(out + (row * QUERIES + i) * V + values, o.to(out.dtype.element_ty), mask=has_value)
     tl.debug_barrier()  # `after` may be `state`: another thread may hold a copy of its entries, and load them last
     tl.store(after + at, S, mask=mask)
 
 
-def step(call: Call, bonus: Tensor | None, after: Tensor) -> Tensor:
+def step(call: Call, after: Tensor) -> Tensor:
     """Returns the output of one token, and writes the state to `after`, which may be the state before. The tensors of
     the call have no token dimension."""
     (B, H, V), (HQ, K) = call.v.shape, call.q.shape[1:]
-    given = [None if x is None else x.contiguous() for x in (*call[:7], bonus, call.initial_state)]
+    given = [None if x is None else x.contiguous() for x in (*call[:7], call.bonus, call.initial_state)]
     dims = 0 if call.log_decay is None else call.log_decay.dim() + (call.log_decay.dim() > 1)
     out = call.v.new_empty(call.out_shape)
     BK = block(K, 1 << 16)

@@ -20,12 +20,13 @@ from torch import Tensor
 
 import headrace
 
+from ..hf.cache import HeadraceCache
+from ..hf.model import HeadraceForCausalLM
+from ..hf.snapshots import Snapshot
 from ..ops.checks import require
 from ..utils.errors import InputError, reading
-from ..utils.integrity import SUM, atomic, digest
-from .cache import HeadraceCache
-from .model import HeadraceForCausalLM
-from .snapshots import Snapshot
+from ..utils.integrity import atomic, digest
+from .checks import SUM
 
 FORMAT = "headrace state, version 1"
 COMPUTED_WITH = ("mixer", "style", "vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "intermediate_size",

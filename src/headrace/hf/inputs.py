@@ -1,0 +1,47 @@
+"""What a model is given, as its layers take it: tokens, their padding, and the sequences of a pack.
+
+Dimensions: B batch, T tokens, D hidden size, N sequences.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from ..layers.packing import check_marks, flash_bounds, pack_rows, padding_mask, sequences
+from ..ops.checks import as_bounds, require
+from ..ops.sequences import Sequences, avoid_sync
+
+
+def boundaries(cu_seqlens: Tensor | None, flash: dict[str, Any]) -> Tensor | None:
+    """Returns cu_seqlens [N + 1], which can be given under the names of transformers' collators."""
+    bounds = flash_bounds(flash)
+    require(bounds is None or cu_seqlens is None, "cu_seqlens and cu_seq_lens_q are both given; expected one")
+    if flash:
+        raise TypeError(f"forward() got an unexpected argument {min(flash)!r}")
+    return as_bounds(cu_seqlens if bounds is None else bounds)
+
+
+def arranged(
+    x: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, position_ids: Tensor | None,
+    seq_idx: Tensor | None, seen: int,
+) -> tuple[Tensor, Tensor | None, Sequences | None]:  # fmt: skip
+    """Returns (x [B, T, D], or its tokens as one row; which tokens are no padding, or None; the pack, or None). seen:
+    number of columns before x."""
+    if position_ids is not None or seq_idx is not None:
+        x, attention_mask, cu_seqlens = _packed(x, attention_mask, cu_seqlens, position_ids, seq_idx, seen)
+    pack = None if cu_seqlens is None else Sequences.of(x, cu_seqlens)
+    return x, padding_mask(attention_mask, x, pack is not None, seen), pack
+
+
+def _packed(
+    x: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, position_ids: Tensor | None,
+    seq_idx: Tensor | None, seen: int,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Returns (x, attention_mask, cu_seqlens) with the sequences of position_ids or seq_idx as a pack."""
+    padding_mask(attention_mask, x, False, seen)  # checks the shape
+    if cu_seqlens is not None and not seen and avoid_sync(x):
+        check_marks(x, position_ids, seq_idx, cu_seqlens)
+        return x, attention_mask, cu_seqlens
+    marked = sequences(x, position_ids, seq_idx, attention_mask, seen)
+    rows, cu_seqlens = pack_rows(x, marked, attention_mask, cu_seqlens)
+    return rows, attention_mask if rows.shape == x.shape else None, cu_seqlens
