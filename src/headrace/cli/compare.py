@@ -13,9 +13,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from .. import zoo
+from ..report import catalog
+from ..report.numbers import count
 from ..spec.serialize import to_json
-from ..studies import catalog
-from ..studies.report.numbers import count
 from ..utils.errors import InputError
 from .console import Device, interruptible, refuse_with, refuse_without, telling, terminal, track
 from .options import takes
@@ -151,9 +151,9 @@ def compare(options: CompareOptions) -> dict[str, Any] | None:
     With --suite, each mixer trains by itself on several tasks with fixed settings, tuned learning rates and five seeds,
     and gets a row of the leaderboard. The time that this will take is said before.
     """
-    from ..studies.compare.choose import choose, planned
-    from ..studies.compare.terminal import print_results
-    from ..studies.workers import place_workers
+    from ..comparison.choose import choose, planned
+    from ..comparison.terminal import print_results
+    from ..files.workers import place_workers
     from ..utils.device import all_devices
 
     places, one = place_workers(all_devices(options.device), options.workers), options
@@ -176,10 +176,10 @@ def compare(options: CompareOptions) -> dict[str, Any] | None:
 def run_suite(suite: str, mixers: str | None, folder: Path, board: Path | None, places: list[str]) -> None:
     """Runs each mixer's study of a suite in a folder of its own, and shows their rows beside those of the file `board`.
     Says before how long it will take."""
-    from ..studies.compare import estimate, leaderboard
-    from ..studies.compare.run import check
-    from ..studies.compare.suite import studies
-    from ..studies.compare.terminal import print_sections
+    from ..comparison import estimate, leaderboard
+    from ..comparison.run import check
+    from ..comparison.suite import studies
+    from ..comparison.terminal import print_sections
 
     if mixers is None:
         raise InputError("--suite needs --mixers; expected the mixers that get a row")
@@ -198,11 +198,11 @@ def run_suite(suite: str, mixers: str | None, folder: Path, board: Path | None, 
 
 def run(study: Any, folder: Path, places: list[str]) -> dict[str, Any]:
     """Runs a study in its folder, writes the report and returns the results."""
+    from ..comparison.page import write_report
+    from ..comparison.run import check, complete
+    from ..comparison.terminal import board
+    from ..files.engine import claimed
     from ..files.processes import locked
-    from ..studies.compare.page import write_report
-    from ..studies.compare.run import check, complete
-    from ..studies.compare.terminal import board
-    from ..studies.engine import claimed
 
     console = terminal()
     for sentence in dict.fromkeys(idle for arm_plan in study.plans for idle in arm_plan.idle_gates()):
@@ -311,9 +311,9 @@ def verify(
 
 def _verify_mixers(mixers: str | None, device: str | None, dtype: str, backend: str | None) -> bool:
     """Prints the checks of our own mixers, and returns whether one failed."""
-    from ..studies.verify import OP, available, device_failed, subjects, verify
-    from ..training.environment import device_name
+    from ..files.environment import device_name
     from ..utils.device import on_device
+    from ..verification.verify import OP, available, device_failed, subjects, verify
 
     precision, device = _precision(dtype), on_device(device, float64=dtype == "float64")
     names = subjects(device) if mixers is None else zoo.several(mixers)
@@ -342,7 +342,7 @@ def _verify_mixers(mixers: str | None, device: str | None, dtype: str, backend: 
 
 
 def _precision(name: str) -> Any:
-    from ..studies.laws import TOLERANCE
+    from ..verification.errors import TOLERANCE
 
     dtypes = {str(known).removeprefix("torch."): known for known in TOLERANCE}
     if name not in dtypes:
@@ -354,8 +354,8 @@ def _verify_targets(
     names: list[str], device: str | None, dtype: str, laws: str | None, seed: int, as_json: bool
 ) -> bool:
     """Prints the verdicts on layers and models of others, and returns whether one broke a law or raised."""
-    from ..studies import foreign
     from ..utils.device import on_device
+    from ..verification import foreign
 
     precision, on = _precision(dtype), on_device(device, float64=dtype == "float64")
     chosen = None if laws is None else [law.strip() for law in laws.split(",")]

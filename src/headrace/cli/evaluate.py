@@ -56,8 +56,8 @@ def evaluate(options: EvaluateOptions) -> Any:
             check_config(Path(path))
     if options.data is None:
         ask_hub()
+    from ..evaluation import checkpoint, report, run
     from ..files.processes import locked
-    from ..studies.evaluate import checkpoint, report, run
     from ..utils.device import on_device
 
     one, folder = options, options.output or Path("runs", f"eval-{run.slug(options.suite)}")
@@ -108,11 +108,11 @@ def bench(
     for name in zoo.several(mixers):
         if not (name.startswith("transformers-") or Path(name).exists() or name.count("/")):
             zoo.get(name)  # raises for a misspelt one before PyTorch is imported, which takes seconds
+    from ..benchmarking.models import Shape, named
+    from ..benchmarking.plan import BenchPlan, points
+    from ..benchmarking.report import print_overheads, write_report
+    from ..benchmarking.results import complete, rows, write_csv
     from ..files.processes import locked
-    from ..studies.bench.models import Shape, named
-    from ..studies.bench.plan import BenchPlan, points
-    from ..studies.bench.report import print_overheads, write_report
-    from ..studies.bench.results import complete, rows, write_csv
     from ..utils.device import on_device
 
     device, console = on_device(device), terminal()

@@ -123,7 +123,7 @@ def generate(options: GenerateOptions) -> dict[str, Any]:
     The last line, on standard error, has the speed, the engine that computed single tokens, and the seed. With --draft
     or --prompt-lookup it also has the share of proposed tokens that were accepted, and the tokens of each pass of the
     model. The same command with this --seed prints the same text."""
-    from ..studies.report.numbers import count
+    from ..report.numbers import count
     from .generate import generate as run
     from .generate import sampling_seed, sampling_settings
 
