@@ -6,7 +6,7 @@ import torch
 import tiny
 from equation import skip_if_missing
 from headrace import InputError, backends, load, set_backend, step, zoo
-from headrace.cli.compare import backends as list_backends
+from headrace.cli.verify import backends as list_backends
 from headrace.files.environment import this_process
 from headrace.layers import LinearMixer, build
 from headrace.ops.backends.base import OPERATIONS, Backend, Kernel

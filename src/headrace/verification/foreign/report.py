@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 """
+HEADER = ("law", "verdict", "error", "tolerance", "smallest", "note")  # of `table`
 HELPERS = (laws.in_dtype, laws.prepared, laws.inputs, laws.derivatives, laws.tensors_of)
 
 
@@ -64,7 +65,7 @@ def _used(helper: Any, check: Any) -> bool:
 
 
 def table(verdicts: Iterable[Verdict]) -> list[tuple[str, ...]]:
-    """Returns rows of (law, verdict, error, tolerance, smallest broken case, note)."""
+    """Returns rows under HEADER; "smallest" is the smallest broken case."""
     return [
         (
             v.law,
