@@ -17,7 +17,8 @@ from headrace.benchmarking.models import Shape, build, cache_bytes
 from headrace.benchmarking.plan import BenchPlan, Point, points
 from headrace.convert.flash import mlp_width
 from headrace.evaluation import findings, scores, unigram
-from headrace.evaluation.report import draw, write_report
+from headrace.evaluation.report import draw
+from headrace.evaluation.report import report as evaluated
 from headrace.evaluation.run import Evaluation, EvaluationPlan
 from headrace.inspection.recorder import record
 from tiny import build as model
@@ -161,9 +162,9 @@ def test_peers_are_as_wide_and_deep_as_ours():
 # --- eval ------------------------------------------------------------------------------------------------------------
 def test_a_picture_shows_the_interval_of_a_difference():
     a, b = torch.randn(2, 50, dtype=torch.float64)
-    pair = scores.Pair(*(scores.Score("acc", [(x, 1.0) for x in side.tolist()]) for side in (a, b)))
+    records = {name: stored.record(side.tolist()) for name, side in (("a", a), ("b", b))}
     axes = report.Figure().add_subplot()
-    draw(axes, {"b": [findings.PairedComparison("piqa", "acc", pair)]}, ["piqa acc"])
+    draw(axes, [scores.difference("b", "a", "piqa", "acc", records)], ["piqa acc"])
     (bar,) = axes.containers
     difference = 100 * (b - a).numpy()
     expected = stats.t.interval(0.95, 49, difference.mean(), stats.sem(difference))
@@ -183,9 +184,9 @@ def test_perplexities_and_bits_of_a_text():
 
 @pytest.mark.parametrize(("metric", "unit", "mean"), [("word_perplexity", "nats", 0.25), ("acc", "points", 25.0)])
 def test_a_difference_is_in_nats_or_in_points(metric, unit, mean):
-    first, second = (scores.Score(metric, [(value, 2.0), (value, 2.0)]) for value in (-1.0, -0.5))
-    found = scores.Pair(first, second)
-    assert (found.unit, found.difference.value) == (unit, pytest.approx(mean))
+    records = {name: stored.record([[value, 2.0]] * 2, metric) for name, value in (("a", -1.0), ("b", -0.5))}
+    found = scores.difference("b", "a", "x", metric, records)
+    assert (found.unit.short, found.unit.scale * found.mean.value) == (unit, pytest.approx(mean))
 
 
 def test_a_perplexity_is_not_at_the_level_of_guessing():
@@ -204,7 +205,7 @@ def test_the_metrics_of_other_lengths_of_a_needle_task_are_left_out():
 def test_the_page_says_how_many_rows_were_evaluated(limit, said, tmp_path):
     models = {name: {"piqa": stored.record([1.0, 0.0])} for name in "ab"}
     evaluation = Evaluation(EvaluationPlan("piqa", limit=limit), models, {})
-    page = write_report(evaluation, {"a": "a", "b": "b"}, tmp_path).read_text("utf-8")
+    page = evaluated(evaluation, {"a": "a", "b": "b"}, tmp_path).write(tmp_path / "report.html").read_text("utf-8")
     assert said in page and ("the first" in page) == (limit is not None)
 
 

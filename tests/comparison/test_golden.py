@@ -1,6 +1,6 @@
 """Pages, tables and sentences of small sets of rows, as files in golden/.
 
-`python tests/comparison/test_golden.py` writes the files anew: read their difference before it is committed. The
+`make golden` writes the files anew: read their difference before it is committed. The
 statistics in them are checked against scipy and hand-worked values in test_stats.py.
 """
 
@@ -18,10 +18,11 @@ from headrace.comparison import hypotheses, sweep
 from headrace.comparison.defaults import DEFAULTS, PAIR, REVERSE, TEXT
 from headrace.comparison.findings import conditions, findings, headline
 from headrace.comparison.page import report
-from headrace.comparison.pairwise import HEADER, judged
+from headrace.comparison.pairwise import judged
 from headrace.comparison.plan import Tuning
 from headrace.comparison.summary import summarize
-from headrace.comparison.terminal import print_results
+from headrace.report import differences
+from headrace.report.terminal import print_sections
 from stored import gates, many, question, record, results, row, rows, swept
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -103,7 +104,7 @@ def sentences():
         (comparison,) = summarize(data)
         tests = judged([comparison])
         yield from (f"## {title}", "", headline([comparison], tests), *conditions(comparison))
-        yield from (f"| {' | '.join(line)} |" for line in (HEADER, *(one.cells() for one in tests[0])))
+        yield from (f"| {' | '.join(line)} |" for line in differences.table(tests[0], "comparison"))
         yield from ("", *(f"- {sentence}" for sentence in findings(comparison)), "")
     for seeds in (1, 3):
         comparisons = summarize(many(seeds, tuple(zoo.names())))
@@ -126,7 +127,7 @@ def sweeps():
 def terminal():
     for data in (rates(), results([[0.5, 0.5], [0.9, 0.91]])):
         screen = Console(file=io.StringIO(), width=160)
-        print_results(data, screen)
+        print_sections(report(data, None), screen)
         yield from screen.file.getvalue().splitlines()
 
 
@@ -219,13 +220,14 @@ EVALUATIONS = {
 
 def evaluations():
     pytest.importorskip("lm_eval")
-    from headrace.evaluation.findings import against_the_first, findings, table
+    from headrace.evaluation.findings import against_the_first, answer, findings, table
     from headrace.evaluation.run import Evaluation, EvaluationPlan
 
     for title, models in EVALUATIONS.items():
         evaluation = Evaluation(EvaluationPlan("x"), {model: {"task": own} for model, own in models.items()}, {})
-        pairs = [pair.cells() for own in against_the_first(evaluation).values() for pair in own]
-        yield from (f"## {title}", "", *(f"| {' | '.join(line)} |" for line in (*table(evaluation), *pairs)))
+        judged = against_the_first(evaluation)
+        pairs = differences.table(judged, "task", "rows") if judged else []
+        yield from (f"## {title}", "", answer(judged), *(f"| {' | '.join(x)} |" for x in (*table(evaluation), *pairs)))
         yield from ("", *(f"- {sentence}" for sentence in findings(evaluation)), "")
 
 

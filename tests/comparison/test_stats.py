@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from scipy import stats as by_scipy
 
 from headrace.comparison.defaults import PAIR, REVERSE
-from headrace.comparison.hypotheses import Hypothesis, differences, length_held
-from headrace.comparison.pairwise import BETTER, WORSE, Difference, judged
+from headrace.comparison.hypotheses import UNITS, differences, length_held
+from headrace.comparison.pairwise import between, judged
 from headrace.comparison.rows import converged
 from headrace.comparison.summary import summarize
 from headrace.evaluation.scores import ROWS
 from headrace.report import stats
+from headrace.report.differences import BETTER, WORSE, over_seeds
 from stored import question, results, row, rows
 
 
@@ -127,8 +128,8 @@ def test_differences_are_paired_by_seed_and_corrected_over_the_family():
     asked = question(pairs=(("a", "b"), ("a", "c")))
     ((first, second),) = differences([(asked, runs[::-1])])
     by_t = by_scipy.ttest_rel(a, b)
-    assert (first.where, first.gain.n, first.lost, second.lost) == ("p", 3, 1, 0)
-    assert first.gain.interval == pytest.approx(tuple(by_t.confidence_interval(0.95)))
+    assert (first.where, first.mean.n, first.lost, second.lost) == ("p", 3, 1, 0)
+    assert first.mean.interval == pytest.approx(tuple(by_t.confidence_interval(0.95)))
     assert first.p == pytest.approx(by_t.pvalue) and first.corrected == pytest.approx(2 * by_t.pvalue)
     assert second.corrected == pytest.approx(by_scipy.ttest_rel(a, c).pvalue)
     (own, _), (other, _) = differences([(asked, runs)] * 2)
@@ -141,7 +142,8 @@ def test_differences_are_paired_by_seed_and_corrected_over_the_family():
      (3, -1.0, 0.0499, "less")],
 )  # fmt: skip
 def test_a_verdict_needs_three_seeds_and_a_corrected_p_below_one_in_twenty(n, value, corrected, verdict):
-    assert Hypothesis("p", "a", "b", stats.Mean(value, 0.1, n - 1, n), 0.0, 0, corrected).verdict == verdict
+    one = over_seeds("a", "b", [value + 0.1 * i for i in range(n)], UNITS["score"])
+    assert replace(one, corrected=corrected).verdict == verdict
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 6])
@@ -150,18 +152,16 @@ def test_equal_bimodal_models_get_a_verdict_in_at_most_one_of_twenty(n):
     verdicts = []
     for scores in product((0.0, 1.0), repeat=2 * n):
         gains = [a - b for a, b in zip(scores[:n], scores[n:], strict=True)]
-        p = stats.paired(gains)
-        verdicts.append(
-            Hypothesis("", "a", "b", stats.mean_over_seeds(gains), p, corrected=p).verdict in ("more", "less")
-        )
+        one = over_seeds("a", "b", gains, UNITS["score"])
+        verdicts.append(replace(one, corrected=one.p).verdict in ("more", "less"))
     assert fmean(verdicts) <= 0.05
 
 
 def test_mixers_of_a_comparison_are_compared_by_the_same_interval():
     (comparison,) = summarize(results([[0.5, 0.5, 0.5, None], [0.6, 0.6, 0.9, 0.99]]))
-    difference = Difference(*comparison.contenders[::-1])
-    assert difference.seeds == [0, 1, 2] and difference.gain == stats.mean_over_seeds(difference.gains)
-    assert difference.gain.interval == pytest.approx((0.2 - 0.4303, 0.2 + 0.4303), abs=1e-4), "not of the median, 0.1"
+    difference = between(*comparison.contenders[::-1])
+    assert (difference.mean.n, difference.lost) == (3, 1)
+    assert difference.mean.interval == pytest.approx((0.2 - 0.4303, 0.2 + 0.4303), abs=1e-4), "not of the median, 0.1"
     assert comparison.contenders[1].spread == pytest.approx(np.std([0.6, 0.6, 0.9, 0.99], ddof=1))
 
 

@@ -7,8 +7,6 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
-from rich.console import Console
-from rich.table import Table
 
 from ..report.numbers import compact, count
 from ..report.page import Page, Section, picture
@@ -72,14 +70,6 @@ def overheads(results: list[dict[str, Any]], plan: BenchPlan) -> Section:
         for name, form in competing_versions(plan)
     ]
     return Section("Overhead of competition", (OVERHEAD,), header=header, rows=rows)
-
-
-def print_overheads(results: list[dict[str, Any]], plan: BenchPlan, console: Console) -> None:
-    section = overheads(results, plan)
-    table = Table(*section.header, title="Overhead of competition", caption=OVERHEAD, title_justify="left")
-    for row in section.rows:
-        table.add_row(*row)
-    console.print(table)
 
 
 def measured(what: str, lines: list[dict[str, Any]], plan: BenchPlan, folder: Path) -> Section:

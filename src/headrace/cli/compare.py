@@ -149,8 +149,9 @@ def compare(options: CompareOptions) -> dict[str, Any] | None:
     and gets a row of the leaderboard. The time that this will take is said before.
     """
     from ..comparison.choose import choose, planned
-    from ..comparison.terminal import print_results
+    from ..comparison.page import report
     from ..files.workers import place_workers
+    from ..report.terminal import print_sections
     from ..utils.device import all_devices
 
     places, one = place_workers(all_devices(options.device), options.workers), options
@@ -165,7 +166,7 @@ def compare(options: CompareOptions) -> dict[str, Any] | None:
         study = planned(one.plan)
     folder = one.output or Path("runs", study.name)
     results = run(study, folder, places)
-    print_results(results, terminal())
+    print_sections(report(results, None), terminal())
     terminal().print(f"The report is {folder / 'report.html'}", soft_wrap=True, highlight=False)
     return results
 
@@ -176,7 +177,7 @@ def run_suite(suite: str, mixers: str | None, folder: Path, board: Path | None, 
     from ..comparison import estimate, leaderboard
     from ..comparison.run import check
     from ..comparison.suite import studies
-    from ..comparison.terminal import print_sections
+    from ..report.terminal import print_sections
 
     if mixers is None:
         raise InputError("--suite needs --mixers; expected the mixers that get a row")

@@ -58,6 +58,7 @@ def evaluate(options: EvaluateOptions) -> Any:
         ask_hub()
     from ..evaluation import checkpoint, report, run
     from ..files.processes import locked
+    from ..report.terminal import print_sections
     from ..utils.device import on_device
 
     one, folder = options, options.output or Path("runs", f"eval-{run.slug(options.suite)}")
@@ -67,9 +68,10 @@ def evaluate(options: EvaluateOptions) -> Any:
     with interruptible(f"what is finished is in {folder}; the same command continues"), locked(folder):
         with telling(console) as tell:
             evaluation = run.evaluate(one.checkpoints, plan, machine, folder, tell)
-        page = report.write_report(evaluation, checkpoint.named(one.checkpoints), folder)
-    report.print_evaluation(evaluation, console)
-    console.print(f"The report is {page}", soft_wrap=True, highlight=False)
+        page = report.report(evaluation, checkpoint.named(one.checkpoints), folder)
+        written = page.write(folder / "report.html")
+    print_sections(page, console)
+    console.print(f"The report is {written}", soft_wrap=True, highlight=False)
     return evaluation
 
 
@@ -118,9 +120,10 @@ def bench(options: BenchOptions) -> None:
     and contexts are added to the folder."""
     from ..benchmarking.models import Shape, named
     from ..benchmarking.plan import BenchPlan, points
-    from ..benchmarking.report import print_overheads, write_report
+    from ..benchmarking.report import overheads, write_report
     from ..benchmarking.results import complete, rows, write_csv
     from ..files.processes import locked
+    from ..report.terminal import print_section
     from ..utils.device import on_device
 
     one, console, output = options, terminal(), options.output
@@ -138,5 +141,5 @@ def bench(options: BenchOptions) -> None:
         lines = rows(held, plan)
         write_csv(output / "bench.csv", lines)
         report = write_report(held, lines, plan, output, shlex.join(["headrace", *sys.argv[1:]]))
-    print_overheads(held, plan, console)
+    print_section(overheads(held, plan), console)
     console.print(f"The report is {report}, the numbers {output / 'bench.csv'}", soft_wrap=True, highlight=False)

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from statistics import fmean
 
+from ..report.differences import ALIKE, BETTER, FEW, WORSE, Difference
 from ..report.numbers import count
 from ..spec.linear import MixerSpec
 from ..spec.matrix import MatrixSpec
 from ..training.gate_statistics import failures
-from .pairwise import BETTER, VERDICTS, WORSE, Difference
+from .pairwise import EASY
 from .rows import HELD, RULE, converged
 from .shape import MATCHED
 from .summary import Comparison, Contender, shared_settings, show, show_contender, show_scores, task_of
@@ -55,7 +56,9 @@ def answer(comparison: Comparison, tests: Sequence[Difference]) -> str:
 
 def tally(differences: Sequence[Difference]) -> str:
     """The number of mixers with competition by their verdict against their backbones."""
-    found = {verdict: [d.a.label for d in differences if d.verdict == verdict] for verdict in VERDICTS}
+    found = {
+        verdict: [d.a for d in differences if d.verdict == verdict] for verdict in (BETTER, WORSE, ALIKE, FEW, EASY)
+    }
     parts = [
         f"{len(labels)} {verdict}" + (f" ({', '.join(labels)})" if verdict in (BETTER, WORSE) else "")
         for verdict, labels in found.items()

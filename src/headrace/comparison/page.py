@@ -9,6 +9,7 @@ from typing import Any
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from ..report.differences import Difference, table
 from ..report.page import Name, Page, Picture, Section, picture
 from ..tasks.base import ByRow, ByToken
 from ..tasks.check import description
@@ -52,7 +53,7 @@ def report(results: dict[str, Any], folder: Path | None) -> Page:
         Section("The statistic of the plan" if t.answer else "The means behind it", (t.about,), None, t.header, t.rows)
         for t in asked
     ]
-    sections += [] if asked or not any(tests) else [differences(comparisons, tests)]
+    sections += [] if asked or not any(tests) else [differences(tests)]
     sections += [search(c, results) for c in comparisons if c.plan["tuning"]]
     sections += [sweep_section(over, folder)] if over else []
     sections += [] if over and folder is None else [section(c, folder) for c in comparisons]
@@ -80,12 +81,9 @@ def sweep_section(over: sweep.Sweep, folder: Path | None) -> Section:
     )
 
 
-def differences(comparisons: Sequence[Comparison], tests: Sequence[Sequence[pairwise.Difference]]) -> Section:
+def differences(tests: Sequence[Sequence[Difference]]) -> Section:
     """A row for each difference that the report judges."""
-    several = len(comparisons) > 1
-    places = [[c.plan["name"]] if several else [] for c in comparisons]
-    header = [*(["comparison"] if several else []), *pairwise.HEADER]
-    rows = [[*place, *one.cells()] for place, own in zip(places, tests, strict=True) for one in own]
+    header, *rows = table([one for own in tests for one in own], "comparison")
     return Section("Differences", (DIFFERENCES,), header=header, rows=rows)
 
 

@@ -9,10 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
+from ..report.differences import Difference
 from ..report.numbers import compact
 from ..report.style import SOFT, STYLE
 from .findings import at_chance, diverged, headline
-from .pairwise import Difference
 from .plots import axes, colours, legend, spread
 from .summary import Comparison, Contender, show_contender, summarize
 
@@ -108,7 +108,7 @@ def answer(sweep: Sweep, tests: Sequence[Sequence[Difference]]) -> str:
     verdicts: dict[tuple[str, str], dict[str, list[str]]] = {}
     for value, own in zip(sweep.values, tests, strict=True):
         for d in (one for one in own if one.kind == "backbone"):
-            verdicts.setdefault((d.a.label, d.b.label), {}).setdefault(d.verdict, []).append(str(value))
+            verdicts.setdefault((d.a, d.b), {}).setdefault(d.verdict, []).append(str(value))
     clauses = [
         f"{a} over {b}, by {sweep.field}: " + ", ".join(f"{verdict} at {', '.join(at)}" for verdict, at in said.items())
         for (a, b), said in verdicts.items()

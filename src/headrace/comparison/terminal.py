@@ -1,15 +1,11 @@
-"""Progress and results of a comparison on the terminal."""
+"""Progress of a comparison on the terminal."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeElapsedColumn
-from rich.table import Table
 
-from ..report.page import Page, Section
-from .page import report
 from .plan import Arm, Study
 from .summary import labels, show
 
@@ -50,36 +46,3 @@ def board(study: Study, console: Console) -> Iterator[Board]:
     columns = ("{task.description}", BarColumn(), "{task.completed:.0f}/{task.total:.0f} steps", TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         yield Board(progress, study)
-
-
-def print_results(results: dict[str, Any], console: Console) -> None:
-    """Prints the report without its pictures: the answer, the matched quantities, tables and the first findings."""
-    print_sections(report(results, None), console)
-
-
-def print_sections(page: Page, console: Console) -> None:
-    """Prints a page without its pictures."""
-    if page.answer:
-        say(console, page.answer, style="bold")
-    for section in (Section(about=page.about), *page.sections):
-        for paragraph in filter(None, section.about):
-            say(console, paragraph)
-        if section.rows:
-            console.print(table(section))
-        for sentence in section.sentences[: section.shown]:
-            say(console, f"- {sentence}")
-        if more := section.sentences[section.shown :] if section.shown else ():
-            say(console, f"({len(more)} more in the report)")
-
-
-def table(section: Section) -> Table:
-    drawn = Table(title=section.title, title_justify="left", title_style="bold")
-    for i, column in enumerate(section.header):
-        drawn.add_column(column, justify="right" if i else "left")
-    for row in section.rows:
-        drawn.add_row(*map(str, row))
-    return drawn
-
-
-def say(console: Console, sentence: str, **style: Any) -> None:
-    console.print(sentence, highlight=False, soft_wrap=True, markup=False, **style)

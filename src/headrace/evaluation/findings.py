@@ -1,20 +1,18 @@
 """The findings of an evaluation as sentences, failures first. Each sentence follows from the scores by a fixed rule."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..report.differences import Difference, judged
 from ..report.numbers import significant
-from ..report.stats import LEVEL, holm
 from .run import Evaluation
-from .scores import ALIKE, NOT_FINITE, TOO_FEW, Pair, Score, guessing, pair, scores
-
-OTHER_ROWS = "not comparable, as the rows differ,"
+from .scores import Score, difference, guessing, scores, shown_metric
 
 
 def findings(evaluation: Evaluation) -> list[str]:
-    rules = (not_run, beyond, not_finite, failures, differences)
+    rules = (not_run, beyond, not_finite, failures)
     return [sentence for rule in rules for sentence in rule(evaluation)]
 
 
@@ -69,70 +67,25 @@ def above_the_unigram(record: dict[str, Any]) -> Iterator[str]:
             yield f"{metric.replace('_', ' ')} {significant(score.value)} is above {significant(bound)}"
 
 
-def differences(evaluation: Evaluation) -> Iterator[str]:
-    for model, comparisons in against_the_first(evaluation).items():
-        first = next(iter(evaluation.items))
-        for verdict in ("better", "worse", TOO_FEW, ALIKE, OTHER_ROWS, NOT_FINITE):
-            if named := [comparison.name for comparison in comparisons if comparison.verdict == verdict]:
-                where = ", ".join(named) if len(named) < len(comparisons) else "every metric"
-                yield f"{model} compared with {first}: {verdict} in {where}."
-
-
-@dataclass(frozen=True)
-class PairedComparison:
-    """A model compared with the first in one metric. `pair` is None if the two were evaluated on different rows.
-    corrected: p by Holm over all comparisons of the evaluation."""
-
-    item: str
-    metric: str
-    pair: Pair | None
-    corrected: float = math.nan
-
-    @property
-    def name(self) -> str:
-        return f"{self.item} {shown_metric(self.item, self.metric)}"
-
-    @property
-    def verdict(self) -> str:
-        if self.pair is None:
-            return OTHER_ROWS
-        if (reason := self.pair.undecided) is not None:
-            return reason
-        if not self.corrected < 1 - LEVEL:
-            return TOO_FEW
-        return "better" if self.pair.difference.value > 0 else "worse"
-
-    def cells(self) -> tuple[str, ...]:
-        """Cells of a table row: task, metric, difference, its standard error, its 95 % interval, p, p by Holm,
-        verdict."""
-        names = self.item, shown_metric(self.item, self.metric)
-        if self.pair is None or self.verdict == NOT_FINITE:
-            return *names, *"–––––", self.verdict
-        digits = ".4f" if self.pair.first.likelihood else ".1f"
-        mean = self.pair.difference
-        low, high = mean.interval
-        interval = f"{low:+{digits}} to {high:+{digits}}"
-        size = f"{mean.value:+{digits}} {self.pair.unit}", f"± {mean.error:{digits}}", interval
-        p = ("–", "–") if math.isnan(self.corrected) else (f"{mean.p:.2g}", f"{self.corrected:.2g}")
-        return *names, *size, *p, self.verdict
-
-
-def against_the_first(evaluation: Evaluation) -> dict[str, list[PairedComparison]]:
-    """Model -> its comparison with the first model in every metric, corrected over all that can have a verdict."""
-    (_, base), *others = evaluation.items.items()
-    found = {
-        model: [
-            PairedComparison(item, name, pair(base[item], record, name))
-            for item, record in records.items()
-            for name in scores(record)
-        ]
+def against_the_first(evaluation: Evaluation) -> list[Difference]:
+    """The differences of each model from the first in every metric, corrected over all that can have a verdict."""
+    (first, base), *others = evaluation.items.items()
+    found = [
+        difference(model, first, item, name, {model: record, first: base[item]})
         for model, records in others
-    }
-    able = [one for own in found.values() for one in own if one.pair is not None and one.pair.undecided is None]
-    corrected = dict(zip(map(id, able), holm([one.pair.difference.p for one in able if one.pair]), strict=True))
-    return {
-        model: [replace(one, corrected=corrected.get(id(one), math.nan)) for one in own] for model, own in found.items()
-    }
+        for item, record in records.items()
+        for name in scores(record)
+    ]
+    return judged([found])[0]
+
+
+def answer(differences: Sequence[Difference]) -> str:
+    """How many differences of each model have which verdict, as a sentence; "" for a single model."""
+    found: dict[str, Counter[str]] = {}
+    for one in differences:
+        found.setdefault(one.name, Counter())[one.verdict] += 1
+    said = (f"{name}: {', '.join(f'{n} {verdict}' for verdict, n in own.items())}" for name, own in found.items())
+    return f"{'; '.join(said)}." if found else ""
 
 
 def show(score: Score) -> str:
@@ -142,11 +95,6 @@ def show(score: Score) -> str:
     if score.likelihood:
         return f"{significant(score.value)} ± {significant(score.stderr, 2)}"
     return f"{100 * score.value:.1f} ± {100 * score.stderr:.1f} %"
-
-
-def shown_metric(item: str, metric: str) -> str:
-    """The name of a metric in reports; for a needle task, whose metric the harness names by its length, "found"."""
-    return "found" if metric == item.rpartition("@")[2] else metric
 
 
 def table(evaluation: Evaluation) -> list[list[str]]:

@@ -1,8 +1,9 @@
-"""An evaluation as report.html and as a table in the terminal."""
+"""The report of an evaluation."""
 
 import math
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,17 @@ import lm_eval
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
 
 from ..files.environment import environment
+from ..report.differences import Difference
+from ..report.differences import table as table_of_differences
 from ..report.page import Page, Section, picture
 from ..report.style import PALETTE, SOFT, STYLE
-from .findings import PairedComparison, against_the_first, findings, table
+from .findings import against_the_first, answer, findings, table
 from .run import Evaluation
+from .scores import NATS, POINTS
 
 HEAD = ("task", "metric", "rows")
-PAIRED = ("task", "metric", "difference", "standard error", "95 % interval", "p", "p by Holm", "verdict")
-UNITS = {"points": "points of accuracy", "nats": "nats of log-likelihood per word or row"}
 ABOUT_PAIRS = (
     "Mean difference over the same rows, so that the difficulty of a row cancels, in points of accuracy or nats of "
     "log-likelihood per word, byte or row. Above 0, the model is better; p by Student's t, corrected by Holm's rule "
@@ -30,84 +30,63 @@ ABOUT_PAIRS = (
 )
 
 
-def write_report(evaluation: Evaluation, paths: dict[str, str], output: Path) -> Path:
-    """Writes report.html and its picture to the folder `output`; returns the path of report.html.
-
-    paths: name -> path of each checkpoint."""
-    plan = evaluation.plan
+def report(evaluation: Evaluation, paths: dict[str, str], output: Path) -> Page:
+    """The report, whose picture is saved in the folder `output`. paths: name -> path of each checkpoint."""
+    plan, judged = evaluation.plan, against_the_first(evaluation)
     about = (
         f"{plan.suite} by lm-evaluation-harness {lm_eval.__version__}"
         f"{f', the first {plan.limit} rows of each task' if plan.limit else ''}"
         f"{f', rows from {plan.data}' if plan.data else ''}. "
         "The number after ± is the standard error over rows, for perplexities by the delta method."
     )
-    page = Page(
-        "Evaluation",
-        [about],
-        [
-            Section(sentences=findings(evaluation), header=[*HEAD, *evaluation.items], rows=table(evaluation)),
-            *differences(evaluation, output),
-            how(evaluation, paths),
-        ],
-        shlex.join(["headrace", *sys.argv[1:]]),
-        [environment() | {"lm_eval": lm_eval.__version__, "seed": plan.seed}],
-    )
-    return page.write(output / "report.html")
+    said, rows, settings = findings(evaluation), table(evaluation), how(evaluation, paths)
+    scores = Section(sentences=said, header=[*HEAD, *evaluation.items], rows=rows, details=settings)
+    command, made = shlex.join(["headrace", *sys.argv[1:]]), {"lm_eval": lm_eval.__version__, "seed": plan.seed}
+    sections = [scores, *([differences(judged, output)] if judged else [])]
+    return Page("Evaluation", [about], sections, command, [environment() | made], answer(judged))
 
 
-def differences(evaluation: Evaluation, output: Path) -> list[Section]:
-    """A section with a table for each model but the first; the first section has a picture of all differences."""
-    first, differences = next(iter(evaluation.items)), against_the_first(evaluation)
-    drawn = []
-    if any(x.pair for comparisons in differences.values() for x in comparisons):
-        caption = (
-            f"Differences from {first} with 95 % intervals. An interval that contains 0 does not tell the two apart."
-        )
-        drawn = [picture(caption, forest(differences), output / "differences.png")]
-    return [
-        Section(
-            f"{model} compared with {first}",
-            about=(ABOUT_PAIRS,),
-            header=PAIRED,
-            rows=[comparison.cells() for comparison in comparisons],
-            pictures=[] if i else drawn,
-        )
-        for i, (model, comparisons) in enumerate(differences.items())
-    ]
+def differences(judged: Sequence[Difference], output: Path) -> Section:
+    """The table of all differences, with a picture of those that are numbers."""
+    header, *rows = table_of_differences(judged, "task", "rows")
+    drawn, known = [], [one for one in judged if one.mean.n]
+    if known:
+        caption = "Differences with 95 % intervals. An interval that contains 0 does not tell the two apart."
+        drawn = [picture(caption, forest(known), output / "differences.png")]
+    return Section("Differences", (ABOUT_PAIRS,), header=header, rows=rows, pictures=drawn)
 
 
-def forest(differences: dict[str, list[PairedComparison]]) -> Figure:
+def forest(differences: Sequence[Difference]) -> Figure:
     """A figure with a panel for each unit. All perplexities of a task have the same difference, so one is drawn."""
-    paired = [x for comparisons in differences.values() for x in comparisons if x.pair]
-    panels = {unit: dict.fromkeys(label(x) for x in paired if x.pair and x.pair.unit == unit) for unit in UNITS}
-    panels = {unit: names for unit, names in panels.items() if names}
-    heights = [len(names) * (0.5 + 0.5 * len(differences)) for names in panels.values()]
+    panels = {unit: [one for one in differences if one.unit == unit] for unit in (POINTS, NATS)}
+    panels = {unit: own for unit, own in panels.items() if own}
+    names = {unit: [*dict.fromkeys(map(label, own))] for unit, own in panels.items()}
+    models = len({one.a for one in differences})
+    heights = [len(own) * (0.5 + 0.5 * models) for own in names.values()]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8, len(panels) + 0.36 * sum(heights)), layout="constrained")
         grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
-        for ax, (unit, names) in zip(grid, panels.items(), strict=True):
-            draw(ax, differences, list(names))
-            ax.set_xlabel(f"{UNITS[unit]}: below 0 worse, above 0 better")
-        if len(differences) > 1:
+        for ax, (unit, own) in zip(grid, panels.items(), strict=True):
+            draw(ax, own, names[unit])
+            ax.set_xlabel(f"{unit.name}: below 0 worse, above 0 better")
+        if models > 1:
             grid[0].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
     return figure
 
 
-def label(comparison: PairedComparison) -> str:
-    one = comparison
-    return one.item if one.pair and one.pair.first.likelihood else one.name
+def label(one: Difference) -> str:
+    return one.where.partition(" ")[0] if one.unit == NATS else one.where
 
 
-def draw(ax: Axes, by_model: dict[str, list[PairedComparison]], names: list[str]) -> None:
+def draw(ax: Axes, differences: Sequence[Difference], names: list[str]) -> None:
     ax.axvline(0, color=SOFT, lw=1)
-    for i, (model, comparisons) in enumerate(by_model.items()):
-        pairs = {label(x): x.pair for x in reversed(comparisons) if x.pair and label(x) in names}
-        points = [(names.index(name), pair.difference) for name, pair in pairs.items()]
-        shown = [
-            (at + i / (len(by_model) + 1), x.value, x.reach) for at, x in points if math.isfinite(x.value + x.reach)
-        ]
-        if shown:
-            y, mean, reach = zip(*shown, strict=True)
+    models = list(dict.fromkeys(one.a for one in differences))
+    for i, model in enumerate(models):
+        own = {label(one): one for one in reversed(differences) if one.a == model}
+        known = [(names.index(name), one) for name, one in own.items() if math.isfinite(one.mean.reach)]
+        if known:
+            y = [at + i / (len(models) + 1) for at, _ in known]
+            mean, reach = ([getattr(one.mean, x) * one.unit.scale for _, one in known] for x in ("value", "reach"))
             ax.errorbar(mean, y, xerr=reach, fmt="o", ms=5, capsize=3, color=PALETTE[i % len(PALETTE)], label=model)
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(len(names) - 0.4, -0.6)
@@ -122,19 +101,3 @@ def how(evaluation: Evaluation, paths: dict[str, str]) -> Section:
     settings = ", ".join(f"{name} {value}" for name, value in asdict(evaluation.plan).items() if value is not None)
     header = ("model", "checkpoint", "task", "tokens of context", "seconds")
     return Section("Settings", about=(settings,), header=header, rows=rows)
-
-
-def print_evaluation(evaluation: Evaluation, console: Console) -> None:
-    shown = Table(*HEAD[:2])
-    for column in (HEAD[2], *evaluation.items):
-        shown.add_column(column, justify="right")
-    for row in table(evaluation):
-        shown.add_row(*row)
-    console.print(shown)
-    for model, comparisons in against_the_first(evaluation).items():
-        paired = Table(*PAIRED, title=f"{model} compared with {next(iter(evaluation.items))}", title_justify="left")
-        for comparison in comparisons:
-            paired.add_row(*comparison.cells())
-        console.print(paired)
-    for sentence in findings(evaluation):
-        console.print(f"- {sentence}", highlight=False, soft_wrap=True)

@@ -6,14 +6,15 @@ from statistics import fmean
 from typing import Any
 
 from ..report import stats
+from ..report.differences import Difference, Unit
 from ..report.stats import Mean
 
 # Fewest rows for a verdict on two models: with 10 or more, equal models are told apart in at most 6.5 % of cases, for
 # rows that are right or wrong and for log-likelihoods of rows of unequal length (test_evaluate.py).
 ROWS = 10
-TOO_FEW = "too few rows to tell them apart"
-ALIKE = "equal on every row"
-NOT_FINITE = "not comparable, as a score is not finite,"
+FEW, EQUAL, OTHER, NOT_FINITE = "too few rows", "equal on every row", "other rows", "a score is not finite"
+NATS = Unit("nats of log-likelihood per word or row", "nats", 4)
+POINTS = Unit("points of accuracy", "points", 1, scale=100)
 Rows = list[tuple[float, float]]  # (summand, weight) of each row
 
 
@@ -72,41 +73,31 @@ def exponential(x: float) -> float:
         return math.inf
 
 
-@dataclass(frozen=True)
-class Pair:
-    """The scores of two models on the same rows. `difference` is the second minus the first, in percentage points or in
-    nats of log-likelihood per word, byte or row; above 0, the second is better."""
+def difference(model: str, first: str, item: str, metric: str, records: dict[str, dict[str, Any]]) -> Difference:
+    """The score of a model less that of the first on the same rows, so that the difficulty of a row cancels. Above 0,
+    the model is better.
 
-    first: Score
-    second: Score
-
-    @property
-    def unit(self) -> str:
-        return "nats" if self.first.likelihood else "points"
-
-    @property
-    def difference(self) -> Mean:
-        factor = 1 if self.first.likelihood else 100
-        rows = zip(self.first.rows, self.second.rows, strict=True)
-        return stats.mean(*zip(*((factor * (b - a), weight) for (a, weight), (b, _) in rows), strict=True))
-
-    @property
-    def undecided(self) -> str | None:
-        """Why the difference can have no verdict, or None."""
-        difference = self.difference
-        if not math.isfinite(difference.value):
-            return NOT_FINITE
-        if all(a == b for (a, _), (b, _) in zip(self.first.rows, self.second.rows, strict=True)):
-            return ALIKE
-        return TOO_FEW if difference.n < ROWS else None
+    records: of both on the item. A needle task's rows differ between tokenizers."""
+    own, base = (records[name]["samples"] for name in (model, first))
+    score, where = scores(records[model])[metric], f"{item} {shown_metric(item, metric)}"
+    unit = NATS if score.likelihood else POINTS
+    if [sample["doc_hash"] for sample in own] != [sample["doc_hash"] for sample in base]:
+        return Difference(model, first, stats.mean([]), 1.0, unit, where, undecided=OTHER)
+    rows = list(zip(score.rows, scores(records[first])[metric].rows, strict=True))
+    mean = stats.mean(*zip(*((a - b, weight) for (a, weight), (b, _) in rows), strict=True))
+    undecided = None
+    if not math.isfinite(mean.value):
+        undecided = NOT_FINITE
+    elif all(a == b for (a, _), (b, _) in rows):
+        undecided = EQUAL
+    elif mean.n < ROWS:
+        undecided = FEW
+    return Difference(model, first, mean, mean.p, unit, where, undecided=undecided)
 
 
-def pair(first: dict[str, Any], second: dict[str, Any], metric: str) -> Pair | None:
-    """The pair of two records of one item; None if the rows differ, as those of needle tasks do between tokenizers."""
-    hashes = [[sample["doc_hash"] for sample in record["samples"]] for record in (first, second)]
-    if hashes[0] != hashes[1]:
-        return None
-    return Pair(scores(first)[metric], scores(second)[metric])
+def shown_metric(item: str, metric: str) -> str:
+    """The name of a metric in reports; for a needle task, whose metric the harness names by its length, "found"."""
+    return "found" if metric == item.rpartition("@")[2] else metric
 
 
 def guessing(record: dict[str, Any]) -> float | None:
