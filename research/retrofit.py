@@ -79,7 +79,7 @@ def half(first: Plan, part: Any, seed: int) -> Arm:
 
 
 def weights_of(arm: Arm, folder: Path) -> Path:
-    return arm.result(folder).with_name("model.safetensors")
+    return (folder / arm.result).with_name("model.safetensors")
 
 
 def half_trained(arm: Arm, worker: Worker, folder: Path) -> Row:

@@ -17,7 +17,7 @@ from headrace import zoo
 from headrace.comparison import hypotheses, sweep
 from headrace.comparison.defaults import DEFAULTS, PAIR, REVERSE, TEXT
 from headrace.comparison.findings import conditions, findings, headline
-from headrace.comparison.page import report
+from headrace.comparison.page import by_length, report
 from headrace.comparison.pairwise import judged
 from headrace.comparison.plan import Tuning
 from headrace.comparison.summary import summarize
@@ -106,6 +106,7 @@ def sentences():
         yield from (f"## {title}", "", headline([comparison], tests), *conditions(comparison))
         yield from (f"| {' | '.join(line)} |" for line in differences.table(tests[0], "comparison"))
         yield from ("", *(f"- {sentence}" for sentence in findings(comparison)), "")
+        yield from (line for part in by_length(comparison) for line in section_text(part))
     for seeds in (1, 3):
         comparisons = summarize(many(seeds, tuple(zoo.names())))
         said = [headline(comparisons, judged(comparisons)), *findings(comparisons[0])]

@@ -40,7 +40,7 @@ def timed(arm: Arm, device: str) -> Seconds:
 def duration(study: Study, folder: Path, workers: Sequence[str], measure: Timed = timed) -> tuple[int, float]:
     """(number of arms that have no result in the folder, seconds that they will take with these workers)."""
     pending = [
-        arm for plan in (*study.trials(), *study.plans) for arm in plan.arms() if not arm.result(folder).exists()
+        arm for plan in (*study.trials(), *study.plans) for arm in plan.arms() if not (folder / arm.result).exists()
     ]
     if not pending:
         return 0, 0.0

@@ -5,8 +5,6 @@ with the seed is given with its standard deviation over seeds (±) or with a 95 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import takewhile
-from statistics import fmean
 
 from ..report.differences import ALIKE, BETTER, FEW, WORSE, Difference
 from ..report.numbers import count
@@ -14,9 +12,9 @@ from ..spec.linear import MixerSpec
 from ..spec.matrix import MatrixSpec
 from ..training.gate_statistics import failures
 from .pairwise import EASY
-from .rows import HELD, RULE, converged
+from .rows import RULE, converged
 from .shape import MATCHED
-from .summary import Comparison, Contender, shared_settings, show, show_contender, show_scores, task_of
+from .summary import Comparison, shared_settings, show, show_contender, task_of
 
 SPELT = 2  # largest number of pairs that the answer names one by one
 NEAR = 0.02  # a score counts as chance up to this much above it
@@ -134,34 +132,6 @@ def choices(comparison: Comparison) -> Iterator[str]:
             yield f"Uniform gates: {even} of {count(len(ends), 'gate')} of {c.label}."
 
 
-def lengths(comparison: Comparison) -> Iterator[str]:
-    """How the score of each mixer depends on the length of row or source."""
-    longest = comparison.plan["length"]
-    for c in (c for c in comparison.contenders if c.by_length):
-        said = reach if c.metric.higher_is_better else beyond
-        yield f"{c.named}: {said(c, longest)}."
-
-
-def reach(c: Contender, longest: int) -> str:
-    """The length up to which the score stays at HELD or above."""
-    means = {n: fmean(scores) for n, scores in sorted(c.by_length.items())}
-    held = list(takewhile(lambda n: means[n] >= HELD, means))
-    name, seeds = c.metric.name, count(len(c.by_length[longest]), "seed")
-    where = f"at least {HELD:.0%} up to length {held[-1]}" if held else f"below {HELD:.0%} at length {min(means)}"
-    longer = ", which is longer than any in training" if held and held[-1] > longest else ""
-    return (
-        f"the mean {name} over {seeds} is {where}{longer}; at length {longest}, the longest in training, it is "
-        f"{show_scores(c.metric, c.by_length[longest])}"
-    )
-
-
-def beyond(c: Contender, longest: int) -> str:
-    """The loss in the longest rows beside that in rows as long as in training."""
-    last = max(c.by_length)
-    trained, tested = (show_scores(c.metric, c.by_length[n]) for n in (longest, last))
-    return f"the {c.metric.name} is {trained} in rows of {longest}, as in training, and {tested} in rows of {last}"
-
-
 def diverged(comparison: Comparison) -> Iterator[str]:
     for c in comparison.contenders:
         if c.lost:
@@ -193,12 +163,5 @@ def cautions(comparison: Comparison) -> Iterator[str]:
 
 
 Rule = Callable[[Comparison], Iterator[str]]
-RULES: tuple[Rule, ...] = (
-    at_chance,
-    choices,
-    lengths,
-    diverged,
-    unlabelled,
-    cautions,
-)
+RULES: tuple[Rule, ...] = (at_chance, choices, diverged, unlabelled, cautions)
 RULES_OF_MANY: tuple[Rule, ...] = (at_chance, diverged, unlabelled, cautions)

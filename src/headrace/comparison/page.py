@@ -18,7 +18,7 @@ from . import hypotheses, pairwise, sweep, tuning
 from .findings import conditions, findings, headline
 from .plots import colours, draw
 from .rows import rows, write
-from .summary import Comparison, Contender, show, show_contender, summarize, task_of
+from .summary import Comparison, Contender, show, show_contender, show_scores, summarize, task_of
 
 SHOWN = 3  # number of findings shown; the rest are folded
 HEADER = ("mixer", "held-out score", "per seed", "parameters", "state, numbers", "training tokens/s")
@@ -56,7 +56,8 @@ def report(results: dict[str, Any], folder: Path | None) -> Page:
     sections += [] if asked or not any(tests) else [differences(tests)]
     sections += [search(c, results) for c in comparisons if c.plan["tuning"]]
     sections += [sweep_section(over, folder)] if over else []
-    sections += [] if over and folder is None else [section(c, folder) for c in comparisons]
+    shown = [] if over and folder is None else comparisons
+    sections += [part for c in shown for part in (section(c, folder), *by_length(c))]
     about = [" ".join([f"{c.plan['name']}:", *said]) for c in comparisons if (said := conditions(c))]
     return Page(results["study"]["title"], about, sections, results["command"], results["environments"], answer)
 
@@ -98,6 +99,19 @@ def section(comparison: Comparison, folder: Path | None) -> Section:
         pictures=saved(draw(comparison), folder, comparison.plan["name"]) if folder else (),
         details=settings(comparison),
     )
+
+
+def by_length(comparison: Comparison) -> list[Section]:
+    """The scores in rows of other lengths, of a task that is tested at several."""
+    tested = [] if comparison.many else [c for c in comparison.shown if c.by_length]
+    lengths = sorted({n for c in tested for n in c.by_length})
+    rows = [
+        [name(c, comparison), *(show_scores(c.metric, c.by_length[n]) if n in c.by_length else "–" for n in lengths)]
+        for c in tested
+    ]
+    title, longest = f"{comparison.plan['name']}: by length of row or source", comparison.plan["length"]
+    about = f"Mean and standard deviation over the seeds that did not diverge; {longest} is the longest in training."
+    return [Section(title, (about,), header=("mixer", *map(str, lengths)), rows=rows)] if tested else []
 
 
 def described(task: Any) -> Markup:

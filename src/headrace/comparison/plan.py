@@ -10,7 +10,6 @@ from typing import Any
 from .. import zoo
 from ..files.engine import Claim
 from ..files.provenance import Place, defaults
-from ..files.results import read_result
 from ..history.specs.stack import BertSpec
 from ..spec.mixer import ModelSpec
 from ..spec.serialize import admitted, to_json
@@ -49,9 +48,7 @@ class Plan:
     recipe: ArmRecipe = field(default_factory=ArmRecipe)
     seeds: int | tuple[int, ...] = 3  # a number: so many, from 0; a tuple: these
     tuning: Tuning | None = None
-    reference: str | None = (
-        None  # the mixer whose number of parameters all models have; None: that of the largest model
-    )
+    reference: str | None = None  # the mixer whose number of parameters all models have; None: the largest model's
     part: Part = "held-out"  # the rows on which the arms are evaluated: those of a search are not the reported ones
 
     def check(self) -> None:
@@ -165,22 +162,13 @@ class Arm:
     @property
     def slug(self) -> str:
         """The name of its folder, with a digest, as the names of two mixers may be spelt alike."""
-        return f"{self.spelt}-{digest([self.plan.name, self.mixer, self.seed])[:8]}"
+        mixer = re.sub(r"[^a-z0-9.+]+", "-", self.mixer.lower()).strip("-")
+        return f"{self.plan.name}-{mixer}-seed{self.seed}-{digest([self.plan.name, self.mixer, self.seed])[:8]}"
 
     @property
-    def spelt(self) -> str:
-        mixer = re.sub(r"[^a-z0-9.+]+", "-", self.mixer.lower()).strip("-")
-        return f"{self.plan.name}-{mixer}-seed{self.seed}"
-
-    def result(self, folder: Path) -> Path:
-        """The file of its result in the folder of its study, by the name without a digest if it was finished by a
-        version that wrote none."""
-        before = folder / "arms" / self.spelt / "result.json"
-        if before.exists():
-            result, own = read_result(before), {"comparison": self.plan.name, "mixer": self.mixer, "seed": self.seed}
-            if {name: result.get(name) for name in own} == own:
-                return before
-        return folder / "arms" / self.slug / "result.json"
+    def result(self) -> Path:
+        """The file of its result, in the folder of its study."""
+        return Path("arms", self.slug, "result.json")
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def trained(
         elif news is not None:
             listen(point.value, *news)
 
-    points = [Point(arm.slug, arm.result(folder).relative_to(folder), arm, RESULT) for arm in arms]
+    points = [Point(arm.slug, arm.result, arm, RESULT) for arm in arms]
     return engine.run(folder, None, points, measure, forward, workers)
 
 
