@@ -122,7 +122,7 @@ def sweeps():
     }
     for data in (swept(several), swept({"a": [[0.5], [None]], "b": [[0.4], [None]]})):
         yield from as_text(report(data, None))
-        yield from (sweep.answer(over := sweep.read(data), judged(over.comparisons)), *sweep.findings(over), "")
+        yield from (*sweep.findings(sweep.read(data)), "")
 
 
 def terminal():
@@ -221,14 +221,15 @@ EVALUATIONS = {
 
 def evaluations():
     pytest.importorskip("lm_eval")
-    from headrace.evaluation.findings import against_the_first, answer, findings, table
+    from headrace.evaluation.findings import against_the_first, findings, table
     from headrace.evaluation.run import Evaluation, EvaluationPlan
 
     for title, models in EVALUATIONS.items():
         evaluation = Evaluation(EvaluationPlan("x"), {model: {"task": own} for model, own in models.items()}, {})
         judged = against_the_first(evaluation)
-        pairs = differences.table(judged, "task", "rows") if judged else []
-        yield from (f"## {title}", "", answer(judged), *(f"| {' | '.join(x)} |" for x in (*table(evaluation), *pairs)))
+        pairs = differences.table(judged, "task") if judged else []
+        yield from (f"## {title}", "", differences.answer(judged))
+        yield from (f"| {' | '.join(line)} |" for line in (*table(evaluation), *pairs))
         yield from ("", *(f"- {sentence}" for sentence in findings(evaluation)), "")
 
 

@@ -6,17 +6,15 @@ with the seed is given with its standard deviation over seeds (±) or with a 95 
 
 from collections.abc import Callable, Iterator, Sequence
 
-from ..report.differences import ALIKE, BETTER, FEW, WORSE, Difference
+from ..report.differences import Difference, answer
 from ..report.numbers import count
 from ..spec.linear import MixerSpec
 from ..spec.matrix import MatrixSpec
 from ..training.gate_statistics import failures
-from .pairwise import EASY
 from .rows import RULE, converged
 from .shape import MATCHED
 from .summary import Comparison, shared_settings, show, show_contender, task_of
 
-SPELT = 2  # largest number of pairs that the answer names one by one
 NEAR = 0.02  # a score counts as chance up to this much above it
 QUANTITIES = {  # field -> (name, format of a value)
     "parameters": ("parameters", "{:,}"),
@@ -27,42 +25,19 @@ QUANTITIES = {  # field -> (name, format of a value)
 
 # --- the answer ------------------------------------------------------------------------------------------------------
 def headline(comparisons: Sequence[Comparison], tests: Sequence[Sequence[Difference]]) -> str:
-    """The main results of all comparisons of a study in one sentence. tests: of `pairwise.judged`."""
-    if len(comparisons) == 1:
-        return f"Held-out {comparisons[0].metric.name}: {answer(comparisons[0], tests[0])}."
-    both = zip(comparisons, tests, strict=True)
-    clauses = (f"on {c.plan['name']} ({c.metric.name}), {answer(c, own)}" for c, own in both)
-    return f"{'; '.join(clauses)}.".replace("on", "On", 1)
+    """The main results in one sentence: mixers with competing heads against their backbones or, in a comparison without
+    such a pair, its first difference. tests: of `pairwise.judged`."""
+    main = [[one for one in own if one.kind == "backbone"] or own[:1] for own in tests]
+    judged = [one for own in main for one in own]
+    places = [f"{c.plan['name']}: " * (len(comparisons) > 1) for c in comparisons]
+    alone = [place + reached(c) for place, c, own in zip(places, comparisons, main, strict=True) if not own]
+    metrics = dict.fromkeys(c.metric.name for c in comparisons)
+    return f"Held-out {', '.join(metrics)}: {'; '.join(filter(None, (answer(judged), *alone)))}."
 
 
-def answer(comparison: Comparison, tests: Sequence[Difference]) -> str:
-    """The main result as a clause: mixers with competing heads against their backbones or, without such a pair, the
-    best mixer against the second best."""
-    ranked, differences = comparison.finished, [one for one in tests if one.kind == "backbone"]
-    if not ranked:
-        return "no model has a score"
-    if len(differences) > SPELT:
-        return tally(differences)
-    if differences:
-        return "; ".join(map(str, differences))
-    if not tests:
-        return f"{ranked[0].label} reaches {show_contender(ranked[0])}"
-    whole = sum(not c.lost for c in ranked)
-    among = f"{count(whole, 'mixer')} that never diverged" if 0 < whole < len(ranked) else f"{len(ranked)} mixers"
-    return f"of {among}, {ranked[0].named} has the best mean score; {tests[0]}"
-
-
-def tally(differences: Sequence[Difference]) -> str:
-    """The number of mixers with competition by their verdict against their backbones."""
-    found = {
-        verdict: [d.a for d in differences if d.verdict == verdict] for verdict in (BETTER, WORSE, ALIKE, FEW, EASY)
-    }
-    parts = [
-        f"{len(labels)} {verdict}" + (f" ({', '.join(labels)})" if verdict in (BETTER, WORSE) else "")
-        for verdict, labels in found.items()
-        if labels
-    ]
-    return f"{len(differences)} mixers with competition against their backbones: {'; '.join(parts)}"
+def reached(comparison: Comparison) -> str:
+    ranked = comparison.finished
+    return f"{ranked[0].label} reaches {show_contender(ranked[0])}" if ranked else "no model has a score"
 
 
 def findings(comparison: Comparison) -> list[str]:

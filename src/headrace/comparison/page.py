@@ -48,7 +48,7 @@ def report(results: dict[str, Any], folder: Path | None) -> Page:
     without pictures and, of a sweep, without a section for each value."""
     comparisons, over, asked = summarize(results), sweep.read(results), hypotheses.of_results(results)
     tests = pairwise.judged(comparisons)
-    answer = asked[0].answer if asked else sweep.answer(over, tests) if over else headline(comparisons, tests)
+    answer = asked[0].answer if asked else headline(comparisons, tests)
     sections = [
         Section("The statistic of the plan" if t.answer else "The means behind it", (t.about,), None, t.header, t.rows)
         for t in asked

@@ -1,6 +1,5 @@
 """A study that repeats one comparison at several values of a field: scores by the value and by the state size."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from ..report.differences import Difference
 from ..report.numbers import compact
 from ..report.style import SOFT, STYLE
-from .findings import at_chance, diverged, headline
+from .findings import at_chance, diverged
 from .plots import axes, colours, legend, spread
 from .summary import Comparison, Contender, show_contender, summarize
 
@@ -100,20 +98,6 @@ def line(sweep: Sweep, ax: Axes, label: str, spots: list[tuple[Any, Contender]])
     colour = colours(sweep.comparisons[0])[spots[0][1].mixer] if spots else None
     scores, spreads = ([getattr(c, name) * c.metric.scale for _, c in spots] for name in ("mean", "spread"))
     ax.errorbar([x for x, _ in spots], scores, spreads, fmt="o-", capsize=3, lw=2, ms=5, label=label, color=colour)
-
-
-def answer(sweep: Sweep, tests: Sequence[Sequence[Difference]]) -> str:
-    """The verdict at each value on softmax mixers and their backbones or, without such a pair, the answer at each
-    value. tests: of `pairwise.judged`."""
-    verdicts: dict[tuple[str, str], dict[str, list[str]]] = {}
-    for value, own in zip(sweep.values, tests, strict=True):
-        for d in (one for one in own if one.kind == "backbone"):
-            verdicts.setdefault((d.a, d.b), {}).setdefault(d.verdict, []).append(str(value))
-    clauses = [
-        f"{a} over {b}, by {sweep.field}: " + ", ".join(f"{verdict} at {', '.join(at)}" for verdict, at in said.items())
-        for (a, b), said in verdicts.items()
-    ]
-    return f"{'; '.join(clauses)}." if clauses else headline(sweep.comparisons, tests)
 
 
 def findings(sweep: Sweep) -> list[str]:

@@ -1,8 +1,7 @@
 """The findings of an evaluation as sentences, failures first. Each sentence follows from the scores by a fixed rule."""
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from ..report.differences import Difference, judged
@@ -77,15 +76,6 @@ def against_the_first(evaluation: Evaluation) -> list[Difference]:
         for name in scores(record)
     ]
     return judged([found])[0]
-
-
-def answer(differences: Sequence[Difference]) -> str:
-    """How many differences of each model have which verdict, as a sentence; "" for a single model."""
-    found: dict[str, Counter[str]] = {}
-    for one in differences:
-        found.setdefault(one.name, Counter())[one.verdict] += 1
-    said = (f"{name}: {', '.join(f'{n} {verdict}' for verdict, n in own.items())}" for name, own in found.items())
-    return f"{'; '.join(said)}." if found else ""
 
 
 def show(score: Score) -> str:

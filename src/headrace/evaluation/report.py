@@ -14,11 +14,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..files.environment import environment
-from ..report.differences import Difference
+from ..report.differences import Difference, answer
 from ..report.differences import table as table_of_differences
 from ..report.page import Page, Section, picture
 from ..report.style import PALETTE, SOFT, STYLE
-from .findings import against_the_first, answer, findings, table
+from .findings import against_the_first, findings, table
 from .run import Evaluation
 from .scores import NATS, POINTS
 
@@ -43,12 +43,13 @@ def report(evaluation: Evaluation, paths: dict[str, str], output: Path) -> Page:
     scores = Section(sentences=said, header=[*HEAD, *evaluation.items], rows=rows, details=settings)
     command, made = shlex.join(["headrace", *sys.argv[1:]]), {"lm_eval": lm_eval.__version__, "seed": plan.seed}
     sections = [scores, *([differences(judged, output)] if judged else [])]
-    return Page("Evaluation", [about], sections, command, [environment() | made], answer(judged))
+    main = f"{answer(judged)}." if judged else ""
+    return Page("Evaluation", [about], sections, command, [environment() | made], main)
 
 
 def differences(judged: Sequence[Difference], output: Path) -> Section:
     """The table of all differences, with a picture of those that are numbers."""
-    header, *rows = table_of_differences(judged, "task", "rows")
+    header, *rows = table_of_differences(judged, "task")
     drawn, known = [], [one for one in judged if one.mean.n]
     if known:
         caption = "Differences with 95 % intervals. An interval that contains 0 does not tell the two apart."

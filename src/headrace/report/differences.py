@@ -15,13 +15,15 @@ from .stats import SEEDS, Mean, holm, mean_over_seeds, paired
 LEVEL = 0.05
 BETTER, WORSE, ALIKE, FEW = "better", "worse", "not told apart", "too few seeds"
 UNKNOWN = "–"
+SPELT = 4  # largest number of differences that the answer of a report spells out
 
 
 @dataclass(frozen=True)
 class Unit:
     """How a difference is shown: its name in a sentence and, in a cell, its short name.
 
-    scale: what the value is multiplied by. verdicts: on a value above 0 and on one below. joint: between the names."""
+    scale: what the value is multiplied by. verdicts: on a value above 0 and on one below. joint: between the names.
+    noun: what is paired."""
 
     name: str
     short: str
@@ -29,6 +31,7 @@ class Unit:
     scale: float = 1.0
     verdicts: tuple[str, str] = (BETTER, WORSE)
     joint: str = "over"
+    noun: str = "seed"
 
     def show(self, value: float) -> str:
         return f"{value * self.scale:+.{self.digits}f}".replace("-", "−")
@@ -76,8 +79,10 @@ class Difference:
         return [n, mean, self.unit.interval(self.mean), f"{self.p:.2g}", corrected, self.verdict]
 
     def __str__(self) -> str:
+        if not math.isfinite(self.mean.value):
+            return f"{self.name}: {self.verdict}"
         said = [] if math.isinf(self.mean.reach) else [f"95 % interval {self.unit.interval(self.mean)}"]
-        said += [seeds_of(self.mean.n, self.lost)]
+        said += [seeds_of(self.mean.n, self.lost, self.unit.noun)]
         said += [] if math.isnan(self.corrected) else [f"p by Holm {self.corrected:.2g}"]
         size = f"{self.unit.show(self.mean.value)} {self.unit.name}"
         return f"{self.name}: {size} ({', '.join(said)}): {self.verdict}"
@@ -98,10 +103,26 @@ def judged(families: Sequence[Sequence[Difference]], others: int = 0) -> list[li
     return [[one if one.undecided else replace(one, corrected=next(corrected)) for one in own] for own in families]
 
 
-def table(differences: Sequence[Difference], place: str, of: str = "seeds") -> list[list[str]]:
+def answer(differences: Sequence[Difference]) -> str:
+    """The verdicts as a clause: of few differences with their numbers, of more how many have which, and the names of
+    those that were told apart; "" of none."""
+    several = len({one.where for one in differences}) > 1
+    if len(differences) <= SPELT:
+        return "; ".join(f"{one.where}: {one}" if several else str(one) for one in differences)
+    found: dict[str, list[str]] = {}
+    for one in differences:
+        found.setdefault(one.verdict, []).append(f"{one.a} on {one.where}" if several else one.a)
+    called = {verdict for one in differences for verdict in one.unit.verdicts}
+    names = {verdict: f" ({', '.join(own)})" if verdict in called else "" for verdict, own in found.items()}
+    parts = (f"{len(own)} {verdict}{names[verdict]}" for verdict, own in found.items())
+    return f"of {len(differences)} differences, {'; '.join(parts)}"
+
+
+def table(differences: Sequence[Difference], place: str) -> list[list[str]]:
     """A header, and a row for each difference. place: the name of `where`, which is left out if it is the same
     everywhere."""
-    header = ["difference", place, of, "mean", "95 % interval", "p", "p by Holm", "verdict"]
+    paired = next((f"{one.unit.noun}s" for one in differences), "seeds")
+    header = ["difference", place, paired, "mean", "95 % interval", "p", "p by Holm", "verdict"]
     return placed([header, *([one.name, one.where, *one.cells()] for one in differences)])
 
 

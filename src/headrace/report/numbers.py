@@ -41,6 +41,6 @@ def out_of(finished: int, lost: int) -> str:
     return f"{finished} of {finished + lost}" if lost else str(finished)
 
 
-def seeds_of(finished: int, lost: int) -> str:
+def seeds_of(finished: int, lost: int, noun: str = "seed") -> str:
     """The seeds behind a mean: "3 seeds", or "2 of 3 seeds"."""
-    return f"{out_of(finished, lost)} seed" + ("s" if finished + lost != 1 else "")
+    return f"{out_of(finished, lost)} {noun}" + ("s" if finished + lost != 1 else "")
