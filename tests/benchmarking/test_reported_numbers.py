@@ -190,10 +190,9 @@ def test_a_difference_is_in_nats_or_in_points(metric, unit, mean):
 
 
 def test_a_perplexity_is_not_at_the_level_of_guessing():
-    samples = [{"doc_hash": "1", "choices": 1, "scores": {"perplexity": -9.0, "acc": 1.0}}] * 3
-    assert findings.at_chance("x", {"samples": samples, "unigram": {}}) == ""
-    samples = [{"doc_hash": "1", "choices": 1, "scores": {"perplexity": -9.0, "acc": 0.0}}] * 3
-    assert findings.at_chance("x", {"samples": samples, "unigram": {}}) == "x (0 of 3 rows)"
+    likelihoods, known = scores.Score("perplexity", [(-9.0, 1.0)] * 3), {"samples": [{"choices": 1}], "unigram": {}}
+    assert findings.beaten(likelihoods, known) and findings.beaten(scores.Score("acc", [(1.0, 1.0)] * 3), known)
+    assert not findings.beaten(scores.Score("acc", [(0.0, 1.0)] * 3), known)
 
 
 def test_the_metrics_of_other_lengths_of_a_needle_task_are_left_out():

@@ -1,4 +1,4 @@
-"""The findings of an evaluation as sentences, failures first. Each sentence follows from the scores by a fixed rule."""
+"""What an evaluation found: the scores beside their baselines, the differences, and what was not run as asked."""
 
 import math
 from collections.abc import Iterator
@@ -11,8 +11,7 @@ from .scores import Score, difference, guessing, scores, shown_metric
 
 
 def findings(evaluation: Evaluation) -> list[str]:
-    rules = (not_run, beyond, not_finite, failures)
-    return [sentence for rule in rules for sentence in rule(evaluation)]
+    return [*not_run(evaluation), *beyond(evaluation)]
 
 
 def not_run(evaluation: Evaluation) -> Iterator[str]:
@@ -26,44 +25,6 @@ def beyond(evaluation: Evaluation) -> Iterator[str]:
         longer = [name for name, record in records.items() if length and record["max_length"] > length]
         if longer:
             yield f"The config of {model} gives a context of {length} tokens; {', '.join(longer)} used a longer one."
-
-
-def not_finite(evaluation: Evaluation) -> Iterator[str]:
-    for model, records in evaluation.items.items():
-        models_by_item = {
-            item: [name for name, score in scores(record).items() if not math.isfinite(score.value)]
-            for item, record in records.items()
-        }
-        if broken := [f"{item} ({', '.join(names)})" for item, names in models_by_item.items() if names]:
-            yield f"The score of {model} is not finite on {', '.join(broken)}."
-
-
-def failures(evaluation: Evaluation) -> Iterator[str]:
-    for model, records in evaluation.items.items():
-        if guessed := [text for item, record in records.items() if (text := at_chance(item, record))]:
-            yield f"{model} cannot be told from chance level on {', '.join(guessed)}."
-        for item, record in records.items():
-            if above := list(above_the_unigram(record)):
-                yield (
-                    f"{model} on {item}: {' and '.join(above)}, the value of a unigram model that knows the token "
-                    "frequencies of this text but no context."
-                )
-
-
-def at_chance(item: str, record: dict[str, Any]) -> str:
-    """The item with the accuracies that are not above guessing; empty if all are above."""
-    chance, chosen = guessing(record), [score for score in scores(record).values() if not score.likelihood]
-    chosen = [score for score in chosen if math.isfinite(score.value)]
-    if chance is None:
-        return f"{item} (0 of {len(chosen[0].rows)} rows)" if any(score.value == 0 for score in chosen) else ""
-    low = [f"{score.metric} {show(score)}" for score in chosen if not score.above(chance)]
-    return f"{item} ({', '.join(low)}; guessing {100 * chance:.1f} %)" if low else ""
-
-
-def above_the_unigram(record: dict[str, Any]) -> Iterator[str]:
-    for metric, score in scores(record).items():
-        if score.value > (bound := record["unigram"].get(metric, float("inf"))):
-            yield f"{metric.replace('_', ' ')} {significant(score.value)} is above {significant(bound)}"
 
 
 def against_the_first(evaluation: Evaluation) -> list[Difference]:
@@ -87,12 +48,29 @@ def show(score: Score) -> str:
     return f"{100 * score.value:.1f} ± {100 * score.stderr:.1f} %"
 
 
+def baseline(score: Score, record: dict[str, Any]) -> float | None:
+    """What a score should beat: the accuracy of guessing, 0 for a task without choices; the perplexity of a unigram
+    model that knows the token frequencies of the text but no context."""
+    return record["unigram"].get(score.metric) if score.likelihood else guessing(record) or 0.0
+
+
+def beaten(score: Score, record: dict[str, Any]) -> bool:
+    """Whether a score is better than its baseline, by a binomial test where that is the accuracy of guessing."""
+    value = baseline(score, record)
+    if value is None or not math.isfinite(score.value):
+        return True
+    return score.value <= value if score.likelihood else score.above(value)
+
+
 def table(evaluation: Evaluation) -> list[list[str]]:
-    """A row for each item and metric: their names, the number of rows, and the score of each model."""
-    first = next(iter(evaluation.items.values()))
-    return [
-        [item, shown_metric(item, metric), f"{len(score.rows):,}"]
-        + [show(scores(records[item])[metric]) for records in evaluation.items.values()]
-        for item, record in first.items()
-        for metric, score in scores(record).items()
-    ]
+    """A row for each item and metric: their names, the number of rows, the baseline, and the score of each model, with
+    * if it does not beat the baseline."""
+    first, rows = next(iter(evaluation.items.values())), []
+    for item, record in first.items():
+        for metric, score in scores(record).items():
+            value = baseline(score, record)
+            shown = "–" if value is None else significant(value) if score.likelihood else f"{100 * value:.1f} %"
+            own = [(scores(records[item])[metric], records[item]) for records in evaluation.items.values()]
+            cells = [show(one) + "*" * (not beaten(one, of)) for one, of in own]
+            rows.append([item, shown_metric(item, metric), f"{len(score.rows):,}", shown, *cells])
+    return rows

@@ -22,7 +22,11 @@ from .findings import against_the_first, findings, table
 from .run import Evaluation
 from .scores import NATS, POINTS
 
-HEAD = ("task", "metric", "rows")
+HEAD = ("task", "metric", "rows", "baseline")
+ABOUT_SCORES = (
+    "The baseline is the accuracy of guessing or, for a perplexity, that of a unigram model that knows the token "
+    "frequencies of this text but no context. * does not beat it: accuracies by a binomial test."
+)
 ABOUT_PAIRS = (
     "Mean difference over the same rows, so that the difficulty of a row cancels, in points of accuracy or nats of "
     "log-likelihood per word, byte or row. Above 0, the model is better; p by Student's t, corrected by Holm's rule "
@@ -40,7 +44,9 @@ def report(evaluation: Evaluation, paths: dict[str, str], output: Path) -> Page:
         "The number after ± is the standard error over rows, for perplexities by the delta method."
     )
     said, rows, settings = findings(evaluation), table(evaluation), how(evaluation, paths)
-    scores = Section(sentences=said, header=[*HEAD, *evaluation.items], rows=rows, details=settings)
+    scores = Section(
+        about=(ABOUT_SCORES,), sentences=said, header=[*HEAD, *evaluation.items], rows=rows, details=settings
+    )
     command, made = shlex.join(["headrace", *sys.argv[1:]]), {"lm_eval": lm_eval.__version__, "seed": plan.seed}
     sections = [scores, *([differences(judged, output)] if judged else [])]
     main = f"{answer(judged)}." if judged else ""
