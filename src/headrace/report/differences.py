@@ -73,7 +73,7 @@ class Difference:
         """The number of seeds or rows, the mean, its interval, p, p by Holm and the verdict."""
         n = out_of(self.mean.n, self.lost)
         if not math.isfinite(self.mean.value):
-            return [n, *UNKNOWN * 4, self.verdict]
+            return [n, *[UNKNOWN] * 4, self.verdict]
         mean = f"{self.unit.show(self.mean.value)} {self.unit.short}".strip()
         corrected = UNKNOWN if math.isnan(self.corrected) else f"{self.corrected:.2g}"
         return [n, mean, self.unit.interval(self.mean), f"{self.p:.2g}", corrected, self.verdict]

@@ -1,5 +1,5 @@
 """The statistics of all studies, by scipy: means with 95 % intervals, tests of paired differences, and the correction
-for a family of hypotheses, which each study declares (`compare.hypotheses`)."""
+for a family of hypotheses, which each report declares (`differences`)."""
 
 import math
 from collections.abc import Sequence
