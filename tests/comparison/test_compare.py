@@ -511,7 +511,7 @@ def test_a_mixer_added_at_run_time_is_compared_and_a_finished_run_is_kept(tmp_pa
     assert len(first["speeds"]) == 2 and all(speed > 0 for speed in first["speeds"]), "after steps 2 and 3"
     assert first["flops"] == second["flops"] > 0
 
-    lost = plan.arms()[1].result(tmp_path)
+    lost = tmp_path / plan.arms()[1].result
     kept = copy.deepcopy(found["arms"])
     lost.unlink()
     again = complete(study, tmp_path, ignore, ["cpu"])["arms"]

@@ -103,7 +103,7 @@ def test_the_time_is_that_of_the_timed_steps_multiplied(tiny, tmp_path, workers)
     own = suite.of_mixer("tiny", "gla")
     arms, duration = estimate.duration(own, tmp_path, ["cpu"] * workers, measure)
     assert arms == 10 and duration == pytest.approx((5 * (6 * 0.5 + 1) + 5 * (6 * 0.06 + 5)) / workers)
-    done = own.plans[0].arms()[0].result(tmp_path)
+    done = tmp_path / own.plans[0].arms()[0].result
     done.parent.mkdir(parents=True)
     done.write_text("{}")
     arms, rest = estimate.duration(own, tmp_path, ["cpu"] * workers, measure)

@@ -40,8 +40,8 @@ def compared(question: Question, where: str, a: str, b: str, own: pd.DataFrame) 
     own = own[own["mixer"].isin((a, b))]
     by_seed = own.pivot(index="seed", columns="mixer", values="value")
     gains = (by_seed[a] - by_seed[b]).dropna().tolist()
-    lost, names = own["seed"][own["value"].isna()].nunique(), map(question.name, (a, b))
-    return report.over_seeds(*names, gains, UNITS[question.measure], question.test, where=where, lost=lost)
+    lost, (first, second) = own["seed"][own["value"].isna()].nunique(), map(question.name, (a, b))
+    return report.over_seeds(first, second, gains, UNITS[question.measure], question.test, where=where, lost=lost)
 
 
 def of_results(results: dict[str, Any]) -> list[Table]:

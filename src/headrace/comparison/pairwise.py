@@ -60,7 +60,7 @@ def differences(comparison: Comparison) -> Iterator[Difference]:
     related = [*with_backbones(comparison), *with_controls(comparison), *with_fewer_heads(comparison)]
     pairs = {(a.mixer, b.mixer): between(a, b, kind, where) for a, b, kind in related}
     found = [one for one in pairs.values() if one.mean.n]
-    best = [between(*ranked[:2], "best", where)] if len(ranked) > 1 and not found else []
+    best = [between(ranked[0], ranked[1], "best", where)] if len(ranked) > 1 and not found else []
     whole = sum(not c.lost for c in ranked)
     among = f"{whole} that never diverged" if 0 < whole < len(ranked) else len(ranked)
     best = [replace(one, a=f"{one.a} (best of {among})") for one in best]

@@ -255,7 +255,7 @@ def full_rows(rows: Dataset, length: int) -> Dataset:
 def order(rows: Sized, seed: int, epoch: int) -> Iterable[int]:
     """The numbers of the rows in random order, which is another one in each epoch; they take 8 bytes each."""
     (own,) = np.random.SeedSequence([seed, epoch]).generate_state(1)  # no epoch has that of another seed
-    return memoryview(torch.randperm(len(rows), generator=torch.Generator().manual_seed(int(own))).numpy())
+    return torch.randperm(len(rows), generator=torch.Generator().manual_seed(int(own))).numpy().data
 
 
 def evenly_spaced(rows: Dataset, count: int) -> Dataset:
