@@ -18,10 +18,11 @@ from myst_parser.slugs import github_slugify
 from benchmarks.record import markdown
 from benchmarks.record import read as read_csv
 from docs import parts
-from headrace.studies import stats
-from headrace.studies.compare import hypotheses
-from headrace.studies.compare.defaults import DEFAULTS
-from headrace.studies.compare.rows import Row, read
+from headrace.comparison import hypotheses
+from headrace.comparison.defaults import DEFAULTS
+from headrace.comparison.rows import Row, read
+from headrace.report import stats
+from headrace.report.differences import Difference
 
 from . import RESULTS, rates, specialization
 from . import study as studies
@@ -97,15 +98,15 @@ def p_value(p: float) -> str:
 
 
 @cache
-def differences(name: str) -> dict[tuple[str, str], hypotheses.Hypothesis]:
+def differences(name: str) -> dict[tuple[str, str], Difference]:
     """{(a, b): the difference of two arms} of a study with one place, corrected over the study."""
     asked, runs = studies.read(name)
     (found,) = hypotheses.differences([(asked, runs)])
-    return {(asked.name(one.a), asked.name(one.b)): one for one in found}
+    return {(one.a, one.b): one for one in found}
 
 
 def digits(name: str) -> int:
-    return hypotheses.DIGITS[studies.read(name)[0].measure]
+    return hypotheses.UNITS[studies.read(name)[0].measure].digits
 
 
 def gain(name: str, a: str, b: str, place: str = "") -> str:
@@ -192,7 +193,7 @@ def remaining() -> str:
 def sooner() -> str:
     """The fewest and the most steps that the softmax saves a backbone other than linear attention."""
     saved = sorted(
-        -one.gain.value
+        -one.mean.value
         for (a, b), one in differences("speed").items()
         if b.endswith("none") and not a.startswith("linear-attention")
     )

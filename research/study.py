@@ -26,13 +26,14 @@ import typer
 from matplotlib.figure import Figure
 
 from benchmarks.record import markdown
-from headrace.studies import stats
-from headrace.studies.compare import hypotheses, rows
-from headrace.studies.compare.choose import planned
-from headrace.studies.compare.plan import Study
-from headrace.studies.compare.question import Question
-from headrace.studies.report.numbers import count
-from headrace.studies.report.style import PALETTE, STYLE
+from headrace.comparison import hypotheses, rows
+from headrace.comparison.choose import planned
+from headrace.comparison.plan import Study
+from headrace.comparison.question import Question
+from headrace.report import stats
+from headrace.report.differences import Unit
+from headrace.report.numbers import count
+from headrace.report.style import PALETTE, STYLE
 from headrace.utils.errors import InputError
 
 from . import RESULTS
@@ -66,8 +67,7 @@ def pool(a: str, b: str, names: list[str], where: str | None = None) -> None:
     where: the value to compare, of studies with more than one, such as "text, loss on repeats".
     """
     mean, p = pooled(a, b, names, where)
-    interval = hypotheses.interval_text(mean, 3, " … ")
-    print(f"{a} - {b}: {mean.value:+.3f} ({interval}), {count(mean.n, 'seed')}, p {p:.2g}")
+    print(f"{a} − {b}: {cell(mean, 3)}, {count(mean.n, 'seed')}, p {p:.2g}")
 
 
 def pooled(a: str, b: str, names: list[str], where: str | None = None) -> tuple[stats.Mean, float]:
@@ -199,7 +199,7 @@ def others_of(names: list[str]) -> list[str]:
     rows = []
     for name in names:
         measure = read(name)[0].measure
-        digits = hypotheses.DIGITS[measure]
+        digits = hypotheses.UNITS[measure].digits
         for where, arms in by_arm(name).items():
             place = ", ".join([name, where.partition(", ")[2] or MEASURED[measure]])
             means = [f"{arms[arm].mean():.{digits}f}" for arm in COMPARED]
@@ -212,7 +212,8 @@ def cells(arms: pd.DataFrame, digits: int, pairs: Iterable[tuple[str, str]] = EF
 
 
 def cell(gain: stats.Mean, digits: int) -> str:
-    return f"{gain.value:+.{digits}f} ({hypotheses.interval_text(gain, digits)})".replace("-", "−")
+    unit = Unit("", "", digits)
+    return f"{unit.show(gain.value)} ({unit.interval(gain)})"
 
 
 def table(rows: Iterable[list[str]]) -> list[str]:

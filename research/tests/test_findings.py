@@ -8,9 +8,9 @@ from statistics import fmean, median
 import pytest
 from scipy import stats as by_scipy
 
-from headrace.studies.compare import hypotheses
-from headrace.studies.compare.defaults import DEFAULTS, DEMO
-from headrace.studies.compare.rows import read
+from headrace.comparison import hypotheses
+from headrace.comparison.defaults import DEFAULTS, DEMO
+from headrace.comparison.rows import read
 from headrace.training import recipes
 from research import RESULTS, generated, power, rates, study, taylor
 
@@ -64,11 +64,11 @@ def test_the_tables_of_effects_have_the_statistic_of_their_studies():
     for setting, prefix in zip(study.settings(["clusters"]), ("retnet ", "linear-attention "), strict=True):
         assert setting.name == f"{prefix.strip()}, keys in clusters"
         gains = {(a, b): study.effect(setting.arms, a, b) for a, b in study.EFFECTS}
-        assert gains == {(a, b): found[prefix + a, prefix + b].gain for a, b in study.EFFECTS}
+        assert gains == {(a, b): found[prefix + a, prefix + b].mean for a, b in study.EFFECTS}
     cells = {
         row.split(" | ")[0].strip("| "): row.split(" | ")[1:] for row in study.others_of(["mqar-retnet", "text-gla"])
     }
-    gain = generated.differences("mqar-retnet")["softmax", "none"].gain
+    gain = generated.differences("mqar-retnet")["softmax", "none"].mean
     assert cells["mqar-retnet, steps to 90 %"][3] == study.cell(gain, 0)
     losses = [row["loss"] for row in reported("text-gla") if row["arm"] == "none"]
     assert cells["text-gla, all tokens"][0] == f"{fmean(losses):.3f}"
@@ -85,8 +85,8 @@ def test_the_picture_of_effects_shows_them():
 def test_what_remains_after_correction_is_of_gates_against_none():
     studies = [study.read(name) for name in SETTINGS]
     assert [
-        (name, asked.name(one.a), asked.name(one.b))
-        for name, (asked, _), own in zip(SETTINGS, studies, hypotheses.differences(studies), strict=True)
+        (name, one.a, one.b)
+        for name, own in zip(SETTINGS, hypotheses.differences(studies), strict=True)
         for one in own
         if one.verdict != "not told apart"
     ] == [
@@ -101,7 +101,7 @@ def test_competition_is_nowhere_better_than_its_control():
     assert all(gain.sign <= 0 for gain in gains)
     gates = generated.differences("gates-retnet")
     assert len(gates) == 7 and {one.verdict for one in gates.values()} == {"not told apart"}
-    assert min(gates, key=lambda pair: gates[pair].gain.value)[0] == "unscaled"
+    assert min(gates, key=lambda pair: gates[pair].mean.value)[0] == "unscaled"
 
 
 def test_one_of_two_plans_on_four_times_the_state_tells_the_gates_apart_and_no_run_is_at_a_bound():

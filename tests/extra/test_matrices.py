@@ -11,8 +11,8 @@ from torch import nn
 from headrace import layers, zoo
 from headrace.extra import chunks, dplr, gla_outer, rwkv7
 from headrace.ops.sequences import Sequences
-from headrace.studies.verify import relative, specimen
 from headrace.utils.errors import InputError
+from headrace.verification.verify import relative, specimen
 from peers import load
 
 B, T, H, K, V = 2, 70, 3, 6, 5

@@ -15,8 +15,8 @@ from headrace.history.layers.linear_system import Response
 from headrace.history.layers.rwkv4 import empty_memory, wkv
 from headrace.history.layers.s4 import S4, hippo, hippo_diagonal_plus_low_rank
 from headrace.spec import scan as spec
-from headrace.studies.verify import relative, specimen
 from headrace.utils.errors import InputError
+from headrace.verification.verify import relative, specimen
 
 D, T = 32, 70
 

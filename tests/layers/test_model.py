@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import headrace
 from headrace import zoo
+from headrace.comparison.widths import match_intermediate_size
 from headrace.layers import SoftmaxAttention, build
 from headrace.layers.attention.sdpa import attend
 from headrace.layers.blocks.block import Sizes
@@ -16,7 +17,6 @@ from headrace.layers.blocks.widths import count_parameters, default_intermediate
 from headrace.layers.packing import padding_mask
 from headrace.ops.sequences import Sequences
 from headrace.spec import AttentionSpec, Pattern
-from headrace.studies.compare.widths import match_intermediate_size
 from headrace.utils.errors import InputError
 
 D, H = 24, 6

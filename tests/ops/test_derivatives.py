@@ -22,7 +22,7 @@ from headrace.layers.linear.convolution import convolve
 from headrace.layers.quantized import Int8Linear
 from headrace.ops.loss import linear_cross_entropy
 from headrace.ops.sequences import Sequences
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 
 # Forward-mode derivatives import it.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")

@@ -6,9 +6,8 @@ require(__name__, "transformers", "datasets", extra="train")
 
 from .preparation import Preparation, prepare
 from .rows import Collator, PackedData, open_data, read_manifest, unigram_loss
-from .shuffle import Shuffled
 
 __all__ = [
-    "Collator", "PackedData", "Preparation", "Shuffled", "open_data", "prepare", "read_manifest",
+    "Collator", "PackedData", "Preparation", "open_data", "prepare", "read_manifest",
     "unigram_loss",
 ]  # fmt: skip

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ..files.splitmix import splitmix64
 from ..ops.loss import IGNORED
 from ..utils.errors import InputError
 
@@ -232,6 +231,14 @@ def row_hashes(content: Tensor) -> np.ndarray:
     places = counted.cumsum(1).astype(np.uint64)
     mixed = splitmix64(splitmix64(places) + numbers.astype(np.uint64)) * counted
     return splitmix64(mixed.sum(1, dtype=np.uint64))
+
+
+def splitmix64(x: np.ndarray) -> np.ndarray:
+    """A permutation of the 64-bit integers (uint64) whose values look random, by SplitMix64's mixing of bits (Steele,
+    Lea and Flood, "Fast splittable pseudorandom number generators", 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 def generator(purpose: str, *key: int) -> torch.Generator:

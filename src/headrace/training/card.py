@@ -8,12 +8,12 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..files.checks import read_json
+from ..files.environment import environment
 from ..files.provenance import sentence
+from ..files.results import restored
 from ..utils.errors import InputError
 from . import checkpoints
-from .environment import environment
 from .recipes import About, Recipe, to_yaml
-from .results import restored
 
 NO_NUMBER = "not finite"
 HISTORY = [{"step": int, ...: (float, str, None, {})}]  # the form of history.json, and of a checkpoint's

@@ -11,13 +11,14 @@ import json
 import math
 import shlex
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from safetensors import SafetensorError
@@ -25,10 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoTokenizer, set_seed
 
 from ..convert.checkpoint import fetched
-from ..data import Collator, PackedData, Shuffled, open_data, unigram_loss
+from ..data import Collator, PackedData, open_data, unigram_loss
 from ..files.checks import damage, read_record
 from ..files.processes import handling
 from ..files.provenance import claim, defaults
+from ..files.results import restored
 from ..utils.errors import InputError, reading
 from ..utils.extras import named
 from ..utils.integrity import CHECKSUMS, write_json
@@ -42,11 +44,11 @@ from .machine import peak
 from .model import build, count, flops_per_token, meta_model, recompute_blocks
 from .processes import PARALLEL, TIMEOUT, Processes, connect, is_connection_error, unresponsive
 from .recipes import FROM_DATA, About, Recipe, to_yaml
-from .results import restored
 from .sharding import shard
 from .watch import Stop
 
 NOT_IDENTIFYING = ("seconds", "megabytes_per_second", "files")  # fields of a manifest that do not identify the data
+ORDER = "torch.randperm"  # of the rows: a run does not go on in another
 OF_THE_MACHINE = (*PARALLEL, "compile", "threads")  # fields of a recipe that do not identify the run
 
 
@@ -141,7 +143,8 @@ def begin(folder: Path, recipe: Recipe, data: PackedData) -> Path | None:
     """
     identity = {name: value for name, value in data.manifest.items() if name not in NOT_IDENTIFYING}
     fields = {name: value for name, value in asdict(recipe).items() if name not in OF_THE_MACHINE}
-    plan = {"recipe": json.loads(json.dumps(fields)), "data": identity}  # as it is read back: lists for tuples
+    recipe_as_read = json.loads(json.dumps(fields))  # lists for tuples
+    plan = {"recipe": recipe_as_read, "data": identity, "order": ORDER}
     claim(folder, plan, "run.json", defaults({"recipe": recipe}))
     checkpoints.discard_unfinished(folder)
     return checkpoints.newest(folder)
@@ -250,13 +253,10 @@ def full_rows(rows: Dataset, length: int) -> Dataset:
     return rows if len(rows[-1]["input_ids"]) == length else rows.select(range(len(rows) - 1))
 
 
-def order(rows: Any, seed: int, epoch: int) -> Iterable[int]:
-    """The numbers of the rows in random order, which is another one in each epoch."""
-    if isinstance(rows, Dataset):  # of a task
-        return torch.randperm(len(rows), generator=torch.Generator().manual_seed(epoch + seed)).tolist()
-    shuffled = Shuffled(len(rows), len(rows), seed)
-    shuffled.set_epoch(epoch)
-    return shuffled
+def order(rows: Sized, seed: int, epoch: int) -> Iterable[int]:
+    """The numbers of the rows in random order, which is another one in each epoch; they take 8 bytes each."""
+    (own,) = np.random.SeedSequence([seed, epoch]).generate_state(1)  # no epoch has that of another seed
+    return torch.randperm(len(rows), generator=torch.Generator().manual_seed(int(own))).numpy().data
 
 
 def evenly_spaced(rows: Dataset, count: int) -> Dataset:

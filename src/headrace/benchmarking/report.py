@@ -1,0 +1,193 @@
+"""The report of a benchmark: pictures and one HTML page."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from ..report.numbers import compact, count
+from ..report.page import Page, Section, picture
+from ..report.style import PALETTE, STYLE
+from .models import PEERS
+from .plan import MEASURED, BenchPlan
+from .results import FORMS, competing_versions, compressions, overhead
+
+TITLES = {  # measurement -> (title, unit, label of the x axis)
+    "memory": ("Peak memory of a training step", "bytes", "tokens per row"),
+    "training": ("Training throughput", "tokens per second", "tokens per row"),
+    "prefill": ("Time to first token", "seconds", "tokens of the prompt"),
+    "decoding": ("Decoding", "seconds per token", "tokens of context"),
+}
+COSTS = {"memory": "peak memory", "training": "training step", "prefill": "first token", "decoding": "decoded token"}
+OVERHEAD = (
+    "Cost with competition relative to cost without it. A pair is both costs in one round at one point; given are the "
+    "median over all pairs and ± half their interquartile range, due to noise and to differences between points."
+)
+CAPTION = (
+    "Solid: backbone; dashed: with competition; dash-dotted: its published form; dotted: model of transformers. Both "
+    "axes are logarithmic."
+)
+
+
+def write_report(
+    results: list[dict[str, Any]], lines: list[dict[str, Any]], plan: BenchPlan, folder: Path, command: str
+) -> Path:
+    shape = plan.shape
+    about = (
+        f"{count(len(plan.models), 'model')} of {count(shape.layers, 'layer')}, {shape.hidden_size} wide, "
+        f"{count(shape.heads, 'head')} and a vocabulary of {shape.vocab_size:,}, in {plan.dtype} on {plan.device} with "
+        f"{count(plan.threads, 'thread')}. Times are {plan.clock}: the median of {plan.rounds} rounds, in which all "
+        "models took turns in one process, ± half the interquartile range."
+    )
+    sections = [overheads(results, plan), *(measured(what, lines, plan, folder) for what in present(results))]
+    if section := compressed(results, plan, folder):
+        sections.append(section)
+    return Page("Cost of competition", [about], sections, command, environments(results)).write(folder / "report.html")
+
+
+def environments(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    distinct: list[dict[str, Any]] = []
+    for result in results:
+        about = {
+            name: value for name, value in result["environment"].items() if name not in ("date", "threads_per_arm")
+        }
+        if about not in distinct:
+            distinct.append(about)
+    return distinct
+
+
+def present(results: list[dict[str, Any]]) -> list[str]:
+    return [what for what in MEASURED if any(result["point"]["what"] == what for result in results)]
+
+
+def overheads(results: list[dict[str, Any]], plan: BenchPlan) -> Section:
+    header = ("backbone", *(COSTS[what] for what in present(results)))
+    rows = [
+        (name + FORMS[form], *(str(overhead(results, name, what, form)) for what in present(results)))
+        for name, form in competing_versions(plan)
+    ]
+    return Section("Overhead of competition", (OVERHEAD,), header=header, rows=rows)
+
+
+def measured(what: str, lines: list[dict[str, Any]], plan: BenchPlan, folder: Path) -> Section:
+    title, unit, place = TITLES[what]
+    own = [line for line in lines if line["what"] == what]
+    places = list(dict.fromkeys((line["length"], line["batch"]) for line in own))
+    by_model = {name: {(x["length"], x["batch"]): x for x in own if x["model"] == name} for name in plan.models}
+    rows = [(name, *(cell(what, by_place.get(place)) for place in places)) for name, by_place in by_model.items()]
+    figure = panels(what, by_model, place, unit)
+    left_out = [
+        f"{line['model']} is left out at {line['length']:,} × {line['batch']}: {line['left_out']}."
+        for line in own if line["left_out"]
+    ]  # fmt: skip
+    if what == "decoding":
+        left_out += [f"{how}: {', '.join(names)}." for how, names in reached(own).items()]
+    header = ("model", *(f"{length:,} × {batch}" if batch > 1 else f"{length:,}" for length, batch in places))
+    drawn = [picture(f"{title}, {unit}. {CAPTION}", figure, folder / f"{what}.png")]
+    return Section(title, (f"{unit}, by {place}",), header=header, rows=rows, sentences=left_out, pictures=drawn)
+
+
+def reached(lines: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """How the context was reached -> the models that reached it so."""
+    models: dict[str, dict[str, None]] = {}
+    for line in lines:
+        if line["how"]:
+            models.setdefault(f"Context by {line['how']}", {})[line["model"]] = None
+    return {how: list(names) for how, names in models.items()}
+
+
+def value(what: str, line: dict[str, Any]) -> float | None:
+    text = line[{"memory": "bytes", "training": "tokens_per_second"}.get(what, "seconds")]
+    return None if line["left_out"] else float(text)
+
+
+def cell(what: str, line: dict[str, Any] | None) -> str:
+    if line is None or (number := value(what, line)) is None:
+        return "–"
+    if what == "memory":
+        return f"{number / 2**20:,.0f} MiB"
+    text = f"{number:,.0f}" if what == "training" else f"{number * 1e3:,.1f} ms"
+    return text + (f" ±{float(line['spread']) / 2:.0%}" if line["spread"] else " (one round)")
+
+
+def panels(what: str, by_model: dict[str, Any], xlabel: str, ylabel: str) -> Figure:
+    """A figure with a panel for each batch size."""
+    batches = sorted({batch for lines in by_model.values() for _, batch in lines})
+    series = {
+        batch: {
+            name: [(L, value(what, line)) for (L, B), line in lines.items() if batch == B]
+            for name, lines in by_model.items()
+        }
+        for batch in batches
+    }
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(3 + 4 * len(batches), 4.2), layout="constrained")
+        grid = figure.subplots(1, len(batches), sharey=True, squeeze=False)[0]
+        for ax, (batch, curves) in zip(grid, series.items(), strict=True):
+            draw(ax, curves)
+            if len(batches) > 1:
+                ax.set_title(count(batch, "row"), fontsize=10)
+            ax.set_xlabel(xlabel)
+        grid[0].set_ylabel(ylabel)
+        grid[-1].legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8)
+    return figure
+
+
+def draw(ax: Axes, series: dict[str, list[tuple[int, float | None]]]) -> None:
+    for name, pairs in series.items():
+        if points := sorted((x, y) for x, y in pairs if y is not None):
+            ax.plot(*zip(*points, strict=True), label=name, lw=1.8, ms=4, **line_style(name, list(series)))
+    ax.set(xscale="log", yscale="log")
+    ticks = sorted({x for pairs in series.values() for x, _ in pairs})
+    ax.set_xticks(ticks, [compact(x) for x in ticks], fontsize=8)
+    ax.minorticks_off()
+    low, high = ax.get_ylim()
+    steps = [n * 10.0**power for power in range(-7, 13) for n in (1, 2, 5)]
+    narrow = MaxNLocator(5).tick_values(low, high)  # for a range with too few of the 1-2-5 steps
+    ax.set_yticks([y for y in (steps if high > 8 * low else narrow) if low <= y <= high])
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: compact(y)))
+
+
+def line_style(name: str, names: list[str]) -> dict[str, Any]:
+    """Line style of a model; a backbone and its versions with competition share a colour."""
+    base = backbone(name)
+    known = list(dict.fromkeys(map(backbone, names)))
+    dash = ":" if name in PEERS else "-" if base == name else "-." if name.startswith("paper-") else "--"
+    return {"color": PALETTE[known.index(base) % len(PALETTE)], "ls": dash, "marker": "x" if base != name else "o"}
+
+
+def backbone(name: str) -> str:
+    return name.removeprefix("paper-").removeprefix("softmax-")
+
+
+def compressed(results: list[dict[str, Any]], plan: BenchPlan, folder: Path) -> Section | None:
+    """The section on the size of the transformer's cache over the size of each state; None without such numbers."""
+    ratios = compressions(results, plan)
+    if not ratios:
+        return None
+    contexts = sorted({c.context for c in ratios})
+    by_model = {
+        name: {c.context: c for c in ratios if c.model == name} for name in dict.fromkeys(c.model for c in ratios)
+    }
+    rows = [
+        (name, *(f"{own[t].measured:,.3g}× ({own[t].predicted:,.3g}×)" if t in own else "–" for t in contexts))
+        for name, own in by_model.items()
+    ]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(7, 4.2), layout="constrained")
+        ax = figure.add_subplot()
+        draw(ax, {name: [(t, c.measured) for t, c in own.items()] for name, own in by_model.items()})
+        ax.set(xlabel="tokens of the context, t", ylabel="bytes of the cache over bytes of the state")
+        ax.legend(fontsize=8)
+    about = (
+        "Bytes of the key-value cache of softmax attention over bytes of the whole state of the mixer, convolution "
+        "states included; in brackets, t(d_k + d_v)/(d_k d_v), which is 2t/d for d_k = d_v = d."
+    )
+    header = ("mixer", *(f"t = {t:,}" for t in contexts))
+    drawn = [
+        picture("Bytes of the cache over bytes of the state, by context length.", figure, folder / "compression.png")
+    ]
+    return Section("Compression: cache over state", (about,), header=header, rows=rows, pictures=drawn)
