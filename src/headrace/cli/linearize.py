@@ -44,6 +44,9 @@ class LinearizeOptions:
     trains: Annotated[
         str, typer.Option(help="What trains: new (what the old layers do not have), or all weights of the new layers.")
     ] = "new"
+    precision: Annotated[
+        str, typer.Option(help="float32, or bfloat16: in training alone, with weights in float32.")
+    ] = "float32"
     held_out: Annotated[int, typer.Option(help="Held-out rows on which the errors and losses are measured.")] = 16
     seed: Annotated[int, typer.Option(help="Random seed of new weights and of the order of the rows.")] = 0
     device: Device = None
@@ -60,8 +63,8 @@ class LinearizeOptions:
         """The settings of the training."""
         from ..training.transfer import Transfer
 
-        own = {"lr": self.lr, "trains": self.trains, "rows": self.rows, "held_out": self.held_out, "seed": self.seed}
-        return Transfer(updates=self.steps, **own)  # type: ignore[arg-type]
+        own = {"lr", "trains", "rows", "precision", "held_out", "seed"}
+        return Transfer(updates=self.steps, **{name: getattr(self, name) for name in own})
 
 
 @takes(LinearizeOptions)

@@ -51,6 +51,7 @@ class Transfer(Optimization):
     held_out: PositiveInt = 16  # rows of an evaluation
     save_every: PositiveInt = 50  # steps
     trains: Literal["new", "all"] = "new"  # what the old layers do not have, or all weights of the new layers
+    precision: Literal["bfloat16", "float32"] = "float32"  # bfloat16: autocast, in training alone
     seed: int = 0
 
     @property
@@ -122,11 +123,11 @@ def transfer(
     Returns:
         {"before": error of each layer on held-out rows by its index, "after": the same}.
     """
-    updates = Updates(imitation, settings, mean_error, Processes(device))
+    updates = Updates(imitation, settings, mean_error, Processes(device), settings.precision)
     before = errors(imitation, data, settings, device)
     first = _resumed(updates, folder)
     with timed_steps(device, threads) as took:
-        for step, batch in islice(enumerate(_batches(data, settings, device), 1), first, settings.steps):
+        for step, batch in islice(enumerate(batches(data, settings, device), 1), first, settings.steps):
             begun = time.perf_counter()
             (error,) = updates.backward([batch])
             updates.clip()
@@ -151,7 +152,7 @@ def errors(imitation: Imitation, data: PackedData, settings: Transfer, device: t
     return dict(zip(imitation.layers, mean.tolist(), strict=True))
 
 
-def _batches(data: PackedData, settings: Transfer, device: torch.device) -> Iterator[Batch]:
+def batches(data: PackedData, settings: Transfer, device: torch.device) -> Iterator[Batch]:
     """The rows of each step without an end, each epoch in another random order."""
     chance, rows = torch.Generator().manual_seed(settings.seed), full_rows(data.train, data.manifest["length"])
     while True:
