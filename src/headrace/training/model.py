@@ -28,6 +28,7 @@ from .recipes import CHECKPOINT, SIZES, Recipe
 
 SHARED = 12  # bytes per parameter of the weight and AdamW's two moments in float32
 WHOLE = 4  # of the gradient, which a process keeps whole until the end of a step
+FORWARD = 3  # FLOPs of a step over those of its forward pass, which is all that a teacher computes
 KEPT = ("style", "mlp", "norm_eps", "rope_theta")  # fields of a config that a recipe does not have
 
 
@@ -76,6 +77,11 @@ def meta_model(recipe: Recipe) -> HeadraceForCausalLM:
     return model
 
 
+def taught_by(recipe: Recipe) -> Recipe:
+    """The same with the teacher as its model."""
+    return replace(recipe, mixer=CHECKPOINT, weights=recipe.teacher, teacher=None, kl=Recipe.kl)
+
+
 class Counted(NamedTuple):
     """What is counted on the meta-device model of a recipe."""
 
@@ -107,6 +113,8 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     parameters, _, flops, kept, slow = counted(recipe)
     trained = parameters["tied" if recipe.tie else "untied"]
     held = WHOLE * trained + SHARED * trained // recipe.shard
+    if recipe.teacher is not None:
+        flops += counted(taught_by(recipe)).flops_per_token // FORWARD
     return {
         "parameters": dict(parameters),
         "steps": recipe.steps,

@@ -26,6 +26,7 @@ from transformers import AutoTokenizer, set_seed
 
 from ..convert.checkpoint import fetched
 from ..data import Collator, PackedData, Shuffled, open_data, unigram_loss
+from ..files.hub import RUN
 from ..files.processes import handling
 from ..files.provenance import claim, defaults
 from ..layers.blocks.compiled import compile_for_training, is_compiled, report_compiler_errors
@@ -35,6 +36,7 @@ from ..utils.integrity import CHECKSUMS, damage, read_record, write_json
 from . import checkpoints
 from .agreement import agreed, errors_in_all, rank
 from .card import baseline_sentence, can_draw, read_history, write_card
+from .distillation import teacher_of
 from .history import Measures, check_trackers, open_trackers
 from .loop import Batches, Loop, answers
 from .machine import peak
@@ -141,7 +143,7 @@ def begin(folder: Path, recipe: Recipe, data: PackedData) -> Path | None:
     identity = {name: value for name, value in data.manifest.items() if name not in NOT_IDENTIFYING}
     fields = {name: value for name, value in asdict(recipe).items() if name not in OF_THE_MACHINE}
     plan = {"recipe": json.loads(json.dumps(fields)), "data": identity}  # as it is read back: lists for tuples
-    claim(folder, plan, "run.json", defaults({"recipe": recipe}))
+    claim(folder, plan, RUN, defaults({"recipe": recipe}))
     checkpoints.discard_unfinished(folder)
     return checkpoints.newest(folder)
 
@@ -191,24 +193,26 @@ def check_data(recipe: Recipe, data: PackedData) -> None:
 
 
 def check_tokenizer(recipe: Recipe, data: PackedData) -> None:
-    """InputError if the checkpoint of the recipe has another tokenizer than the data."""
-    if recipe.weights is None or data.tokenizer is None:
-        return
-    file = fetched(recipe.weights) / "tokenizer.json"
-    if not file.is_file():
-        return
-    with reading(f"weights={recipe.weights!r} has no readable tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, local_files_only=True)
-    if tokenizer.get_vocab() != data.tokenizer.get_vocab():
-        raise InputError(
-            f"weights={recipe.weights!r} has another tokenizer than the data; prepare the data with --tokenizer "
-            f"{recipe.weights}"
-        )
+    """InputError if a checkpoint of the recipe has another tokenizer than the data."""
+    for name in ("weights", "teacher"):
+        checkpoint = getattr(recipe, name)
+        if checkpoint is None or data.tokenizer is None:
+            continue
+        file = fetched(checkpoint) / "tokenizer.json"
+        if not file.is_file():
+            continue
+        with reading(f"{name}={checkpoint!r} has no readable tokenizer"):
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, local_files_only=True)
+        if tokenizer.get_vocab() != data.tokenizer.get_vocab():
+            raise InputError(
+                f"{name}={checkpoint!r} has another tokenizer than the data; prepare the data with --tokenizer "
+                f"{checkpoint}"
+            )
 
 
 def make_loop(recipe: Recipe, data: PackedData, folder: Path, processes: Processes) -> Loop:
     with errors_in_all():
-        model = build(recipe)
+        model, teacher = build(recipe), teacher_of(recipe)
     rows = full_rows(data.train, recipe.length)
     end = None if data.tokenizer is None else data.tokenizer.eos_token_id
     model.config.eos_token_id = model.generation_config.eos_token_id = end
@@ -224,6 +228,7 @@ def make_loop(recipe: Recipe, data: PackedData, folder: Path, processes: Process
             recipe.batch_tokens, held_out["bytes"] / held_out["tokens"], seconds_per_token(recipe, processes.count)
         ),
         folder,
+        teacher and teacher.to(processes.device),
     )
 
 
