@@ -90,7 +90,7 @@ generated: $(VENV)/.dev
 
 # What pages of studies say of small sets of rows: read the difference before it is committed.
 golden: $(VENV)/.dev
-	$(BIN)/python tests/studies/test_golden.py
+	$(BIN)/python tests/comparison/test_golden.py
 
 # Asks every external link for an answer: needs the internet.
 linkcheck: $(VENV)/.docs

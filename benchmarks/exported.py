@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headrace.benchmarking.models import Shape, build
 from headrace.data.tokenizer import byte_level
 from headrace.export import gguf
 from headrace.export.graph import states, trace
 from headrace.export.onnx import quantize
 from headrace.hf.cache import NAME as CACHE
-from headrace.studies.bench.models import Shape, build
 from runtimes import Session
 
 PACKAGES = {"ONNX Runtime": "onnxruntime", "llama.cpp": "llama_cpp"}

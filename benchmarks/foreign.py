@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.studies.foreign import MODELS
+from headrace.verification.foreign import MODELS
 from record import RESULTS
 
 FOLDER = RESULTS / "verify"

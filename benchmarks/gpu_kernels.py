@@ -21,7 +21,7 @@ from torch.nn.functional import normalize
 from headrace.ops.backends.triton import launch
 from headrace.ops.backends.triton.scan import reverse_scan
 from headrace.ops.call import Call
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 
 COLUMNS = "commit", "machine", "torch", "triton", "shape", "kernel", "sizes", "launch", "ms", "difference"
 B, T = 4, 4096

@@ -25,7 +25,7 @@ from gpu_measure import Call, Machine
 from headrace import InputError, backends, linear_attention
 from headrace.ops.dispatch import BACKENDS
 from headrace.ops.reference import literal
-from headrace.studies.verify import relative, worst
+from headrace.verification.verify import relative, worst
 from peers import FAMILIES, Family
 
 Found = tuple[str, str, str, float, str, str]  # subject, shape, measure, value, unit, note

@@ -11,8 +11,8 @@ from statistics import median
 
 import typer
 
-from headrace.studies.compare import leaderboard, rows
-from headrace.studies.compare.suite import SUITES
+from headrace.comparison import leaderboard, rows
+from headrace.comparison.suite import SUITES
 from record import RESULTS, markdown
 
 KEPT, SUITE = RESULTS / "leaderboard.csv", "small"

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from headrace.data import Collator, open_data
-from headrace.studies.report.numbers import spread
+from headrace.report.numbers import spread
 from headrace.training import recipes
 from headrace.training.loop import Batches
 from headrace.training.model import build

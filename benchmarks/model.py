@@ -27,17 +27,17 @@ from torch import nn
 
 from exported import exported, missing
 from headrace import quantize
-from headrace.studies.bench.measure import built, ids, measure, resident
-from headrace.studies.bench.models import PEERS, Shape, build, ours
-from headrace.studies.bench.plan import BenchPlan, Point
-from headrace.studies.report.numbers import spread
+from headrace.benchmarking.measure import built, ids, measure, resident
+from headrace.benchmarking.models import PEERS, Shape, build, ours
+from headrace.benchmarking.plan import BenchPlan, Point
+from headrace.report.numbers import spread
 from program import Output, console, show
 from record import RESULTS as FOLDER
 from record import Row, append, environment
 
 RESULTS = FOLDER / "model.csv"
 TOKENS, CONTEXT, PROMPT, PREFILL = 2048, 4096, 512, 100_000
-MODELS = {  # name in the results -> name in headrace.studies.bench
+MODELS = {  # name in the results -> name in headrace.benchmarking
     **{f"headrace {name}": name for name in ("gla", "softmax-gla", "gated-deltanet", "mamba2")},
     "transformers Mamba2": "transformers-mamba2",
     "transformers Qwen3Next, linear layers alone": "transformers-qwen3-next",

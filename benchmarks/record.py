@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from headrace.training.environment import processor
+from headrace.files.environment import processor
 
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]

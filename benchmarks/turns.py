@@ -8,7 +8,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from headrace.studies.report.numbers import spread
+from headrace.report.numbers import spread
 from peers import Family
 
 CPU, WALL = 0, 1  # clocks

@@ -30,22 +30,22 @@ from typer.cli import get_docs_for_click
 
 from headrace import HeadraceConfig, HeadraceForCausalLM, InputError, zoo
 from headrace.cli.app import GROUPS, app
+from headrace.comparison.defaults import DEFAULTS
 from headrace.convert import FORMATS
 from headrace.convert.describe import DESCRIPTIONS
 from headrace.export.graph import check_exportable
 from headrace.hf.config import ELSEWHERE
 from headrace.ops.dispatch import BACKENDS
+from headrace.report import catalog
 from headrace.spec import AttentionSpec, LatentSpec
 from headrace.spec.linear import MixerSpec
 from headrace.spec.record import Kind
 from headrace.spec.record import fields as accepted
 from headrace.spec.scan import ScanSpec
-from headrace.studies import catalog
-from headrace.studies.compare.defaults import DEFAULTS
-from headrace.studies.foreign import LAWS
 from headrace.tasks import TASKS
 from headrace.tasks.check import text as text_of
 from headrace.training import recipes as shipped
+from headrace.verification.foreign import LAWS
 
 DOCS = Path(__file__).parent
 VERIFIED = DOCS.parent / "benchmarks" / "results" / "verify"

@@ -18,10 +18,10 @@ from myst_parser.slugs import github_slugify
 from benchmarks.record import markdown
 from benchmarks.record import read as read_csv
 from docs import parts
-from headrace.studies import stats
-from headrace.studies.compare import hypotheses
-from headrace.studies.compare.defaults import DEFAULTS
-from headrace.studies.compare.rows import Row, read
+from headrace.comparison import hypotheses
+from headrace.comparison.defaults import DEFAULTS
+from headrace.comparison.rows import Row, read
+from headrace.report import stats
 
 from . import RESULTS, rates, specialization
 from . import study as studies

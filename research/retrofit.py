@@ -15,15 +15,15 @@ from typing import Any
 import typer
 from safetensors.torch import load_file, save_file
 
+from headrace.comparison import rows, tuning
+from headrace.comparison.arm import train
+from headrace.comparison.plan import Arm, Plan, Study
+from headrace.comparison.question import Question
+from headrace.comparison.run import collect, trained
+from headrace.files import engine
+from headrace.files.engine import Row
 from headrace.files.processes import locked
-from headrace.studies import engine
-from headrace.studies.compare import rows, tuning
-from headrace.studies.compare.arm import train
-from headrace.studies.compare.plan import Arm, Plan, Study
-from headrace.studies.compare.question import Question
-from headrace.studies.compare.run import collect, trained
-from headrace.studies.engine import Row
-from headrace.studies.workers import Worker, place_workers
+from headrace.files.workers import Worker, place_workers
 
 from . import study
 

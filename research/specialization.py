@@ -26,13 +26,13 @@ import typer
 from torch import Tensor, nn
 
 from benchmarks.record import markdown, read, write
+from headrace.comparison.arm import train
+from headrace.comparison.plan import Arm
+from headrace.files import engine
+from headrace.files.engine import Point, Row
 from headrace.files.processes import locked
+from headrace.files.workers import Worker, place_workers
 from headrace.layers.linear.competition import HeadCompetition
-from headrace.studies import engine
-from headrace.studies.compare.arm import train
-from headrace.studies.compare.plan import Arm
-from headrace.studies.engine import Point, Row
-from headrace.studies.workers import Worker, place_workers
 from headrace.tasks import IGNORED, Pair
 from headrace.tasks.base import Batch
 

@@ -26,13 +26,13 @@ import typer
 from matplotlib.figure import Figure
 
 from benchmarks.record import markdown
-from headrace.studies import stats
-from headrace.studies.compare import hypotheses, rows
-from headrace.studies.compare.choose import planned
-from headrace.studies.compare.plan import Study
-from headrace.studies.compare.question import Question
-from headrace.studies.report.numbers import count
-from headrace.studies.report.style import PALETTE, STYLE
+from headrace.comparison import hypotheses, rows
+from headrace.comparison.choose import planned
+from headrace.comparison.plan import Study
+from headrace.comparison.question import Question
+from headrace.report import stats
+from headrace.report.numbers import count
+from headrace.report.style import PALETTE, STYLE
 from headrace.utils.errors import InputError
 
 from . import RESULTS

@@ -20,15 +20,15 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from benchmarks.record import Row, append, environment, markdown, read, write
+from headrace.comparison.plan import Plan, Study
+from headrace.comparison.run import complete
+from headrace.comparison.shape import ArmRecipe, Shape
 from headrace.files.processes import locked
+from headrace.files.workers import place_workers
 from headrace.history.layers.softmax_rnn import numerator
 from headrace.history.specs.softmax_rnn import SoftmaxRNNSpec
 from headrace.layers.linear.taylor import truncated_exp
-from headrace.studies.compare.plan import Plan, Study
-from headrace.studies.compare.run import complete
-from headrace.studies.compare.shape import ArmRecipe, Shape
-from headrace.studies.report.style import PALETTE, STYLE
-from headrace.studies.workers import place_workers
+from headrace.report.style import PALETTE, STYLE
 from headrace.tasks import Text
 from headrace.utils.device import all_devices
 

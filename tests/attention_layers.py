@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from headrace import layers, zoo
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 
 D, H = 32, 4
 d = D // H

@@ -134,7 +134,7 @@ def _a_number_of_threads_and_a_fixed_seed():
 @pytest.fixture(autouse=True)
 def _workers_of_comparisons_are_forked(monkeypatch):
     """From a process that has imported what they need. That new ones work too is tested by the command itself."""
-    if workers := sys.modules.get("headrace.studies.workers"):
+    if workers := sys.modules.get("headrace.files.workers"):
         monkeypatch.setattr(workers, "get_context", lambda kind: forked())
 
 

@@ -14,7 +14,7 @@ from headrace import backends, linear_attention
 from headrace.layers.scans.selective_scan import Operands, selective_step
 from headrace.ops.backends.torch import tiles
 from headrace.ops.reference import literal
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 
 B, T, H, K, V = 2, 13, 4, 6, 5  # all different, so that no transposed axis passes
 DECAYS = ["none", "fixed", "scalar", "vector"]

@@ -17,7 +17,7 @@ from headrace import InputError
 # Imported once, by the process from which all others are forked. A part whose extra is not installed is left out.
 SHARED = [
     "headrace.hf", "headrace.serving.tokenizing", "headrace.cli.app", "headrace.training.run",
-    "headrace.studies.compare.arm",
+    "headrace.comparison.arm",
 ]  # fmt: skip
 
 

@@ -10,8 +10,8 @@ from unittest.mock import patch
 import pytest
 
 from headrace import zoo
+from headrace.comparison.defaults import DEFAULTS
 from headrace.spec.serialize import TYPES
-from headrace.studies.compare.defaults import DEFAULTS
 from headrace.tasks import TASKS
 from headrace.utils import plugins
 from headrace.utils.plugins import FILE, VARIABLE

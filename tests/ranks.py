@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from groups import refused
 from headrace import context_parallel, layers, linear_attention
 from headrace.ops.parallel import context as context
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 from tiny import build
 
 T, H, K, V = 32, 4, 6, 5

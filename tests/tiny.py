@@ -11,7 +11,7 @@ from headrace.hf import HeadraceConfig, HeadraceForCausalLM
 from headrace.spec import AttentionSpec, LatentSpec
 from headrace.spec.attention import Rope
 from headrace.spec.stack import BlockStyle, Decoder, Experts, Layer
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 
 MIXERS = {
     "retnet": "retnet",

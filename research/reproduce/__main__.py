@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import record
-from headrace.studies.report.numbers import seeds_of, significant
+from headrace.report.numbers import seeds_of, significant
 from headrace.utils.errors import InputError
 
 from .. import RESULTS

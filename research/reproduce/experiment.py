@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace import zoo
-from headrace.studies.settings import assignments
 from headrace.training import recipes
+from headrace.training.settings import assignments
 from headrace.utils.errors import InputError
 
 FOLDER = Path(__file__).parent / "experiments"

@@ -7,10 +7,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from headrace.studies.stats import mean_over_seeds, student
+from headrace.files.results import read_result
+from headrace.report.stats import mean_over_seeds, student
 from headrace.training import recipes
 from headrace.training.model import counted
-from headrace.training.results import read_result
 from headrace.utils.integrity import read_json
 
 from .experiment import Experiment, Scale, combinations, run_folder

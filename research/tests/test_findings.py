@@ -8,9 +8,9 @@ from statistics import fmean, median
 import pytest
 from scipy import stats as by_scipy
 
-from headrace.studies.compare import hypotheses
-from headrace.studies.compare.defaults import DEFAULTS, DEMO
-from headrace.studies.compare.rows import read
+from headrace.comparison import hypotheses
+from headrace.comparison.defaults import DEFAULTS, DEMO
+from headrace.comparison.rows import read
 from headrace.training import recipes
 from research import RESULTS, generated, power, rates, study, taylor
 

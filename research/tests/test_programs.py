@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headrace import HeadraceConfig, HeadraceForCausalLM
-from headrace.studies.compare.choose import planned
+from headrace.comparison.choose import planned
 from headrace.tasks import Text
 from research import corpus, rates, retrofit, specialization, study, taylor
 

@@ -17,7 +17,7 @@ from damage import change_digit
 from headrace import InputError, zoo
 from headrace.cli import app as cli
 from headrace.data.tokenizer import byte_level
-from headrace.training.results import write_result
+from headrace.files.results import write_result
 from research.reproduce import __main__ as show
 from research.reproduce import experiment, numbers
 from tiny import build

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from headrace.studies.report.style import STYLE
-from headrace.training.environment import environment
+from headrace.files.environment import environment
+from headrace.report.style import STYLE
 from headrace.utils.errors import InputError
 from headrace.utils.integrity import write_json
 

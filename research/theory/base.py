@@ -16,8 +16,8 @@ from torch import Tensor
 
 from headrace.layers.linear.competition import HeadCompetition
 from headrace.ops.attention import linear_attention
+from headrace.report.style import PALETTE
 from headrace.spec.linear import Competition
-from headrace.studies.report.style import PALETTE
 
 BLUE, RED, YELLOW, GREEN, PURPLE = PALETTE[:5]
 # The linear mixers of the studies: each token has one key and one value, and one call of the op computes all.

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .cli.train import prepare, train
     from .cli.understand import inspect
     from .cli.use import generate
+    from .comparison.registration import register_task
     from .convert import load
     from .hf import (
         HeadraceCache,
@@ -30,8 +31,7 @@ if TYPE_CHECKING:
     from .ops.attention import backends, linear_attention, step
     from .ops.dispatch import set_backend
     from .ops.parallel.context import context_parallel
-    from .studies.registration import register_task
-    from .studies.verify import verify
+    from .verification.verify import verify
 
 __version__ = "0.1.0"
 
@@ -52,10 +52,10 @@ _LAZY = {
     "Mixer": "layers",
     "compile_blocks": "layers.blocks.compiled",
     "quantize": "layers.quantized",
-    "verify": "studies.verify",
+    "verify": "verification.verify",
     "register_mixer": "layers.registration",
     "register_model": "layers.registration",
-    "register_task": "studies.registration",
+    "register_task": "comparison.registration",
     "HeadraceConfig": "hf",
     "HeadraceModel": "hf",
     "HeadraceForCausalLM": "hf",

@@ -12,11 +12,11 @@ import pytest
 import headrace
 from headrace import zoo
 from headrace.cli import app
+from headrace.comparison.choose import choose
 from headrace.ops import dispatch
 from headrace.ops.backends.base import Kernel
+from headrace.report import catalog
 from headrace.spec import AttentionSpec, Decay, MixerSpec, Read, to_json
-from headrace.studies import catalog
-from headrace.studies.compare.choose import choose
 
 
 @pytest.fixture(autouse=True)
@@ -167,7 +167,7 @@ def test_text_that_is_not_utf8_is_refused(run_command, monkeypatch, command):
 
 
 def test_a_misspelt_mixer_is_refused_before_slow_imports(run_command, monkeypatch):
-    monkeypatch.setitem(sys.modules, "headrace.studies.compare.choose", None)  # whose import then raises
+    monkeypatch.setitem(sys.modules, "headrace.comparison.choose", None)  # whose import then raises
     code, _, error = run_command("compare", "--mixers", "softmx-retnet")
     assert code == 2 and "'softmx-retnet' is unknown" in error
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headrace.studies.workers import place_workers
+from headrace.files.workers import place_workers
 from headrace.utils.device import all_devices, on_device, see_only
 from headrace.utils.errors import InputError
 
@@ -79,7 +79,7 @@ def test_worker_sees_only_its_gpu(visible, device, seen, monkeypatch):
 
 @pytest.mark.parametrize("device", ["cpu", "mps"])
 def test_an_arm_is_trained_on_the_device_that_is_asked_for(device, monkeypatch):
-    from headrace.studies.compare import arm, defaults
+    from headrace.comparison import arm, defaults
 
     def there():
         raise LookupError("the accelerator")

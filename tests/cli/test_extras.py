@@ -26,7 +26,7 @@ BROUGHT = {"packaging", "yaml", "jinja2", "pandas", "httpx"}  # by transformers,
 PARTS = {  # extra -> folders of the package that it is enough for
     "models": ("convert", "hf", "history/models"),
     "gguf": ("convert", "hf"),
-    "studies": ("studies/compare", "studies/bench", "studies/inspect", "studies/report"),
+    "studies": ("report", "inspection", "comparison", "benchmarking"),
     "train": ("data", "training", "training/recipes"),
     "serve": ("serving",),
 }

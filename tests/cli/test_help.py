@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from headrace.cli import app as cli
-from headrace.studies.compare.defaults import PAIR
+from headrace.comparison.defaults import PAIR
 
 GROUPS = {
     "Compare": ["compare", "zoo", "verify", "backends"],

@@ -10,7 +10,7 @@ pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
 import tiny
 from headrace.data.tokenizer import byte_level
-from headrace.studies import workers
+from headrace.files import workers
 from trained import arguments
 
 assert workers  # so that conftest.py has workers of `compare` forked

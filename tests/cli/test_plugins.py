@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from headrace import layers, load
-from headrace.studies import workers
+from headrace.files import workers
 from headrace.utils import plugins
 from headrace.utils.errors import PluginWarning, VersionWarning
 from headrace.utils.plugins import VARIABLE

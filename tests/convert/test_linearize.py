@@ -8,7 +8,7 @@ from headrace import InputError, load, zoo
 from headrace.convert.linearize import linearize
 from headrace.layers.rotary import angles, rotate
 from headrace.spec.linear import MixerSpec
-from headrace.studies.verify import laws, relative
+from headrace.verification.verify import laws, relative
 
 ATTENTION = [
     "transformer", "gqa(kv_heads=2, bias=true)", "gqa(kv_heads=1, qk_norm=head, head_dim=12)",

@@ -7,9 +7,9 @@ from headrace import HeadraceConfig, HeadraceForCausalLM, load, zoo
 from headrace.convert import export_checkpoint
 from headrace.convert.retrofit import retrofit
 from headrace.spec import Competition
-from headrace.studies.verify import relative
 from headrace.training.parameters import gate_parameters
 from headrace.utils.errors import InputError
+from headrace.verification.verify import relative
 from released import HYBRIDS, OTHERS, release
 from tiny import covering, in_memory
 

@@ -12,12 +12,12 @@ from tokenizers.processors import TemplateProcessing
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
+from headrace.comparison.choose import choose as study
 from headrace.convert.checkpoint import read_tokenizer
 from headrace.data import Collator, Preparation, open_data, prepare, tokenizer, unigram_loss
 from headrace.data.sources import Row
 from headrace.files.held_out import PIECE, choose
 from headrace.ops.loss import IGNORED
-from headrace.studies.compare.choose import choose as study
 from headrace.utils.errors import InputError
 
 TEXTS = [f"Document {i}. " + "some words of it, and more; " * (7 * i % 11) for i in range(40)]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.studies.compare.defaults import CAPACITY, DEFAULTS
+from headrace.comparison.defaults import CAPACITY, DEFAULTS
 from headrace.tasks import TASKS, Copy, Dates, Digits, Induction, Needle, Pair, Reverse, Spans, Text
 from headrace.tasks.base import BLOCK, PARTS, SplitByContent, generator, row_hashes
 from headrace.utils.errors import InputError

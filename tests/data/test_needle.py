@@ -129,7 +129,7 @@ def test_impossible_needles_are_refused(make, words):
 def test_local_essays_give_the_rows_of_the_hub_essays(name, harness, tmp_path, monkeypatch):
     from lm_eval.tasks.ruler import niah_utils
 
-    from headrace.studies.evaluate import local_data
+    from headrace.evaluation import local_data
 
     module, _ = harness
     texts, calls = [PROSE, "A  second\nessay."], []

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.studies.compare.defaults import DEFAULTS
+from headrace.comparison.defaults import DEFAULTS
 from headrace.tasks.check import check_task, description
 from plugged import FILES, folder
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from headrace import zoo
+from headrace.comparison.plan import Arm
 from headrace.files.held_out import FEW
 from headrace.spec import to_json
-from headrace.studies.compare.plan import Arm
 from headrace.tasks import (
     IGNORED,
     TASKS,
@@ -400,8 +400,8 @@ def test_dates_parse_to_their_labels():
 
 
 def test_causal_rows_hold_source_and_target():
-    from headrace.studies.compare.defaults import REVERSE
-    from headrace.studies.compare.model import model_inputs
+    from headrace.comparison.defaults import REVERSE
+    from headrace.comparison.model import model_inputs
 
     whole, causal = (Arm(REVERSE, name, to_json(zoo.get(name)), None, 0) for name in ("bahdanau", "gla"))
     rows = Reverse(symbols=3, length=3).sample(torch.Generator().manual_seed(0), 4)

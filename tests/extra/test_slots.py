@@ -8,7 +8,7 @@ from torch import nn
 from attention_layers import agree
 from headrace import layers, zoo
 from headrace.ops.sequences import Sequences
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 from peers import load
 
 B, T, D, H, M, V = 2, 37, 20, 2, 3, 4  # more than a chunk of 32 tokens; a key has 5 channels

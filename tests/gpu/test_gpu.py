@@ -14,8 +14,8 @@ from headrace import InputError, linear_attention, set_backend, step, zoo
 from headrace.hf import HeadraceForCausalLM, generation
 from headrace.layers.blocks.block import Block, Sizes
 from headrace.ops.dispatch import BACKENDS
-from headrace.studies.verify import relative, verify, worst
-from headrace.studies.verify_op import TOLERANCE
+from headrace.verification.op import TOLERANCE
+from headrace.verification.verify import relative, verify, worst
 from tiny import build, config, tokens, trained
 
 TOKENS, HEAD_SIZE = 150, 32  # two chunks and a part; kernels multiply matrices of at least 16 columns

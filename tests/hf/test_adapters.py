@@ -7,8 +7,8 @@ import torch
 
 from headrace import quantize, zoo
 from headrace.hf import HeadraceForCausalLM
-from headrace.studies.verify import relative
 from headrace.utils.errors import InputError
+from headrace.verification.verify import relative
 from tiny import MIXERS, config, covering, tokens, trained
 
 peft = pytest.importorskip("peft", reason="peft is not installed")

@@ -13,7 +13,7 @@ from groups import free_port
 from headrace import InputError, load
 from headrace.data.tokenizer import byte_level
 from headrace.hf import HeadraceForCausalLM
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 from released import release
 
 TEXT = "one two three four five six seven eight nine ten. "

@@ -13,7 +13,7 @@ from headrace.hf import HeadraceCache
 from headrace.hf.cache import NAME
 from headrace.history.specs.softmax_rnn import SoftmaxRNNSpec
 from headrace.layers.blocks import stack
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 
 PROGRAMS = 4  # of each model, each others
 ATTENTION = ["transformer", "mqa", "mla", "gpt", "softmax-rnn-norm"]

@@ -14,7 +14,7 @@ from equation import MAX_ERROR_RATIO, skip_if_missing
 from headrace import InputError, quantize, zoo
 from headrace.hf.cache import HeadraceCache
 from headrace.spec import MixerSpec
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 
 LINEAR = tiny.covering([name for name in zoo.names() if isinstance(zoo.get(name), MixerSpec)])
 STYLES = {

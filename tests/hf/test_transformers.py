@@ -12,8 +12,8 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 from headrace import zoo
 from headrace.history import models
 from headrace.history.models.encoder_decoder import shift_right
-from headrace.studies.verify import relative
 from headrace.utils.errors import InputError
+from headrace.verification.verify import relative
 from tiny import gradients_agree, perturbed
 
 V, D, H, WIDTH, LAYERS = 29, 32, 4, 48, 2

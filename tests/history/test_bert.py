@@ -6,9 +6,9 @@ from transformers import BertConfig, BertForPreTraining
 
 from headrace import zoo
 from headrace.history import models
-from headrace.studies.verify import relative
 from headrace.tasks import IGNORED, Masked
 from headrace.utils.errors import InputError
+from headrace.verification.verify import relative
 from tiny import gradients_agree, perturbed
 
 V, D, H, WIDTH, LAYERS = 29, 32, 4, 48, 2

@@ -15,7 +15,7 @@ from headrace.history.specs.softmax_rnn import NORMS, SoftmaxRNNSpec
 from headrace.layers.linear.features import l2_norm
 from headrace.layers.rotary import rotary
 from headrace.spec.serialize import from_json, to_json
-from headrace.studies.verify import by_steps, relative
+from headrace.verification.verify import by_steps, relative
 
 D, H, d = 12, 2, 6
 NUMERATORS, ORDERS = ("exp", "relu", "elu+1", "cosine"), (None, 1, 2, 3, 4)

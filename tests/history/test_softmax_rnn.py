@@ -12,8 +12,8 @@ from headrace import layers, zoo
 from headrace.history.specs.softmax_rnn import NORMS, SoftmaxRNNSpec
 from headrace.layers.linear.taylor import TaylorFeatures, truncated_exp
 from headrace.layers.rotary import rotary
-from headrace.studies.verify import by_steps, relative, with_op
 from headrace.utils.errors import InputError
+from headrace.verification.verify import by_steps, relative, with_op
 
 D, H, d = 32, 2, 16
 

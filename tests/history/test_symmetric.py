@@ -18,7 +18,7 @@ from headrace.history.layers import symmetric
 from headrace.history.layers.symmetric import random_blocks
 from headrace.layers.attention import gathered
 from headrace.spec import AttentionSpec, Pattern
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 from tiny import perturbed
 
 

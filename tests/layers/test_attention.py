@@ -14,8 +14,8 @@ from headrace.history.layers.distance import DistanceBias, bucket
 from headrace.history.layers.flash import flash_attention
 from headrace.layers.attention.positions import sinusoidal
 from headrace.layers.attention.sdpa import attend
-from headrace.studies.verify import relative
 from headrace.utils.errors import InputError
+from headrace.verification.verify import relative
 
 # --- whole models ----------------------------------------------------------------------------------------------------
 

@@ -20,8 +20,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from attention_layers import D, H, agree, layer
 from headrace.layers.rotary import angles, frequencies
 from headrace.spec import AttentionSpec, LatentSpec, Rope
-from headrace.studies.verify import relative
 from headrace.utils.errors import InputError
+from headrace.verification.verify import relative
 
 # --- frequencies -----------------------------------------------------------------------------------------------------
 

@@ -14,11 +14,11 @@ from torch import nn
 from headrace import zoo
 from headrace.convert.retrofit import retrofit
 from headrace.export.graph import check_exportable
+from headrace.inspection.recorder import record
 from headrace.layers.blocks.block import Block, Sizes
 from headrace.layers.blocks.moe import shares_of, within_groups
 from headrace.spec.attention import AttentionSpec
 from headrace.spec.stack import BlockStyle, Decoder, Experts, Layer
-from headrace.studies.inspect.recorder import record
 from headrace.utils.errors import InputError
 from tiny import MIXERS, build, close, tokens
 

@@ -13,8 +13,8 @@ from headrace import Mixer
 from headrace.layers.linear import decays
 from headrace.ops.backends.native import layer as native_layer
 from headrace.spec.decay import DECAYS, Decay, DecayShape
-from headrace.studies.verify import relative
 from headrace.utils.errors import InputError
+from headrace.verification.verify import relative
 
 NATIVE = Path(__file__).parents[2] / "native"
 

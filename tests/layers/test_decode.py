@@ -10,7 +10,7 @@ from equation import MAX_ERROR_RATIO, skip_if_missing
 from headrace import linear_attention, zoo
 from headrace.ops.backends.native import layer as native_layer
 from headrace.ops.backends.native import library as native
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 from tiny import layer
 
 LINEAR = [*zoo.LINEAR, *(f"softmax-{name}" for name in zoo.LINEAR)]

@@ -17,8 +17,8 @@ from transformers import (
 from headrace.hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM
 from headrace.layers.blocks.block import MLP, Sizes
 from headrace.spec.stack import BlockStyle
-from headrace.studies.verify import relative
 from headrace.utils.errors import InputError
+from headrace.verification.verify import relative
 from tiny import build, close, gradients_agree, tokens
 
 VOCABULARY, D, H, LAYERS, T = 29, 32, 4, 2, 9

@@ -10,8 +10,8 @@ from attention_layers import D, H, agree, d
 from headrace import layers, zoo
 from headrace.layers.blocks.block import Block, Sizes
 from headrace.spec import AttentionSpec
-from headrace.studies.verify import relative
 from headrace.utils.errors import InputError
+from headrace.verification.verify import relative
 
 PLAIN = AttentionSpec(rotary=False)
 T5 = AttentionSpec(rotary=False, buckets=32, scale="one")

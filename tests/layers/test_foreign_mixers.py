@@ -9,7 +9,7 @@ from transformers import xLSTMConfig
 from transformers.models.xlstm.modeling_xlstm import xLSTMLayer
 
 from headrace import Mixer
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 
 D, H, T, B = 24, 4, 37, 2
 

@@ -9,8 +9,8 @@ from attention_layers import agree, layer
 from headrace import layers, zoo
 from headrace.layers import BothWays, SoftmaxAttention
 from headrace.layers.attention.positions import forgotten
-from headrace.studies.verify import relative
 from headrace.utils.errors import InputError
+from headrace.verification.verify import relative
 from peers import load
 
 B, T, D, H = 2, 13, 32, 4

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace import Mixer
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 
 B, T, D, H = 2, 19, 24, 4
 

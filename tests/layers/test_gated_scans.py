@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from headrace import layers, zoo
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 from peers import load
 
 B, T, D = 2, 13, 10

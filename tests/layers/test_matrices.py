@@ -13,8 +13,8 @@ from headrace.extra import gla_outer
 from headrace.layers import chunks, dplr
 from headrace.layers.matrix import rwkv7
 from headrace.ops.sequences import Sequences
-from headrace.studies.verify import relative, specimen
 from headrace.utils.errors import InputError
+from headrace.verification.verify import relative, specimen
 from peers import load
 
 B, T, H, K, V = 2, 70, 3, 6, 5

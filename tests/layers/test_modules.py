@@ -10,7 +10,7 @@ from headrace import layers, zoo
 from headrace.layers.base import Mixer
 from headrace.layers.packing import padding_last
 from headrace.layers.quantized import Int8Linear
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 from tiny import SIZES, build, close, covering, layer, tokens
 
 D, T = 32, 6

@@ -11,7 +11,7 @@ from equation import MAX_ERROR_RATIO, skip_if_missing
 from headrace import InputError, Mixer, quantize
 from headrace.layers.quantized import FEW, Int8Linear
 from headrace.ops.backends.native import library as native
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -15,8 +15,8 @@ from headrace.history.layers.s4 import S4, hippo, hippo_diagonal_plus_low_rank
 from headrace.layers.scans import selective_scan as selective
 from headrace.layers.scans.selective_scan import Operands, scan_tiles
 from headrace.spec import scan as spec
-from headrace.studies.verify import relative, specimen
 from headrace.utils.errors import InputError
+from headrace.verification.verify import relative, specimen
 
 D, T = 32, 70
 

@@ -17,7 +17,7 @@ from headrace import zoo
 from headrace.history.layers.attention import reservoir
 from headrace.layers.attention import gathered
 from headrace.spec import AttentionSpec, Pattern
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 
 # --- what is seen, from its definition -------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ from groups import begin, forked
 from headrace import zoo
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM
 from headrace.spec import MixerSpec
-from headrace.studies.verify import relative
 from headrace.utils.errors import InputError
+from headrace.verification.verify import relative
 from tiny import covering, layer
 
 D, H = 32, 4

@@ -6,16 +6,16 @@ import torch
 import tiny
 from equation import skip_if_missing
 from headrace import InputError, backends, load, set_backend, step, zoo
-from headrace.cli.compare import backends as list_backends
+from headrace.cli.verify import backends as list_backends
+from headrace.files.environment import this_process
 from headrace.layers import LinearMixer, build
 from headrace.ops.backends.base import OPERATIONS, Backend, Kernel
 from headrace.ops.backends.native import library as native
 from headrace.ops.dispatch import BACKENDS
 from headrace.ops.reference import literal
-from headrace.studies.verify import relative, verify
 from headrace.training import recipes
-from headrace.training.environment import this_process
 from headrace.training.model import estimate
+from headrace.verification.verify import relative, verify
 
 D = 32
 
@@ -108,7 +108,7 @@ def test_environment_variable_chooses_the_backend_of_layers(monkeypatch, capsys)
 COMPUTES = {
     "generate": lambda module, path: module("headrace.cli.generate").generate(path, "a", None, False, "cpu"),
     "serve": lambda module, path: module("headrace.serving.routes").application(path, device="cpu"),
-    "eval": lambda module, path: module("headrace.studies.evaluate.checkpoint").read_model(str(path)),
+    "eval": lambda module, path: module("headrace.evaluation.checkpoint").read_model(str(path)),
 }
 
 

@@ -13,7 +13,7 @@ from headrace.layers import build
 from headrace.ops import checks
 from headrace.ops.backends.torch import chunkwise, tiles
 from headrace.ops.call import Call
-from headrace.studies.verify import relative, worst
+from headrace.verification.verify import relative, worst
 from tiny import covering
 
 # They only describe memory: views, and memory that is not written.

@@ -12,7 +12,7 @@ from equation import DECAYS, inputs, skip_if_missing
 from headrace import linear_attention
 from headrace.ops.backends.native import library as native
 from headrace.ops.reference import literal
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 
 ROUNDED = ("q", "k", "v")
 FEW = 16  # numbers, as in the gradient to a fixed decay, of which one may outweigh the others: its error is chance

@@ -8,7 +8,7 @@ from equation import skip_if_missing
 from headrace.layers.linear.convolution import convolve
 from headrace.ops.backends.native import convolution
 from headrace.ops.sequences import Sequences
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from headrace.layers.scan import Pack, packed_scan
 from headrace.layers.scans.selective_scan import Operands, scan_tiles
 from headrace.ops.loss import linear_cross_entropy
 from headrace.ops.sequences import Sequences
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 
 # Forward-mode derivatives import it.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")

@@ -9,7 +9,7 @@ from foreign_layers import COMPOSED, D, H, randomized, rwkv6
 from headrace import linear_attention, zoo
 from headrace.layers.linear.mixer import LinearMixer
 from headrace.ops.reference import literal
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 from peers import FAMILIES, PEERS
 
 # Some peers compute in float32 whatever they are given. An output in bfloat16 is rounded to 2⁻⁹ of its size, after

@@ -11,9 +11,9 @@ from headrace import GateWarning, InputError, backends, layers, zoo
 from headrace.ops.backends.base import Kernel
 from headrace.ops.dispatch import BACKENDS
 from headrace.spec import serialize as spec
-from headrace.studies.laws import Row, device_failed
-from headrace.studies.verify import BATCH, FORMS, HEADS, HIDDEN, WAYS, laws, relative, specimen, verify, worst
-from headrace.studies.verify_op import Recurrence, op_laws
+from headrace.verification.errors import Row, device_failed
+from headrace.verification.op import Recurrence, op_laws
+from headrace.verification.verify import BATCH, FORMS, HEADS, HIDDEN, WAYS, laws, relative, specimen, verify, worst
 
 OPTIONS = [
     *("competition.source=diag", "competition.source=query", "competition.source=hidden"),
@@ -97,7 +97,7 @@ def test_every_form_equals_the_reference(dtype, name, monkeypatch):
     backbone, as the op takes gates alike under all rules and decays (test_op.py). More tokens than a chunk where a
     field has a value of its own; the fewest that can be padded and split elsewhere."""
     if dtype is torch.float32 or name not in COVERING:
-        monkeypatch.setattr("headrace.studies.verify.TOKENS", 21)
+        monkeypatch.setattr("headrace.verification.verify.TOKENS", 21)
     rows = list(laws(name, "cpu", dtype, seed=0))
     assert len(rows) >= 7
     broken = [row for row in rows if not row.holds]

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from headrace.ops import loss as module
 from headrace.ops.loss import IGNORED, linear_cross_entropy
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 from tiny import build, close, tokens
 
 N, D, V = 23, 12, 17

@@ -19,7 +19,7 @@ from headrace.ops.backends.native.layer import KINDS
 from headrace.ops.backends.native.op import _kept_shapes
 from headrace.ops.call import Call
 from headrace.ops.reference import literal
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 
 
 @pytest.fixture(autouse=True)
@@ -328,7 +328,7 @@ os.environ["HEADRACE_ISA"] = isa
 from equation import DECAYS, NATIVE, assert_same, inputs
 from headrace import linear_attention
 from headrace.ops.backends.native import library as native
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 torch.manual_seed(0), torch.set_num_threads(1)
 for decay in DECAYS:
     for kind in ("add", "delta", "bonus", "normalize"):

@@ -27,7 +27,7 @@ from headrace.ops.backends.native import library as native
 from headrace.ops.backends.torch.tiles import grid
 from headrace.ops.call import Call
 from headrace.ops.checks import INTEGERS
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 
 EXTRAS = "bonus", "normalize"
 

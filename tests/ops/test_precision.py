@@ -13,7 +13,7 @@ from headrace.ops.backends.native import library as native
 from headrace.ops.call import TOKENWISE
 from headrace.ops.reference import literal
 from headrace.ops.sequences import Sequences
-from headrace.studies.verify import relative, worst
+from headrace.verification.verify import relative, worst
 
 BACKENDS = ["torch", "batched", "native"]  # "batched": the PyTorch backend as on a GPU
 ROUNDED = 3e-6  # 2^-24 · √2048: the roundings of 2,048 tokens, as a random walk

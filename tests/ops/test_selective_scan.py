@@ -7,7 +7,7 @@ from equation import selective_literally, skip_if_missing
 from headrace import InputError, layers, zoo
 from headrace.layers.scans.selective_scan import Operands
 from headrace.ops.backends.native import scan
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 
 OPERATOR = torch.ops.headrace.selective_scan.default
 

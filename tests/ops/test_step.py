@@ -6,7 +6,7 @@ import torch
 from equation import skip_if_missing
 from headrace import InputError, linear_attention, step
 from headrace.ops.call import accumulator
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 
 B, H, K, V = 4, 4, 6, 5  # as many rows as heads: a gate per row would pass for one per head
 # By what computes it: native kernels take float32, everything else is PyTorch's.

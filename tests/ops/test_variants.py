@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from attention_layers import agree
 from headrace import layers, zoo
 from headrace.layers.linear.features import FEATURE_MAPS, sum_norm
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 from tiny import covering
 
 D, H, T = 32, 4, 50

@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
 from headrace import zoo
+from headrace.comparison.run import RESULT
 from headrace.data import Preparation, open_data, prepare, tokenizer
-from headrace.studies import engine
-from headrace.studies.compare.run import RESULT
+from headrace.files import engine
 from headrace.tasks import text as text_task
 from headrace.utils.errors import InputError
 from trained import recipe, train

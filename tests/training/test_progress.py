@@ -6,10 +6,10 @@ import time
 import pytest
 from rich.console import Console
 
+from headrace.benchmarking import measure
 from headrace.cli import console
-from headrace.studies.bench import measure
-from headrace.studies.compare.choose import choose
-from headrace.studies.compare.terminal import LINES, board
+from headrace.comparison.choose import choose
+from headrace.comparison.terminal import LINES, board
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -11,11 +11,11 @@ import pytest
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
 from damage import flip
+from headrace.benchmarking import plan
+from headrace.benchmarking.models import Shape
+from headrace.comparison.defaults import DEMO
 from headrace.files import provenance
 from headrace.files.provenance import MADE_BY, claim, defaults
-from headrace.studies.bench import plan
-from headrace.studies.bench.models import Shape
-from headrace.studies.compare.defaults import DEMO
 from headrace.training import run
 from headrace.utils.errors import InputError, VersionWarning
 from trained import recipe, train
@@ -143,7 +143,7 @@ def test_run_of_other_code_is_marked(data, tmp_path):
 
 
 def test_folder_fingerprint_is_of_its_contents(tmp_path):
-    checkpoint = pytest.importorskip("headrace.studies.evaluate.checkpoint")
+    checkpoint = pytest.importorskip("headrace.evaluation.checkpoint")
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(bytes(8))
     before, at = checkpoint.fingerprint(str(tmp_path)), weights.stat()
@@ -153,7 +153,7 @@ def test_folder_fingerprint_is_of_its_contents(tmp_path):
 
 
 def test_hub_fingerprint_is_of_its_commit(tmp_path, monkeypatch):
-    checkpoint = pytest.importorskip("headrace.studies.evaluate.checkpoint")
+    checkpoint = pytest.importorskip("headrace.evaluation.checkpoint")
     import huggingface_hub.constants as hub
 
     monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)

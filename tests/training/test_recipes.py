@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tiny
-from headrace.studies.settings import assignments
 from headrace.training import recipes
 from headrace.training.model import build, count, estimate, meta_model
+from headrace.training.settings import assignments
 from headrace.training.yaml_file import read_yaml, to_yaml
 from headrace.utils.errors import InputError
 

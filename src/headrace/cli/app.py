@@ -13,7 +13,7 @@ import typer
 
 from .. import __version__
 from ..utils.errors import InputError
-from . import compare, evaluate, linearize, train, understand, use
+from . import compare, evaluate, linearize, train, understand, use, verify
 from .console import for_typer, printable, requiring_extra, with_plugins
 
 # Errors of a full disk, or of a path that this user cannot write.
@@ -86,7 +86,7 @@ def top(version: Annotated[bool, typer.Option("--version", help="Version and ava
     """Linear-time sequence models whose heads compete for what is written to memory and what is read from it."""
     if version:
         print(f"headrace {__version__}")
-        compare.backends()
+        verify.backends()
         raise typer.Exit
 
 
@@ -113,9 +113,9 @@ GROUPS = {
         ),
         "zoo": Command(compare.list_zoo, None, ("", "--show cost")),
         "verify": Command(
-            compare.verify, None, ("", "--mixers gla,softmax-kda --dtype float32", "transformers:mamba2 --json")
+            verify.verify, None, ("", "--mixers gla,softmax-kda --dtype float32", "transformers:mamba2 --json")
         ),
-        "backends": Command(compare.backends, None, ("",)),
+        "backends": Command(verify.backends, None, ("",)),
     },
     "Train": {
         "prepare": Command(

@@ -1,23 +1,20 @@
-"""Compare: compare, zoo, verify, backends."""
+"""Compare: compare, zoo."""
 
 import json
-import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.markup import escape
 from rich.table import Table
 
 from .. import zoo
+from ..report import catalog
+from ..report.numbers import count
 from ..spec.serialize import to_json
-from ..studies import catalog
-from ..studies.report.numbers import count
 from ..utils.errors import InputError
-from .console import Device, interruptible, refuse_with, refuse_without, telling, terminal, track
+from .console import Device, interruptible, refuse_with, refuse_without, terminal
 from .options import takes
 
 
@@ -151,9 +148,9 @@ def compare(options: CompareOptions) -> dict[str, Any] | None:
     With --suite, each mixer trains by itself on several tasks with fixed settings, tuned learning rates and five seeds,
     and gets a row of the leaderboard. The time that this will take is said before.
     """
-    from ..studies.compare.choose import choose, planned
-    from ..studies.compare.terminal import print_results
-    from ..studies.workers import place_workers
+    from ..comparison.choose import choose, planned
+    from ..comparison.terminal import print_results
+    from ..files.workers import place_workers
     from ..utils.device import all_devices
 
     places, one = place_workers(all_devices(options.device), options.workers), options
@@ -176,10 +173,10 @@ def compare(options: CompareOptions) -> dict[str, Any] | None:
 def run_suite(suite: str, mixers: str | None, folder: Path, board: Path | None, places: list[str]) -> None:
     """Runs each mixer's study of a suite in a folder of its own, and shows their rows beside those of the file `board`.
     Says before how long it will take."""
-    from ..studies.compare import estimate, leaderboard
-    from ..studies.compare.run import check
-    from ..studies.compare.suite import studies
-    from ..studies.compare.terminal import print_sections
+    from ..comparison import estimate, leaderboard
+    from ..comparison.run import check
+    from ..comparison.suite import studies
+    from ..comparison.terminal import print_sections
 
     if mixers is None:
         raise InputError("--suite needs --mixers; expected the mixers that get a row")
@@ -198,11 +195,11 @@ def run_suite(suite: str, mixers: str | None, folder: Path, board: Path | None, 
 
 def run(study: Any, folder: Path, places: list[str]) -> dict[str, Any]:
     """Runs a study in its folder, writes the report and returns the results."""
+    from ..comparison.page import write_report
+    from ..comparison.run import check, complete
+    from ..comparison.terminal import board
+    from ..files.engine import claimed
     from ..files.processes import locked
-    from ..studies.compare.page import write_report
-    from ..studies.compare.run import check, complete
-    from ..studies.compare.terminal import board
-    from ..studies.engine import claimed
 
     console = terminal()
     for sentence in dict.fromkeys(idle for arm_plan in study.plans for idle in arm_plan.idle_gates()):
@@ -258,148 +255,3 @@ def list_zoo(
         table.add_row(name, *(catalog.cell(row[column]) for column in columns))
     terminal().print(table)
     terminal().print(f"Whole models: {', '.join(zoo.MODELS)}")
-
-
-def verify(
-    targets: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Layers or models of others: transformers:mamba2, transformers:Qwen3_5GatedDeltaNet, "
-            r"fla:GatedLinearAttention, or a file and a function that returns an adapter, layer.py:adapter. "
-            r"\[default: our own mixers]",
-            show_default=False,
-        ),
-    ] = None,
-    mixers: Annotated[
-        str | None,
-        typer.Option(
-            help="Mixers, separated by commas: names or expressions (see `headrace zoo`), or linear_attention for the "
-            r"op by itself at the sizes of large models. \[default: all mixers, on a GPU also the op]"
-        ),
-    ] = None,
-    device: Device = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help=r"Data type: float64, float32 or bfloat16. \[default: float64; of a target, float32]"),
-    ] = None,
-    backend: Annotated[
-        str | None, typer.Option(help=r"Backends to check, separated by commas. \[default: all that run here]")
-    ] = None,
-    laws: Annotated[
-        str | None, typer.Option(help=r"Laws to check of a target, separated by commas. \[default: all]")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of a target's parameters and inputs.")] = 0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the verdicts on a target, versions and machine as JSON.")
-    ] = False,
-) -> None:
-    """Check every form and backend of a mixer on this machine against the recurrence, or a layer or model of others.
-
-    Prints the relative error and the tolerance of each check. Exit code 1 if a check fails. On a GPU, FLA first
-    compiles and tunes its kernels for every shape, which takes long: --backend triton,torch leaves them out.
-
-    A target is checked against itself: packed or padded rows, pieces, decoding, copied states, gradients, and more.
-    Each law that it breaks is followed by a program of the smallest failing input, which runs without headrace."""
-    if targets:
-        refuse_with("a target", mixers=mixers, backend=backend)
-        failed = _verify_targets(targets, device, dtype or "float32", laws, seed, as_json)
-    else:
-        refuse_without("a target", laws=laws, seed=seed or None, json=as_json)
-        failed = _verify_mixers(mixers, device, dtype or "float64", backend)
-    raise typer.Exit(int(failed))
-
-
-def _verify_mixers(mixers: str | None, device: str | None, dtype: str, backend: str | None) -> bool:
-    """Prints the checks of our own mixers, and returns whether one failed."""
-    from ..studies.verify import OP, available, device_failed, subjects, verify
-    from ..training.environment import device_name
-    from ..utils.device import on_device
-
-    precision, device = _precision(dtype), on_device(device, float64=dtype == "float64")
-    names = subjects(device) if mixers is None else zoo.several(mixers)
-    for name in names:
-        if name != OP:
-            zoo.mixer(name)  # raises for an unknown name before the first check
-    chosen = available(None if backend is None else backend.split(","))
-    console, rows = terminal(), []
-    with interruptible("the checks so far are printed above"), telling(console) as tell:
-        for name in track(names, "mixer", tell):
-            checked = verify([name], device, precision, backends=chosen)
-            console.print(_table(name, checked))
-            rows += checked
-            if device_failed(device, checked):
-                console.print(f"{device} computes nothing any more after this error; the other checks are left out")
-                break
-    broken = [row for row in rows if not row.holds]
-    console.print(f"{len(rows) - len(broken)} of {len(rows)} laws hold on {device} in {dtype}")
-    for row in broken:
-        if row.note:
-            console.print(f"{row.mixer}, {row.law}: {row.note}", soft_wrap=True, highlight=False, markup=False)
-    if broken:
-        print(f"{device}: {device_name(device)}")
-        backends()
-    return bool(broken)
-
-
-def _precision(name: str) -> Any:
-    from ..studies.laws import TOLERANCE
-
-    dtypes = {str(known).removeprefix("torch."): known for known in TOLERANCE}
-    if name not in dtypes:
-        raise InputError(f"--dtype={name!r}; expected one of {', '.join(dtypes)}")
-    return dtypes[name]
-
-
-def _verify_targets(
-    names: list[str], device: str | None, dtype: str, laws: str | None, seed: int, as_json: bool
-) -> bool:
-    """Prints the verdicts on layers and models of others, and returns whether one broke a law or raised."""
-    from ..studies import foreign
-    from ..utils.device import on_device
-
-    precision, on = _precision(dtype), on_device(device, float64=dtype == "float64")
-    chosen = None if laws is None else [law.strip() for law in laws.split(",")]
-    console, records, failed = terminal(), [], 0
-    with foreign.quiet():
-        for target in [foreign.target(name) for name in names]:
-            verdicts = list(foreign.verify(target.adapter, chosen, on, precision, seed))
-            broken = [v for v in verdicts if v.verdict == "breaks"]
-            failed += sum(v.verdict in ("breaks", "raises") for v in verdicts)
-            if as_json:
-                command = " ".join(["headrace", "verify", *map(shlex.quote, sys.argv[2:])])
-                records.append(foreign.as_json(target, verdicts, command, seed, on, precision))
-                continue
-            shown = Table(
-                *(["law", "verdict", "error", "tolerance", "smallest", "note"]), title=target.name, title_justify="left"
-            )
-            for row in foreign.table(verdicts):
-                shown.add_row(*map(escape, row))
-            console.print(shown)
-            for verdict in broken:
-                program = foreign.snippet(target, verdict, seed, on, precision)
-                console.print(program, soft_wrap=True, highlight=False, markup=False)
-            holding = sum(v.verdict == "holds" for v in verdicts)
-            console.print(f"{target.name}: {holding} of {len(verdicts)} laws hold on {on} in {dtype}")
-    if as_json:
-        print(json.dumps(records, indent=2, allow_nan=False))
-    return failed > 0
-
-
-def _table(mixer: str, rows: list[Any]) -> Table:
-    table = Table("law", "relative error", "tolerance", "", title=mixer, title_justify="left")
-    for row in rows:
-        mark = "holds" if row.holds else "[red]BROKEN"
-        table.add_row(row.law, f"{row.error:.1e}", f"{row.tolerance:.0e}", mark)
-    return table
-
-
-def backends() -> None:
-    """List the backends and what each computes, and why the others are unavailable on this machine."""
-    from ..ops.backends.base import OPERATIONS
-    from ..ops.dispatch import BACKENDS, default_backend, has
-
-    for name, backend in BACKENDS.items():
-        reason, computes = backend.missing(), ", ".join(o for o in OPERATIONS if has(name, o))
-        print(f"{name}: {f'not here: {reason}' if reason else f'available ({backend.about()}): {computes}'}")
-    if (chosen := default_backend()) != "auto":
-        print(f"HEADRACE_BACKEND={chosen}: layers use this backend")

@@ -56,8 +56,8 @@ def evaluate(options: EvaluateOptions) -> Any:
             check_config(Path(path))
     if options.data is None:
         ask_hub()
+    from ..evaluation import checkpoint, report, run
     from ..files.processes import locked
-    from ..studies.evaluate import checkpoint, report, run
     from ..utils.device import on_device
 
     one, folder = options, options.output or Path("runs", f"eval-{run.slug(options.suite)}")
@@ -73,59 +73,64 @@ def evaluate(options: EvaluateOptions) -> Any:
     return evaluation
 
 
-def bench(
+@dataclass(frozen=True)
+class BenchOptions:
+    """The options of `headrace bench`."""
+
     mixers: Annotated[
         str,
         typer.Option(
             help="Mixers, separated by commas: names or expressions (see `headrace zoo`), transformers-llama, "
             "transformers-mamba2, transformers-qwen3-next; or checkpoints, which keep their own sizes."
         ),
-    ] = "retnet,gla,gated-deltanet,mamba2,transformer,transformers-llama,transformers-mamba2,transformers-qwen3-next",
-    what: Annotated[str, typer.Option(help="Measurements, separated by commas.")] = "memory,training,prefill,decoding",
-    layers: Annotated[int | None, typer.Option(help=r"Number of layers. \[default: 24; 2 on a CPU]")] = None,
-    hidden_size: Annotated[int, typer.Option(help="Hidden size of the models.")] = 1024,
-    heads: Annotated[int, typer.Option(help="Number of heads per layer.")] = 4,
-    lengths: Annotated[
-        str, typer.Option(help="Tokens of a training row and of a prompt, separated by commas.")
-    ] = "512,2048",
-    batch_sizes: Annotated[str, typer.Option(help="Rows of a training step, separated by commas.")] = "1,2",
-    contexts: Annotated[
-        str, typer.Option(help="Tokens of context before the decoded token, separated by commas.")
-    ] = "1024,16384,131072,1048576",
-    rounds: Annotated[int, typer.Option(help="Number of timed rounds. One more round warms up.")] = 5,
-    threads: Annotated[int, typer.Option(help="Number of CPU threads.")] = 1,
-    device: Device = None,
+    ] = "retnet,gla,gated-deltanet,mamba2,transformer,transformers-llama,transformers-mamba2,transformers-qwen3-next"
+    what: Annotated[str, typer.Option(help="Measurements, separated by commas.")] = "memory,training,prefill,decoding"
+    layers: Annotated[int | None, typer.Option(help=r"Number of layers. \[default: 24; 2 on a CPU]")] = None
+    hidden_size: Annotated[int, typer.Option(help="Hidden size of the models.")] = 1024
+    heads: Annotated[int, typer.Option(help="Number of heads per layer.")] = 4
+    lengths: Annotated[str, typer.Option(help="Tokens of a training row and of a prompt, separated by commas.")] = (
+        "512,2048"
+    )
+    batch_sizes: Annotated[str, typer.Option(help="Rows of a training step, separated by commas.")] = "1,2"
+    contexts: Annotated[str, typer.Option(help="Tokens of context before the decoded token, separated by commas.")] = (
+        "1024,16384,131072,1048576"
+    )
+    rounds: Annotated[int, typer.Option(help="Number of timed rounds. One more round warms up.")] = 5
+    threads: Annotated[int, typer.Option(help="Number of CPU threads.")] = 1
+    device: Device = None
     dtype: Annotated[
         str | None,
         typer.Option(help=r"Data type: bfloat16, float32 or float64. \[default: bfloat16; float32 on a CPU]"),
-    ] = None,
-    output: Annotated[Path, typer.Option(help="Folder for bench.csv and report.html.")] = Path("runs/bench"),
-) -> None:
+    ] = None
+    output: Annotated[Path, typer.Option(help="Folder for bench.csv and report.html.")] = Path("runs/bench")
+
+    def __post_init__(self) -> None:
+        for name in zoo.several(self.mixers):
+            if not (name.startswith("transformers-") or Path(name).exists() or name.count("/")):
+                zoo.get(name)  # raises for a misspelt one before PyTorch is imported, which takes seconds
+
+
+@takes(BenchOptions)
+def bench(options: BenchOptions) -> None:
     """Measure memory, throughput and latency of mixers with and without competition.
 
     Models of transformers are measured beside them. After an interruption, the same command resumes; further lengths
     and contexts are added to the folder."""
-    for name in zoo.several(mixers):
-        if not (name.startswith("transformers-") or Path(name).exists() or name.count("/")):
-            zoo.get(name)  # raises for a misspelt one before PyTorch is imported, which takes seconds
+    from ..benchmarking.models import Shape, named
+    from ..benchmarking.plan import BenchPlan, points
+    from ..benchmarking.report import print_overheads, write_report
+    from ..benchmarking.results import complete, rows, write_csv
     from ..files.processes import locked
-    from ..studies.bench.models import Shape, named
-    from ..studies.bench.plan import BenchPlan, points
-    from ..studies.bench.report import print_overheads, write_report
-    from ..studies.bench.results import complete, rows, write_csv
     from ..utils.device import on_device
 
-    device, console = on_device(device), terminal()
-    depth = layers if layers is not None else 2 if device == "cpu" else 24
-    dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
-    plan = BenchPlan(named(mixers), Shape(depth, hidden_size, heads), device, dtype, threads, rounds)
-    measurements = points(
-        list(zoo.split(what)),
-        numbers("lengths", lengths),
-        numbers("batch-sizes", batch_sizes),
-        numbers("contexts", contexts),
-    )
-    if layers is None and device == "cpu":
+    one, console, output = options, terminal(), options.output
+    device = on_device(one.device)
+    dtype, layers = ("float32", 2) if device == "cpu" else ("bfloat16", 24)
+    shape = Shape(layers if one.layers is None else one.layers, one.hidden_size, one.heads)
+    plan = BenchPlan(named(one.mixers), shape, device, one.dtype or dtype, one.threads, one.rounds)
+    sizes = {"lengths": one.lengths, "batch-sizes": one.batch_sizes, "contexts": one.contexts}
+    measurements = points(list(zoo.split(one.what)), *(numbers(name, text) for name, text in sizes.items()))
+    if one.layers is None and device == "cpu":
         console.print("Note: 2 layers on a CPU instead of the paper's 24; set --layers 24 for all", style="yellow")
     with interruptible(f"what is finished is in {output}; the same command continues"), locked(output):
         with telling(console) as tell:

@@ -66,20 +66,10 @@ def generate(
     replace = resume is not None and save is not None and resume.absolute() == save.absolute()
     if save is not None:
         check_new(save, replace)
-    model: Any = load(checkpoint)
-    device = on_device(device)
-    if sampling.get("cache_implementation") and not device.startswith("cuda"):
-        raise InputError(f"--cuda-graph with --device={device!r}; expected a GPU")
-    model.to(device)
-    _leave_out_other_searches(model.generation_config)
+    model = _loaded(checkpoint, device, graph="cache_implementation" in sampling)
     tokenizer = read_tokenizer(checkpoint)
     cache, ids = resumed(resume, model)
-    prompt_ids = tokenizer(prompt, add_special_tokens=resume is None).input_ids
-    ids = torch.cat([ids, ids.new_tensor([prompt_ids])], 1)
-    if ids.shape[1] == cache.columns:
-        raise InputError("the prompt has no tokens; expected some text")
-    if (last := int(ids.max())) >= (size := model.config.vocab_size):
-        raise InputError(f"the prompt has the token {last}; the model has {size}: its tokenizer is another model's")
+    ids = _with_prompt(ids, cache, tokenizer(prompt, add_special_tokens=resume is None).input_ids, model)
     if draft is not None:
         sampling["assistant_model"] = _draft(draft, model, tokenizer)
     if seed is not None:
@@ -99,16 +89,40 @@ def generate(
     seconds, new = time.perf_counter() - started, out[0, ids.shape[1] :].tolist()
     if save is not None:
         save_state(save, cache, model, out, replace=replace)
-    text = tokenizer.decode(new, skip_special_tokens=True)
-    speed: dict[str, Any] = {
+    told = {
+        "text": tokenizer.decode(new, skip_special_tokens=True),
+        "tokens": new,
         "tokens_per_second": len(new) / seconds,
-        "engine": model.engine.about(model),
-        "threads": used,
     }
-    if cache.drafts:
-        proposed, accepted = map(sum, zip(*cache.drafts, strict=True))
-        speed |= {"accepted": accepted / max(proposed, 1), "tokens_per_pass": len(new) / len(cache.drafts)}
-    return {"text": text, "tokens": new, **speed, "seed": seed}
+    return told | {"engine": model.engine.about(model), "threads": used, **_proposals(cache, len(new)), "seed": seed}
+
+
+def _loaded(checkpoint: Path, device: str | None, graph: bool) -> Any:
+    """The model on the device. graph: whether a CUDA graph must compute the tokens."""
+    model: Any = load(checkpoint)
+    device = on_device(device)
+    if graph and not device.startswith("cuda"):
+        raise InputError(f"--cuda-graph with --device={device!r}; expected a GPU")
+    _leave_out_other_searches(model.generation_config)
+    return model.to(device)
+
+
+def _with_prompt(ids: Tensor, cache: HeadraceCache, prompt: list[int], model: Any) -> Tensor:
+    """The tokens of a state and a prompt, [1, L]. InputError if there is none to read, or one that the model lacks."""
+    ids = torch.cat([ids, ids.new_tensor([prompt])], 1)
+    if ids.shape[1] == cache.columns:
+        raise InputError("the prompt has no tokens; expected some text")
+    if (last := int(ids.max())) >= (size := model.config.vocab_size):
+        raise InputError(f"the prompt has the token {last}; the model has {size}: its tokenizer is another model's")
+    return ids
+
+
+def _proposals(cache: HeadraceCache, new: int) -> dict[str, float]:
+    """The share of proposed tokens that were accepted, and the new tokens of a pass; empty without proposals."""
+    if not cache.drafts:
+        return {}
+    proposed, accepted = map(sum, zip(*cache.drafts, strict=True))
+    return {"accepted": accepted / max(proposed, 1), "tokens_per_pass": new / len(cache.drafts)}
 
 
 def _leave_out_other_searches(settings: GenerationConfig) -> None:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from .. import zoo
 from ..files.hub import ask_hub, is_on_the_hub
-from ..studies.settings import assignments
+from ..training.settings import assignments
 from ..utils.errors import InputError
 from .console import NewFolder, interruptible, refuse_without
 from .options import takes
@@ -96,7 +96,7 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
         if one.task is None:
             manifest = run(planned(one.sources or [], one.seed, one.workers, given(both | held)), output)
         else:
-            from ..studies.compare.choose import default, refined
+            from ..comparison.choose import default, refined
             from ..tasks.prepared import prepare as draw
 
             chosen, rows = refined(default(one.task).task, given(both)), 10000 if one.rows is None else one.rows

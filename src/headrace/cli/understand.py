@@ -42,8 +42,8 @@ def inspect(options: InspectOptions) -> Path:
     """Write an interactive page of what a model computes on a text.
 
     The page shows, for each token, the gates, decay horizons and effective attention of every head."""
+    from .. import inspection
     from ..files.processes import locked_beside
-    from ..studies import inspect as inspection
 
     text, output = read_prompt(options.prompt, options.file), options.output
     with telling(Console(stderr=True)) as tell, locked_beside(output):

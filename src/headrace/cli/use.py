@@ -123,7 +123,7 @@ def generate(options: GenerateOptions) -> dict[str, Any]:
     The last line, on standard error, has the speed, the engine that computed single tokens, and the seed. With --draft
     or --prompt-lookup it also has the share of proposed tokens that were accepted, and the tokens of each pass of the
     model. The same command with this --seed prints the same text."""
-    from ..studies.report.numbers import count
+    from ..report.numbers import count
     from .generate import generate as run
     from .generate import sampling_seed, sampling_settings
 
@@ -147,40 +147,43 @@ def generate(options: GenerateOptions) -> dict[str, Any]:
     return result
 
 
-def serve(
-    checkpoint: Checkpoint,
-    host: Annotated[str, typer.Option(help="Host name or address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on. 0 takes a free port.")] = 8000,
-    max_prompt_tokens: Annotated[
-        int, typer.Option(help="Maximum tokens of a prompt. Longer prompts are refused.")
-    ] = 32768,
-    max_tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer. Requests for more are refused.")] = 4096,
+@dataclass(frozen=True)
+class ServeOptions:
+    """The options of `headrace serve`."""
+
+    checkpoint: Checkpoint
+    host: Annotated[str, typer.Option(help="Host name or address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="Port to listen on. 0 takes a free port.")] = 8000
+    max_prompt_tokens: Annotated[int, typer.Option(help="Maximum tokens of a prompt. Longer prompts are refused.")] = (
+        32768
+    )
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer. Requests for more are refused.")] = 4096
     max_requests: Annotated[
         int,
         typer.Option(
             help="Maximum number of open requests, where each choice for each prompt counts as one. Further ones are "
             "refused."
         ),
-    ] = 256,
+    ] = 256
     prefix_cache: Annotated[
         str,
         typer.Option(
             help="Memory for the states of prompts, from which prompts with the same beginning go on, such as 256MB or "
             "2GB. 0: none."
         ),
-    ] = "256MB",
-    device: Device = None,
-    threads: Threads = None,
+    ] = "256MB"
+    device: Device = None
+    threads: Threads = None
     name: Annotated[
         str | None, typer.Option(help=r"Name of the model in requests. \[default: the path of the checkpoint]")
-    ] = None,
+    ] = None
     allow_host: Annotated[
         list[str] | None,
         typer.Option(
             help="Name of this machine that requests may have in their Host header, beside localhost, --host and any "
             r"address. Can be repeated. \[default: none]"
         ),
-    ] = None,
+    ] = None
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -188,12 +191,22 @@ def serve(
             help="Secret that requests must have in the header Authorization: Bearer KEY. Other users of the machine "
             r"can see the option, but not the environment variable. \[default: none]",
         ),
-    ] = None,
+    ] = None
     no_api_key: Annotated[
         bool,
         typer.Option("--no-api-key", help="Serve without a key on an address that other machines can reach."),
-    ] = False,
-) -> None:
+    ] = False
+
+    def __post_init__(self) -> None:
+        for field in ("max_prompt_tokens", "max_tokens", "max_requests"):
+            if (value := getattr(self, field)) < 1:
+                raise InputError(f"--{field.replace('_', '-')}={value}; expected at least 1")
+        if self.no_api_key:
+            refuse_with("--no-api-key", api_key=self.api_key)
+
+
+@takes(ServeOptions)
+def serve(options: ServeOptions) -> None:
     """Serve a model over the OpenAI API: completions, and chat if the tokenizer has a template.
 
     Requests are generated together, and long prompts are processed in pieces between their tokens. GET /metrics shows
@@ -202,16 +215,11 @@ def serve(
     from ..serving import Access, Limits
     from ..serving import serve as run
 
-    limits = {"prompt-tokens": max_prompt_tokens, "tokens": max_tokens, "requests": max_requests}
-    for what, value in limits.items():
-        if value < 1:
-            raise InputError(f"--max-{what}={value}; expected at least 1")
-    within = Limits(max_prompt_tokens, max_tokens, max_requests, _bytes("--prefix-cache", prefix_cache))
-    if no_api_key:
-        refuse_with("--no-api-key", api_key=api_key)
-    access = Access(tuple(allow_host or ()), api_key, no_api_key)
+    one, kept = options, _bytes("--prefix-cache", options.prefix_cache)
+    within = Limits(one.max_prompt_tokens, one.max_tokens, one.max_requests, kept)
+    access = Access(tuple(one.allow_host or ()), one.api_key, one.no_api_key)
     with interruptible("the server has ended"):
-        run(checkpoint, host, port, within, device, name=name, access=access, threads=threads)
+        run(one.checkpoint, one.host, one.port, within, one.device, name=one.name, access=access, threads=one.threads)
 
 
 def _bytes(option: str, size: str) -> int:

@@ -1,1 +1,2 @@
-"""What commands share: locks and new folders, processes, threads, the version that made a file, and held-out text."""
+"""What commands share: locks and new folders, runs that continue, processes, threads, the version that made a file, and
+held-out text."""

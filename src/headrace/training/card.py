@@ -7,13 +7,13 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from ..files.environment import environment
 from ..files.provenance import sentence
+from ..files.results import restored
 from ..utils.errors import InputError
 from ..utils.integrity import read_json
 from . import checkpoints
-from .environment import environment
 from .recipes import About, Recipe, to_yaml
-from .results import restored
 
 NO_NUMBER = "not finite"
 HISTORY = [{"step": int, ...: (float, str, None, {})}]  # the form of history.json, and of a checkpoint's

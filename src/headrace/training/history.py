@@ -15,9 +15,9 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from .. import zoo
+from ..files.results import finite
 from ..utils.errors import InputError
 from ..utils.extras import require
-from .results import finite
 
 TIMED = 5  # steps that are timed to tell the time of a run, after one that warms up
 UNITS = (("days", 86400.0), ("hours", 3600.0), ("min", 60.0), ("s", 1.0))

@@ -29,6 +29,7 @@ from ..data import Collator, PackedData, Shuffled, open_data, unigram_loss
 from ..files.hub import RUN
 from ..files.processes import handling
 from ..files.provenance import claim, defaults
+from ..files.results import restored
 from ..layers.blocks.compiled import compile_for_training, is_compiled, report_compiler_errors
 from ..utils.errors import InputError, reading
 from ..utils.extras import named
@@ -43,7 +44,6 @@ from .machine import peak
 from .model import build, count, flops_per_token, meta_model, recompute_blocks
 from .processes import PARALLEL, TIMEOUT, Processes, connect, is_connection_error, unresponsive
 from .recipes import FROM_DATA, About, Recipe, to_yaml
-from .results import restored
 from .sharding import shard
 from .watch import Stop
 

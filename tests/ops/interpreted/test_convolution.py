@@ -7,7 +7,7 @@ from torch import nn
 from headrace.layers.linear.convolution import convolve
 from headrace.ops.backends.triton import convolution
 from headrace.ops.sequences import Sequences
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 
 
 def called(conv, wide, ends, silu, backend):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from headrace.ops import loss as module
 from headrace.ops.backends.triton import cross_entropy
 from headrace.ops.loss import IGNORED, linear_cross_entropy
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import torch
 
 from headrace import GateWarning, set_backend
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM
-from headrace.studies.verify import worst
+from headrace.verification.verify import worst
 
 NEW = 3  # tokens that are generated
 ROUNDING = 16 * 2**-24  # a few roundings of float32, which any order of sums may cost

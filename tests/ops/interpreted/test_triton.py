@@ -19,7 +19,7 @@ from headrace import InputError, Mixer, backends, linear_attention, step
 from headrace.ops.backends.triton import block_sizes, launch
 from headrace.ops.backends.triton import step as step_kernels
 from headrace.ops.call import TOKENWISE, Call
-from headrace.studies.verify import relative
+from headrace.verification.verify import relative
 
 T, H, K, V = 37, 2, 16, 24  # two chunks of 16 tokens and a part of the next
 SHORT = 21  # a chunk and a part of the next

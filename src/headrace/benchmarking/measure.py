@@ -1,0 +1,196 @@
+"""The four measurements. In each, all models take turns in every round, so that other load affects them alike."""
+
+import gc
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..hf import HeadraceForCausalLM
+from ..utils import plugins
+from ..utils.errors import InputError
+from .decoding import Decoder
+from .models import build, cache_bytes, obstacle
+from .plan import DTYPES, BenchPlan, Point
+
+WARM = 64  # tokens of the warm-up step, which is not measured
+TOKENS = 8  # tokens decoded in a turn
+SHARE = 4  # one cache may take at most 1 / SHARE of the free memory
+
+Measured = dict[str, Any]  # seconds: one for each round; bytes; how; or left_out: the reason
+
+
+def measure(point: Point, plan: BenchPlan) -> dict[str, Measured]:
+    """Model -> its measurement at a point: {"seconds": [...], ...}, or {"left_out": reason}."""
+    torch.set_num_threads(plan.threads)
+    measured = {name: {"left_out": why} for name in plan.models if (why := obstacle(name, plan.device))}
+    able = tuple(name for name in plan.models if name not in measured)
+    measured |= MEASUREMENTS[point.what](point, replace(plan, models=able))
+    return {name: measured[name] for name in plan.models}
+
+
+def training(point: Point, plan: BenchPlan) -> dict[str, Measured]:
+    """Time of a training step: forward, backward and AdamW. A model is built for its turn only, to save memory."""
+
+    def turn(name: str) -> float:
+        step = Step(built(name, plan))
+        step.run(ids(min(WARM, point.length), 1, step.model))
+        tokens = ids(point.length, point.batch, step.model)
+        return timed(lambda: step.run(tokens), plan)
+
+    return taking_turns(plan.models, turn, plan)
+
+
+@torch.inference_mode()
+def prefill(point: Point, plan: BenchPlan) -> dict[str, Measured]:
+    """Time to the first token after a prompt."""
+
+    def turn(name: str) -> float:
+        model = built(name, plan)
+        prompt = ids(point.length, 1, model)
+        Decoder(model).forward(prompt[:, :WARM])
+        return timed(lambda: Decoder(model).forward(prompt), plan)
+
+    return taking_turns(plan.models, turn, plan)
+
+
+@torch.inference_mode()
+def decoding(point: Point, plan: BenchPlan) -> dict[str, Measured]:
+    """Time of one decoded token of each sequence after a context, with the bytes of the states."""
+    limit, decoders = free(plan) // SHARE, {}
+    measured: dict[str, Measured] = {}
+    for name in plan.models:
+        needed = point.batch * cache_bytes(name, plan.shape, point.length, plan.itemsize)
+        if needed > limit:
+            room = f"{SHARE * limit / 2**30:.1f} GiB of free memory"
+            measured[name] = {"left_out": f"its cache needs {needed / 2**30:.1f} GiB, more than 1/{SHARE} of {room}"}
+        else:
+            decoders[name] = Decoder(built(name, plan), point.batch)
+            decoders[name].reach(point.length)
+    about = {name: {"how": each.how, "bytes": each.state_bytes()} for name, each in decoders.items()}
+    measured |= taking_turns(decoders, lambda name: several(decoders[name], plan), plan)
+    return {name: about.get(name, {}) | measured[name] for name in plan.models}
+
+
+def several(decoder: Decoder, plan: BenchPlan) -> float:
+    """Seconds per token, the mean over TOKENS tokens."""
+
+    def tokens() -> None:
+        for _ in range(TOKENS):
+            decoder.token()
+
+    return timed(tokens, plan) / TOKENS
+
+
+def memory(point: Point, plan: BenchPlan) -> dict[str, Measured]:
+    """Peak memory of a training step. Each model has its own process, as the peak of a process never falls."""
+    peaks: dict[str, Measured] = {}
+    for name in plan.models:
+        with ProcessPoolExecutor(1, get_context("spawn"), plugins.load, (list(plugins.LOADED),)) as pool:
+            try:
+                peaks[name] = {"bytes": pool.submit(peak, name, point, plan).result()}
+            except BrokenProcessPool:
+                peaks[name] = {"left_out": "its process was killed, perhaps because memory ran out"}
+            except torch.OutOfMemoryError:
+                peaks[name] = {"left_out": "out of memory"}
+    return peaks
+
+
+MEASUREMENTS = {"memory": memory, "training": training, "prefill": prefill, "decoding": decoding}
+
+
+def peak(name: str, point: Point, plan: BenchPlan) -> int:
+    """Peak bytes of weights, gradients, AdamW moments and activations; on a CPU, minus those of the process before."""
+    torch.set_num_threads(plan.threads)
+    before = 0 if on_cuda(plan) else resident("VmRSS")
+    step = Step(built(name, plan))
+    for _ in range(2):  # AdamW's moments exist from the second step on
+        step.run(ids(point.length, point.batch, step.model))
+    return torch.cuda.max_memory_allocated(plan.device) if on_cuda(plan) else resident("VmHWM") - before
+
+
+def resident(field: str) -> int:
+    """Resident bytes of this process: VmRSS now, VmHWM at the peak. (ru_maxrss of a child can start at the value of its
+    parent.)"""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        raise InputError("--what=memory needs /proc, which this system does not have; leave memory out of --what")
+    return 1024 * next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(field))
+
+
+class Step:
+    def __init__(self, model: nn.Module):
+        self.model = model.train()
+        self.memory = {"skip_logits": True} if isinstance(model, HeadraceForCausalLM) else {}
+        self.optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def run(self, tokens: Tensor) -> None:
+        self.model(input_ids=tokens, labels=tokens, use_cache=False, **self.memory).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def taking_turns(names: Iterable[str], turn: Callable[[str], float], plan: BenchPlan) -> dict[str, Measured]:
+    """One warm-up round and `plan.rounds` measured rounds, in which `turn(name)` returns the seconds of each model. A
+    model that runs out of memory is left out from then on."""
+    measured: dict[str, Measured] = {name: {"seconds": []} for name in names}
+    gc.freeze()  # the collector need not visit the objects that exist already
+    for i in range(plan.rounds + 1):
+        for name in measured:
+            if "left_out" in measured[name]:
+                continue
+            try:
+                seconds = turn(name)
+                if i:
+                    measured[name]["seconds"].append(seconds)
+            except torch.OutOfMemoryError:
+                measured[name] = {"left_out": "out of memory"}
+            gc.collect()
+    gc.unfreeze()
+    return measured
+
+
+def timed(call: Callable[[], Any], plan: BenchPlan) -> float:
+    clock = time.process_time if plan.clock == "cpu time" else time.perf_counter
+    synchronize(plan)
+    start = clock()
+    call()
+    synchronize(plan)
+    return clock() - start
+
+
+def synchronize(plan: BenchPlan) -> None:
+    if plan.device != "cpu":
+        torch.accelerator.synchronize()
+
+
+def on_cuda(plan: BenchPlan) -> bool:
+    return plan.device.startswith("cuda")
+
+
+def free(plan: BenchPlan) -> int:
+    """Bytes of free memory on the device."""
+    if on_cuda(plan):
+        return torch.cuda.mem_get_info(plan.device)[0]
+    with suppress(OSError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    raise InputError("--what=decoding needs /proc, which this system does not have; leave decoding out of --what")
+
+
+def built(name: str, plan: BenchPlan) -> nn.Module:
+    model = build(name, plan.shape).to(plan.device)
+    # In float32, the default, a peer keeps weights of another dtype.
+    return model if plan.dtype == "float32" else model.to(DTYPES[plan.dtype])
+
+
+def ids(length: int, batch: int, model: Any) -> Tensor:
+    return torch.randint(model.config.vocab_size, (batch, length), device=model.device)

@@ -1,0 +1,164 @@
+"""Verify: verify, backends."""
+
+import json
+import shlex
+import sys
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from .. import zoo
+from ..utils.errors import InputError
+from .console import Device, interruptible, refuse_with, refuse_without, telling, terminal, track
+from .options import takes
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """The options of `headrace verify`."""
+
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Layers or models of others: transformers:mamba2, transformers:Qwen3_5GatedDeltaNet, "
+            r"fla:GatedLinearAttention, or a file and a function that returns an adapter, layer.py:adapter. "
+            r"\[default: our own mixers]",
+            show_default=False,
+        ),
+    ] = None
+    mixers: Annotated[
+        str | None,
+        typer.Option(
+            help="Mixers, separated by commas: names or expressions (see `headrace zoo`), or linear_attention for the "
+            r"op by itself at the sizes of large models. \[default: all mixers, on a GPU also the op]"
+        ),
+    ] = None
+    device: Device = None
+    dtype: Annotated[
+        str | None,
+        typer.Option(help=r"Data type: float64, float32 or bfloat16. \[default: float64; of a target, float32]"),
+    ] = None
+    backend: Annotated[
+        str | None, typer.Option(help=r"Backends to check, separated by commas. \[default: all that run here]")
+    ] = None
+    laws: Annotated[
+        str | None, typer.Option(help=r"Laws to check of a target, separated by commas. \[default: all]")
+    ] = None
+    seed: Annotated[int, typer.Option(help="Seed of a target's parameters and inputs.")] = 0
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the verdicts on a target, versions and machine as JSON.")
+    ] = False
+
+    def __post_init__(self) -> None:
+        if self.targets:
+            refuse_with("a target", mixers=self.mixers, backend=self.backend)
+        else:
+            refuse_without("a target", laws=self.laws, seed=self.seed or None, json=self.as_json)
+
+
+@takes(VerifyOptions)
+def verify(options: VerifyOptions) -> None:
+    """Check every form and backend of a mixer on this machine against the recurrence, or a layer or model of others.
+
+    Prints the relative error and the tolerance of each check. Exit code 1 if a check fails. On a GPU, FLA first
+    compiles and tunes its kernels for every shape, which takes long: --backend triton,torch leaves them out.
+
+    A target is checked against itself: packed or padded rows, pieces, decoding, copied states, gradients, and more.
+    Each law that it breaks is followed by a program of the smallest failing input, which runs without headrace."""
+    raise typer.Exit(int(_verify_targets(options) if options.targets else _verify_mixers(options)))
+
+
+def _verify_mixers(options: VerifyOptions) -> bool:
+    """Prints the checks of our own mixers, and returns whether one failed."""
+    from ..files.environment import device_name
+    from ..utils.device import on_device
+    from ..verification.verify import OP, available, device_failed, subjects, verify
+
+    dtype = options.dtype or "float64"
+    precision, device = _precision(dtype), on_device(options.device, float64=dtype == "float64")
+    names = subjects(device) if options.mixers is None else zoo.several(options.mixers)
+    for name in names:
+        if name != OP:
+            zoo.mixer(name)  # raises for an unknown name before the first check
+    chosen = available(None if options.backend is None else options.backend.split(","))
+    console, rows = terminal(), []
+    with interruptible("the checks so far are printed above"), telling(console) as tell:
+        for name in track(names, "mixer", tell):
+            checked = verify([name], device, precision, backends=chosen)
+            console.print(_table(name, checked))
+            rows += checked
+            if device_failed(device, checked):
+                console.print(f"{device} computes nothing any more after this error; the other checks are left out")
+                break
+    broken = [row for row in rows if not row.holds]
+    console.print(f"{len(rows) - len(broken)} of {len(rows)} laws hold on {device} in {dtype}")
+    for row in broken:
+        if row.note:
+            console.print(f"{row.mixer}, {row.law}: {row.note}", soft_wrap=True, highlight=False, markup=False)
+    if broken:
+        print(f"{device}: {device_name(device)}")
+        backends()
+    return bool(broken)
+
+
+def _precision(name: str) -> Any:
+    from ..verification.errors import TOLERANCE
+
+    dtypes = {str(known).removeprefix("torch."): known for known in TOLERANCE}
+    if name not in dtypes:
+        raise InputError(f"--dtype={name!r}; expected one of {', '.join(dtypes)}")
+    return dtypes[name]
+
+
+def _verify_targets(options: VerifyOptions) -> bool:
+    """Prints the verdicts on layers and models of others, and returns whether one broke a law or raised."""
+    from ..utils.device import on_device
+    from ..verification import foreign
+
+    dtype, seed = options.dtype or "float32", options.seed
+    precision, device = _precision(dtype), on_device(options.device, float64=dtype == "float64")
+    laws = None if options.laws is None else [law.strip() for law in options.laws.split(",")]
+    command = " ".join(["headrace", "verify", *map(shlex.quote, sys.argv[2:])])
+    console, records, failed = terminal(), [], False
+    with foreign.quiet():
+        for target in [foreign.target(name) for name in options.targets or ()]:
+            verdicts = list(foreign.verify(target.adapter, laws, device, precision, seed))
+            failed |= any(v.verdict in ("breaks", "raises") for v in verdicts)
+            if options.as_json:
+                records.append(foreign.as_json(target, verdicts, command, seed, device, precision))
+                continue
+            shown = Table(*foreign.HEADER, title=target.name, title_justify="left")
+            for row in foreign.table(verdicts):
+                shown.add_row(*map(escape, row))
+            console.print(shown)
+            for verdict in (v for v in verdicts if v.verdict == "breaks"):
+                program = foreign.snippet(target, verdict, seed, device, precision)
+                console.print(program, soft_wrap=True, highlight=False, markup=False)
+            holding = sum(v.verdict == "holds" for v in verdicts)
+            console.print(f"{target.name}: {holding} of {len(verdicts)} laws hold on {device} in {dtype}")
+    if options.as_json:
+        print(json.dumps(records, indent=2, allow_nan=False))
+    return failed
+
+
+def _table(mixer: str, rows: list[Any]) -> Table:
+    table = Table("law", "relative error", "tolerance", "", title=mixer, title_justify="left")
+    for row in rows:
+        mark = "holds" if row.holds else "[red]BROKEN"
+        table.add_row(row.law, f"{row.error:.1e}", f"{row.tolerance:.0e}", mark)
+    return table
+
+
+def backends() -> None:
+    """List the backends and what each computes, and why the others are unavailable on this machine."""
+    from ..ops.backends.base import OPERATIONS
+    from ..ops.dispatch import BACKENDS, default_backend, has
+
+    for name, backend in BACKENDS.items():
+        reason, computes = backend.missing(), ", ".join(o for o in OPERATIONS if has(name, o))
+        print(f"{name}: {f'not here: {reason}' if reason else f'available ({backend.about()}): {computes}'}")
+    if (chosen := default_backend()) != "auto":
+        print(f"HEADRACE_BACKEND={chosen}: layers use this backend")

@@ -1,0 +1,152 @@
+"""Writes the report of a comparison: PNG pictures, and report.html with the pictures as SVG."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from ..report.page import Name, Page, Picture, Section, picture
+from ..tasks.base import ByRow, ByToken
+from ..tasks.check import description
+from ..training.gate_statistics import FAILURES
+from . import hypotheses, pairwise, sweep, tuning
+from .findings import conditions, findings, headline
+from .plots import colours, draw
+from .rows import rows, write
+from .summary import Comparison, Contender, show, show_contender, summarize, task_of
+
+SHOWN = 3  # number of findings shown; the rest are folded
+HEADER = ("mixer", "held-out score", "per seed", "parameters", "state, numbers", "training tokens/s")
+SIZES = ("mixer", "expression", "heads", "state per layer", "gate parameters", "MLP width", "FLOPs per row")
+DIFFERENCES = (
+    "Gains are paired by seed, above 0 if the first is better; p by Student's t, corrected by Holm's rule over all "
+    "differences of this report. Equal models get a verdict in at most one report of twenty."
+)
+EQUAL = (
+    "Every mixer trains on the same data in the same order; a mixer and its softmax version start from the same "
+    "weights. The state is the numbers that a model keeps of one sequence at the end of a row; a key-value cache grows "
+    "with every token. Speed "
+    "is the median over the intervals between evaluations ± half its interquartile range, of models trained side by "
+    "side; headrace bench measures models in turn. In the folder of this page, results.json has all scores of every "
+    "seed over time, and runs.csv a row for each run."
+)
+
+
+def write_report(results: dict[str, Any], folder: Path) -> Path:
+    """Draws the pictures, writes them and report.html into the folder, and returns the path of report.html."""
+    write(rows(results), folder / "runs.csv")
+    return report(results, folder).write(folder / "report.html")
+
+
+def report(results: dict[str, Any], folder: Path | None) -> Page:
+    """The report of a results.json, with pictures, which are saved in the folder too. None: as the terminal shows it,
+    without pictures and, of a sweep, without a section for each value."""
+    comparisons, over, asked = summarize(results), sweep.read(results), hypotheses.of_results(results)
+    tests = pairwise.judged(comparisons)
+    answer = asked[0].answer if asked else sweep.answer(over, tests) if over else headline(comparisons, tests)
+    sections = [
+        Section("The statistic of the plan" if t.answer else "The means behind it", (t.about,), None, t.header, t.rows)
+        for t in asked
+    ]
+    sections += [] if asked or not any(tests) else [differences(comparisons, tests)]
+    sections += [search(c, results) for c in comparisons if c.plan["tuning"]]
+    sections += [sweep_section(over, folder)] if over else []
+    sections += [] if over and folder is None else [section(c, folder) for c in comparisons]
+    about = [" ".join([f"{c.plan['name']}:", *said]) for c in comparisons if (said := conditions(c))]
+    return Page(results["study"]["title"], about, sections, results["command"], results["environments"], answer)
+
+
+def search(comparison: Comparison, results: dict[str, Any]) -> Section:
+    """The median held-out loss of every value that was tried, and which one was taken."""
+    header, *rows = tuning.table(comparison, results)
+    plan = comparison.plan
+    return Section(f"{plan['name']}: search", (tuning.about(plan),), header=header, rows=rows)
+
+
+def sweep_section(over: sweep.Sweep, folder: Path | None) -> Section:
+    first = over.comparisons[0]
+    by_label = {contender.label: contender for comparison in over.comparisons for contender in comparison.contenders}
+    return Section(
+        title=f"By {over.field}",
+        header=("mixer", *(f"{over.field}={value}" for value in over.values)),
+        rows=[[name(by_label[label], first), *scores] for label, *scores in over.table()],
+        sentences=sweep.findings(over),
+        shown=SHOWN,
+        pictures=saved(sweep.draw(over), folder, f"by-{over.field}") if folder else (),
+    )
+
+
+def differences(comparisons: Sequence[Comparison], tests: Sequence[Sequence[pairwise.Difference]]) -> Section:
+    """A row for each difference that the report judges."""
+    several = len(comparisons) > 1
+    places = [[c.plan["name"]] if several else [] for c in comparisons]
+    header = [*(["comparison"] if several else []), *pairwise.HEADER]
+    rows = [[*place, *one.cells()] for place, own in zip(places, tests, strict=True) for one in own]
+    return Section("Differences", (DIFFERENCES,), header=header, rows=rows)
+
+
+def section(comparison: Comparison, folder: Path | None) -> Section:
+    return Section(
+        title=comparison.plan["name"],
+        content=described(task_of(comparison.plan["task"])),
+        header=HEADER,
+        rows=[[name(c, comparison), *cells(c)] for c in comparison.shown],
+        sentences=findings(comparison),
+        shown=SHOWN,
+        pictures=saved(draw(comparison), folder, comparison.plan["name"]) if folder else (),
+        details=settings(comparison),
+    )
+
+
+def described(task: Any) -> Markup:
+    """The task as it describes itself, with a row, and the score of guessing."""
+    about, row, more = description(task)
+    paragraph, drawn = Markup('<p class="about">{}</p>').format, Markup('<pre class="row">{}</pre>').format
+    return paragraph(about) + drawn(row) + paragraph(" ".join([*more, guessing(task)]))
+
+
+def guessing(task: Any) -> str:
+    """A sentence with the score of uniform guesses."""
+    if task.metric is ByRow.metric and isinstance(task, ByRow):
+        return "Uniform guesses are almost never right on a whole target: chance is about 0 %."
+    entropy = task.metric.name == "loss"
+    if not (entropy or hasattr(task, "chance") or isinstance(task, ByToken)):
+        return ""
+    score = math.log(task.vocab_size) if entropy else getattr(task, "chance", 1 / task.vocab_size)
+    return f"Uniform guesses score {show(task.metric, score)}."
+
+
+def settings(comparison: Comparison) -> Section:
+    kept = ("task", "length", "shape", "recipe", "seeds")
+    return Section(
+        title="Settings and sizes",
+        about=(EQUAL, FAILURES),
+        header=SIZES,
+        rows=[[name(c, comparison), *sizes(c, comparison.plan["shape"])] for c in comparison.shown],
+        listing=json.dumps({key: comparison.plan[key] for key in kept}, indent=2),
+    )
+
+
+def name(contender: Contender, comparison: Comparison) -> Name:
+    return Name(contender.label, colours(comparison)[contender.mixer], contender.mixer)
+
+
+def cells(c: Contender) -> list[str]:
+    seeds = [show(c.metric, c.by_seed[arm["seed"]]) if arm["seed"] in c.by_seed else "diverged" for arm in c.arms]
+    each = " · ".join(seed.removesuffix(c.metric.unit).strip() for seed in seeds)
+    return [show_contender(c), each, f"{c.constant('parameters'):,}", f"{c.state:,}", c.speed]
+
+
+def sizes(c: Contender, shape: dict[str, Any]) -> list[str]:
+    numbers = (c.constant(field) for field in ("gate_parameters", "intermediate_size", "flops"))
+    heads = c.spec.num_heads(shape["hidden_size"], shape["heads"])
+    own = (heads, f"{c.state / shape['layers']:,.0f}")
+    return [c.mixer, *map(str, own), *("–" if number is None else f"{number:,}" for number in numbers)]
+
+
+def saved(drawn: dict[str, tuple[str, Figure]], folder: Path, name: str) -> list[Picture]:
+    return [picture(caption, figure, folder / f"{name}-{kind}.png") for kind, (caption, figure) in drawn.items()]

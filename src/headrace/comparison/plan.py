@@ -1,0 +1,225 @@
+"""A comparison as data: mixers, a task, the shape of the model, a training recipe and seeds. A study is a list of
+comparisons with one report."""
+
+import json
+import re
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from .. import zoo
+from ..files.engine import Claim
+from ..files.provenance import Place, defaults
+from ..files.results import read_result
+from ..history.specs.stack import BertSpec
+from ..spec.mixer import ModelSpec
+from ..spec.serialize import admitted, to_json
+from ..tasks import Digits, Masked, Sequences, Task
+from ..tasks.base import Part, generator
+from ..utils.errors import InputError
+from ..utils.integrity import digest
+from .model import positions
+from .question import Question
+from .shape import ArmRecipe, Shape
+from .widths import match
+
+
+def numbers(seeds: int | tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(range(seeds)) if isinstance(seeds, int) else seeds
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A search over values of a field of the recipe, for each mixer apart (tuning.py). The reported seeds are not among
+    `seeds`."""
+
+    field: str
+    values: tuple[Any, ...]
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One comparison: everything that its scores depend on."""
+
+    name: str
+    mixers: tuple[str, ...]
+    task: Task
+    shape: Shape = field(default_factory=Shape)
+    recipe: ArmRecipe = field(default_factory=ArmRecipe)
+    seeds: int | tuple[int, ...] = 3  # a number: so many, from 0; a tuple: these
+    tuning: Tuning | None = None
+    reference: str | None = (
+        None  # the mixer whose number of parameters all models have; None: that of the largest model
+    )
+    part: Part = "held-out"  # the rows on which the arms are evaluated: those of a search are not the reported ones
+
+    def check(self) -> None:
+        """Checks the plan before training begins.
+
+        Raises:
+            InputError: a value out of range, a repeated or unknown mixer, a mixer that cannot train on the task, or
+                missing data.
+        """
+        if not self.seed_numbers:
+            raise InputError(f"--seeds={self.seeds}; expected more than 0")
+        if len(set(self.mixers)) < len(self.mixers) or not self.mixers:
+            raise InputError(f"--mixers={','.join(self.mixers)!r}; expected at least one mixer, and each mixer once")
+        for mixer in self.mixers:
+            zoo.get(mixer).head_dims(self.shape.hidden_size, self.shape.heads)
+            if not answers(zoo.get(mixer), self.task):
+                raise InputError(
+                    f"mixer {mixer!r} cannot train on --task {self.task.name}: masked takes bert only; digits takes "
+                    "bert, mixers and decoders; reverse, dates and spans take all but bert; the other tasks take "
+                    "mixers and decoders"
+                )
+        for trial in self.trials():
+            trial.check()
+        if shared := set(self.tuning.seeds if self.tuning else ()) & set(self.seed_numbers):
+            raise InputError(f"seed {min(shared)} is among those of the search and those reported; expected others")
+        # InputError if the task's data are missing, or too few
+        self.task.sample(generator("training"), 1)
+        self.task.held_out(1, self.part)
+        self.task.by_length(1)
+
+    @property
+    def seed_numbers(self) -> tuple[int, ...]:
+        return numbers(self.seeds)
+
+    def arms(self, tuned: dict[str, Any] | None = None) -> list["Arm"]:
+        """All arms, seed by seed, so that an interrupted comparison has results for every mixer.
+
+        tuned: mixer -> its value of the tuned field; without it, all arms have the value of the recipe."""
+        widths = self.widths()
+        plans = {mixer: self.at(tuned[mixer]) if tuned else self for mixer in self.mixers}
+        return [
+            Arm(plans[mixer], mixer, to_json(zoo.get(mixer)), widths[mixer], seed)
+            for seed in self.seed_numbers
+            for mixer in self.mixers
+        ]
+
+    def at(self, value: Any) -> "Plan":
+        """The plan with a value of the tuned field."""
+        values = admitted(ArmRecipe, {self.tuning.field: value}, "recipe")  # type: ignore[union-attr]
+        return replace(self, recipe=replace(self.recipe, **values))
+
+    def trials(self) -> list["Plan"]:
+        """A plan for each value of the search, if there is one."""
+        if self.tuning is None:
+            return []
+        search = replace(self, seeds=self.tuning.seeds)
+        field, values = self.tuning.field, self.tuning.values
+        return [replace(search.at(v), name=f"{self.name}-{field}-{v}", tuning=None, part="tuning") for v in values]
+
+    def idle_gates(self) -> list[str]:
+        """A sentence for each gate of the mixers that has little or no effect."""
+        sizes = self.shape.hidden_size, self.shape.heads
+        return [f"{mixer}: {idle}" for mixer in self.mixers for idle in zoo.get(mixer).idle_gates(*sizes)]
+
+    def widths(self) -> dict[str, int | None]:
+        """Mixer -> MLP width. Gate parameters are not counted, so a mixer and its softmax version have equal widths."""
+        specs = tuple(zoo.plain(zoo.get(mixer)) for mixer in self.mixers)
+        reference = zoo.get(self.reference) if self.reference else None
+        return dict(zip(self.mixers, match(self.task, self.shape, self.recipe, specs, reference), strict=True))
+
+    @property
+    def positions(self) -> int:
+        return positions(self.task)
+
+    def to_json(self) -> dict[str, Any]:
+        data = asdict(self)
+        del data["part"]  # of a study's plans always the same
+        data["task"] = {"name": self.task.name, **data["task"]}
+        if sha256 := getattr(self.task, "sha256", None):  # of the files that the task reads
+            data["task"]["sha256"] = sha256
+        data["length"] = self.task.length
+        data["widths"] = self.widths()
+        values = self.tuning.values if self.tuning else ()
+        data["trials"] = [{"name": t.name, "value": v} for t, v in zip(self.trials(), values, strict=True)]
+        data["specs"] = {mixer: to_json(zoo.get(mixer)) for mixer in self.mixers}
+        return data
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One mixer trained with one seed. `spec` is the mixer as JSON, so that workers need no entry in the zoo."""
+
+    plan: Plan
+    mixer: str
+    spec: dict[str, Any]
+    width: int | None
+    seed: int
+
+    @property
+    def task(self) -> Task:
+        return self.plan.task
+
+    @property
+    def shape(self) -> Shape:
+        return self.plan.shape
+
+    @property
+    def recipe(self) -> ArmRecipe:
+        return self.plan.recipe
+
+    @property
+    def slug(self) -> str:
+        """The name of its folder, with a digest, as the names of two mixers may be spelt alike."""
+        return f"{self.spelt}-{digest([self.plan.name, self.mixer, self.seed])[:8]}"
+
+    @property
+    def spelt(self) -> str:
+        mixer = re.sub(r"[^a-z0-9.+]+", "-", self.mixer.lower()).strip("-")
+        return f"{self.plan.name}-{mixer}-seed{self.seed}"
+
+    def result(self, folder: Path) -> Path:
+        """The file of its result in the folder of its study, by the name without a digest if it was finished by a
+        version that wrote none."""
+        before = folder / "arms" / self.spelt / "result.json"
+        if before.exists():
+            result, own = read_result(before), {"comparison": self.plan.name, "mixer": self.mixer, "seed": self.seed}
+            if {name: result.get(name) for name in own} == own:
+                return before
+        return folder / "arms" / self.slug / "result.json"
+
+
+@dataclass(frozen=True)
+class Study:
+    """Comparisons with one report."""
+
+    name: str
+    title: str
+    plans: tuple[Plan, ...]
+    sweep: dict[str, Any] | None = None  # {field, values: one for each plan}
+    question: Question | None = None  # of a study that was written down before its runs
+
+    def trials(self) -> list[Plan]:
+        return [trial for plan in self.plans for trial in plan.trials()]
+
+    def arms(self, tuned: dict[str, dict[str, Any]] | None = None) -> list[Arm]:
+        """The reported arms. tuned: name of a plan -> its mixers' values of the tuned field."""
+        return [arm for plan in self.plans for arm in plan.arms((tuned or {}).get(plan.name))]
+
+    def claim(self) -> Claim:
+        """The claim of the folder of its runs."""
+        return Claim(self.to_json(), self.optional())
+
+    def to_json(self) -> dict[str, Any]:
+        data: dict[str, Any] = {"name": self.name, "title": self.title, "plans": [p.to_json() for p in self.plans]}
+        data |= {"sweep": self.sweep} if self.sweep else {}
+        data |= {"question": asdict(self.question)} if self.question else {}
+        return json.loads(json.dumps(data))  # equal to what is read back: lists for tuples
+
+    def optional(self) -> set[Place]:
+        """The places of `to_json` that have their default, which the plan of an older version may lack."""
+        specs = [{"specs": {mixer: zoo.get(mixer) for mixer in plan.mixers}} for plan in self.plans]
+        return {*defaults(self), *defaults({"plans": specs})}
+
+
+def answers(spec, task: Task) -> bool:
+    """Whether a model of the spec can train on the task."""
+    if isinstance(spec, BertSpec):
+        return isinstance(task, Masked | Digits)
+    if isinstance(task, Masked):
+        return False
+    return isinstance(task, Sequences) or not isinstance(spec, ModelSpec)

@@ -1,0 +1,71 @@
+"""The environment of a result: versions, machine and threads."""
+
+import os
+import platform
+import subprocess
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import headrace
+
+from ..utils.plugins import digests
+from .provenance import source
+
+
+def environment() -> dict[str, Any]:
+    """Returns versions, machine, threads and plug-ins for the record of a result."""
+    return {**this_process(), **digests()}
+
+
+@lru_cache
+def this_process() -> dict[str, Any]:
+    return {
+        "headrace": headrace.__version__,
+        "commit": commit(),
+        "source": source(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "backend": os.environ.get("HEADRACE_BACKEND") or "auto",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "threads_per_arm": torch.get_num_threads(),
+    }
+
+
+def commit() -> str | None:
+    """Returns the commit of the checkout that this package runs from, with "-dirty" for changes; None without one."""
+    here = Path(__file__).parents[1]
+    # `-- here` gives no commit if the repository only contains the environment that headrace is installed in.
+    revision = git("log", "-1", "--format=%h", "--", str(here))
+    return revision + ("-dirty" if git("status", "--porcelain", "--", str(here)) else "") if revision else None
+
+
+def git(*args: str) -> str | None:
+    """Returns the output of a git command in the package's folder, or None if it fails."""
+    here = Path(__file__).parent
+    try:
+        done = subprocess.run(["git", *args], cwd=here, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def device_name(device: str) -> str:
+    """Returns the name of a GPU, or of the processor."""
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else processor()
+
+
+def processor() -> str:
+    """Returns the name of the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())

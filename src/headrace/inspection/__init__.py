@@ -1,0 +1,64 @@
+"""A self-contained HTML page that shows what a trained model computes for a text, token by token."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..convert import load
+from ..convert.checkpoint import read_tokenizer
+from ..ops.dispatch import set_backend
+from ..utils.device import on_device
+from ..utils.errors import InputError
+from ..utils.integrity import atomic
+from .page import describe, render, tokens_of
+from .recorder import record
+
+LIMIT = 2000  # largest number of tokens of a page
+
+
+def inspect(
+    checkpoint: Path,
+    text: str,
+    tokens: int | None = None,
+    track: Callable[[list[Any]], Iterable[Any]] = iter,
+    device: str | None = "cpu",
+) -> str:
+    """The HTML page for a headrace checkpoint and a text. All numbers are computed in float64.
+
+    Args:
+        tokens: number of tokens after which the text is cut; None: a text longer than LIMIT is an error.
+        track: wraps the list of layers to show progress.
+        device: a device with float64, as for `on_device`.
+
+    Raises:
+        InputError: the checkpoint cannot be read, or the text is too short or too long.
+    """
+    if tokens is not None and not 2 <= tokens <= LIMIT:
+        raise InputError(f"--tokens={tokens}; expected 2 to {LIMIT:,}")
+    device = on_device(device, float64=True)
+    model: Any = load(checkpoint)
+    set_backend(model, "auto")  # HEADRACE_BACKEND may name one without float64
+    tokenizer = read_tokenizer(checkpoint)
+    ids, labels = tokens_of(tokenizer, text)
+    if len(ids) < 2:
+        raise InputError(f"the text is {len(ids)} token{'s' * (len(ids) != 1)} long; expected at least 2")
+    if tokens is None and len(ids) > LIMIT:
+        raise InputError(
+            f"the text is {len(ids):,} tokens long; expected at most {LIMIT:,}, or --tokens to cut the text"
+        )
+    kept = min(tokens or LIMIT, len(ids))
+    with torch.no_grad(), torch.device(device):
+        hidden, layers = record(model.double().to(device), torch.tensor([ids[:kept]]))
+        data = describe(model, tokenizer, hidden, ids[:kept], layers, track)
+    return render(data | {"labels": labels[:kept], "cut": len(ids) - kept, "checkpoint": str(checkpoint)})
+
+
+def write(page: str, output: Path) -> None:
+    """Writes the page atomically."""
+    try:
+        with atomic(output) as file:
+            file.write(page)
+    except OSError as error:
+        raise InputError(f"--output {str(output)!r} cannot be written: {error.strerror}") from None

@@ -1,1 +1,0 @@
-"""What is done with models: compare, verify, measure, evaluate, inspect."""

@@ -1,7 +1,0 @@
-"""Laws on layers and models of other libraries: `headrace verify TARGET`."""
-
-from .check import LAWS, Case, Verdict, verify
-from .report import as_json, snippet, table
-from .targets import MODELS, Target, quiet, target
-
-__all__ = ["LAWS", "MODELS", "Case", "Target", "Verdict", "as_json", "quiet", "snippet", "table", "target", "verify"]

@@ -1,1 +1,0 @@
-"""HTML pages and the style of pictures."""

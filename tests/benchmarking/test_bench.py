@@ -1,0 +1,249 @@
+"""What competition costs is measured in pairs, resumed where it was, and told with how it was reached."""
+
+import csv
+import inspect
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from damage import change_digit
+from headrace import InputError
+from headrace.benchmarking import measure, report, results
+from headrace.benchmarking.decoding import CACHED, READ_ALL, RECURRENT, Decoder
+from headrace.benchmarking.models import Shape, build, cache_bytes, named
+from headrace.benchmarking.plan import BenchPlan, Point
+from headrace.cli import evaluate as cli_eval
+from headrace.files.environment import commit
+from released import release
+
+SHAPE = Shape(layers=1, hidden_size=64, heads=2, vocab_size=50)
+
+
+def test_each_linear_mixer_is_followed_by_its_softmax_version():
+    assert named("gla,transformer,transformers-llama") == ("gla", "softmax-gla", "transformer", "transformers-llama")
+    assert named("gla,softmax-gla") == ("gla", "softmax-gla")
+    with pytest.raises(InputError, match="transformers-mamba"):
+        named("transformers-mamba")
+
+
+@pytest.mark.parametrize("name, how", [
+    ("softmax-retnet", RECURRENT), ("mamba", READ_ALL), ("transformer", CACHED), ("transformers-llama", CACHED),
+    ("transformers-mamba2", RECURRENT), ("transformers-qwen3-next", RECURRENT),
+])  # fmt: skip
+@torch.inference_mode()
+def test_state_has_its_size_at_every_position(name, how):
+    decoders = {position: Decoder(build(name, SHAPE)) for position in (100, 200)}
+    for position, decoder in decoders.items():
+        decoder.reach(position)
+        assert decoder.how == how
+        if how == CACHED:
+            assert decoder.state_bytes() == cache_bytes(name, SHAPE, position, itemsize=4)
+        decoder.token()
+        decoder.token()
+    sizes = {position: decoder.state_bytes() for position, decoder in decoders.items()}
+    assert (sizes[100] == sizes[200]) == (how != CACHED)
+
+
+@torch.inference_mode()
+def test_a_model_with_one_state_that_cannot_be_moved_reads_the_whole_context():
+    decoder = Decoder(build("jamba", replace(SHAPE, layers=8)))
+    decoder.reach(100)
+    assert decoder.how == READ_ALL and decoder.cache.columns == 100
+
+
+@torch.inference_mode()
+def test_a_recurrence_that_is_moved_knows_its_position():
+    """Rotary positions: the same 64 tokens, then one that stands at 1,000."""
+    moved, read = (Decoder(build("retnet", SHAPE)) for _ in range(2))
+    torch.manual_seed(1)
+    moved.reach(1000)
+    torch.manual_seed(1)
+    read.read(64)
+    assert torch.equal(moved.cache.states[0].memory, read.cache.states[0].memory)
+    assert moved.cache.states[0].tokens.item() == moved.cache.columns == 1000
+
+
+def test_a_model_that_cannot_run_here_is_left_out(monkeypatch):
+    monkeypatch.setitem(
+        measure.MEASUREMENTS, "training", lambda point, plan: {n: {"seconds": [1.0]} for n in plan.models}
+    )
+    monkeypatch.setattr("headrace.benchmarking.models.find_spec", lambda package: object())  # FLA is installed
+    names = ("transformers-qwen3-next", "transformers-llama")
+    found = measure.measure(Point("training", 16), BenchPlan(names, SHAPE))
+    assert list(found) == list(names) and found["transformers-llama"] == {"seconds": [1.0]}
+    assert "FLA's kernels, which need a GPU" in found["transformers-qwen3-next"]["left_out"]
+
+
+@pytest.mark.slow
+def test_a_peak_is_at_least_weights_gradients_and_moments():
+    shape = Shape(layers=1, hidden_size=64, heads=2, vocab_size=100_000)
+    weights = sum(x.nbytes for x in build("gla", shape).parameters())
+    found = measure.memory(Point("memory", 16), BenchPlan(("gla",), shape))
+    assert 4 * weights < found["gla"]["bytes"] < 10 * weights
+
+
+@pytest.mark.slow
+def test_interrupted_bench_continues(tmp_path, monkeypatch):
+    monkeypatch.setitem(measure.MEASUREMENTS, "memory", lambda point, plan: {n: {"bytes": 7} for n in plan.models})
+    arguments = {
+        "mixers": "gla,transformers-llama", "what": "memory,training,prefill,decoding", "layers": 1, "hidden_size": 32,
+        "heads": 2, "batch_sizes": "1", "contexts": "80", "rounds": 2, "threads": 1, "device": "cpu", "dtype": None,
+        "output": tmp_path / "bench",
+    }  # fmt: skip
+    cli_eval.bench(lengths="16", **arguments)
+    first = (tmp_path / "bench" / "points" / "training-16x1.json").read_text("utf-8")
+    cli_eval.bench(lengths="16,24", **arguments)
+    assert (tmp_path / "bench" / "points" / "training-16x1.json").read_text("utf-8") == first
+    rows = list(csv.DictReader((tmp_path / "bench" / "bench.csv").read_text("utf-8").splitlines()))
+    assert [row["what"] for row in rows[::3]] == [*2 * ["memory"], *2 * ["training"], *2 * ["prefill"], "decoding"]
+    assert {row["model"] for row in rows} == {"gla", "softmax-gla", "transformers-llama"}
+    assert all(row["torch"] and row["commit"] == (commit() or "") and row["threads"] == "1" for row in rows)
+    page = (tmp_path / "bench" / "report.html").read_text("utf-8")
+    assert "Overhead of competition" in page and "Compression" in page and page.count("<svg") == 5
+    with pytest.raises(InputError, match="holds another run"):
+        cli_eval.bench(lengths="16", **arguments | {"hidden_size": 64})
+    change_digit(tmp_path / "bench" / "points" / "training-16x1.json")
+    with pytest.raises(InputError, match=r"training-16x1.json' is damaged: it has another SHA-256"):
+        cli_eval.bench(lengths="16,24", **arguments)
+
+
+@pytest.mark.filterwarnings("ignore::headrace.utils.errors.GateWarning")  # of the published read gate
+def test_the_cost_of_competition_is_of_pairs_and_compression_is_as_derived():
+    plan = BenchPlan(("gla", "softmax-gla"), SHAPE)
+    models = {"gla": {"seconds": [1.0, 2.0, 4.0]}, "softmax-gla": {"seconds": [1.1, 2.2, 4.4]}}
+    held = [{"point": vars(Point("training", 16)), "models": models}]
+    assert str(results.overhead(held, "gla", "training")) == "+10.0% ± 0.0%"
+    assert results.competing_versions(plan) == [("gla", "softmax")]
+    both = BenchPlan(("gla", "softmax-gla", "paper-softmax-gla"), SHAPE)
+    published = [{**held[0], "models": models | {"paper-softmax-gla": {"seconds": [1.3, 2.6, 5.2]}}}]
+    rows = report.overheads(published, both).rows
+    assert rows == [("gla", "+10.0% ± 0.0%"), ("gla, published form", "+30.0% ± 0.0%")]
+    state = {"bytes": 4 * 2 * 16 * 32, "seconds": [1.0]}
+    (found,) = results.compressions([{"point": vars(Point("decoding", 640)), "models": {"gla": state}}], plan)
+    assert found.predicted == 640 * (16 + 32) / (16 * 32) and found.measured == 640 * 2 * 64 / (2 * 16 * 32)
+
+
+@pytest.mark.parametrize(("count", "said"), [(1, "1 layer, 64 wide"), (2, "2 layers, 64 wide")])
+def test_the_page_names_the_models_and_each_machine_once(count, said, tmp_path):
+    plan = BenchPlan(("gla", "softmax-gla"), replace(SHAPE, layers=count), threads=count)
+    models = {"gla": {"seconds": [1.0]}, "softmax-gla": {"seconds": [1.1]}}
+    held = [
+        {"point": vars(Point("training", length)), "models": models, "clock": "CPU", "environment": about}
+        for length, about in ((16, {"processor": "A", "date": 1}), (32, {"processor": "A", "date": 2}),
+                              (64, {"processor": "B", "date": 3}))
+    ]  # fmt: skip
+    assert report.environments(held) == [{"processor": "A"}, {"processor": "B"}]
+    page = report.write_report(held, results.rows(held, plan), plan, tmp_path, "headrace bench").read_text("utf-8")
+    assert said in page and f"with {count} thread{'s' * (count - 1)}." in page
+
+
+def test_the_table_of_compression_has_a_cell_for_each_context(tmp_path):
+    plan = BenchPlan(("gla", "softmax-gla"), SHAPE)
+    held = [
+        {"point": vars(Point("decoding", length)), "models": {name: {"bytes": 4096, "seconds": [1.0]}}}
+        for length, name in ((64, "gla"), (128, "gla"), (128, "softmax-gla"))
+    ]
+    section = report.compressed(held, plan, tmp_path)
+    assert section.header == ("mixer", "t = 64", "t = 128")
+    assert section.rows == [("gla", "8× (6×)", "16× (12×)"), ("softmax-gla", "–", "16× (12×)")]
+
+
+def test_lines_tell_models_apart_and_panels_name_their_rows():
+    lines = {"gla": "-", "softmax-gla": "--", "transformers-llama": ":"}
+    found = {name: report.line_style(name, list(lines)) for name in lines}
+    assert {name: look["ls"] for name, look in found.items()} == lines
+    assert found["gla"]["color"] == found["softmax-gla"]["color"] != found["transformers-llama"]["color"]
+    line = {"left_out": None, "tokens_per_second": "5"}
+    figure = report.panels("training", {"gla": {(16, 1): line, (32, 1): line, (16, 4): line}}, "x", "y")
+    assert [ax.get_title() for ax in figure.axes] == ["1 row", "4 rows"]
+    assert [list(ax.lines[0].get_xdata()) for ax in figure.axes] == [[16, 32], [16]]
+
+
+def test_one_measurement_has_no_spread():
+    """± 0 % would say that there is no noise."""
+    plan = BenchPlan(("gla", "softmax-gla"), SHAPE, rounds=1)
+    one = {"point": vars(Point("training", 16)), "environment": {}, "clock": "CPU"}
+    held = [one | {"models": {"gla": {"seconds": [1.0]}, "softmax-gla": {"seconds": [1.1]}}}]
+    assert str(results.overhead(held, "gla", "training")) == "+10.0% (one pair)"
+    line = results.rows(held, plan)[0]
+    assert line["spread"] is None and report.cell("training", line) == "16 (one round)"
+
+
+def test_a_spread_is_half_the_distance_of_the_quartiles():
+    plan = BenchPlan(("gla", "softmax-gla"), SHAPE)
+    one = {"point": vars(Point("training", 16)), "environment": {}, "clock": "CPU"}
+    held = [one | {"models": {"gla": {"seconds": [1.0] * 3}, "softmax-gla": {"seconds": [1.0, 1.25, 2.0]}}}]
+    assert str(results.overhead(held, "gla", "training")) == "+25.0% ± 50.0%"  # quartiles 1 and 2
+    line = results.rows(held, plan)[1]
+    assert float(line["spread"]) == 0.8 and report.cell("training", line) == "13 ±40%"
+
+
+def test_a_cache_that_would_not_fit_is_left_out_and_named(monkeypatch):
+    monkeypatch.setattr(measure, "free", lambda plan: 2**30)
+    plan = BenchPlan(("gla", "transformer"), SHAPE, rounds=1)
+    found = measure.measure(Point("decoding", 10**6), plan)
+    # keys and values, 64 wide, of 1e6 tokens in float32: 0.48 GiB, where a quarter of 1 GiB is at hand
+    assert (
+        found["transformer"] == {"left_out": "its cache needs 0.5 GiB, more than 1/4 of 1.0 GiB of free memory"}
+        and found["gla"]["seconds"]
+    )
+
+
+def test_a_checkpoint_is_measured_at_its_own_sizes(tmp_path):
+    folder = str(release("kimi_linear", tmp_path))
+    plan = BenchPlan(named(f"gla,{folder}"), SHAPE, rounds=1)
+    assert plan.models == ("gla", "softmax-gla", folder)
+    assert cache_bytes(folder, SHAPE, 10, 4) == 4 * 10 * (16 + 4)  # the latent and the shared key of one layer
+    measured = [results.measured(Point(what, 12), None, plan) for what in ("training", "prefill", "decoding")]
+    rows = results.rows(measured, plan)
+    sizes = {(row["model"], row["layers"], row["hidden_size"]) for row in rows if row["seconds"]}
+    assert sizes == {("gla", 1, 64), ("softmax-gla", 1, 64), (folder, 2, 32)}
+    assert {each.model for each in results.compressions(measured, plan)} == {"gla", "softmax-gla"}
+
+
+MISTAKES = {
+    "--what=speed; expected some of memory": {"what": "memory,speed"},
+    "--lengths=0; expected positive integers": {"lengths": "0"},
+    "--lengths=; expected positive integers": {"lengths": ""},
+    "--batch-sizes=1,-2; expected positive": {"batch_sizes": "1,-2"},
+    "--contexts=1e4; expected positive": {"contexts": "1e4"},
+    "--layers=0; expected at least 1": {"layers": 0},
+    "--rounds=0; expected at least 1": {"rounds": 0},
+    "--dtype='float8'; expected one of": {"dtype": "float8"},
+    "--device='gpu' cannot be used": {"device": "gpu"},
+    "'glaa'": {"mixers": "glaa"},
+    "--mixers='' names none": {"mixers": ""},
+    "transformers-mamba' is unknown": {"mixers": "transformers-mamba"},
+    "heads=3": {"heads": 3},
+    "--hidden-size=1000; expected a multiple of 64": {"mixers": "transformers-llama", "hidden_size": 1000},
+    "is no folder of reports or runs": {"output": Path(__file__).parent},
+}
+
+
+@pytest.mark.parametrize("said", MISTAKES)
+def test_user_errors_are_named_before_any_measurement(said, tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "measure", lambda *_: pytest.fail("measured"))
+    defaults = {name: parameter.default for name, parameter in inspect.signature(cli_eval.bench).parameters.items()} | {
+        "device": "cpu",
+        "output": tmp_path / "bench",
+    }
+    with pytest.raises(InputError, match=re.escape(said)):
+        cli_eval.bench(**defaults | MISTAKES[said])
+    assert not (tmp_path / "bench").exists()
+
+
+def test_checkpoint_is_measured_at_its_own_sizes(saved_model, tmp_path, monkeypatch):
+    """By its folder, but not where the folder has the name of a mixer."""
+    shape = Shape(layers=3, hidden_size=64, heads=2, vocab_size=31)
+    model = build(str(saved_model), shape)
+    assert named(f"{saved_model},retnet") == (str(saved_model), "retnet", "softmax-retnet")
+    assert (model.config.num_hidden_layers, model.config.vocab_size) == (2, 257)
+    plan = BenchPlan((str(saved_model), "gla"), shape=shape)
+    assert [results.sizes(name, plan)["hidden_size"] for name in plan.models] == [32, 64]
+    shutil.copytree(saved_model, tmp_path / "gla")
+    monkeypatch.chdir(tmp_path)
+    assert build("gla", shape).config.num_hidden_layers == 3

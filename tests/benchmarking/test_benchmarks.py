@@ -1,0 +1,287 @@
+"""The benchmarks run, and write what they found."""
+
+import csv
+import json
+import sys
+import types
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+import exported
+import gpu
+import gpu_keep
+import gpu_models
+import gpu_op
+import gpu_tables
+import model
+import op
+import tables
+from gpu_measure import Machine
+from headrace.benchmarking.measure import built
+from headrace.benchmarking.models import Shape, build
+from headrace.benchmarking.plan import BenchPlan
+from headrace.hf.cache import NAME as CACHE
+from headrace.ops.backends.base import Kernel
+from headrace.ops.dispatch import BACKENDS
+from headrace.verification.verify import relative
+
+SMALL = Shape(1, hidden_size=64, heads=2, vocab_size=300)
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """A file to write to, and a function that reads it back."""
+    path = tmp_path / "results" / "rows.csv"
+    return path, lambda: list(csv.DictReader(path.read_text("utf-8").splitlines()))
+
+
+@pytest.mark.parametrize("path", sorted(Path(op.__file__).parent.glob("*.py")), ids=lambda path: path.stem)
+def test_every_script_finds_what_it_imports(path):
+    assert import_module(path.stem).__doc__
+
+
+def test_op_times_ours_and_every_peer_it_can_check(lines):
+    path, read = lines
+    for _ in range(2):  # the second run appends
+        op.main(quick=True, family=["linear"], rounds=1, budget=30.0, peers="", threads=1, device="cpu", output=path)
+    rows = read()
+    runners = {row["runner"] for row in rows}
+    assert {"headrace torch", "headrace torch, heads competing", "torch scaled_dot_product_attention"} <= runners
+    ours = [row for row in rows if row["runner"] == "headrace torch"]
+    assert len(ours) == 2 * 8  # two sizes, two lengths, forward with and without backward
+    assert all(float(row["cpu_ms"]) > 0 and float(row["error"]) < 1e-5 for row in rows)
+
+
+def test_models_are_trained_decoded_and_prefilled(lines, monkeypatch):
+    path, read = lines
+    monkeypatch.setitem(model.SIZES, "340M", SMALL)
+    model.train(layers=[1, 2], tokens=16, rounds=2, model=["headrace", "Llama"], output=path)
+    model.decode(context=100, rounds=2, batch=2, model=["headrace gla", "Mamba2", "ONNX Runtime gla"], output=path)
+    model.prefill(layers=1, tokens=100, model=["headrace gla"], output=path)
+    rows = read()
+    assert [(row["what"], row["layers"]) for row in rows] == [("train", "1")] * 5 + [("train", "2")] * 5 + [
+        ("decode", "1")
+    ] * 6 + [("prefill", "1")]
+    assert [row["name"] for row in rows[10:]] == [
+        "headrace gla", "transformers Mamba2", "headrace gla, weights in bfloat16", "headrace gla, weights in int8",
+        "ONNX Runtime gla", "ONNX Runtime gla, weights in int8", "headrace gla",
+    ]  # fmt: skip
+    assert all(float(row["seconds"]) > 0 and float(row["tokens_per_second"]) > 0 for row in rows)
+    assert float(rows[0]["ratio"]) == 1 and len({row["parameters"] for row in rows if "gla" in row["name"]}) > 1
+    assert rows[10]["parameters"] == rows[12]["parameters"] == rows[13]["parameters"]
+
+
+def test_models_keep_the_dtype_of_their_weights():
+    plan = BenchPlan((), shape=SMALL)
+    for name, dtype in (("gla-bfloat16", torch.bfloat16), ("gla", torch.float32)):
+        assert {p.dtype for p in built(name, plan).parameters()} == {dtype}
+
+
+def test_the_fastest_peer_is_named(monkeypatch):
+    """Faster or not. No peer is softmax attention, nor what has other weights or ran at another time."""
+    cell = {
+        "threads": "1", "family": "kda", "dtype": "float32", "T": "2048", "K": "128", "V": "128", "mode": "forward",
+        "cpu_ms": "8", "us_per_layer": "9",
+    }  # fmt: skip
+    times = {"headrace native": "1", "fla chunk": "3", "ggml wkv": "2", "torch scaled_dot_product_attention": "0.1"}
+    op_rows = [cell | {"runner": runner, "ratio": ratio} for runner, ratio in times.items()]
+    sizes = {"threads": "1", "what": "decode", "layers": "24", "width": "1024", "tokens": "9", "batch": "1", "over": ""}
+    named = {
+        "headrace gla": "2",
+        "ONNX Runtime gla": "1",
+        "ONNX Runtime gla, weights in int8": "0.1",
+        "transformers Llama": "0.1",
+    }
+    model_rows = [
+        sizes | {"name": name, "ratio": ratio, "date": "1", "seconds": "0.1"} for name, ratio in named.items()
+    ] + [sizes | {"name": "llama.cpp gla", "ratio": "0.1", "date": "2", "seconds": "0.1"}]  # fmt: skip
+    rows = {"op.csv": op_rows, "step.csv": [op_rows[0] | {"runner": "headrace"}, op_rows[1]], "model.csv": model_rows}
+    monkeypatch.setattr(tables, "read", rows.get)
+    found = [line.strip("| ").split(" | ")[1:] for line in tables.speed().splitlines()[2:]]
+    assert found == [
+        ["8.0 ms", "ggml wkv", "**2.00**"], ["9 µs", "fla chunk (reference code)", "**3.00**"],
+        ["100.0 ms", "ONNX Runtime gla", "**0.50**"],
+    ]  # fmt: skip
+    assert [line.split(" | ")[0] for line in tables.losses().splitlines()[2:]] == ["| ONNX Runtime gla"]
+
+
+def test_a_runtime_that_is_missing_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(model, "missing", lambda runtime: None if runtime == "ONNX Runtime" else "it is away")
+    chosen = model.select(["mamba2"], model.TOKEN)
+    assert [*chosen] == [label for label in model.TOKEN if "mamba2" in label and "llama" not in label]
+    assert "not timed: llama.cpp mamba2: it is away" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+@pytest.mark.parametrize(("runtime", "mixer"), [(runtime, x) for runtime, own in model.EXPORTED.items() for x in own])
+@torch.no_grad()
+def test_exported_models_continue_sequences_as_ours(runtime, mixer, weights):
+    """A prompt, and two tokens more. A number of 8 bits is wrong by 2⁻⁸ of the largest of its block."""
+    if (reason := exported.missing(runtime)) is not None:
+        pytest.skip(reason)
+    tokens = torch.randint(300, (3, 20))
+    truth = build(mixer, SMALL).double().eval()(tokens).logits[:, -3:]
+    theirs, past, logits = exported.exported(runtime, mixer, weights, SMALL), {}, []
+    for piece in tokens.split([18, 1, 1], 1):
+        out = theirs(input_ids=piece, use_cache=True, logits_to_keep=1, **past)
+        past = {CACHE: getattr(out, CACHE)}
+        logits.append(out.logits[:, -1:].clone())
+    assert relative(torch.cat(logits, 1), truth) <= {"float32": 1e-5, "int8": 2**-4}[weights]
+
+
+@pytest.fixture
+def rows_of(monkeypatch, capsys):
+    """The rows that stages of the op print on the CPU for these families, and the exit code."""
+
+    def measured(*stages, families=("scalar", "delta")):
+        monkeypatch.setenv("SMALL", "1")
+        monkeypatch.setattr(gpu_op, "DRY", gpu_op.DRY._replace(families=families))
+        code = gpu_op.main(*stages)
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()], code
+
+    return measured
+
+
+def test_the_op_on_a_gpu_is_rehearsed_on_the_cpu(rows_of):
+    rows, code = rows_of(*gpu_op.STAGES)
+    assert not code and [row["name"] for row in rows if row.get("begun")] == list(gpu_op.STAGES)
+    rows = [row for row in rows if not row.get("begun")]
+    assert {row["subject"] for row in rows if row["name"] == "op"} >= {"torch", "torch, gates"}
+    errors = {row["measure"]: row["value"] for row in rows if row["unit"] == "relative"}
+    # An output is rounded once to bfloat16 (2⁻⁹), a gradient and the weights that it is made of once each.
+    assert errors["output"] <= 2**-9 and errors["gradients"] <= 2**-7 and errors["state"] <= 1e-5
+    assert all(row["value"] > 0 for row in rows)
+
+
+def test_peers_that_can_be_imported_are_timed(rows_of, monkeypatch):
+    """Helion's examples take heads first."""
+    given = []
+
+    def chunked_linear_attn(q, k, v, g, beta=None, return_final_state=False):
+        given.append((q.shape, g.shape))
+        out = (q * k).sum(-1, keepdim=True) * v * g[..., None].exp()
+        return out, out.sum(2)
+
+    module = types.SimpleNamespace(chunked_linear_attn=chunked_linear_attn)
+    monkeypatch.setitem(sys.modules, gpu_op.HELION, module)
+    rows, _ = rows_of("op", families=("scalar",))
+    ways = {row["measure"] for row in rows if row.get("subject") == "helion"}
+    assert {"fwd", "f+b"} <= ways and set(given) == {((1, 2, 70, 16), (1, 2, 70))}
+
+
+def test_a_backend_that_fails_does_not_end_the_gpu_benchmark(rows_of, monkeypatch):
+    def broken(call):
+        raise RuntimeError("misaligned address")
+
+    monkeypatch.setitem(
+        BACKENDS, "native", BACKENDS["torch"]._replace(linear_attention=Kernel(broken, lambda call: None))
+    )
+    rows, code = rows_of("correctness")
+    failed = {(row["subject"], row["failed"]) for row in rows if "failed" in row}
+    assert not code and failed == {("native", "RuntimeError: misaligned address")}
+    assert any(row.get("subject") == "torch" and row["measure"] == "gradients" for row in rows)
+
+
+def test_a_stage_that_fails_leaves_the_rest_to_a_new_process(rows_of, monkeypatch):
+    """gpu.py goes on behind the stage that had begun."""
+
+    def broken(machine, sizes):
+        yield "machine", "", "copy", 1.0, "GB/s", ""
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setitem(gpu_op.STAGES, "op", broken)
+    rows, code = rows_of("op", "ceilings")
+    assert code == 3 and [row["name"] for row in rows] == ["op"] * 3
+    assert rows[-1]["failed"] == "RuntimeError: an illegal memory access was encountered"
+
+
+def test_no_graph_is_captured_after_one_that_failed(monkeypatch):
+    def failing(*_):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    machine = Machine("cuda")
+    monkeypatch.setattr("gpu_measure.captured", lambda *_: (None, "replay"))
+    assert machine.graph(print) == machine.graph(print) == "replay"
+    monkeypatch.setattr("gpu_measure.captured", failing)
+    with pytest.raises(RuntimeError, match="not permitted"):
+        machine.graph(print)
+    assert machine.graph(print) is None
+
+
+def test_the_times_of_a_gpu_are_over_those_of_a_copy(monkeypatch):
+    """[1, 1000, 1, 10, 15] in bfloat16 is 0.1 MB forward and 0.2 MB with the gradients; a copy moves 100 GB/s."""
+    values = {"fwd": "0.002", "f+b": "0.008", "f+b launches": "3", "f+b memory": "5", "f+b host": "0.5"}
+    row = {"stage": "op", "subject": "triton", "shape": "scalar [1, 1000, 1, 10, 15]"}
+    rows = [row | {"measure": name, "value": value} for name, value in ({"fwd": "9"} | values).items()]
+    monkeypatch.setattr(gpu_tables.record, "read", lambda path: [rows[0] | {"value": "9"}, *rows])
+    line = gpu_tables.op(100.0).splitlines()[-1]
+    assert line == "| scalar: triton | 0.00 | 50 % | 0.01 | 25 % | 3 | 5 | 0.5 |"
+
+
+SCRIPT = """
+import json, sys, time
+for name in sys.argv[1:]:
+    print(json.dumps({"name": name, "begun": True}), flush=True)
+    if name == "broken":
+        print(json.dumps({"name": name, "failed": "AcceleratorError: an illegal memory access"}), flush=True)
+        sys.exit(3)
+    if name == "endless":
+        time.sleep(60)
+    print(json.dumps({"name": name, "tokens_per_second": 5.0, "ms": 1.0, "peak_gib": None}), flush=True)
+"""
+
+
+def test_a_stage_of_models_goes_on_in_a_new_process_and_ends_in_time(tmp_path, capsys):
+    run = gpu.Run(tmp_path, 1.0)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    stage = gpu.Stage(30.0, (str(tmp_path / "script.py"),), ("first", "broken", "last"))
+    gpu.measure(run, "train", stage, {"commit": "abc"})
+    gpu.measure(run, "decode", stage._replace(seconds=2.0, names=("endless", "never")), {"commit": "abc"})
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text("utf-8").splitlines()]
+    found = [(row["stage"], row["name"], row.get("code", 0)) for row in rows]
+    assert found == [
+        ("train", "first", 0), ("train", "broken", 0), ("train", "broken", 3), ("train", "last", 0),
+        ("decode", "endless", None),
+    ]  # fmt: skip
+    assert "failed" in rows[1] and all(row["commit"] == "abc" for row in rows)
+    assert gpu.table(rows).count("tokens/s") == 2 and "FAILED" in gpu.table(rows)
+
+
+def test_kernels_are_of_a_class_by_their_names():
+    names = {
+        "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT": "products", "gradients": "recurrence", "scan": "recurrence",
+        "triton_poi_fused_mul_silu_3": "elementwise, fused", "Memcpy DtoD (Device -> Device)": "copies",
+        "void at::native::vectorized_elementwise_kernel<4>": "elementwise", "conv_depthwise2d_forward": "convolution",
+    }  # fmt: skip
+    assert {name: gpu_models.kind_of(name) for name in names} == names
+
+
+def test_the_fastest_way_of_a_mixer_is_its_efficiency(monkeypatch):
+    """1,000 operations a token; an H200 makes 989 · 10^12 a second."""
+    monkeypatch.setattr(gpu_keep, "flops_of", lambda mixer: 1000)
+    about = {"machine": "NVIDIA H200", "commit": "abc", "stage": "train"}
+    names = {"headrace:gla": 989e8, "headrace:gla:compiled": 1978e8, "headrace:kda": 989e8}
+    rows = [about | {"name": name, "tokens_per_second": rate} for name, rate in names.items()]
+    rows += [about | {"name": "headrace:kda", "failed": "…"}, about | {"stage": "fla-train", "name": "fla:gla"}]
+    found = {row["mixer"]: (row["efficiency"], row["compiled"]) for row in gpu_keep.efficiencies(rows)}
+    assert found == {"gla": (0.2, True), "kda": (0.1, False)}
+
+
+def test_whole_models_are_rehearsed_on_the_cpu(monkeypatch):
+    for name, value in (
+        ("SIZES", gpu_models.SMALL),
+        ("B", 1),
+        ("T", 40),
+        ("STEPS", 1),
+        ("CASES", ((False, 3), (True, 3))),
+        ("BATCHES", (2,)),
+    ):
+        monkeypatch.setattr(gpu_models, name, value)
+    monkeypatch.setattr(gpu_models.build, "__defaults__", (1,))
+    (row,) = gpu_models.train("headrace:mamba2")
+    assert row["tokens_per_second"] > 0 and row["parameters"] > 0
+    rows = list(gpu_models.decode("headrace:gla"))
+    assert [row["sampled"] for row in rows] == [False, True] and all(row["tokens_per_second"] > 0 for row in rows)

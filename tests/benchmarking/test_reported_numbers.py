@@ -1,0 +1,243 @@
+"""Numbers of benchmarks, evaluations and conversions, computed here a second time: by hand, by scipy, or
+by the closed formula."""
+
+import math
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from scipy import stats
+
+pytest.importorskip("lm_eval")
+
+import stored
+from headrace.benchmarking import measure, report, results
+from headrace.benchmarking.models import Shape, build, cache_bytes
+from headrace.benchmarking.plan import BenchPlan, Point, points
+from headrace.convert.flash import mlp_width
+from headrace.evaluation import findings, scores, unigram
+from headrace.evaluation.report import draw, write_report
+from headrace.evaluation.run import Evaluation, EvaluationPlan
+from headrace.inspection.recorder import record
+from tiny import build as model
+from tiny import tokens
+
+# --- bench -----------------------------------------------------------------------------------------------------------
+SHAPE = Shape(layers=3, hidden_size=64, heads=2, vocab_size=50)
+PLAN = BenchPlan(("gla", "softmax-gla", "transformer"), SHAPE, rounds=3)
+HELD = [
+    {
+        "point": vars(point), "environment": {"torch": "2"}, "clock": "cpu time",
+        "models": {
+            "gla": {"seconds": [4.0, 1.0, 2.0, 8.0, 2.0], "bytes": 400 * 2**20, "how": "64 tokens read"},
+            "softmax-gla": {"seconds": [8.0, 1.5, 3.0, 12.0, 6.0], "bytes": 1200 * 2**20, "how": None},
+            "transformer": {"left_out": "out of memory"},
+        },
+    }
+    for point in points(["training", "memory", "prefill", "decoding"], [16], [4], [640])
+]  # fmt: skip
+
+
+def test_a_line_of_the_csv_is_of_the_median_round():
+    """Of 1, 2, 2, 4, 8 s: quartiles (exclusive) 1.5 and 6, so that the spread is 4.5 / 2."""
+    found = {line["what"]: line for line in results.rows(HELD, PLAN) if line["model"] == "gla"}
+    assert [found[what]["tokens_per_second"] for what in ("training", "prefill", "decoding")] == ["32", "8", "0.5"]
+    assert {(line["seconds"], line["spread"], line["rounds"]) for line in found.values()} == {("2", "2.250", 5)}
+    assert {(x["dtype"], x["clock"], x["torch"], x["layers"], x["heads"]) for x in found.values()} == {
+        ("float32", "cpu time", "2", 3, 2)
+    }
+    (out,) = {
+        (x["left_out"], x["rounds"], x["seconds"]) for x in results.rows(HELD, PLAN) if x["model"] == "transformer"
+    }
+    assert out == ("out of memory", 0, None)
+    assert (results.spread([3.0]), results.spread([1.0, 3.0])) == (None, pytest.approx((3.5 - 0.5) / 2))
+
+
+@pytest.mark.parametrize(
+    ("what", "cost", "gla"),
+    [
+        # of the ratios 1.5, 1.5, 1.5, 2, 3: the median, and half of quartiles 1.5 and 2.5
+        ("training", "+50.0% ± 50.0%", "32 ±112%"),
+        ("prefill", "+50.0% ± 50.0%", "2,000.0 ms ±112%"),
+        ("decoding", "+50.0% ± 50.0%", "2,000.0 ms ±112%"),
+        ("memory", "+200.0% (one pair)", "400 MiB"),
+    ],
+)
+def test_cells_of_the_page(what, cost, gla, tmp_path):
+    assert str(results.overhead(HELD, "gla", what)) == cost
+    section = report.measured(what, results.rows(HELD, PLAN), PLAN, tmp_path)
+    cells = {row[0]: row[1] for row in section.rows}
+    assert cells["gla"] == gla and cells["transformer"] == "–"
+    place = "640" if what == "decoding" else "16" if what == "prefill" else "16 × 4"
+    assert section.header == ("model", place)
+    out = f"transformer is left out at {640 if what == 'decoding' else 16:,} × {4 if place.endswith('4') else 1}"
+    how = ["Context by 64 tokens read: gla."] if what == "decoding" else []
+    assert section.sentences == [f"{out}: out of memory.", *how]
+
+
+def test_points_are_measured_once_and_in_order(tmp_path, monkeypatch):
+    measured, told = [], []
+    monkeypatch.setattr(results, "measure", lambda point, plan: measured.append(point) or {"gla": {"seconds": [1.0]}})
+    wanted = points(["decoding", "training"], [1600, 16], [4], [640])
+    results.complete(PLAN, wanted[1:], tmp_path, told.append)
+    held = results.complete(PLAN, wanted, tmp_path, told.append)
+    assert told[:3] == ["1 of 2: training, 16 × 4", "2 of 2: decoding, 640 × 1", "1 of 3: training, 1,600 × 4"]
+    assert measured == [wanted[1], wanted[2], wanted[0]]
+    assert [(one["point"]["what"], one["point"]["length"]) for one in held] == [
+        ("training", 16), ("training", 1600), ("decoding", 640),
+    ]  # fmt: skip
+
+
+def test_compression_compares_measured_with_predicted_bytes():
+    """Keys and values of 3 layers, 64 wide, 640 tokens in float32; GLA has K = 16, V = 32."""
+    (plain, _) = results.compressions(HELD, PLAN)
+    assert plain.measured == 2 * 3 * 64 * 640 * 4 / (400 * 2**20) and plain.predicted == 640 * (16 + 32) / (16 * 32)
+    assert cache_bytes("transformers-llama", SHAPE, 640, 4) == cache_bytes("transformer", SHAPE, 640, 4) == 983040
+    assert cache_bytes("transformers-mamba2", SHAPE, 640, 4) == cache_bytes("gla", SHAPE, 640, 4) == 0
+
+
+def test_time_is_per_token_and_the_first_round_warms_up(monkeypatch):
+    decoded = []
+    decoder = SimpleNamespace(token=lambda: decoded.append(1))
+    monkeypatch.setattr(measure, "timed", lambda call, plan: call() or 0.5 * len(decoded))
+    assert measure.several(decoder, PLAN) == 0.5
+    clock = iter(range(100))
+    found = measure.taking_turns(["a", "b"], lambda name: next(clock), PLAN)
+    assert found == {"a": {"seconds": [2, 4, 6]}, "b": {"seconds": [3, 5, 7]}}
+
+
+@pytest.mark.parametrize(("what", "batch"), [("training", 3), ("prefill", 1)])
+def test_a_timed_model_reads_the_tokens_of_its_point(what, batch, monkeypatch):
+    seen = []
+
+    def listened(name, plan):
+        listener = build(name, plan.shape)
+        listener.register_forward_pre_hook(
+            lambda _, args, given: seen.append(given["input_ids"].shape), with_kwargs=True
+        )
+        return listener
+
+    monkeypatch.setattr(measure, "built", listened)
+    monkeypatch.setattr(measure, "timed", lambda call, plan: seen.append("timed") or call() or 2.0)
+    found = measure.measure(Point(what, 100, batch), BenchPlan(("gla",), SHAPE, rounds=1))
+    assert seen == 2 * [(1, 64), "timed", (batch, 100)] and found == {"gla": {"seconds": [2.0]}}
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(1, 3.0), (2, 5.0)])
+def test_one_thread_is_timed_by_its_own_clock(threads, expected, monkeypatch):
+    cpu, wall = iter((10.0, 13.0)), iter((20.0, 25.0))
+    monkeypatch.setattr(time, "process_time", lambda: next(cpu))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(wall))
+    assert measure.timed(lambda: None, BenchPlan(("gla",), SHAPE, threads=threads)) == expected
+
+
+def test_memory_is_in_bytes(monkeypatch, tmp_path):
+    (tmp_path / "status").write_text("VmHWM:\t 300 kB\nVmRSS:\t 200 kB\n")
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:  7 kB\n")
+    monkeypatch.setattr(measure, "Path", lambda path: tmp_path / path.rpartition("/")[2])
+    assert (measure.resident("VmHWM"), measure.resident("VmRSS"), measure.free(PLAN)) == (307200, 204800, 7168)
+
+
+def test_peers_are_as_wide_and_deep_as_ours():
+    """Heads of 64 channels, as their published models have; an MLP of 8/3 of the width, 171 → 176."""
+    llama, mamba, qwen = (build(f"transformers-{name}", SHAPE).config for name in ("llama", "mamba2", "qwen3-next"))
+    assert {config.vocab_size for config in (llama, mamba, qwen)} == {50}
+    assert (llama.hidden_size, llama.num_hidden_layers, llama.num_attention_heads, llama.intermediate_size) == (
+        64, 3, 1, 176,
+    )  # fmt: skip
+    assert (mamba.hidden_size, mamba.num_hidden_layers, mamba.num_heads, mamba.head_dim, mamba.n_groups) == (
+        64,
+        3,
+        2,
+        64,
+        1,
+    )
+    assert (qwen.linear_key_head_dim, qwen.linear_value_head_dim, qwen.linear_num_key_heads) == (24, 48, 2)
+    assert qwen.intermediate_size == 176 and qwen.layer_types == ["linear_attention"] * 3
+    assert vars(Shape()) == {"layers": 24, "hidden_size": 1024, "heads": 4, "vocab_size": 32000}
+
+
+# --- eval ------------------------------------------------------------------------------------------------------------
+def test_a_picture_shows_the_interval_of_a_difference():
+    a, b = torch.randn(2, 50, dtype=torch.float64)
+    pair = scores.Pair(*(scores.Score("acc", [(x, 1.0) for x in side.tolist()]) for side in (a, b)))
+    axes = report.Figure().add_subplot()
+    draw(axes, {"b": [findings.PairedComparison("piqa", "acc", pair)]}, ["piqa acc"])
+    (bar,) = axes.containers
+    difference = 100 * (b - a).numpy()
+    expected = stats.t.interval(0.95, 49, difference.mean(), stats.sem(difference))
+    assert bar.lines[2][0].get_segments()[0][:, 0] == pytest.approx(expected)
+
+
+def test_perplexities_and_bits_of_a_text():
+    """Two rows of 3 and 5 bytes, −2 and −6 nats: 1 nat a byte."""
+    rows = [(-2.0, 3.0), (-6.0, 5.0)]
+    bits, perplexity = scores.Score("bits_per_byte", rows), scores.Score("byte_perplexity", rows)
+    assert bits.value == pytest.approx(1 / math.log(2)) and perplexity.value == pytest.approx(math.e)
+    error = math.sqrt(((-6 / 5 + 1) ** 2 + (-2 / 3 + 1) ** 2) / 2)  # by the jackknife: the means without either row
+    assert bits.stderr == pytest.approx(error / math.log(2)) and perplexity.stderr == pytest.approx(math.e * error)
+    assert scores.Score("acc", [(1.0, 1.0)]).mean.error == math.inf
+    assert findings.show(perplexity) == "2.718 ± 0.75"
+
+
+@pytest.mark.parametrize(("metric", "unit", "mean"), [("word_perplexity", "nats", 0.25), ("acc", "points", 25.0)])
+def test_a_difference_is_in_nats_or_in_points(metric, unit, mean):
+    first, second = (scores.Score(metric, [(value, 2.0), (value, 2.0)]) for value in (-1.0, -0.5))
+    found = scores.Pair(first, second)
+    assert (found.unit, found.difference.value) == (unit, pytest.approx(mean))
+
+
+def test_a_perplexity_is_not_at_the_level_of_guessing():
+    samples = [{"doc_hash": "1", "choices": 1, "scores": {"perplexity": -9.0, "acc": 1.0}}] * 3
+    assert findings.at_chance("x", {"samples": samples, "unigram": {}}) == ""
+    samples = [{"doc_hash": "1", "choices": 1, "scores": {"perplexity": -9.0, "acc": 0.0}}] * 3
+    assert findings.at_chance("x", {"samples": samples, "unigram": {}}) == "x (0 of 3 rows)"
+
+
+def test_the_metrics_of_other_lengths_of_a_needle_task_are_left_out():
+    samples = [{"scores": {"1024": -1.0, "2048": found}} for found in (1.0, 0.0)]
+    assert {name: score.value for name, score in scores.scores({"samples": samples}).items()} == {"2048": 0.5}
+
+
+@pytest.mark.parametrize(("limit", "said"), [(5, "the first 5 rows of each task"), (None, "lm-evaluation-harness")])
+def test_the_page_says_how_many_rows_were_evaluated(limit, said, tmp_path):
+    models = {name: {"piqa": stored.record([1.0, 0.0])} for name in "ab"}
+    evaluation = Evaluation(EvaluationPlan("piqa", limit=limit), models, {})
+    page = write_report(evaluation, {"a": "a", "b": "b"}, tmp_path).read_text("utf-8")
+    assert said in page and ("the first" in page) == (limit is not None)
+
+
+def test_the_unigram_is_that_of_the_evaluated_rows():
+    """Tokens a a b | a c and | c a, those after the bar scored: of 7 tokens 4 are a and 2 are c; weights of 4 and 2."""
+    samples = [
+        {"arguments": [text], "metrics": ["word_perplexity", "acc"], "word_perplexity": (-1.0, weight)}
+        for text, weight in ((("aab", "ac"), 4), (("ca",), 2))
+    ]
+    found = unigram.unigram(samples, SimpleNamespace(tok_encode=lambda text: list(map(ord, text))))
+    assert found == {"word_perplexity": pytest.approx(math.exp(-2 * (math.log(4 / 7) + math.log(2 / 7)) / 6))}
+    assert (unigram.weight(-3.0), unigram.unigram([{"metrics": ["acc"]}], None)) == (1.0, {})
+
+
+# --- inspect, convert ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("rank", [1, 3])
+@torch.no_grad()
+def test_inspected_gates_are_per_head_with_several_memories(rank):
+    competing = model(f"softmax-gated-deltanet(competition.memories_per_head={rank})")
+    _, (layer, *_) = record(competing, tokens(1, 20))
+    for gate in layer.gates.values():  # 1 where heads are alike
+        assert gate.shape == (20, 4) and gate.std() > 0.01
+        torch.testing.assert_close(gate.sum(-1), torch.full((20,), 4.0, dtype=gate.dtype))
+    given, _ = layer.call
+    torch.testing.assert_close(layer.beta, given["beta"][0, :, ::rank])
+    torch.testing.assert_close(layer.horizon, -1 / given["log_decay"][0, :, ::rank])
+
+
+@pytest.mark.parametrize(
+    ("hidden", "ratio", "width"), [(2048, 4, 5632), (1024, 4, 2816), (2560, None, 6912), (512, 3, 1024)]
+)
+def test_the_default_mlp_width_of_fla(hidden, ratio, width):
+    """2/3 · ratio · hidden, rounded up to 256: the widths of its published 340M, 1.3B and 2.7B models."""
+    c = {"intermediate_size": None, "hidden_size": hidden, "hidden_ratio": ratio}
+    assert mlp_width(c) == width
+    assert mlp_width(c | {"intermediate_size": 7}) == 7

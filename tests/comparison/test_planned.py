@@ -1,0 +1,180 @@
+"""Studies that are written down first: the plan's file, the search for a learning rate, and the rows."""
+
+import json
+import shlex
+from dataclasses import replace
+
+import pytest
+
+from headrace.cli.app import GROUPS
+from headrace.comparison import rows as table
+from headrace.comparison.arm import Curve, begin, train
+from headrace.comparison.choose import choose, planned
+from headrace.comparison.model import build
+from headrace.comparison.page import write_report
+from headrace.comparison.plan import ArmRecipe, Plan, Shape, Study, Tuning
+from headrace.comparison.question import Question
+from headrace.comparison.run import complete
+from headrace.comparison.tuning import at_edge, best
+from headrace.files.provenance import claim
+from headrace.tasks import Pair, Text
+from headrace.utils.errors import InputError
+from stored import question
+
+SMALL = Plan(
+    "small",
+    ("retnet", "softmax-retnet"),
+    Pair(keys=6, pairs=4, queries=4),
+    Shape(hidden_size=16, heads=4, mlp=0),
+    ArmRecipe(steps=3, batch_size=4, evaluations=3, held_out=8),
+    seeds=(3, 5),
+    tuning=Tuning("lr", (1e-3, 1e-1), (7,)),
+)
+PLAN = """
+question: Does it help?
+task: pair(least=1)
+sweep: pairs=2,4
+tune: lr=1e-3,1e-2
+tune_seeds: 8-9
+seeds: 1-2
+steps: 7
+mixers:
+  none: "{backbone}(heads.expand_v=1)"
+  softmax: "softmax-{backbone}(heads.expand_v=1)"
+over: [{backbone: retnet}, {backbone: gla}]
+compare: [softmax - none]
+measure: capacity
+"""
+
+
+# --- the plan's file -------------------------------------------------------------------------------------------------
+def test_a_plan_is_the_options_of_compare_and_a_question(tmp_path):
+    (path := tmp_path / "mine.yaml").write_text(PLAN, encoding="utf-8")
+    study = planned(path)
+    a, b, c, d = study.plans[0].mixers
+    assert (study.name, a, d) == ("mine", "retnet(heads.expand_v=1)", "softmax-gla(heads.expand_v=1)")
+    assert study.question.pairs == ((b, a), (d, c)) and study.question.name(d) == "gla softmax"
+    assert [(p.task.pairs, p.recipe.steps, p.seed_numbers) for p in study.plans] == [(2, 7, (1, 2)), (4, 7, (1, 2))]
+    assert study.plans[0].tuning == Tuning("lr", (1e-3, 1e-2), (8, 9))
+    assert Question.stored({"study": json.loads(json.dumps(study.to_json()))}) == study.question
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("steps: 7", "setps: 7", "sets 'setps', which is no option; the nearest is 'steps'"),
+        (
+            "softmax - none",
+            "softmax - nothing",
+            "'softmax - nothing' under `compare`; expected NAME - NAME",
+        ),
+        ("softmax - none", "softmax", "expected NAME - NAME"),
+        ("question: Does it help?", "", "lacks 'question'; expected question, mixers and compare"),
+        ("compare: [softmax - none]", "compare: []", "nothing under `compare`"),
+        ("measure: capacity", "measure: size", "measure='size' is not allowed; expected one of score, losses, speed"),
+        ("tune_seeds: 8-9", "tune_seeds: 2-3", "seed 2 is among those of the search and those reported"),
+        ("tune: lr=1e-3,1e-2", "tune: heads=3", "expected FIELD=VALUE,VALUE,… with a field such as lr"),
+        ("tune: lr=1e-3,1e-2", "", "--tune-seeds 8-9 needs a search"),
+        ("task: pair(least=1)", "task: pair", "measure: capacity, but the task pair is tested at one length"),
+    ],
+)
+def test_a_wrong_plan_is_refused(old, new, says, tmp_path):
+    (path := tmp_path / "mine.yaml").write_text(PLAN.replace(old, new), encoding="utf-8")
+    with pytest.raises(InputError) as error:
+        for plan in planned(path).plans:
+            plan.check()
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "example", [e for e in GROUPS["Compare"]["compare"].examples if "--task" in e and "--plugin" not in e]
+)
+def test_the_examples_of_compare_fit_their_tasks(example):
+    words = shlex.split(example)
+    options = {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
+    task, sweep = options.pop("task"), options.pop("sweep", None)
+    for plan in choose(task, [], None, options, sweep).plans:
+        plan.check()
+
+
+# --- the search ------------------------------------------------------------------------------------------------------
+def test_a_search_has_seeds_of_its_own_and_every_mixer_takes_its_best_rate():
+    (plan,) = choose("pair", [], None, {"seeds": "3-4"}, None, "lr=1e-3, 1e-2").plans
+    assert plan.tuning == Tuning("lr", (1e-3, 1e-2), (5, 6, 7))
+    assert [(t.name, t.recipe.lr, t.seed_numbers) for t in plan.trials()] == [
+        ("pair-lr-0.001", 1e-3, (5, 6, 7)), ("pair-lr-0.01", 1e-2, (5, 6, 7)),
+    ]  # fmt: skip
+    losses = {
+        "a": [(3.0, 2.0, 4.0), (1.0, 20.0, 2.5)],
+        "b": [(1.0, 1.0, 1.0), (2.0, None, 2.0)],
+        "c": [(None,), (None,)],
+    }
+    trials = [
+        {"comparison": trial.name, "mixer": mixer, "scores": {} if loss is None else {"loss": loss}}
+        for mixer, by_value in losses.items()
+        for trial, own in zip(plan.trials(), by_value, strict=True)
+        for loss in own
+    ]
+    assert best(plan, trials) == {"a": 1e-2, "b": 1e-3, "c": 1e-3}, "medians 3 and 2.5, 1 and 2, and none"
+    assert at_edge((1, 2, 3), 3) and at_edge((1, 2, 3), 1) and not at_edge((1, 2, 3), 2)
+
+
+@pytest.mark.parametrize("task", ["pair(least=8)", "digits"])
+def test_a_search_is_evaluated_on_rows_that_are_not_reported(task):
+    if task == "digits":
+        pytest.importorskip("sklearn", reason="the extra [eval] is not installed")
+    (plan,) = choose(task, [], None, {"held_out": 1024}, None, "lr=1e-3, 1e-2").plans
+    rows = [Curve(of.arms()[0], None, lambda *news: None).held_out["input_ids"] for of in (*plan.trials(), plan)]
+    first, second, reported = ({tuple(row) for row in ids.flatten(1).tolist()} for ids in rows)
+    assert first == second and not first & reported and min(len(first), len(reported)) > 100
+
+
+def test_reported_runs_train_with_the_best_rate_and_a_finished_study_is_kept(tmp_path):
+    study = Study("s", "S", (SMALL,), question=question(pairs=(("softmax-retnet", "retnet"),)))
+    claim(tmp_path, study.to_json())
+    heard = []
+    results = complete(study, tmp_path, lambda *news: heard.append(news), ["cpu"])
+    assert {(arm["mixer"], arm["seed"]) for arm in results["arms"]} == {(m, s) for m in SMALL.mixers for s in (3, 5)}
+    assert [(arm["seed"], arm["lr"]) for arm in results["trials"]] == [(7, 1e-3)] * 2 + [(7, 1e-1)] * 2
+    taken = results["tuned"]["small"]
+    by_value = {(t["mixer"], t["lr"]): t["scores"]["loss"] for t in results["trials"]}
+    for mixer in SMALL.mixers:
+        assert taken[mixer] == min((1e-3, 1e-1), key=lambda lr, mixer=mixer: by_value[mixer, lr])
+    assert {(arm["mixer"], arm["lr"]) for arm in results["arms"]} == set(taken.items())
+    page = write_report(results, tmp_path).read_text("utf-8")
+    assert (
+        "small: search" in page
+        and "neither these seeds nor these rows are reported" in page
+        and "The statistic of the plan" in page
+    )
+    found = table.read(tmp_path / "runs.csv")
+    assert found == [{name: r[name] for name in table.COLUMNS} for r in table.rows(results)]
+    assert [r["trial"] for r in found] == [True] * 4 + [False] * 4
+    assert [r["score"] for r in found[4:]] == [arm["scores"]["accuracy"] for arm in results["arms"]]
+    heard.clear()
+    assert complete(study, tmp_path, lambda *news: heard.append(news), ["cpu"])["arms"] == results["arms"]
+    assert all(step == SMALL.recipe.steps for _, step, _ in heard), "nothing was trained again"
+
+
+def test_an_arm_begins_with_the_weights_of_one_without_gates():
+    heard, apart = [], replace(SMALL, seeds=(3,), tuning=None)
+    plain, gated = apart.arms()
+    weights = train(plain, lambda step, scores: heard.append(scores))[0].state_dict()
+    train(gated, lambda step, scores: heard.append(scores), weights=weights)
+    before, after = heard[: len(heard) // 2], heard[len(heard) // 2 :]
+    assert after[0] == before[-1] != before[0], "its gates begin at 1"
+    assert after[-1]["loss"] < after[0]["loss"]
+    with pytest.raises(AssertionError, match="o_proj"):
+        begin(build(gated), {name: value for name, value in weights.items() if "o_proj" not in name})
+
+
+# --- the rows ---------------------------------------------------------------------------------------------------------
+def test_a_row_has_the_first_step_with_a_score_of_nine_tenths():
+    arm = {"mixer": "a", "diverged": False, "scores": {"accuracy": 0.95, "loss": 0.2}, "curve": [
+        {"step": s, "scores": {"accuracy": x, "loss": 1 - x}} for s, x in ((0, 0.1), (10, 0.9), (20, 0.8), (30, 0.95))
+    ]}  # fmt: skip
+    found = table.row(arm, Pair.metric, False)
+    assert (found["reached"], found["score"], found["loss"]) == (10, 0.95, 0.2)
+    assert table.row(arm, Text.metric, False)["reached"] is None
+    never = table.row(arm | {"curve": arm["curve"][:1]}, Pair.metric, False)
+    assert never["reached"] is None

@@ -1,0 +1,449 @@
+"""The harness on our checkpoints and others': as computed by hand, on local files, resumed, and with failures named."""
+
+import json
+import math
+import os
+import re
+import shutil
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+pytest.importorskip("lm_eval")
+
+from damage import change_digit, flip
+from headrace.cli import app as cli
+from headrace.data.tokenizer import byte_level
+from headrace.evaluation import findings, local, report
+from headrace.evaluation.checkpoint import named, read_checkpoint
+from headrace.evaluation.run import EvaluationPlan, Machine, evaluate
+from headrace.evaluation.scores import scores
+from headrace.evaluation.suites import items
+from headrace.files.results import read_result
+from headrace.hf import HeadraceForCausalLM
+from headrace.hf.config import HeadraceConfig
+from headrace.utils.errors import InputError
+from tiny import trained
+
+LENGTH = 48
+MACHINE = Machine("cpu", 3)
+ROWS = {
+    "lambada_openai": [{"text": text} for text in ("she saw the sea", "a stone is a stone", "who are you now")],
+    "piqa": [
+        {"goal": f"open jar {n}", "sol1": "twist the lid", "sol2": "eat it " * (1 + n % 3), "label": n % 2}
+        for n in range(6)
+    ],
+    "winogrande": [
+        {"sentence": f"Ann met Bo so _ was glad {n}.", "option1": "Ann", "option2": "Bo", "answer": str(1 + n % 2)}
+        for n in range(4)
+    ],
+    "hellaswag": [{"query": "Swim: A man dives. he", "endings": ["sinks.", "flies.", "Pays.", "is in."], "label": 0}]
+    * 3,
+    "arc_easy": [
+        {
+            "question": {
+                "stem": "What is wet?",
+                "choices": [{"text": t, "label": x} for t, x in zip("pqr", "ABC", strict=True)],
+            },
+            "answerKey": "B",
+        }
+    ]
+    * 3,
+}
+PAGE = (
+    " = {0} = \n \n {0} is a thing , and it is {0} again . \n \n = = Part = = \n \n It is . It is . It is . It is . \n"
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    for name, rows in ROWS.items():
+        (folder / f"{name}_some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "wiki.test.raw").write_text(" \n" + "".join(PAGE.format(title) for title in ("Sea", "Stone", "Jar")))
+    return folder
+
+
+def build(kind):
+    tokenizer = byte_level()
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": LENGTH}
+    if kind == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, intermediate_size=48))
+    else:
+        small = {"initializer_range": 0.02}  # so that the two are hardly better than each other
+        model = HeadraceForCausalLM(HeadraceConfig(mixer=kind, **sizes, **small, num_heads=4, intermediate_size=48))
+    return trained(model).float(), tokenizer
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    torch.manual_seed(0)
+    for kind in ("softmax-gla", "llama"):
+        for part in build(kind):
+            part.save_pretrained(folder / kind)
+    return {kind: str(folder / kind) for kind in ("softmax-gla", "llama")}
+
+
+@torch.no_grad()
+def likelihood(model, before, scored):
+    """Of `scored` after `before`, both token ids: the plain computation, one row at a time."""
+    ids = torch.tensor([before + scored])
+    log_p = model(ids[:, :-1]).logits.double().log_softmax(-1)
+    return log_p[0, len(before) - 1 :].gather(-1, torch.tensor(scored)[:, None]).sum().item()
+
+
+def rolling(model, tokens, start):
+    """Every token once, in windows; the last one reaches back as far as the context goes."""
+    total = likelihood(model, [start], tokens[:LENGTH])
+    for at in range(LENGTH, len(tokens), LENGTH):
+        end = min(at + LENGTH, len(tokens))
+        total += likelihood(model, tokens[end - LENGTH - 1 : at], tokens[at:end])
+    return total
+
+
+def test_nonfinite_scores_are_null_and_marked(checkpoints, data, tmp_path):
+    """A model whose output is NaN, of which the harness would take the first answer."""
+    broken = shutil.copytree(checkpoints["softmax-gla"], tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    name = next(name for name in weights if name.endswith("o_proj.weight"))
+    save_file({**weights, name: weights[name] * torch.nan}, broken / "model.safetensors", {"format": "pt"})
+    (broken / "checksums.json").unlink()
+    plan, paths = EvaluationPlan("wikitext,piqa", data=str(data)), [checkpoints["softmax-gla"], str(broken)]
+    for _ in range(2):  # from the model, and from the records
+        found = evaluate(paths, plan, MACHINE, tmp_path / "out")
+        report.write_report(found, named(paths), tmp_path / "out")
+    stored = json.loads((tmp_path / "out" / "broken" / "results.json").read_text("utf-8"), parse_constant=pytest.fail)
+    for item, metric in (("wikitext", "word_perplexity"), ("piqa", "acc")):
+        assert stored["results"][item][f"{metric},none"] is None
+        assert stored["not_finite"][f"/results/{item}/{metric},none"] == "nan"
+        assert math.isnan(scores(found.items["broken"][item])[metric].value)
+    assert [row[-1] for row in findings.table(found)] == ["not finite"] * len(findings.table(found))
+    said = " ".join(findings.findings(found))
+    assert (
+        "The score of broken is not finite on wikitext (word_perplexity, byte_perplexity, bits_per_byte), piqa ("
+        in said
+    )
+    assert "broken compared with softmax-gla: not comparable, as a score is not finite, in every metric." in said
+
+
+@pytest.mark.parametrize("kind", ["softmax-gla", "llama"])
+def test_scores_are_those_of_a_plain_computation(kind, checkpoints, data, tmp_path):
+    path = checkpoints[kind]
+    plan = EvaluationPlan("wikitext,lambada_openai,piqa", data=str(data))
+    found = evaluate([path], plan, MACHINE, tmp_path).items[kind]
+    checkpoint = read_checkpoint(path, "cpu")
+    model, encode = checkpoint.model, lambda text: checkpoint.tokenizer(text, add_special_tokens=False).input_ids
+    start = checkpoint.tokenizer.eos_token_id
+
+    from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
+
+    pages = local.pages((data / "wiki.test.raw").read_text("utf-8"))
+    expected = [rolling(model, encode(wikitext_detokenizer({"page": page})), start) for page in pages]
+    kept = [row["scores"]["word_perplexity"] for row in found["wikitext"]["samples"]]
+    assert [row[0] for row in kept] == pytest.approx(expected, rel=1e-5)
+    perplexity = math.exp(-sum(expected) / sum(len(page.split()) + page.startswith(" ") + 1 for page in pages))
+    assert scores(found["wikitext"])["word_perplexity"].value == pytest.approx(perplexity, rel=1e-5)
+
+    texts = [row["text"].rsplit(" ", 1) for row in ROWS["lambada_openai"]]
+    expected = [likelihood(model, encode(before), encode(" " + last)) for before, last in texts]
+    assert [r["scores"]["perplexity"] for r in found["lambada_openai"]["samples"]] == pytest.approx(expected, rel=1e-5)
+
+    right = {"acc": [], "acc_norm": []}
+    for row in ROWS["piqa"]:
+        before = encode(f"Question: {row['goal']}\nAnswer:")
+        log_p = [likelihood(model, before, encode(" " + row[name])) for name in ("sol1", "sol2")]
+        shares = [p / max(len(row[name]), 1) for p, name in zip(log_p, ("sol1", "sol2"), strict=True)]
+        right["acc"].append(log_p.index(max(log_p)) == row["label"])
+        right["acc_norm"].append(shares.index(max(shares)) == row["label"])
+    for metric, expected in right.items():
+        assert [row["scores"][metric] for row in found["piqa"]["samples"]] == expected
+
+
+def test_the_standard_error_of_the_harness_is_ours(checkpoints, data, tmp_path):
+    plan, told = EvaluationPlan("piqa", data=str(data)), []
+    found = evaluate([checkpoints["llama"]], plan, MACHINE, tmp_path, tell=told.append).items["llama"]["piqa"]
+    assert told == ["1 of 1: llama, piqa"]
+    theirs, ours = found["results"]["results"]["piqa"], scores(found)
+    for metric in ("acc", "acc_norm"):
+        assert ours[metric].value == pytest.approx(theirs[f"{metric},none"])
+        assert ours[metric].stderr == pytest.approx(theirs[f"{metric}_stderr,none"])
+
+
+def test_rolling_perplexity_does_not_depend_on_the_batch_size(checkpoints, data, tmp_path):
+    plan, path = EvaluationPlan("wikitext", data=str(data)), checkpoints["softmax-gla"]
+    values = [
+        scores(evaluate([path], plan, Machine("cpu", size), tmp_path / str(size)).items["softmax-gla"]["wikitext"])
+        for size in (1, 4)
+    ]
+    assert values[0]["bits_per_byte"].value == pytest.approx(values[1]["bits_per_byte"].value, rel=1e-6)
+
+
+def test_local_rows_have_the_stock_columns():
+    row = local.hellaswag(ROWS["hellaswag"][0])
+    assert (row["activity_label"], row["ctx_a"], row["ctx_b"]) == ("Swim", "A man dives.", "he")
+    assert local.hellaswag({"query": "How to swim: [header] Dive.", "endings": [], "label": 0})["ctx_b"] == ""
+    assert local.hellaswag({"query": "Draw: She sits. iPads help", "endings": [], "label": 0})["ctx_b"] == "iPads help"
+    assert local.arc(ROWS["arc_easy"][0])["choices"] == {"text": ["p", "q", "r"], "label": ["A", "B", "C"]}
+
+
+def test_code_in_a_folder_of_a_model_is_not_run(tmp_path):
+    config = {"model_type": "unheard-of", "auto_map": {"AutoConfig": "code.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code = f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n"
+    (tmp_path / "code.py").write_text(code + "from transformers import PretrainedConfig as Config\n")
+    with pytest.raises(InputError, match="cannot be read"):
+        read_checkpoint(str(tmp_path), "cpu")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_missing_data_is_named_and_the_rest_runs(checkpoints, data, tmp_path):
+    plan = EvaluationPlan("language", data=str(data), limit=2)
+    found = evaluate([checkpoints["llama"]], plan, MACHINE, tmp_path)
+    assert list(found.missing) == ["arc_challenge"]
+    assert list(found.items["llama"]) == ["wikitext", "lambada_openai", "piqa", "hellaswag", "winogrande", "arc_easy"]
+    assert findings.findings(found)[0].startswith("arc_challenge was not run: ")
+    whole = read_result(tmp_path / "llama" / "results.json")
+    assert set(whole["results"]) == set(found.items["llama"])
+    assert whole["results"]["winogrande"]["acc,none"] == scores(found.items["llama"]["winogrande"])["acc"].value
+    with pytest.raises(InputError, match="no task of --suite='recall' can be run"):
+        evaluate([checkpoints["llama"]], EvaluationPlan("recall", data=str(data)), MACHINE, tmp_path / "recall")
+    change_digit(tmp_path / "llama" / "items" / "piqa.json")
+    with pytest.raises(InputError, match=r"piqa.json' is damaged: it has another SHA-256"):
+        evaluate([checkpoints["llama"]], plan, MACHINE, tmp_path)
+
+
+def test_recall_on_local_rows(checkpoints, tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    row = {
+        "doc_id": "1",
+        "key": "born",
+        "text": "Ann was born in Rome.\nborn:",
+        "value": "Rome",
+        "title": "",
+        "context": "",
+    }
+    for name in ("swde", "fda", "squad_completion"):
+        (data / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    found = evaluate([checkpoints["softmax-gla"]], EvaluationPlan("recall", data=str(data)), MACHINE, tmp_path / "out")
+    assert {name: record["max_length"] for name, record in found.items["softmax-gla"].items()} == dict.fromkeys(
+        ("swde", "squad_completion", "fda"), 4096
+    )
+    assert any("fda (0 of 1 rows)" in sentence for sentence in findings.findings(found))
+
+
+def test_finished_evaluations_are_not_repeated(checkpoints, data, tmp_path, monkeypatch):
+    plan, path = EvaluationPlan("winogrande,lambada_openai", data=str(data), limit=2), checkpoints["llama"]
+    first = evaluate([path], plan, MACHINE, tmp_path)
+    (tmp_path / "llama" / "items" / "winogrande.json").unlink()
+    kept = tmp_path / "llama" / "items" / "lambada_openai.json"
+    written = kept.stat().st_mtime_ns
+    again = evaluate([path], plan, MACHINE, tmp_path)
+    assert kept.stat().st_mtime_ns == written
+    assert again.items["llama"]["winogrande"]["samples"] == first.items["llama"]["winogrande"]["samples"]
+    monkeypatch.setattr("headrace.evaluation.run.read_checkpoint", lambda *_: pytest.fail("loaded for nothing"))
+    evaluate([path], plan, MACHINE, tmp_path)
+    with pytest.raises(InputError, match="holds another run"):
+        evaluate([path], EvaluationPlan("piqa", data=str(data)), MACHINE, tmp_path)
+
+
+def test_a_checkpoint_that_changed_is_evaluated_again(checkpoints, data, tmp_path):
+    """Of the same size and time."""
+    path = Path(shutil.copytree(checkpoints["llama"], tmp_path / "llama-copy"))
+    plan, weights = EvaluationPlan("winogrande", data=str(data), limit=2), path / "model.safetensors"
+    run = lambda: evaluate([str(path)], plan, MACHINE, tmp_path / "out").items["llama-copy"]["winogrande"]  # noqa: E731
+    before, at = run()["fingerprint"], weights.stat()
+    flip(weights)
+    os.utime(weights, ns=(at.st_atime_ns, at.st_mtime_ns))
+    assert run()["fingerprint"] != before
+
+
+def test_rows_that_changed_are_evaluated_again(checkpoints, data, tmp_path):
+    plan = EvaluationPlan("winogrande", data=str(shutil.copytree(data, tmp_path / "rows")), limit=2)
+    run = lambda: evaluate([checkpoints["llama"]], plan, MACHINE, tmp_path / "out").items["llama"]["winogrande"]  # noqa: E731
+    first = run()
+    (file,) = (tmp_path / "rows").rglob("winogrande*")
+    file.write_text(file.read_text().replace("Ann", "Eve"))
+    hashes = [[sample["doc_hash"] for sample in record["samples"]] for record in (first, run())]
+    assert hashes[0] != hashes[1]
+
+
+def test_the_command_writes_a_report(checkpoints, data, tmp_path):
+    arguments = [
+        *checkpoints.values(),
+        "--suite",
+        "piqa,lambada_openai",
+        "--data",
+        str(data),
+        "--output",
+        str(tmp_path),
+    ]
+    ran = CliRunner().invoke(cli.app, ["eval", *arguments])
+    assert ran.exit_code == 0, ran.output
+    page = (tmp_path / "report.html").read_text("utf-8")
+    for text in (
+        "llama",
+        "acc_norm",
+        "too few rows to tell them apart",
+        "chance level",
+        "lm-evaluation-harness 0.",
+        "llama compared with softmax-gla",
+        "standard error",
+        "<svg",
+    ):
+        assert text in page
+    assert "too few rows to tell them apart" in ran.output
+
+
+def test_needles_are_rows_by_length():
+    assert [item.name for item in items("niah_single_1", [1024, 2048])] == ["niah_single_1@1024", "niah_single_1@2048"]
+    assert len(items("needle,piqa", [1024])) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            ["nowhere/at/all", "--suite", "piqa"],
+            "is not a local folder and cannot be loaded from the Hub: expected a folder",
+        ),
+        (["--suite", "piqa", "--max-length", "0"], "--max-length=0"),
+        (["--suite", "piqa", "--lengths", "0"], "--lengths=0; expected positive integers"),
+        (["--suite", "piqa", "--limit", "0"], "--limit=0"),
+        (["--suite", "piqa", "--data", "nowhere"], "expected a folder"),
+        (["--suite", "needle", "--lengths", "a"], "--lengths=a; expected positive integers"),
+        (["--suite", "piqa", "--device", "nothing"], "--device='nothing' cannot be used"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, sentence, checkpoints, data, tmp_path):
+    if not arguments[0].startswith("nowhere"):
+        arguments = [checkpoints["llama"], *arguments]
+    if "--data" not in arguments:
+        arguments += ["--data", str(data)]
+    ran = CliRunner().invoke(cli.app, ["eval", *arguments, "--output", str(tmp_path)])
+    assert isinstance(ran.exception, InputError)
+    assert sentence in str(ran.exception)
+
+
+def spoil(folder: Path, how: str) -> None:
+    weights = folder / "model.safetensors"
+    if how == "corrupt":
+        weights.write_bytes(weights.read_bytes()[:1000])
+    elif how == "no weights":
+        weights.unlink()
+    elif how == "no head":
+        tensors = load_file(weights)
+        save_file({name: x for name, x in tensors.items() if "lm_head" not in name}, weights, {"format": "pt"})
+    else:
+        for file in folder.glob("tokenizer*"):
+            file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "sentence"),
+    [
+        ("softmax-gla", "corrupt", "cannot be read"),
+        ("softmax-gla", "no weights", "cannot be read"),
+        ("softmax-gla", "no tokenizer", "has no readable tokenizer"),
+        ("llama", "no head", "is not a causal language model: the weights of lm_head.weight are missing"),
+    ],
+)
+def test_a_spoilt_checkpoint_is_refused(kind, how, sentence, checkpoints, tmp_path):
+    folder = tmp_path / "spoilt"
+    shutil.copytree(checkpoints[kind], folder)
+    (folder / "checksums.json").unlink(missing_ok=True)  # as of a folder that another library wrote
+    spoil(folder, how)
+    with pytest.raises(InputError, match=sentence):
+        read_checkpoint(str(folder), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ("[1]", "line 1 is not a JSON object"),
+        ("{", "line 1 is not JSON"),
+        ('{"goal": "a"}', "has goal; expected goal, sol1, sol2, label, as piqa has"),
+    ],
+)
+def test_malformed_local_rows_are_refused(row, sentence, tmp_path):
+    (tmp_path / "piqa.jsonl").write_text(row + "\n")
+    with pytest.raises(InputError, match=re.escape(sentence)):
+        local.read("piqa", tmp_path)
+    (tmp_path / "hellaswag.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(InputError, match="expected activity_label, ctx_a"):
+        local.read("hellaswag", tmp_path)
+
+
+def test_names_of_checkpoints_are_short_and_differ():
+    assert named(["runs/a/model", "b"]) == {"a": "runs/a/model", "b": "b"}
+    assert named(["x/a", "y/a"]) == {"x/a": "x/a", "y/a": "y/a"}
+    with pytest.raises(InputError, match="given twice"):
+        named(["a", "a/"])
+
+
+def test_models_whose_names_are_spelt_alike_have_results_of_their_own(data, tmp_path, monkeypatch):
+    folders = []
+    first_of = lambda folder, claim, points, *_: folders.append(points[0].path.parts[0]) or [{"results": {}}]  # noqa: E731
+    monkeypatch.setattr("headrace.evaluation.run.engine.run", first_of)
+    monkeypatch.setattr("headrace.evaluation.run.fingerprint", str)
+    evaluate(["x/a", "y/a", "x_a"], EvaluationPlan("piqa", data=str(data)), MACHINE, tmp_path)
+    assert len(set(folders)) == 3 and "y_a" in folders and "x_a" not in folders
+
+
+def test_rows_that_cannot_be_downloaded_are_one_sentence(checkpoints, tmp_path, monkeypatch):
+    def unreachable(*_, **__):
+        raise ConnectionError("Couldn't reach 'Rowan/hellaswag' on the Hub")
+
+    monkeypatch.setattr("lm_eval.simple_evaluate", unreachable)
+    with pytest.raises(InputError, match="rows of hellaswag cannot be downloaded: Couldn't reach 'Rowan/hellaswag'"):
+        evaluate([str(checkpoints["llama"])], EvaluationPlan("hellaswag", limit=1), MACHINE, tmp_path)
+
+
+@pytest.mark.parametrize("max_length", [2, 3])
+def test_answers_longer_than_the_context_are_one_sentence(max_length, checkpoints, data, tmp_path):
+    plan = EvaluationPlan("piqa", data=str(data), max_length=max_length)
+    with pytest.raises(InputError, match=f"the answers of piqa do not fit in a context of {max_length} tokens"):
+        evaluate([checkpoints["softmax-gla"]], plan, MACHINE, tmp_path)
+    evaluate([checkpoints["softmax-gla"]], replace(plan, limit=1, max_length=None), MACHINE, tmp_path)  # is free again
+
+
+def test_the_docs_have_the_columns_of_local_rows():
+    page = (Path(__file__).parents[2] / "docs" / "guide.md").read_text("utf-8")
+    for task, columns in local.STOCK.items():
+        (row,) = re.findall(rf"^\| .*`{task}(?:_NAME)?`.*$", page.partition("\n## Understand")[0], re.MULTILINE)
+        assert ", ".join(columns) in row, task
+
+
+def test_an_article_begins_with_its_title_and_not_with_a_section():
+    text = " = One = \n\n Some text .\n\n = = Section = = \n\n More .\n = Two words = \n\n A line with = in it \n"
+    assert local.pages(text) == [text[: text.index(" = Two")], text[text.index(" = Two") :]]
+
+
+@pytest.mark.slow(seconds=25)
+def test_needles_in_local_essays_need_no_download(checkpoints, tmp_path, monkeypatch, capsys):
+    """S-NIAH-2 and 3, where nltk has no punkt_tab: the needle stands between two sentences."""
+    nltk = pytest.importorskip("nltk")
+    pytest.importorskip("wonderwords")
+    monkeypatch.setattr(nltk.data, "path", [])
+    monkeypatch.setattr(nltk, "download", lambda *_: pytest.fail("a download was tried"))
+    made = cache(local.without_tables.__wrapped__)
+    monkeypatch.setattr(local, "without_tables", made)
+    folder = tmp_path / "data" / "paul_graham_essays"
+    folder.mkdir(parents=True)
+    for name in "ab":
+        (folder / f"{name}.txt").write_text("One is a way. So it is! Do we go on? " * 60)
+    plan = EvaluationPlan("niah_single_2,niah_single_3", (4096,), str(tmp_path / "data"), limit=1)
+    found = evaluate([checkpoints["softmax-gla"]], plan, MACHINE, tmp_path / "out")
+    assert not found.missing and list(found.items["softmax-gla"]) == ["niah_single_2@4096", "niah_single_3@4096"]
+    assert all(len(record["samples"]) == 1 for record in found.items["softmax-gla"].values())
+    assert capsys.readouterr().err.count(local.UNTRAINED) == 1
+    sentences = nltk.sent_tokenize("It is 3.5 now. So it is! Do we go on? No.")
+    assert sentences == ["It is 3.5 now.", "So it is!", "Do we go on?", "No."]
+    made().cleanup()

@@ -1,0 +1,206 @@
+"""Every point of a plan is measured once, whatever ends a run; the folder refuses another plan; nothing is dropped."""
+
+import json
+import math
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from damage import change_digit
+from groups import forked
+from headrace.files import engine, workers
+from headrace.files.engine import Claim, Point, run
+from headrace.files.processes import locked
+from headrace.files.results import NOT_FINITE
+from headrace.utils.errors import InputError, VersionWarning
+
+PLAN = Claim({"squares of": [1, 2, 3]})
+PATIENCE = 600  # seconds, for a machine that does much else
+
+
+def points(*values, **more):
+    return [Point(f"square of {value}", Path("points", f"{value}.json"), value, **more) for value in values]
+
+
+def square(value, worker):
+    worker.report("at work")
+    return {"value": value, "square": value**2, "process": os.getpid(), "device": worker.device}
+
+
+def squares(rows):
+    return [row["square"] for row in rows]
+
+
+def never(value, worker):
+    raise AssertionError(f"{value} is measured again")
+
+
+# --- once ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("devices", [(), ("cpu", "cpu")])
+def test_every_point_is_measured_once_and_rows_come_in_the_order_of_points(tmp_path, devices):
+    assert squares(run(tmp_path, PLAN, points(3, 1, 2), square, workers=devices)) == [9, 1, 4]
+    written = {path: path.stat().st_mtime_ns for path in tmp_path.glob("points/*")}
+    assert squares(run(tmp_path, PLAN, points(1, 2, 3), never, workers=devices)) == [1, 4, 9]
+    assert written == {path: path.stat().st_mtime_ns for path in tmp_path.glob("points/*")}
+    assert squares(run(tmp_path, PLAN, points(3, 4), square, workers=devices)) == [9, 16], "more points are added"
+
+
+def test_a_row_has_its_environment(tmp_path):
+    (row,) = run(tmp_path, PLAN, points(2), square)
+    assert row["environment"].keys() >= {"headrace", "commit", "source", "torch", "python", "processor", "device"}
+    stored = json.loads((tmp_path / "points" / "2.json").read_text("utf-8"))
+    assert stored.pop("sha256") and stored == row
+    assert "headrace" in (tmp_path / "made-by.json").read_text()
+
+
+def test_progress_is_told_point_by_point(tmp_path):
+    said, some = [], points(1, 2)
+    run(tmp_path, PLAN, some[:1], square)
+    run(tmp_path, PLAN, some, square, engine.lines(said.append, some))
+    assert said == [
+        "1 of 2: square of 1: already finished", "2 of 2: square of 2", "2 of 2: square of 2: at work",
+    ]  # fmt: skip
+
+
+def test_stale_result_is_measured_again(tmp_path):
+    run(tmp_path, PLAN, points(1, 2), square)
+    again = [points(1, fingerprint="changed")[0], *points(2)]
+    seen = []
+    run(tmp_path, PLAN, again, square, lambda point, news: seen.append((point.value, type(news))))
+    assert seen == [(1, type(None)), (1, str), (2, dict)]
+    assert squares(run(tmp_path, PLAN, again, never)) == [1, 4]
+
+
+# --- workers ------------------------------------------------------------------------------------------------------
+def slowly(value, worker):
+    time.sleep(0.5)
+    return square(value, worker)
+
+
+def test_points_are_distributed_over_the_workers(tmp_path):
+    seen = []
+    rows = run(tmp_path, PLAN, points(*range(4)), slowly, lambda point, news: seen.append((point.value, news)),
+               ["cpu", "cpu"])  # fmt: skip
+    processes = {row["process"] for row in rows}
+    assert len(processes) == 2 and os.getpid() not in processes and {row["device"] for row in rows} == {"cpu"}
+    assert sorted(seen) == [(value, "at work") for value in range(4)]
+
+
+def die(value, worker):
+    if value == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return square(value, worker)
+
+
+def test_a_worker_that_dies_is_one_sentence_and_what_is_finished_is_kept(tmp_path):
+    with pytest.raises(InputError, match=r"a worker process died.*fewer --workers"):
+        run(tmp_path, PLAN, points(1, 2), die, workers=["cpu"])
+    assert (tmp_path / "points" / "1.json").exists()
+    assert squares(run(tmp_path, PLAN, points(1, 2), square, workers=["cpu"])) == [1, 4]
+
+
+def fail(value, worker):
+    raise InputError(f"{value} cannot be measured")
+
+
+@pytest.mark.parametrize("devices", [(), ("cpu",)])
+def test_an_error_of_a_measurement_ends_the_run(tmp_path, devices):
+    with pytest.raises(InputError, match="2 cannot be measured"):
+        run(tmp_path, PLAN, points(2), fail, workers=devices)
+
+
+# --- killed -------------------------------------------------------------------------------------------------------
+def run_slowly(folder, devices):
+    with locked(folder):
+        run(folder, PLAN, points(*range(8)), slowly, workers=devices)
+
+
+@pytest.mark.parametrize("devices", [(), ("cpu", "cpu")])
+def test_a_run_that_is_killed_at_any_moment_goes_on(tmp_path, devices):
+    """Killed before the first result, and after each of the first two: no temporary file is taken for a result, no
+    worker outlives it, and nothing that is finished is measured again."""
+    kept = {}
+    for count in range(3):
+        process = forked().Process(target=run_slowly, args=(tmp_path / "run", devices))
+        process.start()
+        wait_for(lambda: len(written(tmp_path)) >= count and (tmp_path / "run").exists(), process)  # noqa: B023
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.join(PATIENCE)
+        assert not psutil.wait_procs(family, timeout=PATIENCE)[1]
+        assert kept.items() <= written(tmp_path).items()
+        kept = written(tmp_path)
+    assert squares(run(tmp_path / "run", PLAN, points(*range(8)), square)) == [value**2 for value in range(8)]
+    assert kept.items() <= written(tmp_path).items()
+
+
+def written(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.glob("run/points/*.json") if path.name[0] != "."}
+
+
+def wait_for(condition, process):
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert process.is_alive() and time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_folder_without_results_is_released_after_a_failure(tmp_path):
+    with pytest.raises(InputError, match="cannot be measured"):
+        run(tmp_path, PLAN, points(1), fail)
+    assert squares(run(tmp_path, Claim({"another": "plan"}), points(1), square)) == [1]
+    with pytest.raises(InputError, match="cannot be measured"):
+        run(tmp_path, Claim({"another": "plan"}), points(1, 2), fail)
+    with pytest.raises(InputError, match="holds another run"):
+        run(tmp_path, PLAN, points(1), square)
+
+
+# --- plans --------------------------------------------------------------------------------------------------------
+def test_a_changed_plan_is_refused(tmp_path):
+    run(tmp_path, PLAN, points(1), square)
+    with pytest.raises(InputError, match=r"holds another run \(squares of is 3 there and 4 here\)"):
+        run(tmp_path, Claim({"squares of": [1, 2, 4]}), points(4), square)
+    assert not (tmp_path / "points" / "4.json").exists()
+
+
+def test_results_on_another_machine_are_kept_with_a_warning(tmp_path):
+    run(tmp_path, Claim(PLAN.plan, made={"machine": "x"}), points(1), square)
+    with pytest.warns(VersionWarning, match="made by machine x; now runs machine y"):
+        assert squares(run(tmp_path, Claim(PLAN.plan, made={"machine": "y"}), points(1), never)) == [1]
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(InputError, match="is no folder of reports or runs"):
+        run(tmp_path, PLAN, points(1), never)
+
+
+# --- rows ---------------------------------------------------------------------------------------------------------
+def test_nonfinite_result_is_a_marked_row(tmp_path):
+    def measure(value, worker):
+        return {"loss": [math.nan, 1.0] if value == 1 else [2.0, 1.0], "best": -math.inf if value == 1 else 1.0}
+
+    for _ in range(2):  # measured, and read back
+        broken, whole = run(tmp_path, PLAN, points(1, 2), measure)
+        assert math.isnan(broken["loss"][0]) and broken["best"] == -math.inf
+        assert broken[NOT_FINITE] == {"/loss/0": "nan", "/best": "-inf"} and NOT_FINITE not in whole
+    json.loads((tmp_path / "points" / "1.json").read_text(), parse_constant=pytest.fail)
+
+
+def test_a_damaged_or_foreign_result_is_named(tmp_path):
+    run(tmp_path, PLAN, points(12345), square)
+    change_digit(tmp_path / "points" / "12345.json")
+    with pytest.raises(InputError, match=r"12345.json' is damaged: it has another SHA-256.*delete it and run"):
+        run(tmp_path, PLAN, points(12345), never)
+    (tmp_path / "points" / "7.json").write_text("{}")
+    with pytest.raises(InputError, match=r"7.json' is damaged: it has no 'square'; delete it and run"):
+        run(tmp_path, PLAN, points(7, form={"square": int}), never)
+
+
+def test_workers_are_at_least_one():
+    with pytest.raises(InputError, match="--workers=0; expected at least 1"):
+        workers.place_workers(["cpu"], 0)

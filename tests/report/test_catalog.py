@@ -1,0 +1,161 @@
+"""The unifying table: it is derived, complete and in the docs; and Mamba-2 as a masked matrix."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace import linear_attention, zoo
+from headrace.history.specs.softmax_rnn import SoftmaxRNNSpec
+from headrace.report import catalog
+from headrace.spec import AttentionSpec, Decay, Heads, MatrixSpec, MixerSpec, Read, ScanSpec
+
+COLUMNS = {column for columns in catalog.VIEWS.values() for column in columns}
+
+
+@pytest.mark.parametrize("name", zoo.names())
+def test_every_mixer_has_a_complete_row(name):
+    row = catalog.describe(name)
+    assert row.keys() > COLUMNS and all(row[column] not in ("", None) for column in COLUMNS)
+    assert row["paper"].startswith("https://")
+    assert zoo.get(row["spec"]) == zoo.get(name)
+    softmax = name.removeprefix("softmax-") in zoo.LINEAR and name not in zoo.LINEAR
+    assert row["competes"] == (softmax or name in zoo.PUBLISHED)
+    json.dumps(row)
+
+
+@pytest.mark.parametrize("name", zoo.LINEAR)
+def test_costs_and_updates_follow_from_the_spec(name):
+    row, spec = catalog.describe(name), zoo.get(name)
+    assert isinstance(spec, MixerSpec)
+    assert row["decoding"] == spec.flops_per_token(catalog.WIDTH, catalog.HEADS)
+    assert 4 * row["numbers"] == spec.state_bytes(catalog.WIDTH, catalog.HEADS)
+    assert row["overwrites"] == ("kᵀk" in row["A_t"]) == (row["objective"] == "½‖v − kS‖²")
+    assert row["forgets"] == any(letter in row["A_t"] for letter in "αγ")
+    softmax = catalog.describe(f"softmax-{name}")
+    assert "w" in softmax["b_t"] and softmax["A_t"] == row["A_t"] and softmax["paper"] == row["paper"]
+
+
+NUMBERS = {  # in a state after one token, 64 wide with 4 heads
+    "gla": 4 * 8 * 16, "rwkv7": 4 * 16 * 16 + 64, "mamba": 128 * 16 + 3 * 128, "rwkv4": 3 * 64 + 64,
+    "transformer": 2 * 64, "gqa": 2 * 2 * 16, "softmax-rnn-norm": 2 * 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_bytes_of_a_state_are_its_numbers_times_their_size(name):
+    spec = zoo.get(name)
+    assert (spec.state_bytes(64, 4), spec.state_bytes(64, 4, itemsize=2)) == (4 * NUMBERS[name], 2 * NUMBERS[name])
+
+
+ONE_WAY = replace(zoo.get("bahdanau"), bidirectional=False)
+OF_MODELS = [  # after 10 tokens, 64 wide with 4 heads
+    ("rnn", 2, 2 * 2 * 64),  # the two vectors of an LSTM
+    ("bahdanau", 2, 2 * 64 + 10 * 2 * 64),  # and annotations of the source
+    (ONE_WAY, 2, 2 * 64 + 10 * 64),
+    ("t5", 2, 2 * (2 * 64 * 10 + 2 * 64 * 10)),  # keys and values of source and target
+    ("jamba", 8, 7 * NUMBERS["mamba"] + 2 * 2 * 16 * 10),  # with keys and values of 2 heads
+    ("zamba", 6, 6 * NUMBERS["mamba"] + 2 * 128 * 10),  # its shared attention is twice as wide
+    ("bert", 2, 0),
+]
+
+
+@pytest.mark.parametrize(("model", "layers", "numbers"), OF_MODELS)
+def test_bytes_of_a_model_s_states(model, layers, numbers):
+    spec = zoo.get(model) if isinstance(model, str) else model
+    assert spec.state_bytes(64, 4, 10, layers) == 4 * numbers
+    assert spec.state_bytes(64, 4, 10, layers, itemsize=2) == 2 * numbers
+
+
+@pytest.mark.parametrize(
+    ("name", "flops"), [("linear-attention", 4), ("gla", 5), ("deltanet", 6), ("gated-deltanet", 7)]
+)
+def test_operations_of_an_update_are_those_of_its_terms(name, flops):
+    """Write and read are 2 for each number of the memory, as is what the delta rule reads; a decay is 1."""
+    spec = zoo.get(name)
+    K, V = spec.head_dims(64, 4)
+    assert spec.flops_per_token(64, 4) == flops * 4 * spec.memory_rows(K) * (V + (spec.read.norm == "sum"))
+
+
+ADDED = {
+    "LINEAR": MixerSpec(decay=Decay("softplus"), read=Read("rms", "silu")),
+    "SCANS": ScanSpec("s4d", state_size=8),
+    "MATRICES": MatrixSpec("rwkv7"),
+    "ATTENTION": AttentionSpec(kv_heads=4),
+    "OTHERS": SoftmaxRNNSpec(denominator="rms"),
+}
+
+
+@pytest.mark.parametrize("table", ADDED)
+def test_a_mixer_added_at_run_time_has_a_row(monkeypatch, table):
+    monkeypatch.setitem(getattr(zoo, table), "mine", ADDED[table])
+    for name in ("mine", "softmax-mine") if table == "LINEAR" else ("mine",):
+        row = catalog.describe(name)
+        assert name in zoo.names() and row["paper"] == "–" and all(row[column] not in ("", None) for column in COLUMNS)
+        assert zoo.get(row["spec"]) == zoo.get(name)
+        assert catalog.markdown().count(f"| `{name}` |") == len(catalog.VIEWS)
+
+
+def test_a_name_of_the_zoo_may_begin_with_softmax(monkeypatch):
+    monkeypatch.setitem(zoo.LINEAR, "softmax-mine", ADDED["LINEAR"])
+    assert zoo.get("softmax-mine") == ADDED["LINEAR"]
+    assert zoo.get("softmax-softmax-mine") == zoo.compete(ADDED["LINEAR"])
+
+
+def test_a_mixer_that_does_not_fit_the_table_width_has_its_reason_in_the_row(monkeypatch):
+    monkeypatch.setitem(zoo.LINEAR, "mine", MixerSpec(Heads(count=3)))
+    row = catalog.describe("mine")
+    assert row["state"].startswith("num_heads=3 does not divide") and row["numbers"] is row["decoding"] is None
+    assert "| `mine` | num_heads=3 does not divide" in catalog.markdown()
+
+
+def test_an_expression_has_the_paper_of_what_it_changes():
+    assert catalog.describe("softmax-gla(heads.expand_k=1)")["paper"] == catalog.describe("gla")["paper"]
+
+
+def test_the_markdown_has_every_view_of_every_mixer():
+    text = catalog.markdown()
+    assert all(f"\n## By {title}\n" in text for title in catalog.VIEWS)
+    assert all(text.count(f"| `{name}` |") == len(catalog.VIEWS) for name in zoo.names())
+
+
+# --- Mamba-2's other form (arXiv 2405.21060, section 3) ---------------------------------------------------------------
+
+
+def ssd(T=24, N=3, P=5):
+    draw = lambda *shape: torch.randn(*shape, dtype=torch.float64)  # noqa: E731
+    return draw(T, N), draw(T, N), draw(T, P), -torch.rand(T, dtype=torch.float64)
+
+
+def semiseparable(log_decay: Tensor) -> Tensor:
+    """The mask L [T, T] of a scalar decay [T]: L[t, s] is the decay from s to t, 0 for s > t. Blocks below the diagonal
+    have rank 1 (arXiv 2405.21060, section 3)."""
+    later = torch.ones(len(log_decay), len(log_decay), dtype=torch.bool, device=log_decay.device).tril()
+    total = log_decay.cumsum(0)
+    return (total[:, None] - total).masked_fill(~later, -torch.inf).exp()
+
+
+def masked_matrix(q: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
+    """L ∘ (q kᵀ): one head of Mamba-2 as a matrix [T, T] that multiplies v (q is the paper's C, k its B)."""
+    return semiseparable(log_decay) * (q @ k.mT)
+
+
+def test_the_masked_matrix_is_the_op():
+    C, B, x, log_decay = ssd()
+    batch = lambda a: a[None, :, None]  # noqa: E731
+    out, _ = linear_attention(batch(C), batch(B), batch(x), log_decay=log_decay[None, :, None], scale=1.0)
+    torch.testing.assert_close(masked_matrix(C, B, log_decay) @ x, out[0, :, 0], rtol=1e-12, atol=1e-12)
+
+
+def test_blocks_below_the_diagonal_have_the_rank_of_the_state():
+    """Every block below the diagonal: of rank 1 in the mask, of the state's size in the whole matrix, and no more."""
+    C, B, _, log_decay = ssd()
+    mask, matrix = semiseparable(log_decay), masked_matrix(C, B, log_decay)
+    assert not mask.triu(1).any() and torch.equal(mask.diagonal(), torch.ones(24, dtype=torch.float64))
+    for cut in range(3, 22):
+        for below in (slice(cut, None), slice(cut, cut + 3)):
+            assert torch.linalg.matrix_rank(mask[below, :cut], rtol=1e-9) == 1
+            assert torch.linalg.matrix_rank(matrix[below, :cut], rtol=1e-9) == min(3, 24 - cut)
+    assert torch.linalg.matrix_rank(matrix, rtol=1e-9) == 24

@@ -1,0 +1,192 @@
+"""Laws on other libraries' layers and models: what holds for right ones, and what each fault breaks."""
+
+import json
+from functools import partial
+from importlib.metadata import distributions
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import faulty_layers
+import fresh
+from faulty_layers import FAULTS
+from headrace import InputError, layers, zoo
+from headrace.verification import foreign
+from headrace.verification.foreign.check import Verdict
+
+FAULTY = Path(faulty_layers.__file__)
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "verify"
+LAYER_LAWS = ["left-padded = bare", "pieces = whole", "decoding = whole", "batch size"]
+
+
+STORED = json.loads((RESULTS / "transformers-mamba.json").read_text("utf-8"))["environment"]["transformers"]
+OF_STORED_VERSION = pytest.mark.skipif(
+    transformers.__version__ != STORED, reason=f"verdicts are stored for transformers {STORED}"
+)
+
+
+def has_fla_layers():
+    return any(distribution.name == "flash-linear-attention" for distribution in distributions())
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    with foreign.quiet():
+        yield
+
+
+def broken(verdicts):
+    return {v.law for v in verdicts if v.verdict == "breaks"}
+
+
+def ours(mixer):
+    """The adapter of a layer of this library."""
+
+    def forward(layer, x, state=None, mask=None, cu_seqlens=None):
+        mask = None if mask is None else mask[:, -x.shape[1] :].bool()
+        return layer(x, state, mask=mask, cu_seqlens=cu_seqlens)
+
+    layer = layers.build(zoo.get(mixer), hidden_size=32, num_heads=4)
+    # The other part of a state, of a convolution, is inputs of the last tokens.
+    return {"module": layer, "width": 32, "forward": forward, "recurrent": lambda state: [state.memory]}
+
+
+def test_a_right_layer_keeps_every_law_that_it_offers():
+    verdicts = {v.law: v for v in foreign.verify(faulty_layers.adapter)}
+    others = {law for law, v in verdicts.items() if v.verdict != "holds"}
+    assert others == {"packed by positions", "cached = uncached"}
+    assert verdicts["cached = uncached"] == Verdict("cached = uncached", "not offered", note="no use_cache")
+    assert verdicts["state dtype"].note == "state in float32"
+
+
+@pytest.mark.parametrize("mixer", ["softmax-gla", "softmax-gated-deltanet"])
+def test_our_layers_keep_every_law(mixer):
+    verdicts = list(foreign.verify(partial(ours, mixer)))
+    offered = [v for v in verdicts if v.verdict != "not offered"]
+    assert len(offered) == 18 and all(v.verdict == "holds" for v in offered), [
+        v for v in offered if v.verdict != "holds"
+    ]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_breaks_its_laws_and_no_others(fault):
+    assert broken(foreign.verify(partial(faulty_layers.adapter, fault))) == FAULTS[fault]
+
+
+def test_a_law_that_raises_is_named_and_the_others_go_on():
+    verdicts = {v.law: v for v in foreign.verify(faulty_layers.raises, ["packed = separate", "batch size"])}
+    raised = verdicts["packed = separate"]
+    assert (raised.verdict, raised.note, raised.case.T) == ("raises", "RuntimeError: no such kernel", 67)
+    assert verdicts["batch size"].verdict == "holds"
+
+
+def run_without_headrace(program, folder):
+    """(exit code, output) of a program in a process where `import headrace` fails."""
+    (folder / "program.py").write_text(program)
+    code = "import runpy, sys; sys.modules['headrace'] = None; runpy.run_path('program.py', run_name='__main__')"
+    done = fresh.run(code, folder=folder, HF_HUB_OFFLINE="1")
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.slow(seconds=20)
+@pytest.mark.parametrize(
+    ("name", "law"),
+    [
+        (f"{FAULTY}:hidden", "copied state"),
+        (f"{FAULTY}:bfloat16", "state dtype"),
+        pytest.param("transformers:mamba", "pieces = whole", marks=OF_STORED_VERSION),
+    ],
+)
+def test_a_program_shows_the_smallest_failing_input_without_headrace(name, law, tmp_path):
+    target = foreign.target(name)
+    (verdict,) = foreign.verify(target.adapter, [law])
+    assert verdict.verdict == "breaks" and verdict.case.T <= 3
+    program = foreign.snippet(target, verdict, 0, "cpu", torch.float32)
+    assert "headrace" not in program.replace(str(FAULTY), "")
+    code, out = run_without_headrace(program, tmp_path)
+    assert code == 1 and out.startswith("relative error"), out
+
+
+@OF_STORED_VERSION
+@pytest.mark.parametrize(("layer", "broken"), [("Mamba2Mixer", []), ("MambaMixer", ["pieces = whole"])])
+def test_a_layer_of_a_model(layer, broken):
+    verdicts = list(foreign.verify(foreign.target(f"transformers:{layer}").adapter, LAYER_LAWS))
+    assert [v.law for v in verdicts if v.verdict != "holds"] == broken
+
+
+@OF_STORED_VERSION
+@pytest.mark.slow(seconds=30)
+@pytest.mark.parametrize("model_type", ["llama", "mamba2"])
+def test_the_stored_verdicts_are_those_of_today(model_type):
+    target = foreign.target(f"transformers:{model_type}")
+    stored = json.loads((RESULTS / f"transformers-{model_type}.json").read_text("utf-8"))["laws"]
+    laws = [law for law in foreign.LAWS if law not in ("gradients = differences", "compile = eager")]
+    today = {v.law: v.verdict for v in foreign.verify(target.adapter, laws)}
+    assert today == {row["law"]: row["verdict"] for row in stored if row["law"] in laws}
+
+
+def test_every_model_type_has_results():
+    assert {path.stem for path in RESULTS.glob("transformers-*.json")} >= {
+        f"transformers-{name}" for name in foreign.MODELS
+    }
+
+
+def test_the_command(run_command, tmp_path):
+    laws = "--laws", "packed = separate,batch size"
+    broken = run_command("verify", f"{FAULTY}:packing", "--device", "cpu", *laws)
+    assert broken.code == 1 and "B=1 T=2 at=1" in broken.out and "def packed(subject" in broken.out
+    assert "1 of 2 laws hold on cpu in float32" in broken.out
+    record = json.loads(run_command("verify", f"{FAULTY}:packing", "--device", "cpu", "--json", *laws).out)[0]
+    assert [law["verdict"] for law in record["laws"]] == ["breaks", "holds"]
+    assert record["environment"]["torch"] == torch.__version__ and "--json" in record["command"]
+    code, _ = run_without_headrace(record["laws"][0]["snippet"], tmp_path)
+    assert code == 1
+    raised = run_command("verify", f"{FAULTY}:raises", "--device", "cpu", *laws)
+    assert raised.code == 1 and "no such kernel" in raised.out
+    assert run_command("verify", f"{FAULTY}:adapter", "--device", "cpu", *laws).code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["lama"], "target='lama'; expected transformers:MODEL_TYPE"),
+        (["transformers:lama"], "expected a model type, such as llama"),
+        (["transformers:LlamaAttention"], "its forward needs position_embeddings"),
+        (["transformers:whisper"], "no small model of this type can be made"),
+        pytest.param(
+            ["fla:GatedLinearAttention"],
+            "needs fla.layers, of the package flash-linear-attention",
+            marks=pytest.mark.skipif(has_fla_layers(), reason="flash-linear-attention is installed"),
+        ),
+        (["nowhere.py:adapter"], "'nowhere.py' is no Python file"),
+        ([f"{FAULTY}:nothing"], "has no function 'nothing'"),
+        ([f"{FAULTY}:adapter", "--laws", "unheard"], "--laws='unheard'; expected some of causal"),
+        ([f"{FAULTY}:adapter", "--mixers", "gla"], "--mixers has no effect with a target"),
+        ([f"{FAULTY}:adapter", "--dtype", "int8"], "--dtype='int8'; expected one of float64"),
+        (["--json"], "--json has no effect without a target"),
+    ],
+)
+def test_bad_input_is_one_sentence(words, sentence, run_command):
+    if "fla" in words[0] and pytest.importorskip("importlib.util").find_spec("fla.layers"):
+        pytest.skip("fla.layers is installed")
+    done = run_command("verify", *words)
+    assert done.code == 2 and sentence in done.err and done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("parts", "sentence"),
+    [
+        (None, "the adapter returns NoneType; expected a dict"),
+        ({"module": torch.nn.Linear(2, 2)}, "the adapter has no 'forward'"),
+        ({"module": torch.nn.Linear(2, 2), "forward": lambda m, x: (m(x), None)}, "no 'vocabulary' and no 'width'"),
+        (
+            {"module": torch.nn.Linear(2, 2), "width": 3, "forward": lambda m, x: (m(x), None)},
+            "the adapter's forward(module, x) cannot run",
+        ),
+    ],
+)
+def test_a_wrong_adapter_is_refused(parts, sentence):
+    with pytest.raises(InputError, match=sentence.replace("(", r"\(").replace(")", r"\)")):
+        list(foreign.verify(lambda: parts))
