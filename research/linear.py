@@ -30,10 +30,11 @@ from benchmarks.record import markdown, read, write
 from headrace.convert import load
 from headrace.convert.checkpoint import read_tokenizer
 from headrace.data import PackedData, open_data
+from headrace.files import engine
+from headrace.files.engine import Claim, Point, Row
 from headrace.files.processes import locked
-from headrace.studies import engine, stats
-from headrace.studies.engine import Claim, Point, Row
-from headrace.studies.workers import Worker, place_workers
+from headrace.files.workers import Worker, place_workers
+from headrace.report import stats
 from headrace.tasks.text import read as read_text
 from headrace.training.linear import Keep, held_out_loss, imitate
 from headrace.training.loop import Batch, Updates

@@ -1,6 +1,8 @@
 """Attention transfer: what trains, that it goes on where it was killed, and `headrace linearize`."""
 
+import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from headrace.convert.linearize import linearize
 from headrace.data.tokenizer import byte_level
 from headrace.training import recipes
 from headrace.training import transfer as module
-from headrace.training.linear import Keep, imitate
+from headrace.training.linear import Keep, held_out_loss, imitate, state_bytes, without_layers
 from headrace.training.transfer import Imitation, Transfer, transfer
 from trained import TINY
 
@@ -118,9 +120,31 @@ def test_which_layers_stay(text, kept, teacher, data, tmp_path):
     types = ["full_attention" if i in kept else "linear_attention" for i in range(3)]
     assert linear.config.layer_types == types
     assert all(p.requires_grad for p in linear.parameters()) and not linear.training
+    assert list(report["removed"]) == [str(i) for i in range(3) if i not in kept]
     x = torch.randint(257, (1, 7))
     linear.save_pretrained(tmp_path / "model")
     assert torch.equal(load(tmp_path / "model")(x).logits, linear(x).logits)
+
+
+def test_what_a_layer_is_worth_is_the_loss_without_it(teacher, data):
+    """Its output projection is 0 there."""
+    rows = replace(SETTINGS, held_out=2)
+    found = without_layers(teacher, [0, 2], data, rows)
+    for i in (0, 2):
+        without = copy.deepcopy(teacher)
+        for p in without.model.backbone.layers[i].mixer.o_proj.parameters():
+            p.data.zero_()
+        lost = held_out_loss(without, data, rows) - held_out_loss(teacher, data, rows)
+        assert found[i] == pytest.approx(lost, abs=1e-6)
+    assert not any(block.mixer._forward_hooks for block in teacher.model.backbone.layers)
+
+
+def test_a_linear_layers_state_does_not_grow(teacher):
+    """Of three layers of attention, with 2 heads of keys and values of 8 numbers, one stays: 128 bytes a token."""
+    linear = linearize(teacher, HEDGEHOG, [0, 2])
+    assert state_bytes(teacher.config, 2000) == 3 * 2000 * 2 * 2 * (16 // 2) * 4
+    grown = [state_bytes(linear.config, n) for n in (1000, 2000)]
+    assert grown[1] - grown[0] == 1000 * 2 * 2 * (16 // 2) * 4
 
 
 @pytest.mark.parametrize(
@@ -146,6 +170,9 @@ def test_command(folder, prepared, tmp_path, run_command):
     for what, nats in report["nats"].items():
         assert f"{what} {nats:.3f}" in result.out
     assert f"{report['layers']['1']['after']:.3f}" in result.out
+    page = (tmp_path / "out" / "report.html").read_text("utf-8")
+    for number in (f"{report['nats']['transferred']:.3f}", f"{report['removed']['1']['linear']:+.3f}"):
+        assert number in page
     assert load(tmp_path / "out").config.layer_types.count("linear_attention") == 1
     assert run_command("generate", tmp_path / "out", "--prompt", "2 times", "--max-new-tokens", 3).code == 0
     assert run_command("linearize", *words).code == 2  # the folder exists

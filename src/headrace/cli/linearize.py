@@ -1,6 +1,7 @@
 """Linearize: a trained model whose attention layers become linear."""
 
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -73,7 +74,8 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
 
     The new layers take over q, k, v and o. Each is trained to give what the old one gave for the same input, all at
     once; nothing else trains. The whole model can then be trained on text, by `headrace train RECIPE mixer=checkpoint
-    weights=OUTPUT`. After an interruption, the same command goes on. OUTPUT/linearize.json has the printed numbers."""
+    weights=OUTPUT teacher=CHECKPOINT`. After an interruption, the same command goes on. OUTPUT/report.html shows what
+    each layer imitates and what the model loses without it, OUTPUT/linearize.json has the numbers."""
     from ..convert.checkpoint import read_config, read_tokenizer
     from ..data import open_data
     from ..training.linear import Keep, checked
@@ -102,8 +104,10 @@ def _write(one: LinearizeOptions, keep: Any, data: Any, work: Path, ready: Path)
     from transformers import set_seed
 
     from ..convert.checkpoint import load
+    from ..training.card import can_draw
     from ..training.linear import imitate
     from ..utils.device import on_device
+    from ..utils.extras import named
 
     set_seed(one.seed)
     model, device, console = load(one.checkpoint), torch.device(on_device(one.device)), terminal()
@@ -116,8 +120,14 @@ def _write(one: LinearizeOptions, keep: Any, data: Any, work: Path, ready: Path)
 
         linear, report = imitate(model, one.mixer, keep, data, one.settings, work, device, tell, one.threads)
     linear.save_pretrained(ready)
-    report |= {"mixer": one.mixer, "keep": one.keep, "from": str(one.checkpoint)}
+    report |= {"mixer": one.mixer, "keep": one.keep, "from": str(one.checkpoint), "seed": one.seed}
     write_json(ready / "linearize.json", report)
+    if can_draw():
+        from ..report.linearized import write_page
+
+        write_page(report, shlex.join(["headrace", *sys.argv[1:]]), ready)
+    else:
+        print(f"report.html needs {named('studies')}")
     return report
 
 

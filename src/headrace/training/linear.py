@@ -2,7 +2,7 @@
 attention, and measures what was lost."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,9 @@ from ..spec.serialize import to_json
 from ..utils.errors import InputError
 from .run import evenly_spaced, full_rows
 from .transfer import Imitation, Tell, Transfer, transfer
+
+FEW = 4  # held-out rows on which layers are removed
+CONTEXTS = 2048, 8192, 32768  # tokens at which states are counted
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,9 @@ def imitate(
 
     Returns:
         The model, and a report: {"layers": {index: {"before", "after"}}, relative squared errors on held-out rows;
-        "kept": the attention layers that stay; "nats": {"original", "replaced", "transferred"} per held-out token}.
+        "kept": the attention layers that stay; "nats": {"original", "replaced", "transferred"} per held-out token;
+        "removed": {index of a new layer: {"original", "linear"}}, as `without_layers`; "state_bytes": {tokens:
+        {"original", "linear"}}, of one sequence in float32}.
     """
     changed = checked(model.config, mixer, keep, data, settings)
     linear = linearize(model, mixer, changed)
@@ -88,7 +93,14 @@ def imitate(
     nats["transferred"] = held_out_loss(linear, data, settings)
     layers = {i: {name: found[i] for name, found in errors.items()} for i in errors["after"]}
     kept = [i for i in attention_layers(model.config) if str(i) not in layers or str(i) in worst]
-    return Linearized(linear.eval(), {"layers": layers, "kept": kept, "nats": nats})
+    both, new = {"original": model, "linear": linear}, [int(i) for i in layers if i not in worst]
+    removed = {name: without_layers(each, new, data, replace(settings, held_out=FEW)) for name, each in both.items()}
+    report = {
+        "layers": layers, "kept": kept, "nats": nats,
+        "removed": {str(i): {name: found[i] for name, found in removed.items()} for i in new},
+        "state_bytes": {n: {name: state_bytes(each.config, n) for name, each in both.items()} for n in CONTEXTS},
+    }  # fmt: skip
+    return Linearized(linear.eval(), report)
 
 
 def _with_attention_again(model: Any, linear: Any, mixer: str, layers: set[int]) -> Any:
@@ -110,6 +122,24 @@ def checked(config: HeadraceConfig, mixer: str, keep: Keep, data: PackedData, se
     changed = keep.changed(attention_layers(config))
     linear_config(config, mixer, changed)
     return changed
+
+
+def without_layers(model: Any, layers: list[int], data: PackedData, settings: Transfer) -> dict[int, float]:
+    """Returns by how much the held-out loss rises, in nats per token, when the mixer of one layer gives 0."""
+    whole, found = held_out_loss(model, data, settings), {}
+    for i in layers:
+        mixer = model.model.backbone.layers[i].mixer
+        hook = mixer.register_forward_hook(lambda module, given, out: (torch.zeros_like(out[0]), out[1]))
+        try:
+            found[i] = held_out_loss(model, data, settings) - whole
+        finally:
+            hook.remove()
+    return found
+
+
+def state_bytes(config: HeadraceConfig, tokens: int) -> int:
+    """Returns what a model keeps of one sequence of so many tokens, in bytes of float32."""
+    return config.stack.state_bytes(config.hidden_size, config.num_heads, tokens, config.num_hidden_layers)
 
 
 @torch.no_grad()
