@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..convert.linearize import attention_layers, linear_config, linearize
+from ..convert.linearize import attention_layers, linear_config, with_linear_layers
 from ..data import Collator, PackedData
 from ..files.provenance import claim
 from ..hf.config import HeadraceConfig
@@ -68,7 +68,8 @@ def imitate(
     """Makes attention layers of a model linear, and trains them to imitate attention.
 
     Args:
-        model: on the CPU; it is moved to the device, in float32.
+        model: on the CPU; it is moved to the device, in the precision of the settings. What stays of it is shared with
+            the new model.
         folder: of checkpoints, from which the same call goes on.
 
     Returns:
@@ -78,12 +79,14 @@ def imitate(
         {"original", "linear"}}, of one sequence in float32}.
     """
     changed = checked(model.config, mixer, keep, data, settings)
-    linear = linearize(model, mixer, changed)
+    dtype = model.dtype
+    model.to(device, getattr(torch, settings.precision))
+    linear = with_linear_layers(model, mixer, changed)
+    for i in changed:
+        linear.model.backbone.layers[i].mixer.float()
     folder.mkdir(exist_ok=True)
     plan = {"mixer": to_json(linear.config.mixers[changed[0]]), "layers": changed, "settings": asdict(settings)}
     claim(folder, json.loads(json.dumps(plan)))  # as it is read back: lists for tuples
-    dtype = model.dtype
-    model.to(device).float(), linear.to(device).float()
     nats = {"original": held_out_loss(model, data, settings), "replaced": held_out_loss(linear, data, settings)}
     errors = transfer(Imitation(model, linear, settings.trains), data, settings, folder, device, tell, threads)
     worst = sorted(errors["after"], key=errors["after"].__getitem__)[len(errors["after"]) - keep.worst :]
@@ -106,7 +109,7 @@ def imitate(
 def _with_attention_again(model: Any, linear: Any, mixer: str, layers: set[int]) -> Any:
     """Returns the model with the trained layers of `linear`, but for these, which keep their attention."""
     changed = [i for i in attention_layers(model.config) if i not in {*attention_layers(linear.config), *layers}]
-    result = linearize(model, mixer, changed)
+    result = with_linear_layers(model, mixer, changed)
     for i in changed:
         result.model.backbone.layers[i].mixer = linear.model.backbone.layers[i].mixer
     return result
@@ -146,9 +149,12 @@ def state_bytes(config: HeadraceConfig, tokens: int) -> int:
 def held_out_loss(model: HeadraceForCausalLM, data: PackedData, settings: Transfer) -> float:
     """Returns the loss in nats per token over as many held-out rows as an evaluation has."""
     total, count = 0.0, 0
+    model.eval()
     for row in evenly_spaced(data.held_out, settings.held_out):
         batch = {name: x.to(model.device) for name, x in Collator(0)([row]).items()}
         tokens = batch["labels"].shape[1] - 1
-        total += model.eval()(**batch, skip_logits=True, use_cache=False).loss.item() * tokens
+        with settings.autocast(model.device):
+            loss = model(**batch, skip_logits=True, use_cache=False).loss
+        total += loss.item() * tokens
         count += tokens
     return total / count

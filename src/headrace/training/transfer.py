@@ -10,6 +10,7 @@ so that all layers train at once, in one pass of the old model, and none is dist
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -51,12 +52,17 @@ class Transfer(Optimization):
     held_out: PositiveInt = 16  # rows of an evaluation
     save_every: PositiveInt = 50  # steps
     trains: Literal["new", "all"] = "new"  # what the old layers do not have, or all weights of the new layers
-    precision: Literal["bfloat16", "float32"] = "float32"  # bfloat16: autocast, in training alone
+    # bfloat16: of the old model and its activations, with autocast; the new layers' weights are float32
+    precision: Literal["bfloat16", "float32"] = "float32"
     seed: int = 0
 
     @property
     def steps(self) -> int:
         return self.updates
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """The context in which layers of both precisions compute."""
+        return torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
 
 
 class Imitation(nn.Module):
@@ -147,7 +153,8 @@ def mean_error(imitation: nn.Module, batch: Batch, count: Tensor) -> Tensor:
 def errors(imitation: Imitation, data: PackedData, settings: Transfer, device: torch.device) -> dict[str, float]:
     """Returns the error of each layer by its index, the mean over held-out rows."""
     rows = evenly_spaced(data.held_out, settings.held_out)
-    found = [imitation(_batch([rows[i]], device)["input_ids"]) for i in range(len(rows))]
+    with settings.autocast(device):
+        found = [imitation(_batch([rows[i]], device)["input_ids"]) for i in range(len(rows))]
     mean = torch.stack(found).double().mean(0)
     return dict(zip(imitation.layers, mean.tolist(), strict=True))
 
