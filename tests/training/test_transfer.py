@@ -6,15 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import tiny
 from headrace import InputError, load
 from headrace.convert.linearize import linearize
 from headrace.data.tokenizer import byte_level
+from headrace.ops.dispatch import set_backend
 from headrace.training import recipes
 from headrace.training import transfer as module
 from headrace.training.linear import Keep, held_out_loss, imitate, state_bytes, without_layers
-from headrace.training.transfer import Imitation, Transfer, transfer
+from headrace.training.linear_costs import costs
+from headrace.training.loop import Updates
+from headrace.training.processes import Processes
+from headrace.training.transfer import Imitation, Transfer, mean_error, transfer
 from trained import TINY
 
 CPU = torch.device("cpu")
@@ -248,3 +253,40 @@ def test_data_of_another_tokenizer_are_refused(folder, tmp_path, run_command):
     prepare(Preparation((str(tmp_path / "text.txt"),), bpe=300, length=32, held_out=0.1), tmp_path / "data")
     result = run_command("linearize", folder, "--data", tmp_path / "data", "--output", tmp_path / "out")
     assert result.code == 2 and "has another tokenizer than the model" in result.err
+
+
+def test_estimated_memory_is_the_peak_of_a_step():
+    """Of all that PyTorch allocates. The estimate is higher, as gradients do not exist before the backward."""
+    teacher = tiny.build("gqa(kv_heads=2)", num_hidden_layers=6, vocab_size=257, hidden_size=64).float()
+    settings, changed = Transfer(rows=4, updates=1), [0, 1, 2, 4, 5]
+    imitation = Imitation(teacher, linearize(teacher, HEDGEHOG, changed))
+    set_backend(imitation, "torch")
+    updates = Updates(imitation, settings, mean_error, Processes(CPU))
+    ids = torch.randint(257, (4, 64))
+
+    def step():
+        updates.backward([{"input_ids": ids, "labels": ids}])
+        updates.step()
+
+    step()
+    held = sum(p.nbytes for model in (teacher, imitation) for p in model.parameters())
+    held += sum(x.nbytes for state in updates.optimizer.state.values() for x in state.values())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        step()
+    now = peak = held
+    for event in seen.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    found = costs(teacher.config, HEDGEHOG, changed, settings, 64)
+    assert 0.85 < peak / sum(found["bytes"].values()) < 1.05
+    P, N = teacher.num_parameters(), sum(p.numel() for p in imitation.parameters())
+    assert found["flops"] == 4 * 64 * (2 * P + 6 * N)
+
+
+def test_command_says_what_a_machine_needs(folder, prepared, tmp_path, run_command):
+    words = ["linearize", folder, "--data", prepared, "--output", tmp_path / "out", "--machine"]
+    result = run_command(*words, "1xH100")
+    assert result.code == 0 and "fits" in result.out and "hours on one H100" in result.out
+    assert not list(tmp_path.iterdir())
+    assert "unknown device; the nearest" in run_command(*words, "1xH101").err

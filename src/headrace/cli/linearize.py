@@ -52,6 +52,13 @@ class LinearizeOptions:
     seed: Annotated[int, typer.Option(help="Random seed of new weights and of the order of the rows.")] = 0
     device: Device = None
     threads: Threads = None
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            help=r"Machine, such as 1xH100: print its memory and hours for the imitation, and train nothing. "
+            r"\[default: none]"
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -79,6 +86,7 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
     from ..convert.checkpoint import read_config, read_tokenizer
     from ..data import open_data
     from ..training.linear import Keep, checked
+    from ..training.linear_costs import costs
 
     one, keep, settings = options, Keep.parsed(options.keep), options.settings
     with interruptible(f"{one.output} was not created; the same command goes on"):
@@ -88,7 +96,12 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
                 f"--data {str(one.data)!r} has another tokenizer than the model; prepare it with --tokenizer "
                 f"{one.checkpoint}"
             )
-        checked(read_config(one.checkpoint), one.mixer, keep, data, settings)  # before the weights are read
+        config = read_config(one.checkpoint)
+        changed = checked(config, one.mixer, keep, data, settings)  # before the weights are read
+        if one.machine is not None:
+            return show_costs(
+                one.machine, one.mixer, costs(config, one.mixer, changed, settings, data.manifest["length"])
+            )
         with resumed_folder(one.output, CHECKPOINTS) as (work, ready):
             report = _write(one, keep, data, work / "transfer", ready)
             tokenizer.save_pretrained(ready)
@@ -140,3 +153,19 @@ def show(report: dict[str, Any]) -> None:
     console.print(table)
     losses = ", ".join(f"{what} {nats:.3f}" for what, nats in report["nats"].items())
     console.print(f"held-out loss in nats per token: {losses}", highlight=False)
+
+
+def show_costs(machine: str, mixer: str, needed: dict[str, Any]) -> dict[str, Any]:
+    """Prints what the imitation needs of a machine."""
+    from ..training.linear_costs import plan
+
+    console, table, found = terminal(), Table("", ""), plan(machine, mixer, needed)
+    for name, size in found["bytes"].items():
+        table.add_row(f"memory, {name}", f"{size / 2**30:,.2f} GiB")
+    total, most = sum(found["bytes"].values()) / 2**30, found["bytes_of_device"] / 2**30
+    no = "does not fit; expected fewer --rows, shorter rows or --precision bfloat16"
+    table.add_row("memory", f"{total:,.1f} of {most:,.1f} GiB: {'fits' if found['fits'] else no}")
+    reached = f"{found['efficiency']:.0%} of the peak, {found['efficiency_source']}"
+    table.add_row("time", f"{found['hours']:,.2g} hours on one {found['device']}, at {reached}")
+    console.print(table)
+    return found
