@@ -48,6 +48,12 @@ FAMILIES = {
         fields=QWEN,
         real={"hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 4},
     ),
+    "qwen3_5_moe_text": Family(
+        SMALL | SIZES | DELTA | EXPERTS | {"head_dim": 16},
+        variants={"tied, with biases": {"tie_word_embeddings": True, "attention_bias": True}},
+        fields=QWEN,
+        real={"num_hidden_layers": 4},
+    ),
     # transformers saves the convolutions of q, k and v as three equal parts, whatever their widths are
     "olmo_hybrid": Family(
         SMALL | SIZES | DELTA | {"linear_num_key_heads": 4, "linear_value_head_dim": 8},

@@ -98,6 +98,25 @@ FAMILIES = {
             "num_attention_heads": 32, "num_key_value_heads": 8, "full_attn_idxs": [2],
         },
     ),
+    "lfm2_moe": Family(
+        ATTENDED | {
+            "layer_types": ["conv", "full_attention"], "num_dense_layers": 1, "num_experts": 4,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        },
+        variants={
+            "experts alone": {"num_dense_layers": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.5},
+            "MLPs alone": {"num_dense_layers": 2, "conv_bias": True},
+        },
+        fields={
+            "layer_types": [["full_attention", "conv"], ["conv", "conv"]], "rope_parameters": ROPES,
+            "num_hidden_layers": [{"num_hidden_layers": 1, "layer_types": ["conv"]}],
+        },
+        real={  # LFM2 8B A1B
+            "vocab_size": 65536, "hidden_size": 2048, "intermediate_size": 7168, "num_hidden_layers": 4,
+            "layer_types": ["conv", "conv", "full_attention", "conv"], "num_attention_heads": 32,
+            "num_key_value_heads": 8, "num_experts": 32, "moe_intermediate_size": 1792,
+        },
+    ),
     "minimax": Family(
         ATTENDED | {
             "num_local_experts": 3, "layer_types": ["linear_attention", "full_attention"], "block_size": 16

@@ -10,7 +10,9 @@ from typer.testing import CliRunner
 from headrace import InputError
 from headrace.cli import app as cli
 from headrace.training import machine, recipes
+from headrace.training.distillation import divergence, teacher_of
 from headrace.training.efficiency import efficiency, measured
+from headrace.training.loop import answers
 from headrace.training.model import build, counted, recompute_blocks
 
 
@@ -18,24 +20,37 @@ def recipe(**changes):
     return recipes.load("laptop-1m", {"precision": "float32", **changes})[0]
 
 
-@pytest.mark.parametrize("changes", [{"mixer": "gla"}, {"mixer": "transformer", "recompute": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{"mixer": "gla"}, {"mixer": "transformer", "recompute": True}, {"mixer": "gla", "teacher": True}],
+    ids=str,
+)
 @pytest.mark.filterwarnings("ignore")  # of transformers
-def test_estimated_memory_is_the_peak_of_a_step(changes):
+def test_estimated_memory_is_the_peak_of_a_step(changes, tmp_path):
     """Of all that PyTorch allocates. The estimate is higher, as gradients do not exist before the backward."""
+    if "teacher" in changes:
+        build(recipe(layers=1, mixer="transformer")).save_pretrained(tmp_path)
+        changes |= {"teacher": str(tmp_path)}
     chosen = recipe(layers=3, length=256, micro_batch=2, **changes)
-    model = build(chosen).train()
+    model, teacher = build(chosen).train(), teacher_of(chosen)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     if chosen.recompute:
         recompute_blocks(model)
     ids = torch.randint(0, chosen.vocab_size, (chosen.micro_batch, chosen.length))
 
     def step():
-        model(input_ids=ids, labels=ids, skip_logits=True, use_cache=False).loss.backward()
+        batch = {"input_ids": ids, "labels": ids}
+        out = model(**batch, skip_logits=teacher is None, use_cache=False)
+        loss = out.loss
+        if teacher is not None:
+            loss = loss + divergence(teacher, out.logits, batch, answers(batch))
+        loss.backward()
         optimizer.step()
 
     step()
     optimizer.zero_grad()
     held = sum(p.nbytes for p in model.parameters())
+    held += 0 if teacher is None else sum(p.nbytes for p in teacher.parameters())
     held += sum(x.nbytes for state in optimizer.state.values() for x in state.values())
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         step()

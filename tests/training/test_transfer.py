@@ -1,18 +1,25 @@
 """Attention transfer: what trains, that it goes on where it was killed, and `headrace linearize`."""
 
+import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import tiny
 from headrace import InputError, load
 from headrace.convert.linearize import linearize
 from headrace.data.tokenizer import byte_level
+from headrace.ops.dispatch import set_backend
 from headrace.training import recipes
 from headrace.training import transfer as module
-from headrace.training.linear import Keep, imitate
-from headrace.training.transfer import Imitation, Transfer, transfer
+from headrace.training.linear import Keep, held_out_loss, imitate, state_bytes, without_layers
+from headrace.training.linear_costs import costs
+from headrace.training.loop import Updates
+from headrace.training.processes import Processes
+from headrace.training.transfer import Imitation, Transfer, mean_error, transfer
 from trained import TINY
 
 CPU = torch.device("cpu")
@@ -103,6 +110,21 @@ def test_a_killed_transfer_goes_on_exactly(teacher, data, tmp_path, monkeypatch)
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), whole.parameters(), strict=True))
 
 
+def test_bfloat16_is_of_the_old_model(data, tmp_path):
+    """Its layers imitate as well, to the rounding, and end in the model's own precision."""
+    found = {}
+    for precision in ("float32", "bfloat16"):
+        torch.manual_seed(0)
+        teacher = tiny.build("gqa(kv_heads=2)", num_hidden_layers=2, vocab_size=257)
+        settings = replace(SETTINGS, precision=precision)
+        work, keep = tmp_path / precision, Keep.parsed("0")
+        linear, report = imitate(teacher.float(), HEDGEHOG, keep, data, settings, work, CPU, lambda *_: None, 1)
+        assert linear.dtype == torch.float32 and {p.dtype for p in linear.parameters()} == {torch.float32}
+        found[precision] = report["layers"]["1"]["after"], report["nats"]["transferred"]
+    assert found["bfloat16"] == pytest.approx(found["float32"], rel=0.05)
+    assert found["bfloat16"] != found["float32"]
+
+
 @pytest.mark.parametrize(
     ("text", "kept"),
     [("1", [1]), ("0,2", [0, 2]), ("every=2", [0, 2]), ("every=3", [0]), ("none", []), ("worst=1", None)],
@@ -118,9 +140,31 @@ def test_which_layers_stay(text, kept, teacher, data, tmp_path):
     types = ["full_attention" if i in kept else "linear_attention" for i in range(3)]
     assert linear.config.layer_types == types
     assert all(p.requires_grad for p in linear.parameters()) and not linear.training
+    assert list(report["removed"]) == [str(i) for i in range(3) if i not in kept]
     x = torch.randint(257, (1, 7))
     linear.save_pretrained(tmp_path / "model")
     assert torch.equal(load(tmp_path / "model")(x).logits, linear(x).logits)
+
+
+def test_what_a_layer_is_worth_is_the_loss_without_it(teacher, data):
+    """Its output projection is 0 there."""
+    rows = replace(SETTINGS, held_out=2)
+    found = without_layers(teacher, [0, 2], data, rows)
+    for i in (0, 2):
+        without = copy.deepcopy(teacher)
+        for p in without.model.backbone.layers[i].mixer.o_proj.parameters():
+            p.data.zero_()
+        lost = held_out_loss(without, data, rows) - held_out_loss(teacher, data, rows)
+        assert found[i] == pytest.approx(lost, abs=1e-6)
+    assert not any(block.mixer._forward_hooks for block in teacher.model.backbone.layers)
+
+
+def test_a_linear_layers_state_does_not_grow(teacher):
+    """Of three layers of attention, with 2 heads of keys and values of 8 numbers, one stays: 128 bytes a token."""
+    linear = linearize(teacher, HEDGEHOG, [0, 2])
+    assert state_bytes(teacher.config, 2000) == 3 * 2000 * 2 * 2 * (16 // 2) * 4
+    grown = [state_bytes(linear.config, n) for n in (1000, 2000)]
+    assert grown[1] - grown[0] == 1000 * 2 * 2 * (16 // 2) * 4
 
 
 @pytest.mark.parametrize(
@@ -146,6 +190,9 @@ def test_command(folder, prepared, tmp_path, run_command):
     for what, nats in report["nats"].items():
         assert f"{what} {nats:.3f}" in result.out
     assert f"{report['layers']['1']['after']:.3f}" in result.out
+    page = (tmp_path / "out" / "report.html").read_text("utf-8")
+    for number in (f"{report['nats']['transferred']:.3f}", f"{report['removed']['1']['linear']:+.3f}"):
+        assert number in page
     assert load(tmp_path / "out").config.layer_types.count("linear_attention") == 1
     assert run_command("generate", tmp_path / "out", "--prompt", "2 times", "--max-new-tokens", 3).code == 0
     assert run_command("linearize", *words).code == 2  # the folder exists
@@ -206,3 +253,40 @@ def test_data_of_another_tokenizer_are_refused(folder, tmp_path, run_command):
     prepare(Preparation((str(tmp_path / "text.txt"),), bpe=300, length=32, held_out=0.1), tmp_path / "data")
     result = run_command("linearize", folder, "--data", tmp_path / "data", "--output", tmp_path / "out")
     assert result.code == 2 and "has another tokenizer than the model" in result.err
+
+
+def test_estimated_memory_is_the_peak_of_a_step():
+    """Of all that PyTorch allocates. The estimate is higher, as gradients do not exist before the backward."""
+    teacher = tiny.build("gqa(kv_heads=2)", num_hidden_layers=6, vocab_size=257, hidden_size=64).float()
+    settings, changed = Transfer(rows=4, updates=1), [0, 1, 2, 4, 5]
+    imitation = Imitation(teacher, linearize(teacher, HEDGEHOG, changed))
+    set_backend(imitation, "torch")
+    updates = Updates(imitation, settings, mean_error, Processes(CPU))
+    ids = torch.randint(257, (4, 64))
+
+    def step():
+        updates.backward([{"input_ids": ids, "labels": ids}])
+        updates.step()
+
+    step()
+    held = sum(p.nbytes for model in (teacher, imitation) for p in model.parameters())
+    held += sum(x.nbytes for state in updates.optimizer.state.values() for x in state.values())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        step()
+    now = peak = held
+    for event in seen.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    found = costs(teacher.config, HEDGEHOG, changed, settings, 64)
+    assert 0.85 < peak / sum(found["bytes"].values()) < 1.05
+    P, N = teacher.num_parameters(), sum(p.numel() for p in imitation.parameters())
+    assert found["flops"] == 4 * 64 * (2 * P + 6 * N)
+
+
+def test_command_says_what_a_machine_needs(folder, prepared, tmp_path, run_command):
+    words = ["linearize", folder, "--data", prepared, "--output", tmp_path / "out", "--machine"]
+    result = run_command(*words, "1xH100")
+    assert result.code == 0 and "fits" in result.out and "hours on one H100" in result.out
+    assert not list(tmp_path.iterdir())
+    assert "unknown device; the nearest" in run_command(*words, "1xH101").err

@@ -1,6 +1,7 @@
 """Linearize: a trained model whose attention layers become linear."""
 
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,10 +45,20 @@ class LinearizeOptions:
     trains: Annotated[
         str, typer.Option(help="What trains: new (what the old layers do not have), or all weights of the new layers.")
     ] = "new"
+    precision: Annotated[
+        str, typer.Option(help="Of the old model: float32 or bfloat16. New layers train in float32.")
+    ] = "float32"
     held_out: Annotated[int, typer.Option(help="Held-out rows on which the errors and losses are measured.")] = 16
     seed: Annotated[int, typer.Option(help="Random seed of new weights and of the order of the rows.")] = 0
     device: Device = None
     threads: Threads = None
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            help=r"Machine, such as 1xH100: print its memory and hours for the imitation, and train nothing. "
+            r"\[default: none]"
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -60,8 +71,8 @@ class LinearizeOptions:
         """The settings of the training."""
         from ..training.transfer import Transfer
 
-        own = {"lr": self.lr, "trains": self.trains, "rows": self.rows, "held_out": self.held_out, "seed": self.seed}
-        return Transfer(updates=self.steps, **own)  # type: ignore[arg-type]
+        own = {"lr", "trains", "rows", "precision", "held_out", "seed"}
+        return Transfer(updates=self.steps, **{name: getattr(self, name) for name in own})
 
 
 @takes(LinearizeOptions)
@@ -70,10 +81,12 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
 
     The new layers take over q, k, v and o. Each is trained to give what the old one gave for the same input, all at
     once; nothing else trains. The whole model can then be trained on text, by `headrace train RECIPE mixer=checkpoint
-    weights=OUTPUT`. After an interruption, the same command goes on. OUTPUT/linearize.json has the printed numbers."""
+    weights=OUTPUT teacher=CHECKPOINT`. After an interruption, the same command goes on. OUTPUT/report.html shows what
+    each layer imitates and what the model loses without it, OUTPUT/linearize.json has the numbers."""
     from ..convert.checkpoint import read_config, read_tokenizer
     from ..data import open_data
     from ..training.linear import Keep, checked
+    from ..training.linear_costs import costs
 
     one, keep, settings = options, Keep.parsed(options.keep), options.settings
     with interruptible(f"{one.output} was not created; the same command goes on"):
@@ -83,7 +96,12 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
                 f"--data {str(one.data)!r} has another tokenizer than the model; prepare it with --tokenizer "
                 f"{one.checkpoint}"
             )
-        checked(read_config(one.checkpoint), one.mixer, keep, data, settings)  # before the weights are read
+        config = read_config(one.checkpoint)
+        changed = checked(config, one.mixer, keep, data, settings)  # before the weights are read
+        if one.machine is not None:
+            return show_costs(
+                one.machine, one.mixer, costs(config, one.mixer, changed, settings, data.manifest["length"])
+            )
         with resumed_folder(one.output, CHECKPOINTS) as (work, ready):
             report = _write(one, keep, data, work / "transfer", ready)
             tokenizer.save_pretrained(ready)
@@ -100,7 +118,9 @@ def _write(one: LinearizeOptions, keep: Any, data: Any, work: Path, ready: Path)
 
     from ..convert.checkpoint import load
     from ..files.devices import on_device
+    from ..training.card import can_draw
     from ..training.linear import imitate
+    from ..utils.extras import named
 
     set_seed(one.seed)
     model, device, console = load(one.checkpoint), torch.device(on_device(one.device)), terminal()
@@ -113,8 +133,14 @@ def _write(one: LinearizeOptions, keep: Any, data: Any, work: Path, ready: Path)
 
         linear, report = imitate(model, one.mixer, keep, data, one.settings, work, device, tell, one.threads)
     linear.save_pretrained(ready)
-    report |= {"mixer": one.mixer, "keep": one.keep, "from": str(one.checkpoint)}
+    report |= {"mixer": one.mixer, "keep": one.keep, "from": str(one.checkpoint), "seed": one.seed}
     write_json(ready / "linearize.json", report)
+    if can_draw():
+        from ..report.linearized import write_page
+
+        write_page(report, shlex.join(["headrace", *sys.argv[1:]]), ready)
+    else:
+        print(f"report.html needs {named('studies')}")
     return report
 
 
@@ -127,3 +153,19 @@ def show(report: dict[str, Any]) -> None:
     console.print(table)
     losses = ", ".join(f"{what} {nats:.3f}" for what, nats in report["nats"].items())
     console.print(f"held-out loss in nats per token: {losses}", highlight=False)
+
+
+def show_costs(machine: str, mixer: str, needed: dict[str, Any]) -> dict[str, Any]:
+    """Prints what the imitation needs of a machine."""
+    from ..training.linear_costs import plan
+
+    console, table, found = terminal(), Table("", ""), plan(machine, mixer, needed)
+    for name, size in found["bytes"].items():
+        table.add_row(f"memory, {name}", f"{size / 2**30:,.2f} GiB")
+    total, most = sum(found["bytes"].values()) / 2**30, found["bytes_of_device"] / 2**30
+    no = "does not fit; expected fewer --rows, shorter rows or --precision bfloat16"
+    table.add_row("memory", f"{total:,.1f} of {most:,.1f} GiB: {'fits' if found['fits'] else no}")
+    reached = f"{found['efficiency']:.0%} of the peak, {found['efficiency_source']}"
+    table.add_row("time", f"{found['hours']:,.2g} hours on one {found['device']}, at {reached}")
+    console.print(table)
+    return found

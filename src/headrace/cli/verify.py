@@ -116,6 +116,7 @@ def _precision(name: str) -> Any:
 def _verify_targets(options: VerifyOptions) -> bool:
     """Prints the verdicts on layers and models of others, and returns whether one broke a law or raised."""
     from ..files.devices import on_device
+    from ..files.quiet import quiet
     from ..verification import foreign
 
     dtype, seed = options.dtype or "float32", options.seed
@@ -123,7 +124,7 @@ def _verify_targets(options: VerifyOptions) -> bool:
     laws = None if options.laws is None else [law.strip() for law in options.laws.split(",")]
     command = " ".join(["headrace", "verify", *map(shlex.quote, sys.argv[2:])])
     console, records, failed = terminal(), [], False
-    with foreign.quiet():
+    with quiet():
         for target in [foreign.target(name) for name in options.targets or ()]:
             verdicts = list(foreign.verify(target.adapter, laws, device, precision, seed))
             failed |= any(v.verdict in ("breaks", "raises") for v in verdicts)

@@ -55,6 +55,14 @@ def qwen3_5(c: Fields) -> Model:
     return qwen(c, qwen3_5_projections)
 
 
+def qwen3_5_moe(c: Fields) -> Model:
+    """Every layer has experts, whose weights are always divided by their sum."""
+    c.ignore("intermediate_size")
+    fields = {ours: theirs for ours, theirs in QWEN_EXPERTS.items() if ours != "normalized"}
+    mixture = mixture_of(c, fields, balance=balance(c), normalized=True, shared_gate=True)
+    return qwen(c, qwen3_5_projections, range(c["num_hidden_layers"]), mixture)
+
+
 Projections = Callable[[str, int, int, int, int], Views]
 
 
@@ -65,6 +73,7 @@ def qwen(c: Fields, projections: Projections, sparse: Collection[int] = (), mixt
     specs: dict[str, Any] = {"linear_attention": gated_delta(c, *delta)}
     own = {"linear_attention": named("mixer", "linear_attn", DYNAMICS) | projections("linear_attn", *delta)}
     heads = delta[0]
+    width = mixture.width if mixture is not None and len(sparse) == len(kinds) else c["intermediate_size"]
     if "full_attention" in kinds:
         specs["full_attention"] = spec = qwen_attention(c)
         own["full_attention"], heads = qwen_attention_views("self_attn", spec), c["num_attention_heads"]
@@ -75,7 +84,7 @@ def qwen(c: Fields, projections: Projections, sparse: Collection[int] = (), mixt
     mlps = [qwen_experts(mixture.count, style) if i in sparse else mlp_views("mlp", style) for i in range(len(kinds))]
     views = [plain(NORMS) | own[kind] | mlp for kind, mlp in zip(kinds, mlps, strict=True)]
     return Model(
-        shared(c, layers, style, num_heads=heads, intermediate_size=c["intermediate_size"]),
+        shared(c, layers, style, num_heads=heads, intermediate_size=width),
         assembled(views, whole("model", "embed_tokens", "norm", c["tie_word_embeddings"])),
     )
 
@@ -275,6 +284,11 @@ FORMATS: dict[str, Format] = {
     "qwen3_5_text": Format("Qwen3_5ForCausalLM", qwen3_5, outside=("mtp.",)),
     "qwen3_5": Format(
         "Qwen3_5ForCausalLM", qwen3_5, outside=("mtp.", "model.visual."), inner="text_config",
+        renamed=("model.", "model.language_model."),
+    ),
+    "qwen3_5_moe_text": Format("Qwen3_5MoeForCausalLM", qwen3_5_moe, outside=("mtp.",)),
+    "qwen3_5_moe": Format(
+        "Qwen3_5MoeForCausalLM", qwen3_5_moe, outside=("mtp.", "model.visual."), inner="text_config",
         renamed=("model.", "model.language_model."),
     ),
     "olmo_hybrid": Format("OlmoHybridForCausalLM", olmo_hybrid),

@@ -7,6 +7,7 @@ a short convolution, which begins as the token itself. A new layer computes some
 """
 
 from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import fields, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from .. import zoo
 from ..extra.linearized import LinearizedSpec
+from ..files.quiet import quiet
 from ..hf.config import HeadraceConfig
 from ..hf.model import HeadraceForCausalLM
 from ..layers.attention.attention import SoftmaxAttention
@@ -41,17 +43,21 @@ def linearize(model: HeadraceForCausalLM, mixer: str | MixerSpec, layers: Iterab
     Raises:
         InputError: an index names no attention layer, the mixer is not linear, or it and a layer cannot be combined.
     """
+    return deepcopy(with_linear_layers(model, mixer, layers))
+
+
+def with_linear_layers(model: Any, mixer: str | MixerSpec, layers: Iterable[int] | None = None) -> Any:
+    """The same, but all that stays of the model is shared with it."""
     config: Any = model.config
     chosen = attention_layers(config) if layers is None else sorted({*layers})
-    result: Any = HeadraceForCausalLM(linear_config(config, mixer, chosen))
-    new = {i: result.model.backbone.layers[i].mixer for i in chosen}
+    changed = linear_config(config, mixer, chosen)
     parts = tuple(f"model.backbone.layers.{i}.mixer." for i in chosen)
     kept = {name: value for name, value in model.state_dict().items() if not name.startswith(parts)}
-    missing, unexpected = result.to(model.device, model.dtype).load_state_dict(kept, strict=False)
-    assert not unexpected and all(name.startswith(parts) for name in missing), (missing, unexpected)
-    for i, layer in new.items():
-        _fill(layer, attention_of(model)[i])
-    return result.eval()
+    with quiet():
+        result: Any = HeadraceForCausalLM.from_pretrained(None, config=changed, state_dict=kept, dtype=model.dtype)
+    for i in chosen:
+        _fill(result.model.backbone.layers[i].mixer.to(model.device), attention_of(model)[i])
+    return result
 
 
 def linear_config(config: HeadraceConfig, mixer: str | MixerSpec, chosen: list[int]) -> HeadraceConfig:

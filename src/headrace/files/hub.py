@@ -12,6 +12,7 @@ from ..utils.errors import InputError
 PATIENCE = 5.0  # seconds for the Hub's answer
 OFFLINE = "Note: the Hugging Face Hub does not answer; what is in its cache on this machine is used (HF_HUB_OFFLINE=1)"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+RUN = "run.json"  # in the folder of a run of `headrace train`
 GGUF = ".gguf"  # suffix of the files that `headrace convert` reads alone
 
 
@@ -49,14 +50,18 @@ def hub_answers() -> bool:
 
 def is_on_the_hub(path: str | Path) -> bool:
     """Whether a checkpoint is named by its name on the Hugging Face Hub, OWNER/NAME."""
-    return not Path(path).exists() and Path(path).suffix != GGUF and bool(HUB_NAME.fullmatch(str(path)))
+    here = Path(path).exists() or (Path(path).parent / RUN).is_file()
+    return not here and Path(path).suffix != GGUF and bool(HUB_NAME.fullmatch(str(path)))
 
 
 def check_config(folder: Path) -> None:
     """Raises InputError for a folder without config.json, which names the model of a run of `headrace train`."""
     if (folder / "config.json").is_file():
         return
-    if (folder / "run.json").is_file():
+    if (folder.parent / RUN).is_file() and not folder.exists():
+        others = ", ".join(sorted(each.name for each in folder.parent.iterdir() if (each / "config.json").is_file()))
+        raise InputError(f"checkpoint {str(folder)!r} does not exist; the run has {others or 'none yet'}")
+    if (folder / RUN).is_file():
         expected = "one of its checkpoints; its model is written at the end"
         if (folder / "model" / "config.json").is_file():
             expected = f"its model, {folder / 'model'}"

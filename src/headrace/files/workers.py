@@ -74,7 +74,11 @@ def distribute(call: Callable, jobs: Sequence[tuple], devices: Sequence[str], li
 @contextmanager
 def without_main() -> Iterator[None]:
     """Starts workers that do not run the user's script again, which they would do to find what it defines: a job needs
-    nothing of it, and a script that calls `headrace.compare` may be text on standard input."""
+    nothing of it, and a script that calls `headrace.compare` may be text on standard input. A module that was run by
+    its name, `python -m NAME`, is imported by it: a job may be one of its functions."""
+    if getattr(sys.modules["__main__"], "__spec__", None) is not None:
+        yield
+        return
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     try:
         yield

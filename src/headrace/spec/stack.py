@@ -28,6 +28,7 @@ class Experts(Record):
     groups: PositiveInt = 1  # number of groups of consecutive experts; a group scores the sum of its two best
     chosen_groups: PositiveInt = 1  # number of groups per token from which experts are chosen
     normalized: bool = False  # whether the weights of a token's experts are divided by their sum
+    eps: NonNegativeFloat = 0.0  # added to that sum
     scale: PositiveFloat = 1.0  # factor of the weights
     shared: PositiveInt | None = None  # width of an MLP of all tokens, which is added; None: there is none
     shared_gate: bool = False  # whether a sigmoid of a linear function of the token multiplies that MLP's output

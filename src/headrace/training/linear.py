@@ -2,13 +2,13 @@
 attention, and measures what was lost."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from ..convert.linearize import attention_layers, linear_config, linearize
+from ..convert.linearize import attention_layers, linear_config, with_linear_layers
 from ..data import Collator, PackedData
 from ..files.provenance import claim
 from ..hf.config import HeadraceConfig
@@ -17,6 +17,9 @@ from ..spec.serialize import to_json
 from ..utils.errors import InputError
 from .run import evenly_spaced, full_rows
 from .transfer import Imitation, Tell, Transfer, transfer
+
+FEW = 4  # held-out rows on which layers are removed
+CONTEXTS = 2048, 8192, 32768  # tokens at which states are counted
 
 
 @dataclass(frozen=True)
@@ -65,20 +68,25 @@ def imitate(
     """Makes attention layers of a model linear, and trains them to imitate attention.
 
     Args:
-        model: on the CPU; it is moved to the device, in float32.
+        model: on the CPU; it is moved to the device, in the precision of the settings. What stays of it is shared with
+            the new model.
         folder: of checkpoints, from which the same call goes on.
 
     Returns:
         The model, and a report: {"layers": {index: {"before", "after"}}, relative squared errors on held-out rows;
-        "kept": the attention layers that stay; "nats": {"original", "replaced", "transferred"} per held-out token}.
+        "kept": the attention layers that stay; "nats": {"original", "replaced", "transferred"} per held-out token;
+        "removed": {index of a new layer: {"original", "linear"}}, as `without_layers`; "state_bytes": {tokens:
+        {"original", "linear"}}, of one sequence in float32}.
     """
     changed = checked(model.config, mixer, keep, data, settings)
-    linear = linearize(model, mixer, changed)
+    dtype = model.dtype
+    model.to(device, getattr(torch, settings.precision))
+    linear = with_linear_layers(model, mixer, changed)
+    for i in changed:
+        linear.model.backbone.layers[i].mixer.float()
     folder.mkdir(exist_ok=True)
     plan = {"mixer": to_json(linear.config.mixers[changed[0]]), "layers": changed, "settings": asdict(settings)}
     claim(folder, json.loads(json.dumps(plan)))  # as it is read back: lists for tuples
-    dtype = model.dtype
-    model.to(device).float(), linear.to(device).float()
     nats = {"original": held_out_loss(model, data, settings), "replaced": held_out_loss(linear, data, settings)}
     errors = transfer(Imitation(model, linear, settings.trains), data, settings, folder, device, tell, threads)
     worst = sorted(errors["after"], key=errors["after"].__getitem__)[len(errors["after"]) - keep.worst :]
@@ -88,13 +96,20 @@ def imitate(
     nats["transferred"] = held_out_loss(linear, data, settings)
     layers = {i: {name: found[i] for name, found in errors.items()} for i in errors["after"]}
     kept = [i for i in attention_layers(model.config) if str(i) not in layers or str(i) in worst]
-    return Linearized(linear.eval(), {"layers": layers, "kept": kept, "nats": nats})
+    both, new = {"original": model, "linear": linear}, [int(i) for i in layers if i not in worst]
+    removed = {name: without_layers(each, new, data, replace(settings, held_out=FEW)) for name, each in both.items()}
+    report = {
+        "layers": layers, "kept": kept, "nats": nats,
+        "removed": {str(i): {name: found[i] for name, found in removed.items()} for i in new},
+        "state_bytes": {n: {name: state_bytes(each.config, n) for name, each in both.items()} for n in CONTEXTS},
+    }  # fmt: skip
+    return Linearized(linear.eval(), report)
 
 
 def _with_attention_again(model: Any, linear: Any, mixer: str, layers: set[int]) -> Any:
     """Returns the model with the trained layers of `linear`, but for these, which keep their attention."""
     changed = [i for i in attention_layers(model.config) if i not in {*attention_layers(linear.config), *layers}]
-    result = linearize(model, mixer, changed)
+    result = with_linear_layers(model, mixer, changed)
     for i in changed:
         result.model.backbone.layers[i].mixer = linear.model.backbone.layers[i].mixer
     return result
@@ -112,13 +127,34 @@ def checked(config: HeadraceConfig, mixer: str, keep: Keep, data: PackedData, se
     return changed
 
 
+def without_layers(model: Any, layers: list[int], data: PackedData, settings: Transfer) -> dict[int, float]:
+    """Returns by how much the held-out loss rises, in nats per token, when the mixer of one layer gives 0."""
+    whole, found = held_out_loss(model, data, settings), {}
+    for i in layers:
+        mixer = model.model.backbone.layers[i].mixer
+        hook = mixer.register_forward_hook(lambda module, given, out: (torch.zeros_like(out[0]), out[1]))
+        try:
+            found[i] = held_out_loss(model, data, settings) - whole
+        finally:
+            hook.remove()
+    return found
+
+
+def state_bytes(config: HeadraceConfig, tokens: int) -> int:
+    """Returns what a model keeps of one sequence of so many tokens, in bytes of float32."""
+    return config.stack.state_bytes(config.hidden_size, config.num_heads, tokens, config.num_hidden_layers)
+
+
 @torch.no_grad()
 def held_out_loss(model: HeadraceForCausalLM, data: PackedData, settings: Transfer) -> float:
     """Returns the loss in nats per token over as many held-out rows as an evaluation has."""
     total, count = 0.0, 0
+    model.eval()
     for row in evenly_spaced(data.held_out, settings.held_out):
         batch = {name: x.to(model.device) for name, x in Collator(0)([row]).items()}
         tokens = batch["labels"].shape[1] - 1
-        total += model.eval()(**batch, skip_logits=True, use_cache=False).loss.item() * tokens
+        with settings.autocast(model.device):
+            loss = model(**batch, skip_logits=True, use_cache=False).loss
+        total += loss.item() * tokens
         count += tokens
     return total / count

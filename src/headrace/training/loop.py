@@ -22,6 +22,7 @@ from ..ops.loss import IGNORED
 from ..utils.integrity import write_json
 from . import checkpoints
 from .agreement import errors_in_all
+from .distillation import divergence
 from .gate_statistics import GateWatch
 from .history import History, Measures
 from .optimization import Optimization
@@ -171,12 +172,15 @@ class Loop:
         shared: the model, in what lets processes share its gradients.
         held_out: the rows of an evaluation.
         folder: where its checkpoints are.
+        teacher: of the recipe, on the device.
     """
 
     def __init__(
-        self, model: Any, shared: nn.Module, batches: Batches, held_out: Any, measures: Measures, folder: Path
-    ):
+        self, model: Any, shared: nn.Module, batches: Batches, held_out: Any, measures: Measures, folder: Path,
+        teacher: nn.Module | None = None,
+    ):  # fmt: skip
         self.model, self.batches, self.held_out, self.measures = model, batches, held_out, measures
+        self.teacher = teacher
         self.folder, self.recipe, self.processes = folder, batches.recipe, batches.processes
         self.history = History(shown=self.processes.rank == 0)
         self.updates = Updates(shared, self.recipe, self.loss, self.processes, self.recipe.precision)
@@ -218,7 +222,11 @@ class Loop:
 
     def loss(self, model: nn.Module, batch: Batch, count: Tensor | None = None) -> Tensor:
         """The sum of the losses over `count`, or over the number of the batch's labels."""
-        loss = model(**batch, num_items_in_batch=count, skip_logits=True, use_cache=False).loss
+        out = model(**batch, num_items_in_batch=count, skip_logits=self.teacher is None, use_cache=False)
+        loss, mask = out.loss, answers(batch)
+        if self.teacher is not None:
+            items = (mask.sum() if count is None else count).clamp(min=1)
+            loss = loss + self.recipe.kl * divergence(self.teacher, out.logits, batch, mask) / items
         return loss * self.processes.count  # as gradients are averaged over the processes
 
     # --- numbers that are not finite ---------------------------------------------------------------------------------

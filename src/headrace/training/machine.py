@@ -16,12 +16,13 @@ from ..ops.loss import PIECE
 from ..utils.errors import InputError, nearest
 from .efficiency import Efficiency
 from .efficiency import efficiency as known
-from .model import counted, estimate
+from .model import counted, estimate, meta_model, taught_by
 from .recipes import Recipe
 
 # Of a CPU's rate in matrix products, that a training step reaches: 0.83 (transformer) and 0.86 (softmax-gla) were
 # measured with laptop-5m on one core; evaluations, checkpoints and narrower models take more.
 REACHED = 0.7
+OF_TEACHER = 8 * 4  # bytes per logit of the model with a teacher: the divergence, the cross-entropy and their gradients
 RECOMPUTED = 4 / 3  # operations of a step that computes the forward pass twice, over those of one that does not
 DAY = 24 * 60 * 60  # seconds
 
@@ -152,7 +153,8 @@ def memory(recipe: Recipe, devices: int) -> dict[str, int]:
     - without shard, for N > 1, the buckets in which DistributedDataParallel sums gradients: 4 P;
     - autocast's copies of the weights in bfloat16: 2 P; with shard, of what is whole;
     - what a forward pass over the rows of a device saves for the backward, counted on a model without memory;
-    - while the backward begins, a piece of the logits; with `recompute`, later the tensors of one block, if larger.
+    - while the backward begins, a piece of the logits; with `recompute`, later the tensors of one block, if larger;
+    - the weights of a teacher, and instead of a piece of the logits all of them, eight times in float32.
     """
     costs, blocks = estimate(recipe), counted(recipe).blocks
     P, sharded = costs["parameters"]["tied" if recipe.tie else "untied"], recipe.shard > 1
@@ -165,14 +167,18 @@ def memory(recipe: Recipe, devices: int) -> dict[str, int]:
         held["buckets of gradients"] = 4 * P
     if recipe.precision == "bfloat16":
         held["weights in bfloat16"] = 2 * whole
+    if recipe.teacher is not None:
+        held["teacher"] = 4 * meta_model(taught_by(recipe)).num_parameters()
     return held | {"kept for the backward": kept, "at work": _at_work(recipe)}
 
 
 def _at_work(recipe: Recipe) -> int:
     """Bytes of the larger of a piece of the logits, which softmax holds twice in float32 and, in bfloat16, twice more,
-    and of what is kept of one block when it is computed again."""
-    tokens = recipe.micro_batch * recipe.length // recipe.context_parallel
-    logits = min(tokens * recipe.vocab_size, PIECE) * (12 if recipe.precision == "bfloat16" else 8)
+    and of what is kept of one block when it is computed again. With a teacher all logits are there."""
+    whole = recipe.micro_batch * recipe.length // recipe.context_parallel * recipe.vocab_size
+    logits = min(whole, PIECE) * (12 if recipe.precision == "bfloat16" else 8)
+    if recipe.teacher is not None:
+        logits = whole * OF_TEACHER
     if not recipe.recompute:
         return logits
     kept = estimate(replace(recipe, recompute=False))["bytes"]["kept for the backward"]

@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from .recipes import CHECKPOINT, SIZES, Recipe
 
 SHARED = 12  # bytes per parameter of the weight and AdamW's two moments in float32
 WHOLE = 4  # of the gradient, which a process keeps whole until the end of a step
+FORWARD = 3  # FLOPs of a step over those of its forward pass, which is all that a teacher computes
 KEPT = ("style", "mlp", "norm_eps", "rope_theta")  # fields of a config that a recipe does not have
 
 
@@ -76,6 +78,11 @@ def meta_model(recipe: Recipe) -> HeadraceForCausalLM:
     return model
 
 
+def taught_by(recipe: Recipe) -> Recipe:
+    """The same with the teacher as its model."""
+    return replace(recipe, mixer=CHECKPOINT, weights=recipe.teacher, teacher=None, kl=Recipe.kl)
+
+
 class Counted(NamedTuple):
     """What is counted on the meta-device model of a recipe."""
 
@@ -107,6 +114,8 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     parameters, _, flops, kept, slow = counted(recipe)
     trained = parameters["tied" if recipe.tie else "untied"]
     held = WHOLE * trained + SHARED * trained // recipe.shard
+    if recipe.teacher is not None:
+        flops += counted(taught_by(recipe)).flops_per_token // FORWARD
     return {
         "parameters": dict(parameters),
         "steps": recipe.steps,
@@ -194,9 +203,18 @@ def _tokens(recipe: Recipe) -> int:
 
 
 def _kept_for_backward(model: HeadraceForCausalLM, recipe: Recipe) -> dict[str, int]:
-    """Bytes that a forward pass over one row saves for the backward in a process, in the recipe's precision and
-    uncompiled. Each storage counts once, for the part of the layers, such as `mlp` or `mixer`, that saved it first, and
-    outside the layers for ""."""
+    """`kept_for_backward` of a forward pass over one row in a process, in the recipe's precision and uncompiled."""
+    if recipe.recompute:
+        recompute_blocks(model)
+    nn.Module.to(model, getattr(torch, recipe.precision))
+    ids = torch.zeros(1, _tokens(recipe), dtype=torch.long)
+    # the loss keeps as much as the last hidden states
+    return kept_for_backward(lambda: model(input_ids=ids, use_cache=False), model.parameters())
+
+
+def kept_for_backward(call: Callable[[], Any], weights: Iterable[Tensor]) -> dict[str, int]:
+    """Returns the bytes that a call on the meta device saves for its backward, beside the weights. Each storage counts
+    once, for the part of the layers, such as `mlp` or `mixer`, that saved it first, and outside the layers for ""."""
     kept: dict[int, tuple[str, Any]] = {}
     modules = ModuleTracker()
 
@@ -205,16 +223,13 @@ def _kept_for_backward(model: HeadraceForCausalLM, recipe: Recipe) -> dict[str, 
         kept.setdefault(x.untyped_storage()._cdata, (inside[1] or "block" if inside else "", x.untyped_storage()))
         return x
 
-    if recipe.recompute:
-        recompute_blocks(model)
-    nn.Module.to(model, getattr(torch, recipe.precision))
-    weights = {p.untyped_storage()._cdata for p in model.parameters()}
-    ids = torch.zeros(1, _tokens(recipe), dtype=torch.long)
+    own = {p.untyped_storage()._cdata for p in weights}
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), _RealIntegers(), _FusedAttention(), modules:
-        model(input_ids=ids, use_cache=False)  # the loss keeps as much as the last hidden states
+        result = call()
     found: Counter[str] = Counter()
     for key, (part, storage) in kept.items():
-        found[part] += storage.nbytes() * (key not in weights)
+        found[part] += storage.nbytes() * (key not in own)
+    del result  # until here, so that no storage's address is taken twice
     return dict(found)
 
 

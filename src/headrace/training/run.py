@@ -28,6 +28,7 @@ from transformers import AutoTokenizer, set_seed
 from ..convert.checkpoint import fetched
 from ..data import Collator, PackedData, open_data, unigram_loss
 from ..files.checks import damage, read_record
+from ..files.hub import RUN
 from ..files.processes import handling
 from ..files.provenance import claim, defaults
 from ..files.results import restored
@@ -38,6 +39,7 @@ from . import checkpoints
 from .agreement import agreed, errors_in_all, rank
 from .card import baseline_sentence, can_draw, read_history, write_card
 from .compiled import compile_for_training, is_compiled, report_compiler_errors
+from .distillation import teacher_of
 from .history import Measures, check_trackers, open_trackers
 from .loop import Batches, Loop, answers
 from .machine import peak
@@ -145,7 +147,7 @@ def begin(folder: Path, recipe: Recipe, data: PackedData) -> Path | None:
     fields = {name: value for name, value in asdict(recipe).items() if name not in OF_THE_MACHINE}
     recipe_as_read = json.loads(json.dumps(fields))  # lists for tuples
     plan = {"recipe": recipe_as_read, "data": identity, "order": ORDER}
-    claim(folder, plan, "run.json", defaults({"recipe": recipe}))
+    claim(folder, plan, RUN, defaults({"recipe": recipe}))
     checkpoints.discard_unfinished(folder)
     return checkpoints.newest(folder)
 
@@ -195,24 +197,26 @@ def check_data(recipe: Recipe, data: PackedData) -> None:
 
 
 def check_tokenizer(recipe: Recipe, data: PackedData) -> None:
-    """InputError if the checkpoint of the recipe has another tokenizer than the data."""
-    if recipe.weights is None or data.tokenizer is None:
-        return
-    file = fetched(recipe.weights) / "tokenizer.json"
-    if not file.is_file():
-        return
-    with reading(f"weights={recipe.weights!r} has no readable tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, local_files_only=True)
-    if tokenizer.get_vocab() != data.tokenizer.get_vocab():
-        raise InputError(
-            f"weights={recipe.weights!r} has another tokenizer than the data; prepare the data with --tokenizer "
-            f"{recipe.weights}"
-        )
+    """InputError if a checkpoint of the recipe has another tokenizer than the data."""
+    for name in ("weights", "teacher"):
+        checkpoint = getattr(recipe, name)
+        if checkpoint is None or data.tokenizer is None:
+            continue
+        file = fetched(checkpoint) / "tokenizer.json"
+        if not file.is_file():
+            continue
+        with reading(f"{name}={checkpoint!r} has no readable tokenizer"):
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, local_files_only=True)
+        if tokenizer.get_vocab() != data.tokenizer.get_vocab():
+            raise InputError(
+                f"{name}={checkpoint!r} has another tokenizer than the data; prepare the data with --tokenizer "
+                f"{checkpoint}"
+            )
 
 
 def make_loop(recipe: Recipe, data: PackedData, folder: Path, processes: Processes) -> Loop:
     with errors_in_all():
-        model = build(recipe)
+        model, teacher = build(recipe), teacher_of(recipe)
     rows = full_rows(data.train, recipe.length)
     end = None if data.tokenizer is None else data.tokenizer.eos_token_id
     model.config.eos_token_id = model.generation_config.eos_token_id = end
@@ -228,6 +232,7 @@ def make_loop(recipe: Recipe, data: PackedData, folder: Path, processes: Process
             recipe.batch_tokens, held_out["bytes"] / held_out["tokens"], seconds_per_token(recipe, processes.count)
         ),
         folder,
+        teacher and teacher.to(processes.device),
     )
 
 

@@ -10,6 +10,7 @@ so that all layers train at once, in one pass of the old model, and none is dist
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -51,11 +52,17 @@ class Transfer(Optimization):
     held_out: PositiveInt = 16  # rows of an evaluation
     save_every: PositiveInt = 50  # steps
     trains: Literal["new", "all"] = "new"  # what the old layers do not have, or all weights of the new layers
+    # bfloat16: of the old model and its activations, with autocast; the new layers' weights are float32
+    precision: Literal["bfloat16", "float32"] = "float32"
     seed: int = 0
 
     @property
     def steps(self) -> int:
         return self.updates
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """The context in which layers of both precisions compute."""
+        return torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
 
 
 class Imitation(nn.Module):
@@ -122,11 +129,11 @@ def transfer(
     Returns:
         {"before": error of each layer on held-out rows by its index, "after": the same}.
     """
-    updates = Updates(imitation, settings, mean_error, Processes(device))
+    updates = Updates(imitation, settings, mean_error, Processes(device), settings.precision)
     before = errors(imitation, data, settings, device)
     first = _resumed(updates, folder)
     with timed_steps(device, threads) as took:
-        for step, batch in islice(enumerate(_batches(data, settings, device), 1), first, settings.steps):
+        for step, batch in islice(enumerate(batches(data, settings, device), 1), first, settings.steps):
             begun = time.perf_counter()
             (error,) = updates.backward([batch])
             updates.clip()
@@ -146,12 +153,13 @@ def mean_error(imitation: nn.Module, batch: Batch, count: Tensor) -> Tensor:
 def errors(imitation: Imitation, data: PackedData, settings: Transfer, device: torch.device) -> dict[str, float]:
     """Returns the error of each layer by its index, the mean over held-out rows."""
     rows = evenly_spaced(data.held_out, settings.held_out)
-    found = [imitation(_batch([rows[i]], device)["input_ids"]) for i in range(len(rows))]
+    with settings.autocast(device):
+        found = [imitation(_batch([rows[i]], device)["input_ids"]) for i in range(len(rows))]
     mean = torch.stack(found).double().mean(0)
     return dict(zip(imitation.layers, mean.tolist(), strict=True))
 
 
-def _batches(data: PackedData, settings: Transfer, device: torch.device) -> Iterator[Batch]:
+def batches(data: PackedData, settings: Transfer, device: torch.device) -> Iterator[Batch]:
     """The rows of each step without an end, each epoch in another random order."""
     chance, rows = torch.Generator().manual_seed(settings.seed), full_rows(data.train, data.manifest["length"])
     while True:

@@ -98,7 +98,7 @@ class MixtureOfExperts(SelfInitialized):
         chosen = merits.topk(spec.chosen, -1).indices
         weights = scores.gather(-1, chosen)
         if spec.normalized:
-            weights = shares_of(weights)
+            weights = shares_of(weights, spec.eps)
         return Routing(scores if spec.scores == "softmax" else shares_of(scores), chosen), weights * spec.scale
 
     def _mixed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -132,9 +132,9 @@ def within_groups(merits: Tensor, groups: int, chosen: int) -> Tensor:
     return grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
 
 
-def shares_of(scores: Tensor) -> Tensor:
-    """Returns scores [..., E] ≥ 0 divided by their sum; zeros stay zeros."""
-    return scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+def shares_of(scores: Tensor, eps: float = 0.0) -> Tensor:
+    """Returns scores [..., E] ≥ 0 divided by their sum plus eps; zeros stay zeros."""
+    return scores / (scores.sum(-1, keepdim=True) + eps).clamp(min=torch.finfo(scores.dtype).tiny)
 
 
 def balance_loss(routing: Routing, mask: Tensor | None = None) -> Tensor:

@@ -56,6 +56,8 @@ class Recipe(Optimization):
     vocab_size: PositiveInt = 32000
     tie: bool = True  # one matrix for the embedding and the output
     weights: str | None = None  # checkpoint of the initial weights; None: random weights
+    teacher: str | None = None  # checkpoint whose distribution of the next token the model learns too
+    kl: PositiveFloat = 1.0  # weight of the divergence from the teacher, beside 1 of the cross-entropy
 
     # the data
 
@@ -96,6 +98,10 @@ class Recipe(Optimization):
         yield (
             self.mixer == CHECKPOINT and self.weights is None,
             f"mixer={self.mixer!r} without weights; expected weights=FOLDER, whose layers the model has",
+        )
+        yield (
+            self.kl != Recipe.kl and self.teacher is None,
+            f"kl={self.kl:g} without a teacher; expected teacher=FOLDER",
         )
         yield (
             self.batch_tokens % self.length > 0,

@@ -2,8 +2,8 @@
 
 from .check import LAWS, Case, Verdict, verify
 from .report import HEADER, as_json, snippet, table
-from .targets import MODELS, Target, quiet, target
+from .targets import MODELS, Target, target
 
 __all__ = [
-    "HEADER", "LAWS", "MODELS", "Case", "Target", "Verdict", "as_json", "quiet", "snippet", "table", "target", "verify",
+    "HEADER", "LAWS", "MODELS", "Case", "Target", "Verdict", "as_json", "snippet", "table", "target", "verify",
 ]  # fmt: skip

@@ -5,8 +5,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,22 +101,6 @@ def sizes_of(model_type: str) -> dict[str, Any]:
 
     known = AutoConfig.for_model(model_type).to_dict()
     return {field: size for field, size in SIZES.items() if field in known} | MODELS.get(model_type, {})
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Leaves transformers' warnings about missing kernels and its progress bars out of the terminal."""
-    from transformers.utils import logging
-
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def _of_transformers(name: str, what: str) -> tuple[Callable, tuple]:

@@ -1,0 +1,248 @@
+"""Does competition help to imitate attention? Half of a released model's attention layers become linear, with gates or
+without.
+
+    python -m research.linear run MODEL DATA BOOK    into results/linear.csv; the same command continues
+    python -m research.linear show                   the tables, as Markdown
+
+MODEL is a folder of `headrace convert`, DATA one of `headrace prepare` with its tokenizer, BOOK a text file. Every arm
+replaces half of the attention layers, is trained to imitate them, and then as a whole on the same rows; the control is
+the unchanged model, trained as a whole. All arms of a seed read the same rows in the same order.
+
+    error         of a layer's output, relative and squared, on held-out rows: the mean over the new layers
+    nats          per token on held-out rows of DATA
+    book          nats per token of BOOK
+    pairs, needle nats per token of a number that the text told before: among 16 other names, or 900 tokens earlier
+"""
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice, product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import typer
+
+from benchmarks.record import markdown, read, write
+from headrace.convert import load
+from headrace.convert.checkpoint import read_tokenizer
+from headrace.data import PackedData, open_data
+from headrace.files import engine
+from headrace.files.engine import Claim, Point, Row
+from headrace.files.processes import locked
+from headrace.files.workers import Worker, place_workers
+from headrace.report import stats
+from headrace.tasks.text import read as read_text
+from headrace.training.linear import Keep, held_out_loss, imitate
+from headrace.training.loop import Batch, Updates
+from headrace.training.processes import Processes
+from headrace.training.transfer import Transfer, batches
+
+from . import RESULTS
+
+QUESTION = (
+    "Does a softmax over heads lower what is lost when attention layers become linear, beyond gates of the same range "
+    "without it? Student's t over the differences of arms with the same seed, corrected by Holm's rule over all "
+    "differences of the table."
+)
+BASE = "hedgehog(decay.kind=sigmoid-head{})"
+MIXERS = {
+    "none": BASE.format(""),
+    "softmax": BASE.format(",competition=default"),
+    "sigmoid": BASE.format(",competition=sigmoid"),
+}
+CONTROL = "unchanged"
+PAIRS = (("softmax", "none"), ("softmax", "sigmoid"), ("sigmoid", "none"))
+MEASURES = ("error", "nats", "book", "pairs", "needle")
+SEEDS = range(3)
+KEEP = Keep(every=2)
+IMITATION = Transfer(updates=200, rows=2, held_out=16, precision="bfloat16")
+WHOLE = Transfer(lr=1e-4, updates=50, rows=2, clip=1.0, precision="bfloat16")
+PROMPTS, NAMES = 24, 16  # texts of pairs; names in each of them
+NEEDLES, DISTANCE = 8, 900  # texts of a needle; tokens between it and the question
+KEPT = RESULTS / "linear.csv"
+CPU = torch.device("cpu")
+app = typer.Typer(add_completion=False, help=__doc__)
+
+
+@dataclass(frozen=True)
+class Arm:
+    name: str
+    seed: int
+    model: Path
+    data: Path
+    book: Path
+
+
+@app.command()
+def run(model: Path, data: Path, book: Path, folder: Path = Path("runs", "linear"), workers: int | None = None) -> None:
+    """Trains and measures every arm."""
+    arms = [Arm(name, seed, model, data, book) for seed, name in product(SEEDS, (CONTROL, *MIXERS))]
+    points = [Point(f"{arm.name}, seed {arm.seed}", Path("arms", f"{arm.name}-{arm.seed}.json"), arm) for arm in arms]
+    plan = {
+        "question": QUESTION,
+        "mixers": MIXERS,
+        "imitation": asdict(IMITATION),
+        "whole": asdict(WHOLE),
+        "keep": asdict(KEEP),
+    }
+    with locked(folder):
+        claim, progress = Claim(json.loads(json.dumps(plan))), engine.lines(print, points)
+        rows = engine.run(folder, claim, points, measured, progress, place_workers(["cpu"], workers))
+    write(KEPT, rows)
+
+
+def measured(arm: Arm, worker: Worker) -> Row:
+    """One arm's row: what is measured of the model as released, after the imitation, and after training as a whole."""
+    torch.manual_seed(arm.seed)
+    model, data, result = load(arm.model).float(), open_data(arm.data), {"arm": arm.name, "seed": arm.seed}
+    tests = probes(arm)
+    if arm.name == CONTROL:
+        result |= named("released", tests(model, data))
+    else:
+        settings = replace(IMITATION, seed=arm.seed)
+
+        def tell(step: int, error: float) -> None:
+            if step % 50 == 0:
+                worker.report(f"step {step}, error {error:.3f}")
+
+        work = Path("runs", "linear", "work", f"{arm.name}-{arm.seed}")
+        work.mkdir(parents=True, exist_ok=True)
+        model, report = imitate(model, MIXERS[arm.name], KEEP, data, settings, work, CPU, tell, 1)
+        layers = report["layers"].values()
+        result |= {f"error_{when}": sum(layer[when] for layer in layers) / len(layers) for when in ("before", "after")}
+        result |= {"nats_replaced": report["nats"]["replaced"]} | named("imitating", tests(model, data))
+    whole(model, data, replace(WHOLE, seed=arm.seed))
+    return result | named("trained", tests(model, data))
+
+
+def named(when: str, values: dict[str, float]) -> Row:
+    return {f"{name}_{when}": value for name, value in values.items()}
+
+
+def whole(model: Any, data: PackedData, settings: Transfer) -> None:
+    """Trains all weights on the rows of the data."""
+    updates = Updates(model, settings, loss, Processes(CPU), settings.precision)
+    for batch in islice(batches(data, settings, CPU), settings.steps):
+        updates.backward([batch])
+        updates.clip()
+        updates.step()
+
+
+def loss(model: Any, batch: Batch, count: torch.Tensor) -> torch.Tensor:
+    return model(**batch, num_items_in_batch=count, skip_logits=True, use_cache=False).loss
+
+
+# --- what is measured ------------------------------------------------------------------------------------------------
+
+
+def probes(arm: Arm) -> Callable[[Any, PackedData], dict[str, float]]:
+    """A function of a model and the data that returns its losses, on the same texts for every arm."""
+    tokenizer, prose = read_tokenizer(arm.model), read_text(arm.book)
+    ids = tokenizer(prose[: 16 * 256 * 8])["input_ids"]
+    rows = torch.tensor(ids[: 16 * 256]).view(16, 256)
+    filler = tokenizer(prose[200_000:400_000])["input_ids"]
+    recall = {
+        "pairs": list(prompts(tokenizer, PROMPTS, NAMES, [])),
+        "needle": list(prompts(tokenizer, NEEDLES, 1, filler)),
+    }
+
+    @torch.no_grad()
+    def losses(model: Any, data: PackedData) -> dict[str, float]:
+        model.eval()
+        found = {"nats": held_out_loss(model, data, IMITATION)}
+        found["book"] = sum(float(model(row[None], labels=row[None], skip_logits=True).loss) for row in rows) / len(
+            rows
+        )
+        return found | {name: answer_loss(model, texts) for name, texts in recall.items()}
+
+    return losses
+
+
+def prompts(tokenizer: Any, count: int, names: int, filler: Sequence[int]) -> Iterator[tuple[torch.Tensor, int]]:
+    """Pairs (token ids of a text, number of its last tokens that are the answer)."""
+    chance = random.Random(0)
+    for i in range(count):
+        people = chance.sample(PEOPLE, names)
+        codes = {name: "".join(chance.choices("0123456789", k=5)) for name in people}
+        told = tokenizer(" ".join(f"The code of {name} is {code}." for name, code in codes.items()))["input_ids"]
+        asked = chance.choice(people)
+        question = tokenizer(f" The code of {asked} is")["input_ids"]
+        answer = tokenizer(f" {codes[asked]}")["input_ids"]
+        between = list(filler[i * DISTANCE : (i + 1) * DISTANCE])
+        yield torch.tensor(told + between + question + answer), len(answer)
+
+
+PEOPLE = (
+    "Anna", "Bert", "Carl", "Dora", "Emil", "Frank", "Grace", "Henry", "Irene", "James", "Karen",
+    "Louis", "Maria", "Nancy", "Oscar", "Peter", "Quinn", "Rose", "Simon", "Tina", "Victor", "Walter",
+    "Xenia", "Yvonne", "Zoe", "Albert", "Bella", "Clara", "David", "Edith", "Felix", "Gina",
+)  # fmt: skip
+
+
+def answer_loss(model: Any, texts: Sequence[tuple[torch.Tensor, int]]) -> float:
+    """The mean loss in nats of the tokens of an answer."""
+    total, count = 0.0, 0
+    for ids, length in texts:
+        logits = model(ids[None], use_cache=False, logits_to_keep=length + 1).logits[0, :-1]
+        total += float(F.cross_entropy(logits.float(), ids[-length:], reduction="sum"))
+        count += length
+    return total / count
+
+
+# --- what is shown ---------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def show() -> None:
+    print(*lines(), sep="\n")
+
+
+def lines() -> list[str]:
+    """The means of the arms, and their differences of one seed."""
+    rows = read(KEPT)
+    return [*means(rows), "", *differences(rows)]
+
+
+def means(rows: list[dict[str, str]]) -> list[str]:
+    columns = [name for name in rows[0] if name.split("_")[0] in MEASURES]
+    table = []
+    for arm in (CONTROL, *MIXERS):
+        own = [row for row in rows if row["arm"] == arm]
+        cells = [[float(row[column]) for row in own if row[column]] for column in columns]
+        table.append([arm, str(len(own)), *(f"{sum(cell) / len(cell):.3f}" if cell else "" for cell in cells)])
+    return markdown(["arm", "seeds", *(column.replace("_", " ") for column in columns)], table)
+
+
+def differences(rows: list[dict[str, str]]) -> list[str]:
+    columns = [
+        name for name in rows[0] if name.split("_")[0] in MEASURES and name.endswith(("after", "imitating", "trained"))
+    ]
+    values = {(row["arm"], row["seed"]): row for row in rows}
+    found = []
+    for column, (a, b) in product(columns, PAIRS):
+        seeds = [seed for arm, seed in values if arm == a and (b, seed) in values]
+        found.append((column, a, b, [float(values[a, i][column]) - float(values[b, i][column]) for i in seeds]))
+    corrected = stats.holm([stats.paired(x) for *_, x in found])
+    table = [row(column, a, b, x, p) for (column, a, b, x), p in zip(found, corrected, strict=True)]
+    return markdown(["measure", "difference", "seeds", "mean", "95 % interval", "p by Holm"], table)
+
+
+def row(column: str, a: str, b: str, x: list[float], p: float) -> list[str]:
+    mean = stats.mean_over_seeds(x)
+    low, high = mean.interval
+    return [
+        column.replace("_", " "),
+        f"{a} - {b}",
+        str(len(x)),
+        f"{mean.value:+.3f}",
+        f"{low:+.3f} … {high:+.3f}",
+        f"{p:.2g}",
+    ]
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,92 @@
+"""The page of `headrace linearize`: what the new layers imitate, what the model lost, and what its state takes."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from ..files.environment import environment
+from .page import Page, Section, picture
+from .style import PALETTE, SOFT, STYLE
+
+Report = dict[str, Any]  # as `training.linear.imitate` returns it
+ERRORS = (
+    "‖new − old‖² / ‖old‖² of a layer's output on held-out rows, where both get the input of the old model: 0 is a "
+    "perfect imitation, 1 is an output of 0."
+)
+REMOVED = (
+    "How much the held-out loss rises when one layer gives 0, in nats per token: in the original, whose layer is "
+    "attention, and in the new model. Where the second is near 0 and the first is not, the model goes round its linear "
+    "layer (arXiv 2510.05901)."
+)
+STAGES = {
+    "original": "as it was read", "replaced": "with new layers, before they train", "transferred": "after they imitate"
+}  # fmt: skip
+
+
+def write_page(report: Report, command: str, folder: Path) -> Path:
+    """Writes report.html and its pictures into the folder of a linearized model; `report` is its linearize.json."""
+    nats, kept = report["nats"], ", ".join(map(str, report["kept"])) or "none"
+    loss, more = nats["transferred"], nats["transferred"] - nats["original"]
+    page = Page(
+        "A model made linear",
+        [f"{len(report['layers'])} attention layers of {report['from']} became {report['mixer']}; kept: {kept}."],
+        [losses(nats), imitation(report, folder), removal(report["removed"], folder), states(report["state_bytes"])],
+        command,
+        [environment() | {"seed": report["seed"]}],
+        f"The held-out loss is {loss:.3f} nats per token, {more:+.3f} to the original, before the whole model trains.",
+    )
+    return page.write(folder / "report.html")
+
+
+def losses(nats: dict[str, float]) -> Section:
+    rows = [(name, STAGES[name], f"{value:.3f}") for name, value in nats.items()]
+    return Section("Loss", header=("model", "", "nats per held-out token"), rows=rows)
+
+
+def imitation(report: Report, folder: Path) -> Section:
+    layers = report["layers"]
+    stays = {i: "keeps its attention" if int(i) in report["kept"] else "" for i in layers}
+    drawn = bars({when: [x[when] for x in layers.values()] for when in ("before", "after")}, list(layers), "error")
+    return Section(
+        "Imitation, layer by layer",
+        about=[ERRORS],
+        header=("layer", "before", "after", ""),
+        rows=[(i, f"{x['before']:.3f}", f"{x['after']:.3f}", stays[i]) for i, x in layers.items()],
+        pictures=[picture("Errors before and after the imitation.", drawn, folder / "errors.png")],
+    )
+
+
+def removal(layers: dict[str, dict[str, float]], folder: Path) -> Section:
+    names = {"original": "original", "new model": "linear"}
+    values = {name: [x[key] for x in layers.values()] for name, key in names.items()}
+    drawn = bars(values, list(layers), "nats per token")
+    return Section(
+        "Each layer removed",
+        about=[REMOVED],
+        header=("layer", *names),
+        rows=[(i, *(f"{x[key]:+.3f}" for key in names.values())) for i, x in layers.items()],
+        pictures=[picture("The loss without one layer, less that with all.", drawn, folder / "removed.png")],
+    )
+
+
+def states(bytes_at: dict[Any, dict[str, int]]) -> Section:
+    rows = [(f"{int(n):,}", *(f"{x[key] / 1e6:,.1f}" for key in ("original", "linear"))) for n, x in bytes_at.items()]
+    about = ["What one sequence keeps between tokens, in float32."]
+    return Section("State", about=about, header=("tokens of context", "original, MB", "new model, MB"), rows=rows)
+
+
+def bars(values: dict[str, list[float]], layers: list[str], unit: str) -> Figure:
+    """A figure with a group of bars for each layer, one of each of the two names in `values`."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(8, 3), layout="constrained")
+        ax, width = figure.add_subplot(), 0.4
+        for (name, heights), side, colour in zip(values.items(), (-0.5, 0.5), (SOFT, PALETTE[0]), strict=True):
+            ax.bar([x + side * width for x in range(len(layers))], heights, width, label=name, color=colour)
+        ax.set_xticks(range(len(layers)), layers)
+        ax.set_xlabel("layer")
+        ax.set_ylabel(unit)
+        ax.grid(axis="x", visible=False)
+        ax.legend()
+    return figure
