@@ -125,7 +125,7 @@ def nothing_comes_from_outside(site, pages):
 def generated_pages_are_complete(pages):
     for name in zoo.names():
         assert name.removeprefix("softmax-") in pages["mixers.html"].text, name
-    text = pages["guide.html"].text
+    text = pages["reference.html"].text
     for command in get_command(app).commands.values():
         options = [option for parameter in command.params for option in parameter.opts if option.startswith("--")]
         missing = [option for option in (f"headrace {command.name}", *options) if option not in text]
