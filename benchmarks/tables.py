@@ -1,6 +1,6 @@
-"""The measurements of research/docs/benchmarks.md, from the newest rows of results/*.csv: `python benchmarks/tables.py`.
+"""The measurements of research/docs/benchmarks.md, from the newest rows of results/*.csv: python benchmarks/tables.py
 
-`make -C research generated` writes them to the page; `make generated` the server's to docs/serving.md, and the brief ones."""
+`make -C research generated` writes them to the page, `make generated` those of docs/serving.md and docs/choose.md."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator

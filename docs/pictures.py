@@ -156,7 +156,14 @@ def mixers() -> None:
     for i, column in enumerate(columns):
         note(ax, (1.37 + 1.83 * i, 3.24), f"decay: {column}", color="black", fontsize=9, weight="bold")
         for rule, colour, middle, height in (("add", BLUE, 2.32, 1.5), ("delta", RED, 0.8, 1.45)):
-            box(ax, (1.37 + 1.83 * i, middle), (1.75, height), "\n".join(cells.get((rule, column), "–")), colour, fontsize=8)
+            box(
+                ax,
+                (1.37 + 1.83 * i, middle),
+                (1.75, height),
+                "\n".join(cells.get((rule, column), "–")),
+                colour,
+                fontsize=8,
+            )
             note(ax, (0.22, middle), f"rule: {rule}", color=colour, fontsize=9, weight="bold", rotation=90)
 
 
@@ -176,7 +183,7 @@ NAMED = {  # the labelled points, and where their labels stand
 
 def choose() -> None:
     """What a sequence costs to remember, and what small models recall with it."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(7.4, 2.9), layout="constrained")
+    _, (left, right) = plt.subplots(1, 2, figsize=(7.4, 2.9), layout="constrained")
     lengths = [2**n for n in range(7, 18)]
     shown = {"transformer": RED, "gqa": AMBER, "mamba2": GREEN, "gated-deltanet": BLUE, "gla": GREY}
     for name, colour in shown.items():
@@ -207,11 +214,18 @@ def recalled() -> Iterable[tuple[str, float, float]]:
 def own_mixer() -> None:
     """What follows from a spec."""
     ax = canvas(7.4, 2.7)
-    box(ax, (1.15, 1.35), (2.0, 1.9), "MixerSpec\n\ninputs: conv, norm of q, k\ndecay: retnet\nwrite: delta, β\nread: norm, gate", BLUE)
+    box(
+        ax,
+        (1.15, 1.35),
+        (2.0, 1.9),
+        "MixerSpec\n\ninputs: conv, norm of q, k\ndecay: retnet\nwrite: delta, β\nread: norm, gate",
+        BLUE,
+    )
     box(ax, (3.35, 1.35), (1.45, 0.7), 'register_mixer(\n"fading-delta")', RED)
     arrow(ax, (2.15, 1.35), (2.62, 1.35))
     uses = {
-        "Mixer": "a layer, with competition too", "HeadraceConfig": "a language model", "verify": "against the loop, in float64",
+        "Mixer": "a layer, with competition too", "HeadraceConfig": "a language model",
+        "verify": "against the loop, in float64",
         "compare": "against others, of equal size", "train, serve, export": "with --plugin my_file.py",
     }  # fmt: skip
     for i, (name, use) in enumerate(uses.items()):
@@ -242,20 +256,40 @@ def run() -> None:
     for i, (depth, name, about, colour) in enumerate(lines):
         y = 3.55 - 0.275 * i
         place = (0.2 + 0.35 * depth, y)
-        note(ax, place, name, ha="left", color=colour or "black", family="monospace", fontsize=9, weight="bold" if colour else "normal")
+        note(
+            ax,
+            place,
+            name,
+            ha="left",
+            color=colour or "black",
+            family="monospace",
+            fontsize=9,
+            weight="bold" if colour else "normal",
+        )
         note(ax, (3.75, y), about, ha="left", color=colour or "#555555")
 
 
 def convert() -> None:
     """Where models come from and where they go."""
     ax = canvas(7.4, 2.6)
-    box(ax, (3.7, 1.3), (1.5, 1.9), "a headrace model\n\ngenerate, inspect\nretrofit, linearize\ntrain, PEFT, TRL\nsave_state", BLUE)
+    box(
+        ax,
+        (3.7, 1.3),
+        (1.5, 1.9),
+        "a headrace model\n\ngenerate, inspect\nretrofit, linearize\ntrain, PEFT, TRL\nsave_state",
+        BLUE,
+    )
     for i, name in enumerate(("transformers", "FLA", "GGUF of llama.cpp")):
         y = 2.2 - 0.9 * i
         box(ax, (1.0, y), (1.8, 0.44), name, GREEN)
         arrow(ax, (1.9, y), (2.95, 1.3 + (y - 1.3) * 0.55))
     note(ax, (2.43, 2.25), "convert", color="black")
-    targets = {"transformers, FLA": "convert --to", "ONNX Runtime, a browser": "export", "llama.cpp": "export", "OpenAI's API, vLLM": "serve"}
+    targets = {
+        "transformers, FLA": "convert --to",
+        "ONNX Runtime, a browser": "export",
+        "llama.cpp": "export",
+        "OpenAI's API, vLLM": "serve",
+    }
     for i, (name, by) in enumerate(targets.items()):
         y = 2.3 - 0.66 * i
         box(ax, (6.35, y), (1.85, 0.44), name, AMBER)
@@ -266,7 +300,10 @@ def convert() -> None:
 def states() -> None:
     """A cache that goes back."""
     ax = canvas(7.4, 2.2)
-    place = lambda token: 0.4 + token * 6.6 / 300  # noqa: E731
+
+    def place(token: int) -> float:
+        return 0.4 + token * 6.6 / 300
+
     y = 1.35
     ax.add_patch(Rectangle((place(0), y), place(200) - place(0), 0.28, fc=BLUE, alpha=0.75))
     ax.add_patch(Rectangle((place(200), y), place(240) - place(200), 0.28, fc=AMBER, alpha=0.75))
@@ -291,7 +328,18 @@ def serving() -> None:
     for i, lane in enumerate(lanes):
         note(ax, (0.1, 1.85 - 0.55 * i), lane, ha="left", color="black", fontsize=9)
     x = 1.3
-    turns = (("layer", 0), ("", 2), ("layer", 0), ("", 1), ("", 2), ("layer", 0), ("", 2), ("layer", 0), ("", 2), ("", 2))
+    turns = (
+        ("layer", 0),
+        ("", 2),
+        ("layer", 0),
+        ("", 1),
+        ("", 2),
+        ("layer", 0),
+        ("", 2),
+        ("layer", 0),
+        ("", 2),
+        ("", 2),
+    )
     widths = {0: 0.85, 1: 0.6, 2: 0.35}
     for text, lane in turns:
         ax.add_patch(Rectangle((x, 1.68 - 0.55 * lane), widths[lane] - 0.05, 0.34, fc=(AMBER, BLUE, GREEN)[lane]))
@@ -299,7 +347,12 @@ def serving() -> None:
         x += widths[lane]
     arrow(ax, (1.3, 0.42), (7.2, 0.42))
     note(ax, (7.2, 0.3), "time", ha="right", va="top")
-    note(ax, (1.3, 0.2), "A piece of 128 tokens stops between layers; then every stream gets a token, in one call.", ha="left")
+    note(
+        ax,
+        (1.3, 0.2),
+        "A piece of 128 tokens stops between layers; then every stream gets a token, in one call.",
+        ha="left",
+    )
     note(ax, (1.3, 2.15), "at least half of the time", ha="left", color=AMBER)
 
 
