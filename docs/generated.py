@@ -32,7 +32,6 @@ from headrace.cli.app import GROUPS, app
 from headrace.convert import FORMATS
 from headrace.convert.describe import DESCRIPTIONS
 from headrace.export.graph import check_exportable
-from headrace.hf.config import ELSEWHERE
 from headrace.ops.dispatch import BACKENDS
 from headrace.spec import AttentionSpec, LatentSpec
 from headrace.spec.linear import MixerSpec
@@ -90,32 +89,15 @@ def computed_by(name: str) -> list[str]:
     return [*chosen, "onnx"]
 
 
-def cheatsheet() -> str:
-    """One row per mixer; the columns of linear mixers are the parts of their spec."""
-    linear, others = [], []
+def costs() -> str:
+    """One row per mixer: its state, the operations of a token, and whether ONNX has a node for it."""
+    columns = "numbers", "training", "decoding", "grows"
+    rows = []
     for name in plain():
         row = catalog.describe(name)
-        cost = row["state"], *(catalog.cell(row[column]) for column in ("numbers", "training", "decoding"))
-        spec = zoo.get(name)
-        if isinstance(spec, MixerSpec):
-            linear.append((f"`{name}`", *_parts(spec), *cost, catalog.cell("onnx" in computed_by(name))))
-        else:
-            others.append((f"`{name}`", row["memory"], *cost, catalog.cell(row["grows"]), ", ".join(computed_by(name))))
-    costs = "state", "numbers", "training", "decoding"
-    return "\n".join((
-        "### Linear mixers\n", table(("mixer", "decay", "write", "features", "read", *costs, "onnx"), linear),
-        "### Other mixers\n", table(("mixer", "memory", *costs, "grows", "backends"), others), catalog.COUNTED,
-    ))  # fmt: skip
-
-
-def _parts(spec: MixerSpec) -> tuple[str, ...]:
-    beta, steps = spec.write.beta, spec.write.steps
-    erase = spec.write.erase
-    words = {f"β={beta}": beta != "one", f"{steps} steps": steps > 1, f"erase={erase}": erase != "beta"}
-    write = " ".join((spec.write.rule, *(word for word, applies in words.items() if applies)))
-    read = spec.read.norm, f"{spec.read.gate} gate", "bonus" * spec.read.bonus, "skip" * spec.read.skip
-    shown = [part for part in read if part and not part.startswith("none")]
-    return spec.decay.kind, write, ", ".join(catalog.features(spec.inputs)) or "–", ", ".join(shown or ["plain"])
+        cells = (catalog.cell(row[column]) for column in columns)
+        rows.append((f"`{name}`", row["state"], *cells, catalog.cell("onnx" in computed_by(name))))
+    return table(("mixer", "state", *columns, "onnx"), rows) + f"\n{catalog.COUNTED}\n"
 
 
 def commands() -> str:
@@ -269,10 +251,6 @@ def server() -> str:
 def prefix_cache() -> str:
     """Speed of the server on prompts with one prefix, with and without its cache."""
     return import_module("tables").prefix_cache()
-
-
-def elsewhere() -> str:
-    return table(("field of another configuration", "headrace"), ((f"`{a}`", f"`{b}`") for a, b in ELSEWHERE.items()))
 
 
 def output(text: str, space: dict[str, Any]) -> str:
