@@ -13,6 +13,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 from headrace import zoo
@@ -23,7 +24,8 @@ from headrace.spec.stack import as_decoder
 FOLDER = Path(__file__).parent / "_static"
 BLUE, RED, GREEN, AMBER, GREY = "#2f6f9f", "#d1495b", "#3a8f6b", "#c98a1b", "#777777"
 plt.rcParams.update({
-    "svg.fonttype": "none", "svg.hashsalt": "headrace", "font.family": "DejaVu Sans", "font.size": 9,
+    "svg.fonttype": "none", "svg.hashsalt": "headrace", "font.family": "sans-serif", "font.size": 9,
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"], "font.monospace": ["DejaVu Sans Mono", "Menlo", "Consolas"],
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": GREY, "axes.grid": True,
     "grid.color": "#e3e6ea",
 })  # fmt: skip
@@ -179,6 +181,7 @@ def decay(spec: MixerSpec) -> str:
 NAMED = {  # the labelled points, and where their labels stand
     "transformer": (6, -3), "mamba2": (6, -3), "deltanet": (6, -3), "gated-deltanet": (6, 1), "gla": (-4, -12),
 }  # fmt: skip
+RAISED = {"gated-deltanet": 1.35, "mamba2": 0.75}  # labels of lines that lie close together
 
 
 def choose() -> None:
@@ -187,10 +190,12 @@ def choose() -> None:
     lengths = [2**n for n in range(7, 18)]
     shown = {"transformer": RED, "gqa": AMBER, "mamba2": GREEN, "gated-deltanet": BLUE, "gla": GREY}
     for name, colour in shown.items():
-        sizes = [as_decoder(zoo.get(name)).state_bytes(1024, 8, n, 1) / 2**20 for n in lengths]
+        sizes = [as_decoder(zoo.get(name)).state_bytes(1024, 4, n, 1) / 2**20 for n in lengths]
         left.loglog(lengths, sizes, color=colour)
-        left.text(lengths[-1] * 1.2, sizes[-1], name, color=colour, va="center", fontsize=8)
+        left.text(lengths[-1] * 1.2, sizes[-1] * RAISED.get(name, 1), name, color=colour, va="center", fontsize=8)
     left.set(xlabel="tokens read", ylabel="MiB a layer", title="State of a layer of width 1,024", xlim=(100, 8e6))
+    powers(left.xaxis, (100, 1_000, 10_000, 100_000))
+    powers(left.yaxis, (1, 10, 100, 1_000))
     for name, numbers, score in recalled():
         right.plot(numbers, score, "o", color=shown.get(name, GREY))
         if name in NAMED:
@@ -199,6 +204,13 @@ def choose() -> None:
         xscale="log", xlabel="numbers in the state", ylabel="recall, %", title="MQAR at 4 times the training length",
         xlim=(700, 1e5), ylim=(0, 100),
     )  # fmt: skip
+    powers(right.xaxis, (1_000, 10_000, 100_000))
+
+
+def powers(axis: Axis, places: Iterable[int]) -> None:
+    """Labels of a logarithmic axis as numbers, for browsers without the font of powers."""
+    axis.set_ticks(list(places), [f"{place:,}" for place in places])
+    axis.minorticks_off()
 
 
 def recalled() -> Iterable[tuple[str, float, float]]:
