@@ -115,7 +115,7 @@ races:
 	cmake --build build/races --parallel --target threads
 	build/races/threads
 
-# What docs/benchmarks.md shows of the op and of whole models, on an otherwise idle machine. GGML, VLLM and IDIAP are the paths
+# What research/docs/benchmarks.md shows of the op and of whole models, on an otherwise idle machine. GGML, VLLM and IDIAP are the paths
 # of compiled peers, see benchmarks/compiled.py; llama.cpp is found as benchmarks/exported.py says.
 BENCHMARK := $(BIN)/python benchmarks
 FAMILIES := $(addprefix --family ,linear scalar vector gated-delta)
@@ -129,6 +129,7 @@ bench: $(VENV)/.dev
 	for mixer in gla gated-deltanet amba2; do $(BENCHMARK)/model.py prompt --model $$mixer --size 5M || exit; done
 	$(BENCHMARK)/model.py prefill --layers 4 --threads 2
 	$(BIN)/python docs/generated.py
+	$(BIN)/python -m research.generated
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)

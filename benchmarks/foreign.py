@@ -1,13 +1,13 @@
 """Laws on models of other libraries, one process and one file of results each.
 
-    python benchmarks/foreign.py                 # every target of docs/verified.md
+    python benchmarks/foreign.py                 # every target of research/docs/verified.md
     python benchmarks/foreign.py transformers:mamba2
 
 FLA's layers are targets where flash-linear-attention is installed. Without a GPU they run in Triton's interpreter, with
 the corrections of tests/ops/interpreted, and on a part of the laws, in some minutes each.
 
 A file of benchmarks/results/verify is what `headrace verify TARGET --json` prints, without the programs.
-`python docs/generated.py` makes the table of docs/verified.md from the files.
+`python -m research.generated` makes the table of research/docs/verified.md from the files.
 """
 
 import datetime

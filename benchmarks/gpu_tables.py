@@ -1,5 +1,5 @@
-"""The measurements on a GPU in docs/benchmarks.md: of gpu.py, from the last run in results/gpu_models.jsonl, and of its
-stage op also from results/gpu.csv, which has older ones. `python benchmarks/gpu_tables.py` prints them."""
+"""The measurements on a GPU in research/docs/benchmarks.md: of gpu.py, from the last run in results/gpu_models.jsonl,
+and of its stage op also from results/gpu.csv, which has older ones. `python benchmarks/gpu_tables.py` prints them."""
 
 import csv
 import json

@@ -7,9 +7,9 @@
 
 The measurements are those of `headrace bench`: float32 unless a name says otherwise, random weights, all models in turn
 in every round, against the first of them. CPU time with one thread, else wall-clock time. Where fewer than 24 layers
-were trained, docs/benchmarks.md extrapolates to 24 by a straight line through two depths, and says so. Models that
-headrace exported run in ONNX Runtime and llama.cpp too, if these are installed (exported.py); a graph of ONNX Runtime
-computes the logits of every token of a prompt, all others those of the last.
+were trained, research/docs/benchmarks.md extrapolates to 24 by a straight line through two depths, and says so. Models
+that headrace exported run in ONNX Runtime and llama.cpp too, if these are installed (exported.py); a graph of ONNX
+Runtime computes the logits of every token of a prompt, all others those of the last.
 """
 
 import itertools

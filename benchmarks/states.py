@@ -5,7 +5,7 @@
     python benchmarks/states.py measure --beams           beam search and several answers, the prompt read once
 
 adds rows to results/states.csv and results/beams.csv, and `python benchmarks/states.py show` prints the tables of
-docs/states.md. Times are CPU times of one thread. The models are language models with random weights.
+research/docs/benchmarks.md. Times are CPU times of one thread. The models are language models with random weights.
 """
 
 import time

@@ -1,6 +1,6 @@
-"""The measurements of docs/benchmarks.md, from the newest rows of results/*.csv: `python benchmarks/tables.py`.
+"""The measurements of research/docs/benchmarks.md, from the newest rows of results/*.csv: python benchmarks/tables.py
 
-`make generated` writes them to the page, and the server's to docs/serving.md."""
+`make -C research generated` writes them to the page, `make generated` those of docs/serving.md and docs/choose.md."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""What the documentation takes from the code: the Markdown that a function NAME of this module returns.
+"""What the manual takes from the code: the Markdown that a function NAME of this module returns.
 
 A page that is also read on GitHub, and the README, keep it in parts (parts.py), where `python docs/generated.py` writes
 it and tests/cli/test_site.py compares it. The reference, which Sphinx takes from docstrings, has the directive
@@ -7,7 +7,6 @@ it and tests/cli/test_site.py compares it. The reference, which Sphinx takes fro
 
 import dataclasses
 import inspect
-import json
 import re
 import shlex
 import sys
@@ -34,7 +33,6 @@ from headrace.comparison.defaults import DEFAULTS
 from headrace.convert import FORMATS
 from headrace.convert.describe import DESCRIPTIONS
 from headrace.export.graph import check_exportable
-from headrace.hf.config import ELSEWHERE
 from headrace.ops.dispatch import BACKENDS
 from headrace.report import catalog
 from headrace.spec import AttentionSpec, LatentSpec
@@ -45,10 +43,8 @@ from headrace.spec.scan import ScanSpec
 from headrace.tasks import TASKS
 from headrace.tasks.check import text as text_of
 from headrace.training import recipes as shipped
-from headrace.verification.foreign import LAWS
 
 DOCS = Path(__file__).parent
-VERIFIED = DOCS.parent / "benchmarks" / "results" / "verify"
 CODE = re.compile(r"^```(python|sh)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -59,10 +55,9 @@ def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
 
 
 def mixers(*names: str) -> str:
-    """One row per mixer: its update, decay, state, and what computes it. No names: of all but the `softmax-X` of linear
-    mixers X."""
-    rows, every = [], {*plain(), *zoo.PUBLISHED}
-    for name in names or [name for name in zoo.names() if name in every]:
+    """One row for each of some mixers: its update, decay, state, and what computes it."""
+    rows = []
+    for name in names:
         row, spec = catalog.describe(name), zoo.get(name)
         rule = spec.write.rule if isinstance(spec, MixerSpec) else _rule(row)
         decay = "none" if row["retention"] == "all" else row["retention"]
@@ -94,39 +89,15 @@ def computed_by(name: str) -> list[str]:
     return [*chosen, "onnx"]
 
 
-def cheatsheet() -> str:
-    """One row per mixer; the columns of linear mixers are the parts of their spec."""
-    linear, others = [], []
+def costs() -> str:
+    """One row per mixer: its state, the operations of a token, and whether ONNX has a node for it."""
+    columns = "numbers", "training", "decoding", "grows"
+    rows = []
     for name in plain():
         row = catalog.describe(name)
-        cost = row["state"], *(catalog.cell(row[column]) for column in ("numbers", "training", "decoding"))
-        spec = zoo.get(name)
-        if isinstance(spec, MixerSpec):
-            linear.append((f"`{name}`", *_parts(spec), *cost))
-        else:
-            others.append((f"`{name}`", row["memory"], *cost, catalog.cell(row["grows"])))
-    costs = "state", "numbers", "training", "decoding"
-    return "\n".join((
-        "### Linear mixers\n", table(("mixer", "decay", "write", "features", "read", *costs), linear),
-        "### Other mixers\n", table(("mixer", "memory", *costs, "grows"), others), catalog.COUNTED,
-    ))  # fmt: skip
-
-
-def axes() -> str:
-    """The mixers as updates S_t = A_t S_{t−1} + k_tᵀ b_t, and by what they optimize and keep."""
-    columns = "A_t", "b_t", "objective", "optimizer", "retention", "can"
-    rows = ((f"`{name}`", *(catalog.describe(name)[column] for column in columns)) for name in plain())
-    return table(("mixer", *columns), rows)
-
-
-def _parts(spec: MixerSpec) -> tuple[str, ...]:
-    beta, steps = spec.write.beta, spec.write.steps
-    erase = spec.write.erase
-    words = {f"β={beta}": beta != "one", f"{steps} steps": steps > 1, f"erase={erase}": erase != "beta"}
-    write = " ".join((spec.write.rule, *(word for word, applies in words.items() if applies)))
-    read = spec.read.norm, f"{spec.read.gate} gate", "bonus" * spec.read.bonus, "skip" * spec.read.skip
-    shown = [part for part in read if part and not part.startswith("none")]
-    return spec.decay.kind, write, ", ".join(catalog.features(spec.inputs)) or "–", ", ".join(shown or ["plain"])
+        cells = (catalog.cell(row[column]) for column in columns)
+        rows.append((f"`{name}`", row["state"], *cells, catalog.cell("onnx" in computed_by(name))))
+    return table(("mixer", "state", *columns, "onnx"), rows) + f"\n{catalog.COUNTED}\n"
 
 
 def commands() -> str:
@@ -190,27 +161,17 @@ def _comments(cls: type) -> dict[str, str]:
 
 
 def released() -> str:
-    """One row per format that `convert` reads: the layers that its default config has in headrace, and its fields."""
+    """One row per format that `convert` reads: the layers that its default config has in headrace."""
     rows = []
     for kind, form in FORMATS.items():
         described = {"model_type": kind}
         if form.defaults is None:
             described = CONFIG_MAPPING[kind]().to_dict()
-        model, known = form.model(form.of_text(described))
+        model, _ = form.model(form.of_text(described))
         layers = ", ".join(dict.fromkeys(map(_layer, HeadraceConfig(**model.arguments).stack.layers)))
-        refused = ", ".join(f"`{name}`" for name in sorted(known.fixed)) or "none"
-        numbers = f"{len(known.read)}", refused, f"{len(known.ignored)}"
         back = "any model that the format can hold" if kind in DESCRIPTIONS else "models converted from it"
-        rows.append((f"`{kind}`", layers, *numbers, back))
-    head = (
-        "model_type",
-        "layers by default",
-        "fields read",
-        "fields with some values refused",
-        "without effect",
-        "`--to`",
-    )
-    return table(head, rows)
+        rows.append((f"`{kind}`", layers, back))
+    return table(("model_type", "layers by default", "`--to`"), rows)
 
 
 def _layer(layer: Any) -> str:
@@ -252,14 +213,34 @@ def recipes() -> str:
     return table(("recipe", "width", "layers", "heads", "length", "tokens", "lr", "source"), rows)
 
 
-def losses() -> str:
-    """The measurements in which another library takes less time than headrace."""
-    return import_module("tables").losses()
-
-
 def speed(brief: str = "") -> str:
     """The fastest peer of each measurement; brief: of those of the README."""
     return import_module("tables").speed(brief)
+
+
+def choice() -> str:
+    """One row per mixer of the leaderboard: its costs, what small models of it solve, and its speed in training."""
+    board, steps = import_module("leaderboard"), import_module("gpu_tables").models()
+    kept = board.rows.read(board.KEPT)
+    trained = {row["model"]: row for row in steps if "ms" in row and "compiled" in row["name"]}
+    columns = {name: board.medians(kept, name, times) for name, times in CHOICE.items()}
+    rows = []
+    for mixer in columns["mqar"]:
+        row, step = catalog.describe(mixer), trained.get(f"headrace:{mixer}")
+        solved = (_reached(name, columns[name].get(mixer)) for name in CHOICE)
+        speed = "" if step is None else f"{step['tokens_per_second']:,.0f}"
+        rows.append((f"`{mixer}`", catalog.cell(row["numbers"]), catalog.cell(row["decoding"]), *solved, speed))
+    head = (f"{name}, {times}×" if times > 1 else name for name, times in CHOICE.items())
+    return table(("mixer", "numbers in a layer's state", "FLOPs a token", *head, "tokens/s in training"), rows)
+
+
+CHOICE = {"mqar": 4, "selective-copy": 4, "parity": 4, "text": 1}  # tasks, and the multiple of the training length
+
+
+def _reached(name: str, score: float | None) -> str:
+    if score is None:
+        return ""
+    return f"{score:.2f}" if name == "text" else f"{100 * score:.0f} %"
 
 
 def server() -> str:
@@ -270,25 +251,6 @@ def server() -> str:
 def prefix_cache() -> str:
     """Speed of the server on prompts with one prefix, with and without its cache."""
     return import_module("tables").prefix_cache()
-
-
-def program(name: str) -> str:
-    """What `python benchmarks/NAME.py show` prints."""
-    return "\n".join(import_module(name).lines())
-
-
-def drafts() -> str:
-    """The measurements of speculative decoding."""
-    return "\n".join(import_module("states").draft_lines())
-
-
-def beams() -> str:
-    """What `python benchmarks/states.py show` prints of beam search and several answers."""
-    return "\n".join(import_module("states").beam_lines())
-
-
-def elsewhere() -> str:
-    return table(("field of another configuration", "headrace"), ((f"`{a}`", f"`{b}`") for a, b in ELSEWHERE.items()))
 
 
 def output(text: str, space: dict[str, Any]) -> str:
@@ -314,36 +276,6 @@ def filled(page: str) -> str:
         "generated",
         lambda name, arguments, before: output(before, space) if name == "output" else globals()[name](*arguments),
     )
-
-
-def verified() -> str:
-    """One row per verified model of another library, and a column for each law that one of them breaks."""
-    records = [json.loads(path.read_text("utf-8")) for path in sorted(VERIFIED.glob("*.json"))]
-    verdicts = {record["target"]: {row["law"]: row for row in record["laws"]} for record in records}
-    broken = [law for law in LAWS if any(_fails(rows.get(law)) for rows in verdicts.values())]
-    rows = [(f"`{target}`", *(_verdict(rows.get(law)) for law in broken)) for target, rows in verdicts.items()]
-    kept = ", ".join(law for law in LAWS if law not in broken)
-    environments = [record["environment"] for record in records]
-    packages = [f"{name} {', '.join(sorted({e[name] for e in environments}))}" for name in ("transformers", "torch")]
-    dates = sorted({record["date"] for record in records})
-    made = f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))}, {', '.join(packages)}, on a CPU in float32"
-    counts = f"{len(records)} models and layers, {made}. None breaks: {kept}."
-    return f"{counts}\n\n{table(('', *broken), rows)}"
-
-
-def _fails(row: dict[str, Any] | None) -> bool:
-    return row is not None and row["verdict"] in ("breaks", "raises")
-
-
-def _verdict(row: dict[str, Any] | None) -> str:
-    """A relative error if a law breaks; "refuses" for what a module refuses with a ValueError or was not offered."""
-    if row is None:
-        return ""
-    if row["verdict"] == "breaks":
-        return "**NaN**" if row["error"] == "inf" else f"**{row['error']:.0e}**"
-    if row["verdict"] == "raises":
-        return "refuses" if row["note"].startswith("ValueError") else "**raises**"
-    return {"holds": "✓", "not offered": "–"}[row["verdict"]]
 
 
 def pages() -> list[Path]:

@@ -1,6 +1,7 @@
 """IPython extension: the cell magic %%sh of the pages that run commands."""
 
 import os
+import re
 import shlex
 import subprocess
 from multiprocessing import current_process
@@ -10,18 +11,20 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 COLOURS = {"FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE"}  # which Jupyter sets for its own display
+PROGRESS = re.compile(r"^\d+ of \d+ steps of all arms\n", re.MULTILINE)
 SERVER = os.environ.get("HEADRACE_DOCS_COMMANDS")  # the address of forked_kernels.serve
 
 
 def sh(line: str, cell: str) -> None:
-    """Runs commands, one in each line, and shows their output in one piece. Raises CalledProcessError if one fails."""
+    """Runs commands, one in each line, and shows their output in one piece, without lines of progress. Raises
+    CalledProcessError if one fails."""
     plain = {name: value for name, value in os.environ.items() if name not in COLOURS}
     run, shown = (forked if SERVER else started), ""
     for command in cell.replace("\\\n", " ").splitlines():
         done = (run if command.startswith("headrace ") else started)(command, plain | {"COLUMNS": "90"})
         print(done.stderr if done.returncode else "", end="")
         done.check_returncode()
-        shown += done.stdout
+        shown += PROGRESS.sub("", done.stdout)
     print(shown)
 
 

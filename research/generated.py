@@ -5,13 +5,16 @@ Pages here, and the README and pages of the library, keep it in parts `<!-- rese
 sentence is such a part, so that the sentence around it can be edited freely.
 """
 
+import json
 import re
+import sys
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 from myst_parser.slugs import github_slugify
 
@@ -23,11 +26,13 @@ from headrace.comparison.defaults import DEFAULTS
 from headrace.comparison.rows import Row, read
 from headrace.report import stats
 from headrace.report.differences import Difference
+from headrace.verification.foreign import LAWS
 
 from . import RESULTS, rates, specialization
 from . import study as studies
 
 ROOT = Path(__file__).parents[1]
+VERIFIED = ROOT / "benchmarks" / "results" / "verify"
 LAB_BOOK = "https://github.com/headrace/headrace/blob/main/research/docs/log.md"
 BACKBONES = tuple(f"capacity-{name}" for name in ("linear-attention", "retnet", "gla", "deltanet", "gated-deltanet"))
 TEXTS, REPEATS = ("text-gla", "text-retnet", "text-gated-deltanet"), ("text-repeats-gla", "text-repeats-gated-deltanet")
@@ -315,13 +320,69 @@ def needles(experiment: str) -> str:
     return "\n".join(markdown(["models", *lengths.values()], rows, ["---", *["--:"] * len(lengths)]))
 
 
+# --- benchmarks and the laws of other libraries ----------------------------------------------------------------------
+def speed() -> str:
+    """The fastest peer of each measurement."""
+    return import_module("tables").speed()
+
+
+def losses() -> str:
+    """The measurements in which another library takes less time than headrace."""
+    return import_module("tables").losses()
+
+
+def benchmark(name: str) -> str:
+    """What `python benchmarks/NAME.py show` prints."""
+    return "\n".join(import_module(name).lines())
+
+
+def speculation() -> str:
+    """The measurements of speculative decoding."""
+    return "\n".join(import_module("states").draft_lines())
+
+
+def beams() -> str:
+    """The measurements of beam search and of several answers."""
+    return "\n".join(import_module("states").beam_lines())
+
+
+def verified() -> str:
+    """One row per verified model of another library, and a column for each law that one of them breaks."""
+    records = [json.loads(path.read_text("utf-8")) for path in sorted(VERIFIED.glob("*.json"))]
+    verdicts = {record["target"]: {row["law"]: row for row in record["laws"]} for record in records}
+    broken = [law for law in LAWS if any(_fails(rows.get(law)) for rows in verdicts.values())]
+    rows = [(f"`{target}`", *(_verdict(rows.get(law)) for law in broken)) for target, rows in verdicts.items()]
+    kept = ", ".join(law for law in LAWS if law not in broken)
+    environments = [record["environment"] for record in records]
+    packages = [f"{name} {', '.join(sorted({e[name] for e in environments}))}" for name in ("transformers", "torch")]
+    dates = sorted({record["date"] for record in records})
+    made = f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))}, {', '.join(packages)}, on a CPU in float32"
+    counts = f"{len(records)} models and layers, {made}. None breaks: {kept}."
+    return "\n".join([counts, "", *markdown(("", *broken), rows)])
+
+
+def _fails(row: dict[str, Any] | None) -> bool:
+    return row is not None and row["verdict"] in ("breaks", "raises")
+
+
+def _verdict(row: dict[str, Any] | None) -> str:
+    """A relative error if a law breaks; "refuses" for what a module refuses with a ValueError or was not offered."""
+    if row is None:
+        return ""
+    if row["verdict"] == "breaks":
+        return "**NaN**" if row["error"] == "inf" else f"**{row['error']:.0e}**"
+    if row["verdict"] == "raises":
+        return "refuses" if row["note"].startswith("ValueError") else "**raises**"
+    return {"holds": "✓", "not offered": "–"}[row["verdict"]]
+
+
 # --- pages -----------------------------------------------------------------------------------------------------------
 MADE: dict[str, Callable[..., str]] = {
     one.__name__: one
     for one in (
         study, effects, others, published, starts, program, negatives, gain, corrected, pooled, by_run, holds, score,
         points, converged, start, ablation, settings, remaining, sooner, missed, demo, demo_gain, rate, searched,
-        defaults, figures, needles,
+        defaults, figures, needles, speed, losses, benchmark, speculation, beams, verified,
     )
 }  # fmt: skip
 
@@ -335,5 +396,6 @@ def pages() -> list[Path]:
 
 
 if __name__ == "__main__":
+    sys.path.append(str(ROOT / "benchmarks"))
     for path in pages():
         path.write_text(filled(path.read_text("utf-8")), "utf-8")

@@ -1,4 +1,4 @@
-"""The plug-ins of the page of plug-ins, and a process that forgets them."""
+"""The plug-ins of the page on mixers of your own, and a process that forgets them."""
 
 import os
 import re
@@ -16,8 +16,9 @@ from headrace.tasks import TASKS
 from headrace.utils import plugins
 from headrace.utils.plugins import FILE, VARIABLE
 
-PAGE = (Path(__file__).parents[1] / "docs" / "plugins.md").read_text("utf-8")
-FILES = dict(re.findall(r"%%writefile (\S+)\n(.*?)```", PAGE, re.DOTALL))
+PAGE = (Path(__file__).parents[1] / "docs" / "own-mixer.md").read_text("utf-8")
+WRITTEN = dict(re.findall(r"%%writefile (\S+)\n(.*?)```", PAGE, re.DOTALL))
+FILES = {name: text for name, text in WRITTEN.items() if "headrace.register" in text}
 COMMANDS = re.findall(r"^headrace (.*)$", PAGE, re.MULTILINE)
 NEW = (zoo.TABLES, *zoo.TABLES.values(), zoo.MODELS, TASKS, DEFAULTS, TYPES, plugins.LOADED, os.environ)
 

@@ -16,7 +16,7 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 def test_version_is_the_same_everywhere():
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))["version"] == headrace.__version__
-    assert f"version = {{{headrace.__version__}}}" in (ROOT / "docs" / "project.md").read_text("utf-8")
+    assert f"version = {{{headrace.__version__}}}" in (ROOT / "docs" / "index.md").read_text("utf-8")
     newest = re.search(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
     assert newest and newest[1] == headrace.__version__
 

@@ -20,6 +20,7 @@ import generated
 import parts
 
 from headrace.ops.dispatch import unavailable
+from headrace.spec.linear import MixerSpec
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -125,11 +126,22 @@ def nothing_comes_from_outside(site, pages):
 def generated_pages_are_complete(pages):
     for name in zoo.names():
         assert name.removeprefix("softmax-") in pages["mixers.html"].text, name
-    text = pages["guide.html"].text
+    text = pages["reference.html"].text
     for command in get_command(app).commands.values():
         options = [option for parameter in command.params for option in parameter.opts if option.startswith("--")]
         missing = [option for option in (f"headrace {command.name}", *options) if option not in text]
         assert not missing, f"{command.name}: {missing}"
+
+
+def test_every_page_shows_a_picture():
+    for page in DOCS.glob("*.md"):
+        assert "](_static/" in (text := page.read_text("utf-8")) or ":file: _static/" in text, page.name
+
+
+def test_picture_of_mixers_has_every_linear_mixer():
+    """`python docs/pictures.py mixers` draws it."""
+    drawn = set(re.findall(r">([\w-]+)</text>", (DOCS / "_static" / "mixers.svg").read_text("utf-8")))
+    assert {name for name in generated.plain() if isinstance(zoo.get(name), MixerSpec)} <= drawn
 
 
 @pytest.mark.parametrize("page", generated.pages(), ids=lambda page: page.stem)

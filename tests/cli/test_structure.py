@@ -105,8 +105,8 @@ assert set(headrace.__all__) <= set(dir(headrace)) and all(hasattr(headrace, nam
     assert fresh.run(check).returncode == 0
 
 
-PAGES = ("README.md", "docs/index.md", "docs/guide.md", "docs/mixers.md")
-README, INDEX, GUIDE, MIXERS = ((ROOT / path).read_text("utf-8") for path in PAGES)
+PAGES = ("README.md", "docs/index.md", "docs/mixers.md")
+README, INDEX, MIXERS = ((ROOT / path).read_text("utf-8") for path in PAGES)
 
 
 @pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README + INDEX, re.DOTALL))
