@@ -16,7 +16,8 @@ GATED_EXPERT = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 def layer_types(c: Fields, kinds: Collection[str], name: str = "layer_types") -> list[str]:
     """Returns the kind of each layer. Raises InputError for other kinds, and for another number of them than layers."""
-    listed, depth = c[name], c.get("num_hidden_layers", len(c[name]))
+    listed = c[name] or []
+    depth = c.get("num_hidden_layers", len(listed))
     if len(listed) != depth or not {*listed} <= {*kinds}:
         c.refuse(name, f"num_hidden_layers={depth} times {' or '.join(kinds)}")
     return listed
