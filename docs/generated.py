@@ -33,13 +33,14 @@ from headrace.comparison.defaults import DEFAULTS
 from headrace.convert import FORMATS
 from headrace.convert.describe import DESCRIPTIONS
 from headrace.export.graph import check_exportable
+from headrace.extra.specs.latent import LatentSpec
+from headrace.extra.specs.scan import ScanSpec
 from headrace.ops.dispatch import BACKENDS
 from headrace.report import catalog
-from headrace.spec import AttentionSpec, LatentSpec
+from headrace.spec import AttentionSpec
 from headrace.spec.linear import MixerSpec
 from headrace.spec.record import Kind
 from headrace.spec.record import fields as accepted
-from headrace.spec.scan import ScanSpec
 from headrace.tasks import TASKS
 from headrace.tasks.check import text as text_of
 from headrace.training import recipes as shipped

@@ -7,8 +7,9 @@ from dataclasses import fields, is_dataclass
 import torch
 
 from headrace import GateWarning, layers, zoo
+from headrace.extra.specs.latent import LatentSpec
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM
-from headrace.spec import AttentionSpec, LatentSpec
+from headrace.spec import AttentionSpec
 from headrace.spec.attention import Rope
 from headrace.spec.stack import BlockStyle, Decoder, Experts, Layer
 from headrace.verification.verify import relative

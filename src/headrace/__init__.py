@@ -98,6 +98,10 @@ tables.offer("headrace.extra.rg_lru", scans=("rg-lru",), scan_kinds=("rg-lru",))
 tables.offer("headrace.extra.gated", scans=("mingru", "minlstm", "hgrn"), scan_kinds=("mingru", "minlstm", "hgrn"))
 tables.offer("headrace.extra.short_conv", scans=("short-conv",), scan_kinds=("short-conv",))
 tables.offer("headrace.extra.rwkv7", matrices=("rwkv7",), matrix_kinds=("rwkv7",))
+tables.offer("headrace.extra.latent", others=("mla",))
+tables.offer("headrace.extra.specs.scan", types=("scan",))
+tables.offer("headrace.extra.specs.matrix", types=("matrix",))
+tables.offer("headrace.extra.specs.latent", types=("latent",))
 tables.offer("headrace.extra.linearized", linear=("hedgehog",), types=("linearized",))
 tables.offer(
     "headrace.history.zoo",

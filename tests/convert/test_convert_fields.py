@@ -11,7 +11,8 @@ from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextCon
 from families import logits, read, relative, save
 from headrace.convert import FORMATS, import_checkpoint
 from headrace.convert.fields import Fields
-from headrace.spec import MatrixSpec, ScanSpec
+from headrace.extra.specs.matrix import MatrixSpec
+from headrace.extra.specs.scan import ScanSpec
 from headrace.utils.errors import InputError
 
 FLASH = ("retnet", "gla", "delta_net", "gated_deltanet")

@@ -14,7 +14,7 @@ from headrace.extra.selective_scan import Operands, scan_tiles
 from headrace.history.layers.linear_system import Response
 from headrace.history.layers.rwkv4 import empty_memory, wkv
 from headrace.history.layers.s4 import S4, hippo, hippo_diagonal_plus_low_rank
-from headrace.spec import scan as spec
+from headrace.ops.backends.triton.scan import scan as spec
 from headrace.utils.errors import InputError
 from headrace.verification.verify import relative, specimen
 

@@ -20,12 +20,12 @@ from typer.testing import CliRunner
 from headrace import inspection, load, zoo
 from headrace.cli import app as cli
 from headrace.data.tokenizer import byte_level
+from headrace.extra.specs.scan import ScanSpec
 from headrace.hf import HeadraceForCausalLM
 from headrace.inspection.findings import of_beta, of_gate, of_weights
 from headrace.inspection.page import compress_attention, pack, profile
 from headrace.inspection.recorder import record
 from headrace.layers.maps import weights
-from headrace.spec import ScanSpec
 from headrace.utils.errors import InputError
 from headrace.verification.verify import literal_op
 from released import HYBRIDS, OTHERS, release

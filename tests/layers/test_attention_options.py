@@ -18,8 +18,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from attention_layers import D, H, agree, layer
+from headrace.extra.specs.latent import LatentSpec
 from headrace.layers.rotary import angles, frequencies
-from headrace.spec import AttentionSpec, LatentSpec, Rope
+from headrace.spec import AttentionSpec, Rope
 from headrace.utils.errors import InputError
 from headrace.verification.verify import relative
 

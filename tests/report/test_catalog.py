@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from headrace import linear_attention, zoo
+from headrace.extra.specs.matrix import MatrixSpec
+from headrace.extra.specs.scan import ScanSpec
 from headrace.history.specs.softmax_rnn import SoftmaxRNNSpec
 from headrace.report import catalog
-from headrace.spec import AttentionSpec, Decay, Heads, MatrixSpec, MixerSpec, Read, ScanSpec
+from headrace.spec import AttentionSpec, Decay, Heads, MixerSpec, Read
 
 COLUMNS = {column for columns in catalog.VIEWS.values() for column in columns}
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from headrace import InputError, layers, zoo
+from headrace.extra.specs.matrix import MatrixSpec
+from headrace.extra.specs.scan import ScanSpec
 from headrace.hf.config import HeadraceConfig
 from headrace.history.models import ModelSizes
 from headrace.history.specs import encoder_decoder as model_spec
@@ -18,17 +20,17 @@ from headrace.history.specs import stack as whole_spec
 from headrace.history.specs.softmax_rnn import SoftmaxRNNSpec
 from headrace.history.specs.stack import TransformerSpec
 from headrace.layers.blocks.block import Sizes
+from headrace.ops.backends.triton.parts import matrix as matrix_spec
+from headrace.ops.backends.triton.scan import scan as scan_spec
 from headrace.spec import (
     AttentionSpec,
     Competition,
     Decay,
     Heads,
     Inputs,
-    MatrixSpec,
     MixerSpec,
     Pattern,
     Read,
-    ScanSpec,
     Write,
     from_json,
     to_json,
@@ -36,8 +38,6 @@ from headrace.spec import (
 from headrace.spec import attention as attention_spec
 from headrace.spec import decay as decay_spec
 from headrace.spec import linear as spec
-from headrace.spec import matrix as matrix_spec
-from headrace.spec import scan as scan_spec
 from headrace.spec import stack as stack
 from headrace.spec.stack import Decoder, Experts, Layer
 

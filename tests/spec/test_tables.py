@@ -13,7 +13,9 @@ from headrace import InputError, zoo
 from headrace.layers.linear.mixer import LinearMixer
 from headrace.layers.linear.readout import Skip
 from headrace.layers.linear.stage import STAGES
-from headrace.spec import MixerSpec, attention, from_json, linear, matrix, scan, serialize, stack, to_json
+from headrace.ops.backends.triton.parts import matrix
+from headrace.ops.backends.triton.scan import scan
+from headrace.spec import MixerSpec, attention, from_json, linear, serialize, stack, to_json
 from headrace.spec.mixer import Facts
 from headrace.utils.tables import OFFERS, Table
 

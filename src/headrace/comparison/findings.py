@@ -6,10 +6,10 @@ with the seed is given with its standard deviation over seeds (±) or with a 95 
 
 from collections.abc import Callable, Iterator, Sequence
 
+from ..extra.specs.matrix import MatrixSpec
 from ..report.differences import Difference, answer
 from ..report.numbers import count
 from ..spec.linear import MixerSpec
-from ..spec.matrix import MatrixSpec
 from ..training.gate_statistics import failures
 from .rows import RULE, converged
 from .shape import MATCHED

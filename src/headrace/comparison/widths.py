@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .. import zoo
+from ..extra.specs.matrix import KINDS, MatrixSpec
+from ..extra.specs.scan import ScanSpec
 from ..history.specs.stack import StackSpec
 from ..layers.blocks.widths import count_parameters, default_intermediate_size
 from ..ops.checks import require
 from ..spec.linear import MixerSpec
-from ..spec.matrix import KINDS, MatrixSpec
 from ..spec.mixer import ModelSpec, Spec
-from ..spec.scan import ScanSpec
 from ..spec.serialize import change, to_json
 from ..tasks import Task
 from ..utils.errors import InputError

@@ -4,7 +4,8 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from .. import zoo
-from ..spec.attention import AttentionSpec, LatentSpec, Rope
+from ..extra.specs.latent import LatentSpec
+from ..spec.attention import AttentionSpec, Rope
 from ..spec.linear import MixerSpec
 from ..spec.stack import BlockStyle, Layer
 from .fields import Fields

@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
+from ..extra.specs.scan import ScanSpec
 from ..spec.attention import Pattern
 from ..spec.decay import Decay
 from ..spec.linear import Heads, Inputs, MixerSpec, Read
 from ..spec.mixer import Spec
-from ..spec.scan import ScanSpec
 from ..spec.stack import BlockStyle, Experts, Layer
 from .fields import Config, Fields
 from .form import (

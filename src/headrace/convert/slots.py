@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..layers.attention.latent import LatentAttention
+from ..extra.latent import LatentAttention
 from ..layers.base import Mixer
 from ..layers.blocks.moe import MixtureOfExperts
 

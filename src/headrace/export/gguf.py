@@ -14,9 +14,9 @@ from .. import zoo
 from ..convert import load
 from ..convert.checkpoint import read_tokenizer
 from ..extra.rwkv7 import RWKV7
+from ..extra.specs.matrix import MatrixSpec
 from ..ops.checks import require
 from ..spec.linear import MixerSpec
-from ..spec.matrix import MatrixSpec
 from ..spec.stack import Layer, as_style
 from ..utils.errors import InputError
 

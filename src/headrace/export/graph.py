@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..extra.latent import LatentAttention
 from ..hf.model import HeadraceForCausalLM
 from ..layers.attention.attention import SoftmaxAttention
-from ..layers.attention.latent import LatentAttention
 from ..layers.base import ANY, INTEGERS, Mixer
 from ..layers.blocks.moe import MixtureOfExperts
 from ..layers.linear.mixer import LinearMixer

@@ -15,9 +15,9 @@ from ..layers.base import Mixer
 from ..ops.call import accumulator
 from ..ops.sequences import Sequences
 from ..spec.mixer import Facts, Update
-from ..spec.scan import KINDS, ScanKind, ScanSpec
 from .registration import register_mixer
 from .scan import ScanState, elementwise
+from .specs.scan import KINDS, ScanKind, ScanSpec
 
 
 def min_gru(z: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,10 +17,10 @@ from ..layers.linear.token import MixerState
 from ..ops.call import accumulator
 from ..ops.sequences import Sequences
 from ..spec.decay import Decay
-from ..spec.matrix import KINDS, MatrixKind, MatrixSpec
 from ..spec.mixer import Facts, Update
 from .chunks import CHUNK, carry, recur
 from .registration import register_mixer
+from .specs.matrix import KINDS, MatrixKind, MatrixSpec
 
 
 class Operands(NamedTuple):

@@ -19,11 +19,11 @@ from ..ops.call import accumulator
 from ..ops.sequences import Sequences
 from ..spec.attention import AttentionSpec
 from ..spec.mixer import Facts, Update
-from ..spec.scan import KINDS, ScanKind, ScanSpec
 from ..spec.stack import BlockStyle, Decoder, Experts, Layer
 from .registration import register_mixer, register_model
 from .scan import ScanState
 from .selective_scan import Operands, selective_scan, selective_step
+from .specs.scan import KINDS, ScanKind, ScanSpec
 
 
 class Mamba(Mixer):

@@ -13,9 +13,9 @@ from ..layers.linear.convolution import convolve
 from ..ops.call import accumulator
 from ..ops.sequences import Sequences
 from ..spec.mixer import Facts, Update
-from ..spec.scan import KINDS, ScanKind, ScanSpec
 from .registration import register_mixer
 from .scan import ScanState, elementwise
+from .specs.scan import KINDS, ScanKind, ScanSpec
 
 
 class RGLRU(Mixer):

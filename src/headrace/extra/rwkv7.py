@@ -21,12 +21,12 @@ from ..layers.linear.token import MixerState
 from ..layers.maps import mixed
 from ..ops.call import accumulator
 from ..ops.sequences import Sequences
-from ..spec.matrix import KINDS, MatrixKind, MatrixSpec
 from ..spec.mixer import Facts, Update
 from . import dplr
 from .chunks import CHUNK, recur
 from .dplr import Operands, step
 from .registration import register_mixer
+from .specs.matrix import KINDS, MatrixKind, MatrixSpec
 
 FASTEST = math.exp(-0.5)  # upper bound of −log_decay: the memory decays by at most e^−0.61 per token
 

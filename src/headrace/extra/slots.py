@@ -25,12 +25,12 @@ from ..ops.backends.base import HasBackend
 from ..ops.call import accumulator
 from ..ops.dispatch import default_backend
 from ..ops.sequences import Sequences
-from ..spec.matrix import KINDS, MatrixKind, MatrixSpec
 from ..spec.mixer import Facts, Shapes, Update
 from .chunks import recur
 from .gla_outer import Operands, form, step
 from .registration import register_mixer
 from .scan import elementwise
+from .specs.matrix import KINDS, MatrixKind, MatrixSpec
 
 TEMPERATURE = 8.0  # of GSA's gate
 LARGEST = 32.0  # of |w| in ABC, as in FLA's layer: sums of e^w over any number of tokens are finite in float32

@@ -1,8 +1,8 @@
 """The named mixers and models of 2014 to 2020 and after, which few train today: rows for the tables of the core."""
 
+from ..extra.specs.scan import KINDS, ScanKind, ScanSpec
 from ..spec.attention import LAYERS, AttentionSpec, Pattern
 from ..spec.mixer import Facts, Update
-from ..spec.scan import KINDS, ScanKind, ScanSpec
 from ..spec.serialize import TYPES
 from ..spec.stack import MLPS, BlockStyle
 from ..zoo import register

@@ -9,8 +9,8 @@ import math
 from typing import Any
 
 from .. import zoo
+from ..extra.specs.latent import LatentSpec
 from ..history.specs.softmax_rnn import SoftmaxRNNSpec
-from ..spec.attention import LatentSpec
 from ..spec.decay import DECAYS, DecayShape
 from ..spec.linear import Inputs, MixerSpec, Write
 from ..spec.mixer import Spec

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from ..utils.errors import InputError
 from ..utils.tables import Table
@@ -184,6 +184,7 @@ class AttentionSpec(SoftmaxSpec):
     forget: bool = False
 
     facts = Facts(".attention.attention.SoftmaxAttention", cached=True)
+    table = "attention"
 
     def layer(self, causal: bool) -> str:
         """Returns the layer: that of the core, or one of LAYERS for what it has not."""
@@ -210,7 +211,7 @@ class AttentionSpec(SoftmaxSpec):
         """Returns the key and value dimensions per head. Raises InputError for sizes that do not divide."""
         require_positive(hidden_size=hidden_size, num_heads=num_heads)
         H = self.num_heads(hidden_size, num_heads)
-        d = self.head_dim or _divided(hidden_size, H)
+        d = self.head_dim or divided(hidden_size, H)
         if self.kv_heads is not None and H % self.kv_heads:
             raise InputError(f"kv_heads={self.kv_heads} does not divide num_heads={H}")
         if self.rotary:
@@ -224,59 +225,7 @@ class AttentionSpec(SoftmaxSpec):
         return {"k": (kept, heads, K + self.forget * H // heads), "v": (kept, heads, V)}
 
 
-@dataclass(frozen=True)
-class LatentSpec(SoftmaxSpec):
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values are projections of one
-    normalized latent per token, which is the cache. One more part of the keys, which all heads share, is projected from
-    the token and has rotary positions. By default the sizes are the paper's, relative to d, the hidden size over the
-    number of heads."""
-
-    rank: PositiveInt | None = None  # size of the latent; None: 4 d
-    q_rank: PositiveInt | None = None  # size of the latent of the queries; None: they are projected from the token
-    key_dim: PositiveInt | None = None  # dimension of a head's own part of q and k; None: d
-    shared_dim: PositiveInt | None = None  # dimension of the part of k that all heads share; None: d/2, made even
-    value_dim: PositiveInt | None = None  # dimension of a head's values; None: d
-    rotary: bool = True  # whether the shared part gets rotary position embeddings
-    rope: Rope = field(default_factory=Rope)  # the frequencies of rotary positions
-    count: PositiveInt | None = None  # number of heads; None: the model's num_heads
-    scale: Literal["key"] | PositiveFloat = "key"  # factor of the logits; key: (key_dim + shared_dim)^-1/2
-    gate: Gate = "none"  # as in AttentionSpec
-    bias: bool = False  # whether the projections from the token to a latent, and of the output, have biases
-    norm_eps: PositiveFloat | None = None  # epsilon of the latents' norms; None: the model's
-
-    facts = Facts(".attention.latent.LatentAttention", cached=True)
-    # What AttentionSpec has besides.
-    form: ClassVar[str] = "sdpa"
-    null: ClassVar[bool] = False
-    pattern: ClassVar[None] = None
-    forget: ClassVar[bool] = False
-
-    def _objections(self):
-        yield from super()._objections()
-        yield self.rope.dims is not None, f"rope.dims={self.rope.dims}; expected None, as shared_dim is what rotates"
-
-    def sizes(self, hidden_size: int, num_heads: int) -> tuple[int, int, int, int]:
-        """Returns rank, key_dim, shared_dim and value_dim. Raises InputError for sizes that do not divide."""
-        require_positive(hidden_size=hidden_size, num_heads=num_heads)
-        complete = None not in (self.rank, self.key_dim, self.shared_dim, self.value_dim)
-        d = 1 if complete else _divided(hidden_size, self.num_heads(hidden_size, num_heads))
-        shared = self.shared_dim or (d + 3) // 4 * 2
-        if self.rotary:
-            self.rope.require_width(shared)
-        return self.rank or 4 * d, self.key_dim or d, shared, self.value_dim or d
-
-    def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
-        """Returns the key and value dimensions per head. Raises InputError for sizes that do not divide."""
-        _, K, shared, V = self.sizes(hidden_size, num_heads)
-        return K + shared, V
-
-    def state_shapes(self, hidden_size: int, num_heads: int, tokens: int = 1) -> Shapes:
-        """Returns the shapes of one sequence's cache after `tokens` tokens: shared keys, and latents."""
-        rank, _, shared, _ = self.sizes(hidden_size, num_heads)
-        return {"k": (tokens, 1, shared), "v": (tokens, 1, rank)}
-
-
-def _divided(hidden_size: int, H: int) -> int:
+def divided(hidden_size: int, H: int) -> int:
     if hidden_size % H:
         raise InputError(f"num_heads={H} does not divide hidden_size={hidden_size}")
     return hidden_size // H

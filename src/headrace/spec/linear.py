@@ -116,6 +116,7 @@ class MixerSpec(Spec):
     competition: Competition | None = None
 
     facts = Facts(".linear.mixer.LinearMixer")
+    table = "linear"
     matrices: ClassVar[int] = 1  # that the memory of a head consists of
 
     @property

@@ -59,6 +59,7 @@ class Spec(Stateful):
 
     facts: Facts
     gated: ClassVar[bool] = False  # whether a gate multiplies the output or the values, besides a decay and β
+    table: ClassVar[str] = "others"  # of the zoo, in which the mixer has its row
     uncompeting = "has no memory that heads could compete for"  # why it has no softmax version
 
     def layer(self, causal: bool) -> str:

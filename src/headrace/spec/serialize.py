@@ -7,18 +7,14 @@ from typing import Any
 from ..utils import plugins
 from ..utils.errors import InputError
 from ..utils.tables import Table
-from .attention import AttentionSpec, LatentSpec
+from .attention import AttentionSpec
 from .linear import MixerSpec
-from .matrix import MatrixSpec
 from .mixer import Spec
 from .record import Kind, Record, checked, fields
-from .scan import ScanSpec
 
 # The records that JSON names by a type. A new kind of mixer is a subclass of `Spec` with a row here, the module of its
 # layer, and an entry of zoo/mixers.py.
-TYPES: Table[type] = Table("types", {
-    "linear": MixerSpec, "scan": ScanSpec, "matrix": MatrixSpec, "attention": AttentionSpec, "latent": LatentSpec,
-})  # fmt: skip
+TYPES: Table[type] = Table("types", {"linear": MixerSpec, "attention": AttentionSpec})
 
 
 def to_json(spec) -> Any:

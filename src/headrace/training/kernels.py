@@ -9,7 +9,7 @@ from ..ops.backends.torch.op import BACKEND
 from ..ops.backends.triton.op import unsupported_on_gpus
 from ..ops.call import Call
 from ..ops.dispatch import BACKENDS, set_backend
-from ..spec.attention import AttentionSpec, LatentSpec
+from ..spec.attention import SoftmaxSpec
 
 LENGTH = 64  # tokens of the calls, on which no reason depends
 ASKING = "asking"  # a backend that computes as PyTorch's, and notes what the kernels say of each call
@@ -32,7 +32,7 @@ def without_kernel(model: Any) -> dict[str, list[int]]:
 
 
 def _reason(mixer: nn.Module, x: Tensor) -> str | None:
-    if isinstance(getattr(mixer, "spec", None), AttentionSpec | LatentSpec):
+    if isinstance(getattr(mixer, "spec", None), SoftmaxSpec):
         return None
     asked: list[str | None] = []
 

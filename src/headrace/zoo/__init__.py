@@ -14,9 +14,7 @@ from typing import Any
 from ..spec.attention import AttentionSpec
 from ..spec.expression import expression, literal, split
 from ..spec.linear import Competition, MixerSpec
-from ..spec.matrix import MatrixSpec
 from ..spec.mixer import ModelSpec, Spec
-from ..spec.scan import ScanSpec
 from ..spec.serialize import change_all, from_json, to_json
 from ..spec.stack import Decoder, Layer, as_layers
 from ..utils import plugins
@@ -30,13 +28,11 @@ RECURRENT = "recurrent-"  # before the name of a mixer that has another form: th
 # The specs by name: of each kind, and of the kinds that are not listed here. A spec put into a table at run time is a
 # mixer like any other, without a paper.
 LINEAR: Table[MixerSpec] = Table("linear")
-SCANS: Table[ScanSpec] = Table("scans")
-MATRICES: Table[MatrixSpec] = Table("matrices")
+SCANS: Table[Spec] = Table("scans")
+MATRICES: Table[Spec] = Table("matrices")
 ATTENTION: Table[AttentionSpec] = Table("attention")
 OTHERS: Table[Spec] = Table("others")
-TABLES: dict[type[Spec], Table[Any]] = {
-    MixerSpec: LINEAR, ScanSpec: SCANS, MatrixSpec: MATRICES, AttentionSpec: ATTENTION, Spec: OTHERS,
-}  # fmt: skip
+TABLES: dict[str, Table[Any]] = {table.name: table for table in (LINEAR, SCANS, MATRICES, ATTENTION, OTHERS)}
 MODELS: Table[ModelSpec | Decoder] = Table("models")
 PUBLISHED: dict[str, MixerSpec] = {name: entry.spec for name, entry in mixers.PUBLISHED.items()}
 PAPERS = {name: entry.paper for name, entry in mixers.PUBLISHED.items()}
@@ -152,8 +148,7 @@ def taken(name: str) -> bool:
 def register(name: str, entry: Entry) -> None:
     """Adds a mixer or model to the tables. InputError for a name that is there."""
     spec = entry.spec
-    kind = next((kind for kind in type(spec).__mro__ if kind in TABLES), None)
-    table = MODELS if kind is None else TABLES[kind]
+    table = TABLES[spec.table] if isinstance(spec, Spec) else MODELS
     if taken(name):
         raise InputError(f"{name!r} is a mixer or model already; expected another name")
     table[name] = spec

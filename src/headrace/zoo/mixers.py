@@ -4,7 +4,7 @@ which HeadraceConfig(mixer=…) builds, stands among them."""
 from dataclasses import replace
 from typing import Any
 
-from ..spec.attention import AttentionSpec, LatentSpec, Pattern
+from ..spec.attention import AttentionSpec, Pattern
 from ..spec.decay import Decay
 from ..spec.linear import Competition, Heads, Inputs, MixerSpec, Read, Write
 from ..spec.stack import BlockStyle, Decoder, Layer
@@ -165,11 +165,6 @@ MIXERS: dict[str, Entry] = {
         "Forgetting Transformer: softmax attention whose logits decay by a forget gate per token and head.",
         "https://arxiv.org/abs/2503.02130",
         AttentionSpec(rotary=False, forget=True),
-    ),
-    "mla": Entry(
-        "Multi-head latent attention: keys and values are projections of one latent per token, which is the cache.",
-        "https://arxiv.org/abs/2405.04434",
-        LatentSpec(),
     ),
     "gpt": Entry(
         "Causal softmax attention with learned positions; GPT-2.",

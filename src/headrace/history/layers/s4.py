@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...extra.scan import ScanState
+from ...extra.specs.scan import ScanSpec
 from ...layers.base import Mixer, Recurrence
 from ...layers.linear.decays import finite_exp
 from ...ops.call import accumulator
 from ...ops.sequences import Sequences
-from ...spec.scan import ScanSpec
 from ...utils.device import without_autocast
 from .linear_system import Diagonal, LowRank, Response
 

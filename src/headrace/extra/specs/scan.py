@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
-from ..utils.errors import InputError
-from ..utils.tables import Table
-from .mixer import Facts, Shapes, Spec
-from .record import Names, PositiveFloat, PositiveInt, Range, require_positive
+from ...spec.mixer import Facts, Shapes, Spec
+from ...spec.record import Names, PositiveFloat, PositiveInt, Range, require_positive
+from ...spec.serialize import TYPES
+from ...utils.errors import InputError
+from ...utils.tables import Table
 
 
 class ScanKind(NamedTuple):
@@ -40,6 +41,7 @@ class ScanSpec(Spec):
     conv_bias: bool = True  # mamba, rg-lru, short-conv: whether the convolution has a bias
     bias: bool = False  # whether the projections into and out of the channels have biases; not in s4, s4d and rwkv4
 
+    table = "scans"
     uncompeting = "has no heads to compete"
 
     @property
@@ -92,3 +94,6 @@ class ScanSpec(Spec):
         if KINDS[self.kind].shift:
             shapes["shift"] = (1, hidden_size)
         return shapes
+
+
+TYPES["scan"] = ScanSpec

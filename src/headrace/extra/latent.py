@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ops.modules import is_plain
-from ...ops.sequences import Sequences
-from ..rotary import Angles, rotate
-from .attention import SoftmaxAttention, normalize
+from ..layers.attention.attention import SoftmaxAttention, normalize
+from ..layers.rotary import Angles, rotate
+from ..ops.modules import is_plain
+from ..ops.sequences import Sequences
+from .registration import register_mixer
+from .specs.latent import LatentSpec
 
 
 class LatentAttention(SoftmaxAttention):
@@ -72,3 +74,11 @@ class LatentAttention(SoftmaxAttention):
         query = torch.cat([shared, torch.einsum("bthn,hnc->bthc", own, to_keys)], -1)
         query = query * (query.shape[-1] / self.head_dim) ** 0.5  # PyTorch's kernels divide by the root of its width
         return torch.einsum("bthc,hvc->bthv", self._attend(query, torch.cat([k, v], -1), v, valid), to_values)
+
+
+register_mixer(
+    "mla",
+    LatentSpec(),
+    about="Multi-head latent attention: keys and values are projections of one latent per token, which is the cache.",
+    paper="https://arxiv.org/abs/2405.04434",
+)

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
-from ..utils.tables import Table
-from .mixer import Facts, Shapes, Spec, heads_of_width, width_per_head
-from .record import Names, PositiveFloat, PositiveInt, require_positive
+from ...spec.mixer import Facts, Shapes, Spec, heads_of_width, width_per_head
+from ...spec.record import Names, PositiveFloat, PositiveInt, require_positive
+from ...spec.serialize import TYPES
+from ...utils.tables import Table
 
 
 class MatrixKind(NamedTuple):
@@ -38,6 +39,7 @@ class MatrixSpec(Spec):
     # 4 such heads: the model's num_heads
     width: PositiveInt | None = None
 
+    table = "matrices"
     uncompeting = "computes its memory by a recurrence of its own, which has no gates of competition"
 
     @property
@@ -71,3 +73,6 @@ class MatrixSpec(Spec):
         """Returns the shapes of the recurrent state of one sequence, without the batch dimension."""
         H, (K, V) = self.num_heads(hidden_size, num_heads), self.head_dims(hidden_size, num_heads)
         return KINDS[self.kind].shapes(self, hidden_size, (H, K, V))
+
+
+TYPES["matrix"] = MatrixSpec

@@ -1,0 +1,1 @@
+"""Records of mixers whose layers are plug-ins."""
