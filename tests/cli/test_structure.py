@@ -126,7 +126,7 @@ def test_every_mixer_is_listed():
 
 
 def test_every_mixer_has_its_equation():
-    table = MIXERS.partition("## Equations")[2].partition("\n### ")[0]
+    table = MIXERS.partition("## Equations")[2].partition("\n## ")[0]
     named = re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)
     assert sorted(named) == sorted((*(name for table in zoo.TABLES.values() for name in table), *zoo.PUBLISHED))
 
