@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from headrace import InputError, layers, zoo
+from headrace.extra.specs import matrix as matrix_spec
+from headrace.extra.specs import scan as scan_spec
 from headrace.extra.specs.matrix import MatrixSpec
 from headrace.extra.specs.scan import ScanSpec
 from headrace.hf.config import HeadraceConfig
@@ -20,8 +22,6 @@ from headrace.history.specs import stack as whole_spec
 from headrace.history.specs.softmax_rnn import SoftmaxRNNSpec
 from headrace.history.specs.stack import TransformerSpec
 from headrace.layers.blocks.block import Sizes
-from headrace.ops.backends.triton.parts import matrix as matrix_spec
-from headrace.ops.backends.triton.scan import scan as scan_spec
 from headrace.spec import (
     AttentionSpec,
     Competition,

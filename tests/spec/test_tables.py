@@ -10,11 +10,10 @@ import torch
 
 import headrace
 from headrace import InputError, zoo
+from headrace.extra.specs import matrix, scan
 from headrace.layers.linear.mixer import LinearMixer
 from headrace.layers.linear.readout import Skip
 from headrace.layers.linear.stage import STAGES
-from headrace.ops.backends.triton.parts import matrix
-from headrace.ops.backends.triton.scan import scan
 from headrace.spec import MixerSpec, attention, from_json, linear, serialize, stack, to_json
 from headrace.spec.mixer import Facts
 from headrace.utils.tables import OFFERS, Table
@@ -34,7 +33,7 @@ def test_a_package_is_imported_when_a_name_of_it_is_asked_for():
     check = """
 import sys
 from headrace import zoo
-asked = lambda: {name for name in ("torch", "headrace.history.zoo", "headrace.extra") if name in sys.modules}
+asked = lambda: {name for name in ("torch", "headrace.history.zoo", "headrace.extra.scan") if name in sys.modules}
 zoo.get("softmax-gla"), zoo.get("transformer")
 assert len(zoo.names()) > 80 and "mesa" in zoo.LINEAR and asked() == set()
 assert zoo.get("s4d") and asked() == {"headrace.history.zoo"}
