@@ -70,8 +70,8 @@ class StateSpace:
         index = torch.arange(TOKENS // 2) + 1
         shown = {name: values.clamp(min=1e-17) for name, values in self.singular.items()}
         plot_lines(
-            right, index, shown, (BLUE, RED, "#333"), yscale="log", xlabel="singular value",
-            ylabel="of the block below the diagonal, over the first",
+            right, index, shown, (BLUE, RED, "#333"), yscale="log",
+            xlabel="singular value of the block below the diagonal", ylabel="over the first",
         )  # fmt: skip
         return figure
 
