@@ -29,7 +29,7 @@ TITLES = {
 app = typer.Typer(add_completion=False, help=__doc__)
 
 
-def trained(name: str) -> list[tuple[str, ...]]:
+def trained(name: str) -> list[tuple[str, str, str]]:
     """The recipe, its settings and the mixer of every run of an experiment at the paper's scale."""
     runs = []
     for _, _, recipe, *words in (step for step in commands(load(name).at("paper"), Path("root")) if step[1] == "train"):
@@ -41,7 +41,7 @@ def trained(name: str) -> list[tuple[str, ...]]:
 @app.command()
 def keep() -> None:
     """Estimates the runs; one that an earlier experiment has is left out."""
-    rows, seen = [], set[tuple[str, ...]]()
+    rows, seen = [], set[tuple[str, str, str]]()
     for name, on in MACHINES.items():
         for run in (run for run in trained(name) if run not in seen):
             seen.add(run)

@@ -367,7 +367,7 @@ def tables_as_published(*tables: str) -> str:
     rows = []
     for table in tables:
         own = load(table)
-        (whole,) = (row.published for row in own.rows if row.at == {"mixer": "transformer"})
+        (whole,) = (row.published or [] for row in own.rows if row.at == {"mixer": "transformer"})
         for column, number in zip(own.columns, whole, strict=True):
             if number is not None:
                 pairs = (paper(table, backbone, column) for backbone in backbones.values())

@@ -7,6 +7,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import Generator, Tensor
 
+from headrace.history.layers.linear_system import LowRank
+from headrace.history.layers.s4 import S4
 from headrace.layers import build
 from headrace.ops.attention import linear_attention
 from headrace.zoo import get
@@ -32,6 +34,7 @@ class StateSpace:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
             layer = build(get("s4"), hidden_size=CHANNELS, num_heads=1)
+        assert isinstance(layer, S4)
         system = layer.system(torch.float64)
         singular, dual = {}, []
         for n in STATES:
@@ -76,7 +79,7 @@ class StateSpace:
         return figure
 
 
-def impulse(system) -> Tensor:
+def impulse(system: LowRank) -> Tensor:
     """The outputs [channels, T] of a system to one input of 1, token by token."""
     memory, outputs = torch.zeros(1, *system.B.shape[:1], 2 * system.B.shape[1], dtype=torch.float64), []
     for t in range(T):
