@@ -21,15 +21,18 @@ from myst_parser.slugs import github_slugify
 from benchmarks.record import markdown
 from benchmarks.record import read as read_csv
 from docs import parts
+from headrace import zoo
 from headrace.comparison import hypotheses
 from headrace.comparison.defaults import DEFAULTS
 from headrace.comparison.rows import Row, read
-from headrace.report import stats
+from headrace.report import catalog, stats
 from headrace.report.differences import Difference
+from headrace.training import efficiency
 from headrace.verification.foreign import LAWS
 
-from . import RESULTS, rates, specialization
+from . import RESULTS, power, rates, specialization
 from . import study as studies
+from .reproduce.experiment import load
 
 ROOT = Path(__file__).parents[1]
 VERIFIED = ROOT / "benchmarks" / "results" / "verify"
@@ -73,6 +76,35 @@ def published(*given: str) -> str:
 
 def starts(name: str) -> str:
     return "\n".join(studies.starts_of(name))
+
+
+def published_text() -> str:
+    """What the published form does on text beside the paper's gain, once its study has rows."""
+    name, backbone, form = power.PUBLISHED
+    if not studies.kept(name).exists():
+        return (
+            "The published form has not been trained on text, so that nothing here judges the paper's gain. The plan "
+            f"is `research/studies/{name}.yaml`."
+        )
+    verdict = "excludes" if power.Judged(*power.PUBLISHED).excluded else "does not exclude"
+    arms = studies.by_arm(name)[power.WHERE]
+    none, ungated, default = (
+        stated(studies.effect(arms, form, other), 3) for other in ("none", "published without read gate", "softmax")
+    )
+    return (
+        f"GLA in the published form less none is {none} nats a token, which {verdict} the paper's gain of "
+        f"{power.published_gain(backbone):.3f}; less the same form without its read gate it is {ungated}, less the "
+        f"default {default} ({studies.converged(name)} runs converged)."
+    )
+
+
+def study_if_kept(name: str) -> str:
+    """The tables of a study whose runs may not have been made yet."""
+    return (
+        study(name)
+        if studies.kept(name).exists()
+        else f"No rows yet: `headrace compare --plan research/studies/{name}.yaml`."
+    )
 
 
 def program(name: str) -> str:
@@ -253,6 +285,12 @@ def shown(run: Row) -> str:
     return value + ("" if run["converged"] else "*")
 
 
+def reached(task: str, mixer: str) -> str:
+    """The score of a mixer with the default of a task, at seed 0."""
+    (run,) = (run for run in default_runs() if (run["comparison"], run["mixer"]) == (task, mixer))
+    return f"{100 * run['score']:.1f} %"
+
+
 def searched() -> str:
     """The search of the defaults' learning rates: a row for each task and mixer; in a cell, a score for each seed."""
     found: dict[tuple[str, ...], dict[float, list[str]]] = {}
@@ -376,6 +414,64 @@ def _verdict(row: dict[str, Any] | None) -> str:
     return {"holds": "✓", "not offered": "–"}[row["verdict"]]
 
 
+# --- the papers' numbers beside ours ---------------------------------------------------------------------------------
+def paper(table: str, backbone: str, column: str) -> str:
+    """A published number without and with competition."""
+    own, at = load(table), list(load(table).columns).index(column)
+    numbers = {row.at["mixer"]: row.published[at] for row in own.rows if row.published}
+    digits = 1 if table == "table-3" else 2
+    return " → ".join(f"{numbers[form]:.{digits}f}" for form in (backbone, f"paper-softmax-{backbone}"))
+
+
+def tables_as_published(*tables: str) -> str:
+    """Every published number of some tables, without and with competition: a row for each column."""
+    backbones = {"RetNet": "retnet", "GLA": "gla", "GDN": "gated-deltanet"}
+    rows = []
+    for table in tables:
+        own = load(table)
+        (whole,) = (row.published or [] for row in own.rows if row.at == {"mixer": "transformer"})
+        for column, number in zip(own.columns, whole, strict=True):
+            if number is not None:
+                pairs = (paper(table, backbone, column) for backbone in backbones.values())
+                rows.append([table.replace("-", " "), column, f"{number:g}", *pairs])
+    return "\n".join(markdown(["", "", "Transformer++", *backbones], rows))
+
+
+def state(mixer: str) -> str:
+    """The numbers that a layer of the catalog's size keeps."""
+    return f"{catalog.describe(mixer)['numbers']:,}"
+
+
+def needle(backbone: str) -> str:
+    """The needles that the models of both seeds found at 1,024 tokens, %, without and with competition."""
+    found = reproduced("table-3")
+    forms = (found[f"needle-{form}{backbone}"]["S-NIAH-1 1K"] for form in ("", "softmax-"))
+    return " → ".join(", ".join(f"{value:.0f}" for value in own) for own in forms)
+
+
+def curve(arm: str, competing: str) -> str:
+    """What competition gains in held-out loss at laptop scale, paired by seed."""
+    found = reproduced("figure-2", "figure-1")
+    losses = (found[model]["held-out loss"] for model in (arm, competing))
+    return interval([a - b for a, b in zip(*losses, strict=True)], MEASURED["held-out loss"])
+
+
+def gpu_cost(backbone: str) -> str:
+    """The share of the training speed on a GPU that competition takes."""
+    speed = {mixer: float(row["tokens_per_second"]) for mixer, row in efficiency.measured().items()}
+    return f"{100 * (1 - speed[f'softmax-{backbone}'] / speed[backbone]):.1f} %"
+
+
+def recurrences() -> str:
+    """Every mixer of the zoo without gates over heads as S_t = A_t S_{t−1} + k_tᵀ b_t."""
+    columns = "A_t", "b_t", "features", "state", "can"
+    rows = []
+    for name in (name for name in zoo.names() if zoo.plain(zoo.get(name)) == zoo.get(name)):
+        row = catalog.describe(name)
+        rows.append([f"[`{name}`]({row['paper']})", *(catalog.cell(row[column]) for column in columns)])
+    return "\n".join(markdown(["mixer", "A_t", "b_t", "φ of q and k", "S, or what is kept", "can"], rows))
+
+
 # --- pages -----------------------------------------------------------------------------------------------------------
 MADE: dict[str, Callable[..., str]] = {
     one.__name__: one
@@ -383,6 +479,12 @@ MADE: dict[str, Callable[..., str]] = {
         study, effects, others, published, starts, program, negatives, gain, corrected, pooled, by_run, holds, score,
         points, converged, start, ablation, settings, remaining, sooner, missed, demo, demo_gain, rate, searched,
         defaults, figures, needles, speed, losses, benchmark, speculation, beams, verified,
+
+
+        study, study_if_kept, effects, others, published, published_text, starts, program, negatives, gain, corrected,
+        pooled, by_run, holds, score, points, converged, start, ablation, settings, remaining, sooner, missed, demo,
+        demo_gain, rate, searched, defaults, reached, figures, needles, paper, tables_as_published, state, needle,
+        curve, gpu_cost, recurrences,
     )
 }  # fmt: skip
 

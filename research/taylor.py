@@ -3,14 +3,17 @@
     python -m research.taylor error                               relative errors by order and size of the logits
     python -m research.taylor curves book.txt.gz [more ...]       train and held-out loss on a text, in CPU minutes
     python -m research.taylor show                                the last losses of the curves, as Markdown
+    python -m research.taylor draw                                the curves that are kept, without new runs
 
 The first two write a CSV file beside the other results and draw figures for docs/ (figures 4 to 6 of arXiv 2507.23632).
 `curves` is a comparison as `headrace compare` makes them: interrupted, the same command continues.
 """
 
 import gzip
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, stdev
+from textwrap import fill
 from typing import Annotated, Any
 
 import matplotlib
@@ -37,15 +40,15 @@ from . import RESULTS
 DOCS = Path(__file__).parent / "docs"
 ORDERS, LOGITS = range(11), (0.25, 0.5, 1.0, 2.0, 4.0)
 NORM, RELU = "softmax-rnn-norm", "softmax-rnn-norm(denominator=sum, numerator=relu{})"
-COSINE = "softmax-rnn-norm(denominator=none, by_length=true, numerator=cosine{})"
-ELU = "softmax-rnn-norm(numerator=elu+1{})"
+ELU = "softmax-rnn-norm(denominator=sum, numerator=elu+1{})"
+COSINE = "softmax-rnn-norm(denominator=input-length, numerator=cosine{})"
 # Panel -> label -> expression. Softmax attention is in each.
 PANELS: dict[str, dict[str, str]] = {
     "e^x by order, over an L2 norm": {
         **{f"order {n}": f"{NORM}(order={n})" for n in (1, 2, 4, 10)},
         "e^x": NORM,
     },
-    "relu, elu + 1 and cosine": {
+    "relu and elu + 1 over their sum, cosine over s^σ(c)": {
         "relu": RELU.format(""),
         **{f"relu, order {n}": RELU.format(f", order={n}") for n in (2, 10)},
         "elu + 1": ELU.format(""),
@@ -138,7 +141,14 @@ def curves(
         results = complete(study, output, listen, place_workers(all_devices(None), None))
     points = list(collect(results))
     write(RESULTS / "taylor_curves.csv", points)
-    draw_curves(points).savefig(DOCS / "taylor-curves.png", dpi=72, pil_kwargs={"optimize": True})
+    draw()
+
+
+@app.command()
+def draw() -> None:
+    """Draws the curves that are kept, each over the denominator that it was trained with."""
+    kept = [row | {"step": int(row["step"])} for row in read(RESULTS / "taylor_curves.csv")]
+    draw_curves(kept).savefig(DOCS / "taylor-curves.png", dpi=72, pil_kwargs={"optimize": True})
 
 
 @app.command()
@@ -181,33 +191,36 @@ def listen(arm: Any, step: int, scores: dict[str, float] | None) -> None:
         print(f"{arm.mixer}, seed {arm.seed}, step {step}: {scores['loss']:.3f}", flush=True)
 
 
-def collect(results: dict[str, Any]):
+def collect(results: dict[str, Any]) -> Iterator[Row]:
+    """The points of every panel's curves, and the environment in which each arm ran."""
+    environments = {environment["commit"]: environment for environment in results["environments"]}
     for panel, members in PANELS.items():
         for label, mixer in {"softmax attention": SOFTMAX, **members}.items():
             for arm in (a for a in results["arms"] if a["mixer"] == mixer):
                 for point in (p for p in arm["curve"] if p["scores"]):
                     losses = {"train_loss": point["train_loss"], "held_out_loss": point["scores"]["loss"]}
                     where = {"panel": panel, "label": label, "mixer": mixer, "seed": arm["seed"]}
-                    yield {"commit": arm["commit"], **where, "step": point["step"], **losses}
+                    yield {"environment": environments[arm["commit"]], **where, "step": point["step"], **losses}
 
 
 def draw_curves(points: list[Row]) -> Figure:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(15, 6.4), layout="constrained")
-        axes = figure.subplots(2, len(PANELS), sharex=True, sharey=True)
-        for column, panel in enumerate(PANELS):
+        panels = list(dict.fromkeys(point["panel"] for point in points))
+        axes = figure.subplots(2, len(panels), sharex=True, sharey=True)
+        for column, panel in enumerate(panels):
             own = [p for p in points if p["panel"] == panel and p["step"]]
             for row, loss in enumerate(("train_loss", "held_out_loss")):
                 ax = axes[row, column]
                 for i, label in enumerate(dict.fromkeys(p["label"] for p in own)):
                     steps = sorted({p["step"] for p in own})
                     line = [
-                        (step, fmean(p[loss] for p in own if (p["label"], p["step"]) == (label, step)))
+                        (step, fmean(float(p[loss]) for p in own if (p["label"], p["step"]) == (label, step)))
                         for step in steps
                     ]
                     ax.plot(*zip(*line, strict=True), color="black" if i == 0 else PALETTE[i - 1], lw=1.5, label=label)
-                ax.set(title=panel if row == 0 else "", xlabel="step" if row else "", ylim=(None, 3.2))
-            axes[0, column].legend(fontsize=8)
+                ax.set(title=fill(panel, 32) if row == 0 else "", xlabel="step" if row else "", ylim=(None, 3.2))
+            axes[0, column].legend(fontsize=7)
         axes[0, 0].set_ylabel("train loss (nats/byte)")
         axes[1, 0].set_ylabel("held-out loss (nats/byte)")
     return figure

@@ -8,6 +8,7 @@ from statistics import fmean, median
 import pytest
 from scipy import stats as by_scipy
 
+from benchmarks import record
 from headrace.comparison import hypotheses
 from headrace.comparison.defaults import DEFAULTS, DEMO
 from headrace.comparison.rows import read
@@ -194,8 +195,29 @@ def test_which_gains_of_the_paper_s_size_the_texts_exclude(name):
     (cells,) = (line.strip("| ").split(" | ") for line in power.lines() if line.startswith(f"| {name} |"))
     own = study.by_arm(name)["text, all tokens"]
     low = by_scipy.ttest_1samp(own["softmax"] - own["none"], 0).confidence_interval().low
-    assert cells[3] == f"−{gain:.3f}"
-    assert cells[4] == ("yes" if low > -gain else "no") == {"text-gated-deltanet": "no"}.get(name, "yes")
+    assert cells[4] == f"−{gain:.3f}"
+    assert cells[5] == ("yes" if low > -gain else "no") == {"text-gated-deltanet": "no"}.get(name, "yes")
+
+
+def test_the_published_form_on_text_is_judged_once_its_rows_are_kept(tmp_path, monkeypatch):
+    """By rows of text-gla, whose wide sigmoid stands in for the published form, with its read gate and without."""
+    forms = {"gla(competition=sigmoid)": ("paper-softmax-gla", "paper-softmax-gla(competition.read=none)")}
+    runs = record.read(study.kept("text-gla"))
+    renamed = [row | {"mixer": form} for row in runs for form in forms.get(row["mixer"], (row["mixer"],))]
+    made, kept = tmp_path / "text-published.csv", study.kept
+    monkeypatch.setattr(study, "kept", lambda name: made if name == "text-published" else kept(name))
+    assert "has not been trained on text" in generated.published_text()
+    assert len(power.judged()) == 3 and not any("published" in line for line in power.lines())
+    record.append(made, {}, renamed)
+    arms = study.by_arm("text-gla")["text, all tokens"]
+    gain = study.effect(arms, "wide sigmoid", "none")
+    said = generated.published_text()
+    assert generated.stated(gain, 3) in said and "without its read gate it is +0.000" in said
+    excludes = gain.interval[0] > math.log(26.32 / 28.93) / 1.5
+    assert ("which excludes" if excludes else "does not exclude") + " the paper's gain of 0.063" in said
+    (line,) = (line for line in power.lines() if line.startswith("| text-published |"))
+    assert "`paper-softmax-gla`" in line and line.endswith("| yes |" if excludes else "| no |")
+    assert generated.study_if_kept("text-published").startswith("Does the published form lower GLA's loss on text")
 
 
 def test_the_curves_of_denominators_and_orders_order_as_the_page_tells():
@@ -205,8 +227,9 @@ def test_the_curves_of_denominators_and_orders_order_as_the_page_tells():
         loss[label], *spread[label] = map(float, cell.split(" ± "))
     orders = [loss[f"order {n}"] for n in (1, 2, 4, 10)]
     assert orders == sorted(orders, reverse=True) and loss["order 10"] - loss["e^x"] < spread["e^x"][0]
-    assert loss["elu + 1, order 10"] < loss["elu + 1"] - 0.2
-    assert min(loss["cosine, order 2"], loss["cosine, order 10"]) > loss["cosine"]
+    elu, cosine = "elu + 1 over L2", "cosine over length"
+    assert loss[f"{elu}, order 10"] < loss[elu] - 0.2 and loss["relu, order 10"] < loss["relu"]
+    assert min(loss[f"{cosine}, order 2"], loss[f"{cosine}, order 10"]) > loss[cosine]
     whole, length = loss["softmax attention"], loss["length alone"]
     assert abs(loss["L2 norm"] - whole) < 2 * spread["softmax attention"][0]
     assert min(loss["detached sum"], loss["detached sum and length"], length) > whole + 0.15

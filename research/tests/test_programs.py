@@ -12,7 +12,7 @@ import torch
 from headrace import HeadraceConfig, HeadraceForCausalLM
 from headrace.comparison.choose import planned
 from headrace.tasks import Text
-from research import corpus, rates, retrofit, specialization, study, taylor
+from research import corpus, days, rates, retrofit, specialization, study, taylor
 
 PLANS = sorted(Path(study.__file__).parent.glob("studies/*.yaml"))
 
@@ -152,6 +152,18 @@ def test_a_table_of_rates_is_that_of_its_runs(monkeypatch, tmp_path):
     rates.keep("laptop-1m", runs, "abc1234")
     assert rates.lines()[0].endswith("| lr 0.001 | lr 0.01 |")
     assert rates.lines()[2:] == ["| `laptop-1m` | `gla` | 4,000,000 | 8,192 | 4.500 | 4.250 |"]
+
+
+def test_the_days_are_of_today_s_runs():
+    kept = [(row["recipe"], row["settings"], row["mixer"]) for row in days.record.read(days.KEPT)]
+    assert len(kept) == len(set(kept)) and set(kept) == {run for name in days.MACHINES for run in days.trained(name)}
+    assert days.backbone("paper-softmax-gla") == "gla" and days.backbone("gla(competition=sigmoid)") == "gla"
+    assert days.backbone("gla(decay.kind=none)") == "gla(decay.kind=none)"
+
+
+def test_gates_over_heads_add_no_operations_to_a_plan():
+    plain, gated = (days.planned("laptop-1m", "", mixer, "1xH100")["days"] for mixer in ("gla", "paper-softmax-gla"))
+    assert plain == gated > 0
 
 
 def write(path, data):

@@ -62,10 +62,13 @@ def test_results_are_determined_by_the_seed():
     assert first.checks == again.checks and first.summary == again.summary != other.summary
 
 
-def test_the_page_on_theory_has_and_draws_every_experiment():
-    page = (Path(__file__).parents[1] / "docs" / "theory.md").read_text("utf-8")
-    assert re.findall(r"^`python -m research\.theory ([\w-]+)`:$", page, re.MULTILINE) == list(theory.EXPERIMENTS)
-    assert all(f'law("{name}")' in page or f"research.theory {name}`:\n\n>" in page for name in theory.EXPERIMENTS)
+def test_every_experiment_is_drawn_on_a_page_below_its_command():
+    docs = Path(__file__).parents[1] / "docs"
+    pages = "".join(page.read_text("utf-8") for page in sorted(docs.glob("*.md")) if page.name != "log.md")
+    assert sorted(re.findall(r"^`python -m research\.theory ([\w-]+)`:$", pages, re.MULTILINE)) == sorted(
+        theory.EXPERIMENTS
+    )
+    assert all(f'law("{name}")' in pages or f"research.theory {name}`:\n\n>" in pages for name in theory.EXPERIMENTS)
 
 
 def test_experiments_are_listed_and_unknown_names_refused():

@@ -18,6 +18,7 @@ from headrace.utils.errors import InputError
 from headrace.utils.integrity import write_json
 
 from .additive_memory import Crosstalk, Forgetting
+from .attention import Compression, KVCache, LogitScale, Positions
 from .base import TOLERANCE, Check, Experiment, Result
 from .capacity import Capacity
 from .delta_rule import KeyAngle, Overwriting
@@ -26,6 +27,7 @@ from .mixer_capacity import MixerCapacity
 from .pathologies import ContextCollapse, PolarityLoss
 from .read_gate import ReadGate
 from .state_probe import CheckpointProbe, StateProbe
+from .state_space import StateSpace
 
 __all__ = ["EXPERIMENTS", "TOLERANCE", "Check", "Result", "describe", "run", "save", "select"]
 
@@ -35,11 +37,16 @@ EXPERIMENTS: dict[str, type[Experiment]] = {
     "read-gate": ReadGate,
     "polarity": PolarityLoss,
     "context-collapse": ContextCollapse,
+    "logit-scale": LogitScale,
+    "positions": Positions,
+    "kv-cache": KVCache,
+    "compression": Compression,
     "crosstalk": Crosstalk,
     "overwriting": Overwriting,
     "key-angle": KeyAngle,
     "forgetting": Forgetting,
     "capacity": Capacity,
+    "state-space": StateSpace,
     "mixer-capacity": MixerCapacity,
     "state-probe": StateProbe,
 }

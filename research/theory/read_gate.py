@@ -26,7 +26,7 @@ FORMS = {
     "published": ("one", "query"),
     "default": ("identity", "after_norm"),
 }  # scale of the gates, place of the read gate
-TINY, DEFAULT = 1e-30, 1e-5  # ε: as good as 0 in float64, and of this library and of FLA
+TINY, DEFAULT = 1e-30, 1e-6  # ε: as good as 0 in float64, and of this library and of FLA
 
 
 class Layer:
