@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -46,9 +47,9 @@ def gated(denominator):
             yield SoftmaxRNNSpec("relu", 2, None, denominator, gate, place, **more)
 
 
-def both_forms(spec):
+def both_forms(spec, causal=True):
     """The T×T layer with weights that do not vanish, and its recurrent form, in float64."""
-    layer = layers.build(spec, hidden_size=D, num_heads=H).double()
+    layer = layers.build(spec, hidden_size=D, num_heads=H, causal=causal).double()
     with torch.no_grad():
         for name, p in layer.named_parameters():
             p.add_(torch.randn_like(p), alpha=0.3 if "norm" in name else 0.5)
@@ -145,10 +146,25 @@ def test_clamped_logits_have_no_recurrent_form():
     assert zoo.get("recurrent-softmax-rnn-gate(order=2, clamp=none)").read.gate == "sigmoid-head"
 
 
-def test_encoder_has_no_recurrent_form():
-    layer = layers.build(SoftmaxRNNSpec(order=2), hidden_size=D, num_heads=H, causal=False)
-    with pytest.raises(InputError, match="an encoder has no recurrent form"):
-        layer.recurrent()
+@pytest.mark.filterwarnings("ignore::headrace.GateWarning")
+@pytest.mark.parametrize("denominator", DENOMINATORS)
+def test_a_memory_of_all_tokens_equals_an_encoders_matrix(denominator):
+    """Appendix C, for every numerator and order, with padding and in a pack; the layer has one set of weights."""
+    x, lengths = torch.randn(2, 9, D, dtype=torch.float64), (9, 5)
+    mask = torch.arange(9) < torch.tensor(lengths)[:, None]
+    for spec in (*ungated(denominator), *gated(denominator)):
+        if spec.numerator == "exp" and spec.order is None:
+            continue  # of no finite memory
+        layer, recurrent = both_forms(spec, causal=False)
+        agree = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-11)
+        with torch.no_grad():
+            agree(recurrent(x)[0], layer(x)[0])
+            agree(recurrent(x, mask=mask)[0][mask], layer(x, mask=mask)[0][mask])
+            pack, bounds = x[mask][None], torch.tensor([0, 9, 14])
+            agree(recurrent(pack, cu_seqlens=bounds)[0], layer(pack, cu_seqlens=bounds)[0])
+        assert sum(p.numel() for p in recurrent.parameters()) == sum(p.numel() for p in layer.parameters())
+        with pytest.raises(InputError, match="expected state=None"):
+            recurrent(x, layers.build(spec.recurrent(), hidden_size=D, num_heads=H).double()(x)[1])
 
 
 def test_expression_names_the_recurrent_form():

@@ -18,8 +18,17 @@ from headrace.spec import MixerSpec, attention, from_json, linear, serialize, st
 from headrace.spec.mixer import Facts
 from headrace.utils.tables import OFFERS, Table
 
-SPECS = serialize.TYPES, scan.KINDS, matrix.KINDS, attention.LAYERS, stack.MLPS, stack.SHARED, linear.RULES
-EVERY = *zoo.TABLES.values(), zoo.MODELS, *SPECS, STAGES
+SPECS = (
+    serialize.TYPES,
+    scan.KINDS,
+    matrix.KINDS,
+    attention.LAYERS,
+    stack.MLPS,
+    stack.SHARED,
+    linear.RULES,
+    linear.LAYERS,
+)
+EVERY = *zoo.TABLES.values(), zoo.MODELS, *SPECS, STAGES, attention.LAYERS, linear.LAYERS
 TABLES = {table.name: table for table in EVERY}
 
 

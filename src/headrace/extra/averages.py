@@ -20,6 +20,11 @@ def divided_by_length(v: Tensor, length: Tensor, power: Tensor) -> Tensor:
     return (v / wide).to(v.dtype)
 
 
+def seen(mixer: Any, t: Tokens) -> Tensor:
+    """Returns the number of tokens that each token sees, [B or 1, T]."""
+    return t.positions + 1 if mixer.causal else t.sequences.totals(t.x)
+
+
 class ValueGate(Stage):
     """A sigmoid gate of v, one number per head, with a bias (arXiv 2507.23632, appendix E)."""
 
@@ -34,7 +39,7 @@ class ValueGate(Stage):
 
 
 class OverLength(Stage):
-    """v / n^σ(c), with the number n of tokens so far and a parameter c per head."""
+    """v / n^σ(c), with the number n of tokens that the token sees and a parameter c per head."""
 
     field = "inputs.by_length"
 
@@ -45,7 +50,7 @@ class OverLength(Stage):
         mixer.power.fill_(0.5)
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
-        t.v = divided_by_length(t.v, t.positions + 1, mixer.power)
+        t.v = divided_by_length(t.v, seen(mixer, t), mixer.power)
 
 
 class DivideDetached(Stage):
@@ -59,12 +64,12 @@ class DivideDetached(Stage):
 
 
 class DivideByLength(Stage):
-    """Divides what is read by the number of tokens so far."""
+    """Divides what is read by the number of tokens that the token sees."""
 
     field = "read.by_length"
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
-        t.out = t.out.to(accumulator(t.out)) / (t.positions + 1)[..., None, None]
+        t.out = t.out.to(accumulator(t.out)) / seen(mixer, t)[..., None, None]
 
 
 STAGES.update({

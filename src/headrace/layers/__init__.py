@@ -27,7 +27,7 @@ def build(spec: Spec, *, causal: bool = True, **settings) -> nn.Module:
     spec.head_dims(settings["hidden_size"], settings.get("num_heads", 1))  # raises for sizes that do not divide
     if spec.facts.cached and not getattr(spec, "forget", False):
         settings["causal"] = causal
-    elif not causal:
+    elif not causal and spec.layer(False) == spec.layer(True):
         return BothWays(*(build(spec, **settings) for _ in range(2)))
     built = named(spec.layer(causal))(spec, **settings)
     built.spec, built.hidden_size = spec, settings["hidden_size"]
@@ -50,8 +50,9 @@ def Mixer(
         mixer: a name or an expression of the zoo (`headrace zoo`), or a spec.
         hidden_size: width D of x and y.
         num_heads: number of heads, unless the mixer sets it.
-        causal: False lets tokens also see later tokens of their sequence. Such a layer takes no state, and what it
-            returns in its place, None or keys and values, cannot be continued.
+        causal: False lets tokens also see later tokens of their sequence: one memory of all of them for a linear mixer
+            in which their order does not matter, two mixers, one for each direction, for others with a memory. Such a
+            layer takes no state, and what it returns in its place, None or keys and values, cannot be continued.
         layer_idx, num_layers: index of the layer and depth of the model, for initializations that depend on them.
         norm_eps: epsilon of the norm after the readout.
         rope_theta: base of the rotary frequencies.

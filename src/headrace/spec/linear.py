@@ -20,6 +20,9 @@ from .record import PositiveFloat, PositiveInt, Range, Record, asked_for, requir
 Order = Annotated[int, Range("0 to 100", lambda n: 0 <= n <= 100)]  # of a Taylor polynomial of e^x
 # Objections to a spec in which a field is not its default, of plug-ins that have the field's stage.
 RULES: Table[Callable[[Any], Iterator[tuple[bool, str]]]] = Table("rules")
+LAYERS: Table[str] = Table("linear_layers")  # as `Facts.layer`. encoder: of an additive memory, of all tokens
+# Fields that make the order of tokens matter, besides a decay and the delta rule.
+APART = "inputs.conv", "inputs.shift", "inputs.key", "heads.qk_groups", "read.bonus", "competition.freeze"
 LARGEST_FEATURES = 2**24  # rows of a head's memory; 8 GiB per head for values of 128
 
 
@@ -236,7 +239,18 @@ class MixerSpec(Spec):
             )
         return sentences
 
+    def layer(self, causal: bool) -> str:
+        """Returns module and class of the layer: an encoder's is one memory of all tokens if the order of the tokens
+        does not matter to it."""
+        return self.facts.layer if causal or not self.additive else LAYERS["encoder"]
+
     # --- derived, never stored -----------------------------------------------------------------------------------
+    @property
+    def additive(self) -> bool:
+        """Whether the memory is a sum over tokens, whatever their order, of one write for each."""
+        ordered = type(self) is not MixerSpec or self.decay.kind != "none" or self.write.rule != "add"
+        return not ordered and not any(asked_for(self, path) for path in (*APART, *RULES))
+
     def num_heads(self, hidden_size: int, default: int) -> int:
         """Returns the number of heads: `heads.count`, or that of `heads.width` at this hidden size, or `default`."""
         return heads_of_width(self.heads.count, self.heads.width, self.heads.expand_v * hidden_size, default)

@@ -11,12 +11,14 @@ Dimensions: B batch, T new tokens, L all tokens so far, D hidden size, H heads, 
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...extra.averages import divided_by_length
 from ...extra.taylor import truncated_exp
+from ...layers import build
 from ...layers.attention.attention import AttentionState, attend_packed, extended
 from ...layers.attention.sdpa import visible
 from ...layers.base import ANY, Mixer, check_state
@@ -124,12 +126,11 @@ class SoftmaxRNN(Mixer):
         sequence, with a state of a fixed size.
 
         Raises:
-            InputError: if there is none, and for an encoder.
+            InputError: if there is none.
         """
-        require(self.causal, "an encoder has no recurrent form; expected a layer with causal=True")
         D, H, weight = self.q_proj.in_features, self.num_heads, self.q_proj.weight
-        mixer = LinearMixer(self.spec.recurrent(), hidden_size=D, num_heads=H, rope_theta=self.rope_theta).to(weight)
-        mixer.hidden_size = self.hidden_size
+        settings = {"hidden_size": D, "num_heads": H, "rope_theta": self.rope_theta}
+        mixer: Any = build(self.spec.recurrent(), causal=self.causal, **settings).to(weight)
         parts = {name: getattr(self, f"{name}_proj").weight for name in "qkv"}
         with torch.no_grad():
             for name, gate_weight, bias in self._gate_parameters():

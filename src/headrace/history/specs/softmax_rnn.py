@@ -68,7 +68,8 @@ class SoftmaxRNNSpec(Spec):
         powers, decoding takes the same time for each token.
 
         `recurrent-` before a name of the zoo does this to the mixer that an expression describes, and
-        `history.layers.softmax_rnn.SoftmaxRNN.recurrent` to a layer with its weights. A layer for encoders has none.
+        `history.layers.softmax_rnn.SoftmaxRNN.recurrent` to a layer with its weights. An encoder reads
+        one memory of all tokens.
 
         Raises:
             InputError: if no finite state exists: for e^x without an order, and for clamped logits.

@@ -74,6 +74,7 @@ class LinearMixer(Mixer, HasBackend):
         "o_proj", "read_competition", "write_competition", "choice",
     )  # fmt: skip
 
+    causal: ClassVar[bool] = True  # whether a token sees no later ones
     no_weight_decay = ("bonus",)
     state_kind = MixerState
     op: Callable[..., tuple[Tensor, Tensor]]

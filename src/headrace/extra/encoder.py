@@ -1,0 +1,73 @@
+"""Linear mixers of encoders whose memory is the sum over all tokens of a sequence, which every token reads: the
+bidirectional form of arXiv 2507.23632, appendix C, of any order, with its denominators.
+
+    S = Σ_s β_s k_sᵀ (w_s v_s),    o_t = scale · r_t · q_t S    or, normalized, over scale · q_t · z + ε
+
+Dimensions: B batch, T tokens, H heads, K key, V value dimension per head.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layers.linear.mixer import LinearMixer
+from ..ops.call import NORMALIZER_EPS, accumulator
+from ..ops.checks import require
+from ..ops.sequences import Sequences
+from ..spec.linear import LAYERS
+
+
+class EncoderMixer(LinearMixer):
+    """The layer of a spec that is additive: without a decay, a delta rule or anything else that has an order."""
+
+    causal = False
+
+    def __init__(self, spec: Any, **settings: Any):
+        super().__init__(spec, **settings)
+        self.op: Any = over_all
+
+    @property
+    def static_shapes(self) -> bool:
+        return False
+
+    def run(self, x: Tensor, state: None, sequences: Sequences, in_place: bool = False) -> tuple[Tensor, Any]:
+        require(state is None, "state is given to an encoder, which has none; expected state=None")
+        y, _ = super().run(x, None, sequences)
+        return y, None
+
+
+def over_all(
+    q: Tensor, k: Tensor, v: Tensor, *, beta: Tensor | None, write_gate: Tensor | None, read_gate: Tensor | None,
+    scale: float, normalize: bool, cu_seqlens: Tensor | None, **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Computes the equations above, with the arguments of `linear_attention`.
+
+    q, k [B, T, H, K]; v [B, T, H, V]; the gates and β [B, T, H] -> (o [B, T, H, V], None)."""
+    kept = {"rule": "add", "log_decay": None, "bonus": None, "initial_state": None}
+    assert all(others[name] == value for name, value in kept.items()), others
+    acc, dtype = accumulator(q), v.dtype
+    ones = [torch.ones_like(v[..., :1])] if normalize else []
+    v = torch.cat([v, *ones], -1).to(acc)
+    for factor in (beta, write_gate):
+        v = v if factor is None else v * factor[..., None]
+    out = torch.cat([_read(scale, *each) for each in _sequences(cu_seqlens, q.to(acc), k.to(acc), v)], 1)
+    if normalize:
+        out = out[..., :-1] / (out[..., -1:] + NORMALIZER_EPS)
+    out = out if read_gate is None else out * read_gate[..., None]
+    return out.to(dtype), None
+
+
+def _read(scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scale * torch.einsum("bthk,bhkv->bthv", q, torch.einsum("bthk,bthv->bhkv", k, v))
+
+
+def _sequences(cu_seqlens: Tensor | None, *tensors: Tensor) -> Any:
+    """Yields the tensors of each sequence, or those of all rows."""
+    if cu_seqlens is None:
+        return [tensors]
+    lengths = cu_seqlens.diff().tolist()
+    return zip(*(x.split(lengths, 1) for x in tensors), strict=True)
+
+
+LAYERS["encoder"] = f"{__name__}.EncoderMixer"
