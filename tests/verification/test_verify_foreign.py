@@ -13,6 +13,7 @@ import faulty_layers
 import fresh
 from faulty_layers import FAULTS
 from headrace import InputError, layers, zoo
+from headrace.files.quiet import quiet
 from headrace.verification import foreign
 from headrace.verification.foreign.check import Verdict
 
@@ -33,7 +34,7 @@ def has_fla_layers():
 
 @pytest.fixture(autouse=True)
 def _quiet():
-    with foreign.quiet():
+    with quiet():
         yield
 
 
