@@ -30,7 +30,6 @@ from .strength import StepSize, Strength
 from .token import MixerState, find_program, mixer_program, run_mixer
 from .token_shift import Shift
 
-Stages = tuple[Any, ...]  # of classes of `Stage`, and of `Plugged`
 MEMORIES = "competition.memories_per_head"
 
 
@@ -47,7 +46,7 @@ class LinearMixer(Mixer, HasBackend):
     """
 
     # The stages in their order. A mixer has those that apply to its spec, and the first recurrence that does.
-    INPUTS: ClassVar[Stages] = (
+    INPUTS: ClassVar[tuple[Any, ...]] = (
         Positions, Shift, Project, Convolve, Heads, ValueMap, Decays, ComplementKey, Compete,
         Plugged("keys-of-steps", "write.steps"), RotateFirst, FeatureMap, QKNorm,
         Plugged("biased-norm", "inputs.qk_norm", ("rms-bias",)), Rotate, Plugged("turn", "inputs.turns"),
@@ -55,16 +54,16 @@ class LinearMixer(Mixer, HasBackend):
         Plugged("gate-of-channels", "write.erase", ("channel",)), Plugged("over-length", "inputs.by_length"),
         Plugged("exponential-gate", "write.beta", ("exp",)), Plugged("memories", MEMORIES), Freeze, Strength, StepSize,
     )  # fmt: skip
-    VALUES: ClassVar[Stages] = (WeightSum, Plugged("values-of-memories", MEMORIES))
-    RECURRENCES: ClassVar[Stages] = (
+    VALUES: ClassVar[tuple[Any, ...]] = (WeightSum, Plugged("values-of-memories", MEMORIES))
+    RECURRENCES: ClassVar[tuple[Any, ...]] = (
         Plugged("trapezoid", "write.beta", ("trapezoid",)), Plugged("steps", "write.steps"),
         Plugged("residual", "write.residual_chunk"), Plugged("erase", "write.erase"), Recur,
     )  # fmt: skip
-    SUMS: ClassVar[Stages] = (
+    SUMS: ClassVar[tuple[Any, ...]] = (
         Plugged("sum-of-memories", MEMORIES), Plugged("divide-by-weights", "write.beta", ("exp",)),
         Plugged("divide-detached", "read.norm", ("detached",)), Plugged("divide-by-length", "read.by_length"),
     )  # fmt: skip
-    READOUT: ClassVar[Stages] = (Skip, ReadGateFirst, GateFirst, Norm, ReadGate, Gate, Out)
+    READOUT: ClassVar[tuple[Any, ...]] = (Skip, ReadGateFirst, GateFirst, Norm, ReadGate, Gate, Out)
 
     # The parts of in_proj, and the layer's own parameters and modules, in the order of the weights and of an optimizer.
     PARTS: ClassVar[tuple[str, ...]] = "q", "k", "v", "turns", "value_gate", "decay", "beta", "write", "gate"
@@ -178,5 +177,5 @@ class LinearMixer(Mixer, HasBackend):
         return dict(zip(self.parts, self.in_proj.weight.split(list(self.parts.values())), strict=True))[name]
 
 
-def _applying(stages: Stages, spec: MixerSpec) -> tuple[Any, ...]:
+def _applying(stages: tuple[Any, ...], spec: MixerSpec) -> tuple[Any, ...]:
     return tuple(stage() for stage in stages if stage.applies(spec))
