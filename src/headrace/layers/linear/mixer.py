@@ -38,8 +38,7 @@ class LinearMixer(Mixer, HasBackend):
 
     Args:
         spec: kinds and sizes of the layer's parts.
-        hidden_size: D.
-        num_heads: H, unless spec.heads.count sets it.
+        hidden_size, num_heads: D and H, unless spec.heads.count sets H.
         layer_idx, num_layers: index of the layer and depth of the model, for RWKV-6's initialization.
         norm_eps: epsilon of the norm after the readout.
         rope_theta: base of the rotary frequencies.
