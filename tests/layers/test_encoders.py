@@ -74,6 +74,7 @@ def test_layer_equals_t5(causal):
 ENCODERS = {
     "attention": PLAIN, "rotary": AttentionSpec(), "t5": T5, "tiles": AttentionSpec(form="tiles"),
     "longformer": "longformer(pattern.window=2)", "bigbird": "bigbird(pattern.block=2, pattern.window=2)",
+    "one memory": "softmax-linear-attention",
     "softmax-gla": "softmax-gla", "gated-deltanet": "gated-deltanet", "rwkv6": "rwkv6", "mamba": "mamba", "s4d": "s4d",
     "softmax-rnn-gate": "softmax-rnn-gate",
     "softmax-rnn-norm": "softmax-rnn-norm(numerator=cosine, denominator=input-length)",
@@ -88,6 +89,15 @@ def test_padding_and_packing_do_not_matter(name):
     assert relative(encoder(x, mask=mask)[0][mask], alone) <= 1e-10
     ends = torch.tensor([0, *LENGTHS]).cumsum(0)
     assert relative(encoder(x[mask][None], cu_seqlens=ends)[0][0], alone) <= 1e-10
+
+
+def test_the_order_of_tokens_does_not_matter_to_an_additive_memory():
+    encoder, x = build("softmax-linear-attention", causal=False), torch.randn(2, 20, D, dtype=torch.float64)
+    order = torch.randperm(20)
+    agree(lambda x: encoder(x)[0][:, order], lambda x: encoder(x[:, order])[0], x, 1e-12, [*encoder.parameters()])
+    assert sum(p.numel() for p in encoder.parameters()) == sum(
+        p.numel() for p in build("softmax-linear-attention").parameters()
+    )
 
 
 @pytest.mark.parametrize("mixer", ["softmax-gla", "softmax-deltanet", "mamba"])
