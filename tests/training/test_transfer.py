@@ -110,16 +110,18 @@ def test_a_killed_transfer_goes_on_exactly(teacher, data, tmp_path, monkeypatch)
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), whole.parameters(), strict=True))
 
 
-def test_bfloat16_is_of_the_old_model(data, tmp_path):
-    """Its layers imitate as well, to the rounding, and end in the model's own precision."""
+def test_bfloat16_rounds_no_weight_that_stays(data, tmp_path):
+    """New layers imitate as well, to the rounding of activations."""
     found = {}
     for precision in ("float32", "bfloat16"):
         torch.manual_seed(0)
         teacher = tiny.build("gqa(kv_heads=2)", num_hidden_layers=2, vocab_size=257)
-        settings = replace(SETTINGS, precision=precision)
+        settings, before = replace(SETTINGS, precision=precision), copy.deepcopy(teacher.float()).state_dict()
         work, keep = tmp_path / precision, Keep.parsed("0")
         linear, report = imitate(teacher.float(), HEDGEHOG, keep, data, settings, work, CPU, lambda *_: None, 1)
-        assert linear.dtype == torch.float32 and {p.dtype for p in linear.parameters()} == {torch.float32}
+        assert {p.dtype for p in linear.parameters()} == {torch.float32}
+        stays = [name for name, p in linear.named_parameters() if ".layers.1.mixer." not in name]
+        assert all(torch.equal(linear.get_parameter(name), before[name]) for name in stays) and len(stays) > 5
         found[precision] = report["layers"]["1"]["after"], report["nats"]["transferred"]
     assert found["bfloat16"] == pytest.approx(found["float32"], rel=0.05)
     assert found["bfloat16"] != found["float32"]

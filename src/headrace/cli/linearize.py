@@ -46,7 +46,7 @@ class LinearizeOptions:
         str, typer.Option(help="What trains: new (what the old layers do not have), or all weights of the new layers.")
     ] = "new"
     precision: Annotated[
-        str, typer.Option(help="Of the old model: float32 or bfloat16. New layers train in float32.")
+        str, typer.Option(help="Of activations: float32, or bfloat16 by autocast. Weights are not rounded.")
     ] = "float32"
     held_out: Annotated[int, typer.Option(help="Held-out rows on which the errors and losses are measured.")] = 16
     seed: Annotated[int, typer.Option(help="Random seed of new weights and of the order of the rows.")] = 0

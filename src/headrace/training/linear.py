@@ -18,7 +18,7 @@ from ..utils.errors import InputError
 from .run import evenly_spaced, full_rows
 from .transfer import Imitation, Tell, Transfer, transfer
 
-FEW = 4  # held-out rows on which layers are removed
+FEW = 4  # held-out rows on which layers are removed, as the page says
 CONTEXTS = 2048, 8192, 32768  # tokens at which states are counted
 
 
@@ -68,8 +68,8 @@ def imitate(
     """Makes attention layers of a model linear, and trains them to imitate attention.
 
     Args:
-        model: on the CPU; it is moved to the device, in the precision of the settings. What stays of it is shared with
-            the new model.
+        model: on the CPU; it is moved to the device. What stays of it is shared with the new model, and is not
+            rounded: with bfloat16 weights keep their precision, and with float32 they are widened.
         folder: of checkpoints, from which the same call goes on.
 
     Returns:
@@ -80,7 +80,7 @@ def imitate(
     """
     changed = checked(model.config, mixer, keep, data, settings)
     dtype = model.dtype
-    model.to(device, getattr(torch, settings.precision))
+    model.to(device, settings.weights(dtype))
     linear = with_linear_layers(model, mixer, changed)
     for i in changed:
         linear.model.backbone.layers[i].mixer.float()

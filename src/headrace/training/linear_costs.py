@@ -27,16 +27,17 @@ def costs(config: HeadraceConfig, mixer: str, changed: list[int], settings: Tran
         old, new = (HeadraceForCausalLM(each).eval() for each in (config, linear_config(config, mixer, changed)))
     for model in (old, new):
         set_backend(model, "torch")
-        torch.nn.Module.to(model, getattr(torch, settings.precision))
+        torch.nn.Module.to(model, getattr(torch, settings.precision))  # of activations
     imitation = Imitation(old, new, settings.trains)  # type: ignore[arg-type]
     ids = torch.zeros(settings.rows, length, dtype=torch.long)
     kept = kept_for_backward(lambda: imitation(ids), [*old.parameters(), *new.parameters()])
     P, N = old.num_parameters(), sum(p.numel() for p in imitation.parameters())
-    size, half = (2 if settings.precision == "bfloat16" else 4), settings.precision == "bfloat16"
+    half, stored = settings.precision == "bfloat16", settings.weights(config.dtype or torch.float32).itemsize
+    size = 2 if half else 4
     seen = 2 * len(changed) * ids.numel() * config.hidden_size * size
     return {
         "bytes": {
-            "old model": P * size,
+            "old model": P * stored,
             "new layers: weights, gradients, moments": N * (SHARED + WHOLE),
             **({"new layers in bfloat16": N * size} if half else {}),
             "inputs and outputs of the old layers": seen,

@@ -52,13 +52,17 @@ class Transfer(Optimization):
     held_out: PositiveInt = 16  # rows of an evaluation
     save_every: PositiveInt = 50  # steps
     trains: Literal["new", "all"] = "new"  # what the old layers do not have, or all weights of the new layers
-    # bfloat16: of the old model and its activations, with autocast; the new layers' weights are float32
+    # bfloat16: autocast, with weights as the checkpoint has them; the new layers' weights are float32
     precision: Literal["bfloat16", "float32"] = "float32"
     seed: int = 0
 
     @property
     def steps(self) -> int:
         return self.updates
+
+    def weights(self, stored: torch.dtype) -> torch.dtype:
+        """The data type of the old model's weights, of which `stored` is the checkpoint's."""
+        return torch.float32 if self.precision == "float32" else stored
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """The context in which layers of both precisions compute."""
