@@ -34,7 +34,7 @@ from headrace.files import engine
 from headrace.files.engine import Claim, Point, Row
 from headrace.files.processes import locked
 from headrace.files.workers import Worker, place_workers
-from headrace.report import stats
+from headrace.report.differences import Unit, judged, over_seeds, table
 from headrace.tasks.text import read as read_text
 from headrace.training.linear import Keep, held_out_loss, imitate
 from headrace.training.loop import Batch, Updates
@@ -57,6 +57,8 @@ MIXERS = {
 CONTROL = "unchanged"
 PAIRS = (("softmax", "none"), ("softmax", "sigmoid"), ("sigmoid", "none"))
 MEASURES = ("error", "nats", "book", "pairs", "needle")
+COMPARED = ("after", "imitating", "trained")  # ends of the columns that are compared
+LOSS = Unit("", "", 3, verdicts=("higher", "lower"), joint="−")
 SEEDS = range(3)
 KEEP = Keep(every=2)
 IMITATION = Transfer(updates=200, rows=2, held_out=16, precision="bfloat16")
@@ -75,12 +77,13 @@ class Arm:
     model: Path
     data: Path
     book: Path
+    folder: Path  # of the run
 
 
 @app.command()
 def run(model: Path, data: Path, book: Path, folder: Path = Path("runs", "linear"), workers: int | None = None) -> None:
     """Trains and measures every arm."""
-    arms = [Arm(name, seed, model, data, book) for seed, name in product(SEEDS, (CONTROL, *MIXERS))]
+    arms = [Arm(name, seed, model, data, book, folder) for seed, name in product(SEEDS, (CONTROL, *MIXERS))]
     points = [Point(f"{arm.name}, seed {arm.seed}", Path("arms", f"{arm.name}-{arm.seed}.json"), arm) for arm in arms]
     plan = {
         "question": QUESTION,
@@ -88,6 +91,8 @@ def run(model: Path, data: Path, book: Path, folder: Path = Path("runs", "linear
         "imitation": asdict(IMITATION),
         "whole": asdict(WHOLE),
         "keep": asdict(KEEP),
+        "seeds": list(SEEDS),
+        "texts": [str(path.resolve()) for path in (model, data, book)],
     }
     with locked(folder):
         claim, progress = Claim(json.loads(json.dumps(plan))), engine.lines(print, points)
@@ -109,7 +114,7 @@ def measured(arm: Arm, worker: Worker) -> Row:
             if step % 50 == 0:
                 worker.report(f"step {step}, error {error:.3f}")
 
-        work = Path("runs", "linear", "work", f"{arm.name}-{arm.seed}")
+        work = arm.folder / "work" / f"{arm.name}-{arm.seed}"
         work.mkdir(parents=True, exist_ok=True)
         model, report = imitate(model, MIXERS[arm.name], KEEP, data, settings, work, CPU, tell, 1)
         layers = report["layers"].values()
@@ -154,9 +159,8 @@ def probes(arm: Arm) -> Callable[[Any, PackedData], dict[str, float]]:
     def losses(model: Any, data: PackedData) -> dict[str, float]:
         model.eval()
         found = {"nats": held_out_loss(model, data, IMITATION)}
-        found["book"] = sum(float(model(row[None], labels=row[None], skip_logits=True).loss) for row in rows) / len(
-            rows
-        )
+        book = [float(model(row[None], labels=row[None], skip_logits=True).loss) for row in rows]
+        found["book"] = sum(book) / len(book)
         return found | {name: answer_loss(model, texts) for name, texts in recall.items()}
 
     return losses
@@ -209,39 +213,26 @@ def lines() -> list[str]:
 
 def means(rows: list[dict[str, str]]) -> list[str]:
     columns = [name for name in rows[0] if name.split("_")[0] in MEASURES]
-    table = []
+    shown = []
     for arm in (CONTROL, *MIXERS):
         own = [row for row in rows if row["arm"] == arm]
         cells = [[float(row[column]) for row in own if row[column]] for column in columns]
-        table.append([arm, str(len(own)), *(f"{sum(cell) / len(cell):.3f}" if cell else "" for cell in cells)])
-    return markdown(["arm", "seeds", *(column.replace("_", " ") for column in columns)], table)
+        shown.append([arm, str(len(own)), *(f"{sum(cell) / len(cell):.3f}" if cell else "" for cell in cells)])
+    return markdown(["arm", "seeds", *(column.replace("_", " ") for column in columns)], shown)
 
 
 def differences(rows: list[dict[str, str]]) -> list[str]:
-    columns = [
-        name for name in rows[0] if name.split("_")[0] in MEASURES and name.endswith(("after", "imitating", "trained"))
-    ]
+    """The arms' differences, judged as one family."""
+    columns = [name for name in rows[0] if name.split("_")[0] in MEASURES and name.endswith(COMPARED)]
     values = {(row["arm"], row["seed"]): row for row in rows}
     found = []
     for column, (a, b) in product(columns, PAIRS):
         seeds = [seed for arm, seed in values if arm == a and (b, seed) in values]
-        found.append((column, a, b, [float(values[a, i][column]) - float(values[b, i][column]) for i in seeds]))
-    corrected = stats.holm([stats.paired(x) for *_, x in found])
-    table = [row(column, a, b, x, p) for (column, a, b, x), p in zip(found, corrected, strict=True)]
-    return markdown(["measure", "difference", "seeds", "mean", "95 % interval", "p by Holm"], table)
-
-
-def row(column: str, a: str, b: str, x: list[float], p: float) -> list[str]:
-    mean = stats.mean_over_seeds(x)
-    low, high = mean.interval
-    return [
-        column.replace("_", " "),
-        f"{a} - {b}",
-        str(len(x)),
-        f"{mean.value:+.3f}",
-        f"{low:+.3f} … {high:+.3f}",
-        f"{p:.2g}",
-    ]
+        gains = [float(values[a, i][column]) - float(values[b, i][column]) for i in seeds]
+        found.append(over_seeds(a, b, gains, LOSS, where=column.replace("_", " ")))
+    (family,) = judged([found])
+    header, *cells = table(family, "of")
+    return markdown(header, cells)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import os
 from unittest.mock import patch
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from headrace.training import card, recipes, run
 from headrace.training.loop import Batches
@@ -55,3 +56,17 @@ def arguments(data, folder, **changes):
     """Of the command that trains the same."""
     settings = [f"{name}={value}" for name, value in (TINY | changes).items()]
     return ["train", "laptop-1m", *settings, "--data", str(data), "--output", str(folder), "--trackers", "none"]
+
+
+def peak_of(step, models, optimizer):
+    """The largest number of bytes that PyTorch holds in a step, those of the weights and moments included."""
+    held = sum(p.nbytes for model in models for p in model.parameters())
+    held += sum(x.nbytes for state in optimizer.state.values() for x in state.values())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        step()
+    now = peak = held
+    for event in seen.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak

@@ -4,6 +4,8 @@ import json
 import math
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from damage import change_digit
 from groups import forked
 from headrace.files import engine, workers
 from headrace.files.engine import Claim, Point, run
+from headrace.files.hub import check_config, is_on_the_hub
 from headrace.files.processes import locked
 from headrace.files.results import NOT_FINITE
 from headrace.utils.errors import InputError, VersionWarning
@@ -204,3 +207,24 @@ def test_a_damaged_or_foreign_result_is_named(tmp_path):
 def test_workers_are_at_least_one():
     with pytest.raises(InputError, match="--workers=0; expected at least 1"):
         workers.place_workers(["cpu"], 0)
+
+
+def test_workers_know_the_functions_of_a_module_that_was_run_by_its_name(tmp_path):
+    """`python -m NAME`, whose functions are those of `__main__`."""
+    (tmp_path / "named.py").write_text(
+        "from headrace.files.workers import distribute\n"
+        "def twice(n, worker): worker.report(2 * n)\n"
+        "if __name__ == '__main__': distribute(twice, [(21,)], ['cpu'], lambda i, news: print(news))\n"
+    )
+    done = subprocess.run([sys.executable, "-m", "named"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "42\n", done.stderr
+
+
+def test_a_checkpoint_that_a_run_does_not_have_is_not_asked_of_the_hub(tmp_path):
+    run = tmp_path / "run"
+    (run / "checkpoint-8").mkdir(parents=True)
+    for file in (run / "run.json", run / "checkpoint-8" / "config.json"):
+        file.write_text("{}")
+    assert not is_on_the_hub(run / "checkpoint-2") and is_on_the_hub("owner/name")
+    with pytest.raises(InputError, match="checkpoint-2' does not exist; the run has checkpoint-8"):
+        check_config(run / "checkpoint-2")

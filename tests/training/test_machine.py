@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 from typer.testing import CliRunner
 
 from headrace import InputError
@@ -14,6 +13,7 @@ from headrace.training.distillation import divergence, teacher_of
 from headrace.training.efficiency import efficiency, measured
 from headrace.training.loop import answers
 from headrace.training.model import build, counted, recompute_blocks
+from trained import peak_of
 
 
 def recipe(**changes):
@@ -49,16 +49,7 @@ def test_estimated_memory_is_the_peak_of_a_step(changes, tmp_path):
 
     step()
     optimizer.zero_grad()
-    held = sum(p.nbytes for p in model.parameters())
-    held += 0 if teacher is None else sum(p.nbytes for p in teacher.parameters())
-    held += sum(x.nbytes for state in optimizer.state.values() for x in state.values())
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        step()
-    now = peak = held
-    for event in seen.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
+    peak = peak_of(step, [model] if teacher is None else [model, teacher], optimizer)
     assert 0.85 < peak / sum(machine.memory(chosen, 1).values()) < 1.05
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 import tiny
 from headrace import InputError, load
@@ -20,7 +19,7 @@ from headrace.training.linear_costs import costs
 from headrace.training.loop import Updates
 from headrace.training.processes import Processes
 from headrace.training.transfer import Imitation, Transfer, mean_error, transfer
-from trained import TINY
+from trained import TINY, peak_of
 
 CPU = torch.device("cpu")
 SETTINGS = Transfer(updates=6, rows=2, save_every=2, held_out=3, warmup=0.0)
@@ -271,15 +270,7 @@ def test_estimated_memory_is_the_peak_of_a_step():
         updates.step()
 
     step()
-    held = sum(p.nbytes for model in (teacher, imitation) for p in model.parameters())
-    held += sum(x.nbytes for state in updates.optimizer.state.values() for x in state.values())
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        step()
-    now = peak = held
-    for event in seen.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
+    peak = peak_of(step, [teacher, imitation], updates.optimizer)
     found = costs(teacher.config, HEDGEHOG, changed, settings, 64)
     assert 0.85 < peak / sum(found["bytes"].values()) < 1.05
     P, N = teacher.num_parameters(), sum(p.numel() for p in imitation.parameters())
