@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..convert import load
+from ..convert.checkpoint import read_config
 from ..ops.call import accumulator
 from ..utils.errors import InputError
 from .recipes import Recipe
@@ -19,12 +20,11 @@ def teacher_of(recipe: Recipe) -> Any:
     """Returns the model of the recipe's teacher; None if it has none. InputError for another vocabulary."""
     if recipe.teacher is None:
         return None
-    model: Any = load(recipe.teacher)
-    if model.config.vocab_size != recipe.vocab_size:
+    if (size := read_config(recipe.teacher).vocab_size) != recipe.vocab_size:  # before the weights are read
         raise InputError(
-            f"teacher={recipe.teacher!r} has vocab_size={model.config.vocab_size}; expected that of the model, "
-            f"{recipe.vocab_size}"
+            f"teacher={recipe.teacher!r} has vocab_size={size}; expected that of the model, {recipe.vocab_size}"
         )
+    model: Any = load(recipe.teacher)
     return model.requires_grad_(False).eval()
 
 

@@ -32,7 +32,9 @@ def costs(config: HeadraceConfig, mixer: str, changed: list[int], settings: Tran
     ids = torch.zeros(settings.rows, length, dtype=torch.long)
     kept = kept_for_backward(lambda: imitation(ids), [*old.parameters(), *new.parameters()])
     P, N = old.num_parameters(), sum(p.numel() for p in imitation.parameters())
-    half, stored = settings.precision == "bfloat16", settings.weights(config.dtype or torch.float32).itemsize
+    half = settings.precision == "bfloat16"
+    named = str(config.dtype or torch.float32).removeprefix("torch.")  # transformers has it as a name, too
+    stored = settings.weights(getattr(torch, named)).itemsize
     size = 2 if half else 4
     seen = 2 * len(changed) * ids.numel() * config.hidden_size * size
     return {

@@ -148,7 +148,8 @@ def flops_per_token(model: HeadraceForCausalLM, recipe: Recipe) -> int:
     with FlopCounterMode(display=False) as counter, _RealIntegers(), torch.no_grad():
         model(input_ids=row, use_cache=False)
     per_token = matrix_products(counter, model) // recipe.length
-    per_token += sum(spec.flops_per_token(recipe.hidden_size, recipe.heads) for spec in model.config.mixers)
+    config = model.config  # whose sizes a teacher's recipe does not have
+    per_token += sum(spec.flops_per_token(config.hidden_size, config.num_heads) for spec in config.mixers)
     return 3 * per_token
 
 
