@@ -53,9 +53,10 @@ MIXERS = {
     "none": BASE.format(""),
     "softmax": BASE.format(",competition=default"),
     "sigmoid": BASE.format(",competition=sigmoid"),
+    "published": BASE.format(",competition=paper"),
 }
 CONTROL = "unchanged"
-PAIRS = (("softmax", "none"), ("softmax", "sigmoid"), ("sigmoid", "none"))
+PAIRS = (("softmax", "none"), ("softmax", "sigmoid"), ("published", "none"), ("sigmoid", "none"))
 MEASURES = ("error", "nats", "book", "pairs", "needle")
 COMPARED = ("after", "imitating", "trained")  # ends of the columns that are compared
 LOSS = Unit("", "", 3, verdicts=("higher", "lower"), joint="−")
@@ -83,7 +84,7 @@ class Arm:
 @app.command()
 def run(model: Path, data: Path, book: Path, folder: Path = Path("runs", "linear"), workers: int | None = None) -> None:
     """Trains and measures every arm."""
-    arms = [Arm(name, seed, model, data, book, folder) for seed, name in product(SEEDS, (CONTROL, *MIXERS))]
+    arms = [Arm(name, seed, model, data, book, folder) for name, seed in product((CONTROL, *MIXERS), SEEDS)]
     points = [Point(f"{arm.name}, seed {arm.seed}", Path("arms", f"{arm.name}-{arm.seed}.json"), arm) for arm in arms]
     plan = {
         "question": QUESTION,
