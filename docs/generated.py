@@ -92,7 +92,7 @@ def computed_by(name: str) -> list[str]:
 
 def costs() -> str:
     """One row per mixer: its state, the operations of a token, and whether ONNX has a node for it."""
-    columns = "numbers", "training", "decoding", "grows"
+    columns = "numbers", "decoding"
     rows = []
     for name in plain():
         row = catalog.describe(name)
