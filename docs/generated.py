@@ -173,8 +173,7 @@ def released() -> str:
             described = CONFIG_MAPPING[kind](**UNSET.get(kind, {})).to_dict()
         model, _ = form.model(form.of_text(described))
         layers = ", ".join(dict.fromkeys(map(_layer, HeadraceConfig(**model.arguments).stack.layers)))
-        back = "any model that the format can hold" if kind in DESCRIPTIONS else "models converted from it"
-        rows.append((f"`{kind}`", layers, back))
+        rows.append((f"`{kind}`", layers, "any" if kind in DESCRIPTIONS else "converted"))
     return table(("model_type", "layers by default", "`--to`"), rows)
 
 
