@@ -55,6 +55,14 @@ def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *cells)) + "\n"
 
 
+def merged(rows: Iterable[Iterable[Any]]) -> list[list[str]]:
+    """Rows that differ in their first cell alone, as one row with these cells joined."""
+    firsts: dict[tuple[str, ...], list[str]] = {}
+    for first, *rest in rows:
+        firsts.setdefault(tuple(rest), []).append(first)
+    return [[", ".join(cells), *rest] for rest, cells in firsts.items()]
+
+
 def mixers(*names: str) -> str:
     """One row for each of some mixers: its update, decay, state, and what computes it."""
     rows = []
@@ -91,14 +99,14 @@ def computed_by(name: str) -> list[str]:
 
 
 def costs() -> str:
-    """One row per mixer: its state, the operations of a token, and whether ONNX has a node for it."""
+    """The state of each mixer, the operations of a token, and whether ONNX has a node for it."""
     columns = "numbers", "decoding"
     rows = []
     for name in plain():
         row = catalog.describe(name)
         cells = (catalog.cell(row[column]) for column in columns)
         rows.append((f"`{name}`", row["state"], *cells, catalog.cell("onnx" in computed_by(name))))
-    return table(("mixer", "state", *columns, "onnx"), rows) + f"\n{catalog.COUNTED}\n"
+    return table(("mixer", "state", *columns, "onnx"), merged(rows)) + f"\n{catalog.COUNTED}\n"
 
 
 def commands() -> str:
@@ -165,7 +173,7 @@ UNSET = {"lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16}}  # fields
 
 
 def released() -> str:
-    """One row per format that `convert` reads: the layers that its default config has in headrace."""
+    """The layers that the default config of each format has in headrace."""
     rows = []
     for kind, form in FORMATS.items():
         described = {"model_type": kind}
@@ -174,7 +182,7 @@ def released() -> str:
         model, _ = form.model(form.of_text(described))
         layers = ", ".join(dict.fromkeys(map(_layer, HeadraceConfig(**model.arguments).stack.layers)))
         rows.append((f"`{kind}`", layers, "any" if kind in DESCRIPTIONS else "converted"))
-    return table(("model_type", "layers by default", "`--to`"), rows)
+    return table(("model_type", "layers by default", "`--to`"), merged(rows))
 
 
 def _layer(layer: Any) -> str:
@@ -185,9 +193,9 @@ def _layer(layer: Any) -> str:
 
 def _mixer(spec: Any) -> str:
     if isinstance(spec, MixerSpec):
-        return f"linear attention (decay {spec.decay.kind}, rule {spec.write.rule})"
+        return f"linear ({spec.decay.kind}, {spec.write.rule})"
     if isinstance(spec, LatentSpec):
-        return "latent attention"
+        return "latent"
     if not isinstance(spec, AttentionSpec):
         return f"{getattr(spec, 'kind', '')} {type(spec).__name__.removesuffix('Spec').lower()}".strip()
     parts = {
@@ -195,7 +203,7 @@ def _mixer(spec: Any) -> str:
         "partial rotation": spec.rotary and spec.rope.dims is not None, "sinks": spec.null == "learned",
     }  # fmt: skip
     shown = ", ".join(part for part, present in parts.items() if present)
-    return f"softmax attention{shown and f' ({shown})'}"
+    return f"softmax{shown and f' ({shown})'}"
 
 
 def tasks() -> str:

@@ -28,7 +28,7 @@ KERNELS = ["prepare", "scan", "prepare", "scan", "reverse_scan", "gradients"]  #
 STACK = {  # on Hopper each rule and each kind of decay (a number per head: below), one family on each other GPU
     ("sm_90", "gated-delta"): 0, ("sm_90", "vector"): 288, ("sm_90", "kda"): 584,
     ("sm_100", "bonus"): 0, ("sm_80", "vector"): 192, ("sm_120", "scalar"): 48,
-    ("gfx942", "kda"): 232,  # the most of bfloat16, in docs/faq.md
+    ("gfx942", "kda"): 232,  # the most of bfloat16, in research/docs/benchmarks.md
 }  # fmt: skip
 # What Triton before 3.9 spills where that is more.
 OLDER = {("gfx942", "kda"): 392}
@@ -81,7 +81,7 @@ def test_float32_kernels_fit():
     assert [x.kernel for x in found] == KERNELS
     assert all(x.code.matrix for x in found)
     assert max(x.code.shared for x in found) <= dry.GPUS["gfx942"].shared
-    assert max(x.code.stack for x in found) <= 1456  # as in docs/faq.md
+    assert max(x.code.stack for x in found) <= 1456  # as in research/docs/benchmarks.md
 
 
 # At hidden size 1024 with four heads.
