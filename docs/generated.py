@@ -254,16 +254,6 @@ def _reached(name: str, score: float | None) -> str:
     return f"{score:.2f}" if name == "text" else f"{100 * score:.0f} %"
 
 
-def server() -> str:
-    """Speed of the server by load."""
-    return import_module("tables").server()
-
-
-def prefix_cache() -> str:
-    """Speed of the server on prompts with one prefix, with and without its cache."""
-    return import_module("tables").prefix_cache()
-
-
 def output(text: str, space: dict[str, Any]) -> str:
     """What the Python and the commands of a text print or are refused with. space: the names of the Python so far."""
     with redirect_stdout(StringIO()) as said:

@@ -374,6 +374,16 @@ def benchmark(name: str) -> str:
     return "\n".join(import_module(name).lines())
 
 
+def server() -> str:
+    """The speed of the server by load."""
+    return import_module("tables").server()
+
+
+def prefix_cache() -> str:
+    """The speed of the server on prompts with one prefix, with and without its cache."""
+    return import_module("tables").prefix_cache()
+
+
 def speculation() -> str:
     """The measurements of speculative decoding."""
     return "\n".join(import_module("states").draft_lines())
@@ -478,7 +488,7 @@ MADE: dict[str, Callable[..., str]] = {
     for one in (
         study, effects, others, published, starts, program, negatives, gain, corrected, pooled, by_run, holds, score,
         points, converged, start, ablation, settings, remaining, sooner, missed, demo, demo_gain, rate, searched,
-        defaults, figures, needles, speed, losses, benchmark, speculation, beams, verified,
+        defaults, figures, needles, speed, losses, benchmark, server, prefix_cache, speculation, beams, verified,
 
 
         study, study_if_kept, effects, others, published, published_text, starts, program, negatives, gain, corrected,
