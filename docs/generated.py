@@ -181,8 +181,12 @@ def released() -> str:
             described = CONFIG_MAPPING[kind](**UNSET.get(kind, {})).to_dict()
         model, _ = form.model(form.of_text(described))
         layers = ", ".join(dict.fromkeys(map(_layer, HeadraceConfig(**model.arguments).stack.layers)))
-        rows.append((f"`{kind}`", layers, "any" if kind in DESCRIPTIONS else "converted"))
-    return table(("model_type", "layers by default", "`--to`"), merged(rows))
+        rows.append((f"`{kind}`", layers))
+    open_ = ", ".join(f"`{kind}`" for kind in FORMATS if kind in DESCRIPTIONS)
+    return (
+        table(("model_type", "layers by default"), merged(rows))
+        + f"\n`--to` writes a converted model back in its format, and any model that fits in one of: {open_}.\n"
+    )
 
 
 def _layer(layer: Any) -> str:
