@@ -23,7 +23,8 @@ def register_task(
             `hidden_size`, `mlp`) and of its training (`steps`, `batch_size`, `lr`, ...).
 
     Raises:
-        InputError: for a name that exists or is none, and for a task without everything that a comparison needs.
+        InputError: for a name that exists already or is not a valid name, and for a task that lacks something that a
+            comparison needs.
     """
     require("register_task", "transformers")
     from ..tasks import TASKS

@@ -23,10 +23,11 @@ def load(path: str | Path) -> HeadraceForCausalLM:
     """Returns the model of the folder `path`, on the CPU, in evaluation mode and in the dtype it was saved in. A model
     of transformers or flash-linear-attention is converted (`headrace.convert`).
 
-    path: a folder written by `save_pretrained`, or, if there is none of that name, a name on the Hugging Face Hub such
-        as "Qwen/Qwen3-0.6B", whose files are downloaded to the Hub's cache.
-
     Only safetensors are read; nothing is unpickled, and no code of the folder runs.
+
+    Args:
+        path: a folder written by `save_pretrained`, or, if there is none of that name, a name on the Hugging Face Hub
+            such as "Qwen/Qwen3-0.6B", whose files are downloaded to the Hub's cache.
 
     Raises:
         InputError: the folder is no checkpoint of a known format, a file of it is missing or damaged, or its weights do

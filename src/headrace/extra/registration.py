@@ -29,7 +29,7 @@ def register_mixer(name: str, mixer: Any, *, paper: str = "", about: str = "") -
         paper, about: the address of its paper and a sentence, for tables.
 
     Raises:
-        InputError: for a name that exists or is none, and for what is no mixer.
+        InputError: for a name that exists already or is not a valid name, and for a value that is not a mixer.
     """
     check_name("mixer", name, zoo.taken)
     if isinstance(mixer, type) and issubclass(mixer, nn.Module):
@@ -53,7 +53,7 @@ def register_model(name: str, model: Any, *, paper: str = "", about: str = "") -
         paper, about: as in `register_mixer`.
 
     Raises:
-        InputError: for a name that exists or is none, and for what is no whole model.
+        InputError: for a name that exists already or is not a valid name, and for a value that is not a whole model.
     """
     check_name("model", name, zoo.taken)
     if not isinstance(spec := zoo.get(model), Decoder | ModelSpec):

@@ -44,8 +44,8 @@ def save_state(
     *,
     replace: bool = False,
 ) -> None:
-    """Writes the states of a cache and its snapshots to a file, from which `load_state` returns the same bits. It reads
-    pending tokens before.
+    """Writes the states of a cache and its snapshots to a file, from which `load_state` returns the same bits.
+    Pending tokens are read first.
 
     Args:
         path: the file, which is complete or not there.
@@ -76,8 +76,10 @@ def load_state(path: str | Path, model: HeadraceForCausalLM) -> tuple[HeadraceCa
     """Returns what `save_state` was given: a cache on the model's device, with its snapshots, and the tokens [B, L]
     that it has read, and any that it has not.
 
-    Raises InputError for a file that cannot be read, is damaged or is no state, and for a state of another model: of
-    other weights, another configuration, another dtype or another vocabulary."""
+    Raises:
+        InputError: for a file that cannot be read, is damaged or is not a state, and for a state of another model: of
+            other weights, another configuration, another dtype or another vocabulary.
+    """
     name = f"state {str(path)!r}"
     require(Path(path).is_file() or not Path(path).exists(), f"{name} cannot be read: it is not a regular file")
     with reading(f"{name} cannot be read"), safe_open(path, "pt") as file:
