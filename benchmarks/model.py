@@ -2,6 +2,7 @@
 
     python benchmarks/model.py train --layers 1 --layers 4     tokens a second: forward, backward and AdamW
     python benchmarks/model.py decode --model mamba2           tokens a second after 4096 tokens of context
+    python benchmarks/model.py decode --size 135M --model grouped --context 64    softmax attention with grouped heads
     python benchmarks/model.py prompt --size 5M --model gla    tokens a second of a prompt
     python benchmarks/model.py prefill --layers 4              memory over the weights, 100 000 tokens at once; ours
 
@@ -24,12 +25,14 @@ from typing import Annotated
 import torch
 import typer
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from exported import exported, missing
 from headrace import quantize
 from headrace.benchmarking.measure import built, ids, measure, resident
 from headrace.benchmarking.models import PEERS, Shape, build, ours
 from headrace.benchmarking.plan import BenchPlan, Point
+from headrace.layers.blocks.widths import default_intermediate_size
 from headrace.report.numbers import spread
 from program import Output, console, show
 from record import RESULTS as FOLDER
@@ -43,12 +46,39 @@ MODELS = {  # name in the results -> name in headrace.benchmarking
     "transformers Qwen3Next, linear layers alone": "transformers-qwen3-next",
     "transformers Llama": "transformers-llama",
 }
-SIZES = {"340M": Shape(), "5M": Shape(5, 256, 4, 4096)}  # of the paper, and of the recipe laptop-5m
+# Of the paper, of the recipe laptop-5m, and of SmolLM2-135M.
+SIZES = {"340M": Shape(), "5M": Shape(5, 256, 4, 4096), "135M": Shape(30, 576, 9, 49152)}
 TOKEN = MODELS | {"headrace rwkv7": "rwkv7-64", "headrace gla, weights in bfloat16": "gla-bfloat16"}  # of decoding
 EXPORTED = {"ONNX Runtime": ("gla", "gated-deltanet", "mamba2"), "llama.cpp": ("mamba2", "rwkv7-64")}
 PEERS["rwkv7-64"] = lambda shape: ours("rwkv7", replace(shape, heads=shape.hidden_size // 64))  # as llama.cpp needs it
+GROUP = 3  # query heads that share one of k and v, where their number is a multiple
+TOKEN["transformers Llama, grouped"] = "transformers-llama-grouped"
+TOKEN |= {f"headrace grouped attention{said}": f"grouped{said}" for said in ("", ", by modules")}
 PEERS["gla-bfloat16"] = lambda shape: ours("gla", shape).bfloat16()
 app = typer.Typer(add_completion=False, help=__doc__)
+
+
+def grouped(shape: Shape) -> nn.Module:
+    return ours(f"gqa(kv_heads={shape.heads // GROUP or 1})", shape)
+
+
+def grouped_by_modules(shape: Shape) -> nn.Module:
+    """The same model with a hook, which no program has."""
+    model = grouped(shape)
+    model.get_submodule("model.backbone.layers.0.mixer.o_proj").register_forward_hook(lambda module, args, out: out)
+    return model
+
+
+def grouped_llama(shape: Shape) -> nn.Module:
+    config = LlamaConfig(
+        vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, num_hidden_layers=shape.layers,
+        intermediate_size=default_intermediate_size(shape.hidden_size), num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads // GROUP or 1, tie_word_embeddings=True, max_position_embeddings=2**20,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+PEERS |= {"grouped": grouped, "grouped, by modules": grouped_by_modules, "transformers-llama-grouped": grouped_llama}
 
 
 def in_int8(mixer: str, shape: Shape) -> nn.Module:
@@ -57,7 +87,7 @@ def in_int8(mixer: str, shape: Shape) -> nn.Module:
     return model if next(model.parameters()).is_meta else quantize(model)
 
 
-for mixer in ("gla", "gated-deltanet", "mamba2"):
+for mixer in ("gla", "gated-deltanet", "mamba2", "grouped"):
     TOKEN[f"headrace {mixer}, weights in int8"] = f"{mixer}-int8"
     PEERS[f"{mixer}-int8"] = partial(in_int8, mixer)
 for runtime, mixers in EXPORTED.items():

@@ -15,7 +15,7 @@
 
 #include <stdint.h>
 
-#define HR_ABI 11
+#define HR_ABI 12
 #define HR_WIDEST 32     /* of a short convolution */
 #define HR_SCAN_CHUNK 32 /* tokens between the states that a selective scan keeps */
 #define HR_SCAN_PART 256 /* channels of a selective scan that are computed together */
@@ -116,19 +116,37 @@ typedef struct hr_layer {
     int64_t* tokens;                               /* [B], seen so far, for the rotation; counted up */
 } hr_layer;
 
+/* Softmax attention of one token, between its projections: rotation, the cache, and softmax(scale q k^T) v. Consecutive
+   heads of q share one of k and v. Its input has q (H d), k and v (Hkv d each), in this order, each from a multiple of 16
+   columns on. Its output is [H d]. */
+typedef struct hr_attention {
+    int32_t dtype, sinks_dtype; /* dtype: of k and v */
+    int32_t null;               /* 1: every softmax has one more logit, with value 0 */
+    float scale, amplitude;     /* amplitude: factor of the rotated channels */
+    int64_t H, Hkv, d, turned;  /* turned: rotated channels, the first ones of a head; 0: none */
+    int64_t first, window;      /* window 0: all tokens are kept */
+    int64_t length, room;       /* columns with the new ones, of those that there is memory for */
+    const double* frequencies;  /* [turned / 2], radians per token */
+    const void* sinks;          /* [H], the additional logit; NULL: 0 */
+    void *k, *v;                /* [B, room, Hkv, d], to which the tokens are added */
+    const uint8_t* valid;       /* [B, length], 0 marks padding; NULL: none. Not with a window */
+    int64_t* seen;              /* [B], tokens so far; counted up. With a window alone */
+} hr_attention;
+
 /* An operation of a program, on columns of its working rows of float32, one for each sequence. Numbered as
    hr_operations() lists them. */
 typedef enum hr_kind {
     HR_EMBED,      /* out = number * weight[token] */
     HR_LOAD,       /* out = state[row] */
     HR_STORE,      /* state[row] = in */
-    HR_NORM,       /* out (+)= norm(in); number: epsilon */
+    HR_NORM,       /* out (+)= norm(in); number: epsilon; with outputs above inputs, of every `inputs` of them */
     HR_LINEAR,     /* out (+)= in weight^T + bias; where there is a state, it and not out */
     HR_TRANSPOSED, /* out = in weight, for small weights [inputs, outputs] */
     HR_ACTIVATE,   /* out = f(in) * other */
     HR_MIX,        /* out = in + (state - in) * (weight + other) */
     HR_LAYER,      /* out = layer(in); other: the layer's input, where scores read it */
     HR_CAP,        /* state = number * tanh(state / number) */
+    HR_ATTEND,     /* out = attention(in); other: logits of a gate [H] of its output */
     HR_KINDS_OF_OPERATIONS
 } hr_kind;
 typedef enum hr_norm { HR_RMS_NORM, HR_RMS_OFFSET_NORM, HR_LAYER_NORM, HR_NORMS } hr_norm;
@@ -146,7 +164,7 @@ typedef enum hr_activation {
 typedef struct hr_operation {
     int32_t kind, what;          /* what: hr_norm or hr_activation */
     int32_t dtype, weight_dtype; /* of all but the matrix of a linear layer, and of that: also HR_INT8 */
-    int32_t add, layer;          /* layer: its place among the layers */
+    int32_t add, layer;          /* layer: its place among the layers, or among the attentions */
     int64_t in, other, out;      /* first columns; other -1: none */
     int64_t inputs, outputs;     /* how many */
     float number;
@@ -163,6 +181,7 @@ typedef struct hr_program {
     int64_t operations, layers, vocabulary;
     const int64_t* tokens; /* [rows], of HR_EMBED */
     int64_t in_order;
+    int64_t attentions;
 } hr_program;
 
 HR_EXPORT int32_t hr_abi(void);
@@ -214,7 +233,8 @@ HR_EXPORT int hr_selective_scan_backward(const hr_problem* problem, const hr_sca
 /* The kinds of operations, norms and activations: a line for each, its name and those of its values. */
 HR_EXPORT const char* hr_operations(void);
 
-HR_EXPORT int hr_run(const hr_program* program, const hr_operation* operations, const hr_layer* layers);
+HR_EXPORT int hr_run(const hr_program* program, const hr_operation* operations, const hr_layer* layers,
+                     const hr_attention* attentions);
 
 #ifdef __cplusplus
 }

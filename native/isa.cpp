@@ -10,6 +10,7 @@
 #include "backward.h"
 #include "forward.h"
 #if !defined(__AVX512BF16__)
+#include "attention.h"
 #include "convolution.h"
 #include "gather.h"
 #include "layer_step.h"
@@ -70,6 +71,24 @@ void layer_row(const Layer& job, std::int64_t row) {
         (work.*single)();
     }
 }
+
+// f(row) of the row in the dtype of the cache.
+template <class F>
+HR_INLINE void with_attention(const Attention& job, std::int64_t row, F f) {
+    if (job.attention->dtype == HR_BFLOAT16)
+        f(AttentionRow<std::uint16_t>(job, row));
+    else
+        f(AttentionRow<float>(job, row));
+}
+inline void enter_attention(const Attention& job, std::int64_t row) {
+    with_attention(job, row, [](auto work) { work.enter(); });
+}
+inline void attend(const Attention& job, std::int64_t row, std::int64_t head, float* scores) {
+    with_attention(job, row, [&](auto work) { work.attend(head, scores); });
+}
+inline void leave_attention(const Attention& job, std::int64_t row) {
+    with_attention(job, row, [](auto work) { work.leave(); });
+}
 #endif
 
 #define HR_TEXT(x) #x
@@ -88,6 +107,9 @@ const Kernels kernels = {
     Entry<Scan, measure_or_run<ScanUnit, Scan>>::work,
     layer_row<&LayerRow<float>::enter, &LayerRow<std::uint16_t>::enter>,
     layer_row<&LayerRow<float>::leave, &LayerRow<std::uint16_t>::leave>,
+    enter_attention,
+    attend,
+    leave_attention,
     operate,
     linear,
 #endif

@@ -113,6 +113,15 @@ struct Layer {
     bool in_order;  // rows are tokens of one sequence
 };
 
+// A token of softmax attention between its projections, with rows `row` apart.
+struct Attention {
+    const hr_attention* attention;
+    float *q, *k, *v, *out;
+    const float* gate;  // [H], logits; NULL: none
+    std::int64_t row, rows, score_row;
+    bool in_order;  // rows are tokens of one sequence
+};
+
 struct Convolution {
     hr_convolution given;
     hr_tensor out;  // in the backward its gradient
@@ -145,8 +154,11 @@ struct Kernels {
     Work<Step> step{};
     Work<Convolution> convolution{};
     Work<Scan> scan{};
-    void (*enter)(const Layer&, std::int64_t row) = nullptr;  // what comes before the recurrence
-    void (*leave)(const Layer&, std::int64_t row) = nullptr;  // and after it
+    void (*enter)(const Layer&, std::int64_t row) = nullptr;                // what comes before the recurrence
+    void (*leave)(const Layer&, std::int64_t row) = nullptr;                // and after it
+    void (*enter_attention)(const Attention&, std::int64_t row) = nullptr;  // as of a layer
+    void (*attend)(const Attention&, std::int64_t row, std::int64_t head, float* scores) = nullptr;
+    void (*leave_attention)(const Attention&, std::int64_t row) = nullptr;
     void (*operate)(const Working&, const hr_operation&, std::int64_t row) = nullptr;
     void (*linear)(const Working&, const hr_operation&, std::int64_t first,
                    std::int64_t last) = nullptr;  // rows of the weight

@@ -20,9 +20,9 @@
     "activation softmax sigmoid null\n"                        \
     "gate_scale identity one"
 
-#define HR_OPERATIONS                                                       \
-    "kind embed load store norm linear transposed activate mix layer cap\n" \
-    "norm rms rms-offset layer\n"                                           \
+#define HR_OPERATIONS                                                              \
+    "kind embed load store norm linear transposed activate mix layer cap attend\n" \
+    "norm rms rms-offset layer\n"                                                  \
     "activation silu sigmoid relu relu2 tanh gelu gelu-tanh\n"
 
 namespace kinds {

@@ -57,11 +57,15 @@ std::string layouts() {
             F(rope_theta) F(D) F(H) F(Hq) F(K) F(V) F(conv_width) F(decay_reads) F(gate_reads) F(conv_weight)
             F(conv_bias) F(decay_up) F(decay_bias) F(decay_log) F(bonus) F(read_scores) F(write_scores) F(skip)
             F(gate_up) F(gate_bias) F(norm_weight) F(norm_bias) F(memory) F(conv) F(tokens)) +
+        STRUCT(hr_attention,
+            F(dtype) F(sinks_dtype) F(null) F(scale) F(amplitude) F(H) F(Hkv) F(d) F(turned) F(first) F(window) F(length) F(room)
+            F(frequencies) F(sinks) F(k) F(v) F(valid) F(seen)) +
         STRUCT(hr_operation,
             F(kind) F(what) F(dtype) F(weight_dtype) F(add) F(layer) F(in) F(other) F(out) F(inputs) F(outputs)
             F(number) F(weight) F(bias) F(scale) F(state)) +
         STRUCT(hr_program,
-            F(abi) F(threads) F(rows) F(width) F(operations) F(layers) F(vocabulary) F(tokens) F(in_order));
+            F(abi) F(threads) F(rows) F(width) F(operations) F(layers) F(vocabulary) F(tokens) F(in_order)
+            F(attentions));
 }
 // clang-format on
 

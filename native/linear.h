@@ -66,6 +66,7 @@ struct Rows {
     const float* scales;
     Stride x_row, integer_row, scale_row;
     int inputs;
+    Stride weight_row;
     const float* transposed;  // for many rows: x [inputs, ·] with rows `wide` apart; `wide` is 0 for few
     Stride wide;
 
@@ -83,7 +84,7 @@ HR_INLINE void dots(vf* sums, const T* const (&w)[R], const Rows& rows) {
         vf right[M];
         for (int m = 0; m < M; m++) right[m] = get(rows.x + m * rows.x_row + k);
         for (int r = 0; r < R; r++) {
-            __builtin_prefetch(w[r] + R * rows.inputs + k, 0, 2);
+            __builtin_prefetch(w[r] + R * rows.weight_row + k, 0, 2);
             const vf left = get(w[r] + k);
             for (int m = 0; m < M; m++) total[r][m] += left * right[m];
         }
@@ -106,7 +107,7 @@ HR_INLINE void dots(vf* sums, const std::int8_t* const (&w)[R], const Rows& rows
             for (int m = 0; m < M; m++)
                 right[m] = *reinterpret_cast<const vs_anywhere*>(rows.integers + m * rows.integer_row + k);
             for (int r = 0; r < R; r++) {
-                __builtin_prefetch(w[r] + R * rows.inputs + k, 0, 2);
+                __builtin_prefetch(w[r] + R * rows.weight_row + k, 0, 2);
                 const vs left = get(w[r] + k);
                 for (int m = 0; m < M; m++) total[r][m] = add_pairs(total[r][m], left, right[m]);
             }
@@ -154,7 +155,7 @@ void some_rows(const T* weight, const Rows& rows, const Results& results, std::i
         vf sums[SUMS];
         for (int g = 0; g < GROUP; g += R) {
             const T* w[R];
-            for (int r = 0; r < R; r++) w[r] = weight + (n + (g + r < count ? g + r : count - 1)) * rows.inputs;
+            for (int r = 0; r < R; r++) w[r] = weight + (n + (g + r < count ? g + r : count - 1)) * rows.weight_row;
             dots<M, R>(sums + g * M, w, rows);
         }
         for (int s = 0; s < SUMS; s += W) {
@@ -177,7 +178,7 @@ void many_rows(const T* weight, const Rows& rows, const Results& results, int co
             const int depth = rows.inputs - k < DEPTH ? rows.inputs - k : DEPTH;
             const float* w[R];
             for (int r = 0; r < R; r++) {
-                const T* row = weight + (n + (r < some ? r : some - 1)) * rows.inputs + k;
+                const T* row = weight + (n + (r < some ? r : some - 1)) * rows.weight_row + k;
                 if constexpr (sizeof(T) == sizeof(float)) {
                     w[r] = row;
                 } else {

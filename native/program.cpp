@@ -22,6 +22,18 @@ bool known(const hr_layer& p) {
            below(p.activation, kinds::activation::count) && below(p.gate_scale, kinds::gate_scale::count);
 }
 
+bool known(const hr_attention& p, const hr_program& program) {
+    const std::int64_t added = program.in_order ? program.rows : 1;
+    for (const int dtype : {p.dtype, p.sinks_dtype})
+        if (dtype != HR_FLOAT32 && dtype != HR_BFLOAT16) return false;
+    if (p.d < 1 || p.Hkv < 1 || p.H < 1 || p.H % p.Hkv || p.turned < 0 || p.turned > p.d || p.turned % 2) return false;
+    if ((p.turned && !p.frequencies) || p.first < 0 || p.window < 0 || (p.room && !(p.k && p.v))) return false;
+    if (p.window) return p.seen && !p.valid && p.room == p.first + p.window - 1;
+    return !p.first && p.length >= added && p.length <= p.room;
+}
+// Logits of a query.
+std::int64_t score_row(const hr_attention& p) { return padded(p.window ? p.first + p.window : p.length); }
+
 // A token through a layer: its numbers as float32, side by side, and the recurrence's problem over them.
 class LayerStep {
 public:
@@ -84,13 +96,18 @@ private:
 
 class Program {
 public:
-    Program(const hr_program& p, const hr_operation* operations, const hr_layer* layers)
-        : p_(p), operations_(operations), layers_(layers),
+    Program(const hr_program& p, const hr_operation* operations, const hr_layer* layers, const hr_attention* attentions)
+        : p_(p), operations_(operations), layers_(layers), attentions_(attentions),
           working_{&p, nullptr, p.width, nullptr, nullptr, 0, 0, nullptr, 0} {
         for (std::int64_t i = 0; i < p.layers; i++) {
             const LayerStep layer(layers[i], p.rows, nullptr);
             layer_floats_ = std::max(layer_floats_, layer.floats);
             step_bytes_ = std::max(step_bytes_, kernels().step.measure(layer.plan(), layer.step, layer.unit(0)));
+        }
+        for (std::int64_t i = 0; i < p.attentions && known(attentions[i], p); i++) {
+            const std::int64_t logits = attentions[i].H * score_row(attentions[i]);
+            products_ += 2.0 * static_cast<double>(attentions[i].d * logits);
+            step_bytes_ = std::max<std::size_t>(step_bytes_, 4 * logits / attentions[i].Hkv);
         }
         for (const hr_operation& op : *this) {
             if (op.kind != HR_LINEAR) continue;
@@ -111,9 +128,12 @@ public:
         if (p_.rows < 0 || p_.width < 0 || p_.width % 16 || p_.threads < 1) return HR_UNSUPPORTED;
         for (std::int64_t i = 0; i < p_.layers; i++)
             if (!known(layers_[i])) return HR_UNSUPPORTED;
+        for (std::int64_t i = 0; i < p_.attentions; i++)
+            if (!known(attentions_[i], p_)) return HR_UNSUPPORTED;
         for (const hr_operation& op : *this) {
             if (op.kind < 0 || op.kind >= HR_KINDS_OF_OPERATIONS) return HR_UNSUPPORTED;
             if (op.kind == HR_LAYER && (op.layer < 0 || op.layer >= p_.layers)) return HR_UNSUPPORTED;
+            if (op.kind == HR_ATTEND && (op.layer < 0 || op.layer >= p_.attentions)) return HR_UNSUPPORTED;
             for (std::int64_t row = 0; op.kind == HR_EMBED && row < p_.rows; row++)
                 if (p_.tokens[row] < 0 || p_.tokens[row] >= p_.vocabulary) return HR_NO_TOKEN;
         }
@@ -144,6 +164,7 @@ public:
 private:
     void operate(const hr_operation& op, Team& team, int member) const {
         if (op.kind == HR_LAYER) return layer(op, team, member);
+        if (op.kind == HR_ATTEND) return attend(op, team, member);
         if (op.kind != HR_LINEAR || op.weight_dtype == HR_INT8)
             team.each(p_.rows, [&](std::int64_t row) { kernels().operate(working_, op, row); });
         else if (working_.wide)
@@ -173,6 +194,30 @@ private:
         team.each(p_.rows, [&](std::int64_t row) { kernels().leave(layer.job, row); });
     }
 
+    // Rows of one sequence one after another: a window's cache is that of the row before.
+    void attend(const hr_operation& op, Team& team, int member) const {
+        const hr_attention& p = attentions_[op.layer];
+        const std::int64_t k = op.in + padded(p.H * p.d), v = k + padded(p.Hkv * p.d);
+        const Attention job{&p,
+                            working_.at(0, op.in),
+                            working_.at(0, k),
+                            working_.at(0, v),
+                            working_.at(0, op.out),
+                            op.other < 0 ? nullptr : working_.at(0, op.other),
+                            working_.width,
+                            p_.rows,
+                            score_row(p),
+                            p_.in_order != 0};
+        float* scores = reinterpret_cast<float*>(steps_ + member * step_bytes_);
+        const std::int64_t together = p_.in_order ? 1 : p_.rows;
+        for (std::int64_t row = 0; row < p_.rows; row += together) {
+            team.each(together, [&](std::int64_t i) { kernels().enter_attention(job, row + i); });
+            team.each(together * p.Hkv,
+                      [&](std::int64_t i) { kernels().attend(job, row + i / p.Hkv, i % p.Hkv, scores); });
+            if (p.window) team.each(together, [&](std::int64_t i) { kernels().leave_attention(job, row + i); });
+        }
+    }
+
     // The rows one after another, from one state.
     void in_order(LayerStep& layer, const Plan& plan, Team& team, void* memory) const {
         const std::int64_t heads = layer.job.layer->H, state = layer.job.layer->K * layer.job.columns * heads;
@@ -192,6 +237,7 @@ private:
     const hr_program& p_;
     const hr_operation* operations_;
     const hr_layer* layers_;
+    const hr_attention* attentions_;
     Working working_;
     float* layer_memory_ = nullptr;
     char* steps_ = nullptr;
@@ -206,10 +252,11 @@ const char* hr_kinds(void) { return HR_KINDS; }
 
 const char* hr_operations(void) { return HR_OPERATIONS; }
 
-int hr_run(const hr_program* p, const hr_operation* operations, const hr_layer* layers) {
+int hr_run(const hr_program* p, const hr_operation* operations, const hr_layer* layers,
+           const hr_attention* attentions) {
     if (p->abi != HR_ABI) return HR_WRONG_ABI;
     return guarded([&] {
-        Program program(*p, operations, layers);
+        Program program(*p, operations, layers, attentions);
         const int status = program.refused();
         if (status == HR_OK && p->rows) program.run();
         return status;

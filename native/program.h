@@ -25,6 +25,7 @@ struct Operation {
             case HR_CAP: return cap();
             case HR_LINEAR: return op.weight_dtype == HR_INT8 ? round_input() : transpose_input();
             case HR_LAYER:
+            case HR_ATTEND:
             case HR_KINDS_OF_OPERATIONS: return;
         }
     }
@@ -75,6 +76,11 @@ private:
     // w ⊙ x / rms(x), (1 + w) ⊙ x / rms(x), or w ⊙ (x − mean) / deviation + b.
     template <class T>
     void normalize() const {
+        for (std::int64_t first = 0; first == 0 || first < op.outputs; first += op.inputs)
+            normalize<T>(in + first, out + first);
+    }
+    template <class T>
+    void normalize(const float* in, float* out) const {
         const T *w = weight<T>(), *b = static_cast<const T*>(op.bias);
         const int n = static_cast<int>(op.inputs);
         const bool centred = op.what == HR_LAYER_NORM;
@@ -158,6 +164,7 @@ inline void linear(const Working& working, const hr_operation& op, std::int64_t 
                     working.integer_row,
                     working.scale_row,
                     static_cast<int>(op.inputs),
+                    static_cast<Stride>(op.inputs),
                     working.transposed,
                     working.wide};
     const Results results{op.state ? static_cast<float*>(op.state) : working.at(0, op.out),

@@ -74,8 +74,8 @@ struct Layers {
                                                 operation(HR_STORE, WIDTH, 0)};
         operations.front().state = const_cast<float*>(x.data()), operations.back().state = y.data();
         const auto count = static_cast<std::int64_t>(operations.size());
-        const hr_program program{HR_ABI, threads, ROWS, 2 * WIDTH, count, 0, 0, nullptr, 0};
-        check(hr_run(&program, operations.data(), nullptr));
+        const hr_program program{HR_ABI, threads, ROWS, 2 * WIDTH, count, 0, 0, nullptr, 0, 0};
+        check(hr_run(&program, operations.data(), nullptr, nullptr));
         return y;
     }
 };

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from ..layers.attention.attention import AttentionState, lengthened
 from ..layers.blocks.token import language_model
 from ..layers.graph import GraphedStep, fingerprint, unsupported_reason
-from ..layers.linear.token import MixerState
 from ..ops.backends.native import library as native
 from ..ops.backends.native.bound import Bound, ProgramOf
 from ..ops.checks import require
@@ -96,8 +96,7 @@ class Engine:
     def step(self, model: Any, tokens: Tensor, cache: HeadraceCache) -> Tensor:
         """tokens [B] -> logits [B, 1, vocabulary] of the next. Updates the cache, which must not be empty."""
         ids = tokens[:, None]
-        logits = self.read(model, ids, cache)
-        if logits is not None:
+        if (logits := self.read(model, ids, cache)) is not None:
             return logits
         return model.logits(model.model(ids, past_key_values=cache, use_cache=True).last_hidden_state)
 
@@ -108,9 +107,7 @@ class Engine:
         if states is None or not ids.is_cpu or (pending + T > 1 and (rows > 1 or pending + T > MOST)):
             return None
         bound, _ = self.find(model)
-        if bound is None or len(states) != len(bound.program.layers):
-            return None
-        if any(type(state) is not MixerState for state in states):
+        if bound is None or [*map(type, states)] != bound.program.kinds:
             return None
         tokens = ids
         if pending:
@@ -118,15 +115,15 @@ class Engine:
             if mask is not None:
                 return None
             tokens = torch.cat([earlier, ids], 1)
+        states = [lengthened(each, pending + T) if isinstance(each, AttentionState) else each for each in states]
         if (ready := bound.take(states, rows)) is None:
             return None  # the modules copy the states, or say what is wrong
-        operations = bound.program.operations
-        last = len(operations) - 1
-        logits = torch.empty(tokens.numel(), operations[last].outputs)
+        last = len(bound.program.operations) - 1
+        logits = torch.empty(tokens.numel(), model.lm_head.out_features)
         outputs = (last,) if model.cap is None else (last - 1, last)
         ready.run(dict.fromkeys(outputs, logits), tokens.to(torch.int64).flatten().contiguous(), pending + T > 1)
-        cache.advance(T, ids)
-        return logits.to(bound.weights[0].dtype).view(rows, pending + T, -1)[:, pending:]
+        cache.replace(states, T, ids)
+        return logits.to(bound.dtype).view(rows, pending + T, -1)[:, pending:]
 
 
 class Graph(NamedTuple):

@@ -163,7 +163,7 @@ class SoftmaxAttention(SelfInitialized):
     def _query(self, x: Tensor, sequences: Sequences, turn: Angles | None = None, projections: Any = None) -> Tensor:
         q = self._heads(sequences.tokenwise((projections or self).q_proj, x), self.q_norm)
         if self.spec.scale != "key":  # PyTorch's kernels divide by √d
-            q = q * _factor(self.spec.scale, q.shape[-1])
+            q = q * query_factor(self.spec.scale, q.shape[-1])
         return q if turn is None else rotate(q, turn)
 
     def _key_value(
@@ -302,7 +302,7 @@ def by_sequence(k: Tensor, v: Tensor, sequences: Sequences) -> AttentionState:
     return AttentionState(k, v, valid)
 
 
-def _factor(scale: float | str, d: int) -> float:
+def query_factor(scale: float | str, d: int) -> float:
     """Returns what q is multiplied by for a scale of the logits, which PyTorch's kernels divide by √d."""
     return scale * d**0.5 if isinstance(scale, float) else d**0.5 if scale == "one" else 2**0.5
 
@@ -318,37 +318,44 @@ def extended(
     """Appends k and v [N, T, Hkv, d] to a state; in place, in memory reserved for more tokens, if allowed."""
     if state is None:
         return AttentionState(k, v, mask)
-    valid = None
-    if state.valid is not None or mask is not None:
-        valid = torch.cat([valid_columns(state.k, state.valid), valid_columns(k, mask)], 1)
     if not in_place or not may_write(state[:2]) or torch.compiler.is_compiling():
+        valid = _extended_mask(state, k, mask)
         return AttentionState(torch.cat([state.k, k], 1), torch.cat([state.v, v], 1), valid)
-    total, room = state.k.shape[1] + k.shape[1], state.room or 0
-    if room < total or not _lies_in(room, state.k, k) or not _lies_in(room, state.v, v):
-        room = total + total // 4
-        state = AttentionState(_moved(state.k, room, k), _moved(state.v, room, v))
-    return AttentionState(_behind(state.k, k, room), _behind(state.v, v, room), valid, room)
+    longer, L = lengthened(state, k.shape[1], mask, k.dtype), state.k.shape[1]
+    longer.k[:, L:], longer.v[:, L:] = k, v
+    return longer
 
 
-def _lies_in(room: int, past: Tensor, new: Tensor) -> bool:
-    """Whether past [N, L, …] is the start of memory for `room` tokens per sequence, in a dtype that can hold `new`."""
+def lengthened(
+    state: AttentionState, T: int, mask: Tensor | None = None, dtype: torch.dtype | None = None
+) -> AttentionState:
+    """Returns a state with T more columns, whose keys and values are not set, in memory reserved for more tokens. dtype:
+    one that the memory has to hold; None: that of the state."""
+    past, room, (N, L) = [state.k, state.v], state.room or 0, state.k.shape[:2]
+    if room < L + T or not all(_lies_in(room, x, dtype or x.dtype) for x in past):
+        room = L + T + (L + T) // 4
+        past = [_moved(x, room, dtype or x.dtype) for x in past]
+    k, v = (x.as_strided((N, L + T, *x.shape[2:]), x.stride()) for x in past)
+    return AttentionState(k, v, _extended_mask(state, k[:, L:], mask), room)
+
+
+def _extended_mask(state: AttentionState, new: Tensor, mask: Tensor | None) -> Tensor | None:
+    """Returns the mask of a state with new keys, whose own is given; None: no padding."""
+    if state.valid is None and mask is None:
+        return None
+    return torch.cat([valid_columns(state.k, state.valid), valid_columns(new, mask)], 1)
+
+
+def _lies_in(room: int, past: Tensor, dtype: torch.dtype) -> bool:
+    """Whether past [N, L, …] is the start of memory for `room` tokens per sequence, of numbers that can hold `dtype`."""
     size = room * past.shape[2:].numel()
     end = (past.storage_offset() + len(past) * size) * past.element_size()
     # The stride of one sequence alone says nothing: a clone keeps it, and not the room.
     reserved = past.stride(0) == size and past.untyped_storage().nbytes() >= end
-    return reserved and past.dtype is torch.promote_types(past.dtype, new.dtype)
+    return reserved and past.dtype is torch.promote_types(past.dtype, dtype)
 
 
-def _moved(past: Tensor, room: int, new: Tensor) -> Tensor:
-    dtype = torch.promote_types(past.dtype, new.dtype)
-    buffer = past.new_empty(len(past), room, *past.shape[2:], dtype=dtype)
+def _moved(past: Tensor, room: int, dtype: torch.dtype) -> Tensor:
+    buffer = past.new_empty(len(past), room, *past.shape[2:], dtype=torch.promote_types(past.dtype, dtype))
     buffer[:, : past.shape[1]] = past
     return buffer[:, : past.shape[1]]
-
-
-def _behind(past: Tensor, new: Tensor, room: int) -> Tensor:
-    """Writes new [N, T, …] into the memory after past [N, L, …], and returns both as one tensor."""
-    L, total = past.shape[1], past.shape[1] + new.shape[1]
-    buffer = past.as_strided((len(past), room, *past.shape[2:]), past.stride())
-    buffer[:, L:total] = new
-    return buffer[:, :total]

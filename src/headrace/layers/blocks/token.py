@@ -1,10 +1,13 @@
 """The operations of one token of a block, and of a language model, in a program of the native backend."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from ...ops.backends.native.program import NAMES, Program, UnsupportedError
+from ...utils.tables import Table
+from ..attention.attention import SoftmaxAttention
 from ..linear.mixer import LinearMixer
 from ..linear.token import add_linear, add_mixer
 from ..norms import OffsetRMSNorm
@@ -12,6 +15,8 @@ from ..quantized import Int8Linear
 from .block import MLP, Block
 from .stack import Backbone
 
+# How the token of a mixer is added to a program, by the name of its class; the arguments are those of `add_mixer`.
+TOKENS: Table[Callable[..., None]] = Table("tokens", {LinearMixer.__name__: add_mixer})
 NORMS = {nn.RMSNorm: "rms", OffsetRMSNorm: "rms-offset", nn.LayerNorm: "layer"}
 ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "geglu-tanh": "gelu-tanh"}  # of an MLP whose name is not its own
 
@@ -69,8 +74,9 @@ def add_block(program: Program, block: Any, x: int, place: int) -> None:
         read, branch = branch, program.columns(D)
     into = branch if block.order == "branch" else x
     for i, name in enumerate(["mixer"] if block.parallel is None else ["mixer", "parallel"]):
-        mixer = program.module(block, name, LinearMixer)
-        add_mixer(program, mixer, read, into, place + i, add=into == x or i > 0)
+        mixer = program.module(block, name, LinearMixer, SoftmaxAttention)
+        TOKENS[type(mixer).__name__](program, mixer, read, into, place + i, add=into == x or i > 0)
+        program.kinds.append(mixer.state_kind)
     _end_branch(program, block, "mixer_norm", x, branch)
     if block.mlp is not None:
         mlp = program.module(block, "mlp", MLP)
@@ -106,8 +112,9 @@ def _add_mlp(program: Program, mlp: MLP, x: int, out: int, add: bool) -> None:
     program.release(start)
 
 
-def add_norm(program: Program, parent: nn.Module, name: str, x: int, out: int, add: bool = False) -> None:
-    """Adds the norm `parent.name`: out = norm(x), or out += norm(x)."""
+def add_norm(program: Program, parent: nn.Module, name: str, x: int, out: int, add: bool = False, of: int = 0) -> None:
+    """Adds the norm `parent.name`: out = norm(x), or out += norm(x). of: number of columns, if the norm is that of each
+    head of them; then x and out are different columns."""
     norm = program.module(parent, name, *NORMS)
     program.fixed(norm, "eps", "normalized_shape")
     weights = {
@@ -116,4 +123,5 @@ def add_norm(program: Program, parent: nn.Module, name: str, x: int, out: int, a
         if getattr(norm, n, None) is not None
     }
     what = NAMES["norm"].index(NORMS[type(norm)])
-    program.add("norm", x=x, out=out, inputs=norm.normalized_shape[0], what=what, add=add, number=norm.eps, **weights)
+    program.add("norm", x=x, out=out, inputs=norm.normalized_shape[0], outputs=of, what=what, add=add, number=norm.eps,
+                **weights)  # fmt: skip

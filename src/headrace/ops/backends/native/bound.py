@@ -42,6 +42,7 @@ class Bound:
                 require(weight is None or weight.shape == expected.shape, fault)
                 raise UnsupportedError(fault)
         self.program, self.weights = program, weights
+        self.dtype: torch.dtype = weights[0].dtype  # of the embedding, in the program of a model
         self.places = [x.data_ptr() for x in weights]
         self.last: Ready | None = None
         self.of_operations = [self._one_dtype(self._vectors(op)) for op in program.operations]
@@ -61,13 +62,13 @@ class Bound:
 
     def _state_dtypes(self) -> list[torch.dtype]:
         """Returns the dtypes of the states that can be updated in place."""
-        dtypes: dict[int, torch.dtype] = {}
+        dtypes = {i: x.dtypes[0] for i, x in enumerate(self.program.states) if len(x.dtypes) == 1}
         for op, dtype in zip(self.program.operations, self.of_operations, strict=True):
             if op.state is not None and dtype is not None:
                 dtypes[op.state] = dtype
         for layer, dtype in zip(self.program.layers, self.of_layers, strict=True):
             dtypes |= {i: STATE_DTYPES.get(name, (dtype or torch.float32,))[0] for name, i in layer.state.items()}
-        return [dtypes[i] for i in range(len(self.program.states))]
+        return [dtypes.get(i, self.dtype) for i in range(len(self.program.states))]
 
     def has_weights(self, weights: list[Any]) -> bool:
         """Whether these are the same tensors in the same memory."""
@@ -80,7 +81,13 @@ class Bound:
     def take(self, states: Sequence[Any], rows: int) -> "Ready | None":
         """Returns the program with the states of B = `rows` sequences, or None if they cannot be updated in place: they
         have other shapes or dtypes, or autograd needs them."""
-        states = [getattr(states[i], field) for i, field in self.program.state_places]
+        ready = self._take([getattr(states[i], field) for i, field in self.program.state_places], rows)
+        if ready is None or not self.program.attentions:
+            return ready
+        packed = [each.packed(self, states[each.place], rows) for each in self.program.attentions]
+        return None if None in packed else ready._replace(attentions=b"".join(packed))
+
+    def _take(self, states: list[Any], rows: int) -> "Ready | None":
         places = [native.address(x) for x in states]
         where, last = (rows, torch.is_inference_mode_enabled()), self.last
         if (
@@ -171,6 +178,7 @@ class Ready(NamedTuple):
     places: list[int]
     operations: bytes  # hr_operation
     layers: bytes  # hr_layer
+    attentions: bytes = b""  # hr_attention, of one call
 
     def run(self, outside: dict[int, Tensor], tokens: Tensor | None = None, in_order: bool = False) -> None:
         """Runs the program.
@@ -191,13 +199,12 @@ class Ready(NamedTuple):
                 struct.pack_into("@i", operations, i * _OPERATION.size + _DTYPE, CODES[x.dtype])
         header = _PROGRAM.pack(
             native.ABI, torch.get_num_threads(), rows, program.width, len(program.operations), len(program.layers),
-            program.vocabulary, native.address(tokens), in_order,
+            program.vocabulary, native.address(tokens), in_order, len(program.attentions),
         )  # fmt: skip
         assert native.library is not None
-        status = native.library.hr_run(header, bytes(operations), self.layers)
+        status = native.library.hr_run(header, bytes(operations), self.layers, self.attentions)
         # Tells autograd, which may have saved one of these tensors for a backward, that the tensors have changed.
-        states = (state() for state in self.states)
-        increment_version([x for x in states if x is not None and not x.is_inference()])
+        increment_version([x for each in self.states if (x := each()) is not None and not x.is_inference()])
         if status == NO_TOKEN:
             raise unknown_token(program.vocabulary)
         native.check(status)

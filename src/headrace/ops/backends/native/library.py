@@ -21,7 +21,7 @@ from ...call import NORMALIZER_EPS, Call
 from ...checks import sequence_ends
 from . import structs
 
-ABI = 11
+ABI = 12
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 DECAYS = {1: DecayShape.FIXED, 3: DecayShape.SCALAR, 4: DecayShape.VECTOR}  # by the number of dimensions
 NO_MEMORY = 3
@@ -69,7 +69,7 @@ def _declare(library: ctypes.CDLL) -> None:
     library.hr_selective_scan.argtypes = [struct_] * 3 + [pointer]
     library.hr_selective_scan_backward.argtypes = [struct_] * 3 + [pointer, struct_]
     library.hr_kinds.restype = library.hr_operations.restype = ctypes.c_char_p
-    library.hr_run.argtypes = [struct_] * 3
+    library.hr_run.argtypes = [struct_] * 4
 
 
 library, _found = _load()

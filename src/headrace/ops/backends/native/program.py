@@ -112,9 +112,11 @@ class Program:
     def __init__(self) -> None:
         self.operations: list[Operation] = []
         self.layers: list[Layer] = []
+        self.attentions: list[Any] = []  # which pack hr_attention: packed(bound, state, B) -> bytes, or None
         self.weights: list[Expected] = []
         self.states: list[Expected] = []
         self.state_places: list[tuple[int, str]] = []  # index in the list of states, and field
+        self.kinds: list[type] = []  # of the states of a model
         self.width = 0  # number of columns
         self.vocabulary = 0  # number of rows of the embedding
         self._next = 0  # the first unused column

@@ -45,10 +45,14 @@ LAYOUTS = {
         "f scale norm_eps group_eps sum_eps temperature, d rope_theta, "
         f"q D H Hq K V conv_width decay_reads gate_reads, P {' '.join(WEIGHTS)} {' '.join(STATE)}"
     ),
+    "hr_attention": Layout(
+        "i dtype sinks_dtype null, f scale amplitude, q H Hkv d turned first window length room, "
+        "P frequencies sinks k v valid seen"
+    ),
     "hr_operation": Layout(
         "i kind what dtype weight_dtype add layer, q in other out inputs outputs, f number, P weight bias scale state"
     ),
-    "hr_program": Layout("i abi threads, q rows width operations layers vocabulary, P tokens, q in_order"),
+    "hr_program": Layout("i abi threads, q rows width operations layers vocabulary, P tokens, q in_order attentions"),
 }
 
 

@@ -1,0 +1,215 @@
+"""Softmax attention in the engine of single tokens: against float64, transformers' models, and the same model's modules."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import tiny
+from decoding import decoded, error_of_modules, is_accurate, read
+from equation import MAX_ERROR_RATIO, skip_if_missing
+from families import logits, save, softmax
+from headrace import quantize
+from headrace.convert import import_checkpoint
+from headrace.verification.verify import relative
+
+ATTENTION = [
+    "transformer", "gqa(kv_heads=2)", "gqa(kv_heads=1, head_dim=12, bias=true)", "gqa(head_dim=20, kv_heads=2, qk_norm=head)",
+    "gqa(count=8, kv_heads=1, head_dim=80)", "gqa(qk_norm=head-offset, gate=channel)", "gqa(qk_norm=joint, kv_heads=2)",
+    "gqa(gate=head, bias=qkv)", "gqa(rotary=false, bias=o, scale=one)", "gqa(scale=half-key, rope.theta=500)",
+    "gqa(rope.kind=linear, rope.factor=4, rope.dims=4, scale=0.3)",
+    "gqa(rope.kind=yarn, rope.factor=4, rope.original=8)", "gqa(rope.kind=llama3, rope.factor=8, rope.original=16, rope.fast=4)",
+    "gqa(null=true)", "gqa(null=learned, kv_heads=2)", "sliding-window(pattern.window=4)",
+    "sliding-window(kv_heads=2, pattern.window=3, pattern.first=2, null=learned)", "sliding-window(pattern.window=1)",
+    "sliding-window(pattern.window=1, pattern.first=3)",
+]  # fmt: skip
+SOME = ["gqa(kv_heads=2)", "sliding-window(kv_heads=2, pattern.window=3, pattern.first=2)"]
+HYBRID = ["gated-deltanet", "gqa(kv_heads=2)", "gla", "sliding-window(pattern.window=4)"]
+LONG = 40  # tokens, over which the memory of a cache moves several times
+
+
+@pytest.fixture(autouse=True)
+def _here():
+    skip_if_missing("native")
+
+
+def model_of(*mixers, dtype=torch.float32, **changes):
+    return tiny.build([*mixers], num_hidden_layers=len(mixers), **changes).to(dtype)
+
+
+@pytest.mark.parametrize("mixer", ATTENTION)
+@torch.no_grad()
+def test_tokens_equal_the_full_forward(mixer):
+    assert is_accurate(model_of(mixer, mixer), tiny.tokens(2, LONG))
+
+
+@pytest.mark.parametrize("mixer", [*SOME, "gqa(null=learned)"])
+@pytest.mark.parametrize("rows", [1, 3, 17])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_batches_in_both_dtypes(mixer, rows, dtype):
+    assert is_accurate(model_of(mixer, dtype=dtype), tiny.tokens(rows, 12))
+
+
+@pytest.mark.parametrize(
+    ("kind", "variant"),
+    [(kind, name) for kind, family in softmax.FAMILIES.items() for name in ("base", *family.variants)],
+)
+@torch.no_grad()
+def test_tokens_are_those_of_transformers(kind, variant, tmp_path):
+    family = softmax.FAMILIES[kind]
+    theirs = save(CONFIG_MAPPING[kind](**family.base | family.variants.get(variant, {})), tmp_path)
+    ours, ids = import_checkpoint(tmp_path).float(), torch.randint(1, theirs.config.vocab_size, (2, LONG))
+    reason = ours.engine.unsupported_reason(ours)
+    if kind == "gpt2" or variant in ("dynamic", "longrope"):
+        assert "positions" in reason or "depend on the length" in reason
+        return
+    exact, single = logits(theirs, ids), copy.deepcopy(theirs).float()(ids, use_cache=False).logits
+    error = max(relative(a, b) for a, b in zip(single.unbind(1), exact.unbind(1), strict=True))
+    assert relative(decoded(ours, ids, 5), exact[:, 5:]) <= MAX_ERROR_RATIO * error
+
+
+@pytest.mark.parametrize("mixer", SOME)
+@torch.no_grad()
+def test_padding_is_not_attended_to(mixer):
+    model, ids = model_of(mixer, "gla", mixer), tiny.tokens(3, 20)
+    mask = torch.ones(3, 8, dtype=torch.long)
+    mask[0, :5], mask[1, 2:4] = 0, 0
+    cache = read(model, ids[:, :8], attention_mask=mask)
+    native = torch.cat([model.engine.step(model, token, cache) for token in ids[:, 8:].T], 1)
+    for row, kept in enumerate(mask.bool()):
+        alone = torch.cat([ids[row : row + 1, :8][:, kept], ids[row : row + 1, 8:]], 1)
+        error, exact = error_of_modules(model, alone)
+        assert relative(native[row : row + 1], exact[:, -12:]) <= MAX_ERROR_RATIO * error
+
+
+@pytest.mark.parametrize("mixer", SOME)
+@torch.no_grad()
+def test_modules_and_the_native_call_continue_each_other(mixer):
+    """The caches of both have the same numbers at the same places."""
+    model, ids = model_of(mixer), tiny.tokens(2, 24)
+    cache, logits = read(model, ids[:, :4]), []
+    for t in range(4, 24):
+        token = ids[:, t : t + 1]
+        if t % 3:
+            logits.append(model.engine.read(model, token, cache))
+        else:
+            states = model.model(token, past_key_values=cache, use_cache=True)
+            logits.append(model.logits(states.last_hidden_state))
+    error, exact = error_of_modules(model, ids)
+    assert relative(torch.cat(logits, 1), exact[:, 4:]) <= MAX_ERROR_RATIO * error
+
+
+@pytest.mark.parametrize("mixers", [SOME[:1], SOME[1:], HYBRID], ids=str)
+@torch.inference_mode()
+def test_several_tokens_of_a_sequence_in_one_call(mixers):
+    model, ids = model_of(*mixers), tiny.tokens(1, 30)
+    cache = read(model, ids[:, :5])
+    logits = torch.cat([model.engine.read(model, piece, cache) for piece in ids[:, 5:].split([1, 17, 7], 1)], 1)
+    error, exact = error_of_modules(model, ids)
+    assert cache.columns == 30 and relative(logits, exact[:, 5:]) <= MAX_ERROR_RATIO * error
+
+
+@pytest.mark.parametrize("mixers", [SOME[:1], SOME[1:], HYBRID], ids=str)
+@torch.inference_mode()
+def test_a_cache_goes_back(mixers):
+    model, ids = model_of(*mixers), tiny.tokens(1, 30)
+    cache = read(model, ids[:, :6])
+    cache.snapshot()
+    for token in tiny.tokens(1, 9).T:
+        model.engine.step(model, token, cache)
+    cache.rewind(9)
+    for token in ids[:, 6:20].T:
+        model.engine.step(model, token, cache)
+    cache.rewind(3)
+    logits = torch.cat([model(piece, past_key_values=cache).logits for piece in ids[:, 17:].split(4, 1)], 1)
+    error, exact = error_of_modules(model, ids)
+    assert relative(logits, exact[:, 17:]) <= MAX_ERROR_RATIO * error
+
+
+@torch.no_grad()
+def test_a_hybrid_and_its_copies_continue_apart():
+    model, ids = model_of(*HYBRID), tiny.tokens(3, LONG)
+    assert is_accurate(model, ids)
+    cache = read(model, ids[:, :10])
+    model.engine.step(model, ids[:, 10], cache)
+    other = copy.deepcopy(cache)
+    expected = model.engine.step(model, ids[:, 11], cache)
+    for token in (0, 1):
+        model.engine.step(model, torch.full((3,), token), cache)
+    assert torch.equal(model.engine.step(model, ids[:, 11], other), expected)
+    other.reorder_cache(torch.tensor([2, 0]))
+    error, exact = error_of_modules(model, ids)
+    logits = model.engine.step(model, ids[[2, 0], 12], other)
+    assert relative(logits[:, 0], exact[[2, 0], 12]) <= MAX_ERROR_RATIO * error
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+@torch.no_grad()
+def test_int8_model_equals_its_weights_in_float64(rows):
+    """As of linear mixers: x is rounded to 16 bits."""
+    model = quantize(model_of("gqa(kv_heads=2, bias=true)", "gated-deltanet"))
+    ids = tiny.tokens(rows, 16)
+    exact = copy.deepcopy(model).double()(ids).logits
+    assert relative(decoded(model, ids, 2), exact[:, 2:]) < 40 * 2**-16
+
+
+@torch.no_grad()
+def test_generate_gives_the_tokens_of_the_modules():
+    model, ids = model_of("gqa(kv_heads=2)", "sliding-window(pattern.window=4)"), tiny.tokens(2, 7)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    options = {"attention_mask": mask, "max_new_tokens": LONG, "do_sample": False, "pad_token_id": 0}
+    native = model.generate(ids, **options)
+    assert "one native call" in model.engine.about(model)
+    hook = model.model.backbone.layers[0].mixer.o_proj.register_forward_hook(lambda module, args, out: out)
+    assert "has a hook" in model.engine.about(model)
+    assert torch.equal(model.generate(ids, **options), native)
+    hook.remove()
+
+
+@torch.no_grad()
+def test_threads_do_not_change_tokens():
+    model, ids = model_of("gqa(kv_heads=2)", SOME[1], hidden_size=256), tiny.tokens(17, 9)
+    cache, results = read(model, ids[:, :3]), []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        own = copy.deepcopy(cache)
+        results.append(torch.cat([model.engine.step(model, token, own) for token in ids[:, 3:].T], 1))
+    assert all(torch.equal(a, b) for a, b in pairwise(results))
+
+
+@pytest.mark.parametrize(
+    ("mixer", "reason"),
+    [
+        ("gqa(forget=true)", "it does not support forget=True, in softmax attention"),
+        (
+            "gqa(rope.kind=dynamic, rope.factor=2, rope.original=64)",
+            "rope.kind='dynamic', whose frequencies depend on the",
+        ),
+        ("mla", "mixer is a "),
+        ("bigbird", "mixer is a "),
+    ],
+)
+@torch.no_grad()
+def test_what_is_not_supported_has_a_reason(mixer, reason):
+    model = model_of(mixer, "gla")
+    assert reason in model.engine.about(model)
+    ids = tiny.tokens(2, 9)
+    assert is_accurate(model, ids, check=False)
+
+
+@torch.no_grad()
+def test_a_cache_of_another_precision_is_read_by_modules():
+    """They widen it; from then on the native call takes it."""
+    model, ids = model_of("gqa"), tiny.tokens(1, 9)
+    cache = read(model, ids[:, :5])
+    cache.states = [state._replace(k=state.k.bfloat16(), v=state.v.bfloat16()) for state in cache.states]
+    for token in ids[:, 5:].T:
+        before, logits = cache.columns, model.engine.read(model, token[:, None], cache)
+        assert (logits is None) == (before == 5) and cache.columns == before + (logits is not None)
+        if logits is None:
+            model(token[:, None], past_key_values=cache, use_cache=True)
+    assert cache.states[0].k.dtype is torch.float32
