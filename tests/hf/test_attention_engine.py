@@ -1,4 +1,4 @@
-"""Softmax attention in the engine of single tokens: against float64, transformers' models, and the same model's modules."""
+"""Softmax attention in the engine of single tokens: against float64, transformers' models and the modules."""
 
 import copy
 from itertools import pairwise
@@ -16,11 +16,13 @@ from headrace.convert import import_checkpoint
 from headrace.verification.verify import relative
 
 ATTENTION = [
-    "transformer", "gqa(kv_heads=2)", "gqa(kv_heads=1, head_dim=12, bias=true)", "gqa(head_dim=20, kv_heads=2, qk_norm=head)",
+    "transformer", "gqa(kv_heads=2)", "gqa(kv_heads=1, head_dim=12, bias=true)",
+    "gqa(head_dim=20, kv_heads=2, qk_norm=head)",
     "gqa(count=8, kv_heads=1, head_dim=80)", "gqa(qk_norm=head-offset, gate=channel)", "gqa(qk_norm=joint, kv_heads=2)",
     "gqa(gate=head, bias=qkv)", "gqa(rotary=false, bias=o, scale=one)", "gqa(scale=half-key, rope.theta=500)",
     "gqa(rope.kind=linear, rope.factor=4, rope.dims=4, scale=0.3)",
-    "gqa(rope.kind=yarn, rope.factor=4, rope.original=8)", "gqa(rope.kind=llama3, rope.factor=8, rope.original=16, rope.fast=4)",
+    "gqa(rope.kind=yarn, rope.factor=4, rope.original=8)",
+    "gqa(rope.kind=llama3, rope.factor=8, rope.original=16, rope.fast=4)",
     "gqa(null=true)", "gqa(null=learned, kv_heads=2)", "sliding-window(pattern.window=4)",
     "sliding-window(kv_heads=2, pattern.window=3, pattern.first=2, null=learned)", "sliding-window(pattern.window=1)",
     "sliding-window(pattern.window=1, pattern.first=3)",

@@ -3,7 +3,7 @@
 A cache that keeps all tokens grows by a column in every call, in memory reserved for more; that of a sliding window has
 one size. What the program does not compute is refused with the reason.
 
-Dimensions: B sequences, L tokens so far, S cache slots of a window, H query heads, Hkv key/value heads, d head dimension.
+Dimensions: H query heads, Hkv key/value heads, d head dimension.
 """
 
 from typing import Any, NamedTuple
@@ -39,10 +39,8 @@ class AttentionToken(NamedTuple):
 
     def packed(self, bound: Bound, state: Any, rows: int) -> bytes | None:
         """Returns hr_attention of a call, or None if the state cannot be updated in place."""
-        first, window = self.window
-        cached = (
-            (first + window - 1, first + window - 1, None, state.seen) if window else self._growing(bound, state, rows)
-        )
+        (first, window), slots = self.window, sum(self.window) - 1
+        cached = (slots, slots, None, state.seen) if window else self._growing(bound, state, rows)
         if cached is None:
             return None
         length, room, valid, seen = cached
@@ -127,7 +125,8 @@ def _described(program: Program, mixer: Any, sizes: tuple[int, int, int], place:
             program.state(place, field, (pattern.slots, heads, d))
         program.state(place, "seen", (), torch.int64)
     return AttentionToken(
-        place, bool(spec.null), (scale, spec.rope.scale), (*sizes, turned), (0, 0) if pattern is None else (pattern.first, pattern.window),
+        place, bool(spec.null), (scale, spec.rope.scale), (*sizes, turned),
+        (0, 0) if pattern is None else (pattern.first, pattern.window),
         frequencies(spec.rope, mixer.rope_theta, turned, torch.zeros(1, 1)) if turned else None,
         program.weight(mixer, "sinks", (sizes[0],)) if spec.null == "learned" else None,
     )  # fmt: skip

@@ -39,9 +39,6 @@ class AttentionState(NamedTuple):
         return valid_columns(self.k, self.valid).sum(1)
 
 
-State = AttentionState | WindowState
-
-
 class SoftmaxAttention(SelfInitialized):
     """Softmax attention (arXiv 1706.03762) with Llama's projections, rotary positions (arXiv 2104.09864), grouped
     key/value heads (arXiv 2305.13245) and the options of AttentionSpec.
@@ -117,7 +114,7 @@ class SoftmaxAttention(SelfInitialized):
         cu_seqlens: Tensor | Sequences | None = None,
         in_place: bool = False,
         projections: Any = None,
-    ) -> tuple[Tensor, State]:
+    ) -> tuple[Tensor, AttentionState | WindowState]:
         """As `Mixer.forward`: x [B, T, D] -> (y [B, T, D], state). projections: q_proj, k_proj and v_proj as
         attributes, in place of the layer's own."""
         if isinstance(maps := wanted(), list):
@@ -318,10 +315,11 @@ def extended(
     """Appends k and v [N, T, Hkv, d] to a state; in place, in memory reserved for more tokens, if allowed."""
     if state is None:
         return AttentionState(k, v, mask)
+    L, T = state.k.shape[1], k.shape[1]
     if not in_place or not may_write(state[:2]) or torch.compiler.is_compiling():
-        valid = _extended_mask(state, k, mask)
+        valid = _extended_mask(state, T, mask)
         return AttentionState(torch.cat([state.k, k], 1), torch.cat([state.v, v], 1), valid)
-    longer, L = lengthened(state, k.shape[1], mask, k.dtype), state.k.shape[1]
+    longer = lengthened(state, T, mask, torch.promote_types(torch.promote_types(state.k.dtype, state.v.dtype), k.dtype))
     longer.k[:, L:], longer.v[:, L:] = k, v
     return longer
 
@@ -329,33 +327,34 @@ def extended(
 def lengthened(
     state: AttentionState, T: int, mask: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> AttentionState:
-    """Returns a state with T more columns, whose keys and values are not set, in memory reserved for more tokens. dtype:
-    one that the memory has to hold; None: that of the state."""
-    past, room, (N, L) = [state.k, state.v], state.room or 0, state.k.shape[:2]
-    if room < L + T or not all(_lies_in(room, x, dtype or x.dtype) for x in past):
-        room = L + T + (L + T) // 4
+    """Returns a state with T more columns, which are not set, in memory reserved for more tokens. dtype: that of the
+    memory; None: as it is."""
+    past, room, total = [state.k, state.v], state.room or 0, state.k.shape[1] + T
+    if not all(_has_room(x, room, total, dtype or x.dtype) for x in past):
+        room = total + total // 4
         past = [_moved(x, room, dtype or x.dtype) for x in past]
-    k, v = (x.as_strided((N, L + T, *x.shape[2:]), x.stride()) for x in past)
-    return AttentionState(k, v, _extended_mask(state, k[:, L:], mask), room)
+    k, v = [x.as_strided((x.shape[0], total, *x.shape[2:]), x.stride()) for x in past]
+    return AttentionState(k, v, _extended_mask(state, T, mask), room)
 
 
-def _extended_mask(state: AttentionState, new: Tensor, mask: Tensor | None) -> Tensor | None:
-    """Returns the mask of a state with new keys, whose own is given; None: no padding."""
+def _extended_mask(state: AttentionState, T: int, mask: Tensor | None) -> Tensor | None:
+    """Returns the mask of a state and T more columns, whose own is given; None: no padding."""
     if state.valid is None and mask is None:
         return None
-    return torch.cat([valid_columns(state.k, state.valid), valid_columns(new, mask)], 1)
+    new = torch.ones(len(state.k), T, dtype=torch.bool, device=state.k.device) if mask is None else mask
+    return torch.cat([valid_columns(state.k, state.valid), new], 1)
 
 
-def _lies_in(room: int, past: Tensor, dtype: torch.dtype) -> bool:
-    """Whether past [N, L, …] is the start of memory for `room` tokens per sequence, of numbers that can hold `dtype`."""
-    size = room * past.shape[2:].numel()
-    end = (past.storage_offset() + len(past) * size) * past.element_size()
-    # The stride of one sequence alone says nothing: a clone keeps it, and not the room.
-    reserved = past.stride(0) == size and past.untyped_storage().nbytes() >= end
-    return reserved and past.dtype is torch.promote_types(past.dtype, dtype)
+def _has_room(past: Tensor, room: int, total: int, dtype: torch.dtype) -> bool:
+    """Whether past [N, L, …] begins memory of this dtype for `room` tokens per sequence, at least `total`."""
+    if room < total or past.dtype is not dtype or past.stride(0) != room * past.stride(1):
+        return False
+    # The strides alone say nothing: a clone of one sequence keeps them, and not the room.
+    end = past.storage_offset() + past.shape[0] * past.stride(0)
+    return past.untyped_storage().nbytes() >= end * past.element_size()
 
 
 def _moved(past: Tensor, room: int, dtype: torch.dtype) -> Tensor:
-    buffer = past.new_empty(len(past), room, *past.shape[2:], dtype=torch.promote_types(past.dtype, dtype))
+    buffer = past.new_empty(len(past), room, *past.shape[2:], dtype=dtype)
     buffer[:, : past.shape[1]] = past
-    return buffer[:, : past.shape[1]]
+    return buffer
