@@ -204,7 +204,7 @@ class Ready(NamedTuple):
         assert native.library is not None
         status = native.library.hr_run(header, bytes(operations), self.layers, self.attentions)
         # Tells autograd, which may have saved one of these tensors for a backward, that the tensors have changed.
-        increment_version([x for each in self.states if (x := each()) is not None and not x.is_inference()])
+        increment_version([s for each in self.states if (s := each()) is not None and not s.is_inference()])
         if status == NO_TOKEN:
             raise unknown_token(program.vocabulary)
         native.check(status)
