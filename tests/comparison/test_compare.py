@@ -430,7 +430,7 @@ def test_a_text_that_changed_is_another_run(tmp_path):
     plan = replace(SMALL, task=Text((str(book),), length=8), mixers=("gla",))
     for text, raises in (("one " * 99, False), ("two " * 99, True)):
         book.write_text(text)
-        from headrace.tasks.text import load
+        from headrace.data.corpus import load
 
         load.cache_clear()
         if raises:

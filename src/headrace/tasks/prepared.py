@@ -5,13 +5,13 @@ tokenizer/           the tokenizer of the task, if there is one
 manifest.json        as of prepared text; counts of tokens and bytes are those of the answers
 """
 
-import hashlib
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, Features, Sequence, Value
 
+from ..data import tokenizer
 from ..data.preparation import versions, write_folder
 from ..ops.loss import IGNORED
 from ..utils.errors import InputError
@@ -58,7 +58,7 @@ def _fill(task: Any, name: str, rows: int, seed: int, workers: int, folder: Path
         Path(file).unlink(missing_ok=True)
     return {
         "sources": [{"name": name}],
-        "tokenizer_sha256": tokens and hashlib.sha256(tokens.backend_tokenizer.to_str().encode()).hexdigest(),
+        "tokenizer_sha256": tokens and tokenizer.sha256(tokens),
         "vocab_size": task.vocab_size,
         "length": task.length,
         "seed": seed,
