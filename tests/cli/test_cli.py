@@ -115,7 +115,7 @@ MISTAKES = {
     "compare --text latin.txt": "source 'latin.txt' cannot be read: 'utf-8' codec can't decode byte 0xe9 in position 3",
     "compare --text short.txt": "too few for length=96",
     "compare short.txt notes.xls": "'notes.xls' does not exist",
-    "compare --task text --tokenizer missing.json": "--tokenizer 'missing.json' cannot be read: the file does not exist",
+    "compare --task text --tokenizer missing.json": "'missing.json' cannot be read: the file does not exist",
     "compare --output notes": "'notes' exists and is no folder of reports or runs",
     "compare --output other": "'other' holds another run",
     "compare --output broken": "is not JSON",

@@ -80,7 +80,8 @@ def _objections_to_rows(task: Task) -> Iterator[str]:
 
 
 def sample(task: Task) -> Batch:
-    return default_collate([*task.training(0, ROWS)])
+    rows = task.training(0, ROWS)
+    return default_collate([rows[i] for i in range(ROWS)])
 
 
 def _hashes(task: Task, rows: Batch) -> np.ndarray:
