@@ -71,7 +71,8 @@ class StoredRows(TextRows):
     """
 
     def __init__(self, file: Path, length: int):
-        super().__init__(*(np.load(path, mmap_mode="r") for path in (file, file.with_suffix(".ends.npy"))), length)
+        tokens, ends = (np.load(path, mmap_mode="r") for path in (file, file.with_suffix(".ends.npy")))
+        super().__init__(tokens, ends, length)
         self.file = file
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from ..data import tokenizer
 from ..data.preparation import versions, write_folder
 from ..ops.loss import IGNORED
 from ..utils.errors import InputError
-from .base import Task, generator
+from .base import Sampled, Task, generator
 from .text import Text
 
 BLOCK = 256  # rows drawn together
@@ -67,7 +67,7 @@ def _fill(task: Any, name: str, rows: int, seed: int, workers: int, folder: Path
     }
 
 
-def _block(batch: dict[str, list[int]], task: Task, seed: int, rows: int) -> dict[str, Any]:
+def _block(batch: dict[str, list[int]], task: Sampled, seed: int, rows: int) -> dict[str, Any]:
     (number,) = batch["block"]
     drawn = task.sample(generator("training", seed, number), min(BLOCK, rows - number * BLOCK))
     return {name: values.numpy() for name, values in drawn.items()}

@@ -70,7 +70,7 @@ class Spans(ByToken, Text, Sequences):
         """A string for each token that is not padding."""
         marks, decode = self.marks, self.corpus.tokenizer.decode
         shown = [i for i in ids.tolist() if i > START]
-        return ["end" if i == END else f"<{i - marks}>" if i >= marks else decode([i - FIRST]) for i in shown]
+        return ["end" if i == END else f"<{i - marks}>" if i >= marks else str(decode([i - FIRST])) for i in shown]
 
 
 def parts(total: int, count: int, rows: int, generator: torch.Generator) -> Tensor:
