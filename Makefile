@@ -124,9 +124,9 @@ bench: $(VENV)/.dev
 	$(BENCHMARK)/op.py $(FAMILIES) --rounds 5 --budget 6 --dtype bfloat16
 	$(BENCHMARK)/step.py
 	$(BENCHMARK)/model.py train --layers 1 --layers 4 --rounds 1
-	for mixer in gla gated-deltanet amba2 rwkv7; do for size in 5M 340M; do for threads in 1 2; do \
+	for mixer in gla gated-deltanet mamba2 rwkv7; do for size in 5M 340M; do for threads in 1 2; do \
 	    $(BENCHMARK)/model.py decode --model $$mixer --size $$size --threads $$threads || exit; done; done; done
-	for mixer in gla gated-deltanet amba2; do $(BENCHMARK)/model.py prompt --model $$mixer --size 5M || exit; done
+	for mixer in gla gated-deltanet mamba2; do $(BENCHMARK)/model.py prompt --model $$mixer --size 5M || exit; done
 	$(BENCHMARK)/model.py prefill --layers 4 --threads 2
 	$(BIN)/python docs/generated.py
 	$(BIN)/python -m research.generated

@@ -3,9 +3,9 @@
     PYTHONPATH=src python benchmarks/gpu.py --minutes 6.5 --output FOLDER [--stage NAME ...]
     SMALL=1 ... --stage train        the same program on small models, also without a GPU
 
-Stages: blocks (do compiled blocks compute the same), correctness (the op against the loop in float64), train and decode
-(headrace's models of 340M), fla-train and fla-decode (those of flash-linear-attention, autotuned among FEW=3
-configurations a kernel), tests (tests/gpu); and, if it is asked for, op (times, memory and launches of the backends).
+Stages: correctness (the op against the loop in float64), train and decode (headrace's models of 340M), fla-train and
+fla-decode (those of flash-linear-attention, autotuned among FEW=3 configurations a kernel), tests (tests/gpu); and, if
+it is asked for, op (times, memory and launches of the backends). `gpu_tables.py keep` keeps the rows of a run.
 Models have a process each: all compile side by side, and then measure one after the other. A row is in
 FOLDER/rows.jsonl as soon as it is measured; what fails is a row with the error. FOLDER/log.txt has what all stages
 printed.
@@ -52,7 +52,6 @@ PYTEST = (
     "--durations=15 -rfE --tb=short"
 )
 STAGES = {
-    "blocks": Stage(120, (str(HERE / "gpu_blocks.py"), "--seconds", "105", "--processes", "8", *MIXERS)),
     "correctness": Stage(50, (str(HERE / "gpu_op.py"),), ("correctness",)),
     "train": Stage(220, models("train"), (*COMPILED, *EAGER), beside=True),
     "fla-train": Stage(220, models("train"), tuple(f"fla:{m}{':profile' * (m in PROFILED)}" for m in FLA), beside=True),

@@ -1,17 +1,35 @@
 """The measurements on a GPU in research/docs/benchmarks.md: of gpu.py, from the last run in results/gpu_models.jsonl,
-and of its stage op also from results/gpu.csv, which has older ones. `python benchmarks/gpu_tables.py` prints them."""
+and of its stage op also from results/gpu.csv, which has older ones.
+
+python benchmarks/gpu_tables.py show                       prints them
+python benchmarks/gpu_tables.py keep FOLDER/rows.jsonl     adds the rows of a run, and the efficiencies of the dry run
+"""
 
 import csv
 import json
 import re
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
+import typer
+
 import record
+from headrace.training import recipes
+from headrace.training.efficiency import FILE
+from headrace.training.machine import peak
+from headrace.training.model import flops_per_token, meta_model
 from record import RESULTS, newest
 from tables import table
 
+KEPT = RESULTS / "gpu_models.jsonl"
+SHAPE = {"layers": 24, "hidden_size": 1024, "length": 4096, "vocab_size": 32_000, "micro_batch": 4, "tie": True}
+COLUMNS = (
+    "mixer", "efficiency", "tokens_per_second", "flops_per_token", "compiled", "machine", "torch", "triton", "commit",
+    "date",
+)  # fmt: skip
 MORE = {"launches": ".0f", "memory": ",.0f", "host": ".1f"}  # of forward and backward, and their digits
+app = typer.Typer(add_completion=False, help=__doc__)
 Cells = dict[tuple[str, str], dict[str, dict[str, str]]]  # by (subject, shape), then by measure
 
 
@@ -52,7 +70,7 @@ def op(copy: float) -> str:
 
 
 def kept() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (RESULTS / "gpu_models.jsonl").read_text("utf-8").splitlines()]
+    return [json.loads(line) for line in KEPT.read_text("utf-8").splitlines()]
 
 
 def models() -> list[dict[str, Any]]:
@@ -115,8 +133,7 @@ TAKEN = {
 
 def kernels() -> str:
     """Kernels whose block sizes were changed: times of a launch before and since, and how far results moved."""
-    with (RESULTS / "gpu_kernels.csv").open(newline="", encoding="utf-8") as file:
-        rows = {(row["shape"], row["launch"], row["sizes"]): row for row in csv.DictReader(file)}
+    rows = {(row["shape"], row["launch"], row["sizes"]): row for row in record.read(RESULTS / "gpu_kernels.csv")}
     lines = []
     for (shape, launch, sizes), row in rows.items():
         if sizes == TAKEN.get((shape, row["kernel"])) and (shape, launch) != ("gated-deltanet", "states"):
@@ -143,5 +160,50 @@ def lines() -> list[str]:
     ]  # fmt: skip
 
 
+# --- what is kept of a run -------------------------------------------------------------------------------------------
+def efficiencies(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The fastest way of each of headrace's mixers, compiled or not."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if row["stage"] != "train" or "tokens_per_second" not in row:
+            continue
+        mixer, *options = row["name"].split(":")[1:]
+        if mixer in found and found[mixer]["tokens_per_second"] >= row["tokens_per_second"]:
+            continue
+        flops, most = flops_of(mixer), peak(row["machine"])
+        if most is None:
+            raise SystemExit(f"{row['machine']} has no peak in training/machine.py")
+        found[mixer] = {name: row.get(name, "") for name in COLUMNS} | {
+            "mixer": mixer, "compiled": "compiled" in options, "flops_per_token": flops,
+            "tokens_per_second": round(row["tokens_per_second"]),
+            "efficiency": round(row["tokens_per_second"] * flops / most, 4),
+        }  # fmt: skip
+    return list(found.values())
+
+
+def flops_of(mixer: str) -> int:
+    recipe, _ = recipes.load("paper-340m", SHAPE | {"mixer": mixer})
+    return flops_per_token(meta_model(recipe), recipe)
+
+
+@app.command()
+def keep(path: Path) -> None:
+    text = path.read_text("utf-8")
+    new = efficiencies([json.loads(line) for line in text.splitlines()])
+    known = {row["mixer"]: row for row in [*record.read(FILE), *new]}
+    with FILE.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(known.values())
+    with KEPT.open("a", encoding="utf-8") as file:
+        file.write(text)
+    print("\n".join(f"{row['mixer']:24} {row['tokens_per_second']:>9} tokens/s {row['efficiency']:.1%}" for row in new))
+
+
+@app.command()
+def show() -> None:
+    print(*lines(), sep="\n")
+
+
 if __name__ == "__main__":
-    print("\n".join(lines()))
+    app()

@@ -30,12 +30,12 @@ from benchmarks.record import markdown, read, write
 from headrace.convert import load
 from headrace.convert.checkpoint import read_tokenizer
 from headrace.data import PackedData, open_data
+from headrace.data.sources import text_of
 from headrace.files import engine
 from headrace.files.engine import Claim, Point, Row
 from headrace.files.processes import locked
 from headrace.files.workers import Worker, place_workers
 from headrace.report.differences import Unit, judged, over_seeds, table
-from headrace.tasks.text import read as read_text
 from headrace.training.linear import Keep, held_out_loss, imitate
 from headrace.training.loop import Batch, Updates
 from headrace.training.processes import Processes
@@ -147,7 +147,7 @@ def loss(model: Any, batch: Batch, count: torch.Tensor) -> torch.Tensor:
 
 def probes(arm: Arm) -> Callable[[Any, PackedData], dict[str, float]]:
     """A function of a model and the data that returns its losses, on the same texts for every arm."""
-    tokenizer, prose = read_tokenizer(arm.model), read_text(arm.book)
+    tokenizer, prose = read_tokenizer(arm.model), text_of(arm.book)
     ids = tokenizer(prose[: 16 * 256 * 8])["input_ids"]
     rows = torch.tensor(ids[: 16 * 256]).view(16, 256)
     filler = tokenizer(prose[200_000:400_000])["input_ids"]

@@ -9,7 +9,6 @@ The first two write a CSV file beside the other results and draw figures for doc
 `curves` is a comparison as `headrace compare` makes them: interrupted, the same command continues.
 """
 
-import gzip
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, stdev
@@ -136,7 +135,7 @@ def curves(
     seeds: int = 1,
 ) -> None:
     """A language model of bytes for every mixer and seed."""
-    study = plan(tuple(unpacked(Path(text), output.parent) for text in texts), steps, seeds)
+    study = plan(tuple(texts), steps, seeds)
     with locked(output):
         results = complete(study, output, listen, place_workers(all_devices(None), None))
     points = list(collect(results))
@@ -175,15 +174,6 @@ def plan(texts: tuple[str, ...], steps: int, seeds: int) -> Study:
     return Study("taylor", "Softmax attention taken apart", (
         Plan("taylor", tuple(mixers), Text(texts, length=128), shape, recipe, seeds),
     ))  # fmt: skip
-
-
-def unpacked(text: Path, folder: Path) -> str:
-    if text.suffix != ".gz":
-        return str(text)
-    folder.mkdir(parents=True, exist_ok=True)
-    plain = folder / text.stem
-    plain.write_bytes(gzip.decompress(text.read_bytes()))
-    return str(plain)
 
 
 def listen(arm: Any, step: int, scores: dict[str, float] | None) -> None:

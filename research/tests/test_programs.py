@@ -26,7 +26,7 @@ def test_information_by_hand():
 
 
 def test_the_corpus_is_prose_and_code_in_turn(tmp_path, monkeypatch):
-    (book := tmp_path / "book").write_text("prose\n" * 100, encoding="utf-8")
+    (book := tmp_path / "book.txt").write_text("prose\n" * 100, encoding="utf-8")
     (code := tmp_path / "code.py").write_text("code =\n" * 60, encoding="utf-8")
     monkeypatch.setattr(corpus, "standard_library", lambda: [str(code)])
     monkeypatch.setattr(corpus, "FOLDER", tmp_path / "text")

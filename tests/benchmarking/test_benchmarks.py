@@ -12,7 +12,6 @@ import torch
 
 import exported
 import gpu
-import gpu_keep
 import gpu_models
 import gpu_op
 import gpu_tables
@@ -261,12 +260,12 @@ def test_kernels_are_of_a_class_by_their_names():
 
 def test_the_fastest_way_of_a_mixer_is_its_efficiency(monkeypatch):
     """1,000 operations a token; an H200 makes 989 · 10^12 a second."""
-    monkeypatch.setattr(gpu_keep, "flops_of", lambda mixer: 1000)
+    monkeypatch.setattr(gpu_tables, "flops_of", lambda mixer: 1000)
     about = {"machine": "NVIDIA H200", "commit": "abc", "stage": "train"}
     names = {"headrace:gla": 989e8, "headrace:gla:compiled": 1978e8, "headrace:kda": 989e8}
     rows = [about | {"name": name, "tokens_per_second": rate} for name, rate in names.items()]
     rows += [about | {"name": "headrace:kda", "failed": "…"}, about | {"stage": "fla-train", "name": "fla:gla"}]
-    found = {row["mixer"]: (row["efficiency"], row["compiled"]) for row in gpu_keep.efficiencies(rows)}
+    found = {row["mixer"]: (row["efficiency"], row["compiled"]) for row in gpu_tables.efficiencies(rows)}
     assert found == {"gla": (0.2, True), "kda": (0.1, False)}
 
 

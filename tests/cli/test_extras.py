@@ -147,7 +147,7 @@ def test_import_names_the_missing_extra(tmp_path):
     parts = {
         "import headrace.hf": "models",
         "import headrace.history.models": "models",
-        "import headrace.data": "train",
+        "import headrace.data": "models",
     }
     public = {
         f"headrace.{name}": "models" if headrace._LAZY.get(name) in ("hf", "convert", "files.state") else None

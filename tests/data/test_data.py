@@ -147,7 +147,7 @@ def test_a_text_without_paragraphs_is_cut_between_characters(tmp_path):
 @pytest.mark.parametrize(("count", "held_out", "expected"), [(3, 0.9, 2), (2, 0.9, 1), (4, 0.5, 2)])
 def test_at_least_one_document_is_left_for_training(count, held_out, expected):
     rows = [Row("a", i, "a", 1) for i in range(count)]
-    choice = choose(rows, held_out, 0)
+    choice = choose(lambda: rows, held_out, 0)
     assert [held for _, held in choice.split(rows)].count(True) == expected
 
 

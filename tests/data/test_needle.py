@@ -116,7 +116,7 @@ def test_longer_rows_have_more_hay():
         (lambda: Needle(kind=4), "needle.kind=4; expected 1, 2 or 3"),
         (lambda: Needle(haystack="a.txt"), "expected kind=2 or 3"),
         (lambda: Needle(length=300).held_out(1), "length=300 is too short for a prompt"),
-        (lambda: Needle(2, haystack="missing.txt").held_out(1), "'missing.txt' cannot be read"),
+        (lambda: Needle(2, haystack="missing.txt").held_out(1), "'missing.txt' is not a file; expected text"),
         (lambda: Needle(tokenizer="missing.json").vocab_size, "'missing.json' cannot be read"),
     ],
 )

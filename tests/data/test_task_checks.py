@@ -24,7 +24,7 @@ WRONG_TASKS = {
     ("    vocab_size = 2\n", ""): "has no 'vocab_size'; expected the members of headrace.tasks.Task",
     ("randint(2, (", "randint(3, ("): "rows with input_ids from 0 to 2; expected 0 to 1, below vocab_size",
     ("self.length), gen", "self.length + 1), gen"): "rows with input_ids [1024, 17] and shift_labels [1024, 17]",
-    (", generator=generator", ""): "gives other rows at the second call of sample",
+    (", generator=generator", ""): "gives other rows at the second call of training",
     ("(lead > 0).long()", "bits * 0 - 100"): "rows with no label; expected a label in each row",
     ("(lead > 0).long()", "bits"): None,
     ('{"input_ids": bits, ', '{"ids": bits, '): "cannot be used: KeyError: 'input_ids'",

@@ -1,6 +1,7 @@
 """Tasks: what a row asks can be answered from the row, rows depend on nothing but the seed, bad text is refused."""
 
 import contextlib
+import itertools
 import json
 import math
 import re
@@ -11,10 +12,11 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from headrace import zoo
 from headrace.comparison.plan import Arm
-from headrace.files.held_out import FEW
+from headrace.data.rows import order
 from headrace.spec import to_json
 from headrace.tasks import (
     IGNORED,
@@ -29,7 +31,6 @@ from headrace.tasks import (
     Needle,
     Pair,
     Reverse,
-    Rows,
     SelectiveCopy,
     Spans,
     Text,
@@ -37,7 +38,7 @@ from headrace.tasks import (
     dates,
 )
 from headrace.tasks.base import generator
-from headrace.tasks.sequences import FIRST
+from headrace.tasks.sequences import END, FIRST, START
 from headrace.utils.errors import InputError
 
 SYNTHETIC = (
@@ -244,42 +245,80 @@ def test_tasks_are_evaluated_at_other_lengths(task):
 def test_rows_depend_only_on_the_seed(task, monkeypatch):
     monkeypatch.setattr(base, "BLOCK", BLOCK := 64)
     rows, again, other = (
-        Rows(task.sample, 1, 2 * BLOCK),
-        Rows(task.sample, 1, BLOCK + 9),
-        Rows(task.sample, 2, 2 * BLOCK),
+        task.training(1, 2 * BLOCK),
+        task.training(1, BLOCK + 9),
+        task.training(2, 2 * BLOCK),
     )
     for i in (BLOCK + 5, 3):
         assert torch.equal(rows[i]["input_ids"], again[i]["input_ids"])
         assert not torch.equal(rows[i]["input_ids"], other[i]["input_ids"])
     assert not torch.equal(rows[3]["input_ids"], rows[BLOCK + 3]["input_ids"])
-    assert len(list(Rows(task.sample, 1, 3))) == 3
+    assert len(list(task.training(1, 3))) == 3
     for outside in (-1, 2 * BLOCK):
         with pytest.raises(IndexError, match=f"row {outside} of {2 * BLOCK}"):
             rows[outside]
     assert torch.equal(task.held_out(40)["input_ids"], task.held_out(40)["input_ids"])
 
 
+def documents(task, part):
+    """The texts of the documents of a part, or of what is there of them."""
+    corpus = task.corpus
+    tokens, ends, _ = corpus.parts[part]
+    return [corpus.tokenizer.decode(own[:-1]) for own in np.split(tokens, ends)[:-1]]
+
+
+def whole(task, part):
+    return "".join(documents(task, part))
+
+
 def test_text_is_split_into_three_parts_without_rest(book):
-    parts = Text((str(book),)).corpus.parts
-    text = book.read_bytes()
-    assert sorted(bytes(torch.cat(list(parts.values())).tolist()).splitlines()) == sorted(text.splitlines())
-    shares = [len(parts[part]) / len(text) for part in ("training", "tuning", "held-out")]
-    assert shares == pytest.approx([0.8, 0.1, 0.1], abs=0.01)
+    parts = {part: whole(Text((str(book),)), part) for part in ("training", "tuning", "held-out")}
+    text = book.read_text("utf-8")
+    assert sorted("".join(parts.values()).splitlines()) == sorted(text.splitlines())
+    assert [len(own) / len(text) for own in parts.values()] == pytest.approx([0.8, 0.1, 0.1], abs=0.01)
 
 
-def test_few_files_have_pieces_from_all_over_the_text_held_out_and_many_their_end(tmp_path):
+def test_few_files_have_pieces_from_all_over_the_text_held_out_and_many_have_files(tmp_path):
     paragraphs = [f"Paragraph {i}.\n" + "It goes on.\n" * 9 + "\n" for i in range(2500)]
     (tmp_path / "book.txt").write_text("".join(paragraphs))
-    parts = Text((str(tmp_path / "book.txt"),)).corpus.parts
-    own = {part: bytes(tokens.tolist()).decode().split("\n\n")[:-1] for part, tokens in parts.items()}
+    task = Text((str(tmp_path / "book.txt"),))
+    own = {part: whole(task, part).split("\n\n")[:-1] for part in ("training", "tuning", "held-out")}
     assert sorted(chain(*own.values())) == sorted(each[:-2] for each in paragraphs), "no paragraph is divided"
     for part in ("tuning", "held-out"):
         places = [int(each.split(".")[0].split()[1]) for each in own[part]]
         assert len(places) == pytest.approx(250, abs=10)
         assert all(any(500 * i <= place < 500 * (i + 1) for place in places) for i in range(5))
-    whole = "".join(paragraphs).encode()
-    many = Text(many_files(tmp_path, whole)).corpus.parts
-    assert bytes(torch.cat([many[part] for part in ("training", "tuning", "held-out")]).tolist()) == whole
+    (tmp_path / "many.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in paragraphs[:40]))
+    many = Text((str(tmp_path / "many.jsonl"),))
+    held_out, tuning, training = (documents(many, part) for part in ("held-out", "tuning", "training"))
+    assert (len(held_out), len(tuning), len(training)) == (4, 4, 32)
+    assert sorted(held_out + tuning + training) == sorted(paragraphs[:40])
+
+
+@pytest.mark.parametrize("kind", ["a book", "documents"])
+def test_rows_of_text_are_those_of_prepare(kind, book, tmp_path):
+    """The same held-out rows, and the rest in rows of its own; every training row once in an epoch, in the order of
+    `headrace train`."""
+    data = pytest.importorskip("headrace.data")
+    pytest.importorskip("datasets", reason="the extra [train] is not installed")
+    if kind == "documents":
+        lines = book.read_text("utf-8").splitlines()
+        book = tmp_path / "lines.jsonl"
+        book.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    data.prepare(data.Preparation((str(book),), length=16, held_out=0.1), tmp_path / "data")
+    prepared, task = data.open_data(tmp_path / "data"), Text((str(book),), length=16)
+    corpus = task.corpus
+    assert [*corpus.rows("held-out", 16)] == [*prepared.held_out][: len(prepared.held_out.tokens) // 16]
+    assert corpus.bytes_per_token == prepared.manifest["held_out"]["bytes"] / prepared.manifest["held_out"]["tokens"]
+    rest = [corpus.parts[part] for part in ("training", "tuning")]
+    assert sum(part.size for part in rest) == prepared.manifest["train"]["bytes"]
+    assert kind == "a book" or sum(len(part.ends) for part in rest) == prepared.manifest["train"]["documents"]
+    rows, size = corpus.rows("training", 16), base.BLOCK + 9
+    expected = [rows[i]["input_ids"] for epoch in range(size // len(rows) + 1) for i in order(rows, 3, epoch)]
+    got = task.training(3, size)
+    assert [row["input_ids"].tolist() for row in got] == expected[:size] and len(rows) < base.BLOCK
+    labels = torch.stack([row["shift_labels"] for row in got])
+    assert labels[:, :-1].tolist() == [row[1:] for row in expected[:size]] and (labels[:, -1] == IGNORED).all()
 
 
 def test_seeds_padded_with_zeros_differ():
@@ -330,7 +369,7 @@ def test_reverse_skips_lengths_with_few_sources():
         lambda: Reverse(length=3, shortest=4),
         lambda: Dates().resized(9),
         lambda: Needle(length=-5),
-        lambda: Text(length=0),
+        lambda: Text(length=1),
     ],
 )
 def test_impossible_rows_are_refused(make):
@@ -422,39 +461,18 @@ def book(tmp_path):
     return path
 
 
-def many_files(folder, data):
-    """The names of as many files as have their last tenth held out, with these bytes one after another."""
-    files = [folder / f"{i}.txt" for i in range(FEW)]
-    for i, file in enumerate(files):
-        file.write_bytes(data[i * len(data) // FEW : (i + 1) * len(data) // FEW])
-    return tuple(map(str, files))
-
-
-def test_text_labels_are_the_next_byte(book):
+def test_held_out_rows_of_text_are_of_the_held_out_text(book):
     task = Text((str(book),), length=16)
-    batch, tail = task.sample(torch.Generator().manual_seed(0), 8), task.held_out(1000)
-    assert torch.equal(batch["input_ids"][:, 1:], batch["shift_labels"][:, :-1])
-    held_out = bytes(task.corpus.parts["held-out"].tolist())
-    assert bytes(batch["input_ids"][0].tolist()) in bytes(task.corpus.train.tolist())
-    rows = [bytes([*row, labels[-1]]) for row, labels in zip(*(y.tolist() for y in tail.values()), strict=True)]
-    assert len(rows) > 5 and all(row in held_out for row in rows)
-    assert not any(row in bytes(task.corpus.train.tolist()) for row in rows)
+    tail, training, held_out = task.held_out(1000)["input_ids"], whole(task, "training"), whole(task, "held-out")
+    rows = [task.corpus.tokenizer.decode(row) for row in tail]
+    assert len(rows) > 5 and all(row in held_out and row not in training for row in rows)
     assert len(task.held_out(3)["input_ids"]) == 3
-
-
-@pytest.mark.parametrize(("tail", "windows"), [(15, 1), (16, 1), (17, 2), (23, 2), (24, 2), (25, 3)])
-def test_every_window_of_the_held_out_text_is_a_row(tail, windows, tmp_path):
-    """A window of 8 bytes with their labels takes 9 bytes."""
-    text = bytes(range(97, 97 + tail))
-    held_out = Text(many_files(tmp_path, b"." * 9 * tail + text), length=8).held_out(100)
-    assert bytes(held_out["input_ids"].flatten().tolist()) == text[: 8 * windows]
-    assert bytes(held_out["shift_labels"].flatten().tolist()) == text[1 : 8 * windows + 1]
 
 
 def test_spans_render_as_characters_and_sentinels(book):
     task = Spans((str(book),), length=16)
-    mark = FIRST + 256
-    assert task.text(torch.tensor([FIRST + ord("A"), mark, mark + 1, 0])) == ["A", "<0>", "<1>", f"{-FIRST}"]
+    mark, (letter,) = FIRST + 257, task.corpus.tokenizer("A").input_ids
+    assert task.text(torch.tensor([FIRST + letter, mark, mark + 1, END, START])) == ["A", "<0>", "<1>", "end"]
 
 
 def test_span_tokens_are_in_the_vocabulary(book):
@@ -465,17 +483,21 @@ def test_span_tokens_are_in_the_vocabulary(book):
 
 
 def test_text_scores_are_bits_and_perplexity(book):
-    scores = Text((str(book),)).scores(nats(math.log(2)))
-    assert scores == pytest.approx({"loss": math.log(2), "bits per byte": 1, "perplexity": 2})
+    """A token is a byte, or the end of a document."""
+    task = Text((str(book),))
+    texts = documents(task, "held-out")
+    scores = task.scores(nats(math.log(2)))
+    bits = 1 + len(texts) / len("".join(texts).encode())
+    assert scores == pytest.approx({"loss": math.log(2), "bits per byte": bits, "perplexity": 2})
 
 
 def test_text_repeats_are_rare_repeated_bigrams(book):
     """a b twice, then x y twice, of which the training text has none; b a is common there."""
     task = Text((str(book),))
-    train = task.corpus.train
-    common = {tuple(pair) for pair in zip(train[:-1].tolist(), train[1:].tolist(), strict=True)}
-    a, b, c = (next(n for n in range(1, 32) if n not in train and n > m) for m in (0, 1, 2))
-    e, space = ord("e"), ord(" ")
+    train = task.corpus.parts["training"].tokens.tolist()
+    common = {*itertools.pairwise(train)}
+    a, b, c = [n for n in range(257) if n not in train][:3]
+    e, space = task.corpus.tokenizer("e ").input_ids
     assert (e, space) in common
     ids = torch.tensor([[a, b, a, b, e, space, e, space, c, a, b]])
     rows = {"input_ids": ids[:, :-1], "shift_labels": ids[:, 1:]}
@@ -495,21 +517,21 @@ def test_text_by_length_has_equal_tokens_per_length(book):
 
 
 def test_default_text_is_the_standard_library():
-    corpus = Text().corpus
-    assert len(corpus.train) > 1_000_000 and corpus.vocab_size == 256
+    task = Text()
+    assert len(task.corpus.parts["training"].tokens) > 1_000_000 and task.vocab_size == 257
 
 
 def test_text_takes_a_tokenizer_file(book, tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = ["?", "Line", "of", "a", "book", "näher", ",", "."]
+    words = ["?", "Line", "of", "a", "book", "näher", ",", ".", "</s>"]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     path = tmp_path / "tokenizer.json"
     tokenizer.save(str(path))
     task = Text((str(book),), str(path), length=8)
     assert task.vocab_size == len(words)
-    assert int(task.sample(torch.Generator(), 4)["input_ids"].max()) < len(words)
+    assert max(int(row["input_ids"].max()) for row in task.training(0, 4)) < len(words)
     ratio = task.corpus.bytes_per_token
     assert ratio == pytest.approx(4, abs=1)
     assert task.scores(nats(math.log(2)))["bits per byte"] == pytest.approx(1 / ratio)
@@ -518,15 +540,15 @@ def test_text_takes_a_tokenizer_file(book, tmp_path):
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (None, "cannot be read: No such file"),
-        (b"", "is empty"),
-        (b" \n\t\n", "is empty"),
-        (b"abc \xff\xfe def", r"is not UTF-8: byte 4 is 0xff"),
-        (b"\xef\xbb\xbfabc \xff def", r"is not UTF-8: byte 7 is 0xff"),
+        (None, "does not exist; expected text, jsonl or Parquet files, or a folder"),
+        (b"", "the sources hold no documents: text.txt row 1 is empty"),
+        (b" \n\t\n", "too few for length=16"),
+        (b"abc \xff\xfe def", "cannot be read: 'utf-8' codec can't decode byte 0xff in position 4"),
+        (b"\xef\xbb\xbfabc \xff def", "cannot be read: 'utf-8' codec can't decode byte 0xff in position 4"),
         ("abc".encode("utf-16"), r"is UTF-16; expected UTF-8"),
         ("abc".encode("utf-16-le"), r"is UTF-16-LE; expected UTF-8"),
         (b"a", "1 byte of text, of which 0.1 is to be held out; expected more text"),
-        (b"too short for this", "too few for length=16; expected about 170"),
+        (b"too short for this", "too few for length=16; expected about 160"),
     ],
 )
 def test_bad_text_is_refused(tmp_path, content, sentence):
@@ -539,9 +561,9 @@ def test_bad_text_is_refused(tmp_path, content, sentence):
 
 def test_byte_order_mark_is_dropped(tmp_path):
     for encoding in ("utf-8", "utf-8-sig"):
-        (tmp_path / encoding).write_text("It was the best of times. " * 20, encoding)
-    plain, marked = (Text((str(tmp_path / encoding),), length=16) for encoding in ("utf-8", "utf-8-sig"))
-    assert plain.sha256 == marked.sha256
+        (tmp_path / f"{encoding}.txt").write_text("It was the best of times. " * 20, encoding)
+    plain, marked = (Text((str(tmp_path / f"{encoding}.txt"),), length=16) for encoding in ("utf-8", "utf-8-sig"))
+    assert all(documents(plain, part) == documents(marked, part) for part in plain.corpus.parts)
 
 
 @pytest.mark.parametrize("content", [None, json.dumps({"no": "tokenizer"})])
@@ -549,7 +571,7 @@ def test_bad_tokenizer_is_refused(book, tmp_path, content):
     path = tmp_path / "tokenizer.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(InputError, match="`tokenizers` JSON file"):
+    with pytest.raises(InputError, match=r"--tokenizer '.*tokenizer.json' cannot be read"):
         assert Text((str(book),), str(path)).corpus
 
 
@@ -558,8 +580,8 @@ def test_spans_restore_the_text(tmp_path):
     drawn = TASKS["spans"]((str(tmp_path / "text.txt"),), length=len("Thank_you_for_coming_to_my_party_tonight"))
     assert (drawn.taken, drawn.spans) == (6, 2), "as in the docstring"
     task = TASKS["spans"]((str(tmp_path / "text.txt"),), length=64)
-    rows, marks = task.sample(torch.Generator().manual_seed(0), 200), 2 + task.corpus.vocab_size
-    whole = task.corpus.train.tolist()
+    rows, marks = default_collate([*task.training(0, 200)]), 2 + 257
+    whole = task.corpus.parts["training"].tokens.tolist()
     assert rows["input_ids"].shape == (200, 64 - task.taken + task.spans) and task.taken == 10 and task.spans == 3
     for source, target in zip(rows["input_ids"].tolist(), rows["shift_labels"].tolist(), strict=True):
         assert target[-1] == 1 and target[0] == marks
@@ -573,21 +595,6 @@ def test_spans_restore_the_text(tmp_path):
         filled = [t - 2 for token in source for t in (spans[token] if token >= marks else [token])]
         assert len(filled) == 64 and all(spans.values())
         assert any(whole[i : i + 64] == filled for i in range(len(whole) - 63))
-
-
-def test_text_files_may_be_gzip(tmp_path):
-    import gzip
-
-    from headrace.tasks import text
-
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress("café".encode()))
-    assert text.read(tmp_path / "a.txt.gz") == "café"
-    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"a" * 999)[:-12])
-    (tmp_path / "c.txt.gz").write_bytes(b"no gzip")
-    (tmp_path / "d.txt.zst").write_bytes(b"(\xb5/\xfd")
-    for name, sentence in (("b.txt.gz", "cannot be read"), ("c.txt.gz", "cannot be read"), ("d.txt.zst", "compressed")):
-        with pytest.raises(InputError, match=f"text file '.*{name}' (is )?{sentence}"):
-            text.read(tmp_path / name)
 
 
 def test_row_accuracy_needs_all_answers():

@@ -1,7 +1,9 @@
 """BERT against transformers', weights copied; its task; encoders of other mixers."""
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import default_collate
 from transformers import BertConfig, BertForPreTraining
 
 from headrace import zoo
@@ -109,7 +111,7 @@ def book(tmp_path):
 
 def drawn(task, rows):
     """The rows as they stood before masking, and what was done to them."""
-    batch = task.sample(torch.Generator().manual_seed(3), rows)
+    batch = default_collate([*task.training(3, rows)])
     masked = batch["shift_labels"] != IGNORED
     return batch, masked, torch.where(masked, batch["shift_labels"], batch["input_ids"])
 
@@ -117,13 +119,13 @@ def drawn(task, rows):
 def test_half_of_the_sentence_pairs_are_consecutive(book):
     task = Masked((str(book),), length=40)
     batch, _, whole = drawn(task, 400)
-    text = book.read_bytes()
+    text = task.corpus.parts["training"].tokens.tobytes()
     apart = batch["next_sentence_label"]
     assert 0.4 < apart.float().mean() < 0.6
     for row, segments, other in zip(whole.tolist(), batch["token_type_ids"].tolist(), apart.tolist(), strict=True):
-        assert row[0] == 256 and row[-1] == 257 and row.count(257) == 2 and row.count(256) == 1
-        cut = row.index(257)
-        first, second = bytes(row[1:cut]), bytes(row[cut + 1 : -1])
+        assert row[0] == 257 and row[-1] == 258 and row.count(258) == 2 and row.count(257) == 1
+        cut = row.index(258)
+        first, second = (np.array(part, np.uint16).tobytes() for part in (row[1:cut], row[cut + 1 : -1]))
         assert segments == [0] * (cut + 1) + [1] * (39 - cut)
         assert first in text and second in text and (first + second in text) == (not other)
 
@@ -131,20 +133,20 @@ def test_half_of_the_sentence_pairs_are_consecutive(book):
 def test_masking_follows_the_paper(book):
     task = Masked((str(book),), length=103)
     batch, masked, whole = drawn(task, 500)
-    assert (masked.sum(1) == 15).all() and (whole[masked] < 256).all()
+    assert (masked.sum(1) == 15).all() and (whole[masked] < 257).all()
     given, stood = batch["input_ids"][masked], whole[masked]
-    assert abs((given == 258).float().mean() - 0.8) < 0.02
+    assert abs((given == 259).float().mean() - 0.8) < 0.02
     assert abs((given == stood).float().mean() - 0.1) < 0.02
-    assert torch.equal(batch["input_ids"][~masked], whole[~masked]) and (whole != 258).all()
+    assert torch.equal(batch["input_ids"][~masked], whole[~masked]) and (whole != 259).all()
 
 
 def test_held_out_rows_are_of_the_held_out_text(book):
     task = Masked((str(book),), length=40)
-    rows, text = task.held_out(50), bytes(task.corpus.parts["held-out"].tolist())
+    rows, text = task.held_out(50), task.corpus.parts["held-out"].tokens.tobytes()
     assert torch.equal(rows["input_ids"], task.held_out(50)["input_ids"])
     whole = torch.where(rows["shift_labels"] != IGNORED, rows["shift_labels"], rows["input_ids"])
     for row in whole.tolist():
-        assert bytes(row[1 : row.index(257)]) in text
+        assert np.array(row[1 : row.index(258)], np.uint16).tobytes() in text
 
 
 def test_models_are_built_by_name_or_spec():

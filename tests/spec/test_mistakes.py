@@ -11,7 +11,7 @@ from headrace import zoo
 from headrace.comparison.run import RESULT
 from headrace.data import Preparation, open_data, prepare, tokenizer
 from headrace.files import engine
-from headrace.tasks import text as text_task
+from headrace.tasks import Text
 from headrace.utils.errors import InputError
 from trained import recipe, train
 
@@ -81,8 +81,12 @@ def test_end_token_in_a_text_is_not_the_end(tmp_path):
 def test_text_task_does_not_parse_the_end_token(tmp_path):
     tokens = tokenizer.byte_level()
     tokens.backend_tokenizer.save(str(tmp_path / "tokens.json"))
-    encode, _ = text_task.encoder(str(tmp_path / "tokens.json"))
-    assert len(encode(tokenizer.END)) == len(tokenizer.END)
+    (tmp_path / "text.txt").write_text(f"before {tokenizer.END} after\n" * 40)
+    text = Text((str(tmp_path / "text.txt"),), str(tmp_path / "tokens.json"), length=8).corpus
+    read = [text.tokenizer.decode(part.tokens) for part in text.parts.values()]
+    ends = sum(len(part.ends) for part in text.parts.values())
+    assert sum(part.count(tokenizer.END) for part in read) == 40 + ends
+    assert sum(int((part.tokens == 256).sum()) for part in text.parts.values()) == ends
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 """Processes that share the weights train as one process does, and go on from the checkpoint of any number of them, also
-in a later epoch than the first."""
+in a later epoch than the first. Processes that share gradients alone (DDP) go on bit for bit, too."""
 
 import json
 import shutil
@@ -55,8 +55,9 @@ def stalled(prepared, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(stalled, few, tmp_path_factory):
-    """The folder with the runs of all cases in one process (NAME-1) and in two that share the weights (NAME-2); with
-    runs that were killed at step 10 (cut-1, cut-2) and those that go on from them. Meanwhile `stalled` waits."""
+    """The folder with the runs of all cases in one process (NAME-1) and in two that share the weights (NAME-2), and of
+    one in two that share gradients alone (ddp); with runs that were killed at step 10 (cut-1, cut-2, cut-ddp) and those
+    that go on from them. Meanwhile `stalled` waits."""
     folder = tmp_path_factory.mktemp("runs")
 
     def one(name):
@@ -69,15 +70,19 @@ def runs(stalled, few, tmp_path_factory):
     assert train_all([*map(one, CASES), alone], few) == [-signal.SIGKILL]
     cut = Run(folder / "cut-2", changes("softmax-gla", shard=2), KILLED)
     assert train_all([*map(two, CASES), cut], few, 2) == [-signal.SIGKILL] * 2
-    for name, begun in (("2-2", "cut-2"), ("2-1", "cut-2"), ("1-2", "cut-1"), ("2-ddp", "cut-2")):
+    ddp = [Run(folder / "ddp", changes("softmax-gla")), Run(folder / "cut-ddp", changes("softmax-gla"), KILLED)]
+    assert train_all(ddp, few, 2) == [-signal.SIGKILL] * 2
+    for name, begun in (*BEGUN.items(), ("2-1", "cut-2")):
         shutil.copytree(folder / begun, folder / name)
     again = [Run(folder / name, changes("softmax-gla", shard=shard)) for name, shard in GO_ON_IN_TWO.items()]
     assert train_all(again, few, 2) == [0, 0]
+    assert all((folder / begun / "checkpoint-8").exists() for begun in BEGUN.values())
     assert train_all([Run(folder / "2-1", changes("softmax-gla"))], few) == [0]
     return folder
 
 
-GO_ON_IN_TWO = {"2-2": 2, "1-2": 2, "2-ddp": 1}  # {run: processes that share the weights}
+GO_ON_IN_TWO = {"2-2": 2, "1-2": 2, "2-ddp": 1, "ddp-ddp": 1}  # {run: processes that share the weights}
+BEGUN = {"2-2": "cut-2", "1-2": "cut-1", "2-ddp": "cut-2", "ddp-ddp": "cut-ddp"}  # {run: the killed one}
 
 
 def history(folder):
@@ -112,10 +117,15 @@ def test_killed_run_resumes_in_another_number_of_processes(runs, name):
     assert difference(runs / name, runs / "softmax-gla-1") < ERROR
 
 
-def test_killed_run_resumes_bit_exactly_in_the_same_processes(runs):
-    again, whole = weights(runs / "2-2"), weights(runs / "softmax-gla-2")
-    assert all(torch.equal(again[name], whole[name]) for name in whole)
-    assert [p.get("loss") for p in history(runs / "2-2")] == [p.get("loss") for p in history(runs / "softmax-gla-2")]
+@pytest.mark.parametrize(("resumed", "uninterrupted"), [("2-2", "softmax-gla-2"), ("ddp-ddp", "ddp")])
+def test_killed_run_resumes_bit_exactly_in_the_same_processes(runs, resumed, uninterrupted):
+    again, whole = weights(runs / resumed), weights(runs / uninterrupted)
+    assert again.keys() == whole.keys() and all(torch.equal(again[name], whole[name]) for name in whole)
+    again, whole = history(runs / resumed), history(runs / uninterrupted)
+    for name in ("step", "loss", "grad_norm", "eval_loss", "final_loss"):
+        assert [point.get(name) for point in again] == [point.get(name) for point in whole]
+    log = (runs.joinpath(f"{resumed}-0.txt")).read_text()
+    assert "checkpoint-8" in log, "it went on from a checkpoint"
 
 
 def test_each_process_writes_its_part_of_the_moments(runs):

@@ -10,6 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from .. import zoo
+from ..files.hub import ask_hub, tokenizer_is_elsewhere
 from ..report import catalog
 from ..report.numbers import count
 from ..spec.serialize import to_json
@@ -24,7 +25,7 @@ class CompareOptions:
 
     files: Annotated[
         list[str] | None,
-        typer.Argument(help=r"Text files for language modelling, as with --text. \[default: none]", show_default=False),
+        typer.Argument(help=r"Files of text to model, as with --text. \[default: none]", show_default=False),
     ] = None
     mixers: Annotated[
         str | None,
@@ -40,10 +41,14 @@ class CompareOptions:
         ),
     ] = None
     text: Annotated[
-        list[str] | None, typer.Option(help=r"Text file for language modelling. Repeatable. \[default: none]")
+        list[str] | None,
+        typer.Option(
+            help="File of text to model: text, JSON Lines or Parquet, as for `headrace prepare`. Repeatable. "
+            r"\[default: none]"
+        ),
     ] = None
     tokenizer: Annotated[
-        str | None, typer.Option(help=r"Tokenizer: bytes, or a JSON file of `tokenizers`. \[default: bytes]")
+        str | None, typer.Option(help=r"Tokenizer: bytes, a file, a folder or a name on the Hub. \[default: bytes]")
     ] = None
     seeds: Annotated[
         str | None,
@@ -148,6 +153,8 @@ def compare(options: CompareOptions) -> dict[str, Any] | None:
     With --suite, each mixer trains by itself on several tasks with fixed settings, tuned learning rates and five seeds,
     and gets a row of the leaderboard. The time that this will take is said before.
     """
+    if tokenizer_is_elsewhere(options.tokenizer):
+        ask_hub()
     from ..comparison.choose import choose, planned
     from ..comparison.page import report
     from ..files.devices import all_devices
@@ -203,7 +210,7 @@ def run(study: Any, folder: Path, places: list[str]) -> dict[str, Any]:
     from ..files.processes import locked
 
     console = terminal()
-    for sentence in dict.fromkeys(idle for arm_plan in study.plans for idle in arm_plan.idle_gates()):
+    for sentence in dict.fromkeys(note for plan in study.plans for note in plan.notes()):
         console.print(f"Note: {sentence}", style="yellow", highlight=False, soft_wrap=True)
     check(folder, study)
     with interruptible(f"finished models are kept in {folder}; the same command continues"), locked(folder):

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import zoo
-from ..files.hub import ask_hub, is_on_the_hub
+from ..files.hub import ask_hub, is_on_the_hub, tokenizer_is_elsewhere
 from ..training.settings import assignments
 from ..utils.errors import InputError
 from .console import NewFolder, interruptible, refuse_without
@@ -72,11 +72,6 @@ class PrepareOptions:
         ),
     ] = None
 
-    @property
-    def tokenizer_is_elsewhere(self) -> bool:
-        name = self.tokenizer
-        return name not in (None, "bytes") and Path(name).suffix != ".json" and not Path(name).exists()
-
 
 @takes(PrepareOptions)
 def prepare(options: PrepareOptions) -> dict[str, Any]:
@@ -84,7 +79,7 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
 
     After an interruption, the same command goes on. In rows of a task, only the answers contribute to the loss."""
     one, output = options, options.output
-    if any(map(is_on_the_hub, one.sources or ())) or one.tokenizer_is_elsewhere:
+    if any(map(is_on_the_hub, one.sources or ())) or tokenizer_is_elsewhere(one.tokenizer):
         ask_hub()
     from ..data import prepare as run
 
@@ -136,6 +131,8 @@ def refuse_ignored(sources: list[str] | None, task: str | None, others: dict[str
 
 def print_counts(manifest: dict[str, Any]) -> None:
     """Prints the numbers of documents, tokens, rows and bytes of prepared data."""
+    from ..data.parts import left_out
+
     names = ("documents", "tokens", "rows", "bytes")
     table = Table("", *names)
     for part in ("train", "held_out"):
@@ -143,8 +140,8 @@ def print_counts(manifest: dict[str, Any]) -> None:
     Console().print(table)
     if pieces := manifest.get("held_out_pieces"):
         print(f"held out: {pieces} piece{'s' * (pieces > 1)} drawn over the whole text, as there are few documents")
-    for what, bad in manifest.get("bad_rows", {}).items():
-        print(f"left out: {bad['rows']:,} row{'s' if bad['rows'] > 1 else ''} {what}, first {bad['first']}")
+    for sentence in left_out(manifest.get("bad_rows", {})):
+        print(sentence)
 
 
 def given(options: dict[str, Any]) -> dict[str, Any]:

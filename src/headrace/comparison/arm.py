@@ -16,7 +16,7 @@ from ..history.specs.encoder_decoder import RecurrentSpec
 from ..spec.mixer import ModelSpec
 from ..spec.serialize import from_json
 from ..spec.stack import as_decoder
-from ..tasks import IGNORED, Answers, Rows, Sequences
+from ..tasks import IGNORED, Answers, Sequences
 from ..tasks.base import Batch
 from ..training.compiled import compile_for_training, is_compiled, report_compiler_errors
 from ..training.gate_statistics import GateWatch
@@ -90,10 +90,10 @@ class Curve:
 
     def batches(self) -> Iterator[Batch]:
         arm, steps, size = self.arm, self.recipe.steps, self.recipe.batch_size
-        rows = Rows(lambda *drawn: model_inputs(arm, arm.plan.task.sample(*drawn)), arm.seed, steps * size)
+        rows = arm.plan.task.training(arm.seed, steps * size)
         for step in range(steps):
             batch = default_collate([rows[i] for i in range(step * size, (step + 1) * size)])
-            yield self.updates.processes.put(batch)
+            yield self.updates.processes.put(model_inputs(arm, batch))
 
     def speed(self, step: int) -> float:
         """Training tokens per second since the last evaluation."""

@@ -28,7 +28,7 @@ def choose(
     Args:
         task: an expression such as `mqar(pairs=16)`; None: text if `files` are given, else pair.
         files: text files for a language-modelling task.
-        tokenizer: path of a tokenizer.json for a language-modelling task; None or "bytes": bytes.
+        tokenizer: of a language-modelling task: a file, a folder or a name on the Hub; None or "bytes": bytes.
         changes: values of fields of the plan, shape and recipe, and of `length`; None keeps the default.
         sweep: `FIELD=VALUE,VALUE,…` for a plan at each value of a field.
         tune: `FIELD=VALUE,VALUE,…` for a search over values of a field of the recipe, for each mixer apart.

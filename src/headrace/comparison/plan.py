@@ -14,7 +14,7 @@ from ..history.specs.stack import BertSpec
 from ..spec.mixer import ModelSpec
 from ..spec.serialize import admitted, to_json
 from ..tasks import Digits, Masked, Sequences, Task
-from ..tasks.base import Part, generator
+from ..tasks.base import Part
 from ..utils.errors import InputError
 from ..utils.integrity import digest
 from .model import positions
@@ -75,7 +75,7 @@ class Plan:
         if shared := set(self.tuning.seeds if self.tuning else ()) & set(self.seed_numbers):
             raise InputError(f"seed {min(shared)} is among those of the search and those reported; expected others")
         # InputError if the task's data are missing, or too few
-        self.task.sample(generator("training"), 1)
+        _ = self.task.training(0, 1)[0]
         self.task.held_out(1, self.part)
         self.task.by_length(1)
 
@@ -108,10 +108,11 @@ class Plan:
         field, values = self.tuning.field, self.tuning.values
         return [replace(search.at(v), name=f"{self.name}-{field}-{v}", tuning=None, part="tuning") for v in values]
 
-    def idle_gates(self) -> list[str]:
-        """A sentence for each gate of the mixers that has little or no effect."""
+    def notes(self) -> list[str]:
+        """A sentence for each gate of the mixers that has little or no effect, and for what is left out of the text."""
         sizes = self.shape.hidden_size, self.shape.heads
-        return [f"{mixer}: {idle}" for mixer in self.mixers for idle in zoo.get(mixer).idle_gates(*sizes)]
+        idle = [f"{mixer}: {idle}" for mixer in self.mixers for idle in zoo.get(mixer).idle_gates(*sizes)]
+        return [*idle, *getattr(self.task, "notes", ())]
 
     def widths(self) -> dict[str, int | None]:
         """Mixer -> MLP width. Gate parameters are not counted, so a mixer and its softmax version have equal widths."""
@@ -127,8 +128,7 @@ class Plan:
         data = asdict(self)
         del data["part"]  # of a study's plans always the same
         data["task"] = {"name": self.task.name, **data["task"]}
-        if sha256 := getattr(self.task, "sha256", None):  # of the files that the task reads
-            data["task"]["sha256"] = sha256
+        data["task"] |= getattr(self.task, "provenance", {})  # of the files that the task reads
         data["length"] = self.task.length
         data["widths"] = self.widths()
         values = self.tuning.values if self.tuning else ()

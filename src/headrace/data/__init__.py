@@ -2,7 +2,7 @@
 
 from ..utils.extras import require
 
-require(__name__, "transformers", "datasets", extra="train")
+require(__name__, "transformers")
 
 from .preparation import Preparation, prepare
 from .rows import Collator, PackedData, open_data, read_manifest, unigram_loss

@@ -59,13 +59,19 @@ def blocks(rows: Iterable[tuple[Row, bool]], size: int) -> Iterator[list[tuple[R
 
 def block(number: int, rows: list[tuple[Row, bool]]) -> Block:
     """A block of rows, each with whether it is held out."""
-    texts = {}
-    for split in SPLITS:
-        mine = [row for row, held_out in rows if held_out == (split == "held_out") and not row.bad]
-        begins, ends = [row.offset == 0 for row in mine], [row.ends for row in mine]
-        texts[split] = Texts([row.text for row in mine], begins, ends, sum(row.size for row in mine))
-    bad = count_bad_rows({"bad": {row.bad: {"rows": 1, "first": row.where}}} for row, _ in rows if row.bad)
-    return Block(number, texts, bad)
+    texts = {split: texts_of(row for row, held in rows if held == (split == "held_out")) for split in SPLITS}
+    return Block(number, texts, bad_rows(row for row, _ in rows))
+
+
+def texts_of(rows: Iterable[Row]) -> Texts:
+    """The rows that are no bad ones, as columns."""
+    mine = [row for row in rows if not row.bad]
+    begins, ends = [row.offset == 0 for row in mine], [row.ends for row in mine]
+    return Texts([row.text for row in mine], begins, ends, sum(row.size for row in mine))
+
+
+def bad_rows(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
+    return count_bad_rows({"bad": {row.bad: {"rows": 1, "first": row.where}}} for row in rows if row.bad)
 
 
 def count_bad_rows(records: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -75,6 +81,12 @@ def count_bad_rows(records: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any
         for reason, rows in part["bad"].items():
             total.setdefault(reason, {"rows": 0, "first": rows["first"]})["rows"] += rows["rows"]
     return total
+
+
+def left_out(bad: dict[str, dict[str, Any]]) -> list[str]:
+    """A sentence for each kind of bad rows."""
+    rows = [(what, own["rows"], own["first"]) for what, own in bad.items()]
+    return [f"left out: {number:,} row{'s' * (number > 1)} {what}, first {first}" for what, number, first in rows]
 
 
 def path(folder: Path, number: int) -> Path:
@@ -95,7 +107,7 @@ def write(block: Block, encode: Encoder, end: int, folder: Path) -> dict[str, An
     arrays: dict[str, Any] = {}
     counts = {}
     for split, texts in block.texts.items():
-        tokens, ends = _tokenized(texts, encode, end)
+        tokens, ends = tokenized(texts, encode, end)
         arrays |= {split: tokens, f"{split}.ends": ends}
         counts[split] = {"documents": len(ends), "tokens": len(tokens), "bytes": texts.size}
     file_of = path(folder, block.number)
@@ -106,7 +118,7 @@ def write(block: Block, encode: Encoder, end: int, folder: Path) -> dict[str, An
     return written
 
 
-def _tokenized(of: Texts, encode: Encoder, end: int) -> tuple[np.ndarray, np.ndarray]:
+def tokenized(of: Texts, encode: Encoder, end: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of texts with the token `end` behind each document, and where each document ends."""
     parts, places, passed = [np.empty(0, encode.word)], [np.empty(0, np.int64)], 0
     rows = zip(of.texts, of.begins, of.ends, strict=True)

@@ -10,13 +10,13 @@ that each token is in exactly one row. What was read is tokenized block by block
 (`parts.py`), from which the same command goes on when it was killed.
 """
 
-import hashlib
 import json
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from ..files.checks import read_json
-from ..files.held_out import Choice, between_paragraphs, choose
+from ..files.held_out import Choice, choose
 from ..files.processes import forks_end_with_parent, new_folder, resumed_folder
 from ..files.provenance import defaults, difference
 from ..utils.errors import InputError
+from ..utils.extras import require
 from ..utils.integrity import record, write_json
 from . import parts, sources, tokenizer
 from .encoding import can_be_cut
@@ -119,8 +120,7 @@ def prepare(plan: Preparation, output: Path) -> dict[str, Any]:
     with resumed_folder(output, FINISHED) as (work, ready), forks_end_with_parent():
         started, existing = time.perf_counter(), None if plan.bpe else tokenizer.load(plan.tokenizer)
         _claim(plan, existing, work)
-        choice = choose(plan.rows(cut=True), plan.held_out, plan.seed)
-        choice = between_paragraphs(choice, plan.rows(cut=True)) if choice.spans else choice
+        choice = choose(partial(plan.rows, cut=True), plan.held_out, plan.seed)
         tokens = existing or _trained(plan, choice, work / "tokenizer")
         if not (cut := can_be_cut(tokens)):
             print(WHOLE, file=sys.stderr)
@@ -147,7 +147,7 @@ def _claim(plan: Preparation, existing: PreTrainedTokenizerFast | None, work: Pa
         name: value for name, value in asdict(plan).items() if name not in ("length", "workers", "tokens", "tokenizer")
     }
     decides |= {
-        "sources": sources.state(plan.sources), "tokenizer": existing and _sha256(existing), "block": BLOCK,
+        "sources": sources.state(plan.sources), "tokenizer": existing and tokenizer.sha256(existing), "block": BLOCK,
         "versions": versions(),
     }  # fmt: skip
     current, path = json.loads(json.dumps(decides)), work / "plan.json"
@@ -161,10 +161,6 @@ def _claim(plan: Preparation, existing: PreTrainedTokenizerFast | None, work: Pa
     if changed or not path.exists():
         shutil.rmtree(work / "tokenizer", ignore_errors=True)
         write_json(path, current)
-
-
-def _sha256(tokens: PreTrainedTokenizerFast) -> str:
-    return hashlib.sha256(tokens.backend_tokenizer.to_str().encode()).hexdigest()
 
 
 def _trained(plan: Preparation, choice: Choice, folder: Path) -> PreTrainedTokenizerFast:
@@ -183,7 +179,7 @@ def _described(plan: Preparation, tokens: PreTrainedTokenizerFast) -> dict[str, 
     limit = {"tokens_wanted": plan.tokens, "sample": plan.sample}
     return {
         "sources": sources.fingerprint(plan.sources),
-        "tokenizer_sha256": _sha256(tokens),
+        "tokenizer_sha256": tokenizer.sha256(tokens),
         "documents_cut": can_be_cut(tokens),
         "vocab_size": len(tokens),
         "length": plan.length,
@@ -196,6 +192,7 @@ def _described(plan: Preparation, tokens: PreTrainedTokenizerFast) -> dict[str, 
 
 
 def versions() -> dict[str, str]:
+    require("headrace.data.prepare", "datasets", extra="train")
     return {name: version(name) for name in ("headrace", "datasets", "tokenizers", "transformers")}
 
 

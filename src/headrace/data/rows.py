@@ -4,15 +4,15 @@ Dimensions: B rows, L tokens in a row.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from datasets import Dataset, load_from_disk
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Subset
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -20,7 +20,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from ..files.checks import RECORDED, damage, read_json
 from ..ops.loss import IGNORED
 from ..utils.errors import InputError, reading
+from ..utils.extras import require
 from .parts import COUNTS
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 PART = {**COUNTS, "rows": int}
 MANIFEST = {
@@ -30,27 +34,17 @@ MANIFEST = {
 
 
 class TextRows(torch.utils.data.Dataset):
-    """Rows of text, of tokens that stay on the disk: row i is {"input_ids": the tokens [i·length, (i+1)·length), fewer
-    in the last row, "starts": where documents begin in it}. What is sent to another process is the name of the file.
+    """Rows of text: row i is {"input_ids": the tokens [i·length, (i+1)·length), fewer in the last row, "starts": where
+    documents begin in it}.
 
     Args:
-        tokens: file with the tokens of all documents; the file <name>.ends.npy beside it has where documents end.
+        tokens: of all documents, one after another.
+        ends: where documents end.
         length: tokens per row.
     """
 
-    def __init__(self, tokens: Path, length: int):
-        self.file, self.length = tokens, length
-
-    @cached_property
-    def tokens(self) -> np.ndarray:
-        return np.load(self.file, mmap_mode="r")
-
-    @cached_property
-    def ends(self) -> np.ndarray:
-        return np.load(self.file.with_suffix(".ends.npy"), mmap_mode="r")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TextRows, (self.file, self.length)
+    def __init__(self, tokens: np.ndarray, ends: np.ndarray, length: int):
+        self.tokens, self.ends, self.length = tokens, ends, length
 
     def __len__(self) -> int:
         return -(-len(self.tokens) // self.length)
@@ -69,6 +63,22 @@ class TextRows(torch.utils.data.Dataset):
         return Selected(self, rows)
 
 
+class StoredRows(TextRows):
+    """Rows of tokens that stay on the disk. What is sent to another process is the name of the file.
+
+    Args:
+        file: of the tokens; the file <name>.ends.npy beside it has where documents end.
+    """
+
+    def __init__(self, file: Path, length: int):
+        tokens, ends = (np.load(path, mmap_mode="r") for path in (file, file.with_suffix(".ends.npy")))
+        super().__init__(tokens, ends, length)
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StoredRows, (self.file, self.length)
+
+
 class Selected(Subset):
     """Some of the rows."""
 
@@ -83,8 +93,8 @@ class PackedData:
     A row of text is {"input_ids": token ids, "starts": where documents begin in it}; a row of a task is {"input_ids",
     "shift_labels"}. Rows of tasks, and of text that older versions prepared, are Arrow."""
 
-    train: TextRows | Selected | Dataset
-    held_out: TextRows | Selected | Dataset
+    train: "TextRows | Selected | Dataset"
+    held_out: "TextRows | Selected | Dataset"
     tokenizer: PreTrainedTokenizerFast | None  # None: the tokens of a synthetic task, which are not text
     manifest: dict[str, Any]
 
@@ -117,7 +127,32 @@ def open_data(folder: Path) -> PackedData:
 
 
 def _rows(folder: Path, name: str, length: int) -> Any:
-    return load_from_disk(str(folder / name)) if (folder / name).is_dir() else TextRows(folder / f"{name}.npy", length)
+    if not (folder / name).is_dir():
+        return StoredRows(folder / f"{name}.npy", length)
+    require("reading the rows of a task", "datasets", extra="train")
+    from datasets import load_from_disk
+
+    return load_from_disk(str(folder / name))
+
+
+# --- which rows, and in which order ----------------------------------------------------------------------------------
+ORDER = "torch.randperm"  # of the rows: a run does not go on in another
+
+
+def full_rows(rows: Any, length: int) -> Any:
+    """The rows without the last one if it is not full, as it would make a step smaller."""
+    return rows if len(rows[-1]["input_ids"]) == length else rows.select(range(len(rows) - 1))
+
+
+def evenly_spaced(rows: Any, count: int) -> Any:
+    """At most `count` of the rows, evenly spaced."""
+    return rows if len(rows) <= count else rows.select(torch.linspace(0, len(rows) - 1, count).long().tolist())
+
+
+def order(rows: Sized, seed: int, epoch: int) -> Iterable[int]:
+    """The numbers of the rows in random order, which is another one in each epoch; they take 8 bytes each."""
+    (own,) = np.random.SeedSequence([seed, epoch]).generate_state(1)  # no epoch has that of another seed
+    return torch.randperm(len(rows), generator=torch.Generator().manual_seed(int(own))).numpy().data
 
 
 def unigram_loss(rows: Any) -> float:
@@ -131,6 +166,12 @@ def unigram_loss(rows: Any) -> float:
         more_counts[: len(counts)] += counts
         counts = more_counts
     return float(torch.special.entr(counts / counts.sum(dtype=torch.double)).sum())
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+def shifted(labels: Tensor) -> Tensor:
+    """The labels [..., L] of the outputs at the same positions, of which the last of a row has none."""
+    return F.pad(labels[..., 1:], (0, 1), value=IGNORED)
 
 
 @dataclass(frozen=True)

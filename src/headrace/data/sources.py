@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet
-from datasets import load_dataset
 from fsspec.core import OpenFile
 from fsspec.implementations.local import LocalFileSystem
 
@@ -20,10 +17,11 @@ from ..files.held_out import Row
 from ..files.provenance import short
 from ..files.text import check_encoding
 from ..utils.errors import InputError
+from ..utils.extras import require
 from ..utils.integrity import sha256
 from .encoding import last_place
 
-READERS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+READERS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 PACKED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 WINDOW = 1 << 20  # characters of a text file that are read together
 PATTERN = ("*", "?", "[", "::")  # marks of a pattern of paths, or of a chain of file systems, of fsspec
@@ -75,6 +73,14 @@ def rows(sources: tuple[str, ...], column: str, cut: bool, sample: Sample | None
     if sample is None:
         return _read(sources, column, cut, None)
     return sample.kept(_read(tuple(sample.ordered(sources)), column, cut, sample))
+
+
+def text_of(source: Path | str) -> str:
+    """The text of a file, whose documents are joined by newlines. InputError for a file without text."""
+    texts = [row.text for row in rows((str(source),), "text", cut=False) if not row.bad]
+    if not texts:
+        raise InputError(f"source {str(source)!r} has no text")
+    return "\n".join(texts)
 
 
 def _read(sources: tuple[str, ...], column: str, cut: bool, sample: Sample | None) -> Iterator[Row]:
@@ -181,6 +187,10 @@ def _of_value(name: str, number: int, value: Any) -> Row:
 
 
 def _parquet(source: str, column: str) -> Iterator[Row]:
+    require("reading Parquet files", "datasets", extra="train")  # which brings pyarrow
+    import pyarrow as pa
+    import pyarrow.parquet
+
     name = Path(source).name
     with pa.parquet.ParquetFile(source) as file:
         if column not in file.schema_arrow.names:
@@ -206,6 +216,9 @@ def _data_set(source: str, column: str, sample: Sample | None) -> Iterator[Row]:
             f"source {source!r} is a folder whose path has {odd!r}, which `datasets` reads as a pattern; expected its "
             "files by name, or a folder of another name"
         )
+    require("reading data sets", "datasets", extra="train")
+    from datasets import load_dataset
+
     dataset: Any = load_dataset(name, configuration or None, split="train", streaming=True)
     for number, item in enumerate(dataset if sample is None else sample.files_of(dataset), 1):
         yield _of_record(source, number, item, column)

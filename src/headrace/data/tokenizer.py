@@ -1,5 +1,6 @@
 """Tokenizers, as fast tokenizers of transformers: an existing one, one trained on the data, or bytes."""
 
+import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,10 @@ def load(name: str | None) -> PreTrainedTokenizerFast:
     if tokenizer.num_special_tokens_to_add():  # the prepared rows have none of them, so a prompt must have none
         tokenizer.backend_tokenizer.post_processor = None
     return _padded(tokenizer)
+
+
+def sha256(tokenizer: PreTrainedTokenizerFast) -> str:
+    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
 
 def could_be_on_the_hub(name: str) -> bool:

@@ -2,7 +2,7 @@
 
 The end of a book is no sample of the book: its loss would be that of other people and places."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -86,7 +86,7 @@ def _divided(row: Row, spans: list[Span]) -> Iterator[tuple[Row, bool]]:
         yield row._replace(text=text, size=last - first, offset=row.offset + first, ends=ends), held[i]
 
 
-def between_paragraphs(choice: Choice, rows: Iterable[Row]) -> Choice:
+def _between_paragraphs(choice: Choice, rows: Iterable[Row]) -> Choice:
     """The choice with its pieces moved so that each begins and ends with a paragraph or, if there is none near, with a
     line or a character. rows: all, from the first."""
     reach = {place: min(PARAGRAPH, (last - first) // 2) for first, last in choice.spans for place in (first, last)}
@@ -113,12 +113,17 @@ def _paragraph(data: bytes, place: int, reach: int) -> int:
     return place
 
 
-def choose(rows: Iterable[Row], share: float, seed: int) -> Choice:
-    """Chooses from rows, of which only the first are read if they are many. Of less than EXPECTED / share documents,
-    the number that is held out is exactly the share. Of less than FEW, and where the share is less than half a
-    document, pieces of the text are held out.
+def choose(rows: Callable[[], Iterable[Row]], share: float, seed: int) -> Choice:
+    """Chooses from the rows that each call of `rows` gives anew, of which only the first are read if they are many. Of
+    less than EXPECTED / share documents, the number that is held out is exactly the share. Of less than FEW, and where
+    the share is less than half a document, pieces of the text are held out, between paragraphs where it has some.
 
     InputError for no documents, or a single byte of text."""
+    choice = _chosen(rows(), share, seed)
+    return _between_paragraphs(choice, rows()) if choice.spans else choice
+
+
+def _chosen(rows: Iterable[Row], share: float, seed: int) -> Choice:
     sizes: list[int] = []
     last = ""
     for read, row in enumerate(rows):

@@ -23,6 +23,11 @@ def ask_hub() -> None:
         os.environ |= {"HF_HUB_OFFLINE": "1"}
 
 
+def tokenizer_is_elsewhere(name: str | None) -> bool:
+    """Whether a tokenizer is neither bytes nor on this machine."""
+    return name not in (None, "bytes") and Path(name).suffix != ".json" and not Path(name).exists()
+
+
 def check_source(checkpoint: str | Path) -> str | Path:
     """Returns what a command is to read: the name of a checkpoint on the Hub, a folder, or a GGUF file. InputError for
     a folder without config.json."""

@@ -92,8 +92,8 @@ class Task(Protocol):
     def resized(self, length: int) -> "Task":
         """The same task at another length. InputError for a length that the task cannot have."""
 
-    def sample(self, generator: torch.Generator, rows: int) -> Batch:
-        """Training rows."""
+    def training(self, seed: int, count: int) -> "Rows":
+        """The first `count` training rows of a seed."""
 
     def held_out(self, rows: int, part: Part = "held-out") -> Batch:
         """At most `rows` different rows of a part that is not trained on, the same for every seed and mixer."""
@@ -126,7 +126,16 @@ class ByRow:
         return {"exact match": answers.exact, "accuracy": answers.accuracy, "loss": answers.loss}
 
 
-class SplitByContent:
+class Sampled:
+    """Base of tasks whose training rows are drawn, each independently of the others, by `sample`."""
+
+    sample: Any  # (generator, rows) -> Batch
+
+    def training(self, seed: int, count: int) -> "Rows":
+        return Rows(lambda number: self.sample(generator("training", seed, number), BLOCK), count)
+
+
+class SplitByContent(Sampled):
     """Base of tasks whose rows are drawn from a random generator and parted by their content.
 
     Of a row drawn by `draw`, `content` decides the part, and `complete` makes what `sample` returns.
@@ -201,13 +210,11 @@ class OfSymbols(Drawn):
 
 
 class Rows(Dataset):
-    """A data set of `count` rows that depend on the seed and their index only.
+    """A data set of `count` rows, made in blocks of BLOCK rows, so that memory does not grow with `count` and
+    sequential access is cheap. block: of its number."""
 
-    Rows are drawn in blocks of BLOCK, so memory does not grow with `count` and sequential access is cheap.
-    """
-
-    def __init__(self, sample: Callable[[torch.Generator, int], Batch], seed: int, count: int):
-        self.sample, self.seed, self.count = sample, seed, count
+    def __init__(self, block: Callable[[int], Batch], count: int):
+        self.make, self.count = block, count
         self.number: int | None = None
         self.block: Batch = {}
 
@@ -219,7 +226,7 @@ class Rows(Dataset):
             raise IndexError(f"row {index} of {self.count}")
         number, row = divmod(index, BLOCK)
         if number != self.number:
-            self.number, self.block = number, self.sample(generator("training", self.seed, number), BLOCK)
+            self.number, self.block = number, self.make(number)
         return {name: values[row] for name, values in self.block.items()}
 
 

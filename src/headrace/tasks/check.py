@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from ..ops.loss import IGNORED
 from ..utils.errors import InputError, reading
-from .base import Answers, Batch, Metric, Task, generator, row_hashes
+from .base import Answers, Batch, Metric, Task, row_hashes
 from .sequences import Sequences
 
 ROWS = 1024  # training rows that are compared with rows held out
-MEMBERS = ("metric", "vocab_size", "length", "resized", "sample", "held_out", "by_length", "scores")
+MEMBERS = ("metric", "vocab_size", "length", "resized", "training", "held_out", "by_length", "scores")
 SHOWN = 16  # positions of an example row
 
 
@@ -65,7 +66,7 @@ def _objections_to_rows(task: Task) -> Iterator[str]:
     if len(training["input_ids"]) != ROWS or not len(held_out["input_ids"]) or not len(tuning["input_ids"]):
         counts = [len(rows["input_ids"]) for rows in (training, held_out, tuning)]
         yield f"has {counts} training, held-out and tuning rows; expected {ROWS}, and at least 1 of the others"
-    for what, again, rows in (("sample", sample(task), training), ("held_out", task.held_out(64), held_out)):
+    for what, again, rows in (("training", sample(task), training), ("held_out", task.held_out(64), held_out)):
         if any(not torch.equal(rows[name], again[name]) for name in rows):
             yield f"gives other rows at the second call of {what}; expected rows that its generator alone decides"
     for what, rows in {"held-out": held_out, "tuning": tuning}.items():
@@ -79,7 +80,8 @@ def _objections_to_rows(task: Task) -> Iterator[str]:
 
 
 def sample(task: Task) -> Batch:
-    return task.sample(generator("training", 0, 0), ROWS)
+    rows = task.training(0, ROWS)
+    return default_collate([rows[i] for i in range(ROWS)])
 
 
 def _hashes(task: Task, rows: Batch) -> np.ndarray:

@@ -18,13 +18,13 @@ from torch import Tensor
 from ..ops.loss import IGNORED
 from ..utils.errors import InputError
 from ..utils.extras import require
-from .base import Batch, ByToken, Part
+from .base import Batch, ByToken, Part, Sampled
 
 GREYS, PIXELS, CLASSES = 17, 64, 10
 
 
 @dataclass(frozen=True)
-class Digits(ByToken):
+class Digits(Sampled, ByToken):
     """Classification of handwritten digits."""
 
     name: ClassVar[str] = "digits"

@@ -11,15 +11,15 @@ their sum does not, so that rows have no padding.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..ops.loss import IGNORED
 from ..utils.errors import InputError
-from .base import Batch, ByToken, Part, generator
-from .text import Text
+from .base import Batch, ByToken
+from .text import Text, read
 
 ASKED, MASKED, RANDOM = 0.15, 0.8, 0.1  # fraction of predicted tokens; fractions of these that are masked, replaced
 CLS, SEP, MASK = range(3)  # ids of special tokens, after those of the text
@@ -38,25 +38,22 @@ class Masked(ByToken, Text):
 
     @property
     def vocab_size(self) -> int:
-        return self.corpus.vocab_size + 3
+        return len(self.corpus.tokenizer) + 3
 
-    def sample(self, generator: torch.Generator, rows: int) -> Batch:
-        tokens = self.corpus.train
-        return self._pairs(tokens, torch.arange(len(tokens) - self.length + 4), generator, rows)
+    @property
+    def window(self) -> int:
+        return self.length - 3
 
-    def held_out(self, rows: int, part: Part = "held-out") -> Batch:
-        """Both segments are from windows of the row's length that occur in no other part of the text."""
-        return self._pairs(self.corpus.parts[part], self.fresh(part, self.length - 3), generator(part), rows)
-
-    def _pairs(self, tokens: Tensor, starts: Tensor, generator: torch.Generator, rows: int) -> Batch:
-        """starts: those of the windows of length − 3 tokens from which segments are taken."""
-        n, special, draw = self.length - 3, self.corpus.vocab_size, partial(torch.randint, generator=generator)
-        start, elsewhere = starts[draw(len(starts), (2, rows, 1))]
-        unrelated, first = draw(2, (rows, 1)), draw(n // 4, n - n // 4 + 1, (rows, 1))  # first: length of a piece
+    def made(self, rows: Any, numbers: Tensor, generator: torch.Generator) -> Batch:
+        """The second segment of half of the rows is from another row of the text."""
+        n, special, draw = self.window, len(self.corpus.tokenizer), partial(torch.randint, generator=generator)
+        count = len(numbers)
+        others = (numbers + draw(1, max(len(rows), 2), (count,))) % len(rows)
+        unrelated, first = draw(2, (count, 1)), draw(n // 4, n - n // 4 + 1, (count, 1))  # first: length of a piece
         place = torch.arange(n)
         second = place >= first
-        pieces = tokens[torch.where(second & (unrelated == 1), elsewhere, start) + place].long()
-        ids = torch.full((rows, self.length), special + SEP)
+        pieces = torch.where(second & (unrelated == 1), read(rows, others), read(rows, numbers))
+        ids = torch.full((count, self.length), special + SEP)
         ids[:, 0] = special + CLS
         ids = ids.scatter(1, 1 + place + second, pieces)
         masked, labels = mask(ids, special, special + MASK, generator)

@@ -14,7 +14,6 @@ much of the haystack as fits, with the needle at a random depth. Keys are words 
 number that is held out is in no training row.
 """
 
-import hashlib
 import math
 import random
 import re
@@ -32,8 +31,8 @@ from torch import Tensor
 from ..ops.loss import IGNORED
 from ..utils.errors import InputError
 from ..utils.extras import require
+from ..utils.integrity import sha256
 from .base import Batch, ByRow, Drawn
-from .text import read
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {thing}s for {key} is: {value}."
@@ -77,8 +76,9 @@ class Needle(ByRow, Drawn):
         return len(self.tokens)
 
     @property
-    def sha256(self) -> str | None:
-        return self.haystack and hashlib.sha256(read(Path(self.haystack)).encode()).hexdigest()
+    def provenance(self) -> dict[str, str]:
+        """The SHA-256 of the haystack."""
+        return {} if self.haystack is None else {"sha256": sha256(Path(self.haystack))}
 
     def draw(self, generator: torch.Generator, rows: int) -> Batch:
         """The seed of each row, from which its value can be known without making the row."""
@@ -176,7 +176,6 @@ def vocabulary() -> tuple[list[str], list[str], list[str]]:
 
 @lru_cache(maxsize=2)
 def load_tokenizer(name: str | None) -> Any:
-    require("the task needle", "datasets", extra="eval")
     from ..data import tokenizer
 
     return tokenizer.load(name)
@@ -184,7 +183,9 @@ def load_tokenizer(name: str | None) -> Any:
 
 @lru_cache(maxsize=2)
 def read_words(haystack: str) -> list[str]:
-    return read(Path(haystack)).split()
+    from ..data import sources
+
+    return sources.text_of(haystack).split()
 
 
 @lru_cache(maxsize=8)

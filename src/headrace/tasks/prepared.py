@@ -5,17 +5,17 @@ tokenizer/           the tokenizer of the task, if there is one
 manifest.json        as of prepared text; counts of tokens and bytes are those of the answers
 """
 
-import hashlib
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, Features, Sequence, Value
 
+from ..data import tokenizer
 from ..data.preparation import versions, write_folder
 from ..ops.loss import IGNORED
 from ..utils.errors import InputError
-from .base import Task, generator
+from .base import Sampled, Task, generator
 from .text import Text
 
 BLOCK = 256  # rows drawn together
@@ -58,7 +58,7 @@ def _fill(task: Any, name: str, rows: int, seed: int, workers: int, folder: Path
         Path(file).unlink(missing_ok=True)
     return {
         "sources": [{"name": name}],
-        "tokenizer_sha256": tokens and hashlib.sha256(tokens.backend_tokenizer.to_str().encode()).hexdigest(),
+        "tokenizer_sha256": tokens and tokenizer.sha256(tokens),
         "vocab_size": task.vocab_size,
         "length": task.length,
         "seed": seed,
@@ -67,7 +67,7 @@ def _fill(task: Any, name: str, rows: int, seed: int, workers: int, folder: Path
     }
 
 
-def _block(batch: dict[str, list[int]], task: Task, seed: int, rows: int) -> dict[str, Any]:
+def _block(batch: dict[str, list[int]], task: Sampled, seed: int, rows: int) -> dict[str, Any]:
     (number,) = batch["block"]
     drawn = task.sample(generator("training", seed, number), min(BLOCK, rows - number * BLOCK))
     return {name: values.numpy() for name, values in drawn.items()}

@@ -9,22 +9,22 @@ T5, a row begins with kept tokens and ends with a span.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..utils.errors import InputError
-from .base import Batch, ByToken, Part, generator
-from .sequences import END, FIRST, Sequences
-from .text import Text
+from .base import Batch, ByToken
+from .sequences import END, FIRST, START, Sequences
+from .text import Text, read
 
 TAKEN, SPAN = 0.15, 3  # fraction of removed tokens; mean number of tokens in a span
 SHORTEST = 8
 
 
 @dataclass(frozen=True)
-class Spans(ByToken, Sequences, Text):
+class Spans(ByToken, Text, Sequences):
     """Span corruption."""
 
     name: ClassVar[str] = "spans"
@@ -43,28 +43,23 @@ class Spans(ByToken, Sequences, Text):
 
     @property
     def vocab_size(self) -> int:
-        return FIRST + self.corpus.vocab_size + self.spans
+        return self.marks + self.spans
 
-    def sample(self, generator: torch.Generator, rows: int) -> Batch:
-        starts = torch.randint(len(self.corpus.train) - self.length, (rows, 1), generator=generator)
-        return self._rows(self.corpus.train, starts, generator)
+    @property
+    def marks(self) -> int:
+        """The first sentinel."""
+        return FIRST + len(self.corpus.tokenizer)
 
-    def held_out(self, rows: int, part: Part = "held-out") -> Batch:
-        starts, chance = self.fresh(part, self.length), generator(part)
-        drawn = starts[torch.randint(len(starts), (rows, 1), generator=chance)]
-        return self._rows(self.corpus.parts[part], drawn, chance)
-
-    def _rows(self, tokens: Tensor, starts: Tensor, generator: torch.Generator) -> Batch:
-        rows = len(starts)
-        text = FIRST + tokens[starts + torch.arange(self.length)].long()
-        kept = parts(self.length - self.taken, self.spans, rows, generator)
-        ends = torch.stack([kept, parts(self.taken, self.spans, rows, generator)], 2).flatten(1).cumsum(1)
+    def made(self, rows: Any, numbers: Tensor, generator: torch.Generator) -> Batch:
+        text, count = FIRST + read(rows, numbers), len(numbers)
+        kept = parts(self.length - self.taken, self.spans, count, generator)
+        ends = torch.stack([kept, parts(self.taken, self.spans, count, generator)], 2).flatten(1).cumsum(1)
         stretch = (torch.arange(self.length)[:, None] >= ends[:, None]).sum(2)  # kept, taken, kept, taken, …
-        gone, mark = stretch % 2 == 1, FIRST + self.corpus.vocab_size + stretch // 2
+        gone, mark = stretch % 2 == 1, self.marks + stretch // 2
         first = gone & (stretch.diff(dim=1, prepend=stretch[:, :1]) > 0)
-        source = torch.where(gone, mark, text)[~gone | first].view(rows, -1)
-        target = torch.stack([mark, text], 2)[torch.stack([first, gone], 2)].view(rows, -1)
-        labels = torch.cat([target, torch.full((rows, 1), END)], 1)
+        source = torch.where(gone, mark, text)[~gone | first].view(count, -1)
+        target = torch.stack([mark, text], 2)[torch.stack([first, gone], 2)].view(count, -1)
+        labels = torch.cat([target, torch.full((count, 1), END)], 1)
         return {
             "input_ids": source,
             "attention_mask": torch.ones_like(source, dtype=torch.bool),
@@ -72,11 +67,10 @@ class Spans(ByToken, Sequences, Text):
         }
 
     def text(self, ids: Tensor) -> list[str]:
-        """A string for each token: its character, or its number for tokens of a tokenizer."""
-        marks = FIRST + self.corpus.vocab_size
-        names = [f"<{i - marks}>" if i >= marks else f"{i - FIRST}" for i in ids.tolist()]
-        plain = self.tokenizer is None
-        return [chr(i - FIRST) if plain and FIRST <= i < marks else n for i, n in zip(ids.tolist(), names, strict=True)]
+        """A string for each token that is not padding."""
+        marks, decode = self.marks, self.corpus.tokenizer.decode
+        shown = [i for i in ids.tolist() if i > START]
+        return ["end" if i == END else f"<{i - marks}>" if i >= marks else str(decode([i - FIRST])) for i in shown]
 
 
 def parts(total: int, count: int, rows: int, generator: torch.Generator) -> Tensor:

@@ -10,12 +10,12 @@ import torch
 
 from ..convert.linearize import attention_layers, linear_config, with_linear_layers
 from ..data import Collator, PackedData
+from ..data.rows import evenly_spaced, full_rows
 from ..files.provenance import claim
 from ..hf.config import HeadraceConfig
 from ..hf.model import HeadraceForCausalLM
 from ..spec.serialize import to_json
 from ..utils.errors import InputError
-from .run import evenly_spaced, full_rows
 from .transfer import Imitation, Tell, Transfer, transfer
 
 FEW = 4  # held-out rows on which layers are removed, as the page says

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 
+from ..data.rows import shifted
 from ..files.processes import end_with_parent
 from ..files.threads import Threads
 from ..ops.loss import IGNORED
@@ -72,7 +73,7 @@ class Processes:
         at its end."""
         if self.row is None:
             return batch
-        labels = batch.get("shift_labels", F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED))
+        labels = batch["shift_labels"] if "shift_labels" in batch else shifted(batch["labels"])
         missing = -labels.shape[1] % length
         ids, labels = F.pad(batch["input_ids"], (0, missing)), F.pad(labels, (0, missing), value=IGNORED)
         part = SequenceShard(self.row)

@@ -11,22 +11,21 @@ import json
 import math
 import shlex
 import signal
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from datasets import Dataset
 from safetensors import SafetensorError
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoTokenizer, set_seed
 
 from ..convert.checkpoint import fetched
 from ..data import Collator, PackedData, open_data, unigram_loss
+from ..data.rows import ORDER, evenly_spaced, full_rows, order
 from ..files.checks import damage, read_record
 from ..files.hub import RUN
 from ..files.processes import handling
@@ -50,7 +49,6 @@ from .sharding import shard
 from .watch import Stop
 
 NOT_IDENTIFYING = ("seconds", "megabytes_per_second", "files")  # fields of a manifest that do not identify the data
-ORDER = "torch.randperm"  # of the rows: a run does not go on in another
 OF_THE_MACHINE = (*PARALLEL, "compile", "threads")  # fields of a recipe that do not identify the run
 
 
@@ -251,22 +249,6 @@ def shared_model(model: Any, recipe: Recipe, processes: Processes) -> torch.nn.M
         return model
     devices = None if processes.device.type == "cpu" else [processes.device]
     return DistributedDataParallel(model, devices, find_unused_parameters=not recipe.recompute)
-
-
-def full_rows(rows: Dataset, length: int) -> Dataset:
-    """The rows without the last one if it is not full, as it would make a step smaller."""
-    return rows if len(rows[-1]["input_ids"]) == length else rows.select(range(len(rows) - 1))
-
-
-def order(rows: Sized, seed: int, epoch: int) -> Iterable[int]:
-    """The numbers of the rows in random order, which is another one in each epoch; they take 8 bytes each."""
-    (own,) = np.random.SeedSequence([seed, epoch]).generate_state(1)  # no epoch has that of another seed
-    return torch.randperm(len(rows), generator=torch.Generator().manual_seed(int(own))).numpy().data
-
-
-def evenly_spaced(rows: Dataset, count: int) -> Dataset:
-    """At most `count` of the rows, evenly spaced."""
-    return rows if len(rows) <= count else rows.select(torch.linspace(0, len(rows) - 1, count).long().tolist())
 
 
 def seconds_per_token(recipe: Recipe, devices: int) -> float | None:

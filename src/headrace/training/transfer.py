@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ..convert.linearize import attention_of
 from ..data import Collator, PackedData
+from ..data.rows import evenly_spaced, full_rows
 from ..hf.model import HeadraceForCausalLM
 from ..layers.linear.mixer import LinearMixer
 from ..spec.record import PositiveFloat, PositiveInt
@@ -30,7 +31,6 @@ from . import checkpoints
 from .loop import Batch, Updates
 from .optimization import Optimization
 from .processes import Processes, timed_steps
-from .run import evenly_spaced, full_rows
 
 WEIGHTS = "layers.safetensors"  # of the new layers in a checkpoint
 TAKEN_OVER = "q_norm", "k_norm", "o_proj"  # modules of a new layer that the old one has too
