@@ -26,7 +26,7 @@ from ..layers.base import Recurrence
 from ..layers.linear.project import Heads
 from ..layers.linear.recur import Recur
 from ..layers.linear.stage import Tokens
-from ..ops.call import NORMALIZER_EPS, accumulator, gated
+from ..ops.call import accumulator, gated
 from ..ops.sequences import Sequences
 from ..spec.decay import DECAYS, DecayShape
 from ..spec.linear import Inputs, Read
@@ -135,7 +135,11 @@ class Blend(Recur):
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
         with without_autocast(t.v):  # the memory is float32 or float64 by definition
-            acc, G, near = accumulator(t.v), mixer.spec.kv_heads or mixer.H, Surroundings(t.sequences, mixer.spec.window)
+            acc, G, near = (
+                accumulator(t.v),
+                mixer.spec.kv_heads or mixer.H,
+                Surroundings(t.sequences, mixer.spec.window),
+            )
             v = gated(F.pad(t.v.to(acc), (0, 1), value=1.0), t.write)
             k, t.after["k"] = near.extend(_of_groups(t.k.to(acc), G), t.before("k"))
             v, t.after["v"] = near.extend(_of_groups(v, mixer.H if t.write is not None else G), t.before("v"))
@@ -166,8 +170,14 @@ def _mean(factor: Tensor, near: Tensor, far: Tensor) -> Tensor:
     It is written as the mean of the window and what the older tokens change, so that without them it is that mean bit
     for bit, and γ has no gradient. Sums of weights of 0 are of gates that are 0, or removed by a hook."""
     near, n, far, m = near[..., :-1], near[..., -1:], far[..., :-1], far[..., -1:]
-    window = near / n.clamp(min=NORMALIZER_EPS)
-    return window + (far - m * window) / (factor[:, None] * n + m).clamp(min=NORMALIZER_EPS)
+    window = _quotient(near, n)
+    return window + _quotient(far - m * window, factor[:, None] * n + m)
+
+
+def _quotient(x: Tensor, weight: Tensor) -> Tensor:
+    """x / weight, and 0 without a gradient where the weight is 0."""
+    some = weight > 0
+    return torch.where(some, x / torch.where(some, weight, 1), 0)
 
 
 def _of_groups(x: Tensor, groups: int) -> Tensor:
@@ -217,6 +227,11 @@ class WindowedMixer(LinearizedMixer):
     INPUTS = tuple(chain.from_iterable(REPLACED.get(stage, (stage,)) for stage in LinearizedMixer.INPUTS))
     RECURRENCES = (Blend, Recur)
     no_weight_decay = (*LinearizedMixer.no_weight_decay, "window_factor")
+
+    @property
+    def summands(self) -> dict[str, nn.Module]:
+        """The two parts of the mean, as modules; none without a window."""
+        return {"window": self.near, "memory": self.far} if self.spec.window else {}
 
 
 @dataclass(frozen=True)
