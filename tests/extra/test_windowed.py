@@ -1,5 +1,5 @@
-"""A sliding window beside a linear memory (LoLCATs, arXiv 2410.10254): its equation, token by token in float64, from the
-layer's weights alone; its limits; and its state."""
+"""A sliding window beside a linear memory (LoLCATs, arXiv 2410.10254): its equation, token by token in float64, from
+the layer's weights alone; its limits; and its state."""
 
 import pytest
 import torch
@@ -207,6 +207,7 @@ def test_heads_of_keys_divide_those_of_queries():
         zoo.get("lolcats(kv_heads=3)").head_dims(D, H)
 
 
+@pytest.mark.filterwarnings("ignore::headrace.GateWarning")
 def test_heads_that_no_token_of_a_window_chose_have_finite_gradients():
     mixer = layer_of("softmax-lolcats(window=2, competition.top_k=1)", torch.float32)
     x = torch.randn(B, T, D, requires_grad=True)

@@ -64,22 +64,42 @@ def test_the_error_is_that_of_a_layers_output(teacher):
 @pytest.mark.parametrize("trains", ["new", "all"])
 def test_what_trains(trains, teacher, data, tmp_path):
     imitation = imitation_of(teacher, trains)
+    layer = imitation.layers["0"]
     before = {name: p.detach().clone() for name, p in imitation.named_parameters()}
+    before |= {kind: getattr(layer.in_proj, kind).detach().clone() for kind in ("weight", "bias")}
     of_teacher = {name: p.detach().clone() for name, p in teacher.named_parameters()}
     found = transfer(imitation, data, SETTINGS, tmp_path, CPU, threads=1)
     assert found["before"].keys() == found["after"].keys() == {"0", "2"}
     assert sum(found["after"].values()) < sum(found["before"].values())
     assert all(torch.equal(p, of_teacher[name]) for name, p in teacher.named_parameters())
-    layer = imitation.layers["0"]
     taken = sum(layer.parts[name] for name in "qkv")
+    for kind in ("weight", "bias"):
+        same = getattr(layer.in_proj, kind).eq(before[kind])
+        assert same[:taken].all() == (trains == "new") and not same[taken:].all(), kind
     for name, p in imitation.named_parameters():
         same = p.eq(before[name])
         if "o_proj" in name:
             assert same.all() == (trains == "new"), name
-        elif "in_proj" in name:
-            assert same[:taken].all() == (trains == "new") and not same[taken:].all(), name
-        else:
+        elif "in_proj" not in name:
             assert not same.all(), name
+    computed = layer(torch.ones(1, 3, layer.hidden_size))[0]
+    imitation.finish()
+    assert [name for name, _ in layer.in_proj.named_parameters()] == ["weight", "bias"]
+    assert all(p.requires_grad for p in imitation.parameters())
+    assert torch.equal(layer(torch.ones(1, 3, layer.hidden_size))[0], computed)
+
+
+@pytest.mark.parametrize("mixer", [HEDGEHOG, "lolcats(window=4)"])
+def test_only_what_is_new_has_gradients_and_moments(mixer, teacher, data, tmp_path, monkeypatch):
+    """Of in_proj the rows of the decay, if there is one."""
+    made, imitation = [], imitation_of(teacher, "new", mixer)
+    monkeypatch.setattr(module, "Updates", lambda *given: made.append(Updates(*given)) or made[-1])
+    transfer(imitation, data, SETTINGS, tmp_path, CPU, threads=1)
+    moments = sum(state["exp_avg"].numel() for state in made[0].optimizer.state.values())
+    layer = imitation.layers["0"]
+    new = layer.parts.get("decay", 0) * (layer.hidden_size + 1) + sum(p.numel() for p in layer.learned_map.parameters())
+    new += sum(p.numel() for p in layer.decay.parameters()) if layer.decay else layer.window_factor.numel()
+    assert moments == 2 * new
 
 
 def test_a_gate_that_is_taken_over_stays(data, tmp_path):

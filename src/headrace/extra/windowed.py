@@ -1,6 +1,6 @@
-"""Linear attention with a sliding window of softmax attention beside it, in one weighted mean (LoLCATs, arXiv 2410.10254,
-equations 5 and 6): the last `window` tokens have softmax attention's weights, and the older ones those of the learned
-feature map φ. A token is in exactly one of the two.
+"""Linear attention with a sliding window of softmax attention beside it, in one weighted mean (LoLCATs, arXiv
+2410.10254, equations 5 and 6): the last `window` tokens have softmax attention's weights, and the older ones those of
+the learned feature map φ. A token is in exactly one of the two.
 
     o_t = (γ Σ_{t−w < i ≤ t} e^{x_ti − c_t} v_i + Σ_{i ≤ t−w} φ(q_t)·φ(k_i) v_i) / (the same with v = 1)
     x_ti = q_t·k_i / √K    c_t = max over the window of x_ti    γ = σ(a), a learned for each head
@@ -83,8 +83,8 @@ class Surroundings:
             self.size = sequences.T + 2 * window * sequences.count
 
     def extend(self, x: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns x [B, T, G, ·] with the w tokens `before` each sequence [N, w, G, ·], [B, w + E, G, ·], and the w last
-        tokens of each sequence. before: None for zeros."""
+        """Returns x [B, T, G, ·] with the w tokens `before` each sequence [N, w, G, ·], as [B, w + E, G, ·], and the
+        last w tokens of each sequence. before: None for zeros."""
         flat, sizes, w = x.flatten(2), x.shape[2:], self.window
         history = self.sequences.before(flat, None if before is None else before.flatten(2), w)
         if self.sequences.packed:
@@ -165,7 +165,7 @@ class Blend(Recur):
 
 
 def _mean(factor: Tensor, near: Tensor, far: Tensor) -> Tensor:
-    """Returns (γ Σ near + Σ far) / (γ n + m) for sums of weighted values and, last, of their weights n and m, [..., V + 1].
+    """Returns (γ near + far) / (γ n + m) of sums of weighted values [..., V + 1], whose last are n and m, of weights.
 
     It is written as the mean of the window and what the older tokens change, so that without them it is that mean bit
     for bit, and γ has no gradient. Sums of weights of 0 are of gates that are 0, or removed by a hook."""
@@ -290,7 +290,7 @@ TYPES["windowed"] = WindowedSpec
 register_mixer(
     "lolcats",
     WindowedSpec(inputs=Inputs(rotary=True, rotary_first=True), read=Read("sum")),
-    about="One mean of the last 64 tokens by softmax attention and of all older ones by linear attention with a learned "
-    "feature map.",
+    about="One mean of the last 64 tokens by softmax attention and of all older ones by linear attention with a "
+    "learned feature map.",
     paper="https://arxiv.org/abs/2410.10254",
 )

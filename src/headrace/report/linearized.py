@@ -21,10 +21,9 @@ REMOVED = (
     "layer (arXiv 2510.05901). Measured on at most 4 held-out rows."
 )
 WINDOWS = (
-    "Of a new layer with a sliding window, also each part alone: its window, without which a token has the linear memory "
-    "of older tokens only, and that memory, without which it has the window only. Where the loss hardly rises without "
-    "the memory, the layer is a sliding window; rows no longer than the window cannot tell. The last row is without the windows or the "
-    "memories of all new layers."
+    "New layers with a sliding window have two parts, of which one gives 0 here: the window, or the linear memory of "
+    "older tokens. Where the loss hardly rises without the memory, the layer is a sliding window; rows that are not "
+    "longer than the window cannot tell. In the last row, the part is that of all new layers."
 )
 PARTS = {"original": "original", "new model": "linear", "its window": "window", "its memory": "memory"}
 STAGES = {

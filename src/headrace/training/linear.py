@@ -92,11 +92,13 @@ def imitate(
     plan = {"mixer": to_json(linear.config.mixers[changed[0]]), "layers": changed, "settings": asdict(settings)}
     claim(folder, json.loads(json.dumps(plan)))  # as it is read back: lists for tuples
     nats = {"original": held_out_loss(model, data, settings), "replaced": held_out_loss(linear, data, settings)}
-    errors = transfer(Imitation(model, linear, settings.trains), data, settings, folder, device, tell, threads)
+    imitation = Imitation(model, linear, settings.trains)
+    errors = transfer(imitation, data, settings, folder, device, tell, threads)
+    imitation.finish()
     worst = sorted(errors["after"], key=errors["after"].__getitem__)[len(errors["after"]) - keep.worst :]
     if worst:
         linear = _with_attention_again(model, linear, mixer, {int(i) for i in worst})
-    linear.requires_grad_(True).to(dtype)
+    linear.to(dtype)
     nats["transferred"] = held_out_loss(linear, data, settings)
     layers = {i: {name: found[i] for name, found in errors.items()} for i in errors["after"]}
     kept = [i for i in attention_layers(model.config) if str(i) not in layers or str(i) in worst]
@@ -131,9 +133,11 @@ def checked(config: HeadraceConfig, mixer: str, keep: Keep, data: PackedData, se
 
 
 def removed(original: Any, linear: Any, layers: list[int], data: PackedData, settings: Transfer) -> Removed:
-    """Returns by how much the held-out loss rises without a part of a model: {index of a new layer: {"original": without
-    the old layer, "linear": without the new one, and if that has a window "window", "memory": without one of the two},
-    "all": {"window", "memory": without those of all layers}}."""
+    """Returns by how much the held-out loss rises without a part of a model.
+
+    {index of a new layer: {"original": without the old layer, "linear": without the new one}}. For layers with windows
+    {"window", "memory"}, without one of the two, are there too, and {"all": {"window", "memory"}}, without those of all
+    layers."""
     old, new = Without(original, data, settings), Without(linear, data, settings)
     found = {str(i): {"original": old.rise([old.mixer(i)]), "linear": new.rise([new.mixer(i)])} for i in layers}
     summands = {str(i): new.mixer(i).summands for i in layers if isinstance(new.mixer(i), WindowedMixer)}
