@@ -22,7 +22,9 @@ class ScanKind(NamedTuple):
 
 
 KINDS: Table[ScanKind] = Table("scan_kinds")  # which plug-ins have
-OPTIONS = frozenset({"expand", "rank", "norm", "eps", "conv_bias", "bias"})  # fields with a default, which not all kinds have
+OPTIONS = frozenset(
+    {"expand", "rank", "norm", "eps", "conv_bias", "bias"}
+)  # fields with a default, which not all kinds have
 
 
 @dataclass(frozen=True)
