@@ -8,6 +8,7 @@ import tiny
 from headrace import InputError, Mixer, layers, zoo
 from headrace.extra.windowed import window_sums
 from headrace.layers.rotary import angles, rotate
+from headrace.training.parameters import undecayed
 from headrace.verification.verify import relative
 
 B, T, D, H = 2, 13, 24, 4
@@ -187,7 +188,7 @@ def test_logits_of_any_size_give_finite_means(scale):
 def test_a_new_layer_has_the_published_factor():
     mixer = Mixer("lolcats", hidden_size=D, num_heads=H)
     torch.testing.assert_close(mixer.window_factor.sigmoid(), torch.full((H,), 0.1))
-    assert "window_factor" in mixer.no_weight_decay and mixer.spec.window == 64
+    assert "window_factor" in undecayed(mixer) and mixer.spec.window == 64
 
 
 @pytest.mark.parametrize(

@@ -226,12 +226,13 @@ class WindowedMixer(LinearizedMixer):
 
     INPUTS = tuple(chain.from_iterable(REPLACED.get(stage, (stage,)) for stage in LinearizedMixer.INPUTS))
     RECURRENCES = (Blend, Recur)
-    no_weight_decay = (*LinearizedMixer.no_weight_decay, "window_factor")
+    near: nn.Module
+    far: nn.Module
 
     @property
     def summands(self) -> dict[str, nn.Module]:
         """The two parts of the mean, as modules; none without a window."""
-        return {"window": self.near, "memory": self.far} if self.spec.window else {}
+        return {"window": self.near, "memory": self.far} if isinstance(self.recur, Blend) else {}
 
 
 @dataclass(frozen=True)

@@ -102,8 +102,9 @@ class Imitation(nn.Module):
     def finish(self) -> None:
         """Makes the layers those of an ordinary model again, all of whose weights can train."""
         for layer in self.layers.values():
-            for kind in [*getattr(layer.in_proj, "parametrizations", ())]:
-                parametrize.remove_parametrizations(layer.in_proj, kind)
+            in_proj: Any = layer.in_proj
+            for kind in [*getattr(in_proj, "parametrizations", ())]:
+                parametrize.remove_parametrizations(in_proj, kind)
             layer.requires_grad_(True)
 
 
