@@ -185,6 +185,13 @@ def test_logits_of_any_size_give_finite_means(scale):
     assert out.isfinite().all() and (out[..., -1] >= 1).all()
 
 
+def test_what_is_no_number_stays_visible():
+    mixer, x = layer_of("lolcats(window=3)"), torch.randn(B, T, D, dtype=torch.float64)
+    x[0, 5] = torch.nan
+    y = mixer(x)[0]
+    assert y[0, 5:].isnan().all() and y[1].isfinite().all()
+
+
 def test_a_new_layer_has_the_published_factor():
     mixer = Mixer("lolcats", hidden_size=D, num_heads=H)
     torch.testing.assert_close(mixer.window_factor.sigmoid(), torch.full((H,), 0.1))
@@ -195,7 +202,7 @@ def test_a_new_layer_has_the_published_factor():
     "fields",
     [
         "inputs.conv=4", "inputs.qk_norm=l2", "decay.kind=sigmoid", "heads.qk_groups=2", "map=none", "read.norm=rms",
-        "write.beta=sigmoid", "inputs.shift=lerp",
+        "write.beta=sigmoid", "inputs.shift=lerp", "inputs.value_gate=true",
     ],
 )  # fmt: skip
 def test_what_a_window_does_not_have_is_named(fields):

@@ -135,11 +135,8 @@ class Blend(Recur):
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
         with without_autocast(t.v):  # the memory is float32 or float64 by definition
-            acc, G, near = (
-                accumulator(t.v),
-                mixer.spec.kv_heads or mixer.H,
-                Surroundings(t.sequences, mixer.spec.window),
-            )
+            near, acc = Surroundings(t.sequences, mixer.spec.window), accumulator(t.v)
+            G = mixer.spec.kv_heads or mixer.H
             v = gated(F.pad(t.v.to(acc), (0, 1), value=1.0), t.write)
             k, t.after["k"] = near.extend(_of_groups(t.k.to(acc), G), t.before("k"))
             v, t.after["v"] = near.extend(_of_groups(v, mixer.H if t.write is not None else G), t.before("v"))
@@ -176,7 +173,7 @@ def _mean(factor: Tensor, near: Tensor, far: Tensor) -> Tensor:
 
 def _quotient(x: Tensor, weight: Tensor) -> Tensor:
     """x / weight, and 0 without a gradient where the weight is 0."""
-    some = weight > 0
+    some = weight != 0
     return torch.where(some, x / torch.where(some, weight, 1), 0)
 
 
@@ -246,7 +243,7 @@ class WindowedSpec(LinearizedSpec):
 
     def _objections(self):
         yield from super()._objections()
-        inputs, own = self.inputs, ("rotary", "rotary_first", "bias", "value_map", "value_gate")
+        inputs, own = self.inputs, ("rotary", "rotary_first", "bias", "value_map")
         plain = inputs == Inputs(**{name: getattr(inputs, name) for name in own})
         decay = DECAYS.get(self.decay.kind)
         scalar = decay is None or decay.shape is not DecayShape.VECTOR
