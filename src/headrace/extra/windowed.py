@@ -141,7 +141,7 @@ class Blend(Recur):
             k, t.after["k"] = near.extend(_of_groups(t.k.to(acc), G), t.before("k"))
             v, t.after["v"] = near.extend(_of_groups(v, mixer.H if t.write is not None else G), t.before("v"))
             of_window = mixer.near(self._near, mixer, t, near, k, v)
-            of_memory, t.after["memory"] = mixer.far(self._far, mixer, t, near, k, v)
+            of_memory, t.after["memory"] = mixer.far(self._far, mixer, t, near, *_features(mixer, t, near.tokens(k)), v)
             t.out = gated(_mean(mixer.window_factor.to(acc).sigmoid(), of_window, of_memory), t.read_gate)
 
     def _near(self, mixer: Any, t: Tokens, near: Surroundings, k: Tensor, v: Tensor) -> Tensor:
@@ -149,16 +149,20 @@ class Blend(Recur):
         q = t.q.to(k) * mixer.logit_scale
         return near.tokens(window_sums(near.rows(q), k, v, near.exist(t.before("tokens"), q)))
 
-    def _far(self, mixer: Any, t: Tokens, near: Surroundings, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns what the tokens read of those before the window, [B, T, H, V + 1], and the next memory."""
-        k, v = (near.tokens(x) for x in (k, v))
-        k, v = (x.repeat_interleave(mixer.H // x.shape[2], 2) for x in (k, v))
-        decay, root = t.log_decay, mixer.logit_scale**0.5
+    def _far(self, mixer: Any, t: Tokens, near: Surroundings, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what the features q read of the tokens before the window, [B, T, H, V + 1], and the next memory."""
+        v, decay = near.tokens(v), t.log_decay
         if decay is not None and decay.dim() > 1:
             decay, t.after["decay"] = near.extend(decay.to(v), t.before("decay"))
             decay = near.tokens(decay)
-        q, k = mixer.learned_map(t.q.to(k) * root, k * root)
+        v = v.repeat_interleave(mixer.H // v.shape[2], 2)
         return self.recur(mixer, t, {"q": q, "k": k, "v": v, "log_decay": decay})
+
+
+def _features(mixer: Any, t: Tokens, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns φ(q) of the tokens and φ(k) of those that leave the window, [B, T, H, ·]; k: [B, T, G, K]."""
+    root = mixer.logit_scale**0.5
+    return mixer.learned_map(t.q.to(k) * root, k.repeat_interleave(mixer.H // k.shape[2], 2) * root)
 
 
 def _mean(factor: Tensor, near: Tensor, far: Tensor) -> Tensor:
