@@ -25,6 +25,7 @@ MIXERS = {
         "longformer(pattern.window=2, pattern.first=1)",
         "bigbird(pattern.window=2, pattern.block=2, pattern.first=1)",
     ],
+    "window": "softmax-lolcats(window=3, kv_heads=2, decay.kind=sigmoid-head)",
     "mamba and s4": ["mamba", "s4"],
     "rwkv4 and s4d": ["rwkv4", "s4d"],
     "hybrid": ["softmax-gated-deltanet", "transformer"],

@@ -105,6 +105,7 @@ tables.offer("headrace.extra.specs.scan", types=("scan",))
 tables.offer("headrace.extra.specs.matrix", types=("matrix",))
 tables.offer("headrace.extra.specs.latent", types=("latent",))
 tables.offer("headrace.extra.linearized", linear=("hedgehog",), types=("linearized",))
+tables.offer("headrace.extra.windowed", linear=("lolcats",), types=("windowed",))
 tables.offer(
     "headrace.history.zoo",
     scans=("s4", "s4d", "rwkv4"),

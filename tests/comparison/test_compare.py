@@ -166,6 +166,8 @@ def test_flops_of_a_row_are_those_counted_by_hand():
 HAND = {  # operations of a head with K key and V value numbers, term by term; versions with competition have as many
     "linear-attention": lambda K, V: 2 * K * (V + 1) + 2 * K * (V + 1),  # S + kᵀ (v, 1), q S
     "hedgehog": lambda K, V: 4 * 2 * K * (V + 1),  # the same with 2 K features
+    # the same, and q k and its mean of (v, 1) for 64 tokens
+    "lolcats": lambda K, V: 4 * 2 * K * (V + 1) + 2 * 64 * (K + V + 1),
     "taylor-softmax": lambda K, V: 4 * (K + 1) * (K + 2) // 2 * (V + 1),  # the same with C(K + 2, 2) features
     "retnet": lambda K, V: K * V + 2 * K * V + 2 * K * V,  # γ S, + kᵀ v, q S
     "xpos-retnet": lambda K, V: K * V + 2 * K * V + 2 * K * V,

@@ -64,6 +64,20 @@ def test_a_first_token_is_as_before(attention):
     assert relative(linearize(model, "hedgehog")(ids).logits, model(ids).logits) < 1e-4
 
 
+@pytest.mark.parametrize("attention", ATTENTION)
+@torch.no_grad()
+def test_a_window_that_is_never_left_is_attention(attention):
+    model = model_of(attention)
+    x = torch.randn(2, 11, model.config.hidden_size, dtype=torch.float64)
+    new = mixer(linearize(model, "lolcats(window=11)"))
+    assert new.in_proj.weight.shape[0] == sum(p.out_features for p in projections(mixer(model)))
+    assert relative(new(x)[0], mixer(model)(x)[0]) < 1e-12
+
+
+def projections(layer):
+    return [p for p in (layer.q_proj, layer.k_proj, layer.v_proj, layer.g_proj) if p is not None]
+
+
 @torch.no_grad()
 def test_other_layers_stay_and_the_model_is_one_of_ours(tmp_path):
     model, ids = model_of("transformer", "gla", "gqa(kv_heads=2, qk_norm=head)", "transformer"), tiny.tokens(2)

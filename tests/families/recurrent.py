@@ -40,6 +40,18 @@ FAMILIES = {
             "vocab_size": 50280, "hidden_size": 2560, "num_hidden_layers": 2, "time_step_rank": 160,
         },
     ),
+    "falcon_mamba": Family(
+        SMALL | {"state_size": 8, "time_step_rank": 3, "layer_norm_epsilon": 1e-2, "mixer_rms_eps": 1e-3},
+        variants={
+            "biases": {"use_bias": True, "use_conv_bias": False, "expand": 3},
+            "untied": {"tie_word_embeddings": False, "time_step_rank": "auto", "conv_kernel": 2},
+        },
+        fields={"time_step_init_scheme": ["constant"]},
+        real={  # Falcon Mamba 7B
+            "vocab_size": 65024, "hidden_size": 4096, "num_hidden_layers": 2, "time_step_rank": 256,
+            "tie_word_embeddings": False,
+        },
+    ),
     "bamba": Family(
         ATTENDED | {"mamba_n_heads": 4, "mamba_d_state": 8, "attn_layer_indices": [1], "mamba_chunk_size": 16},
         variants={

@@ -18,7 +18,9 @@ ERROR = 1e-10  # float64: the same sums in another order
 # Recurrences of their own, maxima and angles that depend on earlier tokens, which are refused.
 ALONE = ("residual-delta", "comba", "gated-deltanet-2", "mlstm", "mamba3", "mesa")
 ALONE += ("log-linear-mamba2", "log-linear-gated-deltanet")
+ALONE += ("lolcats",)  # whose window is longer than a part
 MIXERS = covering([f"softmax-{name}" for name in zoo.LINEAR if name not in ALONE])  # gates are of one token
+MIXERS += ["softmax-lolcats(window=3, kv_heads=1, decay.kind=sigmoid-head)"]
 MIXERS += ["recurrent-softmax-rnn-norm(denominator=detached, numerator=relu, order=1, by_length=true)"]
 MIXERS += ["recurrent-softmax-rnn-norm(denominator=input-length, numerator=cosine)"]
 

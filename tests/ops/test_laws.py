@@ -67,6 +67,7 @@ CASES = [
         "softmax-retnet(competition.memories_per_head=2, competition.read=none, heads.qk_groups=2, "
         "competition.activation=null)",
     ),
+    *("lolcats(window=4, kv_heads=2, map=exp)", "softmax-lolcats(window=3, decay.kind=sigmoid-head, kv_heads=1)"),
     "softmax-mamba2(heads.qk_groups=2, read.norm=rms-groups, inputs.bias=true, read.bias=true, decay.dt_floor=0.01)",
     "softmax-kda(decay.rank=full, decay.lower_bound=-5.0, read.gate_bias=false, write.beta=sigmoid-2)",
     "retnet(decay.kind=slopes, decay.rate=0.5, inputs.value_map=silu, read.norm=rms-joint, read.gate=sigmoid)",

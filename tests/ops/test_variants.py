@@ -209,7 +209,8 @@ def test_joint_gate_has_the_declared_rank(rank):
 
 
 @pytest.mark.parametrize(
-    "name", covering([name for name, spec in zoo.LINEAR.items() if spec.write.beta != "trapezoid"])
+    "name",
+    covering([name for name, spec in zoo.LINEAR.items() if spec.write.beta != "trapezoid" and name != "lolcats"]),
 )
 def test_joint_gate_starts_as_the_backbone(name):
     def start(name):

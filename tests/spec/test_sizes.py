@@ -23,8 +23,8 @@ PUBLISHED = {
 }  # fmt: skip
 # Without a size of their own: num_heads heads, of which arXiv 2602.01744 has four.
 FOLLOWING = {
-    "linear-attention": (256, 256), "hedgehog": (256, 256), "taylor-softmax": (16, 256), "retnet": (256, 512),
-    "xpos-retnet": (256, 512),
+    "linear-attention": (256, 256), "hedgehog": (256, 256), "lolcats": (256, 256), "taylor-softmax": (16, 256),
+    "retnet": (256, 512), "xpos-retnet": (256, 512),
     "gla": (128, 256), "mlstm": (128, 256), "simple-gla": (256, 256),
     "gated-deltanet": (192, 384), "negative-gated-deltanet": (192, 384),
     "gated-deltaproduct": (192, 384), "residual-delta": (192, 384), "comba": (192, 384),

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 import tiny
-from headrace import InputError, load
+from headrace import InputError, layers, load
 from headrace.convert.linearize import linearize
 from headrace.data.tokenizer import byte_level
 from headrace.ops.dispatch import set_backend
+from headrace.spec.attention import Pattern
 from headrace.training import recipes
 from headrace.training import transfer as module
-from headrace.training.linear import Keep, held_out_loss, imitate, state_bytes, without_layers
+from headrace.training.linear import Keep, held_out_loss, imitate, removed, state_bytes
 from headrace.training.linear_costs import costs
 from headrace.training.loop import Updates
 from headrace.training.processes import Processes
@@ -63,22 +64,42 @@ def test_the_error_is_that_of_a_layers_output(teacher):
 @pytest.mark.parametrize("trains", ["new", "all"])
 def test_what_trains(trains, teacher, data, tmp_path):
     imitation = imitation_of(teacher, trains)
+    layer = imitation.layers["0"]
     before = {name: p.detach().clone() for name, p in imitation.named_parameters()}
+    before |= {kind: getattr(layer.in_proj, kind).detach().clone() for kind in ("weight", "bias")}
     of_teacher = {name: p.detach().clone() for name, p in teacher.named_parameters()}
     found = transfer(imitation, data, SETTINGS, tmp_path, CPU, threads=1)
     assert found["before"].keys() == found["after"].keys() == {"0", "2"}
     assert sum(found["after"].values()) < sum(found["before"].values())
     assert all(torch.equal(p, of_teacher[name]) for name, p in teacher.named_parameters())
-    layer = imitation.layers["0"]
     taken = sum(layer.parts[name] for name in "qkv")
+    for kind in ("weight", "bias"):
+        same = getattr(layer.in_proj, kind).eq(before[kind])
+        assert same[:taken].all() == (trains == "new") and not same[taken:].all(), kind
     for name, p in imitation.named_parameters():
         same = p.eq(before[name])
         if "o_proj" in name:
             assert same.all() == (trains == "new"), name
-        elif "in_proj" in name:
-            assert same[:taken].all() == (trains == "new") and not same[taken:].all(), name
-        else:
+        elif "in_proj" not in name:
             assert not same.all(), name
+    computed = layer(torch.ones(1, 3, layer.hidden_size))[0]
+    imitation.finish()
+    assert [name for name, _ in layer.in_proj.named_parameters()] == ["weight", "bias"]
+    assert all(p.requires_grad for p in imitation.parameters())
+    assert torch.equal(layer(torch.ones(1, 3, layer.hidden_size))[0], computed)
+
+
+@pytest.mark.parametrize("mixer", [HEDGEHOG, "lolcats(window=4)"])
+def test_only_what_is_new_has_gradients_and_moments(mixer, teacher, data, tmp_path, monkeypatch):
+    """Of in_proj the rows of the decay, if there is one."""
+    made, imitation = [], imitation_of(teacher, "new", mixer)
+    monkeypatch.setattr(module, "Updates", lambda *given: made.append(Updates(*given)) or made[-1])
+    transfer(imitation, data, SETTINGS, tmp_path, CPU, threads=1)
+    moments = sum(state["exp_avg"].numel() for state in made[0].optimizer.state.values())
+    layer = imitation.layers["0"]
+    new = layer.parts.get("decay", 0) * (layer.hidden_size + 1) + sum(p.numel() for p in layer.learned_map.parameters())
+    new += sum(p.numel() for p in layer.decay.parameters()) if layer.decay else layer.window_factor.numel()
+    assert moments == 2 * new
 
 
 def test_a_gate_that_is_taken_over_stays(data, tmp_path):
@@ -150,14 +171,35 @@ def test_which_layers_stay(text, kept, teacher, data, tmp_path):
 def test_what_a_layer_is_worth_is_the_loss_without_it(teacher, data):
     """Its output projection is 0 there."""
     rows = replace(SETTINGS, held_out=2)
-    found = without_layers(teacher, [0, 2], data, rows)
+    linear = linearize(teacher, HEDGEHOG, [0, 2])
+    found = removed(teacher, linear, [0, 2], data, rows)
+    assert list(found) == ["0", "2"]
+    for name, model in {"original": teacher, "linear": linear}.items():
+        for i in (0, 2):
+            without = copy.deepcopy(model)
+            for p in without.model.backbone.layers[i].mixer.o_proj.parameters():
+                p.data.zero_()
+            lost = held_out_loss(without, data, rows) - held_out_loss(model, data, rows)
+            assert found[str(i)][name] == pytest.approx(lost, abs=1e-6)
+        assert not any(block.mixer._forward_hooks for block in model.model.backbone.layers)
+
+
+def test_what_a_window_and_its_memory_are_worth(teacher, data):
+    """Without the memory the layer is a sliding window, and without the window little is left but old tokens."""
+    rows, width = replace(SETTINGS, held_out=2), 5
+    linear = linearize(teacher, f"lolcats(window={width})", [0, 2])
+    sliding = copy.deepcopy(teacher)
     for i in (0, 2):
-        without = copy.deepcopy(teacher)
-        for p in without.model.backbone.layers[i].mixer.o_proj.parameters():
-            p.data.zero_()
-        lost = held_out_loss(without, data, rows) - held_out_loss(teacher, data, rows)
-        assert found[i] == pytest.approx(lost, abs=1e-6)
-    assert not any(block.mixer._forward_hooks for block in teacher.model.backbone.layers)
+        layer = sliding.model.backbone.layers[i].mixer
+        spec = replace(layer.spec, pattern=Pattern(width))
+        built = layers.build(spec, hidden_size=layer.hidden_size, num_heads=layer.H, rope_theta=layer.rope_theta)
+        built.load_state_dict(layer.state_dict())
+        sliding.model.backbone.layers[i].mixer = built
+    found = removed(teacher, linear, [0, 2], data, rows)
+    assert list(found) == ["0", "2", "all"]
+    whole = held_out_loss(linear, data, rows)
+    assert found["all"]["memory"] == pytest.approx(held_out_loss(sliding, data, rows) - whole, abs=1e-6)
+    assert found["0"].keys() == {"original", "linear", "window", "memory"} and found["all"]["window"] != 0
 
 
 def test_a_linear_layers_state_does_not_grow(teacher):
@@ -204,6 +246,21 @@ def test_command(folder, prepared, tmp_path, run_command):
     trained = run_command("train", "laptop-1m", *settings, "--data", prepared, "--output", run, "--trackers", "none")
     assert trained.code == 0, trained.err
     assert load(run / "model").config.layer_types == load(tmp_path / "out").config.layer_types
+
+
+def test_the_page_shows_the_parts_of_a_window(folder, prepared, tmp_path, run_command):
+    words = [folder, "--data", prepared, "--steps", 2, "--held-out", 1, "--threads", 1, "--output", tmp_path / "out"]
+    result = run_command("linearize", *words, "--mixer", "lolcats(window=8)", "--keep", "none")
+    assert result.code == 0, result.err
+    report = json.loads((tmp_path / "out" / "linearize.json").read_text())
+    page = (tmp_path / "out" / "report.html").read_text("utf-8")
+    assert list(report["removed"]) == ["0", "1", "2", "all"]
+    for number in (*report["removed"]["1"].values(), *report["removed"]["all"].values()):
+        assert f"{number:+.3f}" in page
+    again = load(tmp_path / "out").model.backbone.layers[0].mixer
+    assert (
+        again.spec.window == 8 and again.spec.kv_heads == 2 and not again.window_factor.eq(again.window_factor[0]).all()
+    )
 
 
 def test_a_killed_command_goes_on(folder, prepared, tmp_path, run_command, monkeypatch):

@@ -30,7 +30,7 @@ class LinearizeOptions:
         Path, typer.Option(help="Folder of `headrace prepare`, whose --tokenizer is the checkpoint, to imitate on.")
     ]
     mixer: Annotated[
-        str, typer.Option(help="Linear mixer in place of attention: hedgehog, gated-deltanet, gla(inputs.conv=4), ...")
+        str, typer.Option(help="Linear mixer in place of attention: hedgehog, lolcats(window=64), gla, ...")
     ] = "hedgehog(decay.kind=sigmoid-head)"
     keep: Annotated[
         str,

@@ -4,3 +4,9 @@ from . import delta, flash, hybrid, recurrent, softmax
 from .form import Format
 
 FORMATS: dict[str, Format] = softmax.FORMATS | recurrent.FORMATS | delta.FORMATS | hybrid.FORMATS | flash.FORMATS
+
+# Of transformers' formats with a recurrence that are not converted, what no mixer or model here has.
+MISSING: dict[str, str] = {
+    "zamba": "Mamba layers of several heads, each with projections of its own (n_mamba_heads)",
+    "xlstm": "a cap on the logits of mLSTM's gates (gate_soft_cap)",
+}

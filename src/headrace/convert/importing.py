@@ -25,7 +25,7 @@ from ..utils.errors import InputError, nearest, reading
 from .fields import Config, Fields, check_sizes, without
 from .files import Header, TensorFiles, Tensors, check_depth
 from .form import Format, Model, View, Views
-from .formats import FORMATS
+from .formats import FORMATS, MISSING
 from .slots import slots
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -108,6 +108,9 @@ def _read_format(checkpoint: Path) -> tuple[Format, Config]:
     """Returns the format of a checkpoint, and its config.json. InputError if the format is unknown."""
     described = read_json(checkpoint / "config.json", {})
     kind = described.get("model_type")
+    if isinstance(kind, str) and kind in MISSING:
+        reason = f"which is not converted, as it has {MISSING[kind]}"
+        raise InputError(f"checkpoint {str(checkpoint)!r} has model_type={kind!r}, {reason}")
     if kind not in [*FORMATS]:
         meant = nearest(str(kind), [HeadraceConfig.model_type, *FORMATS])
         expected = f"expected {HeadraceConfig.model_type} or one of the {len(FORMATS)} formats that are converted"

@@ -1,9 +1,9 @@
 """Turns attention layers of a trained model into linear mixers, which take over their projections.
 
-A new layer has the old one's q, k, v and o, with their biases, norms and rotation; k and v of grouped heads are
-repeated, so that each head has a memory of its own. What the old layer does not have begins as in a new model, but for
-a short convolution, which begins as the token itself. A new layer computes something else than the old one, until
-`training.transfer` has trained it to imitate that.
+A new layer has the old one's q, k, v and o, with their biases, norms and rotation. k and v of grouped heads are
+repeated, so that each head has a memory of its own; a mixer with a window has grouped heads too. What the old layer
+does not have begins as in a new model, but for a short convolution, which begins as the token itself. A new layer
+computes something else than the old one, until `training.transfer` has trained it to imitate that.
 """
 
 from collections.abc import Iterable
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import zoo
 from ..extra.linearized import LinearizedSpec
+from ..extra.windowed import WindowedSpec
 from ..files.quiet import quiet
 from ..hf.config import HeadraceConfig
 from ..hf.model import HeadraceForCausalLM
@@ -92,7 +93,7 @@ def _linear(mixer: str | MixerSpec) -> MixerSpec:
         raise InputError(
             f"mixer={mixer!r} has no q, k and v of heads, which it could take over; expected a linear mixer"
         )
-    if type(spec) not in (MixerSpec, LinearizedSpec):
+    if type(spec) not in (MixerSpec, LinearizedSpec, WindowedSpec):
         raise InputError(f"mixer={mixer!r} is a plug-in; expected a linear mixer of headrace's zoo")
     return spec
 
@@ -118,12 +119,15 @@ def _taken_over(spec: MixerSpec, old: AttentionSpec, i: int, config: HeadraceCon
     changed |= {"heads": heads, "inputs": inputs, "read": read}
     own: dict[str, Any] = {"head_norm": old.qk_norm != "none", "rope": old.rope, "map": learned}
     plain = own == {"head_norm": False, "rope": Rope(), "map": "none"}
+    if isinstance(spec, WindowedSpec):
+        return WindowedSpec(**changed, **own, window=spec.window, kv_heads=old.kv_heads)
     return MixerSpec(**changed) if plain else LinearizedSpec(**changed, **own)
 
 
 def _fill(new: Any, old: Any) -> None:
     """Copies an attention layer's weights into a linear mixer."""
-    repeats, steps, factor = new.H // (old.spec.kv_heads or new.H), new.spec.write.steps, _logit_factor(new, old)
+    steps, factor = new.spec.write.steps, _logit_factor(new, old)
+    repeats = new.parts["k"] // (steps * old.k_proj.out_features)  # of each head of k and v
 
     def of_heads(rows: Tensor) -> Tensor:
         rows = rows.unflatten(0, (-1, 1, new.K)).repeat_interleave(repeats, 0)

@@ -54,7 +54,8 @@ def mixers_alone(c: Fields, spec: Spec, views: Views, **sizes: Any) -> Model:
     return Model(arguments, assembled([own] * depth, places, "backbone.layers"))
 
 
-def mamba(c: Fields) -> Model:
+def mamba(c: Fields, **norm: Any) -> Model:
+    """norm: the fields of a ScanSpec about the norms of the step size, B and C."""
     D, bias, conv_bias = c["hidden_size"], c["use_bias"], c["use_conv_bias"]
     c.only("hidden_act", *SILU)
     c.only("rescale_prenorm_residual", False)  # transformers rescales again whenever it loads
@@ -62,9 +63,13 @@ def mamba(c: Fields) -> Model:
     c.ignore("time_step_scale", "time_step_min", "time_step_max", "time_step_init_scheme", "time_step_floor")
     spec = ScanSpec(
         "mamba", c["state_size"], conv_width(c, "conv_kernel"), c["intermediate_size"] / D, c["time_step_rank"],
-        conv_bias=conv_bias, bias=bias,
+        conv_bias=conv_bias, bias=bias, **norm,
     )  # fmt: skip
     return mixers_alone(c, spec, mamba1("mixer", bias, conv_bias))
+
+
+def falcon_mamba(c: Fields) -> Model:
+    return mamba(c, norm="plain", eps=c["mixer_rms_eps"])
 
 
 # --- with softmax attention ------------------------------------------------------------------------------------------
@@ -334,6 +339,7 @@ RWKV_MIXES = {
 FORMATS: dict[str, Format] = {
     "mamba2": Format("Mamba2ForCausalLM", mamba2),
     "mamba": Format("MambaForCausalLM", mamba),
+    "falcon_mamba": Format("FalconMambaForCausalLM", falcon_mamba),
     "bamba": Format("BambaForCausalLM", bamba),
     "jamba": Format("JambaForCausalLM", jamba),
     "lfm2": Format("Lfm2ForCausalLM", lfm2),

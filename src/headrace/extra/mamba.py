@@ -41,7 +41,7 @@ class Mamba(Mixer):
         rank = spec.step_rank(hidden_size)
         self.state_shapes = spec.state_shapes(hidden_size, num_heads)
         assert spec.conv is not None
-        self.split, self.norm_eps = [rank, S, S], norm_eps
+        self.split, self.normalizes, self.norm_eps = [rank, S, S], bool(spec.norm), spec.eps or norm_eps
         self.in_proj = nn.Linear(hidden_size, 2 * E, bias=spec.bias)
         self.conv = nn.Conv1d(E, E, spec.conv, groups=E, bias=spec.conv_bias)
         self.x_proj = nn.Linear(E, rank + 2 * S, bias=False)
@@ -49,7 +49,7 @@ class Mamba(Mixer):
         self.dt_bias = nn.Parameter(torch.empty(E))
         self.A_log = nn.Parameter(torch.empty(S, E))
         self.skip = nn.Parameter(torch.empty(E))
-        self.norm_weight = nn.Parameter(torch.empty(sum(self.split))) if spec.norm else None
+        self.norm_weight = nn.Parameter(torch.empty(sum(self.split))) if spec.norm is True else None
         self.recurrence = Recurrence()
         self.out_proj = nn.Linear(E, hidden_size, bias=spec.bias)
         self.reset_parameters()
@@ -96,10 +96,10 @@ class Mamba(Mixer):
         return Operands(flat.to(acc), dt, A, B.to(acc), C.to(acc), memory)
 
     def _normalized(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        if self.norm_weight is None:
+        if not self.normalizes:
             return parts
-        weights = self.norm_weight.split(self.split)
-        return [F.rms_norm(x, w.shape, w, self.norm_eps) for x, w in zip(parts, weights, strict=True)]
+        weights = [None] * len(parts) if self.norm_weight is None else self.norm_weight.split(self.split)
+        return [F.rms_norm(x, x.shape[-1:], w, self.norm_eps) for x, w in zip(parts, weights, strict=True)]
 
 
 KINDS["mamba"] = ScanKind(
@@ -109,7 +109,7 @@ KINDS["mamba"] = ScanKind(
         flops=6,  # dt A: 1; e^(dt A) h + (dt u) B: 3; C h: 2
         requires=frozenset({"state_size", "conv"}),
     ),
-    ("expand", "rank", "norm", "conv_bias", "bias"),
+    ("expand", "rank", "norm", "eps", "conv_bias", "bias"),
 )
 MAMBA = ScanSpec("mamba", state_size=16, conv=4, expand=2.0)
 register_mixer(

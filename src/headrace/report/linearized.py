@@ -20,6 +20,12 @@ REMOVED = (
     "attention, and in the new model. Where the second is near 0 and the first is not, the model goes round its linear "
     "layer (arXiv 2510.05901). Measured on at most 4 held-out rows."
 )
+WINDOWS = (
+    "New layers with a sliding window have two parts, of which one gives 0 here: the window, or the linear memory of "
+    "older tokens. Where the loss hardly rises without the memory, the layer is a sliding window; rows that are not "
+    "longer than the window cannot tell. In the last row, the part is that of all new layers."
+)
+PARTS = {"original": "original", "new model": "linear", "its window": "window", "its memory": "memory"}
 STAGES = {
     "original": "as it was read", "replaced": "with new layers, before they train", "transferred": "after they imitate"
 }  # fmt: skip
@@ -58,15 +64,18 @@ def imitation(report: Report, folder: Path) -> Section:
     )
 
 
-def removal(layers: dict[str, dict[str, float]], folder: Path) -> Section:
-    names = {"original": "original", "new model": "linear"}
-    values = {name: [x[key] for x in layers.values()] for name, key in names.items()}
-    drawn = bars(values, list(layers), "nats per token")
+def removal(removed: dict[str, dict[str, float]], folder: Path) -> Section:
+    layers, together = {i: x for i, x in removed.items() if i != "all"}, removed.get("all")
+    names = {name: key for name, key in PARTS.items() if all(key in x for x in layers.values())}
+    drawn = bars(
+        {name: [x[key] for x in layers.values()] for name, key in names.items()}, list(layers), "nats per token"
+    )
+    rows = [(i, *(f"{x[key]:+.3f}" if key in x else "" for key in names.values())) for i, x in removed.items()]
     return Section(
         "Each layer removed",
-        about=[REMOVED],
+        about=[REMOVED] if together is None else [REMOVED, WINDOWS],
         header=("layer", *names),
-        rows=[(i, *(f"{x[key]:+.3f}" for key in names.values())) for i, x in layers.items()],
+        rows=rows,
         pictures=[picture("The loss without one layer, less that with all.", drawn, folder / "removed.png")],
     )
 
@@ -78,12 +87,13 @@ def states(bytes_at: dict[Any, dict[str, int]]) -> Section:
 
 
 def bars(values: dict[str, list[float]], layers: list[str], unit: str) -> Figure:
-    """A figure with a group of bars for each layer, one of each of the two names in `values`."""
+    """A figure with a group of bars for each layer, one of each of the names in `values`."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8, 3), layout="constrained")
-        ax, width = figure.add_subplot(), 0.4
-        for (name, heights), side, colour in zip(values.items(), (-0.5, 0.5), (SOFT, PALETTE[0]), strict=True):
-            ax.bar([x + side * width for x in range(len(layers))], heights, width, label=name, color=colour)
+        ax, width = figure.add_subplot(), 0.8 / len(values)
+        for i, (name, heights) in enumerate(values.items()):
+            places = [x + width * (i - (len(values) - 1) / 2) for x in range(len(layers))]
+            ax.bar(places, heights, width, label=name, color=(SOFT, *PALETTE)[i])
         ax.set_xticks(range(len(layers)), layers)
         ax.set_xlabel("layer")
         ax.set_ylabel(unit)

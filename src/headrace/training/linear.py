@@ -3,14 +3,17 @@ attention, and measures what was lost."""
 
 import json
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from ..convert.linearize import attention_layers, linear_config, with_linear_layers
 from ..data import Collator, PackedData
 from ..data.rows import evenly_spaced, full_rows
+from ..extra.windowed import WindowedMixer
 from ..files.provenance import claim
 from ..hf.config import HeadraceConfig
 from ..hf.model import HeadraceForCausalLM
@@ -19,6 +22,7 @@ from ..utils.errors import InputError
 from .transfer import Imitation, Tell, Transfer, transfer
 
 FEW = 4  # held-out rows on which layers are removed, as the page says
+Removed = dict[str, dict[str, float]]
 CONTEXTS = 2048, 8192, 32768  # tokens at which states are counted
 
 
@@ -75,7 +79,7 @@ def imitate(
     Returns:
         The model, and a report: {"layers": {index: {"before", "after"}}, relative squared errors on held-out rows;
         "kept": the attention layers that stay; "nats": {"original", "replaced", "transferred"} per held-out token;
-        "removed": {index of a new layer: {"original", "linear"}}, as `without_layers`; "state_bytes": {tokens:
+        "removed": what `removed` returns, on few rows; "state_bytes": {tokens:
         {"original", "linear"}}, of one sequence in float32}.
     """
     changed = checked(model.config, mixer, keep, data, settings)
@@ -88,19 +92,20 @@ def imitate(
     plan = {"mixer": to_json(linear.config.mixers[changed[0]]), "layers": changed, "settings": asdict(settings)}
     claim(folder, json.loads(json.dumps(plan)))  # as it is read back: lists for tuples
     nats = {"original": held_out_loss(model, data, settings), "replaced": held_out_loss(linear, data, settings)}
-    errors = transfer(Imitation(model, linear, settings.trains), data, settings, folder, device, tell, threads)
+    imitation = Imitation(model, linear, settings.trains)
+    errors = transfer(imitation, data, settings, folder, device, tell, threads)
+    imitation.finish()
     worst = sorted(errors["after"], key=errors["after"].__getitem__)[len(errors["after"]) - keep.worst :]
     if worst:
         linear = _with_attention_again(model, linear, mixer, {int(i) for i in worst})
-    linear.requires_grad_(True).to(dtype)
+    linear.to(dtype)
     nats["transferred"] = held_out_loss(linear, data, settings)
     layers = {i: {name: found[i] for name, found in errors.items()} for i in errors["after"]}
     kept = [i for i in attention_layers(model.config) if str(i) not in layers or str(i) in worst]
     both, new = {"original": model, "linear": linear}, [int(i) for i in layers if i not in worst]
-    removed = {name: without_layers(each, new, data, replace(settings, held_out=FEW)) for name, each in both.items()}
     report = {
         "layers": layers, "kept": kept, "nats": nats,
-        "removed": {str(i): {name: found[i] for name, found in removed.items()} for i in new},
+        "removed": removed(model, linear, new, data, replace(settings, held_out=FEW)),
         "state_bytes": {n: {name: state_bytes(each.config, n) for name, each in both.items()} for n in CONTEXTS},
     }  # fmt: skip
     return Linearized(linear.eval(), report)
@@ -127,17 +132,44 @@ def checked(config: HeadraceConfig, mixer: str, keep: Keep, data: PackedData, se
     return changed
 
 
-def without_layers(model: Any, layers: list[int], data: PackedData, settings: Transfer) -> dict[int, float]:
-    """Returns by how much the held-out loss rises, in nats per token, when the mixer of one layer gives 0."""
-    whole, found = held_out_loss(model, data, settings), {}
-    for i in layers:
-        mixer = model.model.backbone.layers[i].mixer
-        hook = mixer.register_forward_hook(lambda module, given, out: (torch.zeros_like(out[0]), out[1]))
+def removed(original: Any, linear: Any, layers: list[int], data: PackedData, settings: Transfer) -> Removed:
+    """Returns by how much the held-out loss rises without a part of a model.
+
+    {index of a new layer: {"original": without the old layer, "linear": without the new one}}. For layers with windows
+    {"window", "memory"}, without one of the two, are there too, and {"all": {"window", "memory"}}, without those of all
+    layers."""
+    old, new = Without(original, data, settings), Without(linear, data, settings)
+    found = {str(i): {"original": old.rise([old.mixer(i)]), "linear": new.rise([new.mixer(i)])} for i in layers}
+    summands = {str(i): new.mixer(i).summands for i in layers if isinstance(new.mixer(i), WindowedMixer)}
+    for i, parts in summands.items():
+        found[i] |= {name: new.rise([part]) for name, part in parts.items()}
+    names = list(next(iter(summands.values()), {}))
+    together = {name: new.rise([parts[name] for parts in summands.values()]) for name in names}
+    return found | ({"all": together} if together else {})
+
+
+class Without:
+    """The held-out loss of a model without some of its modules."""
+
+    def __init__(self, model: Any, data: PackedData, settings: Transfer):
+        self.model, self.loss = model, partial(held_out_loss, model, data, settings)
+        self.whole = self.loss()
+
+    def mixer(self, i: int) -> Any:
+        return self.model.model.backbone.layers[i].mixer
+
+    def rise(self, modules: list[nn.Module]) -> float:
+        """Returns by how much the loss rises, in nats per token, when these modules give 0."""
+        hooks = [module.register_forward_hook(_nothing) for module in modules]
         try:
-            found[i] = held_out_loss(model, data, settings) - whole
+            return self.loss() - self.whole
         finally:
-            hook.remove()
-    return found
+            for hook in hooks:
+                hook.remove()
+
+
+def _nothing(module: nn.Module, given: Any, out: Any) -> Any:
+    return (torch.zeros_like(out[0]), out[1]) if isinstance(out, tuple) else torch.zeros_like(out)
 
 
 def state_bytes(config: HeadraceConfig, tokens: int) -> int:

@@ -14,14 +14,15 @@ from .model import SHARED, WHOLE, kept_for_backward
 from .transfer import Imitation, Transfer
 
 HOUR = 3600.0
+WEIGHT = 4  # bytes per weight of the new layers
 
 
 def costs(config: HeadraceConfig, mixer: str, changed: list[int], settings: Transfer, length: int) -> dict[str, Any]:
     """Returns the bytes and FLOPs of the imitation with rows of so many tokens.
 
-    P parameters of the old model, N of the new layers. The old model computes 2 P FLOPs per token; a new layer has a
-    backward, which is twice its forward: 6 N. Products of activations are not counted. The backward of a layer holds
-    about as much as its forward kept ("at work").
+    P parameters of the old model, N of the new layers, some of which train. The old model computes 2 P FLOPs per token;
+    a new layer has a backward, which is twice its forward: 6 N. Products of activations are not counted. The backward
+    of a layer holds about as much as its forward kept ("at work").
     """
     with torch.device("meta"):
         old, new = (HeadraceForCausalLM(each).eval() for each in (config, linear_config(config, mixer, changed)))
@@ -32,6 +33,7 @@ def costs(config: HeadraceConfig, mixer: str, changed: list[int], settings: Tran
     ids = torch.zeros(settings.rows, length, dtype=torch.long)
     kept = kept_for_backward(lambda: imitation(ids), [*old.parameters(), *new.parameters()])
     P, N = old.num_parameters(), sum(p.numel() for p in imitation.parameters())
+    trained = sum(p.numel() for p in imitation.parameters() if p.requires_grad)
     half = settings.precision == "bfloat16"
     named = str(config.dtype or torch.float32).removeprefix("torch.")  # transformers has it as a name, too
     stored = settings.weights(getattr(torch, named)).itemsize
@@ -40,7 +42,8 @@ def costs(config: HeadraceConfig, mixer: str, changed: list[int], settings: Tran
     return {
         "bytes": {
             "old model": P * stored,
-            "new layers: weights, gradients, moments": N * (SHARED + WHOLE),
+            "new layers: weights": N * WEIGHT,
+            "new layers: gradients and moments of what trains": trained * (SHARED + WHOLE - WEIGHT),
             **({"new layers in bfloat16": N * size} if half else {}),
             "inputs and outputs of the old layers": seen,
             "kept for the backward": sum(kept.values()),

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from ..convert.linearize import attention_of
 from ..data import Collator, PackedData
@@ -98,9 +99,38 @@ class Imitation(nn.Module):
                 hook.remove()
         return torch.stack([_error(layer(seen[name][0])[0], seen[name][1]) for name, layer in self.layers.items()])
 
+    def finish(self) -> None:
+        """Makes the layers those of an ordinary model again, all of whose weights can train."""
+        for layer in self.layers.values():
+            in_proj: Any = layer.in_proj
+            for kind in [*getattr(in_proj, "parametrizations", ())]:
+                parametrize.remove_parametrizations(in_proj, kind)
+            layer.requires_grad_(True)
+
 
 def _error(found: Tensor, expected: Tensor) -> Tensor:
     return (found - expected).float().square().sum() / expected.float().square().sum()
+
+
+class RowsOfTwo(nn.Module):
+    """A parametrization of in_proj's weight or bias by two tensors: the rows of the parts that the old layer has too,
+    and the others, which alone have gradients and an optimizer's moments.
+
+    taken: the size of each part, and whether the old layer has it."""
+
+    def __init__(self, taken: list[tuple[int, bool]]):
+        super().__init__()
+        self.taken = taken
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        sizes = [[size for size, is_taken in self.taken if is_taken == kind] for kind in (True, False)]
+        pieces = [iter(x.split(of_kind)) for x, of_kind in zip(tensors, sizes, strict=True)]
+        return torch.cat([next(pieces[not is_taken]) for _, is_taken in self.taken])
+
+    def right_inverse(self, whole: Tensor) -> tuple[Tensor, Tensor]:
+        parts = list(zip(whole.split([size for size, _ in self.taken]), self.taken, strict=True))
+        taken, new = (torch.cat([x for x, (_, is_taken) in parts if is_taken == kind]) for kind in (True, False))
+        return taken, new
 
 
 def _keep_what_is_taken_over(layer: Any, old: nn.Module) -> None:
@@ -109,13 +139,12 @@ def _keep_what_is_taken_over(layer: Any, old: nn.Module) -> None:
     for name in TAKEN_OVER:
         if (module := getattr(layer, name, None)) is not None:
             module.requires_grad_(False)
-    for p in layer.in_proj.parameters():
-        taken = torch.cat([torch.full((size,), name in own) for name, size in layer.parts.items()])
-        p.register_hook(partial(_zeroed, taken))
-
-
-def _zeroed(rows: Tensor, gradient: Tensor) -> Tensor:
-    return gradient.masked_fill(rows.to(gradient.device).view(-1, *[1] * (gradient.dim() - 1)), 0)
+    taken = [(size, name in own) for name, size in layer.parts.items() if size]
+    for kind in [name for name, _ in layer.in_proj.named_parameters()]:
+        layer.in_proj.get_parameter(kind).requires_grad_(False)
+        if not all(is_taken for _, is_taken in taken):
+            parametrize.register_parametrization(layer.in_proj, kind, RowsOfTwo(taken))
+            layer.in_proj.parametrizations[kind].original1.requires_grad_(True)
 
 
 def transfer(

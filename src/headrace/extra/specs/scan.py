@@ -1,7 +1,7 @@
 """The spec of mixers with one recurrence per channel: state-space models, gated recurrences, and convolutions."""
 
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from ...spec.mixer import Facts, Shapes, Spec
 from ...spec.record import Names, PositiveFloat, PositiveInt, Range, require_positive
@@ -22,7 +22,9 @@ class ScanKind(NamedTuple):
 
 
 KINDS: Table[ScanKind] = Table("scan_kinds")  # which plug-ins have
-OPTIONS = frozenset({"expand", "rank", "norm", "conv_bias", "bias"})  # fields with a default, which not all kinds have
+OPTIONS = frozenset(
+    {"expand", "rank", "norm", "eps", "conv_bias", "bias"}
+)  # fields with a default, which not all kinds have
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,11 @@ class ScanSpec(Spec):
     conv: Annotated[int, Range("at least 2", lambda n: n >= 2)] | None = None
     expand: PositiveFloat = 1.0  # number of channels as a multiple of the hidden size; not in s4, s4d and short-conv
     rank: PositiveInt | None = None  # mamba: rank of the projection to the step size; None: hidden size / 16
-    norm: bool = False  # mamba: whether the projected step size, B and C are normalized (Jamba)
+    # mamba: whether the projected step size, B and C have RMSNorms with weights (Jamba), or plain ones (Falcon Mamba)
+    norm: bool | Literal["plain"] = False
     conv_bias: bool = True  # mamba, rg-lru, short-conv: whether the convolution has a bias
     bias: bool = False  # whether the projections into and out of the channels have biases; not in s4, s4d and rwkv4
+    eps: PositiveFloat | None = None  # mamba: of the norms; None: the model's
 
     table = "scans"
     uncompeting = "has no heads to compete"
@@ -60,6 +64,7 @@ class ScanSpec(Spec):
             yield name not in required and value is not None, f"kind={self.kind!r} has no {name}; got {name}={value}"
         odd = KINDS[self.kind].complex and (self.state_size or 0) % 2 == 1
         yield odd, f"state_size={self.state_size}; expected a multiple of 2"
+        yield self.eps is not None and not self.norm, f"eps={self.eps} is of a norm; expected norm=True or 'plain'"
         for name in OPTIONS - {*KINDS[self.kind].fields}:
             value = getattr(self, name)
             yield value != getattr(ScanSpec, name), f"kind={self.kind!r} has no {name}; got {name}={value}"

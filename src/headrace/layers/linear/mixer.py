@@ -137,7 +137,7 @@ class LinearMixer(Mixer, HasBackend):
         t.out = out.to(t.parts["v"].dtype)
         for stage in self.readout:
             stage(self, t)
-        return t.out, MixerState(**t.next | after)
+        return t.out, self.state_kind(**t.next | after)
 
     def run_in_place(self, x: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
         program, _ = self.token_program(x)
