@@ -5,6 +5,7 @@ import datetime
 import subprocess
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,9 @@ def append(path: Path, about: Row, rows: Sequence[Row]) -> None:
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
-    """Write the rows of a study that the engine ran, in place of what the file has."""
+    """Write the rows of a study that the engine ran in place of those in the file. Columns: those of all rows."""
     flat = [{name: row["environment"][name] for name in ("commit", "processor", "torch")} | row for row in rows]
-    _write(path, [name for name in flat[0] if name != "environment"], flat, "w")
+    _write(path, [name for name in dict.fromkeys(chain(*flat)) if name != "environment"], flat, "w")
 
 
 def _write(path: Path, columns: Sequence[str], rows: Iterable[Row], mode: str) -> None:

@@ -30,7 +30,7 @@ from headrace.report.differences import Difference
 from headrace.training import efficiency
 from headrace.verification.foreign import LAWS
 
-from . import RESULTS, power, rates, specialization
+from . import RESULTS, linear, power, rates, specialization
 from . import study as studies
 from .reproduce.experiment import load
 
@@ -155,6 +155,13 @@ def gain(name: str, a: str, b: str, place: str = "") -> str:
 def corrected(name: str, a: str, b: str) -> str:
     """p of a less b, by Holm over the differences of the study."""
     return p_value(differences(name)[a, b].corrected)
+
+
+def imitating(column: str, a: str, b: str) -> str:
+    """A less b in nats per token, or in relative squared error, of models with linear layers."""
+    found = {(one.where, one.a, one.b): one for one in linear.differences(read_csv(linear.KEPT))}
+    one = found[column, a, b]
+    return stated(one.mean, linear.LOSS.digits, f"; {p_value(one.corrected)} by Holm")
 
 
 def pooled(a: str, b: str, group: str, place: str | None = None) -> str:
@@ -486,15 +493,11 @@ def recurrences() -> str:
 MADE: dict[str, Callable[..., str]] = {
     one.__name__: one
     for one in (
-        study, effects, others, published, starts, program, negatives, gain, corrected, pooled, by_run, holds, score,
-        points, converged, start, ablation, settings, remaining, sooner, missed, demo, demo_gain, rate, searched,
-        defaults, figures, needles, speed, losses, benchmark, server, prefix_cache, speculation, beams, verified,
-
-
-        study, study_if_kept, effects, others, published, published_text, starts, program, negatives, gain, corrected,
-        pooled, by_run, holds, score, points, converged, start, ablation, settings, remaining, sooner, missed, demo,
-        demo_gain, rate, searched, defaults, reached, figures, needles, paper, tables_as_published, state, needle,
-        curve, gpu_cost, recurrences,
+        study, effects, others, published, starts, program, negatives, gain, corrected, imitating, pooled, by_run,
+        holds, score, points, converged, start, ablation, settings, remaining, sooner, missed, demo, demo_gain, rate,
+        searched, defaults, figures, needles, speed, losses, benchmark, server, prefix_cache, speculation, beams,
+        verified, study_if_kept, published_text, reached, paper, tables_as_published, state, needle, curve, gpu_cost,
+        recurrences,
     )
 }  # fmt: skip
 

@@ -35,7 +35,7 @@ from headrace.files import engine
 from headrace.files.engine import Claim, Point, Row
 from headrace.files.processes import locked
 from headrace.files.workers import Worker, place_workers
-from headrace.report.differences import Unit, judged, over_seeds, table
+from headrace.report.differences import Difference, Unit, judged, over_seeds, table
 from headrace.training.linear import Keep, held_out_loss, imitate
 from headrace.training.loop import Batch, Updates
 from headrace.training.processes import Processes
@@ -58,6 +58,7 @@ MIXERS = {
 CONTROL = "unchanged"
 PAIRS = (("softmax", "none"), ("softmax", "sigmoid"), ("published", "none"), ("sigmoid", "none"))
 MEASURES = ("error", "nats", "book", "pairs", "needle")
+STATES = ("released", "imitating", "trained")  # of an arm's model
 COMPARED = ("after", "imitating", "trained")  # ends of the columns that are compared
 LOSS = Unit("", "", 3, verdicts=("higher", "lower"), joint="−")
 SEEDS = range(3)
@@ -209,31 +210,35 @@ def show() -> None:
 def lines() -> list[str]:
     """The means of the arms, and their differences of one seed."""
     rows = read(KEPT)
-    return [*means(rows), "", *differences(rows)]
+    header, *cells = table(differences(rows), "of")
+    return [*means(rows), "", *markdown(header, cells)]
 
 
 def means(rows: list[dict[str, str]]) -> list[str]:
-    columns = [name for name in rows[0] if name.split("_")[0] in MEASURES]
+    """A row for each arm and state of its model, of the means over seeds."""
     shown = []
-    for arm in (CONTROL, *MIXERS):
+    for arm, state in product(dict.fromkeys(row["arm"] for row in rows), STATES):
         own = [row for row in rows if row["arm"] == arm]
-        cells = [[float(row[column]) for row in own if row[column]] for column in columns]
-        shown.append([arm, str(len(own)), *(f"{sum(cell) / len(cell):.3f}" if cell else "" for cell in cells)])
-    return markdown(["arm", "seeds", *(column.replace("_", " ") for column in columns)], shown)
+        names = [f"error_{'after' if state == 'imitating' else state}", *(f"{name}_{state}" for name in MEASURES[1:])]
+        cells = [[float(row[name]) for row in own if row.get(name)] for name in names]
+        if any(cells):
+            means = (f"{sum(cell) / len(cell):.3f}" if cell else "" for cell in cells)
+            shown.append([arm, state, str(len(own)), *means])
+    return markdown(["arm", "model", "seeds", *MEASURES], shown)
 
 
-def differences(rows: list[dict[str, str]]) -> list[str]:
+def differences(rows: list[dict[str, str]]) -> list[Difference]:
     """The arms' differences, judged as one family."""
     columns = [name for name in rows[0] if name.split("_")[0] in MEASURES and name.endswith(COMPARED)]
     values = {(row["arm"], row["seed"]): row for row in rows}
     found = []
     for column, (a, b) in product(columns, PAIRS):
         seeds = [seed for arm, seed in values if arm == a and (b, seed) in values]
-        gains = [float(values[a, i][column]) - float(values[b, i][column]) for i in seeds]
-        found.append(over_seeds(a, b, gains, LOSS, where=column.replace("_", " ")))
+        if seeds:
+            gains = [float(values[a, i][column]) - float(values[b, i][column]) for i in seeds]
+            found.append(over_seeds(a, b, gains, LOSS, where=column.replace("_", " ")))
     (family,) = judged([found])
-    header, *cells = table(family, "of")
-    return markdown(header, cells)
+    return family
 
 
 if __name__ == "__main__":

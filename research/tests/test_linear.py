@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks.record import read, write
 from research import linear
 
 
@@ -13,13 +14,18 @@ def test_differences_are_paired_by_seed():
     noise = (0.01, -0.02, 0.015)
     levels = {"unchanged": 2.0, "none": 3.0, "softmax": 2.5, "sigmoid": 2.5}
     rows = [row(arm, i, level + i + noise[i] * (arm == "softmax")) for i in range(3) for arm, level in levels.items()]
-    lines = linear.differences(rows)
-    cells = {cells[1]: cells for line in lines[2:] if (cells := [cell.strip() for cell in line.split("|")])}
-    assert cells["softmax − none"][3] == f"{-0.5 + sum(noise) / 3:+.3f}".replace("-", "−")
-    assert cells["softmax − none"][-2] == "lower" and cells["softmax − sigmoid"][-2] == "not told apart"
-    assert not any("replaced" in line for line in lines)
-    means = linear.means(rows)
-    assert any(line.startswith("| none | 3 | 4.000") for line in means), means
+    found = {one.name: one for one in linear.differences(rows)}
+    assert found["softmax − none"].mean.value == pytest.approx(-0.5 + sum(noise) / 3)
+    assert found["softmax − none"].verdict == "lower" and found["softmax − sigmoid"].verdict == "not told apart"
+    assert {one.where for one in found.values()} == {"nats trained"}
+    assert "| none | trained | 3 |  | 4.000 |" in "\n".join(linear.means(rows))
+
+
+def test_a_kept_table_has_the_columns_of_all_arms(tmp_path):
+    made = {"environment": {"commit": "c", "processor": "p", "torch": "t"}}
+    rows = [{**made, "arm": "unchanged", "nats_trained": 2.0}, {**made, "arm": "none", "error_after": 0.5}]
+    write(tmp_path / "kept.csv", rows)
+    assert read(tmp_path / "kept.csv")[1]["error_after"] == "0.5"
 
 
 @pytest.mark.parametrize(("names", "told"), [(16, 16), (1, 1)])
