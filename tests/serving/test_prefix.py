@@ -75,11 +75,15 @@ class Client:
 
 
 def run(one, *prompts, **sampling):
-    """The clients of prompts that arrive together."""
+    """The clients of prompts that arrive together. The engine has kept their states when they are returned."""
     clients = [Client(one.model, prompt, **sampling) for prompt in prompts]
     for client in clients:
         one.submit(client.stream)
-    return [client.ended() for client in clients]
+    for client in clients:
+        client.ended()
+    one.submit()  # a request without streams, which the engine takes when it has done with what ended before
+    wait_for(one.arrivals.empty)
+    return clients
 
 
 def same(client, other):
