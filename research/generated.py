@@ -159,7 +159,8 @@ def corrected(name: str, a: str, b: str) -> str:
 
 def imitating(column: str, a: str, b: str) -> str:
     """A less b in nats per token, or in relative squared error, of models with linear layers."""
-    found = {(one.where, one.a, one.b): one for one in linear.differences(read_csv(linear.KEPT))}
+    family = next(each for each in linear.FAMILIES if (a, b) in each.pairs)
+    found = {(one.where, one.a, one.b): one for one in linear.differences(read_csv(linear.KEPT), family)}
     one = found[column, a, b]
     return stated(one.mean, linear.LOSS.digits, f"; {p_value(one.corrected)} by Holm")
 

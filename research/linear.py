@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,24 +43,52 @@ from headrace.training.transfer import Transfer, batches
 
 from . import RESULTS
 
-QUESTION = (
-    "Does a softmax over heads lower what is lost when attention layers become linear, beyond gates of the same range "
-    "without it? Student's t over the differences of arms with the same seed, corrected by Holm's rule over all "
-    "differences of the table."
-)
 BASE = "hedgehog(decay.kind=sigmoid-head{})"
+DELTA = "gated-deltanet"
 MIXERS = {
     "none": BASE.format(""),
     "softmax": BASE.format(",competition=default"),
     "sigmoid": BASE.format(",competition=sigmoid"),
     "published": BASE.format(",competition=paper"),
+    "scaled": BASE.format(",competition=paper,competition.scale=identity"),
+    DELTA: DELTA,
+    f"{DELTA} softmax": f"{DELTA}(competition=default)",
+    f"{DELTA} sigmoid": f"{DELTA}(competition=sigmoid)",
 }
 CONTROL = "unchanged"
-PAIRS = (("softmax", "none"), ("softmax", "sigmoid"), ("published", "none"), ("sigmoid", "none"))
 MEASURES = ("error", "nats", "book", "pairs", "needle")
 STATES = ("released", "imitating", "trained")  # of an arm's model
 COMPARED = ("after", "imitating", "trained")  # ends of the columns that are compared
 LOSS = Unit("", "", 3, verdicts=("higher", "lower"), joint="−")
+
+
+class Family(NamedTuple):
+    """Differences that are judged together: those of pairs of arms, in some measures."""
+
+    question: str
+    pairs: tuple[tuple[str, str], ...]
+    measures: tuple[str, ...] = MEASURES
+
+
+FAMILIES = (
+    Family(
+        "Does a softmax over heads lower what is lost when attention layers become linear, beyond gates of the same "
+        "range without it? Student's t over the differences of arms with the same seed, corrected by Holm's rule over "
+        "all differences of the table.",
+        (("softmax", "none"), ("softmax", "sigmoid"), ("published", "none"), ("sigmoid", "none")),
+    ),
+    Family(
+        "Is it the size of its gates, of which those of equal scores are a ninth, that makes the published form worse? "
+        "`scaled` is the published form with gates of 1 for equal scores.",
+        (("scaled", "published"), ("scaled", "none")),
+        ("error", "nats"),
+    ),
+    Family(
+        "The first question, asked of Gated DeltaNet in place of linear attention with learned feature maps.",
+        ((f"{DELTA} softmax", DELTA), (f"{DELTA} softmax", f"{DELTA} sigmoid"), (f"{DELTA} sigmoid", DELTA)),
+        ("error", "nats"),
+    ),
+)
 SEEDS = range(3)
 KEEP = Keep(every=2)
 IMITATION = Transfer(updates=200, rows=2, held_out=16, precision="bfloat16")
@@ -86,10 +114,11 @@ class Arm:
 def run(model: Path, data: Path, book: Path, folder: Path = Path("runs", "linear"), workers: int | None = None) -> None:
     """Trains and measures every arm."""
     arms = [Arm(name, seed, model, data, book, folder) for name, seed in product((CONTROL, *MIXERS), SEEDS)]
-    points = [Point(f"{arm.name}, seed {arm.seed}", Path("arms", f"{arm.name}-{arm.seed}.json"), arm) for arm in arms]
+    points = [
+        Point(f"{a.name}, seed {a.seed}", Path("arms", f"{a.name}-{a.seed}.json"), a, fingerprint=MIXERS.get(a.name))
+        for a in arms
+    ]
     plan = {
-        "question": QUESTION,
-        "mixers": MIXERS,
         "imitation": asdict(IMITATION),
         "whole": asdict(WHOLE),
         "keep": asdict(KEEP),
@@ -210,8 +239,12 @@ def show() -> None:
 def lines() -> list[str]:
     """The means of the arms, and their differences of one seed."""
     rows = read(KEPT)
-    header, *cells = table(differences(rows), "of")
-    return [*means(rows), "", *markdown(header, cells)]
+    shown = means(rows)
+    for family in FAMILIES:
+        if found := differences(rows, family):
+            header, *cells = table(found, "of")
+            shown += ["", family.question, "", *markdown(header, cells)]
+    return shown
 
 
 def means(rows: list[dict[str, str]]) -> list[str]:
@@ -227,18 +260,17 @@ def means(rows: list[dict[str, str]]) -> list[str]:
     return markdown(["arm", "model", "seeds", *MEASURES], shown)
 
 
-def differences(rows: list[dict[str, str]]) -> list[Difference]:
-    """The arms' differences, judged as one family."""
-    columns = [name for name in rows[0] if name.split("_")[0] in MEASURES and name.endswith(COMPARED)]
+def differences(rows: list[dict[str, str]], family: Family) -> list[Difference]:
+    """The differences of a family of which there are rows, judged together."""
+    columns = [name for name in rows[0] if name.split("_")[0] in family.measures and name.endswith(COMPARED)]
     values = {(row["arm"], row["seed"]): row for row in rows}
     found = []
-    for column, (a, b) in product(columns, PAIRS):
+    for column, (a, b) in product(columns, family.pairs):
         seeds = [seed for arm, seed in values if arm == a and (b, seed) in values]
         if seeds:
             gains = [float(values[a, i][column]) - float(values[b, i][column]) for i in seeds]
             found.append(over_seeds(a, b, gains, LOSS, where=column.replace("_", " ")))
-    (family,) = judged([found])
-    return family
+    return judged([found])[0]
 
 
 if __name__ == "__main__":
