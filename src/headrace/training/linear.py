@@ -12,7 +12,7 @@ from torch import nn
 
 from ..convert.linearize import attention_layers, linear_config, with_linear_layers
 from ..data import Collator, PackedData
-from ..data.rows import evenly_spaced, full_rows
+from ..data.rows import ORDER, evenly_spaced, full_rows
 from ..extra.windowed import WindowedMixer
 from ..files.provenance import claim
 from ..hf.config import HeadraceConfig
@@ -90,7 +90,7 @@ def imitate(
         linear.model.backbone.layers[i].mixer.float()
     folder.mkdir(exist_ok=True)
     plan = {"mixer": to_json(linear.config.mixers[changed[0]]), "layers": changed, "settings": asdict(settings)}
-    claim(folder, json.loads(json.dumps(plan)))  # as it is read back: lists for tuples
+    claim(folder, json.loads(json.dumps(plan | {"order": ORDER})))  # as it is read back: lists for tuples
     nats = {"original": held_out_loss(model, data, settings), "replaced": held_out_loss(linear, data, settings)}
     imitation = Imitation(model, linear, settings.trains)
     errors = transfer(imitation, data, settings, folder, device, tell, threads)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from torch.nn.utils import parametrize
 
 from ..convert.linearize import attention_of
 from ..data import Collator, PackedData
-from ..data.rows import evenly_spaced, full_rows
+from ..data.rows import evenly_spaced, full_rows, order
 from ..hf.model import HeadraceForCausalLM
 from ..layers.linear.mixer import LinearMixer
 from ..spec.record import PositiveFloat, PositiveInt
@@ -194,11 +194,11 @@ def errors(imitation: Imitation, data: PackedData, settings: Transfer, device: t
 
 def batches(data: PackedData, settings: Transfer, device: torch.device) -> Iterator[Batch]:
     """The rows of each step without an end, each epoch in another random order."""
-    chance, rows = torch.Generator().manual_seed(settings.seed), full_rows(data.train, data.manifest["length"])
-    while True:
-        order = torch.randperm(len(rows), generator=chance).tolist()
-        for begin in range(0, len(rows) - settings.rows + 1, settings.rows):
-            yield _batch([rows[i] for i in order[begin : begin + settings.rows]], device)
+    rows = full_rows(data.train, data.manifest["length"])
+    for epoch in count():
+        numbers = iter(order(rows, settings.seed, epoch))
+        for _ in range(len(rows) // settings.rows):
+            yield _batch([rows[i] for i in islice(numbers, settings.rows)], device)
 
 
 def _batch(rows: list[Any], device: torch.device) -> Batch:
