@@ -50,7 +50,6 @@ MIXERS = {
     "softmax": BASE.format(",competition=default"),
     "sigmoid": BASE.format(",competition=sigmoid"),
     "published": BASE.format(",competition=paper"),
-    "scaled": BASE.format(",competition=paper,competition.scale=identity"),
     DELTA: DELTA,
     f"{DELTA} softmax": f"{DELTA}(competition=default)",
     f"{DELTA} sigmoid": f"{DELTA}(competition=sigmoid)",
@@ -78,9 +77,9 @@ FAMILIES = (
         (("softmax", "none"), ("softmax", "sigmoid"), ("published", "none"), ("sigmoid", "none")),
     ),
     Family(
-        "Is it the size of its gates, of which those of equal scores are a ninth, that makes the published form worse? "
-        "`scaled` is the published form with gates of 1 for equal scores.",
-        (("scaled", "published"), ("scaled", "none")),
+        "What is the size of the gates worth? In a mean of values, which no norm follows, the published form is "
+        "`softmax` with gates of which those of equal scores are a ninth in place of 1.",
+        (("published", "softmax"),),
         ("error", "nats"),
     ),
     Family(

@@ -1,8 +1,11 @@
 """The study of gates in linearized layers: the table of its differences, by rows whose differences are known."""
 
 import pytest
+import torch
 
 from benchmarks.record import read, write
+from headrace import zoo
+from headrace.hf import HeadraceConfig, HeadraceForCausalLM
 from research import linear
 
 
@@ -26,6 +29,20 @@ def test_a_kept_table_has_the_columns_of_all_arms(tmp_path):
     rows = [{**made, "arm": "unchanged", "nats_trained": 2.0}, {**made, "arm": "none", "error_after": 0.5}]
     write(tmp_path / "kept.csv", rows)
     assert read(tmp_path / "kept.csv")[1]["error_after"] == "0.5"
+
+
+@torch.no_grad()
+def test_the_published_form_differs_from_the_softmax_in_the_size_of_its_gates_alone():
+    logits = {}
+    for form in ("default", "paper", "paper,competition.scale=identity"):
+        mixer = zoo.mixer(linear.BASE.format(f",competition={form}"))
+        model = HeadraceForCausalLM(HeadraceConfig(vocab_size=50, hidden_size=64, num_heads=4, mixer=mixer))
+        for name, parameter in model.double().named_parameters():
+            torch.manual_seed(len(name))
+            parameter.normal_(0, 0.3)
+        logits[form] = model(torch.arange(40)[None]).logits
+    default, published, scaled = logits.values()
+    assert (scaled - default).abs().max() < 1e-12 < (published - default).abs().max()
 
 
 @pytest.mark.parametrize(("names", "told"), [(16, 16), (1, 1)])
