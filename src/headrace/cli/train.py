@@ -77,7 +77,7 @@ class PrepareOptions:
 def prepare(options: PrepareOptions) -> dict[str, Any]:
     """Tokenize text for `headrace train`, or draw rows of a task.
 
-    After an interruption, the same command goes on. In rows of a task, only the answers contribute to the loss."""
+    In rows of a task, only the answers contribute to the loss."""
     one, output = options, options.output
     if any(map(is_on_the_hub, one.sources or ())) or tokenizer_is_elsewhere(one.tokenizer):
         ask_hub()
@@ -86,8 +86,7 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
     both = {"tokenizer": one.tokenizer, "length": one.length}
     held = {name: getattr(one, name) for name in ("train_bpe", "held_out", "column", "tokens", "sample")}
     refuse_ignored(one.sources, one.task, {"rows": one.rows} if one.task is None else held)
-    again = "" if one.task else "; the same command goes on"
-    with interruptible(f"{output} was not created{again}"):
+    with interruptible(f"{output} was not created"):
         if one.task is None:
             manifest = run(planned(one.sources or [], one.seed, one.workers, given(both | held)), output)
         else:
