@@ -131,9 +131,7 @@ MISTAKES = {
     "retrofit notes --output .": "--output '.' has no name of its own",
     "inspect notes --prompt a --output .": "--output '.' has no name of its own",
     "bench --what=": "--what names none; expected some of memory, training, prefill, decoding",
-    "zoo --json --markdown": "--json and --markdown are both given; expected one of them",
     "zoo --json --show cost": "--show and --json are both given; expected one of them",
-    "recipes --markdown": "--markdown has no effect without --mixers",
     "train laptop-1m --efficiency 0.5": "--efficiency has no effect without --machine",
     "train laptop-1m --efficiency 0.5 --dry-run": "--efficiency has no effect without --machine",
     "serve notes --host=": "--host='' is empty; expected a name or an address",
@@ -226,7 +224,7 @@ def mine(monkeypatch):
     monkeypatch.setitem(zoo.ATTENTION, "mine-too", AttentionSpec(kv_heads=4))
 
 
-@pytest.mark.parametrize("view", ["", "--json", "--markdown", *(f"--show {view}" for view in catalog.VIEWS)])
+@pytest.mark.parametrize("view", ["", "--json", *(f"--show {view}" for view in catalog.VIEWS)])
 def test_zoo_lists_registered_mixers(run_command, mine, view):
     code, out, _ = run_command("zoo", *view.split())
     assert code == 0 and all(name in out for name in ("mine", "softmax-mine", "mine-too"))

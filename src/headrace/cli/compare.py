@@ -233,19 +233,14 @@ def list_zoo(
         str | None, typer.Option(help=r"View of the table: update, axes, cost or paper. \[default: update]")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON output with every view and every spec.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Markdown output, of all views.")] = False,
 ) -> None:
     """List the named mixers and models.
 
     The views show each mixer as a memory update, by four design axes, with its cost, or with its paper."""
-    outputs = [name for name, on in (("--show", show), ("--json", as_json), ("--markdown", as_markdown)) if on]
-    if len(outputs) > 1:
-        raise InputError(f"{' and '.join(outputs)} are both given; expected one of them")
+    if show is not None and as_json:
+        raise InputError("--show and --json are both given; expected one of them")
     if show not in (None, *catalog.VIEWS):
         raise InputError(f"--show={show!r}; expected one of {', '.join(catalog.VIEWS)}")
-    if as_markdown:
-        print(catalog.markdown())
-        return
     rows = {name: catalog.describe(name) for name in zoo.names()}
     if as_json:
         models = {name: {"spec": to_json(spec)} for name, spec in zoo.MODELS.items()}

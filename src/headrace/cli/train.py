@@ -324,15 +324,13 @@ def list_recipes(
             r"\[default: none]"
         ),
     ] = None,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Markdown output of the counts.")] = False,
 ) -> None:
     """List the recipes of headrace, or the parameter counts of their models."""
     from ..training import recipes
 
     if mixers is not None:
-        print_parameters(zoo.several(mixers), as_markdown)
+        print_parameters(zoo.several(mixers))
         return
-    refuse_without("--mixers", markdown=as_markdown)
     table = Table("recipe", "width", "layers", "heads", "tokens", "tokens a step")
     for name in recipes.names():
         recipe, _ = recipes.load(name)
@@ -341,23 +339,16 @@ def list_recipes(
     Console().print(table)
 
 
-def print_parameters(mixers: tuple[str, ...], as_markdown: bool) -> None:
+def print_parameters(mixers: tuple[str, ...]) -> None:
     """Prints the parameter counts, in millions, of every recipe with every mixer."""
     from ..training import recipes
     from ..training.model import count, meta_model
 
-    head = ("recipe", "mixer", "body", "competition", "tied", "untied")
-    rows = []
+    parts = ("body", "competition", "tied", "untied")
+    table = Table("recipe", "mixer", title="parameters, millions")
+    for part in parts:
+        table.add_column(part, justify="right")
     for name, mixer in product(recipes.names(), mixers):
         counted = count(meta_model(recipes.load(name, {"mixer": mixer})[0]))
-        rows.append((name, mixer, *(f"{counted[part] / 1e6:,.2f}" for part in head[2:])))
-    if as_markdown:
-        for line in (head, ("---", "---", *["--:"] * 4), *rows):
-            print(f"| {' | '.join(line)} |")
-        return
-    table = Table(*head[:2], title="parameters, millions")
-    for part in head[2:]:
-        table.add_column(part, justify="right")
-    for row in rows:
-        table.add_row(*row)
+        table.add_row(name, mixer, *(f"{counted[part] / 1e6:,.2f}" for part in parts))
     Console().print(table)
