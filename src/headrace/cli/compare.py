@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
@@ -16,7 +15,7 @@ from ..report.numbers import count
 from ..spec.serialize import to_json
 from ..utils.errors import InputError
 from .console import Device, interruptible, refuse_with, refuse_without, terminal
-from .options import takes
+from .options import argument, option, takes
 
 
 @dataclass(frozen=True)
@@ -25,94 +24,85 @@ class CompareOptions:
 
     files: Annotated[
         list[str] | None,
-        typer.Argument(help=r"Files of text to model, as with --text. \[default: none]", show_default=False),
+        argument("Files of text to model, as with --text.", show_default=False),
     ] = None
     mixers: Annotated[
         str | None,
-        typer.Option(
-            help=r"Mixers, separated by commas: names or expressions (see `headrace zoo`), or all. "
-            r"\[default: the task's]"
-        ),
+        option("Mixers, separated by commas: names or expressions (see `headrace zoo`), or all.", default="the task's"),
     ] = None
     task: Annotated[
         str | None,
-        typer.Option(
-            help=r"Task, with fields in parentheses: key-value(length=128). \[default: pair; text with --text]"
-        ),
+        option("Task, with fields in parentheses: key-value(length=128).", default="pair; text with --text"),
     ] = None
     text: Annotated[
         list[str] | None,
-        typer.Option(
-            help="File of text to model: text, JSON Lines or Parquet, as for `headrace prepare`. Repeatable. "
-            r"\[default: none]"
-        ),
+        option("File of text to model: text, JSON Lines or Parquet, as for `headrace prepare`. Repeatable."),
     ] = None
     tokenizer: Annotated[
-        str | None, typer.Option(help=r"Tokenizer: bytes, a file, a folder or a name on the Hub. \[default: bytes]")
+        str | None, option("Tokenizer: bytes, a file, a folder or a name on the Hub.", default="bytes")
     ] = None
     seeds: Annotated[
         str | None,
-        typer.Option(help=r"Number of random seeds, or the seeds themselves: 10-14 or 7,10-14. \[default: 3]"),
+        option("Number of random seeds, or the seeds themselves: 10-14 or 7,10-14.", default="3"),
     ] = None
-    steps: Annotated[int | None, typer.Option(help=r"Number of training steps. \[default: 300]")] = None
-    batch_size: Annotated[int | None, typer.Option(help=r"Rows per training step. \[default: 64]")] = None
-    lr: Annotated[float | None, typer.Option(help=r"Peak learning rate. \[default: 0.01]")] = None
-    length: Annotated[int | None, typer.Option(help=r"Tokens per row. \[default: 48]")] = None
+    steps: Annotated[int | None, option("Number of training steps.", default="300")] = None
+    batch_size: Annotated[int | None, option("Rows per training step.", default="64")] = None
+    lr: Annotated[float | None, option("Peak learning rate.", default="0.01")] = None
+    length: Annotated[int | None, option("Tokens per row.", default="48")] = None
     sweep: Annotated[
         str | None,
-        typer.Option(
-            help="Field of the task, model or training and its values: FIELD=VALUE,VALUE,... "
-            r"Each value is one comparison. \[default: none]"
+        option(
+            "Field of the task, model or training and its values: FIELD=VALUE,VALUE,... Each value is one comparison."
         ),
     ] = None
     initializer_range: Annotated[
         float | None,
-        typer.Option(help=r"Standard deviation of the initial weights. \[default: 0.64 / √hidden_size]"),
+        option("Standard deviation of the initial weights.", default="0.64 / √hidden_size"),
     ] = None
     tune: Annotated[
         str | None,
-        typer.Option(
-            help="Field of the training and its values: lr=VALUE,VALUE,... Each mixer takes its best value, on "
-            r"seeds and rows that are not reported. \[default: none]"
+        option(
+            "Field of the training and its values: lr=VALUE,VALUE,... Each mixer takes its best value, on seeds "
+            "and rows that are not reported.",
         ),
     ] = None
     tune_seeds: Annotated[
         str | None,
-        typer.Option(help=r"Seeds of the search, as with --seeds. \[default: three that are not reported]"),
+        option("Seeds of the search, as with --seeds.", default="three that are not reported"),
     ] = None
-    hidden_size: Annotated[int | None, typer.Option(help=r"Hidden size of the models. \[default: 64]")] = None
-    layers: Annotated[int | None, typer.Option(help=r"Number of layers. \[default: 1]")] = None
-    heads: Annotated[int | None, typer.Option(help=r"Number of heads per layer. \[default: 8]")] = None
+    hidden_size: Annotated[int | None, option("Hidden size of the models.", default="64")] = None
+    layers: Annotated[int | None, option("Number of layers.", default="1")] = None
+    heads: Annotated[int | None, option("Number of heads per layer.", default="8")] = None
     match: Annotated[
         str | None,
-        typer.Option(
-            help="What all models have equally many of: parameters, or state: parameters and numbers of the state. "
-            r"\[default: parameters]"
+        option(
+            "What all models have equally many of: parameters, or state: parameters and numbers of the state.",
+            default="parameters",
         ),
     ] = None
     plan: Annotated[
         Path | None,
-        typer.Option(help=r"YAML file of a study with its question and test, in place of options. \[default: none]"),
+        option("YAML file of a study with its question and test, in place of options."),
     ] = None
     suite: Annotated[
         str | None,
-        typer.Option(
-            help="Suite of tasks with fixed settings: small, of the leaderboard. Each mixer gets a row, in a folder of "
-            r"its own. \[default: none]"
+        option(
+            "Suite of tasks with fixed settings: small, of the leaderboard. Each mixer gets a row, in a folder of "
+            "its own.",
         ),
     ] = None
     board: Annotated[
         Path | None,
-        typer.Option(
-            help="CSV file with the rows of others, which a suite's are shown beside. "
-            r"\[default: benchmarks/results/leaderboard.csv of the checkout]"
+        option(
+            "CSV file with the rows of others, which a suite's are shown beside.",
+            default="benchmarks/results/leaderboard.csv of the checkout",
         ),
     ] = None
-    output: Annotated[Path | None, typer.Option(help=r"Folder of the report. \[default: runs/<task>]")] = None
+    output: Annotated[Path | None, option("Folder of the report.", default="runs/<task>")] = None
     device: Device = None
     workers: Annotated[
         int | None,
-        typer.Option(help=r"Number of worker processes. \[default: one per GPU, or one per CPU core]"),
+        option("Number of worker processes.", default="one per GPU, or one per CPU core"),
     ] = None
 
     def __post_init__(self) -> None:
@@ -229,10 +219,8 @@ def refuse_beside_plan(plan: Path, options: dict[str, Any]) -> None:
 
 
 def list_zoo(
-    show: Annotated[
-        str | None, typer.Option(help=r"View of the table: update, axes, cost or paper. \[default: update]")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON output with every view and every spec.")] = False,
+    show: Annotated[str | None, option("View of the table: update, axes, cost or paper.", default="update")] = None,
+    as_json: Annotated[bool, option("JSON output with every view and every spec.", "--json")] = False,
 ) -> None:
     """List the named mixers and models.
 

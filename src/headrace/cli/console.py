@@ -19,22 +19,22 @@ from ..files.processes import Terminated, terminable
 from ..files.text import decode
 from ..utils import extras, plugins
 from ..utils.errors import InputError
+from .options import argument, option
 
 T = TypeVar("T")
 HEARTBEAT = 60.0  # seconds without a line after which the current line is repeated
 
-# The bracket of "[default: ...]" is escaped because Rich takes "[...]" for markup and prints nothing.
 Checkpoint = Annotated[
     Path,
-    typer.Argument(
-        help="Folder of a checkpoint, as `train`, `convert` or `save_pretrained` of transformers write it, or its name "
-        "on the Hugging Face Hub.",
+    argument(
+        "Folder of a checkpoint, as `train`, `convert` or `save_pretrained` of transformers write it, or its "
+        "name on the Hugging Face Hub."
     ),
 ]
-NewFolder = Annotated[Path, typer.Option(help="Folder to create. An existing folder is refused.")]
+NewFolder = Annotated[Path, option("Folder to create. An existing folder is refused.")]
 Device = Annotated[
     str | None,
-    typer.Option(help=r"Device: cpu, cuda, cuda:1, mps, or auto (an accelerator before the CPU). \[default: auto]"),
+    option("Device: cpu, cuda, cuda:1, mps, or auto (an accelerator before the CPU).", default="auto"),
 ]
 
 
@@ -46,20 +46,19 @@ def _at_least_1(threads: int | None) -> int | None:
 
 Threads = Annotated[
     int | None,
-    typer.Option(
+    option(
+        "Number of threads on a CPU.",
+        default="the fastest of all, half and 1, measured in the first steps",
         callback=_at_least_1,
-        help=r"Number of threads on a CPU. \[default: the fastest of all, half and 1, measured in the first steps]",
     ),
 ]
-PromptFile = Annotated[
-    Path | None, typer.Option("--file", help=r"UTF-8 file to read the text from. \[default: standard input]")
-]
+PromptFile = Annotated[Path | None, option("UTF-8 file to read the text from.", "--file", default="standard input")]
 Plugins = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
+        "Plug-in: a Python file, or a module, that registers mixers, models or tasks. Repeatable, beside "
+        "those of HEADRACE_PLUGINS and of installed packages.",
         "--plugin",
-        help="Plug-in: a Python file, or a module, that registers mixers, models or tasks. Repeatable, beside those of "
-        r"HEADRACE_PLUGINS and of installed packages. \[default: none]",
         show_default=False,
     ),
 ]
@@ -187,8 +186,8 @@ def with_plugins(command: Callable) -> Callable:
         return command(*args, **kwargs)
 
     signature = inspect.signature(command)
-    option = inspect.Parameter("plugin", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Plugins)
-    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), option])  # type: ignore[attr-defined]
+    plugin = inspect.Parameter("plugin", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Plugins)
+    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), plugin])  # type: ignore[attr-defined]
     run.__annotations__ = {**command.__annotations__, "plugin": Plugins}
     return run
 

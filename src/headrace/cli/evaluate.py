@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from .. import zoo
 from ..files.hub import ask_hub, check_config
 from .console import Device, Threads, interruptible, numbers, telling, terminal
-from .options import takes
+from .options import argument, option, takes
 
 
 @dataclass(frozen=True)
@@ -19,29 +17,21 @@ class EvaluateOptions:
     """The options of `headrace eval`."""
 
     checkpoints: Annotated[
-        list[str], typer.Argument(help="Folders or names on the Hub of causal language models, ours or others.")
+        list[str], argument("Folders or names on the Hub of causal language models, ours or others.")
     ]
     suite: Annotated[
         str,
-        typer.Option(
-            help="Suites, separated by commas: language, recall, needle, blimp, or tasks of lm-evaluation-harness."
-        ),
+        option("Suites, separated by commas: language, recall, needle, blimp, or tasks of lm-evaluation-harness."),
     ]
-    data: Annotated[
-        Path | None, typer.Option(help=r"Folder of local benchmark files. \[default: download from the Hub]")
-    ] = None
-    lengths: Annotated[str, typer.Option(help="Tokens of the prompts of `needle`, separated by commas.")] = (
-        "1024,2048,4096,8192"
-    )
-    limit: Annotated[int | None, typer.Option(help=r"Number of rows per task. \[default: all]")] = None
-    max_length: Annotated[
-        int | None, typer.Option(help=r"Maximum context in tokens. \[default: the model config's]")
-    ] = None
-    batch_size: Annotated[int, typer.Option(help="Rows per batch.", min=1)] = 8
+    data: Annotated[Path | None, option("Folder of local benchmark files.", default="download from the Hub")] = None
+    lengths: Annotated[str, option("Tokens of the prompts of `needle`, separated by commas.")] = "1024,2048,4096,8192"
+    limit: Annotated[int | None, option("Number of rows per task.", default="all")] = None
+    max_length: Annotated[int | None, option("Maximum context in tokens.", default="the model config's")] = None
+    batch_size: Annotated[int, option("Rows per batch.", min=1)] = 8
     device: Device = None
     threads: Threads = None
-    seed: Annotated[int, typer.Option(help="Random seed of the needles.", min=0, max=2**32 - 1)] = 1234
-    output: Annotated[Path | None, typer.Option(help=r"Folder of the report. \[default: runs/eval-<suite>]")] = None
+    seed: Annotated[int, option("Random seed of the needles.", min=0, max=2**32 - 1)] = 1234
+    output: Annotated[Path | None, option("Folder of the report.", default="runs/eval-<suite>")] = None
 
 
 @takes(EvaluateOptions)
@@ -81,30 +71,28 @@ class BenchOptions:
 
     mixers: Annotated[
         str,
-        typer.Option(
-            help="Mixers, separated by commas: names or expressions (see `headrace zoo`), transformers-llama, "
+        option(
+            "Mixers, separated by commas: names or expressions (see `headrace zoo`), transformers-llama, "
             "transformers-mamba2, transformers-qwen3-next; or checkpoints, which keep their own sizes."
         ),
     ] = "retnet,gla,gated-deltanet,mamba2,transformer,transformers-llama,transformers-mamba2,transformers-qwen3-next"
-    what: Annotated[str, typer.Option(help="Measurements, separated by commas.")] = "memory,training,prefill,decoding"
-    layers: Annotated[int | None, typer.Option(help=r"Number of layers. \[default: 24; 2 on a CPU]")] = None
-    hidden_size: Annotated[int, typer.Option(help="Hidden size of the models.")] = 1024
-    heads: Annotated[int, typer.Option(help="Number of heads per layer.")] = 4
-    lengths: Annotated[str, typer.Option(help="Tokens of a training row and of a prompt, separated by commas.")] = (
-        "512,2048"
-    )
-    batch_sizes: Annotated[str, typer.Option(help="Rows of a training step, separated by commas.")] = "1,2"
-    contexts: Annotated[str, typer.Option(help="Tokens of context before the decoded token, separated by commas.")] = (
+    what: Annotated[str, option("Measurements, separated by commas.")] = "memory,training,prefill,decoding"
+    layers: Annotated[int | None, option("Number of layers.", default="24; 2 on a CPU")] = None
+    hidden_size: Annotated[int, option("Hidden size of the models.")] = 1024
+    heads: Annotated[int, option("Number of heads per layer.")] = 4
+    lengths: Annotated[str, option("Tokens of a training row and of a prompt, separated by commas.")] = "512,2048"
+    batch_sizes: Annotated[str, option("Rows of a training step, separated by commas.")] = "1,2"
+    contexts: Annotated[str, option("Tokens of context before the decoded token, separated by commas.")] = (
         "1024,16384,131072,1048576"
     )
-    rounds: Annotated[int, typer.Option(help="Number of timed rounds. One more round warms up.")] = 5
-    threads: Annotated[int, typer.Option(help="Number of CPU threads.")] = 1
+    rounds: Annotated[int, option("Number of timed rounds. One more round warms up.")] = 5
+    threads: Annotated[int, option("Number of CPU threads.")] = 1
     device: Device = None
     dtype: Annotated[
         str | None,
-        typer.Option(help=r"Data type: bfloat16, float32 or float64. \[default: bfloat16; float32 on a CPU]"),
+        option("Data type: bfloat16, float32 or float64.", default="bfloat16; float32 on a CPU"),
     ] = None
-    output: Annotated[Path, typer.Option(help="Folder for bench.csv and report.html.")] = Path("runs/bench")
+    output: Annotated[Path, option("Folder for bench.csv and report.html.")] = Path("runs/bench")
 
     def __post_init__(self) -> None:
         for name in zoo.several(self.mixers):

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.table import Table
 
 from .. import zoo
@@ -15,7 +14,7 @@ from ..spec.linear import MixerSpec
 from ..utils.errors import InputError
 from ..utils.integrity import write_json
 from .console import Checkpoint, Device, NewFolder, Threads, interruptible, telling, terminal
-from .options import takes
+from .options import option, takes
 
 CHECKPOINTS = "transfer/checkpoint-*/complete.json"  # from which a command goes on
 
@@ -26,38 +25,33 @@ class LinearizeOptions:
 
     checkpoint: Checkpoint
     output: NewFolder
-    data: Annotated[
-        Path, typer.Option(help="Folder of `headrace prepare`, whose --tokenizer is the checkpoint, to imitate on.")
-    ]
-    mixer: Annotated[
-        str, typer.Option(help="Linear mixer in place of attention: hedgehog, lolcats(window=64), gla, ...")
-    ] = "hedgehog(decay.kind=sigmoid-head)"
+    data: Annotated[Path, option("Folder of `headrace prepare`, whose --tokenizer is the checkpoint, to imitate on.")]
+    mixer: Annotated[str, option("Linear mixer in place of attention: hedgehog, lolcats(window=64), gla, ...")] = (
+        "hedgehog(decay.kind=sigmoid-head)"
+    )
     keep: Annotated[
         str,
-        typer.Option(
-            help="Attention layers that stay: 4,12,20, or every=4 (each fourth, from the first), worst=6 (those whose "
+        option(
+            "Attention layers that stay: 4,12,20, or every=4 (each fourth, from the first), worst=6 (those whose "
             "imitation is worst), or none."
         ),
     ] = "every=2"
-    steps: Annotated[int, typer.Option(help="Number of training steps.")] = 200
-    rows: Annotated[int, typer.Option(help="Rows of the data per step.")] = 2
-    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-2
+    steps: Annotated[int, option("Number of training steps.")] = 200
+    rows: Annotated[int, option("Rows of the data per step.")] = 2
+    lr: Annotated[float, option("Peak learning rate.")] = 1e-2
     trains: Annotated[
-        str, typer.Option(help="What trains: new (what the old layers do not have), or all weights of the new layers.")
+        str, option("What trains: new (what the old layers do not have), or all weights of the new layers.")
     ] = "new"
-    precision: Annotated[
-        str, typer.Option(help="Of activations: float32, or bfloat16 by autocast. Weights are not rounded.")
-    ] = "float32"
-    held_out: Annotated[int, typer.Option(help="Held-out rows on which the errors and losses are measured.")] = 16
-    seed: Annotated[int, typer.Option(help="Random seed of new weights and of the order of the rows.")] = 0
+    precision: Annotated[str, option("Of activations: float32, or bfloat16 by autocast. Weights are not rounded.")] = (
+        "float32"
+    )
+    held_out: Annotated[int, option("Held-out rows on which the errors and losses are measured.")] = 16
+    seed: Annotated[int, option("Random seed of new weights and of the order of the rows.")] = 0
     device: Device = None
     threads: Threads = None
     machine: Annotated[
         str | None,
-        typer.Option(
-            help=r"Machine, such as 1xH100: print its memory and hours for the imitation, and train nothing. "
-            r"\[default: none]"
-        ),
+        option("Machine, such as 1xH100: print its memory and hours for the imitation, and train nothing."),
     ] = None
 
     def __post_init__(self) -> None:

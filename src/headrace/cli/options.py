@@ -7,8 +7,29 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
+import typer
+
 T = TypeVar("T")
+DEFAULT = r" \[default: {}]"  # its bracket is escaped, as Rich takes "[...]" for markup and prints nothing
 Result = TypeVar("Result")
+
+
+def option(help: str, *names: str, default: str | None = None, **more: Any) -> Any:
+    """What Typer is to know of an option. default: what None stands for, in its help; None: "none"."""
+    return typer.Option(*names, help=help + ("" if default is None else DEFAULT.format(default)), **more)
+
+
+def argument(help: str, default: str | None = None, **more: Any) -> Any:
+    """The same of an argument."""
+    return typer.Argument(help=help + ("" if default is None else DEFAULT.format(default)), **more)
+
+
+def show_defaults(command: Callable) -> None:
+    """Adds a default of none to the help of those parameters that have no other. Typer shows no default of None."""
+    for parameter in inspect.signature(command).parameters.values():
+        for known in getattr(parameter.annotation, "__metadata__", ()):
+            if parameter.default is None and "[default:" not in known.help:
+                known.help += DEFAULT.format("none")
 
 
 def takes(record: type[T]) -> Callable[[Callable[[T], Result]], Callable[..., Result]]:

@@ -6,7 +6,6 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -15,7 +14,7 @@ from ..files.hub import ask_hub, is_on_the_hub, tokenizer_is_elsewhere
 from ..training.settings import assignments
 from ..utils.errors import InputError
 from .console import NewFolder, interruptible, refuse_without
-from .options import takes
+from .options import argument, option, takes
 
 GIGA = 1e9
 PICTURES = (".png", ".pdf", ".svg")
@@ -28,47 +27,44 @@ class PrepareOptions:
     output: NewFolder
     sources: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="Text, JSON Lines or Parquet files (also .gz, .zst, .bz2, .xz), or one data set: a folder or a name "
-            r"on the Hub. \[default: none, with --task]"
+        argument(
+            "Text, JSON Lines or Parquet files (also .gz, .zst, .bz2, .xz), or one data set: a folder or a name "
+            "on the Hub.",
+            default="none, with --task",
         ),
     ] = None
     tokenizer: Annotated[
-        str | None, typer.Option(help=r"Tokenizer: bytes, a file, a folder or a name on the Hub. \[default: bytes]")
+        str | None, option("Tokenizer: bytes, a file, a folder or a name on the Hub.", default="bytes")
     ] = None
-    train_bpe: Annotated[
-        int | None, typer.Option(help=r"Vocabulary size of a BPE tokenizer to train on the data. \[default: none]")
-    ] = None
-    length: Annotated[int | None, typer.Option(help=r"Tokens per row. \[default: 4096; with --task, the task's]")] = (
-        None
-    )
+    train_bpe: Annotated[int | None, option("Vocabulary size of a BPE tokenizer to train on the data.")] = None
+    length: Annotated[int | None, option("Tokens per row.", default="4096; with --task, the task's")] = None
     held_out: Annotated[
         float | None,
-        typer.Option(
-            help="Fraction of the documents that is held out for evaluation; of fewer than 20 documents, of the text, "
-            r"in pieces drawn over all of it. \[default: 0.001]"
+        option(
+            "Fraction of the documents that is held out for evaluation; of fewer than 20 documents, of the text, "
+            "in pieces drawn over all of it.",
+            default="0.001",
         ),
     ] = None
     column: Annotated[
-        str | None, typer.Option(help=r"Column of the text in JSON Lines, Parquet and on the Hub. \[default: text]")
+        str | None, option("Column of the text in JSON Lines, Parquet and on the Hub.", default="text")
     ] = None
-    seed: Annotated[int, typer.Option(help="Random seed of the sample, the held-out documents or the task's rows.")] = 0
-    workers: Annotated[int, typer.Option(help="Number of worker processes.")] = 1
+    seed: Annotated[int, option("Random seed of the sample, the held-out documents or the task's rows.")] = 0
+    workers: Annotated[int, option("Number of worker processes.")] = 1
     task: Annotated[
         str | None,
-        typer.Option(
-            help=r"Task to draw rows from instead of text: mqar, needle(kind=2, length=1024), ... \[default: none]"
-        ),
+        option("Task to draw rows from instead of text: mqar, needle(kind=2, length=1024), ..."),
     ] = None
-    rows: Annotated[int | None, typer.Option(help=r"Number of rows of the task. \[default: 10000]")] = None
+    rows: Annotated[int | None, option("Number of rows of the task.", default="10000")] = None
     tokens: Annotated[
-        float | None, typer.Option(help=r"Number of training tokens at which to stop. \[default: all of the text]")
+        float | None, option("Number of training tokens at which to stop.", default="all of the text")
     ] = None
     sample: Annotated[
         float | None,
-        typer.Option(
-            help="Share of the documents to keep, chosen at random from files in random order, by --seed. 1 reads "
-            r"whole files until there are --tokens; less reads more files. \[default: all documents in order]"
+        option(
+            "Share of the documents to keep, chosen at random from files in random order, by --seed. 1 reads "
+            "whole files until there are --tokens; less reads more files.",
+            default="all documents in order",
         ),
     ] = None
 
@@ -152,50 +148,45 @@ def given(options: dict[str, Any]) -> dict[str, Any]:
 class TrainOptions:
     """The options of `headrace train`."""
 
-    recipe: Annotated[str, typer.Argument(help="Recipe: a name (see `headrace recipes`) or a YAML file.")]
+    recipe: Annotated[str, argument("Recipe: a name (see `headrace recipes`) or a YAML file.")]
     settings: Annotated[
         list[str] | None,
-        typer.Argument(help=r"Changes to fields of the recipe: FIELD=VALUE ... \[default: none]", show_default=False),
+        argument("Changes to fields of the recipe: FIELD=VALUE ...", show_default=False),
     ] = None
     data: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder that `headrace prepare` wrote, whose row length and vocabulary size a laptop recipe takes. "
-            r"\[default: none; required except with --dry-run]"
+        option(
+            "Folder that `headrace prepare` wrote, whose row length and vocabulary size a laptop recipe takes.",
+            default="none; required except with --dry-run",
         ),
     ] = None
-    output: Annotated[Path | None, typer.Option(help=r"Folder of the run. \[default: runs/<recipe>-<mixer>]")] = None
+    output: Annotated[Path | None, option("Folder of the run.", default="runs/<recipe>-<mixer>")] = None
     mixer: Annotated[
         str | None,
-        typer.Option(
-            help="Mixer: a name or expression (see `headrace zoo`), or checkpoint: the layers and sizes of `weights`. "
-            r"\[default: the recipe's]"
+        option(
+            "Mixer: a name or expression (see `headrace zoo`), or checkpoint: the layers and sizes of `weights`.",
+            default="the recipe's",
         ),
     ] = None
-    trackers: Annotated[
-        str, typer.Option(help="Trackers, separated by commas: tensorboard, wandb, trackio; or none.")
-    ] = "none"
-    timeout: Annotated[
-        int, typer.Option(help="Seconds that a process of torchrun waits for the others before the run ends.")
-    ] = 1800
+    trackers: Annotated[str, option("Trackers, separated by commas: tensorboard, wandb, trackio; or none.")] = "none"
+    timeout: Annotated[int, option("Seconds that a process of torchrun waits for the others before the run ends.")] = (
+        1800
+    )
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Dry run: print parameters, FLOPs, memory and time, and train nothing.")
+        bool, option("Dry run: print parameters, FLOPs, memory and time, and train nothing.", "--dry-run")
     ] = False
     machine: Annotated[
         str | None,
-        typer.Option(
-            help="Machine of the dry run, such as 8xH100 or 4x8xH100: print layout, memory per device and days. "
-            r"\[default: none]"
-        ),
+        option("Machine of the dry run, such as 8xH100 or 4x8xH100: print layout, memory per device and days."),
     ] = None
     efficiency: Annotated[
         float | None,
-        typer.Option(
-            help="Fraction of the machine's peak FLOPs that the dry run assumes the model to reach. "
-            r"\[default: measured with the mixer on one H200]"
+        option(
+            "Fraction of the machine's peak FLOPs that the dry run assumes the model to reach.",
+            default="measured with the mixer on one H200",
         ),
     ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="JSON output of the dry run.")] = False
+    as_json: Annotated[bool, option("JSON output of the dry run.", "--json")] = False
 
     def __post_init__(self) -> None:
         from ..training.recipes import CHECKPOINT
@@ -246,8 +237,8 @@ def train(options: TrainOptions) -> Path | None:
 
 
 def curves(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs that `headrace train` wrote or is writing.")],
-    output: Annotated[Path, typer.Option(help="Image file to write: PNG, PDF or SVG.")] = Path("curves.png"),
+    runs: Annotated[list[Path], argument("Folders of runs that `headrace train` wrote or is writing.")],
+    output: Annotated[Path, option("Image file to write: PNG, PDF or SVG.")] = Path("curves.png"),
 ) -> None:
     """Plot the loss of several runs against the training step."""
     from ..training.card import draw_curves, named, read_history
@@ -319,10 +310,7 @@ def machine_rows(plan: dict[str, Any]) -> dict[str, str]:
 def list_recipes(
     mixers: Annotated[
         str | None,
-        typer.Option(
-            help="Mixers, separated by commas, or all: print the parameter counts of each recipe with each mixer. "
-            r"\[default: none]"
-        ),
+        option("Mixers, separated by commas, or all: print the parameter counts of each recipe with each mixer."),
     ] = None,
 ) -> None:
     """List the recipes of headrace, or the parameter counts of their models."""

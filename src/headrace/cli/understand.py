@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
 
 from .console import (
@@ -16,7 +15,7 @@ from .console import (
     telling,
     track,
 )
-from .options import takes
+from .options import option, takes
 
 
 @dataclass(frozen=True)
@@ -26,15 +25,15 @@ class InspectOptions:
     checkpoint: Checkpoint
     prompt: Annotated[
         str | None,
-        typer.Option("--prompt", "--text", help=r"Text for the model to read. \[default: --file or standard input]"),
+        option("Text for the model to read.", "--prompt", "--text", default="--file or standard input"),
     ] = None
     file: PromptFile = None
     tokens: Annotated[
         int | None,
-        typer.Option(help=r"Number of tokens to keep of a longer text. \[default: all; more than 2000 are refused]"),
+        option("Number of tokens to keep of a longer text.", default="all; more than 2000 are refused"),
     ] = None
     device: Device = None
-    output: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("inspect.html")
+    output: Annotated[Path, option("HTML file to write.")] = Path("inspect.html")
 
 
 @takes(InspectOptions)

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from ..files.hub import GGUF
 from ..files.processes import new_folder
 from ..utils.errors import InputError
@@ -28,7 +26,7 @@ from .console import (
     refuse_without,
     requiring_extra,
 )  # fmt: skip
-from .options import takes
+from .options import argument, option, takes
 
 # Files that `convert` and `export` copy unchanged: the tokenizer in any of its formats, and the generation settings.
 COPIED = (
@@ -42,59 +40,51 @@ class GenerateOptions:
     """The options of `headrace generate`."""
 
     checkpoint: Checkpoint
-    prompt: Annotated[str | None, typer.Option(help=r"Text to continue. \[default: --file or standard input]")] = None
+    prompt: Annotated[str | None, option("Text to continue.", default="--file or standard input")] = None
     file: PromptFile = None
-    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 100
-    temperature: Annotated[float, typer.Option(help="Sampling temperature. 0 takes the most likely token.")] = 0.8
-    top_p: Annotated[
-        float, typer.Option(help="Nucleus sampling: probability mass of the most likely tokens to sample from.")
-    ] = 1.0
-    top_k: Annotated[int, typer.Option(help="Number of most likely tokens to sample from. 0 takes all.")] = 0
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Factor that makes earlier tokens less likely. 1 changes nothing.")
-    ] = 1.0
-    seed: Annotated[int | None, typer.Option(help=r"Random seed of the sampling. \[default: a new one, printed]")] = (
-        None
+    max_new_tokens: Annotated[int, option("Maximum number of new tokens.")] = 100
+    temperature: Annotated[float, option("Sampling temperature. 0 takes the most likely token.")] = 0.8
+    top_p: Annotated[float, option("Nucleus sampling: probability mass of the most likely tokens to sample from.")] = (
+        1.0
     )
+    top_k: Annotated[int, option("Number of most likely tokens to sample from. 0 takes all.")] = 0
+    repetition_penalty: Annotated[float, option("Factor that makes earlier tokens less likely. 1 changes nothing.")] = (
+        1.0
+    )
+    seed: Annotated[int | None, option("Random seed of the sampling.", default="a new one, printed")] = None
     device: Device = None
     resume: Annotated[
         Path | None,
-        typer.Option(
-            help="File of --save-state to go on from, of the same model. --prompt or --file may follow it. "
-            r"\[default: none]"
-        ),
+        option("File of --save-state to go on from, of the same model. --prompt or --file may follow it."),
     ] = None
     save_state: Annotated[
         Path | None,
-        typer.Option(
-            help="File to write the state to after the last token. An existing one is refused, unless it is that of "
-            r"--resume. \[default: none]"
+        option(
+            "File to write the state to after the last token. An existing one is refused, unless it is that of "
+            "--resume.",
         ),
     ] = None
-    cuda_graph: Annotated[
-        bool, typer.Option("--cuda-graph", help="Fail where no CUDA graph can compute the tokens on a GPU.")
-    ] = False
+    cuda_graph: Annotated[bool, option("Fail where no CUDA graph can compute the tokens on a GPU.", "--cuda-graph")] = (
+        False
+    )
     draft: Annotated[
         Path | None,
-        typer.Option(
-            help="Checkpoint of a smaller model with the same tokens, which proposes the next ones. The model reads "
-            r"several at once; the text is as likely as without. \[default: none]"
+        option(
+            "Checkpoint of a smaller model with the same tokens, which proposes the next ones. The model reads "
+            "several at once; the text is as likely as without.",
         ),
     ] = None
     prompt_lookup: Annotated[
         int | None,
-        typer.Option(
-            help="Number of tokens to propose, in place of a draft model: those that followed the last two tokens, or "
-            r"the last one, where they were before. \[default: none]"
+        option(
+            "Number of tokens to propose, in place of a draft model: those that followed the last two tokens, or "
+            "the last one, where they were before.",
         ),
     ] = None
     threads: Threads = None
     as_json: Annotated[
         bool,
-        typer.Option(
-            "--json",
-            help="JSON output of the new text, its tokens, speed, engine and seed, instead of streamed text.",
-        ),
+        option("JSON output of the new text, its tokens, speed, engine and seed, instead of streamed text.", "--json"),
     ] = False
 
     def __post_init__(self) -> None:
@@ -152,49 +142,45 @@ class ServeOptions:
     """The options of `headrace serve`."""
 
     checkpoint: Checkpoint
-    host: Annotated[str, typer.Option(help="Host name or address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(help="Port to listen on. 0 takes a free port.")] = 8000
-    max_prompt_tokens: Annotated[int, typer.Option(help="Maximum tokens of a prompt. Longer prompts are refused.")] = (
-        32768
-    )
-    max_tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer. Requests for more are refused.")] = 4096
+    host: Annotated[str, option("Host name or address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, option("Port to listen on. 0 takes a free port.")] = 8000
+    max_prompt_tokens: Annotated[int, option("Maximum tokens of a prompt. Longer prompts are refused.")] = 32768
+    max_tokens: Annotated[int, option("Maximum tokens of an answer. Requests for more are refused.")] = 4096
     max_requests: Annotated[
         int,
-        typer.Option(
-            help="Maximum number of open requests, where each choice for each prompt counts as one. Further ones are "
+        option(
+            "Maximum number of open requests, where each choice for each prompt counts as one. Further ones are "
             "refused."
         ),
     ] = 256
     prefix_cache: Annotated[
         str,
-        typer.Option(
-            help="Memory for the states of prompts, from which prompts with the same beginning go on, such as 256MB or "
+        option(
+            "Memory for the states of prompts, from which prompts with the same beginning go on, such as 256MB or "
             "2GB. 0: none."
         ),
     ] = "256MB"
     device: Device = None
     threads: Threads = None
-    name: Annotated[
-        str | None, typer.Option(help=r"Name of the model in requests. \[default: the path of the checkpoint]")
-    ] = None
+    name: Annotated[str | None, option("Name of the model in requests.", default="the path of the checkpoint")] = None
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Name of this machine that requests may have in their Host header, beside localhost, --host and any "
-            r"address. Can be repeated. \[default: none]"
+        option(
+            "Name of this machine that requests may have in their Host header, beside localhost, --host and any "
+            "address. Can be repeated.",
         ),
     ] = None
     api_key: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "Secret that requests must have in the header Authorization: Bearer KEY. Other users of the machine "
+            "can see the option, but not the environment variable.",
             envvar="HEADRACE_API_KEY",
-            help="Secret that requests must have in the header Authorization: Bearer KEY. Other users of the machine "
-            r"can see the option, but not the environment variable. \[default: none]",
         ),
     ] = None
     no_api_key: Annotated[
         bool,
-        typer.Option("--no-api-key", help="Serve without a key on an address that other machines can reach."),
+        option("Serve without a key on an address that other machines can reach.", "--no-api-key"),
     ] = False
 
     def __post_init__(self) -> None:
@@ -240,28 +226,30 @@ def new_checkpoint(output: Path) -> Iterator[Path]:
 def convert(
     checkpoint: Annotated[
         str,
-        typer.Argument(help="Folder of a checkpoint, its name on the Hugging Face Hub, or a GGUF file."),
+        argument("Folder of a checkpoint, its name on the Hugging Face Hub, or a GGUF file."),
     ],
     output: NewFolder,
     to: Annotated[
         str | None,
-        typer.Option(
-            help="Target format: a model_type of transformers or flash-linear-attention, such as qwen3_next or gla. An "
-            r"unknown one is refused with the list of all. \[default: the format of headrace]"
+        option(
+            "Target format: a model_type of transformers or flash-linear-attention, such as qwen3_next or gla. An "
+            "unknown one is refused with the list of all.",
+            default="the format of headrace",
         ),
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(
-            help="Precision of the converted model: float32, bfloat16 or float16. The default rounds no tensor, and is "
-            r"that of the most precise one. \[default: that of the checkpoint]"
+        option(
+            "Precision of the converted model: float32, bfloat16 or float16. The default rounds no tensor, and is "
+            "that of the most precise one.",
+            default="that of the checkpoint",
         ),
     ] = None,
     ignore: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Field of the foreign config.json to leave out, for one that is refused and that changes nothing. "
-            r"Can be repeated. \[default: none]"
+        option(
+            "Field of the foreign config.json to leave out, for one that is refused and that changes nothing. Can "
+            "be repeated.",
         ),
     ] = None,
 ) -> None:
@@ -299,24 +287,19 @@ def export(
     output: NewFolder,
     to: Annotated[
         str,
-        typer.Option(
-            help="Format: onnx (ONNX Runtime), web (the same with a page for a browser), or gguf (llama.cpp)."
-        ),
+        option("Format: onnx (ONNX Runtime), web (the same with a page for a browser), or gguf (llama.cpp)."),
     ],
-    weights: Annotated[
-        str | None, typer.Option(help=r"Precision of the weights: float32, or int8. \[default: float32]")
-    ] = None,
+    weights: Annotated[str | None, option("Precision of the weights: float32, or int8.", default="float32")] = None,
     opset: Annotated[
         int | None,
-        typer.Option(
-            help=r"ONNX's version: 23, or 27, whose LinearAttention runtimes do not enable yet. \[default: 23]"
-        ),
+        option("ONNX's version: 23, or 27, whose LinearAttention runtimes do not enable yet.", default="23"),
     ] = None,
     libraries: Annotated[
         str | None,
-        typer.Option(
-            help="Where the page of --to web finds onnxruntime-web and @huggingface/tokenizers: an address, or a "
-            r"folder node_modules to copy them from. \[default: https://cdn.jsdelivr.net/npm]"
+        option(
+            "Where the page of --to web finds onnxruntime-web and @huggingface/tokenizers: an address, or a "
+            "folder node_modules to copy them from.",
+            default="https://cdn.jsdelivr.net/npm",
         ),
     ] = None,
 ) -> None:

@@ -13,7 +13,7 @@ from rich.table import Table
 from .. import zoo
 from ..utils.errors import InputError
 from .console import Device, interruptible, refuse_with, refuse_without, telling, terminal, track
-from .options import takes
+from .options import argument, option, takes
 
 
 @dataclass(frozen=True)
@@ -22,35 +22,32 @@ class VerifyOptions:
 
     targets: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="Layers or models of others: transformers:mamba2, transformers:Qwen3_5GatedDeltaNet, "
-            r"fla:GatedLinearAttention, or a file and a function that returns an adapter, layer.py:adapter. "
-            r"\[default: our own mixers]",
+        argument(
+            "Layers or models of others: transformers:mamba2, transformers:Qwen3_5GatedDeltaNet, "
+            "fla:GatedLinearAttention, or a file and a function that returns an adapter, layer.py:adapter.",
+            default="our own mixers",
             show_default=False,
         ),
     ] = None
     mixers: Annotated[
         str | None,
-        typer.Option(
-            help="Mixers, separated by commas: names or expressions (see `headrace zoo`), or linear_attention for the "
-            r"op by itself at the sizes of large models. \[default: all mixers, on a GPU also the op]"
+        option(
+            "Mixers, separated by commas: names or expressions (see `headrace zoo`), or linear_attention for the "
+            "op by itself at the sizes of large models.",
+            default="all mixers, on a GPU also the op",
         ),
     ] = None
     device: Device = None
     dtype: Annotated[
         str | None,
-        typer.Option(help=r"Data type: float64, float32 or bfloat16. \[default: float64; of a target, float32]"),
+        option("Data type: float64, float32 or bfloat16.", default="float64; of a target, float32"),
     ] = None
-    backend: Annotated[
-        str | None, typer.Option(help=r"Backends to check, separated by commas. \[default: all that run here]")
-    ] = None
-    laws: Annotated[
-        str | None, typer.Option(help=r"Laws to check of a target, separated by commas. \[default: all]")
-    ] = None
-    seed: Annotated[int, typer.Option(help="Seed of a target's parameters and inputs.")] = 0
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the verdicts on a target, versions and machine as JSON.")
-    ] = False
+    backend: Annotated[str | None, option("Backends to check, separated by commas.", default="all that run here")] = (
+        None
+    )
+    laws: Annotated[str | None, option("Laws to check of a target, separated by commas.", default="all")] = None
+    seed: Annotated[int, option("Seed of a target's parameters and inputs.")] = 0
+    as_json: Annotated[bool, option("Print the verdicts on a target, versions and machine as JSON.", "--json")] = False
 
     def __post_init__(self) -> None:
         if self.targets:
