@@ -1,7 +1,7 @@
 """The model of an arm, with the inputs and labels of a task's rows as its arguments."""
 
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,9 @@ from ..training.model import matrix_products
 from ..training.parameters import initialize_gates
 from .shape import ArmRecipe, Shape
 
-if TYPE_CHECKING:
-    from .plan import Arm
-
 
 class Candidate(NamedTuple):
-    """What a model is built for, as the arm of a plan is. `spec` is the mixer as JSON, `width` the MLP's."""
+    """What a model is built for; the arm of a plan has the same. `spec` is the mixer as JSON, `width` the MLP's."""
 
     task: Task
     shape: Shape
@@ -64,7 +61,7 @@ class CompleteModel(nn.Module):
         return self.model(labels=shift_labels, **rows)
 
 
-def model_inputs(arm: "Arm | Candidate", rows: Batch) -> Batch:
+def model_inputs(arm: Any, rows: Batch) -> Batch:
     """The rows of a task as arguments of the arm's model. For a causal model on a sequence-to-sequence task, source and
     target are concatenated to one row."""
     if not isinstance(arm.task, Sequences) or isinstance(from_json(arm.spec), ModelSpec):
@@ -77,7 +74,7 @@ def model_inputs(arm: "Arm | Candidate", rows: Batch) -> Batch:
     }
 
 
-def build(arm: "Arm | Candidate") -> CausalModel | CompleteModel:
+def build(arm: Any) -> CausalModel | CompleteModel:
     """Builds the arm's model with parameters drawn from torch's global generator.
 
     Gate parameters are drawn last, so that a mixer and its softmax version start from the same other weights."""
