@@ -134,7 +134,7 @@ def test_the_page_names_the_models_and_each_machine_once(count, said, tmp_path):
                               (64, {"processor": "B", "date": 3}))
     ]  # fmt: skip
     assert report.environments(held) == [{"processor": "A"}, {"processor": "B"}]
-    page = report.write_report(held, results.rows(held, plan), plan, tmp_path, "headrace bench").read_text("utf-8")
+    page = report.write_report(held, results.rows(held, plan), plan, tmp_path).read_text("utf-8")
     assert said in page and f"with {count} thread{'s' * (count - 1)}." in page
 
 

@@ -32,9 +32,7 @@ CAPTION = (
 )
 
 
-def write_report(
-    results: list[dict[str, Any]], lines: list[dict[str, Any]], plan: BenchPlan, folder: Path, command: str
-) -> Path:
+def write_report(results: list[dict[str, Any]], lines: list[dict[str, Any]], plan: BenchPlan, folder: Path) -> Path:
     shape = plan.shape
     about = (
         f"{count(len(plan.models), 'model')} of {count(shape.layers, 'layer')}, {shape.hidden_size} wide, "
@@ -43,7 +41,7 @@ def write_report(
         "models took turns in one process, ± half the interquartile range."
     )
     sections = [overheads(results, plan), *(measured(what, lines, plan, folder) for what in present(results))]
-    return Page("Cost of competition", [about], sections, command, environments(results)).write(folder / "report.html")
+    return Page("Cost of competition", [about], sections, environments(results)).write(folder / "report.html")
 
 
 def environments(results: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -113,7 +113,7 @@ class CompareOptions:
         else:
             refuse_with("--suite", **self.changes | self.others | {"mixers": None}, plan=self.plan)
         if self.plan is not None:
-            refuse_beside_plan(self.plan, self.changes | self.others)
+            refuse_with(f"--plan {str(self.plan)!r}, which has all settings", **self.changes | self.others)
 
     @property
     def sources(self) -> list[str]:
@@ -208,14 +208,6 @@ def run(study: Any, folder: Path, places: list[str]) -> dict[str, Any]:
             results = complete(study, folder, progress.listen, places)
         write_report(results, folder)
     return results
-
-
-def refuse_beside_plan(plan: Path, options: dict[str, Any]) -> None:
-    """InputError for an option beside --plan, whose file has all settings."""
-    if beside := next((name for name, value in options.items() if value is not None), None):
-        raise InputError(
-            f"--{beside.replace('_', '-')} is given beside --plan {str(plan)!r}, which has all settings; expected one"
-        )
 
 
 def list_zoo(

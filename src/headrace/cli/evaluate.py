@@ -1,7 +1,5 @@
 """Evaluate: eval, bench."""
 
-import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -128,6 +126,6 @@ def bench(options: BenchOptions) -> None:
             held = complete(plan, measurements, output, tell)
         lines = rows(held, plan)
         write_csv(output / "bench.csv", lines)
-        report = write_report(held, lines, plan, output, shlex.join(["headrace", *sys.argv[1:]]))
+        report = write_report(held, lines, plan, output)
     print_section(overheads(held, plan), console)
     console.print(f"The report is {report}, the numbers {output / 'bench.csv'}", soft_wrap=True, highlight=False)

@@ -1,7 +1,6 @@
 """Linearize: a trained model whose attention layers become linear."""
 
 import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -132,7 +131,7 @@ def _write(one: LinearizeOptions, keep: Any, data: Any, work: Path, ready: Path)
     if can_draw():
         from ..report.linearized import write_page
 
-        write_page(report, shlex.join(["headrace", *sys.argv[1:]]), ready)
+        write_page(report, ready)
     else:
         print(f"report.html needs {named('studies')}")
     return report

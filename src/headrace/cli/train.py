@@ -13,7 +13,7 @@ from .. import zoo
 from ..files.hub import ask_hub, is_on_the_hub, tokenizer_is_elsewhere
 from ..training.settings import assignments
 from ..utils.errors import InputError
-from .console import NewFolder, interruptible, refuse_without
+from .console import NewFolder, interruptible, refuse_with, refuse_without
 from .options import argument, option, takes
 
 GIGA = 1e9
@@ -81,7 +81,13 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
 
     both = {"tokenizer": one.tokenizer, "length": one.length}
     held = {name: getattr(one, name) for name in ("train_bpe", "held_out", "column", "tokens", "sample")}
-    refuse_ignored(one.sources, one.task, {"rows": one.rows} if one.task is None else held)
+    if bool(one.sources) == (one.task is not None):
+        both_or_neither = "both text sources and" if one.sources else "neither text sources nor"
+        raise InputError(f"prepare has {both_or_neither} --task; expected one of them")
+    if one.task is None:
+        refuse_without("--task", rows=one.rows)
+    else:
+        refuse_with("--task", **held)
     with interruptible(f"{output} was not created"):
         if one.task is None:
             manifest = run(planned(one.sources or [], one.seed, one.workers, given(both | held)), output)
@@ -111,17 +117,6 @@ def whole(name: str, number: float) -> int:
     if not number.is_integer():
         raise InputError(f"--{name} {number:g}; expected an integer")
     return int(number)
-
-
-def refuse_ignored(sources: list[str] | None, task: str | None, others: dict[str, Any]) -> None:
-    """Raises InputError unless `prepare` has either text sources or a task, and none of the options `others`, which
-    belong to the one that is not given."""
-    if bool(sources) == (task is not None):
-        both_or_neither = "both text sources and" if sources else "neither text sources nor"
-        raise InputError(f"prepare has {both_or_neither} --task; expected one of them")
-    for name, value in given(others).items():
-        preposition, needed = ("without", "--task") if task is None else ("with", "text sources")
-        raise InputError(f"--{name.replace('_', '-')}={value} {preposition} --task; expected it with {needed} alone")
 
 
 def print_counts(manifest: dict[str, Any]) -> None:

@@ -1,8 +1,6 @@
 """Verify: verify, backends."""
 
 import json
-import shlex
-import sys
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -119,14 +117,13 @@ def _verify_targets(options: VerifyOptions) -> bool:
     dtype, seed = options.dtype or "float32", options.seed
     precision, device = _precision(dtype), on_device(options.device, float64=dtype == "float64")
     laws = None if options.laws is None else [law.strip() for law in options.laws.split(",")]
-    command = " ".join(["headrace", "verify", *map(shlex.quote, sys.argv[2:])])
     console, records, failed = terminal(), [], False
     with quiet():
         for target in [foreign.target(name) for name in options.targets or ()]:
             verdicts = list(foreign.verify(target.adapter, laws, device, precision, seed))
             failed |= any(v.verdict in ("breaks", "raises") for v in verdicts)
             if options.as_json:
-                records.append(foreign.as_json(target, verdicts, command, seed, device, precision))
+                records.append(foreign.as_json(target, verdicts, seed, device, precision))
                 continue
             shown = Table(*foreign.HEADER, title=target.name, title_justify="left")
             for row in foreign.table(verdicts):

@@ -1,7 +1,5 @@
 """The report of an evaluation."""
 
-import shlex
-import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -39,12 +37,12 @@ def report(evaluation: Evaluation, paths: dict[str, str]) -> Page:
     scores = Section(
         about=(ABOUT_SCORES,), sentences=said, header=[*HEAD, *evaluation.items], rows=rows, details=settings
     )
-    command, made = shlex.join(["headrace", *sys.argv[1:]]), {"lm_eval": lm_eval.__version__, "seed": plan.seed}
+    made = {"lm_eval": lm_eval.__version__, "seed": plan.seed}
     header, *lines = table_of_differences(judged, "task")
     differences = Section("Differences", (ABOUT_PAIRS,), header=header, rows=lines)
     sections = [scores, *([differences] if judged else [])]
     main = f"{answer(judged)}." if judged else ""
-    return Page("Evaluation", [about], sections, command, [environment() | made], main)
+    return Page("Evaluation", [about], sections, [environment() | made], main)
 
 
 def how(evaluation: Evaluation, paths: dict[str, str]) -> Section:
