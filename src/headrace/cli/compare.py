@@ -15,95 +15,56 @@ from ..report.numbers import count
 from ..spec.serialize import to_json
 from ..utils.errors import InputError
 from .console import Device, interruptible, refuse_with, refuse_without, terminal
-from .options import argument, option, takes
+from .options import argument, option, setting, takes
 
 
 @dataclass(frozen=True)
 class CompareOptions:
     """The options of `headrace compare`."""
 
-    files: Annotated[
-        list[str] | None,
-        argument("Files of text to model, as with --text.", show_default=False),
-    ] = None
-    mixers: Annotated[
-        str | None,
-        option("Mixers, separated by commas: names or expressions (see `headrace zoo`), or all.", default="the task's"),
-    ] = None
-    task: Annotated[
-        str | None,
-        option("Task, with fields in parentheses: key-value(length=128).", default="pair; text with --text"),
-    ] = None
-    text: Annotated[
-        list[str] | None,
-        option("File of text to model: text, JSON Lines or Parquet, as for `headrace prepare`. Repeatable."),
-    ] = None
-    tokenizer: Annotated[
-        str | None, option("Tokenizer: bytes, a file, a folder or a name on the Hub.", default="bytes")
-    ] = None
-    seeds: Annotated[
-        str | None,
-        option("Number of random seeds, or the seeds themselves: 10-14 or 7,10-14.", default="3"),
-    ] = None
-    steps: Annotated[int | None, option("Number of training steps.", default="300")] = None
-    batch_size: Annotated[int | None, option("Rows per training step.", default="64")] = None
-    lr: Annotated[float | None, option("Peak learning rate.", default="0.01")] = None
-    length: Annotated[int | None, option("Tokens per row.", default="48")] = None
-    sweep: Annotated[
-        str | None,
-        option(
-            "Field of the task, model or training and its values: FIELD=VALUE,VALUE,... Each value is one comparison."
-        ),
-    ] = None
-    initializer_range: Annotated[
-        float | None,
-        option("Standard deviation of the initial weights.", default="0.64 / √hidden_size"),
-    ] = None
-    tune: Annotated[
-        str | None,
-        option(
-            "Field of the training and its values: lr=VALUE,VALUE,... Each mixer takes its best value, on seeds "
-            "and rows that are not reported.",
-        ),
-    ] = None
-    tune_seeds: Annotated[
-        str | None,
-        option("Seeds of the search, as with --seeds.", default="three that are not reported"),
-    ] = None
-    hidden_size: Annotated[int | None, option("Hidden size of the models.", default="64")] = None
-    layers: Annotated[int | None, option("Number of layers.", default="1")] = None
-    heads: Annotated[int | None, option("Number of heads per layer.", default="8")] = None
-    match: Annotated[
-        str | None,
-        option(
-            "What all models have equally many of: parameters, or state: parameters and numbers of the state.",
-            default="parameters",
-        ),
-    ] = None
-    plan: Annotated[
-        Path | None,
-        option("YAML file of a study with its question and test, in place of options."),
-    ] = None
-    suite: Annotated[
-        str | None,
-        option(
-            "Suite of tasks with fixed settings: small, of the leaderboard. Each mixer gets a row, in a folder of "
-            "its own.",
-        ),
-    ] = None
-    board: Annotated[
-        Path | None,
-        option(
-            "CSV file with the rows of others, which a suite's are shown beside.",
-            default="benchmarks/results/leaderboard.csv of the checkout",
-        ),
-    ] = None
-    output: Annotated[Path | None, option("Folder of the report.", default="runs/<task>")] = None
+    files: list[str] | None = setting("Files of text to model, as with --text.", kind=argument, show_default=False)
+    mixers: str | None = setting(
+        "Mixers, separated by commas: names or expressions (see `headrace zoo`), or all.", shown="the task's"
+    )
+    task: str | None = setting(
+        "Task, with fields in parentheses: key-value(length=128).", shown="pair; text with --text"
+    )
+    text: list[str] | None = setting(
+        "File of text to model: text, JSON Lines or Parquet, as for `headrace prepare`. Repeatable."
+    )
+    tokenizer: str | None = setting("Tokenizer: bytes, a file, a folder or a name on the Hub.", shown="bytes")
+    seeds: str | None = setting("Number of random seeds, or the seeds themselves: 10-14 or 7,10-14.", shown="3")
+    steps: int | None = setting("Number of training steps.", shown="300")
+    batch_size: int | None = setting("Rows per training step.", shown="64")
+    lr: float | None = setting("Peak learning rate.", shown="0.01")
+    length: int | None = setting("Tokens per row.", shown="48")
+    sweep: str | None = setting(
+        "Field of the task, model or training and its values: FIELD=VALUE,VALUE,... Each value is one comparison."
+    )
+    initializer_range: float | None = setting("Standard deviation of the initial weights.", shown="0.64 / √hidden_size")
+    tune: str | None = setting(
+        "Field of the training and its values: lr=VALUE,VALUE,... Each mixer takes its best value, on seeds "
+        "and rows that are not reported."
+    )
+    tune_seeds: str | None = setting("Seeds of the search, as with --seeds.", shown="three that are not reported")
+    hidden_size: int | None = setting("Hidden size of the models.", shown="64")
+    layers: int | None = setting("Number of layers.", shown="1")
+    heads: int | None = setting("Number of heads per layer.", shown="8")
+    match: str | None = setting(
+        "What all models have equally many of: parameters, or state: parameters and numbers of the state.",
+        shown="parameters",
+    )
+    plan: Path | None = setting("YAML file of a study with its question and test, in place of options.")
+    suite: str | None = setting(
+        "Suite of tasks with fixed settings: small, of the leaderboard. Each mixer gets a row, in a folder of its own."
+    )
+    board: Path | None = setting(
+        "CSV file with the rows of others, which a suite's are shown beside.",
+        shown="benchmarks/results/leaderboard.csv of the checkout",
+    )
+    output: Path | None = setting("Folder of the report.", shown="runs/<task>")
     device: Device = None
-    workers: Annotated[
-        int | None,
-        option("Number of worker processes.", default="one per GPU, or one per CPU core"),
-    ] = None
+    workers: int | None = setting("Number of worker processes.", shown="one per GPU, or one per CPU core")
 
     def __post_init__(self) -> None:
         for mixer in () if self.mixers is None else zoo.several(self.mixers):

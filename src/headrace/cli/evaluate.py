@@ -2,34 +2,33 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from .. import zoo
 from ..files.hub import ask_hub, check_config
 from .console import Device, Threads, interruptible, numbers, telling, terminal
-from .options import argument, option, takes
+from .options import argument, setting, takes
 
 
 @dataclass(frozen=True)
 class EvaluateOptions:
     """The options of `headrace eval`."""
 
-    checkpoints: Annotated[
-        list[str], argument("Folders or names on the Hub of causal language models, ours or others.")
-    ]
-    suite: Annotated[
-        str,
-        option("Suites, separated by commas: language, recall, needle, blimp, or tasks of lm-evaluation-harness."),
-    ]
-    data: Annotated[Path | None, option("Folder of local benchmark files.", default="download from the Hub")] = None
-    lengths: Annotated[str, option("Tokens of the prompts of `needle`, separated by commas.")] = "1024,2048,4096,8192"
-    limit: Annotated[int | None, option("Number of rows per task.", default="all")] = None
-    max_length: Annotated[int | None, option("Maximum context in tokens.", default="the model config's")] = None
-    batch_size: Annotated[int, option("Rows per batch.", min=1)] = 8
+    checkpoints: list[str] = setting(
+        "Folders or names on the Hub of causal language models, ours or others.", ..., kind=argument
+    )
+    suite: str = setting(
+        "Suites, separated by commas: language, recall, needle, blimp, or tasks of lm-evaluation-harness.", ...
+    )
+    data: Path | None = setting("Folder of local benchmark files.", shown="download from the Hub")
+    lengths: str = setting("Tokens of the prompts of `needle`, separated by commas.", "1024,2048,4096,8192")
+    limit: int | None = setting("Number of rows per task.", shown="all")
+    max_length: int | None = setting("Maximum context in tokens.", shown="the model config's")
+    batch_size: int = setting("Rows per batch.", 8, min=1)
     device: Device = None
     threads: Threads = None
-    seed: Annotated[int, option("Random seed of the needles.", min=0, max=2**32 - 1)] = 1234
-    output: Annotated[Path | None, option("Folder of the report.", default="runs/eval-<suite>")] = None
+    seed: int = setting("Random seed of the needles.", 1234, min=0, max=2**32 - 1)
+    output: Path | None = setting("Folder of the report.", shown="runs/eval-<suite>")
 
 
 @takes(EvaluateOptions)
@@ -67,30 +66,25 @@ def evaluate(options: EvaluateOptions) -> Any:
 class BenchOptions:
     """The options of `headrace bench`."""
 
-    mixers: Annotated[
-        str,
-        option(
-            "Mixers, separated by commas: names or expressions (see `headrace zoo`), transformers-llama, "
-            "transformers-mamba2, transformers-qwen3-next; or checkpoints, which keep their own sizes."
-        ),
-    ] = "retnet,gla,gated-deltanet,mamba2,transformer,transformers-llama,transformers-mamba2,transformers-qwen3-next"
-    what: Annotated[str, option("Measurements, separated by commas.")] = "memory,training,prefill,decoding"
-    layers: Annotated[int | None, option("Number of layers.", default="24; 2 on a CPU")] = None
-    hidden_size: Annotated[int, option("Hidden size of the models.")] = 1024
-    heads: Annotated[int, option("Number of heads per layer.")] = 4
-    lengths: Annotated[str, option("Tokens of a training row and of a prompt, separated by commas.")] = "512,2048"
-    batch_sizes: Annotated[str, option("Rows of a training step, separated by commas.")] = "1,2"
-    contexts: Annotated[str, option("Tokens of context before the decoded token, separated by commas.")] = (
-        "1024,16384,131072,1048576"
+    mixers: str = setting(
+        "Mixers, separated by commas: names or expressions (see `headrace zoo`), transformers-llama, "
+        "transformers-mamba2, transformers-qwen3-next; or checkpoints, which keep their own sizes.",
+        "retnet,gla,gated-deltanet,mamba2,transformer,transformers-llama,transformers-mamba2,transformers-qwen3-next",
     )
-    rounds: Annotated[int, option("Number of timed rounds. One more round warms up.")] = 5
-    threads: Annotated[int, option("Number of CPU threads.")] = 1
+    what: str = setting("Measurements, separated by commas.", "memory,training,prefill,decoding")
+    layers: int | None = setting("Number of layers.", shown="24; 2 on a CPU")
+    hidden_size: int = setting("Hidden size of the models.", 1024)
+    heads: int = setting("Number of heads per layer.", 4)
+    lengths: str = setting("Tokens of a training row and of a prompt, separated by commas.", "512,2048")
+    batch_sizes: str = setting("Rows of a training step, separated by commas.", "1,2")
+    contexts: str = setting(
+        "Tokens of context before the decoded token, separated by commas.", "1024,16384,131072,1048576"
+    )
+    rounds: int = setting("Number of timed rounds. One more round warms up.", 5)
+    threads: int = setting("Number of CPU threads.", 1)
     device: Device = None
-    dtype: Annotated[
-        str | None,
-        option("Data type: bfloat16, float32 or float64.", default="bfloat16; float32 on a CPU"),
-    ] = None
-    output: Annotated[Path, option("Folder for bench.csv and report.html.")] = Path("runs/bench")
+    dtype: str | None = setting("Data type: bfloat16, float32 or float64.", shown="bfloat16; float32 on a CPU")
+    output: Path = setting("Folder for bench.csv and report.html.", Path("runs/bench"))
 
     def __post_init__(self) -> None:
         for name in zoo.several(self.mixers):

@@ -3,7 +3,7 @@
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from rich.table import Table
 
@@ -13,7 +13,7 @@ from ..spec.linear import MixerSpec
 from ..utils.errors import InputError
 from ..utils.integrity import write_json
 from .console import Checkpoint, Device, NewFolder, Threads, interruptible, telling, terminal
-from .options import option, takes
+from .options import setting, takes
 
 CHECKPOINTS = "transfer/checkpoint-*/complete.json"  # from which a command goes on
 
@@ -24,34 +24,30 @@ class LinearizeOptions:
 
     checkpoint: Checkpoint
     output: NewFolder
-    data: Annotated[Path, option("Folder of `headrace prepare`, whose --tokenizer is the checkpoint, to imitate on.")]
-    mixer: Annotated[str, option("Linear mixer in place of attention: hedgehog, lolcats(window=64), gla, ...")] = (
-        "hedgehog(decay.kind=sigmoid-head)"
+    data: Path = setting("Folder of `headrace prepare`, whose --tokenizer is the checkpoint, to imitate on.", ...)
+    mixer: str = setting(
+        "Linear mixer in place of attention: hedgehog, lolcats(window=64), gla, ...",
+        "hedgehog(decay.kind=sigmoid-head)",
     )
-    keep: Annotated[
-        str,
-        option(
-            "Attention layers that stay: 4,12,20, or every=4 (each fourth, from the first), worst=6 (those whose "
-            "imitation is worst), or none."
-        ),
-    ] = "every=2"
-    steps: Annotated[int, option("Number of training steps.")] = 200
-    rows: Annotated[int, option("Rows of the data per step.")] = 2
-    lr: Annotated[float, option("Peak learning rate.")] = 1e-2
-    trains: Annotated[
-        str, option("What trains: new (what the old layers do not have), or all weights of the new layers.")
-    ] = "new"
-    precision: Annotated[str, option("Of activations: float32, or bfloat16 by autocast. Weights are not rounded.")] = (
-        "float32"
+    keep: str = setting(
+        "Attention layers that stay: 4,12,20, or every=4 (each fourth, from the first), worst=6 (those whose "
+        "imitation is worst), or none.",
+        "every=2",
     )
-    held_out: Annotated[int, option("Held-out rows on which the errors and losses are measured.")] = 16
-    seed: Annotated[int, option("Random seed of new weights and of the order of the rows.")] = 0
+    steps: int = setting("Number of training steps.", 200)
+    rows: int = setting("Rows of the data per step.", 2)
+    lr: float = setting("Peak learning rate.", 1e-2)
+    trains: str = setting(
+        "What trains: new (what the old layers do not have), or all weights of the new layers.", "new"
+    )
+    precision: str = setting("Of activations: float32, or bfloat16 by autocast. Weights are not rounded.", "float32")
+    held_out: int = setting("Held-out rows on which the errors and losses are measured.", 16)
+    seed: int = setting("Random seed of new weights and of the order of the rows.", 0)
     device: Device = None
     threads: Threads = None
-    machine: Annotated[
-        str | None,
-        option("Machine, such as 1xH100: print its memory and hours for the imitation, and train nothing."),
-    ] = None
+    machine: str | None = setting(
+        "Machine, such as 1xH100: print its memory and hours for the imitation, and train nothing."
+    )
 
     def __post_init__(self) -> None:
         if self.steps < 1:

@@ -2,10 +2,10 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, field, fields
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
 
@@ -22,6 +22,21 @@ def option(help: str, *names: str, default: str | None = None, **more: Any) -> A
 def argument(help: str, default: str | None = None, **more: Any) -> Any:
     """The same of an argument."""
     return typer.Argument(help=help + ("" if default is None else DEFAULT.format(default)), **more)
+
+
+def setting(
+    help: str, default: Any = None, *names: str, shown: str | None = None, kind: Callable[..., Any] = option,
+    **more: Any,
+) -> Any:  # fmt: skip
+    """A field of a record of options: `steps: int = setting("Number of steps.", 200)`.
+
+    Args:
+        default: `...` for none: the option is required.
+        shown: what None stands for.
+        kind: `option` or `argument`.
+    """
+    known = kind(help, *names, default=shown, **more)
+    return field(default=MISSING if default is ... else default, metadata={"known": known})
 
 
 def show_defaults(command: Callable) -> None:
@@ -45,12 +60,21 @@ def takes(record: type[T]) -> Callable[[Callable[[T], Result]], Callable[..., Re
             values = {name: checked(converted(value, hints[name]), hints[name]) for name, value in given.items()}
             return run(record(**values))
 
-        hints = get_type_hints(record, include_extras=True)
+        hints = _hints(record)
         call.__signature__ = signature = inspect.Signature([_parameter(f, hints[f.name]) for f in fields(record)])  # type: ignore
         call.__annotations__ = hints
         return call
 
     return decorate
+
+
+def _hints(record: type) -> dict[str, Any]:
+    """The types of a record's fields, with what Typer is to know of them."""
+    hints, known = (
+        get_type_hints(record, include_extras=True),
+        {f.name: f.metadata.get("known") for f in fields(record)},
+    )
+    return {name: Annotated[hint, known[name]] if known[name] else hint for name, hint in hints.items()}
 
 
 def converted(value: Any, hint: Any) -> Any:

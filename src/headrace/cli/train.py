@@ -14,7 +14,7 @@ from ..files.hub import ask_hub, is_on_the_hub, tokenizer_is_elsewhere
 from ..training.settings import assignments
 from ..utils.errors import InputError
 from .console import NewFolder, interruptible, refuse_with, refuse_without
-from .options import argument, option, takes
+from .options import argument, option, setting, takes
 
 GIGA = 1e9
 PICTURES = (".png", ".pdf", ".svg")
@@ -25,48 +25,31 @@ class PrepareOptions:
     """The options of `headrace prepare`."""
 
     output: NewFolder
-    sources: Annotated[
-        list[str] | None,
-        argument(
-            "Text, JSON Lines or Parquet files (also .gz, .zst, .bz2, .xz), or one data set: a folder or a name "
-            "on the Hub.",
-            default="none, with --task",
-        ),
-    ] = None
-    tokenizer: Annotated[
-        str | None, option("Tokenizer: bytes, a file, a folder or a name on the Hub.", default="bytes")
-    ] = None
-    train_bpe: Annotated[int | None, option("Vocabulary size of a BPE tokenizer to train on the data.")] = None
-    length: Annotated[int | None, option("Tokens per row.", default="4096; with --task, the task's")] = None
-    held_out: Annotated[
-        float | None,
-        option(
-            "Fraction of the documents that is held out for evaluation; of fewer than 20 documents, of the text, "
-            "in pieces drawn over all of it.",
-            default="0.001",
-        ),
-    ] = None
-    column: Annotated[
-        str | None, option("Column of the text in JSON Lines, Parquet and on the Hub.", default="text")
-    ] = None
-    seed: Annotated[int, option("Random seed of the sample, the held-out documents or the task's rows.")] = 0
-    workers: Annotated[int, option("Number of worker processes.")] = 1
-    task: Annotated[
-        str | None,
-        option("Task to draw rows from instead of text: mqar, needle(kind=2, length=1024), ..."),
-    ] = None
-    rows: Annotated[int | None, option("Number of rows of the task.", default="10000")] = None
-    tokens: Annotated[
-        float | None, option("Number of training tokens at which to stop.", default="all of the text")
-    ] = None
-    sample: Annotated[
-        float | None,
-        option(
-            "Share of the documents to keep, chosen at random from files in random order, by --seed. 1 reads "
-            "whole files until there are --tokens; less reads more files.",
-            default="all documents in order",
-        ),
-    ] = None
+    sources: list[str] | None = setting(
+        "Text, JSON Lines or Parquet files (also .gz, .zst, .bz2, .xz), or one data set: a folder or a name "
+        "on the Hub.",
+        shown="none, with --task",
+        kind=argument,
+    )
+    tokenizer: str | None = setting("Tokenizer: bytes, a file, a folder or a name on the Hub.", shown="bytes")
+    train_bpe: int | None = setting("Vocabulary size of a BPE tokenizer to train on the data.")
+    length: int | None = setting("Tokens per row.", shown="4096; with --task, the task's")
+    held_out: float | None = setting(
+        "Fraction of the documents that is held out for evaluation; of fewer than 20 documents, of the text, "
+        "in pieces drawn over all of it.",
+        shown="0.001",
+    )
+    column: str | None = setting("Column of the text in JSON Lines, Parquet and on the Hub.", shown="text")
+    seed: int = setting("Random seed of the sample, the held-out documents or the task's rows.", 0)
+    workers: int = setting("Number of worker processes.", 1)
+    task: str | None = setting("Task to draw rows from instead of text: mqar, needle(kind=2, length=1024), ...")
+    rows: int | None = setting("Number of rows of the task.", shown="10000")
+    tokens: float | None = setting("Number of training tokens at which to stop.", shown="all of the text")
+    sample: float | None = setting(
+        "Share of the documents to keep, chosen at random from files in random order, by --seed. 1 reads "
+        "whole files until there are --tokens; less reads more files.",
+        shown="all documents in order",
+    )
 
 
 @takes(PrepareOptions)
@@ -143,45 +126,30 @@ def given(options: dict[str, Any]) -> dict[str, Any]:
 class TrainOptions:
     """The options of `headrace train`."""
 
-    recipe: Annotated[str, argument("Recipe: a name (see `headrace recipes`) or a YAML file.")]
-    settings: Annotated[
-        list[str] | None,
-        argument("Changes to fields of the recipe: FIELD=VALUE ...", show_default=False),
-    ] = None
-    data: Annotated[
-        Path | None,
-        option(
-            "Folder that `headrace prepare` wrote, whose row length and vocabulary size a laptop recipe takes.",
-            default="none; required except with --dry-run",
-        ),
-    ] = None
-    output: Annotated[Path | None, option("Folder of the run.", default="runs/<recipe>-<mixer>")] = None
-    mixer: Annotated[
-        str | None,
-        option(
-            "Mixer: a name or expression (see `headrace zoo`), or checkpoint: the layers and sizes of `weights`.",
-            default="the recipe's",
-        ),
-    ] = None
-    trackers: Annotated[str, option("Trackers, separated by commas: tensorboard, wandb, trackio; or none.")] = "none"
-    timeout: Annotated[int, option("Seconds that a process of torchrun waits for the others before the run ends.")] = (
-        1800
+    recipe: str = setting("Recipe: a name (see `headrace recipes`) or a YAML file.", ..., kind=argument)
+    settings: list[str] | None = setting(
+        "Changes to fields of the recipe: FIELD=VALUE ...", kind=argument, show_default=False
     )
-    dry_run: Annotated[
-        bool, option("Dry run: print parameters, FLOPs, memory and time, and train nothing.", "--dry-run")
-    ] = False
-    machine: Annotated[
-        str | None,
-        option("Machine of the dry run, such as 8xH100 or 4x8xH100: print layout, memory per device and days."),
-    ] = None
-    efficiency: Annotated[
-        float | None,
-        option(
-            "Fraction of the machine's peak FLOPs that the dry run assumes the model to reach.",
-            default="measured with the mixer on one H200",
-        ),
-    ] = None
-    as_json: Annotated[bool, option("JSON output of the dry run.", "--json")] = False
+    data: Path | None = setting(
+        "Folder that `headrace prepare` wrote, whose row length and vocabulary size a laptop recipe takes.",
+        shown="none; required except with --dry-run",
+    )
+    output: Path | None = setting("Folder of the run.", shown="runs/<recipe>-<mixer>")
+    mixer: str | None = setting(
+        "Mixer: a name or expression (see `headrace zoo`), or checkpoint: the layers and sizes of `weights`.",
+        shown="the recipe's",
+    )
+    trackers: str = setting("Trackers, separated by commas: tensorboard, wandb, trackio; or none.", "none")
+    timeout: int = setting("Seconds that a process of torchrun waits for the others before the run ends.", 1800)
+    dry_run: bool = setting("Dry run: print parameters, FLOPs, memory and time, and train nothing.", False, "--dry-run")
+    machine: str | None = setting(
+        "Machine of the dry run, such as 8xH100 or 4x8xH100: print layout, memory per device and days."
+    )
+    efficiency: float | None = setting(
+        "Fraction of the machine's peak FLOPs that the dry run assumes the model to reach.",
+        shown="measured with the mixer on one H200",
+    )
+    as_json: bool = setting("JSON output of the dry run.", False, "--json")
 
     def __post_init__(self) -> None:
         from ..training.recipes import CHECKPOINT

@@ -26,7 +26,7 @@ from .console import (
     refuse_without,
     requiring_extra,
 )  # fmt: skip
-from .options import argument, option, takes
+from .options import argument, option, setting, takes
 
 # Files that `convert` and `export` copy unchanged: the tokenizer in any of its formats, and the generation settings.
 COPIED = (
@@ -40,52 +40,34 @@ class GenerateOptions:
     """The options of `headrace generate`."""
 
     checkpoint: Checkpoint
-    prompt: Annotated[str | None, option("Text to continue.", default="--file or standard input")] = None
+    prompt: str | None = setting("Text to continue.", shown="--file or standard input")
     file: PromptFile = None
-    max_new_tokens: Annotated[int, option("Maximum number of new tokens.")] = 100
-    temperature: Annotated[float, option("Sampling temperature. 0 takes the most likely token.")] = 0.8
-    top_p: Annotated[float, option("Nucleus sampling: probability mass of the most likely tokens to sample from.")] = (
-        1.0
-    )
-    top_k: Annotated[int, option("Number of most likely tokens to sample from. 0 takes all.")] = 0
-    repetition_penalty: Annotated[float, option("Factor that makes earlier tokens less likely. 1 changes nothing.")] = (
-        1.0
-    )
-    seed: Annotated[int | None, option("Random seed of the sampling.", default="a new one, printed")] = None
+    max_new_tokens: int = setting("Maximum number of new tokens.", 100)
+    temperature: float = setting("Sampling temperature. 0 takes the most likely token.", 0.8)
+    top_p: float = setting("Nucleus sampling: probability mass of the most likely tokens to sample from.", 1.0)
+    top_k: int = setting("Number of most likely tokens to sample from. 0 takes all.", 0)
+    repetition_penalty: float = setting("Factor that makes earlier tokens less likely. 1 changes nothing.", 1.0)
+    seed: int | None = setting("Random seed of the sampling.", shown="a new one, printed")
     device: Device = None
-    resume: Annotated[
-        Path | None,
-        option("File of --save-state to go on from, of the same model. --prompt or --file may follow it."),
-    ] = None
-    save_state: Annotated[
-        Path | None,
-        option(
-            "File to write the state to after the last token. An existing one is refused, unless it is that of "
-            "--resume.",
-        ),
-    ] = None
-    cuda_graph: Annotated[bool, option("Fail where no CUDA graph can compute the tokens on a GPU.", "--cuda-graph")] = (
-        False
+    resume: Path | None = setting(
+        "File of --save-state to go on from, of the same model. --prompt or --file may follow it."
     )
-    draft: Annotated[
-        Path | None,
-        option(
-            "Checkpoint of a smaller model with the same tokens, which proposes the next ones. The model reads "
-            "several at once; the text is as likely as without.",
-        ),
-    ] = None
-    prompt_lookup: Annotated[
-        int | None,
-        option(
-            "Number of tokens to propose, in place of a draft model: those that followed the last two tokens, or "
-            "the last one, where they were before.",
-        ),
-    ] = None
+    save_state: Path | None = setting(
+        "File to write the state to after the last token. An existing one is refused, unless it is that of --resume."
+    )
+    cuda_graph: bool = setting("Fail where no CUDA graph can compute the tokens on a GPU.", False, "--cuda-graph")
+    draft: Path | None = setting(
+        "Checkpoint of a smaller model with the same tokens, which proposes the next ones. The model reads "
+        "several at once; the text is as likely as without."
+    )
+    prompt_lookup: int | None = setting(
+        "Number of tokens to propose, in place of a draft model: those that followed the last two tokens, or "
+        "the last one, where they were before."
+    )
     threads: Threads = None
-    as_json: Annotated[
-        bool,
-        option("JSON output of the new text, its tokens, speed, engine and seed, instead of streamed text.", "--json"),
-    ] = False
+    as_json: bool = setting(
+        "JSON output of the new text, its tokens, speed, engine and seed, instead of streamed text.", False, "--json"
+    )
 
     def __post_init__(self) -> None:
         refuse_two_texts(self.prompt, self.file)
@@ -142,46 +124,34 @@ class ServeOptions:
     """The options of `headrace serve`."""
 
     checkpoint: Checkpoint
-    host: Annotated[str, option("Host name or address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, option("Port to listen on. 0 takes a free port.")] = 8000
-    max_prompt_tokens: Annotated[int, option("Maximum tokens of a prompt. Longer prompts are refused.")] = 32768
-    max_tokens: Annotated[int, option("Maximum tokens of an answer. Requests for more are refused.")] = 4096
-    max_requests: Annotated[
-        int,
-        option(
-            "Maximum number of open requests, where each choice for each prompt counts as one. Further ones are "
-            "refused."
-        ),
-    ] = 256
-    prefix_cache: Annotated[
-        str,
-        option(
-            "Memory for the states of prompts, from which prompts with the same beginning go on, such as 256MB or "
-            "2GB. 0: none."
-        ),
-    ] = "256MB"
+    host: str = setting("Host name or address to listen on.", "127.0.0.1")
+    port: int = setting("Port to listen on. 0 takes a free port.", 8000)
+    max_prompt_tokens: int = setting("Maximum tokens of a prompt. Longer prompts are refused.", 32768)
+    max_tokens: int = setting("Maximum tokens of an answer. Requests for more are refused.", 4096)
+    max_requests: int = setting(
+        "Maximum number of open requests, where each choice for each prompt counts as one. Further ones are refused.",
+        256,
+    )
+    prefix_cache: str = setting(
+        "Memory for the states of prompts, from which prompts with the same beginning go on, such as 256MB or "
+        "2GB. 0: none.",
+        "256MB",
+    )
     device: Device = None
     threads: Threads = None
-    name: Annotated[str | None, option("Name of the model in requests.", default="the path of the checkpoint")] = None
-    allow_host: Annotated[
-        list[str] | None,
-        option(
-            "Name of this machine that requests may have in their Host header, beside localhost, --host and any "
-            "address. Can be repeated.",
-        ),
-    ] = None
-    api_key: Annotated[
-        str | None,
-        option(
-            "Secret that requests must have in the header Authorization: Bearer KEY. Other users of the machine "
-            "can see the option, but not the environment variable.",
-            envvar="HEADRACE_API_KEY",
-        ),
-    ] = None
-    no_api_key: Annotated[
-        bool,
-        option("Serve without a key on an address that other machines can reach.", "--no-api-key"),
-    ] = False
+    name: str | None = setting("Name of the model in requests.", shown="the path of the checkpoint")
+    allow_host: list[str] | None = setting(
+        "Name of this machine that requests may have in their Host header, beside localhost, --host and any "
+        "address. Can be repeated."
+    )
+    api_key: str | None = setting(
+        "Secret that requests must have in the header Authorization: Bearer KEY. Other users of the machine "
+        "can see the option, but not the environment variable.",
+        envvar="HEADRACE_API_KEY",
+    )
+    no_api_key: bool = setting(
+        "Serve without a key on an address that other machines can reach.", False, "--no-api-key"
+    )
 
     def __post_init__(self) -> None:
         for field in ("max_prompt_tokens", "max_tokens", "max_requests"):

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.markup import escape
@@ -11,41 +11,31 @@ from rich.table import Table
 from .. import zoo
 from ..utils.errors import InputError
 from .console import Device, interruptible, refuse_with, refuse_without, telling, terminal, track
-from .options import argument, option, takes
+from .options import argument, setting, takes
 
 
 @dataclass(frozen=True)
 class VerifyOptions:
     """The options of `headrace verify`."""
 
-    targets: Annotated[
-        list[str] | None,
-        argument(
-            "Layers or models of others: transformers:mamba2, transformers:Qwen3_5GatedDeltaNet, "
-            "fla:GatedLinearAttention, or a file and a function that returns an adapter, layer.py:adapter.",
-            default="our own mixers",
-            show_default=False,
-        ),
-    ] = None
-    mixers: Annotated[
-        str | None,
-        option(
-            "Mixers, separated by commas: names or expressions (see `headrace zoo`), or linear_attention for the "
-            "op by itself at the sizes of large models.",
-            default="all mixers, on a GPU also the op",
-        ),
-    ] = None
-    device: Device = None
-    dtype: Annotated[
-        str | None,
-        option("Data type: float64, float32 or bfloat16.", default="float64; of a target, float32"),
-    ] = None
-    backend: Annotated[str | None, option("Backends to check, separated by commas.", default="all that run here")] = (
-        None
+    targets: list[str] | None = setting(
+        "Layers or models of others: transformers:mamba2, transformers:Qwen3_5GatedDeltaNet, "
+        "fla:GatedLinearAttention, or a file and a function that returns an adapter, layer.py:adapter.",
+        shown="our own mixers",
+        kind=argument,
+        show_default=False,
     )
-    laws: Annotated[str | None, option("Laws to check of a target, separated by commas.", default="all")] = None
-    seed: Annotated[int, option("Seed of a target's parameters and inputs.")] = 0
-    as_json: Annotated[bool, option("Print the verdicts on a target, versions and machine as JSON.", "--json")] = False
+    mixers: str | None = setting(
+        "Mixers, separated by commas: names or expressions (see `headrace zoo`), or linear_attention for the "
+        "op by itself at the sizes of large models.",
+        shown="all mixers, on a GPU also the op",
+    )
+    device: Device = None
+    dtype: str | None = setting("Data type: float64, float32 or bfloat16.", shown="float64; of a target, float32")
+    backend: str | None = setting("Backends to check, separated by commas.", shown="all that run here")
+    laws: str | None = setting("Laws to check of a target, separated by commas.", shown="all")
+    seed: int = setting("Seed of a target's parameters and inputs.", 0)
+    as_json: bool = setting("Print the verdicts on a target, versions and machine as JSON.", False, "--json")
 
     def __post_init__(self) -> None:
         if self.targets:
