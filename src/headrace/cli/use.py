@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from ..files.hub import GGUF
 from ..files.processes import new_folder
@@ -26,7 +26,7 @@ from .console import (
     refuse_without,
     requiring_extra,
 )  # fmt: skip
-from .options import argument, option, setting, takes
+from .options import argument, setting, takes
 
 # Files that `convert` and `export` copy unchanged: the tokenizer in any of its formats, and the generation settings.
 COPIED = (
@@ -193,36 +193,32 @@ def new_checkpoint(output: Path) -> Iterator[Path]:
         yield folder
 
 
-def convert(
-    checkpoint: Annotated[
-        str,
-        argument("Folder of a checkpoint, its name on the Hugging Face Hub, or a GGUF file."),
-    ],
-    output: NewFolder,
-    to: Annotated[
-        str | None,
-        option(
-            "Target format: a model_type of transformers or flash-linear-attention, such as qwen3_next or gla. An "
-            "unknown one is refused with the list of all.",
-            default="the format of headrace",
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        option(
-            "Precision of the converted model: float32, bfloat16 or float16. The default rounds no tensor, and is "
-            "that of the most precise one.",
-            default="that of the checkpoint",
-        ),
-    ] = None,
-    ignore: Annotated[
-        list[str] | None,
-        option(
-            "Field of the foreign config.json to leave out, for one that is refused and that changes nothing. Can "
-            "be repeated.",
-        ),
-    ] = None,
-) -> None:
+@dataclass(frozen=True)
+class ConvertOptions:
+    """The options of `headrace convert`."""
+
+    checkpoint: str = setting(
+        "Folder of a checkpoint, its name on the Hugging Face Hub, or a GGUF file.", ..., kind=argument
+    )
+    output: NewFolder
+    to: str | None = setting(
+        "Target format: a model_type of transformers or flash-linear-attention, such as qwen3_next or gla. An unknown "
+        "one is refused with the list of all.",
+        shown="the format of headrace",
+    )
+    dtype: str | None = setting(
+        "Precision of the converted model: float32, bfloat16 or float16. The default rounds no tensor, and is that of "
+        "the most precise one.",
+        shown="that of the checkpoint",
+    )
+    ignore: list[str] | None = setting(
+        "Field of the foreign config.json to leave out, for one that is refused and that changes nothing. Can be "
+        "repeated."
+    )
+
+
+@takes(ConvertOptions)
+def convert(options: ConvertOptions) -> None:
     """Convert a checkpoint from or to transformers and flash-linear-attention, or a GGUF file.
 
     Without --to, converts a foreign checkpoint or a GGUF file to headrace; with --to, converts a checkpoint of
@@ -231,61 +227,63 @@ def convert(
     from ..convert.exporting import check_format, export_checkpoint, set_use_cache
     from ..convert.importing import PRECISIONS, import_checkpoint, import_gguf
 
+    one, to = options, options.to
     if to is not None:
         check_format(to)
-        refuse_without("a conversion to headrace, without --to", dtype=dtype, ignore=ignore or None)
-    if dtype not in (None, *PRECISIONS):
-        raise InputError(f"--dtype {dtype!r}; expected one of {', '.join(PRECISIONS)}")
-    with new_checkpoint(output) as folder:
-        source, precision, cached = fetched(checkpoint), PRECISIONS[dtype] if dtype else None, True
+        refuse_without("a conversion to headrace, without --to", dtype=one.dtype, ignore=one.ignore or None)
+    if one.dtype not in (None, *PRECISIONS):
+        raise InputError(f"--dtype {one.dtype!r}; expected one of {', '.join(PRECISIONS)}")
+    with new_checkpoint(one.output) as folder:
+        source, precision, cached = fetched(one.checkpoint), PRECISIONS[one.dtype] if one.dtype else None, True
         if to is None and source.suffix == GGUF:
             for part in import_gguf(source, precision):
                 part.save_pretrained(folder)
         elif to is None:
-            import_checkpoint(source, precision, ignore or ()).save_pretrained(folder)
+            import_checkpoint(source, precision, one.ignore or ()).save_pretrained(folder)
         else:
             cached = export_checkpoint(load(source), to, folder)
         _copy(source, folder)
         set_use_cache(folder, to, cached)
-    print(f"{output} is {checkpoint} in the format of {to or 'headrace'}")
+    print(f"{one.output} is {one.checkpoint} in the format of {to or 'headrace'}")
     if not cached:
         print(f"use_cache is false: transformers has no cache for {to} without softmax attention")
 
 
-def export(
-    checkpoint: Checkpoint,
-    output: NewFolder,
-    to: Annotated[
-        str,
-        option("Format: onnx (ONNX Runtime), web (the same with a page for a browser), or gguf (llama.cpp)."),
-    ],
-    weights: Annotated[str | None, option("Precision of the weights: float32, or int8.", default="float32")] = None,
-    opset: Annotated[
-        int | None,
-        option("ONNX's version: 23, or 27, whose LinearAttention runtimes do not enable yet.", default="23"),
-    ] = None,
-    libraries: Annotated[
-        str | None,
-        option(
-            "Where the page of --to web finds onnxruntime-web and @huggingface/tokenizers: an address, or a "
-            "folder node_modules to copy them from.",
-            default="https://cdn.jsdelivr.net/npm",
-        ),
-    ] = None,
-) -> None:
+@dataclass(frozen=True)
+class ExportOptions:
+    """The options of `headrace export`."""
+
+    checkpoint: Checkpoint
+    output: NewFolder
+    to: str = setting(
+        "Format: onnx (ONNX Runtime), web (the same with a page for a browser), or gguf (llama.cpp).", ...
+    )
+    weights: str | None = setting("Precision of the weights: float32, or int8.", shown="float32")
+    opset: int | None = setting(
+        "ONNX's version: 23, or 27, whose LinearAttention runtimes do not enable yet.", shown="23"
+    )
+    libraries: str | None = setting(
+        "Where the page of --to web finds onnxruntime-web and @huggingface/tokenizers: an address, or a folder "
+        "node_modules to copy them from.",
+        shown="https://cdn.jsdelivr.net/npm",
+    )
+
+
+@takes(ExportOptions)
+def export(options: ExportOptions) -> None:
     """Write a checkpoint for another runtime."""
     from ..convert.checkpoint import fetched
     from ..export import FORMATS, writer
 
-    all_options: dict[str, Any] = {"weights": weights, "opset": opset, "libraries": libraries}
-    options = {name: value for name, value in all_options.items() if value is not None}
+    to, own = options.to, {name: getattr(options, name) for name in ("weights", "opset", "libraries")}
+    given = {name: value for name, value in own.items() if value is not None}
     extra = FORMATS[to].extra if to in FORMATS else "models"
-    write = requiring_extra(extra, f"export --to {to}", lambda *paths: writer(to, options)(*paths))
-    with new_checkpoint(output) as folder:
-        source = fetched(checkpoint)
+    write = requiring_extra(extra, f"export --to {to}", lambda *paths: writer(to, given)(*paths))
+    with new_checkpoint(options.output) as folder:
+        source = fetched(options.checkpoint)
         sentence = write(source, folder)
         _copy(source, folder)
-    print(f"{output}: {sentence}")
+    print(f"{options.output}: {sentence}")
 
 
 def _copy(checkpoint: Path, folder: Path) -> None:
