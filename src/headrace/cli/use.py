@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from ..files.hub import GGUF
 from ..files.processes import new_folder
@@ -197,9 +197,7 @@ def new_checkpoint(output: Path) -> Iterator[Path]:
 class ConvertOptions:
     """The options of `headrace convert`."""
 
-    checkpoint: str = setting(
-        "Folder of a checkpoint, its name on the Hugging Face Hub, or a GGUF file.", ..., kind=argument
-    )
+    checkpoint: Annotated[str, argument("Folder of a checkpoint, its name on the Hugging Face Hub, or a GGUF file.")]
     output: NewFolder
     to: str | None = setting(
         "Target format: a model_type of transformers or flash-linear-attention, such as qwen3_next or gla. An unknown "

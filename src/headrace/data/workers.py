@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -22,7 +22,9 @@ Made = tuple[dict[str, Tokens], list[Row]]  # of a block: the tokens of each spl
 _tokenizer: Any = None  # of this worker: its Encoder, and the end token
 
 
-def tokenized_blocks(blocks: Iterable[Block], tokens: PreTrainedTokenizerFast, workers: int) -> Iterator[Made]:
+def tokenized_blocks(
+    blocks: Iterable[Block], tokens: PreTrainedTokenizerFast, workers: int
+) -> Generator[Made, None, None]:
     """What is made of each block, in order. At most `workers` + 2 blocks wait for the one before them. InputError if a
     worker was killed."""
     queue: deque[tuple[Future[dict[str, Tokens]], list[Row]]] = deque()
