@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, Field, field, fields
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
@@ -14,14 +14,14 @@ DEFAULT = r" \[default: {}]"  # its bracket is escaped, as Rich takes "[...]" fo
 Result = TypeVar("Result")
 
 
-def option(help: str, *names: str, default: str | None = None, **more: Any) -> Any:
+def option(
+    help: str, *names: str, default: str | None = None, kind: Callable[..., Any] = typer.Option, **more: Any
+) -> Any:  # fmt: skip
     """What Typer is to know of an option. default: what None stands for, in its help; None: "none"."""
-    return typer.Option(*names, help=help + ("" if default is None else DEFAULT.format(default)), **more)
+    return kind(*names, help=help + ("" if default is None else DEFAULT.format(default)), **more)
 
 
-def argument(help: str, default: str | None = None, **more: Any) -> Any:
-    """The same of an argument."""
-    return typer.Argument(help=help + ("" if default is None else DEFAULT.format(default)), **more)
+argument = partial(option, kind=typer.Argument)
 
 
 def setting(
