@@ -15,7 +15,7 @@ from .. import __version__
 from ..utils.errors import InputError
 from . import compare, evaluate, linearize, train, understand, use, verify
 from .console import for_typer, printable, requiring_extra, with_plugins
-from .options import option, show_defaults
+from .options import option
 
 # Errors of a full disk, or of a path that this user cannot write.
 UNWRITABLE = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "ENOTDIR")}
@@ -193,7 +193,6 @@ def register(group: str, name: str, command: Command) -> None:
     paragraphs = cleandoc(command.run.__doc__ or "").split("\n\n")  # Typer would keep the line breaks within them
     description = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     run = command.run if name in WITHOUT_PLUGINS else with_plugins(command.run)
-    show_defaults(run)
     run = for_typer(requiring_extra(command.extra, name, run))
     app.command(name=name, rich_help_panel=group, help=description, epilog=epilog)(run)
 

@@ -56,6 +56,7 @@ Plugins = Annotated[
         "Plug-in: a Python file, or a module, that registers mixers, models or tasks. Repeatable, beside "
         "those of HEADRACE_PLUGINS and of installed packages.",
         "--plugin",
+        default="none",
         show_default=False,
     ),
 ]

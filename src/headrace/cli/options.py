@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 def option(
     help: str, *names: str, default: str | None = None, kind: Callable[..., Any] = typer.Option, **more: Any
 ) -> Any:  # fmt: skip
-    """What Typer is to know of an option. default: what None stands for, in its help; None: "none"."""
+    """What Typer is to know of an option. default: what a default of None stands for, which Typer does not show."""
     return kind(*names, help=help + ("" if default is None else DEFAULT.format(default)), **more)
 
 
@@ -32,19 +32,11 @@ def setting(
 
     Args:
         default: `...` for none: the option is required.
-        shown: what None stands for.
+        shown: what a default of None stands for; None: "none".
         kind: `option` or `argument`.
     """
-    known = kind(help, *names, default=shown, **more)
+    known = kind(help, *names, default="none" if default is shown is None else shown, **more)
     return field(default=MISSING if default is ... else default, metadata={"known": known})
-
-
-def show_defaults(command: Callable) -> None:
-    """Adds a default of none to the help of those parameters that have no other. Typer shows no default of None."""
-    for parameter in inspect.signature(command).parameters.values():
-        for known in getattr(parameter.annotation, "__metadata__", ()):
-            if parameter.default is None and "[default:" not in known.help:
-                known.help += DEFAULT.format("none")
 
 
 def takes(record: type[T]) -> Callable[[Callable[[T], Result]], Callable[..., Result]]:

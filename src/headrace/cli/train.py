@@ -273,7 +273,10 @@ def machine_rows(plan: dict[str, Any]) -> dict[str, str]:
 def list_recipes(
     mixers: Annotated[
         str | None,
-        option("Mixers, separated by commas, or all: print the parameter counts of each recipe with each mixer."),
+        option(
+            "Mixers, separated by commas, or all: print the parameter counts of each recipe with each mixer.",
+            default="none",
+        ),
     ] = None,
 ) -> None:
     """List the recipes of headrace, or the parameter counts of their models."""
