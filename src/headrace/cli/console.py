@@ -35,18 +35,12 @@ Device = Annotated[
 ]
 
 
-def _at_least_1(threads: int | None) -> int | None:
-    if threads is not None and threads < 1:
-        raise InputError(f"--threads={threads}; expected at least 1")
-    return threads
-
-
 Threads = Annotated[
     int | None,
     option(
         "Number of threads on a CPU.",
         default="the fastest of all, half and 1, measured in the first steps",
-        callback=_at_least_1,
+        least=1,
     ),
 ]
 PromptFile = Annotated[Path | None, option("UTF-8 file to read the text from.", "--file", default="standard input")]

@@ -24,7 +24,7 @@ class EvaluateOptions:
     lengths: str = setting("Tokens of the prompts of `needle`, separated by commas.", "1024,2048,4096,8192")
     limit: int | None = setting("Number of rows per task.", shown="all")
     max_length: int | None = setting("Maximum context in tokens.", shown="the model config's")
-    batch_size: int = setting("Rows per batch.", 8, min=1)
+    batch_size: int = setting("Rows per batch.", 8, least=1)
     device: Device = None
     threads: Threads = None
     seed: int = setting("Random seed of the needles.", 1234, min=0, max=2**32 - 1)

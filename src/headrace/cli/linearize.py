@@ -34,7 +34,7 @@ class LinearizeOptions:
         "imitation is worst), or none.",
         "every=2",
     )
-    steps: int = setting("Number of training steps.", 200)
+    steps: int = setting("Number of training steps.", 200, least=1)
     rows: int = setting("Rows of the data per step.", 2)
     lr: float = setting("Peak learning rate.", 1e-2)
     trains: str = setting(
@@ -50,8 +50,6 @@ class LinearizeOptions:
     )
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise InputError(f"--steps={self.steps}; expected at least 1")
         if not isinstance(zoo.mixer(self.mixer), MixerSpec):
             raise InputError(f"--mixer={self.mixer!r} is no linear mixer; expected one, such as gated-deltanet")
 

@@ -9,16 +9,26 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
 
+from ..utils.errors import InputError
+
 T = TypeVar("T")
 DEFAULT = r" \[default: {}]"  # its bracket is escaped, as Rich takes "[...]" for markup and prints nothing
 Result = TypeVar("Result")
 
 
 def option(
-    help: str, *names: str, default: str | None = None, kind: Callable[..., Any] = typer.Option, **more: Any
+    help: str, *names: str, default: str | None = None, least: int | None = None,
+    kind: Callable[..., Any] = typer.Option, **more: Any,
 ) -> Any:  # fmt: skip
-    """What Typer is to know of an option. default: what a default of None stands for, which Typer does not show."""
-    return kind(*names, help=help + ("" if default is None else DEFAULT.format(default)), **more)
+    """What Typer is to know of an option.
+
+    Args:
+        default: what a default of None stands for, which Typer does not show.
+        least: the smallest number that is taken, from Python too.
+    """
+    known = kind(*names, help=help + ("" if default is None else DEFAULT.format(default)), **more)
+    known.least = least
+    return known
 
 
 argument = partial(option, kind=typer.Argument)
@@ -49,7 +59,7 @@ def takes(record: type[T]) -> Callable[[Callable[[T], Result]], Callable[..., Re
         @wraps(run)
         def call(*args: Any, **kwargs: Any) -> Result:
             given = signature.bind(*args, **kwargs).arguments
-            values = {name: checked(converted(value, hints[name]), hints[name]) for name, value in given.items()}
+            values = {name: checked(name, converted(value, hints[name]), hints[name]) for name, value in given.items()}
             return run(record(**values))
 
         hints = _hints(record)
@@ -81,10 +91,11 @@ def converted(value: Any, hint: Any) -> Any:
     return str(value) if number and str in kinds and not kinds & {int, float} else value
 
 
-def checked(value: Any, hint: Any) -> Any:
-    """Applies the checks that Typer knows of, as a function of Python is called without it."""
-    for known in getattr(hint, "__metadata__", ()):
-        value = known.callback(value) if getattr(known, "callback", None) else value
+def checked(name: str, value: Any, hint: Any) -> Any:
+    """Returns the value of an option. InputError for a number that is too small."""
+    least = next((known.least for known in getattr(hint, "__metadata__", ())), None)
+    if least is not None and value is not None and value < least:
+        raise InputError(f"--{name.replace('_', '-')}={value}; expected at least {least}")
     return value
 
 

@@ -62,7 +62,8 @@ class GenerateOptions:
     )
     prompt_lookup: int | None = setting(
         "Number of tokens to propose, in place of a draft model: those that followed the last two tokens, or "
-        "the last one, where they were before."
+        "the last one, where they were before.",
+        least=1,
     )
     threads: Threads = None
     as_json: bool = setting(
@@ -75,8 +76,6 @@ class GenerateOptions:
         if self.cuda_graph:
             refuse_with("--cuda-graph", **proposing)
         if self.prompt_lookup is not None:
-            if self.prompt_lookup < 1:
-                raise InputError(f"--prompt-lookup={self.prompt_lookup}; expected at least 1")
             refuse_with("--prompt-lookup", draft=self.draft)
         if self.resume is not None:
             refuse_with("--resume", **proposing)
@@ -126,11 +125,12 @@ class ServeOptions:
     checkpoint: Checkpoint
     host: str = setting("Host name or address to listen on.", "127.0.0.1")
     port: int = setting("Port to listen on. 0 takes a free port.", 8000)
-    max_prompt_tokens: int = setting("Maximum tokens of a prompt. Longer prompts are refused.", 32768)
-    max_tokens: int = setting("Maximum tokens of an answer. Requests for more are refused.", 4096)
+    max_prompt_tokens: int = setting("Maximum tokens of a prompt. Longer prompts are refused.", 32768, least=1)
+    max_tokens: int = setting("Maximum tokens of an answer. Requests for more are refused.", 4096, least=1)
     max_requests: int = setting(
         "Maximum number of open requests, where each choice for each prompt counts as one. Further ones are refused.",
         256,
+        least=1,
     )
     prefix_cache: str = setting(
         "Memory for the states of prompts, from which prompts with the same beginning go on, such as 256MB or "
@@ -154,9 +154,6 @@ class ServeOptions:
     )
 
     def __post_init__(self) -> None:
-        for field in ("max_prompt_tokens", "max_tokens", "max_requests"):
-            if (value := getattr(self, field)) < 1:
-                raise InputError(f"--{field.replace('_', '-')}={value}; expected at least 1")
         if self.no_api_key:
             refuse_with("--no-api-key", api_key=self.api_key)
 
