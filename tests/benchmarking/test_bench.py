@@ -103,7 +103,7 @@ def test_interrupted_bench_continues(tmp_path, monkeypatch):
     assert {row["model"] for row in rows} == {"gla", "softmax-gla", "transformers-llama"}
     assert all(row["torch"] and row["commit"] == (commit() or "") and row["threads"] == "1" for row in rows)
     page = (tmp_path / "bench" / "report.html").read_text("utf-8")
-    assert "Overhead of competition" in page and "Compression" in page and page.count("<svg") == 5
+    assert "Overhead of competition" in page and page.count("<svg") == 4
     with pytest.raises(InputError, match="holds another run"):
         cli_eval.bench(lengths="16", **arguments | {"hidden_size": 64})
     change_digit(tmp_path / "bench" / "points" / "training-16x1.json")
@@ -112,7 +112,7 @@ def test_interrupted_bench_continues(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::headrace.utils.errors.GateWarning")  # of the published read gate
-def test_the_cost_of_competition_is_of_pairs_and_compression_is_as_derived():
+def test_the_cost_of_competition_is_of_pairs():
     plan = BenchPlan(("gla", "softmax-gla"), SHAPE)
     models = {"gla": {"seconds": [1.0, 2.0, 4.0]}, "softmax-gla": {"seconds": [1.1, 2.2, 4.4]}}
     held = [{"point": vars(Point("training", 16)), "models": models}]
@@ -122,9 +122,6 @@ def test_the_cost_of_competition_is_of_pairs_and_compression_is_as_derived():
     published = [{**held[0], "models": models | {"paper-softmax-gla": {"seconds": [1.3, 2.6, 5.2]}}}]
     rows = report.overheads(published, both).rows
     assert rows == [("gla", "+10.0% ± 0.0%"), ("gla, published form", "+30.0% ± 0.0%")]
-    state = {"bytes": 4 * 2 * 16 * 32, "seconds": [1.0]}
-    (found,) = results.compressions([{"point": vars(Point("decoding", 640)), "models": {"gla": state}}], plan)
-    assert found.predicted == 640 * (16 + 32) / (16 * 32) and found.measured == 640 * 2 * 64 / (2 * 16 * 32)
 
 
 @pytest.mark.parametrize(("count", "said"), [(1, "1 layer, 64 wide"), (2, "2 layers, 64 wide")])
@@ -137,19 +134,8 @@ def test_the_page_names_the_models_and_each_machine_once(count, said, tmp_path):
                               (64, {"processor": "B", "date": 3}))
     ]  # fmt: skip
     assert report.environments(held) == [{"processor": "A"}, {"processor": "B"}]
-    page = report.write_report(held, results.rows(held, plan), plan, tmp_path, "headrace bench").read_text("utf-8")
+    page = report.write_report(held, results.rows(held, plan), plan, tmp_path).read_text("utf-8")
     assert said in page and f"with {count} thread{'s' * (count - 1)}." in page
-
-
-def test_the_table_of_compression_has_a_cell_for_each_context(tmp_path):
-    plan = BenchPlan(("gla", "softmax-gla"), SHAPE)
-    held = [
-        {"point": vars(Point("decoding", length)), "models": {name: {"bytes": 4096, "seconds": [1.0]}}}
-        for length, name in ((64, "gla"), (128, "gla"), (128, "softmax-gla"))
-    ]
-    section = report.compressed(held, plan, tmp_path)
-    assert section.header == ("mixer", "t = 64", "t = 128")
-    assert section.rows == [("gla", "8× (6×)", "16× (12×)"), ("softmax-gla", "–", "16× (12×)")]
 
 
 def test_lines_tell_models_apart_and_panels_name_their_rows():
@@ -202,7 +188,6 @@ def test_a_checkpoint_is_measured_at_its_own_sizes(tmp_path):
     rows = results.rows(measured, plan)
     sizes = {(row["model"], row["layers"], row["hidden_size"]) for row in rows if row["seconds"]}
     assert sizes == {("gla", 1, 64), ("softmax-gla", 1, 64), (folder, 2, 32)}
-    assert {each.model for each in results.compressions(measured, plan)} == {"gla", "softmax-gla"}
 
 
 MISTAKES = {

@@ -17,7 +17,6 @@ from headrace.benchmarking.models import Shape, build, cache_bytes
 from headrace.benchmarking.plan import BenchPlan, Point, points
 from headrace.convert.flash import mlp_width
 from headrace.evaluation import findings, scores, unigram
-from headrace.evaluation.report import draw
 from headrace.evaluation.report import report as evaluated
 from headrace.evaluation.run import Evaluation, EvaluationPlan
 from headrace.inspection.recorder import record
@@ -90,10 +89,7 @@ def test_points_are_measured_once_and_in_order(tmp_path, monkeypatch):
     ]  # fmt: skip
 
 
-def test_compression_compares_measured_with_predicted_bytes():
-    """Keys and values of 3 layers, 64 wide, 640 tokens in float32; GLA has K = 16, V = 32."""
-    (plain, _) = results.compressions(HELD, PLAN)
-    assert plain.measured == 2 * 3 * 64 * 640 * 4 / (400 * 2**20) and plain.predicted == 640 * (16 + 32) / (16 * 32)
+def test_only_attention_has_a_cache():
     assert cache_bytes("transformers-llama", SHAPE, 640, 4) == cache_bytes("transformer", SHAPE, 640, 4) == 983040
     assert cache_bytes("transformers-mamba2", SHAPE, 640, 4) == cache_bytes("gla", SHAPE, 640, 4) == 0
 
@@ -160,15 +156,12 @@ def test_peers_are_as_wide_and_deep_as_ours():
 
 
 # --- eval ------------------------------------------------------------------------------------------------------------
-def test_a_picture_shows_the_interval_of_a_difference():
+def test_the_interval_of_a_difference_is_of_students_t_over_rows():
     a, b = torch.randn(2, 50, dtype=torch.float64)
     records = {name: stored.record(side.tolist()) for name, side in (("a", a), ("b", b))}
-    axes = report.Figure().add_subplot()
-    draw(axes, [scores.difference("b", "a", "piqa", "acc", records)], ["piqa acc"])
-    (bar,) = axes.containers
-    difference = 100 * (b - a).numpy()
+    difference = (b - a).numpy()
     expected = stats.t.interval(0.95, 49, difference.mean(), stats.sem(difference))
-    assert bar.lines[2][0].get_segments()[0][:, 0] == pytest.approx(expected)
+    assert scores.difference("b", "a", "piqa", "acc", records).mean.interval == pytest.approx(expected)
 
 
 def test_perplexities_and_bits_of_a_text():
@@ -204,7 +197,7 @@ def test_the_metrics_of_other_lengths_of_a_needle_task_are_left_out():
 def test_the_page_says_how_many_rows_were_evaluated(limit, said, tmp_path):
     models = {name: {"piqa": stored.record([1.0, 0.0])} for name in "ab"}
     evaluation = Evaluation(EvaluationPlan("piqa", limit=limit), models, {})
-    page = evaluated(evaluation, {"a": "a", "b": "b"}, tmp_path).write(tmp_path / "report.html").read_text("utf-8")
+    page = evaluated(evaluation, {"a": "a", "b": "b"}).write(tmp_path / "report.html").read_text("utf-8")
     assert said in page and ("the first" in page) == (limit is not None)
 
 

@@ -81,7 +81,7 @@ def test_many_mixers_are_drawn_backbone_by_backbone(tmp_path):
 
 # --- the page --------------------------------------------------------------------------------------------------------
 def test_text_on_a_page_is_no_markup(tmp_path):
-    page = Page("Title", ["about <b>"], [Section("A", sentences=("x < y & <script>",))], "headrace <i>")
+    page = Page("Title", ["about <b>"], [Section("A", sentences=("x < y & <script>",))], command="headrace <i>")
     text = page.write(tmp_path / "page.html").read_text("utf-8")
     assert "x &lt; y &amp; &lt;script&gt;" in text and "about &lt;b&gt;" in text and "headrace &lt;i&gt;" in text
 

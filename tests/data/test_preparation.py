@@ -1,17 +1,14 @@
-"""Text of any size is prepared block by block: killed, streamed or with bad rows, the tokens are the same."""
+"""Text of any size is prepared block by block: streamed or with bad rows, the tokens are the same."""
 
 import bz2
-import fcntl
 import gzip
 import json
 import lzma
-import os
 import pickle
 import random
 import re
 from dataclasses import replace
 from itertools import pairwise
-from multiprocessing import get_context
 
 import numpy as np
 import pyarrow
@@ -67,71 +64,19 @@ class Killed(KeyboardInterrupt):
     pass
 
 
-@pytest.mark.parametrize("done", [0, 1, 7])
-def test_killed_preparation_resumes(plan, tmp_path, monkeypatch, done):
-    prepare(plan, tmp_path / "whole")
+@pytest.mark.parametrize("after", [0, 3])
+def test_killed_preparation_leaves_nothing(plan, tmp_path, monkeypatch, after):
     finished, made = workers._result, []
 
-    def kill(number, result):
-        if number >= done:
+    def kill(*part):
+        if len(made) == after:
             raise Killed
-        return finished(number, result)
+        return made.append(part) or finished(*part)
 
     monkeypatch.setattr(workers, "_result", kill)
     with pytest.raises(Killed):
         prepare(plan, tmp_path / "killed")
-    kept = len(list((tmp_path / ".killed.parts" / "parts").glob("*.json")))
-    assert kept >= done and not (tmp_path / "killed").exists()
-    monkeypatch.setattr(workers, "_result", lambda *one: made.append(finished(*one)) or made[-1])
-    prepare(replace(plan, workers=2), tmp_path / "killed")
-    assert sum(not new for _, _, new in made) == kept
-    assert tokens(tmp_path / "killed") == tokens(tmp_path / "whole")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["killed", "whole"]
-
-
-@pytest.mark.parametrize("after", [0, 3, 9])
-def test_preparation_killed_by_sigkill_resumes(plan, tmp_path, after):
-    prepare(plan, tmp_path / "whole")
-    child = get_context("fork").Process(target=prepare, args=(plan, tmp_path / "killed"))
-    child.start()
-    while child.is_alive() and not (tmp_path / ".killed.parts" / "parts" / f"{after:06d}.npz").exists():
-        child.join(0.01)
-    child.kill()
-    child.join()
-    if not (tmp_path / "killed").exists():
-        with pytest.raises(InputError, match="is not a folder written by `headrace prepare`"):
-            open_data(tmp_path / "killed")
-        with (tmp_path / ".killed.lock").open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # until the system has ended the workers, too
-        prepare(plan, tmp_path / "killed")
-    assert tokens(tmp_path / "killed") == tokens(tmp_path / "whole")
-
-
-def test_damaged_part_is_made_again(plan, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(preparation.parts, "assemble", lambda *_: (_ for _ in ()).throw(Killed))
-        prepare(plan, tmp_path / "d")
-    parts = tmp_path / ".d.parts" / "parts"
-    content = bytearray((parts / "000002.npz").read_bytes())
-    content[len(content) // 2] ^= 1
-    (parts / "000002.npz").write_bytes(content)
-    prepare(plan, tmp_path / "d")
-    prepare(plan, tmp_path / "whole")
-    assert tokens(tmp_path / "d") == tokens(tmp_path / "whole")
-
-
-def test_unfinished_preparation_refuses_other_settings_or_files(plan, jsonl, tmp_path, monkeypatch):
-    source = tmp_path / "texts.jsonl"
-    source.write_bytes(jsonl.read_bytes())
-    plan = replace(plan, sources=(str(source),))
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(preparation.parts, "assemble", lambda *_: (_ for _ in ()).throw(Killed))
-        prepare(plan, tmp_path / "d")
-    with pytest.raises(InputError, match=r"unfinished preparation with other settings or files \(seed is 0 there"):
-        prepare(replace(plan, seed=1), tmp_path / "d")
-    os.utime(source, ns=(1, 1))
-    with pytest.raises(InputError, match=r"with other settings or files \(sources is .* there and .* here\)"):
-        prepare(plan, tmp_path / "d")
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -311,7 +256,7 @@ def test_unreadable_file_is_named(name, tmp_path):
     [
         ({"tokens": 0.5}, "--tokens 0.5; expected an integer"),
         ({"tokens": -1.0}, "--tokens -1; expected at least 1"),
-        ({"tokens": 1.0, "task": "mqar", "sources": None}, "--tokens=1.0 with --task"),
+        ({"tokens": 1.0, "task": "mqar", "sources": None}, "--tokens has no effect with --task"),
     ],
 )
 def test_user_errors_are_refused(jsonl, tmp_path, options, sentence):
@@ -396,8 +341,7 @@ def documents(folder):
     return whole
 
 
-def test_sampled_rows_are_held_out_disjoint_and_reproducible(files, tmp_path, monkeypatch):
-    """Also after a kill."""
+def test_sampled_rows_are_held_out_and_disjoint(files, tmp_path):
     plan = Preparation(tuple(map(str, files.glob("*"))), length=8, held_out=0.2, sample=0.5, seed=2)
     manifest = prepare(plan, tmp_path / "whole")
     split = documents(tmp_path / "whole")
@@ -405,13 +349,6 @@ def test_sampled_rows_are_held_out_disjoint_and_reproducible(files, tmp_path, mo
     drawn = chosen(plan.sources, 0.5, 2)
     assert sorted(split["train"] + split["held_out"]) == sorted(drawn)
     assert 0.1 * len(drawn) < len(split["held_out"]) < 0.3 * len(drawn)
-    finished = workers._result
-    monkeypatch.setattr(workers, "_result", lambda number, result: (_ for _ in ()).throw(Killed))
-    with pytest.raises(Killed):
-        prepare(plan, tmp_path / "killed")
-    monkeypatch.setattr(workers, "_result", finished)
-    prepare(plan, tmp_path / "killed")
-    assert tokens(tmp_path / "killed") == tokens(tmp_path / "whole")
 
 
 def test_sample_stops_at_the_tokens_and_its_share_is_checked(files, tmp_path, capsys):
@@ -424,11 +361,6 @@ def test_sample_stops_at_the_tokens_and_its_share_is_checked(files, tmp_path, ca
     assert len(read["train"] + read["held_out"]) < FILES * DOCUMENTS
     with pytest.raises(InputError, match=r"--sample 1\.5; expected a share above 0 and at most 1"):
         replace(plan, sample=1.5)
-    with pytest.raises(InputError, match=r"with other settings or files \(sample is 1.0 there and 0.5 here\)"):
-        preparation._claim(plan, None, tmp_path)
-        (tmp_path / "parts").mkdir()
-        (tmp_path / "parts" / "000000.json").write_text("{}")
-        preparation._claim(replace(plan, sample=0.5), None, tmp_path)
 
 
 def test_a_refused_preparation_leaves_nothing(jsonl, tmp_path):

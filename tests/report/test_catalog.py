@@ -97,7 +97,6 @@ def test_a_mixer_added_at_run_time_has_a_row(monkeypatch, table):
         row = catalog.describe(name)
         assert name in zoo.names() and row["paper"] == "–" and all(row[column] not in ("", None) for column in COLUMNS)
         assert zoo.get(row["spec"]) == zoo.get(name)
-        assert catalog.markdown().count(f"| `{name}` |") == len(catalog.VIEWS)
 
 
 def test_a_name_of_the_zoo_may_begin_with_softmax(monkeypatch):
@@ -110,17 +109,10 @@ def test_a_mixer_that_does_not_fit_the_table_width_has_its_reason_in_the_row(mon
     monkeypatch.setitem(zoo.LINEAR, "mine", MixerSpec(Heads(count=3)))
     row = catalog.describe("mine")
     assert row["state"].startswith("num_heads=3 does not divide") and row["numbers"] is row["decoding"] is None
-    assert "| `mine` | num_heads=3 does not divide" in catalog.markdown()
 
 
 def test_an_expression_has_the_paper_of_what_it_changes():
     assert catalog.describe("softmax-gla(heads.expand_k=1)")["paper"] == catalog.describe("gla")["paper"]
-
-
-def test_the_markdown_has_every_view_of_every_mixer():
-    text = catalog.markdown()
-    assert all(f"\n## By {title}\n" in text for title in catalog.VIEWS)
-    assert all(text.count(f"| `{name}` |") == len(catalog.VIEWS) for name in zoo.names())
 
 
 # --- Mamba-2's other form (arXiv 2405.21060, section 3) ---------------------------------------------------------------

@@ -13,7 +13,7 @@ from ..report.page import Page, Section, picture
 from ..report.style import PALETTE, STYLE
 from .models import PEERS
 from .plan import MEASURED, BenchPlan
-from .results import FORMS, competing_versions, compressions, overhead
+from .results import FORMS, competing_versions, overhead
 
 TITLES = {  # measurement -> (title, unit, label of the x axis)
     "memory": ("Peak memory of a training step", "bytes", "tokens per row"),
@@ -32,9 +32,7 @@ CAPTION = (
 )
 
 
-def write_report(
-    results: list[dict[str, Any]], lines: list[dict[str, Any]], plan: BenchPlan, folder: Path, command: str
-) -> Path:
+def write_report(results: list[dict[str, Any]], lines: list[dict[str, Any]], plan: BenchPlan, folder: Path) -> Path:
     shape = plan.shape
     about = (
         f"{count(len(plan.models), 'model')} of {count(shape.layers, 'layer')}, {shape.hidden_size} wide, "
@@ -43,9 +41,7 @@ def write_report(
         "models took turns in one process, ± half the interquartile range."
     )
     sections = [overheads(results, plan), *(measured(what, lines, plan, folder) for what in present(results))]
-    if section := compressed(results, plan, folder):
-        sections.append(section)
-    return Page("Cost of competition", [about], sections, command, environments(results)).write(folder / "report.html")
+    return Page("Cost of competition", [about], sections, environments(results)).write(folder / "report.html")
 
 
 def environments(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -161,33 +157,3 @@ def line_style(name: str, names: list[str]) -> dict[str, Any]:
 
 def backbone(name: str) -> str:
     return name.removeprefix("paper-").removeprefix("softmax-")
-
-
-def compressed(results: list[dict[str, Any]], plan: BenchPlan, folder: Path) -> Section | None:
-    """The section on the size of the transformer's cache over the size of each state; None without such numbers."""
-    ratios = compressions(results, plan)
-    if not ratios:
-        return None
-    contexts = sorted({c.context for c in ratios})
-    by_model = {
-        name: {c.context: c for c in ratios if c.model == name} for name in dict.fromkeys(c.model for c in ratios)
-    }
-    rows = [
-        (name, *(f"{own[t].measured:,.3g}× ({own[t].predicted:,.3g}×)" if t in own else "–" for t in contexts))
-        for name, own in by_model.items()
-    ]
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(7, 4.2), layout="constrained")
-        ax = figure.add_subplot()
-        draw(ax, {name: [(t, c.measured) for t, c in own.items()] for name, own in by_model.items()})
-        ax.set(xlabel="tokens of the context, t", ylabel="bytes of the cache over bytes of the state")
-        ax.legend(fontsize=8)
-    about = (
-        "Bytes of the key-value cache of softmax attention over bytes of the whole state of the mixer, convolution "
-        "states included; in brackets, t(d_k + d_v)/(d_k d_v), which is 2t/d for d_k = d_v = d."
-    )
-    header = ("mixer", *(f"t = {t:,}" for t in contexts))
-    drawn = [
-        picture("Bytes of the cache over bytes of the state, by context length.", figure, folder / "compression.png")
-    ]
-    return Section("Compression: cache over state", (about,), header=header, rows=rows, pictures=drawn)

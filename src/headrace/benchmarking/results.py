@@ -1,6 +1,4 @@
-"""Measures the points of a plan, and derives from them the rows of the CSV, the overhead of competition and the
-compression of a key-value cache to a state.
-"""
+"""Measures the points of a plan, and derives from them the rows of the CSV and the overhead of competition."""
 
 import csv
 from dataclasses import dataclass
@@ -10,15 +8,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from .. import zoo
 from ..files import engine
 from ..files.engine import Tell
 from ..files.environment import environment
 from ..files.workers import Worker
 from ..report.numbers import spread
-from ..spec.linear import MixerSpec
 from .measure import measure
-from .models import PEERS, cache_bytes, checkpoint_config
+from .models import checkpoint_config
 from .plan import MEASURED, BenchPlan, Point
 
 COLUMNS = (
@@ -120,27 +116,3 @@ def overhead(results: list[dict[str, Any]], backbone: str, what: str, form: str 
 
 def costs(measured: dict[str, Any], what: str) -> list[float]:
     return [measured["bytes"]] if what == "memory" else measured["seconds"]
-
-
-@dataclass(frozen=True)
-class Compression:
-    """Size of a key-value cache over the size of the state of a linear mixer, after a context of t tokens. `predicted`:
-    by the formula t (d_k + d_v) / (d_k d_v), which is 2t/d for d_k = d_v = d; `measured`: by bytes of all tensors."""
-
-    model: str
-    context: int
-    predicted: float
-    measured: float
-
-
-def compressions(results: list[dict[str, Any]], plan: BenchPlan) -> list[Compression]:
-    ratios = []
-    for result in results:
-        context = result["point"]["length"]
-        for name, measured in result["models"].items():
-            spec = None if name in PEERS or checkpoint_config(name) is not None else zoo.mixer(name)
-            if result["point"]["what"] == "decoding" and isinstance(spec, MixerSpec) and measured.get("bytes"):
-                K, V = spec.head_dims(plan.shape.hidden_size, plan.shape.heads)
-                cache = cache_bytes("transformer", plan.shape, context, plan.itemsize)
-                ratios.append(Compression(name, context, context * (K + V) / (K * V), cache / measured["bytes"]))
-    return ratios

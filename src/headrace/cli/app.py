@@ -15,6 +15,7 @@ from .. import __version__
 from ..utils.errors import InputError
 from . import compare, evaluate, linearize, train, understand, use, verify
 from .console import for_typer, printable, requiring_extra, with_plugins
+from .options import option
 
 # Errors of a full disk, or of a path that this user cannot write.
 UNWRITABLE = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "ENOTDIR")}
@@ -82,7 +83,7 @@ def refuse(sentence: str) -> NoReturn:
 
 
 @app.callback(invoke_without_command=True)
-def top(version: Annotated[bool, typer.Option("--version", help="Version and available backends.")] = False) -> None:
+def top(version: Annotated[bool, option("Version and available backends.", "--version")] = False) -> None:
     """Linear-time sequence models whose heads compete for what is written to memory and what is read from it."""
     if version:
         print(f"headrace {__version__}")

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
@@ -16,104 +15,56 @@ from ..report.numbers import count
 from ..spec.serialize import to_json
 from ..utils.errors import InputError
 from .console import Device, interruptible, refuse_with, refuse_without, terminal
-from .options import takes
+from .options import argument, option, setting, takes
 
 
 @dataclass(frozen=True)
 class CompareOptions:
     """The options of `headrace compare`."""
 
-    files: Annotated[
-        list[str] | None,
-        typer.Argument(help=r"Files of text to model, as with --text. \[default: none]", show_default=False),
-    ] = None
-    mixers: Annotated[
-        str | None,
-        typer.Option(
-            help=r"Mixers, separated by commas: names or expressions (see `headrace zoo`), or all. "
-            r"\[default: the task's]"
-        ),
-    ] = None
-    task: Annotated[
-        str | None,
-        typer.Option(
-            help=r"Task, with fields in parentheses: key-value(length=128). \[default: pair; text with --text]"
-        ),
-    ] = None
-    text: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="File of text to model: text, JSON Lines or Parquet, as for `headrace prepare`. Repeatable. "
-            r"\[default: none]"
-        ),
-    ] = None
-    tokenizer: Annotated[
-        str | None, typer.Option(help=r"Tokenizer: bytes, a file, a folder or a name on the Hub. \[default: bytes]")
-    ] = None
-    seeds: Annotated[
-        str | None,
-        typer.Option(help=r"Number of random seeds, or the seeds themselves: 10-14 or 7,10-14. \[default: 3]"),
-    ] = None
-    steps: Annotated[int | None, typer.Option(help=r"Number of training steps. \[default: 300]")] = None
-    batch_size: Annotated[int | None, typer.Option(help=r"Rows per training step. \[default: 64]")] = None
-    lr: Annotated[float | None, typer.Option(help=r"Peak learning rate. \[default: 0.01]")] = None
-    length: Annotated[int | None, typer.Option(help=r"Tokens per row. \[default: 48]")] = None
-    sweep: Annotated[
-        str | None,
-        typer.Option(
-            help="Field of the task, model or training and its values: FIELD=VALUE,VALUE,... "
-            r"Each value is one comparison. \[default: none]"
-        ),
-    ] = None
-    initializer_range: Annotated[
-        float | None,
-        typer.Option(help=r"Standard deviation of the initial weights. \[default: 0.64 / √hidden_size]"),
-    ] = None
-    tune: Annotated[
-        str | None,
-        typer.Option(
-            help="Field of the training and its values: lr=VALUE,VALUE,... Each mixer takes its best value, on "
-            r"seeds and rows that are not reported. \[default: none]"
-        ),
-    ] = None
-    tune_seeds: Annotated[
-        str | None,
-        typer.Option(help=r"Seeds of the search, as with --seeds. \[default: three that are not reported]"),
-    ] = None
-    hidden_size: Annotated[int | None, typer.Option(help=r"Hidden size of the models. \[default: 64]")] = None
-    layers: Annotated[int | None, typer.Option(help=r"Number of layers. \[default: 1]")] = None
-    heads: Annotated[int | None, typer.Option(help=r"Number of heads per layer. \[default: 8]")] = None
-    match: Annotated[
-        str | None,
-        typer.Option(
-            help="What all models have equally many of: parameters, or state: parameters and numbers of the state. "
-            r"\[default: parameters]"
-        ),
-    ] = None
-    plan: Annotated[
-        Path | None,
-        typer.Option(help=r"YAML file of a study with its question and test, in place of options. \[default: none]"),
-    ] = None
-    suite: Annotated[
-        str | None,
-        typer.Option(
-            help="Suite of tasks with fixed settings: small, of the leaderboard. Each mixer gets a row, in a folder of "
-            r"its own. \[default: none]"
-        ),
-    ] = None
-    board: Annotated[
-        Path | None,
-        typer.Option(
-            help="CSV file with the rows of others, which a suite's are shown beside. "
-            r"\[default: benchmarks/results/leaderboard.csv of the checkout]"
-        ),
-    ] = None
-    output: Annotated[Path | None, typer.Option(help=r"Folder of the report. \[default: runs/<task>]")] = None
+    files: list[str] | None = setting("Files of text to model, as with --text.", kind=argument, show_default=False)
+    mixers: str | None = setting(
+        "Mixers, separated by commas: names or expressions (see `headrace zoo`), or all.", shown="the task's"
+    )
+    task: str | None = setting(
+        "Task, with fields in parentheses: key-value(length=128).", shown="pair; text with --text"
+    )
+    text: list[str] | None = setting(
+        "File of text to model: text, JSON Lines or Parquet, as for `headrace prepare`. Repeatable."
+    )
+    tokenizer: str | None = setting("Tokenizer: bytes, a file, a folder or a name on the Hub.", shown="bytes")
+    seeds: str | None = setting("Number of random seeds, or the seeds themselves: 10-14 or 7,10-14.", shown="3")
+    steps: int | None = setting("Number of training steps.", shown="300")
+    batch_size: int | None = setting("Rows per training step.", shown="64")
+    lr: float | None = setting("Peak learning rate.", shown="0.01")
+    length: int | None = setting("Tokens per row.", shown="48")
+    sweep: str | None = setting(
+        "Field of the task, model or training and its values: FIELD=VALUE,VALUE,... Each value is one comparison."
+    )
+    initializer_range: float | None = setting("Standard deviation of the initial weights.", shown="0.64 / √hidden_size")
+    tune: str | None = setting(
+        "Field of the training and its values: lr=VALUE,VALUE,... Each mixer takes its best value, on seeds "
+        "and rows that are not reported."
+    )
+    tune_seeds: str | None = setting("Seeds of the search, as with --seeds.", shown="three that are not reported")
+    hidden_size: int | None = setting("Hidden size of the models.", shown="64")
+    layers: int | None = setting("Number of layers.", shown="1")
+    heads: int | None = setting("Number of heads per layer.", shown="8")
+    match: str | None = setting(
+        "What all models have equally many of: parameters, or state: parameters and numbers of the state.",
+        shown="parameters",
+    )
+    plan: Path | None = setting("YAML file of a study with its question and test, in place of options.")
+    suite: str | None = setting(
+        "Suite of tasks with fixed settings: small, of the leaderboard. Each mixer gets a row, in a folder of its own."
+    )
+    board: Path | None = setting(
+        "CSV file with the rows of others, which a suite's are shown beside.",
+        shown="benchmarks/results/leaderboard.csv of the checkout",
+    )
+    output: Path | None = setting("Folder of the report.", shown="runs/<task>")
     device: Device = None
-    workers: Annotated[
-        int | None,
-        typer.Option(help=r"Number of worker processes. \[default: one per GPU, or one per CPU core]"),
-    ] = None
+    workers: int | None = setting("Number of worker processes.", shown="one per GPU, or one per CPU core")
 
     def __post_init__(self) -> None:
         for mixer in () if self.mixers is None else zoo.several(self.mixers):
@@ -123,7 +74,7 @@ class CompareOptions:
         else:
             refuse_with("--suite", **self.changes | self.others | {"mixers": None}, plan=self.plan)
         if self.plan is not None:
-            refuse_beside_plan(self.plan, self.changes | self.others)
+            refuse_with(f"--plan {str(self.plan)!r}, which has all settings", **self.changes | self.others)
 
     @property
     def sources(self) -> list[str]:
@@ -220,32 +171,17 @@ def run(study: Any, folder: Path, places: list[str]) -> dict[str, Any]:
     return results
 
 
-def refuse_beside_plan(plan: Path, options: dict[str, Any]) -> None:
-    """InputError for an option beside --plan, whose file has all settings."""
-    if beside := next((name for name, value in options.items() if value is not None), None):
-        raise InputError(
-            f"--{beside.replace('_', '-')} is given beside --plan {str(plan)!r}, which has all settings; expected one"
-        )
-
-
 def list_zoo(
-    show: Annotated[
-        str | None, typer.Option(help=r"View of the table: update, axes, cost or paper. \[default: update]")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON output with every view and every spec.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Markdown output, of all views.")] = False,
+    show: Annotated[str | None, option("View of the table: update, axes, cost or paper.", default="update")] = None,
+    as_json: Annotated[bool, option("JSON output with every view and every spec.", "--json")] = False,
 ) -> None:
     """List the named mixers and models.
 
     The views show each mixer as a memory update, by four design axes, with its cost, or with its paper."""
-    outputs = [name for name, on in (("--show", show), ("--json", as_json), ("--markdown", as_markdown)) if on]
-    if len(outputs) > 1:
-        raise InputError(f"{' and '.join(outputs)} are both given; expected one of them")
+    if show is not None and as_json:
+        raise InputError("--show and --json are both given; expected one of them")
     if show not in (None, *catalog.VIEWS):
         raise InputError(f"--show={show!r}; expected one of {', '.join(catalog.VIEWS)}")
-    if as_markdown:
-        print(catalog.markdown())
-        return
     rows = {name: catalog.describe(name) for name in zoo.names()}
     if as_json:
         models = {name: {"spec": to_json(spec)} for name, spec in zoo.MODELS.items()}

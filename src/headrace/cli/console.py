@@ -2,8 +2,6 @@
 
 import inspect
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -19,47 +17,40 @@ from ..files.processes import Terminated, terminable
 from ..files.text import decode
 from ..utils import extras, plugins
 from ..utils.errors import InputError
+from .options import argument, option
 
 T = TypeVar("T")
-HEARTBEAT = 60.0  # seconds without a line after which the current line is repeated
 
-# The bracket of "[default: ...]" is escaped because Rich takes "[...]" for markup and prints nothing.
 Checkpoint = Annotated[
     Path,
-    typer.Argument(
-        help="Folder of a checkpoint, as `train`, `convert` or `save_pretrained` of transformers write it, or its name "
-        "on the Hugging Face Hub.",
+    argument(
+        "Folder of a checkpoint, as `train`, `convert` or `save_pretrained` of transformers write it, or its "
+        "name on the Hugging Face Hub."
     ),
 ]
-NewFolder = Annotated[Path, typer.Option(help="Folder to create. An existing folder is refused.")]
+NewFolder = Annotated[Path, option("Folder to create. An existing folder is refused.")]
 Device = Annotated[
     str | None,
-    typer.Option(help=r"Device: cpu, cuda, cuda:1, mps, or auto (an accelerator before the CPU). \[default: auto]"),
+    option("Device: cpu, cuda, cuda:1, mps, or auto (an accelerator before the CPU).", default="auto"),
 ]
-
-
-def _at_least_1(threads: int | None) -> int | None:
-    if threads is not None and threads < 1:
-        raise InputError(f"--threads={threads}; expected at least 1")
-    return threads
 
 
 Threads = Annotated[
     int | None,
-    typer.Option(
-        callback=_at_least_1,
-        help=r"Number of threads on a CPU. \[default: the fastest of all, half and 1, measured in the first steps]",
+    option(
+        "Number of threads on a CPU.",
+        default="the fastest of all, half and 1, measured in the first steps",
+        least=1,
     ),
 ]
-PromptFile = Annotated[
-    Path | None, typer.Option("--file", help=r"UTF-8 file to read the text from. \[default: standard input]")
-]
+PromptFile = Annotated[Path | None, option("UTF-8 file to read the text from.", "--file", default="standard input")]
 Plugins = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
+        "Plug-in: a Python file, or a module, that registers mixers, models or tasks. Repeatable, beside "
+        "those of HEADRACE_PLUGINS and of installed packages.",
         "--plugin",
-        help="Plug-in: a Python file, or a module, that registers mixers, models or tasks. Repeatable, beside those of "
-        r"HEADRACE_PLUGINS and of installed packages. \[default: none]",
+        default="none",
         show_default=False,
     ),
 ]
@@ -77,35 +68,12 @@ def terminal() -> Console:
 
 @contextmanager
 def telling(console: Console) -> Iterator[Callable[[str], None]]:
-    """Yields `tell(line)`, which shows the current activity.
-
-    On a terminal, the line replaces the previous one. Elsewhere it is printed, and printed again with the elapsed
-    minutes after every HEARTBEAT seconds."""
+    """Yields `tell(line)`, which shows the current activity: on a terminal in place of the line before it."""
     if console.is_terminal:
         with console.status("") as status:
             yield status.update
-        return
-    current: list[Any] = ["", 0.0]
-    ended = threading.Event()
-
-    def say(line: str) -> None:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-    def tell(line: str) -> None:
-        current[:] = line, time.monotonic()
-        say(line)
-
-    def repeat() -> None:
-        while not ended.wait(HEARTBEAT):
-            line, since = current
-            if line:
-                say(f"{line}: at work for {(time.monotonic() - since) / 60:.0f} min")
-
-    threading.Thread(target=repeat, daemon=True).start()
-    try:
-        yield tell
-    finally:
-        ended.set()
+    else:
+        yield lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def track(items: Sequence[T], name: str, tell: Callable[[str], None]) -> Iterator[T]:
@@ -187,8 +155,8 @@ def with_plugins(command: Callable) -> Callable:
         return command(*args, **kwargs)
 
     signature = inspect.signature(command)
-    option = inspect.Parameter("plugin", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Plugins)
-    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), option])  # type: ignore[attr-defined]
+    plugin = inspect.Parameter("plugin", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Plugins)
+    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), plugin])  # type: ignore[attr-defined]
     run.__annotations__ = {**command.__annotations__, "plugin": Plugins}
     return run
 

@@ -1,47 +1,34 @@
 """Evaluate: eval, bench."""
 
-import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from .. import zoo
 from ..files.hub import ask_hub, check_config
 from .console import Device, Threads, interruptible, numbers, telling, terminal
-from .options import takes
+from .options import argument, setting, takes
 
 
 @dataclass(frozen=True)
 class EvaluateOptions:
     """The options of `headrace eval`."""
 
-    checkpoints: Annotated[
-        list[str], typer.Argument(help="Folders or names on the Hub of causal language models, ours or others.")
-    ]
-    suite: Annotated[
-        str,
-        typer.Option(
-            help="Suites, separated by commas: language, recall, needle, blimp, or tasks of lm-evaluation-harness."
-        ),
-    ]
-    data: Annotated[
-        Path | None, typer.Option(help=r"Folder of local benchmark files. \[default: download from the Hub]")
-    ] = None
-    lengths: Annotated[str, typer.Option(help="Tokens of the prompts of `needle`, separated by commas.")] = (
-        "1024,2048,4096,8192"
+    checkpoints: list[str] = setting(
+        "Folders or names on the Hub of causal language models, ours or others.", ..., kind=argument
     )
-    limit: Annotated[int | None, typer.Option(help=r"Number of rows per task. \[default: all]")] = None
-    max_length: Annotated[
-        int | None, typer.Option(help=r"Maximum context in tokens. \[default: the model config's]")
-    ] = None
-    batch_size: Annotated[int, typer.Option(help="Rows per batch.", min=1)] = 8
+    suite: str = setting(
+        "Suites, separated by commas: language, recall, needle, blimp, or tasks of lm-evaluation-harness.", ...
+    )
+    data: Path | None = setting("Folder of local benchmark files.", shown="download from the Hub")
+    lengths: str = setting("Tokens of the prompts of `needle`, separated by commas.", "1024,2048,4096,8192")
+    limit: int | None = setting("Number of rows per task.", shown="all")
+    max_length: int | None = setting("Maximum context in tokens.", shown="the model config's")
+    batch_size: int = setting("Rows per batch.", 8, least=1)
     device: Device = None
     threads: Threads = None
-    seed: Annotated[int, typer.Option(help="Random seed of the needles.", min=0, max=2**32 - 1)] = 1234
-    output: Annotated[Path | None, typer.Option(help=r"Folder of the report. \[default: runs/eval-<suite>]")] = None
+    seed: int = setting("Random seed of the needles.", 1234, min=0, max=2**32 - 1)
+    output: Path | None = setting("Folder of the report.", shown="runs/eval-<suite>")
 
 
 @takes(EvaluateOptions)
@@ -68,7 +55,7 @@ def evaluate(options: EvaluateOptions) -> Any:
     with interruptible(f"what is finished is in {folder}; the same command continues"), locked(folder):
         with telling(console) as tell:
             evaluation = run.evaluate(one.checkpoints, plan, machine, folder, tell)
-        page = report.report(evaluation, checkpoint.named(one.checkpoints), folder)
+        page = report.report(evaluation, checkpoint.named(one.checkpoints))
         written = page.write(folder / "report.html")
     print_sections(page, console)
     console.print(f"The report is {written}", soft_wrap=True, highlight=False)
@@ -79,32 +66,25 @@ def evaluate(options: EvaluateOptions) -> Any:
 class BenchOptions:
     """The options of `headrace bench`."""
 
-    mixers: Annotated[
-        str,
-        typer.Option(
-            help="Mixers, separated by commas: names or expressions (see `headrace zoo`), transformers-llama, "
-            "transformers-mamba2, transformers-qwen3-next; or checkpoints, which keep their own sizes."
-        ),
-    ] = "retnet,gla,gated-deltanet,mamba2,transformer,transformers-llama,transformers-mamba2,transformers-qwen3-next"
-    what: Annotated[str, typer.Option(help="Measurements, separated by commas.")] = "memory,training,prefill,decoding"
-    layers: Annotated[int | None, typer.Option(help=r"Number of layers. \[default: 24; 2 on a CPU]")] = None
-    hidden_size: Annotated[int, typer.Option(help="Hidden size of the models.")] = 1024
-    heads: Annotated[int, typer.Option(help="Number of heads per layer.")] = 4
-    lengths: Annotated[str, typer.Option(help="Tokens of a training row and of a prompt, separated by commas.")] = (
-        "512,2048"
+    mixers: str = setting(
+        "Mixers, separated by commas: names or expressions (see `headrace zoo`), transformers-llama, "
+        "transformers-mamba2, transformers-qwen3-next; or checkpoints, which keep their own sizes.",
+        "retnet,gla,gated-deltanet,mamba2,transformer,transformers-llama,transformers-mamba2,transformers-qwen3-next",
     )
-    batch_sizes: Annotated[str, typer.Option(help="Rows of a training step, separated by commas.")] = "1,2"
-    contexts: Annotated[str, typer.Option(help="Tokens of context before the decoded token, separated by commas.")] = (
-        "1024,16384,131072,1048576"
+    what: str = setting("Measurements, separated by commas.", "memory,training,prefill,decoding")
+    layers: int | None = setting("Number of layers.", shown="24; 2 on a CPU")
+    hidden_size: int = setting("Hidden size of the models.", 1024)
+    heads: int = setting("Number of heads per layer.", 4)
+    lengths: str = setting("Tokens of a training row and of a prompt, separated by commas.", "512,2048")
+    batch_sizes: str = setting("Rows of a training step, separated by commas.", "1,2")
+    contexts: str = setting(
+        "Tokens of context before the decoded token, separated by commas.", "1024,16384,131072,1048576"
     )
-    rounds: Annotated[int, typer.Option(help="Number of timed rounds. One more round warms up.")] = 5
-    threads: Annotated[int, typer.Option(help="Number of CPU threads.")] = 1
+    rounds: int = setting("Number of timed rounds. One more round warms up.", 5)
+    threads: int = setting("Number of CPU threads.", 1)
     device: Device = None
-    dtype: Annotated[
-        str | None,
-        typer.Option(help=r"Data type: bfloat16, float32 or float64. \[default: bfloat16; float32 on a CPU]"),
-    ] = None
-    output: Annotated[Path, typer.Option(help="Folder for bench.csv and report.html.")] = Path("runs/bench")
+    dtype: str | None = setting("Data type: bfloat16, float32 or float64.", shown="bfloat16; float32 on a CPU")
+    output: Path = setting("Folder for bench.csv and report.html.", Path("runs/bench"))
 
     def __post_init__(self) -> None:
         for name in zoo.several(self.mixers):
@@ -140,6 +120,6 @@ def bench(options: BenchOptions) -> None:
             held = complete(plan, measurements, output, tell)
         lines = rows(held, plan)
         write_csv(output / "bench.csv", lines)
-        report = write_report(held, lines, plan, output, shlex.join(["headrace", *sys.argv[1:]]))
+        report = write_report(held, lines, plan, output)
     print_section(overheads(held, plan), console)
     console.print(f"The report is {report}, the numbers {output / 'bench.csv'}", soft_wrap=True, highlight=False)

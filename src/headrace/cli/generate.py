@@ -4,6 +4,8 @@ import math
 import secrets
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,27 +76,31 @@ def generate(
         sampling["assistant_model"] = _draft(draft, model, tokenizer)
     if seed is not None:
         set_seed(seed)
-    drafted = draft is not None or "prompt_lookup_num_tokens" in sampling  # tokens, whose times are not alike
-    timed = None if model.device.type != "cpu" or (drafted and threads is None) else Threads(threads)
-    streamer = Printer(tokenizer, stream, echo, timed) if stream or (timed and timed.measures and not drafted) else None
     started = time.perf_counter()
     sampling |= {"attention_mask": torch.ones_like(ids), CACHE: cache, "tokenizer": tokenizer}
-    try:
+    with _timed(model, threads, "assistant_model" in sampling or "prompt_lookup_num_tokens" in sampling) as timed:
+        printer = Printer(tokenizer, stream, echo, timed) if stream or (timed and timed.measures) else None
         with torch.inference_mode():
-            out = model.generate(ids, streamer=streamer, pad_token_id=tokenizer.eos_token_id, **sampling)
-    finally:
+            out = model.generate(ids, streamer=printer, pad_token_id=tokenizer.eos_token_id, **sampling)
         used = torch.get_num_threads()
-        if timed is not None:
-            timed.restore()
     seconds, new = time.perf_counter() - started, out[0, ids.shape[1] :].tolist()
     if save is not None:
         save_state(save, cache, model, out, replace=replace)
-    told = {
-        "text": tokenizer.decode(new, skip_special_tokens=True),
-        "tokens": new,
-        "tokens_per_second": len(new) / seconds,
-    }
-    return told | {"engine": model.engine.about(model), "threads": used, **_proposals(cache, len(new)), "seed": seed}
+    text = {"text": tokenizer.decode(new, skip_special_tokens=True), "tokens": new}
+    about = {"tokens_per_second": len(new) / seconds, "engine": model.engine.about(model), "threads": used}
+    return text | about | _proposals(cache, len(new)) | {"seed": seed}
+
+
+@contextmanager
+def _timed(model: Any, threads: int | None, drafted: bool) -> Iterator[Threads | None]:
+    """Sets PyTorch's threads within the block; None: they are as they are, on a GPU and, without a number, for tokens
+    that a draft proposes, whose times are not alike."""
+    timed = None if model.device.type != "cpu" or (drafted and threads is None) else Threads(threads)
+    try:
+        yield timed
+    finally:
+        if timed is not None:
+            timed.restore()
 
 
 def _loaded(checkpoint: Path, device: str | None, graph: bool) -> Any:

@@ -1,12 +1,10 @@
 """Linearize: a trained model whose attention layers become linear."""
 
 import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.table import Table
 
 from .. import zoo
@@ -15,7 +13,7 @@ from ..spec.linear import MixerSpec
 from ..utils.errors import InputError
 from ..utils.integrity import write_json
 from .console import Checkpoint, Device, NewFolder, Threads, interruptible, telling, terminal
-from .options import takes
+from .options import setting, takes
 
 CHECKPOINTS = "transfer/checkpoint-*/complete.json"  # from which a command goes on
 
@@ -26,43 +24,32 @@ class LinearizeOptions:
 
     checkpoint: Checkpoint
     output: NewFolder
-    data: Annotated[
-        Path, typer.Option(help="Folder of `headrace prepare`, whose --tokenizer is the checkpoint, to imitate on.")
-    ]
-    mixer: Annotated[
-        str, typer.Option(help="Linear mixer in place of attention: hedgehog, lolcats(window=64), gla, ...")
-    ] = "hedgehog(decay.kind=sigmoid-head)"
-    keep: Annotated[
-        str,
-        typer.Option(
-            help="Attention layers that stay: 4,12,20, or every=4 (each fourth, from the first), worst=6 (those whose "
-            "imitation is worst), or none."
-        ),
-    ] = "every=2"
-    steps: Annotated[int, typer.Option(help="Number of training steps.")] = 200
-    rows: Annotated[int, typer.Option(help="Rows of the data per step.")] = 2
-    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-2
-    trains: Annotated[
-        str, typer.Option(help="What trains: new (what the old layers do not have), or all weights of the new layers.")
-    ] = "new"
-    precision: Annotated[
-        str, typer.Option(help="Of activations: float32, or bfloat16 by autocast. Weights are not rounded.")
-    ] = "float32"
-    held_out: Annotated[int, typer.Option(help="Held-out rows on which the errors and losses are measured.")] = 16
-    seed: Annotated[int, typer.Option(help="Random seed of new weights and of the order of the rows.")] = 0
+    data: Path = setting("Folder of `headrace prepare`, whose --tokenizer is the checkpoint, to imitate on.", ...)
+    mixer: str = setting(
+        "Linear mixer in place of attention: hedgehog, lolcats(window=64), gla, ...",
+        "hedgehog(decay.kind=sigmoid-head)",
+    )
+    keep: str = setting(
+        "Attention layers that stay: 4,12,20, or every=4 (each fourth, from the first), worst=6 (those whose "
+        "imitation is worst), or none.",
+        "every=2",
+    )
+    steps: int = setting("Number of training steps.", 200, least=1)
+    rows: int = setting("Rows of the data per step.", 2)
+    lr: float = setting("Peak learning rate.", 1e-2)
+    trains: str = setting(
+        "What trains: new (what the old layers do not have), or all weights of the new layers.", "new"
+    )
+    precision: str = setting("Of activations: float32, or bfloat16 by autocast. Weights are not rounded.", "float32")
+    held_out: int = setting("Held-out rows on which the errors and losses are measured.", 16)
+    seed: int = setting("Random seed of new weights and of the order of the rows.", 0)
     device: Device = None
     threads: Threads = None
-    machine: Annotated[
-        str | None,
-        typer.Option(
-            help=r"Machine, such as 1xH100: print its memory and hours for the imitation, and train nothing. "
-            r"\[default: none]"
-        ),
-    ] = None
+    machine: str | None = setting(
+        "Machine, such as 1xH100: print its memory and hours for the imitation, and train nothing."
+    )
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise InputError(f"--steps={self.steps}; expected at least 1")
         if not isinstance(zoo.mixer(self.mixer), MixerSpec):
             raise InputError(f"--mixer={self.mixer!r} is no linear mixer; expected one, such as gated-deltanet")
 
@@ -138,7 +125,7 @@ def _write(one: LinearizeOptions, keep: Any, data: Any, work: Path, ready: Path)
     if can_draw():
         from ..report.linearized import write_page
 
-        write_page(report, shlex.join(["headrace", *sys.argv[1:]]), ready)
+        write_page(report, ready)
     else:
         print(f"report.html needs {named('studies')}")
     return report

@@ -2,13 +2,51 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, Field, fields
-from functools import wraps
+from dataclasses import MISSING, Field, field, fields
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+
+import typer
+
+from ..utils.errors import InputError
 
 T = TypeVar("T")
+DEFAULT = r" \[default: {}]"  # its bracket is escaped, as Rich takes "[...]" for markup and prints nothing
 Result = TypeVar("Result")
+
+
+def option(
+    help: str, *names: str, default: str | None = None, least: int | None = None,
+    kind: Callable[..., Any] = typer.Option, **more: Any,
+) -> Any:  # fmt: skip
+    """What Typer is to know of an option.
+
+    Args:
+        default: what a default of None stands for, which Typer does not show.
+        least: the smallest number that is taken, from Python too.
+    """
+    known = kind(*names, help=help + ("" if default is None else DEFAULT.format(default)), **more)
+    known.least = least
+    return known
+
+
+argument = partial(option, kind=typer.Argument)
+
+
+def setting(
+    help: str, default: Any = None, *names: str, shown: str | None = None, kind: Callable[..., Any] = option,
+    **more: Any,
+) -> Any:  # fmt: skip
+    """A field of a record of options: `steps: int = setting("Number of steps.", 200)`.
+
+    Args:
+        default: `...` for none: the option is required.
+        shown: what a default of None stands for; None: "none".
+        kind: `option` or `argument`.
+    """
+    known = kind(help, *names, default="none" if default is shown is None else shown, **more)
+    return field(default=MISSING if default is ... else default, metadata={"known": known})
 
 
 def takes(record: type[T]) -> Callable[[Callable[[T], Result]], Callable[..., Result]]:
@@ -21,15 +59,24 @@ def takes(record: type[T]) -> Callable[[Callable[[T], Result]], Callable[..., Re
         @wraps(run)
         def call(*args: Any, **kwargs: Any) -> Result:
             given = signature.bind(*args, **kwargs).arguments
-            values = {name: checked(converted(value, hints[name]), hints[name]) for name, value in given.items()}
+            values = {name: checked(name, converted(value, hints[name]), hints[name]) for name, value in given.items()}
             return run(record(**values))
 
-        hints = get_type_hints(record, include_extras=True)
+        hints = _hints(record)
         call.__signature__ = signature = inspect.Signature([_parameter(f, hints[f.name]) for f in fields(record)])  # type: ignore
         call.__annotations__ = hints
         return call
 
     return decorate
+
+
+def _hints(record: type) -> dict[str, Any]:
+    """The types of a record's fields, with what Typer is to know of them."""
+    hints, known = (
+        get_type_hints(record, include_extras=True),
+        {f.name: f.metadata.get("known") for f in fields(record)},
+    )
+    return {name: Annotated[hint, known[name]] if known[name] else hint for name, hint in hints.items()}
 
 
 def converted(value: Any, hint: Any) -> Any:
@@ -44,10 +91,11 @@ def converted(value: Any, hint: Any) -> Any:
     return str(value) if number and str in kinds and not kinds & {int, float} else value
 
 
-def checked(value: Any, hint: Any) -> Any:
-    """Applies the checks that Typer knows of, as a function of Python is called without it."""
-    for known in getattr(hint, "__metadata__", ()):
-        value = known.callback(value) if getattr(known, "callback", None) else value
+def checked(name: str, value: Any, hint: Any) -> Any:
+    """Returns the value of an option. InputError for a number that is too small."""
+    least = next((known.least for known in getattr(hint, "__metadata__", ())), None)
+    if least is not None and value is not None and value < least:
+        raise InputError(f"--{name.replace('_', '-')}={value}; expected at least {least}")
     return value
 
 

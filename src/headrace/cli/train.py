@@ -6,7 +6,6 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -14,8 +13,8 @@ from .. import zoo
 from ..files.hub import ask_hub, is_on_the_hub, tokenizer_is_elsewhere
 from ..training.settings import assignments
 from ..utils.errors import InputError
-from .console import NewFolder, interruptible, refuse_without
-from .options import takes
+from .console import NewFolder, interruptible, refuse_with, refuse_without
+from .options import argument, option, setting, takes
 
 GIGA = 1e9
 PICTURES = (".png", ".pdf", ".svg")
@@ -26,58 +25,38 @@ class PrepareOptions:
     """The options of `headrace prepare`."""
 
     output: NewFolder
-    sources: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Text, JSON Lines or Parquet files (also .gz, .zst, .bz2, .xz), or one data set: a folder or a name "
-            r"on the Hub. \[default: none, with --task]"
-        ),
-    ] = None
-    tokenizer: Annotated[
-        str | None, typer.Option(help=r"Tokenizer: bytes, a file, a folder or a name on the Hub. \[default: bytes]")
-    ] = None
-    train_bpe: Annotated[
-        int | None, typer.Option(help=r"Vocabulary size of a BPE tokenizer to train on the data. \[default: none]")
-    ] = None
-    length: Annotated[int | None, typer.Option(help=r"Tokens per row. \[default: 4096; with --task, the task's]")] = (
-        None
+    sources: list[str] | None = setting(
+        "Text, JSON Lines or Parquet files (also .gz, .zst, .bz2, .xz), or one data set: a folder or a name "
+        "on the Hub.",
+        shown="none, with --task",
+        kind=argument,
     )
-    held_out: Annotated[
-        float | None,
-        typer.Option(
-            help="Fraction of the documents that is held out for evaluation; of fewer than 20 documents, of the text, "
-            r"in pieces drawn over all of it. \[default: 0.001]"
-        ),
-    ] = None
-    column: Annotated[
-        str | None, typer.Option(help=r"Column of the text in JSON Lines, Parquet and on the Hub. \[default: text]")
-    ] = None
-    seed: Annotated[int, typer.Option(help="Random seed of the sample, the held-out documents or the task's rows.")] = 0
-    workers: Annotated[int, typer.Option(help="Number of worker processes.")] = 1
-    task: Annotated[
-        str | None,
-        typer.Option(
-            help=r"Task to draw rows from instead of text: mqar, needle(kind=2, length=1024), ... \[default: none]"
-        ),
-    ] = None
-    rows: Annotated[int | None, typer.Option(help=r"Number of rows of the task. \[default: 10000]")] = None
-    tokens: Annotated[
-        float | None, typer.Option(help=r"Number of training tokens at which to stop. \[default: all of the text]")
-    ] = None
-    sample: Annotated[
-        float | None,
-        typer.Option(
-            help="Share of the documents to keep, chosen at random from files in random order, by --seed. 1 reads "
-            r"whole files until there are --tokens; less reads more files. \[default: all documents in order]"
-        ),
-    ] = None
+    tokenizer: str | None = setting("Tokenizer: bytes, a file, a folder or a name on the Hub.", shown="bytes")
+    train_bpe: int | None = setting("Vocabulary size of a BPE tokenizer to train on the data.")
+    length: int | None = setting("Tokens per row.", shown="4096; with --task, the task's")
+    held_out: float | None = setting(
+        "Fraction of the documents that is held out for evaluation; of fewer than 20 documents, of the text, "
+        "in pieces drawn over all of it.",
+        shown="0.001",
+    )
+    column: str | None = setting("Column of the text in JSON Lines, Parquet and on the Hub.", shown="text")
+    seed: int = setting("Random seed of the sample, the held-out documents or the task's rows.", 0)
+    workers: int = setting("Number of worker processes.", 1)
+    task: str | None = setting("Task to draw rows from instead of text: mqar, needle(kind=2, length=1024), ...")
+    rows: int | None = setting("Number of rows of the task.", shown="10000")
+    tokens: float | None = setting("Number of training tokens at which to stop.", shown="all of the text")
+    sample: float | None = setting(
+        "Share of the documents to keep, chosen at random from files in random order, by --seed. 1 reads "
+        "whole files until there are --tokens; less reads more files.",
+        shown="all documents in order",
+    )
 
 
 @takes(PrepareOptions)
 def prepare(options: PrepareOptions) -> dict[str, Any]:
     """Tokenize text for `headrace train`, or draw rows of a task.
 
-    After an interruption, the same command goes on. In rows of a task, only the answers contribute to the loss."""
+    In rows of a task, only the answers contribute to the loss."""
     one, output = options, options.output
     if any(map(is_on_the_hub, one.sources or ())) or tokenizer_is_elsewhere(one.tokenizer):
         ask_hub()
@@ -85,9 +64,14 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
 
     both = {"tokenizer": one.tokenizer, "length": one.length}
     held = {name: getattr(one, name) for name in ("train_bpe", "held_out", "column", "tokens", "sample")}
-    refuse_ignored(one.sources, one.task, {"rows": one.rows} if one.task is None else held)
-    again = "" if one.task else "; the same command goes on"
-    with interruptible(f"{output} was not created{again}"):
+    if bool(one.sources) == (one.task is not None):
+        both_or_neither = "both text sources and" if one.sources else "neither text sources nor"
+        raise InputError(f"prepare has {both_or_neither} --task; expected one of them")
+    if one.task is None:
+        refuse_without("--task", rows=one.rows)
+    else:
+        refuse_with("--task", **held)
+    with interruptible(f"{output} was not created"):
         if one.task is None:
             manifest = run(planned(one.sources or [], one.seed, one.workers, given(both | held)), output)
         else:
@@ -118,17 +102,6 @@ def whole(name: str, number: float) -> int:
     return int(number)
 
 
-def refuse_ignored(sources: list[str] | None, task: str | None, others: dict[str, Any]) -> None:
-    """Raises InputError unless `prepare` has either text sources or a task, and none of the options `others`, which
-    belong to the one that is not given."""
-    if bool(sources) == (task is not None):
-        both_or_neither = "both text sources and" if sources else "neither text sources nor"
-        raise InputError(f"prepare has {both_or_neither} --task; expected one of them")
-    for name, value in given(others).items():
-        preposition, needed = ("without", "--task") if task is None else ("with", "text sources")
-        raise InputError(f"--{name.replace('_', '-')}={value} {preposition} --task; expected it with {needed} alone")
-
-
 def print_counts(manifest: dict[str, Any]) -> None:
     """Prints the numbers of documents, tokens, rows and bytes of prepared data."""
     from ..data.parts import left_out
@@ -153,50 +126,30 @@ def given(options: dict[str, Any]) -> dict[str, Any]:
 class TrainOptions:
     """The options of `headrace train`."""
 
-    recipe: Annotated[str, typer.Argument(help="Recipe: a name (see `headrace recipes`) or a YAML file.")]
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(help=r"Changes to fields of the recipe: FIELD=VALUE ... \[default: none]", show_default=False),
-    ] = None
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder that `headrace prepare` wrote, whose row length and vocabulary size a laptop recipe takes. "
-            r"\[default: none; required except with --dry-run]"
-        ),
-    ] = None
-    output: Annotated[Path | None, typer.Option(help=r"Folder of the run. \[default: runs/<recipe>-<mixer>]")] = None
-    mixer: Annotated[
-        str | None,
-        typer.Option(
-            help="Mixer: a name or expression (see `headrace zoo`), or checkpoint: the layers and sizes of `weights`. "
-            r"\[default: the recipe's]"
-        ),
-    ] = None
-    trackers: Annotated[
-        str, typer.Option(help="Trackers, separated by commas: tensorboard, wandb, trackio; or none.")
-    ] = "none"
-    timeout: Annotated[
-        int, typer.Option(help="Seconds that a process of torchrun waits for the others before the run ends.")
-    ] = 1800
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Dry run: print parameters, FLOPs, memory and time, and train nothing.")
-    ] = False
-    machine: Annotated[
-        str | None,
-        typer.Option(
-            help="Machine of the dry run, such as 8xH100 or 4x8xH100: print layout, memory per device and days. "
-            r"\[default: none]"
-        ),
-    ] = None
-    efficiency: Annotated[
-        float | None,
-        typer.Option(
-            help="Fraction of the machine's peak FLOPs that the dry run assumes the model to reach. "
-            r"\[default: measured with the mixer on one H200]"
-        ),
-    ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="JSON output of the dry run.")] = False
+    recipe: str = setting("Recipe: a name (see `headrace recipes`) or a YAML file.", ..., kind=argument)
+    settings: list[str] | None = setting(
+        "Changes to fields of the recipe: FIELD=VALUE ...", kind=argument, show_default=False
+    )
+    data: Path | None = setting(
+        "Folder that `headrace prepare` wrote, whose row length and vocabulary size a laptop recipe takes.",
+        shown="none; required except with --dry-run",
+    )
+    output: Path | None = setting("Folder of the run.", shown="runs/<recipe>-<mixer>")
+    mixer: str | None = setting(
+        "Mixer: a name or expression (see `headrace zoo`), or checkpoint: the layers and sizes of `weights`.",
+        shown="the recipe's",
+    )
+    trackers: str = setting("Trackers, separated by commas: tensorboard, wandb, trackio; or none.", "none")
+    timeout: int = setting("Seconds that a process of torchrun waits for the others before the run ends.", 1800)
+    dry_run: bool = setting("Dry run: print parameters, FLOPs, memory and time, and train nothing.", False, "--dry-run")
+    machine: str | None = setting(
+        "Machine of the dry run, such as 8xH100 or 4x8xH100: print layout, memory per device and days."
+    )
+    efficiency: float | None = setting(
+        "Fraction of the machine's peak FLOPs that the dry run assumes the model to reach.",
+        shown="measured with the mixer on one H200",
+    )
+    as_json: bool = setting("JSON output of the dry run.", False, "--json")
 
     def __post_init__(self) -> None:
         from ..training.recipes import CHECKPOINT
@@ -247,8 +200,8 @@ def train(options: TrainOptions) -> Path | None:
 
 
 def curves(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs that `headrace train` wrote or is writing.")],
-    output: Annotated[Path, typer.Option(help="Image file to write: PNG, PDF or SVG.")] = Path("curves.png"),
+    runs: Annotated[list[Path], argument("Folders of runs that `headrace train` wrote or is writing.")],
+    output: Annotated[Path, option("Image file to write: PNG, PDF or SVG.")] = Path("curves.png"),
 ) -> None:
     """Plot the loss of several runs against the training step."""
     from ..training.card import draw_curves, named, read_history
@@ -320,20 +273,18 @@ def machine_rows(plan: dict[str, Any]) -> dict[str, str]:
 def list_recipes(
     mixers: Annotated[
         str | None,
-        typer.Option(
-            help="Mixers, separated by commas, or all: print the parameter counts of each recipe with each mixer. "
-            r"\[default: none]"
+        option(
+            "Mixers, separated by commas, or all: print the parameter counts of each recipe with each mixer.",
+            default="none",
         ),
     ] = None,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Markdown output of the counts.")] = False,
 ) -> None:
     """List the recipes of headrace, or the parameter counts of their models."""
     from ..training import recipes
 
     if mixers is not None:
-        print_parameters(zoo.several(mixers), as_markdown)
+        print_parameters(zoo.several(mixers))
         return
-    refuse_without("--mixers", markdown=as_markdown)
     table = Table("recipe", "width", "layers", "heads", "tokens", "tokens a step")
     for name in recipes.names():
         recipe, _ = recipes.load(name)
@@ -342,23 +293,16 @@ def list_recipes(
     Console().print(table)
 
 
-def print_parameters(mixers: tuple[str, ...], as_markdown: bool) -> None:
+def print_parameters(mixers: tuple[str, ...]) -> None:
     """Prints the parameter counts, in millions, of every recipe with every mixer."""
     from ..training import recipes
     from ..training.model import count, meta_model
 
-    head = ("recipe", "mixer", "body", "competition", "tied", "untied")
-    rows = []
+    parts = ("body", "competition", "tied", "untied")
+    table = Table("recipe", "mixer", title="parameters, millions")
+    for part in parts:
+        table.add_column(part, justify="right")
     for name, mixer in product(recipes.names(), mixers):
         counted = count(meta_model(recipes.load(name, {"mixer": mixer})[0]))
-        rows.append((name, mixer, *(f"{counted[part] / 1e6:,.2f}" for part in head[2:])))
-    if as_markdown:
-        for line in (head, ("---", "---", *["--:"] * 4), *rows):
-            print(f"| {' | '.join(line)} |")
-        return
-    table = Table(*head[:2], title="parameters, millions")
-    for part in head[2:]:
-        table.add_column(part, justify="right")
-    for row in rows:
-        table.add_row(*row)
+        table.add_row(name, mixer, *(f"{counted[part] / 1e6:,.2f}" for part in parts))
     Console().print(table)

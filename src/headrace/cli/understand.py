@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 
 from .console import (
@@ -16,7 +14,7 @@ from .console import (
     telling,
     track,
 )
-from .options import takes
+from .options import setting, takes
 
 
 @dataclass(frozen=True)
@@ -24,17 +22,13 @@ class InspectOptions:
     """The options of `headrace inspect`."""
 
     checkpoint: Checkpoint
-    prompt: Annotated[
-        str | None,
-        typer.Option("--prompt", "--text", help=r"Text for the model to read. \[default: --file or standard input]"),
-    ] = None
+    prompt: str | None = setting(
+        "Text for the model to read.", None, "--prompt", "--text", shown="--file or standard input"
+    )
     file: PromptFile = None
-    tokens: Annotated[
-        int | None,
-        typer.Option(help=r"Number of tokens to keep of a longer text. \[default: all; more than 2000 are refused]"),
-    ] = None
+    tokens: int | None = setting("Number of tokens to keep of a longer text.", shown="all; more than 2000 are refused")
     device: Device = None
-    output: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("inspect.html")
+    output: Path = setting("HTML file to write.", Path("inspect.html"))
 
 
 @takes(InspectOptions)

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from ..files.hub import GGUF
 from ..files.processes import new_folder
 from ..utils.errors import InputError
@@ -28,7 +26,7 @@ from .console import (
     refuse_without,
     requiring_extra,
 )  # fmt: skip
-from .options import takes
+from .options import argument, setting, takes
 
 # Files that `convert` and `export` copy unchanged: the tokenizer in any of its formats, and the generation settings.
 COPIED = (
@@ -42,60 +40,35 @@ class GenerateOptions:
     """The options of `headrace generate`."""
 
     checkpoint: Checkpoint
-    prompt: Annotated[str | None, typer.Option(help=r"Text to continue. \[default: --file or standard input]")] = None
+    prompt: str | None = setting("Text to continue.", shown="--file or standard input")
     file: PromptFile = None
-    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 100
-    temperature: Annotated[float, typer.Option(help="Sampling temperature. 0 takes the most likely token.")] = 0.8
-    top_p: Annotated[
-        float, typer.Option(help="Nucleus sampling: probability mass of the most likely tokens to sample from.")
-    ] = 1.0
-    top_k: Annotated[int, typer.Option(help="Number of most likely tokens to sample from. 0 takes all.")] = 0
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Factor that makes earlier tokens less likely. 1 changes nothing.")
-    ] = 1.0
-    seed: Annotated[int | None, typer.Option(help=r"Random seed of the sampling. \[default: a new one, printed]")] = (
-        None
-    )
+    max_new_tokens: int = setting("Maximum number of new tokens.", 100)
+    temperature: float = setting("Sampling temperature. 0 takes the most likely token.", 0.8)
+    top_p: float = setting("Nucleus sampling: probability mass of the most likely tokens to sample from.", 1.0)
+    top_k: int = setting("Number of most likely tokens to sample from. 0 takes all.", 0)
+    repetition_penalty: float = setting("Factor that makes earlier tokens less likely. 1 changes nothing.", 1.0)
+    seed: int | None = setting("Random seed of the sampling.", shown="a new one, printed")
     device: Device = None
-    resume: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of --save-state to go on from, of the same model. --prompt or --file may follow it. "
-            r"\[default: none]"
-        ),
-    ] = None
-    save_state: Annotated[
-        Path | None,
-        typer.Option(
-            help="File to write the state to after the last token. An existing one is refused, unless it is that of "
-            r"--resume. \[default: none]"
-        ),
-    ] = None
-    cuda_graph: Annotated[
-        bool, typer.Option("--cuda-graph", help="Fail where no CUDA graph can compute the tokens on a GPU.")
-    ] = False
-    draft: Annotated[
-        Path | None,
-        typer.Option(
-            help="Checkpoint of a smaller model with the same tokens, which proposes the next ones. The model reads "
-            r"several at once; the text is as likely as without. \[default: none]"
-        ),
-    ] = None
-    prompt_lookup: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of tokens to propose, in place of a draft model: those that followed the last two tokens, or "
-            r"the last one, where they were before. \[default: none]"
-        ),
-    ] = None
+    resume: Path | None = setting(
+        "File of --save-state to go on from, of the same model. --prompt or --file may follow it."
+    )
+    save_state: Path | None = setting(
+        "File to write the state to after the last token. An existing one is refused, unless it is that of --resume."
+    )
+    cuda_graph: bool = setting("Fail where no CUDA graph can compute the tokens on a GPU.", False, "--cuda-graph")
+    draft: Path | None = setting(
+        "Checkpoint of a smaller model with the same tokens, which proposes the next ones. The model reads "
+        "several at once; the text is as likely as without."
+    )
+    prompt_lookup: int | None = setting(
+        "Number of tokens to propose, in place of a draft model: those that followed the last two tokens, or "
+        "the last one, where they were before.",
+        least=1,
+    )
     threads: Threads = None
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json",
-            help="JSON output of the new text, its tokens, speed, engine and seed, instead of streamed text.",
-        ),
-    ] = False
+    as_json: bool = setting(
+        "JSON output of the new text, its tokens, speed, engine and seed, instead of streamed text.", False, "--json"
+    )
 
     def __post_init__(self) -> None:
         refuse_two_texts(self.prompt, self.file)
@@ -103,8 +76,6 @@ class GenerateOptions:
         if self.cuda_graph:
             refuse_with("--cuda-graph", **proposing)
         if self.prompt_lookup is not None:
-            if self.prompt_lookup < 1:
-                raise InputError(f"--prompt-lookup={self.prompt_lookup}; expected at least 1")
             refuse_with("--prompt-lookup", draft=self.draft)
         if self.resume is not None:
             refuse_with("--resume", **proposing)
@@ -152,55 +123,37 @@ class ServeOptions:
     """The options of `headrace serve`."""
 
     checkpoint: Checkpoint
-    host: Annotated[str, typer.Option(help="Host name or address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(help="Port to listen on. 0 takes a free port.")] = 8000
-    max_prompt_tokens: Annotated[int, typer.Option(help="Maximum tokens of a prompt. Longer prompts are refused.")] = (
-        32768
+    host: str = setting("Host name or address to listen on.", "127.0.0.1")
+    port: int = setting("Port to listen on. 0 takes a free port.", 8000)
+    max_prompt_tokens: int = setting("Maximum tokens of a prompt. Longer prompts are refused.", 32768, least=1)
+    max_tokens: int = setting("Maximum tokens of an answer. Requests for more are refused.", 4096, least=1)
+    max_requests: int = setting(
+        "Maximum number of open requests, where each choice for each prompt counts as one. Further ones are refused.",
+        256,
+        least=1,
     )
-    max_tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer. Requests for more are refused.")] = 4096
-    max_requests: Annotated[
-        int,
-        typer.Option(
-            help="Maximum number of open requests, where each choice for each prompt counts as one. Further ones are "
-            "refused."
-        ),
-    ] = 256
-    prefix_cache: Annotated[
-        str,
-        typer.Option(
-            help="Memory for the states of prompts, from which prompts with the same beginning go on, such as 256MB or "
-            "2GB. 0: none."
-        ),
-    ] = "256MB"
+    prefix_cache: str = setting(
+        "Memory for the states of prompts, from which prompts with the same beginning go on, such as 256MB or "
+        "2GB. 0: none.",
+        "256MB",
+    )
     device: Device = None
     threads: Threads = None
-    name: Annotated[
-        str | None, typer.Option(help=r"Name of the model in requests. \[default: the path of the checkpoint]")
-    ] = None
-    allow_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Name of this machine that requests may have in their Host header, beside localhost, --host and any "
-            r"address. Can be repeated. \[default: none]"
-        ),
-    ] = None
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="HEADRACE_API_KEY",
-            help="Secret that requests must have in the header Authorization: Bearer KEY. Other users of the machine "
-            r"can see the option, but not the environment variable. \[default: none]",
-        ),
-    ] = None
-    no_api_key: Annotated[
-        bool,
-        typer.Option("--no-api-key", help="Serve without a key on an address that other machines can reach."),
-    ] = False
+    name: str | None = setting("Name of the model in requests.", shown="the path of the checkpoint")
+    allow_host: list[str] | None = setting(
+        "Name of this machine that requests may have in their Host header, beside localhost, --host and any "
+        "address. Can be repeated."
+    )
+    api_key: str | None = setting(
+        "Secret that requests must have in the header Authorization: Bearer KEY. Other users of the machine "
+        "can see the option, but not the environment variable.",
+        envvar="HEADRACE_API_KEY",
+    )
+    no_api_key: bool = setting(
+        "Serve without a key on an address that other machines can reach.", False, "--no-api-key"
+    )
 
     def __post_init__(self) -> None:
-        for field in ("max_prompt_tokens", "max_tokens", "max_requests"):
-            if (value := getattr(self, field)) < 1:
-                raise InputError(f"--{field.replace('_', '-')}={value}; expected at least 1")
         if self.no_api_key:
             refuse_with("--no-api-key", api_key=self.api_key)
 
@@ -237,34 +190,30 @@ def new_checkpoint(output: Path) -> Iterator[Path]:
         yield folder
 
 
-def convert(
-    checkpoint: Annotated[
-        str,
-        typer.Argument(help="Folder of a checkpoint, its name on the Hugging Face Hub, or a GGUF file."),
-    ],
-    output: NewFolder,
-    to: Annotated[
-        str | None,
-        typer.Option(
-            help="Target format: a model_type of transformers or flash-linear-attention, such as qwen3_next or gla. An "
-            r"unknown one is refused with the list of all. \[default: the format of headrace]"
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Precision of the converted model: float32, bfloat16 or float16. The default rounds no tensor, and is "
-            r"that of the most precise one. \[default: that of the checkpoint]"
-        ),
-    ] = None,
-    ignore: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Field of the foreign config.json to leave out, for one that is refused and that changes nothing. "
-            r"Can be repeated. \[default: none]"
-        ),
-    ] = None,
-) -> None:
+@dataclass(frozen=True)
+class ConvertOptions:
+    """The options of `headrace convert`."""
+
+    checkpoint: Annotated[str, argument("Folder of a checkpoint, its name on the Hugging Face Hub, or a GGUF file.")]
+    output: NewFolder
+    to: str | None = setting(
+        "Target format: a model_type of transformers or flash-linear-attention, such as qwen3_next or gla. An unknown "
+        "one is refused with the list of all.",
+        shown="the format of headrace",
+    )
+    dtype: str | None = setting(
+        "Precision of the converted model: float32, bfloat16 or float16. The default rounds no tensor, and is that of "
+        "the most precise one.",
+        shown="that of the checkpoint",
+    )
+    ignore: list[str] | None = setting(
+        "Field of the foreign config.json to leave out, for one that is refused and that changes nothing. Can be "
+        "repeated."
+    )
+
+
+@takes(ConvertOptions)
+def convert(options: ConvertOptions) -> None:
     """Convert a checkpoint from or to transformers and flash-linear-attention, or a GGUF file.
 
     Without --to, converts a foreign checkpoint or a GGUF file to headrace; with --to, converts a checkpoint of
@@ -273,66 +222,63 @@ def convert(
     from ..convert.exporting import check_format, export_checkpoint, set_use_cache
     from ..convert.importing import PRECISIONS, import_checkpoint, import_gguf
 
+    one, to = options, options.to
     if to is not None:
         check_format(to)
-        refuse_without("a conversion to headrace, without --to", dtype=dtype, ignore=ignore or None)
-    if dtype not in (None, *PRECISIONS):
-        raise InputError(f"--dtype {dtype!r}; expected one of {', '.join(PRECISIONS)}")
-    with new_checkpoint(output) as folder:
-        source, precision, cached = fetched(checkpoint), PRECISIONS[dtype] if dtype else None, True
+        refuse_without("a conversion to headrace, without --to", dtype=one.dtype, ignore=one.ignore or None)
+    if one.dtype not in (None, *PRECISIONS):
+        raise InputError(f"--dtype {one.dtype!r}; expected one of {', '.join(PRECISIONS)}")
+    with new_checkpoint(one.output) as folder:
+        source, precision, cached = fetched(one.checkpoint), PRECISIONS[one.dtype] if one.dtype else None, True
         if to is None and source.suffix == GGUF:
             for part in import_gguf(source, precision):
                 part.save_pretrained(folder)
         elif to is None:
-            import_checkpoint(source, precision, ignore or ()).save_pretrained(folder)
+            import_checkpoint(source, precision, one.ignore or ()).save_pretrained(folder)
         else:
             cached = export_checkpoint(load(source), to, folder)
         _copy(source, folder)
         set_use_cache(folder, to, cached)
-    print(f"{output} is {checkpoint} in the format of {to or 'headrace'}")
+    print(f"{one.output} is {one.checkpoint} in the format of {to or 'headrace'}")
     if not cached:
         print(f"use_cache is false: transformers has no cache for {to} without softmax attention")
 
 
-def export(
-    checkpoint: Checkpoint,
-    output: NewFolder,
-    to: Annotated[
-        str,
-        typer.Option(
-            help="Format: onnx (ONNX Runtime), web (the same with a page for a browser), or gguf (llama.cpp)."
-        ),
-    ],
-    weights: Annotated[
-        str | None, typer.Option(help=r"Precision of the weights: float32, or int8. \[default: float32]")
-    ] = None,
-    opset: Annotated[
-        int | None,
-        typer.Option(
-            help=r"ONNX's version: 23, or 27, whose LinearAttention runtimes do not enable yet. \[default: 23]"
-        ),
-    ] = None,
-    libraries: Annotated[
-        str | None,
-        typer.Option(
-            help="Where the page of --to web finds onnxruntime-web and @huggingface/tokenizers: an address, or a "
-            r"folder node_modules to copy them from. \[default: https://cdn.jsdelivr.net/npm]"
-        ),
-    ] = None,
-) -> None:
+@dataclass(frozen=True)
+class ExportOptions:
+    """The options of `headrace export`."""
+
+    checkpoint: Checkpoint
+    output: NewFolder
+    to: str = setting(
+        "Format: onnx (ONNX Runtime), web (the same with a page for a browser), or gguf (llama.cpp).", ...
+    )
+    weights: str | None = setting("Precision of the weights: float32, or int8.", shown="float32")
+    opset: int | None = setting(
+        "ONNX's version: 23, or 27, whose LinearAttention runtimes do not enable yet.", shown="23"
+    )
+    libraries: str | None = setting(
+        "Where the page of --to web finds onnxruntime-web and @huggingface/tokenizers: an address, or a folder "
+        "node_modules to copy them from.",
+        shown="https://cdn.jsdelivr.net/npm",
+    )
+
+
+@takes(ExportOptions)
+def export(options: ExportOptions) -> None:
     """Write a checkpoint for another runtime."""
     from ..convert.checkpoint import fetched
     from ..export import FORMATS, writer
 
-    all_options: dict[str, Any] = {"weights": weights, "opset": opset, "libraries": libraries}
-    options = {name: value for name, value in all_options.items() if value is not None}
+    to, own = options.to, {name: getattr(options, name) for name in ("weights", "opset", "libraries")}
+    given = {name: value for name, value in own.items() if value is not None}
     extra = FORMATS[to].extra if to in FORMATS else "models"
-    write = requiring_extra(extra, f"export --to {to}", lambda *paths: writer(to, options)(*paths))
-    with new_checkpoint(output) as folder:
-        source = fetched(checkpoint)
+    write = requiring_extra(extra, f"export --to {to}", lambda *paths: writer(to, given)(*paths))
+    with new_checkpoint(options.output) as folder:
+        source = fetched(options.checkpoint)
         sentence = write(source, folder)
         _copy(source, folder)
-    print(f"{output}: {sentence}")
+    print(f"{options.output}: {sentence}")
 
 
 def _copy(checkpoint: Path, folder: Path) -> None:

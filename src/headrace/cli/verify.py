@@ -1,10 +1,8 @@
 """Verify: verify, backends."""
 
 import json
-import shlex
-import sys
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.markup import escape
@@ -13,44 +11,31 @@ from rich.table import Table
 from .. import zoo
 from ..utils.errors import InputError
 from .console import Device, interruptible, refuse_with, refuse_without, telling, terminal, track
-from .options import takes
+from .options import argument, setting, takes
 
 
 @dataclass(frozen=True)
 class VerifyOptions:
     """The options of `headrace verify`."""
 
-    targets: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Layers or models of others: transformers:mamba2, transformers:Qwen3_5GatedDeltaNet, "
-            r"fla:GatedLinearAttention, or a file and a function that returns an adapter, layer.py:adapter. "
-            r"\[default: our own mixers]",
-            show_default=False,
-        ),
-    ] = None
-    mixers: Annotated[
-        str | None,
-        typer.Option(
-            help="Mixers, separated by commas: names or expressions (see `headrace zoo`), or linear_attention for the "
-            r"op by itself at the sizes of large models. \[default: all mixers, on a GPU also the op]"
-        ),
-    ] = None
+    targets: list[str] | None = setting(
+        "Layers or models of others: transformers:mamba2, transformers:Qwen3_5GatedDeltaNet, "
+        "fla:GatedLinearAttention, or a file and a function that returns an adapter, layer.py:adapter.",
+        shown="our own mixers",
+        kind=argument,
+        show_default=False,
+    )
+    mixers: str | None = setting(
+        "Mixers, separated by commas: names or expressions (see `headrace zoo`), or linear_attention for the "
+        "op by itself at the sizes of large models.",
+        shown="all mixers, on a GPU also the op",
+    )
     device: Device = None
-    dtype: Annotated[
-        str | None,
-        typer.Option(help=r"Data type: float64, float32 or bfloat16. \[default: float64; of a target, float32]"),
-    ] = None
-    backend: Annotated[
-        str | None, typer.Option(help=r"Backends to check, separated by commas. \[default: all that run here]")
-    ] = None
-    laws: Annotated[
-        str | None, typer.Option(help=r"Laws to check of a target, separated by commas. \[default: all]")
-    ] = None
-    seed: Annotated[int, typer.Option(help="Seed of a target's parameters and inputs.")] = 0
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the verdicts on a target, versions and machine as JSON.")
-    ] = False
+    dtype: str | None = setting("Data type: float64, float32 or bfloat16.", shown="float64; of a target, float32")
+    backend: str | None = setting("Backends to check, separated by commas.", shown="all that run here")
+    laws: str | None = setting("Laws to check of a target, separated by commas.", shown="all")
+    seed: int = setting("Seed of a target's parameters and inputs.", 0)
+    as_json: bool = setting("Print the verdicts on a target, versions and machine as JSON.", False, "--json")
 
     def __post_init__(self) -> None:
         if self.targets:
@@ -122,14 +107,13 @@ def _verify_targets(options: VerifyOptions) -> bool:
     dtype, seed = options.dtype or "float32", options.seed
     precision, device = _precision(dtype), on_device(options.device, float64=dtype == "float64")
     laws = None if options.laws is None else [law.strip() for law in options.laws.split(",")]
-    command = " ".join(["headrace", "verify", *map(shlex.quote, sys.argv[2:])])
     console, records, failed = terminal(), [], False
     with quiet():
         for target in [foreign.target(name) for name in options.targets or ()]:
             verdicts = list(foreign.verify(target.adapter, laws, device, precision, seed))
             failed |= any(v.verdict in ("breaks", "raises") for v in verdicts)
             if options.as_json:
-                records.append(foreign.as_json(target, verdicts, command, seed, device, precision))
+                records.append(foreign.as_json(target, verdicts, seed, device, precision))
                 continue
             shown = Table(*foreign.HEADER, title=target.name, title_justify="left")
             for row in foreign.table(verdicts):

@@ -6,8 +6,6 @@ tasks, which would say how much of one task is worth how much of another.
 """
 
 import math
-import shlex
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
@@ -203,8 +201,6 @@ def report(folder: Path, suite: str, others: Sequence[Row]) -> Page:
     runs.write(rows, folder / "leaderboard.csv", COLUMNS)
     about = [] if others else ["There are no rows of others: --board names a file of them."]
     about += [f"Rows with another definition than this version's are left out: {', '.join(left)}."] if left else []
-    page = Page(
-        f"Leaderboard: the suite {suite}", about, sections(rows, suite), shlex.join(["headrace", *sys.argv[1:]])
-    )
+    page = Page(f"Leaderboard: the suite {suite}", about, sections(rows, suite))
     page.write(folder / "leaderboard.html")
     return page

@@ -1,7 +1,7 @@
 """The model of an arm, with the inputs and labels of a task's rows as its arguments."""
 
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,19 +22,14 @@ from ..training.parameters import initialize_gates
 from .shape import ArmRecipe, Shape
 
 
-class Subject(Protocol):
-    """What a model is built for, as the arm of a plan is. `spec` is the mixer as JSON, `width` the MLP's."""
+class Candidate(NamedTuple):
+    """What a model is built for; the arm of a plan has the same. `spec` is the mixer as JSON, `width` the MLP's."""
 
-    @property
-    def task(self) -> Task: ...
-    @property
-    def shape(self) -> Shape: ...
-    @property
-    def recipe(self) -> ArmRecipe: ...
-    @property
-    def spec(self) -> dict[str, Any]: ...
-    @property
-    def width(self) -> int | None: ...
+    task: Task
+    shape: Shape
+    recipe: ArmRecipe
+    spec: dict[str, Any]
+    width: int | None
 
 
 class CausalModel(nn.Module):
@@ -66,7 +61,7 @@ class CompleteModel(nn.Module):
         return self.model(labels=shift_labels, **rows)
 
 
-def model_inputs(arm: Subject, rows: Batch) -> Batch:
+def model_inputs(arm: Any, rows: Batch) -> Batch:
     """The rows of a task as arguments of the arm's model. For a causal model on a sequence-to-sequence task, source and
     target are concatenated to one row."""
     if not isinstance(arm.task, Sequences) or isinstance(from_json(arm.spec), ModelSpec):
@@ -79,7 +74,7 @@ def model_inputs(arm: Subject, rows: Batch) -> Batch:
     }
 
 
-def build(arm: Subject) -> CausalModel | CompleteModel:
+def build(arm: Any) -> CausalModel | CompleteModel:
     """Builds the arm's model with parameters drawn from torch's global generator.
 
     Gate parameters are drawn last, so that a mixer and its softmax version start from the same other weights."""

@@ -59,7 +59,7 @@ def report(results: dict[str, Any], folder: Path | None) -> Page:
     shown = [] if over and folder is None else comparisons
     sections += [part for c in shown for part in (section(c, folder), *by_length(c))]
     about = [" ".join([f"{c.plan['name']}:", *said]) for c in comparisons if (said := conditions(c))]
-    return Page(results["study"]["title"], about, sections, results["command"], results["environments"], answer)
+    return Page(results["study"]["title"], about, sections, results["environments"], answer, results["command"])
 
 
 def search(comparison: Comparison, results: dict[str, Any]) -> Section:

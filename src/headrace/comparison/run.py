@@ -4,14 +4,13 @@ arms/<arm>/result.json           the result of a finished arm
 results.json, report.html, *.png the report
 """
 
-import shlex
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..files import engine
 from ..files.engine import Measure, Point, Row
+from ..files.environment import command
 from ..files.provenance import refuse_foreign
 from ..files.results import write_result
 from .arm import measure
@@ -78,6 +77,5 @@ def collect(study: Study, arms: list[Row], trials: list[Row]) -> dict[str, Any]:
         arm["commit"] = environment.get("commit")
         if environment not in environments:
             environments.append(environment)
-    command = shlex.join(["headrace", *sys.argv[1:]])
-    made = {"study": study.to_json(), "command": command, "environments": environments}
+    made = {"study": study.to_json(), "command": command(), "environments": environments}
     return made | {"arms": arms, "trials": trials}

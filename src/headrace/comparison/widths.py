@@ -3,7 +3,7 @@ model, and a size of each mixer so that its state has as many numbers as the lar
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -18,20 +18,10 @@ from ..spec.mixer import ModelSpec, Spec
 from ..spec.serialize import change, to_json
 from ..tasks import Task
 from ..utils.errors import InputError
-from .model import build, positions
+from .model import Candidate, build, positions
 from .shape import MATCHED, ArmRecipe, Shape
 
 MOST = 2**14  # largest value of a size that is tried
-
-
-class Candidate(NamedTuple):
-    """A model of some width. See `model.Subject`."""
-
-    task: Task
-    shape: Shape
-    recipe: ArmRecipe
-    spec: dict[str, Any]
-    width: int | None
 
 
 @cache

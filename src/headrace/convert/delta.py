@@ -9,7 +9,7 @@ from ..spec.attention import AttentionSpec, Rope
 from ..spec.linear import MixerSpec
 from ..spec.stack import BlockStyle, Layer
 from .fields import Fields
-from .form import Format, Model, View, Views, assembled, below, conv_width, named, plain, shared, stacked, whole
+from .form import Format, Model, View, Views, below, conv_width, model_of, named, plain, stacked, whole
 from .parts import (
     GATED_EXPERT,
     NORMS,
@@ -84,10 +84,7 @@ def qwen(c: Fields, projections: Projections, sparse: Collection[int] = (), mixt
     layers = [Layer(specs[kind], "experts" if i in sparse else "one") for i, kind in enumerate(kinds)]
     mlps = [qwen_experts(mixture.count, style) if i in sparse else mlp_views("mlp", style) for i in range(len(kinds))]
     views = [plain(NORMS) | own[kind] | mlp for kind, mlp in zip(kinds, mlps, strict=True)]
-    return Model(
-        shared(c, layers, style, num_heads=heads, intermediate_size=width),
-        assembled(views, whole("model", "embed_tokens", "norm", c["tie_word_embeddings"])),
-    )
+    return model_of(c, layers, style, views, num_heads=heads, intermediate_size=width)
 
 
 def qwen_experts(count: int, style: BlockStyle) -> Views:
@@ -180,13 +177,8 @@ def olmo_hybrid(c: Fields) -> Model:
         "full_attention": plain(OLMO_BRANCH_NORMS) | attention_views(spec, "self_attn"),
     }
     kinds, style = layer_types(c, KINDS), BlockStyle()
-    return Model(
-        shared(c, [layers[kind] for kind in kinds], style, num_heads=H, intermediate_size=c["intermediate_size"]),
-        assembled(
-            [own[kind] | mlp_views("mlp", style) for kind in kinds],
-            whole("model", "embed_tokens", "norm", c["tie_word_embeddings"]),
-        ),
-    )
+    views = [own[kind] | mlp_views("mlp", style) for kind in kinds]
+    return model_of(c, [layers[kind] for kind in kinds], style, views)
 
 
 # --- Kimi Linear and Ling --------------------------------------------------------------------------------------------
@@ -271,13 +263,9 @@ def kimi(c: Fields, linear: MixerSpec, latent: LatentSpec, pairs: dict[str, str]
     }
     pairs_of = [*zip(kinds, mlps, strict=True)]
     layers = [Layer(specs[kind], "experts" if mlp == "sparse" else "one") for kind, mlp in pairs_of]
-    return Model(
-        shared(c, layers, style, num_heads=latent.count, intermediate_size=c["intermediate_size"]),
-        assembled(
-            [plain(NORMS) | own[kind] | own[mlp] for kind, mlp in pairs_of],
-            whole("model", names.embedding, "norm", c["tie_word_embeddings"]),
-        ),
-    )
+    views = [plain(NORMS) | own[kind] | own[mlp] for kind, mlp in pairs_of]
+    outside = whole("model", names.embedding, "norm", c["tie_word_embeddings"])
+    return model_of(c, layers, style, views, outside)
 
 
 FORMATS: dict[str, Format] = {

@@ -6,7 +6,7 @@ from typing import Any
 from .. import zoo
 from ..spec.stack import BlockStyle, Layer
 from .fields import Config, Fields
-from .form import Format, Model, assembled, conv_width, plain, shared, whole
+from .form import Format, Model, conv_width, model_of, plain, whole
 from .parts import mlp_views
 
 DEFAULTS: Config = {
@@ -84,8 +84,9 @@ def fla(
         layers = [Layer(zoo.get(expression))] * c["num_hidden_layers"]
         heads = c["num_v_heads"] if c.get("num_v_heads") else c["num_heads"]
         own = plain(BLOCK | PROJECTIONS | tensors) | mlp_views("mlp", BlockStyle())
-        views = assembled([own] * len(layers), whole("model", "embeddings", "norm", c["tie_word_embeddings"]))
-        return Model(shared(c, layers, BlockStyle(), num_heads=heads, intermediate_size=mlp_width(c)), views)
+        outside = whole("model", "embeddings", "norm", c["tie_word_embeddings"])
+        sizes = {"num_heads": heads, "intermediate_size": mlp_width(c)}
+        return model_of(c, layers, BlockStyle(), [own] * len(layers), outside, **sizes)
 
     return Format(architecture, read, DEFAULTS | defaults, TYPES)
 

@@ -167,6 +167,18 @@ def assembled(layers: Sequence[Views], outside: Views, theirs: str = "model.laye
     }  # fmt: skip
 
 
+def model_of(
+    c: Fields, layers: Sequence[Layer], style: BlockStyle, views: Sequence[Views], outside: Views | None = None,
+    **sizes: Any,
+) -> Model:  # fmt: skip
+    """Returns a model with attention or MLPs, of layers with the views of each. outside: the views outside of layers;
+    None: with Llama's names. sizes: arguments of `shared`, of which heads and the width of MLPs have usual fields."""
+    outside = whole("model", "embed_tokens", "norm", c["tie_word_embeddings"]) if outside is None else outside
+    usual = {"num_heads": "num_attention_heads", "intermediate_size": "intermediate_size"}
+    sizes = {ours: c[theirs] for ours, theirs in usual.items() if ours not in sizes} | sizes
+    return Model(shared(c, layers, style, **sizes), assembled(views, outside))
+
+
 def plain(names: dict[str, str], **options: Any) -> Views:
     """Returns the views of whole tensors: {our name: their name}. options: fields of `View`."""
     return {our: View(their, **options) for our, their in names.items()}

@@ -11,10 +11,10 @@ from .form import (
     Model,
     View,
     Views,
-    assembled,
     below,
     conv_width,
     layer_name,
+    model_of,
     named,
     plain,
     shared,
@@ -65,8 +65,7 @@ def falcon_h1(c: Fields) -> Model:
     own = mamba.views("mamba") | mlp_views("feed_forward", style)
     own |= {name.replace("mixer", "parallel", 1): view for name, view in attention_views(spec, "self_attn").items()}
     own = scaled(own, falcon_factors(c)) | plain({NORM: "input_layernorm.weight", MLP_NORM: "pre_ff_layernorm.weight"})
-    sizes = {"num_heads": H, "intermediate_size": c["intermediate_size"]}
-    return Model(shared(c, layers, style, **sizes), assembled([own] * len(layers), views))
+    return model_of(c, layers, style, [own] * len(layers), views)
 
 
 def falcon_factors(c: Fields) -> dict[str, float]:
@@ -106,10 +105,8 @@ def granitemoehybrid(c: Fields) -> Model:
     )
     mlp |= stacked_experts("block_sparse_moe", mixture, D) if mixture else {}
     own = {"linear_attention": mamba.views("mamba"), "full_attention": attention_views(spec, "self_attn")}
-    return Model(
-        shared(c, layers, style, num_heads=H, intermediate_size=width),
-        assembled([scaled(own[kind] | mlp, factors) | plain(NORMS) for kind in listed], views),
-    )
+    own_views = [scaled(own[kind] | mlp, factors) | plain(NORMS) for kind in listed]
+    return model_of(c, layers, style, own_views, views, intermediate_size=width)
 
 
 def granite_experts(c: Fields) -> Experts | None:

@@ -10,7 +10,7 @@ from ..spec.decay import Decay
 from ..spec.linear import Heads, Inputs, MixerSpec, Read
 from ..spec.mixer import Spec
 from ..spec.stack import BlockStyle, Experts, Layer
-from .fields import Config, Fields
+from .fields import Fields
 from .form import (
     Format,
     Model,
@@ -20,6 +20,7 @@ from .form import (
     below,
     conv_width,
     layer_name,
+    model_of,
     named,
     plain,
     shared,
@@ -83,11 +84,6 @@ def kinds_of(names: dict[str, str], *kinds: str) -> dict[str, str]:
     return {f"{our}.{kind}": f"{their}.{kind}" for our, their in names.items() for kind in kinds}
 
 
-def attended(c: Fields) -> Config:
-    """Returns the arguments of HeadraceConfig for attention and an MLP."""
-    return {"num_heads": c["num_attention_heads"], "intermediate_size": c["intermediate_size"]}
-
-
 def bamba(c: Fields) -> Model:
     c.only("hidden_act", *SILU)
     c.ignore("num_logits_to_keep", "z_loss_coefficient")
@@ -98,10 +94,8 @@ def bamba(c: Fields) -> Model:
     common = plain(HYBRID_NORMS | kinds_of(FEED_FORWARD, "weight", *["bias"] * c["mlp_bias"]))
     own = {True: attention_views(softmax, "self_attn"), False: mamba.views("mamba")}
     layers = [Layer(softmax if each else spec) for each in attends]
-    return Model(
-        shared(c, layers, BlockStyle(bias=c["mlp_bias"]), **attended(c)),
-        assembled([common | own[each] for each in attends], outside(c, "final_layernorm")),
-    )
+    views, style = [common | own[each] for each in attends], BlockStyle(bias=c["mlp_bias"])
+    return model_of(c, layers, style, views, outside(c, "final_layernorm"))
 
 
 def outside(c: Fields, norm: str) -> Views:
@@ -132,7 +126,7 @@ def jamba(c: Fields) -> Model:
     style = BlockStyle(experts=mixture(c, count) if any(mixes) else None)
     c.ignore("num_experts_per_tok", "router_aux_loss_coef", "output_router_logits")  # of a model without experts
     views = [plain(HYBRID_NORMS) | own[attends] | mlp[mixed] for attends, mixed in pairs]
-    return Model(shared(c, layers, style, **attended(c)), assembled(views, outside(c, "final_layernorm")))
+    return model_of(c, layers, style, views, outside(c, "final_layernorm"))
 
 
 def mixture(c: Fields, count: int, **options: Any) -> Experts:
@@ -183,9 +177,10 @@ def lfm2_model(c: Fields, width: int, mixture: Experts | None = None, dense: int
         mlp[True] = experts("feed_forward", mixture.count, LFM2_MLP) | bias_of_choice
     pairs = [*zip(kinds, mixes, strict=True)]
     layers = [Layer(conv if kind == "conv" else softmax, "experts" if mixed else "one") for kind, mixed in pairs]
-    sizes = attended(c) | {"intermediate_size": width}
-    views = assembled([plain(LFM2) | own[kind] | mlp[mixed] for kind, mixed in pairs], outside(c, "embedding_norm"))
-    return Model(shared(c, layers, BlockStyle(experts=mixture), **sizes), views)
+    views = [plain(LFM2) | own[kind] | mlp[mixed] for kind, mixed in pairs]
+    return model_of(
+        c, layers, BlockStyle(experts=mixture), views, outside(c, "embedding_norm"), intermediate_size=width
+    )
 
 
 LFM2 = {"mixer_norm.weight": "operator_norm.weight", "mlp_norm.weight": "ffn_norm.weight"}
@@ -234,8 +229,9 @@ def minimax(c: Fields) -> Model:
     }
     views[f"{places[-1]}.weight"] = views.pop("model.backbone.norm.weight")
     style = BlockStyle(order="post", embedding_norm=True, experts=mixture(c, count, normalized=True))
+    sizes = {"num_heads": H, "intermediate_size": c["intermediate_size"]}
     mixers = [softmax if kind == "full_attention" else lightning(c, i, width) for i, kind in enumerate(kinds)]
-    return Model(shared(c, [Layer(mixer, "experts") for mixer in mixers], style, **attended(c)), views)
+    return Model(shared(c, [Layer(mixer, "experts") for mixer in mixers], style, **sizes), views)
 
 
 FACTORS = {"linear_attention": "linear_attn", "full_attention": "full_attn", "mlp": "mlp"}
@@ -286,11 +282,9 @@ def recurrent_gemma(c: Fields) -> Model:
     style = BlockStyle(
         "rms-offset", mlp="geglu-tanh", bias=True, embedding_scale=scale, logits_cap=c["logits_soft_cap"]
     )
-    sizes = attended(c) | {"intermediate_size": c["intermediate_size"] // 2}
-    return Model(
-        shared(c, [Layer(unit if kind == "recurrent" else softmax) for kind in kinds], style, **sizes),
-        assembled([common | own[kind] for kind in kinds], outside(c, "final_norm")),
-    )
+    layers = [Layer(unit if kind == "recurrent" else softmax) for kind in kinds]
+    views, width = [common | own[kind] for kind in kinds], c["intermediate_size"] // 2
+    return model_of(c, layers, style, views, outside(c, "final_norm"), intermediate_size=width)
 
 
 RG_LRU = {

@@ -8,7 +8,7 @@ from typing import Any
 from ..spec.attention import ROPES, AttentionSpec, Pattern, Rope
 from ..spec.stack import BlockStyle, Layer
 from .fields import Config, Fields
-from .form import Format, Model, View, Views, assembled, named, plain, shared, stacked, whole
+from .form import Format, Model, View, Views, assembled, model_of, named, plain, shared, stacked, whole
 from .parts import NORMS, mlp_views
 
 BRANCH_NORMS = {
@@ -134,14 +134,8 @@ def window_of(c: Fields) -> Pattern | None:
 def decoder(c: Fields, specs: Sequence[AttentionSpec], style: BlockStyle, norms: dict[str, str] = NORMS) -> Model:
     """Returns a model with Llama's names of modules. norms: {our name of a norm: theirs}."""
     common = plain(norms) | mlp_views("mlp", style)
-    sizes = {"num_heads": c["num_attention_heads"], "intermediate_size": c["intermediate_size"]}
-    return Model(
-        shared(c, [Layer(spec) for spec in specs], style, **sizes),
-        assembled(
-            [common | attention_views(spec, "self_attn") for spec in specs],
-            whole("model", "embed_tokens", "norm", c["tie_word_embeddings"]),
-        ),
-    )
+    views = [common | attention_views(spec, "self_attn") for spec in specs]
+    return model_of(c, [Layer(spec) for spec in specs], style, views)
 
 
 def llama(c: Fields) -> Model:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
@@ -15,19 +15,12 @@ from ..utils.errors import InputError
 from ..utils.integrity import digest
 from . import parts, sources, tokenizer
 from .encoding import Encoder
+from .parts import Tokens
 from .rows import Selected, TextRows
 
 SHARE = 0.1  # of the text for each of the parts that are not trained on
 BASE = 0x9E3779B97F4A7C15  # of the hash of a window; odd, so that it has an inverse modulo 2^64
 PIECE = 2**22  # tokens whose windows are hashed at once
-
-
-class Tokens(NamedTuple):
-    """The tokens of a part, with the end token behind each document, and where documents end."""
-
-    tokens: np.ndarray
-    ends: np.ndarray
-    size: int  # of the text in bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,10 +66,8 @@ def load(files: tuple[str, ...], name: str | None) -> Corpus:
     encode = Encoder(tokens)
     rest, held_out = _divided(rows, SHARE, seed=0)
     training, tuning = _divided(rest, SHARE / (1 - SHARE), seed=1)
-    made = {}
-    for part, own in {"training": training, "tuning": tuning, "held-out": held_out}.items():
-        texts = parts.texts_of(own)
-        made[part] = Tokens(*parts.tokenized(texts, encode, tokens.eos_token_id), texts.size)
+    split = {"training": training, "tuning": tuning, "held-out": held_out}
+    made = {part: parts.tokenized(parts.texts_of(own), encode, tokens.eos_token_id) for part, own in split.items()}
     read = digest([sources.fingerprint(files), tokenizer.sha256(tokens)])
     return Corpus(made, tokens, parts.bad_rows(rows), read)
 

@@ -6,42 +6,38 @@
     manifest.json                        sources, tokenizer, counts, and the SHA-256 of every file
 
 Every document ends with the tokenizer's end token. Row i is the tokens [i·length, (i+1)·length) of all documents, so
-that each token is in exactly one row. What was read is tokenized block by block into parts beside the folder
-(`parts.py`), from which the same command goes on when it was killed.
+that each token is in exactly one row. Text is tokenized block by block.
 """
 
-import json
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from ..files.checks import read_json
 from ..files.held_out import Choice, choose
-from ..files.processes import forks_end_with_parent, new_folder, resumed_folder
-from ..files.provenance import defaults, difference
+from ..files.processes import forks_end_with_parent, new_folder
 from ..utils.errors import InputError
 from ..utils.extras import require
 from ..utils.integrity import record, write_json
 from . import parts, sources, tokenizer
 from .encoding import can_be_cut
 from .sources import Row, Sample
-from .workers import PartRecord, make_parts
+from .workers import tokenized_blocks
 
 WHOLE = (
     "it is not known where documents can be cut for this tokenizer: each is tokenized as a whole, which is slower "
     "and takes memory for the longest"
 )
 FEWER = "the sources ended after {:,} of {:,} training tokens; a larger --sample, or more sources, give more"
-BLOCK = 1 << 23  # bytes of text in a part
-FINISHED = "parts/*.json"  # in the folder of unfinished work: the records of parts, from which a command goes on
+BLOCK = 1 << 23  # bytes of text in a block
 
 
 @dataclass(frozen=True)
@@ -103,76 +99,62 @@ class Preparation:
 def write_folder(output: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     """Makes a folder atomically: `fill` writes its files and returns the manifest, which is added and returned."""
     with new_folder(output) as folder, forks_end_with_parent():
-        return _sealed(folder, fill(folder))
-
-
-def _sealed(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    manifest["files"] = record(folder)
-    write_json(folder / "manifest.json", manifest)
-    return manifest
+        manifest = fill(folder)
+        manifest["files"] = record(folder)
+        write_json(folder / "manifest.json", manifest)
+        return manifest
 
 
 def prepare(plan: Preparation, output: Path) -> dict[str, Any]:
-    """Prepares the data in the folder `output`, which must not exist, and returns the manifest. Goes on with what a
-    killed process with the same plan has left.
+    """Prepares the data in the folder `output`, which must not exist, and returns the manifest.
 
-    InputError for sources or a tokenizer that cannot be read, or an unfinished preparation with another plan."""
-    with resumed_folder(output, FINISHED) as (work, ready), forks_end_with_parent():
-        started, existing = time.perf_counter(), None if plan.bpe else tokenizer.load(plan.tokenizer)
-        _claim(plan, existing, work)
-        choice = choose(partial(plan.rows, cut=True), plan.held_out, plan.seed)
-        tokens = existing or _trained(plan, choice, work / "tokenizer")
-        if not (cut := can_be_cut(tokens)):
-            print(WHOLE, file=sys.stderr)
-        groups = parts.blocks(choice.split(plan.rows(cut)), BLOCK)
-        blocks = (parts.block(i, group) for i, group in enumerate(groups))
-        records, new = make_parts(blocks, tokens, work / "parts", plan.workers, plan.tokens)
-        tokens.save_pretrained(ready / "tokenizer")
-        manifest = _described(plan, tokens) | ({"held_out_pieces": len(choice.spans)} if choice.spans else {})
-        try:
-            manifest |= assembled(records, work / "parts", plan.length, ready)
-        except InputError:  # no text for a split or a row: no command with these sources needs the parts
-            shutil.rmtree(work / "parts")
-            raise
-        if plan.tokens and manifest["train"]["tokens"] < plan.tokens:
-            print(FEWER.format(manifest["train"]["tokens"], plan.tokens), file=sys.stderr)
-        seconds = time.perf_counter() - started
-        manifest |= {"seconds": round(seconds, 1), "megabytes_per_second": round(new / 1e6 / seconds, 2)}
-        return _sealed(ready, manifest)
+    InputError for sources or a tokenizer that cannot be read."""
+    return write_folder(output, partial(_fill, plan))
 
 
-def _claim(plan: Preparation, existing: PreTrainedTokenizerFast | None, work: Path) -> None:
-    """Writes what decides the parts into the folder of unfinished work. InputError if other parts are there."""
-    decides = {
-        name: value for name, value in asdict(plan).items() if name not in ("length", "workers", "tokens", "tokenizer")
-    }
-    decides |= {
-        "sources": sources.state(plan.sources), "tokenizer": existing and tokenizer.sha256(existing), "block": BLOCK,
-        "versions": versions(),
-    }  # fmt: skip
-    current, path = json.loads(json.dumps(decides)), work / "plan.json"
-    changed = difference(read_json(path), current, optional=set(defaults(plan))) if path.exists() else None
-    if changed and any(work.glob(FINISHED)):
-        name, before, now = changed
-        raise InputError(
-            f"{str(work)!r} is an unfinished preparation with other settings or files ({name} is {before} there and "
-            f"{now} here); repeat that command, or delete the folder"
-        )
-    if changed or not path.exists():
-        shutil.rmtree(work / "tokenizer", ignore_errors=True)
-        write_json(path, current)
+def _fill(plan: Preparation, folder: Path) -> dict[str, Any]:
+    started, existing = time.perf_counter(), None if plan.bpe else tokenizer.load(plan.tokenizer)
+    choice = choose(partial(plan.rows, cut=True), plan.held_out, plan.seed)
+    tokens = existing or _trained(plan, choice)
+    if not can_be_cut(tokens):
+        print(WHOLE, file=sys.stderr)
+    tokens.save_pretrained(folder / "tokenizer")
+    counts = _written(plan, choice, tokens, folder)
+    if plan.tokens and counts["train"]["tokens"] < plan.tokens:
+        print(FEWER.format(counts["train"]["tokens"], plan.tokens), file=sys.stderr)
+    seconds, size = time.perf_counter() - started, sum(counts[split]["bytes"] for split in parts.SPLITS)
+    speed = {"seconds": round(seconds, 1), "megabytes_per_second": round(size / 1e6 / seconds, 2)}
+    pieces = {"held_out_pieces": len(choice.spans)} if choice.spans else {}
+    return _described(plan, tokens) | pieces | counts | speed
 
 
-def _trained(plan: Preparation, choice: Choice, folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer that is trained on the training text, once."""
-    if not folder.exists():
-        assert plan.bpe is not None
-        rows = choice.split(plan.rows(cut=True))
-        texts = (row.text for row, held_out in rows if not held_out and not row.bad)
-        beside = folder.with_suffix(".unfinished")
-        tokenizer.train_bpe(texts, plan.bpe).save_pretrained(beside)
-        beside.replace(folder)
-    return tokenizer.load(str(folder))
+def _trained(plan: Preparation, choice: Choice) -> PreTrainedTokenizerFast:
+    """The tokenizer that is trained on the training text."""
+    assert plan.bpe is not None
+    texts = (row.text for row, held_out in choice.split(plan.rows(cut=True)) if not held_out and not row.bad)
+    return tokenizer.train_bpe(texts, plan.bpe)
+
+
+def _written(plan: Preparation, choice: Choice, tokens: PreTrainedTokenizerFast, folder: Path) -> dict[str, Any]:
+    """Writes the tokens of both splits, and returns their counts and the bad rows."""
+    blocks, bad = parts.blocks(choice.split(plan.rows(can_be_cut(tokens))), BLOCK), parts.BadRows()
+    with ExitStack() as opened:
+        splits = {split: opened.enter_context(closing(parts.Split(folder, split))) for split in parts.SPLITS}
+        made = opened.enter_context(closing(tokenized_blocks(blocks, tokens, plan.workers)))
+        bar = opened.enter_context(tqdm(desc="tokenizing", unit="B", unit_scale=True))
+        for part, rows in made:
+            parts.bad_rows(rows, bad)
+            for split, own in part.items():
+                splits[split].add(own)
+            bar.update(sum(own.size for own in part.values()))
+            if plan.tokens is not None and splits["train"].tokens.length >= plan.tokens:
+                break
+        counts: dict[str, Any] = {name: split.counts(plan.length) for name, split in splits.items()}
+    if empty := next((name for name in parts.SPLITS if not counts[name]["tokens"]), None):
+        raise InputError(f"no text is left as {empty}; expected more text or another --held-out")
+    if (length := counts["train"]["tokens"]) < plan.length:
+        raise InputError(f"--length {plan.length} is longer than the training text of {length} tokens; expected less")
+    return counts | {"bad_rows": bad}
 
 
 def _described(plan: Preparation, tokens: PreTrainedTokenizerFast) -> dict[str, Any]:
@@ -194,24 +176,3 @@ def _described(plan: Preparation, tokens: PreTrainedTokenizerFast) -> dict[str, 
 def versions() -> dict[str, str]:
     require("headrace.data.prepare", "datasets", extra="train")
     return {name: version(name) for name in ("headrace", "datasets", "tokenizers", "transformers")}
-
-
-def assembled(records: dict[int, PartRecord], where: Path, length: int, folder: Path) -> dict[str, Any]:
-    """Joins the parts in the folder `where`, which the records describe, and returns the counts."""
-    counts = _counts([records[n] for n in sorted(records)], length)
-    for split in parts.SPLITS:
-        if not counts[split]["tokens"]:
-            raise InputError(f"no text is left as {split}; expected more text or another --held-out")
-    if (tokens := counts["train"]["tokens"]) < length:
-        raise InputError(f"--length {length} is longer than the training text of {tokens} tokens; expected less")
-    parts.assemble([(parts.path(where, n), records[n]) for n in sorted(records)], folder)
-    return counts
-
-
-def _counts(records: list[PartRecord], length: int) -> dict[str, Any]:
-    """Counts of documents, tokens, bytes and rows of both splits, and the bad rows."""
-    counts: dict[str, Any] = {}
-    for split in parts.SPLITS:
-        total = {key: sum(record[split][key] for record in records) for key in ("documents", "tokens", "bytes")}
-        counts[split] = total | {"rows": -(-total["tokens"] // length)}
-    return {**counts, "bad_rows": parts.count_bad_rows(records)}

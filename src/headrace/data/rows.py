@@ -91,7 +91,7 @@ class PackedData:
     """Data written by `headrace prepare`.
 
     A row of text is {"input_ids": token ids, "starts": where documents begin in it}; a row of a task is {"input_ids",
-    "shift_labels"}. Rows of tasks, and of text that older versions prepared, are Arrow."""
+    "shift_labels"}, in Arrow."""
 
     train: "TextRows | Selected | Dataset"
     held_out: "TextRows | Selected | Dataset"

@@ -238,13 +238,3 @@ def fingerprint(sources: tuple[str, ...]) -> list[dict[str, Any]]:
         else {"name": source}
         for source in sources
     ]
-
-
-def state(sources: tuple[str, ...]) -> list[Any]:
-    """What tells whether local files have changed: the name, size and time of change of each."""
-    states: list[Any] = []
-    for source in map(Path, sources):
-        inside = sorted(source.rglob("*")) if source.is_dir() else [source]
-        files = [(str(file), file.stat()) for file in inside if file.is_file()]
-        states.append([str(source), [[name, about.st_size, about.st_mtime_ns] for name, about in files]])
-    return states

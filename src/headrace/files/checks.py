@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -127,17 +127,13 @@ def check_weights(folder: Path) -> None:
 def reading_tokenizer(sentence: str) -> Iterator[None]:
     """`reading` of a tokenizer by transformers. For a sentencepiece model, which needs a package that no extra
     installs, the InputError names that package alone; transformers writes several lines and names another one."""
-    from transformers.utils import logging
+    from .quiet import quiet
 
-    before, absent = logging.get_verbosity(), find_spec("sentencepiece") is None
-    with reading(sentence):
+    absent = find_spec("sentencepiece") is None
+    with reading(sentence), quiet() if absent else nullcontext():
         try:
-            if absent:
-                logging.set_verbosity_error()
             yield
         except (ImportError, ValueError) as error:
             if not absent or not any(name in str(error).lower() for name in ("sentencepiece", "tiktoken")):
                 raise
             raise InputError("its tokenizer.model needs sentencepiece: pip install sentencepiece") from error
-        finally:
-            logging.set_verbosity(before)

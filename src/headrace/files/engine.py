@@ -125,12 +125,12 @@ def read(path: Path, form: Form = None) -> Row:
     return row | ({NOT_FINITE: marks} if marks else {})
 
 
-def lines(tell: Tell, points: Sequence[Point], noun: str = "") -> Listen:
+def lines(tell: Tell, points: Sequence[Point]) -> Listen:
     """Tells a line for each point: when it begins, and if it was finished before."""
     places = {point.path: i for i, point in enumerate(points, 1)}
 
     def listen(point: Point, news: Any) -> None:
-        line = f"{noun}{places[point.path]} of {len(points)}: {point.name}"
+        line = f"{places[point.path]} of {len(points)}: {point.name}"
         tell(line if news is None else f"{line}: {news}" if isinstance(news, str) else f"{line}: already finished")
 
     return listen

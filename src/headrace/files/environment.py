@@ -2,7 +2,9 @@
 
 import os
 import platform
+import shlex
 import subprocess
+import sys
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -37,6 +39,11 @@ def this_process() -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "threads_per_arm": torch.get_num_threads(),
     }
+
+
+def command() -> str:
+    """Returns the command line of this process."""
+    return shlex.join(["headrace", *sys.argv[1:]])
 
 
 def commit() -> str | None:

@@ -149,7 +149,7 @@ class Terminated(KeyboardInterrupt):
 
 
 @contextmanager
-def handling(handler: Callable[[int, Any], None], *signals: int) -> Iterator[None]:
+def handling(handler: Callable[[int, Any], None] | signal.Handlers, *signals: int) -> Iterator[None]:
     """Handles signals by `handler` within the block, in the main thread, which alone may set handlers."""
     here = signals if threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.signal(number, handler) for number in here}

@@ -82,10 +82,10 @@ def refuse_foreign(folder: Path, file: str = "plan.json") -> None:
         raise InputError(f"{str(folder)!r} exists and is no folder of reports or runs; name another --output")
 
 
-def release(folder: Path, file: str = "plan.json") -> None:
+def release(folder: Path) -> None:
     """Deletes the plan of a folder that has nothing else."""
-    if is_free(folder, file):
-        (folder / file).unlink(missing_ok=True)
+    if is_free(folder, "plan.json"):
+        (folder / "plan.json").unlink(missing_ok=True)
 
 
 def claim(folder: Path, plan: Any, file: str = "plan.json", optional: Iterable[Place] = (), **made: str) -> None:

@@ -14,9 +14,10 @@ from multiprocessing import active_children, get_context, parent_process
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from ..files.devices import see_only
 from ..utils import plugins
 from ..utils.errors import GateWarning, InputError
+from .devices import see_only
+from .processes import handling
 
 Listen = Callable[[int, Any], None]  # (index of a job, what it reports)
 
@@ -60,7 +61,10 @@ def distribute(call: Callable, jobs: Sequence[tuple], devices: Sequence[str], li
     with ProcessPoolExecutor(
         size, context, initialize_worker, (events, free_devices, list(plugins.LOADED))
     ) as executor:
-        with interrupts_ignored(), without_main():  # workers inherit both: only this process handles Ctrl-C
+        with (
+            handling(signal.SIG_IGN, signal.SIGINT),
+            without_main(),
+        ):  # workers inherit both: only this process handles Ctrl-C
             futures = {executor.submit(call_in_worker, call, i, job) for i, job in enumerate(jobs)}
         try:
             wait_for(futures, events, listen)
@@ -99,18 +103,6 @@ def wait_for(futures: set[Future], events, listen: Listen) -> None:
                 "a worker process died, perhaps because memory ran out; what is finished is kept, so run the same "
                 "command again with fewer --workers"
             ) from None
-
-
-@contextmanager
-def interrupts_ignored() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 # --- in the worker ---------------------------------------------------------------------------------------------------

@@ -151,14 +151,3 @@ def cell(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return "yes" if value else "–"
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def markdown() -> str:
-    """All views as Markdown, as printed by `headrace zoo --markdown`."""
-    rows = {name: describe(name) for name in zoo.names()}
-    text = ["# The zoo", "", *(__doc__ or "").strip().splitlines(), "", "Written by `headrace zoo --markdown`.", ""]
-    for title, columns in VIEWS.items():
-        text += [f"## By {title}", "", *([COUNTED, ""] if columns is COST else [])]
-        text += [f"| mixer | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-        text += [f"| `{name}` | {' | '.join(cell(row[c]) for c in columns)} |" for name, row in rows.items()] + [""]
-    return "\n".join(text)

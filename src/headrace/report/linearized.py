@@ -31,7 +31,7 @@ STAGES = {
 }  # fmt: skip
 
 
-def write_page(report: Report, command: str, folder: Path) -> Path:
+def write_page(report: Report, folder: Path) -> Path:
     """Writes report.html and its pictures into the folder of a linearized model; `report` is its linearize.json."""
     nats, kept = report["nats"], ", ".join(map(str, report["kept"])) or "none"
     loss, more = nats["transferred"], nats["transferred"] - nats["original"]
@@ -39,7 +39,6 @@ def write_page(report: Report, command: str, folder: Path) -> Path:
         "A model made linear",
         [f"{len(report['layers'])} attention layers of {report['from']} became {report['mixer']}; kept: {kept}."],
         [losses(nats), imitation(report, folder), removal(report["removed"], folder), states(report["state_bytes"])],
-        command,
         [environment() | {"seed": report["seed"]}],
         f"The held-out loss is {loss:.3f} nats per token, {more:+.3f} to the original, before the whole model trains.",
     )

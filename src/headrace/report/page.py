@@ -3,7 +3,7 @@
 import io
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, Template
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from ..files.environment import command
 from ..files.provenance import sentence
 from .style import INK, LINE, PALETTE, SOFT, STYLE
 
@@ -78,9 +79,9 @@ class Page:
     title: str
     about: Sequence[str]  # paragraphs
     sections: Sequence[Section]
-    command: str
     environments: Sequence[dict[str, Any]] = ()
     answer: str = ""
+    command: str = field(default_factory=command)
 
     def write(self, path: Path) -> Path:
         """Writes the page to `path` atomically."""

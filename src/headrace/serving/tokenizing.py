@@ -27,8 +27,7 @@ def import_ahead() -> None:
         from multiprocessing.forkserver import ensure_running
 
         CONTEXT.set_forkserver_preload([__name__])
-        ignored: Any = signal.SIG_IGN
-        with handling(ignored, signal.SIGINT):  # Ctrl-C is for the server
+        with handling(signal.SIG_IGN, signal.SIGINT):  # Ctrl-C is for the server
             ensure_running()
 
 

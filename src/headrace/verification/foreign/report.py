@@ -83,11 +83,9 @@ def described(case: Case) -> str:
     return f"B={case.B} T={case.T} at={case.at}"
 
 
-def as_json(
-    target: Target, verdicts: Iterable[Verdict], command: str, seed: int, device: str, dtype: torch.dtype
-) -> dict[str, Any]:
+def as_json(target: Target, verdicts: Iterable[Verdict], seed: int, device: str, dtype: torch.dtype) -> dict[str, Any]:
     """Returns the record of a verification: verdicts, with a program for each broken law, versions and the machine."""
-    from ...files.environment import environment
+    from ...files.environment import command, environment
 
     rows = []
     for v in verdicts:
@@ -97,5 +95,5 @@ def as_json(
         if v.verdict == "breaks":
             row["snippet"] = snippet(target, v, seed, device, dtype)
         rows.append(row)
-    named = {"target": target.name, "command": command, "seed": seed, "device": device}
+    named = {"target": target.name, "command": command(), "seed": seed, "device": device}
     return named | {"dtype": str(dtype).removeprefix("torch."), "laws": rows, "environment": environment()}
