@@ -118,7 +118,7 @@ def test_nonfinite_scores_are_null_and_marked(checkpoints, data, tmp_path):
     plan, paths = EvaluationPlan("wikitext,piqa", data=str(data)), [checkpoints["softmax-gla"], str(broken)]
     for _ in range(2):  # from the model, and from the records
         found = evaluate(paths, plan, MACHINE, tmp_path / "out")
-        report.report(found, named(paths))
+        report.report(found, named(paths), tmp_path / "out")
     stored = json.loads((tmp_path / "out" / "broken" / "results.json").read_text("utf-8"), parse_constant=pytest.fail)
     for item, metric in (("wikitext", "word_perplexity"), ("piqa", "acc")):
         assert stored["results"][item][f"{metric},none"] is None
@@ -292,6 +292,7 @@ def test_the_command_writes_a_report(checkpoints, data, tmp_path):
         "lm-evaluation-harness 0.",
         "llama over softmax-gla",
         "95 % interval",
+        "<svg",
     ):
         assert text in page
     assert "too few rows" in ran.output

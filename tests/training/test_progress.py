@@ -1,11 +1,13 @@
 """What is said while a command runs."""
 
 import io
+import time
 
 import pytest
 from rich.console import Console
 
 from headrace.benchmarking import measure
+from headrace.cli import console
 from headrace.comparison.choose import choose
 from headrace.comparison.terminal import LINES, board
 
@@ -46,3 +48,14 @@ def test_current_work_is_printed_without_a_terminal(command, saved_model, tmp_pa
     output = [] if command == "verify" else ["--output", str(tmp_path / "out")]
     code, out, error = run_command(command, *given, *output)
     assert not code and line in out + error
+
+
+def test_long_work_prints_a_heartbeat(monkeypatch):
+    monkeypatch.setattr(console, "HEARTBEAT", 0.01)
+    screen = Console(file=io.StringIO(), force_terminal=False, width=140)
+    with console.telling(screen) as tell:
+        tell("a point")
+        end = time.monotonic() + 60
+        while screen.file.getvalue().count("a point: at work for 0 min") < 2:
+            assert time.monotonic() < end
+            time.sleep(0.01)

@@ -2,6 +2,8 @@
 
 import inspect
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -20,6 +22,7 @@ from ..utils.errors import InputError
 from .options import argument, option
 
 T = TypeVar("T")
+HEARTBEAT = 60.0  # seconds without a line after which the current line is repeated
 
 Checkpoint = Annotated[
     Path,
@@ -68,12 +71,35 @@ def terminal() -> Console:
 
 @contextmanager
 def telling(console: Console) -> Iterator[Callable[[str], None]]:
-    """Yields `tell(line)`, which shows the current activity: on a terminal in place of the line before it."""
+    """Yields `tell(line)`, which shows the current activity.
+
+    On a terminal, the line replaces the previous one. Elsewhere it is printed, and printed again with the elapsed
+    minutes after every HEARTBEAT seconds."""
     if console.is_terminal:
         with console.status("") as status:
             yield status.update
-    else:
-        yield lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True)
+        return
+    current: list[Any] = ["", 0.0]
+    ended = threading.Event()
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def tell(line: str) -> None:
+        current[:] = line, time.monotonic()
+        say(line)
+
+    def repeat() -> None:
+        while not ended.wait(HEARTBEAT):
+            line, since = current
+            if line:
+                say(f"{line}: at work for {(time.monotonic() - since) / 60:.0f} min")
+
+    threading.Thread(target=repeat, daemon=True).start()
+    try:
+        yield tell
+    finally:
+        ended.set()
 
 
 def track(items: Sequence[T], name: str, tell: Callable[[str], None]) -> Iterator[T]:

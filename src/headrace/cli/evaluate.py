@@ -55,7 +55,7 @@ def evaluate(options: EvaluateOptions) -> Any:
     with interruptible(f"what is finished is in {folder}; the same command continues"), locked(folder):
         with telling(console) as tell:
             evaluation = run.evaluate(one.checkpoints, plan, machine, folder, tell)
-        page = report.report(evaluation, checkpoint.named(one.checkpoints))
+        page = report.report(evaluation, checkpoint.named(one.checkpoints), folder)
         written = page.write(folder / "report.html")
     print_sections(page, console)
     console.print(f"The report is {written}", soft_wrap=True, highlight=False)

@@ -1,16 +1,24 @@
 """The report of an evaluation."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import lm_eval
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from ..files.environment import environment
-from ..report.differences import answer
+from ..report.differences import Difference, answer
 from ..report.differences import table as table_of_differences
-from ..report.page import Page, Section
+from ..report.page import Page, Section, picture
+from ..report.style import PALETTE, SOFT, STYLE
 from .findings import against_the_first, findings, table
 from .run import Evaluation
+from .scores import NATS, POINTS
 
 HEAD = ("task", "metric", "rows", "baseline")
 ABOUT_SCORES = (
@@ -24,8 +32,8 @@ ABOUT_PAIRS = (
 )
 
 
-def report(evaluation: Evaluation, paths: dict[str, str]) -> Page:
-    """The report. paths: name -> path of each checkpoint."""
+def report(evaluation: Evaluation, paths: dict[str, str], output: Path) -> Page:
+    """The report, whose picture is saved in the folder `output`. paths: name -> path of each checkpoint."""
     plan, judged = evaluation.plan, against_the_first(evaluation)
     about = (
         f"{plan.suite} by lm-evaluation-harness {lm_eval.__version__}"
@@ -38,11 +46,55 @@ def report(evaluation: Evaluation, paths: dict[str, str]) -> Page:
         about=(ABOUT_SCORES,), sentences=said, header=[*HEAD, *evaluation.items], rows=rows, details=settings
     )
     made = {"lm_eval": lm_eval.__version__, "seed": plan.seed}
-    header, *lines = table_of_differences(judged, "task")
-    differences = Section("Differences", (ABOUT_PAIRS,), header=header, rows=lines)
-    sections = [scores, *([differences] if judged else [])]
+    sections = [scores, *([differences(judged, output)] if judged else [])]
     main = f"{answer(judged)}." if judged else ""
     return Page("Evaluation", [about], sections, [environment() | made], main)
+
+
+def differences(judged: Sequence[Difference], output: Path) -> Section:
+    """The table of all differences, with a picture of those that are numbers."""
+    header, *rows = table_of_differences(judged, "task")
+    drawn, known = [], [one for one in judged if one.mean.n]
+    if known:
+        caption = "Differences with 95 % intervals. An interval that contains 0 does not tell the two apart."
+        drawn = [picture(caption, forest(known), output / "differences.png")]
+    return Section("Differences", (ABOUT_PAIRS,), header=header, rows=rows, pictures=drawn)
+
+
+def forest(differences: Sequence[Difference]) -> Figure:
+    """A figure with a panel for each unit. All perplexities of a task have the same difference, so one is drawn."""
+    panels = {unit: [one for one in differences if one.unit == unit] for unit in (POINTS, NATS)}
+    panels = {unit: own for unit, own in panels.items() if own}
+    names = {unit: [*dict.fromkeys(map(label, own))] for unit, own in panels.items()}
+    models = len({one.a for one in differences})
+    heights = [len(own) * (0.5 + 0.5 * models) for own in names.values()]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(8, len(panels) + 0.36 * sum(heights)), layout="constrained")
+        grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+        for ax, (unit, own) in zip(grid, panels.items(), strict=True):
+            draw(ax, own, names[unit])
+            ax.set_xlabel(f"{unit.name}: below 0 worse, above 0 better")
+        if models > 1:
+            grid[0].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
+    return figure
+
+
+def label(one: Difference) -> str:
+    return one.where.partition(" ")[0] if one.unit == NATS else one.where
+
+
+def draw(ax: Axes, differences: Sequence[Difference], names: list[str]) -> None:
+    ax.axvline(0, color=SOFT, lw=1)
+    models = list(dict.fromkeys(one.a for one in differences))
+    for i, model in enumerate(models):
+        own = {label(one): one for one in reversed(differences) if one.a == model}
+        known = [(names.index(name), one) for name, one in own.items() if math.isfinite(one.mean.reach)]
+        if known:
+            y = [at + i / (len(models) + 1) for at, _ in known]
+            mean, reach = ([getattr(one.mean, x) * one.unit.scale for _, one in known] for x in ("value", "reach"))
+            ax.errorbar(mean, y, xerr=reach, fmt="o", ms=5, capsize=3, color=PALETTE[i % len(PALETTE)], label=model)
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.4, -0.6)
 
 
 def how(evaluation: Evaluation, paths: dict[str, str]) -> Section:
