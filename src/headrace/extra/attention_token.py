@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..layers.attention.attention import query_factor
-from ..layers.blocks.token import TOKENS, add_norm
-from ..layers.linear.token import add_linear
+from ..layers.blocks.token import add_norm
+from ..layers.linear.token import TOKENS, add_linear
 from ..layers.rotary import frequencies
 from ..ops.backends.native.bound import CODES, Bound
 from ..ops.backends.native.library import address
@@ -132,4 +132,4 @@ def _described(program: Program, mixer: Any, sizes: tuple[int, int, int], place:
     )  # fmt: skip
 
 
-TOKENS["SoftmaxAttention"] = add_attention
+TOKENS["headrace.layers.attention.attention.SoftmaxAttention"] = add_attention

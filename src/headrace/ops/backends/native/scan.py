@@ -74,11 +74,8 @@ def _fake(u, dt, A, B, C, initial, cu_seqlens, keep):
 
 def _backward(d_out, d_final, u, dt, A, B, C, initial, cu_seqlens, kept):
     assert native.library is not None
-    structs, d_out, d_final = (
-        _Structs(u, dt, A, B, C, initial, cu_seqlens, kept),
-        d_out.contiguous(),
-        d_final.contiguous(),
-    )
+    structs = _Structs(u, dt, A, B, C, initial, cu_seqlens, kept)
+    d_out, d_final = d_out.contiguous(), d_final.contiguous()
     native.expect("d_out", d_out, u.shape, torch.float32)
     native.expect("d_final", d_final, initial.shape, torch.float32)
     d_u, d_dt, d_A, d_initial = (x.new_empty(x.shape) for x in (u, dt, initial, initial))
