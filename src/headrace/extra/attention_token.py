@@ -51,6 +51,11 @@ class AttentionToken(NamedTuple):
             address(seen),
         )  # fmt: skip
 
+    def empty(self, rows: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Returns the tensors of a cache without tokens, unless their size is that of a window."""
+        _, heads, d, _ = self.sizes
+        return {} if self.window[1] else {name: torch.empty(rows, 0, heads, d, dtype=dtype) for name in "kv"}
+
     def _growing(self, bound: Bound, state: Any, rows: int) -> tuple[int, int, Tensor | None, None] | None:
         """Returns (columns, room in columns, mask, None) of a cache of all tokens."""
         _, heads, d, _ = self.sizes

@@ -106,6 +106,16 @@ class Bound:
         self.last = Ready(self.program, where, [*map(weakref.ref, states)], places, *self._packed(states, places))
         return self.last
 
+    def first_states(self, rows: int) -> list[Any]:
+        """Returns the states of B = `rows` sequences before their first token."""
+        parts: list[dict[str, Tensor]] = [{} for _ in self.program.kinds]
+        for each in self.program.attentions:
+            parts[each.place] |= each.empty(rows, self.dtype)
+        places = zip(self.program.state_places, self.program.states, self.state_dtypes, strict=True)
+        for (place, field), expected, dtype in places:
+            parts[place][field] = torch.zeros(rows, *expected.shape, dtype=dtype)
+        return [kind(**given) for kind, given in zip(self.program.kinds, parts, strict=True)]
+
     def copies(self, states: Sequence[Any]) -> list[Any]:
         """Returns copies of states that can be updated in place. The states must have the right shapes."""
         changed = list(states)

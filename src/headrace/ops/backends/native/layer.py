@@ -53,10 +53,9 @@ def weight_shapes(fields: dict[str, Any]) -> dict[str, Shape]:
     shapes |= {f"{gate}_scores": scores for gate in ("read", "write") if fields[gate] != "none"}
     if fields["gate"] == "sigmoid-low-rank":
         shapes |= {"gate_up": (H * V, fields["gate_reads"]), "gate_bias": (H * V,)}
-    norms = {"rms": (V,), "group": (H * V,), "rms-joint": (H * V,)}
-    if fields["norm"] in norms:
-        shapes["norm_weight"] = norms[fields["norm"]]
-    return shapes | ({"norm_bias": (H * V,)} if fields["norm"] == "group" else {})
+    if (norm := fields["norm"]) in ("rms", "group", "rms-joint"):
+        shapes["norm_weight"] = (V,) if norm == "rms" else (H * V,)
+    return shapes | ({"norm_bias": (H * V,)} if norm == "group" else {})
 
 
 def state_shapes(fields: dict[str, Any]) -> dict[str, Shape]:

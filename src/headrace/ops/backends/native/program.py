@@ -111,7 +111,8 @@ class Program:
     def __init__(self) -> None:
         self.operations: list[Operation] = []
         self.layers: list[Layer] = []
-        self.attentions: list[Any] = []  # which pack hr_attention: packed(bound, state, B) -> bytes, or None
+        # Which pack hr_attention: packed(bound, state, B) -> bytes, or None; empty(B, dtype) -> the cache at first.
+        self.attentions: list[Any] = []
         self.weights: list[Expected] = []
         self.states: list[Expected] = []
         self.state_places: list[tuple[int, str]] = []  # index in the list of states, and field

@@ -28,9 +28,7 @@ def unsupported_reason(u: Tensor, A: Tensor) -> str | None:
         return f"it runs on the CPU, in float32, and u is {u.dtype} on {u.device.type}"
     if max(A.shape) > LARGEST:
         return f"it takes up to {LARGEST} channels and state numbers, and A is {list(A.shape)}"
-    if derivatives.transformed():
-        return "it supports neither transforms of torch.func nor forward-mode differentiation"
-    return None
+    return derivatives.transforms_reason()
 
 
 class _Structs:
