@@ -114,6 +114,8 @@ class LinearizedMixer(LinearMixer):
 
     INPUTS = tuple(chain.from_iterable(REPLACED.get(stage, (stage,)) for stage in LinearMixer.INPUTS))
 
+    spec: Any
+
     @property
     def rope(self) -> Rope:  # type: ignore[override]
         return self.spec.rope

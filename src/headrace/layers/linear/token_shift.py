@@ -30,7 +30,7 @@ class StaticShift(SelfInitialized):
     """RWKV-5's token shift (arXiv 2404.05892, section 3): a mix of each token with the previous token for each part of
     the input projection, by a learned weight per channel."""
 
-    STREAMS = ("k", "v", "q", "gate")
+    STREAMS: tuple[str, ...] = ("k", "v", "q", "gate")
     no_weight_decay = ("offset",)
 
     def __init__(self, hidden_size: int, depth: float, height: float, rank: int = 32):

@@ -20,7 +20,6 @@ from ....utils.errors import InputError
 from ...checks import require
 from ...derivatives import transformed
 from . import library as native
-from .layer import STATE_DTYPES
 from .program import NAMES, Layer, Operation, Program, UnsupportedError
 from .structs import LAYOUTS
 
@@ -67,7 +66,7 @@ class Bound:
             if op.state is not None and dtype is not None:
                 dtypes[op.state] = dtype
         for layer, dtype in zip(self.program.layers, self.of_layers, strict=True):
-            dtypes |= {i: STATE_DTYPES.get(name, torch.float32) or dtype for name, i in layer.state.items()}
+            dtypes = dict.fromkeys(layer.state.values(), dtype or self.dtype) | dtypes
         return [dtypes.get(i, self.dtype) for i in range(len(self.program.states))]
 
     def has_weights(self, weights: list[Any]) -> bool:
