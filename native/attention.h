@@ -7,22 +7,23 @@
 #pragma once
 
 #include "linear.h"
+#include "token_row.h"
 
 namespace HR_ISA {
 
 // T: the dtype of the cache.
 template <class T>
-class AttentionRow {
+class AttentionRow : TokenRow<Attention, hr_attention> {
 public:
     AttentionRow(const Attention& job, std::int64_t row)
-        : job(job), p(*job.attention), row(row), sequence(job.in_order ? 0 : row), d(static_cast<int>(p.d)),
-          shared(static_cast<int>(p.H / p.Hkv)), stride(static_cast<Stride>(p.Hkv * p.d)), q(job.q + row * job.row),
-          k(job.k + row * job.row), v(job.v + row * job.row), out(job.out + row * job.row),
+        : TokenRow(job, *job.attention, row), d(static_cast<int>(p.d)), shared(static_cast<int>(p.H / p.Hkv)),
+          stride(static_cast<Stride>(p.Hkv * p.d)), q(job.q + row * job.row), k(job.k + row * job.row),
+          v(job.v + row * job.row), out(job.out + row * job.row),
           keys(static_cast<T*>(p.k) + sequence * p.room * stride),
           values(static_cast<T*>(p.v) + sequence * p.room * stride) {}
 
     void enter() {
-        if (p.turned) rotate();
+        if (p.turned) rotate(position(), d, q, p.H, k, p.Hkv);
         scale_some(q, static_cast<int>(p.H) * d, p.scale);
         if (!p.window) keep(own());
     }
@@ -89,25 +90,6 @@ private:
         store_row(values + column * stride, v, static_cast<int>(stride), 1);
     }
 
-    // Channel i turns with i + turned/2. Angles are double: a float's is wrong by 0.004 at position 100 000.
-    void rotate() {
-        const int half = static_cast<int>(p.turned) / 2;
-        const auto turn = [&](float* x, std::int64_t heads, int i, float c, float s) {
-            for (float* head = x; head < x + heads * d; head += d) {
-                const float a = head[i], b = head[i + half];
-                head[i] = a * c - b * s;
-                head[i + half] = b * c + a * s;
-            }
-        };
-        const double place = static_cast<double>(position());
-        for (int i = 0; i < half; i++) {
-            const float c = static_cast<float>(p.amplitude * cos(place * p.frequencies[i]));
-            const float s = static_cast<float>(p.amplitude * sin(place * p.frequencies[i]));
-            turn(q, p.H, i, c, s);
-            turn(k, p.Hkv, i, c, s);
-        }
-    }
-
     // Logits of the columns of a part, whose number it returns.
     std::int64_t score(std::int64_t head, const Part& part, float* scores) const {
         constexpr std::int64_t BLOCK = 64;  // columns that the first cache holds for the queries of a head
@@ -130,22 +112,8 @@ private:
 
     // Logits to e^(logit − the largest). Returns the factor of the sum of values with these weights.
     float weigh(float* scores, std::int64_t count, std::int64_t query) const {
-        const float logit = p.null ? sink(query) : -INFINITY;
-        float most = logit;
-        for (std::int64_t i = count; i % W; i++) scores[i] = -INFINITY;
-        vf largest = splat(logit), total{};
-        for (std::int64_t i = 0; i < count; i += W) {
-            const vf x = load(scores + i);
-            largest = x > largest ? x : largest;
-        }
-        for (int i = 0; i < W; i++) most = largest[i] > most ? largest[i] : most;
-        for (std::int64_t i = 0; i < count; i += W) {
-            const vf x = exponential(load(scores + i) - splat(most));
-            store(scores + i, x);
-            total += x;
-        }
         const float gate = job.gate ? sigmoid(splat(job.gate[row * job.row + query]))[0] : 1;
-        return gate / (sum(total) + exponential(splat(logit - most))[0]);
+        return gate / soften(scores, count, p.null ? sink(query) : -INFINITY);
     }
 
     float sink(std::int64_t query) const {
@@ -191,9 +159,6 @@ private:
             }
     }
 
-    const Attention& job;
-    const hr_attention& p;
-    const std::int64_t row, sequence;
     const int d, shared;
     const Stride stride;
     float *const q, *const k, *const v, *const out;

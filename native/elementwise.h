@@ -49,6 +49,25 @@ inline void scale_some(float* x, int n, float factor, float shift = 0) {
     for (; i < n; i++) x[i] = x[i] * factor + shift;
 }
 
+// x_i ← e^(x_i − m), where m is the largest of n numbers and `other`; x has room for whole vectors. Returns the sum of these
+// and of e^(other − m).
+inline float soften(float* x, std::int64_t n, float other = -INFINITY) {
+    for (std::int64_t i = n; i % W; i++) x[i] = -INFINITY;
+    vf largest = splat(other), total{};
+    for (std::int64_t i = 0; i < n; i += W) {
+        const vf now = load(x + i);
+        largest = now > largest ? now : largest;
+    }
+    float most = other;
+    for (int i = 0; i < W; i++) most = largest[i] > most ? largest[i] : most;
+    for (std::int64_t i = 0; i < n; i += W) {
+        const vf weight = exponential(load(x + i) - splat(most));
+        store(x + i, weight);
+        total += weight;
+    }
+    return sum(total) + exponential(splat(other - most))[0];
+}
+
 // y_r = Σ_j A_rj x_j for A [rows, depth]. W rows at a time, so that sums over lanes are sums of vectors.
 template <class T>
 void product(float* y, const T* A, const float* x, int rows, int depth) {

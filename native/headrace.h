@@ -15,7 +15,7 @@
 
 #include <stdint.h>
 
-#define HR_ABI 12
+#define HR_ABI 13
 #define HR_WIDEST 32     /* of a short convolution */
 #define HR_SCAN_CHUNK 32 /* tokens between the states that a selective scan keeps */
 #define HR_SCAN_PART 256 /* channels of a selective scan that are computed together */
@@ -92,28 +92,43 @@ typedef struct hr_scan_gradients {
     float *A, *B, *C, *initial;
 } hr_scan_gradients;
 
-/* One token of a layer, between its input projection and its output projection: short convolution, feature map, norm
-   and rotation of q and k, decay, write strength, competing heads, the recurrence, norm and output gate.
+/* One token of a layer, between its input projection and its output projection: short convolution, norm of heads,
+   rotation, feature map and norm of q and k, decay, write strength, competing heads, the recurrence, norm and output gate.
 
    Kinds are numbered as hr_kinds() lists them. `dtype` is that of weights and conv; weights are contiguous, as the
-   layer's modules hold them, NULL where the layer has no such part. Its input has q, k (Hq K each), v (H V), what the
+   layer's modules hold them, NULL where the layer has no such part. Its input has q (Hq K), k (Hk K), v (Hv V), what the
    decay reads (decay_reads), beta's logits (H) and what the gate reads (gate_reads), those that there are, in this
-   order. Its output is [H V]. */
+   order. Consecutive heads share one of k, v, and of q and k together. Its output is [H V].
+
+   A learned feature map of q and of k is softmax(y), softmax(-y) or e^y, e^-y of y = sqrt(logit_scale) W x, W [K, K] of
+   each head. With a window, k and v are written to the memory by the token that is `window` later, and each reads the
+   mean of a window of softmax attention, whose weights count sigmoid(window_factor), and of the memory; norm is "sum",
+   and no heads compete. */
 typedef struct hr_layer {
     int32_t dtype;
-    int32_t feature_map, qk_norm, decay, rule, beta, norm, gate, order, read, write, source, activation, gate_scale;
-    float scale, norm_eps, group_eps, sum_eps, temperature;
-    double rope_theta; /* 0: no rotation */
-    int64_t D, H, Hq, K, V, conv_width, decay_reads, gate_reads;
+    int32_t feature_map, qk_norm, rotary, decay, rule, beta, norm, gate, order, read, write, source, activation,
+        gate_scale;
+    float scale, logit_scale, head_eps, norm_eps, group_eps, sum_eps, temperature,
+        amplitude;                     /* amplitude: of rotation */
+    int64_t D, H, Hq, Hk, Hv, K, F, V; /* F: features of a key, the rows of a memory */
+    int64_t turned;                    /* rotated channels, the first ones of a head */
+    int64_t window;                    /* tokens; 0: none */
+    int64_t conv_width, decay_reads, gate_reads;
+    const double* frequencies;                     /* [turned / 2], radians per token */
     const void *conv_weight, *conv_bias;           /* [channels, conv_width], [channels] */
-    const void *decay_up, *decay_bias, *decay_log; /* [H K, reads] ("exp": transposed), [H K] or [H], [H] */
-    const void* bonus;                             /* [H, K] */
+    const void *q_norm, *k_norm;                   /* [K], of an RMS norm of each head */
+    const void *map_q, *map_k;                     /* [Hq, K, K], of a learned feature map */
+    const void* window_factor;                     /* [H] */
+    const void *decay_up, *decay_bias, *decay_log; /* [H F, reads] ("exp": transposed), [H F] or [H], [H] */
+    const void* bonus;                             /* [H, F] */
     const void *read_scores, *write_scores;        /* of the competition */
     const void *skip, *gate_up, *gate_bias;        /* [H], [H V, V], [H V] */
     const void *norm_weight, *norm_bias;           /* [V] or [H V], [H V] */
-    float* memory;                                 /* [B, H, K, V]; norm "sum": V + 1 columns. Updated in place */
+    float* memory;                                 /* [B, H, F, V]; norm "sum": V + 1 columns. Updated in place */
     void* conv;                                    /* [B, conv_width - 1, channels], updated in place */
-    int64_t* tokens;                               /* [B], seen so far, for the rotation; counted up */
+    int64_t* tokens;                               /* [B], seen so far, for rotation and window; counted up */
+    float *k_window, *v_window;                    /* [B, window, Hk, K], [B, window, Hv, V + 1], updated in place */
+    float* decay_window;                           /* [B, window, H], of a decay that depends on the token; as these */
 } hr_layer;
 
 /* Softmax attention of one token, between its projections: rotation, the cache, and softmax(scale q k^T) v. Consecutive

@@ -108,8 +108,9 @@ struct Layer {
     std::int64_t row;
     float *q, *k, *v, *decay, *beta, *read, *write, *out;  // v and out: [H, columns]
     float *low, *wide;                                     // for what is needed only for a moment
-    float* bonus;                                          // [H, K], the same for all rows; NULL: none
-    std::int64_t key_row, value_row, decay_row, head_row, low_row, wide_row, columns;
+    float* near;                                           // sums of a window [H, columns]
+    float* bonus;                                          // [H, F], the same for all rows; NULL: none
+    std::int64_t key_row, value_row, decay_row, head_row, low_row, wide_row, near_row, columns;
     bool in_order;  // rows are tokens of one sequence
 };
 

@@ -5,19 +5,20 @@
 
 #include "headrace.h"
 
-#define HR_KINDS                                               \
-    "feature_map identity elu+1 relu silu\n"                   \
-    "qk_norm none l2\n"                                        \
-    "decay none retnet softplus sigmoid exp softplus-vector\n" \
-    "rule add delta\n"                                         \
-    "beta one sigmoid dt\n"                                    \
-    "norm none sum rms group rms-joint\n"                      \
-    "gate none silu sigmoid sigmoid-low-rank\n"                \
-    "order norm-gate gate-norm\n"                              \
-    "read none query after_norm\n"                             \
-    "write none value beta\n"                                  \
-    "source head diag query hidden\n"                          \
-    "activation softmax sigmoid null\n"                        \
+#define HR_KINDS                                                            \
+    "feature_map identity elu+1 relu silu learned-softmax learned-exp\n"    \
+    "qk_norm none l2\n"                                                     \
+    "rotary none last first\n"                                              \
+    "decay none retnet softplus sigmoid-head sigmoid exp softplus-vector\n" \
+    "rule add delta\n"                                                      \
+    "beta one sigmoid dt\n"                                                 \
+    "norm none sum rms group rms-joint\n"                                   \
+    "gate none silu sigmoid sigmoid-low-rank\n"                             \
+    "order norm-gate gate-norm\n"                                           \
+    "read none query after_norm\n"                                          \
+    "write none value beta\n"                                               \
+    "source head diag query hidden\n"                                       \
+    "activation softmax sigmoid null\n"                                     \
     "gate_scale identity one"
 
 #define HR_OPERATIONS                                                              \
@@ -27,11 +28,13 @@
 
 namespace kinds {
 
-constexpr float SIGMOID_TEMPERATURE = 16;  // of the decay "sigmoid": SigmoidDecay.TEMPERATURE in Python
+constexpr float SIGMOID_TEMPERATURE = 16;  // of the decays "sigmoid…": Decay.temperature in Python
+constexpr float FARTHEST = 30;             // logit of the feature map "learned-exp": FARTHEST in extra/linearized.py
 
-namespace feature_map { enum { identity, elu_plus_one, relu, silu, count }; }
+namespace feature_map { enum { identity, elu_plus_one, relu, silu, learned_softmax, learned_exp, count }; }
 namespace qk_norm { enum { none, l2, count }; }
-namespace decay { enum kind { none, retnet, softplus, sigmoid, exp, softplus_vector, count }; }
+namespace rotary { enum { none, last, first, count }; }  // of the feature map and the rotation
+namespace decay { enum kind { none, retnet, softplus, sigmoid_head, sigmoid, exp, softplus_vector, count }; }
 namespace rule { enum { add, delta, count }; }
 namespace beta { enum { one, sigmoid, dt, count }; }
 namespace norm { enum { none, sum, rms, group, rms_joint, count }; }
@@ -48,7 +51,8 @@ constexpr hr_decay shape(decay::kind kind) {
     switch (kind) {
         case decay::none: return HR_DECAY_NONE;
         case decay::retnet:
-        case decay::softplus: return HR_DECAY_SCALAR;
+        case decay::softplus:
+        case decay::sigmoid_head: return HR_DECAY_SCALAR;
         case decay::sigmoid:
         case decay::exp:
         case decay::softplus_vector: return HR_DECAY_VECTOR;
@@ -74,6 +78,7 @@ constexpr int names(const char* lines, const char* field) {
 #define HR_SAME_COUNT(field) static_assert(names(HR_KINDS, #field) == field::count, #field ": HR_KINDS and enum differ")
 HR_SAME_COUNT(feature_map);
 HR_SAME_COUNT(qk_norm);
+HR_SAME_COUNT(rotary);
 HR_SAME_COUNT(decay);
 HR_SAME_COUNT(rule);
 HR_SAME_COUNT(beta);

@@ -2,40 +2,51 @@
 
 #pragma once
 
-#include "elementwise.h"
+#include "token_row.h"
 
 namespace HR_ISA {
 
 // T: the dtype of weights and of the convolution's history.
 template <class T>
-class LayerRow {
+class LayerRow : TokenRow<Layer, hr_layer> {
 public:
     LayerRow(const Layer& job, std::int64_t row)
-        : job(job), p(*job.layer), row(row), sequence(job.in_order ? 0 : row), H(static_cast<int>(p.H)),
-          K(static_cast<int>(p.K)), V(static_cast<int>(p.V)), columns(static_cast<int>(job.columns)),
-          keys(static_cast<int>(p.Hq) * K), values(H * V), x(job.projected + row * job.row),
+        : TokenRow(job, *job.layer, row), H(static_cast<int>(p.H)), Hq(static_cast<int>(p.Hq)),
+          K(static_cast<int>(p.K)), F(static_cast<int>(p.F)), V(static_cast<int>(p.V)),
+          columns(static_cast<int>(job.columns)), values(H * V), x(job.projected + row * job.row),
           q(job.q + row * job.key_row), k(job.k + row * job.key_row), v(job.v + row * job.value_row),
           decay(job.decay + row * job.decay_row), beta(job.beta + row * job.head_row),
           read(job.read + row * job.head_row), write(job.write + row * job.head_row),
-          out(job.out + row * job.value_row), low(job.low + row * job.low_row), wide(job.wide + row * job.wide_row) {}
+          out(job.out + row * job.value_row), low(job.low + row * job.low_row), wide(job.wide + row * job.wide_row),
+          near(job.near + row * job.near_row) {}
 
     void enter() {
+        const std::int64_t position = p.tokens ? p.tokens[sequence]++ : 0;
+        const int heads_of_k = static_cast<int>(p.window ? p.Hk : p.Hq);
+        const auto rotate = [&](int when) {
+            if (p.rotary == when) TokenRow::rotate(position, when == kinds::rotary::last ? F : K, q, Hq, k, heads_of_k);
+        };
         load_inputs();
-        if (p.bonus && row == 0) fill(job.bonus, weights(p.bonus), H * K);
+        if (p.bonus && row == 0) fill(job.bonus, weights(p.bonus), H * F);
         if (p.conv_weight) convolve();
+        if (columns > V) add_ones();
+        if (!p.window) share_keys_and_values();
         if (p.read) compete(read, q, p.read_scores);
         if (p.write) compete(write, k, p.write_scores);
-        for (float* y : {q, k}) shape(y);
-        if (p.rope_theta != 0) rotate();
+        if (p.q_norm) normalize_heads(q, Hq, p.q_norm), normalize_heads(k, heads_of_k, p.k_norm);
+        rotate(kinds::rotary::first);
         make_decay();
         make_beta();
+        if (p.window) move_window(position + 1);
+        shape(q, p.map_q), shape(k, p.map_k);
+        rotate(kinds::rotary::last);
         if (p.read) open(read);
         if (p.write) open(write);
-        if (columns > V) add_ones();
     }
 
     void leave() {
         const bool inside = read_inside(p), late = p.norm == kinds::norm::rms || p.norm == kinds::norm::group;
+        if (p.window) each(out, H * columns, [&](vf far, int i) { return far + load(near + i); });
         if (columns > V) divide_by_sums();
         if (p.read && inside && columns > V) gate_heads();
         if (p.skip) add_skip();
@@ -51,9 +62,11 @@ private:
     static const T* weights(const void* w) { return static_cast<const T*>(w); }
     static float number(const void* w, int i) { return load_some(weights(w) + i, 1)[0]; }
     std::int64_t parts() const {
-        return 2 * p.Hq * p.K + p.H * p.V + p.decay_reads + (p.beta == kinds::beta::sigmoid ? p.H : 0) + p.gate_reads;
+        return channels() + p.decay_reads + (p.beta == kinds::beta::sigmoid ? p.H : 0) + p.gate_reads;
     }
-    const float* decay_part() const { return x + 2 * keys + values; }
+    int keys() const { return static_cast<int>(p.Hk * p.K); }
+    Stride channels() const { return (p.Hq + p.Hk) * p.K + p.Hv * p.V; }
+    const float* decay_part() const { return x + channels(); }
     const float* beta_part() const { return decay_part() + p.decay_reads; }
     const float* gate_part() const { return x + parts() - p.gate_reads; }
 
@@ -64,22 +77,30 @@ private:
     }
 
     void load_inputs() {
-        fill(q, x, keys);
-        fill(k, x + keys, keys);
-        fill(v, x + 2 * keys, values);
+        fill(q, x, Hq * K);
+        fill(k, x + Hq * K, keys());
+        fill(v, x + Hq * K + keys(), static_cast<int>(p.Hv * p.V));
+    }
+    void share_keys_and_values() {
+        share(k, static_cast<int>(p.Hk), Hq, K);
+        share(v, static_cast<int>(p.Hv), H, columns);
+    }
+    // Repeats each of `given` heads, so that there are `wanted` ones.
+    static void share(float* y, int given, int wanted, int size) {
+        for (int h = wanted - 1; given < wanted && h >= 0; h--)
+            std::memmove(y + h * size, y + h / (wanted / given) * size, size * sizeof(float));
     }
 
     // --- the short convolution -------------------------------------------------------------------------------------
     void convolve() {
         T* before = static_cast<T*>(p.conv) + sequence * (p.conv_width - 1) * channels();
-        convolve_some(q, before, 0, keys);
-        convolve_some(k, before, keys, keys);
-        convolve_some(v, before, 2 * keys, values);
+        convolve_some(q, before, 0, Hq * K);
+        convolve_some(k, before, Hq * K, keys());
+        convolve_some(v, before, Hq * K + keys(), static_cast<int>(p.Hv * p.V));
         const Stride kept = (p.conv_width - 2) * channels();
         std::memmove(before, before + channels(), kept * sizeof(T));
         store_row(before + kept, x, static_cast<int>(channels()), 1);
     }
-    Stride channels() const { return 2 * keys + values; }
 
     // `count` channels from `first` on; y holds this token's.
     void convolve_some(float* y, const T* before, int first, int count) {
@@ -104,7 +125,7 @@ private:
     void compete(float* gate, const float* heads, const void* scores) {
         const int shared = static_cast<int>(p.H / p.Hq);
         const T* w = weights(scores);
-        if (p.source == kinds::source::query) product(low, w, heads, H, keys);
+        if (p.source == kinds::source::query) product(low, w, heads, H, Hq * K);
         if (p.source == kinds::source::hidden) {
             product(low, w, job.hidden + row * job.row, H, static_cast<int>(p.D));
         }
@@ -143,8 +164,15 @@ private:
     }
 
     // --- q and k ------------------------------------------------------------------------------------------------------
-    void shape(float* y) {
+    void normalize_heads(float* y, int heads, const void* weight) {
+        fill(low, weights(weight), K);
+        for (float* head = y; head < y + heads * K; head += K) rms(head, low, K, p.head_eps);
+    }
+    void shape(float* y, const void* learned) {
+        const int keys = Hq * K;
         switch (p.feature_map) {
+            case kinds::feature_map::learned_softmax:
+            case kinds::feature_map::learned_exp: learned_features(y, weights(learned)); break;
             case kinds::feature_map::elu_plus_one:
                 each(y, keys, [](vf a, int) { return a > vf{} ? a + splat(1) : exponential(a); });
                 break;
@@ -152,24 +180,64 @@ private:
             case kinds::feature_map::silu: each(y, keys, [](vf a, int) { return silu(a); }); break;
             default: break;
         }
-        for (float* head = y; p.qk_norm == kinds::qk_norm::l2 && head < y + keys; head += K)
-            scale_some(head, K, 1 / sqrtf(dot_of(head, head, K) + 1e-6f));
+        for (float* head = y; p.qk_norm == kinds::qk_norm::l2 && head < y + Hq * F; head += F)
+            scale_some(head, F, 1 / sqrtf(dot_of(head, head, F) + 1e-6f));
     }
-    // Channel i turns with i + K/2. Angles are double: a float's is wrong by 0.004 at position 100 000.
-    void rotate() {
-        const int half = K / 2;
-        const double position = static_cast<double>(p.tokens[sequence]++), slower = pow(p.rope_theta, -1.0 / half);
-        double frequency = 1;
-        for (int i = 0; i < half; i++, frequency *= slower) {
-            const float c = static_cast<float>(cos(position * frequency));
-            const float s = static_cast<float>(sin(position * frequency));
-            for (float* y : {q, k})
-                for (float* head = y; head < y + keys; head += K) {
-                    const float a = head[i], b = head[i + half];
-                    head[i] = a * c - b * s;
-                    head[i + half] = b * c + a * s;
+    // The last head first, as its features lie behind the numbers of all.
+    void learned_features(float* y, const T* w) {
+        const float root = sqrtf(p.logit_scale);
+        float* half = low + padded(K);
+        for (int h = Hq - 1; h >= 0; h--) {
+            product(low, w + Stride{h} * K * K, y + h * K, K, K);
+            float* into = y + h * F;
+            for (const float factor : {root, -root}) {
+                float total = 1;
+                if (p.feature_map == kinds::feature_map::learned_softmax) {
+                    each(half, K, [&](vf, int i) { return load(low + i) * splat(factor); });
+                    total = soften(half, K);
+                } else {
+                    each(half, K, [&](vf, int i) { return exponential(within(load(low + i) * splat(factor))); });
                 }
+                store_row(into, half, K, 1 / total);
+                into += K;
+            }
         }
+    }
+    static HR_INLINE vf within(vf x) {
+        const vf most = splat(kinds::FARTHEST);
+        x = x > most ? most : x;
+        return x < -most ? -most : x;
+    }
+
+    // --- a window of softmax attention --------------------------------------------------------------------------------
+    // The token enters it, and k, v and the decay become those of the token that leaves it: zeros, where there is none.
+    void move_window(std::int64_t tokens) {
+        const int n = static_cast<int>(p.Hv) * columns;
+        exchange(p.k_window, k, keys()), exchange(p.v_window, v, n);
+        if (p.decay_window) exchange(p.decay_window, decay, H);
+        const std::int64_t count = tokens < p.window ? tokens : p.window, first = (sequence + 1) * p.window - count;
+        for (int h = 0; h < H; h++) {
+            const float* some_k = p.k_window + first * keys() + h / (H / p.Hk) * K;
+            const float* some_v = p.v_window + first * n + h / (H / p.Hv) * columns;
+            for (std::int64_t j = 0; j < count; j++) low[j] = p.logit_scale * dot_of(q + h * K, some_k + j * keys(), K);
+            soften(low, count);
+            const vf factor = sigmoid(splat(number(p.window_factor, h)));
+            for (int c = 0; c < columns; c += W) {
+                vf total{};
+                for (std::int64_t j = 0; j < count; j++)
+                    total += splat(low[j]) * load_some(some_v + j * n + c, columns - c);
+                store(near + h * columns + c, factor * total);
+            }
+        }
+        share_keys_and_values();
+    }
+    // n numbers of each token.
+    void exchange(float* window, float* y, int n) {
+        float *first = window + sequence * p.window * n, *last = first + (p.window - 1) * n;
+        std::memcpy(near, first, n * sizeof(float));
+        std::memmove(first, first + n, (p.window - 1) * n * sizeof(float));
+        std::memcpy(last, y, n * sizeof(float));
+        std::memcpy(y, near, n * sizeof(float));
     }
 
     // --- decay and write strength -------------------------------------------------------------------------------------
@@ -185,22 +253,24 @@ private:
                 if (p.beta == kinds::beta::dt) each(beta, H, [&](vf, int i) { return softplus(load(decay + i)); });
                 decay_at_rates(1);
                 break;
+            case kinds::decay::sigmoid_head:
+                fill(decay, low, H);
+                decay_by_sigmoid(H);
+                break;
             case kinds::decay::sigmoid:
-                product(decay, weights(p.decay_up), low, H * K, reads);
-                each(decay, H * K, [&](vf y, int i) {
-                    return softplus(-y - bias(i, H * K)) * splat(-1 / kinds::SIGMOID_TEMPERATURE);
-                });
+                product(decay, weights(p.decay_up), low, H * F, reads);
+                decay_by_sigmoid(H * F);
                 break;
             case kinds::decay::exp:
                 for (int i = 0; i < reads; i++) low[i] = tanhf(low[i]);
-                fill(decay, weights(p.decay_bias), H * K);
-                add_transposed_product(decay, weights(p.decay_up), low, H * K, reads);
-                each(decay, H * K, [](vf y, int) { return -exponential(y); });
+                fill(decay, weights(p.decay_bias), H * F);
+                add_transposed_product(decay, weights(p.decay_up), low, H * F, reads);
+                each(decay, H * F, [](vf y, int) { return -exponential(y); });
                 break;
             case kinds::decay::softplus_vector:
-                product(decay, weights(p.decay_up), low, H * K, reads);
-                each(decay, H * K, [&](vf y, int i) { return y + bias(i, H * K); });
-                decay_at_rates(K);
+                product(decay, weights(p.decay_up), low, H * F, reads);
+                each(decay, H * F, [&](vf y, int i) { return y + bias(i, H * F); });
+                decay_at_rates(F);
                 break;
             case kinds::decay::none:
             case kinds::decay::count: break;
@@ -223,6 +293,9 @@ private:
             decay[i] = -expf(exponent > most ? most : exponent) * softplus(splat(near))[0];
         }
     }
+    void decay_by_sigmoid(int n) {
+        each(decay, n, [&](vf y, int i) { return softplus(-y - bias(i, n)) * splat(-1 / kinds::SIGMOID_TEMPERATURE); });
+    }
     HR_INLINE vf bias(int i, int n) const { return load_some(weights(p.decay_bias) + i, n - i); }
 
     void make_beta() {
@@ -234,7 +307,7 @@ private:
 
     // --- the normalizer: a column of ones in v, by whose sum the others are divided ----------------------------------
     void add_ones() {
-        for (int h = H - 1; h >= 0; h--) {
+        for (int h = static_cast<int>(p.Hv) - 1; h >= 0; h--) {
             std::memmove(v + h * columns, v + h * V, V * sizeof(float));
             v[h * columns + V] = 1;
         }
@@ -274,11 +347,11 @@ private:
         switch (p.norm) {
             case kinds::norm::rms:
                 fill(wide, weights(p.norm_weight), V);
-                for (int h = 0; h < H; h++) rms(out + h * V, wide, V);
+                for (int h = 0; h < H; h++) rms(out + h * V, wide, V, p.norm_eps);
                 break;
             case kinds::norm::rms_joint:
                 fill(wide, weights(p.norm_weight), values);
-                rms(out, wide, values);
+                rms(out, wide, values, p.norm_eps);
                 break;
             case kinds::norm::group:
                 for (int h = 0; h < H; h++) centre(out + h * V);
@@ -290,8 +363,8 @@ private:
             default: break;
         }
     }
-    void rms(float* y, const float* weight, int n) const {
-        const float factor = 1 / sqrtf(dot_of(y, y, n) / static_cast<float>(n) + p.norm_eps);
+    static void rms(float* y, const float* weight, int n, float eps) {
+        const float factor = 1 / sqrtf(dot_of(y, y, n) / static_cast<float>(n) + eps);
         for (int i = 0; i < n; i++) y[i] *= factor * weight[i];
     }
     void centre(float* y) const {
@@ -301,13 +374,10 @@ private:
         scale_some(y, V, 1 / sqrtf(dot_of(y, y, V) / static_cast<float>(V) + p.group_eps));
     }
 
-    const Layer& job;
-    const hr_layer& p;
-    const std::int64_t row, sequence;
-    const int H, K, V, columns, keys, values;
+    const int H, Hq, K, F, V, columns, values;
     const float* const x;
     float *const q, *const k, *const v, *const decay, *const beta, *const read, *const write, *const out;
-    float *const low, *const wide;
+    float *const low, *const wide, *const near;
 };
 
 }  // namespace HR_ISA

@@ -52,11 +52,13 @@ std::string layouts() {
         STRUCT(hr_scan, F(A) F(dt) F(kept)) +
         STRUCT(hr_scan_gradients, F(u) F(dt) F(A) F(B) F(C) F(initial)) +
         STRUCT(hr_layer,
-            F(dtype) F(feature_map) F(qk_norm) F(decay) F(rule) F(beta) F(norm) F(gate) F(order) F(read) F(write)
-            F(source) F(activation) F(gate_scale) F(scale) F(norm_eps) F(group_eps) F(sum_eps) F(temperature)
-            F(rope_theta) F(D) F(H) F(Hq) F(K) F(V) F(conv_width) F(decay_reads) F(gate_reads) F(conv_weight)
-            F(conv_bias) F(decay_up) F(decay_bias) F(decay_log) F(bonus) F(read_scores) F(write_scores) F(skip)
-            F(gate_up) F(gate_bias) F(norm_weight) F(norm_bias) F(memory) F(conv) F(tokens)) +
+            F(dtype) F(feature_map) F(qk_norm) F(rotary) F(decay) F(rule) F(beta) F(norm) F(gate) F(order) F(read) F(write)
+            F(source) F(activation) F(gate_scale) F(scale) F(logit_scale) F(head_eps) F(norm_eps) F(group_eps) F(sum_eps)
+            F(temperature) F(amplitude) F(D) F(H) F(Hq) F(Hk) F(Hv) F(K) F(F) F(V) F(turned) F(window) F(conv_width)
+            F(decay_reads) F(gate_reads) F(frequencies) F(conv_weight) F(conv_bias) F(q_norm) F(k_norm) F(map_q) F(map_k)
+            F(window_factor) F(decay_up) F(decay_bias) F(decay_log) F(bonus) F(read_scores) F(write_scores) F(skip)
+            F(gate_up) F(gate_bias) F(norm_weight) F(norm_bias) F(memory) F(conv) F(tokens) F(k_window) F(v_window)
+            F(decay_window)) +
         STRUCT(hr_attention,
             F(dtype) F(sinks_dtype) F(null) F(scale) F(amplitude) F(H) F(Hkv) F(d) F(turned) F(first) F(window) F(length) F(room)
             F(frequencies) F(sinks) F(k) F(v) F(valid) F(seen)) +

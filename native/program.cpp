@@ -11,15 +11,26 @@ namespace {
 
 std::int64_t padded(std::int64_t n, std::int64_t of = 16) { return (n + of - 1) / of * of; }
 
+bool sized(const hr_layer& p) {
+    const bool learned = p.feature_map >= kinds::feature_map::learned_softmax;
+    for (const std::int64_t size : {p.H, p.Hq, p.Hk, p.Hv, p.K, p.V})
+        if (size < 1) return false;
+    if (p.H % p.Hq || p.Hq % p.Hk || p.H % p.Hv || p.F != (learned ? 2 * p.K : p.K)) return false;
+    if (p.turned < 0 || p.turned > p.K || p.turned % 2 || (p.rotary && !(p.frequencies && p.tokens))) return false;
+    const bool gated = p.read || p.write || p.norm != kinds::norm::sum;
+    return p.window == 0 || (p.window > 0 && !gated && p.window_factor && p.tokens && p.k_window && p.v_window);
+}
+
 bool known(const hr_layer& p) {
     const auto below = [](int kind, int count) { return kind >= 0 && kind < count; };
     return (p.dtype == HR_FLOAT32 || p.dtype == HR_BFLOAT16) && below(p.feature_map, kinds::feature_map::count) &&
-           below(p.qk_norm, kinds::qk_norm::count) && below(p.decay, kinds::decay::count) &&
-           below(p.rule, kinds::rule::count) && below(p.beta, kinds::beta::count) &&
-           below(p.norm, kinds::norm::count) && below(p.gate, kinds::gate::count) &&
-           below(p.order, kinds::order::count) && below(p.read, kinds::read::count) &&
-           below(p.write, kinds::write::count) && below(p.source, kinds::source::count) &&
-           below(p.activation, kinds::activation::count) && below(p.gate_scale, kinds::gate_scale::count);
+           below(p.qk_norm, kinds::qk_norm::count) && below(p.rotary, kinds::rotary::count) &&
+           below(p.decay, kinds::decay::count) && below(p.rule, kinds::rule::count) &&
+           below(p.beta, kinds::beta::count) && below(p.norm, kinds::norm::count) &&
+           below(p.gate, kinds::gate::count) && below(p.order, kinds::order::count) &&
+           below(p.read, kinds::read::count) && below(p.write, kinds::write::count) &&
+           below(p.source, kinds::source::count) && below(p.activation, kinds::activation::count) &&
+           below(p.gate_scale, kinds::gate_scale::count) && sized(p);
 }
 
 bool known(const hr_attention& p, const hr_program& program) {
@@ -41,16 +52,17 @@ public:
     LayerStep(const hr_layer& p, std::int64_t rows, float* memory) : p_(p), rows_(rows), next_(memory) {
         job.layer = &p;
         job.columns = p.V + (p.norm == kinds::norm::sum);
-        job.key_row = padded(p.Hq * p.K), job.value_row = padded(p.H * job.columns);
-        job.decay_row = padded(decay_shape() == HR_DECAY_VECTOR ? p.H * p.K : p.H), job.head_row = padded(p.H);
-        job.low_row = padded(std::max({p.decay_reads, p.gate_reads, p.H}));
+        job.key_row = padded(p.Hq * p.F), job.value_row = padded(p.H * job.columns);
+        job.decay_row = padded(decay_shape() == HR_DECAY_VECTOR ? p.H * p.F : p.H), job.head_row = padded(p.H);
+        job.low_row = padded(std::max({p.decay_reads, p.gate_reads, p.H, 2 * padded(p.K), p.window}));
         job.wide_row = padded(p.H * p.V);
+        job.near_row = p.window ? padded(std::max(p.Hk * p.K, p.H * job.columns) + 16) : 0;
         take(job.q, job.key_row), take(job.k, job.key_row);
         take(job.v, job.value_row), take(job.out, job.value_row);
         take(job.decay, job.decay_row);
         take(job.beta, job.head_row), take(job.read, job.head_row), take(job.write, job.head_row);
-        take(job.low, job.low_row), take(job.wide, job.wide_row);
-        floats += padded(p.H * p.K);
+        take(job.low, job.low_row), take(job.wide, job.wide_row), take(job.near, job.near_row);
+        floats += padded(p.H * p.F);
         job.bonus = p.bonus ? next_ : nullptr;
         step = {{job.out, job.value_row, 0, job.columns}, p.memory, job.bonus};
         problem = recurrence();
@@ -79,10 +91,10 @@ private:
         r.abi = HR_ABI, r.dtype = HR_FLOAT32, r.threads = 1, r.scale = p_.scale;
         r.decay = decay_shape();
         r.delta = p_.rule == kinds::rule::delta;
-        r.B = r.sequences = rows_, r.T = 1, r.H = p_.H, r.Hq = p_.Hq, r.K = p_.K, r.V = job.columns;
-        r.q = {job.q, job.key_row, 0, p_.K}, r.k = {job.k, job.key_row, 0, p_.K};
+        r.B = r.sequences = rows_, r.T = 1, r.H = p_.H, r.Hq = p_.Hq, r.K = p_.F, r.V = job.columns;
+        r.q = {job.q, job.key_row, 0, p_.F}, r.k = {job.k, job.key_row, 0, p_.F};
         r.v = {job.v, job.value_row, 0, job.columns};
-        r.log_decay = {p_.decay ? job.decay : nullptr, job.decay_row, 0, vector ? p_.K : 1};
+        r.log_decay = {p_.decay ? job.decay : nullptr, job.decay_row, 0, vector ? p_.F : 1};
         r.beta = per_head(p_.beta != kinds::beta::one, job.beta);
         r.write_gate = per_head(p_.write == kinds::write::value, job.write);
         r.read_gate = per_head(p_.read && read_inside(p_) && plain, job.read);
@@ -220,7 +232,7 @@ private:
 
     // The rows one after another, from one state.
     void in_order(LayerStep& layer, const Plan& plan, Team& team, void* memory) const {
-        const std::int64_t heads = layer.job.layer->H, state = layer.job.layer->K * layer.job.columns * heads;
+        const std::int64_t heads = layer.job.layer->H, state = layer.job.layer->F * layer.job.columns * heads;
         layer.job.in_order = true;
         team.each(1, [&](std::int64_t) {
             for (std::int64_t row = 0; row < p_.rows; row++) kernels().enter(layer.job, row);

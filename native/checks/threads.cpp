@@ -56,26 +56,48 @@ struct Recurrence {
     }
 };
 
-// A program: load, two linear layers, a norm between them, store.
+// A program: load, two linear layers, a norm between them, softmax attention to all tokens and to a window, store; for a
+// token of each of several sequences, and for tokens of one sequence.
 struct Layers {
-    static constexpr std::int64_t ROWS = 20, WIDTH = 512;
-    Floats x = random(ROWS * WIDTH, -1, 1), weight = random(WIDTH * WIDTH, -0.1f, 0.1f);
+    static constexpr std::int64_t ROWS = 20, WIDTH = 512, H = 4, HKV = 2, D = 64, LENGTH = 70, WINDOW = 9;
+    Floats x = random(ROWS * WIDTH, -1, 1), weight = random(WIDTH * WIDTH, -0.1f, 0.1f),
+           k = random(ROWS * LENGTH * HKV * D, -1, 1), v = random(ROWS * LENGTH * HKV * D, -1, 1);
+    std::vector<double> frequencies = std::vector<double>(D / 2, 0.1);
 
     Floats operator()(int threads) const {
-        Floats y(x.size());
+        Floats all = run(threads, false), ordered = run(threads, true);
+        all.insert(all.end(), ordered.begin(), ordered.end());
+        return all;
+    }
+
+    Floats run(int threads, bool in_order) const {
+        Floats y(x.size()), caches[] = {k, v, k, v};
+        std::vector<std::int64_t> seen(ROWS, LENGTH);
+        hr_attention whole{};
+        whole.scale = 0.125f, whole.amplitude = 1, whole.H = H, whole.Hkv = HKV, whole.d = whole.turned = D;
+        whole.length = whole.room = LENGTH, whole.frequencies = frequencies.data();
+        whole.k = caches[0].data(), whole.v = caches[1].data();
+        hr_attention window = whole;
+        window.window = WINDOW, window.length = window.room = WINDOW - 1, window.seen = seen.data();
+        window.k = caches[2].data(), window.v = caches[3].data();
+        const hr_attention attentions[] = {whole, window};
+
         const auto operation = [&](hr_kind kind, std::int64_t in, std::int64_t out) {
             hr_operation op{};
             op.kind = kind, op.in = in, op.out = out, op.other = -1, op.inputs = op.outputs = WIDTH, op.number = 1e-5f;
             if (kind == HR_LINEAR) op.weight = weight.data();
+            op.layer = kind == HR_ATTEND && out > 0;
             return op;
         };
-        std::vector<hr_operation> operations = {operation(HR_LOAD, 0, 0), operation(HR_LINEAR, 0, WIDTH),
-                                                operation(HR_NORM, WIDTH, 0), operation(HR_LINEAR, 0, WIDTH),
-                                                operation(HR_STORE, WIDTH, 0)};
+        std::vector<hr_operation> operations = {operation(HR_LOAD, 0, 0),           operation(HR_LINEAR, 0, WIDTH),
+                                                operation(HR_NORM, WIDTH, 0),       operation(HR_LINEAR, 0, WIDTH),
+                                                operation(HR_ATTEND, WIDTH, 0),     operation(HR_LINEAR, 0, WIDTH),
+                                                operation(HR_ATTEND, WIDTH, H * D), operation(HR_STORE, 0, 0)};
         operations.front().state = const_cast<float*>(x.data()), operations.back().state = y.data();
         const auto count = static_cast<std::int64_t>(operations.size());
-        const hr_program program{HR_ABI, threads, ROWS, 2 * WIDTH, count, 0, 0, nullptr, 0, 0};
-        check(hr_run(&program, operations.data(), nullptr, nullptr));
+        const hr_program program{HR_ABI, threads, ROWS, 2 * WIDTH, count, 0, 0, nullptr, in_order, 2};
+        check(hr_run(&program, operations.data(), nullptr, attentions));
+        for (const Floats& cache : caches) y.insert(y.end(), cache.begin(), cache.end());
         return y;
     }
 };

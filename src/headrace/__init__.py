@@ -91,7 +91,7 @@ tables.offer(
     stages=("memories", "values-of-memories", "sum-of-memories"),
     rules=("competition.memories_per_head",),
 )
-tables.offer("headrace.extra.attention_token", tokens=("SoftmaxAttention",))
+tables.offer("headrace.extra.attention_token", tokens=("headrace.layers.attention.attention.SoftmaxAttention",))
 tables.offer("headrace.extra.shared", shared_blocks=("block", "adapters"))
 tables.offer("headrace.extra.averages", stages=("value-gate", "over-length", "divide-detached", "divide-by-length"))
 tables.offer("headrace.extra.mamba", scans=("mamba",), scan_kinds=("mamba",), models=("jamba", "zamba"))

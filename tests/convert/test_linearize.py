@@ -1,10 +1,14 @@
 """Attention layers that become linear mixers: what is taken over, what stays, and what is refused."""
 
+import copy
+
 import pytest
 import torch
 
 import tiny
-from headrace import InputError, load, zoo
+from decoding import decoded
+from equation import MAX_ERROR_RATIO, skip_if_missing
+from headrace import InputError, load, quantize, zoo
 from headrace.convert.linearize import linearize
 from headrace.layers.rotary import angles, rotate
 from headrace.spec.linear import MixerSpec
@@ -94,6 +98,19 @@ def test_other_layers_stay_and_the_model_is_one_of_ours(tmp_path):
     assert torch.equal(again(ids).logits, linear(ids).logits)
     new = again.generate(ids, max_new_tokens=4, do_sample=False)
     assert torch.equal(new[:, -1], again(new[:, :-1]).logits[:, -1].argmax(-1))
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("name", ["hedgehog(decay.kind=sigmoid-head)", "lolcats(window=4)", "gla", "gated-deltanet"])
+@torch.no_grad()
+def test_the_hybrid_decodes_in_one_native_call(name, quantized):
+    skip_if_missing("native")
+    model = linearize(model_of("gqa(kv_heads=2)", "gqa(kv_heads=2, qk_norm=head)"), name, [1]).float()
+    model, ids = quantize(model) if quantized else model, tiny.tokens(2, 20)
+    exact = copy.deepcopy(model).double()(ids).logits
+    error = max(relative(a, b) for a, b in zip(model(ids).logits.unbind(1), exact.unbind(1), strict=True))
+    limit = 40 * 2**-16 if quantized else MAX_ERROR_RATIO * error  # int8: x is rounded to 16 bits
+    assert relative(decoded(model, ids, 3), exact[:, 3:]) <= limit
 
 
 def test_what_a_spec_can_express_has_no_plug_in():

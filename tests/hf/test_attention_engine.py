@@ -1,4 +1,5 @@
-"""Softmax attention in the engine of single tokens: against float64, transformers' models and the modules."""
+"""Softmax attention, and linear attention that imitates it, in the engine of single tokens: against float64,
+transformers' models and the modules."""
 
 import copy
 from itertools import pairwise
@@ -27,7 +28,21 @@ ATTENTION = [
     "sliding-window(kv_heads=2, pattern.window=3, pattern.first=2, null=learned)", "sliding-window(pattern.window=1)",
     "sliding-window(pattern.window=1, pattern.first=3)",
 ]  # fmt: skip
-SOME = ["gqa(kv_heads=2)", "sliding-window(kv_heads=2, pattern.window=3, pattern.first=2)"]
+LINEARIZED = [
+    "hedgehog", "hedgehog(map=exp, decay.kind=sigmoid-head)", "hedgehog(heads.count=2, decay.kind=softplus)",
+    "hedgehog(head_norm=true, rope.kind=llama3, rope.factor=8, rope.original=16, rope.fast=4, inputs.bias=true)",
+    "hedgehog(head_norm=true, rope.kind=yarn, rope.factor=4, rope.original=8, rope.dims=4, read.scale=one)",
+    "hedgehog(inputs.rotary_first=false, read.norm=rms, inputs.qk_norm=l2)",
+    "softmax-hedgehog(decay.kind=sigmoid, head_norm=true)", "softmax-hedgehog(competition.source=query)",
+    "lolcats", "lolcats(window=5, kv_heads=2, map=exp, head_norm=true)", "lolcats(window=1, kv_heads=1)",
+    "lolcats(window=4, kv_heads=2, decay.kind=sigmoid-head)", "lolcats(window=3, decay.kind=retnet, read.scale=one)",
+    "lolcats(window=4, inputs.rotary=false, inputs.rotary_first=false, read.gate=silu)",
+    "softmax-lolcats(window=0, kv_heads=2)", "retnet(inputs.feature_map=relu, inputs.rotary_first=true)",
+]  # fmt: skip
+SOME = [
+    "gqa(kv_heads=2)", "sliding-window(kv_heads=2, pattern.window=3, pattern.first=2)",
+    "hedgehog(decay.kind=sigmoid-head)", "lolcats(window=3, kv_heads=2, decay.kind=sigmoid-head)",
+]  # fmt: skip
 HYBRID = ["gated-deltanet", "gqa(kv_heads=2)", "gla", "sliding-window(pattern.window=4)"]
 LONG = 40  # tokens, over which the memory of a cache moves several times
 
@@ -41,7 +56,7 @@ def model_of(*mixers, dtype=torch.float32, **changes):
     return tiny.build([*mixers], num_hidden_layers=len(mixers), **changes).to(dtype)
 
 
-@pytest.mark.parametrize("mixer", ATTENTION)
+@pytest.mark.parametrize("mixer", [*ATTENTION, *LINEARIZED])
 @torch.no_grad()
 def test_tokens_equal_the_full_forward(mixer):
     assert is_accurate(model_of(mixer, mixer), tiny.tokens(2, LONG))
@@ -104,7 +119,7 @@ def test_modules_and_the_native_call_continue_each_other(mixer):
     assert relative(torch.cat(logits, 1), exact[:, 4:]) <= MAX_ERROR_RATIO * error
 
 
-@pytest.mark.parametrize("mixers", [SOME[:1], SOME[1:], HYBRID], ids=str)
+@pytest.mark.parametrize("mixers", [SOME[:1], SOME[1:2], SOME[:3], SOME[3:], HYBRID], ids=str)
 @torch.inference_mode()
 def test_several_tokens_of_a_sequence_in_one_call(mixers):
     model, ids = model_of(*mixers), tiny.tokens(1, 30)
@@ -114,7 +129,7 @@ def test_several_tokens_of_a_sequence_in_one_call(mixers):
     assert cache.columns == 30 and relative(logits, exact[:, 5:]) <= MAX_ERROR_RATIO * error
 
 
-@pytest.mark.parametrize("mixers", [SOME[:1], SOME[1:], HYBRID], ids=str)
+@pytest.mark.parametrize("mixers", [SOME[:1], SOME[1:2], SOME[:3], SOME[3:], HYBRID], ids=str)
 @torch.inference_mode()
 def test_a_cache_goes_back(mixers):
     model, ids = model_of(*mixers), tiny.tokens(1, 30)
@@ -152,15 +167,18 @@ def test_a_hybrid_and_its_copies_continue_apart():
 @torch.no_grad()
 def test_int8_model_equals_its_weights_in_float64(rows):
     """As of linear mixers: x is rounded to 16 bits."""
-    model = quantize(model_of("gqa(kv_heads=2, bias=true)", "gated-deltanet"))
+    model = quantize(model_of("gqa(kv_heads=2, bias=true)", "gated-deltanet", *SOME[2:]))
     ids = tiny.tokens(rows, 16)
     exact = copy.deepcopy(model).double()(ids).logits
     assert relative(decoded(model, ids, 2), exact[:, 2:]) < 40 * 2**-16
 
 
+@pytest.mark.parametrize(
+    "mixers", [["gqa(kv_heads=2)", "sliding-window(pattern.window=4)"], SOME[:3], SOME[3:]], ids=str
+)
 @torch.no_grad()
-def test_generate_gives_the_tokens_of_the_modules():
-    model, ids = model_of("gqa(kv_heads=2)", "sliding-window(pattern.window=4)"), tiny.tokens(2, 7)
+def test_generate_gives_the_tokens_of_the_modules(mixers):
+    model, ids = model_of(*mixers), tiny.tokens(2, 7)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     options = {"attention_mask": mask, "max_new_tokens": LONG, "do_sample": False, "pad_token_id": 0}
@@ -174,7 +192,7 @@ def test_generate_gives_the_tokens_of_the_modules():
 
 @torch.no_grad()
 def test_threads_do_not_change_tokens():
-    model, ids = model_of("gqa(kv_heads=2)", SOME[1], hidden_size=256), tiny.tokens(17, 9)
+    model, ids = model_of(*SOME, hidden_size=256), tiny.tokens(17, 9)
     cache, results = read(model, ids[:, :3]), []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
@@ -191,6 +209,8 @@ def test_threads_do_not_change_tokens():
             "gqa(rope.kind=dynamic, rope.factor=2, rope.original=64)",
             "rope.kind='dynamic', whose frequencies depend on the",
         ),
+        ("softmax-lolcats(window=3)", "it does not support competition with a window"),
+        ("hedgehog(write.beta=sigmoid-2)", "it does not support beta='sigmoid-2'"),
         ("mla", "mixer is a "),
         ("bigbird", "mixer is a "),
     ],

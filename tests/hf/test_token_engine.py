@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 import tiny
-from decoding import decoded, is_accurate, read
+from decoding import decoded, error_of_modules, is_accurate, read
 from equation import MAX_ERROR_RATIO, skip_if_missing
 from headrace import InputError, quantize, zoo
+from headrace.hf.cache import HeadraceCache
+from headrace.hf.generation import MOST
 from headrace.spec import MixerSpec
 from headrace.verification.verify import relative
 
@@ -208,8 +210,30 @@ def test_tokens_of_one_sequence_in_one_call_are_those_one_by_one(name, dtype):
     exact = copy.deepcopy(model).double()(ids).logits[:, 5:]
     assert relative(logits, exact) <= MAX_ERROR_RATIO * max(relative(expected, exact), torch.finfo(dtype).eps)
     cache.rewind(3)
-    before = cache.pending
-    assert before == 22 and model.engine.read(model, ids[:, :2], cache) is None  # there is no state to update
+    assert cache.pending == 22 and cache.covered_states is None  # from where a sequence begins
+    again = model.engine.read(model, ids[:, 22:], cache)
+    assert relative(again, exact[:, -3:]) <= MAX_ERROR_RATIO * max(relative(expected, exact), torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("name", [*LINEAR, "gqa(kv_heads=2)", "sliding-window(pattern.window=4, pattern.first=2)"])
+@torch.inference_mode()
+def test_a_short_prompt_is_read_in_one_call(name):
+    model, ids = tiny.build(name).float(), torch.randint(29, (1, MOST + 2))
+    if model.engine.unsupported_reason(model) is not None:
+        pytest.skip("modules compute it")
+    error, exact = error_of_modules(model, ids)
+    for tokens in (1, 7, MOST):
+        cache = HeadraceCache()
+        logits = model.engine.read(model, ids[:, :tokens], cache)
+        after = model.model(ids[:, tokens:], past_key_values=cache, use_cache=True).last_hidden_state
+        assert cache.columns == MOST + 2 and len(cache) == len(model.model.backbone.layers)
+        assert relative(torch.cat([logits, model.logits(after)], 1), exact) <= MAX_ERROR_RATIO * error
+    assert model.engine.read(model, ids, HeadraceCache()) is None
+    several = model.engine.read(model, ids.view(-1, 1), HeadraceCache())  # one token of each of several sequences
+    assert relative(several[0], exact[0, :1]) <= MAX_ERROR_RATIO * error
+    native = model.generate(ids[:, :9], max_new_tokens=20, do_sample=False, pad_token_id=0)
+    model.lm_head.register_forward_hook(lambda module, args, out: out)
+    assert torch.equal(model.generate(ids[:, :9], max_new_tokens=20, do_sample=False, pad_token_id=0), native)
 
 
 @torch.inference_mode()

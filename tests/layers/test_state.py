@@ -136,10 +136,10 @@ def test_token_is_decoded_into_the_same_memory(name):
     if (reason := made.token_program(x[:, :1])[1]) is not None:
         pytest.skip(reason)
     state = made(x[:, :6])[1]
-    kept = [y.data_ptr() for y in (state.memory, state.conv, state.tokens) if y is not None]
+    kept = [y.data_ptr() for y in state if y is not None]
     for token in x[:, 6:].split(1, 1):
         state = made(token, state, in_place=True)[1]
-        assert [y.data_ptr() for y in (state.memory, state.conv, state.tokens) if y is not None] == kept
+        assert [y.data_ptr() for y in state if y is not None] == kept
 
 
 # --- what a state may be ----------------------------------------------------------------------------------------------

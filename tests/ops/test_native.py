@@ -410,7 +410,7 @@ def test_missing_library_has_a_reason(monkeypatch, tmp_path):
 
 
 OTHER_LAYOUTS = {  # what a library lists of hr_layer instead
-    " scale:f@56": "", "rope_theta:d@80": "rope_theta:q@80", " D:q@88 H:q@96": " H:q@88 D:q@96", "end@280": "end@288",
+    " scale:f@60": "", "amplitude:f@88": "amplitude:i@88", " D:q@96 H:q@104": " H:q@96 D:q@104", "end@400": "end@408",
 }  # fmt: skip
 
 

@@ -11,10 +11,10 @@ import torch
 import headrace
 from headrace import InputError, zoo
 from headrace.extra.specs import matrix, scan
-from headrace.layers.blocks.token import TOKENS
 from headrace.layers.linear.mixer import LinearMixer
 from headrace.layers.linear.readout import Skip
 from headrace.layers.linear.stage import STAGES
+from headrace.layers.linear.token import TOKENS
 from headrace.spec import MixerSpec, attention, from_json, linear, serialize, stack, to_json
 from headrace.spec.mixer import Facts
 from headrace.utils.tables import OFFERS, Table

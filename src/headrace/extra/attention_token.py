@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..layers.attention.attention import query_factor
-from ..layers.blocks.token import TOKENS, add_norm
-from ..layers.linear.token import add_linear
+from ..layers.blocks.token import add_norm
+from ..layers.linear.token import TOKENS, add_linear
 from ..layers.rotary import frequencies
 from ..ops.backends.native.bound import CODES, Bound
 from ..ops.backends.native.library import address
@@ -50,6 +50,11 @@ class AttentionToken(NamedTuple):
             *self.sizes, first, window, length, room, *map(address, (self.frequencies, sinks, state.k, state.v, valid)),
             address(seen),
         )  # fmt: skip
+
+    def empty(self, rows: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Returns the tensors of a cache without tokens, unless their size is that of a window."""
+        _, heads, d, _ = self.sizes
+        return {} if self.window[1] else {name: torch.empty(rows, 0, heads, d, dtype=dtype) for name in "kv"}
 
     def _growing(self, bound: Bound, state: Any, rows: int) -> tuple[int, int, Tensor | None, None] | None:
         """Returns (columns, room in columns, mask, None) of a cache of all tokens."""
@@ -132,4 +137,4 @@ def _described(program: Program, mixer: Any, sizes: tuple[int, int, int], place:
     )  # fmt: skip
 
 
-TOKENS["SoftmaxAttention"] = add_attention
+TOKENS["headrace.layers.attention.attention.SoftmaxAttention"] = add_attention

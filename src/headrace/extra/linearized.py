@@ -20,6 +20,7 @@ from ..layers.base import SelfInitialized
 from ..layers.linear.features import Rotate, RotateFirst
 from ..layers.linear.mixer import LinearMixer
 from ..layers.linear.stage import Stage, Tokens
+from ..layers.linear.token import TOKENS, add_mixer
 from ..layers.rotary import angles, rotate
 from ..ops.call import accumulator
 from ..spec.attention import Rope
@@ -67,9 +68,13 @@ class MapLearned(Stage):
     def build(self, mixer: Any) -> None:
         mixer.learned_map = LearnedMap(mixer.spec.map, mixer.Hq, mixer.K)
 
+    def native(self, mixer: Any) -> dict[str, Any]:
+        return {"feature_map": f"learned-{mixer.spec.map}", "F": 2 * mixer.K}
+
     def __call__(self, mixer: Any, t: Tokens) -> None:
         root = mixer.logit_scale**0.5
         t.q, t.k = mixer.learned_map(t.q * root, t.k * root)
+        t.v = t.v.to(t.q.dtype)  # map="exp" has features that a float16 does not
 
 
 class HeadNorm(Stage):
@@ -80,6 +85,9 @@ class HeadNorm(Stage):
     def build(self, mixer: Any) -> None:
         mixer.q_norm, mixer.k_norm = (nn.RMSNorm(mixer.K, eps=mixer.norm_eps) for _ in range(2))
 
+    def native(self, mixer: Any) -> dict[str, Any]:
+        return {"head_eps": mixer.q_norm.eps}
+
     def __call__(self, mixer: Any, t: Tokens) -> None:
         t.q, t.k = (norm(x.to(norm.weight.dtype)).to(x.dtype) for norm, x in ((mixer.q_norm, t.q), (mixer.k_norm, t.k)))
 
@@ -88,7 +96,7 @@ class Turned(Rotate):
     """The rotation by the frequencies of the spec."""
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
-        turn = angles(t.positions, mixer.spec.rope, mixer.rope_theta, mixer.K)
+        turn = angles(t.positions, mixer.rope, mixer.rope_theta, mixer.K)
         t.q, t.k = rotate(t.q, turn), rotate(t.k, turn)
 
 
@@ -105,6 +113,12 @@ class LinearizedMixer(LinearMixer):
     """The layer of a LinearizedSpec."""
 
     INPUTS = tuple(chain.from_iterable(REPLACED.get(stage, (stage,)) for stage in LinearMixer.INPUTS))
+
+    spec: Any
+
+    @property
+    def rope(self) -> Rope:  # type: ignore[override]
+        return self.spec.rope
 
 
 @dataclass(frozen=True)
@@ -149,6 +163,7 @@ class LinearizedSpec(MixerSpec):
 
 
 TYPES["linearized"] = LinearizedSpec
+TOKENS[LinearizedSpec.facts.layer] = add_mixer
 register_mixer(
     "hedgehog",
     LinearizedSpec(inputs=Inputs(rotary=True, rotary_first=True), read=Read("sum")),

@@ -26,6 +26,8 @@ from ..layers.base import Recurrence
 from ..layers.linear.project import Heads
 from ..layers.linear.recur import Recur
 from ..layers.linear.stage import Tokens
+from ..layers.linear.token import TOKENS, add_mixer
+from ..ops.backends.native.program import UnsupportedError
 from ..ops.call import accumulator, gated
 from ..ops.sequences import Sequences
 from ..spec.decay import DECAYS, DecayShape
@@ -129,6 +131,11 @@ class Blend(Recur):
 
     def reset(self, mixer: Any) -> None:
         mixer.window_factor.fill_(math.log(FIRST / (1 - FIRST)))
+
+    def native(self, mixer: Any) -> dict[str, Any]:
+        if mixer.spec.competition is not None:
+            raise UnsupportedError("it does not support competition with a window")
+        return super().native(mixer) | {"window": mixer.spec.window, "scale": 1.0, "sum_eps": 0.0}
 
     def settings(self, mixer: Any) -> dict[str, Any]:
         return super().settings(mixer) | {"scale": 1.0, "normalize": False}
@@ -289,6 +296,7 @@ class WindowedSpec(LinearizedSpec):
 
 
 TYPES["windowed"] = WindowedSpec
+TOKENS[WindowedSpec.facts.layer] = add_mixer
 register_mixer(
     "lolcats",
     WindowedSpec(inputs=Inputs(rotary=True, rotary_first=True), read=Read("sum")),

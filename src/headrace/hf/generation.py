@@ -94,7 +94,7 @@ class Engine:
         return f"one native call ({native.instructions})" if reason is None else f"PyTorch's modules: {reason}"
 
     def step(self, model: Any, tokens: Tensor, cache: HeadraceCache) -> Tensor:
-        """tokens [B] -> logits [B, 1, vocabulary] of the next. Updates the cache, which must not be empty."""
+        """tokens [B] -> logits [B, 1, vocabulary] of the next. Updates the cache."""
         ids = tokens[:, None]
         if (logits := self.read(model, ids, cache)) is not None:
             return logits
@@ -104,11 +104,13 @@ class Engine:
         """ids [B, T] -> logits [B, T, vocabulary] of the next tokens, in one native call, which also reads the pending
         tokens; or None, and then nothing is done. Several tokens are those of one sequence, at most MOST."""
         states, pending, rows, T = cache.covered_states, cache.pending, *ids.shape
-        if states is None or not ids.is_cpu or (pending + T > 1 and (rows > 1 or pending + T > MOST)):
+        if not ids.is_cpu or (pending + T > 1 and (rows > 1 or pending + T > MOST)):
             return None
         bound, _ = self.find(model)
-        if bound is None or [*map(type, states)] != bound.program.kinds:
+        if bound is None or (states is not None and [*map(type, states)] != bound.program.kinds):
             return None
+        counts = model.model.backbone.state_counts if states is None else ()
+        states = bound.first_states(rows) if states is None else states
         tokens = ids
         if pending:
             earlier, mask = cache.pending_ids()
@@ -122,7 +124,7 @@ class Engine:
         logits = torch.empty(tokens.numel(), model.lm_head.out_features)
         outputs = (last,) if model.cap is None else (last - 1, last)
         ready.run(dict.fromkeys(outputs, logits), tokens.to(torch.int64).flatten().contiguous(), pending + T > 1)
-        cache.replace(states, T, ids)
+        cache.replace(states, T, ids, counts=counts)
         return logits.to(bound.dtype).view(rows, pending + T, -1)[:, pending:]
 
 

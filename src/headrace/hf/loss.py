@@ -12,19 +12,17 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..layers.blocks.moe import balance_loss, routings
 from ..layers.packing import padding_mask
+from ..ops.checks import require
 from ..ops.loss import IGNORED, linear_cross_entropy, per_item
 from ..ops.modules import is_plain
 from ..ops.parallel.context import current
-from ..utils.errors import InputError
 
 
 def token_loss(model: Any, hidden: Tensor, logits: Tensor | None, labels: Tensor | None, **loss_kwargs) -> Tensor:
     """The mean loss, as transformers' ForCausalLMLoss has it, but 0 without labels. Without logits it is computed in
     pieces, unless the head or the loss has been replaced or the head has hooks."""
-    if current() is not None and loss_kwargs.get("shift_labels") is None:
-        raise InputError(
-            "labels=... under context_parallel, where a label can be in another process; expected shift_labels"
-        )
+    reason = "labels=... under context_parallel, where a label can be in another process; expected shift_labels"
+    require(current() is None or loss_kwargs.get("shift_labels") is not None, reason)
     plain = is_plain(model.lm_head, nn.Linear) and model.lm_head.bias is None and model.cap is None
     ours, vocabulary = model.loss_function is ForCausalLMLoss, model.config.vocab_size
     if logits is None and not (plain and ours):
@@ -55,8 +53,8 @@ def experts_loss(
     routed = routings(model)
     if not routed:
         return 0.0
-    if torch.is_grad_enabled() and not routed[0].shares.requires_grad:
-        raise InputError("use_reentrant=True gives no gradient to the balance loss; expected use_reentrant=False")
+    trained = not torch.is_grad_enabled() or routed[0].shares.requires_grad
+    require(trained, "use_reentrant=True gives no gradient to the balance loss; expected use_reentrant=False")
     shares = routed[0].shares
     mask = padding_mask(None if attention_mask is None else attention_mask[:, -shares.shape[1] :], shares, False)
     losses = torch.stack([balance_loss(routing, mask) for routing in routed])

@@ -358,12 +358,12 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
     def _next_logits(self, input_ids: Any, attention_mask: Tensor | None, cache: Any, logits_to_keep: Any):
         """Returns the logits of one token of each of the cache's sequences, or of a few tokens of one sequence, by the
         native engine; None for other calls."""
-        ready = cache is not None and cache.is_initialized and isinstance(input_ids, Tensor) and input_ids.dim() == 2
+        ready = cache is not None and isinstance(input_ids, Tensor) and input_ids.dim() == 2
         more = self.config.output_hidden_states or self.config.output_attentions
         if not ready or torch.is_grad_enabled() or more:
             return None
         (B, T), kept = input_ids.shape, logits_to_keep
-        if not T or cache.batch_size != B or isinstance(kept, Tensor) or not 0 <= (kept or 0) <= T:
+        if not T or cache.batch_size not in (-1, B) or isinstance(kept, Tensor) or not 0 <= (kept or 0) <= T:
             return None
         if attention_mask is not None:
             shapes = (B, cache.columns + T), input_ids.shape

@@ -36,6 +36,11 @@ def transformed() -> bool:
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
+def transforms_reason() -> str | None:
+    """Returns why what has no rules for transforms cannot run, or None."""
+    return "it supports neither transforms of torch.func nor forward-mode differentiation" if transformed() else None
+
+
 def check_transforms(what: str, instead: str, inputs: tuple) -> None:
     """Raises InputError under transforms that need more than a backward: all except `torch.func.vmap`."""
     if forward_ad._current_level >= 0:

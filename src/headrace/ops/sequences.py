@@ -145,9 +145,8 @@ class Sequences:
             return torch.cat([history[:, self.T :], x[:, -h:]], 1)  # a copy, which shares no memory with x
         if self.T == 0:
             return history
-        places = self.cu_seqlens.diff()[:, None] + torch.arange(
-            -h, 0, device=x.device
-        )  # negative places are in the history
+        # Negative places are in the history.
+        places = self.cu_seqlens.diff()[:, None] + torch.arange(-h, 0, device=x.device)
         recent = x[0, (self.cu_seqlens[:-1, None] + places).clamp(min=0)]
         earlier = history.gather(1, (h + places).clamp(max=h - 1)[..., None].expand_as(history))
         return torch.where((places >= 0)[..., None], recent, earlier)

@@ -158,9 +158,8 @@ class SoftmaxSpec(Spec):
 class AttentionSpec(SoftmaxSpec):
     """Softmax attention (arXiv 1706.03762). The defaults are causal, with rotary positions, over all earlier tokens."""
 
-    kv_heads: PositiveInt | None = (
-        None  # number of k/v heads, shared by consecutive query heads; None: one per query head
-    )
+    # number of k/v heads, shared by consecutive query heads; None: one per query head
+    kv_heads: PositiveInt | None = None
     rotary: bool = True  # whether q and k get rotary position embeddings
     count: PositiveInt | None = None  # number of query heads; None: the model's num_heads
     # number of distance buckets of T5's relative position bias, half of them for single distances; None: no bias

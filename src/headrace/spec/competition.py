@@ -12,9 +12,8 @@ class Competition(Record):
 
     # the read gate multiplies q (the paper), or the output of the per-head norm
     read: Literal["none", "query", "after_norm"] = "after_norm"
-    write: Literal["none", "value", "beta"] = (
-        "value"  # the write gate multiplies v (equation 14), or is added to β's logit
-    )
+    # the write gate multiplies v (equation 14), or is added to β's logit
+    write: Literal["none", "value", "beta"] = "value"
     # input of the scores: q or k of the head itself, the same with weights shared as a diagonal, all heads' q or k, x
     source: Literal["head", "diag", "query", "hidden"] = "head"
     activation: Literal["softmax", "sigmoid", "null"] = "softmax"  # null: a softmax with one more logit, fixed at 0

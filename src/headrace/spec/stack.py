@@ -54,9 +54,8 @@ class BlockStyle(Record):
     # pre: norm before mixer and MLP, and at the end; post: norm after each sum; branch: norm of the output of mixer and
     # MLP before the sum, and at the end (OLMo 2)
     order: Literal["pre", "post", "branch"] = "pre"
-    mlp: Literal["swiglu", "geglu", "geglu-tanh", "gelu", "gelu-tanh", "relu", "relu2", "rwkv4", "none"] = (
-        "swiglu"  # kind of MLP; relu2: squared; rwkv4: channel mixing, which has a state and no biases
-    )
+    # kind of MLP; relu2: squared; rwkv4: channel mixing, which has a state and no biases
+    mlp: Literal["swiglu", "geglu", "geglu-tanh", "gelu", "gelu-tanh", "relu", "relu2", "rwkv4", "none"] = "swiglu"
     bias: bool = False  # whether MLPs and LayerNorms have biases
     positions: Literal["none", "sinusoidal", "learned"] = "none"  # absolute positions, added to the embeddings
     experts: Experts | None = None  # mixture of experts of the layers with mlp="experts"

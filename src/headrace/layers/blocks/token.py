@@ -1,22 +1,16 @@
 """The operations of one token of a block, and of a language model, in a program of the native backend."""
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from ...ops.backends.native.program import NAMES, Program, UnsupportedError
-from ...utils.tables import Table
-from ..attention.attention import SoftmaxAttention
-from ..linear.mixer import LinearMixer
-from ..linear.token import add_linear, add_mixer
+from ..linear.token import add_linear, token_of
 from ..norms import OffsetRMSNorm
 from ..quantized import Int8Linear
 from .block import MLP, Block
 from .stack import Backbone
 
-# How the token of a mixer is added to a program, by the name of its class; the arguments are those of `add_mixer`.
-TOKENS: Table[Callable[..., None]] = Table("tokens", {LinearMixer.__name__: add_mixer})
 NORMS = {nn.RMSNorm: "rms", OffsetRMSNorm: "rms-offset", nn.LayerNorm: "layer"}
 ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "geglu-tanh": "gelu-tanh"}  # of an MLP whose name is not its own
 
@@ -61,9 +55,8 @@ def add_backbone(program: Program, backbone: Backbone, x: int) -> None:
 def add_block(program: Program, block: Any, x: int, place: int) -> None:
     """Adds a block: x = block(x). place: index of its first state."""
     if not isinstance(block, Block) or block.link is not None or block.cross is not None:
-        raise UnsupportedError(
-            f"it supports neither shared blocks nor cross-attention; the block is {type(block).__name__}"
-        )
+        kind = type(block).__name__
+        raise UnsupportedError(f"it supports neither shared blocks nor cross-attention; the block is {kind}")
     D: Any = block.mixer.hidden_size
     if block.order == "post" and block.parallel is not None:
         raise UnsupportedError("two parallel mixers with order='post'")
@@ -74,8 +67,9 @@ def add_block(program: Program, block: Any, x: int, place: int) -> None:
         read, branch = branch, program.columns(D)
     into = branch if block.order == "branch" else x
     for i, name in enumerate(["mixer"] if block.parallel is None else ["mixer", "parallel"]):
-        mixer = program.module(block, name, LinearMixer, SoftmaxAttention)
-        TOKENS[type(mixer).__name__](program, mixer, read, into, place + i, add=into == x or i > 0)
+        mixer = program.module(block, name, *filter(token_of, [type(getattr(block, name))]))
+        add_token: Any = token_of(type(mixer))
+        add_token(program, mixer, read, into, place + i, add=into == x or i > 0)
         program.kinds.append(mixer.state_kind)
     _end_branch(program, block, "mixer_norm", x, branch)
     if block.mlp is not None:

@@ -160,7 +160,7 @@ class Compete(Stage):
             width = mixer.spec.write.steps * mixer.K
             mixer.write_competition = HeadCompetition(gate, *sizes, width, gate.memories_per_head)
 
-    def native(self, mixer: Any) -> dict[str, str]:
+    def native(self, mixer: Any) -> dict[str, Any]:
         gate = mixer.spec.competition
         refuse_changes(mixer.spec, "competition.top_k", "competition.shuffle")
         if gate.activation == "sigmoid" and gate.range != 2.0:

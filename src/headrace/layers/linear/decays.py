@@ -294,7 +294,7 @@ class Decays(Stage):
         if mixer.decay.starts_fixed:
             mixer.part("decay").zero_()
 
-    def native(self, mixer: Any) -> dict[str, str]:
+    def native(self, mixer: Any) -> dict[str, Any]:
         names = "dt_floor", "dt_ceiling", "lower_bound", "temperature"
         refuse_changes(mixer.spec, *(f"decay.{name}" for name in names))
         if mixer.spec.decay.rank == "full":

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops.call import accumulator
-from ..rotary import rotary
+from ..rotary import frequencies, rotary
 from .stage import Stage, Tokens
 
 EPS = 1e-6  # of both norms
@@ -38,12 +38,8 @@ def sum_norm(x: Tensor) -> Tensor:
     return (wide / (wide.sum(-1, keepdim=True) + EPS)).to(x.dtype)
 
 
-def identity(x: Tensor) -> Tensor:
-    return x
-
-
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
-    "identity": identity,
+    "identity": lambda x: x,
     "elu+1": lambda x: F.elu(x) + 1,
     "relu": F.relu,
     "silu": F.silu,
@@ -79,12 +75,16 @@ class QKNorm(Stage):
 class Rotate(Stage):
     """Rotary positions of q and k, after the feature map and the norm."""
 
-    kinds: ClassVar[tuple[str, ...] | None] = ()
     first: ClassVar[bool] = False  # whether the rotation comes before the feature map
 
     @classmethod
     def applies(cls, spec: Any) -> bool:
         return spec.inputs.rotary and spec.inputs.rotary_first == cls.first
+
+    def native(self, mixer: Any) -> dict[str, Any]:
+        order, turned = "first" if self.first else "last", mixer.rope.dims or mixer.K
+        turns = frequencies(mixer.rope, mixer.rope_theta, turned, torch.zeros(1, 1, device="cpu"))
+        return {"rotary": order, "turned": turned, "amplitude": mixer.rope.scale, "frequencies": turns}
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
         t.q, t.k = (rotary(x, t.positions, mixer.rope_theta) for x in (t.q, t.k))
@@ -94,4 +94,3 @@ class RotateFirst(Rotate):
     """Rotary positions of q and k, before the feature map."""
 
     field, first = "inputs.rotary_first", True
-    kinds = None

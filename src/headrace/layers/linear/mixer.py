@@ -18,6 +18,7 @@ from ...ops.sequences import Sequences
 from ...spec.linear import MixerSpec
 from ...utils.errors import GateWarning
 from ..base import Mixer, may_write
+from ..rotary import DEFAULT
 from .competition import Compete, Freeze
 from .convolution import Convolve
 from .decays import ComplementKey, Decays
@@ -27,7 +28,7 @@ from .readout import GROUP_NORM_EPS, Gate, GateFirst, Norm, Out, ReadGate, ReadG
 from .recur import Recur, WeightSum
 from .stage import Plugged, Stage, Tokens
 from .strength import StepSize, Strength
-from .token import MixerState, find_program, mixer_program, run_mixer
+from .token import MixerState, find_program, mixer_program, run_mixer, token_of
 from .token_shift import Shift
 
 MEMORIES = "competition.memories_per_head"
@@ -72,6 +73,7 @@ class LinearMixer(Mixer, HasBackend):
         "o_proj", "read_competition", "write_competition", "choice",
     )  # fmt: skip
 
+    rope: Any = DEFAULT  # the frequencies of rotary positions
     causal: ClassVar[bool] = True  # whether a token sees no later ones
     no_weight_decay = ("bonus",)
     state_kind = MixerState
@@ -149,7 +151,7 @@ class LinearMixer(Mixer, HasBackend):
 
     def token_program(self, x: Tensor) -> tuple[Bound | None, str | None]:
         """Returns (the native program that computes x [B, T, D] in place, None), or (None, why there is none)."""
-        if type(self) is not LinearMixer:
+        if token_of(type(self)) is None:
             return None, f"the mixer is a {type(self).__name__}"
         return find_program(self, x)
 

@@ -125,7 +125,7 @@ class Gate(Stage):
         mixer.gate = GateLogits(mixer.spec.read.gate, mixer.H, mixer.V, mixer.spec.read.gate_bias)
         mixer.parts["gate"] = mixer.gate.in_features
 
-    def native(self, mixer: Any) -> dict[str, str]:
+    def native(self, mixer: Any) -> dict[str, Any]:
         refuse_changes(mixer.spec, "read.gate_bias")
         return {"gate": mixer.spec.read.gate, "order": self.order}
 
@@ -159,7 +159,7 @@ class Norm(Stage):
         if mixer.norm_bias is not None:
             mixer.norm_bias.zero_()
 
-    def native(self, mixer: Any) -> dict[str, str]:
+    def native(self, mixer: Any) -> dict[str, Any]:
         read = mixer.spec.read
         if read.weighted != replace(read, affine=None).weighted:
             refuse_changes(mixer.spec, "read.affine")

@@ -34,7 +34,7 @@ class Recur(Stage):
             zigzag = 0.1 * ((i + 1) % 3 - 1)
             mixer.bonus.copy_((mixer.depth * (1 - i / max(n - 1, 1)) + zigzag).view_as(mixer.bonus))
 
-    def native(self, mixer: Any) -> dict[str, str]:
+    def native(self, mixer: Any) -> dict[str, Any]:
         divides = {"norm": "sum"} if mixer.spec.read.norm == "sum" else {}
         return {"rule": mixer.spec.write.rule, **divides}
 

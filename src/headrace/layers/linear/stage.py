@@ -87,8 +87,8 @@ class Stage:
         """Whether the stage needs nothing of cu_seqlens but its shape before it computes."""
         return True
 
-    def native(self, mixer: Any) -> dict[str, str]:
-        """Returns the kinds of the native layer that compute this stage. Raises UnsupportedError if there are none."""
+    def native(self, mixer: Any) -> dict[str, Any]:
+        """Returns the fields of the native layer that compute this stage. Raises UnsupportedError if there are none."""
         if self.kinds == ():
             return {}
         value = attrgetter(self.field)(mixer.spec)

@@ -3,6 +3,7 @@
 Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V value dimension per head, N sequences.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,11 +11,13 @@ from torch import Tensor, nn
 
 from ...ops.attention import linear_attention
 from ...ops.backends.native.bound import Bound
+from ...ops.backends.native.layer import ABSENT
 from ...ops.backends.native.library import DTYPES
 from ...ops.backends.native.program import NAMES, Program, UnsupportedError
 from ...ops.call import NORMALIZER_EPS
 from ...ops.derivatives import has_address
 from ...spec.linear import Competition
+from ...utils.tables import Table
 from ..base import check_state
 from ..quantized import Int8Linear
 from .token_shift import TokenShift
@@ -32,28 +35,14 @@ class MixerState(NamedTuple):
     angles: Tensor | None = None  # [N, H, F], by which q and k were turned last (inputs.turns)
 
 
-# Paths of the weights in a LinearMixer, in the order of the call; the first path that exists counts.
-PLACES = {
-    "conv_weight": ["conv.weight"],
-    "conv_bias": ["conv.bias"],
-    "decay_up": ["decay.up.weight", "decay.up"],
-    "decay_bias": ["decay.up.bias", "decay.dt_bias", "decay.bias"],
-    "decay_log": ["decay.A_log"],
-    "bonus": ["bonus"],
-    "read_scores": ["read_competition.weight"],
-    "write_scores": ["write_competition.weight"],
-    "skip": ["skip"],
-    "gate_up": ["gate.up.weight"],
-    "gate_bias": ["gate.up.bias"],
-    "norm_weight": ["norm_weight"],
-    "norm_bias": ["norm_bias"],
-}
-
-# The kinds of a native layer (layer.py) whose mixer does not have a stage for them.
-ABSENT = {
-    "feature_map": "identity", "qk_norm": "none", "decay": "none", "beta": "one", "norm": "none", "gate": "none",
-    "order": "norm-gate", "read": "none", "write": "none", "source": "head", "activation": "softmax",
-    "gate_scale": "identity",
+# The parameters of a linear mixer that are weights of its native layer, by path.
+WEIGHTS = {
+    "conv.weight": "conv_weight", "conv.bias": "conv_bias", "q_norm.weight": "q_norm", "k_norm.weight": "k_norm",
+    "learned_map.q": "map_q", "learned_map.k": "map_k", "window_factor": "window_factor", "decay.up": "decay_up",
+    "decay.up.weight": "decay_up", "decay.up.bias": "decay_bias", "decay.dt_bias": "decay_bias",
+    "decay.bias": "decay_bias", "decay.A_log": "decay_log", "bonus": "bonus", "skip": "skip",
+    "read_competition.weight": "read_scores", "write_competition.weight": "write_scores",
+    "gate.up.weight": "gate_up", "gate.up.bias": "gate_bias", "norm_weight": "norm_weight", "norm_bias": "norm_bias",
 }  # fmt: skip
 
 
@@ -81,15 +70,16 @@ def find_program(mixer: Any, x: Tensor) -> tuple[Bound | None, str | None]:
     return program, reason
 
 
-def run_mixer(program: Bound, mixer: Any, x: Tensor, state: Any) -> tuple[Tensor, MixerState]:
+def run_mixer(program: Bound, mixer: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
     """Runs the program of `mixer_program`: x [B, 1, D], state -> (y [B, 1, D], state). Updates the state in place, or a
     copy if autograd needs a tensor of it, or if one has another dtype or is not contiguous.
 
     Raises InputError for a state of another mixer or batch size, and for one that shares memory."""
-    fields = isinstance(state, MixerState) and state.shift is None and mixer.shift is None and state.before is None
-    ready = program.take([state], len(x)) if fields else None
+    kind, known = mixer.state_kind, len(program.program.states)
+    same = isinstance(state, kind) and sum(each is not None for each in state) == known
+    ready = program.take([state], len(x)) if same else None
     if ready is None:
-        check_state(state, MixerState, mixer.state_shapes, x, len(x))
+        check_state(state, kind, mixer.state_shapes, x, len(x))
         if (ready := program.take([state], len(x))) is None:
             (state,) = program.copies([state])
             ready = program.take([state], len(x))
@@ -115,22 +105,23 @@ def add_mixer(program: Program, mixer: Any, x: int, out: int, place: int, add: b
         raise UnsupportedError(f"the layer's backend is {mixer.backend}")
     program.fixed(mixer, "norm_eps", "rope_theta", "op", "backend", "spec")
     spec, parts, gate = mixer.spec, mixer.parts, mixer.spec.competition or Competition()
-    D, H, V = mixer.in_proj.in_features, mixer.H, mixer.V
-    sizes = [D, H, mixer.Hq, mixer.K, V, spec.inputs.conv, parts.get("decay", 0), parts.get("gate", 0)]
-    numbers = [
-        1.0 if spec.read.scale == "one" else mixer.K**-0.5, mixer.norm_eps, mixer.group_eps, NORMALIZER_EPS,
-        gate.temperature, mixer.rope_theta if spec.inputs.rotary else 0.0,
-    ]  # fmt: skip
+    H, K, V = mixer.H, mixer.K, mixer.V
+    fields = ABSENT | {
+        "D": mixer.in_proj.in_features, "H": H, "Hq": mixer.Hq, "Hk": parts.get("k", K) // K, "Hv": parts["v"] // V,
+        "K": K, "F": K, "V": V, "conv_width": spec.inputs.conv, "decay_reads": parts.get("decay", 0),
+        "gate_reads": parts.get("gate", 0), "scale": mixer.logit_scale, "logit_scale": mixer.logit_scale,
+        "norm_eps": mixer.norm_eps, "group_eps": mixer.group_eps, "sum_eps": NORMALIZER_EPS,
+        "temperature": gate.temperature,
+    }  # fmt: skip
     for path, kind in mixer.part_classes.items():
         parent, _, name = path.rpartition(".")
         if path and path.partition(".")[0] not in OUTSIDE:
-            program.module(mixer.get_submodule(parent), name, kind)
-    held = {name: [path for path in paths if isinstance(_at(mixer, path), Tensor)] for name, paths in PLACES.items()}
-    weights = {name: (mixer, paths[0]) for name, paths in held.items() if paths}
-    kinds = dict(ABSENT)
+            module = program.module(mixer.get_submodule(parent), name, kind)
+            program.fixed(module, *({"eps", "kind"} & vars(module).keys()))
+    paths = [path for path, _ in mixer.named_parameters(remove_duplicate=False) if path in WEIGHTS]
     for stage in mixer.stages:
-        kinds |= stage.native(mixer)
-    layer = program.layer(kinds, sizes, numbers, weights, place)
+        fields |= stage.native(mixer)
+    layer = program.layer(fields, {WEIGHTS[path]: (mixer, path) for path in paths}, place)
     start = projected = program.columns(sum(parts.values()))
     if mixer.shift is None:
         add_linear(program, mixer, "in_proj", x, projected)
@@ -179,9 +170,10 @@ def add_linear(
 
 
 OUTSIDE = "in_proj", "o_proj", "shift"  # modules that are operations of their own
+# How the token of a mixer is added to a program, by the path of its class; the arguments are those of `add_mixer`.
+TOKENS: Table[Callable[..., None]] = Table("tokens", {"headrace.layers.linear.mixer.LinearMixer": add_mixer})
 
 
-def _at(module: Any, path: str) -> Any:
-    for name in path.split("."):
-        module = getattr(module, name, None)
-    return module
+def token_of(kind: type) -> Callable[..., None] | None:
+    """Returns the row of a class of mixers in TOKENS, which a subclass does not inherit."""
+    return TOKENS.get(f"{kind.__module__}.{kind.__qualname__}")

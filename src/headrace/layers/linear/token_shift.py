@@ -30,14 +30,17 @@ class StaticShift(SelfInitialized):
     """RWKV-5's token shift (arXiv 2404.05892, section 3): a mix of each token with the previous token for each part of
     the input projection, by a learned weight per channel."""
 
-    STREAMS = ("k", "v", "q", "gate")
+    STREAMS: tuple[str, ...] = ("k", "v", "q", "gate")
     no_weight_decay = ("offset",)
 
-    def __init__(self, hidden_size: int, depth: float, height: float):
+    def __init__(self, hidden_size: int, depth: float, height: float, rank: int = 32):
         super().__init__()
         self.depth, self.height = depth, height  # relative distance from the first and from the last layer, in 0..1
-        self.offset = nn.Parameter(torch.empty(len(self.STREAMS), hidden_size))
+        self.build(hidden_size, rank)
         self.reset_parameters()
+
+    def build(self, hidden_size: int, rank: int) -> None:
+        self.offset = nn.Parameter(torch.empty(len(self.STREAMS), hidden_size))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -48,25 +51,21 @@ class StaticShift(SelfInitialized):
         return mixed(x, before, self.offset, self.STREAMS)
 
 
-class TokenShift(SelfInitialized):
+class TokenShift(StaticShift):
     """RWKV-6's ddlerp (arXiv 2404.05892, section 4.1): five mixes of each token with the previous token, by learned,
     data-dependent weights. `STREAMS` names the inputs that the mixes are for."""
 
     STREAMS = ("decay", "k", "v", "q", "gate")
-    no_weight_decay = ("offset",)
 
-    def __init__(self, hidden_size: int, depth: float, height: float, rank: int = 32):
-        super().__init__()
-        self.depth, self.height = depth, height  # relative distance from the first and from the last layer, in 0..1
+    def build(self, hidden_size: int, rank: int) -> None:
         self.base = nn.Parameter(torch.empty(hidden_size))
         self.offset = nn.Parameter(torch.empty(len(self.STREAMS), hidden_size))
         self.down = nn.Parameter(torch.empty(hidden_size, len(self.STREAMS) * rank))
         self.up = nn.Parameter(torch.empty(len(self.STREAMS), rank, hidden_size))
-        self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        self.offset.copy_(first_weights(self.STREAMS, self.base.numel(), self.depth, self.height))
+        super().reset_parameters()
         self.base.copy_(self.offset[0])
         self.down.zero_()
         self.up.uniform_(-0.01, 0.01)

@@ -20,9 +20,8 @@ from ....utils.errors import InputError
 from ...checks import require
 from ...derivatives import transformed
 from . import library as native
-from .layer import STATE_DTYPES
 from .program import NAMES, Layer, Operation, Program, UnsupportedError
-from .structs import LAYOUTS, STATE, WEIGHTS
+from .structs import LAYOUTS
 
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _PROGRAM, _OPERATION, _LAYER = (LAYOUTS[name] for name in ("hr_program", "hr_operation", "hr_layer"))
@@ -67,7 +66,7 @@ class Bound:
             if op.state is not None and dtype is not None:
                 dtypes[op.state] = dtype
         for layer, dtype in zip(self.program.layers, self.of_layers, strict=True):
-            dtypes |= {i: STATE_DTYPES.get(name, (dtype or torch.float32,))[0] for name, i in layer.state.items()}
+            dtypes = dict.fromkeys(layer.state.values(), dtype or self.dtype) | dtypes
         return [dtypes.get(i, self.dtype) for i in range(len(self.program.states))]
 
     def has_weights(self, weights: list[Any]) -> bool:
@@ -105,6 +104,16 @@ class Bound:
         self._check_apart(states, places)
         self.last = Ready(self.program, where, [*map(weakref.ref, states)], places, *self._packed(states, places))
         return self.last
+
+    def first_states(self, rows: int) -> list[Any]:
+        """Returns the states of B = `rows` sequences before their first token."""
+        parts: list[dict[str, Tensor]] = [{} for _ in self.program.kinds]
+        for each in self.program.attentions:
+            parts[each.place] |= each.empty(rows, self.dtype)
+        places = zip(self.program.state_places, self.program.states, self.state_dtypes, strict=True)
+        for (place, field), expected, dtype in places:
+            parts[place][field] = torch.zeros(rows, *expected.shape, dtype=dtype)
+        return [kind(**given) for kind, given in zip(self.program.kinds, parts, strict=True)]
 
     def copies(self, states: Sequence[Any]) -> list[Any]:
         """Returns copies of states that can be updated in place. The states must have the right shapes."""
@@ -158,10 +167,11 @@ class Bound:
         return self.places[weight] + first * x.stride(0) * x.itemsize
 
     def _layer(self, layer: Layer, dtype: torch.dtype | None, places: list[int]) -> Iterable:
-        *numbers, theta = layer.numbers
-        weights = (self._address(layer.weights.get(name)) for name in WEIGHTS)
-        states = (places[layer.state[name]] if name in layer.state else 0 for name in STATE)
-        return CODES[dtype or torch.float32], *layer.kinds, *numbers, theta, *layer.sizes, *weights, *states
+        code, frequencies = CODES[dtype or torch.float32], native.address(layer.frequencies)
+        given = layer.fields | {"dtype": code, "frequencies": frequencies}
+        given |= {name: self._address(i) for name, i in layer.weights.items()}
+        given |= {name: places[i] for name, i in layer.state.items()}
+        return (given.get(name, 0) for name in _LAYER.fields)
 
 
 def unknown_token(vocabulary: int) -> InputError:

@@ -32,9 +32,7 @@ def unsupported_reason(conv: nn.Conv1d, x: Tensor) -> str | None:
         return f"it takes widths up to {WIDEST} and up to {MOST_CHANNELS} channels, and they are {sizes}"
     if not is_plain(conv, nn.Conv1d):
         return f"a hook, a parametrization or an adapter of {type(conv).__name__} would not run"
-    if derivatives.transformed():
-        return "it supports neither transforms of torch.func nor forward-mode differentiation"
-    return None
+    return derivatives.transforms_reason()
 
 
 class _Given:

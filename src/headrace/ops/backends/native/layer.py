@@ -1,13 +1,10 @@
-"""The arguments of one token of a linear layer between its projections (hr_layer in native/headrace.h).
+"""The fields of one token of a linear layer between its projections, by their names in hr_layer (native/headrace.h),
+which says what they mean: kinds as words, sizes, numbers, and `frequencies`, a tensor or None.
 
-kinds: the kind of each of the layer's parts, by name. sizes: (D, H, Hq, K, V, width of the short convolution or 0, and
-the sizes of the parts of the input projection that the decay and the output gate get). numbers: scale, epsilons of the
-norm, the group norm and the normalizer, temperature, base of the rotary frequencies or 0.
-
-Dimensions: D hidden size, H heads (Hq for q and k), K key, V value dimension per head.
+Dimensions: D hidden size, H heads (Hq of q, Hk of k, Hv of v), K key dimension, F features of a key, V value dimension.
 """
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -15,47 +12,63 @@ from . import library as native
 
 Shape = tuple[int, ...]
 
-OPTIONAL = ("conv_bias", "bonus", "skip")
-STATE_DTYPES = {"memory": (torch.float32,), "tokens": (torch.int64,)}  # others: that of the weights
-KINDS = native.names("hr_kinds")  # those that a program supports, by part
+# The fields of a layer that has no stage for them.
+ABSENT = {
+    "feature_map": "identity", "qk_norm": "none", "rotary": "none", "decay": "none", "beta": "one", "norm": "none",
+    "gate": "none", "order": "norm-gate", "read": "none", "write": "none", "source": "head", "activation": "softmax",
+    "gate_scale": "identity", "turned": 0, "window": 0, "amplitude": 1.0, "head_eps": 0.0, "frequencies": None,
+}  # fmt: skip
+OPTIONAL = ("conv_bias", "bonus", "skip", "q_norm", "k_norm")
+STATE_DTYPES = {"tokens": torch.int64, "conv": None}  # None: that of the weights; others: float32
+KINDS = native.names("hr_kinds")  # those that a program supports, by field
 
 
-def numbered(names: dict[str, str]) -> tuple[list[int], str | None]:
-    """Returns (the library's numbers of the kinds, None), or ([], why the library does not support one of them)."""
+def numbered(fields: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """Returns (the fields with the library's numbers of kinds, None), or ({}, why it does not support one of them)."""
     for kind, known in KINDS.items():
-        if names[kind] not in known:
-            return [], f"it does not support {kind}={names[kind]!r}"
-    return [known.index(names[kind]) for kind, known in KINDS.items()], None
+        if fields[kind] not in known:
+            return {}, f"it does not support {kind}={fields[kind]!r}"
+    return fields | {kind: known.index(fields[kind]) for kind, known in KINDS.items()}, None
 
 
-def weight_shapes(kind: dict[str, str], sizes: Sequence[int]) -> dict[str, Shape]:
-    """Returns the shapes of the weights of a layer with these kinds, including the OPTIONAL weights."""
-    D, H, Hq, K, V, width, decay_reads, gate_reads = sizes
-    shapes: dict[str, Shape] = {"bonus": (H, K), "skip": (H,)}
-    if width:
-        channels = 2 * Hq * K + H * V
-        shapes |= {"conv_weight": (channels, 1, width), "conv_bias": (channels,)}
-    up = {"sigmoid": (H * K, decay_reads), "softplus-vector": (H * K, decay_reads), "exp": (decay_reads, H * K)}
-    if kind["decay"] in up:
-        shapes |= {"decay_up": up[kind["decay"]], "decay_bias": (H * K,)}
-    if kind["decay"] == "softplus":
+def weight_shapes(fields: dict[str, Any]) -> dict[str, Shape]:
+    """Returns the shapes of the weights of a layer with these fields, including the OPTIONAL weights."""
+    D, H, Hq, K, F, V = (fields[name] for name in ("D", "H", "Hq", "K", "F", "V"))
+    shapes: dict[str, Shape] = {"bonus": (H, F), "skip": (H,), "q_norm": (K,), "k_norm": (K,)}
+    if width := fields["conv_width"]:
+        shapes |= {"conv_weight": (_channels(fields), 1, width), "conv_bias": (_channels(fields),)}
+    if fields["feature_map"].startswith("learned"):
+        shapes |= {"map_q": (Hq, K, K), "map_k": (Hq, K, K)}
+    if fields["window"]:
+        shapes["window_factor"] = (H,)
+    decay, reads = fields["decay"], fields["decay_reads"]
+    up = {"sigmoid": (H * F, reads), "softplus-vector": (H * F, reads), "exp": (reads, H * F)}
+    if decay in up:
+        shapes |= {"decay_up": up[decay], "decay_bias": (H * F,)}
+    if decay in ("softplus", "sigmoid-head"):
         shapes["decay_bias"] = (H,)
-    if kind["decay"].startswith("softplus"):
+    if decay.startswith("softplus"):
         shapes["decay_log"] = (H,)
-    scores = {"head": (H, K), "diag": (K, H), "query": (H, Hq * K), "hidden": (H, D)}[kind["source"]]
-    shapes |= {f"{gate}_scores": scores for gate in ("read", "write") if kind[gate] != "none"}
-    if kind["gate"] == "sigmoid-low-rank":
-        shapes |= {"gate_up": (H * V, gate_reads), "gate_bias": (H * V,)}
-    norms = {"rms": (V,), "group": (H * V,), "rms-joint": (H * V,)}
-    if kind["norm"] in norms:
-        shapes["norm_weight"] = norms[kind["norm"]]
-    return shapes | ({"norm_bias": (H * V,)} if kind["norm"] == "group" else {})
+    scores = {"head": (H, K), "diag": (K, H), "query": (H, Hq * K), "hidden": (H, D)}[fields["source"]]
+    shapes |= {f"{gate}_scores": scores for gate in ("read", "write") if fields[gate] != "none"}
+    if fields["gate"] == "sigmoid-low-rank":
+        shapes |= {"gate_up": (H * V, fields["gate_reads"]), "gate_bias": (H * V,)}
+    if (norm := fields["norm"]) in ("rms", "group", "rms-joint"):
+        shapes["norm_weight"] = (V,) if norm == "rms" else (H * V,)
+    return shapes | ({"norm_bias": (H * V,)} if norm == "group" else {})
 
 
-def state_shapes(kind: dict[str, str], sizes: Sequence[int], rotary: bool) -> dict[str, Shape]:
-    """Returns the shapes of the state of one sequence."""
-    _, H, Hq, K, V, width, _, _ = sizes
-    shapes: dict[str, Shape] = {"memory": (H, K, V + (kind["norm"] == "sum"))}
+def state_shapes(fields: dict[str, Any]) -> dict[str, Shape]:
+    """Returns the shapes of the state of one sequence. The first word of a name is that of the state's tensor."""
+    H, Hk, Hv, K, V, width, w = (fields[n] for n in ("H", "Hk", "Hv", "K", "V", "conv_width", "window"))
+    shapes: dict[str, Shape] = {"memory": (H, fields["F"], V + (fields["norm"] == "sum"))}
     if width:
-        shapes["conv"] = (width - 1, 2 * Hq * K + H * V)
-    return shapes | ({"tokens": ()} if rotary else {})
+        shapes["conv"] = (width - 1, _channels(fields))
+    if w:
+        shapes |= {"k_window": (w, Hk, K), "v_window": (w, Hv, V + 1)}
+        shapes |= {"decay_window": (w, H)} if fields["decay"] not in ("none", "retnet") else {}
+    return shapes | ({"tokens": ()} if w or fields["rotary"] != "none" else {})
+
+
+def _channels(fields: dict[str, Any]) -> int:
+    return (fields["Hq"] + fields["Hk"]) * fields["K"] + fields["Hv"] * fields["V"]

@@ -77,9 +77,7 @@ def _token(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _unsupported_step(call: Call) -> str | None:
-    if derivatives.transformed():
-        return "it supports neither transforms of torch.func nor forward-mode differentiation"
-    return _unsupported_reason(call)
+    return derivatives.transforms_reason() or _unsupported_reason(call)
 
 
 BACKEND = Backend(

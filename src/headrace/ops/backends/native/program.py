@@ -65,13 +65,12 @@ class Operation(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The fields of hr_layer; weights and state by name, as indices of a program's."""
+    """The fields of hr_layer by name; weights and state as indices of a program's."""
 
-    kinds: list[int]
-    sizes: list[int]
-    numbers: list[float]
+    fields: dict[str, Any]
     weights: dict[str, int]
     state: dict[str, int]
+    frequencies: Tensor | None
 
 
 class Modules:
@@ -112,7 +111,8 @@ class Program:
     def __init__(self) -> None:
         self.operations: list[Operation] = []
         self.layers: list[Layer] = []
-        self.attentions: list[Any] = []  # which pack hr_attention: packed(bound, state, B) -> bytes, or None
+        # Which pack hr_attention: packed(bound, state, B) -> bytes, or None; empty(B, dtype) -> the cache at first.
+        self.attentions: list[Any] = []
         self.weights: list[Expected] = []
         self.states: list[Expected] = []
         self.state_places: list[tuple[int, str]] = []  # index in the list of states, and field
@@ -190,24 +190,26 @@ class Program:
         sizes = {"inputs": shape[1], "outputs": outputs, "first": first}
         self.add("linear", x=x, out=out, add=add, weight=weight, scale=scale, bias=bias, **sizes)
 
-    def layer(self, kinds: dict[str, str], sizes: Sequence[int], numbers: Sequence[float], weights: dict[str, Any],
-              place: int) -> int:  # fmt: skip
+    def layer(self, fields: dict[str, Any], weights: dict[str, Any], place: int) -> int:
         """Returns the index of a layer between its projections.
 
         Args:
-            kinds, sizes, numbers: as in `layer.py`.
+            fields: as in `layer.py`.
             weights: (module, path) by name.
             place: index of its state.
         """
-        codes, unknown = numbered(kinds)
+        codes, unknown = numbered(fields)
         if unknown is not None:
             raise UnsupportedError(unknown)
-        shapes, of_state = weight_shapes(kinds, sizes), state_shapes(kinds, sizes, bool(numbers[-1]))
+        shapes, of_state = weight_shapes(fields), state_shapes(fields)
         if absent := [name for name in shapes if name not in weights and name not in OPTIONAL]:
-            raise ValueError(f"{absent[0]} is None; expected shape {list(shapes[absent[0]])}")
+            raise UnsupportedError(f"{absent[0]} is not a parameter of the mixer")
         indices = {name: self.weight(module, path, shapes[name], name=name) for name, (module, path) in weights.items()}
-        state = {n: self.state(place, n, shape, *STATE_DTYPES.get(n, ())) for n, shape in of_state.items()}
-        self.layers.append(Layer(codes, list(sizes), list(numbers), indices, state))
+        state = {}
+        for name, shape in of_state.items():
+            dtype = STATE_DTYPES.get(name, torch.float32)
+            state[name] = self.state(place, name.partition("_")[0], shape, *([] if dtype is None else [dtype]))
+        self.layers.append(Layer(codes, indices, state, fields["frequencies"]))
         return len(self.layers) - 1
 
     def finish(self) -> None:

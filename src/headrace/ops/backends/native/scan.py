@@ -28,9 +28,7 @@ def unsupported_reason(u: Tensor, A: Tensor) -> str | None:
         return f"it runs on the CPU, in float32, and u is {u.dtype} on {u.device.type}"
     if max(A.shape) > LARGEST:
         return f"it takes up to {LARGEST} channels and state numbers, and A is {list(A.shape)}"
-    if derivatives.transformed():
-        return "it supports neither transforms of torch.func nor forward-mode differentiation"
-    return None
+    return derivatives.transforms_reason()
 
 
 class _Structs:
@@ -74,11 +72,8 @@ def _fake(u, dt, A, B, C, initial, cu_seqlens, keep):
 
 def _backward(d_out, d_final, u, dt, A, B, C, initial, cu_seqlens, kept):
     assert native.library is not None
-    structs, d_out, d_final = (
-        _Structs(u, dt, A, B, C, initial, cu_seqlens, kept),
-        d_out.contiguous(),
-        d_final.contiguous(),
-    )
+    structs = _Structs(u, dt, A, B, C, initial, cu_seqlens, kept)
+    d_out, d_final = d_out.contiguous(), d_final.contiguous()
     native.expect("d_out", d_out, u.shape, torch.float32)
     native.expect("d_final", d_final, initial.shape, torch.float32)
     d_u, d_dt, d_A, d_initial = (x.new_empty(x.shape) for x in (u, dt, initial, initial))

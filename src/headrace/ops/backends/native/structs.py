@@ -3,11 +3,6 @@
 import struct
 from itertools import zip_longest
 
-WEIGHTS = (
-    "conv_weight", "conv_bias", "decay_up", "decay_bias", "decay_log", "bonus", "read_scores", "write_scores", "skip",
-    "gate_up", "gate_bias", "norm_weight", "norm_bias",
-)  # fmt: skip
-STATE = ("memory", "conv", "tokens")
 _TYPES = {"T": "Pqqq"}  # hr_tensor
 
 
@@ -41,9 +36,12 @@ LAYOUTS = {
     "hr_scan": Layout("P A, T dt, P kept"),
     "hr_scan_gradients": Layout("T u dt, P A B C initial"),
     "hr_layer": Layout(
-        "i dtype feature_map qk_norm decay rule beta norm gate order read write source activation gate_scale, "
-        "f scale norm_eps group_eps sum_eps temperature, d rope_theta, "
-        f"q D H Hq K V conv_width decay_reads gate_reads, P {' '.join(WEIGHTS)} {' '.join(STATE)}"
+        "i dtype feature_map qk_norm rotary decay rule beta norm gate order read write source activation gate_scale, "
+        "f scale logit_scale head_eps norm_eps group_eps sum_eps temperature amplitude, "
+        "q D H Hq Hk Hv K F V turned window conv_width decay_reads gate_reads, "
+        "P frequencies conv_weight conv_bias q_norm k_norm map_q map_k window_factor decay_up decay_bias decay_log "
+        "bonus read_scores write_scores skip gate_up gate_bias norm_weight norm_bias memory conv tokens k_window "
+        "v_window decay_window"
     ),
     "hr_attention": Layout(
         "i dtype sinks_dtype null, f scale amplitude, q H Hkv d turned first window length room, "

@@ -11,7 +11,7 @@ from torch import Tensor
 from ....utils.device import interpreted, is_hopper
 from ...autograd import define, register, wants_gradient
 from ...call import SCHEMA, Call
-from ...derivatives import transformed
+from ...derivatives import transforms_reason
 from ...rewrite import normalized, per_query, with_bonus
 from ..base import Backend, Kernel
 from .limits import DTYPES, LARGEST_KEY, missing
@@ -127,9 +127,7 @@ def _differentiable(call: Call) -> tuple[Tensor, Tensor]:
 
 def _unsupported_step(call: Call) -> str | None:
     """Returns why the kernels cannot compute one token, or None."""
-    if transformed():
-        return "its step supports neither transforms of torch.func nor forward-mode differentiation"
-    return unsupported_reason(call)
+    return transforms_reason() or unsupported_reason(call)
 
 
 BACKEND = Backend(
