@@ -80,6 +80,15 @@ def covering(names):
     return chosen
 
 
+def by_state(names):
+    """One of the mixers for each kind of layer with each kind of state: for what happens to states alone."""
+    kinds = {}
+    for name in names:
+        spec = zoo.get(name)
+        kinds.setdefault((spec.facts.layer, bool(getattr(spec, "pattern", None)), *spec.state_shapes(32, 4)), name)
+    return list(kinds.values())
+
+
 def config(mixer, **changes):
     if mixer == "shared":
         changes = {"num_hidden_layers": 3, **changes}
