@@ -53,7 +53,6 @@ MIXERS = {
     ),
     "channel mixing": Decoder((Layer(zoo.get("rwkv4")),), BlockStyle("layer", mlp="rwkv4", embedding_norm=True)),
 }
-EVERY = list(dict.fromkeys((*MIXERS, *zoo.names())))
 SIZES = {
     "vocab_size": 29, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "intermediate_size": 16,
     "initializer_range": 0.02,  # small beside what `trained` adds: with more, a tied model repeats its last token
