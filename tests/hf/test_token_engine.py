@@ -11,7 +11,7 @@ from torch import nn
 
 import tiny
 from decoding import decoded, is_accurate, read
-from equation import MAX_ERROR_RATIO, skip_if_missing
+from equation import MAX_ERROR_RATIO
 from headrace import InputError, quantize, zoo
 from headrace.spec import MixerSpec
 from headrace.verification.verify import relative
@@ -24,9 +24,7 @@ STYLES = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _here():
-    skip_if_missing("native")
+pytestmark = pytest.mark.usefixtures("native")
 
 
 @pytest.mark.parametrize("name", LINEAR)

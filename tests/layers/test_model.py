@@ -49,15 +49,6 @@ def close(a, b):
     torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-def test_attention_equals_its_equation():
-    """One head, no rotation: softmax over the past of q·k/√d, as a loop."""
-    attention = SoftmaxAttention(AttentionSpec(rotary=False), hidden_size=D, num_heads=1).double()
-    x = inputs(1, 5)
-    q, k, v = attention.q_proj(x)[0], attention.k_proj(x)[0], attention.v_proj(x)[0]
-    out = torch.stack([F.softmax(k[: t + 1] @ q[t] / D**0.5, 0) @ v[: t + 1] for t in range(5)])
-    close(attention(x)[0][0], attention.o_proj(out))
-
-
 def test_attention_of_another_layer_is_refused():
     with pytest.raises(InputError, match=r"has a layer of its own, .*EarlyAttention; expected headrace\.layers\.build"):
         SoftmaxAttention(SPECS["distances"], hidden_size=D, num_heads=H)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fresh
-from equation import DECAYS, NATIVE, B, H, T, assert_same, inputs, skip_if_missing
+from equation import DECAYS, NATIVE, B, H, T, assert_same, inputs
 from headrace import InputError, backends, linear_attention, step
 from headrace.ops.backends.native import library as native
 from headrace.ops.backends.native import structs
@@ -21,10 +21,7 @@ from headrace.ops.call import Call
 from headrace.ops.reference import literal
 from headrace.verification.verify import relative
 
-
-@pytest.fixture(autouse=True)
-def _here():
-    skip_if_missing("native")
+pytestmark = pytest.mark.usefixtures("native")
 
 
 def floats(arguments):
