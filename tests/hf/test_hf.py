@@ -372,6 +372,21 @@ def test_half_precision_training_agrees(mixer):
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
+def test_losses_equal_transformers():
+    model, ids = build("gla"), tokens(2)
+    labels = ids.clone()
+    labels[0, :4] = -100
+    out = model(ids, labels=labels)
+    expected = F.cross_entropy(out.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum")
+    count = (labels[:, 1:] != -100).sum()
+    close(out.loss, expected / count, 1e-6)
+    close(model(ids, labels=labels, num_items_in_batch=torch.tensor(7)).loss, expected / 7, 1e-6)
+    shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
+    close(model(ids, shift_labels=shifted).loss, out.loss)
+    with pytest.raises(TypeError, match="unexpected argument 'label'"):
+        model(ids, label=labels)
+
+
 @pytest.mark.parametrize("mixer", ["softmax-gla", "transformer", "mamba"])
 @pytest.mark.parametrize("padding", [0, 3])
 def test_hidden_states_have_gradients(mixer, padding):
@@ -399,8 +414,6 @@ def test_output_options_are_supported():
     out = model(ids, output_hidden_states=True)
     assert [h.shape for h in out.hidden_states] == [(2, T, SIZES["hidden_size"])] * 3
     close(model.lm_head(out.hidden_states[-1]), out.logits)
-    with pytest.raises(TypeError, match="unexpected argument 'label'"):
-        model(ids, label=ids)
     with pytest.raises(InputError, match="logits_to_keep=-3; expected at least 0, or a tensor of positions"):
         model(ids, logits_to_keep=-3)
     close(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, out.logits)
