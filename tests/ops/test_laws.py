@@ -98,10 +98,11 @@ def test_every_form_equals_the_reference(name, monkeypatch):
     can be padded and split."""
     monkeypatch.setattr(verification, "TOKENS", 67 if name in LONG else 21)
     monkeypatch.setattr(verification, "exact", cache(verification.exact))
-    rows = list(laws(name, "cpu", torch.float64, seed=0))
+    made = f"{name}(ridge_steps=3)" if name.endswith("mesa") else name  # 30 of them: tests/extra/test_mesa.py
+    rows = list(laws(made, "cpu", torch.float64, seed=0))
     assert len(rows) >= 7
     if name in COVERING:  # the native backend has computed in float32
-        rows += laws(name, "cpu", torch.float32, seed=0, backends=["torch"])
+        rows += laws(made, "cpu", torch.float32, seed=0, backends=["torch"])
     assert [row for row in rows if not row.holds] == []
 
 
