@@ -25,7 +25,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch.utils import collect_env
 
-from equation import prepare
+from equation import prepare, skip_if_missing
 from groups import forked
 from headrace.utils.extras import EXTRAS, MissingPackage, packages
 
@@ -201,6 +201,12 @@ def saved_model(tmp_path_factory):
     for part in (tiny.build("gla", vocab_size=257).float(), byte_level()):
         part.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def native():
+    """Skips what needs the native library where it is absent."""
+    skip_if_missing("native")
 
 
 @pytest.fixture(scope="session")

@@ -53,7 +53,6 @@ MIXERS = {
     ),
     "channel mixing": Decoder((Layer(zoo.get("rwkv4")),), BlockStyle("layer", mlp="rwkv4", embedding_norm=True)),
 }
-EVERY = list(dict.fromkeys((*MIXERS, *zoo.names())))
 SIZES = {
     "vocab_size": 29, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "intermediate_size": 16,
     "initializer_range": 0.02,  # small beside what `trained` adds: with more, a tied model repeats its last token
@@ -78,6 +77,15 @@ def covering(names):
         chosen.append(max(names, key=lambda name: len(of[name] & left)))
         left -= of[chosen[-1]]
     return chosen
+
+
+def by_state(names):
+    """One of the mixers for each kind of layer with each kind of state: for what happens to states alone."""
+    kinds = {}
+    for name in names:
+        spec = zoo.get(name)
+        kinds.setdefault((spec.facts.layer, bool(getattr(spec, "pattern", None)), *spec.state_shapes(32, 4)), name)
+    return list(kinds.values())
 
 
 def config(mixer, **changes):

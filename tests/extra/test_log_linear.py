@@ -9,7 +9,7 @@ from headrace.extra.log_linear import LogLinear
 from headrace.ops.sequences import Sequences
 from peers import load
 
-B, T, H, K, V = 2, 40, 3, 6, 5
+B, T, H, K, V = 2, 33, 3, 6, 5  # one more than a block of tokens, and than a power of 2
 
 
 def fenwick(q, k, v, decay, beta, weights, delta):

@@ -1,6 +1,8 @@
 """A sliding window beside a linear memory (LoLCATs, arXiv 2410.10254): its equation, token by token in float64, from
 the layer's weights alone; its limits; and its state."""
 
+from itertools import cycle, product
+
 import pytest
 import torch
 
@@ -73,9 +75,11 @@ def literal(mixer, x, window):
     return torch.stack(out).view(B, T, -1) @ mixer.o_proj.weight.T
 
 
-@pytest.mark.parametrize("window", [1, 3, 20])
-@pytest.mark.parametrize("own", OWN)
-@pytest.mark.parametrize("name", ["lolcats", "softmax-lolcats"])
+# Every window with every field, the gates in every other one.
+@pytest.mark.parametrize(
+    ("name", "own", "window"),
+    [(name, *each) for name, each in zip(cycle(["lolcats", "softmax-lolcats"]), product(OWN, (1, 3, 20)))],
+)
 def test_outputs_and_gradients_are_those_of_the_equation(name, own, window):
     mixer, x = layer_of(f"{name}(window={window}{own})"), torch.randn(B, T, D, dtype=torch.float64, requires_grad=True)
     slope, of = torch.randn(B, T, D, dtype=torch.float64), [x, *mixer.parameters()]

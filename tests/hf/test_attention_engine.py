@@ -10,7 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import tiny
 from decoding import decoded, error_of_modules, is_accurate, read
-from equation import MAX_ERROR_RATIO, skip_if_missing
+from equation import MAX_ERROR_RATIO
 from families import logits, save, softmax
 from headrace import quantize
 from headrace.convert import import_checkpoint
@@ -47,9 +47,7 @@ HYBRID = ["gated-deltanet", "gqa(kv_heads=2)", "gla", "sliding-window(pattern.wi
 LONG = 40  # tokens, over which the memory of a cache moves several times
 
 
-@pytest.fixture(autouse=True)
-def _here():
-    skip_if_missing("native")
+pytestmark = pytest.mark.usefixtures("native")
 
 
 def model_of(*mixers, dtype=torch.float32, **changes):

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -54,12 +55,13 @@ def generate(checkpoint, run_command):
     return run
 
 
+@cache
 @torch.no_grad()
-def sampled(model, ids, temperature=0.8, top_k=0, top_p=1.0, repetition_penalty=1.0):
+def sampled(folder, temperature=0.8, top_k=0, top_p=1.0, repetition_penalty=1.0):
     """New tokens by the definitions: CTRL's penalty on tokens that were there, temperature, the k likeliest tokens, and
     the fewest tokens whose probabilities sum to p."""
     torch.manual_seed(SEED)
-    ids = [*ids]
+    model, ids = load(folder), byte_level()(PROMPT).input_ids
     for _ in range(NEW):
         scores = model(torch.tensor([ids])).logits[0, -1].float()
         for token in {*ids}:
@@ -91,14 +93,13 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_sampling_options_follow_their_definitions(generate, checkpoint, options):
-    model, settings = load(checkpoint), OPTIONS[options]
+    settings = OPTIONS[options]
     seed = [] if settings.get("temperature") == 0 else ["--seed", SEED]
     result = json.loads(generate("--json", *options.split(), *seed)[0])
-    ids = byte_level()(PROMPT).input_ids
-    expected = sampled(model, ids, **settings)
+    expected = sampled(checkpoint, **settings)
     assert result["tokens"] == expected and result["text"] == byte_level().decode(expected)
     if settings:
-        assert expected != sampled(model, ids)
+        assert expected != sampled(checkpoint)
 
 
 def test_printed_seed_reproduces_the_text(generate):

@@ -89,7 +89,7 @@ def model():
     return tiny.build("softmax-gated-deltanet")
 
 
-@pytest.mark.parametrize("name", [*tiny.MIXERS, *tiny.covering(zoo.names())])
+@pytest.mark.parametrize("name", [*tiny.MIXERS, *tiny.by_state(zoo.names())])
 @torch.no_grad()
 def test_every_mixer(name):
     """Programs of reads, rewinds, snapshots and exchanged rows, half of them of two padded rows; then a snapshot, to

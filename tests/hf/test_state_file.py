@@ -34,7 +34,7 @@ def assert_same_bits(cache, other):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mixer", [*tiny.MIXERS, *tiny.covering(zoo.names())])
+@pytest.mark.parametrize("mixer", [*tiny.MIXERS, *tiny.by_state(zoo.names())])
 def test_states_return_with_the_same_bits(mixer, tmp_path):
     """Of a padded batch, after a token, which attention appends in memory with room; and what follows is the same."""
     model = HeadraceForCausalLM(tiny.config(mixer)).eval()

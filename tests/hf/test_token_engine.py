@@ -11,7 +11,7 @@ from torch import nn
 
 import tiny
 from decoding import decoded, error_of_modules, is_accurate, read
-from equation import MAX_ERROR_RATIO, skip_if_missing
+from equation import MAX_ERROR_RATIO
 from headrace import InputError, quantize, zoo
 from headrace.hf.cache import HeadraceCache
 from headrace.hf.generation import MOST
@@ -26,9 +26,7 @@ STYLES = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _here():
-    skip_if_missing("native")
+pytestmark = pytest.mark.usefixtures("native")
 
 
 @pytest.mark.parametrize("name", LINEAR)

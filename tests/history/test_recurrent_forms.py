@@ -31,8 +31,10 @@ def readouts(denominator):
 
 
 def ungated(denominator):
-    """Every numerator and order, with one readout after the other, but for sums that can vanish, which no layer has."""
-    weights = itertools.product(NUMERATORS, ORDERS)
+    """Every numerator with two orders, others under the next denominator, so that any two values meet; one readout
+    after the other. Not sums that can vanish, which no layer has."""
+    first = DENOMINATORS.index(denominator)
+    weights = [(x, ORDERS[(first + i + j) % 5]) for i, x in enumerate(NUMERATORS) for j in (0, 2)]
     for (numerator, order), more in zip(weights, itertools.cycle(readouts(denominator))):
         signed = numerator == "cosine" if order is None else order % 2 and numerator in ("exp", "cosine")
         if not (signed and denominator in ("sum", "detached")):
@@ -40,10 +42,11 @@ def ungated(denominator):
 
 
 def gated(denominator):
-    orders = ("norm-gate", "gate-norm") if denominator in NORMS else ("norm-gate",)
-    for gate, place, more in itertools.product(GATES, orders, readouts(denominator)):
-        if place == "norm-gate" or gate != "input":
-            yield SoftmaxRNNSpec("relu", 2, None, denominator, gate, place, **more)
+    """Every gate at every place with two readouts."""
+    places = ("norm-gate", "gate-norm") if denominator in NORMS else ("norm-gate",)
+    gates = [(gate, place) for gate in GATES for place in places if place == "norm-gate" or gate != "input"]
+    for (gate, place), more in zip(gates * 2, itertools.cycle(readouts(denominator))):
+        yield SoftmaxRNNSpec("relu", 2, None, denominator, gate, place, **more)
 
 
 def both_forms(spec, causal=True):
@@ -61,9 +64,7 @@ def gradients(direct, recurrent, x):
     for layer in (recurrent, direct):
         y = layer(x)[0]
         found.append([y, *torch.autograd.grad((y * weights).sum(), [x, *layer.parameters()])])
-    moved = copy.deepcopy(
-        direct
-    )  # with the gradients as its weights, so that its recurrent form has them in their places
+    moved = copy.deepcopy(direct)  # with the gradients as its weights: its recurrent form has them in their places
     for p, gradient in zip(moved.parameters(), found[1][2:], strict=True):
         p.data = gradient
     expected = [*found[1][:2], parameters_to_vector(moved.recurrent().parameters())]

@@ -89,12 +89,13 @@ DENOMINATORS = ["sum", "detached", "none", "input-length", "l2", "rms", "layer"]
 
 
 def specs(denominator):
-    """Every numerator of one denominator twice, with one of the other fields' values after the other, but for what is
-    refused."""
+    """Every numerator of one denominator, with one of the other fields' values after the other, and others under the
+    next denominator, but for what is refused."""
     norm, sums = denominator in NORMS, denominator in ("sum", "detached")
     lengths = (False,) if denominator == "sum" else (False, True)
     others = itertools.cycle(itertools.product((None, 0.3), (False, True) if norm else (False,), lengths))
-    for numerator, order in [*NUMERATORS, *NUMERATORS[1:], NUMERATORS[0]]:
+    first = DENOMINATORS.index(denominator)
+    for numerator, order in [*NUMERATORS[first:], *NUMERATORS[:first]]:
         clamp, affine, by_length = next(others)
         if not (sums and (numerator, order) in (("exp", 3), ("cosine", None))):
             yield SoftmaxRNNSpec(numerator, order, clamp, denominator, affine=affine, by_length=by_length)

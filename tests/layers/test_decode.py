@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from equation import MAX_ERROR_RATIO, skip_if_missing
+from equation import MAX_ERROR_RATIO
 from headrace import linear_attention, zoo
 from headrace.ops.backends.native import layer as native_layer
 from headrace.ops.backends.native import library as native
@@ -20,9 +20,7 @@ COMPETITIONS = [(*scores, "one", "after_norm", "value") for scores in SCORES]
 COMPETITIONS += [("softmax", "head", *places) for places in PLACES if places[1:] != ("none", "none")]
 
 
-@pytest.fixture(autouse=True)
-def _here():
-    skip_if_missing("native")
+pytestmark = pytest.mark.usefixtures("native")
 
 
 def refusal(made, x):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from attention_layers import agree
 from headrace import Mixer
 from headrace.verification.verify import relative
 
@@ -141,14 +142,8 @@ EQUATIONS = {
 @pytest.mark.parametrize("expression", EQUATIONS)
 def test_layer_equals_its_equation(expression):
     """Outputs, and the gradients of the input and of every parameter."""
-    layer = layer_of(expression)
-    x, weight = torch.randn(2, B, T, D, dtype=torch.float64)
-    x.requires_grad_()
-    outputs = layer(x)[0], EQUATIONS[expression](layer, x)
-    assert relative(*outputs) <= 1e-12
-    gradients = (torch.autograd.grad((y * weight).sum(), [x, *layer.parameters()]) for y in outputs)
-    for ours, exact in zip(*gradients, strict=True):
-        assert relative(ours, exact) <= 1e-11
+    layer, x = layer_of(expression), torch.randn(B, T, D, dtype=torch.float64)
+    agree(lambda x: layer(x)[0], lambda x: EQUATIONS[expression](layer, x), x, 1e-12, layer.parameters())
 
 
 def test_first_forget_gates_do_not_depend_on_the_temperature():

@@ -15,10 +15,11 @@ from headrace.hf import HeadraceConfig, HeadraceForCausalLM
 from headrace.spec import MixerSpec
 from headrace.utils.errors import InputError
 from headrace.verification.verify import relative
-from tiny import covering, layer
+from tiny import by_state, covering, layer
 
 D, H = 32, 4
 ZOO = covering(zoo.names())  # test_laws.py has all of them
+KINDS = by_state(zoo.names())
 
 
 def model(name, **changes):
@@ -54,7 +55,7 @@ def storages(state):
 # --- a cache that may not be written into -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*ZOO, "jamba", "zamba", "gpt"])
+@pytest.mark.parametrize("name", [*KINDS, "jamba", "zamba", "gpt"])
 @torch.no_grad()
 def test_use_cache_false_does_not_change_the_cache(name):
     made, ids = model(name), torch.randint(1, 50, (2, 12))
@@ -92,8 +93,9 @@ def test_bfloat16_prompt_then_float32_tokens():
 # --- a mixer that may write into its state, and one that may not ------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.float32) for name in ZOO), *((name, torch.float64) for name in KINDS)], ids=str
+)
 @torch.no_grad()
 def test_in_place_updates_change_no_result(name, dtype):
     """From the same state twice without permission, then with it, token by token and several at once."""
@@ -182,10 +184,10 @@ def test_state_in_another_layout_is_accepted(name, how):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", KINDS)
 @torch.no_grad()
 def test_state_in_another_precision_is_accepted(name, dtype):
-    """Every mixer, by a token, by several and in a pack, goes on from the numbers that it is given."""
+    """Every kind of state, by a token, by several and in a pack, goes on from the numbers that it is given."""
     made, exact, x = layer(name), layer(name, torch.float64), torch.randn(2, 11, D)
     exact.load_state_dict(made.state_dict())
     state = changed(made(x[:, :6])[1], lambda y: y.to(dtype))

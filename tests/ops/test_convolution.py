@@ -4,16 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from equation import skip_if_missing
 from headrace.layers.linear.convolution import convolve
 from headrace.ops.backends.native import convolution
 from headrace.ops.sequences import Sequences
 from headrace.verification.verify import relative
 
-
-@pytest.fixture(autouse=True)
-def _here():
-    skip_if_missing("native")
+pytestmark = pytest.mark.usefixtures("native")
 
 
 def given(channels, tokens, rows=2, width=4, bias=True, dtype=torch.float64):

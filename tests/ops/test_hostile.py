@@ -7,7 +7,7 @@ import torch
 
 from equation import DECAYS, WAYS, B, H, K, T, V, assert_same, inputs, prepare
 from headrace import InputError, Mixer, linear_attention, zoo
-from tiny import covering
+from tiny import by_state, covering
 
 FORMS = {name: way.settings for name, way in WAYS.items()}
 KINDS = ["add", "delta", "bonus", "normalize"]
@@ -96,8 +96,11 @@ MIXERS = [name for name in zoo.names() if type(zoo.get(name)).__name__ != "Decod
 
 
 @pytest.mark.filterwarnings("ignore::headrace.GateWarning")
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e30])
-@pytest.mark.parametrize("name", covering(MIXERS))
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [*((name, torch.nan) for name in covering(MIXERS)),
+     *((name, bad) for name in by_state(MIXERS) for bad in (torch.inf, 1e30))],
+)  # fmt: skip
 def test_nonfinite_row_does_not_reach_other_rows(name, bad):
     """Outputs and the gradients to the input, with rows of a batch and with packed sequences."""
     torch.manual_seed(0)

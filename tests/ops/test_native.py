@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fresh
-from equation import DECAYS, NATIVE, B, H, T, assert_same, inputs, skip_if_missing
+from equation import DECAYS, NATIVE, B, H, T, assert_same, inputs
 from headrace import InputError, backends, linear_attention, step
 from headrace.ops.backends.native import library as native
 from headrace.ops.backends.native import structs
@@ -21,10 +21,7 @@ from headrace.ops.call import Call
 from headrace.ops.reference import literal
 from headrace.verification.verify import relative
 
-
-@pytest.fixture(autouse=True)
-def _here():
-    skip_if_missing("native")
+pytestmark = pytest.mark.usefixtures("native")
 
 
 def floats(arguments):
@@ -43,10 +40,11 @@ def called(arguments, **settings):
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("rule", ["add", "delta"])
 def test_sizes_that_are_no_multiple_of_a_vector(decay, rule):
-    for key, value, tokens in ((1, 1, 1), (3, 33, 17), (16, 1, 63), (17, 16, 65), (65, 3, 130)):
-        for chunk_size in (None, 16, 128):
-            way = NATIVE._replace(settings={"backend": "native", "chunk_size": chunk_size})
-            assert_same(inputs(decay, rows=1, tokens=tokens, groups=2, key=key, value=value), way, rule=rule)
+    """A length of chunk for each size, all of them over the decays."""
+    sizes = ((1, 1, 1), (3, 33, 17), (16, 1, 63), (17, 16, 65), (65, 3, 130))
+    for n, (key, value, tokens) in enumerate(sizes, DECAYS.index(decay)):
+        way = NATIVE._replace(settings={"backend": "native", "chunk_size": (None, 16, 128)[n % 3]})
+        assert_same(inputs(decay, rows=1, tokens=tokens, groups=2, key=key, value=value), way, rule=rule)
 
 
 @pytest.mark.parametrize("rule", ["add", "delta"])

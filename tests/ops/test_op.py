@@ -118,8 +118,8 @@ def of_chunk(way, chunk_size):
     return way._replace(settings=way.settings | {"chunk_size": chunk_size})
 
 
-@pytest.mark.parametrize("chunk_size", [1, 7, 64, 65, 1000])
-@pytest.mark.parametrize("tokens", [1, 63, 65])
+# A token, chunks of one, a chunk that is not full, chunks and a part of one, one full chunk, and far less than one.
+@pytest.mark.parametrize(("tokens", "chunk_size"), [(1, 64), (9, 1), (63, 64), (65, 7), (65, 64), (65, 65), (65, 1000)])
 @pytest.mark.parametrize("form", ["chunkwise", "batched"])
 def test_any_length_and_chunk_size_equals_the_reference(tokens, chunk_size, form, monkeypatch):
     prepare(form, monkeypatch)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from equation import selective_literally, skip_if_missing
+from equation import selective_literally
 from headrace import InputError, layers, zoo
 from headrace.extra.selective_scan import Operands
 from headrace.ops.backends.native import scan
@@ -12,9 +12,7 @@ from headrace.verification.verify import relative
 OPERATOR = torch.ops.headrace.selective_scan.default
 
 
-@pytest.fixture(autouse=True)
-def _here():
-    skip_if_missing("native")
+pytestmark = pytest.mark.usefixtures("native")
 
 
 def given(lengths, S=16, D=20):

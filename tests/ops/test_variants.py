@@ -129,21 +129,9 @@ def product_of_steps(mixer, x):
 @pytest.mark.parametrize("name", ["deltaproduct", "gated-deltaproduct", "softmax-gated-deltaproduct"])
 @pytest.mark.parametrize("steps", [2, 3])
 def test_several_steps_equal_their_product(name, steps):
-    """Outputs and all gradients; then decoding, and packed rows."""
+    """Outputs and all gradients; decoding and packs: test_laws.py."""
     mixer, x = build(f"{name}(inputs.conv=0, write.steps={steps})"), torch.randn(2, T, D).double()
-    outputs = mixer(x)[0], product_of_steps(mixer, x)
-    assert relative(*outputs) <= 1e-11
-    weight = torch.randn_like(x)
-    gradients = (torch.autograd.grad((y * weight).sum(), mixer.parameters(), retain_graph=True) for y in outputs)
-    assert all(relative(mine, theirs) <= 1e-10 for mine, theirs in zip(*gradients, strict=True))
-    with torch.no_grad():
-        state, bounds = mixer(x[:, :7])[1], torch.tensor([0, 3, 3, 2 * T])
-        for t in range(7, 10):
-            y, state = mixer(x[:, t : t + 1], state, in_place=True)
-            assert relative(y, outputs[0][:, t : t + 1]) <= 1e-11
-        row = x.reshape(1, -1, D)
-        parts = torch.cat([mixer(row[:, :3])[0], mixer(row[:, 3:])[0]], 1)
-        assert relative(mixer(row, cu_seqlens=bounds)[0], parts) <= 1e-11
+    agree(lambda x: mixer(x)[0], lambda x: product_of_steps(mixer, x), x, 1e-11, mixer.parameters())
 
 
 # --- what the delta rule removes -------------------------------------------------------------------------------------

@@ -27,17 +27,17 @@ def literal(
     r = torch.ones_like(q[..., :1]) if read_gate is None else read_gate[..., None]
     v = torch.cat([v, ones], -1) if normalize else v
     scale = K**-0.5 if scale is None else scale
-    S = k.new_zeros(B, H, K, v.shape[-1]) if initial_state is None else initial_state
-    out = []
-    for t in range(T):
-        before, S = S, g[:, t, :, :, None].exp() * S
-        target = w[:, t] * v[:, t]
+    S, out = k.new_zeros(B, H, K, v.shape[-1]) if initial_state is None else initial_state, []
+    tokens = zip(*(x.unbind(1) for x in (q, k, v, g, beta, w, r)), strict=True)  # the gradient of x[:, t] is all of x
+    for q, k, v, g, beta, w, r in tokens:
+        before, S = S, g[..., None].exp() * S
+        target = w * v
         if rule == "delta":
-            target = target - (k[:, t, :, None] @ S).squeeze(-2)
-        write = (beta[:, t] * k[:, t])[..., None] * target[..., None, :]
+            target = target - (k[:, :, None] @ S).squeeze(-2)
+        write = (beta * k)[..., None] * target[..., None, :]
         S = S + write
         seen = S if bonus is None else before + bonus[:, :, None] * write
-        seen = seen.repeat_interleave(q.shape[2] // H, 1)
-        o = scale * (q[:, t, :, None] @ seen).squeeze(-2)
-        out.append(r[:, t] * (o[..., :-1] / (o[..., -1:] + eps) if normalize else o))
+        seen = seen.repeat_interleave(q.shape[1] // H, 1)
+        o = scale * (q[:, :, None] @ seen).squeeze(-2)
+        out.append(r * (o[..., :-1] / (o[..., -1:] + eps) if normalize else o))
     return torch.stack(out, 1), S
