@@ -1,4 +1,4 @@
-"""Python code in a new process that has imported PyTorch alone, forked from one, as importing it takes longest."""
+"""Python code in a new process that has imported PyTorch alone, or more, forked from one, as importing takes longest."""
 
 import atexit
 import json
@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 ORIGIN = """
 import json, os, sys
 import torch
+{before}
 
 def become(code, arguments, folder, environment, paths):
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -22,7 +23,7 @@ def become(code, arguments, folder, environment, paths):
     os.environ.update(environment)
     os.chdir(folder)
     sys.argv, sys.path[1:1] = ["-c", *arguments], environment.get("PYTHONPATH", "").split(os.pathsep)
-    exec(compile(code, "<fresh>", "exec"), {"__name__": "__main__"})
+    exec(compile(code, "<fresh>", "exec"), {{"__name__": "__main__"}})
 
 for line in sys.stdin:
     if not (child := os.fork()):
@@ -33,19 +34,21 @@ for line in sys.stdin:
 
 
 @cache
-def origin():
-    process = subprocess.Popen([sys.executable, "-c", ORIGIN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def origin(before):
+    command = [sys.executable, "-c", ORIGIN.format(before=before)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     atexit.register(process.communicate)
     return process
 
 
-def run(code, *arguments, folder=".", **environment):
-    """`python -c code arguments` in a folder, with more variables of the environment: a CompletedProcess."""
+def run(code, *arguments, folder=".", before="", **environment):
+    """`python -c code arguments` in a folder, with more variables of the environment: a CompletedProcess. before: code
+    that has run in the process from which this one is forked."""
     with TemporaryDirectory() as captured:
         paths = [os.path.join(captured, name) for name in ("out", "err")]
         job = code, arguments, str(folder), os.environ | environment, paths
-        print(json.dumps(job), file=origin().stdin, flush=True)
-        ended = int(origin().stdout.readline())
+        print(json.dumps(job), file=origin(before).stdin, flush=True)
+        ended = int(origin(before).stdout.readline())
         texts = [Path(path).read_text("utf-8") for path in paths]
     return subprocess.CompletedProcess(code, ended, *texts)
 
