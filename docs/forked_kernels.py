@@ -10,6 +10,7 @@ import os
 import sys
 from importlib.metadata import EntryPoint, entry_points
 from multiprocessing.connection import Listener
+from multiprocessing.forkserver import _forkserver
 from threading import Thread
 from typing import Any
 
@@ -24,12 +25,21 @@ SHARED = [
 ]  # fmt: skip
 
 
+def begin(folder: str, environment: dict[str, str]) -> None:
+    """Begins a process that was forked."""
+    gc.freeze()  # what all share is not looked through for garbage
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    if not hasattr(_forkserver, "_forkserver_authkey"):  # before Python 3.14
+        # Workers of a command are forked from the same process. Python means to do this, but begins another one.
+        _forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
+
+
 def run(arguments: list[str], folder: str, environment: dict[str, str]) -> None:
     from ipykernel.kernelapp import launch_new_instance
 
-    gc.freeze()  # what all share is not looked through for garbage
-    os.chdir(folder)
-    os.environ |= environment | {"JPY_PARENT_PID": str(os.getppid())}
+    begin(folder, environment | {"JPY_PARENT_PID": str(os.getppid())})
     launch_new_instance(arguments)
 
 
@@ -61,10 +71,7 @@ class Forked(LocalProvisioner):
 
 def command(words: list[str], folder: str, environment: dict[str, str], out: str, err: str) -> None:
     """Becomes the installed command that words[0] names, which writes to the files out and err."""
-    gc.freeze()
-    os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(environment)
+    begin(folder, environment)
     for stream, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY), stream)
     sys.argv = words

@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, settings
 from torch.utils import collect_env
 
 from equation import prepare, skip_if_missing
-from groups import forked
+from groups import SHARED
 from headrace.utils.extras import EXTRAS, MissingPackage, packages
 
 gc.disable()  # until all tests are there: what is imported stays, and looking through it again and again takes seconds
@@ -132,10 +132,9 @@ def _a_number_of_threads_and_a_fixed_seed():
 
 
 @pytest.fixture(autouse=True)
-def _workers_of_comparisons_are_forked(monkeypatch):
-    """From a process that has imported what they need. That new ones work too is tested by the command itself."""
+def _workers_are_forked_from_the_process_of_all_tests(monkeypatch):
     if workers := sys.modules.get("headrace.files.workers"):
-        monkeypatch.setattr(workers, "get_context", lambda kind: forked())
+        monkeypatch.setattr(workers, "SHARED", SHARED)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Python code in a new process that has imported PyTorch alone, forked from one, as importing it takes longest."""
+"""Python code in a new process that has imported PyTorch, or more, forked from one, as importing takes longest."""
 
 import atexit
 import json
@@ -6,13 +6,10 @@ import os
 import subprocess
 import sys
 from functools import cache
+from inspect import getsource
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-# Each line of its input is a process; each line of its output is how one ended.
-ORIGIN = """
-import json, os, sys
-import torch
 
 def become(code, arguments, folder, environment, paths):
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -24,6 +21,14 @@ def become(code, arguments, folder, environment, paths):
     sys.argv, sys.path[1:1] = ["-c", *arguments], environment.get("PYTHONPATH", "").split(os.pathsep)
     exec(compile(code, "<fresh>", "exec"), {"__name__": "__main__"})
 
+
+# Each line of its input is a process; each line of its output is how one ended.
+ORIGIN = """
+import json, os, sys
+import torch
+{before}
+
+{become}
 for line in sys.stdin:
     if not (child := os.fork()):
         become(*json.loads(line))
@@ -33,21 +38,36 @@ for line in sys.stdin:
 
 
 @cache
-def origin():
-    process = subprocess.Popen([sys.executable, "-c", ORIGIN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def origin(before):
+    command = [sys.executable, "-c", ORIGIN.format(before=before, become=getsource(become))]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     atexit.register(process.communicate)
     return process
 
 
-def run(code, *arguments, folder=".", **environment):
-    """`python -c code arguments` in a folder, with more variables of the environment: a CompletedProcess."""
+def run(code, *arguments, folder=".", before="", **environment):
+    """`python -c code arguments` in a folder, with more variables of the environment: a CompletedProcess. before: code
+    that has run in the process from which this one is forked; None: that process has imported groups.SHARED."""
     with TemporaryDirectory() as captured:
         paths = [os.path.join(captured, name) for name in ("out", "err")]
         job = code, arguments, str(folder), os.environ | environment, paths
-        print(json.dumps(job), file=origin().stdin, flush=True)
-        ended = int(origin().stdout.readline())
+        ended = _forked(job) if before is None else _asked(origin(before), job)
         texts = [Path(path).read_text("utf-8") for path in paths]
     return subprocess.CompletedProcess(code, ended, *texts)
+
+
+def _asked(process, job):
+    print(json.dumps(job), file=process.stdin, flush=True)
+    return int(process.stdout.readline())
+
+
+def _forked(job):
+    from groups import forked
+
+    process = forked().Process(target=become, args=job)
+    process.start()
+    process.join()
+    return process.exitcode
 
 
 def pytest(*words, **how):

@@ -7,7 +7,9 @@ import resource
 import signal
 import socket
 import sys
+from multiprocessing.forkserver import _forkserver
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -36,9 +38,19 @@ def run(world, folder, function, *arguments):
 
 
 def begin(threads=1):
-    """Begins a process that was forked. It does not look through what all processes share for garbage."""
+    """Begins a process that was forked. It does not look through what all processes share for garbage, and its own
+    processes are forked from the same one."""
     torch.set_num_threads(threads)
     gc.freeze()
+    if not hasattr(_forkserver, "_forkserver_authkey"):  # before Python 3.14
+        # Python means to do this, but begins another process, which imports all again.
+        _forkserver.ensure_running = lambda: None
+
+
+def begun_by(process):
+    """The processes that one which was forked has had forked: the younger ones, if nothing else begins any."""
+    own = psutil.Process(process.pid)
+    return [other for other in own.parent().children() if other != own and other.create_time() >= own.create_time()]
 
 
 def _process(rank, world, folder, port, function, arguments):

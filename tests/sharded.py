@@ -28,9 +28,9 @@ def start(runs, data, processes):
     return start_each([runs] * processes, data)
 
 
-def start_each(runs, data):
+def start_each(runs, data, context=None):
     """Starts a process for each element of `runs`, the runs of this process."""
-    context, given = forked(), (len(runs), free_port(), data)
+    context, given = context or forked(), (len(runs), free_port(), data)
     group = [context.Process(target=_process, args=(rank, *given, own), daemon=True) for rank, own in enumerate(runs)]
     for process in group:
         process.start()

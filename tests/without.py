@@ -5,8 +5,9 @@ HEADRACE_WITHOUT=peft,openai python -m pytest -p without
 
 import importlib.machinery
 import os
+import sys
 
-HIDDEN = set(os.environ.get("HEADRACE_WITHOUT", "").split(","))
+HIDDEN: set[str] = set()
 _find = importlib.machinery.PathFinder.find_spec
 
 
@@ -15,3 +16,14 @@ def _find_spec(cls, name, *where):
 
 
 importlib.machinery.PathFinder.find_spec = classmethod(_find_spec)  # type: ignore[assignment]
+
+
+def hide(names):
+    """Hides these packages, and no other."""
+    HIDDEN.clear()
+    HIDDEN.update(names)
+    for name in [name for name in sys.modules if name.partition(".")[0] in HIDDEN]:
+        del sys.modules[name]  # what PyTorch imports if it is there
+
+
+hide(os.environ.get("HEADRACE_WITHOUT", "").split(","))

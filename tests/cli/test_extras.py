@@ -30,17 +30,21 @@ PARTS = {  # extra -> folders of the package that it is enough for
     "train": ("data", "training", "training/recipes"),
     "serve": ("serving",),
 }
+# What processes in which no packages but those of [models] are found, or more of them, have imported.
+MODELS = f"""
+sys.path.append({str(ROOT / "tests")!r})
+import without
+without.hide({sorted(OPTIONAL - {*extras.packages("models"), *BROUGHT})})
+import headrace.hf
+"""
 # Runs each line of Python, where packages are not found as if they were not installed.
-RUN = """
-import contextlib, importlib.machinery, io, json, shlex, sys
+RUN = f"""
+import contextlib, io, json, shlex, sys
 
 lines, missing = json.loads(sys.argv[1]), json.loads(sys.argv[2])
-find = importlib.machinery.PathFinder.find_spec
-importlib.machinery.PathFinder.find_spec = classmethod(
-    lambda cls, name, *where: None if name.split(".")[0] in missing else find(name, *where)
-)
-for name in [name for name in sys.modules if name.split(".")[0] in missing]:
-    del sys.modules[name]  # what PyTorch imports if it is there
+sys.path.append({str(ROOT / "tests")!r})
+import without
+without.hide(missing)
 import headrace
 from headrace.cli import main
 
@@ -62,8 +66,8 @@ print(json.dumps(ended))
 """
 
 
-def run(lines, missing, folder):
-    result = fresh.run(RUN, json.dumps(list(lines)), json.dumps(list(missing)), folder=folder)
+def run(lines, missing, folder, before=""):
+    result = fresh.run(RUN, json.dumps(list(lines)), json.dumps(list(missing)), folder=folder, before=before)
     assert result.returncode == 0, result.stderr[-2000:]
     return zip(lines, json.loads(result.stdout.splitlines()[-1]), strict=True)
 
@@ -93,7 +97,7 @@ def test_commands_import_with_their_extra_alone(installed, parts, tmp_path):
     files = [file for file in files if installed == "gguf" or file.stem != "gguf"]  # which has an extra of its own
     modules = sorted(f"headrace.{file.relative_to(PACKAGE).with_suffix('')}".replace("/", ".") for file in files)
     missing = OPTIONAL - {*extras.packages(installed), *BROUGHT}
-    outcomes = run([f"import {module.removesuffix('.__init__')}" for module in modules], missing, tmp_path)
+    outcomes = run([f"import {module.removesuffix('.__init__')}" for module in modules], missing, tmp_path, MODELS)
     assert [(line, code) for line, (code, _) in outcomes if code != "done"] == [] and len(modules) > 4
 
 
@@ -104,7 +108,9 @@ def test_training_runs_without_matplotlib_and_tensorboard(tmp_path):
     commands = ["prepare text.txt --train-bpe 280 --length 64 --output data", train, "curves run"]
     lines = [f"with open('out', 'w') as out, contextlib.redirect_stdout(out): run({c!r})" for c in commands[:2]]
     missing = OPTIONAL - {*extras.packages("train"), *BROUGHT}
-    prepared, trained, curves = (ended for _, ended in run([*lines, f"run({commands[2]!r})"], missing, tmp_path))
+    prepared, trained, curves = (
+        ended for _, ended in run([*lines, f"run({commands[2]!r})"], missing, tmp_path, MODELS)
+    )
     assert prepared[0] == trained[0] == 0, (prepared, trained)
     no_curves = 'curves.png needs the extra [studies]: pip install "headrace[studies]"; then headrace'
     assert no_curves in (tmp_path / "out").read_text("utf-8")
@@ -133,7 +139,7 @@ NEEDED = {  # by a package: a line that needs it, and what then misses it in whi
 
 def test_tasks_and_trackers_name_the_missing_extra(tmp_path):
     pytest.importorskip("datasets", reason="the extra [train] is not installed")
-    outcomes = run([line for line, *_ in NEEDED.values()], NEEDED, tmp_path)
+    outcomes = run([line for line, *_ in NEEDED.values()], NEEDED, tmp_path, MODELS)
     for (_, user, extra), (_, (code, message)) in zip(NEEDED.values(), outcomes, strict=True):
         assert code in (2, "MissingPackage")
         sentence = f'{user} needs the extra [{extra}]: pip install "headrace[{extra}]"'

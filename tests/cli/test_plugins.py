@@ -99,7 +99,6 @@ def test_commands_take_the_checkpoint_of_a_plug_in_and_name_it_if_it_is_missing(
 def test_checkpoint_of_a_spec_needs_no_plug_in(folder, run_command):
     model = checkpoint(folder, "softmax-fading-delta")
     assert run_command("generate", model, "--prompt", "It", "--max-new-tokens", 3).code == 0
-    assert run_command("export", model, "--to", "onnx", "--output", "onnx").code == 0
 
 
 def test_loaded_model_computes_the_same_and_a_changed_file_is_said(folder):

@@ -51,7 +51,7 @@ class Page(HTMLParser):
         self.text += data
 
 
-@pytest.mark.slow(seconds=120)
+@pytest.mark.slow(seconds=100)
 def test_site_builds_without_warnings_or_external_assets(tmp_path):
     """One build for all checks. The outputs of a page may come from build/notebooks if neither the page nor the library
     has changed since (docs/conf.py)."""

@@ -67,9 +67,9 @@ def test_a_report_has_a_picture_for_all_that_was_measured(tmp_path):
     assert {path.name for path in tmp_path.glob("by-*")} == {"by-pairs-score.png", "by-pairs-capacity.png"}
 
 
-def test_many_mixers_are_drawn_backbone_by_backbone(tmp_path):
+def test_many_mixers_are_drawn_backbone_by_backbone_in_one_file(tmp_path):
     assert len(BY_BACKBONE) > MANY
-    data = many(1, BY_BACKBONE)
+    data = many(3, BY_BACKBONE)
     for arm in data["arms"]:
         arm["curve"][-1]["gates"] = gates([0.6, 0.4]) if arm["mixer"] == "softmax-gla" else []
     (comparison,) = summarize(data)
@@ -77,6 +77,8 @@ def test_many_mixers_are_drawn_backbone_by_backbone(tmp_path):
     assert [ax.get_title(loc="left") for ax in entropy.axes if ax.lines] == ["gla"]
     page = write_report(data, tmp_path).read_text("utf-8")
     assert all(f"</i>{name}</span></td>" in page for name in BY_BACKBONE)
+    assert not re.search(r"(src|href)=.?(http|/)", page)
+    assert page.count("</svg>") == len(list(tmp_path.glob("*.png"))) == 4
 
 
 # --- the page --------------------------------------------------------------------------------------------------------
@@ -84,12 +86,6 @@ def test_text_on_a_page_is_no_markup(tmp_path):
     page = Page("Title", ["about <b>"], [Section("A", sentences=("x < y & <script>",))], command="headrace <i>")
     text = page.write(tmp_path / "page.html").read_text("utf-8")
     assert "x &lt; y &amp; &lt;script&gt;" in text and "about &lt;b&gt;" in text and "headrace &lt;i&gt;" in text
-
-
-def test_a_report_of_many_mixers_is_one_file(tmp_path):
-    page = write_report(many(3, BY_BACKBONE), tmp_path).read_text("utf-8")
-    assert "softmax-retnet" in page and not re.search(r"(src|href)=.?(http|/)", page)
-    assert page.count("</svg>") == len(list(tmp_path.glob("*.png"))) == 2
 
 
 def test_a_mixer_has_one_colour_in_every_table_and_picture(tmp_path):

@@ -435,9 +435,9 @@ def test_needles_in_local_essays_need_no_download(checkpoints, tmp_path, monkeyp
     folder.mkdir(parents=True)
     for name in "ab":
         (folder / f"{name}.txt").write_text("One is a way. So it is! Do we go on? " * 60)
-    plan = EvaluationPlan("niah_single_2,niah_single_3", (4096,), str(tmp_path / "data"), limit=1)
+    plan = EvaluationPlan("niah_single_2,niah_single_3", (1024,), str(tmp_path / "data"), limit=1)
     found = evaluate([checkpoints["softmax-gla"]], plan, MACHINE, tmp_path / "out")
-    assert not found.missing and list(found.items["softmax-gla"]) == ["niah_single_2@4096", "niah_single_3@4096"]
+    assert not found.missing and list(found.items["softmax-gla"]) == ["niah_single_2@1024", "niah_single_3@1024"]
     assert all(len(record["samples"]) == 1 for record in found.items["softmax-gla"].values())
     assert capsys.readouterr().err.count(local.UNTRAINED) == 1
     sentences = nltk.sent_tokenize("It is 3.5 now. So it is! Do we go on? No.")

@@ -4,16 +4,15 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+import fresh
 from damage import change_digit
-from groups import forked
+from groups import begin, begun_by, forked
 from headrace.files import engine, workers
 from headrace.files.engine import Claim, Point, run
 from headrace.files.hub import check_config, is_on_the_hub
@@ -118,6 +117,7 @@ def test_an_error_of_a_measurement_ends_the_run(tmp_path, devices):
 
 # --- killed -------------------------------------------------------------------------------------------------------
 def run_slowly(folder, devices):
+    begin()
     with locked(folder):
         run(folder, PLAN, points(*range(8)), slowly, workers=devices)
 
@@ -131,7 +131,7 @@ def test_a_run_that_is_killed_at_any_moment_goes_on(tmp_path, devices):
         process = forked().Process(target=run_slowly, args=(tmp_path / "run", devices))
         process.start()
         wait_for(lambda: len(written(tmp_path)) >= count and (tmp_path / "run").exists(), process)  # noqa: B023
-        family = psutil.Process(process.pid).children(recursive=True)
+        family = begun_by(process)
         process.kill()
         process.join(PATIENCE)
         assert not psutil.wait_procs(family, timeout=PATIENCE)[1]
@@ -210,13 +210,14 @@ def test_workers_are_at_least_one():
 
 
 def test_workers_know_the_functions_of_a_module_that_was_run_by_its_name(tmp_path):
-    """`python -m NAME`, whose functions are those of `__main__`."""
+    """`python -m NAME`, whose functions are those of `__main__`; by a worker that is not forked, as with a GPU."""
     (tmp_path / "named.py").write_text(
         "from headrace.files.workers import distribute\n"
         "def twice(n, worker): worker.report(2 * n)\n"
-        "if __name__ == '__main__': distribute(twice, [(21,)], ['cpu'], lambda i, news: print(news))\n"
+        "if __name__ == '__main__': distribute(twice, [(21,)], ['cuda:0'], lambda i, news: print(news))\n"
     )
-    done = subprocess.run([sys.executable, "-m", "named"], cwd=tmp_path, capture_output=True, text=True)
+    module = "import runpy; runpy.run_module('named', run_name='__main__', alter_sys=True)"
+    done = fresh.run(module, folder=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.stdout == "42\n", done.stderr
 
 

@@ -318,7 +318,7 @@ def test_every_instruction_set_gives_the_same_results():
     """Of calls, and of a layer's tokens. Less than the machine has can be asked for, once in a process: in three,
     forked before the library is loaded."""
     script = """
-import os, sys, pytest, torch
+import os, sys, pytest, torch, transformers.generation, transformers.modeling_layers
 isa = next((isa for isa in sys.argv[1:] if not (child := os.fork()) or os.waitpid(child, 0)[1]), None)
 if isa is None:
     sys.exit()

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -33,8 +34,6 @@ from headrace.utils.integrity import CHECKSUMS
 from sharded import Run, ended, start_each, train_all
 from trained import arguments, plain_loss, recipe, signalled, train
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-QUIET = os.environ | {"OMP_NUM_THREADS": "1"}
 SHORT = {"tokens": 128 * 2, "evaluate_rows": 2}
 
 
@@ -181,25 +180,30 @@ def alive(pid):
         return False
 
 
-@pytest.mark.slow
+def as_torchrun(run, data):
+    """Begins two processes of a run, as its parent, and waits for them."""
+    groups.begin()
+    os.environ["TORCHELASTIC_RUN_ID"] = "one"
+    ended(start_each([[run]] * 2, data, get_context("fork")))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere orphans go on to their end")
 @pytest.mark.parametrize("launcher", ["prepare", "torchrun"])
 def test_children_of_a_killed_process_end(prepared, tmp_path, launcher):
-    script, text = tmp_path / "program.py", tmp_path / "text.jsonl"
-    script.write_text("from headrace.cli import main\nmain()\n")
+    text = tmp_path / "text.jsonl"
     text.write_text((json.dumps({"text": "some words " * 200}) + "\n") * 20000)
     folder = tmp_path / "folder"
-    if launcher == "torchrun":
-        command = [*TORCHRUN, str(script), *arguments(prepared, folder, tokens=1e9)]
-        process = subprocess.Popen(command, env=QUIET, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    else:
+    if launcher == "prepare":
         process = groups.command(tmp_path, launcher, text, "--workers", "2", "--output", folder)
+    else:
+        process = groups.forked().Process(target=as_torchrun, args=(Run(folder, {"tokens": 1e9}), prepared))
+        process.start()
     sign = {"torchrun": lambda: list(folder.glob("checkpoint-*"))}.get(launcher, lambda: True)
     below = wait_for(lambda: sign() and len(found := children(process.pid)) >= 2 and found)
     if launcher == "prepare":
         time.sleep(1)
     process.kill()
-    (process.wait if launcher == "torchrun" else process.join)()
+    process.join()
     wait_for(lambda: not any(map(alive, below)), 10)
 
 

@@ -233,8 +233,9 @@ def test_fewer_processes_than_requested_are_refused(data, tmp_path, monkeypatch)
 @pytest.mark.slow
 def test_two_processes_train_like_one(data, prepared, tmp_path):
     """The losses are those of one process with twice the rows. Started by the file of docs/training.md."""
-    train(data, tmp_path / "1", micro_batch=4)
-    settings = [f"{name}={value}" for name, value in TINY.items()]
+    few = {"tokens": 128 * 6}
+    train(data, tmp_path / "1", micro_batch=4, **few)
+    settings = [f"{name}={value}" for name, value in (TINY | few).items()]
     launch = Path(__file__).parents[2] / "docs" / "launch" / "torchrun.sh"
     there = {"DEVICES": "2", "RECIPE": "laptop-1m", "DATA": str(prepared), "OUTPUT": str(tmp_path / "2")}
     there |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}

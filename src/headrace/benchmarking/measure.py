@@ -7,13 +7,13 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..files.workers import context
 from ..hf import HeadraceForCausalLM
 from ..utils import plugins
 from ..utils.errors import InputError
@@ -94,7 +94,7 @@ def memory(point: Point, plan: BenchPlan) -> dict[str, Measured]:
     """Peak memory of a training step. Each model has its own process, as the peak of a process never falls."""
     peaks: dict[str, Measured] = {}
     for name in plan.models:
-        with ProcessPoolExecutor(1, get_context("spawn"), plugins.load, (list(plugins.LOADED),)) as pool:
+        with ProcessPoolExecutor(1, context([plan.device]), plugins.load, (list(plugins.LOADED),)) as pool:
             try:
                 peaks[name] = {"bytes": pool.submit(peak, name, point, plan).result()}
             except BrokenProcessPool:

@@ -1,5 +1,6 @@
 """Worker processes. A worker does job after job on one device; on a CPU, with one thread."""
 
+import gc
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from itertools import cycle, islice
 from multiprocessing import active_children, get_context, parent_process
+from multiprocessing.context import BaseContext
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -20,6 +22,8 @@ from .devices import see_only
 from .processes import handling
 
 Listen = Callable[[int, Any], None]  # (index of a job, what it reports)
+# Importing this takes seconds, longer than a small job.
+SHARED = ["headrace.hf"]
 
 
 class Worker(NamedTuple):
@@ -43,6 +47,17 @@ def place_workers(devices: Sequence[str], wanted: int | None) -> list[str]:
     return list(islice(cycle(devices), wanted or (cores if list(devices) == ["cpu"] else len(devices))))
 
 
+def context(devices: Sequence[str]) -> BaseContext:
+    """How processes for the devices begin. On Linux and a CPU they are forked from a process that has imported SHARED
+    once, for all of them, and has neither the threads of this process nor its data. A process with a GPU begins anew:
+    the driver does not survive a fork. So does one on macOS, whose libraries do not."""
+    if sys.platform != "linux" or any(device != "cpu" for device in devices):
+        return get_context("spawn")
+    forking = get_context("forkserver")
+    forking.set_forkserver_preload(SHARED)
+    return forking
+
+
 def distribute(call: Callable, jobs: Sequence[tuple], devices: Sequence[str], listen: Listen) -> None:
     """Calls call(*job, worker) for every job in worker processes on the devices; `listen` is called in this process.
 
@@ -53,18 +68,14 @@ def distribute(call: Callable, jobs: Sequence[tuple], devices: Sequence[str], li
     """
     if not jobs:
         return
-    context, others = get_context("spawn"), set(active_children())
-    events, free_devices = context.SimpleQueue(), context.SimpleQueue()
+    how, others = context(devices), set(active_children())
+    events, free_devices = how.SimpleQueue(), how.SimpleQueue()
     for device in devices:
         free_devices.put(device)
-    size = min(len(devices), len(jobs))
-    with ProcessPoolExecutor(
-        size, context, initialize_worker, (events, free_devices, list(plugins.LOADED))
-    ) as executor:
-        with (
-            handling(signal.SIG_IGN, signal.SIGINT),
-            without_main(),
-        ):  # workers inherit both: only this process handles Ctrl-C
+    size, given = min(len(devices), len(jobs)), (events, free_devices, dict(os.environ), list(plugins.LOADED))
+    with ProcessPoolExecutor(size, how, initialize_worker, given) as executor:
+        # Workers inherit both: only this process handles Ctrl-C.
+        with handling(signal.SIG_IGN, signal.SIGINT), without_main():
             futures = {executor.submit(call_in_worker, call, i, job) for i, job in enumerate(jobs)}
         try:
             wait_for(futures, events, listen)
@@ -110,13 +121,17 @@ send_to_parent: Callable[[tuple[int, Any]], None]
 worker_device: str
 
 
-def initialize_worker(events, devices, plugin_names) -> None:
+def initialize_worker(events, devices, environment, plugin_names) -> None:
     global send_to_parent, worker_device
     send_to_parent, worker_device = events.put, devices.get()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.clear()  # that of the process from which this one was forked may be older
+    os.environ.update(environment)
     see_only(worker_device)
     import torch
     import transformers
 
+    gc.freeze()  # what is imported stays: no collection looks through it
     plugins.load(plugin_names)  # before a job is unpickled, which may have a task of a plug-in
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
