@@ -17,6 +17,7 @@ from headrace.benchmarking.models import Shape, build, cache_bytes
 from headrace.benchmarking.plan import BenchPlan, Point, points
 from headrace.convert.flash import mlp_width
 from headrace.evaluation import findings, scores, unigram
+from headrace.evaluation.report import forest
 from headrace.evaluation.report import report as evaluated
 from headrace.evaluation.run import Evaluation, EvaluationPlan
 from headrace.inspection.recorder import record
@@ -156,12 +157,14 @@ def test_peers_are_as_wide_and_deep_as_ours():
 
 
 # --- eval ------------------------------------------------------------------------------------------------------------
-def test_the_interval_of_a_difference_is_of_students_t_over_rows():
+def test_a_picture_shows_the_interval_of_a_difference():
     a, b = torch.randn(2, 50, dtype=torch.float64)
     records = {name: stored.record(side.tolist()) for name, side in (("a", a), ("b", b))}
-    difference = (b - a).numpy()
+    (axes,) = forest([scores.difference("b", "a", "piqa", "acc", records)]).axes
+    (bar,) = axes.containers
+    difference = 100 * (b - a).numpy()
     expected = stats.t.interval(0.95, 49, difference.mean(), stats.sem(difference))
-    assert scores.difference("b", "a", "piqa", "acc", records).mean.interval == pytest.approx(expected)
+    assert bar.lines[2][0].get_segments()[0][:, 0] == pytest.approx(expected)
 
 
 def test_perplexities_and_bits_of_a_text():
@@ -197,7 +200,7 @@ def test_the_metrics_of_other_lengths_of_a_needle_task_are_left_out():
 def test_the_page_says_how_many_rows_were_evaluated(limit, said, tmp_path):
     models = {name: {"piqa": stored.record([1.0, 0.0])} for name in "ab"}
     evaluation = Evaluation(EvaluationPlan("piqa", limit=limit), models, {})
-    page = evaluated(evaluation, {"a": "a", "b": "b"}).write(tmp_path / "report.html").read_text("utf-8")
+    page = evaluated(evaluation, {"a": "a", "b": "b"}, tmp_path).write(tmp_path / "report.html").read_text("utf-8")
     assert said in page and ("the first" in page) == (limit is not None)
 
 

@@ -282,7 +282,7 @@ def test_a_layer_trains_on_one_token():
 
 def test_a_step_in_a_transform_is_refused():
     x = torch.randn(2, 1, H, K)
-    with pytest.raises(InputError, match="its step supports neither transforms"):
+    with pytest.raises(InputError, match="it supports neither transforms"):
         torch.func.vmap(lambda x: step(x, x, x, backend="triton"))(x)
 
 
