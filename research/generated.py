@@ -112,6 +112,15 @@ def program(name: str) -> str:
     return "\n".join(import_module(f"research.{name}").lines())
 
 
+def released_needles() -> str:
+    """The needles that a released model finds, and what it finds with linear layers, in % of the prompts."""
+    rows = read_csv(RESULTS / "needles.csv")
+    found = {(row["model"], row["task"], row["tokens"]): f"{100 * float(row['found']):.0f}" for row in rows}
+    models, places = (list(dict.fromkeys(key)) for key in zip(*((key[0], key[1:]) for key in found), strict=True))
+    header = ["model", *(f"S-NIAH-{task[-1]}, {int(tokens):,}" for task, tokens in places)]
+    return "\n".join(markdown(header, [[model, *(found[model, *place] for place in places)] for model in models]))
+
+
 def negatives() -> str:
     """The titles of the lab book's negative results, as links."""
     log = (ROOT / "research" / "docs" / "log.md").read_text("utf-8")
@@ -498,7 +507,7 @@ MADE: dict[str, Callable[..., str]] = {
         holds, score, points, converged, start, ablation, settings, remaining, sooner, missed, demo, demo_gain, rate,
         searched, defaults, figures, needles, speed, losses, benchmark, server, prefix_cache, speculation, beams,
         verified, study_if_kept, published_text, reached, paper, tables_as_published, state, needle, curve, gpu_cost,
-        recurrences,
+        recurrences, released_needles,
     )
 }  # fmt: skip
 
