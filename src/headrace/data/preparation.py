@@ -37,7 +37,7 @@ WHOLE = (
     "and takes memory for the longest"
 )
 FEWER = "the sources ended after {:,} of {:,} training tokens; a larger --sample, or more sources, give more"
-BLOCK = 1 << 23  # bytes of text in a block
+BLOCK = 1 << 22  # bytes of text in a block
 
 
 @dataclass(frozen=True)

@@ -25,13 +25,13 @@ _tokenizer: Any = None  # of this worker: its Encoder, and the end token
 def tokenized_blocks(
     blocks: Iterable[Block], tokens: PreTrainedTokenizerFast, workers: int
 ) -> Generator[Made, None, None]:
-    """What is made of each block, in order. At most `workers` + 2 blocks wait for the one before them. InputError if a
+    """What is made of each block, in order. At most `workers` blocks wait for the one before them. InputError if a
     worker was killed."""
     queue: deque[tuple[Future[dict[str, Tokens]], list[Row]]] = deque()
     with _pool(tokens, workers) as pool:
         for block in blocks:
             queue.append((pool.submit(_tokenize, block.texts), block.bad))
-            if len(queue) > workers + 2:
+            if len(queue) > workers:
                 yield _result(*queue.popleft())
         while queue:
             yield _result(*queue.popleft())
