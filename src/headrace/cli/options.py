@@ -45,7 +45,9 @@ def setting(
         shown: what a default of None stands for; None: "none".
         kind: `option` or `argument`.
     """
-    known = kind(help, *names, default="none" if default is shown is None else shown, **more)
+    if default is None and shown is None:
+        shown = "none"
+    known = kind(help, *names, default=shown, **more)
     return field(default=MISSING if default is ... else default, metadata={"known": known})
 
 
@@ -72,10 +74,8 @@ def takes(record: type[T]) -> Callable[[Callable[[T], Result]], Callable[..., Re
 
 def _hints(record: type) -> dict[str, Any]:
     """The types of a record's fields, with what Typer is to know of them."""
-    hints, known = (
-        get_type_hints(record, include_extras=True),
-        {f.name: f.metadata.get("known") for f in fields(record)},
-    )
+    hints = get_type_hints(record, include_extras=True)
+    known = {f.name: f.metadata.get("known") for f in fields(record)}
     return {name: Annotated[hint, known[name]] if known[name] else hint for name, hint in hints.items()}
 
 

@@ -65,9 +65,8 @@ def texts_of(rows: Iterable[Row]) -> Texts:
     return Texts([row.text for row in mine], begins, ends, sum(row.size for row in mine))
 
 
-BadRows = dict[
-    str, dict[str, Any]
-]  # {what is wrong with rows: {"rows": their number, "first": the place of the first}}
+# {what is wrong with rows: {"rows": their number, "first": the place of the first}}
+BadRows = dict[str, dict[str, Any]]
 
 
 def bad_rows(rows: Iterable[Row], before: BadRows | None = None) -> BadRows:
