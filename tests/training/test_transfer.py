@@ -105,6 +105,26 @@ def test_only_what_is_new_has_gradients_and_moments(mixer, teacher, data, tmp_pa
     assert moments == 2 * new
 
 
+def test_a_dropped_window_leaves_the_memory_alone_in_training(teacher, data, tmp_path):
+    """Not in an evaluation; in some steps, the same ones in a run that goes on."""
+    told, found = {}, {}
+    for share in (0.0, 0.5, 1.0):
+        imitation, errors = imitation_of(teacher, mixer="lolcats(window=4)"), told.setdefault(share, [])
+        settings = replace(SETTINGS, window_dropout=share)
+        batch = next(module.batches(data, settings, CPU))
+        with module.silent(layer.near for layer in imitation.layers.values()), torch.no_grad():
+            alone = imitation(batch["input_ids"]).mean().item()
+        folder = tmp_path / str(share)
+        found[share] = transfer(imitation, data, settings, folder, CPU, lambda _, x, to=errors: to.append(x), threads=1)
+        layer = imitation.layers["0"]
+        assert not layer.near._forward_hooks and (layer.window_factor.std() > 0) == (share < 1)
+    assert told[1.0][0] == pytest.approx(alone) and told[0.5][0] in (told[0.0][0], told[1.0][0])
+    assert told[0.0][0] < 0.9 * alone and len({*map(tuple, told.values())}) == 3
+    assert found[0.0]["before"] == found[0.5]["before"] == found[1.0]["before"]
+    dropped = [module.drops_windows(replace(SETTINGS, window_dropout=0.3), step) for step in range(2000)]
+    assert 0.25 < sum(dropped) / 2000 < 0.35
+
+
 def test_a_gate_that_is_taken_over_stays(data, tmp_path):
     gated = tiny.build("gqa(gate=channel)", num_hidden_layers=1, vocab_size=257).float().eval()
     imitation = Imitation(gated, linearize(gated, HEDGEHOG))
@@ -324,6 +344,11 @@ def test_a_killed_command_goes_on(folder, prepared, tmp_path, run_command, monke
         (["--lr", "0"], "lr=0"),
         (["--steps", "0"], "--steps=0; expected at least 1"),
         (["--mixer", "mesa"], "mixer='mesa' is a plug-in"),
+        (
+            ["--window-dropout", "0.5"],
+            "--window-dropout=0.5 with --mixer='hedgehog(decay.kind=sigmoid-head)', which has",
+        ),
+        (["--window-dropout", "2"], "window_dropout=2; expected at most 1"),
     ],
 )
 def test_bad_options_are_one_sentence(words, sentence, folder, prepared, tmp_path, run_command):

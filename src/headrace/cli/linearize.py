@@ -42,6 +42,9 @@ class LinearizeOptions:
     trains: str = setting(
         "What trains: new (what the old layers do not have), or all weights of the new layers.", "new"
     )
+    window_dropout: float = setting(
+        "Share of the steps in which layers with a window read their memory alone, lest they learn to ignore it.", 0.0
+    )
     precision: str = setting("Of activations: float32, or bfloat16 by autocast. Weights are not rounded.", "float32")
     held_out: int = setting("Held-out rows on which the errors and losses are measured.", 16)
     seed: int = setting("Random seed of new weights and of the order of the rows.", 0)
@@ -60,7 +63,7 @@ class LinearizeOptions:
         """The settings of the training."""
         from ..training.transfer import Transfer
 
-        own = {"lr", "trains", "rows", "precision", "held_out", "seed"}
+        own = {"lr", "trains", "rows", "window_dropout", "precision", "held_out", "seed"}
         return Transfer(updates=self.steps, **{name: getattr(self, name) for name in own})
 
 
@@ -69,10 +72,9 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
     """Make attention layers of a trained model linear, and train them to imitate attention.
 
     The new layers take over q, k, v and o. Each is trained to give what the old one gave for the same input, all at
-    once; nothing else trains. The whole model can then be trained on text, by `headrace train RECIPE mixer=checkpoint
-    weights=OUTPUT teacher=CHECKPOINT`. After an interruption, the same command goes on. OUTPUT/report.html shows what
-    each layer imitates, what the model loses without it, how fast both models generate, and the next commands;
-    OUTPUT/linearize.json has the numbers."""
+    once; nothing else trains. After an interruption, the same command goes on. OUTPUT/report.html shows what each layer
+    imitates, what the model loses without it, the state and speed of both models, and the commands that train the model
+    as a whole; OUTPUT/linearize.json has the numbers."""
     from ..convert.checkpoint import read_config, read_tokenizer
     from ..data import open_data
     from ..training.linear import Keep, checked
