@@ -135,7 +135,8 @@ def _write(one: LinearizeOptions, keep: Any, data: Any, work: Path, ready: Path)
     from ..utils.extras import named
 
     set_seed(one.seed)
-    model, device, console = load(one.checkpoint), torch.device(on_device(one.device)), terminal()
+    model: Any = load(one.checkpoint)
+    device, console = torch.device(on_device(one.device)), terminal()
     shown = 1 if console.is_terminal else max(one.steps // 10, 1)
     with telling(console) as say:
 
