@@ -14,7 +14,7 @@ from ..convert.linearize import attention_layers, linear_config, with_linear_lay
 from ..data import Collator, PackedData
 from ..data.rows import ORDER, evenly_spaced, full_rows
 from ..extra.windowed import WindowedMixer
-from ..files.provenance import claim
+from ..files.provenance import claim, defaults
 from ..hf.config import HeadraceConfig
 from ..hf.model import HeadraceForCausalLM
 from ..spec.serialize import to_json
@@ -90,7 +90,8 @@ def imitate(
         linear.model.backbone.layers[i].mixer.float()
     folder.mkdir(exist_ok=True)
     plan = {"mixer": to_json(linear.config.mixers[changed[0]]), "layers": changed, "settings": asdict(settings)}
-    claim(folder, json.loads(json.dumps(plan | {"order": ORDER})))  # as it is read back: lists for tuples
+    plan = json.loads(json.dumps(plan | {"order": ORDER}))  # as it is read back: lists for tuples
+    claim(folder, plan, optional=defaults({"settings": settings}))
     nats = {"original": held_out_loss(model, data, settings), "replaced": held_out_loss(linear, data, settings)}
     imitation = Imitation(model, linear, settings.trains)
     errors = transfer(imitation, data, settings, folder, device, tell, threads)
