@@ -10,7 +10,7 @@ from inspect import getsource
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-TRANSFORMERS = "import transformers.generation, transformers.modeling_layers"  # most of what importing headrace.hf takes
+TRANSFORMERS = "import transformers.generation, transformers.modeling_layers"  # most of what headrace.hf takes
 
 
 def become(code, arguments, folder, environment, paths):
