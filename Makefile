@@ -15,16 +15,20 @@ TORCH := "torch==2.13.*" $(if $(TORCH_INDEX),--retries 0 --extra-index-url $(TOR
 # long as to run them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-quick test-lowest test-newest versions test-gpu test-released lint format docs generated golden linkcheck native sanitize races bench lines clean
+.PHONY: demo test test-docs test-quick test-lowest test-newest versions test-gpu test-released lint format docs generated golden linkcheck native sanitize races bench lines clean
 
 demo: $(VENV)/.studies
 	$(BIN)/headrace compare
 
 # Without a C++ compiler headrace runs on PyTorch alone; who changes it must have one, or set HEADRACE_NATIVE=off.
-test test-quick $(VENV)/.dev: export HEADRACE_NATIVE ?= required
+test test-docs test-quick $(VENV)/.dev: export HEADRACE_NATIVE ?= required
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+# What the pages say of the code is so, and their site builds.
+test-docs: $(VENV)/.dev
+	$(BIN)/python -m pytest -n auto --dist worksteal docs/tests
 
 # One law, one reference and one command of each kind, for someone who is editing: a minute on two cores.
 test-quick: $(VENV)/.dev

@@ -1,7 +1,7 @@
 """What the manual takes from the code: the Markdown that a function NAME of this module returns.
 
 A page that is also read on GitHub, and the README, keep it in parts (parts.py), where `python docs/generated.py` writes
-it and tests/cli/test_site.py compares it. The reference, which Sphinx takes from docstrings, has the directive
+it and docs/tests/test_site.py compares it. The reference, which Sphinx takes from docstrings, has the directive
 `{generated} NAME ARGUMENT ...`. As a Sphinx extension, this module also turns docstrings into reStructuredText.
 """
 

@@ -10,6 +10,8 @@ from inspect import getsource
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+TRANSFORMERS = "import transformers.generation, transformers.modeling_layers"  # most of what headrace.hf takes
+
 
 def become(code, arguments, folder, environment, paths):
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -5,6 +5,7 @@ Both models compute in float64, unless a test is of float32.
 """
 
 import json
+from copy import deepcopy
 from dataclasses import fields
 
 import pytest
@@ -65,7 +66,7 @@ def test_logits_equal_theirs(kind, variant, pairs):
     # In float32 their own error, beside float64, is the measure where weights this large amplify rounding.
     single = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     own_error = relative(single(ids, use_cache=False, return_dict=True).logits, expected)
-    ours, cache = import_checkpoint(path).float(), HeadraceCache()  # whose single tokens the native kernels compute
+    ours, cache = deepcopy(ours).float(), HeadraceCache()  # whose single tokens the native kernels compute
     pieces = [ours(part, past_key_values=cache, use_cache=True).logits for part in ids.split([20, *[1] * 8], 1)]
     for computed in (ours(ids).logits, torch.cat(pieces, 1)):
         assert relative(computed, expected) < max(1e-5, 4 * own_error)
@@ -92,8 +93,8 @@ def test_cached_decoding_and_padding_equal_their_logits(kind, variant, pairs):
 @pytest.mark.parametrize(("kind", "variant"), VARIANTS)
 def test_gradients_equal_theirs(kind, variant, pairs, tmp_path):
     """Of a weighted sum of the logits."""
-    _, _, path = pairs(kind, variant)
-    theirs, ours = read(path), import_checkpoint(path)
+    *models, path = pairs(kind, variant)
+    theirs, ours = map(deepcopy, models)
     ids = tokens(theirs, 2, T)
     weights = torch.randn(2, T, theirs.config.vocab_size, dtype=torch.float64)
     (logits(theirs, ids) * weights).sum().backward()

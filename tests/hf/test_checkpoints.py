@@ -299,6 +299,17 @@ def test_stored_config_is_replaced_as_a_whole(tmp_path, read, change):
     assert holds(read(tmp_path, **changes))
 
 
+def test_fields_changed_in_place_are_read():
+    """The specs of a config are read once for each JSON that they have."""
+    changed = config("gla")
+    before = changed.stack
+    changed.mixer["heads"]["expand_v"] = 2.0
+    changed.style["norm"] = "layer"
+    assert changed.stack is not before is config("gla").stack
+    assert changed.mixers == [zoo.get("gla(heads.expand_v=2.0)")] * 2
+    assert changed.sizes.style.norm == changed.stack.style.norm == "layer"
+
+
 def test_changes_of_a_stored_config_are_checked(tmp_path):
     build("gla").save_pretrained(tmp_path)
     with pytest.raises(InputError, match="num_heads=-1; expected a positive integer"):

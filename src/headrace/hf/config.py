@@ -1,6 +1,7 @@
 """The configuration of a headrace model for transformers, which a checkpoint keeps as config.json."""
 
-from collections.abc import Iterable
+import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +130,7 @@ class HeadraceConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
-        """As in transformers, but fields changed by `kwargs` are checked together with the others, as in the
-        constructor."""
+        """As in transformers, but checks the fields that `kwargs` change together with the others."""
         known = cls.__annotations__.keys() | cls.attribute_map.keys()
         changed = {name: kwargs.pop(name) for name in known & kwargs.keys()}
         replaced = {cls.attribute_map.get(name, name) for name in changed} | ({"mlp"} if "style" in changed else set())
@@ -170,11 +170,9 @@ class HeadraceConfig(PreTrainedConfig):
             self.mixer = to_json(spec)
             return as_decoder(spec).style
         specs = [_known(mixer, Spec | Layer) for mixer in self.mixer]
-        if not specs or self.num_hidden_layers % len(specs):
-            raise InputError(
-                f"mixer lists {len(specs)} mixers for num_hidden_layers={self.num_hidden_layers}; "
-                "expected a number that divides it"
-            )
+        depth, listed = self.num_hidden_layers, len(specs)
+        fits = listed > 0 and depth % listed == 0
+        require(fits, f"mixer lists {listed} mixers for num_hidden_layers={depth}; expected a number that divides it")
         self.mixer = [to_json(spec) for spec in specs]
         return BlockStyle()
 
@@ -192,8 +190,7 @@ class HeadraceConfig(PreTrainedConfig):
     def stack(self) -> Decoder:
         """The layers that are repeated over the depth, and their style."""
         mixers = self.mixer if isinstance(self.mixer, list) else [self.mixer]
-        layers = [layer for data in mixers for layer in as_layers(from_json(data))]
-        return Decoder(tuple(layers), as_style(self.style))
+        return _stack(json.dumps([mixers, self.style], default=to_json))
 
     @property
     def mixers(self) -> list[Spec]:
@@ -210,10 +207,14 @@ class HeadraceConfig(PreTrainedConfig):
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(
-            self.hidden_size, self.num_heads, self.intermediate_size, self.norm_eps, self.rope_theta,
-            self.max_position_embeddings, as_style(self.style),
-        )  # fmt: skip
+        settings = self.norm_eps, self.rope_theta, self.max_position_embeddings, self.stack.style
+        return Sizes(self.hidden_size, self.num_heads, self.intermediate_size, *settings)
+
+
+@lru_cache
+def _stack(described: str) -> Decoder:
+    mixers, style = json.loads(described)
+    return Decoder(tuple(layer for data in mixers for layer in as_layers(from_json(data))), as_style(style))
 
 
 def check_generation(settings: Any) -> None:
@@ -250,7 +251,7 @@ def _known(mixer, kinds):
     raise InputError(f"mixer={mixer!r}; expected a name of the zoo, a spec or its JSON, or a list of them")
 
 
-def _refuse_unknown(names: Iterable[str]) -> None:
+def _refuse_unknown(names: dict[str, Any]) -> None:
     """InputError for an unknown field. transformers would keep it and build a model with the default value instead."""
     for name in names:
         if name not in TRANSFORMERS:
