@@ -213,10 +213,12 @@ def released(file: Path, context: int = 64, rounds: int = 5, threads: int = 1, o
     with TemporaryDirectory() as folder:
         models = in_runtimes(file, Path(folder))
         PEERS.update({name: lambda shape, model=model: model for name, model in models.items()})
-        config = models["headrace"].config
+        config, size = models["headrace"].config, models["headrace"].num_parameters()
         shape = Shape(config.num_hidden_layers, config.hidden_size, config.num_heads, config.vocab_size)
-        point = Point("decoding", min(context, READ))
-        of_tokens("decode", point, {f"{file.stem} in {name}": name for name in models}, shape, rounds, threads, output)
+        plan = BenchPlan(tuple(models), shape, threads=threads, rounds=rounds)
+        labels = {f"{file.stem} in {name}": name for name in models}
+        rows = timed("decode", Point("decoding", min(context, READ)), plan, labels)
+    report(output, threads, [row | {"parameters": size} for row in rows])
 
 
 @app.command()
