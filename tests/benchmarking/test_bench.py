@@ -2,6 +2,7 @@
 
 import csv
 import inspect
+import itertools
 import re
 import shutil
 from dataclasses import replace
@@ -10,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import tiny
 from damage import change_digit
 from headrace import InputError
 from headrace.benchmarking import measure, report, results
 from headrace.benchmarking.decoding import CACHED, READ_ALL, RECURRENT, Decoder
+from headrace.benchmarking.generation import NEW, ROUNDS, speeds
 from headrace.benchmarking.models import Shape, build, cache_bytes, named
 from headrace.benchmarking.plan import BenchPlan, Point
 from headrace.cli import evaluate as cli_eval
@@ -31,8 +34,9 @@ def test_each_linear_mixer_is_followed_by_its_softmax_version():
 
 
 @pytest.mark.parametrize("name, how", [
-    ("softmax-retnet", RECURRENT), ("mamba", READ_ALL), ("transformer", CACHED), ("transformers-llama", CACHED),
-    ("transformers-mamba2", RECURRENT), ("transformers-qwen3-next", RECURRENT),
+    ("softmax-retnet", RECURRENT), ("mamba", RECURRENT), ("sliding-window", RECURRENT), ("transformer", CACHED),
+    ("lolcats(window=7)", RECURRENT), ("transformers-llama", CACHED), ("transformers-mamba2", RECURRENT),
+    ("transformers-qwen3-next", RECURRENT),
 ])  # fmt: skip
 @torch.inference_mode()
 def test_state_has_its_size_at_every_position(name, how):
@@ -50,7 +54,7 @@ def test_state_has_its_size_at_every_position(name, how):
 
 @torch.inference_mode()
 def test_a_model_with_one_state_that_cannot_be_moved_reads_the_whole_context():
-    decoder = Decoder(build("jamba", replace(SHAPE, layers=8)))
+    decoder = Decoder(tiny.build("channel mixing").float())
     decoder.reach(100)
     assert decoder.how == READ_ALL and decoder.cache.columns == 100
 
@@ -65,6 +69,59 @@ def test_a_recurrence_that_is_moved_knows_its_position():
     read.read(64)
     assert torch.equal(moved.cache.states[0].memory, read.cache.states[0].memory)
     assert moved.cache.states[0].tokens.item() == moved.cache.columns == 1000
+
+
+BYTES = {n: {"a": n, "b": n} for n in (100, 300)}
+
+
+def two(name, **sizes):
+    return {each: tiny.build(name, **sizes).float() for each in ("a", "b")}
+
+
+def noted(name, step, turns):
+    def noting(model, tokens, cache):
+        turns.append((name, cache.columns))
+        return step(model, tokens, cache)
+
+    return noting
+
+
+def test_generation_goes_on_after_each_context_in_turn(monkeypatch):
+    """By what `generate` calls, though the models would stop at once."""
+    models, turns = two("hybrid"), []
+    for name, model in models.items():
+        model.generation_config.eos_token_id = list(range(29))
+        monkeypatch.setattr(model.engine, "step", noted(name, model.engine.step, turns))
+    found = speeds(models, BYTES)
+    starts = [n + round * (NEW + 1) for n in BYTES for round in range(ROUNDS + 1)]
+    assert turns == [(name, start + i) for start in starts for name in models for i in range(1, NEW + 1)]
+    assert found["left_out"] == {} and found["max_position_embeddings"] == 2048
+    assert all(speed > 0 for n in BYTES for speed in found["tokens_per_second"][n].values())
+    assert found["engine"] == {name: model.engine.about(model) for name, model in models.items()}
+
+
+def test_the_speed_is_the_median_of_tokens_and_rounds(monkeypatch):
+    """Not of the first round, nor of the first token of a turn; each turn looks at the clock NEW + 2 times."""
+    seconds = iter(
+        [*[9.0] * 2 * (NEW + 2), *[x for _ in range(ROUNDS) for of in (2.0, 4.0) for x in (0, 9, *[of] * NEW)]]
+    )
+    now = itertools.accumulate(seconds)
+    monkeypatch.setattr("headrace.benchmarking.generation.clock", lambda plan: lambda: next(now))
+    assert speeds(two("gla"), {100: BYTES[100]})["tokens_per_second"] == {100: {"a": 0.5, "b": 0.25}}
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "sentence"),
+    [
+        ("gpt", 2**30, "the model has positions for 128 tokens"),
+        ("gla", 4 * 299, "its cache needs 0.0 GiB, more than 1/4"),
+        ("gla", None, "the system does not tell its free memory"),
+    ],
+)
+def test_a_context_that_cannot_be_is_left_out(name, memory, sentence, monkeypatch):
+    monkeypatch.setattr("headrace.benchmarking.generation.free", lambda plan: memory)
+    found = speeds(two(name, max_position_embeddings=128), BYTES)
+    assert list(found["tokens_per_second"]) == ([100] if memory else []) and found["left_out"][300].startswith(sentence)
 
 
 def test_a_model_that_cannot_run_here_is_left_out(monkeypatch):

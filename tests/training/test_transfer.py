@@ -2,6 +2,8 @@
 
 import copy
 import json
+import re
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -10,17 +12,17 @@ import torch
 import tiny
 from headrace import InputError, layers, load
 from headrace.convert.linearize import linearize
+from headrace.data import open_data
 from headrace.data.tokenizer import byte_level
 from headrace.ops.dispatch import set_backend
 from headrace.spec.attention import Pattern
-from headrace.training import recipes
 from headrace.training import transfer as module
 from headrace.training.linear import Keep, held_out_loss, imitate, removed, state_bytes
 from headrace.training.linear_costs import costs
 from headrace.training.loop import Updates
 from headrace.training.processes import Processes
 from headrace.training.transfer import Imitation, Transfer, mean_error, transfer
-from trained import TINY, peak_of
+from trained import peak_of
 
 CPU = torch.device("cpu")
 SETTINGS = Transfer(updates=6, rows=2, save_every=2, held_out=3, warmup=0.0)
@@ -29,7 +31,8 @@ HEDGEHOG = "hedgehog(decay.kind=sigmoid-head)"
 
 @pytest.fixture(scope="module")
 def teacher():
-    return tiny.build("gqa(kv_heads=2, bias=qkv)", num_hidden_layers=3, vocab_size=257).float().eval()
+    sizes = {"num_hidden_layers": 3, "vocab_size": 257, "max_position_embeddings": 64}
+    return tiny.build("gqa(kv_heads=2, bias=qkv)", **sizes).float().eval()
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +103,26 @@ def test_only_what_is_new_has_gradients_and_moments(mixer, teacher, data, tmp_pa
     new = layer.parts.get("decay", 0) * (layer.hidden_size + 1) + sum(p.numel() for p in layer.learned_map.parameters())
     new += sum(p.numel() for p in layer.decay.parameters()) if layer.decay else layer.window_factor.numel()
     assert moments == 2 * new
+
+
+def test_a_dropped_window_leaves_the_memory_alone_in_training(teacher, data, tmp_path):
+    """Not in an evaluation; in some steps, the same ones in a run that goes on."""
+    told, found = {}, {}
+    for share in (0.0, 0.5, 1.0):
+        imitation, errors = imitation_of(teacher, mixer="lolcats(window=4)"), told.setdefault(share, [])
+        settings = replace(SETTINGS, window_dropout=share)
+        batch = next(module.batches(data, settings, CPU))
+        with module.silent(layer.near for layer in imitation.layers.values()), torch.no_grad():
+            alone = imitation(batch["input_ids"]).mean().item()
+        folder = tmp_path / str(share)
+        found[share] = transfer(imitation, data, settings, folder, CPU, lambda _, x, to=errors: to.append(x), threads=1)
+        layer = imitation.layers["0"]
+        assert not layer.near._forward_hooks and (layer.window_factor.std() > 0) == (share < 1)
+    assert told[1.0][0] == pytest.approx(alone) and told[0.5][0] in (told[0.0][0], told[1.0][0])
+    assert told[0.0][0] < 0.9 * alone and len({*map(tuple, told.values())}) == 3
+    assert found[0.0]["before"] == found[0.5]["before"] == found[1.0]["before"]
+    dropped = [module.drops_windows(replace(SETTINGS, window_dropout=0.3), step) for step in range(2000)]
+    assert 0.25 < sum(dropped) / 2000 < 0.35
 
 
 def test_a_gate_that_is_taken_over_stays(data, tmp_path):
@@ -237,15 +260,40 @@ def test_command(folder, prepared, tmp_path, run_command):
     for number in (f"{report['nats']['transferred']:.3f}", f"{report['removed']['1']['linear']:+.3f}"):
         assert number in page
     assert load(tmp_path / "out").config.layer_types.count("linear_attention") == 1
+    found = report["decoding"]["tokens_per_second"]
+    for tokens, sizes in report["state_bytes"].items():
+        shown = [x[name] for x in ({n: s / 1e6 for n, s in sizes.items()}, found[tokens]) for name in sizes]
+        cells = "".join(rf"<td[^>]*>{number:,.1f}</td>\s*" for number in shown)
+        assert re.search(rf"<td[^>]*>{int(tokens):,}</td>\s*{cells}", page), tokens
+    assert all(engine in page for engine in report["decoding"]["engine"].values())
     assert run_command("generate", tmp_path / "out", "--prompt", "2 times", "--max-new-tokens", 3).code == 0
     assert run_command("linearize", *words).code == 2  # the folder exists
-    changes = {name: value for name, value in TINY.items() if name not in recipes.SIZES.values()}
-    own = {"mixer": "checkpoint", "weights": tmp_path / "out", "tokens": 128 * 4}
-    settings = [f"{name}={value}" for name, value in (changes | own).items()]
-    run = tmp_path / "run"
-    trained = run_command("train", "laptop-1m", *settings, "--data", prepared, "--output", run, "--trackers", "none")
-    assert trained.code == 0, trained.err
-    assert load(run / "model").config.layer_types == load(tmp_path / "out").config.layer_types
+
+
+def test_the_commands_that_the_page_names_run(folder, prepared, tmp_path, run_command):
+    """The model is trained as a whole, then on rows of four times the length, with and without the teacher."""
+    data, out = tmp_path / "data", tmp_path / "out"
+    data.symlink_to(prepared)
+    words = [folder, "--data", data, "--steps", 2, "--held-out", 1, "--threads", 1, "--output", out]
+    assert run_command("linearize", *words).code == 0
+    named = json.loads((out / "linearize.json").read_text())["next"]
+    page = (out / "report.html").read_text("utf-8")
+    assert all(line in page for line in named.values())
+    evaluate, whole, prepare, longer = ([*shlex.split(line)[1:]] for line in named.values())
+    assert evaluate[:3] == ["eval", str(folder), str(out)] and run_command(*evaluate, "--help").code == 0
+    prepare[prepare.index("TEXT")] = prepared.parent / "texts.jsonl"
+    alone = [word for word in longer if not word.startswith(("teacher=", "weights="))]
+    alone[alone.index("--output") + 1 :] = [tmp_path / "alone", f"weights={out}"]
+    few = "tokens=4096", "--trackers", "none"
+    for line in ([*whole, *few], [*prepare, "--held-out", 0.05], [*longer, *few], [*alone, *few]):
+        result = run_command(*line)
+        assert result.code == 0, result.err
+    assert open_data(tmp_path / "data-128").manifest["length"] == 128
+    kinds = load(out).config.layer_types
+    for run, longest in {"out-whole": 64, "out-128": 128, "alone": 128}.items():
+        model = load(tmp_path / run / "model")
+        assert model.config.layer_types == kinds and model.config.max_position_embeddings == longest
+        assert not torch.equal(model.lm_head.weight, load(out).lm_head.weight)
 
 
 def test_the_page_shows_the_parts_of_a_window(folder, prepared, tmp_path, run_command):
@@ -296,6 +344,11 @@ def test_a_killed_command_goes_on(folder, prepared, tmp_path, run_command, monke
         (["--lr", "0"], "lr=0"),
         (["--steps", "0"], "--steps=0; expected at least 1"),
         (["--mixer", "mesa"], "mixer='mesa' is a plug-in"),
+        (
+            ["--window-dropout", "0.5"],
+            "--window-dropout=0.5 with --mixer='hedgehog(decay.kind=sigmoid-head)', which has",
+        ),
+        (["--window-dropout", "2"], "window_dropout=2; expected at most 1"),
     ],
 )
 def test_bad_options_are_one_sentence(words, sentence, folder, prepared, tmp_path, run_command):

@@ -1,8 +1,8 @@
 """Decoding one token at a time after a long context.
 
-Where the cost of a step does not depend on the content of the state, the context is not processed: the state of a
-recurrence has the same size after 64 tokens as later, and a key-value cache is filled with random numbers. Models with
-another kind of state process the whole context.
+Where the cost of a step does not depend on the content of the state, the context is not processed: a state of one size
+has it after 64 tokens, and then only counts more of them, and a key-value cache is filled with random numbers. Models
+with another kind of state process the whole context.
 """
 
 from typing import Any
@@ -14,10 +14,10 @@ from torch import Tensor
 from ..hf.cache import NAME as CACHE
 from ..hf.cache import HeadraceCache
 from ..layers.attention.attention import AttentionState
-from ..layers.linear.token import MixerState
 
 READ = 64  # tokens of context that every model processes
 PIECE = 4096  # tokens per forward pass over a long context
+COUNTS = "tokens", "seen"  # fields with the number of tokens so far, of states of one size
 RECURRENT, CACHED, READ_ALL = f"{READ} tokens read", "cache filled at random", "read in full"
 
 
@@ -58,7 +58,7 @@ class Decoder:
 
     def skip_to(self, position: int) -> None:
         states = self.cache.states
-        if any(not isinstance(state, MixerState | AttentionState) for state in states):
+        if any(not isinstance(state, AttentionState) and not counts(state) for state in states):
             for begin in range(READ, position, PIECE):
                 self.read(min(PIECE, position - begin))
             return
@@ -87,7 +87,12 @@ class Decoder:
 def at_position(state: Any, position: int) -> Any:
     if isinstance(state, AttentionState):
         return AttentionState(random_like(state.k, position, 1), random_like(state.v, position, 1))
-    return state if state.tokens is None else state._replace(tokens=torch.full_like(state.tokens, position))
+    known = {name: getattr(state, name) for name in counts(state)}
+    return state._replace(**{name: torch.full_like(x, position) for name, x in known.items() if x is not None})
+
+
+def counts(state: Any) -> set[str]:
+    return {*COUNTS} & {*state._fields}
 
 
 def random_like(x: Tensor, tokens: int, dim: int) -> Tensor:

@@ -65,19 +65,28 @@ def prefill(point: Point, plan: BenchPlan) -> dict[str, Measured]:
 @torch.inference_mode()
 def decoding(point: Point, plan: BenchPlan) -> dict[str, Measured]:
     """Time of one decoded token of each sequence after a context, with the bytes of the states."""
-    limit, decoders = free(plan) // SHARE, {}
+    memory, decoders = free(plan), {}
+    if memory is None:
+        raise InputError("--what=decoding needs /proc, which this system does not have; leave decoding out of --what")
     measured: dict[str, Measured] = {}
     for name in plan.models:
         needed = point.batch * cache_bytes(name, plan.shape, point.length, plan.itemsize)
-        if needed > limit:
-            room = f"{SHARE * limit / 2**30:.1f} GiB of free memory"
-            measured[name] = {"left_out": f"its cache needs {needed / 2**30:.1f} GiB, more than 1/{SHARE} of {room}"}
+        if (why := too_large(needed, memory)) is not None:
+            measured[name] = {"left_out": why}
         else:
             decoders[name] = Decoder(built(name, plan), point.batch)
             decoders[name].reach(point.length)
     about = {name: {"how": each.how, "bytes": each.state_bytes()} for name, each in decoders.items()}
     measured |= taking_turns(decoders, lambda name: several(decoders[name], plan), plan)
     return {name: about.get(name, {}) | measured[name] for name in plan.models}
+
+
+def too_large(needed: int, memory: int) -> str | None:
+    """Why a cache of so many bytes is not made, or None."""
+    if needed * SHARE <= memory:
+        return None
+    room = f"{memory / 2**30:.1f} GiB of free memory"
+    return f"its cache needs {needed / 2**30:.1f} GiB, more than 1/{SHARE} of {room}"
 
 
 def several(decoder: Decoder, plan: BenchPlan) -> float:
@@ -159,12 +168,16 @@ def taking_turns(names: Iterable[str], turn: Callable[[str], float], plan: Bench
 
 
 def timed(call: Callable[[], Any], plan: BenchPlan) -> float:
-    clock = time.process_time if plan.clock == "cpu time" else time.perf_counter
+    now = clock(plan)
     synchronize(plan)
-    start = clock()
+    start = now()
     call()
     synchronize(plan)
-    return clock() - start
+    return now() - start
+
+
+def clock(plan: BenchPlan) -> Callable[[], float]:
+    return time.process_time if plan.clock == "cpu time" else time.perf_counter
 
 
 def synchronize(plan: BenchPlan) -> None:
@@ -176,14 +189,14 @@ def on_cuda(plan: BenchPlan) -> bool:
     return plan.device.startswith("cuda")
 
 
-def free(plan: BenchPlan) -> int:
-    """Bytes of free memory on the device."""
+def free(plan: BenchPlan) -> int | None:
+    """Bytes of free memory on the device; None where the system does not tell."""
     if on_cuda(plan):
         return torch.cuda.mem_get_info(plan.device)[0]
     with suppress(OSError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    raise InputError("--what=decoding needs /proc, which this system does not have; leave decoding out of --what")
+    return None
 
 
 def built(name: str, plan: BenchPlan) -> nn.Module:

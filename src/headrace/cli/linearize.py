@@ -16,6 +16,8 @@ from .console import Checkpoint, Device, NewFolder, Threads, interruptible, tell
 from .options import setting, takes
 
 CHECKPOINTS = "transfer/checkpoint-*/complete.json"  # from which a command goes on
+LONGER = 4  # times the imitation's length: rows of the last stage
+PASSES = 16  # of a step, in the stages that train the model as a whole
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,9 @@ class LinearizeOptions:
     trains: str = setting(
         "What trains: new (what the old layers do not have), or all weights of the new layers.", "new"
     )
+    window_dropout: float = setting(
+        "Share of the steps in which layers with a window read their memory alone, lest they learn to ignore it.", 0.0
+    )
     precision: str = setting("Of activations: float32, or bfloat16 by autocast. Weights are not rounded.", "float32")
     held_out: int = setting("Held-out rows on which the errors and losses are measured.", 16)
     seed: int = setting("Random seed of new weights and of the order of the rows.", 0)
@@ -58,7 +63,7 @@ class LinearizeOptions:
         """The settings of the training."""
         from ..training.transfer import Transfer
 
-        own = {"lr", "trains", "rows", "precision", "held_out", "seed"}
+        own = {"lr", "trains", "rows", "window_dropout", "precision", "held_out", "seed"}
         return Transfer(updates=self.steps, **{name: getattr(self, name) for name in own})
 
 
@@ -67,9 +72,9 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
     """Make attention layers of a trained model linear, and train them to imitate attention.
 
     The new layers take over q, k, v and o. Each is trained to give what the old one gave for the same input, all at
-    once; nothing else trains. The whole model can then be trained on text, by `headrace train RECIPE mixer=checkpoint
-    weights=OUTPUT teacher=CHECKPOINT`. After an interruption, the same command goes on. OUTPUT/report.html shows what
-    each layer imitates and what the model loses without it, OUTPUT/linearize.json has the numbers."""
+    once; nothing else trains. After an interruption, the same command goes on. OUTPUT/report.html shows what each layer
+    imitates, what the model loses without it, the state and speed of both models, and the commands that train the model
+    as a whole; OUTPUT/linearize.json has the numbers."""
     from ..convert.checkpoint import read_config, read_tokenizer
     from ..data import open_data
     from ..training.linear import Keep, checked
@@ -93,9 +98,27 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
             report = _write(one, keep, data, work / "transfer", ready)
             tokenizer.save_pretrained(ready)
     show(report)
-    next_command = shlex.join(["mixer=checkpoint", f"weights={one.output}", "--data", str(one.data)])
-    print(f"{one.output} is a model of headrace; next: headrace train RECIPE {next_command}")
+    print(f"{one.output} is a model of headrace; next: {report['next']['the model as a whole']}")
     return report
+
+
+def next_commands(one: LinearizeOptions, length: int) -> dict[str, str]:
+    """Returns the commands that follow, by what they do."""
+    old, new, data = map(str, (one.checkpoint, one.output, one.data))
+    longer, whole = LONGER * length, f"{new}-whole"
+
+    def train(weights: str, rows: int, length: int, data: str, output: str) -> str:
+        sizes = f"batch_tokens={PASSES * rows * length}", f"micro_batch={rows}"
+        settings = "mixer=checkpoint", f"weights={weights}", f"teacher={old}", "lr=1e-4", "weight_decay=0", *sizes
+        return shlex.join(["headrace", "train", "laptop-5m", *settings, "--data", data, "--output", output])
+
+    prepared = ["--tokenizer", old, "--length", str(longer), "--output", f"{data}-{longer}"]
+    return {
+        "tasks of both models": shlex.join(["headrace", "eval", old, new, "--suite", "language,recall,needle"]),
+        "the model as a whole": train(new, one.rows, length, data, whole),
+        "longer rows": shlex.join(["headrace", "prepare", "TEXT", *prepared]),
+        "the model as a whole on them": train(f"{whole}/model", 1, longer, f"{data}-{longer}", f"{new}-{longer}"),
+    }
 
 
 def _write(one: LinearizeOptions, keep: Any, data: Any, work: Path, ready: Path) -> dict[str, Any]:
@@ -103,14 +126,17 @@ def _write(one: LinearizeOptions, keep: Any, data: Any, work: Path, ready: Path)
     import torch
     from transformers import set_seed
 
+    from ..benchmarking.generation import speeds
     from ..convert.checkpoint import load
     from ..files.devices import on_device
     from ..training.card import can_draw
     from ..training.linear import imitate
+    from ..training.processes import timed_steps
     from ..utils.extras import named
 
     set_seed(one.seed)
-    model, device, console = load(one.checkpoint), torch.device(on_device(one.device)), terminal()
+    model: Any = load(one.checkpoint)
+    device, console = torch.device(on_device(one.device)), terminal()
     shown = 1 if console.is_terminal else max(one.steps // 10, 1)
     with telling(console) as say:
 
@@ -120,7 +146,11 @@ def _write(one: LinearizeOptions, keep: Any, data: Any, work: Path, ready: Path)
 
         linear, report = imitate(model, one.mixer, keep, data, one.settings, work, device, tell, one.threads)
     linear.save_pretrained(ready)
+    with timed_steps(device, one.threads or 1):
+        both = {"original": model.to(linear.dtype), "linear": linear}
+        report["decoding"] = speeds(both, report["state_bytes"])
     report |= {"mixer": one.mixer, "keep": one.keep, "from": str(one.checkpoint), "seed": one.seed}
+    report["next"] = next_commands(one, data.manifest["length"])
     write_json(ready / "linearize.json", report)
     if can_draw():
         from ..report.linearized import write_page

@@ -1,4 +1,5 @@
-"""The page of `headrace linearize`: what the new layers imitate, what the model lost, and what its state takes."""
+"""The page of `headrace linearize`: what the new layers imitate, what the model lost, its state and speed, and the
+commands that follow."""
 
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,11 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from ..files.environment import environment
+from .numbers import count
 from .page import Page, Section, picture
 from .style import PALETTE, SOFT, STYLE
 
-Report = dict[str, Any]  # as `training.linear.imitate` returns it
+Report = dict[str, Any]  # what `training.linear.imitate` returns, with "decoding", "next" and what was asked for
 ERRORS = (
     "‖new − old‖² / ‖old‖² of a layer's output on held-out rows, where both get the input of the old model: 0 is a "
     "perfect imitation, 1 is an output of 0."
@@ -25,7 +27,13 @@ WINDOWS = (
     "older tokens. Where the loss hardly rises without the memory, the layer is a sliding window; rows that are not "
     "longer than the window cannot tell. In the last row, the part is that of all new layers."
 )
-PARTS = {"original": "original", "new model": "linear", "its window": "window", "its memory": "memory"}
+MODELS = {"original": "original", "new model": "linear"}
+PARTS = MODELS | {"its window": "window", "its memory": "memory"}
+CONTEXTS = (
+    "State is what one sequence keeps between tokens, in float32. Speed is that of `generate`, of both models in turn, "
+    "by the {clock} of {threads}: the median of a few tokens after a context that is not read where its content does "
+    "not change the cost, so that keys and values are random numbers."
+)
 STAGES = {
     "original": "as it was read", "replaced": "with new layers, before they train", "transferred": "after they imitate"
 }  # fmt: skip
@@ -38,7 +46,13 @@ def write_page(report: Report, folder: Path) -> Path:
     page = Page(
         "A model made linear",
         [f"{len(report['layers'])} attention layers of {report['from']} became {report['mixer']}; kept: {kept}."],
-        [losses(nats), imitation(report, folder), removal(report["removed"], folder), states(report["state_bytes"])],
+        [
+            losses(nats),
+            imitation(report, folder),
+            removal(report["removed"], folder),
+            contexts(report, folder),
+            Section("Next", listing="\n".join(f"# {what}\n{line}" for what, line in report["next"].items())),
+        ],
         [environment() | {"seed": report["seed"]}],
         f"The held-out loss is {loss:.3f} nats per token, {more:+.3f} to the original, before the whole model trains.",
     )
@@ -79,22 +93,53 @@ def removal(removed: dict[str, dict[str, float]], folder: Path) -> Section:
     )
 
 
-def states(bytes_at: dict[Any, dict[str, int]]) -> Section:
-    rows = [(f"{int(n):,}", *(f"{x[key] / 1e6:,.1f}" for key in ("original", "linear"))) for n, x in bytes_at.items()]
-    about = ["What one sequence keeps between tokens, in float32."]
-    return Section("State", about=about, header=("tokens of context", "original, MB", "new model, MB"), rows=rows)
+def contexts(report: Report, folder: Path) -> Section:
+    """State and speed by the tokens of context."""
+    decoding, memory = report["decoding"], report["state_bytes"]
+    columns = {
+        "state, MB": {n: {name: size / 1e6 for name, size in x.items()} for n, x in memory.items()},
+        "tokens/s": decoding["tokens_per_second"],
+    }
+    rows = [
+        (f"{int(n):,}", *(f"{x[n][key]:,.1f}" if n in x else "–" for x in columns.values() for key in MODELS.values()))
+        for n in memory
+    ]
+    drawn = {
+        unit: bars(
+            {name: [x[key] for x in found.values()] for name, key in MODELS.items()},
+            [f"{int(n):,}" for n in found], unit, "tokens of context",
+        )
+        for unit, found in columns.items() if found
+    }  # fmt: skip
+    longest = decoding["max_position_embeddings"]
+    longer = f"The config names at most {longest:,} tokens, on which neither depends."
+    return Section(
+        "State and speed",
+        about=[CONTEXTS.format(clock=decoding["clock"], threads=count(decoding["threads"], "thread"))],
+        header=("tokens of context", *(f"{name}: {unit}" for unit in columns for name in MODELS)),
+        rows=rows,
+        sentences=[
+            *(f"Tokens of the {name} are computed by {decoding['engine'][key]}." for name, key in MODELS.items()),
+            *(f"No speed after {int(n):,} tokens: {why}." for n, why in decoding["left_out"].items()),
+            *([longer] if any(int(n) > longest for n in memory) else []),
+        ],
+        pictures=[
+            picture(f"{unit} after so many tokens.", figure, folder / f"contexts-{i}.png")
+            for i, (unit, figure) in enumerate(drawn.items())
+        ],
+    )
 
 
-def bars(values: dict[str, list[float]], layers: list[str], unit: str) -> Figure:
-    """A figure with a group of bars for each layer, one of each of the names in `values`."""
+def bars(values: dict[str, list[float]], groups: list[str], unit: str, of: str = "layer") -> Figure:
+    """A figure with a group of bars for each layer or context, one of each of the names in `values`."""
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(8, 3), layout="constrained")
+        figure = Figure(figsize=(min(2 + len(groups), 8), 3), layout="constrained")
         ax, width = figure.add_subplot(), 0.8 / len(values)
         for i, (name, heights) in enumerate(values.items()):
-            places = [x + width * (i - (len(values) - 1) / 2) for x in range(len(layers))]
+            places = [x + width * (i - (len(values) - 1) / 2) for x in range(len(groups))]
             ax.bar(places, heights, width, label=name, color=(SOFT, *PALETTE)[i])
-        ax.set_xticks(range(len(layers)), layers)
-        ax.set_xlabel("layer")
+        ax.set_xticks(range(len(groups)), groups)
+        ax.set_xlabel(of)
         ax.set_ylabel(unit)
         ax.grid(axis="x", visible=False)
         ax.legend()

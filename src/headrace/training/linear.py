@@ -14,12 +14,12 @@ from ..convert.linearize import attention_layers, linear_config, with_linear_lay
 from ..data import Collator, PackedData
 from ..data.rows import ORDER, evenly_spaced, full_rows
 from ..extra.windowed import WindowedMixer
-from ..files.provenance import claim
+from ..files.provenance import claim, defaults
 from ..hf.config import HeadraceConfig
 from ..hf.model import HeadraceForCausalLM
 from ..spec.serialize import to_json
 from ..utils.errors import InputError
-from .transfer import Imitation, Tell, Transfer, transfer
+from .transfer import Imitation, Tell, Transfer, silent, transfer
 
 FEW = 4  # held-out rows on which layers are removed, as the page says
 Removed = dict[str, dict[str, float]]
@@ -90,7 +90,8 @@ def imitate(
         linear.model.backbone.layers[i].mixer.float()
     folder.mkdir(exist_ok=True)
     plan = {"mixer": to_json(linear.config.mixers[changed[0]]), "layers": changed, "settings": asdict(settings)}
-    claim(folder, json.loads(json.dumps(plan | {"order": ORDER})))  # as it is read back: lists for tuples
+    plan = json.loads(json.dumps(plan | {"order": ORDER}))  # as it is read back: lists for tuples
+    claim(folder, plan, optional=defaults({"settings": settings}))
     nats = {"original": held_out_loss(model, data, settings), "replaced": held_out_loss(linear, data, settings)}
     imitation = Imitation(model, linear, settings.trains)
     errors = transfer(imitation, data, settings, folder, device, tell, threads)
@@ -122,13 +123,16 @@ def _with_attention_again(model: Any, linear: Any, mixer: str, layers: set[int])
 
 def checked(config: HeadraceConfig, mixer: str, keep: Keep, data: PackedData, settings: Transfer) -> list[int]:
     """Returns the layers that are to change, before the worst are known. InputError for data of another vocabulary, or
-    with fewer full rows than a step has, and as `Keep.changed` and `linearize`."""
+    with fewer full rows than a step has, windows that are dropped where there is none, and as `Keep.changed` and
+    `linearize`."""
     if (size := data.manifest["vocab_size"]) > config.vocab_size:
         raise InputError(f"--data has a vocabulary of {size} and the model of {config.vocab_size}; expected the same")
     if (count := len(full_rows(data.train, data.manifest["length"]))) < settings.rows:
         raise InputError(f"--rows {settings.rows}, and the data have {count} full rows; expected at most {count}")
     changed = keep.changed(attention_layers(config))
-    linear_config(config, mixer, changed)
+    spec = linear_config(config, mixer, changed).mixers[changed[0]]
+    if settings.window_dropout and not getattr(spec, "window", 0):
+        raise InputError(f"--window-dropout={settings.window_dropout:g} with --mixer={mixer!r}, which has no window")
     return changed
 
 
@@ -160,16 +164,8 @@ class Without:
 
     def rise(self, modules: list[nn.Module]) -> float:
         """Returns by how much the loss rises, in nats per token, when these modules give 0."""
-        hooks = [module.register_forward_hook(_nothing) for module in modules]
-        try:
+        with silent(modules):
             return self.loss() - self.whole
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-
-def _nothing(module: nn.Module, given: Any, out: Any) -> Any:
-    return (torch.zeros_like(out[0]), out[1]) if isinstance(out, tuple) else torch.zeros_like(out)
 
 
 def state_bytes(config: HeadraceConfig, tokens: int) -> int:

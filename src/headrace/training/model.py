@@ -36,7 +36,10 @@ KEPT = ("style", "mlp", "norm_eps", "rope_theta")  # fields of a config that a r
 def config(recipe: Recipe, **kept: Any) -> HeadraceConfig:
     """The config of a recipe's model. kept: values of fields that a recipe does not have."""
     if recipe.mixer == CHECKPOINT:
-        return read_config(str(recipe.weights))
+        found = read_config(str(recipe.weights))
+        if found.sizes.style.positions != "learned":  # which end with their table
+            found.max_position_embeddings = max(found.max_position_embeddings, recipe.length)
+        return found
     return HeadraceConfig(
         mixer=recipe.mixer, max_position_embeddings=recipe.length, initializer_range=recipe.initializer_range,
         **{name: getattr(recipe, field) for name, field in SIZES.items()}, **kept,

@@ -9,12 +9,13 @@ so that all layers train at once, in one pass of the old model, and none is dist
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
+from random import Random
 from typing import Any, Literal
 
 import torch
@@ -25,9 +26,10 @@ from torch.nn.utils import parametrize
 from ..convert.linearize import attention_of
 from ..data import Collator, PackedData
 from ..data.rows import evenly_spaced, full_rows, order
+from ..extra.windowed import WindowedMixer
 from ..hf.model import HeadraceForCausalLM
 from ..layers.linear.mixer import LinearMixer
-from ..spec.record import PositiveFloat, PositiveInt
+from ..spec.record import NonNegativeFloat, PositiveFloat, PositiveInt
 from . import checkpoints
 from .loop import Batch, Updates
 from .optimization import Optimization
@@ -53,9 +55,17 @@ class Transfer(Optimization):
     held_out: PositiveInt = 16  # rows of an evaluation
     save_every: PositiveInt = 50  # steps
     trains: Literal["new", "all"] = "new"  # what the old layers do not have, or all weights of the new layers
+    window_dropout: NonNegativeFloat = 0.0  # share of the steps in which layers with a window read their memory alone
     # bfloat16: autocast, with weights as the checkpoint has them; the new layers' weights are float32
     precision: Literal["bfloat16", "float32"] = "float32"
     seed: int = 0
+
+    def _objections(self) -> Iterator[tuple[bool, str]]:
+        yield from super()._objections()
+        yield (
+            self.window_dropout > 1,
+            f"window_dropout={self.window_dropout:g}; expected at most 1, a share of the steps",
+        )
 
     @property
     def steps(self) -> int:
@@ -164,11 +174,12 @@ def transfer(
     """
     updates = Updates(imitation, settings, mean_error, Processes(device), settings.precision)
     before = errors(imitation, data, settings, device)
-    first = _resumed(updates, folder)
+    first, windows = _resumed(updates, folder), windows_of(imitation)
     with timed_steps(device, threads) as took:
         for step, batch in islice(enumerate(batches(data, settings, device), 1), first, settings.steps):
             begun = time.perf_counter()
-            (error,) = updates.backward([batch])
+            with silent(windows if drops_windows(settings, step) else ()):
+                (error,) = updates.backward([batch])
             updates.clip()
             updates.step()
             took(time.perf_counter() - begun)
@@ -176,6 +187,33 @@ def transfer(
             if step % settings.save_every == 0 and step < settings.steps:
                 _save(updates, folder, step)
     return {"before": before, "after": errors(imitation, data, settings, device)}
+
+
+def windows_of(imitation: Imitation) -> list[nn.Module]:
+    """Returns the windows of the new layers that have one."""
+    parts = [layer.summands for layer in imitation.layers.values() if isinstance(layer, WindowedMixer)]
+    return [each["window"] for each in parts if each]
+
+
+def drops_windows(settings: Transfer, step: int) -> bool:
+    """Whether a step trains the memory alone, as it would be needed if there were no window (arXiv 2510.05901): layers
+    with both learn to ignore it. The same after an interruption."""
+    return Random(f"{settings.seed} {step}").random() < settings.window_dropout
+
+
+@contextmanager
+def silent(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Lets modules give 0 within the block."""
+    hooks = [module.register_forward_hook(_nothing) for module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _nothing(module: nn.Module, given: Any, out: Any) -> Any:
+    return (torch.zeros_like(out[0]), out[1]) if isinstance(out, tuple) else torch.zeros_like(out)
 
 
 def mean_error(imitation: nn.Module, batch: Batch, count: Tensor) -> Tensor:
