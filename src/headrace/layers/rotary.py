@@ -41,14 +41,12 @@ def angles(positions: Tensor, rope: Rope, theta: float, width: int, lengths: Ten
 
 def _turn(positions: Tensor, frequency: Tensor, scale: float) -> Angles:
     angle = positions[..., None, None].double() * frequency
-    cos, sin = angle.cos(), angle.sin()
-    return (cos, sin) if scale == 1 else (cos * scale, sin * scale)
+    return angle.cos() * scale, angle.sin() * scale
 
 
 # Inductor would compute an angle again, in float64, for each channel of each head that it rotates.
-_in_a_graph = define(
-    "angles", "(Tensor positions, Tensor frequency, float scale)", 2, _turn, _turn, "CompositeExplicitAutograd"
-)
+SCHEMA = "(Tensor positions, Tensor frequency, float scale)"
+_in_a_graph = define("angles", SCHEMA, 2, _turn, _turn, "CompositeExplicitAutograd")
 
 
 def frequencies(rope: Rope, theta: float, dims: int, lengths: Tensor) -> Tensor:
