@@ -6,6 +6,7 @@ says where it is, and LLAMA_CPP_LIB_PATH where another build of its libraries is
 Dimensions: B batch, T tokens.
 """
 
+import copy
 import ctypes
 import math
 from collections.abc import Callable
@@ -19,18 +20,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import LlamaForCausalLM
 
+from headrace import quantize
 from headrace.benchmarking.models import Shape, build
+from headrace.convert import export_checkpoint, import_gguf
 from headrace.data.tokenizer import byte_level
-from headrace.export import gguf
+from headrace.export import gguf, onnx
 from headrace.export.graph import states, trace
-from headrace.export.onnx import quantize
 from headrace.hf.cache import NAME as CACHE
 from runtimes import Session
 
 PACKAGES = {"ONNX Runtime": "onnxruntime", "llama.cpp": "llama_cpp"}
 ROOM = 4096  # tokens that llama.cpp can count in a sequence
-Q8_0 = 7  # of enum llama_ftype
+F32, Q8_0 = 0, 7  # of enum llama_ftype
 
 
 def missing(runtime: str) -> str | None:
@@ -64,12 +67,11 @@ class Exported(nn.Module):
 class InOnnxRuntime(Exported):
     """The states before and after a call are two sets of tensors that change places: nothing is copied."""
 
-    def __init__(self, model: Any, mixer: str, shape: Shape, weights: str):
+    suffix = "onnx"
+
+    def __init__(self, model: Any, path: Path):
         super().__init__(model)
-        self.states, path = states(model), Path(folder(mixer, shape).name, f"{weights}.onnx")
-        if not path.exists():
-            write_onnx(model, path.parent)
-        self.session = Session(path)
+        self.states, self.session = states(model), Session(path)
 
     def start(self, batch: int) -> None:
         self.sets = [{s.name: s.zeros(batch=batch, past=0) for s in self.states} for _ in range(2)]
@@ -83,6 +85,14 @@ class InOnnxRuntime(Exported):
         present = {f"present.{name}": x for name, x in after.items()}
         return self.session.bind({"input_ids": ids} | past, {"logits": logits} | present)
 
+    @staticmethod
+    def write(model: Any, into: Path) -> None:
+        """float32.onnx and int8.onnx, of one trace."""
+        program = trace(model)
+        for weights in ("float32", "int8"):
+            program.save(into / f"{weights}.onnx")
+        onnx.quantize(into / "int8.onnx")
+
     def run(self, ids: Tensor) -> Tensor:
         logits = self.logits
         if ids.shape[1] == 1:
@@ -94,14 +104,6 @@ class InOnnxRuntime(Exported):
         self.steps.reverse()
         self.sets.reverse()
         return logits
-
-
-def write_onnx(model: Any, into: Path) -> None:
-    """float32.onnx and int8.onnx, of one trace."""
-    program = trace(model)
-    for weights in ("float32", "int8"):
-        program.save(into / f"{weights}.onnx")
-    quantize(into / "int8.onnx")
 
 
 @cache
@@ -117,12 +119,22 @@ def llama_cpp() -> Any:
 class InLlamaCpp(Exported):
     """Every sequence of a batch is a sequence of one context."""
 
-    def __init__(self, model: Any, mixer: str, shape: Shape, weights: str):
+    suffix = "gguf"
+
+    def __init__(self, model: Any, path: Path):
         super().__init__(model)
-        self.llama, self.context, path = llama_cpp(), None, Path(folder(mixer, shape).name, f"{weights}.gguf")
-        if not path.exists():
-            write_gguf(self.llama, model, path.parent)
+        self.llama, self.context = llama_cpp(), None
         self.model = self.llama.llama_model_load_from_file(str(path).encode(), self.llama.llama_model_default_params())
+
+    @staticmethod
+    def write(model: Any, into: Path) -> None:
+        """float32.gguf, and int8.gguf with matrices in Q8_0."""
+        with TemporaryDirectory() as checkpoint:
+            for part in (model, byte_level()):
+                part.save_pretrained(checkpoint)
+            gguf.export(Path(checkpoint), into)
+        (into / gguf.NAME).rename(into / "float32.gguf")
+        requantize(into / "float32.gguf", into / "int8.gguf", Q8_0)
 
     def start(self, batch: int) -> None:
         if self.context is not None:
@@ -157,18 +169,13 @@ class InLlamaCpp(Exported):
         return torch.frombuffer(numbers, dtype=torch.float32).view(shape).clone()
 
 
-def write_gguf(llama: Any, model: Any, into: Path) -> None:
-    """float32.gguf, and int8.gguf with matrices in Q8_0."""
-    with TemporaryDirectory() as checkpoint:
-        for part in (model, byte_level()):
-            part.save_pretrained(checkpoint)
-        gguf.export(Path(checkpoint), into)
-    (into / gguf.NAME).rename(into / "float32.gguf")
+def requantize(file: Path, into: Path, kind: int) -> None:
+    """Writes a GGUF file with matrices of another type: F32 or Q8_0."""
+    llama = llama_cpp()
     settings = llama.llama_model_quantize_default_params()
-    settings.ftype, settings.nthread = Q8_0, torch.get_num_threads()
-    paths = [str(into / f"{weights}.gguf").encode() for weights in ("float32", "int8")]
-    if llama.llama_model_quantize(*paths, ctypes.byref(settings)):
-        raise RuntimeError("llama.cpp could not write Q8_0")
+    settings.ftype, settings.nthread, settings.allow_requantize = kind, torch.get_num_threads(), True
+    if llama.llama_model_quantize(str(file).encode(), str(into).encode(), ctypes.byref(settings)):
+        raise RuntimeError(f"llama.cpp could not write {into.name}")
 
 
 RUNTIMES = {"ONNX Runtime": InOnnxRuntime, "llama.cpp": InLlamaCpp}
@@ -177,4 +184,25 @@ RUNTIMES = {"ONNX Runtime": InOnnxRuntime, "llama.cpp": InLlamaCpp}
 def exported(runtime: str, mixer: str, weights: str, shape: Shape) -> nn.Module:
     """A model in a runtime; on the meta device the model itself, for its sizes."""
     model = build(mixer, shape).eval()
-    return model if next(model.parameters()).is_meta else RUNTIMES[runtime](model, mixer, shape, weights)
+    if next(model.parameters()).is_meta:
+        return model
+    kind = RUNTIMES[runtime]
+    path = Path(folder(mixer, shape).name, f"{weights}.{kind.suffix}")
+    if not path.exists():
+        kind.write(model, path.parent)
+    return kind(model, path)
+
+
+def released(file: Path, into: Path) -> dict[str, nn.Module]:
+    """The model of a GGUF file of llama.cpp in transformers, here, and in llama.cpp."""
+    model, _ = import_gguf(file)
+    export_checkpoint(model, "llama", into)
+    models = {"transformers Llama": LlamaForCausalLM.from_pretrained(into), "headrace": model}
+    models |= {"headrace, weights in bfloat16": copy.deepcopy(model).bfloat16()}
+    models |= {"headrace, weights in int8": quantize(copy.deepcopy(model))}
+    if reason := missing("llama.cpp"):
+        raise ModuleNotFoundError(reason)
+    for said, kind in {"": F32, ", weights in Q8_0": Q8_0}.items():
+        requantize(file, into / f"{kind}.gguf", kind)
+        models[f"llama.cpp{said}"] = InLlamaCpp(model, into / f"{kind}.gguf")
+    return models | {"llama.cpp, weights of the file": InLlamaCpp(model, file)}

@@ -3,6 +3,7 @@
     python benchmarks/model.py train --layers 1 --layers 4     tokens a second: forward, backward and AdamW
     python benchmarks/model.py decode --model mamba2           tokens a second after 4096 tokens of context
     python benchmarks/model.py decode --size 135M --model grouped --context 64    softmax attention with grouped heads
+    python benchmarks/model.py released FILE.gguf               the same of a released transformer, in llama.cpp too
     python benchmarks/model.py prompt --size 5M --model gla    tokens a second of a prompt
     python benchmarks/model.py prefill --layers 4              memory over the weights, 100 000 tokens at once; ours
 
@@ -20,6 +21,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import torch
@@ -28,7 +30,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from exported import exported, missing
+from exported import released as in_runtimes
 from headrace import quantize
+from headrace.benchmarking.decoding import READ
 from headrace.benchmarking.measure import built, ids, measure, resident
 from headrace.benchmarking.models import PEERS, Shape, build, ours
 from headrace.benchmarking.plan import BenchPlan, Point
@@ -200,6 +204,21 @@ def decode(
 ) -> None:
     """A token of each of `batch` sequences."""
     of_tokens("decode", Point("decoding", context, batch), select(model, TOKEN), SIZES[size], rounds, threads, output)
+
+
+@app.command()
+def released(file: Path, context: int = 64, rounds: int = 5, threads: int = 1, output: Output = RESULTS) -> None:
+    """A token of the model of a GGUF file. context: at most what every model reads, as llama.cpp's is not filled at
+    random."""
+    with TemporaryDirectory() as folder:
+        models = in_runtimes(file, Path(folder))
+        PEERS.update({name: lambda shape, model=model: model for name, model in models.items()})
+        config, size = models["headrace"].config, models["headrace"].num_parameters()
+        shape = Shape(config.num_hidden_layers, config.hidden_size, config.num_heads, config.vocab_size)
+        plan = BenchPlan(tuple(models), shape, threads=threads, rounds=rounds)
+        labels = {f"{file.stem} in {name}": name for name in models}
+        rows = timed("decode", Point("decoding", min(context, READ)), plan, labels)
+    report(output, threads, [row | {"parameters": size} for row in rows])
 
 
 @app.command()

@@ -66,6 +66,7 @@ MISTAKES = {
     "generate notes --prompt a --temperature 0 --top-k 5": "--top-k has no effect at --temperature 0",
     "generate notes --prompt a --temperature 0 --seed 1": "--seed has no effect at --temperature 0",
     "generate notes --prompt a --seed -1": "--seed=-1; expected 0 to 4294967295",
+    "eval notes --suite language --seed -1": "--seed=-1; expected 0 to 4294967295",
     "serve notes --max-prompt-tokens 0": "--max-prompt-tokens=0; expected at least 1",
     "serve notes --max-tokens 0": "--max-tokens=0; expected at least 1",
     "serve notes --threads 0": "--threads=0; expected at least 1",

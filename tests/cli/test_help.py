@@ -35,7 +35,6 @@ USAGE = {
     "--bogus": "No such option: --bogus (try `headrace --help`)",
     "compare --bogus 3": "No such option: --bogus (try `headrace compare --help`)",
     "compare --steps x": "Invalid value for '--steps': ",
-    "eval model --seed -1": "Invalid value for '--seed': ",
     "convert model": "Missing option '--output' (try `headrace convert --help`)",
 }
 

@@ -13,7 +13,7 @@ from torch.nn.utils import parameters_to_vector
 from headrace import GateWarning, InputError, layers, zoo
 from headrace.history.specs.softmax_rnn import NORMS, SoftmaxRNNSpec
 from headrace.layers.linear.features import l2_norm
-from headrace.layers.rotary import rotary
+from headrace.layers.rotary import DEFAULT, angles, rotate
 from headrace.spec.serialize import from_json, to_json
 from headrace.verification.verify import by_steps, relative
 
@@ -128,7 +128,7 @@ def test_recurrent_form_equals_the_sum_of_recurrent_networks(numerator, order):
     layer, T = layers.build(spec, hidden_size=D, num_heads=H).double(), 6
     x, function, rows = torch.randn(1, T, D, dtype=torch.float64), FUNCTIONS[numerator], []
     heads = [(x @ layer.part(name).T).unflatten(-1, (H, d)) for name in "qkv"]
-    q, k = (rotary(y, torch.arange(T)[None], layer.rope_theta)[0] for y in heads[:2])
+    q, k = (rotate(y, angles(torch.arange(T)[None], DEFAULT, layer.rope_theta, d))[0] for y in heads[:2])
     for h in range(H):
         memory = [torch.zeros(d**n, d, dtype=x.dtype) for n in range(order + 1)]
         for t in range(T):

@@ -11,7 +11,7 @@ from attention_layers import agree
 from headrace import layers, zoo
 from headrace.extra.taylor import TaylorFeatures, truncated_exp
 from headrace.history.specs.softmax_rnn import NORMS, SoftmaxRNNSpec
-from headrace.layers.rotary import rotary
+from headrace.layers.rotary import DEFAULT, angles, rotate
 from headrace.utils.errors import InputError
 from headrace.verification.verify import by_steps, relative, with_op
 
@@ -142,7 +142,9 @@ def literal(layer, x, causal):
     """The layer, pair of tokens by pair of tokens: x [T, D] -> [T, D]."""
     spec, T = layer.spec, len(x)
     q, k, v = (p(x).view(T, H, -1) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
-    q, k = (rotary(y[None], torch.arange(T)[None], layer.rope_theta)[0] for y in (q, k))
+    q, k = (
+        rotate(y[None], angles(torch.arange(T)[None], DEFAULT, layer.rope_theta, layer.head_dim))[0] for y in (q, k)
+    )
     logits = x.new_zeros(T, 0) if layer.gate is None else layer.gate(x)
     none = x.new_full((T, H), torch.inf)  # a gate of 1
     of_output = logits[:, :H] if spec.gate in ("output", "both") else none
@@ -229,7 +231,9 @@ def test_cosine_attention_equals_the_authors_code():
         *(f"{name}_proj.weight" for name in "qkvo"), "power",
     }  # fmt: skip
     q, k, v = (p(x).unflatten(-1, (H, -1))[0] for p in (layer.q_proj, layer.k_proj, layer.v_proj))
-    q, k = (rotary(y[None], torch.arange(12)[None], layer.rope_theta)[0] for y in (q, k))
+    q, k = (
+        rotate(y[None], angles(torch.arange(12)[None], DEFAULT, layer.rope_theta, layer.head_dim))[0] for y in (q, k)
+    )
     power, out = 1 / (1 + math.exp(-0.5)), torch.zeros(12, H, d, dtype=torch.float64)
     for t, h in itertools.product(range(12), range(H)):
         for s in range(t + 1):

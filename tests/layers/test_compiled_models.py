@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from headrace import Mixer, compile_blocks, quantize, set_backend, zoo
+from headrace import Mixer, compile_blocks, layers, quantize, set_backend, zoo
 from headrace.hf import HeadraceForCausalLM
 from headrace.spec.stack import BlockStyle, Decoder, Experts, Layer
 from tiny import SIZES, close, config
@@ -69,6 +69,20 @@ def test_compiled_blocks_are_one_graph_for_all_layers_and_lengths(mixer, backend
             for mine, theirs in zip(loss_and_gradients(model, model, ids), of_the_model, strict=True):
                 close(mine, theirs, 1e-5)
     assert list(model.state_dict()) == names
+
+
+@pytest.mark.parametrize("mixer", ["retnet", "transformer", "hedgehog"])
+def test_rotary_angles_are_one_operator_of_a_compiled_layer(mixer):
+    """No compiler puts a cosine in float64 into the rotation, which has one for each channel of each head."""
+    graphs, layer, x = [], layers.build(zoo.mixer(mixer), hidden_size=16, num_heads=2), torch.randn(1, 5, 16)
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend=keep)(x)[0], layer(x)[0])
+    called = [node.target for graph in graphs for node in graph.graph.nodes]
+    assert called.count(torch.ops.headrace.angles.default) == 1 and "cos" not in called
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from typing import Any
 
 from .. import zoo
 from ..files.hub import ask_hub, check_config
+from ..utils.errors import InputError
 from .console import Device, Threads, interruptible, numbers, telling, terminal
 from .options import argument, setting, takes
 
@@ -27,8 +28,12 @@ class EvaluateOptions:
     batch_size: int = setting("Rows per batch.", 8, least=1)
     device: Device = None
     threads: Threads = None
-    seed: int = setting("Random seed of the needles.", 1234, min=0, max=2**32 - 1)
+    seed: int = setting("Random seed of the needles.", 1234)
     output: Path | None = setting("Folder of the report.", shown="runs/eval-<suite>")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**32:
+            raise InputError(f"--seed={self.seed}; expected 0 to {2**32 - 1}")
 
 
 @takes(EvaluateOptions)

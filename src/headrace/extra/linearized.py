@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.base import SelfInitialized
-from ..layers.linear.features import Rotate, RotateFirst
+from ..layers.linear.features import RotateFirst
 from ..layers.linear.mixer import LinearMixer
 from ..layers.linear.stage import Stage, Tokens
 from ..layers.linear.token import TOKENS, add_mixer
-from ..layers.rotary import angles, rotate
 from ..ops.call import accumulator
 from ..spec.attention import Rope
 from ..spec.linear import Inputs, MixerSpec, Read
@@ -92,21 +91,7 @@ class HeadNorm(Stage):
         t.q, t.k = (norm(x.to(norm.weight.dtype)).to(x.dtype) for norm, x in ((mixer.q_norm, t.q), (mixer.k_norm, t.k)))
 
 
-class Turned(Rotate):
-    """The rotation by the frequencies of the spec."""
-
-    def __call__(self, mixer: Any, t: Tokens) -> None:
-        turn = angles(t.positions, mixer.rope, mixer.rope_theta, mixer.K)
-        t.q, t.k = rotate(t.q, turn), rotate(t.k, turn)
-
-
-class TurnedFirst(Turned):
-    """The same before the feature map."""
-
-    field, first = RotateFirst.field, True
-
-
-REPLACED: dict[Any, tuple[Any, ...]] = {RotateFirst: (HeadNorm, TurnedFirst, MapLearned), Rotate: (Turned,)}
+REPLACED: dict[Any, tuple[Any, ...]] = {RotateFirst: (HeadNorm, RotateFirst, MapLearned)}
 
 
 class LinearizedMixer(LinearMixer):

@@ -73,7 +73,8 @@ def turned(x: Tensor, dt: Tensor, before: Tensor | None, sequences: Sequences) -
         total = apply_function(Scan, NAME, passed.transpose(0, 1), steps.transpose(0, 1)).transpose(0, 1)
     else:
         total = steps.cumsum(1)
-    last = sequences.last(total, history.to(total))[:, 0].remainder(2 * math.pi).to(dt)
+    total = total.remainder(2 * math.pi).to(dt)
+    last = sequences.last(total, history.to(total))[:, 0]
     total = total.view(shape)
     return (total.cos(), total.sin()), last.unflatten(1, shape[2:])
 

@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..ops.autograd import define
 from ..ops.call import accumulator
 from ..spec.attention import Rope
 
@@ -15,17 +16,13 @@ DEFAULT = Rope()  # made here, as torch.compile cannot trace the checks of a spe
 Angles = tuple[Tensor, Tensor]  # cosines and sines [B or 1, T, 1, F]
 
 
-def rotary(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotates x [B, T, heads, K] by its positions [B or 1, T]. theta: base of the frequencies."""
-    return rotate(x, angles(positions, DEFAULT, theta, x.shape[-1]))
-
-
 def rotate(x: Tensor, by: Angles) -> Tensor:
     """Rotates the first 2 F channels of x [B, T, heads, K]: channel i < F with channel i + F."""
     cos, sin = (y.to(accumulator(x)) for y in by)
     half = cos.shape[-1]
     a, b, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).to(x.dtype)
+    turned = a * cos - b * sin, b * cos + a * sin
+    return torch.cat([*(y.to(x.dtype) for y in turned), rest], -1)
 
 
 def angles(positions: Tensor, rope: Rope, theta: float, width: int, lengths: Tensor | None = None) -> Angles:
@@ -38,9 +35,18 @@ def angles(positions: Tensor, rope: Rope, theta: float, width: int, lengths: Ten
         width: K.
         lengths: [B or 1, 1], number of tokens of each sequence, of which frequencies may depend."""
     frequency = frequencies(rope, theta, rope.dims or width, positions if lengths is None else lengths)
+    compiled = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
+    return (_in_a_graph if compiled else _turn)(positions, frequency, rope.scale)
+
+
+def _turn(positions: Tensor, frequency: Tensor, scale: float) -> Angles:
     angle = positions[..., None, None].double() * frequency
-    cos, sin = angle.cos(), angle.sin()
-    return (cos, sin) if rope.scale == 1 else (cos * rope.scale, sin * rope.scale)
+    return angle.cos() * scale, angle.sin() * scale
+
+
+# Inductor would compute an angle again, in float64, for each channel of each head that it rotates.
+SCHEMA = "(Tensor positions, Tensor frequency, float scale)"
+_in_a_graph = define("angles", SCHEMA, 2, _turn, _turn, "CompositeExplicitAutograd")
 
 
 def frequencies(rope: Rope, theta: float, dims: int, lengths: Tensor) -> Tensor:

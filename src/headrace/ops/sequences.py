@@ -116,7 +116,8 @@ class Sequences:
             return torch.cat([history, x], 1)
         h = history.shape[1]
         full = x.new_zeros(1, self.T + self.count * h, x.shape[2])
-        before = (self._begins(h)[:, None] + torch.arange(h, device=x.device)).flatten()
+        begins = self.cu_seqlens[:-1] + h * torch.arange(self.count, device=x.device)
+        before = (begins[:, None] + torch.arange(h, device=x.device)).flatten()
         full = full.index_copy(1, before, history.flatten(0, 1)[None])
         return full.index_copy(1, self.places(h) + h, x)
 
@@ -150,7 +151,3 @@ class Sequences:
         recent = x[0, (self.cu_seqlens[:-1, None] + places).clamp(min=0)]
         earlier = history.gather(1, (h + places).clamp(max=h - 1)[..., None].expand_as(history))
         return torch.where((places >= 0)[..., None], recent, earlier)
-
-    def _begins(self, h: int) -> Tensor:
-        assert self.cu_seqlens is not None
-        return self.cu_seqlens[:-1] + h * torch.arange(self.count, device=self.cu_seqlens.device)

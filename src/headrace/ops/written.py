@@ -1,7 +1,5 @@
 """Checks of the tensors that `step` writes into: the state with in_place=True, and out."""
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -32,14 +30,9 @@ def check_written(state: Tensor | None, out: Tensor | None, tensors: dict[str, T
         wanted = torch.is_grad_enabled() and y is not None and y.requires_grad
         require(not wanted, f"{name} requires a gradient, which in_place and out lack; expected torch.no_grad()")
     if not torch.compiler.is_compiling() and not transformed():  # there tensors have no addresses
-        check_inference(written.values())
+        ended = not torch.is_inference_mode_enabled() and any(x.is_inference() for x in written.values())
+        require(not ended, "state or out is an inference tensor; expected torch.inference_mode(), since it is written")
         check_apart(written, tensors | {"state": state})
-
-
-def check_inference(written: Iterable[Tensor]) -> None:
-    """Raises InputError if a tensor that is written was made in inference mode, which has ended."""
-    if not torch.is_inference_mode_enabled() and any(x.is_inference() for x in written):
-        raise InputError("state or out is an inference tensor; expected torch.inference_mode(), since it is written")
 
 
 def check_apart(written: dict[str, Tensor], tensors: dict[str, Tensor | None]) -> None:

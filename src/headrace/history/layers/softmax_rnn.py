@@ -26,7 +26,7 @@ from ...layers.linear.features import FEATURE_MAPS, l2_norm
 from ...layers.linear.mixer import LinearMixer
 from ...layers.linear.readout import NORM_FLOORS, affine, normalized
 from ...layers.maps import mixed
-from ...layers.rotary import rotary
+from ...layers.rotary import DEFAULT, angles, rotate
 from ...ops.call import NORMALIZER_EPS, accumulator
 from ...ops.checks import require
 from ...ops.sequences import Sequences
@@ -101,7 +101,8 @@ class SoftmaxRNN(Mixer):
         projected = (sequences.tokenwise(p, x) for p in (self.q_proj, self.k_proj, self.v_proj))
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)
         positions = sequences.positions(None if state is None else state.seen, x)
-        q, k = rotary(q, positions, self.rope_theta), rotary(k, positions, self.rope_theta)
+        turn = angles(positions, DEFAULT, self.rope_theta, self.head_dim)
+        q, k = rotate(q, turn), rotate(k, turn)
         gates = self._gates(x, sequences)
         v = v * gates["input"] if "input" in gates else v
         if self.power is not None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops.call import accumulator
-from ..rotary import frequencies, rotary
+from ..rotary import angles, frequencies, rotate
 from .stage import Stage, Tokens
 
 EPS = 1e-6  # of both norms
@@ -87,7 +87,8 @@ class Rotate(Stage):
         return {"rotary": order, "turned": turned, "amplitude": mixer.rope.scale, "frequencies": turns}
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
-        t.q, t.k = (rotary(x, t.positions, mixer.rope_theta) for x in (t.q, t.k))
+        turn = angles(t.positions, mixer.rope, mixer.rope_theta, mixer.K)
+        t.q, t.k = rotate(t.q, turn), rotate(t.k, turn)
 
 
 class RotateFirst(Rotate):
