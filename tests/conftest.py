@@ -19,8 +19,6 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR"
 )  # fmt: skip
 # Its processes that compile import PyTorch, which takes longer than what there is to compile.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-# In each process it would compile and load a library for each instruction set of the machine, to see if that works.
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
 import torch
