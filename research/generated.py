@@ -42,6 +42,7 @@ TEXTS, REPEATS = ("text-gla", "text-retnet", "text-gated-deltanet"), ("text-repe
 GROUPS: dict[str, tuple[str, ...]] = {
     "backbones": (*BACKBONES, "gates-retnet"),
     "four-times": ("capacity-large", "capacity-large-rates"), "two-distractors": ("distractors", "distractors-rates"),
+    "published-linear": ("published-linear-attention", "published-linear-attention-rates"),
     "texts": TEXTS, "repeats": REPEATS, "all-texts": TEXTS + REPEATS,
     "settings": (
         "capacity-linear-attention", "capacity-retnet", "long-retnet", "retrofit", "capacity-gla", "capacity-deltanet",
