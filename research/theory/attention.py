@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 from headrace import zoo
 from headrace.history.layers.distance import bucket
 from headrace.layers.blocks.stack import sinusoidal
-from headrace.layers.rotary import rotary
+from headrace.layers.rotary import DEFAULT, angles, rotate
 
 from .base import (
     BLUE,
@@ -135,7 +135,8 @@ class Positions:
 def rotary_logits(x: Tensor, start: int) -> Tensor:
     """The logits [n] of x at position `start` with x at DISTANCES after it."""
     positions = (start + DISTANCES)[None]
-    turned = rotary(x.expand(1, len(DISTANCES), 1, WIDTH), positions, 10000.0)[0, :, 0]
+    turn = angles(positions, DEFAULT, 10000.0, WIDTH)
+    turned = rotate(x.expand(1, len(DISTANCES), 1, WIDTH), turn)[0, :, 0]
     return turned @ turned[0]
 
 
