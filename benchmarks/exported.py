@@ -194,15 +194,15 @@ def exported(runtime: str, mixer: str, weights: str, shape: Shape) -> nn.Module:
 
 
 def released(file: Path, into: Path) -> dict[str, nn.Module]:
-    """The model of a GGUF file of llama.cpp in transformers, here, and in llama.cpp."""
+    """The model of a GGUF file of llama.cpp in transformers, here, and in llama.cpp, whose Q8_0 is int8."""
     model, _ = import_gguf(file)
     export_checkpoint(model, "llama", into)
-    models = {"transformers Llama": LlamaForCausalLM.from_pretrained(into), "headrace": model}
+    models = {"transformers": LlamaForCausalLM.from_pretrained(into), "headrace": model}
     models |= {"headrace, weights in bfloat16": copy.deepcopy(model).bfloat16()}
     models |= {"headrace, weights in int8": quantize(copy.deepcopy(model))}
     if reason := missing("llama.cpp"):
         raise ModuleNotFoundError(reason)
-    for said, kind in {"": F32, ", weights in Q8_0": Q8_0}.items():
+    for said, kind in {"": F32, ", weights in int8": Q8_0}.items():
         requantize(file, into / f"{kind}.gguf", kind)
         models[f"llama.cpp{said}"] = InLlamaCpp(model, into / f"{kind}.gguf")
-    return models | {"llama.cpp, weights of the file": InLlamaCpp(model, file)}
+    return models | {"llama.cpp, weights in the types of the file": InLlamaCpp(model, file)}

@@ -16,6 +16,7 @@ Runtime computes the logits of every token of a prompt, all others those of the 
 
 import itertools
 import multiprocessing
+import re
 import time
 from dataclasses import replace
 from functools import partial
@@ -216,7 +217,7 @@ def released(file: Path, context: int = 64, rounds: int = 5, threads: int = 1, o
         config, size = models["headrace"].config, models["headrace"].num_parameters()
         shape = Shape(config.num_hidden_layers, config.hidden_size, config.num_heads, config.vocab_size)
         plan = BenchPlan(tuple(models), shape, threads=threads, rounds=rounds)
-        labels = {f"{file.stem} in {name}": name for name in models}
+        labels = {re.sub(r"^[^,]+", rf"\g<0> {file.stem}", name): name for name in models}
         rows = timed("decode", Point("decoding", min(context, READ)), plan, labels)
     report(output, threads, [row | {"parameters": size} for row in rows])
 
