@@ -35,8 +35,9 @@ def angles(positions: Tensor, rope: Rope, theta: float, width: int, lengths: Ten
         width: K.
         lengths: [B or 1, 1], number of tokens of each sequence, of which frequencies may depend."""
     frequency = frequencies(rope, theta, rope.dims or width, positions if lengths is None else lengths)
-    compiled = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
-    return (_in_a_graph if compiled else _turn)(positions, frequency, rope.scale)
+    single = positions.shape[-1] == 1  # a token, whose angles are cheaper than a kernel
+    inline = single or not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+    return (_turn if inline else _in_a_graph)(positions, frequency, rope.scale)
 
 
 def _turn(positions: Tensor, frequency: Tensor, scale: float) -> Angles:
