@@ -208,9 +208,8 @@ def decode(
 
 
 @app.command()
-def released(file: Path, context: int = 64, rounds: int = 5, threads: int = 1, output: Output = RESULTS) -> None:
-    """A token of the model of a GGUF file. context: at most what every model reads, as llama.cpp's is not filled at
-    random."""
+def released(file: Path, rounds: int = 5, threads: int = 1, output: Output = RESULTS) -> None:
+    """A token of the model of a GGUF file after 64 tokens, which every model reads."""
     with TemporaryDirectory() as folder:
         models = in_runtimes(file, Path(folder))
         PEERS.update({name: lambda shape, model=model: model for name, model in models.items()})
@@ -218,7 +217,7 @@ def released(file: Path, context: int = 64, rounds: int = 5, threads: int = 1, o
         shape = Shape(config.num_hidden_layers, config.hidden_size, config.num_heads, config.vocab_size)
         plan = BenchPlan(tuple(models), shape, threads=threads, rounds=rounds)
         labels = {re.sub(r"^[^,]+", rf"\g<0> {file.stem}", name): name for name in models}
-        rows = timed("decode", Point("decoding", min(context, READ)), plan, labels)
+        rows = timed("decode", Point("decoding", READ), plan, labels)
     report(output, threads, [row | {"parameters": size} for row in rows])
 
 

@@ -43,7 +43,7 @@ class LinearizeOptions:
         "What trains: new (what the old layers do not have), or all weights of the new layers.", "new"
     )
     window_dropout: float = setting(
-        "Share of the steps in which layers with a window read their memory alone, lest they learn to ignore it.", 0.0
+        "Share of the steps without the windows of layers that have one, so that they learn to use their memory.", 0.0
     )
     precision: str = setting("Of activations: float32, or bfloat16 by autocast. Weights are not rounded.", "float32")
     held_out: int = setting("Held-out rows on which the errors and losses are measured.", 16)

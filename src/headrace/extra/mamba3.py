@@ -55,7 +55,7 @@ def turned(x: Tensor, dt: Tensor, before: Tensor | None, sequences: Sequences) -
     """Returns (cosines and sines [B, T, H, F] of the angles Σ_s dt_s π tanh(x_s), the last angles of each sequence
     [N, H, F] in 0..2π).
 
-    The sum is float64, as are the angles of rotary positions.
+    The sum is float64, as are the angles of rotary positions; its remainder of one turn has the dtype of dt.
 
     Args:
         x: [B, T, F], shared by all heads.

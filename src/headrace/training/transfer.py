@@ -196,8 +196,8 @@ def windows_of(imitation: Imitation) -> list[nn.Module]:
 
 
 def drops_windows(settings: Transfer, step: int) -> bool:
-    """Whether a step trains the memory alone, as it would be needed if there were no window (arXiv 2510.05901): layers
-    with both learn to ignore it. The same after an interruption."""
+    """Whether the windows give 0 in a step, so that the memories alone imitate attention: a layer with both learns to
+    ignore its memory (arXiv 2510.05901). The answer is the same after an interruption."""
     return Random(f"{settings.seed} {step}").random() < settings.window_dropout
 
 

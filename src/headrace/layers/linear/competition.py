@@ -105,7 +105,7 @@ class HeadCompetition(Gate):
     def activate(self, scores: Tensor, chosen_only: bool = True) -> Tensor:
         """Returns the logarithm of the gates of scores [..., H]."""
         scores = scores.to(accumulator(scores))
-        if self.spec.temperature != 1:  # Inductor makes three more kernels of a softmax after a division
+        if self.spec.temperature != 1:  # Inductor makes one more kernel of a softmax after a division
             scores = scores / self.spec.temperature
         k = self.spec.top_k if chosen_only else None
         lost = None if k is None or k >= scores.shape[-1] else scores < scores.topk(k).values[..., -1:]
