@@ -284,8 +284,8 @@ def test_the_commands_that_the_page_names_run(folder, prepared, tmp_path, run_co
     prepare[prepare.index("TEXT")] = prepared.parent / "texts.jsonl"
     alone = [word for word in longer if not word.startswith(("teacher=", "weights="))]
     alone[alone.index("--output") + 1 :] = [tmp_path / "alone", f"weights={out}"]
-    few = "tokens=4096", "--trackers", "none"
-    for line in ([*whole, *few], [*prepare, "--held-out", 0.05], [*longer, *few], [*alone, *few]):
+    quiet = "--trackers", "none"
+    for line in ([*whole, *quiet], [*prepare, "--held-out", 0.05], [*longer, *quiet], [*alone, *quiet]):
         result = run_command(*line)
         assert result.code == 0, result.err
     assert open_data(tmp_path / "data-128").manifest["length"] == 128

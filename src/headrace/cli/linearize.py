@@ -17,7 +17,7 @@ from .options import setting, takes
 
 CHECKPOINTS = "transfer/checkpoint-*/complete.json"  # from which a command goes on
 LONGER = 4  # times the imitation's length: rows of the last stage
-PASSES = 16  # of a step, in the stages that train the model as a whole
+UPDATES = 50  # of each stage that trains the model as a whole
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,8 @@ def next_commands(one: LinearizeOptions, length: int) -> dict[str, str]:
     longer, whole = LONGER * length, f"{new}-whole"
 
     def train(weights: str, rows: int, length: int, data: str, output: str) -> str:
-        sizes = f"batch_tokens={PASSES * rows * length}", f"micro_batch={rows}"
+        batch = rows * length
+        sizes = f"tokens={UPDATES * batch}", f"batch_tokens={batch}", f"micro_batch={rows}"
         settings = "mixer=checkpoint", f"weights={weights}", f"teacher={old}", "lr=1e-4", "weight_decay=0", *sizes
         return shlex.join(["headrace", "train", "laptop-5m", *settings, "--data", data, "--output", output])
 
