@@ -140,7 +140,9 @@ def test_a_peak_is_at_least_weights_gradients_and_moments():
     shape = Shape(layers=1, hidden_size=64, heads=2, vocab_size=100_000)
     weights = sum(x.nbytes for x in build("gla", shape).parameters())
     found = measure.memory(Point("memory", 16), BenchPlan(("gla",), shape))
-    assert 4 * weights < found["gla"]["bytes"] < 10 * weights
+    logits = 4 * 16 * shape.vocab_size
+    # The weights, two moments, and the gradient of the embedding, which the head has too until the two are added.
+    assert 4 * weights < found["gla"]["bytes"] < 5 * weights + 6 * logits
 
 
 @pytest.mark.slow

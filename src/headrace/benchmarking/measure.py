@@ -1,5 +1,6 @@
 """The four measurements. In each, all models take turns in every round, so that other load affects them alike."""
 
+import ctypes
 import gc
 import time
 from collections.abc import Callable, Iterable
@@ -23,6 +24,7 @@ from .plan import DTYPES, BenchPlan, Point
 
 WARM = 64  # tokens of the warm-up step, which is not measured
 TOKENS = 8  # tokens decoded in a turn
+M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 SHARE = 4  # one cache may take at most 1 / SHARE of the free memory
 
 Measured = dict[str, Any]  # seconds: one for each round; bytes; how; or left_out: the reason
@@ -119,11 +121,25 @@ MEASUREMENTS = {"memory": memory, "training": training, "prefill": prefill, "dec
 def peak(name: str, point: Point, plan: BenchPlan) -> int:
     """Peak bytes of weights, gradients, AdamW moments and activations; on a CPU, minus those of the process before."""
     torch.set_num_threads(plan.threads)
+    return_freed_blocks()
+    steps(name, point, replace(plan, shape=replace(plan.shape, layers=1, vocab_size=64)))  # loads the libraries
     before = 0 if on_cuda(plan) else resident("VmRSS")
+    steps(name, point, plan)
+    return torch.cuda.max_memory_allocated(plan.device) if on_cuda(plan) else resident("VmHWM") - before
+
+
+def steps(name: str, point: Point, plan: BenchPlan) -> None:
     step = Step(built(name, plan))
     for _ in range(2):  # AdamW's moments exist from the second step on
         step.run(ids(point.length, point.batch, step.model))
-    return torch.cuda.max_memory_allocated(plan.device) if on_cuda(plan) else resident("VmHWM") - before
+
+
+def return_freed_blocks() -> None:
+    """Has every block of 128 KiB or more returned to the system once it is freed. By default glibc keeps blocks of up
+    to 32 MiB, and the peak of a process depends on the order in which they are freed. Other C libraries lack the
+    option, and return such blocks anyway."""
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, 128 * 1024)
 
 
 def resident(field: str) -> int:
