@@ -20,15 +20,6 @@ HR_INLINE vf log_one_plus(vf y) {
 }
 HR_INLINE vf softplus(vf x) { return (x < vf{} ? vf{} : x) + log_one_plus(exponential(-magnitude(x))); }
 
-// Up to W numbers, zeros after the last.
-template <class T>
-HR_INLINE vf load_some(const T* p, int left) {
-    if (left >= W) return load(p);
-    T last[W] = {};
-    std::memcpy(last, p, left * sizeof(T));
-    return load(last);
-}
-
 // x_i ← f(x_i, i) by the vector; x has room for whole ones.
 template <class F>
 HR_INLINE void each(float* x, int n, F f) {

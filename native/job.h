@@ -81,10 +81,11 @@ struct Step {
     const float* bonus;  // [H, K]: q reads the state as it was, and with this weight what is written now; NULL: none
 };
 
-// Of a linear layer: inputs that share a scale where they are rounded for int8, and rows from which they are transposed.
-constexpr int INT8_BLOCK = 1024, MANY_ROWS = 16;
+// Of a linear layer: inputs that share a scale where they are rounded for int8; rows from which they are transposed
+// instead, and rows of a panel of these.
+constexpr int INT8_BLOCK = 1024, MANY_ROWS = 24, PANEL = 32;
 
-// The working memory of a program: rows of numbers, and those of a linear layer's input as integers where W is int8.
+// The working memory of a program: rows of numbers, and a linear layer's input as integers or transposed.
 struct Working {
     const hr_program* program;
     float* rows;
@@ -92,8 +93,9 @@ struct Working {
     std::int16_t* integers;
     float* scales;
     std::int64_t integer_row, scale_row;
-    float* transposed;  // a linear layer's input [inputs, wide], for many rows
-    std::int64_t wide;  // 0: for few rows
+    float* transposed;  // of many rows: panels [inputs, PANEL]; NULL for few
+
+    bool many() const { return program->rows >= MANY_ROWS; }
 
     HR_INLINE float* at(std::int64_t row, std::int64_t column) const { return rows + row * width + column; }
     HR_INLINE std::int16_t* integers_of(std::int64_t row) const { return integers + row * integer_row; }

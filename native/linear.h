@@ -1,11 +1,11 @@
 // A linear layer of a few rows: y = x Wᵀ + b, W [outputs, inputs] read where the module holds it, in float32, bfloat16,
 // or int8 with a scale per row.
 //
-// For few rows, and int8, sums run along the inputs: of R rows of W with M rows of x at a time, and then over
-// their lanes. One row of x is bound by memory: the next rows of W are fetched into the second cache meanwhile. For many
-// rows x is transposed, so that a vector has the same input of several rows.
+// For few rows sums run along the inputs: of R rows of W with M rows of x at a time, and then over their lanes. One row of
+// x is bound by memory: the next rows of W are fetched into the second cache meanwhile. With int8 weights x is rounded to
+// 16-bit integers with a scale for each BLOCK of inputs; sums over a block are exact in 32 bits.
 //
-// int8: x is rounded to 16-bit integers with a scale for each BLOCK of inputs; sums over a block are exact in 32 bits.
+// For many rows x is transposed, so that a vector has the same input of several rows, and rows of W become float32.
 
 #pragma once
 
@@ -51,11 +51,14 @@ HR_INLINE vi add_pairs(vi sum, vs a, vs b) {
 #endif
 }
 
-// Sums of the lanes of W vectors, which it spends.
-HR_INLINE vf totals(vf (&x)[W]) {
-    transpose(x);
+// Sums of the lanes of W vectors, in their order. Halving their number adds halves of two vectors lane by lane.
+HR_INLINE vf totals(const vf* vectors) {
+    constexpr auto lanes = std::make_integer_sequence<int, W>();
+    vf x[W];
+    for (int i = 0; i < W; i++) x[i] = vectors[i];
     for (int half = W / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) x[i] += x[i + half];
+        for (int i = 0; i < half; i++)
+            x[i] = interleaved<0>(x[i], x[i + half], lanes) + interleaved<W / 2>(x[i], x[i + half], lanes);
     return x[0];
 }
 
@@ -67,14 +70,15 @@ struct Rows {
     Stride x_row, integer_row, scale_row;
     int inputs;
     Stride weight_row;
-    const float* transposed;  // for many rows: x [inputs, ·] with rows `wide` apart; `wide` is 0 for few
-    Stride wide;
+    const float* transposed;  // of many rows: panels [inputs, PANEL] of x, `panel` apart; NULL for few
+    Stride panel;
 
     Rows from(std::int64_t m) const {
         Rows r = *this;
         r.x += m * x_row, r.integers += m * integer_row, r.scales += m * scale_row;
         return r;
     }
+    const float* column(std::int64_t m) const { return transposed + m / PANEL * panel + m % PANEL; }
 };
 
 template <int M, int R, class T>
@@ -93,7 +97,7 @@ HR_INLINE void dots(vf* sums, const T* const (&w)[R], const Rows& rows) {
     for (; k + W <= rows.inputs; k += W) add(k, [](auto p) { return load(p); });
     if (k < rows.inputs) add(k, [&](auto p) { return load_some(p, rows.inputs - k); });
     for (int r = 0; r < R; r++)
-        for (int m = 0; m < M; m++) sums[r * M + m] = total[r][m];
+        for (int m = 0; m < M; m++) sums[m * SUMS + r] = total[r][m];
 }
 
 template <int M, int R>
@@ -125,7 +129,7 @@ HR_INLINE void dots(vf* sums, const std::int8_t* const (&w)[R], const Rows& rows
                 all[r][m] += __builtin_convertvector(total[r][m], vf) * splat(rows.scales[m * rows.scale_row + block]);
     }
     for (int r = 0; r < R; r++)
-        for (int m = 0; m < M; m++) sums[r * M + m] = all[r][m];
+        for (int m = 0; m < M; m++) sums[m * SUMS + r] = all[r][m];
 }
 
 // Where a product's results go: y (+)= factor_n Σ + bias_n.
@@ -134,85 +138,101 @@ struct Results {
     Stride row;
     const hr_operation* op;
 
-    HR_INLINE void put(int m, std::int64_t n, float sum) const {
+    // Up to W neighbours of row m.
+    HR_INLINE void put(int m, std::int64_t n, vf sums, int count) const {
         float* y = out + m * row + n;
-        if (op->scale) sum *= op->scale[n];
-        if (op->bias) sum += number_of(op->bias, n);
-        *y = op->add ? *y + sum : sum;
+        if (op->scale) sums *= load_some(op->scale + n, count);
+        if (op->bias) sums += bias(n, count);
+        if (op->add) sums += load_some(y, count);
+        store_some(y, sums, count);
     }
-    float number_of(const void* p, std::int64_t n) const {
-        if (op->dtype == HR_FLOAT32) return static_cast<const float*>(p)[n];
-        return load_some(static_cast<const std::uint16_t*>(p) + n, 1)[0];
+    vf bias(std::int64_t n, int count) const {
+        if (op->dtype == HR_FLOAT32) return load_some(static_cast<const float*>(op->bias) + n, count);
+        return load_some(static_cast<const std::uint16_t*>(op->bias) + n, count);
     }
 };
 
 // M rows of x with the rows first … last − 1 of W.
 template <int M, class T>
 void some_rows(const T* weight, const Rows& rows, const Results& results, std::int64_t first, std::int64_t last) {
-    constexpr int GROUP = SUMS / M, R = M > 4 ? GROUP : 8 / M;  // rows of W until sums are added up, and at a time
-    for (std::int64_t n = first; n < last; n += GROUP) {
-        const int count = static_cast<int>(last - n < GROUP ? last - n : GROUP);
-        vf sums[SUMS];
-        for (int g = 0; g < GROUP; g += R) {
+    constexpr int R = M > 4 ? 2 : 8 / M;  // rows of W at a time
+    for (std::int64_t n = first; n < last; n += SUMS) {
+        const int count = static_cast<int>(last - n < SUMS ? last - n : SUMS);
+        vf sums[M][SUMS];
+        for (int g = 0; g < SUMS; g += R) {
             const T* w[R];
             for (int r = 0; r < R; r++) w[r] = weight + (n + (g + r < count ? g + r : count - 1)) * rows.weight_row;
-            dots<M, R>(sums + g * M, w, rows);
+            dots<M, R>(&sums[0][g], w, rows);
         }
-        for (int s = 0; s < SUMS; s += W) {
-            const vf found = totals(reinterpret_cast<vf(&)[W]>(sums[s]));
-            for (int i = 0; i < W && s + i < count * M; i++) results.put((s + i) % M, n + (s + i) / M, found[i]);
-        }
+        for (int m = 0; m < M; m++)
+            for (int s = 0; s < count; s += W) results.put(m, n + s, totals(sums[m] + s), count - s);
     }
 }
 
-// NV vectors of rows of x, of which `count` rows count, with the rows first … last − 1 of W.
+// total_rv += Σ_i w_ri x_iv, of NV vectors of transposed rows.
+template <int NV, int R>
+HR_INLINE void add_products(vf (&total)[R][NV], const float* const (&w)[R], const float* x, int depth) {
+    for (int i = 0; i < depth; i++, x += PANEL) {
+        vf right[NV];
+        for (int v = 0; v < NV; v++) right[v] = load(x + v * W);
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < NV; v++) total[r][v] += splat(w[r][i]) * right[v];
+    }
+}
+
+// NV vectors of transposed rows x, of which `count` rows count, with the rows first … last − 1 of W.
 template <int NV, class T>
-void many_rows(const T* weight, const Rows& rows, const Results& results, int count, std::int64_t first,
+void many_rows(const T* weight, const Rows& rows, const float* x, const Results& results, int count, std::int64_t first,
                std::int64_t last) {
-    constexpr int R = W < 16 ? 3 : 6, DEPTH = 256;
+    constexpr int R = W < 16 ? 12 / NV : 12, GROUP = 3 * W, DEPTH = 256;  // rows of W at a time, and until sums are put
+    static_assert(GROUP % R == 0, "");
     float wide[R][DEPTH];
-    for (std::int64_t n = first; n < last; n += R) {
-        const int some = static_cast<int>(last - n < R ? last - n : R);
-        vf total[R][NV] = {};
-        for (int k = 0; k < rows.inputs; k += DEPTH) {
-            const int depth = rows.inputs - k < DEPTH ? rows.inputs - k : DEPTH;
-            const float* w[R];
-            for (int r = 0; r < R; r++) {
-                const T* row = weight + (n + (r < some ? r : some - 1)) * rows.weight_row + k;
-                if constexpr (sizeof(T) == sizeof(float)) {
-                    w[r] = row;
-                } else {
-                    load_row(wide[r], row, depth, 1);
-                    w[r] = wide[r];
+    vf sums[NV][GROUP];
+    for (std::int64_t n = first; n < last; n += GROUP) {
+        const int some = static_cast<int>(last - n < GROUP ? last - n : GROUP);
+        for (int g = 0; g < some; g += R) {
+            vf total[R][NV] = {};
+            for (int k = 0; k < rows.inputs; k += DEPTH) {
+                const int depth = rows.inputs - k < DEPTH ? rows.inputs - k : DEPTH;
+                const float* w[R];
+                for (int r = 0; r < R; r++) {
+                    const T* row = weight + (n + (g + r < some ? g + r : some - 1)) * rows.weight_row + k;
+                    if constexpr (sizeof(T) == sizeof(float)) {
+                        w[r] = row;
+                    } else {
+                        load_row(wide[r], row, depth, 1);
+                        w[r] = wide[r];
+                    }
                 }
+                add_products<NV, R>(total, w, x + k * PANEL, depth);
             }
-            const float* x = rows.transposed + k * rows.wide;
-            for (int i = 0; i < depth; i++, x += rows.wide) {
-                vf right[NV];
-                for (int v = 0; v < NV; v++) right[v] = load(x + v * W);
-                for (int r = 0; r < R; r++)
-                    for (int v = 0; v < NV; v++) total[r][v] += splat(w[r][i]) * right[v];
-            }
+            for (int r = 0; r < R; r++)
+                for (int v = 0; v < NV; v++) sums[v][g + r] = total[r][v];
         }
-        for (int r = 0; r < some; r++)
-            for (int m = 0; m < count; m++) results.put(m, n + r, total[r][m / W][m % W]);
+        for (int v = 0; v < NV; v++)
+            for (int g = 0; g < some; g += W) {
+                vf block[W];
+                for (int i = 0; i < W; i++) block[i] = g + i < some ? sums[v][g + i] : vf{};
+                transpose(block);
+                for (int i = 0; i < W && v * W + i < count; i++) results.put(v * W + i, n + g, block[i], some - g);
+            }
     }
 }
 
 template <class T>
-void all_rows(const T* weight, Rows rows, Results results, std::int64_t count, std::int64_t first, std::int64_t last) {
+void all_rows(const T* weight, const Rows& rows, Results results, std::int64_t count, std::int64_t first,
+              std::int64_t last) {
     std::int64_t m = 0;
-    const auto advance = [&](int done) { m += done, results.out += done * results.row, rows.transposed += done; };
-    if constexpr (sizeof(T) > 1) {
-        const auto many = [&](auto vectors) {
-            constexpr int NV = decltype(vectors)::value;
-            const int some = static_cast<int>(count - m < NV * W ? count - m : NV * W);
-            many_rows<NV>(weight, rows, results, some, first, last);
-            advance(some);
-        };
-        while (rows.wide && count - m > 2 * W) many(std::integral_constant<int, 4>());
-        while (rows.wide && m < count) many(std::integral_constant<int, 2>());
-    }
+    const auto advance = [&](std::int64_t done) { m += done, results.out += done * results.row; };
+    const auto many = [&](auto vectors) {
+        constexpr int NV = decltype(vectors)::value;
+        const int some = static_cast<int>(count - m < NV * W ? count - m : NV * W);
+        many_rows<NV>(weight, rows, rows.column(m), results, some, first, last);
+        advance(some);
+    };
+    constexpr int MOST = W < 16 ? 4 : 2;
+    while (rows.transposed && count - m > MOST / 2 * W) many(std::integral_constant<int, MOST>());
+    while (rows.transposed && m < count) many(std::integral_constant<int, MOST / 2>());
     if constexpr (W == 16)
         for (; m + 8 <= count; advance(8)) some_rows<8>(weight, rows.from(m), results, first, last);
     for (; m + 4 <= count; advance(4)) some_rows<4>(weight, rows.from(m), results, first, last);
@@ -220,13 +240,13 @@ void all_rows(const T* weight, Rows rows, Results results, std::int64_t count, s
     for (; m < count; advance(1)) some_rows<1>(weight, rows.from(m), results, first, last);
 }
 
-// Inputs first … first + W − 1 of `count` rows of x, transposed, with zeros for the rows that there are not.
-inline void transpose_columns(float* into, Stride wide, const float* x, Stride x_row, int count) {
-    for (int m = 0; m < wide; m += W) {
+// Inputs first … first + W − 1 of `count` rows of x, into panels `panel` apart, with zeros for the rows that there are not.
+inline void transpose_columns(float* into, Stride panel, const float* x, Stride x_row, int count) {
+    for (int m = 0; m < (count + PANEL - 1) / PANEL * PANEL; m += W) {
         vf block[W];
         for (int i = 0; i < W; i++) block[i] = m + i < count ? load(x + (m + i) * x_row) : vf{};
         transpose(block);
-        for (int i = 0; i < W; i++) store(into + i * wide + m, block[i]);
+        for (int i = 0; i < W; i++) store(into + m / PANEL * panel + m % PANEL + i * PANEL, block[i]);
     }
 }
 

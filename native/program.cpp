@@ -110,7 +110,7 @@ class Program {
 public:
     Program(const hr_program& p, const hr_operation* operations, const hr_layer* layers, const hr_attention* attentions)
         : p_(p), operations_(operations), layers_(layers), attentions_(attentions),
-          working_{&p, nullptr, p.width, nullptr, nullptr, 0, 0, nullptr, 0} {
+          working_{&p, nullptr, p.width, nullptr, nullptr, 0, 0, nullptr} {
         for (std::int64_t i = 0; i < p.layers; i++) {
             const LayerStep layer(layers[i], p.rows, nullptr);
             layer_floats_ = std::max(layer_floats_, layer.floats);
@@ -124,11 +124,10 @@ public:
         for (const hr_operation& op : *this) {
             if (op.kind != HR_LINEAR) continue;
             products_ += static_cast<double>(op.inputs * op.outputs);
-            if (op.weight_dtype == HR_INT8)
+            if (working_.many())
+                transposed_ = std::max(transposed_, padded(op.inputs) * padded(p.rows, PANEL));
+            else if (op.weight_dtype == HR_INT8)
                 widest_ = std::max(widest_, padded(op.inputs, INT8_BLOCK));
-            else if (p.rows >= MANY_ROWS)
-                working_.wide = padded(p.rows, 64),
-                transposed_ = std::max(transposed_, padded(op.inputs) * working_.wide);
         }
         working_.integer_row = widest_, working_.scale_row = padded(widest_ / INT8_BLOCK);
     }
@@ -163,7 +162,7 @@ public:
         const auto take = [&](std::int64_t bytes) { return std::exchange(next, next + bytes); };
         working_.rows = reinterpret_cast<float*>(take(4 * p_.rows * p_.width));
         layer_memory_ = reinterpret_cast<float*>(take(4 * layer_floats_));
-        working_.transposed = reinterpret_cast<float*>(take(4 * transposed_));
+        if (working_.many()) working_.transposed = reinterpret_cast<float*>(take(4 * transposed_));
         working_.scales = reinterpret_cast<float*>(take(4 * padded(p_.rows * working_.scale_row)));
         working_.integers = reinterpret_cast<std::int16_t*>(take(2 * p_.rows * widest_));
         steps_ = next;
@@ -177,11 +176,12 @@ private:
     void operate(const hr_operation& op, Team& team, int member) const {
         if (op.kind == HR_LAYER) return layer(op, team, member);
         if (op.kind == HR_ATTEND) return attend(op, team, member);
-        if (op.kind != HR_LINEAR || op.weight_dtype == HR_INT8)
-            team.each(p_.rows, [&](std::int64_t row) { kernels().operate(working_, op, row); });
-        else if (working_.wide)
+        const bool product = op.kind == HR_LINEAR;
+        if (product && working_.many())
             team.each(padded(op.inputs) / kernels().width, [&](std::int64_t i) { kernels().operate(working_, op, i); });
-        if (op.kind != HR_LINEAR) return;
+        else if (!product || op.weight_dtype == HR_INT8)
+            team.each(p_.rows, [&](std::int64_t row) { kernels().operate(working_, op, row); });
+        if (!product) return;
         const std::int64_t share =
             padded(std::clamp<std::int64_t>((1 << 17) / std::max<std::int64_t>(op.inputs, 1), 16, 256));
         team.each((op.outputs + share - 1) / share, [&](std::int64_t i) {

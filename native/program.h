@@ -6,6 +6,9 @@
 
 namespace HR_ISA {
 
+// How far apart the panels of a linear layer's input are.
+inline Stride panel_of(const hr_operation& op) { return PANEL * static_cast<Stride>(padded(op.inputs)); }
+
 struct Operation {
     const Working& working;
     const hr_operation& op;
@@ -23,7 +26,7 @@ struct Operation {
             case HR_MIX: return op.dtype == HR_FLOAT32 ? mix<float>() : mix<std::uint16_t>();
             case HR_ACTIVATE: return activate();
             case HR_CAP: return cap();
-            case HR_LINEAR: return op.weight_dtype == HR_INT8 ? round_input() : transpose_input();
+            case HR_LINEAR: return working.many() ? transpose_input() : round_input();
             case HR_LAYER:
             case HR_ATTEND:
             case HR_KINDS_OF_OPERATIONS: return;
@@ -36,8 +39,7 @@ private:
     }
     // `row` counts vectors of inputs.
     void transpose_input() const {
-        const Stride wide = static_cast<Stride>(working.wide);
-        transpose_columns(working.transposed + row * W * wide, wide, working.at(0, op.in) + row * W,
+        transpose_columns(working.transposed + row * W * PANEL, panel_of(op), working.at(0, op.in) + row * W,
                           static_cast<Stride>(working.width), static_cast<int>(working.program->rows));
     }
     std::int64_t token() const { return working.program->tokens[row]; }
@@ -166,7 +168,7 @@ inline void linear(const Working& working, const hr_operation& op, std::int64_t 
                     static_cast<int>(op.inputs),
                     static_cast<Stride>(op.inputs),
                     working.transposed,
-                    working.wide};
+                    panel_of(op)};
     const Results results{op.state ? static_cast<float*>(op.state) : working.at(0, op.out),
                           op.state ? op.outputs : working.width, &op};
     const std::int64_t B = working.program->rows;

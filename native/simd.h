@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <utility>
 
 #include "job.h"
@@ -28,8 +29,10 @@ typedef float vf __attribute__((vector_size(W * 4)));
 typedef std::int32_t vi __attribute__((vector_size(W * 4)));
 typedef std::uint32_t vu __attribute__((vector_size(W * 4)));
 typedef std::uint16_t vh __attribute__((vector_size(W * 2)));
+typedef std::int8_t vc __attribute__((vector_size(W)));
 typedef float vf_anywhere __attribute__((vector_size(W * 4), aligned(4), may_alias));
 typedef std::uint16_t vh_anywhere __attribute__((vector_size(W * 2), aligned(2), may_alias));
+typedef std::int8_t vc_anywhere __attribute__((vector_size(W), aligned(1), may_alias));
 
 // Not `vf{} + x`, which is +0 for −0: the compiler would have to add.
 HR_INLINE vf splat(float x) { return x - vf{}; }
@@ -82,11 +85,32 @@ HR_INLINE vf load(const std::uint16_t* p) {
     return bits(__builtin_convertvector(x, vu) << 16);
 }
 
+HR_INLINE vf load(const std::int8_t* p) {
+    typedef std::int16_t twice __attribute__((vector_size(W * 2)));  // GCC 12 takes a step of four times lane by lane
+    const twice x = __builtin_convertvector(vc(*reinterpret_cast<const vc_anywhere*>(p)), twice);
+    return __builtin_convertvector(__builtin_convertvector(x, vi), vf);
+}
+
 // Rounds to the nearest, ties to even; NaN is made quiet, not rounded into an infinity.
 HR_INLINE void store(std::uint16_t* p, vf x) {
     const vu u = bits(x);
     const vu rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16, quiet = (u >> 16) | 0x40;
     *reinterpret_cast<vh_anywhere*>(p) = __builtin_convertvector(x == x ? rounded : quiet, vh);
+}
+
+// Up to W numbers, zeros after the last.
+template <class T>
+HR_INLINE vf load_some(const T* p, int left) {
+    if (left >= W) return load(p);
+    T last[W] = {};
+    std::memcpy(last, p, left * sizeof(T));
+    return load(last);
+}
+
+// Up to W numbers.
+HR_INLINE void store_some(float* p, vf x, int left) {
+    if (left >= W) return store(p, x);
+    std::memcpy(p, &x, left * sizeof(float));
 }
 
 // Lanes in turn from a and from b: from their lower halves (start 0) or their upper ones (start W / 2).

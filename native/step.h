@@ -123,7 +123,7 @@ struct StepUnit {
             if (first) fetch<NV>(s + EARLY * stride);
             fetch<NV / 2>(next + i * stride);
             const vf ki = splat(keys[i] * left[i]);
-            for (int c = 0; c < NV; c++) write[c] -= ki * some(s + c * W, width);
+            for (int c = 0; c < NV; c++) write[c] -= ki * load_some(s + c * W, width);
         }
         for (int c = 0; c < NV; c++) store(target + j + c * W, write[c]);
     }
@@ -142,7 +142,7 @@ struct StepUnit {
             fetch<NV - COMPARED>(next + i * stride);
             const vf di = splat(left[i]), ki = splat(keys[i]), qi = splat(queries[i]);
             for (int c = 0; c < NV; c++) {
-                const vf now = some(s + c * W, width), after = di * now + ki * write[c];
+                const vf now = load_some(s + c * W, width), after = di * now + ki * write[c];
                 read[c] += qi * (before ? now : after);
                 store_some(s + c * W, after, width);
             }
@@ -159,7 +159,7 @@ struct StepUnit {
         for (int c = 0; c < NV; c++) read[c] = load(out + j + c * W);
         for (int i = begin; i < end; i++) {
             const vf qi = splat(numbers[i]);
-            for (int c = 0; c < NV; c++) read[c] += qi * some(S + i * stride + j + c * W, width);
+            for (int c = 0; c < NV; c++) read[c] += qi * load_some(S + i * stride + j + c * W, width);
         }
         for (int c = 0; c < NV; c++) store(out + j + c * W, read[c]);
     }
@@ -167,18 +167,6 @@ struct StepUnit {
     template <int NV>
     static HR_INLINE void fetch(const float* p) {
         for (int c = 0; c < NV; c++) __builtin_prefetch(p + c * W, 0, 2);
-    }
-    static HR_INLINE vf some(const float* p, int width) {
-        if (width == W) return load(p);
-        vf x{};
-        std::memcpy(&x, p, width * sizeof(float));
-        return x;
-    }
-    static HR_INLINE void store_some(float* p, vf x, int width) {
-        if (width == W)
-            store(p, x);
-        else
-            std::memcpy(p, &x, width * sizeof(float));
     }
 };
 

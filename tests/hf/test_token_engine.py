@@ -45,7 +45,7 @@ def test_every_style_of_blocks(style):
     assert is_accurate(model, torch.randint(29, (3, 9)))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 8, 15, 16, 33, 70])
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 15, 23, 24, 33, 70])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.no_grad()
 def test_batches_of_every_size(rows, dtype):
@@ -53,7 +53,7 @@ def test_batches_of_every_size(rows, dtype):
     assert is_accurate(model, torch.randint(29, (rows, 6)))
 
 
-@pytest.mark.parametrize("rows", [1, 9, 64])
+@pytest.mark.parametrize("rows", [1, 9, 23, 24, 64])
 @torch.no_grad()
 def test_int8_model_equals_its_weights_in_float64(rows):
     """x is rounded to 16 bits: 2^-16 of the largest number of a row, for each product."""
