@@ -12,7 +12,7 @@ from statistics import median
 import typer
 
 from headrace.comparison import leaderboard, rows
-from headrace.comparison.suite import SUITES
+from headrace.comparison.defaults import SUITES
 from record import RESULTS, markdown
 
 KEPT, SUITE = RESULTS / "leaderboard.csv", "small"

@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace.comparison import rows, tuning
 from headrace.comparison.arm import train
-from headrace.comparison.plan import Arm, Plan, Study
-from headrace.comparison.question import Question
+from headrace.comparison.plan import Arm, Plan, Question, Study
 from headrace.comparison.run import collect, trained
 from headrace.files import engine
 from headrace.files.engine import Row

@@ -28,12 +28,11 @@ from matplotlib.figure import Figure
 from benchmarks.record import markdown
 from headrace.comparison import hypotheses, rows
 from headrace.comparison.choose import planned
-from headrace.comparison.plan import Study
-from headrace.comparison.question import Question
+from headrace.comparison.plan import Question, Study
 from headrace.report import stats
 from headrace.report.differences import Unit
 from headrace.report.numbers import count
-from headrace.report.style import PALETTE, STYLE
+from headrace.report.page import PALETTE, STYLE
 from headrace.utils.errors import InputError
 
 from . import RESULTS
@@ -287,9 +286,10 @@ def shown(studies: dict[str, tuple[Question, list[rows.Row]]]) -> list[str]:
     text, asked = [], list(studies.values())
     for name, (question, runs), tests in zip(studies, asked, hypotheses.differences(asked), strict=True):
         text += [f"### {name}", ""] if len(studies) > 1 else []
-        for shown in hypotheses.tables(question, runs, tests):
-            text += [shown.answer, "", shown.about, ""] if shown.answer else []
-            text += [*markdown(shown.header, shown.rows), ""]
+        text += [hypotheses.answer(question, tests), ""]
+        for section in hypotheses.sections(question, runs, tests):
+            text += [line for about in section.about for line in (about, "")]
+            text += [*markdown(section.header, section.rows), ""]
         last = [row for row in runs if not row["trial"]]
         text += [f"{sum(row['converged'] for row in last)} of {len(last)} reported runs converged.", ""]
         if lost := sum(row["score"] is None for row in last):

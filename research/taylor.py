@@ -22,16 +22,16 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from benchmarks.record import Row, append, environment, markdown, read, write
+from headrace.comparison.model import ArmRecipe, Shape
 from headrace.comparison.plan import Plan, Study
 from headrace.comparison.run import complete
-from headrace.comparison.shape import ArmRecipe, Shape
 from headrace.extra.taylor import truncated_exp
 from headrace.files.devices import all_devices
 from headrace.files.processes import locked
 from headrace.files.workers import place_workers
 from headrace.history.layers.softmax_rnn import numerator
 from headrace.history.specs.softmax_rnn import SoftmaxRNNSpec
-from headrace.report.style import PALETTE, STYLE
+from headrace.report.page import PALETTE, STYLE
 from headrace.tasks import Text
 
 from . import RESULTS

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from headrace import zoo
 from headrace.comparison.defaults import PAIR
-from headrace.comparison.plan import Study
-from headrace.comparison.question import Question
+from headrace.comparison.plan import Question, Study
 
 
 def results(scores, plan=PAIR, gates=(), **changes):

@@ -13,7 +13,7 @@ import torch
 from matplotlib.figure import Figure
 
 from headrace.files.environment import environment
-from headrace.report.style import STYLE
+from headrace.report.page import STYLE
 from headrace.utils.errors import InputError
 from headrace.utils.integrity import write_json
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headrace.layers.linear.competition import HeadCompetition
 from headrace.ops.attention import linear_attention
-from headrace.report.style import PALETTE
+from headrace.report.page import PALETTE
 from headrace.spec.linear import Competition
 
 BLUE, RED, YELLOW, GREEN, PURPLE = PALETTE[:5]

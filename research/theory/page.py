@@ -7,7 +7,7 @@ import torch
 from IPython.display import Image, Markdown, display
 from matplotlib.figure import Figure
 
-from headrace.report.style import PALETTE, STYLE
+from headrace.report.page import PALETTE, STYLE
 
 from ..generated import default_runs
 from . import run

@@ -235,7 +235,7 @@ def test_verify_and_compare_accept_registered_mixers(run_command, mine):
     mixers = "mine,softmax-mine(competition.memories_per_head=2),mine-too(kv_heads=2),mine+mine-too"
     code, out, _ = run_command("verify", "--mixers", mixers)
     assert code == 0 and re.search(r"\b(\d+) of \1 laws hold", out) and "mine+mine-too" in out
-    (plan,) = choose("pair", [], None, {"mixers": mixers}).plans
+    (plan,) = choose("pair", mixers=mixers).plans
     plan.check()
     assert [arm.spec for arm in plan.arms()[:4]] == [to_json(zoo.get(mixer)) for mixer in mixers.split(",")]
 

@@ -26,10 +26,10 @@ from headrace.comparison.arm import train
 from headrace.comparison.choose import choose
 from headrace.comparison.defaults import DEFAULTS, DEMO, PAIR
 from headrace.comparison.findings import conditions, findings
+from headrace.comparison.model import MATCHED, ArmRecipe, Shape
 from headrace.comparison.page import write_report
 from headrace.comparison.plan import Plan, Study
 from headrace.comparison.run import complete
-from headrace.comparison.shape import MATCHED, ArmRecipe, Shape
 from headrace.comparison.summary import summarize
 from headrace.files.provenance import claim
 from headrace.files.results import file_names, finite, read_result, restored, write_result
@@ -113,23 +113,23 @@ def test_fixed_and_absent_mlp_widths():
 
 def test_states_are_matched_by_a_size_of_each_mixer():
     """The largest state is that of mamba2, of 8,960 numbers; attention and rwkv7 have no such size."""
-    from headrace.comparison.widths import numbers
+    from headrace.comparison.choose import state_numbers
 
     shape = Shape(hidden_size=64, heads=4, layers=1)
     own = "mamba2", "gla", "softmax-gla", "retnet(heads.expand_v=1)", "gsa", "mamba", "s4d"
     fixed = "rwkv7", "transformer", "gla(heads.key_dim=8)"
-    study = choose("mqar", [], None, {"mixers": ",".join((*own, *fixed)), "hidden_size": 64, "heads": 4}, match="state")
+    study = choose("mqar", mixers=",".join((*own, *fixed)), hidden_size=64, heads=4, match="state")
     mixers = study.plans[0].mixers
     assert mixers[0] == "mamba2" and mixers[len(own) :] == fixed
     assert mixers[2] == "softmax-gla(heads.key_dim=140)" and mixers[4] == "gsa(slots=70)"
     assert mixers[3].startswith("retnet(heads.expand_v=1, heads.key_dim=")
-    counted = [numbers(zoo.get(mixer), shape) for mixer in mixers[: len(own)]]
+    counted = [state_numbers(zoo.get(mixer), shape) for mixer in mixers[: len(own)]]
     assert counted[0] == 8960 and max(counted) <= MATCHED * min(counted), counted
-    assert [numbers(zoo.get(mixer), shape) for mixer in own][1] == 512
+    assert [state_numbers(zoo.get(mixer), shape) for mixer in own][1] == 512
     with pytest.raises(InputError, match="--match='memory'; expected parameters or state"):
-        choose("mqar", [], None, {}, match="memory")
+        choose("mqar", match="memory")
     with pytest.raises(InputError, match=r"--match state with 'gla.retnet', which has several mixers; expected single"):
-        choose("mqar", [], None, {"mixers": "gla+retnet,gla"}, match="state")
+        choose("mqar", mixers="gla+retnet,gla", match="state")
 
 
 def test_report_says_which_mixers_have_heads_of_their_own():
@@ -375,16 +375,16 @@ def test_commas_between_mixers_and_within_them():
 
 
 def test_options_become_plans():
-    assert choose(None, [], None, {}) == DEMO
-    assert [plan.seeds for plan in choose(None, [], None, {"seeds": 1, "lr": None}).plans] == [1, 1]
-    (plan,) = choose(None, [], None, {"mixers": "gla,softmax-gla", "length": 20, "heads": 4}).plans
+    assert choose() == DEMO
+    assert [plan.seeds for plan in choose(seeds=1, lr=None).plans] == [1, 1]
+    (plan,) = choose(mixers="gla,softmax-gla", length=20, heads=4).plans
     assert (plan.mixers, plan.task.length, plan.shape.heads) == (("gla", "softmax-gla"), 20, 4)
-    (plan,) = choose(None, ["a.txt"], None, {"steps": 7}).plans
+    (plan,) = choose(text="a.txt", steps=7).plans
     assert isinstance(plan.task, Text) and plan.task.files == ("a.txt",) and plan.recipe.steps == 7
 
 
 def test_seeds_are_a_number_or_named():
-    of = lambda text: choose("pair", [], None, {"seeds": text}).plans[0]  # noqa: E731
+    of = lambda text: choose("pair", seeds=text).plans[0]  # noqa: E731
     assert of("2").seed_numbers == (0, 1) and of("10-14").seed_numbers == (10, 11, 12, 13, 14)
     assert of("7-7").seed_numbers == (7,) and of("7, 10-12,3").seed_numbers == (7, 10, 11, 12, 3)
     assert [arm.seed for arm in of("10,12").arms()[:: len(PAIR.mixers)]] == [10, 12]
@@ -396,22 +396,22 @@ def test_seeds_are_a_number_or_named():
 
 
 def test_tasks_are_expressions_and_sweeps_are_plans_with_names_of_their_own():
-    (plan,) = choose("pair(keys=50, length=48)", [], None, {}).plans
+    (plan,) = choose("pair(keys=50, length=48)").plans
     assert plan.task == Pair(keys=50)
-    (plan,) = choose("text(files=a.txt, length=20)", [], None, {}).plans
+    (plan,) = choose("text(files=a.txt, length=20)").plans
     assert plan.task == Text(("a.txt",), length=20)
-    assert [p.task.length for p in choose("pair", [], None, {}, "pairs=8,32").plans] == [16, 64]
-    study = choose("mqar(vocabulary=288, length=128)", [], None, {"seeds": 2}, "pairs=4, 32")
+    assert [p.task.length for p in choose("pair", sweep="pairs=8,32").plans] == [16, 64]
+    study = choose("mqar(vocabulary=288, length=128)", seeds=2, sweep="pairs=4, 32")
     assert [(p.name, p.task.pairs, p.task.length, p.seeds) for p in study.plans] == [
         ("mqar-pairs-4", 4, 128, 2), ("mqar-pairs-32", 32, 128, 2),
     ]  # fmt: skip
     assert study.name == "mqar-by-pairs" and study.to_json()["sweep"] == {"field": "pairs", "values": [4, 32]}
     assert len({arm.slug for arm in study.arms()}) == len(study.arms())
-    shapes = choose("mqar", [], None, {}, "hidden_size=32,64").plans
+    shapes = choose("mqar", sweep="hidden_size=32,64").plans
     assert [plan.shape.hidden_size for plan in shapes] == [32, 64]
-    assert [plan.recipe.lr for plan in choose("mqar", [], None, {}, "lr=1e-3,1").plans] == [1e-3, 1.0]
-    assert [plan.task.length for plan in choose("pair", [], None, {}, "length=8,16").plans] == [8, 16]
-    assert "sweep" not in choose("mqar", [], None, {}).to_json(), "folders made before there were sweeps go on"
+    assert [plan.recipe.lr for plan in choose("mqar", sweep="lr=1e-3,1").plans] == [1e-3, 1.0]
+    assert [plan.task.length for plan in choose("pair", sweep="length=8,16").plans] == [8, 16]
+    assert "sweep" not in choose("mqar").to_json(), "folders made before there were sweeps go on"
 
 
 def test_a_folder_serves_one_study(tmp_path):
@@ -486,7 +486,7 @@ def test_mixers_whose_names_are_spelt_alike_have_results_of_their_own(names, mon
 def test_values_of_a_sweep_that_are_spelt_alike_are_plans_of_their_own():
     spelt = file_names(["a_b", "a-b", "A-b", "c"], lambda name: name.replace("_", "-"))
     assert len({name.lower() for name in spelt.values()}) == 4 and spelt["c"] == "c"
-    plans = choose("text", [], None, {}, "tokenizer=a_b,a-b").plans
+    plans = choose("text", sweep="tokenizer=a_b,a-b").plans
     assert len({plan.name for plan in plans}) == 2
 
 

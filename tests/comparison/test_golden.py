@@ -14,15 +14,14 @@ from markupsafe import Markup
 from rich.console import Console
 
 from headrace import zoo
-from headrace.comparison import hypotheses, sweep
+from headrace.comparison import hypotheses
 from headrace.comparison.defaults import DEFAULTS, PAIR, REVERSE, TEXT
-from headrace.comparison.findings import conditions, findings, headline
+from headrace.comparison.findings import conditions, findings, headline, judged, of_sweep
 from headrace.comparison.page import by_length, report
-from headrace.comparison.pairwise import judged
 from headrace.comparison.plan import Tuning
-from headrace.comparison.summary import summarize
+from headrace.comparison.summary import Sweep, summarize
 from headrace.report import differences
-from headrace.report.terminal import print_sections
+from headrace.report.page import print_sections
 from stored import gates, many, question, record, results, row, rows, swept
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -122,7 +121,7 @@ def sweeps():
     }
     for data in (swept(several), swept({"a": [[0.5], [None]], "b": [[0.4], [None]]})):
         yield from as_text(report(data, None))
-        yield from (*sweep.findings(sweep.read(data)), "")
+        yield from (*of_sweep(Sweep.of(data)), "")
 
 
 def terminal():
@@ -187,9 +186,10 @@ def planned():
     for title, studies in (*zip(PLANNED, alone, strict=True), together):
         yield from (f"## {title}", "")
         for (asked, runs), tests in zip(studies, hypotheses.differences(studies), strict=True):
-            for table in hypotheses.tables(asked, runs, tests):
-                yield from (table.answer, table.about)
-                yield from (f"| {' | '.join(line)} |" for line in (table.header, *table.rows))
+            yield hypotheses.answer(asked, tests)
+            for section in hypotheses.sections(asked, runs, tests):
+                yield from section.about
+                yield from (f"| {' | '.join(line)} |" for line in (section.header, *section.rows))
         yield ""
 
 

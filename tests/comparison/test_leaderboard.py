@@ -11,7 +11,7 @@ import pytest
 
 from headrace import tasks
 from headrace.cli import main
-from headrace.comparison import estimate, leaderboard, suite
+from headrace.comparison import defaults, leaderboard, run
 from headrace.comparison import rows as runs
 from headrace.comparison.model import build
 from headrace.files import engine
@@ -22,7 +22,7 @@ from plugged import folder  # noqa: F401
 
 TINY = tuple(
     replace(plan, recipe=replace(plan.recipe, steps=6, batch_size=4, held_out=8), seeds=2)
-    for plan in (suite.SMALL[0], replace(suite.SMALL[-1], task=tasks.Text(length=16)))
+    for plan in (defaults.SMALL[0], replace(defaults.SMALL[-1], task=tasks.Text(length=16)))
 )
 
 
@@ -34,11 +34,11 @@ def tiny(monkeypatch):
         for i, job in enumerate(jobs):
             call(*job, Worker(devices[0], partial(listen, i)))
 
-    monkeypatch.setitem(suite.SUITES, "tiny", TINY)
+    monkeypatch.setitem(defaults.SUITES, "tiny", TINY)
     monkeypatch.setattr(engine, "distribute", distribute)
 
 
-def run(monkeypatch, *words):
+def compare(monkeypatch, *words):
     monkeypatch.setattr(sys, "argv", ["headrace", "compare", "--suite", "tiny", "--workers", "1", *map(str, words)])
     with pytest.raises(SystemExit) as end:
         main()
@@ -56,7 +56,7 @@ def test_a_newcomer_gets_its_row_beside_those_of_others_by_one_command(tiny, fol
     others = [made("retnet", 0, 0.75, today, by_length={32: 0.75, 128: 0.5}), made("retnet", 0, 0.5, comparison="text")]
     runs.write(others, board, leaderboard.COLUMNS)
     newcomer = ["--plugin", "fading.py", "--mixers", "fading-delta", "--board", board, "--output", "out"]
-    assert run(monkeypatch, *newcomer) in (0, None)
+    assert compare(monkeypatch, *newcomer) in (0, None)
     shown = capsys.readouterr().out
     assert re.search(r"fading-delta: 10 models to train, about \d+ min with 1 worker", shown)
     rows = runs.read(Path("out", "leaderboard.csv"))
@@ -70,17 +70,17 @@ def test_a_newcomer_gets_its_row_beside_those_of_others_by_one_command(tiny, fol
     assert re.search(r"retnet +│ 75.0 \(75.0–75.0\) 0/1 +│ +– ", shown), shown
     assert "At 4 times the training length" in shown and "guessing" in shown and "are left out: text" in shown
     assert {p.name for p in Path("out").iterdir()} == {"fading-delta", "leaderboard.csv", "leaderboard.html"}
-    assert run(monkeypatch, *newcomer) in (0, None), "finished rows are shown again"
+    assert compare(monkeypatch, *newcomer) in (0, None), "finished rows are shown again"
     assert "0 models" in capsys.readouterr().out
 
 
 def test_the_row_of_a_mixer_does_not_depend_on_the_others(tiny):
     for mixers in (("gla", "mamba2"), ("mamba2",)):
-        assert suite.studies("tiny", mixers)["mamba2"] == suite.of_mixer("tiny", "mamba2")
+        assert leaderboard.studies("tiny", mixers)["mamba2"] == leaderboard.of_mixer("tiny", "mamba2")
 
 
 def test_every_model_of_the_suite_has_as_many_parameters_as_the_transformers():
-    for plan in (suite.SMALL[0], suite.SMALL[5]):
+    for plan in (defaults.SMALL[0], defaults.SMALL[5]):
         sizes = []
         for mixer in ("transformer", "gla", "mamba2", "rwkv7", "softmax-gla"):
             (arm,) = replace(plan, mixers=(mixer,), seeds=1).arms()
@@ -90,23 +90,23 @@ def test_every_model_of_the_suite_has_as_many_parameters_as_the_transformers():
 
 
 def test_a_mixer_that_is_larger_than_the_reference_is_refused():
-    plan = replace(suite.SMALL[0], mixers=("gla(heads.expand_v=8)",))
+    plan = replace(defaults.SMALL[0], mixers=("gla(heads.expand_v=8)",))
     with pytest.raises(InputError, match="with the narrowest MLP; expected at most target="):
         plan.widths()
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_the_time_is_that_of_the_timed_steps_multiplied(tiny, tmp_path, workers):
+def test_the_time_is_that_of_the_timed_steps_multiplied(tiny, tmp_path, monkeypatch, workers):
     """Of each task, 3 rates with one seed and 2 seeds: 5 models of 6 steps."""
-    seconds = {TINY[0].task: estimate.Seconds(0.5, 1.0), TINY[1].task: estimate.Seconds(0.06, 5.0)}
-    measure = lambda arm, device: seconds[arm.task]  # noqa: E731
-    own = suite.of_mixer("tiny", "gla")
-    arms, duration = estimate.duration(own, tmp_path, ["cpu"] * workers, measure)
+    seconds = {TINY[0].task: run.Seconds(0.5, 1.0), TINY[1].task: run.Seconds(0.06, 5.0)}
+    monkeypatch.setattr(run, "timed", lambda arm, device: seconds[arm.task])
+    own = leaderboard.of_mixer("tiny", "gla")
+    arms, duration = run.duration(own, tmp_path, ["cpu"] * workers)
     assert arms == 10 and duration == pytest.approx((5 * (6 * 0.5 + 1) + 5 * (6 * 0.06 + 5)) / workers)
     done = tmp_path / own.plans[0].arms()[0].result
     done.parent.mkdir(parents=True)
     done.write_text("{}")
-    arms, rest = estimate.duration(own, tmp_path, ["cpu"] * workers, measure)
+    arms, rest = run.duration(own, tmp_path, ["cpu"] * workers)
     assert arms == 9 and duration - rest == pytest.approx((6 * 0.5 + 1) / workers), "what is finished is not counted"
 
 

@@ -12,8 +12,7 @@ from headrace.comparison.arm import Curve, begin, train
 from headrace.comparison.choose import choose, planned
 from headrace.comparison.model import build
 from headrace.comparison.page import write_report
-from headrace.comparison.plan import ArmRecipe, Plan, Shape, Study, Tuning
-from headrace.comparison.question import Question
+from headrace.comparison.plan import ArmRecipe, Plan, Question, Shape, Study, Tuning
 from headrace.comparison.run import complete
 from headrace.comparison.tuning import at_edge, best
 from headrace.files.provenance import claim
@@ -93,13 +92,13 @@ def test_the_examples_of_compare_fit_their_tasks(example):
     words = shlex.split(example)
     options = {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
     task, sweep = options.pop("task"), options.pop("sweep", None)
-    for plan in choose(task, [], None, options, sweep).plans:
+    for plan in choose(task, sweep=sweep, **options).plans:
         plan.check()
 
 
 # --- the search ------------------------------------------------------------------------------------------------------
 def test_a_search_has_seeds_of_its_own_and_every_mixer_takes_its_best_rate():
-    (plan,) = choose("pair", [], None, {"seeds": "3-4"}, None, "lr=1e-3, 1e-2").plans
+    (plan,) = choose("pair", seeds="3-4", tune="lr=1e-3, 1e-2").plans
     assert plan.tuning == Tuning("lr", (1e-3, 1e-2), (5, 6, 7))
     assert [(t.name, t.recipe.lr, t.seed_numbers) for t in plan.trials()] == [
         ("pair-lr-0.001", 1e-3, (5, 6, 7)), ("pair-lr-0.01", 1e-2, (5, 6, 7)),
@@ -123,7 +122,7 @@ def test_a_search_has_seeds_of_its_own_and_every_mixer_takes_its_best_rate():
 def test_a_search_is_evaluated_on_rows_that_are_not_reported(task):
     if task == "digits":
         pytest.importorskip("sklearn", reason="the extra [eval] is not installed")
-    (plan,) = choose(task, [], None, {"held_out": 1024}, None, "lr=1e-3, 1e-2").plans
+    (plan,) = choose(task, held_out=1024, tune="lr=1e-3, 1e-2").plans
     rows = [Curve(of.arms()[0], None, lambda *news: None).held_out["input_ids"] for of in (*plan.trials(), plan)]
     first, second, reported = ({tuple(row) for row in ids.flatten(1).tolist()} for ids in rows)
     assert first == second and not first & reported and min(len(first), len(reported)) > 100

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from scipy import stats as by_scipy
 
 from headrace.comparison.defaults import PAIR, REVERSE
+from headrace.comparison.findings import between, judged
 from headrace.comparison.hypotheses import UNITS, differences, length_held
-from headrace.comparison.pairwise import between, judged
 from headrace.comparison.rows import converged
 from headrace.comparison.summary import summarize
 from headrace.evaluation.scores import ROWS

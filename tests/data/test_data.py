@@ -183,7 +183,7 @@ def test_bytes_are_a_tokenizer(jsonl, tmp_path):
         prepare(Preparation((str(jsonl),), length=64, tokenizer=name), tmp_path / str(name))
     for file in ("train.npy", "held_out.npy", "tokenizer/tokenizer.json"):
         assert (tmp_path / "bytes" / file).read_bytes() == (tmp_path / "None" / file).read_bytes()
-    (plan,) = study("text", [], "bytes", {}).plans
+    (plan,) = study("text", tokenizer="bytes").plans
     assert plan.task.tokenizer is None
 
 

@@ -9,12 +9,12 @@ from rich.console import Console
 from headrace.benchmarking import measure
 from headrace.cli import console
 from headrace.comparison.choose import choose
-from headrace.comparison.terminal import LINES, board
+from headrace.comparison.run import LINES, board
 
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress_is_printed_as_lines_without_a_terminal(terminal):
-    study = choose(None, [], None, {"steps": 100})
+    study = choose(steps=100)
     screen = Console(file=io.StringIO(), force_terminal=terminal, width=140)
     with board(study, screen) as progress:
         arms = study.arms()

@@ -9,8 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ..report.numbers import compact, count
-from ..report.page import Page, Section, picture
-from ..report.style import PALETTE, STYLE
+from ..report.page import PALETTE, STYLE, Page, Section, picture
 from .models import PEERS
 from .plan import MEASURED, BenchPlan
 from .results import FORMS, competing_versions, overhead

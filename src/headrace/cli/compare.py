@@ -110,16 +110,14 @@ def compare(options: CompareOptions) -> dict[str, Any] | None:
     from ..comparison.page import report
     from ..files.devices import all_devices
     from ..files.workers import place_workers
-    from ..report.terminal import print_sections
+    from ..report.page import print_sections
 
     places, one = place_workers(all_devices(options.device), options.workers), options
     if one.suite is not None:
         run_suite(one.suite, one.mixers, one.output or Path("runs", one.suite), one.board, places)
         return None
     if one.plan is None:
-        study = choose(
-            one.task, one.sources, one.tokenizer, one.changes, one.sweep, one.tune, one.tune_seeds, one.match
-        )
+        study = choose(**one.others, **one.changes)
     else:
         study = planned(one.plan)
     folder = one.output or Path("runs", study.name)
@@ -132,18 +130,17 @@ def compare(options: CompareOptions) -> dict[str, Any] | None:
 def run_suite(suite: str, mixers: str | None, folder: Path, board: Path | None, places: list[str]) -> None:
     """Runs each mixer's study of a suite in a folder of its own, and shows their rows beside those of the file `board`.
     Says before how long it will take."""
-    from ..comparison import estimate, leaderboard
-    from ..comparison.run import check
-    from ..comparison.suite import studies
-    from ..report.terminal import print_sections
+    from ..comparison import leaderboard
+    from ..comparison.run import check, duration
+    from ..report.page import print_sections
 
     if mixers is None:
         raise InputError("--suite needs --mixers; expected the mixers that get a row")
-    console, by_name, others = terminal(), studies(suite, zoo.several(mixers)), leaderboard.others(board)
+    console, by_name, others = terminal(), leaderboard.studies(suite, zoo.several(mixers)), leaderboard.others(board)
     for name, study in by_name.items():
         check(folder / name, study)
     for name, study in by_name.items():
-        arms, seconds = estimate.duration(study, folder / name, places)
+        arms, seconds = duration(study, folder / name, places)
         about = f"{seconds / 60:.0f} min with {count(len(places), 'worker')}, by a few steps of each task"
         console.print(f"{name}: {count(arms, 'model')} to train, about {about}", highlight=False)
     for name, study in by_name.items():
@@ -155,8 +152,7 @@ def run_suite(suite: str, mixers: str | None, folder: Path, board: Path | None, 
 def run(study: Any, folder: Path, places: list[str]) -> dict[str, Any]:
     """Runs a study in its folder, writes the report and returns the results."""
     from ..comparison.page import write_report
-    from ..comparison.run import check, complete
-    from ..comparison.terminal import board
+    from ..comparison.run import board, check, complete
     from ..files.engine import claimed
     from ..files.processes import locked
 

@@ -51,7 +51,7 @@ def evaluate(options: EvaluateOptions) -> Any:
     from ..evaluation import checkpoint, report, run
     from ..files.devices import on_device
     from ..files.processes import locked
-    from ..report.terminal import print_sections
+    from ..report.page import print_sections
 
     one, folder = options, options.output or Path("runs", f"eval-{run.slug(options.suite)}")
     local, lengths = None if one.data is None else str(one.data), tuple(numbers("lengths", one.lengths))
@@ -109,7 +109,7 @@ def bench(options: BenchOptions) -> None:
     from ..benchmarking.results import complete, rows, write_csv
     from ..files.devices import on_device
     from ..files.processes import locked
-    from ..report.terminal import print_section
+    from ..report.page import print_section
 
     one, console, output = options, terminal(), options.output
     device = on_device(one.device)

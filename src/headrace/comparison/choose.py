@@ -1,4 +1,25 @@
-"""Makes a study from the arguments of `headrace compare`: the defaults of the task with the changes of the user."""
+"""Makes a study from the options of `headrace compare`, which a plan's file may have: the defaults of the task with the
+changes of the user.
+
+A plan's file is a study that is written down before its runs, in YAML:
+
+    question: Does competition raise the number of pairs that a memory holds?
+    cost: about 2 hours of one core
+    task: pair(pairs=24, least=4)         every option of `headrace compare` under its name, without the dashes
+    tune: lr=3e-3,1e-2,3e-2
+    seeds: 0-4
+    mixers:                               name -> expression, where {…} stand for the values under `over`
+      none: "{backbone}(heads.expand_v=1)"
+      softmax: "softmax-{backbone}(heads.expand_v=1)"
+    over:                                 optional: every mixer once for each
+      - {backbone: retnet}
+      - {backbone: gla}
+    compare: [softmax - none]             differences of two named mixers; the first is the primary one
+    measure: capacity                     score, losses, speed or capacity (hypotheses.py)
+    test: t                               or wilcoxon; corrected over all comparisons by Holm's rule
+
+The study's folder holds the plan, so that one that is changed after runs were made is refused.
+"""
 
 import re
 from dataclasses import fields, replace
@@ -6,38 +27,49 @@ from pathlib import Path
 from typing import Any
 
 from .. import zoo
+from ..extra.specs.matrix import KINDS, MatrixSpec
+from ..extra.specs.scan import ScanSpec
 from ..files.results import file_names
+from ..spec.linear import MixerSpec
+from ..spec.mixer import Spec
 from ..spec.record import Kind, checked
-from ..spec.serialize import admitted
+from ..spec.serialize import admitted, change
 from ..spec.stack import Decoder
 from ..tasks import Task, Text
+from ..training.optimization import Optimization
 from ..utils import plugins
 from ..utils.errors import InputError, nearest
-from . import question, tuning
 from .defaults import DEFAULTS, DEMO
-from .plan import ArmRecipe, Plan, Shape, Study, numbers
-from .widths import match_states
+from .model import ArmRecipe, Shape
+from .plan import Plan, Question, Study, Tuning, numbers
+
+ASKED = ("question", "cost", "mixers", "over", "compare", "measure", "test")  # what only a plan's file has
+OF_STUDY = ("task", "text", "tokenizer", "sweep", "tune", "tune_seeds")
+SEEDS = 3  # number of seeds of a search without seeds of its own: those after the largest that is reported
+MOST = 2**14  # largest value of a size that is tried
 
 
 def choose(
-    task: str | None, files: list[str], tokenizer: str | None, changes: dict[str, Any], sweep: str | None = None,
-    tune: str | None = None, tune_seeds: str | int | None = None, match: str | None = None,
+    task: str | None = None, text: str | list[str] | None = None, tokenizer: str | None = None,
+    sweep: str | None = None, tune: str | None = None, tune_seeds: str | int | None = None, match: str | None = None,
+    **changes: Any,
 ) -> Study:  # fmt: skip
     """The study for a task, or the demo if nothing is chosen.
 
     Args:
-        task: an expression such as `mqar(pairs=16)`; None: text if `files` are given, else pair.
-        files: text files for a language-modelling task.
+        task: an expression such as `mqar(pairs=16)`; None: text if there are files, else pair.
+        text: text files for a language-modelling task.
         tokenizer: of a language-modelling task: a file, a folder or a name on the Hub; None or "bytes": bytes.
-        changes: values of fields of the plan, shape and recipe, and of `length`; None keeps the default.
         sweep: `FIELD=VALUE,VALUE,…` for a plan at each value of a field.
         tune: `FIELD=VALUE,VALUE,…` for a search over values of a field of the recipe, for each mixer apart.
         tune_seeds: seeds of the search, as for `seeds`; None: others than those reported.
         match: what the models have equally many of: parameters, or with "state" also numbers of the state.
+        changes: values of fields of the plan, shape and recipe, and of `length`; None keeps the default.
 
     Raises:
         InputError: an unknown task or field, a field set twice, or a text file or tokenizer for a task without text.
     """
+    files = [text] if isinstance(text, str) else text or []
     changes = {name: value for name, value in changes.items() if value is not None}
     demo = task is None and not files and "mixers" not in changes and sweep is None
     if demo and tokenizer is not None:
@@ -83,28 +115,63 @@ def tuned(study: Study, tune: str | None, tune_seeds: str | int | None) -> Study
         if tune_seeds is not None:
             raise InputError(f"--tune-seeds {tune_seeds} needs a search; add --tune FIELD=VALUE,VALUE,…")
         return study
-    own = None if tune_seeds is None else numbers(seeds(tune_seeds))
-    plans = tuple(replace(plan, tuning=tuning.parse(tune, plan.seed_numbers, own)) for plan in study.plans)
-    return replace(study, plans=plans)
+    field, _, listed = (part.strip() for part in tune.partition("="))
+    values = tuple(map(zoo.literal, zoo.split(listed)))
+    if not values or field not in Optimization.__dataclass_fields__:
+        raise InputError(f"--tune {tune!r}; expected FIELD=VALUE,VALUE,… with a field such as lr")
+    if len(set(values)) < len(values):
+        raise InputError(f"--tune {tune!r} has a value twice; expected distinct values")
+    plans = []
+    for plan in study.plans:
+        first = max(plan.seed_numbers) + 1
+        own = range(first, first + SEEDS) if tune_seeds is None else numbers(seeds(tune_seeds))
+        plans.append(replace(plan, tuning=Tuning(field, values, tuple(own))))
+    return replace(study, plans=tuple(plans))
 
 
 def planned(path: Path) -> Study:
-    """The study of a plan's file (question.py). InputError for a file that is no plan, and for an unknown option."""
-    asked, options = question.read(path)
-    apart = {name: options.pop(name, None) for name in ("task", "text", "tokenizer", "sweep", "tune", "tune_seeds")}
-    known = {"mixers", "seeds", "length", *(f.name for record in (Shape, ArmRecipe) for f in fields(record))}
+    """The study of a plan's file. InputError for a file that is no plan, and for an unknown option."""
+    asked, options = read_plan(path)
+    known = {*OF_STUDY, "mixers", "seeds", "length", *(f.name for record in (Shape, ArmRecipe) for f in fields(record))}
     if unknown := next((name for name in options if name not in known), None):
-        near = nearest(unknown, known | apart.keys())
+        near = nearest(unknown, known)
         raise InputError(f"--plan {str(path)!r} sets {unknown!r}, which is no option; the nearest is {near!r}")
-    text = apart.pop("text") or []
-    files = [text] if isinstance(text, str) else text
-    study = choose(apart.pop("task"), files, apart.pop("tokenizer"), options, **apart)
+    study = choose(**options)
     if asked.measure == "capacity" and (without := next((p for p in study.plans if not p.task.by_length(1)), None)):
         raise InputError(
             f"--plan {str(path)!r} has measure: capacity, but the task {without.task.name} is tested at one length; "
             "expected a task with several, such as pair(least=4)"
         )
     return replace(study, name=path.stem, title=asked.text, question=asked)
+
+
+def read_plan(path: Path) -> tuple[Question, dict[str, Any]]:
+    """The question of a plan's file, and the options of `headrace compare`. InputError for a file that is no plan."""
+    from ..training.yaml_file import read_yaml
+
+    data = read_yaml(path)
+    if missing := next((name for name in ("question", "mixers", "compare") if name not in data), None):
+        raise InputError(f"--plan {str(path)!r} lacks {missing!r}; expected question, mixers and compare")
+    options = {name: value for name, value in data.items() if name not in ASKED}
+    names: dict[str, str] = {}
+    pairs: list[tuple[str, str]] = []
+    for values in data.get("over", [{}]):
+        filled = {name: mixer.format(**values) for name, mixer in data["mixers"].items()}
+        label = " ".join(str(value) for value in values.values() if "=" not in str(value))
+        names |= {mixer: f"{label} {name}".strip() for name, mixer in filled.items()}
+        pairs += [named(text, filled, path) for text in data["compare"]]
+    question = Question(
+        str(data["question"]), tuple(names.items()), tuple(pairs), data.get("measure", "score"), data.get("test", "t"),
+        str(data.get("cost", "")),
+    )  # fmt: skip
+    return question, options | {"mixers": ",".join(names)}
+
+
+def named(text: str, mixers: dict[str, str], path: Path) -> tuple[str, str]:
+    a, _, b = (part.strip() for part in text.partition(" - "))
+    if not {a, b} <= mixers.keys():
+        raise InputError(f"--plan {str(path)!r}: {text!r} under `compare`; expected NAME - NAME of {', '.join(mixers)}")
+    return mixers[a], mixers[b]
 
 
 def seeds(text: str | int | list[int]) -> int | tuple[int, ...]:
@@ -179,3 +246,51 @@ def having(plan: Plan, values: dict[str, Any]) -> Plan:
         shape=replace(plan.shape, **admitted(Shape, shape, "shape")),
         recipe=replace(plan.recipe, **admitted(ArmRecipe, recipe, "recipe")),
     )
+
+
+# --- states ----------------------------------------------------------------------------------------------------------
+def match_states(mixers: tuple[str, ...], shape: Shape) -> tuple[str, ...]:
+    """The mixers as expressions that set a size of each (`size_field`), so that its state has as nearly as many numbers
+    as possible as the largest state of them. Attention, whose cache grows, mixers without such a size, and those that
+    set it themselves stay as they are.
+
+    Raises:
+        InputError: one of the mixers is a whole model, or a sequence of several mixers.
+    """
+    specs = {mixer: zoo.get(mixer) for mixer in mixers}
+    if whole := next((mixer for mixer, spec in specs.items() if not isinstance(spec, Spec)), None):
+        raise InputError(f"--match state with {whole!r}, which has several mixers; expected single mixers")
+    sizes = [state_numbers(spec, shape) for spec in specs.values() if not spec.facts.cached]
+    return tuple(resized(mixer, spec, shape, max(sizes)) if sizes else mixer for mixer, spec in specs.items())
+
+
+def state_numbers(spec: Spec, shape: Shape) -> int:
+    """The numbers in the state of one layer."""
+    return spec.state_bytes(shape.hidden_size, shape.heads, itemsize=1)
+
+
+def size_field(spec: Spec) -> str | None:
+    """The field that sets how many numbers the state has, without another number of heads or channels."""
+    if isinstance(spec, ScanSpec):
+        return "state_size" if spec.state_size else None
+    if isinstance(spec, MatrixSpec):
+        return "slots" if "slots" in KINDS[spec.kind].fields else None
+    return "heads.key_dim" if isinstance(spec, MixerSpec) else None
+
+
+def resized(mixer: str, spec: Spec, shape: Shape, target: int) -> str:
+    """The expression of the mixer whose state is the nearest to `target` numbers."""
+    (name, settings), field = zoo.expression(mixer, "mixer"), size_field(spec)
+    if field is None or field in settings or state_numbers(spec, shape) == target:
+        return mixer
+    found: dict[int, int] = {}  # value of the field -> distance to the target; it falls, then grows
+    for value in range(1, MOST):
+        try:
+            size = state_numbers(change(spec, field, value), shape)
+        except InputError:  # an odd number of channels that rotate
+            continue
+        found[value] = abs(size - target)
+        if size >= target:
+            break
+    best = min(found, key=found.__getitem__)
+    return f"{name}({', '.join(f'{key}={value}' for key, value in (settings | {field: str(best)}).items())})"

@@ -1,9 +1,11 @@
-"""The default plan of each task, and the demo study."""
+"""The plans that come with headrace: a default for each task, the demo, and the suites of the leaderboard."""
 
 from dataclasses import replace
+from typing import Any
 
 from .. import tasks
-from .plan import ArmRecipe, Plan, Shape, Study
+from .model import ArmRecipe, Shape
+from .plan import Plan, Study, Tuning
 
 PAIR = Plan(
     "pair",
@@ -126,3 +128,36 @@ CAPACITY = Plan(
     ArmRecipe(steps=1500, batch_size=32, evaluations=15),
 )
 DEMO = Study("demo", "Does head competition help?", (CAPACITY, replace(TEXT, recipe=replace(TEXT.recipe, steps=300))))
+
+# --- suites: lists of plans that every mixer runs by itself, so that its row stands beside those of others -----------
+REFERENCE = "transformer"  # every model of a suite has as many parameters as this one's
+TRACKING = Plan(
+    "tracking",
+    (REFERENCE,),
+    tasks.Parity(length=32),
+    Shape(layers=1, heads=4, mlp=128),
+    ArmRecipe(steps=400, batch_size=32, evaluations=3),
+    seeds=5,
+    tuning=Tuning("lr", (3e-3, 6e-3, 1.2e-2), (5,)),
+    reference=REFERENCE,
+)
+RECALL = replace(TRACKING, shape=Shape(layers=2, heads=4, mlp=128), tuning=Tuning("lr", (1.5e-3, 3e-3, 6e-3), (5,)))
+
+
+def plan(base: Plan, name: str, task: tasks.Task, **recipe: Any) -> Plan:
+    return replace(base, name=name, task=task, recipe=replace(base.recipe, **recipe))
+
+
+SMALL = (
+    plan(TRACKING, "parity", tasks.Parity(length=32)),
+    plan(TRACKING, "s3", tasks.S3(length=16), steps=500),
+    # Permutations that move three points at most are products of two reflections; all 120 are not learnt in this time.
+    plan(TRACKING, "s5", tasks.S5(length=8, moved=3), steps=1000, batch_size=64),
+    plan(TRACKING, "flip-flop", tasks.FlipFlop(length=32)),
+    plan(TRACKING, "dyck", tasks.Dyck(length=32)),
+    plan(RECALL, "mqar", tasks.Mqar(vocabulary=72, pairs=4, length=16), steps=600, batch_size=64),
+    plan(RECALL, "selective-copy", tasks.SelectiveCopy(symbols=8, copied=4, length=24)),
+    plan(RECALL, "needle", tasks.Induction(length=32), steps=600),
+    plan(RECALL, "text", tasks.Text(length=64), batch_size=16),
+)
+SUITES: dict[str, tuple[Plan, ...]] = {"small": SMALL}

@@ -1,20 +1,33 @@
-"""The findings of a comparison as sentences, negative results included.
+"""What a comparison found, negative results included: the differences that are judged, as one family, and findings as
+sentences.
 
 Each sentence follows from the results by a fixed rule and says what no table of the report says. A number that varies
 with the seed is given with its standard deviation over seeds (±) or with a 95 % interval.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations, product
+from statistics import fmean
+from typing import Any
 
+from .. import zoo
 from ..extra.specs.matrix import MatrixSpec
-from ..report.differences import Difference, answer
+from ..report import differences as report
+from ..report.differences import Difference, Unit
 from ..report.numbers import count
+from ..spec.attention import AttentionSpec
 from ..spec.linear import MixerSpec
+from ..spec.serialize import Spec
+from ..tasks import Metric
 from ..training.gate_statistics import failures
+from .model import MATCHED
 from .rows import RULE, converged
-from .shape import MATCHED
-from .summary import Comparison, shared_settings, show, show_contender, task_of
+from .summary import Comparison, Contender, Sweep, shared_settings, show, show_contender, task_of
 
+EASY = "both solve the task"
+# Gates of controls: of the range of the softmax, and of the earlier default, which results of older versions have.
+SIGMOIDS: tuple[dict[str, Any], ...] = ({"activation": "sigmoid"}, {"activation": "sigmoid", "range": 2.0})
 NEAR = 0.02  # a score counts as chance up to this much above it
 QUANTITIES = {  # field -> (name, format of a value)
     "parameters": ("parameters", "{:,}"),
@@ -23,16 +36,109 @@ QUANTITIES = {  # field -> (name, format of a value)
 }
 
 
+# --- differences -----------------------------------------------------------------------------------------------------
+def judged(comparisons: Sequence[Comparison]) -> list[list[Difference]]:
+    """Returns the differences of each comparison of a report, corrected over those of all comparisons that can have a
+    verdict. Mixers that were chosen by their scores count as all pairs from which they were chosen."""
+    found = [differences(comparison) for comparison in comparisons]
+    others = sum(unseen(c) for c, own in zip(comparisons, found, strict=True) if own and own[0].kind == "best")
+    return report.judged(found, others)
+
+
+def unseen(comparison: Comparison) -> int:
+    """The number of pairs that could have a verdict, besides that of the best mixers."""
+    return sum(between(*pair).undecided is None for pair in combinations(comparison.finished, 2)) - 1
+
+
+def differences(comparison: Comparison) -> list[Difference]:
+    """The differences of the mixers that belong together; without any, of the best mixer and the second best."""
+    where, ranked = comparison.plan["name"], comparison.finished
+    pairs = {(a.mixer, b.mixer): between(a, b, kind, where) for a, b, kind in related(comparison)}
+    found = [one for one in pairs.values() if one.mean.n]
+    if found or len(ranked) < 2:
+        return found
+    whole = sum(not c.lost for c in ranked)
+    among = f"{whole} that never diverged" if 0 < whole < len(ranked) else len(ranked)
+    best = between(ranked[0], ranked[1], "best", where)
+    return [replace(best, a=f"{best.a} (best of {among})")] if best.mean.n else []
+
+
+def related(comparison: Comparison) -> Iterator[tuple[Contender, Contender, str]]:
+    """Two mixers that belong together, and why:
+
+    backbone: a mixer with competing heads, and its backbone.
+    control: a mixer with sigmoid gates, which have the same parameters but do not compete, and its backbone; the
+        softmax gates, and the sigmoid gates.
+    heads: a backbone of fewer heads, which has a larger state at the same width, and the competing heads.
+    """
+    by_spec = {c.spec: c for c in comparison.finished[::-1]}
+    sizes = comparison.plan["shape"]["hidden_size"], comparison.plan["shape"]["heads"]
+    for c in competing(comparison):
+        if base := by_spec.get(zoo.plain(c.spec)):
+            yield c, base, "backbone"
+    for c, gates in product(competing(comparison), SIGMOIDS):
+        base, control = by_spec.get(zoo.plain(c.spec)), by_spec.get(with_gates(c.spec, **gates))
+        if base and control:
+            yield from ((control, base, "control"), (c, control, "control"))
+    for c, plain in product(competing(comparison), comparison.finished):
+        fewer = plain.spec.num_heads(*sizes) < c.spec.num_heads(*sizes)
+        if fewer and without_count(plain.spec) == without_count(zoo.plain(c.spec)):
+            yield plain, c, "heads"
+
+
+def between(a: Contender, b: Contender, kind: str = "backbone", where: str = "") -> Difference:
+    """The gain of mixer a over mixer b, above 0 if a is better, over the seeds in which neither diverged. Both train on
+    the same rows for a seed, so scores are paired by seed.
+
+    kind: that of `related`, or "best" of two that do not belong together."""
+    metric, seeds = a.metric, [seed for seed in a.by_seed if seed in b.by_seed]
+    sign = 1 if metric.higher_is_better else -1
+    gains = [sign * (a.by_seed[seed] - b.by_seed[seed]) for seed in seeds]
+    common = [[c.by_seed[seed] for seed in seeds] for c in (a, b)]
+    solved = bool(seeds) and metric.solved is not None and min(map(fmean, common)) >= metric.solved
+    easy = {"undecided": EASY} if solved else {}
+    lost = len({*a.lost, *b.lost})
+    return report.over_seeds(a.label, b.label, gains, unit(metric), where=where, kind=kind, lost=lost, **easy)
+
+
+def unit(metric: Metric) -> Unit:
+    name = "points" if metric.unit == "%" else metric.unit
+    return Unit(name, name, metric.digits, metric.scale)
+
+
+def competing(comparison: Comparison) -> list[Contender]:
+    """Finished mixers whose heads compete; those with sigmoid or shuffled gates are controls and left out."""
+    alone = ({"activation": "sigmoid"}, {"shuffle": True})
+    controls = lambda spec: (zoo.plain(spec), *(with_gates(spec, **gates) for gates in alone))  # noqa: E731
+    return [c for c in comparison.finished_in_order if c.spec not in controls(c.spec)]
+
+
+def with_gates(spec: Spec, **changes: Any) -> Spec:
+    """The spec with changes of the fields of every competition."""
+
+    def changed(mixer: MixerSpec) -> MixerSpec:
+        gate = mixer.competition
+        return mixer if gate is None else replace(mixer, competition=replace(gate, **changes))
+
+    return zoo.each_mixer(spec, changed)
+
+
+def without_count(spec: Spec) -> Spec:
+    """The spec with its own number of heads unset."""
+    if isinstance(spec, MixerSpec):
+        return replace(spec, heads=replace(spec.heads, count=None))
+    return replace(spec, count=None) if isinstance(spec, AttentionSpec) else spec
+
+
 # --- the answer ------------------------------------------------------------------------------------------------------
 def headline(comparisons: Sequence[Comparison], tests: Sequence[Sequence[Difference]]) -> str:
     """The main results in one sentence: mixers with competing heads against their backbones or, in a comparison without
-    such a pair, its first difference. tests: of `pairwise.judged`."""
-    main = [[one for one in own if one.kind == "backbone"] or own[:1] for own in tests]
-    judged = [one for own in main for one in own]
+    such a pair, its first difference. tests: of `judged`."""
+    main = [one for own in tests for one in ([x for x in own if x.kind == "backbone"] or own[:1])]
     places = [f"{c.plan['name']}: " * (len(comparisons) > 1) for c in comparisons]
-    alone = [place + reached(c) for place, c, own in zip(places, comparisons, main, strict=True) if not own]
+    alone = [place + reached(c) for place, c, own in zip(places, comparisons, tests, strict=True) if not own]
     metrics = dict.fromkeys(c.metric.name for c in comparisons)
-    return f"Held-out {', '.join(metrics)}: {'; '.join(filter(None, (answer(judged), *alone)))}."
+    return f"Held-out {', '.join(metrics)}: {'; '.join(filter(None, (report.answer(main), *alone)))}."
 
 
 def reached(comparison: Comparison) -> str:
@@ -42,7 +148,7 @@ def reached(comparison: Comparison) -> str:
 
 def findings(comparison: Comparison) -> list[str]:
     """Sentences on one comparison, the most important first; empty if no mixer has a score. None judges a difference,
-    which `pairwise.judged` does."""
+    which `judged` does."""
     rules = RULES_OF_MANY if comparison.many else RULES
     return [sentence for rule in rules for sentence in rule(comparison)] if comparison.finished else []
 
@@ -140,3 +246,12 @@ def cautions(comparison: Comparison) -> Iterator[str]:
 Rule = Callable[[Comparison], Iterator[str]]
 RULES: tuple[Rule, ...] = (at_chance, choices, diverged, unlabelled, cautions)
 RULES_OF_MANY: tuple[Rule, ...] = (at_chance, diverged, unlabelled, cautions)
+
+
+def of_sweep(sweep: Sweep) -> list[str]:
+    """The failures at each value of a sweep."""
+    return [
+        f"At {sweep.field}={value}: {sentence}"
+        for value, comparison in zip(sweep.values, sweep.comparisons, strict=True)
+        for sentence in (*at_chance(comparison), *diverged(comparison))
+    ]

@@ -3,23 +3,17 @@ family that Holm's rule corrects is every difference of all studies that are giv
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 
 from ..report import differences as report
 from ..report.differences import Difference, Unit
 from ..report.numbers import out_of
-from .question import Question
+from ..report.page import Section
+from .plan import Question
 from .rows import HELD, Row
 from .rows import rows as rows_of
-
-
-class Table(NamedTuple):
-    answer: str
-    about: str
-    header: list[str]
-    rows: list[list[str]]
 
 
 def differences(studies: Sequence[tuple[Question, Sequence[Row]]]) -> list[list[Difference]]:
@@ -44,26 +38,39 @@ def compared(question: Question, where: str, a: str, b: str, own: pd.DataFrame) 
     return report.over_seeds(first, second, gains, UNITS[question.measure], question.test, where=where, lost=lost)
 
 
-def of_results(results: dict[str, Any]) -> list[Table]:
-    """The tables of a planned study's results.json; empty for a study without a plan."""
+def of_results(results: dict[str, Any]) -> tuple[str, list[Section]] | None:
+    """The answer and the tables of a planned study's results.json; None for a study without a plan."""
     question = Question.stored(results)
     if question is None:
-        return []
+        return None
     rows = rows_of(results)
     (tests,) = differences([(question, rows)])
-    return tables(question, rows, tests)
-
-
-def tables(question: Question, rows: Sequence[Row], tests: Sequence[Difference]) -> list[Table]:
-    """The statistic of the plan, which `differences` returned, and the means behind it, as text."""
-    sentences = (answer(question, tests), about(question)), ("", "")
-    cells = report.table(tests, "at"), table_of_means(question, rows)
-    return [Table(*said, header, lines) for said, (header, *lines) in zip(sentences, cells, strict=True)]
+    return answer(question, tests), sections(question, rows, tests)
 
 
 # --- as text ---------------------------------------------------------------------------------------------------------
 MEANS = "mean ± standard deviation"
 MEAN_LENGTHS = "length held: geometric mean (within one standard deviation)"
+
+
+def answer(question: Question, tests: Sequence[Difference]) -> str:
+    """The primary comparison as a sentence."""
+    if not tests or not tests[0].mean.n:
+        a, b = map(question.name, question.pairs[0])
+        return f"{question.text} {a} and {b} have no seed in which neither diverged."
+    where = f"At {tests[0].where}, " if len({other.where for other in tests}) > 1 else ""
+    return f"{question.text} {where}{tests[0]}."
+
+
+def sections(question: Question, rows: Sequence[Row], tests: Sequence[Difference]) -> list[Section]:
+    """The statistic of the plan, which `differences` returned, and the means behind it."""
+    test = "Student's t" if question.test == "t" else "Wilcoxon's test"
+    about = f"In {UNITS[question.measure].name}. Differences are paired by seed; p by {test}, corrected by Holm's rule."
+    (header, *judged), (names, *means) = report.table(tests, "at"), table_of_means(question, rows)
+    return [
+        Section("The statistic of the plan", (about,), header=header, rows=judged),
+        Section("The means behind it", header=names, rows=means),
+    ]
 
 
 def table_of_means(question: Question, rows: Sequence[Row]) -> list[list[str]]:
@@ -84,21 +91,6 @@ def mean_and_spread(measure: str, own: pd.Series) -> str:
     if measure == "capacity":
         return f"{2**mean:.0f} ({2 ** (mean - spread):.0f} to {2 ** (mean + spread):.0f})"
     return f"{mean:.{digits}f} ± {spread:.{digits}f}"
-
-
-def about(question: Question) -> str:
-    """What the tables show, as a sentence."""
-    test = "Student's t" if question.test == "t" else "Wilcoxon's test"
-    return f"In {UNITS[question.measure].name}. Differences are paired by seed; p by {test}, corrected by Holm's rule."
-
-
-def answer(question: Question, tests: Sequence[Difference]) -> str:
-    """The primary comparison as a sentence."""
-    if not tests or not tests[0].mean.n:
-        a, b = map(question.name, question.pairs[0])
-        return f"{question.text} {a} and {b} have no seed in which neither diverged."
-    where = f"At {tests[0].where}, " if len({other.where for other in tests}) > 1 else ""
-    return f"{question.text} {where}{tests[0]}."
 
 
 # --- measures --------------------------------------------------------------------------------------------------------

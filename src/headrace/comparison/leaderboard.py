@@ -1,4 +1,4 @@
-"""The rows of a suite: what each mixer reached on each task, from its own study alone.
+"""The studies and rows of a suite: what each mixer reached on each task, from its own study alone.
 
 Rows of two folders stand side by side if their `definition` is the same, a digest of all that the scores depend on but
 the mixer: task, shape, recipe, search and seeds. A table has a cell for each mixer and task, and never a mean over
@@ -7,17 +7,19 @@ tasks, which would say how much of one task is worth how much of another.
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..files.results import read_result
+from ..files.results import file_names, read_result
 from ..report.page import Page, Section
 from ..tasks import TASKS, Metric
 from ..utils.errors import InputError, reading
 from ..utils.integrity import digest
 from . import rows as runs
-from .suite import REFERENCE, of_mixer
+from .defaults import REFERENCE, SUITES
+from .plan import Study, spelt
 from .summary import FLOAT, show, task_of
 from .tuning import at_edge
 
@@ -39,6 +41,19 @@ SIZES = (
 FORM: Any = {"study": {"plans": [dict]}, "environments": [dict], "arms": [dict], "trials": [dict]}
 
 Row = runs.Row
+
+
+def of_mixer(suite: str, mixer: str) -> Study:
+    """The study of a mixer's row."""
+    return Study(suite, f"The suite {suite}: {mixer}", tuple(replace(plan, mixers=(mixer,)) for plan in SUITES[suite]))
+
+
+def studies(suite: str, mixers: Sequence[str]) -> dict[str, Study]:
+    """The name of a mixer's folder -> the study of its row. InputError for an unknown suite."""
+    if suite not in SUITES:
+        raise InputError(f"--suite {suite!r}; expected one of {', '.join(SUITES)}")
+    names = file_names(mixers, spelt)
+    return {names[mixer]: of_mixer(suite, mixer) for mixer in mixers}
 
 
 def others(file: Path | None) -> list[Row]:

@@ -14,11 +14,11 @@ from ..report.page import Name, Page, Picture, Section, picture
 from ..tasks.base import ByRow, ByToken
 from ..tasks.check import description
 from ..training.gate_statistics import FAILURES
-from . import hypotheses, pairwise, sweep, tuning
-from .findings import conditions, findings, headline
-from .plots import colours, draw
+from . import hypotheses, tuning
+from .findings import conditions, findings, headline, judged, of_sweep
+from .plots import colours, draw, draw_sweep
 from .rows import rows, write
-from .summary import Comparison, Contender, show, show_contender, show_scores, summarize, task_of
+from .summary import Comparison, Contender, Sweep, show, show_contender, show_scores, summarize, task_of
 
 SHOWN = 3  # number of findings shown; the rest are folded
 HEADER = ("mixer", "held-out score", "per seed", "parameters", "state, numbers", "training tokens/s")
@@ -46,15 +46,13 @@ def write_report(results: dict[str, Any], folder: Path) -> Path:
 def report(results: dict[str, Any], folder: Path | None) -> Page:
     """The report of a results.json, with pictures, which are saved in the folder too. None: as the terminal shows it,
     without pictures and, of a sweep, without a section for each value."""
-    comparisons, over, asked = summarize(results), sweep.read(results), hypotheses.of_results(results)
-    tests = pairwise.judged(comparisons)
-    answer = asked[0].answer if asked else headline(comparisons, tests)
-    sections = [
-        Section("The statistic of the plan" if t.answer else "The means behind it", (t.about,), None, t.header, t.rows)
-        for t in asked
-    ]
-    sections += [] if asked or not any(tests) else [differences(tests)]
-    sections += [search(c, results) for c in comparisons if c.plan["tuning"]]
+    comparisons, over, asked = summarize(results), Sweep.of(results), hypotheses.of_results(results)
+    if asked is not None:
+        answer, sections = asked
+    else:
+        tests = judged(comparisons)
+        answer, sections = headline(comparisons, tests), [differences(tests)] if any(tests) else []
+    sections += [tuning.section(c, results) for c in comparisons if c.plan["tuning"]]
     sections += [sweep_section(over, folder)] if over else []
     shown = [] if over and folder is None else comparisons
     sections += [part for c in shown for part in (section(c, folder), *by_length(c))]
@@ -62,23 +60,20 @@ def report(results: dict[str, Any], folder: Path | None) -> Page:
     return Page(results["study"]["title"], about, sections, results["environments"], answer, results["command"])
 
 
-def search(comparison: Comparison, results: dict[str, Any]) -> Section:
-    """The median held-out loss of every value that was tried, and which one was taken."""
-    header, *rows = tuning.table(comparison, results)
-    plan = comparison.plan
-    return Section(f"{plan['name']}: search", (tuning.about(plan),), header=header, rows=rows)
-
-
-def sweep_section(over: sweep.Sweep, folder: Path | None) -> Section:
-    first = over.comparisons[0]
-    by_label = {contender.label: contender for comparison in over.comparisons for contender in comparison.contenders}
+def sweep_section(over: Sweep, folder: Path | None) -> Section:
+    """A row for each mixer, with its score at every value."""
+    rows = [
+        [name(next(iter(own.values())), over.comparisons[0]),
+         *(show_contender(own[value]) if value in own else "diverged" for value in over.values)]
+        for own in over.mixers.values()
+    ]  # fmt: skip
     return Section(
         title=f"By {over.field}",
         header=("mixer", *(f"{over.field}={value}" for value in over.values)),
-        rows=[[name(by_label[label], first), *scores] for label, *scores in over.table()],
-        sentences=sweep.findings(over),
+        rows=rows,
+        sentences=of_sweep(over),
         shown=SHOWN,
-        pictures=saved(sweep.draw(over), folder, f"by-{over.field}") if folder else (),
+        pictures=saved(draw_sweep(over), folder, f"by-{over.field}") if folder else (),
     )
 
 

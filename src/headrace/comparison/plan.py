@@ -3,24 +3,28 @@ comparisons with one report."""
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from .. import zoo
 from ..files.engine import Claim
 from ..files.provenance import Place, defaults
 from ..history.specs.stack import BertSpec
 from ..spec.mixer import ModelSpec
-from ..spec.serialize import admitted, to_json
+from ..spec.record import Record
+from ..spec.serialize import admitted, record, to_json
 from ..tasks import Digits, Masked, Sequences, Task
 from ..tasks.base import Part
 from ..utils.errors import InputError
 from ..utils.integrity import digest
-from .model import positions
-from .question import Question
-from .shape import ArmRecipe, Shape
-from .widths import match
+from .model import ArmRecipe, Shape, match, positions
+
+
+def spelt(mixer: str) -> str:
+    """The mixer in the name of a file; those of two mixers may be alike."""
+    return re.sub(r"[^a-z0-9.+]+", "-", mixer.lower()).strip("-")
 
 
 def numbers(seeds: int | tuple[int, ...]) -> tuple[int, ...]:
@@ -161,14 +165,38 @@ class Arm:
 
     @property
     def slug(self) -> str:
-        """The name of its folder, with a digest, as the names of two mixers may be spelt alike."""
-        mixer = re.sub(r"[^a-z0-9.+]+", "-", self.mixer.lower()).strip("-")
-        return f"{self.plan.name}-{mixer}-seed{self.seed}-{digest([self.plan.name, self.mixer, self.seed])[:8]}"
+        """The name of its folder, with a digest, as two mixers may be spelt alike."""
+        known = digest([self.plan.name, self.mixer, self.seed])[:8]
+        return f"{self.plan.name}-{spelt(self.mixer)}-seed{self.seed}-{known}"
 
     @property
     def result(self) -> Path:
         """The file of its result, in the folder of its study."""
         return Path("arms", self.slug, "result.json")
+
+
+@dataclass(frozen=True)
+class Question(Record):
+    """What a study asks. pairs: (a, b) for the difference of the values of the mixers a and b."""
+
+    text: str
+    names: tuple[tuple[str, ...], ...]  # (expression, name) of each mixer
+    pairs: tuple[tuple[str, ...], ...]
+    measure: Literal["score", "losses", "speed", "capacity"] = "score"
+    test: Literal["t", "wilcoxon"] = "t"
+    cost: str = ""
+
+    def _objections(self) -> Iterator[tuple[bool, str]]:
+        yield not self.pairs, "the plan has nothing under `compare`; expected differences such as softmax - none"
+
+    @classmethod
+    def stored(cls, results: dict[str, Any]) -> "Question | None":
+        """The question of a results.json, if the study has one."""
+        data = results["study"].get("question")
+        return record(cls, data, "question") if data else None
+
+    def name(self, mixer: str) -> str:
+        return next(name for expression, name in self.names if expression == mixer)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""The pictures of a comparison: functions that return a matplotlib Figure, or None if there is nothing to draw. Their
-docstrings are the captions.
+"""The pictures of a comparison and of a sweep. Those of a comparison are functions that return a matplotlib Figure, or
+None if there is nothing to draw; their docstrings are the captions.
 
 Pictures over steps of a comparison with more mixers than colours have a panel for each backbone.
 """
@@ -15,10 +15,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
-from ..report.style import PALETTE, SOFT, STYLE
-from .summary import Comparison, Contender
+from ..report.numbers import compact
+from ..report.page import PALETTE, SOFT, STYLE
+from .summary import Comparison, Contender, Sweep
 
 WIDE = 4  # ratio of the largest value to the smallest above which an axis is logarithmic
+APART = 1.03  # factor on the x axis between mixers with states of equal size, so that they do not overlap
 LABELLED = 8  # largest number of curves with a legend inside the plot
 COLUMNS = 5  # of panels
 
@@ -230,3 +232,58 @@ PLOTS: dict[str, Callable[[Comparison], Figure | None]] = {
     "curves": learning_curves, "scores": final_scores, "lengths": by_length, "alignments": alignments,
     "entropy": gate_entropy, "heads": heads,
 }  # fmt: skip
+
+
+# --- sweeps ----------------------------------------------------------------------------------------------------------
+def draw_sweep(sweep: Sweep) -> dict[str, tuple[str, Figure]]:
+    """Name -> (caption, figure), as `draw` returns them."""
+    lost = any(contender.lost for comparison in sweep.comparisons for contender in comparison.contenders)
+    survivors = " that did not diverge" if lost else ""
+    means = f"Score against {sweep.field}: the mean with its standard deviation over seeds{survivors}."
+    by_size = (
+        f"Score against the numbers in the state, at each {sweep.field}. Mixers with states of equal size are drawn "
+        "side by side."
+    )
+    with matplotlib.rc_context(STYLE):
+        return {"score": (means, by_value(sweep)), "capacity": (by_size, by_state(sweep))}
+
+
+def by_value(sweep: Sweep) -> Figure:
+    numbers = all(isinstance(value, int | float) for value in sweep.values)
+    place = {value: value if numbers else i for i, value in enumerate(sweep.values)}  # value -> position on the axis
+    figure, ax = lines(sweep, lambda i, value, c: place[value], sweep.field)
+    spread(ax, place)
+    return figure
+
+
+def by_state(sweep: Sweep) -> Figure:
+    place = lambda i, value, c: c.state * APART**i  # noqa: E731
+    figure, ax = lines(sweep, place, "state (numbers per sequence)")
+    for i, own in enumerate(sweep.mixers.values()):
+        for value, c in finished(own):
+            named: Any = {"xytext": (4, 4), "textcoords": "offset points", "fontsize": 7, "color": SOFT}
+            ax.annotate(str(value), (place(i, value, c), c.mean * c.metric.scale), **named)
+    states = sorted({c.state for own in sweep.mixers.values() for _, c in finished(own)})
+    ax.set_xscale("symlog", linthresh=1)  # a state may have 0 numbers
+    ax.set_xticks(states, [compact(state) for state in states])
+    ax.xaxis.set_minor_locator(NullLocator())
+    return figure
+
+
+def lines(sweep: Sweep, place: Callable[[int, Any, Contender], float], xlabel: str) -> tuple[Figure, Axes]:
+    """A line for each mixer through its mean scores, with the spread of its seeds. place(i, value, contender) is the
+    place of a score on the x axis."""
+    (figure, ax), colour = axes(5.2, 3.8), colours(sweep.comparisons[0])
+    for i, (label, own) in enumerate(sweep.mixers.items()):
+        x = [place(i, value, c) for value, c in finished(own)]
+        scores, spreads = ([getattr(c, name) * c.metric.scale for _, c in finished(own)] for name in ("mean", "spread"))
+        shown = colour[next(iter(own.values())).mixer]
+        ax.errorbar(x, scores, spreads, fmt="o-", capsize=3, lw=2, ms=5, label=label, color=shown)
+    ax.set(xlabel=xlabel, ylabel=sweep.comparisons[0].metric.axis)
+    legend(ax, len(sweep.mixers))
+    return figure, ax
+
+
+def finished(own: dict[Any, Contender]) -> list[tuple[Any, Contender]]:
+    """The values at which a mixer has a score, and its results there."""
+    return [(value, c) for value, c in own.items() if c.by_seed]

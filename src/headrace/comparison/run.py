@@ -1,22 +1,34 @@
-"""Runs a study in its folder: trains every arm that is not finished yet, and collects the results.
+"""Runs a study in its folder: says how long it will take, trains every arm that is not finished yet, shows progress,
+and collects the results.
 
 arms/<arm>/result.json           the result of a finished arm
 results.json, report.html, *.png the report
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TimeElapsedColumn
 
 from ..files import engine
 from ..files.engine import Measure, Point, Row
 from ..files.environment import command
 from ..files.provenance import refuse_foreign
 from ..files.results import write_result
-from .arm import measure
+from ..tasks import Task
+from .arm import measure, train
 from .plan import Arm, Study
+from .summary import labels, show
 from .tuning import best
 
+STEPS = 9  # that are timed of each task
+LINES = 20  # number of progress lines in all if the output is not a terminal
 # The form of an arm's result.
 RESULT = {
     "mixer": str, "seed": int, "scores": {}, "environment": {}, "flops": (int, float, None),
@@ -79,3 +91,77 @@ def collect(study: Study, arms: list[Row], trials: list[Row]) -> dict[str, Any]:
             environments.append(environment)
     made = {"study": study.to_json(), "command": command(), "environments": environments}
     return made | {"arms": arms, "trials": trials}
+
+
+# --- the time that it will take --------------------------------------------------------------------------------------
+class Seconds(NamedTuple):
+    """Seconds of a training step, and of all else that an arm takes: building, rows and evaluations."""
+
+    step: float
+    rest: float
+
+
+def timed(arm: Arm, device: str) -> Seconds:
+    """Trains an arm for STEPS steps, on one thread as workers do."""
+    recipe = replace(arm.recipe, steps=STEPS)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        _, result = train(replace(arm, plan=replace(arm.plan, recipe=recipe)), lambda step, scores: None, device)
+    finally:
+        torch.set_num_threads(threads)
+    step = recipe.batch_size * arm.task.length / median(result["speeds"])
+    return Seconds(step, max(result["seconds"] - STEPS * step, 0.0))
+
+
+def duration(study: Study, folder: Path, workers: Sequence[str]) -> tuple[int, float]:
+    """(number of arms that have no result in the folder, seconds that they will take with these workers)."""
+    pending = [
+        arm for plan in (*study.trials(), *study.plans) for arm in plan.arms() if not (folder / arm.result).exists()
+    ]
+    if not pending:
+        return 0, 0.0
+    timed(pending[0], workers[0])  # imports, and what PyTorch prepares once
+    by_task: dict[Task, Seconds] = {}
+    for arm in pending:
+        if arm.task not in by_task:
+            by_task[arm.task] = timed(arm, workers[0])
+    total = sum(arm.recipe.steps * by_task[arm.task].step + by_task[arm.task].rest for arm in pending)
+    return len(pending), total / min(len(workers), len(pending))
+
+
+# --- progress --------------------------------------------------------------------------------------------------------
+class Board:
+    """Prints progress: a bar for the steps of all arms with the latest score, and a line for each finished arm. If the
+    output is not a terminal, LINES lines with the number of finished steps replace the bar."""
+
+    def __init__(self, progress: Progress, study: Study):
+        plans = [*study.trials(), *study.plans]
+        self.names = {plan.name: labels(plan.mixers) for plan in plans}
+        self.total = sum(len(plan.mixers) * len(plan.seed_numbers) * plan.recipe.steps for plan in plans)
+        self.progress, self.bar = progress, progress.add_task("all arms", total=self.total)
+        self.steps: dict[str, int] = {}
+
+    def listen(self, arm: Arm, step: int, scores: dict[str, float] | None) -> None:
+        before = sum(self.steps.values())
+        self.steps[arm.slug] = step
+        done = sum(self.steps.values())
+        self.progress.update(self.bar, completed=done)
+        console = self.progress.console
+        if LINES * done // self.total > LINES * before // self.total and not console.is_terminal:
+            console.print(f"{done} of {self.total} steps of all arms", highlight=False)
+        if scores is None:
+            return
+        metric = arm.plan.task.metric
+        score = show(metric, scores[metric.name]) if scores else "diverged"
+        said = f"{arm.plan.name}: {self.names[arm.plan.name][arm.mixer]}, seed {arm.seed}: {score}"
+        self.progress.update(self.bar, description=said)
+        if step == arm.plan.recipe.steps or not scores:
+            console.print(said, highlight=False)
+
+
+@contextmanager
+def board(study: Study, console: Console) -> Iterator[Board]:
+    columns = ("{task.description}", BarColumn(), "{task.completed:.0f}/{task.total:.0f} steps", TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield Board(progress, study)

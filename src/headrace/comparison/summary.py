@@ -153,6 +153,30 @@ class Comparison:
         return [(members[0].label, members) for members in plain]
 
 
+@dataclass(frozen=True)
+class Sweep:
+    """A comparison that is repeated at several values of a field."""
+
+    field: str
+    values: list[Any]
+    comparisons: list[Comparison]  # one for each value
+
+    @classmethod
+    def of(cls, results: dict[str, Any]) -> "Sweep | None":
+        """The sweep of a results.json, if its study is one."""
+        about = results["study"].get("sweep")
+        return cls(about["field"], about["values"], summarize(results)) if about else None
+
+    @property
+    def mixers(self) -> dict[str, dict[Any, Contender]]:
+        """Label -> value -> the mixer at this value."""
+        by_label: dict[str, dict[Any, Contender]] = {}
+        for value, comparison in zip(self.values, self.comparisons, strict=True):
+            for contender in comparison.contenders:
+                by_label.setdefault(contender.label, {})[value] = contender
+        return by_label
+
+
 def summarize(results: dict[str, Any]) -> list[Comparison]:
     """The comparisons of a results.json; mixers without a finished arm are left out."""
     plans = results["study"]["plans"]

@@ -11,29 +11,12 @@ from statistics import fmean, median
 from typing import Any
 
 from ..report.numbers import seeds_of
-from ..spec.expression import literal, split
+from ..report.page import Section
 from ..tasks import Metric
-from ..training.optimization import Optimization
-from ..utils.errors import InputError
-from .plan import Plan, Tuning
+from .plan import Plan
 from .summary import Comparison, labels, show
 
-SEEDS = 3  # number of seeds of a search without seeds of its own: those after the largest that is reported
-
 Result = dict[str, Any]
-
-
-def parse(text: str, reported: Sequence[int], seeds: Sequence[int] | None = None) -> Tuning:
-    """The search that `--tune FIELD=VALUE,VALUE,…` asks for. seeds: those of the search; None: SEEDS others than the
-    reported. InputError for another form."""
-    field, _, values = (part.strip() for part in text.partition("="))
-    listed = tuple(literal(value) for value in split(values))
-    if not listed or field not in Optimization.__dataclass_fields__:
-        raise InputError(f"--tune {text!r}; expected FIELD=VALUE,VALUE,… with a field such as lr")
-    if len(set(listed)) < len(listed):
-        raise InputError(f"--tune {text!r} has a value twice; expected distinct values")
-    first = max(reported) + 1
-    return Tuning(field, listed, tuple(range(first, first + SEEDS) if seeds is None else seeds))
 
 
 def best(plan: Plan, trials: Sequence[Result]) -> dict[str, Any]:
@@ -57,25 +40,22 @@ def medians(trials: Sequence[dict[str, Any]], results: Sequence[Result]) -> dict
     return by_mixer
 
 
-def about(plan: dict[str, Any]) -> str:
-    """How the search of a plan's JSON was made, as a sentence."""
-    seeds = ", ".join(map(str, plan["tuning"]["seeds"]))
-    return (
-        f"Median of the final loss over seeds {seeds}, and the mean score; neither these seeds nor these rows are "
-        "reported. Each mixer takes the value with the lowest loss."
-    )
-
-
-def table(comparison: Comparison, results: dict[str, Any]) -> list[list[str]]:
-    """The header, and a row for each mixer: its loss and score at every value, and the value taken."""
+def section(comparison: Comparison, results: dict[str, Any]) -> Section:
+    """The search of a comparison: the loss and the score of each mixer at every value, and the value taken."""
     plan = comparison.plan
+    field, seeds = plan["tuning"]["field"], ", ".join(map(str, plan["tuning"]["seeds"]))
     chosen, values = results["tuned"][plan["name"]], [trial["value"] for trial in plan["trials"]]
     losses, rows = medians(plan["trials"], results["trials"]), []
     for mixer, label in labels(plan["mixers"]).items():
         own = [cell(comparison.metric, losses[mixer][t["value"]], t["name"], mixer, results) for t in plan["trials"]]
         edge = ", at the edge" if at_edge(values, chosen[mixer]) else ""
         rows.append([label, *own, f"{chosen[mixer]}{edge}"])
-    return [["mixer", *(f"{plan['tuning']['field']} {value}" for value in values), "taken"], *rows]
+    about = (
+        f"Median of the final loss over seeds {seeds}, and the mean score; neither these seeds nor these rows are "
+        "reported. Each mixer takes the value with the lowest loss."
+    )
+    header = ("mixer", *(f"{field} {value}" for value in values), "taken")
+    return Section(f"{plan['name']}: search", (about,), header=header, rows=rows)
 
 
 def cell(metric: Metric, loss: float, trial: str, mixer: str, results: dict[str, Any]) -> str:

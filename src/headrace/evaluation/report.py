@@ -14,8 +14,7 @@ from matplotlib.figure import Figure
 from ..files.environment import environment
 from ..report.differences import Difference, answer
 from ..report.differences import table as table_of_differences
-from ..report.page import Page, Section, picture
-from ..report.style import PALETTE, SOFT, STYLE
+from ..report.page import PALETTE, SOFT, STYLE, Page, Section, picture
 from .findings import against_the_first, findings, table
 from .run import Evaluation
 from .scores import NATS, POINTS

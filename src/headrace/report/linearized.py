@@ -9,8 +9,7 @@ from matplotlib.figure import Figure
 
 from ..files.environment import environment
 from .numbers import count
-from .page import Page, Section, picture
-from .style import PALETTE, SOFT, STYLE
+from .page import PALETTE, SOFT, STYLE, Page, Section, picture
 
 Report = dict[str, Any]  # what `training.linear.imitate` returns, with "decoding", "next" and what was asked for
 ERRORS = (

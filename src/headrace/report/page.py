@@ -1,4 +1,5 @@
-"""HTML pages in one style: sections with a table, sentences and pictures, then the command and environment."""
+"""Pages in one style, as HTML and on the terminal: sections with a table, sentences and pictures, then the command and
+environment."""
 
 import io
 import re
@@ -11,11 +12,34 @@ import matplotlib
 from jinja2 import ChoiceLoader, Environment, PackageLoader, Template
 from markupsafe import Markup
 from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
 
 from ..files.environment import command
 from ..files.provenance import sentence
-from .style import INK, LINE, PALETTE, SOFT, STYLE
 
+# Colours, those of style.css, and matplotlib settings of all pictures.
+PALETTE = (
+    "#2f6f9f", "#d1495b", "#c98a1b", "#3a8f6b", "#7b5ea7", "#8c6d46", "#d07ab5", "#6c757d", "#8f9d1f", "#35a0b4",
+    "#e07b39", "#5b7fd4",
+)  # fmt: skip
+INK, SOFT, LINE = "#1d2733", "#5d6b7a", "#dfe5eb"
+STYLE: Any = {
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": SOFT,
+    "axes.grid": True,
+    "grid.color": LINE,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "figure.dpi": 110,
+    "svg.fonttype": "none",
+}
 BROAD = 6.0  # width in inches from which a picture has a row of its own
 VARIABLES = {INK: "var(--ink)", SOFT: "var(--soft)", LINE: "var(--line)"} | {
     colour: f"var(--colour-{i})" for i, colour in enumerate(PALETTE)
@@ -114,3 +138,37 @@ def svg(figure: Figure) -> Markup:
     for colour, variable in VARIABLES.items():
         drawn = drawn.replace(colour, variable)
     return Markup(re.sub(r"<metadata>.*?</metadata>", "", drawn, flags=re.DOTALL))
+
+
+# --- the terminal ----------------------------------------------------------------------------------------------------
+def print_sections(page: Page, console: Console) -> None:
+    """Prints a page without its pictures."""
+    if page.answer:
+        say(console, page.answer, style="bold")
+    for section in (Section(about=page.about), *page.sections):
+        print_section(section, console)
+
+
+def print_section(section: Section, console: Console) -> None:
+    """Prints what a section says, its table and its first sentences; not its details."""
+    for paragraph in filter(None, section.about):
+        say(console, paragraph)
+    if section.rows:
+        console.print(table(section))
+    for finding in section.sentences[: section.shown]:
+        say(console, f"- {finding}")
+    if more := section.sentences[section.shown :] if section.shown else ():
+        say(console, f"({len(more)} more in the report)")
+
+
+def table(section: Section) -> Table:
+    drawn = Table(title=section.title, title_justify="left", title_style="bold")
+    for i, column in enumerate(section.header):
+        drawn.add_column(column, justify="right" if i else "left")
+    for row in section.rows:
+        drawn.add_row(*map(str, row))
+    return drawn
+
+
+def say(console: Console, sentence: str, **style: Any) -> None:
+    console.print(sentence, highlight=False, soft_wrap=True, markup=False, **style)
