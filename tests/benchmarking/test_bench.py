@@ -14,7 +14,7 @@ import torch
 import tiny
 from damage import change_digit
 from headrace import InputError
-from headrace.benchmarking import measure, report, results
+from headrace.benchmarking import measure, report
 from headrace.benchmarking.decoding import CACHED, READ_ALL, RECURRENT, Decoder
 from headrace.benchmarking.generation import NEW, ROUNDS, speeds
 from headrace.benchmarking.models import Shape, build, cache_bytes, named
@@ -175,8 +175,8 @@ def test_the_cost_of_competition_is_of_pairs():
     plan = BenchPlan(("gla", "softmax-gla"), SHAPE)
     models = {"gla": {"seconds": [1.0, 2.0, 4.0]}, "softmax-gla": {"seconds": [1.1, 2.2, 4.4]}}
     held = [{"point": vars(Point("training", 16)), "models": models}]
-    assert str(results.overhead(held, "gla", "training")) == "+10.0% ± 0.0%"
-    assert results.competing_versions(plan) == [("gla", "softmax")]
+    assert report.overhead(held, "gla", "training") == "+10.0% ± 0.0%"
+    assert report.competing_versions(plan) == [("gla", "softmax")]
     both = BenchPlan(("gla", "softmax-gla", "paper-softmax-gla"), SHAPE)
     published = [{**held[0], "models": models | {"paper-softmax-gla": {"seconds": [1.3, 2.6, 5.2]}}}]
     rows = report.overheads(published, both).rows
@@ -193,7 +193,7 @@ def test_the_page_names_the_models_and_each_machine_once(count, said, tmp_path):
                               (64, {"processor": "B", "date": 3}))
     ]  # fmt: skip
     assert report.environments(held) == [{"processor": "A"}, {"processor": "B"}]
-    page = report.write_report(held, results.rows(held, plan), plan, tmp_path).read_text("utf-8")
+    page = report.write_report(held, report.rows(held, plan), plan, tmp_path).read_text("utf-8")
     assert said in page and f"with {count} thread{'s' * (count - 1)}." in page
 
 
@@ -213,8 +213,8 @@ def test_one_measurement_has_no_spread():
     plan = BenchPlan(("gla", "softmax-gla"), SHAPE, rounds=1)
     one = {"point": vars(Point("training", 16)), "environment": {}, "clock": "CPU"}
     held = [one | {"models": {"gla": {"seconds": [1.0]}, "softmax-gla": {"seconds": [1.1]}}}]
-    assert str(results.overhead(held, "gla", "training")) == "+10.0% (one pair)"
-    line = results.rows(held, plan)[0]
+    assert report.overhead(held, "gla", "training") == "+10.0% (one pair)"
+    line = report.rows(held, plan)[0]
     assert line["spread"] is None and report.cell("training", line) == "16 (one round)"
 
 
@@ -222,8 +222,8 @@ def test_a_spread_is_half_the_distance_of_the_quartiles():
     plan = BenchPlan(("gla", "softmax-gla"), SHAPE)
     one = {"point": vars(Point("training", 16)), "environment": {}, "clock": "CPU"}
     held = [one | {"models": {"gla": {"seconds": [1.0] * 3}, "softmax-gla": {"seconds": [1.0, 1.25, 2.0]}}}]
-    assert str(results.overhead(held, "gla", "training")) == "+25.0% ± 50.0%"  # quartiles 1 and 2
-    line = results.rows(held, plan)[1]
+    assert report.overhead(held, "gla", "training") == "+25.0% ± 50.0%"  # quartiles 1 and 2
+    line = report.rows(held, plan)[1]
     assert float(line["spread"]) == 0.8 and report.cell("training", line) == "13 ±40%"
 
 
@@ -243,8 +243,8 @@ def test_a_checkpoint_is_measured_at_its_own_sizes(tmp_path):
     plan = BenchPlan(named(f"gla,{folder}"), SHAPE, rounds=1)
     assert plan.models == ("gla", "softmax-gla", folder)
     assert cache_bytes(folder, SHAPE, 10, 4) == 4 * 10 * (16 + 4)  # the latent and the shared key of one layer
-    measured = [results.measured(Point(what, 12), None, plan) for what in ("training", "prefill", "decoding")]
-    rows = results.rows(measured, plan)
+    measured = [measure.record(Point(what, 12), None, plan) for what in ("training", "prefill", "decoding")]
+    rows = report.rows(measured, plan)
     sizes = {(row["model"], row["layers"], row["hidden_size"]) for row in rows if row["seconds"]}
     assert sizes == {("gla", 1, 64), ("softmax-gla", 1, 64), (folder, 2, 32)}
 
@@ -270,7 +270,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("said", MISTAKES)
 def test_user_errors_are_named_before_any_measurement(said, tmp_path, monkeypatch):
-    monkeypatch.setattr(results, "measure", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(measure, "measure", lambda *_: pytest.fail("measured"))
     defaults = {name: parameter.default for name, parameter in inspect.signature(cli_eval.bench).parameters.items()} | {
         "device": "cpu",
         "output": tmp_path / "bench",
@@ -287,7 +287,7 @@ def test_checkpoint_is_measured_at_its_own_sizes(saved_model, tmp_path, monkeypa
     assert named(f"{saved_model},retnet") == (str(saved_model), "retnet", "softmax-retnet")
     assert (model.config.num_hidden_layers, model.config.vocab_size) == (2, 257)
     plan = BenchPlan((str(saved_model), "gla"), shape=shape)
-    assert [results.sizes(name, plan)["hidden_size"] for name in plan.models] == [32, 64]
+    assert [report.sizes(name, plan)["hidden_size"] for name in plan.models] == [32, 64]
     shutil.copytree(saved_model, tmp_path / "gla")
     monkeypatch.chdir(tmp_path)
     assert build("gla", shape).config.num_hidden_layers == 3

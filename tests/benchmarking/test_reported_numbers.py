@@ -12,11 +12,11 @@ from scipy import stats
 pytest.importorskip("lm_eval")
 
 import stored
-from headrace.benchmarking import measure, report, results
+from headrace.benchmarking import measure, report
 from headrace.benchmarking.models import Shape, build, cache_bytes
 from headrace.benchmarking.plan import BenchPlan, Point, points
 from headrace.convert.flash import mlp_width
-from headrace.evaluation import findings, scores, unigram
+from headrace.evaluation import scores
 from headrace.evaluation.report import forest
 from headrace.evaluation.report import report as evaluated
 from headrace.evaluation.run import Evaluation, EvaluationPlan
@@ -42,17 +42,16 @@ HELD = [
 
 def test_a_line_of_the_csv_is_of_the_median_round():
     """Of 1, 2, 2, 4, 8 s: quartiles (exclusive) 1.5 and 6, so that the spread is 4.5 / 2."""
-    found = {line["what"]: line for line in results.rows(HELD, PLAN) if line["model"] == "gla"}
+    found = {line["what"]: line for line in report.rows(HELD, PLAN) if line["model"] == "gla"}
     assert [found[what]["tokens_per_second"] for what in ("training", "prefill", "decoding")] == ["32", "8", "0.5"]
     assert {(line["seconds"], line["spread"], line["rounds"]) for line in found.values()} == {("2", "2.250", 5)}
     assert {(x["dtype"], x["clock"], x["torch"], x["layers"], x["heads"]) for x in found.values()} == {
         ("float32", "cpu time", "2", 3, 2)
     }
     (out,) = {
-        (x["left_out"], x["rounds"], x["seconds"]) for x in results.rows(HELD, PLAN) if x["model"] == "transformer"
+        (x["left_out"], x["rounds"], x["seconds"]) for x in report.rows(HELD, PLAN) if x["model"] == "transformer"
     }
     assert out == ("out of memory", 0, None)
-    assert (results.spread([3.0]), results.spread([1.0, 3.0])) == (None, pytest.approx((3.5 - 0.5) / 2))
 
 
 @pytest.mark.parametrize(
@@ -66,8 +65,8 @@ def test_a_line_of_the_csv_is_of_the_median_round():
     ],
 )
 def test_cells_of_the_page(what, cost, gla, tmp_path):
-    assert str(results.overhead(HELD, "gla", what)) == cost
-    section = report.measured(what, results.rows(HELD, PLAN), PLAN, tmp_path)
+    assert report.overhead(HELD, "gla", what) == cost
+    section = report.measured(what, report.rows(HELD, PLAN), PLAN, tmp_path)
     cells = {row[0]: row[1] for row in section.rows}
     assert cells["gla"] == gla and cells["transformer"] == "–"
     place = "640" if what == "decoding" else "16" if what == "prefill" else "16 × 4"
@@ -79,10 +78,10 @@ def test_cells_of_the_page(what, cost, gla, tmp_path):
 
 def test_points_are_measured_once_and_in_order(tmp_path, monkeypatch):
     measured, told = [], []
-    monkeypatch.setattr(results, "measure", lambda point, plan: measured.append(point) or {"gla": {"seconds": [1.0]}})
+    monkeypatch.setattr(measure, "measure", lambda point, plan: measured.append(point) or {"gla": {"seconds": [1.0]}})
     wanted = points(["decoding", "training"], [1600, 16], [4], [640])
-    results.complete(PLAN, wanted[1:], tmp_path, told.append)
-    held = results.complete(PLAN, wanted, tmp_path, told.append)
+    measure.complete(PLAN, wanted[1:], tmp_path, told.append)
+    held = measure.complete(PLAN, wanted, tmp_path, told.append)
     assert told[:3] == ["1 of 2: training, 16 × 4", "2 of 2: decoding, 640 × 1", "1 of 3: training, 1,600 × 4"]
     assert measured == [wanted[1], wanted[2], wanted[0]]
     assert [(one["point"]["what"], one["point"]["length"]) for one in held] == [
@@ -175,7 +174,7 @@ def test_perplexities_and_bits_of_a_text():
     error = math.sqrt(((-6 / 5 + 1) ** 2 + (-2 / 3 + 1) ** 2) / 2)  # by the jackknife: the means without either row
     assert bits.stderr == pytest.approx(error / math.log(2)) and perplexity.stderr == pytest.approx(math.e * error)
     assert scores.Score("acc", [(1.0, 1.0)]).mean.error == math.inf
-    assert findings.show(perplexity) == "2.718 ± 0.75"
+    assert str(perplexity) == "2.718 ± 0.75"
 
 
 @pytest.mark.parametrize(("metric", "unit", "mean"), [("word_perplexity", "nats", 0.25), ("acc", "points", 25.0)])
@@ -187,8 +186,8 @@ def test_a_difference_is_in_nats_or_in_points(metric, unit, mean):
 
 def test_a_perplexity_is_not_at_the_level_of_guessing():
     likelihoods, known = scores.Score("perplexity", [(-9.0, 1.0)] * 3), {"samples": [{"choices": 1}], "unigram": {}}
-    assert findings.beaten(likelihoods, known) and findings.beaten(scores.Score("acc", [(1.0, 1.0)] * 3), known)
-    assert not findings.beaten(scores.Score("acc", [(0.0, 1.0)] * 3), known)
+    assert scores.beaten(likelihoods, known) and scores.beaten(scores.Score("acc", [(1.0, 1.0)] * 3), known)
+    assert not scores.beaten(scores.Score("acc", [(0.0, 1.0)] * 3), known)
 
 
 def test_the_metrics_of_other_lengths_of_a_needle_task_are_left_out():
@@ -210,9 +209,9 @@ def test_the_unigram_is_that_of_the_evaluated_rows():
         {"arguments": [text], "metrics": ["word_perplexity", "acc"], "word_perplexity": (-1.0, weight)}
         for text, weight in ((("aab", "ac"), 4), (("ca",), 2))
     ]
-    found = unigram.unigram(samples, SimpleNamespace(tok_encode=lambda text: list(map(ord, text))))
+    found = scores.unigram(samples, SimpleNamespace(tok_encode=lambda text: list(map(ord, text))))
     assert found == {"word_perplexity": pytest.approx(math.exp(-2 * (math.log(4 / 7) + math.log(2 / 7)) / 6))}
-    assert (unigram.weight(-3.0), unigram.unigram([{"metrics": ["acc"]}], None)) == (1.0, {})
+    assert (scores.weight(-3.0), scores.unigram([{"metrics": ["acc"]}], None)) == (1.0, {})
 
 
 # --- inspect, convert ------------------------------------------------------------------------------------------------

@@ -221,7 +221,7 @@ EVALUATIONS = {
 
 def evaluations():
     pytest.importorskip("lm_eval")
-    from headrace.evaluation.findings import against_the_first, findings, table
+    from headrace.evaluation.report import against_the_first, findings, table
     from headrace.evaluation.run import Evaluation, EvaluationPlan
 
     for title, models in EVALUATIONS.items():

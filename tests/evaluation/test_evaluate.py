@@ -20,11 +20,11 @@ pytest.importorskip("lm_eval")
 from damage import change_digit, flip
 from headrace.cli import app as cli
 from headrace.data.tokenizer import byte_level
-from headrace.evaluation import findings, local, report
+from headrace.evaluation import report, tasks
 from headrace.evaluation.checkpoint import named, read_checkpoint
 from headrace.evaluation.run import EvaluationPlan, Machine, evaluate
 from headrace.evaluation.scores import scores
-from headrace.evaluation.suites import items
+from headrace.evaluation.tasks import items
 from headrace.files.results import read_result
 from headrace.hf import HeadraceForCausalLM
 from headrace.hf.config import HeadraceConfig
@@ -124,8 +124,8 @@ def test_nonfinite_scores_are_null_and_marked(checkpoints, data, tmp_path):
         assert stored["results"][item][f"{metric},none"] is None
         assert stored["not_finite"][f"/results/{item}/{metric},none"] == "nan"
         assert math.isnan(scores(found.items["broken"][item])[metric].value)
-    assert [row[-1] for row in findings.table(found)] == ["not finite"] * len(findings.table(found))
-    judged = findings.against_the_first(found)
+    assert [row[-1] for row in report.table(found)] == ["not finite"] * len(report.table(found))
+    judged = report.against_the_first(found)
     assert {one.verdict for one in judged} == {"a score is not finite"}
 
 
@@ -140,7 +140,7 @@ def test_scores_are_those_of_a_plain_computation(kind, checkpoints, data, tmp_pa
 
     from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
-    pages = local.pages((data / "wiki.test.raw").read_text("utf-8"))
+    pages = tasks.pages((data / "wiki.test.raw").read_text("utf-8"))
     expected = [rolling(model, encode(wikitext_detokenizer({"page": page})), start) for page in pages]
     kept = [row["scores"]["word_perplexity"] for row in found["wikitext"]["samples"]]
     assert [row[0] for row in kept] == pytest.approx(expected, rel=1e-5)
@@ -182,11 +182,11 @@ def test_rolling_perplexity_does_not_depend_on_the_batch_size(checkpoints, data,
 
 
 def test_local_rows_have_the_stock_columns():
-    row = local.hellaswag(ROWS["hellaswag"][0])
+    row = tasks.hellaswag(ROWS["hellaswag"][0])
     assert (row["activity_label"], row["ctx_a"], row["ctx_b"]) == ("Swim", "A man dives.", "he")
-    assert local.hellaswag({"query": "How to swim: [header] Dive.", "endings": [], "label": 0})["ctx_b"] == ""
-    assert local.hellaswag({"query": "Draw: She sits. iPads help", "endings": [], "label": 0})["ctx_b"] == "iPads help"
-    assert local.arc(ROWS["arc_easy"][0])["choices"] == {"text": ["p", "q", "r"], "label": ["A", "B", "C"]}
+    assert tasks.hellaswag({"query": "How to swim: [header] Dive.", "endings": [], "label": 0})["ctx_b"] == ""
+    assert tasks.hellaswag({"query": "Draw: She sits. iPads help", "endings": [], "label": 0})["ctx_b"] == "iPads help"
+    assert tasks.arc(ROWS["arc_easy"][0])["choices"] == {"text": ["p", "q", "r"], "label": ["A", "B", "C"]}
 
 
 def test_code_in_a_folder_of_a_model_is_not_run(tmp_path):
@@ -204,7 +204,7 @@ def test_missing_data_is_named_and_the_rest_runs(checkpoints, data, tmp_path):
     found = evaluate([checkpoints["llama"]], plan, MACHINE, tmp_path)
     assert list(found.missing) == ["arc_challenge"]
     assert list(found.items["llama"]) == ["wikitext", "lambada_openai", "piqa", "hellaswag", "winogrande", "arc_easy"]
-    assert findings.findings(found)[0].startswith("arc_challenge was not run: ")
+    assert next(report.findings(found)).startswith("arc_challenge was not run: ")
     whole = read_result(tmp_path / "llama" / "results.json")
     assert set(whole["results"]) == set(found.items["llama"])
     assert whole["results"]["winogrande"]["acc,none"] == scores(found.items["llama"]["winogrande"])["acc"].value
@@ -232,7 +232,7 @@ def test_recall_on_local_rows(checkpoints, tmp_path):
     assert {name: record["max_length"] for name, record in found.items["softmax-gla"].items()} == dict.fromkeys(
         ("swde", "squad_completion", "fda"), 4096
     )
-    assert ["fda", "contains", "1", "0.0 %", "0.0 ± inf %*"] in findings.table(found)
+    assert ["fda", "contains", "1", "0.0 %", "0.0 ± inf %*"] in report.table(found)
 
 
 def test_finished_evaluations_are_not_repeated(checkpoints, data, tmp_path, monkeypatch):
@@ -371,10 +371,10 @@ def test_a_spoilt_checkpoint_is_refused(kind, how, sentence, checkpoints, tmp_pa
 def test_malformed_local_rows_are_refused(row, sentence, tmp_path):
     (tmp_path / "piqa.jsonl").write_text(row + "\n")
     with pytest.raises(InputError, match=re.escape(sentence)):
-        local.read("piqa", tmp_path)
+        tasks.read("piqa", tmp_path)
     (tmp_path / "hellaswag.jsonl").write_text('{"text": "a"}\n')
     with pytest.raises(InputError, match="expected activity_label, ctx_a"):
-        local.read("hellaswag", tmp_path)
+        tasks.read("hellaswag", tmp_path)
 
 
 def test_names_of_checkpoints_are_short_and_differ():
@@ -412,14 +412,14 @@ def test_answers_longer_than_the_context_are_one_sentence(max_length, checkpoint
 
 def test_the_docs_have_the_columns_of_local_rows():
     page = (Path(__file__).parents[2] / "docs" / "understand.md").read_text("utf-8")
-    for task, columns in local.STOCK.items():
+    for task, columns in tasks.STOCK.items():
         (row,) = re.findall(rf"^\| .*`{task}(?:_NAME)?`.*$", page, re.MULTILINE)
         assert ", ".join(columns) in row, task
 
 
 def test_an_article_begins_with_its_title_and_not_with_a_section():
     text = " = One = \n\n Some text .\n\n = = Section = = \n\n More .\n = Two words = \n\n A line with = in it \n"
-    assert local.pages(text) == [text[: text.index(" = Two")], text[text.index(" = Two") :]]
+    assert tasks.pages(text) == [text[: text.index(" = Two")], text[text.index(" = Two") :]]
 
 
 @pytest.mark.slow(seconds=25)
@@ -429,8 +429,8 @@ def test_needles_in_local_essays_need_no_download(checkpoints, tmp_path, monkeyp
     pytest.importorskip("wonderwords")
     monkeypatch.setattr(nltk.data, "path", [])
     monkeypatch.setattr(nltk, "download", lambda *_: pytest.fail("a download was tried"))
-    made = cache(local.without_tables.__wrapped__)
-    monkeypatch.setattr(local, "without_tables", made)
+    made = cache(tasks.without_tables.__wrapped__)
+    monkeypatch.setattr(tasks, "without_tables", made)
     folder = tmp_path / "data" / "paul_graham_essays"
     folder.mkdir(parents=True)
     for name in "ab":
@@ -439,7 +439,7 @@ def test_needles_in_local_essays_need_no_download(checkpoints, tmp_path, monkeyp
     found = evaluate([checkpoints["softmax-gla"]], plan, MACHINE, tmp_path / "out")
     assert not found.missing and list(found.items["softmax-gla"]) == ["niah_single_2@1024", "niah_single_3@1024"]
     assert all(len(record["samples"]) == 1 for record in found.items["softmax-gla"].values())
-    assert capsys.readouterr().err.count(local.UNTRAINED) == 1
+    assert capsys.readouterr().err.count(tasks.UNTRAINED) == 1
     sentences = nltk.sent_tokenize("It is 3.5 now. So it is! Do we go on? No.")
     assert sentences == ["It is 3.5 now.", "So it is!", "Do we go on?", "No."]
     made().cleanup()

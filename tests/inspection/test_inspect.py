@@ -22,9 +22,8 @@ from headrace.cli import app as cli
 from headrace.data.tokenizer import byte_level
 from headrace.extra.specs.scan import ScanSpec
 from headrace.hf import HeadraceForCausalLM
-from headrace.inspection.findings import of_beta, of_gate, of_weights
 from headrace.inspection.page import compress_attention, pack, profile
-from headrace.inspection.recorder import record
+from headrace.inspection.recorder import of_beta, of_gate, of_weights, record
 from headrace.layers.maps import weights
 from headrace.utils.errors import InputError
 from headrace.verification.verify import literal_op

@@ -1,4 +1,5 @@
-"""The four measurements. In each, all models take turns in every round, so that other load affects them alike."""
+"""The four measurements of a plan's points. In each, all models take turns in every round, so that other load affects
+them alike."""
 
 import ctypes
 import gc
@@ -8,26 +9,50 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import replace
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..files.workers import context
+from ..files import engine
+from ..files.engine import Tell
+from ..files.environment import environment
+from ..files.workers import Worker, context
 from ..hf import HeadraceForCausalLM
 from ..utils import plugins
 from ..utils.errors import InputError
 from .decoding import Decoder
 from .models import build, cache_bytes, obstacle
-from .plan import DTYPES, BenchPlan, Point
+from .plan import DTYPES, MEASURED, BenchPlan, Point
 
 WARM = 64  # tokens of the warm-up step, which is not measured
 TOKENS = 8  # tokens decoded in a turn
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 SHARE = 4  # one cache may take at most 1 / SHARE of the free memory
 
+# The form of a measured point.
+RESULT = {"point": {"what": str}, "environment": {}, "clock": str, "models": {...: {}}}
+
 Measured = dict[str, Any]  # seconds: one for each round; bytes; how; or left_out: the reason
+
+
+def complete(plan: BenchPlan, wanted: list[Point], folder: Path, tell: Tell) -> list[engine.Row]:
+    """Measures the points that the folder does not hold yet, and returns all points of the folder."""
+    points = [
+        engine.Point(f"{point.what}, {point.length:,} × {point.batch}", point.path, point, RESULT) for point in wanted
+    ]
+    engine.run(folder, plan.claim(), points, partial(record, plan=plan), engine.lines(tell, points))
+    results = [engine.read(path, RESULT) for path in (folder / "points").glob("*.json")]
+    return sorted(results, key=lambda one: (MEASURED.index(one["point"]["what"]), *list(one["point"].values())[1:]))
+
+
+def record(point: Point, worker: Worker, plan: BenchPlan) -> engine.Row:
+    about = {"threads": plan.threads, "date": datetime.now().isoformat(timespec="seconds")}
+    models = measure(point, plan)
+    return {"point": vars(point), "environment": environment() | about, "clock": plan.clock, "models": models}
 
 
 def measure(point: Point, plan: BenchPlan) -> dict[str, Measured]:

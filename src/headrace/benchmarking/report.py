@@ -1,6 +1,8 @@
-"""The report of a benchmark: pictures and one HTML page."""
+"""The report of a benchmark: the rows of its CSV file, and a page with pictures and the overhead of competition."""
 
+import csv
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import matplotlib
@@ -8,12 +10,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from ..report.numbers import compact, count
+from ..report.numbers import compact, count, spread
 from ..report.page import PALETTE, STYLE, Page, Section, picture
-from .models import PEERS
-from .plan import MEASURED, BenchPlan
-from .results import FORMS, competing_versions, overhead
+from .models import PEERS, checkpoint_config
+from .plan import MEASURED, BenchPlan, Point
 
+COLUMNS = (
+    "date", "commit", "processor", "device", "threads", "headrace", "torch", "transformers", "python", "dtype", "clock",
+    "layers", "hidden_size", "heads", "what", "model", "length", "batch", "rounds", "seconds", "spread",
+    "tokens_per_second", "bytes", "how", "left_out",
+)  # fmt: skip
+FORMS = {"softmax": "", "paper-softmax": ", published form"}  # prefix of a mixer with competition -> how rows name it
 TITLES = {  # measurement -> (title, unit, label of the x axis)
     "memory": ("Peak memory of a training step", "bytes", "tokens per row"),
     "training": ("Training throughput", "tokens per second", "tokens per row"),
@@ -31,6 +38,39 @@ CAPTION = (
 )
 
 
+def rows(results: list[dict[str, Any]], plan: BenchPlan) -> list[dict[str, Any]]:
+    """Rows of the CSV, result for each model at each point."""
+    lines = []
+    for result in results:
+        point = Point(**result["point"])
+        for name, measured in result["models"].items():
+            row = result["environment"] | result["point"] | measured | sizes(name, plan)
+            row |= {"model": name, "dtype": plan.dtype, "clock": result["clock"]}
+            seconds = row.pop("seconds", None) or []
+            row["rounds"] = len(seconds)
+            if seconds:
+                middle, around = median(seconds), spread(seconds)
+                row |= {"seconds": f"{middle:.6g}", "tokens_per_second": f"{point.tokens / middle:.5g}"}
+                row["spread"] = None if around is None else f"{around:.3f}"
+            lines.append({name: row.get(name) for name in COLUMNS})
+    return lines
+
+
+def sizes(name: str, plan: BenchPlan) -> dict[str, int]:
+    """Layers, width and heads of a model: those of the plan, or of the checkpoint."""
+    if (config := checkpoint_config(name)) is None:
+        return {size: getattr(plan.shape, size) for size in ("layers", "hidden_size", "heads")}
+    return {"layers": config.num_hidden_layers, "hidden_size": config.hidden_size, "heads": config.num_heads}
+
+
+def write_csv(path: Path, lines: list[dict[str, Any]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
 def write_report(results: list[dict[str, Any]], lines: list[dict[str, Any]], plan: BenchPlan, folder: Path) -> Path:
     shape = plan.shape
     about = (
@@ -61,10 +101,33 @@ def present(results: list[dict[str, Any]]) -> list[str]:
 def overheads(results: list[dict[str, Any]], plan: BenchPlan) -> Section:
     header = ("backbone", *(COSTS[what] for what in present(results)))
     rows = [
-        (name + FORMS[form], *(str(overhead(results, name, what, form)) for what in present(results)))
+        (name + FORMS[form], *(overhead(results, name, what, form) for what in present(results)))
         for name, form in competing_versions(plan)
     ]
     return Section("Overhead of competition", (OVERHEAD,), header=header, rows=rows)
+
+
+def competing_versions(plan: BenchPlan) -> list[tuple[str, str]]:
+    """(backbone, form) of every model whose backbone is measured too."""
+    return [(name, form) for name in plan.models for form in FORMS if f"{form}-{name}" in plan.models]
+
+
+def overhead(results: list[dict[str, Any]], backbone: str, what: str, form: str = "softmax") -> str:
+    """The cost with competition relative to the cost without it, over the pairs of all rounds of all points."""
+    ratios: list[float] = []
+    for result in results:
+        base, competing = (result["models"].get(name, {}) for name in (backbone, f"{form}-{backbone}"))
+        if result["point"]["what"] == what and "left_out" not in base | competing:
+            pairs = zip(costs(competing, what), costs(base, what), strict=True)
+            ratios += [with_it / without for with_it, without in pairs]
+    if not ratios:
+        return "–"
+    middle, around = median(ratios), spread(ratios)
+    return f"{middle - 1:+.1%} " + ("(one pair)" if around is None else f"± {around * middle / 2:.1%}")
+
+
+def costs(measured: dict[str, Any], what: str) -> list[float]:
+    return [measured["bytes"]] if what == "memory" else measured["seconds"]
 
 
 def measured(what: str, lines: list[dict[str, Any]], plan: BenchPlan, folder: Path) -> Section:
@@ -111,18 +174,15 @@ def cell(what: str, line: dict[str, Any] | None) -> str:
 def panels(what: str, by_model: dict[str, Any], xlabel: str, ylabel: str) -> Figure:
     """A figure with a panel for each batch size."""
     batches = sorted({batch for lines in by_model.values() for _, batch in lines})
-    series = {
-        batch: {
-            name: [(L, value(what, line)) for (L, B), line in lines.items() if batch == B]
-            for name, lines in by_model.items()
-        }
-        for batch in batches
-    }
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(3 + 4 * len(batches), 4.2), layout="constrained")
         grid = figure.subplots(1, len(batches), sharey=True, squeeze=False)[0]
-        for ax, (batch, curves) in zip(grid, series.items(), strict=True):
-            draw(ax, curves)
+        for ax, batch in zip(grid, batches, strict=True):
+            own = {
+                name: [(length, value(what, line)) for (length, rows), line in lines.items() if rows == batch]
+                for name, lines in by_model.items()
+            }
+            draw(ax, own)
             if len(batches) > 1:
                 ax.set_title(count(batch, "row"), fontsize=10)
             ax.set_xlabel(xlabel)

@@ -103,10 +103,10 @@ def bench(options: BenchOptions) -> None:
 
     Models of transformers are measured beside them. After an interruption, the same command resumes; further lengths
     and contexts are added to the folder."""
+    from ..benchmarking.measure import complete
     from ..benchmarking.models import Shape, named
     from ..benchmarking.plan import BenchPlan, points
-    from ..benchmarking.report import overheads, write_report
-    from ..benchmarking.results import complete, rows, write_csv
+    from ..benchmarking.report import overheads, rows, write_csv, write_report
     from ..files.devices import on_device
     from ..files.processes import locked
     from ..report.page import print_section

@@ -1,4 +1,4 @@
-"""The harness's needle and recall tasks on local files: the functions and classes that the YAML of `localize` names."""
+"""The harness's needle and recall tasks on local files: what the definitions that `localize` writes name."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from lm_eval.tasks.fda.task import FDA
 from lm_eval.tasks.squad_completion.task import SQUADCompletion
 from lm_eval.tasks.swde.task import SWDE
 
-from .local import essays
+from .tasks import essays
 
 
 def niah_single_2(**settings: Any) -> dict[str, datasets.Dataset]:

@@ -1,7 +1,7 @@
 """The report of an evaluation."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..files.environment import environment
-from ..report.differences import Difference, answer
+from ..report.differences import Difference, answer, judged
 from ..report.differences import table as table_of_differences
+from ..report.numbers import significant
 from ..report.page import PALETTE, SOFT, STYLE, Page, Section, picture
-from .findings import against_the_first, findings, table
 from .run import Evaluation
-from .scores import NATS, POINTS
+from .scores import NATS, POINTS, baseline, beaten, difference, scores, shown_metric
 
 HEAD = ("task", "metric", "rows", "baseline")
 ABOUT_SCORES = (
@@ -33,27 +33,66 @@ ABOUT_PAIRS = (
 
 def report(evaluation: Evaluation, paths: dict[str, str], output: Path) -> Page:
     """The report, whose picture is saved in the folder `output`. paths: name -> path of each checkpoint."""
-    plan, judged = evaluation.plan, against_the_first(evaluation)
+    plan, found = evaluation.plan, against_the_first(evaluation)
     about = (
         f"{plan.suite} by lm-evaluation-harness {lm_eval.__version__}"
         f"{f', the first {plan.limit} rows of each task' if plan.limit else ''}"
         f"{f', rows from {plan.data}' if plan.data else ''}. "
         "The number after ± is the standard error over rows, for perplexities by the delta method."
     )
-    said, rows, settings = findings(evaluation), table(evaluation), how(evaluation, paths)
-    scores = Section(
-        about=(ABOUT_SCORES,), sentences=said, header=[*HEAD, *evaluation.items], rows=rows, details=settings
+    first = Section(
+        about=(ABOUT_SCORES,),
+        header=[*HEAD, *evaluation.items],
+        rows=table(evaluation),
+        sentences=list(findings(evaluation)),
+        details=how(evaluation, paths),
     )
     made = {"lm_eval": lm_eval.__version__, "seed": plan.seed}
-    sections = [scores, *([differences(judged, output)] if judged else [])]
-    main = f"{answer(judged)}." if judged else ""
-    return Page("Evaluation", [about], sections, [environment() | made], main)
+    sections = [first, *([differences(found, output)] if found else [])]
+    return Page("Evaluation", [about], sections, [environment() | made], f"{answer(found)}." if found else "")
 
 
-def differences(judged: Sequence[Difference], output: Path) -> Section:
+def findings(evaluation: Evaluation) -> Iterator[str]:
+    """Sentences on what was not run as asked."""
+    for name, reason in evaluation.missing.items():
+        yield f"{name} was not run: {reason}."
+    for model, records in evaluation.items.items():
+        length = next(iter(records.values()))["trained_length"]
+        longer = [name for name, record in records.items() if length and record["max_length"] > length]
+        if longer:
+            yield f"The config of {model} gives a context of {length} tokens; {', '.join(longer)} used a longer one."
+
+
+def against_the_first(evaluation: Evaluation) -> list[Difference]:
+    """The differences of each model from the first in every metric, corrected over all that can have a verdict."""
+    (first, base), *others = evaluation.items.items()
+    found = [
+        difference(model, first, item, name, {model: record, first: base[item]})
+        for model, records in others
+        for item, record in records.items()
+        for name in scores(record)
+    ]
+    return judged([found])[0]
+
+
+def table(evaluation: Evaluation) -> list[list[str]]:
+    """A row for each item and metric: their names, the number of rows, the baseline, and the score of each model, with
+    * if it does not beat the baseline."""
+    first, rows = next(iter(evaluation.items.values())), []
+    for item, record in first.items():
+        for metric, score in scores(record).items():
+            value = baseline(score, record)
+            shown = "–" if value is None else significant(value) if score.likelihood else f"{100 * value:.1f} %"
+            own = [(scores(records[item])[metric], records[item]) for records in evaluation.items.values()]
+            cells = [str(one) + "*" * (not beaten(one, of)) for one, of in own]
+            rows.append([item, shown_metric(item, metric), f"{len(score.rows):,}", shown, *cells])
+    return rows
+
+
+def differences(found: Sequence[Difference], output: Path) -> Section:
     """The table of all differences, with a picture of those that are numbers."""
-    header, *rows = table_of_differences(judged, "task")
-    drawn, known = [], [one for one in judged if one.mean.n]
+    header, *rows = table_of_differences(found, "task")
+    drawn, known = [], [one for one in found if one.mean.n]
     if known:
         caption = "Differences with 95 % intervals. An interval that contains 0 does not tell the two apart."
         drawn = [picture(caption, forest(known), output / "differences.png")]

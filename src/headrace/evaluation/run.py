@@ -5,6 +5,7 @@ plan.json                     the plan; the folder is for this plan only
 <model>/results.json          all items of a model, in the format of the harness
 """
 
+import json
 import math
 import os
 import re
@@ -30,9 +31,8 @@ from ..files.workers import Worker
 from ..utils.errors import InputError
 from ..utils.integrity import digest
 from .checkpoint import ROOM, Checkpoint, fingerprint, named, read_checkpoint
-from .local import Missing, content, localize
-from .suites import RECALL, RECALLED, Item, items
-from .unigram import unigram
+from .scores import unigram
+from .tasks import RECALL, RECALLED, Item, Missing, Rows, items, localize
 
 DRAWS = 1000  # bootstrap samples of the harness
 RECORD = {"fingerprint": str, "max_length": int, "seconds": float, "unigram": {}, "samples": [{}], "results": {}}
@@ -101,7 +101,7 @@ def evaluate(
         recorded, folders = {}, file_names(models, slug)
         for name, path in models.items():
             model = fingerprint(path)
-            points = [one.point(folders[name], model) for one in rows]
+            points = [point(one, folders[name], model) for one in rows]
             read = partial(read_checkpoint, path, machine.device, machine.threads)
             load = cache(read)  # only if a record is missing or outdated
             measure = partial(run_item, load=load, plan=plan, machine=machine)
@@ -120,20 +120,11 @@ def removed_after_errors(folder: Path) -> Iterator[None]:
         raise
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The rows of an item: `folder` has the YAML definition of the task, `digest` identifies local rows (None: the
-    Hub's)."""
-
-    item: Item
-    folder: Path
-    digest: str | None = None
-
-    def point(self, folder: str, model: str) -> Point:
-        """The evaluation of a checkpoint by its fingerprint, in a folder of its own."""
-        name = self.item.name
-        path = Path(folder, "items", f"{slug(name)}.json")
-        return Point(f"{folder}, {name}", path, self, RECORD, digest([model, self.digest]))
+def point(rows: Rows, folder: str, model: str) -> Point:
+    """The evaluation of a checkpoint by its fingerprint, in a folder of its own."""
+    name = rows.item.name
+    path = Path(folder, "items", f"{slug(name)}.json")
+    return Point(f"{folder}, {name}", path, rows, RECORD, digest([model, rows.digest]))
 
 
 def find_rows(chosen: list[Item], plan: EvaluationPlan, scratch: Path) -> tuple[list[Rows], dict[str, str]]:
@@ -143,7 +134,7 @@ def find_rows(chosen: list[Item], plan: EvaluationPlan, scratch: Path) -> tuple[
     rows, missing, data = [], {}, Path(plan.data)
     for item in chosen:
         try:
-            rows.append(Rows(item, localize(item, data, scratch), content(item, data, scratch)))
+            rows.append(localize(item, data, scratch))
         except Missing as reason:
             missing[item.name] = str(reason)
     return rows, missing
@@ -255,13 +246,7 @@ def merged(records: dict[str, Any]) -> dict[str, Any]:
 def plain(value: Any) -> Any:
     """A value as JSON, apart from numbers that are not finite: numpy values and functions of the harness become numbers
     and text."""
-    if isinstance(value, dict):
-        return {str(key): plain(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(part) for part in value]
-    if value is None or isinstance(value, str | bool | int | float):
-        return value
-    return handle_non_serializable(value)
+    return json.loads(json.dumps(value, default=handle_non_serializable))
 
 
 def slug(name: str) -> str:

@@ -1,12 +1,14 @@
-"""Scores with standard errors over rows, and differences of two models on the same rows."""
+"""Scores with standard errors over rows, their baselines, and differences of two models on the same rows."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 from ..report import stats
 from ..report.differences import Difference, Unit
+from ..report.numbers import significant
 from ..report.stats import Mean
 
 # Fewest rows for a verdict on two models: with 10 or more, equal models are told apart in at most 6.5 % of cases, for
@@ -29,10 +31,6 @@ class Score:
     def mean(self) -> Mean:
         return stats.mean(*zip(*self.rows, strict=True))
 
-    def above(self, chance: float) -> bool:
-        """Whether the right rows are more than guesses that are right with the probability `chance`."""
-        return stats.above(round(sum(value for value, _ in self.rows)), len(self.rows), chance)
-
     @property
     def likelihood(self) -> bool:
         """Whether the metric is a function of log-likelihoods, for which lower is better."""
@@ -51,6 +49,14 @@ class Score:
         if self.metric == "bits_per_byte":
             return self.mean.error / math.log(2)
         return self.value * self.mean.error if self.likelihood else self.mean.error
+
+    def __str__(self) -> str:
+        """The score and its standard error."""
+        if not math.isfinite(self.value):
+            return "not finite"
+        if self.likelihood:
+            return f"{significant(self.value)} ± {significant(self.stderr, 2)}"
+        return f"{100 * self.value:.1f} ± {100 * self.stderr:.1f} %"
 
 
 def scores(record: dict[str, Any]) -> dict[str, Score]:
@@ -100,7 +106,47 @@ def shown_metric(item: str, metric: str) -> str:
     return "found" if metric == item.rpartition("@")[2] else metric
 
 
-def guessing(record: dict[str, Any]) -> float | None:
-    """The accuracy of choosing an answer at random; None for tasks without choices."""
+# --- baselines -------------------------------------------------------------------------------------------------------
+def baseline(score: Score, record: dict[str, Any]) -> float | None:
+    """What a score should beat: the accuracy of guessing, 0 for a task without choices; the perplexity of a unigram
+    model that knows the token frequencies of the text but no context."""
+    if score.likelihood:
+        return record["unigram"].get(score.metric)
     choices = [sample["choices"] for sample in record["samples"]]
-    return fmean(1 / count for count in choices) if min(choices) > 1 else None
+    return fmean(1 / count for count in choices) if min(choices) > 1 else 0.0
+
+
+def beaten(score: Score, record: dict[str, Any]) -> bool:
+    """Whether a score is better than its baseline, by a binomial test where that is the accuracy of guessing."""
+    value = baseline(score, record)
+    if value is None or not math.isfinite(score.value):
+        return True
+    if score.likelihood:
+        return score.value <= value
+    return stats.above(round(sum(right for right, _ in score.rows)), len(score.rows), value)
+
+
+def unigram(samples: list[dict[str, Any]], model: Any) -> dict[str, float]:
+    """Metric -> perplexity of the evaluated tokens under the frequencies of all tokens in the same rows, in the unit of
+    the metric; empty for tasks without a perplexity. `model` is the harness's model, which has the tokenizer."""
+    metrics = [name for name in samples[0]["metrics"] if name.endswith("perplexity")]
+    if not metrics:
+        return {}
+    rows = [split(sample["arguments"][0], model) for sample in samples]
+    counts = Counter(token for before, scored in rows for token in (*before, *scored))
+    total = counts.total()
+    nats = -sum(math.log(counts[token] / total) for _, scored in rows for token in scored)
+    return {name: math.exp(nats / sum(weight(sample[name]) for sample in samples)) for name in metrics}
+
+
+def split(arguments: tuple[str, ...], model: Any) -> tuple[list[int], list[int]]:
+    """(tokens of the context, scored tokens) of a row."""
+    if len(arguments) == 1:
+        return [], model.tok_encode(arguments[0])
+    before, whole = model.tok_encode(arguments[0]), model.tok_encode(arguments[0] + arguments[1])
+    return before, whole[len(before) :]
+
+
+def weight(score: Any) -> float:
+    """Words or bytes of a row if the score includes them, else 1."""
+    return score[1] if isinstance(score, tuple | list) else 1.0

@@ -17,8 +17,7 @@ from ..files.environment import environment
 from ..files.results import finite
 from ..layers.maps import weights
 from ..report.page import template
-from .findings import RULES, findings
-from .recorder import Recorded
+from .recorder import RULES, Recorded, findings
 
 GUESSES = 3  # number of likeliest next tokens shown
 STRONGEST = 16  # largest number of attention weights kept per row

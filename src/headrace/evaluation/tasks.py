@@ -1,5 +1,7 @@
-"""Tasks of the harness on local files: each is a YAML file that includes the harness's definition and replaces its data
-set. Rows are converted to the columns of that data set.
+"""Tasks of the harness by suite, and their rows from local files.
+
+For local rows, a YAML file includes the harness's definition of a task and replaces its data set. Rows are converted to
+the columns of that data set.
 """
 
 import gzip
@@ -7,18 +9,87 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from glob import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import lm_eval.tasks
 import yaml
+from lm_eval.tasks import TaskManager
 
 from ..utils.errors import InputError
 from ..utils.integrity import digest, sha256
-from .suites import NEEDLE, RECALL, Item
 
+HOME = Path(lm_eval.tasks.__file__).parent
+LANGUAGE = {
+    "wikitext": "wikitext/wikitext.yaml",
+    "lambada_openai": "lambada/lambada_openai.yaml",
+    "piqa": "piqa/piqa.yaml",
+    "hellaswag": "hellaswag/hellaswag.yaml",
+    "winogrande": "winogrande/default.yaml",
+    "arc_easy": "arc/arc_easy.yaml",
+    "arc_challenge": "arc/arc_challenge.yaml",
+}
+RECALL = {name: f"{name}/{name}.yaml" for name in ("swde", "squad_completion", "fda")}
+NEEDLE = {name: f"ruler/{name}.yaml" for name in ("niah_single_1", "niah_single_2", "niah_single_3")}
+BLIMP = {f"blimp_{path.stem}": f"blimp/{path.name}" for path in sorted((HOME / "blimp").glob("[!_]*.yaml"))}
+SUITES = {"language": LANGUAGE, "recall": RECALL, "needle": NEEDLE, "blimp": BLIMP}
+PATHS = {name: path for suite in SUITES.values() for name, path in suite.items()}
+RECALLED = 4096  # tokens to which inputs of `recall` are truncated, as in section 5 of arXiv 2602.01744
+
+
+@dataclass(frozen=True)
+class Item:
+    """A task of the harness; a needle task is one item for each length."""
+
+    task: str
+    stock: Path  # the YAML definition in the harness
+    length: int | None = None  # tokens of the prompt of a needle task
+
+    @property
+    def name(self) -> str:
+        return self.task if self.length is None else f"{self.task}@{self.length}"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of an item: `folder` has the YAML definition of the task, `digest` identifies local rows (None: the
+    Hub's)."""
+
+    item: Item
+    folder: Path
+    digest: str | None = None
+
+
+def items(suite: str, lengths: list[int]) -> list[Item]:
+    """The items of suites and tasks, separated by commas. InputError for a name that the harness does not know."""
+    names = [name for part in suite.split(",") for name in SUITES.get(part.strip(), [part.strip()])]
+    return [
+        Item(name, stock(name), length)
+        for name in dict.fromkeys(names)
+        for length in (lengths if name in NEEDLE else [None])
+    ]
+
+
+def stock(name: str) -> Path:
+    if name in PATHS:
+        return HOME / PATHS[name]
+    entry = index().task_index.get(name)
+    if entry is None or entry.yaml_path is None or name not in index().all_subtasks:
+        raise InputError(f"--suite={name!r}; expected {', '.join(SUITES)}, or a task of lm-evaluation-harness")
+    return entry.yaml_path
+
+
+@lru_cache
+def index() -> TaskManager:
+    """The index of all tasks of the harness, cached, as reading its thousands of files takes seconds."""
+    return TaskManager()
+
+
+# --- local rows ------------------------------------------------------------------------------------------------------
 Row = dict[str, Any]
 REPEATED = "niah_single_1"  # the needle task whose haystack is a repeated sentence, not essays
 UNTRAINED = (
@@ -43,18 +114,18 @@ class Missing(Exception):
     """The reason why a task cannot be run on the local files."""
 
 
-def localize(item: Item, data: Path, scratch: Path) -> Path:
-    """The folder with the YAML definition of the item on the rows of the folder `data`; `scratch`, in which the
-    definition and the converted rows are written, unless the item needs no data.
+def localize(item: Item, data: Path, scratch: Path) -> Rows:
+    """The item on the rows of the folder `data`; the definition and the converted rows are written in `scratch`, unless
+    the item needs no data.
 
     Raises:
         Missing: the folder has no rows for the item.
     """
     if item.task == REPEATED:
-        return item.stock.parent
+        return Rows(item, item.stock.parent, digest(""))
     if item.task in NEEDLE:
-        essays(data)  # raises if they are missing
-        return define(item, scratch, {"data": str(data.resolve())}, f"custom_dataset: !function {LOCAL}.{item.task}")
+        known = digest([*essays(data), *([] if has_punkt() else [UNTRAINED])])
+        return Rows(item, define(item, scratch, {"data": str(data.resolve())}, "custom_dataset"), known)
     rows = read(item.task, data)
     scratch.mkdir(parents=True, exist_ok=True)
     path = scratch.resolve() / f"{item.task}.jsonl"
@@ -63,29 +134,20 @@ def localize(item: Item, data: Path, scratch: Path) -> Path:
         raise InputError(f"--output {str(scratch.parent)!r} has '::' in its path, a chain to `datasets`; name another")
     # `datasets` reads the paths of files as patterns
     source = {"data_files": dict.fromkeys(SPLITS, escape(str(path))), "cache_dir": str(scratch.resolve() / "cache")}
-    return define(item, scratch, source, f"class: !function {LOCAL}.{item.task}" if item.task in RECALL else "")
+    return Rows(item, define(item, scratch, source, "class" if item.task in RECALL else None), sha256(path))
 
 
-LOCAL = f"{__package__}.local_data"
-
-
-def define(item: Item, folder: Path, source: dict[str, Any], function: str) -> Path:
+def define(item: Item, folder: Path, source: dict[str, Any], key: str | None) -> Path:
     """Writes the definition of a task on another data set, whose arguments are `source`; returns the folder.
 
-    function: a line of YAML that names a function of local_data.py; "" for a data set of JSON Lines."""
+    key: of the definition, whose value is what local_data.py has under the task's name; None: the data set is a file of
+    JSON Lines."""
     folder.mkdir(parents=True, exist_ok=True)
     settings: dict[str, Any] = {"include": str(item.stock), "task": item.task, "dataset_kwargs": source}
-    settings |= {} if function else {"dataset_path": "json", "dataset_name": None}
-    text = f"{yaml.safe_dump(settings)}{function}\n"
-    (folder / f"{item.task}.yaml").write_text(text, encoding="utf-8")
+    settings |= {} if key else {"dataset_path": "json", "dataset_name": None}
+    own = f"{key}: !function {__package__}.local_data.{item.task}\n" if key else ""
+    (folder / f"{item.task}.yaml").write_text(yaml.safe_dump(settings) + own, encoding="utf-8")
     return folder
-
-
-def content(item: Item, data: Path, scratch: Path) -> str:
-    """A digest of the rows that `localize` found for the item."""
-    if item.task in NEEDLE:
-        return digest("" if item.task == REPEATED else [*essays(data), *([] if has_punkt() else [UNTRAINED])])
-    return sha256(scratch / f"{item.task}.jsonl")
 
 
 def read(task: str, data: Path) -> list[Row]:
