@@ -99,7 +99,7 @@ def test_what_remains_after_correction_is_of_gates_against_none():
 
 def test_competition_is_nowhere_better_than_its_control():
     gains = [study.effect(setting.arms, "softmax", "wide sigmoid") for setting in study.settings(SETTINGS)]
-    assert all(gain.sign <= 0 for gain in gains)
+    assert all(gain.interval[0] <= 0 for gain in gains)
     gates = generated.differences("gates-retnet")
     assert len(gates) == 7 and {one.verdict for one in gates.values()} == {"not told apart"}
     assert min(gates, key=lambda pair: gates[pair].mean.value)[0] == "unscaled"

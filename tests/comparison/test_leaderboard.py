@@ -74,11 +74,6 @@ def test_a_newcomer_gets_its_row_beside_those_of_others_by_one_command(tiny, fol
     assert "0 models" in capsys.readouterr().out
 
 
-def test_the_row_of_a_mixer_does_not_depend_on_the_others(tiny):
-    for mixers in (("gla", "mamba2"), ("mamba2",)):
-        assert leaderboard.studies("tiny", mixers)["mamba2"] == leaderboard.of_mixer("tiny", "mamba2")
-
-
 def test_every_model_of_the_suite_has_as_many_parameters_as_the_transformers():
     for plan in (defaults.SMALL[0], defaults.SMALL[5]):
         sizes = []
@@ -116,12 +111,6 @@ def test_rows_are_merged_by_mixer_and_refused_if_the_suite_is_another():
     assert [(row["mixer"], row["scores"]["accuracy"]) for row in rows] == [("deltanet", 0.5), ("gla", 0.9)]
     with pytest.raises(InputError, match="rows of deltanet and kda have different definitions of 'parity'"):
         leaderboard.merged(old, [made("kda", 0, 1.0, "other")])
-
-
-def test_rows_of_another_suite_are_left_out_by_name():
-    today = leaderboard.definition(leaderboard.defined("small")["parity"])
-    kept, left = leaderboard.comparable([made("gla", 0, 0.5, today), made("kda", 0, 0.5)], "small")
-    assert [row["mixer"] for row in kept] == ["gla"] and left == ["parity"]
 
 
 def test_a_cell_has_the_median_the_extremes_and_the_seeds_that_solve():

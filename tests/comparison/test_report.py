@@ -8,12 +8,12 @@ from headrace import zoo
 from headrace.comparison import plots
 from headrace.comparison.defaults import DEFAULTS, DEMO, PAIR, PLANS, REVERSE, TEXT
 from headrace.comparison.findings import findings
-from headrace.comparison.page import described, guessing, report, write_report
+from headrace.comparison.page import described, guessing, write_report
 from headrace.comparison.summary import MANY, labels, parsed, shared_settings, summarize
 from headrace.report.numbers import compact, quartiles, significant, spread
 from headrace.report.page import Page, Section
 from headrace.tasks import Masked, Pair, Reverse, Text
-from stored import gates, many, question, results, swept
+from stored import gates, many, results, swept
 
 SURVIVORS = results([[0.89, None, 0.91, 0.9], [0.88, 0.87, 0.89, 0.86], [0.7, 0.71, None, 0.72]])
 LINEAR = ("gla", "retnet", "mamba2", "rwkv6", "deltanet", "kda")
@@ -113,15 +113,6 @@ def test_matched_sizes_stand_before_all_sections(tmp_path):
     page = write_report(swept({4: [[0.5], [0.9]]}), tmp_path).read_text("utf-8")
     places = [page.index(part) for part in ("Matched: parameters", "Score against pairs", "<h2>pair-pairs-4</h2>")]
     assert places == sorted(places) and page.index("Matched") < page.index("<h2>")
-
-
-def test_verdicts_come_from_the_plan_alone():
-    """Not from the table that compares a mixer with its backbone and its controls."""
-    data = results([[0.5, 0.6, 0.7], [0.8, 0.9, 0.98], [0.7, 0.8, 0.9]])
-    asked = question(pairs=((PAIR.mixers[1], PAIR.mixers[0]), (PAIR.mixers[1], PAIR.mixers[2])))
-    planned = data | {"study": data["study"] | {"question": vars(asked)}}
-    titles = [[section.title for section in report(some, None).sections] for some in (data, planned)]
-    assert "Differences" in titles[0] and "Differences" not in titles[1]
 
 
 # --- tasks, names and numbers ----------------------------------------------------------------------------------------

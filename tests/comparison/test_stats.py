@@ -34,13 +34,6 @@ def test_mean_and_interval_are_those_of_scipy(n):
         assert mean.p == pytest.approx(by_scipy.ttest_1samp(values, 0).pvalue)
 
 
-def test_an_interval_by_hand():
-    """Mean 0.08, standard deviation 0.04, and 4.3027 of Student's t for 2 degrees of freedom: 4.3027 · 0.04 / √3."""
-    mean = stats.mean_over_seeds([0.12, 0.08, 0.04])
-    assert (mean.value, mean.reach) == (pytest.approx(0.08), pytest.approx(0.0994, abs=1e-4))
-    assert [stats.mean_over_seeds([x + 0.06, x + 0.02, x - 0.02]).sign for x in (0.06, 0.12, -0.12)] == [0, 1, -1]
-
-
 def test_the_error_of_a_ratio_is_that_of_leaving_one_out():
     generator = np.random.default_rng(0)
     values, weights = generator.normal(size=12), generator.random(12) + 0.5
@@ -58,7 +51,7 @@ def test_the_error_of_a_ratio_is_that_of_leaving_one_out():
 )
 def test_values_without_a_spread_or_not_finite_have_no_interval(values, weights):
     mean = stats.mean(values, weights)
-    assert math.isinf(mean.reach) and mean.interval == (-math.inf, math.inf) and mean.sign == 0
+    assert math.isinf(mean.reach) and mean.interval == (-math.inf, math.inf) and mean.p == 1
 
 
 @pytest.mark.parametrize(("n", "known"), [(1, False), (2, False), (5, False), (6, True), (9, True)])
@@ -99,12 +92,7 @@ def test_equal_differences_are_judged_by_their_signs(test, differences, p):
     assert stats.paired([x + 2e-8 * i for i, x in enumerate(differences)], test) == pytest.approx(p)
 
 
-def test_holm_by_hand():
-    assert stats.holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])  # 3 · 0.01, 2 · 0.03, and no less
-    assert stats.holm([0.9, 0.6]) == [1.0, 1.0] and stats.holm([]) == []
-
-
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=6))
+@given(st.lists(st.floats(0, 1), max_size=6))
 def test_holm_is_the_closed_test_of_bonferroni(p):
     """The largest m · min p over all sets of m hypotheses that hold the one in question."""
     for i, corrected in enumerate(stats.holm(p)):
@@ -219,7 +207,7 @@ def test_evaluation_of_equal_models_rarely_gives_a_verdict(drawn, n):
     """An exact test would err in at most 5 % of cases. Of rows that are right or wrong, t errs in up to 6.5 % (by
     enumeration, for n from 10 to 50); the bound has room for three standard errors of 2,000 cases."""
     generator, cases = np.random.default_rng(n), 2000
-    wrong = fmean(stats.mean(*drawn(generator, n)).sign != 0 for _ in range(cases))
+    wrong = fmean(stats.mean(*drawn(generator, n)).p < 0.05 for _ in range(cases))
     assert n >= ROWS and wrong <= 0.065 + 3 * (0.065 * 0.935 / cases) ** 0.5
 
 

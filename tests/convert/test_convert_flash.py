@@ -12,6 +12,7 @@ import flash_models
 import tiny
 from families import float64_throughout
 from headrace.convert import FORMATS, export_checkpoint, import_checkpoint
+from headrace.convert.flash import mlp_width
 from headrace.hf import HeadraceForCausalLM
 from headrace.utils.errors import InputError
 
@@ -94,3 +95,13 @@ def test_exported_model_gives_the_same_logits(form, tmp_path):
     again = import_checkpoint(tmp_path / "theirs").config
     assert again.converted_from["model_type"] == form
     assert again.to_dict() | {"converted_from": None} == ours.config.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("hidden", "ratio", "width"), [(2048, 4, 5632), (1024, 4, 2816), (2560, None, 6912), (512, 3, 1024)]
+)
+def test_the_default_mlp_width_of_fla(hidden, ratio, width):
+    """2/3 · ratio · hidden, rounded up to 256: the widths of its published 340M, 1.3B and 2.7B models."""
+    c = {"intermediate_size": None, "hidden_size": hidden, "hidden_ratio": ratio}
+    assert mlp_width(c) == width
+    assert mlp_width(c | {"intermediate_size": 7}) == 7

@@ -8,31 +8,35 @@ import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from scipy import stats as by_scipy
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 pytest.importorskip("lm_eval")
 
-from damage import change_digit, flip
+from damage import flip
 from headrace.cli import app as cli
 from headrace.data.tokenizer import byte_level
 from headrace.evaluation import report, tasks
 from headrace.evaluation.checkpoint import named, read_checkpoint
 from headrace.evaluation.run import EvaluationPlan, Machine, evaluate
-from headrace.evaluation.scores import scores
+from headrace.evaluation.scores import Score, difference, scores, unigram, weight
 from headrace.evaluation.tasks import items
 from headrace.files.results import read_result
 from headrace.hf import HeadraceForCausalLM
 from headrace.hf.config import HeadraceConfig
 from headrace.utils.errors import InputError
+from stored import record
 from tiny import trained
 
 LENGTH = 48
 MACHINE = Machine("cpu", 3)
+CHOICES = [{"text": "p", "label": "A"}, {"text": "q", "label": "B"}, {"text": "r", "label": "C"}]
 ROWS = {
     "lambada_openai": [{"text": text} for text in ("she saw the sea", "a stone is a stone", "who are you now")],
     "piqa": [
@@ -43,18 +47,8 @@ ROWS = {
         {"sentence": f"Ann met Bo so _ was glad {n}.", "option1": "Ann", "option2": "Bo", "answer": str(1 + n % 2)}
         for n in range(4)
     ],
-    "hellaswag": [{"query": "Swim: A man dives. he", "endings": ["sinks.", "flies.", "Pays.", "is in."], "label": 0}]
-    * 3,
-    "arc_easy": [
-        {
-            "question": {
-                "stem": "What is wet?",
-                "choices": [{"text": t, "label": x} for t, x in zip("pqr", "ABC", strict=True)],
-            },
-            "answerKey": "B",
-        }
-    ]
-    * 3,
+    "hellaswag": [{"query": "Swim: A man dives. he", "endings": ["sinks.", "flies.", "Pays.", "is in."], "label": 0}],
+    "arc_easy": [{"question": {"stem": "What is wet?", "choices": CHOICES}, "answerKey": "B"}],
 }
 PAGE = (
     " = {0} = \n \n {0} is a thing , and it is {0} again . \n \n = = Part = = \n \n It is . It is . It is . It is . \n"
@@ -146,6 +140,7 @@ def test_scores_are_those_of_a_plain_computation(kind, checkpoints, data, tmp_pa
     assert [row[0] for row in kept] == pytest.approx(expected, rel=1e-5)
     perplexity = math.exp(-sum(expected) / sum(len(page.split()) + page.startswith(" ") + 1 for page in pages))
     assert scores(found["wikitext"])["word_perplexity"].value == pytest.approx(perplexity, rel=1e-5)
+    assert found["wikitext"]["unigram"]["word_perplexity"] > 1
 
     texts = [row["text"].rsplit(" ", 1) for row in ROWS["lambada_openai"]]
     expected = [likelihood(model, encode(before), encode(" " + last)) for before, last in texts]
@@ -158,27 +153,11 @@ def test_scores_are_those_of_a_plain_computation(kind, checkpoints, data, tmp_pa
         shares = [p / max(len(row[name]), 1) for p, name in zip(log_p, ("sol1", "sol2"), strict=True)]
         right["acc"].append(log_p.index(max(log_p)) == row["label"])
         right["acc_norm"].append(shares.index(max(shares)) == row["label"])
+    theirs, ours = found["piqa"]["results"]["results"]["piqa"], scores(found["piqa"])
     for metric, expected in right.items():
         assert [row["scores"][metric] for row in found["piqa"]["samples"]] == expected
-
-
-def test_the_standard_error_of_the_harness_is_ours(checkpoints, data, tmp_path):
-    plan, told = EvaluationPlan("piqa", data=str(data)), []
-    found = evaluate([checkpoints["llama"]], plan, MACHINE, tmp_path, tell=told.append).items["llama"]["piqa"]
-    assert told == ["1 of 1: llama, piqa"]
-    theirs, ours = found["results"]["results"]["piqa"], scores(found)
-    for metric in ("acc", "acc_norm"):
         assert ours[metric].value == pytest.approx(theirs[f"{metric},none"])
         assert ours[metric].stderr == pytest.approx(theirs[f"{metric}_stderr,none"])
-
-
-def test_rolling_perplexity_does_not_depend_on_the_batch_size(checkpoints, data, tmp_path):
-    plan, path = EvaluationPlan("wikitext", data=str(data)), checkpoints["softmax-gla"]
-    values = [
-        scores(evaluate([path], plan, Machine("cpu", size), tmp_path / str(size)).items["softmax-gla"]["wikitext"])
-        for size in (1, 4)
-    ]
-    assert values[0]["bits_per_byte"].value == pytest.approx(values[1]["bits_per_byte"].value, rel=1e-6)
 
 
 def test_local_rows_have_the_stock_columns():
@@ -210,28 +189,17 @@ def test_missing_data_is_named_and_the_rest_runs(checkpoints, data, tmp_path):
     assert whole["results"]["winogrande"]["acc,none"] == scores(found.items["llama"]["winogrande"])["acc"].value
     with pytest.raises(InputError, match="no task of --suite='recall' can be run"):
         evaluate([checkpoints["llama"]], EvaluationPlan("recall", data=str(data)), MACHINE, tmp_path / "recall")
-    change_digit(tmp_path / "llama" / "items" / "piqa.json")
-    with pytest.raises(InputError, match=r"piqa.json' is damaged: it has another SHA-256"):
-        evaluate([checkpoints["llama"]], plan, MACHINE, tmp_path)
 
 
 def test_recall_on_local_rows(checkpoints, tmp_path):
-    data = tmp_path / "data"
-    data.mkdir()
-    row = {
-        "doc_id": "1",
-        "key": "born",
-        "text": "Ann was born in Rome.\nborn:",
-        "value": "Rome",
-        "title": "",
-        "context": "",
-    }
-    for name in ("swde", "fda", "squad_completion"):
-        (data / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
-    found = evaluate([checkpoints["softmax-gla"]], EvaluationPlan("recall", data=str(data)), MACHINE, tmp_path / "out")
-    assert {name: record["max_length"] for name, record in found.items["softmax-gla"].items()} == dict.fromkeys(
-        ("swde", "squad_completion", "fda"), 4096
-    )
+    text = "Ann was born in Rome.\nborn:"
+    row = {"doc_id": "1", "key": "born", "text": text, "value": "Rome", "title": "", "context": ""}
+    for name in ("swde", "squad_completion", "fda"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    plan = EvaluationPlan("recall", data=str(tmp_path))
+    found = evaluate([checkpoints["softmax-gla"]], plan, MACHINE, tmp_path / "out")
+    lengths = {name: record["max_length"] for name, record in found.items["softmax-gla"].items()}
+    assert lengths == {"swde": 4096, "squad_completion": 4096, "fda": 4096}
     assert ["fda", "contains", "1", "0.0 %", "0.0 ± inf %*"] in report.table(found)
 
 
@@ -272,28 +240,19 @@ def test_rows_that_changed_are_evaluated_again(checkpoints, data, tmp_path):
 
 
 def test_the_command_writes_a_report(checkpoints, data, tmp_path):
-    arguments = [
-        *checkpoints.values(),
-        "--suite",
-        "piqa,lambada_openai",
-        "--data",
-        str(data),
-        "--output",
-        str(tmp_path),
-    ]
-    ran = CliRunner().invoke(cli.app, ["eval", *arguments])
+    asked = ["--suite", "piqa,lambada_openai", "--data", str(data), "--limit", "5", "--output", str(tmp_path)]
+    ran = CliRunner().invoke(cli.app, ["eval", *checkpoints.values(), *asked])
     assert ran.exit_code == 0, ran.output
     page = (tmp_path / "report.html").read_text("utf-8")
-    for text in (
+    said = [
         "llama",
         "acc_norm",
         "too few rows",
         "baseline",
         "lm-evaluation-harness 0.",
-        "llama over softmax-gla",
-        "95 % interval",
-        "<svg",
-    ):
+        "the first 5 rows of each task",
+    ]
+    for text in (*said, "llama over softmax-gla", "95 % interval", "<svg"):
         assert text in page
     assert "too few rows" in ran.output
 
@@ -308,7 +267,7 @@ def test_needles_are_rows_by_length():
     [
         (
             ["nowhere/at/all", "--suite", "piqa"],
-            "is not a local folder and cannot be loaded from the Hub: expected a folder",
+            "is not a local folder and cannot be loaded from the Hub: expected",
         ),
         (["--suite", "piqa", "--max-length", "0"], "--max-length=0"),
         (["--suite", "piqa", "--lengths", "0"], "--lengths=0; expected positive integers"),
@@ -443,3 +402,41 @@ def test_needles_in_local_essays_need_no_download(checkpoints, tmp_path, monkeyp
     sentences = nltk.sent_tokenize("It is 3.5 now. So it is! Do we go on? No.")
     assert sentences == ["It is 3.5 now.", "So it is!", "Do we go on?", "No."]
     made().cleanup()
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+def test_a_picture_shows_the_interval_of_a_difference():
+    a, b = torch.randn(2, 50, dtype=torch.float64)
+    records = {name: record(side.tolist()) for name, side in (("a", a), ("b", b))}
+    (axes,) = report.forest([difference("b", "a", "piqa", "acc", records)]).axes
+    (bar,) = axes.containers
+    gains = 100 * (b - a).numpy()
+    expected = by_scipy.t.interval(0.95, 49, gains.mean(), by_scipy.sem(gains))
+    assert bar.lines[2][0].get_segments()[0][:, 0] == pytest.approx(expected)
+
+
+def test_perplexities_and_bits_of_a_text():
+    """Two rows of 3 and 5 bytes, −2 and −6 nats: 1 nat a byte."""
+    rows = [(-2.0, 3.0), (-6.0, 5.0)]
+    bits, perplexity = Score("bits_per_byte", rows), Score("byte_perplexity", rows)
+    assert bits.value == pytest.approx(1 / math.log(2)) and perplexity.value == pytest.approx(math.e)
+    error = math.sqrt(((-6 / 5 + 1) ** 2 + (-2 / 3 + 1) ** 2) / 2)  # by the jackknife: the means without either row
+    assert bits.stderr == pytest.approx(error / math.log(2)) and perplexity.stderr == pytest.approx(math.e * error)
+    assert Score("acc", [(1.0, 1.0)]).mean.error == math.inf
+    assert str(perplexity) == "2.718 ± 0.75"
+
+
+def test_the_metrics_of_other_lengths_of_a_needle_task_are_left_out():
+    samples = [{"scores": {"1024": -1.0, "2048": found}} for found in (1.0, 0.0)]
+    assert {name: score.value for name, score in scores({"samples": samples}).items()} == {"2048": 0.5}
+
+
+def test_the_unigram_is_that_of_the_evaluated_rows():
+    """Tokens a a b | a c and | c a, those after the bar scored: of 7 tokens 4 are a and 2 are c; weights of 4 and 2."""
+    samples = [
+        {"arguments": [text], "metrics": ["word_perplexity", "acc"], "word_perplexity": (-1.0, words)}
+        for text, words in ((("aab", "ac"), 4), (("ca",), 2))
+    ]
+    found = unigram(samples, SimpleNamespace(tok_encode=lambda text: list(map(ord, text))))
+    assert found == {"word_perplexity": pytest.approx(math.exp(-2 * (math.log(4 / 7) + math.log(2 / 7)) / 6))}
+    assert (weight(-3.0), unigram([{"metrics": ["acc"]}], None)) == (1.0, {})

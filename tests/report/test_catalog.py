@@ -1,13 +1,11 @@
-"""The unifying table: it is derived, complete and in the docs; and Mamba-2 as a masked matrix."""
+"""The unifying table: it is derived from the specs, and complete."""
 
 import json
 from dataclasses import replace
 
 import pytest
-import torch
-from torch import Tensor
 
-from headrace import linear_attention, zoo
+from headrace import zoo
 from headrace.extra.specs.matrix import MatrixSpec
 from headrace.extra.specs.scan import ScanSpec
 from headrace.history.specs.softmax_rnn import SoftmaxRNNSpec
@@ -113,43 +111,3 @@ def test_a_mixer_that_does_not_fit_the_table_width_has_its_reason_in_the_row(mon
 
 def test_an_expression_has_the_paper_of_what_it_changes():
     assert catalog.describe("softmax-gla(heads.expand_k=1)")["paper"] == catalog.describe("gla")["paper"]
-
-
-# --- Mamba-2's other form (arXiv 2405.21060, section 3) ---------------------------------------------------------------
-
-
-def ssd(T=24, N=3, P=5):
-    draw = lambda *shape: torch.randn(*shape, dtype=torch.float64)  # noqa: E731
-    return draw(T, N), draw(T, N), draw(T, P), -torch.rand(T, dtype=torch.float64)
-
-
-def semiseparable(log_decay: Tensor) -> Tensor:
-    """The mask L [T, T] of a scalar decay [T]: L[t, s] is the decay from s to t, 0 for s > t. Blocks below the diagonal
-    have rank 1 (arXiv 2405.21060, section 3)."""
-    later = torch.ones(len(log_decay), len(log_decay), dtype=torch.bool, device=log_decay.device).tril()
-    total = log_decay.cumsum(0)
-    return (total[:, None] - total).masked_fill(~later, -torch.inf).exp()
-
-
-def masked_matrix(q: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
-    """L ∘ (q kᵀ): one head of Mamba-2 as a matrix [T, T] that multiplies v (q is the paper's C, k its B)."""
-    return semiseparable(log_decay) * (q @ k.mT)
-
-
-def test_the_masked_matrix_is_the_op():
-    C, B, x, log_decay = ssd()
-    batch = lambda a: a[None, :, None]  # noqa: E731
-    out, _ = linear_attention(batch(C), batch(B), batch(x), log_decay=log_decay[None, :, None], scale=1.0)
-    torch.testing.assert_close(masked_matrix(C, B, log_decay) @ x, out[0, :, 0], rtol=1e-12, atol=1e-12)
-
-
-def test_blocks_below_the_diagonal_have_the_rank_of_the_state():
-    """Every block below the diagonal: of rank 1 in the mask, of the state's size in the whole matrix, and no more."""
-    C, B, _, log_decay = ssd()
-    mask, matrix = semiseparable(log_decay), masked_matrix(C, B, log_decay)
-    assert not mask.triu(1).any() and torch.equal(mask.diagonal(), torch.ones(24, dtype=torch.float64))
-    for cut in range(3, 22):
-        for below in (slice(cut, None), slice(cut, cut + 3)):
-            assert torch.linalg.matrix_rank(mask[below, :cut], rtol=1e-9) == 1
-            assert torch.linalg.matrix_rank(matrix[below, :cut], rtol=1e-9) == min(3, 24 - cut)
-    assert torch.linalg.matrix_rank(matrix, rtol=1e-9) == 24

@@ -43,12 +43,6 @@ class Mean:
             return 1.0
         return float(2 * stdtr(self.degrees, -abs(self.value) / self.error)) if self.error else 0.0
 
-    @property
-    def sign(self) -> int:
-        """1 if the interval is above 0, −1 if it is below, else 0."""
-        low, high = self.interval
-        return (low > 0) - (high < 0)
-
 
 def mean(values: Sequence[float], weights: Sequence[float] | None = None) -> Mean:
     """The mean, with its standard error by the jackknife, which without weights is the usual one. With weights it is
