@@ -26,9 +26,9 @@ from headrace.comparison.arm import evaluate, train
 from headrace.comparison.choose import choose, state_numbers
 from headrace.comparison.defaults import DEFAULTS, DEMO, PAIR
 from headrace.comparison.findings import conditions, findings
-from headrace.comparison.model import MATCHED, ArmRecipe, Shape, build, flops, model_inputs
+from headrace.comparison.model import ArmRecipe, Shape, build, flops, model_inputs
 from headrace.comparison.page import write_report
-from headrace.comparison.plan import Plan, Study
+from headrace.comparison.plan import MATCHED, Plan, Study
 from headrace.comparison.run import complete
 from headrace.comparison.summary import summarize
 from headrace.data import corpus

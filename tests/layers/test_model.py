@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import headrace
 from headrace import zoo
-from headrace.comparison.model import match_intermediate_size
+from headrace.comparison.plan import match_intermediate_size
 from headrace.layers import SoftmaxAttention, build
 from headrace.layers.attention.sdpa import attend
 from headrace.layers.blocks.block import Sizes

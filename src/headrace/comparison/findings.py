@@ -21,7 +21,7 @@ from ..spec.linear import MixerSpec
 from ..spec.serialize import Spec
 from ..tasks import Metric
 from ..training.gate_statistics import failures
-from .model import MATCHED
+from .plan import MATCHED
 from .rows import RULE, converged
 from .summary import Comparison, Contender, Sweep, shared_settings, show, show_contender, task_of
 
@@ -135,15 +135,12 @@ def headline(comparisons: Sequence[Comparison], tests: Sequence[Sequence[Differe
     """The main results in one sentence: mixers with competing heads against their backbones or, in a comparison without
     such a pair, its first difference. tests: of `judged`."""
     main = [one for own in tests for one in ([x for x in own if x.kind == "backbone"] or own[:1])]
-    places = [f"{c.plan['name']}: " * (len(comparisons) > 1) for c in comparisons]
-    alone = [place + reached(c) for place, c, own in zip(places, comparisons, tests, strict=True) if not own]
+    alone = []
+    for comparison in (c for c, own in zip(comparisons, tests, strict=True) if not own):
+        best = next((f"{c.label} reaches {show_contender(c)}" for c in comparison.finished), "no model has a score")
+        alone.append(f"{comparison.plan['name']}: {best}" if len(comparisons) > 1 else best)
     metrics = dict.fromkeys(c.metric.name for c in comparisons)
     return f"Held-out {', '.join(metrics)}: {'; '.join(filter(None, (report.answer(main), *alone)))}."
-
-
-def reached(comparison: Comparison) -> str:
-    ranked = comparison.finished
-    return f"{ranked[0].label} reaches {show_contender(ranked[0])}" if ranked else "no model has a score"
 
 
 def findings(comparison: Comparison) -> list[str]:

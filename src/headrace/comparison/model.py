@@ -1,10 +1,8 @@
-"""The model of an arm: its shape, the MLP width with which all models have equally many parameters, and the inputs and
-labels of a task's rows as its arguments."""
+"""The model of an arm: its shape and its recipe, and the inputs and labels of a task's rows as its arguments."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..hf.model import HeadraceConfig, HeadraceForCausalLM
 from ..history import models
 from ..history.models import shift_right
-from ..history.specs.stack import StackSpec
-from ..layers.blocks.widths import count_parameters, default_intermediate_size
-from ..ops.checks import require
 from ..spec.mixer import ModelSpec, Spec
 from ..spec.record import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Record
-from ..spec.serialize import from_json, to_json
+from ..spec.serialize import from_json
 from ..tasks import IGNORED, Sequences, Task
 from ..tasks.base import Batch
 from ..tasks.sequences import START
@@ -27,8 +22,6 @@ from ..training.compiled import uncompiled
 from ..training.model import matrix_products
 from ..training.optimization import Optimization
 from ..training.parameters import initialize_gates
-
-MATCHED = 1.05  # largest ratio of two sizes that are called matched
 
 
 @dataclass(frozen=True)
@@ -57,17 +50,6 @@ class ArmRecipe(Optimization):
     held_out: PositiveInt = 512  # number of held-out rows
     # torch.compile of each block; None: on a CUDA GPU, unless a mixer needs the lengths of sequences on the host
     compile: bool | None = None
-
-
-# --- models ----------------------------------------------------------------------------------------------------------
-class Candidate(NamedTuple):
-    """What a model is built for; the arm of a plan has the same. `spec` is the mixer as JSON, `width` the MLP's."""
-
-    task: Task
-    shape: Shape
-    recipe: ArmRecipe
-    spec: dict[str, Any]
-    width: int | None
 
 
 class CausalModel(nn.Module):
@@ -168,49 +150,3 @@ def flops(model: nn.Module, row: Batch, shape: Shape) -> int | None:
     for handle in handles:
         handle.remove()
     return matrix_products(counter, model) + sum(updates)
-
-
-# --- widths ----------------------------------------------------------------------------------------------------------
-@cache
-def match(
-    task: Task, shape: Shape, recipe: ArmRecipe, specs: tuple[Any, ...], reference: Any = None
-) -> tuple[int | None, ...]:
-    """The MLP width for each spec; None for a model without an MLP of free width, as a recurrent encoder-decoder.
-
-    reference: the spec whose number of parameters the models have, with the MLP of `shape`; None: the largest model's.
-    InputError if a model has more than the reference with the narrowest MLP."""
-    if shape.mlp == 0:
-        return (None,) * len(specs)
-    _ = positions(task), task.vocab_size  # cached here: on the meta device rows and files cannot be read
-
-    def size(spec: Any, width: int | None) -> int:
-        return count_parameters(partial(build, Candidate(task, shape, recipe, to_json(spec), width)))
-
-    if shape.mlp is None and reference is None and not any(isinstance(spec, ModelSpec) for spec in specs):
-        sizes = [size(spec, None) for spec in specs]
-        if max(sizes) <= MATCHED * min(sizes):
-            return (None,) * len(specs)
-    target = max(size(spec, usual(shape, spec)) for spec in (specs if reference is None else (reference,)))
-    return tuple(match_intermediate_size(partial(size, spec), target) for spec in specs)
-
-
-def usual(shape: Shape, spec: Any) -> int:
-    """The MLP width in the largest model."""
-    if shape.mlp is None and isinstance(spec, StackSpec):
-        return default_intermediate_size(shape.hidden_size, spec.style.gated)
-    return shape.mlp or shape.hidden_size
-
-
-def match_intermediate_size(size: Callable[[int], int], target: int) -> int | None:
-    """Returns the MLP width with which a model has the number of parameters nearest to `target`; None for a model
-    without an MLP.
-
-    size(width) is the number of parameters. It is linear in the width, so that two models are counted. Raises
-    InputError if it is more than `target` with width 1."""
-    least = size(1)
-    per_width = size(2) - least
-    if per_width == 0:
-        return None
-    width = round(1 + (target - least) / per_width)
-    require(width >= 1, f"the model has {least} parameters with the narrowest MLP; expected at most target={target}")
-    return width

@@ -3,15 +3,18 @@ comparisons with one report."""
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
 from .. import zoo
 from ..files.engine import Claim
 from ..files.provenance import Place, defaults
-from ..history.specs.stack import BertSpec
+from ..history.specs.stack import BertSpec, StackSpec
+from ..layers.blocks.widths import count_parameters, default_intermediate_size
+from ..ops.checks import require
 from ..spec.mixer import ModelSpec
 from ..spec.record import Record
 from ..spec.serialize import admitted, record, to_json
@@ -19,7 +22,9 @@ from ..tasks import Digits, Masked, Sequences, Task
 from ..tasks.base import Part
 from ..utils.errors import InputError
 from ..utils.integrity import digest
-from .model import ArmRecipe, Shape, match, positions
+from .model import ArmRecipe, Shape, build, positions
+
+MATCHED = 1.05  # largest ratio of two sizes that are called matched
 
 
 def spelt(mixer: str) -> str:
@@ -122,11 +127,7 @@ class Plan:
         """Mixer -> MLP width. Gate parameters are not counted, so a mixer and its softmax version have equal widths."""
         specs = tuple(zoo.plain(zoo.get(mixer)) for mixer in self.mixers)
         reference = zoo.get(self.reference) if self.reference else None
-        return dict(zip(self.mixers, match(self.task, self.shape, self.recipe, specs, reference), strict=True))
-
-    @property
-    def positions(self) -> int:
-        return positions(self.task)
+        return dict(zip(self.mixers, match(self, specs, reference), strict=True))
 
     def to_json(self) -> dict[str, Any]:
         data = asdict(self)
@@ -239,3 +240,48 @@ def answers(spec, task: Task) -> bool:
     if isinstance(task, Masked):
         return False
     return isinstance(task, Sequences) or not isinstance(spec, ModelSpec)
+
+
+# --- widths ----------------------------------------------------------------------------------------------------------
+@cache
+def match(plan: Plan, specs: tuple[Any, ...], reference: Any = None) -> tuple[int | None, ...]:
+    """The MLP width for each spec; None for a model without an MLP of free width, as a recurrent encoder-decoder.
+
+    reference: the spec whose number of parameters the models have, with the MLP of the plan; None: the largest model's.
+    InputError if a model has more than the reference with the narrowest MLP."""
+    shape = plan.shape
+    if shape.mlp == 0:
+        return (None,) * len(specs)
+    _ = positions(plan.task), plan.task.vocab_size  # cached here: on the meta device rows and files cannot be read
+
+    def size(spec: Any, width: int | None) -> int:
+        return count_parameters(partial(build, Arm(plan, "", to_json(spec), width, seed=0)))
+
+    if shape.mlp is None and reference is None and not any(isinstance(spec, ModelSpec) for spec in specs):
+        sizes = [size(spec, None) for spec in specs]
+        if max(sizes) <= MATCHED * min(sizes):
+            return (None,) * len(specs)
+    target = max(size(spec, usual(shape, spec)) for spec in (specs if reference is None else (reference,)))
+    return tuple(match_intermediate_size(partial(size, spec), target) for spec in specs)
+
+
+def usual(shape: Shape, spec: Any) -> int:
+    """The MLP width in the largest model."""
+    if shape.mlp is None and isinstance(spec, StackSpec):
+        return default_intermediate_size(shape.hidden_size, spec.style.gated)
+    return shape.mlp or shape.hidden_size
+
+
+def match_intermediate_size(size: Callable[[int], int], target: int) -> int | None:
+    """Returns the MLP width with which a model has the number of parameters nearest to `target`; None for a model
+    without an MLP.
+
+    size(width) is the number of parameters. It is linear in the width, so that two models are counted. Raises
+    InputError if it is more than `target` with width 1."""
+    least = size(1)
+    per_width = size(2) - least
+    if per_width == 0:
+        return None
+    width = round(1 + (target - least) / per_width)
+    require(width >= 1, f"the model has {least} parameters with the narrowest MLP; expected at most target={target}")
+    return width
