@@ -81,8 +81,6 @@ def test_fixed_and_absent_mlp_widths():
     assert set(DEFAULTS["pair"].widths().values()) == {None}, "matched without an MLP"
     bare = replace(DEFAULTS["induction"], shape=Shape(layers=2, heads=4, mlp=0))
     assert set(bare.widths().values()) == {None}
-    with pytest.raises(InputError, match=r"Shape\.mlp=-1; expected at least 0"):
-        Shape(mlp=-1)
 
 
 def test_states_are_matched_by_a_size_of_each_mixer():
@@ -296,8 +294,6 @@ def test_seeds_are_a_number_or_named():
     for wrong in ("x", "-3", "1-2-3", "3,", "5-3", "3,3", "1.5"):
         with pytest.raises(InputError, match=f"--seeds '{wrong}'"):
             of(wrong)
-    with pytest.raises(InputError, match="--seeds=0; expected more than 0"):
-        of("0").check()
 
 
 def test_tasks_are_expressions_and_sweeps_are_plans_with_names_of_their_own():

@@ -141,7 +141,6 @@ def test_what_the_rows_depend_on_is_not_changed_unnoticed():
     [
         (("--suite", "large", "--mixers", "gla"), "--suite 'large'; expected one of small"),
         (("--suite", "small"), "--suite needs --mixers; expected the mixers that get a row"),
-        (("--suite", "small", "--mixers", "gla", "--steps", "3"), "--steps has no effect with --suite"),
         (("--suite", "small", "--mixers", "gla", "--plan", "x.yaml"), "--plan has no effect with --suite"),
         (("--task", "mqar", "--board", "x.csv"), "--board has no effect without --suite"),
         (("--suite", "small", "--mixers", "gla", "--board", "none.csv"), "--board 'none.csv' is no file of the leader"),

@@ -332,7 +332,6 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path):
 
 def test_the_command_reads_text_a_file_or_standard_input(checkpoint, tmp_path):
     (tmp_path / "text").write_text("from a file")
-    (tmp_path / "latin").write_bytes(b"caf\xe9")
     command, page = (
         ["inspect", str(checkpoint), "--output", str(tmp_path / "new" / "page.html")],
         tmp_path / "new/page.html",
@@ -346,14 +345,8 @@ def test_the_command_reads_text_a_file_or_standard_input(checkpoint, tmp_path):
         done = CliRunner().invoke(cli.app, [*command, *more], input=given)
         assert done.exit_code == 0 and "page.html: 0." in done.stdout
         assert "".join(data_of(page.read_text("utf-8"))["labels"]) == expected
-    for more, said in (
-        (["--text", "a", "--file", "b"], "--prompt and --file are both given"),
-        (["--file", str(tmp_path / "none")], "cannot be read: No such file"),
-        (["--file", str(tmp_path / "latin")], "is not UTF-8"),
-        (["--text", "some", "--output", "/proc/none/page.html"], "cannot be written"),
-    ):
-        error = CliRunner().invoke(cli.app, [*command, *more]).exception
-        assert isinstance(error, InputError) and said in str(error)
+    error = CliRunner().invoke(cli.app, [*command, "--text", "some", "--output", "/proc/none/page.html"]).exception
+    assert isinstance(error, InputError) and "cannot be written" in str(error)
 
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
