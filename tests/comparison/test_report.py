@@ -41,10 +41,10 @@ def test_pictures_mark_means_over_the_seeds_that_did_not_diverge():
     (comparison,) = summarize(SURVIVORS)
     retnet, softmax, sigmoid = comparison.contenders
     assert retnet.mean > softmax.mean and comparison.finished == [softmax, retnet, sigmoid]
-    names = [tick.get_text() for tick in plots.final_scores(comparison).axes[0].get_yticklabels()]
+    drawn = {name: figure.axes[0] for name, (_, figure) in plots.draw(comparison).items()}
+    names = [tick.get_text() for tick in drawn["scores"].get_yticklabels()]
     assert names == ["retnet(competition=sigmoid) (3 of 4 seeds)", "retnet (3 of 4 seeds)", "softmax-retnet"]
-    (curves,) = plots.learning_curves(comparison).axes
-    assert [line.get_label() for line in curves.lines] == [retnet.named, softmax.named, sigmoid.named]
+    assert [line.get_label() for line in drawn["curves"].lines] == [retnet.named, softmax.named, sigmoid.named]
 
 
 def test_gates_and_alignment_are_of_the_end_of_the_first_seed():

@@ -1,5 +1,5 @@
-"""The pictures of a comparison and of a sweep. Those of a comparison are functions that return a matplotlib Figure, or
-None if there is nothing to draw; their docstrings are the captions.
+"""The pictures of a comparison and of a sweep. Those of a comparison are functions of it and of the contenders that
+have what is drawn; their docstrings are the captions.
 
 Pictures over steps of a comparison with more mixers than colours have a panel for each backbone.
 """
@@ -28,10 +28,13 @@ Parts = Sequence[tuple[Axes, list[Contender]]]
 
 
 def draw(comparison: Comparison) -> dict[str, tuple[str, Figure]]:
-    """Name -> (caption, figure), in the order of the report."""
+    """Name -> (caption, figure), in the order of the report, of those for which there is something to draw."""
+    drawn = {}
     with matplotlib.rc_context(STYLE):
-        drawn = {name: (" ".join((plot.__doc__ or "").split()), plot(comparison)) for name, plot in PLOTS.items()}
-    return {name: (caption, figure) for name, (caption, figure) in drawn.items() if figure is not None}
+        for name, (plot, known) in PLOTS.items():
+            if shown := [c for c in comparison.contenders if known(c)]:
+                drawn[name] = " ".join((plot.__doc__ or "").split()), plot(comparison, shown)
+    return drawn
 
 
 def colours(comparison: Comparison) -> dict[str, str]:
@@ -100,19 +103,16 @@ def over_steps(figure: Figure, parts: Parts, ylabel: str) -> Figure:
     return figure
 
 
-def learning_curves(comparison: Comparison) -> Figure | None:
+def learning_curves(comparison: Comparison, shown: list[Contender]) -> Figure:
     """Learning curves: the mean over seeds; shaded, the range from worst to best seed."""
-    learning = [c for c in comparison.contenders if c.curve()]
-    if not learning:
-        return None
-    figure, parts = panels(comparison, learning)
+    figure, parts = panels(comparison, shown)
     colour, metric = colours(comparison), comparison.metric
     for ax, members in parts:
         for c in members:
             step, *scores = (np.array(column) for column in zip(*c.curve(), strict=True))
             mean_and_range(ax, "-", c.named, colour[c.mixer], step, *(metric.scale * x for x in scores))
     if not metric.higher_is_better:
-        zoom_past_start(parts[0][0], learning)
+        zoom_past_start(parts[0][0], shown)
     return over_steps(figure, parts, metric.axis)
 
 
@@ -125,11 +125,9 @@ def zoom_past_start(ax: Axes, contenders: list[Contender]) -> None:
         ax.set_ylim((low - margin) * scale, (high + margin) * scale)
 
 
-def final_scores(comparison: Comparison) -> Figure | None:
+def final_scores(comparison: Comparison, shown: list[Contender]) -> Figure:
     """Final scores: the mean and standard deviation over seeds, and the score of each seed."""
     ranked = comparison.finished[::-1]
-    if not ranked:
-        return None
     figure, ax = axes(4.6, 1.0 + 0.42 * len(ranked))
     colour, scale = colours(comparison), comparison.metric.scale
     for y, c in enumerate(ranked):
@@ -141,30 +139,25 @@ def final_scores(comparison: Comparison) -> Figure | None:
     return figure
 
 
-def by_length(comparison: Comparison) -> Figure | None:
+def by_length(comparison: Comparison, shown: list[Contender]) -> Figure:
     """Score by length of row or source: the mean over seeds; shaded, the range from worst to best seed."""
-    contenders = [c for c in comparison.contenders if c.by_length]
-    if not contenders:
-        return None
     figure, ax = axes(5.2, 3.6)
     colour, metric = colours(comparison), comparison.metric
-    for c in contenders:
+    for c in shown:
         scores = np.array(list(c.by_length.values())).T * metric.scale  # [seeds, lengths]
         lengths, ends = list(c.by_length), (scores.min(0), scores.max(0))
         mean_and_range(ax, "o-", c.named, colour[c.mixer], lengths, scores.mean(0), *ends)
     ax.axvline(comparison.plan["length"], color=SOFT, ls=":")
-    spread(ax, {n: n for n in contenders[0].by_length})
+    spread(ax, {n: n for n in shown[0].by_length})
     ax.set(xlabel="length of row or source (dotted: longest in training)", ylabel=metric.axis)
-    legend(ax, len(contenders))
+    legend(ax, len(shown))
     return figure
 
 
-def alignments(comparison: Comparison) -> Figure | None:
+def alignments(comparison: Comparison, shown: list[Contender]) -> Figure:
     """Alignment weights of the first seed: characters of the target (rows, from top to bottom) by characters of the
     source (columns)."""
-    aligned = [(c.label, c.alignment) for c in comparison.contenders if c.alignment]
-    if not aligned:
-        return None
+    aligned = [(c.label, c.alignment) for c in shown if c.alignment]
     width, height = (0.9 + 0.26 * max(len(a[side]) for _, a in aligned) for side in ("source", "target"))
     figure = Figure(figsize=(width * len(aligned), height), layout="constrained")
     for ax, (label, alignment) in zip(figure.subplots(1, len(aligned), squeeze=False)[0], aligned, strict=True):
@@ -176,14 +169,11 @@ def alignments(comparison: Comparison) -> Figure | None:
     return figure
 
 
-def gate_entropy(comparison: Comparison) -> Figure | None:
+def gate_entropy(comparison: Comparison, shown: list[Contender]) -> Figure:
     """Gate entropy divided by log(heads), of write gates (solid) and read gates (dashed): 1 if all heads are used
     evenly, 0 if one head is used alone. Mean over held-out positions, layers and seeds; sigmoid gates are first divided
     by their sum."""
-    gated = [c for c in comparison.contenders if c.entropy("write") or c.entropy("read")]
-    if not gated:
-        return None
-    figure, parts = panels(comparison, gated)
+    figure, parts = panels(comparison, shown)
     colour = colours(comparison)
     for ax, members in parts:
         for c in members:
@@ -194,11 +184,9 @@ def gate_entropy(comparison: Comparison) -> Figure | None:
     return over_steps(figure, parts, "gate entropy / log(heads)")
 
 
-def heads(comparison: Comparison) -> Figure | None:
+def heads(comparison: Comparison, shown: list[Contender]) -> Figure:
     """Mean share of each head in each write and read gate after training, first seed."""
-    rows = [row for contender in comparison.contenders for row in head_rows(contender)]
-    if not rows:
-        return None
+    rows = [row for contender in shown for row in head_rows(contender)]
     names, loads = zip(*rows, strict=True)
     table = np.array(list(zip_longest(*loads, fillvalue=np.nan))).T  # [gates, heads]
     H = table.shape[1]
@@ -228,10 +216,15 @@ def head_rows(contender: Contender) -> list[tuple[str, list[float]]]:
     return rows
 
 
-PLOTS: dict[str, Callable[[Comparison], Figure | None]] = {
-    "curves": learning_curves, "scores": final_scores, "lengths": by_length, "alignments": alignments,
-    "entropy": gate_entropy, "heads": heads,
-}  # fmt: skip
+# Name -> (plot, what a contender must have to be in it).
+PLOTS: dict[str, tuple[Callable[[Comparison, list[Contender]], Figure], Callable[[Contender], Any]]] = {
+    "curves": (learning_curves, Contender.curve),
+    "scores": (final_scores, lambda c: c.by_seed),
+    "lengths": (by_length, lambda c: c.by_length),
+    "alignments": (alignments, lambda c: c.alignment),
+    "entropy": (gate_entropy, lambda c: c.entropy("write") or c.entropy("read")),
+    "heads": (heads, lambda c: c.gates),
+}
 
 
 # --- sweeps ----------------------------------------------------------------------------------------------------------
