@@ -16,40 +16,38 @@ from ..tasks import Metric
 from .plan import Plan
 from .summary import Comparison, labels, show
 
-Result = dict[str, Any]
+Scores = list[dict[str, float]]  # at the end of each run of a mixer in a trial; {} of one that diverged
 
 
-def best(plan: Plan, trials: Sequence[Result]) -> dict[str, Any]:
-    """Mixer -> the value that it takes; the first value for a mixer that diverged with all of them."""
+def best(plan: Plan, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Mixer -> the value that it takes; the first value for a mixer that diverged with all of them.
+
+    results: of the arms of all trials."""
     if plan.tuning is None:
         return {}
-    losses = medians(plan.to_json()["trials"], trials)
-    return {mixer: min(by_value, key=by_value.__getitem__) for mixer, by_value in losses.items()}
+    names = [trial.name for trial in plan.trials()]
+    losses = {mixer: [median_loss(scores_of(mixer, name, results)) for name in names] for mixer in plan.mixers}
+    return {mixer: plan.tuning.values[own.index(min(own))] for mixer, own in losses.items()}
 
 
-def medians(trials: Sequence[dict[str, Any]], results: Sequence[Result]) -> dict[str, dict[Any, float]]:
-    """Mixer -> value -> median loss; infinite where most runs diverged. trials: {name, value} of each."""
-    by_mixer: dict[str, dict[Any, float]] = {}
-    for trial in trials:
-        losses: dict[str, list[float]] = {}
-        for arm in results:
-            if arm["comparison"] == trial["name"]:
-                losses.setdefault(arm["mixer"], []).append(arm["scores"].get("loss", math.inf))
-        for mixer, own in losses.items():
-            by_mixer.setdefault(mixer, {})[trial["value"]] = median(own)
-    return by_mixer
+def scores_of(mixer: str, trial: str, results: Sequence[dict[str, Any]]) -> Scores:
+    return [arm["scores"] for arm in results if (arm["mixer"], arm["comparison"]) == (mixer, trial)]
+
+
+def median_loss(scores: Scores) -> float:
+    """Infinite where most runs diverged."""
+    return median(score.get("loss", math.inf) for score in scores)
 
 
 def section(comparison: Comparison, results: dict[str, Any]) -> Section:
     """The search of a comparison: the loss and the score of each mixer at every value, and the value taken."""
-    plan = comparison.plan
+    plan, rows = comparison.plan, []
     field, seeds = plan["tuning"]["field"], ", ".join(map(str, plan["tuning"]["seeds"]))
     chosen, values = results["tuned"][plan["name"]], [trial["value"] for trial in plan["trials"]]
-    losses, rows = medians(plan["trials"], results["trials"]), []
     for mixer, label in labels(plan["mixers"]).items():
-        own = [cell(comparison.metric, losses[mixer][t["value"]], t["name"], mixer, results) for t in plan["trials"]]
+        own = [scores_of(mixer, trial["name"], results["trials"]) for trial in plan["trials"]]
         edge = ", at the edge" if at_edge(values, chosen[mixer]) else ""
-        rows.append([label, *own, f"{chosen[mixer]}{edge}"])
+        rows.append([label, *(cell(comparison.metric, scores) for scores in own), f"{chosen[mixer]}{edge}"])
     about = (
         f"Median of the final loss over seeds {seeds}, and the mean score; neither these seeds nor these rows are "
         "reported. Each mixer takes the value with the lowest loss."
@@ -58,13 +56,12 @@ def section(comparison: Comparison, results: dict[str, Any]) -> Section:
     return Section(f"{plan['name']}: search", (about,), header=header, rows=rows)
 
 
-def cell(metric: Metric, loss: float, trial: str, mixer: str, results: dict[str, Any]) -> str:
-    own = [arm["scores"] for arm in results["trials"] if (arm["comparison"], arm["mixer"]) == (trial, mixer)]
-    scores = [score[metric.name] for score in own if score]
+def cell(metric: Metric, scores: Scores) -> str:
+    loss, known = median_loss(scores), [score[metric.name] for score in scores if score]
     if math.isinf(loss):
         return "diverged"
-    lost = f", {seeds_of(len(scores), len(own) - len(scores))}" if len(scores) < len(own) else ""
-    return f"{loss:.3f} ({show(metric, fmean(scores))}{lost})"
+    lost = f", {seeds_of(len(known), len(scores) - len(known))}" if len(known) < len(scores) else ""
+    return f"{loss:.3f} ({show(metric, fmean(known))}{lost})"
 
 
 def at_edge(values: Sequence[Any], chosen: Any) -> bool:
