@@ -9,10 +9,9 @@ from .utils.extras import require
 
 if TYPE_CHECKING:
     from .cli.compare import compare
-    from .cli.evaluate import evaluate
+    from .cli.evaluate import evaluate, inspect
     from .cli.linearize import linearize
     from .cli.train import prepare, train
-    from .cli.understand import inspect
     from .cli.use import generate
     from .comparison.registration import register_task
     from .convert import load
@@ -34,7 +33,7 @@ _LAZY = {
     "compare": "cli.compare",
     "evaluate": "cli.evaluate",
     "generate": "cli.use",
-    "inspect": "cli.understand",
+    "inspect": "cli.evaluate",
     "linearize": "cli.linearize",
     "prepare": "cli.train",
     "train": "cli.train",

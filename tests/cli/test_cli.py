@@ -5,7 +5,6 @@ import json
 import os
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -32,6 +31,7 @@ def folder(monkeypatch, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "plan.json").write_text("{}")
     (tmp_path / "broken").mkdir()
+    (tmp_path / "empty").mkdir()
     (tmp_path / "broken" / "plan.json").write_text("{")
     return tmp_path
 
@@ -52,6 +52,10 @@ MISTAKES = {
     "verify --mixers ,": "--mixers=',' names none; expected at least one",
     "recipes --mixers ,": "--mixers=',' names none; expected at least one",
     "verify --mixers gla,,retnet": "'gla,,retnet' has nothing on one side of a comma",
+    "generate empty --prompt a": "checkpoint 'empty' has no config.json",
+    "retrofit empty --output new": "checkpoint 'empty' has no config.json",
+    "convert empty --output new": "checkpoint 'empty' has no config.json",
+    "eval empty --suite language": "checkpoint 'empty' has no config.json",
     "generate notes --prompt a --max-new-tokens 0": "--max-new-tokens=0; expected at least 1",
     "generate notes --prompt a --temperature -1": "--temperature=-1.0; expected a number of at least 0",
     "generate notes --prompt a --temperature nan": "--temperature=nan; expected a number of at least 0",
@@ -184,22 +188,6 @@ def test_bars_stay_out_of_files(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     app.prepare_streams()  # pytest's standard error is no terminal
     assert (os.environ["TQDM_DISABLE"], os.environ["TQDM_MININTERVAL"]) == ("1", "60")
-
-
-@pytest.mark.parametrize("command", ["generate", "retrofit", "convert", "eval"])
-def test_the_folder_of_a_run_names_its_model(run_command, monkeypatch, command):
-    monkeypatch.setattr("headrace.files.hub.hub_answers", lambda: True)
-    Path("finished/model").mkdir(parents=True)
-    Path("begun").mkdir()
-    for file in ("finished/run.json", "finished/model/config.json", "begun/run.json"):
-        Path(file).write_text("{}")
-    more = {
-        "generate": ("--prompt", "a"),
-        "eval": ("--suite", "language"),
-        "linearize": ("--data", "data", "--output", "new"),
-    }.get(command, ("--output", "new"))
-    Path("empty").mkdir()
-    assert "checkpoint 'empty' has no config.json" in run_command(command, "empty", *more).err
 
 
 def test_refused_commands_leave_no_files(run_command, tmp_path):

@@ -8,7 +8,7 @@ from typing import Annotated
 import pytest
 
 import headrace
-from headrace.cli import compare, evaluate, train, understand, use
+from headrace.cli import compare, evaluate, train, use
 from headrace.cli.console import Interrupted, interruptible
 from headrace.cli.options import converted
 from headrace.data.tokenizer import byte_level
@@ -18,7 +18,7 @@ from tiny import build
 FUNCTIONS = {
     headrace.compare: compare.CompareOptions, headrace.prepare: train.PrepareOptions,
     headrace.train: train.TrainOptions, headrace.evaluate: evaluate.EvaluateOptions,
-    headrace.inspect: understand.InspectOptions, headrace.generate: use.GenerateOptions,
+    headrace.inspect: evaluate.InspectOptions, headrace.generate: use.GenerateOptions,
 }  # fmt: skip
 SMALL = {"steps": 2, "seeds": 1, "hidden_size": 16, "heads": 2, "batch_size": 4, "length": 8, "workers": 1}
 

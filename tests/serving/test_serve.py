@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect
 
 from groups import command
 from headrace import load
-from headrace.cli.generate import generate, sampling_settings
+from headrace.cli.generate import generate
 from headrace.data.tokenizer import byte_level
 from headrace.hf import HeadraceForCausalLM
 from headrace.serving import Limits, application, engine, routes, serve
@@ -111,7 +111,8 @@ def test_several_prompts_and_choices(client, checkpoint):
 
 def test_sampling_equals_generate(client, checkpoint):
     answer = ask(client, "question7:", temperature=0.7, top_p=0.9, seed=5)
-    expected = generate(checkpoint, "question7:", 5, False, **sampling_settings(NEW, 0.7, 0.9, 0, 1.0))
+    sampling = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 0}
+    expected = generate(checkpoint, "question7:", 5, False, max_new_tokens=NEW, **sampling)
     assert answer.choices[0].text == expected["text"]
 
 

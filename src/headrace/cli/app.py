@@ -1,20 +1,23 @@
 """The command line. A user's mistake is one sentence on stderr and exit code 2; Ctrl-C is exit code 130."""
 
 import errno
+import inspect
 import os
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import fields
-from inspect import cleandoc
+from functools import wraps
 from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
 from .. import __version__
+from ..files.hub import check_source
+from ..utils import plugins
 from ..utils.errors import InputError
-from . import compare, evaluate, linearize, train, understand, use, verify
-from .console import for_typer, printable, requiring_extra, with_plugins
+from . import compare, evaluate, linearize, train, use, verify
+from .console import Interrupted, Plugins, needing, printable
 from .options import option
 
 # Errors of a full disk, or of a path that this user cannot write.
@@ -148,7 +151,7 @@ GROUPS = {
         ),
     },
     "Understand": {
-        "inspect": Command(understand.inspect, "studies", (f"{MODEL} --file novel.txt --tokens 2000",)),
+        "inspect": Command(evaluate.inspect, "studies", (f"{MODEL} --file novel.txt --tokens 2000",)),
     },
     "Use": {
         "generate": Command(
@@ -190,11 +193,32 @@ WITHOUT_PLUGINS = ("backends", "curves")  # which know of no mixer and no task
 def register(group: str, name: str, command: Command) -> None:
     # A blank line between examples: older versions of Typer join the lines of a paragraph.
     epilog = "\n\n".join(["Examples:", *(f"headrace {name} {example}".strip() for example in command.examples)])
-    paragraphs = cleandoc(command.run.__doc__ or "").split("\n\n")  # Typer would keep the line breaks within them
+    paragraphs = inspect.cleandoc(command.run.__doc__ or "").split("\n\n")  # Typer would keep the line breaks in them
     description = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-    run = command.run if name in WITHOUT_PLUGINS else with_plugins(command.run)
-    run = for_typer(requiring_extra(command.extra, name, run))
-    app.command(name=name, rich_help_panel=group, help=description, epilog=epilog)(run)
+    app.command(name=name, rich_help_panel=group, help=description, epilog=epilog)(for_typer(name, command))
+
+
+def for_typer(name: str, command: Command) -> Callable:
+    """Returns a command for Typer: with the option --plugin, whose plug-ins are loaded before it runs, and with an exit
+    code in place of an interruption. It returns nothing, as what a command returns is for Python."""
+
+    @wraps(command.run)
+    def run(plugin: list[str] | None = None, **options: Any) -> None:
+        with needing(command.extra, name):
+            if "checkpoint" in options:
+                check_source(options["checkpoint"])  # before PyTorch is imported, which takes seconds
+            plugins.load(plugin or ())
+            try:
+                command.run(**options)
+            except Interrupted as stop:
+                raise typer.Exit(*stop.args) from None
+
+    if name not in WITHOUT_PLUGINS:
+        parameters = inspect.signature(command.run).parameters.values()
+        added = inspect.Parameter("plugin", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Plugins)
+        run.__signature__ = inspect.Signature([*parameters, added])  # type: ignore[attr-defined]
+        run.__annotations__ = {**command.run.__annotations__, "plugin": Plugins}
+    return run
 
 
 for group, commands in GROUPS.items():

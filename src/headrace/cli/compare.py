@@ -14,7 +14,7 @@ from ..report import catalog
 from ..report.numbers import count
 from ..spec.serialize import to_json
 from ..utils.errors import InputError
-from .console import Device, interruptible, refuse_with, refuse_without, terminal
+from .console import Device, interruptible, refuse_idle, terminal
 from .options import argument, option, setting, takes
 
 
@@ -70,11 +70,11 @@ class CompareOptions:
         for mixer in () if self.mixers is None else zoo.several(self.mixers):
             zoo.get(mixer)  # raises for a misspelt one before PyTorch is imported, which takes seconds
         if self.suite is None:
-            refuse_without("--suite", board=self.board)
+            refuse_idle("without --suite", board=self.board)
         else:
-            refuse_with("--suite", **self.changes | self.others | {"mixers": None}, plan=self.plan)
+            refuse_idle("with --suite", **self.changes | self.others | {"mixers": None}, plan=self.plan)
         if self.plan is not None:
-            refuse_with(f"--plan {str(self.plan)!r}, which has all settings", **self.changes | self.others)
+            refuse_idle(f"with --plan {str(self.plan)!r}, which has all settings", **self.changes | self.others)
 
     @property
     def sources(self) -> list[str]:

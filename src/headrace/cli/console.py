@@ -1,23 +1,19 @@
 """What the commands share: parameters, the terminal, progress, interruption, and the check for missing packages."""
 
-import inspect
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import typer
 from rich.console import Console
 
-from ..files.hub import check_source
 from ..files.processes import Terminated, terminable
 from ..files.text import decode
-from ..utils import extras, plugins
+from ..utils import extras
 from ..utils.errors import InputError
 from .options import argument, option
 
@@ -136,28 +132,18 @@ def numbers(option: str, text: str) -> list[int]:
     return values
 
 
-def refuse_without(needed: str, **options: Any) -> None:
-    """Raises InputError for the first option that is given, as none has an effect without `needed`."""
+def refuse_idle(why: str, **options: Any) -> None:
+    """Raises InputError for the first option that is given, as none has an effect. why: such as "without --task"."""
     if idle := next((name for name, value in options.items() if value not in (None, False)), None):
-        raise InputError(f"--{idle.replace('_', '-')} has no effect without {needed}")
-
-
-def refuse_with(present: str, **options: Any) -> None:
-    """Raises InputError for the first option that is given, as none has an effect beside `present`."""
-    if idle := next((name for name, value in options.items() if value not in (None, False)), None):
-        raise InputError(f"--{idle.replace('_', '-')} has no effect with {present}")
-
-
-def refuse_two_texts(prompt: str | None, file: Path | None) -> None:
-    if prompt is not None and file is not None:
-        raise InputError("--prompt and --file are both given; expected one of them")
+        raise InputError(f"--{idle.replace('_', '-')} has no effect {why}")
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
     """Returns the prompt, or the content of the file, or all of standard input.
 
     Raises InputError if both or none are given, and for one that is not UTF-8 or cannot be read."""
-    refuse_two_texts(prompt, file)
+    if prompt is not None and file is not None:
+        raise InputError("--prompt and --file are both given; expected one of them")
     if prompt is None and file is None and (sys.stdin is None or sys.stdin.isatty()):  # None: it was closed
         raise InputError("--prompt is missing; expected --prompt, --file, or text on standard input")
     name = "--prompt" if prompt is not None else "standard input" if file is None else f"--file {str(file)!r}"
@@ -172,50 +158,15 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     return text if prompt is not None else StringIO(text, newline=None).read()  # every line ends in \n
 
 
-def with_plugins(command: Callable) -> Callable:
-    """Wraps a command so that it has the option --plugin, whose plug-ins are loaded before it runs."""
+@contextmanager
+def needing(extra: str | None, name: str) -> Iterator[None]:
+    """Raises an InputError that names the extra to install for a package that is not installed.
 
-    @wraps(command)
-    def run(*args, plugin: list[str] | None = None, **kwargs):
-        plugins.load(plugin or ())
-        return command(*args, **kwargs)
-
-    signature = inspect.signature(command)
-    plugin = inspect.Parameter("plugin", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Plugins)
-    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), plugin])  # type: ignore[attr-defined]
-    run.__annotations__ = {**command.__annotations__, "plugin": Plugins}
-    return run
-
-
-def requiring_extra(extra: str | None, name: str, command: Callable) -> Callable:
-    """Wraps a command so that a package that is not installed raises an InputError that names the extra to install.
-
-    The packages of the command's own extra are looked for before it runs, and then the checkpoint that it reads; those
-    that only some of its options need, when an import fails."""
-
-    @wraps(command)
-    def run(*args, **kwargs):
-        extras.require(name, *(extras.packages(extra) if extra else ()), extra=extra)
-        if "checkpoint" in kwargs:
-            check_source(kwargs["checkpoint"])  # before PyTorch is imported, which takes seconds
-        try:
-            return command(*args, **kwargs)
-        except ImportError as error:
-            extras.explain(name, error)
-            raise
-
-    return run
-
-
-def for_typer(command: Callable) -> Callable:
-    """Wraps a command for Typer, to which a result and an interruption are exit codes: it returns nothing, for what a
-    command returns is for Python."""
-
-    @wraps(command)
-    def run(*args, **kwargs):
-        try:
-            command(*args, **kwargs)
-        except Interrupted as stop:
-            raise typer.Exit(*stop.args) from None
-
-    return run
+    The packages of the command's own extra are looked for before the block; those that only some of its options need,
+    when an import fails in it."""
+    extras.require(name, *(extras.packages(extra) if extra else ()), extra=extra)
+    try:
+        yield
+    except ImportError as error:
+        extras.explain(name, error)
+        raise

@@ -1,7 +1,5 @@
 """Generates text from a checkpoint, optionally printing tokens as they are generated."""
 
-import math
-import secrets
 import sys
 import time
 from collections.abc import Iterator
@@ -178,42 +176,3 @@ def resumed(path: Path | None, model: Any) -> tuple[HeadraceCache, Tensor]:
     if len(ids) != 1:
         raise InputError(f"state {str(path)!r} is of {len(ids)} sequences; expected one")
     return cache, ids
-
-
-def sampling_settings(
-    max_new_tokens: int, temperature: float, top_p: float, top_k: int, repetition_penalty: float
-) -> dict[str, Any]:
-    """The arguments of transformers' `generate` for the options of the command line. InputError for a value out of
-    range or without effect."""
-    for name, value, holds, expected in (
-        ("max-new-tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
-        ("temperature", temperature, 0 <= temperature < math.inf, "a number of at least 0"),
-        ("top-p", top_p, 0 < top_p <= 1, "more than 0 and at most 1"),
-        ("top-k", top_k, top_k >= 0, "at least 0"),
-        ("repetition-penalty", repetition_penalty, 0 < repetition_penalty < math.inf, "more than 0"),
-    ):
-        if not holds:
-            raise InputError(f"--{name}={value}; expected {expected}")
-    settings = {
-        "max_new_tokens": max_new_tokens,
-        "do_sample": temperature > 0,
-        "repetition_penalty": repetition_penalty,
-    }
-    if temperature > 0:
-        return settings | {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    for name, is_set in (("top-p", top_p != 1), ("top-k", top_k != 0)):
-        if is_set:
-            raise InputError(f"--{name} has no effect at --temperature 0, which takes the likeliest token")
-    return settings
-
-
-def sampling_seed(seed: int | None, temperature: float) -> int | None:
-    """The seed given on the command line, or a new one; None if nothing is sampled. InputError for a seed out of range
-    or without effect."""
-    if temperature == 0:
-        if seed is not None:
-            raise InputError("--seed has no effect at --temperature 0, which takes the likeliest token")
-        return None
-    if seed is not None and not 0 <= seed < 2**32:
-        raise InputError(f"--seed={seed}; expected 0 to {2**32 - 1}")
-    return secrets.randbelow(2**32) if seed is None else seed

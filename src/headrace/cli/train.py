@@ -13,7 +13,7 @@ from .. import zoo
 from ..files.hub import ask_hub, is_on_the_hub, tokenizer_is_elsewhere
 from ..training.settings import assignments
 from ..utils.errors import InputError
-from .console import NewFolder, interruptible, refuse_with, refuse_without
+from .console import NewFolder, interruptible, refuse_idle
 from .options import argument, option, setting, takes
 
 GIGA = 1e9
@@ -68,9 +68,9 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
         both_or_neither = "both text sources and" if one.sources else "neither text sources nor"
         raise InputError(f"prepare has {both_or_neither} --task; expected one of them")
     if one.task is None:
-        refuse_without("--task", rows=one.rows)
+        refuse_idle("without --task", rows=one.rows)
     else:
-        refuse_with("--task", **held)
+        refuse_idle("with --task", **held)
     with interruptible(f"{output} was not created"):
         if one.task is None:
             manifest = run(planned(one.sources or [], one.seed, one.workers, given(both | held)), output)
@@ -157,7 +157,7 @@ class TrainOptions:
         if (mixer := self.changes.get("mixer", CHECKPOINT)) != CHECKPOINT:
             zoo.get(mixer)  # raises for a misspelt one before PyTorch is imported, which takes seconds
         if self.machine is None:
-            refuse_without("--machine", efficiency=self.efficiency)
+            refuse_idle("without --machine", efficiency=self.efficiency)
         elif not (self.dry_run or self.as_json):
             raise InputError(f"--machine={self.machine} without --dry-run; expected it with --dry-run or --json")
 

@@ -1,7 +1,9 @@
 """Use: generate, serve, convert, export, retrofit."""
 
 import json
+import math
 import re
+import secrets
 import shutil
 import sys
 from collections.abc import Iterator
@@ -20,14 +22,13 @@ from .console import (
     PromptFile,
     Threads,
     interruptible,
+    needing,
     read_prompt,
-    refuse_two_texts,
-    refuse_with,
-    refuse_without,
-    requiring_extra,
+    refuse_idle,
 )  # fmt: skip
 from .options import argument, setting, takes
 
+SEEDS = 2**32  # of which one is drawn where none is given
 # Files that `convert` and `export` copy unchanged: the tokenizer in any of its formats, and the generation settings.
 COPIED = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
@@ -42,10 +43,10 @@ class GenerateOptions:
     checkpoint: Checkpoint
     prompt: str | None = setting("Text to continue.", shown="--file or standard input")
     file: PromptFile = None
-    max_new_tokens: int = setting("Maximum number of new tokens.", 100)
+    max_new_tokens: int = setting("Maximum number of new tokens.", 100, least=1)
     temperature: float = setting("Sampling temperature. 0 takes the most likely token.", 0.8)
     top_p: float = setting("Nucleus sampling: probability mass of the most likely tokens to sample from.", 1.0)
-    top_k: int = setting("Number of most likely tokens to sample from. 0 takes all.", 0)
+    top_k: int = setting("Number of most likely tokens to sample from. 0 takes all.", 0, least=0)
     repetition_penalty: float = setting("Factor that makes earlier tokens less likely. 1 changes nothing.", 1.0)
     seed: int | None = setting("Random seed of the sampling.", shown="a new one, printed")
     device: Device = None
@@ -71,20 +72,33 @@ class GenerateOptions:
     )
 
     def __post_init__(self) -> None:
-        refuse_two_texts(self.prompt, self.file)
         proposing = {"draft": self.draft, "prompt_lookup": self.prompt_lookup}
         if self.cuda_graph:
-            refuse_with("--cuda-graph", **proposing)
+            refuse_idle("with --cuda-graph", **proposing)
         if self.prompt_lookup is not None:
-            refuse_with("--prompt-lookup", draft=self.draft)
+            refuse_idle("with --prompt-lookup", draft=self.draft)
         if self.resume is not None:
-            refuse_with("--resume", **proposing)
+            refuse_idle("with --resume", **proposing)
+        for name, holds, expected in (
+            ("temperature", 0 <= self.temperature < math.inf, "a number of at least 0"),
+            ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "more than 0"),
+            ("seed", self.seed is None or 0 <= self.seed < SEEDS, f"0 to {SEEDS - 1}"),
+        ):
+            if not holds:
+                raise InputError(f"--{name.replace('_', '-')}={getattr(self, name)}; expected {expected}")
+        if not self.temperature:
+            idle = {"top_p": self.top_p != 1, "top_k": self.top_k != 0, "seed": self.seed is not None}
+            refuse_idle("at --temperature 0, which takes the likeliest token", **idle)
 
     @property
     def decoding(self) -> dict[str, Any]:
-        """How tokens are computed, as arguments of transformers' generate."""
+        """How tokens are chosen and computed, as arguments of transformers' generate."""
+        names = ("temperature", "top_p", "top_k") if self.temperature else ()
+        chosen = {name: getattr(self, name) for name in ("max_new_tokens", "repetition_penalty", *names)}
         graph = {"cache_implementation": "static"} if self.cuda_graph else {}
-        return graph | ({} if self.prompt_lookup is None else {"prompt_lookup_num_tokens": self.prompt_lookup})
+        lookup = {} if self.prompt_lookup is None else {"prompt_lookup_num_tokens": self.prompt_lookup}
+        return chosen | {"do_sample": self.temperature > 0} | graph | lookup
 
 
 @takes(GenerateOptions)
@@ -94,18 +108,15 @@ def generate(options: GenerateOptions) -> dict[str, Any]:
     The last line, on standard error, has the speed, the engine that computed single tokens, and the seed. With --draft
     or --prompt-lookup it also has the share of proposed tokens that were accepted, and the tokens of each pass of the
     model. The same command with this --seed prints the same text."""
+    one = options
+    text = "" if one.resume and one.prompt is None and one.file is None else read_prompt(one.prompt, one.file)
+    seed = secrets.randbelow(SEEDS) if one.temperature and one.seed is None else one.seed
     from ..report.numbers import count
     from .generate import generate as run
-    from .generate import sampling_seed, sampling_settings
 
-    one = options
-    sampling = sampling_settings(one.max_new_tokens, one.temperature, one.top_p, one.top_k, one.repetition_penalty)
-    sampling |= one.decoding
-    seed = sampling_seed(one.seed, one.temperature)
-    text = "" if one.resume and one.prompt is None and one.file is None else read_prompt(one.prompt, one.file)
     echo = one.file is None and (one.prompt is not None or one.resume is not None)  # not a text that may be long
     files = one.draft, one.resume, one.save_state
-    result = run(one.checkpoint, text, seed, not one.as_json, one.device, *files, echo, one.threads, **sampling)
+    result = run(one.checkpoint, text, seed, not one.as_json, one.device, *files, echo, one.threads, **one.decoding)
     if one.as_json:
         print(json.dumps(result, ensure_ascii=False))
     else:
@@ -155,7 +166,7 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         if self.no_api_key:
-            refuse_with("--no-api-key", api_key=self.api_key)
+            refuse_idle("with --no-api-key", api_key=self.api_key)
 
 
 @takes(ServeOptions)
@@ -225,7 +236,7 @@ def convert(options: ConvertOptions) -> None:
     one, to = options, options.to
     if to is not None:
         check_format(to)
-        refuse_without("a conversion to headrace, without --to", dtype=one.dtype, ignore=one.ignore or None)
+        refuse_idle("without a conversion to headrace, without --to", dtype=one.dtype, ignore=one.ignore or None)
     if one.dtype not in (None, *PRECISIONS):
         raise InputError(f"--dtype {one.dtype!r}; expected one of {', '.join(PRECISIONS)}")
     with new_checkpoint(one.output) as folder:
@@ -273,10 +284,9 @@ def export(options: ExportOptions) -> None:
     to, own = options.to, {name: getattr(options, name) for name in ("weights", "opset", "libraries")}
     given = {name: value for name, value in own.items() if value is not None}
     extra = FORMATS[to].extra if to in FORMATS else "models"
-    write = requiring_extra(extra, f"export --to {to}", lambda *paths: writer(to, given)(*paths))
-    with new_checkpoint(options.output) as folder:
+    with new_checkpoint(options.output) as folder, needing(extra, f"export --to {to}"):
         source = fetched(options.checkpoint)
-        sentence = write(source, folder)
+        sentence = writer(to, given)(source, folder)
         _copy(source, folder)
     print(f"{options.output}: {sentence}")
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from .. import zoo
 from ..utils.errors import InputError
-from .console import Device, interruptible, refuse_with, refuse_without, telling, terminal, track
+from .console import Device, interruptible, refuse_idle, telling, terminal, track
 from .options import argument, setting, takes
 
 
@@ -39,9 +39,9 @@ class VerifyOptions:
 
     def __post_init__(self) -> None:
         if self.targets:
-            refuse_with("a target", mixers=self.mixers, backend=self.backend)
+            refuse_idle("with a target", mixers=self.mixers, backend=self.backend)
         else:
-            refuse_without("a target", laws=self.laws, seed=self.seed or None, json=self.as_json)
+            refuse_idle("without a target", laws=self.laws, seed=self.seed or None, json=self.as_json)
 
 
 @takes(VerifyOptions)
