@@ -20,7 +20,7 @@ from headrace import load
 from headrace.convert import FORMATS, export_checkpoint, import_checkpoint
 from headrace.convert.fields import COMMON
 from headrace.convert.slots import slots
-from headrace.hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM
+from headrace.hf import HeadraceCache
 from headrace.utils.errors import InputError
 
 FAMILIES: dict[str, Family] = softmax.FAMILIES | recurrent.FAMILIES | delta.FAMILIES | hybrid.FAMILIES
@@ -150,16 +150,6 @@ def test_routers_keep_float32(pairs, tmp_path):
         mlp = model.model.backbone.layers[0].mlp
         assert model.dtype is torch.bfloat16
         assert mlp.router.weight.dtype is mlp.choice_bias.dtype is torch.float32
-
-
-@pytest.mark.parametrize("kind", [kind for kind, family in FAMILIES.items() if family.real])
-def test_released_sizes_have_their_parameters(kind):
-    config = CONFIG_MAPPING[kind](**FAMILIES[kind].real)
-    model, _ = FORMATS[kind].model(json.loads(config.to_json_string(use_diff=False)))
-    with torch.device("meta"):
-        theirs, ours = AutoModelForCausalLM.from_config(config), HeadraceForCausalLM(HeadraceConfig(**model.arguments))
-    assert slots(ours).keys() == model.views.keys()
-    assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
 
 
 # --- fields ----------------------------------------------------------------------------------------------------------

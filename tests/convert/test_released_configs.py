@@ -14,11 +14,16 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from families import delta, float64_throughout, hybrid, recurrent, softmax
 from headrace.convert import FORMATS, import_checkpoint
+from headrace.convert.slots import slots
+from headrace.hf import HeadraceConfig, HeadraceForCausalLM
 from headrace.utils.errors import InputError
 
 RELEASED = {entry["name"]: entry for entry in json.loads(Path(__file__).with_name("released.json").read_text())}
 FAMILIES = softmax.FAMILIES | recurrent.FAMILIES | delta.FAMILIES | hybrid.FAMILIES
+CONVERTED = [name for name, entry in RELEASED.items() if entry["config"]["model_type"] in FAMILIES]
 LAYERS = ("layer_types", "layers_block_type", "mlp_layer_types", "attn_layer_indices", "block_types")
+DEPTH = ("num_hidden_layers", "n_layer", "full_attention_interval", "hybrid_layer_ids", *LAYERS)
+LONGER = {"jamba": {"num_hidden_layers": 6}}  # the first whose attention is at its released place
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -48,9 +53,7 @@ def save(described, path):
 
 
 @pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated")  # which older files have
-@pytest.mark.parametrize(
-    "name", [name for name, entry in RELEASED.items() if entry["config"]["model_type"] in FAMILIES]
-)
+@pytest.mark.parametrize("name", CONVERTED)
 @torch.no_grad()
 def test_released_configuration(name, tmp_path):
     described, ids = small(RELEASED[name]), torch.randint(3, 61, (2, 20))
@@ -64,9 +67,22 @@ def test_released_configuration(name, tmp_path):
     assert (import_checkpoint(tmp_path)(ids).logits - expected).norm() < 1e-12 * expected.norm()
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, entry in RELEASED.items() if entry["config"]["model_type"] not in FAMILIES]
-)
+@pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated")
+@pytest.mark.parametrize("name", [name for name in CONVERTED if "reason" not in RELEASED[name]])
+def test_released_sizes_have_their_parameters(name):
+    """In few layers, of each kind."""
+    described = RELEASED[name]["config"]
+    kind = described["model_type"]
+    fewer = FAMILIES[kind].base | RELEASED[name].get("small", {}) | LONGER.get(kind, {})
+    config = CONFIG_MAPPING[kind].from_dict(described | {field: fewer[field] for field in DEPTH if field in fewer})
+    model, _ = FORMATS[kind].model(json.loads(config.to_json_string(use_diff=False)))
+    with torch.device("meta"):
+        theirs, ours = AutoModelForCausalLM.from_config(config), HeadraceForCausalLM(HeadraceConfig(**model.arguments))
+    assert slots(ours).keys() == model.views.keys()
+    assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
+
+
+@pytest.mark.parametrize("name", [name for name in RELEASED if name not in CONVERTED])
 def test_released_configuration_of_flash_linear_attention(name, tmp_path):
     pytest.importorskip("einops", reason="flash-linear-attention's references need it")
     from test_convert_flash import BASE, error, save

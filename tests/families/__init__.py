@@ -26,13 +26,11 @@ class Family:
     variants: name -> fields that differ from the base.
     fields: field -> values to try, or dicts of fields where several must change together, for fields whose value does
         not show what another one is.
-    real: the fields of a released model, for shapes, with the fewest layers that have one of each kind.
     """
 
     base: dict[str, Any]
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
     fields: dict[str, list[Any]] = field(default_factory=dict)
-    real: dict[str, Any] = field(default_factory=dict)
 
 
 @contextmanager

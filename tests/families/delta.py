@@ -40,19 +40,16 @@ FAMILIES = {
             "tied, with biases": {"tie_word_embeddings": True, "attention_bias": True},
         },
         fields=QWEN | {"mlp_only_layers": [[0, 0], [1]]},
-        real={"num_hidden_layers": 4},
     ),
     "qwen3_5_text": Family(
         SMALL | SIZES | DELTA | {"head_dim": 16},
         variants={"tied, with biases": {"tie_word_embeddings": True, "attention_bias": True}},
         fields=QWEN,
-        real={"hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 4},
     ),
     "qwen3_5_moe_text": Family(
         SMALL | SIZES | DELTA | EXPERTS | {"head_dim": 16},
         variants={"tied, with biases": {"tie_word_embeddings": True, "attention_bias": True}},
         fields=QWEN,
-        real={"num_hidden_layers": 4},
     ),
     # transformers saves the convolutions of q, k and v as three equal parts, whatever their widths are
     "olmo_hybrid": Family(
@@ -67,18 +64,15 @@ FAMILIES = {
             "linear_num_value_heads": [{"linear_num_key_heads": 2, "linear_num_value_heads": 2}],
             "linear_num_key_heads": [{"linear_num_key_heads": 2, "linear_num_value_heads": 2}],
         },
-        real={"num_hidden_layers": 4},
     ),
     "kimi_linear": Family(
         SMALL | SIZES | LATENT | {"linear_head_dim": 8, "linear_num_heads": 4},
         variants={"latent queries": {"q_lora_rank": 8}, "two shared experts": {"num_shared_experts": 2}},
         fields=MIXED,
-        real={"num_hidden_layers": 8},
     ),
     "bailing_hybrid": Family(
         SMALL | SIZES | LATENT | LING | {"head_dim": 8},
         variants={"unbounded decay": {"kda_safe_gate": False}, "latent queries": {"q_lora_rank": 8}},
         fields=MIXED | {"rope_parameters": ROPES},
-        real={"num_hidden_layers": 8, "num_experts": 64},
     ),
 }  # fmt: skip

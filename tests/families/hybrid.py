@@ -40,13 +40,6 @@ FAMILIES = {
             "time_step_limit": [{"time_step_limit": (0.1, 0.5)}], "mlp_multipliers": [[0.5, 2.0]],
             "ssm_multipliers": [[0.5, 2.0, 0.7, 1.5, 0.3]],
         },
-        real={
-            "vocab_size": 65537, "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 2,
-            "num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 128, "mamba_d_ssm": 4096,
-            "mamba_n_heads": 32, "mamba_d_head": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_use_mlp": True,
-            "attn_layer_indices": None, "mlp_expansion_factor": 8, "time_step_min": 0.001, "time_step_max": 0.1,
-            "time_step_floor": 0.0001, "time_step_rank": "auto", "rope_theta": 1e11,
-        },
     ),
     "granitemoehybrid": Family(
         SMALL | HEADS
@@ -71,14 +64,6 @@ FAMILIES = {
             "rope_parameters": [each | {"position_embedding_type": "rope"} for each in ROPE],
             "time_step_limit": [{"time_step_limit": (0.1, 0.5)}], "num_local_experts": [0, 6],
         },
-        real={
-            "vocab_size": 100352, "hidden_size": 1536, "intermediate_size": 512, "shared_intermediate_size": 1024,
-            "num_hidden_layers": 2, "num_attention_heads": 12, "num_key_value_heads": 4, "num_local_experts": 64,
-            "num_experts_per_tok": 6, "mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128,
-            "mamba_n_groups": 1, "tie_word_embeddings": True, "position_embedding_type": "nope", "init_method": "mup",
-            "normalization_function": "rmsnorm",
-            "layer_types": BOTH,
-        },
     ),
     "nemotron_h": Family(
         WITHOUT_DEPTH | HEADS
@@ -98,14 +83,6 @@ FAMILIES = {
             "n_group": [{"n_group": 4, "topk_group": 2}], "topk_group": [{"n_group": 4, "topk_group": 3}],
             "sliding_window": [4], "mtp_layers_block_type": [[MAMBA]], "time_step_limit": [(0.1, 0.5)],
             "num_nextn_predict_layers": [1], "mamba_ssm_cache_dtype": ["float64"], "time_step_min": [0.5],
-        },
-        real={
-            "vocab_size": 131072, "hidden_size": 2688, "num_attention_heads": 32, "num_key_value_heads": 2,
-            "head_dim": 128, "intermediate_size": 1856, "moe_intermediate_size": 1856, "n_routed_experts": 128,
-            "num_experts_per_tok": 6, "moe_shared_expert_intermediate_size": 3712, "mamba_num_heads": 64,
-            "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "routed_scaling_factor": 2.5,
-            "rope_theta": 10000, "partial_rotary_factor": 1.0,
-            "hybrid_override_pattern": "ME*",
         },
     ),
     "zamba2": Family(
@@ -129,12 +106,6 @@ FAMILIES = {
             "num_attention_heads": [8, 2], "num_key_value_heads": [2], "n_mamba_heads": [8], "mamba_ngroups": [4, 1],
             "num_mem_blocks": [1, 3, 5], "use_mem_rope": [True], "time_step_min": [0.5],
             "rope_parameters": [each | {"use_mem_rope": True} for each in ROPE], "use_long_context": [True],
-        },
-        real={
-            "vocab_size": 32000, "hidden_size": 2560, "num_hidden_layers": 54, "intermediate_size": 10240,
-            "num_attention_heads": 32, "n_mamba_heads": 80, "mamba_ngroups": 1, "mamba_d_state": 64,
-            "num_mem_blocks": 2, "adapter_rank": 128, "use_shared_attention_adapter": False, "ffn_hidden_size": 10240,
-            "use_shared_mlp_adapter": True,
         },
     ),
 }  # fmt: skip

@@ -24,10 +24,6 @@ FAMILIES = {
             "head_dim": [{"head_dim": 32, "num_heads": 2}], "expand": [{"expand": 3, "num_heads": 6}],
             "n_groups": [2, 4], "time_step_limit": [(0.0, 0.1), (0.2, INF)], "time_step_rank": [3],
         },
-        real={  # Mamba-Codestral 7B
-            "vocab_size": 32768, "hidden_size": 4096, "num_hidden_layers": 2, "num_heads": 128, "head_dim": 64,
-            "state_size": 128, "expand": 2, "n_groups": 8, "pad_token_id": 0,
-        },
     ),
     "mamba": Family(
         SMALL | {"state_size": 8, "time_step_rank": 3},
@@ -36,9 +32,6 @@ FAMILIES = {
             "untied": {"tie_word_embeddings": False, "time_step_rank": "auto", "conv_kernel": 2},
         },
         fields={"time_step_init_scheme": ["constant"]},
-        real={  # mamba-2.8b
-            "vocab_size": 50280, "hidden_size": 2560, "num_hidden_layers": 2, "time_step_rank": 160,
-        },
     ),
     "falcon_mamba": Family(
         SMALL | {"state_size": 8, "time_step_rank": 3, "layer_norm_epsilon": 1e-2, "mixer_rms_eps": 1e-3},
@@ -47,10 +40,6 @@ FAMILIES = {
             "untied": {"tie_word_embeddings": False, "time_step_rank": "auto", "conv_kernel": 2},
         },
         fields={"time_step_init_scheme": ["constant"]},
-        real={  # Falcon Mamba 7B
-            "vocab_size": 65024, "hidden_size": 4096, "num_hidden_layers": 2, "time_step_rank": 256,
-            "tie_word_embeddings": False,
-        },
     ),
     "bamba": Family(
         ATTENDED | {"mamba_n_heads": 4, "mamba_d_state": 8, "attn_layer_indices": [1], "mamba_chunk_size": 16},
@@ -66,11 +55,6 @@ FAMILIES = {
             "mamba_expand": [{"mamba_expand": 3, "mamba_d_head": 24}], "time_step_limit": [(0.0, 0.1), (0.2, INF)],
             "mamba_n_heads": [{"mamba_n_heads": 8, "mamba_d_head": 8}], "rope_parameters": ROPES,
             "hidden_size": [{"hidden_size": 64, "mamba_d_head": 32}], "num_hidden_layers": [3],
-        },
-        real={  # Bamba 9B
-            "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2,
-            "num_attention_heads": 32, "num_key_value_heads": 8, "attn_layer_indices": [1],
-            "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128,
         },
     ),
     "jamba": Family(
@@ -88,10 +72,6 @@ FAMILIES = {
             "attn_layer_period": [3], "attn_layer_offset": [0], "expert_layer_period": [3], "expert_layer_offset": [0],
             "num_hidden_layers": [3],
         },
-        real={  # Jamba 1.5 Mini
-            "vocab_size": 65536, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 6,
-            "num_attention_heads": 32, "num_key_value_heads": 8, "num_experts": 16,
-        },
     ),
     "lfm2": Family(
         ATTENDED | {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
@@ -104,10 +84,6 @@ FAMILIES = {
             "layer_types": [["full_attention", "conv"], ["conv", "conv"]], "rope_parameters": ROPES,
             "num_hidden_layers": [{"num_hidden_layers": 1, "layer_types": ["conv"]}],
             "full_attn_idxs": [{"full_attn_idxs": [0], "layer_types": None}],
-        },
-        real={  # LFM2 1.2B
-            "vocab_size": 65536, "hidden_size": 2048, "intermediate_size": 12288, "num_hidden_layers": 3,
-            "num_attention_heads": 32, "num_key_value_heads": 8, "full_attn_idxs": [2],
         },
     ),
     "lfm2_moe": Family(
@@ -122,11 +98,6 @@ FAMILIES = {
         fields={
             "layer_types": [["full_attention", "conv"], ["conv", "conv"]], "rope_parameters": ROPES,
             "num_hidden_layers": [{"num_hidden_layers": 1, "layer_types": ["conv"]}],
-        },
-        real={  # LFM2 8B A1B
-            "vocab_size": 65536, "hidden_size": 2048, "intermediate_size": 7168, "num_hidden_layers": 4,
-            "layer_types": ["conv", "conv", "full_attention", "conv"], "num_attention_heads": 32,
-            "num_key_value_heads": 8, "num_experts": 32, "moe_intermediate_size": 1792,
         },
     ),
     "minimax": Family(
@@ -147,12 +118,6 @@ FAMILIES = {
             "num_hidden_layers": [{"num_hidden_layers": 1, "layer_types": ["linear_attention"]}],
             "head_dim": [12], "sliding_window": [5],
         },
-        real={  # MiniMax-Text-01
-            "vocab_size": 200064, "hidden_size": 6144, "intermediate_size": 9216, "num_hidden_layers": 2,
-            "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 32,
-            "layer_types": ["linear_attention", "full_attention"],
-            "linear_attn_alpha_factor": 3.5565588200778455,
-        },
     ),
     "recurrent_gemma": Family(
         ATTENDED | {"block_types": ["recurrent", "attention"], "attention_window_size": 5},
@@ -164,17 +129,10 @@ FAMILIES = {
             "block_types": [["recurrent"], ["attention", "recurrent"]], "rope_parameters": ROPES,
             "lru_width": [48], "conv1d_width": [3],
         },
-        real={  # RecurrentGemma 2B
-            "vocab_size": 256000, "hidden_size": 2560, "intermediate_size": 15360, "num_hidden_layers": 3,
-            "num_attention_heads": 10, "num_key_value_heads": 1, "lru_width": 2560,
-        },
     ),
     "rwkv": Family(
         SMALL | {"intermediate_size": 40},
         variants={"wide": {"attention_hidden_size": 48}, "tied": {"tie_word_embeddings": True}},
         fields={"attention_hidden_size": [48], "intermediate_size": [36], "context_length": [16]},
-        real={  # RWKV-4 7B
-            "vocab_size": 50277, "hidden_size": 4096, "num_hidden_layers": 2, "intermediate_size": 16384,
-        },
     ),
 }  # fmt: skip

@@ -43,21 +43,6 @@ QWEN = {
     "max_window_layers": [SLIDING, SLIDING | {"max_window_layers": 0}],
     "num_hidden_layers": [1, 3],
 }  # fmt: skip
-LLAMA_31 = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2}
-LLAMA_31 |= {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072}
-LLAMA_31 |= {
-    "rope_parameters": {
-        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "original_max_position_embeddings": 8192,
-        "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    },
-}  # fmt: skip
-MISTRAL_7B = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2}
-MISTRAL_7B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": 4096}
-QWEN2_7B = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 2}
-QWEN2_7B |= {"num_attention_heads": 28, "num_key_value_heads": 4, "use_mrope": False, "sliding_window": 131072}
-QWEN3_8B = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 2}
-QWEN3_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-OLMO2_7B = {"vocab_size": 100352, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 2}
 GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 300}
 GPT2 |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 
@@ -68,27 +53,27 @@ FAMILIES = {
             "tied": {"tie_word_embeddings": True}, "ungrouped": {"num_key_value_heads": 4}, "wide": {"head_dim": 12},
             "biases": {"attention_bias": True, "mlp_bias": True}, **ROPES,
         },
-        fields=FREQUENCIES, real=LLAMA_31,
+        fields=FREQUENCIES,
     ),
     "mistral": Family(
         HEADS | {"sliding_window": 5},
         variants={"no window": {"sliding_window": None}, "wide": {"head_dim": 12}, "yarn": ROPES["yarn"]},
-        fields=SOME | {"sliding_window": [1, 7, 100, None]}, real=MISTRAL_7B,
+        fields=SOME | {"sliding_window": [1, 7, 100, None]},
     ),
     "qwen2": Family(
-        HEADS, variants={"windows": SLIDING, "yarn": ROPES["yarn"]}, fields=SOME | QWEN, real=QWEN2_7B,
+        HEADS, variants={"windows": SLIDING, "yarn": ROPES["yarn"]}, fields=SOME | QWEN,
     ),
     "qwen3": Family(
         HEADS | {"head_dim": 12},
         variants={"windows": SLIDING, "yarn": ROPES["yarn"], "biases": {"attention_bias": True}},
-        fields=SOME | QWEN, real=QWEN3_8B,
+        fields=SOME | QWEN,
     ),
     "olmo2": Family(
-        HEADS, variants={"biases": {"attention_bias": True}, "yarn": ROPES["yarn"]}, fields=SOME, real=OLMO2_7B,
+        HEADS, variants={"biases": {"attention_bias": True}, "yarn": ROPES["yarn"]}, fields=SOME,
     ),
     "gemma": Family(
         HEADS | {"head_dim": 12}, variants={"untied": {"tie_word_embeddings": False}, "yarn": ROPES["yarn"]},
-        fields=SOME, real={"num_hidden_layers": 2, "hidden_act": "gelu", "hidden_activation": None},
+        fields=SOME,
     ),
     "gpt2": Family(
         GPT2,
@@ -100,6 +85,5 @@ FAMILIES = {
             "activation_function": ["gelu", "relu", "tanh", "gelu_pytorch_tanh"], "n_inner": [48], "n_positions": [60],
             "summary_activation": ["tanh"],
         },
-        real={"n_layer": 2, "n_ctx": 1024, "task_specific_params": {"text-generation": {"do_sample": True}}},
     ),
 }  # fmt: skip

@@ -58,7 +58,6 @@ def qwen3_5(c: Fields) -> Model:
 
 def qwen3_5_moe(c: Fields) -> Model:
     """Every layer has experts, whose weights are always divided by their sum."""
-    c.ignore("intermediate_size")
     fields = {ours: theirs for ours, theirs in QWEN_EXPERTS.items() if ours != "normalized"}
     mixture = mixture_of(c, fields, balance=balance(c), normalized=True, shared_gate=True)
     return qwen(c, qwen3_5_projections, range(c["num_hidden_layers"]), mixture)
@@ -73,8 +72,10 @@ def qwen(c: Fields, projections: Projections, sparse: Collection[int] = (), mixt
     kinds, delta, style = layer_types(c, KINDS), delta_sizes(c), BlockStyle("rms-offset", experts=mixture)
     specs: dict[str, Any] = {"linear_attention": gated_delta(c, *delta)}
     own = {"linear_attention": named("mixer", "linear_attn", DYNAMICS) | projections("linear_attn", *delta)}
-    heads = delta[0]
-    width = mixture.width if mixture is not None and len(sparse) == len(kinds) else c["intermediate_size"]
+    heads, mixed = delta[0], len(sparse) == len(kinds)
+    if mixed:
+        c.ignore("intermediate_size")  # of an MLP, which no layer has
+    width = mixture.width if mixed else c["intermediate_size"]
     if "full_attention" in kinds:
         specs["full_attention"] = spec = qwen_attention(c)
         own["full_attention"], heads = qwen_attention_views("self_attn", spec), c["num_attention_heads"]
