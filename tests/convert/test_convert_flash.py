@@ -92,9 +92,12 @@ def test_exported_model_gives_the_same_logits(form, tmp_path):
     ours = tiny.trained(HeadraceForCausalLM(tiny.config(mixer.get(form, form), **sizes)))
     export_checkpoint(ours, form, tmp_path / "theirs")
     assert error(tmp_path / "theirs") < 1e-12
-    again = import_checkpoint(tmp_path / "theirs").config
-    assert again.converted_from["model_type"] == form
-    assert again.to_dict() | {"converted_from": None} == ours.config.to_dict()
+    described = FORMATS[form].defaults | json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert load_file(tmp_path / "theirs" / "model.safetensors").keys() == flash_models.shapes(described).keys()
+    again = import_checkpoint(tmp_path / "theirs")
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), again.parameters(), strict=True))
+    assert again.config.converted_from["model_type"] == form
+    assert again.config.to_dict() | {"converted_from": None} == ours.config.to_dict()
 
 
 @pytest.mark.parametrize(
