@@ -13,8 +13,11 @@ from headrace.data.tokenizer import byte_level
 from headrace.hf import HeadraceForCausalLM
 from headrace.serving import Limits, application, settings
 from headrace.serving.access import LOCAL
+from headrace.serving.sampling import Sampling
+from headrace.serving.stream import Stream
 
 ASCII = 94  # tokens; beyond them a random model writes bytes that are no text
+NEW = 8  # tokens of a short answer
 ENDLESS = 10**6  # tokens, which take many minutes: a test that ends did not wait for them
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'judge' %}{{ raise_exception('no judges') }}{% endif %}"
@@ -70,3 +73,43 @@ def started(server, folder):
         assert server.is_alive(), (folder / "err").read_text()
         time.sleep(0.05)
     return said.read_text().splitlines()[0].split()[-1].removesuffix("/v1")
+
+
+def wait_for(condition):
+    for _ in range(30000):  # ten minutes, on a busy machine
+        if condition():
+            return
+        time.sleep(0.02)
+    raise AssertionError("it never came")
+
+
+def ask(client, prompt, **changes):
+    """A greedy completion of a few tokens."""
+    model = client.models.list().data[0].id
+    return client.completions.create(
+        **{"model": model, "prompt": prompt, "max_tokens": NEW, "temperature": 0} | changes
+    )
+
+
+class Client:
+    """A prompt to an engine, and the pieces that it gets."""
+
+    def __init__(self, model, prompt, tokens, **sampling):
+        self.pieces, self.prompt = [], prompt
+        self.stream = Stream(prompt, Sampling(tokens, **sampling), byte_level(), model.device, self.pieces.append)
+
+    def ended(self):
+        wait_for(lambda: self.pieces and (isinstance(self.pieces[-1], Exception) or self.pieces[-1].finish))
+        return self
+
+    @property
+    def text(self):
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def scores(self):
+        return [score for piece in self.pieces for score in piece.scores]
+
+    @property
+    def cached(self):
+        return self.pieces[-1].cached

@@ -1,5 +1,6 @@
 """The prefix cache of the server: what it keeps is what a run without it computes, and what is shared is read once."""
 
+import re
 from functools import cache, partial
 
 import pytest
@@ -9,8 +10,8 @@ pytest.importorskip("openai", reason="the extra [dev] is not installed")
 
 import httpx
 import torch
-from test_serve import ask, wait_for
 
+import served
 import tiny
 from headrace.data.tokenizer import byte_level
 from headrace.hf import HeadraceForCausalLM
@@ -18,14 +19,13 @@ from headrace.hf.cache import HeadraceCache
 from headrace.serving import Limits, application, engine, prefix
 from headrace.serving.engine import Engine
 from headrace.serving.prefix import PrefixCache, Saved, joined, unsupported_reason
-from headrace.serving.sampling import Sampling
-from headrace.serving.stream import Stream
 from headrace.spec import AttentionSpec
 from headrace.spec.attention import Rope
 from headrace.utils.errors import InputError
-from served import ASCII, connect, save, serving
+from served import ASCII, ask, connect, save, serving, wait_for
 
 PIECE, NEW = 8, 5
+Client = partial(served.Client, tokens=NEW, logprobs=1)  # the scores of its tokens show a state that differs
 TOLERANCE = 1e-9  # in float64: 1e5 roundings; a wrong state differs by 1e-2 and more
 # Every kind of state, and of what layers share.
 MIXERS = [
@@ -51,27 +51,6 @@ def built(mixer):
 
 def ids(count, seed=0):
     return torch.randint(ASCII, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-class Client:
-    """A stream and the pieces that it got. The scores of its tokens show a state that differs."""
-
-    def __init__(self, model, prompt, tokens=NEW, **sampling):
-        self.pieces, self.prompt = [], prompt
-        settings = Sampling(tokens, **{"logprobs": 1} | sampling)
-        self.stream = Stream(prompt, settings, byte_level(), model.device, self.pieces.append)
-
-    def ended(self):
-        wait_for(lambda: self.pieces and (isinstance(self.pieces[-1], Exception) or self.pieces[-1].finish))
-        return self
-
-    @property
-    def scores(self):
-        return [score for piece in self.pieces for score in piece.scores]
-
-    @property
-    def cached(self):
-        return self.pieces[-1].cached
 
 
 def run(one, *prompts, **sampling):
@@ -193,12 +172,12 @@ def test_choices_leave_at_their_stop_strings(model):
     """The others go on as before."""
     one = Engine(model, byte_level(), PrefixCache(PLENTY))
     drawn = [run(Engine(model, byte_level()), ids(11), tokens=30, temperature=1.0, seed=seed)[0] for seed in range(4)]
-    texts = ["".join(piece.text for piece in client.pieces) for client in drawn]
+    texts = [client.text for client in drawn]
     stop = texts[0][3:5]
-    clients = [Client(model, ids(11), 30, temperature=1.0, seed=seed, stop=(stop,)) for seed in range(4)]
+    clients = [Client(model, ids(11), tokens=30, temperature=1.0, seed=seed, stop=(stop,)) for seed in range(4)]
     one.submit(*(client.stream for client in clients))
     for text, client in zip(texts, clients, strict=True):
-        assert "".join(piece.text for piece in client.ended().pieces) == text.partition(stop)[0]
+        assert client.ended().text == text.partition(stop)[0]
 
 
 def test_scored_prompts_are_read_in_whole(model):
@@ -334,7 +313,7 @@ def metrics(base):
     return {name: float(value) for name, value in lines}
 
 
-def test_usage_and_metrics_count_cached_tokens(tmp_path):
+def test_usage_and_metrics_count_tokens(tmp_path):
     folder = save(tmp_path, ASCII)
     with serving(folder) as base:
         client = connect(base)
@@ -343,7 +322,10 @@ def test_usage_and_metrics_count_cached_tokens(tmp_path):
         assert usage(["a" * 20, "b" * 9], n=2) == (29, 20)
         *_, last = ask(client, "a" * 20, stream=True, stream_options={"include_usage": True})
         assert last.usage.prompt_tokens_details.cached_tokens == 20
-        values = {name.removeprefix("headrace_prefix_cache_"): value for name, value in metrics(base).items()}
+        values = {re.sub("^headrace_(prefix_cache_)?", "", name): value for name, value in metrics(base).items()}
+    assert values["prompt_tokens_total"] == 118 and values["generated_tokens_total"] == 7 * served.NEW
+    assert values["first_piece_seconds_count"] == 7
+    assert values["requests_open"] == values["streams_running"] == 0
     assert values["queried_tokens_total"] == 20 + 20 + 2 * 29 + 20
     assert values["hit_tokens_total"] == 20 + 2 * 20 + 9 + 20
     assert values["hit_rate"] == values["hit_tokens_total"] / values["queried_tokens_total"]

@@ -20,7 +20,7 @@ from starlette.testclient import TestClient
 
 from groups import refused
 from headrace.serving import listening, settings
-from headrace.serving.access import Access, Keyed, KnownHosts
+from headrace.serving.access import Access, Guarded
 from headrace.serving.protocol import most_descriptors
 from served import ASCII, connect, save, serving
 
@@ -42,7 +42,7 @@ HOSTS = {
 @pytest.mark.parametrize("host", HOSTS)
 def test_unknown_host_names_are_refused(host):
     """It may come from a web page whose name was made to point to this machine."""
-    answer = TestClient(KnownHosts(fine, ["here"])).get("/", headers={"host": host})
+    answer = TestClient(Guarded(fine, Access(("here",)))).get("/", headers={"host": host})
     if HOSTS[host]:
         assert answer.json() == "fine"
     else:
@@ -60,7 +60,7 @@ BROUGHT = {
 
 @pytest.mark.parametrize("brought", BROUGHT)
 def test_requests_without_the_key_are_refused(brought):
-    client = TestClient(Keyed(fine, KEY))
+    client = TestClient(Guarded(fine, Access(key=KEY)), base_url="http://localhost")
     answer = client.get("/v1/models", headers={"authorization": brought.encode("latin-1")})
     if BROUGHT[brought]:
         assert answer.json() == "fine"

@@ -15,9 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from headrace import load
 from headrace.data.tokenizer import byte_level
 from headrace.serving import engine
-from headrace.serving.logprobs import Logprobs, token_texts
 from headrace.serving.sampling import Score, scored
-from headrace.serving.text import Text
+from headrace.serving.text import Logprobs, Text, token_texts
 from served import ASCII, connect, save, serving
 
 PROMPT = "question7:"

@@ -15,7 +15,7 @@ import httpx
 import openai
 
 from headrace.serving import protocol, requests, routes
-from served import ASCII, ENDLESS, TEMPLATE, connect, save, serving
+from served import ASCII, ENDLESS, TEMPLATE, connect, save, serving, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -171,8 +171,12 @@ def test_more_texts_than_the_limit_are_refused(tmp_path):
         with ask(model=None, prompt=["a"] * 4, max_tokens=ENDLESS, stream=True) as four:
             next(iter(four))
             assert ask(model=None, prompt="a", max_tokens=1).choices
-            with pytest.raises(openai.RateLimitError, match="5 of 5 requests are open"):
+            with pytest.raises(openai.RateLimitError, match="5 of 5 requests are open") as refusal:
                 ask(model=None, prompt=["a", "b"], max_tokens=1)
+            assert int(refusal.value.response.headers["retry-after"]) >= 1
+            assert connect(base).models.list().data  # what does not generate is not refused
+        wait_for(lambda: not httpx.get(f"{base}/health", timeout=600, trust_env=False).json()["requests"])
+        assert len(ask(model=None, prompt=["a"] * 5, max_tokens=1).choices) == 5
 
 
 def test_model_is_served_under_its_name(tmp_path):

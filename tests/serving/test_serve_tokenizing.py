@@ -13,12 +13,11 @@ pytest.importorskip("openai", reason="the extra [dev] is not installed")
 
 import httpx
 import openai
-from test_serve import wait_for
 
 from groups import command
 from headrace.cli.generate import generate
 from headrace.serving import tokenizing
-from served import ASCII, connect, save, serving, started
+from served import ASCII, connect, save, serving, started, wait_for
 
 LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
 TEMPLATE = (

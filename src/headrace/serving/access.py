@@ -2,7 +2,6 @@
 
 import hmac
 import reprlib
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -19,7 +18,8 @@ PUBLIC = ("/health",)  # paths that are answered without the key
 
 @dataclass(frozen=True)
 class Access:
-    """hosts: names of this machine, beside localhost, under which it is asked. key: what requests must bring as
+    """hosts: names of this machine, beside localhost and any address, under which it is asked. Without this, a web page
+    whose name is made to point to this machine could read the answers (DNS rebinding). key: what requests must bring as
     `Authorization: Bearer KEY`; None: nothing. without_key: an address of a network is served without a key.
 
     Raises InputError for a key that no header can hold."""
@@ -41,51 +41,43 @@ class Access:
                 "HEADRACE_API_KEY, or --no-api-key to answer everyone"
             )
 
+    def refusal(self, request: Request) -> Refused | None:
+        """Why a request is not answered; None: it is."""
+        if not self._knows(host := request.headers.get("host", "localhost")):
+            host = reprlib.repr(host)
+            return Refused(403, f"the Host {host} is not known; start the server with --allow-host to accept a name")
+        if self.key is None or request.url.path in PUBLIC or self._is_brought(self.key, request):
+            return None
+        return Refused(
+            401, "the API key is missing or wrong; expected the header Authorization: Bearer KEY",
+            code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
+        )  # fmt: skip
 
-LOCAL = Access()
-
-
-class Keyed:
-    """Refuses requests without the key, which it compares in a time that does not depend on what they bring."""
-
-    def __init__(self, app: ASGIApp, key: str):
-        self.app, self.key = app, key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer: ASGIApp = self.app
-        if scope["type"] == "http" and scope["path"] not in PUBLIC and not self._brings_key(request := Request(scope)):
-            refusal = Refused(
-                401, "the API key is missing or wrong; expected the header Authorization: Bearer KEY",
-                code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
-            )  # fmt: skip
-            answer = await error_response(request, refusal)
-        await answer(scope, receive, send)
-
-    def _brings_key(self, request: Request) -> bool:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self.key)
-
-
-class KnownHosts:
-    """Refuses requests whose Host is a name that is not known. Without this, a web page whose name is made to point to
-    this machine could read the answers (DNS rebinding). An address in place of a name is accepted."""
-
-    def __init__(self, app: ASGIApp, names: Iterable[str]):
-        self.app, self.names = app, {"localhost", *(name.lower() for name in names)}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer: ASGIApp = self.app
-        if scope["type"] == "http" and not self._known(host := Request(scope).headers.get("host", "localhost")):
-            sentence = (
-                f"the Host {reprlib.repr(host)} is not known; start the server with --allow-host to accept a name"
-            )
-            answer = await error_response(Request(scope), Refused(403, sentence))
-        await answer(scope, receive, send)
-
-    def _known(self, host: str) -> bool:
+    def _knows(self, host: str) -> bool:
         with suppress(ValueError):
             name = urlsplit(f"//{host}").hostname or ""
             with suppress(ValueError):
                 return bool(ip_address(name))
-            return name in self.names
+            return name in ("localhost", *map(str.lower, self.hosts))
         return False
+
+    def _is_brought(self, key: str, request: Request) -> bool:
+        """Compared in a time that does not depend on what is brought."""
+        scheme, _, brought = request.headers.get("authorization", "").partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(brought.strip().encode("latin-1"), key.encode())
+
+
+LOCAL = Access()
+
+
+class Guarded:
+    """Refuses the requests that `access` does."""
+
+    def __init__(self, app: ASGIApp, access: Access):
+        self.app, self.access = app, access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = self.app
+        if scope["type"] == "http" and (refusal := self.access.refusal(request := Request(scope))):
+            answer = await error_response(request, refusal)
+        await answer(scope, receive, send)

@@ -108,10 +108,7 @@ class Generation(ImplementedFields):
 class Completion(Generation):
     """The body of /v1/completions. max_tokens=0 with echo returns the prompt alone, with its log-probabilities."""
 
-    object: ClassVar[tuple[str, str]] = (
-        "text_completion",
-        "text_completion",
-    )  # of a whole answer, and of a piece of a stream
+    object: ClassVar[tuple[str, str]] = "text_completion", "text_completion"  # of an answer, and of a stream's piece
     prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)] = Field(min_length=1, max_length=64)
     max_tokens: int | None = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=5)

@@ -23,16 +23,15 @@ from starlette.types import Message, Receive, Scope, Send
 from ..convert.checkpoint import check_backend, load, read_tokenizer
 from ..files.devices import on_device
 from ..utils.errors import InputError
-from .access import LOCAL, Access, Keyed, KnownHosts
+from .access import LOCAL, Access, Guarded
 from .engine import Engine
-from .logprobs import Logprobs
 from .metrics import Metrics
 from .prefix import PrefixCache, check_room, unsupported_reason
 from .refusals import Refused, error_response
 from .requests import Chat, Completion
 from .sampling import Score
 from .stream import Piece
-from .text import text_of
+from .text import Logprobs, text_of
 from .tokenizing import TokenizerProcess, import_ahead
 
 T = TypeVar("T")
@@ -196,30 +195,26 @@ class Answers:
     async def _answer(self, request: Request, send: Send) -> None:
         body, prompts = await self.service.read(self.kind, request)
         with self.service.admitted(len(prompts) * body.n - 1):
-            answer = self.stream(body, prompts) if body.stream else self.whole(body, prompts)
             kind = b"text/event-stream" if body.stream else b"application/json"
-            await until_disconnected(send_all(answer, kind, send), request.receive)
+            await until_disconnected(send_all(self._chunks(body, prompts), kind, send), request.receive)
 
-    async def whole(self, body: GenerationRequest, prompts: list[list[int]]) -> AsyncGenerator[bytes, None]:
-        """The answer as one JSON object."""
-        choices = await self._choices(body, prompts)
+    async def _chunks(self, body: GenerationRequest, prompts: list[list[int]]) -> AsyncGenerator[bytes, None]:
+        """The answer as one JSON object, or as server-sent events, one for each piece."""
+        choices, created = await self._choices(body, prompts), int(time.time())
+        head = {"id": uuid.uuid4().hex, "object": body.object[body.stream], "created": created}
+        head |= {"model": self.service.name}
         async with aclosing(self.service.generate(body, prompts)) as pieces:
             async for index, piece in pieces:
                 choices[index].add(piece)
-        formatted = [await self._formatted(choice, choice.whole) for choice in choices]
+                if body.stream:
+                    yield _event(head | {"choices": [await self._formatted(choices[index], choices[index].delta)]})
         usage = _usage(prompts, choices)
-        yield json.dumps(self._head(body.object[0]) | {"choices": formatted, "usage": usage}).encode()
-
-    async def stream(self, body: GenerationRequest, prompts: list[list[int]]) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events, one for each piece."""
-        head, choices = self._head(body.object[1]), await self._choices(body, prompts)
-        async with aclosing(self.service.generate(body, prompts)) as pieces:
-            async for index, piece in pieces:
-                choices[index].add(piece)
-                delta = await self._formatted(choices[index], choices[index].delta)
-                yield _event(head | {"choices": [delta]})
+        if not body.stream:
+            formatted = [await self._formatted(choice, choice.whole) for choice in choices]
+            yield json.dumps(head | {"choices": formatted, "usage": usage}).encode()
+            return
         if body.stream_options.include_usage:
-            yield _event(head | {"choices": [], "usage": _usage(prompts, choices)})
+            yield _event(head | {"choices": [], "usage": usage})
         yield b"data: [DONE]\n\n"
 
     async def _choices(self, body: GenerationRequest, prompts: list[list[int]]) -> list["Choice"]:
@@ -232,9 +227,6 @@ class Answers:
     async def _formatted(self, choice: "Choice", work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """A choice, or what is new of it. Only log-probabilities need the tokenizer, and may have to wait for it."""
         return await self.service.decoded(work) if choice.logprobs else work()
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": uuid.uuid4().hex, "object": kind, "created": int(time.time()), "model": self.service.name}
 
 
 class Choice:
@@ -360,9 +352,6 @@ def application(
         Route("/v1/chat/completions", chats, methods=["POST"]),
     ]
     handlers: Any = dict.fromkeys((HTTPException, InputError, Exception), error_response)
-    guards = [Middleware(KnownHosts, names=access.hosts)]
-    if access.key is not None:
-        guards.append(Middleware(Keyed, key=access.key))
-    app = Starlette(routes=routes, exception_handlers=handlers, middleware=guards)
+    app = Starlette(routes=routes, exception_handlers=handlers, middleware=[Middleware(Guarded, access=access)])
     app.router.redirect_slashes = False
     return app

@@ -1,9 +1,11 @@
-"""Decodes generated tokens to text, piece by piece."""
+"""Tokens as text, piece by piece, and their log-probabilities in the format of OpenAI's completions."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..utils.errors import panics_raised
+from .sampling import Score
 
 UNFINISHED = "\ufffd"  # the decoded text of an incomplete character
 CONTEXT = 8  # tokens of a prompt in whose context its continuation is decoded
@@ -57,3 +59,47 @@ class Text:
             end = len(self.held) - (max(begun, default=0) if kept else 0)
         text, self.held = self.held[:end], self.held[end:]
         return text
+
+
+class Logprobs:
+    """Formats the scores of one choice, piece by piece."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer, self.text, self.offset = tokenizer, Text(tokenizer, ()), 0
+
+    def __call__(self, scores: Iterable[Score]) -> dict[str, list[Any]]:
+        """tokens: the text of each. text_offset: the number of characters before each in the text of the choice.
+        top_logprobs: of the likeliest tokens and the token itself; of tokens with one text, the likelier. A number that
+        is not finite is null, as is what the first token of a prompt has not."""
+        scores = [*scores]
+        texts = token_texts(
+            self.tokenizer, {score.token for score in scores} | {t for score in scores for t, _ in score.likeliest}
+        )
+        return {
+            "tokens": [texts[score.token] for score in scores],
+            "token_logprobs": [_finite(score.logprob) for score in scores],
+            "top_logprobs": [_top(score, texts) for score in scores],
+            "text_offset": [self._offset(score.token) for score in scores],
+        }
+
+    def _offset(self, token: int) -> int:
+        offset = self.offset
+        self.offset += len(self.text.add(token))
+        return offset
+
+
+def token_texts(tokenizer: Any, tokens: set[int]) -> dict[int, str]:
+    """The text of each token within a text: of the second of two, as a space before the first may be dropped."""
+    once, twice = ([text_of(tokenizer, [token] * n, special=True) for token in tokens] for n in (1, 2))
+    return {token: pair[len(single) :] for token, single, pair in zip(tokens, once, twice, strict=True)}
+
+
+def _top(score: Score, texts: dict[int, str]) -> dict[str, float | None] | None:
+    if score.logprob is None:
+        return None
+    top = {texts[score.token]: _finite(score.logprob)}
+    return top | {texts[token]: _finite(value) for token, value in reversed(score.likeliest)}
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,110 @@
+"""The engine of the server: streams that join and leave get what each gets alone, and long prompts keep nobody waiting."""
+
+import itertools
+import threading
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
+pytest.importorskip("openai", reason="the extra [dev] is not installed")
+
+from headrace import load
+from headrace.data.tokenizer import byte_level
+from headrace.serving import engine
+from headrace.serving.engine import Engine
+from headrace.utils.errors import InputError
+from served import ASCII, Client, save, wait_for
+
+
+@pytest.fixture
+def model(tmp_path):
+    return load(save(tmp_path, ASCII))
+
+
+def test_disconnect_stops_reading_the_prompt(model, monkeypatch):
+    """Its second piece is not processed."""
+    monkeypatch.setattr(engine, "PIECE", 2)
+    one, read, gone, other = Engine(model, byte_level()), [], Client(model, [1, 2, 3, 4], 4), Client(model, [1], 1)
+    model.model.register_forward_hook(lambda *_: read.append(1) or gone.stream.gone.set())
+    one.submit(gone.stream)
+    wait_for(lambda: read)
+    one.submit(other.stream)
+    assert other.ended().pieces[0].finish == "length"
+    assert len(read) == 2 and not gone.pieces  # a piece of each prompt
+
+
+def test_short_prompts_do_not_wait_for_long_ones(model, monkeypatch):
+    """They arrive before the first of two layers, and those that fit into one call are answered before the second."""
+    monkeypatch.setattr(engine, "PIECE", 4)
+    monkeypatch.setattr(engine, "perf_counter", itertools.count().__next__)  # each layer takes as long as a turn
+    one, read = Engine(model, byte_level()), []
+    clients = long, *short = [Client(model, list(range(1, n + 1)), 1) for n in (9, 1, 2, 3)]
+
+    def arrive(*_):
+        arrival.remove()
+        for client in short:
+            one.submit(client.stream)
+
+    arrival = model.model.backbone.layers[0].register_forward_pre_hook(arrive)
+    model.model.register_forward_hook(lambda module, args, out: read.append(out.last_hidden_state.shape[1]))
+    one.submit(long.stream)
+    long.ended()
+    assert read == [1 + 2, 4, 3, 4, 1] and all(client.pieces[-1].finish == "length" for client in clients)
+
+
+def test_long_prompt_gets_half_of_the_time(model, monkeypatch):
+    """A turn of the others that takes three layers' time is followed by three layers."""
+    one, clock, turns = Engine(model, byte_level()), [0], []
+    monkeypatch.setattr(engine, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(one, "thread", threading.current_thread())
+    monkeypatch.setattr(one, "_take_turn", lambda: (turns.append(clock[0]), clock.__setitem__(0, clock[0] + 3)))
+    one.resumed = 0
+    for _ in range(8):
+        clock[0] += 1
+        one._between_layers()
+    assert turns == [1, 7, 13]
+
+
+@pytest.mark.parametrize(
+    "mixer",
+    ["softmax-gla", "rwkv6", "gated-deltanet", ["softmax-gla", "transformer"], "softmax-rnn-gate", "qwen3-next",
+     "ling"],
+)  # fmt: skip
+def test_joining_and_leaving_streams_equal_single_streams(tmp_path, monkeypatch, mixer):
+    """Prompts of different lengths, in pieces, arrive at different times; some leave before their end."""
+    monkeypatch.setattr(engine, "PIECE", 3)
+    model = load(save(tmp_path, ASCII, mixer=mixer))
+    many = Engine(model, byte_level())
+
+    def asked(one, place, length):
+        client = Client(model, list(range(1, length)), 6 + 5 * place, temperature=place % 2, seed=place)
+        one.submit(client.stream)
+        return client
+
+    clients = []
+    for place, length in enumerate((2, 9, 4, 17, 3, 8)):
+        clients.append(asked(many, place, length))
+        if place == 2:
+            wait_for(lambda: clients[2].pieces)
+            clients[2].stream.gone.set()  # leaves in the middle
+    for place, client in enumerate(clients):
+        if place != 2:
+            alone = asked(Engine(model, byte_level()), place, len(client.prompt) + 1).ended()
+            assert client.ended().text == alone.text
+            assert client.pieces[-1].tokens == alone.pieces[-1].tokens == 6 + 5 * place
+
+
+def test_error_of_one_stream_does_not_end_others(model):
+    one, failed, fine = Engine(model, byte_level()), Client(model, [1, 10**9], 4), Client(model, [1], 4)
+    one.submit(failed.stream)
+    one.submit(fine.stream)
+    assert fine.ended().pieces[-1].tokens == 4 and isinstance(failed.pieces[0], Exception)
+
+
+def test_unsupported_generation_settings_are_refused(model):
+    model.generation_config.stop_strings = [""]
+    with pytest.raises(InputError, match=r'stop_strings=\[""\]; expected texts'):
+        Engine(model, byte_level())
+    model.generation_config.repetition_penalty = 1.2
+    with pytest.raises(InputError, match="RepetitionPenalty"):
+        Engine(model, byte_level())
