@@ -1,4 +1,4 @@
-"""The engine of the server: streams that join and leave get what each gets alone, and long prompts keep nobody waiting."""
+"""The engine of the server: streams that join and leave get what each gets alone, and no prompt holds up the others."""
 
 import itertools
 import threading
