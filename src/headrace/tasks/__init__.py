@@ -2,19 +2,14 @@
 
 from ..ops.loss import IGNORED
 from .base import Answers, ByRow, ByToken, Drawn, Metric, Rows, Task
-from .copy import Copy
+from .copying import Copy, Induction, SelectiveCopy
+from .corruption import Masked, Spans
 from .dates import Dates
 from .digits import Digits
-from .induction import Induction
-from .key_value import KeyValue
-from .masked import Masked
-from .mqar import Mqar
 from .needle import Needle
 from .pair import Pair
-from .reverse import Reverse
-from .selective_copy import SelectiveCopy
-from .sequences import Sequences
-from .spans import Spans
+from .recall import KeyValue, Mqar
+from .sequences import Reverse, Sequences
 from .text import Text
 from .tracking import S3, S5, Dyck, FlipFlop, ModularCounting, Parity
 
