@@ -47,11 +47,9 @@ MISTAKES = {
     "bench --lengths 16,16": "--lengths=16,16 has a number twice; expected each once",
     "compare --mixers ,": "expected at least one",
     "compare --mixers gla,,retnet": "'gla,,retnet' has nothing on one side of a comma",
-    "compare --mixers gla,": "'gla,' has nothing on one side of a comma",
     "compare --mixers gla++retnet": "'gla++retnet' has nothing on one side of a plus",
     "verify --mixers ,": "--mixers=',' names none; expected at least one",
     "recipes --mixers ,": "--mixers=',' names none; expected at least one",
-    "verify --mixers gla,,retnet": "'gla,,retnet' has nothing on one side of a comma",
     "generate empty --prompt a": "checkpoint 'empty' has no config.json",
     "retrofit empty --output new": "checkpoint 'empty' has no config.json",
     "convert empty --output new": "checkpoint 'empty' has no config.json",
@@ -72,9 +70,6 @@ MISTAKES = {
     "generate notes --prompt a --seed -1": "--seed=-1; expected 0 to 4294967295",
     "eval notes --suite language --seed -1": "--seed=-1; expected 0 to 4294967295",
     "serve notes --max-prompt-tokens 0": "--max-prompt-tokens=0; expected at least 1",
-    "serve notes --max-tokens 0": "--max-tokens=0; expected at least 1",
-    "serve notes --threads 0": "--threads=0; expected at least 1",
-    "serve notes --max-requests 0": "--max-requests=0; expected at least 1",
     "serve notes --prefix-cache 9": "--prefix-cache='9'; expected a number of kB, MB or GB, such as 256MB, or 0",
     "train laptop-1m warmup=1 --dry-run": "warmup=1; expected less than 1, as a fraction of the training",
     "compare --heads 7": "num_heads=7 does not divide",
@@ -138,17 +133,14 @@ MISTAKES = {
     "bench --what=": "--what names none; expected some of memory, training, prefill, decoding",
     "zoo --json --show cost": "--show and --json are both given; expected one of them",
     "train laptop-1m --efficiency 0.5": "--efficiency has no effect without --machine",
-    "train laptop-1m --efficiency 0.5 --dry-run": "--efficiency has no effect without --machine",
     "serve notes --host=": "--host='' is empty; expected a name or an address",
     "train laptop-1m --lr 1e-3": "headrace train has no option --lr; expected the field as lr=VALUE behind the recipe",
     "train laptop-1m --batch-tokens=9": "no option --batch_tokens; expected the field as batch_tokens=VALUE",
     "verify --plugin short.txt": "plug-in 'short.txt' (--plugin) is no Python file; expected a name that ends in .py",
-    "verify --plugin ./short.txt": "plug-in './short.txt' (--plugin) is no Python file",
     "verify --device meta": "--device='meta' cannot be used: its tensors have no numbers",
     "curves notes --output a.txt": "--output 'a.txt'; expected a file that ends in one of .png, .pdf, .svg",
     "curves notes --output .png": "--output '.png'; expected a file that ends in one of .png, .pdf, .svg",
     "compare --task pair(length=abc)": "pair.length='abc' is not allowed; expected int",
-    "compare --task pair(length=none)": "pair.length='none' is not allowed; expected int",
     "compare --task pair --sweep length=abc,def": "pair.length='abc' is not allowed; expected int",
 }
 
@@ -196,11 +188,6 @@ def test_refused_commands_leave_no_files(run_command, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_zoo_lists_every_mixer_and_every_whole_model(run_command):
-    code, out, _ = run_command("zoo")
-    assert code == 0 and all(name in out for name in (*zoo.names(), *zoo.MODELS))
-
-
 def test_zoo_json_parses_to_the_same_specs(run_command):
     listed = json.loads(run_command("zoo", "--json")[1])
     specs = {name: zoo.get(row["spec"]) for name, row in listed.items()}
@@ -214,9 +201,9 @@ def mine(monkeypatch):
 
 
 @pytest.mark.parametrize("view", ["", "--json", *(f"--show {view}" for view in catalog.VIEWS)])
-def test_zoo_lists_registered_mixers(run_command, mine, view):
+def test_zoo_lists_every_mixer_and_model(run_command, mine, view):
     code, out, _ = run_command("zoo", *view.split())
-    assert code == 0 and all(name in out for name in ("mine", "softmax-mine", "mine-too"))
+    assert code == 0 and all(name in out for name in ("mine", "softmax-mine", "mine-too", *zoo.names(), *zoo.MODELS))
 
 
 def test_verify_and_compare_accept_registered_mixers(run_command, mine):
@@ -226,11 +213,6 @@ def test_verify_and_compare_accept_registered_mixers(run_command, mine):
     (plan,) = choose("pair", mixers=mixers).plans
     plan.check()
     assert [arm.spec for arm in plan.arms()[:4]] == [to_json(zoo.get(mixer)) for mixer in mixers.split(",")]
-
-
-def test_verify_reports_success(run_command):
-    code, out, _ = run_command("verify", "--mixers", "softmax-gla,retnet(heads.expand_v=1)")
-    assert code == 0 and re.search(r"\b(\d+) of \1 laws hold", out) and "softmax-gla" in out
 
 
 def test_verify_checks_only_named_backends(run_command):

@@ -54,7 +54,7 @@ FOLDERS = sorted({path.parent for path in SOURCE.rglob("__init__.py")} - {SOURCE
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in FOLDERS}), ids=lambda p: p.name)
 def test_packages_of_a_folder_do_not_import_each_other_in_a_circle(folder):
-    left = {
+    needed = {
         package: {
             other
             for path in package.rglob("*.py") for imported in modules_imported(path) for other in imported.parents
@@ -62,10 +62,16 @@ def test_packages_of_a_folder_do_not_import_each_other_in_a_circle(folder):
         }
         for package in FOLDERS if package.parent == folder
     }  # fmt: skip
-    while free := [package for package, needed in left.items() if not needed & left.keys()]:
-        for package in free:
-            del left[package]
-    assert [package.name for package in left] == []
+    assert [package.name for package in circles(needed)] == []
+
+
+def circles(needed):
+    """Those that cannot be imported after what they need."""
+    left = dict(needed)
+    while free := [one for one, others in left.items() if not others & left.keys()]:
+        for one in free:
+            del left[one]
+    return left
 
 
 def core():
@@ -169,11 +175,7 @@ def test_contributing_lists_every_part():
 
 def test_no_modules_import_each_other_in_a_circle():
     """Whether at their top or inside a function."""
-    imports = {path: modules_imported(path) for path in SOURCE.rglob("*.py")}
-    left = dict(imports)
-    while free := [path for path, needed in left.items() if not needed & left.keys()]:
-        for path in free:
-            del left[path]
+    left = circles({path: modules_imported(path) for path in SOURCE.rglob("*.py")})
     assert [str(path.relative_to(SOURCE)) for path in left] == []
 
 
