@@ -103,88 +103,59 @@ class Command(NamedTuple):
 MODEL = "runs/laptop-5m-gla/model"
 GROUPS = {
     "Compare": {
-        "compare": Command(
-            compare.compare,
-            "studies",
-            (
-                "",
-                "--task mqar --mixers gla,softmax-gla,transformer --seeds 3",
-                "--task mqar --sweep pairs=1,2,4 --mixers gla,softmax-gla",
-                "--text novel.txt --mixers retnet,softmax-retnet",
-                "--plugin my_file.py --mixers gla,my-mixer --task my-task",
-                "--plugin my_file.py --mixers my-mixer --suite small",
-            ),
-        ),
+        "compare": Command(compare.compare, "studies", (
+            "",
+            "--task mqar --mixers gla,softmax-gla,transformer --seeds 3",
+            "--task mqar --sweep pairs=1,2,4 --mixers gla,softmax-gla",
+            "--text novel.txt --mixers retnet,softmax-retnet",
+            "--plugin my_file.py --mixers gla,my-mixer --task my-task",
+            "--plugin my_file.py --mixers my-mixer --suite small",
+        )),
         "zoo": Command(compare.list_zoo, None, ("", "--show cost")),
         "verify": Command(
-            verify.verify, None, ("", "--mixers gla,softmax-kda --dtype float32", "transformers:mamba2 --json")
+            verify.verify, None, ("", "--mixers gla,softmax-kda --dtype float32", "transformers:mamba2 --json"),
         ),
         "backends": Command(verify.backends, None, ("",)),
     },
     "Train": {
-        "prepare": Command(
-            train.prepare,
-            "train",
-            (
-                "my.txt --train-bpe 4096 --held-out 0.05 --output data",
-                '--task "needle(length=1024)" --rows 5000 --output needles',
-            ),
-        ),
-        "train": Command(
-            train.train,
-            "train",
-            ("laptop-5m --mixer softmax-gla --data data", "paper-340m lr=1e-3 --mixer gla --dry-run"),
-        ),
+        "prepare": Command(train.prepare, "train", (
+            "my.txt --train-bpe 4096 --held-out 0.05 --output data",
+            '--task "needle(length=1024)" --rows 5000 --output needles',
+        )),
+        "train": Command(train.train, "train", (
+            "laptop-5m --mixer softmax-gla --data data", "paper-340m lr=1e-3 --mixer gla --dry-run",
+        )),
         "curves": Command(train.curves, "studies,train", ("runs/laptop-5m-gla runs/laptop-5m-softmax-gla",)),
         "recipes": Command(train.list_recipes, "train", ("", "--mixers gla,softmax-gla")),
     },
     "Evaluate": {
-        "eval": Command(
-            evaluate.evaluate,
-            "eval",
-            (f"{MODEL} EleutherAI/pythia-14m --suite language", f"{MODEL} --suite needle --lengths 1024,4096"),
-        ),
-        "bench": Command(
-            evaluate.bench,
-            "studies",
-            ("", "--mixers gla,mamba2 --what decoding --contexts 1024,16384"),
-        ),
+        "eval": Command(evaluate.evaluate, "eval", (
+            f"{MODEL} EleutherAI/pythia-14m --suite language", f"{MODEL} --suite needle --lengths 1024,4096",
+        )),
+        "bench": Command(evaluate.bench, "studies", (
+            "", "--mixers gla,mamba2 --what decoding --contexts 1024,16384",
+        )),
     },
     "Understand": {
         "inspect": Command(evaluate.inspect, "studies", (f"{MODEL} --file novel.txt --tokens 2000",)),
     },
     "Use": {
-        "generate": Command(
-            use.generate,
-            "models",
-            (
-                f'{MODEL} --prompt "It was"',
-                f"{MODEL} --file novel.txt --save-state state",
-                f'{MODEL} --resume state --prompt "And"',
-            ),
-        ),
+        "generate": Command(use.generate, "models", (
+            f'{MODEL} --prompt "It was"',
+            f"{MODEL} --file novel.txt --save-state state",
+            f'{MODEL} --resume state --prompt "And"',
+        )),
         "serve": Command(use.serve, "serve", (f"{MODEL} --port 8000",)),
-        "convert": Command(
-            use.convert,
-            "models",
-            (
-                "llama-checkpoint --output ours",
-                "SmolLM2.gguf --output ours",
-                f"{MODEL} --to gla --output theirs",
-            ),
-        ),
+        "convert": Command(use.convert, "models", (
+            "llama-checkpoint --output ours", "SmolLM2.gguf --output ours", f"{MODEL} --to gla --output theirs",
+        )),
         "export": Command(use.export, "models", (f"{MODEL} --to onnx --output model-onnx",)),
         "retrofit": Command(use.retrofit, "models", (f"{MODEL} --output competing",)),
-        "linearize": Command(
-            linearize.linearize,
-            "train",
-            (
-                "smol --data data --output linear",
-                "smol --mixer gla --keep worst=8 --data data --output gla",
-            ),
-        ),
+        "linearize": Command(linearize.linearize, "train", (
+            "smol --data data --output linear", "smol --mixer gla --keep worst=8 --data data --output gla",
+        )),
     },
-}
+}  # fmt: skip
 
 
 WITHOUT_PLUGINS = ("backends", "curves")  # which know of no mixer and no task

@@ -18,6 +18,7 @@ from .options import argument, option, setting, takes
 
 GIGA = 1e9
 PICTURES = (".png", ".pdf", ".svg")
+OF_TEXT = ("train_bpe", "held_out", "column", "tokens", "sample")  # options of `prepare` that no task has
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,21 @@ class PrepareOptions:
         shown="all documents in order",
     )
 
+    def __post_init__(self) -> None:
+        if bool(self.sources) == (self.task is not None):
+            both_or_neither = "both text sources and" if self.sources else "neither text sources nor"
+            raise InputError(f"prepare has {both_or_neither} --task; expected one of them")
+        if self.task is None:
+            refuse_idle("without --task", rows=self.rows)
+        else:
+            refuse_idle("with --task", **{name: getattr(self, name) for name in OF_TEXT})
+        if self.tokens is not None and not float(self.tokens).is_integer():
+            raise InputError(f"--tokens {self.tokens:g}; expected an integer")
+
+    def given(self, *names: str) -> dict[str, Any]:
+        """Those of these options that are set."""
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
 
 @takes(PrepareOptions)
 def prepare(options: PrepareOptions) -> dict[str, Any]:
@@ -60,46 +76,26 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
     one, output = options, options.output
     if any(map(is_on_the_hub, one.sources or ())) or tokenizer_is_elsewhere(one.tokenizer):
         ask_hub()
+    from ..data import Preparation
     from ..data import prepare as run
 
-    both = {"tokenizer": one.tokenizer, "length": one.length}
-    held = {name: getattr(one, name) for name in ("train_bpe", "held_out", "column", "tokens", "sample")}
-    if bool(one.sources) == (one.task is not None):
-        both_or_neither = "both text sources and" if one.sources else "neither text sources nor"
-        raise InputError(f"prepare has {both_or_neither} --task; expected one of them")
-    if one.task is None:
-        refuse_idle("without --task", rows=one.rows)
-    else:
-        refuse_idle("with --task", **held)
     with interruptible(f"{output} was not created"):
         if one.task is None:
-            manifest = run(planned(one.sources or [], one.seed, one.workers, given(both | held)), output)
+            tokens = None if one.tokens is None else int(one.tokens)
+            own = one.given("tokenizer", "length", "held_out", "column", "sample")
+            sources = tuple(one.sources or ())
+            plan = Preparation(sources, seed=one.seed, workers=one.workers, bpe=one.train_bpe, tokens=tokens, **own)
+            manifest = run(plan, output)
         else:
             from ..comparison.choose import default, refined
             from ..tasks.prepared import prepare as draw
 
-            chosen, rows = refined(default(one.task).task, given(both)), 10000 if one.rows is None else one.rows
-            manifest = draw(chosen, one.task, rows, one.seed, one.workers, output)
+            chosen = refined(default(one.task).task, one.given("tokenizer", "length"))
+            manifest = draw(chosen, one.task, 10000 if one.rows is None else one.rows, one.seed, one.workers, output)
     print_counts(manifest)
     speed = f"{manifest['megabytes_per_second']} MB/s; " if one.task is None else ""
     print(f"{speed}{output} is ready")
     return manifest
-
-
-def planned(sources: list[str], seed: int, workers: int, options: dict[str, Any]) -> Any:
-    """The Preparation of the options of `prepare` that are given, by the names that they have there."""
-    from ..data import Preparation
-
-    if "tokens" in options:
-        options["tokens"] = whole("tokens", options["tokens"])
-    return Preparation(tuple(sources), seed=seed, workers=workers, bpe=options.pop("train_bpe", None), **options)
-
-
-def whole(name: str, number: float) -> int:
-    """An integer, which may be written as 15e9."""
-    if not number.is_integer():
-        raise InputError(f"--{name} {number:g}; expected an integer")
-    return int(number)
 
 
 def print_counts(manifest: dict[str, Any]) -> None:
@@ -115,11 +111,6 @@ def print_counts(manifest: dict[str, Any]) -> None:
         print(f"held out: {pieces} piece{'s' * (pieces > 1)} drawn over the whole text, as there are few documents")
     for sentence in left_out(manifest.get("bad_rows", {})):
         print(sentence)
-
-
-def given(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that are not None."""
-    return {name: value for name, value in options.items() if value is not None}
 
 
 @dataclass(frozen=True)
