@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+from groups import refused
 from headrace import InputError, linear_attention, load, zoo
 from headrace.cli.app import app
 from headrace.data.tokenizer import byte_level
@@ -272,25 +273,18 @@ def test_unsupported_models_are_refused_by_name(mixer):
         check_exportable(HeadraceForCausalLM(config(mixer, **changes)))
 
 
-MISTAKES = {
-    "pdf": ({}, "--to 'pdf' is unknown; expected one of onnx, web"),
-    "onnx": ({"libraries": "x"}, "--libraries has no effect with --to onnx; its options are --weights, --opset"),
-    "web": ({"libraries": "nowhere"}, "--libraries has no 'nowhere/onnxruntime-web/dist/ort.wasm.min.mjs'"),
-}
-
-
-@pytest.mark.parametrize("to", MISTAKES)
-def test_user_errors_are_one_sentence(checkpoint, to, tmp_path):
-    options, sentence = MISTAKES[to]
-    with pytest.raises(InputError, match=re.escape(sentence)):
-        writer(to, options)(checkpoint, tmp_path)
-
-
-@pytest.mark.parametrize("option", [{"weights": "int3"}, {"opset": 26}])
-def test_unknown_values_are_refused(checkpoint, option, tmp_path):
-    ((name, value),) = option.items()
-    with pytest.raises(InputError, match=f"--{name} {value}; expected"):
-        writer("onnx", option)(checkpoint, tmp_path)
+@pytest.mark.parametrize(
+    ("to", "options", "sentence"),
+    [
+        ("pdf", {}, "--to 'pdf' is unknown; expected one of onnx, web"),
+        ("onnx", {"libraries": "x"}, "--libraries has no effect with --to onnx; its options are --weights, --opset"),
+        ("web", {"libraries": "nowhere"}, "--libraries has no 'nowhere/onnxruntime-web/dist/ort.wasm.min.mjs'"),
+        ("onnx", {"weights": "int3"}, "--weights int3; expected"),
+        ("onnx", {"opset": 26}, "--opset 26; expected"),
+    ],
+)
+def test_user_errors_are_one_sentence(checkpoint, to, options, sentence, tmp_path):
+    assert sentence in refused(lambda: writer(to, options)(checkpoint, tmp_path))
 
 
 LIBRARIES = os.environ.get("HEADRACE_NODE_MODULES", "node_modules")

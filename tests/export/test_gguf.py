@@ -76,25 +76,17 @@ def test_unsupported_models_are_refused(mixer, changes, reason, tmp_path):
         gguf.export(tmp_path, tmp_path)
 
 
-def test_released_model_is_refused_with_its_way_back(tmp_path):
+def test_unsupported_files_are_refused(tmp_path):
+    """A released model with its way back, a tokenizer that splits otherwise, and weights that would be rounded."""
     reason = "layer 1 of the model, which has AttentionSpec; .* or `headrace convert --to qwen3_5_text`"
     with pytest.raises(InputError, match=reason):
-        gguf.export(release("qwen3_5_text", tmp_path), tmp_path)
-
-
-def test_weights_are_not_rounded(tmp_path):
-    saved(tmp_path, "rwkv7", num_heads=2).double().save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="the weights are float64, which --to gguf would round to float32"):
-        gguf.export(tmp_path, tmp_path)
-
-
-def test_unsupported_tokenizer_is_refused(tmp_path):
-    tokenizer = byte_level()
-    saved(tmp_path, "rwkv7", tokenizer, num_heads=2)
-    (tmp_path / "tokenizer.json").write_text(
-        (tmp_path / "tokenizer.json").read_text().replace('"use_regex": true', '"use_regex": false')
-    )
+        gguf.export(release("qwen3_5_text", tmp_path / "released"), tmp_path)
+    model, path = saved(tmp_path, "rwkv7", num_heads=2), tmp_path / "tokenizer.json"
+    path.write_text(path.read_text().replace('"use_regex": true', '"use_regex": false'))
     with pytest.raises(InputError, match="--to gguf needs a tokenizer of byte-level BPE that splits text as GPT-2's"):
+        gguf.export(tmp_path, tmp_path)
+    model.double().save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="the weights are float64, which --to gguf would round to float32"):
         gguf.export(tmp_path, tmp_path)
 
 

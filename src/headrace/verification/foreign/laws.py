@@ -45,6 +45,23 @@ def inputs(subject, B: int, T: int, seed: int) -> Tensor:
     return torch.randn(B, T, subject.width, generator=draw).to(parameter)
 
 
+def padding(x: Tensor, start: int, stop: int) -> Tensor:
+    """A mask [B, T] with padding in the last row, from start to stop."""
+    mask = torch.ones(x.shape[:2], dtype=torch.long, device=x.device)
+    mask[-1, start:stop] = 0
+    return mask
+
+
+def read(subject, x: Tensor, sizes: list[int], mask: Tensor | None = None) -> Tensor:
+    """The outputs of x, read in pieces of these sizes, each from the state of those before."""
+    rows, given, end = [], {}, 0
+    for piece in x.split(sizes, 1):
+        end += piece.shape[1]
+        y, state = subject.run(piece, **given, **({} if mask is None else {"mask": mask[:, :end]}))
+        rows, given = [*rows, y], {"state": state}
+    return torch.cat(rows, 1)
+
+
 def causal(subject, x: Tensor, at: int) -> float:
     """Later tokens do not change earlier outputs."""
     return relative(subject.run(x)[0][:, :at], subject.run(x[:, :at])[0])
@@ -66,44 +83,29 @@ def packed_by_positions(subject, x: Tensor, at: int) -> float:
 
 def left_padded(subject, x: Tensor, at: int) -> float:
     """A row with padding on the left gives what it gives without."""
-    mask = torch.ones(x.shape[:2], dtype=torch.long, device=x.device)
-    mask[-1, :at] = 0
-    return relative(subject.run(x, mask=mask)[0][-1:, at:], subject.run(x[-1:, at:])[0])
+    return relative(subject.run(x, mask=padding(x, 0, at))[0][-1:, at:], subject.run(x[-1:, at:])[0])
 
 
 def right_padded(subject, x: Tensor, at: int) -> float:
     """A row with padding on the right gives what it gives without."""
-    mask = torch.ones(x.shape[:2], dtype=torch.long, device=x.device)
-    mask[-1, at:] = 0
-    return relative(subject.run(x, mask=mask)[0][-1:, :at], subject.run(x[-1:, :at])[0])
+    return relative(subject.run(x, mask=padding(x, at, x.shape[1]))[0][-1:, :at], subject.run(x[-1:, :at])[0])
 
 
 def left_padded_decoding(subject, x: Tensor, at: int) -> float:
     """A row with padding on the left, read at once and then token by token, gives what it gives without."""
-    mask = torch.ones(x.shape[:2], dtype=torch.long, device=x.device)
-    mask[-1, : at // 2] = 0
-    y, state = subject.run(x[:, :at], mask=mask[:, :at])
-    rows = [y]
-    for t in range(at, x.shape[1]):
-        y, state = subject.run(x[:, t : t + 1], state=state, mask=mask[:, : t + 1])
-        rows.append(y)
-    return relative(torch.cat(rows, 1)[-1:, at // 2 :], subject.run(x[-1:, at // 2 :])[0])
+    y = read(subject, x, [at, *[1] * (x.shape[1] - at)], padding(x, 0, at // 2))
+    return relative(y[-1:, at // 2 :], subject.run(x[-1:, at // 2 :])[0])
 
 
 def left_padded_pieces(subject, x: Tensor, at: int) -> float:
     """A row with padding on the left, read in two pieces, gives what it gives without."""
-    mask = torch.ones(x.shape[:2], dtype=torch.long, device=x.device)
-    mask[-1, : at // 2] = 0
-    first, state = subject.run(x[:, :at], mask=mask[:, :at])
-    second, _ = subject.run(x[:, at:], state=state, mask=mask)
-    return relative(torch.cat([first, second], 1)[-1:, at // 2 :], subject.run(x[-1:, at // 2 :])[0])
+    y = read(subject, x, [at, x.shape[1] - at], padding(x, 0, at // 2))
+    return relative(y[-1:, at // 2 :], subject.run(x[-1:, at // 2 :])[0])
 
 
 def in_pieces(subject, x: Tensor, at: int) -> float:
     """Two pieces, the second from the state of the first, give what the whole gives."""
-    first, state = subject.run(x[:, :at])
-    second, _ = subject.run(x[:, at:], state=state)
-    return relative(torch.cat([first, second], 1), subject.run(x)[0])
+    return relative(read(subject, x, [at, x.shape[1] - at]), subject.run(x)[0])
 
 
 def cached(subject, x: Tensor, at: int) -> float:
@@ -113,12 +115,7 @@ def cached(subject, x: Tensor, at: int) -> float:
 
 def decoding(subject, x: Tensor, at: int) -> float:
     """The tokens after `at`, one by one from the state of those before, give what the whole gives."""
-    y, state = subject.run(x[:, :at])
-    rows = [y]
-    for token in x[:, at:].split(1, 1):
-        y, state = subject.run(token, state=state)
-        rows.append(y)
-    return relative(torch.cat(rows, 1), subject.run(x)[0])
+    return relative(read(subject, x, [at, *[1] * (x.shape[1] - at)]), subject.run(x)[0])
 
 
 def cropped(subject, x: Tensor, at: int) -> float:
@@ -166,11 +163,9 @@ def nan_in_row(subject, x: Tensor, at: int) -> float:
 def nan_in_padding(subject, x: Tensor, at: int) -> float:
     """NaN in the padding of a row does not reach its tokens."""
     x = x if x.is_floating_point() else subject.embed(subject.module, x)
-    mask = torch.ones(x.shape[:2], dtype=torch.long, device=x.device)
-    mask[-1, :at] = 0
     spoiled = x.clone()
     spoiled[-1, :at] = float("nan")
-    return relative(subject.run(spoiled, mask=mask)[0][-1:, at:], subject.run(x[-1:, at:])[0])
+    return relative(subject.run(spoiled, mask=padding(x, 0, at))[0][-1:, at:], subject.run(x[-1:, at:])[0])
 
 
 def derivatives(subject, module, x: Tensor) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 import inspect
 import pprint
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -30,7 +31,7 @@ from torch import Tensor
 
 """
 HEADER = ("law", "verdict", "error", "tolerance", "smallest", "note")  # of `table`
-HELPERS = (laws.in_dtype, laws.prepared, laws.inputs, laws.derivatives, laws.tensors_of)
+HELPERS = (laws.in_dtype, laws.prepared, laws.inputs, laws.padding, laws.read, laws.derivatives, laws.tensors_of)
 
 
 def snippet(target: Target, verdict: Verdict, seed: int, device: str, dtype: torch.dtype) -> str:
@@ -61,7 +62,8 @@ def snippet(target: Target, verdict: Verdict, seed: int, device: str, dtype: tor
 
 def _used(helper: Any, check: Any) -> bool:
     """Whether a program of this law needs a function: every one needs the first three."""
-    return helper in HELPERS[:3] or helper.__name__ in inspect.getsource(check)
+    named = re.search(rf"\b{helper.__name__}\b", inspect.getsource(check))
+    return helper in HELPERS[:3] or named is not None
 
 
 def table(verdicts: Iterable[Verdict]) -> list[tuple[str, ...]]:
