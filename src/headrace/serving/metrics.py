@@ -16,7 +16,8 @@ class Metrics:
 
     def __init__(self, open_requests: Callable[[], int], running: Callable[[], int], prefixes: PrefixCache):
         self.registry = registry = CollectorRegistry()
-        registry.register(PrefixMetrics(prefixes))
+        self.prefixes = prefixes
+        registry.register(self)  # for `collect`
         for name, what, value in (
             ("headrace_requests_open", "Requests that are not answered yet", open_requests),
             ("headrace_streams_running", "Streams that get tokens", running),
@@ -41,14 +42,8 @@ class Metrics:
         self.prompt.inc(prompt)
         return Clock(self)
 
-
-class PrefixMetrics:
-    """What the prefix cache counts."""
-
-    def __init__(self, prefixes: PrefixCache):
-        self.prefixes = prefixes
-
     def collect(self) -> Iterator[Metric]:
+        """What the prefix cache counts."""
         cache, name = self.prefixes, "headrace_prefix_cache"
         rate = cache.hits / cache.queried if cache.queried else 0
         yield CounterMetricFamily(f"{name}_queried_tokens", "Tokens of prompts that were looked up", cache.queried)

@@ -127,12 +127,8 @@ class Completion(Generation):
         """The tokens of every prompt, with the special tokens that the tokenizer is set to add to a text."""
         return [tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt for prompt in self.prompt]
 
-    @staticmethod
-    def choice(text: str) -> dict[str, Any]:
-        return {"text": text}
-
-    @staticmethod
-    def delta(text: str, first: bool) -> dict[str, Any]:
+    def part(self, text: str, first: bool) -> dict[str, Any]:
+        """A choice's text in an answer, or a piece of it in a stream."""
         return {"text": text}
 
 
@@ -167,10 +163,7 @@ class Chat(Generation):
             raise Refused(400, f"the chat template refuses the messages: {error}", "messages") from None
         return [encoded["input_ids"]]
 
-    @staticmethod
-    def choice(text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text}}
-
-    @staticmethod
-    def delta(text: str, first: bool) -> dict[str, Any]:
-        return {"delta": {"role": "assistant"} | {"content": text} if first else {"content": text}}
+    def part(self, text: str, first: bool) -> dict[str, Any]:
+        """A choice's text in an answer, or a piece of it in a stream, of which the first names the role."""
+        role = {"role": "assistant"} if first else {}
+        return {"delta" if self.stream else "message": role | {"content": text}}

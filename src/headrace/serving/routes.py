@@ -207,10 +207,10 @@ class Answers:
             async for index, piece in pieces:
                 choices[index].add(piece)
                 if body.stream:
-                    yield _event(head | {"choices": [await self._formatted(choices[index], choices[index].delta)]})
+                    yield _event(head | {"choices": [await self._formatted(choices[index])]})
         usage = _usage(prompts, choices)
         if not body.stream:
-            formatted = [await self._formatted(choice, choice.whole) for choice in choices]
+            formatted = [await self._formatted(choice) for choice in choices]
             yield json.dumps(head | {"choices": formatted, "usage": usage}).encode()
             return
         if body.stream_options.include_usage:
@@ -224,9 +224,9 @@ class Answers:
             texts = await self.service.decoded(lambda: [text_of(tokenizer, ids) for ids in rows])
         return [Choice(index, body, tokenizer, text) for index, text in enumerate(texts)]
 
-    async def _formatted(self, choice: "Choice", work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """A choice, or what is new of it. Only log-probabilities need the tokenizer, and may have to wait for it."""
-        return await self.service.decoded(work) if choice.logprobs else work()
+    async def _formatted(self, choice: "Choice") -> dict[str, Any]:
+        """What is new of a choice. Only log-probabilities need the tokenizer, and may have to wait for it."""
+        return await self.service.decoded(choice.new) if choice.logprobs else choice.new()
 
 
 class Choice:
@@ -244,17 +244,10 @@ class Choice:
         self.scores += piece.scores
         self.tokens, self.cached, self.finish = piece.tokens, piece.cached, piece.finish
 
-    def whole(self) -> dict[str, Any]:
-        return self._with(self.body.choice(self.text))
-
-    def delta(self) -> dict[str, Any]:
+    def new(self) -> dict[str, Any]:
         """What came since the last call."""
-        chunk = self._with(self.body.delta(self.text, first=not self.begun))
+        text, logprobs = self.body.part(self.text, not self.begun), self.logprobs and self.logprobs(self.scores)
         self.text, self.scores, self.begun = "", [], True
-        return chunk
-
-    def _with(self, text: dict[str, Any]) -> dict[str, Any]:
-        logprobs = self.logprobs and self.logprobs(self.scores)
         return {"index": self.index, **text, "logprobs": logprobs, "finish_reason": self.finish}
 
 
