@@ -68,6 +68,7 @@ def test_requests_without_the_key_are_refused(brought):
         assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
         assert answer.json()["error"]["code"] == "invalid_api_key"
     assert client.get("/v1/models").status_code == 401 and client.get("/health").json() == "fine"
+    assert client.get("/v1/models", headers={"host": "localhost/health?"}).status_code == 401
 
 
 def test_server_asks_for_its_key(tmp_path):

@@ -72,6 +72,7 @@ def test_logprobs_have_the_openai_format(served):
         names = {byte_level().decode(i): float(row[i]) for i in [*row.topk(2).indices.tolist(), token]}
         assert top == pytest.approx(names, rel=1e-4)
     assert answer.usage.prompt_tokens == len(PROMPT) and answer.usage.completion_tokens == 4
+    assert answer.model == "tiny"
 
 
 def test_prompt_alone_is_scored(served):

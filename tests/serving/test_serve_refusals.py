@@ -179,15 +179,6 @@ def test_more_texts_than_the_limit_are_refused(tmp_path):
         assert len(ask(model=None, prompt=["a"] * 5, max_tokens=1).choices) == 5
 
 
-def test_model_is_served_under_its_name(tmp_path):
-    with serving(save(tmp_path, ASCII), name="mine") as base:
-        client = connect(base)
-        assert [model.id for model in client.models.list()] == ["mine"]
-        assert client.completions.create(model="mine", prompt="a", max_tokens=1).model == "mine"
-        with pytest.raises(openai.NotFoundError, match="expected 'mine'"):
-            client.completions.create(model=str(tmp_path), prompt="a")
-
-
 def test_server_checks_the_host_header(server):
     for route in ("/health", "/v1/models"):
         answer = httpx.get(f"{server}{route}", headers={"host": "evil.example"}, timeout=600, trust_env=False)

@@ -44,9 +44,9 @@ class Access:
     def refusal(self, request: Request) -> Refused | None:
         """Why a request is not answered; None: it is."""
         if not self._knows(host := request.headers.get("host", "localhost")):
-            host = reprlib.repr(host)
-            return Refused(403, f"the Host {host} is not known; start the server with --allow-host to accept a name")
-        if self.key is None or request.url.path in PUBLIC or self._is_brought(self.key, request):
+            shown = reprlib.repr(host)
+            return Refused(403, f"the Host {shown} is not known; start the server with --allow-host to accept a name")
+        if self.key is None or request.scope["path"] in PUBLIC or self._is_brought(self.key, request):
             return None
         return Refused(
             401, "the API key is missing or wrong; expected the header Authorization: Bearer KEY",
