@@ -27,7 +27,7 @@ from headrace.benchmarking.models import Shape, build
 from headrace.convert import export_checkpoint, import_gguf
 from headrace.data.tokenizer import byte_level
 from headrace.export import gguf, onnx
-from headrace.export.graph import states, trace
+from headrace.export.onnx import states, trace
 from headrace.hf.cache import NAME as CACHE
 from runtimes import Session
 

@@ -32,7 +32,7 @@ from headrace.cli.app import GROUPS, app
 from headrace.comparison.defaults import DEFAULTS
 from headrace.convert import FORMATS
 from headrace.convert.describe import DESCRIPTIONS
-from headrace.export.graph import check_exportable
+from headrace.export.onnx import check_exportable
 from headrace.extra.specs.latent import LatentSpec
 from headrace.extra.specs.scan import ScanSpec
 from headrace.ops.dispatch import BACKENDS

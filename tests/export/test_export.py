@@ -23,8 +23,19 @@ from headrace import InputError, linear_attention, load, zoo
 from headrace.cli.app import app
 from headrace.data.tokenizer import byte_level
 from headrace.export import writer
-from headrace.export.graph import TRACED, check_exportable, states, trace
-from headrace.export.onnx import MAX_ERROR_RATIO, TOLERANCE, Runtime, errors, export, quantize, standardize
+from headrace.export.onnx import (
+    MAX_ERROR_RATIO,
+    TOLERANCE,
+    TRACED,
+    Runtime,
+    check_exportable,
+    errors,
+    export,
+    quantize,
+    standardize,
+    states,
+    trace,
+)
 from headrace.export.web import write_page
 from headrace.hf import HeadraceForCausalLM
 from headrace.ops.reference import literal

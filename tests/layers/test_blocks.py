@@ -13,7 +13,7 @@ from torch import nn
 
 from headrace import zoo
 from headrace.convert.retrofit import retrofit
-from headrace.export.graph import check_exportable
+from headrace.export.onnx import check_exportable
 from headrace.inspection.recorder import record
 from headrace.layers.blocks.block import Block, Sizes
 from headrace.layers.blocks.moe import shares_of, within_groups
