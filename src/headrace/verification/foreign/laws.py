@@ -9,6 +9,7 @@ import copy
 import io
 from inspect import signature
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,11 +55,13 @@ def padding(x: Tensor, start: int, stop: int) -> Tensor:
 
 def read(subject, x: Tensor, sizes: list[int], mask: Tensor | None = None) -> Tensor:
     """The outputs of x, read in pieces of these sizes, each from the state of those before."""
-    rows, given, end = [], {}, 0
+    given: dict[str, Any] = {}
+    rows: list[Tensor] = []
     for piece in x.split(sizes, 1):
-        end += piece.shape[1]
-        y, state = subject.run(piece, **given, **({} if mask is None else {"mask": mask[:, :end]}))
-        rows, given = [*rows, y], {"state": state}
+        if mask is not None:
+            given["mask"] = mask[:, : sum(row.shape[1] for row in rows) + piece.shape[1]]
+        y, given["state"] = subject.run(piece, **given)
+        rows.append(y)
     return torch.cat(rows, 1)
 
 
