@@ -16,8 +16,7 @@ import typer
 
 import record
 from headrace.training import recipes
-from headrace.training.efficiency import FILE
-from headrace.training.machine import peak
+from headrace.training.machine import MEASURED, peak
 from headrace.training.model import flops_per_token, meta_model
 from record import RESULTS, newest
 from tables import table
@@ -190,8 +189,8 @@ def flops_of(mixer: str) -> int:
 def keep(path: Path) -> None:
     text = path.read_text("utf-8")
     new = efficiencies([json.loads(line) for line in text.splitlines()])
-    known = {row["mixer"]: row for row in [*record.read(FILE), *new]}
-    with FILE.open("w", newline="", encoding="utf-8") as file:
+    known = {row["mixer"]: row for row in [*record.read(MEASURED), *new]}
+    with MEASURED.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(known.values())

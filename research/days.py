@@ -14,7 +14,6 @@ import typer
 from benchmarks import record
 from headrace import zoo
 from headrace.training import machine, recipes
-from headrace.training.efficiency import efficiency
 
 from . import RESULTS
 from .reproduce.experiment import commands, load
@@ -46,7 +45,7 @@ def keep() -> None:
         for run in (run for run in trained(name) if run not in seen):
             seen.add(run)
             recipe, settings, mixer = run
-            reached = efficiency(mixer).fraction
+            reached = machine.efficiency(mixer).fraction
             days = planned(recipe, settings, backbone(mixer), on)["days"] / reached
             about = {"experiment": name, "machine": on, "recipe": recipe, "settings": settings, "mixer": mixer}
             rows.append(about | {"efficiency": reached, "days": days})

@@ -27,7 +27,7 @@ from headrace.comparison.defaults import DEFAULTS
 from headrace.comparison.rows import Row, read
 from headrace.report import catalog, stats
 from headrace.report.differences import Difference
-from headrace.training import efficiency
+from headrace.training import machine
 from headrace.verification.foreign import LAWS
 
 from . import RESULTS, linear, power, rates, specialization
@@ -486,7 +486,7 @@ def curve(arm: str, competing: str) -> str:
 
 def gpu_cost(backbone: str) -> str:
     """The share of the training speed on a GPU that competition takes."""
-    speed = {mixer: float(row["tokens_per_second"]) for mixer, row in efficiency.measured().items()}
+    speed = {mixer: float(row["tokens_per_second"]) for mixer, row in machine.measured().items()}
     return f"{100 * (1 - speed[f'softmax-{backbone}'] / speed[backbone]):.1f} %"
 
 

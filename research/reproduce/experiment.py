@@ -21,7 +21,6 @@ from typing import Any
 
 from headrace import zoo
 from headrace.training import recipes
-from headrace.training.settings import assignments
 from headrace.utils.errors import InputError
 
 FOLDER = Path(__file__).parent / "experiments"
@@ -149,7 +148,7 @@ def restricted(scale: Scale, only: list[str]) -> Scale:
     """The scale with some values of its axes only: ["mixer=gla,softmax-gla", "seed=0"]. InputError for an unknown axis
     or value."""
     axes = dict(scale.axes)
-    for name, chosen in assignments(only).items():
+    for name, chosen in recipes.assignments(only).items():
         if name not in axes:
             raise InputError(
                 f"--only {name}={chosen}: there is no axis {name!r}; expected {', '.join(axes) or 'no --only'}"

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
 import fresh
-from headrace.data import Preparation, prepare, workers
+from headrace.data import Preparation, preparation, prepare
 from headrace.files import processes
 from headrace.files.processes import LOCK, locked
 from headrace.utils.errors import InputError
@@ -63,14 +63,14 @@ def test_preparation_works_with_spawned_workers(tmp_path, monkeypatch):
     """Their start is recorded and what they are sent is pickled; a fork does the work."""
     (tmp_path / "a.txt").write_text("It was the best of times. " * 50)
     prepare(Preparation((str(tmp_path / "a.txt"),), length=16, held_out=0.1), tmp_path / "forked")
-    requested, executor = [], workers.ProcessPoolExecutor
+    requested, executor = [], preparation.ProcessPoolExecutor
 
     def start(count, context, begin, sent):
         return executor(count, context, *pickle.loads(pickle.dumps((begin, sent))))
 
-    monkeypatch.setattr(workers, "POSIX", False)
-    monkeypatch.setattr(workers, "get_context", lambda kind: requested.append(kind) or get_context("fork"))
-    monkeypatch.setattr(workers, "ProcessPoolExecutor", start)
+    monkeypatch.setattr(preparation, "POSIX", False)
+    monkeypatch.setattr(preparation, "get_context", lambda kind: requested.append(kind) or get_context("fork"))
+    monkeypatch.setattr(preparation, "ProcessPoolExecutor", start)
     prepare(Preparation((str(tmp_path / "a.txt"),), length=16, held_out=0.1), tmp_path / "spawned")
     assert requested == ["spawn"]
     one, two = ((tmp_path / name / "train.npy").read_bytes() for name in ("forked", "spawned"))

@@ -15,8 +15,8 @@ pytest.importorskip("datasets", reason="the extra [train] is not installed")
 from headrace.comparison.choose import choose as study
 from headrace.convert.checkpoint import read_tokenizer
 from headrace.data import Collator, Preparation, open_data, prepare, tokenizer, unigram_loss
+from headrace.data.held_out import PIECE, choose
 from headrace.data.sources import Row
-from headrace.files.held_out import PIECE, choose
 from headrace.ops.loss import IGNORED
 from headrace.utils.errors import InputError
 

@@ -21,8 +21,8 @@ from pyarrow import parquet
 from torch.utils.data import DataLoader
 
 from headrace.cli.train import prepare as command
-from headrace.data import Preparation, open_data, preparation, prepare, sources, workers
-from headrace.files.held_out import Choice
+from headrace.data import Preparation, open_data, preparation, prepare, sources
+from headrace.data.held_out import Choice
 from headrace.utils.errors import InputError
 
 WORDS = ["alpha", "beta,", "gamma.\n", "delta\n\n", "été", "12", "it's", "—", "  x", "中文"]
@@ -66,14 +66,14 @@ class Killed(KeyboardInterrupt):
 
 @pytest.mark.parametrize("after", [0, 3])
 def test_killed_preparation_leaves_nothing(plan, tmp_path, monkeypatch, after):
-    finished, made = workers._result, []
+    finished, made = preparation._result, []
 
     def kill(*part):
         if len(made) == after:
             raise Killed
         return made.append(part) or finished(*part)
 
-    monkeypatch.setattr(workers, "_result", kill)
+    monkeypatch.setattr(preparation, "_result", kill)
     with pytest.raises(Killed):
         prepare(plan, tmp_path / "killed")
     assert not [*tmp_path.iterdir()]

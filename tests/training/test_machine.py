@@ -10,7 +10,6 @@ from headrace import InputError
 from headrace.cli import app as cli
 from headrace.training import machine, recipes
 from headrace.training.distillation import divergence, teacher_of
-from headrace.training.efficiency import efficiency, measured
 from headrace.training.loop import answers
 from headrace.training.model import build, counted, recompute_blocks
 from trained import peak_of
@@ -118,20 +117,20 @@ def test_dry_run_says_whether_it_fits():
     assert "does not fit; expected a smaller micro_batch" in run("--machine", "8xL4").output
     result = json.loads(run("shard=8", "--machine", "8xH100", "--json").output)["machine"]
     assert result["fits"] and result["shard"] == 8
-    assert result["efficiency"] == efficiency(recipes.load("laptop-1m")[0].mixer).fraction
+    assert result["efficiency"] == machine.efficiency(recipes.load("laptop-1m")[0].mixer).fraction
     alone = CliRunner().invoke(cli.app, ["train", "paper-340m", "--machine", "8xH100"])
     assert "expected it with --dry-run" in str(alone.exception)
 
 
 def test_efficiencies_are_measured_or_said_to_be_assumed():
-    for name, row in measured().items():
+    for name, row in machine.measured().items():
         flops, rate = float(row["flops_per_token"]), float(row["tokens_per_second"])
         assert float(row["efficiency"]) == pytest.approx(flops * rate / machine.peak(row["machine"]), rel=1e-2)
-        assert efficiency(f"{name}(heads.count=2)") == (
+        assert machine.efficiency(f"{name}(heads.count=2)") == (
             float(row["efficiency"]),
             f"measured with {name} on one NVIDIA H200",
         )
-    other = efficiency("s4")
+    other = machine.efficiency("s4")
     assert other.source.startswith("an assumption, the median of ") and 0 < other.fraction < 1
 
 

@@ -36,8 +36,7 @@ from headrace.tasks.base import generator
 from headrace.training import card, checkpoints, recipes, run
 from headrace.training.loop import LOG_EVERY, Loop, Updates
 from headrace.training.model import build, estimate
-from headrace.training.optimizer import optimizer
-from headrace.training.parameters import gate_parameters
+from headrace.training.parameters import gate_parameters, optimizer
 from headrace.training.processes import Processes
 from headrace.utils.errors import InputError
 from released import release

@@ -6,7 +6,6 @@ import torch
 import tiny
 from headrace.training import recipes
 from headrace.training.model import build, count, estimate, meta_model
-from headrace.training.settings import assignments
 from headrace.training.yaml_file import read_yaml, to_yaml
 from headrace.utils.errors import InputError
 
@@ -126,7 +125,7 @@ MISTAKES = {
 @pytest.mark.parametrize("setting", MISTAKES)
 def test_user_errors_are_refused(setting):
     with pytest.raises(InputError) as refused:
-        recipes.load("paper-80m", assignments([setting]))
+        recipes.load("paper-80m", recipes.assignments([setting]))
     assert MISTAKES[setting] in str(refused.value)
 
 
@@ -154,7 +153,7 @@ def test_invalid_recipe_files_are_refused(tmp_path):
 
 def test_field_set_twice_is_refused():
     with pytest.raises(InputError, match="'lr' is set twice"):
-        assignments(["lr=1e-3", "layers=2", "lr=1e-4"])
+        recipes.assignments(["lr=1e-3", "layers=2", "lr=1e-4"])
 
 
 @torch.no_grad()

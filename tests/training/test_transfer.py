@@ -17,8 +17,7 @@ from headrace.data.tokenizer import byte_level
 from headrace.ops.dispatch import set_backend
 from headrace.spec.attention import Pattern
 from headrace.training import transfer as module
-from headrace.training.linear import Keep, held_out_loss, imitate, removed, state_bytes
-from headrace.training.linear_costs import costs
+from headrace.training.linear import Keep, costs, held_out_loss, imitate, removed, state_bytes
 from headrace.training.loop import Updates
 from headrace.training.processes import Processes
 from headrace.training.transfer import Imitation, Transfer, mean_error, transfer

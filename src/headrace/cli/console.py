@@ -11,8 +11,8 @@ from typing import Annotated, Any, TypeVar
 
 from rich.console import Console
 
+from ..files.checks import decode
 from ..files.processes import Terminated, terminable
-from ..files.text import decode
 from ..utils import extras
 from ..utils.errors import InputError
 from .options import argument, option

@@ -77,8 +77,7 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
     as a whole; OUTPUT/linearize.json has the numbers."""
     from ..convert.checkpoint import read_config, read_tokenizer
     from ..data import open_data
-    from ..training.linear import Keep, checked
-    from ..training.linear_costs import costs
+    from ..training.linear import Keep, checked, costs
 
     one, keep, settings = options, Keep.parsed(options.keep), options.settings
     with interruptible(f"{one.output} was not created; the same command goes on"):
@@ -175,7 +174,7 @@ def show(report: dict[str, Any]) -> None:
 
 def show_costs(machine: str, mixer: str, needed: dict[str, Any]) -> dict[str, Any]:
     """Prints what the imitation needs of a machine."""
-    from ..training.linear_costs import plan
+    from ..training.linear import plan
 
     console, table, found = terminal(), Table("", ""), plan(machine, mixer, needed)
     for name, size in found["bytes"].items():

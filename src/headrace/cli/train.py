@@ -11,7 +11,6 @@ from rich.table import Table
 
 from .. import zoo
 from ..files.hub import ask_hub, is_on_the_hub, tokenizer_is_elsewhere
-from ..training.settings import assignments
 from ..utils.errors import InputError
 from .console import NewFolder, interruptible, refuse_idle
 from .options import argument, option, setting, takes
@@ -155,6 +154,8 @@ class TrainOptions:
     @property
     def changes(self) -> dict[str, Any]:
         """Changes to the recipe by field."""
+        from ..training.recipes import assignments
+
         return assignments([*(self.settings or []), *([] if self.mixer is None else [f"mixer={self.mixer}"])])
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from ..files.held_out import Row, choose
 from ..utils.errors import InputError
 from ..utils.integrity import digest
 from . import parts, sources, tokenizer
 from .encoding import Encoder
+from .held_out import Row, choose
 from .parts import Tokens
 from .rows import Selected, TextRows
 

@@ -9,28 +9,32 @@ Every document ends with the tokenizer's end token. Row i is the tokens [i·leng
 that each token is in exactly one row. Text is tokenized block by block.
 """
 
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from ..files.held_out import Choice, choose
-from ..files.processes import forks_end_with_parent, new_folder
+from ..files.processes import POSIX, forks_end_with_parent, new_folder
 from ..utils.errors import InputError
 from ..utils.extras import require
 from ..utils.integrity import record, write_json
 from . import parts, sources, tokenizer
-from .encoding import can_be_cut
+from .encoding import Encoder, can_be_cut
+from .held_out import Choice, choose
 from .sources import Row, Sample
-from .workers import tokenized_blocks
 
 WHOLE = (
     "it is not known where documents can be cut for this tokenizer: each is tokenized as a whole, which is slower "
@@ -176,3 +180,56 @@ def _described(plan: Preparation, tokens: PreTrainedTokenizerFast) -> dict[str, 
 def versions() -> dict[str, str]:
     require("headrace.data.prepare", "datasets", extra="train")
     return {name: version(name) for name in ("headrace", "datasets", "tokenizers", "transformers")}
+
+
+# --- the processes that tokenize -------------------------------------------------------------------------------------
+Made = tuple[dict[str, parts.Tokens], list[Row]]  # of a block: the tokens of each split, and the bad rows
+
+_tokenizer: Any = None  # of this worker: its Encoder, and the end token
+
+
+def tokenized_blocks(
+    blocks: Iterable[parts.Block], tokens: PreTrainedTokenizerFast, workers: int
+) -> Generator[Made, None, None]:
+    """What is made of each block, in order. At most `workers` blocks wait for the one before them. InputError if a
+    worker was killed."""
+    queue: deque[tuple[Future[dict[str, parts.Tokens]], list[Row]]] = deque()
+    with _pool(tokens, workers) as pool:
+        for block in blocks:
+            queue.append((pool.submit(_tokenize, block.texts), block.bad))
+            if len(queue) > workers:
+                yield _result(*queue.popleft())
+        while queue:
+            yield _result(*queue.popleft())
+
+
+def _result(tokens: Future[dict[str, parts.Tokens]], bad: list[Row]) -> Made:
+    try:
+        return tokens.result(), bad
+    except BrokenProcessPool as error:
+        raise InputError("a worker process was killed; expected fewer --workers if the memory was too small") from error
+
+
+@contextmanager
+def _pool(tokens: PreTrainedTokenizerFast, workers: int) -> Iterator[ProcessPoolExecutor]:
+    """Workers of one thread each."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    pool = ProcessPoolExecutor(workers, get_context("fork" if POSIX else "spawn"), _begin, (tokens,))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+def _begin(tokens: PreTrainedTokenizerFast) -> None:
+    global _tokenizer
+    _tokenizer = Encoder(tokens), tokens.eos_token_id
+
+
+def _tokenize(texts: dict[str, parts.Texts]) -> dict[str, parts.Tokens]:
+    return {split: parts.tokenized(own, *_tokenizer) for split, own in texts.items()}

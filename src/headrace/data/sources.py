@@ -3,7 +3,7 @@
 import codecs
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,13 +13,12 @@ import numpy as np
 from fsspec.core import OpenFile
 from fsspec.implementations.local import LocalFileSystem
 
-from ..files.held_out import Row
-from ..files.provenance import short
-from ..files.text import check_encoding
+from ..files.checks import check_encoding
 from ..utils.errors import InputError
 from ..utils.extras import require
-from ..utils.integrity import sha256
+from ..utils.integrity import sha256, short
 from .encoding import last_place
+from .held_out import Row
 
 READERS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 PACKED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
@@ -34,9 +33,9 @@ class Sample(NamedTuple):
     share: float  # the probability
     seed: int
 
-    def ordered(self, files: Sequence[str]) -> list[str]:
+    def ordered(self, files: tuple[str, ...]) -> tuple[str, ...]:
         """The files in the random order."""
-        return [files[i] for i in self._generator(0).permutation(len(files))]
+        return tuple(files[i] for i in self._generator(0).permutation(len(files)))
 
     def files_of(self, dataset: Any) -> Iterator[dict[str, Any]]:
         """The rows of a streamed data set, its files in the random order."""
@@ -72,7 +71,7 @@ def rows(sources: tuple[str, ...], column: str, cut: bool, sample: Sample | None
     """
     if sample is None:
         return _read(sources, column, cut, None)
-    return sample.kept(_read(tuple(sample.ordered(sources)), column, cut, sample))
+    return sample.kept(_read(sample.ordered(sources), column, cut, sample))
 
 
 def text_of(source: Path | str) -> str:

@@ -1,2 +1,2 @@
 """What commands share: locks and new folders, checks of files, states as files, runs that continue, processes, threads,
-devices, the version that made a file, and held-out text."""
+devices, and the version that made a file."""

@@ -1,4 +1,5 @@
-"""Files that a user gives: JSON of a form, folders with checksums, the files of a model, and its tokenizer."""
+"""Files that a user gives: text in UTF-8, JSON of a form, folders with checksums, the files of a model, and its
+tokenizer."""
 
 import json
 from collections.abc import Iterator
@@ -14,6 +15,25 @@ SUM = "sha256"  # key of the checksum of a result
 MODEL_FILES = (".json", ".jinja", ".model", ".txt", ".safetensors", ".bin")  # suffixes of the files of a model
 RECORDED = {...: (int, {"bytes": int, "sha256": str})}  # the form of `integrity.Recorded`
 Form = Any  # of a JSON value: see `misfit`
+
+
+def check_encoding(begin: bytes, name: str) -> None:
+    """Raises InputError if a file begins as text in UTF-16 or UTF-32 does: by a byte order mark, or by zero bytes.
+
+    begin: the first four bytes, or more."""
+    if begin and not (encoding := json.detect_encoding(begin[:4])).startswith("utf-8"):
+        raise InputError(f"{name} is {encoding.upper()}; expected UTF-8")
+
+
+def decode(data: bytes, name: str) -> str:
+    """Decodes UTF-8, and leaves out a byte order mark. InputError for another encoding."""
+    check_encoding(data, name)
+    try:
+        return data.decode().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{name} is not UTF-8: byte {error.start} is 0x{data[error.start]:02x} ({error.reason})"
+        ) from None
 
 
 def read_json(path: Path, form: Form = None) -> Any:

@@ -23,7 +23,7 @@ TEXT = """---
 
 # {mixer}, trained with headrace
 
-{sentence}
+{summary}
 {picture}
 | step | held-out loss, nats per token | perplexity | bits per byte |
 |---:|---:|---:|---:|
@@ -53,7 +53,7 @@ Sources: {sources}.
 
 ## Environment
 
-{where}
+{where}{versions}
 """
 
 PICTURE = "\n![Loss on training text and on held-out text](curves.png)\n"
@@ -84,7 +84,7 @@ def write_card(
         f"{final['final_bits_per_byte']:.4f} bits per byte."
     )
     scores = scores if math.isfinite(loss) else f", the loss on held-out text is {NO_NUMBER}."
-    sentence = f"After {recipe.tokens:g} tokens{scores} {baseline_sentence(loss, unigram)}"
+    summary = f"After {recipe.tokens:g} tokens{scores} {baseline_sentence(loss, unigram)}"
     results = [
         EvalResult("text-generation", "text", "held-out documents", metric, value)
         for metric in ("loss", "perplexity", "bits_per_byte")
@@ -100,18 +100,14 @@ def write_card(
         for e in evaluations
     )
     text = TEXT.format(
-        data=card.to_yaml(), mixer=recipe.mixer, sentence=sentence, picture=PICTURE if can_draw() else "", rows=rows,
+        data=card.to_yaml(), mixer=recipe.mixer, summary=summary, picture=PICTURE if can_draw() else "", rows=rows,
         recipe=to_yaml(recipe, about), documents=manifest["train"]["documents"], tokens=manifest["train"]["tokens"],
         held_documents=manifest["held_out"]["documents"], length=manifest["length"],
         sources=", ".join(source["name"] for source in manifest["sources"]),
-        where=", ".join(f"{name} {value}" for name, value in environment().items()) + versions(folder.parent),
+        where=", ".join(f"{name} {value}" for name, value in environment().items()),
+        versions=f".\n\n{several}" if (several := sentence(folder.parent)) else "",
     )  # fmt: skip
     ModelCard(text).save(folder / "README.md")
-
-
-def versions(run: Path) -> str:
-    several = sentence(run)
-    return f".\n\n{several}" if several else ""
 
 
 def number(value: float, digits: int = 4) -> str:

@@ -32,8 +32,8 @@ KEPT = 2
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints of a run, by step."""
-    marked = [path.parent for path in folder.glob(f"{name('*')}/{MARKER}")]
-    return sorted((path for path in marked if _number(path).isdecimal()), key=step)
+    marked = (path.parent for path in folder.glob(f"{name('*')}/{MARKER}"))
+    return sorted((path for path in marked if path.name.removeprefix(name("")).isdecimal()), key=step)
 
 
 def name(step: int | str) -> str:
@@ -42,19 +42,13 @@ def name(step: int | str) -> str:
 
 def step(checkpoint: Path) -> int:
     """The step after which a complete checkpoint was written."""
-    return int(_number(checkpoint))
-
-
-def _number(checkpoint: Path) -> str:
-    return checkpoint.name.rpartition("-")[2]
+    return int(checkpoint.name.removeprefix(name("")))
 
 
 def newest(folder: Path) -> Path | None:
     """The newest complete checkpoint, or None. InputError if its files do not match their checksums."""
-    last = max(complete_checkpoints(folder), key=step, default=None)
-    if last is None:
-        return None
-    if wrong := damage(last, read_record(last / MARKER)):
+    last = next(reversed(complete_checkpoints(folder)), None)
+    if last is not None and (wrong := damage(last, read_record(last / MARKER))):
         raise InputError(
             f"checkpoint {str(last)!r} is damaged: {wrong}; delete the folder to resume from an earlier checkpoint"
         )

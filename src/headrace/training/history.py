@@ -10,7 +10,7 @@ from datetime import datetime
 from importlib import import_module
 from pathlib import Path
 from platform import node
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm import tqdm
 
@@ -47,21 +47,13 @@ class Measures:
         return speed
 
 
-class Tracker(Protocol):
-    """A program that shows the numbers of runs."""
-
-    def log(self, numbers: dict[str, float], step: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class History:
     """The numbers of a run by step, in the form of `finite`. With `shown`, as in one of its processes, they are
     printed, but for those of gates."""
 
     def __init__(self, shown: bool):
         self.shown = shown
-        self.trackers: list[Tracker] = []
+        self.trackers: list[TensorBoard | Service] = []
         self.points: list[dict[str, Any]] = []
         self.progress: tqdm | None = None
         self.seconds: list[float] = []  # the times of the ends of the first steps
@@ -159,7 +151,7 @@ def check_trackers(trackers: str) -> None:
             require(f"--trackers={trackers}", name)
 
 
-def open_trackers(trackers: str, folder: Path, recipe: str) -> list[Tracker]:
+def open_trackers(trackers: str, folder: Path, recipe: str) -> list[TensorBoard | Service]:
     """The trackers of a run in a folder, from names in TRACKERS; they show its recipe."""
     names = [name for name in zoo.split(trackers) if name != "none"]
     return [TensorBoard(folder, recipe) if name == "tensorboard" else Service(name, folder, recipe) for name in names]

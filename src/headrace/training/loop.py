@@ -21,13 +21,12 @@ from ..files.checks import read_json
 from ..ops.loss import IGNORED
 from ..utils.integrity import write_json
 from . import checkpoints
-from .agreement import errors_in_all
 from .distillation import divergence
 from .gate_statistics import GateWatch
 from .history import History, Measures
 from .optimization import Optimization
-from .optimizer import optimizer, schedule
-from .processes import Processes, timed_steps
+from .parameters import optimizer, schedule
+from .processes import Processes, errors_in_all, timed_steps
 from .recipes import Recipe
 from .sharding import is_sharded, load_weights, whole, whole_weights
 from .watch import Stop, first_not_finite, gate_warnings, logged_statistics

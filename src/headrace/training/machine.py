@@ -1,12 +1,16 @@
 """What a recipe needs of a machine that is not there: memory per device, layout, steps and days.
 
-The memory is a sum of formulas, `memory`; the days follow from the peak of the data sheet and the efficiency that was
-measured with the mixer (`efficiency`), in which the network has no part of its own.
+The memory is a sum of formulas, `memory`; the days follow from the peak of the data sheet and the efficiency that
+`benchmarks/gpu.py` measured with the mixer, in which the network has no part of its own.
 """
 
+import csv
 import re
+import statistics
 import time
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +18,6 @@ import torch
 from ..files.devices import present_device
 from ..ops.loss import PIECE
 from ..utils.errors import InputError, nearest
-from .efficiency import Efficiency
-from .efficiency import efficiency as known
 from .model import counted, estimate, meta_model, taught_by
 from .recipes import Recipe
 
@@ -25,6 +27,7 @@ REACHED = 0.7
 OF_TEACHER = 8 * 4  # bytes per logit of the model with a teacher: the divergence, the cross-entropy and their gradients
 RECOMPUTED = 4 / 3  # operations of a step that computes the forward pass twice, over those of one that does not
 DAY = 24 * 60 * 60  # seconds
+MEASURED = Path(__file__).parent / "efficiency.csv"
 
 
 class Device(NamedTuple):
@@ -65,6 +68,29 @@ def peak(name: str) -> float | None:
     return DEVICES[max(fitting, key=len)].flops if fitting else None
 
 
+class Efficiency(NamedTuple):
+    """Model FLOPs utilization, and where it is from."""
+
+    fraction: float
+    source: str
+
+
+@cache
+def measured() -> dict[str, dict[str, str]]:
+    """Returns the measured rows by mixer."""
+    with MEASURED.open(newline="", encoding="utf-8") as file:
+        return {row["mixer"]: row for row in csv.DictReader(file)}
+
+
+def efficiency(mixer: str) -> Efficiency:
+    """Returns the efficiency of a mixer, an expression; of one that was not measured, the median of the others."""
+    rows, name = measured(), mixer.partition("(")[0].strip()
+    if name in rows:
+        return Efficiency(float(rows[name]["efficiency"]), f"measured with {name} on one {rows[name]['machine']}")
+    median = statistics.median(float(row["efficiency"]) for row in rows.values())
+    return Efficiency(median, f"an assumption, the median of {len(rows)} measured mixers")
+
+
 class Machine(NamedTuple):
     """Devices of one kind."""
 
@@ -85,16 +111,16 @@ def parse(text: str) -> Machine:
     return Machine(count, name)
 
 
-def plan(recipe: Recipe, machine: Machine, efficiency: float | None = None) -> dict[str, Any]:
+def plan(recipe: Recipe, machine: Machine, assumed: float | None = None) -> dict[str, Any]:
     """Returns layout, bytes per device and days of a training run.
 
-    efficiency: the fraction of the peak that the operations of a run reach, those of a second forward pass by
+    assumed: the fraction of the peak that the operations of a run reach, those of a second forward pass by
         `recompute` included; without `recompute` this is the model FLOPs utilization. None: as measured.
 
     Raises:
         InputError: for rows or weights that the devices cannot share evenly, and an efficiency outside 0 to 1.
     """
-    reached = known(recipe.mixer) if efficiency is None else Efficiency(efficiency, "an assumption")
+    reached = efficiency(recipe.mixer) if assumed is None else Efficiency(assumed, "an assumption")
     if not 0 < reached.fraction <= 1:
         raise InputError(f"--efficiency={reached.fraction:g}; expected more than 0 and at most 1")
     if machine.devices % recipe.shard:

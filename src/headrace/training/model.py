@@ -21,15 +21,19 @@ from ..convert import load
 from ..convert.checkpoint import read_config
 from ..hf import HeadraceConfig, HeadraceForCausalLM
 from ..layers.base import Recurrence
-from ..ops.dispatch import set_backend
+from ..ops.backends.torch.op import BACKEND
+from ..ops.backends.triton.op import unsupported_on_gpus
+from ..ops.call import Call
+from ..ops.dispatch import BACKENDS, set_backend
+from ..spec.attention import SoftmaxSpec
 from ..utils.errors import InputError
-from .kernels import without_kernel
 from .parameters import gate_parameters, initialize_gates
 from .recipes import CHECKPOINT, SIZES, Recipe
 
 SHARED = 12  # bytes per parameter of the weight and AdamW's two moments in float32
 WHOLE = 4  # of the gradient, which a process keeps whole until the end of a step
 FORWARD = 3  # FLOPs of a step over those of its forward pass, which is all that a teacher computes
+ASKING = "asking"  # a backend that computes as PyTorch's, and notes what the kernels say of each call
 KEPT = ("style", "mlp", "norm_eps", "rope_theta")  # fields of a config that a recipe does not have
 
 
@@ -127,7 +131,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         "tokens": round(recipe.tokens),
         "flops_per_token": flops,
         "flops": flops * round(recipe.tokens),
-        "kept_per_token": {part: size // _tokens(recipe) for part, size in kept.items()},
+        "kept_per_token": {part: size * recipe.context_parallel // recipe.length for part, size in kept.items()},
         "bytes": {
             "weights, gradients, moments": held,
             "kept for the backward": recipe.micro_batch * sum(kept.values()),
@@ -201,17 +205,12 @@ def recompute_blocks(model: HeadraceForCausalLM) -> None:
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
 
 
-def _tokens(recipe: Recipe) -> int:
-    """Number of tokens of a row in a process."""
-    return recipe.length // recipe.context_parallel
-
-
 def _kept_for_backward(model: HeadraceForCausalLM, recipe: Recipe) -> dict[str, int]:
     """`kept_for_backward` of a forward pass over one row in a process, in the recipe's precision and uncompiled."""
     if recipe.recompute:
         recompute_blocks(model)
     nn.Module.to(model, getattr(torch, recipe.precision))
-    ids = torch.zeros(1, _tokens(recipe), dtype=torch.long)
+    ids = torch.zeros(1, recipe.length // recipe.context_parallel, dtype=torch.long)
     # the loss keeps as much as the last hidden states
     return kept_for_backward(lambda: model(input_ids=ids, use_cache=False), model.parameters())
 
@@ -242,3 +241,41 @@ def matrix_products(counter: FlopCounterMode, model: nn.Module) -> int:
     root, counted = type(model).__name__, counter.get_flop_counts()
     recurrences = [f"{root}.{name}" for name, module in model.named_modules() if isinstance(module, Recurrence)]
     return counter.get_total_flops() - sum(sum(counted[name].values()) for name in recurrences if name in counted)
+
+
+# --- kernels ---------------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def without_kernel(model: Any) -> dict[str, list[int]]:
+    """Returns the layers of a language model without a kernel, by the reason. Layers of softmax attention, which
+    PyTorch's kernels compute, are left out.
+
+    model: on any device, which computes a few tokens with it; on the meta device without memory. Its backend is set to
+        "torch"."""
+    x = model.model.embed_tokens.weight.new_zeros(1, 64, model.config.hidden_size)  # on the length no reason depends
+    found: dict[str, list[int]] = {}
+    for i, layer in enumerate(model.model.backbone.layers):
+        for mixer in (layer.mixer, layer.parallel):
+            if mixer is not None and (reason := _reason(mixer, x)) is not None:
+                found.setdefault(reason, []).append(i)
+    return found
+
+
+def _reason(mixer: nn.Module, x: Tensor) -> str | None:
+    if isinstance(getattr(mixer, "spec", None), SoftmaxSpec):
+        return None
+    asked: list[str | None] = []
+
+    def note(call: Call) -> None:
+        asked.append(unsupported_on_gpus(call))
+
+    kernel = BACKEND.linear_attention._replace(unsupported_reason=note)
+    BACKENDS[ASKING] = BACKEND._replace(linear_attention=kernel)
+    try:
+        set_backend(mixer, ASKING)
+        mixer(x)
+    finally:
+        del BACKENDS[ASKING]
+    set_backend(mixer, "torch")
+    if not asked:
+        return f"the recurrence of {type(mixer).__name__} has none"
+    return next((reason for reason in asked if reason is not None), None)

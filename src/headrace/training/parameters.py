@@ -1,13 +1,18 @@
-"""Parameter groups for the optimizer, and initialization of competition gates."""
+"""AdamW with its parameter groups and its learning rate, from the fields of a recipe; and the initialization of
+competition gates."""
 
 import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import get_scheduler
 
 from ..layers.linear.competition import Gate, HeadCompetition
+from .optimization import Optimization
 
 
 def gate_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
@@ -51,3 +56,20 @@ def parameter_groups(model: nn.Module, weight_decay: float, gate_lr: float) -> l
         group = {"params": members, "weight_decay": 0.0 if without else weight_decay}
         groups.append(group | ({"lr": gate_lr} if of_gates else {}))
     return [group for group in groups if group["params"]]
+
+
+def optimizer(model: nn.Module, recipe: Optimization) -> torch.optim.AdamW:
+    groups = parameter_groups(model, recipe.weight_decay, recipe.gate_lr * recipe.lr)
+    return torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, fused=True)
+
+
+def schedule(adamw: torch.optim.Optimizer, recipe: Optimization) -> LRScheduler:
+    """The learning rate: a linear warm-up, then a cosine or a line over the rest of the training."""
+    cosine = recipe.schedule == "cosine"
+    return get_scheduler(
+        "cosine_with_min_lr" if cosine else "linear",
+        adamw,
+        recipe.warmup_steps,
+        recipe.steps,
+        scheduler_specific_kwargs={"min_lr_rate": recipe.min_lr} if cosine else {},
+    )

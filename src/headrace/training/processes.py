@@ -1,10 +1,14 @@
-"""The processes of torchrun: how they start, form groups, and end when one of them no longer answers."""
+"""The processes of torchrun: how they start, form groups, agree on a folder, and end when one of them fails or does not
+answer."""
 
 import os
+import pickle
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 
 from ..data.rows import shifted
-from ..files.processes import end_with_parent
+from ..files.processes import LOCK, end_with_parent, holder_of, locked
 from ..files.threads import Threads
 from ..ops.loss import IGNORED
 from ..ops.parallel.context import SequenceShard, context_parallel
@@ -141,6 +145,70 @@ def device_of_this_process() -> torch.device:
     return torch.device(kind.type, number)
 
 
+# --- agreement -------------------------------------------------------------------------------------------------------
+@contextmanager
+def errors_in_all() -> Iterator[None]:
+    """Ends the block in all processes alike: what one of them raises is raised in each. Otherwise the others would wait
+    for that process until the timeout. All processes must come to the end of the block, so that processes may wait for
+    each other in it only where an error is raised in all."""
+    mine: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        mine = error
+    errors = gathered(None if mine is None else sendable(mine))
+    failed = next((number for number, error in enumerate(errors) if error is not None), None)
+    if failed is not None:
+        raise mine if mine is not None and failed == rank() else errors[failed]
+
+
+def rank() -> int:
+    """The number of this process among those of the run."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def gathered(mine: Any) -> list[Any]:
+    """The objects of all processes, in each of them."""
+    every = [mine] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if dist.is_initialized():
+        dist.all_gather_object(every, mine)
+    return every
+
+
+def sendable(error: Exception) -> Exception:
+    """The error, or one with its sentence if another process could not read it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+@contextmanager
+def agreed(folder: Path, choose: Callable[[], Path | None]) -> Iterator[Path | None]:
+    """Locks the folder in process 0, where `choose` selects a checkpoint for all processes; yields the checkpoint.
+
+    Raises:
+        InputError: in every process, if process 0 raises one or another process does not see the folder.
+    """
+    with ExitStack() as held:
+        message: Any = None
+        with errors_in_all():
+            if rank() == 0:
+                holder, chosen = held.enter_context(locked(folder)), choose()
+                message = holder, chosen and chosen.name
+        holder, name = gathered(message)[0]
+        lock = folder / LOCK
+        visible = gathered(lock.is_file() and holder_of(lock) == holder)
+        if not all(visible):
+            raise InputError(
+                f"process {visible.index(False)} does not see the folder that process 0 writes to; expected one "
+                f"--output shared by all processes, got {str(folder)!r}"
+            )
+        yield None if name is None else folder / name
+
+
+# --- a process that does not answer --------------------------------------------------------------------------------
 def is_connection_error(error: BaseException) -> bool:
     """Whether an error says that another process did not answer."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))

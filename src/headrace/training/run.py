@@ -35,7 +35,6 @@ from ..utils.errors import InputError, reading
 from ..utils.extras import named
 from ..utils.integrity import CHECKSUMS, write_json
 from . import checkpoints
-from .agreement import agreed, errors_in_all, rank
 from .card import baseline_sentence, can_draw, read_history, write_card
 from .compiled import compile_for_training, is_compiled, report_compiler_errors
 from .distillation import teacher_of
@@ -43,7 +42,17 @@ from .history import Measures, check_trackers, open_trackers
 from .loop import Batches, Loop, answers
 from .machine import peak
 from .model import build, count, flops_per_token, meta_model, recompute_blocks
-from .processes import PARALLEL, TIMEOUT, Processes, connect, is_connection_error, unresponsive
+from .processes import (
+    PARALLEL,
+    TIMEOUT,
+    Processes,
+    agreed,
+    connect,
+    errors_in_all,
+    is_connection_error,
+    rank,
+    unresponsive,
+)  # fmt: skip
 from .recipes import FROM_DATA, About, Recipe, to_yaml
 from .sharding import shard
 from .watch import Stop
@@ -252,17 +261,10 @@ def shared_model(model: Any, recipe: Recipe, processes: Processes) -> torch.nn.M
 
 
 def seconds_per_token(recipe: Recipe, devices: int) -> float | None:
-    """Of training at the peak of the devices; None if it is not known. Operations take seconds to count."""
-    flops = peak_flops(devices)
-    return None if flops is None else flops_per_token(meta_model(recipe), recipe) / flops
-
-
-def peak_flops(devices: int) -> float | None:
-    """Peak bfloat16 FLOPs per second of GPUs without sparsity, by the data sheets; None if not known."""
-    if not torch.cuda.is_available():
-        return None
-    per_device = peak(torch.cuda.get_device_name())
-    return None if per_device is None else per_device * devices
+    """Of training at the peak of the devices by their data sheet; None if it is not known. Operations take seconds to
+    count."""
+    flops = peak(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    return None if flops is None else flops_per_token(meta_model(recipe), recipe) / (flops * devices)
 
 
 def finish(loop: Loop, about: About, data: PackedData) -> None:

@@ -240,3 +240,17 @@ def _path(name: str) -> Path:
 def to_yaml(recipe: Recipe, about: About) -> str:
     """All fields as YAML, so that the recipe of a run does not depend on later defaults."""
     return yaml_file.to_yaml(asdict(recipe) | asdict(about))
+
+
+def assignments(settings: list[str]) -> dict[str, str]:
+    """Settings of the command line, ["lr=1e-4", …] -> {"lr": "1e-4", …}. InputError for one without "=" or a field that
+    is set twice."""
+    values: dict[str, str] = {}
+    for setting in settings:
+        name, equals, value = (part.strip() for part in setting.partition("="))
+        if not equals:
+            raise InputError(f"{setting!r} is not of the form FIELD=VALUE")
+        if name in values:
+            raise InputError(f"{name!r} is set twice, to {values[name]!r} and to {value!r}; expected each field once")
+        values[name] = value
+    return values
