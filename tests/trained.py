@@ -1,5 +1,6 @@
 """A training run of a second, for tests."""
 
+import json
 import os
 from unittest.mock import patch
 
@@ -26,6 +27,11 @@ def recipe(**changes):
 @patch.object(card, "draw_curves")  # a third of a second, in which nothing is trained
 def train(data, folder, drawing, **changes):
     return run.train(*recipe(**changes), data, folder, trackers="none")
+
+
+def history(folder):
+    """What a run has logged."""
+    return json.loads((folder / "model" / "history.json").read_text("utf-8"))
 
 
 def signalled(at, number):

@@ -187,12 +187,6 @@ def test_bytes_are_a_tokenizer(jsonl, tmp_path):
     assert plan.task.tokenizer is None
 
 
-def test_existing_folder_is_not_overwritten(jsonl, tmp_path):
-    prepare(Preparation((str(jsonl),), length=16), tmp_path / "d")
-    with pytest.raises(InputError, match="exists; name another"):
-        prepare(Preparation((str(jsonl),), length=16), tmp_path / "d")
-
-
 def test_collator_joins_or_separates_documents(jsonl, tmp_path):
     rows = [{"input_ids": [1, 2, 3, 4], "starts": [2]}, {"input_ids": [5, 6, 7], "starts": [1]}]
     joined = Collator(pad=0)(rows)

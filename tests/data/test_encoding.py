@@ -24,21 +24,8 @@ DATA = os.environ.get("HEADRACE_DATA")
 README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
 # what stands at places: contractions, runs of white space, marks that combine, numbers, other scripts
 TORN = ["don't", "'s", "I'LL", " ", "  ", "\n", "\n\n", "\t", "\r\n", "word", "Ab", "...", ",", "--", "12345", "²", "é"]
-TORN += [
-    "e\u0301",
-    "\u0301",
-    "\u00a0",
-    "\u2003",
-    "\u200b",
-    "中文",
-    "한",
-    "\u1161",
-    "🙂",
-    "_",
-    "\x1c",
-    "٣",
-    "<|endoftext|>",
-]
+TORN += ["e\u0301", "\u0301", "\u00a0", "\u2003", "\u200b", "中文", "한", "\u1161", "🙂", "_", "\x1c", "٣"]
+TORN += ["<|endoftext|>"]
 
 
 def trained(pre_tokenizer, normalizer=None):

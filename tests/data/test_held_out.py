@@ -14,6 +14,7 @@ from headrace.comparison.defaults import CAPACITY, DEFAULTS
 from headrace.tasks import TASKS, Copy, Dates, Digits, Induction, Needle, Pair, Reverse, Spans, Text
 from headrace.tasks.base import BLOCK, PARTS, SplitByContent, generator, row_hashes
 from headrace.utils.errors import InputError
+from spans import put_together
 
 # Tasks whose rows are cut from data of fixed parts; the rows of all others are drawn and parted by their content.
 OF_DATA: dict[str, Callable] = {
@@ -95,14 +96,6 @@ def text_of(task, batch):
         shown = torch.where(batch["shift_labels"] < 0, batch["input_ids"], batch["shift_labels"])
         return [tuple(i for i in row if i < 257) for row in shown[batch["next_sentence_label"] == 0].tolist()]
     return [tuple(row) for row in batch["input_ids"].tolist()]
-
-
-def put_together(source, target, marks):
-    spans, mark = {}, None
-    for i in target[:-1]:
-        mark = i if i >= marks else mark
-        spans.setdefault(mark, []).extend([i - 2] if i < marks else [])
-    return tuple(j for i in source for j in (spans[i] if i >= marks else [i - 2]))
 
 
 @pytest.mark.parametrize("name", ["text", "masked", "spans"])

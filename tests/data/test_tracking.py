@@ -118,16 +118,10 @@ def test_flip_flop_draws_as_many_writes_as_reads():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Parity(length=0),
-        lambda: ModularCounting(modulus=1),
-        lambda: S3(moved=4),
-        lambda: S5(moved=1),
-        lambda: FlipFlop(length=9),
-        lambda: FlipFlop(ignored=1.1),
-        lambda: Dyck(kinds=0),
-        lambda: Dyck(length=1),
+        lambda: Parity(length=0), lambda: ModularCounting(modulus=1), lambda: S3(moved=4), lambda: S5(moved=1),
+        lambda: FlipFlop(length=9), lambda: FlipFlop(ignored=1.1), lambda: Dyck(kinds=0), lambda: Dyck(length=1),
     ],
-)
+)  # fmt: skip
 def test_impossible_rows_are_refused(make):
     with pytest.raises(InputError, match="expected"):
         make()

@@ -6,11 +6,11 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from multiprocessing import get_context
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -24,7 +24,7 @@ from failing import sentences
 from headrace import data as data_module
 from headrace import load
 from headrace.cli import app as cli
-from headrace.data import Preparation, open_data, prepare
+from headrace.data import open_data
 from headrace.data.tokenizer import byte_level
 from headrace.files.processes import LOCK, locked
 from headrace.training import checkpoints
@@ -32,7 +32,7 @@ from headrace.training.model import estimate
 from headrace.utils.errors import InputError
 from headrace.utils.integrity import CHECKSUMS
 from sharded import Run, ended, start_each, train_all
-from trained import arguments, plain_loss, recipe, signalled, train
+from trained import arguments, history, plain_loss, recipe, signalled, train
 
 SHORT = {"tokens": 128 * 2, "evaluate_rows": 2}
 
@@ -132,13 +132,16 @@ def test_output_folder_is_written_atomically(command, model_of_bytes, tmp_path, 
     assert code == 0 and (tmp_path / "d" / CHECKSUMS).exists() and not list(tmp_path.glob(".d*"))
 
 
+def killed_in(folder):
+    with locked(folder):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_lock_of_a_killed_process_is_released(tmp_path):
-    program = f"""
-        from pathlib import Path; from headrace.files.processes import locked; import os
-        with locked(Path({str(tmp_path / "d")!r})): os.kill(os.getpid(), 9)
-    """
-    program = "\n".join(line[8:] for line in program.splitlines())
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
+    process = groups.forked().Process(target=killed_in, args=(tmp_path / "d",))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert (tmp_path / "d" / LOCK).exists()
     with locked(tmp_path / "d"):
         pass
@@ -155,29 +158,12 @@ def test_unwritable_folder_is_one_sentence(prepared, tmp_path, headrace_):
 # --- processes that outlive another ----------------------------------------------------------------------------------
 
 
-def children(pid):
-    """All processes below one."""
-    told = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-    found, below = {pid}, [tuple(map(int, line.split())) for line in told.splitlines()]
-    while more := {child for child, parent in below if parent in found} - found:
-        found |= more
-    return found - {pid}
-
-
-def wait_for(true, seconds=600):
-    end = time.monotonic() + seconds
+def wait_for(true):
+    end = time.monotonic() + 600
     while not (found := true()):
         assert time.monotonic() < end
         time.sleep(0.05)
     return found
-
-
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def as_torchrun(run, data):
@@ -199,12 +185,13 @@ def test_children_of_a_killed_process_end(prepared, tmp_path, launcher):
         process = groups.forked().Process(target=as_torchrun, args=(Run(folder, {"tokens": 1e9}), prepared))
         process.start()
     sign = {"torchrun": lambda: list(folder.glob("checkpoint-*"))}.get(launcher, lambda: True)
-    below = wait_for(lambda: sign() and len(found := children(process.pid)) >= 2 and found)
+    parent = psutil.Process(process.pid)
+    below = wait_for(lambda: sign() and len(found := parent.children(recursive=True)) >= 2 and found)
     if launcher == "prepare":
         time.sleep(1)
     process.kill()
     process.join()
-    wait_for(lambda: not any(map(alive, below)), 10)
+    assert not psutil.wait_procs(below, timeout=10)[1]
 
 
 # --- the same checkpoint for all -------------------------------------------------------------------------------------
@@ -237,8 +224,7 @@ def test_failure_in_one_process_ends_all_with_one_sentence(prepared, tmp_path):
 
 
 def final_loss(folder):
-    history = json.loads((folder / "model" / "history.json").read_text())
-    return next(point["final_loss"] for point in history if "final_loss" in point)
+    return next(point["final_loss"] for point in history(folder) if "final_loss" in point)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 18])
@@ -284,26 +270,21 @@ def test_flipped_bit_of_a_checkpoint_is_named(data, trained_model, tmp_path, nam
         train(data, tmp_path / "run", **SHORT)
 
 
-@pytest.mark.parametrize("part", ["train.npy", "held_out.ends.npy", "tokenizer/tokenizer.json"])
-def test_flipped_bit_of_the_data_is_named(tmp_path, part):
-    (tmp_path / "texts.jsonl").write_text((json.dumps({"text": "some words"}) + "\n") * 100)
-    prepare(Preparation((str(tmp_path / "texts.jsonl"),), length=16), tmp_path / "d")
-    open_data(tmp_path / "d")
-    flip(tmp_path / "d" / part)
-    with pytest.raises(InputError, match=rf"--data .*d' is damaged: {part} has another SHA-256"):
-        open_data(tmp_path / "d")
-
-
-def test_only_one_process_per_machine_hashes_the_data(tmp_path, monkeypatch):
-    (tmp_path / "texts.jsonl").write_text((json.dumps({"text": "some words"}) + "\n") * 100)
-    prepare(Preparation((str(tmp_path / "texts.jsonl"),), length=16), tmp_path / "d")
-    flip(tmp_path / "d" / "train.npy")
+def test_flipped_bit_of_the_data_is_named_by_one_process_per_machine(prepared, tmp_path, monkeypatch):
+    """The others compare sizes."""
+    folder = shutil.copytree(prepared, tmp_path / "d")
+    for part in ("train.npy", "held_out.ends.npy", "tokenizer/tokenizer.json"):
+        flip(folder / part)
+        with pytest.raises(InputError, match=rf"--data .*d' is damaged: {part} has another SHA-256"):
+            open_data(folder)
+        flip(folder / part)
+    flip(folder / "train.npy")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    open_data(tmp_path / "d")
-    with (tmp_path / "d" / "train.npy").open("ab") as file:
+    open_data(folder)
+    with (folder / "train.npy").open("ab") as file:
         file.write(b"x")
     with pytest.raises(InputError, match=r"--data .*d' is damaged: train.npy has \d+ bytes, not \d+"):
-        open_data(tmp_path / "d")
+        open_data(folder)
 
 
 @pytest.fixture(scope="module")

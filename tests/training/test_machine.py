@@ -12,6 +12,7 @@ from headrace.training import machine, recipes
 from headrace.training.distillation import divergence, teacher_of
 from headrace.training.loop import answers
 from headrace.training.model import build, counted, recompute_blocks
+from headrace.training.run import seconds_per_token
 from trained import peak_of
 
 
@@ -97,24 +98,30 @@ def test_machine_names_are_parsed_and_checked():
 
 
 def test_devices_are_recognized_by_driver_names():
+    """Dense bfloat16, of NVIDIA's data sheets."""
     names = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 NVL": 835e12, "NVIDIA A100-SXM4-40GB": 312e12}
     names |= {"NVIDIA L40S": 362e12, "NVIDIA L4": 121e12, "NVIDIA GeForce RTX 4090": 165e12, "NVIDIA L40": None}
+    names |= {"NVIDIA H200": 989e12, "NVIDIA B200": 2250e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA RTX 3090": None}
     assert {name: machine.peak(name) for name in names} == names
 
 
-def test_dry_run_says_whether_it_fits():
-    def run(*options):
-        command = [
-            "train",
-            "laptop-1m",
-            "hidden_size=6144",
-            "--dry-run",
-            *options,
-        ]  # 2 billion parameters in few layers
-        return CliRunner().invoke(cli.app, command, env={"COLUMNS": "200"})
+@pytest.mark.parametrize(("name", "peak"), [("NVIDIA H200", 989e12), ("NVIDIA L40", None)])
+def test_utilization_is_of_the_peak_of_all_devices(name, peak, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    flops = machine.estimate(recipe())["flops_per_token"]
+    assert seconds_per_token(recipe(), 4) == (peak and pytest.approx(flops / (4 * peak)))
 
-    assert "GiB: fits" in run("--machine", "8xH100").output
-    assert "does not fit; expected a smaller micro_batch" in run("--machine", "8xL4").output
+
+def test_dry_run_says_whether_it_fits_and_names_layers_without_a_kernel():
+    def run(*options):
+        return CliRunner().invoke(cli.app, ["train", "laptop-1m", "--dry-run", *options], env={"COLUMNS": "200"})
+
+    wide = "hidden_size=6144"  # 2 billion parameters in few layers
+    assert "GiB: fits" in run(wide, "--machine", "8xH100").output
+    assert "does not fit; expected a smaller micro_batch" in run(wide, "--machine", "8xL4").output
+    said = run("mixer=mamba").output
+    assert "4 of 4 layers: the recurrence of Mamba has none; PyTorch computes them" in said
     result = json.loads(run("shard=8", "--machine", "8xH100", "--json").output)["machine"]
     assert result["fits"] and result["shard"] == 8
     assert result["efficiency"] == machine.efficiency(recipes.load("laptop-1m")[0].mixer).fraction
@@ -145,10 +152,3 @@ def test_layers_without_a_kernel_are_named(mixer, reason):
     found = counted(recipe(mixer=mixer, layers=2, hidden_size=256, length=128)).without_kernel
     assert list(found.values()) == ([] if reason is None else [[0, 1]])
     assert reason is None or next(iter(found)).startswith(reason)
-
-
-def test_dry_run_names_layers_without_a_kernel():
-    said = (
-        CliRunner().invoke(cli.app, ["train", "laptop-1m", "mixer=mamba", "--dry-run"], env={"COLUMNS": "200"}).output
-    )
-    assert "4 of 4 layers: the recurrence of Mamba has none; PyTorch computes them" in said

@@ -45,18 +45,12 @@ def test_shipped_recipes_load_with_their_steps():
     assert recipe.lr == 1e-3 and recipe.clips == 1.0 and "batch_tokens" in about.assumed and "lr" not in about.assumed
 
 
-def test_rnn_recipe_clips_only_gated_models():
-    assert recipes.load("rnn-300m")[0].clips is None
-    assert recipes.load("rnn-300m", {"mixer": "gla"})[0].clips == 1.0
-    assert recipes.load("rnn-300m", {"mixer": "softmax-linear-attention"})[0].clips == 1.0
-    assert recipes.load("rnn-300m", {"mixer": "linear-attention"})[0].clips is None
-
-
 GATED = {
     "softmax-rnn-gate": True, "softmax-rnn-gate(gate=input)": True, "softmax-rnn-norm": False,
     "softmax-rnn-gate(gate=none)": False, "softmax-rnn-norm(denominator=detached)": False,
     "softmax-rnn-norm(denominator=input-length, numerator=cosine)": False, "softmax-rnn-norm+softmax-rnn-gate": True,
-    "transformer": False, "retnet": True, "mamba": True, "rwkv7": True,
+    "gla": True, "linear-attention": False, "softmax-linear-attention": True, "transformer": False, "retnet": True,
+    "mamba": True, "rwkv7": True,
 }  # fmt: skip
 
 

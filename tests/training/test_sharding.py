@@ -1,7 +1,6 @@
 """Processes that share the weights train as one process does, and go on from the checkpoint of any number of them, also
 in a later epoch than the first. Processes that share gradients alone (DDP) go on bit for bit, too."""
 
-import json
 import shutil
 import signal
 
@@ -15,7 +14,7 @@ pytest.importorskip("datasets", reason="the extra [train] is not installed")
 from headrace import InputError, load
 from headrace.training import checkpoints
 from sharded import Run, ended, start, train_all
-from trained import train
+from trained import history, train
 
 pytestmark = pytest.mark.slow(seconds=70)
 
@@ -83,10 +82,6 @@ def runs(stalled, few, tmp_path_factory):
 
 GO_ON_IN_TWO = {"2-2": 2, "1-2": 2, "2-ddp": 1, "ddp-ddp": 1}  # {run: processes that share the weights}
 BEGUN = {"2-2": "cut-2", "1-2": "cut-1", "2-ddp": "cut-2", "ddp-ddp": "cut-ddp"}  # {run: the killed one}
-
-
-def history(folder):
-    return json.loads((folder / "model" / "history.json").read_text("utf-8"))
 
 
 def weights(folder):

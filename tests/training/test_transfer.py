@@ -245,38 +245,30 @@ def test_what_cannot_stay_is_named(text, sentence):
         Keep.parsed(text).changed([0, 1, 2])
 
 
-def test_command(folder, prepared, tmp_path, run_command):
-    words = [folder, "--data", prepared, "--steps", 4, "--held-out", 2, "--threads", 1, "--output", tmp_path / "out"]
+def test_command_and_those_that_its_page_names(folder, prepared, tmp_path, run_command):
+    """The model is trained as a whole, then on rows of four times the length, with and without the teacher."""
+    data, out = tmp_path / "data", tmp_path / "out"
+    data.symlink_to(prepared)
+    words = [folder, "--data", data, "--steps", 2, "--held-out", 2, "--threads", 1, "--output", out]
     result = run_command("linearize", *words)
     assert result.code == 0, result.err
-    assert "step 4 of 4: error" in result.out
-    report = json.loads((tmp_path / "out" / "linearize.json").read_text())
+    assert "step 2 of 2: error" in result.out
+    report, page = json.loads((out / "linearize.json").read_text()), (out / "report.html").read_text("utf-8")
     assert report["kept"] == [0, 2] and set(report["layers"]) == {"1"}
     for what, nats in report["nats"].items():
         assert f"{what} {nats:.3f}" in result.out
     assert f"{report['layers']['1']['after']:.3f}" in result.out
-    page = (tmp_path / "out" / "report.html").read_text("utf-8")
     for number in (f"{report['nats']['transferred']:.3f}", f"{report['removed']['1']['linear']:+.3f}"):
         assert number in page
-    assert load(tmp_path / "out").config.layer_types.count("linear_attention") == 1
     found = report["decoding"]["tokens_per_second"]
     for tokens, sizes in report["state_bytes"].items():
         shown = [x[name] for x in ({n: s / 1e6 for n, s in sizes.items()}, found[tokens]) for name in sizes]
         cells = "".join(rf"<td[^>]*>{number:,.1f}</td>\s*" for number in shown)
         assert re.search(rf"<td[^>]*>{int(tokens):,}</td>\s*{cells}", page), tokens
     assert all(engine in page for engine in report["decoding"]["engine"].values())
-    assert run_command("generate", tmp_path / "out", "--prompt", "2 times", "--max-new-tokens", 3).code == 0
+    assert run_command("generate", out, "--prompt", "2 times", "--max-new-tokens", 3).code == 0
     assert run_command("linearize", *words).code == 2  # the folder exists
-
-
-def test_the_commands_that_the_page_names_run(folder, prepared, tmp_path, run_command):
-    """The model is trained as a whole, then on rows of four times the length, with and without the teacher."""
-    data, out = tmp_path / "data", tmp_path / "out"
-    data.symlink_to(prepared)
-    words = [folder, "--data", data, "--steps", 2, "--held-out", 1, "--threads", 1, "--output", out]
-    assert run_command("linearize", *words).code == 0
-    named = json.loads((out / "linearize.json").read_text())["next"]
-    page = (out / "report.html").read_text("utf-8")
+    named = report["next"]
     assert all(line in page for line in named.values())
     evaluate, whole, prepare, longer = ([*shlex.split(line)[1:]] for line in named.values())
     assert evaluate[:3] == ["eval", str(folder), str(out)] and run_command(*evaluate, "--help").code == 0
@@ -289,6 +281,7 @@ def test_the_commands_that_the_page_names_run(folder, prepared, tmp_path, run_co
         assert result.code == 0, result.err
     assert open_data(tmp_path / "data-128").manifest["length"] == 128
     kinds = load(out).config.layer_types
+    assert kinds.count("linear_attention") == 1
     for run, longest in {"out-whole": 64, "out-128": 128, "alone": 128}.items():
         model = load(tmp_path / run / "model")
         assert model.config.layer_types == kinds and model.config.max_position_embeddings == longest
@@ -347,7 +340,7 @@ def test_a_killed_command_goes_on(folder, prepared, tmp_path, run_command, monke
             ["--window-dropout", "0.5"],
             "--window-dropout=0.5 with --mixer='hedgehog(decay.kind=sigmoid-head)', which has",
         ),
-        (["--window-dropout", "2"], "window_dropout=2; expected at most 1"),
+        (["--window-dropout", "2"], "window_dropout=2.0; expected 0 to 1, a share"),
     ],
 )
 def test_bad_options_are_one_sentence(words, sentence, folder, prepared, tmp_path, run_command):

@@ -16,8 +16,7 @@ from typing import Any
 import headrace
 
 from ..utils.errors import InputError, VersionWarning
-from ..utils.integrity import sha256, write_json
-from ..utils.integrity import short as as_json
+from ..utils.integrity import sha256, short, write_json
 from ..utils.plugins import digests
 from .checks import read_json
 from .processes import MADE_BY, is_free
@@ -148,10 +147,6 @@ def difference(
         pairs = ((i, *both) for i, both in enumerate(zip(held, current, strict=True)))
     else:
         name = next((part for part in reversed(at) if isinstance(part, str)), where)
-        return None if held == current else (name, short(held), short(current))
+        before, now = (value if value is ABSENT else short(value) for value in (held, current))
+        return None if held == current else (name, before, now)
     return next(filter(None, (difference(a, b, where, optional, (*at, name)) for name, a, b in pairs)), None)
-
-
-def short(value: Any) -> str:
-    """Returns a value as truncated JSON, and ABSENT as it is."""
-    return value if value is ABSENT else as_json(value)

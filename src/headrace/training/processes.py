@@ -19,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 
 from ..data.rows import shifted
+from ..files.devices import present_device
 from ..files.processes import LOCK, end_with_parent, holder_of, locked
 from ..files.threads import Threads
 from ..ops.loss import IGNORED
@@ -137,12 +138,11 @@ def _meet(device: torch.device, limit: timedelta) -> dist.Store:
 
 def device_of_this_process() -> torch.device:
     """The accelerator of this process's number on its machine, or the CPU."""
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if kind is None:
-        return torch.device("cpu")
-    number = int(os.environ.get("LOCAL_RANK", 0))
+    device, number = present_device(), int(os.environ.get("LOCAL_RANK", 0))
+    if device.type == "cpu":
+        return device
     torch.accelerator.set_device_index(number)
-    return torch.device(kind.type, number)
+    return torch.device(device.type, number)
 
 
 # --- agreement -------------------------------------------------------------------------------------------------------

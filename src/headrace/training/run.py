@@ -42,17 +42,7 @@ from .history import Measures, check_trackers, open_trackers
 from .loop import Batches, Loop, answers
 from .machine import peak
 from .model import build, count, flops_per_token, meta_model, recompute_blocks
-from .processes import (
-    PARALLEL,
-    TIMEOUT,
-    Processes,
-    agreed,
-    connect,
-    errors_in_all,
-    is_connection_error,
-    rank,
-    unresponsive,
-)  # fmt: skip
+from .processes import PARALLEL, TIMEOUT, Processes, agreed, connect, errors_in_all, is_connection_error, unresponsive
 from .recipes import FROM_DATA, About, Recipe, to_yaml
 from .sharding import shard
 from .watch import Stop
@@ -88,14 +78,16 @@ def train(
         recipe.share(processes.count)
     with agreed(folder, partial(begin, folder, recipe, opened)) as last:
         if is_finished(folder, last, recipe):
-            print_once(f"{folder} is finished, and nothing is left to do; {next_command(folder, opened)}")
+            if processes.rank == 0:
+                print(f"{folder} is finished, and nothing is left to do; {next_command(folder, opened)}")
             return None
         set_seed(recipe.seed)
         loop, stop = make_loop(recipe, opened, folder, processes), Stop()
-        print_once(describe_start(loop, last))
+        if processes.rank == 0:
+            print(describe_start(loop, last))
         with report_failures(loop), report_compiler_errors(), closing(loop.history):
             with errors_in_all():
-                if rank() == 0:
+                if processes.rank == 0:
                     loop.history.trackers = open_trackers(trackers, folder, to_yaml(recipe, about))
             if last is not None:
                 loop.resume(last)
@@ -104,11 +96,6 @@ def train(
             stop.end()
             finish(loop, about, opened)
     return loop
-
-
-def print_once(lines: str) -> None:
-    if rank() == 0:
-        print(lines)
 
 
 def describe_start(loop: Loop, last: Path | None) -> str:
@@ -282,8 +269,8 @@ def finish(loop: Loop, about: About, data: PackedData) -> None:
         recipe = replace(loop.recipe, compile=is_compiled(loop.model))
         write_card(folder, recipe, about, data.manifest, restored(history), unigram)
         result = f"{loss:.4f} nats per held-out token" if math.isfinite(loss) else "its held-out loss is not finite"
-        print_once(f"{folder} is the trained model: {result}. {baseline_sentence(loss, unigram)}")
+        print(f"{folder} is the trained model: {result}. {baseline_sentence(loss, unigram)}")
         if not can_draw():
             curves = shlex.join(["headrace", "curves", str(loop.folder)])
-            print_once(f"curves.png needs {named('studies')}; then {curves}")
-        print_once(next_command(loop.folder, data))
+            print(f"curves.png needs {named('studies')}; then {curves}")
+        print(next_command(loop.folder, data))

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from random import Random
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from safetensors.torch import load_model, save_model
@@ -29,7 +29,7 @@ from ..data.rows import evenly_spaced, full_rows, order
 from ..extra.windowed import WindowedMixer
 from ..hf.model import HeadraceForCausalLM
 from ..layers.linear.mixer import LinearMixer
-from ..spec.record import NonNegativeFloat, PositiveFloat, PositiveInt
+from ..spec.record import PositiveFloat, PositiveInt, Range
 from . import checkpoints
 from .loop import Batch, Updates
 from .optimization import Optimization
@@ -55,17 +55,11 @@ class Transfer(Optimization):
     held_out: PositiveInt = 16  # rows of an evaluation
     save_every: PositiveInt = 50  # steps
     trains: Literal["new", "all"] = "new"  # what the old layers do not have, or all weights of the new layers
-    window_dropout: NonNegativeFloat = 0.0  # share of the steps in which layers with a window read their memory alone
+    # share of the steps in which layers with a window read their memory alone
+    window_dropout: Annotated[float, Range("0 to 1, a share of the steps", lambda x: 0 <= x <= 1)] = 0.0
     # bfloat16: autocast, with weights as the checkpoint has them; the new layers' weights are float32
     precision: Literal["bfloat16", "float32"] = "float32"
     seed: int = 0
-
-    def _objections(self) -> Iterator[tuple[bool, str]]:
-        yield from super()._objections()
-        yield (
-            self.window_dropout > 1,
-            f"window_dropout={self.window_dropout:g}; expected at most 1, a share of the steps",
-        )
 
     @property
     def steps(self) -> int:
