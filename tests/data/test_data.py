@@ -160,6 +160,7 @@ MISTAKES = {
     ),
     "an unknown kind": (("texts.xls",), {}, "has an unknown suffix"),
     "no tokenizer": (None, {"tokenizer": "nowhere.json"}, "--tokenizer 'nowhere.json' cannot be read"),
+    "another file": (None, {"tokenizer": "texts.xls"}, "--tokenizer 'texts.xls' cannot be read"),
     "no name of a repository": (None, {"tokenizer": "./nowhere"}, "'./nowhere' is no file, folder or name on the Hub"),
     "a vocabulary smaller than the bytes": (None, {"bpe": 100}, "--train-bpe 100"),
     "too short": (None, {"length": 1}, "--length 1; expected at least 2"),

@@ -526,15 +526,6 @@ def test_bad_text_is_refused(tmp_path, content, sentence):
         assert Text((str(path),), length=16).corpus
 
 
-@pytest.mark.parametrize("content", [None, json.dumps({"no": "tokenizer"})])
-def test_bad_tokenizer_is_refused(book, tmp_path, content):
-    path = tmp_path / "tokenizer.json"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(InputError, match=r"--tokenizer '.*tokenizer.json' cannot be read"):
-        assert Text((str(book),), str(path)).corpus
-
-
 def test_spans_restore_the_text(tmp_path):
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog, and the dog lets it. " * 40)
     drawn = TASKS["spans"]((str(tmp_path / "text.txt"),), length=len("Thank_you_for_coming_to_my_party_tonight"))

@@ -4,9 +4,10 @@ Dimensions: B rows, L tokens in a row.
 """
 
 import os
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,6 +154,17 @@ def order(rows: Sized, seed: int, epoch: int) -> Iterable[int]:
     """The numbers of the rows in random order, which is another one in each epoch; they take 8 bytes each."""
     (own,) = np.random.SeedSequence([seed, epoch]).generate_state(1)  # no epoch has that of another seed
     return torch.randperm(len(rows), generator=torch.Generator().manual_seed(int(own))).numpy().data
+
+
+def by_step(order: Callable[[int], Iterable[int]], rows: int, each: int, after: int = 0) -> Iterator[list[int]]:
+    """The numbers of the `each` rows of every step that follows step number `after`, without an end. An epoch takes the
+    rows in its order, and leaves those to another that would not fill a step."""
+    epoch, within = divmod(after, rows // each)
+    while True:
+        numbers = islice(order(epoch), within * each, None)
+        for _ in range(within, rows // each):
+            yield list(islice(numbers, each))
+        epoch, within = epoch + 1, 0
 
 
 def unigram_loss(rows: Any) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..convert.linearize import attention_layers, linear_config, with_linear_layers
-from ..data import Collator, PackedData
+from ..data import PackedData
 from ..data.rows import ORDER, evenly_spaced, full_rows
 from ..extra.windowed import WindowedMixer
 from ..files.provenance import claim, defaults
@@ -22,7 +22,7 @@ from ..spec.serialize import to_json
 from ..utils.errors import InputError
 from . import machine as machines
 from .model import SHARED, WHOLE, kept_for_backward
-from .transfer import Imitation, Tell, Transfer, silent, transfer
+from .transfer import Imitation, Tell, Transfer, batch_of, silent, transfer
 
 FEW = 4  # held-out rows on which layers are removed, as the page says
 Removed = dict[str, dict[str, float]]
@@ -184,7 +184,7 @@ def held_out_loss(model: HeadraceForCausalLM, data: PackedData, settings: Transf
     total, count = 0.0, 0
     model.eval()
     for row in evenly_spaced(data.held_out, settings.held_out):
-        batch = {name: x.to(model.device) for name, x in Collator(0)([row]).items()}
+        batch = batch_of([row], model.device)
         tokens = batch["labels"].shape[1] - 1
         with settings.autocast(model.device):
             loss = model(**batch, skip_logits=True, use_cache=False).loss

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..data.rows import by_step
 from ..files.checks import read_json
 from ..ops.loss import IGNORED
 from ..utils.integrity import write_json
@@ -43,9 +44,7 @@ PATIENCE = 5  # consecutive gradients that are not finite after which a run stop
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches of each step, which follow from the number of the step: a run resumes where it was.
-
-    An epoch takes the rows in its `order`, and leaves those to another that would not fill a step."""
+    """The batches of each step, which follow from the number of the step: a run resumes where it was."""
 
     rows: Any  # a data set
     order: Callable[[int], Iterable[int]]  # the numbers of the rows in an epoch
@@ -53,24 +52,15 @@ class Batches:
     recipe: Recipe
     processes: Processes
 
-    @property
-    def per_epoch(self) -> int:
-        """Number of steps in an epoch."""
-        return len(self.rows) // self.recipe.rows
-
     def epoch(self, step: int) -> float:
         """The number of epochs that have passed after a step."""
-        before, within = divmod(step - 1, self.per_epoch)
-        return before + (within + 1) / self.per_epoch
+        steps = len(self.rows) // self.recipe.rows  # of an epoch
+        before, within = divmod(step - 1, steps)
+        return before + (within + 1) / steps
 
     def after(self, step: int) -> Iterator[list[Batch]]:
         """The batches of this process in each step that follows step number `step`, without an end."""
-        epoch, within = divmod(step, self.per_epoch)
-        while True:
-            order = islice(self.order(epoch), within * self.recipe.rows, None)
-            for _ in range(within, self.per_epoch):
-                yield self.share(list(islice(order, self.recipe.rows)))
-            epoch, within = epoch + 1, 0
+        return map(self.share, by_step(self.order, len(self.rows), self.recipe.rows, step))
 
     def share(self, numbers: list[int]) -> list[Batch]:
         """This process's batches of the rows of a step: every n-th, where n processes have rows of their own."""

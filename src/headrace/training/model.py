@@ -246,36 +246,31 @@ def matrix_products(counter: FlopCounterMode, model: nn.Module) -> int:
 # --- kernels ---------------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def without_kernel(model: Any) -> dict[str, list[int]]:
-    """Returns the layers of a language model without a kernel, by the reason. Layers of softmax attention, which
-    PyTorch's kernels compute, are left out.
+    """Returns the layers of a language model that no kernel of headrace computes on a GPU, by the reason, as their own
+    calls of `linear_attention` have it. Layers of softmax attention, which PyTorch's kernels compute, are left out.
 
     model: on any device, which computes a few tokens with it; on the meta device without memory. Its backend is set to
         "torch"."""
-    x = model.model.embed_tokens.weight.new_zeros(1, 64, model.config.hidden_size)  # on the length no reason depends
-    found: dict[str, list[int]] = {}
-    for i, layer in enumerate(model.model.backbone.layers):
-        for mixer in (layer.mixer, layer.parallel):
-            if mixer is not None and (reason := _reason(mixer, x)) is not None:
-                found.setdefault(reason, []).append(i)
-    return found
-
-
-def _reason(mixer: nn.Module, x: Tensor) -> str | None:
-    if isinstance(getattr(mixer, "spec", None), SoftmaxSpec):
-        return None
     asked: list[str | None] = []
 
     def note(call: Call) -> None:
         asked.append(unsupported_on_gpus(call))
 
-    kernel = BACKEND.linear_attention._replace(unsupported_reason=note)
-    BACKENDS[ASKING] = BACKEND._replace(linear_attention=kernel)
+    x = model.model.embed_tokens.weight.new_zeros(1, 64, model.config.hidden_size)  # on the length no reason depends
+    found: dict[str, list[int]] = {}
+    BACKENDS[ASKING] = BACKEND._replace(linear_attention=BACKEND.linear_attention._replace(unsupported_reason=note))
     try:
-        set_backend(mixer, ASKING)
-        mixer(x)
+        set_backend(model, ASKING)
+        for i, layer in enumerate(model.model.backbone.layers):
+            for mixer in (layer.mixer, layer.parallel):
+                if mixer is None or isinstance(getattr(mixer, "spec", None), SoftmaxSpec):
+                    continue
+                asked.clear()
+                mixer(x)
+                reasons = asked or [f"the recurrence of {type(mixer).__name__} has none"]
+                if reason := next(filter(None, reasons), None):
+                    found.setdefault(reason, []).append(i)
     finally:
         del BACKENDS[ASKING]
-    set_backend(mixer, "torch")
-    if not asked:
-        return f"the recurrence of {type(mixer).__name__} has none"
-    return next((reason for reason in asked if reason is not None), None)
+        set_backend(model, "torch")
+    return found

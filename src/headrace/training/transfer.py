@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any, Literal
@@ -25,7 +25,7 @@ from torch.nn.utils import parametrize
 
 from ..convert.linearize import attention_of
 from ..data import Collator, PackedData
-from ..data.rows import evenly_spaced, full_rows, order
+from ..data.rows import by_step, evenly_spaced, full_rows, order
 from ..extra.windowed import WindowedMixer
 from ..hf.model import HeadraceForCausalLM
 from ..layers.linear.mixer import LinearMixer
@@ -170,7 +170,8 @@ def transfer(
     before = errors(imitation, data, settings, device)
     first, windows = _resumed(updates, folder), windows_of(imitation)
     with timed_steps(device, threads) as took:
-        for step, batch in islice(enumerate(batches(data, settings, device), 1), first, settings.steps):
+        left = enumerate(batches(data, settings, device, first), first + 1)
+        for step, batch in islice(left, settings.steps - first):
             begun = time.perf_counter()
             with silent(windows if drops_windows(settings, step) else ()):
                 (error,) = updates.backward([batch])
@@ -219,21 +220,19 @@ def errors(imitation: Imitation, data: PackedData, settings: Transfer, device: t
     """Returns the error of each layer by its index, the mean over held-out rows."""
     rows = evenly_spaced(data.held_out, settings.held_out)
     with settings.autocast(device):
-        found = [imitation(_batch([rows[i]], device)["input_ids"]) for i in range(len(rows))]
+        found = [imitation(batch_of([rows[i]], device)["input_ids"]) for i in range(len(rows))]
     mean = torch.stack(found).double().mean(0)
     return dict(zip(imitation.layers, mean.tolist(), strict=True))
 
 
-def batches(data: PackedData, settings: Transfer, device: torch.device) -> Iterator[Batch]:
-    """The rows of each step without an end, each epoch in another random order."""
+def batches(data: PackedData, settings: Transfer, device: torch.device, after: int = 0) -> Iterator[Batch]:
+    """The rows of each step that follows step number `after`, without an end."""
     rows = full_rows(data.train, data.manifest["length"])
-    for epoch in count():
-        numbers = iter(order(rows, settings.seed, epoch))
-        for _ in range(len(rows) // settings.rows):
-            yield _batch([rows[i] for i in islice(numbers, settings.rows)], device)
+    for numbers in by_step(partial(order, rows, settings.seed), len(rows), settings.rows, after):
+        yield batch_of([rows[i] for i in numbers], device)
 
 
-def _batch(rows: list[Any], device: torch.device) -> Batch:
+def batch_of(rows: list[Any], device: torch.device) -> Batch:
     return {name: x.to(device) for name, x in Collator(0)(rows).items()}
 
 
