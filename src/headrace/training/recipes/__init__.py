@@ -5,18 +5,19 @@ another recipe to start from, and `from_data`, fields whose values are those of 
 """
 
 import difflib
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
+
 from ... import zoo
 from ...spec.record import PositiveFloat, PositiveInt, Range
 from ...spec.serialize import admitted
 from ...utils.errors import InputError, nearest
-from .. import yaml_file
 from ..optimization import Optimization
-from ..yaml_file import read_yaml
 
 FOLDER = Path(__file__).parent
 FROM_DATA = ("length", "vocab_size")  # fields that prepared data state too
@@ -239,7 +240,8 @@ def _path(name: str) -> Path:
 
 def to_yaml(recipe: Recipe, about: About) -> str:
     """All fields as YAML, so that the recipe of a run does not depend on later defaults."""
-    return yaml_file.to_yaml(asdict(recipe) | asdict(about))
+    data = asdict(recipe) | asdict(about)
+    return yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True)  # a tuple becomes a list
 
 
 def assignments(settings: list[str]) -> dict[str, str]:
@@ -254,3 +256,54 @@ def assignments(settings: list[str]) -> dict[str, str]:
             raise InputError(f"{name!r} is set twice, to {values[name]!r} and to {value!r}; expected each field once")
         values[name] = value
     return values
+
+
+# --- YAML ------------------------------------------------------------------------------------------------------------
+# YAML 1.2 reads these as numbers; PyYAML follows YAML 1.1, where an exponent needs a dot before it and a sign.
+NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+\Z")
+DATE, MERGE, FLOAT = (f"tag:yaml.org,2002:{kind}" for kind in ("timestamp", "merge", "float"))
+
+
+class Loader(yaml.SafeLoader):
+    """Reads 1e-3 as a number and a date as a string, and refuses a key that is given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        own = [key for key, _ in node.value if key.tag != MERGE]
+        mapping = super().construct_mapping(node, deep)
+        seen: set[Any] = set()
+        for key in own:
+            if (name := self.construct_object(key, deep=True)) in seen:
+                raise yaml.constructor.ConstructorError(problem=f"duplicate key {name}", problem_mark=key.start_mark)
+            seen.add(name)
+        return mapping
+
+
+class Dumper(yaml.SafeDumper):
+    """Quotes a string that Loader would read as a number."""
+
+
+for kind in (Loader, Dumper):
+    kind.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in patterns if tag != DATE]
+        for first, patterns in kind.yaml_implicit_resolvers.items()
+    }
+    kind.add_implicit_resolver(FLOAT, NUMBER, list("-+.0123456789"))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Returns the mapping in a YAML file, {} for an empty one.
+
+    Raises InputError for a file that is not a YAML mapping, or gives a key twice."""
+    try:
+        with path.open("rb") as file:
+            data = yaml.load(file, Loader)
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+        raise InputError(f"{str(path)!r} is not YAML: {error.problem}{line}") from None
+    except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{str(path)!r} is not YAML: {' '.join(str(error).split())}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise InputError(f"{str(path)!r} is not a YAML mapping; expected lines of the form `field: value`")
+    return data
