@@ -57,7 +57,7 @@ def keep() -> None:
 def planned(recipe: str, settings: str, mixer: str, on: str) -> dict[str, Any]:
     """The plan of a run that reaches the peak of the machine."""
     changes = dict(setting.split("=", 1) for setting in settings.split()) | {"mixer": mixer}
-    return machine.plan(recipes.load(recipe, changes)[0], machine.parse(on), efficiency=1)
+    return machine.plan(recipes.load(recipe, changes)[0], machine.parse(on), assumed=1)
 
 
 def backbone(mixer: str) -> str:
