@@ -113,7 +113,13 @@ def _counted(recipe: Recipe, mixer: str) -> Counted:
     blocks = tuple(sum(p.numel() for p in block.parameters()) for block in model.model.backbone.layers)
     with _RealIntegers():
         slow = without_kernel(model)
-    return Counted(parameters, blocks, flops, _kept_for_backward(model, recipe), slow)
+    if recipe.recompute:
+        recompute_blocks(model)
+    nn.Module.to(model, getattr(torch, recipe.precision))
+    ids = torch.zeros(1, recipe.length // recipe.context_parallel, dtype=torch.long)
+    # of an uncompiled model, whose loss keeps as much as the last hidden states
+    kept = kept_for_backward(lambda: model(input_ids=ids, use_cache=False), model.parameters())
+    return Counted(parameters, blocks, flops, kept, slow)
 
 
 def estimate(recipe: Recipe) -> dict[str, Any]:
@@ -203,16 +209,6 @@ def recompute_blocks(model: HeadraceForCausalLM) -> None:
     """Lets the backward compute each block again in place of keeping what it needs of it."""
     # transformers has renamed the method, and will remove the old name
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-
-
-def _kept_for_backward(model: HeadraceForCausalLM, recipe: Recipe) -> dict[str, int]:
-    """`kept_for_backward` of a forward pass over one row in a process, in the recipe's precision and uncompiled."""
-    if recipe.recompute:
-        recompute_blocks(model)
-    nn.Module.to(model, getattr(torch, recipe.precision))
-    ids = torch.zeros(1, recipe.length // recipe.context_parallel, dtype=torch.long)
-    # the loss keeps as much as the last hidden states
-    return kept_for_backward(lambda: model(input_ids=ids, use_cache=False), model.parameters())
 
 
 def kept_for_backward(call: Callable[[], Any], weights: Iterable[Tensor]) -> dict[str, int]:
