@@ -183,6 +183,7 @@ def versions() -> dict[str, str]:
 
 
 # --- the processes that tokenize -------------------------------------------------------------------------------------
+
 Made = tuple[dict[str, parts.Tokens], list[Row]]  # of a block: the tokens of each split, and the bad rows
 
 _tokenizer: Any = None  # of this worker: its Encoder, and the end token

@@ -145,8 +145,10 @@ def difference(
         pairs = ((name, held.get(name, ABSENT), current.get(name, ABSENT)) for name in names)
     elif isinstance(held, list) and isinstance(current, list) and len(held) == len(current):
         pairs = ((i, *both) for i, both in enumerate(zip(held, current, strict=True)))
+    elif held == current:
+        return None
     else:
         name = next((part for part in reversed(at) if isinstance(part, str)), where)
         before, now = (value if value is ABSENT else short(value) for value in (held, current))
-        return None if held == current else (name, before, now)
+        return name, before, now
     return next(filter(None, (difference(a, b, where, optional, (*at, name)) for name, a, b in pairs)), None)

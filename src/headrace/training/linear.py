@@ -194,6 +194,8 @@ def held_out_loss(model: HeadraceForCausalLM, data: PackedData, settings: Transf
 
 
 # --- what it needs of a machine --------------------------------------------------------------------------------------
+
+
 def costs(config: HeadraceConfig, mixer: str, changed: list[int], settings: Transfer, length: int) -> dict[str, Any]:
     """Returns the bytes and FLOPs of the imitation with rows of so many tokens.
 

@@ -240,6 +240,8 @@ def matrix_products(counter: FlopCounterMode, model: nn.Module) -> int:
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
+
+
 @torch.no_grad()
 def without_kernel(model: Any) -> dict[str, list[int]]:
     """Returns the layers of a language model that no kernel of headrace computes on a GPU, by the reason, as their own

@@ -146,6 +146,8 @@ def device_of_this_process() -> torch.device:
 
 
 # --- agreement -------------------------------------------------------------------------------------------------------
+
+
 @contextmanager
 def errors_in_all() -> Iterator[None]:
     """Ends the block in all processes alike: what one of them raises is raised in each. Otherwise the others would wait
@@ -208,7 +210,9 @@ def agreed(folder: Path, choose: Callable[[], Path | None]) -> Iterator[Path | N
         yield None if name is None else folder / name
 
 
-# --- a process that does not answer --------------------------------------------------------------------------------
+# --- a process that does not answer ----------------------------------------------------------------------------------
+
+
 def is_connection_error(error: BaseException) -> bool:
     """Whether an error says that another process did not answer."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))

@@ -259,6 +259,7 @@ def assignments(settings: list[str]) -> dict[str, str]:
 
 
 # --- YAML ------------------------------------------------------------------------------------------------------------
+
 # YAML 1.2 reads these as numbers; PyYAML follows YAML 1.1, where an exponent needs a dot before it and a sign.
 NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+\Z")
 DATE, MERGE, FLOAT = (f"tag:yaml.org,2002:{kind}" for kind in ("timestamp", "merge", "float"))
