@@ -147,7 +147,7 @@ def planned(path: Path) -> Study:
 
 def read_plan(path: Path) -> tuple[Question, dict[str, Any]]:
     """The question of a plan's file, and the options of `headrace compare`. InputError for a file that is no plan."""
-    from ..training.yaml_file import read_yaml
+    from ..training.recipes import read_yaml
 
     data = read_yaml(path)
     if missing := next((name for name in ("question", "mixers", "compare") if name not in data), None):
