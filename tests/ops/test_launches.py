@@ -30,7 +30,7 @@ STACK = {  # on Hopper each rule and each kind of decay (a number per head: belo
     ("gfx942", "kda"): 232,  # the most of bfloat16, in research/docs/benchmarks.md
 }  # fmt: skip
 # What Triton before 3.9 spills where that is more.
-OLDER = {("gfx942", "kda"): 392}
+OLDER = {("gfx942", "kda"): 392, ("sm_80", "vector"): 224}
 # Multiply-adds of the equations per chunk with K = 128, in units of 64³. A loop over blocks of channels counts once, as
 # in the code. `scan` and `reverse_scan` have 64 value channels on Hopper and else 32.
 SCANS, DELTA_SCANS = {"scan": 5, "reverse_scan": 5}, {"scan": 8, "reverse_scan": 8}

@@ -36,7 +36,7 @@ def angles(positions: Tensor, rope: Rope, theta: float, width: int, lengths: Ten
         lengths: [B or 1, 1], number of tokens of each sequence, of which frequencies may depend."""
     frequency = frequencies(rope, theta, rope.dims or width, positions if lengths is None else lengths)
     single = positions.shape[-1] == 1  # a token, whose angles are cheaper than a kernel
-    inline = single or not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+    inline = single or not torch.compiler.is_dynamo_compiling()
     return (_turn if inline else _in_a_graph)(positions, frequency, rope.scale)
 
 
