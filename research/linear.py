@@ -44,16 +44,18 @@ from headrace.training.transfer import Transfer, batches
 from . import RESULTS
 
 BASE = "hedgehog(decay.kind=sigmoid-head{})"
-DELTA = "gated-deltanet"
+BACKBONES = {"gated-deltanet": "Gated DeltaNet", "gla": "GLA", "kda": "KDA"}  # whose readout a norm follows
+GATES = {"softmax": "default", "sigmoid": "sigmoid"}
 MIXERS = {
     "none": BASE.format(""),
     "softmax": BASE.format(",competition=default"),
     "sigmoid": BASE.format(",competition=sigmoid"),
     "published": BASE.format(",competition=paper"),
-    DELTA: DELTA,
-    f"{DELTA} softmax": f"{DELTA}(competition=default)",
-    f"{DELTA} sigmoid": f"{DELTA}(competition=sigmoid)",
 }
+for backbone in BACKBONES:
+    MIXERS[backbone] = backbone
+    MIXERS |= {f"{backbone} {gates}": f"{backbone}(competition={form})" for gates, form in GATES.items()}
+MIXERS |= {f"{backbone} published": f"{backbone}(competition=paper)" for backbone in BACKBONES}
 CONTROL = "unchanged"
 MEASURES = ("error", "nats", "book", "pairs", "needle")
 STATES = ("released", "imitating", "trained")  # of an arm's model
@@ -82,9 +84,17 @@ FAMILIES = (
         (("published", "softmax"),),
         ("error", "nats"),
     ),
+    *(
+        Family(
+            f"The first question, asked of {title} in place of linear attention with learned feature maps.",
+            ((f"{name} softmax", name), (f"{name} softmax", f"{name} sigmoid"), (f"{name} sigmoid", name)),
+            ("error", "nats"),
+        )
+        for name, title in BACKBONES.items()
+    ),
     Family(
-        "The first question, asked of Gated DeltaNet in place of linear attention with learned feature maps.",
-        ((f"{DELTA} softmax", DELTA), (f"{DELTA} softmax", f"{DELTA} sigmoid"), (f"{DELTA} sigmoid", DELTA)),
+        "The published form, of which the readout's norm takes the size of the gates and most of the read gate.",
+        tuple((f"{name} published", name) for name in BACKBONES),
         ("error", "nats"),
     ),
 )
