@@ -31,7 +31,7 @@ from headrace.convert import load
 from headrace.convert.checkpoint import read_tokenizer
 from headrace.data import PackedData, open_data
 from headrace.data.sources import text_of
-from headrace.files import engine
+from headrace.files import engine, provenance
 from headrace.files.engine import Claim, Point, Row
 from headrace.files.processes import locked
 from headrace.files.workers import Worker, place_workers
@@ -127,15 +127,14 @@ def run(model: Path, data: Path, book: Path, folder: Path = Path("runs", "linear
         Point(f"{a.name}, seed {a.seed}", Path("arms", f"{a.name}-{a.seed}.json"), a, fingerprint=MIXERS.get(a.name))
         for a in arms
     ]
-    plan = {
-        "imitation": asdict(IMITATION),
-        "whole": asdict(WHOLE),
-        "keep": asdict(KEEP),
-        "seeds": list(SEEDS),
-        "texts": [str(path.resolve()) for path in (model, data, book)],
-    }
+    settings = {"imitation": IMITATION, "whole": WHOLE, "keep": KEEP}
+    texts = [str(path.resolve()) for path in (model, data, book)]
+    plan = {name: asdict(value) for name, value in settings.items()} | {"seeds": list(SEEDS), "texts": texts}
     with locked(folder):
-        claim, progress = Claim(json.loads(json.dumps(plan))), engine.lines(print, points)
+        claim, progress = (
+            Claim(json.loads(json.dumps(plan)), provenance.defaults(settings)),
+            engine.lines(print, points),
+        )
         rows = engine.run(folder, claim, points, measured, progress, place_workers(["cpu"], workers))
     write(KEPT, rows)
 
