@@ -103,14 +103,18 @@ linkcheck: $(VENV)/.docs
 # The native library again, after an edit of its sources.
 native: $(VENV)/.dev
 
-# Random calls, good and bad, over a native library that finds memory errors and undefined behaviour (GCC).
+# Random calls, good and bad, and the tests of native code, over a native library that finds memory errors and undefined
+# behaviour (GCC). It keeps freed memory, which a test of memory would count.
 CASES ?= 10000
-SANITIZED := build/sanitized
+NATIVE_TESTS := $(addprefix tests/,$(addsuffix .py,ops/test_native ops/test_batched layers/test_state hf/test_rewind \
+    hf/test_token_engine hf/test_attention_engine))
+SANITIZED := $(CURDIR)/build/sanitized
 SANITIZERS = $(shell $(CXX) -print-file-name=libasan.so):$(shell $(CXX) -print-file-name=libubsan.so)
 sanitize: $(VENV)/.dev
 	$(PIP) --no-deps --target $(SANITIZED) --upgrade . -C cmake.define.HEADRACE_SANITIZE=address,undefined
-	HEADRACE_LIBRARY=$(SANITIZED)/headrace/libheadrace.so LD_PRELOAD=$(SANITIZERS) ASAN_OPTIONS=detect_leaks=0 \
-	    $(BIN)/python tests/fuzz.py --cases $(CASES)
+	export HEADRACE_LIBRARY=$(SANITIZED)/headrace/libheadrace.so LD_PRELOAD=$(SANITIZERS) ASAN_OPTIONS=detect_leaks=0; \
+	$(BIN)/python tests/fuzz.py --cases $(CASES) && \
+	$(BIN)/python -m pytest -q -n 0 -s $(NATIVE_TESTS) -k "not working_memory_is_bounded"
 
 # Calls of many threads, over a native library that finds races. Without PyTorch, whose OpenMP the sanitizer cannot follow:
 # what is checked is the pool of native/pool.cpp, which works where there is no PyTorch or in a forked child.

@@ -391,6 +391,7 @@ def test_failed_native_call_raises():
 
 def test_missing_library_has_a_reason(monkeypatch, tmp_path):
     built = native.ABI
+    monkeypatch.delenv("HEADRACE_LIBRARY", raising=False)
     monkeypatch.setattr(native, "ABI", 99)
     assert f"has interface version {built}, not 99: install headrace again" in native._load()[1]
     monkeypatch.setattr(native, "files", lambda package: tmp_path)
@@ -440,7 +441,8 @@ def test_graphs_know_how_much_is_kept(settings, dtype):
         call = Call(k, k, v, decay[decays], cu_seqlens=ends, **settings)
         bonuses = [None] if decays == 1 or settings.keys() & {"delta", "normalize"} else [None, k[0, 0]]
         for each in (call._replace(bonus=bonus) for bonus in bonuses):
-            assert _kept_shapes(each) == ((native.library.hr_kept_floats(native.Problem(each).packed),),)
+            problem = native.Problem(each)  # which owns what `packed` points to
+            assert _kept_shapes(each) == ((native.library.hr_kept_floats(problem.packed),),)
 
 
 @pytest.mark.parametrize("bonus", [False, True])
