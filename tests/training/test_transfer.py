@@ -184,7 +184,6 @@ def test_which_layers_stay(text, kept, teacher, data, tmp_path):
     types = ["full_attention" if i in kept else "linear_attention" for i in range(3)]
     assert linear.config.layer_types == types
     assert all(p.requires_grad for p in linear.parameters()) and not linear.training
-    assert list(report["removed"]) == [str(i) for i in range(3) if i not in kept]
     x = torch.randint(257, (1, 7))
     linear.save_pretrained(tmp_path / "model")
     assert torch.equal(load(tmp_path / "model")(x).logits, linear(x).logits)

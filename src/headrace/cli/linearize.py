@@ -1,7 +1,7 @@
 """Linearize: a trained model whose attention layers become linear."""
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from .options import setting, takes
 CHECKPOINTS = "transfer/checkpoint-*/complete.json"  # from which a command goes on
 LONGER = 4  # times the imitation's length: rows of the last stage
 UPDATES = 50  # of each stage that trains the model as a whole
+FEW = 4  # held-out rows on which layers are removed, as the page says
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def _write(one: LinearizeOptions, keep: Any, data: Any, work: Path, ready: Path)
     from ..convert.checkpoint import load
     from ..files.devices import on_device
     from ..training.card import can_draw
-    from ..training.linear import imitate
+    from ..training.linear import imitate, removed
     from ..training.processes import timed_steps
     from ..utils.extras import named
 
@@ -145,7 +146,10 @@ def _write(one: LinearizeOptions, keep: Any, data: Any, work: Path, ready: Path)
                 say(f"step {step} of {one.steps}: error {error:.3f}")
 
         linear, report = imitate(model, one.mixer, keep, data, one.settings, work, device, tell, one.threads)
-    linear.save_pretrained(ready)
+        linear.save_pretrained(ready)
+        changed = [int(i) for i in report["layers"] if int(i) not in report["kept"]]
+        few = replace(one.settings, held_out=FEW)
+        report["removed"] = removed(model, linear, changed, data, few, lambda i: say(f"loss without layer {i}"))
     with timed_steps(device, one.threads or 1):
         both = {"original": model.to(linear.dtype), "linear": linear}
         report["decoding"] = speeds(both, report["state_bytes"])

@@ -2,7 +2,8 @@
 attention, and measures what was lost; and what this needs of a machine that is not there."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,6 @@ from . import machine as machines
 from .model import SHARED, WHOLE, kept_for_backward
 from .transfer import Imitation, Tell, Transfer, batch_of, silent, transfer
 
-FEW = 4  # held-out rows on which layers are removed, as the page says
 Removed = dict[str, dict[str, float]]
 CONTEXTS = 2048, 8192, 32768  # tokens at which states are counted
 HOUR = 3600.0
@@ -84,8 +84,7 @@ def imitate(
     Returns:
         The model, and a report: {"layers": {index: {"before", "after"}}, relative squared errors on held-out rows;
         "kept": the attention layers that stay; "nats": {"original", "replaced", "transferred"} per held-out token;
-        "removed": what `removed` returns, on few rows; "state_bytes": {tokens:
-        {"original", "linear"}}, of one sequence in float32}.
+        "state_bytes": {tokens: {"original", "linear"}}, of one sequence in float32}.
     """
     changed = checked(model.config, mixer, keep, data, settings)
     dtype = model.dtype
@@ -108,13 +107,9 @@ def imitate(
     nats["transferred"] = held_out_loss(linear, data, settings)
     layers = {i: {name: found[i] for name, found in errors.items()} for i in errors["after"]}
     kept = [i for i in attention_layers(model.config) if str(i) not in layers or str(i) in worst]
-    both, new = {"original": model, "linear": linear}, [int(i) for i in layers if i not in worst]
-    report = {
-        "layers": layers, "kept": kept, "nats": nats,
-        "removed": removed(model, linear, new, data, replace(settings, held_out=FEW)),
-        "state_bytes": {n: {name: state_bytes(each.config, n) for name, each in both.items()} for n in CONTEXTS},
-    }  # fmt: skip
-    return Linearized(linear.eval(), report)
+    both = {"original": model, "linear": linear}
+    states = {n: {name: state_bytes(each.config, n) for name, each in both.items()} for n in CONTEXTS}
+    return Linearized(linear.eval(), {"layers": layers, "kept": kept, "nats": nats, "state_bytes": states})
 
 
 def _with_attention_again(model: Any, linear: Any, mixer: str, layers: set[int]) -> Any:
@@ -141,17 +136,24 @@ def checked(config: HeadraceConfig, mixer: str, keep: Keep, data: PackedData, se
     return changed
 
 
-def removed(original: Any, linear: Any, layers: list[int], data: PackedData, settings: Transfer) -> Removed:
+def removed(
+    original: Any, linear: Any, layers: list[int], data: PackedData, settings: Transfer,
+    tell: Callable[[int], None] = lambda layer: None,
+) -> Removed:  # fmt: skip
     """Returns by how much the held-out loss rises without a part of a model.
 
     {index of a new layer: {"original": without the old layer, "linear": without the new one}}. For layers with windows
     {"window", "memory"}, without one of the two, are there too, and {"all": {"window", "memory"}}, without those of all
-    layers."""
+    layers.
+
+    tell: called with each layer before it is removed."""
     old, new = Without(original, data, settings), Without(linear, data, settings)
-    found = {str(i): {"original": old.rise([old.mixer(i)]), "linear": new.rise([new.mixer(i)])} for i in layers}
-    summands = {str(i): new.mixer(i).summands for i in layers if isinstance(new.mixer(i), WindowedMixer)}
-    for i, parts in summands.items():
-        found[i] |= {name: new.rise([part]) for name, part in parts.items()}
+    found: Removed = {}
+    summands = {i: new.mixer(i).summands for i in layers if isinstance(new.mixer(i), WindowedMixer)}
+    for i in layers:
+        tell(i)
+        parts = {name: new.rise([part]) for name, part in summands.get(i, {}).items()}
+        found[str(i)] = {"original": old.rise([old.mixer(i)]), "linear": new.rise([new.mixer(i)])} | parts
     names = list(next(iter(summands.values()), {}))
     together = {name: new.rise([parts[name] for parts in summands.values()]) for name in names}
     return found | ({"all": together} if together else {})
