@@ -1,8 +1,11 @@
 """flash-linear-attention's models written out, after its public source: (config.json, tensors, ids) -> logits. The
-recurrences are its own references; what its kernels fuse around them is here in PyTorch and transformers.
+recurrences are its own references, or equations token by token; what its kernels fuse around them is here in PyTorch
+and transformers.
 
-Dimensions: B batch, T tokens, H heads.
+Dimensions: B batch, T tokens, H heads, K key, V value dimension per head.
 """
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +24,10 @@ class Weights:
 
     def __getitem__(self, name):
         return self.tensors[f"{self.prefix}.{name}.weight"]
+
+    def own(self, *names):
+        """Parameters that are not weights of a module."""
+        return [self.tensors[f"{self.prefix}.{name}"] for name in names]
 
     def within(self, name):
         return Weights(self.tensors, f"{self.prefix}.{name}")
@@ -52,7 +59,7 @@ def retnet(c, w, x):
 
 def gla(c, w, x):
     q, k, v, gate = w.project(x, "qkvg", c["num_heads"])
-    rates = F.linear(F.linear(x, w["gk_proj.0"]), w["gk_proj.1"], w.tensors[f"{w.prefix}.gk_proj.1.bias"])
+    rates = F.linear(F.linear(x, w["gk_proj.0"]), w["gk_proj.1"], *w.own("gk_proj.1.bias"))
     log_decay = (F.logsigmoid(rates) / 16).unflatten(-1, (c["num_heads"], -1))
     out, _ = load("fla:gla/naive:naive_recurrent_gla")(q, k, v, log_decay)
     return rms(out, w["g_norm_swish_gate"], c) * F.silu(gate)
@@ -71,31 +78,100 @@ def gated_deltanet(c, w, x):
     H, values = c["num_heads"], c["num_v_heads"] or c["num_heads"]
     q, k = (l2norm(convolved(w, x, name, H)).repeat_interleave(values // H, 2) for name in "qk")
     beta = F.linear(x, w["b_proj"]).sigmoid()
-    A_log, dt_bias = (w.tensors[f"{w.prefix}.{name}"] for name in ("A_log", "dt_bias"))
+    A_log, dt_bias = w.own("A_log", "dt_bias")
     log_decay = -A_log.exp() * F.softplus(F.linear(x, w["a_proj"]) + dt_bias)
     recurrence = load("fla:gated_delta_rule/naive:naive_recurrent_gated_delta_rule")
     out, _ = recurrence(q, k, convolved(w, x, "v", values), beta, log_decay)
     return rms(out, w["o_norm"], c) * F.silu(*w.project(x, "g", values))
 
 
-MIXERS = {"retnet": retnet, "gla": gla, "delta_net": delta_net, "gated_deltanet": gated_deltanet}
+def mamba3_sizes(c):
+    """The number of heads and of angles, and the widths of z, x, B, C, dt, A, λ and the angles."""
+    H, K, V = c["expand"] * c["hidden_size"] // c["head_dim"], c["state_size"], c["head_dim"]
+    angles, shared = int(c["rope_fraction"] * K) // 2, c["n_groups"] * K
+    return H, angles, [H * V, H * V, shared, shared, H, H, H, angles]
+
+
+def mamba3(c, w, x):
+    H, angles, sizes = mamba3_sizes(c)
+    biases = w.own("in_proj.bias") if c["use_bias"] else []
+    z, v, B, C, dt, rate, share, turns = F.linear(x, w["in_proj"], *biases).split(sizes, -1)
+    z, v = (y.unflatten(-1, (H, -1)) for y in (z, v))
+    dt_bias, skip, C_bias, B_bias = w.own("dt_bias", "D", "C_bias", "B_bias")
+    dt, share = F.softplus(dt + dt_bias), share.sigmoid()
+    decay = torch.exp(-dt * F.softplus(rate).clamp(min=1e-4))
+    total = (math.pi * turns.tanh()[:, :, None] * dt[..., None]).cumsum(1)
+
+    def turned(y, norm, bias):
+        """Channels 2i and 2i + 1 are a complex number."""
+        y = rms(y.unflatten(-1, (c["n_groups"], -1)), norm, c).repeat_interleave(H // c["n_groups"], 2) + bias[:, 0]
+        pairs, rest = y.split([2 * angles, y.shape[-1] - 2 * angles], -1)
+        pairs = torch.view_as_complex(pairs.unflatten(-1, (-1, 2))) * torch.polar(torch.ones_like(total), total)
+        return torch.cat([torch.view_as_real(pairs).flatten(-2), rest], -1)
+
+    q, k, out = turned(C, w["C_norm"], C_bias), turned(B, w["B_norm"], B_bias), []
+    pairs = k[..., None] * v[..., None, :]
+    memory, before = torch.zeros_like(pairs[:, 0]), torch.zeros_like(pairs[:, 0])
+    for t in range(x.shape[1]):
+        weight, alpha = share[:, t] * dt[:, t], decay[:, t, :, None, None]
+        memory = (
+            alpha * (memory + (dt[:, t] - weight)[..., None, None] * before) + weight[..., None, None] * pairs[:, t]
+        )
+        out.append((q[:, t, :, None] @ memory)[..., 0, :])
+        before = pairs[:, t]
+    out = torch.stack(out, 1) + skip[:, None] * v
+    if c["is_outproj_norm"]:
+        out = F.rms_norm(out, out.shape[-1:], None, c["norm_eps"]) * w["norm"].view(H, -1)
+    return out * F.silu(z)
+
+
+MIXERS = {"retnet": retnet, "gla": gla, "delta_net": delta_net, "gated_deltanet": gated_deltanet, "mamba3": mamba3}
+# The model, its last norm, a layer's norm, its mixer, and the mixer's output projection.
+NAMES = {"mamba3": ("backbone", "norm_f", "norm", "mixer", "out_proj")}
+USUAL = ("model", "norm", "attn_norm", "attn", "o_proj")
 
 
 def logits(c, tensors, ids):
-    whole = Weights(tensors, "model")
+    model, last, norm, mixer, out = NAMES.get(c["model_type"], USUAL)
+    whole = Weights(tensors, model)
     x = whole["embeddings"][ids]
     for i in range(c["num_hidden_layers"]):
         layer = whole.within(f"layers.{i}")
-        w, mlp = layer.within("attn"), layer.within("mlp")
-        x = x + F.linear(MIXERS[c["model_type"]](c, w, rms(x, layer["attn_norm"], c)).flatten(-2), w["o_proj"])
+        w, mlp = layer.within(mixer), layer.within("mlp")
+        biases = w.own(f"{out}.bias") if c.get("use_bias") else []
+        x = x + F.linear(MIXERS[c["model_type"]](c, w, rms(x, layer[norm], c)).flatten(-2), w[out], *biases)
+        if c["model_type"] == "mamba3":
+            continue
         y = rms(x, layer["mlp_norm"], c)
         x = x + F.linear(F.silu(F.linear(y, mlp["gate_proj"])) * F.linear(y, mlp["up_proj"]), mlp["down_proj"])
     head = whole["embeddings"] if c["tie_word_embeddings"] else tensors["lm_head.weight"]
-    return F.linear(rms(x, whole["norm"], c), head)
+    return F.linear(rms(x, whole[last], c), head)
 
 
 def shapes(c):
     """Those of every tensor, by its name."""
+    D, kind = c["hidden_size"], c["model_type"]
+    model, last, *_ = NAMES.get(kind, USUAL)
+    layer = mamba3_shapes(c) if kind == "mamba3" else block_shapes(c)
+    result = {f"{model}.embeddings.weight": (c["vocab_size"], D), f"{model}.{last}.weight": (D,)}
+    result |= {} if c["tie_word_embeddings"] else {"lm_head.weight": (c["vocab_size"], D)}
+    for i in range(c["num_hidden_layers"]):
+        result |= {f"{model}.layers.{i}.{name}": shape for name, shape in layer.items()}
+    return result
+
+
+def mamba3_shapes(c):
+    D, K = c["hidden_size"], c["state_size"]
+    H, _, sizes = mamba3_sizes(c)
+    mixer = {"in_proj.weight": (sum(sizes), D), "out_proj.weight": (D, sizes[0]), "dt_bias": (H,), "D": (H,)}
+    mixer |= {"in_proj.bias": (sum(sizes),), "out_proj.bias": (D,)} if c["use_bias"] else {}
+    for letter in "BC":
+        mixer |= {f"{letter}_norm.weight": (K,), f"{letter}_bias": (H, 1, K)}
+    mixer |= {"norm.weight": (sizes[0],)} if c["is_outproj_norm"] else {}
+    return {f"mixer.{name}": shape for name, shape in mixer.items()} | {"norm.weight": (D,)}
+
+
+def block_shapes(c):
     D, H, kind = c["hidden_size"], c["num_heads"], c["model_type"]
     if kind == "gated_deltanet":
         H = c["num_v_heads"] or H
@@ -116,11 +192,6 @@ def shapes(c):
         attn["a_proj"] = (H, D)
     layer = {f"attn.{name}": shape for name, shape in attn.items()} | {"attn_norm": (D,), "mlp_norm": (D,)}
     layer |= {"mlp.gate_proj": (inner, D), "mlp.up_proj": (inner, D), "mlp.down_proj": (D, inner)}
-    result = {"model.embeddings.weight": (c["vocab_size"], D), "model.norm.weight": (D,)}
-    result |= {} if c["tie_word_embeddings"] else {"lm_head.weight": (c["vocab_size"], D)}
-    for i in range(c["num_hidden_layers"]):
-        result |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
-        result |= {f"model.layers.{i}.attn.gk_proj.1.bias": (q,)} if kind == "gla" else {}
-        if kind == "gated_deltanet":
-            result |= {f"model.layers.{i}.attn.{name}": (H,) for name in ("A_log", "dt_bias")}
-    return result
+    layer = {f"{name}.weight": shape for name, shape in layer.items()}
+    layer |= {"attn.gk_proj.1.bias": (q,)} if kind == "gla" else {}
+    return layer | ({f"attn.{name}": (H,) for name in ("A_log", "dt_bias")} if kind == "gated_deltanet" else {})

@@ -18,7 +18,10 @@ from headrace.utils.errors import InputError
 
 pytest.importorskip("einops", reason="flash-linear-attention's references need it")
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "intermediate_size": 40}
-BASE = dict.fromkeys(FLASH, SMALL) | {"gated_deltanet": SMALL | {"head_dim": 8}}
+BASE = dict.fromkeys(FLASH, SMALL) | {
+    "gated_deltanet": SMALL | {"head_dim": 8},
+    "mamba3": {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 12, "head_dim": 16},
+}  # fmt: skip
 ALL = {
     "vocab_size": 53, "hidden_size": 64, "num_hidden_layers": 1, "max_position_embeddings": 16, "hidden_ratio": 3,
     "intermediate_size": None, "norm_eps": 0.3, "tie_word_embeddings": True, "pad_token_id": 3, "bos_token_id": 5,
@@ -38,7 +41,11 @@ CHANGED = {
     "delta_net": ALL | DELTA | {"expand_k": 0.5, "use_gate": True, "use_beta": False, "use_output_norm": False,
                                 "qk_norm": "sum", "qk_activation": "relu"},
     "gated_deltanet": ALL | DELTA | {"head_dim": 4, "num_v_heads": 8, "use_gate": False},
+    "mamba3": ALL | {"head_dim": 8, "state_size": 10, "expand": 3, "n_groups": 2, "use_bias": True, "is_mimo": True,
+                     "rope_fraction": 1.0, "A_floor": 1e-2, "is_outproj_norm": True, "mimo_rank": 2, "chunk_size": 16},
 }  # fmt: skip
+# Fields that are honoured together with others alone.
+TOGETHER = [("mamba3", {"is_outproj_norm": True, "n_groups": 4, "use_bias": True, "num_heads": 4})]
 
 
 def save(form, path, **settings):
@@ -75,6 +82,12 @@ def test_config_fields_are_honoured_or_refused(form, field, tmp_path):
         assert f"config.json has {field}=" in str(refused)
 
 
+@pytest.mark.parametrize(("form", "settings"), TOGETHER)
+def test_fields_are_honoured_together(form, settings, tmp_path):
+    save(form, tmp_path, **settings)
+    assert error(tmp_path) < 1e-12
+
+
 @pytest.mark.parametrize("form", FLASH)
 def test_every_field_is_covered(form):
     _, known = FORMATS[form].model({"model_type": form})
@@ -86,9 +99,13 @@ def test_exported_model_gives_the_same_logits(form, tmp_path):
     mixer = {
         "delta_net": "deltanet(read.gate=silu, heads.width=none)",
         "gated_deltanet": "gated-deltanet(heads.qk_groups=2)",
+        "mamba3": "mamba3(heads.width=none, heads.qk_groups=2)",
     }
     sizes = {"hidden_size": 64, "max_position_embeddings": 4096, "tie_word_embeddings": False}
     sizes["initializer_range"] = None  # the default: the other formats do not keep it
+    if form == "mamba3":
+        sizes |= {"norm_eps": 1e-5, "style": {"mlp": "none"}, "intermediate_size": None}
+        del sizes["max_position_embeddings"]
     ours = tiny.trained(HeadraceForCausalLM(tiny.config(mixer.get(form, form), **sizes)))
     export_checkpoint(ours, form, tmp_path / "theirs")
     assert error(tmp_path / "theirs") < 1e-12

@@ -73,6 +73,16 @@ def gated_deltanet(config: Any) -> Config:
     return fla(config, **sizes) | {"num_heads": spec.heads.qk_groups or H}
 
 
+def mamba3(config: Any) -> Config:
+    spec, H = config.mixers[0], config.num_heads
+    K, V = spec.head_dims(config.hidden_size, H)
+    return {
+        "head_dim": V, "state_size": K, "expand": V * H // config.hidden_size, "n_groups": spec.heads.qk_groups or H,
+        "use_bias": spec.inputs.bias, "rope_fraction": spec.inputs.turns, "norm_eps": config.norm_eps,
+        "is_outproj_norm": spec.read.norm != "none",
+    }  # fmt: skip
+
+
 class Description(NamedTuple):
     """What writes a config.json.
 
@@ -88,7 +98,7 @@ DESCRIPTIONS = {
     "llama": Description(llama, AttentionSpec), "mamba2": Description(mamba2, MixerSpec),
     "qwen3_next": Description(qwen3_next, MixerSpec), "retnet": Description(gla, MixerSpec),
     "gla": Description(gla, MixerSpec), "delta_net": Description(delta_net, MixerSpec),
-    "gated_deltanet": Description(gated_deltanet, MixerSpec),
+    "gated_deltanet": Description(gated_deltanet, MixerSpec), "mamba3": Description(mamba3, MixerSpec),
 }  # fmt: skip
 # In these, transformers takes the number of tokens so far from the cache of a layer of softmax attention.
 COUNTED_BY_ATTENTION = ("qwen3_next", "granitemoehybrid", "nemotron_h", "zamba2")

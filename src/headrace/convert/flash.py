@@ -6,8 +6,10 @@ from typing import Any
 from .. import zoo
 from ..spec.stack import BlockStyle, Layer
 from .fields import Config, Fields
-from .form import Format, Model, conv_width, model_of, plain, whole
-from .parts import mlp_views
+from .form import Block, Format, Model, View, Views, below, conv_width, model_of, named, plain, stacked, whole
+from .mamba import divisor
+from .parts import mlp_views, of_heads
+from .recurrent import mixers_alone
 
 DEFAULTS: Config = {
     "vocab_size": 32000, "hidden_size": 2048, "num_hidden_layers": 24, "max_position_embeddings": 2048,
@@ -91,6 +93,66 @@ def fla(
     return Format(architecture, read, DEFAULTS | defaults, TYPES)
 
 
+# --- Mamba-3 ---------------------------------------------------------------------------------------------------------
+
+
+def mamba3(c: Fields) -> Model:
+    """Blocks of a mixer alone."""
+    D, K, V, bias = c["hidden_size"], c["state_size"], c["head_dim"], c["use_bias"]
+    if c["expand"] * D % V:
+        c.refuse("head_dim", f"a divisor of expand · hidden_size = {c['expand'] * D}")
+    H = c["expand"] * D // V
+    c.only("num_heads", H)  # which that library computes and writes
+    for name, values in MAMBA3_ONLY.items():
+        c.only(name, *values)
+    c.ignore(*IGNORED, *MAMBA3_IGNORED)
+    groups, normed = divisor(c, "n_groups", H), c["is_outproj_norm"]
+    if normed and groups < H:  # a norm per head whose weights are of all heads is that of the groups of q and k
+        c.refuse("is_outproj_norm", f"False, or n_groups={H} as there are heads")
+    spec = zoo.change_all(zoo.get("mamba3"), {
+        "heads.expand_k": K * H / D, "heads.expand_v": float(c["expand"]), "heads.width": None,
+        "heads.qk_groups": None if groups == H else groups, "inputs.turns": c["rope_fraction"], "inputs.bias": bias,
+        "read.bias": bias, "read.norm": "rms-groups" if normed else "none",
+    })  # fmt: skip
+    return mixers_alone(c, spec, mamba3_views(spec, (H, groups, K, V)), num_heads=H)
+
+
+MAMBA3_ONLY: dict[str, tuple[Any, ...]] = {
+    "is_mimo": (False,), "A_floor": (1e-4,), "norm_eps": (1e-5,), "rope_fraction": (0.5, 1.0),
+}  # fmt: skip
+MAMBA3_IGNORED = (
+    "hidden_act", "mimo_rank", "residual_in_fp32", "rescale_prenorm_residual", "dt_min", "dt_max", "dt_init_floor",
+    "chunk_size",
+)  # fmt: skip
+
+
+def mamba3_views(spec: Any, sizes: tuple[int, int, int, int]) -> Views:
+    """Returns the views of a layer. Of q and k, called C and B, the channels that turn together are neighbours there.
+    sizes: the number of heads, of heads of q and k, and the key and value dimensions per head."""
+    H, groups, K, V = sizes
+    angles, bias = spec.angles(K), spec.inputs.bias
+    rows = {"first": (0, angles, 2), "second": (1, angles, 2), "own": (2 * angles, K - 2 * angles, 1)}
+    parts = {"gate": H * V, "v": H * V, "k": groups * K, "q": groups * K}
+    parts |= {"decay.step": H, "decay.rate": H, "beta": H, "turns": angles}
+    own = {"decay.dt_bias": "dt_bias", "skip": "D", "o_proj.weight": "out_proj.weight"}
+    own |= {"o_proj.bias": "out_proj.bias"} if bias else {}
+    own |= {"norm_weight": "norm.weight"} if spec.read.weighted else {}
+    views = named("mixer", "mixer", own)
+    for kind in ("weight", "bias") if bias else ("weight",):
+        places = stacked(f"mixer.in_proj.{kind}", parts)
+        for part in "qk":
+            places |= below(part, of_heads(places.pop(part), groups, rows))
+        views |= below(f"mixer.in_proj.{kind}".removesuffix(".weight"), places)
+    for part, letter in (("q", "C"), ("k", "B")):
+        weight = View(f"mixer.{letter}_norm.weight", Block(1, K, 0, K))
+        shift = View(f"mixer.{letter}_bias", Block(1, K, 0, K), transposed=True, shape=(H, 1, K))
+        views |= below(f"mixer.qk_norm.weight.{part}", of_heads(weight, 1, rows))
+        views |= below(f"mixer.qk_norm.bias.{part}", of_heads(shift, 1, rows))
+    return views
+
+
+# --- the formats -----------------------------------------------------------------------------------------------------
+
 FUSED_NORM = {"mixer.norm_weight": "attn.g_norm_swish_gate.weight"}
 NORM = {"mixer.norm_weight": "attn.o_norm.weight"}
 LOW_RANK_DECAY = {
@@ -134,5 +196,11 @@ FORMATS: dict[str, Format] = {
          "num_hidden_layers": 21},
         DELTA | {"use_gate": (True,)},
         "fuse_norm",
+    ),
+    "mamba3": Format(
+        "Mamba3ForCausalLM", mamba3,
+        {"head_dim": 64, "vocab_size": 32000, "hidden_size": 2048, "state_size": 128, "num_hidden_layers": 48,
+         "norm_eps": 1e-5, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "expand": 2, "n_groups": 1,
+         "use_bias": False, "rope_fraction": 0.5, "is_outproj_norm": False, "tie_word_embeddings": False},
     ),
 }  # fmt: skip

@@ -33,7 +33,8 @@ class View(NamedTuple):
     """The place of one of our tensors in a foreign checkpoint: a tensor, or the rows `block` of it.
 
     Our values are factor · theirs + offset, of a matrix that is transposed there if `transposed`. shape: the shape of
-    the foreign tensor, where ours has another one; the rows of `block` are then those of its first two dimensions."""
+    the foreign tensor, where ours has another one; the rows of `block` are then those of its first two dimensions, or
+    what is left of them once it is transposed."""
 
     name: str
     block: Block | None = None
@@ -49,10 +50,10 @@ class View(NamedTuple):
 
     def part(self, tensor: Tensor) -> Tensor:
         """Returns a view of the foreign tensor: the rows of it [rows, …], or of its block [groups, size, …]."""
+        if self.block is not None and self.shape is not None:
+            tensor = tensor.flatten(0, 1)
         tensor = tensor.T if self.transposed else tensor
-        if self.block is None:
-            return tensor
-        return self.block.of(tensor if self.shape is None else tensor.flatten(0, 1))
+        return tensor if self.block is None else self.block.of(tensor)
 
 
 Views = dict[str, View]

@@ -199,9 +199,9 @@ def _present(view: View, form: Format, files: Tensors) -> View:
 
 
 def _fits(view: View, shape: list[int], wanted: list[int]) -> bool:
-    part = shape[::-1] if view.transposed else shape
+    part = shape if view.block is None or view.shape is None else [prod(shape[:2]), *shape[2:]]
+    part = part[::-1] if view.transposed else part
     if view.block is not None:
-        part = part if view.shape is None else [prod(part[:2]), *part[2:]]
         if part[:1] != [view.block.groups * view.block.each]:
             return False
         part = [view.block.groups * view.block.size, *part[1:]]

@@ -81,6 +81,16 @@ DEEPSEEK_EXPERTS = {
 }  # fmt: skip
 
 
+def of_heads(view: View, heads: int, rows: dict[str, tuple[int, int, int]]) -> Views:
+    """Returns the views of the rows of each head, by kinds of rows: {kind: (the first in the head, how many, how far
+    apart)}. view: of the rows of all heads."""
+    block: Any = view.block
+    return {
+        f"{h}.{kind}": view._replace(block=Block(1, block.each, block.start + h * (block.size // heads) + first, n, by))
+        for h in range(heads) for kind, (first, n, by) in rows.items() if n
+    }  # fmt: skip
+
+
 def latent_attention(theirs: str, spec: Any, output: str) -> Views:
     """Returns the views of multi-head latent attention, in whose rows of q and k the rotated channels come last; a
     rotation is of pairs of neighbours, as in DeepSeek-V3."""
@@ -89,10 +99,7 @@ def latent_attention(theirs: str, spec: Any, output: str) -> Views:
         each, half = before + spec.shared_dim, spec.shared_dim // 2
         step, second = (2, 1) if spec.rotary else (1, half)
         rows = {"own": (0, before, 1), "first": (before, half, step), "second": (before + second, half, step)}
-        return {
-            f"{h}.{part}": View(name, Block(1, heads * each, h * each + start, size, by))
-            for h in range(heads) for part, (start, size, by) in rows.items()
-        }  # fmt: skip
+        return of_heads(View(name, Block(1, heads * each, 0, heads * each)), heads, rows)
 
     pairs = {"kv_a_norm.weight": "kv_a_layernorm.weight", "kv_b_proj.weight": "kv_b_proj.weight"}
     pairs |= {"o_proj.weight": f"{output}.weight"}
