@@ -65,10 +65,14 @@ def gla(c, w, x):
     return rms(out, w["g_norm_swish_gate"], c) * F.silu(gate)
 
 
+def strength(c, w, x):
+    return F.linear(x, w["b_proj"]).sigmoid() * (2 if c["allow_neg_eigval"] else 1)
+
+
 def delta_net(c, w, x):
     H = c["num_heads"]
     q, k, v = (convolved(w, x, name, H).transpose(1, 2) for name in "qkv")
-    beta = F.linear(x, w["b_proj"]).sigmoid().mT
+    beta = strength(c, w, x).mT
     out, _ = load("fla:delta_rule/naive:delta_rule_recurrence")(l2norm(q), l2norm(k), v, beta)
     out = rms(out.transpose(1, 2), w["o_norm"], c)
     return out * F.silu(*w.project(x, "g", H)) if c["use_gate"] else out
@@ -77,7 +81,7 @@ def delta_net(c, w, x):
 def gated_deltanet(c, w, x):
     H, values = c["num_heads"], c["num_v_heads"] or c["num_heads"]
     q, k = (l2norm(convolved(w, x, name, H)).repeat_interleave(values // H, 2) for name in "qk")
-    beta = F.linear(x, w["b_proj"]).sigmoid()
+    beta = strength(c, w, x)
     A_log, dt_bias = w.own("A_log", "dt_bias")
     log_decay = -A_log.exp() * F.softplus(F.linear(x, w["a_proj"]) + dt_bias)
     recurrence = load("fla:gated_delta_rule/naive:naive_recurrent_gated_delta_rule")
@@ -125,7 +129,38 @@ def mamba3(c, w, x):
     return out * F.silu(z)
 
 
-MIXERS = {"retnet": retnet, "gla": gla, "delta_net": delta_net, "gated_deltanet": gated_deltanet, "mamba3": mamba3}
+def softmax(q, k, v, bias):
+    """q, k and v [B, T, heads, d]; bias [T, T] or [B, heads, T, T]: what the logits get."""
+    k, v = (y.repeat_interleave(q.shape[2] // y.shape[2], 2) for y in (k, v))
+    out = F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in (q, k, v)), attn_mask=bias)
+    return out.transpose(1, 2)
+
+
+def attention_inputs(c, w, x):
+    """q, k and v [B, T, heads, d], and a mask [T, T] of later tokens and of those before the window."""
+    biases = w.own(*(f"{name}_proj.bias" for name in "qkv")) if c["qkv_bias"] else [None] * 3
+    d = c["hidden_size"] // c["num_heads"]
+    maps = zip("qkv", biases, strict=True)
+    heads = [F.linear(x, w[f"{name}_proj"], bias).unflatten(-1, (-1, d)) for name, bias in maps]
+    place = torch.arange(x.shape[1])
+    distance = place[:, None] - place
+    seen = (distance >= 0) & (distance < (c["window_size"] or len(place)))
+    return heads, torch.zeros(seen.shape, dtype=x.dtype).masked_fill(~seen, -torch.inf)
+
+
+def transformer(c, w, x):
+    (q, k, v), mask = attention_inputs(c, w, x)
+    if c["qk_norm"]:
+        q, k = (F.rms_norm(y, y.shape[-1:], w[f"{name}_norm"], 1e-5) for name, y in (("q", q), ("k", k)))
+    frequency = c["rope_theta"] ** (-torch.arange(0, q.shape[-1], 2) / q.shape[-1])
+    angle = (torch.arange(x.shape[1])[:, None] * frequency).repeat(1, 2)[None]
+    return softmax(*apply_rotary_pos_emb(q, k, angle.cos(), angle.sin(), unsqueeze_dim=2), v, mask)
+
+
+MIXERS = {
+    "retnet": retnet, "gla": gla, "delta_net": delta_net, "gated_deltanet": gated_deltanet, "mamba3": mamba3,
+    "transformer": transformer,
+}  # fmt: skip
 # The model, its last norm, a layer's norm, its mixer, and the mixer's output projection.
 NAMES = {"mamba3": ("backbone", "norm_f", "norm", "mixer", "out_proj")}
 USUAL = ("model", "norm", "attn_norm", "attn", "o_proj")
@@ -172,26 +207,60 @@ def mamba3_shapes(c):
 
 
 def block_shapes(c):
-    D, H, kind = c["hidden_size"], c["num_heads"], c["model_type"]
-    if kind == "gated_deltanet":
-        H = c["num_v_heads"] or H
-        q, v = c["num_heads"] * c["head_dim"], int(H * c["head_dim"] * c["expand_v"])
-    else:
-        q, v = int(D * c["expand_k"]), int(D * c["expand_v"])
+    D = c["hidden_size"]
     inner = c["intermediate_size"] or 256 * -(-int(D * (c["hidden_ratio"] or 4) * 2 / 3) // 256)
-    attn = {"q_proj": (q, D), "k_proj": (q, D), "v_proj": (v, D), "o_proj": (D, v)}
-    if kind != "delta_net" or c["use_gate"]:
-        attn["g_proj"] = (v, D)
-    attn["g_norm_swish_gate" if kind in ("retnet", "gla") else "o_norm"] = (v // H,)
-    if kind == "gla":
-        attn |= {"gk_proj.0": (16, D), "gk_proj.1": (q, 16)}
-    if kind in ("delta_net", "gated_deltanet"):
-        attn |= {f"{name}_conv1d": (width, 1, c["conv_size"]) for name, width in (("q", q), ("k", q), ("v", v))}
-        attn["b_proj"] = (H, D)
-    if kind == "gated_deltanet":
-        attn["a_proj"] = (H, D)
-    layer = {f"attn.{name}": shape for name, shape in attn.items()} | {"attn_norm": (D,), "mlp_norm": (D,)}
-    layer |= {"mlp.gate_proj": (inner, D), "mlp.up_proj": (inner, D), "mlp.down_proj": (D, inner)}
-    layer = {f"{name}.weight": shape for name, shape in layer.items()}
-    layer |= {"attn.gk_proj.1.bias": (q,)} if kind == "gla" else {}
-    return layer | ({f"attn.{name}": (H,) for name in ("A_log", "dt_bias")} if kind == "gated_deltanet" else {})
+    layer = {"attn_norm.weight": (D,), "mlp_norm.weight": (D,), "mlp.down_proj.weight": (D, inner)}
+    layer |= dict.fromkeys(("mlp.gate_proj.weight", "mlp.up_proj.weight"), (inner, D))
+    mixer = SHAPES[c["model_type"]](c)
+    return layer | {f"attn.{name}": shape for name, shape in mixer.items()}
+
+
+def linear_shapes(c, q, v, more):
+    """Those of q, k, v, of more projections, and of the output. more: {name: width}."""
+    D = c["hidden_size"]
+    widths = {"q": q, "k": q, "v": v} | more
+    shapes = {f"{name}_proj.weight": (width, D) for name, width in widths.items()}
+    if c["model_type"] in ("delta_net", "gated_deltanet"):
+        shapes |= {f"{name}_conv1d.weight": (widths[name], 1, c["conv_size"]) for name in "qkv"}
+    return shapes | {"o_proj.weight": (D, v)}
+
+
+def expanded(c):
+    return int(c["hidden_size"] * c["expand_k"]), int(c["hidden_size"] * c["expand_v"])
+
+
+def retnet_shapes(c):
+    q, v = expanded(c)
+    return linear_shapes(c, q, v, {"g": v}) | {"g_norm_swish_gate.weight": (v // c["num_heads"],)}
+
+
+def gla_shapes(c):
+    q, _ = expanded(c)
+    decay = {"gk_proj.0.weight": (16, c["hidden_size"]), "gk_proj.1.weight": (q, 16), "gk_proj.1.bias": (q,)}
+    return retnet_shapes(c) | decay
+
+
+def delta_net_shapes(c):
+    (q, v), H = expanded(c), c["num_heads"]
+    return linear_shapes(c, q, v, {"b": H} | ({"g": v} if c["use_gate"] else {})) | {"o_norm.weight": (v // H,)}
+
+
+def gated_deltanet_shapes(c):
+    H = c["num_v_heads"] or c["num_heads"]
+    q, v = c["num_heads"] * c["head_dim"], int(H * c["head_dim"] * c["expand_v"])
+    own = {"A_log": (H,), "dt_bias": (H,), "o_norm.weight": (v // H,)}
+    return linear_shapes(c, q, v, {"a": H, "b": H, "g": v}) | own
+
+
+def attention_shapes(c):
+    D, d = c["hidden_size"], c["hidden_size"] // c["num_heads"]
+    widths = {"q": D, "k": (c["num_kv_heads"] or c["num_heads"]) * d, "v": (c["num_kv_heads"] or c["num_heads"]) * d}
+    shapes = {f"{name}_proj.weight": (width, D) for name, width in widths.items()} | {"o_proj.weight": (D, D)}
+    shapes |= {f"{name}_proj.bias": (width,) for name, width in widths.items()} if c["qkv_bias"] else {}
+    return shapes | ({"q_norm.weight": (d,), "k_norm.weight": (d,)} if c["qk_norm"] else {})
+
+
+SHAPES = {
+    "retnet": retnet_shapes, "gla": gla_shapes, "delta_net": delta_net_shapes, "gated_deltanet": gated_deltanet_shapes,
+    "transformer": attention_shapes,
+}  # fmt: skip

@@ -15,7 +15,7 @@ from headrace.extra.specs.matrix import MatrixSpec
 from headrace.extra.specs.scan import ScanSpec
 from headrace.utils.errors import InputError
 
-FLASH = ("retnet", "gla", "delta_net", "gated_deltanet", "mamba3")
+FLASH = ("retnet", "gla", "delta_net", "gated_deltanet", "mamba3", "transformer")
 BASE = {
     "llama": softmax.FAMILIES["llama"].base,
     "mamba2": recurrent.FAMILIES["mamba2"].base,

@@ -41,11 +41,16 @@ CHANGED = {
     "delta_net": ALL | DELTA | {"expand_k": 0.5, "use_gate": True, "use_beta": False, "use_output_norm": False,
                                 "qk_norm": "sum", "qk_activation": "relu"},
     "gated_deltanet": ALL | DELTA | {"head_dim": 4, "num_v_heads": 8, "use_gate": False},
+    "transformer": ALL | {"num_kv_heads": 2, "qkv_bias": True, "qk_norm": True, "window_size": 7, "rope_theta": 50.0,
+                          "elementwise_affine": False},
     "mamba3": ALL | {"head_dim": 8, "state_size": 10, "expand": 3, "n_groups": 2, "use_bias": True, "is_mimo": True,
                      "rope_fraction": 1.0, "A_floor": 1e-2, "is_outproj_norm": True, "mimo_rank": 2, "chunk_size": 16},
 }  # fmt: skip
 # Fields that are honoured together with others alone.
-TOGETHER = [("mamba3", {"is_outproj_norm": True, "n_groups": 4, "use_bias": True, "num_heads": 4})]
+TOGETHER = [
+    ("mamba3", {"is_outproj_norm": True, "n_groups": 4, "use_bias": True, "num_heads": 4}),
+    ("transformer", {"qk_norm": True, "norm_eps": 1e-5, "window_size": 9, "num_kv_heads": 1, "qkv_bias": True}),
+]
 
 
 def save(form, path, **settings):
@@ -99,6 +104,7 @@ def test_exported_model_gives_the_same_logits(form, tmp_path):
     mixer = {
         "delta_net": "deltanet(read.gate=silu, heads.width=none)",
         "gated_deltanet": "gated-deltanet(heads.qk_groups=2)",
+        "transformer": "transformer(kv_heads=2, bias=qkv)",
         "mamba3": "mamba3(heads.width=none, heads.qk_groups=2)",
     }
     sizes = {"hidden_size": 64, "max_position_embeddings": 4096, "tie_word_embeddings": False}

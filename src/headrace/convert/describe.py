@@ -63,14 +63,24 @@ def gla(config: Any, **more: Any) -> Config:
 
 def delta_net(config: Any) -> Config:
     spec = config.mixers[0]
-    return gla(config, conv_size=spec.inputs.conv, use_gate=spec.read.gate != "none")
+    gates = {"use_gate": spec.read.gate != "none", "allow_neg_eigval": spec.write.beta == "sigmoid-2"}
+    return gla(config, conv_size=spec.inputs.conv, **gates)
 
 
 def gated_deltanet(config: Any) -> Config:
     spec, H = config.mixers[0], config.num_heads
     K, V = spec.head_dims(config.hidden_size, H)
     sizes = {"head_dim": K, "expand_v": V / K, "num_v_heads": H, "conv_size": spec.inputs.conv}
-    return fla(config, **sizes) | {"num_heads": spec.heads.qk_groups or H}
+    sizes |= {"num_heads": spec.heads.qk_groups or H, "allow_neg_eigval": spec.write.beta == "sigmoid-2"}
+    return fla(config) | sizes
+
+
+def transformer(config: Any) -> Config:
+    spec = config.mixers[0]
+    return fla(
+        config, num_kv_heads=spec.kv_heads, qkv_bias=spec.bias == "qkv", qk_norm=spec.qk_norm == "head",
+        window_size=None if spec.pattern is None else spec.pattern.window, rope_theta=config.rope_theta,
+    )  # fmt: skip
 
 
 def mamba3(config: Any) -> Config:
@@ -99,6 +109,7 @@ DESCRIPTIONS = {
     "qwen3_next": Description(qwen3_next, MixerSpec), "retnet": Description(gla, MixerSpec),
     "gla": Description(gla, MixerSpec), "delta_net": Description(delta_net, MixerSpec),
     "gated_deltanet": Description(gated_deltanet, MixerSpec), "mamba3": Description(mamba3, MixerSpec),
+    "transformer": Description(transformer, AttentionSpec),
 }  # fmt: skip
 # In these, transformers takes the number of tokens so far from the cache of a layer of softmax attention.
 COUNTED_BY_ATTENTION = ("qwen3_next", "granitemoehybrid", "nemotron_h", "zamba2")

@@ -4,12 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import zoo
+from ..spec.attention import AttentionSpec, Pattern
+from ..spec.mixer import Spec
 from ..spec.stack import BlockStyle, Layer
 from .fields import Config, Fields
 from .form import Block, Format, Model, View, Views, below, conv_width, model_of, named, plain, stacked, whole
 from .mamba import divisor
 from .parts import mlp_views, of_heads
 from .recurrent import mixers_alone
+from .softmax import attention_views
 
 DEFAULTS: Config = {
     "vocab_size": 32000, "hidden_size": 2048, "num_hidden_layers": 24, "max_position_embeddings": 2048,
@@ -18,7 +21,7 @@ DEFAULTS: Config = {
 }  # fmt: skip
 TYPES: Config = {
     "num_kv_heads": (int, None), "num_v_heads": (int, None), "intermediate_size": (int, None),
-    "hidden_ratio": (float, None),
+    "hidden_ratio": (float, None), "window_size": (int, None),
 }  # fmt: skip
 ONLY: dict[str, tuple[Any, ...]] = {"hidden_act": ("swish",), "attn": (None,), "attnres_block_size": (None,)}
 # Fields that select an implementation, and two of earlier versions whose other values imply other tensors.
@@ -26,39 +29,32 @@ IGNORED = (
     "attn_mode", "fuse_swiglu", "fuse_cross_entropy", "fuse_linear_cross_entropy", "use_l2warp", "norm_first",
     "share_conv_kernel",
 )  # fmt: skip
-PROJECTIONS = {f"mixer.in_proj.{part}": f"attn.{part}_proj.weight" for part in "qkv"}
-BLOCK = {"mixer_norm.weight": "attn_norm.weight", "mlp_norm.weight": "mlp_norm.weight"}
-BLOCK |= {"mixer.o_proj.weight": "attn.o_proj.weight"}
+NORMS = {"mixer_norm.weight": "attn_norm.weight", "mlp_norm.weight": "mlp_norm.weight"}
+LINEAR = {f"mixer.in_proj.{part}": f"attn.{part}_proj.weight" for part in "qkv"}
+LINEAR |= {"mixer.o_proj.weight": "attn.o_proj.weight"}
 GATE = {"mixer.in_proj.gate": "attn.g_proj.weight"}
 BETA = {"mixer.in_proj.beta": "attn.b_proj.weight"}
 CONVOLUTIONS = {f"mixer.conv.weight.{part}": f"attn.{part}_conv1d.weight" for part in "qkv"}
+FUSED_NORM = {"mixer.norm_weight": "attn.g_norm_swish_gate.weight"}
+NORM = {"mixer.norm_weight": "attn.o_norm.weight"}
+DELTA_RULE = LINEAR | BETA | CONVOLUTIONS | NORM
+LOW_RANK_DECAY = {
+    "mixer.in_proj.decay": "attn.gk_proj.0.weight",
+    "mixer.decay.up.weight": "attn.gk_proj.1.weight",
+    "mixer.decay.up.bias": "attn.gk_proj.1.bias",
+}
+RATE = {"mixer.decay.A_log": "attn.A_log", "mixer.decay.dt_bias": "attn.dt_bias"}
+STEP = RATE | {"mixer.in_proj.decay": "attn.a_proj.weight"}
 
 
-def retnet(c: Fields) -> tuple[str, Config]:
-    """The mixer and the names of its tensors."""
-    c.only("num_kv_heads", None, c["num_heads"])
-    return f"retnet({widths(c)})", GATE | FUSED_NORM
-
-
-def gla(c: Fields) -> tuple[str, Config]:
-    c.only("num_kv_heads", None, c["num_heads"])
-    return f"gla({widths(c)})", GATE | FUSED_NORM | LOW_RANK_DECAY
-
-
-def deltanet(c: Fields) -> tuple[str, Config]:
-    gate = "silu" if c["use_gate"] else "none"
-    mixer = f"deltanet({widths(c)}, inputs.conv={conv_width(c, 'conv_size')}, read.gate={gate})"
-    return mixer, BETA | CONVOLUTIONS | NORM | (GATE if c["use_gate"] else {})
-
-
-def gated_deltanet(c: Fields) -> tuple[str, Config]:
-    values = c["num_v_heads"] or c["num_heads"]
-    K, V = c["head_dim"], round(c["head_dim"] * c["expand_v"], 6)
-    groups = "none" if values == c["num_heads"] else c["num_heads"]
-    expand_k, expand_v = (width * values / c["hidden_size"] for width in (K, V))
-    mixer = f"heads.expand_k={expand_k}, heads.expand_v={expand_v}, heads.qk_groups={groups}"
-    mixer = f"gated-deltanet({mixer}, inputs.conv={conv_width(c, 'conv_size')})"
-    return mixer, BETA | CONVOLUTIONS | NORM | GATE | STEP
+def blocks(c: Fields, mixer: str | Spec, views: Views, **sizes: Any) -> Model:
+    """Returns a model of blocks of a mixer and an MLP. mixer: its spec, or the expression of one; views: of the mixer;
+    sizes: arguments of `shared` beside the usual ones."""
+    layers = [Layer(zoo.get(mixer))] * c["num_hidden_layers"]
+    own = plain(NORMS) | views | mlp_views("mlp", BlockStyle())
+    outside = whole("model", "embeddings", "norm", c["tie_word_embeddings"])
+    sizes = {"num_heads": c["num_heads"], "intermediate_size": mlp_width(c)} | sizes
+    return model_of(c, layers, BlockStyle(), [own] * len(layers), outside, **sizes)
 
 
 def mlp_width(c: Fields | Config) -> int:
@@ -71,26 +67,55 @@ def widths(c: Fields) -> str:
     return f"heads.expand_k={float(c['expand_k'])}, heads.expand_v={float(c['expand_v'])}, heads.width=none"
 
 
-def fla(
-    architecture: str, mixer: Callable[[Fields], tuple[str, Config]], defaults: Config,
-    only: dict[str, tuple[Any, ...]], *ignored: str,
-) -> Format:  # fmt: skip
-    """A format. mixer: maps the fields to the expression of the mixer, and to the names of those of its tensors that
-    not all formats have. only: fields that must have one of these values."""
+def retnet(c: Fields) -> Model:
+    c.only("num_kv_heads", None, c["num_heads"])
+    return blocks(c, f"retnet({widths(c)})", plain(LINEAR | GATE | FUSED_NORM))
 
-    def read(c: Fields) -> Model:
-        for name, values in (ONLY | only).items():
-            c.only(name, *values)
-        c.ignore(*IGNORED, *ignored)
-        expression, tensors = mixer(c)
-        layers = [Layer(zoo.get(expression))] * c["num_hidden_layers"]
-        heads = c["num_v_heads"] if c.get("num_v_heads") else c["num_heads"]
-        own = plain(BLOCK | PROJECTIONS | tensors) | mlp_views("mlp", BlockStyle())
-        outside = whole("model", "embeddings", "norm", c["tie_word_embeddings"])
-        sizes = {"num_heads": heads, "intermediate_size": mlp_width(c)}
-        return model_of(c, layers, BlockStyle(), [own] * len(layers), outside, **sizes)
 
-    return Format(architecture, read, DEFAULTS | defaults, TYPES)
+def gla(c: Fields) -> Model:
+    c.only("num_kv_heads", None, c["num_heads"])
+    return blocks(c, f"gla({widths(c)})", plain(LINEAR | GATE | FUSED_NORM | LOW_RANK_DECAY))
+
+
+def delta_net(c: Fields) -> Model:
+    gate = "silu" if c["use_gate"] else "none"
+    mixer = f"deltanet({widths(c)}, inputs.conv={conv_width(c, 'conv_size')}, read.gate={gate}, write.beta={beta(c)})"
+    return blocks(c, mixer, plain(DELTA_RULE | (GATE if c["use_gate"] else {})))
+
+
+def beta(c: Fields) -> str:
+    return "sigmoid-2" if c["allow_neg_eigval"] else "sigmoid"
+
+
+def gated_deltanet(c: Fields) -> Model:
+    return delta_rule(c, "gated-deltanet", plain(DELTA_RULE | GATE | STEP))
+
+
+def delta_rule(c: Fields, mixer: str, views: Views, changes: Config | None = None) -> Model:
+    """Returns a model with a delta rule in heads of head_dim, of which those of q and k may be fewer. changes: {path of
+    a field of the mixer's spec: value}."""
+    D, keys = c["hidden_size"], c["num_heads"]
+    H, K, V = c.get("num_v_heads") or keys, c["head_dim"], round(c["head_dim"] * c["expand_v"], 6)
+    spec = zoo.change_all(zoo.get(mixer), {
+        "heads.expand_k": K * H / D, "heads.expand_v": V * H / D, "heads.width": None,
+        "heads.qk_groups": None if keys == H else keys, "inputs.conv": conv_width(c, "conv_size"),
+        "write.beta": beta(c),
+    } | (changes or {}))  # fmt: skip
+    return blocks(c, spec, views, num_heads=H)
+
+
+def transformer(c: Fields) -> Model:
+    if c["qk_norm"] and c["norm_eps"] != 1e-5:
+        c.refuse("qk_norm", "False or norm_eps=1e-5, the epsilon of the norms of q and k")
+    window = c["window_size"]
+    spec = softmax(c, qk_norm="head" if c["qk_norm"] else "none", pattern=None if window is None else Pattern(window))
+    return blocks(c, spec, attention_views(spec, "attn"), rope_theta=c["rope_theta"])
+
+
+def softmax(c: Fields, **options: Any) -> AttentionSpec:
+    """Returns the spec of softmax attention. options: fields of it."""
+    groups = None if c["num_kv_heads"] == c["num_heads"] else c["num_kv_heads"]
+    return AttentionSpec(groups, bias="qkv" if c["qkv_bias"] else False, **options)
 
 
 # --- Mamba-3 ---------------------------------------------------------------------------------------------------------
@@ -153,24 +178,27 @@ def mamba3_views(spec: Any, sizes: tuple[int, int, int, int]) -> Views:
 
 # --- the formats -----------------------------------------------------------------------------------------------------
 
-FUSED_NORM = {"mixer.norm_weight": "attn.g_norm_swish_gate.weight"}
-NORM = {"mixer.norm_weight": "attn.o_norm.weight"}
-LOW_RANK_DECAY = {
-    "mixer.in_proj.decay": "attn.gk_proj.0.weight",
-    "mixer.decay.up.weight": "attn.gk_proj.1.weight",
-    "mixer.decay.up.bias": "attn.gk_proj.1.bias",
-}
-STEP = {
-    "mixer.in_proj.decay": "attn.a_proj.weight",
-    "mixer.decay.A_log": "attn.A_log",
-    "mixer.decay.dt_bias": "attn.dt_bias",
-}
+
+def fla(
+    architecture: str, model: Callable[[Fields], Model], defaults: Config, only: dict[str, tuple[Any, ...]],
+    *ignored: str,
+) -> Format:  # fmt: skip
+    """A format. model: reads the fields that are left; only: fields that must have one of these values."""
+
+    def read(c: Fields) -> Model:
+        for name, values in (ONLY | only).items():
+            c.only(name, *values)
+        c.ignore(*IGNORED, *ignored)
+        return model(c)
+
+    return Format(architecture, read, DEFAULTS | defaults, TYPES)
+
 
 # Without fuse_norm the tensor FUSED_NORM has another name.
 NORM_AND_GATE = {
     "feature_map": (None,), "use_output_gate": (True,), "elementwise_affine": (True,), "fuse_norm": (True,),
 }  # fmt: skip
-DELTA = {"use_short_conv": (True,), "allow_neg_eigval": (False,)}
+DELTA = {"use_short_conv": (True,)}
 
 FORMATS: dict[str, Format] = {
     "retnet": fla(
@@ -185,17 +213,24 @@ FORMATS: dict[str, Format] = {
         "conv_size",
     ),
     "delta_net": fla(
-        "DeltaNetForCausalLM", deltanet,
-        {"num_heads": 16, "expand_k": 1.0, "expand_v": 1.0, "conv_size": 4, "use_gate": False},
+        "DeltaNetForCausalLM", delta_net,
+        {"num_heads": 16, "expand_k": 1.0, "expand_v": 1.0, "conv_size": 4, "use_gate": False,
+         "allow_neg_eigval": False},
         DELTA | {"use_beta": (True,), "use_output_norm": (True,), "qk_norm": ("l2",), "qk_activation": ("silu",)},
         "fuse_norm",
     ),
     "gated_deltanet": fla(
         "GatedDeltaNetForCausalLM", gated_deltanet,
         {"num_heads": 6, "num_v_heads": None, "head_dim": 256, "expand_v": 2.0, "conv_size": 4,
-         "num_hidden_layers": 21},
+         "num_hidden_layers": 21, "allow_neg_eigval": False},
         DELTA | {"use_gate": (True,)},
         "fuse_norm",
+    ),
+    "transformer": fla(
+        "TransformerForCausalLM", transformer,
+        {"num_heads": 32, "num_kv_heads": None, "qkv_bias": False, "qk_norm": False, "window_size": None,
+         "rope_theta": 10000.0},
+        {"elementwise_affine": (True,)}, "fuse_norm",
     ),
     "mamba3": Format(
         "Mamba3ForCausalLM", mamba3,

@@ -130,7 +130,7 @@ def shared(c: Fields, layers: Sequence[Layer], style: BlockStyle, **more: Any) -
     alone = pattern == (Layer(pattern[0].mixer),)
     arguments |= {"mixer": pattern[0].mixer if alone else Decoder(pattern, style), "style": style}
     mixers = [mixer for layer in layers for mixer in layer.mixers] + [style.shared] * (style.shared is not None)
-    if any(isinstance(mixer, SoftmaxSpec) and mixer.rotary for mixer in mixers):
+    if "rope_theta" not in more and any(isinstance(mixer, SoftmaxSpec) and mixer.rotary for mixer in mixers):
         arguments["rope_theta"] = c["rope_parameters"]["rope_theta"]
     for name in ("max_position_embeddings", "model_max_length"):
         if (longest := c.get(name)) is not None:
