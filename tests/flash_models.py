@@ -89,6 +89,42 @@ def gated_deltanet(c, w, x):
     return rms(out, w["o_norm"], c) * F.silu(*w.project(x, "g", values))
 
 
+def recurrence(q, k, v, log_decay, beta=None):
+    """S ← diag(e^g) S + kᵀ v, or + β kᵀ (v − k S), and q S K^−1/2, token by token. log_decay [B, T, H, K or 1]."""
+    out, memory = [], torch.zeros_like(k[:, 0, :, :, None] * v[:, 0, :, None])
+    for t in range(q.shape[1]):
+        key, memory = k[:, t, :, None], log_decay[:, t].exp()[..., None] * memory
+        value = v[:, t, :, None] if beta is None else beta[:, t, :, None, None] * (v[:, t, :, None] - key @ memory)
+        memory = memory + key.mT @ value
+        out.append((q[:, t, :, None] @ memory)[..., 0, :] * q.shape[-1] ** -0.5)
+    return torch.stack(out, 1)
+
+
+def kda(c, w, x):
+    H, values = c["num_heads"], c["num_v_heads"] or c["num_heads"]
+    q, k = (l2norm(convolved(w, x, name, H)).repeat_interleave(values // H, 2) for name in "qk")
+    A_log, dt_bias = w.own("A_log", "dt_bias")
+    rate = A_log.exp()[:, None]
+    z = (F.linear(F.linear(x, w["f_proj.0"]), w["f_proj.1"]) + dt_bias).unflatten(-1, (values, -1))
+    log_decay = c["lower_bound"] * torch.sigmoid(rate * z) if c["safe_gate"] else -rate * F.softplus(z)
+    out = recurrence(q, k, convolved(w, x, "v", values), log_decay, strength(c, w, x))
+    gate = F.linear(F.linear(x, w["g_proj.0"]), w["g_proj.1"], *w.own("g_proj.1.bias"))
+    return rms(out, w["o_norm"], c) * gate.unflatten(-1, (values, -1)).sigmoid()
+
+
+def hgrn2(c, w, x):
+    heads = c["num_heads"] if c["expand_ratio"] is None else c["hidden_size"] // c["expand_ratio"]
+    q, logits, v = w.project(x, "qfi", heads)
+    out = recurrence(F.silu(q), torch.sigmoid(-logits), v, F.logsigmoid(logits)).flatten(-2)
+    return F.rms_norm(out, out.shape[-1:], w["g_norm"], 1e-5)[..., None, :]
+
+
+def linear_attn(c, w, x):
+    phi = {"elu": lambda y: F.elu(y) + 1, "relu": F.relu, "identity": lambda y: y}[c["feature_map"]]
+    q, k, v = w.project(x, "qkv", c["num_heads"])
+    return rms(recurrence(phi(q), phi(k), v, torch.zeros_like(k)), w["norm"], c)
+
+
 def mamba3_sizes(c):
     """The number of heads and of angles, and the widths of z, x, B, C, dt, A, λ and the angles."""
     H, K, V = c["expand"] * c["hidden_size"] // c["head_dim"], c["state_size"], c["head_dim"]
@@ -157,9 +193,17 @@ def transformer(c, w, x):
     return softmax(*apply_rotary_pos_emb(q, k, angle.cos(), angle.sin(), unsqueeze_dim=2), v, mask)
 
 
+def forgetting_transformer(c, w, x):
+    (q, k, v), mask = attention_inputs(c | {"window_size": None}, w, x)
+    total = F.logsigmoid(F.linear(x, w["f_proj"], *w.own("f_proj.bias"))).cumsum(1).mT
+    out = softmax(q, k, v, total[..., None] - total[..., None, :] + mask)
+    return out * torch.sigmoid(*w.project(x, "g", c["num_heads"])) if c["use_output_gate"] else out
+
+
 MIXERS = {
     "retnet": retnet, "gla": gla, "delta_net": delta_net, "gated_deltanet": gated_deltanet, "mamba3": mamba3,
-    "transformer": transformer,
+    "transformer": transformer, "kda": kda, "hgrn2": hgrn2, "linear_attn": linear_attn,
+    "forgetting_transformer": forgetting_transformer,
 }  # fmt: skip
 # The model, its last norm, a layer's norm, its mixer, and the mixer's output projection.
 NAMES = {"mamba3": ("backbone", "norm_f", "norm", "mixer", "out_proj")}
@@ -220,7 +264,7 @@ def linear_shapes(c, q, v, more):
     D = c["hidden_size"]
     widths = {"q": q, "k": q, "v": v} | more
     shapes = {f"{name}_proj.weight": (width, D) for name, width in widths.items()}
-    if c["model_type"] in ("delta_net", "gated_deltanet"):
+    if c["model_type"] not in ("retnet", "gla", "linear_attn"):
         shapes |= {f"{name}_conv1d.weight": (widths[name], 1, c["conv_size"]) for name in "qkv"}
     return shapes | {"o_proj.weight": (D, v)}
 
@@ -252,15 +296,40 @@ def gated_deltanet_shapes(c):
     return linear_shapes(c, q, v, {"a": H, "b": H, "g": v}) | own
 
 
+def kda_shapes(c):
+    H, D, K, V = c["num_v_heads"] or c["num_heads"], c["hidden_size"], c["head_dim"], int(c["head_dim"] * c["expand_v"])
+    shapes = linear_shapes(c, c["num_heads"] * K, H * V, {"b": H}) | {"A_log": (H,), "dt_bias": (H * K,)}
+    shapes |= {"f_proj.0.weight": (V, D), "f_proj.1.weight": (H * K, V), "g_proj.0.weight": (V, D)}
+    return shapes | {"g_proj.1.weight": (H * V, V), "g_proj.1.bias": (H * V,), "o_norm.weight": (V,)}
+
+
+def hgrn2_shapes(c):
+    D = c["hidden_size"]
+    shapes = dict.fromkeys((f"{name}_proj.weight" for name in "qfio"), (D, D))
+    return shapes | {"g_norm.weight": (D,)}
+
+
+def linear_attn_shapes(c):
+    q, v = expanded(c)
+    return linear_shapes(c, q, v, {}) | {"norm.weight": (v // c["num_heads"],)}
+
+
 def attention_shapes(c):
     D, d = c["hidden_size"], c["hidden_size"] // c["num_heads"]
     widths = {"q": D, "k": (c["num_kv_heads"] or c["num_heads"]) * d, "v": (c["num_kv_heads"] or c["num_heads"]) * d}
     shapes = {f"{name}_proj.weight": (width, D) for name, width in widths.items()} | {"o_proj.weight": (D, D)}
     shapes |= {f"{name}_proj.bias": (width,) for name, width in widths.items()} if c["qkv_bias"] else {}
-    return shapes | ({"q_norm.weight": (d,), "k_norm.weight": (d,)} if c["qk_norm"] else {})
+    return shapes | ({"q_norm.weight": (d,), "k_norm.weight": (d,)} if c.get("qk_norm") else {})
+
+
+def forgetting_shapes(c):
+    D, H = c["hidden_size"], c["num_heads"]
+    gates = {"f_proj.weight": (H, D), "f_proj.bias": (H,)} | ({"g_proj.weight": (D, D)} if c["use_output_gate"] else {})
+    return attention_shapes(c) | gates
 
 
 SHAPES = {
     "retnet": retnet_shapes, "gla": gla_shapes, "delta_net": delta_net_shapes, "gated_deltanet": gated_deltanet_shapes,
-    "transformer": attention_shapes,
+    "transformer": attention_shapes, "kda": kda_shapes, "hgrn2": hgrn2_shapes, "linear_attn": linear_attn_shapes,
+    "forgetting_transformer": forgetting_shapes,
 }  # fmt: skip

@@ -15,7 +15,11 @@ from headrace.extra.specs.matrix import MatrixSpec
 from headrace.extra.specs.scan import ScanSpec
 from headrace.utils.errors import InputError
 
-FLASH = ("retnet", "gla", "delta_net", "gated_deltanet", "mamba3", "transformer")
+# The formats of flash-linear-attention -> fields that have no default that can be converted.
+FLASH: dict[str, dict] = {
+    "retnet": {}, "gla": {}, "delta_net": {}, "gated_deltanet": {}, "kda": {}, "hgrn2": {"use_lower_bound": False},
+    "linear_attn": {"feature_map": "elu"}, "transformer": {}, "forgetting_transformer": {}, "mamba3": {},
+}  # fmt: skip
 BASE = {
     "llama": softmax.FAMILIES["llama"].base,
     "mamba2": recurrent.FAMILIES["mamba2"].base,
@@ -126,4 +130,4 @@ def test_every_field_of_flash_linear_attention_is_known(form):
     assert {name: FORMATS[form].defaults[name] for name in FORMATS[form].defaults.keys() & defaults} == {
         name: value for name, value in defaults.items() if name in FORMATS[form].defaults
     }
-    FORMATS[form].model({"model_type": form} | defaults)
+    FORMATS[form].model({"model_type": form} | defaults | FLASH[form])

@@ -12,14 +12,27 @@ import flash_models
 import tiny
 from families import float64_throughout
 from headrace.convert import FORMATS, export_checkpoint, import_checkpoint
+from headrace.convert.describe import DESCRIPTIONS
 from headrace.convert.flash import mlp_width
 from headrace.hf import HeadraceForCausalLM
 from headrace.utils.errors import InputError
 
 pytest.importorskip("einops", reason="flash-linear-attention's references need it")
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "intermediate_size": 40}
+OWN = {
+    "gated_deltanet": {"head_dim": 8}, "kda": {"head_dim": 8}, "hgrn2": {"expand_ratio": 8, "num_heads": None},
+    "mamba3": {"state_size": 12, "head_dim": 16},
+}  # fmt: skip
+BASE = {form: SMALL | fixed | OWN.get(form, {}) for form, fixed in FLASH.items()}
+for unknown in ("num_heads", "intermediate_size"):
+    del BASE["mamba3"][unknown]
+ALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "intermediate_size": 40}
 BASE = dict.fromkeys(FLASH, SMALL) | {
     "gated_deltanet": SMALL | {"head_dim": 8},
+    "kda": SMALL | {"head_dim": 8},
+    "hgrn2": {name: value for name, value in SMALL.items() if name != "num_heads"}
+    | {"expand_ratio": 8, "use_lower_bound": False},
+    "linear_attn": SMALL | {"feature_map": "elu"},
     "mamba3": {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 12, "head_dim": 16},
 }  # fmt: skip
 ALL = {
@@ -41,6 +54,12 @@ CHANGED = {
     "delta_net": ALL | DELTA | {"expand_k": 0.5, "use_gate": True, "use_beta": False, "use_output_norm": False,
                                 "qk_norm": "sum", "qk_activation": "relu"},
     "gated_deltanet": ALL | DELTA | {"head_dim": 4, "num_v_heads": 8, "use_gate": False},
+    "kda": ALL | DELTA | {"head_dim": 4, "num_v_heads": 8, "safe_gate": True, "lower_bound": -5.0},
+    "hgrn2": ALL | {"expand_ratio": 4, "use_short_conv": True, "use_lower_bound": True, "elementwise_affine": False},
+    "linear_attn": ALL | {"num_kv_heads": 2, "expand_k": 0.5, "feature_map": "relu", "tie_feature_map_qk": True,
+                          "norm_q": True, "norm_k": True, "norm_feature_map": True, "elementwise_affine": False},
+    "forgetting_transformer": ALL | {"num_kv_heads": 2, "qkv_bias": True, "qk_norm": True, "use_output_gate": True,
+                                     "window_size": 7, "elementwise_affine": False},
     "transformer": ALL | {"num_kv_heads": 2, "qkv_bias": True, "qk_norm": True, "window_size": 7, "rope_theta": 50.0,
                           "elementwise_affine": False},
     "mamba3": ALL | {"head_dim": 8, "state_size": 10, "expand": 3, "n_groups": 2, "use_bias": True, "is_mimo": True,
@@ -49,6 +68,9 @@ CHANGED = {
 # Fields that are honoured together with others alone.
 TOGETHER = [
     ("mamba3", {"is_outproj_norm": True, "n_groups": 4, "use_bias": True, "num_heads": 4}),
+    ("kda", {"safe_gate": True, "lower_bound": -5, "expand_v": 2.0, "num_v_heads": 8, "allow_neg_eigval": True}),
+    ("hgrn2", {"expand_ratio": None, "num_heads": 2}),
+    ("forgetting_transformer", {"use_output_gate": True, "num_kv_heads": 2}),
     ("transformer", {"qk_norm": True, "norm_eps": 1e-5, "window_size": 9, "num_kv_heads": 1, "qkv_bias": True}),
 ]
 
@@ -66,10 +88,10 @@ def save(form, path, **settings):
 def error(path):
     """Of our logits, relative to those of the model as it is written out."""
     described, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
-    ids = torch.randint(described["vocab_size"], (2, 40))
+    ids, ours = torch.randint(described["vocab_size"], (2, 40)), import_checkpoint(path)
     with float64_throughout():
         expected = flash_models.logits(FORMATS[described["model_type"]].defaults | described, tensors, ids)
-    return float((import_checkpoint(path)(ids).logits - expected).norm() / expected.norm())
+    return float((ours(ids).logits - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("form", FLASH)
@@ -95,16 +117,18 @@ def test_fields_are_honoured_together(form, settings, tmp_path):
 
 @pytest.mark.parametrize("form", FLASH)
 def test_every_field_is_covered(form):
-    _, known = FORMATS[form].model({"model_type": form})
+    _, known = FORMATS[form].model({"model_type": form} | BASE[form])
     assert known.read | known.fixed <= CHANGED[form].keys()
 
 
-@pytest.mark.parametrize("form", FLASH)
+@pytest.mark.parametrize("form", [form for form in FLASH if form in DESCRIPTIONS])
 def test_exported_model_gives_the_same_logits(form, tmp_path):
     mixer = {
         "delta_net": "deltanet(read.gate=silu, heads.width=none)",
         "gated_deltanet": "gated-deltanet(heads.qk_groups=2)",
         "transformer": "transformer(kv_heads=2, bias=qkv)",
+        "kda": "kda(heads.width=none)",
+        "forgetting_transformer": "fox(kv_heads=2)",
         "mamba3": "mamba3(heads.width=none, heads.qk_groups=2)",
     }
     sizes = {"hidden_size": 64, "max_position_embeddings": 4096, "tie_word_embeddings": False}

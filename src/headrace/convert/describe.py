@@ -75,12 +75,25 @@ def gated_deltanet(config: Any) -> Config:
     return fla(config) | sizes
 
 
+def kda(config: Any) -> Config:
+    bound = config.mixers[0].decay.lower_bound
+    return gated_deltanet(config) | {"safe_gate": bound is not None, "lower_bound": bound}
+
+
+def attention(config: Any, **more: Any) -> Config:
+    spec = config.mixers[0]
+    return fla(config, num_kv_heads=spec.kv_heads, qkv_bias=spec.bias == "qkv", **more)
+
+
 def transformer(config: Any) -> Config:
     spec = config.mixers[0]
-    return fla(
-        config, num_kv_heads=spec.kv_heads, qkv_bias=spec.bias == "qkv", qk_norm=spec.qk_norm == "head",
-        window_size=None if spec.pattern is None else spec.pattern.window, rope_theta=config.rope_theta,
-    )  # fmt: skip
+    window = None if spec.pattern is None else spec.pattern.window
+    own = {"qk_norm": spec.qk_norm == "head", "window_size": window, "rope_theta": config.rope_theta}
+    return attention(config, **own)
+
+
+def forgetting_transformer(config: Any) -> Config:
+    return attention(config, use_output_gate=config.mixers[0].gate == "channel")
 
 
 def mamba3(config: Any) -> Config:
@@ -109,7 +122,8 @@ DESCRIPTIONS = {
     "qwen3_next": Description(qwen3_next, MixerSpec), "retnet": Description(gla, MixerSpec),
     "gla": Description(gla, MixerSpec), "delta_net": Description(delta_net, MixerSpec),
     "gated_deltanet": Description(gated_deltanet, MixerSpec), "mamba3": Description(mamba3, MixerSpec),
-    "transformer": Description(transformer, AttentionSpec),
+    "transformer": Description(transformer, AttentionSpec), "kda": Description(kda, MixerSpec),
+    "forgetting_transformer": Description(forgetting_transformer, AttentionSpec),
 }  # fmt: skip
 # In these, transformers takes the number of tokens so far from the cache of a layer of softmax attention.
 COUNTED_BY_ATTENTION = ("qwen3_next", "granitemoehybrid", "nemotron_h", "zamba2")

@@ -12,7 +12,7 @@ from .form import Block, Format, Model, View, Views, below, conv_width, model_of
 from .mamba import divisor
 from .parts import mlp_views, of_heads
 from .recurrent import mixers_alone
-from .softmax import attention_views
+from .softmax import activation, attention_views
 
 DEFAULTS: Config = {
     "vocab_size": 32000, "hidden_size": 2048, "num_hidden_layers": 24, "max_position_embeddings": 2048,
@@ -21,7 +21,8 @@ DEFAULTS: Config = {
 }  # fmt: skip
 TYPES: Config = {
     "num_kv_heads": (int, None), "num_v_heads": (int, None), "intermediate_size": (int, None),
-    "hidden_ratio": (float, None), "window_size": (int, None),
+    "hidden_ratio": (float, None), "window_size": (int, None), "lower_bound": (float, None),
+    "expand_ratio": (int, None), "num_heads": (int, None),
 }  # fmt: skip
 ONLY: dict[str, tuple[Any, ...]] = {"hidden_act": ("swish",), "attn": (None,), "attnres_block_size": (None,)}
 # Fields that select an implementation, and two of earlier versions whose other values imply other tensors.
@@ -104,12 +105,64 @@ def delta_rule(c: Fields, mixer: str, views: Views, changes: Config | None = Non
     return blocks(c, spec, views, num_heads=H)
 
 
+def kda(c: Fields) -> Model:
+    safe, bound = c["safe_gate"], c["lower_bound"]
+    if safe and bound is None:
+        c.refuse("safe_gate", "False, or lower_bound beside it")
+    if bound is not None and not safe:
+        c.refuse("lower_bound", "None, or safe_gate=True beside it")
+    rank = None if c["expand_v"] == 1 else round(c["head_dim"] * c["expand_v"])  # the value dimension, also for decays
+    changes = {"decay.rank": rank, "decay.lower_bound": None if bound is None else float(bound)}
+    return delta_rule(c, "kda", plain(DELTA_RULE | RATE | LOW_RANK), changes)
+
+
+LOW_RANK = {
+    "mixer.in_proj.decay": "attn.f_proj.0.weight", "mixer.decay.up.weight": "attn.f_proj.1.weight",
+    "mixer.in_proj.gate": "attn.g_proj.0.weight", "mixer.gate.up.weight": "attn.g_proj.1.weight",
+    "mixer.gate.up.bias": "attn.g_proj.1.bias",
+}  # fmt: skip
+
+
+def hgrn2(c: Fields) -> Model:
+    """The epsilon of its norm is 1e-5 in any model."""
+    D, K, H = c["hidden_size"], c["expand_ratio"], c["num_heads"]
+    if K is None and H is None:
+        c.refuse("expand_ratio", "a number, or None with num_heads")
+    K = D // H if K is None else K
+    c.only("num_heads", D // K, None)
+    mixer = f"hgrn2(heads.expand_k={D // K * K / D}, heads.width=none, read.eps=1e-5)"
+    return blocks(c, mixer, plain(HGRN2), num_heads=D // K)
+
+
+HGRN2 = {"mixer.in_proj.q": "attn.q_proj.weight", "mixer.in_proj.decay": "attn.f_proj.weight"}
+HGRN2 |= {"mixer.in_proj.v": "attn.i_proj.weight", "mixer.o_proj.weight": "attn.o_proj.weight"}
+HGRN2 |= {"mixer.norm_weight": "attn.g_norm.weight"}
+
+
+def linear_attn(c: Fields) -> Model:
+    c.only("num_kv_heads", None, c["num_heads"])
+    feature_map = activation(c, "feature_map", FEATURE_MAPS)
+    mixer = f"linear-attention({widths(c)}, inputs.feature_map={feature_map}, read.norm=rms, read.scale=key)"
+    return blocks(c, mixer, plain(LINEAR | {"mixer.norm_weight": "attn.norm.weight"}))
+
+
+FEATURE_MAPS = {"elu": "elu+1", "relu": "relu", "identity": "identity"}
+
+
 def transformer(c: Fields) -> Model:
     if c["qk_norm"] and c["norm_eps"] != 1e-5:
         c.refuse("qk_norm", "False or norm_eps=1e-5, the epsilon of the norms of q and k")
     window = c["window_size"]
     spec = softmax(c, qk_norm="head" if c["qk_norm"] else "none", pattern=None if window is None else Pattern(window))
     return blocks(c, spec, attention_views(spec, "attn"), rope_theta=c["rope_theta"])
+
+
+def forgetting_transformer(c: Fields) -> Model:
+    if c["use_output_gate"] and c["qkv_bias"]:
+        c.refuse("qkv_bias", "False with use_output_gate=True, as the gate has no bias")
+    spec = softmax(c, rotary=False, forget=True, gate="channel" if c["use_output_gate"] else "none")
+    gate = {f"mixer.f_proj.{kind}": f"attn.f_proj.{kind}" for kind in ("weight", "bias")}
+    return blocks(c, spec, attention_views(spec, "attn") | plain(gate))
 
 
 def softmax(c: Fields, **options: Any) -> AttentionSpec:
@@ -146,8 +199,8 @@ MAMBA3_ONLY: dict[str, tuple[Any, ...]] = {
     "is_mimo": (False,), "A_floor": (1e-4,), "norm_eps": (1e-5,), "rope_fraction": (0.5, 1.0),
 }  # fmt: skip
 MAMBA3_IGNORED = (
-    "hidden_act", "mimo_rank", "residual_in_fp32", "rescale_prenorm_residual", "dt_min", "dt_max", "dt_init_floor",
-    "chunk_size",
+    "hidden_act", "mimo_rank", "fuse_norm", "residual_in_fp32", "rescale_prenorm_residual", "dt_min", "dt_max",
+    "dt_init_floor", "chunk_size",
 )  # fmt: skip
 
 
@@ -226,11 +279,33 @@ FORMATS: dict[str, Format] = {
         DELTA | {"use_gate": (True,)},
         "fuse_norm",
     ),
+    "kda": fla(
+        "KDAForCausalLM", kda,
+        {"num_heads": 16, "num_v_heads": None, "head_dim": 128, "expand_v": 1.0, "conv_size": 4, "safe_gate": False,
+         "lower_bound": None, "allow_neg_eigval": False},
+        DELTA, "fuse_norm",
+    ),
+    "hgrn2": fla(
+        "HGRN2ForCausalLM", hgrn2, {"num_heads": None, "expand_ratio": 128},
+        {"use_short_conv": (False,), "use_lower_bound": (False,), "elementwise_affine": (True,)},
+        "conv_size", "fuse_norm",
+    ),
+    "linear_attn": fla(
+        "LinearAttentionForCausalLM", linear_attn,
+        {"num_heads": 4, "num_kv_heads": None, "expand_k": 1.0, "expand_v": 1.0, "feature_map": "elementwise_product"},
+        {"norm_q": (False,), "norm_k": (False,), "norm_feature_map": (False,), "elementwise_affine": (True,)},
+        "tie_feature_map_qk", "fuse_norm",
+    ),
     "transformer": fla(
         "TransformerForCausalLM", transformer,
         {"num_heads": 32, "num_kv_heads": None, "qkv_bias": False, "qk_norm": False, "window_size": None,
          "rope_theta": 10000.0},
         {"elementwise_affine": (True,)}, "fuse_norm",
+    ),
+    "forgetting_transformer": fla(
+        "ForgettingTransformerForCausalLM", forgetting_transformer,
+        {"num_heads": 32, "num_kv_heads": None, "qkv_bias": False, "use_output_gate": False},
+        {"elementwise_affine": (True,), "qk_norm": (False,), "window_size": (None,)}, "fuse_norm",
     ),
     "mamba3": Format(
         "Mamba3ForCausalLM", mamba3,
