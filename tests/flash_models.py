@@ -125,6 +125,57 @@ def linear_attn(c, w, x):
     return rms(recurrence(phi(q), phi(k), v, torch.zeros_like(k)), w["norm"], c)
 
 
+def gated_deltaproduct(c, w, x):
+    """The tokens of the recurrence are the steps, of which the first decays and the last reads."""
+    H, n, B, T = c["num_heads"], c["num_householder"], *x.shape[:2]
+    q = l2norm(convolved(w, x, "q", H)).repeat_interleave(n, 1)
+    k, v = (convolved(w, x, name, n * H).unflatten(2, (n, H)).flatten(1, 2) for name in "kv")
+    beta = strength(c, w, x).unflatten(2, (n, H)).flatten(1, 2)
+    log_decay = torch.zeros(B, T, n, H, 1, dtype=x.dtype)
+    if c["use_forget_gate"]:
+        A_log, dt_bias = w.own("A_log", "dt_bias")
+        log_decay[:, :, 0, :, 0] = -A_log.exp() * F.softplus(F.linear(x, w["a_proj"]) + dt_bias)
+    out = recurrence(q, l2norm(k), v, log_decay.flatten(1, 2), beta)[:, n - 1 :: n]
+    out = rms(out, w["o_norm"], c)
+    return out * F.silu(*w.project(x, "g", H)) if c["use_output_gate"] else out
+
+
+def delta(x):
+    """The token before minus the token."""
+    return F.pad(x, (0, 0, 1, -1)) - x
+
+
+def rwkv6(c, w, x):
+    H, (mu, bias, first) = c["num_heads"], w.own("x_proj.0.mu", "x_bias", "bonus")
+    low = F.linear(x + delta(x) * mu, w["x_proj.0.linear"]).tanh().unflatten(-1, (5, -1))
+    weights = torch.einsum("btsr,dsr->btsd", low, w["x_proj.2"].unflatten(-1, (5, -1))) + bias
+    r, decay, k, v, gate = (x[:, :, None] + delta(x)[:, :, None] * weights).unbind(2)
+    r, k, v = (
+        F.linear(y, w[f"{name}_proj.linear"]).unflatten(-1, (H, -1)) for name, y in (("r", r), ("k", k), ("v", v))
+    )
+    decay = F.linear(
+        F.linear(decay, w["w_proj.linear.lora.0"]).tanh(),
+        w["w_proj.linear.lora.2"],
+        *w.own("w_proj.linear.lora.2.bias"),
+    )
+    decay = torch.exp(-decay.exp()).unflatten(-1, (H, -1))
+    out, memory = [], torch.zeros_like(k[:, 0, :, :, None] * v[:, 0, :, None])
+    for t in range(x.shape[1]):
+        pair = k[:, t, :, :, None] * v[:, t, :, None]
+        out.append((r[:, t, :, None] @ (memory + first[..., None] * pair))[..., 0, :])
+        memory = decay[:, t, ..., None] * memory + pair
+    out = F.layer_norm(torch.stack(out, 1), v.shape[-1:], eps=c["norm_eps"]).flatten(-2)
+    out = out * w["g_norm"] + w.own("g_norm.bias")[0]
+    return (out * F.silu(F.linear(gate, w["g_proj.linear"])))[..., None, :]
+
+
+def channel_mixing(w, x):
+    key, receptance = (
+        F.linear(x + delta(x) * w.own(f"{name}.mu")[0], w[f"{name}.linear"]) for name in ("key", "receptance")
+    )
+    return receptance.sigmoid() * F.linear(F.relu(key).square(), w["value"])
+
+
 def mamba3_sizes(c):
     """The number of heads and of angles, and the widths of z, x, B, C, dt, A, λ and the angles."""
     H, K, V = c["expand"] * c["hidden_size"] // c["head_dim"], c["state_size"], c["head_dim"]
@@ -203,7 +254,7 @@ def forgetting_transformer(c, w, x):
 MIXERS = {
     "retnet": retnet, "gla": gla, "delta_net": delta_net, "gated_deltanet": gated_deltanet, "mamba3": mamba3,
     "transformer": transformer, "kda": kda, "hgrn2": hgrn2, "linear_attn": linear_attn,
-    "forgetting_transformer": forgetting_transformer,
+    "gated_deltaproduct": gated_deltaproduct, "rwkv6": rwkv6, "forgetting_transformer": forgetting_transformer,
 }  # fmt: skip
 # The model, its last norm, a layer's norm, its mixer, and the mixer's output projection.
 NAMES = {"mamba3": ("backbone", "norm_f", "norm", "mixer", "out_proj")}
@@ -213,27 +264,39 @@ USUAL = ("model", "norm", "attn_norm", "attn", "o_proj")
 def logits(c, tensors, ids):
     model, last, norm, mixer, out = NAMES.get(c["model_type"], USUAL)
     whole = Weights(tensors, model)
+    rwkv = c["model_type"] == "rwkv6"
+
+    def normed(x, w, name):
+        if not rwkv:
+            return rms(x, w[name], c)
+        return F.layer_norm(x, x.shape[-1:], w[name], *w.own(*[f"{name}.bias"] * c["norm_bias"]), eps=c["norm_eps"])
+
     x = whole["embeddings"][ids]
+    x = normed(x, whole, "layers.0.pre_norm") if rwkv else x
     for i in range(c["num_hidden_layers"]):
         layer = whole.within(f"layers.{i}")
-        w, mlp = layer.within(mixer), layer.within("mlp")
+        w = layer.within(mixer)
         biases = w.own(f"{out}.bias") if c.get("use_bias") else []
-        x = x + F.linear(MIXERS[c["model_type"]](c, w, rms(x, layer[norm], c)).flatten(-2), w[out], *biases)
-        if c["model_type"] == "mamba3":
-            continue
-        y = rms(x, layer["mlp_norm"], c)
-        x = x + F.linear(F.silu(F.linear(y, mlp["gate_proj"])) * F.linear(y, mlp["up_proj"]), mlp["down_proj"])
+        x = x + F.linear(MIXERS[c["model_type"]](c, w, normed(x, layer, norm)).flatten(-2), w[out], *biases)
+        if rwkv:
+            x = x + channel_mixing(layer.within("ffn"), normed(x, layer, "ffn_norm"))
+        elif mixer == "attn":
+            mlp, y = layer.within("mlp"), normed(x, layer, "mlp_norm")
+            x = x + F.linear(F.silu(F.linear(y, mlp["gate_proj"])) * F.linear(y, mlp["up_proj"]), mlp["down_proj"])
     head = whole["embeddings"] if c["tie_word_embeddings"] else tensors["lm_head.weight"]
-    return F.linear(rms(x, whole[last], c), head)
+    return F.linear(normed(x, whole, last), head)
 
 
 def shapes(c):
     """Those of every tensor, by its name."""
     D, kind = c["hidden_size"], c["model_type"]
     model, last, *_ = NAMES.get(kind, USUAL)
-    layer = mamba3_shapes(c) if kind == "mamba3" else block_shapes(c)
+    layer = {"mamba3": mamba3_shapes, "rwkv6": rwkv6_shapes}.get(kind, block_shapes)(c)
     result = {f"{model}.embeddings.weight": (c["vocab_size"], D), f"{model}.{last}.weight": (D,)}
     result |= {} if c["tie_word_embeddings"] else {"lm_head.weight": (c["vocab_size"], D)}
+    if kind == "rwkv6":
+        kinds = ["weight", *["bias"] * c["norm_bias"]]
+        result |= {f"{model}.{name}.{each}": (D,) for name in ("norm", "layers.0.pre_norm") for each in kinds}
     for i in range(c["num_hidden_layers"]):
         result |= {f"{model}.layers.{i}.{name}": shape for name, shape in layer.items()}
     return result
@@ -309,6 +372,30 @@ def hgrn2_shapes(c):
     return shapes | {"g_norm.weight": (D,)}
 
 
+def gated_deltaproduct_shapes(c):
+    D, H, n = c["hidden_size"], c["num_heads"], c["num_householder"]
+    K, V = c["head_dim"], int(c["head_dim"] * c["expand_v"])
+    more = {"b": n * H} | ({"g": H * V} if c["use_output_gate"] else {}) | ({"a": H} if c["use_forget_gate"] else {})
+    shapes = linear_shapes(c, H * K, H * V, more) | {"o_norm.weight": (V,)}
+    for name, width in (("k", n * H * K), ("v", n * H * V)):
+        shapes |= {f"{name}_proj.weight": (width, D), f"{name}_conv1d.weight": (width, 1, c["conv_size"])}
+    return shapes | ({"A_log": (H,), "dt_bias": (H,)} if c["use_forget_gate"] else {})
+
+
+def rwkv6_shapes(c):
+    (q, v), D, rank = expanded(c), c["hidden_size"], c["gate_low_rank_dim"]
+    inner = c["intermediate_size"] or 32 * -(-int(D * (c["hidden_ratio"] or 3.5)) // 32)
+    layer = {f"{name}_norm.{kind}": (D,) for name in ("attn", "ffn") for kind in ["weight", *["bias"] * c["norm_bias"]]}
+    layer |= {"ffn.key.mu": (D,), "ffn.receptance.mu": (D,), "ffn.key.linear.weight": (inner, D)}
+    layer |= {"ffn.receptance.linear.weight": (D, D), "ffn.value.weight": (D, inner)}
+    attn = {"x_proj.0.mu": (D,), "x_proj.0.linear.weight": (160, D), "x_proj.2.weight": (D, 160), "x_bias": (5, D)}
+    attn |= {f"{name}_proj.linear.weight": (width, D) for name, width in zip("rkvg", (q, q, v, v), strict=True)}
+    attn |= {"w_proj.linear.lora.0.weight": (rank, D), "w_proj.linear.lora.2.weight": (q, rank)}
+    attn |= {"w_proj.linear.lora.2.bias": (q,), "bonus": (c["num_heads"], q // c["num_heads"])}
+    attn |= {"g_norm.weight": (v,), "g_norm.bias": (v,), "o_proj.weight": (D, v)}
+    return layer | {f"attn.{name}": shape for name, shape in attn.items()}
+
+
 def linear_attn_shapes(c):
     q, v = expanded(c)
     return linear_shapes(c, q, v, {}) | {"norm.weight": (v // c["num_heads"],)}
@@ -331,5 +418,5 @@ def forgetting_shapes(c):
 SHAPES = {
     "retnet": retnet_shapes, "gla": gla_shapes, "delta_net": delta_net_shapes, "gated_deltanet": gated_deltanet_shapes,
     "transformer": attention_shapes, "kda": kda_shapes, "hgrn2": hgrn2_shapes, "linear_attn": linear_attn_shapes,
-    "forgetting_transformer": forgetting_shapes,
+    "forgetting_transformer": forgetting_shapes, "gated_deltaproduct": gated_deltaproduct_shapes,
 }  # fmt: skip

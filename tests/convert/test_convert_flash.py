@@ -20,8 +20,8 @@ from headrace.utils.errors import InputError
 pytest.importorskip("einops", reason="flash-linear-attention's references need it")
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "intermediate_size": 40}
 OWN = {
-    "gated_deltanet": {"head_dim": 8}, "kda": {"head_dim": 8}, "hgrn2": {"expand_ratio": 8, "num_heads": None},
-    "mamba3": {"state_size": 12, "head_dim": 16},
+    "gated_deltanet": {"head_dim": 8}, "kda": {"head_dim": 8}, "gated_deltaproduct": {"head_dim": 8},
+    "hgrn2": {"expand_ratio": 8, "num_heads": None}, "mamba3": {"state_size": 12, "head_dim": 16},
 }  # fmt: skip
 BASE = {form: SMALL | fixed | OWN.get(form, {}) for form, fixed in FLASH.items()}
 for unknown in ("num_heads", "intermediate_size"):
@@ -58,6 +58,10 @@ CHANGED = {
     "hgrn2": ALL | {"expand_ratio": 4, "use_short_conv": True, "use_lower_bound": True, "elementwise_affine": False},
     "linear_attn": ALL | {"num_kv_heads": 2, "expand_k": 0.5, "feature_map": "relu", "tie_feature_map_qk": True,
                           "norm_q": True, "norm_k": True, "norm_feature_map": True, "elementwise_affine": False},
+    "gated_deltaproduct": ALL | DELTA | {"head_dim": 4, "use_output_gate": False, "use_forget_gate": True,
+                                         "num_householder": 3},
+    "rwkv6": ALL | {"expand_k": 1.0, "gate_low_rank_dim": 8, "proj_low_rank_dim": 16, "norm_first": False,
+                    "norm_bias": False},
     "forgetting_transformer": ALL | {"num_kv_heads": 2, "qkv_bias": True, "qk_norm": True, "use_output_gate": True,
                                      "window_size": 7, "elementwise_affine": False},
     "transformer": ALL | {"num_kv_heads": 2, "qkv_bias": True, "qk_norm": True, "window_size": 7, "rope_theta": 50.0,
@@ -70,6 +74,7 @@ TOGETHER = [
     ("mamba3", {"is_outproj_norm": True, "n_groups": 4, "use_bias": True, "num_heads": 4}),
     ("kda", {"safe_gate": True, "lower_bound": -5, "expand_v": 2.0, "num_v_heads": 8, "allow_neg_eigval": True}),
     ("hgrn2", {"expand_ratio": None, "num_heads": 2}),
+    ("gated_deltaproduct", {"num_householder": 2, "use_forget_gate": True, "allow_neg_eigval": True}),
     ("forgetting_transformer", {"use_output_gate": True, "num_kv_heads": 2}),
     ("transformer", {"qk_norm": True, "norm_eps": 1e-5, "window_size": 9, "num_kv_heads": 1, "qkv_bias": True}),
 ]
@@ -145,6 +150,15 @@ def test_exported_model_gives_the_same_logits(form, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), again.parameters(), strict=True))
     assert again.config.converted_from["model_type"] == form
     assert again.config.to_dict() | {"converted_from": None} == ours.config.to_dict()
+
+
+@pytest.mark.parametrize("form", FLASH)
+def test_imported_model_goes_back(form, tmp_path):
+    save(form, tmp_path)
+    export_checkpoint(import_checkpoint(tmp_path), form, tmp_path / "back")
+    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    assert all(torch.allclose(after[name], tensor, rtol=0, atol=1e-15) for name, tensor in before.items())
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from .fields import Config, Fields
 from .form import Block, Format, Model, View, Views, below, conv_width, model_of, named, plain, stacked, whole
 from .mamba import divisor
 from .parts import mlp_views, of_heads
-from .recurrent import mixers_alone
+from .recurrent import kinds_of, mixers_alone
 from .softmax import activation, attention_views
 
 DEFAULTS: Config = {
@@ -147,6 +147,72 @@ def linear_attn(c: Fields) -> Model:
 
 
 FEATURE_MAPS = {"elu": "elu+1", "relu": "relu", "identity": "identity"}
+
+
+def gated_deltaproduct(c: Fields) -> Model:
+    gated, decays, n = c["use_output_gate"], c["use_forget_gate"], c["num_householder"]
+    views = plain(DELTA_RULE | (GATE if gated else {}) | (STEP if decays else {}))
+    K, V = c["head_dim"], round(c["head_dim"] * c["expand_v"])
+    for name, size in {
+        "in_proj.k": K,
+        "in_proj.v": V,
+        "in_proj.beta": 1,
+        "conv.weight.k": K,
+        "conv.weight.v": V,
+    }.items():
+        if n > 1:
+            views |= below(f"mixer.{name}", steps(views.pop(f"mixer.{name}"), c["num_heads"], n, size))
+    changes: Config = {"write.steps": n, "read.gate": "silu" if gated else "none"}
+    return delta_rule(c, "gated-deltanet" if decays else "deltanet", views, changes)
+
+
+def steps(whole: View, heads: int, n: int, size: int) -> Views:
+    """Returns the views of the rows of each of n steps of each head, where those of all heads are side by side for a
+    step. size: of the rows of a step and head."""
+    each = n * heads * size
+    return {
+        f"{h}.{i}": whole._replace(block=Block(1, each, (i * heads + h) * size, size))
+        for h in range(heads) for i in range(n)
+    }  # fmt: skip
+
+
+# --- RWKV-6 ----------------------------------------------------------------------------------------------------------
+
+
+def rwkv6(c: Fields) -> Model:
+    """Its weights of the token before are 1 minus ours of the token itself in the channel mixing."""
+    D, ratio, kinds = c["hidden_size"], c["hidden_ratio"], ("weight", *["bias"] * c["norm_bias"])
+    mixer = f"rwkv6({widths(c)}, decay.rank={c['gate_low_rank_dim']}, read.eps={c['norm_eps']})"
+    layers = [Layer(zoo.get(mixer))] * c["num_hidden_layers"]
+    style = BlockStyle("layer", mlp="rwkv4", bias=c["norm_bias"], embedding_norm=True)
+    own = plain(RWKV6 | kinds_of({"mixer_norm": "attn_norm", "mlp_norm": "ffn_norm"}, *kinds))
+    own["mixer.decay.up"] = View("attn.w_proj.linear.lora.2.weight", transposed=True)
+    for i, (stream, name) in enumerate(RWKV6_STREAMS.items()):
+        rows = Block(1, 5 * RWKV6_RANK, i * RWKV6_RANK, RWKV6_RANK)
+        own[f"mixer.shift.offset.{stream}"] = View("attn.x_bias", Block(1, 5, i, 1))
+        own[f"mixer.shift.down.{stream}"] = View("attn.x_proj.0.linear.weight", rows)
+        own[f"mixer.shift.up.{stream}"] = View("attn.x_proj.2.weight", rows, transposed=True)
+        own[f"mixer.in_proj.{stream}"] = View(f"attn.{name}_proj.linear.weight")
+    own["mixer.in_proj.decay"] = View("attn.w_proj.linear.lora.0.weight")
+    own |= plain({"mlp.mix.r": "ffn.receptance.mu", "mlp.mix.k": "ffn.key.mu"}, offset=1.0, factor=-1.0)
+    norms = {"model.backbone.embedding_norm": "model.layers.0.pre_norm", "model.backbone.norm": "model.norm"}
+    outside = whole("model", "embeddings", "norm", c["tie_word_embeddings"]) | plain(kinds_of(norms, *kinds))
+    width = c["intermediate_size"] or 32 * -(-int(D * (3.5 if ratio is None else ratio)) // 32)
+    sizes = {"num_heads": c["num_heads"], "intermediate_size": width}
+    return model_of(c, layers, style, [own] * len(layers), outside, **sizes)
+
+
+RWKV6_RANK = 32  # of the weights of a stream's mix
+RWKV6_STREAMS = {"q": "r", "decay": "w", "k": "k", "v": "v", "gate": "g"}  # in their order
+RWKV6 = {
+    "mixer.shift.base": "attn.x_proj.0.mu", "mixer.decay.bias": "attn.w_proj.linear.lora.2.bias",
+    "mixer.bonus": "attn.bonus", "mixer.norm_weight": "attn.g_norm.weight", "mixer.norm_bias": "attn.g_norm.bias",
+    "mixer.o_proj.weight": "attn.o_proj.weight", "mlp.gate_proj.weight": "ffn.receptance.linear.weight",
+    "mlp.up_proj.weight": "ffn.key.linear.weight", "mlp.down_proj.weight": "ffn.value.weight",
+}  # fmt: skip
+
+
+# --- softmax attention -----------------------------------------------------------------------------------------------
 
 
 def transformer(c: Fields) -> Model:
@@ -295,6 +361,18 @@ FORMATS: dict[str, Format] = {
         {"num_heads": 4, "num_kv_heads": None, "expand_k": 1.0, "expand_v": 1.0, "feature_map": "elementwise_product"},
         {"norm_q": (False,), "norm_k": (False,), "norm_feature_map": (False,), "elementwise_affine": (True,)},
         "tie_feature_map_qk", "fuse_norm",
+    ),
+    "gated_deltaproduct": fla(
+        "GatedDeltaProductForCausalLM", gated_deltaproduct,
+        {"num_heads": 6, "head_dim": 256, "expand_v": 2.0, "conv_size": 4, "num_hidden_layers": 21,
+         "use_output_gate": True, "use_forget_gate": False, "allow_neg_eigval": False, "num_householder": 1},
+        DELTA, "fuse_norm",
+    ),
+    "rwkv6": fla(
+        "RWKV6ForCausalLM", rwkv6,
+        {"num_heads": 4, "expand_k": 0.5, "expand_v": 1.0, "hidden_ratio": 3.5, "norm_eps": 1e-5, "norm_bias": True,
+         "gate_low_rank_dim": 64},
+        {"hidden_act": ("sqrelu",), "norm_first": (True,), "proj_low_rank_dim": (RWKV6_RANK,)}, "fuse_norm",
     ),
     "transformer": fla(
         "TransformerForCausalLM", transformer,

@@ -166,12 +166,12 @@ def _fill(model: Any, views: Views, files: Tensors) -> None:
 
 def _precision(headers: dict[str, Header], views: Views) -> torch.dtype:
     """The lowest precision that represents every tensor without rounding, but float32 at least for products with a
-    factor that has more than one bit."""
+    factor that has more than one bit, and for sums."""
     for name, header in headers.items():
         if header.dtype not in PRECISIONS.values():
             raise InputError(f"tensor {name!r} has dtype {header.dtype}; expected one of {', '.join(PRECISIONS)}")
     dtypes: Any = {header.dtype for header in headers.values()}
-    if any(abs(frexp(view.factor)[0]) != 0.5 for view in views.values()):
+    if any(view.offset or abs(frexp(view.factor)[0]) != 0.5 for view in views.values()):
         dtypes.add(torch.float32)
     return reduce(torch.promote_types, dtypes)
 

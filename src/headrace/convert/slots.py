@@ -9,6 +9,7 @@ from ..layers.base import Mixer
 from ..layers.blocks.moe import MixtureOfExperts
 from ..layers.linear.decays import SoftplusRateDecay
 from ..layers.linear.mixer import LinearMixer
+from ..layers.linear.token_shift import TokenShift
 
 
 def slots(model: Any) -> dict[str, Tensor]:
@@ -24,6 +25,7 @@ def slots(model: Any) -> dict[str, Tensor]:
                     by_name |= {f"{path}.{name}.{part}": x for part, x in pieces if len(x)}
             if isinstance(module, LinearMixer):
                 by_name |= _step_and_rate(path, module, by_name) | _turned(path, module, by_name)
+                by_name |= _shifted(path, module, by_name) | _by_step(path, module, by_name)
         elif isinstance(module, LatentAttention):
             by_name |= _latent(path, module, by_name)
         elif isinstance(module, MixtureOfExperts):
@@ -70,6 +72,29 @@ def _turned(path: str, mixer: LinearMixer, by_name: dict[str, Tensor]) -> dict[s
     half, parts = mixer.spec.angles(mixer.K), dict[str, Tensor]()
     for name, x in rows.items():
         parts |= _halves(name, x, mixer.K, half)
+    return parts
+
+
+def _shifted(path: str, mixer: LinearMixer, by_name: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The parts of RWKV-6's token shift for each of its streams, matrices with a row for each of their rank."""
+    if not isinstance(mixer.shift, TokenShift):
+        return {}
+    offset, down, up = (by_name.pop(f"{path}.shift.{name}") for name in ("offset", "down", "up"))
+    parts = {"offset": offset.split(1), "down": down.T.chunk(len(offset)), "up": up}
+    streams = mixer.shift.STREAMS
+    return {f"{path}.shift.{name}.{each}": x for name, xs in parts.items() for each, x in zip(streams, xs, strict=True)}
+
+
+def _by_step(path: str, mixer: LinearMixer, by_name: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The rows of each step of each head, of a mixer with several steps per token."""
+    n, parts = mixer.spec.write.steps, dict[str, Tensor]()
+    if n == 1:
+        return parts
+    for part, heads in (("k", mixer.Hq), ("v", mixer.H), ("beta", mixer.H)):
+        for name in (*_projected(path, part, by_name), f"{path}.conv.weight.{part}"):
+            if (rows := by_name.pop(name, None)) is not None:
+                pieces = enumerate(rows.chunk(heads * n))
+                parts |= {f"{name}.{i // n}.{i % n}": piece for i, piece in pieces}
     return parts
 
 
