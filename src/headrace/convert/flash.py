@@ -1,6 +1,7 @@
 """The formats of flash-linear-attention's RetNet, GLA, DeltaNet and Gated DeltaNet."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 from .. import zoo
@@ -134,9 +135,8 @@ def hgrn2(c: Fields) -> Model:
     return blocks(c, mixer, plain(HGRN2), num_heads=D // K)
 
 
-HGRN2 = {"mixer.in_proj.q": "attn.q_proj.weight", "mixer.in_proj.decay": "attn.f_proj.weight"}
-HGRN2 |= {"mixer.in_proj.v": "attn.i_proj.weight", "mixer.o_proj.weight": "attn.o_proj.weight"}
-HGRN2 |= {"mixer.norm_weight": "attn.g_norm.weight"}
+HGRN2 = {f"mixer.in_proj.{our}": f"attn.{their}_proj.weight" for our, their in (("q", "q"), ("decay", "f"), ("v", "i"))}
+HGRN2 |= {"mixer.o_proj.weight": "attn.o_proj.weight", "mixer.norm_weight": "attn.g_norm.weight"}
 
 
 def linear_attn(c: Fields) -> Model:
@@ -150,30 +150,18 @@ FEATURE_MAPS = {"elu": "elu+1", "relu": "relu", "identity": "identity"}
 
 
 def gated_deltaproduct(c: Fields) -> Model:
-    gated, decays, n = c["use_output_gate"], c["use_forget_gate"], c["num_householder"]
+    """The rows of each step of each head are among those of all heads for the step there."""
+    gated, decays, n, H = c["use_output_gate"], c["use_forget_gate"], c["num_householder"], c["num_heads"]
     views = plain(DELTA_RULE | (GATE if gated else {}) | (STEP if decays else {}))
     K, V = c["head_dim"], round(c["head_dim"] * c["expand_v"])
-    for name, size in {
-        "in_proj.k": K,
-        "in_proj.v": V,
-        "in_proj.beta": 1,
-        "conv.weight.k": K,
-        "conv.weight.v": V,
-    }.items():
-        if n > 1:
-            views |= below(f"mixer.{name}", steps(views.pop(f"mixer.{name}"), c["num_heads"], n, size))
+    for part, size in (("k", K), ("v", V), ("beta", 1)) if n > 1 else ():
+        for name in {f"mixer.in_proj.{part}", f"mixer.conv.weight.{part}"} & views.keys():
+            whole = views.pop(name)
+            for h, i in product(range(H), range(n)):
+                rows = Block(1, n * H * size, (i * H + h) * size, size)
+                views[f"{name}.{h}.{i}"] = whole._replace(block=rows)
     changes: Config = {"write.steps": n, "read.gate": "silu" if gated else "none"}
     return delta_rule(c, "gated-deltanet" if decays else "deltanet", views, changes)
-
-
-def steps(whole: View, heads: int, n: int, size: int) -> Views:
-    """Returns the views of the rows of each of n steps of each head, where those of all heads are side by side for a
-    step. size: of the rows of a step and head."""
-    each = n * heads * size
-    return {
-        f"{h}.{i}": whole._replace(block=Block(1, each, (i * heads + h) * size, size))
-        for h in range(heads) for i in range(n)
-    }  # fmt: skip
 
 
 # --- RWKV-6 ----------------------------------------------------------------------------------------------------------
@@ -247,9 +235,6 @@ def mamba3(c: Fields) -> Model:
         c.refuse("head_dim", f"a divisor of expand · hidden_size = {c['expand'] * D}")
     H = c["expand"] * D // V
     c.only("num_heads", H)  # which that library computes and writes
-    for name, values in MAMBA3_ONLY.items():
-        c.only(name, *values)
-    c.ignore(*IGNORED, *MAMBA3_IGNORED)
     groups, normed = divisor(c, "n_groups", H), c["is_outproj_norm"]
     if normed and groups < H:  # a norm per head whose weights are of all heads is that of the groups of q and k
         c.refuse("is_outproj_norm", f"False, or n_groups={H} as there are heads")
@@ -259,15 +244,6 @@ def mamba3(c: Fields) -> Model:
         "read.bias": bias, "read.norm": "rms-groups" if normed else "none",
     })  # fmt: skip
     return mixers_alone(c, spec, mamba3_views(spec, (H, groups, K, V)), num_heads=H)
-
-
-MAMBA3_ONLY: dict[str, tuple[Any, ...]] = {
-    "is_mimo": (False,), "A_floor": (1e-4,), "norm_eps": (1e-5,), "rope_fraction": (0.5, 1.0),
-}  # fmt: skip
-MAMBA3_IGNORED = (
-    "hidden_act", "mimo_rank", "fuse_norm", "residual_in_fp32", "rescale_prenorm_residual", "dt_min", "dt_max",
-    "dt_init_floor", "chunk_size",
-)  # fmt: skip
 
 
 def mamba3_views(spec: Any, sizes: tuple[int, int, int, int]) -> Views:
@@ -385,10 +361,13 @@ FORMATS: dict[str, Format] = {
         {"num_heads": 32, "num_kv_heads": None, "qkv_bias": False, "use_output_gate": False},
         {"elementwise_affine": (True,), "qk_norm": (False,), "window_size": (None,)}, "fuse_norm",
     ),
-    "mamba3": Format(
+    "mamba3": fla(
         "Mamba3ForCausalLM", mamba3,
-        {"head_dim": 64, "vocab_size": 32000, "hidden_size": 2048, "state_size": 128, "num_hidden_layers": 48,
-         "norm_eps": 1e-5, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "expand": 2, "n_groups": 1,
-         "use_bias": False, "rope_fraction": 0.5, "is_outproj_norm": False, "tie_word_embeddings": False},
+        {"state_size": 128, "head_dim": 64, "expand": 2, "n_groups": 1, "num_hidden_layers": 48, "norm_eps": 1e-5,
+         "pad_token_id": 0, "use_bias": False, "rope_fraction": 0.5, "is_outproj_norm": False},
+        {"is_mimo": (False,), "A_floor": (1e-4,), "norm_eps": (1e-5,), "rope_fraction": (0.5, 1.0),
+         "hidden_act": ("silu", "swish")},
+        "mimo_rank", "fuse_norm", "residual_in_fp32", "rescale_prenorm_residual", "dt_min", "dt_max", "dt_init_floor",
+        "chunk_size", "hidden_ratio", "intermediate_size",  # the last two, of an MLP, have no meaning there
     ),
 }  # fmt: skip
