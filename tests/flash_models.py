@@ -149,6 +149,20 @@ def hgrn2(c, w, x):
     return w.rms(out, "g_norm", 1e-5)
 
 
+def gsa(c, w, x):
+    """Two recurrences, whose memories have a key and a value for each slot."""
+    H, D, wide = c["num_heads"], c["hidden_size"], c["exapnd_k"] if c["expand_k"] is None else c["expand_k"]
+    q, slots = int(D * wide), c["num_slots"] or int(D * wide) // H
+    q, k, v, z = (w.heads(x, name, width, H) for name, width in (("q", q), ("k", q), ("v", D), ("f", H * slots)))
+    log_decay, memories, out = F.logsigmoid(z) / 8, [0.0, 0.0], []
+    for t in range(x.shape[1]):
+        decay = log_decay[:, t].exp()[..., None]
+        memories = [decay * m + (1 - decay) * F.silu(y[:, t, :, None]) for m, y in zip(memories, (k, v), strict=True)]
+        weight = (memories[0] @ F.silu(q)[:, t, ..., None]).softmax(2)
+        out.append((weight.mT @ memories[1]).flatten(1))
+    return w.rms(F.silu(torch.stack(out, 1)), "g_norm", 1e-5)
+
+
 def linear_attn(c, w, x):
     (q, v), H = expanded(c), c["num_heads"]
     phi = {"elu": lambda y: F.elu(y) + 1, "relu": F.relu, "identity": lambda y: y}[c["feature_map"]]
@@ -262,8 +276,8 @@ def mamba3(c, w, x):
 
 MIXERS = {
     each.__name__: each for each in (
-        retnet, gla, delta_net, gated_deltanet, kda, hgrn2, linear_attn, gated_deltaproduct, rwkv6, transformer,
-        forgetting_transformer, mamba3,
+        retnet, gla, delta_net, gated_deltanet, kda, hgrn2, gsa, linear_attn, gated_deltaproduct, rwkv6,
+        transformer, forgetting_transformer, mamba3,
     )
 }  # fmt: skip
 # The model, its last norm, a layer's norm, its mixer, and the mixer's output projection.

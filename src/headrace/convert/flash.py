@@ -5,6 +5,7 @@ from itertools import product
 from typing import Any
 
 from .. import zoo
+from ..extra.specs.matrix import MatrixSpec
 from ..spec.attention import AttentionSpec, Pattern
 from ..spec.mixer import Spec
 from ..spec.stack import BlockStyle, Layer
@@ -23,7 +24,7 @@ DEFAULTS: Config = {
 TYPES: Config = {
     "num_kv_heads": (int, None), "num_v_heads": (int, None), "intermediate_size": (int, None),
     "hidden_ratio": (float, None), "window_size": (int, None), "lower_bound": (float, None),
-    "expand_ratio": (int, None), "num_heads": (int, None),
+    "expand_ratio": (int, None), "num_heads": (int, None), "num_slots": (int, None), "expand_k": (float, None),
 }  # fmt: skip
 ONLY: dict[str, tuple[Any, ...]] = {"hidden_act": ("swish",), "attn": (None,), "attnres_block_size": (None,)}
 # Fields that select an implementation, and two of earlier versions whose other values imply other tensors.
@@ -137,6 +138,15 @@ def hgrn2(c: Fields) -> Model:
 
 HGRN2 = {f"mixer.in_proj.{our}": f"attn.{their}_proj.weight" for our, their in (("q", "q"), ("decay", "f"), ("v", "i"))}
 HGRN2 |= {"mixer.o_proj.weight": "attn.o_proj.weight", "mixer.norm_weight": "attn.g_norm.weight"}
+
+
+def gsa(c: Fields) -> Model:
+    """The epsilon of its norm is 1e-5 in any model. Its class takes exapnd_k and writes expand_k."""
+    c.only("num_kv_heads", None, c["num_heads"])
+    wide, written = c["exapnd_k"], c["expand_k"]
+    spec = MatrixSpec("gsa", slots=c["num_slots"], expand_k=float(wide if written is None else written), eps=1e-5)
+    names = LINEAR | {"mixer.in_proj.w": "attn.f_proj.weight", "mixer.norm_weight": "attn.g_norm.weight"}
+    return blocks(c, spec, plain(names))
 
 
 def linear_attn(c: Fields) -> Model:
@@ -331,6 +341,13 @@ FORMATS: dict[str, Format] = {
         "HGRN2ForCausalLM", hgrn2, {"num_heads": None, "expand_ratio": 128},
         {"use_short_conv": (False,), "use_lower_bound": (False,), "elementwise_affine": (True,)},
         "conv_size", "fuse_norm",
+    ),
+    "gsa": fla(
+        "GSAForCausalLM", gsa,
+        {"num_heads": 4, "num_kv_heads": None, "num_slots": 64, "exapnd_k": 1.0, "expand_k": None},
+        {"use_short_conv": (False,), "exapnd_v": (1,), "expand_v": (1,), "feature_map": ("swish",),
+         "gate_logit_normalizer": (8,), "elementwise_affine": (True,)},
+        "conv_size", "clamp_min", "clamp_max", "use_output_gate", "use_norm", "fuse_norm",  # not used by its layers
     ),
     "linear_attn": fla(
         "LinearAttentionForCausalLM", linear_attn,

@@ -49,7 +49,8 @@ class SlotAttention(Mixer, HasBackend):
     def __init__(self, spec: MatrixSpec, *, hidden_size: int, num_heads: int, norm_eps: float = 1e-6, **unused):
         super().__init__()
         H, (K, V) = spec.num_heads(hidden_size, num_heads), spec.head_dims(hidden_size, num_heads)
-        self.H, self.gated, self.norm_eps, self.backend = H, spec.kind == "gsa", norm_eps, default_backend()
+        self.H, self.gated, self.backend = H, spec.kind == "gsa", default_backend()
+        self.norm_eps = spec.eps or norm_eps
         self.state_shapes = spec.state_shapes(hidden_size, num_heads)
         _, M, width = self.state_shapes["memory"]
         self.parts, self.widths = [H * K, H * K, H * V, H * M], [K, V, width - K - V]
@@ -62,6 +63,10 @@ class SlotAttention(Mixer, HasBackend):
     @property
     def static_shapes(self) -> bool:
         return self.gated and torch.compiler.is_compiling()
+
+    @property
+    def stacks(self) -> dict[str, dict[str, int]]:
+        return {"in_proj.weight": dict(zip("qkvw", self.parts, strict=True))}
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -126,7 +131,7 @@ UPDATES = {
 }
 for _kind, _update in UPDATES.items():
     _facts = Facts("headrace.extra.slots.SlotAttention", _update, FLOPS)
-    KINDS[_kind] = MatrixKind(_facts, ("slots", "expand_k", "expand_v"), False, shapes)
+    KINDS[_kind] = MatrixKind(_facts, ("slots", "expand_k", "expand_v", *["eps"] * (_kind == "gsa")), False, shapes)
 register_mixer(
     "gsa",
     MatrixSpec("gsa", slots=64),  # its authors' GSAConfig: num_slots 64, num_heads 4

@@ -14,14 +14,14 @@ class MatrixKind(NamedTuple):
     """What a kind of matrix memory is, besides how it is computed."""
 
     facts: Facts
-    fields: tuple[str, ...] = ()  # the fields of MatrixSpec that it has, of `rank`, `slots`, `expand_k` and `expand_v`
+    fields: tuple[str, ...] = ()  # the fields of MatrixSpec that it has, of OPTIONS
     gated: bool = True
     # the shapes of the state of one sequence, from the spec, the hidden size, and the shape [H, K, V] of the memory
     shapes: Callable[[Any, int, tuple[int, int, int]], Shapes] = lambda spec, hidden_size, memory: {"memory": memory}
 
 
 KINDS: Table[MatrixKind] = Table("matrix_kinds")  # which plug-ins have
-OPTIONS = "rank", "slots", "expand_k", "expand_v"
+OPTIONS = "rank", "slots", "expand_k", "expand_v", "eps"  # fields with a default, which not all kinds have
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class MatrixSpec(Spec):
     # value dimension per head in the paper, from which the number of heads follows; None, and in a model narrower than
     # 4 such heads: the model's num_heads
     width: PositiveInt | None = None
+    eps: PositiveFloat | None = None  # gsa: of the norm; None: the model's
 
     table = "matrices"
     uncompeting = "computes its memory by a recurrence of its own, which has no gates of competition"
