@@ -7,6 +7,11 @@ FORMATS: dict[str, Format] = softmax.FORMATS | recurrent.FORMATS | delta.FORMATS
 
 # Of formats with a recurrence that are not converted, what no mixer or model here has.
 MISSING: dict[str, str] = {
+    "hgrn": "lower bounds of all layers that are partial sums of one softmax",
+    "comba": "a norm of q after its correction by k, and one of the share of k that is removed",
+    "mesa_net": "short convolutions of q and k, and none of v",
+    "lightnet": "keys that are a softmax over all tokens so far",
+    "path_attn": "positions by products of Householder matrices",
     "rwkv7": "the values of the first layer mixed into those of all others (value residual)",
     "zamba": "Mamba layers of several heads, each with projections of its own (n_mamba_heads)",
     "xlstm": "a cap on the logits of mLSTM's gates (gate_soft_cap)",

@@ -1,5 +1,6 @@
 """The formats of transformers' models of scans and of linear mixers without a delta rule, alone or with attention."""
 
+import math
 from typing import Any
 
 import torch
@@ -40,6 +41,10 @@ def mamba2(c: Fields) -> Model:
     c.only("rescale_prenorm_residual", False)  # transformers rescales again whenever it loads
     c.ignore("time_step_rank", "time_step_min", "time_step_max", "time_step_floor")  # of initial values alone
     c.ignore("chunk_size", "residual_in_fp32")
+    if "dt_limit" in c.names:  # as flash-linear-attention writes it under the same model_type
+        c.only("dt_limit", [0.0, math.inf])
+        c.only("norm_before_gate", False)  # which has no effect in transformers
+    c.only("norm_eps", c["layer_norm_epsilon"])  # likewise
     layer = Mamba2(
         H, c["state_size"], V, divisor(c, "n_groups", H), conv_width(c, "conv_kernel"), c["use_conv_bias"],
         (c["use_bias"],) * 2, limit(c, "time_step_limit"),
@@ -62,6 +67,7 @@ def mamba(c: Fields, **norm: Any) -> Model:
     c.only("rescale_prenorm_residual", False)  # transformers rescales again whenever it loads
     c.ignore("expand", "residual_in_fp32", "use_mambapy", "use_associative_scan")  # expand: of intermediate_size
     c.ignore("time_step_scale", "time_step_min", "time_step_max", "time_step_init_scheme", "time_step_floor")
+    c.only("norm_eps", c["layer_norm_epsilon"])  # as flash-linear-attention writes it under the same model_type
     spec = ScanSpec(
         "mamba", c["state_size"], conv_width(c, "conv_kernel"), c["intermediate_size"] / D, c["time_step_rank"],
         conv_bias=conv_bias, bias=bias, **norm,
