@@ -169,14 +169,18 @@ def _comments(cls: type) -> dict[str, str]:
     return {name: " ".join(re.findall(r"# (?!type:|fmt:|noqa)(.*)", above + rest)) for above, name, rest in commented}
 
 
-UNSET = {"lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16}}  # fields without a default that makes a model
+# fields without a default that makes a model
+UNSET = {
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16}, "hgrn2": {"use_lower_bound": False},
+    "linear_attn": {"feature_map": "elu"},
+}  # fmt: skip
 
 
 def released() -> str:
     """The layers that the default config of each format has in headrace."""
     rows = []
     for kind, form in FORMATS.items():
-        described = {"model_type": kind}
+        described = {"model_type": kind} | UNSET.get(kind, {})
         if form.defaults is None:
             described = CONFIG_MAPPING[kind](**UNSET.get(kind, {})).to_dict()
         model, _ = form.model(form.of_text(described))
@@ -205,6 +209,7 @@ def _mixer(spec: Any) -> str:
     parts = {
         "gate": spec.gate != "none", "norms of q and k": spec.qk_norm != "none", "window": bool(spec.pattern),
         "partial rotation": spec.rotary and spec.rope.dims is not None, "sinks": spec.null == "learned",
+        "forget gate": spec.forget,
     }  # fmt: skip
     shown = ", ".join(part for part, present in parts.items() if present)
     return f"softmax{shown and f' ({shown})'}"

@@ -1,4 +1,4 @@
-"""The formats of flash-linear-attention's RetNet, GLA, DeltaNet and Gated DeltaNet."""
+"""The formats of flash-linear-attention."""
 
 from collections.abc import Callable
 from itertools import product

@@ -23,9 +23,9 @@ def slots(model: Any) -> dict[str, Tensor]:
                     name = name.replace("in_proj.weight", "in_proj")
                     by_name |= {f"{path}.{name}.{part}": x for part, x in pieces if len(x)}
             for name in [name for name in by_name if name.startswith(f"{path}.") and isinstance(module, LinearMixer)]:
-                if pieces := _pieces(module, name.removeprefix(f"{path}."), by_name[name]):
+                if divided := _pieces(module, name.removeprefix(f"{path}."), by_name[name]):
                     del by_name[name]
-                    by_name |= {f"{name}.{piece}": x for piece, x in pieces.items()}
+                    by_name |= {f"{name}.{piece}": x for piece, x in divided.items()}
         elif isinstance(module, LatentAttention):
             by_name |= _latent(path, module, by_name)
         elif isinstance(module, MixtureOfExperts):
