@@ -156,6 +156,15 @@ def test_exported_model_gives_the_same_logits(form, tmp_path):
     assert again.config.to_dict() | {"converted_from": None} == ours.config.to_dict()
 
 
+def test_sums_have_float32_at_least(tmp_path):
+    """Of RWKV-6 one weight is 1 minus another."""
+    save("rwkv6", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({name: x.bfloat16() for name, x in tensors.items()}, tmp_path / "model.safetensors")
+    mix = import_checkpoint(tmp_path).model.backbone.layers[0].mlp.mix
+    assert torch.equal(1 - mix[1], tensors["model.layers.0.ffn.key.mu"].bfloat16().float())
+
+
 @pytest.mark.parametrize("form", FLASH)
 def test_imported_model_goes_back(form, tmp_path):
     save(form, tmp_path)

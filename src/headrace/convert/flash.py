@@ -21,11 +21,12 @@ DEFAULTS: Config = {
     "hidden_ratio": 4, "intermediate_size": None, "norm_eps": 1e-6, "tie_word_embeddings": False, "pad_token_id": None,
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+# Types of fields whose default is None in some format, and of those that may be None where it is not.
 TYPES: Config = {
-    "num_kv_heads": (int, None), "num_v_heads": (int, None), "intermediate_size": (int, None),
-    "hidden_ratio": (float, None), "window_size": (int, None), "lower_bound": (float, None),
-    "expand_ratio": (int, None), "num_heads": (int, None), "num_slots": (int, None), "expand_k": (float, None),
+    "num_kv_heads": int, "num_v_heads": int, "intermediate_size": int, "window_size": int, "lower_bound": float,
+    "expand_ratio": int, "num_heads": int, "expand_k": float, "hidden_ratio": float, "num_slots": int,
 }  # fmt: skip
+OPTIONAL = {"hidden_ratio", "num_slots", "expand_ratio"}
 ONLY: dict[str, tuple[Any, ...]] = {"hidden_act": ("swish",), "attn": (None,), "attnres_block_size": (None,)}
 # Fields that select an implementation, and two of earlier versions whose other values imply other tensors.
 IGNORED = (
@@ -128,9 +129,9 @@ LOW_RANK = {
 def hgrn2(c: Fields) -> Model:
     """The epsilon of its norm is 1e-5 in any model."""
     D, K, H = c["hidden_size"], c["expand_ratio"], c["num_heads"]
-    if K is None and H is None:
+    if not K and not H:
         c.refuse("expand_ratio", "a number, or None with num_heads")
-    K = D // H if K is None else K
+    K = K or D // H
     c.only("num_heads", D // K, None)
     mixer = f"hgrn2(heads.expand_k={D // K * K / D}, heads.width=none, read.eps=1e-5)"
     return blocks(c, mixer, plain(HGRN2), num_heads=D // K)
@@ -164,6 +165,8 @@ def gated_deltaproduct(c: Fields) -> Model:
     gated, decays, n, H = c["use_output_gate"], c["use_forget_gate"], c["num_householder"], c["num_heads"]
     views = plain(DELTA_RULE | (GATE if gated else {}) | (STEP if decays else {}))
     K, V = c["head_dim"], round(c["head_dim"] * c["expand_v"])
+    if not 1 <= n <= K:
+        c.refuse("num_householder", f"1 to head_dim={K}")
     for part, size in (("k", K), ("v", V), ("beta", 1)) if n > 1 else ():
         for name in {f"mixer.in_proj.{part}", f"mixer.conv.weight.{part}"} & views.keys():
             whole = views.pop(name)
@@ -241,7 +244,7 @@ def softmax(c: Fields, **options: Any) -> AttentionSpec:
 def mamba3(c: Fields) -> Model:
     """Blocks of a mixer alone."""
     D, K, V, bias = c["hidden_size"], c["state_size"], c["head_dim"], c["use_bias"]
-    if c["expand"] * D % V:
+    if V < 1 or c["expand"] * D % V:
         c.refuse("head_dim", f"a divisor of expand · hidden_size = {c['expand'] * D}")
     H = c["expand"] * D // V
     c.only("num_heads", H)  # which that library computes and writes
@@ -250,8 +253,8 @@ def mamba3(c: Fields) -> Model:
         c.refuse("is_outproj_norm", f"False, or n_groups={H} as there are heads")
     spec = zoo.change_all(zoo.get("mamba3"), {
         "heads.expand_k": K * H / D, "heads.expand_v": float(c["expand"]), "heads.width": None,
-        "heads.qk_groups": None if groups == H else groups, "inputs.turns": c["rope_fraction"], "inputs.bias": bias,
-        "read.bias": bias, "read.norm": "rms-groups" if normed else "none",
+        "heads.qk_groups": None if groups == H else groups, "inputs.turns": float(c["rope_fraction"]),
+        "inputs.bias": bias, "read.bias": bias, "read.norm": "rms-groups" if normed else "none",
     })  # fmt: skip
     return mixers_alone(c, spec, mamba3_views(spec, (H, groups, K, V)), num_heads=H)
 
@@ -296,7 +299,9 @@ def fla(
         c.ignore(*IGNORED, *ignored)
         return model(c)
 
-    return Format(architecture, read, DEFAULTS | defaults, TYPES)
+    defaults = DEFAULTS | defaults
+    optional = OPTIONAL | {name for name, value in defaults.items() if value is None}
+    return Format(architecture, read, defaults, {name: (TYPES[name], None) for name in TYPES.keys() & optional})
 
 
 # Without fuse_norm the tensor FUSED_NORM has another name.
