@@ -127,7 +127,7 @@ def run(model: Path, data: Path, book: Path, folder: Path = Path("runs", "linear
         Point(f"{a.name}, seed {a.seed}", Path("arms", f"{a.name}-{a.seed}.json"), a, fingerprint=MIXERS.get(a.name))
         for a in arms
     ]
-    settings = {"imitation": IMITATION, "whole": WHOLE, "keep": KEEP}
+    settings: dict[str, Any] = {"imitation": IMITATION, "whole": WHOLE, "keep": KEEP}
     texts = [str(path.resolve()) for path in (model, data, book)]
     plan = {name: asdict(value) for name, value in settings.items()} | {"seeds": list(SEEDS), "texts": texts}
     with locked(folder):
