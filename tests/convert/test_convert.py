@@ -78,6 +78,7 @@ MISTAKES = {
     ),
     "other widths": ({"intermediate_size": 32}, "which does not fit"),
     "more layers": ({"num_hidden_layers": 3}, "has no tensor 'model.layers.2"),
+    "no layers": ({"num_hidden_layers": 0}, "has num_hidden_layers=0; expected at least 1"),
     "fewer layers": ({"num_hidden_layers": 1}, "has an unexpected tensor 'model.layers.1"),
 }
 

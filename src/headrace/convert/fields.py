@@ -181,5 +181,5 @@ def check_sizes(described: Config, largest: int) -> None:
             inside = abs(value) <= most or value == float("inf")
             require(inside, f"config.json has {name}={short(value)}; expected at most {most}")
             if type(value) is int and name.endswith((*COUNTS, *SIZES)):
-                least = int(name.endswith(("_heads", "_head", "hidden_size")))
+                least = int(name.endswith(("_heads", "_head", "hidden_size", "hidden_layers", "n_layer")))
                 require(value >= least, f"config.json has {name}={value}; expected at least {least}")
