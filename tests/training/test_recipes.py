@@ -106,6 +106,7 @@ MISTAKES = {
     "schedule=flat": "recipe.schedule='flat' is not allowed; expected one of cosine, linear",
     "schedule=linear": "min_lr=0.1 with schedule='linear'",
     "betas=0.9": "betas=(0.9,); expected 2 numbers",
+    "betas=0.9,1": "betas=(0.9, 1.0); expected 2 numbers from 0 to less than 1",
     "length=100": "expected a multiple of length=100",
     "warmup=1": "warmup=1; expected less than 1",
     "mixer=glaa": "mixer 'glaa' is unknown",

@@ -33,7 +33,8 @@ class Optimization(Record):
     gate_init: Literal["normal", "orthogonal"] = "normal"
 
     def _objections(self) -> Iterator[tuple[bool, str]]:
-        yield len(self.betas) != 2, f"betas={self.betas}; expected 2 numbers"
+        fractions = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        yield not fractions, f"betas={self.betas}; expected 2 numbers from 0 to less than 1"
         yield self.warmup >= 1, f"warmup={self.warmup:g}; expected less than 1, as a fraction of the training"
         yield (
             self.schedule == "linear" and self.min_lr > 0,
