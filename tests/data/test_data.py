@@ -65,8 +65,10 @@ def test_starts_mark_the_first_token_of_documents(length, jsonl, tmp_path):
     assert begins == [0, *(np.flatnonzero(tokens == end)[:-1] + 1)]
 
 
-def test_special_tokens_of_the_tokenizer_template_are_left_out(jsonl, tmp_path):
+def test_special_tokens_truncation_and_padding_of_a_tokenizer_are_left_out(jsonl, tmp_path):
     framed = tokenizer.byte_level()
+    framed.backend_tokenizer.enable_truncation(8)
+    framed.backend_tokenizer.enable_padding(length=100)
     frame = TemplateProcessing(single=f"{tokenizer.END} $A {tokenizer.END}", special_tokens=[(tokenizer.END, 256)])
     framed.backend_tokenizer.post_processor = frame
     framed.save_pretrained(tmp_path / "tokenizer")

@@ -48,7 +48,7 @@ def can_be_cut(tokens: PreTrainedTokenizerFast) -> bool:
     """Whether it is known that the tokens of the parts of a text that is cut at `PLACES` are those of the whole."""
     form = json.loads(tokens.backend_tokenizer.to_str())
     model, added = form["model"], [token for token in form["added_tokens"] if not token["special"]]
-    if model["type"] != "BPE" or model.get("dropout") or form.get("truncation"):
+    if model["type"] != "BPE" or model.get("dropout"):
         return False
     if form["normalizer"] in (None, {"type": "NFC"}) and _pattern(form["pre_tokenizer"]) in PATTERNS:
         return not any(map(_reaches, added))

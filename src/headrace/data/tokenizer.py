@@ -46,6 +46,8 @@ def load(name: str | None) -> PreTrainedTokenizerFast:
         tokenizer.eos_token = end
     if tokenizer.num_special_tokens_to_add():  # the prepared rows have none of them, so a prompt must have none
         tokenizer.backend_tokenizer.post_processor = None
+    tokenizer.backend_tokenizer.no_truncation()  # which a file may set for another use: documents are whole
+    tokenizer.backend_tokenizer.no_padding()
     return _padded(tokenizer)
 
 
