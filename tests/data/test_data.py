@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 from tokenizers.processors import TemplateProcessing
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
@@ -76,6 +77,14 @@ def test_special_tokens_truncation_and_padding_of_a_tokenizer_are_left_out(jsonl
         prepare(Preparation((str(jsonl),), length=64, tokenizer=path), tmp_path / name)
     plain, framed = (tokens_of(open_data(tmp_path / name).train) for name in ("plain", "framed"))
     assert plain == framed
+
+
+def test_ids_without_a_token_count(tmp_path):
+    Tokenizer(models.WordLevel({"a": 0, "b": 70000, "</s>": 9}, "a")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "texts.jsonl").write_text('{"text": "b"}\n' * 40)
+    plan = Preparation((str(tmp_path / "texts.jsonl"),), str(tmp_path / "tokenizer.json"), length=2, held_out=0.1)
+    assert prepare(plan, tmp_path / "d")["vocab_size"] == 70001
+    assert tokens_of(open_data(tmp_path / "d").held_out) == [70000, 9] * 4
 
 
 @pytest.mark.parametrize("kind", ["bytes", "trained", "a file without an end token"])

@@ -24,6 +24,8 @@ import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from .tokenizer import size
+
 KEPT = 1 << 18  # pieces whose tokens are kept, if they have 8 tokens or fewer on average
 PRINTED = r"[\w!-~]"  # letters, digits and ASCII punctuation: never white space, never a combining mark
 MARKS = r"[!-/:-@\[-`{-~]"
@@ -116,7 +118,7 @@ class Encoder:
             form["pre_tokenizer"]["prepend_scheme"] = "never"  # `begun` writes the prefix where it belongs
             self.tokenizer = Tokenizer.from_str(json.dumps(form))
         self.tokenizer.encode_special_tokens = True
-        self.word = np.dtype(np.uint16 if len(tokens) <= 1 << 16 else np.int32)
+        self.word = np.dtype(np.uint16 if size(tokens) <= 1 << 16 else np.int32)
         self._forget()
 
     def begun(self, text: str) -> str:

@@ -55,6 +55,11 @@ def sha256(tokenizer: PreTrainedTokenizerFast) -> str:
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
 
+def size(tokenizer: PreTrainedTokenizerFast) -> int:
+    """The number of ids up to the largest, some of which may have no token."""
+    return 1 + max(tokenizer.get_vocab().values())
+
+
 def could_be_on_the_hub(name: str) -> bool:
     """Whether a repository of the Hub can have this name. transformers asks the Hub for any other name too, for a
     minute if the Hub cannot be reached."""
