@@ -174,6 +174,7 @@ MISTAKES = {
     "another file": (None, {"tokenizer": "texts.xls"}, "--tokenizer 'texts.xls' cannot be read"),
     "no name of a repository": (None, {"tokenizer": "./nowhere"}, "'./nowhere' is no file, folder or name on the Hub"),
     "a vocabulary smaller than the bytes": (None, {"bpe": 100}, "--train-bpe 100"),
+    "an empty vocabulary": (None, {"bpe": 0}, "--train-bpe 0; expected more than"),
     "too short": (None, {"length": 1}, "--length 1; expected at least 2"),
     "everything held out": (None, {"held_out": 1.0}, "--held-out 1.0; expected a fraction"),
 }

@@ -117,7 +117,7 @@ def prepare(plan: Preparation, output: Path) -> dict[str, Any]:
 
 
 def _fill(plan: Preparation, folder: Path) -> dict[str, Any]:
-    started, existing = time.perf_counter(), None if plan.bpe else tokenizer.load(plan.tokenizer)
+    started, existing = time.perf_counter(), None if plan.bpe is not None else tokenizer.load(plan.tokenizer)
     choice = choose(partial(plan.rows, cut=True), plan.held_out, plan.seed)
     tokens = existing or _trained(plan, choice)
     if not can_be_cut(tokens):
