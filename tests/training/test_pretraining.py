@@ -80,6 +80,25 @@ def test_task_data_needs_at_least_one_row(tmp_path, monkeypatch):
             prepared_task.prepare(Mqar(), "mqar", rows, 0, workers, tmp_path / "none")
 
 
+class Bare:
+    """A task of the protocol alone: without `sample`."""
+
+    def __init__(self, task):
+        self.task = task
+
+    def __getattr__(self, name):
+        if name in ("task", "sample"):
+            raise AttributeError(name)
+        return getattr(self.task, name)
+
+
+def test_a_task_of_the_protocol_is_prepared(tmp_path):
+    task = Mqar(vocabulary=48, pairs=3, length=32)
+    prepared_task.prepare(Bare(task), "bare", 300, 0, 1, tmp_path / "data")
+    rows = task.training(0, 300)
+    assert open_data(tmp_path / "data").train["input_ids"][:] == [rows[i]["input_ids"].tolist() for i in range(300)]
+
+
 @pytest.mark.parametrize("task", [Pair(), Reverse(), Text()], ids=repr)
 def test_unsupported_tasks_are_not_prepared(task, tmp_path):
     with pytest.raises(InputError, match=f"--task {task.name} cannot be prepared"):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, Features, Sequence, Value
+from torch.utils.data import default_collate
 
 from ..data import tokenizer
 from ..data.preparation import versions, write_folder
@@ -67,9 +68,14 @@ def _fill(task: Any, name: str, rows: int, seed: int, workers: int, folder: Path
     }
 
 
-def _block(batch: dict[str, list[int]], task: Sampled, seed: int, rows: int) -> dict[str, Any]:
+def _block(batch: dict[str, list[int]], task: Task, seed: int, rows: int) -> dict[str, Any]:
     (number,) = batch["block"]
-    drawn = task.sample(generator("training", seed, number), min(BLOCK, rows - number * BLOCK))
+    begin, count = number * BLOCK, min(BLOCK, rows - number * BLOCK)
+    if isinstance(task, Sampled):
+        drawn = task.sample(generator("training", seed, number), count)
+    else:
+        every = task.training(seed, rows)
+        drawn = default_collate([every[i] for i in range(begin, begin + count)])
     return {name: values.numpy() for name, values in drawn.items()}
 
 
