@@ -1,4 +1,4 @@
-"""Complete checkpoints of a run. A checkpoint is written to another folder, last_log with checksums of its files, and
+"""Complete checkpoints of a run. A checkpoint is written to another folder, marked with checksums of its files, and
 renamed last. A folder without a marker is incomplete or not ours, and is neither read nor deleted.
 """
 

@@ -196,7 +196,8 @@ class Loop:
                 took(time.perf_counter() - begun)
                 self.history.tick(steps - self.step)
                 stopped = stop.heard_by_any(self.processes)
-                if self.step % log_every == 0 or stopped:  # without a log, measurements since the last would be lost
+                # without a log, what was measured since the last would be lost
+                if self.step % log_every == 0 or self.step == steps or stopped:
                     self.log_training(norm, rate)
                 if self.step % self.recipe.evaluate_every == 0 or self.step == steps:
                     self.evaluate(self.held_out)
