@@ -333,6 +333,7 @@ def test_a_killed_command_goes_on(folder, prepared, tmp_path, run_command, monke
         (["--rows", "100000"], "--rows 100000, and the data have"),
         (["--trains", "some"], "trains='some'"),
         (["--lr", "0"], "lr=0"),
+        (["--seed", "-1"], "Transfer.seed=-1; expected 0 to 4294967295"),
         (["--steps", "0"], "--steps=0; expected at least 1"),
         (["--mixer", "mesa"], "mixer='mesa' is a plug-in"),
         (

@@ -3,9 +3,11 @@ competition's gates."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from ..spec.record import NonNegativeFloat, PositiveFloat, Record
+from ..spec.record import NonNegativeFloat, PositiveFloat, Range, Record
+
+Seed = Annotated[int, Range(f"0 to {2**32 - 1}", lambda seed: 0 <= seed < 2**32)]
 
 
 @dataclass(frozen=True)

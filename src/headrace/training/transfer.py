@@ -29,10 +29,10 @@ from ..data.rows import by_step, evenly_spaced, full_rows, order
 from ..extra.windowed import WindowedMixer
 from ..hf.model import HeadraceForCausalLM
 from ..layers.linear.mixer import LinearMixer
-from ..spec.record import PositiveFloat, PositiveInt, Range
+from ..spec.record import NonNegativeFloat, PositiveFloat, PositiveInt, Range
 from . import checkpoints
 from .loop import Batch, Updates
-from .optimization import Optimization
+from .optimization import Optimization, Seed
 from .processes import Processes, timed_steps
 
 WEIGHTS = "layers.safetensors"  # of the new layers in a checkpoint
@@ -47,8 +47,8 @@ class Transfer(Optimization):
     are trained, to a target that does not move."""
 
     lr: PositiveFloat = 1e-2
-    warmup: float = 0.1
-    weight_decay: float = 0.0
+    warmup: NonNegativeFloat = 0.1
+    weight_decay: NonNegativeFloat = 0.0
     clip: PositiveFloat | None = 10.0
     updates: PositiveInt = 200  # number of steps
     rows: PositiveInt = 2  # per step
@@ -59,7 +59,7 @@ class Transfer(Optimization):
     window_dropout: Annotated[float, Range("0 to 1, a share of the steps", lambda x: 0 <= x <= 1)] = 0.0
     # bfloat16: autocast, with weights as the checkpoint has them; the new layers' weights are float32
     precision: Literal["bfloat16", "float32"] = "float32"
-    seed: int = 0
+    seed: Seed = 0
 
     @property
     def steps(self) -> int:

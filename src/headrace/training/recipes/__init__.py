@@ -9,15 +9,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import yaml
 
 from ... import zoo
-from ...spec.record import PositiveFloat, PositiveInt, Range
+from ...spec.record import PositiveFloat, PositiveInt
 from ...spec.serialize import admitted
 from ...utils.errors import InputError, nearest
-from ..optimization import Optimization
+from ..optimization import Optimization, Seed
 
 FOLDER = Path(__file__).parent
 FROM_DATA = ("length", "vocab_size")  # fields that prepared data state too
@@ -84,7 +84,7 @@ class Recipe(Optimization):
     # lengths of sequences on the host
     compile: bool | None = None
     threads: PositiveInt | None = None  # of PyTorch on a CPU; None: measured in the first steps among 1, half and all
-    seed: Annotated[int, Range(f"0 to {2**32 - 1}", lambda seed: 0 <= seed < 2**32)] = 0
+    seed: Seed = 0
     evaluate_every: PositiveInt = 500  # steps
     evaluate_rows: PositiveInt = 256  # held-out rows per evaluation; the final evaluation uses all of them
     save_every: PositiveInt = 500  # steps
