@@ -4,6 +4,7 @@ import copy
 import json
 import re
 import shlex
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -37,7 +38,11 @@ def teacher():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, teacher):
     path = tmp_path_factory.mktemp("teacher") / "model"
-    for part in (teacher, byte_level()):
+    return saved(teacher, path)
+
+
+def saved(model, path):
+    for part in (model, byte_level()):
         part.save_pretrained(path)
     return path
 
@@ -317,6 +322,15 @@ def test_a_killed_command_goes_on(folder, prepared, tmp_path, run_command, monke
         assert result.code == 130 and "out was not created; the same command goes on" in result.err
     other = run_command("linearize", *words, "--lr", 1e-3)
     assert other.code == 2 and "holds another run (lr is 0.01 there and 0.001 here)" in other.err
+    changed = load(folder)
+    changed.model.backbone.layers[1].mixer.o_proj.weight.data += 1
+    other = run_command("linearize", saved(changed, tmp_path / "changed"), *words[1:])
+    assert other.code == 2 and "holds another run (model is" in other.err
+    manifest = json.loads((prepared / "manifest.json").read_text("utf-8"))
+    shutil.copytree(prepared, tmp_path / "data")
+    (tmp_path / "data" / "manifest.json").write_text(json.dumps(manifest | {"seed": 5}), "utf-8")
+    other = run_command("linearize", folder, "--data", tmp_path / "data", *words[3:])
+    assert other.code == 2 and "holds another run (seed is 0 there and 5 here)" in other.err
     steps = []
     monkeypatch.setattr(module.Updates, "step", lambda updates: steps.append(step(updates)))
     assert run_command("linearize", *words).code == 0 and len(steps) == 1

@@ -34,6 +34,9 @@ MANIFEST = {
 }  # fmt: skip
 
 
+NOT_IDENTIFYING = ("seconds", "megabytes_per_second", "files")  # fields of a manifest that do not identify the data
+
+
 class TextRows(torch.utils.data.Dataset):
     """Rows of text: row i is {"input_ids": the tokens [i·length, (i+1)·length), fewer in the last row, "starts": where
     documents begin in it}.
@@ -98,6 +101,11 @@ class PackedData:
     held_out: "TextRows | Selected | Dataset"
     tokenizer: PreTrainedTokenizerFast | None  # None: the tokens of a synthetic task, which are not text
     manifest: dict[str, Any]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the manifest says of the data alone."""
+        return {name: value for name, value in self.manifest.items() if name not in NOT_IDENTIFYING}
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """What `headrace linearize` does: chooses the layers of a trained model that become linear, trains them to imitate
 attention, and measures what was lost; and what this needs of a machine that is not there."""
 
+import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -87,15 +88,16 @@ def imitate(
         "state_bytes": {tokens: {"original", "linear"}}, of one sequence in float32}.
     """
     changed = checked(model.config, mixer, keep, data, settings)
-    dtype = model.dtype
+    dtype, taught = model.dtype, fingerprint(model.model.backbone.layers[i].mixer for i in changed)
     model.to(device, settings.weights(dtype))
     linear = with_linear_layers(model, mixer, changed)
     for i in changed:
         linear.model.backbone.layers[i].mixer.float()
     folder.mkdir(exist_ok=True)
     plan = {"mixer": to_json(linear.config.mixers[changed[0]]), "layers": changed, "settings": asdict(settings)}
-    plan = json.loads(json.dumps(plan | {"order": ORDER}))  # as it is read back: lists for tuples
-    claim(folder, plan, optional=defaults({"settings": settings}))
+    plan |= {"order": ORDER, "data": data.identity, "model": taught}
+    plan = json.loads(json.dumps(plan))  # as it is read back: lists for tuples
+    claim(folder, plan, optional={*defaults({"settings": settings}), ("data",), ("model",)})
     nats = {"original": held_out_loss(model, data, settings), "replaced": held_out_loss(linear, data, settings)}
     imitation = Imitation(model, linear, settings.trains)
     errors = transfer(imitation, data, settings, folder, device, tell, threads)
@@ -110,6 +112,14 @@ def imitate(
     both = {"original": model, "linear": linear}
     states = {n: {name: state_bytes(each.config, n) for name, each in both.items()} for n in CONTEXTS}
     return Linearized(linear.eval(), {"layers": layers, "kept": kept, "nats": nats, "state_bytes": states})
+
+
+def fingerprint(modules: Iterable[nn.Module]) -> str:
+    """A SHA-256 of the weights of modules."""
+    found = hashlib.sha256()
+    for x in (x for module in modules for x in module.state_dict().values()):
+        found.update(x.cpu().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()
 
 
 def _with_attention_again(model: Any, linear: Any, mixer: str, layers: set[int]) -> Any:

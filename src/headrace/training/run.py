@@ -47,7 +47,6 @@ from .recipes import FROM_DATA, About, Recipe, to_yaml
 from .sharding import shard
 from .watch import Stop
 
-NOT_IDENTIFYING = ("seconds", "megabytes_per_second", "files")  # fields of a manifest that do not identify the data
 OF_THE_MACHINE = (*PARALLEL, "compile", "threads")  # fields of a recipe that do not identify the run
 
 
@@ -137,10 +136,9 @@ def begin(folder: Path, recipe: Recipe, data: PackedData) -> Path | None:
     Raises:
         InputError: the folder belongs to another run.
     """
-    identity = {name: value for name, value in data.manifest.items() if name not in NOT_IDENTIFYING}
     fields = {name: value for name, value in asdict(recipe).items() if name not in OF_THE_MACHINE}
     recipe_as_read = json.loads(json.dumps(fields))  # lists for tuples
-    plan = {"recipe": recipe_as_read, "data": identity, "order": ORDER}
+    plan = {"recipe": recipe_as_read, "data": data.identity, "order": ORDER}
     claim(folder, plan, RUN, defaults({"recipe": recipe}))
     checkpoints.discard_unfinished(folder)
     return checkpoints.newest(folder)
