@@ -29,6 +29,7 @@ from typing import Any
 from .. import zoo
 from ..extra.specs.matrix import KINDS, MatrixSpec
 from ..extra.specs.scan import ScanSpec
+from ..files.checks import misfit
 from ..files.results import file_names
 from ..spec.linear import MixerSpec
 from ..spec.mixer import Spec
@@ -38,13 +39,19 @@ from ..spec.stack import Decoder
 from ..tasks import Task, Text
 from ..training.optimization import Optimization
 from ..utils import plugins
-from ..utils.errors import InputError, nearest
+from ..utils.errors import InputError, nearest, reading
 from .defaults import DEFAULTS, DEMO
 from .model import ArmRecipe, Shape
 from .plan import Plan, Question, Study, Tuning, numbers
 
 ASKED = ("question", "cost", "mixers", "over", "compare", "measure", "test")  # what only a plan's file has
 OF_STUDY = ("task", "text", "tokenizer", "sweep", "tune", "tune_seeds")
+SEEDED = int, str, [int]
+# The form of a plan's file, but for what goes to the records of the study.
+PLAN = {
+    "question": str, "mixers": {...: str}, "compare": [str], "over?": [{}], "task?": str, "text?": (str, [str]),
+    "tokenizer?": str, "sweep?": str, "tune?": str, "seeds?": SEEDED, "tune_seeds?": SEEDED,
+}  # fmt: skip
 SEEDS = 3  # number of seeds of a search without seeds of its own: those after the largest that is reported
 MOST = 2**14  # largest value of a size that is tried
 
@@ -150,18 +157,19 @@ def read_plan(path: Path) -> tuple[Question, dict[str, Any]]:
     from ..training.recipes import read_yaml
 
     data = read_yaml(path)
-    if missing := next((name for name in ("question", "mixers", "compare") if name not in data), None):
-        raise InputError(f"--plan {str(path)!r} lacks {missing!r}; expected question, mixers and compare")
+    if wrong := misfit(data, PLAN):
+        raise InputError(f"--plan {str(path)!r} is no plan: {wrong}")
     options = {name: value for name, value in data.items() if name not in ASKED}
     names: dict[str, str] = {}
     pairs: list[tuple[str, str]] = []
     for values in data.get("over", [{}]):
-        filled = {name: mixer.format(**values) for name, mixer in data["mixers"].items()}
+        with reading(f"--plan {str(path)!r}: {values} under `over` do not fit the mixers"):
+            filled = {name: mixer.format(**values) for name, mixer in data["mixers"].items()}
         label = " ".join(str(value) for value in values.values() if "=" not in str(value))
         names |= {mixer: f"{label} {name}".strip() for name, mixer in filled.items()}
         pairs += [named(text, filled, path) for text in data["compare"]]
     question = Question(
-        str(data["question"]), tuple(names.items()), tuple(pairs), data.get("measure", "score"), data.get("test", "t"),
+        data["question"], tuple(names.items()), tuple(pairs), data.get("measure", "score"), data.get("test", "t"),
         str(data.get("cost", "")),
     )  # fmt: skip
     return question, options | {"mixers": ",".join(names)}
@@ -169,8 +177,9 @@ def read_plan(path: Path) -> tuple[Question, dict[str, Any]]:
 
 def named(text: str, mixers: dict[str, str], path: Path) -> tuple[str, str]:
     a, _, b = (part.strip() for part in text.partition(" - "))
-    if not {a, b} <= mixers.keys():
-        raise InputError(f"--plan {str(path)!r}: {text!r} under `compare`; expected NAME - NAME of {', '.join(mixers)}")
+    if not {a, b} <= mixers.keys() or mixers[a] == mixers[b]:
+        known = ", ".join(map(str, mixers))
+        raise InputError(f"--plan {str(path)!r}: {text!r} under `compare`; expected NAME - NAME, two mixers of {known}")
     return mixers[a], mixers[b]
 
 

@@ -67,8 +67,10 @@ class Plan:
             InputError: a value out of range, a repeated or unknown mixer, a mixer that cannot train on the task, or
                 missing data.
         """
-        if not self.seed_numbers:
+        if not (seeds := self.seed_numbers):
             raise InputError(f"--seeds={self.seeds}; expected more than 0")
+        if len({*seeds}) < len(seeds) or not 0 <= min(seeds) <= max(seeds) < 2**32:
+            raise InputError(f"--seeds={self.seeds}; expected different ones from 0 to {2**32 - 1}")
         if len(set(self.mixers)) < len(self.mixers) or not self.mixers:
             raise InputError(f"--mixers={','.join(self.mixers)!r}; expected at least one mixer, and each mixer once")
         for mixer in self.mixers:
