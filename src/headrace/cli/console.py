@@ -134,7 +134,7 @@ def numbers(option: str, text: str) -> list[int]:
 
 def refuse_idle(why: str, **options: Any) -> None:
     """Raises InputError for the first option that is given, as none has an effect. why: such as "without --task"."""
-    if idle := next((name for name, value in options.items() if value not in (None, False)), None):
+    if idle := next((name for name, value in options.items() if value is not None and value is not False), None):
         raise InputError(f"--{idle.replace('_', '-')} has no effect {why}")
 
 
