@@ -16,6 +16,7 @@ from headrace.convert.linearize import linearize
 from headrace.data import open_data
 from headrace.data.tokenizer import byte_level
 from headrace.ops.dispatch import set_backend
+from headrace.report.linearized import write_page
 from headrace.spec.attention import Pattern
 from headrace.training import transfer as module
 from headrace.training.linear import Keep, costs, held_out_loss, imitate, removed, state_bytes
@@ -270,6 +271,8 @@ def test_command_and_those_that_its_page_names(folder, prepared, tmp_path, run_c
         cells = "".join(rf"<td[^>]*>{number:,.1f}</td>\s*" for number in shown)
         assert re.search(rf"<td[^>]*>{int(tokens):,}</td>\s*{cells}", page), tokens
     assert all(engine in page for engine in report["decoding"]["engine"].values())
+    worst = report["layers"] | {"2": report["layers"]["1"]}  # as --keep worst=1 leaves it: trained, and attention again
+    assert "1 attention layer of" in write_page(report | {"layers": worst}, tmp_path).read_text("utf-8")
     assert run_command("generate", out, "--prompt", "2 times", "--max-new-tokens", 3).code == 0
     assert run_command("linearize", *words).code == 2  # the folder exists
     named = report["next"]

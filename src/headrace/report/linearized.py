@@ -42,9 +42,10 @@ def write_page(report: Report, folder: Path) -> Path:
     """Writes report.html and its pictures into the folder of a linearized model; `report` is its linearize.json."""
     nats, kept = report["nats"], ", ".join(map(str, report["kept"])) or "none"
     loss, more = nats["transferred"], nats["transferred"] - nats["original"]
+    linear = count(sum(int(i) not in report["kept"] for i in report["layers"]), "attention layer")
     page = Page(
         "A model made linear",
-        [f"{len(report['layers'])} attention layers of {report['from']} became {report['mixer']}; kept: {kept}."],
+        [f"{linear} of {report['from']} became {report['mixer']}; kept: {kept}."],
         [
             losses(nats),
             imitation(report, folder),
