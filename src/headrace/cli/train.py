@@ -35,8 +35,8 @@ class PrepareOptions:
     train_bpe: int | None = setting("Vocabulary size of a BPE tokenizer to train on the data.")
     length: int | None = setting("Tokens per row.", shown="4096; with --task, the task's")
     held_out: float | None = setting(
-        "Fraction of the documents that is held out for evaluation; of fewer than 20 documents, of the text, "
-        "in pieces drawn over all of it.",
+        "Fraction of the documents that is held out for evaluation; of fewer than 20 documents, or where it is less "
+        "than half of one, of the text, in pieces drawn over all of it.",
         shown="0.001",
     )
     column: str | None = setting("Column of the text in JSON Lines, Parquet and on the Hub.", shown="text")

@@ -53,8 +53,8 @@ class Preparation:
         tokenizer: "bytes", a file, a folder or a name on the Hub; None: bytes.
         bpe: size of a vocabulary to train on the text, in place of `tokenizer`.
         length: tokens per row.
-        held_out: fraction of the documents to hold out; of fewer than 20 documents, fraction of the text, in pieces
-            that are drawn over all of it.
+        held_out: fraction of the documents to hold out; of fewer than 20 documents, or where it is less than half of
+            one, fraction of the text, in pieces that are drawn over all of it.
         seed: seed of the choice of held-out documents.
         workers: number of processes.
         column: name of the text column in jsonl, Parquet and data sets.
