@@ -124,6 +124,7 @@ def test_a_search_has_seeds_of_its_own_and_every_mixer_takes_its_best_rate():
     taken = best(replace(plan, mixers=tuple(losses)), trials)
     assert taken == {"a": 1e-2, "b": 1e-3, "c": 1e-3}, "medians 3 and 2.5, 1 and 2, and none"
     assert at_edge((1, 2, 3), 3) and at_edge((1, 2, 3), 1) and not at_edge((1, 2, 3), 2)
+    assert at_edge(("none", 1.0, 2.0), 2.0) and not at_edge(("none", 1.0), "none") and not at_edge(("a", "b"), "a")
 
 
 @pytest.mark.parametrize("task", ["pair(least=8)", "digits"])

@@ -65,5 +65,7 @@ def cell(metric: Metric, scores: Scores) -> str:
 
 
 def at_edge(values: Sequence[Any], chosen: Any) -> bool:
-    """Whether the best value is the least or the greatest that was tried, so that a better one may lie beyond."""
-    return chosen in (min(values), max(values))
+    """Whether the best value is the least or the greatest number that was tried, so that a better one may lie
+    beyond."""
+    tried = [value for value in values if isinstance(value, int | float)]  # a clip may be none
+    return bool(tried) and chosen in (min(tried), max(tried))
