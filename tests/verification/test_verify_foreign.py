@@ -164,6 +164,7 @@ def test_the_command(run_command, tmp_path):
         (["nowhere.py:adapter"], "'nowhere.py' is no Python file"),
         ([f"{FAULTY}:nothing"], "has no function 'nothing'"),
         ([f"{FAULTY}:adapter", "--laws", "unheard"], "--laws='unheard'; expected some of causal"),
+        ([f"{FAULTY}:adapter", "--laws", "causal,"], "--laws=''; expected some of causal"),
         ([f"{FAULTY}:adapter", "--mixers", "gla"], "--mixers has no effect with a target"),
         ([f"{FAULTY}:adapter", "--dtype", "int8"], "--dtype='int8'; expected one of float64"),
         (["--json"], "--json has no effect without a target"),

@@ -90,8 +90,8 @@ def verify(
         InputError: an unknown law, or an adapter that lacks a part or whose forward cannot run at all.
     """
     names = list(LAWS) if only is None else list(only)
-    if unknown := next((name for name in names if name not in LAWS), None):
-        raise InputError(f"--laws={unknown!r}; expected some of {', '.join(LAWS)}")
+    if unknown := [name for name in names if name not in LAWS]:
+        raise InputError(f"--laws={unknown[0]!r}; expected some of {', '.join(LAWS)}")
     if dtype not in TOLERANCE:
         raise InputError(f"dtype={dtype}; expected one of {', '.join(map(str, TOLERANCE))}")
 
