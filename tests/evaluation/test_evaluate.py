@@ -317,6 +317,12 @@ def test_malformed_local_rows_are_refused(row, sentence, tmp_path):
         tasks.read("hellaswag", tmp_path)
 
 
+@pytest.mark.parametrize("name", ["wiki.test.raw.gz", "test.raw.txt.gz"])
+def test_wikitext_may_be_compressed(name, tmp_path):
+    (tmp_path / name).write_bytes(gzip.compress(PAGE.format("Sea").replace("\n", "\r\n").encode()))
+    assert tasks.read("wikitext", tmp_path) == [{"page": PAGE.format("Sea")}]
+
+
 @pytest.mark.parametrize(
     ("name", "data", "sentence"),
     [

@@ -163,7 +163,7 @@ def read(task: str, data: Path) -> list[Row]:
     if path := find(data, "blimp*.jsonl*" if blimp else f"{task}*.jsonl*"):
         of_task = [row for row in lines(path) if not blimp or row.get("UID") == task.removeprefix("blimp_")]
         rows = [in_columns(task, row, path) for row in of_task]
-    elif task == "wikitext" and (path := find(data, "test.raw.txt") or find(data, "wiki.test.raw")):
+    elif task == "wikitext" and (path := find(data, "test.raw.txt*") or find(data, "wiki.test.raw*")):
         rows = [{"page": page} for page in pages(content(path))]
     else:
         rows = []
