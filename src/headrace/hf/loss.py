@@ -43,7 +43,7 @@ def next_labels(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor:
     if shift_labels is not None:
         return shift_labels
     assert labels is not None
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    return F.pad(labels, (0, 1), value=IGNORED)[:, 1:].contiguous()
 
 
 def experts_loss(
