@@ -1,5 +1,6 @@
 """The harness on our checkpoints and others': as computed by hand, on local files, resumed, and with failures named."""
 
+import gzip
 import json
 import math
 import os
@@ -314,6 +315,27 @@ def test_malformed_local_rows_are_refused(row, sentence, tmp_path):
     (tmp_path / "hellaswag.jsonl").write_text('{"text": "a"}\n')
     with pytest.raises(InputError, match="expected activity_label, ctx_a"):
         tasks.read("hellaswag", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["wiki.test.raw.gz", "test.raw.txt.gz"])
+def test_wikitext_may_be_compressed(name, tmp_path):
+    (tmp_path / name).write_bytes(gzip.compress(PAGE.format("Sea").replace("\n", "\r\n").encode()))
+    assert tasks.read("wikitext", tmp_path) == [{"page": PAGE.format("Sea")}]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "sentence"),
+    [
+        ("piqa.jsonl", b'{"goal": "\xe9"}', "is not UTF-8: byte 10 is 0xe9"),
+        ("piqa.jsonl.gz", b"{}", "cannot be read: Not a gzipped file"),
+        ("piqa.jsonl.gz", gzip.compress(b"{}")[:-9], "cannot be read: EOFError"),
+        ("wiki.test.raw", b" = caf\xe9 = \n", "is not UTF-8: byte 6 is 0xe9"),
+    ],
+)
+def test_unreadable_local_files_are_refused(name, data, sentence, tmp_path):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(InputError, match=sentence):
+        tasks.read("wikitext" if name == "wiki.test.raw" else "piqa", tmp_path)
 
 
 def test_names_of_checkpoints_are_short_and_differ():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 import tiny
 from headrace import InputError
@@ -88,6 +89,31 @@ def test_unsupported_files_are_refused(tmp_path):
     model.double().save_pretrained(tmp_path)
     with pytest.raises(InputError, match="the weights are float64, which --to gguf would round to float32"):
         gguf.export(tmp_path, tmp_path)
+
+
+def test_file_has_the_tokens_that_the_tokenizer_adds(tmp_path):
+    """To its vocabulary, where no text may be split across one, and to a text."""
+    (tmp_path / "out").mkdir()
+    tokenizer = byte_level()
+    tokenizer.add_tokens(["two words"])
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    bos = ("<s>", tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $A", "<s> $A $B", [bos])
+    saved(tmp_path, "mamba2", tokenizer, **MODELS["mamba2"])
+    gguf.export(tmp_path, tmp_path / "out")
+    fields = GGUFReader(tmp_path / "out" / gguf.NAME).fields
+    written = {name.removeprefix("tokenizer.ggml."): field.contents() for name, field in fields.items()}
+    assert (written["bos_token_id"], written["add_bos_token"], written["add_eos_token"]) == (bos[1], True, False)
+    kinds = dict(zip(written["tokens"], written["token_type"], strict=True))
+    assert (kinds["a"], kinds["two words"], kinds["<s>"]) == (1, 4, 3), "normal, defined by a user, control"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> <s> $A", "<s> $A $B", [bos])
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"llama\.cpp adds bos .* and eos .* alone"):
+        gguf.export(tmp_path, tmp_path / "out")
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="needs a tokenizer with an eos token"):
+        gguf.export(tmp_path, tmp_path / "out")
 
 
 @pytest.mark.parametrize("norm_eps", [1e-6, 3e-4])

@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from headrace import load_state, save_state
+from headrace.hf import HeadraceCache
 from headrace.hf.cache import NAME as CACHE
 from headrace.utils.errors import InputError
 from tiny import MIXERS, T, build, close, tokens
@@ -48,6 +49,11 @@ def test_a_model_of_full_attention_continues_a_dynamic_cache(mixer):
             assert out.past_key_values is cache and cache.get_seq_length() == end
             kept = mask[:, start:end].bool() if where else slice(None)
             close(out.logits[kept], model(ids, **where).logits[:, start:end][kept])
+    caches = DynamicCache(), HeadraceCache()
+    for cache in caches:
+        model(ids[:, :2], past_key_values=cache)
+    own, other = (model(ids[:, 2:], attention_mask=mask[:, :-2], past_key_values=each).logits for each in caches)
+    close(own[:, 2:], other[:, 2:])
     options = {"max_new_tokens": 3, "do_sample": False, "attention_mask": mask}
     assert torch.equal(model.generate(ids, **{CACHE: DynamicCache()}, **options), model.generate(ids, **options))
 

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import tiny
 from headrace import load
@@ -111,6 +112,17 @@ def test_printed_seed_reproduces_the_text(generate):
     assert generate()[0] != text  # a new seed
     result = json.loads(generate("--seed", seed, "--json")[0])
     assert PROMPT + result["text"] + "\n" == text and result["seed"] == int(seed) and result["engine"] == engine
+
+
+def test_the_new_text_follows_the_prompt_with_its_space(tmp_path):
+    """A tokenizer such as Llama's drops a space at the start of a text, and the new tokens are no text of their own."""
+    backend = Tokenizer(models.WordLevel({"▁it": 0, "▁was": 1, "▁a": 2}, unk_token="▁a"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    for part in (HeadraceForCausalLM(tiny.config("softmax-gla", vocab_size=3)), tokenizer):
+        part.save_pretrained(tmp_path)
+    result = continued(tmp_path, "it was", None, False, max_new_tokens=5, do_sample=False)
+    assert "it was" + result["text"] == tokenizer.decode([0, 1, *result["tokens"]])
 
 
 def test_temperature_0_is_deterministic(generate):

@@ -387,6 +387,19 @@ def test_losses_equal_transformers():
         model(ids, label=labels)
 
 
+@pytest.mark.parametrize("mixer", ["softmax-gla", "hybrid", "experts", "mamba and s4"])
+@pytest.mark.parametrize("shape", [(0, 3), (0, 1), (2, 0)], ids=str)
+@torch.no_grad()
+def test_no_sequence_and_no_token_have_no_loss(mixer, shape):
+    """In float32, in which native kernels compute."""
+    model, ids = build(mixer).float(), torch.zeros(shape, dtype=torch.long)
+    out = model(ids, labels=ids, use_cache=True)
+    assert out.logits.shape == (*shape, model.config.vocab_size) and out.loss == 0
+    for cache in (HeadraceCache(), out.past_key_values):
+        assert model(ids, past_key_values=cache).logits.shape == out.logits.shape
+        assert model(ids.new_zeros(shape[0], 1), past_key_values=cache).logits.shape[:2] == (shape[0], 1)
+
+
 @pytest.mark.parametrize("mixer", ["softmax-gla", "transformer", "mamba"])
 @pytest.mark.parametrize("padding", [0, 3])
 def test_hidden_states_have_gradients(mixer, padding):

@@ -88,6 +88,15 @@ def test_changed_weights_and_modules_are_noticed():
     assert "o_proj" in model.engine.unsupported_reason(model)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@torch.no_grad()
+def test_a_vocabulary_that_grows_is_noticed(tied):
+    model = tiny.build("softmax-gla", tie_word_embeddings=tied).float()
+    decoded(model, torch.randint(29, (2, 9)), 3)
+    model.resize_token_embeddings(31, mean_resizing=False)
+    assert is_accurate(model, torch.randint(31, (2, 9)))
+
+
 @torch.no_grad()
 def test_other_mixers_and_a_changed_forward_run_by_modules():
     other = tiny.build("qwen3-next").float()

@@ -77,6 +77,16 @@ def test_balance_loss_is_added_in_training_only():
     close(ours - theirs, 10 * balance_loss(routing, mask.bool()))
 
 
+def test_the_balance_loss_of_frozen_layers_needs_no_gradient():
+    model, ids = build("jamba", style={"experts": {"count": 4}}).train(), tokens(2)
+    expected = model(ids, labels=ids).loss
+    model.model.requires_grad_(False)
+    model.model.norm.requires_grad_(True)
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    assert torch.equal(loss, expected) and model.model.norm.weight.grad.any()
+
+
 @pytest.mark.parametrize("name", ["labels", "shift_labels"])
 def test_accumulated_step_adds_the_balance_loss_once(name):
     """transformers' Trainer adds up the losses of a step's parts, each divided by the number of the whole's items."""

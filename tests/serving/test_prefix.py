@@ -219,6 +219,17 @@ def test_clients_that_leave_while_others_wait(model, who):
     assert not any(client.pieces for client in gone)
 
 
+def test_who_waits_behind_a_client_that_leaves_gets_states_of_its_own(model):
+    """Its prompt goes on from the one of the client that has left, which is read together with another prompt."""
+    one = Engine(model, byte_level(), PrefixCache(PLENTY))
+    first, behind, other = (Client(model, prompt) for prompt in (ids(4), ids(4) + ids(3, 1), ids(3, 2)))
+    for client in (first, behind, other):
+        one._arrive((client.stream,))
+    first.stream.gone.set()
+    one.submit()
+    check(one, [behind.ended(), other.ended()])
+
+
 def test_an_error_ends_its_prompts_and_keeps_nothing(model):
     cache = PrefixCache(PLENTY)
     one, prompt, calls = Engine(model, byte_level(), cache), ids(3 * PIECE), []

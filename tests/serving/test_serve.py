@@ -297,5 +297,6 @@ def test_unusable_address_is_refused(checkpoint):
             serve(checkpoint, "127.0.0.1", port, Limits())
     with pytest.raises(InputError, match="--port=70000; expected 0 to 65535"):
         serve(checkpoint, "127.0.0.1", 70000, Limits())
-    with pytest.raises(InputError, match="--host='no host' and"):
-        serve(checkpoint, "no host", 0, Limits())
+    for host in ("no host", "é" * 64):
+        with pytest.raises(InputError, match=f"--host='{host}' and"):
+            serve(checkpoint, host, 0, Limits())

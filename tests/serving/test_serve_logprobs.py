@@ -15,7 +15,10 @@ from transformers import PreTrainedTokenizerFast
 from headrace import load
 from headrace.data.tokenizer import byte_level
 from headrace.serving import engine
+from headrace.serving.requests import Completion
+from headrace.serving.routes import Choice
 from headrace.serving.sampling import Score, scored
+from headrace.serving.stream import Piece
 from headrace.serving.text import Logprobs, Text, token_texts
 from served import ASCII, connect, save, serving
 
@@ -159,6 +162,16 @@ def test_continuation_keeps_its_leading_space():
     assert text.add(2) + text.rest() == " a"
     assert Text(tokenizer, ()).add(2) == "a"
     assert token_texts(tokenizer, {0, 2}) == {0: " it", 2: " a"}
+
+
+@pytest.mark.parametrize(("echo", "offsets"), [(False, [0, 2, 6]), (True, [0, 2, 4, 8])])
+def test_offsets_count_the_leading_space_of_a_continuation(echo, offsets):
+    """Of " a was a", or of "it a was a" with the prompt."""
+    tokenizer, prompt, new = words(), [0], [2, 1, 2]
+    body = Completion(prompt=prompt, logprobs=0, echo=echo)
+    choice = Choice(0, body, tokenizer, prompt, "")
+    choice.add(Piece("", 3, "length", tuple(map(Score, [*prompt * echo, *new]))))
+    assert choice.new()["logprobs"]["text_offset"] == offsets
 
 
 def test_prompt_ending_inside_a_character_is_separate():

@@ -84,9 +84,18 @@ def generate(
     seconds, new = time.perf_counter() - started, out[0, ids.shape[1] :].tolist()
     if save is not None:
         save_state(save, cache, model, out, replace=replace)
-    text = {"text": tokenizer.decode(new, skip_special_tokens=True), "tokens": new}
+    text = {"text": _added(tokenizer, ids[0], out[0]), "tokens": new}
     about = {"tokens_per_second": len(new) / seconds, "engine": model.engine.about(model), "threads": used}
     return text | about | _proposals(cache, len(new)) | {"seed": seed}
+
+
+def _added(tokenizer: Any, before: Tensor, after: Tensor) -> str:
+    """The text that tokens [L] have more than their beginning, `before`: with the space that tokenizers such as Llama's
+    drop at the start of a text."""
+    given, whole = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (before, after))
+    if whole.startswith(given):
+        return whole[len(given) :]
+    return tokenizer.decode(after[len(before) :], skip_special_tokens=True)  # `before` ends within a character
 
 
 @contextmanager

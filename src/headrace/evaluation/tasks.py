@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from glob import escape
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,7 +21,8 @@ import lm_eval.tasks
 import yaml
 from lm_eval.tasks import TaskManager
 
-from ..utils.errors import InputError
+from ..files.checks import decode
+from ..utils.errors import InputError, reading
 from ..utils.integrity import digest, sha256
 
 HOME = Path(lm_eval.tasks.__file__).parent
@@ -161,8 +163,8 @@ def read(task: str, data: Path) -> list[Row]:
     if path := find(data, "blimp*.jsonl*" if blimp else f"{task}*.jsonl*"):
         of_task = [row for row in lines(path) if not blimp or row.get("UID") == task.removeprefix("blimp_")]
         rows = [in_columns(task, row, path) for row in of_task]
-    elif task == "wikitext" and (path := find(data, "test.raw.txt") or find(data, "wiki.test.raw")):
-        rows = [{"page": page} for page in pages(path.read_text(encoding="utf-8-sig"))]
+    elif task == "wikitext" and (path := find(data, "test.raw.txt*") or find(data, "wiki.test.raw*")):
+        rows = [{"page": page} for page in pages(content(path))]
     else:
         rows = []
     if not rows:
@@ -186,16 +188,22 @@ def find(data: Path, pattern: str) -> Path | None:
 
 
 def lines(path: Path) -> Iterator[Row]:
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise InputError(f"{str(path)!r}, line {number} is not JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise InputError(f"{str(path)!r}, line {number} is not a JSON object; expected a row with its columns")
-            yield row
+    for number, line in enumerate(StringIO(content(path)), 1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"{str(path)!r}, line {number} is not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise InputError(f"{str(path)!r}, line {number} is not a JSON object; expected a row with its columns")
+        yield row
+
+
+def content(path: Path) -> str:
+    """The text of a file, which may be compressed. InputError if it cannot be read or is not UTF-8."""
+    with reading(f"{str(path)!r} cannot be read"):
+        data = path.read_bytes()
+        data = gzip.decompress(data) if path.suffix == ".gz" else data
+    return StringIO(decode(data, repr(str(path))), newline=None).read()  # every line ends in \n
 
 
 def pages(text: str) -> list[str]:
@@ -245,7 +253,7 @@ def essays(data: Path) -> list[str]:
         raise Missing(f"{str(data)!r} has no paul_graham_essays/*.txt")
     if not has_punkt():
         without_tables()
-    return [path.read_text(encoding="utf-8") for path in paths]
+    return [content(path) for path in paths]
 
 
 def has_punkt() -> bool:

@@ -216,12 +216,27 @@ def _add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, vocab_size: int) -
     require(gpt2 and plain, "--to gguf needs a tokenizer of byte-level BPE that splits text as GPT-2's")
     names = {i: name for name, i in tokenizer.get_vocab().items()}
     types = dict.fromkeys(names, gguf.TokenType.NORMAL)
-    types |= {token["id"]: gguf.TokenType.CONTROL for token in described["added_tokens"] if token["special"]}
+    kinds = {True: gguf.TokenType.CONTROL, False: gguf.TokenType.USER_DEFINED}
+    types |= {token["id"]: kinds[token["special"]] for token in described["added_tokens"]}
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([names.get(i, f"[unused {i}]") for i in range(vocab_size)])
     writer.add_token_types([types.get(i, gguf.TokenType.UNUSED) for i in range(vocab_size)])
     # llama.cpp needs the merges, and the writer omits an empty list
     writer.add_token_merges([" ".join(pair) for pair in model["merges"]] or [""])
-    writer.add_eos_token_id(tokenizer.eos_token_id)
-    writer.add_add_bos_token(False)
+    _add_ends(writer, tokenizer)
+
+
+def _add_ends(writer: gguf.GGUFWriter, tokenizer: Any) -> None:
+    """Adds the tokens that begin and end a text, and whether the tokenizer adds them to one."""
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    require(eos is not None, "--to gguf needs a tokenizer with an eos token, in whose place llama.cpp takes another")
+    text, whole = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
+    begins, ends = whole[:1] == [bos], whole[-1:] == [eos]
+    others = f"--to gguf: the tokenizer makes {whole} of {text}; llama.cpp adds bos ({bos}) and eos ({eos}) alone"
+    require(whole == [bos] * begins + text + [eos] * ends, others)
+    if begins:
+        writer.add_bos_token_id(bos)
+    writer.add_eos_token_id(eos)
+    writer.add_add_bos_token(begins)
+    writer.add_add_eos_token(ends)

@@ -73,10 +73,10 @@ def layer_of(states: Sequence[Any], columns: int) -> AttentionLayer | RecurrentL
     return RecurrentLayer(**kept) if attention is None else HybridLayer(**kept)
 
 
-def read_dynamic(cache: DynamicCache, model: Any, attention_mask: Tensor | None) -> tuple[list[Any] | None, int]:
-    """Returns the states of a DynamicCache and the number of its columns.
+def read_dynamic(cache: DynamicCache, model: Any, mask: Tensor | None, T: int) -> tuple[int, list[Any] | None]:
+    """Returns the number of columns of a DynamicCache and its states.
 
-    attention_mask: [B, columns + T], by which padding among the columns is known.
+    mask: [B, columns + T], by which padding among the columns is known, or [B, T], of the tokens after them.
 
     Raises InputError for a model with a layer that keeps anything but all keys and values."""
     kinds, L = model.config.layer_types, cache.get_seq_length()
@@ -85,15 +85,15 @@ def read_dynamic(cache: DynamicCache, model: Any, attention_mask: Tensor | None)
     other = other or (None if plain else "a layer's MLP has a state")
     require(other is None, f"past_key_values is a DynamicCache, and {other}; expected a HeadraceCache")
     packs = "past_key_values is a DynamicCache, and a mixer keeps no keys of padding; expected a HeadraceCache"
-    require(attention_mask is None or not model.packs_keys or bool(attention_mask.all()), packs)
+    require(mask is None or not model.packs_keys or bool(mask.all()), packs)
     if not L:
-        return None, 0
+        return 0, None
     layers: list[Any] = cache.layers
     require(len(layers) == len(kinds), f"past_key_values has {len(layers)} layers; expected {len(kinds)}")
-    mask = None if attention_mask is None or attention_mask.shape[1] <= L else attention_mask[:, :L].bool()
+    mask = None if mask is None or mask.shape[1] == T else mask[:, :L].bool()
     mask = None if mask is None or mask.all() else mask
     states = [AttentionState(each.keys.transpose(1, 2), each.values.transpose(1, 2), mask) for each in layers]
-    return [PositionState(states[0].seen)] * (model.backbone.positions is not None) + states, L
+    return L, [PositionState(states[0].seen)] * (model.backbone.positions is not None) + states
 
 
 def write_dynamic(cache: DynamicCache, states: Sequence[Any]) -> None:

@@ -104,7 +104,7 @@ class Engine:
         """ids [B, T] -> logits [B, T, vocabulary] of the next tokens, in one native call, which also reads the pending
         tokens; or None, and then nothing is done. Several tokens are those of one sequence, at most MOST."""
         states, pending, rows, T = cache.covered_states, cache.pending, *ids.shape
-        if not ids.is_cpu or (pending + T > 1 and (rows > 1 or pending + T > MOST)):
+        if not ids.is_cpu or not rows or (pending + T > 1 and (rows > 1 or pending + T > MOST)):
             return None
         bound, _ = self.find(model)
         if bound is None or (states is not None and [*map(type, states)] != bound.program.kinds):

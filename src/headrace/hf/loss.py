@@ -43,7 +43,7 @@ def next_labels(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor:
     if shift_labels is not None:
         return shift_labels
     assert labels is not None
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    return F.pad(labels, (0, 1), value=IGNORED)[:, 1:].contiguous()
 
 
 def experts_loss(
@@ -53,7 +53,7 @@ def experts_loss(
     routed = routings(model)
     if not routed:
         return 0.0
-    trained = not torch.is_grad_enabled() or routed[0].shares.requires_grad
+    trained = not torch.is_grad_enabled() or routed[0].graded
     require(trained, "use_reentrant=True gives no gradient to the balance loss; expected use_reentrant=False")
     shares = routed[0].shares
     mask = padding_mask(None if attention_mask is None else attention_mask[:, -shares.shape[1] :], shares, False)

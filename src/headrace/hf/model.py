@@ -143,11 +143,11 @@ class HeadraceModel(HeadracePreTrainedModel):
             InputError: arguments that contradict each other or do not fit the cache.
         """
         cu_seqlens, given = boundaries(cu_seqlens, flash), cache_argument(past_key_values, cache)
-        cache = self._borrowed(given, attention_mask) if isinstance(given, DynamicCache) else given
         if (input_ids is None) == (inputs_embeds is None):
             raise InputError("expected either input_ids or inputs_embeds, not both")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         shape = x.shape
+        cache = self._borrowed(given, attention_mask, shape[1]) if isinstance(given, DynamicCache) else given
         seen = 0 if cache is None else cache.columns
         x, mask, pack = arranged(x, attention_mask, cu_seqlens, position_ids, seq_idx, seen)
         if cache is not None:
@@ -178,11 +178,10 @@ class HeadraceModel(HeadracePreTrainedModel):
             results["attentions"] = self._attentions(maps)
         return BaseModelOutputWithPast(last_hidden_state=last, **results)
 
-    def _borrowed(self, given: DynamicCache, attention_mask: Tensor | None) -> HeadraceCache:
+    def _borrowed(self, given: DynamicCache, attention_mask: Tensor | None, T: int) -> HeadraceCache:
         """Returns a cache with the keys and values of a DynamicCache, which the model writes back."""
         cache = HeadraceCache()
-        states, cache.columns = read_dynamic(given, self, attention_mask)
-        cache.states = states
+        cache.columns, cache.states = read_dynamic(given, self, attention_mask, T)
         return cache
 
     def _attentions(self, maps: list[Tensor]) -> tuple[Tensor, ...]:

@@ -55,6 +55,8 @@ def listening(host: str, port: int) -> Listener:
         raise InputError("--host='' is empty; expected a name or an address, or 0.0.0.0 for all addresses")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
+        host.encode("idna")  # as the socket does, which it leaves open if this fails
         return Listener(fileno=socket.create_server((host, port), family=family).detach())
-    except OSError as error:
-        raise InputError(f"--host={host!r} and --port={port} cannot be used as an address: {error.strerror}") from None
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", error)
+        raise InputError(f"--host={host!r} and --port={port} cannot be used as an address: {reason}") from None

@@ -29,8 +29,10 @@ class Access:
     without_key: bool = False
 
     def __post_init__(self) -> None:
-        if self.key is not None and not (self.key and self.key.isascii() and self.key.isprintable()):
-            raise InputError("--api-key is empty, or not all of it is printable ASCII; expected a secret text")
+        key = self.key
+        if key is not None and not (key and key.isascii() and key.isprintable() and key == key.strip()):
+            wrong = "is empty, has a space around it, or not all of it is printable ASCII"
+            raise InputError(f"--api-key {wrong}; expected a secret text")
 
     def check_address(self, address: str) -> None:
         """Raises InputError for an address that other machines reach, without a key."""

@@ -296,8 +296,9 @@ class Engine:
                 states = self.prefixes.keep(prompt.end, cache, row, part[-1:] if begin else None)
                 for stream in begin:
                     stream.prefix = prompt.end
-            for place, stream in enumerate(go_on):  # the first with the cache itself, if nothing else needs it
-                self._queue(stream, prompt.end, states if begin or place else cache)
+            alone = len(prompts) == 1 and not begin  # the first that goes on takes the cache itself
+            for place, stream in enumerate(go_on):
+                self._queue(stream, prompt.end, cache if alone and not place else states)
             begun += [(row, stream, part[-1:]) for stream in begin]
         if begun:
             rows, streams = [row for row, _, _ in begun], [stream for _, stream, _ in begun]

@@ -222,7 +222,8 @@ class Answers:
         texts = [""] * len(rows)
         if isinstance(body, Completion) and body.echo:
             texts = await self.service.decoded(lambda: [text_of(tokenizer, ids) for ids in rows])
-        return [Choice(index, body, tokenizer, text) for index, text in enumerate(texts)]
+        choices = enumerate(zip(rows, texts, strict=True))
+        return [Choice(index, body, tokenizer, ids, text) for index, (ids, text) in choices]
 
     async def _formatted(self, choice: "Choice") -> dict[str, Any]:
         """What is new of a choice. Only log-probabilities need the tokenizer, and may have to wait for it."""
@@ -230,14 +231,16 @@ class Answers:
 
 
 class Choice:
-    """One text of an answer: what of it is not sent yet. text: that of the prompt, if it is returned too."""
+    """One text of an answer: what of it is not sent yet. prompt: its tokens. text: its text, if it is returned too."""
 
-    def __init__(self, index: int, body: GenerationRequest, tokenizer: Any, text: str):
+    def __init__(self, index: int, body: GenerationRequest, tokenizer: Any, prompt: list[int], text: str):
         self.index, self.body, self.text, self.begun = index, body, text, False
         self.tokens = self.cached = 0
         self.finish: str | None = None
         self.scores: list[Score] = []
-        self.logprobs = Logprobs(tokenizer) if isinstance(body, Completion) and body.logprobs is not None else None
+        self.logprobs = None
+        if isinstance(body, Completion) and body.logprobs is not None:
+            self.logprobs = Logprobs(tokenizer, () if body.echo else prompt)
 
     def add(self, piece: Piece) -> None:
         self.text += piece.text

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 from ..utils.errors import panics_raised
@@ -62,10 +63,14 @@ class Text:
 
 
 class Logprobs:
-    """Formats the scores of one choice, piece by piece."""
+    """Formats the scores of one choice, piece by piece. prompt: tokens before them, whose text is not of the choice."""
 
-    def __init__(self, tokenizer: Any):
-        self.tokenizer, self.text, self.offset = tokenizer, Text(tokenizer, ()), 0
+    def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()):
+        self.tokenizer, self.prompt, self.offset = tokenizer, prompt, 0
+
+    @cached_property
+    def text(self) -> Text:
+        return Text(self.tokenizer, (), self.prompt)
 
     def __call__(self, scores: Iterable[Score]) -> dict[str, list[Any]]:
         """tokens: the text of each. text_offset: the number of characters before each in the text of the choice.

@@ -34,8 +34,7 @@ function choose(logits, temperature) {
   return at < 0 ? best : at; // rounding can leave a rest
 }
 
-async function* continued({ about, tokenizer, session }, prompt, tokens, temperature) {
-  let ids = tokenizer.encode(prompt).ids;
+async function* continued({ about, session }, ids, tokens, temperature) {
   let past = Object.fromEntries(about.states.map((state) => [state.past, empty(state)]));
   for (let i = 0; i < tokens && ids.length; i++) {
     const input = new ort.Tensor("int64", BigInt64Array.from(ids, BigInt), [1, ids.length]);
@@ -48,13 +47,16 @@ async function* continued({ about, tokenizer, session }, prompt, tokens, tempera
 }
 
 async function run(model) {
+  const { tokenizer } = model;
   const prompt = form.prompt.value;
+  const ids = tokenizer.encode(prompt).ids;
+  const given = ids.length && tokenizer.decode(ids).length; // the answer alone may lose a space at its start
   const tokens = [];
   const began = performance.now();
   form.querySelector("button").disabled = true;
-  for await (const token of continued(model, prompt, Number(form.tokens.value), Number(form.temperature.value))) {
+  for await (const token of continued(model, ids, Number(form.tokens.value), Number(form.temperature.value))) {
     tokens.push(token);
-    text.textContent = prompt + model.tokenizer.decode(tokens);
+    text.textContent = prompt + tokenizer.decode([...ids, ...tokens]).slice(given);
     status.textContent = `${tokens.length} tokens`;
   }
   const rate = (1000 * tokens.length) / (performance.now() - began);

@@ -21,6 +21,7 @@ class Routing(NamedTuple):
 
     shares: Tensor  # [B, T, E], scores of the experts, which sum to 1
     chosen: Tensor  # [B, T, c], indices of the chosen experts
+    graded: bool = True  # whether the router was computed with gradients enabled
 
 
 class Router(nn.Linear):
@@ -80,7 +81,7 @@ class MixtureOfExperts(SelfInitialized):
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
         routing, weights = self.route(x)
-        self.routing = routing if self.training else None
+        self.routing = routing._replace(graded=torch.is_grad_enabled()) if self.training else None
         y = self._mixed(x if self.inner is None else self.inner(x), routing.chosen, weights)
         y = y if self.outer is None else self.outer(y)
         if self.shared is None:
@@ -142,7 +143,7 @@ def balance_loss(routing: Routing, mask: Tensor | None = None) -> Tensor:
 
     f_e is the fraction of tokens that chose expert e, P_e its mean probability. The loss is c for a uniform load. mask
     [B, T]: False marks padding, which is ignored; the loss of no token is 0."""
-    shares, chosen = (x.flatten(0, 1) if mask is None else x[mask] for x in routing)
+    shares, chosen = (x.flatten(0, 1) if mask is None else x[mask] for x in routing[:2])
     often = F.one_hot(chosen, shares.shape[-1]).sum(1).to(shares.dtype)
     often, shares = (x.sum(0) / max(len(x), 1) for x in (often, shares))
     return len(shares) * (often * shares).sum()

@@ -25,9 +25,9 @@ def language_model(program: Program, model: Any) -> None:
     program.module(backbone, "layers", nn.ModuleList)
     program.fixed(backbone, "embedding_scale")
     program.fixed(model, "cap")
-    program.vocabulary, D = embedding.weight.shape
-    x = program.columns(D)
-    weight = program.weight(embedding, "weight", (program.vocabulary, D))
+    program.fixed(embedding, "num_embeddings")  # which resize_token_embeddings changes
+    program.vocabulary, D = shape = embedding.weight.shape
+    x, weight = program.columns(D), program.weight(embedding, "weight", shape)
     program.add("embed", out=x, outputs=D, number=backbone.embedding_scale, weight=weight)
     add_backbone(program, backbone, x)
     program.linear(program.module(model, "lm_head", nn.Linear, Int8Linear), x, 0)

@@ -59,7 +59,7 @@ def find_program(mixer: Any, x: Tensor) -> tuple[Bound | None, str | None]:
     """Returns (the native program that computes x [B, T, D] in place, None), or (None, why there is none)."""
     if torch.compiler.is_compiling():
         return None, "a graph is traced"
-    if x.dim() != 3 or x.shape[1] != 1 or x.shape[2] != mixer.hidden_size:
+    if x.dim() != 3 or not len(x) or x.shape[1] != 1 or x.shape[2] != mixer.hidden_size:
         return None, "it takes one token of each sequence"
     if not (x.is_cpu and has_address(x)) or x.dtype not in DTYPES:
         known = "it runs on the CPU, in float32 and bfloat16"

@@ -26,8 +26,8 @@ def unsupported_reason(u: Tensor, A: Tensor) -> str | None:
         return native.missing or "an ONNX graph takes the scan of PyTorch"
     if u.device.type != "cpu" or u.dtype is not torch.float32:
         return f"it runs on the CPU, in float32, and u is {u.dtype} on {u.device.type}"
-    if max(A.shape) > LARGEST:
-        return f"it takes up to {LARGEST} channels and state numbers, and A is {list(A.shape)}"
+    if max(A.shape) > LARGEST or not u.numel():
+        return f"it takes a token and up to {LARGEST} channels and state numbers; u is {[*u.shape]}, A {[*A.shape]}"
     return derivatives.transforms_reason()
 
 
