@@ -145,7 +145,7 @@ def test_head_count_may_equal_the_traced_batch(tmp_path, monkeypatch):
     """The number of rows stays a variable. Of the backends, only ONNX's makes the recurrence a node."""
     monkeypatch.setenv("HEADRACE_BACKEND", "native")
     heads = TRACED["batch"]
-    build("gla", num_hidden_layers=1, num_heads=heads, hidden_size=8 * heads).save_pretrained(tmp_path)
+    build("gla", num_hidden_layers=1, num_heads=heads, hidden_size=8 * heads).float().save_pretrained(tmp_path)
     (tmp_path / "onnx").mkdir()
     assert "its logits differ from float64's by" in export(tmp_path, tmp_path / "onnx")
 
@@ -296,6 +296,12 @@ def test_unsupported_models_are_refused_by_name(mixer):
 )
 def test_user_errors_are_one_sentence(checkpoint, to, options, sentence, tmp_path):
     assert sentence in refused(lambda: writer(to, options)(checkpoint, tmp_path))
+
+
+def test_float64_is_not_rounded_in_silence(tmp_path):
+    build("gla", num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    with pytest.raises(InputError, match="the weights are float64, which --to onnx would round to float32"):
+        export(tmp_path / "model", tmp_path)
 
 
 LIBRARIES = os.environ.get("HEADRACE_NODE_MODULES", "node_modules")

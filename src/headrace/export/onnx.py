@@ -168,15 +168,17 @@ def export(checkpoint: Path, folder: Path, weights: str = "float32", opset: int 
         opset: 23, with ONNX Runtime's own node for the recurrence, or 27, with ONNX's.
 
     Raises:
-        InputError: for an option that is not one of these, for a model that ONNX cannot express, and if ONNX Runtime
-            computes other logits than PyTorch.
+        InputError: for an option that is not one of these, for a model in float64 or one that ONNX cannot express, and
+            if ONNX Runtime computes other logits than PyTorch.
     """
     if weights not in WEIGHTS:
         raise InputError(f"--weights {weights}; expected {' or '.join(WEIGHTS)}")
     if opset not in (OPSET, STANDARD):
         raise InputError(f"--opset {opset}; expected {OPSET}, or {STANDARD} for ONNX's own LinearAttention")
-    model = load(checkpoint).float()
-    set_backend(model, "auto")  # that of ONNX in the export, PyTorch's in float64
+    model = load(checkpoint)
+    if model.dtype == torch.float64:
+        raise InputError("the weights are float64, which --to onnx would round to float32")
+    set_backend(model.float(), "auto")  # that of ONNX in the export, PyTorch's in float64
     check_exportable(model)
     path = folder / MODEL
     trace(model).save(path)
