@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headrace import InputError, linear_attention, zoo
+from headrace import InputError, Mixer, linear_attention, zoo
 from headrace.extra.log_linear import LogLinear
 from headrace.ops.sequences import Sequences
 from peers import load
@@ -70,3 +70,9 @@ def test_a_layer_has_one_recurrence(mixer):
     fields = "write.residual_chunk=4, write.erase=feedback"
     with pytest.raises(InputError):
         zoo.get(f"{mixer}({fields})" if "(" not in mixer else f"{mixer}, {fields})")
+
+
+def test_empty_batch_runs_over_several_blocks():
+    layer, x = Mixer("log-linear-mamba2", hidden_size=16, num_heads=2), torch.randn(0, 2 * T, 16)
+    y, state = layer(x)
+    assert y.shape == layer(x, state)[0].shape == x.shape

@@ -1,6 +1,8 @@
 """Mixers whose layer is a user's module: state, padding, packs, weights and settings, and modules that break the
 protocol."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import nn
@@ -161,6 +163,39 @@ def test_module_that_breaks_the_protocol_is_refused_before_it_is_built(folder, m
     headrace.register_mixer("mine", module)
     with pytest.raises(InputError, match=f"^mixer 'mine' {WRONG[module]}"):
         layers.Mixer("mine", hidden_size=8)
+
+
+class Names(NamedTuple):
+    seen: torch.Tensor
+    memory: torch.Tensor
+
+
+class Named(Right):
+    def forward(self, x, state=None):
+        before = torch.zeros_like(x[:, 0]) if state is None else state.memory
+        y = torch.cat([before[:, None], x], 1).cumsum(1)[:, 1:]
+        return y, Names(y[:, -1], y[:, -1])
+
+
+def test_names_in_a_state_are_the_modules_own(folder):
+    """Also those that headrace's states have, for integers and for what stays in float32."""
+    headrace.register_mixer("mine", Named)
+    layer, x = layers.Mixer("mine", hidden_size=8), torch.ones(2, 6, 8, dtype=torch.bfloat16)
+    y, state = layer(x)
+    again, _ = layer(x, state)
+    assert again.dtype == torch.bfloat16
+    assert torch.equal(again, y + 6)
+
+
+def test_module_without_a_state_takes_none(folder):
+    class Plain(Right):
+        def forward(self, x, state=None):
+            return x, None
+
+    headrace.register_mixer("mine", Plain)
+    x = torch.randn(2, 3, 8)
+    with pytest.raises(InputError, match="state is given to a module that has none; expected state=None"):
+        layers.Mixer("mine", hidden_size=8)(x, Names(x[:, 0], x[:, 0]))
 
 
 def test_module_that_takes_packs_gets_them(folder):

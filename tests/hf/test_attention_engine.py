@@ -86,6 +86,16 @@ def test_tokens_are_those_of_transformers(kind, variant, tmp_path):
     assert relative(decoded(ours, ids, 5), exact[:, 5:]) <= MAX_ERROR_RATIO * error
 
 
+@torch.no_grad()
+def test_default_device_does_not_matter():
+    """What the library gets lies on the CPU."""
+    model, ids = model_of("transformer", "sliding-window(pattern.window=4)"), tiny.tokens(2, 12)
+    expected = decoded(copy.deepcopy(model), ids, 5)
+    with torch.device("meta"):
+        found = decoded(model, ids, 5)
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("mixer", SOME)
 @torch.no_grad()
 def test_padding_is_not_attended_to(mixer):

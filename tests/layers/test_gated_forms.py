@@ -146,6 +146,14 @@ def test_layer_equals_its_equation(expression):
     agree(lambda x: layer(x)[0], lambda x: EQUATIONS[expression](layer, x), x, 1e-12, layer.parameters())
 
 
+def test_value_gate_has_the_dtype_of_autocast():
+    layer, x = Mixer("gla(inputs.value_gate=true)", hidden_size=D, num_heads=H), torch.randn(B, T, D)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = layer(x)
+    assert y.dtype == torch.bfloat16
+    assert relative(y, layer(x)[0]) < 0.05
+
+
 def test_first_forget_gates_do_not_depend_on_the_temperature():
     """σ(3) to σ(6), whatever divides the logarithm."""
     for temperature in (1.0, 16.0):

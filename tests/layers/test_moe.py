@@ -1,5 +1,7 @@
 """A mixture of experts: its equation, its load, its loss."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -49,6 +51,14 @@ def test_no_token_is_dropped_when_one_expert_takes_all():
     assert experts(x).abs().sum(-1).min() > 0
     assert experts.routing.chosen.unique().tolist() == [2]
     assert balance_loss(experts.routing).item() == pytest.approx(4, rel=1e-6), "as uneven as can be"
+
+
+def test_a_copy_has_no_routing():
+    """Which belongs to the graph of a forward, and cannot be copied."""
+    experts = mixture()
+    experts(torch.randn(1, 3, D, dtype=torch.float64))
+    assert copy.deepcopy(experts).routing is None
+    assert experts.routing is not None
 
 
 @pytest.mark.parametrize("padding", [False, True])

@@ -39,7 +39,7 @@ def test_wrong_sequence_bounds_are_refused(form, kind, ends):
 def test_empty_batch_runs_in_every_form(form, decay, kind):
     x = inputs(decay, rows=0, **({kind: True} if kind in ("bonus", "normalize") else {}))
     x = {name: y if y is None else y.detach().float().requires_grad_() for name, y in x.items()}
-    out, state = linear_attention(**x, **settings_of(kind), **form)
+    out, state = linear_attention(**x, **settings_of(kind), **form, check=True)
     assert out.shape == (0, T, H, V) and state.shape == (0, H, K, V + (kind == "normalize"))
     own = [] if form.get("backend") == "native" and decay == "fixed" else ["log_decay"]  # the library leaves it unset
     given = [y for name, y in x.items() if y is not None and name in ("q", "k", "v", "beta", "bonus", *own)]

@@ -81,6 +81,7 @@ CASES = [
         "rwkv4(expand=2)",
         "mamba(bias=true, conv_bias=false)",
     ),
+    "mamba3(inputs.turns=0, inputs.order=1)",
     *("sliding-window(pattern.window=2)", "longformer(pattern.window=7)", "gqa(null=true)", "mqa(buckets=8)"),
     *("gqa(null=learned, gate=channel, qk_norm=joint, head_dim=6, bias=qkv, rope.dims=4)", "mla(q_rank=5, gate=head)"),
     "sliding-window(null=learned, pattern.window=3, qk_norm=head, rope.kind=yarn, rope.original=8, rope.factor=4)",

@@ -72,6 +72,14 @@ def test_autocast_keeps_the_loss_in_float32():
     assert torch.equal(ours, rounded)
 
 
+def test_autocast_leaves_float64_as_it_is():
+    """As in PyTorch's products."""
+    given = draw(torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = linear_cross_entropy(*given)
+    assert torch.equal(ours, linear_cross_entropy(*given))
+
+
 def test_gradients_pass_gradcheck():
     hidden, weight, labels = draw(torch.float64)
     assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, labels), (hidden, weight))

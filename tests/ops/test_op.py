@@ -168,6 +168,15 @@ def test_bfloat16_keeps_its_state_in_float32(backend):
     assert relative(state, exact[1].double()) < products
 
 
+@pytest.mark.parametrize("form", ["chunkwise", "recurrent", "parallel"])
+def test_state_of_an_empty_sequence_has_the_dtype_of_the_others(form):
+    x = torch.randn(1, 4, 2, 3)
+    given = torch.randn(3, 2, 3, 3, dtype=torch.float64)
+    _, state = linear_attention(x, x, x, initial_state=given, cu_seqlens=torch.tensor([0, 2, 2, 4]), form=form)
+    assert state.dtype == torch.float32
+    assert torch.equal(state[1], given[1].float())
+
+
 @pytest.mark.parametrize("rule", ["add", "delta"])
 def test_autocast_does_not_change_the_op(backend, rule):
     x = {

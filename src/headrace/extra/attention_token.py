@@ -54,7 +54,8 @@ class AttentionToken(NamedTuple):
     def empty(self, rows: int, dtype: torch.dtype) -> dict[str, Tensor]:
         """Returns the tensors of a cache without tokens, unless their size is that of a window."""
         _, heads, d, _ = self.sizes
-        return {} if self.window[1] else {name: torch.empty(rows, 0, heads, d, dtype=dtype) for name in "kv"}
+        shape = rows, 0, heads, d
+        return {} if self.window[1] else {name: torch.empty(shape, dtype=dtype, device="cpu") for name in "kv"}
 
     def _growing(self, bound: Bound, state: Any, rows: int) -> tuple[int, int, Tensor | None, None] | None:
         """Returns (columns, room in columns, mask, None) of a cache of all tokens."""
@@ -132,7 +133,7 @@ def _described(program: Program, mixer: Any, sizes: tuple[int, int, int], place:
     return AttentionToken(
         place, bool(spec.null), (scale, spec.rope.scale), (*sizes, turned),
         (0, 0) if pattern is None else (pattern.first, pattern.window),
-        frequencies(spec.rope, mixer.rope_theta, turned, torch.zeros(1, 1)) if turned else None,
+        frequencies(spec.rope, mixer.rope_theta, turned, torch.zeros(1, 1, device="cpu")) if turned else None,
         program.weight(mixer, "sinks", (sizes[0],)) if spec.null == "learned" else None,
     )  # fmt: skip
 

@@ -35,7 +35,8 @@ class ValueGate(Stage):
         mixer.parts["value_gate"] = mixer.value_gate.in_features
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
-        t.v = t.v * torch.sigmoid(t.sequences.tokenwise(mixer.value_gate, t.parts["value_gate"]))
+        gate = torch.sigmoid(t.sequences.tokenwise(mixer.value_gate, t.parts["value_gate"]))
+        t.v = t.v * gate.to(t.v.dtype)  # under autocast the bias makes it float32
 
 
 class OverLength(Stage):

@@ -126,10 +126,9 @@ class LogLinear(SelfInitialized, Recurrence):
         T, position = x["v"].shape[1], places.position
         bits = min(BITS, self.last - 1) if T > 1 else 0
         near, out = self._blocks(op, x, weight, places, bits)
-        farthest = min(
-            self.last, (T - 1).bit_length()
-        )  # level of a pair of these tokens, if they begin their sequences
-        if places.memory is not None and T > 1:  # a GPU does not wait for their positions
+        # Level of a pair of these tokens, if they begin their sequences.
+        farthest = min(self.last, (T - 1).bit_length()) if position.shape[0] else 0
+        if places.memory is not None and T > 1 and position.shape[0]:  # a GPU does not wait for their positions
             farthest = self.last if avoid_sync(position) else int(level(position, places.before, self.last).max())
         for i in range(bits + 1, farthest + 1):
             begins = places.begins(2**i if i < self.last else None)

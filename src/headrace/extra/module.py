@@ -23,7 +23,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..layers.base import Mixer
+from ..layers.base import Mixer, check_state
+from ..ops.checks import require
 from ..ops.sequences import Sequences
 from ..spec.mixer import Facts, Shapes, Spec
 from ..spec.record import Kind, alternatives, require_positive
@@ -154,6 +155,13 @@ class ModuleMixer(Mixer):
         for name, x in (dict(new.named_parameters()) | dict(new.named_buffers())).items():
             if not getattr(tensors[name], "_is_hf_initialized", False):
                 tensors[name].copy_(x)
+
+    def checked(self, x: Tensor, state: Any, sequences: Sequences) -> Any:
+        """Checks a state, whose names say nothing, and whose precision is the one in which the module returned it."""
+        if state is not None:
+            require(self.state_kind is not None, "state is given to a module that has none; expected state=None")
+            check_state(state, self.state_kind, self.state_shapes, x, sequences.count, integers=())
+        return state
 
     def run(self, x: Tensor, state: Any, sequences: Sequences) -> tuple[Tensor, Any]:
         if not sequences.packed:

@@ -70,9 +70,9 @@ def check_input(x: Tensor, mask: Tensor | None, packed: bool, hidden_size: int |
         raise InputError(f"mask has {held}; expected torch.bool and {_shape(x.shape[:2])}")
 
 
-def check_state(state: Any, kind: Any, shapes: Shapes, x: Tensor, sequences: int) -> None:
+def check_state(state: Any, kind: Any, shapes: Shapes, x: Tensor, sequences: int, integers: Any = INTEGERS) -> None:
     """Raises InputError unless `state` is a `kind` with exactly the tensors of `shapes`, for this number of sequences
-    and the device of x."""
+    and the device of x. integers: names of the tensors of integers."""
     if not isinstance(state, kind):
         raise InputError(f"state is a {type(state).__name__}; expected a {kind.__name__}, as this mixer returns")
     for name, part in zip(kind._fields, state, strict=True):
@@ -84,8 +84,8 @@ def check_state(state: Any, kind: Any, shapes: Shapes, x: Tensor, sequences: int
             raise InputError(f"state.{name} has shape {_shape(part)}; expected {_shape(shape)}")
         elif part.device != x.device:
             raise InputError(f"state.{name} is on {part.device}; expected {x.device}, the device of x")
-        elif part.is_floating_point() == (name in INTEGERS):
-            number = "an integer" if name in INTEGERS else "a floating-point"
+        elif part.is_floating_point() == (name in integers):
+            number = "an integer" if name in integers else "a floating-point"
             raise InputError(f"state.{name} has dtype {part.dtype}; expected {number} dtype")
 
 

@@ -183,7 +183,7 @@ def check_values(
     """Raises InputError for values outside the domain of `linear_attention`: NaN, infinities, log_decay > 0, β < 0, a
     diverging delta rule, negative features under normalize, cu_seqlens that do not ascend from 0 to T."""
     tensors = {"q": q, "k": k, "v": v, **{name: x for name, x in options.items() if x is not None}}
-    tensors = {name: x.detach() for name, x in tensors.items()}
+    tensors = {name: x.detach() for name, x in tensors.items() if x.numel()}  # nothing is the largest of no numbers
     cu_seqlens = tensors.pop("cu_seqlens", None)
     for name, x in tensors.items():
         require(not bool(x.isnan().any()), f"{name} contains NaN; expected finite numbers")
@@ -193,11 +193,11 @@ def check_values(
         require(bool((log_decay <= 0).all()), f"log_decay reaches {log_decay.max():.4g}; expected values ≤ 0")
     if beta is not None:
         require(bool((beta >= 0).all()), f"beta reaches {beta.min():.4g}; expected values ≥ 0")
-    if rule == "delta":
+    if rule == "delta" and "k" in tensors:
         norms = tensors["k"].square().sum(-1).repeat_interleave(v.shape[2] // k.shape[2], 2)
         strength = float((norms if beta is None else norms * beta).max())
         require(strength <= 2 * (1 + 1e-5), f"β‖k‖² reaches {strength:.4g}; expected ≤ 2, else rule='delta' diverges")
-    for name in ("q", "k") if normalize else ():
+    for name in ("q", "k") if normalize and "k" in tensors else ():
         least = float(tensors[name].min())
         require(least >= 0, f"{name} reaches {least:.4g} with normalize=True; expected values ≥ 0")
     if cu_seqlens is not None:

@@ -30,7 +30,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
     Raises:
         InputError: for second derivatives, forward-mode differentiation and gradients inside torch.func.
     """
-    if torch.is_autocast_enabled(hidden.device.type):
+    if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype is not torch.float64:  # as in PyTorch's products
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     if hidden.device.type == "cpu" and not torch.compiler.is_compiling():  # nonzero() would synchronize a GPU

@@ -108,7 +108,7 @@ class Sequences:
 
     def all_bounds(self) -> Tensor:
         """Returns the bounds [N + 1] of the sequences in the rows one after another; those of rows lie on the CPU."""
-        return torch.arange(self.count + 1) * self.T if self.cu_seqlens is None else self.cu_seqlens
+        return torch.arange(self.count + 1, device="cpu") * self.T if self.cu_seqlens is None else self.cu_seqlens
 
     def extend(self, x: Tensor, history: Tensor) -> Tensor:
         """Puts the h tokens of history [N, h, D] before each sequence: [B, h + T, D], or [1, N h + T, D] packed."""

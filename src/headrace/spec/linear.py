@@ -355,7 +355,7 @@ class MixerSpec(Spec):
             shapes["angles"] = (H, self.angles(K))
         if self.write.beta == "trapezoid":
             shared = self.heads.qk_groups if self.inputs.qk_norm != "rms-bias" else None
-            shapes["shift"] = (1, (shared or H) * self.features(K) + memory[0] * (V + 1))
+            shapes["shift"] = (1, (shared or H) * memory[1] + memory[0] * (V + 1))
         if self.inputs.conv:
             groups = self.heads.qk_groups or H
             steps = self.write.steps

@@ -49,14 +49,13 @@ class MixtureOfExperts(SelfInitialized):
         bias: whether the projections to and from the experts' input, if the spec has them, have biases.
     """
 
-    routing: Routing | None
-
     def __init__(
         self, spec: Experts, hidden_size: int, width: int, activation: Callable[[Tensor], Tensor], gated: bool,
         shared: nn.Module | None = None, bias: bool = False,
     ):  # fmt: skip
         super().__init__()
-        self.spec, self.activation, self.gated, self.routing = spec, activation, gated, None
+        self.spec, self.activation, self.gated = spec, activation, gated
+        self.routing: Routing | None = None
         size, width = spec.latent or hidden_size, spec.width or width
         self.router = Router(hidden_size, spec.count, bias=False)
         self.choice_bias: Any
@@ -69,6 +68,9 @@ class MixtureOfExperts(SelfInitialized):
         self.up = nn.Parameter(torch.empty(spec.count, (1 + gated) * width, size))
         self.down = nn.Parameter(torch.empty(spec.count, size, width))
         self.reset_parameters()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"routing": None}  # what belongs to a graph has no copy
 
     @torch.no_grad()
     def reset_parameters(self, std: float | None = None) -> None:

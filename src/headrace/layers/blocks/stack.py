@@ -52,9 +52,9 @@ class Positions(nn.Module):
         places, tokens = count_tokens(x, None if state is None else state.tokens, mask, sequences)
         if self.table is None:
             return x + sinusoidal(places, x.shape[2]).to(x.dtype), PositionState(tokens)
-        longest, known = int(tokens.max()), self.table.num_embeddings
+        longest, known = int(tokens.max()) if tokens.shape[0] else 0, self.table.num_embeddings
         require(longest <= known, f"a sequence has {longest} tokens; expected at most {known}, the learned positions")
-        return x + self.table(places), PositionState(tokens)
+        return x + self.table(places.clamp(max=known - 1)), PositionState(tokens)  # padding may be after the last one
 
 
 def sinusoidal(positions: Tensor, width: int, theta: float = 10000.0) -> Tensor:

@@ -112,7 +112,7 @@ class Bound:
             parts[each.place] |= each.empty(rows, self.dtype)
         places = zip(self.program.state_places, self.program.states, self.state_dtypes, strict=True)
         for (place, field), expected, dtype in places:
-            parts[place][field] = torch.zeros(rows, *expected.shape, dtype=dtype)
+            parts[place][field] = torch.zeros(rows, *expected.shape, dtype=dtype, device="cpu")
         return [kind(**given) for kind, given in zip(self.program.kinds, parts, strict=True)]
 
     def copies(self, states: Sequence[Any]) -> list[Any]:

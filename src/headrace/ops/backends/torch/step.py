@@ -63,9 +63,8 @@ def recurrent(call: Call) -> tuple[Tensor, Tensor]:
         # unbind instead of indexing, because the gradient of x[:, t] is as large as x.
         return [x] * T if x is None or x.dim() == 1 else x.unbind(1)
 
-    state, out = call.initial_state, []
-    if state is None:
-        state = call.v.new_zeros(call.state_shape, dtype=accumulator(call.v))
+    state, acc, out = call.initial_state, accumulator(call.v), []
+    state = call.v.new_zeros(call.state_shape, dtype=acc) if state is None else state.to(acc)
     for q, k, v, *rest in zip(*(columns(x) for x in call[:7]), strict=True):
         o, state = _step(q, k, v, state, *rest, *settings)
         out.append(o)
