@@ -46,14 +46,13 @@ async function* continued({ about, session }, ids, tokens, temperature) {
   }
 }
 
-async function run(model) {
+async function write(model) {
   const { tokenizer } = model;
   const prompt = form.prompt.value;
   const ids = tokenizer.encode(prompt).ids;
   const given = ids.length && tokenizer.decode(ids).length; // the answer alone may lose a space at its start
   const tokens = [];
   const began = performance.now();
-  form.querySelector("button").disabled = true;
   for await (const token of continued(model, ids, Number(form.tokens.value), Number(form.temperature.value))) {
     tokens.push(token);
     text.textContent = prompt + tokenizer.decode([...ids, ...tokens]).slice(given);
@@ -61,7 +60,18 @@ async function run(model) {
   }
   const rate = (1000 * tokens.length) / (performance.now() - began);
   status.textContent = `${tokens.length} tokens, ${rate.toFixed(1)} tokens per second`;
-  form.querySelector("button").disabled = false;
+}
+
+async function run(model) {
+  const button = form.querySelector("button");
+  button.disabled = true;
+  try {
+    await write(model);
+  } catch (error) {
+    failed(error);
+  } finally {
+    button.disabled = false;
+  }
 }
 
 function failed(error) {
@@ -73,7 +83,7 @@ try {
   status.textContent = "Ready.";
   form.onsubmit = (event) => {
     event.preventDefault();
-    run(model).catch(failed);
+    run(model);
   };
   const given = new URLSearchParams(location.search); // ?prompt=It+was&tokens=20 starts at once
   for (const [name, value] of given) if (form.elements[name]) form.elements[name].value = value;
