@@ -93,7 +93,8 @@ FAMILIES = (
         for name, title in BACKBONES.items()
     ),
     Family(
-        "The published form, of which the readout's norm takes the size of the gates and most of the read gate.",
+        "Does the published form lower what is lost where a norm follows the readout? The norm removes the size of the "
+        "gates and most of the read gate.",
         tuple((f"{name} published", name) for name in BACKBONES),
         ("error", "nats"),
     ),

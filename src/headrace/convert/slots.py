@@ -22,7 +22,8 @@ def slots(model: Any) -> dict[str, Tensor]:
                     pieces = zip(sizes, whole.split(list(sizes.values())), strict=True)
                     name = name.replace("in_proj.weight", "in_proj")
                     by_name |= {f"{path}.{name}.{part}": x for part, x in pieces if len(x)}
-            for name in [name for name in by_name if name.startswith(f"{path}.") and isinstance(module, LinearMixer)]:
+            own = [name for name in by_name if name.startswith(f"{path}.")] if isinstance(module, LinearMixer) else []
+            for name in own:
                 if divided := _pieces(module, name.removeprefix(f"{path}."), by_name[name]):
                     del by_name[name]
                     by_name |= {f"{name}.{piece}": x for piece, x in divided.items()}
