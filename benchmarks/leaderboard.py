@@ -11,11 +11,16 @@ from statistics import median
 
 import typer
 
+from headrace import zoo
 from headrace.comparison import leaderboard, rows
-from headrace.comparison.defaults import SUITES
+from headrace.comparison.defaults import SUITES, TRACKING
+from headrace.comparison.plan import MATCHED
+from headrace.report import catalog
+from headrace.report.page import Section
 from record import RESULTS, markdown
 
 KEPT, SUITE = RESULTS / "leaderboard.csv", "small"
+SIZED = "gated-deltanet"  # whose state the mixers of the second table have
 FAR = f"at {leaderboard.LONGER} times this length"
 SOLVES = f"The mixers whose median over the seeds is {leaderboard.SOLVED:.0%} or more."
 THEORY = (
@@ -50,25 +55,57 @@ def show() -> None:
 
 
 def lines() -> list[str]:
-    kept = rows.read(KEPT)
-    text = ["### Who solves what", "", SOLVES, "", *markdown(("task", "at the training length", FAR), solved(kept)), ""]
-    text += [
-        "### What theory says",
-        "",
-        THEORY,
-        "",
-        *markdown(("task", "should solve", "should not solve", ""), theory(kept)),
-        "",
-    ]
-    for section in leaderboard.sections(kept, SUITE):
-        text += [f"### {section.title}", "", *(line for about in section.about for line in (about, ""))]
-        text += [*markdown(section.header, section.rows), ""]
+    kept = ordered(rows.read(KEPT))
+    equal = [row for row in kept if row["mixer"] in sized(kept)]
+    named = [row for row in kept if "heads.key_dim" not in row["mixer"]]
+    (near, far, _, _), (_, _, rates, sizes) = tables(named), tables(kept)
+    near_equal, far_equal, _, _ = tables(equal)
+    about = (
+        f"Mixers whose state has as many numbers as that of `{SIZED}`, within {MATCHED - 1:.0%}, where that of the "
+        "others is of another size by `heads.key_dim`. The cache of `transformer` grows."
+    )
     return [
-        *text,
-        "### The tasks",
-        "",
-        *markdown(("name", "task", "layers", "steps", "rows per step", "rates"), tasks()),
-    ]
+        "### Who solves what", "", SOLVES, "", *markdown(("task", "at the training length", FAR), solved(kept)), "",
+        "### What theory says", "", THEORY, "",
+        *markdown(("task", "should solve", "should not solve", ""), theory(kept)), "",
+        "### Equal parameters", "", *near, *far,
+        "### Equal states", "", about, "", *near_equal, *far_equal,
+        *rates, *sizes,
+        "### What each mixer is", "", "S_t = A_t S_{t−1} + k_tᵀ b_t; w and r are gates over the heads.", "",
+        *markdown(("mixer", "A_t", "b_t", "features"), updates(kept)), "",
+        "### The tasks", "", *markdown(("name", "task", "layers", "steps", "rows per step", "rates"), tasks()),
+    ]  # fmt: skip
+
+
+def ordered(kept: list[rows.Row]) -> list[rows.Row]:
+    """A mixer's form with a softmax over its heads stands below its backbone."""
+    return sorted(kept, key=lambda row: (row["mixer"].removeprefix("softmax-"), row["mixer"]))
+
+
+def sized(kept: list[rows.Row]) -> list[str]:
+    """The mixers of which a layer's state has as many numbers as that of `SIZED`, within MATCHED."""
+    mixers = dict.fromkeys(row["mixer"] for row in kept)
+    specs = {mixer: zoo.get(mixer) for mixer in (SIZED, *mixers)}
+    numbers = {
+        mixer: spec.state_bytes(TRACKING.shape.hidden_size, TRACKING.shape.heads, itemsize=1)
+        for mixer, spec in specs.items() if not spec.facts.cached
+    }  # fmt: skip
+    return [m for m in mixers if m in numbers and 1 / MATCHED <= numbers[m] / numbers[SIZED] <= MATCHED]
+
+
+def tables(kept: list[rows.Row]) -> list[list[str]]:
+    """The lines of each section of the leaderboard."""
+    return [table(section) for section in leaderboard.sections(kept, SUITE)]
+
+
+def table(section: Section) -> list[str]:
+    about = [line for about in section.about for line in (about, "")]
+    return [f"#### {section.title}", "", *about, *markdown(section.header, section.rows), ""]
+
+
+def updates(kept: list[rows.Row]) -> list[tuple[str, ...]]:
+    about = {mixer: catalog.describe(mixer) for mixer in dict.fromkeys(row["mixer"] for row in kept)}
+    return [(mixer, *(row[name] for name in ("A_t", "b_t", "features"))) for mixer, row in about.items()]
 
 
 def medians(kept: list[rows.Row], name: str, times: int) -> dict[str, float]:
