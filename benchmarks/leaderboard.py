@@ -57,8 +57,7 @@ def show() -> None:
 def lines() -> list[str]:
     kept = ordered(rows.read(KEPT))
     equal = [row for row in kept if row["mixer"] in sized(kept)]
-    named = [row for row in kept if "heads.key_dim" not in row["mixer"]]
-    (near, far, _, _), (_, _, rates, sizes) = tables(named), tables(kept)
+    (near, far, _, _), (_, _, rates, sizes) = tables(published(kept)), tables(kept)
     near_equal, far_equal, _, _ = tables(equal)
     about = (
         f"Mixers whose state has as many numbers as that of `{SIZED}`, within {MATCHED - 1:.0%}, where that of the "
@@ -80,6 +79,11 @@ def lines() -> list[str]:
 def ordered(kept: list[rows.Row]) -> list[rows.Row]:
     """A mixer's form with a softmax over its heads stands below its backbone."""
     return sorted(kept, key=lambda row: (row["mixer"].removeprefix("softmax-"), row["mixer"]))
+
+
+def published(kept: list[rows.Row]) -> list[rows.Row]:
+    """The rows of mixers whose state has the size of their papers."""
+    return [row for row in kept if "heads.key_dim" not in row["mixer"]]
 
 
 def sized(kept: list[rows.Row]) -> list[str]:

@@ -15,6 +15,7 @@ import gpu
 import gpu_models
 import gpu_op
 import gpu_tables
+import leaderboard
 import model
 import op
 import tables
@@ -284,3 +285,10 @@ def test_whole_models_are_rehearsed_on_the_cpu(monkeypatch):
     assert row["tokens_per_second"] > 0 and row["parameters"] > 0
     rows = list(gpu_models.decode("headrace:gla"))
     assert [row["sampled"] for row in rows] == [False, True] and all(row["tokens_per_second"] > 0 for row in rows)
+
+
+def test_equal_states_of_the_leaderboard_are_those_that_its_models_had():
+    kept = leaderboard.rows.read(leaderboard.KEPT)
+    measured = {row["mixer"]: row["state_bytes"] for row in kept if row["comparison"] == "parity"}
+    near = {mixer for mixer, size in measured.items() if abs(size / measured["gated-deltanet"] - 1) < 0.05}
+    assert set(leaderboard.sized(kept)) == near >= {"gated-deltanet", "negative-gated-deltanet"}
