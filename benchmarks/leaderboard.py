@@ -13,6 +13,7 @@ import typer
 
 from headrace import zoo
 from headrace.comparison import leaderboard, rows
+from headrace.comparison.choose import state_numbers
 from headrace.comparison.defaults import SUITES, TRACKING
 from headrace.comparison.plan import MATCHED
 from headrace.report import catalog
@@ -90,10 +91,7 @@ def sized(kept: list[rows.Row]) -> list[str]:
     """The mixers of which a layer's state has as many numbers as that of `SIZED`, within MATCHED."""
     mixers = dict.fromkeys(row["mixer"] for row in kept)
     specs = {mixer: zoo.get(mixer) for mixer in (SIZED, *mixers)}
-    numbers = {
-        mixer: spec.state_bytes(TRACKING.shape.hidden_size, TRACKING.shape.heads, itemsize=1)
-        for mixer, spec in specs.items() if not spec.facts.cached
-    }  # fmt: skip
+    numbers = {m: state_numbers(spec, TRACKING.shape) for m, spec in specs.items() if not spec.facts.cached}
     return [m for m in mixers if m in numbers and 1 / MATCHED <= numbers[m] / numbers[SIZED] <= MATCHED]
 
 
