@@ -50,6 +50,7 @@ EDITED = {
     "a base beside": ("llama", (), {"rope_theta": 50.0}),
     "a base within and beside": ("llama", (), {"rope_parameters": {"rope_type": "default"}, "rope_theta": 50.0}),
     "no scaling": ("llama", ("rope_parameters",), {"rope_theta": 50.0, "rope_scaling": None}),
+    "epsilons of other models beside": ("llama", (), {"norm_eps": 0.5, "layer_norm_epsilon": 0.5}),
     "another name of SiLU": ("llama", (), {"hidden_act": "swish"}),
     "fields that transformers does not read": (
         "llama", (), {"is_llama_config": True, "rope_interleaved": True, "output_gate_activation": "sigmoid"}

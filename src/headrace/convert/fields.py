@@ -54,7 +54,7 @@ class Fields:
             _check_types(described, defaults, types or {})
             values = defaults | described
         self._values: Config = values
-        self._described, self._own_defaults = described, defaults is not None
+        self._described, self._defaults = described, defaults
         self.names = {name for name in values if name not in COMMON}
         self.read: set[str] = set()  # fields whose values the converted model has
         self.fixed: set[str] = set()  # fields of which some values are refused
@@ -70,6 +70,11 @@ class Fields:
         """Returns the value of a field, or `default` where config.json and its class lack the field."""
         self.read |= {name} & self._values.keys()
         return self._values.get(name, default)
+
+    def of_class(self, *names: str) -> Any:
+        """Returns the value of the one of these fields that the class has, whatever config.json has beside, or None."""
+        known = _names_of_class(self._described["model_type"]) if self._defaults is None else self._defaults
+        return next((self[name] for name in names if name in known and name in self._values), None)
 
     def only(self, name: str, *convertible: Any) -> None:
         """Raises InputError unless the field has one of these values, or is absent."""
@@ -108,13 +113,18 @@ class Fields:
     def _changes_nothing(self, name: str) -> bool:
         """Whether transformers computes the same without the field: it has the default of its class, or neither the
         class nor other code of transformers reads it."""
-        if self._own_defaults:
+        if self._defaults is not None:
             return False
         kind, value = self._described["model_type"], self._values[name]
-        own = CONFIG_MAPPING[kind]
-        if hasattr(own, name) or name in own.__dataclass_fields__ or name in own.attribute_map:
-            return value == getattr(own, name, None)
+        if name in _names_of_class(kind):
+            return value == getattr(CONFIG_MAPPING[kind], name, None)
         return str(value) in _read_anyway(kind).get(name, {str(value)})
+
+
+@cache
+def _names_of_class(kind: str) -> set[str]:
+    own = CONFIG_MAPPING[kind]
+    return {*dir(own), *own.__dataclass_fields__, *own.attribute_map, *own.attribute_map.values()}
 
 
 @cache
