@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -76,6 +76,11 @@ class Fields:
         known = _names_of_class(self._described["model_type"]) if self._defaults is None else self._defaults
         return next((self[name] for name in names if name in known and name in self._values), None)
 
+    def mentions(self, name: str, function: Callable[..., Any] | None) -> bool:
+        """Whether transformers' code of the family, or of the function, has the name of an entry of a field."""
+        code = _code(self._described["model_type"]) + ("" if function is None else inspect.getsource(function))
+        return f'"{name}"' in code
+
     def only(self, name: str, *convertible: Any) -> None:
         """Raises InputError unless the field has one of these values, or is absent."""
         self.fixed.add(name)
@@ -128,13 +133,19 @@ def _names_of_class(kind: str) -> set[str]:
 
 
 @cache
+def _code(kind: str) -> str:
+    """What transformers executes of a family, and of all models."""
+    family = Path(inspect.getfile(CONFIG_MAPPING[kind])).parent
+    files = (*family.glob("*.py"), *(family.parents[1] / name for name in GENERIC))
+    return "\n".join(file.read_text("utf-8") for file in files)
+
+
+@cache
 def _read_anyway(kind: str) -> dict[str, set[str]]:
-    """The fields that the code of a family, or of all models, reads by name -> the values, as text, that it takes where
-    they are absent."""
-    family, found = Path(inspect.getfile(CONFIG_MAPPING[kind])).parent, dict[str, set[str]]()
-    for file in (*family.glob("*.py"), *(family.parents[1] / name for name in GENERIC)):
-        for name, absent in READ.findall(file.read_text("utf-8")):
-            found.setdefault(name, set()).add(absent or "None")
+    """The fields that this code reads by name -> the values, as text, that it takes where they are absent."""
+    found = dict[str, set[str]]()
+    for name, absent in READ.findall(_code(kind)):
+        found.setdefault(name, set()).add(absent or "None")
     return found
 
 
