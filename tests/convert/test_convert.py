@@ -6,14 +6,17 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GPT2Config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import tiny
-from families import delta, recurrent, softmax
+from families import delta, recurrent, save, softmax
 from groups import refused
 from headrace import load
 from headrace.convert import FORMATS, export_checkpoint, import_checkpoint
+from headrace.convert.checkpoint import read_tokenizer
+from headrace.convert.vocabulary import GPT2, _cl100k
 from headrace.hf import HeadraceForCausalLM
 from headrace.utils.errors import InputError
 
@@ -263,3 +266,44 @@ def test_converted_folder_generates_the_same_tokens_in_transformers(checkpoint, 
     ours, theirs, again = (m.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0) for m in models)
     assert torch.equal(theirs, ours) and torch.equal(again, ours)
     assert models[2].generation_config.use_cache is not False
+CL100K = _cl100k(r"\p{N}{1,3}")
+# model_type, class in tokenizer_config.json, how the tokenizer splits a text
+TOKENIZERS = {
+    "another class than that of GPT-2": ("olmo2", {"tokenizer_class": "GPT2Tokenizer"}, CL100K),
+    "no class": ("gpt2", {}, GPT2),
+    "a class of its own": ("llama", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "!"}, CL100K),
+}
+
+
+@pytest.mark.parametrize("case", TOKENIZERS)
+def test_tokenizer_is_what_transformers_reads_beside_the_model(case, tmp_path, run_command):
+    """Its class depends on model_type there."""
+    kind, described, split = TOKENIZERS[case]
+    path, ours, back = tmp_path / "theirs", tmp_path / "ours", tmp_path / "back"
+    save(CONFIG_MAPPING[kind](**softmax.FAMILIES[kind].base), path)
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = split, decoders.ByteLevel()
+    tokenizer.add_tokens(["12", "345"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps(described))
+    (path / "additional_chat_templates").mkdir()
+    for name in ("chat_template", "additional_chat_templates/tools"):
+        (path / f"{name}.jinja").write_text(name)
+    for words in ((path, "--output", ours), (ours, "--output", back, "--to", kind)):
+        assert run_command("convert", *words).code == 0
+    theirs, *others = map(read_tokenizer, (path, ours, back))
+    for each in others:
+        assert each("It's 12345\n\n A").input_ids == theirs("It's 12345\n\n A").input_ids
+        assert each.special_tokens_map == theirs.special_tokens_map and each.chat_template == theirs.chat_template
+        pieces = each.backend_tokenizer.pre_tokenizer.pre_tokenize_str("I'M 12345")
+        assert pieces == theirs.backend_tokenizer.pre_tokenizer.pre_tokenize_str("I'M 12345")
+
+
+def test_unreadable_tokenizer_is_copied_with_a_note(checkpoint, tmp_path, run_command):
+    _, path = checkpoint("llama")
+    (path / "tokenizer.json").write_text("{")
+    told = run_command("convert", path, "--output", tmp_path / "ours").err
+    assert "Note: the files of the tokenizer are copied as they are" in told and "has no readable tokenizer" in told
+    assert (tmp_path / "ours" / "tokenizer.json").read_text() == "{"
+
+

@@ -16,7 +16,7 @@ from .files import check_depth, tensor_names
 from .importing import import_checkpoint, import_config
 
 FETCHED = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt"]
-TOKENIZERS = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken")  # names of files of tokenizers
+TOKENIZERS = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekken.json")  # names of files of tokenizers
 
 
 def load(path: str | Path) -> HeadraceForCausalLM:
