@@ -52,6 +52,28 @@ def test_own_model_is_written_with_the_norms_of_qwen3_next(tmp_path):
 
 
 @torch.no_grad()
+def test_model_that_was_changed_is_written_as_it_is(checkpoint, tmp_path):
+    """With more tokens, and a head of its own, than the checkpoint that it came from."""
+    _, path = checkpoint("llama")
+    import_checkpoint(path).save_pretrained(tmp_path / "ours")
+    ours = HeadraceForCausalLM.from_pretrained(tmp_path / "ours", tie_word_embeddings=False).eval()
+    ours.resize_token_embeddings(70)
+    random(ours.lm_head)
+    ours.config.eos_token_id = 69
+    export_checkpoint(ours, "llama", tmp_path / "back")
+    theirs, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval(), torch.randint(70, (2, 20))
+    assert (theirs(ids).logits - ours(ids).logits).norm() < 1e-5 * ours(ids).logits.norm()
+    assert theirs.config.eos_token_id == 69
+
+
+def test_other_name_of_tied_weights_is_not_overlooked(tmp_path):
+    ours = import_checkpoint(save(CONFIG_MAPPING["lfm2"](**recurrent.FAMILIES["lfm2"].base), tmp_path) and tmp_path)
+    ours.config.converted_from["tie_embedding"], ours.config.tie_word_embeddings = True, False
+    with pytest.raises(InputError, match="tie_word_embeddings is false here and true there"):
+        export_checkpoint(ours, "lfm2", tmp_path / "back")
+
+
+@torch.no_grad()
 def test_offset_norms_keep_the_digits_of_bfloat16(checkpoint, tmp_path):
     """1 plus a weight near 0 would round to 1."""
     _, path = checkpoint("qwen3_next")

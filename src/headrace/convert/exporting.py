@@ -83,6 +83,7 @@ def _described(model: Any, name: str) -> tuple[Config, Model]:
                 mixers = f"layer {i} has a mixer of type {kind!r}; expected {kinds[description.mixers]!r}"
                 raise InputError(f"--to {name!r} cannot represent this model: {mixers}")
         described = {field: getattr(config, field) for field in (*SHARED, *SPECIAL)} | description.fields(config)
+    described |= {field: getattr(config, field) for field in ("vocab_size", "tie_word_embeddings", *SPECIAL)}
     described |= {"model_type": name, "architectures": [form.architecture]}
     described["dtype"] = str(model.dtype).removeprefix("torch.")
     if not has_cache(name, config):
@@ -95,7 +96,10 @@ def _described(model: Any, name: str) -> tuple[Config, Model]:
     except InputError as reason:
         raise InputError(f"--to {name!r} cannot represent this model: in this format its {reason}") from None
     sizes = replace(again.sizes, max_positions=config.sizes.max_positions)  # matters for learned positions only
-    theirs, ours = ([*map(asdict, parts)] for parts in ((*again.mixers, sizes), (*config.mixers, config.sizes)))
+    theirs, ours = (
+        [*map(asdict, (*each.mixers, its_sizes)), {"tie_word_embeddings": each.tie_word_embeddings}]
+        for each, its_sizes in ((again, sizes), (config, config.sizes))
+    )
     if changed := difference(theirs, ours):
         where, converted, original = changed
         raise InputError(f"--to {name!r} cannot represent this model: {where} is {original} here and {converted} there")
