@@ -140,10 +140,12 @@ def test_checkpoints_of_a_bare_model_with_masks_are_read(tmp_path):
     theirs.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    masks = {f"h.{i}.attn.{name}": torch.ones(1) for i in range(2) for name in ("bias", "masked_bias")}
-    save_file(bare | masks, tmp_path / "model.safetensors")
-    ids = torch.randint(61, (2, 30))
-    torch.testing.assert_close(import_checkpoint(tmp_path)(ids).logits, theirs(ids).logits, rtol=1e-5, atol=1e-4)
+    for dtype in (torch.float32, torch.float64, torch.bool):
+        masks = {f"h.{i}.attn.{name}": torch.ones(1).to(dtype) for i in range(2) for name in ("bias", "masked_bias")}
+        save_file(bare | masks, tmp_path / "model.safetensors")
+        ours, ids = import_checkpoint(tmp_path), torch.randint(61, (2, 30))
+        assert ours.dtype is torch.float32  # of the weights alone
+        torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, rtol=1e-5, atol=1e-4)
 
 
 def retyped(path, change):

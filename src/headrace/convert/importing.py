@@ -137,9 +137,7 @@ def _empty_model(
     with torch.device("meta"):
         model: Any = HeadraceForCausalLM(config)
     _check_tensors(form, model, foreign, files)
-    routers = {view.name for slot, view in foreign.views.items() if slot.endswith(("choice_bias", "mlp.router.weight"))}
-    headers = {name: header for name, header in files.headers.items() if name not in routers}
-    model.to(dtype or _precision(headers, foreign.views)).to_empty(device="cpu")
+    model.to(dtype or _precision(files.headers, foreign.views)).to_empty(device="cpu")
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):  # its router keeps float32, as in `from_pretrained`
             module.router.to(accumulator(module.router.weight))
@@ -165,12 +163,14 @@ def _fill(model: Any, views: Views, files: Tensors) -> None:
 
 
 def _precision(headers: dict[str, Header], views: Views) -> torch.dtype:
-    """The lowest precision that represents every tensor without rounding, but float32 at least for products with a
-    factor that has more than one bit, and for sums."""
-    for name, header in headers.items():
-        if header.dtype not in PRECISIONS.values():
-            raise InputError(f"tensor {name!r} has dtype {header.dtype}; expected one of {', '.join(PRECISIONS)}")
-    dtypes: Any = {header.dtype for header in headers.values()}
+    """The lowest precision that represents every tensor of the model without rounding, but those of routers, which keep
+    float32; and float32 at least for products with a factor that has more than one bit, and for sums."""
+    routers = ("choice_bias", "mlp.router.weight")
+    dtypes: Any = {view.name: headers[view.name].dtype for slot, view in views.items() if not slot.endswith(routers)}
+    for name, dtype in dtypes.items():
+        if dtype not in PRECISIONS.values():
+            raise InputError(f"tensor {name!r} has dtype {dtype}; expected one of {', '.join(PRECISIONS)}")
+    dtypes = {*dtypes.values()}
     if any(view.offset or abs(frexp(view.factor)[0]) != 0.5 for view in views.values()):
         dtypes.add(torch.float32)
     return reduce(torch.promote_types, dtypes)
