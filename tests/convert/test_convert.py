@@ -241,6 +241,16 @@ def test_sharded_checkpoint_is_read(checkpoint):
         torch.equal(a, b) for a, b in zip(import_checkpoint(path).parameters(), expected.parameters(), strict=True)
     )
 
+def test_whole_file_counts_beside_an_index(checkpoint):
+    """As in transformers, where a folder has a model and the pieces of an earlier one."""
+    theirs, path = checkpoint("llama")
+    in_pieces(path, lambda name: name > "model.layers.0.self_attn")
+    random(theirs).save_pretrained(path.parent / "later")
+    shutil.move(path.parent / "later" / "model.safetensors", path)
+    read = AutoModelForCausalLM.from_pretrained(path)
+    assert torch.equal(import_checkpoint(path).lm_head.weight, read.lm_head.weight)
+
+
 
 def test_foreign_folder_is_loaded_from_disk_or_the_hub(checkpoint, tmp_path, monkeypatch):
     """By its path, or by a name whose files are in the Hub's cache."""
