@@ -250,6 +250,16 @@ def test_whole_file_counts_beside_an_index(checkpoint):
     read = AutoModelForCausalLM.from_pretrained(path)
     assert torch.equal(import_checkpoint(path).lm_head.weight, read.lm_head.weight)
 
+def test_adapter_is_not_left_out(checkpoint, tmp_path):
+    """transformers adds one that lies beside the weights."""
+    _, path = checkpoint("llama")
+    (path / "adapter_config.json").write_text("{}")
+    for reads in (import_checkpoint, load):
+        assert "has adapter_config.json; expected a folder written by merge" in refused(lambda reads=reads: reads(path))
+    (path / "config.json").unlink()
+    assert "no config.json; expected a folder written by merge_and_unload()" in refused(lambda: load(path))
+
+
 
 
 def test_foreign_folder_is_loaded_from_disk_or_the_hub(checkpoint, tmp_path, monkeypatch):

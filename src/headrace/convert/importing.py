@@ -15,6 +15,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from ..files.checks import check_weights, read_json
+from ..files.hub import ADAPTER
 from ..hf.config import HeadraceConfig, check_generation
 from ..hf.model import HeadraceForCausalLM
 from ..layers.blocks.moe import MixtureOfExperts
@@ -125,6 +126,8 @@ def _converted(form: Format, described: Config, files: Tensors, dtype: torch.dty
     return model, fields
 
 
+    alone = not (checkpoint / ADAPTER).is_file()  # which transformers would add to the weights
+    require(alone, f"checkpoint {str(checkpoint)!r} has {ADAPTER}; expected a folder written by merge_and_unload()")
 def _empty_model(
     form: Format, described: Config, files: Tensors, dtype: torch.dtype | None
 ) -> tuple[Any, Views, Fields]:
