@@ -241,6 +241,7 @@ def test_sharded_checkpoint_is_read(checkpoint):
         torch.equal(a, b) for a, b in zip(import_checkpoint(path).parameters(), expected.parameters(), strict=True)
     )
 
+
 def test_whole_file_counts_beside_an_index(checkpoint):
     """As in transformers, where a folder has a model and the pieces of an earlier one."""
     theirs, path = checkpoint("llama")
@@ -249,6 +250,7 @@ def test_whole_file_counts_beside_an_index(checkpoint):
     shutil.move(path.parent / "later" / "model.safetensors", path)
     read = AutoModelForCausalLM.from_pretrained(path)
     assert torch.equal(import_checkpoint(path).lm_head.weight, read.lm_head.weight)
+
 
 def test_adapter_is_not_left_out(checkpoint, tmp_path):
     """transformers adds one that lies beside the weights."""
@@ -260,6 +262,13 @@ def test_adapter_is_not_left_out(checkpoint, tmp_path):
     assert "no config.json; expected a folder written by merge_and_unload()" in refused(lambda: load(path))
 
 
+def test_settings_of_generation_may_be_in_the_config(checkpoint):
+    """As in files of earlier versions of transformers."""
+    _, path = checkpoint("llama")
+    changed(path, repetition_penalty=1.7, eos_token_id=[5, 6])
+    (path / "generation_config.json").unlink()
+    settings = load(path).generation_config
+    assert (settings.repetition_penalty, settings.eos_token_id, settings.use_cache) == (1.7, [5, 6], True)
 
 
 def test_foreign_folder_is_loaded_from_disk_or_the_hub(checkpoint, tmp_path, monkeypatch):
@@ -297,19 +306,6 @@ def test_tokenizer_and_generation_files_are_copied(checkpoint, tmp_path, run_com
     assert {name: (tmp_path / "out" / name).read_text() for name in beside} == beside
 
 
-@pytest.mark.parametrize("name", ["llama", "mamba2", "qwen3_next"])
-def test_converted_folder_generates_the_same_tokens_in_transformers(checkpoint, tmp_path, run_command, name):
-    """By the settings that are written: Qwen3-Next of linear layers alone has no cache there, and ours has one."""
-    _, path = checkpoint(name)
-    back, steps = tmp_path / "back", ((path, "ours", ""), (tmp_path / "ours", "back", f"--to {name}"))
-    for source, output, to in (*steps, (back, "again", "")):
-        assert run_command(*f"convert {source} --output {tmp_path / output} {to}".split()).code == 0
-    models = [load(tmp_path / "ours"), AutoModelForCausalLM.from_pretrained(back).eval(), load(tmp_path / "again")]
-    ids = torch.randint(THEIRS[name]["vocab_size"], (1, 8))
-    assert torch.isfinite(models[1](ids).logits).all()
-    ours, theirs, again = (m.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0) for m in models)
-    assert torch.equal(theirs, ours) and torch.equal(again, ours)
-    assert models[2].generation_config.use_cache is not False
 CL100K = _cl100k(r"\p{N}{1,3}")
 # model_type, class in tokenizer_config.json, how the tokenizer splits a text
 TOKENIZERS = {
@@ -351,3 +347,16 @@ def test_unreadable_tokenizer_is_copied_with_a_note(checkpoint, tmp_path, run_co
     assert (tmp_path / "ours" / "tokenizer.json").read_text() == "{"
 
 
+@pytest.mark.parametrize("name", ["llama", "mamba2", "qwen3_next"])
+def test_converted_folder_generates_the_same_tokens_in_transformers(checkpoint, tmp_path, run_command, name):
+    """By the settings that are written: Qwen3-Next of linear layers alone has no cache there, and ours has one."""
+    _, path = checkpoint(name)
+    back, steps = tmp_path / "back", ((path, "ours", ""), (tmp_path / "ours", "back", f"--to {name}"))
+    for source, output, to in (*steps, (back, "again", "")):
+        assert run_command(*f"convert {source} --output {tmp_path / output} {to}".split()).code == 0
+    models = [load(tmp_path / "ours"), AutoModelForCausalLM.from_pretrained(back).eval(), load(tmp_path / "again")]
+    ids = torch.randint(THEIRS[name]["vocab_size"], (1, 8))
+    assert torch.isfinite(models[1](ids).logits).all()
+    ours, theirs, again = (m.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0) for m in models)
+    assert torch.equal(theirs, ours) and torch.equal(again, ours)
+    assert models[2].generation_config.use_cache is not False

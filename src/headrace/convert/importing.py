@@ -25,7 +25,7 @@ from ..spec.record import LARGEST
 from ..utils.errors import InputError, nearest, reading
 from .fields import Config, Fields, check_sizes, without
 from .files import Header, TensorFiles, Tensors, check_depth
-from .form import Format, Model, View, Views
+from .form import SPECIAL, Format, Model, View, Views
 from .formats import FORMATS, MISSING
 from .slots import slots
 
@@ -58,11 +58,9 @@ def import_checkpoint(
         model, fields = _converted(form, described, TensorFiles(checkpoint), dtype)
     if fields.passed:
         print(fields.note(), file=sys.stderr)
-    if (checkpoint / "generation_config.json").is_file():
-        with reading(f"checkpoint {str(checkpoint)!r} has no readable generation_config.json"):
-            model.generation_config = GenerationConfig.from_pretrained(checkpoint, local_files_only=True)
-        check_generation(model.generation_config)
-        model.generation_config.use_cache = True
+    model.generation_config = _generation(checkpoint, model, described)
+    check_generation(model.generation_config)
+    model.generation_config.use_cache = True
     return model.eval()
 
 
@@ -87,6 +85,17 @@ def import_gguf(path: Path, dtype: torch.dtype | None = None) -> tuple[HeadraceF
     return model.eval(), tokenizer
 
 
+def _generation(checkpoint: Path, model: Any, described: Config) -> GenerationConfig:
+    """Returns the settings of generation. They are those of config.json where they have no file, as in transformers."""
+    if (checkpoint / "generation_config.json").is_file():
+        with reading(f"checkpoint {str(checkpoint)!r} has no readable generation_config.json"):
+            return GenerationConfig.from_pretrained(checkpoint, local_files_only=True)
+    own = GenerationConfig().to_dict().keys() & described.keys() - {"transformers_version"}
+    with reading(f"checkpoint {str(checkpoint)!r} has settings of generation in config.json that transformers refuses"):
+        special = {name: getattr(model.config, name) for name in SPECIAL}
+        return GenerationConfig(**{name: described[name] for name in own if described[name] is not None} | special)
+
+
 def import_config(checkpoint: Path) -> HeadraceConfig:
     """Returns the config of the converted model, of which no weights are read. InputError as `import_checkpoint`."""
     form, described = _read_format(checkpoint)
@@ -106,7 +115,8 @@ def _naming(checkpoint: Path) -> Iterator[None]:
 
 
 def _read_format(checkpoint: Path) -> tuple[Format, Config]:
-    """Returns the format of a checkpoint, and its config.json. InputError if the format is unknown."""
+    """Returns the format of a checkpoint, and its config.json. InputError if the format is unknown, and for an adapter
+    beside the weights."""
     described = read_json(checkpoint / "config.json", {})
     kind = described.get("model_type")
     if isinstance(kind, str) and kind in MISSING:
@@ -116,6 +126,8 @@ def _read_format(checkpoint: Path) -> tuple[Format, Config]:
         meant = nearest(str(kind), [HeadraceConfig.model_type, *FORMATS])
         expected = f"expected {HeadraceConfig.model_type} or one of the {len(FORMATS)} formats that are converted"
         raise InputError(f"checkpoint {str(checkpoint)!r} has model_type={kind!r}; {expected}, such as {meant!r}")
+    alone = not (checkpoint / ADAPTER).is_file()  # which transformers would add to the weights
+    require(alone, f"checkpoint {str(checkpoint)!r} has {ADAPTER}; expected a folder written by merge_and_unload()")
     return FORMATS[kind], described
 
 
@@ -126,8 +138,6 @@ def _converted(form: Format, described: Config, files: Tensors, dtype: torch.dty
     return model, fields
 
 
-    alone = not (checkpoint / ADAPTER).is_file()  # which transformers would add to the weights
-    require(alone, f"checkpoint {str(checkpoint)!r} has {ADAPTER}; expected a folder written by merge_and_unload()")
 def _empty_model(
     form: Format, described: Config, files: Tensors, dtype: torch.dtype | None
 ) -> tuple[Any, Views, Fields]:
