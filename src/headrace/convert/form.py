@@ -64,6 +64,7 @@ class Model(NamedTuple):
 
     arguments: Config  # of HeadraceConfig
     views: Views  # by the names of our parameters, or of parts of parameters (`slots`)
+    outside: tuple[str, ...] = ()  # as `Format.outside`, by the fields
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,9 @@ class Format:
     offset: bool = False
     renamed: tuple[str, str] | None = None
 
-    def holds(self, name: str) -> bool:
-        """Whether a tensor with this name holds weights of the language model."""
-        return not name.startswith(self.outside or "\0") and not name.endswith(self.buffers)
+    def holds(self, name: str, *outside: str) -> bool:
+        """Whether a tensor with this name holds weights of the language model. outside: more beginnings."""
+        return not name.startswith((*self.outside, *outside) or "\0") and not name.endswith(self.buffers)
 
     def of_text(self, described: Config) -> Config:
         """Returns the config of the language model. InputError for one that is missing."""
