@@ -255,6 +255,26 @@ def test_layers_beyond_those_of_the_config_are_refused(pairs, tmp_path):
         import_checkpoint(tmp_path)
 
 
+@torch.no_grad()
+def test_experts_in_one_tensor(tmp_path):
+    """As the experts of Qwen3.5 were released, below the prefix of the language model."""
+    with float64_throughout():
+        theirs = AutoModelForCausalLM.from_config(described("qwen3_5_moe_text"), experts_implementation="eager").eval()
+        theirs.save_pretrained(tmp_path, save_original_format=False)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {name.replace("model.", "model.language_model.", 1): x for name, x in tensors.items()}
+    fields = {"model_type": "qwen3_5_moe", "text_config": json.loads((tmp_path / "config.json").read_text())}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    save_file(tensors, tmp_path / "model.safetensors")
+    ids = tokens(theirs, 2, T)
+    assert relative(import_checkpoint(tmp_path)(ids).logits, logits(theirs, ids)) < FLOAT64
+    name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+    for wrong in (tensors[name][:-1], tensors[name][:, :-1], torch.ones(2, 2)):
+        save_file(tensors | {name: wrong.contiguous()}, tmp_path / "model.safetensors")
+        with pytest.raises(InputError, match=r"it has no tensor 'model.layers.0.mlp.experts.\d.gate_proj.weight'"):
+            import_checkpoint(tmp_path)
+
+
 def test_factors_are_folded_into_float32(tmp_path):
     """MiniMax's, which bfloat16 weights would round, unless they are powers of 2."""
     for factor, dtype in ((3.5, torch.float32), (2.0, torch.bfloat16)):

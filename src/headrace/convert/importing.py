@@ -3,6 +3,7 @@
 Only safetensors and GGUF files are read: nothing is unpickled, and no foreign code runs.
 """
 
+import re
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -25,11 +26,12 @@ from ..spec.record import LARGEST
 from ..utils.errors import InputError, nearest, reading
 from .fields import Config, Fields, check_sizes, without
 from .files import Header, TensorFiles, Tensors, check_depth
-from .form import SPECIAL, Format, Model, View, Views
+from .form import SPECIAL, Block, Format, Model, View, Views
 from .formats import FORMATS, MISSING
 from .slots import slots
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<e>\d+)\.(?P<matrix>gate_proj|up_proj|down_proj)\.weight")
 PRECISIONS = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float64, torch.float32, torch.bfloat16, torch.float16,
 )}  # fmt: skip
@@ -204,11 +206,27 @@ def _check_tensors(form: Format, model: Any, foreign: Model, files: Tensors) -> 
 
 
 def _present(view: View, form: Format, files: Tensors) -> View:
-    """The view with the name that the checkpoint has for the tensor."""
-    if form.renamed is None or view.name in files.headers:
-        return view
-    other = view.name.replace(*form.renamed, 1)
-    return view._replace(name=other) if other in files.headers else view
+    """The view with the name that the checkpoint has for the tensor, or of the tensor that has the matrices of all
+    experts, as Qwen3.5 was released."""
+    names = [view.name] if form.renamed is None else [view.name, view.name.replace(*form.renamed, 1)]
+    if name := next((name for name in names if name in files.headers), None):
+        return view._replace(name=name)
+    return next(filter(None, (_among_experts(view._replace(name=name), files) for name in names)), view)
+
+
+def _among_experts(view: View, files: Tensors) -> View | None:
+    """The view of the matrix of an expert in a tensor [experts, rows, columns], where the checkpoint has one. gate_proj
+    and up_proj are the halves of the rows of one."""
+    if (found := EXPERT.fullmatch(view.name)) is None:
+        return None
+    part, parts = {"gate_proj": (0, 2), "up_proj": (1, 2)}.get(found["matrix"], (0, 1))
+    name = f"{found['experts']}.{'gate_up_proj' if parts == 2 else found['matrix']}"
+    shape, e = files.headers[name].shape if name in files.headers else [], int(found["e"])
+    if len(shape) != 3 or e >= shape[0] or shape[1] % parts:
+        return None
+    count, rows, _ = shape
+    block = Block(1, count * rows, e * rows + part * rows // parts, rows // parts)
+    return view._replace(name=name, block=block, shape=(*shape,))
 
 
 def _fits(view: View, shape: list[int], wanted: list[int]) -> bool:
