@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GPT2Config
@@ -15,7 +16,7 @@ from families import delta, recurrent, save, softmax
 from groups import refused
 from headrace import load
 from headrace.convert import FORMATS, export_checkpoint, import_checkpoint
-from headrace.convert.checkpoint import read_tokenizer
+from headrace.convert.checkpoint import fetched, read_tokenizer
 from headrace.convert.vocabulary import GPT2, _cl100k
 from headrace.hf import HeadraceForCausalLM
 from headrace.utils.errors import InputError
@@ -288,6 +289,19 @@ def test_foreign_folder_is_loaded_from_disk_or_the_hub(checkpoint, tmp_path, mon
         assert model.generation_config.top_k == 7
     with pytest.raises(InputError, match="'someone/else' is no folder here, and cannot be fetched"):
         load("someone/else")
+
+
+def test_weights_are_fetched_once(monkeypatch, tmp_path):
+    """Of Mistral-7B-Instruct-v0.3, which has them in a form of its own too."""
+    names = ["config.json", "model-00001-of-00003.safetensors", "consolidated.safetensors", "onnx/model.safetensors",
+             "tokenizer.model.v3", "tokenizer.model", "additional_chat_templates/tools.jinja"]  # fmt: skip
+    fetching = []
+    monkeypatch.setattr(
+        "headrace.convert.checkpoint.snapshot_download",
+        lambda name, **patterns: fetching.extend(filter_repo_objects(names, **patterns)) or tmp_path,
+    )
+    fetched("mistralai/Mistral-7B-Instruct-v0.3")
+    assert fetching == [names[0], names[1], names[5], names[6]]
 
 
 def test_tokenizer_and_generation_files_are_copied(checkpoint, tmp_path, run_command):
