@@ -228,6 +228,8 @@ def test_language_model_of_several_parts(kind, tmp_path):
     assert any(name.startswith("model.visual.") for name in load_file(tmp_path / "model.safetensors"))
     assert relative(ours(ids).logits, logits(theirs, ids)) < 1e-12
     assert ours.config.converted_from["model_type"] == f"{kind}_text"
+    with pytest.raises(InputError, match=f"it reads text alone; expected --to {kind}_text"):
+        export_checkpoint(ours, kind, tmp_path / "back")
 
 
 PREDICTING = {  # by family: a tensor of the layers of multi-token prediction, which transformers leaves out
