@@ -72,9 +72,7 @@ def _described(model: Any, name: str) -> tuple[Config, Model]:
     if any(getattr(spec, "competition", None) for spec in config.mixers):
         raise InputError(f"--to {name!r} cannot represent this model: no other library has its head competition")
     if form.inner is not None:
-        raise InputError(
-            f"--to {name!r} cannot represent this model: it reads text alone; expected --to {name}_text"
-        )
+        raise InputError(f"--to {name!r} cannot represent this model: it reads text alone; expected --to {name}_text")
     if (config.converted_from or {}).get("model_type") == name:
         described = dict(config.converted_from)
     elif (description := DESCRIPTIONS.get(name)) is None:
