@@ -5,15 +5,19 @@ import shutil
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GPT2Config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import tiny
-from families import delta, recurrent, softmax
+from families import delta, recurrent, save, softmax
 from groups import refused
 from headrace import load
 from headrace.convert import FORMATS, export_checkpoint, import_checkpoint
+from headrace.convert.checkpoint import fetched, read_tokenizer
+from headrace.convert.vocabulary import GPT2, _cl100k
 from headrace.hf import HeadraceForCausalLM
 from headrace.utils.errors import InputError
 
@@ -46,6 +50,28 @@ def test_own_model_is_written_with_the_norms_of_qwen3_next(tmp_path):
     export_checkpoint(ours, "qwen3_next", tmp_path)
     again, ids = import_checkpoint(tmp_path), torch.randint(29, (2, 20))
     torch.testing.assert_close(again(ids).logits, ours(ids).logits, rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
+def test_model_that_was_changed_is_written_as_it_is(checkpoint, tmp_path):
+    """With more tokens, and a head of its own, than the checkpoint that it came from."""
+    _, path = checkpoint("llama")
+    import_checkpoint(path).save_pretrained(tmp_path / "ours")
+    ours = HeadraceForCausalLM.from_pretrained(tmp_path / "ours", tie_word_embeddings=False).eval()
+    ours.resize_token_embeddings(70)
+    random(ours.lm_head)
+    ours.config.eos_token_id = 69
+    export_checkpoint(ours, "llama", tmp_path / "back")
+    theirs, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval(), torch.randint(70, (2, 20))
+    assert (theirs(ids).logits - ours(ids).logits).norm() < 1e-5 * ours(ids).logits.norm()
+    assert theirs.config.eos_token_id == 69
+
+
+def test_other_name_of_tied_weights_is_not_overlooked(tmp_path):
+    ours = import_checkpoint(save(CONFIG_MAPPING["lfm2"](**recurrent.FAMILIES["lfm2"].base), tmp_path) and tmp_path)
+    ours.config.converted_from["tie_embedding"], ours.config.tie_word_embeddings = True, False
+    with pytest.raises(InputError, match="tie_word_embeddings is false here and true there"):
+        export_checkpoint(ours, "lfm2", tmp_path / "back")
 
 
 @torch.no_grad()
@@ -115,10 +141,12 @@ def test_checkpoints_of_a_bare_model_with_masks_are_read(tmp_path):
     theirs.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    masks = {f"h.{i}.attn.{name}": torch.ones(1) for i in range(2) for name in ("bias", "masked_bias")}
-    save_file(bare | masks, tmp_path / "model.safetensors")
-    ids = torch.randint(61, (2, 30))
-    torch.testing.assert_close(import_checkpoint(tmp_path)(ids).logits, theirs(ids).logits, rtol=1e-5, atol=1e-4)
+    for dtype in (torch.float32, torch.float64, torch.bool):
+        masks = {f"h.{i}.attn.{name}": torch.ones(1).to(dtype) for i in range(2) for name in ("bias", "masked_bias")}
+        save_file(bare | masks, tmp_path / "model.safetensors")
+        ours, ids = import_checkpoint(tmp_path), torch.randint(61, (2, 30))
+        assert ours.dtype is torch.float32  # of the weights alone
+        torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, rtol=1e-5, atol=1e-4)
 
 
 def retyped(path, change):
@@ -215,6 +243,35 @@ def test_sharded_checkpoint_is_read(checkpoint):
     )
 
 
+def test_whole_file_counts_beside_an_index(checkpoint):
+    """As in transformers, where a folder has a model and the pieces of an earlier one."""
+    theirs, path = checkpoint("llama")
+    in_pieces(path, lambda name: name > "model.layers.0.self_attn")
+    random(theirs).save_pretrained(path.parent / "later")
+    shutil.move(path.parent / "later" / "model.safetensors", path)
+    read = AutoModelForCausalLM.from_pretrained(path)
+    assert torch.equal(import_checkpoint(path).lm_head.weight, read.lm_head.weight)
+
+
+def test_adapter_is_not_left_out(checkpoint, tmp_path):
+    """transformers adds one that lies beside the weights."""
+    _, path = checkpoint("llama")
+    (path / "adapter_config.json").write_text("{}")
+    for reads in (import_checkpoint, load):
+        assert "has adapter_config.json; expected a folder written by merge" in refused(lambda reads=reads: reads(path))
+    (path / "config.json").unlink()
+    assert "no config.json; expected a folder written by merge_and_unload()" in refused(lambda: load(path))
+
+
+def test_settings_of_generation_may_be_in_the_config(checkpoint):
+    """As in files of earlier versions of transformers."""
+    _, path = checkpoint("llama")
+    changed(path, repetition_penalty=1.7, eos_token_id=[5, 6])
+    (path / "generation_config.json").unlink()
+    settings = load(path).generation_config
+    assert (settings.repetition_penalty, settings.eos_token_id, settings.use_cache) == (1.7, [5, 6], True)
+
+
 def test_foreign_folder_is_loaded_from_disk_or_the_hub(checkpoint, tmp_path, monkeypatch):
     """By its path, or by a name whose files are in the Hub's cache."""
     _, path = checkpoint("llama")
@@ -234,6 +291,19 @@ def test_foreign_folder_is_loaded_from_disk_or_the_hub(checkpoint, tmp_path, mon
         load("someone/else")
 
 
+def test_weights_are_fetched_once(monkeypatch, tmp_path):
+    """Of Mistral-7B-Instruct-v0.3, which has them in a form of its own too."""
+    names = ["config.json", "model-00001-of-00003.safetensors", "consolidated.safetensors", "onnx/model.safetensors",
+             "tokenizer.model.v3", "tokenizer.model", "additional_chat_templates/tools.jinja"]  # fmt: skip
+    fetching = []
+    monkeypatch.setattr(
+        "headrace.convert.checkpoint.snapshot_download",
+        lambda name, **patterns: fetching.extend(filter_repo_objects(names, **patterns)) or tmp_path,
+    )
+    fetched("mistralai/Mistral-7B-Instruct-v0.3")
+    assert fetching == [names[0], names[1], names[5], names[6]]
+
+
 def test_tokenizer_and_generation_files_are_copied(checkpoint, tmp_path, run_command):
     """A tokenizer in any of its forms, and what ends a generation."""
     _, path = checkpoint("llama")
@@ -248,6 +318,47 @@ def test_tokenizer_and_generation_files_are_copied(checkpoint, tmp_path, run_com
         assert run_command("convert", *arguments.split()).code == 0
     assert load(tmp_path / "ours").generation_config.eos_token_id == [5, 6]
     assert {name: (tmp_path / "out" / name).read_text() for name in beside} == beside
+
+
+CL100K = _cl100k(r"\p{N}{1,3}")
+# model_type, class in tokenizer_config.json, how the tokenizer splits a text
+TOKENIZERS = {
+    "another class than that of GPT-2": ("olmo2", {"tokenizer_class": "GPT2Tokenizer"}, CL100K),
+    "no class": ("gpt2", {}, GPT2),
+    "a class of its own": ("llama", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "!"}, CL100K),
+}
+
+
+@pytest.mark.parametrize("case", TOKENIZERS)
+def test_tokenizer_is_what_transformers_reads_beside_the_model(case, tmp_path, run_command):
+    """Its class depends on model_type there."""
+    kind, described, split = TOKENIZERS[case]
+    path, ours, back = tmp_path / "theirs", tmp_path / "ours", tmp_path / "back"
+    save(CONFIG_MAPPING[kind](**softmax.FAMILIES[kind].base), path)
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = split, decoders.ByteLevel()
+    tokenizer.add_tokens(["12", "345"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps(described))
+    (path / "additional_chat_templates").mkdir()
+    for name in ("chat_template", "additional_chat_templates/tools"):
+        (path / f"{name}.jinja").write_text(name)
+    for words in ((path, "--output", ours), (ours, "--output", back, "--to", kind)):
+        assert run_command("convert", *words).code == 0
+    theirs, *others = map(read_tokenizer, (path, ours, back))
+    for each in others:
+        assert each("It's 12345\n\n A").input_ids == theirs("It's 12345\n\n A").input_ids
+        assert each.special_tokens_map == theirs.special_tokens_map and each.chat_template == theirs.chat_template
+        pieces = each.backend_tokenizer.pre_tokenizer.pre_tokenize_str("I'M 12345")
+        assert pieces == theirs.backend_tokenizer.pre_tokenizer.pre_tokenize_str("I'M 12345")
+
+
+def test_unreadable_tokenizer_is_copied_with_a_note(checkpoint, tmp_path, run_command):
+    _, path = checkpoint("llama")
+    (path / "tokenizer.json").write_text("{")
+    told = run_command("convert", path, "--output", tmp_path / "ours").err
+    assert "Note: the files of the tokenizer are copied as they are" in told and "has no readable tokenizer" in told
+    assert (tmp_path / "ours" / "tokenizer.json").read_text() == "{"
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba2", "qwen3_next"])

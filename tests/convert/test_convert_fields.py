@@ -43,6 +43,7 @@ def rewrite(path, without=(), **settings):
     return path
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 # What config.json may hold that no class writes today: fields it lacks, those of earlier versions, unknown ones.
 EDITED = {
     "nothing that has a default": ("llama", ("rms_norm_eps", "head_dim", "hidden_act", "tie_word_embeddings"), {}),
@@ -50,6 +51,15 @@ EDITED = {
     "a base beside": ("llama", (), {"rope_theta": 50.0}),
     "a base within and beside": ("llama", (), {"rope_parameters": {"rope_type": "default"}, "rope_theta": 50.0}),
     "no scaling": ("llama", ("rope_parameters",), {"rope_theta": 50.0, "rope_scaling": None}),
+    "entries of positions that transformers does not read": (
+        "llama", (), {"rope_parameters": YARN | {"finetuned": True, "attn_factor": 0.9, "rope_theta": 50.0}}
+    ),
+    "the factor of another kind of positions": ("llama", (), {"rope_parameters": {"rope_theta": 50.0, "factor": 2.0}}),
+    "no truncation": ("llama", (), {"rope_parameters": YARN | {"truncate": None, "rope_theta": 50.0}}),
+    "an original length beside": (
+        "llama", (), {"rope_parameters": YARN | {"rope_theta": 50.0}, "original_max_position_embeddings": 8}
+    ),
+    "epsilons of other models beside": ("llama", (), {"norm_eps": 0.5, "layer_norm_epsilon": 0.5}),
     "another name of SiLU": ("llama", (), {"hidden_act": "swish"}),
     "fields that transformers does not read": (
         "llama", (), {"is_llama_config": True, "rope_interleaved": True, "output_gate_activation": "sigmoid"}

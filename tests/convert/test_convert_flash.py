@@ -33,6 +33,7 @@ ALL = {
     "attnres_block_size": 2, "attn_mode": "fused_recurrent", "fuse_swiglu": False, "fuse_cross_entropy": False,
     "fuse_linear_cross_entropy": True, "use_l2warp": True, "initializer_range": 0.5, "use_cache": False,
     "fuse_norm": False, "conv_size": 3, "expand_v": 0.5, "output_gate_activation": "sigmoid",
+    "attention_bias": True, "use_rope": True, "rms_norm_eps": 0.3,
 }  # fmt: skip
 NORM_AND_GATE = {
     "num_kv_heads": 2, "feature_map": "relu", "use_output_gate": False, "elementwise_affine": False,
@@ -49,11 +50,11 @@ CHANGED = {
     "hgrn2": ALL | {"expand_ratio": 4, "use_short_conv": True, "use_lower_bound": True, "elementwise_affine": False},
     "gsa": ALL | {"num_kv_heads": 2, "num_slots": None, "exapnd_k": 0.5, "expand_k": 2.0, "exapnd_v": 2.0,
                   "use_short_conv": True, "feature_map": "relu", "gate_logit_normalizer": 16, "use_norm": False,
-                  "use_output_gate": True, "clamp_min": 0.1, "elementwise_affine": False},
+                  "gate_low_rank_dim": 4, "use_output_gate": True, "clamp_min": 0.1, "elementwise_affine": False},
     "linear_attn": ALL | {"num_kv_heads": 2, "expand_k": 0.5, "feature_map": "relu", "tie_feature_map_qk": True,
                           "norm_q": True, "norm_k": True, "norm_feature_map": True, "elementwise_affine": False},
     "gated_deltaproduct": ALL | DELTA | {"head_dim": 4, "use_output_gate": False, "use_forget_gate": True,
-                                         "num_householder": 3},
+                                         "num_householder": 3, "use_gate": False},
     "rwkv6": ALL | {"expand_k": 1.0, "gate_low_rank_dim": 8, "proj_low_rank_dim": 16, "norm_first": False,
                     "norm_bias": False},
     "forgetting_transformer": ALL | {"num_kv_heads": 2, "qkv_bias": True, "qk_norm": True, "use_output_gate": True,
@@ -71,6 +72,11 @@ TOGETHER = [
     ("gated_deltaproduct", {"num_householder": 2, "use_forget_gate": True, "allow_neg_eigval": True}),
     ("forgetting_transformer", {"use_output_gate": True, "num_kv_heads": 2}),
     ("transformer", {"qk_norm": True, "norm_eps": 1e-5, "window_size": 9, "num_kv_heads": 1, "qkv_bias": True}),
+    # fields that their classes had once, at values that change nothing
+    ("transformer", {"attention_bias": False, "norm_eps": 1e-4, "rms_norm_eps": 1e-4}),
+    ("delta_net", {"use_rope": False}),
+    ("gsa", {"use_rope": False, "gate_low_rank_dim": None}),
+    ("gated_deltaproduct", {"use_gate": True}),
 ]
 
 

@@ -169,6 +169,9 @@ def test_factors_of_rotary_frequencies_are_those_of_llama_3(tmp_path):
     release(tmp_path / "other.gguf", rope_parameters=rope, more=[other], **WIDE)
     with pytest.raises(InputError, match=r"the factors in 'rope_freqs.weight' are not those of Llama 3"):
         import_gguf(tmp_path / "other.gguf")
+    release(tmp_path / "both.gguf", more=[tensor], changes={"llama.rope.scaling.factor": 2.0}, **WIDE)
+    with pytest.raises(InputError, match=r"is 'linear'; expected none beside 'rope_freqs.weight'"):
+        import_gguf(tmp_path / "both.gguf")
 
 
 @pytest.mark.parametrize("arch", CONFIGS)

@@ -19,6 +19,7 @@ from families import Family, delta, float64_throughout, hybrid, logits, read, re
 from headrace import load
 from headrace.convert import FORMATS, export_checkpoint, import_checkpoint
 from headrace.convert.fields import COMMON
+from headrace.convert.files import WEIGHTS
 from headrace.convert.slots import slots
 from headrace.hf import HeadraceCache
 from headrace.utils.errors import InputError
@@ -227,6 +228,53 @@ def test_language_model_of_several_parts(kind, tmp_path):
     assert any(name.startswith("model.visual.") for name in load_file(tmp_path / "model.safetensors"))
     assert relative(ours(ids).logits, logits(theirs, ids)) < 1e-12
     assert ours.config.converted_from["model_type"] == f"{kind}_text"
+    with pytest.raises(InputError, match=f"it reads text alone; expected --to {kind}_text"):
+        export_checkpoint(ours, kind, tmp_path / "back")
+
+
+PREDICTING = {  # by family: a tensor of the layers of multi-token prediction, which transformers leaves out
+    "qwen3_next": "mtp.fc.weight", "qwen3_5_text": "mtp.fc.weight", "qwen3_5_moe_text": "mtp.fc.weight",
+    "nemotron_h": "mtp.layers.0.eh_proj.weight", "bailing_hybrid": "model.layers.2.eh_proj.weight",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PREDICTING)
+def test_layers_that_predict_further_tokens_are_left_out(kind, pairs, tmp_path):
+    _, ours, path = pairs(kind, "base")
+    (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
+    save_file(load_file(path / "model.safetensors") | {PREDICTING[kind]: torch.ones(2, 2)}, tmp_path / WEIGHTS)
+    again = import_checkpoint(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), ours.parameters(), strict=True))
+
+
+def test_layers_beyond_those_of_the_config_are_refused(pairs, tmp_path):
+    _, _, path = pairs("bailing_hybrid", "base")
+    fields = json.loads((path / "config.json").read_text()) | {"num_nextn_predict_layers": 0}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    name = PREDICTING["bailing_hybrid"]
+    save_file(load_file(path / "model.safetensors") | {name: torch.ones(2, 2)}, tmp_path / WEIGHTS)
+    with pytest.raises(InputError, match=f"unexpected tensor '{name}'"):
+        import_checkpoint(tmp_path)
+
+
+@torch.no_grad()
+def test_experts_in_one_tensor(tmp_path):
+    """As the experts of Qwen3.5 were released, below the prefix of the language model."""
+    with float64_throughout():
+        theirs = AutoModelForCausalLM.from_config(described("qwen3_5_moe_text"), experts_implementation="eager").eval()
+        theirs.save_pretrained(tmp_path, save_original_format=False)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {name.replace("model.", "model.language_model.", 1): x for name, x in tensors.items()}
+    fields = {"model_type": "qwen3_5_moe", "text_config": json.loads((tmp_path / "config.json").read_text())}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    save_file(tensors, tmp_path / "model.safetensors")
+    ids = tokens(theirs, 2, T)
+    assert relative(import_checkpoint(tmp_path)(ids).logits, logits(theirs, ids)) < FLOAT64
+    name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+    for wrong in (tensors[name][:-1], tensors[name][:, :-1], torch.ones(2, 2)):
+        save_file(tensors | {name: wrong.contiguous()}, tmp_path / "model.safetensors")
+        with pytest.raises(InputError, match=r"it has no tensor 'model.layers.0.mlp.experts.\d.gate_proj.weight'"):
+            import_checkpoint(tmp_path)
 
 
 def test_factors_are_folded_into_float32(tmp_path):

@@ -53,12 +53,16 @@ def test_joint_gate_keeps_outputs(tmp_path):
 
 
 def test_saved_retrofit_loads_the_same(tmp_path):
-    _, after, model = both(checkpoint(tmp_path / "plain", "gla"))
+    plain = load(checkpoint(tmp_path / "plain", "gla"))
+    plain.generation_config.eos_token_id = [1, 7]  # the ends of a text and of a turn
+    plain.save_pretrained(tmp_path / "plain")
+    _, after, model = both(tmp_path / "plain")
     model.save_pretrained(tmp_path / "gated")
     again = in_memory(HeadraceForCausalLM.from_pretrained(tmp_path / "gated").eval())
     ids = torch.randint(64, (2, 30), generator=torch.Generator().manual_seed(1))
     assert torch.equal(again(ids).logits, after)
     assert all(spec.competition is not None for spec in again.config.mixers)
+    assert again.generation_config.eos_token_id == [1, 7]
 
 
 @pytest.mark.parametrize(

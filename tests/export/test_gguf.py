@@ -97,6 +97,7 @@ def test_file_has_the_tokens_that_the_tokenizer_adds(tmp_path):
     tokenizer = byte_level()
     tokenizer.add_tokens(["two words"])
     tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.chat_template = {"default": "{{ messages }}", "tools": "{{ tools }}"}
     bos = ("<s>", tokenizer.bos_token_id)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $A", "<s> $A $B", [bos])
     saved(tmp_path, "mamba2", tokenizer, **MODELS["mamba2"])
@@ -104,6 +105,8 @@ def test_file_has_the_tokens_that_the_tokenizer_adds(tmp_path):
     fields = GGUFReader(tmp_path / "out" / gguf.NAME).fields
     written = {name.removeprefix("tokenizer.ggml."): field.contents() for name, field in fields.items()}
     assert (written["bos_token_id"], written["add_bos_token"], written["add_eos_token"]) == (bos[1], True, False)
+    assert fields["tokenizer.chat_template"].contents() == "{{ messages }}"
+    assert fields["tokenizer.chat_template.tools"].contents() == "{{ tools }}"
     kinds = dict(zip(written["tokens"], written["token_type"], strict=True))
     assert (kinds["a"], kinds["two words"], kinds["<s>"]) == (1, 4, 3), "normal, defined by a user, control"
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> <s> $A", "<s> $A $B", [bos])

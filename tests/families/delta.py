@@ -18,6 +18,7 @@ ROPES = [
     rope("yarn", factor=4.0, original_max_position_embeddings=32, mscale=1.0, mscale_all_dim=0.7),
     rope("default", partial_rotary_factor=0.25, mrope_section=[1, 1, 0], mrope_interleaved=True),
     rope("yarn", factor=4.0, original_max_position_embeddings=32, partial_rotary_factor=0.5),
+    rope("linear", factor=4.0, mscale_all_dim=0.7),
 ]  # fmt: skip
 KINDS = {
     "num_hidden_layers": [{"num_hidden_layers": 1, "layer_types": BOTH[:1]}],

@@ -74,6 +74,7 @@ CHANGES = {
         "rope.kind=linear, rope.original=4": "kind='linear' has no original; got 4",
         "rope.kind=yarn": "kind='yarn' needs original",
         "rope.kind=longrope, rope.original=4": "kind='longrope' needs short",
+        "rope.kind=longrope, rope.original=1": "with original=1; expected more",
         "rope.kind=llama3, rope.original=4, rope.fast=1": "expected slow below fast",
         "rope.dims=3": "expected an even number", "rotary=false, rope.theta=5": "expected rotary=True",
     },

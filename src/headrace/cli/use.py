@@ -29,10 +29,11 @@ from .console import (
 from .options import argument, setting, takes
 
 SEEDS = 2**32  # of which one is drawn where none is given
-# Files that `convert` and `export` copy unchanged: the tokenizer in any of its formats, and the generation settings.
+# Files that `convert` and `export` copy unchanged: the generation settings, and the tokenizer in any of its formats.
+SETTINGS = "generation_config.json"
 COPIED = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
-    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
+    "tiktoken.model", "tekken.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", SETTINGS,
 )  # fmt: skip
 
 
@@ -248,7 +249,7 @@ def convert(options: ConvertOptions) -> None:
             import_checkpoint(source, precision, one.ignore or ()).save_pretrained(folder)
         else:
             cached = export_checkpoint(load(source), to, folder)
-        _copy(source, folder)
+        _copy_tokenizer(source, folder, _copy(source, folder))
         set_use_cache(folder, to, cached)
     print(f"{one.output} is {one.checkpoint} in the format of {to or 'headrace'}")
     if not cached:
@@ -291,10 +292,24 @@ def export(options: ExportOptions) -> None:
     print(f"{options.output}: {sentence}")
 
 
-def _copy(checkpoint: Path, folder: Path) -> None:
-    for name in COPIED:
-        if (checkpoint / name).is_file():
-            shutil.copy(checkpoint / name, folder / name)
+def _copy(checkpoint: Path, folder: Path) -> set[str]:
+    """Copies the files that are there, and returns their names."""
+    names = {name for name in COPIED if (checkpoint / name).is_file()}
+    for name in names:
+        shutil.copy(checkpoint / name, folder / name)
+    return names
+
+
+def _copy_tokenizer(checkpoint: Path, folder: Path, files: set[str]) -> None:
+    """Writes the tokenizer as transformers reads it beside the config.json of the checkpoint: its class, which splits a
+    text and has special tokens, depends on model_type. files: names of those that are copied."""
+    from ..convert.checkpoint import read_tokenizer
+
+    try:
+        read_tokenizer(checkpoint).save_pretrained(folder)
+    except InputError as reason:
+        if files - {SETTINGS}:
+            print(f"Note: the files of the tokenizer are copied as they are: {reason}", file=sys.stderr)
 
 
 def retrofit(checkpoint: Checkpoint, output: NewFolder) -> None:

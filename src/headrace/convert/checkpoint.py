@@ -16,7 +16,8 @@ from .files import check_depth, tensor_names
 from .importing import import_checkpoint, import_config
 
 FETCHED = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt"]
-TOKENIZERS = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken")  # names of files of tokenizers
+UNUSED = ["consolidated*", "*/*.safetensors"]  # the weights once more: Mistral's own form, and those of other programs
+TOKENIZERS = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekken.json")  # names of files of tokenizers
 
 
 def load(path: str | Path) -> HeadraceForCausalLM:
@@ -77,7 +78,7 @@ def fetched(path: str | Path) -> Path:
     if not is_on_the_hub(path):
         return Path(path)
     with reading(f"checkpoint {str(path)!r} is no folder here, and cannot be fetched from the Hugging Face Hub"):
-        return Path(snapshot_download(str(path), allow_patterns=FETCHED))
+        return Path(snapshot_download(str(path), allow_patterns=FETCHED, ignore_patterns=UNUSED))
 
 
 def check_backend() -> None:

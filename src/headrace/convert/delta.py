@@ -205,13 +205,16 @@ def bailing_hybrid(c: Fields) -> Model:
     """Kimi Delta Attention with a bounded decay, and latent attention with a gate per head (Ling 3)."""
     bounded = {"decay.lower_bound": c["kda_lower_bound"]} if c["kda_safe_gate"] else {}
     c.ignore("kda_lower_bound", "layer_group_size", "first_k_dense_replace", "mtp_loss_scaling_factor", "head_dim")
-    c.ignore("num_nextn_predict_layers", "short_conv_kernel_size", "rope_theta")
+    c.ignore("short_conv_kernel_size", "rope_theta")
     linear = kimi_delta(c, {"decay.rank": "full", "read.gate": "sigmoid"} | bounded)
     rope = rotation(c, c["qk_rope_head_dim"])
     scale = latent_scale(c, rope, c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
     latent = latent_spec(c, rope=rope, gate="head", scale=scale)
     names = Kimi("attention", "dense", "mlp", "word_embeddings", "expert_bias", GATED_EXPERT)
-    return kimi(c, linear, latent, SEPARATE | LING, names)
+    depth = c["num_hidden_layers"]
+    more = range(depth, depth + c["num_nextn_predict_layers"])  # layers of multi-token prediction
+    model = kimi(c, linear, latent, SEPARATE | LING, names)
+    return model._replace(outside=tuple(f"model.layers.{i}." for i in more))
 
 
 class Kimi(NamedTuple):
@@ -270,7 +273,7 @@ def kimi(c: Fields, linear: MixerSpec, latent: LatentSpec, pairs: dict[str, str]
 
 
 FORMATS: dict[str, Format] = {
-    "qwen3_next": Format("Qwen3NextForCausalLM", qwen3_next, offset=True),
+    "qwen3_next": Format("Qwen3NextForCausalLM", qwen3_next, offset=True, outside=("mtp.",)),
     "qwen3_5_text": Format("Qwen3_5ForCausalLM", qwen3_5, outside=("mtp.",)),
     "qwen3_5": Format(
         "Qwen3_5ForCausalLM", qwen3_5, outside=("mtp.", "model.visual."), inner="text_config",

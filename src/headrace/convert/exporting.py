@@ -71,6 +71,8 @@ def _described(model: Any, name: str) -> tuple[Config, Model]:
     form, config = FORMATS[name], _with_heads(model.config)
     if any(getattr(spec, "competition", None) for spec in config.mixers):
         raise InputError(f"--to {name!r} cannot represent this model: no other library has its head competition")
+    if form.inner is not None:
+        raise InputError(f"--to {name!r} cannot represent this model: it reads text alone; expected --to {name}_text")
     if (config.converted_from or {}).get("model_type") == name:
         described = dict(config.converted_from)
     elif (description := DESCRIPTIONS.get(name)) is None:
@@ -83,6 +85,7 @@ def _described(model: Any, name: str) -> tuple[Config, Model]:
                 mixers = f"layer {i} has a mixer of type {kind!r}; expected {kinds[description.mixers]!r}"
                 raise InputError(f"--to {name!r} cannot represent this model: {mixers}")
         described = {field: getattr(config, field) for field in (*SHARED, *SPECIAL)} | description.fields(config)
+    described |= {field: getattr(config, field) for field in ("vocab_size", "tie_word_embeddings", *SPECIAL)}
     described |= {"model_type": name, "architectures": [form.architecture]}
     described["dtype"] = str(model.dtype).removeprefix("torch.")
     if not has_cache(name, config):
@@ -95,7 +98,10 @@ def _described(model: Any, name: str) -> tuple[Config, Model]:
     except InputError as reason:
         raise InputError(f"--to {name!r} cannot represent this model: in this format its {reason}") from None
     sizes = replace(again.sizes, max_positions=config.sizes.max_positions)  # matters for learned positions only
-    theirs, ours = ([*map(asdict, parts)] for parts in ((*again.mixers, sizes), (*config.mixers, config.sizes)))
+    theirs, ours = (
+        [*map(asdict, (*each.mixers, its_sizes)), {"tie_word_embeddings": each.tie_word_embeddings}]
+        for each, its_sizes in ((again, sizes), (config, config.sizes))
+    )
     if changed := difference(theirs, ours):
         where, converted, original = changed
         raise InputError(f"--to {name!r} cannot represent this model: {where} is {original} here and {converted} there")

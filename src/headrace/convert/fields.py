@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -54,7 +54,7 @@ class Fields:
             _check_types(described, defaults, types or {})
             values = defaults | described
         self._values: Config = values
-        self._described, self._own_defaults = described, defaults is not None
+        self._described, self._defaults = described, defaults
         self.names = {name for name in values if name not in COMMON}
         self.read: set[str] = set()  # fields whose values the converted model has
         self.fixed: set[str] = set()  # fields of which some values are refused
@@ -70,6 +70,16 @@ class Fields:
         """Returns the value of a field, or `default` where config.json and its class lack the field."""
         self.read |= {name} & self._values.keys()
         return self._values.get(name, default)
+
+    def of_class(self, *names: str) -> Any:
+        """Returns the value of the one of these fields that the class has, whatever config.json has beside, or None."""
+        known = _names_of_class(self._described["model_type"]) if self._defaults is None else self._defaults
+        return next((self[name] for name in names if name in known and name in self._values), None)
+
+    def mentions(self, name: str, function: Callable[..., Any] | None) -> bool:
+        """Whether transformers' code of the family, or of the function, has the name of an entry of a field."""
+        code = _code(self._described["model_type"]) + ("" if function is None else inspect.getsource(function))
+        return f'"{name}"' in code
 
     def only(self, name: str, *convertible: Any) -> None:
         """Raises InputError unless the field has one of these values, or is absent."""
@@ -108,23 +118,34 @@ class Fields:
     def _changes_nothing(self, name: str) -> bool:
         """Whether transformers computes the same without the field: it has the default of its class, or neither the
         class nor other code of transformers reads it."""
-        if self._own_defaults:
+        if self._defaults is not None:
             return False
         kind, value = self._described["model_type"], self._values[name]
-        own = CONFIG_MAPPING[kind]
-        if hasattr(own, name) or name in own.__dataclass_fields__ or name in own.attribute_map:
-            return value == getattr(own, name, None)
+        if name in _names_of_class(kind):
+            return value == getattr(CONFIG_MAPPING[kind], name, None)
         return str(value) in _read_anyway(kind).get(name, {str(value)})
 
 
 @cache
+def _names_of_class(kind: str) -> set[str]:
+    own = CONFIG_MAPPING[kind]
+    return {*dir(own), *own.__dataclass_fields__, *own.attribute_map, *own.attribute_map.values()}
+
+
+@cache
+def _code(kind: str) -> str:
+    """What transformers executes of a family, and of all models."""
+    family = Path(inspect.getfile(CONFIG_MAPPING[kind])).parent
+    files = (*family.glob("*.py"), *(family.parents[1] / name for name in GENERIC))
+    return "\n".join(file.read_text("utf-8") for file in files)
+
+
+@cache
 def _read_anyway(kind: str) -> dict[str, set[str]]:
-    """The fields that the code of a family, or of all models, reads by name -> the values, as text, that it takes where
-    they are absent."""
-    family, found = Path(inspect.getfile(CONFIG_MAPPING[kind])).parent, dict[str, set[str]]()
-    for file in (*family.glob("*.py"), *(family.parents[1] / name for name in GENERIC)):
-        for name, absent in READ.findall(file.read_text("utf-8")):
-            found.setdefault(name, set()).add(absent or "None")
+    """The fields that this code reads by name -> the values, as text, that it takes where they are absent."""
+    found = dict[str, set[str]]()
+    for name, absent in READ.findall(_code(kind)):
+        found.setdefault(name, set()).add(absent or "None")
     return found
 
 

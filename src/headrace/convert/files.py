@@ -57,7 +57,7 @@ class TensorFiles(Tensors):
         check_files(folder)
         self.folder = folder
         names = {WEIGHTS}
-        if (folder / INDEX).is_file():
+        if not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file():  # transformers, too, takes the whole file
             names = {*read_json(folder / INDEX, {"weight_map": {...: str}})["weight_map"].values()}
         self.headers = {}
         for file in sorted(names):

@@ -27,7 +27,11 @@ TYPES: Config = {
     "expand_ratio": int, "num_heads": int, "expand_k": float, "hidden_ratio": float, "num_slots": int,
 }  # fmt: skip
 OPTIONAL = {"hidden_ratio", "num_slots", "expand_ratio"}
-ONLY: dict[str, tuple[Any, ...]] = {"hidden_act": ("swish",), "attn": (None,), "attnres_block_size": (None,)}
+# The values that can be converted, also of fields that classes of 2024 and 2025 had and wrote.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("swish",), "attn": (None,), "attnres_block_size": (None,), "attention_bias": (False,),
+    "use_rope": (False,),
+}  # fmt: skip
 # Fields that select an implementation, and two of earlier versions whose other values imply other tensors.
 IGNORED = (
     "attn_mode", "fuse_swiglu", "fuse_cross_entropy", "fuse_linear_cross_entropy", "use_l2warp", "norm_first",
@@ -296,6 +300,7 @@ def fla(
     def read(c: Fields) -> Model:
         for name, values in (ONLY | only).items():
             c.only(name, *values)
+        c.only("rms_norm_eps", c["norm_eps"])  # its name until 2024
         c.ignore(*IGNORED, *ignored)
         return model(c)
 
@@ -351,7 +356,7 @@ FORMATS: dict[str, Format] = {
         "GSAForCausalLM", gsa,
         {"num_heads": 4, "num_kv_heads": None, "num_slots": 64, "exapnd_k": 1.0, "expand_k": None},
         {"use_short_conv": (False,), "exapnd_v": (1,), "expand_v": (1,), "feature_map": ("swish",),
-         "gate_logit_normalizer": (8,), "elementwise_affine": (True,)},
+         "gate_logit_normalizer": (8,), "elementwise_affine": (True,), "gate_low_rank_dim": (None,)},
         "conv_size", "clamp_min", "clamp_max", "use_output_gate", "use_norm", "fuse_norm",  # not used by its layers
     ),
     "linear_attn": fla(
@@ -364,7 +369,7 @@ FORMATS: dict[str, Format] = {
         "GatedDeltaProductForCausalLM", gated_deltaproduct,
         {"num_heads": 6, "head_dim": 256, "expand_v": 2.0, "conv_size": 4, "num_hidden_layers": 21,
          "use_output_gate": True, "use_forget_gate": False, "allow_neg_eigval": False, "num_householder": 1},
-        DELTA, "fuse_norm",
+        DELTA | {"use_gate": (True,)}, "fuse_norm",
     ),
     "rwkv6": fla(
         "RWKV6ForCausalLM", rwkv6,

@@ -64,6 +64,7 @@ class Model(NamedTuple):
 
     arguments: Config  # of HeadraceConfig
     views: Views  # by the names of our parameters, or of parts of parameters (`slots`)
+    outside: tuple[str, ...] = ()  # as `Format.outside`, by the fields
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,9 @@ class Format:
     offset: bool = False
     renamed: tuple[str, str] | None = None
 
-    def holds(self, name: str) -> bool:
-        """Whether a tensor with this name holds weights of the language model."""
-        return not name.startswith(self.outside or "\0") and not name.endswith(self.buffers)
+    def holds(self, name: str, *outside: str) -> bool:
+        """Whether a tensor with this name holds weights of the language model. outside: more beginnings."""
+        return not name.startswith((*self.outside, *outside) or "\0") and not name.endswith(self.buffers)
 
     def of_text(self, described: Config) -> Config:
         """Returns the config of the language model. InputError for one that is missing."""
@@ -118,6 +119,11 @@ class Format:
 # Fields with one name in most formats, which `shared` reads.
 SHARED = ("vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Those that are called otherwise.
+RENAMED = {
+    "max_position_embeddings": ("max_position_embeddings", "model_max_length"),
+    "norm_eps": ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"),
+}
 
 
 def shared(c: Fields, layers: Sequence[Layer], style: BlockStyle, **more: Any) -> Config:
@@ -132,12 +138,9 @@ def shared(c: Fields, layers: Sequence[Layer], style: BlockStyle, **more: Any) -
     mixers = [mixer for layer in layers for mixer in layer.mixers] + [style.shared] * (style.shared is not None)
     if "rope_theta" not in more and any(isinstance(mixer, SoftmaxSpec) and mixer.rotary for mixer in mixers):
         arguments["rope_theta"] = c["rope_parameters"]["rope_theta"]
-    for name in ("max_position_embeddings", "model_max_length"):
-        if (longest := c.get(name)) is not None:
-            arguments["max_position_embeddings"] = longest
-    for name in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"):
-        if (epsilon := c.get(name)) is not None:
-            arguments["norm_eps"] = epsilon
+    for ours, theirs in RENAMED.items():
+        if (value := c.of_class(*theirs)) is not None:
+            arguments[ours] = value
     return arguments | more
 
 

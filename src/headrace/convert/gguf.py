@@ -167,10 +167,12 @@ def _decimal(x: float) -> float:
 def _rope(c: Config, head_dim: int, factors: Tensor | None) -> Config:
     """Returns transformers' parameters of rotary positions."""
     theta = c.get("rope.freq_base", 10000.0)
+    kind = c.get("rope.scaling.type", "linear" if "rope.scaling.factor" in c else "none")
+    known = ("none",) if factors is not None else ("none", "linear", "yarn")  # llama.cpp would scale by both
+    beside = "" if factors is None else f" beside {FACTORS!r}"
+    require(kind in known, f"its rope.scaling.type is {kind!r}; expected {' or '.join(known)}{beside}")
     if factors is not None:
         return rope_parameters(_llama3(factors, theta, head_dim), theta)
-    kind = c.get("rope.scaling.type", "linear" if "rope.scaling.factor" in c else "none")
-    require(kind in ("none", "linear", "yarn"), f"its rope.scaling.type is {kind!r}; expected none, linear or yarn")
     if kind == "none":
         return {"rope_type": "default", "rope_theta": theta}
     require("rope.scaling.factor" in c, f"it has rope.scaling.type={kind!r} and no rope.scaling.factor")

@@ -3,6 +3,7 @@
 Only safetensors and GGUF files are read: nothing is unpickled, and no foreign code runs.
 """
 
+import re
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from ..files.checks import check_weights, read_json
+from ..files.hub import ADAPTER
 from ..hf.config import HeadraceConfig, check_generation
 from ..hf.model import HeadraceForCausalLM
 from ..layers.blocks.moe import MixtureOfExperts
@@ -24,11 +26,12 @@ from ..spec.record import LARGEST
 from ..utils.errors import InputError, nearest, reading
 from .fields import Config, Fields, check_sizes, without
 from .files import Header, TensorFiles, Tensors, check_depth
-from .form import Format, Model, View, Views
+from .form import SPECIAL, Block, Format, Model, View, Views
 from .formats import FORMATS, MISSING
 from .slots import slots
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<e>\d+)\.(?P<matrix>gate_proj|up_proj|down_proj)\.weight")
 PRECISIONS = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float64, torch.float32, torch.bfloat16, torch.float16,
 )}  # fmt: skip
@@ -57,11 +60,9 @@ def import_checkpoint(
         model, fields = _converted(form, described, TensorFiles(checkpoint), dtype)
     if fields.passed:
         print(fields.note(), file=sys.stderr)
-    if (checkpoint / "generation_config.json").is_file():
-        with reading(f"checkpoint {str(checkpoint)!r} has no readable generation_config.json"):
-            model.generation_config = GenerationConfig.from_pretrained(checkpoint, local_files_only=True)
-        check_generation(model.generation_config)
-        model.generation_config.use_cache = True
+    model.generation_config = _generation(checkpoint, model, described)
+    check_generation(model.generation_config)
+    model.generation_config.use_cache = True
     return model.eval()
 
 
@@ -86,6 +87,17 @@ def import_gguf(path: Path, dtype: torch.dtype | None = None) -> tuple[HeadraceF
     return model.eval(), tokenizer
 
 
+def _generation(checkpoint: Path, model: Any, described: Config) -> GenerationConfig:
+    """Returns the settings of generation. They are those of config.json where they have no file, as in transformers."""
+    if (checkpoint / "generation_config.json").is_file():
+        with reading(f"checkpoint {str(checkpoint)!r} has no readable generation_config.json"):
+            return GenerationConfig.from_pretrained(checkpoint, local_files_only=True)
+    own = GenerationConfig().to_dict().keys() & described.keys() - {"transformers_version"}
+    with reading(f"checkpoint {str(checkpoint)!r} has settings of generation in config.json that transformers refuses"):
+        special = {name: getattr(model.config, name) for name in SPECIAL}
+        return GenerationConfig(**{name: described[name] for name in own if described[name] is not None} | special)
+
+
 def import_config(checkpoint: Path) -> HeadraceConfig:
     """Returns the config of the converted model, of which no weights are read. InputError as `import_checkpoint`."""
     form, described = _read_format(checkpoint)
@@ -105,7 +117,8 @@ def _naming(checkpoint: Path) -> Iterator[None]:
 
 
 def _read_format(checkpoint: Path) -> tuple[Format, Config]:
-    """Returns the format of a checkpoint, and its config.json. InputError if the format is unknown."""
+    """Returns the format of a checkpoint, and its config.json. InputError if the format is unknown, and for an adapter
+    beside the weights."""
     described = read_json(checkpoint / "config.json", {})
     kind = described.get("model_type")
     if isinstance(kind, str) and kind in MISSING:
@@ -115,6 +128,8 @@ def _read_format(checkpoint: Path) -> tuple[Format, Config]:
         meant = nearest(str(kind), [HeadraceConfig.model_type, *FORMATS])
         expected = f"expected {HeadraceConfig.model_type} or one of the {len(FORMATS)} formats that are converted"
         raise InputError(f"checkpoint {str(checkpoint)!r} has model_type={kind!r}; {expected}, such as {meant!r}")
+    alone = not (checkpoint / ADAPTER).is_file()  # which transformers would add to the weights
+    require(alone, f"checkpoint {str(checkpoint)!r} has {ADAPTER}; expected a folder written by merge_and_unload()")
     return FORMATS[kind], described
 
 
@@ -137,9 +152,7 @@ def _empty_model(
     with torch.device("meta"):
         model: Any = HeadraceForCausalLM(config)
     _check_tensors(form, model, foreign, files)
-    routers = {view.name for slot, view in foreign.views.items() if slot.endswith(("choice_bias", "mlp.router.weight"))}
-    headers = {name: header for name, header in files.headers.items() if name not in routers}
-    model.to(dtype or _precision(headers, foreign.views)).to_empty(device="cpu")
+    model.to(dtype or _precision(files.headers, foreign.views)).to_empty(device="cpu")
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):  # its router keeps float32, as in `from_pretrained`
             module.router.to(accumulator(module.router.weight))
@@ -165,12 +178,14 @@ def _fill(model: Any, views: Views, files: Tensors) -> None:
 
 
 def _precision(headers: dict[str, Header], views: Views) -> torch.dtype:
-    """The lowest precision that represents every tensor without rounding, but float32 at least for products with a
-    factor that has more than one bit, and for sums."""
-    for name, header in headers.items():
-        if header.dtype not in PRECISIONS.values():
-            raise InputError(f"tensor {name!r} has dtype {header.dtype}; expected one of {', '.join(PRECISIONS)}")
-    dtypes: Any = {header.dtype for header in headers.values()}
+    """The lowest precision that represents every tensor of the model without rounding, but those of routers, which keep
+    float32; and float32 at least for products with a factor that has more than one bit, and for sums."""
+    routers = ("choice_bias", "mlp.router.weight")
+    dtypes: Any = {view.name: headers[view.name].dtype for slot, view in views.items() if not slot.endswith(routers)}
+    for name, dtype in dtypes.items():
+        if dtype not in PRECISIONS.values():
+            raise InputError(f"tensor {name!r} has dtype {dtype}; expected one of {', '.join(PRECISIONS)}")
+    dtypes = {*dtypes.values()}
     if any(view.offset or abs(frexp(view.factor)[0]) != 0.5 for view in views.values()):
         dtypes.add(torch.float32)
     return reduce(torch.promote_types, dtypes)
@@ -178,7 +193,7 @@ def _precision(headers: dict[str, Header], views: Views) -> torch.dtype:
 
 def _check_tensors(form: Format, model: Any, foreign: Model, files: Tensors) -> None:
     """Raises InputError for a tensor that is missing, unexpected or of another shape. Takes no memory."""
-    ours, left = slots(model), {name for name in files.headers if form.holds(name)}
+    ours, left = slots(model), {name for name in files.headers if form.holds(name, *foreign.outside)}
     assert ours.keys() == foreign.views.keys(), sorted(ours.keys() ^ foreign.views.keys())[:4]
     for name, view in foreign.views.items():
         require(view.name in files.headers, f"it has no tensor {view.name!r}")
@@ -191,11 +206,27 @@ def _check_tensors(form: Format, model: Any, foreign: Model, files: Tensors) -> 
 
 
 def _present(view: View, form: Format, files: Tensors) -> View:
-    """The view with the name that the checkpoint has for the tensor."""
-    if form.renamed is None or view.name in files.headers:
-        return view
-    other = view.name.replace(*form.renamed, 1)
-    return view._replace(name=other) if other in files.headers else view
+    """The view with the name that the checkpoint has for the tensor, or of the tensor that has the matrices of all
+    experts, as Qwen3.5 was released."""
+    names = [view.name] if form.renamed is None else [view.name, view.name.replace(*form.renamed, 1)]
+    if name := next((name for name in names if name in files.headers), None):
+        return view._replace(name=name)
+    return next(filter(None, (_among_experts(view._replace(name=name), files) for name in names)), view)
+
+
+def _among_experts(view: View, files: Tensors) -> View | None:
+    """The view of the matrix of an expert in a tensor [experts, rows, columns], where the checkpoint has one. gate_proj
+    and up_proj are the halves of the rows of one."""
+    if (found := EXPERT.fullmatch(view.name)) is None:
+        return None
+    part, parts = {"gate_proj": (0, 2), "up_proj": (1, 2)}.get(found["matrix"], (0, 1))
+    name = f"{found['experts']}.{'gate_up_proj' if parts == 2 else found['matrix']}"
+    shape, e = files.headers[name].shape if name in files.headers else [], int(found["e"])
+    if len(shape) != 3 or e >= shape[0] or shape[1] % parts:
+        return None
+    count, rows, _ = shape
+    block = Block(1, count * rows, e * rows + part * rows // parts, rows // parts)
+    return view._replace(name=name, block=block, shape=(*shape,))
 
 
 def _fits(view: View, shape: list[int], wanted: list[int]) -> bool:

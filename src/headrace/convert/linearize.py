@@ -56,6 +56,7 @@ def with_linear_layers(model: Any, mixer: str | MixerSpec, layers: Iterable[int]
     kept = {name: value for name, value in model.state_dict().items() if not name.startswith(parts)}
     with quiet():
         result: Any = HeadraceForCausalLM.from_pretrained(None, config=changed, state_dict=kept, dtype=model.dtype)
+    result.generation_config = model.generation_config
     for i in chosen:
         _fill(result.model.backbone.layers[i].mixer.to(model.device), attention_of(model)[i])
     return result

@@ -41,6 +41,7 @@ def retrofit(checkpoint: Path, competition: Competition | None = None) -> Headra
     ]
     gated: Any = HeadraceForCausalLM(HeadraceConfig.from_dict(model.config.to_dict() | {"mixer": mixers}))  # type: ignore[arg-type]
     _fill(gated.to(model.dtype), model)
+    gated.generation_config = model.generation_config
     return gated.eval()
 
 

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
 from ..spec.attention import ROPES, AttentionSpec, Pattern, Rope
 from ..spec.stack import BlockStyle, Layer
 from .fields import Config, Fields
@@ -21,9 +23,10 @@ UNGATED = {"gelu": "gelu", "gelu_new": "gelu-tanh", "gelu_pytorch_tanh": "gelu-t
 
 # --- rotary positions ------------------------------------------------------------------------------------------------
 
+ORIGINAL = "original_max_position_embeddings"
 # Our fields of rotary positions -> theirs.
 ROPE_NAMES = {
-    "factor": "factor", "original": "original_max_position_embeddings", "amplitude": "attention_factor",
+    "factor": "factor", "original": ORIGINAL, "amplitude": "attention_factor",
     "slow": "beta_slow", "fast": "beta_fast", "truncate": "truncate", "short": "short_factor", "long": "long_factor",
 }  # fmt: skip
 LLAMA3_NAMES = ROPE_NAMES | {"slow": "low_freq_factor", "fast": "high_freq_factor"}
@@ -40,9 +43,15 @@ def rotation(c: Fields, head_dim: int, partial: bool = False) -> Rope:
     mscales = [given.pop(name, None) for name in MSCALES if kind == "yarn"]
     names = LLAMA3_NAMES if kind == "llama3" else ROPE_NAMES
     known = {"rope_theta", "type", *MULTIMODAL, *(names[name] for name in ROPES.get(kind, ()))}
-    unread = given.keys() - known or (part != 1 and kind != "default" and not partial)
-    if kind not in ROPES or unread:
+    others = {name: value for name, value in given.items() if name not in known}  # such as attn_factor, of llama.cpp
+    unread = any(c.mentions(name, ROPE_INIT_FUNCTIONS.get(kind)) for name in others)
+    if kind not in ROPES or unread or (part != 1 and kind != "default" and not partial):
         c.refuse("rope_parameters", f"a rope_type of {', '.join(ROPES)} with its own parameters")
+    c.passed |= {f"rope_parameters.{name}": value for name, value in others.items()}
+    if kind in ("llama3", "yarn", "longrope"):  # a number beside them counts, as Phi-3 was released
+        given[ORIGINAL] = c.get(ORIGINAL, given.get(ORIGINAL))
+    if "truncate" in given:  # null, too, is no truncation
+        given["truncate"] = bool(given["truncate"])
     values = {name: given[names[name]] for name in ROPES[kind] if given.get(names[name]) is not None}
     if kind == "dynamic":
         values["original"] = c["max_position_embeddings"]
@@ -71,7 +80,7 @@ def rope_parameters(rope: Rope, theta: float) -> Config:
     names = LLAMA3_NAMES if rope.kind == "llama3" else ROPE_NAMES
     values = {names[name]: getattr(rope, name) for name in ROPES[rope.kind] if getattr(rope, name) is not None}
     if rope.kind == "dynamic":  # which has max_position_embeddings
-        values.pop("original_max_position_embeddings")
+        values.pop(ORIGINAL)
     return values | {"rope_theta": rope.theta or theta, "rope_type": rope.kind}
 
 

@@ -225,6 +225,9 @@ def _add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, vocab_size: int) -
     # llama.cpp needs the merges, and the writer omits an empty list
     writer.add_token_merges([" ".join(pair) for pair in model["merges"]] or [""])
     _add_ends(writer, tokenizer)
+    if template := tokenizer.chat_template:  # or several by name
+        several = isinstance(template, dict) and [{"name": name, "template": one} for name, one in template.items()]
+        writer.add_chat_template(several or template)
 
 
 def _add_ends(writer: gguf.GGUFWriter, tokenizer: Any) -> None:

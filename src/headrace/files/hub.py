@@ -13,6 +13,7 @@ PATIENCE = 5.0  # seconds for the Hub's answer
 OFFLINE = "Note: the Hugging Face Hub does not answer; what is in its cache on this machine is used (HF_HUB_OFFLINE=1)"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 RUN = "run.json"  # in the folder of a run of `headrace train`
+ADAPTER = "adapter_config.json"  # in a folder of PEFT, whose tensors are added to those of a model
 GGUF = ".gguf"  # suffix of the files that `headrace convert` reads alone
 
 
@@ -71,4 +72,5 @@ def check_config(folder: Path) -> None:
         if (folder / "model" / "config.json").is_file():
             expected = f"its model, {folder / 'model'}"
         raise InputError(f"checkpoint {str(folder)!r} is the folder of a run; expected {expected}")
-    raise InputError(f"checkpoint {str(folder)!r} has no config.json; expected a folder written by save_pretrained")
+    written = f"a folder written by {'merge_and_unload().' if (folder / ADAPTER).is_file() else ''}save_pretrained"
+    raise InputError(f"checkpoint {str(folder)!r} has no config.json; expected {written}")

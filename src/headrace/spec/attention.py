@@ -60,9 +60,9 @@ class Rope(Record):
         for name in fields(cls):
             value, default = getattr(self, name), getattr(cls, name)
             yield name not in used and value != default, f"rope.kind={self.kind!r} has no {name}; got {value}"
+        yield self.kind == "longrope" and self.original == 1, "rope.kind='longrope' with original=1; expected more"
         for name in ("original", "short", "long"):
-            missing = name in used and getattr(self, name) is None
-            yield missing, f"rope.kind={self.kind!r} needs {name}; got none"
+            yield name in used and getattr(self, name) is None, f"rope.kind={self.kind!r} needs {name}; got none"
         yield self.slow >= self.fast, f"rope.slow={self.slow} and fast={self.fast}; expected slow below fast"
 
     @property
