@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....utils.device import without_autocast
 from ...call import NORMALIZER_EPS, TOKENWISE, Call, accumulator, gated
 from ...checks import sequence_ends
 
@@ -20,7 +21,7 @@ def _settings(call: Call) -> tuple[Tensor | None, bool, bool, float]:
 
 
 def _step(q, k, v, state, *rest):
-    with torch.autocast(v.device.type, enabled=False):  # the state is float32 or float64 by definition
+    with without_autocast(v):  # the state is float32 or float64 by definition
         return _update(q, k, v, state, *rest)
 
 
