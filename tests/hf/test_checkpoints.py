@@ -147,6 +147,20 @@ def test_save_and_load_are_bit_exact(tmp_path, mixer, dtype):
     assert torch.equal(again(ids).logits, model(ids).logits)
 
 
+def test_weights_on_the_disk_change_nothing(tmp_path):
+    """As `device_map="auto"` leaves them where memory is short: accelerate's hooks copy lists given to modules."""
+    model, ids = HeadraceForCausalLM(config(["mamba2", "transformer"])).eval(), tokens(2)
+    model.save_pretrained(tmp_path / "model")
+    places = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "disk"}
+    away = HeadraceForCausalLM.from_pretrained(tmp_path / "model", **places)
+    every = {"output_hidden_states": True, "output_attentions": True}
+    expected, actual = (each(ids, **every) for each in (model, away))
+    for name in ("logits", "hidden_states", "attentions"):
+        torch.testing.assert_close(actual[name], expected[name])
+    greedy = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(away.generate(ids, **greedy), model.generate(ids, **greedy))
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_tied_weights_are_saved_once(tmp_path, tied):
     build("gla", tie_word_embeddings=tied).save_pretrained(tmp_path)

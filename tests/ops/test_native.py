@@ -401,6 +401,9 @@ def test_missing_library_has_a_reason(monkeypatch, tmp_path):
     monkeypatch.setenv("HEADRACE_LIBRARY", "/nowhere.so")
     with pytest.raises(InputError, match=r"HEADRACE_LIBRARY='/nowhere\.so' is not a file"):
         native._load()
+    monkeypatch.setenv("HEADRACE_ISA", "AVX512")
+    with pytest.raises(InputError, match="HEADRACE_ISA='AVX512' is unknown; expected one of avx512bf16, avx512, avx2,"):
+        native._load()
     monkeypatch.setattr(native, "missing", "it is broken")
     x = torch.randn(B, T, H, 4)
     with pytest.raises(InputError, match="backend='native' cannot run here: it is broken"):

@@ -51,7 +51,7 @@ from trained import TINY, history, plain_loss, recipe, signalled, train
 def test_task_loss_covers_answers_only(task, changes, tmp_path, monkeypatch):
     monkeypatch.setattr(prepared_task, "HELD_OUT", 8)
     manifest = prepared_task.prepare(task, task.name, 300, 0, 1, tmp_path / "data")
-    data = open_data(tmp_path / "data")
+    data = open_data(str(tmp_path / "data"))
     first = task.sample(generator("training", 0, 0), 256)
     assert data.train[:256] == {name: values.tolist() for name, values in first.items()} and len(data.train) == 300
     trained, held_out = ({tuple(row) for row in part["input_ids"]} for part in (data.train, data.held_out))

@@ -117,10 +117,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def open_data(folder: Path) -> PackedData:
+def open_data(folder: str | Path) -> PackedData:
     """Opens a folder written by `headrace prepare`. InputError if it is not such a folder or is damaged.
 
     Under torchrun, the first process of each machine compares the files' SHA-256, the others their sizes only."""
+    folder = Path(folder)
     manifest, first = read_manifest(folder), int(os.environ.get("LOCAL_RANK", 0)) == 0
     if wrong := damage(folder, manifest.get("files", {}), contents=first):
         raise InputError(f"--data {str(folder)!r} is damaged: {wrong}; prepare it again")

@@ -52,7 +52,8 @@ class HeadracePreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["HeadraceBlock"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
+    # A module of accelerate copies other lists that it is given: what a layer appends to a copy is lost.
+    _skip_keys_device_placement = ["past_key_values", "cache", "next_states", "inputs", "maps"]  # noqa: RUF012
     _is_stateful = False  # to transformers: a model whose cache cannot go back
     _keep_in_fp32_modules_strict: Any = ["choice_bias", "mlp.router"]  # noqa: RUF012
 

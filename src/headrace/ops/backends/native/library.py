@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from ....spec.decay import DecayShape
-from ....utils.errors import InputError
 from ...call import NORMALIZER_EPS, Call
-from ...checks import sequence_ends
+from ...checks import require, sequence_ends
 from . import structs
 
 ABI = 13
@@ -29,16 +28,17 @@ _PROBLEM, _GRADIENTS = structs.LAYOUTS["hr_problem"], structs.LAYOUTS["hr_gradie
 PLACE = structs.LAYOUTS["hr_tensor"]
 SCALE, SCALE_AT = struct.Struct("@f"), _PROBLEM.offset("scale")
 _ABSENT = (0, 0, 0, 0)
+ISAS = ("avx512bf16", "avx512", "avx2", "portable")
 
 
 def _load() -> tuple[ctypes.CDLL | None, str]:
     """Returns (the library, its instruction set on this machine), or (None, why the library is not available).
 
-    The environment variable HEADRACE_LIBRARY may name the file of another build."""
-    named = os.environ.get("HEADRACE_LIBRARY")
+    The environment variable HEADRACE_LIBRARY may name the file of another build, HEADRACE_ISA less than the machine."""
+    named, isa = os.environ.get("HEADRACE_LIBRARY"), os.environ.get("HEADRACE_ISA", ISAS[0])
+    require(isa in ISAS, f"HEADRACE_ISA={isa!r} is unknown; expected one of {', '.join(ISAS)}")
     resource = Path(named) if named else files("headrace") / "libheadrace.so"
-    if named and not resource.is_file():
-        raise InputError(f"HEADRACE_LIBRARY={named!r} is not a file; expected the file of a native library")
+    require(not named or resource.is_file(), f"HEADRACE_LIBRARY={named!r} is not a file; expected a native library")
     if not resource.is_file():
         return None, "headrace was installed without its native kernels: no C++ compiler, or HEADRACE_NATIVE=off"
     with as_file(resource) as path:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....utils.device import without_autocast
 from ...call import NORMALIZER_EPS, TOKENWISE, Call, accumulator, gated
 from ...checks import sequence_ends
 
@@ -20,7 +21,7 @@ def _settings(call: Call) -> tuple[Tensor | None, bool, bool, float]:
 
 
 def _step(q, k, v, state, *rest):
-    with torch.autocast(v.device.type, enabled=False):  # the state is float32 or float64 by definition
+    with without_autocast(v):  # the state is float32 or float64 by definition
         return _update(q, k, v, state, *rest)
 
 
@@ -34,8 +35,7 @@ def _update(q, k, v, state, log_decay, beta, write_gate, read_gate, bonus, delta
     if normalize:
         target = torch.cat([target, torch.ones_like(target[..., :1])], -1)
     target = gated(target, write_gate)
-    S = k.new_zeros(*k.shape, target.shape[-1]) if state is None else state.to(acc)
-    before = S
+    before = S = k.new_zeros(*k.shape, target.shape[-1]) if state is None else state.to(acc)
     if log_decay is not None:
         decay = log_decay.exp()
         S = S * (decay[..., None] if decay.dim() == 3 else decay[..., None, None])
@@ -74,8 +74,7 @@ def recurrent(call: Call) -> tuple[Tensor, Tensor]:
 def _each_sequence(call: Call) -> tuple[Tensor, Tensor]:
     assert call.cu_seqlens is not None
     lengths = [end - start for start, end in pairwise(sequence_ends(call.cu_seqlens, call.v.shape[1]))]
-    per_token = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor) and name in TOKENWISE}
-    per_token = {name: x.split(lengths, 1) for name, x in per_token.items() if x.dim() > 1}
+    per_token = {n: x.split(lengths, 1) for n in TOKENWISE if (x := getattr(call, n)) is not None and x.dim() > 1}
     results = []
     for n in range(len(lengths)):
         tensors: dict[str, Any] = {name: pieces[n] for name, pieces in per_token.items()}
