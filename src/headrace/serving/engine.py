@@ -348,7 +348,8 @@ class Engine:
     def _choose(self, batch: Batch, logits: Tensor) -> None:
         """Passes the next token of each stream on, and removes the streams that have ended. An error, such as of
         probabilities that are not numbers, ends its stream alone. logits: [streams, vocabulary]."""
-        batch.tokens, left = logits.argmax(-1).tolist(), []
+        left: list[int] = []  # rows of the streams that go on
+        batch.tokens = logits.argmax(-1).tolist()
         for row, stream in enumerate(batch.streams):
             self._guarded(partial(self._choose_one, batch, logits, left), row, [stream])
         batch.keep(left)
