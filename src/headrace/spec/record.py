@@ -84,9 +84,8 @@ def alternatives(hint: Any) -> tuple[Kind, ...]:
 
 
 def checked(value: Any, kinds: tuple[Kind, ...], *where: str) -> Any:
-    """Checks a value against the alternatives of its field, and converts an int to float and a list to a tuple.
-
-    Raises InputError for any other value; `where` is the path of the field."""
+    """Checks a value against the alternatives of its field, and converts an int to float and a list to a tuple. Raises
+    InputError for any other value; `where` is the path of the field."""
     if type(value) is int and not -(2**63) <= value < 2**63:
         raise InputError(f"{'.'.join(where)} has more than 64 bits; expected a smaller number")
     for kind in kinds:
