@@ -271,6 +271,7 @@ def layer(dice: Dice) -> None:
 def model(dice: Dice) -> None:
     """A language model with padding anywhere, a cache or none, and a token more."""
     from headrace import HeadraceConfig, HeadraceForCausalLM
+    from headrace.hf.cache import NAME
 
     torch.manual_seed(dice.randrange(2**31))
     names = [dice.choice(MIXERS), dice.choice(MIXERS)]
@@ -281,7 +282,7 @@ def model(dice: Dice) -> None:
         out = lm(ids, attention_mask=mask if dice.likely(0.7) else None, use_cache=True)
     with torch.no_grad():
         for use_cache in dice.choices([True, False], k=2):
-            logits = lm(ids[:, -1:], past_key_values=out.past_key_values, use_cache=use_cache).logits
+            logits = lm(ids[:, -1:], past_key_values=out[NAME], use_cache=use_cache).logits
             assert bool(logits.isfinite().all())
 
 

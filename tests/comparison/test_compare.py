@@ -264,6 +264,13 @@ def test_gate_statistics_by_hand():
         ]
 
 
+def test_gates_of_padded_targets_are_not_counted():
+    """Every token of a target has a label, and none of a source has one."""
+    arm = replace(SMALL, mixers=("transformer-2017(mixer=softmax-gla)",), task=Reverse()).arms()[0]
+    _, gates = evaluate(build(arm), model_inputs(arm, arm.task.held_out(4)), 4)
+    assert gates and all((gate["load_asked"] is None) != (gate["load_other"] is None) for gate in gates)
+
+
 def test_evaluation_is_the_mean_over_answers():
     model, rows = build(SMALL.arms()[0]).eval(), SMALL.task.held_out(7)
     answers, gates = evaluate(model, rows, 3)

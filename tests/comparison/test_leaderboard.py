@@ -51,6 +51,19 @@ def made(mixer, seed, accuracy, definition="same", **more):
     return row | sizes | {"comparison": "parity", "mixer": mixer, "seed": seed, "definition": definition} | more
 
 
+def test_a_row_has_the_machine_that_made_it():
+    """Two machines with one commit. Results of older versions have the commit alone."""
+    machines = [dict.fromkeys(leaderboard.MADE) | {"commit": "c", "processor": name} for name in ("first", "second")]
+    arms = [{"scores": {}, "curve": [], "diverged": True, "comparison": "parity", "environment": i} for i in (1, 0)]
+    study = leaderboard.of_mixer("small", "retnet").to_json()
+    assert any(plan["name"] == "parity" for plan in study["plans"])
+    results = {"study": study, "environments": machines, "trials": [], "arms": [arm | {"commit": "c"} for arm in arms]}
+    assert [row["processor"] for row in leaderboard.of_results(results)] == ["second", "first"]
+    for arm in results["arms"]:
+        del arm["environment"]
+    assert [row["processor"] for row in leaderboard.of_results(results)] == ["second", "second"]
+
+
 def test_a_newcomer_gets_its_row_beside_those_of_others_by_one_command(tiny, folder, monkeypatch, capsys):  # noqa: F811
     today, board = leaderboard.definition(leaderboard.defined("tiny")["parity"]), Path("board.csv")
     others = [made("retnet", 0, 0.75, today, by_length={32: 0.75, 128: 0.5}), made("retnet", 0, 0.5, comparison="text")]

@@ -17,6 +17,8 @@ from torch.utils.data import default_collate
 from headrace import zoo
 from headrace.comparison.plan import Arm
 from headrace.data.rows import order
+from headrace.data.tokenizer import END as END_OF_TEXT
+from headrace.data.tokenizer import byte_level
 from headrace.spec import to_json
 from headrace.tasks import (
     IGNORED,
@@ -27,6 +29,7 @@ from headrace.tasks import (
     Digits,
     Induction,
     KeyValue,
+    Masked,
     Mqar,
     Needle,
     Pair,
@@ -450,6 +453,19 @@ def test_span_tokens_are_in_the_vocabulary(book):
     rows = task.held_out(64)
     most = max(int(rows[name].max()) for name in ("input_ids", "shift_labels"))
     assert most == task.vocab_size - 1 and task.spans == 3
+
+
+@pytest.mark.parametrize("task", [Text, Masked, Spans, Needle])
+def test_the_ids_of_a_tokenizer_may_have_gaps(task, book, tmp_path):
+    """The end of a document is token 300 of 257."""
+    form = json.loads(byte_level().backend_tokenizer.to_str())
+    form["model"]["vocab"][END_OF_TEXT] = form["added_tokens"][0]["id"] = 300
+    (tmp_path / "tokenizer.json").write_text(json.dumps(form))
+    own = {"length": 800} if task is Needle else {"files": (str(book),), "length": 64}
+    task = task(tokenizer=str(tmp_path / "tokenizer.json"), **own)
+    rows = task.held_out(8)
+    most = max(int(rows[name].max()) for name in ("input_ids", "shift_labels"))
+    assert 300 < task.vocab_size > most
 
 
 def test_text_scores_are_bits_and_perplexity(book):

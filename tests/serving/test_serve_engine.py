@@ -4,6 +4,7 @@ import itertools
 import threading
 
 import pytest
+import torch
 
 pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
 pytest.importorskip("openai", reason="the extra [dev] is not installed")
@@ -99,6 +100,21 @@ def test_error_of_one_stream_does_not_end_others(model):
     one.submit(failed.stream)
     one.submit(fine.stream)
     assert fine.ended().pieces[-1].tokens == 4 and isinstance(failed.pieces[0], Exception)
+
+
+@pytest.mark.parametrize("broken", ["probabilities", "text"])
+def test_error_of_a_token_ends_its_stream_alone(model, broken):
+    """Of two streams in one batch, one has probabilities that are not numbers, or a token that cannot be decoded."""
+    failed, fine, alone = (Client(model, [token, 2], 6, temperature=1, seed=0) for token in (1, 3, 3))
+    one, draw, drawn = Engine(model, byte_level()), failed.stream.draw, itertools.count(1)
+    if broken == "text":
+        failed.stream.text.tokenizer = None
+    else:
+        failed.stream.draw = lambda logits: draw(logits * (torch.nan if next(drawn) == 3 else 1))
+    one.submit(failed.stream, fine.stream)
+    one.submit(alone.stream)
+    assert isinstance(failed.ended().pieces[-1], (RuntimeError, AttributeError))
+    assert fine.ended().text == alone.ended().text and fine.pieces[-1].tokens == 6
 
 
 def test_unsupported_generation_settings_are_refused(model):

@@ -32,6 +32,21 @@ def test_invalid_utf8_is_decoded_incrementally():
         assert text == tokenizer.decode(tokens, skip_special_tokens=True)
 
 
+def test_bytes_of_no_character_are_decoded_a_few_times_each():
+    """The last of them could be the first of a character."""
+    tokenizer, decoded = byte_level(), []
+    tokens = tokenizer("é").input_ids[:1] * 1000
+
+    class Counted:
+        def decode(self, tokens, **options):
+            decoded.extend(tokens)
+            return tokenizer.decode(tokens, **options)
+
+    pieces = Text(Counted(), ())
+    assert "".join([*map(pieces.add, tokens), pieces.rest()]) == "\ufffd" * 1000
+    assert len(decoded) < 50 * 1000
+
+
 @pytest.mark.parametrize(
     "text, stop, expected",
     [("one two", ("two",), "one "), ("aab", ("ab",), "a"), ("abab", ("abc",), "abab"), ("xyz", ("z", "yz"), "x")],

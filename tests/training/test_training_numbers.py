@@ -3,6 +3,7 @@
 import math
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,9 +14,11 @@ pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
 import tiny
 from headrace import Mixer, zoo
+from headrace.data.rows import Collator, TextRows
 from headrace.ops.backends.native import library as native
 from headrace.training import history, loop, recipes, run
-from headrace.training.loop import Updates
+from headrace.training.gate_statistics import GateWatch
+from headrace.training.loop import Batches, Loop, Updates
 from headrace.training.model import build, estimate, flops_per_token, meta_model
 from headrace.training.parameters import gate_parameters, parameter_groups
 from headrace.training.processes import Processes
@@ -165,6 +168,22 @@ def test_collapsed_gates_are_named_once_and_uniform_ones_at_the_end():
     assert not [*gate_warnings(gates, named, 8, ended=False)]
     (said,) = gate_warnings(gates, named, 8, ended=True)
     assert said.startswith("the read gates of these layers are uniform after training: 1. They weigh all heads alike")
+
+
+def test_gates_of_padding_are_not_counted(tmp_path):
+    """The last row of held-out text is short."""
+    model, chosen = tiny.build("softmax-gla", vocab_size=257), recipe()[0]
+    rows = TextRows(torch.arange(1, 38).numpy(), np.array([37]), chosen.length)
+    batches = Batches(rows, None, Collator(0), chosen, Processes(torch.device("cpu")))
+    _, found = Loop(model, model, batches, rows, None, tmp_path).held_out_loss(rows)
+    with torch.no_grad(), GateWatch().on(model) as watch:
+        for row in rows:
+            ids = torch.tensor([row["input_ids"]])
+            watch.labelled = torch.ones_like(ids, dtype=torch.bool)
+            model(ids, use_cache=False)
+    for gate, expected in zip(found, watch.summary(), strict=True):
+        for name in ("entropy", "specialization", "load"):
+            assert gate[name] == pytest.approx(expected[name], rel=1e-9)
 
 
 def test_gates_are_judged_after_the_warm_up(data, tmp_path, capsys):

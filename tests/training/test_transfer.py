@@ -325,10 +325,11 @@ def test_a_killed_command_goes_on(folder, prepared, tmp_path, run_command, monke
         assert result.code == 130 and "out was not created; the same command goes on" in result.err
     other = run_command("linearize", *words, "--lr", 1e-3)
     assert other.code == 2 and "holds another run (lr is 0.01 there and 0.001 here)" in other.err
-    changed = load(folder)
-    changed.model.backbone.layers[1].mixer.o_proj.weight.data += 1
-    other = run_command("linearize", saved(changed, tmp_path / "changed"), *words[1:])
-    assert other.code == 2 and "holds another run (model is" in other.err
+    for part in ("model.backbone.layers.1.mixer.o_proj", "lm_head"):
+        changed = load(folder)
+        changed.get_submodule(part).weight.data += 1
+        other = run_command("linearize", saved(changed, tmp_path / part), *words[1:])
+        assert other.code == 2 and "holds another run (model is" in other.err
     manifest = json.loads((prepared / "manifest.json").read_text("utf-8"))
     shutil.copytree(prepared, tmp_path / "data")
     (tmp_path / "data" / "manifest.json").write_text(json.dumps(manifest | {"seed": 5}), "utf-8")

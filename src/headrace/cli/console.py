@@ -40,6 +40,7 @@ Threads = Annotated[
         "Number of threads on a CPU.",
         default="the fastest of all, half and 1, measured in the first steps",
         least=1,
+        most=1024,  # PyTorch begins as many as it is told
     ),
 ]
 PromptFile = Annotated[Path | None, option("UTF-8 file to read the text from.", "--file", default="standard input")]

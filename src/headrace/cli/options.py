@@ -18,16 +18,16 @@ Result = TypeVar("Result")
 
 def option(
     help: str, *names: str, default: str | None = None, least: int | None = None,
-    kind: Callable[..., Any] = typer.Option, **more: Any,
+    most: int | None = None, kind: Callable[..., Any] = typer.Option, **more: Any,
 ) -> Any:  # fmt: skip
     """What Typer is to know of an option.
 
     Args:
         default: what a default of None stands for, which Typer does not show.
-        least: the smallest number that is taken, from Python too.
+        least, most: the smallest and the largest number that is taken, from Python too.
     """
     known = kind(*names, help=help + ("" if default is None else DEFAULT.format(default)), **more)
-    known.least = least
+    known.least, known.most = least, most
     return known
 
 
@@ -92,10 +92,15 @@ def converted(value: Any, hint: Any) -> Any:
 
 
 def checked(name: str, value: Any, hint: Any) -> Any:
-    """Returns the value of an option. InputError for a number that is too small."""
-    least = next((known.least for known in getattr(hint, "__metadata__", ())), None)
+    """Returns the value of an option. InputError for a number that is too small or too large."""
+    known, named = next(iter(getattr(hint, "__metadata__", ())), None), f"--{name.replace('_', '-')}"
+    least, most = (known.least, known.most) if known else (None, None)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise InputError(f"{named} has more than 64 bits; expected a smaller number")
     if least is not None and value is not None and value < least:
-        raise InputError(f"--{name.replace('_', '-')}={value}; expected at least {least}")
+        raise InputError(f"{named}={value}; expected at least {least}")
+    if most is not None and value is not None and value > most:
+        raise InputError(f"{named}={value}; expected at most {most}")
     return value
 
 

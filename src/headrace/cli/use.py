@@ -81,7 +81,7 @@ class GenerateOptions:
         if self.resume is not None:
             refuse_idle("with --resume", **proposing)
         for name, holds, expected in (
-            ("temperature", 0 <= self.temperature < math.inf, "a number of at least 0"),
+            ("temperature", self.temperature == 0 or 0.01 <= self.temperature < math.inf, "0, or at least 0.01"),
             ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1"),
             ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "more than 0"),
             ("seed", self.seed is None or 0 <= self.seed < SEEDS, f"0 to {SEEDS - 1}"),

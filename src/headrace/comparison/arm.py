@@ -125,7 +125,7 @@ def evaluate(model: nn.Module, rows: Batch, batch_size: int) -> tuple[Answers, l
     with GateWatch().on(model) as watch:
         for batch in batches(rows, batch_size, device):
             labels = batch["shift_labels"]
-            watch.labelled, watch.mask = labels != IGNORED, batch.get("attention_mask", labels)
+            watch.labelled, watch.mask = labels != IGNORED, batch.get("attention_mask")
             logits = model(**batch).logits
             losses.append(nn.functional.cross_entropy(logits.float().mT, labels, reduction="none").cpu())
             right.append((logits.argmax(-1) == labels).cpu())

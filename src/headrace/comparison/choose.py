@@ -22,7 +22,9 @@ The study's folder holds the plan, so that one that is changed after runs were m
 """
 
 import re
+import reprlib
 from dataclasses import fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,7 @@ PLAN = {
     "tokenizer?": str, "sweep?": str, "tune?": str, "seeds?": SEEDED, "tune_seeds?": SEEDED,
 }  # fmt: skip
 SEEDS = 3  # number of seeds of a search without seeds of its own: those after the largest that is reported
+MOST_SEEDS = 2**16
 MOST = 2**14  # largest value of a size that is tried
 
 
@@ -187,12 +190,16 @@ def seeds(text: str | int | list[int]) -> int | tuple[int, ...]:
     """A number of seeds, or the seeds that a list of numbers and ranges names: "3", "10-14" or "7,10-14"."""
     if isinstance(text, list):
         return tuple(text)
-    if isinstance(text, int) or text.strip().isdecimal():
-        return int(text)
-    ends = [part.split("-") for part in text.replace(" ", "").split(",")]
-    if not all(len(pair) <= 2 and all(map(str.isdecimal, pair)) for pair in ends):
-        raise InputError(f"--seeds {text!r}; expected a number of seeds, or seeds such as 10-14 or 7,10-14")
-    named = tuple(seed for pair in ends for seed in range(int(pair[0]), int(pair[-1]) + 1))
+    ends = [part.split("-") for part in str(text).replace(" ", "").split(",")]
+    if not all(len(pair) <= 2 and all(re.fullmatch(r"\d{1,10}", end) for end in pair) for pair in ends):
+        raise InputError(f"--seeds {reprlib.repr(text)}; expected a number of seeds, or seeds such as 10-14 or 7,10-14")
+    alone = len(ends) == len(ends[0]) == 1
+    parts = [range(int(ends[0][0]))] if alone else [range(int(pair[0]), int(pair[-1]) + 1) for pair in ends]
+    if (count := sum(map(len, parts))) > MOST_SEEDS:
+        raise InputError(f"--seeds {reprlib.repr(text)} asks for {count} seeds; expected at most {MOST_SEEDS}")
+    if alone:
+        return count
+    named = tuple(chain.from_iterable(parts))
     if not named or len(set(named)) < len(named):
         raise InputError(f"--seeds {text!r} names {'a seed twice' if named else 'none'}; expected different seeds")
     return named

@@ -97,10 +97,10 @@ def collect(folder: Path) -> list[Row]:
 
 def of_results(results: dict[str, Any]) -> list[Row]:
     names = definitions(results["study"]["plans"])
-    made = {environment["commit"]: environment for environment in results["environments"]}
-    rows = []
-    for row in runs.rows(results):
-        own = made[row["commit"]]
+    environments, rows = results["environments"], []
+    places = {environment["commit"]: place for place, environment in enumerate(environments)}  # of older results
+    for row, arm in zip(runs.rows(results), [*results["trials"], *results["arms"]], strict=True):
+        own = environments[arm.get("environment", places[row["commit"]])]
         plugins = ", ".join(f"{name} {value}" for name, value in own.items() if name.startswith("plugin "))
         row |= {"definition": names[row["comparison"]], "plugins": plugins}
         rows.append(row | {name: own[name] for name in MADE})

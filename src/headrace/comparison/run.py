@@ -82,13 +82,14 @@ def trained(
 
 
 def collect(study: Study, arms: list[Row], trials: list[Row]) -> dict[str, Any]:
-    """The content of results.json. An arm keeps the commit of its environment."""
+    """The content of results.json. An arm keeps the commit of its environment, and its place among all."""
     environments: list[dict[str, Any]] = []
     for arm in (*arms, *trials):
         environment = arm.pop("environment")
         arm["commit"] = environment.get("commit")
         if environment not in environments:
             environments.append(environment)
+        arm["environment"] = environments.index(environment)
     made = {"study": study.to_json(), "command": command(), "environments": environments}
     return made | {"arms": arms, "trials": trials}
 

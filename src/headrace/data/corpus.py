@@ -3,7 +3,7 @@ of two."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,10 @@ class Corpus:
     tokenizer: PreTrainedTokenizerFast
     bad: dict[str, dict[str, Any]]
     sha256: str
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return tokenizer.size(self.tokenizer)
 
     @property
     def bytes_per_token(self) -> float:

@@ -28,6 +28,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from ..files.processes import POSIX, forks_end_with_parent, new_folder
+from ..files.workers import MOST
 from ..utils.errors import InputError
 from ..utils.extras import require
 from ..utils.integrity import record, write_json
@@ -85,7 +86,7 @@ class Preparation:
             ("length", self.length, self.length >= 2, "at least 2 tokens"),
             ("held-out", self.held_out, 0 < self.held_out < 1, "a fraction between 0 and 1"),
             ("seed", self.seed, self.seed >= 0, "at least 0"),
-            ("workers", self.workers, self.workers >= 1, "at least 1"),
+            ("workers", self.workers, 1 <= self.workers <= MOST, f"at least 1, and at most {MOST}"),
             ("tokens", self.tokens, self.tokens is None or self.tokens >= 1, "at least 1"),
             ("sample", self.sample, self.sample is None or 0 < self.sample <= 1, "a share above 0 and at most 1"),
         ):

@@ -14,6 +14,7 @@ from ..utils.errors import InputError
 
 BYTES = "bytes"
 END = "<|endoftext|>"
+LARGEST = 2**24  # vocabulary; tokenizers reserves the memory of one before it trains
 ENDS = (END, "</s>", "<eos>", "<|end_of_text|>")  # names of the end token to try if a file sets none
 
 
@@ -79,8 +80,9 @@ def byte_level() -> PreTrainedTokenizerFast:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Trains byte-level BPE on texts. InputError for a vocabulary without room for all bytes."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    if vocab_size <= len(alphabet):
-        raise InputError(f"--train-bpe {vocab_size}; expected more than the {len(alphabet)} bytes and an end of text")
+    if not len(alphabet) < vocab_size <= LARGEST:
+        wanted = f"more than the {len(alphabet)} bytes and an end of text, and at most {LARGEST}"
+        raise InputError(f"--train-bpe {vocab_size}; expected {wanted}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet)

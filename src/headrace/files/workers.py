@@ -22,6 +22,7 @@ from .devices import see_only
 from .processes import handling
 
 Listen = Callable[[int, Any], None]  # (index of a job, what it reports)
+MOST = 1024  # workers
 # Importing this takes seconds, longer than a small job.
 SHARED = ["headrace.hf"]
 
@@ -39,10 +40,10 @@ def place_workers(devices: Sequence[str], wanted: int | None) -> list[str]:
     accelerator or, on a CPU, one per core that this process may use.
 
     Raises:
-        InputError: `wanted` is below 1.
+        InputError: `wanted` is below 1 or above MOST.
     """
-    if wanted is not None and wanted < 1:
-        raise InputError(f"--workers={wanted}; expected at least 1")
+    if wanted is not None and not 1 <= wanted <= MOST:
+        raise InputError(f"--workers={wanted}; expected at least 1, and at most {MOST}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return list(islice(cycle(devices), wanted or (cores if list(devices) == ["cpu"] else len(devices))))
 

@@ -18,9 +18,9 @@ class Int8Linear(nn.Module):
     """A linear layer y = x Wᵀ + b with int8 weights in [−127, 127] and one scale per row: its largest |entry| / 127.
 
     The native kernel, which reads the integers, computes up to 64 rows. Of fewer than 24 it rounds each x to 16-bit
-    integers with one scale per 1,024 inputs. PyTorch computes more rows, with the weight converted to x's dtype. Sums
-    are in float32, or float64 for float64. A cast of the module changes the dtype of `weight` and of the bias; integers
-    and scales keep theirs.
+    integers with one scale per 1,024 inputs: one infinity makes the row's output NaN. PyTorch computes more rows, with
+    the weight converted to x's dtype. Sums are in float32, or float64 for float64. A cast of the module changes the
+    dtype of `weight` and of the bias; integers and scales keep theirs.
 
     Args:
         linear: the layer whose weights are quantized.

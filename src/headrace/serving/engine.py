@@ -325,8 +325,8 @@ class Engine:
             if self._shares(stream):
                 self.prefixes.queried += len(stream.ids)
                 self.prefixes.hits += stream.cached
-        batch = Batch(streams, self._next(streams, logits), cache)
-        self._pass_on(batch)
+        batch = Batch(streams, [], cache)
+        self._choose(batch, logits)
         if batch.streams and self.batches and self.together:
             self.batches[-1].join(batch)
         elif batch.streams:
@@ -340,32 +340,31 @@ class Engine:
         tokens = torch.tensor(batch.tokens, device=self.model.device)
         with self._step("steps", len(tokens)):
             logits = self.model.engine.step(self.model, tokens, batch.cache)
-        batch.tokens = self._next(batch.streams, logits[:, -1])
-        self._pass_on(batch)
+        self._choose(batch, logits[:, -1])
 
     def _step(self, kind: str, tokens: int) -> AbstractContextManager[None]:
         return self.threads.step(kind, tokens) if self.model.device.type == "cpu" else nullcontext()
 
-    def _pass_on(self, batch: Batch) -> None:
-        """Passes the last token of each stream on, and removes the streams that have ended. The states after the text
-        of such a stream, which do not cover its last token, are kept."""
-        left = []
-        for row, (stream, token) in enumerate(zip(batch.streams, batch.tokens, strict=True)):
-            if stream.add(token, self.ends):
-                left.append(row)
-            elif stream.prefix is not None and len(stream.tokens) > 1:
-                self.prefixes.keep(stream.prefix.then(tuple(stream.tokens[:-1])), batch.cache, row)
+    def _choose(self, batch: Batch, logits: Tensor) -> None:
+        """Passes the next token of each stream on, and removes the streams that have ended. An error, such as of
+        probabilities that are not numbers, ends its stream alone. logits: [streams, vocabulary]."""
+        left: list[int] = []  # rows of the streams that go on
+        batch.tokens = logits.argmax(-1).tolist()
+        for row, stream in enumerate(batch.streams):
+            self._guarded(partial(self._choose_one, batch, logits, left), row, [stream])
         batch.keep(left)
 
-    def _next(self, streams: list[Stream], logits: Tensor) -> list[int]:
-        """Returns the next token of each stream. logits: [streams, vocabulary]."""
-        tokens = logits.argmax(-1).tolist()
-        for i, stream in enumerate(streams):
-            if stream.draw is not None:
-                tokens[i] = stream.draw(logits[i : i + 1].float())
-            if stream.sampling.max_tokens:
-                stream.score(logits[i : i + 1], tokens[i : i + 1])
-        return tokens
+    def _choose_one(self, batch: Batch, logits: Tensor, left: list[int], row: int) -> None:
+        """The states after a text that ends, which do not cover its last token, are kept."""
+        stream, own = batch.streams[row], logits[row : row + 1]
+        if stream.draw is not None:
+            batch.tokens[row] = stream.draw(own.float())
+        if stream.sampling.max_tokens:
+            stream.score(own, batch.tokens[row : row + 1])
+        if stream.add(batch.tokens[row], self.ends):
+            left.append(row)
+        elif stream.prefix is not None and len(stream.tokens) > 1:
+            self.prefixes.keep(stream.prefix.then(tuple(stream.tokens[:-1])), batch.cache, row)
 
     def _guarded(self, work: Callable[[Any], None], what: Any, streams: list[Stream]) -> None:
         """Does the work. An error ends its streams, and no others."""

@@ -9,6 +9,7 @@ from ..utils.errors import panics_raised
 from .sampling import Score
 
 UNFINISHED = "\ufffd"  # the decoded text of an incomplete character
+LONGEST = 4  # bytes of a character, and so tokens
 CONTEXT = 8  # tokens of a prompt in whose context its continuation is decoded
 
 
@@ -29,23 +30,37 @@ class Text:
         context = [*prompt[-CONTEXT:]]
         self.tokens = [] if self._decode(context).endswith(UNFINISHED) else context
         self.before, self.read, self.held = 0, len(self.tokens), ""
+        self.unfinished = 0  # tokens since `read` that end with an incomplete character
 
     def add(self, token: int) -> str:
         """The additional text that is final after one more token."""
         self.tokens.append(token)
-        new = self._new()
+        end = len(self.tokens)
+        new = self._new(end)
         if not new or new.endswith(UNFINISHED):
-            return ""
-        self.before, self.read = self.read, len(self.tokens)
+            if not self._is_invalid(token):
+                return ""
+            end -= 1
+            new = self._new(end)
+        self.before, self.read, self.unfinished = self.read, end, len(self.tokens) - end
         return self._until_stop(new, kept=True)
 
     def rest(self) -> str:
         """The text held back, after the last token."""
-        return "" if self.stopped else self._until_stop(self._new(), kept=False)
+        return "" if self.stopped else self._until_stop(self._new(len(self.tokens)), kept=False)
 
-    def _new(self) -> str:
+    def _new(self, end: int) -> str:
         decoded = self._decode(self.tokens[self.before : self.read])
-        return self._decode(self.tokens[self.before :])[len(decoded) :]
+        return self._decode(self.tokens[self.before : end])[len(decoded) :]
+
+    def _is_invalid(self, last: int) -> bool:
+        """Whether the tokens before the last are too many for one character, and have none in common with the last."""
+        text = self._decode([last])
+        if not text.endswith(UNFINISHED):
+            return False
+        self.unfinished += 1
+        *before, _ = tokens = self.tokens[self.before :]
+        return self.unfinished > LONGEST and self._decode(before) + text == self._decode(tokens)
 
     def _decode(self, tokens: list[int]) -> str:
         return text_of(self.tokenizer, tokens)

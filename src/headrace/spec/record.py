@@ -84,14 +84,14 @@ def alternatives(hint: Any) -> tuple[Kind, ...]:
 
 
 def checked(value: Any, kinds: tuple[Kind, ...], *where: str) -> Any:
-    """Checks a value against the alternatives of its field, and converts an int to float and a list to a tuple.
-
-    Raises InputError for any other value; `where` is the path of the field."""
+    """Checks a value against the alternatives of its field, and converts an int to float and a list to a tuple. Raises
+    InputError for any other value; `where` is the path of the field."""
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        raise InputError(f"{'.'.join(where)} has more than 64 bits; expected a smaller number")
     for kind in kinds:
         if kind.items and type(value) in (list, tuple):
             return tuple(checked(item, kind.items, *where, str(i)) for i, item in enumerate(value))
-        whole = kind.type is float and type(value) is int and abs(value) <= float_info.max
-        converted = float(value) if whole else value
+        converted = float(value) if kind.type is float and type(value) is int else value
         if _is(converted, kind):
             if kind.range is not None and not kind.range.holds(converted):
                 raise InputError(f"{'.'.join(where)}={value!r}; expected {kind.range.text}")

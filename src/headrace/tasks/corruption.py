@@ -40,7 +40,7 @@ class Masked(ByToken, Text):
 
     @property
     def vocab_size(self) -> int:
-        return len(self.corpus.tokenizer) + 3
+        return self.corpus.vocab_size + 3
 
     @property
     def window(self) -> int:
@@ -48,7 +48,7 @@ class Masked(ByToken, Text):
 
     def made(self, rows: Any, numbers: Tensor, generator: torch.Generator) -> Batch:
         """The second segment of half of the rows is from another row of the text."""
-        n, special, draw = self.window, len(self.corpus.tokenizer), partial(torch.randint, generator=generator)
+        n, special, draw = self.window, self.corpus.vocab_size, partial(torch.randint, generator=generator)
         count = len(numbers)
         others = (numbers + draw(1, max(len(rows), 2), (count,))) % len(rows)
         unrelated, first = draw(2, (count, 1)), draw(n // 4, n - n // 4 + 1, (count, 1))  # first: length of a piece
@@ -109,7 +109,7 @@ class Spans(ByToken, Text, Sequences):
     @property
     def marks(self) -> int:
         """The first sentinel."""
-        return FIRST + len(self.corpus.tokenizer)
+        return FIRST + self.corpus.vocab_size
 
     def made(self, rows: Any, numbers: Tensor, generator: torch.Generator) -> Batch:
         text, count = FIRST + read(rows, numbers), len(numbers)

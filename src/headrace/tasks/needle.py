@@ -73,7 +73,9 @@ class Needle(ByRow, Drawn):
 
     @property
     def vocab_size(self) -> int:
-        return len(self.tokens)
+        from ..data.tokenizer import size
+
+        return size(self.tokens)
 
     @property
     def provenance(self) -> dict[str, str]:

@@ -66,7 +66,7 @@ class Text:
 
     @property
     def vocab_size(self) -> int:
-        return len(self.corpus.tokenizer)
+        return self.corpus.vocab_size
 
     @property
     def window(self) -> int:
@@ -152,7 +152,7 @@ def read(rows: Any, numbers: Tensor) -> Tensor:
 def common_bigrams(corpus: "Corpus") -> Tensor:
     """The bigrams ab that are more than COMMON of the training text, as a · vocab_size + b."""
     train = torch.from_numpy(corpus.parts["training"].tokens.astype(np.int64))
-    bigrams, times = (train[:-1] * len(corpus.tokenizer) + train[1:]).unique(return_counts=True)
+    bigrams, times = (train[:-1] * corpus.vocab_size + train[1:]).unique(return_counts=True)
     return bigrams[times > COMMON * len(train)]
 
 

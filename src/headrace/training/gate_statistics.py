@@ -86,23 +86,30 @@ def mean(shares: Tensor) -> list[float] | None:
 
 class GateWatch:
     """Collects statistics of all competitions with more than one head. Before each forward pass, the caller sets
-    `labelled` [B, T], true at positions with a label, and, for rows with padding, `mask` [B, T], true at tokens."""
+    `labelled` [B, T], true at positions with a label, and, for rows with padding, `mask` [B, T], true at tokens, which
+    alone are counted."""
+
+    labelled: Tensor
+    mask: Tensor | None = None
 
     def __init__(self) -> None:
-        self.labelled, self.mask = torch.empty(0), torch.empty(0)
         self.statistics: dict[str, GateStatistics] = {}
 
     def _record(self, name: str, module: nn.Module, args: Any, log_gates: Tensor) -> None:
         by_head = log_gates.detach().unflatten(-1, (-1, module.memories)).logsumexp(-1)  # type: ignore[arg-type]
         if by_head.shape[-1] > 1:
-            self.statistics[name].add(by_head, self._labelled(name, by_head))
+            self.statistics[name].add(*self._tokens(name, by_head))
 
-    def _labelled(self, name: str, log_gates: Tensor) -> Tensor:
-        """Mask of the gates at positions with a label; positions of an encoder have no labels."""
-        shape = log_gates.shape[:2]
+    def _tokens(self, name: str, log_gates: Tensor) -> tuple[Tensor, Tensor]:
+        """The gates of the tokens, and a mask of those with a label. Gates are [B, T, H], or [1, tokens, H] if padding
+        was removed. No token of an encoder has a label, and every token of a decoder has one."""
         if "encoder." in name:
-            return torch.zeros(shape, dtype=torch.bool, device=log_gates.device)
-        return self.labelled if self.labelled.shape == shape else self.labelled[self.mask.bool()][None]
+            return log_gates, torch.zeros(log_gates.shape[:2], dtype=torch.bool, device=log_gates.device)
+        mask = self.labelled if "decoder." in name else self.mask
+        if mask is None:
+            return log_gates, self.labelled
+        mask = mask.bool()
+        return log_gates[mask] if log_gates.shape[:2] == mask.shape else log_gates[0], self.labelled[mask]
 
     def summary(self) -> list[dict[str, Any]]:
         return [gate.summary() for gate in self.statistics.values() if gate.count]

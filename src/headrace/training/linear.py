@@ -3,7 +3,7 @@ attention, and measures what was lost; and what this needs of a machine that is 
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -88,7 +88,7 @@ def imitate(
         "state_bytes": {tokens: {"original", "linear"}}, of one sequence in float32}.
     """
     changed = checked(model.config, mixer, keep, data, settings)
-    dtype, taught = model.dtype, fingerprint(model.model.backbone.layers[i].mixer for i in changed)
+    dtype, taught = model.dtype, fingerprint(model)
     model.to(device, settings.weights(dtype))
     linear = with_linear_layers(model, mixer, changed)
     for i in changed:
@@ -114,10 +114,10 @@ def imitate(
     return Linearized(linear.eval(), {"layers": layers, "kept": kept, "nats": nats, "state_bytes": states})
 
 
-def fingerprint(modules: Iterable[nn.Module]) -> str:
-    """A SHA-256 of the weights of modules."""
+def fingerprint(model: nn.Module) -> str:
+    """A SHA-256 of a model's weights."""
     found = hashlib.sha256()
-    for x in (x for module in modules for x in module.state_dict().values()):
+    for x in model.state_dict().values():
         found.update(x.cpu().flatten().view(torch.uint8).numpy())
     return found.hexdigest()
 

@@ -299,9 +299,11 @@ class Loop:
         """([sum of losses, number of tokens] over all processes, gate statistics of this process)"""
         total = torch.zeros(2, dtype=torch.float64, device=self.processes.device)
         self.model.eval()
+        is_text = "shift_labels" not in rows[0]
         with GateWatch().on(self.model) as watch, self.processes.sharing_rows():
             for batch in self.batches.once(rows):
                 watch.labelled = batch["labels"] != IGNORED
+                watch.mask = watch.labelled if is_text else None  # padding of text has no label
                 count = answers(batch).sum()
                 with self.updates.autocast():
                     loss = self.model(**batch, skip_logits=True, use_cache=False).loss  # a cache would split long rows

@@ -8,6 +8,7 @@ so that all layers train at once, in one pass of the old model, and none is dist
 (LoLCATs, arXiv 2410.10254, section 3.1). Only what the old layers do not have trains, unless `trains` is "all".
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -30,6 +31,7 @@ from ..extra.windowed import WindowedMixer
 from ..hf.model import HeadraceForCausalLM
 from ..layers.linear.mixer import LinearMixer
 from ..spec.record import NonNegativeFloat, PositiveFloat, PositiveInt, Range
+from ..utils.errors import InputError
 from . import checkpoints
 from .loop import Batch, Updates
 from .optimization import Optimization, Seed
@@ -178,10 +180,17 @@ def transfer(
             updates.clip()
             updates.step()
             took(time.perf_counter() - begun)
-            tell(step, error.item())
+            tell(step, _finite(error.item(), settings))
             if step % settings.save_every == 0 and step < settings.steps:
                 _save(updates, folder, step)
-    return {"before": before, "after": errors(imitation, data, settings, device)}
+    after = errors(imitation, data, settings, device)
+    return {"before": before, "after": {i: _finite(error, settings) for i, error in after.items()}}
+
+
+def _finite(error: float, settings: Transfer) -> float:
+    if not math.isfinite(error):
+        raise InputError(f"the error of the layers is {error}: the training diverged with --lr={settings.lr:g}")
+    return error
 
 
 def windows_of(imitation: Imitation) -> list[nn.Module]:
