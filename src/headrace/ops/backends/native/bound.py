@@ -244,7 +244,7 @@ class ProgramOf:
         self._bound: Bound | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_bound": None}  # a copy has other addresses
+        return {"_build": self._build, "_built": (None, None), "_bound": None}  # a copy has other modules
 
     def find(self, module: Any) -> tuple[Bound | None, str | None]:
         """Returns (a program that can run now, None), or (None, why there is none).

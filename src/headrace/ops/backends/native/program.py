@@ -7,6 +7,7 @@ Dimensions: B sequences.
 """
 
 import operator
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -123,7 +124,9 @@ class Program:
         self._plain = True
         self._holders: list[tuple[dict[str, Any], str]] = []  # of the weights
         self._modules = Modules()
-        self._settings: list[tuple[dict[str, Any], str]] = []  # attributes, and the values that they had
+        # Attributes, and the values that they had. The module that has the program is referred to weakly, so that it is
+        # freed with its last user, and not when Python next looks for cycles.
+        self._settings: list[tuple[weakref.ref[Any], operator.attrgetter]] = []
         self._values: list[Any] = []
 
     def columns(self, count: int) -> int:
@@ -149,8 +152,9 @@ class Program:
 
     def fixed(self, holder: Any, *names: str) -> None:
         """Notes attributes with which the program is built."""
-        self._settings += [(vars(holder), name) for name in names]
-        self._values += [vars(holder)[name] for name in names]
+        get = operator.attrgetter(*names)
+        self._settings.append((weakref.ref(holder), get))
+        self._values.append(get(holder))
 
     def weight(self, module: nn.Module, path: str, shape: Sequence[int], *dtypes: torch.dtype, name: str = "") -> int:
         """Returns the index of a weight by its path in a module, a parameter or a buffer."""
@@ -218,7 +222,7 @@ class Program:
 
     def intact(self) -> bool:
         """Whether the modules are those that the program was built from. Otherwise it must be built again."""
-        return self._modules.are_same(self._plain) and [held.get(n) for held, n in self._settings] == self._values
+        return self._modules.are_same(self._plain) and [get(held()) for held, get in self._settings] == self._values
 
     def held_weights(self) -> list[Any]:
         """Returns the weights that the modules have now, None for one that is gone."""
