@@ -124,8 +124,7 @@ class Program:
         self._plain = True
         self._holders: list[tuple[dict[str, Any], str]] = []  # of the weights
         self._modules = Modules()
-        # Attributes, and the values that they had. The module that has the program is referred to weakly, so that it is
-        # freed with its last user, and not when Python next looks for cycles.
+        # Attributes, and the values that they had. A reference to the module that has the program would be a cycle.
         self._settings: list[tuple[weakref.ref[Any], operator.attrgetter]] = []
         self._values: list[Any] = []
 
