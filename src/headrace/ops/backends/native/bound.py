@@ -246,8 +246,8 @@ class ProgramOf:
         if native.missing:
             return None, native.missing
         program, reason = self._built
-        if program is None or not program.intact():
-            program, reason = Program(), None
+        if program is None or not program.intact(module):
+            program, reason = Program(module), None
             try:
                 self._build(program, module)
             except UnsupportedError as error:
