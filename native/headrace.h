@@ -103,7 +103,7 @@ typedef struct hr_scan_gradients {
    A learned feature map of q and of k is softmax(y), softmax(-y) or e^y, e^-y of y = sqrt(logit_scale) W x, W [K, K] of
    each head. With a window, k and v are written to the memory by the token that is `window` later, and each reads the
    mean of a window of softmax attention, whose weights count sigmoid(window_factor), and of the memory; norm is "sum",
-   and no heads compete. */
+   no heads compete, and there is no skip. */
 typedef struct hr_layer {
     int32_t dtype;
     int32_t feature_map, qk_norm, rotary, decay, rule, beta, norm, gate, order, read, write, source, activation,

@@ -17,8 +17,8 @@ bool sized(const hr_layer& p) {
         if (size < 1) return false;
     if (p.H % p.Hq || p.Hq % p.Hk || p.H % p.Hv || p.F != (learned ? 2 * p.K : p.K)) return false;
     if (p.turned < 0 || p.turned > p.K || p.turned % 2 || (p.rotary && !(p.frequencies && p.tokens))) return false;
-    const bool gated = p.read || p.write || p.norm != kinds::norm::sum;
-    return p.window == 0 || (p.window > 0 && !gated && p.window_factor && p.tokens && p.k_window && p.v_window);
+    const bool more = p.read || p.write || p.skip || p.norm != kinds::norm::sum;
+    return p.window == 0 || (p.window > 0 && !more && p.window_factor && p.tokens && p.k_window && p.v_window);
 }
 
 bool known(const hr_layer& p) {

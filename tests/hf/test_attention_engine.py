@@ -218,6 +218,7 @@ def test_threads_do_not_change_tokens():
             "rope.kind='dynamic', whose frequencies depend on the",
         ),
         ("softmax-lolcats(window=3)", "it does not support competition with a window"),
+        ("lolcats(window=3, read.skip=true)", "it does not support read.skip with a window"),
         ("hedgehog(write.beta=sigmoid-2)", "it does not support beta='sigmoid-2'"),
         ("mla", "mixer is a "),
         ("bigbird", "mixer is a "),

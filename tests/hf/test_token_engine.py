@@ -1,7 +1,9 @@
 """The engine of single tokens: the whole model in one native call, against the modules of the same model in float64."""
 
 import copy
+import gc
 import pickle
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -155,6 +157,28 @@ def test_copies_of_a_model_have_engines_of_their_own():
         model.lm_head.weight.zero_()
         assert relative(decoded(other, ids, 2), expected.double()) < 1e-5
         model.lm_head.weight.copy_(other.lm_head.weight)
+
+
+@torch.no_grad()
+def test_a_model_is_freed_with_its_last_user():
+    model = tiny.build("softmax-gla").float()
+    decoded(model, torch.randint(29, (1, 6)), 2, check=False)
+    weight = weakref.ref(model.lm_head.weight)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert weight() is None
+    finally:
+        gc.enable()
+
+
+@torch.no_grad()
+def test_a_norm_without_an_epsilon_is_computed_by_modules():
+    model = tiny.build("gla").float()
+    model.model.backbone.norm = nn.RMSNorm(model.config.hidden_size)
+    assert "eps is None" in model.engine.unsupported_reason(model)
+    assert is_accurate(model, torch.randint(29, (1, 6)), check=False)
 
 
 def test_threads_share_a_model():

@@ -251,6 +251,10 @@ def test_replaced_weights_are_used():
     made.norm_weight = torch.nn.Parameter(weight.to("meta"))
     assert "norm_weight is on meta" in made.token_program(x[:, 7:])[1]
     made.norm_weight = weight
+    for other in (copy.deepcopy(made), copy.copy(made)):
+        other.norm_eps = 10.0
+        expected_of_other = other(x[:, 7:], state)[0]
+        assert relative(other(x[:, 7:], copy.deepcopy(state), in_place=True)[0], expected_of_other) < 1e-5
     half = copy.deepcopy(made).half()
     assert relative(half(x[:, 7:].half(), copy.deepcopy(state), in_place=True)[0], expected) < 1e-2  # 8 · 2^-11, about
 

@@ -33,7 +33,7 @@ from ..ops.sequences import Sequences
 from ..spec.decay import DECAYS, DecayShape
 from ..spec.linear import Inputs, Read
 from ..spec.mixer import Facts, Shapes
-from ..spec.record import NonNegativeInt, PositiveInt
+from ..spec.record import NonNegativeInt, PositiveInt, asked_for
 from ..spec.serialize import TYPES
 from ..utils.device import without_autocast
 from ..utils.errors import InputError
@@ -133,8 +133,9 @@ class Blend(Recur):
         mixer.window_factor.fill_(math.log(FIRST / (1 - FIRST)))
 
     def native(self, mixer: Any) -> dict[str, Any]:
-        if mixer.spec.competition is not None:
-            raise UnsupportedError("it does not support competition with a window")
+        for name in ("competition", "read.skip"):
+            if asked_for(mixer.spec, name):
+                raise UnsupportedError(f"it does not support {name} with a window")
         return super().native(mixer) | {"window": mixer.spec.window, "scale": 1.0, "sum_eps": 0.0}
 
     def settings(self, mixer: Any) -> dict[str, Any]:

@@ -111,6 +111,8 @@ def add_norm(program: Program, parent: nn.Module, name: str, x: int, out: int, a
     head of them; then x and out are different columns."""
     norm = program.module(parent, name, *NORMS)
     program.fixed(norm, "eps", "normalized_shape")
+    if norm.eps is None:
+        raise UnsupportedError(f"{type(parent).__name__}.{name}.eps is None")
     weights = {
         n: program.weight(norm, n, norm.normalized_shape)
         for n in ("weight", "bias")

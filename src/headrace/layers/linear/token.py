@@ -117,7 +117,8 @@ def add_mixer(program: Program, mixer: Any, x: int, out: int, place: int, add: b
         parent, _, name = path.rpartition(".")
         if path and path.partition(".")[0] not in OUTSIDE:
             module = program.module(mixer.get_submodule(parent), name, kind)
-            program.fixed(module, *({"eps", "kind"} & vars(module).keys()))
+            for setting in {"eps", "kind"} & vars(module).keys():
+                program.fixed(module, setting)
     paths = [path for path, _ in mixer.named_parameters(remove_duplicate=False) if path in WEIGHTS]
     for stage in mixer.stages:
         fields |= stage.native(mixer)

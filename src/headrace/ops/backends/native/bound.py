@@ -44,17 +44,14 @@ class Bound:
         self.dtype: torch.dtype = weights[0].dtype  # of the embedding, in the program of a model
         self.places = [x.data_ptr() for x in weights]
         self.last: Ready | None = None
-        self.of_operations = [self._one_dtype(self._vectors(op)) for op in program.operations]
+        # The matrix of a linear layer has a dtype of its own.
+        vectors = [(op.bias, None if op.kind == "linear" else op.weight) for op in program.operations]
+        self.of_operations = [*map(self._one_dtype, vectors)]
         self.of_layers = [self._one_dtype(layer.weights.values()) for layer in program.layers]
         self.state_dtypes = self._state_dtypes()
 
-    @staticmethod
-    def _vectors(op: Operation) -> list[int]:
-        """Returns the weights of an operation that have its dtype: all but the matrix of a linear layer."""
-        return [i for i in (op.bias, None if op.kind == "linear" else op.weight) if i is not None]
-
-    def _one_dtype(self, weights: Iterable[int]) -> torch.dtype | None:
-        dtypes = {self.weights[i].dtype for i in weights}
+    def _one_dtype(self, weights: Iterable[int | None]) -> torch.dtype | None:
+        dtypes = {self.weights[i].dtype for i in weights if i is not None}
         if len(dtypes) > 1:
             raise UnsupportedError(f"weights of one part have the dtypes {', '.join(sorted(map(str, dtypes)))}")
         return dtypes.pop() if dtypes else None
@@ -174,10 +171,6 @@ class Bound:
         return (given.get(name, 0) for name in _LAYER.fields)
 
 
-def unknown_token(vocabulary: int) -> InputError:
-    return InputError(f"a token is not below {vocabulary}, the size of the vocabulary")
-
-
 class Ready(NamedTuple):
     """A program with its states, which whoever runs it must keep. It is not changed, so that threads may share a
     model."""
@@ -216,7 +209,7 @@ class Ready(NamedTuple):
         # Tells autograd, which may have saved one of these tensors for a backward, that the tensors have changed.
         increment_version([s for each in self.states if (s := each()) is not None and not s.is_inference()])
         if status == NO_TOKEN:
-            raise unknown_token(program.vocabulary)
+            raise InputError(f"a token is not below {program.vocabulary}, the size of the vocabulary")
         native.check(status)
 
 
@@ -244,7 +237,7 @@ class ProgramOf:
         self._bound: Bound | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_bound": None}  # a copy has other addresses
+        return {"_build": self._build, "_built": (None, None), "_bound": None}  # a copy has other modules
 
     def find(self, module: Any) -> tuple[Bound | None, str | None]:
         """Returns (a program that can run now, None), or (None, why there is none).
@@ -253,8 +246,8 @@ class ProgramOf:
         if native.missing:
             return None, native.missing
         program, reason = self._built
-        if program is None or not program.intact():
-            program, reason = Program(), None
+        if program is None or not program.intact(module):
+            program, reason = Program(module), None
             try:
                 self._build(program, module)
             except UnsupportedError as error:

@@ -49,8 +49,7 @@ class _Given:
         last = weight.new_zeros(channels) if bias is None else bias
         self.weight = torch.cat([weight[:, 0].T, last[None]]).float()
         self.history = history.to(torch.float32).contiguous()
-        addresses = self.weight.data_ptr(), self.history.data_ptr()
-        self.packed = self.problem.packed, _CONVOLUTION.pack(width, *addresses)
+        self.packed = self.problem.packed, _CONVOLUTION.pack(width, self.weight.data_ptr(), self.history.data_ptr())
 
 
 def _place(x: Tensor) -> bytes:

@@ -120,10 +120,8 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _floats(x: Tensor | None) -> Tensor | None:
-    if x is None:
-        return None
-    x = x if x.dtype is torch.float32 else x.to(torch.float32)
-    return _rows(x) if x.dim() == 4 else x
+    wide = None if x is None else x.to(torch.float32)
+    return _rows(wide) if wide is not None and wide.dim() == 4 else wide
 
 
 def _ends(cu_seqlens: Tensor, T: int) -> Tensor:

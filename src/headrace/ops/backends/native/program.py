@@ -7,6 +7,7 @@ Dimensions: B sequences.
 """
 
 import operator
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -108,7 +109,8 @@ class Modules:
 class Program:
     """Operations, and the modules, weights and states that they need. Built by the methods below, then bound."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module) -> None:
+        self._of = weakref.ref(module)  # a reference to what has the program would be a cycle, which is freed late
         self.operations: list[Operation] = []
         self.layers: list[Layer] = []
         # Which pack hr_attention: packed(bound, state, B) -> bytes, or None; empty(B, dtype) -> the cache at first.
@@ -123,7 +125,7 @@ class Program:
         self._plain = True
         self._holders: list[tuple[dict[str, Any], str]] = []  # of the weights
         self._modules = Modules()
-        self._settings: list[tuple[dict[str, Any], str]] = []  # attributes, and the values that they had
+        self._settings: list[tuple[weakref.ref[Any], operator.attrgetter]] = []  # attributes, and what they were
         self._values: list[Any] = []
 
     def columns(self, count: int) -> int:
@@ -149,8 +151,9 @@ class Program:
 
     def fixed(self, holder: Any, *names: str) -> None:
         """Notes attributes with which the program is built."""
-        self._settings += [(vars(holder), name) for name in names]
-        self._values += [vars(holder)[name] for name in names]
+        get = operator.attrgetter(*names)
+        self._settings.append((weakref.ref(holder), get))
+        self._values.append(get(holder))
 
     def weight(self, module: nn.Module, path: str, shape: Sequence[int], *dtypes: torch.dtype, name: str = "") -> int:
         """Returns the index of a weight by its path in a module, a parameter or a buffer."""
@@ -216,9 +219,10 @@ class Program:
         """Ends the building, also of a program that cannot be built."""
         self._plain = self._modules.are_plain()
 
-    def intact(self) -> bool:
-        """Whether the modules are those that the program was built from. Otherwise it must be built again."""
-        return self._modules.are_same(self._plain) and [held.get(n) for held, n in self._settings] == self._values
+    def intact(self, module: nn.Module) -> bool:
+        """Whether this is the module that the program was built from, unchanged. Otherwise it must be built again."""
+        same = self._of() is module and self._modules.are_same(self._plain)
+        return same and [get(held()) for held, get in self._settings] == self._values
 
     def held_weights(self) -> list[Any]:
         """Returns the weights that the modules have now, None for one that is gone."""
