@@ -197,7 +197,8 @@ def _parquet(source: str, column: str) -> Iterator[Row]:
                 f"--column {column!r} is not in {source!r}; expected one of {', '.join(file.schema_arrow.names)}"
             )
         kind = file.schema_arrow.field(column).type
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        text = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if not (pa.types.is_string(text) or pa.types.is_large_string(text)):
             raise InputError(f"--column {column!r} of {source!r} holds {kind}; expected text")
         number = 0
         for batch in file.iter_batches(ROWS, columns=[column], use_threads=False):
