@@ -17,6 +17,7 @@ from groups import refused
 from headrace import load
 from headrace.convert import FORMATS, export_checkpoint, import_checkpoint
 from headrace.convert.checkpoint import fetched, read_tokenizer
+from headrace.convert.linearize import linearize
 from headrace.convert.vocabulary import GPT2, _cl100k
 from headrace.hf import HeadraceForCausalLM
 from headrace.utils.errors import InputError
@@ -207,6 +208,12 @@ def test_formats_refuse_unsupported_models(tmp_path, mixer):
     for form in FORMATS:
         with pytest.raises(InputError, match=f"--to '{form}' cannot represent this model"):
             export_checkpoint(model, form, tmp_path / form)
+
+
+def test_a_layer_of_another_kind_is_named(checkpoint, tmp_path):
+    _, path = checkpoint("llama")
+    with pytest.raises(InputError, match='type is "linear" here and "attention" there'):
+        export_checkpoint(linearize(import_checkpoint(path), "gla"), "llama", tmp_path / "back")
 
 
 def test_unsupported_fields_are_named(tmp_path):

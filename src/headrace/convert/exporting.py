@@ -99,7 +99,7 @@ def _described(model: Any, name: str) -> tuple[Config, Model]:
         raise InputError(f"--to {name!r} cannot represent this model: in this format its {reason}") from None
     sizes = replace(again.sizes, max_positions=config.sizes.max_positions)  # matters for learned positions only
     theirs, ours = (
-        [*map(asdict, (*each.mixers, its_sizes)), {"tie_word_embeddings": each.tie_word_embeddings}]
+        [*map(to_json, each.mixers), asdict(its_sizes), {"tie_word_embeddings": each.tie_word_embeddings}]
         for each, its_sizes in ((again, sizes), (config, config.sizes))
     )
     if changed := difference(theirs, ours):
