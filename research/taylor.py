@@ -183,14 +183,18 @@ def listen(arm: Any, step: int, scores: dict[str, float] | None) -> None:
 
 def collect(results: dict[str, Any]) -> Iterator[Row]:
     """The points of every panel's curves, and the environment in which each arm ran."""
-    environments = {environment["commit"]: environment for environment in results["environments"]}
     for panel, members in PANELS.items():
         for label, mixer in {"softmax attention": SOFTMAX, **members}.items():
             for arm in (a for a in results["arms"] if a["mixer"] == mixer):
                 for point in (p for p in arm["curve"] if p["scores"]):
                     losses = {"train_loss": point["train_loss"], "held_out_loss": point["scores"]["loss"]}
                     where = {"panel": panel, "label": label, "mixer": mixer, "seed": arm["seed"]}
-                    yield {"environment": environments[arm["commit"]], **where, "step": point["step"], **losses}
+                    yield {
+                        "environment": results["environments"][arm["environment"]],
+                        **where,
+                        "step": point["step"],
+                        **losses,
+                    }
 
 
 def draw_curves(points: list[Row]) -> Figure:
