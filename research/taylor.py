@@ -214,7 +214,7 @@ def draw_curves(points: list[Row]) -> Figure:
                     ]
                     ax.plot(*zip(*line, strict=True), color="black" if i == 0 else PALETTE[i - 1], lw=1.5, label=label)
                 ax.set(title=fill(panel, 32) if row == 0 else "", xlabel="step" if row else "", ylim=(None, 3.2))
-            axes[0, column].legend(fontsize=7)
+            axes[0, column].legend(fontsize=7, loc="upper right", ncols=2 if len(axes[0, column].lines) > 8 else 1)
         axes[0, 0].set_ylabel("train loss (nats/byte)")
         axes[1, 0].set_ylabel("held-out loss (nats/byte)")
     return figure

@@ -227,13 +227,15 @@ def test_the_curves_of_denominators_and_orders_order_as_the_page_tells():
         loss[label], *spread[label] = map(float, cell.split(" ± "))
     orders = [loss[f"order {n}"] for n in (1, 2, 4, 10)]
     assert orders == sorted(orders, reverse=True) and loss["order 10"] - loss["e^x"] < spread["e^x"][0]
-    elu, cosine = "elu + 1 over L2", "cosine over length"
-    assert loss[f"{elu}, order 10"] < loss[elu] - 0.2 and loss["relu, order 10"] < loss["relu"]
-    assert min(loss[f"{cosine}, order 2"], loss[f"{cosine}, order 10"]) > loss[cosine]
+    for name in ("relu", "elu + 1"):
+        orders = [loss[name], loss[f"{name}, order 2"], loss[f"{name}, order 10"], loss["softmax attention"]]
+        assert orders == sorted(orders, reverse=True)
+    assert loss["elu + 1, order 10"] < loss["relu, order 10"]
+    assert min(loss["cosine, order 2"], loss["cosine, order 10"]) > loss["cosine"]
     whole, length = loss["softmax attention"], loss["length alone"]
     assert abs(loss["L2 norm"] - whole) < 2 * spread["softmax attention"][0]
     assert min(loss["detached sum"], loss["detached sum and length"], length) > whole + 0.15
-    assert all(0 < length - loss[f"{gate} and length"] < 0.05 for gate in ("gate", "input gate"))
+    assert all(whole + 0.1 < loss[f"{gate} and length"] < length for gate in ("gate", "input gate"))
     assert loss["L2 norm and length"] == loss["L2 norm"] < min(loss["RMS norm"], loss["layer norm"]) - 0.1
 
 
