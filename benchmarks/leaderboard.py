@@ -57,15 +57,14 @@ def show() -> None:
 
 def lines() -> list[str]:
     kept = ordered(rows.read(KEPT))
-    equal = [row for row in kept if row["mixer"] in sized(kept)]
-    (near, far, _, _), (_, _, rates, sizes) = tables(published(kept)), tables(kept)
-    near_equal, far_equal, _, _ = tables(equal)
+    named, equal = published(kept), [row for row in kept if row["mixer"] in sized(kept)]
+    (near, far, _, _), (near_equal, far_equal, _, _), (_, _, rates, sizes) = map(tables, (named, equal, kept))
     about = (
-        f"Mixers whose state has as many numbers as that of `{SIZED}`, within {MATCHED - 1:.0%}, where that of the "
-        "others is of another size by `heads.key_dim`. The cache of `transformer` grows."
+        f"Mixers whose state has as many numbers as that of `{SIZED}`, within {MATCHED - 1:.0%}: as published, or by "
+        "`heads.key_dim`. `transformer` has no row, as its cache grows."
     )
     return [
-        "### Who solves what", "", SOLVES, "", *markdown(("task", "at the training length", FAR), solved(kept)), "",
+        "### Who solves what", "", SOLVES, "", *markdown(("task", "at the training length", FAR), solved(named)), "",
         "### What theory says", "", THEORY, "",
         *markdown(("task", "should solve", "should not solve", ""), theory(kept)), "",
         "### Equal parameters", "", *near, *far,
