@@ -204,13 +204,43 @@ def rwkv6(c, w, x):
 
 
 def channel_mixing(c, w, x):
-    D = c["hidden_size"]
-    inner = c["intermediate_size"] or 32 * -(-int(D * (c["hidden_ratio"] or 3.5)) // 32)
+    D, default = c["hidden_size"], 3.5 if c["model_type"] == "rwkv6" else 4
+    inner = c["intermediate_size"] or 32 * -(-int(D * (c["hidden_ratio"] or default)) // 32)
+    if c["model_type"] == "rwkv7":
+        return w.linear(F.relu(w.linear(x + delta(x) * w("x_k", D), "key", inner)).square(), "value", D)
     key, receptance = (
         w.linear(x + delta(x) * w(f"{name}.mu", D), f"{name}.linear", width)
         for name, width in (("key", inner), ("receptance", D))
     )
     return receptance.sigmoid() * w.linear(F.relu(key).square(), "value", D)
+
+
+def rwkv7(c, w, x, first):
+    """first: a list with the values of the first layer, once it was called."""
+    D, K = c["hidden_size"], c["head_dim"]
+    r, z, k, v, a, g = (x + delta(x) * w(f"x_{name}", 1, 1, D) for name in "rwkvag")
+
+    def low(x, name, act=lambda y: y, bias=True):
+        rank = c[{"w": "decay", "g": "gate"}.get(name, name) + "_low_rank_dim"]
+        return w.linear(act(w.linear(x, f"{name}_lora.lora.0", rank)), f"{name}_lora.lora.2", D, bias)
+
+    decay, rate, gate = low(z, "w", torch.tanh), low(a, "a").sigmoid(), low(g, "g", torch.sigmoid, bias=False)
+    q, k, values = (w.linear(y, f"{name}_proj", D) for y, name in ((r, "r"), (k, "k"), (v, "v")))
+    if first:
+        values = values.lerp(first[0], low(v, "v").sigmoid())
+    first.append(values)
+    read = F.normalize((k * w("k_k", D)).unflatten(-1, (-1, K)), dim=-1)
+    k = k * (1 + (rate - 1) * w("k_a", D))
+    alpha = torch.exp(-math.exp(-0.5) * decay.sigmoid())
+    q, k, values, rate, alpha = (y.unflatten(-1, (-1, K)) for y in (q, k, values, rate, alpha))
+    S, out = x.new_zeros(x.shape[0], D // K, K, K), []
+    for t in range(x.shape[1]):
+        erased = (read[:, t, :, None] @ S) * (read * rate)[:, t, ..., None]
+        S = alpha[:, t, ..., None] * S - erased + k[:, t, ..., None] * values[:, t, :, None]
+        out.append((q[:, t, :, None] @ S)[..., 0, :])
+    out = F.layer_norm(torch.stack(out, 1), (K,), eps=K * c["norm_eps"]).flatten(-2)
+    bonus = (q * k * w("r_k", D // K, K)).sum(-1, keepdim=True) * values
+    return (out * w("g_norm.weight", D) + w("g_norm.bias", D) + bonus.flatten(2)) * gate
 
 
 def softmax(q, k, v, bias):
@@ -277,7 +307,7 @@ def mamba3(c, w, x):
 MIXERS = {
     each.__name__: each for each in (
         retnet, gla, delta_net, gated_deltanet, kda, hgrn2, gsa, linear_attn, gated_deltaproduct, rwkv6,
-        transformer, forgetting_transformer, mamba3,
+        rwkv7, transformer, forgetting_transformer, mamba3,
     )
 }  # fmt: skip
 # The model, its last norm, a layer's norm, its mixer, and the mixer's output projection.
@@ -291,19 +321,21 @@ def logits(c, tensors, ids):
     whole = Weights(tensors, model)
 
     def normed(x, w, name):
-        if kind != "rwkv6":
+        if not kind.startswith("rwkv"):
             return w.rms(x, name, c["norm_eps"])
         bias = w(f"{name}.bias", D) if c["norm_bias"] else None
         return F.layer_norm(x, (D,), w(f"{name}.weight", D), bias, c["norm_eps"])
 
     embedding = whole("embeddings.weight", c["vocab_size"], D)
-    x = embedding[ids] if kind != "rwkv6" else normed(embedding[ids], whole, "layers.0.pre_norm")
+    x, first = embedding[ids], [[]] if kind == "rwkv7" else []
+    if kind.startswith("rwkv"):
+        x = normed(x, whole, "layers.0.pre_norm")
     for i in range(c["num_hidden_layers"]):
         layer = whole.within(f"layers.{i}")
         w = layer.within(mixer)
-        out = MIXERS[kind](c, w, normed(x, layer, norm)).flatten(2)
+        out = MIXERS[kind](c, w, normed(x, layer, norm), *first).flatten(2)
         x = x + w.linear(out, output, D, c.get("use_bias"))
-        if kind == "rwkv6":
+        if kind.startswith("rwkv"):
             x = x + channel_mixing(c, layer.within("ffn"), normed(x, layer, "ffn_norm"))
         elif kind != "mamba3":
             mlp, y = layer.within("mlp"), normed(x, layer, "mlp_norm")

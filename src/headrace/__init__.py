@@ -98,6 +98,7 @@ tables.offer("headrace.extra.rg_lru", scans=("rg-lru",), scan_kinds=("rg-lru",))
 tables.offer("headrace.extra.gated", scans=("mingru", "minlstm", "hgrn"), scan_kinds=("mingru", "minlstm", "hgrn"))
 tables.offer("headrace.extra.short_conv", scans=("short-conv",), scan_kinds=("short-conv",))
 tables.offer("headrace.extra.rwkv7", matrices=("rwkv7",), matrix_kinds=("rwkv7",))
+tables.offer("headrace.extra.channel_mixing", mlps=("rwkv4", "rwkv7"))
 tables.offer("headrace.extra.encoder", linear_layers=("encoder",))
 tables.offer("headrace.extra.latent", others=("mla",))
 tables.offer("headrace.extra.specs.scan", types=("scan",))
@@ -113,7 +114,6 @@ tables.offer(
     others=("softmax-rnn-norm", "softmax-rnn-gate"),
     models=("rnn", "luong", "bahdanau", "transformer-2017", "t5", "bert"),
     types=("softmax-rnn", "rnn", "transformer", "bert"),
-    mlps=("rwkv4",),
     attention_layers=("early",),
 )
 del tables

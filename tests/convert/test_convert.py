@@ -96,7 +96,6 @@ MISTAKES = {
         "model_type='zamba', which is not converted, as it has Mamba layers",
     ),
     "capped gates": ({"model_type": "xlstm"}, "as it has a cap on the logits of mLSTM's gates"),
-    "mixed values": ({"model_type": "rwkv7"}, "as it has the values of the first layer mixed into those of all others"),
     "another model": ({"model_type": "bloom"}, "model_type='bloom'; expected headrace or one of the"),
     "a bias": ({"attention_bias": True}, "has no tensor 'model.layers.0.self_attn.q_proj.bias'"),
     "scaled positions": (

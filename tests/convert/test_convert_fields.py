@@ -18,8 +18,8 @@ from headrace.utils.errors import InputError
 # The formats of flash-linear-attention -> fields that have no default that can be converted.
 FLASH: dict[str, dict] = {
     "retnet": {}, "gla": {}, "delta_net": {}, "gated_deltanet": {}, "kda": {}, "hgrn2": {"use_lower_bound": False},
-    "gsa": {}, "linear_attn": {"feature_map": "elu"}, "gated_deltaproduct": {}, "rwkv6": {}, "transformer": {},
-    "forgetting_transformer": {}, "mamba3": {},
+    "gsa": {}, "linear_attn": {"feature_map": "elu"}, "gated_deltaproduct": {}, "rwkv6": {}, "rwkv7": {},
+    "transformer": {}, "forgetting_transformer": {}, "mamba3": {},
 }  # fmt: skip
 BASE = {
     "llama": softmax.FAMILIES["llama"].base,

@@ -22,6 +22,7 @@ SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_heads
 OWN = {
     "gated_deltanet": {"head_dim": 8}, "kda": {"head_dim": 8}, "gated_deltaproduct": {"head_dim": 8},
     "hgrn2": {"expand_ratio": 8, "num_heads": None}, "mamba3": {"state_size": 12, "head_dim": 16},
+    "rwkv7": {"head_dim": 8, "decay_low_rank_dim": 5, "a_low_rank_dim": 5, "gate_low_rank_dim": 6},
 }  # fmt: skip
 BASE = {form: SMALL | fixed | OWN.get(form, {}) for form, fixed in FLASH.items()}
 for unknown in ("num_heads", "intermediate_size"):
@@ -57,6 +58,8 @@ CHANGED = {
                                          "num_householder": 3, "use_gate": False},
     "rwkv6": ALL | {"expand_k": 1.0, "gate_low_rank_dim": 8, "proj_low_rank_dim": 16, "norm_first": False,
                     "norm_bias": False},
+    "rwkv7": ALL | {"head_dim": 4, "num_heads": 5, "decay_low_rank_dim": 8, "a_low_rank_dim": 8, "gate_low_rank_dim": 8,
+                    "v_low_rank_dim": 8, "norm_first": False, "norm_bias": False, "value_dim": [32, 64]},
     "forgetting_transformer": ALL | {"num_kv_heads": 2, "qkv_bias": True, "qk_norm": True, "use_output_gate": True,
                                      "window_size": 7, "elementwise_affine": False},
     "transformer": ALL | {"num_kv_heads": 2, "qkv_bias": True, "qk_norm": True, "window_size": 7, "rope_theta": 50.0,
@@ -69,6 +72,9 @@ TOGETHER = [
     ("mamba3", {"is_outproj_norm": True, "n_groups": 4, "use_bias": True, "num_heads": 4}),
     ("kda", {"safe_gate": True, "lower_bound": -5, "expand_v": 2.0, "num_v_heads": 8, "allow_neg_eigval": True}),
     ("hgrn2", {"expand_ratio": None, "num_heads": 2}),
+    ("rwkv7", {"decay_low_rank_dim": 4, "a_low_rank_dim": 4, "v_low_rank_dim": 3, "norm_bias": False}),
+    ("rwkv7", {"num_hidden_layers": 4, "value_dim": 4 * [32], "norm_eps": 1e-3, "head_dim": 16}),
+    ("rwkv7", {"num_hidden_layers": 1, "value_dim": 32, "hidden_ratio": None, "intermediate_size": None}),
     ("gated_deltaproduct", {"num_householder": 2, "use_forget_gate": True, "allow_neg_eigval": True}),
     ("forgetting_transformer", {"use_output_gate": True, "num_kv_heads": 2}),
     ("transformer", {"qk_norm": True, "norm_eps": 1e-5, "window_size": 9, "num_kv_heads": 1, "qkv_bias": True}),

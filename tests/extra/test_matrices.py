@@ -7,9 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_map
 
+import tiny
 from headrace import layers, zoo
 from headrace.extra import chunks, dplr, gla_outer, rwkv7
+from headrace.layers.base import Carried
 from headrace.ops.sequences import Sequences
 from headrace.utils.errors import InputError
 from headrace.verification.verify import relative, specimen
@@ -189,10 +192,12 @@ def goose_package(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:.torch.jit:FutureWarning")
-def test_rwkv7_equals_the_authors_code(monkeypatch):
-    """Outputs and the gradient of the input, of a first layer: those above it have the value residual besides."""
+@pytest.mark.parametrize("layer_idx", [0, 2])
+def test_rwkv7_equals_the_authors_code(monkeypatch, layer_idx):
+    """Outputs, and the gradients of the input and of the first layer's values."""
     theirs = goose_package(monkeypatch).RWKV_x070_TMix_seq
-    ours = layers.build(zoo.get("rwkv7(rank=4)"), hidden_size=D, num_heads=4)
+    ranks = "rank=4, rate_rank=5, value_rank=3, gate_rank=6"
+    ours = layers.build(zoo.get(f"rwkv7({ranks})"), hidden_size=D, num_heads=4, layer_idx=layer_idx, num_layers=4)
     for parameter in ours.parameters():
         nn.init.normal_(parameter, std=0.3)
     w = {key: p.detach() for key, p in ours.named_parameters()}
@@ -200,18 +205,46 @@ def test_rwkv7_equals_the_authors_code(monkeypatch):
     low = lambda name: (w[f"{name}.down"], w[f"{name}.up"])  # noqa: E731
     projections = [w[f"{name}_proj.weight"].T for name in "qkvo"]
 
-    nothing = torch.zeros(D)
+    nothing, carried = torch.zeros(D), Carried()
+    carried.layer, carried.value = 0, torch.randn(2, T, D, requires_grad=True)
+    values = [w["value_bias"], *low("value")] if layer_idx else 3 * [nothing]
 
-    def layer(row):
+    def layer(row, first):
         return theirs(
-            0, 4, D // 4, row, nothing, nothing, row.new_zeros(4, D // 4, D // 4),
+            layer_idx, 4, D // 4, row, nothing, first, row.new_zeros(4, D // 4, D // 4),
             *(mix[n] for n in ("q", "decay", "k", "v", "rate", "gate")),
-            w["decay_bias"], *low("decay"), w["rate_bias"], *low("rate"), *3 * [nothing], *low("gate"),
+            w["decay_bias"], *low("decay"), w["rate_bias"], *low("rate"), *values, *low("gate"),
             w["k_read"], w["k_rate"], w["bonus"], *projections, w["norm_weight"], w["norm_bias"],
         )[0]  # fmt: skip
 
     x = torch.randn(2, T, D, requires_grad=True)
-    agree([x], ours(x)[0], torch.stack([layer(row) for row in x]))
+    expected = torch.stack([layer(row, first) for row, first in zip(x, carried.value, strict=True)])
+    agree([x, carried.value][: 1 + (layer_idx > 0)], ours(x, carried=carried)[0], expected)
+
+
+def gradients(model, ids):
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")  # its successor's name is new
+def test_rwkv7_values_of_the_first_layer_reach_the_others():
+    """Where activations are recomputed, and where lists that a block is given are copied, as FSDP does. Each parameter
+    has a gradient; a reentrant checkpoint, which would cut some of them, is refused."""
+    model, ids = tiny.build("rwkv7", num_hidden_layers=3).train(), tiny.tokens(2)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    expected = gradients(model, ids)
+    assert all(gradient.any() for gradient in expected)
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda _, args, kwargs: tree_map(lambda x: x, (args, kwargs)), with_kwargs=True)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for again, gradient in zip(gradients(model, ids), expected, strict=True):
+        assert torch.equal(again, gradient)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(InputError, match="no gradient to RWKV-7's values; expected use_reentrant=False"):
+        gradients(model, ids)
 
 
 @pytest.mark.parametrize("name", ["rwkv6", "rwkv7"])

@@ -13,7 +13,7 @@ from .fields import Config, Fields
 from .form import Block, Format, Model, View, Views, below, conv_width, model_of, named, plain, stacked, whole
 from .mamba import divisor
 from .parts import mlp_views, of_heads
-from .recurrent import kinds_of, mixers_alone
+from .recurrent import mixers_alone
 from .softmax import activation, attention_views
 
 DEFAULTS: Config = {
@@ -25,6 +25,7 @@ DEFAULTS: Config = {
 TYPES: Config = {
     "num_kv_heads": int, "num_v_heads": int, "intermediate_size": int, "window_size": int, "lower_bound": float,
     "expand_ratio": int, "num_heads": int, "expand_k": float, "hidden_ratio": float, "num_slots": int,
+    "value_dim": (int, [int]),
 }  # fmt: skip
 OPTIONAL = {"hidden_ratio", "num_slots", "expand_ratio"}
 # The values that can be converted, also of fields that classes of 2024 and 2025 had and wrote.
@@ -181,42 +182,6 @@ def gated_deltaproduct(c: Fields) -> Model:
     return delta_rule(c, "gated-deltanet" if decays else "deltanet", views, changes)
 
 
-# --- RWKV-6 ----------------------------------------------------------------------------------------------------------
-
-
-def rwkv6(c: Fields) -> Model:
-    """Its weights of the token before are 1 minus ours of the token itself in the channel mixing."""
-    D, ratio, kinds = c["hidden_size"], c["hidden_ratio"], ("weight", *["bias"] * c["norm_bias"])
-    mixer = f"rwkv6({widths(c)}, decay.rank={c['gate_low_rank_dim']}, read.eps={c['norm_eps']})"
-    layers = [Layer(zoo.get(mixer))] * c["num_hidden_layers"]
-    style = BlockStyle("layer", mlp="rwkv4", bias=c["norm_bias"], embedding_norm=True)
-    own = plain(RWKV6 | kinds_of({"mixer_norm": "attn_norm", "mlp_norm": "ffn_norm"}, *kinds))
-    own["mixer.decay.up"] = View("attn.w_proj.linear.lora.2.weight", transposed=True)
-    for i, (stream, name) in enumerate(RWKV6_STREAMS.items()):
-        rows = Block(1, 5 * RWKV6_RANK, i * RWKV6_RANK, RWKV6_RANK)
-        own[f"mixer.shift.offset.{stream}"] = View("attn.x_bias", Block(1, 5, i, 1))
-        own[f"mixer.shift.down.{stream}"] = View("attn.x_proj.0.linear.weight", rows)
-        own[f"mixer.shift.up.{stream}"] = View("attn.x_proj.2.weight", rows, transposed=True)
-        own[f"mixer.in_proj.{stream}"] = View(f"attn.{name}_proj.linear.weight")
-    own["mixer.in_proj.decay"] = View("attn.w_proj.linear.lora.0.weight")
-    own |= plain({"mlp.mix.r": "ffn.receptance.mu", "mlp.mix.k": "ffn.key.mu"}, offset=1.0, factor=-1.0)
-    norms = {"model.backbone.embedding_norm": "model.layers.0.pre_norm", "model.backbone.norm": "model.norm"}
-    outside = whole("model", "embeddings", "norm", c["tie_word_embeddings"]) | plain(kinds_of(norms, *kinds))
-    width = c["intermediate_size"] or 32 * -(-int(D * (3.5 if ratio is None else ratio)) // 32)
-    sizes = {"num_heads": c["num_heads"], "intermediate_size": width}
-    return model_of(c, layers, style, [own] * len(layers), outside, **sizes)
-
-
-RWKV6_RANK = 32  # of the weights of a stream's mix
-RWKV6_STREAMS = {"q": "r", "decay": "w", "k": "k", "v": "v", "gate": "g"}  # in their order
-RWKV6 = {
-    "mixer.shift.base": "attn.x_proj.0.mu", "mixer.decay.bias": "attn.w_proj.linear.lora.2.bias",
-    "mixer.bonus": "attn.bonus", "mixer.norm_weight": "attn.g_norm.weight", "mixer.norm_bias": "attn.g_norm.bias",
-    "mixer.o_proj.weight": "attn.o_proj.weight", "mlp.gate_proj.weight": "ffn.receptance.linear.weight",
-    "mlp.up_proj.weight": "ffn.key.linear.weight", "mlp.down_proj.weight": "ffn.value.weight",
-}  # fmt: skip
-
-
 # --- softmax attention -----------------------------------------------------------------------------------------------
 
 
@@ -370,12 +335,6 @@ FORMATS: dict[str, Format] = {
         {"num_heads": 6, "head_dim": 256, "expand_v": 2.0, "conv_size": 4, "num_hidden_layers": 21,
          "use_output_gate": True, "use_forget_gate": False, "allow_neg_eigval": False, "num_householder": 1},
         DELTA | {"use_gate": (True,)}, "fuse_norm",
-    ),
-    "rwkv6": fla(
-        "RWKV6ForCausalLM", rwkv6,
-        {"num_heads": 4, "expand_k": 0.5, "expand_v": 1.0, "hidden_ratio": 3.5, "norm_eps": 1e-5, "norm_bias": True,
-         "gate_low_rank_dim": 64},
-        {"hidden_act": ("sqrelu",), "norm_first": (True,), "proj_low_rank_dim": (RWKV6_RANK,)}, "fuse_norm",
     ),
     "transformer": fla(
         "TransformerForCausalLM", transformer,

@@ -1,9 +1,11 @@
 """The formats of other libraries by their model_type."""
 
-from . import delta, flash, hybrid, recurrent, softmax
+from . import delta, flash, hybrid, recurrent, rwkv, softmax
 from .form import Format
 
-FORMATS: dict[str, Format] = softmax.FORMATS | recurrent.FORMATS | delta.FORMATS | hybrid.FORMATS | flash.FORMATS
+FORMATS: dict[str, Format] = {}
+for module in (softmax, recurrent, delta, hybrid, flash, rwkv):
+    FORMATS |= module.FORMATS
 
 # Of formats with a recurrence that are not converted, what no mixer or model here has.
 MISSING: dict[str, str] = {
@@ -12,7 +14,6 @@ MISSING: dict[str, str] = {
     "mesa_net": "short convolutions of q and k, and none of v",
     "lightnet": "keys that are a softmax over all tokens so far",
     "path_attn": "positions by products of Householder matrices",
-    "rwkv7": "the values of the first layer mixed into those of all others (value residual)",
     "zamba": "Mamba layers of several heads, each with projections of its own (n_mamba_heads)",
     "xlstm": "a cap on the logits of mLSTM's gates (gate_soft_cap)",
 }

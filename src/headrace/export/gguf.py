@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import zoo
 from ..convert import load
 from ..convert.checkpoint import read_tokenizer
-from ..extra.rwkv7 import RWKV7
+from ..extra.rwkv7 import RANKS, RWKV7
 from ..extra.specs.matrix import MatrixSpec
 from ..ops.checks import require
 from ..spec.linear import MixerSpec
@@ -105,23 +105,24 @@ def mamba2_layer(mixer: Any) -> Tensors:
 
 
 def rwkv7_settings(model: Any) -> Settings:
-    mixer = model.model.backbone.layers[0].mixer
+    mixer, last = (model.model.backbone.layers[i].mixer for i in (0, -1))
     require(mixer.K == 64, f"--to gguf: head dimension {mixer.K}; llama.cpp computes rwkv7 only for 64")
-    ranks = {"decay": mixer.decay, "iclr": mixer.rate, "value_residual_mix": mixer.rate, "gate": mixer.gate}
+    value = last.value or mixer.rate
+    ranks = {"decay": mixer.decay, "iclr": mixer.rate, "value_residual_mix": value, "gate": mixer.gate}
     own = {f"attention.{name}_lora_rank": part.down.shape[1] for name, part in ranks.items()}
     return own | {"wkv.head_size": mixer.K, "token_shift_count": 1}
 
 
 def rwkv7_layer(mixer: RWKV7) -> Tensors:
-    D, rank = mixer.rate.down.shape
     own = {
         "w0": mixer.decay_bias, "a0": mixer.rate_bias, "k_k": mixer.k_read, "k_a": mixer.k_rate, "r_k": mixer.bonus,
-        # llama.cpp adds the first layer's values with the weight σ(v0 + …), which is 0 here
-        "v0": torch.full((D,), -1e4), "v1": torch.zeros(rank, D), "v2": torch.zeros(D, rank),
         "lerp_fused": mixer.mix[:, None, None], "key": mixer.k_proj.weight, "value": mixer.v_proj.weight,
         "receptance": mixer.q_proj.weight, "output": mixer.o_proj.weight, "ln": mixer.norm_weight,
     }  # fmt: skip
-    for name, part in {"w": mixer.decay, "a": mixer.rate, "g": mixer.gate}.items():
+    # llama.cpp loads the tensors of the value residual of the first layer, with the rank of a, and does not use them.
+    bias, value = (mixer.rate_bias, mixer.rate) if mixer.value is None else (mixer.value_bias, mixer.value)
+    own["v0"] = bias
+    for name, part in {"w": mixer.decay, "a": mixer.rate, "v": value, "g": mixer.gate}.items():
         own |= {f"{name}1": part.down.T, f"{name}2": part.up.T}
     return {f"time_mix_{name}.weight": x for name, x in own.items()} | {"time_mix_ln.bias": mixer.norm_bias}
 
@@ -172,7 +173,7 @@ def architecture(config: Any) -> tuple[str, Architecture]:
         if isinstance(spec, MixerSpec) and isinstance(named, MixerSpec):
             named = replace(named, heads=spec.heads, inputs=replace(named.inputs, conv=spec.inputs.conv or 4))
         elif isinstance(spec, MatrixSpec) and isinstance(named, MatrixSpec):
-            named = replace(named, rank=spec.rank, count=spec.count)
+            named = replace(named, count=spec.count, **{name: getattr(spec, name) for name in RANKS})
         first = next((i for i, layer in enumerate(layers) if layer != Layer(named)), None)
         if first is None:
             expected = f"expected style.mlp={kind.mlp!r}, and defaults otherwise"

@@ -1,8 +1,6 @@
 """RWKV-7 (arXiv 2503.14456): the delta rule with a decay per key channel and with separate keys for the read (κ), the
-erasure (a ⊙ κ) and the write (k) of an update.
-
-The value residual of the paper, a mix of each layer's values with those of the first layer, is omitted, because a mixer
-gets only the input of its own layer. Every layer computes what the paper's first layer computes.
+erasure (a ⊙ κ) and the write (k) of an update; and the value residual, a mix of the values of each layer with those of
+the first. A layer outside a model, or in an encoder, mixes its values with themselves.
 
 Dimensions: B batch, T tokens, D hidden size, H heads, K dimension per head of keys and values, N sequences, M chunks, C
 tokens per chunk.
@@ -15,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.base import Mixer, Recurrence, SelfInitialized
+from ..layers.base import Carried, Mixer, Recurrence, SelfInitialized
 from ..layers.linear.readout import GROUP_NORM_EPS
 from ..layers.linear.token import MixerState
 from ..layers.maps import mixed
 from ..ops.call import accumulator
+from ..ops.checks import require
 from ..ops.sequences import Sequences
 from ..spec.mixer import Facts, Update
 from . import dplr
@@ -28,6 +27,8 @@ from .dplr import Operands, step
 from .registration import register_mixer
 from .specs.matrix import KINDS, MatrixKind, MatrixSpec
 
+# Of low-rank projections over the root of the hidden size, in the author's code.
+RANKS = {"rank": 2.5, "rate_rank": 2.5, "value_rank": 1.7, "gate_rank": 5.0}
 FASTEST = math.exp(-0.5)  # upper bound of −log_decay: the memory decays by at most e^−0.61 per token
 
 
@@ -63,6 +64,8 @@ class RWKV7(Mixer):
     Takes the arguments of LinearMixer; those without a name here are not used.
     """
 
+    carries = True
+
     state_kind = MixerState
     no_weight_decay = ("mix",)
     STREAMS = ("q", "decay", "k", "v", "rate", "gate")
@@ -72,6 +75,7 @@ class RWKV7(Mixer):
     ):
         super().__init__()
         D, self.H = hidden_size, spec.num_heads(hidden_size, num_heads)
+        self.layer_idx, self.eps = layer_idx, spec.eps or GROUP_NORM_EPS
         self.K, _ = spec.head_dims(D, num_heads)
         self.state_shapes = spec.state_shapes(D, num_heads)
         self.depth, self.height = layer_idx / max(num_layers - 1, 1), 1 - layer_idx / num_layers
@@ -81,10 +85,13 @@ class RWKV7(Mixer):
         self.k_proj = nn.Linear(D, D, bias=False)
         self.v_proj = nn.Linear(D, D, bias=False)
         self.o_proj = nn.Linear(D, D, bias=False)
-        narrow, wide = (spec.rank or max(32, 32 * round(factor * math.sqrt(D) / 32)) for factor in (2.5, 5))
-        self.decay = LowRank(D, narrow, torch.tanh)
-        self.rate = LowRank(D, narrow, nn.Identity())
-        self.gate = LowRank(D, wide, torch.sigmoid)
+        usual = {name: max(32, 32 * round(factor * math.sqrt(D) / 32)) for name, factor in RANKS.items()}
+        ranks = {name: getattr(spec, name) or spec.rank or rank for name, rank in usual.items()}
+        self.decay = LowRank(D, ranks["rank"], torch.tanh)
+        self.rate = LowRank(D, ranks["rate_rank"], nn.Identity())
+        self.gate = LowRank(D, ranks["gate_rank"], torch.sigmoid)
+        self.value = LowRank(D, ranks["value_rank"], nn.Identity()) if layer_idx else None
+        self.value_bias = nn.Parameter(torch.empty(D)) if layer_idx else None
         self.decay_bias = nn.Parameter(torch.empty(D))
         self.rate_bias = nn.Parameter(torch.empty(D))
         self.k_read = nn.Parameter(torch.empty(D))
@@ -110,18 +117,26 @@ class RWKV7(Mixer):
         self.mix.copy_(1 - (i / D) ** (powers * self.height)[:, None])
         self.decay_bias.copy_(-5.5 + 6 * place ** (1 + self.depth**0.3) + 2.5 * zigzag)
         self.rate_bias.copy_(-0.19 + 0.3 * zigzag + 0.4 * (place - 0.5))
+        if self.value_bias is not None:
+            self.value_bias.copy_(0.73 - 0.4 * (place - 0.5))
         self.k_read.copy_(0.71 - 0.1 * (place - 0.5))
         self.k_rate.fill_(1.02)
         self.bonus.fill_(-0.04)
         self.norm_weight.fill_(self.share**0.7)
         self.norm_bias.zero_()
 
-    def run(self, x: Tensor, state: MixerState | None, sequences: Sequences) -> tuple[Tensor, MixerState]:
+    @property
+    def stacks(self) -> dict[str, dict[str, int]]:
+        return {"mix": dict.fromkeys(self.STREAMS, 1)}
+
+    def run(
+        self, x: Tensor, state: MixerState | None, sequences: Sequences, carried: Carried | None = None
+    ) -> tuple[Tensor, MixerState]:
         acc = accumulator(x)
         before, shift = sequences.shift(x, None if state is None else state.shift)
         change = before - x
         streams = {name: torch.addcmul(x, change, mix) for name, mix in zip(self.STREAMS, self.mix, strict=True)}
-        operands = self.operands(streams, acc, sequences)
+        operands = self.operands(streams, acc, sequences, carried or Carried())
         past = None if state is None else state.memory
 
         def mix(v: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,16 +145,31 @@ class RWKV7(Mixer):
         out, memory = mixed(mix, operands.v)
         return self.read_out(out, operands, streams["gate"], sequences), MixerState(memory, shift=shift)
 
-    def operands(self, streams: dict[str, Tensor], acc: torch.dtype, sequences: Sequences) -> Operands:
+    def operands(
+        self, streams: dict[str, Tensor], acc: torch.dtype, sequences: Sequences, carried: Carried
+    ) -> Operands:
         """Computes the operands of the recurrence from the streams [B, T, D] in the dtype acc."""
         projections = {"q": self.q_proj, "k": self.k_proj, "v": self.v_proj}
         q, k, v = (sequences.tokenwise(p, streams[name]).to(acc) for name, p in projections.items())
         log_decay = -FASTEST * torch.sigmoid((self.decay_bias + self.decay(streams["decay"])).to(acc))
         rate = torch.sigmoid((self.rate_bias + self.rate(streams["rate"])).to(acc))
+        v = self.with_first(v, streams["v"], carried)
         read = F.normalize(self.heads(k * self.k_read), dim=-1)
         k = k + k * (rate - 1) * self.k_rate
         q, k, v, log_decay, rate = (self.heads(y) for y in (q, k, v, log_decay, rate))
         return Operands(q, k, v, log_decay, read, read * rate)
+
+    def with_first(self, v: Tensor, x: Tensor, carried: Carried) -> Tensor:
+        """Mixes the values [B, T, D] of the tokens x [B, T, D] with those of the first layer that was called."""
+        if carried.value is None:
+            carried.layer, carried.value = self.layer_idx, v
+        first = carried.value
+        if carried.layer == self.layer_idx:  # again, if activations are recomputed
+            reached = first.requires_grad or not v.requires_grad
+            require(reached, "use_reentrant=True gives no gradient to RWKV-7's values; expected use_reentrant=False")
+        if self.value is None or self.value_bias is None:
+            return v
+        return torch.lerp(v, first.to(v), torch.sigmoid((self.value_bias + self.value(x)).to(v.dtype)))
 
     def heads(self, x: Tensor) -> Tensor:
         """Splits the last dimension into [H, K]."""
@@ -148,7 +178,7 @@ class RWKV7(Mixer):
     def read_out(self, out: Tensor, x: Operands, gate_input: Tensor, sequences: Sequences) -> Tensor:
         """Applies norm, bonus, gate and output projection to out [B, T, H, K]."""
         weight, bias, bonus = (self.heads(p) for p in (self.norm_weight, self.norm_bias, self.bonus))
-        out = F.layer_norm(out, (self.K,), eps=GROUP_NORM_EPS) * weight + bias
+        out = F.layer_norm(out, (self.K,), eps=self.eps) * weight + bias
         out = out + (x.q * x.k * bonus).sum(-1, keepdim=True) * x.v
         return sequences.tokenwise(self.o_proj, out.flatten(-2).to(gate_input.dtype) * self.gate(gate_input))
 
@@ -159,7 +189,7 @@ KINDS["rwkv7"] = MatrixKind(
         Update("diag(α) − κᵀ(a κ)", "v", "α, per key channel", "½‖v − kS‖²"),
         flops=9,  # decay: 1; κ S: 2; − (a κ)ᵀ (κ S): 2; + kᵀ v: 2; q S: 2
     ),
-    ("rank",),
+    (*RANKS, "eps"),
     shapes=lambda spec, hidden_size, memory: {"memory": memory, "shift": (1, hidden_size)},
 )
 register_mixer(

@@ -4,7 +4,7 @@ from ..extra.specs.scan import KINDS, ScanKind, ScanSpec
 from ..spec.attention import LAYERS, AttentionSpec, Pattern
 from ..spec.mixer import Facts, Update
 from ..spec.serialize import TYPES
-from ..spec.stack import MLPS, BlockStyle
+from ..spec.stack import BlockStyle
 from ..zoo import register
 from ..zoo.entry import Entry
 from .specs.encoder_decoder import Alignment, RecurrentSpec
@@ -13,7 +13,6 @@ from .specs.stack import BertSpec, TransformerSpec
 
 TYPES.update({"softmax-rnn": SoftmaxRNNSpec, "rnn": RecurrentSpec, "transformer": TransformerSpec, "bert": BertSpec})
 LAYERS["early"] = "headrace.history.layers.attention.EarlyAttention"
-MLPS["rwkv4"] = "headrace.history.layers.channel_mixing.ChannelMixing"
 # Operations are per state number and token; x is a complex number of a conjugate pair.
 KINDS.update({
     "s4": ScanKind(

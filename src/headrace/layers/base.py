@@ -4,6 +4,7 @@ Dimensions: B batch, T tokens, D hidden size, N sequences.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -46,6 +47,13 @@ class ShiftState(NamedTuple):
     """The last token of N sequences."""
 
     shift: Tensor  # [N, 1, D]
+
+
+class Carried:
+    """What a layer leaves to those above it in a call of a model. It is no list, as FSDP and accelerate copy lists."""
+
+    layer: int = -1
+    value: Tensor | None = None  # in the order of the tokens of `run`
 
 
 Shapes = dict[str, tuple[int, ...]]  # shapes of a state's tensors by name, without the dimension N
@@ -116,6 +124,7 @@ class Mixer(SelfInitialized):
     state_shapes: Shapes
     hidden_size: int | None = None  # D, set by `layers.build`
     fixed_size = True  # whether the state has one size, whatever the number of tokens
+    carries = False  # whether `run` takes `carried`, what the layers below have left
 
     @property
     def static_shapes(self) -> bool:
@@ -140,6 +149,7 @@ class Mixer(SelfInitialized):
         mask: Tensor | None = None,
         cu_seqlens: Tensor | Sequences | None = None,
         in_place: bool = False,
+        **more: Any,
     ) -> tuple[Tensor, Any]:
         """Applies the mixer to the tokens that follow `state`.
 
@@ -149,6 +159,7 @@ class Mixer(SelfInitialized):
             mask: [B, T], bool; False marks padding. An output at padding is 0.
             cu_seqlens: [N + 1], bounds of N packed sequences; B is 1.
             in_place: whether `state` may be overwritten, after which it must not be used. Otherwise it is not changed.
+            more: arguments of `run`.
 
         Returns:
             (y [B, T, D], the next state; without tokens, the state given).
@@ -159,22 +170,22 @@ class Mixer(SelfInitialized):
         """
         if (context := recomputed(self)) is not None:
             with context:
-                return self.forward(x, state, mask=mask, cu_seqlens=cu_seqlens, in_place=in_place)
+                return self.forward(x, state, mask=mask, cu_seqlens=cu_seqlens, in_place=in_place, **more)
         if isinstance(maps := wanted(), list):
-            return with_map(self, maps, x, state, mask=mask, cu_seqlens=cu_seqlens)
+            return with_map(self, maps, x, state, mask=mask, cu_seqlens=cu_seqlens, **more)
         packed = cu_seqlens is not None
         if current() is not None:
             self._check_part(state, mask, packed)
         check_input(x, mask, packed, self.hidden_size)
         if in_place and current() is None and state is not None and mask is None and not packed and x.shape[1]:
-            return self.run_in_place(x, state)
+            return self.run_in_place(x, state, **more)
         sequences = Sequences.of(x, cu_seqlens)
         state = self.checked(x, state, sequences)
         if mask is not None:
             static = self.static_shapes and avoid_sync(x) and wanted() is None
             remove = padding_last if static else without_padding
-            return remove(self.run, x, state, mask)
-        return self.run(x, state, sequences) if x.shape[1] else (x, state)
+            return remove(partial(self.run, **more), x, state, mask)
+        return self.run(x, state, sequences, **more) if x.shape[1] else (x, state)
 
     def checked(self, x: Tensor, state: Any, sequences: Sequences) -> Any:
         """Checks a state of these sequences, and returns it in the precision of x."""
@@ -191,10 +202,10 @@ class Mixer(SelfInitialized):
         fresh = state is None or not packed
         require(fresh, "state is given for packed sequences under context_parallel; expected state=None")
 
-    def run(self, x: Tensor, state: Any, sequences: Sequences) -> tuple[Tensor, Any]:
+    def run(self, x: Tensor, state: Any, sequences: Sequences, **more: Any) -> tuple[Tensor, Any]:
         """Computes the mixer for T ≥ 1 tokens without padding."""
         raise TypeError(f"{type(self).__name__} does not define run")
 
-    def run_in_place(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def run_in_place(self, x: Tensor, state: Any, **more: Any) -> tuple[Tensor, Any]:
         """Computes `forward` for x that was checked, without padding and packing, and may overwrite `state`."""
-        return self.forward(x, state)
+        return self.forward(x, state, **more)

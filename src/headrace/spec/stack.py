@@ -54,8 +54,10 @@ class BlockStyle(Record):
     # pre: norm before mixer and MLP, and at the end; post: norm after each sum; branch: norm of the output of mixer and
     # MLP before the sum, and at the end (OLMo 2)
     order: Literal["pre", "post", "branch"] = "pre"
-    # kind of MLP; relu2: squared; rwkv4: channel mixing, which has a state and no biases
-    mlp: Literal["swiglu", "geglu", "geglu-tanh", "gelu", "gelu-tanh", "relu", "relu2", "rwkv4", "none"] = "swiglu"
+    # kind of MLP; relu2: squared; rwkv4, rwkv7: channel mixing, which has a state and no biases
+    mlp: Literal["swiglu", "geglu", "geglu-tanh", "gelu", "gelu-tanh", "relu", "relu2", "rwkv4", "rwkv7", "none"] = (
+        "swiglu"
+    )
     bias: bool = False  # whether MLPs and LayerNorms have biases
     positions: Literal["none", "sinusoidal", "learned"] = "none"  # absolute positions, added to the embeddings
     experts: Experts | None = None  # mixture of experts of the layers with mlp="experts"
@@ -69,8 +71,8 @@ class BlockStyle(Record):
     logits_cap: PositiveFloat | None = None  # bound c of the logits, which become c tanh(logits / c)
 
     def _objections(self):
-        stateful = self.mlp == "rwkv4" and (self.experts is not None or self.shared is not None)
-        yield stateful, "mlp='rwkv4' has a state; expected another MLP with experts and with a shared block"
+        stateful = self.mlp in MLPS and (self.experts is not None or self.shared is not None)
+        yield stateful, f"mlp={self.mlp!r} has a state; expected another MLP with experts and with a shared block"
         for name, usual in (("count", 1), ("mlp_rank", None), ("attention_rank", None)):
             value = getattr(self, f"shared_{name}")
             yield self.shared is None and value != usual, f"shared_{name}={value} without a shared block (shared=none)"
@@ -148,7 +150,7 @@ class Decoder(Stateful):
             f"{i}.{name}": shape for i, (mixer, width) in enumerate(stateful)
             for name, shape in mixer.state_shapes(width, num_heads, tokens).items()
         }  # fmt: skip
-        mixing = [i for i, layer in enumerate(every) if layer.mlp == "one" and self.style.mlp == "rwkv4"]
+        mixing = [i for i, layer in enumerate(every) if layer.mlp == "one" and self.style.mlp in MLPS]
         return shapes | {f"{i}.mlp.shift": (1, hidden_size) for i in mixing}
 
 

@@ -21,7 +21,8 @@ class MatrixKind(NamedTuple):
 
 
 KINDS: Table[MatrixKind] = Table("matrix_kinds")  # which plug-ins have
-OPTIONS = "rank", "slots", "expand_k", "expand_v", "eps"  # fields with a default, which not all kinds have
+# Fields with a default, which not all kinds have.
+OPTIONS = "rank", "rate_rank", "value_rank", "gate_rank", "slots", "expand_k", "expand_v", "eps"
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,9 @@ class MatrixSpec(Spec):
 
     kind: Annotated[str, Names(KINDS)]
     rank: PositiveInt | None = None  # of the low-rank projections; None: the papers' rank for the hidden size
+    rate_rank: PositiveInt | None = None  # rwkv7: of that to the strength of the erasure; None: as rank
+    value_rank: PositiveInt | None = None  # rwkv7: of that to the share of the first layer's values; None: as rank
+    gate_rank: PositiveInt | None = None  # rwkv7: of that to the gate; None: as rank
     slots: PositiveInt | None = None  # number of slots per head; None: the key dimension
     expand_k: PositiveFloat = 1.0  # key dimensions of all heads together, as a multiple of the hidden size
     expand_v: PositiveFloat = 1.0  # value dimensions of all heads together, as a multiple of the hidden size
@@ -38,7 +42,7 @@ class MatrixSpec(Spec):
     # value dimension per head in the paper, from which the number of heads follows; None, and in a model narrower than
     # 4 such heads: the model's num_heads
     width: PositiveInt | None = None
-    eps: PositiveFloat | None = None  # gsa: of the norm; None: the model's
+    eps: PositiveFloat | None = None  # gsa, rwkv7: of the norm; None: the model's, in rwkv7 6.4e-4
 
     table = "matrices"
     uncompeting = "computes its memory by a recurrence of its own, which has no gates of competition"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from ...spec.attention import AttentionSpec
 from ...spec.mixer import ModelSpec, Shapes, Spec
 from ...spec.record import Range
-from ...spec.stack import BlockStyle
+from ...spec.stack import MLPS, BlockStyle
 from .encoder_decoder import BUILDER
 
 
@@ -20,7 +20,7 @@ class StackSpec(ModelSpec):
     style: BlockStyle = field(default_factory=BlockStyle)
 
     def _objections(self):
-        yield self.style.mlp == "rwkv4", "style.mlp='rwkv4' is for decoders alone; expected another MLP"
+        yield self.style.mlp in MLPS, f"style.mlp={self.style.mlp!r} is for decoders alone; expected another MLP"
         yield self.style.logits_cap is not None, "style.logits_cap is for decoders alone; expected none"
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:

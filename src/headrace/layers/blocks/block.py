@@ -126,8 +126,8 @@ class Block(nn.Module):
 
     def forward(
         self, x: Tensor, states: Sequence[Any] | None = None, beside: Tensor | None = None, *,
-        mask: Tensor | None = None, cu_seqlens: Tensor | None = None, memory: Any = None, in_place: bool = False,
-        next_states: list[Any] | None = None,
+        mask: Tensor | None = None, cu_seqlens: Tensor | None = None, memory: Any = None, carried: Any = None,
+        in_place: bool = False, next_states: list[Any] | None = None,
     ) -> Tensor:  # fmt: skip
         """Applies the block: x [B, T, D] -> x [B, T, D], a tensor alone, as tools for decoder layers expect it.
 
@@ -136,13 +136,15 @@ class Block(nn.Module):
             mask, cu_seqlens, in_place: as in `Backbone.forward`.
             beside: the output [B, T, D] of the shared block, for a layer with shared=True.
             memory: keys and values of the other sequence, for cross-attention.
+            carried: what the layers below have left, a `Carried`.
             next_states: a list to which the next states are appended.
         """
         where = {"mask": mask, "cu_seqlens": cu_seqlens, "in_place": in_place}
         before = repeat(None) if states is None else iter(states)
         after = [] if next_states is None else next_states
         linked = self._input(self.mixer_norm, x if self.link is None else x + self.link(beside))
-        y, state = self.mixer(linked, next(before), **where)
+        also = {"carried": carried} if getattr(self.mixer, "carries", False) else {}
+        y, state = self.mixer(linked, next(before), **where, **also)
         after.append(state)
         if self.parallel is not None:
             other, state = self.parallel(linked, next(before), **where)

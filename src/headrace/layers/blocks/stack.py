@@ -15,7 +15,7 @@ from ...ops.sequences import Sequences
 from ...spec.serialize import Spec
 from ...spec.stack import SHARED, Layer
 from ..attention.attention import AttentionState
-from ..base import SelfInitialized, check_state, named
+from ..base import Carried, SelfInitialized, check_state, named
 from ..packing import count_tokens
 from .block import Block, Sizes, build_norm
 from .moe import MixtureOfExperts
@@ -125,7 +125,7 @@ class Backbone(nn.Module):
             x, state = self.positions(x, next(before), **where)
             after.append(state)
         x = self.embedding_norm(x)
-        embedded, beside, shared = x, None, cycle(self.shared_blocks)
+        embedded, beside, shared, carried = x, None, cycle(self.shared_blocks), Carried()
         how: dict[str, Any] = {"in_place": in_place}
         memories = memories or [None] * len(self.layers)
         for layer, own_count, memory in zip(self.layers, self.counts, memories, strict=True):
@@ -137,7 +137,7 @@ class Backbone(nn.Module):
                 beside = next(shared)(x, embedded, layer.adapters, next(before), **where, **how, next_states=after)
             own = [next(before) for _ in range(own_count)]
             new: list[Any] = []  # a compiled block takes an empty list, whatever its place
-            x = layer(x, own, beside, **where, memory=memory, **how, next_states=new)
+            x = layer(x, own, beside, **where, memory=memory, carried=carried, **how, next_states=new)
             after += new
         return self.norm(x), after
 

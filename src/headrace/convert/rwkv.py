@@ -1,0 +1,111 @@
+"""RWKV-6 and RWKV-7 in the formats of flash-linear-attention."""
+
+from .. import zoo
+from ..extra.rwkv7 import RWKV7
+from ..extra.specs.matrix import MatrixSpec
+from ..layers.linear.readout import GROUP_NORM_EPS
+from ..spec.mixer import Spec
+from ..spec.stack import BlockStyle, Layer
+from .fields import Fields
+from .flash import fla, widths
+from .form import Block, Format, Model, View, Views, model_of, plain, whole
+from .recurrent import kinds_of
+
+
+def rwkv6(c: Fields) -> Model:
+    """Its weights of the token before are 1 minus ours of the token itself in the channel mixing."""
+    mixer = f"rwkv6({widths(c)}, decay.rank={c['gate_low_rank_dim']}, read.eps={c['norm_eps']})"
+    own = plain(RWKV6)
+    own["mixer.decay.up"] = View("attn.w_proj.linear.lora.2.weight", transposed=True)
+    for i, (stream, name) in enumerate(RWKV6_STREAMS.items()):
+        rows = Block(1, 5 * RWKV6_RANK, i * RWKV6_RANK, RWKV6_RANK)
+        own[f"mixer.shift.offset.{stream}"] = View("attn.x_bias", Block(1, 5, i, 1))
+        own[f"mixer.shift.down.{stream}"] = View("attn.x_proj.0.linear.weight", rows)
+        own[f"mixer.shift.up.{stream}"] = View("attn.x_proj.2.weight", rows, transposed=True)
+        own[f"mixer.in_proj.{stream}"] = View(f"attn.{name}_proj.linear.weight")
+    own["mixer.in_proj.decay"] = View("attn.w_proj.linear.lora.0.weight")
+    own |= plain({"mlp.mix.r": "ffn.receptance.mu", "mlp.mix.k": "ffn.key.mu"}, offset=1.0, factor=-1.0)
+    return blocks(c, "rwkv4", zoo.get(mixer), [own] * c["num_hidden_layers"], c["num_heads"], 3.5)
+
+
+RWKV6_RANK = 32  # of the weights of a stream's mix
+RWKV6_STREAMS = {"q": "r", "decay": "w", "k": "k", "v": "v", "gate": "g"}  # in their order
+RWKV6 = {
+    "mixer.shift.base": "attn.x_proj.0.mu", "mixer.decay.bias": "attn.w_proj.linear.lora.2.bias",
+    "mixer.bonus": "attn.bonus", "mixer.norm_weight": "attn.g_norm.weight", "mixer.norm_bias": "attn.g_norm.bias",
+    "mixer.o_proj.weight": "attn.o_proj.weight", "mlp.gate_proj.weight": "ffn.receptance.linear.weight",
+    "mlp.up_proj.weight": "ffn.key.linear.weight", "mlp.down_proj.weight": "ffn.value.weight",
+}  # fmt: skip
+
+
+def rwkv7(c: Fields) -> Model:
+    """Its number of heads is that of head_dim, whatever num_heads is."""
+    D, K, depth = c["hidden_size"], c["head_dim"], c["num_hidden_layers"]
+    c.only("value_dim", None, D, [D] * depth)
+    c.ignore("num_heads")
+    if not K or D % K:
+        c.refuse("head_dim", f"a divisor of hidden_size={D}")
+    H, eps = D // K, K * c["norm_eps"]
+    ranks = {ours: c[f"{theirs}_low_rank_dim"] for ours, theirs in RANKS.items()}
+    spec = MatrixSpec("rwkv7", count=H, eps=None if eps == GROUP_NORM_EPS else eps, **ranks)
+    own = plain(RWKV7_NAMES) | {"mixer.bonus": View("attn.r_k", Block(1, D, 0, D), shape=(H, K))}
+    for name, letter in ("decay", "w"), ("rate", "a"), ("gate", "g"):
+        own |= low_rank(name, letter)
+    own |= {f"mixer.mix.{ours}": mix(f"attn.x_{theirs}", D) for ours, theirs in RWKV7_STREAMS.items()}
+    own |= plain({"mlp.mix.k": "ffn.x_k"}, offset=1.0, factor=-1.0)
+    above = own | low_rank("value", "v") | plain({"mixer.value_bias": "attn.v_lora.lora.2.bias"})
+    return blocks(c, "rwkv7", spec, [own, *[above] * (depth - 1)], H, 4)
+
+
+def mix(name: str, width: int) -> View:
+    return View(name, Block(1, 1, 0, 1), shape=(1, 1, width))
+
+
+def low_rank(ours: str, theirs: str) -> Views:
+    places = {f"mixer.{ours}.down": f"attn.{theirs}_lora.lora.0.weight"}
+    return plain(places | {f"mixer.{ours}.up": f"attn.{theirs}_lora.lora.2.weight"}, transposed=True)
+
+
+RANKS = {"rank": "decay", "rate_rank": "a", "value_rank": "v", "gate_rank": "gate"}
+RWKV7_STREAMS = dict(zip(RWKV7.STREAMS, "rwkvag", strict=True))
+RWKV7_NAMES = {
+    f"mixer.{ours}_proj.weight": f"attn.{theirs}_proj.weight" for ours, theirs in zip("qkvo", "rkvo", strict=True)
+}
+RWKV7_NAMES |= {
+    f"mixer.{name}_bias": f"attn.{letter}_lora.lora.2.bias" for name, letter in (("decay", "w"), ("rate", "a"))
+}
+RWKV7_NAMES |= {"mixer.k_read": "attn.k_k", "mixer.k_rate": "attn.k_a"}
+RWKV7_NAMES |= {f"mixer.norm_{kind}": f"attn.g_norm.{kind}" for kind in ("weight", "bias")}
+RWKV7_NAMES |= {"mlp.up_proj.weight": "ffn.key.weight", "mlp.down_proj.weight": "ffn.value.weight"}
+
+
+def blocks(c: Fields, mlp: str, mixer: Spec, views: list[Views], num_heads: int, ratio: float) -> Model:
+    """Returns a model of blocks with channel mixing. views: of each layer; ratio: of the width of the channel mixing to
+    the hidden size, where config.json has none."""
+    kinds = ("weight", *["bias"] * c["norm_bias"])
+    style = BlockStyle("layer", mlp=mlp, bias=c["norm_bias"], embedding_norm=True)  # type: ignore[arg-type]
+    norms = {"model.backbone.embedding_norm": "model.layers.0.pre_norm", "model.backbone.norm": "model.norm"}
+    outside = whole("model", "embeddings", "norm", c["tie_word_embeddings"]) | plain(kinds_of(norms, *kinds))
+    within = plain(kinds_of({"mixer_norm": "attn_norm", "mlp_norm": "ffn_norm"}, *kinds))
+    given, written = c["hidden_ratio"], c["intermediate_size"]
+    width = written or 32 * -(-int(c["hidden_size"] * (ratio if given is None else given)) // 32)
+    layers = [Layer(mixer)] * len(views)
+    return model_of(
+        c, layers, style, [within | own for own in views], outside, num_heads=num_heads, intermediate_size=width
+    )
+
+
+FORMATS: dict[str, Format] = {
+    "rwkv6": fla(
+        "RWKV6ForCausalLM", rwkv6,
+        {"num_heads": 4, "expand_k": 0.5, "expand_v": 1.0, "hidden_ratio": 3.5, "norm_eps": 1e-5, "norm_bias": True,
+         "gate_low_rank_dim": 64},
+        {"hidden_act": ("sqrelu",), "norm_first": (True,), "proj_low_rank_dim": (RWKV6_RANK,)}, "fuse_norm",
+    ),
+    "rwkv7": fla(
+        "RWKV7ForCausalLM", rwkv7,
+        {"num_heads": None, "head_dim": 64, "decay_low_rank_dim": 64, "gate_low_rank_dim": 128, "a_low_rank_dim": 64,
+         "v_low_rank_dim": 16, "norm_eps": 1e-5, "norm_bias": True, "value_dim": None},
+        {"hidden_act": ("sqrelu",), "norm_first": (True,)}, "fuse_norm",
+    ),
+}  # fmt: skip
