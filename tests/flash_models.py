@@ -315,6 +315,13 @@ NAMES = {"mamba3": ("backbone", "norm_f", "norm", "mixer", "out_proj")}
 USUAL = ("model", "norm", "attn_norm", "attn", "o_proj")
 
 
+def attending(c, i):
+    """The fields of layer i, if it is softmax attention in a model of another mixer."""
+    given = [c["attn"]] if isinstance(c["attn"], dict) else c["attn"] or []
+    usual = {"num_kv_heads": None, "qkv_bias": False, "qk_norm": False, "window_size": None, "rope_theta": 10000.0}
+    return next((c | usual | own for own in given if i in own["layers"]), None)
+
+
 def logits(c, tensors, ids):
     kind, D = c["model_type"], c["hidden_size"]
     model, last, norm, mixer, output = NAMES.get(kind, USUAL)
@@ -333,7 +340,8 @@ def logits(c, tensors, ids):
     for i in range(c["num_hidden_layers"]):
         layer = whole.within(f"layers.{i}")
         w = layer.within(mixer)
-        out = MIXERS[kind](c, w, normed(x, layer, norm), *first).flatten(2)
+        own = attending(c, i)
+        out = MIXERS["transformer" if own else kind](own or c, w, normed(x, layer, norm), *first).flatten(2)
         x = x + w.linear(out, output, D, c.get("use_bias"))
         if kind.startswith("rwkv"):
             x = x + channel_mixing(c, layer.within("ffn"), normed(x, layer, "ffn_norm"))

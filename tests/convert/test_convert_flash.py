@@ -67,11 +67,17 @@ CHANGED = {
     "mamba3": ALL | {"head_dim": 8, "state_size": 10, "expand": 3, "n_groups": 2, "use_bias": True, "is_mimo": True,
                      "rope_fraction": 1.0, "A_floor": 1e-2, "is_outproj_norm": True, "mimo_rank": 2, "chunk_size": 16},
 }  # fmt: skip
+ATTENTION = {
+    "layers": [1], "num_heads": 8, "num_kv_heads": 2, "qkv_bias": True, "window_size": 9, "rope_theta": 50.0,
+}  # fmt: skip
 # Fields that are honoured together with others alone.
 TOGETHER = [
     ("mamba3", {"is_outproj_norm": True, "n_groups": 4, "use_bias": True, "num_heads": 4}),
     ("kda", {"safe_gate": True, "lower_bound": -5, "expand_v": 2.0, "num_v_heads": 8, "allow_neg_eigval": True}),
     ("hgrn2", {"expand_ratio": None, "num_heads": 2}),
+    ("gated_deltanet", {"num_hidden_layers": 3, "attn": ATTENTION}),
+    ("rwkv6", {"num_hidden_layers": 3, "attn": ATTENTION}),
+    ("retnet", {"num_hidden_layers": 3, "attn": [ATTENTION | {"layers": [2]}, {"layers": [0], "num_heads": 4}]}),
     ("rwkv7", {"decay_low_rank_dim": 4, "a_low_rank_dim": 4, "v_low_rank_dim": 3, "norm_bias": False}),
     ("rwkv7", {"num_hidden_layers": 4, "value_dim": 4 * [32], "norm_eps": 1e-3, "head_dim": 16}),
     ("rwkv7", {"num_hidden_layers": 1, "value_dim": 32, "hidden_ratio": None, "intermediate_size": None}),
@@ -134,6 +140,19 @@ def test_config_fields_are_honoured_or_refused(form, field, tmp_path):
 def test_fields_are_honoured_together(form, settings, tmp_path):
     save(form, tmp_path, **settings)
     assert error(tmp_path) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"layers": [2]}, r"config.json has attn=.*; expected layers below num_hidden_layers=2"),
+        ({"qk_norm": True}, "and no other entries than layers, num_heads, num_kv_heads, qkv_bias, window_size, rope_"),
+        ({"num_heads": 2.0}, "'num_heads' is 2.0, not an integer"),
+    ],
+)
+def test_wrong_attention_layers_are_refused(wrong, sentence):
+    with pytest.raises(InputError, match=sentence):
+        FORMATS["gla"].model({"model_type": "gla"} | BASE["gla"] | {"attn": ATTENTION | {"layers": [0]} | wrong})
 
 
 @pytest.mark.parametrize("form", FLASH)

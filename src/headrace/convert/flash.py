@@ -6,7 +6,7 @@ from typing import Any
 
 from .. import zoo
 from ..extra.specs.matrix import MatrixSpec
-from ..spec.attention import AttentionSpec, Pattern
+from ..spec.attention import AttentionSpec, Pattern, Rope
 from ..spec.mixer import Spec
 from ..spec.stack import BlockStyle, Layer
 from .fields import Config, Fields
@@ -19,7 +19,7 @@ from .softmax import activation, attention_views
 DEFAULTS: Config = {
     "vocab_size": 32000, "hidden_size": 2048, "num_hidden_layers": 24, "max_position_embeddings": 2048,
     "hidden_ratio": 4, "intermediate_size": None, "norm_eps": 1e-6, "tie_word_embeddings": False, "pad_token_id": None,
-    "bos_token_id": 1, "eos_token_id": 2,
+    "bos_token_id": 1, "eos_token_id": 2, "attn": None,
 }  # fmt: skip
 # Types of fields whose default is None in some format, and of those that may be None where it is not.
 TYPES: Config = {
@@ -28,9 +28,16 @@ TYPES: Config = {
     "value_dim": (int, [int]),
 }  # fmt: skip
 OPTIONAL = {"hidden_ratio", "num_slots", "expand_ratio"}
+# Entries of the field attn and their types.
+ATTENTION: Config = {
+    "layers": [int], "num_heads": int, "num_kv_heads": (int, None), "qkv_bias": bool, "window_size": (int, None),
+    "rope_theta": float,
+}  # fmt: skip
+ENTRY = {name if name in ("layers", "num_heads") else f"{name}?": form for name, form in ATTENTION.items()}
+TYPES["attn"] = (ENTRY, [ENTRY])
 # The values that can be converted, also of fields that classes of 2024 and 2025 had and wrote.
 ONLY: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("swish",), "attn": (None,), "attnres_block_size": (None,), "attention_bias": (False,),
+    "hidden_act": ("swish",), "attnres_block_size": (None,), "attention_bias": (False,),
     "use_rope": (False,),
 }  # fmt: skip
 # Fields that select an implementation, and two of earlier versions whose other values imply other tensors.
@@ -59,11 +66,29 @@ STEP = RATE | {"mixer.in_proj.decay": "attn.a_proj.weight"}
 def blocks(c: Fields, mixer: str | Spec, views: Views, **sizes: Any) -> Model:
     """Returns a model of blocks of a mixer and an MLP. mixer: its spec, or the expression of one; views: of the mixer;
     sizes: arguments of `shared` beside the usual ones."""
-    layers = [Layer(zoo.get(mixer))] * c["num_hidden_layers"]
-    own = plain(NORMS) | views | mlp_views("mlp", BlockStyle())
+    pairs, common = hybrid(c, zoo.get(mixer), views), plain(NORMS) | mlp_views("mlp", BlockStyle())
     outside = whole("model", "embeddings", "norm", c["tie_word_embeddings"])
     sizes = {"num_heads": c["num_heads"], "intermediate_size": mlp_width(c)} | sizes
-    return model_of(c, layers, BlockStyle(), [own] * len(layers), outside, **sizes)
+    layers = [Layer(spec) for spec, _ in pairs]
+    return model_of(c, layers, BlockStyle(), [common | own for _, own in pairs], outside, **sizes)
+
+
+def hybrid(c: Fields, spec: Spec, views: Views) -> list[tuple[Spec, Views]]:
+    """Returns the mixer of each layer with its views: softmax attention in the layers that the field attn lists."""
+    pairs, attn = [(spec, views)] * c["num_hidden_layers"], c["attn"] or []
+    for own in [attn] if isinstance(attn, dict) else attn:
+        layers, heads, groups = own["layers"], own["num_heads"], own.get("num_kv_heads")
+        if not {*layers} <= {*range(len(pairs))} or not own.keys() <= ATTENTION.keys():
+            known = f"no other entries than {', '.join(ATTENTION)}"
+            c.refuse("attn", f"layers below num_hidden_layers={len(pairs)}, and {known}")
+        window = own.get("window_size")
+        attention = AttentionSpec(
+            None if groups == heads else groups, count=heads, pattern=None if window is None else Pattern(window),
+            bias="qkv" if own.get("qkv_bias") else False, rope=Rope(theta=float(own.get("rope_theta", 1e4))),
+        )  # fmt: skip
+        for i in layers:
+            pairs[i] = attention, attention_views(attention, "attn")
+    return pairs
 
 
 def mlp_width(c: Fields | Config) -> int:
@@ -340,18 +365,18 @@ FORMATS: dict[str, Format] = {
         "TransformerForCausalLM", transformer,
         {"num_heads": 32, "num_kv_heads": None, "qkv_bias": False, "qk_norm": False, "window_size": None,
          "rope_theta": 10000.0},
-        {"elementwise_affine": (True,)}, "fuse_norm",
+        {"elementwise_affine": (True,), "attn": (None,)}, "fuse_norm",
     ),
     "forgetting_transformer": fla(
         "ForgettingTransformerForCausalLM", forgetting_transformer,
         {"num_heads": 32, "num_kv_heads": None, "qkv_bias": False, "use_output_gate": False},
-        {"elementwise_affine": (True,), "qk_norm": (False,), "window_size": (None,)}, "fuse_norm",
+        {"elementwise_affine": (True,), "qk_norm": (False,), "window_size": (None,), "attn": (None,)}, "fuse_norm",
     ),
     "mamba3": fla(
         "Mamba3ForCausalLM", mamba3,
         {"state_size": 128, "head_dim": 64, "expand": 2, "n_groups": 1, "num_hidden_layers": 48, "norm_eps": 1e-5,
          "pad_token_id": 0, "use_bias": False, "rope_fraction": 0.5, "is_outproj_norm": False},
-        {"is_mimo": (False,), "A_floor": (1e-4,), "norm_eps": (1e-5,), "rope_fraction": (0.5, 1.0),
+        {"is_mimo": (False,), "attn": (None,), "A_floor": (1e-4,), "norm_eps": (1e-5,), "rope_fraction": (0.5, 1.0),
          "hidden_act": ("silu", "swish")},
         "mimo_rank", "fuse_norm", "residual_in_fp32", "rescale_prenorm_residual", "dt_min", "dt_max", "dt_init_floor",
         "chunk_size", "hidden_ratio", "intermediate_size",  # the last two, of an MLP, have no meaning there

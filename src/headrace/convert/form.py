@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..spec.attention import SoftmaxSpec
+from ..spec.mixer import Spec
 from ..spec.stack import BlockStyle, Decoder, Layer
 from ..utils.errors import InputError
 from ..utils.integrity import short
@@ -136,12 +137,17 @@ def shared(c: Fields, layers: Sequence[Layer], style: BlockStyle, **more: Any) -
     alone = pattern == (Layer(pattern[0].mixer),)
     arguments |= {"mixer": pattern[0].mixer if alone else Decoder(pattern, style), "style": style}
     mixers = [mixer for layer in layers for mixer in layer.mixers] + [style.shared] * (style.shared is not None)
-    if "rope_theta" not in more and any(isinstance(mixer, SoftmaxSpec) and mixer.rotary for mixer in mixers):
+    if "rope_theta" not in more and any(map(rotates, mixers)):
         arguments["rope_theta"] = c["rope_parameters"]["rope_theta"]
     for ours, theirs in RENAMED.items():
         if (value := c.of_class(*theirs)) is not None:
             arguments[ours] = value
     return arguments | more
+
+
+def rotates(mixer: Spec | None) -> bool:
+    """Whether a mixer has rotary positions with the model's frequencies."""
+    return isinstance(mixer, SoftmaxSpec) and mixer.rotary and mixer.rope.theta is None
 
 
 def period(layers: Sequence[Layer]) -> tuple[Layer, ...]:

@@ -1,5 +1,7 @@
 """RWKV-6 and RWKV-7 in the formats of flash-linear-attention."""
 
+from collections.abc import Sequence
+
 from .. import zoo
 from ..extra.rwkv7 import RWKV7
 from ..extra.specs.matrix import MatrixSpec
@@ -7,7 +9,7 @@ from ..layers.linear.readout import GROUP_NORM_EPS
 from ..spec.mixer import Spec
 from ..spec.stack import BlockStyle, Layer
 from .fields import Fields
-from .flash import fla, widths
+from .flash import fla, hybrid, widths
 from .form import Block, Format, Model, View, Views, model_of, plain, whole
 from .recurrent import kinds_of
 
@@ -24,8 +26,9 @@ def rwkv6(c: Fields) -> Model:
         own[f"mixer.shift.up.{stream}"] = View("attn.x_proj.2.weight", rows, transposed=True)
         own[f"mixer.in_proj.{stream}"] = View(f"attn.{name}_proj.linear.weight")
     own["mixer.in_proj.decay"] = View("attn.w_proj.linear.lora.0.weight")
-    own |= plain({"mlp.mix.r": "ffn.receptance.mu", "mlp.mix.k": "ffn.key.mu"}, offset=1.0, factor=-1.0)
-    return blocks(c, "rwkv4", zoo.get(mixer), [own] * c["num_hidden_layers"], c["num_heads"], 3.5)
+    mlp = {name: f"ffn.{module}.linear.weight" for name, module in (("gate", "receptance"), ("up", "key"))}
+    mixes = {"r": "ffn.receptance.mu", "k": "ffn.key.mu"}
+    return blocks(c, "rwkv4", hybrid(c, zoo.get(mixer), own), mixes, mlp, num_heads=c["num_heads"], ratio=3.5)
 
 
 RWKV6_RANK = 32  # of the weights of a stream's mix
@@ -33,8 +36,7 @@ RWKV6_STREAMS = {"q": "r", "decay": "w", "k": "k", "v": "v", "gate": "g"}  # in 
 RWKV6 = {
     "mixer.shift.base": "attn.x_proj.0.mu", "mixer.decay.bias": "attn.w_proj.linear.lora.2.bias",
     "mixer.bonus": "attn.bonus", "mixer.norm_weight": "attn.g_norm.weight", "mixer.norm_bias": "attn.g_norm.bias",
-    "mixer.o_proj.weight": "attn.o_proj.weight", "mlp.gate_proj.weight": "ffn.receptance.linear.weight",
-    "mlp.up_proj.weight": "ffn.key.linear.weight", "mlp.down_proj.weight": "ffn.value.weight",
+    "mixer.o_proj.weight": "attn.o_proj.weight",
 }  # fmt: skip
 
 
@@ -52,9 +54,9 @@ def rwkv7(c: Fields) -> Model:
     for name, letter in ("decay", "w"), ("rate", "a"), ("gate", "g"):
         own |= low_rank(name, letter)
     own |= {f"mixer.mix.{ours}": mix(f"attn.x_{theirs}", D) for ours, theirs in RWKV7_STREAMS.items()}
-    own |= plain({"mlp.mix.k": "ffn.x_k"}, offset=1.0, factor=-1.0)
     above = own | low_rank("value", "v") | plain({"mixer.value_bias": "attn.v_lora.lora.2.bias"})
-    return blocks(c, "rwkv7", spec, [own, *[above] * (depth - 1)], H, 4)
+    pairs = [(spec, own), *[(spec, above)] * (depth - 1)]
+    return blocks(c, "rwkv7", pairs, {"k": "ffn.x_k"}, {"up": "ffn.key.weight"}, num_heads=H, ratio=4)
 
 
 def mix(name: str, width: int) -> View:
@@ -76,23 +78,29 @@ RWKV7_NAMES |= {
 }
 RWKV7_NAMES |= {"mixer.k_read": "attn.k_k", "mixer.k_rate": "attn.k_a"}
 RWKV7_NAMES |= {f"mixer.norm_{kind}": f"attn.g_norm.{kind}" for kind in ("weight", "bias")}
-RWKV7_NAMES |= {"mlp.up_proj.weight": "ffn.key.weight", "mlp.down_proj.weight": "ffn.value.weight"}
 
 
-def blocks(c: Fields, mlp: str, mixer: Spec, views: list[Views], num_heads: int, ratio: float) -> Model:
-    """Returns a model of blocks with channel mixing. views: of each layer; ratio: of the width of the channel mixing to
-    the hidden size, where config.json has none."""
+def blocks(
+    c: Fields, kind: str, pairs: Sequence[tuple[Spec, Views]], mixes: dict[str, str], mlp: dict[str, str], *,
+    num_heads: int, ratio: float,
+) -> Model:  # fmt: skip
+    """Returns a model of blocks with channel mixing.
+
+    pairs: the mixer of each layer with its views; mixes, mlp: their names of the mixes and of the first projections of
+    the channel mixing; ratio: of the width of the channel mixing to the hidden size, where config.json has none."""
     kinds = ("weight", *["bias"] * c["norm_bias"])
-    style = BlockStyle("layer", mlp=mlp, bias=c["norm_bias"], embedding_norm=True)  # type: ignore[arg-type]
+    style = BlockStyle("layer", mlp=kind, bias=c["norm_bias"], embedding_norm=True)  # type: ignore[arg-type]
     norms = {"model.backbone.embedding_norm": "model.layers.0.pre_norm", "model.backbone.norm": "model.norm"}
     outside = whole("model", "embeddings", "norm", c["tie_word_embeddings"]) | plain(kinds_of(norms, *kinds))
     within = plain(kinds_of({"mixer_norm": "attn_norm", "mlp_norm": "ffn_norm"}, *kinds))
+    within |= plain(
+        {f"mlp.{name}_proj.weight": weight for name, weight in (mlp | {"down": "ffn.value.weight"}).items()}
+    )
+    within |= plain({f"mlp.mix.{name}": weight for name, weight in mixes.items()}, offset=1.0, factor=-1.0)
     given, written = c["hidden_ratio"], c["intermediate_size"]
     width = written or 32 * -(-int(c["hidden_size"] * (ratio if given is None else given)) // 32)
-    layers = [Layer(mixer)] * len(views)
-    return model_of(
-        c, layers, style, [within | own for own in views], outside, num_heads=num_heads, intermediate_size=width
-    )
+    layers, views = [Layer(spec) for spec, _ in pairs], [within | own for _, own in pairs]
+    return model_of(c, layers, style, views, outside, num_heads=num_heads, intermediate_size=width)
 
 
 FORMATS: dict[str, Format] = {
@@ -106,6 +114,6 @@ FORMATS: dict[str, Format] = {
         "RWKV7ForCausalLM", rwkv7,
         {"num_heads": None, "head_dim": 64, "decay_low_rank_dim": 64, "gate_low_rank_dim": 128, "a_low_rank_dim": 64,
          "v_low_rank_dim": 16, "norm_eps": 1e-5, "norm_bias": True, "value_dim": None},
-        {"hidden_act": ("sqrelu",), "norm_first": (True,)}, "fuse_norm",
+        {"hidden_act": ("sqrelu",), "norm_first": (True,), "attn": (None,)}, "fuse_norm",
     ),
 }  # fmt: skip

@@ -120,9 +120,8 @@ def rwkv7_layer(mixer: RWKV7) -> Tensors:
         "receptance": mixer.q_proj.weight, "output": mixer.o_proj.weight, "ln": mixer.norm_weight,
     }  # fmt: skip
     # llama.cpp loads the tensors of the value residual of the first layer, with the rank of a, and does not use them.
-    bias, value = (mixer.rate_bias, mixer.rate) if mixer.value is None else (mixer.value_bias, mixer.value)
-    own["v0"] = bias
-    for name, part in {"w": mixer.decay, "a": mixer.rate, "v": value, "g": mixer.gate}.items():
+    own["v0"] = mixer.rate_bias if mixer.value_bias is None else mixer.value_bias
+    for name, part in {"w": mixer.decay, "a": mixer.rate, "v": mixer.value or mixer.rate, "g": mixer.gate}.items():
         own |= {f"{name}1": part.down.T, f"{name}2": part.up.T}
     return {f"time_mix_{name}.weight": x for name, x in own.items()} | {"time_mix_ln.bias": mixer.norm_bias}
 

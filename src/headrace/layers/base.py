@@ -177,8 +177,9 @@ class Mixer(SelfInitialized):
         if current() is not None:
             self._check_part(state, mask, packed)
         check_input(x, mask, packed, self.hidden_size)
-        if in_place and current() is None and state is not None and mask is None and not packed and x.shape[1]:
-            return self.run_in_place(x, state, **more)
+        plain = mask is None and not packed and not more
+        if in_place and plain and current() is None and state is not None and x.shape[1]:
+            return self.run_in_place(x, state)
         sequences = Sequences.of(x, cu_seqlens)
         state = self.checked(x, state, sequences)
         if mask is not None:
@@ -202,10 +203,10 @@ class Mixer(SelfInitialized):
         fresh = state is None or not packed
         require(fresh, "state is given for packed sequences under context_parallel; expected state=None")
 
-    def run(self, x: Tensor, state: Any, sequences: Sequences, **more: Any) -> tuple[Tensor, Any]:
+    def run(self, x: Tensor, state: Any, sequences: Sequences) -> tuple[Tensor, Any]:
         """Computes the mixer for T ≥ 1 tokens without padding."""
         raise TypeError(f"{type(self).__name__} does not define run")
 
-    def run_in_place(self, x: Tensor, state: Any, **more: Any) -> tuple[Tensor, Any]:
+    def run_in_place(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Computes `forward` for x that was checked, without padding and packing, and may overwrite `state`."""
-        return self.forward(x, state, **more)
+        return self.forward(x, state)
