@@ -46,6 +46,12 @@ QWEN = {
 GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 300}
 GPT2 |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 
+SMOL = 2 * WINDOWS
+SMOL_WINDOWS = {"use_sliding_window": True, "sliding_window": 5}
+MULTIPLIERS = {
+    "attention_multiplier": 0.4, "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "logits_scaling": 5.0,
+}  # fmt: skip
+
 FAMILIES = {
     "llama": Family(
         HEADS,
@@ -70,6 +76,71 @@ FAMILIES = {
     ),
     "olmo2": Family(
         HEADS, variants={"biases": {"attention_bias": True}, "yarn": ROPES["yarn"]}, fields=SOME,
+    ),
+    "phi3": Family(
+        HEADS | {"original_max_position_embeddings": 256},
+        variants={
+            "window": {"sliding_window": 5}, "longrope": ROPES["longrope"] | {"max_position_embeddings": 1024},
+            "partial": {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5}},
+        },
+        fields=SOME | {"sliding_window": [1, 7, None]},
+    ),
+    "smollm3": Family(
+        HEADS | {"num_hidden_layers": 4},
+        variants={"windows": SMOL_WINDOWS, "biases": {"attention_bias": True, "mlp_bias": True}, "yarn": ROPES["yarn"]},
+        fields=SOME | {
+            "no_rope_layers": [[0, 0, 0, 0], [1, 1, 0, 1, 0], [1]], "no_rope_layer_interval": [2],
+            "use_sliding_window": [SMOL_WINDOWS], "sliding_window": [SMOL_WINDOWS, {"sliding_window": 5}],
+            "layer_types": [{"layer_types": SMOL, "sliding_window": 5}, SMOL_WINDOWS | {"layer_types": SMOL}],
+        },
+    ),
+    "olmo3": Family(
+        HEADS | {"sliding_window": 5, "layer_types": WINDOWS},
+        variants={
+            "biases": {"attention_bias": True},
+            "frequencies": {"rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+                "full_attention": ROPES["yarn"]["rope_parameters"],
+            }},
+        },
+        fields={
+            "head_dim": [16], "num_attention_heads": [2], "hidden_act": ["gelu_new"], "sliding_window": [1, 7],
+            "num_hidden_layers": [{"num_hidden_layers": 1, "layer_types": WINDOWS[:1]}],
+            "layer_types": [{"layer_types": WINDOWS[::-1]}, {"layer_types": 2 * WINDOWS[:1]}],
+            "rope_parameters": [
+                {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 20.0}}},
+                {"rope_parameters": {
+                    "full_attention": ROPES["llama3"]["rope_parameters"],
+                    "sliding_attention": ROPES["dynamic"]["rope_parameters"],
+                }},
+            ],
+        },
+    ),
+    "granite": Family(
+        HEADS | MULTIPLIERS, variants={"biases": {"attention_bias": True, "mlp_bias": True}, "yarn": ROPES["yarn"]},
+        fields=SOME | {name: [0.7, 0.0] for name in MULTIPLIERS},
+    ),
+    "qwen3_moe": Family(
+        HEADS | {"head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
+        variants={
+            "normalized": {"norm_topk_prob": True}, "dense": {"mlp_only_layers": [0]},
+            "window": {"use_sliding_window": True, "sliding_window": 5},
+        },
+        fields=SOME | {
+            "decoder_sparse_step": [2, 0], "mlp_only_layers": [[1], [0, 1]], "num_experts": [3, 0],
+            "num_experts_per_tok": [1, 5], "moe_intermediate_size": [8], "norm_topk_prob": [True],
+            "router_aux_loss_coef": [0.5], "output_router_logits": [True], "num_hidden_layers": [1, 3],
+            "use_sliding_window": [{"use_sliding_window": True, "sliding_window": 7}],
+            "sliding_window": [{"use_sliding_window": True, "sliding_window": 1}, {"sliding_window": 9}],
+        },
+    ),
+    "mixtral": Family(
+        HEADS | {"num_local_experts": 4, "head_dim": 8},
+        variants={"window": {"sliding_window": 5}, "width of heads by default": {"head_dim": None}},
+        fields=SOME | {
+            "num_local_experts": [3], "num_experts_per_tok": [1, 5], "router_jitter_noise": [0.1],
+            "router_aux_loss_coef": [0.5], "output_router_logits": [True], "sliding_window": [7],
+        },
     ),
     "gemma": Family(
         HEADS | {"head_dim": 12}, variants={"untied": {"tie_word_embeddings": False}, "yarn": ROPES["yarn"]},

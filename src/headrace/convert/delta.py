@@ -39,17 +39,21 @@ QWEN_EXPERTS = {
 
 
 def qwen3_next(c: Fields) -> Model:
-    depth, step, count = c["num_hidden_layers"], c["decoder_sparse_step"], c["num_experts"]
-    if step < 1:
-        c.refuse("decoder_sparse_step", "at least 1")
-    dense = {*(c["mlp_only_layers"] or [])}
-    sparse = {*range(step - 1, depth, step)} - dense if count else set()
+    sparse = sparse_layers(c, c["num_experts"])
     c.ignore("full_attention_interval")
     mixture = None
     if sparse:
         mixture = mixture_of(c, QWEN_EXPERTS, balance=balance(c), shared_gate=True)
     c.ignore(*QWEN_EXPERTS.values(), "router_aux_loss_coef", "output_router_logits")  # of a model without experts
     return qwen(c, qwen3_next_projections, sparse, mixture)
+
+
+def sparse_layers(c: Fields, count: int) -> set[int]:
+    """Returns the layers with experts. count: the number of experts."""
+    depth, step = c["num_hidden_layers"], c["decoder_sparse_step"]
+    if step < 1:
+        c.refuse("decoder_sparse_step", "at least 1")
+    return {*range(step - 1, depth, step)} - {*(c["mlp_only_layers"] or [])} if count else set()
 
 
 def qwen3_5(c: Fields) -> Model:

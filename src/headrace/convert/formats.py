@@ -1,10 +1,10 @@
 """The formats of other libraries by their model_type."""
 
-from . import delta, flash, hybrid, recurrent, rwkv, softmax
+from . import delta, flash, hybrid, recurrent, rwkv, softmax, variants
 from .form import Format
 
 FORMATS: dict[str, Format] = {}
-for module in (softmax, recurrent, delta, hybrid, flash, rwkv):
+for module in (softmax, variants, recurrent, delta, hybrid, flash, rwkv):
     FORMATS |= module.FORMATS
 
 # Of formats with a recurrence that are not converted, what no mixer or model here has.

@@ -34,11 +34,12 @@ MSCALES = ("mscale", "mscale_all_dim")
 MULTIMODAL = ("mrope_section", "mrope_interleaved")  # of images; a text has one position in all sections
 
 
-def rotation(c: Fields, head_dim: int, partial: bool = False) -> Rope:
+def rotation(c: Fields, head_dim: int, partial: bool = False, parameters: Config | None = None) -> Rope:
     """Returns the frequencies of rotary positions, without their base, as transformers reads them.
 
-    partial: whether the model knows a part of the channels that rotates; other models ignore the field."""
-    given: Config = dict(c["rope_parameters"] or {})
+    partial: whether the model knows a part of the channels that rotates; other models ignore the field. parameters: of
+    one kind of layers; None: those of all."""
+    given: Config = dict((c["rope_parameters"] or {}) if parameters is None else parameters)
     kind, part = given.pop("rope_type", "default"), given.pop("partial_rotary_factor", 1.0)
     mscales = [given.pop(name, None) for name in MSCALES if kind == "yarn"]
     names = LLAMA3_NAMES if kind == "llama3" else ROPE_NAMES

@@ -254,11 +254,8 @@ class ProgramOf:
                 reason = str(error)
             program.finish()
             self._built = program, reason  # complete, so that threads may share a model
-        reason = reason or refused_now()
-        return self._binding(program) if reason is None else (None, reason)
-
-    def _binding(self, program: Program) -> tuple[Bound | None, str | None]:
-        """Returns as `find` a program that is built."""
+        if reason := reason or refused_now():
+            return None, reason
         bound, weights = self._bound, program.held_weights()
         if bound is None or bound.program is not program or not bound.has_weights(weights):
             try:

@@ -1,0 +1,106 @@
+"""The formats of transformers' models of softmax attention that differ from Llama's in a part or two."""
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from ..spec.attention import AttentionSpec
+from ..spec.stack import BlockStyle, Experts, Layer
+from .delta import QWEN_EXPERTS, sparse_layers
+from .fields import Fields
+from .form import Format, Model, Views, model_of, plain, stacked
+from .hybrid import FINAL_NORM, gate_up_views, multiplier
+from .parts import NORMS, balance, experts, mixture_of, mlp_views, scaled
+from .softmax import BRANCH_NORMS, GATED, activation, attention, attention_views, decoder, rotation, window_of, windows
+
+
+def phi3(c: Fields) -> Model:
+    """One projection has q, k and v, and one the gate and the other input of the MLP."""
+    c.ignore("resid_pdrop", "embd_pdrop", "original_max_position_embeddings")  # the last where `rotation` reads it not
+    spec, H, width = attention(c, partial=True, pattern=window_of(c)), c["num_attention_heads"], c["intermediate_size"]
+    d, _ = spec.head_dims(c["hidden_size"], H)
+    groups = spec.kv_heads or H
+    style, depth = BlockStyle(mlp=activation(c, "hidden_act", GATED)), c["num_hidden_layers"]
+    own = plain(NORMS | {"mixer.o_proj.weight": "self_attn.o_proj.weight"})
+    own |= gate_up_views("mlp.gate_up_proj", "mlp.down_proj", width, bias=False)
+    parts = stacked("self_attn.qkv_proj.weight", {"q": H * d, "k": groups * d, "v": groups * d})
+    own |= {f"mixer.{name}_proj.weight": view for name, view in parts.items()}
+    return model_of(c, [Layer(spec)] * depth, style, [own] * depth)
+
+
+def smollm3(c: Fields) -> Model:
+    """The layers of which no_rope_layers has 0 have no positions."""
+    c.ignore("no_rope_layer_interval")  # by which its class has set no_rope_layers
+    patterns, rotates = windows(c), c["no_rope_layers"]
+    if any(patterns):  # the mask has a window without it
+        c.only("use_sliding_window", True)
+    c.ignore("use_sliding_window")
+    if len(rotates) < len(patterns):
+        c.refuse("no_rope_layers", f"a list of at least num_hidden_layers={len(patterns)} numbers")
+    specs = [
+        attention(c, bias=c["attention_bias"], rotary=bool(rotary), pattern=pattern)
+        for rotary, pattern in zip(rotates, patterns, strict=False)
+    ]
+    c.ignore("rope_parameters")
+    return decoder(c, specs, BlockStyle(mlp=activation(c, "hidden_act", GATED), bias=c["mlp_bias"]))
+
+
+def olmo3(c: Fields) -> Model:
+    """Layers with and without a window have rotary positions of their own."""
+    d = c["hidden_size"] // c["num_attention_heads"]
+    spec = attention(c, bias=c["attention_bias"], qk_norm="joint", rotary=False)
+    specs = [replace(spec, rotary=True, pattern=pattern) for pattern in windows(c)]
+    for i, kind in enumerate(c["layer_types"]):
+        own = c["rope_parameters"][kind]
+        specs[i] = replace(specs[i], rope=replace(rotation(c, d, parameters=own), theta=float(own["rope_theta"])))
+    style = BlockStyle(order="branch", mlp=activation(c, "hidden_act", GATED))
+    return decoder(c, specs, style, BRANCH_NORMS)
+
+
+def granite(c: Fields) -> Model:
+    """Its factors of activations become factors of weights."""
+    spec = attention(c, bias=c["attention_bias"], scale=multiplier(c, "attention_multiplier"))
+    style = BlockStyle(
+        mlp=activation(c, "hidden_act", GATED), bias=c["mlp_bias"],
+        embedding_scale=multiplier(c, "embedding_multiplier"),
+    )  # fmt: skip
+    model = decoder(c, [spec] * c["num_hidden_layers"], style)
+    residual = multiplier(c, "residual_multiplier")
+    factors = {"*.mixer.o_proj.*": residual, "*.mlp.down_proj.*": residual}
+    return model._replace(views=scaled(model.views, factors | {FINAL_NORM: 1 / multiplier(c, "logits_scaling")}))
+
+
+def qwen3_moe(c: Fields) -> Model:
+    c.ignore("use_sliding_window")  # by which its class has set sliding_window
+    count = "num_experts" if "num_experts" in c.names else "num_local_experts"  # from 5.23 on
+    fields = {ours: theirs for ours, theirs in QWEN_EXPERTS.items() if ours != "shared"} | {"count": count}
+    sparse = sparse_layers(c, c[count])
+    mixture = mixture_of(c, fields, balance=balance(c)) if sparse else None
+    c.ignore(*fields.values(), "router_aux_loss_coef", "output_router_logits")  # of a model without experts
+    spec = attention(c, bias=c["attention_bias"], qk_norm="head", pattern=window_of(c))
+    return mixed(c, spec, mixture, sparse, experts("mlp", c[count]))
+
+
+def mixtral(c: Fields) -> Model:
+    c.only("router_jitter_noise", 0.0)
+    fields = {"count": "num_local_experts", "chosen": "num_experts_per_tok"}
+    mixture = mixture_of(c, fields, balance=balance(c), normalized=True)
+    views = experts("block_sparse_moe", mixture.count, {"gate": "w1", "up": "w3", "down": "w2"})
+    return mixed(c, attention(c, pattern=window_of(c)), mixture, range(c["num_hidden_layers"]), views)
+
+
+def mixed(c: Fields, spec: AttentionSpec, mixture: Experts | None, sparse: Collection[int], views: Views) -> Model:
+    """Returns a model with experts in some layers. sparse: these layers; views: of their experts."""
+    style, depth = BlockStyle(mlp=activation(c, "hidden_act", GATED), experts=mixture), c["num_hidden_layers"]
+    common, mlp = plain(NORMS) | attention_views(spec, "self_attn"), mlp_views("mlp", style)
+    layers = [Layer(spec, "experts" if i in sparse else "one") for i in range(depth)]
+    return model_of(c, layers, style, [common | (views if i in sparse else mlp) for i in range(depth)])
+
+
+FORMATS: dict[str, Format] = {
+    "phi3": Format("Phi3ForCausalLM", phi3),
+    "smollm3": Format("SmolLM3ForCausalLM", smollm3),
+    "olmo3": Format("Olmo3ForCausalLM", olmo3),
+    "granite": Format("GraniteForCausalLM", granite),
+    "qwen3_moe": Format("Qwen3MoeForCausalLM", qwen3_moe),
+    "mixtral": Format("MixtralForCausalLM", mixtral),
+}
