@@ -46,6 +46,7 @@ QWEN = {
 GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 300}
 GPT2 |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 
+LONG_PHI = ROPES["longrope"] | {"max_position_embeddings": 1024, "sliding_window": 2048}
 SMOL = 2 * WINDOWS
 SMOL_WINDOWS = {"use_sliding_window": True, "sliding_window": 5}
 MULTIPLIERS = {
@@ -80,7 +81,7 @@ FAMILIES = {
     "phi3": Family(
         HEADS | {"original_max_position_embeddings": 256},
         variants={
-            "window": {"sliding_window": 5}, "longrope": ROPES["longrope"] | {"max_position_embeddings": 1024},
+            "window": {"sliding_window": 5}, "longrope": LONG_PHI,
             "partial": {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5}},
         },
         fields=SOME | {"sliding_window": [1, 7, None]},

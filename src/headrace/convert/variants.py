@@ -14,9 +14,13 @@ from .softmax import BRANCH_NORMS, GATED, activation, attention, attention_views
 
 
 def phi3(c: Fields) -> Model:
-    """One projection has q, k and v, and one the gate and the other input of the MLP."""
+    """One projection has q, k and v, and one the gate and the other input of the MLP. A window of at least
+    max_position_embeddings tokens, as Phi-4-mini has it, is none."""
     c.ignore("resid_pdrop", "embd_pdrop", "original_max_position_embeddings")  # the last where `rotation` reads it not
-    spec, H, width = attention(c, partial=True, pattern=window_of(c)), c["num_attention_heads"], c["intermediate_size"]
+    pattern, H, width = window_of(c), c["num_attention_heads"], c["intermediate_size"]
+    if pattern is not None and pattern.window >= c["max_position_embeddings"]:
+        pattern = None
+    spec = attention(c, partial=True, pattern=pattern)
     d, _ = spec.head_dims(c["hidden_size"], H)
     groups = spec.kv_heads or H
     style, depth = BlockStyle(mlp=activation(c, "hidden_act", GATED)), c["num_hidden_layers"]
