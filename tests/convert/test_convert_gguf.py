@@ -1,11 +1,11 @@
-"""GGUF files of Llama and Qwen2: the logits of the model that was written, whatever the types of its tensors."""
+"""GGUF files of Llama, Qwen2 and Qwen3: the logits of the model that was written, whatever the types of its tensors."""
 
 import json
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config, Qwen2Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config, Qwen2Tokenizer, Qwen3Config
 from typer.testing import CliRunner
 
 from headrace import InputError, load
@@ -30,12 +30,14 @@ SIZES = {
 CONFIGS = {
     "llama": lambda **more: LlamaConfig(**SIZES | more),
     "qwen2": lambda **more: Qwen2Config(**SIZES | more),
+    "qwen3": lambda **more: Qwen3Config(**SIZES | {"head_dim": 16} | more),
 }
 NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "model.layers": "blk",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "mlp.down_proj": "ffn_down", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
 WIDE = {"hidden_size": 256, "intermediate_size": 256}  # the types K have blocks of 256
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
@@ -66,6 +68,8 @@ def metadata(model, arch):
         "attention.head_count": c.num_attention_heads, "attention.head_count_kv": c.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": c.rms_norm_eps, "rope.freq_base": rope["rope_theta"],
     }  # fmt: skip
+    if arch == "qwen3":
+        own |= dict.fromkeys(("attention.key_length", "attention.value_length"), c.head_dim)
     if rope["rope_type"] in ("linear", "yarn"):
         own |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
     if rope["rope_type"] == "yarn":
@@ -135,6 +139,7 @@ def test_every_type_of_tensors_keeps_its_values(kind, tmp_path):
 
 VARIANTS = {
     "qwen2": {"arch": "qwen2"},
+    "qwen3": {"arch": "qwen3", "head_dim": 32},
     "biases": {"attention_bias": True, "mlp_bias": True},
     "a head size of its own": {"head_dim": 32, "changes": {"llama.attention.key_length": 32,
                                "llama.attention.value_length": 32, "llama.rope.dimension_count": 32}},
@@ -176,7 +181,8 @@ def test_factors_of_rotary_frequencies_are_those_of_llama_3(tmp_path):
 
 @pytest.mark.parametrize("arch", CONFIGS)
 def test_transformers_reads_the_file_alike(arch, tmp_path):
-    release(tmp_path / "model.gguf", arch, "Q8_0")
+    widths = {"head_dim": 128} if arch == "qwen3" else {}  # the one of its reader, whatever the file has
+    release(tmp_path / "model.gguf", arch, "Q8_0", **widths)
     ours, _ = import_gguf(tmp_path / "model.gguf")
     assert differs(ours, AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf").eval()) < 1e-5
 
@@ -264,7 +270,9 @@ def test_sentencepiece_tokenizes_as_in_transformers(tmp_path):
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 MISTAKES = {
-    "an architecture": ({"general.architecture": "gemma3"}, "its architecture is 'gemma3'; expected llama or qwen2"),
+    "an architecture": (
+        {"general.architecture": "gemma3"}, "its architecture is 'gemma3'; expected llama, qwen2, qwen3"
+    ),
     "a part": ({"split.count": 3}, "it is one of 3 parts of a model; join them by llama-gguf-split --merge"),
     "a key": ({"llama.expert_count": 8}, "it has llama.expert_count=8, which may change what the model computes"),
     "a value": ({"llama.attention.head_count": [4, 4]}, r"'attention.head_count' is \[4, 4\], not an integer"),

@@ -24,7 +24,7 @@ from .files import Header, Tensors
 from .softmax import rope_parameters
 
 # Architectures, and whether llama.cpp rotates neighbors in them: q and k have the two halves of a head interleaved.
-ARCHITECTURES = {"llama": True, "qwen2": False}
+ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
 # The metadata of an architecture, in the form of `misfit`.
 FORM = {
     "block_count": int, "context_length": int, "embedding_length": int, "feed_forward_length": int, "vocab_size?": int,
@@ -44,6 +44,7 @@ LAYER_NAMES = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
 }  # fmt: skip
 BIASES = {"attention_bias": "attn_q", "mlp_bias": "ffn_up"}  # Llama's fields -> a module with such biases
 EMBEDDING, FACTORS = "token_embd.weight", "rope_freqs.weight"  # the latter divide the rotary frequencies
@@ -69,7 +70,7 @@ class GGUFFile(Tensors):
         parts = self.metadata.get("split.count", 1)
         require(parts in (0, 1), f"it is one of {parts} parts of a model; join them by llama-gguf-split --merge")
         kind = self.metadata.get("general.architecture")
-        require(kind in ARCHITECTURES, f"its architecture is {kind!r}; expected {' or '.join(ARCHITECTURES)}")
+        require(kind in ARCHITECTURES, f"its architecture is {kind!r}; expected {', '.join(ARCHITECTURES)}")
         stored = {tensor.name: tensor for tensor in reader.tensors}
         _check_types(stored)
         factors = _values(stored.pop(FACTORS)) if FACTORS in stored else None
@@ -116,7 +117,7 @@ class GGUFFile(Tensors):
             "rms_norm_eps": _decimal(c["attention.layer_norm_rms_epsilon"]),
             "rope_parameters": _rope(c, head_dim, factors), "tie_word_embeddings": "lm_head.weight" not in self.headers,
         }  # fmt: skip
-        if head_dim != derived:
+        if head_dim != derived or kind == "qwen3":  # whose class has 128 by default
             described["head_dim"] = head_dim
         if kind == "llama":
             biased = {field: _their_name(f"blk.0.{name}.bias") for field, name in BIASES.items()}
