@@ -14,6 +14,7 @@ import typer
 
 from .. import __version__
 from ..files.hub import check_source
+from ..files.memory import fitting
 from ..utils import plugins
 from ..utils.errors import InputError
 from . import compare, evaluate, linearize, train, use, verify
@@ -31,7 +32,8 @@ def main() -> NoReturn:
     """Runs the command of `sys.argv` and exits."""
     prepare_streams()
     try:
-        sys.exit(app(sys.argv[1:] or ["--help"], prog_name="headrace", standalone_mode=False))
+        with fitting("what this command computes"):
+            sys.exit(app(sys.argv[1:] or ["--help"], prog_name="headrace", standalone_mode=False))
     except InputError as error:
         refuse(str(error))
     except UsageError as error:
