@@ -203,6 +203,21 @@ def test_memory_that_ran_out_is_one_sentence(run_command, monkeypatch, kind, tex
     )
 
 
+@pytest.mark.parametrize(
+    ("encoding", "cure"), [("utf-8", ""), ("ascii", ": Python reads names as ascii here; set PYT")]
+)
+def test_names_that_are_not_utf8_are_refused(run_command, monkeypatch, encoding, cure):
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: encoding)
+    for command in (
+        ["generate", "mod\udcc3", "--prompt", "a"],
+        ["compare", "t\udcc3.txt"],
+        ["export", "notes", "--to", "onnx", "--output", "\udcc3"],
+    ):
+        code, out, error = run_command(*command)
+        assert (code, out) == (2, "") and error.startswith("headrace: --") and r"\udcc3" in error
+        assert f"has bytes that are no {encoding} text; expected UTF-8{cure}" in error
+
+
 def test_a_misspelt_mixer_is_refused_before_slow_imports(run_command, monkeypatch):
     monkeypatch.setitem(sys.modules, "headrace.comparison.choose", None)  # whose import then raises
     code, _, error = run_command("compare", "--mixers", "softmx-retnet")
