@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -108,6 +109,16 @@ MISTAKES = {
     f"compare --steps {10**30}": "--steps has more than 64 bits; expected a smaller number",
     f"compare --mixers gla(heads.expand_v={10**400})": "linear.heads.expand_v has more than 64 bits",
     f"compare --task pair(keys={10**30})": "pair.keys has more than 64 bits",
+    "compare --task pair(keys=4294967296)": "pair.keys=4294967296; expected less than 2^32 in size",
+    "compare --task pair(pairs=32,distractors=4294967295)": "does not fit in memory: 175921860403200 bytes more",
+    "compare --task mqar(vocabulary=33554432)": "length < vocabulary <= 2^24",
+    "compare --mixers gla(heads.expand_v=1e300)": "heads.expand_v=1e+300; expected more than 0 and at most 2^16",
+    "compare --mixers mamba2(heads.expand_v=1e10)": "heads.expand_v=10000000000.0; expected more than 0",
+    "compare --mixers gla-outer(expand_k=1e20)": "expand_k=1e+20; expected more than 0 and at most 2^16",
+    "compare --mixers mamba(expand=1e-300)": "hidden_size=64 is 0; expected an integer of at least 1",
+    "compare --mixers mesa(decay.temperature=1e-300)": "decay.temperature=1e-300; expected more than 0, as float32",
+    "compare --mixers mamba(expand=1e300)": "expand=1e+300; expected more than 0 and at most 2^16",
+    "compare --mixers mamba2(decay.dt_ceiling=1e300)": "decay.dt_ceiling=1e+300; expected less than 2^128 in size",
     "compare --workers 0": "--workers=0; expected at least 1",
     "compare --workers 1000000000": "expected at least 1, and at most 1024",
     f"generate notes --prompt a --prompt-lookup {10**30}": "--prompt-lookup has more than 64 bits",
@@ -170,6 +181,41 @@ def test_text_that_is_not_utf8_is_refused(run_command, monkeypatch, command):
     for name, options in {"--prompt": ["--prompt", "a\udcff"], "standard input": []}.items():
         code, out, error = run_command(command, "notes", *options)
         assert (code, out) == (2, "") and error.startswith(f"headrace: {name} is not UTF-8: ") and "0xff" in error
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "asked"),
+    [
+        (
+            RuntimeError,
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes.",
+            ": 64 bytes more",
+        ),
+        (RuntimeError, "numel: integer multiplication overflow", ""),
+        (MemoryError, "", ""),
+    ],
+)
+def test_memory_that_ran_out_is_one_sentence(run_command, monkeypatch, kind, text, asked):
+    monkeypatch.setattr(catalog, "describe", Mock(side_effect=kind(text)))
+    code, out, error = run_command("zoo")
+    assert (code, out) == (2, "") and error.startswith(
+        f"headrace: what this command computes does not fit in memory{asked}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("encoding", "cure"), [("utf-8", ""), ("ascii", ": Python reads names as ascii here; set PYT")]
+)
+def test_names_that_are_not_utf8_are_refused(run_command, monkeypatch, encoding, cure):
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: encoding)
+    for command in (
+        ["generate", "mod\udcc3", "--prompt", "a"],
+        ["compare", "t\udcc3.txt"],
+        ["export", "notes", "--to", "onnx", "--output", "\udcc3"],
+    ):
+        code, out, error = run_command(*command)
+        assert (code, out) == (2, "") and error.startswith("headrace: --") and r"\udcc3" in error
+        assert f"has bytes that are no {encoding} text; expected UTF-8{cure}" in error
 
 
 def test_a_misspelt_mixer_is_refused_before_slow_imports(run_command, monkeypatch):

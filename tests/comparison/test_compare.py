@@ -271,6 +271,20 @@ def test_gates_of_padded_targets_are_not_counted():
     assert gates and all((gate["load_asked"] is None) != (gate["load_other"] is None) for gate in gates)
 
 
+def test_gates_of_padding_and_of_empty_positions_are_not_counted(monkeypatch):
+    counted, add = [], GateStatistics.add
+    monkeypatch.setattr(GateStatistics, "add", lambda self, *args: counted.append(len(args[1])) or add(self, *args))
+    for task in (Reverse(), Pair(keys=8, pairs=6, least=1)):
+        arm = replace(SMALL, mixers=("softmax-gla",), task=task).arms()[0]
+        rows = task.held_out(7)
+        evaluate(build(arm), model_inputs(arm, rows), 7)
+        if isinstance(task, Reverse):  # each symbol of a source, the start, and each symbol of the target
+            real = int(rows["attention_mask"].sum()) + int((rows["shift_labels"] != IGNORED).sum())
+        else:
+            real = int((rows["input_ids"] >= 0).any(2).sum())
+        assert counted.pop() == counted.pop() == real and not counted
+
+
 def test_evaluation_is_the_mean_over_answers():
     model, rows = build(SMALL.arms()[0]).eval(), SMALL.task.held_out(7)
     answers, gates = evaluate(model, rows, 3)
@@ -552,3 +566,13 @@ def test_demo_is_as_described():
     assert [plan.task.name for plan in DEMO.plans] == ["pair", "text"]
     for plan in DEMO.plans:
         plan.check()
+
+
+def test_a_model_that_does_not_fit_in_memory_is_named(monkeypatch):
+    def build(arm):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 8.00 GiB.")
+
+    monkeypatch.setattr(arm_module, "build", build)
+    sentence = "^mixer 'retnet' with hidden_size=16, layers=1 and 4 rows of 8 tokens does not fit in memory: 20.00 GiB"
+    with pytest.raises(InputError, match=sentence):
+        arm_module.measure(SMALL.arms()[0], SimpleNamespace(device="cpu", report=ignore))

@@ -297,3 +297,52 @@ def test_dense_layers_have_the_names_of_the_released_model(pairs, tmp_path):
     save_file(renamed, tmp_path / "model.safetensors")
     ids = tokens(theirs, 1, T)
     assert torch.equal(import_checkpoint(tmp_path)(ids).logits, ours(ids).logits)
+
+
+def renamed(path, folder, names):
+    """A copy of a checkpoint in which names(tensors) are the tensors."""
+    folder.mkdir()
+    (folder / "config.json").write_text((path / "config.json").read_text())
+    save_file(names(load_file(path / WEIGHTS)), folder / WEIGHTS, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(("kind", "prefix"), [("qwen3", "model."), ("gpt2", "transformer.")])
+@torch.no_grad()
+def test_names_of_a_model_without_its_head(kind, prefix, pairs, tmp_path):
+    """As Qwen3-Embedding was released."""
+    path = tmp_path / "whole"
+    theirs = save(described(kind, tie_word_embeddings=True), path)
+    folder = renamed(path, tmp_path / "base", lambda each: {n.removeprefix(prefix): x for n, x in each.items()})
+    ids = tokens(theirs, 2, T)
+    assert relative(import_checkpoint(folder)(ids).logits, logits(theirs, ids)) < FLOAT64
+
+
+@torch.no_grad()
+def test_copies_of_shared_blocks(pairs, tmp_path):
+    """Each of three layers has all of the two blocks' weights: the third those of the first block."""
+    theirs, ours, path = pairs("zamba2", "base")
+    first, third = (f"model.layers.{i}.shared_transformer." for i in (1, 3))
+
+    def copied(tensors):
+        return tensors | {n.replace(first, third): x.clone() for n, x in tensors.items() if n.startswith(first)}
+
+    ids = tokens(theirs, 2, T)
+    again = import_checkpoint(renamed(path, tmp_path / "copies", copied))
+    assert torch.equal(again(ids).logits, ours(ids).logits)
+    name = f"{third}self_attn.q_proj.weight"
+    other = renamed(path, tmp_path / "other", lambda each: copied(each) | {name: torch.zeros_like(copied(each)[name])})
+    with pytest.raises(InputError, match=f"unexpected tensor '{name}'"):
+        import_checkpoint(other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_factor_of_embeddings_is_rounded_to_their_precision(dtype, tmp_path):
+    save(described("gemma", hidden_size=24), tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
+    theirs.save_pretrained(tmp_path / "saved")
+    ids = tokens(theirs, 2, T)
+    for ours in (import_checkpoint(tmp_path, dtype=dtype), load(tmp_path / "saved")):
+        scaled = ours.model.embed_tokens(ids) * ours.model.backbone.embedding_scale
+        assert scaled.dtype == dtype and torch.equal(scaled, theirs.model.embed_tokens(ids))

@@ -225,3 +225,15 @@ def test_heads_that_no_token_of_a_window_chose_have_finite_gradients():
     x = torch.randn(B, T, D, requires_grad=True)
     gradients = torch.autograd.grad(mixer(x)[0].square().sum(), [x, *mixer.parameters()])
     assert all(g.isfinite().all() for g in gradients)
+
+
+@pytest.mark.parametrize("factor", [-44.0, -88.0, -110.0])
+def test_a_factor_that_is_nearly_0_has_a_gradient(factor):
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        mixer = layer_of("lolcats(window=4)").to(dtype)
+        torch.nn.init.constant_(mixer.window_factor, factor)
+        torch.manual_seed(1)
+        mixer(torch.randn(B, T, D).to(dtype))[0].square().sum().backward()
+        found.append(torch.cat([parameter.grad.double().flatten() for parameter in mixer.parameters()]))
+    assert relative(found[1], found[0]) < 1e-5

@@ -47,6 +47,23 @@ def test_bytes_of_no_character_are_decoded_a_few_times_each():
     assert len(decoded) < 50 * 1000
 
 
+@pytest.mark.parametrize("pending", [0, 1])
+def test_special_tokens_alone_are_decoded_a_few_times_each(pending):
+    """After nothing, and after the first byte of a character, which the second ends."""
+    tokenizer, decoded = byte_level(), []
+    first, second = tokenizer("é").input_ids
+    tokens = [first] * pending + [tokenizer.eos_token_id] * 1000 + [second] * pending
+
+    class Counted:
+        def decode(self, tokens, **options):
+            decoded.extend(tokens)
+            return tokenizer.decode(tokens, **options)
+
+    pieces = Text(Counted(), ())
+    assert "".join([*map(pieces.add, tokens), pieces.rest()]) == "é" * pending
+    assert len(decoded) < 10 * 1000
+
+
 @pytest.mark.parametrize(
     "text, stop, expected",
     [("one two", ("two",), "one "), ("aab", ("ab",), "a"), ("abab", ("abc",), "abab"), ("xyz", ("z", "yz"), "x")],

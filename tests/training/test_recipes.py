@@ -102,6 +102,7 @@ MISTAKES = {
     "lr=high": "recipe.lr='high' is not allowed; expected finite float",
     "lr=0": "recipe.lr=0; expected more than 0",
     "lr=-1": "recipe.lr=-1; expected more than 0",
+    "threads=1000000": "recipe.threads=1000000; expected 1 to 1024",
     "layers=1.5": "recipe.layers=1.5 is not allowed; expected int",
     "schedule=flat": "recipe.schedule='flat' is not allowed; expected one of cosine, linear",
     "schedule=linear": "min_lr=0.1 with schedule='linear'",

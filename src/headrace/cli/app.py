@@ -14,6 +14,7 @@ import typer
 
 from .. import __version__
 from ..files.hub import check_source
+from ..files.memory import fitting
 from ..utils import plugins
 from ..utils.errors import InputError
 from . import compare, evaluate, linearize, train, use, verify
@@ -31,7 +32,8 @@ def main() -> NoReturn:
     """Runs the command of `sys.argv` and exits."""
     prepare_streams()
     try:
-        sys.exit(app(sys.argv[1:] or ["--help"], prog_name="headrace", standalone_mode=False))
+        with fitting("what this command computes"):
+            sys.exit(app(sys.argv[1:] or ["--help"], prog_name="headrace", standalone_mode=False))
     except InputError as error:
         refuse(str(error))
     except UsageError as error:
@@ -78,6 +80,16 @@ def system_code(error: Exception) -> int:
         return error.errno or 0
     match = re.search(r"\(os error (\d+)\)", str(error))
     return int(match[1]) if match else 0
+
+
+def check_names(options: dict[str, Any]) -> None:
+    """Raises InputError for a name whose bytes Python has kept as surrogates, which no tokenizer or report takes."""
+    for name, value in options.items():
+        names = [] if name == "prompt" else value if isinstance(value, list) else [value]
+        if unread := next((text for text in map(str, names) if re.search("[\ud800-\udfff]", text)), None):
+            encoding = sys.getfilesystemencoding()
+            cure = "" if encoding == "utf-8" else f": Python reads names as {encoding} here; set PYTHONUTF8=1"
+            raise InputError(f"--{name} {unread!a} has bytes that are no {encoding} text; expected UTF-8{cure}")
 
 
 def refuse(sentence: str) -> NoReturn:
@@ -176,6 +188,7 @@ def for_typer(name: str, command: Command) -> Callable:
     @wraps(command.run)
     def run(plugin: list[str] | None = None, **options: Any) -> None:
         with needing(command.extra, name):
+            check_names(options)
             if "checkpoint" in options:
                 check_source(options["checkpoint"])  # before PyTorch is imported, which takes seconds
             plugins.load(plugin or ())

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 from rich.console import Console
 
 from ..files.checks import decode
-from ..files.processes import Terminated, terminable
+from ..files.processes import MOST, Terminated, terminable
 from ..utils import extras
 from ..utils.errors import InputError
 from .options import argument, option
@@ -40,7 +40,7 @@ Threads = Annotated[
         "Number of threads on a CPU.",
         default="the fastest of all, half and 1, measured in the first steps",
         least=1,
-        most=1024,  # PyTorch begins as many as it is told
+        most=MOST,
     ),
 ]
 PromptFile = Annotated[Path | None, option("UTF-8 file to read the text from.", "--file", default="standard input")]

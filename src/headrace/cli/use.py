@@ -232,7 +232,8 @@ def convert(options: ConvertOptions) -> None:
     headrace."""
     from ..convert.checkpoint import fetched, load
     from ..convert.exporting import check_format, export_checkpoint, set_use_cache
-    from ..convert.importing import PRECISIONS, import_checkpoint, import_gguf
+    from ..convert.form import PRECISIONS
+    from ..convert.importing import import_checkpoint, import_gguf
 
     one, to = options, options.to
     if to is not None:

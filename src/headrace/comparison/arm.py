@@ -11,6 +11,7 @@ from torch.utils.data import default_collate
 from transformers import set_seed
 
 from ..files.engine import Row
+from ..files.memory import fitting
 from ..files.workers import Worker
 from ..history.specs.encoder_decoder import RecurrentSpec
 from ..spec.mixer import ModelSpec
@@ -31,7 +32,9 @@ Tell = Callable[[int, dict[str, float] | None], None]  # (step, scores after an 
 
 def measure(arm: Arm, worker: Worker) -> Row:
     """The result of an arm, as `engine.run` takes it; reports (step, scores)."""
-    return train(arm, lambda *news: worker.report(news), worker.device or "cpu")[1]
+    shape, rows = arm.shape, f"{arm.recipe.batch_size} rows of {arm.task.length} tokens"
+    with fitting(f"mixer {arm.mixer!r} with hidden_size={shape.hidden_size}, layers={shape.layers} and {rows}"):
+        return train(arm, lambda *news: worker.report(news), worker.device or "cpu")[1]
 
 
 def train(arm: Arm, tell: Tell, device: str = "cpu", weights: dict[str, Tensor] | None = None) -> tuple[nn.Module, Row]:
@@ -124,8 +127,10 @@ def evaluate(model: nn.Module, rows: Batch, batch_size: int) -> tuple[Answers, l
     model.eval()
     with GateWatch().on(model) as watch:
         for batch in batches(rows, batch_size, device):
-            labels = batch["shift_labels"]
-            watch.labelled, watch.mask = labels != IGNORED, batch.get("attention_mask")
+            ids, labels = batch["input_ids"], batch["shift_labels"]
+            # a position without a token in any channel is as empty as padding
+            watch.mask = (ids >= 0).any(2) if ids.dim() == 3 else batch.get("attention_mask")
+            watch.labelled = labels != IGNORED
             logits = model(**batch).logits
             losses.append(nn.functional.cross_entropy(logits.float().mT, labels, reduction="none").cpu())
             right.append((logits.argmax(-1) == labels).cpu())

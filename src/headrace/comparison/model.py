@@ -89,7 +89,7 @@ def model_inputs(arm: Any, rows: Batch) -> Batch:
     source, labels = rows["input_ids"], rows["shift_labels"]
     return {
         "input_ids": torch.cat([source, shift_right(labels, START)], 1),
-        "attention_mask": torch.cat([rows["attention_mask"], torch.ones_like(labels, dtype=torch.bool)], 1),
+        "attention_mask": torch.cat([rows["attention_mask"], labels != IGNORED], 1),
         "shift_labels": torch.cat([torch.full_like(source, IGNORED), labels], 1),
     }
 

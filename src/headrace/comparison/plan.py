@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from .. import zoo
 from ..files.engine import Claim
+from ..files.memory import fitting
 from ..files.provenance import Place, defaults
 from ..history.specs.stack import BertSpec, StackSpec
 from ..layers.blocks.widths import count_parameters, default_intermediate_size
@@ -85,10 +86,10 @@ class Plan:
             trial.check()
         if shared := set(self.tuning.seeds if self.tuning else ()) & set(self.seed_numbers):
             raise InputError(f"seed {min(shared)} is among those of the search and those reported; expected others")
-        # InputError if the task's data are missing, or too few
-        _ = self.task.training(0, 1)[0]
-        self.task.held_out(1, self.part)
-        self.task.by_length(1)
+        with fitting(f"a block of rows of {self.task}"):  # InputError if the task's data are missing, or too few
+            _ = self.task.training(0, 1)[0]
+            self.task.held_out(1, self.part)
+            self.task.by_length(1)
 
     @property
     def seed_numbers(self) -> tuple[int, ...]:

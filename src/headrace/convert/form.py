@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..spec.attention import SoftmaxSpec
@@ -12,6 +13,10 @@ from ..spec.stack import BlockStyle, Decoder, Layer
 from ..utils.errors import InputError
 from ..utils.integrity import short
 from .fields import Config, Fields
+
+PRECISIONS = {str(dtype).removeprefix("torch."): dtype for dtype in (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16,
+)}  # fmt: skip
 
 
 class Block(NamedTuple):
@@ -66,6 +71,7 @@ class Model(NamedTuple):
     arguments: Config  # of HeadraceConfig
     views: Views  # by the names of our parameters, or of parts of parameters (`slots`)
     outside: tuple[str, ...] = ()  # as `Format.outside`, by the fields
+    copies: tuple[tuple[str, str], ...] = ()  # beginnings of names of tensors that may be stored again, and of theirs
 
 
 @dataclass(frozen=True)

@@ -228,9 +228,13 @@ def zamba2(c: Fields) -> Model:
         theirs = f"model.layers.{i}.mamba_decoder" if shares else f"model.layers.{i}"
         views |= named(layer_name(i), theirs, {NORM: "input_layernorm.weight"})
         views |= below(layer_name(i), mamba.views(f"{theirs}.mamba"))
-    views |= zamba2_shared(style, c["intermediate_size"], [i for i, shares in enumerate(hybrid) if shares])
+    users = [i for i, shares in enumerate(hybrid) if shares]
+    views |= zamba2_shared(style, c["intermediate_size"], users)
     sizes = {"num_heads": H, "intermediate_size": c["intermediate_size"]}
-    return Model(shared(c, layers, style, **sizes), views)
+    first = [f"model.layers.{i}.shared_transformer." for i in users]
+    count = style.shared_count
+    copies = tuple((name, first[use % count]) for use, name in enumerate(first) if use >= count)
+    return Model(shared(c, layers, style, **sizes), views, copies=copies)
 
 
 # Fields of which the model has no use, or by which their class has set others.

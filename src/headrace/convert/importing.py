@@ -26,15 +26,12 @@ from ..spec.record import LARGEST
 from ..utils.errors import InputError, nearest, reading
 from .fields import Config, Fields, check_sizes, without
 from .files import Header, TensorFiles, Tensors, check_depth
-from .form import SPECIAL, Block, Format, Model, View, Views
+from .form import PRECISIONS, SPECIAL, Block, Format, Model, View, Views
 from .formats import FORMATS, MISSING
 from .slots import slots
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<e>\d+)\.(?P<matrix>gate_proj|up_proj|down_proj)\.weight")
-PRECISIONS = {str(dtype).removeprefix("torch."): dtype for dtype in (
-    torch.float64, torch.float32, torch.bfloat16, torch.float16,
-)}  # fmt: skip
 
 
 def import_checkpoint(
@@ -146,13 +143,16 @@ def _empty_model(
     """Returns the model with parameters that hold nothing yet, its views, and the fields. InputError for a config that
     does not fit the tensors, before memory is taken."""
     foreign, fields = form.model(described)
-    foreign = foreign._replace(views={slot: _present(view, form, files) for slot, view in foreign.views.items()})
+    views = {slot: _present(view, form, files) for slot, view in foreign.views.items()}
+    dtype = dtype or _precision(files.headers, views)
+    again, _ = form.model(described | {"dtype": str(dtype).removeprefix("torch.")})  # of which a constant may depend
+    foreign = again._replace(views=views)
     check_depth(foreign.arguments["num_hidden_layers"], [*files.headers])
     config = HeadraceConfig(**foreign.arguments, converted_from=described)
     with torch.device("meta"):
         model: Any = HeadraceForCausalLM(config)
     _check_tensors(form, model, foreign, files)
-    model.to(dtype or _precision(files.headers, foreign.views)).to_empty(device="cpu")
+    model.to(dtype).to_empty(device="cpu")
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):  # its router keeps float32, as in `from_pretrained`
             module.router.to(accumulator(module.router.weight))
@@ -181,11 +181,12 @@ def _precision(headers: dict[str, Header], views: Views) -> torch.dtype:
     """The lowest precision that represents every tensor of the model without rounding, but those of routers, which keep
     float32; and float32 at least for products with a factor that has more than one bit, and for sums."""
     routers = ("choice_bias", "mlp.router.weight")
-    dtypes: Any = {view.name: headers[view.name].dtype for slot, view in views.items() if not slot.endswith(routers)}
+    names = {view.name for slot, view in views.items() if not slot.endswith(routers)}
+    dtypes: Any = {name: headers[name].dtype for name in names & headers.keys()}
     for name, dtype in dtypes.items():
         if dtype not in PRECISIONS.values():
             raise InputError(f"tensor {name!r} has dtype {dtype}; expected one of {', '.join(PRECISIONS)}")
-    dtypes = {*dtypes.values()}
+    dtypes = {*dtypes.values()} or {torch.float32}
     if any(view.offset or abs(frexp(view.factor)[0]) != 0.5 for view in views.values()):
         dtypes.add(torch.float32)
     return reduce(torch.promote_types, dtypes)
@@ -200,15 +201,19 @@ def _check_tensors(form: Format, model: Any, foreign: Model, files: Tensors) -> 
         shape, wanted = files.headers[view.name].shape, [*ours[name].shape]
         require(_fits(view, shape, wanted), f"tensor {view.name!r} has shape {shape}, which does not fit {wanted}")
         left.discard(view.name)
-    if model.config.tie_word_embeddings and HEAD in left and files.equal(HEAD, foreign.views[EMBEDDING].name):
-        left.discard(HEAD)
+    tied = ((HEAD, foreign.views[EMBEDDING].name),) if model.config.tie_word_embeddings else ()
+    for copy, original in (*foreign.copies, *tied):
+        for name in [name for name in left if name.startswith(copy)]:
+            if (of := name.replace(copy, original, 1)) in files.headers and files.equal(name, of):
+                left.discard(name)
     require(not left, f"it has an unexpected tensor {min(left, default='')!r}")
 
 
 def _present(view: View, form: Format, files: Tensors) -> View:
     """The view with the name that the checkpoint has for the tensor, or of the tensor that has the matrices of all
-    experts, as Qwen3.5 was released."""
+    experts, as Qwen3.5 was released. A model that was saved without its head has names without the first part."""
     names = [view.name] if form.renamed is None else [view.name, view.name.replace(*form.renamed, 1)]
+    names += [name.partition(".")[2] for name in names]
     if name := next((name for name in names if name in files.headers), None):
         return view._replace(name=name)
     return next(filter(None, (_among_experts(view._replace(name=name), files) for name in names)), view)

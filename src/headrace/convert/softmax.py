@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..spec.attention import ROPES, AttentionSpec, Pattern, Rope
 from ..spec.stack import BlockStyle, Layer
 from .fields import Config, Fields
-from .form import Format, Model, View, Views, assembled, model_of, named, plain, shared, stacked, whole
+from .form import PRECISIONS, Format, Model, View, Views, assembled, model_of, named, plain, shared, stacked, whole
 from .parts import NORMS, mlp_views
 
 BRANCH_NORMS = {
@@ -182,8 +183,9 @@ def olmo2(c: Fields) -> Model:
 
 def gemma(c: Fields) -> Model:
     c.only("use_bidirectional_attention", None, False)
-    kind, scale = activation(c, "hidden_act", GATED), c["hidden_size"] ** 0.5
-    style = BlockStyle("rms-offset", mlp=kind, embedding_scale=scale)
+    dtype = PRECISIONS.get(c.get("dtype"), torch.float32)  # of the weights, to which theirs is rounded
+    scale = float(torch.tensor(c["hidden_size"] ** 0.5, dtype=dtype))
+    style = BlockStyle("rms-offset", mlp=activation(c, "hidden_act", GATED), embedding_scale=scale)
     return decoder(c, [attention(c, bias=c["attention_bias"])] * c["num_hidden_layers"], style)
 
 

@@ -27,8 +27,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from ..files.processes import POSIX, forks_end_with_parent, new_folder
-from ..files.workers import MOST
+from ..files.processes import MOST, POSIX, forks_end_with_parent, new_folder
 from ..utils.errors import InputError
 from ..utils.extras import require
 from ..utils.integrity import record, write_json

@@ -150,7 +150,9 @@ class Blend(Recur):
             v, t.after["v"] = near.extend(_of_groups(v, mixer.H if t.write is not None else G), t.before("v"))
             of_window = mixer.near(self._near, mixer, t, near, k, v)
             of_memory, t.after["memory"] = mixer.far(self._far, mixer, t, near, *_features(mixer, t, near.tokens(k)), v)
-            t.out = gated(_mean(mixer.window_factor.to(acc).sigmoid(), of_window, of_memory), t.read_gate)
+            least = torch.finfo(acc).tiny ** 0.5  # a smaller γ would divide by numbers whose inverse is infinite
+            factor = mixer.window_factor.to(acc).sigmoid().clamp_min(least)
+            t.out = gated(_mean(factor, of_window, of_memory), t.read_gate)
 
     def _near(self, mixer: Any, t: Tokens, near: Surroundings, k: Tensor, v: Tensor) -> Tensor:
         """Returns what the tokens read of the window, [B, T, H, V + 1]."""

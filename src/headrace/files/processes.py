@@ -25,6 +25,7 @@ MADE_BY = "made-by.json"  # see provenance.py
 LEFT = re.compile(rf"{re.escape(LOCK)}|{MADE_BY}|\.[\w-]+\.json\.\d+")
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 POSIX = hasattr(os, "fork")  # not on Windows
+MOST = 1024  # processes, or threads of PyTorch, which begins as many as it is told
 
 
 @contextmanager

@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 from ..utils import plugins
 from ..utils.errors import GateWarning, InputError
 from .devices import see_only
-from .processes import handling
+from .processes import MOST, handling
 
 Listen = Callable[[int, Any], None]  # (index of a job, what it reports)
-MOST = 1024  # workers
 # Importing this takes seconds, longer than a small job.
 SHARED = ["headrace.hf"]
 

@@ -38,6 +38,9 @@ class Text:
         end = len(self.tokens)
         new = self._new(end)
         if not new or new.endswith(UNFINISHED):
+            if not self._decode([token, token]):  # skipped, as special tokens are; one alone may be a dropped space
+                self.tokens.pop()
+                return ""
             if not self._is_invalid(token):
                 return ""
             end -= 1

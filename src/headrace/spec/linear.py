@@ -15,7 +15,7 @@ from .competition import Competition
 from .decay import DECAYS, STEPPED, Decay, DecayShape
 from .mixer import Facts, Shapes, Spec, heads_of_width, width_per_head
 from .read import HEAD_NORMS, SUMS, Read
-from .record import PositiveFloat, PositiveInt, Range, Record, asked_for, require_positive
+from .record import Factor, PositiveInt, Range, Record, asked_for, require_positive
 
 Order = Annotated[int, Range("0 to 100", lambda n: 0 <= n <= 100)]  # of a Taylor polynomial of e^x
 # Objections to a spec in which a field is not its default, of plug-ins that have the field's stage.
@@ -30,8 +30,8 @@ LARGEST_FEATURES = 2**24  # rows of a head's memory; 8 GiB per head for values o
 class Heads(Record):
     """Number and widths of the heads."""
 
-    expand_k: PositiveFloat = 1.0  # key dimensions of all heads together, as a multiple of the hidden size
-    expand_v: PositiveFloat = 1.0  # value dimensions of all heads together, as a multiple of the hidden size
+    expand_k: Factor = 1.0  # key dimensions of all heads together, as a multiple of the hidden size
+    expand_v: Factor = 1.0  # value dimensions of all heads together, as a multiple of the hidden size
     qk_groups: PositiveInt | None = None  # number of q/k heads, shared by consecutive value heads; None: `count`
     count: PositiveInt | None = None  # number of heads; None: that of `width`
     key_dim: PositiveInt | None = None  # key dimension per head; None: derived from expand_k

@@ -32,8 +32,14 @@ class Names(NamedTuple):
 
 PositiveInt = Annotated[int, Range("at least 1", lambda n: n >= 1)]
 NonNegativeInt = Annotated[int, Range("at least 0", lambda n: n >= 0)]
-PositiveFloat = Annotated[float, Range("more than 0", lambda x: x > 0)]
+PositiveFloat = Annotated[float, Range("more than 0, as float32", lambda x: x >= 2**-126)]
 NonNegativeFloat = Annotated[float, Range("at least 0", lambda x: x >= 0)]
+Factor = Annotated[float, Range("more than 0 and at most 2^16", lambda x: 0 < x <= 2**16)]  # of the hidden size
+# What all numbers are, whatever the range of their field: seeds have up to 32 bits, and floats are for float32.
+LIMITS = {
+    int: Range("less than 2^32 in size", lambda n: abs(n) < 2**32),
+    float: Range("less than 2^128 in size", lambda x: abs(x) < 2**128),
+}
 
 
 class Kind(NamedTuple):
@@ -93,8 +99,9 @@ def checked(value: Any, kinds: tuple[Kind, ...], *where: str) -> Any:
             return tuple(checked(item, kind.items, *where, str(i)) for i, item in enumerate(value))
         converted = float(value) if kind.type is float and type(value) is int else value
         if _is(converted, kind):
-            if kind.range is not None and not kind.range.holds(converted):
-                raise InputError(f"{'.'.join(where)}={value!r}; expected {kind.range.text}")
+            for range in (kind.range, LIMITS.get(kind.type)):
+                if range is not None and not range.holds(converted):
+                    raise InputError(f"{'.'.join(where)}={value!r}; expected {range.text}")
             return converted
     allowed = [name for kind in kinds for name in _names(kind)]
     among = "one of " if len(allowed) > 1 else ""

@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 
 from ..data import tokenizer
 from ..data.preparation import versions, write_folder
+from ..files.memory import fitting
 from ..ops.loss import IGNORED
 from ..utils.errors import InputError
 from .base import Sampled, Task, generator
@@ -30,7 +31,8 @@ def prepare(task: Task, name: str, rows: int, seed: int, workers: int, output: P
         raise InputError(f"--rows {rows} and --workers {workers}; expected at least 1")
     if seed < 0:
         raise InputError(f"--seed {seed}; expected at least 0")
-    row = task.held_out(1)
+    with fitting(f"a block of rows of --task {name}"):
+        row = task.held_out(1)
     if row.keys() != {"input_ids", "shift_labels"} or row["input_ids"].dim() > 2 or isinstance(task, Text):
         raise InputError(
             f"--task {name} cannot be prepared; expected a synthetic task for causal models with one token per position"

@@ -11,6 +11,7 @@ from ..utils.errors import InputError
 from .base import LONGER, Batch, Drawn
 
 GAP_EXPONENT = -0.99  # of the distribution of the distance of a query of `key-value` from the pairs
+LARGEST = 2**24  # number of things from which torch.multinomial draws
 
 
 class Recall(Drawn):
@@ -102,10 +103,10 @@ class Mqar(Recall):
 
     def __post_init__(self) -> None:
         even = self.length % 2 == 0
-        if not (even and self.pairs >= 1 and 4 * self.pairs <= self.length < self.vocabulary):
+        if not (even and self.pairs >= 1 and 4 * self.pairs <= self.length < self.vocabulary <= LARGEST):
             raise InputError(
                 f"the task mqar has {self.pairs} pairs in a row of {self.length} with a vocabulary of "
-                f"{self.vocabulary}; expected pairs >= 1, an even length >= 4 * pairs and a vocabulary > length"
+                f"{self.vocabulary}; expected pairs >= 1, an even length >= 4 * pairs, and length < vocabulary <= 2^24"
             )
         if not 0 < self.power_a <= 1:
             raise InputError(f"mqar.power_a={self.power_a}; expected more than 0 and at most 1")

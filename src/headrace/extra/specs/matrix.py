@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 from ...spec.mixer import Facts, Shapes, Spec, heads_of_width, width_per_head
-from ...spec.record import Names, PositiveFloat, PositiveInt, require_positive
+from ...spec.record import Factor, Names, PositiveFloat, PositiveInt, require_positive
 from ...spec.serialize import TYPES
 from ...utils.tables import Table
 
@@ -36,8 +36,8 @@ class MatrixSpec(Spec):
     value_rank: PositiveInt | None = None  # rwkv7: of that to the share of the first layer's values; None: as rank
     gate_rank: PositiveInt | None = None  # rwkv7: of that to the gate; None: as rank
     slots: PositiveInt | None = None  # number of slots per head; None: the key dimension
-    expand_k: PositiveFloat = 1.0  # key dimensions of all heads together, as a multiple of the hidden size
-    expand_v: PositiveFloat = 1.0  # value dimensions of all heads together, as a multiple of the hidden size
+    expand_k: Factor = 1.0  # key dimensions of all heads together, as a multiple of the hidden size
+    expand_v: Factor = 1.0  # value dimensions of all heads together, as a multiple of the hidden size
     count: PositiveInt | None = None  # number of heads; None: that of `width`
     # value dimension per head in the paper, from which the number of heads follows; None, and in a model narrower than
     # 4 such heads: the model's num_heads

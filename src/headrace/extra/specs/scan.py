@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
 from ...spec.mixer import Facts, Shapes, Spec
-from ...spec.record import Names, PositiveFloat, PositiveInt, Range, require_positive
+from ...spec.record import Factor, Names, PositiveFloat, PositiveInt, Range, require_positive
 from ...spec.serialize import TYPES
 from ...utils.errors import InputError
 from ...utils.tables import Table
@@ -37,7 +37,7 @@ class ScanSpec(Spec):
     state_size: PositiveInt | None = None  # state numbers per channel; in s4 and s4d two of them are one complex number
     # mamba, rg-lru: width of the causal depthwise convolution before the recurrence; short-conv: of the convolution
     conv: Annotated[int, Range("at least 2", lambda n: n >= 2)] | None = None
-    expand: PositiveFloat = 1.0  # number of channels as a multiple of the hidden size; not in s4, s4d and short-conv
+    expand: Factor = 1.0  # number of channels as a multiple of the hidden size; not in s4, s4d and short-conv
     rank: PositiveInt | None = None  # mamba: rank of the projection to the step size; None: hidden size / 16
     # mamba: whether the projected step size, B and C have RMSNorms with weights (Jamba), or plain ones (Falcon Mamba)
     norm: bool | Literal["plain"] = False
@@ -78,8 +78,9 @@ class ScanSpec(Spec):
         rg-lru has a multiple of num_heads."""
         require_positive(hidden_size=hidden_size, num_heads=num_heads)
         width = round(self.expand * hidden_size, 6)  # 58 / 56 · 56 is not 58 in float64
-        if width % 1:
-            raise InputError(f"expand={self.expand} times hidden_size={hidden_size} is {width:g}; expected an integer")
+        if width % 1 or width < 1:
+            about = f"expand={self.expand} times hidden_size={hidden_size}"
+            raise InputError(f"{about} is {width:g}; expected an integer of at least 1")
         if self.kind == "rg-lru" and width % num_heads:
             raise InputError(f"num_heads={num_heads} does not divide the {width:g} channels of kind='rg-lru'")
         inputs = (self.conv or 1) - 1  # that a convolution remembers

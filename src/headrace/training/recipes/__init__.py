@@ -9,12 +9,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 
 from ... import zoo
-from ...spec.record import PositiveFloat, PositiveInt
+from ...files.processes import MOST
+from ...spec.record import PositiveFloat, PositiveInt, Range
 from ...spec.serialize import admitted
 from ...utils.errors import InputError, nearest
 from ..optimization import Optimization, Seed
@@ -83,7 +84,8 @@ class Recipe(Optimization):
     # torch.compile of each block; None: on a CUDA GPU, unless processes share rows or weights, or a mixer needs the
     # lengths of sequences on the host
     compile: bool | None = None
-    threads: PositiveInt | None = None  # of PyTorch on a CPU; None: measured in the first steps among 1, half and all
+    # of PyTorch on a CPU; None: measured in the first steps among 1, half and all
+    threads: Annotated[int, Range(f"1 to {MOST}", lambda n: 1 <= n <= MOST)] | None = None
     seed: Seed = 0
     evaluate_every: PositiveInt = 500  # steps
     evaluate_rows: PositiveInt = 256  # held-out rows per evaluation; the final evaluation uses all of them
