@@ -229,3 +229,26 @@ def test_tokenizer_model_alone_names_the_package_that_it_needs(tmp_path, capfd):
         with pytest.raises(InputError, match=r"tokenizer.model needs sentencepiece: pip install sentencepiece$"):
             read()
     assert not capfd.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3_next"])
+def test_a_model_without_a_tokenizer_has_none(kind, tmp_path):
+    """transformers makes up one without a token for the first and the last kind."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    for read in (lambda: tokenizer.load(str(tmp_path)), lambda: read_tokenizer(str(tmp_path))):
+        with pytest.raises(InputError, match=r"the folder has no files of a tokenizer$"):
+            read()
+
+
+def test_files_of_no_known_tokenizer_are_not_said_to_need_a_package(tmp_path):
+    (tmp_path / "vocab.bpe").write_text("#version: 0.2\n")  # OpenAI's name of what transformers calls merges.txt
+    with pytest.raises(InputError, match=r"its files are those of no tokenizer that is known$"):
+        tokenizer.load(str(tmp_path))
+
+
+def test_a_vocabulary_of_special_tokens_is_refused(tmp_path):
+    empty = Tokenizer(models.BPE({}, []))
+    empty.add_special_tokens([tokenizer.END])
+    empty.save(str(tmp_path / "a.json"))
+    with pytest.raises(InputError, match="has no tokens of text"):
+        tokenizer.load(str(tmp_path / "a.json"))

@@ -133,24 +133,49 @@ def test_every_file_format_gives_the_same_documents(texts, jsonl, tmp_path, plan
     prepare(plan, tmp_path / "whole")
     raw = jsonl.read_bytes()
     files = {"a.jsonl.gz": gzip.compress(raw), "b.jsonl.bz2": bz2.compress(raw), "c.jsonl.xz": lzma.compress(raw)}
-    files |= {"d.jsonl.zst": zstandard.compress(raw)}
+    half = len(raw) // 2
+    files |= {"d.jsonl.zst": zstandard.compress(raw[:half]) + zstandard.compress(raw[half:])}
     files["d.json"] = json.dumps([{"text": text} for text in texts]).encode()
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "folder").mkdir()
     for path in (tmp_path / "e.parquet", tmp_path / "folder" / "train.parquet"):
         parquet.write_table(pyarrow.table({"n": range(len(texts)), "text": texts}), path, row_group_size=70)
-    parquet.write_table(pyarrow.table({"body": pyarrow.array(texts).dictionary_encode()}), tmp_path / "f.parquet")
-    prepare(replace(plan, sources=(str(tmp_path / "f.parquet"),), column="body"), tmp_path / "another column")
-    assert tokens(tmp_path / "another column") == tokens(tmp_path / "whole")
+    columns = {"body": pyarrow.array(texts).dictionary_encode(), "view": pyarrow.array(texts, pyarrow.string_view())}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "f.parquet")
+    for column in columns:
+        prepare(replace(plan, sources=(str(tmp_path / "f.parquet"),), column=column), tmp_path / column)
+        assert tokens(tmp_path / column) == tokens(tmp_path / "whole")
     for name in (*files, "e.parquet", "folder"):
         prepare(replace(plan, sources=(str(tmp_path / name),)), tmp_path / f"of {name}")
         assert tokens(tmp_path / f"of {name}") == tokens(tmp_path / "whole"), name
 
 
+def test_a_text_file_of_a_folder_is_one_document(tmp_path):
+    texts = [f"Chapter {i}\n\nhas lines.\n" for i in range(3)]
+    for i, text in enumerate(texts):
+        (tmp_path / f"{i}.txt").write_text(text, "utf-8")
+    assert read(tmp_path) == [(text, "") for text in texts]
+
+
+@pytest.mark.parametrize(("suffix", "module"), [("gz", gzip), ("bz2", bz2), ("xz", lzma), ("zst", zstandard)])
+def test_a_packed_file_that_was_cut_off_is_refused(suffix, module, tmp_path):
+    packed = module.compress("".join(f"{i} {i**9}\n" for i in range(100_000)).encode())
+    (path := tmp_path / f"a.txt.{suffix}").write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(InputError, match="cannot be read: Compressed file ended before the end"):
+        read(path)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_byte_that_is_not_utf8_is_named_by_its_place_in_the_file(cut, tmp_path):
+    (tmp_path / "a.txt.zst").write_bytes(zstandard.compress(b"\xef\xbb\xbf" + b"one line\n" * 5000 + b"\xff"))
+    with pytest.raises(InputError, match="can't decode byte 0xff in position 45003: invalid start byte"):
+        list(sources.rows((str(tmp_path / "a.txt.zst"),), "text", cut))
+
+
 def test_bad_rows_are_counted_and_named(texts, tmp_path, capsys):
     bad = [b'{"text": "\xff"}', b'{"text": ', b"[1]", b'{"body": "x"}', b'{"text": null}', b'{"text": ""}', b""]
-    bad += [b'{"text": 5}', b'{"text": "\\ud800"}', b'{"body": "y", "more": 1}']
+    bad += [b'{"text": 5}', b'{"text": "\\ud800"}', b'{"body": "y", "more": 1}', b"[" * 100_000]
     good = [json.dumps({"text": text}).encode() for text in texts[:40]]
     (tmp_path / "good.jsonl").write_bytes(b"\n".join(good))
     (tmp_path / "mixed.jsonl").write_bytes(b"\n".join([*good[:20], *bad, *good[20:]]))
@@ -160,7 +185,7 @@ def test_bad_rows_are_counted_and_named(texts, tmp_path, capsys):
     result = open_data(tmp_path / "mixed").manifest["bad_rows"]
     assert {what: (one["rows"], one["first"]) for what, one in result.items()} == {
         "not UTF-8": (2, "mixed.jsonl row 21"),
-        "not JSON": (1, "mixed.jsonl row 22"),
+        "not JSON": (2, "mixed.jsonl row 22"),
         "no JSON object": (1, "mixed.jsonl row 23"),
         "without a column 'text'": (2, 'mixed.jsonl row 24, with ["body"]'),
         "null": (1, "mixed.jsonl row 25"),

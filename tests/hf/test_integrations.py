@@ -96,6 +96,19 @@ metric_list: [{{metric: bits_per_byte}}]
     assert result == pytest.approx(nats / torch.tensor(2.0).log().item(), rel=1e-4)
 
 
+def test_trainer_smooths_the_labels_of_the_next_tokens(folder, tmp_path):
+    """It shifts labels before it smooths them only for models that it knows by name."""
+    model, share, rows = load(folder), 0.1, torch.randint(1, 100, (4, 12), generator=torch.Generator().manual_seed(0))
+    settings = transformers.TrainingArguments(str(tmp_path), label_smoothing_factor=share, use_cpu=True, report_to=[])
+    trainer = transformers.Trainer(model, settings)
+    with torch.no_grad():
+        found = trainer.compute_loss(model, {"input_ids": rows, "labels": rows})
+        log_p = model(rows).logits[:, :-1].double().log_softmax(-1)
+    right = log_p.gather(-1, rows[:, 1:, None])[..., 0]
+    expected = -((1 - share) * right + share * log_p.mean(-1)).mean()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize(
     ("model_folder", "adapter"),
     [("softmax-gla", True), ("softmax-gla", False), ("qwen3_next", False)],

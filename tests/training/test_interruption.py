@@ -387,3 +387,12 @@ def test_full_disk_is_one_sentence(prepared, tmp_path):
         errors = (said / "err").read_text()
         assert process.exitcode == 2 and "Traceback" not in errors, errors
         assert re.search(r"^headrace: a checkpoint cannot be written \(.*\) at step 5; the last complete", errors, re.M)
+
+
+def test_full_disk_while_text_is_prepared_is_one_sentence(tmp_path):
+    (tmp_path / "a.txt").write_text("some words\n" * 2000, "utf-8")
+    words = ["prepare", tmp_path / "a.txt", "--length", 16, "--held-out", 0.1, "--output", tmp_path / "data"]
+    (process := groups.command(tmp_path, *words, largest=16 * 1024)).join()
+    errors = (tmp_path / "err").read_text()
+    assert process.exitcode == 2 and "Traceback" not in errors and "File too large" in errors, errors
+    assert not (tmp_path / "data").exists()

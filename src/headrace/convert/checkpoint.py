@@ -17,7 +17,6 @@ from .importing import import_checkpoint, import_config
 
 FETCHED = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt"]
 UNUSED = ["consolidated*", "*/*.safetensors"]  # the weights once more: Mistral's own form, and those of other programs
-TOKENIZERS = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekken.json")  # names of files of tokenizers
 
 
 def load(path: str | Path) -> HeadraceForCausalLM:
@@ -92,9 +91,8 @@ def read_tokenizer(checkpoint: Path | str) -> Any:
     none that can be read."""
     local = isinstance(checkpoint, Path)
     check_files(Path(checkpoint))
-    if local and (folder := Path(checkpoint)).is_dir() and not any(any(folder.glob(each)) for each in TOKENIZERS):
-        raise InputError(f"checkpoint {str(checkpoint)!r} has no readable tokenizer; expected a tokenizer.json")
-    with reading_tokenizer(f"checkpoint {str(checkpoint)!r} has no readable tokenizer; expected a tokenizer.json"):
+    sentence = f"checkpoint {str(checkpoint)!r} has no readable tokenizer; expected a tokenizer.json"
+    with reading_tokenizer(checkpoint, sentence):
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=local, trust_remote_code=False)
         tokenizer.decode(tokenizer("It was").input_ids)  # some fields of tokenizer_config.json are read only now
     return tokenizer

@@ -107,7 +107,7 @@ class Array:
         if not self.file.tell():
             self.dtype = numbers.dtype
             self._write_header()
-        numbers.tofile(self.file)
+        self.file.write(numbers.tobytes())  # numpy's `tofile` says of a full disk how many numbers it wrote
         self.length += len(numbers)
 
     def close(self) -> None:

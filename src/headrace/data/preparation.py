@@ -58,7 +58,7 @@ class Preparation:
         seed: seed of the choice of held-out documents.
         workers: number of processes.
         column: name of the text column in jsonl, Parquet and data sets.
-        tokens: number of training tokens at which to stop, at the end of a block of about 8 MB of text; None: at the
+        tokens: number of training tokens at which to stop, at the end of a block of about 4 MB of text; None: at the
             end of the sources.
         sample: share of the documents to keep, each with this probability, of files in random order, both by `seed`;
             None: all documents in order. With `tokens` the sample has equal chances for all documents of the sources.
@@ -155,7 +155,8 @@ def _written(plan: Preparation, choice: Choice, tokens: PreTrainedTokenizerFast,
                 break
         counts: dict[str, Any] = {name: split.counts(plan.length) for name, split in splits.items()}
     if empty := next((name for name in parts.SPLITS if not counts[name]["tokens"]), None):
-        raise InputError(f"no text is left as {empty}; expected more text or another --held-out")
+        more = "more text" if plan.tokens is None else "more text, more --tokens"
+        raise InputError(f"no text is left as {empty}; expected {more} or another --held-out")
     if (length := counts["train"]["tokens"]) < plan.length:
         raise InputError(f"--length {plan.length} is longer than the training text of {length} tokens; expected less")
     return counts | {"bad_rows": bad}

@@ -21,7 +21,9 @@ from .encoding import last_place
 from .held_out import Row
 
 READERS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-PACKED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
+ZSTD = "zstd"
+PACKED = {".gz": "gzip", ".zst": ZSTD, ".bz2": "bz2", ".xz": "xz"}
+BLOCK = 1 << 12  # bytes of a packed file that are unpacked together: they may be a thousand times as many
 WINDOW = 1 << 20  # characters of a text file that are read together
 PATTERN = ("*", "?", "[", "::")  # marks of a pattern of paths, or of a chain of file systems, of fsspec
 ROWS = 64  # rows of a Parquet file that are read together
@@ -124,19 +126,54 @@ def _open(source: str) -> Iterator[io.BufferedReader]:
     """The bytes of a file of text, unpacked and without a byte order mark."""
     path, packed = Path(source).resolve(), PACKED.get(Path(source).suffix.lower())
     # OpenFile takes the path as it is; fsspec.open would read *, ?, [ and :: in it as a pattern or a chain of systems.
-    with OpenFile(LocalFileSystem(), str(path), compression=packed) as opened:
-        file = io.BufferedReader(opened)  # zstandard's own reader has no lines
+    with OpenFile(LocalFileSystem(), str(path), compression=None if packed == ZSTD else packed) as opened:
+        file = io.BufferedReader(Unpacked(opened) if packed == ZSTD else opened)
         check_encoding(file.peek(4), f"source {source!r}")
         if file.peek(4).startswith(codecs.BOM_UTF8):
             file.read(len(codecs.BOM_UTF8))
         yield file
 
 
+class Unpacked(io.RawIOBase):
+    """What a file in the format of Zstandard holds. `zstandard`'s own reader takes the end of a file that was cut off
+    for that of its text."""
+
+    def __init__(self, packed: Any):
+        self.parts, self.held, self.passed = _frames(packed), memoryview(b""), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self.held and (part := next(self.parts, None)) is not None:
+            self.held = memoryview(part)
+        size = min(len(buffer), len(self.held))
+        buffer[:size], self.held, self.passed = self.held[:size], self.held[size:], self.passed + size
+        return size
+
+    def tell(self) -> int:
+        return self.passed
+
+
+def _frames(packed: Any) -> Iterator[bytes]:
+    require("reading .zst files", "zstandard", extra="train")
+    from zstandard import ZstdDecompressor
+
+    frame = None
+    while data := packed.read(BLOCK):
+        while data:
+            frame = frame or ZstdDecompressor().decompressobj()
+            yield frame.decompress(data)
+            data, frame = frame.unused_data, None if frame.eof else frame
+    if frame is not None:
+        raise EOFError("Compressed file ended before the end of its last frame")
+
+
 def _text(source: str, cut: bool) -> Iterator[Row]:
     name, offset, held = Path(source).name, 0, ""
     with _open(source) as opened:
         file = io.TextIOWrapper(opened, "utf-8")
-        while new := file.read(WINDOW if cut else -1):
+        while new := _characters(file, WINDOW if cut else -1):
             text, begin = held + new, max(len(held) - 2, 0)  # a place needs two characters
             if at := last_place(text, begin) if cut else 0:
                 size = len(text[:at].encode())
@@ -147,6 +184,15 @@ def _text(source: str, cut: bool) -> Iterator[Row]:
         yield Row(name, 1, held, len(held.encode()), offset)
     else:
         yield Row(name, 1, bad="empty")
+
+
+def _characters(file: io.TextIOWrapper, number: int) -> str:
+    """The next characters of a file of text. ValueError with the place in the file of a byte that is not UTF-8."""
+    try:
+        return file.read(number)
+    except UnicodeDecodeError as error:  # whose own place is in the block that was decoded
+        byte, place = error.object[error.start], file.buffer.tell() - len(error.object) + error.start
+        raise ValueError(f"'utf-8' codec can't decode byte 0x{byte:02x} in position {place}: {error.reason}") from None
 
 
 def _json(source: str, column: str) -> Iterator[Row]:
@@ -161,7 +207,7 @@ def _json(source: str, column: str) -> Iterator[Row]:
                 item = json.loads(line.decode())
             except UnicodeDecodeError:
                 yield Row(name, number, bad="not UTF-8")
-            except ValueError:
+            except (ValueError, RecursionError):
                 yield Row(name, number, bad="not JSON" if line.strip() else "empty")
             else:
                 yield _of_record(name, number, item, column)
@@ -198,7 +244,9 @@ def _parquet(source: str, column: str) -> Iterator[Row]:
             )
         kind = file.schema_arrow.field(column).type
         text = kind.value_type if pa.types.is_dictionary(kind) else kind
-        if not (pa.types.is_string(text) or pa.types.is_large_string(text)):
+        if not any(
+            is_text(text) for is_text in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+        ):
             raise InputError(f"--column {column!r} of {source!r} holds {kind}; expected text")
         number = 0
         for batch in file.iter_batches(ROWS, columns=[column], use_threads=False):
@@ -219,7 +267,10 @@ def _data_set(source: str, column: str, sample: Sample | None) -> Iterator[Row]:
     require("reading data sets", "datasets", extra="train")
     from datasets import load_dataset
 
-    dataset: Any = load_dataset(name, configuration or None, split="train", streaming=True)
+    load: Any = partial(load_dataset, name, configuration or None, split="train", streaming=True)
+    dataset = load()
+    if dataset.info.builder_name == "text":  # whose rows are lines, without their ends
+        dataset = load(sample_by="document")
     for number, item in enumerate(dataset if sample is None else sample.files_of(dataset), 1):
         yield _of_record(source, number, item, column)
 

@@ -33,7 +33,7 @@ def load(name: str | None) -> PreTrainedTokenizerFast:
             f"--tokenizer {name!r} is no file, folder or name on the Hub (OWNER/NAME); expected one, or bytes"
         )
     check_files(Path(name))
-    with reading_tokenizer(f"--tokenizer {name!r} cannot be read"):
+    with reading_tokenizer(name, f"--tokenizer {name!r} cannot be read"):
         tokenizer: Any = (
             PreTrainedTokenizerFast(tokenizer_file=name)
             if Path(name).is_file()
@@ -45,6 +45,8 @@ def load(name: str | None) -> PreTrainedTokenizerFast:
         if end is None:
             raise InputError(f"--tokenizer {name!r} has no end-of-text token; expected one of {', '.join(ENDS)}")
         tokenizer.eos_token = end
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # as transformers makes of a model without a tokenizer
+        raise InputError(f"--tokenizer {name!r} has no tokens of text; expected one with a vocabulary")
     if tokenizer.num_special_tokens_to_add():  # the prepared rows have none of them, so a prompt must have none
         tokenizer.backend_tokenizer.post_processor = None
     tokenizer.backend_tokenizer.no_truncation()  # which a file may set for another use: documents are whole

@@ -12,6 +12,8 @@ from ..utils.errors import InputError, reading
 from ..utils.integrity import CHECKSUMS, Recorded, sha256, short
 
 SUM = "sha256"  # key of the checksum of a result
+SENTENCEPIECE = ("*.model", "*.tiktoken", "tekken.json")  # names of files of tokenizers that need another package
+TOKENIZERS = ("tokenizer*", "vocab*", "merges*", *SENTENCEPIECE)
 MODEL_FILES = (".json", ".jinja", ".model", ".txt", ".safetensors", ".bin")  # suffixes of the files of a model
 RECORDED = {...: (int, {"bytes": int, "sha256": str})}  # the form of `integrity.Recorded`
 Form = Any  # of a JSON value: see `misfit`
@@ -144,16 +146,25 @@ def check_weights(folder: Path) -> None:
 
 
 @contextmanager
-def reading_tokenizer(sentence: str) -> Iterator[None]:
-    """`reading` of a tokenizer by transformers. For a sentencepiece model, which needs a package that no extra
-    installs, the InputError names that package alone; transformers writes several lines and names another one."""
+def reading_tokenizer(source: Path | str, sentence: str) -> Iterator[None]:
+    """`reading` of a tokenizer by transformers, which makes up an empty one for a folder of a model that has none. For
+    a sentencepiece model, which needs a package that no extra installs, the InputError names that package alone;
+    transformers writes several lines and names another one, for any folder that it cannot read."""
     from .quiet import quiet
 
-    absent = find_spec("sentencepiece") is None
+    folder = Path(source)
+    if folder.is_dir() and not _any_of(folder, TOKENIZERS):
+        raise InputError(f"{sentence}: the folder has no files of a tokenizer")
+    absent = find_spec("sentencepiece") is None and (not folder.is_dir() or _any_of(folder, SENTENCEPIECE))
     with reading(sentence), quiet() if absent else nullcontext():
         try:
             yield
         except (ImportError, ValueError) as error:
-            if not absent or not any(name in str(error).lower() for name in ("sentencepiece", "tiktoken")):
+            if not any(name in str(error).lower() for name in ("sentencepiece", "tiktoken")):
                 raise
-            raise InputError("its tokenizer.model needs sentencepiece: pip install sentencepiece") from error
+            needed = "its tokenizer.model needs sentencepiece: pip install sentencepiece"
+            raise InputError(needed if absent else "its files are those of no tokenizer that is known") from error
+
+
+def _any_of(folder: Path, patterns: tuple[str, ...]) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in patterns)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as SHIFTED
 from transformers.utils import can_return_tuple
 
 from .. import zoo
@@ -396,3 +397,4 @@ def _kept(logits_to_keep: int | Tensor | None) -> slice | Tensor:
 AutoConfig.register(HeadraceConfig.model_type, HeadraceConfig, exist_ok=True)
 AutoModel.register(HeadraceConfig, HeadraceModel, exist_ok=True)
 AutoModelForCausalLM.register(HeadraceConfig, HeadraceForCausalLM, exist_ok=True)
+SHIFTED[HeadraceConfig.model_type] = HeadraceForCausalLM.__name__  # whose labels Trainer shifts before it smooths them
