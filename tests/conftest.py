@@ -203,6 +203,13 @@ def saved_model(tmp_path_factory):
 
 
 @pytest.fixture
+def default_dtype():
+    """torch.set_default_dtype, until the end of the test."""
+    yield torch.set_default_dtype
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
 def native():
     """Skips what needs the native library where it is absent."""
     skip_if_missing("native")

@@ -309,13 +309,10 @@ def test_gla_outer_layer_without_value_decay_equals_gla_layer(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", zoo.MATRICES)
-def test_layer_can_be_created_in_16_bits(name, dtype):
+def test_layer_can_be_created_in_16_bits(name, dtype, default_dtype):
     """As transformers creates models whose dtype is given."""
-    torch.set_default_dtype(dtype)
-    try:
-        mixer = layers.build(zoo.get(name), hidden_size=D, num_heads=4)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    default_dtype(dtype)
+    mixer = layers.build(zoo.get(name), hidden_size=D, num_heads=4)
     assert {p.dtype for p in mixer.parameters()} == {dtype} and all(p.isfinite().all() for p in mixer.parameters())
 
 

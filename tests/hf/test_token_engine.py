@@ -55,6 +55,15 @@ def test_batches_of_every_size(rows, dtype):
     assert is_accurate(model, torch.randint(29, (rows, 6)))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@torch.no_grad()
+def test_default_dtype_does_not_change_logits(dtype, default_dtype):
+    model, ids = tiny.build("gla").float(), torch.randint(29, (2, 6))
+    expected = decoded(model, ids, 3)
+    default_dtype(dtype)
+    assert torch.equal(decoded(model, ids, 3), expected)
+
+
 @pytest.mark.parametrize("rows", [1, 9, 23, 24, 64])
 @torch.no_grad()
 def test_int8_model_equals_its_weights_in_float64(rows):

@@ -91,7 +91,9 @@ def test_half_precision_and_frozen_parameters_work():
 
 def test_random_blocks_are_uniform_and_independent_of_length():
     pattern = Pattern(window=4, random=2, block=4)
-    assert torch.equal(reservoir(pattern, 64)[:20], reservoir(pattern, 20))
+    with torch.device("meta"):  # that of a model which is made without memory does not matter
+        short = reservoir(pattern, 20)
+    assert torch.equal(reservoir(pattern, 64)[:20], short)
     counts = torch.zeros(8)
     for seed in range(2000):
         row = reservoir(Pattern(window=4, random=2, block=4, seed=seed), 9)[8]

@@ -247,6 +247,19 @@ print(mebibytes("VmPeak") - before, mebibytes("VmSize") - before)
     assert peak < 10 * 16 and left < 3 * 16
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_defaults_of_pytorch_do_not_change_results(dtype, default_dtype):
+    """The library reads and writes memory of the CPU, of its own dtypes."""
+    x, ends = floats(inputs("scalar", rows=1, n=2, bonus=True)), torch.tensor([0, 5, T])
+    given, results = [y for y in x.values() if y is not None], []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            pair = linear_attention(**x, cu_seqlens=ends, backend="native")
+            results.append([*pair, *torch.autograd.grad(pair, given, [*map(torch.ones_like, pair)])])
+        default_dtype(dtype)
+    assert all(map(torch.equal, *results))
+
+
 @pytest.mark.parametrize("rule", ["add", "delta"])
 def test_empty_batch_has_zero_gradient_of_a_fixed_decay(rule):
     x = floats(inputs("fixed", rows=0, state=False))

@@ -121,7 +121,7 @@ class Engine:
         if (ready := bound.take(states, rows)) is None:
             return None  # the modules copy the states, or say what is wrong
         last = len(bound.program.operations) - 1
-        logits = torch.empty(tokens.numel(), model.lm_head.out_features, device="cpu")
+        logits = torch.empty(tokens.numel(), model.lm_head.out_features, dtype=torch.float32, device="cpu")
         outputs = (last,) if model.cap is None else (last - 1, last)
         ready.run(dict.fromkeys(outputs, logits), tokens.to(torch.int64).flatten().contiguous(), pending + T > 1)
         cache.replace(states, T, ids, counts=counts)

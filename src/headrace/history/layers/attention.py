@@ -40,7 +40,7 @@ def reservoir(pattern: Pattern, blocks: int) -> Tensor:
             if slot < pattern.random:
                 held[slot] = current - delay
         rows.append(list(held))
-    return torch.tensor(rows)
+    return torch.tensor(rows, device="cpu")
 
 
 class ReservoirPlaces(CachedPlaces):

@@ -127,7 +127,8 @@ def _floats(x: Tensor | None) -> Tensor | None:
 def _ends(cu_seqlens: Tensor, T: int) -> Tensor:
     """Returns cu_seqlens as int64, checked always, because the kernels would access memory outside the tensors."""
     expect("cu_seqlens", cu_seqlens, (len(cu_seqlens),))
-    return torch.tensor(sequence_ends(cu_seqlens, T), dtype=torch.int64)
+    sequence_ends(cu_seqlens, T)
+    return cu_seqlens.long().contiguous()
 
 
 def address(x: Tensor | None) -> int:
@@ -190,7 +191,7 @@ def backward(d_out: Tensor, d_final: Tensor, call: Call, kept_: tuple[Tensor], w
         for x, needed in zip(problem.tensors, wanted[:7], strict=True)
     ]
     d_initial = torch.empty_like(d_final) if wanted[7] else None
-    d_bonus = torch.empty(call.bonus.shape) if wanted[8] and call.bonus is not None else None
+    d_bonus = d_final.new_empty(call.bonus.shape) if wanted[8] and call.bonus is not None else None
     gradients = _GRADIENTS.pack(*_places(new), address(d_initial), address(d_bonus))
     out = PLACE.pack(*place(d_out))
     check(library.hr_backward(problem.packed, out, d_final.data_ptr(), kept.data_ptr(), gradients))
