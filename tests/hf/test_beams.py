@@ -7,6 +7,7 @@ import tiny
 from headrace.hf.cache import NAME
 from headrace.hf.generation import HeadraceGenerationMixin
 from headrace.layers.blocks.stack import Backbone
+from headrace.utils.errors import InputError
 from tiny import T, tokens
 
 STRATEGIES = {
@@ -86,3 +87,13 @@ def test_embeddings_pieces_and_no_cache(read_by_each):
     assert torch.equal(generate(model, ids, use_cache=False, **options), expected)
     embedded = model.get_input_embeddings()(ids)
     assert torch.equal(generate(model, None, inputs_embeds=embedded, **options), expected[:, T:])
+
+
+def test_embeddings_are_not_read_in_chunks():
+    """transformers divides the ids alone, so each chunk of them would read all embeddings again."""
+    model, ids = tiny.build("gla"), tokens(2)
+    embeddings = model.get_input_embeddings()(ids)
+    expected = generate(model, ids, do_sample=False)
+    assert torch.equal(generate(model, ids, do_sample=False, prefill_chunk_size=2), expected)
+    with pytest.raises(InputError, match="prefill_chunk_size=2 with inputs_embeds"):
+        generate(model, ids, do_sample=False, prefill_chunk_size=2, inputs_embeds=embeddings)

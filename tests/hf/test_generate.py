@@ -19,7 +19,7 @@ from headrace.convert import import_checkpoint
 from headrace.convert.checkpoint import read_tokenizer
 from headrace.data.tokenizer import byte_level
 from headrace.data.tokenizer import load as load_tokenizer
-from headrace.hf import HeadraceForCausalLM
+from headrace.hf import HeadraceForCausalLM, generation
 from headrace.utils.errors import InputError
 
 PROMPT, NEW, SEED = "Return", 24, 5
@@ -112,6 +112,24 @@ def test_printed_seed_reproduces_the_text(generate):
     assert generate()[0] != text  # a new seed
     result = json.loads(generate("--seed", seed, "--json")[0])
     assert PROMPT + result["text"] + "\n" == text and result["seed"] == int(seed) and result["engine"] == engine
+
+
+def test_the_command_takes_the_short_loop(checkpoint, monkeypatch):
+    """Although it gives `generate` the tokenizer, for the stop strings of the folder."""
+    reasons, special = [], generation.special_reason
+    monkeypatch.setattr(generation, "special_reason", lambda *given: reasons.append(special(*given)) or reasons[-1])
+    continued(checkpoint, PROMPT, None, False, max_new_tokens=2, do_sample=False)
+    assert reasons == [None]
+
+
+@pytest.mark.parametrize("options", ["", "--prompt-lookup 3"])
+def test_logits_that_are_no_numbers_are_one_sentence(checkpoint, run_command, tmp_path, options):
+    model = load(checkpoint)
+    torch.nn.init.constant_(model.lm_head.weight, torch.nan)
+    for part in (model, byte_level()):
+        part.save_pretrained(tmp_path)
+    code, _, error = run_command("generate", tmp_path, "--prompt", PROMPT, *options.split())
+    assert code == 2 and f"checkpoint '{tmp_path}' gives NaN or infinite logits; no token can be sampled" in error
 
 
 def test_the_new_text_follows_the_prompt_with_its_space(tmp_path):

@@ -117,6 +117,13 @@ def test_error_of_a_token_ends_its_stream_alone(model, broken):
     assert fine.ended().text == alone.ended().text and fine.pieces[-1].tokens == 6
 
 
+def test_logits_that_are_no_numbers_have_no_likeliest_token(model):
+    torch.nn.init.constant_(model.lm_head.weight, torch.nan)
+    one, failed, scored = Engine(model, byte_level()), Client(model, [1], 4), Client(model, [1], 0)
+    one.submit(failed.stream, scored.stream)
+    assert "NaN" in str(failed.ended().pieces[-1]) and scored.ended().pieces[-1].finish == "length"
+
+
 def test_unsupported_generation_settings_are_refused(model):
     model.generation_config.stop_strings = [""]
     with pytest.raises(InputError, match=r'stop_strings=\[""\]; expected texts'):

@@ -78,7 +78,7 @@ def generate(
     sampling |= {"attention_mask": torch.ones_like(ids), CACHE: cache, "tokenizer": tokenizer}
     with _timed(model, threads, "assistant_model" in sampling or "prompt_lookup_num_tokens" in sampling) as timed:
         printer = Printer(tokenizer, stream, echo, timed) if stream or (timed and timed.measures) else None
-        with torch.inference_mode():
+        with torch.inference_mode(), _sampling(checkpoint):
             out = model.generate(ids, streamer=printer, pad_token_id=tokenizer.eos_token_id, **sampling)
         used = torch.get_num_threads()
     seconds, new = time.perf_counter() - started, out[0, ids.shape[1] :].tolist()
@@ -96,6 +96,18 @@ def _added(tokenizer: Any, before: Tensor, after: Tensor) -> str:
     if whole.startswith(given):
         return whole[len(given) :]
     return tokenizer.decode(after[len(before) :], skip_special_tokens=True)  # `before` ends within a character
+
+
+@contextmanager
+def _sampling(checkpoint: Path) -> Iterator[None]:
+    """Raises InputError for logits from which our loop or torch.multinomial cannot sample."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "infinite values" not in str(error) and "probability tensor" not in str(error):
+            raise
+        sentence = f"checkpoint {str(checkpoint)!r} gives NaN or infinite logits; no token can be sampled"
+        raise InputError(sentence) from error
 
 
 @contextmanager

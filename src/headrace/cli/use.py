@@ -83,7 +83,7 @@ class GenerateOptions:
         for name, holds, expected in (
             ("temperature", self.temperature == 0 or 0.01 <= self.temperature < math.inf, "0, or at least 0.01"),
             ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "more than 0"),
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "0.01 to 100"),
             ("seed", self.seed is None or 0 <= self.seed < SEEDS, f"0 to {SEEDS - 1}"),
         ):
             if not holds:

@@ -40,6 +40,9 @@ CARRY = 6
 
 def prefill(read: Callable[..., Any], ids: Tensor, config: Any, model_kwargs: dict[str, Any], first: bool) -> Any:
     """Reads a prompt once for all of its beams or answers, and repeats its states. read: transformers' `_prefill`."""
+    embedded = config.prefill_chunk_size and model_kwargs.get("inputs_embeds") is not None
+    chunks = f"prefill_chunk_size={config.prefill_chunk_size} with inputs_embeds, which each chunk would read in whole"
+    require(not embedded, f"{chunks}; expected one of them")
     repeats = max(config.num_beams, config.num_return_sequences)
     cache, rows = model_kwargs.get(CACHE), len(ids)
     if repeats == 1 or not isinstance(cache, HeadraceCache) or cache.batch_size not in (-1, rows // repeats):
@@ -207,8 +210,7 @@ def graph_loop(
     required: raise InputError where the step cannot be captured, in place of a warning and a loop without a graph."""
     graph, engine = graph_of(model, cache.states, ids[:, -1], choice), model.engine
     engine.graph_refused = graph.failure
-    if required and graph.failure:
-        raise InputError(f"expected a CUDA graph, and {graph.failure}")
+    require(not (required and graph.failure), f"expected a CUDA graph, and {graph.failure}")
     if graph.choice is not None:
         graph.choice.restart()
     step = graph.step or partial(engine.step, model, cache=cache)
@@ -295,11 +297,9 @@ class HeadraceGenerationMixin(GenerationMixin):  # by this word in the name tran
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs):
         kind, sampled = generation_config.cache_implementation, generation_mode in ("sample", "greedy_search")
-        if kind not in (None, STATIC) or (kind == STATIC and not sampled):
-            raise InputError(
-                f"cache_implementation={kind!r} is not available for {generation_mode.value}; expected None, for a "
-                f"HeadraceCache, or {STATIC!r} for greedy search and sampling, for a CUDA graph"
-            )
+        given = f"cache_implementation={kind!r} is not available for {generation_mode.value}"
+        expected = f"None, for a HeadraceCache, or {STATIC!r} for greedy search and sampling, for a CUDA graph"
+        require(kind is None or (kind == STATIC and sampled), f"{given}; expected {expected}")
         if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
             model_kwargs[CACHE] = HeadraceCache()
 
@@ -322,7 +322,7 @@ class HeadraceGenerationMixin(GenerationMixin):  # by this word in the name tran
 
     def _sample(
         self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, streamer=None,
-        **model_kwargs,
+        tokenizer=None, **model_kwargs,
     ):  # fmt: skip
         """Greedy search and sampling of transformers with the same tokens. In the plain case (`special_reason`) a
         shorter loop leaves out work per token that a recurrent model does not need. On a GPU a CUDA graph computes each

@@ -31,6 +31,7 @@ from .stream import Piece, Stream
 
 LOG = logging.getLogger("uvicorn.error")
 PIECE = 128  # tokens of prompts that are processed in one call
+NONE = -1  # in the place of the likeliest token, where there is none
 
 
 class Prompt:
@@ -349,7 +350,8 @@ class Engine:
         """Passes the next token of each stream on, and removes the streams that have ended. An error, such as of
         probabilities that are not numbers, ends its stream alone. logits: [streams, vocabulary]."""
         left: list[int] = []  # rows of the streams that go on
-        batch.tokens = logits.argmax(-1).tolist()
+        largest, tokens = logits.max(-1)  # a NaN is the largest
+        batch.tokens = torch.where(largest.isnan(), NONE, tokens).tolist()
         for row, stream in enumerate(batch.streams):
             self._guarded(partial(self._choose_one, batch, logits, left), row, [stream])
         batch.keep(left)
@@ -359,6 +361,8 @@ class Engine:
         stream, own = batch.streams[row], logits[row : row + 1]
         if stream.draw is not None:
             batch.tokens[row] = stream.draw(own.float())
+        elif batch.tokens[row] == NONE and stream.sampling.max_tokens:
+            raise RuntimeError("the model's logits have NaN values, and no token is the likeliest")
         if stream.sampling.max_tokens:
             stream.score(own, batch.tokens[row : row + 1])
         if stream.add(batch.tokens[row], self.ends):
