@@ -327,16 +327,10 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
                 return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})  # type: ignore[arg-type]
         packs = {name: loss_kwargs.pop(name) for name in loss_kwargs.keys() - {"num_items_in_batch", "shift_labels"}}
         output = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            past_key_values=given,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            cu_seqlens=cu_seqlens,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            **packs,
-        )
+            input_ids=input_ids, attention_mask=attention_mask, past_key_values=given, inputs_embeds=inputs_embeds,
+            use_cache=use_cache, cu_seqlens=cu_seqlens, output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states, **packs,
+        )  # fmt: skip
         hidden, loss, logits = output.last_hidden_state, None, None
         targets = {"labels": labels, "shift_labels": loss_kwargs.get("shift_labels")}
         labelled = any(target is not None for target in targets.values())

@@ -17,13 +17,8 @@ class BothWays(nn.Module):
         self.forwards, self.backwards = forwards, backwards
 
     def forward(
-        self,
-        x: Tensor,
-        state: None = None,
-        *,
-        mask: Tensor | None = None,
-        cu_seqlens: Tensor | Sequences | None = None,
-        in_place: bool = False,
+        self, x: Tensor, state: None = None, *, mask: Tensor | None = None,
+        cu_seqlens: Tensor | Sequences | None = None, in_place: bool = False,
     ) -> tuple[Tensor, None]:  # fmt: skip
         """x [B, T, D] -> (y [B, T, D], None). Raises InputError for a state: an encoder needs whole sequences."""
         refuse_parts(self)

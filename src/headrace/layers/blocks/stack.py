@@ -38,13 +38,9 @@ class Positions(nn.Module):
         self.table = nn.Embedding(sizes.max_positions, sizes.hidden_size) if learned else None
 
     def forward(
-        self,
-        x: Tensor,
-        state: PositionState | None = None,
-        *,
-        mask: Tensor | None = None,
+        self, x: Tensor, state: PositionState | None = None, *, mask: Tensor | None = None,
         cu_seqlens: Tensor | Sequences | None = None,
-    ) -> tuple[Tensor, PositionState]:
+    ) -> tuple[Tensor, PositionState]:  # fmt: skip
         """x [B, T, D] -> (x [B, T, D], state). Raises InputError for sequences longer than the learned table."""
         sequences = Sequences.of(x, cu_seqlens)
         if state is not None:
@@ -84,16 +80,10 @@ class Backbone(nn.Module):
         self.before_layer: Callable[[], None] | None = None  # called before each layer
 
     def forward(
-        self,
-        x: Tensor,
-        states: Sequence[Any] | None = None,
-        *,
-        mask: Tensor | None = None,
-        cu_seqlens: Tensor | Sequences | None = None,
-        inputs: list[Tensor] | None = None,
-        memories: Sequence[Any] | None = None,
-        in_place: bool = False,
-    ) -> tuple[Tensor, list[Any]]:
+        self, x: Tensor, states: Sequence[Any] | None = None, *, mask: Tensor | None = None,
+        cu_seqlens: Tensor | Sequences | None = None, inputs: list[Tensor] | None = None,
+        memories: Sequence[Any] | None = None, in_place: bool = False,
+    ) -> tuple[Tensor, list[Any]]:  # fmt: skip
         """Applies the positions, the blocks and the final norm.
 
         Args:
