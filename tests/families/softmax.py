@@ -53,6 +53,20 @@ MULTIPLIERS = {
     "attention_multiplier": 0.4, "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "logits_scaling": 5.0,
 }  # fmt: skip
 
+CAPPED = {"final_logit_softcapping": 4.0}
+BY_KIND = {
+    "head_dim": [16], "num_attention_heads": [2], "sliding_window": [1, 7],
+    "num_hidden_layers": [{"num_hidden_layers": 1, "layer_types": WINDOWS[:1]}],
+    "layer_types": [{"layer_types": WINDOWS[::-1]}, {"layer_types": 2 * WINDOWS[:1]}],
+    "rope_parameters": [
+        {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 20.0}}},
+        {"rope_parameters": {
+            "full_attention": ROPES["llama3"]["rope_parameters"],
+            "sliding_attention": ROPES["dynamic"]["rope_parameters"],
+        }},
+    ],
+}  # fmt: skip
+
 FAMILIES = {
     "llama": Family(
         HEADS,
@@ -104,17 +118,20 @@ FAMILIES = {
                 "full_attention": ROPES["yarn"]["rope_parameters"],
             }},
         },
-        fields={
-            "head_dim": [16], "num_attention_heads": [2], "hidden_act": ["gelu_new"], "sliding_window": [1, 7],
-            "num_hidden_layers": [{"num_hidden_layers": 1, "layer_types": WINDOWS[:1]}],
-            "layer_types": [{"layer_types": WINDOWS[::-1]}, {"layer_types": 2 * WINDOWS[:1]}],
-            "rope_parameters": [
-                {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 20.0}}},
-                {"rope_parameters": {
-                    "full_attention": ROPES["llama3"]["rope_parameters"],
-                    "sliding_attention": ROPES["dynamic"]["rope_parameters"],
-                }},
-            ],
+        fields=BY_KIND | {"hidden_act": ["gelu_new"]},
+    ),
+    "gemma3_text": Family(
+        HEADS | {"head_dim": 12, "sliding_window": 5, "layer_types": WINDOWS, "query_pre_attn_scalar": 10},
+        variants={
+            "biases": {"attention_bias": True}, "untied and capped": {"tie_word_embeddings": False} | CAPPED,
+            "frequencies": {"rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+                "full_attention": ROPES["linear"]["rope_parameters"],
+            }},
+        },
+        fields=BY_KIND | {
+            "hidden_activation": ["gelu_new"], "query_pre_attn_scalar": [7], "attn_logit_softcapping": [3.0],
+            "final_logit_softcapping": [4.0], "use_bidirectional_attention": [True],
         },
     ),
     "granite": Family(

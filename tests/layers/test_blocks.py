@@ -41,21 +41,24 @@ def sample(*shape):
 
 
 @pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("order", ["pre", "post", "branch"])
+@pytest.mark.parametrize("order", ["pre", "post", "branch", "both"])
 def test_order_of_norms_equals_its_equation(order, own):
     style = BlockStyle() if own else BlockStyle(order=order)
     layer = Layer(GLA, parallel=zoo.get("mamba2"), order=order if own else None)
     block, x = randomized(Block(layer, Sizes(D, 2, W, style=style))), sample(2, T, D)
     n, m = block.mixer_norm, block.mlp_norm
-    both = lambda u: block.mixer(u)[0] + block.parallel(u)[0]  # noqa: E731
+    f = lambda u: block.mixer(u)[0] + block.parallel(u)[0]  # noqa: E731
     if order == "pre":
-        y = x + both(n(x))
+        y = x + f(n(x))
         y = y + block.mlp(m(y))
     elif order == "post":
-        y = n(x + both(x))
+        y = n(x + f(x))
         y = m(y + block.mlp(y))
+    elif order == "both":
+        y = x + block.mixer_after(f(n(x)))
+        y = y + block.mlp_after(block.mlp(m(y)))
     else:
-        y = x + n(both(x))
+        y = x + n(f(x))
         y = y + m(block.mlp(y))
     states = []
     close(block(x, next_states=states), y)

@@ -183,10 +183,13 @@ def olmo2(c: Fields) -> Model:
 
 def gemma(c: Fields) -> Model:
     c.only("use_bidirectional_attention", None, False)
-    dtype = PRECISIONS.get(c.get("dtype"), torch.float32)  # of the weights, to which theirs is rounded
-    scale = float(torch.tensor(c["hidden_size"] ** 0.5, dtype=dtype))
-    style = BlockStyle("rms-offset", mlp=activation(c, "hidden_act", GATED), embedding_scale=scale)
+    style = BlockStyle("rms-offset", mlp=activation(c, "hidden_act", GATED), embedding_scale=embedding_factor(c))
     return decoder(c, [attention(c, bias=c["attention_bias"])] * c["num_hidden_layers"], style)
+
+
+def embedding_factor(c: Fields) -> float:
+    """Returns Gemma's factor of the embeddings, rounded to the dtype of the weights."""
+    return float(torch.tensor(c["hidden_size"] ** 0.5, dtype=PRECISIONS.get(c.get("dtype"), torch.float32)))
 
 
 def gpt2(c: Fields) -> Model:

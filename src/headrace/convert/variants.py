@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 from ..spec.attention import AttentionSpec
 from ..spec.stack import BlockStyle, Experts, Layer
@@ -10,7 +11,18 @@ from .fields import Fields
 from .form import Format, Model, Views, model_of, plain, stacked
 from .hybrid import FINAL_NORM, gate_up_views, multiplier
 from .parts import NORMS, balance, experts, mixture_of, mlp_views, scaled
-from .softmax import BRANCH_NORMS, GATED, activation, attention, attention_views, decoder, rotation, window_of, windows
+from .softmax import (
+    BRANCH_NORMS,
+    GATED,
+    activation,
+    attention,
+    attention_views,
+    decoder,
+    embedding_factor,
+    rotation,
+    window_of,
+    windows,
+)
 
 
 def phi3(c: Fields) -> Model:
@@ -50,14 +62,39 @@ def smollm3(c: Fields) -> Model:
 
 def olmo3(c: Fields) -> Model:
     """Layers with and without a window have rotary positions of their own."""
-    d = c["hidden_size"] // c["num_attention_heads"]
-    spec = attention(c, bias=c["attention_bias"], qk_norm="joint", rotary=False)
+    specs = by_kind(c, bias=c["attention_bias"], qk_norm="joint")
+    style = BlockStyle(order="branch", mlp=activation(c, "hidden_act", GATED))
+    return decoder(c, specs, style, BRANCH_NORMS)
+
+
+def gemma3(c: Fields) -> Model:
+    """As OLMo 3, with a norm before and a norm after each branch."""
+    c.only("use_bidirectional_attention", None, False)
+    c.only("attn_logit_softcapping", None)
+    scale = c["query_pre_attn_scalar"] ** -0.5
+    specs = by_kind(c, bias=c["attention_bias"], qk_norm="head-offset", scale=scale)
+    kind = activation(c, "hidden_activation", GATED)
+    cap, factor = c["final_logit_softcapping"], embedding_factor(c)
+    style = BlockStyle("rms-offset", "both", mlp=kind, embedding_scale=factor, logits_cap=cap)
+    return decoder(c, specs, style, SANDWICH_NORMS)
+
+
+SANDWICH_NORMS = {
+    "mixer_norm.weight": "input_layernorm.weight", "mixer_after.weight": "post_attention_layernorm.weight",
+    "mlp_norm.weight": "pre_feedforward_layernorm.weight", "mlp_after.weight": "post_feedforward_layernorm.weight",
+}  # fmt: skip
+
+
+def by_kind(c: Fields, **options: Any) -> list[AttentionSpec]:
+    """Returns the specs of layers that have rotary positions of their own with and without a window. options: fields of
+    the specs."""
+    spec = attention(c, rotary=False, **options)
+    d, _ = spec.head_dims(c["hidden_size"], c["num_attention_heads"])
     specs = [replace(spec, rotary=True, pattern=pattern) for pattern in windows(c)]
     for i, kind in enumerate(c["layer_types"]):
         own = c["rope_parameters"][kind]
         specs[i] = replace(specs[i], rope=replace(rotation(c, d, parameters=own), theta=float(own["rope_theta"])))
-    style = BlockStyle(order="branch", mlp=activation(c, "hidden_act", GATED))
-    return decoder(c, specs, style, BRANCH_NORMS)
+    return specs
 
 
 def granite(c: Fields) -> Model:
@@ -104,6 +141,7 @@ FORMATS: dict[str, Format] = {
     "phi3": Format("Phi3ForCausalLM", phi3),
     "smollm3": Format("SmolLM3ForCausalLM", smollm3),
     "olmo3": Format("Olmo3ForCausalLM", olmo3),
+    "gemma3_text": Format("Gemma3ForCausalLM", gemma3),
     "granite": Format("GraniteForCausalLM", granite),
     "qwen3_moe": Format("Qwen3MoeForCausalLM", qwen3_moe),
     "mixtral": Format("MixtralForCausalLM", mixtral),

@@ -142,15 +142,9 @@ class Mixer(SelfInitialized):
         return False
 
     def forward(
-        self,
-        x: Tensor,
-        state: Any = None,
-        *,
-        mask: Tensor | None = None,
-        cu_seqlens: Tensor | Sequences | None = None,
-        in_place: bool = False,
-        **more: Any,
-    ) -> tuple[Tensor, Any]:
+        self, x: Tensor, state: Any = None, *, mask: Tensor | None = None,
+        cu_seqlens: Tensor | Sequences | None = None, in_place: bool = False, **more: Any,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
         """Applies the mixer to the tokens that follow `state`.
 
         Args:

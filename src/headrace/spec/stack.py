@@ -52,8 +52,8 @@ class BlockStyle(Record):
     # RMSNorm, RMSNorm whose weight is stored minus 1 (Gemma), or LayerNorm
     norm: Literal["rms", "rms-offset", "layer"] = "rms"
     # pre: norm before mixer and MLP, and at the end; post: norm after each sum; branch: norm of the output of mixer and
-    # MLP before the sum, and at the end (OLMo 2)
-    order: Literal["pre", "post", "branch"] = "pre"
+    # MLP before the sum, and at the end (OLMo 2); both: as pre and as branch (Gemma 3)
+    order: Literal["pre", "post", "branch", "both"] = "pre"
     # kind of MLP; relu2: squared; rwkv4, rwkv7: channel mixing, which has a state and no biases
     mlp: Literal["swiglu", "geglu", "geglu-tanh", "gelu", "gelu-tanh", "relu", "relu2", "rwkv4", "rwkv7", "none"] = (
         "swiglu"
@@ -91,7 +91,7 @@ class Layer(Record):
     mlp: Literal["one", "experts", "none"] = "one"  # the style's MLP, the style's mixture of experts, or neither
     shared: bool = False  # whether the output of the style's shared block is added to the mixer's input
     parallel: Spec | None = None  # a second mixer with the same input, whose output is added (Falcon-H1)
-    order: Literal["pre", "post", "branch"] | None = None  # order of the norms; None: the style's
+    order: Literal["pre", "post", "branch", "both"] | None = None  # order of the norms; None: the style's
 
     @property
     def mixers(self) -> list[Spec]:

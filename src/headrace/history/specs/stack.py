@@ -21,6 +21,7 @@ class StackSpec(ModelSpec):
 
     def _objections(self):
         yield self.style.mlp in MLPS, f"style.mlp={self.style.mlp!r} is for decoders alone; expected another MLP"
+        yield self.style.order == "both", "style.order='both' is for decoders alone; expected another order"
         yield self.style.logits_cap is not None, "style.logits_cap is for decoders alone; expected none"
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:

@@ -106,15 +106,9 @@ class SoftmaxAttention(SelfInitialized):
             self.sinks.zero_()
 
     def forward(
-        self,
-        x: Tensor,
-        state: Any = None,
-        *,
-        mask: Tensor | None = None,
-        cu_seqlens: Tensor | Sequences | None = None,
-        in_place: bool = False,
-        projections: Any = None,
-    ) -> tuple[Tensor, AttentionState | WindowState]:
+        self, x: Tensor, state: Any = None, *, mask: Tensor | None = None,
+        cu_seqlens: Tensor | Sequences | None = None, in_place: bool = False, projections: Any = None,
+    ) -> tuple[Tensor, AttentionState | WindowState]:  # fmt: skip
         """As `Mixer.forward`: x [B, T, D] -> (y [B, T, D], state). projections: q_proj, k_proj and v_proj as
         attributes, in place of the layer's own."""
         if isinstance(maps := wanted(), list):

@@ -49,6 +49,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+AFTER = {"branch": "_norm", "both": "_after"}  # how the norm of the output of a branch is called, by the order
+
+
 class MLP(nn.Module):
     """W_down f(W_up x), or W_down (f(W_gate x) ⊙ W_up x) if the style's MLP is gated (arXiv 2002.05202)."""
 
@@ -103,8 +106,9 @@ def mixer_settings(sizes: Sizes, layer_idx: int = 0, num_layers: int = 1) -> dic
 
 class Block(nn.Module):
     """A residual block: x + mixer(norm(x)), then x + mlp(norm(x)); with post-norm norm(x + mixer(x)), then
-    norm(x + mlp(x)); with norms of the branches x + norm(mixer(x)), then x + norm(mlp(x)). A parallel mixer has the
-    input of the mixer, and the branch is their sum. Cross-attention, if any, is a third branch between the two."""
+    norm(x + mlp(x)); with norms of the branches x + norm(mixer(x)), then x + norm(mlp(x)); with both
+    x + after(mixer(norm(x))), then x + after(mlp(norm(x))). A parallel mixer has the input of the mixer, and the branch
+    is their sum. Cross-attention, if any, is a third branch between the two."""
 
     def __init__(self, layer: Layer | Spec, sizes: Sizes, layer_idx: int = 0, num_layers: int = 1):
         super().__init__()
@@ -121,6 +125,9 @@ class Block(nn.Module):
         self.mlp = build_mlp(layer.mlp, sizes)
         if self.mlp is not None:
             self.mlp_norm = build_norm(sizes)
+        if self.order == "both":
+            self.mixer_after = build_norm(sizes)
+            self.mlp_after = None if self.mlp is None else build_norm(sizes)
         self.link = nn.Linear(sizes.hidden_size, sizes.hidden_size, bias=False) if layer.shared else None
         self.adapters = named(SHARED["adapters"])(sizes) if layer.shared else None
 
@@ -142,7 +149,7 @@ class Block(nn.Module):
         where = {"mask": mask, "cu_seqlens": cu_seqlens, "in_place": in_place}
         before = repeat(None) if states is None else iter(states)
         after = [] if next_states is None else next_states
-        linked = self._input(self.mixer_norm, x if self.link is None else x + self.link(beside))
+        linked = self._input("mixer", x if self.link is None else x + self.link(beside))
         also = {"carried": carried} if getattr(self.mixer, "carries", False) else {}
         y, state = self.mixer(linked, next(before), **where, **also)
         after.append(state)
@@ -150,16 +157,16 @@ class Block(nn.Module):
             other, state = self.parallel(linked, next(before), **where)
             y = y + other
             after.append(state)
-        x = self._add(self.mixer_norm, x, y)
+        x = self._add("mixer", x, y)
         if self.cross is not None:
             require(memory is not None, "memory=None in a block with cross-attention; expected the result of remember")
-            x = self._add(self.cross_norm, x, self.cross.cross(self._input(self.cross_norm, x), memory))
+            x = self._add("cross", x, self.cross.cross(self._input("cross", x), memory))
         if isinstance(self.mlp, Mixer):
-            y, state = self.mlp(self._input(self.mlp_norm, x), next(before), **where)
-            x = self._add(self.mlp_norm, x, y)
+            y, state = self.mlp(self._input("mlp", x), next(before), **where)
+            x = self._add("mlp", x, y)
             after.append(state)
         elif self.mlp is not None:
-            x = self._add(self.mlp_norm, x, self.mlp(self._input(self.mlp_norm, x)))
+            x = self._add("mlp", x, self.mlp(self._input("mlp", x)))
         return x
 
     @property
@@ -182,12 +189,13 @@ class Block(nn.Module):
         """Whether the mixers are recurrences with a state of one size, whatever the number of tokens."""
         return self.link is None and all(isinstance(mixer, Mixer) and mixer.fixed_size for mixer in self.mixers)
 
-    def _input(self, norm: nn.Module, x: Tensor) -> Tensor:
+    def _input(self, branch: str, x: Tensor) -> Tensor:
         """Returns the input of a branch."""
-        return norm(x) if self.order == "pre" else x
+        return getattr(self, f"{branch}_norm")(x) if self.order in ("pre", "both") else x
 
-    def _add(self, norm: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    def _add(self, branch: str, x: Tensor, y: Tensor) -> Tensor:
         """Returns the residual stream with the output of a branch."""
         if self.order == "post":
-            return norm(x + y)
-        return x + (norm(y) if self.order == "branch" else y)
+            return getattr(self, f"{branch}_norm")(x + y)
+        after = AFTER.get(self.order)
+        return x + (y if after is None else getattr(self, branch + after)(y))

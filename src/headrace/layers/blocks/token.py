@@ -8,7 +8,7 @@ from ...ops.backends.native.program import NAMES, Program, UnsupportedError
 from ..linear.token import add_linear, token_of
 from ..norms import OffsetRMSNorm
 from ..quantized import Int8Linear
-from .block import MLP, Block
+from .block import AFTER, MLP, Block
 from .stack import Backbone
 
 NORMS = {nn.RMSNorm: "rms", OffsetRMSNorm: "rms-offset", nn.LayerNorm: "layer"}
@@ -62,30 +62,30 @@ def add_block(program: Program, block: Any, x: int, place: int) -> None:
         raise UnsupportedError("two parallel mixers with order='post'")
     start = branch = program.columns(D)
     read = x
-    if block.order == "pre":
+    if block.order in ("pre", "both"):
         add_norm(program, block, "mixer_norm", x, branch)
         read, branch = branch, program.columns(D)
-    into = branch if block.order == "branch" else x
+    into = branch if block.order in AFTER else x
     for i, name in enumerate(["mixer"] if block.parallel is None else ["mixer", "parallel"]):
         mixer = program.module(block, name, *filter(token_of, [type(getattr(block, name))]))
         add_token: Any = token_of(type(mixer))
         add_token(program, mixer, read, into, place + i, add=into == x or i > 0)
         program.kinds.append(mixer.state_kind)
-    _end_branch(program, block, "mixer_norm", x, branch)
+    _end_branch(program, block, "mixer", x, branch)
     if block.mlp is not None:
         mlp = program.module(block, "mlp", MLP)
-        if block.order == "pre":
+        if block.order in ("pre", "both"):
             add_norm(program, block, "mlp_norm", x, read)
         _add_mlp(program, mlp, read, into, add=into == x)
-        _end_branch(program, block, "mlp_norm", x, branch)
+        _end_branch(program, block, "mlp", x, branch)
     program.release(start)
 
 
-def _end_branch(program: Program, block: Block, norm: str, x: int, branch: int) -> None:
+def _end_branch(program: Program, block: Block, name: str, x: int, branch: int) -> None:
     if block.order == "post":
-        add_norm(program, block, norm, x, x)
-    elif block.order == "branch":
-        add_norm(program, block, norm, branch, x, add=True)
+        add_norm(program, block, f"{name}_norm", x, x)
+    elif block.order in AFTER:
+        add_norm(program, block, name + AFTER[block.order], branch, x, add=True)
 
 
 def _add_mlp(program: Program, mlp: MLP, x: int, out: int, add: bool) -> None:
