@@ -92,7 +92,8 @@ def by_kind(c: Fields, **options: Any) -> list[AttentionSpec]:
     d, _ = spec.head_dims(c["hidden_size"], c["num_attention_heads"])
     specs = [replace(spec, rotary=True, pattern=pattern) for pattern in windows(c)]
     for i, kind in enumerate(c["layer_types"]):
-        own = c["rope_parameters"][kind]
+        if (own := (c["rope_parameters"] or {}).get(kind)) is None:
+            c.refuse("rope_parameters", f"parameters of {kind}")
         specs[i] = replace(specs[i], rope=replace(rotation(c, d, parameters=own), theta=float(own["rope_theta"])))
     return specs
 
