@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import signal
 import sys
 import time
@@ -262,6 +263,15 @@ def test_gate_statistics_by_hand():
         assert [found["load"], found["load_asked"], found["load_other"]] == [
             pytest.approx(x) for x in (load, [0.25, 0.75], second)
         ]
+
+
+def test_gate_statistics_take_no_more_memory_for_more_tokens():
+    """The last evaluation of a run is over all held-out tokens, which are millions."""
+    statistics, sizes = GateStatistics(0, "read"), []
+    for tokens in (1, 1000, 1000):
+        statistics.add(torch.randn(1, tokens, 4), torch.rand(1, tokens) < 0.5)
+        sizes.append(len(pickle.dumps(statistics)))
+    assert len({*sizes}) == 1
 
 
 def test_gates_of_padded_targets_are_not_counted():
