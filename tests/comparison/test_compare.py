@@ -332,9 +332,10 @@ def test_tasks_are_expressions_and_sweeps_are_plans_with_names_of_their_own():
     assert "sweep" not in choose("mqar").to_json(), "folders made before there were sweeps go on"
 
 
-def test_a_text_that_changed_is_another_run(tmp_path):
-    book = tmp_path / "book.txt"
-    plan = replace(SMALL, task=Text((str(book),), length=8), mixers=("gla",))
+@pytest.mark.parametrize("source", ["books/a.txt", "books"])
+def test_a_text_that_changed_is_another_run(source, tmp_path):
+    (book := tmp_path / "books" / "a.txt").parent.mkdir()
+    plan = replace(SMALL, task=Text((str(tmp_path / source),), length=8), mixers=("gla",))
     for text, raises in (("one " * 99, False), ("two " * 99, True)):
         book.write_text(text)
         corpus.load.cache_clear()
