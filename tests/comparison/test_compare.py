@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import signal
 import sys
 import time
@@ -264,6 +265,15 @@ def test_gate_statistics_by_hand():
         ]
 
 
+def test_gate_statistics_take_no_more_memory_for_more_tokens():
+    """The last evaluation of a run is over all held-out tokens, which are millions."""
+    statistics, sizes = GateStatistics(0, "read"), []
+    for tokens in (1, 1000, 1000):
+        statistics.add(torch.randn(1, tokens, 4), torch.rand(1, tokens) < 0.5)
+        sizes.append(len(pickle.dumps(statistics)))
+    assert len({*sizes}) == 1
+
+
 def test_gates_of_padded_targets_are_not_counted():
     """Every token of a target has a label, and none of a source has one."""
     arm = replace(SMALL, mixers=("transformer-2017(mixer=softmax-gla)",), task=Reverse()).arms()[0]
@@ -336,9 +346,10 @@ def test_tasks_are_expressions_and_sweeps_are_plans_with_names_of_their_own():
     assert "sweep" not in choose("mqar").to_json(), "folders made before there were sweeps go on"
 
 
-def test_a_text_that_changed_is_another_run(tmp_path):
-    book = tmp_path / "book.txt"
-    plan = replace(SMALL, task=Text((str(book),), length=8), mixers=("gla",))
+@pytest.mark.parametrize("source", ["books/a.txt", "books"])
+def test_a_text_that_changed_is_another_run(source, tmp_path):
+    (book := tmp_path / "books" / "a.txt").parent.mkdir()
+    plan = replace(SMALL, task=Text((str(tmp_path / source),), length=8), mixers=("gla",))
     for text, raises in (("one " * 99, False), ("two " * 99, True)):
         book.write_text(text)
         corpus.load.cache_clear()

@@ -16,7 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 from ..files.checks import check_encoding
 from ..utils.errors import InputError
 from ..utils.extras import require
-from ..utils.integrity import sha256, short
+from ..utils.integrity import digest, sha256, short
 from .encoding import last_place
 from .held_out import Row
 
@@ -186,7 +186,7 @@ def _text(source: str, cut: bool) -> Iterator[Row]:
         yield Row(name, 1, bad="empty")
 
 
-def _characters(file: io.TextIOWrapper, number: int) -> str:
+def _characters(file: Any, number: int) -> str:
     """The next characters of a file of text. ValueError with the place in the file of a byte that is not UTF-8."""
     try:
         return file.read(number)
@@ -282,10 +282,16 @@ def _cause(error: BaseException) -> str:
 
 
 def fingerprint(sources: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Name, size in bytes and SHA-256 of every file; the name alone for a data set."""
-    return [
-        {"name": Path(source).name, "bytes": Path(source).stat().st_size, "sha256": sha256(Path(source))}
-        if Path(source).is_file()
-        else {"name": source}
-        for source in sources
-    ]
+    """Name, size in bytes and SHA-256 of every file; name and a digest of the files of a folder; the name alone for a
+    data set of the Hub."""
+    return [_fingerprint(Path(source), source) for source in sources]
+
+
+def _fingerprint(path: Path, source: str) -> dict[str, Any]:
+    if path.is_file():
+        return {"name": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)}
+    if not path.is_dir():
+        return {"name": source}
+    inside = {file.relative_to(path): file for file in path.rglob("*") if file.is_file()}
+    shown = {name.as_posix(): sha256(file) for name, file in inside.items() if not any(p[0] == "." for p in name.parts)}
+    return {"name": source, "sha256": digest(shown)}

@@ -66,17 +66,14 @@ def discard_unfinished(folder: Path) -> None:
 
 def save_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
     """Writes the state of the optimizer and of its schedule, by names of parameters. Each process writes its part."""
-    try:
-        with _quietly():
-            dcp.save(_state(model, optimizer, scheduler), checkpoint_id=checkpoint / OPTIMIZER)
-    except dcp.CheckpointException as error:  # not an Exception
-        raise next(iter(error.failures.values()))[0] from None
+    with _plainly():
+        dcp.save(_state(model, optimizer, scheduler), checkpoint_id=checkpoint / OPTIMIZER)
 
 
 def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
     """Reads what `save_optimizer` wrote with any number of processes. Each process reads its part."""
     state = _state(model, optimizer, scheduler)
-    with _quietly():
+    with _plainly():
         dcp.load(state, checkpoint_id=checkpoint / OPTIMIZER)
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
@@ -87,11 +84,15 @@ def _state(model: nn.Module, optimizer: Optimizer, scheduler: Any) -> dict[str, 
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """Without torch's warning that one process writes alone."""
+def _plainly() -> Iterator[None]:
+    """Without torch's warning that one process writes alone, and with the error or the interruption itself in place of
+    torch's CheckpointException, which is not an Exception."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        yield
+        try:
+            yield
+        except dcp.CheckpointException as error:
+            raise next(iter(error.failures.values()))[0] from None
 
 
 def save_random_state(checkpoint: Path, processes: Processes) -> None:

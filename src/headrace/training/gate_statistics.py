@@ -44,16 +44,15 @@ class GateStatistics:
 
     def __init__(self, layer: int, gate: str):
         self.layer, self.gate = layer, gate
-        self.entropy, self.count = 0.0, 0
-        self.labelled: list[Tensor] = []
-        self.other: list[Tensor] = []
+        self.entropy = 0.0
+        self.sums = torch.tensor(0)  # [2, H]: of the shares of tokens with a label, and of those without
+        self.counts = torch.tensor(0)  # [2]: of these tokens
 
     def add(self, log_gates: Tensor, labelled: Tensor) -> None:
-        shares = log_gates.softmax(-1)
+        shares, kinds = log_gates.softmax(-1), torch.stack([labelled, ~labelled])
         self.entropy -= torch.xlogy(shares, shares).sum().item()
-        self.count += labelled.numel()
-        self.labelled.append(shares[labelled])
-        self.other.append(shares[~labelled])
+        self.sums = self.sums + torch.stack([shares[kind].sum(0, dtype=torch.double) for kind in kinds])
+        self.counts = self.counts + kinds.flatten(1).sum(1)
 
     def summary(self) -> dict[str, Any]:
         """The statistics over all recorded positions.
@@ -64,24 +63,21 @@ class GateStatistics:
         load, load_asked, load_other: mean share of each head over all positions, over those with a label and over those
             without; None if there are none.
         """
-        labelled, other = torch.cat(self.labelled), torch.cat(self.other)
-        everything = torch.cat([labelled, other])
-        maximum = self.count * math.log(everything.shape[-1])
-        load = everything.mean(0)
+        maximum = int(self.counts.sum()) * math.log(self.sums.shape[-1])
+        load = self.sums.sum(0) / self.counts.sum()
         spread = -torch.xlogy(load, load).sum().item() / math.log(len(load))
+        asked, other = (
+            (total / number).tolist() if number else None for total, number in zip(self.sums, self.counts, strict=True)
+        )
         return {
             "layer": self.layer,
             "gate": self.gate,
             "entropy": self.entropy / maximum,
             "specialization": spread - self.entropy / maximum,
-            "load": mean(everything),
-            "load_asked": mean(labelled),
-            "load_other": mean(other),
+            "load": load.tolist(),
+            "load_asked": asked,
+            "load_other": other,
         }
-
-
-def mean(shares: Tensor) -> list[float] | None:
-    return shares.mean(0).tolist() if len(shares) else None
 
 
 class GateWatch:
@@ -112,7 +108,7 @@ class GateWatch:
         return log_gates[mask] if log_gates.shape[:2] == mask.shape else log_gates[0], self.labelled[mask]
 
     def summary(self) -> list[dict[str, Any]]:
-        return [gate.summary() for gate in self.statistics.values() if gate.count]
+        return [gate.summary() for gate in self.statistics.values() if gate.counts.any()]
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator["GateWatch"]:
