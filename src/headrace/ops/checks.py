@@ -96,8 +96,7 @@ def _check_option(name: str, x: Tensor, expected: tuple[tuple[int, ...], ...], q
 def check_tensor(name: str, x: Any, expected: str = "a tensor") -> None:
     """Raises InputError unless x is a tensor. A list or an array, which may be large, is shortened in the error."""
     if not isinstance(x, Tensor):
-        given = shorten(repr(x), 80, placeholder=" …")
-        raise InputError(f"{name}={given}; expected {expected}")
+        raise InputError(f"{name}={shorten(repr(x), 80, placeholder=' …')}; expected {expected}")
 
 
 def _check_dtype(name: str, x: Tensor) -> None:
