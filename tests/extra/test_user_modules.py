@@ -90,6 +90,16 @@ class WrongShape(Right):
         return x[..., :-1], x[:, 0]
 
 
+class Wide(Right):
+    def forward(self, x, state=None):
+        return x.double(), x[:, 0]
+
+
+class WritesInput(Right):
+    def forward(self, x, state=None):
+        return x.mul_(2), x[:, 0]
+
+
 class NoState(Right):
     def forward(self, x, state=None):
         return x
@@ -103,6 +113,13 @@ class ListState(Right):
 class OneState(Right):
     def forward(self, x, state=None):
         return x, x.sum((0, 1))[None]
+
+
+class ThreeStates(Right):
+    """As many numbers as the sequences of the check."""
+
+    def forward(self, x, state=None):
+        return x, torch.zeros(3)
 
 
 class Growing(Right):
@@ -145,9 +162,12 @@ class Unbuilt(Right):
 
 WRONG = {
     WrongShape: r"returns y of shape \[3, 7, 7\] for x of shape \[3, 7, 8\]; expected the shape of x",
+    Wide: "returns y in torch.float64 for x in torch.float32; expected the dtype of x",
+    WritesInput: "writes to x, which is needed after it; expected a new tensor",
     NoState: r"returns a Tensor; expected a tuple \(y, state\)",
     ListState: "returns a list as its state; expected a tensor, a NamedTuple of tensors, or None",
-    OneState: r"has a state with torch.float32 of shape \[1, 8\] for 3 sequences",
+    OneState: r"has a state with torch.float32 of shape \[1, 8\] for N = 3 sequences; expected",
+    ThreeStates: r"has a state with torch.float32 of shape \[3\] for N = 1 sequences; expected",
     Growing: r"has a state of \[\(7, 8\)\] after 7 tokens of 3 sequences, \[\(4, 8\)\] after 4 tokens",
     Forgetful: "gives another y for x in two calls, the second with the state of the first than for x at once",
     Looking: "gives another y for a sequence without the others",

@@ -253,6 +253,7 @@ def test_saved_bytes_are_bounded(backend):
         ({"beta": 0.5}, "beta=0.5; expected a tensor"),
         ({"log_decay": -0.1}, "log_decay=-0.1; expected a tensor"),
         ({"k": None}, "k=None; expected a tensor"),
+        ({"v": [[0.25] * 999]}, r"^v=.{1,80} …; expected a tensor$"),
         ({"v": torch.randn(B, T, H, V).to(torch.float8_e5m2)}, "v has dtype torch.float8_e5m2; expected a floating"),
         ({"backend": "cuda"}, "backend='cuda' is unknown"),
         ({"rule": "delta", "normalize": True}, "rule='delta' has no bonus"),

@@ -203,9 +203,12 @@ def examined(spec: ModuleSpec, hidden_size: int, num_heads: int) -> tuple[Any, S
         torch.default_generator.manual_seed(0)  # torch.manual_seed would also seed GPUs, which are not forked
         module = create(spec, hidden_size=hidden_size, num_heads=num_heads, **GIVEN).float().eval()
         x = torch.randn(3, 7, hidden_size, dtype=torch.float32)
+        given = x.clone()
         with reading(f"mixer {spec.label!r} cannot run on x {list(x.shape)}"):
-            returned = module(x, None)
-        if wrong := _unlike(returned, x):
+            wrong = _unlike(module(x, None), x) or _unlike(module(x[:1], None), x[:1])
+        if not torch.equal(x, given):
+            wrong = "writes to x, which is needed after it; expected a new tensor"
+        if wrong:
             raise InputError(f"mixer {spec.label!r} {wrong}")
         with reading(f"mixer {spec.label!r} cannot go on from its state"):
             wrong = next(_broken(spec, module, x), None)
@@ -224,13 +227,15 @@ def _unlike(returned: Any, x: Tensor) -> str | None:
     y, state = returned
     if y.shape != x.shape:
         return f"returns y of shape {list(y.shape)} for x of shape {list(x.shape)}; expected the shape of x"
+    if y.dtype != x.dtype:
+        return f"returns y in {y.dtype} for x in {x.dtype}; expected the dtype of x"
     parts = [] if state is None else [state] if isinstance(state, Tensor) else state
     if state is not None and not isinstance(state, Tensor) and not hasattr(state, "_fields"):
         return f"returns a {type(state).__name__} as its state; expected a tensor, a NamedTuple of tensors, or None"
     for part in parts:
         if not isinstance(part, Tensor) or part.dim() < 1 or len(part) != len(x) or not part.is_floating_point():
             about = f"{part.dtype} of shape {list(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
-            return f"has a state with {about} for {len(x)} sequences; expected floating-point tensors [{len(x)}, ...]"
+            return f"has a state with {about} for N = {len(x)} sequences; expected floating-point tensors [N, ...]"
     return None
 
 

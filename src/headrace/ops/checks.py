@@ -1,6 +1,7 @@
 """Checks of the arguments of `linear_attention` and `step`: shapes, dtypes and devices always, values on request."""
 
 from math import inf
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def _check_heads(q: Tensor, k: Tensor, H: int) -> int:
 
 
 def _check_input(name: str, x: Tensor, q: Tensor, axes: tuple[str, ...]) -> None:
-    _check_tensor(name, x)
+    check_tensor(name, x)
     if x.dim() != len(axes) + 2:
         number = {1: "three", 2: "four"}[len(axes)]
         raise InputError(
@@ -83,7 +84,7 @@ def _check_input(name: str, x: Tensor, q: Tensor, axes: tuple[str, ...]) -> None
 
 
 def _check_option(name: str, x: Tensor, expected: tuple[tuple[int, ...], ...], q: Tensor) -> None:
-    _check_tensor(name, x)
+    check_tensor(name, x)
     # Only shapes of as many dimensions: comparing B with H would make a dynamic B a constant where they are equal.
     if x.shape not in [shape for shape in expected if len(shape) == x.dim()]:
         wanted = " or ".join(str(list(shape)) for shape in expected)
@@ -92,9 +93,10 @@ def _check_option(name: str, x: Tensor, expected: tuple[tuple[int, ...], ...], q
     _check_device(name, x, q)
 
 
-def _check_tensor(name: str, x: Any) -> None:
+def check_tensor(name: str, x: Any, expected: str = "a tensor") -> None:
+    """Raises InputError unless x is a tensor. A list or an array, which may be large, is shortened in the error."""
     if not isinstance(x, Tensor):
-        raise InputError(f"{name}={x!r}; expected a tensor")
+        raise InputError(f"{name}={shorten(repr(x), 80, placeholder=' …')}; expected {expected}")
 
 
 def _check_dtype(name: str, x: Tensor) -> None:
@@ -113,8 +115,7 @@ def as_bounds(cu_seqlens: Any) -> Tensor | None:
     another shape or dtype."""
     if cu_seqlens is None:
         return None
-    if not isinstance(cu_seqlens, Tensor):
-        raise InputError(f"cu_seqlens={cu_seqlens!r}; expected a tensor of integers")
+    check_tensor("cu_seqlens", cu_seqlens, "a tensor of integers")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in INTEGERS:
         description = f"shape {list(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}"
         raise InputError(f"cu_seqlens has {description}; expected shape [N + 1] with N ≥ 1 and an integer dtype")

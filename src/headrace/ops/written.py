@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..utils.errors import InputError
 from .call import Call, accumulator
-from .checks import require
+from .checks import check_tensor, require
 from .derivatives import has_address, transformed
 
 
@@ -17,8 +17,7 @@ def check_written(state: Tensor | None, out: Tensor | None, tensors: dict[str, T
     q, k, v = (tensors[name] for name in "qkv")
     assert q is not None and k is not None and v is not None
     for name, x in written.items():
-        if not isinstance(x, Tensor):
-            raise InputError(f"{name}={x!r}; expected a tensor")
+        check_tensor(name, x)
         dtype, shape = (v.dtype, Call(q, k, v).out_shape) if name == "out" else (accumulator(v), x.shape)
         if x.shape != shape:  # a sentence of a symbolic size would break a compiled graph
             raise InputError(f"{name} has shape {list(x.shape)}; expected {list(shape)}")

@@ -127,8 +127,7 @@ def _floats(x: Tensor | None) -> Tensor | None:
 def _ends(cu_seqlens: Tensor, T: int) -> Tensor:
     """Returns cu_seqlens as int64, checked always, because the kernels would access memory outside the tensors."""
     expect("cu_seqlens", cu_seqlens, (len(cu_seqlens),))
-    sequence_ends(cu_seqlens, T)
-    return cu_seqlens.long().contiguous()
+    return torch.tensor(sequence_ends(cu_seqlens, T), dtype=torch.int64, device="cpu")
 
 
 def address(x: Tensor | None) -> int:
