@@ -221,7 +221,8 @@ private:
             const float* some_v = p.v_window + first * n + h / (H / p.Hv) * columns;
             for (std::int64_t j = 0; j < count; j++) low[j] = p.logit_scale * dot_of(q + h * K, some_k + j * keys(), K);
             soften(low, count);
-            const vf factor = sigmoid(splat(number(p.window_factor, h)));
+            vf factor = sigmoid(splat(number(p.window_factor, h)));
+            factor = factor > splat(0x1p-63f) ? factor : splat(0x1p-63f);  // a smaller one divides 0 by 0 in `_quotient`
             for (int c = 0; c < columns; c += W) {
                 vf total{};
                 for (std::int64_t j = 0; j < count; j++)

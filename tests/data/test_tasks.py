@@ -429,7 +429,7 @@ def test_causal_rows_hold_source_and_target():
     row = model_inputs(causal, rows)
     ids, mask, labels = rows["input_ids"], rows["attention_mask"], rows["shift_labels"]
     assert torch.equal(row["input_ids"][:, :3], ids) and torch.equal(row["attention_mask"][:, :3], mask)
-    assert row["attention_mask"][:, 3:].all() and not row["input_ids"][:, 3].any()
+    assert torch.equal(row["attention_mask"][:, 3:], labels != IGNORED) and not row["input_ids"][:, 3].any()
     assert torch.equal(row["input_ids"][:, 4:], labels[:, :-1].clamp(min=0))
     assert torch.equal(row["shift_labels"][:, 3:], labels) and (row["shift_labels"][:, :3] == IGNORED).all()
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import tiny
-from headrace import layers, zoo
+from headrace import Mixer, layers, zoo
 from headrace.extra import chunks, dplr, gla_outer, rwkv7
 from headrace.layers.base import Carried
 from headrace.ops.sequences import Sequences
@@ -326,3 +326,24 @@ def test_operator_of_a_graph_passes_opcheck():
     for given, which in ((rows, "ALL"), (pack, fewer)):
         checks = torch.library.opcheck(torch.ops.headrace.chunks.default, given, test_utils=which)
         assert set(checks.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("name", ["rwkv7", "gsa", "abc", "gla-outer", "comba", "gated-deltanet-2", "residual-delta"])
+def test_states_on_the_meta_device_have_the_shapes_of_others(name):
+    made = []
+    for device in ("cpu", "meta"):
+        with torch.device(device), torch.no_grad():
+            mixer, state = Mixer(name, hidden_size=32, num_heads=2), None
+            for tokens in (150, 1):
+                y, state = mixer(torch.zeros(3, tokens, 32), state)
+            made.append([(x.shape, x.dtype) for x in (y, *state) if x is not None])
+    assert made[0] == made[1]
+
+
+# PyTorch calls an operator once per sample, and says so: on stderr before 2.15, as a warning since.
+@pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented the batching rule")
+@pytest.mark.parametrize("name", ["comba", "gated-deltanet-2"])
+def test_vmap_over_an_erasing_mixer_equals_a_loop(name):
+    mixer, x = Mixer(name, hidden_size=32, num_heads=2).double(), torch.randn(3, 1, 70, 32, dtype=torch.float64)
+    mapped = torch.func.vmap(lambda row: mixer(row)[0])(x)
+    assert torch.allclose(mapped, torch.stack([mixer(row)[0] for row in x]), rtol=1e-12, atol=1e-12)

@@ -97,3 +97,15 @@ def test_exported_model_takes_other_sizes():
     shapes = dict.fromkeys(batch, dynamic) | {"use_cache": None}
     exported = torch.export.export(model, (), batch | {"use_cache": False}, dynamic_shapes=shapes)
     close(exported.module()(**other, use_cache=False).logits, model(**other, use_cache=False).logits, 1e-6)
+
+
+@torch.no_grad()
+def test_exported_short_convolution_takes_fewer_tokens_than_its_width():
+    mixer = Mixer("mamba2", hidden_size=32, num_heads=2).eval()
+    tokens = torch.export.Dim("tokens", min=2, max=2048)
+    exported = torch.export.export(mixer, (torch.randn(2, 8, 32),), dynamic_shapes=({1: tokens},)).module()
+    for T in (2, 3, 70):
+        x = torch.randn(2, T, 32)
+        (y, state), (expected, after) = exported(x), mixer(x)
+        close(y, expected, 1e-6)
+        close(state.conv, after.conv, 1e-6)

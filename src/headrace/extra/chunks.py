@@ -39,11 +39,14 @@ class Chunks:
         chunks = torch.where(lengths > 0, -(-(lengths + offsets) // size), 0)
         self.order = chunks.argsort(descending=True, stable=True)
         self.rank = self.order.argsort()
-        held = chunks.tolist()
+        held = (
+            [-(-x.shape[1] // size)] * len(chunks) if chunks.is_meta else chunks.tolist()
+        )  # without values: no offsets
         self.counts = [sum(n > i for n in held) for i in range(max(held, default=0))]
         self.size, self.shape = size, x.shape[:2]
         begins = torch.tensor([0, *self.counts], device=x.device).cumsum(0)
-        owner = torch.arange(len(held), device=x.device).repeat_interleave(lengths)
+        tokens = x.shape[0] * x.shape[1]
+        owner = torch.arange(len(held), device=x.device).repeat_interleave(lengths, output_size=tokens)
         within = sequences.positions(None, x).expand(self.shape).flatten() + offsets[owner]
         self.places = (begins[within // size] + self.rank[owner]) * size + within % size
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.backends.torch.halves import LEAST, block_of
+from ..ops.derivatives import transformed
 from ..ops.sequences import avoid_sync
 from .chunks import carry
 
@@ -40,7 +41,7 @@ def form(counts: list[int], S: Tensor, *operands: Tensor, base: int | None = Non
         out = rows(q) S + scores(q, k) v − scores(q, erase) E        S ← e^{G_C} S + cols(k)ᵀ v − cols(erase)ᵀ E
     """
     q, k, v, g, read, erase = (y.transpose(1, 2) for y in operands)
-    base = base or (1 if avoid_sync(g) else block_of(g.detach()))
+    base = base or (1 if avoid_sync(g) or transformed() else block_of(g.detach()))
     g = g.double().clamp(min=LEAST)
     G = g.cumsum(2)
     since, left = G.to(q.dtype).exp(), (G[:, :, -1:] - G).to(q.dtype).exp()

@@ -143,6 +143,8 @@ class Sequences:
         """Returns the next history: the last h tokens of history [N, h, D] followed by x, for each sequence."""
         h = history.shape[1]
         if self.cu_seqlens is None:
+            if torch.compiler.is_compiling():  # slices of less would make the range of a dynamic T begin above h
+                return torch.cat([history, x], 1)[:, self.T :].clone()
             return torch.cat([history[:, self.T :], x[:, -h:]], 1)  # a copy, which shares no memory with x
         if self.T == 0:
             return history

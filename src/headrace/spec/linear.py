@@ -210,8 +210,7 @@ class MixerSpec(Spec):
         )
 
     def idle_gates(self, hidden_size: int | None = None, num_heads: int | None = None) -> list[str]:
-        """Returns a sentence for each gate of this spec that has no effect, or nearly none. Sentences on the number of
-        heads need the sizes of the model, unless the spec sets that number."""
+        """Returns a sentence for each gate of this spec that has no effect, or nearly none."""
         gate, sentences, groups = self.competition, [], self.heads.qk_groups
         H = self.num_heads(hidden_size or 0, num_heads or 0)
         single = self.read.norm == "rms-groups" and groups in (None, H)  # a head per group
@@ -240,11 +239,9 @@ class MixerSpec(Spec):
         return sentences
 
     def layer(self, causal: bool) -> str:
-        """Returns module and class of the layer: an encoder's is one memory of all tokens if the order of the tokens
-        does not matter to it."""
+        """Returns module and class of the layer: an encoder's is one memory of all tokens if their order is free."""
         return self.facts.layer if causal or not self.additive else LAYERS["encoder"]
 
-    # --- derived, never stored -----------------------------------------------------------------------------------
     @property
     def additive(self) -> bool:
         """Whether the memory is a sum over tokens, whatever their order, of one write for each."""

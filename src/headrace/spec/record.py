@@ -35,8 +35,7 @@ NonNegativeInt = Annotated[int, Range("at least 0", lambda n: n >= 0)]
 PositiveFloat = Annotated[float, Range("more than 0, as float32", lambda x: x >= 2**-126)]
 NonNegativeFloat = Annotated[float, Range("at least 0", lambda x: x >= 0)]
 Factor = Annotated[float, Range("more than 0 and at most 2^16", lambda x: 0 < x <= 2**16)]  # of the hidden size
-# What all numbers are, whatever the range of their field: seeds have up to 32 bits, and floats are for float32.
-LIMITS = {
+LIMITS = {  # of all numbers, whatever the range of their field: seeds have up to 32 bits, and floats are for float32
     int: Range("less than 2^32 in size", lambda n: abs(n) < 2**32),
     float: Range("less than 2^128 in size", lambda x: abs(x) < 2**128),
 }
@@ -135,10 +134,8 @@ def asked_for(spec: Any, field: str, values: tuple[Any, ...] = ()) -> bool:
 def require_positive(**sizes: Any) -> None:
     """Raises InputError unless every size is a positive integer of less than LARGEST."""
     for name, size in sizes.items():
-        if type(size) is not int or size < 1:
-            raise InputError(f"{name}={size!r}; expected a positive integer")
-        if size >= LARGEST:
-            raise InputError(f"{name} has {len(str(size))} digits; expected less than 2^31")
+        if type(size) is not int or not 1 <= size < LARGEST:
+            raise InputError(f"{name}={size!r:.40}; expected a positive integer of less than 2^31")
 
 
 def require_positive_numbers(**values: Any) -> None:
