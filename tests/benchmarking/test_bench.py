@@ -3,11 +3,18 @@
 import csv
 import inspect
 import itertools
+import os
 import re
 import shutil
+import signal
+import threading
+import time
 from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -21,6 +28,8 @@ from headrace.benchmarking.plan import BenchPlan, Point
 from headrace.cli import evaluate as cli_eval
 from headrace.files.environment import commit
 from released import release
+
+PATIENCE = 600  # seconds, for a machine that does much else
 
 SHAPE = Shape(layers=1, hidden_size=64, heads=2, vocab_size=50)
 
@@ -165,6 +174,37 @@ def test_interrupted_bench_continues(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::headrace.utils.errors.GateWarning")  # of the published read gate
+def endless(*_):
+    time.sleep(PATIENCE)
+
+
+@pytest.fixture
+def measures_without_end(monkeypatch):
+    monkeypatch.setattr(measure, "context", lambda devices: get_context("fork"))
+    monkeypatch.setattr(measure, "peak", endless)
+    return partial(measure.memory, Point("memory", 16), BenchPlan(("gla",), SHAPE))
+
+
+def test_the_process_of_a_killed_bench_ends_too(measures_without_end):
+    """The one whose memory is measured."""
+    process = get_context("fork").Process(target=measures_without_end)
+    process.start()
+    while not (family := psutil.Process(process.pid).children()):
+        assert process.is_alive()
+        time.sleep(0.02)
+    process.kill()
+    process.join()
+    assert not psutil.wait_procs(family, timeout=PATIENCE / 2)[1]
+
+
+def test_an_interruption_does_not_wait_for_what_is_measured(measures_without_end):
+    began = time.monotonic()
+    threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        measures_without_end()
+    assert time.monotonic() - began < PATIENCE / 2
+
+
 def test_the_cost_of_competition_is_of_pairs():
     plan = BenchPlan(("gla", "softmax-gla"), SHAPE)
     models = {"gla": {"seconds": [1.0, 2.0, 4.0]}, "softmax-gla": {"seconds": [1.1, 2.2, 4.4]}}

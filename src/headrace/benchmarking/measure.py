@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..files import engine
 from ..files.engine import Tell
 from ..files.environment import environment
-from ..files.workers import Worker, context
+from ..files.workers import Worker, begin, context, ended_by_errors
 from ..hf import HeadraceForCausalLM
 from ..utils import plugins
 from ..utils.errors import InputError
@@ -130,7 +130,8 @@ def memory(point: Point, plan: BenchPlan) -> dict[str, Measured]:
     """Peak memory of a training step. Each model has its own process, as the peak of a process never falls."""
     peaks: dict[str, Measured] = {}
     for name in plan.models:
-        with ProcessPoolExecutor(1, context([plan.device]), plugins.load, (list(plugins.LOADED),)) as pool:
+        given = begin, (list(plugins.LOADED),)
+        with ProcessPoolExecutor(1, context([plan.device]), *given) as pool, ended_by_errors(pool):
             try:
                 peaks[name] = {"bytes": pool.submit(peak, name, point, plan).result()}
             except BrokenProcessPool:

@@ -68,22 +68,29 @@ def distribute(call: Callable, jobs: Sequence[tuple], devices: Sequence[str], li
     """
     if not jobs:
         return
-    how, others = context(devices), set(active_children())
+    how = context(devices)
     events, free_devices = how.SimpleQueue(), how.SimpleQueue()
     for device in devices:
         free_devices.put(device)
     size, given = min(len(devices), len(jobs)), (events, free_devices, dict(os.environ), list(plugins.LOADED))
-    with ProcessPoolExecutor(size, how, initialize_worker, given) as executor:
+    with ProcessPoolExecutor(size, how, initialize_worker, given) as executor, ended_by_errors(executor):
         # Workers inherit both: only this process handles Ctrl-C.
         with handling(signal.SIG_IGN, signal.SIGINT), without_main():
             futures = {executor.submit(call_in_worker, call, i, job) for i, job in enumerate(jobs)}
-        try:
-            wait_for(futures, events, listen)
-        except BaseException:
-            executor.shutdown(wait=False, cancel_futures=True)
-            for worker in set(active_children()) - others:
-                worker.terminate()
-            raise
+        wait_for(futures, events, listen)
+
+
+@contextmanager
+def ended_by_errors(executor: ProcessPoolExecutor) -> Iterator[None]:
+    """At an exception such as KeyboardInterrupt in the block, ends the workers that the executor began in it."""
+    others = set(active_children())
+    try:
+        yield
+    except BaseException:
+        executor.shutdown(wait=False, cancel_futures=True)
+        for worker in set(active_children()) - others:
+            worker.terminate()
+        raise
 
 
 @contextmanager
@@ -124,7 +131,6 @@ worker_device: str
 def initialize_worker(events, devices, environment, plugin_names) -> None:
     global send_to_parent, worker_device
     send_to_parent, worker_device = events.put, devices.get()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.clear()  # that of the process from which this one was forked may be older
     os.environ.update(environment)
     see_only(worker_device)
@@ -132,11 +138,18 @@ def initialize_worker(events, devices, environment, plugin_names) -> None:
     import transformers
 
     gc.freeze()  # what is imported stays: no collection looks through it
-    plugins.load(plugin_names)  # before a job is unpickled, which may have a task of a plug-in
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    begin(plugin_names)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", GateWarning)  # the parent warns once for the whole plan
     transformers.utils.logging.set_verbosity_error()
+
+
+def begin(plugin_names: list[str]) -> None:
+    """Makes this worker one that ends with its parent alone, and loads plug-ins before a job is unpickled, which may
+    have a task of one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    plugins.load(plugin_names)
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def end_with_parent() -> None:
