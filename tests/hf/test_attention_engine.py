@@ -87,6 +87,14 @@ def test_tokens_are_those_of_transformers(kind, variant, tmp_path):
 
 
 @torch.no_grad()
+def test_a_window_without_weight():
+    """γ of e^−95, and no older token at first: 0 / 0 without its lower bound."""
+    model = model_of("lolcats(window=4)")
+    model.model.layers[0].mixer.window_factor.fill_(-95.0)
+    assert is_accurate(model, tiny.tokens(2, 12))
+
+
+@torch.no_grad()
 def test_default_device_does_not_matter():
     """What the library gets lies on the CPU."""
     model, ids = model_of("transformer", "sliding-window(pattern.window=4)"), tiny.tokens(2, 12)
