@@ -222,7 +222,7 @@ private:
             for (std::int64_t j = 0; j < count; j++) low[j] = p.logit_scale * dot_of(q + h * K, some_k + j * keys(), K);
             soften(low, count);
             vf factor = sigmoid(splat(number(p.window_factor, h)));
-            factor = factor > splat(0x1p-63f) ? factor : splat(0x1p-63f);  // a smaller one divides 0 by 0 in `_quotient`
+            factor = factor > splat(0x1p-63f) ? factor : splat(0x1p-63f);  // a smaller one may divide 0 by 0
             for (int c = 0; c < columns; c += W) {
                 vf total{};
                 for (std::int64_t j = 0; j < count; j++)
