@@ -187,6 +187,7 @@ BAD = {
     "import headrace\nheadrace.register_model('my-hybrid', 'gla')\n": "is the mixer of one layer; expected a whole",
     "import headrace\nheadrace.register_mixer('hybrid', 'gla+gla')\n": "is a whole model; expected a mixer",
     "import headrace\nheadrace.register_mixer('a(b)', 'gla')\n": "mixer 'a(b)' has no name for expressions",
+    "import headrace\nheadrace.register_mixer('all', 'gla')\n": "mixer 'all' has no name for expressions",
     "import headrace\nheadrace.register_mixer('mine', 7)\n": "mixer=7; expected a name of the zoo",
 }  # fmt: skip
 

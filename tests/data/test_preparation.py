@@ -158,6 +158,23 @@ def test_a_text_file_of_a_folder_is_one_document(tmp_path):
     assert read(tmp_path) == [(text, "") for text in texts]
 
 
+def test_a_folder_of_two_kinds_is_refused(tmp_path):
+    """`datasets` takes one kind and leaves the other out. What is about the data is none."""
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "one"}) + "\n")
+    (tmp_path / "LICENSE.txt").write_text("free")
+    assert read(tmp_path) == [("one", "")]
+    (tmp_path / "b.txt").write_text("two")
+    with pytest.raises(InputError, match=r"mixes (json files and 'b.txt'|text files and 'a.jsonl'); expected a folder"):
+        read(tmp_path)
+
+
+def test_a_file_that_is_given_twice_is_refused(tmp_path):
+    """Its documents would be in both splits."""
+    (tmp_path / "a.txt").write_text("one")
+    with pytest.raises(InputError, match=r"a.txt' is given twice; expected each file once"):
+        list(sources.rows((str(tmp_path / "a.txt"), f"{tmp_path}/./a.txt"), "text", cut=False))
+
+
 @pytest.mark.parametrize(("suffix", "module"), [("gz", gzip), ("bz2", bz2), ("xz", lzma), ("zst", zstandard)])
 def test_a_packed_file_that_was_cut_off_is_refused(suffix, module, tmp_path):
     packed = module.compress("".join(f"{i} {i**9}\n" for i in range(100_000)).encode())

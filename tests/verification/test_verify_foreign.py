@@ -161,7 +161,7 @@ def test_the_command(run_command, tmp_path):
             "needs fla.layers, of the package flash-linear-attention",
             marks=pytest.mark.skipif(has_fla_layers(), reason="flash-linear-attention is installed"),
         ),
-        (["nowhere.py:adapter"], "'nowhere.py' is no Python file"),
+        (["nowhere.py:adapter"], "'nowhere.py' does not exist"),
         ([f"{FAULTY}:nothing"], "has no function 'nothing'"),
         ([f"{FAULTY}:adapter", "--laws", "unheard"], "--laws='unheard'; expected some of causal"),
         ([f"{FAULTY}:adapter", "--laws", "causal,"], "--laws=''; expected some of causal"),

@@ -26,6 +26,7 @@ PACKED = {".gz": "gzip", ".zst": ZSTD, ".bz2": "bz2", ".xz": "xz"}
 BLOCK = 1 << 12  # bytes of a packed file that are unpacked together: they may be a thousand times as many
 WINDOW = 1 << 20  # characters of a text file that are read together
 PATTERN = ("*", "?", "[", "::")  # marks of a pattern of paths, or of a chain of file systems, of fsspec
+ABOUT = ("readme", "license", "licence", "notice", "citation", "dataset_info", "metadata")  # names of what is no data
 ROWS = 64  # rows of a Parquet file that are read together
 
 
@@ -102,6 +103,9 @@ def _reader(sources: tuple[str, ...], column: str, cut: bool, sample: Sample | N
         return partial(_data_set, column=column, sample=sample)
     if missing := [source for source, file in zip(sources, files, strict=True) if not file.is_file()]:
         raise InputError(f"source {missing[0]!r} is not a file; expected text, jsonl or Parquet files, or one data set")
+    places = [file.resolve() for file in files]
+    if twice := next((source for i, source in enumerate(sources) if places[i] in places[:i]), None):
+        raise InputError(f"source {twice!r} is given twice; expected each file once")
     kinds = {_kind(file) for file in files}
     if len(kinds) > 1:
         raise InputError(f"the sources mix {' and '.join(sorted(kinds))} files; expected one kind")
@@ -269,10 +273,19 @@ def _data_set(source: str, column: str, sample: Sample | None) -> Iterator[Row]:
 
     load: Any = partial(load_dataset, name, configuration or None, split="train", streaming=True)
     dataset = load()
+    if local and (other := _other(Path(source), dataset.info.builder_name)):
+        kind = dataset.info.builder_name
+        raise InputError(f"source {source!r} mixes {kind} files and {other.name!r}; expected a folder of one kind")
     if dataset.info.builder_name == "text":  # whose rows are lines, without their ends
         dataset = load(sample_by="document")
     for number, item in enumerate(dataset if sample is None else sample.files_of(dataset), 1):
         yield _of_record(source, number, item, column)
+
+
+def _other(folder: Path, kind: str) -> Path | None:
+    """A file of text of another kind than those that `datasets` has found in a folder, of which it takes one kind."""
+    files = (file for file in sorted(folder.rglob("*")) if file.suffix in (".txt", ".json", ".jsonl", ".parquet"))
+    return next((f for f in files if READERS[f.suffix] != kind and not f.name.lower().startswith(ABOUT)), None)
 
 
 def _cause(error: BaseException) -> str:

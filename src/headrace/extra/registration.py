@@ -15,7 +15,7 @@ from ..utils.errors import InputError, reading
 from ..zoo.entry import Entry
 from .module import module_spec
 
-NAME = re.compile(r"(?!softmax-|recurrent-)[a-z0-9]+([._-][a-z0-9]+)*")
+NAME = re.compile(r"(?!softmax-|recurrent-|all$)[a-z0-9]+([._-][a-z0-9]+)*")
 
 
 def register_mixer(name: str, mixer: Any, *, paper: str = "", about: str = "") -> None:
@@ -67,7 +67,7 @@ def check_name(kind: str, name: Any, taken: Callable[[str], bool]) -> None:
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise InputError(
             f"{kind} {name!r} has no name for expressions; expected small letters and digits, in parts joined by - or "
-            "., and another beginning than softmax- and recurrent-"
+            "., another beginning than softmax- and recurrent-, and not all"
         )
     if known := next((each for each in (name, f"softmax-{name}") if taken(each)), None):
         raise InputError(f"{kind} {known!r} exists already; expected another name")

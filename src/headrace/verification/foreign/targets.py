@@ -161,7 +161,8 @@ def _of_fla(name: str, what: str) -> tuple[Callable, tuple]:
 
 def _of_file(path: str, function: str) -> Callable:
     if not re.search(r"\.py$", path) or not Path(path).is_file():
-        raise InputError(f"target={path + ':' + function!r}: {path!r} is no Python file; expected {FORMS}")
+        fault = "is no Python file" if Path(path).is_file() else "does not exist"
+        raise InputError(f"target={path + ':' + function!r}: {path!r} {fault}; expected {FORMS}")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
