@@ -34,7 +34,7 @@ FLOAT64 = 1e-12  # relative, for sums in another order
 def described(kind, **changes):
     if kind not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
-    return CONFIG_MAPPING[kind](**FAMILIES[kind].base | changes)
+    return CONFIG_MAPPING[kind](**deepcopy(FAMILIES[kind].base | changes))  # which some classes change
 
 
 def tokens(theirs, *shape):

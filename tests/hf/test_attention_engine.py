@@ -75,7 +75,7 @@ def test_batches_in_both_dtypes(mixer, rows, dtype):
 @torch.no_grad()
 def test_tokens_are_those_of_transformers(kind, variant, tmp_path):
     family = softmax.FAMILIES[kind]
-    theirs = save(CONFIG_MAPPING[kind](**family.base | family.variants.get(variant, {})), tmp_path)
+    theirs = save(CONFIG_MAPPING[kind](**copy.deepcopy(family.base | family.variants.get(variant, {}))), tmp_path)
     ours, ids = import_checkpoint(tmp_path).float(), torch.randint(1, theirs.config.vocab_size, (2, LONG))
     reason = ours.engine.unsupported_reason(ours)
     if kind in ("gpt2", "mixtral", "qwen3_moe") or variant in ("dynamic", "longrope"):

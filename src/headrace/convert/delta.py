@@ -53,7 +53,8 @@ def sparse_layers(c: Fields, count: int) -> set[int]:
     depth, step = c["num_hidden_layers"], c["decoder_sparse_step"]
     if step < 1:
         c.refuse("decoder_sparse_step", "at least 1")
-    return {*range(step - 1, depth, step)} - {*(c["mlp_only_layers"] or [])} if count else set()
+    dense = {*(c["mlp_only_layers"] or [])}
+    return {*range(step - 1, depth, step)} - dense if count else set()
 
 
 def qwen3_5(c: Fields) -> Model:

@@ -8,7 +8,7 @@ from .errors import InputError
 EXTRAS = {
     "models": ("transformers", "huggingface_hub", "tokenizers", "safetensors", "accelerate"),
     "studies": ("matplotlib", "jinja2", "scipy", "pandas", "yaml"),
-    "train": ("datasets", "yaml"),
+    "train": ("datasets", "yaml", "zstandard"),
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
     "trackio": ("trackio",),
