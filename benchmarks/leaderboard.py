@@ -6,8 +6,10 @@ python benchmarks/leaderboard.py show                           the tables, as M
 """
 
 import dataclasses
+from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import typer
 
@@ -67,7 +69,7 @@ def lines() -> list[str]:
         "### Who solves what", "", SOLVES, "", *markdown(("task", "at the training length", FAR), solved(named)), "",
         "### What theory says", "", THEORY, "",
         *markdown(("task", "should solve", "should not solve", ""), theory(kept)), "",
-        "### Equal parameters", "", *near, *far,
+        "### Equal parameters", "", competing(kept), "", *near, *far,
         "### Equal states", "", about, "", *near_equal, *far_equal,
         *rates, *sizes,
         "### What each mixer is", "", "S_t = A_t S_{t−1} + k_tᵀ b_t; w and r are gates over the heads.", "",
@@ -117,6 +119,29 @@ def medians(kept: list[rows.Row], name: str, times: int) -> dict[str, float]:
             by_mixer.setdefault(row["mixer"], []).append(row)
     scores = {mixer: leaderboard.scores(own, plan, times) for mixer, own in by_mixer.items()}
     return {mixer: median(own) for mixer, own in scores.items() if own and None not in own}  # type: ignore[type-var]
+
+
+def competing(kept: list[rows.Row]) -> str:
+    """In how many cells the range of scores of a mixer with a softmax over its heads overlaps that of its backbone."""
+    pairs = [(m, f"softmax-{m}") for m in dict.fromkeys(row["mixer"] for row in kept)]
+    apart, count = [], 0
+    for pair, (name, plan), times in product(pairs, leaderboard.defined(SUITE).items(), (1, leaderboard.LONGER)):
+        own, other = (ended(kept, mixer, name, plan, times) for mixer in pair)
+        count += bool(own and other)
+        if own and other and (max(own) < min(other) or max(other) < min(own)):
+            apart.append(f"{name} of {pair[0]} {FAR if times > 1 else 'at the training length'}")
+    besides = f", all but {', '.join(apart)}" if apart else ""
+    return (
+        "The scores of a mixer with a softmax over its heads and those of its backbone have ranges over the seeds that "
+        f"overlap in {count - len(apart)} of {count} cells of both lengths{besides}."
+    )
+
+
+def ended(kept: list[rows.Row], mixer: str, name: str, plan: dict[str, Any], times: int) -> list[float]:
+    """The scores of a mixer on a task at a multiple of the training length; none if a run diverged."""
+    own = [row for row in kept if (row["mixer"], row["comparison"]) == (mixer, name)]
+    scores = [score for score in leaderboard.scores(own, plan, times) if score is not None]
+    return scores if len(scores) == len(own) else []
 
 
 def solved(kept: list[rows.Row]) -> list[tuple[str, ...]]:

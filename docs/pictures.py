@@ -180,6 +180,7 @@ def decay(spec: MixerSpec) -> str:
 
 NAMED = {  # the labelled points, and where their labels stand
     "transformer": (6, -3), "mamba2": (6, -3), "deltanet": (6, -3), "gated-deltanet": (6, 1), "gla": (-4, -12),
+    "softmax-gated-deltanet": (6, -3),
 }  # fmt: skip
 RAISED = {"gated-deltanet": 1.35, "mamba2": 0.75}  # labels of lines that lie close together
 

@@ -287,6 +287,21 @@ def test_whole_models_are_rehearsed_on_the_cpu(monkeypatch):
     assert [row["sampled"] for row in rows] == [False, True] and all(row["tokens_per_second"] > 0 for row in rows)
 
 
+def test_overlaps_of_the_leaderboard_are_those_of_its_scores():
+    """Of the accuracies of parity, 5 seeds each: apart, then overlapping, then with a run that diverged."""
+    kept = [row for row in leaderboard.rows.read(leaderboard.KEPT) if row["comparison"] == "parity"]
+    own = [row | {"by_length": {}, "scores": {"accuracy": 0.5 + 0.01 * row["seed"]}} for row in kept[:5]]
+
+    def told(*scores):
+        pair = zip(own, scores, strict=True)
+        rows = [row | {"mixer": "softmax-x", "scores": {"accuracy": score} if score else {}} for row, score in pair]
+        return leaderboard.competing([*(row | {"mixer": "x"} for row in own), *rows])
+
+    assert "overlap in 0 of 1 cells of both lengths, all but parity of x at the training length." in told(*5 * [0.9])
+    assert "overlap in 1 of 1 cells of both lengths." in told(0.1, *4 * [0.9])
+    assert "overlap in 0 of 0 cells" in told(None, *4 * [0.9])
+
+
 def test_equal_states_of_the_leaderboard_are_those_that_its_models_had():
     kept = leaderboard.rows.read(leaderboard.KEPT)
     measured = {row["mixer"]: row["state_bytes"] for row in kept if row["comparison"] == "parity"}
