@@ -40,9 +40,13 @@ def test_loss_and_gradients(dtype, tolerance, scale, monkeypatch):
         assert relative(x.double(), y) <= tolerance
 
 
-def test_ignored_labels_give_no_loss_and_no_gradient():
+@pytest.mark.parametrize("masked", [0, 20])
+def test_ignored_labels_give_no_loss_and_no_gradient(masked):
+    """masked: the number of logits at the beginning that are −∞, with all of the first part."""
     hidden, weight, labels = draw()
     logits = hidden @ weight.T
+    logits[:, :masked] = -torch.inf
+    labels = labels.where(labels == IGNORED, labels.clamp(min=masked))
     exact = logits.double().requires_grad_()
     theirs = F.cross_entropy(exact, labels, reduction="sum")
     ours, errors = cross_entropy.loss_and_errors(logits, labels, IGNORED)

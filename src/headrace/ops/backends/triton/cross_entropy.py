@@ -17,7 +17,7 @@ def errors(logits, labels, losses, V, ignored, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
     label = tl.load(labels + row)
-    largest, total = -float("inf"), 0.0
+    largest, total = -3e38, 0.0  # not −∞, as −∞ less −∞, of logits that are all −∞ so far, is NaN
     for start in range(0, V, WIDTH):
         at = start + tl.arange(0, WIDTH)
         x = tl.load(logits + at, mask=at < V, other=-float("inf")).to(tl.float32)
