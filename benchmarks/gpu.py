@@ -104,16 +104,21 @@ def end(process: subprocess.Popen) -> None:
 
 def follow(process: subprocess.Popen, seconds: float, each: Callable[[str], None]) -> int | None:
     """Passes on what a process prints, and ends it after some seconds. Returns its exit code; None: it was ended."""
-    timer = threading.Timer(max(seconds, 0.0), end, [process])
+    late = threading.Event()
+
+    def end_late() -> None:
+        late.set()
+        end(process)
+
+    timer = threading.Timer(max(seconds, 0.0), end_late)
     timer.start()
-    late = time.perf_counter() + seconds
     assert process.stdout is not None
     with process.stdout as lines:
         for line in lines:
             each(line.rstrip("\n"))
     code = process.wait()
     timer.cancel()
-    return None if time.perf_counter() >= late else code
+    return None if late.is_set() else code
 
 
 def measure(run: Run, name: str, stage: Stage, about: dict[str, Any]) -> None:
