@@ -145,7 +145,8 @@ def test_fields_are_honoured_together(form, settings, tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"layers": [2]}, r"config.json has attn=.*; expected layers below num_hidden_layers=2"),
+        ({"layers": [2]}, r"config.json has attn=.*; expected layers below num_hidden_layers=2, each once"),
+        ({"layers": [0, 0]}, r"config.json has attn=.*; expected layers below num_hidden_layers=2, each once"),
         ({"qk_norm": True}, "and no other entries than layers, num_heads, num_kv_heads, qkv_bias, window_size, rope_"),
         ({"num_heads": 2.0}, "'num_heads' is 2.0, not an integer"),
     ],

@@ -78,9 +78,10 @@ def hybrid(c: Fields, spec: Spec, views: Views) -> list[tuple[Spec, Views]]:
     pairs, attn = [(spec, views)] * c["num_hidden_layers"], c["attn"] or []
     for own in [attn] if isinstance(attn, dict) else attn:
         layers, heads, groups = own["layers"], own["num_heads"], own.get("num_kv_heads")
-        if not {*layers} <= {*range(len(pairs))} or not own.keys() <= ATTENTION.keys():
+        inside = {*layers} <= {*range(len(pairs))} and all(pairs[i][0] is spec for i in layers)
+        if not inside or len({*layers}) < len(layers) or not own.keys() <= ATTENTION.keys():
             known = f"no other entries than {', '.join(ATTENTION)}"
-            c.refuse("attn", f"layers below num_hidden_layers={len(pairs)}, and {known}")
+            c.refuse("attn", f"layers below num_hidden_layers={len(pairs)}, each once, and {known}")
         window = own.get("window_size")
         attention = AttentionSpec(
             None if groups == heads else groups, count=heads, pattern=None if window is None else Pattern(window),

@@ -1,11 +1,12 @@
 """The formats of other libraries by their model_type."""
 
+from typing import Any
+
 from . import delta, flash, hybrid, recurrent, rwkv, softmax, variants
 from .form import Format
 
-FORMATS: dict[str, Format] = {}
-for module in (softmax, variants, recurrent, delta, hybrid, flash, rwkv):
-    FORMATS |= module.FORMATS
+MODULES: Any = (softmax, variants, recurrent, delta, hybrid, flash, rwkv)
+FORMATS: dict[str, Format] = {kind: form for module in MODULES for kind, form in module.FORMATS.items()}
 
 # Of formats with a recurrence that are not converted, what no mixer or model here has.
 MISSING: dict[str, str] = {

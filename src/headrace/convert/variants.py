@@ -28,7 +28,7 @@ from .softmax import (
 def phi3(c: Fields) -> Model:
     """One projection has q, k and v, and one the gate and the other input of the MLP. A window of at least
     max_position_embeddings tokens, as Phi-4-mini has it, is none."""
-    c.ignore("resid_pdrop", "embd_pdrop", "original_max_position_embeddings")  # the last where `rotation` reads it not
+    c.ignore("resid_pdrop", "embd_pdrop", "original_max_position_embeddings")  # `rotation` reads the last of some kinds
     pattern, H, width = window_of(c), c["num_attention_heads"], c["intermediate_size"]
     if pattern is not None and pattern.window >= c["max_position_embeddings"]:
         pattern = None
@@ -56,7 +56,7 @@ def smollm3(c: Fields) -> Model:
         attention(c, bias=c["attention_bias"], rotary=bool(rotary), pattern=pattern)
         for rotary, pattern in zip(rotates, patterns, strict=False)
     ]
-    c.ignore("rope_parameters")
+    c.ignore("rope_parameters")  # of a model of layers without positions alone
     return decoder(c, specs, BlockStyle(mlp=activation(c, "hidden_act", GATED), bias=c["mlp_bias"]))
 
 

@@ -14,7 +14,7 @@ from ..spec.stack import MLPS
 
 class ChannelMixing(Mixer):
     """W_down relu(W_up x_k)², where x_k is a mix of each token with the one before it, by a learned weight per channel
-    (RWKV-7, arXiv 2503.14456, section 4.2)."""
+    (RWKV-7, arXiv 2503.14456)."""
 
     state_kind = ShiftState
     static_shapes = True

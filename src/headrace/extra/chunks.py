@@ -39,9 +39,8 @@ class Chunks:
         chunks = torch.where(lengths > 0, -(-(lengths + offsets) // size), 0)
         self.order = chunks.argsort(descending=True, stable=True)
         self.rank = self.order.argsort()
-        held = (
-            [-(-x.shape[1] // size)] * len(chunks) if chunks.is_meta else chunks.tolist()
-        )  # without values: no offsets
+        even = [-(-x.shape[1] // size)] * len(chunks)  # of rows without offsets, which a tensor without values may have
+        held = even if chunks.is_meta else chunks.tolist()
         self.counts = [sum(n > i for n in held) for i in range(max(held, default=0))]
         self.size, self.shape = size, x.shape[:2]
         begins = torch.tensor([0, *self.counts], device=x.device).cumsum(0)

@@ -1,6 +1,6 @@
 """RWKV-7 (arXiv 2503.14456): the delta rule with a decay per key channel and with separate keys for the read (κ), the
 erasure (a ⊙ κ) and the write (k) of an update; and the value residual, a mix of the values of each layer with those of
-the first. A layer outside a model, or in an encoder, mixes its values with themselves.
+the first. A layer outside a model, in an encoder or as a parallel mixer mixes its values with themselves.
 
 Dimensions: B batch, T tokens, D hidden size, H heads, K dimension per head of keys and values, N sequences, M chunks, C
 tokens per chunk.
