@@ -168,6 +168,15 @@ def test_a_folder_of_two_kinds_is_refused(tmp_path):
         read(tmp_path)
 
 
+def test_what_is_left_out_of_a_folder_is_said(tmp_path, capsys):
+    """`datasets` tells splits by the names of files."""
+    for name in ("a.txt", "b.md", "test.txt", "valid.txt.gz", "README.md", ".hidden.txt"):
+        (tmp_path / name).write_bytes(gzip.compress(b"packed") if name.endswith("gz") else name.encode())
+    (tmp_path / "train.txt").write_text("read")
+    assert read(tmp_path) == read(tmp_path) == [("read", "")]
+    assert capsys.readouterr().err.count("does not have a.txt, b.md, test.txt and 1 more; name files") == 1
+
+
 def test_a_file_that_is_given_twice_is_refused(tmp_path):
     """Its documents would be in both splits."""
     (tmp_path / "a.txt").write_text("one")

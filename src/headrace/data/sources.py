@@ -3,9 +3,10 @@
 import codecs
 import io
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -276,10 +277,28 @@ def _data_set(source: str, column: str, sample: Sample | None) -> Iterator[Row]:
     if local and (other := _other(Path(source), dataset.info.builder_name)):
         kind = dataset.info.builder_name
         raise InputError(f"source {source!r} mixes {kind} files and {other.name!r}; expected a folder of one kind")
+    if local:
+        _note_left_out(Path(source))
     if dataset.info.builder_name == "text":  # whose rows are lines, without their ends
         dataset = load(sample_by="document")
     for number, item in enumerate(dataset if sample is None else sample.files_of(dataset), 1):
         yield _of_record(source, number, item, column)
+
+
+@cache
+def _note_left_out(folder: Path) -> None:
+    """Says, once, which files of text `datasets` leaves out, as their names are of another split than train (test.txt),
+    or end in what it does not read (.md)."""
+    from datasets import load_dataset_builder
+
+    read = {Path(file) for file in (load_dataset_builder(str(folder)).config.data_files or {}).get("train", ())}
+    files = [f for f in sorted(folder.resolve().rglob("*")) if f.suffix in {*READERS, *PACKED} and f not in read]
+    if left := [f.name for f in files if not f.name.lower().startswith((*ABOUT, "."))]:
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        print(
+            f"Note: of source {str(folder)!r} the split train is read, which by their names does not have "
+            f"{', '.join(left[:3])}{more}; name files to read them", file=sys.stderr,
+        )  # fmt: skip
 
 
 def _other(folder: Path, kind: str) -> Path | None:
