@@ -129,7 +129,7 @@ SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Those that are called otherwise.
 RENAMED = {
     "max_position_embeddings": ("max_position_embeddings", "model_max_length"),
-    "norm_eps": ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"),
+    "norm_eps": ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"),
 }
 
 
