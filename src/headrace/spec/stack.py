@@ -11,10 +11,6 @@ from .mixer import Shapes, Spec, Stateful
 from .record import NonNegativeFloat, PositiveFloat, PositiveInt, Record, require_positive
 from .serialize import TYPES, record
 
-# Of a block: pre: x + mixer(norm(x)), then x + mlp(norm(x)); post: norm(x + mixer(x)), then norm(x + mlp(x)); branch:
-# x + norm(mixer(x)), then x + norm(mlp(x)) (OLMo 2); both: x + after(mixer(norm(x))), then x + after(mlp(norm(x)))
-# (Gemma 3); parallel: x + mixer(norm(x)) + mlp(norm(x)), with a norm for each (GPT-NeoX), or parallel-joint: one for
-# both (GPT-J, Phi). All but post have a norm at the end.
 Order = Literal["pre", "post", "branch", "both", "parallel", "parallel-joint"]
 MLPS: Table[str] = Table("mlps")  # layers of the MLPs that have a state, as `Facts.layer`
 SHARED: Table[str] = Table("shared_blocks")  # likewise: "block", that layers share, and their "adapters"
@@ -56,7 +52,11 @@ class BlockStyle(Record):
 
     # RMSNorm, RMSNorm whose weight is stored minus 1 (Gemma), or LayerNorm
     norm: Literal["rms", "rms-offset", "layer"] = "rms"
-    order: Order = "pre"  # of mixer, MLP and their norms
+    # pre: x + mixer(norm(x)), then x + mlp(norm(x)); post: norm(x + mixer(x)), then norm(x + mlp(x)); branch:
+    # x + norm(mixer(x)), then x + norm(mlp(x)) (OLMo 2); both: x + after(mixer(norm(x))), then x + after(mlp(norm(x)))
+    # (Gemma 3); parallel: x + mixer(norm(x)) + mlp(norm(x)), with a norm for each (GPT-NeoX), parallel-joint: one for
+    # both (GPT-J, Phi). All but post have a norm at the end.
+    order: Order = "pre"
     # kind of MLP; relu2: squared; rwkv4, rwkv7: channel mixing, which has a state and no biases
     mlp: Literal["swiglu", "geglu", "geglu-tanh", "gelu", "gelu-tanh", "relu", "relu2", "rwkv4", "rwkv7", "none"] = (
         "swiglu"

@@ -106,7 +106,7 @@ def mixer_settings(sizes: Sizes, layer_idx: int = 0, num_layers: int = 1) -> dic
 
 
 class Block(nn.Module):
-    """A residual block: x + mixer(norm(x)), then x + mlp(norm(x)), or another `spec.stack.Order`. A parallel mixer has
+    """A residual block: x + mixer(norm(x)), then x + mlp(norm(x)), or another `BlockStyle.order`. A parallel mixer has
     the input of the mixer, and the branch is their sum. Cross-attention, if any, is a third branch between the two."""
 
     def __init__(self, layer: Layer | Spec, sizes: Sizes, layer_idx: int = 0, num_layers: int = 1):
