@@ -2,36 +2,66 @@
 input (`BlockStyle.order`)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-from ..spec.attention import AttentionSpec
+from ..spec.attention import AttentionSpec, Rope
 from ..spec.stack import BlockStyle, Layer
 from .fields import Fields
 from .form import Format, Model, View, Views, assembled, plain, shared, stacked, whole
-from .softmax import UNGATED, activation, attention, attention_views
+from .pairs import neighbours
+from .parts import mlp_views
+from .softmax import GATED, UNGATED, activation, attention, attention_views, window_of
 
-KINDS = ("weight", "bias")
+LLAMA = ("model", "embed_tokens", "norm", "layers")
+LLAMA_NORMS = {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+DENSE = {"mlp.up_proj": "mlp.dense_h_to_4h", "mlp.down_proj": "mlp.dense_4h_to_h"}
 
 
 def gpt_neox(c: Fields) -> Model:
-    """One matrix has q, k and v of each head. The head is called embed_out, also where transformers has lm_head."""
+    """The head is called embed_out in checkpoints, and lm_head in transformers' class."""
     c.ignore("hidden_dropout", "classifier_dropout", "is_decoder")
     spec = attention(c, partial=True, bias=c["attention_bias"])
     order = "parallel" if c["use_parallel_residual"] else "pre"
     style = BlockStyle("layer", order, mlp=activation(c, "hidden_act", UNGATED), bias=True)
-    own = both({
-        "mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
-        "mlp.up_proj": "mlp.dense_h_to_4h", "mlp.down_proj": "mlp.dense_4h_to_h",
-    })  # fmt: skip
-    kinds = KINDS if spec.bias else KINDS[:1]
-    own |= plain({f"mixer.o_proj.{kind}": f"attention.dense.{kind}" for kind in kinds})
-    sizes = dict.fromkeys("qkv", c["hidden_size"])
-    for kind in kinds:
-        parts = stacked(f"attention.query_key_value.{kind}", sizes, c["num_attention_heads"])
-        own |= {f"mixer.{part}_proj.{kind}": view for part, view in parts.items()}
-    model = decoder(c, [spec] * c["num_hidden_layers"], style, own, ("gpt_neox", "embed_in", "final_layer_norm"))
-    if "lm_head.weight" in model.views:
-        model.views["lm_head.weight"] = View("embed_out.weight")
-    return model._replace(copies=(("embed_out.weight", "gpt_neox.embed_in.weight"),) * c["tie_word_embeddings"])
+    own = modules(LLAMA_NORMS | DENSE) | fused(c, spec, "attention")
+    model = decoder(c, [spec], style, own, ("gpt_neox", "embed_in", "final_layer_norm", "layers"))
+    if c["tie_word_embeddings"]:
+        return model._replace(copies=(("embed_out.weight", "gpt_neox.embed_in.weight"),))
+    return model._replace(views=model.views | {"lm_head.weight": View("embed_out.weight")})
+
+
+def falcon(c: Fields) -> Model:
+    """Those before Falcon-40B have one head of k and v, or one per head of q."""
+    c.only("alibi", False)
+    c.ignore("hidden_dropout", "num_kv_heads")
+    H, later, norms = c["num_attention_heads"], c["new_decoder_architecture"], c["num_ln_in_parallel_attn"]
+    c.only("parallel_attn", True, *[False] * (not later))  # of the others no forward of transformers is defined
+    c.only("num_ln_in_parallel_attn", None, 1, *[2] * later)
+    groups = c["num_kv_heads"] if later else 1 if c["multi_query"] else H
+    spec = replace(attention(c, bias=c["bias"]), kv_heads=None if groups == H else groups)
+    if later and norms != 1:
+        order, names = "parallel", {"mixer_norm": "ln_attn", "mlp_norm": "ln_mlp"}
+    elif c["parallel_attn"]:
+        order, names = "parallel-joint", {"mixer_norm": "input_layernorm"}
+    else:
+        order, names = "pre", LLAMA_NORMS
+    style = BlockStyle("layer-bias", order, mlp=activation(c, "activation", UNGATED), bias=c["bias"])  # type: ignore[arg-type]
+    own = modules(names) | modules(DENSE, c["bias"]) | fused(c, spec, "self_attention")
+    names = ("transformer", "word_embeddings", "ln_f", "h")
+    return decoder(c, [spec], style, own, names, intermediate_size=c["ffn_hidden_size"])
+
+
+def fused(c: Fields, spec: AttentionSpec, theirs: str) -> Views:
+    """Returns the views of attention whose q, k and v are one projection, in which each head of k and v follows its
+    heads of q."""
+    H, (d, _) = c["num_attention_heads"], spec.head_dims(c["hidden_size"], c["num_attention_heads"])
+    groups, views = spec.kv_heads or H, modules({"mixer.o_proj": f"{theirs}.dense"}, bool(spec.bias))
+    for kind in ("weight", "bias") if spec.bias else ("weight",):
+        sizes = {"q": H * d, "k": groups * d, "v": groups * d}
+        parts = stacked(f"{theirs}.query_key_value.{kind}", sizes, groups)
+        views |= {f"mixer.{part}_proj.{kind}": view for part, view in parts.items()}
+    return views
 
 
 def phi(c: Fields) -> Model:
@@ -40,28 +70,84 @@ def phi(c: Fields) -> Model:
     spec = attention(c, partial=True, bias=True)
     kind = activation(c, "hidden_act", UNGATED)
     style = BlockStyle("layer", "parallel-joint", mlp=kind, bias=True, head_bias=True)
-    own = both({"mixer_norm": "input_layernorm", "mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"})
+    own = modules({"mixer_norm": "input_layernorm", "mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"})
     own |= attention_views(spec, "self_attn", o_proj="dense")
-    return decoder(c, [spec] * c["num_hidden_layers"], style, own, ("model", "embed_tokens", "final_layernorm"))
+    return decoder(c, [spec], style, own, ("model", "embed_tokens", "final_layernorm", "layers"))
 
 
-def both(names: dict[str, str]) -> Views:
-    """Returns the views of the weights and biases of modules: {our name: their name}."""
-    return plain({f"{our}.{kind}": f"{their}.{kind}" for our, their in names.items() for kind in KINDS})
+def gptj(c: Fields) -> Model:
+    c.ignore("resid_pdrop", "embd_pdrop", "attn_pdrop")
+    D, H, dims = c["n_embd"], c["n_head"], c["rotary_dim"]
+    if not dims or dims > D // H:
+        c.refuse("rotary_dim", f"at most n_embd / n_head = {D // H}")
+    spec = AttentionSpec(rope=Rope(dims=None if dims == D // H else dims))
+    kind = activation(c, "activation_function", UNGATED)
+    style = BlockStyle("layer", "parallel-joint", mlp=kind, bias=True, head_bias=True)
+    own = modules({"mixer_norm": "ln_1", "mlp.up_proj": "mlp.fc_in", "mlp.down_proj": "mlp.fc_out"})
+    own |= neighbours(attention_views(spec, "attn", o_proj="out_proj"), spec, D, H)
+    sizes = {
+        "hidden_size": D, "num_hidden_layers": c["n_layer"], "num_heads": H, "rope_theta": 10000.0,
+        "intermediate_size": c["n_inner"] or 4 * D, "max_position_embeddings": c["n_positions"],
+    }  # fmt: skip
+    return decoder(c, [spec], style, own, ("transformer", "wte", "ln_f", "h"), **sizes)
+
+
+def stablelm(c: Fields) -> Model:
+    c.only("qk_layernorm", False)
+    c.ignore("hidden_dropout")
+    joint, spec = c["use_parallel_residual"], attention(c, partial=True, bias="qkv" if c["use_qkv_bias"] else False)
+    style = BlockStyle("layer-bias", "parallel-joint" if joint else "pre", mlp=activation(c, "hidden_act", GATED))
+    own = modules({"mixer_norm": "input_layernorm"} if joint else LLAMA_NORMS)
+    return decoder(c, [spec], style, own | mlp_views("mlp", style) | attention_views(spec, "self_attn"))
+
+
+def starcoder2(c: Fields) -> Model:
+    c.ignore("residual_dropout", "embedding_dropout")
+    spec, bias = attention(c, bias=c["use_bias"], pattern=window_of(c)), c["use_bias"]
+    style = BlockStyle("layer-bias", mlp=activation(c, "hidden_act", UNGATED), bias=bias)
+    own = modules(LLAMA_NORMS) | modules({"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}, bias)
+    return decoder(c, [spec], style, own | attention_views(spec, "self_attn"))
+
+
+def olmo(c: Fields) -> Model:
+    """The epsilon of its norms is 1e-5 in any model."""
+    c.only("clip_qkv", None)
+    spec, style = (
+        attention(c, bias=c["attention_bias"]),
+        BlockStyle("layer-plain", mlp=activation(c, "hidden_act", GATED)),
+    )
+    return decoder(c, [spec], style, mlp_views("mlp", style) | attention_views(spec, "self_attn"), norm_eps=1e-5)
+
+
+def modules(names: dict[str, str], bias: bool = True) -> Views:
+    """Returns the views of the weights of modules, and of their biases: {our name: their name}."""
+    kinds = ("weight", "bias") if bias else ("weight",)
+    return plain({f"{our}.{kind}": f"{their}.{kind}" for our, their in names.items() for kind in kinds})
 
 
 def decoder(
-    c: Fields, specs: Sequence[AttentionSpec], style: BlockStyle, own: Views, names: tuple[str, str, str]
+    c: Fields,
+    specs: Sequence[AttentionSpec],
+    style: BlockStyle,
+    own: Views,
+    names: tuple[str, ...] = LLAMA,
+    **sizes: Any,
 ) -> Model:
-    """Returns a model whose layers all have the same views. names: of the model, its embedding and its final norm."""
-    outside = whole(*names, c["tie_word_embeddings"])
-    if style.bias:
-        outside["model.backbone.norm.bias"] = View(f"{names[0]}.{names[2]}.bias")
+    """Returns a model whose layers all have the same views. specs: the pattern of its mixers; names: of the model, its
+    embedding, its final norm and its layers; sizes: arguments of `shared` beside the usual ones."""
+    model, embedding, norm, layers = names
+    outside = whole(model, embedding, norm, c["tie_word_embeddings"])
+    if style.norm == "layer-plain":
+        del outside["model.backbone.norm.weight"]
+    elif style.norm == "layer-bias" or style.bias:
+        outside["model.backbone.norm.bias"] = View(f"{model}.{norm}.bias")
     if style.head_bias:
         outside["lm_head.bias"] = View("lm_head.bias")
-    sizes = {"num_heads": c["num_attention_heads"], "intermediate_size": c["intermediate_size"]}
-    arguments = shared(c, [Layer(spec) for spec in specs], style, **sizes)
-    return Model(arguments, assembled([own] * len(specs), outside, f"{names[0]}.layers"))
+    usual = {"num_heads": "num_attention_heads", "intermediate_size": "intermediate_size"}
+    sizes = {ours: c[theirs] for ours, theirs in usual.items() if ours not in sizes} | sizes
+    depth = sizes.get("num_hidden_layers") or c["num_hidden_layers"]
+    arguments = shared(c, [Layer(specs[i % len(specs)]) for i in range(depth)], style, **sizes)
+    return Model(arguments, assembled([own] * depth, outside, f"{model}.{layers}"))
 
 
 FORMATS: dict[str, Format] = {
@@ -70,4 +156,9 @@ FORMATS: dict[str, Format] = {
         buffers=("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"),
     ),
     "phi": Format("PhiForCausalLM", phi),
+    "gptj": Format("GPTJForCausalLM", gptj, buffers=(".attn.bias", ".attn.masked_bias")),
+    "falcon": Format("FalconForCausalLM", falcon),
+    "stablelm": Format("StableLmForCausalLM", stablelm),
+    "starcoder2": Format("Starcoder2ForCausalLM", starcoder2),
+    "olmo": Format("OlmoForCausalLM", olmo),
 }  # fmt: skip

@@ -50,8 +50,9 @@ class Experts(Record):
 class BlockStyle(Record):
     """Properties that all blocks of a model share, beside their mixers."""
 
-    # RMSNorm, RMSNorm whose weight is stored minus 1 (Gemma), or LayerNorm
-    norm: Literal["rms", "rms-offset", "layer"] = "rms"
+    # RMSNorm, RMSNorm whose weight is stored minus 1 (Gemma), or LayerNorm; layer-bias: with biases whatever `bias` is
+    # (Falcon, StableLM); layer-plain: without weights and biases (OLMo)
+    norm: Literal["rms", "rms-offset", "layer", "layer-bias", "layer-plain"] = "rms"
     # pre: x + mixer(norm(x)), then x + mlp(norm(x)); post: norm(x + mixer(x)), then norm(x + mlp(x)); branch:
     # x + norm(mixer(x)), then x + norm(mlp(x)) (OLMo 2); both: x + after(mixer(norm(x))), then x + after(mlp(norm(x)))
     # (Gemma 3); parallel: x + mixer(norm(x)) + mlp(norm(x)), with a norm for each (GPT-NeoX), parallel-joint: one for

@@ -77,9 +77,10 @@ class MLP(nn.Module):
 def build_norm(sizes: Sizes, inputs: int = 1) -> nn.Module:
     """Returns the style's norm. inputs: number of hidden-size vectors concatenated at the input."""
     width = inputs * sizes.hidden_size
-    if sizes.style.norm == "layer":
-        return nn.LayerNorm(width, eps=sizes.norm_eps, bias=sizes.style.bias)
-    kind = OffsetRMSNorm if sizes.style.norm == "rms-offset" else nn.RMSNorm
+    norm, bias = sizes.style.norm, sizes.style.bias
+    if norm.startswith("layer"):
+        return nn.LayerNorm(width, sizes.norm_eps, norm != "layer-plain", bias or norm == "layer-bias")
+    kind = OffsetRMSNorm if norm == "rms-offset" else nn.RMSNorm
     return kind(width, eps=sizes.norm_eps)
 
 
