@@ -23,7 +23,8 @@ def gpt_neox(c: Fields) -> Model:
     c.ignore("hidden_dropout", "classifier_dropout", "is_decoder")
     spec = attention(c, partial=True, bias=c["attention_bias"])
     order = "parallel" if c["use_parallel_residual"] else "pre"
-    style = BlockStyle("layer", order, mlp=activation(c, "hidden_act", UNGATED), bias=True)
+    kind = activation(c, "hidden_act", UNGATED | {"gelu_fast": "gelu-tanh"})  # with ten digits of a constant
+    style = BlockStyle("layer", order, mlp=kind, bias=True)
     own = modules(LLAMA_NORMS | DENSE) | fused(c, spec, "attention")
     model = decoder(c, [spec], style, own, ("gpt_neox", "embed_in", "final_layer_norm", "layers"))
     if c["tie_word_embeddings"]:
