@@ -163,6 +163,8 @@ def test_parallel_mixers_are_known_everywhere(tmp_path):
     (lambda: BlockStyle(mlp="rwkv4", experts=Experts()), "mlp='rwkv4' has a state"),
     (lambda: BlockStyle(shared_count=2), "shared_count=2 without a shared block"),
     (lambda: zoo.get("bert(style.mlp=rwkv4)"), "style.mlp='rwkv4' is for decoders alone"),
+    (lambda: zoo.get("bert(style.order=parallel)"), "style.order='parallel' is for decoders alone"),
+    (lambda: zoo.get("bert(style.head_bias=true)"), "style.head_bias=True is for decoders alone"),
     (lambda: Decoder((Layer(GLA, parallel=AttentionSpec(kv_heads=3)),)).head_dims(D, 4), "kv_heads=3 does not divide"),
 ])  # fmt: skip
 def test_contradictions_are_refused(make, message):
