@@ -22,7 +22,7 @@ def gpt_neox(c: Fields) -> Model:
     """The head is called embed_out in checkpoints, and lm_head in transformers' class."""
     c.ignore("hidden_dropout", "classifier_dropout", "is_decoder")
     spec = attention(c, partial=True, bias=c["attention_bias"])
-    order = "parallel" if c["use_parallel_residual"] else "pre"
+    order: Any = "parallel" if c["use_parallel_residual"] else "pre"
     kind = activation(c, "hidden_act", UNGATED | {"gelu_fast": "gelu-tanh"})  # with ten digits of a constant
     style = BlockStyle("layer", order, mlp=kind, bias=True)
     own = modules(LLAMA_NORMS | DENSE) | fused(c, spec, "attention")
@@ -36,21 +36,21 @@ def falcon(c: Fields) -> Model:
     """Those before Falcon-40B have one head of k and v, or one per head of q."""
     c.only("alibi", False)
     c.ignore("hidden_dropout", "num_kv_heads")
-    H, later, norms = c["num_attention_heads"], c["new_decoder_architecture"], c["num_ln_in_parallel_attn"]
+    H, later, norms = c["num_attention_heads"], bool(c["new_decoder_architecture"]), c["num_ln_in_parallel_attn"]
     c.only("parallel_attn", True, *[False] * (not later))  # of the others no forward of transformers is defined
     c.only("num_ln_in_parallel_attn", None, 1, *[2] * later)
     groups = c["num_kv_heads"] if later else 1 if c["multi_query"] else H
     spec = replace(attention(c, bias=c["bias"]), kv_heads=None if groups == H else groups)
+    order: Any = "pre"
+    names = LLAMA_NORMS
     if later and norms != 1:
         order, names = "parallel", {"mixer_norm": "ln_attn", "mlp_norm": "ln_mlp"}
     elif c["parallel_attn"]:
         order, names = "parallel-joint", {"mixer_norm": "input_layernorm"}
-    else:
-        order, names = "pre", LLAMA_NORMS
-    style = BlockStyle("layer-bias", order, mlp=activation(c, "activation", UNGATED), bias=c["bias"])  # type: ignore[arg-type]
+    style = BlockStyle("layer-bias", order, mlp=activation(c, "activation", UNGATED), bias=c["bias"])
     own = modules(names) | modules(DENSE, c["bias"]) | fused(c, spec, "self_attention")
-    names = ("transformer", "word_embeddings", "ln_f", "h")
-    return decoder(c, [spec], style, own, names, intermediate_size=c["ffn_hidden_size"])
+    places = ("transformer", "word_embeddings", "ln_f", "h")
+    return decoder(c, [spec], style, own, places, intermediate_size=c["ffn_hidden_size"])
 
 
 def fused(c: Fields, spec: AttentionSpec, theirs: str) -> Views:

@@ -63,9 +63,8 @@ def add_block(program: Program, block: Any, x: int, place: int) -> None:
     start = branch = program.columns(D)
     read = of_mlp = x
     if block.order in BEFORE:
-        add_norm(program, block, "mixer_norm", x, branch)
-        read = of_mlp = branch
-        branch = program.columns(D)
+        read = of_mlp = program.columns(D)
+        add_norm(program, block, "mixer_norm", x, read)
     if block.mlp is not None and block.order == "parallel":
         of_mlp = program.columns(D)
         add_norm(program, block, "mlp_norm", x, of_mlp)
