@@ -15,8 +15,10 @@ PAIRS = {
     "hidden_act": ["gelu_new", "relu"], "num_attention_heads": [2, 8],
     "rope_parameters": [ROPES["yarn"], ROPES["linear"], rope("default")],
 }  # fmt: skip
-GPTJ = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 300}
-GPTJ |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+GPT = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 300}
+GPT |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+NEO = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 300}
+NEO |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 FALCON = {name: value for name, value in UNGROUPED.items() if name != "intermediate_size"}
 LATER = {"new_decoder_architecture": True}
 
@@ -37,7 +39,7 @@ FAMILIES = {
         fields=SOME,
     ),
     "gptj": Family(
-        GPTJ, variants={"all channels": {"rotary_dim": 8}, "tied": {"tie_word_embeddings": True}},
+        GPT | {"rotary_dim": 4}, variants={"all channels": {"rotary_dim": 8}, "tied": {"tie_word_embeddings": True}},
         fields={
             "activation_function": ["gelu", "relu", "tanh"], "rotary_dim": [2, 8, None], "n_inner": [48],
             "n_positions": [60],
@@ -85,6 +87,31 @@ FAMILIES = {
             "clip_qkv": [0.5],
         },
     ),
+    "nemotron": Family(
+        HEADS | {"head_dim": 8},
+        variants={"biases": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}},
+        fields=SOME | {"rope_parameters": PARTIAL[:1], "head_dim": [16]},
+    ),
+    "gpt_bigcode": Family(
+        GPT,
+        variants={
+            "all heads": {"multi_query": False, "tie_word_embeddings": False},
+            "no scale": {"scale_attn_weights": False, "n_inner": 48},
+        },
+        fields={
+            "activation_function": ["gelu", "relu", "tanh"], "n_inner": [48], "n_positions": [60],
+            "add_cross_attention": [{"add_cross_attention": True, "multi_query": False}],
+        },
+    ),
+    "gpt_neo": Family(
+        NEO | {"attention_types": [[["global", "local"], 1]], "window_size": 5},
+        variants={"global": {"attention_types": [[["global"], 2]]}, "untied": {"tie_word_embeddings": False}},
+        fields={
+            "activation_function": ["gelu", "relu", "tanh"], "intermediate_size": [40], "window_size": [7, 1],
+            "num_layers": [{"num_layers": 1, "attention_types": [[["local"], 1]]}],
+            "attention_types": [[[["local", "global"], 1]]], "max_position_embeddings": [60],
+        },
+    ),
     "cohere": Family(
         HEADS | {"logit_scale": 0.3}, variants={"biases": {"attention_bias": True}, "yarn": ROPES["yarn"]},
         fields=PAIRS | {"logit_scale": [0.7, 0.0], "use_qk_norm": [True]},
@@ -106,6 +133,15 @@ FAMILIES = {
     "glm4": Family(
         HEADS | {"head_dim": 8}, variants={"no biases": {"attention_bias": False, "tie_word_embeddings": True}},
         fields=SOME | {"hidden_act": ["gelu_new", "relu"], "head_dim": [16], "eos_token_id": [5]},
+    ),
+    "helium": Family(
+        HEADS | {"head_dim": 8},
+        variants={"biases": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}},
+        fields=PAIRS | {
+            "head_dim": [{"head_dim": 16, "num_attention_heads": 2}],
+            "hidden_size": [{"hidden_size": 64, "head_dim": 16}],
+            "num_attention_heads": [{"head_dim": 16, "num_attention_heads": 2}],
+        },
     ),
     "ernie4_5": Family(
         HEADS | {"head_dim": 12}, variants={"biases": {"use_bias": True, "tie_word_embeddings": False}},

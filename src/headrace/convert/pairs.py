@@ -68,6 +68,12 @@ def ernie4_5(c: Fields) -> Model:
     return in_pairs(c, [attention(c, bias=c["use_bias"])] * c["num_hidden_layers"], style, own)
 
 
+def helium(c: Fields) -> Model:
+    style = BlockStyle(mlp=activation(c, "hidden_act", GATED), bias=c["mlp_bias"])
+    spec = attention(c, bias="qkv" if c["attention_bias"] else False)
+    return in_pairs(c, [spec] * c["num_hidden_layers"], style, plain(NORMS) | mlp_views("mlp", style))
+
+
 def in_pairs(c: Fields, specs: list[AttentionSpec], style: BlockStyle, own: Views) -> Model:
     """Returns a model with Llama's names of modules. own: the views of a layer beside those of attention."""
     D, H = c["hidden_size"], c["num_attention_heads"]
@@ -81,4 +87,5 @@ FORMATS: dict[str, Format] = {
     "glm": Format("GlmForCausalLM", glm),
     "glm4": Format("Glm4ForCausalLM", glm4),
     "ernie4_5": Format("Ernie4_5ForCausalLM", ernie4_5),
+    "helium": Format("HeliumForCausalLM", helium),
 }

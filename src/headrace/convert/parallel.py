@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..spec.attention import AttentionSpec, Rope
+from ..spec.attention import AttentionSpec, Pattern, Rope
 from ..spec.stack import BlockStyle, Layer
 from .fields import Fields
 from .form import Format, Model, View, Views, assembled, plain, shared, stacked, whole
 from .pairs import neighbours
-from .parts import mlp_views
+from .parts import layer_types, mlp_views
 from .softmax import GATED, UNGATED, activation, attention, attention_views, window_of
 
 LLAMA = ("model", "embed_tokens", "norm", "layers")
@@ -25,7 +25,8 @@ def gpt_neox(c: Fields) -> Model:
     order: Any = "parallel" if c["use_parallel_residual"] else "pre"
     kind = activation(c, "hidden_act", UNGATED | {"gelu_fast": "gelu-tanh"})  # with ten digits of a constant
     style = BlockStyle("layer", order, mlp=kind, bias=True)
-    own = modules(LLAMA_NORMS | DENSE) | fused(c, spec, "attention")
+    sizes = c["hidden_size"], c["num_attention_heads"]
+    own = modules(LLAMA_NORMS | DENSE) | fused(spec, sizes, "attention.query_key_value", "attention.dense")
     model = decoder(c, [spec], style, own, ("gpt_neox", "embed_in", "final_layer_norm", "layers"))
     if c["tie_word_embeddings"]:
         return model._replace(copies=(("embed_out.weight", "gpt_neox.embed_in.weight"),))
@@ -48,19 +49,19 @@ def falcon(c: Fields) -> Model:
     elif c["parallel_attn"]:
         order, names = "parallel-joint", {"mixer_norm": "input_layernorm"}
     style = BlockStyle("layer-bias", order, mlp=activation(c, "activation", UNGATED), bias=c["bias"])
-    own = modules(names) | modules(DENSE, c["bias"]) | fused(c, spec, "self_attention")
+    own = modules(names) | modules(DENSE, c["bias"])
+    own |= fused(spec, (c["hidden_size"], H), "self_attention.query_key_value", "self_attention.dense")
     places = ("transformer", "word_embeddings", "ln_f", "h")
     return decoder(c, [spec], style, own, places, intermediate_size=c["ffn_hidden_size"])
 
 
-def fused(c: Fields, spec: AttentionSpec, theirs: str) -> Views:
+def fused(spec: AttentionSpec, sizes: tuple[int, int], inputs: str, output: str) -> Views:
     """Returns the views of attention whose q, k and v are one projection, in which each head of k and v follows its
-    heads of q."""
-    H, (d, _) = c["num_attention_heads"], spec.head_dims(c["hidden_size"], c["num_attention_heads"])
-    groups, views = spec.kv_heads or H, modules({"mixer.o_proj": f"{theirs}.dense"}, bool(spec.bias))
+    heads of q. sizes: the hidden size and the number of heads; inputs, output: the projections."""
+    H, (d, _) = sizes[1], spec.head_dims(*sizes)
+    groups, views = spec.kv_heads or H, modules({"mixer.o_proj": output}, bool(spec.bias))
     for kind in ("weight", "bias") if spec.bias else ("weight",):
-        sizes = {"q": H * d, "k": groups * d, "v": groups * d}
-        parts = stacked(f"{theirs}.query_key_value.{kind}", sizes, groups)
+        parts = stacked(f"{inputs}.{kind}", {"q": H * d, "k": groups * d, "v": groups * d}, groups)
         views |= {f"mixer.{part}_proj.{kind}": view for part, view in parts.items()}
     return views
 
@@ -93,6 +94,45 @@ def gptj(c: Fields) -> Model:
     return decoder(c, [spec], style, own, ("transformer", "wte", "ln_f", "h"), **sizes)
 
 
+def gpt_bigcode(c: Fields) -> Model:
+    c.only("add_cross_attention", False)
+    c.ignore("num_key_value_heads")  # which its class sets by multi_query
+    c.ignore("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
+    D, H = c["n_embd"], c["n_head"]
+    scale: Any = "key" if c["scale_attn_weights"] else "one"
+    spec = AttentionSpec(1 if c["multi_query"] and H > 1 else None, rotary=False, bias=True, scale=scale)
+    sizes = {
+        "hidden_size": D, "num_hidden_layers": c["n_layer"], "num_heads": H,
+        "intermediate_size": c["n_inner"] or 4 * D, "max_position_embeddings": c["n_positions"],
+    }  # fmt: skip
+    return of_gpt(c, [spec], fused(spec, (D, H), "attn.c_attn", "attn.c_proj"), sizes)
+
+
+def gpt_neo(c: Fields) -> Model:
+    """Layers with and without a window take turns. Their logits have no factor."""
+    c.ignore(
+        "resid_dropout", "embed_dropout", "classifier_dropout", "attention_types"
+    )  # of which come attention_layers
+    patterns, window = {"global": None, "local": Pattern(max(c["window_size"], 1))}, c["window_size"]
+    if window < 1:
+        c.refuse("window_size", "at least 1")
+    kinds = layer_types(c, patterns, "attention_layers")
+    spec = AttentionSpec(rotary=False, bias="o", scale="one")
+    sizes = {
+        "num_hidden_layers": c["num_layers"], "num_heads": c["num_heads"],
+        "intermediate_size": c["intermediate_size"] or 4 * c["hidden_size"],
+    }  # fmt: skip
+    own = attention_views(spec, "attn.attention", o_proj="out_proj")
+    return of_gpt(c, [replace(spec, pattern=patterns[kind]) for kind in kinds], own, sizes)
+
+
+def of_gpt(c: Fields, specs: Sequence[AttentionSpec], own: Views, sizes: dict[str, Any]) -> Model:
+    """Returns a model with GPT-2's names of modules. own: the views of attention."""
+    style = BlockStyle("layer", mlp=activation(c, "activation_function", UNGATED), bias=True, positions="learned")
+    names = {"mixer_norm": "ln_1", "mlp_norm": "ln_2", "mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}
+    return decoder(c, specs, style, own | modules(names), ("transformer", "wte", "ln_f", "h"), **sizes)
+
+
 def stablelm(c: Fields) -> Model:
     c.only("qk_layernorm", False)
     c.ignore("hidden_dropout")
@@ -120,6 +160,17 @@ def olmo(c: Fields) -> Model:
     return decoder(c, [spec], style, mlp_views("mlp", style) | attention_views(spec, "self_attn"), norm_eps=1e-5)
 
 
+def nemotron(c: Fields) -> Model:
+    """The weights of its norms are stored minus 1."""
+    spec = attention(c, partial=True, bias=c["attention_bias"])
+    kind = activation(c, "hidden_act", UNGATED | {"relu2": "relu2"})
+    style = BlockStyle("layer-bias", mlp=kind, bias=c["mlp_bias"])
+    own = modules(LLAMA_NORMS) | mlp_views("mlp", style) | attention_views(spec, "self_attn")
+    model = decoder(c, [spec], style, own)
+    norms = {name: view._replace(offset=1.0) for name, view in model.views.items() if name.endswith("norm.weight")}
+    return model._replace(views=model.views | norms)
+
+
 def modules(names: dict[str, str], bias: bool = True) -> Views:
     """Returns the views of the weights of modules, and of their biases: {our name: their name}."""
     kinds = ("weight", "bias") if bias else ("weight",)
@@ -142,6 +193,8 @@ def decoder(
         del outside["model.backbone.norm.weight"]
     elif style.norm == "layer-bias" or style.bias:
         outside["model.backbone.norm.bias"] = View(f"{model}.{norm}.bias")
+    if style.positions == "learned":
+        outside["model.backbone.positions.table.weight"] = View(f"{model}.wpe.weight")
     if style.head_bias:
         outside["lm_head.bias"] = View("lm_head.bias")
     usual = {"num_heads": "num_attention_heads", "intermediate_size": "intermediate_size"}
@@ -162,4 +215,7 @@ FORMATS: dict[str, Format] = {
     "stablelm": Format("StableLmForCausalLM", stablelm),
     "starcoder2": Format("Starcoder2ForCausalLM", starcoder2),
     "olmo": Format("OlmoForCausalLM", olmo),
+    "nemotron": Format("NemotronForCausalLM", nemotron),
+    "gpt_bigcode": Format("GPTBigCodeForCausalLM", gpt_bigcode, buffers=(".attn.bias", ".attn.masked_bias")),
+    "gpt_neo": Format("GPTNeoForCausalLM", gpt_neo, buffers=(".attention.bias", ".attention.masked_bias")),
 }  # fmt: skip
