@@ -33,6 +33,7 @@ from headrace.comparison.defaults import DEFAULTS
 from headrace.convert import FORMATS
 from headrace.convert.describe import DESCRIPTIONS
 from headrace.export.onnx import check_exportable
+from headrace.extra.log_linear import LogLinearSpec
 from headrace.extra.specs.latent import LatentSpec
 from headrace.extra.specs.scan import ScanSpec
 from headrace.ops.dispatch import BACKENDS
@@ -201,7 +202,7 @@ def _layer(layer: Any) -> str:
 
 def _mixer(spec: Any) -> str:
     if isinstance(spec, MixerSpec):
-        return f"linear ({spec.decay.kind}, {spec.write.rule})"
+        return f"linear ({spec.decay.kind}, {spec.write.rule}{', levels' * isinstance(spec, LogLinearSpec)})"
     if isinstance(spec, LatentSpec):
         return "latent"
     if not isinstance(spec, AttentionSpec):

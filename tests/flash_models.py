@@ -304,14 +304,40 @@ def mamba3(c, w, x):
     return out * F.silu(z)
 
 
+def log_linear_mamba2(c, w, x):
+    """Level l of token t are tokens s of which t XOR s has l binary digits."""
+    K, V, G, T = c["state_size"], c["head_dim"], c["n_groups"], x.shape[1]
+    H, L, wide = c["expand"] * c["hidden_size"] // V, 15, c["expand"] * c["hidden_size"]
+    sizes, mixed = [wide, wide + 2 * G * K, H, H * L], [wide, G * K, G * K]
+    z, vkq, dt, levels = w.linear(x, "in_proj", sum(sizes), c["use_bias"]).split(sizes, -1)
+    kernel = w("conv1d.weight", sizes[1], 1, c["conv_kernel"])
+    bias = w("conv1d.bias", sizes[1]) if c["use_conv_bias"] else None
+    vkq = F.silu(F.conv1d(F.pad(vkq.mT, (c["conv_kernel"] - 1, 0)), kernel, bias, groups=sizes[1])).mT
+    v, k, q = (y.unflatten(-1, (n, -1)) for y, n in zip(vkq.split(mixed, -1), (H, G, G), strict=True))
+    k, q = (y.repeat_interleave(H // G, 2) for y in (k, q))
+    dt = F.softplus(dt + w("dt_bias", H))
+    weight = F.softplus(w("L", H, L) * levels.unflatten(-1, (H, L)))
+    attend, log_decay = load("fla:log_linear_attn/naive:naive_log_linear_attn"), -w("A_log", H).exp() * dt
+    out = v if T == 1 else attend(q, k, v * dt[..., None], log_decay, weight)  # which knows no level of one token
+    out, z = (out + w("D", H)[:, None] * v).flatten(2).unflatten(-1, (G, -1)), z.unflatten(-1, (G, -1))
+    first = c["norm_before_gate"] and c["rmsnorm"]
+    out = out if first else out * F.silu(z)
+    if c["rmsnorm"]:
+        out = F.rms_norm(out, out.shape[-1:], None, c["norm_eps"]) * w("norm.weight", wide).view(G, -1)
+    return (out * F.silu(z) if first else out).flatten(2)
+
+
 MIXERS = {
     each.__name__: each for each in (
         retnet, gla, delta_net, gated_deltanet, kda, hgrn2, gsa, linear_attn, gated_deltaproduct, rwkv6,
-        rwkv7, transformer, forgetting_transformer, mamba3,
+        rwkv7, transformer, forgetting_transformer, mamba3, log_linear_mamba2,
     )
 }  # fmt: skip
 # The model, its last norm, a layer's norm, its mixer, and the mixer's output projection.
-NAMES = {"mamba3": ("backbone", "norm_f", "norm", "mixer", "out_proj")}
+NAMES = {
+    "mamba3": ("backbone", "norm_f", "norm", "mixer", "out_proj"),
+    "log_linear_mamba2": ("backbone", "norm_f", "mixer_norm", "mixer", "out_proj"),
+}
 USUAL = ("model", "norm", "attn_norm", "attn", "o_proj")
 
 
@@ -347,7 +373,8 @@ def logits(c, tensors, ids):
             x = x + channel_mixing(c, layer.within("ffn"), normed(x, layer, "ffn_norm"))
         elif kind != "mamba3":
             mlp, y = layer.within("mlp"), normed(x, layer, "mlp_norm")
-            inner = c["intermediate_size"] or 256 * -(-int(D * (c["hidden_ratio"] or 4) * 2 / 3) // 256)
+            ratio = 4 if kind == "log_linear_mamba2" else c["hidden_ratio"] or 4
+            inner = (kind != "log_linear_mamba2" and c["intermediate_size"]) or 256 * -(-int(D * ratio * 2 / 3) // 256)
             y = F.silu(mlp.linear(y, "gate_proj", inner)) * mlp.linear(y, "up_proj", inner)
             x = x + mlp.linear(y, "down_proj", D)
     head = embedding if c["tie_word_embeddings"] else Weights(tensors, "lm_head")("weight", c["vocab_size"], D)

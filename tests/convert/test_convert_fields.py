@@ -20,6 +20,7 @@ FLASH: dict[str, dict] = {
     "retnet": {}, "gla": {}, "delta_net": {}, "gated_deltanet": {}, "kda": {}, "hgrn2": {"use_lower_bound": False},
     "gsa": {}, "linear_attn": {"feature_map": "elu"}, "gated_deltaproduct": {}, "rwkv6": {}, "rwkv7": {},
     "transformer": {}, "forgetting_transformer": {}, "mamba3": {},
+    "log_linear_mamba2": {},
 }  # fmt: skip
 BASE = {
     "llama": softmax.FAMILIES["llama"].base,

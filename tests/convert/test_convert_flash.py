@@ -22,11 +22,13 @@ SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_heads
 OWN = {
     "gated_deltanet": {"head_dim": 8}, "kda": {"head_dim": 8}, "gated_deltaproduct": {"head_dim": 8},
     "hgrn2": {"expand_ratio": 8, "num_heads": None}, "mamba3": {"state_size": 12, "head_dim": 16},
+    "log_linear_mamba2": {"state_size": 12, "head_dim": 16},
     "rwkv7": {"head_dim": 8, "decay_low_rank_dim": 5, "a_low_rank_dim": 5, "gate_low_rank_dim": 6},
 }  # fmt: skip
 BASE = {form: SMALL | fixed | OWN.get(form, {}) for form, fixed in FLASH.items()}
 for unknown in ("num_heads", "intermediate_size"):
-    del BASE["mamba3"][unknown]
+    for form in ("mamba3", "log_linear_mamba2"):
+        del BASE[form][unknown]
 ALL = {
     "vocab_size": 53, "hidden_size": 64, "num_hidden_layers": 1, "max_position_embeddings": 16, "hidden_ratio": 3,
     "intermediate_size": None, "norm_eps": 0.3, "tie_word_embeddings": True, "pad_token_id": 3, "bos_token_id": 5,
@@ -64,15 +66,22 @@ CHANGED = {
                                      "window_size": 7, "elementwise_affine": False},
     "transformer": ALL | {"num_kv_heads": 2, "qkv_bias": True, "qk_norm": True, "window_size": 7, "rope_theta": 50.0,
                           "elementwise_affine": False},
+    "log_linear_mamba2": ALL | {
+        "head_dim": 8, "state_size": 10, "expand": 3, "n_groups": 2, "use_bias": True, "use_conv_bias": False,
+        "conv_kernel": 3, "rmsnorm": False, "norm_before_gate": True, "D_has_hdim": True, "dt_limit": [0.1, 0.5],
+        "residual_in_fp32": True, "chunk_size": 32, "num_heads": 3,
+    },
     "mamba3": ALL | {"head_dim": 8, "state_size": 10, "expand": 3, "n_groups": 2, "use_bias": True, "is_mimo": True,
                      "rope_fraction": 1.0, "A_floor": 1e-2, "is_outproj_norm": True, "mimo_rank": 2, "chunk_size": 16},
 }  # fmt: skip
 ATTENTION = {
     "layers": [1], "num_heads": 8, "num_kv_heads": 2, "qkv_bias": True, "window_size": 9, "rope_theta": 50.0,
 }  # fmt: skip
+INFINITE = [0.0, {"__float__": "Infinity"}]  # as transformers writes the number
 # Fields that are honoured together with others alone.
 TOGETHER = [
     ("mamba3", {"is_outproj_norm": True, "n_groups": 4, "use_bias": True, "num_heads": 4}),
+    ("log_linear_mamba2", {"n_groups": 4, "rmsnorm": False, "use_bias": True, "num_heads": 4, "dt_limit": INFINITE}),
     ("kda", {"safe_gate": True, "lower_bound": -5, "expand_v": 2.0, "num_v_heads": 8, "allow_neg_eigval": True}),
     ("hgrn2", {"expand_ratio": None, "num_heads": 2}),
     ("gated_deltanet", {"num_hidden_layers": 3, "attn": ATTENTION}),
@@ -171,11 +180,15 @@ def test_exported_model_gives_the_same_logits(form, tmp_path):
         "kda": "kda(heads.width=none)",
         "forgetting_transformer": "fox(kv_heads=2)",
         "mamba3": "mamba3(heads.width=none, heads.qk_groups=2)",
+        "log_linear_mamba2": "log-linear-mamba2(heads.width=none, heads.qk_groups=2, read.norm=rms-groups)",
     }
     sizes = {"hidden_size": 64, "max_position_embeddings": 4096, "tie_word_embeddings": False}
     sizes["initializer_range"] = None  # the default: the other formats do not keep it
     if form == "mamba3":
         sizes |= {"norm_eps": 1e-5, "style": {"mlp": "none"}, "intermediate_size": None}
+    if form == "log_linear_mamba2":
+        sizes["intermediate_size"] = 256
+    if form in ("mamba3", "log_linear_mamba2"):
         del sizes["max_position_embeddings"]
     ours = tiny.trained(HeadraceForCausalLM(tiny.config(mixer.get(form, form), **sizes)))
     export_checkpoint(ours, form, tmp_path / "theirs")

@@ -15,16 +15,30 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from families import Family, delta, float64_throughout, hybrid, logits, read, recurrent, relative, save, softmax
+from families import (
+    Family,
+    delta,
+    float64_throughout,
+    hybrid,
+    logits,
+    parallel,
+    read,
+    recurrent,
+    relative,
+    save,
+    softmax,
+)
 from headrace import load
 from headrace.convert import FORMATS, export_checkpoint, import_checkpoint
 from headrace.convert.fields import COMMON
 from headrace.convert.files import WEIGHTS
+from headrace.convert.linearize import linearize
 from headrace.convert.slots import slots
 from headrace.hf import HeadraceCache
 from headrace.utils.errors import InputError
 
-FAMILIES: dict[str, Family] = softmax.FAMILIES | recurrent.FAMILIES | delta.FAMILIES | hybrid.FAMILIES
+FAMILIES: dict[str, Family] = softmax.FAMILIES | parallel.FAMILIES | recurrent.FAMILIES
+FAMILIES |= delta.FAMILIES | hybrid.FAMILIES
 VARIANTS = [(kind, name) for kind, family in FAMILIES.items() for name in ("base", *family.variants)]
 T = 12
 DECODED = 24  # tokens, one at a time: the memory of attention, which grows by a quarter, grows several times
@@ -111,6 +125,15 @@ def test_gradients_equal_theirs(kind, variant, pairs, tmp_path):
             view = model.views[name]
             expected = view.rows(foreign[view.name]).reshape(gradient.shape)
             assert (view.factor * gradient - expected).norm() <= 1e-9 * expected.norm() + 1e-13 * whole, name
+
+
+@pytest.mark.parametrize("kind", parallel.FAMILIES)
+@torch.no_grad()
+def test_linear_layers_within_their_blocks(kind, pairs):
+    """A window that is never left is attention."""
+    theirs, ours, _ = pairs(kind, "base")
+    ids, layers = tokens(theirs, 2, T), [i for i, spec in enumerate(ours.config.mixers) if spec.pattern is None]
+    assert relative(linearize(ours, f"lolcats(window={T})", layers)(ids).logits, logits(theirs, ids)) < FLOAT64
 
 
 @torch.no_grad()

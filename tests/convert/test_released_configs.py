@@ -12,14 +12,14 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from families import delta, float64_throughout, hybrid, recurrent, softmax
+from families import delta, float64_throughout, hybrid, parallel, recurrent, softmax
 from headrace.convert import FORMATS, import_checkpoint
 from headrace.convert.slots import slots
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM
 from headrace.utils.errors import InputError
 
 RELEASED = {entry["name"]: entry for entry in json.loads(Path(__file__).with_name("released.json").read_text())}
-FAMILIES = softmax.FAMILIES | recurrent.FAMILIES | delta.FAMILIES | hybrid.FAMILIES
+FAMILIES = softmax.FAMILIES | parallel.FAMILIES | recurrent.FAMILIES | delta.FAMILIES | hybrid.FAMILIES
 CONVERTED = [name for name, entry in RELEASED.items() if entry["config"]["model_type"] in FAMILIES]
 LAYERS = ("layer_types", "layers_block_type", "mlp_layer_types", "attn_layer_indices", "block_types")
 DEPTH = ("num_hidden_layers", "n_layer", "full_attention_interval", "hybrid_layer_ids", *LAYERS)

@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import tiny
 from decoding import decoded, error_of_modules, is_accurate, read
 from equation import MAX_ERROR_RATIO
-from families import logits, save, softmax
+from families import logits, parallel, save, softmax
 from headrace import quantize
 from headrace.convert import import_checkpoint
 from headrace.verification.verify import relative
@@ -44,6 +44,7 @@ SOME = [
     "hedgehog(decay.kind=sigmoid-head)", "lolcats(window=3, kv_heads=2, decay.kind=sigmoid-head)",
 ]  # fmt: skip
 HYBRID = ["gated-deltanet", "gqa(kv_heads=2)", "gla", "sliding-window(pattern.window=4)"]
+FAMILIES = softmax.FAMILIES | parallel.FAMILIES
 LONG = 40  # tokens, over which the memory of a cache moves several times
 
 
@@ -70,15 +71,15 @@ def test_batches_in_both_dtypes(mixer, rows, dtype):
 
 @pytest.mark.parametrize(
     ("kind", "variant"),
-    [(kind, name) for kind, family in softmax.FAMILIES.items() for name in ("base", *family.variants)],
+    [(kind, name) for kind, family in FAMILIES.items() for name in ("base", *family.variants)],
 )
 @torch.no_grad()
 def test_tokens_are_those_of_transformers(kind, variant, tmp_path):
-    family = softmax.FAMILIES[kind]
+    family = FAMILIES[kind]
     theirs = save(CONFIG_MAPPING[kind](**copy.deepcopy(family.base | family.variants.get(variant, {}))), tmp_path)
     ours, ids = import_checkpoint(tmp_path).float(), torch.randint(1, theirs.config.vocab_size, (2, LONG))
     reason = ours.engine.unsupported_reason(ours)
-    if kind in ("gpt2", "mixtral", "qwen3_moe") or variant in ("dynamic", "longrope"):
+    if kind in ("gpt2", "gpt_bigcode", "gpt_neo", "mixtral", "qwen3_moe") or variant in ("dynamic", "longrope"):
         assert any(part in reason for part in ("positions", "depend on the length", "MixtureOfExperts"))
         return
     exact, single = logits(theirs, ids), copy.deepcopy(theirs).float()(ids, use_cache=False).logits

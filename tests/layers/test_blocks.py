@@ -5,6 +5,7 @@ adapters: tests/convert/test_families.py.
 """
 
 import copy
+from typing import get_args
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from headrace.inspection.recorder import record
 from headrace.layers.blocks.block import Block, Sizes
 from headrace.layers.blocks.moe import shares_of, within_groups
 from headrace.spec.attention import AttentionSpec
-from headrace.spec.stack import BlockStyle, Decoder, Experts, Layer
+from headrace.spec.stack import BlockStyle, Decoder, Experts, Layer, Order
 from headrace.utils.errors import InputError
 from tiny import MIXERS, build, close, tokens
 
@@ -41,12 +42,13 @@ def sample(*shape):
 
 
 @pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("order", ["pre", "post", "branch", "both"])
+@pytest.mark.parametrize("order", [*get_args(Order)])
 def test_order_of_norms_equals_its_equation(order, own):
     style = BlockStyle() if own else BlockStyle(order=order)
     layer = Layer(GLA, parallel=zoo.get("mamba2"), order=order if own else None)
     block, x = randomized(Block(layer, Sizes(D, 2, W, style=style))), sample(2, T, D)
-    n, m = block.mixer_norm, block.mlp_norm
+    n, m = block.mixer_norm, getattr(block, "mlp_norm", None)
+    assert (m is None) == (order == "parallel-joint")
     f = lambda u: block.mixer(u)[0] + block.parallel(u)[0]  # noqa: E731
     if order == "pre":
         y = x + f(n(x))
@@ -57,9 +59,11 @@ def test_order_of_norms_equals_its_equation(order, own):
     elif order == "both":
         y = x + block.mixer_after(f(n(x)))
         y = y + block.mlp_after(block.mlp(m(y)))
-    else:
+    elif order == "branch":
         y = x + n(f(x))
         y = y + m(block.mlp(y))
+    else:
+        y = x + f(n(x)) + block.mlp((m or n)(x))
     states = []
     close(block(x, next_states=states), y)
     assert [type(state).__name__ for state in states] == ["MixerState", "MixerState"]
@@ -108,15 +112,18 @@ def test_layers_use_shared_blocks_in_turn():
 
 
 def test_embeddings_are_scaled_and_logits_bounded():
-    style = {"embedding_scale": 5.0, "logits_cap": 2.0}
-    model, plain, ids = build("gla", style=style), build("gla"), tokens(2)
+    style = {"embedding_scale": 5.0, "logits_cap": 2.0, "head_bias": True}
+    model, plain, ids = build("gla", style=style), build("gla", style={"head_bias": True}), tokens(2)
+    nn.init.normal_(model.lm_head.bias)
     plain.load_state_dict(model.state_dict())
     hidden = plain(inputs_embeds=5.0 * plain.model.embed_tokens(ids), output_hidden_states=True)
     expected = 2 * torch.tanh(hidden.logits / 2)
     close(model(ids).logits, expected)
     loss = F.cross_entropy(expected[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).float()
     close(model(ids, labels=ids).loss, loss, 1e-6)  # transformers' loss is in float32
-    close(model(ids, labels=ids, skip_logits=True).loss, loss, 1e-6)
+    for each, targets in ((model, expected), (plain, plain(ids).logits)):
+        loss = F.cross_entropy(targets[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).float()
+        close(each(ids, labels=ids, skip_logits=True).loss, loss, 1e-6)
 
 
 @torch.no_grad()
@@ -156,6 +163,8 @@ def test_parallel_mixers_are_known_everywhere(tmp_path):
     (lambda: BlockStyle(mlp="rwkv4", experts=Experts()), "mlp='rwkv4' has a state"),
     (lambda: BlockStyle(shared_count=2), "shared_count=2 without a shared block"),
     (lambda: zoo.get("bert(style.mlp=rwkv4)"), "style.mlp='rwkv4' is for decoders alone"),
+    (lambda: zoo.get("bert(style.order=parallel)"), "style.order='parallel' is for decoders alone"),
+    (lambda: zoo.get("bert(style.head_bias=true)"), "style.head_bias=True is for decoders alone"),
     (lambda: Decoder((Layer(GLA, parallel=AttentionSpec(kv_heads=3)),)).head_dims(D, 4), "kv_heads=3 does not divide"),
 ])  # fmt: skip
 def test_contradictions_are_refused(make, message):

@@ -106,6 +106,14 @@ def mamba3(config: Any) -> Config:
     }  # fmt: skip
 
 
+def log_linear_mamba2(config: Any) -> Config:
+    own = mamba2(config)
+    names = "head_dim", "state_size", "expand", "n_groups", "conv_kernel", "use_bias", "use_conv_bias"
+    read = config.mixers[0].read
+    norm = {"rmsnorm": read.norm != "none", "norm_before_gate": read.order == "norm-gate", "norm_eps": config.norm_eps}
+    return {name: own[name] for name in names} | norm
+
+
 class Description(NamedTuple):
     """What writes a config.json.
 
@@ -124,6 +132,7 @@ DESCRIPTIONS = {
     "gated_deltanet": Description(gated_deltanet, MixerSpec), "mamba3": Description(mamba3, MixerSpec),
     "transformer": Description(transformer, AttentionSpec), "kda": Description(kda, MixerSpec),
     "forgetting_transformer": Description(forgetting_transformer, AttentionSpec),
+    "log_linear_mamba2": Description(log_linear_mamba2, MixerSpec),
 }  # fmt: skip
 # In these, transformers takes the number of tokens so far from the cache of a layer of softmax attention.
 COUNTED_BY_ATTENTION = ("qwen3_next", "granitemoehybrid", "nemotron_h", "zamba2")

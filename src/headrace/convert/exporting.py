@@ -47,7 +47,7 @@ def export_checkpoint(model: HeadraceForCausalLM, name: str, folder: Path) -> bo
     for slot, view in foreign.views.items():
         if view.name not in tensors:
             tensors[view.name] = ours[slot].new_zeros(_whole_shape(view, ours[slot].shape))
-        _write(view, tensors[view.name], ours[slot])
+        view.write(tensors[view.name], (ours[slot] - view.offset) / view.factor)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
@@ -134,9 +134,3 @@ def _whole_shape(view: View, shape: Sequence[int]) -> list[int]:
     height = shape[0] if view.block is None else view.block.groups * view.block.each
     whole = [height, *shape[1:]]
     return whole[::-1] if view.transposed else whole
-
-
-def _write(view: View, whole: Tensor, value: Tensor) -> None:
-    """Writes our value [rows, …] to the foreign tensor."""
-    part = view.part(whole)
-    part.copy_(((value - view.offset) / view.factor).reshape(part.shape))

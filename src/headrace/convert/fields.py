@@ -51,6 +51,7 @@ class Fields:
         if defaults is None:
             values = _as_transformers_reads(described)
         else:
+            described = _with_numbers(described)
             _check_types(described, defaults, types or {})
             values = defaults | described
         self._values: Config = values

@@ -21,18 +21,20 @@ PRECISIONS = {str(dtype).removeprefix("torch."): dtype for dtype in (
 
 class Block(NamedTuple):
     """Rows of a tensor that consists of `groups` groups of `each` rows: of every group `size` rows, from `start` on and
-    `step` apart."""
+    `step` apart, or all of them in another order."""
 
     groups: int
     each: int
     start: int
     size: int
     step: int = 1
+    order: tuple[int, ...] | None = None
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """Returns the rows as a view [groups, size, …]."""
+    @property
+    def index(self) -> Any:
+        """The index of the rows in a group."""
         end = self.start + self.size * self.step
-        return tensor.unflatten(0, (self.groups, self.each))[:, self.start : end : self.step]
+        return slice(self.start, end, self.step) if self.order is None else [*self.order]
 
 
 class View(NamedTuple):
@@ -51,15 +53,23 @@ class View(NamedTuple):
 
     def rows(self, tensor: Tensor) -> Tensor:
         """Returns the rows of the foreign tensor, as a view where they are consecutive."""
-        part = self.part(tensor)
-        return part if self.block is None else part.flatten(0, 1)
+        whole, index = self._place(tensor)
+        return whole[index] if self.block is None else whole[index].flatten(0, 1)
 
-    def part(self, tensor: Tensor) -> Tensor:
-        """Returns a view of the foreign tensor: the rows of it [rows, …], or of its block [groups, size, …]."""
+    def write(self, tensor: Tensor, rows: Tensor) -> None:
+        """Writes the rows to the foreign tensor."""
+        whole, index = self._place(tensor)
+        whole[index] = rows.reshape(whole[index].shape)
+
+    def _place(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """Returns a view of the foreign tensor, and in it the index of the rows [rows, …], or [groups, size, …] of a
+        block."""
         if self.block is not None and self.shape is not None:
             tensor = tensor.flatten(0, 1)
         tensor = tensor.T if self.transposed else tensor
-        return tensor if self.block is None else self.block.of(tensor)
+        if self.block is None:
+            return tensor, ...
+        return tensor.unflatten(0, (self.block.groups, self.block.each)), (slice(None), self.block.index)
 
 
 Views = dict[str, View]
@@ -129,7 +139,7 @@ SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Those that are called otherwise.
 RENAMED = {
     "max_position_embeddings": ("max_position_embeddings", "model_max_length"),
-    "norm_eps": ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"),
+    "norm_eps": ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"),
 }
 
 

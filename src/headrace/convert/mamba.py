@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .. import zoo
 from ..spec.linear import Heads, MixerSpec
@@ -25,10 +25,12 @@ class Mamba2(NamedTuple):
     limit: tuple[float, float] = (0.0, math.inf)  # of the step size
     norm: str = "gate-norm"  # the order of norm and gate; none: no norm
     eps: float | None = None  # of the norm; None: the model's
+    levels: int = 0  # of a log-linear memory; 0: there is one memory
 
     def spec(self, hidden_size: int, num_heads: int) -> MixerSpec:
         """Returns the spec in a model of this width and number of heads."""
-        base: MixerSpec = zoo.get("mamba2")
+        base: Any = zoo.get("log-linear-mamba2" if self.levels else "mamba2")
+        own: Config = {"levels": self.levels} if self.levels else {}
         floor, ceiling = self.limit
         keys, values = (n * self.heads / hidden_size for n in (self.key_dim, self.value_dim))
         groups = None if self.groups == self.heads else self.groups
@@ -38,19 +40,21 @@ class Mamba2(NamedTuple):
             base, heads=Heads(keys, values, groups, None if self.heads == num_heads else self.heads),
             inputs=replace(base.inputs, conv=self.conv, conv_bias=self.conv_bias, bias=self.biases[0]),
             decay=replace(base.decay, dt_floor=floor, dt_ceiling=None if ceiling == math.inf else ceiling),
-            read=replace(base.read, bias=self.biases[1], **read),
+            read=replace(base.read, bias=self.biases[1], **read), **own,
         )  # fmt: skip
 
     def views(self, theirs: str) -> Views:
-        """Returns the views of the layer: in_proj stacks gate, v, k, q and dt; the convolution stacks v, k and q."""
+        """Returns the views of the layer: in_proj stacks gate, v, k, q, dt and levels; the convolution v, k and q."""
         wide, narrow = self.heads * self.value_dim, self.groups * self.key_dim
         mixed = {"v": wide, "k": narrow, "q": narrow}
         own = {"decay.A_log": "A_log", "decay.dt_bias": "dt_bias", "skip": "D", "o_proj.weight": "out_proj.weight"}
         own |= {"norm_weight": "norm.weight"} if self.norm != "none" else {}
         own |= {"o_proj.bias": "out_proj.bias"} if self.biases[1] else {}
+        own |= {"levels.weight": "L"} if self.levels else {}
+        last = {"decay": self.heads} | ({"levels": self.heads * self.levels} if self.levels else {})
         views = named("mixer", theirs, own)
         for kind, projected, convolved in (("weight", True, True), ("bias", self.biases[0], self.conv_bias)):
-            places = stacked(f"{theirs}.in_proj.{kind}", {"gate": wide} | mixed | {"decay": self.heads})
+            places = stacked(f"{theirs}.in_proj.{kind}", {"gate": wide} | mixed | last)
             views |= below(f"mixer.in_proj.{kind}".removesuffix(".weight"), places) if projected else {}
             views |= below(f"mixer.conv.{kind}", stacked(f"{theirs}.conv1d.{kind}", mixed)) if convolved else {}
         return views

@@ -260,9 +260,9 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
     def __init__(self, config: HeadraceConfig):
         super().__init__(config)
         self.model = HeadraceModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        experts, self.cap = config.sizes.style.experts, config.sizes.style.logits_cap
-        self.balance = 0.0 if experts is None else experts.balance
+        style = config.sizes.style
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=style.head_bias)
+        self.cap, self.balance = style.logits_cap, 0.0 if style.experts is None else style.experts.balance
         self.engine = Engine()
         self.post_init()
         self.generation_config.use_cache = None

@@ -11,6 +11,7 @@ from .mixer import Shapes, Spec, Stateful
 from .record import NonNegativeFloat, PositiveFloat, PositiveInt, Record, require_positive
 from .serialize import TYPES, record
 
+Order = Literal["pre", "post", "branch", "both", "parallel", "parallel-joint"]
 MLPS: Table[str] = Table("mlps")  # layers of the MLPs that have a state, as `Facts.layer`
 SHARED: Table[str] = Table("shared_blocks")  # likewise: "block", that layers share, and their "adapters"
 
@@ -49,11 +50,14 @@ class Experts(Record):
 class BlockStyle(Record):
     """Properties that all blocks of a model share, beside their mixers."""
 
-    # RMSNorm, RMSNorm whose weight is stored minus 1 (Gemma), or LayerNorm
-    norm: Literal["rms", "rms-offset", "layer"] = "rms"
-    # pre: norm before mixer and MLP, and at the end; post: norm after each sum; branch: norm of the output of mixer and
-    # MLP before the sum, and at the end (OLMo 2); both: as pre and as branch (Gemma 3)
-    order: Literal["pre", "post", "branch", "both"] = "pre"
+    # RMSNorm, RMSNorm whose weight is stored minus 1 (Gemma), or LayerNorm; layer-bias: with biases whatever `bias` is
+    # (Falcon, StableLM); layer-plain: without weights and biases (OLMo)
+    norm: Literal["rms", "rms-offset", "layer", "layer-bias", "layer-plain"] = "rms"
+    # pre: x + mixer(norm(x)), then x + mlp(norm(x)); post: norm(x + mixer(x)), then norm(x + mlp(x)); branch:
+    # x + norm(mixer(x)), then x + norm(mlp(x)) (OLMo 2); both: x + after(mixer(norm(x))), then x + after(mlp(norm(x)))
+    # (Gemma 3); parallel: x + mixer(norm(x)) + mlp(norm(x)), with a norm for each (GPT-NeoX), parallel-joint: one for
+    # both (GPT-J, Phi). All but post have a norm at the end.
+    order: Order = "pre"
     # kind of MLP; relu2: squared; rwkv4, rwkv7: channel mixing, which has a state and no biases
     mlp: Literal["swiglu", "geglu", "geglu-tanh", "gelu", "gelu-tanh", "relu", "relu2", "rwkv4", "rwkv7", "none"] = (
         "swiglu"
@@ -68,6 +72,7 @@ class BlockStyle(Record):
     shared_attention_rank: PositiveInt | None = None
     embedding_norm: bool = False  # whether a norm follows embeddings and positions (BERT, BLOOM)
     embedding_scale: PositiveFloat = 1.0  # factor of the embeddings
+    head_bias: bool = False  # whether the logits have biases (GPT-J, Phi)
     logits_cap: PositiveFloat | None = None  # bound c of the logits, which become c tanh(logits / c)
 
     def _objections(self):
@@ -91,7 +96,7 @@ class Layer(Record):
     mlp: Literal["one", "experts", "none"] = "one"  # the style's MLP, the style's mixture of experts, or neither
     shared: bool = False  # whether the output of the style's shared block is added to the mixer's input
     parallel: Spec | None = None  # a second mixer with the same input, whose output is added (Falcon-H1)
-    order: Literal["pre", "post", "branch", "both"] | None = None  # order of the norms; None: the style's
+    order: Order | None = None  # order of the norms; None: the style's
 
     @property
     def mixers(self) -> list[Spec]:

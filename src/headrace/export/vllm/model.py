@@ -94,6 +94,7 @@ class HeadraceForCausalLM(nn.Module, HasInnerState, IsAttentionFree):
         super().__init__()
         config = vllm_config.model_config.hf_config
         _check_settings(vllm_config)
+        require(not config.sizes.style.head_bias, "the logits have biases; vLLM serves headrace without them")
         self.model: Any = nn.Module()
         self.model.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         self.model.backbone = Backbone(config.stack.over(config.num_hidden_layers), config.sizes)

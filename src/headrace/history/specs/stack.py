@@ -21,8 +21,11 @@ class StackSpec(ModelSpec):
 
     def _objections(self):
         yield self.style.mlp in MLPS, f"style.mlp={self.style.mlp!r} is for decoders alone; expected another MLP"
-        yield self.style.order == "both", "style.order='both' is for decoders alone; expected another order"
+        order = self.style.order
+        alone = order in ("both", "parallel", "parallel-joint")
+        yield alone, f"style.order={order!r} is for decoders alone; expected another order"
         yield self.style.logits_cap is not None, "style.logits_cap is for decoders alone; expected none"
+        yield self.style.head_bias, "style.head_bias=True is for decoders alone; expected False"
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """Returns the key and value dimensions per head. Raises InputError for sizes that do not divide."""

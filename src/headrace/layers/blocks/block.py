@@ -49,6 +49,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+BEFORE = ("pre", "both", "parallel", "parallel-joint")  # orders in which branches have norms of their inputs
 AFTER = {"branch": "_norm", "both": "_after"}  # how the norm of the output of a branch is called, by the order
 
 
@@ -76,9 +77,10 @@ class MLP(nn.Module):
 def build_norm(sizes: Sizes, inputs: int = 1) -> nn.Module:
     """Returns the style's norm. inputs: number of hidden-size vectors concatenated at the input."""
     width = inputs * sizes.hidden_size
-    if sizes.style.norm == "layer":
-        return nn.LayerNorm(width, eps=sizes.norm_eps, bias=sizes.style.bias)
-    kind = OffsetRMSNorm if sizes.style.norm == "rms-offset" else nn.RMSNorm
+    norm, bias = sizes.style.norm, sizes.style.bias
+    if norm.startswith("layer"):
+        return nn.LayerNorm(width, sizes.norm_eps, norm != "layer-plain", bias or norm == "layer-bias")
+    kind = OffsetRMSNorm if norm == "rms-offset" else nn.RMSNorm
     return kind(width, eps=sizes.norm_eps)
 
 
@@ -105,10 +107,8 @@ def mixer_settings(sizes: Sizes, layer_idx: int = 0, num_layers: int = 1) -> dic
 
 
 class Block(nn.Module):
-    """A residual block: x + mixer(norm(x)), then x + mlp(norm(x)); with post-norm norm(x + mixer(x)), then
-    norm(x + mlp(x)); with norms of the branches x + norm(mixer(x)), then x + norm(mlp(x)); with both
-    x + after(mixer(norm(x))), then x + after(mlp(norm(x))). A parallel mixer has the input of the mixer, and the branch
-    is their sum. Cross-attention, if any, is a third branch between the two."""
+    """A residual block: x + mixer(norm(x)), then x + mlp(norm(x)), or another `BlockStyle.order`. A parallel mixer has
+    the input of the mixer, and the branch is their sum. Cross-attention, if any, is a third branch between the two."""
 
     def __init__(self, layer: Layer | Spec, sizes: Sizes, layer_idx: int = 0, num_layers: int = 1):
         super().__init__()
@@ -123,7 +123,7 @@ class Block(nn.Module):
             self.cross_norm = build_norm(sizes)
             self.cross = named(sizes.cross.layer(False))(sizes.cross, causal=False, **mixer_settings(sizes))
         self.mlp = build_mlp(layer.mlp, sizes)
-        if self.mlp is not None:
+        if self.mlp is not None and self.order != "parallel-joint":
             self.mlp_norm = build_norm(sizes)
         if self.order == "both":
             self.mixer_after = build_norm(sizes)
@@ -157,17 +157,16 @@ class Block(nn.Module):
             other, state = self.parallel(linked, next(before), **where)
             y = y + other
             after.append(state)
-        x = self._add("mixer", x, y)
+        old, x = x, self._add("mixer", x, y)
         if self.cross is not None:
             require(memory is not None, "memory=None in a block with cross-attention; expected the result of remember")
             x = self._add("cross", x, self.cross.cross(self._input("cross", x), memory))
-        if isinstance(self.mlp, Mixer):
-            y, state = self.mlp(self._input("mlp", x), next(before), **where)
-            x = self._add("mlp", x, y)
-            after.append(state)
-        elif self.mlp is not None:
-            x = self._add("mlp", x, self.mlp(self._input("mlp", x)))
-        return x
+        if self.mlp is None:
+            return x
+        read = linked if self.order == "parallel-joint" else self._input("mlp", old if self.order == "parallel" else x)
+        y, *own = self.mlp(read, next(before), **where) if isinstance(self.mlp, Mixer) else (self.mlp(read),)
+        after += own
+        return self._add("mlp", x, y)
 
     @property
     def mixers(self) -> list[nn.Module]:
@@ -191,7 +190,7 @@ class Block(nn.Module):
 
     def _input(self, branch: str, x: Tensor) -> Tensor:
         """Returns the input of a branch."""
-        return getattr(self, f"{branch}_norm")(x) if self.order in ("pre", "both") else x
+        return getattr(self, f"{branch}_norm")(x) if self.order in BEFORE else x
 
     def _add(self, branch: str, x: Tensor, y: Tensor) -> Tensor:
         """Returns the residual stream with the output of a branch."""

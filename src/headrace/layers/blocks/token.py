@@ -8,7 +8,7 @@ from ...ops.backends.native.program import NAMES, Program, UnsupportedError
 from ..linear.token import add_linear, token_of
 from ..norms import OffsetRMSNorm
 from ..quantized import Int8Linear
-from .block import AFTER, MLP, Block
+from .block import AFTER, BEFORE, MLP, Block
 from .stack import Backbone
 
 NORMS = {nn.RMSNorm: "rms", OffsetRMSNorm: "rms-offset", nn.LayerNorm: "layer"}
@@ -61,10 +61,13 @@ def add_block(program: Program, block: Any, x: int, place: int) -> None:
     if block.order == "post" and block.parallel is not None:
         raise UnsupportedError("two parallel mixers with order='post'")
     start = branch = program.columns(D)
-    read = x
-    if block.order in ("pre", "both"):
-        add_norm(program, block, "mixer_norm", x, branch)
-        read, branch = branch, program.columns(D)
+    read = of_mlp = x
+    if block.order in BEFORE:
+        read = of_mlp = program.columns(D)
+        add_norm(program, block, "mixer_norm", x, read)
+    if block.mlp is not None and block.order == "parallel":
+        of_mlp = program.columns(D)
+        add_norm(program, block, "mlp_norm", x, of_mlp)
     into = branch if block.order in AFTER else x
     for i, name in enumerate(["mixer"] if block.parallel is None else ["mixer", "parallel"]):
         mixer = program.module(block, name, *filter(token_of, [type(getattr(block, name))]))
@@ -75,8 +78,8 @@ def add_block(program: Program, block: Any, x: int, place: int) -> None:
     if block.mlp is not None:
         mlp = program.module(block, "mlp", MLP)
         if block.order in ("pre", "both"):
-            add_norm(program, block, "mlp_norm", x, read)
-        _add_mlp(program, mlp, read, into, add=into == x)
+            add_norm(program, block, "mlp_norm", x, of_mlp)
+        _add_mlp(program, mlp, of_mlp, into, add=into == x)
         _end_branch(program, block, "mlp", x, branch)
     program.release(start)
 

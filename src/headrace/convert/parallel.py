@@ -1,0 +1,221 @@
+"""The formats of transformers' models of softmax attention with LayerNorms, in most of which attention and MLP have one
+input (`BlockStyle.order`)."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..spec.attention import AttentionSpec, Pattern, Rope
+from ..spec.stack import BlockStyle, Layer
+from .fields import Fields
+from .form import Format, Model, View, Views, assembled, plain, shared, stacked, whole
+from .pairs import neighbours
+from .parts import layer_types, mlp_views
+from .softmax import GATED, UNGATED, activation, attention, attention_views, window_of
+
+LLAMA = ("model", "embed_tokens", "norm", "layers")
+LLAMA_NORMS = {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+DENSE = {"mlp.up_proj": "mlp.dense_h_to_4h", "mlp.down_proj": "mlp.dense_4h_to_h"}
+
+
+def gpt_neox(c: Fields) -> Model:
+    """The head is called embed_out in checkpoints, and lm_head in transformers' class."""
+    c.ignore("hidden_dropout", "classifier_dropout", "is_decoder")
+    spec = attention(c, partial=True, bias=c["attention_bias"])
+    order: Any = "parallel" if c["use_parallel_residual"] else "pre"
+    kind = activation(c, "hidden_act", UNGATED | {"gelu_fast": "gelu-tanh"})  # with ten digits of a constant
+    style = BlockStyle("layer", order, mlp=kind, bias=True)
+    sizes = c["hidden_size"], c["num_attention_heads"]
+    own = modules(LLAMA_NORMS | DENSE) | fused(spec, sizes, "attention.query_key_value", "attention.dense")
+    model = decoder(c, [spec], style, own, ("gpt_neox", "embed_in", "final_layer_norm", "layers"))
+    if c["tie_word_embeddings"]:
+        return model._replace(copies=(("embed_out.weight", "gpt_neox.embed_in.weight"),))
+    return model._replace(views=model.views | {"lm_head.weight": View("embed_out.weight")})
+
+
+def falcon(c: Fields) -> Model:
+    """Those before Falcon-40B have one head of k and v, or one per head of q."""
+    c.only("alibi", False)
+    c.ignore("hidden_dropout", "num_kv_heads")
+    H, later, norms = c["num_attention_heads"], bool(c["new_decoder_architecture"]), c["num_ln_in_parallel_attn"]
+    c.only("parallel_attn", True, *[False] * (not later))  # of the others no forward of transformers is defined
+    c.only("num_ln_in_parallel_attn", None, 1, *[2] * later)
+    groups = c["num_kv_heads"] if later else 1 if c["multi_query"] else H
+    spec = replace(attention(c, bias=c["bias"]), kv_heads=None if groups == H else groups)
+    order: Any = "pre"
+    names = LLAMA_NORMS
+    if later and norms != 1:
+        order, names = "parallel", {"mixer_norm": "ln_attn", "mlp_norm": "ln_mlp"}
+    elif c["parallel_attn"]:
+        order, names = "parallel-joint", {"mixer_norm": "input_layernorm"}
+    style = BlockStyle("layer-bias", order, mlp=activation(c, "activation", UNGATED), bias=c["bias"])
+    own = modules(names) | modules(DENSE, c["bias"])
+    own |= fused(spec, (c["hidden_size"], H), "self_attention.query_key_value", "self_attention.dense")
+    places = ("transformer", "word_embeddings", "ln_f", "h")
+    return decoder(c, [spec], style, own, places, intermediate_size=c["ffn_hidden_size"])
+
+
+def fused(spec: AttentionSpec, sizes: tuple[int, int], inputs: str, output: str) -> Views:
+    """Returns the views of attention whose q, k and v are one projection, in which each head of k and v follows its
+    heads of q. sizes: the hidden size and the number of heads; inputs, output: the projections."""
+    H, (d, _) = sizes[1], spec.head_dims(*sizes)
+    groups, views = spec.kv_heads or H, modules({"mixer.o_proj": output}, bool(spec.bias))
+    for kind in ("weight", "bias") if spec.bias else ("weight",):
+        parts = stacked(f"{inputs}.{kind}", {"q": H * d, "k": groups * d, "v": groups * d}, groups)
+        views |= {f"mixer.{part}_proj.{kind}": view for part, view in parts.items()}
+    return views
+
+
+def phi(c: Fields) -> Model:
+    c.only("qk_layernorm", False)
+    c.ignore("resid_pdrop", "embd_pdrop")
+    spec = attention(c, partial=True, bias=True)
+    kind = activation(c, "hidden_act", UNGATED)
+    style = BlockStyle("layer", "parallel-joint", mlp=kind, bias=True, head_bias=True)
+    own = modules({"mixer_norm": "input_layernorm", "mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"})
+    own |= attention_views(spec, "self_attn", o_proj="dense")
+    return decoder(c, [spec], style, own, ("model", "embed_tokens", "final_layernorm", "layers"))
+
+
+def gptj(c: Fields) -> Model:
+    c.ignore("resid_pdrop", "embd_pdrop", "attn_pdrop")
+    D, H, dims = c["n_embd"], c["n_head"], c["rotary_dim"]
+    if not dims or dims > D // H:
+        c.refuse("rotary_dim", f"at most n_embd / n_head = {D // H}")
+    spec = AttentionSpec(rope=Rope(dims=None if dims == D // H else dims))
+    kind = activation(c, "activation_function", UNGATED)
+    style = BlockStyle("layer", "parallel-joint", mlp=kind, bias=True, head_bias=True)
+    own = modules({"mixer_norm": "ln_1", "mlp.up_proj": "mlp.fc_in", "mlp.down_proj": "mlp.fc_out"})
+    own |= neighbours(attention_views(spec, "attn", o_proj="out_proj"), spec, D, H)
+    sizes = {
+        "hidden_size": D, "num_hidden_layers": c["n_layer"], "num_heads": H, "rope_theta": 10000.0,
+        "intermediate_size": c["n_inner"] or 4 * D, "max_position_embeddings": c["n_positions"],
+    }  # fmt: skip
+    return decoder(c, [spec], style, own, ("transformer", "wte", "ln_f", "h"), **sizes)
+
+
+def gpt_bigcode(c: Fields) -> Model:
+    c.only("add_cross_attention", False)
+    c.ignore("num_key_value_heads")  # which its class sets by multi_query
+    c.ignore("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
+    D, H = c["n_embd"], c["n_head"]
+    scale: Any = "key" if c["scale_attn_weights"] else "one"
+    spec = AttentionSpec(1 if c["multi_query"] and H > 1 else None, rotary=False, bias=True, scale=scale)
+    sizes = {
+        "hidden_size": D, "num_hidden_layers": c["n_layer"], "num_heads": H,
+        "intermediate_size": c["n_inner"] or 4 * D, "max_position_embeddings": c["n_positions"],
+    }  # fmt: skip
+    return of_gpt(c, [spec], fused(spec, (D, H), "attn.c_attn", "attn.c_proj"), sizes)
+
+
+def gpt_neo(c: Fields) -> Model:
+    """Layers with and without a window take turns. Their logits have no factor."""
+    c.ignore(
+        "resid_dropout", "embed_dropout", "classifier_dropout", "attention_types"
+    )  # of which come attention_layers
+    patterns, window = {"global": None, "local": Pattern(max(c["window_size"], 1))}, c["window_size"]
+    if window < 1:
+        c.refuse("window_size", "at least 1")
+    kinds = layer_types(c, patterns, "attention_layers")
+    spec = AttentionSpec(rotary=False, bias="o", scale="one")
+    sizes = {
+        "num_hidden_layers": c["num_layers"], "num_heads": c["num_heads"],
+        "intermediate_size": c["intermediate_size"] or 4 * c["hidden_size"],
+    }  # fmt: skip
+    own = attention_views(spec, "attn.attention", o_proj="out_proj")
+    return of_gpt(c, [replace(spec, pattern=patterns[kind]) for kind in kinds], own, sizes)
+
+
+def of_gpt(c: Fields, specs: Sequence[AttentionSpec], own: Views, sizes: dict[str, Any]) -> Model:
+    """Returns a model with GPT-2's names of modules. own: the views of attention."""
+    style = BlockStyle("layer", mlp=activation(c, "activation_function", UNGATED), bias=True, positions="learned")
+    names = {"mixer_norm": "ln_1", "mlp_norm": "ln_2", "mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}
+    return decoder(c, specs, style, own | modules(names), ("transformer", "wte", "ln_f", "h"), **sizes)
+
+
+def stablelm(c: Fields) -> Model:
+    c.only("qk_layernorm", False)
+    c.ignore("hidden_dropout")
+    joint, spec = c["use_parallel_residual"], attention(c, partial=True, bias="qkv" if c["use_qkv_bias"] else False)
+    style = BlockStyle("layer-bias", "parallel-joint" if joint else "pre", mlp=activation(c, "hidden_act", GATED))
+    own = modules({"mixer_norm": "input_layernorm"} if joint else LLAMA_NORMS)
+    return decoder(c, [spec], style, own | mlp_views("mlp", style) | attention_views(spec, "self_attn"))
+
+
+def starcoder2(c: Fields) -> Model:
+    c.ignore("residual_dropout", "embedding_dropout")
+    spec, bias = attention(c, bias=c["use_bias"], pattern=window_of(c)), c["use_bias"]
+    style = BlockStyle("layer-bias", mlp=activation(c, "hidden_act", UNGATED), bias=bias)
+    own = modules(LLAMA_NORMS) | modules({"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}, bias)
+    return decoder(c, [spec], style, own | attention_views(spec, "self_attn"))
+
+
+def olmo(c: Fields) -> Model:
+    """The epsilon of its norms is 1e-5 in any model."""
+    c.only("clip_qkv", None)
+    spec, style = (
+        attention(c, bias=c["attention_bias"]),
+        BlockStyle("layer-plain", mlp=activation(c, "hidden_act", GATED)),
+    )
+    return decoder(c, [spec], style, mlp_views("mlp", style) | attention_views(spec, "self_attn"), norm_eps=1e-5)
+
+
+def nemotron(c: Fields) -> Model:
+    """The weights of its norms are stored minus 1."""
+    spec = attention(c, partial=True, bias=c["attention_bias"])
+    kind = activation(c, "hidden_act", UNGATED | {"relu2": "relu2"})
+    style = BlockStyle("layer-bias", mlp=kind, bias=c["mlp_bias"])
+    own = modules(LLAMA_NORMS) | mlp_views("mlp", style) | attention_views(spec, "self_attn")
+    model = decoder(c, [spec], style, own)
+    norms = {name: view._replace(offset=1.0) for name, view in model.views.items() if name.endswith("norm.weight")}
+    return model._replace(views=model.views | norms)
+
+
+def modules(names: dict[str, str], bias: bool = True) -> Views:
+    """Returns the views of the weights of modules, and of their biases: {our name: their name}."""
+    kinds = ("weight", "bias") if bias else ("weight",)
+    return plain({f"{our}.{kind}": f"{their}.{kind}" for our, their in names.items() for kind in kinds})
+
+
+def decoder(
+    c: Fields,
+    specs: Sequence[AttentionSpec],
+    style: BlockStyle,
+    own: Views,
+    names: tuple[str, ...] = LLAMA,
+    **sizes: Any,
+) -> Model:
+    """Returns a model whose layers all have the same views. specs: the pattern of its mixers; names: of the model, its
+    embedding, its final norm and its layers; sizes: arguments of `shared` beside the usual ones."""
+    model, embedding, norm, layers = names
+    outside = whole(model, embedding, norm, c["tie_word_embeddings"])
+    if style.norm == "layer-plain":
+        del outside["model.backbone.norm.weight"]
+    elif style.norm == "layer-bias" or style.bias:
+        outside["model.backbone.norm.bias"] = View(f"{model}.{norm}.bias")
+    if style.positions == "learned":
+        outside["model.backbone.positions.table.weight"] = View(f"{model}.wpe.weight")
+    if style.head_bias:
+        outside["lm_head.bias"] = View("lm_head.bias")
+    usual = {"num_heads": "num_attention_heads", "intermediate_size": "intermediate_size"}
+    sizes = {ours: c[theirs] for ours, theirs in usual.items() if ours not in sizes} | sizes
+    depth = sizes.get("num_hidden_layers") or c["num_hidden_layers"]
+    arguments = shared(c, [Layer(specs[i % len(specs)]) for i in range(depth)], style, **sizes)
+    return Model(arguments, assembled([own] * depth, outside, f"{model}.{layers}"))
+
+
+FORMATS: dict[str, Format] = {
+    "gpt_neox": Format(
+        "GPTNeoXForCausalLM", gpt_neox, renamed=("embed_out", "lm_head"),
+        buffers=("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"),
+    ),
+    "phi": Format("PhiForCausalLM", phi),
+    "gptj": Format("GPTJForCausalLM", gptj, buffers=(".attn.bias", ".attn.masked_bias")),
+    "falcon": Format("FalconForCausalLM", falcon),
+    "stablelm": Format("StableLmForCausalLM", stablelm),
+    "starcoder2": Format("Starcoder2ForCausalLM", starcoder2),
+    "olmo": Format("OlmoForCausalLM", olmo),
+    "nemotron": Format("NemotronForCausalLM", nemotron),
+    "gpt_bigcode": Format("GPTBigCodeForCausalLM", gpt_bigcode, buffers=(".attn.bias", ".attn.masked_bias")),
+    "gpt_neo": Format("GPTNeoForCausalLM", gpt_neo, buffers=(".attention.bias", ".attention.masked_bias")),
+}  # fmt: skip
