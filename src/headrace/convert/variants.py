@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
+from ..extra.capped import CappedSpec
 from ..spec.attention import AttentionSpec
 from ..spec.stack import BlockStyle, Experts, Layer
 from .delta import QWEN_EXPERTS, sparse_layers
@@ -67,15 +68,32 @@ def olmo3(c: Fields) -> Model:
     return decoder(c, specs, style, BRANCH_NORMS)
 
 
+def gemma2(c: Fields) -> Model:
+    """The logits of attention are bounded."""
+    spec, cap = attention(c, bias=c["attention_bias"], scale=query_scale(c)), c["attn_logit_softcapping"]
+    if cap is not None and cap <= 0:
+        c.refuse("attn_logit_softcapping", "more than 0, or null")
+    spec = spec if cap is None else CappedSpec(**vars(spec), cap=cap)
+    return sandwich(c, [replace(spec, pattern=pattern) for pattern in windows(c)])
+
+
 def gemma3(c: Fields) -> Model:
     """As OLMo 3, with a norm before and a norm after each branch."""
-    c.only("use_bidirectional_attention", None, False)
     c.only("attn_logit_softcapping", None)
-    scale = c["query_pre_attn_scalar"] ** -0.5
-    specs = by_kind(c, bias=c["attention_bias"], qk_norm="head-offset", scale=scale)
-    kind = activation(c, "hidden_activation", GATED)
-    cap, factor = c["final_logit_softcapping"], embedding_factor(c)
-    style = BlockStyle("rms-offset", "both", mlp=kind, embedding_scale=factor, logits_cap=cap)
+    return sandwich(c, by_kind(c, bias=c["attention_bias"], qk_norm="head-offset", scale=query_scale(c)))
+
+
+def query_scale(c: Fields) -> float:
+    if c["query_pre_attn_scalar"] <= 0:
+        c.refuse("query_pre_attn_scalar", "more than 0")
+    return c["query_pre_attn_scalar"] ** -0.5
+
+
+def sandwich(c: Fields, specs: list[AttentionSpec]) -> Model:
+    """Returns a model of Gemma 2 or 3, with a norm before and a norm after each branch."""
+    c.only("use_bidirectional_attention", None, False)
+    kind, cap = activation(c, "hidden_activation", GATED), c["final_logit_softcapping"]
+    style = BlockStyle("rms-offset", "both", mlp=kind, embedding_scale=embedding_factor(c), logits_cap=cap)
     return decoder(c, specs, style, SANDWICH_NORMS)
 
 
@@ -142,6 +160,7 @@ FORMATS: dict[str, Format] = {
     "phi3": Format("Phi3ForCausalLM", phi3),
     "smollm3": Format("SmolLM3ForCausalLM", smollm3),
     "olmo3": Format("Olmo3ForCausalLM", olmo3),
+    "gemma2": Format("Gemma2ForCausalLM", gemma2),
     "gemma3_text": Format("Gemma3ForCausalLM", gemma3),
     "granite": Format("GraniteForCausalLM", granite),
     "qwen3_moe": Format("Qwen3MoeForCausalLM", qwen3_moe),

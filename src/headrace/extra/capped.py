@@ -1,0 +1,88 @@
+"""Softmax attention whose logits are bounded: a logit x becomes c tanh(x / c) before the mask and the softmax (Gemma 2,
+arXiv 2408.00118, section 2).
+
+PyTorch's kernels have no such bound, so that a processor computes the logits of few queries at a time. They are in
+float32 at least: near c, bfloat16 would round a logit of 50 to a multiple of 0.25.
+
+Dimensions: B batch, T queries, L keys, H query heads, Hkv key/value heads, d head dimension.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layers.attention.attention import SoftmaxAttention
+from ..layers.attention.sdpa import QUERIES, visible, weigh
+from ..layers.linear.token import TOKENS
+from ..ops.backends.native.program import Program, UnsupportedError
+from ..ops.call import accumulator
+from ..ops.checks import require
+from ..spec.attention import AttentionSpec
+from ..spec.mixer import Facts
+from ..spec.record import PositiveFloat
+from ..spec.serialize import TYPES
+from ..utils.device import without_autocast
+
+
+@dataclass(frozen=True)
+class CappedSpec(AttentionSpec):
+    """Softmax attention whose logits are bounded."""
+
+    cap: PositiveFloat = 50.0  # bound c of the logits, which become c tanh(logits / c), but for that of `null`
+
+    facts = Facts("headrace.extra.capped.CappedAttention", cached=True)
+
+    def layer(self, causal: bool) -> str:
+        return self.facts.layer
+
+    def _objections(self):
+        yield from super()._objections()
+        random = self.pattern is not None and self.pattern.random > 0
+        other = self.form != "sdpa" or self.buckets is not None or random
+        reason = f"cap={self.cap} supports neither form='tiles', buckets nor pattern.random; expected none of them"
+        yield other, reason
+
+
+class CappedAttention(SoftmaxAttention):
+    """The layer of a CappedSpec."""
+
+    spec: Any
+
+    def __init__(self, spec: CappedSpec, *, causal: bool = True, **settings: Any):
+        require(causal or spec.pattern is None, "a pattern with cap is of causal attention; expected pattern=None")
+        super().__init__(spec, causal=causal, **settings)
+
+    def weigh(
+        self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None, bias: Tensor | None = None, *,
+        null: bool | Tensor = False, causal: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Computes `sdpa.weigh` with bounded logits."""
+        acc, dtype, out, end = accumulator(q), q.dtype, [], 0
+        q, k, v = q.to(acc), k.to(acc), v.to(acc)
+        with without_autocast(q):
+            for queries in q.split(max(q.shape[1], 1) if torch.compiler.is_compiling() else QUERIES, 1):
+                start, end = end, end + queries.shape[1]
+                past = (k[:, :end], v[:, :end]) if causal else (k, v)
+                seen, added = (None if x is None else x[:, :, start:end] for x in (allowed, bias))
+                if causal:
+                    seen = visible(queries, past[0], None, True)[:, None]
+                logits = self._logits(queries, past[0], added)  # as a bias of logits that are 0
+                none = torch.zeros_like(queries), torch.zeros_like(past[0])
+                out.append(weigh(*none, past[1], seen, logits, null=null))
+        return torch.cat(out, 1).to(dtype)
+
+    def _logits(self, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
+        groups, cap = q.unflatten(2, (k.shape[2], -1)), self.spec.cap
+        logits = torch.einsum("btgrd,blgd->bgrtl", groups, k).flatten(1, 2) * q.shape[-1] ** -0.5
+        logits = cap * torch.tanh(logits / cap)
+        return logits if bias is None else logits + bias
+
+
+def refuse(program: Program, mixer: Any, *where: Any, **how: Any) -> None:
+    raise UnsupportedError("it does not support a bound of the logits, in softmax attention")
+
+
+TYPES["capped"] = CappedSpec
+TOKENS[CappedSpec.facts.layer] = refuse
