@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..layers.attention.attention import SoftmaxAttention
-from ..layers.attention.sdpa import QUERIES, visible, weigh
+from ..layers.attention.sdpa import QUERIES, visible
 from ..layers.linear.token import TOKENS
 from ..ops.backends.native.program import Program, UnsupportedError
 from ..ops.call import accumulator
@@ -62,22 +62,30 @@ class CappedAttention(SoftmaxAttention):
         acc, dtype, out, end = accumulator(q), q.dtype, [], 0
         q, k, v = q.to(acc), k.to(acc), v.to(acc)
         with without_autocast(q):
-            for queries in q.split(max(q.shape[1], 1) if torch.compiler.is_compiling() else QUERIES, 1):
+            for queries in [q] if torch.compiler.is_compiling() else q.split(QUERIES, 1):
                 start, end = end, end + queries.shape[1]
-                past = (k[:, :end], v[:, :end]) if causal else (k, v)
-                seen, added = (None if x is None else x[:, :, start:end] for x in (allowed, bias))
+                past = end if causal else k.shape[1]
+                seen, added = (x if x is None else x[:, :, start:end] for x in (allowed, bias))
                 if causal:
-                    seen = visible(queries, past[0], None, True)[:, None]
-                logits = self._logits(queries, past[0], added)  # as a bias of logits that are 0
-                none = torch.zeros_like(queries), torch.zeros_like(past[0])
-                out.append(weigh(*none, past[1], seen, logits, null=null))
+                    seen = visible(queries, k[:, :past], None, True)[:, None]
+                out.append(self._piece(queries, k[:, :past], v[:, :past], seen, added, null))
         return torch.cat(out, 1).to(dtype)
 
-    def _logits(self, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
-        groups, cap = q.unflatten(2, (k.shape[2], -1)), self.spec.cap
-        logits = torch.einsum("btgrd,blgd->bgrtl", groups, k).flatten(1, 2) * q.shape[-1] ** -0.5
-        logits = cap * torch.tanh(logits / cap)
-        return logits if bias is None else logits + bias
+    def _piece(
+        self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, bias: Tensor | None, null: bool | Tensor
+    ) -> Tensor:
+        cap, heads = self.spec.cap, (k.shape[2], -1)
+        logits = torch.einsum("btgrd,blgd->bgrtl", q.unflatten(2, heads), k).flatten(1, 2)
+        logits = cap * torch.tanh(logits * (q.shape[-1] ** -0.5 / cap))
+        if bias is not None:
+            logits = logits + bias
+        if allowed is not None:
+            logits = logits.masked_fill(~allowed, -torch.inf)
+        if null is not False:
+            first = null if isinstance(null, Tensor) else logits.new_zeros(logits.shape[1])
+            logits = torch.cat([first.to(logits)[:, None, None].expand(*logits.shape[:3], 1), logits], -1)
+        weights = logits.softmax(-1)[..., logits.shape[-1] - k.shape[1] :].unflatten(1, heads)
+        return torch.einsum("bgrtl,blgd->btgrd", weights, v).flatten(2, 3)
 
 
 def refuse(program: Program, mixer: Any, *where: Any, **how: Any) -> None:
