@@ -174,6 +174,20 @@ FAMILIES = {
             "router_aux_loss_coef": [0.5], "output_router_logits": [True], "sliding_window": [7],
         },
     ),
+    "gpt_oss": Family(
+        HEADS | {"head_dim": 12, "sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2} | ROPES["yarn"],
+        variants={
+            "no biases, tied": {"attention_bias": False, "tie_word_embeddings": True},
+            "one expert": {"num_local_experts": 1, "num_experts_per_tok": 1, "layer_types": 2 * WINDOWS[:1]},
+            "bounds": {"swiglu_limit": 0.5, "swiglu_alpha": 3.0},
+        },
+        fields=SOME | {
+            "hidden_act": ["gelu"], "sliding_window": [1, 7], "num_local_experts": [3, 0],
+            "num_experts_per_tok": [1, 5], "swiglu_alpha": [0.5, 0.0], "swiglu_limit": [0.3, 0.0],
+            "router_aux_loss_coef": [0.5], "output_router_logits": [True], "num_hidden_layers": [1, 3],
+            "layer_types": [{"layer_types": WINDOWS}, {"layer_types": 2 * WINDOWS[:1]}],
+        },
+    ),
     "gemma": Family(
         HEADS | {"head_dim": 12}, variants={"untied": {"tie_word_embeddings": False}, "yarn": ROPES["yarn"]},
         fields=SOME,
