@@ -53,9 +53,12 @@ class PackedExperts(TensorFiles):
 def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
     """blocks [E, R, G, 16], scales [E, R, G] -> [E, 32 G, R] in bfloat16."""
     E, R, G, _ = blocks.shape
-    table = torch.tensor([*NUMBERS, *(-x for x in NUMBERS)])
+    half = torch.tensor([*NUMBERS, *(-x for x in NUMBERS)], dtype=torch.bfloat16)
+    both = torch.stack([half.repeat(16), half.repeat_interleave(16)], 1)  # of each byte, the lower half first
+    both = both.view(torch.int32).flatten()  # of which a row is read at once
+    powers = torch.ldexp(torch.ones(256), torch.arange(256) - BIAS).bfloat16()
     out = torch.empty(E, 32 * G, R, dtype=torch.bfloat16)
     for matrix, block, scale in zip(out, blocks, scales, strict=True):  # one at a time takes little memory
-        numbers = table[torch.stack([block & 15, block >> 4], -1).int()].flatten(2)  # the lower half of a byte first
-        matrix.copy_(torch.ldexp(numbers, scale[..., None].int() - BIAS).flatten(1).T)
+        numbers = both.index_select(0, block.flatten().int()).view(torch.bfloat16).view(R, G, 32)
+        matrix.copy_((numbers * powers[scale.int()][..., None]).flatten(1).T)
     return out

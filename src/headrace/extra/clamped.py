@@ -1,9 +1,4 @@
-"""The experts of gpt-oss (arXiv 2508.10925): projections and router have biases, and the gated unit has bounds,
-
-    W_down ((u + 1) ⊙ g ⊙ σ(α g)) + b_down    g = min(W_gate x + b_gate, c)    u = min(max(W_up x + b_up, −c), c)
-
-Dimensions: B batch, T tokens, D hidden size, W width of an expert, E experts, n tokens of an expert.
-"""
+"""The experts of gpt-oss (arXiv 2508.10925): projections and router have biases, and the gated unit has bounds."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -21,10 +16,11 @@ from ..spec.stack import Experts
 
 @dataclass(frozen=True)
 class ClampedExperts(Experts):
-    """A mixture of experts with biases and bounds."""
+    """A mixture of experts whose projections and router have biases. An expert's output is W_down ((u + 1) ⊙ g σ(α g)),
+    for the gate g = min(W_gate x, c) and u = W_up x within ±c."""
 
-    limit: PositiveFloat = 7.0  # c
-    alpha: PositiveFloat = 1.702  # α
+    limit: PositiveFloat = 7.0  # c, bound of the gate from above, and of u
+    alpha: PositiveFloat = 1.702  # α, factor of the gate in its sigmoid
 
     layer: ClassVar[str] = "headrace.extra.clamped.ClampedMixture"
 
