@@ -65,6 +65,7 @@ def test_a_model_in_mxfp4_is_that_of_transformers(packed, tmp_path):
     expected = logits(theirs, ids)
     assert relative(ours.double()(ids).logits, expected) < 1e-12
     export_checkpoint(ours, "gpt_oss", tmp_path / "back")
+    assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
     assert relative(logits(read(tmp_path / "back"), ids), expected) < 1e-12
 
 
