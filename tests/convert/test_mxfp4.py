@@ -95,9 +95,12 @@ def test_wrong_tensors_are_refused(packed):
             import_checkpoint(path)
 
 
-def test_another_quantization_is_refused(packed):
+@pytest.mark.parametrize("other", [{"quant_method": "awq"}, {}, "mxfp4", ["mxfp4"]])  # the last two by transformers
+def test_another_quantization_is_refused(other, packed):
     path, _ = packed
-    described = json.loads((path / "config.json").read_text()) | {"quantization_config": {"quant_method": "awq"}}
+    described = json.loads((path / "config.json").read_text()) | {"quantization_config": other}
     (path / "config.json").write_text(json.dumps(described))
-    with pytest.raises(InputError, match=r"has quantization_config=\{'quant_method': 'awq'.*; expected a quant_method"):
+    with pytest.raises(
+        InputError, match="has quantization_config=.*; expected a quant_method of mxfp4|is refused by tr"
+    ):
         import_checkpoint(path)

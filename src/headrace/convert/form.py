@@ -42,8 +42,8 @@ class View(NamedTuple):
 
     Our values are factor · theirs + offset, of a matrix that is transposed there if `transposed`. shape: the shape of
     the foreign tensor, where ours has another one; the rows of `block` are then those of its first two dimensions, or
-    what is left of them once it is transposed. index: of the part of the foreign tensor, along its first dimension, of
-    which all this is said."""
+    what is left of them once it is transposed. item: the place, along the first dimension of the foreign tensor, of the
+    part of which all this is said."""
 
     name: str
     block: Block | None = None
@@ -51,7 +51,7 @@ class View(NamedTuple):
     factor: float = 1.0
     transposed: bool = False
     shape: tuple[int, ...] | None = None
-    index: int | None = None
+    item: int | None = None
 
     def rows(self, tensor: Tensor) -> Tensor:
         """Returns the rows of the foreign tensor, as a view where they are consecutive."""
@@ -60,8 +60,8 @@ class View(NamedTuple):
 
     def part(self, tensor: Tensor) -> Tensor:
         """Returns a view of the foreign tensor: the rows of it [rows, …], or of its block [groups, size, …]."""
-        if self.index is not None:
-            tensor = tensor[self.index]
+        if self.item is not None:
+            tensor = tensor[self.item]
         elif self.block is not None and self.shape is not None:
             tensor = tensor.flatten(0, 1)
         tensor = tensor.T if self.transposed else tensor

@@ -235,7 +235,7 @@ def _among_experts(view: View, files: Tensors) -> View | None:
 
 
 def _fits(view: View, shape: list[int], wanted: list[int]) -> bool:
-    if view.index is not None:  # of a tensor that has all of its parts
+    if view.item is not None:  # of a tensor that has all of its parts
         return view.shape is not None and shape == [*view.shape]
     part = shape if view.block is None or view.shape is None else [prod(shape[:2]), *shape[2:]]
     part = part[::-1] if view.transposed else part

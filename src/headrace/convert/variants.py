@@ -173,9 +173,9 @@ def clamped_experts(c: Fields, count: int) -> Views:
     views = named("mlp.router", "mlp.router", {kind: kind for kind in ("weight", "bias")})
     for e in range(count):
         for part, (name, inputs, outputs, block) in parts.items():
-            theirs, where = f"mlp.experts.{name}", {"block": block, "index": e}
-            views[f"mlp.{e}.{part}"] = View(theirs, transposed=True, shape=(count, inputs, outputs), **where)
-            views[f"mlp.{e}.{part}_bias"] = View(f"{theirs}_bias", shape=(count, outputs), **where)
+            bias = View(f"mlp.experts.{name}_bias", block, shape=(count, outputs), item=e)
+            matrix = bias._replace(name=f"mlp.experts.{name}", shape=(count, inputs, outputs), transposed=True)
+            views |= {f"mlp.{e}.{part}": matrix, f"mlp.{e}.{part}_bias": bias}
     return views
 
 
