@@ -210,7 +210,7 @@ def _mixer(spec: Any) -> str:
     parts = {
         "gate": spec.gate != "none", "norms of q and k": spec.qk_norm != "none", "window": bool(spec.pattern),
         "partial rotation": spec.rotary and spec.rope.dims is not None, "sinks": spec.null == "learned",
-        "forget gate": spec.forget,
+        "forget gate": spec.forget, "bounded logits": hasattr(spec, "cap"),
     }  # fmt: skip
     shown = ", ".join(part for part, present in parts.items() if present)
     return f"softmax{shown and f' ({shown})'}"

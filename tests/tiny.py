@@ -7,9 +7,11 @@ from dataclasses import fields, is_dataclass
 import torch
 
 from headrace import GateWarning, layers, zoo
+from headrace.extra.capped import CappedSpec
+from headrace.extra.clamped import ClampedExperts
 from headrace.extra.specs.latent import LatentSpec
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM
-from headrace.spec import AttentionSpec
+from headrace.spec import AttentionSpec, Pattern
 from headrace.spec.attention import Rope
 from headrace.spec.stack import BlockStyle, Decoder, Experts, Layer
 from headrace.verification.verify import relative
@@ -50,6 +52,17 @@ MIXERS = {
             Layer(LatentSpec(16, None, 8, 4, 12, gate="head"), "experts"),
         ),
         BlockStyle(experts=Experts(4, 2, width=8, scores="sigmoid", biased=True, normalized=True, shared=8)),
+    ),
+    "gemma2": Decoder(
+        (Layer(CappedSpec(2, pattern=Pattern(3), cap=1.5)), Layer(CappedSpec(2, null="learned", cap=1.5))),
+        BlockStyle("rms-offset", "both", "geglu-tanh", logits_cap=8.0),
+    ),
+    "gpt-oss": Decoder(
+        tuple(
+            Layer(AttentionSpec(2, null="learned", bias=True, pattern=pattern), "experts")
+            for pattern in (Pattern(3), None)
+        ),
+        BlockStyle(experts=ClampedExperts(4, 2, normalized=True, limit=0.5)),
     ),
     "channel mixing": Decoder((Layer(zoo.get("rwkv4")),), BlockStyle("layer", mlp="rwkv4", embedding_norm=True)),
 }

@@ -101,6 +101,8 @@ tables.offer("headrace.extra.rwkv7", matrices=("rwkv7",), matrix_kinds=("rwkv7",
 tables.offer("headrace.extra.channel_mixing", mlps=("rwkv4", "rwkv7"))
 tables.offer("headrace.extra.encoder", linear_layers=("encoder",))
 tables.offer("headrace.extra.latent", others=("mla",))
+tables.offer("headrace.extra.capped", types=("capped",))
+tables.offer("headrace.extra.clamped", types=("clamped-experts",))
 tables.offer("headrace.extra.specs.scan", types=("scan",))
 tables.offer("headrace.extra.specs.matrix", types=("matrix",))
 tables.offer("headrace.extra.specs.latent", types=("latent",))

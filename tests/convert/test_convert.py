@@ -195,8 +195,8 @@ def test_config_that_is_not_an_object_is_refused(checkpoint):
         import_checkpoint(path)
 
 
-OTHERS = ["transformer(count=2)", "mamba", "rwkv7", "softmax-rnn-norm", "residual-delta", "gpt", "jamba", "bigbird",
-          "deltanet(inputs.conv=0)", "mamba2(heads.qk_groups=2)", "mamba2(heads.expand_v=1.5)"]  # fmt: skip
+OTHERS = ["transformer(count=2)", "gemma2", "mamba", "rwkv7", "softmax-rnn-norm", "residual-delta", "gpt", "jamba",
+          "bigbird", "deltanet(inputs.conv=0)", "mamba2(heads.qk_groups=2)", "mamba2(heads.expand_v=1.5)"]  # fmt: skip
 
 
 @pytest.mark.parametrize("mixer", OTHERS)

@@ -37,6 +37,7 @@ from headrace.export.onnx import (
     trace,
 )
 from headrace.export.web import write_page
+from headrace.extra.capped import CappedSpec
 from headrace.hf import HeadraceForCausalLM
 from headrace.ops.reference import literal
 from headrace.spec import AttentionSpec
@@ -127,14 +128,15 @@ def test_exported_recurrences_equal_the_reference(tmp_path):
 def test_linear_mixers_are_exported_exactly(tmp_path):
     """In one model without MLPs, as tracing takes seconds per layer: what is more than a function of one number,
     beside the checkpoint below. A convolution, gates and a decay per channel under several steps of the delta rule;
-    step sizes with a token shift and a bonus; features and their sum; positions; and softmax attention as Qwen3.5 has
-    it."""
+    step sizes with a token shift and a bonus; features and their sum; positions; and softmax attention as Qwen3.5 and
+    Gemma 2 have it."""
     torch.manual_seed(0)
     mixers = (
         "softmax-kda(write.steps=2, read.norm=group)", "mamba2(inputs.shift=ddlerp, read.bonus=true)",
         "taylor-softmax", "xpos-retnet",
     )  # fmt: skip
     layers = [Layer(zoo.get(name), "none") for name in (*mixers, "gqa(kv_heads=2, gate=channel, qk_norm=head)")]
+    layers.append(Layer(CappedSpec(kv_heads=2, cap=1.0), "none"))
     model = build(layers, num_hidden_layers=len(layers)).float()
     trace(model).save(tmp_path / "model.onnx")
     result, own = errors(tmp_path / "model.onnx", model)

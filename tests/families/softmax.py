@@ -120,6 +120,20 @@ FAMILIES = {
         },
         fields=BY_KIND | {"hidden_act": ["gelu_new"]},
     ),
+    "gemma2": Family(
+        HEADS | {"head_dim": 12, "sliding_window": 5, "query_pre_attn_scalar": 10, "attn_logit_softcapping": 1.5},
+        variants={
+            "without caps": {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+            "biases, untied": {"attention_bias": True, "tie_word_embeddings": False} | CAPPED, "yarn": ROPES["yarn"],
+            "dynamic": ROPES["dynamic"] | {"layer_types": 2 * WINDOWS[:1]},
+        },
+        fields=SOME | {
+            "hidden_activation": ["gelu_new"], "query_pre_attn_scalar": [7, 0], "sliding_window": [1, 7],
+            "attn_logit_softcapping": [0.3, None, 0.0], "final_logit_softcapping": [4.0, None],
+            "use_bidirectional_attention": [True], "num_hidden_layers": [1, 3],
+            "layer_types": [{"layer_types": WINDOWS}, {"layer_types": 2 * WINDOWS[:1]}],
+        },
+    ),
     "gemma3_text": Family(
         HEADS | {"head_dim": 12, "sliding_window": 5, "layer_types": WINDOWS, "query_pre_attn_scalar": 10},
         variants={
@@ -158,6 +172,20 @@ FAMILIES = {
         fields=SOME | {
             "num_local_experts": [3], "num_experts_per_tok": [1, 5], "router_jitter_noise": [0.1],
             "router_aux_loss_coef": [0.5], "output_router_logits": [True], "sliding_window": [7],
+        },
+    ),
+    "gpt_oss": Family(
+        HEADS | {"head_dim": 12, "sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2} | ROPES["yarn"],
+        variants={
+            "no biases, tied": {"attention_bias": False, "tie_word_embeddings": True},
+            "one expert": {"num_local_experts": 1, "num_experts_per_tok": 1, "layer_types": 2 * WINDOWS[:1]},
+            "bounds": {"swiglu_limit": 0.5, "swiglu_alpha": 3.0},
+        },
+        fields=SOME | {
+            "hidden_act": ["gelu"], "sliding_window": [1, 7], "num_local_experts": [3, 0],
+            "num_experts_per_tok": [1, 5], "swiglu_alpha": [0.5, 0.0], "swiglu_limit": [0.3, 0.0],
+            "router_aux_loss_coef": [0.5], "output_router_logits": [True], "num_hidden_layers": [1, 3],
+            "layer_types": [{"layer_types": WINDOWS}, {"layer_types": 2 * WINDOWS[:1]}],
         },
     ),
     "gemma": Family(

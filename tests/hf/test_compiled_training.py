@@ -5,6 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from headrace import Mixer
+from headrace.extra.capped import CappedSpec
 from headrace.hf import HeadraceForCausalLM
 from tiny import close, config, tokens
 
@@ -63,7 +64,7 @@ def test_training_compiles_twice_without_a_break():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mixer", ["transformer", "fox", "mla", "gqa(rope.kind=dynamic, rope.original=8, null=learned)"]
+    "mixer", ["transformer", "fox", "mla", "gqa(rope.kind=dynamic, rope.original=8, null=learned)", [CappedSpec(2)]]
 )
 def test_packed_attention_compiles_twice_without_a_break(mixer):
     """A graph computes all pairs of tokens, and the layer by itself each sequence."""

@@ -5,14 +5,16 @@ import torch
 
 import headrace
 from headrace import zoo
+from headrace.extra.capped import CappedSpec
 from headrace.layers.maps import asking, weights
+from headrace.spec import Pattern
 from headrace.utils.errors import InputError
 from tiny import SIZES, T, build, close, tokens
 
 LAYERS = [
     "linear-attention", "retnet", "mamba3", "log-linear-mamba2", "mesa", "rwkv6", "mlstm", "residual-delta", "comba",
     "softmax-gated-deltanet-2", "softmax-gla", "gsa", "rwkv7", "gqa", "longformer", "bigbird", "fox", "flash-reference",
-    "mla", "softmax-rnn-norm",
+    "mla", "softmax-rnn-norm", CappedSpec(2, null="learned", cap=1.0), CappedSpec(2, pattern=Pattern(3), cap=1.0),
 ]  # fmt: skip
 WITHOUT = ["mamba", "rwkv4", "gla-outer", "softmax-deltaproduct", "channel mixing"]
 MASK = torch.ones(2, T, dtype=torch.bool)

@@ -3,6 +3,7 @@ are converted are compared in the whole model: tests/convert/test_families.py.""
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -17,12 +18,15 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from attention_layers import D, H, agree, layer
+from attention_layers import D, H, agree, d, layer
+from headrace.extra.capped import CappedSpec
 from headrace.extra.specs.latent import LatentSpec
+from headrace.layers.attention.sdpa import QUERIES
 from headrace.layers.rotary import angles, frequencies
-from headrace.spec import AttentionSpec, Rope
+from headrace.spec import AttentionSpec, Pattern, Rope
 from headrace.utils.errors import InputError
 from headrace.verification.verify import relative
+from tiny import perturbed
 
 # --- frequencies -----------------------------------------------------------------------------------------------------
 
@@ -190,6 +194,52 @@ def test_layer_equals_that_of_transformers(name, T, monkeypatch):
     given = {"attention_mask": mask} | ({} if turn is None else {"position_embeddings": turn})
     monkeypatch.setattr(torch.Tensor, "float", lambda x: x)  # which some gates call
     agree(lambda x: ours(x)[0], lambda x: theirs(x, **given)[0], torch.randn(2, T, D).double(), 1e-12)
+
+
+def capped(made, x):
+    """The output of a layer with a bound of the logits, by a loop over all pairs."""
+    spec, out = made.spec, torch.zeros(*x.shape[:2], H, d, dtype=x.dtype)
+    q, k, v = (p(x).unflatten(-1, (-1, d)) for p in (made.q_proj, made.k_proj, made.v_proj))
+    for b, t, h in product(*map(range, out.shape[:3])):
+        group = h * k.shape[2] // H
+        last = t if made.causal else x.shape[1] - 1
+        pairs = [s for s in range(last + 1) if spec.pattern is None or t - s < spec.pattern.window]
+        logits = [spec.cap * torch.tanh(q[b, t, h] @ k[b, s, group] / d**0.5 / spec.cap) for s in pairs]
+        more = {False: [], True: [torch.zeros(())], "learned": [made.sinks[h] if made.sinks is not None else None]}
+        weights = torch.stack(logits + more[spec.null]).softmax(0)
+        out[b, t, h] = sum(w * v[b, s, group] for w, s in zip(weights, pairs, strict=False))
+    return made.o_proj(out.flatten(2))
+
+
+@pytest.mark.parametrize("null", [False, True, "learned"])
+@pytest.mark.parametrize("where", ["causal", "window", "encoder"])
+def test_bounded_logits_equal_a_loop_over_all_pairs(where, null):
+    """Also in several pieces of queries, and with gradients."""
+    pattern = Pattern(3) if where == "window" else None
+    spec = CappedSpec(2, rotary=False, null=null, pattern=pattern, cap=1.5)
+    made, x = perturbed(layer(spec, causal=where != "encoder"), 0.5), torch.randn(2, 7, D).double()
+    agree(lambda x: made(x)[0], lambda x: capped(made, x), x, 1e-12, made.parameters())
+    if where != "window":
+        x = torch.randn(1, 2 * QUERIES + 3, D).double()
+        assert relative(made(x)[0][:, -2:], capped(made, x)[:, -2:]) < 1e-12
+
+
+def test_bounded_logits_are_not_rounded_to_the_precision_of_the_queries():
+    made, qkv = layer(CappedSpec()), [8 * torch.randn(1, 20, H, d).bfloat16() for _ in range(3)]
+    wide = made.weigh(*(x.float() for x in qkv), causal=True)
+    assert torch.equal(made.weigh(*qkv, causal=True), wide.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(made.weigh(*(x.float() for x in qkv), causal=True), wide)
+
+
+def test_what_has_no_bound_of_the_logits_is_refused():
+    for changes in ({"form": "tiles"}, {"buckets": 8}, {"pattern": Pattern(4, random=1)}):
+        with pytest.raises(InputError, match=r"cap=50\.0 supports neither form='tiles', buckets nor pattern\.random"):
+            CappedSpec(**changes)
+    with pytest.raises(InputError, match=r"CappedSpec\.cap=0\.0; expected more than 0"):
+        CappedSpec(cap=0.0)
+    with pytest.raises(InputError, match="a pattern with cap is of causal attention"):
+        layer(CappedSpec(pattern=Pattern(4)), causal=False)
 
 
 def test_scale_is_a_number_or_a_name():

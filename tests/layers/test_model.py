@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import headrace
 from headrace import zoo
 from headrace.comparison.plan import match_intermediate_size
+from headrace.extra.capped import CappedSpec
 from headrace.layers import SoftmaxAttention, build
 from headrace.layers.attention.sdpa import attend
 from headrace.layers.blocks.block import Sizes
@@ -32,6 +33,9 @@ SPECS = {
     "tiles": AttentionSpec(form="tiles"),
     "window": AttentionSpec(pattern=Pattern(3)),
     "window and first": AttentionSpec(kv_heads=2, pattern=Pattern(2, first=3)),
+    "capped": CappedSpec(kv_heads=2, null="learned", cap=2.0),
+    "capped window": CappedSpec(kv_heads=2, pattern=Pattern(3, first=1), cap=2.0),
+    "capped, forgetting": CappedSpec(rotary=False, forget=True, cap=2.0),
     "random": AttentionSpec(null=True, buckets=4, pattern=Pattern(2, first=1, random=1, block=2)),
 }
 
@@ -49,9 +53,10 @@ def close(a, b):
     torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-def test_attention_of_another_layer_is_refused():
-    with pytest.raises(InputError, match=r"has a layer of its own, .*EarlyAttention; expected headrace\.layers\.build"):
-        SoftmaxAttention(SPECS["distances"], hidden_size=D, num_heads=H)
+@pytest.mark.parametrize(("name", "layer"), [("distances", "EarlyAttention"), ("capped", "CappedAttention")])
+def test_attention_of_another_layer_is_refused(name, layer):
+    with pytest.raises(InputError, match=rf"has a layer of its own, .*{layer}; expected headrace\.layers\.build"):
+        SoftmaxAttention(SPECS[name], hidden_size=D, num_heads=H)
 
 
 def test_padding_only_sees_itself():

@@ -8,9 +8,11 @@ import torch.nn.functional as F
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from headrace import zoo
+from headrace.extra.clamped import ClampedExperts, ClampedMixture
 from headrace.layers.blocks.moe import MixtureOfExperts, Routing, balance_loss
 from headrace.ops.loss import IGNORED
 from headrace.spec.stack import BlockStyle, Decoder, Experts, Layer
+from headrace.training.parameters import parameter_groups
 from headrace.utils.errors import InputError
 from tiny import build, close, tokens
 
@@ -42,6 +44,43 @@ def test_moe_equals_its_equation(gated):
     ours, theirs = (torch.autograd.grad(y.sin().sum(), parameters) for y in (experts(x), literal))
     for a, b in zip(ours, theirs, strict=True):
         close(a, b)
+
+
+def test_experts_with_bounds_equal_their_equation():
+    """Token by token, on both sides of the bounds: the softmax of the chosen logits, and biases of all projections."""
+    spec = ClampedExperts(5, 2, normalized=True, limit=1.0, alpha=2.0)
+    experts, x = ClampedMixture(spec, D, W, F.silu, True).double(), torch.randn(2, 7, D, dtype=torch.float64)
+    assert not any(bias.any() for name, bias in experts.named_parameters() if name.endswith("_bias"))
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    rows, sides = [], set()
+    for token in x.requires_grad_().flatten(0, 1):
+        logits, out = experts.router.weight @ token + experts.router.bias, 0
+        values, indices = logits.topk(2)
+        for share, e in zip(values.softmax(0), indices, strict=True):
+            hidden = experts.up[e] @ token + experts.up_bias[e]
+            sides |= {*(hidden[:W] > 1).tolist(), *(hidden[W:].abs() > 1).tolist()}
+            gate = torch.minimum(hidden[:W], torch.ones(()))
+            value = torch.minimum(torch.maximum(hidden[W:], -torch.ones(())), torch.ones(()))
+            hidden = gate / (1 + (-2.0 * gate).exp()) * (value + 1)
+            out = out + share * (experts.down[e] @ hidden + experts.down_bias[e])
+        rows.append(out)
+    literal, parameters = torch.stack(rows).view(2, 7, D), [x, *experts.parameters()]
+    close(experts(x), literal)
+    ours, theirs = (torch.autograd.grad(y.sin().sum(), parameters) for y in (experts(x), literal))
+    for a, b in zip(ours, theirs, strict=True):
+        close(a, b)
+    assert sides == {True, False}
+    with pytest.raises(InputError, match="limit and alpha are gated by a sigmoid; expected mlp='swiglu'"):
+        ClampedMixture(spec, D, W, F.gelu, True)
+
+
+def test_biases_of_experts_are_not_decayed():
+    style = BlockStyle(experts=ClampedExperts(4, 2))
+    model = build(Decoder((Layer(zoo.get("gla"), "experts"),), style), num_hidden_layers=1)
+    free = {id(p) for group in parameter_groups(model, 0.1, 1.0) if not group["weight_decay"] for p in group["params"]}
+    names = {name.rpartition("mlp.")[2] for name, p in model.named_parameters() if id(p) in free and "mlp." in name}
+    assert names == {"router.bias", "up_bias", "down_bias"}
 
 
 def test_no_token_is_dropped_when_one_expert_takes_all():

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from headrace import InputError, layers, zoo
+from headrace.extra import capped, clamped
 from headrace.extra.specs import matrix as matrix_spec
 from headrace.extra.specs import scan as scan_spec
 from headrace.extra.specs.matrix import MatrixSpec
@@ -41,7 +42,19 @@ from headrace.spec import linear as spec
 from headrace.spec import stack as stack
 from headrace.spec.stack import Decoder, Experts, Layer
 
-MODULES = (attention_spec, decay_spec, matrix_spec, model_spec, scan_spec, softmax_rnn_spec, spec, stack, whole_spec)
+MODULES = (
+    attention_spec,
+    capped,
+    clamped,
+    decay_spec,
+    matrix_spec,
+    model_spec,
+    scan_spec,
+    softmax_rnn_spec,
+    spec,
+    stack,
+    whole_spec,
+)
 NEEDED = {  # by the records that have fields without a default
     Pattern: (3,), ScanSpec: ("mamba", 4, 4), MatrixSpec: ("gla-outer",), Layer: (AttentionSpec(),),
     Decoder: ((Layer(AttentionSpec()),),), Sizes: (8, 2, None), ModelSizes: (11,),

@@ -74,7 +74,7 @@ def _described(model: Any, name: str) -> tuple[Config, Model]:
     if form.inner is not None:
         raise InputError(f"--to {name!r} cannot represent this model: it reads text alone; expected --to {name}_text")
     if (config.converted_from or {}).get("model_type") == name:
-        described = dict(config.converted_from)
+        described = {field: x for field, x in config.converted_from.items() if field != "quantization_config"}
     elif (description := DESCRIPTIONS.get(name)) is None:
         raise InputError(f"--to {name!r} cannot represent this model: expected a model that was converted from {name}")
     else:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from ..spec.stack import BlockStyle, Decoder, Layer
 from ..utils.errors import InputError
 from ..utils.integrity import short
 from .fields import Config, Fields
+from .files import TensorFiles, Tensors
 
 PRECISIONS = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float64, torch.float32, torch.bfloat16, torch.float16,
@@ -42,7 +44,8 @@ class View(NamedTuple):
 
     Our values are factor · theirs + offset, of a matrix that is transposed there if `transposed`. shape: the shape of
     the foreign tensor, where ours has another one; the rows of `block` are then those of its first two dimensions, or
-    what is left of them once it is transposed."""
+    what is left of them once it is transposed. item: the place, along the first dimension of the foreign tensor, of the
+    part of which all this is said."""
 
     name: str
     block: Block | None = None
@@ -50,6 +53,7 @@ class View(NamedTuple):
     factor: float = 1.0
     transposed: bool = False
     shape: tuple[int, ...] | None = None
+    item: int | None = None
 
     def rows(self, tensor: Tensor) -> Tensor:
         """Returns the rows of the foreign tensor, as a view where they are consecutive."""
@@ -64,7 +68,9 @@ class View(NamedTuple):
     def _place(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """Returns a view of the foreign tensor, and in it the index of the rows [rows, …], or [groups, size, …] of a
         block."""
-        if self.block is not None and self.shape is not None:
+        if self.item is not None:
+            tensor = tensor[self.item]
+        elif self.block is not None and self.shape is not None:
             tensor = tensor.flatten(0, 1)
         tensor = tensor.T if self.transposed else tensor
         if self.block is None:
@@ -95,7 +101,8 @@ class Format:
     buffers: ends of the names of tensors that hold no weights.
     inner: the field that holds the config of the language model, in a model of several parts.
     offset: whether its norms store their weights minus 1. A model of ours whose norms do not can be written as well.
-    renamed: (part of a name, what checkpoints may have in its place)."""
+    renamed: (part of a name, what checkpoints may have in its place).
+    files: opens the tensors of a folder."""
 
     architecture: str
     read: Callable[[Fields], Model]
@@ -106,6 +113,7 @@ class Format:
     inner: str | None = None
     offset: bool = False
     renamed: tuple[str, str] | None = None
+    files: Callable[[Path], Tensors] = TensorFiles
 
     def holds(self, name: str, *outside: str) -> bool:
         """Whether a tensor with this name holds weights of the language model. outside: more beginnings."""

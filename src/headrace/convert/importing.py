@@ -25,7 +25,7 @@ from ..ops.checks import require
 from ..spec.record import LARGEST
 from ..utils.errors import InputError, nearest, reading
 from .fields import Config, Fields, check_sizes, without
-from .files import Header, TensorFiles, Tensors, check_depth
+from .files import Header, Tensors, check_depth
 from .form import PRECISIONS, SPECIAL, Block, Format, Model, View, Views
 from .formats import FORMATS, MISSING
 from .slots import slots
@@ -54,7 +54,7 @@ def import_checkpoint(
     form, described = _read_format(checkpoint)
     with _naming(checkpoint):
         described = without(form.of_text(described), ignore)
-        model, fields = _converted(form, described, TensorFiles(checkpoint), dtype)
+        model, fields = _converted(form, described, form.files(checkpoint), dtype)
     if fields.passed:
         print(fields.note(), file=sys.stderr)
     model.generation_config = _generation(checkpoint, model, described)
@@ -180,7 +180,7 @@ def _fill(model: Any, views: Views, files: Tensors) -> None:
 def _precision(headers: dict[str, Header], views: Views) -> torch.dtype:
     """The lowest precision that represents every tensor of the model without rounding, but those of routers, which keep
     float32; and float32 at least for products with a factor that has more than one bit, and for sums."""
-    routers = ("choice_bias", "mlp.router.weight")
+    routers = ("choice_bias", "mlp.router.weight", "mlp.router.bias")
     names = {view.name for slot, view in views.items() if not slot.endswith(routers)}
     dtypes: Any = {name: headers[name].dtype for name in names & headers.keys()}
     for name, dtype in dtypes.items():
@@ -235,6 +235,8 @@ def _among_experts(view: View, files: Tensors) -> View | None:
 
 
 def _fits(view: View, shape: list[int], wanted: list[int]) -> bool:
+    if view.item is not None:  # of a tensor that has all of its parts
+        return view.shape is not None and shape == [*view.shape]
     part = shape if view.block is None or view.shape is None else [prod(shape[:2]), *shape[2:]]
     part = part[::-1] if view.transposed else part
     if view.block is not None:

@@ -47,15 +47,15 @@ def experts(theirs: str, count: int, names: dict[str, str] = GATED_EXPERT, route
     return views
 
 
-def mixture_of(c: Fields, fields: dict[str, str], **fixed: Any) -> Experts:
-    """Returns a mixture of experts. fields: {field of Experts: their field}; fixed: other fields of Experts.
+def mixture_of(c: Fields, fields: dict[str, str], kind: type[Experts] = Experts, **fixed: Any) -> Experts:
+    """Returns a mixture of experts. fields: {field of its kind: their field}; fixed: other fields.
 
     Raises InputError, which names their fields, for values that do not fit each other."""
     values = {ours: c[theirs] for ours, theirs in fields.items()}
     try:
-        return Experts(**values, **fixed)
+        return kind(**values, **fixed)
     except InputError as reason:
-        meant = [name for name in fields if f"experts.{name}=" in str(reason)]
+        meant = [name for name in fields if f"xperts.{name}=" in str(reason)]
         listed = ", ".join(f"{fields[name]}={values[name]!r}" for name in meant)
         raise InputError(f"config.json has {listed}: {reason}") from None
 

@@ -32,7 +32,9 @@ def slots(model: Any) -> dict[str, Tensor]:
         elif isinstance(module, MixtureOfExperts):
             if module.choice_bias is not None:
                 by_name[f"{path}.choice_bias"] = module.choice_bias
-            by_name |= _experts(path, by_name.pop(f"{path}.up"), by_name.pop(f"{path}.down"), module.gated)
+            for kind in ("", "_bias")[: len(module.PARTS) // 2]:
+                up, down = (by_name.pop(f"{path}.{part}{kind}") for part in ("up", "down"))
+                by_name |= {f"{name}{kind}": x for name, x in _experts(path, up, down, module.gated).items()}
     return by_name
 
 

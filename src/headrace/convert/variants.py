@@ -4,12 +4,15 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
+from ..extra.capped import CappedSpec
+from ..extra.clamped import ClampedExperts
 from ..spec.attention import AttentionSpec
 from ..spec.stack import BlockStyle, Experts, Layer
 from .delta import QWEN_EXPERTS, sparse_layers
 from .fields import Fields
-from .form import Format, Model, Views, model_of, plain, stacked
+from .form import Block, Format, Model, View, Views, model_of, named, plain, stacked
 from .hybrid import FINAL_NORM, gate_up_views, multiplier
+from .mxfp4 import PackedExperts
 from .parts import NORMS, balance, experts, mixture_of, mlp_views, scaled
 from .softmax import (
     BRANCH_NORMS,
@@ -67,15 +70,32 @@ def olmo3(c: Fields) -> Model:
     return decoder(c, specs, style, BRANCH_NORMS)
 
 
+def gemma2(c: Fields) -> Model:
+    """The logits of attention are bounded."""
+    spec, cap = attention(c, bias=c["attention_bias"], scale=query_scale(c)), c["attn_logit_softcapping"]
+    if cap is not None and cap <= 0:
+        c.refuse("attn_logit_softcapping", "more than 0, or null")
+    spec = spec if cap is None else CappedSpec(**vars(spec), cap=cap)
+    return sandwich(c, [replace(spec, pattern=pattern) for pattern in windows(c)])
+
+
 def gemma3(c: Fields) -> Model:
     """As OLMo 3, with a norm before and a norm after each branch."""
-    c.only("use_bidirectional_attention", None, False)
     c.only("attn_logit_softcapping", None)
-    scale = c["query_pre_attn_scalar"] ** -0.5
-    specs = by_kind(c, bias=c["attention_bias"], qk_norm="head-offset", scale=scale)
-    kind = activation(c, "hidden_activation", GATED)
-    cap, factor = c["final_logit_softcapping"], embedding_factor(c)
-    style = BlockStyle("rms-offset", "both", mlp=kind, embedding_scale=factor, logits_cap=cap)
+    return sandwich(c, by_kind(c, bias=c["attention_bias"], qk_norm="head-offset", scale=query_scale(c)))
+
+
+def query_scale(c: Fields) -> float:
+    if c["query_pre_attn_scalar"] <= 0:
+        c.refuse("query_pre_attn_scalar", "more than 0")
+    return c["query_pre_attn_scalar"] ** -0.5
+
+
+def sandwich(c: Fields, specs: list[AttentionSpec]) -> Model:
+    """Returns a model of Gemma 2 or 3, with a norm before and a norm after each branch."""
+    c.only("use_bidirectional_attention", None, False)
+    kind, cap = activation(c, "hidden_activation", GATED), c["final_logit_softcapping"]
+    style = BlockStyle("rms-offset", "both", mlp=kind, embedding_scale=embedding_factor(c), logits_cap=cap)
     return decoder(c, specs, style, SANDWICH_NORMS)
 
 
@@ -130,6 +150,35 @@ def mixtral(c: Fields) -> Model:
     return mixed(c, attention(c, pattern=window_of(c)), mixture, range(c["num_hidden_layers"]), views)
 
 
+def gpt_oss(c: Fields) -> Model:
+    """Attention with sinks, and experts with biases and bounds, released in MXFP4."""
+    c.ignore("hidden_act")  # which its experts do not read
+    if (packed := c.get("quantization_config")) is not None and packed.get("quant_method") != "mxfp4":
+        c.refuse("quantization_config", "a quant_method of mxfp4")
+    fields = {"count": "num_local_experts", "chosen": "num_experts_per_tok"}
+    fields |= {"alpha": "swiglu_alpha", "limit": "swiglu_limit"}
+    style = BlockStyle(experts=mixture_of(c, fields, ClampedExperts, balance=balance(c), normalized=True))
+    specs = [attention(c, bias=c["attention_bias"], null="learned", pattern=pattern) for pattern in windows(c)]
+    common = plain(NORMS | {"mixer.sinks": "self_attn.sinks"}) | clamped_experts(c, c["num_local_experts"])
+    views = [common | attention_views(spec, "self_attn") for spec in specs]
+    return model_of(c, [Layer(spec, "experts") for spec in specs], style, views)
+
+
+def clamped_experts(c: Fields, count: int) -> Views:
+    """Returns the views of a router and of its experts, each matrix in one tensor of all experts, transposed. The rows
+    of the gate and of the other projection alternate."""
+    D, W = c["hidden_size"], c["intermediate_size"]
+    both, down = ("gate_up_proj", D, 2 * W), ("down_proj", W, D)
+    parts = {"gate": (*both, Block(1, 2 * W, 0, W, 2)), "up": (*both, Block(1, 2 * W, 1, W, 2)), "down": (*down, None)}
+    views = named("mlp.router", "mlp.router", {kind: kind for kind in ("weight", "bias")})
+    for e in range(count):
+        for part, (name, inputs, outputs, block) in parts.items():
+            bias = View(f"mlp.experts.{name}_bias", block, shape=(count, outputs), item=e)
+            matrix = bias._replace(name=f"mlp.experts.{name}", shape=(count, inputs, outputs), transposed=True)
+            views |= {f"mlp.{e}.{part}": matrix, f"mlp.{e}.{part}_bias": bias}
+    return views
+
+
 def mixed(c: Fields, spec: AttentionSpec, mixture: Experts | None, sparse: Collection[int], views: Views) -> Model:
     """Returns a model with experts in some layers. sparse: these layers; views: of their experts."""
     style, depth = BlockStyle(mlp=activation(c, "hidden_act", GATED), experts=mixture), c["num_hidden_layers"]
@@ -142,8 +191,10 @@ FORMATS: dict[str, Format] = {
     "phi3": Format("Phi3ForCausalLM", phi3),
     "smollm3": Format("SmolLM3ForCausalLM", smollm3),
     "olmo3": Format("Olmo3ForCausalLM", olmo3),
+    "gemma2": Format("Gemma2ForCausalLM", gemma2),
     "gemma3_text": Format("Gemma3ForCausalLM", gemma3),
     "granite": Format("GraniteForCausalLM", granite),
     "qwen3_moe": Format("Qwen3MoeForCausalLM", qwen3_moe),
     "mixtral": Format("MixtralForCausalLM", mixtral),
+    "gpt_oss": Format("GptOssForCausalLM", gpt_oss, files=PackedExperts),
 }

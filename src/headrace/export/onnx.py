@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..convert.checkpoint import load
+from ..extra.capped import CappedAttention
 from ..extra.latent import LatentAttention
 from ..files.provenance import running
 from ..hf.model import HeadraceForCausalLM
@@ -29,7 +30,8 @@ from ..utils.integrity import write_json
 
 OPSET = 23  # the first with RMSNormalization
 FIELDS = {  # of a layer's state
-    LinearMixer: ("memory", "conv", "shift", "tokens"), SoftmaxAttention: ("k", "v"), LatentAttention: ("k", "v"),
+    LinearMixer: ("memory", "conv", "shift", "tokens"),
+    **dict.fromkeys((SoftmaxAttention, CappedAttention, LatentAttention), ("k", "v")),
 }  # fmt: skip
 TRACED = {"batch": 2, "tokens": 6, "past": 3}  # sizes while the graph is traced; 0 and 1 would become constants
 PARTS = {"shared": "a block that several layers share", "positions": "absolute positions"}

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from ..utils.errors import InputError
 from ..utils.tables import Table
@@ -34,6 +34,7 @@ class Experts(Record):
     shared: PositiveInt | None = None  # width of an MLP of all tokens, which is added; None: there is none
     shared_gate: bool = False  # whether a sigmoid of a linear function of the token multiplies that MLP's output
     latent: PositiveInt | None = None  # size of a projection of the token that experts map; None: the token itself
+    layer: ClassVar[str] = ".blocks.moe.MixtureOfExperts"
 
     def _objections(self):
         chosen, count, groups, some = self.chosen, self.count, self.groups, self.chosen_groups

@@ -21,7 +21,7 @@ from ..maps import mixed, wanted, with_map
 from ..norms import OffsetRMSNorm
 from ..packing import count_tokens, without_padding, zeroed
 from ..rotary import Angles, angles, rotate
-from .sdpa import attend, attend_fading, forgotten
+from .sdpa import attend, attend_fading, forgotten, weigh
 from .window import CachedPlaces, PatternSoftmax, WindowState, window_attention
 
 
@@ -52,6 +52,7 @@ class SoftmaxAttention(SelfInitialized):
     """
 
     places = CachedPlaces  # of the keys of a pattern
+    weigh: Any = staticmethod(weigh)  # from logits to means of values
     q_norm: nn.Module | None
     k_norm: nn.Module | None
     g_proj: nn.Linear | None
@@ -63,7 +64,7 @@ class SoftmaxAttention(SelfInitialized):
         norm_eps: float = 1e-6, rope_theta: float = 10000.0, causal: bool = True, out_size: int | None = None,
     ):  # fmt: skip
         super().__init__()
-        if type(self) is SoftmaxAttention and (layer := spec.layer(causal)) != spec.facts.layer:
+        if type(self) is SoftmaxAttention and (layer := spec.layer(causal)) != AttentionSpec.facts.layer:
             raise InputError(f"{spec} has a layer of its own, {layer}; expected headrace.layers.build to make it")
         self.spec, self.rope_theta, self.causal, self.hidden_size = spec, rope_theta, causal, hidden_size
         require(causal or not spec.forget, "forget=True is of causal attention; expected forget=False in an encoder")
@@ -225,7 +226,7 @@ class SoftmaxAttention(SelfInitialized):
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, total: Tensor | None) -> Tensor:
         """Computes q [B, T, H, d]; k, v [B, L, Hkv, d] -> [B, T, H, d]."""
-        options: dict[str, Any] = {"bias": self.bias, "null": self._null}
+        options: dict[str, Any] = {"bias": self.bias, "null": self._null, "weigh": self.weigh}
         if total is not None:
             return attend_fading(q, k, v, total, valid, **options)
         return attend(q, k, v, valid, causal=self.causal, **options)
@@ -243,7 +244,7 @@ class SoftmaxAttention(SelfInitialized):
         cu_seqlens = sequences.bounds
         ends = torch.arange(0, B * T + 1, T, device=q.device) if cu_seqlens is None else cu_seqlens
         q, k = q.flatten(0, 1), k.flatten(0, 1)
-        softmax = PatternSoftmax(self.spec.pattern, self.bias, self._null)
+        softmax = PatternSoftmax(self.spec.pattern, self.bias, self._null, self.weigh)
 
         def mix(v: Tensor, state: WindowState | None = state) -> tuple[Tensor, WindowState]:
             out, state = window_attention(q, k, v.flatten(0, 1), state, ends, softmax, self.places)

@@ -12,9 +12,44 @@ from torch import Tensor, nn
 QUERIES = 64  # that `attend_fading` computes at once
 
 
+def weigh(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None, bias: Tensor | None = None, *,
+    null: bool | Tensor = False, causal: bool = False, scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Returns softmax(scale q kᵀ + bias) v, with shapes as in `attend`, and allowed and bias [B, 1 or H, T, L].
+
+    scale: None is d^-1/2."""
+    if isinstance(null, Tensor) or null:  # adds a token before all others, with this logit and value 0
+        width = v.shape[-1]
+        q, k, v = (F.pad(x, (0, 0, 0, 0, 1, 0)) for x in (q, k, v))
+        if isinstance(null, Tensor):
+            q, k, v, scale = _with_logit(q, k, v, null)
+        allowed = None if allowed is None else F.pad(allowed, (1, 0, 1, 0), value=True)
+        bias = None if bias is None else F.pad(bias, (1, 0, 1, 0))
+        return weigh(q, k, v, allowed, bias, causal=causal, scale=scale)[:, 1:, :, :width]
+    if bias is not None:
+        bias = bias.to(q.dtype)
+        allowed = bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), allowed,
+        is_causal=causal, scale=scale, enable_gqa=q.shape[2] != k.shape[2],
+    )  # fmt: skip
+    return out.transpose(1, 2)
+
+
+def _with_logit(q: Tensor, k: Tensor, v: Tensor, logit: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Adds one channel to q, k and v, by which the first key, of zeros, has a logit [H] per head, and returns the scale
+    of the logits. A bias with this logit would be a mask of all pairs of tokens."""
+    scale = q.shape[-1] ** -0.5
+    own = (logit.to(q.dtype) / scale)[:, None].expand(*q.shape[:3], 1)
+    first = (torch.arange(k.shape[1], device=k.device) == 0).to(k.dtype)[:, None, None].expand(*k.shape[:3], 1)
+    return torch.cat([q, own], -1), torch.cat([k, first], -1), F.pad(v, (0, 1)), scale
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None, *,
     causal: bool = True, bias: nn.Module | None = None, null: bool | Tensor = False, fade: Tensor | None = None,
+    weigh: Any = weigh,
 ) -> Tensor:  # fmt: skip
     """Softmax attention: q [B, T, H, d]; k, v [B, L, Hkv, d], Hkv dividing H -> [B, T, H, d].
 
@@ -28,6 +63,7 @@ def attend(
             be tokens of the keys' sequence.
         null: whether every softmax has one more logit 0, with value 0; or this logit by head, [H].
         fade: [B, H, T, L], added to the logits.
+        weigh: computes the logits, their softmax and the mean of the values.
     """
     T, L = q.shape[1], k.shape[1]
     if valid is None and bias is None and fade is None and (not causal or T in (1, L)):
@@ -71,37 +107,3 @@ def visible(q: Tensor, k: Tensor, valid: Tensor | None, causal: bool) -> Tensor:
     if valid is None or valid.dim() == 3:
         return allowed if valid is None else allowed & valid
     return allowed & valid[:, None] | (keys == own) & causal
-
-
-def weigh(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None, bias: Tensor | None = None, *,
-    null: bool | Tensor = False, causal: bool = False, scale: float | None = None,
-) -> Tensor:  # fmt: skip
-    """Returns softmax(scale q kᵀ + bias) v, with shapes as in `attend`, and allowed and bias [B, 1 or H, T, L].
-
-    scale: None is d^-1/2."""
-    if isinstance(null, Tensor) or null:  # adds a token before all others, with this logit and value 0
-        width = v.shape[-1]
-        q, k, v = (F.pad(x, (0, 0, 0, 0, 1, 0)) for x in (q, k, v))
-        if isinstance(null, Tensor):
-            q, k, v, scale = _with_logit(q, k, v, null)
-        allowed = None if allowed is None else F.pad(allowed, (1, 0, 1, 0), value=True)
-        bias = None if bias is None else F.pad(bias, (1, 0, 1, 0))
-        return weigh(q, k, v, allowed, bias, causal=causal, scale=scale)[:, 1:, :, :width]
-    if bias is not None:
-        bias = bias.to(q.dtype)
-        allowed = bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), allowed,
-        is_causal=causal, scale=scale, enable_gqa=q.shape[2] != k.shape[2],
-    )  # fmt: skip
-    return out.transpose(1, 2)
-
-
-def _with_logit(q: Tensor, k: Tensor, v: Tensor, logit: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Adds one channel to q, k and v, by which the first key, of zeros, has a logit [H] per head, and returns the scale
-    of the logits. A bias with this logit would be a mask of all pairs of tokens."""
-    scale = q.shape[-1] ** -0.5
-    own = (logit.to(q.dtype) / scale)[:, None].expand(*q.shape[:3], 1)
-    first = (torch.arange(k.shape[1], device=k.device) == 0).to(k.dtype)[:, None, None].expand(*k.shape[:3], 1)
-    return torch.cat([q, own], -1), torch.cat([k, first], -1), F.pad(v, (0, 1)), scale

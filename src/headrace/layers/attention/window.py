@@ -93,6 +93,7 @@ class PatternSoftmax:
     pattern: Pattern
     bias: nn.Module | None  # of the logits, by the distances in tokens
     null: bool | Tensor  # as in `weigh`
+    weigh: Any = weigh
 
     @property
     def parameters(self) -> list[Any]:
@@ -102,7 +103,7 @@ class PatternSoftmax:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, groups: Groups) -> Tensor:
         own, position = groups.own[:, :, None], groups.position[:, None]
         bias = None if self.bias is None else self.bias(own - position)
-        return weigh(q, k, v, self.allowed(own, position)[:, None], bias, null=self.null)
+        return self.weigh(q, k, v, self.allowed(own, position)[:, None], bias, null=self.null)
 
     def allowed(self, own: Tensor, position: Tensor) -> Tensor:
         """Returns the mask [G, size, C] of queries own [G, size, 1] and keys position [G, 1, C].

@@ -20,7 +20,6 @@ from ...spec.stack import MLPS, SHARED, BlockStyle, Layer, as_layers
 from .. import SoftmaxAttention, build
 from ..base import Mixer, named
 from ..norms import OffsetRMSNorm
-from .moe import MixtureOfExperts
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def build_mlp(kind: str, sizes: Sizes) -> nn.Module | None:
     assert spec is not None
     shared = MLP(replace(sizes, intermediate_size=spec.shared)) if spec.shared else None
     activation = ACTIVATIONS[style.mlp]
-    return MixtureOfExperts(spec, sizes.hidden_size, width, activation, style.gated, shared, style.bias)
+    return named(spec.layer)(spec, sizes.hidden_size, width, activation, style.gated, shared, style.bias)
 
 
 def mixer_settings(sizes: Sizes, layer_idx: int = 0, num_layers: int = 1) -> dict[str, Any]:

@@ -49,6 +49,8 @@ class MixtureOfExperts(SelfInitialized):
         bias: whether the projections to and from the experts' input, if the spec has them, have biases.
     """
 
+    PARTS: tuple[str, ...] = ("up", "down")  # parameters that have a row for each expert
+
     def __init__(
         self, spec: Experts, hidden_size: int, width: int, activation: Callable[[Tensor], Tensor], gated: bool,
         shared: nn.Module | None = None, bias: bool = False,
@@ -114,8 +116,8 @@ class MixtureOfExperts(SelfInitialized):
         counts = flat.new_zeros(self.spec.count).index_add(0, flat, torch.ones_like(flat))
         # The meta device only counts operations, whose number does not depend on the distribution over experts.
         sizes = [len(flat), *[0] * (self.spec.count - 1)] if x.is_meta else counts.tolist()
-        parts = x.flatten(0, 1)[tokens].split(sizes)
-        out = torch.cat([self._expert(*each) for each in zip(parts, self.up.unbind(), self.down.unbind(), strict=True)])
+        each = [x.flatten(0, 1)[tokens].split(sizes), *(getattr(self, name).unbind() for name in self.PARTS)]
+        out = torch.cat([self._expert(*one) for one in zip(*each, strict=True)])
         out = out * weights.flatten()[order, None].to(x.dtype)
         return torch.zeros_like(x).flatten(0, 1).index_add(0, tokens, out).view_as(x)
 
