@@ -83,3 +83,24 @@ def test_training_accepts_paths_with_special_characters(home, run_command, monke
     assert list((home / "run [1]").rglob("events.out.tfevents*"))
     code, _, error = run_command("curves", "run [1]", "--output", "curves [1].png")
     assert code == 0 and (home / "curves [1].png").stat().st_size, error
+    (home / "folder.png").mkdir()
+    code, _, error = run_command("curves", "run [1]", "--output", "folder.png")
+    assert code == 2 and error == "headrace: folder.png: Is a directory\n"
+
+
+LONG = 300 * "x"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [f"generate {LONG} --prompt a", f"train {LONG}", f"verify {LONG}.py:a", f"zoo --plugin {LONG}.py",
+     f"compare --output {LONG} {SMALL}", "generate MODEL --prompt a --max-new-tokens 1 --save-state loop/state"],
+    ids=lambda words: words.split()[0],
+)  # fmt: skip
+def test_paths_that_no_file_can_have_are_one_sentence(words, home, run_command, monkeypatch):
+    monkeypatch.chdir(home)
+    (home / "loop").unlink(missing_ok=True)
+    (home / "loop").symlink_to("loop")
+    code, _, error = run_command(*("model [1]" if word == "MODEL" else word for word in shlex.split(words)))
+    last = error.splitlines()[-1]
+    assert code == 2 and last.startswith("headrace: ") and last.endswith(("name too long", "File exists")), error

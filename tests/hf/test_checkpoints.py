@@ -271,6 +271,8 @@ WRONG = {
     "no field 'n_embd'; did you mean 'hidden_size'": {"n_embd": 64},
     "no field 'rope_scaling'; did you mean 'rope_theta'": {"rope_scaling": {"type": "linear", "factor": 2.0}},
     "no field 'per_layer_config'; did you mean 'mixer'": {"per_layer_config": {"1": {"num_heads": 2}}},
+    "no field 'd_ff'; did you mean 'intermediate_size'": {"d_ff": 128},
+    "no field 'expand_k'; did you mean 'mixer'": {"expand_k": 0.5},
     "no field 'temperature'": {"temperature": 0.7},
     "hidden_size=None; expected a positive integer": {"hidden_size": None},
     "num_heads=True; expected a positive integer": {"num_heads": True},

@@ -86,6 +86,7 @@ def test_changed_weights_and_modules_are_noticed():
         lambda block: setattr(block, "mlp", copy.deepcopy(block.mlp)),
         lambda block: setattr(block.mixer_norm, "eps", 0.1),
         lambda block: setattr(block.mixer, "norm_eps", 0.1),
+        lambda block: setattr(block.mlp.down_proj, "bias", nn.Parameter(torch.randn(block.mixer.hidden_size))),
         lambda block: quantize(block),
         lambda block: block.mixer.o_proj.register_forward_hook(lambda module, args, out: 2 * out),
     ]
@@ -99,6 +100,30 @@ def test_changed_weights_and_modules_are_noticed():
         assert relative(now, model(ids).logits[:, 3:].double()) < 1e-3
         last = now
     assert "o_proj" in model.engine.unsupported_reason(model)
+
+
+class Adapted(nn.Module):
+    """A linear layer with something added, without the attributes of one."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.more = base, nn.Linear(base.in_features, base.out_features)
+
+    def forward(self, x):
+        return self.base(x) + self.more(x)
+
+
+@pytest.mark.parametrize("name", ["softmax-gla", "rwkv6", "transformer(gate=channel)"])
+@torch.no_grad()
+def test_layers_in_wrappers_and_removed_layers_run(name):
+    model = tiny.build(name, style={"mlp": "swiglu"}).float()
+    for path, module in list(model.model.backbone.layers[1].named_modules()):
+        if isinstance(module, nn.Linear):
+            changed = copy.deepcopy(model)
+            changed.model.backbone.layers[1].set_submodule(path, Adapted(module))
+            assert is_accurate(changed, torch.randint(29, (2, 9)), check=False)
+    del model.model.layers[0]
+    assert is_accurate(model, torch.randint(29, (2, 9)), check=False)
 
 
 @pytest.mark.parametrize("tied", [True, False])

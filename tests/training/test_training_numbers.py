@@ -102,7 +102,7 @@ def test_the_dynamics_of_a_mixer_are_not_decayed(name):
 
 
 def test_the_card_says_bits_per_byte_of_the_held_out_text(data, tmp_path):
-    history = train(data, tmp_path, tokens=128 * 10, evaluate_every=5).history.points
+    history = train(data, tmp_path, tokens=128 * 10.4, evaluate_every=5).history.points
     assert (
         [p["step"] for p in history if "tokens_per_second" in p]
         == [10]
@@ -116,7 +116,7 @@ def test_the_card_says_bits_per_byte_of_the_held_out_text(data, tmp_path):
     readme = (tmp_path / "model" / "README.md").read_text("utf-8")
     bits = final["final_loss"] / math.log(2) * len(ids) / length
     told = f"{final['final_loss']:.4f} nats per held-out token, perplexity {math.exp(final['final_loss']):.2f}"
-    assert f"After 1280 tokens: {told}, {bits:.4f} bits per byte." in readme
+    assert f"After 1,280 tokens: {told}, {bits:.4f} bits per byte." in readme
     for point in (point for point in history if "eval_loss" in point):
         loss = point["eval_loss"]
         bits = loss / math.log(2) * len(ids) / length
@@ -241,8 +241,8 @@ def test_an_estimate_equals_the_count_by_hand(mixer, per_layer, capsys):
     """laptop-1m: 4 layers of 128, an MLP of 352, a vocabulary of 4,096, rows of 512, 4e6 tokens in steps of 8,192."""
     found = estimate(recipes.load("laptop-1m", {"mixer": mixer})[0])
     forward = 4 * (per_layer + 2 * 3 * 128 * 352) + 2 * 128 * 4096
-    assert (found["flops_per_token"], found["flops"]) == (3 * forward, 3 * forward * 4_000_000)
-    assert [found[name] for name in ("steps", "warmup_steps", "rows_per_step", "tokens")] == [488, 24, 16, 4_000_000]
+    assert (found["flops_per_token"], found["flops"]) == (3 * forward, 3 * forward * 488 * 8192)
+    assert [found[name] for name in ("steps", "warmup_steps", "rows_per_step", "tokens")] == [488, 24, 16, 488 * 8192]
     weights = found["bytes"]["weights, gradients, moments"]
     assert weights == 4 * 4 * found["parameters"]["tied"]
     untied, wide, shared = (

@@ -86,7 +86,7 @@ def add_attention(program: Program, mixer: Any, x: int, out: int, place: int, ad
         _add_heads(program, mixer, name, size, x, at)
     gate = -1
     if mixer.g_proj is not None:
-        gate = program.columns(mixer.g_proj.out_features)
+        gate = program.columns(H if spec.gate == "head" else H * d)
         add_linear(program, mixer, "g_proj", x, gate)
     read = program.columns(H * d)
     program.add("attend", x=q, out=read, other=gate if spec.gate == "head" else -1, layer=len(program.attentions))

@@ -41,8 +41,10 @@ ELSEWHERE = {
     "n_inner": "intermediate_size", "ffn_dim": "intermediate_size", "n_positions": "max_position_embeddings",
     "n_ctx": "max_position_embeddings", "rms_norm_eps": "norm_eps", "layer_norm_eps": "norm_eps",
     "layer_norm_epsilon": "norm_eps", "activation_function": "mlp", "hidden_act": "mlp",
-    "rope_parameters": "rope_theta", "rope_scaling": "rope_theta", "num_key_value_heads": "mixer", "head_dim": "mixer",
-    "per_layer_config": "mixer", "layer_types": "mixer",
+    "d_intermediate": "intermediate_size", "hidden_ratio": "intermediate_size", "d_ff": "intermediate_size",
+    "rope_parameters": "rope_theta", "rope_scaling": "rope_theta",
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "head_dim", "per_layer_config", "layer_types", "attn",
+                     "expand", "expand_k", "expand_v", "state_size", "conv_size", "ssm_cfg"), "mixer"),
 }  # fmt: skip
 # The code in a saved folder for processes that do not import headrace, and the classes that transformers finds there.
 CODE = '''"""For transformers with trust_remote_code=True. It needs headrace: pip install ".[models]" in a checkout."""

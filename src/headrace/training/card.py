@@ -84,7 +84,7 @@ def write_card(
         f"{final['final_bits_per_byte']:.4f} bits per byte."
     )
     scores = scores if math.isfinite(loss) else f", the loss on held-out text is {NO_NUMBER}."
-    summary = f"After {recipe.tokens:g} tokens{scores} {baseline_sentence(loss, unigram)}"
+    summary = f"After {recipe.trained_tokens:,} tokens{scores} {baseline_sentence(loss, unigram)}"
     results = [
         EvalResult("text-generation", "text", "held-out documents", metric, value)
         for metric in ("loss", "perplexity", "bits_per_byte")

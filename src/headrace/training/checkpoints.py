@@ -56,7 +56,7 @@ def newest(folder: Path) -> Path | None:
 
 
 def stopped_run(what: str, folder: Path) -> InputError:
-    return InputError(f"{what}; the last complete checkpoint is {newest(folder)}")
+    return InputError(f"{what}; the last complete checkpoint is {newest(folder) or 'none'}")
 
 
 def discard_unfinished(folder: Path) -> None:

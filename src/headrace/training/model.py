@@ -134,9 +134,9 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         "steps": recipe.steps,
         "warmup_steps": recipe.warmup_steps,
         "rows_per_step": recipe.rows,
-        "tokens": round(recipe.tokens),
+        "tokens": recipe.trained_tokens,
         "flops_per_token": flops,
-        "flops": flops * round(recipe.tokens),
+        "flops": flops * recipe.trained_tokens,
         "kept_per_token": {part: size * recipe.context_parallel // recipe.length for part, size in kept.items()},
         "bytes": {
             "weights, gradients, moments": held,

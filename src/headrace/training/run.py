@@ -108,7 +108,7 @@ def describe_start(loop: Loop, last: Path | None) -> str:
         compiled = f"; blocks are {'' if is_compiled(model) else 'not '}compiled"
     return (
         f"{recipe.mixer}: {recipe.layers} layers of width {recipe.hidden_size}, {parameters / 1e6:,.2f} M parameters\n"
-        f"{recipe.tokens:,.0f} tokens in {recipe.steps:,} steps of {recipe.rows} rows of {recipe.length}: "
+        f"{recipe.trained_tokens:,} tokens in {recipe.steps:,} steps of {recipe.rows} rows of {recipe.length}: "
         f"{passes:,.3g} passes over the data{begins}{compiled}"
     )
 

@@ -69,7 +69,6 @@ class Backbone(nn.Module):
         super().__init__()
         blocks = [block(layer, sizes, i, len(layers)) for i, layer in enumerate(layers)]
         self.layers, self.block_class = nn.ModuleList(blocks), block
-        self.counts = [each.states for each in blocks]
         uses = sum(layer.link is not None for layer in self.layers)
         shared = [named(SHARED["block"])(sizes) for _ in range(min(uses, sizes.style.shared_count))]
         self.shared: Any = nn.ModuleList(shared) if len(shared) > 1 else next(iter(shared), None)
@@ -145,6 +144,11 @@ class Backbone(nn.Module):
             now = None if mask is None else mask[:, piece]
             y[:, piece], states = self(x[:, piece], states, mask=now, in_place=start > 0)
         return y, states  # type: ignore[return-value]
+
+    @property
+    def counts(self) -> list[int]:
+        """Number of states of each layer without that of the shared block."""
+        return [layer.states for layer in self.layers]
 
     @property
     def state_counts(self) -> list[int]:

@@ -93,7 +93,7 @@ def _end_branch(program: Program, block: Block, name: str, x: int, branch: int) 
 
 def _add_mlp(program: Program, mlp: MLP, x: int, out: int, add: bool) -> None:
     """Adds an MLP: out = mlp(x), or out += mlp(x)."""
-    width = mlp.up_proj.out_features
+    width = program.module(mlp, "up_proj", nn.Linear, Int8Linear).out_features
     start = hidden = program.columns(width)
     kind = ACTIVATIONS.get(mlp.kind, mlp.kind)
     program.fixed(mlp, "kind", "activation")

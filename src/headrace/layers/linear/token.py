@@ -48,7 +48,7 @@ WEIGHTS = {
 
 def mixer_program(program: Program, mixer: Any) -> None:
     """Builds the program x [B, 1, D] -> y [B, 1, D] of a linear mixer, whose state is the only one."""
-    D = mixer.in_proj.in_features
+    D = mixer.hidden_size
     x, y = program.columns(D), program.columns(D)
     program.add("load", out=x, outputs=D)
     add_mixer(program, mixer, x, y, 0)
@@ -107,7 +107,7 @@ def add_mixer(program: Program, mixer: Any, x: int, out: int, place: int, add: b
     spec, parts, gate = mixer.spec, mixer.parts, mixer.spec.competition or Competition()
     H, K, V = mixer.H, mixer.K, mixer.V
     fields = ABSENT | {
-        "D": mixer.in_proj.in_features, "H": H, "Hq": mixer.Hq, "Hk": parts.get("k", K) // K, "Hv": parts["v"] // V,
+        "D": mixer.hidden_size, "H": H, "Hq": mixer.Hq, "Hk": parts.get("k", K) // K, "Hv": parts["v"] // V,
         "K": K, "F": K, "V": V, "conv_width": spec.inputs.conv, "decay_reads": parts.get("decay", 0),
         "gate_reads": parts.get("gate", 0), "scale": mixer.logit_scale, "logit_scale": mixer.logit_scale,
         "norm_eps": mixer.norm_eps, "group_eps": mixer.group_eps, "sum_eps": NORMALIZER_EPS,
@@ -138,7 +138,7 @@ def add_mixer(program: Program, mixer: Any, x: int, out: int, place: int, add: b
 def _add_shifted_projections(program: Program, mixer: Any, x: int, projected: int, place: int) -> None:
     """Adds the token shift and the projection of each of its streams (token_shift.py)."""
     shift = program.module(mixer, "shift", TokenShift)
-    D, streams = mixer.in_proj.in_features, shift.STREAMS
+    D, streams = mixer.hidden_size, shift.STREAMS
     rank = shift.up.shape[1]
     state = program.state(place, "shift", (1, D))
     mixed = program.columns(D)

@@ -126,6 +126,11 @@ class Recipe(Optimization):
         return round(self.tokens / self.batch_tokens)
 
     @property
+    def trained_tokens(self) -> int:
+        """`tokens` in whole steps."""
+        return self.steps * self.batch_tokens
+
+    @property
     def warmup_steps(self) -> int:
         return round(self.warmup * self.tokens / self.batch_tokens)
 

@@ -83,11 +83,13 @@ class Modules:
         self.places: list[tuple[dict[str, Any], str]] = []  # the parent's modules, and the name there
         self.hooks: list[dict] = []
         self.attributes: list[dict[str, Any]] = []
+        self.absent: list[tuple[dict[str, Any], str]] = []  # parameters that are None, such as a bias
 
     def add(self, parent: nn.Module, name: str, module: nn.Module) -> None:
         self.add_other(parent, name, module)
         self.hooks += [module._forward_hooks, module._forward_pre_hooks]
         self.attributes.append(vars(module))
+        self.absent += [(module._parameters, key) for key, x in module._parameters.items() if x is None]
 
     def add_other(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
         """Adds a module that no operation stands for."""
@@ -100,10 +102,10 @@ class Modules:
         return not any(self.hooks) and not any("forward" in attributes for attributes in self.attributes)
 
     def are_same(self, plain: bool) -> bool:
-        """Whether the modules are in their places, of their classes, and plain or not."""
+        """Whether the modules are in their places, of their classes, plain or not, and have no more parameters."""
         held = [modules.get(name) for modules, name in self.places]
         same = all(map(operator.is_, held, self.modules)) and list(map(type, held)) == self.classes
-        return same and self.are_plain() == plain
+        return same and self.are_plain() == plain and not any(x.get(key) is not None for x, key in self.absent)
 
 
 class Program:
