@@ -145,7 +145,7 @@ MISTAKES = {
     "compare --output empty.txt": "'empty.txt' exists and is no folder of reports or runs",
     "verify --mixers retnt": "mixer 'retnt' is unknown; the nearest names are retnet",
     "verify --dtype float8": "--dtype='float8'; expected one of float64",
-    "verify --backend cuda": "backend='cuda' is unknown; expected 'auto' or one of onnx, native, triton, fla, torch",
+    "verify --backend cuda": "backend='cuda' is unknown; expected one of auto, onnx, native, triton, fla, torch",
     "verify --backend torch,onnx": "backend='onnx' cannot run here",
     "verify --device tpu7": "--device='tpu7' cannot be used",
     "prepare short.txt --output .": "--output '.' has no name of its own; expected a new file or folder",

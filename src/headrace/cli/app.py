@@ -21,8 +21,11 @@ from . import compare, evaluate, linearize, train, use, verify
 from .console import Interrupted, Plugins, needing, printable
 from .options import option
 
-# Errors of a full disk, or of a path that this user cannot write.
-UNWRITABLE = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "ENOTDIR")}
+# Errors of a full disk, or of a path that this user cannot write or that cannot be.
+UNWRITABLE = {
+    getattr(errno, name)
+    for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "ENOTDIR", "ENAMETOOLONG", "ELOOP")
+}
 UsageError: Any = typer.BadParameter.__base__  # click's, of which newer versions of Typer contain a copy
 
 app = typer.Typer(pretty_exceptions_enable=False)

@@ -37,7 +37,7 @@ def verify(
     """Compares every way of running a mixer, and its gradients, with the literal loop in float64.
 
     Args:
-        names: names or expressions of mixers, or "linear_attention" for the op by itself at the sizes of large models;
+        names: a name or names, or expressions, of mixers, or "linear_attention" for the op by itself at the sizes of large models;
             None: all of the zoo and, on a GPU, the op.
         device, dtype: where the mixers run, and in which precision: float64, float32 or bfloat16. On a CPU a backend
             that does not take the dtype runs in float32, or else in bfloat16; on a GPU each runs in both, because their
