@@ -69,7 +69,11 @@ def test_compare_returns_its_results(tmp_path):
         (headrace.generate, {"checkpoint": "HERE", "temperature": 10**400}, "--temperature has more than 64 bits"),
         (headrace.generate, {"checkpoint": "HERE", "save_state": "a\0b"}, r"--save-state=.*; expected a path or None"),
         (headrace.train, {"recipe": "laptop-1m", "dry_run": "no"}, "--dry-run='no'; expected True or False"),
-        (headrace.train, {"recipe": "laptop-1m", "settings": [3]}, r"--settings=\[3\]; expected a list of text or None"),
+        (
+            headrace.train,
+            {"recipe": "laptop-1m", "settings": [3]},
+            r"--settings=\[3\]; expected a list of text or None",
+        ),
         (headrace.load, {"path": None}, "path=None; expected a folder, or a name on the Hugging Face Hub"),
     ],
 )

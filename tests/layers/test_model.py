@@ -223,7 +223,13 @@ def test_unknown_mixers_are_refused(mixer):
 
 
 @pytest.mark.parametrize(
-    ("mixer", "sentence"), [("sofmax-gla", "is unknown"), ("no", "names are( [a-z0-9-]+,?){3} "), ("bert", "whole model"), ("jamba", "several layers")]
+    ("mixer", "sentence"),
+    [
+        ("sofmax-gla", "is unknown"),
+        ("no", "names are( [a-z0-9-]+,?){3} "),
+        ("bert", "whole model"),
+        ("jamba", "several layers"),
+    ],
 )
 def test_objects_that_are_no_spec_are_refused(mixer, sentence):
     with pytest.raises(InputError, match=sentence):

@@ -85,9 +85,7 @@ def test_layer_on_a_named_backend_refuses_unsupported_calls():
     with pytest.raises(InputError, match=r"backend='native' cannot run here: .* v is torch.float64"):
         mixer(torch.randn(2, 7, D, dtype=torch.float64))
     mixer.backend = "cuda"
-    with pytest.raises(
-        InputError, match=f"backend='cuda' is unknown; expected one of auto, {', '.join(backends())}"
-    ):
+    with pytest.raises(InputError, match=f"backend='cuda' is unknown; expected one of auto, {', '.join(backends())}"):
         mixer(torch.randn(2, 7, D, dtype=torch.float64))
 
 

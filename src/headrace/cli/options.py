@@ -17,8 +17,8 @@ T = TypeVar("T")
 DEFAULT = r" \[default: {}]"  # its bracket is escaped, as Rich takes "[...]" for markup and prints nothing
 Result = TypeVar("Result")
 KINDS: dict[Any, str] = {
-    int: "an integer", float: "a number", bool: "True or False", str: "text", Path: "a path", list[str]: "a list of text",
-    NoneType: "None",
+    int: "an integer", float: "a number", bool: "True or False", str: "text", Path: "a path",
+    list[str]: "a list of text", NoneType: "None",
 }  # fmt: skip
 
 

@@ -173,7 +173,7 @@ def check_scale(scale: float | None) -> None:
 
 
 def check_rule(rule: str, bonus: Tensor | None, normalize: bool) -> None:
-    """Raises InputError for an unknown rule, a `normalize` that is no bool, and a bonus or normalizer that the rule does not have."""
+    """Raises InputError for an unknown rule, for what is no bool, and for what the rule does not have."""
     require_name(("add", "delta"), rule=rule)
     require_bools(normalize=normalize)
     if rule == "delta" and (bonus is not None or normalize):
