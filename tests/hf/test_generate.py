@@ -122,14 +122,14 @@ def test_the_command_takes_the_short_loop(checkpoint, monkeypatch):
     assert reasons == [None]
 
 
-@pytest.mark.parametrize("options", ["", "--prompt-lookup 3"])
+@pytest.mark.parametrize("options", ["", "--prompt-lookup 3", "--temperature 0", "--temperature 0 --prompt-lookup 3"])
 def test_logits_that_are_no_numbers_are_one_sentence(checkpoint, run_command, tmp_path, options):
     model = load(checkpoint)
     torch.nn.init.constant_(model.lm_head.weight, torch.nan)
     for part in (model, byte_level()):
         part.save_pretrained(tmp_path)
     code, _, error = run_command("generate", tmp_path, "--prompt", PROMPT, *options.split())
-    assert code == 2 and f"checkpoint '{tmp_path}' gives NaN or infinite logits; no token can be sampled" in error
+    assert code == 2 and f"checkpoint '{tmp_path}' gives NaN or infinite logits; no token can be chosen" in error
 
 
 def test_the_new_text_follows_the_prompt_with_its_space(tmp_path):

@@ -100,13 +100,13 @@ def _added(tokenizer: Any, before: Tensor, after: Tensor) -> str:
 
 @contextmanager
 def _sampling(checkpoint: Path) -> Iterator[None]:
-    """Raises InputError for logits from which our loop or torch.multinomial cannot sample."""
+    """Raises InputError for logits from which our loop or torch.multinomial cannot choose."""
     try:
         yield
     except RuntimeError as error:
         if "infinite values" not in str(error) and "probability tensor" not in str(error):
             raise
-        sentence = f"checkpoint {str(checkpoint)!r} gives NaN or infinite logits; no token can be sampled"
+        sentence = f"checkpoint {str(checkpoint)!r} gives NaN or infinite logits; no token can be chosen"
         raise InputError(sentence) from error
 
 
