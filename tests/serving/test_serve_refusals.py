@@ -238,5 +238,5 @@ def test_invalid_chats_are_refused(chat):
             chat.create(model=None, messages=messages)
     with pytest.raises(openai.BadRequestError, match="logprobs=True"):
         chat.create(model=None, messages=[{"role": "user", "content": "?"}], logprobs=True)
-    with pytest.raises(openai.BadRequestError, match="max_tokens and max_completion_tokens are both given; expected on"):
+    with pytest.raises(openai.BadRequestError, match="max_tokens and max_completion_tokens are both given; expected"):
         chat.create(model=None, messages=[{"role": "user", "content": "?"}], max_tokens=5, max_completion_tokens=6)
