@@ -312,7 +312,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
 
         Returns:
             CausalLMOutputWithPast: `loss`, the mean cross-entropy in nats over the tokens with a label plus the
-            load-balancing loss of experts, None without labels; `logits` [B, kept positions, vocabulary];
+            load-balancing loss of experts over the tokens of this call, None without labels; `logits` [B, kept positions, vocabulary];
             `past_key_values`, `hidden_states` and `attentions` of HeadraceModel.
         """
         loss_kwargs.pop("tokenizer", None)  # an argument of `generate` that is passed on to forward
