@@ -93,7 +93,8 @@ MISTAKES = {
     "compare --task mqar(pairs=8) --sweep pairs=4,8": "'pairs' is set twice, by --task, --sweep, --tune or its own",
     "compare --task mqar(length=64) --length 32": "'length' is set twice, by --task, --sweep, --tune or its own",
     "train laptop-1m mixer=gla --mixer retnet --dry-run": "'mixer' is set twice, to 'gla' and to 'retnet'",
-    "bench --lengths 8,": "--lengths=8,; expected positive integers separated by commas, such as 512,2048",
+    "bench --lengths 8,": "--lengths=8,; expected positive integers of less than 2^31 separated by commas, such as",
+    "bench --lengths 9999999999": "--lengths=9999999999; expected positive integers of less than 2^31",
     "compare --task mqar --sweep pairs=8,8": "with distinct values",
     "compare --task mqar --sweep heads=4,7": "num_heads=7 does not divide",
     "compare --task mqar --sweep pairs=8,64": "length >= 4 * pairs",
@@ -145,7 +146,7 @@ MISTAKES = {
     "compare --output empty.txt": "'empty.txt' exists and is no folder of reports or runs",
     "verify --mixers retnt": "mixer 'retnt' is unknown; the nearest names are retnet",
     "verify --dtype float8": "--dtype='float8'; expected one of float64",
-    "verify --backend cuda": "backend='cuda' is unknown; expected 'auto' or one of onnx, native, triton, fla, torch",
+    "verify --backend cuda": "backend='cuda' is unknown; expected one of onnx, native, triton, fla, torch",
     "verify --backend torch,onnx": "backend='onnx' cannot run here",
     "verify --device tpu7": "--device='tpu7' cannot be used",
     "prepare short.txt --output .": "--output '.' has no name of its own; expected a new file or folder",
@@ -219,10 +220,14 @@ def test_names_that_are_not_utf8_are_refused(run_command, monkeypatch, encoding,
         assert f"has bytes that are no {encoding} text; expected UTF-8{cure}" in error
 
 
-def test_a_misspelt_mixer_is_refused_before_slow_imports(run_command, monkeypatch):
+def test_what_is_misspelt_is_refused_before_slow_imports(run_command, monkeypatch):
     monkeypatch.setitem(sys.modules, "headrace.comparison.choose", None)  # whose import then raises
+    monkeypatch.setitem(sys.modules, "headrace.benchmarking.measure", None)
     code, _, error = run_command("compare", "--mixers", "softmx-retnet")
     assert code == 2 and "'softmx-retnet' is unknown" in error
+    for name, value in (("what", "speed"), ("lengths", "0"), ("contexts", "8,8")):
+        code, _, error = run_command("bench", f"--{name}", value)
+        assert code == 2 and error.startswith(f"headrace: --{name}={value}")
 
 
 def test_closed_streams(run_command, monkeypatch):

@@ -5,6 +5,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import pytest
 
 import headrace
@@ -37,11 +38,14 @@ def test_a_function_has_the_fields_of_its_options(function):
         ("a/b", Annotated[Path | None, "help"], Path("a/b")), (None, Annotated[Path | None, "help"], None),
         (["gla", "retnet"], Annotated[str | None, "help"], "gla,retnet"), (3, Annotated[str | None, "help"], "3"),
         (["a.txt"], Annotated[list[str] | None, "help"], ["a.txt"]), (3, Annotated[int | None, "help"], 3),
-        (True, Annotated[bool, "help"], True), ("a", Annotated[str, "help"], "a"),
+        (True, Annotated[bool, "help"], True), ("a", Annotated[str, "help"], "a"), (5, Annotated[float, "help"], 5.0),
+        ("a.txt", Annotated[list[str] | None, "help"], ["a.txt"]), (Path("a/b"), Annotated[str, "help"], "a/b"),
+        (Path("a"), Annotated[list[str], "help"], ["a"]), (np.float32(0.5), Annotated[float | None, "help"], 0.5),
+        (np.int64(3), Annotated[int, "help"], 3), (10**400, Annotated[float, "help"], 10**400),
     ],
 )  # fmt: skip
 def test_values_of_python_become_those_of_the_command_line(value, hint, expected):
-    assert converted(value, hint) == expected
+    assert converted(value, hint) == expected and type(converted(value, hint)) is type(expected)
 
 
 def test_compare_returns_its_results(tmp_path):
@@ -60,6 +64,17 @@ def test_compare_returns_its_results(tmp_path):
         (headrace.generate, {"checkpoint": "HERE", "prompt_lookup": 0}, "--prompt-lookup=0; expected at least 1"),
         (headrace.generate, {"checkpoint": "HERE", "cuda_graph": True, "draft": "y"}, "--draft has no effect with"),
         (headrace.generate, {"checkpoint": "HERE", "threads": 0}, "--threads=0; expected at least 1"),
+        (headrace.generate, {"checkpoint": None}, "--checkpoint=None; expected a path"),
+        (headrace.generate, {"checkpoint": "HERE", "threads": True}, "--threads=True; expected an integer or None"),
+        (headrace.generate, {"checkpoint": "HERE", "temperature": 10**400}, "--temperature has more than 64 bits"),
+        (headrace.generate, {"checkpoint": "HERE", "save_state": "a\0b"}, r"--save-state=.*; expected a path or None"),
+        (headrace.train, {"recipe": "laptop-1m", "dry_run": "no"}, "--dry-run='no'; expected True or False"),
+        (
+            headrace.train,
+            {"recipe": "laptop-1m", "settings": [3]},
+            r"--settings=\[3\]; expected a list of text or None",
+        ),
+        (headrace.load, {"path": None}, "path=None; expected a folder, or a name on the Hugging Face Hub"),
     ],
 )
 def test_options_are_checked_before_anything_runs(function, options, said, tmp_path):

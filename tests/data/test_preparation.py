@@ -170,11 +170,39 @@ def test_a_folder_of_two_kinds_is_refused(tmp_path):
 
 def test_what_is_left_out_of_a_folder_is_said(tmp_path, capsys):
     """`datasets` tells splits by the names of files."""
-    for name in ("a.txt", "b.md", "test.txt", "valid.txt.gz", "README.md", ".hidden.txt"):
+    for name in ("a.txt", "b.txt", "test.txt", "valid.txt.gz", "README.txt", ".hidden.txt"):
         (tmp_path / name).write_bytes(gzip.compress(b"packed") if name.endswith("gz") else name.encode())
     (tmp_path / "train.txt").write_text("read")
     assert read(tmp_path) == read(tmp_path) == [("read", "")]
-    assert capsys.readouterr().err.count("does not have a.txt, b.md, test.txt and 1 more; name files") == 1
+    assert capsys.readouterr().err.count("does not have a.txt, b.txt, test.txt and 1 more; name files") == 1
+
+
+@pytest.mark.parametrize("suffix", [".md", ".py"])
+def test_files_that_are_read_by_name_alone(tmp_path, suffix):
+    """`datasets` leaves them out of a folder. Beside data of other kinds they are about the data, or its program."""
+    for name in (f"a{suffix}", "README.md", f".git/b{suffix}"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("one")
+    with pytest.raises(InputError, match=rf"is a folder of {suffix} files; expected them by name, as in .*/\*{suffix}"):
+        read(tmp_path)
+    (tmp_path / "b.txt").write_text("two")
+    if suffix == ".md":
+        with pytest.raises(InputError, match=r"mixes text files and 'a\.md'"):
+            read(tmp_path)
+        (tmp_path / "b.txt").rename(tmp_path / "b.jsonl").write_text('{"text": "two"}')
+    assert read(tmp_path) == [("two", "")]
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_lines_of_which_the_first_is_an_array(tmp_path, name):
+    """As opposed to a file that is one array."""
+    path, row = tmp_path / name, json.dumps({"text": "one"})
+    for content, bad in ((f"[1]\n{row}\n", ["no JSON object", ""]), (f"[{row},\n{row}]", ["", ""])):
+        path.write_text(content)
+        assert [each for _, each in read(path)] == bad
+    path.write_text(f"[{row},\n{row}")
+    with pytest.raises(InputError, match="cannot be read: Expecting ',' delimiter"):
+        read(path)
 
 
 def test_a_file_that_is_given_twice_is_refused(tmp_path):

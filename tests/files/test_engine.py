@@ -111,8 +111,9 @@ def fail(value, worker):
 
 @pytest.mark.parametrize("devices", [(), ("cpu",)])
 def test_an_error_of_a_measurement_ends_the_run(tmp_path, devices):
-    with pytest.raises(InputError, match="2 cannot be measured"):
-        run(tmp_path, PLAN, points(2), fail, workers=devices)
+    with pytest.raises(InputError, match="2 cannot be measured"), locked(tmp_path / "run"):
+        run(tmp_path / "run", PLAN, points(2), fail, workers=devices)
+    assert not any(tmp_path.iterdir())
 
 
 # --- killed -------------------------------------------------------------------------------------------------------

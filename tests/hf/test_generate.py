@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import tiny
 from headrace import load
+from headrace.cli.generate import Printer
 from headrace.cli.generate import generate as continued
 from headrace.convert import import_checkpoint
 from headrace.convert.checkpoint import read_tokenizer
@@ -122,14 +123,26 @@ def test_the_command_takes_the_short_loop(checkpoint, monkeypatch):
     assert reasons == [None]
 
 
-@pytest.mark.parametrize("options", ["", "--prompt-lookup 3"])
+@pytest.mark.parametrize("options", ["", "--prompt-lookup 3", "--temperature 0", "--temperature 0 --prompt-lookup 3"])
 def test_logits_that_are_no_numbers_are_one_sentence(checkpoint, run_command, tmp_path, options):
     model = load(checkpoint)
     torch.nn.init.constant_(model.lm_head.weight, torch.nan)
     for part in (model, byte_level()):
         part.save_pretrained(tmp_path)
     code, _, error = run_command("generate", tmp_path, "--prompt", PROMPT, *options.split())
-    assert code == 2 and f"checkpoint '{tmp_path}' gives NaN or infinite logits; no token can be sampled" in error
+    assert code == 2 and f"checkpoint '{tmp_path}' gives NaN or infinite logits; no token can be chosen" in error
+
+
+def test_printed_text_is_decoded_in_time_linear_in_its_length(monkeypatch, capsys):
+    """Also without spaces, at which transformers' streamer forgets the tokens before."""
+    tokenizer, sizes = byte_level(), []
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **given: sizes.append(len(ids)) or decode(ids, **given))
+    printer = Printer(tokenizer, stream=True, echo=True, threads=None)
+    for text in ("it", *"äb" * 50):
+        printer.put(torch.tensor(tokenizer(text).input_ids))
+    printer.end()
+    assert capsys.readouterr().out == "it" + "äb" * 50 + "\n" and max(sizes) <= 8
 
 
 def test_the_new_text_follows_the_prompt_with_its_space(tmp_path):

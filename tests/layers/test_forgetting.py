@@ -66,3 +66,12 @@ def test_an_encoder_forgets_in_both_directions():
 def test_an_encoder_of_one_direction_is_refused():
     with pytest.raises(InputError, match="in an encoder"):
         SoftmaxAttention(zoo.get("fox"), hidden_size=D, num_heads=H, causal=False)
+
+
+def test_vmap_equals_a_loop():
+    """Also with gradients to the gate, which is in the bias of PyTorch's attention."""
+    made, x = layer("fox"), torch.randn(3, 2, 70, D, dtype=torch.float64)
+    actual, expected = torch.func.vmap(lambda row: made(row)[0])(x), torch.stack([made(row)[0] for row in x])
+    torch.testing.assert_close(actual, expected)
+    slopes = [torch.autograd.grad(y.square().sum(), made.f_proj.weight)[0] for y in (actual, expected)]
+    torch.testing.assert_close(*slopes)

@@ -160,6 +160,8 @@ REFUSED = [
     ({"x": torch.zeros(2, 9, 16)}, r"x has shape \[2, 9, 16\]; expected \[B, T, 32\]"),
     ({"mask": MASK[:, :8]}, r"mask has dtype torch.bool and shape \[2, 8\]; expected torch.bool and \[2, 9\]"),
     ({"mask": MASK.float()}, r"mask has dtype torch.float32 and shape \[2, 9\]"),
+    ({"x": [[0.5]]}, r"x=\[\[0.5\]\]; expected a tensor"),
+    ({"mask": [[True] * 9] * 2}, r"mask=\[\[True, .*; expected a tensor"),
     ({"mask": MASK, "cu_seqlens": torch.tensor([0, 9])}, "mask and cu_seqlens are both given"),
     ({"x": torch.zeros(2, 9, 32, dtype=torch.long)}, "x has dtype torch.int64; expected a floating-point dtype"),
     ({"cu_seqlens": torch.tensor([0, 9])}, "cu_seqlens packs sequences into one row; expected B=1, got B=2"),
@@ -226,7 +228,13 @@ def test_unknown_mixers_are_refused(mixer):
 
 
 @pytest.mark.parametrize(
-    ("mixer", "sentence"), [("sofmax-gla", "is unknown"), ("bert", "whole model"), ("jamba", "several layers")]
+    ("mixer", "sentence"),
+    [
+        ("sofmax-gla", "is unknown"),
+        ("no", "names are( [a-z0-9-]+,?){3} "),
+        ("bert", "whole model"),
+        ("jamba", "several layers"),
+    ],
 )
 def test_objects_that_are_no_spec_are_refused(mixer, sentence):
     with pytest.raises(InputError, match=sentence):

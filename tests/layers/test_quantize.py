@@ -186,6 +186,8 @@ def test_decays_and_gates_are_not_quantized(mixer):
 def test_training_and_unsupported_modules_are_refused():
     with pytest.raises(InputError, match="kind='int4' is unknown"):
         quantize(nn.Linear(2, 2), "int4")
+    with pytest.raises(InputError, match=r"model='runs/gla/model'; expected a torch\.nn\.Module"):
+        quantize("runs/gla/model")
     with pytest.raises(InputError, match="model is a linear layer itself; expected a module that contains it"):
         quantize(nn.Linear(2, 2))
     with pytest.raises(InputError, match="requires a gradient"):

@@ -233,7 +233,9 @@ def test_failed_device_is_recognized(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"dtype": torch.float16}, "dtype=torch.float16; expected one of torch.float64"), ({"device": "tpu7"}, "tpu7"),
-     ({"backends": ["cuda"]}, "backend='cuda' is unknown"), ({"backends": ["onnx"]}, "backend='onnx' cannot run here")],
+     ({"backends": ["cuda"]}, "backend='cuda' is unknown"), ({"backends": ["onnx"]}, "backend='onnx' cannot run here"),
+     ({"backends": "torch,cuda"}, "backend='cuda' is unknown"), ({"backends": 5}, "backends=5; expected names in"),
+     ({"seed": 10**400}, "seed=1000*…; expected an integer"), ({"dtype": []}, r"dtype=\[\]; expected one of")],
 )  # fmt: skip
 def test_invalid_arguments_of_verify_are_refused(options, message):
     with pytest.raises(InputError, match=message):

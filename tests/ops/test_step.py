@@ -46,7 +46,9 @@ WRONG = {
         "qk", torch.randn(B, H, 0)
     ),
     r"v has shape \[4, 4, 0\]; expected every dimension except B to be at least 1": {"v": torch.randn(B, H, 0)},
-    r"rule='dleta' is unknown; expected 'add' or 'delta'": {"rule": "dleta"},
+    r"rule='dleta' is unknown; expected one of add, delta": {"rule": "dleta"},
+    r"normalize='no'; expected True or False": {"normalize": "no"},
+    r"in_place='no'; expected True or False": {"in_place": "no"},
     r"bonus has shape \[4, 5\]; expected \[4, 6\]": {"bonus": torch.randn(H, V), "normalize": False},
     r"rule='delta' has no bonus and no normalizer": {"rule": "delta", "normalize": True, "bonus": None},
     r"rule='delta' has no bonus and no normalizer; expected ": {"rule": "delta", "bonus": torch.randn(H, K)},

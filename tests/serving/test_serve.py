@@ -146,7 +146,8 @@ def test_chat_completions_use_the_template(chat):
     assert (
         chat.chat.completions.create(**request | {"messages": parts}, max_tokens=NEW).choices[0].message.content == text
     )
-    again = [*request["messages"], answer.choices[0].message.model_dump(), *request["messages"]]
+    empty = {"annotations": [], "refusal": None, "audio": None, "tool_calls": None, "function_call": None}
+    again = [*request["messages"], answer.choices[0].message.model_dump() | empty, *request["messages"]]
     assert chat.chat.completions.create(**request | {"messages": again[:1]}, max_tokens=1).usage.completion_tokens == 1
     assert (
         chat.chat.completions.create(**request | {"messages": again}, max_tokens=1, user="me").usage.prompt_tokens < 64

@@ -14,12 +14,13 @@ from transformers import PreTrainedTokenizerFast
 
 from headrace import load
 from headrace.data.tokenizer import byte_level
+from headrace.files.text import Text
 from headrace.serving import engine
 from headrace.serving.requests import Completion
 from headrace.serving.routes import Choice
 from headrace.serving.sampling import Score, scored
 from headrace.serving.stream import Piece
-from headrace.serving.text import Logprobs, Text, token_texts
+from headrace.serving.text import Logprobs, token_texts
 from served import ASCII, connect, save, serving
 
 PROMPT = "question7:"

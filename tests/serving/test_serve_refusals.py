@@ -230,6 +230,7 @@ def test_invalid_chats_are_refused(chat):
         "messages.0.content: Field required": [{"role": "user"}],
         "messages.0.content.0.type='image_url'": [{"role": "user", "content": [image]}],
         "tool_calls=.* is not available": [{"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}],
+        "annotations=.* is not available": [{"role": "assistant", "content": "a", "annotations": [{"type": "url"}]}],
         "the chat template refuses the messages: no judges": [{"role": "judge", "content": "?"}],
     }
     for sentence, messages in mistakes.items():
@@ -237,3 +238,5 @@ def test_invalid_chats_are_refused(chat):
             chat.create(model=None, messages=messages)
     with pytest.raises(openai.BadRequestError, match="logprobs=True"):
         chat.create(model=None, messages=[{"role": "user", "content": "?"}], logprobs=True)
+    with pytest.raises(openai.BadRequestError, match="max_tokens and max_completion_tokens are both given; expected"):
+        chat.create(model=None, messages=[{"role": "user", "content": "?"}], max_tokens=5, max_completion_tokens=6)

@@ -7,11 +7,11 @@ pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
 import torch
 
 from headrace.data.tokenizer import byte_level
+from headrace.files.text import Text
 from headrace.serving.metrics import Metrics
 from headrace.serving.prefix import PrefixCache
 from headrace.serving.sampling import Draw, Sampling
 from headrace.serving.stream import Piece, Stream
-from headrace.serving.text import Text
 
 
 @pytest.mark.parametrize("text", ["añb–c🙂🙂", "一二三", "", " a  b\n\n c ", "\ufffd", "é"])

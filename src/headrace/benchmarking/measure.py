@@ -24,9 +24,10 @@ from ..files.workers import Worker, begin, context, ended_by_errors
 from ..hf import HeadraceForCausalLM
 from ..utils import plugins
 from ..utils.errors import InputError
+from . import MEASURED
 from .decoding import Decoder
 from .models import build, cache_bytes, obstacle
-from .plan import DTYPES, MEASURED, BenchPlan, Point
+from .plan import DTYPES, BenchPlan, Point
 
 WARM = 64  # tokens of the warm-up step, which is not measured
 TOKENS = 8  # tokens decoded in a turn

@@ -6,6 +6,7 @@ bench.csv           all measurements, a line for each model and point
 report.html, *.png  the report
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -14,9 +15,9 @@ from ..files.environment import environment
 from ..files.provenance import defaults
 from ..utils.errors import InputError
 from ..verification.verify import TOLERANCE
+from . import MEASURED
 from .models import Shape, check
 
-MEASURED = ("memory", "training", "prefill", "decoding")
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCE}
 
 
@@ -73,8 +74,8 @@ class Point:
         return Path("points", f"{self.what}-{self.length}x{self.batch}.json")
 
 
-def points(what: list[str], lengths: list[int], batches: list[int], contexts: list[int]) -> list[Point]:
-    """The points of the measurements `what`, in the order of measuring. InputError for an unknown measurement."""
+def points(what: Sequence[str], lengths: list[int], batches: list[int], contexts: list[int]) -> list[Point]:
+    """The points of the measurements `what`, in the order of measuring."""
     rows = [(length, batch) for length in lengths for batch in batches]
     axes = {
         "memory": rows,
@@ -82,8 +83,4 @@ def points(what: list[str], lengths: list[int], batches: list[int], contexts: li
         "prefill": [(length, 1) for length in lengths],
         "decoding": [(context, 1) for context in contexts],
     }
-    if unknown := [name for name in what if name not in axes]:
-        raise InputError(f"--what={unknown[0]}; expected some of {', '.join(axes)}")
-    if not what:
-        raise InputError(f"--what names none; expected some of {', '.join(axes)}")
-    return [Point(name, *place) for name in axes if name in what for place in axes[name]]
+    return [Point(name, *place) for name in MEASURED if name in what for place in axes[name]]

@@ -12,8 +12,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ..report.numbers import compact, count, spread
 from ..report.page import PALETTE, STYLE, Page, Section, picture
+from . import MEASURED
 from .models import PEERS, checkpoint_config
-from .plan import MEASURED, BenchPlan, Point
+from .plan import BenchPlan, Point
 
 COLUMNS = (
     "date", "commit", "processor", "device", "threads", "headrace", "torch", "transformers", "python", "dtype", "clock",

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from ..files.checks import decode
 from ..files.processes import MOST, Terminated, terminable
+from ..spec.record import LARGEST
 from ..utils import extras
 from ..utils.errors import InputError
 from .options import argument, option
@@ -124,9 +125,11 @@ def interruptible(farewell: str, terminated: int = 143) -> Iterator[None]:
 
 def numbers(option: str, text: str) -> list[int]:
     """Parses "512,2048". Raises InputError, with the option's name, for anything but distinct positive integers."""
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) for part in parts):
-        raise InputError(f"--{option}={text}; expected positive integers separated by commas, such as 512,2048")
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and len(part) < 20 and 1 <= int(part) < LARGEST for part in parts):
+        raise InputError(
+            f"--{option}={text}; expected positive integers of less than 2^31 separated by commas, such as 512,2048"
+        )
     values = [int(part) for part in parts]
     if len(set(values)) < len(values):
         raise InputError(f"--{option}={text} has a number twice; expected each once")

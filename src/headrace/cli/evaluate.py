@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from .. import zoo
+from ..benchmarking import measurements
 from ..files.hub import ask_hub, check_config
 from ..utils.errors import InputError
 from .console import (
@@ -60,6 +61,7 @@ def evaluate(options: EvaluateOptions) -> Any:
     for path in options.checkpoints:
         if Path(path).exists():
             check_config(Path(path))
+    lengths = tuple(numbers("lengths", options.lengths))
     if options.data is None:
         ask_hub()
     from ..evaluation import checkpoint, report, run
@@ -68,7 +70,7 @@ def evaluate(options: EvaluateOptions) -> Any:
     from ..report.page import print_sections
 
     one, folder = options, options.output or Path("runs", f"eval-{run.slug(options.suite)}")
-    local, lengths = None if one.data is None else str(one.data), tuple(numbers("lengths", one.lengths))
+    local = None if one.data is None else str(one.data)
     plan = run.EvaluationPlan(one.suite, lengths, local, one.limit, one.max_length, one.seed)
     machine = run.Machine(on_device(one.device), one.batch_size, one.threads)
     with interruptible(f"what is finished is in {folder}; the same command continues"), locked(folder):
@@ -109,6 +111,13 @@ class BenchOptions:
         for name in zoo.several(self.mixers):
             if not (name.startswith("transformers-") or Path(name).exists() or name.count("/")):
                 zoo.get(name)  # raises for a misspelt one before PyTorch is imported, which takes seconds
+        self.measured  # noqa: B018
+
+    @property
+    def measured(self) -> tuple[Any, ...]:
+        """What is measured, at which lengths, batch sizes and contexts."""
+        sizes = {"lengths": self.lengths, "batch-sizes": self.batch_sizes, "contexts": self.contexts}
+        return measurements(self.what), *(numbers(name, text) for name, text in sizes.items())
 
 
 @takes(BenchOptions)
@@ -130,13 +139,11 @@ def bench(options: BenchOptions) -> None:
     dtype, layers = ("float32", 2) if device == "cpu" else ("bfloat16", 24)
     shape = Shape(layers if one.layers is None else one.layers, one.hidden_size, one.heads)
     plan = BenchPlan(named(one.mixers), shape, device, one.dtype or dtype, one.threads, one.rounds)
-    sizes = {"lengths": one.lengths, "batch-sizes": one.batch_sizes, "contexts": one.contexts}
-    measurements = points(list(zoo.split(one.what)), *(numbers(name, text) for name, text in sizes.items()))
     if one.layers is None and device == "cpu":
         console.print("Note: 2 layers on a CPU instead of the paper's 24; set --layers 24 for all", style="yellow")
     with interruptible(f"what is finished is in {output}; the same command continues"), locked(output):
         with telling(console) as tell:
-            held = complete(plan, measurements, output, tell)
+            held = complete(plan, points(*one.measured), output, tell)
         lines = rows(held, plan)
         write_csv(output / "bench.csv", lines)
         report = write_report(held, lines, plan, output)

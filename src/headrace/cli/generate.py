@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, TextStreamer, set_seed
+from transformers import GenerationConfig, set_seed
+from transformers.generation import BaseStreamer
 
 from ..convert.checkpoint import check_backend, load, read_tokenizer
 from ..files.devices import on_device
 from ..files.state import check_new, load_state, save_state
+from ..files.text import Text, text_of
 from ..files.threads import Threads
 from ..hf.cache import NAME as CACHE
 from ..hf.cache import HeadraceCache
@@ -100,13 +102,13 @@ def _added(tokenizer: Any, before: Tensor, after: Tensor) -> str:
 
 @contextmanager
 def _sampling(checkpoint: Path) -> Iterator[None]:
-    """Raises InputError for logits from which our loop or torch.multinomial cannot sample."""
+    """Raises InputError for logits from which our loop or torch.multinomial cannot choose."""
     try:
         yield
     except RuntimeError as error:
         if "infinite values" not in str(error) and "probability tensor" not in str(error):
             raise
-        sentence = f"checkpoint {str(checkpoint)!r} gives NaN or infinite logits; no token can be sampled"
+        sentence = f"checkpoint {str(checkpoint)!r} gives NaN or infinite logits; no token can be chosen"
         raise InputError(sentence) from error
 
 
@@ -159,24 +161,32 @@ def _leave_out_other_searches(settings: GenerationConfig) -> None:
     settings.update(**dict.fromkeys(unused))
 
 
-class Printer(TextStreamer):
+class Printer(BaseStreamer):
     """Prints the text as its tokens come, and notes how long each took for the choice of the number of threads."""
 
     def __init__(self, tokenizer: Any, stream: bool, echo: bool, threads: Threads | None):
-        super().__init__(tokenizer, skip_prompt=not echo, skip_special_tokens=True)
-        self.stream, self.threads = stream, threads
+        self.tokenizer, self.stream, self.echo, self.threads = tokenizer, stream, echo, threads
+        self.text: Text | None = None  # after the prompt
         self.times: list[float] = []  # of the prompt and of the last two tokens
 
     def put(self, value: Tensor) -> None:
         if self.stream:
-            super().put(value)
+            self._print(value.flatten().tolist())
         self.times = [*self.times[-2:], time.perf_counter()]
         if self.threads is not None and len(self.times) == 3:  # the first token also waited for the prompt
             self.threads.took(self.times[2] - self.times[1])
 
+    def _print(self, tokens: list[int]) -> None:
+        if self.text is not None:
+            print(*map(self.text.add, tokens), sep="", end="", flush=True)
+            return
+        self.text = Text(self.tokenizer, (), tokens)
+        if self.echo:
+            print(text_of(self.tokenizer, tokens), end="", flush=True)
+
     def end(self) -> None:
-        if self.stream:
-            super().end()
+        if self.text is not None:
+            print(self.text.rest(), flush=True)
 
 
 def _draft(checkpoint: Path, model: Any, tokenizer: Any) -> Any:

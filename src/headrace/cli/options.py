@@ -4,16 +4,22 @@ import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, Field, field, fields
 from functools import partial, wraps
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
-from ..utils.errors import InputError
+from ..utils.errors import InputError, shown
 
 T = TypeVar("T")
 DEFAULT = r" \[default: {}]"  # its bracket is escaped, as Rich takes "[...]" for markup and prints nothing
 Result = TypeVar("Result")
+KINDS: dict[Any, str] = {
+    int: "an integer", float: "a number", bool: "True or False", str: "text", Path: "a path",
+    list[str]: "a list of text", NoneType: "None",
+}  # fmt: skip
 
 
 def option(
@@ -80,20 +86,35 @@ def _hints(record: type) -> dict[str, Any]:
 
 
 def converted(value: Any, hint: Any) -> Any:
-    """Returns a value of Python as the command line gives it: a path for its text, and text with commas for a list or
-    a number where the option is text."""
-    kinds = {part for annotated in get_args(hint) for part in (annotated, *get_args(annotated))}
+    """Returns a value of Python as the command line gives it: a path for its text, a list for its only item, text with
+    commas for a list where the option is text, text for a path or a number there, and Python's number for NumPy's."""
+    kinds = kinds_of(hint)
+    items = list(value) if isinstance(value, list | tuple) else [value]
+    if list[str] in kinds and value is not None:
+        return [str(item) if isinstance(item, Path) else item for item in items]
     if Path in kinds and isinstance(value, str):
         return Path(value)
-    if str in kinds and list[str] not in kinds and isinstance(value, list | tuple):
-        return ",".join(map(str, value))
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return str(value) if number and str in kinds and not kinds & {int, float} else value
+    if str in kinds and isinstance(value, list | tuple | Path):
+        return ",".join(map(str, items))
+    if isinstance(value, Real) and not isinstance(value, bool):
+        whole = isinstance(value, Integral) and not (float in kinds and abs(value) < 2**63)
+        number = int(value) if whole else float(value)
+        return str(number) if str in kinds else number
+    return value
+
+
+def kinds_of(hint: Any) -> tuple[Any, ...]:
+    """Returns the alternatives of an option's type."""
+    plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    return get_args(plain) if isinstance(plain, UnionType) else (plain,)
 
 
 def checked(name: str, value: Any, hint: Any) -> Any:
-    """Returns the value of an option. InputError for a number that is too small or too large."""
+    """Returns the value of an option. InputError for one of another type, and a number that is too small or large."""
     known, named = next(iter(getattr(hint, "__metadata__", ())), None), f"--{name.replace('_', '-')}"
+    kinds = kinds_of(hint)
+    if not any(_is(value, kind) for kind in kinds):
+        raise InputError(f"{named}={shown(value)}; expected {' or '.join(KINDS[kind] for kind in kinds)}")
     least, most = (known.least, known.most) if known else (None, None)
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise InputError(f"{named} has more than 64 bits; expected a smaller number")
@@ -102,6 +123,14 @@ def checked(name: str, value: Any, hint: Any) -> Any:
     if most is not None and value is not None and value > most:
         raise InputError(f"{named}={value}; expected at most {most}")
     return value
+
+
+def _is(value: Any, kind: Any) -> bool:
+    if kind == list[str]:
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if isinstance(value, bool) or kind is bool:
+        return isinstance(value, bool) and kind is bool
+    return isinstance(value, int | float if kind is float else kind) and not (kind is Path and "\0" in str(value))
 
 
 def _parameter(field: Field, hint: Any) -> inspect.Parameter:

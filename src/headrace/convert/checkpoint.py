@@ -1,5 +1,6 @@
 """Reading of a saved model and of its tokenizer."""
 
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from ..files.hub import GGUF, check_config, is_on_the_hub
 from ..hf.config import HeadraceConfig, check_generation
 from ..hf.model import HeadraceForCausalLM
 from ..ops.dispatch import BACKENDS, default_backend
-from ..utils.errors import InputError, reading
+from ..utils.errors import InputError, reading, require_each
 from .files import check_depth, tensor_names
 from .importing import import_checkpoint, import_config
 
@@ -33,6 +34,7 @@ def load(path: str | Path) -> HeadraceForCausalLM:
         InputError: the folder is no checkpoint of a known format, a file of it is missing or damaged, or its weights do
             not fit its config.json.
     """
+    require_each(lambda x: isinstance(x, str | PathLike), "a folder, or a name on the Hugging Face Hub", path=path)
     folder, foreign = _located(path)
     if foreign:
         return import_checkpoint(folder)

@@ -22,6 +22,7 @@ from .encoding import last_place
 from .held_out import Row
 
 READERS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+BY_NAME = ".md", ".py"  # suffixes of files of text that `datasets` does not read in a folder
 ZSTD = "zstd"
 PACKED = {".gz": "gzip", ".zst": ZSTD, ".bz2": "bz2", ".xz": "xz"}
 BLOCK = 1 << 12  # bytes of a packed file that are unpacked together: they may be a thousand times as many
@@ -203,11 +204,13 @@ def _characters(file: Any, number: int) -> str:
 def _json(source: str, column: str) -> Iterator[Row]:
     name = Path(source).name
     with _open(source) as file:
-        if file.peek(1).lstrip()[:1] == b"[":  # one array: read as a whole
-            for number, item in enumerate(json.load(file), 1):
-                yield _of_record(name, number, item, column)
-            return
-        for number, line in enumerate(file, 1):
+        lines: Iterable[bytes] = file
+        if file.peek(1).lstrip()[:1] == b"[":
+            if (array := _array(whole := file.read())) is not None:
+                yield from (_of_record(name, number, item, column) for number, item in enumerate(array, 1))
+                return
+            lines = whole.splitlines()
+        for number, line in enumerate(lines, 1):
             try:
                 item = json.loads(line.decode())
             except UnicodeDecodeError:
@@ -216,6 +219,16 @@ def _json(source: str, column: str) -> Iterator[Row]:
                 yield Row(name, number, bad="not JSON" if line.strip() else "empty")
             else:
                 yield _of_record(name, number, item, column)
+
+
+def _array(whole: bytes) -> list[Any] | None:
+    """The items of a file that is one JSON array; None for lines of which the first is an array."""
+    try:
+        return json.loads(whole)
+    except json.JSONDecodeError as error:
+        if error.msg != "Extra data":
+            raise
+        return None
 
 
 def _of_record(name: str, number: int, item: Any, column: str) -> Row:
@@ -269,6 +282,10 @@ def _data_set(source: str, column: str, sample: Sample | None) -> Iterator[Row]:
             f"source {source!r} is a folder whose path has {odd!r}, which `datasets` reads as a pattern; expected its "
             "files by name, or a folder of another name"
         )
+    if local and (unread := _by_name_alone(Path(source))):
+        raise InputError(
+            f"source {source!r} is a folder of {unread} files; expected them by name, as in {source}/*{unread}"
+        )
     require("reading data sets", "datasets", extra="train")
     from datasets import load_dataset
 
@@ -287,13 +304,12 @@ def _data_set(source: str, column: str, sample: Sample | None) -> Iterator[Row]:
 
 @cache
 def _note_left_out(folder: Path) -> None:
-    """Says, once, which files of text `datasets` leaves out, as their names are of another split than train (test.txt),
-    or end in what it does not read (.md)."""
+    """Says, once, which files `datasets` leaves out, as their names are of another split than train (test.txt)."""
     from datasets import load_dataset_builder
 
     read = {Path(file) for file in (load_dataset_builder(str(folder)).config.data_files or {}).get("train", ())}
-    files = [f for f in sorted(folder.resolve().rglob("*")) if f.suffix in {*READERS, *PACKED} and f not in read]
-    if left := [f.name for f in files if not f.name.lower().startswith((*ABOUT, "."))]:
+    known = {*READERS, *PACKED} - {*BY_NAME}
+    if left := [f.name for f in _files(folder.resolve()) if f.suffix in known and f not in read]:
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
         print(
             f"Note: of source {str(folder)!r} the split train is read, which by their names does not have "
@@ -303,8 +319,22 @@ def _note_left_out(folder: Path) -> None:
 
 def _other(folder: Path, kind: str) -> Path | None:
     """A file of text of another kind than those that `datasets` has found in a folder, of which it takes one kind."""
-    files = (file for file in sorted(folder.rglob("*")) if file.suffix in (".txt", ".json", ".jsonl", ".parquet"))
-    return next((f for f in files if READERS[f.suffix] != kind and not f.name.lower().startswith(ABOUT)), None)
+    wrong = {suffix for suffix, its_kind in READERS.items() if its_kind != kind} - {*BY_NAME}
+    wrong |= {".md"} if kind == "text" else set()  # else it is about the data
+    return next((file for file in _files(folder) if file.suffix in wrong), None)
+
+
+def _by_name_alone(folder: Path) -> str | None:
+    """The suffix of a folder's files, if `datasets` reads none of them."""
+    suffixes = {file.suffix for file in _files(folder)}
+    return min(suffixes) if suffixes and suffixes <= {*BY_NAME} else None
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """The files of a folder, without hidden ones and those that are about the data."""
+    files = {file: file.relative_to(folder).parts for file in sorted(folder.rglob("*")) if file.is_file()}
+    seen = (file for file, parts in files.items() if not any(part.startswith(".") for part in parts))
+    return (file for file in seen if not file.name.lower().startswith(ABOUT))
 
 
 def _cause(error: BaseException) -> str:

@@ -82,9 +82,10 @@ def refuse_foreign(folder: Path, file: str = "plan.json") -> None:
 
 
 def release(folder: Path) -> None:
-    """Deletes the plan of a folder that has nothing else."""
+    """Deletes the plan and the versions in a folder that has nothing else."""
     if is_free(folder, "plan.json"):
-        (folder / "plan.json").unlink(missing_ok=True)
+        for name in ("plan.json", MADE_BY):
+            (folder / name).unlink(missing_ok=True)
 
 
 def claim(folder: Path, plan: Any, file: str = "plan.json", optional: Iterable[Place] = (), **made: str) -> None:

@@ -19,6 +19,7 @@ from transformers.generation import (
 
 # Processors that see the scores of one token alone, so that a CUDA graph may include them.
 OF_SCORES = TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper
+NO_NUMBERS = "the model's logits have NaN or infinite values, and no token can be chosen"
 
 
 class Choice:
@@ -63,7 +64,11 @@ class Choice:
         scores = self.processor(ids, logits[:, -1].to(self.unfinished.device, torch.float32, copy=True))
         if self.scores is not None:
             self.scores.append(scores)
-        token = self._sample(scores.softmax(-1)) if self.sampled else scores.argmax(-1)
+        if self.sampled:
+            token = self._sample(scores.softmax(-1))
+        else:
+            largest, token = scores.max(-1)
+            self.invalid |= largest.isnan().any()
         if self.pads:
             token = torch.where(self.unfinished, token, self.pad)
         if self.ends is not None:
@@ -77,13 +82,13 @@ class Choice:
         return (chances / torch.empty_like(chances).exponential_()).argmax(-1)
 
     def finished(self, ids: Tensor) -> bool:
-        """Whether the last tokens of ids [B, T] end all sequences. Raises RuntimeError for chances that are no numbers.
+        """Whether the last tokens of ids [B, T] end all sequences. Raises RuntimeError for logits that are no numbers.
         Waits for the device only where tokens decide."""
         if self.others:
             self.unfinished &= ~self.others(ids, self.scores)
         over = self.longest is not None and ids.shape[1] >= self.longest
         if not over and (self.others or self.ends is not None):
             over = not self.unfinished.any()
-        if self.sampled and (over or self.invalid.is_cpu) and self.invalid:
-            raise RuntimeError("the model's logits have NaN or infinite values, and no token can be sampled")
+        if (over or self.invalid.is_cpu) and self.invalid:
+            raise RuntimeError(NO_NUMBERS)
         return over

@@ -14,8 +14,7 @@ from ..ops.checks import require
 from ..spec.record import LARGEST, require_bools, require_positive, require_positive_numbers
 from ..spec.serialize import Spec, from_json, to_json
 from ..spec.stack import BlockStyle, Decoder, Layer, as_decoder, as_layers, as_style
-from ..utils.errors import InputError, nearest
-from ..utils.integrity import short
+from ..utils.errors import InputError, nearest, require_each, shown
 
 SIZES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "intermediate_size", "max_position_embeddings",
@@ -154,7 +153,7 @@ class HeadraceConfig(PreTrainedConfig):
         sizes = {name: getattr(self, name) for name in SIZES}
         require_positive(**{name: n for name, n in sizes.items() if (name, n) != ("intermediate_size", None)})
         depth = self.num_hidden_layers
-        require(depth <= LAYERS, f"num_hidden_layers={short(depth)}; expected at most {LAYERS}")
+        require_each(lambda n: n <= LAYERS, f"at most {LAYERS}", num_hidden_layers=depth)
         if self.initializer_range is None:
             self.initializer_range = default_std(self.hidden_size)
         require_positive_numbers(
@@ -162,7 +161,7 @@ class HeadraceConfig(PreTrainedConfig):
         )
         check_tokens(self)
         source = self.converted_from
-        require(isinstance(source, dict | None), f"converted_from={short(source)}; expected a config.json, or None")
+        require_each(lambda x: isinstance(x, dict | None), "a config.json, or None", converted_from=source)
         require_bools(tie_word_embeddings=self.tie_word_embeddings, use_cache=self.use_cache)
 
     def _set_mixers(self) -> BlockStyle:
@@ -222,10 +221,8 @@ def _stack(described: str) -> Decoder:
 def check_generation(settings: Any) -> None:
     """Raises InputError for a value of another type in a GenerationConfig, of which transformers checks few."""
     check_tokens(settings)
-    for name in NUMBERS:
-        value = getattr(settings, name, None)
-        fitting = value is None or (type(value) in (int, float) and abs(value) < LARGEST)
-        require(fitting, f"{name}={short(value)}; expected a number, or None")
+    numbers = {name: x for name in NUMBERS if (x := getattr(settings, name, None)) is not None}
+    require_each(lambda x: type(x) in (int, float) and abs(x) < LARGEST, "a number, or None", **numbers)
 
 
 def check_tokens(config: Any) -> None:
@@ -233,8 +230,8 @@ def check_tokens(config: Any) -> None:
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = getattr(config, name)
         ids = value if name == "eos_token_id" and isinstance(value, list) else [value]
-        fitting = all(i is None or (type(i) is int and -1 <= i < LARGEST) for i in ids)
-        require(fitting, f"{name}={short(value)}; expected the id of a token, or None")
+        fits = all(i is None or (type(i) is int and -1 <= i < LARGEST) for i in ids)
+        require(fits, f"{name}={shown(value)}; expected the id of a token, or None")
 
 
 def _layer_type(mixers: list[Spec]) -> str:
@@ -250,7 +247,7 @@ def _known(mixer, kinds):
     spec = zoo.mixer(mixer)
     if isinstance(spec, kinds):
         return spec
-    raise InputError(f"mixer={mixer!r}; expected a name of the zoo, a spec or its JSON, or a list of them")
+    raise InputError(f"mixer={shown(mixer)}; expected a name of the zoo, a spec or its JSON, or a list of them")
 
 
 def _refuse_unknown(names: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from ..ops.modules import is_plain
 from ..utils.errors import InputError
 from .cache import NAME as CACHE
 from .cache import HeadraceCache
-from .choice import Choice
+from .choice import NO_NUMBERS, Choice
 from .snapshots import copied
 
 STATIC = "static"  # the cache_implementation that refuses a generation without a CUDA graph
@@ -251,6 +251,8 @@ def speculative(generator: Any, model: Any, cache: HeadraceCache) -> Any:
         return propose(*args, **kwargs)
 
     def update_candidate_strategy(ids: Tensor, scores: Tensor, accepted: Any) -> Any:
+        if scores.isnan().any():
+            raise RuntimeError(NO_NUMBERS)
         cache.drafts.append((scores.shape[1] - 1, int(accepted)))
         return update(ids, scores, accepted)
 

@@ -312,8 +312,8 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
 
         Returns:
             CausalLMOutputWithPast: `loss`, the mean cross-entropy in nats over the tokens with a label plus the
-            load-balancing loss of experts, None without labels; `logits` [B, kept positions, vocabulary];
-            `past_key_values`, `hidden_states` and `attentions` of HeadraceModel.
+            load-balancing loss of experts over this call's tokens, None without labels; `logits` [B, kept positions,
+            vocabulary]; `past_key_values`, `hidden_states` and `attentions` of HeadraceModel.
         """
         loss_kwargs.pop("tokenizer", None)  # an argument of `generate` that is passed on to forward
         given = cache_argument(past_key_values, cache)

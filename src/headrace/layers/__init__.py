@@ -3,11 +3,10 @@
 from torch import nn
 
 from .. import zoo
-from ..ops.checks import require
 from ..spec.mixer import Spec
 from ..spec.record import require_bools, require_positive, require_positive_numbers
 from ..spec.stack import Decoder
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require_each
 from .attention.attention import SoftmaxAttention
 from .base import named
 from .bidirectional import BothWays
@@ -61,8 +60,8 @@ def Mixer(
         InputError: for an unknown mixer, a whole model, and sizes that do not divide.
     """
     require_positive(num_layers=num_layers)
-    inside = type(layer_idx) is int and 0 <= layer_idx < num_layers
-    require(inside, f"layer_idx={layer_idx!r}; expected 0 to {num_layers - 1}, below num_layers")
+    expected = f"0 to {num_layers - 1}, below num_layers"
+    require_each(lambda i: type(i) is int and 0 <= i < num_layers, expected, layer_idx=layer_idx)
     require_positive_numbers(norm_eps=norm_eps, rope_theta=rope_theta)
     require_bools(causal=causal)
     spec = zoo.mixer(mixer)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.call import accumulator
-from ..ops.checks import require
+from ..ops.checks import check_tensor, require
 from ..ops.derivatives import transformed
 from ..ops.parallel.context import current, recomputed, refuse_parts
 from ..ops.sequences import Sequences, avoid_sync
@@ -65,12 +65,14 @@ OPTIONAL = ("valid", "room")
 def check_input(x: Tensor, mask: Tensor | None, packed: bool, hidden_size: int | None) -> None:
     """Raises InputError unless x is [B, T, hidden_size] in a floating-point dtype, and mask, which a pack does not
     have, is a bool [B, T]. hidden_size: None for any."""
+    check_tensor("x", x)
     if x.dim() != 3 or (hidden_size is not None and x.shape[2] != hidden_size):
         raise InputError(f"x has shape {_shape(x)}; expected [B, T, {hidden_size or 'D'}]")
     if not x.is_floating_point():
         raise InputError(f"x has dtype {x.dtype}; expected a floating-point dtype")
     if mask is None:
         return
+    check_tensor("mask", mask)
     if packed:
         raise InputError("mask and cu_seqlens are both given; expected one of them")
     if mask.dtype is not torch.bool or mask.shape != x.shape[:2]:

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from ..ops.backends.native.bound import ProgramOf
 from ..ops.backends.native.library import DTYPES
 from ..ops.backends.native.program import Program
-from ..ops.checks import require
+from ..ops.checks import check_module, require
 from ..ops.derivatives import has_address
+from ..spec.record import require_name
 from ..utils.errors import InputError
 
 FEW = 64  # number of rows up to which the native kernel is faster than PyTorch's product with converted weights
@@ -117,8 +118,8 @@ def quantize(model: nn.Module, kind: str = "int8") -> nn.Module:
     Raises:
         InputError: for a kind other than "int8", for a model that is itself a linear layer, and for one with adapters.
     """
-    if kind != "int8":
-        raise InputError(f"kind={kind!r} is unknown; expected 'int8'")
+    check_module(model=model)
+    require_name(("int8",), kind=kind)
     if type(model) is nn.Linear:
         raise InputError("model is a linear layer itself; expected a module that contains it, or use Int8Linear")
     if any(hasattr(module, "base_layer") for module in model.modules()):  # PEFT's name for what an adapter wraps

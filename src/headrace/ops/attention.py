@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from ..spec.record import require_bools
 from ..utils.errors import InputError, nearest
 from .backends.base import OPERATIONS
 from .backends.torch.step import recurrent
@@ -112,7 +113,7 @@ def linear_attention(
         "log_decay": log_decay, "beta": beta, "write_gate": write_gate, "read_gate": read_gate,
         "initial_state": initial_state, "cu_seqlens": cu_seqlens, "bonus": bonus,
     }  # fmt: skip
-    check_form(form, chunk_size)
+    check_form(form, chunk_size, check)
     call = _checked(q, k, v, options, rule, normalize, scale, chunk_size, ("B", "T"))
     if check:
         check_values(q, k, v, options, rule, normalize)
@@ -199,7 +200,7 @@ def backends(
 
 def _backend_of(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> str:
     """Returns the name of the backend that computes a call of `linear_attention`."""
-    check_form(given["form"], given["chunk_size"])
+    check_form(given["form"], given["chunk_size"], given["check"])
     options = {name: given[name] for name in OPTIONS} | {"cu_seqlens": as_bounds(given["cu_seqlens"])}
     settings = {name: given[name] for name in ("rule", "normalize", "scale", "chunk_size")}
     call = _checked(q, k, v, options, **settings, axes=("B", "T"))
@@ -265,6 +266,7 @@ def step(
         "log_decay": log_decay, "beta": beta, "write_gate": write_gate, "read_gate": read_gate, "state": state,
         "cu_seqlens": None, "bonus": bonus,
     }  # fmt: skip
+    require_bools(in_place=in_place)
     call = _checked(q, k, v, options, rule, normalize, scale, None, ("B",))
     written = state if in_place else None
     if written is not None or out is not None:

@@ -1,13 +1,13 @@
 """Checks of the arguments of `linear_attention` and `step`: shapes, dtypes and devices always, values on request."""
 
-from math import inf
-from textwrap import shorten
+from sys import float_info
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..utils.errors import InputError
+from ..spec.record import require_bools, require_name, require_positive
+from ..utils.errors import InputError, require_each, shown
 
 INTEGERS = (  # dtypes of cu_seqlens
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64
@@ -94,9 +94,14 @@ def _check_option(name: str, x: Tensor, expected: tuple[tuple[int, ...], ...], q
 
 
 def check_tensor(name: str, x: Any, expected: str = "a tensor") -> None:
-    """Raises InputError unless x is a tensor. A list or an array, which may be large, is shortened in the error."""
+    """Raises InputError unless x is a tensor."""
     if not isinstance(x, Tensor):
-        raise InputError(f"{name}={shorten(repr(x), 80, placeholder=' …')}; expected {expected}")
+        raise InputError(f"{name}={shown(x)}; expected {expected}")
+
+
+def check_module(**modules: Any) -> None:
+    """Raises InputError for what is no module."""
+    require_each(lambda x: isinstance(x, nn.Module), "a torch.nn.Module", **modules)
 
 
 def _check_dtype(name: str, x: Tensor) -> None:
@@ -153,25 +158,24 @@ def sequence_ends(cu_seqlens: Tensor, T: int) -> list[int]:
     return ends
 
 
-def check_form(form: str, chunk_size: int | None) -> None:
-    """Raises InputError for an unknown form, and for a chunk size that is no integer of at least 1."""
-    forms = ("chunkwise", "recurrent", "parallel")
-    require(form in forms, f"form={form!r} is unknown; expected one of {', '.join(forms)}")
-    right = chunk_size is None or (type(chunk_size) is int and chunk_size >= 1)
-    require(right, f"chunk_size={chunk_size!r}; expected an integer of at least 1, or None")
+def check_form(form: str, chunk_size: int | None, check: bool) -> None:
+    """Raises InputError for an unknown form, and for a chunk size or `check` of another type."""
+    require_bools(check=check)
+    require_name(("chunkwise", "recurrent", "parallel"), form=form)
+    if chunk_size is not None:
+        require_positive(chunk_size=chunk_size)
 
 
 def check_scale(scale: float | None) -> None:
     """Raises InputError for a scale that is no finite number. A tensor, whose gradient would be lost, is none."""
-    number = isinstance(scale, int | float) and not isinstance(scale, bool) and -inf < scale < inf
-    if scale is not None and not number:
-        raise InputError(f"scale={scale!r}; expected a finite number, or None for K^-1/2")
+    number = isinstance(scale, int | float) and not isinstance(scale, bool) and abs(scale) <= float_info.max
+    require_each(lambda x: x is None or number, "a finite number, or None for K^-1/2", scale=scale)
 
 
 def check_rule(rule: str, bonus: Tensor | None, normalize: bool) -> None:
-    """Raises InputError for an unknown rule, and for a bonus or normalizer that the rule does not have."""
-    if rule not in ("add", "delta"):
-        raise InputError(f"rule={rule!r} is unknown; expected 'add' or 'delta'")
+    """Raises InputError for an unknown rule, for what is no bool, and for what the rule does not have."""
+    require_name(("add", "delta"), rule=rule)
+    require_bools(normalize=normalize)
     if rule == "delta" and (bonus is not None or normalize):
         raise InputError("rule='delta' has no bonus and no normalizer; expected bonus=None and normalize=False")
     if bonus is not None and normalize:

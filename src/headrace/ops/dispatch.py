@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from ..spec.record import require_name
 from ..utils.errors import InputError
 from .backends.base import Backend, HasBackend
 from .backends.fla import op as fla_op
@@ -12,7 +13,7 @@ from .backends.native import op as native_op
 from .backends.onnx import op as onnx_op
 from .backends.torch import op as torch_op
 from .backends.triton import op as triton_op
-from .checks import require
+from .checks import check_module, require
 
 # In order of preference: "auto" takes the first backend that is available and does not refuse the arguments. Inside
 # torch.onnx.export that is onnx, on a CPU native or torch, on a Hopper GPU triton, on another GPU fla or torch.
@@ -29,8 +30,7 @@ def default_backend() -> str:
         InputError: if there is no backend of this name.
     """
     name = os.environ.get("HEADRACE_BACKEND") or "auto"
-    if name not in ("auto", *BACKENDS):
-        raise InputError(f"HEADRACE_BACKEND={name!r} is unknown; expected 'auto' or one of {', '.join(BACKENDS)}")
+    require_name(("auto", *BACKENDS), HEADRACE_BACKEND=name)
     return name
 
 
@@ -45,8 +45,8 @@ def set_backend(module: nn.Module, name: str) -> None:
     Raises:
         InputError: if there is no backend of this name.
     """
-    if name != "auto":
-        _named(name)
+    check_module(module=module)
+    require_name(("auto", *BACKENDS), backend=name)
     for layer in module.modules():
         if isinstance(layer, HasBackend):
             layer.backend = name
@@ -74,6 +74,7 @@ def choose(operation: str, name: str, *arguments: Any) -> Any:
     """Returns the Kernel that computes an operation on these arguments.
 
     Raises InputError if the named backend cannot compute it, or if there is no such backend."""
+    require_name(("auto", *BACKENDS), backend=name)
     if name == "auto":
         for backend in BACKENDS.values():
             kernel = getattr(backend, operation)
@@ -89,6 +90,5 @@ def choose(operation: str, name: str, *arguments: Any) -> Any:
 
 
 def _named(name: str) -> Backend:
-    if name not in BACKENDS:
-        raise InputError(f"backend={name!r} is unknown; expected 'auto' or one of {', '.join(BACKENDS)}")
+    require_name(BACKENDS, backend=name)
     return BACKENDS[name]

@@ -19,7 +19,7 @@ IGNORED = {
     "service_tier", "store", "user",
 }  # fmt: skip
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "audio": (), "best_of": (1,), "frequency_penalty": (0,), "function_call": ("none",),
+    "annotations": ([],), "audio": (), "best_of": (1,), "frequency_penalty": (0,), "function_call": ("none",),
     "functions": ([],), "logit_bias": ({},), "modalities": (["text"],), "presence_penalty": (0,),
     "response_format": ({"type": "text"},), "suffix": ("",), "tool_calls": ([],), "tool_choice": ("none", "auto"),
     "tools": ([],), "top_logprobs": (),
@@ -153,6 +153,14 @@ class Chat(Generation):
     messages: list[Message] = Field(min_length=1)
     logprobs: Literal[False] = False
     max_tokens: int | None = Field(None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_limit(cls, value: Any) -> Any:
+        names = "max_tokens", "max_completion_tokens"
+        if isinstance(value, dict) and None not in map(value.get, names):
+            raise Refused(400, f"{' and '.join(names)} are both given; expected one of them", names[0])
+        return value
 
     def prompts(self, tokenizer: Any) -> list[list[int]]:
         """The tokens of the messages after the chat template, as a single prompt."""

@@ -12,7 +12,7 @@ from sys import float_info
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require_each, shown
 
 LARGEST = 2**31  # no size of a model, a task or a run is as large; larger integers do not fit a float or a tensor
 
@@ -100,11 +100,11 @@ def checked(value: Any, kinds: tuple[Kind, ...], *where: str) -> Any:
         if _is(converted, kind):
             for range in (kind.range, LIMITS.get(kind.type)):
                 if range is not None and not range.holds(converted):
-                    raise InputError(f"{'.'.join(where)}={value!r}; expected {range.text}")
+                    raise InputError(f"{'.'.join(where)}={shown(value)}; expected {range.text}")
             return converted
     allowed = [name for kind in kinds for name in _names(kind)]
     among = "one of " if len(allowed) > 1 else ""
-    raise InputError(f"{'.'.join(where)}={value!r} is not allowed; expected {among}{', '.join(allowed)}")
+    raise InputError(f"{'.'.join(where)}={shown(value)} is not allowed; expected {among}{', '.join(allowed)}")
 
 
 def _is(value: Any, kind: Kind) -> bool:
@@ -133,20 +133,21 @@ def asked_for(spec: Any, field: str, values: tuple[Any, ...] = ()) -> bool:
 
 def require_positive(**sizes: Any) -> None:
     """Raises InputError unless every size is a positive integer of less than LARGEST."""
-    for name, size in sizes.items():
-        if type(size) is not int or not 1 <= size < LARGEST:
-            raise InputError(f"{name}={size!r:.40}; expected a positive integer of less than 2^31")
+    require_each(lambda n: type(n) is int and 1 <= n < LARGEST, "a positive integer of less than 2^31", **sizes)
 
 
 def require_positive_numbers(**values: Any) -> None:
     """Raises InputError unless every value is a positive, finite number."""
-    for name, value in values.items():
-        if type(value) not in (int, float) or not 0 < value <= float_info.max:
-            raise InputError(f"{name}={value!r}; expected a positive number")
+    require_each(lambda x: type(x) in (int, float) and 0 < x <= float_info.max, "a positive number", **values)
 
 
 def require_bools(**values: Any) -> None:
     """Raises InputError unless every value is True or False."""
-    for name, value in values.items():
-        if not isinstance(value, bool):
-            raise InputError(f"{name}={value!r}; expected True or False")
+    require_each(lambda x: isinstance(x, bool), "True or False", **values)
+
+
+def require_name(among: Collection[str], **names: Any) -> None:
+    """Raises InputError unless every name is among these."""
+    for name, value in names.items():
+        if not isinstance(value, str) or value not in among:
+            raise InputError(f"{name}={shown(value)} is unknown; expected one of {', '.join(among)}")

@@ -22,7 +22,7 @@ class Experts(Record):
 
     count: PositiveInt = 16  # number of experts
     chosen: PositiveInt = 2  # number of experts per token, chosen by the router
-    balance: NonNegativeFloat = 0.001  # weight of the load-balancing loss in training
+    balance: NonNegativeFloat = 0.001  # weight of the load-balancing loss in training, over the rows of each pass
     width: PositiveInt | None = None  # width of each expert; None: the model's intermediate_size
     scores: Literal["softmax", "sigmoid"] = "softmax"  # function of the router's logits: over the experts, or of each
     biased: bool = False  # whether experts are chosen by scores plus a bias of each, without gradient (DeepSeek-V3)

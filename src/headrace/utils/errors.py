@@ -1,8 +1,9 @@
 """Errors and warnings about what a user provides."""
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class InputError(ValueError):
@@ -13,6 +14,19 @@ class InputError(ValueError):
 def nearest(name: str, names: Iterable[str]) -> str:
     """Returns the one of `names` whose spelling is closest to `name`."""
     return max(names, key=lambda known: difflib.SequenceMatcher(None, name, known).ratio())
+
+
+def shown(value: Any) -> str:
+    """Returns what Python prints for a value, on one line of at most 80 characters."""
+    text = " ".join(map(str.strip, repr(value).splitlines()))
+    return text if len(text) <= 80 else f"{text[:79]}…"
+
+
+def require_each(holds: Callable[[Any], bool], expected: str, **values: Any) -> None:
+    """Raises InputError for the first value for which the condition does not hold."""
+    for name, value in values.items():
+        if not holds(value):
+            raise InputError(f"{name}={shown(value)}; expected {expected}")
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from ..ops.call import TOKENWISE
 from ..ops.dispatch import BACKENDS, set_backend, unavailable
 from ..ops.reference import literal
 from ..spec.stack import Decoder
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require_each
 from .errors import TOLERANCE, Row, device_failed, law_of, relative, rows_of_check, worst
 from .op import OP, op_laws
 
@@ -38,12 +38,12 @@ def verify(
 
     Args:
         names: names or expressions of mixers, or "linear_attention" for the op by itself at the sizes of large models;
-            None: all of the zoo and, on a GPU, the op.
+            a text may have several, separated by commas; None: all of the zoo and, on a GPU, the op.
         device, dtype: where the mixers run, and in which precision: float64, float32 or bfloat16. On a CPU a backend
             that does not take the dtype runs in float32, or else in bfloat16; on a GPU each runs in both, because their
             kernels differ.
         seed: seed of parameters and inputs.
-        backends: names of the backends to check one by one; None: all that are available here.
+        backends: names of the backends to check one by one, as `names`; None: all that are available here.
 
     Returns:
         A row for each mixer and check. A check that raised an error has an infinite one. An error after which a GPU
@@ -53,9 +53,11 @@ def verify(
         InputError: an unknown mixer, a device or dtype that cannot be used, or a backend that is unknown or not
             available here.
     """
+    names = zoo.several(names) if isinstance(names, str) else names
+    require_each(lambda x: x is None or isinstance(x, Iterable), "names in a list", names=names, backends=backends)
+    require_each(lambda x: type(x) is int and 0 <= x < 2**63, "an integer of at least 0", seed=seed)
     chosen, device = available(backends), on_device(device, float64=dtype == torch.float64)
-    if dtype not in TOLERANCE:
-        raise InputError(f"dtype={dtype}; expected one of {', '.join(map(str, TOLERANCE))}")
+    require_each(lambda x: x in list(TOLERANCE), f"one of {', '.join(map(str, TOLERANCE))}", dtype=dtype)
     rows: list[Row] = []
     for name in subjects(device) if names is None else names:
         for row in laws(name, device, dtype, seed, chosen):
@@ -74,7 +76,7 @@ def available(backends: Iterable[str] | None = None) -> list[str]:
     """Returns these backends, or all that are available here. InputError for one that is unknown or not available."""
     if backends is None:
         return [name for name, backend in BACKENDS.items() if backend.missing() is None]
-    chosen = list(backends)
+    chosen = list(zoo.split(backends) if isinstance(backends, str) else backends)
     for name in chosen:
         if (reason := unavailable(name, "linear_attention")) is not None:
             raise InputError(f"backend={name!r} cannot run here: {reason}")

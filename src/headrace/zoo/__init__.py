@@ -18,7 +18,7 @@ from ..spec.mixer import ModelSpec, Spec
 from ..spec.serialize import change_all, from_json, to_json
 from ..spec.stack import Decoder, Layer, as_layers
 from ..utils import plugins
-from ..utils.errors import InputError
+from ..utils.errors import InputError, shown
 from ..utils.tables import Table
 from . import mixers
 from .entry import Entry
@@ -89,7 +89,7 @@ def get(mixer):
     if isinstance(mixer, Spec | Layer | Decoder | ModelSpec):
         return mixer
     if not isinstance(mixer, str):
-        raise InputError(f"mixer={mixer!r}; expected a name of the zoo, a spec or its JSON")
+        raise InputError(f"mixer={shown(mixer)}; expected a name of the zoo, a spec or its JSON")
     if len(parts := split(mixer, "+")) > 1:
         return Decoder(tuple(layer for part in parts for layer in as_layers(get(part))))
     name, settings = expression(mixer, "mixer")
@@ -169,7 +169,7 @@ def _named(name: str):
             f"mixer {name!r} does not exist, because {base} {spec.uncompeting}; expected {base!r}, or softmax- "
             f"before one of {', '.join(LINEAR)}"
         )
-    near = difflib.get_close_matches(name, [*names(), *MODELS], 3) or names()
+    near = difflib.get_close_matches(name, [*names(), *MODELS], 3, cutoff=0)
     raise InputError(f"mixer {name!r} is unknown; the nearest names are {', '.join(near)} (--plugin adds others)")
 
 

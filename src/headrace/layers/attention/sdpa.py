@@ -3,11 +3,15 @@
 Dimensions: B batch, T queries, L keys, H query heads, Hkv key/value heads, d head dimension.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ...ops.derivatives import transformed
 
 QUERIES = 64  # that `attend_fading` computes at once
 
@@ -30,10 +34,13 @@ def weigh(
     if bias is not None:
         bias = bias.to(q.dtype)
         allowed = bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), allowed,
-        is_causal=causal, scale=scale, enable_gqa=q.shape[2] != k.shape[2],
-    )  # fmt: skip
+    # Under vmap PyTorch's fused kernels raise for a bias with a gradient.
+    mapped = bias is not None and not torch.compiler.is_compiling() and transformed()
+    with sdpa_kernel(SDPBackend.MATH) if mapped else nullcontext():
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), allowed,
+            is_causal=causal, scale=scale, enable_gqa=q.shape[2] != k.shape[2],
+        )  # fmt: skip
     return out.transpose(1, 2)
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from ...ops.checks import check_module
 from .block import Block
 
 
@@ -21,6 +22,7 @@ def compile_blocks(model: nn.Module, **options: Any) -> nn.Module:
     Returns:
         The model.
     """
+    check_module(model=model)
     default: dict[str, Any] = {} if options.keys() & {"backend", "mode", "options"} else {"backend": recomputing}
     for module in model.modules():
         if isinstance(module, Block):
