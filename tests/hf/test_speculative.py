@@ -87,7 +87,7 @@ def test_maps_are_returned_beside_the_same_tokens():
     for ways in ({"assistant_model": near(model, 0)}, {"prompt_lookup_num_tokens": 4}):
         out = generate(model, ids, **options, **ways, **new)
         assert torch.equal(out.sequences, generate(model, ids, **new))
-        assert [maps[0].shape[-1] for maps in out.attentions] == [*range(6, 14)]
+        assert [(*maps[0].shape[-2:],) for maps in out.attentions] == [(6, 6), *((1, L) for L in range(7, 14))]
 
 
 def test_hidden_states_and_embeddings_of_the_prompt():
