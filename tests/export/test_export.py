@@ -127,8 +127,8 @@ def test_exported_recurrences_equal_the_reference(tmp_path):
 def test_linear_mixers_are_exported_exactly(tmp_path):
     """In one model without MLPs, as tracing takes seconds per layer: what is more than a function of one number,
     beside the checkpoint below. A convolution, gates and a decay per channel under several steps of the delta rule;
-    step sizes with a token shift and a bonus; features and their sum; positions; softmax attention as Qwen3.5 has it, and
-    latent attention."""
+    step sizes with a token shift and a bonus; features and their sum; positions; softmax attention as Qwen3.5 has it;
+    and latent attention."""
     torch.manual_seed(0)
     mixers = (
         "softmax-kda(write.steps=2, read.norm=group)", "mamba2(inputs.shift=ddlerp, read.bonus=true)",
