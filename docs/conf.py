@@ -10,15 +10,15 @@ from pathlib import Path
 from shutil import copytree
 
 import torch
+from jupyter_cache import get_cache
 from sphinx.application import Sphinx
+from sphinx.config import Config
 
 import headrace
 
 ROOT = Path(__file__).parent.parent
 # the package research; the extensions of this folder; the tables of benchmarks
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent), str(ROOT / "benchmarks")]
-
-from forked_kernels import fork_kernels  # noqa: E402
 
 
 def kept_outputs(*folders: str) -> str:
@@ -64,8 +64,6 @@ nb_output_stderr = "remove"  # progress bars
 os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])  # for the pages of code
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the command headrace
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
-if sys.platform == "linux":  # elsewhere a process with many libraries may not be forked, or not at all
-    fork_kernels()
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
@@ -102,6 +100,12 @@ def write_pages(app: Sphinx, error: Exception | None) -> None:
         Path(app.outdir, "_static", "pages.js").write_text(f"const PAGES = {json.dumps(texts)};\n", "utf-8")
 
 
+def create_cache(app: Sphinx, config: Config) -> None:
+    """Processes that read pages at the same time (sphinx -j) would each create its database."""
+    _ = get_cache(config.nb_execution_cache_path).db
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("config-inited", create_cache)
     app.connect("build-finished", copy_mathjax)
     app.connect("build-finished", write_pages)

@@ -19,6 +19,9 @@ def become(code, arguments, folder, environment, paths):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
     os.environ.clear()
     os.environ.update(environment)
+    for name in ("transformers.utils", "transformers.dynamic_module_utils"):  # which read it when they are imported
+        if module := sys.modules.get(name):
+            module.HF_MODULES_CACHE = environment.get("HF_MODULES_CACHE", module.HF_MODULES_CACHE)
     os.chdir(folder)
     sys.argv, sys.path[1:1] = ["-c", *arguments], environment.get("PYTHONPATH", "").split(os.pathsep)
     exec(compile(code, "<fresh>", "exec"), {"__name__": "__main__"})

@@ -111,7 +111,7 @@ def read(request, folder, tmp_path_factory):
     """What the ways that begin alike have printed, and where one has saved what it read or computed."""
     ways, place = WAYS[request.param], tmp_path_factory.mktemp("read")
     code = FORKED.format(first=request.param, ways=ways, again=str(place / "again"))
-    before = None if "headrace" in request.param else ""
+    before = None if "headrace" in request.param else fresh.TRANSFORMERS
     return ways, in_a_fresh_process(code, folder, place / "modules", before), place / "again"
 
 

@@ -214,7 +214,7 @@ def test_a_file_that_is_given_twice_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("suffix", "module"), [("gz", gzip), ("bz2", bz2), ("xz", lzma), ("zst", zstandard)])
 def test_a_packed_file_that_was_cut_off_is_refused(suffix, module, tmp_path):
-    packed = module.compress("".join(f"{i} {i**9}\n" for i in range(100_000)).encode())
+    packed = module.compress("".join(f"{i} {i**9}\n" for i in range(20_000)).encode())
     (path := tmp_path / f"a.txt.{suffix}").write_bytes(packed[: len(packed) // 2])
     with pytest.raises(InputError, match="cannot be read: Compressed file ended before the end"):
         read(path)

@@ -248,7 +248,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("side", MASKS)
+@pytest.mark.parametrize(("model", "side"), of_all_and_some("middle", MASKS), indirect=["model"])
 @torch.no_grad()
 def test_padding_changes_nothing(model, side):
     """Logits and what comes after, in turns of 9, 2, 1 and 1 columns with padding: as each row's own tokens alone."""
@@ -487,7 +487,7 @@ def test_hooks_and_streamers_use_the_loop_of_transformers():
 PACK = [[0, 1, 2, 3, 0, 0, 1, 2, 3]]
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("model", "rows"), of_all_and_some(2, [1]), indirect=["model"])
 @torch.no_grad()
 def test_restarting_positions_are_packed_sequences(model, rows):
     ids, positions = tokens(rows), torch.tensor(PACK * rows)

@@ -83,11 +83,11 @@ def test_prompt_lookup_gives_the_same_tokens(name):
 
 def test_maps_are_returned_beside_the_same_tokens():
     model, ids = tiny.build("transformer"), tiny.tokens(1, 6)
-    options = {"output_attentions": True, "return_dict_in_generate": True}
+    options, new = {"output_attentions": True, "return_dict_in_generate": True}, {"max_new_tokens": 8}
     for ways in ({"assistant_model": near(model, 0)}, {"prompt_lookup_num_tokens": 4}):
-        out = generate(model, ids, **options, **ways)
-        assert torch.equal(out.sequences, generate(model, ids))
-        assert [maps[0].shape[-1] for maps in out.attentions] == [*range(6, 6 + NEW)]
+        out = generate(model, ids, **options, **ways, **new)
+        assert torch.equal(out.sequences, generate(model, ids, **new))
+        assert [(*maps[0].shape[-2:],) for maps in out.attentions] == [(6, 6), *((1, L) for L in range(7, 14))]
 
 
 def test_hidden_states_and_embeddings_of_the_prompt():

@@ -87,7 +87,7 @@ def run_without_headrace(program, folder):
     """(exit code, output) of a program in a process where `import headrace` fails."""
     (folder / "program.py").write_text(program)
     code = "import runpy, sys; sys.modules['headrace'] = None; runpy.run_path('program.py', run_name='__main__')"
-    done = fresh.run(code, folder=folder, HF_HUB_OFFLINE="1")
+    done = fresh.run(code, folder=folder, before=fresh.TRANSFORMERS, HF_HUB_OFFLINE="1")
     return done.returncode, done.stdout + done.stderr
 
 
