@@ -99,7 +99,7 @@ tables.offer("headrace.extra.gated", scans=("mingru", "minlstm", "hgrn"), scan_k
 tables.offer("headrace.extra.short_conv", scans=("short-conv",), scan_kinds=("short-conv",))
 tables.offer("headrace.extra.rwkv7", matrices=("rwkv7",), matrix_kinds=("rwkv7",))
 tables.offer("headrace.extra.channel_mixing", mlps=("rwkv4", "rwkv7"))
-tables.offer("headrace.extra.encoder", linear_layers=("encoder",))
+tables.offer("headrace.extra.encoder", linear_layers=("encoder", "both-ways"))
 tables.offer("headrace.extra.latent", others=("mla",))
 tables.offer("headrace.extra.capped", types=("capped",))
 tables.offer("headrace.extra.clamped", types=("clamped-experts",))

@@ -7,7 +7,8 @@ import torch
 
 from attention_layers import agree, layer
 from headrace import layers, zoo
-from headrace.layers import BothWays, SoftmaxAttention
+from headrace.extra.encoder import BothWays
+from headrace.layers import SoftmaxAttention
 from headrace.layers.attention.sdpa import forgotten
 from headrace.utils.errors import InputError
 from headrace.verification.verify import relative

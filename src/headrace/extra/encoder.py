@@ -1,5 +1,5 @@
-"""Linear mixers of encoders whose memory is the sum over all tokens of a sequence, which every token reads: the
-bidirectional form of arXiv 2507.23632, appendix C, of any order, with its denominators.
+"""Linear mixers of encoders. The memory of one that is additive is the sum over all tokens of a sequence, which every
+token reads: the bidirectional form of arXiv 2507.23632, appendix C, of any order, with its denominators.
 
     S = Σ_s β_s k_sᵀ (w_s v_s),    o_t = scale · r_t · q_t S    or, normalized, over scale · q_t · z + ε
 
@@ -9,11 +9,12 @@ Dimensions: B batch, T tokens, H heads, K key, V value dimension per head.
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..layers.linear.mixer import LinearMixer
 from ..ops.call import NORMALIZER_EPS, accumulator
 from ..ops.checks import require
+from ..ops.parallel.context import refuse_parts
 from ..ops.sequences import Sequences
 from ..spec.linear import LAYERS
 
@@ -70,4 +71,30 @@ def _sequences(cu_seqlens: Tensor | None, *tensors: Tensor) -> Any:
     return zip(*(x.split(lengths, 1) for x in tensors), strict=True)
 
 
+class BothWays(nn.Module):
+    """The sum of a causal mixer's output on the sequence and another one's on the reversed sequence.
+
+    Both include the current token. Padding is reversed with the tokens, and each mixer removes it."""
+
+    def __init__(self, forwards: nn.Module, backwards: nn.Module):
+        super().__init__()
+        self.forwards, self.backwards = forwards, backwards
+
+    def forward(
+        self, x: Tensor, state: None = None, *, mask: Tensor | None = None,
+        cu_seqlens: Tensor | Sequences | None = None, in_place: bool = False,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        """x [B, T, D] -> (y [B, T, D], None). Raises InputError for a state: an encoder needs whole sequences."""
+        refuse_parts(self)
+        require(state is None, "state is given to an encoder, which has none; expected state=None")
+        if cu_seqlens is not None:
+            cu_seqlens = Sequences.of(x, cu_seqlens).bounds
+        y, _ = self.forwards(x, mask=mask, cu_seqlens=cu_seqlens)
+        mask = None if mask is None else mask.flip(1)
+        cu_seqlens = None if cu_seqlens is None else x.shape[1] - cu_seqlens.flip(0)
+        reverse, _ = self.backwards(x.flip(1), mask=mask, cu_seqlens=cu_seqlens)
+        return y + reverse.flip(1), None
+
+
 LAYERS["encoder"] = f"{__name__}.EncoderMixer"
+LAYERS["both-ways"] = f"{__name__}.BothWays"

@@ -3,13 +3,13 @@
 from torch import nn
 
 from .. import zoo
+from ..spec.linear import LAYERS
 from ..spec.mixer import Spec
 from ..spec.record import require_bools, require_positive, require_positive_numbers
 from ..spec.stack import Decoder
 from ..utils.errors import InputError, require_each
 from .attention.attention import SoftmaxAttention
 from .base import named
-from .bidirectional import BothWays
 from .linear.mixer import LinearMixer, MixerState
 
 
@@ -27,7 +27,7 @@ def build(spec: Spec, *, causal: bool = True, **settings) -> nn.Module:
     if spec.facts.cached and not getattr(spec, "forget", False):
         settings["causal"] = causal
     elif not causal and spec.layer(False) == spec.layer(True):
-        return BothWays(*(build(spec, **settings) for _ in range(2)))
+        return named(LAYERS["both-ways"])(*(build(spec, **settings) for _ in range(2)))
     built = named(spec.layer(causal))(spec, **settings)
     built.spec, built.hidden_size = spec, settings["hidden_size"]
     return built
@@ -71,4 +71,4 @@ def Mixer(
     return build(spec, causal=causal, hidden_size=hidden_size, num_heads=num_heads, **depth)
 
 
-__all__ = ["BothWays", "LinearMixer", "Mixer", "MixerState", "SoftmaxAttention", "build"]
+__all__ = ["LinearMixer", "Mixer", "MixerState", "SoftmaxAttention", "build"]

@@ -20,7 +20,7 @@ from .record import Factor, PositiveInt, Range, Record, asked_for, require_posit
 Order = Annotated[int, Range("0 to 100", lambda n: 0 <= n <= 100)]  # of a Taylor polynomial of e^x
 # Objections to a spec in which a field is not its default, of plug-ins that have the field's stage.
 RULES: Table[Callable[[Any], Iterator[tuple[bool, str]]]] = Table("rules")
-LAYERS: Table[str] = Table("linear_layers")  # as `Facts.layer`. encoder: of an additive memory, of all tokens
+LAYERS: Table[str] = Table("linear_layers")  # as `Facts.layer`, of encoders
 # Fields that make the order of tokens matter, besides a decay and the delta rule.
 APART = "inputs.conv", "inputs.shift", "inputs.key", "heads.qk_groups", "read.bonus", "competition.freeze"
 LARGEST_FEATURES = 2**24  # rows of a head's memory; 8 GiB per head for values of 128
