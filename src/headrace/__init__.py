@@ -65,6 +65,8 @@ tables.offer(
     "headrace.extra.log_linear", linear=("log-linear-mamba2", "log-linear-gated-deltanet"), types=("log-linear",)
 )
 tables.offer("headrace.extra.mesa", linear=("mesa",), types=("mesa",))
+tables.offer("headrace.extra.hgrn2", stages=("complement-key",))
+tables.offer("headrace.extra.freeze", stages=("freeze",))
 tables.offer("headrace.extra.taylor", linear=("taylor-softmax", "based"), stages=("taylor",))
 tables.offer(
     "headrace.extra.mamba3", linear=("mamba3",), stages=("biased-norm", "turn", "trapezoid"), rules=("inputs.turns",)

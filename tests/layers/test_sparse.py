@@ -16,6 +16,7 @@ from attention_layers import D, H, agree, d, layer, plain
 from headrace import zoo
 from headrace.history.layers.attention import reservoir
 from headrace.layers.attention import gathered
+from headrace.layers.attention.window import CachedPlaces
 from headrace.spec import AttentionSpec, Pattern
 from headrace.verification.verify import relative
 
@@ -125,6 +126,13 @@ def test_memory_grows_linearly(name, causal):
         sizes.append(made.size)
     assert sizes[1] <= 2.1 * sizes[0]
     assert sizes[1] < 2048**2
+
+
+def test_a_window_longer_than_the_text_has_no_empty_columns():
+    for lengths, columns in (((5, 7), 7), ((5, 200), 98 + 99)):  # a group of 99 and what is before it
+        bounds = torch.tensor([0, *lengths]).cumsum(0)
+        groups, _ = CachedPlaces(Pattern(window=99), bounds, torch.zeros(2, dtype=torch.long)).all_groups()
+        assert groups.position.shape[1] == columns
 
 
 def test_cache_of_a_pattern_is_bounded():

@@ -37,7 +37,10 @@ class CachedPlaces(Places):
     def key_positions(self, sequence: Tensor, start: Tensor, size: int) -> Tensor:
         device, pattern = start.device, self.pattern
         first = torch.arange(pattern.first, device=device).expand(len(start), -1)
-        near = start[:, None] + torch.arange(1 - pattern.window, size, device=device)
+        before = pattern.window - 1
+        if size > 1:  # at most as many as there are: a window may be much longer than a prompt
+            before = min(before, max(start.tolist(), default=0))
+        near = start[:, None] + torch.arange(-before, size, device=device)
         return torch.cat([first, self.drawn(start), near], 1)
 
     def drawn(self, start: Tensor) -> Tensor:

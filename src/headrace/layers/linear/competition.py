@@ -181,17 +181,3 @@ class Compete(Stage):
         if gate.write != "none":
             write = mixer.write_competition
             t.write = (write if gate.write == "beta" else write.gate)(t.k, t.x, t.positions)
-
-
-class Freeze(Stage):
-    """Keeps a memory whose write gate is 0 from decaying."""
-
-    field = "competition.freeze"
-
-    @staticmethod
-    def applies(spec: Any) -> bool:
-        return spec.competition is not None and spec.competition.freeze and spec.decay.kind != "none"
-
-    def __call__(self, mixer: Any, t: Tokens) -> None:
-        written = t.write > (-math.inf if mixer.spec.competition.write == "beta" else 0)
-        t.log_decay = torch.where(written if t.log_decay.dim() < 4 else written[..., None], t.log_decay, 0)

@@ -308,17 +308,4 @@ class Decays(Stage):
             t.log_decay = t.sequences.tokenwise(mixer.decay, t.parts["decay"])
 
 
-class ComplementKey(Stage):
-    """HGRN2's key, 1 − the decay (arXiv 2404.07904, section 3.2)."""
-
-    field = "inputs.key"
-    values = ("complement",)
-
-    def build(self, mixer: Any) -> None:
-        del mixer.parts["k"]
-
-    def __call__(self, mixer: Any, t: Tokens) -> None:
-        t.k = -torch.expm1(t.log_decay).to(t.q.dtype)
-
-
 DECAYS: dict[str, type[DecayModule]] = {decay.kind: decay for decay in DecayModule.__subclasses__()}

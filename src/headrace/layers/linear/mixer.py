@@ -19,9 +19,9 @@ from ...spec.linear import MixerSpec
 from ...utils.errors import GateWarning
 from ..base import Mixer, may_write
 from ..rotary import DEFAULT
-from .competition import Compete, Freeze
+from .competition import Compete
 from .convolution import Convolve
-from .decays import ComplementKey, Decays
+from .decays import Decays
 from .features import FeatureMap, QKNorm, Rotate, RotateFirst
 from .project import Heads, Positions, Project, ValueMap
 from .readout import GROUP_NORM_EPS, Gate, GateFirst, Norm, Out, ReadGate, ReadGateFirst, Skip
@@ -47,12 +47,14 @@ class LinearMixer(Mixer, HasBackend):
 
     # The stages in their order. A mixer has those that apply to its spec, and the first recurrence that does.
     INPUTS: ClassVar[tuple[Any, ...]] = (
-        Positions, Shift, Project, Convolve, Heads, ValueMap, Decays, ComplementKey, Compete,
+        Positions, Shift, Project, Convolve, Heads, ValueMap, Decays,
+        Plugged("complement-key", "inputs.key", ("complement",)), Compete,
         Plugged("keys-of-steps", "write.steps"), RotateFirst, FeatureMap, QKNorm,
         Plugged("biased-norm", "inputs.qk_norm", ("rms-bias",)), Rotate, Plugged("turn", "inputs.turns"),
         Plugged("taylor", "inputs.order"), Plugged("value-gate", "inputs.value_gate"),
         Plugged("gate-of-channels", "write.erase", ("channel",)), Plugged("over-length", "inputs.by_length"),
-        Plugged("exponential-gate", "write.beta", ("exp",)), Plugged("memories", MEMORIES), Freeze, Strength, StepSize,
+        Plugged("exponential-gate", "write.beta", ("exp",)), Plugged("memories", MEMORIES),
+        Plugged("freeze", "competition.freeze"), Strength, StepSize,
     )  # fmt: skip
     VALUES: ClassVar[tuple[Any, ...]] = (WeightSum, Plugged("values-of-memories", MEMORIES))
     RECURRENCES: ClassVar[tuple[Any, ...]] = (
