@@ -101,6 +101,6 @@ def test_another_quantization_is_refused(other, packed):
     described = json.loads((path / "config.json").read_text()) | {"quantization_config": other}
     (path / "config.json").write_text(json.dumps(described))
     with pytest.raises(
-        InputError, match="has quantization_config=.*; expected a quant_method of mxfp4|is refused by tr"
+        InputError, match=r"has quantization_config=.*; expected a quant_method|is refused by transform"
     ):
         import_checkpoint(path)
