@@ -100,7 +100,5 @@ def test_another_quantization_is_refused(other, packed):
     path, _ = packed
     described = json.loads((path / "config.json").read_text()) | {"quantization_config": other}
     (path / "config.json").write_text(json.dumps(described))
-    with pytest.raises(
-        InputError, match=r"has quantization_config=.*; expected a quant_method of mxfp4|is refused by tr"
-    ):
+    with pytest.raises(InputError, match=r"quantization_config=.*; expected a quant_method|is refused by transformers"):
         import_checkpoint(path)
