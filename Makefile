@@ -84,8 +84,7 @@ format: $(VENV)/.dev
 	$(BIN)/clang-format -i native/*.h native/*.cpp native/checks/*.cpp
 
 # The documentation site, build/site/index.html. A page is read or run again only if it changed; `make clean` forgets all.
-# Four processes read them: a page of code, and each of its commands, imports PyTorch and transformers anew.
-SPHINX := $(BIN)/python -m sphinx -j 4 -W --keep-going --fresh-env -d build/doctrees
+SPHINX := $(BIN)/python -m sphinx -W --keep-going --fresh-env -d build/doctrees
 docs: $(VENV)/.docs
 	$(SPHINX) -b html docs build/site
 

@@ -101,11 +101,13 @@ def write_pages(app: Sphinx, error: Exception | None) -> None:
 
 
 def create_cache(app: Sphinx, config: Config) -> None:
-    """Processes that read pages at the same time (sphinx -j) would each create its database."""
+    """Processes that read pages at the same time would each create its database."""
     _ = get_cache(config.nb_execution_cache_path).db
 
 
 def setup(app: Sphinx) -> None:
+    if sys.platform == "linux":  # elsewhere a process with many libraries may not be forked
+        app.parallel = max(app.parallel, 4)  # each page of code, and each of its commands, imports PyTorch anew
     app.connect("config-inited", create_cache)
     app.connect("build-finished", copy_mathjax)
     app.connect("build-finished", write_pages)

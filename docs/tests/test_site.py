@@ -56,7 +56,7 @@ def test_site_builds_without_warnings_or_external_assets(tmp_path):
     """One build for all checks. The outputs of a page may come from build/notebooks if neither the page nor the library
     has changed since (docs/conf.py)."""
     site = tmp_path / "site"
-    options = ["-j", "4", "-W", "--keep-going", "-q", "-b", "html", "-d", tmp_path / "doctrees"]
+    options = ["-W", "--keep-going", "-q", "-b", "html", "-d", tmp_path / "doctrees"]
     built = subprocess.run([sys.executable, "-m", "sphinx", *options, DOCS, site], capture_output=True, text=True)
     assert built.returncode == 0, built.stderr[-4000:]
     pages = {path.relative_to(site).as_posix(): Page(path) for path in site.rglob("*.html")}

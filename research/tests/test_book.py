@@ -14,7 +14,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 @pytest.mark.slow(seconds=60)
 def test_pages_are_built_without_warnings(tmp_path):
-    options = ["-j", "4", "-W", "--keep-going", "-q", "-b", "html", "-d", tmp_path / "doctrees"]
+    options = ["-W", "--keep-going", "-q", "-b", "html", "-d", tmp_path / "doctrees"]
     built = subprocess.run(
         [sys.executable, "-m", "sphinx", *options, DOCS, tmp_path / "site"], capture_output=True, text=True
     )
