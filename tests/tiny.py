@@ -37,7 +37,7 @@ MIXERS = {
     "shared": "zamba",
     "parallel": Decoder(
         (Layer(zoo.get("mamba2"), parallel=zoo.get("gqa(kv_heads=2)")), Layer(zoo.get("gla"), order="branch")),
-        BlockStyle(mlp="relu2", embedding_scale=2.0, logits_cap=8.0),
+        BlockStyle(order="parallel-joint", mlp="relu2", embedding_scale=2.0, head_bias=True, logits_cap=8.0),
     ),
     "qwen3-next": Decoder(
         (

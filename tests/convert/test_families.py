@@ -341,6 +341,34 @@ def test_names_of_a_model_without_its_head(kind, prefix, pairs, tmp_path):
     assert relative(import_checkpoint(folder)(ids).logits, logits(theirs, ids)) < FLOAT64
 
 
+@pytest.mark.parametrize(
+    ("kind", "module"),
+    [("gpt_neox", "gpt_neox.layers.0.attention"), ("gptj", "transformer.h.0.attn"),
+     ("gpt_neo", "transformer.h.0.attn.attention"), ("gpt_bigcode", "transformer.h.0.attn")],
+)  # fmt: skip
+@torch.no_grad()
+def test_masks_beside_the_weights_are_left_out(kind, module, pairs, tmp_path):
+    """As files of early versions have them; in these the head of GPT-NeoX has either of its names."""
+    _, ours, path = pairs(kind, "base")
+    masks = {f"{module}.bias": torch.ones(1, 1, 4, 4).bool(), f"{module}.masked_bias": torch.tensor(-1e9)}
+
+    def early(tensors):
+        return masks | {name.replace("embed_out", "lm_head"): x for name, x in tensors.items()}
+
+    again = import_checkpoint(renamed(path, tmp_path / "early", early))
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), ours.parameters(), strict=True))
+
+
+def test_a_tied_head_of_gpt_neox_may_be_stored(pairs, tmp_path):
+    _, ours, path = pairs("gpt_neox", "tied, without biases")
+    head, embedding = "embed_out.weight", "gpt_neox.embed_in.weight"
+    again = import_checkpoint(renamed(path, tmp_path / "copy", lambda each: each | {head: each[embedding].clone()}))
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), ours.parameters(), strict=True))
+    other = renamed(path, tmp_path / "other", lambda each: each | {head: 2 * each[embedding]})
+    with pytest.raises(InputError, match=f"unexpected tensor '{head}'"):
+        import_checkpoint(other)
+
+
 @torch.no_grad()
 def test_copies_of_shared_blocks(pairs, tmp_path):
     """Each of three layers has all of the two blocks' weights: the third those of the first block."""

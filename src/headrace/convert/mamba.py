@@ -30,7 +30,7 @@ class Mamba2(NamedTuple):
     def spec(self, hidden_size: int, num_heads: int) -> MixerSpec:
         """Returns the spec in a model of this width and number of heads."""
         base: Any = zoo.get("log-linear-mamba2" if self.levels else "mamba2")
-        own: Config = {"levels": self.levels} if self.levels else {}
+        levels: Config = {"levels": self.levels} if self.levels else {}
         floor, ceiling = self.limit
         keys, values = (n * self.heads / hidden_size for n in (self.key_dim, self.value_dim))
         groups = None if self.groups == self.heads else self.groups
@@ -40,7 +40,7 @@ class Mamba2(NamedTuple):
             base, heads=Heads(keys, values, groups, None if self.heads == num_heads else self.heads),
             inputs=replace(base.inputs, conv=self.conv, conv_bias=self.conv_bias, bias=self.biases[0]),
             decay=replace(base.decay, dt_floor=floor, dt_ceiling=None if ceiling == math.inf else ceiling),
-            read=replace(base.read, bias=self.biases[1], **read), **own,
+            read=replace(base.read, bias=self.biases[1], **read), **levels,
         )  # fmt: skip
 
     def views(self, theirs: str) -> Views:

@@ -44,7 +44,7 @@ def falcon(c: Fields) -> Model:
     spec = replace(attention(c, bias=c["bias"]), kv_heads=None if groups == H else groups)
     order: Any = "pre"
     names = LLAMA_NORMS
-    if later and norms != 1:
+    if later and norms != 1:  # 2 by default
         order, names = "parallel", {"mixer_norm": "ln_attn", "mlp_norm": "ln_mlp"}
     elif c["parallel_attn"]:
         order, names = "parallel-joint", {"mixer_norm": "input_layernorm"}
@@ -110,12 +110,11 @@ def gpt_bigcode(c: Fields) -> Model:
 
 def gpt_neo(c: Fields) -> Model:
     """Layers with and without a window take turns. Their logits have no factor."""
-    c.ignore(
-        "resid_dropout", "embed_dropout", "classifier_dropout", "attention_types"
-    )  # of which come attention_layers
-    patterns, window = {"global": None, "local": Pattern(max(c["window_size"], 1))}, c["window_size"]
-    if window < 1:
+    c.ignore("resid_dropout", "embed_dropout", "classifier_dropout")
+    c.ignore("attention_types")  # by which its class has set attention_layers
+    if c["window_size"] < 1:
         c.refuse("window_size", "at least 1")
+    patterns = {"global": None, "local": Pattern(c["window_size"])}
     kinds = layer_types(c, patterns, "attention_layers")
     spec = AttentionSpec(rotary=False, bias="o", scale="one")
     sizes = {
@@ -153,10 +152,8 @@ def starcoder2(c: Fields) -> Model:
 def olmo(c: Fields) -> Model:
     """The epsilon of its norms is 1e-5 in any model."""
     c.only("clip_qkv", None)
-    spec, style = (
-        attention(c, bias=c["attention_bias"]),
-        BlockStyle("layer-plain", mlp=activation(c, "hidden_act", GATED)),
-    )
+    spec = attention(c, bias=c["attention_bias"])
+    style = BlockStyle("layer-plain", mlp=activation(c, "hidden_act", GATED))
     return decoder(c, [spec], style, mlp_views("mlp", style) | attention_views(spec, "self_attn"), norm_eps=1e-5)
 
 
@@ -178,13 +175,9 @@ def modules(names: dict[str, str], bias: bool = True) -> Views:
 
 
 def decoder(
-    c: Fields,
-    specs: Sequence[AttentionSpec],
-    style: BlockStyle,
-    own: Views,
-    names: tuple[str, ...] = LLAMA,
+    c: Fields, specs: Sequence[AttentionSpec], style: BlockStyle, own: Views, names: tuple[str, ...] = LLAMA,
     **sizes: Any,
-) -> Model:
+) -> Model:  # fmt: skip
     """Returns a model whose layers all have the same views. specs: the pattern of its mixers; names: of the model, its
     embedding, its final norm and its layers; sizes: arguments of `shared` beside the usual ones."""
     model, embedding, norm, layers = names
