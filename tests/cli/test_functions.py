@@ -74,6 +74,7 @@ def test_compare_returns_its_results(tmp_path):
             {"recipe": "laptop-1m", "settings": [3]},
             r"--settings=\[3\]; expected a list of text or None",
         ),
+        (headrace.evaluate, {"checkpoints": [], "suite": "needle"}, "eval has no checkpoint; expected at least one"),
         (headrace.load, {"path": None}, "path=None; expected a folder, or a name on the Hugging Face Hub"),
     ],
 )

@@ -47,6 +47,8 @@ class EvaluateOptions:
     output: Path | None = setting("Folder of the report.", shown="runs/eval-<suite>")
 
     def __post_init__(self) -> None:
+        if not self.checkpoints:
+            raise InputError("eval has no checkpoint; expected at least one")
         if not 0 <= self.seed < 2**32:
             raise InputError(f"--seed={self.seed}; expected 0 to {2**32 - 1}")
 

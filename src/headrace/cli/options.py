@@ -97,8 +97,9 @@ def converted(value: Any, hint: Any) -> Any:
     if str in kinds and isinstance(value, list | tuple | Path):
         return ",".join(map(str, items))
     if isinstance(value, Real) and not isinstance(value, bool):
-        whole = isinstance(value, Integral) and not (float in kinds and abs(value) < 2**63)
-        number = int(value) if whole else float(value)
+        number = int(value) if isinstance(value, Integral) else float(value)
+        if float in kinds and -(2**63) <= number < 2**63:
+            return float(number)
         return str(number) if str in kinds else number
     return value
 

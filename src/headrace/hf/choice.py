@@ -64,22 +64,18 @@ class Choice:
         scores = self.processor(ids, logits[:, -1].to(self.unfinished.device, torch.float32, copy=True))
         if self.scores is not None:
             self.scores.append(scores)
-        if self.sampled:
-            token = self._sample(scores.softmax(-1))
-        else:
-            largest, token = scores.max(-1)
-            self.invalid |= largest.isnan().any()
+        token = self._choose(scores.softmax(-1) if self.sampled else scores)
         if self.pads:
             token = torch.where(self.unfinished, token, self.pad)
         if self.ends is not None:
             self.unfinished &= (token[:, None] != self.ends).all(1)
         return token
 
-    def _sample(self, chances: Tensor) -> Tensor:
-        """The tokens of torch.multinomial by the same random numbers. Its check of the chances, which waits for a
-        GPU, is made by `finished`, there once."""
-        self.invalid |= ~(chances.amax() < torch.inf)
-        return (chances / torch.empty_like(chances).exponential_()).argmax(-1)
+    def _choose(self, scores: Tensor) -> Tensor:
+        """The likeliest tokens, or those of torch.multinomial by the same random numbers. Its check of the chances,
+        which waits for a GPU, is made by `finished`, there once."""
+        self.invalid |= scores.amax().isnan()
+        return (scores / torch.empty_like(scores).exponential_() if self.sampled else scores).argmax(-1)
 
     def finished(self, ids: Tensor) -> bool:
         """Whether the last tokens of ids [B, T] end all sequences. Raises RuntimeError for logits that are no numbers.

@@ -152,16 +152,14 @@ class HeadraceConfig(PreTrainedConfig):
     def _check_values(self) -> None:
         sizes = {name: getattr(self, name) for name in SIZES}
         require_positive(**{name: n for name, n in sizes.items() if (name, n) != ("intermediate_size", None)})
-        depth = self.num_hidden_layers
-        require_each(lambda n: n <= LAYERS, f"at most {LAYERS}", num_hidden_layers=depth)
+        require_each(lambda n: n <= LAYERS, f"at most {LAYERS}", num_hidden_layers=self.num_hidden_layers)
         if self.initializer_range is None:
             self.initializer_range = default_std(self.hidden_size)
         require_positive_numbers(
             norm_eps=self.norm_eps, rope_theta=self.rope_theta, initializer_range=self.initializer_range
         )
         check_tokens(self)
-        source = self.converted_from
-        require_each(lambda x: isinstance(x, dict | None), "a config.json, or None", converted_from=source)
+        require_each(lambda x: isinstance(x, dict | None), "a config.json, or None", converted_from=self.converted_from)
         require_bools(tie_word_embeddings=self.tie_word_embeddings, use_cache=self.use_cache)
 
     def _set_mixers(self) -> BlockStyle:

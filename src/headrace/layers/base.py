@@ -73,8 +73,7 @@ def check_input(x: Tensor, mask: Tensor | None, packed: bool, hidden_size: int |
     if mask is None:
         return
     check_tensor("mask", mask)
-    if packed:
-        raise InputError("mask and cu_seqlens are both given; expected one of them")
+    require(not packed, "mask and cu_seqlens are both given; expected one of them")
     if mask.dtype is not torch.bool or mask.shape != x.shape[:2]:
         held = f"dtype {mask.dtype} and shape {_shape(mask)}"
         raise InputError(f"mask has {held}; expected torch.bool and {_shape(x.shape[:2])}")

@@ -7,18 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from ..spec.record import require_bools, require_name, require_positive
-from ..utils.errors import InputError, require_each, shown
+from ..utils.errors import InputError, require, require_each, shown
 
 INTEGERS = (  # dtypes of cu_seqlens
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64
 )  # fmt: skip
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # dtypes of all other tensors
-
-
-def require(condition: bool, message: str) -> None:
-    """Raises InputError with the message unless the condition holds."""
-    if not condition:
-        raise InputError(message)
 
 
 # The checks of shapes run for every decoded token, so they format a message only when they raise it.

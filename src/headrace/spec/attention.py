@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require
 from ..utils.tables import Table
 from .mixer import Facts, Shapes, Spec
 from .record import NonNegativeInt, PositiveFloat, PositiveInt, Range, Record, fields, require_positive
@@ -81,8 +81,7 @@ class Rope(Record):
     def require_width(self, head_dim: int) -> None:
         """Raises InputError for a head dimension that the frequencies do not fit."""
         width = self.dims or head_dim
-        if width % 2:
-            raise InputError(f"rotary=True needs an even head dimension; got {head_dim}")
+        require(width % 2 == 0, f"rotary=True needs an even head dimension; got {head_dim}")
         if width > head_dim or (self.kind == "dynamic" and width == 2):
             raise InputError(f"rope.dims={width} with kind={self.kind!r} does not fit a head dimension of {head_dim}")
         for name in ("short", "long"):
@@ -211,8 +210,7 @@ class AttentionSpec(SoftmaxSpec):
         require_positive(hidden_size=hidden_size, num_heads=num_heads)
         H = self.num_heads(hidden_size, num_heads)
         d = self.head_dim or divided(hidden_size, H)
-        if self.kv_heads is not None and H % self.kv_heads:
-            raise InputError(f"kv_heads={self.kv_heads} does not divide num_heads={H}")
+        require(H % (self.kv_heads or H) == 0, f"kv_heads={self.kv_heads} does not divide num_heads={H}")
         if self.rotary:
             self.rope.require_width(d)
         return d, d
@@ -225,6 +223,5 @@ class AttentionSpec(SoftmaxSpec):
 
 
 def divided(hidden_size: int, H: int) -> int:
-    if hidden_size % H:
-        raise InputError(f"num_heads={H} does not divide hidden_size={hidden_size}")
+    require(hidden_size % H == 0, f"num_heads={H} does not divide hidden_size={hidden_size}")
     return hidden_size // H

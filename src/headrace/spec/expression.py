@@ -2,7 +2,7 @@
 
 import re
 
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require
 
 
 def expression(text: str, kind: str) -> tuple[str, dict[str, str]]:
@@ -20,8 +20,7 @@ def expression(text: str, kind: str) -> tuple[str, dict[str, str]]:
 def _refuse_overwriting(paths: list[str], where: str) -> None:
     """Raises InputError where a later setting would discard an earlier one: the same field, or the record around it."""
     for i, path in enumerate(paths):
-        if path in paths[:i]:
-            raise InputError(f"{where} sets {path!r} twice; expected each field once")
+        require(path not in paths[:i], f"{where} sets {path!r} twice; expected each field once")
         if overwritten := next((earlier for earlier in paths[:i] if earlier.startswith(f"{path}.")), None):
             raise InputError(
                 f"{where} sets {overwritten!r} and {path!r}, which contains {overwritten!r}; expected {path!r} first"

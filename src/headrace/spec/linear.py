@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require
 from ..utils.tables import Table
 from .competition import Competition
 from .decay import DECAYS, STEPPED, Decay, DecayShape
@@ -282,8 +282,7 @@ class MixerSpec(Spec):
         V = width_per_head("heads.expand_v", self.heads.expand_v, hidden_size, H)
         K = self.heads.key_dim or width_per_head("heads.expand_k", self.heads.expand_k, hidden_size, H)
         groups = self.heads.qk_groups
-        if groups is not None and H % groups:
-            raise InputError(f"heads.qk_groups={groups} does not divide num_heads={H}")
+        require(groups is None or H % groups == 0, f"heads.qk_groups={groups} does not divide num_heads={H}")
         if self.inputs.rotary and K % 2:
             raise InputError(f"inputs.rotary=True needs an even key dimension per head; got {K}")
         if self.inputs.turns and not self.angles(K):

@@ -5,7 +5,7 @@ from types import NoneType
 from typing import Any
 
 from ..utils import plugins
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require, require_each
 from ..utils.tables import Table
 from .attention import AttentionSpec
 from .linear import MixerSpec
@@ -32,8 +32,7 @@ def to_json(spec) -> Any:
 def from_json(data: Any, where: str = ""):
     """Returns the spec that `to_json` converted. Raises InputError, which calls `data` by the name `where`, for data
     that describe no spec."""
-    if not isinstance(data, dict):
-        raise InputError(f"{where or 'mixer'}={data!r}; expected a dict as to_json returns it")
+    require_each(lambda x: isinstance(x, dict), "a dict as to_json returns it", **{where or "mixer": data})
     if (kind := data.get("type")) is None:
         raise InputError(f"{where or 'mixer'} lacks the field 'type'; expected one of {', '.join(TYPES)}")
     if isinstance(kind, str) and kind.startswith(plugins.PREFIX) and kind not in TYPES:
@@ -61,8 +60,7 @@ def admitted(cls, data: dict[str, Any], where: str) -> dict[str, Any]:
     for name, value in data.items():
         if value is None and name in cls.former:
             continue
-        if name not in known:
-            raise InputError(f"{where} has no field {name!r}; expected one of {', '.join(known)}")
+        require(name in known, f"{where} has no field {name!r}; expected one of {', '.join(known)}")
         path = f"{where}.{name}"
         values[name] = checked(_value(value, known[name], path), known[name], path)
     return values

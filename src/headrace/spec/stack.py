@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from ..utils.errors import InputError
+from ..utils.errors import require_each
 from ..utils.tables import Table
 from .attention import AttentionSpec
 from .mixer import Shapes, Spec, Stateful
@@ -179,8 +179,7 @@ def as_style(style: Any, base: BlockStyle | None = None) -> BlockStyle:
     base = base or BlockStyle()
     if style is None or isinstance(style, BlockStyle):
         return style or base
-    if not isinstance(style, dict):
-        raise InputError(f"style={style!r}; expected a BlockStyle or a dict of its fields")
+    require_each(lambda x: isinstance(x, dict), "a BlockStyle or a dict of its fields", style=style)
     changed = record(BlockStyle, style, "style")
     return replace(base, **{name: getattr(changed, name) for name in style})
 

@@ -22,6 +22,12 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:79]}…"
 
 
+def require(condition: bool, message: str) -> None:
+    """Raises InputError with the message unless the condition holds."""
+    if not condition:
+        raise InputError(message)
+
+
 def require_each(holds: Callable[[Any], bool], expected: str, **values: Any) -> None:
     """Raises InputError for the first value for which the condition does not hold."""
     for name, value in values.items():

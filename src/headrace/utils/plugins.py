@@ -15,7 +15,7 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .errors import InputError
+from .errors import InputError, require
 from .integrity import digest, sha256
 
 VARIABLE = "HEADRACE_PLUGINS"  # files and modules, separated like the folders of PATH
@@ -128,8 +128,7 @@ def _execute(place: str, path: Path) -> None:
         import_module(place)
         return
     name = FILE + path.stem
-    if name in sys.modules:
-        raise InputError(f"another plug-in is called {path.name} too; expected different names")
+    require(name not in sys.modules, f"another plug-in is called {path.name} too; expected different names")
     spec = spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     sys.modules[name] = module = module_from_spec(spec)  # from where tasks are unpickled

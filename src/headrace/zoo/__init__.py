@@ -18,7 +18,7 @@ from ..spec.mixer import ModelSpec, Spec
 from ..spec.serialize import change_all, from_json, to_json
 from ..spec.stack import Decoder, Layer, as_layers
 from ..utils import plugins
-from ..utils.errors import InputError, shown
+from ..utils.errors import InputError, require, require_each
 from ..utils.tables import Table
 from . import mixers
 from .entry import Entry
@@ -88,8 +88,7 @@ def get(mixer):
         return from_json(mixer)
     if isinstance(mixer, Spec | Layer | Decoder | ModelSpec):
         return mixer
-    if not isinstance(mixer, str):
-        raise InputError(f"mixer={shown(mixer)}; expected a name of the zoo, a spec or its JSON")
+    require_each(lambda x: isinstance(x, str), "a name of the zoo, a spec or its JSON", mixer=mixer)
     if len(parts := split(mixer, "+")) > 1:
         return Decoder(tuple(layer for part in parts for layer in as_layers(get(part))))
     name, settings = expression(mixer, "mixer")
@@ -119,10 +118,8 @@ def several(text: str) -> tuple[str, ...]:
 
     Raises InputError for an empty list, and for an item that is there twice."""
     listed = tuple(names()) if text.strip() == "all" else split(text)
-    if not listed:
-        raise InputError(f"--mixers={text!r} names none; expected at least one")
-    if len(set(listed)) < len(listed):
-        raise InputError(f"--mixers={text!r} names one twice; expected each mixer once")
+    require(len(listed) > 0, f"--mixers={text!r} names none; expected at least one")
+    require(len(set(listed)) == len(listed), f"--mixers={text!r} names one twice; expected each mixer once")
     return listed
 
 
@@ -149,8 +146,7 @@ def register(name: str, entry: Entry) -> None:
     """Adds a mixer or model to the tables. InputError for a name that is there."""
     spec = entry.spec
     table = TABLES[spec.table] if isinstance(spec, Spec) else MODELS
-    if taken(name):
-        raise InputError(f"{name!r} is a mixer or model already; expected another name")
+    require(not taken(name), f"{name!r} is a mixer or model already; expected another name")
     table[name] = spec
     if entry.paper:
         PAPERS[name] = entry.paper

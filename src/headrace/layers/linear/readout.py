@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...ops.call import accumulator
-from ...spec.read import HEAD_NORMS, WIDE_NORMS, Read
+from ...spec.read import HEAD_NORMS, WIDE_NORMS
 from ..base import SelfInitialized
 from .competition import gates_query
 from .stage import Stage, Tokens, refuse_changes
@@ -23,13 +23,6 @@ GROUP_NORM_EPS = 64e-5  # RWKV-6: 1e-5 · 8², where 8 is its head size divisor
 
 # The lower bounds of the norms, which are the epsilons of PyTorch's F.normalize and nn.LayerNorm.
 NORM_FLOORS = {"l2": 1e-12, "layer": 1e-5**0.5}
-
-
-def weight_size(read: Read, num_heads: int, value_dim: int) -> int | None:
-    """Returns the size of the norm's weight; None for a norm without weight."""
-    if not read.weighted:
-        return None
-    return num_heads * value_dim if read.norm in ("group", *WIDE_NORMS) else value_dim
 
 
 def normalized(x: Tensor, kind: str, floor: Tensor | float) -> Tensor:
@@ -146,8 +139,9 @@ class Norm(Stage):
     field, values = "read.norm", (*HEAD_NORMS, *WIDE_NORMS)
 
     def build(self, mixer: Any) -> None:
-        read, size = mixer.spec.read, weight_size(mixer.spec.read, mixer.H, mixer.V)
-        if size is not None:
+        read = mixer.spec.read
+        if read.weighted:
+            size = mixer.H * mixer.V if read.norm in ("group", *WIDE_NORMS) else mixer.V
             mixer.norm_weight = nn.Parameter(torch.empty(size))
             if read.norm in ("group", "layer"):
                 mixer.norm_bias = nn.Parameter(torch.empty(size))
