@@ -148,7 +148,7 @@ class Backbone(nn.Module):
     @property
     def counts(self) -> list[int]:
         """Number of states of each layer without that of the shared block."""
-        return [layer.states for layer in self.layers]
+        return [layer.states for layer in self.layers]  # type: ignore[misc]
 
     @property
     def state_counts(self) -> list[int]:
