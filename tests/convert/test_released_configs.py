@@ -13,10 +13,12 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from families import delta, float64_throughout, hybrid, parallel, recurrent, softmax
+from headrace import load
 from headrace.convert import FORMATS, import_checkpoint
 from headrace.convert.slots import slots
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM
 from headrace.utils.errors import InputError
+from headrace.verification.verify import relative
 
 RELEASED = {entry["name"]: entry for entry in json.loads(Path(__file__).with_name("released.json").read_text())}
 FAMILIES = softmax.FAMILIES | parallel.FAMILIES | recurrent.FAMILIES | delta.FAMILIES | hybrid.FAMILIES
@@ -93,3 +95,39 @@ def test_released_configuration_of_flash_linear_attention(name, tmp_path):
         form, tmp_path, **{field: value for field, value in config.items() if field not in {"model_type", *BASE[form]}}
     )
     assert error(tmp_path) < 1e-12
+
+
+SIZES = {"vocab_size": 29, "hidden_size": 32, "num_hidden_layers": 2}
+UNTIED, WIDTH, EPSILON = {"tie_word_embeddings": False}, {"intermediate_size": 48}, {"norm_eps": 1e-5}
+HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 12}
+NAMED = {  # model_type -> (its sizes, the fields of a HeadraceConfig by the manual, "Names of other libraries")
+    "llama": ({"num_attention_heads": 4, **WIDTH}, {"mixer": "transformer", **UNTIED, **WIDTH}),
+    "mamba": ({}, {"mixer": "mamba", "mlp": "none", **EPSILON}),
+    "mamba2": (
+        {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},
+        {"mixer": "mamba2(heads.width=16, heads.key_dim=8)", "mlp": "none", **UNTIED, **EPSILON},
+    ),
+    "rwkv": (
+        {"attention_hidden_size": 32, "intermediate_size": 128},
+        {
+            "mixer": "rwkv4", "intermediate_size": 128, **UNTIED, **EPSILON,
+            "style": {"norm": "layer", "bias": True, "mlp": "rwkv4", "embedding_norm": True},
+        },
+    ),
+    "qwen3_next": (
+        {"num_experts": 0, "layer_types": ["linear_attention"] * 2, **HEADS, **WIDTH},
+        {"mixer": "gated-deltanet", "style": {"norm": "rms-offset"}, **UNTIED, **WIDTH},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+@torch.no_grad()
+def test_fields_that_the_manual_names_give_the_function_of_a_model(name, tmp_path):
+    sizes, fields = NAMED[name]
+    theirs, ids = save({"model_type": name, **SIZES, **sizes}, tmp_path), torch.randint(29, (2, 9))
+    ours = HeadraceForCausalLM(HeadraceConfig(**SIZES, **fields)).double().eval()
+    ours.load_state_dict(load(tmp_path).state_dict())
+    with float64_throughout():
+        expected = theirs(ids, use_cache=False).logits
+    assert relative(ours(ids).logits, expected) < 1e-10

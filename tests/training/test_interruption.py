@@ -390,8 +390,8 @@ def test_full_disk_is_one_sentence(prepared, tmp_path):
         process.join()
         errors = (said / "err").read_text()
         assert process.exitcode == 2 and "Traceback" not in errors, errors
-        said = r"^headrace: a checkpoint cannot be written \(.*\) at step 5; the last complete checkpoint is none$"
-        assert re.search(said, errors, re.M), errors
+        sentence = r"^headrace: a checkpoint cannot be written \(.*\) at step 5; the last complete checkpoint is none$"
+        assert re.search(sentence, errors, re.M), errors
 
 
 def test_full_disk_while_text_is_prepared_is_one_sentence(tmp_path):
