@@ -126,6 +126,15 @@ def test_layers_in_wrappers_and_removed_layers_run(name):
     assert is_accurate(model, torch.randint(29, (2, 9)), check=False)
 
 
+@torch.no_grad()
+def test_a_second_bias_of_a_decay_is_refused():
+    model, ids = tiny.build("kda").float(), torch.randint(29, (2, 9))
+    up = model.model.backbone.layers[0].mixer.decay.up
+    up.bias = nn.Parameter(torch.randn(up.out_features))
+    assert "the decay has two" in model.engine.unsupported_reason(model)
+    assert is_accurate(model, ids, check=False)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @torch.no_grad()
 def test_a_vocabulary_that_grows_is_noticed(tied):

@@ -122,7 +122,10 @@ def add_mixer(program: Program, mixer: Any, x: int, out: int, place: int, add: b
     paths = [path for path, _ in mixer.named_parameters(remove_duplicate=False) if path in WEIGHTS]
     for stage in mixer.stages:
         fields |= stage.native(mixer)
-    layer = program.layer(fields, {WEIGHTS[path]: (mixer, path) for path in paths}, place)
+    weights = {WEIGHTS[path]: (mixer, path) for path in paths}
+    if len(weights) < len(paths):
+        raise UnsupportedError("it has one bias, and the decay has two")
+    layer = program.layer(fields, weights, place)
     start = projected = program.columns(sum(parts.values()))
     if mixer.shift is None:
         add_linear(program, mixer, "in_proj", x, projected)
