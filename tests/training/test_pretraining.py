@@ -444,7 +444,7 @@ def test_card_and_curves_name_nonfinite_losses(data, tmp_path):
     points += [{"step": 2, **{f"{kind}_{name}": value for name, value in lost.items()}} for kind in ("eval", "final")]
     card.write_card(tmp_path, chosen, about, data.manifest, points, 1.0)
     readme = (tmp_path / "README.md").read_text("utf-8")
-    assert "After 3072 tokens, the loss on held-out text is not finite. The model learnt nothing" in readme
+    assert "After 3,072 tokens, the loss on held-out text is not finite. The model learnt nothing" in readme
     assert "| 2 | not finite | not finite | not finite |" in readme and "nan" not in readme
     assert not ModelCard(readme).data.eval_results and (tmp_path / "curves.png").stat().st_size > 1000
 
