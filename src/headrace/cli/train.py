@@ -257,7 +257,7 @@ def machine_rows(plan: dict[str, Any]) -> dict[str, str]:
     return {
         "memory per device": f"{needed:,.1f} of {available:,.1f} GiB: {'fits' if plan['fits'] else no}",
         "devices": f"{plan['devices']} {plan['device']}: {layout}",
-        "rows per device": f"{plan['rows_per_pass']} in a pass, {plan['passes_per_step']} passes in a step",
+        "rows per device": f"{plan['rows_per_pass']} in a pass, passes in a step: {plan['passes_per_step']}",
         "time": f"{plan['days']:,.2f} days, {plan['tokens_per_second']:,.0f} tokens/s, at {reached}",
     }
 
