@@ -109,7 +109,7 @@ def test_hostile_generation_settings_are_named(name, folders, tmp_path):
     folder = shutil.copytree(folders["ours"], tmp_path / "ours")
     path = folder / "generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: "evil"}))
-    assert f'{name}="evil"; expected' in refused(lambda: load(folder))
+    assert f"{name}='evil'; expected" in refused(lambda: load(folder))
 
 
 # --- JSON files of ours ----------------------------------------------------------------------------------------------

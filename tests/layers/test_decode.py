@@ -194,7 +194,8 @@ def test_unsupported_layers_use_separate_steps(monkeypatch):
     state = made(torch.randn(2, 5, 32))[1]
     expected = made(x, state)
     y, after = made(x, state, in_place=True)
-    assert torch.equal(y, expected[0]) and torch.equal(after.memory, expected[1].memory)
+    torch.testing.assert_close(y, expected[0])  # PyTorch's products, whose last bits depend on where tensors lie
+    torch.testing.assert_close(after.memory, expected[1].memory)
 
 
 def subclassed(path):

@@ -56,8 +56,7 @@ def ids(count, seed=0):
 def run(one, *prompts, **sampling):
     """The clients of prompts that arrive together. The engine has kept their states when they are returned."""
     clients = [Client(one.model, prompt, **sampling) for prompt in prompts]
-    for client in clients:
-        one.submit(client.stream)
+    one.submit(*(client.stream for client in clients))
     for client in clients:
         client.ended()
     one.submit()  # a request without streams, which the engine takes when it has done with what ended before

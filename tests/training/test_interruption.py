@@ -71,6 +71,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_folder_in_use_is_refused(prepared, tmp_path, headrace_, command):
+    (tmp_path / "folder").mkdir()
     with locked(tmp_path / "folder"):
         code, said = headrace_(*COMMANDS[command](prepared, tmp_path / "folder"))
     assert code == 2
