@@ -32,10 +32,8 @@ class PackedExperts(TensorFiles):
             what = f"tensor {name + BLOCKS!r} has shape {blocks.shape} and scales {scales.shape}"
             require(known and blocks.shape[:3] == scales.shape, f"{what}; expected bytes [E, R, G, 16] and [E, R, G]")
             E, R, G, _ = blocks.shape
-            self.packed[name], self.headers[name] = (
-                (blocks, scales),
-                Header(blocks.file, [E, 32 * G, R], torch.bfloat16),
-            )
+            self.packed[name] = blocks, scales
+            self.headers[name] = Header(blocks.file, [E, 32 * G, R], torch.bfloat16)
 
     def tensors(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         yield from super().tensors([name for name in names if name not in self.packed])
