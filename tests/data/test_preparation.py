@@ -174,7 +174,7 @@ def test_what_is_left_out_of_a_folder_is_said(tmp_path, capsys):
         (tmp_path / name).write_bytes(gzip.compress(b"packed") if name.endswith("gz") else name.encode())
     (tmp_path / "train.txt").write_text("read")
     assert read(tmp_path) == read(tmp_path) == [("read", "")]
-    assert capsys.readouterr().err.count("does not have a.txt, b.txt, test.txt and 1 more; name files") == 1
+    assert capsys.readouterr().err.count("Left out by their names: a.txt, b.txt, test.txt and 1 more. Give files") == 1
 
 
 @pytest.mark.parametrize("suffix", [".md", ".py"])

@@ -312,8 +312,8 @@ def _note_left_out(folder: Path) -> None:
     if left := [f.name for f in _files(folder.resolve()) if f.suffix in known and f not in read]:
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
         print(
-            f"Note: of source {str(folder)!r} the split train is read, which by their names does not have "
-            f"{', '.join(left[:3])}{more}; name files to read them", file=sys.stderr,
+            f"Note: of folder {str(folder)!r} the files of the split train are read. Left out by their names: "
+            f"{', '.join(left[:3])}{more}. Give files by name to read them", file=sys.stderr,
         )  # fmt: skip
 
 
