@@ -108,9 +108,9 @@ def study_if_kept(name: str) -> str:
     )
 
 
-def program(name: str) -> str:
-    """What `python -m research.NAME show` prints."""
-    return "\n".join(import_module(f"research.{name}").lines())
+def program(name: str, *given: str) -> str:
+    """What `python -m research.NAME show GIVEN` prints."""
+    return "\n".join(import_module(f"research.{name}").lines(*given))
 
 
 def released_needles() -> str:
@@ -169,8 +169,8 @@ def corrected(name: str, a: str, b: str) -> str:
 
 def imitating(column: str, a: str, b: str) -> str:
     """A less b in nats per token, or in relative squared error, of models with linear layers."""
-    family = next(each for each in linear.FAMILIES if (a, b) in each.pairs)
-    found = {(one.where, one.a, one.b): one for one in linear.differences(read_csv(linear.KEPT), family)}
+    run, family = next((r, f) for r in linear.RUNS for f in linear.RUNS[r].families if (a, b) in f.pairs)
+    found = {(one.where, one.a, one.b): one for one in linear.differences(read_csv(linear.kept(run)), family)}
     one = found[column, a, b]
     return stated(one.mean, linear.LOSS.digits, f"; {p_value(one.corrected)} by Holm")
 

@@ -1,12 +1,12 @@
-"""Does competition help to imitate attention? Half of a released model's attention layers become linear, with gates or
+"""Does competition help to imitate attention? Attention layers of a released model become linear, with gates or
 without.
 
-    python -m research.linear run MODEL DATA BOOK    into results/linear.csv; the same command continues
-    python -m research.linear show                   the tables, as Markdown
+    python -m research.linear run NAME MODEL DATA BOOK    the arms of RUNS[NAME]; the same command continues
+    python -m research.linear show NAME                   the tables, as Markdown
 
-MODEL is a folder of `headrace convert`, DATA one of `headrace prepare` with its tokenizer, BOOK a text file. Every arm
-replaces half of the attention layers, is trained to imitate them, and then as a whole on the same rows; the control is
-the unchanged model, trained as a whole. All arms of a seed read the same rows in the same order.
+MODEL is a folder of `headrace convert`, DATA one of `headrace prepare --tokenizer MODEL --length 256 --held-out 0.03`,
+BOOK a text file. Every arm replaces attention layers, is trained to imitate them, and then as a whole on the same rows;
+the control is the unchanged model, trained as a whole. All arms of a seed read the same rows in the same order.
 
     error         of a layer's output, relative and squared, on held-out rows: the mean over the new layers
     nats          per token on held-out rows of DATA
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -71,7 +71,17 @@ class Family(NamedTuple):
     measures: tuple[str, ...] = MEASURES
 
 
-FAMILIES = (
+class Run(NamedTuple):
+    """Arms that read the same rows in the same precision, and the questions that are asked of them."""
+
+    arms: tuple[str, ...]
+    families: tuple[Family, ...]
+    keep: Keep = Keep(every=2)
+    precision: Literal["bfloat16", "float32"] = "float32"
+
+
+GATED = ("none", "softmax", "sigmoid")
+FORMS = (
     Family(
         "Does a softmax over heads lower what is lost when attention layers become linear, beyond gates of the same "
         "range without it? Student's t over the differences of arms with the same seed, corrected by Holm's rule over "
@@ -92,20 +102,27 @@ FAMILIES = (
         )
         for name, title in BACKBONES.items()
     ),
-    Family(
-        "Does the published form lower what is lost where a norm follows the readout? The norm removes the size of the "
-        "gates and most of the read gate.",
-        tuple((f"{name} published", name) for name in BACKBONES),
-        ("error", "nats"),
-    ),
 )
+PUBLISHED = Family(
+    "Does the published form lower what is lost where a norm follows the readout? The norm removes the size of the "
+    "gates and most of the read gate.",
+    tuple((f"{name} published", name) for name in BACKBONES),
+    ("error", "nats"),
+)
+THREE_QUARTERS = Family(
+    "The first question, of three quarters of the layers in place of half.",
+    (("softmax", "none"), ("softmax", "sigmoid"), ("sigmoid", "none")),
+)
+RUNS = {
+    "half": Run((CONTROL, *(arm for arm in MIXERS if not arm.endswith(" published"))), FORMS, precision="bfloat16"),
+    "published": Run(tuple(f"{name}{form}" for name in BACKBONES for form in ("", " published")), (PUBLISHED,)),
+    "three-quarters": Run((CONTROL, *GATED), (THREE_QUARTERS,), keep=Keep(every=4)),
+}
 SEEDS = range(3)
-KEEP = Keep(every=2)
-IMITATION = Transfer(updates=200, rows=2, held_out=16, precision="bfloat16")
-WHOLE = Transfer(lr=1e-4, updates=50, rows=2, clip=1.0, precision="bfloat16")
+IMITATION = Transfer(updates=200, rows=2, held_out=16)
+WHOLE = Transfer(lr=1e-4, updates=50, rows=2, clip=1.0)
 PROMPTS, NAMES = 24, 16  # texts of pairs; names in each of them
 NEEDLES, DISTANCE = 8, 900  # texts of a needle; tokens between it and the question
-KEPT = RESULTS / "linear.csv"
 CPU = torch.device("cpu")
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -114,41 +131,53 @@ app = typer.Typer(add_completion=False, help=__doc__)
 class Arm:
     name: str
     seed: int
+    run: str  # of RUNS
     model: Path
     data: Path
     book: Path
     folder: Path  # of the run
 
 
+def kept(name: str) -> Path:
+    return RESULTS / "linear" / f"{name}.csv"
+
+
 @app.command()
-def run(model: Path, data: Path, book: Path, folder: Path = Path("runs", "linear"), workers: int | None = None) -> None:
-    """Trains and measures every arm."""
-    arms = [Arm(name, seed, model, data, book, folder) for name, seed in product((CONTROL, *MIXERS), SEEDS)]
+def run(
+    name: str, model: Path, data: Path, book: Path, folder: Path = Path("runs", "linear"), workers: int | None = None
+) -> None:
+    """Trains and measures every arm of a run."""
+    folder = folder / name
+    arms = [Arm(arm, seed, name, model, data, book, folder) for arm, seed in product(RUNS[name].arms, SEEDS)]
     points = [
         Point(f"{a.name}, seed {a.seed}", Path("arms", f"{a.name}-{a.seed}.json"), a, fingerprint=MIXERS.get(a.name))
         for a in arms
     ]
-    settings: dict[str, Any] = {"imitation": IMITATION, "whole": WHOLE, "keep": KEEP}
+    imitation, whole = settings(arms[0])
+    chosen: dict[str, Any] = {"imitation": imitation, "whole": whole, "keep": RUNS[name].keep}
     texts = [str(path.resolve()) for path in (model, data, book)]
-    plan = {name: asdict(value) for name, value in settings.items()} | {"seeds": list(SEEDS), "texts": texts}
+    plan = {name: asdict(value) for name, value in chosen.items()} | {"seeds": list(SEEDS), "texts": texts}
     with locked(folder):
-        claim, progress = (
-            Claim(json.loads(json.dumps(plan)), provenance.defaults(settings)),
-            engine.lines(print, points),
-        )
-        rows = engine.run(folder, claim, points, measured, progress, place_workers(["cpu"], workers))
-    write(KEPT, rows)
+        claim = Claim(json.loads(json.dumps(plan)), provenance.defaults(chosen))
+        rows = engine.run(folder, claim, points, measured, engine.lines(print, points), place_workers(["cpu"], workers))
+    write(kept(name), rows)
+
+
+def settings(arm: Arm) -> tuple[Transfer, Transfer]:
+    """Of the imitation, and of the training of the whole model."""
+    first, second = (replace(one, seed=arm.seed, precision=RUNS[arm.run].precision) for one in (IMITATION, WHOLE))
+    return first, second
 
 
 def measured(arm: Arm, worker: Worker) -> Row:
     """One arm's row: what is measured of the model as released, after the imitation, and after training as a whole."""
     torch.manual_seed(arm.seed)
-    model, data, result = load(arm.model).float(), open_data(arm.data), {"arm": arm.name, "seed": arm.seed}
-    tests = probes(arm)
+    model, data = load(arm.model).float(), open_data(arm.data)
+    result: Row = {"arm": arm.name, "seed": arm.seed, "data": data.manifest["files"]["train.npy"]["sha256"]}
+    (imitation, training), tests = settings(arm), probes(arm)
     if arm.name == CONTROL:
         result |= named("released", tests(model, data))
     else:
-        settings = replace(IMITATION, seed=arm.seed)
 
         def tell(step: int, error: float) -> None:
             if step % 50 == 0:
@@ -156,11 +185,11 @@ def measured(arm: Arm, worker: Worker) -> Row:
 
         work = arm.folder / "work" / f"{arm.name}-{arm.seed}"
         work.mkdir(parents=True, exist_ok=True)
-        model, report = imitate(model, MIXERS[arm.name], KEEP, data, settings, work, CPU, tell, 1)
+        model, report = imitate(model, MIXERS[arm.name], RUNS[arm.run].keep, data, imitation, work, CPU, tell, 1)
         layers = report["layers"].values()
         result |= {f"error_{when}": sum(layer[when] for layer in layers) / len(layers) for when in ("before", "after")}
         result |= {"nats_replaced": report["nats"]["replaced"]} | named("imitating", tests(model, data))
-    whole(model, data, replace(WHOLE, seed=arm.seed))
+    whole(model, data, training)
     return result | named("trained", tests(model, data))
 
 
@@ -198,7 +227,7 @@ def probes(arm: Arm) -> Callable[[Any, PackedData], dict[str, float]]:
     @torch.no_grad()
     def losses(model: Any, data: PackedData) -> dict[str, float]:
         model.eval()
-        found = {"nats": held_out_loss(model, data, IMITATION)}
+        found = {"nats": held_out_loss(model, data, settings(arm)[0])}
         book = [float(model(row[None], labels=row[None], skip_logits=True).loss) for row in rows]
         found["book"] = sum(book) / len(book)
         return found | {name: answer_loss(model, texts) for name, texts in recall.items()}
@@ -241,15 +270,15 @@ def answer_loss(model: Any, texts: Sequence[tuple[torch.Tensor, int]]) -> float:
 
 
 @app.command()
-def show() -> None:
-    print(*lines(), sep="\n")
+def show(name: str) -> None:
+    print(*lines(name), sep="\n")
 
 
-def lines() -> list[str]:
-    """The means of the arms, and their differences of one seed."""
-    rows = read(KEPT)
+def lines(name: str) -> list[str]:
+    """The means of the arms of a run, and their differences of one seed."""
+    rows = read(kept(name))
     shown = means(rows)
-    for family in FAMILIES:
+    for family in RUNS[name].families:
         if found := differences(rows, family):
             header, *cells = table(found, "of")
             shown += ["", family.question, "", *markdown(header, cells)]

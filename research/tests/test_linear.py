@@ -17,7 +17,7 @@ def test_differences_are_paired_by_seed():
     noise = (0.01, -0.02, 0.015)
     levels = {"unchanged": 2.0, "none": 3.0, "softmax": 2.5, "sigmoid": 2.5}
     rows = [row(arm, i, level + i + noise[i] * (arm == "softmax")) for i in range(3) for arm, level in levels.items()]
-    found = {one.name: one for one in linear.differences(rows, linear.FAMILIES[0])}
+    found = {one.name: one for one in linear.differences(rows, linear.FORMS[0])}
     assert found["softmax − none"].mean.value == pytest.approx(-0.5 + sum(noise) / 3)
     assert found["softmax − none"].verdict == "lower" and found["softmax − sigmoid"].verdict == "not told apart"
     assert {one.where for one in found.values()} == {"nats trained"}
