@@ -12,6 +12,7 @@ from headrace import InputError, load, quantize, zoo
 from headrace.convert.linearize import linearize
 from headrace.extra.capped import CappedSpec
 from headrace.layers.rotary import angles, rotate
+from headrace.spec.attention import AttentionSpec, Rope
 from headrace.spec.linear import MixerSpec
 from headrace.verification.verify import laws, relative
 
@@ -19,9 +20,12 @@ ATTENTION = [
     "transformer", "gqa(kv_heads=2, bias=true)", "gqa(kv_heads=1, qk_norm=head, head_dim=12)",
     "gqa(qk_norm=head-offset, gate=channel)", "gqa(gate=head, bias=qkv)", "gqa(rotary=false, bias=o, scale=one)",
     "gqa(rope.theta=500, scale=half-key)", "gqa(rope.kind=linear, rope.factor=4, rope.dims=4, scale=0.3)",
-    "gqa(qk_norm=head, scale=0.3)", "sliding-window",
+    "gqa(qk_norm=head, scale=0.3)", "sliding-window", "gqa(kv_heads=2, qk_norm=joint, scale=0.3)",
+    "gqa(rope.kind=dynamic, rope.factor=2, rope.original=64)",
+    AttentionSpec(rope=Rope("longrope", factor=2.0, original=64, short=(1.0, 2.0, 3.0, 4.0), long=(8.0,) * 4)),
 ]  # fmt: skip
 CAPPED = CappedSpec(2, rotary=False, cap=1.0)  # whose bound is not taken over: new layers learn it
+SINKS = "gqa(kv_heads=2, null=learned)"  # likewise
 PAIRS = "linear-attention(inputs.feature_map=identity, read.norm=none)"  # the weight of a pair of tokens is its logit
 SCALES = {"key": lambda d: d**-0.5, "one": lambda d: 1.0, "half-key": lambda d: (d / 2) ** -0.5}
 
@@ -39,9 +43,9 @@ def literal(layer, x):
     """The layer's output [B, T, D] with its logits as the weights of the values."""
     spec, d, T = layer.spec, layer.head_dim, x.shape[1]
     q, k, v = (p(x).unflatten(-1, (-1, d)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
-    q, k = (y if norm is None else norm(y) for y, norm in ((q, layer.q_norm), (k, layer.k_norm)))
+    q, k = (normalized(y, norm) for y, norm in ((q, layer.q_norm), (k, layer.k_norm)))
     if spec.rotary:
-        turn = angles(torch.arange(T)[None], spec.rope, layer.rope_theta, d)
+        turn = angles(torch.arange(T)[None], spec.rope, layer.rope_theta, d, torch.tensor([[T]]))
         q, k = rotate(q, turn), rotate(k, turn)
     scale, out = spec.scale if isinstance(spec.scale, float) else SCALES[spec.scale](d), torch.zeros_like(q)
     for h in range(q.shape[2]):
@@ -54,7 +58,12 @@ def literal(layer, x):
     return layer.o_proj(out.flatten(-2))
 
 
-@pytest.mark.parametrize("attention", [*ATTENTION, CAPPED])
+def normalized(y, norm):
+    """Of each head, or of all together."""
+    return y if norm is None else norm(y.flatten(2).unflatten(2, (-1, *norm.weight.shape))).view_as(y)
+
+
+@pytest.mark.parametrize("attention", [*ATTENTION, CAPPED, SINKS])
 @torch.no_grad()
 def test_logits_of_pairs_and_values_are_taken_over(attention):
     model = model_of(attention)
@@ -124,12 +133,13 @@ def test_what_a_spec_can_express_has_no_plug_in():
     assert type(plain) is MixerSpec and plain.inputs.rotary and plain.inputs.bias and plain.heads.count == 4
 
 
+@pytest.mark.parametrize("norm", ["head", "joint"])
 @pytest.mark.parametrize(
     "name",
     ["gated-deltanet", "gated-deltaproduct", "kda", "rwkv6", "mamba2", "mamba3", "mlstm", "based", "softmax-gla"],
 )
-def test_mixers_of_all_kinds_take_a_layer_over(name):
-    linear, ids = linearize(model_of("gqa(kv_heads=2, qk_norm=head)"), name), tiny.tokens(2)
+def test_mixers_of_all_kinds_take_a_layer_over(name, norm):
+    linear, ids = linearize(model_of(f"gqa(kv_heads=2, qk_norm={norm})"), name), tiny.tokens(2)
     loss = linear(ids, labels=ids).loss
     loss.backward()
     assert loss.isfinite() and mixer(linear).in_proj.weight.grad.any()
@@ -146,9 +156,6 @@ def test_mixers_of_all_kinds_take_a_layer_over(name):
         ("transformer", "gla", [1], "layer 1 is no layer of softmax attention; expected one of 0"),
         ("gla", "gla", None, "the model has no attention layer"),
         ("fox", "gla", None, "layer 0 has forget=True, which no linear mixer has"),
-        ("gqa(null=learned)", "gla", None, "layer 0 has null='learned'"),
-        ("gqa(qk_norm=joint)", "gla", None, "layer 0 has a norm over q of all heads"),
-        ("gqa(rope.kind=dynamic, rope.original=8)", "gla", None, "rope.kind='dynamic' turns all keys again"),
     ],
 )
 def test_what_cannot_be_taken_over_is_named(attention, name, layers, sentence):
@@ -166,7 +173,7 @@ def test_what_cannot_be_taken_over_is_named(attention, name, layers, sentence):
 )
 def test_laws_hold_with_frequencies_and_norms_of_its_own(expression):
     spec = zoo.get(expression)
-    own = {"head_norm": True, "rope.kind": "linear", "rope.factor": 2.0, "rope.dims": 4}
+    own = {"qk_norm": "head", "rope.kind": "linear", "rope.factor": 2.0, "rope.dims": 4}
     if type(spec) is MixerSpec:
         model = model_of("gqa(qk_norm=head, rope.kind=linear, rope.factor=2, rope.dims=4)")
         spec = linearize(model, spec).config.mixers[0]

@@ -20,7 +20,8 @@ OWN = [
     ", map=exp",
     ", decay.kind=sigmoid-head, kv_heads=1",
     ", decay.kind=retnet",
-    ", head_norm=true",
+    ", qk_norm=head",
+    ", qk_norm=joint, kv_heads=2",
 ]
 
 
@@ -33,9 +34,10 @@ def operands(mixer, x):
     """q, k [B, T, H, K] after the rotation, v [B, T, H, V] and the decays [B, T, H]."""
     parts = {name: x @ mixer.part(name).T for name in mixer.parts}
     q, k, v = (parts[name].unflatten(-1, (-1, D // H)) for name in "qkv")
+    if mixer.spec.qk_norm != "none":
+        norms = (mixer.q_norm, q), (mixer.k_norm, k)
+        q, k = (norm(y.flatten(2).unflatten(2, (-1, *norm.weight.shape))).view_as(y) for norm, y in norms)
     k, v = (y.repeat_interleave(H // y.shape[2], 2) for y in (k, v))
-    if mixer.spec.head_norm:
-        q, k = mixer.q_norm(q), mixer.k_norm(k)
     turn = angles(torch.arange(T)[None], mixer.spec.rope, mixer.rope_theta, D // H)
     decay = x.new_ones(B, T, H)
     if mixer.spec.decay.kind == "sigmoid-head":

@@ -30,11 +30,11 @@ ATTENTION = [
 ]  # fmt: skip
 LINEARIZED = [
     "hedgehog", "hedgehog(map=exp, decay.kind=sigmoid-head)", "hedgehog(heads.count=2, decay.kind=softplus)",
-    "hedgehog(head_norm=true, rope.kind=llama3, rope.factor=8, rope.original=16, rope.fast=4, inputs.bias=true)",
-    "hedgehog(head_norm=true, rope.kind=yarn, rope.factor=4, rope.original=8, rope.dims=4, read.scale=one)",
+    "hedgehog(qk_norm=head, rope.kind=llama3, rope.factor=8, rope.original=16, rope.fast=4, inputs.bias=true)",
+    "hedgehog(qk_norm=head, rope.kind=yarn, rope.factor=4, rope.original=8, rope.dims=4, read.scale=one)",
     "hedgehog(inputs.rotary_first=false, read.norm=rms, inputs.qk_norm=l2)",
-    "softmax-hedgehog(decay.kind=sigmoid, head_norm=true)", "softmax-hedgehog(competition.source=query)",
-    "lolcats", "lolcats(window=5, kv_heads=2, map=exp, head_norm=true)", "lolcats(window=1, kv_heads=1)",
+    "softmax-hedgehog(decay.kind=sigmoid, qk_norm=head)", "softmax-hedgehog(competition.source=query)",
+    "lolcats", "lolcats(window=5, kv_heads=2, map=exp, qk_norm=head)", "lolcats(window=1, kv_heads=1)",
     "lolcats(window=4, kv_heads=2, decay.kind=sigmoid-head)", "lolcats(window=3, decay.kind=retnet, read.scale=one)",
     "lolcats(window=4, inputs.rotary=false, inputs.rotary_first=false, read.gate=silu)",
     "softmax-lolcats(window=0, kv_heads=2)", "retnet(inputs.feature_map=relu, inputs.rotary_first=true)",

@@ -101,11 +101,9 @@ def _linear(mixer: str | MixerSpec) -> MixerSpec:
 
 def _taken_over(spec: MixerSpec, old: AttentionSpec, i: int, config: HeadraceConfig) -> MixerSpec:
     """Returns the spec of the new layer i."""
-    for name, usual in (("buckets", None), ("null", False), ("forget", False), ("form", "sdpa")):
+    for name, usual in (("buckets", None), ("forget", False), ("form", "sdpa")):
         if (value := getattr(old, name)) != usual:
             raise InputError(f"layer {i} has {name}={value!r}, which no linear mixer has; expected it among --keep")
-    if old.qk_norm == "joint":
-        raise InputError(f"layer {i} has a norm over q of all heads (qk_norm='joint'); expected it among --keep")
     H, (d, _) = old.num_heads(config.hidden_size, config.num_heads), old.head_dims(config.hidden_size, config.num_heads)
     learned = spec.map if isinstance(spec, LinearizedSpec) else "none"
     mapped = learned != "none" or spec.inputs.feature_map != "identity"
@@ -118,43 +116,50 @@ def _taken_over(spec: MixerSpec, old: AttentionSpec, i: int, config: HeadraceCon
         read = replace(read, gate=gate, gate_bias=gate != "sigmoid-head")  # in_proj may have one
     changed: dict[str, Any] = {f.name: getattr(spec, f.name) for f in fields(MixerSpec)}
     changed |= {"heads": heads, "inputs": inputs, "read": read}
-    own: dict[str, Any] = {"head_norm": old.qk_norm != "none", "rope": old.rope, "map": learned}
-    plain = own == {"head_norm": False, "rope": Rope(), "map": "none"}
+    norm = "head" if old.qk_norm == "head-offset" else old.qk_norm
+    own: dict[str, Any] = {"qk_norm": norm, "rope": _fixed(old.rope), "map": learned}
+    plain = own == {"qk_norm": "none", "rope": Rope(), "map": "none"}
     if isinstance(spec, WindowedSpec):
         return WindowedSpec(**changed, **own, window=spec.window, kv_heads=old.kv_heads)
     return MixerSpec(**changed) if plain else LinearizedSpec(**changed, **own)
 
 
+def _fixed(rope: Rope) -> Rope:
+    """Returns the frequencies of short sequences: a memory cannot turn its keys again when a sequence grows."""
+    return Rope(theta=rope.theta, dims=rope.dims) if rope.kind == "dynamic" else replace(rope, long=rope.short)
+
+
 def _fill(new: Any, old: Any) -> None:
     """Copies an attention layer's weights into a linear mixer."""
-    steps, factor = new.spec.write.steps, _logit_factor(new, old)
-    repeats = new.parts["k"] // (steps * old.k_proj.out_features)  # of each head of k and v
-
-    def of_heads(rows: Tensor) -> Tensor:
-        rows = rows.unflatten(0, (-1, 1, new.K)).repeat_interleave(repeats, 0)
-        return rows.repeat_interleave(steps, 1).flatten(0, 2)
-
+    factor, sizes = _logit_factor(new, old), [*new.parts.values()]
     names = {"q": old.q_proj, "k": old.k_proj, "v": old.v_proj} | ({"gate": old.g_proj} if old.g_proj else {})
-    sizes = [*new.parts.values()]
     with torch.no_grad():
         for kind in ("weight", "bias"):
             whole = getattr(new.in_proj, kind)
             parts = dict(zip(new.parts, () if whole is None else whole.split(sizes), strict=whole is not None))
             for name, module in names.items():
                 if (rows := getattr(module, kind)) is not None:
-                    scaled = rows * factor if name == "q" and old.q_norm is None else rows
-                    parts[name].copy_(of_heads(scaled) if name in "kv" else scaled)
+                    _copy(parts[name], rows * factor if name == "q" and old.q_norm is None else rows, new)
             if getattr(old.o_proj, kind) is not None:
                 getattr(new.o_proj, kind).copy_(getattr(old.o_proj, kind))
         for name in ("q_norm", "k_norm"):
             if (norm := getattr(old, name)) is not None:
                 weight = norm.weight + isinstance(norm, OffsetRMSNorm)
-                getattr(new, name).weight.copy_(weight * factor if name == "q_norm" else weight)
+                _copy(getattr(new, name).weight, weight * factor if name == "q_norm" else weight, new)
         if new.conv is not None:
             new.conv.weight.zero_()
             new.conv.weight[..., -1] = 1
             if new.conv.bias is not None:
                 new.conv.bias.zero_()
+
+
+def _copy(part: Tensor, rows: Tensor, new: Any) -> None:
+    """Copies rows, those of a head of k or v to all heads that share it, and to all steps of a token."""
+    if part.shape != rows.shape:
+        steps = new.spec.write.steps
+        heads = rows.unflatten(0, (-1, 1, new.K)).repeat_interleave(len(part) // (steps * len(rows)), 0)
+        rows = heads.repeat_interleave(steps, 1).flatten(0, 2)
+    part.copy_(rows)
 
 
 def _logit_factor(new: LinearMixer, old: SoftmaxAttention) -> float:

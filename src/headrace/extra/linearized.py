@@ -21,6 +21,7 @@ from ..layers.linear.features import RotateFirst
 from ..layers.linear.mixer import LinearMixer
 from ..layers.linear.stage import Stage, Tokens
 from ..layers.linear.token import TOKENS, add_mixer
+from ..ops.backends.native.program import UnsupportedError
 from ..ops.call import accumulator
 from ..spec.attention import Rope
 from ..spec.linear import Inputs, MixerSpec, Read
@@ -76,22 +77,31 @@ class MapLearned(Stage):
         t.v = t.v.to(t.q.dtype)  # map="exp" has features that a float16 does not
 
 
-class HeadNorm(Stage):
-    """RMSNorm of the heads of q and k, before all else."""
+class QKNorm(Stage):
+    """RMSNorm of q and of k, of each head or of all heads together, before all else."""
 
-    field = "head_norm"
+    field = "qk_norm"
 
     def build(self, mixer: Any) -> None:
-        mixer.q_norm, mixer.k_norm = (nn.RMSNorm(mixer.K, eps=mixer.norm_eps) for _ in range(2))
+        for name in "qk":
+            width = mixer.parts[name] if mixer.spec.qk_norm == "joint" else mixer.K
+            setattr(mixer, f"{name}_norm", nn.RMSNorm(width, eps=mixer.norm_eps))
 
     def native(self, mixer: Any) -> dict[str, Any]:
+        if mixer.spec.qk_norm == "joint":
+            raise UnsupportedError("it does not support qk_norm='joint'")
         return {"head_eps": mixer.q_norm.eps}
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
-        t.q, t.k = (norm(x.to(norm.weight.dtype)).to(x.dtype) for norm, x in ((mixer.q_norm, t.q), (mixer.k_norm, t.k)))
+        for name in "qk":
+            x, norm = getattr(t, name), getattr(mixer, f"{name}_norm")
+            own = x.shape[2] // (mixer.parts[name] // mixer.K)  # heads that have one projection
+            wide = x[:, :, ::own].to(norm.weight.dtype).flatten(2).unflatten(2, (-1, *norm.normalized_shape))
+            y = norm(wide).to(x.dtype).flatten(2).unflatten(2, (-1, mixer.K))
+            setattr(t, name, y.repeat_interleave(own, 2) if own > 1 else y)
 
 
-REPLACED: dict[Any, tuple[Any, ...]] = {RotateFirst: (HeadNorm, RotateFirst, MapLearned)}
+REPLACED: dict[Any, tuple[Any, ...]] = {RotateFirst: (QKNorm, RotateFirst, MapLearned)}
 
 
 class LinearizedMixer(LinearMixer):
@@ -111,7 +121,8 @@ class LinearizedSpec(MixerSpec):
     """A linear mixer in place of an attention layer."""
 
     map: Literal["softmax", "exp", "none"] = "softmax"  # learned feature map of q and k, in place of inputs.feature_map
-    head_norm: bool = False  # whether q and k of each head have an RMSNorm with weights before all else (Qwen3)
+    # RMSNorm with weights, before all else, of q and of k: of each head (Qwen3), or of all heads together (OLMo 2)
+    qk_norm: Literal["none", "head", "joint"] = "none"
     rope: Rope = field(default_factory=Rope)  # frequencies of the rotation
 
     facts = Facts("headrace.extra.linearized.LinearizedMixer")

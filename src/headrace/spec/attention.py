@@ -68,7 +68,7 @@ class Rope(Record):
     @property
     def by_length(self) -> bool:
         """Whether the frequencies depend on the number of tokens of the sequence."""
-        return self.kind in ("dynamic", "longrope")
+        return self.kind == "dynamic" or self.short != self.long
 
     @property
     def scale(self) -> float:
