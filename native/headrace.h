@@ -15,7 +15,7 @@
 
 #include <stdint.h>
 
-#define HR_ABI 13
+#define HR_ABI 14
 #define HR_WIDEST 32     /* of a short convolution */
 #define HR_SCAN_CHUNK 32 /* tokens between the states that a selective scan keeps */
 #define HR_SCAN_PART 256 /* channels of a selective scan that are computed together */
@@ -106,8 +106,8 @@ typedef struct hr_scan_gradients {
    no heads compete, and there is no skip. */
 typedef struct hr_layer {
     int32_t dtype;
-    int32_t feature_map, qk_norm, rotary, decay, rule, beta, norm, gate, order, read, write, source, activation,
-        gate_scale;
+    int32_t feature_map, head_norm, qk_norm, rotary, decay, rule, beta, norm, gate, order, read, write, source,
+        activation, gate_scale;
     float scale, logit_scale, head_eps, norm_eps, group_eps, sum_eps, temperature,
         amplitude;                     /* amplitude: of rotation */
     int64_t D, H, Hq, Hk, Hv, K, F, V; /* F: features of a key, the rows of a memory */
@@ -116,7 +116,7 @@ typedef struct hr_layer {
     int64_t conv_width, decay_reads, gate_reads;
     const double* frequencies;                     /* [turned / 2], radians per token */
     const void *conv_weight, *conv_bias;           /* [channels, conv_width], [channels] */
-    const void *q_norm, *k_norm;                   /* [K], of an RMS norm of each head */
+    const void *q_norm, *k_norm;                   /* [K] of each head, or [Hq K] and [Hk K] of all ("joint") */
     const void *map_q, *map_k;                     /* [Hq, K, K], of a learned feature map */
     const void* window_factor;                     /* [H] */
     const void *decay_up, *decay_bias, *decay_log; /* [H F, reads] ("exp": transposed), [H F] or [H], [H] */

@@ -7,6 +7,7 @@
 
 #define HR_KINDS                                                            \
     "feature_map identity elu+1 relu silu learned-softmax learned-exp\n"    \
+    "head_norm none head joint\n"                                           \
     "qk_norm none l2\n"                                                     \
     "rotary none last first\n"                                              \
     "decay none retnet softplus sigmoid-head sigmoid exp softplus-vector\n" \
@@ -32,6 +33,7 @@ constexpr float SIGMOID_TEMPERATURE = 16;  // of the decays "sigmoid…": Decay.
 constexpr float FARTHEST = 30;             // logit of the feature map "learned-exp": FARTHEST in extra/linearized.py
 
 namespace feature_map { enum { identity, elu_plus_one, relu, silu, learned_softmax, learned_exp, count }; }
+namespace head_norm { enum { none, head, joint, count }; }
 namespace qk_norm { enum { none, l2, count }; }
 namespace rotary { enum { none, last, first, count }; }  // of the feature map and the rotation
 namespace decay { enum kind { none, retnet, softplus, sigmoid_head, sigmoid, exp, softplus_vector, count }; }
@@ -77,6 +79,7 @@ constexpr int names(const char* lines, const char* field) {
 
 #define HR_SAME_COUNT(field) static_assert(names(HR_KINDS, #field) == field::count, #field ": HR_KINDS and enum differ")
 HR_SAME_COUNT(feature_map);
+HR_SAME_COUNT(head_norm);
 HR_SAME_COUNT(qk_norm);
 HR_SAME_COUNT(rotary);
 HR_SAME_COUNT(decay);

@@ -33,7 +33,7 @@ public:
         if (!p.window) share_keys_and_values();
         if (p.read) compete(read, q, p.read_scores);
         if (p.write) compete(write, k, p.write_scores);
-        if (p.q_norm) normalize_heads(q, Hq, p.q_norm), normalize_heads(k, heads_of_k, p.k_norm);
+        if (p.head_norm) normalize_heads(q, Hq, p.q_norm), normalize_heads(k, heads_of_k, p.k_norm);
         rotate(kinds::rotary::first);
         make_decay();
         make_beta();
@@ -165,8 +165,9 @@ private:
 
     // --- q and k ------------------------------------------------------------------------------------------------------
     void normalize_heads(float* y, int heads, const void* weight) {
-        fill(low, weights(weight), K);
-        for (float* head = y; head < y + heads * K; head += K) rms(head, low, K, p.head_eps);
+        const int width = p.head_norm == kinds::head_norm::joint ? heads * K : K;
+        fill(low, weights(weight), width);
+        for (float* part = y; part < y + heads * K; part += width) rms(part, low, width, p.head_eps);
     }
     void shape(float* y, const void* learned) {
         const int keys = Hq * K;

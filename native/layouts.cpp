@@ -52,7 +52,7 @@ std::string layouts() {
         STRUCT(hr_scan, F(A) F(dt) F(kept)) +
         STRUCT(hr_scan_gradients, F(u) F(dt) F(A) F(B) F(C) F(initial)) +
         STRUCT(hr_layer,
-            F(dtype) F(feature_map) F(qk_norm) F(rotary) F(decay) F(rule) F(beta) F(norm) F(gate) F(order) F(read) F(write)
+            F(dtype) F(feature_map) F(head_norm) F(qk_norm) F(rotary) F(decay) F(rule) F(beta) F(norm) F(gate) F(order) F(read) F(write)
             F(source) F(activation) F(gate_scale) F(scale) F(logit_scale) F(head_eps) F(norm_eps) F(group_eps) F(sum_eps)
             F(temperature) F(amplitude) F(D) F(H) F(Hq) F(Hk) F(Hv) F(K) F(F) F(V) F(turned) F(window) F(conv_width)
             F(decay_reads) F(gate_reads) F(frequencies) F(conv_weight) F(conv_bias) F(q_norm) F(k_norm) F(map_q) F(map_k)

@@ -54,7 +54,8 @@ public:
         job.columns = p.V + (p.norm == kinds::norm::sum);
         job.key_row = padded(p.Hq * p.F), job.value_row = padded(p.H * job.columns);
         job.decay_row = padded(decay_shape() == HR_DECAY_VECTOR ? p.H * p.F : p.H), job.head_row = padded(p.H);
-        job.low_row = padded(std::max({p.decay_reads, p.gate_reads, p.H, 2 * padded(p.K), p.window}));
+        const auto normed = p.head_norm == kinds::head_norm::joint ? p.Hq * p.K : p.K;
+        job.low_row = padded(std::max({p.decay_reads, p.gate_reads, p.H, 2 * padded(p.K), normed, p.window}));
         job.wide_row = padded(p.H * p.V);
         job.near_row = p.window ? padded(std::max(p.Hk * p.K, p.H * job.columns) + 16) : 0;
         take(job.q, job.key_row), take(job.k, job.key_row);

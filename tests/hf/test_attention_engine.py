@@ -35,6 +35,7 @@ LINEARIZED = [
     "hedgehog(inputs.rotary_first=false, read.norm=rms, inputs.qk_norm=l2)",
     "softmax-hedgehog(decay.kind=sigmoid, qk_norm=head)", "softmax-hedgehog(competition.source=query)",
     "lolcats", "lolcats(window=5, kv_heads=2, map=exp, qk_norm=head)", "lolcats(window=1, kv_heads=1)",
+    "hedgehog(qk_norm=joint)", "lolcats(window=5, kv_heads=2, qk_norm=joint)",
     "lolcats(window=4, kv_heads=2, decay.kind=sigmoid-head)", "lolcats(window=3, decay.kind=retnet, read.scale=one)",
     "lolcats(window=4, inputs.rotary=false, inputs.rotary_first=false, read.gate=silu)",
     "softmax-lolcats(window=0, kv_heads=2)", "retnet(inputs.feature_map=relu, inputs.rotary_first=true)",

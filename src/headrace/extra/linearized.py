@@ -21,7 +21,6 @@ from ..layers.linear.features import RotateFirst
 from ..layers.linear.mixer import LinearMixer
 from ..layers.linear.stage import Stage, Tokens
 from ..layers.linear.token import TOKENS, add_mixer
-from ..ops.backends.native.program import UnsupportedError
 from ..ops.call import accumulator
 from ..spec.attention import Rope
 from ..spec.linear import Inputs, MixerSpec, Read
@@ -88,9 +87,7 @@ class QKNorm(Stage):
             setattr(mixer, f"{name}_norm", nn.RMSNorm(width, eps=mixer.norm_eps))
 
     def native(self, mixer: Any) -> dict[str, Any]:
-        if mixer.spec.qk_norm == "joint":
-            raise UnsupportedError("it does not support qk_norm='joint'")
-        return {"head_eps": mixer.q_norm.eps}
+        return {"head_norm": mixer.spec.qk_norm, "head_eps": mixer.q_norm.eps}
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
         for name in "qk":
