@@ -13,7 +13,7 @@ from headrace.comparison import hypotheses
 from headrace.comparison.defaults import DEFAULTS, DEMO
 from headrace.comparison.rows import read
 from headrace.training import recipes
-from research import RESULTS, generated, power, rates, study, taylor
+from research import RESULTS, generated, power, rates, sentences, study, taylor
 
 
 def reported(name):
@@ -28,8 +28,8 @@ def values(name):
 
 
 # --- studies of competition ------------------------------------------------------------------------------------------
-FOUR_TIMES, DISTRACTORS = generated.GROUPS["four-times"], generated.GROUPS["two-distractors"]
-SETTINGS = generated.GROUPS["settings"]
+FOUR_TIMES, DISTRACTORS = sentences.GROUPS["four-times"], sentences.GROUPS["two-distractors"]
+SETTINGS = sentences.GROUPS["settings"]
 
 
 def test_every_stored_study_is_shown():
@@ -41,8 +41,8 @@ def test_every_stored_study_is_shown():
 @pytest.mark.parametrize(
     ("a", "b", "names", "where"),
     [
-        ("softmax", "wide sigmoid", generated.GROUPS["backbones"], None),
-        ("softmax", "wide sigmoid", generated.GROUPS["all-texts"], "text, all tokens"),
+        ("softmax", "wide sigmoid", sentences.GROUPS["backbones"], None),
+        ("softmax", "wide sigmoid", sentences.GROUPS["all-texts"], "text, all tokens"),
     ],
 )
 def test_differences_over_several_studies_count_a_seed_once(a, b, names, where):
@@ -61,7 +61,7 @@ def test_differences_over_several_studies_count_a_seed_once(a, b, names, where):
 
 
 def test_the_tables_of_effects_have_the_statistic_of_their_studies():
-    found = generated.differences("clusters")
+    found = sentences.differences("clusters")
     for setting, prefix in zip(study.settings(["clusters"]), ("retnet ", "linear-attention "), strict=True):
         assert setting.name == f"{prefix.strip()}, keys in clusters"
         gains = {(a, b): study.effect(setting.arms, a, b) for a, b in study.EFFECTS}
@@ -69,7 +69,7 @@ def test_the_tables_of_effects_have_the_statistic_of_their_studies():
     cells = {
         row.split(" | ")[0].strip("| "): row.split(" | ")[1:] for row in study.others_of(["mqar-retnet", "text-gla"])
     }
-    gain = generated.differences("mqar-retnet")["softmax", "none"].mean
+    gain = sentences.differences("mqar-retnet")["softmax", "none"].mean
     assert cells["mqar-retnet, steps to 90 %"][3] == study.cell(gain, 0)
     losses = [row["loss"] for row in reported("text-gla") if row["arm"] == "none"]
     assert cells["text-gla, all tokens"][0] == f"{fmean(losses):.3f}"
@@ -100,13 +100,13 @@ def test_what_remains_after_correction_is_of_gates_against_none():
 def test_competition_is_nowhere_better_than_its_control():
     gains = [study.effect(setting.arms, "softmax", "wide sigmoid") for setting in study.settings(SETTINGS)]
     assert all(gain.interval[0] <= 0 for gain in gains)
-    gates = generated.differences("gates-retnet")
+    gates = sentences.differences("gates-retnet")
     assert len(gates) == 7 and {one.verdict for one in gates.values()} == {"not told apart"}
     assert min(gates, key=lambda pair: gates[pair].mean.value)[0] == "unscaled"
 
 
 def test_one_of_two_plans_on_four_times_the_state_tells_the_gates_apart_and_no_run_is_at_a_bound():
-    first, second = (list(generated.differences(name).values()) for name in FOUR_TIMES)
+    first, second = (list(sentences.differences(name).values()) for name in FOUR_TIMES)
     assert (first[1].verdict, {one.verdict for one in second}, second[1].corrected) == ("less", {"not told apart"}, 1)
     for row in (row for name in FOUR_TIMES for row in reported(name)):
         assert hypotheses.length_held(row) not in hypotheses.bounds("capacity", row)
@@ -159,13 +159,13 @@ def test_all_seeds_hold_the_most_in_clusters_at_twice_the_width():
 
 
 def test_only_in_linear_attention_the_softmax_learns_in_fewer_steps():
-    named = {a: one for (a, b), one in generated.differences("speed").items() if b.endswith("none")}
+    named = {a: one for (a, b), one in sentences.differences("speed").items() if b.endswith("none")}
     assert named.pop("linear-attention softmax").verdict == "less"
     assert {one.verdict for one in named.values()} == {"not told apart"} and len(named) == 4
 
 
 def test_no_difference_on_text_stands_after_correction():
-    for name in generated.GROUPS["texts"]:
+    for name in sentences.GROUPS["texts"]:
         (found,) = hypotheses.differences([study.read(name)])
         assert {one.verdict for one in found} == {"not told apart"} and len(found) >= 8
 
@@ -212,7 +212,7 @@ def test_the_published_form_on_text_is_judged_once_its_rows_are_kept(tmp_path, m
     arms = study.by_arm("text-gla")["text, all tokens"]
     gain = study.effect(arms, "wide sigmoid", "none")
     said = generated.published_text()
-    assert generated.stated(gain, 3) in said and "without its read gate it is +0.000" in said
+    assert sentences.stated(gain, 3) in said and "without its read gate it is +0.000" in said
     excludes = gain.interval[0] > math.log(26.32 / 28.93) / 1.5
     assert ("which excludes" if excludes else "does not exclude") + " the paper's gain of 0.063" in said
     (line,) = (line for line in power.lines() if line.startswith("| text-published |"))

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from headrace.report.page import PALETTE, STYLE
 
-from ..generated import default_runs
+from ..sentences import default_runs
 from . import run
 
 
