@@ -4,7 +4,8 @@ from . import SMALL, Family
 from .softmax import rope
 
 BOTH = ["linear_attention", "full_attention"]
-SIZES = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": BOTH}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = HEADS | {"intermediate_size": 48, "layer_types": BOTH}
 DELTA = {"linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 EXPERTS = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 12,
@@ -51,6 +52,18 @@ FAMILIES = {
         SMALL | SIZES | DELTA | EXPERTS | {"head_dim": 16},
         variants={"tied, with biases": {"tie_word_embeddings": True, "attention_bias": True}},
         fields=QWEN,
+    ),
+    "lara_mini": Family(
+        SMALL | HEADS | DELTA | EXPERTS | {
+            "head_dim": 16, "sliding_window": 5, "num_hidden_layers": 3, "layer_types": [*BOTH, "sliding_attention"],
+        },
+        variants={
+            "untied, with biases": {"tie_word_embeddings": False, "attention_bias": True, "norm_topk_prob": False},
+        },
+        fields={
+            "num_hidden_layers": [{"num_hidden_layers": 1, "layer_types": BOTH[:1]}], "head_dim": [8],
+            "layer_types": [["sliding_attention"] * 3, BOTH[:1] * 3], "rope_parameters": ROPES[1:3],
+        },
     ),
     # transformers saves the convolutions of q, k and v as three equal parts, whatever their widths are
     "olmo_hybrid": Family(

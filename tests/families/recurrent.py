@@ -11,6 +11,11 @@ INF = float("inf")
 ATTENDED = SMALL | {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
 ROPE = {"rope_type": "default", "rope_theta": 50.0}
 ROPES = [{"rope_parameters": ROPE | part} for part in ({}, {"partial_rotary_factor": 0.25})]
+WINDOWS = ["full_attention", "sliding_attention"]
+PROPORTIONAL = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": 90.0, "partial_rotary_factor": 0.5},
+    "sliding_attention": ROPE,
+}
 FAMILIES = {
     "mamba2": Family(
         SMALL | {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 16},
@@ -98,6 +103,32 @@ FAMILIES = {
         fields={
             "layer_types": [["full_attention", "conv"], ["conv", "conv"]], "rope_parameters": ROPES,
             "num_hidden_layers": [{"num_hidden_layers": 1, "layer_types": ["conv"]}],
+        },
+    ),
+    "lfm3": Family(
+        ATTENDED | {
+            "layer_types": ["conv", *WINDOWS], "num_hidden_layers": 3, "head_dim": 16, "sliding_window": 5,
+            "rope_parameters": PROPORTIONAL,
+        },
+        variants={
+            "without gates and norms": {
+                "use_attention_gate": False, "use_sandwich_norm": False, "conv_bias": True,
+                "tie_word_embeddings": False,
+            },
+            "attention alone": {
+                "layer_types": [*WINDOWS, "full_attention"],
+                "rope_parameters": PROPORTIONAL | {"full_attention": ROPE | {"rope_type": "proportional"}},
+            },
+        },
+        fields={
+            "layer_types": [["full_attention", "conv", "conv"]],
+            "num_hidden_layers": [{"num_hidden_layers": 1, "layer_types": ["conv"]}], "head_dim": [8],
+            "rope_parameters": [
+                {"rope_parameters": PROPORTIONAL | {"full_attention": own}} for own in (
+                    ROPE, PROPORTIONAL["full_attention"] | {"partial_rotary_factor": 0.75},
+                    ROPE | {"rope_type": "linear", "factor": 2.0},
+                )
+            ],
         },
     ),
     "minimax": Family(

@@ -1,6 +1,7 @@
 """The formats of transformers' hybrids of delta rules and softmax attention."""
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from .. import zoo
@@ -20,8 +21,9 @@ from .parts import (
     layer_types,
     mixture_of,
     mlp_views,
+    stacked_experts,
 )  # fmt: skip
-from .softmax import attention_views, latent_scale, rotation
+from .softmax import attention, attention_views, latent_scale, rotation, window_of
 
 KINDS = ("linear_attention", "full_attention")
 DYNAMICS = {
@@ -150,6 +152,42 @@ def qwen3_5_projections(theirs: str, heads: int, groups: int, key_dim: int, valu
     views |= below("mixer.conv.weight", stacked(f"{theirs}.conv1d.weight", sizes))
     parts = {"gate": "z", "beta": "b", "decay": "a"}
     return views | named("mixer.in_proj", theirs, {our: f"in_proj_{their}.weight" for our, their in parts.items()})
+
+
+# --- Lara Mini -------------------------------------------------------------------------------------------------------
+
+
+def lara_mini(c: Fields) -> Model:
+    """Gated DeltaNet with one input projection, and softmax attention that rotates in its windows alone. Every layer
+    has experts."""
+    c.only("hidden_act", "silu", "swish")
+    kinds = layer_types(c, (*KINDS, "sliding_attention"))
+    delta, mixture = delta_sizes(c), mixture_of(c, QWEN_EXPERTS, balance=balance(c))
+    softmax = attention(c, bias=c["attention_bias"], qk_norm="head", rotary=False)
+    turned = rotation(c, c["head_dim"])
+    specs: dict[str, Any] = {
+        "linear_attention": gated_delta(c, *delta), "full_attention": softmax,
+        "sliding_attention": replace(softmax, rotary=True, rope=turned, pattern=window_of(c)),
+    }  # fmt: skip
+    style, views = BlockStyle(experts=mixture), attention_views(softmax, "self_attn")
+    own = dict.fromkeys(specs, views) | {"linear_attention": lara_delta("linear_attn", *delta)}
+    mlp = stacked_experts("mlp", mixture, c["hidden_size"], LARA_EXPERTS)
+    mlp |= mlp_views("mlp.shared_expert", style, "mlp.shared")
+    layers = [Layer(specs[kind], "experts") for kind in kinds]
+    all_views = [plain(NORMS) | own[kind] | mlp for kind in kinds]
+    return model_of(c, layers, style, all_views, intermediate_size=mixture.width)
+
+
+LARA_EXPERTS = "gate.weight", "experts.gate_up_proj", "experts.down_proj"
+
+
+def lara_delta(theirs: str, heads: int, groups: int, key_dim: int, value_dim: int) -> Views:
+    wide, narrow = heads * value_dim, groups * key_dim
+    sizes = {"q": narrow, "k": narrow, "v": wide}
+    conv = stacked(f"{theirs}.conv1d.weight", sizes)
+    parts = stacked(f"{theirs}.in_proj.weight", sizes | {"gate": wide, "beta": heads, "decay": heads})
+    names = named("mixer", theirs, DYNAMICS | {"norm_weight": "out_norm.weight"})
+    return names | below("mixer.in_proj", parts) | below("mixer.conv.weight", conv)
 
 
 # --- OLMo Hybrid -----------------------------------------------------------------------------------------------------
@@ -289,6 +327,7 @@ FORMATS: dict[str, Format] = {
         "Qwen3_5MoeForCausalLM", qwen3_5_moe, outside=("mtp.", "model.visual."), inner="text_config",
         renamed=("model.", "model.language_model."),
     ),
+    "lara_mini": Format("LaraMiniForCausalLM", lara_mini),
     "olmo_hybrid": Format("OlmoHybridForCausalLM", olmo_hybrid),
     # transformers calls the dense MLPs of some layers as it does those of experts when it saves a model
     "kimi_linear": Format("KimiLinearForCausalLM", kimi_linear, renamed=(".block_sparse_moe.", ".mlp.")),

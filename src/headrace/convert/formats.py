@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from . import delta, flash, hybrid, log_linear, pairs, parallel, recurrent, rwkv, softmax, variants
+from . import delta, flash, hybrid, lfm, log_linear, pairs, parallel, recurrent, rwkv, softmax, variants
 from .form import Format
 
-MODULES: Any = (softmax, variants, parallel, pairs, recurrent, delta, hybrid, flash, rwkv, log_linear)
+MODULES: Any = (softmax, variants, parallel, pairs, recurrent, lfm, delta, hybrid, flash, rwkv, log_linear)
 FORMATS: dict[str, Format] = {kind: form for module in MODULES for kind, form in module.FORMATS.items()}
 
 # Of formats with a recurrence that are not converted, what no mixer or model here has.
@@ -16,5 +16,9 @@ MISSING: dict[str, str] = {
     "lightnet": "keys that are a softmax over all tokens so far",
     "path_attn": "positions by products of Householder matrices",
     "zamba": "Mamba layers of several heads, each with projections of its own (n_mamba_heads)",
+    "qwen4_exp": "several residual streams (hc_count) and embeddings of n-grams",
+    "glm5_next": "sparse attention whose tokens an indexer chooses",
+    "zaya": "convolutions of compressed q and k (CCA)",
+    "inkling2": "convolutions whose weights depend on the token, and biases of relative positions",
     "xlstm": "a cap on the logits of mLSTM's gates (gate_soft_cap)",
 }

@@ -6,7 +6,6 @@ from typing import Any
 from ..spec.stack import BlockStyle, Experts, Layer
 from .fields import Fields
 from .form import (
-    Block,
     Format,
     Model,
     View,
@@ -22,7 +21,7 @@ from .form import (
     whole,
 )  # fmt: skip
 from .mamba import SILU, Mamba2, divisor, mamba_layer
-from .parts import NORMS, balance, experts, layer_types, mixture_of, mlp_views, scaled
+from .parts import NORMS, balance, experts, layer_types, mixture_of, mlp_views, scaled, stacked_experts
 from .softmax import GATED, UNGATED, activation, attention, attention_views
 
 NORM, MLP_NORM, FINAL_NORM = "mixer_norm.weight", "mlp_norm.weight", "model.backbone.norm.weight"
@@ -103,10 +102,14 @@ def granitemoehybrid(c: Fields) -> Model:
     mlp = gate_up_views(
         "shared_mlp.input_linear", "shared_mlp.output_linear", width, False, "mlp.shared" if mixture else "mlp"
     )
-    mlp |= stacked_experts("block_sparse_moe", mixture, D) if mixture else {}
+    mlp |= stacked_experts("block_sparse_moe", mixture, D, GRANITE_EXPERTS) if mixture else {}
     own = {"linear_attention": mamba.views("mamba"), "full_attention": attention_views(spec, "self_attn")}
     own_views = [scaled(own[kind] | mlp, factors) | plain(NORMS) for kind in listed]
     return model_of(c, layers, style, own_views, views, intermediate_size=width)
+
+
+# The router, and the matrices of all experts: those of the inputs, and those of the output.
+GRANITE_EXPERTS = "router.layer.weight", "input_linear.weight", "output_linear.weight"
 
 
 def granite_experts(c: Fields) -> Experts | None:
@@ -118,21 +121,6 @@ def granite_experts(c: Fields) -> Experts | None:
         "shared": "shared_intermediate_size",
     }  # fmt: skip
     return mixture_of(c, fields, balance=balance(c), normalized=True)
-
-
-def stacked_experts(theirs: str, mixture: Experts, hidden_size: int) -> Views:
-    """Returns the views of experts whose matrices are stacked in two tensors, with Granite's names."""
-    count, width = mixture.count, mixture.width or 0
-    views = {"mlp.router.weight": View(f"{theirs}.router.layer.weight")}
-    inputs, outputs = (count, 2 * width, hidden_size), (count, hidden_size, width)
-    for part, name, shape, start, size in (
-        ("gate", "input", inputs, 0, width), ("up", "input", inputs, width, width),
-        ("down", "output", outputs, 0, hidden_size),
-    ):  # fmt: skip
-        for e in range(count):
-            rows = Block(1, count * shape[1], e * shape[1] + start, size)
-            views[f"mlp.{e}.{part}"] = View(f"{theirs}.{name}_linear.weight", rows, shape=shape)
-    return views
 
 
 # --- Nemotron-H ------------------------------------------------------------------------------------------------------

@@ -5,9 +5,9 @@ from dataclasses import replace
 from ..spec.attention import AttentionSpec
 from ..spec.stack import BlockStyle, Layer
 from .fields import Fields
-from .form import Block, Format, Model, Views, model_of, plain
+from .form import Format, Model, Views, model_of, plain
 from .hybrid import FINAL_NORM, gate_up_views, multiplier
-from .parts import NORMS, mlp_views, scaled
+from .parts import NORMS, in_order, mlp_views, scaled
 from .softmax import GATED, activation, attention, attention_views, windows
 
 GLM4_NORMS = NORMS | {
@@ -21,11 +21,7 @@ def neighbours(views: Views, spec: AttentionSpec, hidden_size: int, H: int) -> V
     d, _ = spec.head_dims(hidden_size, H)
     turned = (spec.rope.dims or d) if spec.rotary else 0
     order = (*range(0, turned, 2), *range(1, turned, 2), *range(turned, d))
-    blocks = {part: Block(heads, d, 0, d, order=order) for part, heads in (("q", H), ("k", spec.kv_heads or H))}
-    return {
-        name: view._replace(block=blocks[name[6]]) if name.startswith(("mixer.q_proj", "mixer.k_proj")) else view
-        for name, view in views.items()
-    }  # fmt: skip
+    return in_order(views, d, (H, spec.kv_heads or H), order)
 
 
 def cohere(c: Fields) -> Model:

@@ -47,6 +47,23 @@ def experts(theirs: str, count: int, names: dict[str, str] = GATED_EXPERT, route
     return views
 
 
+def stacked_experts(theirs: str, mixture: Any, hidden_size: int, names: tuple[str, str, str]) -> Views:
+    """Returns the views of experts whose matrices are in two tensors, the gate's above those of the other input. names:
+    those of the router, and of the two."""
+    count, width = mixture.count, mixture.width
+    router, inputs, output = (f"{theirs}.{name}" for name in names)
+    views = {"mlp.router.weight": View(router)}
+    for part, name, start, shape in (
+        ("gate", inputs, 0, (width, hidden_size)), ("up", inputs, width, (width, hidden_size)),
+        ("down", output, 0, (hidden_size, width)),
+    ):  # fmt: skip
+        rows = 2 * width if name == inputs else hidden_size
+        for e in range(count):
+            block = Block(1, count * rows, e * rows + start, shape[0])
+            views[f"mlp.{e}.{part}"] = View(name, block, shape=(count, rows, shape[1]))
+    return views
+
+
 def mixture_of(c: Fields, fields: dict[str, str], kind: type[Experts] = Experts, **fixed: Any) -> Experts:
     """Returns a mixture of experts. fields: {field of its kind: their field}; fixed: other fields.
 
@@ -79,6 +96,20 @@ DEEPSEEK_EXPERTS = {
     "groups": ("n_group", "num_expert_group"), "chosen_groups": ("topk_group",), "width": ("moe_intermediate_size",),
     "normalized": ("norm_topk_prob", "moe_renormalize"), "scale": ("routed_scaling_factor",),
 }  # fmt: skip
+
+
+def in_order(views: Views, head_dim: int, heads: tuple[int, int], order: tuple[int, ...]) -> Views:
+    """Returns the views of a layer of attention with the channels of the heads of q and k, and of their norms, in
+    another order. heads: those of q, and of k."""
+    if order == (*range(head_dim),):
+        return views
+    of = Block(1, head_dim, 0, head_dim, order=order)
+    blocks = {"mixer.q_norm": of, "mixer.k_norm": of}
+    blocks |= {f"mixer.{n}_proj": of._replace(groups=count) for n, count in zip("qk", heads, strict=True)}
+    return {
+        name: view._replace(block=blocks[part]) if (part := name.rpartition(".")[0]) in blocks else view
+        for name, view in views.items()
+    }
 
 
 def of_heads(view: View, heads: int, rows: dict[str, tuple[int, int, int]]) -> Views:

@@ -140,70 +140,6 @@ def mixture(c: Fields, count: int, **options: Any) -> Experts:
     return mixture_of(c, {"chosen": "num_experts_per_tok"}, count=count, balance=balance(c), **options)
 
 
-def lfm2(c: Fields) -> Model:
-    c.ignore("full_attn_idxs")  # by which their class has set layer_types
-    return lfm2_model(c, lfm2_width(c))
-
-
-def lfm2_moe(c: Fields) -> Model:
-    """The first layers have MLPs, the others experts, chosen by the sigmoid of a score plus a bias."""
-    c.only("use_expert_bias", True)
-    c.ignore("output_router_logits")  # transformers adds no load-balancing loss
-    depth, dense = c["num_hidden_layers"], c["num_dense_layers"]
-    mixture = (
-        mixture_of(c, LFM2_EXPERTS, balance=0.0, scores="sigmoid", biased=True, eps=1e-6) if dense < depth else None
-    )
-    c.ignore(*LFM2_EXPERTS.values())
-    return lfm2_model(c, c["intermediate_size"], mixture, dense)
-
-
-# Fields of Experts -> fields of the mixture of experts.
-LFM2_EXPERTS = {
-    "count": "num_experts", "chosen": "num_experts_per_tok", "normalized": "norm_topk_prob",
-    "scale": "routed_scaling_factor", "width": "moe_intermediate_size",
-}  # fmt: skip
-
-
-def lfm2_model(c: Fields, width: int, mixture: Experts | None = None, dense: int = 0) -> Model:
-    """width: of an MLP. mixture: of the layers from number `dense` on."""
-    kinds, bias = layer_types(c, ("conv", "full_attention")), c["conv_bias"]
-    conv = ScanSpec("short-conv", conv=conv_width(c, "conv_L_cache"), conv_bias=bias, bias=bias)
-    softmax = attention(c, qk_norm="head")
-    names = {f"mixer.{name}": f"conv.{name}" for name in ("in_proj", "conv", "out_proj")}
-    own = {
-        "conv": plain(kinds_of(names, "weight", *["bias"] * bias)),
-        "full_attention": attention_views(
-            softmax, "self_attn", q_norm="q_layernorm", k_norm="k_layernorm", o_proj="out_proj"
-        ),
-    }
-    mixes = [mixture is not None and i >= dense for i in range(len(kinds))]
-    mlp = {False: named("mlp", "feed_forward", {f"{our}_proj.weight": f"{w}.weight" for our, w in LFM2_MLP.items()})}
-    if mixture is not None:
-        bias_of_choice = plain({"mlp.choice_bias": "feed_forward.expert_bias"})
-        mlp[True] = experts("feed_forward", mixture.count, LFM2_MLP) | bias_of_choice
-    pairs = [*zip(kinds, mixes, strict=True)]
-    layers = [Layer(conv if kind == "conv" else softmax, "experts" if mixed else "one") for kind, mixed in pairs]
-    views = [plain(LFM2) | own[kind] | mlp[mixed] for kind, mixed in pairs]
-    return model_of(
-        c, layers, BlockStyle(experts=mixture), views, outside(c, "embedding_norm"), intermediate_size=width
-    )
-
-
-LFM2 = {"mixer_norm.weight": "operator_norm.weight", "mlp_norm.weight": "ffn_norm.weight"}
-LFM2_MLP = {"gate": "w1", "up": "w3", "down": "w2"}
-
-
-def lfm2_width(c: Fields) -> int:
-    """Returns the width of the MLP: two thirds of intermediate_size times a factor, rounded up to a multiple."""
-    width, factor, multiple = c["intermediate_size"], c["block_ffn_dim_multiplier"], c["block_multiple_of"]
-    if multiple < 1:
-        c.refuse("block_multiple_of", "at least 1")
-    if not c["block_auto_adjust_ff_dim"]:
-        return width
-    width = int(2 * width / 3)
-    return width if factor is None else -(-int(factor * width) // multiple) * multiple
-
-
 def minimax(c: Fields) -> Model:
     """Blocks y = norm(α x + β f(x)): α is in the norm of x, and divides what f reads."""
     c.only("hidden_act", *SILU)
@@ -342,8 +278,6 @@ FORMATS: dict[str, Format] = {
     "falcon_mamba": Format("FalconMambaForCausalLM", falcon_mamba),
     "bamba": Format("BambaForCausalLM", bamba),
     "jamba": Format("JambaForCausalLM", jamba),
-    "lfm2": Format("Lfm2ForCausalLM", lfm2),
-    "lfm2_moe": Format("Lfm2MoeForCausalLM", lfm2_moe),
     "minimax": Format("MiniMaxForCausalLM", minimax, buffers=("_decay", "slope_rate")),
     "recurrent_gemma": Format("RecurrentGemmaForCausalLM", recurrent_gemma),
     "rwkv": Format("RwkvForCausalLM", rwkv),

@@ -13,11 +13,10 @@ from . import library as native
 Shape = tuple[int, ...]
 
 # The fields of a layer that has no stage for them.
-ABSENT = {
-    "feature_map": "identity", "head_norm": "none", "qk_norm": "none", "rotary": "none", "decay": "none", "beta": "one",
-    "norm": "none", "gate": "none", "order": "norm-gate", "read": "none", "write": "none", "source": "head",
-    "activation": "softmax", "gate_scale": "identity", "turned": 0, "window": 0, "amplitude": 1.0, "head_eps": 0.0,
-    "frequencies": None,
+NONE = "head_norm", "qk_norm", "rotary", "decay", "norm", "gate", "read", "write"
+ABSENT: dict[str, Any] = dict.fromkeys(NONE, "none") | {
+    "feature_map": "identity", "beta": "one", "order": "norm-gate", "source": "head", "activation": "softmax",
+    "gate_scale": "identity", "turned": 0, "window": 0, "amplitude": 1.0, "head_eps": 0.0, "frequencies": None,
 }  # fmt: skip
 OPTIONAL = ("conv_bias", "bonus", "skip", "q_norm", "k_norm")
 STATE_DTYPES = {"tokens": torch.int64, "conv": None}  # None: that of the weights; others: float32
@@ -35,15 +34,13 @@ def numbered(fields: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
 def weight_shapes(fields: dict[str, Any]) -> dict[str, Shape]:
     """Returns the shapes of the weights of a layer with these fields, including the OPTIONAL weights."""
     D, H, Hq, K, F, V = (fields[name] for name in ("D", "H", "Hq", "K", "F", "V"))
-    shapes: dict[str, Shape] = {"bonus": (H, F), "skip": (H,)}
-    normed = (Hq, fields["Hk"]) if fields["head_norm"] == "joint" else (1, 1)
-    shapes |= {f"{name}_norm": (heads * K,) for name, heads in zip("qk", normed, strict=True)}
+    q, k = (Hq * K, fields["Hk"] * K) if fields["head_norm"] == "joint" else (K, K)
+    shapes: dict[str, Shape] = {"bonus": (H, F), "skip": (H,), "q_norm": (q,), "k_norm": (k,)}
     if width := fields["conv_width"]:
         shapes |= {"conv_weight": (_channels(fields), 1, width), "conv_bias": (_channels(fields),)}
     if fields["feature_map"].startswith("learned"):
         shapes |= {"map_q": (Hq, K, K), "map_k": (Hq, K, K)}
-    if fields["window"]:
-        shapes["window_factor"] = (H,)
+    shapes |= {"window_factor": (H,)} if fields["window"] else {}
     decay, reads = fields["decay"], fields["decay_reads"]
     up = {"sigmoid": (H * F, reads), "softplus-vector": (H * F, reads), "exp": (reads, H * F)}
     if decay in up:

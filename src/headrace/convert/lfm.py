@@ -1,0 +1,130 @@
+"""The formats of Liquid AI's hybrids of gated short convolutions and softmax attention."""
+
+from dataclasses import replace
+from typing import Any
+
+from ..extra.specs.scan import ScanSpec
+from ..spec.attention import Rope
+from ..spec.stack import BlockStyle, Experts, Layer
+from .fields import Fields
+from .form import Format, Model, Views, conv_width, model_of, named, plain
+from .parts import experts, in_order, layer_types, mixture_of
+from .recurrent import kinds_of, outside
+from .softmax import attention, attention_views, rotation, window_of
+
+
+def lfm2(c: Fields) -> Model:
+    c.ignore("full_attn_idxs")  # by which their class has set layer_types
+    return lfm2_model(c, lfm2_width(c))
+
+
+def lfm2_moe(c: Fields) -> Model:
+    """The first layers have MLPs, the others experts, chosen by the sigmoid of a score plus a bias."""
+    c.only("use_expert_bias", True)
+    c.ignore("output_router_logits")  # transformers adds no load-balancing loss
+    depth, dense = c["num_hidden_layers"], c["num_dense_layers"]
+    mixture = (
+        mixture_of(c, LFM2_EXPERTS, balance=0.0, scores="sigmoid", biased=True, eps=1e-6) if dense < depth else None
+    )
+    c.ignore(*LFM2_EXPERTS.values())
+    return lfm2_model(c, c["intermediate_size"], mixture, dense)
+
+
+# Fields of Experts -> fields of the mixture of experts.
+LFM2_EXPERTS = {
+    "count": "num_experts", "chosen": "num_experts_per_tok", "normalized": "norm_topk_prob",
+    "scale": "routed_scaling_factor", "width": "moe_intermediate_size",
+}  # fmt: skip
+
+
+def lfm2_model(c: Fields, width: int, mixture: Experts | None = None, dense: int = 0) -> Model:
+    """width: of an MLP. mixture: of the layers from number `dense` on."""
+    kinds, (conv, conv_views) = layer_types(c, ("conv", "full_attention")), short_convolution(c)
+    softmax = attention(c, qk_norm="head")
+    own = {
+        "conv": conv_views,
+        "full_attention": attention_views(
+            softmax, "self_attn", q_norm="q_layernorm", k_norm="k_layernorm", o_proj="out_proj"
+        ),
+    }
+    mixes = [mixture is not None and i >= dense for i in range(len(kinds))]
+    mlp = {False: named("mlp", "feed_forward", {f"{our}_proj.weight": f"{w}.weight" for our, w in LFM2_MLP.items()})}
+    if mixture is not None:
+        bias_of_choice = plain({"mlp.choice_bias": "feed_forward.expert_bias"})
+        mlp[True] = experts("feed_forward", mixture.count, LFM2_MLP) | bias_of_choice
+    pairs = [*zip(kinds, mixes, strict=True)]
+    layers = [Layer(conv if kind == "conv" else softmax, "experts" if mixed else "one") for kind, mixed in pairs]
+    views = [plain(LFM2) | own[kind] | mlp[mixed] for kind, mixed in pairs]
+    return model_of(
+        c, layers, BlockStyle(experts=mixture), views, outside(c, "embedding_norm"), intermediate_size=width
+    )
+
+
+LFM2 = {"mixer_norm.weight": "operator_norm.weight", "mlp_norm.weight": "ffn_norm.weight"}
+LFM2_MLP = {"gate": "w1", "up": "w3", "down": "w2"}
+
+
+def short_convolution(c: Fields) -> tuple[ScanSpec, Views]:
+    bias = c["conv_bias"]
+    names = {f"mixer.{name}": f"conv.{name}" for name in ("in_proj", "conv", "out_proj")}
+    spec = ScanSpec("short-conv", conv=conv_width(c, "conv_L_cache"), conv_bias=bias, bias=bias)
+    return spec, plain(kinds_of(names, "weight", *["bias"] * bias))
+
+
+def lfm2_width(c: Fields) -> int:
+    """Returns the width of the MLP: two thirds of intermediate_size times a factor, rounded up to a multiple."""
+    width, factor, multiple = c["intermediate_size"], c["block_ffn_dim_multiplier"], c["block_multiple_of"]
+    if multiple < 1:
+        c.refuse("block_multiple_of", "at least 1")
+    if not c["block_auto_adjust_ff_dim"]:
+        return width
+    width = int(2 * width / 3)
+    return width if factor is None else -(-int(factor * width) // multiple) * multiple
+
+
+def lfm3(c: Fields) -> Model:
+    """Attention has a gate per head, and rotary positions of its own in layers with a window; a norm follows each
+    branch."""
+    c.only("attention_bias", False)
+    kinds, D, H = layer_types(c, ("conv", *WINDOWS)), c["hidden_size"], c["num_attention_heads"]
+    conv, conv_views = short_convolution(c)
+    specs: dict[str, Any] = {"conv": conv}
+    own = {"conv": conv_views}
+    plain_spec = attention(c, rotary=False, qk_norm="head", gate="head" if c["use_attention_gate"] else "none")
+    d, _ = plain_spec.head_dims(D, H)
+    for kind in {*WINDOWS} & {*kinds}:
+        rope, order = rotated(c, kind, d)
+        pattern = window_of(c) if kind == "sliding_attention" else None
+        specs[kind] = spec = replace(plain_spec, rotary=True, rope=rope, pattern=pattern)
+        own[kind] = in_order(attention_views(spec, "self_attn", g_proj="gate_proj"), d, (H, spec.kv_heads or H), order)
+    after, names = c["use_sandwich_norm"], LFM2 | (LFM3 if c["use_sandwich_norm"] else {})
+    mlp = named("mlp", "feed_forward", {f"{our}_proj.weight": f"{w}.weight" for our, w in LFM2_MLP.items()})
+    views = [plain(names) | own[kind] | mlp for kind in kinds]
+    style = BlockStyle(order="both" if after else "pre")
+    return model_of(c, [Layer(specs[kind]) for kind in kinds], style, views, outside(c, "embedding_norm"))
+
+
+WINDOWS = "full_attention", "sliding_attention"
+LFM3 = {"mixer_after.weight": "post_operator_norm.weight", "mlp_after.weight": "post_ffn_norm.weight"}
+
+
+def rotated(c: Fields, kind: str, d: int) -> tuple[Rope, tuple[int, ...]]:
+    """Returns the rotation of a kind of layers, and the order of a head's channels for it. "proportional" turns a share
+    of the frequencies of all channels: the first ones of each half of a head."""
+    if (given := (c["rope_parameters"] or {}).get(kind)) is None:
+        c.refuse("rope_parameters", f"parameters of {kind}")
+    theta, half = float(given["rope_theta"]), d // 2
+    if given.get("rope_type") != "proportional":
+        return replace(rotation(c, d, parameters=given), theta=theta), (*range(d),)
+    turned = int(given.get("partial_rotary_factor", 1.0) * d // 2)
+    if not 0 < turned <= half or given.keys() - {"rope_type", "rope_theta", "partial_rotary_factor"}:
+        c.refuse("rope_parameters", "a proportional rotation with a partial_rotary_factor above 0 and of at most 1")
+    first = [*range(turned), *range(half, half + turned)]
+    return Rope(theta=theta ** (turned / half), dims=2 * turned), (*first, *sorted({*range(d)} - {*first}))
+
+
+FORMATS: dict[str, Format] = {
+    "lfm2": Format("Lfm2ForCausalLM", lfm2),
+    "lfm2_moe": Format("Lfm2MoeForCausalLM", lfm2_moe),
+    "lfm3": Format("Lfm3ForCausalLM", lfm3),
+}
