@@ -131,6 +131,5 @@ def _whole_shape(view: View, shape: Sequence[int]) -> list[int]:
     """Returns the shape of the foreign tensor, for the shape of ours."""
     if view.shape is not None:
         return [*view.shape]
-    height = shape[0] if view.block is None else view.block.groups * view.block.each
-    whole = [height, *shape[1:]]
+    whole = [*shape] if view.block is None else [view.block.groups * view.block.each, *shape[1:]]
     return whole[::-1] if view.transposed else whole

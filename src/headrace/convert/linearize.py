@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import zoo
+from ..extra.late_norm import LateNormSpec
 from ..extra.linearized import LinearizedSpec
 from ..extra.windowed import WindowedSpec
 from ..files.quiet import quiet
@@ -112,13 +113,17 @@ def _taken_over(spec: MixerSpec, old: AttentionSpec, i: int, config: HeadraceCon
     heads = replace(
         spec.heads, count=H, key_dim=d, expand_v=H * d / config.hidden_size, qk_groups=None, width=None, expand_k=1.0
     )
-    inputs = replace(spec.inputs, bias=old.bias in (True, "qkv"), rotary=old.rotary, rotary_first=old.rotary and mapped)
+    head_norm: Any = old.qk_norm != "none"
+    if isinstance(old, LateNormSpec):
+        head_norm = "late" if old.weights and old.rotary else True
+    first = old.rotary and (mapped or head_norm == "late")
+    inputs = replace(spec.inputs, bias=old.bias in (True, "qkv"), rotary=old.rotary, rotary_first=first)
     read = replace(spec.read, bias=old.bias in (True, "o"))
     if gate := GATES[old.gate]:
         read = replace(read, gate=gate, gate_bias=gate != "sigmoid-head")  # in_proj may have one
     changed: dict[str, Any] = {f.name: getattr(spec, f.name) for f in fields(MixerSpec)}
     changed |= {"heads": heads, "inputs": inputs, "read": read}
-    own: dict[str, Any] = {"head_norm": old.qk_norm != "none", "rope": old.rope, "map": learned}
+    own: dict[str, Any] = {"head_norm": head_norm, "rope": old.rope, "map": learned}
     plain = own == {"head_norm": False, "rope": Rope(), "map": "none"}
     if isinstance(spec, WindowedSpec):
         return WindowedSpec(**changed, **own, window=spec.window, kv_heads=old.kv_heads)
@@ -148,7 +153,7 @@ def _fill(new: Any, old: Any) -> None:
                 getattr(new.o_proj, kind).copy_(getattr(old.o_proj, kind))
         for name in ("q_norm", "k_norm"):
             if (norm := getattr(old, name)) is not None:
-                weight = norm.weight + isinstance(norm, OffsetRMSNorm)
+                weight = torch.ones(new.K) if norm.weight is None else norm.weight + isinstance(norm, OffsetRMSNorm)
                 getattr(new, name).weight.copy_(weight * factor if name == "q_norm" else weight)
         if new.conv is not None:
             new.conv.weight.zero_()

@@ -20,7 +20,12 @@ def neighbours(views: Views, spec: AttentionSpec, hidden_size: int, H: int) -> V
     neighbours."""
     d, _ = spec.head_dims(hidden_size, H)
     turned = (spec.rope.dims or d) if spec.rotary else 0
-    order = (*range(0, turned, 2), *range(1, turned, 2), *range(turned, d))
+    return reordered(views, spec, H, (*range(0, turned, 2), *range(1, turned, 2), *range(turned, d)))
+
+
+def reordered(views: Views, spec: AttentionSpec, H: int, order: tuple[int, ...]) -> Views:
+    """Returns the views of a layer of attention, of whose rows of q and k a head has this order."""
+    d = len(order)
     blocks = {part: Block(heads, d, 0, d, order=order) for part, heads in (("q", H), ("k", spec.kv_heads or H))}
     return {
         name: view._replace(block=blocks[name[6]]) if name.startswith(("mixer.q_proj", "mixer.k_proj")) else view

@@ -11,7 +11,7 @@ Dimensions: B batch, T tokens, H heads, K key dimension per head.
 
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +80,7 @@ class HeadNorm(Stage):
     """RMSNorm of the heads of q and k, before all else."""
 
     field = "head_norm"
+    values: ClassVar[tuple[Any, ...]] = (True,)
 
     def build(self, mixer: Any) -> None:
         mixer.q_norm, mixer.k_norm = (nn.RMSNorm(mixer.K, eps=mixer.norm_eps) for _ in range(2))
@@ -91,7 +92,16 @@ class HeadNorm(Stage):
         t.q, t.k = (norm(x.to(norm.weight.dtype)).to(x.dtype) for norm, x in ((mixer.q_norm, t.q), (mixer.k_norm, t.k)))
 
 
-REPLACED: dict[Any, tuple[Any, ...]] = {RotateFirst: (HeadNorm, RotateFirst, MapLearned)}
+class LateHeadNorm(HeadNorm):
+    """RMSNorm of the heads of q and k after the rotation."""
+
+    values = ("late",)
+
+    def native(self, mixer: Any) -> dict[str, Any]:
+        return Stage.native(self, mixer)
+
+
+REPLACED: dict[Any, tuple[Any, ...]] = {RotateFirst: (HeadNorm, RotateFirst, LateHeadNorm, MapLearned)}
 
 
 class LinearizedMixer(LinearMixer):
@@ -111,7 +121,8 @@ class LinearizedSpec(MixerSpec):
     """A linear mixer in place of an attention layer."""
 
     map: Literal["softmax", "exp", "none"] = "softmax"  # learned feature map of q and k, in place of inputs.feature_map
-    head_norm: bool = False  # whether q and k of each head have an RMSNorm with weights before all else (Qwen3)
+    # whether q and k of each head have an RMSNorm with weights, before all else (Qwen3) or after the rotation (Hunyuan)
+    head_norm: bool | Literal["late"] = False
     rope: Rope = field(default_factory=Rope)  # frequencies of the rotation
 
     facts = Facts("headrace.extra.linearized.LinearizedMixer")
@@ -126,6 +137,8 @@ class LinearizedSpec(MixerSpec):
             self.map != "none" and self.inputs.key != "projected",
             "map is of a key that is projected; expected inputs.key='projected', or map='none'",
         )
+        first = self.inputs.rotary_first or self.head_norm != "late"
+        yield not first, "head_norm='late' follows a rotation before the map; expected inputs.rotary_first=True"
         yield not self.inputs.rotary and self.rope != Rope(), "rope sets frequencies; expected inputs.rotary=True"
         yield (
             self.rope.by_length,
