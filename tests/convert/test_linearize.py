@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 import tiny
 from decoding import decoded
@@ -11,7 +12,9 @@ from equation import MAX_ERROR_RATIO, skip_if_missing
 from headrace import InputError, load, quantize, zoo
 from headrace.convert.linearize import linearize
 from headrace.extra.capped import CappedSpec
+from headrace.extra.late_norm import LateNormSpec
 from headrace.layers.rotary import angles, rotate
+from headrace.spec.attention import Rope
 from headrace.spec.linear import MixerSpec
 from headrace.verification.verify import laws, relative
 
@@ -21,6 +24,7 @@ ATTENTION = [
     "gqa(rope.theta=500, scale=half-key)", "gqa(rope.kind=linear, rope.factor=4, rope.dims=4, scale=0.3)",
     "gqa(qk_norm=head, scale=0.3)", "sliding-window",
 ]  # fmt: skip
+ATTENTION += [LateNormSpec(2, rope=Rope("yarn", factor=4.0, original=4)), LateNormSpec(2, weights=False)]
 CAPPED = CappedSpec(2, rotary=False, cap=1.0)  # whose bound is not taken over: new layers learn it
 PAIRS = "linear-attention(inputs.feature_map=identity, read.norm=none)"  # the weight of a pair of tokens is its logit
 SCALES = {"key": lambda d: d**-0.5, "one": lambda d: 1.0, "half-key": lambda d: (d / 2) ** -0.5}
@@ -39,10 +43,13 @@ def literal(layer, x):
     """The layer's output [B, T, D] with its logits as the weights of the values."""
     spec, d, T = layer.spec, layer.head_dim, x.shape[1]
     q, k, v = (p(x).unflatten(-1, (-1, d)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
-    q, k = (y if norm is None else norm(y) for y, norm in ((q, layer.q_norm), (k, layer.k_norm)))
+    late = isinstance(spec, LateNormSpec)
+    norms = [norm or nn.Identity() for norm in (layer.q_norm, layer.k_norm)]
+    q, k = (q, k) if late else (norms[0](q), norms[1](k))
     if spec.rotary:
         turn = angles(torch.arange(T)[None], spec.rope, layer.rope_theta, d)
         q, k = rotate(q, turn), rotate(k, turn)
+    q, k = (norms[0](q), norms[1](k)) if late else (q, k)
     scale, out = spec.scale if isinstance(spec.scale, float) else SCALES[spec.scale](d), torch.zeros_like(q)
     for h in range(q.shape[2]):
         g = h // (q.shape[2] // k.shape[2])

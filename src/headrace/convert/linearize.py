@@ -153,8 +153,9 @@ def _fill(new: Any, old: Any) -> None:
                 getattr(new.o_proj, kind).copy_(getattr(old.o_proj, kind))
         for name in ("q_norm", "k_norm"):
             if (norm := getattr(old, name)) is not None:
-                weight = torch.ones(new.K) if norm.weight is None else norm.weight + isinstance(norm, OffsetRMSNorm)
-                getattr(new, name).weight.copy_(weight * factor if name == "q_norm" else weight)
+                own = getattr(new, name).weight
+                weight = torch.ones_like(own) if norm.weight is None else norm.weight + isinstance(norm, OffsetRMSNorm)
+                own.copy_(weight * factor if name == "q_norm" else weight)
         if new.conv is not None:
             new.conv.weight.zero_()
             new.conv.weight[..., -1] = 1
