@@ -391,15 +391,3 @@ def test_copies_of_shared_blocks(pairs, tmp_path):
     other = renamed(path, tmp_path / "other", lambda each: copied(each) | {name: torch.zeros_like(copied(each)[name])})
     with pytest.raises(InputError, match=f"unexpected tensor '{name}'"):
         import_checkpoint(other)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@torch.no_grad()
-def test_factor_of_embeddings_is_rounded_to_their_precision(dtype, tmp_path):
-    save(described("gemma", hidden_size=24), tmp_path)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
-    theirs.save_pretrained(tmp_path / "saved")
-    ids = tokens(theirs, 2, T)
-    for ours in (import_checkpoint(tmp_path, dtype=dtype), load(tmp_path / "saved")):
-        scaled = ours.model.embed_tokens(ids) * ours.model.backbone.embedding_scale
-        assert scaled.dtype == dtype and torch.equal(scaled, theirs.model.embed_tokens(ids))

@@ -78,7 +78,7 @@ class BlockStyle(Record):
 
     def _objections(self):
         plugged = self.mlp in MLPS and (self.experts is not None or self.shared is not None)
-        yield plugged, f"mlp={self.mlp!r} is of dense layers; expected another MLP with experts and with a shared block"
+        yield plugged, f"mlp={self.mlp!r} is of its own kind; expected another MLP with experts and with a shared block"
         for name, usual in (("count", 1), ("mlp_rank", None), ("attention_rank", None)):
             value = getattr(self, f"shared_{name}")
             yield self.shared is None and value != usual, f"shared_{name}={value} without a shared block (shared=none)"
