@@ -1,5 +1,5 @@
-"""GGUF files of Llama, Qwen2, Qwen3, Arcee and Seed-OSS: the logits of the model that was written, whatever the types of
-its tensors."""
+"""GGUF files of Llama, Qwen2, Qwen3, Arcee and Seed-OSS: the logits of the model that was written, whatever the
+types of its tensors."""
 
 import json
 
