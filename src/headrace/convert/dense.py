@@ -27,7 +27,7 @@ from .softmax import (
     window_of,
     windows,
 )
-from .variants import SANDWICH_NORMS, bounded, multiplied, sandwich
+from .variants import SANDWICH_NORMS, bounded, gemma3, multiplied, sandwich
 
 BIASES: Any = {(True, True): True, (True, False): "qkv", (False, True): "o", (False, False): False}
 EXAONE = {  # parts of Llama's names -> those of EXAONE 3
@@ -163,6 +163,23 @@ def opt(c: Fields) -> Model:
     return model._replace(views=model.views | {"model.backbone.positions.table.weight": table})
 
 
+def mistral3(c: Fields) -> Model:
+    """The language model is one of two."""
+    c.only("model_type", "mistral", "ministral3")
+    return inside(ministral3(c) if c.get("model_type") == "ministral3" else softmax.mistral(c))
+
+
+def inside(model: Model) -> Model:
+    """Returns the language model of a model that reads images too."""
+    names = {ours: f"language_model.{view.name}" for ours, view in model.views.items()}
+    return model._replace(views={ours: view._replace(name=names[ours]) for ours, view in model.views.items()})
+
+
+TOWERS = ("vision_tower.", "multi_modal_projector.")
+IMAGES: Any = {
+    "outside": (*TOWERS, *(f"model.{tower}" for tower in TOWERS)),
+    "inner": "text_config", "renamed": ("language_model.model.", "model.language_model."),
+}  # fmt: skip
 FORMATS: dict[str, Format] = {
     "seed_oss": Format("SeedOssForCausalLM", seed_oss),
     "arcee": Format("ArceeForCausalLM", arcee),
@@ -173,6 +190,8 @@ FORMATS: dict[str, Format] = {
     "cwm": Format("CwmForCausalLM", cwm),
     "ministral": Format("MinistralForCausalLM", softmax.mistral),
     "ministral3": Format("Ministral3ForCausalLM", ministral3),
+    "mistral3": Format("Mistral3ForConditionalGeneration", mistral3, **IMAGES),
+    "gemma3": Format("Gemma3ForConditionalGeneration", lambda c: inside(gemma3(c)), **IMAGES),
     "hunyuan_v1_dense": Format("HunYuanDenseV1ForCausalLM", hunyuan),
     "nanochat": Format("NanoChatForCausalLM", nanochat),
     "apertus": Format("ApertusForCausalLM", apertus),

@@ -71,9 +71,11 @@ def _described(model: Any, name: str) -> tuple[Config, Model]:
     form, config = FORMATS[name], _with_heads(model.config)
     if any(getattr(spec, "competition", None) for spec in config.mixers):
         raise InputError(f"--to {name!r} cannot represent this model: no other library has its head competition")
+    kind = (config.converted_from or {}).get("model_type")
     if form.inner is not None:
-        raise InputError(f"--to {name!r} cannot represent this model: it reads text alone; expected --to {name}_text")
-    if (config.converted_from or {}).get("model_type") == name:
+        meant = f"--to {kind}" if kind else "another format"
+        raise InputError(f"--to {name!r} cannot represent this model: it reads text alone; expected {meant}")
+    if kind == name:
         described = {field: x for field, x in config.converted_from.items() if field != "quantization_config"}
     elif (description := DESCRIPTIONS.get(name)) is None:
         raise InputError(f"--to {name!r} cannot represent this model: expected a model that was converted from {name}")
