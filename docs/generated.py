@@ -33,6 +33,8 @@ from headrace.comparison.defaults import DEFAULTS
 from headrace.convert import FORMATS
 from headrace.convert.describe import DESCRIPTIONS
 from headrace.export.onnx import check_exportable
+from headrace.extra.growing import GrowingSpec
+from headrace.extra.late_norm import LateNormSpec
 from headrace.extra.log_linear import LogLinearSpec
 from headrace.extra.specs.latent import LatentSpec
 from headrace.extra.specs.scan import ScanSpec
@@ -211,6 +213,7 @@ def _mixer(spec: Any) -> str:
         "gate": spec.gate != "none", "norms of q and k": spec.qk_norm != "none", "window": bool(spec.pattern),
         "partial rotation": spec.rotary and spec.rope.dims is not None, "sinks": spec.null == "learned",
         "forget gate": spec.forget, "bounded logits": hasattr(spec, "cap"),
+        "late norms of q and k": isinstance(spec, LateNormSpec), "growing logits": isinstance(spec, GrowingSpec),
     }  # fmt: skip
     shown = ", ".join(part for part, present in parts.items() if present)
     return f"softmax{shown and f' ({shown})'}"

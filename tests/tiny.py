@@ -9,6 +9,8 @@ import torch
 from headrace import GateWarning, layers, zoo
 from headrace.extra.capped import CappedSpec
 from headrace.extra.clamped import ClampedExperts
+from headrace.extra.growing import GrowingSpec
+from headrace.extra.late_norm import LateNormSpec
 from headrace.extra.specs.latent import LatentSpec
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM
 from headrace.spec import AttentionSpec, Pattern
@@ -63,6 +65,10 @@ MIXERS = {
             for pattern in (Pattern(3), None)
         ),
         BlockStyle(experts=ClampedExperts(4, 2, normalized=True, limit=0.5)),
+    ),
+    "late norms": Decoder(
+        (Layer(LateNormSpec(2)), Layer(GrowingSpec(2, growth=0.5, period=3))),
+        BlockStyle("rms-plain", mlp="xielu", embedding_norm=True),
     ),
     "channel mixing": Decoder((Layer(zoo.get("rwkv4")),), BlockStyle("layer", mlp="rwkv4", embedding_norm=True)),
 }

@@ -1,11 +1,21 @@
-"""GGUF files of Llama, Qwen2 and Qwen3: the logits of the model that was written, whatever the types of its tensors."""
+"""GGUF files of Llama, Qwen2, Qwen3, Arcee and Seed-OSS: the logits of the model that was written, whatever the
+types of its tensors."""
 
 import json
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config, Qwen2Tokenizer, Qwen3Config
+from transformers import (
+    ArceeConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen2Tokenizer,
+    Qwen3Config,
+    SeedOssConfig,
+)
 from typer.testing import CliRunner
 
 from headrace import InputError, load
@@ -31,6 +41,8 @@ CONFIGS = {
     "llama": lambda **more: LlamaConfig(**SIZES | more),
     "qwen2": lambda **more: Qwen2Config(**SIZES | more),
     "qwen3": lambda **more: Qwen3Config(**SIZES | {"head_dim": 16} | more),
+    "arcee": lambda **more: ArceeConfig(**SIZES | more),
+    "seed_oss": lambda **more: SeedOssConfig(**SIZES | {"head_dim": 16} | more),
 }
 NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "model.layers": "blk",
@@ -68,7 +80,7 @@ def metadata(model, arch):
         "attention.head_count": c.num_attention_heads, "attention.head_count_kv": c.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": c.rms_norm_eps, "rope.freq_base": rope["rope_theta"],
     }  # fmt: skip
-    if arch == "qwen3":
+    if arch in ("qwen3", "seed_oss"):
         own |= dict.fromkeys(("attention.key_length", "attention.value_length"), c.head_dim)
     if rope["rope_type"] in ("linear", "yarn"):
         own |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
@@ -116,8 +128,11 @@ def release(path, arch="llama", kind="F32", more=(), changes=None, **config):
         parameter.copy_(torch.tensor(gguf.dequantize(array, its)))
         for theirs, ours in NAMES.items():
             name = name.replace(theirs, ours)
+        name = name.replace("ffn_norm", "post_attention_norm") if arch == "seed_oss" else name
         part = name.split(".")[-2]
-        tensors.append((name, interleaved(array, heads[part]) if arch == "llama" and part in heads else array, its))
+        tensors.append(
+            (name, interleaved(array, heads[part]) if arch in ("llama", "arcee") and part in heads else array, its)
+        )
     written(path, metadata(model, arch) | (changes or {}), [*tensors, *more], arch)
     return model
 
@@ -140,6 +155,10 @@ def test_every_type_of_tensors_keeps_its_values(kind, tmp_path):
 VARIANTS = {
     "qwen2": {"arch": "qwen2"},
     "qwen3": {"arch": "qwen3", "head_dim": 32},
+    "arcee": {"arch": "arcee", "mlp_bias": True, "rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0,
+              "factor": 4.0, "original_max_position_embeddings": 64}},
+    "seed_oss": {"arch": "seed_oss", "head_dim": 32},
+    "seed_oss with other biases": {"arch": "seed_oss", "attention_bias": False, "attention_out_bias": True},
     "biases": {"attention_bias": True, "mlp_bias": True},
     "a head size of its own": {"head_dim": 32, "changes": {"llama.attention.key_length": 32,
                                "llama.attention.value_length": 32, "llama.rope.dimension_count": 32}},
@@ -179,7 +198,7 @@ def test_factors_of_rotary_frequencies_are_those_of_llama_3(tmp_path):
         import_gguf(tmp_path / "both.gguf")
 
 
-@pytest.mark.parametrize("arch", CONFIGS)
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])  # which it knows
 def test_transformers_reads_the_file_alike(arch, tmp_path):
     widths = {"head_dim": 128} if arch == "qwen3" else {}  # the one of its reader, whatever the file has
     release(tmp_path / "model.gguf", arch, "Q8_0", **widths)
@@ -271,7 +290,8 @@ def test_sentencepiece_tokenizes_as_in_transformers(tmp_path):
 
 MISTAKES = {
     "an architecture": (
-        {"general.architecture": "gemma3"}, "its architecture is 'gemma3'; expected llama, qwen2, qwen3"
+        {"general.architecture": "gemma3"},
+        "its architecture is 'gemma3'; expected llama, qwen2, qwen3, arcee, seed_oss",
     ),
     "a part": ({"split.count": 3}, "it is one of 3 parts of a model; join them by llama-gguf-split --merge"),
     "a key": ({"llama.expert_count": 8}, "it has llama.expert_count=8, which may change what the model computes"),

@@ -11,6 +11,7 @@ from equation import MAX_ERROR_RATIO, skip_if_missing
 from headrace import InputError, load, quantize, zoo
 from headrace.convert.linearize import linearize
 from headrace.extra.capped import CappedSpec
+from headrace.extra.late_norm import LateNormSpec
 from headrace.layers.rotary import angles, rotate
 from headrace.spec.attention import AttentionSpec, Rope
 from headrace.spec.linear import MixerSpec
@@ -24,6 +25,7 @@ ATTENTION = [
     "gqa(rope.kind=dynamic, rope.factor=2, rope.original=64)",
     AttentionSpec(rope=Rope("longrope", factor=2.0, original=64, short=(1.0, 2.0, 3.0, 4.0), long=(8.0,) * 4)),
 ]  # fmt: skip
+ATTENTION += [LateNormSpec(2, rope=Rope("yarn", factor=4.0, original=4)), LateNormSpec(2, weights=False)]
 CAPPED = CappedSpec(2, rotary=False, cap=1.0)  # whose bound is not taken over: new layers learn it
 SINKS = "gqa(kv_heads=2, null=learned)"  # likewise
 PAIRS = "linear-attention(inputs.feature_map=identity, read.norm=none)"  # the weight of a pair of tokens is its logit
@@ -43,10 +45,12 @@ def literal(layer, x):
     """The layer's output [B, T, D] with its logits as the weights of the values."""
     spec, d, T = layer.spec, layer.head_dim, x.shape[1]
     q, k, v = (p(x).unflatten(-1, (-1, d)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
-    q, k = (normalized(y, norm) for y, norm in ((q, layer.q_norm), (k, layer.k_norm)))
+    late = isinstance(spec, LateNormSpec)
+    q, k = (q, k) if late else (normalized(q, layer.q_norm), normalized(k, layer.k_norm))
     if spec.rotary:
         turn = angles(torch.arange(T)[None], spec.rope, layer.rope_theta, d, torch.tensor([[T]]))
         q, k = rotate(q, turn), rotate(k, turn)
+    q, k = (normalized(q, layer.q_norm), normalized(k, layer.k_norm)) if late else (q, k)
     scale, out = spec.scale if isinstance(spec.scale, float) else SCALES[spec.scale](d), torch.zeros_like(q)
     for h in range(q.shape[2]):
         g = h // (q.shape[2] // k.shape[2])
@@ -60,7 +64,7 @@ def literal(layer, x):
 
 def normalized(y, norm):
     """Of each head, or of all together."""
-    return y if norm is None else norm(y.flatten(2).unflatten(2, (-1, *norm.weight.shape))).view_as(y)
+    return y if norm is None else norm(y.flatten(2).unflatten(2, (-1, *norm.normalized_shape))).view_as(y)
 
 
 @pytest.mark.parametrize("attention", [*ATTENTION, CAPPED, SINKS])

@@ -38,6 +38,8 @@ from headrace.export.onnx import (
 )
 from headrace.export.web import write_page
 from headrace.extra.capped import CappedSpec
+from headrace.extra.growing import GrowingSpec
+from headrace.extra.late_norm import LateNormSpec
 from headrace.hf import HeadraceForCausalLM
 from headrace.ops.reference import literal
 from headrace.spec import AttentionSpec
@@ -128,8 +130,8 @@ def test_exported_recurrences_equal_the_reference(tmp_path):
 def test_linear_mixers_are_exported_exactly(tmp_path):
     """In one model without MLPs, as tracing takes seconds per layer: what is more than a function of one number,
     beside the checkpoint below. A convolution, gates and a decay per channel under several steps of the delta rule;
-    step sizes with a token shift and a bonus; features and their sum; positions; softmax attention as Qwen3.5 and
-    Gemma 2 have it; and latent attention."""
+    step sizes with a token shift and a bonus; features and their sum; positions; softmax attention as Qwen3.5,
+    Gemma 2, Hunyuan, nanochat and Ministral 3 have it; and latent attention."""
     torch.manual_seed(0)
     mixers = (
         "softmax-kda(write.steps=2, read.norm=group)", "mamba2(inputs.shift=ddlerp, read.bonus=true)",
@@ -137,7 +139,8 @@ def test_linear_mixers_are_exported_exactly(tmp_path):
     )  # fmt: skip
     attention = "gqa(kv_heads=2, gate=channel, qk_norm=head)", "mla"
     layers = [Layer(zoo.get(name), "none") for name in (*mixers, *attention)]
-    layers.append(Layer(CappedSpec(kv_heads=2, cap=1.0), "none"))
+    more = CappedSpec(2, cap=1.0), LateNormSpec(2), LateNormSpec(2, weights=False), GrowingSpec(2, period=3)
+    layers += [Layer(spec, "none") for spec in more]
     model = build(layers, num_hidden_layers=len(layers)).float()
     trace(model).save(tmp_path / "model.onnx")
     result, own = errors(tmp_path / "model.onnx", model)

@@ -6,6 +6,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from headrace import Mixer
 from headrace.extra.capped import CappedSpec
+from headrace.extra.growing import GrowingSpec
+from headrace.extra.late_norm import LateNormSpec
 from headrace.hf import HeadraceForCausalLM
 from tiny import close, config, tokens
 
@@ -66,6 +68,7 @@ def test_training_compiles_twice_without_a_break():
 def test_packed_attention_compiles_twice_without_a_break():
     """A graph computes all pairs of tokens, and the layer by itself each sequence."""
     layers = ["fox", "mla", "gqa(rope.kind=dynamic, rope.original=8, null=learned)", CappedSpec(2)]
+    layers += [LateNormSpec(2), GrowingSpec(2, period=2)]
     assert_compiles_twice(model_of(layers).train(), packed, trained)
 
 

@@ -6,6 +6,8 @@ import torch
 import headrace
 from headrace import zoo
 from headrace.extra.capped import CappedSpec
+from headrace.extra.growing import GrowingSpec
+from headrace.extra.late_norm import LateNormSpec
 from headrace.layers.maps import asking, weights
 from headrace.spec import Pattern
 from headrace.utils.errors import InputError
@@ -15,6 +17,7 @@ LAYERS = [
     "linear-attention", "retnet", "mamba3", "log-linear-mamba2", "mesa", "rwkv6", "mlstm", "residual-delta", "comba",
     "softmax-gated-deltanet-2", "softmax-gla", "gsa", "rwkv7", "gqa", "longformer", "bigbird", "fox", "flash-reference",
     "mla", "softmax-rnn-norm", CappedSpec(2, null="learned", cap=1.0), CappedSpec(2, pattern=Pattern(3), cap=1.0),
+    LateNormSpec(2), GrowingSpec(2, growth=1.0, period=2),
 ]  # fmt: skip
 WITHOUT = ["mamba", "rwkv4", "gla-outer", "softmax-deltaproduct", "channel mixing"]
 MASK = torch.ones(2, T, dtype=torch.bool)

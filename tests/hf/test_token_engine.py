@@ -24,7 +24,7 @@ LINEAR = tiny.covering([name for name in zoo.names() if isinstance(zoo.get(name)
 STYLES = {
     "post": {"order": "post"}, "branch": {"order": "branch"}, "both": {"order": "both"},
     "parallel": {"order": "parallel"}, "parallel-joint": {"order": "parallel-joint", "head_bias": True},
-    "layer norm": {"norm": "layer", "bias": True}, "offset": {"norm": "rms-offset"},
+    "layer norm": {"norm": "layer", "bias": True}, "offset": {"norm": "rms-offset"}, "plain": {"norm": "rms-plain"},
     "gelu": {"mlp": "gelu", "bias": True}, "geglu": {"mlp": "geglu-tanh"}, "relu2": {"mlp": "relu2"},
     "factors": {"embedding_scale": 3.0, "logits_cap": 2.0, "embedding_norm": True},
 }  # fmt: skip

@@ -10,6 +10,8 @@ import headrace
 from headrace import zoo
 from headrace.comparison.plan import match_intermediate_size
 from headrace.extra.capped import CappedSpec
+from headrace.extra.growing import GrowingSpec
+from headrace.extra.late_norm import LateNormSpec
 from headrace.layers import SoftmaxAttention, build
 from headrace.layers.attention.sdpa import attend
 from headrace.layers.blocks.block import Sizes
@@ -17,7 +19,7 @@ from headrace.layers.blocks.stack import Backbone
 from headrace.layers.blocks.widths import count_parameters, default_intermediate_size
 from headrace.layers.packing import padding_mask
 from headrace.ops.sequences import Sequences
-from headrace.spec import AttentionSpec, Pattern
+from headrace.spec import AttentionSpec, Pattern, Rope
 from headrace.utils.errors import InputError
 from tiny import by_state, covering
 
@@ -36,6 +38,10 @@ SPECS = {
     "capped": CappedSpec(kv_heads=2, null="learned", cap=2.0),
     "capped window": CappedSpec(kv_heads=2, pattern=Pattern(3, first=1), cap=2.0),
     "capped, forgetting": CappedSpec(rotary=False, forget=True, cap=2.0),
+    "late norms": LateNormSpec(kv_heads=2, rope=Rope("yarn", factor=4.0, original=4)),
+    "late norms in a window": LateNormSpec(kv_heads=2, pattern=Pattern(3), weights=False),
+    "growing": GrowingSpec(kv_heads=2, growth=1.0, period=3),
+    "growing in a window": GrowingSpec(kv_heads=2, pattern=Pattern(3), growth=1.0, period=2),
     "random": AttentionSpec(null=True, buckets=4, pattern=Pattern(2, first=1, random=1, block=2)),
 }
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headrace import InputError, layers, zoo
-from headrace.extra import capped, clamped
+from headrace.extra import capped, clamped, growing, late_norm
 from headrace.extra.specs import matrix as matrix_spec
 from headrace.extra.specs import scan as scan_spec
 from headrace.extra.specs.matrix import MatrixSpec
@@ -47,6 +47,8 @@ MODULES = (
     capped,
     clamped,
     decay_spec,
+    growing,
+    late_norm,
     matrix_spec,
     model_spec,
     scan_spec,

@@ -71,9 +71,11 @@ def _described(model: Any, name: str) -> tuple[Config, Model]:
     form, config = FORMATS[name], _with_heads(model.config)
     if any(getattr(spec, "competition", None) for spec in config.mixers):
         raise InputError(f"--to {name!r} cannot represent this model: no other library has its head competition")
+    kind = (config.converted_from or {}).get("model_type")
     if form.inner is not None:
-        raise InputError(f"--to {name!r} cannot represent this model: it reads text alone; expected --to {name}_text")
-    if (config.converted_from or {}).get("model_type") == name:
+        meant = f"--to {kind}" if kind else "another format"
+        raise InputError(f"--to {name!r} cannot represent this model: it reads text alone; expected {meant}")
+    if kind == name:
         described = {field: x for field, x in config.converted_from.items() if field != "quantization_config"}
     elif (description := DESCRIPTIONS.get(name)) is None:
         raise InputError(f"--to {name!r} cannot represent this model: expected a model that was converted from {name}")
@@ -131,6 +133,5 @@ def _whole_shape(view: View, shape: Sequence[int]) -> list[int]:
     """Returns the shape of the foreign tensor, for the shape of ours."""
     if view.shape is not None:
         return [*view.shape]
-    height = shape[0] if view.block is None else view.block.groups * view.block.each
-    whole = [height, *shape[1:]]
+    whole = [*shape] if view.block is None else [view.block.groups * view.block.each, *shape[1:]]
     return whole[::-1] if view.transposed else whole

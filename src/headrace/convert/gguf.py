@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..files.checks import misfit
 from ..layers.rotary import DEFAULT, frequencies
@@ -24,7 +25,7 @@ from .files import Header, Tensors
 from .softmax import rope_parameters
 
 # Architectures, and whether llama.cpp rotates neighbors in them: q and k have the two halves of a head interleaved.
-ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
+ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False, "arcee": True, "seed_oss": False}
 # The metadata of an architecture, in the form of `misfit`.
 FORM = {
     "block_count": int, "context_length": int, "embedding_length": int, "feed_forward_length": int, "vocab_size?": int,
@@ -45,8 +46,10 @@ LAYER_NAMES = {
     "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
     "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",  # as Seed-OSS has it
 }  # fmt: skip
-BIASES = {"attention_bias": "attn_q", "mlp_bias": "ffn_up"}  # Llama's fields -> a module with such biases
+# Fields that a class may have -> a module with such biases.
+BIASES = {"attention_bias": "attn_q", "attention_out_bias": "attn_output", "mlp_bias": "ffn_up"}
 EMBEDDING, FACTORS = "token_embd.weight", "rope_freqs.weight"  # the latter divide the rotary frequencies
 HALF = {gguf.GGMLQuantizationType.F16: torch.float16, gguf.GGMLQuantizationType.BF16: torch.bfloat16}
 
@@ -117,11 +120,11 @@ class GGUFFile(Tensors):
             "rms_norm_eps": _decimal(c["attention.layer_norm_rms_epsilon"]),
             "rope_parameters": _rope(c, head_dim, factors), "tie_word_embeddings": "lm_head.weight" not in self.headers,
         }  # fmt: skip
-        if head_dim != derived or kind == "qwen3":  # whose class has 128 by default
+        if head_dim != derived or kind in ("qwen3", "seed_oss"):  # whose classes have 128 by default
             described["head_dim"] = head_dim
-        if kind == "llama":
-            biased = {field: _their_name(f"blk.0.{name}.bias") for field, name in BIASES.items()}
-            described |= {field: name in self.headers for field, name in biased.items()}
+        known = {field: module for field, module in BIASES.items() if hasattr(CONFIG_MAPPING[kind], field)}
+        biases = {field: _their_name(f"blk.0.{module}.bias") for field, module in known.items()}
+        described |= {field: name in self.headers for field, name in biases.items()}
         special = {"bos": "bos", "eos": "eos", "pad": "padding"}
         return described | {f"{ours}_token_id": self.token(theirs) for ours, theirs in special.items()}
 

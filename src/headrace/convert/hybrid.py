@@ -25,7 +25,6 @@ from .parts import NORMS, balance, experts, layer_types, mixture_of, mlp_views, 
 from .softmax import GATED, UNGATED, activation, attention, attention_views
 
 NORM, MLP_NORM, FINAL_NORM = "mixer_norm.weight", "mlp_norm.weight", "model.backbone.norm.weight"
-UNGATED = UNGATED | {"relu2": "relu2"}
 
 
 def multiplier(c: Fields, name: str, value: Any = None) -> float:

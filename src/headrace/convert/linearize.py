@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import zoo
+from ..extra.late_norm import LateNormSpec
 from ..extra.linearized import LinearizedSpec
 from ..extra.windowed import WindowedSpec
 from ..files.quiet import quiet
@@ -110,13 +111,16 @@ def _taken_over(spec: MixerSpec, old: AttentionSpec, i: int, config: HeadraceCon
     heads = replace(
         spec.heads, count=H, key_dim=d, expand_v=H * d / config.hidden_size, qk_groups=None, width=None, expand_k=1.0
     )
-    inputs = replace(spec.inputs, bias=old.bias in (True, "qkv"), rotary=old.rotary, rotary_first=old.rotary and mapped)
+    norm: Any = "head" if old.qk_norm == "head-offset" else old.qk_norm
+    if isinstance(old, LateNormSpec):
+        norm = "late" if old.weights and old.rotary else "head"
+    first = old.rotary and (mapped or norm == "late")
+    inputs = replace(spec.inputs, bias=old.bias in (True, "qkv"), rotary=old.rotary, rotary_first=first)
     read = replace(spec.read, bias=old.bias in (True, "o"))
     if gate := GATES[old.gate]:
         read = replace(read, gate=gate, gate_bias=gate != "sigmoid-head")  # in_proj may have one
     changed: dict[str, Any] = {f.name: getattr(spec, f.name) for f in fields(MixerSpec)}
     changed |= {"heads": heads, "inputs": inputs, "read": read}
-    norm = "head" if old.qk_norm == "head-offset" else old.qk_norm
     own: dict[str, Any] = {"qk_norm": norm, "rope": _fixed(old.rope), "map": learned}
     plain = own == {"qk_norm": "none", "rope": Rope(), "map": "none"}
     if isinstance(spec, WindowedSpec):
@@ -144,8 +148,10 @@ def _fill(new: Any, old: Any) -> None:
                 getattr(new.o_proj, kind).copy_(getattr(old.o_proj, kind))
         for name in ("q_norm", "k_norm"):
             if (norm := getattr(old, name)) is not None:
-                weight = norm.weight + isinstance(norm, OffsetRMSNorm)
-                _copy(getattr(new, name).weight, weight * factor if name == "q_norm" else weight, new)
+                weights = getattr(new, name).weight
+                weight = torch.ones_like(weights) if norm.weight is None else norm.weight
+                weight = weight + isinstance(norm, OffsetRMSNorm)
+                _copy(weights, weight * factor if name == "q_norm" else weight, new)
         if new.conv is not None:
             new.conv.weight.zero_()
             new.conv.weight[..., -1] = 1

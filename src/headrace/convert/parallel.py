@@ -159,13 +159,18 @@ def olmo(c: Fields) -> Model:
 
 def nemotron(c: Fields) -> Model:
     """The weights of its norms are stored minus 1."""
-    spec = attention(c, partial=True, bias=c["attention_bias"])
-    kind = activation(c, "hidden_act", UNGATED | {"relu2": "relu2"})
-    style = BlockStyle("layer-bias", mlp=kind, bias=c["mlp_bias"])
-    own = modules(LLAMA_NORMS) | mlp_views("mlp", style) | attention_views(spec, "self_attn")
-    model = decoder(c, [spec], style, own)
+    model = squared(c, partial=True)
     norms = {name: view._replace(offset=1.0) for name, view in model.views.items() if name.endswith("norm.weight")}
     return model._replace(views=model.views | norms)
+
+
+def squared(c: Fields, partial: bool = False) -> Model:
+    """Returns a model of MLPs with ReLU². partial: as in `rotation`."""
+    spec = attention(c, partial, bias=c["attention_bias"])
+    kind = activation(c, "hidden_act", UNGATED)
+    style = BlockStyle("layer-bias", mlp=kind, bias=c["mlp_bias"])
+    own = modules(LLAMA_NORMS) | mlp_views("mlp", style) | attention_views(spec, "self_attn")
+    return decoder(c, [spec], style, own)
 
 
 def modules(names: dict[str, str], bias: bool = True) -> Views:
@@ -182,7 +187,7 @@ def decoder(
     embedding, its final norm and its layers; sizes: arguments of `shared` beside the usual ones."""
     model, embedding, norm, layers = names
     outside = whole(model, embedding, norm, c["tie_word_embeddings"])
-    if style.norm == "layer-plain":
+    if style.norm.endswith("plain"):
         del outside["model.backbone.norm.weight"]
     elif style.norm == "layer-bias" or style.bias:
         outside["model.backbone.norm.bias"] = View(f"{model}.{norm}.bias")

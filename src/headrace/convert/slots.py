@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from ..extra.latent import LatentAttention
+from ..extra.xielu import XIELU
 from ..layers.base import Mixer
 from ..layers.blocks.moe import MixtureOfExperts
 from ..layers.linear.decays import SoftplusRateDecay
@@ -29,6 +30,8 @@ def slots(model: Any) -> dict[str, Tensor]:
                     by_name |= {f"{name}.{piece}": x for piece, x in divided.items()}
         elif isinstance(module, LatentAttention):
             by_name |= _latent(path, module, by_name)
+        elif isinstance(module, XIELU):
+            by_name |= {f"{path}.{name}": buffer for name, buffer in module.named_buffers()}
         elif isinstance(module, MixtureOfExperts):
             if module.choice_bias is not None:
                 by_name[f"{path}.choice_bias"] = module.choice_bias

@@ -7,7 +7,7 @@ from typing import Any
 from ..extra.capped import CappedSpec
 from ..extra.clamped import ClampedExperts
 from ..spec.attention import AttentionSpec
-from ..spec.stack import BlockStyle, Experts, Layer
+from ..spec.stack import BlockStyle, Experts, Layer, Order
 from .delta import QWEN_EXPERTS, sparse_layers
 from .fields import Fields
 from .form import Block, Format, Model, View, Views, model_of, named, plain, stacked
@@ -71,12 +71,16 @@ def olmo3(c: Fields) -> Model:
 
 
 def gemma2(c: Fields) -> Model:
-    """The logits of attention are bounded."""
+    return sandwich(c, bounded(c))
+
+
+def bounded(c: Fields) -> list[AttentionSpec]:
+    """Returns the specs of attention whose logits are bounded."""
     spec, cap = attention(c, bias=c["attention_bias"], scale=query_scale(c)), c["attn_logit_softcapping"]
     if cap is not None and cap <= 0:
         c.refuse("attn_logit_softcapping", "more than 0, or null")
     spec = spec if cap is None else CappedSpec(**vars(spec), cap=cap)
-    return sandwich(c, [replace(spec, pattern=pattern) for pattern in windows(c)])
+    return [replace(spec, pattern=pattern) for pattern in windows(c)]
 
 
 def gemma3(c: Fields) -> Model:
@@ -91,18 +95,20 @@ def query_scale(c: Fields) -> float:
     return c["query_pre_attn_scalar"] ** -0.5
 
 
-def sandwich(c: Fields, specs: list[AttentionSpec]) -> Model:
-    """Returns a model of Gemma 2 or 3, with a norm before and a norm after each branch."""
-    c.only("use_bidirectional_attention", None, False)
-    kind, cap = activation(c, "hidden_activation", GATED), c["final_logit_softcapping"]
-    style = BlockStyle("rms-offset", "both", mlp=kind, embedding_scale=embedding_factor(c), logits_cap=cap)
-    return decoder(c, specs, style, SANDWICH_NORMS)
-
-
 SANDWICH_NORMS = {
     "mixer_norm.weight": "input_layernorm.weight", "mixer_after.weight": "post_attention_layernorm.weight",
     "mlp_norm.weight": "pre_feedforward_layernorm.weight", "mlp_after.weight": "post_feedforward_layernorm.weight",
 }  # fmt: skip
+
+
+def sandwich(
+    c: Fields, specs: list[AttentionSpec], order: Order = "both", norms: dict[str, str] = SANDWICH_NORMS
+) -> Model:
+    """Returns a model of Gemma 2 or 3, with a norm before and a norm after each branch, or of another order."""
+    c.only("use_bidirectional_attention", None, False)
+    kind, cap = activation(c, "hidden_activation", GATED), c["final_logit_softcapping"]
+    style = BlockStyle("rms-offset", order, mlp=kind, embedding_scale=embedding_factor(c), logits_cap=cap)
+    return decoder(c, specs, style, norms)
 
 
 def by_kind(c: Fields, **options: Any) -> list[AttentionSpec]:
@@ -119,16 +125,21 @@ def by_kind(c: Fields, **options: Any) -> list[AttentionSpec]:
 
 
 def granite(c: Fields) -> Model:
-    """Its factors of activations become factors of weights."""
+    return multiplied(c, 1 / multiplier(c, "logits_scaling"))
+
+
+def multiplied(c: Fields, logits: float, after: dict[str, str] | None = None) -> Model:
+    """Returns a model whose factors of activations become factors of weights. logits: that of the logits; after: names
+    of norms after the branches {ours: theirs}."""
     spec = attention(c, bias=c["attention_bias"], scale=multiplier(c, "attention_multiplier"))
     style = BlockStyle(
-        mlp=activation(c, "hidden_act", GATED), bias=c["mlp_bias"],
+        order="both" if after else "pre", mlp=activation(c, "hidden_act", GATED), bias=c["mlp_bias"],
         embedding_scale=multiplier(c, "embedding_multiplier"),
     )  # fmt: skip
-    model = decoder(c, [spec] * c["num_hidden_layers"], style)
-    residual = multiplier(c, "residual_multiplier")
-    factors = {"*.mixer.o_proj.*": residual, "*.mlp.down_proj.*": residual}
-    return model._replace(views=scaled(model.views, factors | {FINAL_NORM: 1 / multiplier(c, "logits_scaling")}))
+    model = decoder(c, [spec] * c["num_hidden_layers"], style, NORMS | (after or {}))
+    ends = [f"*.{name}" for name in after or ("mixer.o_proj.*", "mlp.down_proj.*")]
+    factors = dict.fromkeys(ends, multiplier(c, "residual_multiplier"))
+    return model._replace(views=scaled(model.views, factors | {FINAL_NORM: logits}))
 
 
 def qwen3_moe(c: Fields) -> Model:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from ..convert.checkpoint import load
 from ..extra.capped import CappedAttention
+from ..extra.growing import GrowingAttention
+from ..extra.late_norm import LateNormAttention
 from ..extra.latent import LatentAttention
 from ..files.provenance import running
 from ..hf.model import HeadraceForCausalLM
@@ -29,9 +31,10 @@ from ..utils.errors import InputError
 from ..utils.integrity import write_json
 
 OPSET = 23  # the first with RMSNormalization
+SOFTMAX = SoftmaxAttention, CappedAttention, GrowingAttention, LateNormAttention, LatentAttention
 FIELDS = {  # of a layer's state
     LinearMixer: ("memory", "conv", "shift", "tokens"),
-    **dict.fromkeys((SoftmaxAttention, CappedAttention, LatentAttention), ("k", "v")),
+    **dict.fromkeys(SOFTMAX, ("k", "v")),
 }  # fmt: skip
 TRACED = {"batch": 2, "tokens": 6, "past": 3}  # sizes while the graph is traced; 0 and 1 would become constants
 PARTS = {"shared": "a block that several layers share", "positions": "absolute positions"}

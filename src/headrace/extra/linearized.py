@@ -11,7 +11,7 @@ Dimensions: B batch, T tokens, H heads, K key dimension per head.
 
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +80,7 @@ class QKNorm(Stage):
     """RMSNorm of q and of k, of each head or of all heads together, before all else."""
 
     field = "qk_norm"
+    values: ClassVar[tuple[Any, ...]] = ("head", "joint")
 
     def build(self, mixer: Any) -> None:
         for name in "qk":
@@ -98,7 +99,16 @@ class QKNorm(Stage):
             setattr(t, name, y.repeat_interleave(own, 2) if own > 1 else y)
 
 
-REPLACED: dict[Any, tuple[Any, ...]] = {RotateFirst: (QKNorm, RotateFirst, MapLearned)}
+class LateNorm(QKNorm):
+    """RMSNorm of the heads of q and k after the rotation."""
+
+    values = ("late",)
+
+    def native(self, mixer: Any) -> dict[str, Any]:
+        return Stage.native(self, mixer)
+
+
+REPLACED: dict[Any, tuple[Any, ...]] = {RotateFirst: (QKNorm, RotateFirst, LateNorm, MapLearned)}
 
 
 class LinearizedMixer(LinearMixer):
@@ -118,8 +128,9 @@ class LinearizedSpec(MixerSpec):
     """A linear mixer in place of an attention layer."""
 
     map: Literal["softmax", "exp", "none"] = "softmax"  # learned feature map of q and k, in place of inputs.feature_map
-    # RMSNorm with weights, before all else, of q and of k: of each head (Qwen3), or of all heads together (OLMo 2)
-    qk_norm: Literal["none", "head", "joint"] = "none"
+    # RMSNorm with weights of q and of k: before all else, of each head (Qwen3) or of all heads together (OLMo 2), or of
+    # each head after the rotation (Hunyuan)
+    qk_norm: Literal["none", "head", "joint", "late"] = "none"
     rope: Rope = field(default_factory=Rope)  # frequencies of the rotation
 
     facts = Facts("headrace.extra.linearized.LinearizedMixer")
@@ -134,6 +145,8 @@ class LinearizedSpec(MixerSpec):
             self.map != "none" and self.inputs.key != "projected",
             "map is of a key that is projected; expected inputs.key='projected', or map='none'",
         )
+        first = self.inputs.rotary_first or self.qk_norm != "late"
+        yield not first, "qk_norm='late' follows a rotation before the map; expected inputs.rotary_first=True"
         yield not self.inputs.rotary and self.rope != Rope(), "rope sets frequencies; expected inputs.rotary=True"
         yield (
             self.rope.by_length,

@@ -12,7 +12,7 @@ from .record import NonNegativeFloat, PositiveFloat, PositiveInt, Record, requir
 from .serialize import TYPES, record
 
 Order = Literal["pre", "post", "branch", "both", "parallel", "parallel-joint"]
-MLPS: Table[str] = Table("mlps")  # layers of the MLPs that have a state, as `Facts.layer`
+MLPS: Table[str] = Table("mlps")  # layers of the MLPs that plug-ins have, as `Facts.layer`
 SHARED: Table[str] = Table("shared_blocks")  # likewise: "block", that layers share, and their "adapters"
 
 
@@ -52,17 +52,17 @@ class BlockStyle(Record):
     """Properties that all blocks of a model share, beside their mixers."""
 
     # RMSNorm, RMSNorm whose weight is stored minus 1 (Gemma), or LayerNorm; layer-bias: with biases whatever `bias` is
-    # (Falcon, StableLM); layer-plain: without weights and biases (OLMo)
-    norm: Literal["rms", "rms-offset", "layer", "layer-bias", "layer-plain"] = "rms"
+    # (Falcon, StableLM); -plain: without weights and biases (OLMo, nanochat)
+    norm: Literal["rms", "rms-offset", "rms-plain", "layer", "layer-bias", "layer-plain"] = "rms"
     # pre: x + mixer(norm(x)), then x + mlp(norm(x)); post: norm(x + mixer(x)), then norm(x + mlp(x)); branch:
     # x + norm(mixer(x)), then x + norm(mlp(x)) (OLMo 2); both: x + after(mixer(norm(x))), then x + after(mlp(norm(x)))
     # (Gemma 3); parallel: x + mixer(norm(x)) + mlp(norm(x)), with a norm for each (GPT-NeoX), parallel-joint: one for
     # both (GPT-J, Phi). All but post have a norm at the end.
     order: Order = "pre"
-    # kind of MLP; relu2: squared; rwkv4, rwkv7: channel mixing, which has a state and no biases
-    mlp: Literal["swiglu", "geglu", "geglu-tanh", "gelu", "gelu-tanh", "relu", "relu2", "rwkv4", "rwkv7", "none"] = (
-        "swiglu"
-    )
+    # kind of MLP; relu2: squared; xielu: without biases; rwkv4, rwkv7: channel mixing, with a state and without biases
+    mlp: Literal[
+        "swiglu", "geglu", "geglu-tanh", "gelu", "gelu-tanh", "relu", "relu2", "xielu", "rwkv4", "rwkv7", "none",
+    ] = "swiglu"  # fmt: skip
     bias: bool = False  # whether MLPs and LayerNorms have biases
     positions: Literal["none", "sinusoidal", "learned"] = "none"  # absolute positions, added to the embeddings
     experts: Experts | None = None  # mixture of experts of the layers with mlp="experts"
@@ -77,8 +77,8 @@ class BlockStyle(Record):
     logits_cap: PositiveFloat | None = None  # bound c of the logits, which become c tanh(logits / c)
 
     def _objections(self):
-        stateful = self.mlp in MLPS and (self.experts is not None or self.shared is not None)
-        yield stateful, f"mlp={self.mlp!r} has a state; expected another MLP with experts and with a shared block"
+        plugged = self.mlp in MLPS and (self.experts is not None or self.shared is not None)
+        yield plugged, f"mlp={self.mlp!r} is of its own kind; expected another MLP with experts and with a shared block"
         for name, usual in (("count", 1), ("mlp_rank", None), ("attention_rank", None)):
             value = getattr(self, f"shared_{name}")
             yield self.shared is None and value != usual, f"shared_{name}={value} without a shared block (shared=none)"
@@ -156,7 +156,7 @@ class Decoder(Stateful):
             f"{i}.{name}": shape for i, (mixer, width) in enumerate(stateful)
             for name, shape in mixer.state_shapes(width, num_heads, tokens).items()
         }  # fmt: skip
-        mixing = [i for i, layer in enumerate(every) if layer.mlp == "one" and self.style.mlp in MLPS]
+        mixing = [i for i, layer in enumerate(every) if layer.mlp == "one" and self.style.mlp.startswith("rwkv")]
         return shapes | {f"{i}.mlp.shift": (1, hidden_size) for i in mixing}
 
 

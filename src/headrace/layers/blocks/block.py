@@ -80,7 +80,7 @@ def build_norm(sizes: Sizes, inputs: int = 1) -> nn.Module:
     if norm.startswith("layer"):
         return nn.LayerNorm(width, sizes.norm_eps, norm != "layer-plain", bias or norm == "layer-bias")
     kind = OffsetRMSNorm if norm == "rms-offset" else nn.RMSNorm
-    return kind(width, eps=sizes.norm_eps)
+    return kind(width, sizes.norm_eps, norm != "rms-plain")
 
 
 def build_mlp(kind: str, sizes: Sizes) -> nn.Module | None:

@@ -1,0 +1,201 @@
+"""Further formats of transformers' models of softmax attention with dense MLPs."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from ..extra.growing import GrowingSpec
+from ..extra.late_norm import LateNormSpec
+from ..spec.attention import AttentionSpec
+from ..spec.stack import BlockStyle
+from . import parallel, softmax
+from .fields import Config, Fields
+from .form import Block, Format, Model, View, assembled, named
+from .hybrid import multiplier
+from .parallel import modules, squared
+from .parts import NORMS, in_order
+from .softmax import (
+    BRANCH_NORMS,
+    GATED,
+    ORIGINAL,
+    UNGATED,
+    activation,
+    attention,
+    attention_views,
+    rotation,
+    window_of,
+    windows,
+)
+from .variants import SANDWICH_NORMS, bounded, gemma3, multiplied, sandwich
+
+BIASES: Any = {(True, True): True, (True, False): "qkv", (False, True): "o", (False, False): False}
+EXAONE = {  # parts of Llama's names -> those of EXAONE 3
+    "model.embed_tokens": "transformer.wte", "model.layers": "transformer.h", "model.norm": "transformer.ln_f",
+    "self_attn": "attn.attention", "o_proj": "out_proj", "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2",
+    "gate_proj": "c_fc_0", "up_proj": "c_fc_1", "down_proj": "c_proj",
+}  # fmt: skip
+BEFORE = {name: SANDWICH_NORMS[name] for name in ("mixer_norm.weight", "mlp_norm.weight")}
+APERTUS = {"mixer_norm.weight": "attention_layernorm.weight", "mlp_norm.weight": "feedforward_layernorm.weight"}
+AFTER = {"mixer_after.weight": "post_norm1.weight", "mlp_after.weight": "post_norm2.weight"}
+LATE = {
+    "mixer.q_norm.weight": "self_attn.query_layernorm.weight", "mixer.k_norm.weight": "self_attn.key_layernorm.weight",
+}  # fmt: skip
+
+
+def seed_oss(c: Fields) -> Model:
+    c.ignore("pretraining_tp", "residual_dropout")
+    return gated(c, [attention(c, bias=BIASES[c["attention_bias"], c["attention_out_bias"]])])
+
+
+def gated(c: Fields, specs: list[AttentionSpec], norms: dict[str, str] = NORMS, order: Any = "pre") -> Model:
+    """Returns a model with Llama's names of modules. specs: of each layer, or of all; norms: as in `decoder`."""
+    style = BlockStyle(order=order, mlp=activation(c, "hidden_act", GATED), bias=bool(c.of_class("mlp_bias")))
+    return softmax.decoder(c, specs if len(specs) > 1 else specs * c["num_hidden_layers"], style, norms)
+
+
+def arcee(c: Fields) -> Model:
+    style = BlockStyle(mlp=activation(c, "hidden_act", UNGATED), bias=c["mlp_bias"])
+    return softmax.decoder(c, [attention(c, bias=c["attention_bias"])] * c["num_hidden_layers"], style)
+
+
+def exaone(c: Fields) -> Model:
+    """Llama with names of modules of its own."""
+    model, parts = softmax.llama(c), re.compile("|".join(EXAONE))
+    names = {ours: parts.sub(lambda found: EXAONE[found[0]], view.name) for ours, view in model.views.items()}
+    return model._replace(views={ours: view._replace(name=names[ours]) for ours, view in model.views.items()})
+
+
+def exaone4(c: Fields) -> Model:
+    """In a model with a window, the layers without one have no positions."""
+    c.ignore("sliding_window_pattern")  # by which its class has set layer_types
+    patterns, spec = windows(c), attention(c, qk_norm="head")
+    alone = attention(c, qk_norm="head", rotary=c["sliding_window"] is None)
+    specs = [alone if pattern is None else replace(spec, pattern=pattern) for pattern in patterns]
+    return gated(c, specs, BRANCH_NORMS, "branch")
+
+
+def cwm(c: Fields) -> Model:
+    c.ignore("pretraining_tp")
+    spec = attention(c)
+    return gated(c, [replace(spec, pattern=pattern) for pattern in windows(c)])
+
+
+def ministral3(c: Fields) -> Model:
+    """q grows with its position, unless the factor is 0."""
+    given: Config = dict(c["rope_parameters"])
+    growth, period = given.pop("llama_4_scaling_beta", None), given.get(ORIGINAL)
+    given.pop("max_position_embeddings", None)  # which has a field of its own
+    spec = turned(c, given, pattern=window_of(c))
+    if growth and (growth < 0 or not period or spec.rope.by_length):
+        c.refuse("rope_parameters", f"with llama_4_scaling_beta > 0 {ORIGINAL}, and no frequencies by the length")
+    return gated(c, [GrowingSpec(**vars(spec), growth=growth, period=period or 1) if growth else spec])
+
+
+def hunyuan(c: Fields) -> Model:
+    """q and k have their norms after the rotation, whose base a number `alpha` may change."""
+    c.ignore("pretraining_tp", "eod_token_id")
+    given = dict(c["rope_parameters"])
+    if alpha := given["rope_type"] == "dynamic" and given.pop("alpha", None):
+        given["rope_type"] = "default"
+    spec = LateNormSpec(**vars(turned(c, given, bias=c["attention_bias"])))
+    if alpha:
+        d, _ = spec.head_dims(c["hidden_size"], c["num_attention_heads"])
+        spec = replace(spec, rope=replace(spec.rope, theta=given["rope_theta"] * alpha ** (d / (d - 2))))
+    return gated(c, [spec], NORMS | LATE)
+
+
+def turned(c: Fields, parameters: Config, **options: Any) -> AttentionSpec:
+    """Returns the spec of attention with these parameters of rotary positions. options: its other fields."""
+    spec = attention(c, rotary=False, **options)
+    d, _ = spec.head_dims(c["hidden_size"], c["num_attention_heads"])
+    return replace(spec, rotary=True, rope=rotation(c, d, parameters=parameters))
+
+
+def nanochat(c: Fields) -> Model:
+    """Its norms have no weights, and channels turn the other way round: their halves change places."""
+    spec, H = attention(c, bias=c["attention_bias"]), c["num_attention_heads"]
+    if spec.rope.scale != 1:
+        c.refuse("rope_parameters", "frequencies without a factor of the rotated channels")
+    kind, cap = activation(c, "hidden_act", UNGATED), c["final_logit_softcapping"]
+    style = BlockStyle("rms-plain", mlp=kind, embedding_norm=True, logits_cap=cap)
+    d, _ = spec.head_dims(c["hidden_size"], H)
+    own = in_order(attention_views(spec, "self_attn"), d, (H, spec.kv_heads or H), (*range(d // 2, d), *range(d // 2)))
+    own |= modules({"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}, False)
+    return parallel.decoder(c, [LateNormSpec(**vars(spec), weights=False)], style, own)
+
+
+def apertus(c: Fields) -> Model:
+    depth, kind = c["num_hidden_layers"], activation(c, "hidden_act", UNGATED | {"xielu": "xielu"})
+    spec = attention(c, bias=c["attention_bias"], qk_norm="head")
+    model = softmax.decoder(c, [spec] * depth, BlockStyle(mlp=kind), APERTUS)
+    numbers = {name: name for name in ("alpha_p", "alpha_n", "beta", "eps") if kind == "xielu"}
+    own = named("mlp.activation", "mlp.act_fn", numbers)
+    return model._replace(views=assembled([own] * depth, model.views))
+
+
+def vaultgemma(c: Fields) -> Model:
+    """Gemma 2 without norms after the branches."""
+    return sandwich(c, bounded(c), "pre", BEFORE)
+
+
+def hyperclovax(c: Fields) -> Model:
+    """Granite with a factor of the logits, not a divisor, and with norms after the branches."""
+    return multiplied(c, multiplier(c, "logits_scaling"), AFTER if c["use_post_norm"] else {})
+
+
+def opt(c: Fields) -> Model:
+    """Its positions begin at row 2 of their table."""
+    c.ignore("dropout", "layerdrop", "init_std")
+    c.only("do_layer_norm_before", True)
+    c.only("_remove_final_layer_norm", False)
+    c.only("word_embed_proj_dim", c["hidden_size"])
+    bias, n, weights = c["enable_bias"], c["max_position_embeddings"], c["layer_norm_elementwise_affine"]
+    spec, kind = attention(c, rotary=False, bias=bias), activation(c, "activation_function", UNGATED)
+    style = BlockStyle("layer-bias" if weights else "layer-plain", mlp=kind, bias=bias, positions="learned")
+    own = attention_views(spec, "self_attn", o_proj="out_proj")
+    own |= modules({"mlp.up_proj": "fc1", "mlp.down_proj": "fc2"}, bias)
+    if weights:
+        own |= modules({"mixer_norm": "self_attn_layer_norm", "mlp_norm": "final_layer_norm"})
+    places = ("model.decoder", "embed_tokens", "final_layer_norm", "layers")
+    model = parallel.decoder(c, [spec], style, own, places, intermediate_size=c["ffn_dim"], norm_eps=1e-5)
+    table = View("model.decoder.embed_positions.weight", Block(1, n + 2, 2, n))
+    return model._replace(views=model.views | {"model.backbone.positions.table.weight": table})
+
+
+def mistral3(c: Fields) -> Model:
+    """The language model is one of two."""
+    c.only("model_type", "mistral", "ministral3")
+    return inside(ministral3(c) if c.get("model_type") == "ministral3" else softmax.mistral(c))
+
+
+def inside(model: Model) -> Model:
+    """Returns the language model of a model that reads images too."""
+    names = {ours: f"language_model.{view.name}" for ours, view in model.views.items()}
+    return model._replace(views={ours: view._replace(name=names[ours]) for ours, view in model.views.items()})
+
+
+TOWERS = ("vision_tower.", "multi_modal_projector.")
+IMAGES: Any = {
+    "outside": (*TOWERS, *(f"model.{tower}" for tower in TOWERS)),
+    "inner": "text_config", "renamed": ("language_model.model.", "model.language_model."),
+}  # fmt: skip
+FORMATS: dict[str, Format] = {
+    "seed_oss": Format("SeedOssForCausalLM", seed_oss),
+    "arcee": Format("ArceeForCausalLM", arcee),
+    "exaone": Format("LlamaForCausalLM", exaone),
+    "exaone4": Format("Exaone4ForCausalLM", exaone4),
+    "internlm3": Format("LlamaForCausalLM", softmax.llama),
+    "iquestcoder": Format("LlamaForCausalLM", softmax.llama),
+    "cwm": Format("CwmForCausalLM", cwm),
+    "ministral": Format("MinistralForCausalLM", softmax.mistral),
+    "ministral3": Format("Ministral3ForCausalLM", ministral3),
+    "mistral3": Format("Mistral3ForConditionalGeneration", mistral3, **IMAGES),
+    "gemma3": Format("Gemma3ForConditionalGeneration", lambda c: inside(gemma3(c)), **IMAGES),
+    "hunyuan_v1_dense": Format("HunYuanDenseV1ForCausalLM", hunyuan),
+    "nanochat": Format("NanoChatForCausalLM", nanochat),
+    "apertus": Format("ApertusForCausalLM", apertus),
+    "vaultgemma": Format("VaultGemmaForCausalLM", vaultgemma),
+    "jais2": Format("Jais2ForCausalLM", squared),
+    "hyperclovax": Format("HyperCLOVAXForCausalLM", hyperclovax),
+    "opt": Format("OPTForCausalLM", opt),
+}

@@ -1,0 +1,78 @@
+"""Softmax attention whose logits grow with the position of the query: q at position p is multiplied by
+1 + β log(1 + ⌊p / n⌋), so that the softmax over many tokens stays sharp (Llama 4, Ministral 3).
+
+Dimensions: B batch, T queries, H query heads, d head dimension.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..layers.attention.attention import SoftmaxAttention
+from ..layers.linear.token import TOKENS
+from ..layers.rotary import Angles
+from ..ops.backends.native.program import Program, UnsupportedError
+from ..spec.attention import AttentionSpec
+from ..spec.mixer import Facts
+from ..spec.record import PositiveFloat, PositiveInt
+from ..spec.serialize import TYPES
+
+
+@dataclass(frozen=True)
+class GrowingSpec(AttentionSpec):
+    """Softmax attention with a factor of q that grows with its position."""
+
+    growth: PositiveFloat = 0.1  # β
+    period: PositiveInt = 16384  # n, number of tokens after which the factor grows
+
+    facts = Facts("headrace.extra.growing.GrowingAttention", cached=True)
+
+    def layer(self, causal: bool) -> str:
+        return self.facts.layer
+
+    def _objections(self):
+        yield from super()._objections()
+        random = self.pattern is not None and self.pattern.random > 0
+        other = self.form != "sdpa" or self.buckets is not None or random
+        yield other, f"growth={self.growth} with form='tiles', buckets or pattern.random; expected none of them"
+        late = not self.rotary or self.rope.by_length
+        yield late, f"growth={self.growth} needs rotary=True with a rope.kind that does not depend on the length"
+
+
+class Turn(NamedTuple):
+    """Cosines and sines, and the factors of q [B or 1, T, 1, 1]."""
+
+    cos: Tensor
+    sin: Tensor
+    factor: Tensor
+
+
+class GrowingAttention(SoftmaxAttention):
+    """The layer of a GrowingSpec."""
+
+    spec: Any
+
+    def _angles(self, positions: Tensor, lengths: Tensor | None = None) -> Any:
+        periods = (positions[..., None, None] // self.spec.period).double()
+        return Turn(*super()._angles(positions, lengths), 1 + self.spec.growth * torch.log1p(periods))
+
+    def _query(self, x: Tensor, sequences: Any, turn: Any = None, projections: Any = None) -> Tensor:
+        q = super()._query(x, sequences, _angles_of(turn), projections)
+        return q if turn is None else q * turn.factor.to(q.dtype)
+
+    def _key_value(self, x: Tensor, sequences: Any, turn: Any = None, projections: Any = None) -> tuple[Tensor, Tensor]:
+        return super()._key_value(x, sequences, _angles_of(turn), projections)
+
+
+def _angles_of(turn: Turn | None) -> Angles | None:
+    return None if turn is None else (turn.cos, turn.sin)
+
+
+def refuse(program: Program, mixer: Any, *where: Any, **how: Any) -> None:
+    raise UnsupportedError("it does not support a factor that grows with the position, in softmax attention")
+
+
+TYPES["growing"] = GrowingSpec
+TOKENS[GrowingSpec.facts.layer] = refuse

@@ -1,0 +1,98 @@
+"""What single families of dense models have, beside what tests/convert/test_families.py compares of all."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from families import dense, float64_throughout, logits, read, relative, save, softmax
+from headrace import load
+from headrace.convert import export_checkpoint, import_checkpoint
+from headrace.convert.files import WEIGHTS
+from headrace.utils.errors import InputError
+
+FAMILIES = softmax.FAMILIES | dense.FAMILIES
+
+
+def saved(kind, path, **changes):
+    """Their model, and tokens."""
+    return save(CONFIG_MAPPING[kind](**FAMILIES[kind].base | changes), path), torch.randint(1, 61, (2, 12))
+
+
+@torch.no_grad()
+def test_a_mistral_with_kinds_of_layers_is_a_ministral(tmp_path):
+    """As transformers takes it."""
+    theirs, ids = saved("ministral", tmp_path)
+    described = tmp_path / "config.json"
+    described.write_text(described.read_text().replace("ministral", "mistral"))
+    assert read(tmp_path).config.model_type == "ministral"
+    assert relative(import_checkpoint(tmp_path)(ids).logits, logits(theirs, ids)) < 1e-12
+
+
+PIXTRAL = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
+SIGLIP = {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+IMAGES = {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "vision"),
+    [("mistral3", "mistral", PIXTRAL), ("mistral3", "ministral3", PIXTRAL), ("gemma3", "gemma3_text", SIGLIP)],
+)
+@torch.no_grad()
+def test_language_model_of_a_model_that_reads_images(kind, text, vision, tmp_path):
+    fields = {"text_config": FAMILIES[text].base | {"model_type": text}, "vision_config": vision | IMAGES}
+    whole = CONFIG_MAPPING[kind](**fields, tie_word_embeddings=kind == "gemma3")
+    with float64_throughout():
+        theirs = AutoModelForImageTextToText.from_config(whole).eval()
+        for parameter in theirs.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        theirs.save_pretrained(tmp_path)
+    ours, ids = import_checkpoint(tmp_path), torch.randint(1, 61, (2, 12))
+    assert any(name.startswith("vision_tower.") for name in load_file(tmp_path / WEIGHTS))
+    assert relative(ours(ids).logits, logits(theirs, ids)) < 1e-12
+    theirs.save_pretrained(tmp_path / "names of transformers 5", save_original_format=False)
+    assert torch.equal(import_checkpoint(tmp_path / "names of transformers 5")(ids).logits, ours(ids).logits)
+    with pytest.raises(InputError, match=f"it reads text alone; expected --to {text}"):
+        export_checkpoint(ours, kind, tmp_path / "back")
+    export_checkpoint(ours, text, tmp_path / "back")
+    assert relative(logits(read(tmp_path / "back"), ids), ours(ids).logits) < 1e-12
+
+
+@torch.no_grad()
+def test_constants_of_xielu_are_those_of_the_checkpoint(tmp_path):
+    """Which transformers reads, although its config.json has no field for them; and a new model has theirs."""
+    (theirs, ids), name = saved("apertus", tmp_path), "model.layers.0.mlp.act_fn.beta"
+    tensors = load_file(tmp_path / WEIGHTS)
+    save_file(tensors | {name: tensors[name] + 1}, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    changed = logits(read(tmp_path), ids)
+    assert relative(changed, logits(theirs, ids)) > 1e-3
+    ours = import_checkpoint(tmp_path)
+    assert relative(ours(ids).logits, changed) < 1e-12
+    ours.save_pretrained(tmp_path / "ours")
+    assert torch.equal(load(tmp_path / "ours")(ids).logits, ours(ids).logits)
+    of_both = (AutoModelForCausalLM.from_config(theirs.config).model, type(ours)(ours.config).model.backbone)
+    first, own = of_both[0].layers[0].mlp.act_fn, of_both[1].layers[0].mlp.activation
+    x = torch.linspace(-3, 3, 13)
+    torch.testing.assert_close(own(x), first.float()(x), rtol=1e-2, atol=0)  # theirs are rounded to bfloat16
+
+
+@torch.no_grad()
+def test_positions_of_padding_are_0_on_the_way_back(tmp_path):
+    """OPT's first two rows, which the tokens of a text do not read."""
+    theirs, ids = saved("opt", tmp_path)
+    export_checkpoint(import_checkpoint(tmp_path), "opt", tmp_path / "back")
+    table = read(tmp_path / "back").model.decoder.embed_positions.weight
+    assert not table[:2].any() and torch.equal(table[2:], theirs.model.decoder.embed_positions.weight[2:])
+    assert relative(logits(read(tmp_path / "back"), ids), logits(theirs, ids)) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_factor_of_embeddings_is_rounded_to_their_precision(dtype, tmp_path):
+    _, ids = saved("gemma", tmp_path, hidden_size=24)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
+    theirs.save_pretrained(tmp_path / "saved")
+    for ours in (import_checkpoint(tmp_path, dtype=dtype), load(tmp_path / "saved")):
+        scaled = ours.model.embed_tokens(ids) * ours.model.backbone.embedding_scale
+        assert scaled.dtype == dtype and torch.equal(scaled, theirs.model.embed_tokens(ids))
