@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import tiny
 from decoding import decoded, error_of_modules, is_accurate, read
 from equation import MAX_ERROR_RATIO
-from families import logits, parallel, save, softmax
+from families import logits, parallel, save, softmax, sparse
 from headrace import quantize
 from headrace.convert import import_checkpoint
 from headrace.verification.verify import relative
@@ -44,7 +44,7 @@ SOME = [
     "hedgehog(decay.kind=sigmoid-head)", "lolcats(window=3, kv_heads=2, decay.kind=sigmoid-head)",
 ]  # fmt: skip
 HYBRID = ["gated-deltanet", "gqa(kv_heads=2)", "gla", "sliding-window(pattern.window=4)"]
-FAMILIES = softmax.FAMILIES | parallel.FAMILIES
+FAMILIES = softmax.FAMILIES | parallel.FAMILIES | sparse.FAMILIES
 LONG = 40  # tokens, over which the memory of a cache moves several times
 
 
@@ -81,6 +81,8 @@ def test_tokens_are_those_of_transformers(kind, variant, tmp_path):
     reason = ours.engine.unsupported_reason(ours)
     of_kind = dict.fromkeys(("gpt2", "gpt_bigcode", "gpt_neo"), "positions")
     of_kind |= {"mixtral": "Experts", "qwen3_moe": "Experts", "gpt_oss": "ClampedMixture"}
+    of_kind |= dict.fromkeys(sparse.FAMILIES, "Experts") | {"phimoe": "NearMixture"}
+    of_kind |= dict.fromkeys(("deepseek_v2", "deepseek_v3", "youtu"), "LatentAttention")
     of_kind["gemma2"] = "a bound of the logits"
     known = of_kind.get(kind, "depend on the length" if variant in ("dynamic", "longrope") else None)
     if known is not None and variant != "without caps":
