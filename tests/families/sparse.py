@@ -111,7 +111,6 @@ FAMILIES = {
         variants={
             "biases, untied": {"use_bias": True, "tie_word_embeddings": False},
             "all layers, without shared experts": {"moe_layer_start_index": 0, "moe_num_shared_experts": 0},
-            "dense": {"moe_layer_start_index": 2},
         },
         fields=SOME | {
             "moe_num_experts": [3, 0], "moe_k": [1, 5], "moe_num_shared_experts": [0, 1],
@@ -141,7 +140,7 @@ FAMILIES = {
         HEADS | {"num_local_experts": 4, "router_jitter_noise": 0.4},
         variants={
             "biases, window": {"attention_bias": True, "lm_head_bias": True, "sliding_window": 5},
-            "longrope": PHI, "wide window": PHI | {"sliding_window": 512, "max_position_embeddings": 512},
+            "longrope": PHI, "longrope, wide window": PHI | {"sliding_window": 512, "max_position_embeddings": 512},
         },
         fields=SOME | {
             "rope_parameters": [PHI, PHI_APART, rope("linear", factor=2.0, short_mscale=1.0, long_mscale=1.0)],
