@@ -9,6 +9,7 @@ import torch
 from headrace import GateWarning, layers, zoo
 from headrace.extra.capped import CappedSpec
 from headrace.extra.clamped import ClampedExperts
+from headrace.extra.sparsemixer import NearExperts
 from headrace.extra.specs.latent import LatentSpec
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM
 from headrace.spec import AttentionSpec, Pattern
@@ -63,6 +64,10 @@ MIXERS = {
             for pattern in (Pattern(3), None)
         ),
         BlockStyle(experts=ClampedExperts(4, 2, normalized=True, limit=0.5)),
+    ),
+    "phimoe": Decoder(
+        (Layer(AttentionSpec(2), "experts"),),
+        BlockStyle("layer-bias", head_bias=True, experts=NearExperts(4, 2, near=0.3)),
     ),
     "channel mixing": Decoder((Layer(zoo.get("rwkv4")),), BlockStyle("layer", mlp="rwkv4", embedding_norm=True)),
 }

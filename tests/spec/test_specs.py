@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headrace import InputError, layers, zoo
-from headrace.extra import capped, clamped
+from headrace.extra import capped, clamped, sparsemixer
 from headrace.extra.specs import matrix as matrix_spec
 from headrace.extra.specs import scan as scan_spec
 from headrace.extra.specs.matrix import MatrixSpec
@@ -51,6 +51,7 @@ MODULES = (
     model_spec,
     scan_spec,
     softmax_rnn_spec,
+    sparsemixer,
     spec,
     stack,
     whole_spec,
