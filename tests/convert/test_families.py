@@ -260,7 +260,8 @@ PREDICTING = {  # by family: a tensor of the layers of multi-token prediction, w
     "qwen3_next": "mtp.fc.weight", "qwen3_5_text": "mtp.fc.weight", "qwen3_5_moe_text": "mtp.fc.weight",
     "nemotron_h": "mtp.layers.0.eh_proj.weight", "bailing_hybrid": "model.layers.2.eh_proj.weight",
     "deepseek_v3": "model.layers.2.eh_proj.weight", "glm4_moe": "model.layers.2.eh_proj.weight",
-    "ernie4_5_moe": "model.mtp_block.0.mlp.up_proj.weight",
+    "ernie4_5_moe": "model.mtp_block.0.mlp.up_proj.weight", "exaone_moe": "mtp.fc.weight",
+    "glm4_moe_lite": "model.layers.2.eh_proj.weight",
 }  # fmt: skip
 
 

@@ -39,6 +39,11 @@ GRANITE = {name: [0.7, 0.0] for name in MULTIPLIERS} | {
 }  # fmt: skip
 LONG = {**SHORT, "factor": 4.0, "original_max_position_embeddings": 256}
 PHI, PHI_APART = (rope("longrope", **LONG, short_mscale=1.2, long_mscale=long) for long in (1.2, 1.3))
+LISTED = {
+    "mlp_layer_types": [{"mlp_layer_types": ["sparse", "dense"]}, {"mlp_layer_types": 2 * ["sparse"]}],
+    "num_hidden_layers": [{"num_hidden_layers": 1, "mlp_layer_types": ["sparse"]}],
+}  # fmt: skip
+KEXAONE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 
 FAMILIES = {
     "deepseek_v2": Family(
@@ -58,6 +63,30 @@ FAMILIES = {
             "groups": GROUPED, "latent queries": {"q_lora_rank": 8}, "yarn": YARN, "halves": {"rope_interleave": False},
         },
         fields=LATENT_FIELDS | EXPERTS,
+    ),
+    "glm4_moe_lite": Family(
+        LATENT | ROUTED | {"num_nextn_predict_layers": 1},
+        variants={"groups": GROUPED | {"q_lora_rank": 8}, "halves, yarn": YARN | {"rope_interleave": False}},
+        fields=LATENT_FIELDS | EXPERTS | LISTED,
+    ),
+    "exaone_moe": Family(
+        HEADS | KEXAONE | {"head_dim": 12, "sliding_window": 5, "layer_types": WINDOWS},
+        variants={"groups": {"num_experts": 8, "n_group": 4, "topk_group": 2}},
+        fields=SOME | EXPERTS | LISTED | {
+            "layer_types": [{"layer_types": WINDOWS[::-1]}, {"layer_types": 2 * WINDOWS[:1]}], "num_experts": [3, 0],
+            "sliding_window": [1, 7], "sliding_window_pattern": ["LG"], "num_shared_experts": [2, 0],
+            "n_group": [{"num_experts": 8, "n_group": 2}],
+            "topk_group": [{"num_experts": 8, "n_group": 4, "topk_group": 3}],
+            "num_hidden_layers": [{"num_hidden_layers": 1, "layer_types": WINDOWS[:1], "mlp_layer_types": ["sparse"]}],
+        },
+    ),
+    "flex_olmo": Family(
+        HEADS | {"num_experts": 4, "num_experts_per_tok": 2},
+        variants={"biases, normalized": {"attention_bias": True, "norm_topk_prob": True}, "yarn": ROPES["yarn"]},
+        fields=SOME | {
+            "num_experts": [3], "num_experts_per_tok": [1, 5], "router_aux_loss_coef": [0.5],
+            "output_router_logits": [True],
+        },
     ),
     "glm4_moe": Family(
         HEADS | ROUTED | DENSE | {"head_dim": 12},

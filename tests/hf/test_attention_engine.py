@@ -83,7 +83,7 @@ def test_tokens_are_those_of_transformers(kind, variant, tmp_path):
     of_kind |= {"mixtral": "Experts", "qwen3_moe": "Experts", "gpt_oss": "ClampedMixture"}
     of_length = "depend on the length" if variant.startswith(("dynamic", "longrope")) else None
     of_kind |= dict.fromkeys(sparse.FAMILIES, "Experts") | {"phimoe": of_length or "NearMixture"}
-    of_kind |= dict.fromkeys(("deepseek_v2", "deepseek_v3", "youtu"), "LatentAttention")
+    of_kind |= dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"), "LatentAttention")
     of_kind["gemma2"] = "a bound of the logits"
     known = of_kind.get(kind, of_length)
     if known is not None and variant != "without caps":

@@ -27,7 +27,17 @@ from .parts import (
     routed,
     scaled,
 )
-from .softmax import GATED, activation, attention, attention_views, latent_scale, rotation, window_of, windows
+from .softmax import (
+    BRANCH_NORMS,
+    GATED,
+    activation,
+    attention,
+    attention_views,
+    latent_scale,
+    rotation,
+    window_of,
+    windows,
+)
 
 Mixer = tuple[Spec, Views]
 
@@ -66,6 +76,8 @@ def youtu(c: Fields) -> Model:
 def latent(c: Fields, pairs: bool) -> Mixer:
     """Returns latent attention. pairs: as in `latent_attention`."""
     c.ignore("head_dim", "qk_head_dim")  # which their class sets
+    if c["rope_parameters"].get("partial_rotary_factor", 1) != 1:  # which some of the families ignore
+        c.refuse("rope_parameters", "all channels of qk_rope_head_dim to rotate")
     rope = rotation(c, c["qk_rope_head_dim"])
     scale = latent_scale(c, rope, c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
     spec = latent_spec(c, rope=rope, scale=scale)
@@ -85,6 +97,15 @@ def glm4_moe(c: Fields) -> Model:
 def solar_open(c: Fields) -> Model:
     spec = attention(c, partial=True, bias="qkv" if c["attention_bias"] else False)
     return sparse(c, every(c, keyed(spec)), deepseek_experts(c))
+
+
+def exaone_moe(c: Fields) -> Model:
+    """In a model with a window, the layers without one have no positions."""
+    c.ignore("sliding_window_pattern", "first_k_dense_replace")  # by which its class has set lists of layers
+    alone = attention(c, rotary=c["sliding_window"] is None, qk_norm="head")
+    spec = attention(c, qk_norm="head")
+    specs = [alone if pattern is None else replace(spec, pattern=pattern) for pattern in windows(c)]
+    return sparse(c, [keyed(spec) for spec in specs], deepseek_experts(c), choice_bias="e_score_correction_bias")
 
 
 def dots1(c: Fields) -> Model:
@@ -109,11 +130,15 @@ def qwen2_moe(c: Fields) -> Model:
     return layered(c, [keyed(replace(spec, pattern=pattern)) for pattern in patterns], which, style, views)
 
 
-def olmoe(c: Fields) -> Model:
+def flex_olmo(c: Fields) -> Model:
+    return olmoe(c, "branch")
+
+
+def olmoe(c: Fields, order: Any = "pre") -> Model:
     c.only("clip_qkv", None)
     names = {"count": "num_experts", "chosen": "num_experts_per_tok", "normalized": "norm_topk_prob"}
     mixture = mixture_of(c, names, balance=balance(c))
-    style = BlockStyle(mlp=activation(c, "hidden_act", GATED), experts=mixture)
+    style = BlockStyle(order=order, mlp=activation(c, "hidden_act", GATED), experts=mixture)
     mixers = every(c, keyed(attention(c, bias=c["attention_bias"], qk_norm="joint")))
     return layered(c, mixers, range(len(mixers)), style, experts("mlp", mixture.count))
 
@@ -209,23 +234,32 @@ def every(c: Fields, mixer: Mixer) -> list[Mixer]:
     return [mixer] * c["num_hidden_layers"]
 
 
-def sparse(c: Fields, mixers: Sequence[Mixer], mixture: Experts | None = None, bias: bool = False) -> Model:
-    """Returns a model with Llama's names of modules and the experts of DeepSeek, but for those layers that
-    first_k_dense_replace counts. bias: of the MLPs."""
+def sparse(
+    c: Fields, mixers: Sequence[Mixer], mixture: Experts | None = None, bias: bool = False,
+    choice_bias: str = "gate.e_score_correction_bias",
+) -> Model:  # fmt: skip
+    """Returns a model with Llama's names of modules and the experts of DeepSeek, but in dense layers. bias: of the
+    MLPs; choice_bias: as in `routed`."""
     c.ignore("output_router_logits")  # DeepSeek-V3 has no load-balancing loss
     style = BlockStyle(mlp=activation(c, "hidden_act", GATED), bias=bias, experts=mixture)
-    views = routed("mlp", mixture, style, "gate.e_score_correction_bias", GATED_EXPERT) if mixture else {}
-    first = c.get("first_k_dense_replace", 0) if mixture else len(mixers)
-    if first is None:
+    views = routed("mlp", mixture, style, choice_bias, GATED_EXPERT) if mixture else {}
+    return layered(c, mixers, routed_layers(c) if mixture else (), style, views)
+
+
+def routed_layers(c: Fields) -> Collection[int]:
+    """Returns the layers with experts, by a list, or by the number of dense layers before them."""
+    if "mlp_layer_types" in c.names:
+        return [i for i, k in enumerate(layer_types(c, ("dense", "sparse"), "mlp_layer_types")) if k == "sparse"]
+    if (first := c.get("first_k_dense_replace", 0)) is None:
         c.refuse("first_k_dense_replace", "a number")
-    return layered(c, mixers, range(max(first, 0), len(mixers)), style, views)
+    return range(max(first, 0), c["num_hidden_layers"])
 
 
 def layered(c: Fields, mixers: Sequence[Mixer], which: Collection[int], style: BlockStyle, views: Views) -> Model:
     """Returns a model with Llama's names of modules. which: the layers with experts; views: of these experts."""
     layers = [Layer(spec, "experts" if i in which else "one") for i, (spec, _) in enumerate(mixers)]
     outside = whole("model", "embed_tokens", "norm", c["tie_word_embeddings"])
-    norms, mlp = plain(NORMS), mlp_views("mlp", style)
+    norms, mlp = plain(BRANCH_NORMS if style.order == "branch" else NORMS), mlp_views("mlp", style)
     if style.norm == "layer-bias":
         norms |= plain({our.replace("weight", "bias"): their.replace("weight", "bias") for our, their in NORMS.items()})
         outside["model.backbone.norm.bias"] = View("model.norm.bias")
@@ -242,13 +276,14 @@ def layered(c: Fields, mixers: Sequence[Mixer], which: Collection[int], style: B
 def predicting(c: Fields, model: Model) -> Model:
     """Returns the model without the layers of multi-token prediction, which follow the others."""
     first = c["num_hidden_layers"]
-    more = range(first, first + c["num_nextn_predict_layers"])
+    more = range(first, first + c.get("num_nextn_predict_layers", 0))
     return model._replace(outside=tuple(f"model.layers.{i}." for i in more))
 
 
 FORMATS: dict[str, Format] = {
     "deepseek_v2": Format("DeepseekV2ForCausalLM", deepseek_v2),
     "deepseek_v3": Format("DeepseekV3ForCausalLM", deepseek_v3),
+    "glm4_moe_lite": Format("Glm4MoeLiteForCausalLM", deepseek_v3),
     "glm4_moe": Format("Glm4MoeForCausalLM", glm4_moe),
     "dots1": Format("Dots1ForCausalLM", dots1),
     "qwen2_moe": Format("Qwen2MoeForCausalLM", qwen2_moe),
@@ -258,6 +293,8 @@ FORMATS: dict[str, Format] = {
     "granitemoeshared": Format("GraniteMoeSharedForCausalLM", granitemoe),
     "minimax_m2": Format("MiniMaxM2ForCausalLM", minimax_m2),
     "phimoe": Format("PhimoeForCausalLM", phimoe),
+    "flex_olmo": Format("FlexOlmoForCausalLM", flex_olmo),
+    "exaone_moe": Format("ExaoneMoeForCausalLM", exaone_moe, outside=("mtp.",)),
     "youtu": Format("YoutuForCausalLM", youtu),
     "solar_open": Format("SolarOpenForCausalLM", solar_open),
 }
