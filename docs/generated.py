@@ -175,7 +175,8 @@ def _comments(cls: type) -> dict[str, str]:
 # fields without a default that makes a model
 UNSET = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16}, "hgrn2": {"use_lower_bound": False},
-    "linear_attn": {"feature_map": "elu"},
+    "linear_attn": {"feature_map": "elu"}, "deepseek_v2": {"num_experts_per_tok": 6}, "glm4_moe": {"head_dim": 128},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from headrace.extra.capped import CappedSpec
 from headrace.extra.clamped import ClampedExperts
 from headrace.extra.growing import GrowingSpec
 from headrace.extra.late_norm import LateNormSpec
+from headrace.extra.sparsemixer import NearExperts
 from headrace.extra.specs.latent import LatentSpec
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM
 from headrace.spec import AttentionSpec, Pattern
@@ -69,6 +70,10 @@ MIXERS = {
     "late norms": Decoder(
         (Layer(LateNormSpec(2)), Layer(GrowingSpec(2, growth=0.5, period=3))),
         BlockStyle("rms-plain", mlp="xielu", embedding_norm=True),
+    ),
+    "phimoe": Decoder(
+        (Layer(AttentionSpec(2), "experts"),),
+        BlockStyle("layer-bias", head_bias=True, experts=NearExperts(4, 2, near=0.3)),
     ),
     "channel mixing": Decoder((Layer(zoo.get("rwkv4")),), BlockStyle("layer", mlp="rwkv4", embedding_norm=True)),
 }

@@ -28,6 +28,7 @@ from families import (
     relative,
     save,
     softmax,
+    sparse,
 )
 from headrace import load
 from headrace.convert import FORMATS, export_checkpoint, import_checkpoint
@@ -39,7 +40,7 @@ from headrace.hf import HeadraceCache
 from headrace.utils.errors import InputError
 
 FAMILIES: dict[str, Family] = softmax.FAMILIES | parallel.FAMILIES | recurrent.FAMILIES
-FAMILIES |= delta.FAMILIES | hybrid.FAMILIES | dense.FAMILIES
+FAMILIES |= delta.FAMILIES | hybrid.FAMILIES | dense.FAMILIES | sparse.FAMILIES
 VARIANTS = [(kind, name) for kind, family in FAMILIES.items() for name in ("base", *family.variants)]
 T = 12
 DECODED = 24  # tokens, one at a time: the memory of attention, which grows by a quarter, grows several times
@@ -264,6 +265,9 @@ def test_language_model_of_several_parts(kind, tmp_path):
 PREDICTING = {  # by family: a tensor of the layers of multi-token prediction, which transformers leaves out
     "qwen3_next": "mtp.fc.weight", "qwen3_5_text": "mtp.fc.weight", "qwen3_5_moe_text": "mtp.fc.weight",
     "nemotron_h": "mtp.layers.0.eh_proj.weight", "bailing_hybrid": "model.layers.2.eh_proj.weight",
+    "deepseek_v3": "model.layers.2.eh_proj.weight", "glm4_moe": "model.layers.2.eh_proj.weight",
+    "ernie4_5_moe": "model.mtp_block.0.mlp.up_proj.weight", "exaone_moe": "mtp.fc.weight",
+    "glm4_moe_lite": "model.layers.2.eh_proj.weight",
 }  # fmt: skip
 
 

@@ -158,7 +158,9 @@ def test_mixers_of_all_kinds_take_a_layer_over(name, norm):
         ("transformer", "mesa", None, "mixer='mesa' is a plug-in"),
         ("transformer", "hgrn2", None, "inputs.key='complement'"),
         ("transformer", "gla", [1], "layer 1 is no layer of softmax attention; expected one of 0"),
-        ("gla", "gla", None, "the model has no attention layer"),
+        ("transformer", "gla", [], "layers=.. makes no layer linear; expected some of 0"),
+        ("gla", "gla", None, "the model has no attention layer that could become linear$"),
+        ("mla", "gla", None, "could become linear: its k and v are projections of a normalized latent"),
         ("fox", "gla", None, "layer 0 has forget=True, which no linear mixer has"),
     ],
 )

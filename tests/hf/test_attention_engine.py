@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import tiny
 from decoding import decoded, error_of_modules, is_accurate, read
 from equation import MAX_ERROR_RATIO
-from families import dense, logits, parallel, save, softmax
+from families import dense, logits, parallel, save, softmax, sparse
 from headrace import quantize
 from headrace.convert import import_checkpoint
 from headrace.verification.verify import relative
@@ -45,7 +45,7 @@ SOME = [
     "hedgehog(decay.kind=sigmoid-head)", "lolcats(window=3, kv_heads=2, decay.kind=sigmoid-head)",
 ]  # fmt: skip
 HYBRID = ["gated-deltanet", "gqa(kv_heads=2)", "gla", "sliding-window(pattern.window=4)"]
-FAMILIES = softmax.FAMILIES | parallel.FAMILIES | dense.FAMILIES
+FAMILIES = softmax.FAMILIES | parallel.FAMILIES | dense.FAMILIES | sparse.FAMILIES
 KNOWN = "without caps", "no growth", "another activation"  # variants without what the engine lacks
 LONG = 40  # tokens, over which the memory of a cache moves several times
 
@@ -83,9 +83,12 @@ def test_tokens_are_those_of_transformers(kind, variant, tmp_path):
     reason = ours.engine.unsupported_reason(ours)
     of_kind = dict.fromkeys(("gpt2", "gpt_bigcode", "gpt_neo", "opt"), "positions")
     of_kind |= {"mixtral": "Experts", "qwen3_moe": "Experts", "gpt_oss": "ClampedMixture"}
+    of_length = "depend on the length" if variant.startswith(("dynamic", "longrope")) else None
+    of_kind |= dict.fromkeys(sparse.FAMILIES, "Experts") | {"phimoe": of_length or "NearMixture"}
+    of_kind |= dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"), "LatentAttention")
     of_kind |= dict.fromkeys(("gemma2", "vaultgemma"), "a bound of the logits")
     of_kind |= {"ministral3": "grows with the position", "hunyuan_v1_dense": "after the rotation", "apertus": "Sloped"}
-    known = of_kind.get(kind, "depend on the length" if variant in ("dynamic", "longrope") else None)
+    known = of_kind.get(kind, of_length)
     if known is not None and variant not in KNOWN:
         assert known in reason
         return

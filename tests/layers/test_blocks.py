@@ -74,8 +74,9 @@ def test_order_of_norms_equals_its_equation(order, own):
 
 def test_groups_without_choice_are_minus_infinity():
     merits = torch.tensor([5.0, 0.0, 3.0, 3.0, 4.0, 1.5])
-    kept = within_groups(merits, 3, 1)
+    kept = within_groups(merits, 3, 1, best=2)
     assert kept.isfinite().tolist() == [False, False, True, True, False, False], "two of 3 are better than 5 and 0"
+    assert within_groups(merits, 3, 2, best=1).isfinite().tolist() == [True, True, False, False, True, True]
     close(shares_of(torch.zeros(2, 3)), torch.zeros(2, 3))
 
 
@@ -155,7 +156,7 @@ def test_parallel_mixers_are_known_everywhere(tmp_path):
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (lambda: Experts(8, 2, groups=3), "experts.groups=3 for experts.count=8"),
+    (lambda: Experts(8, 2, groups=3), "experts.groups=3, experts.count=8"),
     (lambda: Experts(8, 2, groups=8), "expected equal groups of 2 or more experts"),
     (lambda: Experts(8, 2, groups=2, chosen_groups=3), "experts.chosen_groups=3 exceeds experts.groups=2"),
     (lambda: Experts(8, 5, groups=2), "experts.chosen=5 exceeds the 4 experts of chosen_groups=1"),

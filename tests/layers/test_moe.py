@@ -9,6 +9,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from headrace import zoo
 from headrace.extra.clamped import ClampedExperts, ClampedMixture
+from headrace.extra.sparsemixer import NearExperts, NearMixture
 from headrace.layers.blocks.moe import MixtureOfExperts, Routing, balance_loss
 from headrace.ops.loss import IGNORED
 from headrace.spec.stack import BlockStyle, Decoder, Experts, Layer
@@ -73,6 +74,35 @@ def test_experts_with_bounds_equal_their_equation():
     assert sides == {True, False}
     with pytest.raises(InputError, match="limit and alpha are gated by a sigmoid; expected mlp='swiglu'"):
         ClampedMixture(spec, D, W, F.gelu, True)
+
+
+def test_experts_by_near_logits_equal_their_equation():
+    """Token by token: three of five, each with its share of the logits left that are near its own, and gradients."""
+    near = 0.6
+    experts, x = NearMixture(NearExperts(5, 3, near=near), D, W, F.silu, True).double(), torch.randn(2, 7, D).double()
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    rows, counts = [], set()
+    for token in x.requires_grad_().flatten(0, 1):
+        logits, out = experts.router.weight @ token, 0
+        values = logits.tolist()
+        order = sorted(range(5), key=lambda e: -values[e])
+        for place, e in enumerate(order[:3]):
+            best = values[e]
+            others = [i for i in order[place:] if best - values[i] <= 2 * near * max(abs(values[i]), best)]
+            counts.add(len(others))
+            share = logits[e].exp() / sum(logits[i].exp() for i in others)
+            hidden = experts.up[e] @ token
+            out = out + share * (experts.down[e] @ (F.silu(hidden[:W]) * hidden[W:]))
+        rows.append(out)
+    literal, parameters = torch.stack(rows).view(2, 7, D), [x, *experts.parameters()]
+    close(experts(x), literal)
+    ours, theirs = (torch.autograd.grad(y.sin().sum(), parameters) for y in (experts(x), literal))
+    for a, b in zip(ours, theirs, strict=True):
+        close(a, b)
+    assert {1, 2, 3} <= counts
+    with pytest.raises(InputError, match=r"experts\.normalized=True with experts.near, which do not have it"):
+        NearExperts(4, 2, normalized=True)
 
 
 def test_biases_of_experts_are_not_decayed():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headrace import InputError, layers, zoo
-from headrace.extra import capped, clamped, growing, late_norm
+from headrace.extra import capped, clamped, growing, late_norm, sparsemixer
 from headrace.extra.specs import matrix as matrix_spec
 from headrace.extra.specs import scan as scan_spec
 from headrace.extra.specs.matrix import MatrixSpec
@@ -53,6 +53,7 @@ MODULES = (
     model_spec,
     scan_spec,
     softmax_rnn_spec,
+    sparsemixer,
     spec,
     stack,
     whole_spec,

@@ -367,6 +367,12 @@ def test_bad_options_are_one_sentence(words, sentence, folder, prepared, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
+def test_latent_attention_is_named(prepared, tmp_path, run_command):
+    path = saved(tiny.build("mla", vocab_size=257), tmp_path / "model")
+    result = run_command("linearize", path, "--data", prepared, "--output", tmp_path / "out")
+    assert result.code == 2 and "no attention layer that could become linear: its k and v are" in result.err
+
+
 def test_data_of_another_tokenizer_are_refused(folder, tmp_path, run_command):
     from headrace.data import Preparation, prepare
 

@@ -13,6 +13,7 @@ from .fields import Fields
 from .form import Format, Model, View, Views, below, conv_width, model_of, named, plain, stacked, whole
 from .parts import (
     GATED_EXPERT,
+    MIXTRAL_EXPERT,
     NORMS,
     balance,
     deepseek_experts,
@@ -21,6 +22,7 @@ from .parts import (
     layer_types,
     mixture_of,
     mlp_views,
+    routed,
     stacked_experts,
 )  # fmt: skip
 from .softmax import attention, attention_views, latent_scale, rotation, window_of
@@ -240,7 +242,7 @@ def kimi_linear(c: Fields) -> Model:
     latent = latent_spec(c, rotary=False)
     c.ignore("linear_attn_config", "head_dim")
     mlp = ("block_sparse_moe", "embed_tokens", "e_score_correction_bias")
-    names = Kimi("self_attn", "o_proj", *mlp, {"gate": "w1", "up": "w3", "down": "w2"}, (1, 1, linear.heads.count, 1))
+    names = Kimi("self_attn", "o_proj", *mlp, MIXTRAL_EXPERT, (1, 1, linear.heads.count, 1))
     return kimi(c, linear, latent, SEPARATE | KIMI_LOW_RANK, names)
 
 
@@ -302,11 +304,9 @@ def kimi(c: Fields, linear: MixerSpec, latent: LatentSpec, pairs: dict[str, str]
     decay = {"mixer.decay.A_log": View(f"{names.mixer}.A_log", shape=names.decay)}
     own = {
         "linear_attention": named("mixer", names.mixer, pairs) | decay,
-        "full_attention": latent_attention(names.mixer, latent, names.output),
+        "full_attention": latent_attention(names.mixer, latent, names.output, pairs=latent.rotary),
         "dense": mlp_views(names.mlp, style),
-        "sparse": experts(names.mlp, mixture.count, names.expert)
-        | plain({"mlp.choice_bias": f"{names.mlp}.gate.{names.choice_bias}"})
-        | (mlp_views(f"{names.mlp}.shared_experts", style, "mlp.shared") if mixture.shared else {}),
+        "sparse": routed(names.mlp, mixture, style, f"gate.{names.choice_bias}", names.expert),
     }
     pairs_of = [*zip(kinds, mlps, strict=True)]
     layers = [Layer(specs[kind], "experts" if mlp == "sparse" else "one") for kind, mlp in pairs_of]

@@ -14,7 +14,8 @@ from ..spec.stack import BlockStyle, Decoder, Layer
 from ..utils.errors import InputError
 from ..utils.integrity import short
 from .fields import Config, Fields
-from .files import TensorFiles, Tensors
+from .files import Tensors
+from .fp8 import ScaledBlocks, block_of
 
 PRECISIONS = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float64, torch.float32, torch.bfloat16, torch.float16,
@@ -113,7 +114,7 @@ class Format:
     inner: str | None = None
     offset: bool = False
     renamed: tuple[str, str] | None = None
-    files: Callable[[Path], Tensors] = TensorFiles
+    files: Callable[[Path], Tensors] = ScaledBlocks
 
     def holds(self, name: str, *outside: str) -> bool:
         """Whether a tensor with this name holds weights of the language model. outside: more beginnings."""
@@ -137,6 +138,8 @@ class Format:
         except InputError as error:  # of a spec, which has other names for the fields
             named = str(error).startswith("config.json")
             raise InputError(f"{'' if named else 'config.json describes a model whose '}{error}") from None
+        if self.files is ScaledBlocks and block_of(described):
+            fields.read.add("quantization_config")
         fields.refuse_unknown()
         return model, fields
 

@@ -2,10 +2,26 @@
 
 from typing import Any
 
-from . import delta, dense, flash, hybrid, lfm, log_linear, pairs, parallel, recurrent, rwkv, softmax, variants
+from . import (
+    delta,
+    dense,
+    flash,
+    hybrid,
+    lfm,
+    log_linear,
+    pairs,
+    parallel,
+    recurrent,
+    rwkv,
+    softmax,
+    sparse,
+    variants,
+)
 from .form import Format
 
-MODULES: Any = (softmax, variants, parallel, pairs, dense, recurrent, lfm, delta, hybrid, flash, rwkv, log_linear)
+MODULES: Any = (
+    softmax, variants, parallel, pairs, dense, sparse, recurrent, lfm, delta, hybrid, flash, rwkv, log_linear
+)  # fmt: skip
 FORMATS: dict[str, Format] = {kind: form for module in MODULES for kind, form in module.FORMATS.items()}
 
 # Of formats with a recurrence that are not converted, what no mixer or model here has.

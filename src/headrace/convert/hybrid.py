@@ -101,14 +101,10 @@ def granitemoehybrid(c: Fields) -> Model:
     mlp = gate_up_views(
         "shared_mlp.input_linear", "shared_mlp.output_linear", width, False, "mlp.shared" if mixture else "mlp"
     )
-    mlp |= stacked_experts("block_sparse_moe", mixture, D, GRANITE_EXPERTS) if mixture else {}
+    mlp |= stacked_experts("block_sparse_moe", mixture, D) if mixture else {}
     own = {"linear_attention": mamba.views("mamba"), "full_attention": attention_views(spec, "self_attn")}
     own_views = [scaled(own[kind] | mlp, factors) | plain(NORMS) for kind in listed]
     return model_of(c, layers, style, own_views, views, intermediate_size=width)
-
-
-# The router, and the matrices of all experts: those of the inputs, and those of the output.
-GRANITE_EXPERTS = "router.layer.weight", "input_linear.weight", "output_linear.weight"
 
 
 def granite_experts(c: Fields) -> Experts | None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import zoo
 from ..extra.late_norm import LateNormSpec
 from ..extra.linearized import LinearizedSpec
+from ..extra.specs.latent import LatentSpec
 from ..extra.windowed import WindowedSpec
 from ..files.quiet import quiet
 from ..hf.config import HeadraceConfig
@@ -51,7 +52,7 @@ def linearize(model: HeadraceForCausalLM, mixer: str | MixerSpec, layers: Iterab
 def with_linear_layers(model: Any, mixer: str | MixerSpec, layers: Iterable[int] | None = None) -> Any:
     """The same, but all that stays of the model is shared with it."""
     config: Any = model.config
-    chosen = attention_layers(config) if layers is None else sorted({*layers})
+    chosen = replaceable(config) if layers is None else sorted({*layers})
     changed = linear_config(config, mixer, chosen)
     parts = tuple(f"model.backbone.layers.{i}.mixer." for i in chosen)
     kept = {name: value for name, value in model.state_dict().items() if not name.startswith(parts)}
@@ -65,17 +66,25 @@ def with_linear_layers(model: Any, mixer: str | MixerSpec, layers: Iterable[int]
 
 def linear_config(config: HeadraceConfig, mixer: str | MixerSpec, chosen: list[int]) -> HeadraceConfig:
     """Returns the configuration of the model that `linearize` makes. Raises InputError as it does."""
-    spec = _linear(mixer)
+    spec, known = _linear(mixer), ", ".join(map(str, replaceable(config)))
     stack: list[Any] = config.stack.over(config.num_hidden_layers)
     if not chosen:
-        raise InputError("the model has no attention layer that could become linear")
-    known = ", ".join(map(str, attention_layers(config)))
+        raise InputError(f"layers=[] makes no layer linear; expected some of {known}")
     for i in chosen:
         if not 0 <= i < len(stack) or not isinstance(stack[i].mixer, AttentionSpec):
             raise InputError(f"layer {i} is no layer of softmax attention; expected one of {known}")
         stack[i] = replace(stack[i], mixer=_taken_over(spec, stack[i].mixer, i, config))
     changed = {"mixer": [to_json(layer) for layer in stack]}
     return HeadraceConfig.from_dict(config.to_dict() | changed)  # type: ignore[return-value]
+
+
+def replaceable(config: HeadraceConfig) -> list[int]:
+    """The same as `attention_layers`; InputError if there is none."""
+    if found := attention_layers(config):
+        return found
+    latent = any(isinstance(spec, LatentSpec) for spec in config.mixers)
+    reason = ": its k and v are projections of a normalized latent, which no linear mixer has" if latent else ""
+    raise InputError(f"the model has no attention layer that could become linear{reason}")
 
 
 def attention_layers(config: HeadraceConfig) -> list[int]:

@@ -12,6 +12,7 @@ from .form import Block, View, Views, below, named
 
 NORMS = {"mixer_norm.weight": "input_layernorm.weight", "mlp_norm.weight": "post_attention_layernorm.weight"}
 GATED_EXPERT = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+MIXTRAL_EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 def layer_types(c: Fields, kinds: Collection[str], name: str = "layer_types") -> list[str]:
@@ -47,7 +48,13 @@ def experts(theirs: str, count: int, names: dict[str, str] = GATED_EXPERT, route
     return views
 
 
-def stacked_experts(theirs: str, mixture: Any, hidden_size: int, names: tuple[str, str, str]) -> Views:
+# The router, and the matrices of all experts: those of the inputs, and those of the output.
+GRANITE_EXPERTS = "router.layer.weight", "input_linear.weight", "output_linear.weight"
+
+
+def stacked_experts(
+    theirs: str, mixture: Any, hidden_size: int, names: tuple[str, str, str] = GRANITE_EXPERTS
+) -> Views:
     """Returns the views of experts whose matrices are in two tensors, the gate's above those of the other input. names:
     those of the router, and of the two."""
     count, width = mixture.count, mixture.width
@@ -62,6 +69,15 @@ def stacked_experts(theirs: str, mixture: Any, hidden_size: int, names: tuple[st
             block = Block(1, count * rows, e * rows + start, shape[0])
             views[f"mlp.{e}.{part}"] = View(name, block, shape=(count, rows, shape[1]))
     return views
+
+
+def routed(theirs: str, mixture: Experts, style: BlockStyle, choice_bias: str, names: dict[str, str]) -> Views:
+    """Returns the views of the mixture of experts of DeepSeek-V3. choice_bias: the last part of its name; names: as in
+    `experts`."""
+    views = experts(theirs, mixture.count, names)
+    if mixture.biased:
+        views["mlp.choice_bias"] = View(f"{theirs}.{choice_bias}")
+    return views | (mlp_views(f"{theirs}.shared_experts", style, "mlp.shared") if mixture.shared else {})
 
 
 def mixture_of(c: Fields, fields: dict[str, str], kind: type[Experts] = Experts, **fixed: Any) -> Experts:
@@ -86,8 +102,11 @@ def balance(c: Fields) -> float:
 def deepseek_experts(c: Fields) -> Experts:
     """The mixture of experts of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2)."""
     names = {ours: next(name for name in listed if name in c.names) for ours, listed in DEEPSEEK_EXPERTS.items()}
-    shared = c.get("n_shared_experts", c.get("num_shared_experts")) * c["moe_intermediate_size"]
-    return mixture_of(c, names, balance=0.0, scores="sigmoid", biased=True, shared=shared or None)
+    shared = c.get("n_shared_experts", c.get("num_shared_experts"))
+    if shared is None:
+        c.refuse("n_shared_experts", "a number")
+    width = shared * c["moe_intermediate_size"] or None
+    return mixture_of(c, names, balance=0.0, scores="sigmoid", biased=True, shared=width)
 
 
 # Fields of Experts -> the names of fields that DeepSeek-V3 and its descendants have.
@@ -122,23 +141,23 @@ def of_heads(view: View, heads: int, rows: dict[str, tuple[int, int, int]]) -> V
     }  # fmt: skip
 
 
-def latent_attention(theirs: str, spec: Any, output: str) -> Views:
-    """Returns the views of multi-head latent attention, in whose rows of q and k the rotated channels come last; a
-    rotation is of pairs of neighbours, as in DeepSeek-V3."""
+def latent_attention(theirs: str, spec: Any, output: str, pairs: bool) -> Views:
+    """Returns the views of multi-head latent attention, in whose rows of q and k the rotated channels come last. pairs:
+    whether those that turn together are neighbours, as in DeepSeek-V3."""
 
     def parts(name: str, heads: int, before: int) -> Views:
         each, half = before + spec.shared_dim, spec.shared_dim // 2
-        step, second = (2, 1) if spec.rotary else (1, half)
+        step, second = (2, 1) if pairs else (1, half)
         rows = {"own": (0, before, 1), "first": (before, half, step), "second": (before + second, half, step)}
         return of_heads(View(name, Block(1, heads * each, 0, heads * each)), heads, rows)
 
-    pairs = {"kv_a_norm.weight": "kv_a_layernorm.weight", "kv_b_proj.weight": "kv_b_proj.weight"}
-    pairs |= {"o_proj.weight": f"{output}.weight"}
+    names = {"kv_a_norm.weight": "kv_a_layernorm.weight", "kv_b_proj.weight": "kv_b_proj.weight"}
+    names |= {"o_proj.weight": f"{output}.weight"}
     if spec.q_rank is not None:
-        pairs |= {"q_a_proj.weight": "q_a_proj.weight", "q_a_norm.weight": "q_a_layernorm.weight"}
+        names |= {"q_a_proj.weight": "q_a_proj.weight", "q_a_norm.weight": "q_a_layernorm.weight"}
     query = "q_proj" if spec.q_rank is None else "q_b_proj"
     if spec.gated:
-        pairs["g_proj.weight"] = "g_proj.weight"
-    views = named("mixer", theirs, pairs)
+        names["g_proj.weight"] = "g_proj.weight"
+    views = named("mixer", theirs, names)
     views |= below("mixer.q_proj", parts(f"{theirs}.{query}.weight", spec.count, spec.key_dim))
     return views | below("mixer.kv_a_proj", parts(f"{theirs}.kv_a_proj_with_mqa.weight", 1, spec.rank))

@@ -13,7 +13,7 @@ from .fields import Fields
 from .form import Block, Format, Model, View, Views, model_of, named, plain, stacked
 from .hybrid import FINAL_NORM, gate_up_views, multiplier
 from .mxfp4 import PackedExperts
-from .parts import NORMS, balance, experts, mixture_of, mlp_views, scaled
+from .parts import MIXTRAL_EXPERT, NORMS, balance, experts, mixture_of, mlp_views, scaled
 from .softmax import (
     BRANCH_NORMS,
     GATED,
@@ -157,7 +157,7 @@ def mixtral(c: Fields) -> Model:
     c.only("router_jitter_noise", 0.0)
     fields = {"count": "num_local_experts", "chosen": "num_experts_per_tok"}
     mixture = mixture_of(c, fields, balance=balance(c), normalized=True)
-    views = experts("block_sparse_moe", mixture.count, {"gate": "w1", "up": "w3", "down": "w2"})
+    views = experts("block_sparse_moe", mixture.count, MIXTRAL_EXPERT)
     return mixed(c, attention(c, pattern=window_of(c)), mixture, range(c["num_hidden_layers"]), views)
 
 

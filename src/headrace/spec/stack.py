@@ -26,7 +26,8 @@ class Experts(Record):
     width: PositiveInt | None = None  # width of each expert; None: the model's intermediate_size
     scores: Literal["softmax", "sigmoid"] = "softmax"  # function of the router's logits: over the experts, or of each
     biased: bool = False  # whether experts are chosen by scores plus a bias of each, without gradient (DeepSeek-V3)
-    groups: PositiveInt = 1  # number of groups of consecutive experts; a group scores the sum of its two best
+    groups: PositiveInt = 1  # number of groups of consecutive experts; a group scores the sum of its `best` experts
+    best: PositiveInt = 2  # number of experts by which a group scores; 1: its best one alone (DeepSeek-V2)
     chosen_groups: PositiveInt = 1  # number of groups per token from which experts are chosen
     normalized: bool = False  # whether the weights of a token's experts are divided by their sum
     eps: NonNegativeFloat = 0.0  # added to that sum
@@ -37,11 +38,11 @@ class Experts(Record):
     layer: ClassVar[str] = ".blocks.moe.MixtureOfExperts"
 
     def _objections(self):
-        chosen, count, groups, some = self.chosen, self.count, self.groups, self.chosen_groups
+        chosen, count, groups, some, best = self.chosen, self.count, self.groups, self.chosen_groups, self.best
         yield chosen > count, f"experts.chosen={chosen} exceeds experts.count={count}; expected 1 to {count}"
         yield some > groups, f"experts.chosen_groups={some} exceeds experts.groups={groups}; expected 1 to {groups}"
-        even = count % groups == 0 and (groups == 1 or count >= 2 * groups)
-        yield not even, f"experts.groups={groups} for experts.count={count}; expected equal groups of 2 or more experts"
+        uneven = count % groups > 0 or (groups > 1 and count < best * groups)
+        yield uneven, f"experts.groups={groups}, experts.count={count}; expected equal groups of {best} or more experts"
         most = count // groups * some
         yield chosen > most, f"experts.chosen={chosen} exceeds the {most} experts of chosen_groups={some}"
         yield self.shared_gate and self.shared is None, "experts.shared_gate=True without experts.shared"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..convert.linearize import attention_layers, linear_config, with_linear_layers
+from ..convert.linearize import attention_layers, linear_config, replaceable, with_linear_layers
 from ..data import PackedData
 from ..data.rows import ORDER, evenly_spaced, full_rows
 from ..extra.windowed import WindowedMixer
@@ -139,7 +139,7 @@ def checked(config: HeadraceConfig, mixer: str, keep: Keep, data: PackedData, se
         raise InputError(f"--data has a vocabulary of {size} and the model of {config.vocab_size}; expected the same")
     if (count := len(full_rows(data.train, data.manifest["length"]))) < settings.rows:
         raise InputError(f"--rows {settings.rows}, and the data have {count} full rows; expected at most {count}")
-    changed = keep.changed(attention_layers(config))
+    changed = keep.changed(replaceable(config))
     spec = linear_config(config, mixer, changed).mixers[changed[0]]
     if settings.window_dropout and not getattr(spec, "window", 0):
         raise InputError(f"--window-dropout={settings.window_dropout:g} with --mixer={mixer!r}, which has no window")

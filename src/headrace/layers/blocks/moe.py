@@ -99,7 +99,7 @@ class MixtureOfExperts(SelfInitialized):
         scores = logits.softmax(-1) if spec.scores == "softmax" else logits.sigmoid()
         merits = scores if self.choice_bias is None else scores + self.choice_bias
         if spec.groups > 1:
-            merits = within_groups(merits, spec.groups, spec.chosen_groups)
+            merits = within_groups(merits, spec.groups, spec.chosen_groups, spec.best)
         chosen = merits.topk(spec.chosen, -1).indices
         weights = scores.gather(-1, chosen)
         if spec.normalized:
@@ -122,18 +122,17 @@ class MixtureOfExperts(SelfInitialized):
         return torch.zeros_like(x).flatten(0, 1).index_add(0, tokens, out).view_as(x)
 
     def _expert(self, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        hidden = F.linear(x, up)
-        if self.gated:
-            gate, value = hidden.chunk(2, -1)
-            return F.linear(self.activation(gate) * value, down)
-        return F.linear(self.activation(hidden), down)
+        gate, *values = F.linear(x, up).chunk(1 + self.gated, -1)
+        hidden = self.activation(gate)
+        return F.linear(hidden * values[0] if self.gated else hidden, down)
 
 
-def within_groups(merits: Tensor, groups: int, chosen: int) -> Tensor:
-    """Returns merits [..., E] with −∞ for all experts but those of the `chosen` best groups, by their two best."""
+def within_groups(merits: Tensor, groups: int, chosen: int, best: int) -> Tensor:
+    """Returns merits [..., E] with −∞ for all experts but those of the `chosen` groups whose `best` largest merits have
+    the largest sums."""
     grouped = merits.unflatten(-1, (groups, -1))
-    best = grouped.topk(2, -1).values.sum(-1).topk(chosen, -1).indices
-    kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, True)
+    first = grouped.topk(best, -1).values.sum(-1).topk(chosen, -1).indices
+    kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(-1, first, True)
     return grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
 
 

@@ -1,0 +1,301 @@
+"""The formats of transformers' models of experts, and of latent attention, without linear layers."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..extra.sparsemixer import NearExperts
+from ..spec.attention import Rope
+from ..spec.mixer import Spec
+from ..spec.stack import BlockStyle, Experts, Layer
+from .delta import QWEN_EXPERTS, latent_spec, qwen_experts, sparse_layers
+from .fields import Fields
+from .form import Format, Model, View, Views, model_of, plain, whole
+from .hybrid import FINAL_NORM, gate_up_views, multiplier
+from .pairs import neighbours
+from .parts import (
+    GATED_EXPERT,
+    MIXTRAL_EXPERT,
+    NORMS,
+    balance,
+    deepseek_experts,
+    experts,
+    latent_attention,
+    layer_types,
+    mixture_of,
+    mlp_views,
+    routed,
+    scaled,
+    stacked_experts,
+)
+from .softmax import (
+    BRANCH_NORMS,
+    GATED,
+    activation,
+    attention,
+    attention_views,
+    latent_scale,
+    rotation,
+    window_of,
+    windows,
+)
+
+Mixer = tuple[Spec, Views]
+
+# --- DeepSeek --------------------------------------------------------------------------------------------------------
+
+
+def deepseek_v2(c: Fields) -> Model:
+    """Experts by a softmax, and groups of them by the best one."""
+    c.only("norm_topk_prob", False, None)
+    c.only("topk_method", "greedy", "group_limited_greedy")
+    grouped = c["topk_method"] == "group_limited_greedy"
+    c.ignore("n_group", "topk_group")
+    shared = c["n_shared_experts"] * c["moe_intermediate_size"]
+    names = DEEPSEEK_V2 | ({"groups": "n_group", "chosen_groups": "topk_group"} if grouped else {})
+    mixture = mixture_of(c, names, balance=0.0, best=1, shared=shared or None)
+    return sparse(c, every(c, latent(c, True)), mixture, bias=c["mlp_bias"])
+
+
+# Fields of Experts -> fields of DeepSeek-V2.
+DEEPSEEK_V2 = {
+    "count": "n_routed_experts", "chosen": "num_experts_per_tok", "width": "moe_intermediate_size",
+    "scale": "routed_scaling_factor",
+}  # fmt: skip
+
+
+def deepseek_v3(c: Fields) -> Model:
+    return predicting(c, sparse(c, every(c, latent(c, c["rope_interleave"])), deepseek_experts(c)))
+
+
+def youtu(c: Fields) -> Model:
+    """DeepSeek-V3 without experts."""
+    c.ignore("embedding_initializer_range")
+    return sparse(c, every(c, latent(c, c["rope_interleave"])))
+
+
+def latent(c: Fields, pairs: bool) -> Mixer:
+    """Returns latent attention. pairs: as in `latent_attention`."""
+    c.ignore("head_dim", "qk_head_dim")  # which their class sets
+    if c["rope_parameters"].get("partial_rotary_factor", 1) != 1:  # which some of the families ignore
+        c.refuse("rope_parameters", "all channels of qk_rope_head_dim to rotate")
+    rope = rotation(c, c["qk_rope_head_dim"])
+    scale = latent_scale(c, rope, c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
+    spec = latent_spec(c, rope=rope, scale=scale)
+    return spec, latent_attention("self_attn", spec, "o_proj", pairs)
+
+
+# --- Attention with keys and values ----------------------------------------------------------------------------------
+
+
+def glm4_moe(c: Fields) -> Model:
+    spec = attention(
+        c, partial=True, bias="qkv" if c["attention_bias"] else False, qk_norm="head" if c["use_qk_norm"] else "none"
+    )
+    return predicting(c, sparse(c, every(c, keyed(spec)), deepseek_experts(c)))
+
+
+def solar_open(c: Fields) -> Model:
+    spec = attention(c, partial=True, bias="qkv" if c["attention_bias"] else False)
+    return sparse(c, every(c, keyed(spec)), deepseek_experts(c))
+
+
+def exaone_moe(c: Fields) -> Model:
+    """In a model with a window, the layers without one have no positions."""
+    c.ignore("sliding_window_pattern", "first_k_dense_replace")  # by which its class has set lists of layers
+    alone = attention(c, rotary=c["sliding_window"] is None, qk_norm="head")
+    spec = attention(c, qk_norm="head")
+    specs = [alone if pattern is None else replace(spec, pattern=pattern) for pattern in windows(c)]
+    return sparse(c, [keyed(spec) for spec in specs], deepseek_experts(c), choice_bias="e_score_correction_bias")
+
+
+def dots1(c: Fields) -> Model:
+    c.ignore("max_window_layers")  # by which its class has set layer_types
+    spec = attention(c, bias=c["attention_bias"], qk_norm="head")
+    return sparse(c, [keyed(replace(spec, pattern=pattern)) for pattern in windows(c)], deepseek_experts(c))
+
+
+# --- Qwen, OLMoE, ERNIE, Granite, MiniMax, Phi ------------------------------------------------------------------------
+
+
+def qwen2_moe(c: Fields) -> Model:
+    c.ignore("max_window_layers", "sliding_window")  # by which its class has set layer_types
+    which = sparse_layers(c, c["num_experts"])
+    mixture = mixture_of(c, QWEN_EXPERTS, balance=balance(c), shared_gate=True) if which else None
+    c.ignore(*QWEN_EXPERTS.values(), "router_aux_loss_coef", "output_router_logits")  # of a model without experts
+    kinds = layer_types(c, ["full_attention", *["sliding_attention"] * c["use_sliding_window"]])
+    spec = attention(c, bias="qkv" if c["qkv_bias"] else False)
+    patterns = windows(c) if c["use_sliding_window"] else [None] * len(kinds)
+    style = BlockStyle(mlp=activation(c, "hidden_act", GATED), experts=mixture)
+    views = qwen_experts(mixture.count, style) if mixture else {}
+    return layered(c, [keyed(replace(spec, pattern=pattern)) for pattern in patterns], which, style, views)
+
+
+def flex_olmo(c: Fields) -> Model:
+    return olmoe(c, "branch")
+
+
+def olmoe(c: Fields, order: Any = "pre") -> Model:
+    c.only("clip_qkv", None)
+    names = {"count": "num_experts", "chosen": "num_experts_per_tok", "normalized": "norm_topk_prob"}
+    mixture = mixture_of(c, names, balance=balance(c))
+    style = BlockStyle(order=order, mlp=activation(c, "hidden_act", GATED), experts=mixture)
+    mixers = every(c, keyed(attention(c, bias=c["attention_bias"], qk_norm="joint")))
+    return layered(c, mixers, range(len(mixers)), style, experts("mlp", mixture.count))
+
+
+def ernie4_5_moe(c: Fields) -> Model:
+    c.only("output_router_logits", False, None)  # whose loss counts the experts that would be chosen without biases
+    c.ignore("router_aux_loss_coef")
+    if not 0 <= c["moe_norm_min"] <= 1e-12:
+        c.refuse("moe_norm_min", "at most 1e-12")
+    bias, (first, last) = c["use_bias"], (c[f"moe_layer_{end}_index"] for end in ("start", "end"))
+    if c["moe_layer_interval"] < 1:
+        c.refuse("moe_layer_interval", "at least 1")
+    depth = c["num_hidden_layers"]
+    which = [i for i in range(depth) if (i + 1) % c["moe_layer_interval"] == 0 and first <= i <= last]
+    shared = c["moe_num_shared_experts"] * c["moe_intermediate_size"]
+    names = {"count": "moe_num_experts", "chosen": "moe_k", "width": "moe_intermediate_size"}
+    mixture = mixture_of(c, names, balance=0.0, biased=True, normalized=True, shared=shared or None)
+    style = BlockStyle(mlp=activation(c, "hidden_act", GATED), bias=bias, head_bias=bias, experts=mixture)
+    spec = attention(c, bias=bias)
+    own = neighbours(attention_views(spec, "self_attn"), spec, c["hidden_size"], c["num_attention_heads"])
+    views = routed("mlp", mixture, style, "moe_statics.e_score_correction_bias", GATED_EXPERT)
+    views["mlp.choice_bias"] = views["mlp.choice_bias"]._replace(shape=(1, mixture.count))
+    return layered(c, [(spec, own)] * depth, which, style, views)
+
+
+def granitemoe(c: Fields) -> Model:
+    """Its factors of activations become factors of weights."""
+    width = c.of_class("shared_intermediate_size") or None
+    names = {"count": "num_local_experts", "chosen": "num_experts_per_tok", "width": "intermediate_size"}
+    mixture = mixture_of(c, names, balance=balance(c), normalized=True, shared=width)
+    style = BlockStyle(
+        mlp=activation(c, "hidden_act", GATED), experts=mixture, embedding_scale=multiplier(c, "embedding_multiplier")
+    )
+    views = stacked_experts("block_sparse_moe", mixture, c["hidden_size"])
+    if width:
+        views |= gate_up_views("shared_mlp.input_linear", "shared_mlp.output_linear", width, False, "mlp.shared")
+    mixers = every(c, keyed(attention(c, bias=c["attention_bias"], scale=multiplier(c, "attention_multiplier"))))
+    model = layered(c, mixers, range(len(mixers)), style, views)
+    factors = dict.fromkeys(("*.mixer.o_proj.*", "*.mlp.*down*"), multiplier(c, "residual_multiplier"))
+    return model._replace(views=scaled(model.views, factors | {FINAL_NORM: 1 / multiplier(c, "logits_scaling")}))
+
+
+def minimax_m2(c: Fields) -> Model:
+    c.only("router_jitter_noise", 0.0)
+    c.only("output_router_logits", False)  # whose loss is of a softmax, and the experts' scores are sigmoids
+    c.ignore("router_aux_loss_coef", "rotary_dim")  # by the last its class has set partial_rotary_factor
+    names = {"count": "num_local_experts", "chosen": "num_experts_per_tok"}
+    mixture = mixture_of(c, names, balance=0.0, scores="sigmoid", biased=True, normalized=True)
+    style = BlockStyle(mlp=activation(c, "hidden_act", GATED), experts=mixture)
+    views = experts("block_sparse_moe", mixture.count, MIXTRAL_EXPERT)
+    views |= plain({"mlp.choice_bias": "block_sparse_moe.e_score_correction_bias"})
+    mixers = every(c, keyed(attention(c, partial=True, qk_norm="joint")))
+    return layered(c, mixers, range(len(mixers)), style, views)
+
+
+def phimoe(c: Fields) -> Model:
+    """Experts that SparseMixer chooses, in evaluation."""
+    c.only("num_experts_per_tok", 2)
+    c.ignore("input_jitter_noise")  # of training
+    names = {"count": "num_local_experts", "near": "router_jitter_noise", "chosen": "num_experts_per_tok"}
+    mixture = mixture_of(c, names, NearExperts, balance=balance(c))
+    kind = activation(c, "hidden_act", GATED)
+    style = BlockStyle("layer-bias", mlp=kind, head_bias=c["lm_head_bias"], experts=mixture)
+    pattern = window_of(c)
+    if pattern is not None and pattern.window >= c["max_position_embeddings"]:
+        pattern = None
+    spec = attention(c, rotary=False, bias=c["attention_bias"], pattern=pattern)
+    mixers = every(c, keyed(replace(spec, rotary=True, rope=phimoe_rotation(c, spec))))
+    return layered(c, mixers, range(len(mixers)), style, experts("block_sparse_moe", mixture.count, MIXTRAL_EXPERT))
+
+
+def phimoe_rotation(c: Fields, spec: Any) -> Rope:
+    """Returns the frequencies, with the amplitude of Phi-3.5-MoE."""
+    d, _ = spec.head_dims(c["hidden_size"], c["num_attention_heads"])
+    given = dict(c["rope_parameters"])
+    short, long = (given.pop(f"{name}_mscale", None) for name in ("short", "long"))
+    rope = rotation(c, d, parameters=given)
+    if rope.kind == "default":
+        return rope
+    if rope.kind != "longrope" or short != long or not short:
+        c.refuse("rope_parameters", "a rope_type of default, or of longrope with short_mscale = long_mscale")
+    return replace(rope, amplitude=short)
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def keyed(spec: Any) -> Mixer:
+    return spec, attention_views(spec, "self_attn")
+
+
+def every(c: Fields, mixer: Mixer) -> list[Mixer]:
+    return [mixer] * c["num_hidden_layers"]
+
+
+def sparse(
+    c: Fields, mixers: Sequence[Mixer], mixture: Experts | None = None, bias: bool = False,
+    choice_bias: str = "gate.e_score_correction_bias",
+) -> Model:  # fmt: skip
+    """Returns a model with Llama's names of modules and the experts of DeepSeek, but in dense layers. bias: of the
+    MLPs; choice_bias: as in `routed`."""
+    c.ignore("output_router_logits")  # DeepSeek-V3 has no load-balancing loss
+    style = BlockStyle(mlp=activation(c, "hidden_act", GATED), bias=bias, experts=mixture)
+    views = routed("mlp", mixture, style, choice_bias, GATED_EXPERT) if mixture else {}
+    return layered(c, mixers, routed_layers(c) if mixture else (), style, views)
+
+
+def routed_layers(c: Fields) -> Collection[int]:
+    """Returns the layers with experts, by a list, or by the number of dense layers before them."""
+    if "mlp_layer_types" in c.names:
+        return [i for i, k in enumerate(layer_types(c, ("dense", "sparse"), "mlp_layer_types")) if k == "sparse"]
+    if (first := c.get("first_k_dense_replace", 0)) is None:
+        c.refuse("first_k_dense_replace", "a number")
+    return range(max(first, 0), c["num_hidden_layers"])
+
+
+def layered(c: Fields, mixers: Sequence[Mixer], which: Collection[int], style: BlockStyle, views: Views) -> Model:
+    """Returns a model with Llama's names of modules. which: the layers with experts; views: of these experts."""
+    layers = [Layer(spec, "experts" if i in which else "one") for i, (spec, _) in enumerate(mixers)]
+    outside = whole("model", "embed_tokens", "norm", c["tie_word_embeddings"])
+    norms, mlp = plain(BRANCH_NORMS if style.order == "branch" else NORMS), mlp_views("mlp", style)
+    if style.norm == "layer-bias":
+        norms |= plain({our.replace("weight", "bias"): their.replace("weight", "bias") for our, their in NORMS.items()})
+        outside["model.backbone.norm.bias"] = View("model.norm.bias")
+    if style.head_bias:
+        outside["lm_head.bias"] = View("lm_head.bias")
+    own = [norms | own | (views if i in which else mlp) for i, (_, own) in enumerate(mixers)]
+    sizes: dict[str, Any] = {}
+    if style.experts and style.experts.width and len(which) == len(layers):
+        c.ignore("intermediate_size")  # of an MLP, which no layer has
+        sizes["intermediate_size"] = style.experts.width
+    return model_of(c, layers, style, own, outside, **sizes)
+
+
+def predicting(c: Fields, model: Model) -> Model:
+    """Returns the model without the layers of multi-token prediction, which follow the others."""
+    first = c["num_hidden_layers"]
+    more = range(first, first + c.get("num_nextn_predict_layers", 0))
+    return model._replace(outside=tuple(f"model.layers.{i}." for i in more))
+
+
+FORMATS: dict[str, Format] = {
+    "deepseek_v2": Format("DeepseekV2ForCausalLM", deepseek_v2),
+    "deepseek_v3": Format("DeepseekV3ForCausalLM", deepseek_v3),
+    "glm4_moe_lite": Format("Glm4MoeLiteForCausalLM", deepseek_v3),
+    "glm4_moe": Format("Glm4MoeForCausalLM", glm4_moe),
+    "dots1": Format("Dots1ForCausalLM", dots1),
+    "qwen2_moe": Format("Qwen2MoeForCausalLM", qwen2_moe),
+    "olmoe": Format("OlmoeForCausalLM", olmoe),
+    "ernie4_5_moe": Format("Ernie4_5_MoeForCausalLM", ernie4_5_moe, outside=("model.mtp_",)),
+    "granitemoe": Format("GraniteMoeForCausalLM", granitemoe),
+    "granitemoeshared": Format("GraniteMoeSharedForCausalLM", granitemoe),
+    "minimax_m2": Format("MiniMaxM2ForCausalLM", minimax_m2),
+    "phimoe": Format("PhimoeForCausalLM", phimoe),
+    "flex_olmo": Format("FlexOlmoForCausalLM", flex_olmo),
+    "exaone_moe": Format("ExaoneMoeForCausalLM", exaone_moe, outside=("mtp.",)),
+    "youtu": Format("YoutuForCausalLM", youtu),
+    "solar_open": Format("SolarOpenForCausalLM", solar_open),
+}
