@@ -241,6 +241,25 @@ def test_every_field_is_accounted_for(kind):
     assert own <= COMMON | known.read | known.fixed | known.ignored
 
 
+YARN, PART = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0, "mscale_all_dim": "x"}, "partial_rotary_factor"
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("deepseek_v3", {"rope_parameters": YARN | {"original_max_position_embeddings": 32}}),
+        ("glm4_moe", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0, PART: "x"}}),
+        ("deepseek_v3", {"num_nextn_predict_layers": "x"}), ("deepseek_v3", {"first_k_dense_replace": None}),
+        ("dots1", {"n_shared_experts": None}), ("ernie4_5_moe", {"moe_layer_interval": None}),
+        ("ernie4_5_moe", {"moe_norm_min": None}), ("ernie4_5_moe", {"moe_layer_start_index": -1}),
+    ],
+)  # fmt: skip
+def test_values_of_another_type_are_named(kind, changes):
+    fields = json.loads(described(kind).to_json_string(use_diff=False)) | changes
+    with pytest.raises(InputError, match=f"config.json has {next(iter(changes))}="):
+        FORMATS[kind].model(fields)
+
+
 # --- names of tensors that a checkpoint has and `save_pretrained` does not write --------------------------------------
 
 

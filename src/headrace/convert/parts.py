@@ -15,6 +15,13 @@ GATED_EXPERT = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 MIXTRAL_EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
+def number(c: Fields, name: str, least: int = 0) -> int:
+    """Returns the value of a field. InputError unless it is an integer of at least `least`."""
+    if type(c[name]) is not int or c[name] < least:
+        c.refuse(name, f"an integer of at least {least}")
+    return c[name]
+
+
 def layer_types(c: Fields, kinds: Collection[str], name: str = "layer_types") -> list[str]:
     """Returns the kind of each layer. Raises InputError for other kinds, and for another number of them than layers."""
     listed = c[name] or []
@@ -102,9 +109,7 @@ def balance(c: Fields) -> float:
 def deepseek_experts(c: Fields) -> Experts:
     """The mixture of experts of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2)."""
     names = {ours: next(name for name in listed if name in c.names) for ours, listed in DEEPSEEK_EXPERTS.items()}
-    shared = c.get("n_shared_experts", c.get("num_shared_experts"))
-    if shared is None:
-        c.refuse("n_shared_experts", "a number")
+    shared = number(c, next(name for name in ("n_shared_experts", "num_shared_experts") if name in c.names))
     width = shared * c["moe_intermediate_size"] or None
     return mixture_of(c, names, balance=0.0, scores="sigmoid", biased=True, shared=width)
 

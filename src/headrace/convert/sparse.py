@@ -24,6 +24,7 @@ from .parts import (
     layer_types,
     mixture_of,
     mlp_views,
+    number,
     routed,
     scaled,
     stacked_experts,
@@ -51,7 +52,7 @@ def deepseek_v2(c: Fields) -> Model:
     c.only("topk_method", "greedy", "group_limited_greedy")
     grouped = c["topk_method"] == "group_limited_greedy"
     c.ignore("n_group", "topk_group")
-    shared = c["n_shared_experts"] * c["moe_intermediate_size"]
+    shared = number(c, "n_shared_experts") * c["moe_intermediate_size"]
     names = DEEPSEEK_V2 | ({"groups": "n_group", "chosen_groups": "topk_group"} if grouped else {})
     mixture = mixture_of(c, names, balance=0.0, best=1, shared=shared or None)
     return sparse(c, every(c, latent(c, True)), mixture, bias=c["mlp_bias"])
@@ -147,14 +148,12 @@ def olmoe(c: Fields, order: Any = "pre") -> Model:
 def ernie4_5_moe(c: Fields) -> Model:
     c.only("output_router_logits", False, None)  # whose loss counts the experts that would be chosen without biases
     c.ignore("router_aux_loss_coef")
-    if not 0 <= c["moe_norm_min"] <= 1e-12:
+    if c["moe_norm_min"] is None or not 0 <= c["moe_norm_min"] <= 1e-12:
         c.refuse("moe_norm_min", "at most 1e-12")
-    bias, (first, last) = c["use_bias"], (c[f"moe_layer_{end}_index"] for end in ("start", "end"))
-    if c["moe_layer_interval"] < 1:
-        c.refuse("moe_layer_interval", "at least 1")
-    depth = c["num_hidden_layers"]
-    which = [i for i in range(depth) if (i + 1) % c["moe_layer_interval"] == 0 and first <= i <= last]
-    shared = c["moe_num_shared_experts"] * c["moe_intermediate_size"]
+    bias, depth, step = c["use_bias"], c["num_hidden_layers"], number(c, "moe_layer_interval", 1)
+    first, last = (number(c, f"moe_layer_{end}_index") for end in ("start", "end"))
+    which = [i for i in range(depth) if (i + 1) % step == 0 and first <= i <= last]
+    shared = number(c, "moe_num_shared_experts") * c["moe_intermediate_size"]
     names = {"count": "moe_num_experts", "chosen": "moe_k", "width": "moe_intermediate_size"}
     mixture = mixture_of(c, names, balance=0.0, biased=True, normalized=True, shared=shared or None)
     style = BlockStyle(mlp=activation(c, "hidden_act", GATED), bias=bias, head_bias=bias, experts=mixture)
@@ -251,9 +250,8 @@ def routed_layers(c: Fields) -> Collection[int]:
     """Returns the layers with experts, by a list, or by the number of dense layers before them."""
     if "mlp_layer_types" in c.names:
         return [i for i, k in enumerate(layer_types(c, ("dense", "sparse"), "mlp_layer_types")) if k == "sparse"]
-    if (first := c.get("first_k_dense_replace", 0)) is None:
-        c.refuse("first_k_dense_replace", "a number")
-    return range(max(first, 0), c["num_hidden_layers"])
+    first = number(c, "first_k_dense_replace") if "first_k_dense_replace" in c.names else 0
+    return range(first, c["num_hidden_layers"])
 
 
 def layered(c: Fields, mixers: Sequence[Mixer], which: Collection[int], style: BlockStyle, views: Views) -> Model:
@@ -276,8 +274,8 @@ def layered(c: Fields, mixers: Sequence[Mixer], which: Collection[int], style: B
 
 def predicting(c: Fields, model: Model) -> Model:
     """Returns the model without the layers of multi-token prediction, which follow the others."""
-    first = c["num_hidden_layers"]
-    more = range(first, first + c.get("num_nextn_predict_layers", 0))
+    first, name = c["num_hidden_layers"], "num_nextn_predict_layers"
+    more = range(first, first + (number(c, name) if name in c.names else 0))
     return model._replace(outside=tuple(f"model.layers.{i}." for i in more))
 
 
