@@ -37,6 +37,7 @@ GRANITE = {name: [0.7, 0.0] for name in MULTIPLIERS} | {
     "num_local_experts": [3, 0], "num_experts_per_tok": [1, 9], "router_aux_loss_coef": [0.5],
     "output_router_logits": [True],
 }  # fmt: skip
+ALPHA = rope("dynamic", alpha=4.0, factor=1.0)
 LONG = {**SHORT, "factor": 4.0, "original_max_position_embeddings": 256}
 PHI, PHI_APART = (rope("longrope", **LONG, short_mscale=1.2, long_mscale=long) for long in (1.2, 1.3))
 LISTED = {
@@ -163,6 +164,17 @@ FAMILIES = {
         fields=SOME | {
             "num_local_experts": [3, 0], "num_experts_per_tok": [1, 5], "router_jitter_noise": [0.1],
             "router_aux_loss_coef": [0.5], "output_router_logits": [True],
+        },
+    ),
+    "hunyuan_v1_moe": Family(
+        HEADS | {"num_experts": 4, "moe_topk": 2, "head_dim": 12},
+        variants={
+            "biases, tied": {"attention_bias": True, "tie_word_embeddings": True},
+            "list, alpha": ALPHA | {"moe_topk": [3, 3]},
+        },
+        fields=SOME | {
+            "rope_parameters": [ALPHA, ROPES["yarn"]], "num_experts": [3, 0], "moe_topk": [1, [3, 3], [1, 2], 5, 0],
+            "output_router_logits": [True],
         },
     ),
     "phimoe": Family(

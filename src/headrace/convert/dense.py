@@ -92,16 +92,21 @@ def ministral3(c: Fields) -> Model:
 
 
 def hunyuan(c: Fields) -> Model:
+    return gated(c, [hunyuan_spec(c)], NORMS | LATE)
+
+
+def hunyuan_spec(c: Fields) -> LateNormSpec:
     """q and k have their norms after the rotation, whose base a number `alpha` may change."""
     c.ignore("pretraining_tp", "eod_token_id")
     given = dict(c["rope_parameters"])
     if alpha := given["rope_type"] == "dynamic" and given.pop("alpha", None):
         given["rope_type"] = "default"
+        given.pop("factor", None)
     spec = LateNormSpec(**vars(turned(c, given, bias=c["attention_bias"])))
     if alpha:
         d, _ = spec.head_dims(c["hidden_size"], c["num_attention_heads"])
         spec = replace(spec, rope=replace(spec.rope, theta=given["rope_theta"] * alpha ** (d / (d - 2))))
-    return gated(c, [spec], NORMS | LATE)
+    return spec
 
 
 def turned(c: Fields, parameters: Config, **options: Any) -> AttentionSpec:

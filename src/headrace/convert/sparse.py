@@ -5,10 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from ..extra.sparsemixer import NearExperts
-from ..spec.attention import Rope
+from ..spec.attention import AttentionSpec
 from ..spec.mixer import Spec
 from ..spec.stack import BlockStyle, Experts, Layer
 from .delta import QWEN_EXPERTS, latent_spec, qwen_experts, sparse_layers
+from .dense import LATE, hunyuan_spec, turned
 from .fields import Fields
 from .form import Format, Model, View, Views, model_of, plain, whole
 from .hybrid import FINAL_NORM, gate_up_views, multiplier
@@ -205,22 +206,34 @@ def phimoe(c: Fields) -> Model:
     pattern = window_of(c)
     if pattern is not None and pattern.window >= c["max_position_embeddings"]:
         pattern = None
-    spec = attention(c, rotary=False, bias=c["attention_bias"], pattern=pattern)
-    mixers = every(c, keyed(replace(spec, rotary=True, rope=phimoe_rotation(c, spec))))
+    mixers = every(c, keyed(phimoe_turned(c, bias=c["attention_bias"], pattern=pattern)))
     return layered(c, mixers, range(len(mixers)), style, experts("block_sparse_moe", mixture.count, MIXTRAL_EXPERT))
 
 
-def phimoe_rotation(c: Fields, spec: Any) -> Rope:
-    """Returns the frequencies, with the amplitude of Phi-3.5-MoE."""
-    d, _ = spec.head_dims(c["hidden_size"], c["num_attention_heads"])
+def phimoe_turned(c: Fields, **options: Any) -> AttentionSpec:
+    """Returns the spec of attention, with one amplitude of the frequencies. options: its other fields."""
     given = dict(c["rope_parameters"])
     short, long = (given.pop(f"{name}_mscale", None) for name in ("short", "long"))
-    rope = rotation(c, d, parameters=given)
-    if rope.kind == "default":
-        return rope
-    if rope.kind != "longrope" or short != long or not short:
+    spec = turned(c, given, **options)
+    if spec.rope.kind == "default":
+        return spec
+    if spec.rope.kind != "longrope" or short != long or not short:
         c.refuse("rope_parameters", "a rope_type of default, or of longrope with short_mscale = long_mscale")
-    return replace(rope, amplitude=short)
+    return replace(spec, rope=replace(spec.rope, amplitude=short))
+
+
+def hunyuan_v1_moe(c: Fields) -> Model:
+    """Attention of Hunyuan; the MLP of all tokens has the width of an expert."""
+    c.ignore("sep_token_id", "output_router_logits")  # it has no load-balancing loss
+    chosen = c["moe_topk"] if isinstance(c["moe_topk"], list) else [c["moe_topk"]]
+    if len({*chosen}) != 1:
+        c.refuse("moe_topk", "one number for all layers")
+    width = c["intermediate_size"]
+    mixture = mixture_of(c, {"count": "num_experts"}, balance=0.0, chosen=chosen[0], normalized=True, shared=width)
+    style = BlockStyle(mlp=activation(c, "hidden_act", GATED), experts=mixture)
+    views = experts("mlp", mixture.count, router="gate.wg") | mlp_views("mlp.shared_mlp", style, "mlp.shared")
+    spec, own = keyed(hunyuan_spec(c))
+    return layered(c, every(c, (spec, own | plain(LATE))), range(c["num_hidden_layers"]), style, views)
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -291,6 +304,7 @@ FORMATS: dict[str, Format] = {
     "granitemoe": Format("GraniteMoeForCausalLM", granitemoe),
     "granitemoeshared": Format("GraniteMoeSharedForCausalLM", granitemoe),
     "minimax_m2": Format("MiniMaxM2ForCausalLM", minimax_m2),
+    "hunyuan_v1_moe": Format("HunYuanMoEV1ForCausalLM", hunyuan_v1_moe),
     "phimoe": Format("PhimoeForCausalLM", phimoe),
     "flex_olmo": Format("FlexOlmoForCausalLM", flex_olmo),
     "exaone_moe": Format("ExaoneMoeForCausalLM", exaone_moe, outside=("mtp.",)),
