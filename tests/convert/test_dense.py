@@ -1,5 +1,7 @@
 """What single families of dense models have, beside what tests/convert/test_families.py compares of all."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -28,6 +30,27 @@ def test_a_mistral_with_kinds_of_layers_is_a_ministral(tmp_path):
     described.write_text(described.read_text().replace("ministral", "mistral"))
     assert read(tmp_path).config.model_type == "ministral"
     assert relative(import_checkpoint(tmp_path)(ids).logits, logits(theirs, ids)) < 1e-12
+
+
+ORIGINAL = {"original_max_position_embeddings": 7}
+MISTAKES = {
+    "alpha": ("hunyuan_v1_dense", {"rope_type": "dynamic", "factor": 1.0, "alpha": "1"}, 8),
+    "alpha below 0": ("hunyuan_v1_dense", {"rope_type": "dynamic", "factor": 1.0, "alpha": -2.0}, 8),
+    "two channels": ("hunyuan_v1_dense", {"rope_type": "dynamic", "factor": 1.0, "alpha": 2.0}, 2),
+    "growth": ("ministral3", {"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": "1", **ORIGINAL}, 8),
+    "no period": ("ministral3", {"rope_type": "linear", "factor": 2.0, "llama_4_scaling_beta": 1.0}, 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_numbers_of_rotations_are_refused_by_name(mistake, tmp_path):
+    kind, rope, head_dim = MISTAKES[mistake]
+    saved(kind, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"rope_parameters": {"rope_theta": 50.0} | rope, "head_dim": head_dim}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"config\.json has rope_parameters=.*; expected "):
+        import_checkpoint(tmp_path)
 
 
 PIXTRAL = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}

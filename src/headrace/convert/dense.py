@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..extra.growing import GrowingSpec
 from ..extra.late_norm import LateNormSpec
@@ -86,9 +86,15 @@ def ministral3(c: Fields) -> Model:
     growth, period = given.pop("llama_4_scaling_beta", None), given.get(ORIGINAL)
     given.pop("max_position_embeddings", None)  # which has a field of its own
     spec = turned(c, given, pattern=window_of(c))
-    if growth and (growth < 0 or not period or spec.rope.by_length):
-        c.refuse("rope_parameters", f"with llama_4_scaling_beta > 0 {ORIGINAL}, and no frequencies by the length")
-    return gated(c, [GrowingSpec(**vars(spec), growth=growth, period=period or 1) if growth else spec])
+    if not growth:
+        return gated(c, [spec])
+    if not is_positive(growth) or not is_positive(period) or spec.rope.by_length:
+        c.refuse("rope_parameters", f"numbers llama_4_scaling_beta and {ORIGINAL}, and no frequencies by the length")
+    return gated(c, [GrowingSpec(**vars(spec), growth=growth, period=int(period))])
+
+
+def is_positive(value: Any) -> TypeGuard[float]:
+    return type(value) in (int, float) and value > 0
 
 
 def hunyuan(c: Fields) -> Model:
@@ -105,6 +111,8 @@ def hunyuan_spec(c: Fields) -> LateNormSpec:
     spec = LateNormSpec(**vars(turned(c, given, bias=c["attention_bias"])))
     if alpha:
         d, _ = spec.head_dims(c["hidden_size"], c["num_attention_heads"])
+        if not is_positive(alpha) or d == 2:
+            c.refuse("rope_parameters", "a number alpha, and more than two channels per head")
         spec = replace(spec, rope=replace(spec.rope, theta=given["rope_theta"] * alpha ** (d / (d - 2))))
     return spec
 
