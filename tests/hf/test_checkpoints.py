@@ -99,6 +99,16 @@ def test_every_parameter_is_initialized(name):
     assert [name for name, p in model.named_parameters() if not p.isfinite().all()] == []
 
 
+@pytest.mark.parametrize("name", ["based", "softmax-taylor-softmax"])
+def test_weights_are_assigned_to_a_model_on_the_meta_device(name):
+    model = build(name).eval()
+    with torch.device("meta"):
+        filled = HeadraceForCausalLM(model.config).eval()
+    filled.load_state_dict(model.state_dict(), assign=True)
+    ids = tokens(2)
+    assert torch.equal(filled(ids).logits, model(ids).logits)
+
+
 def test_unsaved_buffers_are_rebuilt(tmp_path):
     """transformers builds a model without storage: what is not in the checkpoint is whatever was in memory, unless
     `reset_parameters` sets it. And it must set nothing that was loaded."""
