@@ -213,6 +213,8 @@ def for_typer(name: str, command: Command) -> Callable:
                 command.run(**options)
             except Interrupted as stop:
                 raise typer.Exit(*stop.args) from None
+            except InputError:
+                raise
             except Exception as error:
                 check_written(error, options)
                 raise
