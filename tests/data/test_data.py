@@ -169,6 +169,7 @@ MISTAKES = {
         {"column": "body"},
         "no documents: texts.jsonl row 1, with .*text.*n.* is without a column 'body'",
     ),
+    "a column of text": (("a.txt",), {"column": "body"}, "--column 'body' with 'a.txt', a text without columns"),
     "an unknown kind": (("texts.xls",), {}, "has an unknown suffix"),
     "no tokenizer": (None, {"tokenizer": "nowhere.json"}, "--tokenizer 'nowhere.json' cannot be read"),
     "another file": (None, {"tokenizer": "texts.xls"}, "--tokenizer 'texts.xls' cannot be read"),
@@ -184,7 +185,8 @@ MISTAKES = {
 def test_user_errors_are_refused(jsonl, tmp_path, monkeypatch, mistake):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (tmp_path / "texts.xls").write_text("x")
+    for name in ("texts.xls", "a.txt"):
+        (tmp_path / name).write_text("x")
     sources, changes, message = MISTAKES[mistake]
     with pytest.raises(InputError, match=message):
         prepare(Preparation(sources or (str(jsonl),), **changes), tmp_path / "d")
