@@ -11,6 +11,7 @@ from .. import zoo
 from ..benchmarking import measurements
 from ..files.hub import ask_hub, check_config
 from ..utils.errors import InputError
+from ..utils.integrity import atomic
 from .console import (
     Checkpoint,
     Device,
@@ -180,6 +181,7 @@ def inspect(options: InspectOptions) -> Path:
         tell(f"reading {options.checkpoint}")
         layers = partial(track, name="layer", tell=tell)
         page = inspection.inspect(options.checkpoint, text, options.tokens, layers, options.device)
-        inspection.write(page, output)
+        with atomic(output) as file:
+            file.write(page)
     print(f"{output}: {len(page.encode()) / 1e6:.1f} MB; open it in a browser")
     return output
