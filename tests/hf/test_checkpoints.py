@@ -284,6 +284,8 @@ WRONG = {
     "no field 'd_ff'; did you mean 'intermediate_size'": {"d_ff": 128},
     "no field 'expand_k'; did you mean 'mixer'": {"expand_k": 0.5},
     "no field 'temperature'": {"temperature": 0.7},
+    "dtype='no'; expected a dtype of PyTorch": {"dtype": "no"},
+    "dtype='half precision'; expected a dtype": {"torch_dtype": "half precision"},
     "hidden_size=None; expected a positive integer": {"hidden_size": None},
     "num_heads=True; expected a positive integer": {"num_heads": True},
     "max_position_embeddings=0; expected a positive integer": {"max_position_embeddings": 0},
@@ -299,6 +301,11 @@ def test_wrong_configurations_are_refused(sentence):
     with pytest.raises(InputError) as caught:
         HeadraceConfig(**{**SIZES, "mixer": "gla", **WRONG[sentence]})
     assert sentence in str(caught.value)
+
+
+def test_no_field_is_suggested_for_a_name_unlike_all():
+    with pytest.raises(InputError, match=r"HeadraceConfig has no field 'attn_mode'$"):
+        HeadraceConfig(attn_mode="chunk")
 
 
 def test_fields_of_transformers_are_accepted():

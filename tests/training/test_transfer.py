@@ -402,4 +402,4 @@ def test_command_says_what_a_machine_needs(folder, prepared, tmp_path, run_comma
     result = run_command(*words, "1xH100")
     assert result.code == 0 and "fits" in result.out and "hours on one H100" in result.out
     assert not list(tmp_path.iterdir())
-    assert "unknown device; the nearest" in run_command(*words, "1xH101").err
+    assert "unknown device; expected one of" in run_command(*words, "1xH101").err

@@ -17,7 +17,7 @@ import torch
 
 from ..files.devices import present_device
 from ..ops.loss import PIECE
-from ..utils.errors import InputError, nearest
+from ..utils.errors import InputError, did_you_mean
 from .model import counted, estimate, meta_model, taught_by
 from .recipes import Recipe
 
@@ -106,8 +106,8 @@ def parse(text: str) -> Machine:
         raise InputError(f"--machine {text!r}; expected a number of devices and their name, such as 8xH100 or 4x8xH100")
     name = next((known for known in DEVICES if known.lower() == match[3].lower()), None)
     if name is None:
-        near = nearest(match[3].upper(), DEVICES)
-        raise InputError(f"--machine {text!r} has an unknown device; the nearest of {', '.join(DEVICES)} is {near}")
+        known = ", ".join(DEVICES) + did_you_mean(match[3].upper(), DEVICES)
+        raise InputError(f"--machine {text!r} has an unknown device; expected one of {known}")
     return Machine(count, name)
 
 
