@@ -18,7 +18,7 @@ import torch
 from ..files.devices import present_device
 from ..ops.loss import PIECE
 from ..utils.errors import InputError, did_you_mean
-from .model import counted, estimate, meta_model, taught_by
+from .model import counted, estimate
 from .recipes import Recipe
 
 # Of a CPU's rate in matrix products, that a training step reaches: 0.83 (transformer) and 0.86 (softmax-gla) were
@@ -193,8 +193,6 @@ def memory(recipe: Recipe, devices: int) -> dict[str, int]:
         held["buckets of gradients"] = 4 * P
     if recipe.precision == "bfloat16":
         held["weights in bfloat16"] = 2 * whole
-    if recipe.teacher is not None:
-        held["teacher"] = 4 * meta_model(taught_by(recipe)).num_parameters()
     return held | {"kept for the backward": kept, "at work": _at_work(recipe)}
 
 
