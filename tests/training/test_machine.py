@@ -87,7 +87,7 @@ def test_plan_counts_steps_rows_and_days():
 def test_machine_names_are_parsed_and_checked():
     assert machine.parse("8xH100") == machine.parse(" 8 × h100 ") == machine.parse("2x4xH100") == (8, "H100")
     assert machine.parse("1xrtx-4090") == (1, "RTX-4090") and machine.parse("2xMI300X") == (2, "MI300X")
-    for text, sentence in {"8xH900": "did you mean 'H200'", "H100": "8xH100", "0xA100": "8xH100", "8": "8xH100"}.items():
+    for text, sentence in {"8xH900": "mean 'H200'", "H100": "8xH100", "0xA100": "8xH100", "8": "8xH100"}.items():
         with pytest.raises(InputError, match=sentence):
             machine.parse(text)
     with pytest.raises(InputError, match="3 processes"):

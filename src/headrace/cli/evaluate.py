@@ -9,6 +9,7 @@ from rich.console import Console
 
 from .. import zoo
 from ..benchmarking import measurements
+from ..evaluation import check_suites
 from ..files.hub import ask_hub, check_config
 from ..utils.errors import InputError
 from ..utils.integrity import atomic
@@ -65,6 +66,7 @@ def evaluate(options: EvaluateOptions) -> Any:
         if Path(path).exists():
             check_config(Path(path))
     lengths = tuple(numbers("lengths", options.lengths))
+    check_suites(options.suite)
     if options.data is None:
         ask_hub()
     from ..evaluation import checkpoint, report, run
