@@ -116,11 +116,10 @@ class BenchOptions:
         for name in zoo.several(self.mixers):
             if not (name.startswith("transformers-") or Path(name).exists() or name.count("/")):
                 zoo.get(name)  # raises for a misspelt one before PyTorch is imported, which takes seconds
-        self.measured  # noqa: B018
+        self.measured()
 
-    @property
     def measured(self) -> tuple[Any, ...]:
-        """What is measured, at which lengths, batch sizes and contexts."""
+        """What is measured, at which lengths, batch sizes and contexts. InputError for text that names none."""
         sizes = {"lengths": self.lengths, "batch-sizes": self.batch_sizes, "contexts": self.contexts}
         return measurements(self.what), *(numbers(name, text) for name, text in sizes.items())
 
@@ -148,7 +147,7 @@ def bench(options: BenchOptions) -> None:
         console.print("Note: 2 layers on a CPU instead of the paper's 24; set --layers 24 for all", style="yellow")
     with interruptible(f"what is finished is in {output}; the same command continues"), locked(output):
         with telling(console) as tell:
-            held = complete(plan, points(*one.measured), output, tell)
+            held = complete(plan, points(*one.measured()), output, tell)
         lines = rows(held, plan)
         write_csv(output / "bench.csv", lines)
         report = write_report(held, lines, plan, output)
