@@ -353,7 +353,7 @@ def test_a_killed_command_goes_on(folder, prepared, tmp_path, run_command, monke
         (["--lr", "0"], "lr=0"),
         (["--seed", "-1"], "Transfer.seed=-1; expected 0 to 4294967295"),
         (["--steps", "0"], "--steps=0; expected at least 1"),
-        (["--mixer", "mesa"], "mixer='mesa' is a plug-in"),
+        (["--mixer", "mesa"], "mixer='mesa' adds steps to linear attention"),
         (
             ["--window-dropout", "0.5"],
             "--window-dropout=0.5 with --mixer='hedgehog(decay.kind=sigmoid-head)', which has",
@@ -365,6 +365,12 @@ def test_bad_options_are_one_sentence(words, sentence, folder, prepared, tmp_pat
     result = run_command("linearize", folder, "--data", prepared, "--output", tmp_path / "out", *words)
     assert result.code == 2 and sentence in result.err and len(result.err.strip().splitlines()) == 1, result.err
     assert not list(tmp_path.iterdir())
+
+
+def test_layers_without_weights_of_their_own_are_refused(folder, prepared, tmp_path, run_command):
+    words = ["--data", prepared, "--mixer", "taylor-softmax", "--output", tmp_path / "out"]
+    result = run_command("linearize", folder, *words)
+    assert result.code == 2 and "--trains new, and the new layers have no weights that the old do not" in result.err
 
 
 def test_data_of_another_tokenizer_are_refused(folder, tmp_path, run_command):
