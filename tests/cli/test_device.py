@@ -7,8 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headrace.files.devices import all_devices, on_device, see_only
+from headrace.files.devices import SLOW, all_devices, note_precision, on_device, see_only
 from headrace.files.workers import place_workers
+from headrace.training.loop import Updates
+from headrace.training.processes import Processes
+from headrace.training.transfer import Transfer
 from headrace.utils.errors import InputError
 
 
@@ -109,3 +112,28 @@ def test_every_command_refuses_a_missing_device(command, saved_model, run_comman
     monkeypatch.chdir(tmp_path)
     code, _, error = run_command(*command.replace("MODEL", str(saved_model)).split(), "--device", "tpu7")
     assert code == 2 and "--device='tpu7' cannot be used" in error
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "instructions", "said"),
+    [
+        ("cpu", "bfloat16", {"avx512_f": True, "avx512_bf16": False}, f"{SLOW}\n"),
+        ("cpu", "bfloat16", {"neon": True, "bf16": True}, ""),
+        ("cpu", "bfloat16", {}, ""),
+        ("cpu", "float32", {"avx512_f": True}, ""),
+        ("cuda", "bfloat16", {"avx512_f": True}, ""),
+    ],
+)
+def test_bfloat16_without_instructions_is_said_once(device, precision, instructions, said, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions, raising=False)
+    note_precision.cache_clear()
+    for _ in range(2):
+        note_precision(device, precision)
+    assert capsys.readouterr().err == said
+
+
+def test_training_in_bfloat16_notes_what_is_slow(monkeypatch):
+    noted = []
+    monkeypatch.setattr("headrace.training.loop.note_precision", lambda *given: noted.append(given))
+    Updates(torch.nn.Linear(1, 1), Transfer(), lambda *_: None, Processes(torch.device("cpu")), "bfloat16")
+    assert noted == [("cpu", "bfloat16")]

@@ -68,6 +68,8 @@ def test_compare_returns_its_results(tmp_path):
         (headrace.generate, {"checkpoint": "HERE", "threads": True}, "--threads=True; expected an integer or None"),
         (headrace.generate, {"checkpoint": "HERE", "temperature": 10**400}, "--temperature has more than 64 bits"),
         (headrace.generate, {"checkpoint": "HERE", "save_state": "a\0b"}, r"--save-state=.*; expected a path or None"),
+        (headrace.train, {"recipe": "1" * 400}, "111… is too long for the name of a file"),
+        (headrace.prepare, {"output": "a", "sources": "1" * 400}, "111… is too long for the name of a file"),
         (headrace.train, {"recipe": "laptop-1m", "dry_run": "no"}, "--dry-run='no'; expected True or False"),
         (
             headrace.train,

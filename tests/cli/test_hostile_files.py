@@ -17,6 +17,7 @@ from groups import refused
 from headrace import InputError, load
 from headrace.cli.console import printable
 from headrace.convert import export_checkpoint, import_checkpoint
+from headrace.data.tokenizer import byte_level
 from headrace.files.checks import RECORDED, damage, misfit, read_json, read_record
 from headrace.files.processes import locked
 from headrace.files.provenance import MADE
@@ -270,8 +271,18 @@ def test_full_disk_while_saving_weights_is_one_sentence(folders, tmp_path, monke
 
     monkeypatch.setattr(HeadraceForCausalLM, "save_pretrained", full)
     code, _, error = run_command("convert", folders["llama"], "--output", tmp_path / "out")
-    assert code == 2 and f"the output: {os.strerror(errno.ENOSPC)}" in error
+    named = f"--output {str(tmp_path / 'out')!r}, or what is printed, cannot be written"
+    assert code == 2 and f"{named}: {os.strerror(errno.ENOSPC)}" in error
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self"), reason="no folder in which nobody can write")
+def test_a_state_that_cannot_be_written_is_one_sentence(tmp_path, run_command):
+    for part in (tiny.build("transformer", **SIZES | {"vocab_size": 257}), byte_level()):
+        part.save_pretrained(tmp_path)
+    options = ["--prompt", "a", "--max-new-tokens", "1", "--save-state", "/proc/new"]
+    code, _, error = run_command("generate", tmp_path, *options)
+    assert code == 2 and f"--save-state '/proc/new' cannot be written: {os.strerror(errno.ENOENT)}" in error
 
 
 def test_removed_output_folder_is_one_sentence(tmp_path):

@@ -63,7 +63,7 @@ def test_commands_know_names_of_plug_ins(folder, run_command, words):
 
 
 REFUSED = {
-    "export": (("--to", "onnx", "--output", "out"), "its mixer is ModuleMixer, whose recurrence has no node in ONNX"),
+    "export": (("--to", "onnx", "--output", "out"), "its mixer is ModuleMixer, without nodes in ONNX"),
     "convert": (("--to", "gla", "--output", "out"), "; expected 'linear'"),
     "retrofit": (("--output", "out"), "has no layer of linear attention"),
 }

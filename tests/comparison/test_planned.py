@@ -61,7 +61,7 @@ def test_a_plan_is_the_options_of_compare_and_a_question(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("steps: 7", "setps: 7", "sets 'setps', which is no option; the nearest is 'steps'"),
+        ("steps: 7", "setps: 7", "sets 'setps', which is no option; did you mean 'steps'"),
         (
             "softmax - none",
             "softmax - nothing",

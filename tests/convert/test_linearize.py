@@ -155,7 +155,7 @@ def test_mixers_of_all_kinds_take_a_layer_over(name, norm):
     ("attention", "name", "layers", "sentence"),
     [
         ("transformer", "mamba", None, "mixer='mamba' has no q, k and v of heads"),
-        ("transformer", "mesa", None, "mixer='mesa' is a plug-in"),
+        ("transformer", "mesa", None, "mixer='mesa' adds steps to linear attention"),
         ("transformer", "hgrn2", None, "inputs.key='complement'"),
         ("transformer", "gla", [1], "layer 1 is no layer of softmax attention; expected one of 0"),
         ("transformer", "gla", [], "layers=.. makes no layer linear; expected some of 0"),

@@ -13,6 +13,8 @@ from tokenizers.processors import TemplateProcessing
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
+import fresh
+import tiny
 from headrace.comparison.choose import choose as study
 from headrace.convert.checkpoint import read_tokenizer
 from headrace.data import Collator, Preparation, open_data, prepare, tokenizer, unigram_loss
@@ -169,6 +171,7 @@ MISTAKES = {
         {"column": "body"},
         "no documents: texts.jsonl row 1, with .*text.*n.* is without a column 'body'",
     ),
+    "a column of text": (("a.txt",), {"column": "body"}, "--column 'body' with 'a.txt', a text without columns"),
     "an unknown kind": (("texts.xls",), {}, "has an unknown suffix"),
     "no tokenizer": (None, {"tokenizer": "nowhere.json"}, "--tokenizer 'nowhere.json' cannot be read"),
     "another file": (None, {"tokenizer": "texts.xls"}, "--tokenizer 'texts.xls' cannot be read"),
@@ -184,11 +187,21 @@ MISTAKES = {
 def test_user_errors_are_refused(jsonl, tmp_path, monkeypatch, mistake):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (tmp_path / "texts.xls").write_text("x")
+    for name in ("texts.xls", "a.txt"):
+        (tmp_path / name).write_text("x")
     sources, changes, message = MISTAKES[mistake]
     with pytest.raises(InputError, match=message):
         prepare(Preparation(sources or (str(jsonl),), **changes), tmp_path / "d")
     assert not (tmp_path / "d").exists()
+
+
+def test_the_tokenizer_of_our_model_is_read_without_a_warning(tmp_path):
+    """Of transformers, about a config.json whose class is not imported."""
+    for part in (tiny.build("gla"), tokenizer.byte_level()):
+        part.save_pretrained(tmp_path)
+    code = f"from headrace.data import tokenizer; print(len(tokenizer.load({str(tmp_path)!r})))"
+    done = fresh.run(code, before=fresh.TRANSFORMERS)
+    assert done.stdout == "257\n" and "model of type" not in done.stderr
 
 
 def test_bytes_are_a_tokenizer(jsonl, tmp_path):

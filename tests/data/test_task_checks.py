@@ -2,6 +2,7 @@
 
 import pytest
 
+from headrace import InputError, register_task
 from headrace.comparison.defaults import DEFAULTS
 from headrace.tasks.check import check_task, description
 from plugged import FILES, folder
@@ -32,7 +33,7 @@ WRONG_TASKS = {
     ("frozen=True", "frozen=False"): "cannot be used: TypeError: unhashable type",
     ("length: int = 16", "length: int = 1"): "has too few different rows to hold some out",
     ('"majority", Majority', '"copy", Majority'): "task 'copy' exists already",
-    ("steps=60", "stepz=60"): "the task majority has no field 'stepz'; the nearest is 'steps'",
+    ("steps=60", "stepz=60"): "the task majority has no field 'stepz'; did you mean 'steps'",
     ("    def draw", f"{HELD_OUT}    def draw"): "rows in other parts; expected different rows",
     ("    def draw", f"{SCORES}    def draw"): "has the scores {'loss': 0.0}; expected numbers, 'accuracy' and 'loss'",
 }  # fmt: skip
@@ -44,6 +45,11 @@ def test_wrong_task_is_refused_before_training(folder, run_command, change):
     code, _, error = run_command("recipes", "--plugin", "mine.py")
     sentence = WRONG_TASKS[change]
     assert (code, error) == (0, "") if sentence is None else code == 2 and sentence in error and error.count("\n") == 1
+
+
+def test_what_is_no_task_is_refused():
+    with pytest.raises(InputError, match="task 'five' is 5; expected an instance of a frozen dataclass"):
+        register_task("five", 5)
 
 
 def test_every_task_of_headrace_has_what_a_task_needs():

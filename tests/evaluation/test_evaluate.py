@@ -270,6 +270,7 @@ def test_needles_are_rows_by_length():
             ["nowhere/at/all", "--suite", "piqa"],
             "is not a local folder and cannot be loaded from the Hub: expected",
         ),
+        (["--suite", "piqa,nope"], "--suite='nope'; expected language, recall, needle, blimp, or a task"),
         (["--suite", "piqa", "--max-length", "0"], "--max-length=0"),
         (["--suite", "piqa", "--lengths", "0"], "--lengths=0; expected positive integers"),
         (["--suite", "piqa", "--limit", "0"], "--limit=0"),
@@ -286,6 +287,12 @@ def test_bad_input_is_one_sentence(arguments, sentence, checkpoints, data, tmp_p
     ran = CliRunner().invoke(cli.app, ["eval", *arguments, "--output", str(tmp_path)])
     assert isinstance(ran.exception, InputError)
     assert sentence in str(ran.exception)
+
+
+def test_a_suite_is_checked_before_the_hub_is_asked(checkpoints, monkeypatch):
+    monkeypatch.setattr("headrace.cli.evaluate.ask_hub", lambda: pytest.fail("it was asked"))
+    ran = CliRunner().invoke(cli.app, ["eval", str(checkpoints["llama"]), "--suite", "nope"])
+    assert isinstance(ran.exception, InputError) and "--suite='nope'" in str(ran.exception)
 
 
 def test_a_spoilt_checkpoint_of_another_library_is_refused(checkpoints, tmp_path):

@@ -267,8 +267,8 @@ def test_released_hybrid_is_exported(tmp_path):
 
 REFUSED = {
     "residual-delta": r"layer 0 of the model: its write strength β \(write.residual_chunk\) is computed in a loop",
-    "log-linear-mamba2": "its mixer is LogLinearMixer, whose recurrence has no node in ONNX",
-    "mamba": "layer 0 of the model: its mixer is Mamba, whose recurrence has no node in ONNX",
+    "log-linear-mamba2": "its mixer is LogLinearMixer, without nodes in ONNX",
+    "mamba": "layer 0 of the model: its mixer is Mamba, without nodes in ONNX",
     "rwkv7": "its mixer is RWKV7",
     "sliding-window": "its softmax attention is sparse or tiled",
     "fox": r"its softmax attention forgets \(forget=True\)",

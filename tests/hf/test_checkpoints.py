@@ -99,6 +99,16 @@ def test_every_parameter_is_initialized(name):
     assert [name for name, p in model.named_parameters() if not p.isfinite().all()] == []
 
 
+@pytest.mark.parametrize("name", ["based", "softmax-taylor-softmax"])
+def test_weights_are_assigned_to_a_model_on_the_meta_device(name):
+    model = build(name).eval()
+    with torch.device("meta"):
+        filled = HeadraceForCausalLM(model.config).eval()
+    filled.load_state_dict(model.state_dict(), assign=True)
+    ids = tokens(2)
+    assert torch.equal(filled(ids).logits, model(ids).logits)
+
+
 def test_unsaved_buffers_are_rebuilt(tmp_path):
     """transformers builds a model without storage: what is not in the checkpoint is whatever was in memory, unless
     `reset_parameters` sets it. And it must set nothing that was loaded."""
@@ -274,6 +284,8 @@ WRONG = {
     "no field 'd_ff'; did you mean 'intermediate_size'": {"d_ff": 128},
     "no field 'expand_k'; did you mean 'mixer'": {"expand_k": 0.5},
     "no field 'temperature'": {"temperature": 0.7},
+    "dtype='no'; expected a dtype of PyTorch": {"dtype": "no"},
+    "dtype='half precision'; expected a dtype": {"torch_dtype": "half precision"},
     "hidden_size=None; expected a positive integer": {"hidden_size": None},
     "num_heads=True; expected a positive integer": {"num_heads": True},
     "max_position_embeddings=0; expected a positive integer": {"max_position_embeddings": 0},
@@ -289,6 +301,11 @@ def test_wrong_configurations_are_refused(sentence):
     with pytest.raises(InputError) as caught:
         HeadraceConfig(**{**SIZES, "mixer": "gla", **WRONG[sentence]})
     assert sentence in str(caught.value)
+
+
+def test_no_field_is_suggested_for_a_name_unlike_all():
+    with pytest.raises(InputError, match=r"HeadraceConfig has no field 'attn_mode'$"):
+        HeadraceConfig(attn_mode="chunk")
 
 
 def test_fields_of_transformers_are_accepted():

@@ -607,3 +607,15 @@ def test_labels_of_wrong_shape_are_refused(training, name):
     for shape in ((2, 3), (1, 64), (128,)):
         with pytest.raises(InputError, match=rf"{name} has shape .*; expected \[2, 64\]"):
             model(ids, **{name: torch.ones(shape, dtype=torch.long)})
+
+
+@pytest.mark.parametrize(
+    "name", ["input_ids", "inputs_embeds", "attention_mask", "labels", "shift_labels", "position_ids", "seq_idx"]
+)
+def test_lists_are_refused_where_the_model_takes_tensors(name):
+    model, ids = build("gla"), tokens(1)
+    given = {} if name == "inputs_embeds" else {"input_ids": ids}
+    with pytest.raises(InputError, match=rf"{name}=\[1, 2\]; expected a tensor"):
+        model(**given | {name: [1, 2]})
+    with torch.no_grad(), pytest.raises(InputError, match="attention_mask"):
+        model(ids[:, -1:], past_key_values=model(ids).past_key_values, attention_mask=[1])

@@ -177,6 +177,8 @@ def test_what_cannot_be_saved_is_refused(saved, tmp_path):
     cache, new = read(model, ids), tmp_path / "new"
     for words, arguments in {
         "exists; expected the name of a new file": (path, cache, model, ids),
+        "path=None; expected the name of a file": (None, cache, model, ids),
+        "cache=None; expected a HeadraceCache": (new, None, model, ids),
         "the cache is empty": (new, HeadraceCache(), model, ids),
         r"tokens has shape \[1, 9\]; expected \[2, 9\]": (new, cache, model, ids[:1]),
         r"tokens has shape \[2, 8\]; expected \[2, 9\]": (new, cache, model, ids[:, 1:]),
@@ -190,6 +192,8 @@ def test_what_cannot_be_saved_is_refused(saved, tmp_path):
         with pytest.raises(InputError, match=words):
             save_state(*arguments)
     assert not new.exists()
+    with pytest.raises(InputError, match="path=None; expected the name of a file"):
+        load_state(None, model)
 
 
 def test_failed_write_leaves_the_old_file_and_no_other(saved, monkeypatch):

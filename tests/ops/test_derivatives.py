@@ -293,3 +293,14 @@ def test_one_token_layer_step_has_forward_mode_derivatives():
     run = lambda token: made(token, state, in_place=True)[0]  # noqa: E731
     expected = torch.func.jvp(lambda token: exact(token, wide)[0], (token.double(),), (token.double(),))[1]
     assert relative(torch.func.jvp(run, (token,), (token,))[1], expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["transformer", "gqa", "gsa", "gla"])
+def test_layers_have_forward_mode_derivatives(name):
+    """Those of linear attention where the op is as the error of `linear_attention` names it."""
+    layer, x, along = build(zoo.get(name), hidden_size=16, num_heads=2).double(), *torch.randn(2, 1, 5, 16).double()
+    layer.op = partial(linear_attention, form="recurrent")
+    found = torch.func.jvp(lambda x: layer(x)[0], (x,), (along,))[1]
+    with torch.no_grad():
+        before, after = (layer(x + step * along)[0] for step in (-1e-5, 1e-5))
+    assert relative(found, (after - before) / 2e-5) < 1e-6

@@ -11,7 +11,7 @@ from headrace.cli import app as cli
 from headrace.training import machine, recipes
 from headrace.training.distillation import divergence, teacher_of
 from headrace.training.loop import answers
-from headrace.training.model import build, counted, recompute_blocks
+from headrace.training.model import build, counted, estimate, recompute_blocks
 from headrace.training.run import seconds_per_token
 from trained import peak_of
 
@@ -33,6 +33,7 @@ def test_estimated_memory_is_the_peak_of_a_step(changes, tmp_path):
         changes |= {"teacher": str(tmp_path)}
     chosen = recipe(layers=3, length=256, micro_batch=2, **changes)
     model, teacher = build(chosen).train(), teacher_of(chosen)
+    assert estimate(chosen)["bytes"].get("teacher", 0) == (0 if teacher is None else 4 * teacher.num_parameters())
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     if chosen.recompute:
         recompute_blocks(model)
@@ -86,7 +87,7 @@ def test_plan_counts_steps_rows_and_days():
 def test_machine_names_are_parsed_and_checked():
     assert machine.parse("8xH100") == machine.parse(" 8 × h100 ") == machine.parse("2x4xH100") == (8, "H100")
     assert machine.parse("1xrtx-4090") == (1, "RTX-4090") and machine.parse("2xMI300X") == (2, "MI300X")
-    for text, sentence in {"8xH900": "is H100", "H100": "8xH100", "0xA100": "8xH100", "8": "8xH100"}.items():
+    for text, sentence in {"8xH900": "mean 'H200'", "H100": "8xH100", "0xA100": "8xH100", "8": "8xH100"}.items():
         with pytest.raises(InputError, match=sentence):
             machine.parse(text)
     with pytest.raises(InputError, match="3 processes"):

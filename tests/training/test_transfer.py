@@ -353,7 +353,7 @@ def test_a_killed_command_goes_on(folder, prepared, tmp_path, run_command, monke
         (["--lr", "0"], "lr=0"),
         (["--seed", "-1"], "Transfer.seed=-1; expected 0 to 4294967295"),
         (["--steps", "0"], "--steps=0; expected at least 1"),
-        (["--mixer", "mesa"], "mixer='mesa' is a plug-in"),
+        (["--mixer", "mesa"], "mixer='mesa' adds steps to linear attention"),
         (
             ["--window-dropout", "0.5"],
             "--window-dropout=0.5 with --mixer='hedgehog(decay.kind=sigmoid-head)', which has",
@@ -371,6 +371,12 @@ def test_latent_attention_is_named(prepared, tmp_path, run_command):
     path = saved(tiny.build("mla", vocab_size=257), tmp_path / "model")
     result = run_command("linearize", path, "--data", prepared, "--output", tmp_path / "out")
     assert result.code == 2 and "no attention layer that could become linear: its k and v are" in result.err
+
+
+def test_layers_without_weights_of_their_own_are_refused(folder, prepared, tmp_path, run_command):
+    words = ["--data", prepared, "--mixer", "taylor-softmax", "--output", tmp_path / "out"]
+    result = run_command("linearize", folder, *words)
+    assert result.code == 2 and "--trains new, and the new layers have no weights that the old do not" in result.err
 
 
 def test_data_of_another_tokenizer_are_refused(folder, tmp_path, run_command):
@@ -408,4 +414,4 @@ def test_command_says_what_a_machine_needs(folder, prepared, tmp_path, run_comma
     result = run_command(*words, "1xH100")
     assert result.code == 0 and "fits" in result.out and "hours on one H100" in result.out
     assert not list(tmp_path.iterdir())
-    assert "unknown device; the nearest" in run_command(*words, "1xH101").err
+    assert "unknown device; expected one of" in run_command(*words, "1xH101").err

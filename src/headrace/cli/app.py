@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
@@ -83,6 +84,19 @@ def system_code(error: Exception) -> int:
         return error.errno or 0
     match = re.search(r"\(os error (\d+)\)", str(error))
     return int(match[1]) if match else 0
+
+
+def check_written(error: Exception, options: dict[str, Any]) -> None:
+    """Raises InputError with the option for an error about the file or folder that it has named for output, which is
+    written under a temporary name beside it. Errors of a full disk do not say which file was written."""
+    code, file = system_code(error), getattr(error, "filename", None)
+    for name in ("output", "save_state"):
+        if (path := options.get(name)) is None:
+            continue
+        beside = file is not None and Path(file).parent == path.parent and path.name in Path(file).name
+        if beside or (file is None and code in UNWRITABLE):
+            named = f"--{name.replace('_', '-')} {str(path)!r}" + ("" if beside else ", or what is printed,")
+            raise InputError(f"{named} cannot be written: {os.strerror(code)}") from error
 
 
 def check_names(options: dict[str, Any]) -> None:
@@ -199,6 +213,11 @@ def for_typer(name: str, command: Command) -> Callable:
                 command.run(**options)
             except Interrupted as stop:
                 raise typer.Exit(*stop.args) from None
+            except InputError:
+                raise
+            except Exception as error:
+                check_written(error, options)
+                raise
 
     if name not in WITHOUT_PLUGINS:
         parameters = inspect.signature(command.run).parameters.values()

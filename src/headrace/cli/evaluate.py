@@ -9,8 +9,10 @@ from rich.console import Console
 
 from .. import zoo
 from ..benchmarking import measurements
+from ..evaluation import check_suites
 from ..files.hub import ask_hub, check_config
 from ..utils.errors import InputError
+from ..utils.integrity import atomic
 from .console import (
     Checkpoint,
     Device,
@@ -64,6 +66,7 @@ def evaluate(options: EvaluateOptions) -> Any:
         if Path(path).exists():
             check_config(Path(path))
     lengths = tuple(numbers("lengths", options.lengths))
+    check_suites(options.suite)
     if options.data is None:
         ask_hub()
     from ..evaluation import checkpoint, report, run
@@ -113,11 +116,10 @@ class BenchOptions:
         for name in zoo.several(self.mixers):
             if not (name.startswith("transformers-") or Path(name).exists() or name.count("/")):
                 zoo.get(name)  # raises for a misspelt one before PyTorch is imported, which takes seconds
-        self.measured  # noqa: B018
+        self.measured()
 
-    @property
     def measured(self) -> tuple[Any, ...]:
-        """What is measured, at which lengths, batch sizes and contexts."""
+        """What is measured, at which lengths, batch sizes and contexts. InputError for text that names none."""
         sizes = {"lengths": self.lengths, "batch-sizes": self.batch_sizes, "contexts": self.contexts}
         return measurements(self.what), *(numbers(name, text) for name, text in sizes.items())
 
@@ -145,7 +147,7 @@ def bench(options: BenchOptions) -> None:
         console.print("Note: 2 layers on a CPU instead of the paper's 24; set --layers 24 for all", style="yellow")
     with interruptible(f"what is finished is in {output}; the same command continues"), locked(output):
         with telling(console) as tell:
-            held = complete(plan, points(*one.measured), output, tell)
+            held = complete(plan, points(*one.measured()), output, tell)
         lines = rows(held, plan)
         write_csv(output / "bench.csv", lines)
         report = write_report(held, lines, plan, output)
@@ -180,6 +182,7 @@ def inspect(options: InspectOptions) -> Path:
         tell(f"reading {options.checkpoint}")
         layers = partial(track, name="layer", tell=tell)
         page = inspection.inspect(options.checkpoint, text, options.tokens, layers, options.device)
-        inspection.write(page, output)
+        with atomic(output) as file:
+            file.write(page)
     print(f"{output}: {len(page.encode()) / 1e6:.1f} MB; open it in a browser")
     return output

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, Field, field, fields
+from errno import ENAMETOOLONG
 from functools import partial, wraps
 from numbers import Integral, Real
 from pathlib import Path
@@ -68,7 +69,12 @@ def takes(record: type[T]) -> Callable[[Callable[[T], Result]], Callable[..., Re
         def call(*args: Any, **kwargs: Any) -> Result:
             given = signature.bind(*args, **kwargs).arguments
             values = {name: checked(name, converted(value, hints[name]), hints[name]) for name, value in given.items()}
-            return run(record(**values))
+            try:
+                return run(record(**values))
+            except OSError as error:  # of any question about a text that may be a path
+                if error.errno != ENAMETOOLONG:
+                    raise
+                raise InputError(f"{shown(error.filename)} is too long for the name of a file") from None
 
         hints = _hints(record)
         call.__signature__ = signature = inspect.Signature([_parameter(f, hints[f.name]) for f in fields(record)])  # type: ignore

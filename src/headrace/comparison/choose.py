@@ -41,7 +41,7 @@ from ..spec.stack import Decoder
 from ..tasks import Task, Text
 from ..training.optimization import Optimization
 from ..utils import plugins
-from ..utils.errors import InputError, nearest, reading
+from ..utils.errors import InputError, did_you_mean, reading
 from .defaults import DEFAULTS, DEMO
 from .model import ArmRecipe, Shape
 from .plan import Plan, Question, Study, Tuning, numbers
@@ -144,8 +144,8 @@ def planned(path: Path) -> Study:
     asked, options = read_plan(path)
     known = {*OF_STUDY, "mixers", "seeds", "length", *(f.name for record in (Shape, ArmRecipe) for f in fields(record))}
     if unknown := next((name for name in options if name not in known), None):
-        near = nearest(unknown, known)
-        raise InputError(f"--plan {str(path)!r} sets {unknown!r}, which is no option; the nearest is {near!r}")
+        meant = did_you_mean(unknown, known)
+        raise InputError(f"--plan {str(path)!r} sets {unknown!r}, which is no option{meant}")
     study = choose(**options)
     if asked.measure == "capacity" and (without := next((p for p in study.plans if not p.task.by_length(1)), None)):
         raise InputError(
@@ -221,8 +221,8 @@ def refined(task: Task, values: dict[str, Any], others: tuple[str, ...] = ()) ->
     have meant."""
     names = [f.name for f in fields(task)]  # type: ignore[arg-type]
     if unknown := next((name for name in values if name not in (*names, "length")), None):
-        near = nearest(unknown, (*names, *others))
-        raise InputError(f"the task {task.name} has no field {unknown!r}; the nearest is {near!r}")
+        meant = did_you_mean(unknown, (*names, *others))
+        raise InputError(f"the task {task.name} has no field {unknown!r}{meant}")
     if "length" in values and "length" not in names:
         length = checked(values["length"], (Kind(int),), task.name, "length")
         task, values = task.resized(length), {k: v for k, v in values.items() if k != "length"}

@@ -1,6 +1,7 @@
 """The tasks that a plug-in or a program adds, known from then on like those of headrace."""
 
 from collections.abc import Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 from ..extra.registration import check_name
@@ -34,9 +35,9 @@ def register_task(
     from .plan import Plan
 
     check_name("task", name, TASKS.__contains__)
-    if "name" not in vars(type(task)):
+    if is_dataclass(type(task)) and "name" not in vars(type(task)):
         type(task).name = name
-    if task.name != name:
+    if getattr(task, "name", name) != name:
         raise InputError(f"task {name!r} has the name {task.name!r} in its class; expected the same, or none")
     check_task(name, task)
     TASKS[name], DEFAULTS[name] = type(task), having(Plan(name, tuple(mixers), task), settings)

@@ -23,7 +23,7 @@ from ..layers.blocks.moe import MixtureOfExperts
 from ..ops.call import accumulator
 from ..ops.checks import require
 from ..spec.record import LARGEST
-from ..utils.errors import InputError, nearest, reading
+from ..utils.errors import InputError, did_you_mean, reading
 from .fields import Config, Fields, check_sizes, without
 from .files import Header, Tensors, check_depth
 from .form import PRECISIONS, SPECIAL, Block, Format, Model, View, Views
@@ -122,9 +122,9 @@ def _read_format(checkpoint: Path) -> tuple[Format, Config]:
         reason = f"which is not converted, as it has {MISSING[kind]}"
         raise InputError(f"checkpoint {str(checkpoint)!r} has model_type={kind!r}, {reason}")
     if kind not in [*FORMATS]:
-        meant = nearest(str(kind), [HeadraceConfig.model_type, *FORMATS])
+        meant = did_you_mean(str(kind), [HeadraceConfig.model_type, *FORMATS])
         expected = f"expected {HeadraceConfig.model_type} or one of the {len(FORMATS)} formats that are converted"
-        raise InputError(f"checkpoint {str(checkpoint)!r} has model_type={kind!r}; {expected}, such as {meant!r}")
+        raise InputError(f"checkpoint {str(checkpoint)!r} has model_type={kind!r}; {expected}{meant}")
     alone = not (checkpoint / ADAPTER).is_file()  # which transformers would add to the weights
     require(alone, f"checkpoint {str(checkpoint)!r} has {ADAPTER}; expected a folder written by merge_and_unload()")
     return FORMATS[kind], described

@@ -105,7 +105,7 @@ def _linear(mixer: str | MixerSpec) -> MixerSpec:
             f"mixer={mixer!r} has no q, k and v of heads, which it could take over; expected a linear mixer"
         )
     if type(spec) not in (MixerSpec, LinearizedSpec, WindowedSpec):
-        raise InputError(f"mixer={mixer!r} is a plug-in; expected a linear mixer of headrace's zoo")
+        raise InputError(f"mixer={mixer!r} adds steps to linear attention; expected one without, such as gla")
     return spec
 
 

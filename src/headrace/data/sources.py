@@ -111,6 +111,8 @@ def _reader(sources: tuple[str, ...], column: str, cut: bool, sample: Sample | N
     kinds = {_kind(file) for file in files}
     if len(kinds) > 1:
         raise InputError(f"the sources mix {' and '.join(sorted(kinds))} files; expected one kind")
+    if kinds == {"text"} and column != "text":
+        raise InputError(f"--column {column!r} with {sources[0]!r}, a text without columns; expected it left out")
     return {
         "text": partial(_text, cut=cut),
         "json": partial(_json, column=column),

@@ -24,6 +24,8 @@ from lm_eval.tasks import TaskManager
 from ..files.checks import decode
 from ..utils.errors import InputError, reading
 from ..utils.integrity import digest, sha256
+from . import SUITES as NAMES
+from . import UNKNOWN
 
 HOME = Path(lm_eval.tasks.__file__).parent
 LANGUAGE = {
@@ -38,7 +40,7 @@ LANGUAGE = {
 RECALL = {name: f"{name}/{name}.yaml" for name in ("swde", "squad_completion", "fda")}
 NEEDLE = {name: f"ruler/{name}.yaml" for name in ("niah_single_1", "niah_single_2", "niah_single_3")}
 BLIMP = {f"blimp_{path.stem}": f"blimp/{path.name}" for path in sorted((HOME / "blimp").glob("[!_]*.yaml"))}
-SUITES = {"language": LANGUAGE, "recall": RECALL, "needle": NEEDLE, "blimp": BLIMP}
+SUITES = dict(zip(NAMES, (LANGUAGE, RECALL, NEEDLE, BLIMP), strict=True))
 PATHS = {name: path for suite in SUITES.values() for name, path in suite.items()}
 RECALLED = 4096  # tokens to which inputs of `recall` are truncated, as in section 5 of arXiv 2602.01744
 
@@ -81,7 +83,7 @@ def stock(name: str) -> Path:
         return HOME / PATHS[name]
     entry = index().task_index.get(name)
     if entry is None or entry.yaml_path is None or name not in index().all_subtasks:
-        raise InputError(f"--suite={name!r}; expected {', '.join(SUITES)}, or a task of lm-evaluation-harness")
+        raise InputError(UNKNOWN.format(name))
     return entry.yaml_path
 
 

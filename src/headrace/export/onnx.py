@@ -92,7 +92,7 @@ def _reason(layer: Any) -> str | None:
     if layer.parallel is not None or isinstance(mlp, Mixer):
         return "it has several states; expected one mixer and an MLP without a state"
     if type(mixer) not in FIELDS:
-        return f"its mixer is {type(mixer).__name__}, whose recurrence has no node in ONNX; expected a linear mixer"
+        return f"its mixer is {type(mixer).__name__}, without nodes in ONNX; expected a linear mixer or attention"
     if isinstance(mixer, LinearMixer):
         if mixer.general is not None:
             return f"its delta rule (write.erase={mixer.spec.write.erase}) has no node in ONNX"

@@ -58,6 +58,7 @@ class SlotAttention(Mixer, HasBackend):
         self.o_proj = nn.Linear(H * V, hidden_size, bias=False)
         self.norm_weight = nn.Parameter(torch.empty(H * V)) if self.gated else None
         self.recurrence = Recurrence()
+        self.op = linear_attention  # may be set to a partial with a form or chunk size
         self.reset_parameters()
 
     @property
@@ -101,7 +102,7 @@ class SlotAttention(Mixer, HasBackend):
         operands = Operands(q, k, write, torch.zeros_like(k), log_decay)
         logits, keys = recur(step, form, operands, sequences, keys.mT)
         read = partial(
-            linear_attention, logits.softmax(-1), write, log_decay=log_decay, scale=1.0, initial_state=values,
+            self.op, logits.softmax(-1), write, log_decay=log_decay, scale=1.0, initial_state=values,
             cu_seqlens=sequences.bounds, backend=self.backend,
         )  # fmt: skip
         out, values = mixed(read, v)

@@ -53,16 +53,19 @@ class TaylorFeatures(SelfInitialized):
         self.columns.copy_(columns)
         self.repeats.copy_(repeats)
 
-    def _load_from_state_dict(self, *given) -> None:
-        super()._load_from_state_dict(*given)
-        self.reset_parameters()  # no checkpoint has the tables, and to_empty leaves what was in memory before
-
     def forward(self, x: Tensor) -> Tensor:
         wide = F.pad(x.to(accumulator(x)), (1, 0), value=1.0)
         features = self.repeats.to(wide.dtype).rsqrt().expand(*x.shape[:-1], -1)
         for column in self.columns:
             features = features * wide.index_select(-1, column)
         return features.to(x.dtype)
+
+
+def rebuild(mixer: Any, *_: Any) -> None:
+    """Makes the tables again, where the weights are: no checkpoint has them, to_empty leaves what was in memory before,
+    and `load_state_dict(assign=True)` leaves them on the meta device."""
+    mixer.features.to_empty(device=next(iter(mixer.state_dict().values())).device)
+    mixer.features.reset_parameters()
 
 
 class Taylor(Stage):
@@ -72,6 +75,7 @@ class Taylor(Stage):
 
     def build(self, mixer: Any) -> None:
         mixer.features = TaylorFeatures(mixer.spec.features(mixer.K), mixer.spec.inputs.order)
+        mixer.register_load_state_dict_post_hook(rebuild)
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
         root = mixer.logit_scale**0.5

@@ -155,6 +155,8 @@ def reading_tokenizer(source: Path | str, sentence: str) -> Iterator[None]:
     folder = Path(source)
     if folder.is_dir() and not _any_of(folder, TOKENIZERS):
         raise InputError(f"{sentence}: the folder has no files of a tokenizer")
+    if (folder / "config.json").is_file():
+        from .. import hf  # noqa: F401  transformers reads it too, and warns of a model that it does not know
     absent = find_spec("sentencepiece") is None and (not folder.is_dir() or _any_of(folder, SENTENCEPIECE))
     with reading(sentence), quiet() if absent else nullcontext():
         try:

@@ -58,6 +58,7 @@ def save_state(
         InputError: the file exists, the cache is empty or of another model, or the tokens are not those of the cache.
     """
     check_new(path, replace)
+    require(isinstance(cache, HeadraceCache), f"cache={cache!r}; expected a HeadraceCache")
     model.read_pending(cache)
     require(cache.states is not None, "the cache is empty, and has no state to save; expected one of a model that read")
     tensors = _states(cache) | _read(cache, tokens)
@@ -81,6 +82,7 @@ def load_state(path: str | Path, model: HeadraceForCausalLM) -> tuple[HeadraceCa
             other weights, another configuration, another dtype or another vocabulary.
     """
     name = f"state {str(path)!r}"
+    check_path(path)
     require(Path(path).is_file() or not Path(path).exists(), f"{name} cannot be read: it is not a regular file")
     with reading(f"{name} cannot be read"), safe_open(path, "pt") as file:
         about = file.metadata() or {}
@@ -116,7 +118,12 @@ def load_state(path: str | Path, model: HeadraceForCausalLM) -> tuple[HeadraceCa
 
 def check_new(path: str | Path, replace: bool = False) -> None:
     """Raises InputError if the file of a state to be saved exists, unless it may be replaced."""
+    check_path(path)
     require(replace or not Path(path).exists(), f"{str(path)!r} exists; expected the name of a new file")
+
+
+def check_path(path: Any) -> None:
+    require(isinstance(path, str | Path), f"path={path!r}; expected the name of a file")
 
 
 def facts(model: Any) -> dict[str, str]:

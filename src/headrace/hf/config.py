@@ -5,6 +5,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from .. import zoo
@@ -14,7 +15,7 @@ from ..ops.checks import require
 from ..spec.record import LARGEST, require_bools, require_positive, require_positive_numbers
 from ..spec.serialize import Spec, from_json, to_json
 from ..spec.stack import BlockStyle, Decoder, Layer, as_decoder, as_layers, as_style
-from ..utils.errors import InputError, nearest, require_each, shown
+from ..utils.errors import InputError, did_you_mean, require_each, shown
 
 SIZES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "intermediate_size", "max_position_embeddings",
@@ -122,6 +123,9 @@ class HeadraceConfig(PreTrainedConfig):
             setting = kwargs.get(name, getattr(self, name, value))
             require(setting is value, f"{name}={setting!r} is not available; expected {value}")
         require_bools(output_attentions=kwargs.get("output_attentions", False))
+        dtype = kwargs.get("torch_dtype", self.dtype)  # its former name
+        known = dtype is None or isinstance(getattr(torch, str(dtype).removeprefix("torch."), None), torch.dtype)
+        require(known, f"dtype={shown(dtype)}; expected a dtype of PyTorch, or None")
         labels = kwargs.get("num_labels", 0)
         require(type(labels) is int and 0 <= labels <= LABELS, f"num_labels={labels!r}; expected 0 to {LABELS}")
         self._check_values()
@@ -252,5 +256,5 @@ def _refuse_unknown(names: dict[str, Any]) -> None:
     """InputError for an unknown field. transformers would keep it and build a model with the default value instead."""
     for name in names:
         if name not in TRANSFORMERS:
-            meant = ELSEWHERE.get(name) or nearest(name, HeadraceConfig.__annotations__)
-            raise InputError(f"HeadraceConfig has no field {name!r}; did you mean {meant!r}?")
+            meant = did_you_mean(ELSEWHERE.get(name, name), HeadraceConfig.__annotations__)
+            raise InputError(f"HeadraceConfig has no field {name!r}{meant}")

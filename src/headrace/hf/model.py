@@ -21,7 +21,7 @@ from ..layers.blocks.block import Block
 from ..layers.blocks.stack import Backbone, initialize
 from ..layers.maps import asking, wanted
 from ..layers.quantized import Int8Linear
-from ..ops.checks import require
+from ..ops.checks import check_tensor, require
 from ..ops.sequences import Sequences
 from ..utils.errors import InputError
 from ..utils.integrity import seal, unseal
@@ -147,6 +147,7 @@ class HeadraceModel(HeadracePreTrainedModel):
         cu_seqlens, given = boundaries(cu_seqlens, flash), cache_argument(past_key_values, cache)
         if (input_ids is None) == (inputs_embeds is None):
             raise InputError("expected either input_ids or inputs_embeds, not both")
+        check_tensor(*(("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)))
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         shape = x.shape
         cache = self._borrowed(given, attention_mask, shape[1]) if isinstance(given, DynamicCache) else given
@@ -333,9 +334,10 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
         )  # fmt: skip
         hidden, loss, logits = output.last_hidden_state, None, None
         targets = {"labels": labels, "shift_labels": loss_kwargs.get("shift_labels")}
-        labelled = any(target is not None for target in targets.values())
-        for name, target in targets.items():
-            if target is not None and target.shape != hidden.shape[:2]:  # a sentence of sizes would break a graph
+        labelled = {name: target for name, target in targets.items() if target is not None}
+        for name, target in labelled.items():
+            check_tensor(name, target)
+            if target.shape != hidden.shape[:2]:  # a sentence of sizes would break a graph
                 raise InputError(f"{name} has shape {list(target.shape)}; expected {list(hidden.shape[:2])}")
         if not (labelled and skip_logits):
             logits = self.logits(hidden[:, _kept(logits_to_keep)])
@@ -362,7 +364,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
             return None
         if attention_mask is not None:
             shapes = (B, cache.columns + T), input_ids.shape
-            if attention_mask.shape not in shapes or not attention_mask[:, -T:].all():
+            if getattr(attention_mask, "shape", None) not in shapes or not attention_mask[:, -T:].all():
                 return None
         logits = self.engine.read(self, input_ids, cache)
         return None if logits is None else logits[:, -(kept or 0) :]

@@ -11,7 +11,6 @@ from ..convert.checkpoint import read_tokenizer
 from ..files.devices import on_device
 from ..ops.dispatch import set_backend
 from ..utils.errors import InputError
-from ..utils.integrity import atomic
 from .page import describe, render, tokens_of
 from .recorder import record
 
@@ -53,12 +52,3 @@ def inspect(
         hidden, layers = record(model.double().to(device), torch.tensor([ids[:kept]]))
         data = describe(model, tokenizer, hidden, ids[:kept], layers, track)
     return render(data | {"labels": labels[:kept], "cut": len(ids) - kept, "checkpoint": str(checkpoint)})
-
-
-def write(page: str, output: Path) -> None:
-    """Writes the page atomically."""
-    try:
-        with atomic(output) as file:
-            file.write(page)
-    except OSError as error:
-        raise InputError(f"--output {str(output)!r} cannot be written: {error.strerror}") from None

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ..ops.checks import require
+from ..ops.checks import check_tensor, require
 from ..ops.modules import is_watched
 from ..ops.sequences import Sequences, avoid_sync
 from ..utils.errors import InputError
@@ -68,6 +68,7 @@ def restarts(position_ids: Tensor, x: Tensor, attention_mask: Tensor | None = No
         InputError: for positions that neither count up nor restart at 0, which a recurrence cannot represent.
     """
     B, T = x.shape[:2]
+    check_tensor("position_ids", position_ids)
     shape = list(position_ids.shape)
     require(shape in ([B, T], [1, T]), f"position_ids has shape {shape}; expected [{B}, {T}]")
     positions = position_ids.to(x.device).expand(B, T)
@@ -88,6 +89,7 @@ def numbered(seq_idx: Tensor, x: Tensor) -> Tensor | None:
     """Returns the bounds [N + 1] of the sequences that seq_idx [B, T] numbers, as in Mamba's kernels, or None if every
     row is one sequence. Raises InputError for numbers that are negative or decrease within a row."""
     B, T = x.shape[:2]
+    check_tensor("seq_idx", seq_idx)
     shape = list(seq_idx.shape)
     require(shape == [B, T], f"seq_idx has shape {shape}; expected [{B}, {T}]")
     require(seq_idx.dtype in (torch.int32, torch.int64), f"seq_idx has dtype {seq_idx.dtype}; expected integers")
@@ -213,6 +215,7 @@ def padding_mask(attention_mask: Tensor | None, x: Tensor, packed: bool, seen: i
     B, T = x.shape[:2]
     if attention_mask is None:
         return None
+    check_tensor("attention_mask", attention_mask)
     shape = list(attention_mask.shape)
     if shape not in ([B, T], [B, seen + T]):
         both = f"[{B}, {T}]" + f" or, with the tokens before, [{B}, {seen + T}]" * (seen > 0)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from ..spec.record import require_bools
-from ..utils.errors import InputError, nearest
+from ..utils.errors import InputError, did_you_mean
 from .backends.base import OPERATIONS
 from .backends.torch.step import recurrent
 from .call import Call, accumulator
@@ -194,7 +194,7 @@ def backends(
     given = {x.name: x.default for x in signature_of(linear_attention).parameters.values() if x.kind is x.KEYWORD_ONLY}
     for name in kwargs:
         if name not in given:
-            raise InputError(f"linear_attention has no argument {name!r}; did you mean {nearest(name, given)!r}?")
+            raise InputError(f"linear_attention has no argument {name!r}{did_you_mean(name, given)}")
     return _backend_of(q, k, v, given | kwargs)
 
 

@@ -65,10 +65,8 @@ def _check_heads(q: Tensor, k: Tensor, H: int) -> int:
 def _check_input(name: str, x: Tensor, q: Tensor, axes: tuple[str, ...]) -> None:
     check_tensor(name, x)
     if x.dim() != len(axes) + 2:
-        number = {1: "three", 2: "four"}[len(axes)]
-        raise InputError(
-            f"{name} has shape {list(x.shape)}; expected {number} dimensions, [{', '.join(axes)}, heads, ·]"
-        )
+        expected = f"{'four' if len(axes) == 2 else 'three'} dimensions, [{', '.join(axes)}, heads, ·]"
+        raise InputError(f"{name} has shape {list(x.shape)}; expected {expected}")
     if 0 in x.shape[1:]:
         raise InputError(f"{name} has shape {list(x.shape)}; expected every dimension except B to be at least 1")
     _check_dtype(name, x)

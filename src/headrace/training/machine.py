@@ -17,8 +17,8 @@ import torch
 
 from ..files.devices import present_device
 from ..ops.loss import PIECE
-from ..utils.errors import InputError, nearest
-from .model import counted, estimate, meta_model, taught_by
+from ..utils.errors import InputError, did_you_mean
+from .model import counted, estimate
 from .recipes import Recipe
 
 # Of a CPU's rate in matrix products, that a training step reaches: 0.83 (transformer) and 0.86 (softmax-gla) were
@@ -106,8 +106,8 @@ def parse(text: str) -> Machine:
         raise InputError(f"--machine {text!r}; expected a number of devices and their name, such as 8xH100 or 4x8xH100")
     name = next((known for known in DEVICES if known.lower() == match[3].lower()), None)
     if name is None:
-        near = nearest(match[3].upper(), DEVICES)
-        raise InputError(f"--machine {text!r} has an unknown device; the nearest of {', '.join(DEVICES)} is {near}")
+        known = ", ".join(DEVICES) + did_you_mean(match[3].upper(), DEVICES)
+        raise InputError(f"--machine {text!r} has an unknown device; expected one of {known}")
     return Machine(count, name)
 
 
@@ -193,8 +193,6 @@ def memory(recipe: Recipe, devices: int) -> dict[str, int]:
         held["buckets of gradients"] = 4 * P
     if recipe.precision == "bfloat16":
         held["weights in bfloat16"] = 2 * whole
-    if recipe.teacher is not None:
-        held["teacher"] = 4 * meta_model(taught_by(recipe)).num_parameters()
     return held | {"kept for the backward": kept, "at work": _at_work(recipe)}
 
 

@@ -126,9 +126,10 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     """Parameters by part, steps, tokens, FLOPs and bytes per process of a run, counted on a meta-device model."""
     parameters, _, flops, kept, slow = counted(recipe)
     trained = parameters["tied" if recipe.tie else "untied"]
-    held = WHOLE * trained + SHARED * trained // recipe.shard
+    held = {"weights, gradients, moments": WHOLE * trained + SHARED * trained // recipe.shard}
     if recipe.teacher is not None:
         flops += counted(taught_by(recipe)).flops_per_token // FORWARD
+        held["teacher"] = 4 * meta_model(taught_by(recipe)).num_parameters()
     return {
         "parameters": dict(parameters),
         "steps": recipe.steps,
@@ -138,10 +139,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         "flops_per_token": flops,
         "flops": flops * recipe.trained_tokens,
         "kept_per_token": {part: size * recipe.context_parallel // recipe.length for part, size in kept.items()},
-        "bytes": {
-            "weights, gradients, moments": held,
-            "kept for the backward": recipe.micro_batch * sum(kept.values()),
-        },
+        "bytes": held | {"kept for the backward": recipe.micro_batch * sum(kept.values())},
         "layers_without_gpu_kernel": {reason: list(layers) for reason, layers in slow.items()},
     }
 

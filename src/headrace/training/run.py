@@ -158,7 +158,7 @@ def report_failures(loop: Loop) -> Iterator[None]:
         elif getattr(error, "errno", None) == errno.ENOSPC:
             reason = "the disk is full"
         else:
-            reason = f"a checkpoint cannot be written ({str(error).splitlines()[0]})"
+            reason = f"a checkpoint cannot be written to {loop.folder} ({str(error).splitlines()[0]})"
         raise checkpoints.stopped_run(f"{reason} at step {loop.step}", loop.folder) from error
 
 

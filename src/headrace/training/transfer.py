@@ -88,6 +88,8 @@ class Imitation(nn.Module):
         self.model = [model.eval()]  # in a list, as its parameters are not those of this module
         for i in changed if trains == "new" else ():
             _keep_what_is_taken_over(self.layers[str(i)], self.old[i])
+        if not any(p.requires_grad for p in self.parameters()):
+            raise InputError("--trains new, and the new layers have no weights that the old do not; expected all")
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids [B, T] -> the relative squared error of each layer, [layers]."""

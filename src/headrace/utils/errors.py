@@ -11,9 +11,10 @@ class InputError(ValueError):
     was expected. The command line prints the message and exits with code 2."""
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns the one of `names` whose spelling is closest to `name`."""
-    return max(names, key=lambda known: difflib.SequenceMatcher(None, name, known).ratio())
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Returns the end of a sentence about an unknown name: "; did you mean 'lr'?", or nothing if none is like it."""
+    near = difflib.get_close_matches(name, names, 1)  # type: ignore[type-var]
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def shown(value: Any) -> str:

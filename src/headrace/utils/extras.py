@@ -20,16 +20,9 @@ EXTRAS = {
     "gpu": ("fla", "einops", "packaging"),
 }
 INCLUDES = {
-    "studies": "models",
-    "train": "models",
-    "tensorboard": "train",
-    "wandb": "train",
-    "trackio": "train",
-    "serve": "models",
+    **dict.fromkeys(("studies", "train", "serve", "onnx", "gguf", "vllm"), "models"),
+    **dict.fromkeys(("tensorboard", "wandb", "trackio"), "train"),
     "eval": "studies,train",
-    "onnx": "models",
-    "gguf": "models",
-    "vllm": "models",
 }
 
 

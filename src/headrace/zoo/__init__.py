@@ -161,10 +161,8 @@ def _named(name: str):
     if base in LINEAR:
         return compete(LINEAR[base])
     if isinstance(spec := specs.get(base), Spec):
-        raise InputError(
-            f"mixer {name!r} does not exist, because {base} {spec.uncompeting}; expected {base!r}, or softmax- "
-            f"before one of {', '.join(LINEAR)}"
-        )
+        expected = f"{base!r}, or softmax- before one of {', '.join(LINEAR)}"
+        raise InputError(f"mixer {name!r} does not exist, because {base} {spec.uncompeting}; expected {expected}")
     near = difflib.get_close_matches(name, [*names(), *MODELS], 3, cutoff=0)
     raise InputError(f"mixer {name!r} is unknown; the nearest names are {', '.join(near)} (--plugin adds others)")
 

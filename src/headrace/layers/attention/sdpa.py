@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...ops.derivatives import transformed
@@ -34,9 +35,9 @@ def weigh(
     if bias is not None:
         bias = bias.to(q.dtype)
         allowed = bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
-    # Under vmap PyTorch's fused kernels raise for a bias with a gradient.
-    mapped = bias is not None and not torch.compiler.is_compiling() and transformed()
-    with sdpa_kernel(SDPBackend.MATH) if mapped else nullcontext():
+    # PyTorch's fused kernels have no forward-mode derivative, and raise under vmap for a bias with a gradient.
+    lacking = (bias is not None and transformed()) or forward_ad._current_level >= 0
+    with sdpa_kernel(SDPBackend.MATH) if lacking and not torch.compiler.is_compiling() else nullcontext():
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), allowed,
             is_causal=causal, scale=scale, enable_gqa=q.shape[2] != k.shape[2],

@@ -4,7 +4,6 @@ Shipped recipes are in the folder of this module. Besides the fields of Recipe a
 another recipe to start from, and `from_data`, fields whose values are those of the data where there are data.
 """
 
-import difflib
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
@@ -17,7 +16,7 @@ from ... import zoo
 from ...files.processes import MOST
 from ...spec.record import PositiveFloat, PositiveInt, Range
 from ...spec.serialize import admitted
-from ...utils.errors import InputError, nearest
+from ...utils.errors import InputError, did_you_mean
 from ..optimization import Optimization, Seed
 
 FOLDER = Path(__file__).parent
@@ -203,8 +202,8 @@ def load(
         data |= {field: getattr(config, name) for name, field in SIZES.items()} | changed
     known = [field.name for field in fields(Recipe)]
     if unknown := next((str(field) for field in (*data, *about.assumed, *free) if field not in known), None):
-        meant = ELSEWHERE.get(unknown) or nearest(unknown, known)
-        raise InputError(f"recipe {name!r} has no field {unknown!r}; did you mean {meant!r}?")
+        meant = did_you_mean(ELSEWHERE.get(unknown, unknown), known)
+        raise InputError(f"recipe {name!r} has no field {unknown!r}{meant}")
     whole = {field: int(value) for field, value in data.items() if isinstance(value, float) and value.is_integer()}
     return Recipe(**admitted(Recipe, data | whole, "recipe")), about  # 4e6 counts as an integer
 
@@ -239,9 +238,8 @@ def _path(name: str) -> Path:
     shipped = FOLDER / f"{name}.yaml"
     path = shipped if shipped.is_file() else Path(name)
     if not path.is_file():
-        near = difflib.get_close_matches(name, names(), 1)
-        meant = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(names())}"
-        raise InputError(f"recipe {name!r} is neither a file nor a shipped recipe; {meant}")
+        meant = did_you_mean(name, names()) or f"; expected one of {', '.join(names())}"
+        raise InputError(f"recipe {name!r} is neither a file nor a shipped recipe{meant}")
     return path
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...utils.errors import InputError, nearest, reason
+from ...utils.errors import InputError, did_you_mean, reason
 from .adapters import causal_lm, fla_layer, layer_of_model
 
 SMALL = 5_000_000  # parameters of a model that is verified in a minute
@@ -133,8 +133,8 @@ def _of_transformers(name: str, what: str) -> tuple[Callable, tuple]:
                         f"expected transformers:{model_type}, the whole model"
                     )
             return layer_of_model, arguments
-    closest = nearest(what, [*LANGUAGE_MODELS])
-    raise InputError(f"target={name!r}; expected a model type, such as {closest}, or a layer of {', '.join(MODELS)}")
+    meant = did_you_mean(what, [*LANGUAGE_MODELS])
+    raise InputError(f"target={name!r}; expected a model type, or a layer of {', '.join(MODELS)}{meant}")
 
 
 def _modeling_file(model_type: str) -> Path:
@@ -155,7 +155,7 @@ def _of_fla(name: str, what: str) -> tuple[Callable, tuple]:
         raise InputError(f"target={name!r} needs fla.layers, of the package flash-linear-attention{has}")
     layers = importlib.import_module("fla.layers")
     if not hasattr(layers, what):
-        raise InputError(f"target={name!r}; expected a layer of fla.layers, such as {nearest(what, layers.__all__)}")
+        raise InputError(f"target={name!r}; expected a layer of fla.layers{did_you_mean(what, layers.__all__)}")
     return fla_layer, (what,)
 
 
