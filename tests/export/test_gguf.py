@@ -63,7 +63,7 @@ def test_llama_cpp_tokenizes_alike(tokenizer, tmp_path):
     "mixer, changes, reason",
     [
         ("softmax-gated-deltanet", {}, "no architecture for head competition; expected gated-deltanet, mamba2, rwkv7"),
-        ("gla", {}, "cannot write layer 0 of the model, which has MixerSpec; expected gated-deltanet, mamba2"),
+        ("gla", {}, "cannot write layer 0 of the model, which has gla; expected gated-deltanet, mamba2"),
         ("hybrid", {}, "llama.cpp has no architecture for head competition"),
         ("gated-deltanet", {}, "key dimension 24 and value dimension 48 per head; llama.cpp needs equal ones"),
         ("mamba2", {}, "with mamba2: expected style.mlp='none'"),

@@ -182,7 +182,7 @@ def architecture(config: Any) -> tuple[str, Architecture]:
     known = f"expected {', '.join(kind.mixer for kind in ARCHITECTURES.values())} in all layers"
     if any(getattr(each, "competition", None) for each in config.mixers):
         raise InputError(f"--to gguf: llama.cpp has no architecture for head competition; {known}")
-    part = type(layers[fitting].mixer).__name__ if layers[fitting].mlp != "experts" else "a mixture of experts"
+    part = zoo.name_of(layers[fitting].mixer) if layers[fitting].mlp != "experts" else "a mixture of experts"
     source, reader = (config.converted_from or {}).get("model_type"), "for llama.cpp's own converter"
     way = "" if source is None else f", or `headrace convert --to {source}` {reader}"
     raise InputError(f"--to gguf cannot write layer {fitting} of the model, which has {part}; {known}{way}")

@@ -3,6 +3,7 @@
 import os
 import sys
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -43,7 +44,7 @@ def all_devices(name: str | None) -> list[str]:
 def note_precision(device: str, precision: str) -> None:
     """Says, once, if this processor has no instructions for bfloat16, whose training steps took 3.4 times as long as
     those of float32 on one that has AVX-512 alone."""
-    known: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
+    known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     if (device, precision) == ("cpu", "bfloat16") and known and not any(map(known.get, BFLOAT16)):
         print(SLOW, file=sys.stderr)
 

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoTokenizer, set_seed
+from transformers import set_seed
 
-from ..convert.checkpoint import fetched
+from ..convert.checkpoint import fetched, read_tokenizer
 from ..data import Collator, PackedData, open_data, unigram_loss
 from ..data.rows import ORDER, evenly_spaced, full_rows, order
 from ..files.checks import damage, read_record
@@ -31,7 +31,7 @@ from ..files.hub import RUN
 from ..files.processes import handling
 from ..files.provenance import claim, defaults
 from ..files.results import restored
-from ..utils.errors import InputError, reading
+from ..utils.errors import InputError
 from ..utils.extras import named
 from ..utils.integrity import CHECKSUMS, write_json
 from . import checkpoints
@@ -194,16 +194,13 @@ def check_tokenizer(recipe: Recipe, data: PackedData) -> None:
         checkpoint = getattr(recipe, name)
         if checkpoint is None or data.tokenizer is None:
             continue
-        file = fetched(checkpoint) / "tokenizer.json"
-        if not file.is_file():
+        folder = fetched(checkpoint)
+        if not (folder / "tokenizer.json").is_file():
             continue
-        with reading(f"{name}={checkpoint!r} has no readable tokenizer"):
-            tokenizer = AutoTokenizer.from_pretrained(file.parent, local_files_only=True)
+        tokenizer = read_tokenizer(folder)
         if tokenizer.get_vocab() != data.tokenizer.get_vocab():
-            raise InputError(
-                f"{name}={checkpoint!r} has another tokenizer than the data; prepare the data with --tokenizer "
-                f"{checkpoint}"
-            )
+            other = f"{name}={checkpoint!r} has another tokenizer than the data"
+            raise InputError(f"{other}; prepare the data with --tokenizer {checkpoint}")
 
 
 def make_loop(recipe: Recipe, data: PackedData, folder: Path, processes: Processes) -> Loop:
