@@ -426,7 +426,7 @@ def test_missing_library_has_a_reason(monkeypatch, tmp_path):
 
 
 OTHER_LAYOUTS = {  # what a library lists of hr_layer instead
-    " scale:f@60": "", "amplitude:f@88": "amplitude:i@88", " D:q@96 H:q@104": " H:q@96 D:q@104", "end@400": "end@408",
+    " scale:f@64": "", "amplitude:f@92": "amplitude:i@92", " D:q@96 H:q@104": " H:q@96 D:q@104", "end@400": "end@408",
 }  # fmt: skip
 
 

@@ -153,7 +153,7 @@ def test_the_command(run_command, tmp_path):
     ("words", "sentence"),
     [
         (["lama"], "target='lama'; expected transformers:MODEL_TYPE"),
-        (["transformers:lama"], "expected a model type, such as llama"),
+        (["transformers:lama"], "; did you mean 'llama'?"),
         (["transformers:LlamaAttention"], "its forward needs position_embeddings"),
         (["transformers:whisper"], "no small model of this type can be made"),
         pytest.param(
