@@ -104,8 +104,8 @@ FORMS = (
     ),
 )
 PUBLISHED = Family(
-    "Does the published form lower what is lost where a norm follows the readout? The norm removes the size of the "
-    "gates and most of the read gate.",
+    "Does the published form lower what is lost where a norm follows the readout? Expected before the runs: the norm "
+    "removes the size of the gates and most of the read gate.",
     tuple((f"{name} published", name) for name in BACKBONES),
     ("error", "nats"),
 )
