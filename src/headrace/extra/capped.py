@@ -16,33 +16,23 @@ from torch import Tensor
 from ..layers.attention.attention import SoftmaxAttention
 from ..layers.attention.sdpa import QUERIES, visible
 from ..layers.linear.token import TOKENS
-from ..ops.backends.native.program import Program, UnsupportedError
 from ..ops.call import accumulator
 from ..ops.checks import require
-from ..spec.attention import AttentionSpec
 from ..spec.mixer import Facts
 from ..spec.record import PositiveFloat
 from ..spec.serialize import TYPES
 from ..utils.device import without_autocast
+from .dense import DenseSpec, refuse
 
 
 @dataclass(frozen=True)
-class CappedSpec(AttentionSpec):
+class CappedSpec(DenseSpec):
     """Softmax attention whose logits are bounded."""
 
     cap: PositiveFloat = 50.0  # bound c of the logits, which become c tanh(logits / c), but for that of `null`
 
+    change = "a bound of the logits (cap)"
     facts = Facts("headrace.extra.capped.CappedAttention", cached=True)
-
-    def layer(self, causal: bool) -> str:
-        return self.facts.layer
-
-    def _objections(self):
-        yield from super()._objections()
-        random = self.pattern is not None and self.pattern.random > 0
-        other = self.form != "sdpa" or self.buckets is not None or random
-        reason = f"cap={self.cap} supports neither form='tiles', buckets nor pattern.random; expected none of them"
-        yield other, reason
 
 
 class CappedAttention(SoftmaxAttention):
@@ -86,10 +76,6 @@ class CappedAttention(SoftmaxAttention):
             logits = torch.cat([first.to(logits)[:, None, None].expand(*logits.shape[:3], 1), logits], -1)
         weights = logits.softmax(-1)[..., logits.shape[-1] - k.shape[1] :].unflatten(1, heads)
         return torch.einsum("bgrtl,blgd->btgrd", weights, v).flatten(2, 3)
-
-
-def refuse(program: Program, mixer: Any, *where: Any, **how: Any) -> None:
-    raise UnsupportedError("it does not support a bound of the logits, in softmax attention")
 
 
 TYPES["capped"] = CappedSpec

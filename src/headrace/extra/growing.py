@@ -13,30 +13,24 @@ from torch import Tensor
 from ..layers.attention.attention import SoftmaxAttention
 from ..layers.linear.token import TOKENS
 from ..layers.rotary import Angles
-from ..ops.backends.native.program import Program, UnsupportedError
-from ..spec.attention import AttentionSpec
 from ..spec.mixer import Facts
 from ..spec.record import PositiveFloat, PositiveInt
 from ..spec.serialize import TYPES
+from .dense import DenseSpec, refuse
 
 
 @dataclass(frozen=True)
-class GrowingSpec(AttentionSpec):
+class GrowingSpec(DenseSpec):
     """Softmax attention with a factor of q that grows with its position."""
 
     growth: PositiveFloat = 0.1  # β
     period: PositiveInt = 16384  # n, number of tokens after which the factor grows
 
+    change = "a factor of q that grows with its position (growth)"
     facts = Facts("headrace.extra.growing.GrowingAttention", cached=True)
-
-    def layer(self, causal: bool) -> str:
-        return self.facts.layer
 
     def _objections(self):
         yield from super()._objections()
-        random = self.pattern is not None and self.pattern.random > 0
-        other = self.form != "sdpa" or self.buckets is not None or random
-        yield other, f"growth={self.growth} with form='tiles', buckets or pattern.random; expected none of them"
         late = not self.rotary or self.rope.by_length
         yield late, f"growth={self.growth} needs rotary=True with a rope.kind that does not depend on the length"
 
@@ -68,10 +62,6 @@ class GrowingAttention(SoftmaxAttention):
 
 def _angles_of(turn: Turn | None) -> Angles | None:
     return None if turn is None else (turn.cos, turn.sin)
-
-
-def refuse(program: Program, mixer: Any, *where: Any, **how: Any) -> None:
-    raise UnsupportedError("it does not support a factor that grows with the position, in softmax attention")
 
 
 TYPES["growing"] = GrowingSpec

@@ -12,29 +12,24 @@ from torch import Tensor, nn
 
 from ..layers.attention.attention import SoftmaxAttention, normalize
 from ..layers.linear.token import TOKENS
-from ..ops.backends.native.program import Program, UnsupportedError
-from ..spec.attention import AttentionSpec
+from ..ops.backends.native.program import Program
 from ..spec.mixer import Facts
 from ..spec.serialize import TYPES
 from .attention_token import add_attention
+from .dense import DenseSpec, refuse
 
 
 @dataclass(frozen=True)
-class LateNormSpec(AttentionSpec):
+class LateNormSpec(DenseSpec):
     """Softmax attention with a norm of the heads of q and k after the rotation."""
 
     weights: bool = True  # whether the norms have weights
 
+    change = "a norm of q and k after the rotation"
     facts = Facts("headrace.extra.late_norm.LateNormAttention", cached=True)
-
-    def layer(self, causal: bool) -> str:
-        return self.facts.layer
 
     def _objections(self):
         yield from super()._objections()
-        random = self.pattern is not None and self.pattern.random > 0
-        other = self.form != "sdpa" or self.buckets is not None or random
-        yield other, "late norms support neither form='tiles', buckets nor pattern.random; expected none of them"
         once = self.qk_norm == "none" and self.scale == "key"
         yield not once, f"qk_norm={self.qk_norm!r}, scale={self.scale!r} with late norms; expected 'none' and 'key'"
         longer = self.rotary and self.rope.scale != 1
@@ -73,9 +68,7 @@ class LateNormAttention(SoftmaxAttention):
 
 
 def add_token(program: Program, mixer: Any, *where: Any, **how: Any) -> None:
-    if mixer.spec.weights:
-        raise UnsupportedError("it does not support a norm after the rotation, in softmax attention")
-    add_attention(program, mixer, *where, **how)
+    (refuse if mixer.spec.weights else add_attention)(program, mixer, *where, **how)
 
 
 TYPES["late-norm"] = LateNormSpec
