@@ -199,7 +199,8 @@ def released(file: Path, into: Path) -> dict[str, nn.Module]:
     export_checkpoint(model, "llama", into)
     models = {"transformers": LlamaForCausalLM.from_pretrained(into), "headrace": model}
     models |= {"headrace, weights in bfloat16": copy.deepcopy(model).bfloat16()}
-    models |= {"headrace, weights in int8": quantize(copy.deepcopy(model))}
+    for kind, said in {"int8": "int8", "bfloat16": "bfloat16, numbers in float32"}.items():
+        models[f"headrace, weights in {said}"] = quantize(copy.deepcopy(model), kind)
     if reason := missing("llama.cpp"):
         raise ModuleNotFoundError(reason)
     for said, kind in {"": F32, ", weights in int8": Q8_0}.items():

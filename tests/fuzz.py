@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from headrace import InputError, layers, linear_attention, step, zoo
 from headrace.layers.linear.convolution import convolve
-from headrace.layers.quantized import Int8Linear
+from headrace.layers.quantized import QuantizedLinear
 from headrace.ops.backends.native import library as native
 from headrace.ops.call import accumulator
 from headrace.ops.reference import literal
@@ -221,7 +221,7 @@ def convolution(dice: Dice) -> None:
 
 def int8(dice: Dice) -> None:
     linear, dtype = nn.Linear(dice.size(200), dice.size(200), bias=dice.likely(0.5)), dice.choice(DTYPES)
-    small = Int8Linear(linear)
+    small = QuantizedLinear(linear)
     exact = nn.functional.linear(torch.eye(linear.in_features), small.weight.float()).T
     x = dice.laid_out(torch.randn(dice.choice([0, 1, 2, 8, 9, 30]), linear.in_features).to(dtype))
     if bad := dice.likely(0.2):

@@ -76,6 +76,20 @@ def test_int8_model_equals_its_weights_in_float64(rows):
     assert relative(decoded(model, ids, 2), exact[:, 2:]) < 40 * 2**-16
 
 
+@pytest.mark.parametrize("rows", [1, 9, 24])
+@pytest.mark.parametrize("mixer", ["transformer", "gated-deltanet", "rwkv6"])
+@torch.no_grad()
+def test_weights_in_bfloat16_change_no_bit_of_a_model_released_in_it(mixer, rows):
+    """They are the same numbers, and the sums have the same order."""
+    model, ids = tiny.build(mixer).bfloat16().float(), torch.randint(29, (rows, 6))
+    narrow = quantize(copy.deepcopy(model), "bfloat16")
+    cache = model(ids[:, :2], use_cache=True).past_key_values
+    caches = [(model, cache), (narrow, copy.deepcopy(cache))]
+    for t in range(2, 6):
+        logits, same = (each.engine.read(each, ids[:, t : t + 1], own) for each, own in caches)
+        assert torch.equal(logits, same)
+
+
 @torch.no_grad()
 def test_changed_weights_and_modules_are_noticed():
     model, ids = tiny.build("softmax-gla").float(), torch.randint(29, (2, 9))

@@ -9,7 +9,7 @@ from torch import nn
 from headrace import layers, zoo
 from headrace.layers.base import Mixer
 from headrace.layers.packing import padding_last
-from headrace.layers.quantized import Int8Linear
+from headrace.layers.quantized import QuantizedLinear
 from headrace.verification.verify import relative
 from tiny import SIZES, build, by_state, close, covering, layer, tokens
 
@@ -111,7 +111,7 @@ def test_replaced_lm_head_changes_the_training_loss(how):
 @torch.no_grad()
 def test_input_projection_can_be_quantized():
     made, x = layer("rwkv6"), torch.randn(2, T, D)
-    quantized = Int8Linear(made.in_proj)
+    quantized = QuantizedLinear(made.in_proj)
     made.in_proj.weight.copy_(quantized.weight)
     expected, made.in_proj = made(x)[0], quantized
     assert relative(made(x)[0], expected) < 2**-13  # its kernel rounds inputs to 16 bits, 2^-16 of the largest

@@ -1,4 +1,5 @@
-"""Eight-bit weights: each product against the same integers in float64, the model against the one it was made from."""
+"""Weights in eight bits and in bfloat16: each product against the same numbers in float64, the model against the one it
+was made from."""
 
 from copy import deepcopy
 
@@ -9,11 +10,12 @@ from torch import nn
 import tiny
 from equation import MAX_ERROR_RATIO, skip_if_missing
 from headrace import InputError, Mixer, quantize
-from headrace.layers.quantized import FEW, Int8Linear
+from headrace.layers.quantized import FEW, QuantizedLinear
 from headrace.ops.backends.native import library as native
 from headrace.verification.verify import relative
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+KINDS = pytest.mark.parametrize("kind", ["int8", "bfloat16"])
 
 
 @pytest.fixture(params=["native", "torch"])
@@ -23,47 +25,51 @@ def kernel(request, monkeypatch):
 
 
 def exact(layer, x):
-    return x.double() @ (layer.integers.double() * layer.scale.double()[:, None]).T + layer.bias.double()
+    return x.double() @ (layer.stored.double() * layer.scale.double()[:, None]).T + layer.bias.double()
 
 
 def rounding(layer, x):
     """How far from `exact` an output may be: weight, bias and result are rounded to x's precision, n + 2 products and
-    sums to that of the accumulator, and x itself, in the kernel, to half of the largest one's 32,767th."""
+    sums to that of the accumulator, and x itself, in the kernel of integers, to half of the largest one's 32,767th."""
     u = torch.finfo(x.dtype).eps / 2
     sums = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps / 2 * (x.shape[-1] + 2)
-    size = x.double().abs() @ (layer.integers.double().abs() * layer.scale.double()[:, None]).T
-    weights = layer.integers.double().abs() @ torch.ones(x.shape[-1], dtype=torch.float64) * layer.scale.double()
+    size = x.double().abs() @ (layer.stored.double().abs() * layer.scale.double()[:, None]).T
+    weights = layer.stored.double().abs() @ torch.ones(x.shape[-1], dtype=torch.float64) * layer.scale.double()
     steps = x.double().abs().amax(-1, keepdim=True) * 0.501 / 32767 * weights
-    return (3 * u + sums) * (size + layer.bias.double().abs()) + steps
+    return (3 * u + sums) * (size + layer.bias.double().abs()) + steps * (layer.stored.dtype is torch.int8)
 
 
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("rows", [1, FEW, FEW + 1])
 @pytest.mark.parametrize("sizes", [(1, 1), (33, 65), (130, 67)])
+@KINDS
 @torch.no_grad()
-def test_quantized_layer_equals_its_integers_times_scales(sizes, rows):
-    layer, x = Int8Linear(nn.Linear(*sizes)), torch.randn(rows, sizes[0])
+def test_quantized_layer_equals_its_stored_weights_times_scales(kind, sizes, rows):
+    layer, x = QuantizedLinear(nn.Linear(*sizes), kind), torch.randn(rows, sizes[0])
     assert ((layer(x).double() - exact(layer, x)).abs() <= rounding(layer, x)).all()
 
 
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cast", [None, *DTYPES], ids=str)
+@KINDS
 @torch.no_grad()
-def test_casting_keeps_integers_and_scales(cast, dtype):
+def test_casting_keeps_stored_weights_and_scales(kind, cast, dtype):
     """Any precision of the model with any of its input, on either side of the few rows that have a kernel."""
     linear = nn.Linear(64, 48)
-    layer = Int8Linear(linear)
-    scale = layer.scale.clone()
+    layer = QuantizedLinear(linear, kind)
+    scale, stored = layer.scale.clone(), layer.stored.clone()
     layer = layer if cast is None else layer.to(cast)
     assert torch.equal(layer.scale, scale) and layer.scale.dtype is torch.float32
-    assert layer.integers.dtype is torch.int8 and layer.weight.dtype is (cast or torch.float32)
+    assert torch.equal(layer.stored, stored) and layer.stored.dtype is getattr(torch, kind)
+    assert layer.weight.dtype is (cast or torch.float32)
+    largest = scale[:, None] * 0.501 if kind == "int8" else linear.weight.abs() * torch.finfo(torch.bfloat16).eps / 2
     for rows in (1, FEW, FEW + 1):
         x = torch.randn(rows, 64).to(dtype)
         y, full = layer(x), nn.functional.linear(x.double(), linear.weight.double(), layer.bias.double())
         assert y.dtype is dtype
         assert ((y.double() - exact(layer, x)).abs() <= rounding(layer, x)).all()
-        step = x.double().abs().sum(1, keepdim=True) * scale.double() * 0.501  # a weight is wrong by half of one
+        step = x.double().abs() @ largest.double().expand_as(linear.weight).T  # of errors of half a step of a weight
         assert ((y.double() - full).abs() <= rounding(layer, x) + step).all()
 
 
@@ -76,7 +82,7 @@ def test_half_precision_quantized_model_is_as_accurate_as_its_dequantized_weight
     model = tiny.build(mixer).float()
     quantized = quantize(deepcopy(model))
     for name, layer in quantized.named_modules():
-        if isinstance(layer, Int8Linear):
+        if isinstance(layer, QuantizedLinear):
             model.get_submodule(name).weight = nn.Parameter(layer.weight)  # unties the head, which is quantized
     ids = torch.randint(29, (3, FEW))
     expected, half = deepcopy(model).double()(ids).logits, deepcopy(model).to(dtype)(ids).logits
@@ -89,7 +95,7 @@ def test_half_precision_quantized_model_is_as_accurate_as_its_dequantized_weight
 @torch.no_grad()
 def test_autocast_and_empty_input_as_in_nn_linear():
     linear = nn.Linear(32, 16)
-    layer = Int8Linear(linear)
+    layer = QuantizedLinear(linear)
     for rows in (0, 1, FEW + 1):
         x = torch.randn(rows, 32)
         assert layer(x).shape == linear(x).shape
@@ -98,11 +104,21 @@ def test_autocast_and_empty_input_as_in_nn_linear():
             assert layer(x.double()).dtype is torch.float64
 
 
-def test_weights_without_a_scale_are_refused():
+@KINDS
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_weights_that_are_not_finite_are_refused(value, kind):
     linear = nn.Linear(4, 4)
-    linear.weight.data[1, 2] = torch.nan
+    linear.weight.data[1, 2] = value
     with pytest.raises(InputError, match="a weight has a NaN or an infinity"):
-        Int8Linear(linear)
+        QuantizedLinear(linear, kind)
+
+
+def test_a_weight_beyond_the_range_of_bfloat16_is_refused():
+    linear = nn.Linear(4, 4)
+    linear.weight.data[1, 2] = torch.finfo(torch.float32).max
+    QuantizedLinear(linear)
+    with pytest.raises(InputError, match="a weight has a NaN or an infinity"):
+        QuantizedLinear(linear, "bfloat16")
 
 
 def test_model_that_cannot_be_loaded_is_not_saved(tmp_path):
@@ -112,7 +128,7 @@ def test_model_that_cannot_be_loaded_is_not_saved(tmp_path):
 
 
 def test_wrong_inputs_are_refused():
-    layer = Int8Linear(nn.Linear(32, 16))
+    layer = QuantizedLinear(nn.Linear(32, 16))
     with pytest.raises(InputError, match=r"x has shape \[2, 64\]; expected \[\.\.\., 32\]"):
         layer(torch.randn(2, 64))
     with pytest.raises(InputError, match=r"x has dtype torch.int64; expected a floating-point dtype"):
@@ -122,13 +138,13 @@ def test_wrong_inputs_are_refused():
 @torch.no_grad()
 def test_large_and_infinite_inputs_of_one_block_leave_others_alone():
     skip_if_missing("native")
-    layer, x = Int8Linear(nn.Linear(2050, 3)), torch.randn(3, 2050)
+    layer, x = QuantizedLinear(nn.Linear(2050, 3)), torch.randn(3, 2050)
     x[0, :1024] *= 1e6
     x[1, 5], x[2, 5] = torch.nan, torch.inf
     y = layer(x)
     assert ((y[0].double() - exact(layer, x[:1])[0]).abs() <= rounding(layer, x[:1])).all()
-    alone = Int8Linear(nn.Linear(1026, 3, bias=False))
-    alone.integers, alone.scale = layer.integers[:, 1024:].contiguous(), layer.scale
+    alone = QuantizedLinear(nn.Linear(1026, 3, bias=False))
+    alone.stored, alone.scale = layer.stored[:, 1024:].contiguous(), layer.scale
     assert y[1:].isnan().all() and alone(x[1:, 1024:]).isfinite().all()
 
 
@@ -136,29 +152,30 @@ def test_large_and_infinite_inputs_of_one_block_leave_others_alone():
 def test_rounding_error_is_at_most_half_a_step():
     linear = nn.Linear(64, 48)
     linear.weight[3] = 0
-    layer = Int8Linear(linear)
-    assert layer.integers.abs().max() == 127
+    layer = QuantizedLinear(linear)
+    assert layer.stored.abs().max() == 127
     assert ((layer.weight - linear.weight).abs() <= layer.scale[:, None] * 0.501).all()
     assert (layer.weight[3] == 0).all()
 
 
 @torch.no_grad()
 def test_any_stride_and_dtype_of_the_input():
-    layer = Int8Linear(nn.Linear(32, 16))
+    layer = QuantizedLinear(nn.Linear(32, 16))
     x = torch.randn(32, 2, 3).permute(1, 2, 0)
     assert ((layer(x).double() - exact(layer, x)).abs() <= rounding(layer, x)).all()
-    half = Int8Linear(nn.Linear(32, 16).bfloat16())
+    half = QuantizedLinear(nn.Linear(32, 16).bfloat16())
     assert half(x.bfloat16()).dtype is half.weight.dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize(
     "mixer", ["gla", "softmax-gla", "gated-deltanet", "rwkv6", "transformer", "qwen3-next", "ling"]
 )
+@KINDS
 @torch.no_grad()
-def test_decoding_equals_the_full_forward(mixer):
+def test_decoding_equals_the_full_forward(kind, mixer):
     """In float64 to rounding; in float32, where a product with few rows rounds its input, as near to that as the full
     forward of so few is: some of these models amplify a rounding a hundred times, whatever computes them."""
-    model = quantize(tiny.build(mixer).float())
+    model = quantize(tiny.build(mixer).float(), kind)
     left = {name.split(".")[-2] for name, module in model.named_modules() if type(module) is nn.Linear}
     assert left == ({"decay"} if "gla" in mixer else set())
     ids = torch.randint(29, (2, 11))  # from 24 rows on, inputs are not rounded
@@ -178,7 +195,7 @@ def test_decoding_equals_the_full_forward(mixer):
 def test_decays_and_gates_are_not_quantized(mixer):
     skip_if_missing("native")
     layer = Mixer(mixer, hidden_size=32, num_heads=4)
-    integer = {name for name, module in quantize(layer).named_modules() if isinstance(module, Int8Linear)}
+    integer = {name for name, module in quantize(layer).named_modules() if isinstance(module, QuantizedLinear)}
     assert integer == {"in_proj", "o_proj"}
     assert layer.token_program(torch.randn(2, 1, 32))[1] is None
 
@@ -191,4 +208,4 @@ def test_training_and_unsupported_modules_are_refused():
     with pytest.raises(InputError, match="model is a linear layer itself; expected a module that contains it"):
         quantize(nn.Linear(2, 2))
     with pytest.raises(InputError, match="requires a gradient"):
-        Int8Linear(nn.Linear(4, 4))(torch.randn(1, 4, requires_grad=True))
+        QuantizedLinear(nn.Linear(4, 4))(torch.randn(1, 4, requires_grad=True))

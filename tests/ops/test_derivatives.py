@@ -19,7 +19,7 @@ from headrace.history.layers.flash import flash_attention
 from headrace.layers import build
 from headrace.layers.attention.gathered import Groups, attend_gathered
 from headrace.layers.linear.convolution import convolve
-from headrace.layers.quantized import Int8Linear
+from headrace.layers.quantized import QuantizedLinear
 from headrace.ops.loss import linear_cross_entropy
 from headrace.ops.sequences import Sequences
 from headrace.verification.verify import relative
@@ -255,7 +255,7 @@ def test_convolution_equals_pytorch_under_transforms():
 
 @torch.no_grad()
 def test_int8_linear_works_under_transforms():
-    layer, x = Int8Linear(nn.Linear(6, 5)), torch.randn(2, 6)
+    layer, x = QuantizedLinear(nn.Linear(6, 5)), torch.randn(2, 6)
     expected = x @ layer.weight.T
     assert torch.allclose(torch.func.jvp(layer, (x,), (x,))[1], expected, atol=1e-6)
     assert torch.allclose(torch.func.vmap(layer)(x), expected + layer.bias, atol=1e-6)
@@ -270,7 +270,7 @@ class Named(torch.Tensor):
 def test_tensor_subclasses_are_kept(wrap):
     """One made of two tensors has no memory of its own to read."""
     q, x = torch.randn(1, 4, 2, 6), torch.randn(1, 3, 6)
-    layer, conv = Int8Linear(nn.Linear(6, 5)), nn.Conv1d(6, 6, 4, groups=6)
+    layer, conv = QuantizedLinear(nn.Linear(6, 5)), nn.Conv1d(6, 6, 4, groups=6)
     # The kernel of int8 weights rounds x to 16 bits, and does not take part.
     rounding = float(x.abs().max() * 6 * layer.weight.abs().max()) / 2**16
     runs = (

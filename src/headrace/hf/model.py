@@ -20,7 +20,7 @@ from ..layers.base import Mixer
 from ..layers.blocks.block import Block
 from ..layers.blocks.stack import Backbone, initialize
 from ..layers.maps import asking, wanted
-from ..layers.quantized import Int8Linear
+from ..layers.quantized import QuantizedLinear
 from ..ops.checks import check_tensor, require
 from ..ops.sequences import Sequences
 from ..utils.errors import InputError
@@ -78,7 +78,7 @@ class HeadracePreTrainedModel(PreTrainedModel):
     def save_pretrained(self, save_directory, is_main_process: bool = True, **options):  # type: ignore[override]
         """As in transformers, and writes checksums of the weights, which `load` verifies. Raises InputError for a
         quantized model, whose weights nothing can load."""
-        quantized = any(isinstance(module, Int8Linear) for module in self.modules())
+        quantized = any(isinstance(module, QuantizedLinear) for module in self.modules())
         require(not quantized, "the model is quantized, and its weights could not be loaded; expected the original")
         if is_main_process:
             unseal(Path(save_directory))

@@ -1,4 +1,4 @@
-"""Linear layers with int8 weights, for faster decoding: each token reads every weight once."""
+"""Linear layers with weights in int8 or bfloat16, for faster decoding: each token reads every weight once."""
 
 import torch
 import torch.nn.functional as F
@@ -15,42 +15,46 @@ from ..utils.errors import InputError
 FEW = 64  # number of rows up to which the native kernel is faster than PyTorch's product with converted weights
 
 
-class Int8Linear(nn.Module):
-    """A linear layer y = x Wᵀ + b with int8 weights in [−127, 127] and one scale per row: its largest |entry| / 127.
+class QuantizedLinear(nn.Module):
+    """A linear layer y = x Wᵀ + b with weights in bfloat16, or in int8: integers in [−127, 127] and one scale per row,
+    its largest |entry| / 127; in bfloat16 it is 1.
 
-    The native kernel, which reads the integers, computes up to 64 rows. Of fewer than 24 it rounds each x to 16-bit
-    integers with one scale per 1,024 inputs: one infinity makes the row's output NaN. PyTorch computes more rows, with
-    the weight converted to x's dtype. Sums are in float32, or float64 for float64. A cast of the module changes the
-    dtype of `weight` and of the bias; integers and scales keep theirs.
+    The native kernel, which reads the stored weights, computes up to 64 rows. Of fewer than 24 with int8 weights it
+    rounds each x to 16-bit integers with one scale per 1,024 inputs: one infinity makes the row's output NaN. PyTorch
+    computes more rows, with the weight converted to x's dtype. Sums are in float32, or float64 for float64. A cast of
+    the module changes the dtype of `weight` and of the bias; stored weights and scales keep theirs.
 
-    Args:
-        linear: the layer whose weights are quantized.
-
-    Raises:
-        InputError: for a weight with NaN or an infinity.
+    kind: "int8" or "bfloat16". Raises InputError for a weight that is NaN or infinite, also if rounding makes it so.
     """
 
-    integers: Tensor
+    stored: Tensor
     scale: Tensor
     bias: Tensor | None
 
-    def __init__(self, linear: nn.Linear):
+    def __init__(self, linear: nn.Linear, kind: str = "int8"):
         super().__init__()
-        weight = linear.weight.detach().float()
-        require(bool(weight.isfinite().all()), "a weight has a NaN or an infinity; expected finite numbers to quantize")
-        scale = weight.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / 127
-        self.out_features, self.in_features = weight.shape
-        self.register_buffer("integers", (weight / scale[:, None]).round().to(torch.int8))
+        rounded = linear.weight.detach().float()
+        scale = rounded.new_ones(len(rounded))
+        if kind == "int8":
+            scale = rounded.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / 127
+            rounded = (rounded / scale[:, None]).round()
+        stored = rounded.to(getattr(torch, kind))
+        finite = bool((stored.isfinite() & rounded.isfinite()).all())
+        require(finite, "a weight has a NaN or an infinity; expected finite numbers to quantize")
+        self.out_features, self.in_features = stored.shape
+        self.register_buffer("stored", stored)
         self.register_buffer("scale", scale)
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().clone())
         self.dtype = linear.weight.dtype
         self.program = ProgramOf(_product)
 
     def _apply(self, fn, recurse=True):
-        self.dtype, scale = fn(self.scale.new_empty(0, dtype=self.dtype)).dtype, self.scale
+        self.dtype = fn(self.stored.new_empty(0, dtype=self.dtype)).dtype
+        before = {"stored": self.stored, "scale": self.scale}
         super()._apply(fn, recurse)
-        if self.scale.dtype is not scale.dtype:  # the kernel reads float32, and rounding a scale would change weights
-            self.scale = scale.to(self.scale.device)
+        for name, x in before.items():
+            if (cast := getattr(self, name)).dtype is not x.dtype:  # the kernel reads x's, and a cast changes weights
+                setattr(self, name, x.to(cast.device))
         return self
 
     @property
@@ -60,7 +64,7 @@ class Int8Linear(nn.Module):
 
     def _in(self, dtype: torch.dtype) -> Tensor:
         """Returns the weight in a dtype. The product is in float32, or in float64."""
-        return (self.integers * self.scale.to(torch.promote_types(dtype, torch.float32))[:, None]).to(dtype)
+        return (self.stored * self.scale.to(torch.promote_types(dtype, torch.float32))[:, None]).to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features], in x's dtype or autocast's.
@@ -93,11 +97,9 @@ class Int8Linear(nn.Module):
             raise InputError(f"x has shape {list(x.shape)}; expected [..., {self.in_features}]")
         if not x.is_floating_point():
             raise InputError(f"x has dtype {x.dtype}; expected a floating-point dtype")
-        if x.device != self.integers.device:
-            raise InputError(f"x is on {x.device} and the weights are on {self.integers.device}; expected one device")
 
 
-def _product(program: Program, layer: Int8Linear) -> None:
+def _product(program: Program, layer: QuantizedLinear) -> None:
     """Builds the program of one product."""
     x, y = program.columns(layer.in_features), program.columns(layer.out_features)
     program.add("load", out=x, outputs=layer.in_features)
@@ -106,26 +108,27 @@ def _product(program: Program, layer: Int8Linear) -> None:
 
 
 def quantize(model: nn.Module, kind: str = "int8") -> nn.Module:
-    """Replaces the linear layers of a model by Int8Linear, in place, and returns the model, for inference only.
+    """Replaces the linear layers of a model by QuantizedLinear, in place, and returns the model, for inference only.
 
     Embeddings, also when tied to the head, norms, gates and decays are not quantized. A quantized model cannot be
     trained, and its saved weights cannot be loaded: save the original model instead.
 
     Args:
         model: a model or a layer in any floating-point dtype; changed in place.
-        kind: "int8", the only one.
+        kind: "int8"; or "bfloat16", which changes nothing in a float32 model whose weights were released in bfloat16
+            but the time of a token and the memory: what is computed from them is in float32 as before.
 
     Raises:
-        InputError: for a kind other than "int8", for a model that is itself a linear layer, and for one with adapters.
+        InputError: for another kind, for a model that is itself a linear layer, and for one with adapters.
     """
     check_module(model=model)
-    require_name(("int8",), kind=kind)
+    require_name(("int8", "bfloat16"), kind=kind)
     if type(model) is nn.Linear:
-        raise InputError("model is a linear layer itself; expected a module that contains it, or use Int8Linear")
+        raise InputError("model is a linear layer itself; expected a module that contains it, or use QuantizedLinear")
     if any(hasattr(module, "base_layer") for module in model.modules()):  # PEFT's name for what an adapter wraps
         raise InputError("model has adapters; expected model.merge_and_unload()")
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if type(layer) is nn.Linear and getattr(parent, "quantizable", True):
-                setattr(parent, name, Int8Linear(layer))
+                setattr(parent, name, QuantizedLinear(layer, kind))
     return model.eval().requires_grad_(False)

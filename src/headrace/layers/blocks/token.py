@@ -7,7 +7,7 @@ from torch import nn
 from ...ops.backends.native.program import NAMES, Program, UnsupportedError
 from ..linear.token import add_linear, token_of
 from ..norms import OffsetRMSNorm
-from ..quantized import Int8Linear
+from ..quantized import QuantizedLinear
 from .block import AFTER, BEFORE, MLP, Block
 from .stack import Backbone
 
@@ -30,7 +30,7 @@ def language_model(program: Program, model: Any) -> None:
     x, weight = program.columns(D), program.weight(embedding, "weight", shape)
     program.add("embed", out=x, outputs=D, number=backbone.embedding_scale, weight=weight)
     add_backbone(program, backbone, x)
-    program.linear(program.module(model, "lm_head", nn.Linear, Int8Linear), x, 0)
+    program.linear(program.module(model, "lm_head", nn.Linear, QuantizedLinear), x, 0)
     if model.cap is not None:
         program.add("cap", outputs=model.lm_head.out_features, number=model.cap)
 
@@ -93,7 +93,7 @@ def _end_branch(program: Program, block: Block, name: str, x: int, branch: int) 
 
 def _add_mlp(program: Program, mlp: MLP, x: int, out: int, add: bool) -> None:
     """Adds an MLP: out = mlp(x), or out += mlp(x)."""
-    width = program.module(mlp, "up_proj", nn.Linear, Int8Linear).out_features
+    width = program.module(mlp, "up_proj", nn.Linear, QuantizedLinear).out_features
     start = hidden = program.columns(width)
     kind = ACTIVATIONS.get(mlp.kind, mlp.kind)
     program.fixed(mlp, "kind", "activation")
@@ -116,11 +116,8 @@ def add_norm(program: Program, parent: nn.Module, name: str, x: int, out: int, a
     program.fixed(norm, "eps", "normalized_shape")
     if norm.eps is None:
         raise UnsupportedError(f"{type(parent).__name__}.{name}.eps is None")
-    weights = {
-        n: program.weight(norm, n, norm.normalized_shape)
-        for n in ("weight", "bias")
-        if getattr(norm, n, None) is not None
-    }
+    names = [n for n in ("weight", "bias") if getattr(norm, n, None) is not None]
+    weights = {n: program.weight(norm, n, norm.normalized_shape) for n in names}
     what = NAMES["norm"].index(NORMS[type(norm)])
     program.add("norm", x=x, out=out, inputs=norm.normalized_shape[0], outputs=of, what=what, add=add, number=norm.eps,
                 **weights)  # fmt: skip

@@ -19,7 +19,7 @@ from ...ops.derivatives import has_address
 from ...spec.linear import Competition
 from ...utils.tables import Table
 from ..base import check_state
-from ..quantized import Int8Linear
+from ..quantized import QuantizedLinear
 from .token_shift import TokenShift
 
 
@@ -146,9 +146,8 @@ def _add_shifted_projections(program: Program, mixer: Any, x: int, projected: in
     state = program.state(place, "shift", (1, D))
     mixed = program.columns(D)
     low, more = program.columns(len(streams) * rank), program.columns(D)
-    weight = {
-        name: program.weight(shift, name, getattr(shift, name).shape) for name in ("base", "offset", "down", "up")
-    }
+    names = "base", "offset", "down", "up"
+    weight = {name: program.weight(shift, name, getattr(shift, name).shape) for name in names}
     program.add("mix", x=x, out=mixed, inputs=D, weight=weight["base"], state=state)
     program.add("transposed", x=mixed, out=low, inputs=D, outputs=len(streams) * rank, weight=weight["down"])
     program.add("activate", x=low, out=low, inputs=len(streams) * rank, what=NAMES["activation"].index("tanh"))
@@ -170,7 +169,7 @@ def add_linear(
     rows: tuple[int, int] | None = None,
 ) -> None:  # fmt: skip
     """Adds the linear layer `parent.name` to a program, as `Program.linear`."""
-    program.linear(program.module(parent, name, nn.Linear, Int8Linear), x, out, add, rows)
+    program.linear(program.module(parent, name, nn.Linear, QuantizedLinear), x, out, add, rows)
 
 
 OUTSIDE = "in_proj", "o_proj", "shift"  # modules that are operations of their own

@@ -181,7 +181,7 @@ class Program:
         """Adds a linear layer: out = W x + b, or out += W x + b.
 
         Args:
-            module: an nn.Linear, or a layer with int8 weights: `integers` [outputs, inputs] and `scale` [outputs].
+            module: an nn.Linear, or a QuantizedLinear: `stored` [outputs, inputs] and `scale` [outputs].
             rows: (first row, number of rows) of W to compute; None: all.
         """
         shape = module.out_features, module.in_features
@@ -189,7 +189,7 @@ class Program:
         if isinstance(module, nn.Linear):
             weight, scale = self.weight(module, "weight", shape), None
         else:
-            weight = self.weight(module, "integers", shape, torch.int8)
+            weight = self.weight(module, "stored", shape, module.stored.dtype)
             scale = self.weight(module, "scale", shape[:1], torch.float32)
         bias = None if module.bias is None else self.weight(module, "bias", shape[:1])
         sizes = {"inputs": shape[1], "outputs": outputs, "first": first}
