@@ -77,3 +77,10 @@ def test_fla_version_is_checked(installed, reason, monkeypatch):
 def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr(op.util, "find_spec", lambda name: None if name == "einops" else object())
     assert op._not_installed() == 'it needs the extra [gpu]: pip install "headrace[gpu]"'
+
+
+def test_the_kernels_that_fla_takes_are_named(monkeypatch):
+    assert "flash-qla" not in op.BACKEND.about()
+    monkeypatch.setattr(op.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(op, "version", {"fla-core": "0.6.0", "flash-qla": "0.1.3"}.get)
+    assert op.BACKEND.about() == f"fla-core 0.6.0, Triton {triton.__version__}, flash-qla 0.1.3"

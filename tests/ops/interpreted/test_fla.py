@@ -1,5 +1,9 @@
 """The backend "fla" against the literal loop in float64: outputs, final states and all gradients."""
 
+import sys
+from importlib import import_module
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,6 +13,7 @@ import fla_shims
 
 from equation import DECAYS, Way, assert_same, inputs
 from headrace import InputError, backends, linear_attention
+from headrace.ops.backends.fla import op
 
 fla_shims.install()
 T, H, K, V = 70, 2, 16, 24  # a chunk of 64 tokens and a part of the next
@@ -45,6 +50,7 @@ def test_shared_keys():
 
 def test_grouped_queries():
     assert_same(arguments("scalar", heads=1, queries=2), FLA, rule="delta")
+    assert_same(arguments("scalar", heads=1, queries=2, gates=False), FLA, rule="delta")
 
 
 def test_bonus():
@@ -95,6 +101,33 @@ def test_a_decay_to_nothing():
     rest, _ = linear_attention(**cut, backend="torch")
     # FLA sums base-2 logarithms in float32, and those from 128 to 256 have steps of 2⁻¹⁶.
     assert (whole[:, 40:] - rest).abs().max() <= 2**-16 * rest.abs().max()
+
+
+@pytest.mark.parametrize("decay", ["scalar", pytest.param("vector", marks=pytest.mark.slow)])
+def test_keys_shared_by_heads_are_not_repeated(decay, monkeypatch):
+    monkeypatch.setattr(op, "_per_head", None)
+    assert_same(arguments(decay, gates=False, groups=1), FLA, rule="delta")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_flash_qla_computes_what_fla_gives_to_it(packed, monkeypatch):
+    """The package stands for the loop here. Its arguments are those that FLA would call it with on Hopper."""
+    calls = []
+
+    def chunk_gated_delta_rule(q, k, v, g, beta, scale, initial_state, cu_seqlens, **more):
+        calls.append(more)
+        wide = {"scale": scale, "log_decay": g, "beta": beta, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+        out, state = linear_attention(q.float(), k.float(), v.float(), **wide, rule="delta", backend="torch")
+        return out.to(v.dtype), state
+
+    chosen = import_module("fla.ops.gated_delta_rule.backends.flash_qla")
+    monkeypatch.setattr(chosen, "IS_NVIDIA_HOPPER", True)
+    monkeypatch.setattr(chosen.FlashQLABackend, "is_available", classmethod(lambda cls: True))
+    fake = SimpleNamespace(chunk_gated_delta_rule=chunk_gated_delta_rule)
+    monkeypatch.setitem(sys.modules, "flash_qla", fake)
+    n = {"n": 4} if packed else {}
+    assert_same(arguments("scalar", key=128, value=128, **n), HALF, PACKED if packed else None, rule="delta")
+    assert calls and all(more["output_final_state"] for more in calls)
 
 
 def test_bounds_changed_in_place_are_read_again():

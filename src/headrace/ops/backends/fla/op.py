@@ -7,7 +7,8 @@
     delta   [H], [B, T, H]               chunk_gated_delta_rule
     delta   [B, T, H, K]                 chunk_kda
 
-The kernels have no gates. The read gate multiplies q, the write gate multiplies v, and under the additive rule β
+FLA itself takes FlashQLA's kernels for chunk_gated_delta_rule where they are installed and K = V = 128, on Hopper and
+newer. The kernels have no gates. The read gate multiplies q, the write gate multiplies v, and under the additive rule β
 multiplies v too, each product rounded once to v's dtype. Autograd gives the gradients of the gates through the
 products. fla-core is imported by the first call, because its import takes seconds.
 """
@@ -36,9 +37,7 @@ NAME = "backend='fla'"
 
 
 def _not_installed() -> str | None:
-    packages = "fla", "triton", "packaging", "einops"
-    absent = [name for name in packages if util.find_spec(name) is None]
-    if absent:
+    if any(util.find_spec(name) is None for name in ("fla", "triton", "packaging", "einops")):
         return f"it needs {named('gpu')}"
     try:
         installed = version("fla-core")
@@ -100,17 +99,14 @@ def _miscompiled(call: Call) -> str | None:
     decay, wanted = call.log_decay, any(x is not None and x.requires_grad for x in call.tensors)
     if not (wanted and torch.is_grad_enabled()) or interpreted():
         return None
-    if not (call.delta or _per_token(decay)) or not is_hopper(call.v.device):
+    # One number per token and head, which a fixed decay with a gradient becomes.
+    scalar = decay is not None and (decay.dim() == 3 or (decay.dim() == 1 and decay.requires_grad))
+    if not (call.delta or scalar) or not is_hopper(call.v.device):
         return None
     triton_version = TorchVersion(import_module("triton").__version__)
     if triton_version >= "3.4" and triton_version < "3.7.1":
         return f"Triton {triton_version} miscompiles its gradients for this GPU; expected Triton 3.7.1 or newer"
     return None
-
-
-def _per_token(decay: Tensor | None) -> bool:
-    """Whether the decay is one number per token and head for FLA; its fixed decay has no gradient."""
-    return decay is not None and (decay.dim() == 3 or (decay.dim() == 1 and decay.requires_grad))
 
 
 # --- a call ----------------------------------------------------------------------------------------------------------
@@ -132,29 +128,28 @@ def _run(call: Call) -> tuple[Tensor, Tensor]:
 
 def _kernel(call: Call) -> tuple[Tensor, Tensor]:
     ops, H, state = import_module("fla.ops"), call.v.shape[2], call.initial_state
-    q, k = _gated(_per_head(call.q, H), call.read_gate), _per_head(call.k, H)
-    v = _gated(call.v, call.write_gate)
+    q, k, v, decay = call.q, call.k, _gated(call.v, call.write_gate), _decay(call)
+    shared = call.q.shape[2] == call.k.shape[2] and call.read_gate is None  # by the heads of a group
+    if not (shared and call.delta and decay is not None):  # two kernels take such heads
+        q, k = _per_head(q, H), _per_head(k, H)
+    q = _gated(q, call.read_gate)
     settings: dict[str, Any] = {
         "scale": call.scale, "initial_state": None if state is None else state.float(), "output_final_state": True,
     }  # fmt: skip
     if call.cu_seqlens is not None:
         bounds = packing(call.cu_seqlens, call.v.shape[1])
         settings |= {"cu_seqlens": bounds.on_device, "cu_seqlens_cpu": bounds.on_host}
-    decay = _decay(call)
     if not call.delta:
-        return _additive(ops, q, k, _gated(v, call.beta), decay, settings)
+        v = _gated(v, call.beta)
+        if decay is not None and decay.dim() == 4:
+            return ops.chunk_gla(q, k, v, decay, **settings)
+        name = "g_gamma" if decay is not None and decay.dim() == 1 else "g"
+        return ops.chunk_simple_gla(q, k, v, **{name: decay}, **settings)
     beta = torch.ones_like(v[..., 0]) if call.beta is None else call.beta
     if decay is None:
         return ops.chunk_delta_rule(q, k, v, beta, **settings)
     kernel = ops.chunk_kda if decay.dim() == 4 else ops.chunk_gated_delta_rule
     return kernel(q, k, v, decay, beta, **settings)
-
-
-def _additive(ops, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, settings: dict) -> tuple[Tensor, Tensor]:
-    if decay is not None and decay.dim() == 4:
-        return ops.chunk_gla(q, k, v, decay, **settings)
-    name = "g_gamma" if decay is not None and decay.dim() == 1 else "g"
-    return ops.chunk_simple_gla(q, k, v, **{name: decay}, **settings)
 
 
 def _decay(call: Call) -> Tensor | None:
@@ -175,8 +170,13 @@ def _gated(x: Tensor, gate: Tensor | None) -> Tensor:
     return x if gate is None else (x * gate[..., None]).to(x.dtype)
 
 
+def _about() -> str:
+    more = f", flash-qla {version('flash-qla')}" if util.find_spec("flash_qla") else ""
+    return f"fla-core {version('fla-core')}, Triton {import_module('triton').__version__}{more}"
+
+
 BACKEND = Backend(
     missing=_missing,
-    about=lambda: f"fla-core {version('fla-core')}, Triton {import_module('triton').__version__}",
+    about=_about,
     linear_attention=Kernel(_run, _unsupported_reason),
 )
