@@ -8,11 +8,15 @@ import sys
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 import headrace
 from headrace import zoo
 from headrace.cli import app
 from headrace.comparison.choose import choose
+from headrace.convert import checkpoint
+from headrace.convert.checkpoint import load_on
+from headrace.layers.quantized import KINDS
 from headrace.ops import dispatch
 from headrace.ops.backends.base import Kernel
 from headrace.report import catalog
@@ -346,3 +350,26 @@ def test_output_encoding_errors_are_one_sentence(run_command, saved_model, monke
 def test_cuda_graph_needs_a_gpu(run_command, saved_model):
     code, _, error = run_command("generate", saved_model, "--prompt", "a", "--cuda-graph", "--device", "cpu")
     assert code == 2 and "--cuda-graph with --device='cpu'; expected a GPU" in error
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_quantized_before_the_text(kind, run_command, saved_model):
+    words = ["--prompt", "a", "--max-new-tokens", 5, "--temperature", 0, "--threads", 1, "--device", "cpu", "--json"]
+    code, out, _ = run_command("generate", saved_model, *words, "--weights", kind)
+    model, tokenizer = headrace.quantize(headrace.load(saved_model), kind), checkpoint.read_tokenizer(saved_model)
+    ids = tokenizer("a").input_ids
+    expected = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=5, pad_token_id=0)[0, len(ids) :]
+    assert code == 0 and json.loads(out)["tokens"] == expected.tolist()
+    assert load_on(saved_model, "cpu", kind).lm_head.stored.dtype is getattr(torch, kind)
+
+
+@pytest.mark.parametrize("words", [("generate", "--prompt", "a"), ("serve", "--port", 0)], ids=lambda words: words[0])
+def test_unknown_weights_are_refused(words, run_command, saved_model):
+    code, _, error = run_command(words[0], saved_model, *words[1:], "--weights", "int4")
+    assert code == 2 and error.endswith("headrace: --weights='int4'; expected one of int8, bfloat16\n")
+
+
+def test_weights_need_a_cpu(saved_model, monkeypatch):
+    monkeypatch.setattr(checkpoint, "on_device", lambda name: "cuda:1")
+    with pytest.raises(headrace.InputError, match="--weights='int8' with --device='cuda:1'; expected the CPU"):
+        load_on(saved_model, "cuda:1", "int8")

@@ -35,6 +35,10 @@ Device = Annotated[
 ]
 
 
+Weights = Annotated[
+    str | None,
+    option("Linear layers in int8, or in bfloat16 with all arithmetic as before. On a CPU.", default="as they are"),
+]
 Threads = Annotated[
     int | None,
     option(

@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, set_seed
 from transformers.generation import BaseStreamer
 
-from ..convert.checkpoint import check_backend, load, read_tokenizer
-from ..files.devices import on_device
+from ..convert.checkpoint import check_backend, load, load_on, read_tokenizer
 from ..files.state import check_new, load_state, save_state
 from ..files.text import Text, text_of
 from ..files.threads import Threads
@@ -35,7 +34,7 @@ OTHER_SEARCHES = {
 def generate(
     checkpoint: Path, prompt: str, seed: int | None, stream: bool, device: str | None = None, draft: Path | None = None,
     resume: Path | None = None, save: Path | None = None, echo: bool = True, threads: int | None = None,
-    **sampling: Any,
+    weights: str | None = None, **sampling: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Continues a prompt.
 
@@ -48,6 +47,7 @@ def generate(
         threads: number of PyTorch's threads on a CPU; None: measured with the first tokens (`files.threads`).
         draft: a checkpoint with the same tokens that proposes the next ones; not with `resume`.
         resume: file of a state to go on from.
+        weights: of linear layers on a CPU, "int8" or "bfloat16" (`headrace.quantize`); None: those of the checkpoint.
         save: file to write the state to after the last token. It must be new, or the one of `resume`.
         sampling: arguments of transformers' `generate`.
 
@@ -68,7 +68,10 @@ def generate(
     replace = resume is not None and save is not None and resume.absolute() == save.absolute()
     if save is not None:
         check_new(save, replace)
-    model = _loaded(checkpoint, device, graph="cache_implementation" in sampling)
+    model: Any = load_on(checkpoint, device, weights)
+    if "cache_implementation" in sampling and model.device.type != "cuda":
+        raise InputError(f"--cuda-graph with --device={str(model.device)!r}; expected a GPU")
+    _leave_out_other_searches(model.generation_config)
     tokenizer = read_tokenizer(checkpoint)
     cache, ids = resumed(resume, model)
     ids = _with_prompt(ids, cache, tokenizer(prompt, add_special_tokens=resume is None).input_ids, model)
@@ -122,16 +125,6 @@ def _timed(model: Any, threads: int | None, drafted: bool) -> Iterator[Threads |
     finally:
         if timed is not None:
             timed.restore()
-
-
-def _loaded(checkpoint: Path, device: str | None, graph: bool) -> Any:
-    """The model on the device. graph: whether a CUDA graph must compute the tokens."""
-    model: Any = load(checkpoint)
-    device = on_device(device)
-    if graph and not device.startswith("cuda"):
-        raise InputError(f"--cuda-graph with --device={device!r}; expected a GPU")
-    _leave_out_other_searches(model.generation_config)
-    return model.to(device)
 
 
 def _with_prompt(ids: Tensor, cache: HeadraceCache, prompt: list[int], model: Any) -> Tensor:

@@ -21,6 +21,7 @@ from .console import (
     NewFolder,
     PromptFile,
     Threads,
+    Weights,
     interruptible,
     needing,
     read_prompt,
@@ -51,6 +52,7 @@ class GenerateOptions:
     repetition_penalty: float = setting("Factor that makes earlier tokens less likely. 1 changes nothing.", 1.0)
     seed: int | None = setting("Random seed of the sampling.", shown="a new one, printed")
     device: Device = None
+    weights: Weights = None
     resume: Path | None = setting(
         "File of --save-state to go on from, of the same model. --prompt or --file may follow it."
     )
@@ -117,7 +119,8 @@ def generate(options: GenerateOptions) -> dict[str, Any]:
 
     echo = one.file is None and (one.prompt is not None or one.resume is not None)  # not a text that may be long
     files = one.draft, one.resume, one.save_state
-    result = run(one.checkpoint, text, seed, not one.as_json, one.device, *files, echo, one.threads, **one.decoding)
+    how = {"threads": one.threads, "weights": one.weights} | one.decoding
+    result = run(one.checkpoint, text, seed, not one.as_json, one.device, *files, echo, **how)
     if one.as_json:
         print(json.dumps(result, ensure_ascii=False))
     else:
@@ -150,6 +153,7 @@ class ServeOptions:
         "256MB",
     )
     device: Device = None
+    weights: Weights = None
     threads: Threads = None
     name: str | None = setting("Name of the model in requests.", shown="the path of the checkpoint")
     allow_host: list[str] | None = setting(
@@ -183,8 +187,9 @@ def serve(options: ServeOptions) -> None:
     one, kept = options, _bytes("--prefix-cache", options.prefix_cache)
     within = Limits(one.max_prompt_tokens, one.max_tokens, one.max_requests, kept)
     access = Access(tuple(one.allow_host or ()), one.api_key, one.no_api_key)
+    more = {"name": one.name, "threads": one.threads, "weights": one.weights}
     with interruptible("the server has ended"):
-        run(one.checkpoint, one.host, one.port, within, one.device, name=one.name, access=access, threads=one.threads)
+        run(one.checkpoint, one.host, one.port, within, one.device, access=access, **more)
 
 
 def _bytes(option: str, size: str) -> int:

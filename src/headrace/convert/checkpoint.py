@@ -8,9 +8,12 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoTokenizer
 
 from ..files.checks import check_files, check_weights, read_json, reading_tokenizer
+from ..files.devices import on_device
 from ..files.hub import GGUF, check_config, is_on_the_hub
 from ..hf.config import HeadraceConfig, check_generation
 from ..hf.model import HeadraceForCausalLM
+from ..layers.quantized import KINDS, quantize
+from ..ops.checks import require
 from ..ops.dispatch import BACKENDS, default_backend
 from ..utils.errors import InputError, reading, require_each
 from .files import check_depth, tensor_names
@@ -52,6 +55,18 @@ def load(path: str | Path) -> HeadraceForCausalLM:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise InputError(f"checkpoint {str(folder)!r} does not fit its config.json at {', '.join(wrong[:3])}{more}")
     return model
+
+
+def load_on(path: str | Path, device: str | None, weights: str | None = None) -> HeadraceForCausalLM:
+    """Returns the model of `load` on a device, as in `on_device`. InputError as both, and for weights without a CPU.
+
+    weights: of linear layers, "int8" or "bfloat16", as in `quantize`, on a CPU; None: those of the folder."""
+    device = on_device(device)
+    require(weights in (None, *KINDS), f"--weights={weights!r}; expected one of {', '.join(KINDS)}")
+    alone = weights is None or device == "cpu"
+    require(alone, f"--weights={weights!r} with --device={device!r}; expected the CPU")
+    model: Any = load(path)
+    return (model if weights is None else quantize(model, weights)).to(device)
 
 
 def read_config(path: str | Path) -> HeadraceConfig:

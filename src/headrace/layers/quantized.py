@@ -12,6 +12,7 @@ from ..ops.derivatives import has_address
 from ..spec.record import require_name
 from ..utils.errors import InputError
 
+KINDS = "int8", "bfloat16"
 FEW = 64  # number of rows up to which the native kernel is faster than PyTorch's product with converted weights
 
 
@@ -122,7 +123,7 @@ def quantize(model: nn.Module, kind: str = "int8") -> nn.Module:
         InputError: for another kind, for a model that is itself a linear layer, and for one with adapters.
     """
     check_module(model=model)
-    require_name(("int8", "bfloat16"), kind=kind)
+    require_name(KINDS, kind=kind)
     if type(model) is nn.Linear:
         raise InputError("model is a linear layer itself; expected a module that contains it, or use QuantizedLinear")
     if any(hasattr(module, "base_layer") for module in model.modules()):  # PEFT's name for what an adapter wraps

@@ -23,11 +23,10 @@ def serve(
     limits: Limits,
     device: str | None = None,
     *,
-    name: str | None = None,
     access: Access = LOCAL,
-    threads: int | None = None,
+    **more: Any,
 ) -> None:
-    """Serves a checkpoint until interrupted. name, access, threads: as for `application`, which also knows `host`.
+    """Serves a checkpoint until interrupted. access: as for `application`, with `host`; more: its other arguments.
 
     Raises InputError if the checkpoint, device or address cannot be used, or if others reach the address and access
     needs no key."""
@@ -36,7 +35,7 @@ def serve(
         access.check_address(address)
         listener.most = most_descriptors(limits.connections)
         access = replace(access, hosts=(host, *access.hosts))
-        app = application(checkpoint, limits, device, name=name, access=access, threads=threads)
+        app = application(checkpoint, limits, device, access=access, **more)
         print(f"serving {checkpoint} on http://{f'[{address}]' if ':' in address else address}:{number}/v1", flush=True)
         uvicorn.Server(settings(app, log_level="info")).run([listener])
 

@@ -20,8 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from ..convert.checkpoint import check_backend, load, read_tokenizer
-from ..files.devices import on_device
+from ..convert.checkpoint import check_backend, load_on, read_tokenizer
 from ..utils.errors import InputError
 from .access import LOCAL, Access, Guarded
 from .engine import Engine
@@ -315,6 +314,7 @@ def application(
     name: str | None = None,
     access: Access = LOCAL,
     threads: int | None = None,
+    weights: str | None = None,
 ) -> Starlette:
     """The ASGI application for a checkpoint on a device. It begins a process for the tokenizer, so a program that calls
     it must guard its main module by `if __name__ == "__main__"`, as for all of multiprocessing.
@@ -323,14 +323,14 @@ def application(
         name: of the model in requests; None: the path of the checkpoint.
         access: who may ask.
         threads: number of PyTorch's threads on a CPU; None: measured (`files.threads`), and written to uvicorn's log.
+        weights: of linear layers on a CPU, "int8" or "bfloat16" (`headrace.quantize`); None: those of the checkpoint.
 
     Raises:
         InputError: the checkpoint or the device cannot be used.
     """
     check_backend()
     import_ahead()
-    model: Any = load(checkpoint)
-    model.to(on_device(device))
+    model: Any = load_on(checkpoint, device, weights)
     if limits.prefix_cache and (reason := unsupported_reason(model)):
         print(f"without a prefix cache: {reason}", file=sys.stderr)
         limits = replace(limits, prefix_cache=0)
