@@ -183,6 +183,8 @@ def refusals():
         messages["padding"] = refused(lambda: gla(x, mask=torch.ones(1, 8, dtype=torch.bool)))
         messages["uneven"] = refused(lambda: part.split(torch.randn(1, 9, 16)))
         messages["unequal"] = refused(lambda: gla(x[:, : 8 - part.rank]))
+        bounds = torch.tensor([0, 8, 8 * part.size + 1])
+        messages["bounds"] = refused(lambda: gla(x, cu_seqlens=bounds))
         messages["labels"] = refused(
             lambda: build("gla")(torch.ones(1, 8, dtype=int), labels=torch.ones(1, 8, dtype=int))
         )

@@ -102,6 +102,7 @@ def test_changed_weights_and_modules_are_noticed():
         lambda block: setattr(block.mixer, "norm_eps", 0.1),
         lambda block: setattr(block.mlp.down_proj, "bias", nn.Parameter(torch.randn(block.mixer.hidden_size))),
         lambda block: quantize(block),
+        lambda block: setattr(block.mlp.up_proj, "bias", torch.randn(block.mlp.up_proj.out_features)),
         lambda block: block.mixer.o_proj.register_forward_hook(lambda module, args, out: 2 * out),
     ]
     decoded(model, ids, 3)

@@ -200,6 +200,29 @@ def test_decays_and_gates_are_not_quantized(mixer):
     assert layer.token_program(torch.randn(2, 1, 32))[1] is None
 
 
+@torch.no_grad()
+def test_a_row_of_zeros_where_denormals_are_flushed():
+    linear = nn.Linear(8, 4)
+    linear.weight[1] = 0
+    torch.set_flush_denormal(True)
+    try:
+        layer = QuantizedLinear(linear)
+    finally:
+        torch.set_flush_denormal(False)
+    assert not layer.weight[1].any() and layer.scale.min() >= torch.finfo(torch.float32).tiny
+
+
+def test_another_kind_is_refused_and_the_same_changes_nothing():
+    model = quantize(tiny.build("gla").float(), "bfloat16")
+    assert quantize(model, "bfloat16") is model
+    with pytest.raises(
+        InputError, match=r"kind='int8' of a model with \{torch.bfloat16\}; expected the original model"
+    ):
+        quantize(model, "int8")
+    with pytest.raises(InputError, match="kind='int16' is unknown"):
+        QuantizedLinear(nn.Linear(4, 4), "int16")
+
+
 def test_training_and_unsupported_modules_are_refused():
     with pytest.raises(InputError, match="kind='int4' is unknown"):
         quantize(nn.Linear(2, 2), "int4")

@@ -72,6 +72,7 @@ def test_unsupported_layers_are_refused_by_name(results):
             and "Mamba" in messages["mamba"]
             and "RWKV7" in messages["rwkv7"]
         )
+        assert messages["bounds"] == "cu_seqlens=[0, 8, 33]; expected 0 = c_0 ≤ … ≤ c_N = T = 32"
         assert "LinearMixer" in messages["residual-delta"] and "mask" in messages["padding"]
         assert (
             "9 tokens" in messages["uneven"] and "[8, 7" in messages["unequal"] and "shift_labels" in messages["labels"]

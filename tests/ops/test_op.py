@@ -248,7 +248,10 @@ def test_saved_bytes_are_bounded(backend):
         ({"rule": "dleta"}, "rule='dleta'"),
         ({"form": "parallell"}, "form='parallell'"),
         *(({"chunk_size": n}, f"chunk_size={n!r}; expected a positive integer") for n in (0, 16.5, "a", True)),
-        *(({"scale": x}, "scale=.*; expected a finite number") for x in (torch.nan, torch.inf, True, "a", 10**400)),
+        *(
+            ({"scale": x}, "scale=.*; expected a finite number")
+            for x in (torch.nan, torch.inf, True, "a", 10**400, 1e39)
+        ),
         *(({name: "no"}, f"{name}='no'; expected True or False") for name in ("normalize", "check")),
         ({"backend": ["torch"]}, r"backend=\['torch'\] is unknown"),
         ({"chunk_size": 10**400}, "chunk_size=1000*…; expected a positive integer"),

@@ -34,10 +34,11 @@ class QuantizedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, kind: str = "int8"):
         super().__init__()
+        require_name(KINDS, kind=kind)
         rounded = linear.weight.detach().float()
         scale = rounded.new_ones(len(rounded))
         if kind == "int8":
-            scale = rounded.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / 127
+            scale = rounded.abs().amax(1).clamp_min(127 * torch.finfo(torch.float32).tiny) / 127
             rounded = (rounded / scale[:, None]).round()
         stored = rounded.to(getattr(torch, kind))
         finite = bool((stored.isfinite() & rounded.isfinite()).all())
@@ -120,7 +121,8 @@ def quantize(model: nn.Module, kind: str = "int8") -> nn.Module:
             but the time of a token and the memory: what is computed from them is in float32 as before.
 
     Raises:
-        InputError: for another kind, for a model that is itself a linear layer, and for one with adapters.
+        InputError: for another kind, for a model that is itself a linear layer or has another kind of weights already,
+            and for one with adapters.
     """
     check_module(model=model)
     require_name(KINDS, kind=kind)
@@ -128,6 +130,8 @@ def quantize(model: nn.Module, kind: str = "int8") -> nn.Module:
         raise InputError("model is a linear layer itself; expected a module that contains it, or use QuantizedLinear")
     if any(hasattr(module, "base_layer") for module in model.modules()):  # PEFT's name for what an adapter wraps
         raise InputError("model has adapters; expected model.merge_and_unload()")
+    stored = {layer.stored.dtype for layer in model.modules() if isinstance(layer, QuantizedLinear)}
+    require(stored <= {getattr(torch, kind)}, f"kind={kind!r} of a model with {stored}; expected the original model")
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if type(layer) is nn.Linear and getattr(parent, "quantizable", True):

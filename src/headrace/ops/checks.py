@@ -1,6 +1,5 @@
 """Checks of the arguments of `linear_attention` and `step`: shapes, dtypes and devices always, values on request."""
 
-from sys import float_info
 from typing import Any
 
 import torch
@@ -159,8 +158,10 @@ def check_form(form: str, chunk_size: int | None, check: bool) -> None:
 
 
 def check_scale(scale: float | None) -> None:
-    """Raises InputError for a scale that is no finite number. A tensor, whose gradient would be lost, is none."""
-    number = isinstance(scale, int | float) and not isinstance(scale, bool) and abs(scale) <= float_info.max
+    """Raises InputError for a scale that is no finite number of float32. A tensor, whose gradient would be lost, is
+    none."""
+    largest = torch.finfo(torch.float32).max
+    number = isinstance(scale, int | float) and not isinstance(scale, bool) and abs(scale) <= largest
     require_each(lambda x: x is None or number, "a finite number, or None for K^-1/2", scale=scale)
 
 

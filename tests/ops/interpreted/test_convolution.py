@@ -48,3 +48,14 @@ def test_bfloat16_sums_are_float32():
     exact = called(conv.double(), wide.detach().double().requires_grad_(), None, True, "torch")
     for found, expected in zip(ours, exact, strict=True):
         assert relative(found.double(), expected) <= 2**-8  # rounded once
+
+
+@torch.no_grad()
+def test_a_bias_may_have_any_stride():
+    conv, x = nn.Conv1d(6, 6, 3, groups=6), torch.randn(1, 5, 6)
+    conv.bias = nn.Parameter(torch.arange(12.0)[::2])
+    assert conv.bias.stride() == (2,)
+    found = convolve(conv, x, None, Sequences(x, None), "triton", True)
+    expected = convolve(conv.double(), x.double(), None, Sequences(x, None), "torch", True)
+    for y, z in zip(found, expected, strict=True):
+        assert relative(y.double(), z) <= 1e-6

@@ -60,3 +60,12 @@ def test_label_outside_of_the_vocabulary_is_refused():
     labels[1] = 41
     with pytest.raises(RuntimeError, match="a label is not ignored"):
         linear_cross_entropy(hidden, weight, labels)
+
+
+def test_labels_may_have_any_stride():
+    hidden, weight, labels = draw()
+    labels = labels.clamp(min=0)
+    wide = torch.stack([labels, labels.flip(0)], 1)[:, 0]
+    for given in (wide, labels[:1].expand(13)):
+        loss, _ = cross_entropy.loss_and_errors(hidden @ weight.T, given, IGNORED)
+        assert relative(loss, F.cross_entropy(hidden @ weight.T, given, reduction="sum")) <= 1e-6

@@ -18,6 +18,7 @@ from equation import (
 from headrace import InputError, Mixer, backends, linear_attention, step
 from headrace.ops.backends.triton import block_sizes, launch
 from headrace.ops.backends.triton import step as step_kernels
+from headrace.ops.backends.triton.launch import one_stride, strides
 from headrace.ops.call import TOKENWISE, Call
 from headrace.verification.verify import relative
 
@@ -241,6 +242,22 @@ def test_a_step_with_a_normalizer(dtype):
     assert relative(after, exact[1]) <= 1e-6
 
 
+@pytest.mark.parametrize("rule", ["add", "delta"])
+def test_an_empty_batch_has_gradients(rule):
+    given = {name: x if x is None else x.detach().float() for name, x in arguments("vector", rows=0).items()}
+    given = {name: x if x is None else x.requires_grad_() for name, x in given.items()}
+    out, state = linear_attention(**given, rule=rule, backend="triton")
+    wanted = [x for x in given.values() if x is not None]
+    for x, gradient in zip(wanted, torch.autograd.grad(out.sum() + state.sum(), wanted), strict=True):
+        assert torch.equal(gradient, torch.zeros_like(x))
+
+
+def test_a_decay_per_head_does_not_narrow_the_loads():
+    """Its distance between rows, T · H, is that of no tensor of q or k."""
+    q, g = torch.zeros(2, 999, 4, 64), torch.zeros(2, 999, 4)
+    assert strides(q=one_stride(q), g=one_stride(g)) == {"ALIGN": 16, "q_stride": 16, "g_stride": 0}
+
+
 def test_a_step_in_place(monkeypatch):
     """The state keeps its memory; one in another layout is refused. A head takes three programs."""
     monkeypatch.setattr(step_kernels, "PROGRAM", 16)
@@ -251,7 +268,9 @@ def test_a_step_in_place(monkeypatch):
     out, after = step(**token, state=state, rule="delta", backend="triton")
     with pytest.raises(InputError, match=r"state has strides .* expected to be contiguous"):
         step(**token, state=state.clone().mT.contiguous().mT, rule="delta", backend="triton", in_place=True)
+    version = state._version
     found, new = step(**token, state=state, rule="delta", backend="triton", in_place=True)
+    assert state._version > version
     assert torch.equal(found, out) and torch.equal(new, after) and new is state
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...utils.errors import InputError
 from ..call import Call, accumulator, gated
-from ..checks import require
+from ..checks import check_bounds, require
 from ..derivatives import first_order
 
 NAME = "linear_attention under context_parallel"
@@ -108,7 +108,7 @@ class SequenceShard:
         return x.chunk(self.size, dim)[self.rank].contiguous()
 
     def offset(self, T: int) -> int:
-        """Returns the number of tokens of a row before this process's T tokens."""
+        """Returns the number of tokens of a row before this process's T tokens. The processes compare each T once."""
         if T not in self._equal:
             lengths = [0] * self.size
             dist.all_gather_object(lengths, T, self.group)
@@ -140,6 +140,7 @@ class ShardBoundaries:
         self.end = self.offset + T
         self.cu_seqlens = self.starts = None
         if cu_seqlens is not None:
+            check_bounds(cu_seqlens, T * part.size)
             self.starts = cu_seqlens[:-1].long()
             self.cu_seqlens = (cu_seqlens - self.offset).clamp(0, T)  # sequences of other processes are empty
             self.first, self.last = self._at(self.offset), self._at(self.end - 1)

@@ -192,6 +192,8 @@ class Program:
             weight = self.weight(module, "stored", shape, module.stored.dtype)
             scale = self.weight(module, "scale", shape[:1], torch.float32)
         bias = None if module.bias is None else self.weight(module, "bias", shape[:1])
+        if bias is None:
+            self._modules.absent.append((module._buffers, "bias"))  # of a QuantizedLinear
         sizes = {"inputs": shape[1], "outputs": outputs, "first": first}
         self.add("linear", x=x, out=out, add=add, weight=weight, scale=scale, bias=bias, **sizes)
 

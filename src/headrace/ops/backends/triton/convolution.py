@@ -42,7 +42,7 @@ def unsupported_reason(conv: nn.Conv1d, x: Tensor) -> str | None:
 
 
 def _arguments(x: Tensor, weight: Tensor, cu_seqlens: Tensor | None) -> dict[str, Any]:
-    """Returns the arguments that all kernels have."""
+    """Returns the arguments that all kernels have, without the bias, which has to be contiguous."""
     from .launch import one_stride, strides
 
     B, T, C = x.shape
@@ -87,7 +87,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     from .taps import convolve as kernel
 
-    y = _like(x)
+    y, bias = _like(x), None if bias is None else bias.contiguous()
     with torch.cuda.device_of(x):
         kernel[_grid(x, ROWS)](bias=bias, y=y, SILU=silu, **_arguments(x, weight, cu_seqlens))
     return y, _last(x, weight, cu_seqlens)
@@ -108,6 +108,7 @@ def _backward(
     with torch.cuda.device_of(x):
         if silu:
             d_y, d_z = d_z, x.new_empty(x.shape, dtype=torch.float32)
+            bias = None if bias is None else bias.contiguous()
             taps.silu_backward[_grid(x, ROWS)](bias=bias, d_y=d_y, d_z=d_z, **common)
         taps.convolve_backward[grid](
             d_z=d_z, d_x=d_x, d_weight=sums, TILES=TILES, TAPS=1 << weight.shape[-1].bit_length(), **common

@@ -40,7 +40,7 @@ def loss_and_errors(logits: Tensor, labels: Tensor, ignored: int) -> tuple[Tenso
     """Returns (the sum of the cross-entropies of logits [N, V] and labels [N], its gradient to the logits).
 
     The gradient is written over the logits. Fails on the device for a label that is neither in [0, V) nor `ignored`."""
-    N, V = logits.shape
+    (N, V), labels = logits.shape, labels.contiguous()
     valid = ((labels >= 0) & (labels < V)) | (labels == ignored)
     torch._assert_async(valid.all(), f"a label is not ignored ({ignored}) and not one of the {V} of the vocabulary")
     losses = logits.new_empty(N, dtype=torch.float32)

@@ -122,12 +122,12 @@ def in_chunks(bounds: Optional, B: int, T: int, C: int) -> tuple[int, dict[str, 
 
 def one_stride(x: Optional) -> Optional:
     """Returns x [B, T, heads, ·] as [tokens, heads, ·] with any stride between tokens and heads in order, a view where
-    it can be, and other tensors contiguous.
+    it can be, and other tensors contiguous, x [B, T, heads] as [tokens, heads].
 
     One dimension of tokens, because PyTorch leaves the stride of a dimension of size 1 as it is, also where it calls a
     tensor contiguous: that of T = 1 need not lead to the next row."""
     if x is None or x.dim() < 4:
-        return None if x is None else x.contiguous()
+        return x if x is None or x.dim() < 3 else x.contiguous().flatten(0, 1)
     x = x.flatten(0, 1)
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
@@ -212,7 +212,7 @@ def gradients_like_inputs(call: Call, gradients: dict[str, Any]) -> list[Optiona
         d_write = product(factor, call.beta)
     if dg is not None and call.log_decay is not None and call.log_decay.dim() == 1:
         dg = dg.sum((0, 1))
-    dq, dk = (over_groups(gradients[name].view(*call.v.shape[:3], -1), call.q.shape[2]) for name in ("dq", "dk"))
+    dq, dk = (over_groups(shaped[name], call.q.shape[2]) for name in ("dq", "dk"))
     return [dq, dk, shaped["dv"], dg, d_beta, d_write, shaped["d_read"]]
 
 

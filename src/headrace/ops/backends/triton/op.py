@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ....utils.device import interpreted, is_hopper
 from ...autograd import define, register, wants_gradient
@@ -76,7 +77,7 @@ def _about() -> str:
 
 
 def _step_of(*args):
-    call, after = Call(*args), _like_step(*args)[1]
+    call, after = Call(*args), _like_state(*args)
     return _token(call, after), after
 
 
@@ -90,10 +91,13 @@ def _like_out(*args):
     return call.v.new_empty(call.out_shape)
 
 
-def _like_step(*args):
+def _like_state(*args):
     call = Call(*args)
-    state = (*call.v.shape[:2], call.k.shape[-1], call.v.shape[-1])
-    return _like_out(*args), call.v.new_empty(state, dtype=torch.float32)
+    return call.v.new_empty(*call.v.shape[:2], call.k.shape[-1], call.v.shape[-1], dtype=torch.float32)
+
+
+def _like_step(*args):
+    return _like_out(*args), _like_state(*args)
 
 
 STEP = f"({SCHEMA})"
@@ -114,7 +118,10 @@ def _step(call: Call, in_place: bool) -> tuple[Tensor, Tensor]:
         return normalized(call, lambda call: _step(call, in_place))
     state = call.initial_state
     if in_place and state is not None and state.dtype == torch.float32 and state.is_contiguous():
-        return _step_op_in_place(*call), state
+        out = _step_op_in_place(*call)
+        if not (torch.compiler.is_compiling() or state.is_inference()):
+            increment_version(state)  # tells autograd, which may have saved it for a backward
+        return out, state
     return _step_op(*call)
 
 
