@@ -131,6 +131,12 @@ def error(path):
     return float((ours(ids).logits - expected).norm() / expected.norm())
 
 
+def test_more_heads_than_channels_are_refused():
+    described = complete({"model_type": "hgrn2"} | BASE["hgrn2"] | {"expand_ratio": None, "num_heads": 1000})
+    with pytest.raises(InputError, match=r"config\.json has expand_ratio=None"):
+        FORMATS["hgrn2"].model(described)
+
+
 @pytest.mark.parametrize("form", FLASH)
 def test_converted_logits_equal_fla(form, tmp_path):
     save(form, tmp_path)

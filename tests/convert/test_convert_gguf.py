@@ -86,6 +86,7 @@ def metadata(model, arch):
         own |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
     if rope["rope_type"] == "yarn":
         own["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        own |= {f"rope.scaling.yarn_{end}": rope[end] for end in ("beta_fast", "beta_slow") if end in rope}
     return {f"{arch}.{key}": value for key, value in own.items()} | VOCABULARY
 
 
@@ -156,7 +157,7 @@ VARIANTS = {
     "qwen2": {"arch": "qwen2"},
     "qwen3": {"arch": "qwen3", "head_dim": 32},
     "arcee": {"arch": "arcee", "mlp_bias": True, "rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0,
-              "factor": 4.0, "original_max_position_embeddings": 64}},
+              "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0, "beta_slow": 0.5}},
     "seed_oss": {"arch": "seed_oss", "head_dim": 32},
     "seed_oss with other biases": {"arch": "seed_oss", "attention_bias": False, "attention_out_bias": True},
     "biases": {"attention_bias": True, "mlp_bias": True},

@@ -32,6 +32,7 @@ from families import (
 )
 from headrace import load
 from headrace.convert import FORMATS, export_checkpoint, import_checkpoint
+from headrace.convert.describe import has_cache
 from headrace.convert.fields import COMMON
 from headrace.convert.files import WEIGHTS
 from headrace.convert.linearize import linearize
@@ -241,6 +242,11 @@ def test_every_field_is_accounted_for(kind):
     assert own <= COMMON | known.read | known.fixed | known.ignored
 
 
+def by_kind(**changes):
+    own = {"rope_type": "default", "rope_theta": 50.0} | changes
+    return {"rope_parameters": {"full_attention": own, "sliding_attention": own}}
+
+
 YARN, PART = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0, "mscale_all_dim": "x"}, "partial_rotary_factor"
 
 
@@ -252,12 +258,59 @@ YARN, PART = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0, "mscale_al
         ("deepseek_v3", {"num_nextn_predict_layers": "x"}), ("deepseek_v3", {"first_k_dense_replace": None}),
         ("dots1", {"n_shared_experts": None}), ("ernie4_5_moe", {"moe_layer_interval": None}),
         ("ernie4_5_moe", {"moe_norm_min": None}), ("ernie4_5_moe", {"moe_layer_start_index": -1}),
+        ("gemma3_text", by_kind(rope_theta=None)), ("lfm3", by_kind(rope_theta=[1.0])),
+        ("lfm3", by_kind(rope_type="proportional", partial_rotary_factor=None)),
+        ("olmo3", by_kind(rope_type="yarn", factor=2.0, original_max_position_embeddings=16, truncate=False)),
+        ("falcon_h1", {"ssm_multipliers": [1.0]}), ("falcon_h1", {"mlp_multipliers": [1.0, 1.0, 1.0]}),
+        ("hunyuan_v1_dense", softmax.rope("dynamic", factor=1.0, alpha=1e300)),
     ],
 )  # fmt: skip
 def test_values_of_another_type_are_named(kind, changes):
     fields = json.loads(described(kind).to_json_string(use_diff=False)) | changes
     with pytest.raises(InputError, match=f"config.json has {next(iter(changes))}="):
         FORMATS[kind].model(fields)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [("mistral", {"layer_types": None}), ("gpt_bigcode", {"activation_function": "gelu_fast"})],
+)
+def test_values_that_transformers_takes_too(kind, changes):
+    FORMATS[kind].model(json.loads(described(kind).to_json_string(use_diff=False)) | changes)
+
+
+@torch.no_grad()
+def test_windows_by_a_pattern_are_those_of_their_class(tmp_path):
+    base = {k: v for k, v in FAMILIES["gemma3_text"].base.items() if k != "layer_types"}
+    theirs = save(CONFIG_MAPPING["gemma3_text"](**base, sliding_window_pattern=2), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["sliding_window_pattern"] == 2
+    ids = tokens(theirs, 2, 40)
+    assert relative(import_checkpoint(tmp_path)(ids).logits, logits(theirs, ids)) < FLOAT64
+
+
+@torch.no_grad()
+def test_frequencies_of_phi_moe_beyond_the_original_length(tmp_path):
+    """As published, by long_factor; transformers' class keeps short_factor at any length."""
+    parameters = sparse.PHI["rope_parameters"] | {"original_max_position_embeddings": 16}
+    theirs = save(described("phimoe", rope_parameters=parameters), tmp_path)
+    ours = import_checkpoint(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"]["short_factor"] = config["rope_parameters"]["long_factor"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for length, published in ((16, theirs), (28, read(tmp_path))):
+        ids = tokens(theirs, 2, length)
+        assert relative(ours(ids).logits, logits(published, ids)) < FLOAT64
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"), [("bamba", {"attn_layer_indices": None}), ("lfm2", {"layer_types": 2 * ["conv"]})]
+)
+@torch.no_grad()
+def test_formats_whose_cache_counts_by_attention(kind, changes, tmp_path):
+    theirs = save(described(kind, **changes), tmp_path)
+    with pytest.raises(ValueError, match="get_seq_length"), float64_throughout():
+        theirs.generate(tokens(theirs, 1, 4), max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert not has_cache(kind, import_checkpoint(tmp_path).config)
 
 
 # --- names of tensors that a checkpoint has and `save_pretrained` does not write --------------------------------------
@@ -277,6 +330,11 @@ def test_language_model_of_several_parts(kind, tmp_path):
     assert any(name.startswith("model.visual.") for name in load_file(tmp_path / "model.safetensors"))
     assert relative(ours(ids).logits, logits(theirs, ids)) < 1e-12
     assert ours.config.converted_from["model_type"] == f"{kind}_text"
+    (tmp_path / "generation_config.json").unlink()
+    config = json.loads((tmp_path / "config.json").read_text()) | {"eos_token_id": [1, 7], "bos_token_id": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    again = import_checkpoint(tmp_path)
+    assert (again.generation_config.eos_token_id, again.generation_config.bos_token_id) == ([1, 7], 3)
     with pytest.raises(InputError, match=f"it reads text alone; expected --to {kind}_text"):
         export_checkpoint(ours, kind, tmp_path / "back")
 

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any
 
 from ..extra.growing import GrowingSpec
 from ..extra.late_norm import LateNormSpec
@@ -13,7 +13,7 @@ from .fields import Config, Fields
 from .form import Block, Format, Model, View, assembled, named
 from .hybrid import multiplier
 from .parallel import modules, squared
-from .parts import NORMS, in_order
+from .parts import NORMS, in_order, is_positive
 from .softmax import (
     BRANCH_NORMS,
     GATED,
@@ -93,10 +93,6 @@ def ministral3(c: Fields) -> Model:
     return gated(c, [GrowingSpec(**vars(spec), growth=growth, period=int(period))])
 
 
-def is_positive(value: Any) -> TypeGuard[float]:
-    return type(value) in (int, float) and value > 0
-
-
 def hunyuan(c: Fields) -> Model:
     return gated(c, [hunyuan_spec(c)], NORMS | LATE)
 
@@ -111,10 +107,15 @@ def hunyuan_spec(c: Fields) -> LateNormSpec:
     spec = LateNormSpec(**vars(turned(c, given, bias=c["attention_bias"])))
     if alpha:
         d, _ = spec.head_dims(c["hidden_size"], c["num_attention_heads"])
-        if not is_positive(alpha) or d == 2:
-            c.refuse("rope_parameters", "a number alpha, and more than two channels per head")
+        if not is_positive(alpha) or alpha > LARGEST_ALPHA or d == 2:
+            c.refuse(
+                "rope_parameters", f"a number alpha up to {LARGEST_ALPHA:.0e}, and more than two channels per head"
+            )
         spec = replace(spec, rope=replace(spec.rope, theta=given["rope_theta"] * alpha ** (d / (d - 2))))
     return spec
+
+
+LARGEST_ALPHA = 1e6  # whose power is a number, for any number of channels
 
 
 def turned(c: Fields, parameters: Config, **options: Any) -> AttentionSpec:
@@ -178,7 +179,11 @@ def opt(c: Fields) -> Model:
 def mistral3(c: Fields) -> Model:
     """The language model is one of two."""
     c.only("model_type", "mistral", "ministral3")
-    return inside(ministral3(c) if c.get("model_type") == "ministral3" else softmax.mistral(c))
+    if c.get("model_type") == "ministral3":
+        return inside(ministral3(c))
+    if c.get("layer_types") is not None:  # which transformers reads of a model without images alone
+        c.refuse("layer_types", "none, as each layer of such a model has the window")
+    return inside(softmax.mistral(c))
 
 
 def inside(model: Model) -> Model:

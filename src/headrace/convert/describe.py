@@ -135,7 +135,10 @@ DESCRIPTIONS = {
     "log_linear_mamba2": Description(log_linear_mamba2, MixerSpec),
 }  # fmt: skip
 # In these, transformers takes the number of tokens so far from the cache of a layer of softmax attention.
-COUNTED_BY_ATTENTION = ("qwen3_next", "granitemoehybrid", "nemotron_h", "zamba2")
+COUNTED_BY_ATTENTION = (
+    "qwen3_next", "qwen3_5_text", "qwen3_5", "granitemoehybrid", "nemotron_h", "zamba2", "kimi_linear",
+    "bailing_hybrid", "lfm2", "lfm2_moe", "bamba", "jamba", "recurrent_gemma",
+)  # fmt: skip
 
 
 def has_cache(name: str, config: Any) -> bool:

@@ -127,8 +127,8 @@ class Format:
         inner = described.get(self.inner)
         if not isinstance(inner, dict):
             raise InputError(f"config.json has {self.inner}={short(inner)}; expected an object")
-        tied = {name: described[name] for name in ("tie_word_embeddings",) if name in described}
-        return {"model_type": f"{described['model_type']}_text"} | inner | tied
+        outer = {name: described[name] for name in OUTER if described.get(name) is not None}
+        return {"model_type": f"{described['model_type']}_text"} | inner | outer
 
     def model(self, described: Config) -> tuple[Model, Fields]:
         """Returns the model that a config.json describes, and its fields. InputError for an unknown field or value."""
@@ -147,6 +147,7 @@ class Format:
 # Fields with one name in most formats, which `shared` reads.
 SHARED = ("vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+OUTER = ("tie_word_embeddings", "quantization_config", *SPECIAL)  # those of a model of several parts, before its text's
 # Those that are called otherwise.
 RENAMED = {
     "max_position_embeddings": ("max_position_embeddings", "model_max_length"),

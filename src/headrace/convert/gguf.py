@@ -33,6 +33,7 @@ FORM = {
     "attention.value_length?": int, "attention.layer_norm_rms_epsilon": float, "rope.dimension_count?": int,
     "rope.freq_base?": float, "rope.scaling.type?": str, "rope.scaling.factor?": float,
     "rope.scaling.original_context_length?": int, "rope.scaling.finetuned?": bool, "tensor_data_layout?": str,
+    "rope.scaling.yarn_beta_fast?": float, "rope.scaling.yarn_beta_slow?": float,
 }  # fmt: skip
 # Keys -> fields of config.json of the same values.
 FIELDS = {
@@ -183,6 +184,8 @@ def _rope(c: Config, head_dim: int, factors: Tensor | None) -> Config:
     scaled = {"rope_type": kind, "rope_theta": theta, "factor": c["rope.scaling.factor"]}
     if kind == "yarn":
         scaled["original_max_position_embeddings"] = c.get("rope.scaling.original_context_length", c["context_length"])
+        named = {f"beta_{end}": f"rope.scaling.yarn_beta_{end}" for end in ("fast", "slow")}
+        scaled |= {theirs: c[key] for theirs, key in named.items() if key in c}
     return scaled
 
 

@@ -70,13 +70,19 @@ def falcon_factors(c: Fields) -> dict[str, float]:
     """The multipliers of activations in a layer, as factors of the weights before and, of inputs, after them."""
     entering, attending = multiplier(c, "ssm_in_multiplier"), multiplier(c, "attention_in_multiplier")
     factors = {f"parallel.{name}_proj.weight": attending for name in "qkv"}
-    for part, value in zip(("gate", "v", "k", "q", "decay"), c["ssm_multipliers"], strict=True):
+    for part, value in zip(("gate", "v", "k", "q", "decay"), listed(c, "ssm_multipliers", 5), strict=True):
         factor = multiplier(c, "ssm_multipliers", value)
         factors |= {f"mixer.in_proj.{part}": factor * entering, f"mixer.in_proj.bias.{part}": factor}
-    for name, value in zip(("gate", "down"), c["mlp_multipliers"], strict=True):
+    for name, value in zip(("gate", "down"), listed(c, "mlp_multipliers", 2), strict=True):
         factors[f"mlp.{name}_proj.*"] = multiplier(c, "mlp_multipliers", value)
     outputs = {"mixer.o_proj.*": "ssm_out", "parallel.o_proj.*": "attention_out", "parallel.k_proj.*": "key"}
     return factors | {name: multiplier(c, f"{theirs}_multiplier") for name, theirs in outputs.items()}
+
+
+def listed(c: Fields, name: str, count: int) -> list[Any]:
+    if len(c[name] or ()) != count:
+        c.refuse(name, f"{count} numbers")
+    return c[name]
 
 
 # --- Granite 4 -------------------------------------------------------------------------------------------------------

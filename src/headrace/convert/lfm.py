@@ -8,9 +8,10 @@ from ..spec.attention import Rope
 from ..spec.stack import BlockStyle, Experts, Layer
 from .fields import Fields
 from .form import Format, Model, Views, conv_width, model_of, named, plain
-from .parts import experts, in_order, layer_types, mixture_of
+from .parts import experts, in_order, is_positive, layer_types, mixture_of
 from .recurrent import kinds_of, outside
-from .softmax import attention, attention_views, rotation, window_of
+from .softmax import attention, attention_views, window_of
+from .variants import own_rotation
 
 
 def lfm2(c: Fields) -> Model:
@@ -113,10 +114,12 @@ def rotated(c: Fields, kind: str, d: int) -> tuple[Rope, tuple[int, ...]]:
     of the frequencies of all channels: the first ones of each half of a head."""
     if (given := (c["rope_parameters"] or {}).get(kind)) is None:
         c.refuse("rope_parameters", f"parameters of {kind}")
-    theta, half = float(given["rope_theta"]), d // 2
     if given.get("rope_type") != "proportional":
-        return replace(rotation(c, d, parameters=given), theta=theta), (*range(d),)
-    turned = int(given.get("partial_rotary_factor", 1.0) * d // 2)
+        return own_rotation(c, d, given), (*range(d),)
+    theta, share, half = given.get("rope_theta"), given.get("partial_rotary_factor", 1.0), d // 2
+    if not (is_positive(theta) and is_positive(share)):
+        c.refuse("rope_parameters", "a rope_theta and a partial_rotary_factor of more than 0")
+    turned = int(share * d // 2)
     if not 0 < turned <= half or given.keys() - {"rope_type", "rope_theta", "partial_rotary_factor"}:
         c.refuse("rope_parameters", "a proportional rotation with a partial_rotary_factor above 0 and of at most 1")
     first = [*range(turned), *range(half, half + turned)]

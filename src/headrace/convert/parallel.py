@@ -23,7 +23,7 @@ def gpt_neox(c: Fields) -> Model:
     c.ignore("hidden_dropout", "classifier_dropout", "is_decoder")
     spec = attention(c, partial=True, bias=c["attention_bias"])
     order: Any = "parallel" if c["use_parallel_residual"] else "pre"
-    kind = activation(c, "hidden_act", UNGATED | {"gelu_fast": "gelu-tanh"})  # with ten digits of a constant
+    kind = activation(c, "hidden_act", UNGATED)
     style = BlockStyle("layer", order, mlp=kind, bias=True)
     sizes = c["hidden_size"], c["num_attention_heads"]
     own = modules(LLAMA_NORMS | DENSE) | fused(spec, sizes, "attention.query_key_value", "attention.dense")

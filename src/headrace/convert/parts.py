@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..spec.stack import BlockStyle, Experts
 from ..utils.errors import InputError
@@ -20,6 +20,10 @@ def number(c: Fields, name: str, least: int = 0) -> int:
     if type(c[name]) is not int or c[name] < least:
         c.refuse(name, f"an integer of at least {least}")
     return c[name]
+
+
+def is_positive(value: Any) -> TypeGuard[float]:
+    return type(value) in (int, float) and value > 0
 
 
 def layer_types(c: Fields, kinds: Collection[str], name: str = "layer_types") -> list[str]:

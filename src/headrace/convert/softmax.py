@@ -21,7 +21,7 @@ BRANCH_NORMS = {
 GATED = {"swish": "swiglu", "silu": "swiglu", "gelu": "geglu", "gelu_new": "geglu-tanh"}
 GATED["gelu_pytorch_tanh"] = "geglu-tanh"
 UNGATED = {"gelu": "gelu", "gelu_new": "gelu-tanh", "gelu_pytorch_tanh": "gelu-tanh", "relu": "relu"}
-UNGATED["relu2"] = "relu2"
+UNGATED |= {"relu2": "relu2", "gelu_fast": "gelu-tanh"}  # the latter has ten digits of a constant
 
 # --- rotary positions ------------------------------------------------------------------------------------------------
 
@@ -161,7 +161,8 @@ def llama(c: Fields) -> Model:
 def mistral(c: Fields) -> Model:
     """With layer_types, transformers takes it for a Ministral, some of whose layers have a window."""
     style, spec = BlockStyle(mlp=activation(c, "hidden_act", GATED)), attention(c)
-    patterns = windows(c) if "layer_types" in c.names else [window_of(c)] * c["num_hidden_layers"]
+    listed = c.get("layer_types") is not None
+    patterns = windows(c) if listed else [window_of(c)] * c["num_hidden_layers"]
     return decoder(c, [replace(spec, pattern=pattern) for pattern in patterns], style)
 
 

@@ -211,7 +211,10 @@ def phimoe(c: Fields) -> Model:
 
 
 def phimoe_turned(c: Fields, **options: Any) -> AttentionSpec:
-    """Returns the spec of attention, with one amplitude of the frequencies. options: its other fields."""
+    """Returns the spec of attention, with one amplitude of the frequencies. options: its other fields.
+
+    Sequences beyond the original length turn by long_factor, as the model was published; transformers' code turns them
+    by short_factor too."""
     given = dict(c["rope_parameters"])
     short, long = (given.pop(f"{name}_mscale", None) for name in ("short", "long"))
     spec = turned(c, given, **options)

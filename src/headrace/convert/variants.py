@@ -6,14 +6,14 @@ from typing import Any
 
 from ..extra.capped import CappedSpec
 from ..extra.clamped import ClampedExperts
-from ..spec.attention import AttentionSpec
+from ..spec.attention import AttentionSpec, Rope
 from ..spec.stack import BlockStyle, Experts, Layer, Order
 from .delta import QWEN_EXPERTS, sparse_layers
-from .fields import Fields
+from .fields import Config, Fields
 from .form import Block, Format, Model, View, Views, model_of, named, plain, stacked
 from .hybrid import FINAL_NORM, gate_up_views, multiplier
 from .mxfp4 import PackedExperts
-from .parts import MIXTRAL_EXPERT, NORMS, balance, experts, mixture_of, mlp_views, scaled
+from .parts import MIXTRAL_EXPERT, NORMS, balance, experts, is_positive, mixture_of, mlp_views, scaled
 from .softmax import (
     BRANCH_NORMS,
     GATED,
@@ -85,6 +85,7 @@ def bounded(c: Fields) -> list[AttentionSpec]:
 
 def gemma3(c: Fields) -> Model:
     """As OLMo 3, with a norm before and a norm after each branch."""
+    c.ignore("sliding_window_pattern")  # by which its class has set layer_types
     c.only("attn_logit_softcapping", None)
     return sandwich(c, by_kind(c, bias=c["attention_bias"], qk_norm="head-offset", scale=query_scale(c)))
 
@@ -120,8 +121,17 @@ def by_kind(c: Fields, **options: Any) -> list[AttentionSpec]:
     for i, kind in enumerate(c["layer_types"]):
         if (own := (c["rope_parameters"] or {}).get(kind)) is None:
             c.refuse("rope_parameters", f"parameters of {kind}")
-        specs[i] = replace(specs[i], rope=replace(rotation(c, d, parameters=own), theta=float(own["rope_theta"])))
+        specs[i] = replace(specs[i], rope=own_rotation(c, d, own))
     return specs
+
+
+def own_rotation(c: Fields, head_dim: int, parameters: Config) -> Rope:
+    """Returns the frequencies of one kind of layers, with their base. transformers reads `truncate` beside them."""
+    if not is_positive(theta := parameters.get("rope_theta")):
+        c.refuse("rope_parameters", "a rope_theta of more than 0 for each kind of layers")
+    if not parameters.get("truncate", True):
+        c.refuse("rope_parameters", "truncate=true for each kind of layers, or none")
+    return replace(rotation(c, head_dim, parameters=parameters), theta=float(theta))
 
 
 def granite(c: Fields) -> Model:
