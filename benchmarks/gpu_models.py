@@ -60,10 +60,7 @@ def headrace_model(mixer: str, layers: int) -> Any:
 def fla_model(mixer: str, layers: int) -> Any:
     few_configurations(int(os.environ.get("FEW", "3")))
     import fla.models as models
-    import fla.ops.common.chunk_o as chunk_o
 
-    # FLA refuses gradients of gated kernels on Hopper under Triton 3.4 to 3.7.0; the times are those without that check
-    chunk_o.TRITON_ABOVE_3_7_1 = True
     D, common = SIZES["hidden_size"], SIZES | {"num_hidden_layers": layers, "tie_word_embeddings": True}
     name, options = {
         "gla": ("GLA", {"num_heads": 4}),

@@ -109,7 +109,10 @@ def parameters(name: str, shape: Shape) -> int:
 
 
 def timed(what: str, point: Point, plan: BenchPlan, models: dict[str, str]) -> list[Row]:
-    times = {label: measured["seconds"] for label, measured in zip(models, measure(point, plan).values(), strict=True)}
+    measured = dict(zip(models, measure(point, plan).values(), strict=True))
+    for label in (label for label, one in measured.items() if "seconds" not in one):
+        console.print(f"[dim]not timed: {label}: {measured[label]['left_out']}[/]")
+    times = {label: one["seconds"] for label, one in measured.items() if "seconds" in one}
     first, base = next(iter(times.items()))
     return [
         row(what, models[label], label, point, plan) | {

@@ -194,6 +194,9 @@ SHARED: dict[str, tuple[Load, int]] = {
 }
 
 
+ANSWERS = {one_by_one: 1, beside: 1, many: 8}  # tokens of an answer, whatever is asked for
+
+
 def row(about: Row, load: str, tokens: int, rounds: list[Measured]) -> Row:
     """Times in milliseconds, memory in MiB. first: from the request to the first token. next: between two tokens of a
     stream. tokens_per_second: of all streams together, the median of the rounds. None where a load does not measure
@@ -202,7 +205,8 @@ def row(about: Row, load: str, tokens: int, rounds: list[Measured]) -> Row:
     firsts, gaps = [answer.first for answer in answers], [gap for answer in answers for gap in answer.gaps]
     speeds = [round(float(f([one.speed for one in rounds])), 1) for f in (numpy.median, min, max)]
     times = [[round(1000 * float(numpy.percentile(x, p)), 2) if x else None for p in (50, 99)] for x in (firsts, gaps)]
-    row = about | {"load": load, "streams": (LOADS | SHARED)[load][1], "tokens": tokens, "rounds": len(rounds)}
+    run, streams = (LOADS | SHARED)[load]
+    row = about | {"load": load, "streams": streams, "tokens": ANSWERS.get(run, tokens), "rounds": len(rounds)}
     row |= dict(zip(("tokens_per_second", "slowest", "fastest"), speeds if gaps else [None] * 3, strict=True))
     row |= dict(zip(("first_p50", "first_p99", "next_p50", "next_p99"), [*times[0], *times[1]], strict=True))
     row |= {"requests": len(answers), "memory": round(rounds[-1].memory, 1)}

@@ -185,9 +185,12 @@ def losses() -> str:
     return table(["faster", "at", "headrace", "its time / headrace's"], lines)
 
 
+ORDINARY = ("transformers Llama", "transformers SmolLM2")  # models of softmax attention, as transformers computes them
+
+
 def named(runner: str) -> str:
     """A runner, and whether it is reference code: a path in PyTorch of a library whose kernels are for GPUs."""
-    reference = runner.startswith(("fla ", "transformers ")) and runner != "transformers Llama"
+    reference = runner.startswith(("fla ", "transformers ")) and not runner.startswith(ORDINARY)
     return f"{runner} (reference code)" if reference else runner
 
 

@@ -60,20 +60,21 @@ def starts(name: str) -> str:
 
 def published_text() -> str:
     """What the published form does on text beside the paper's gain, once its study has rows."""
-    name, backbone, form = power.PUBLISHED
+    name, _, form = power.PUBLISHED
     if not studies.kept(name).exists():
         return (
             "The published form has not been trained on text, so that nothing here judges the paper's gain. The plan "
             f"is `research/studies/{name}.yaml`."
         )
-    verdict = "excludes" if power.Judged(*power.PUBLISHED).excluded else "does not exclude"
+    judged = power.Judged(*power.PUBLISHED)
+    verdict = "excludes" if judged.excluded else "does not exclude"
     arms = studies.by_arm(name)[power.WHERE]
     none, ungated, default = (
         stated(studies.effect(arms, form, other), 3) for other in ("none", "published without read gate", "softmax")
     )
     return (
         f"GLA in the published form less none is {none} nats a token, which {verdict} the paper's gain of "
-        f"{power.published_gain(backbone):.3f}; less the same form without its read gate it is {ungated}, less the "
+        f"{judged.published_gain:.3f}; less the same form without its read gate it is {ungated}, less the "
         f"default {default} ({studies.converged(name)} runs converged)."
     )
 

@@ -18,7 +18,7 @@ from .reproduce.experiment import load
 BACKBONES = tuple(f"capacity-{name}" for name in ("linear-attention", "retnet", "gla", "deltanet", "gated-deltanet"))
 TEXTS, REPEATS = ("text-gla", "text-retnet", "text-gated-deltanet"), ("text-repeats-gla", "text-repeats-gated-deltanet")
 GROUPS: dict[str, tuple[str, ...]] = {
-    "backbones": (*BACKBONES, "gates-retnet"),
+    "backbones": BACKBONES,
     "four-times": ("capacity-large", "capacity-large-rates"), "two-distractors": ("distractors", "distractors-rates"),
     "published-linear": ("published-linear-attention", "published-linear-attention-rates"),
     "texts": TEXTS, "repeats": REPEATS, "all-texts": TEXTS + REPEATS,

@@ -80,6 +80,15 @@ def test_models_keep_the_dtype_of_their_weights():
         assert {p.dtype for p in built(name, plan).parameters()} == {dtype}
 
 
+def test_a_model_that_is_left_out_is_said_and_the_others_are_kept(monkeypatch, capsys):
+    found = {"a": {"seconds": [2.0, 4.0]}, "b": {"left_out": "out of memory"}}
+    monkeypatch.setattr(model, "measure", lambda point, plan: found)
+    monkeypatch.setattr(model, "row", lambda *args: {})
+    (row,) = model.timed("train", model.Point("training", 16), None, {"first": "a", "second": "b"})
+    assert row["seconds"] == 3.0 and row["over"] == "first"
+    assert "not timed: second: out of memory" in capsys.readouterr().out
+
+
 def test_the_fastest_peer_is_named(monkeypatch):
     """Faster or not. No peer is softmax attention, nor what has other weights or ran at another time."""
     cell = {
@@ -219,6 +228,8 @@ def test_the_times_of_a_gpu_are_over_those_of_a_copy(monkeypatch):
     monkeypatch.setattr(gpu_tables.record, "read", lambda path: [rows[0] | {"value": "9"}, *rows])
     line = gpu_tables.op(100.0).splitlines()[-1]
     assert line == "| scalar: triton | 0.00 | 50 % | 0.01 | 25 % | 3 | 5 | 0.5 |"
+    rows.append(row | {"measure": "f+b graph", "value": "0.004"})
+    assert "| 0.00 | 50 % | 3 |" in gpu_tables.op(100.0).splitlines()[-1], "where no launch waits for the host"
 
 
 SCRIPT = """

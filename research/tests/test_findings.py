@@ -1,6 +1,7 @@
 """What the findings conclude from the rows of the studies, whatever their sentences say; and how defaults were chosen.
 The numbers of the pages are generated: test_generated.py."""
 
+import json
 import math
 from itertools import groupby
 from statistics import fmean, median
@@ -191,12 +192,17 @@ WORD_PERPLEXITIES = {  # table 4 of arXiv 2602.01744: without and with competiti
 @pytest.mark.parametrize("name", WORD_PERPLEXITIES)
 def test_which_gains_of_the_paper_s_size_the_texts_exclude(name):
     without, competing = WORD_PERPLEXITIES[name]
-    gain = math.log(without / competing) / 1.5
+    gain = math.log(without / competing) / 5.350 * bytes_of_a_token(name)
     (cells,) = (line.strip("| ").split(" | ") for line in power.lines() if line.startswith(f"| {name} |"))
     own = study.by_arm(name)["text, all tokens"]
     low = by_scipy.ttest_1samp(own["softmax"] - own["none"], 0).confidence_interval().low
     assert cells[4] == f"−{gain:.3f}"
-    assert cells[5] == ("yes" if low > -gain else "no") == {"text-gated-deltanet": "no"}.get(name, "yes")
+    assert cells[5] == ("yes" if low > -gain else "no") == ("yes" if name == "text-gla" else "no")
+
+
+def bytes_of_a_token(name):
+    row = json.loads(record.read(study.kept(name))[0]["scores"])
+    return row["loss"] / math.log(2) / row["bits per byte"]
 
 
 def test_the_published_form_on_text_is_judged_once_its_rows_are_kept(tmp_path, monkeypatch):
@@ -213,8 +219,9 @@ def test_the_published_form_on_text_is_judged_once_its_rows_are_kept(tmp_path, m
     gain = study.effect(arms, "wide sigmoid", "none")
     said = generated.published_text()
     assert sentences.stated(gain, 3) in said and "without its read gate it is +0.000" in said
-    excludes = gain.interval[0] > math.log(26.32 / 28.93) / 1.5
-    assert ("which excludes" if excludes else "does not exclude") + " the paper's gain of 0.063" in said
+    size = math.log(28.93 / 26.32) / 5.350 * bytes_of_a_token("text-gla")
+    excludes = gain.interval[0] > -size
+    assert ("which excludes" if excludes else "does not exclude") + f" the paper's gain of {size:.3f}" in said
     (line,) = (line for line in power.lines() if line.startswith("| text-published |"))
     assert "`paper-softmax-gla`" in line and line.endswith("| yes |" if excludes else "| no |")
     assert generated.study_if_kept("text-published").startswith("Does the published form lower GLA's loss on text")
