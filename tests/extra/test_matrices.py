@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import tiny
-from headrace import Mixer, layers, zoo
+from headrace import Mixer, layers, linear_attention, zoo
 from headrace.extra import chunks, dplr, gla_outer, rwkv7
 from headrace.layers.base import Carried
 from headrace.ops.sequences import Sequences
@@ -347,3 +348,14 @@ def test_vmap_over_an_erasing_mixer_equals_a_loop(name):
     mixer, x = Mixer(name, hidden_size=32, num_heads=2).double(), torch.randn(3, 1, 70, 32, dtype=torch.float64)
     mapped = torch.func.vmap(lambda row: mixer(row)[0])(x)
     assert torch.allclose(mapped, torch.stack([mixer(row)[0] for row in x]), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["gla-outer", "log-linear-mamba2"])
+def test_torch_func_gradients_of_many_spans(name, monkeypatch):
+    monkeypatch.setattr(chunks, "SPAN", 16)
+    made, x = layers.Mixer(name, hidden_size=32, num_heads=2).double(), torch.randn(1, 40, 32, dtype=torch.float64)
+    if name.startswith("log-linear"):
+        made.op = partial(linear_attention, form="recurrent")
+    expected = torch.autograd.grad(made(x.requires_grad_())[0].square().sum(), x)[0]
+    found = torch.func.grad(lambda x: made(x)[0].square().sum())(x.detach())
+    assert relative(found, expected) < 1e-12

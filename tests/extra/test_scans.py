@@ -314,3 +314,14 @@ def test_misspelt_names_and_wrong_widths_are_refused():
         build("mamba(expand=1.3)")
     with pytest.raises(InputError, match="num_heads=5 does not divide the 32 channels"):
         build("rg-lru", num_heads=5)
+
+
+@pytest.mark.parametrize("name", ["mingru", "minlstm"])
+def test_nan_of_a_sequence_reaches_no_gradient_of_another(name):
+    torch.manual_seed(0)
+    layer, x = layers.Mixer(name, hidden_size=4, num_heads=1), torch.randn(2, 3, 4)
+    x[1, 2] = torch.nan
+    x.requires_grad_()
+    y, _ = layer(x)
+    (gradient,) = torch.autograd.grad(y[0].sum(), x)
+    assert y[0].isfinite().all() and gradient[0].isfinite().all()

@@ -281,3 +281,18 @@ def test_tokens_of_another_width_are_refused_in_place_too():
             for x in (torch.randn(2, 1, D + 1), torch.randn(2, D), torch.ones(2, 1, D, dtype=torch.long)):
                 with pytest.raises(InputError, match=r"^x has "):
                     layer(x, state, in_place=True)
+
+
+def test_a_series_whose_factorial_has_more_than_64_bits_is_refused():
+    assert TaylorFeatures(1, 20)(torch.ones(1)).isfinite().all()
+    with pytest.raises(InputError, match="order=21 of a series; expected at most 20"):
+        TaylorFeatures(1, 21)
+
+
+@torch.no_grad()
+def test_autocast_does_not_round_the_logits():
+    layer = layers.Mixer("softmax-rnn-norm", hidden_size=16, num_heads=2)
+    q, k, v = (4 * torch.randn(2, 9, 2, 8) for _ in range(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = layer.read(q, k, v)
+    assert torch.equal(rounded, layer.read(q, k, v))

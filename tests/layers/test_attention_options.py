@@ -20,6 +20,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from attention_layers import D, H, agree, d, layer
 from headrace.extra.capped import CappedSpec
+from headrace.extra.growing import GrowingSpec
+from headrace.extra.late_norm import LateNormSpec
 from headrace.extra.specs.latent import LatentSpec
 from headrace.layers.attention.sdpa import QUERIES
 from headrace.layers.rotary import angles, frequencies
@@ -239,8 +241,9 @@ def test_what_has_no_bound_of_the_logits_is_refused():
             CappedSpec(**changes)
     with pytest.raises(InputError, match=r"CappedSpec\.cap=0\.0; expected more than 0"):
         CappedSpec(cap=0.0)
-    with pytest.raises(InputError, match="a pattern with cap is of causal attention"):
-        layer(CappedSpec(pattern=Pattern(4)), causal=False)
+    for spec in (CappedSpec(pattern=Pattern(4)), GrowingSpec(pattern=Pattern(4)), LateNormSpec(pattern=Pattern(4))):
+        with pytest.raises(InputError, match=r"a pattern with .* is of causal attention; expected pattern=None"):
+            layer(spec, causal=False)
 
 
 def test_scale_is_a_number_or_a_name():

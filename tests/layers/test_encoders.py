@@ -8,8 +8,15 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from attention_layers import D, H, agree, d
 from headrace import layers, zoo
+from headrace.extra.encoder import BothWays, over_all
+from headrace.history import models
+from headrace.history.layers import flash
+from headrace.history.layers.flash import flash_attention
+from headrace.history.specs.stack import TransformerSpec
+from headrace.layers.attention.sdpa import attend
 from headrace.layers.blocks.block import Block, Sizes
-from headrace.spec import AttentionSpec
+from headrace.spec import AttentionSpec, MixerSpec, Read, Write
+from headrace.spec.attention import Rope
 from headrace.utils.errors import InputError
 from headrace.verification.verify import relative
 
@@ -123,3 +130,46 @@ def test_an_encoder_has_no_state(mixer):
     _, state = build(mixer)(x)
     with pytest.raises(InputError, match="expected state=None"):
         build(mixer, causal=False)(x, state)
+
+
+@torch.no_grad()
+def test_the_memory_of_all_tokens_is_not_rounded_under_autocast():
+    shapes = {"q": (2, 40, 2, 8), "k": (2, 40, 2, 8), "v": (2, 40, 2, 8)}
+    x = {name: torch.rand(shape) for name, shape in shapes.items()}
+    options = {"beta": None, "write_gate": None, "read_gate": None, "scale": 1.0, "normalize": True, "cu_seqlens": None}
+    options |= {"rule": "add", "log_decay": None, "bonus": None, "initial_state": None}
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = over_all(**x, **options)
+    assert torch.equal(out, over_all(**x, **options)[0])
+
+
+def test_a_strength_with_a_running_maximum_has_an_order():
+    made = build(MixerSpec(write=Write(beta="exp"), read=Read("none")), causal=False)
+    assert isinstance(made, BothWays) and made(torch.randn(1, 5, D, dtype=torch.float64))[0].isfinite().all()
+
+
+def test_cross_attention_has_no_frequencies():
+    spec = TransformerSpec(mixer=AttentionSpec(rope=Rope(theta=500000.0)))
+    assert spec.cross == AttentionSpec(rotary=False)
+
+
+def test_tiles_of_the_pairs_of_a_pack():
+    """[B, T, L], as compiled graphs have them, of more than one tile."""
+    T, ends = flash.TILE + 40, torch.tensor([50, flash.TILE + 40])
+    owner = torch.searchsorted(ends, torch.arange(T), right=True)
+    pairs = (owner[:, None] == owner)[None]
+    q, k, v = (torch.randn(1, T, 2, 8, dtype=torch.float64) for _ in range(3))
+    agree = flash_attention(q, k, v, causal=False, valid=pairs), attend(q, k, v, pairs, causal=False)
+    assert relative(*agree) < 1e-12
+
+
+def test_labels_have_the_shape_of_the_tokens():
+    sizes = {"vocab_size": 11, "hidden_size": 16, "num_layers": 1, "num_heads": 2, "intermediate_size": 16}
+    model, ids = models.build("transformer-2017", **sizes), torch.ones(2, 5, dtype=torch.long)
+    with pytest.raises(InputError, match=r"labels have shape \[2, 2\]; expected \[2, 5\]"):
+        model(ids, labels=ids[:, :2], decoder_input_ids=ids)
+    bert = models.build("bert", **sizes)
+    with pytest.raises(InputError, match=r"labels have shape \[5, 2\]; expected \[2, 5\]"):
+        bert(ids, labels=ids.T)
+    with pytest.raises(InputError, match=r"input_ids has shape \[2, 0\]; expected at least one token"):
+        bert(ids[:, :0])

@@ -17,7 +17,6 @@ from ..layers.attention.attention import SoftmaxAttention
 from ..layers.attention.sdpa import QUERIES, visible
 from ..layers.linear.token import TOKENS
 from ..ops.call import accumulator
-from ..ops.checks import require
 from ..spec.mixer import Facts
 from ..spec.record import PositiveFloat
 from ..spec.serialize import TYPES
@@ -39,10 +38,6 @@ class CappedAttention(SoftmaxAttention):
     """The layer of a CappedSpec."""
 
     spec: Any
-
-    def __init__(self, spec: CappedSpec, *, causal: bool = True, **settings: Any):
-        require(causal or spec.pattern is None, "a pattern with cap is of causal attention; expected pattern=None")
-        super().__init__(spec, causal=causal, **settings)
 
     def weigh(
         self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None, bias: Tensor | None = None, *,

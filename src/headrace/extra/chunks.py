@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..ops.autograd import define, library
-from ..ops.derivatives import first_order
+from ..ops.derivatives import first_order, transformed
 from ..ops.sequences import Sequences
 from ..utils.device import without_autocast
 
@@ -92,6 +92,13 @@ def carry(advance: Callable[..., Tensor], S: Tensor, counts: list[int], *operand
     return torch.cat([S[:0], *before]), torch.cat([S, *reversed(ended)])
 
 
+def recomputed(form: Callable[..., Any], *operands: Any) -> Any:
+    """Computes form(*operands), and again in the backward, except under torch.func, which has no checkpoints."""
+    if transformed():
+        return form(*operands)
+    return checkpoint(form, *operands, use_reentrant=False, preserve_rng_state=False)
+
+
 def chunkwise(form: Callable[..., tuple[Tensor, Tensor]], x: Any, sequences: Sequences, S: Tensor):
     """Computes a mixer span by span: x [B, T, ·] and the initial memory S [N, ·] -> (out [B, T, ·], the final memory).
 
@@ -105,7 +112,7 @@ def chunkwise(form: Callable[..., tuple[Tensor, Tensor]], x: Any, sequences: Seq
         if len(spans) == 1:
             y, S = form(counts, S, *pieces)
         else:
-            y, S = checkpoint(form, counts, S, *pieces, use_reentrant=False, preserve_rng_state=False)
+            y, S = recomputed(form, counts, S, *pieces)
         out.append(y)
     return chunks.take_back(torch.cat(out)), S[chunks.rank]
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..ops.backends.native.program import Program, UnsupportedError
+from ..ops.checks import require
 from ..spec.attention import AttentionSpec
 
 
@@ -14,6 +15,8 @@ class DenseSpec(AttentionSpec):
     change = ""  # of softmax attention, as messages call it
 
     def layer(self, causal: bool) -> str:
+        alone = causal or self.pattern is None
+        require(alone, f"a pattern with {self.change} is of causal attention; expected pattern=None")
         return self.facts.layer
 
     def _objections(self):

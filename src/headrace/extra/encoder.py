@@ -17,6 +17,7 @@ from ..ops.checks import require
 from ..ops.parallel.context import refuse_parts
 from ..ops.sequences import Sequences
 from ..spec.linear import LAYERS
+from ..utils.device import without_autocast
 
 
 class EncoderMixer(LinearMixer):
@@ -52,7 +53,8 @@ def over_all(
     v = torch.cat([v, *ones], -1).to(acc)
     for factor in (beta, write_gate):
         v = v if factor is None else v * factor[..., None]
-    out = torch.cat([_read(scale, *each) for each in _sequences(cu_seqlens, q.to(acc), k.to(acc), v)], 1)
+    with without_autocast(q):  # the memory is float32 or float64
+        out = torch.cat([_read(scale, *each) for each in _sequences(cu_seqlens, q.to(acc), k.to(acc), v)], 1)
     if normalize:
         out = out[..., :-1] / (out[..., -1:] + NORMALIZER_EPS)
     out = out if read_gate is None else out * read_gate[..., None]

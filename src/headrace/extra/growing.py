@@ -1,5 +1,5 @@
 """Softmax attention whose logits grow with the position of the query: q at position p is multiplied by
-1 + β log(1 + ⌊p / n⌋), so that the softmax over many tokens stays sharp (Llama 4, Ministral 3).
+1 + β log(1 + ⌊p / n⌋), so that the softmax over many tokens stays sharp (Ministral 3).
 
 Dimensions: B batch, T queries, H query heads, d head dimension.
 """

@@ -16,13 +16,11 @@ tokens per block, M blocks.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from .. import zoo
 from ..layers.base import Recurrence, SelfInitialized
@@ -36,6 +34,7 @@ from ..spec.mixer import Facts
 from ..spec.record import Range
 from ..spec.serialize import TYPES
 from ..utils.device import without_autocast
+from .chunks import recomputed
 from .registration import register_mixer
 
 BITS = 5  # logarithm of the number of tokens in a block whose pairs are computed
@@ -114,8 +113,7 @@ class LogLinear(SelfInitialized, Recurrence):
             memory = None if state is None else state.memory.to(acc)
             places = Places(sequences, seen, before, within + before, memory)
             out = self._new(op, x, weight, places)
-            recomputed = partial(checkpoint, self._ended, use_reentrant=False, preserve_rng_state=False)
-            ended = (recomputed if torch.is_grad_enabled() else self._ended)(op, x, places)
+            ended = recomputed(self._ended, op, x, places) if torch.is_grad_enabled() else self._ended(op, x, places)
             if memory is not None:
                 read, kept = self._old(op, x, weight, places, memory)
                 out, ended = out + read, ended + kept

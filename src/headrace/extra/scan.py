@@ -75,7 +75,7 @@ def scan_packed_(a: Tensor, b: Tensor, join_: Callable[..., None] = affine_) -> 
     """Computes `scan_` for packed sequences: a is 0 at their first tokens (−∞ for tropical_), and what is not finite in
     a sequence does not reach the next. A compiled graph, which cannot ask for values, and a GPU, which would have to
     wait, take what holds for all."""
-    finite = b.is_meta or (not avoid_sync(b) and bool(b.sum().isfinite()))
+    finite = b.is_meta or (not avoid_sync(b) and bool(b.sum().isfinite()) and not bool(a.isnan().any()))
     scan_(a, b, join_ if finite else ISOLATED[join_])
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..layers.base import SelfInitialized
 from ..layers.linear.stage import STAGES, Stage, Tokens
 from ..ops.call import accumulator
+from ..ops.checks import require
 from ..spec.linear import Heads, Inputs, MixerSpec, Read
 from .registration import register_mixer
 
@@ -22,6 +23,9 @@ def truncated_exp(x: Tensor, order: int) -> Tensor:
     for m in range(order, 0, -1):
         total = 1 + x / m * total
     return total
+
+
+MOST = 20  # order of a series
 
 
 class TaylorFeatures(SelfInitialized):
@@ -36,6 +40,7 @@ class TaylorFeatures(SelfInitialized):
 
     def __init__(self, dim: int, order: int):
         super().__init__()
+        require(order <= MOST, f"order={order} of a series; expected at most {MOST}, whose factorial has 64 bits")
         self.dim, self.order = dim, order
         size = math.comb(dim + order, order)
         self.register_buffer("columns", torch.empty(order, size, dtype=torch.long), persistent=False)

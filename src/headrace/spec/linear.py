@@ -246,6 +246,7 @@ class MixerSpec(Spec):
     def additive(self) -> bool:
         """Whether the memory is a sum over tokens, whatever their order, of one write for each."""
         ordered = type(self) is not MixerSpec or self.decay.kind != "none" or self.write.rule != "add"
+        ordered |= self.write.beta == "exp"  # a strength over the largest so far
         return not ordered and not any(asked_for(self, path) for path in (*APART, *RULES))
 
     def num_heads(self, hidden_size: int, default: int) -> int:

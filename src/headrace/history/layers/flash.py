@@ -26,18 +26,19 @@ class Mask(NamedTuple):
 
     causal: bool
     ahead: int  # L − T: number of keys before the first query
-    valid: Tensor | None  # [B, L], False marks padding, which, if causal, attends to itself; None: no padding
+    # [B, L], False marks padding, which, if causal, attends to itself; or [B, T, L], the pairs of a pack; None: none
+    valid: Tensor | None
 
     def hidden(self, rows: slice, columns: slice, device: torch.device) -> Tensor:
         """Returns the mask [1 or B, 1, rows, columns] of a tile, True where the query does not attend to the key."""
         i = self.ahead + torch.arange(rows.start, rows.stop, device=device)[:, None]
         j = torch.arange(columns.start, columns.stop, device=device)
         hidden = ((j > i) & self.causal)[None, None]
-        return (
-            hidden
-            if self.valid is None
-            else hidden | ~self.valid[:, None, None, columns] & ((i != j) | (not self.causal))
-        )
+        if self.valid is None:
+            return hidden
+        if self.valid.dim() == 3:
+            return hidden | ~self.valid[:, None, rows, columns]
+        return hidden | ~self.valid[:, None, None, columns] & ((i != j) | (not self.causal))
 
     def unseen(self, rows: slice, columns: slice) -> bool:
         """Whether all pairs of a tile are hidden by causality."""

@@ -10,14 +10,12 @@ Dimensions: B batch, T tokens, H channels, n pairs, S = 2n, c tokens of a chunk,
 """
 
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from ...ops.derivatives import transformed
+from ...extra.chunks import recomputed
 
 CHUNK = 64
 CAUCHY = 2**22  # number of entries of a Cauchy matrix that are computed at once
@@ -123,7 +121,7 @@ class LowRank:
         C = torch.complex(*(cut / 2).chunk(2, -1)).conj()
         size = max(CAUCHY // (self.rate.shape[1] * 2 ** (k - 1)), 1)
         parts = zip(*(x.split(size) for x in (self.rate, self.P, self.dtP, self.dtB, C)), strict=True)
-        blocks = [checkpointed(*part, 2**k) for part in parts]
+        blocks = [recomputed(cauchy_kernel, *part, 2**k) for part in parts]
         return torch.cat(blocks)[:, :T]  # type: ignore[arg-type]
 
     def writes(self, c: int) -> Tensor:
@@ -150,11 +148,6 @@ class LowRank:
     def step(self, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         z = self.advance(paired(x)) + self.B * u[..., None]
         return 2 * (self.C * z).real.sum(-1), real(z)
-
-
-def checkpointed(*operands: Any) -> Any:
-    """Computes `cauchy_kernel`, and again in the backward, except under torch.func, which has no checkpoints."""
-    return cauchy_kernel(*operands) if transformed() else checkpoint(cauchy_kernel, *operands, use_reentrant=False)
 
 
 def cauchy_kernel(rate: Tensor, P: Tensor, dtP: Tensor, dtB: Tensor, C: Tensor, L: int) -> Tensor:

@@ -30,6 +30,7 @@ from ...layers.rotary import DEFAULT, angles, rotate
 from ...ops.call import NORMALIZER_EPS, accumulator
 from ...ops.checks import require
 from ...ops.sequences import Sequences
+from ...utils.device import without_autocast
 from ..specs.softmax_rnn import NORMS, RMS_EPS, SoftmaxRNNSpec
 
 # numerator: (function of q and k, divisor of the logits)
@@ -156,7 +157,8 @@ class SoftmaxRNN(Mixer):
         """Returns gate · numerator / denominator [B, T, H, d] in the accumulator's precision.
 
         q [B, T, H, d]; k, v [B, L, H, d]; valid [B, L]: False marks padding; gate [B, T, H, 1]: the output gate."""
-        out, floor = mixed(lambda v: self._attend(q, k, v, valid), v, whole=True)
+        with without_autocast(q):  # which would round the logits before their exponentials
+            out, floor = mixed(lambda v: self._attend(q, k, v, valid), v, whole=True)
         if gate is not None and self.spec.gate_order == "gate-norm":
             out, gate = out * gate, None
         out = self._normalized(out, floor)

@@ -61,6 +61,7 @@ class BertModel(nn.Module):
         Raises:
             InputError: for a mask that does not fit, or that marks a row's first token as padding.
         """
+        require(input_ids.shape[1] > 0, f"input_ids has shape {list(input_ids.shape)}; expected at least one token")
         x = self.embedding(input_ids)
         x = x + self.segments(torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids)
         mask = padding_mask(attention_mask, x, False)

@@ -124,6 +124,8 @@ class EncoderDecoder(nn.Module):
 def mean_loss(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Returns the mean cross-entropy of logits [..., V] and labels [...] other than −100, in float32 or float64; 0
     without any."""
+    shape, expected = list(labels.shape), list(logits.shape[:-1])
+    require(shape == expected, f"labels have shape {shape}; expected {expected}")
     wide, labels = logits.to(accumulator(logits)).flatten(0, -2), labels.flatten()
     total = F.cross_entropy(wide, labels, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing)
     return per_item(total, labels)

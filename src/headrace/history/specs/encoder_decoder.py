@@ -48,4 +48,6 @@ class RecurrentSpec(ModelSpec):
         shapes: Shapes = {"cell": (layers, 2 if self.cell == "lstm" else 1, hidden_size)}
         if self.alignment is not None:
             shapes["annotations"] = (tokens, hidden_size * (2 if self.bidirectional else 1))
+            if self.alignment.feed:
+                shapes["fed"] = (1, hidden_size)
         return shapes

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from ...spec.attention import AttentionSpec
+from ...spec.attention import AttentionSpec, Rope
 from ...spec.mixer import ModelSpec, Shapes, Spec
 from ...spec.record import Range
 from ...spec.stack import MLPS, BlockStyle
@@ -54,7 +54,7 @@ class TransformerSpec(StackSpec):
         """Spec of the cross-attention: the mixer's, if that is attention, without positions, pattern and
         forgetting."""
         own = self.mixer if isinstance(self.mixer, AttentionSpec) else AttentionSpec()
-        return replace(own, rotary=False, buckets=None, pattern=None, forget=False)
+        return replace(own, rotary=False, rope=Rope(), buckets=None, pattern=None, forget=False)
 
     def state_shapes(self, hidden_size: int, num_heads: int, tokens: int, layers: int) -> Shapes:
         """Returns the shapes of the decoder's states for a source and a target of `tokens` tokens each."""
