@@ -9,6 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from groups import refused
 from headrace import context_parallel, layers, linear_attention
+from headrace.hf.cache import HeadraceCache
+from headrace.layers.blocks import stack
 from headrace.ops.parallel import context as context
 from headrace.verification.verify import relative
 from tiny import build
@@ -35,6 +37,7 @@ def check(names):
         for packed in (False, True):
             results[f"layer, {name}, {'packed' if packed else 'rows'}"] = layer_error(name, packed)
     results["model"] = model_error()
+    results["model that reads"] = reading_error()
     results["computed again"] = max(recomputed_error(reentrant) for reentrant in (False, True))
     results["one process without gradients"] = frozen_error()
     return results | {"refused": refusals(), "bytes": sent()}
@@ -136,6 +139,22 @@ def model_error():
     for grad, want in zip(after, before, strict=True):
         dist.all_reduce(grad)
         errors.append(relative(grad, want))
+    return max(errors)
+
+
+@torch.no_grad()
+def reading_error():
+    """The logits of a model with a cache of its own, and of one with a given cache where a native call may read."""
+    torch.manual_seed(5)
+    model, ids = build("gla"), torch.randint(1, 29, (1, T))
+    whole, stack.PIECE, errors = stack.PIECE, 4, []
+    for dtype, caches in ((torch.float64, {}), (torch.float32, {"past_key_values": HeadraceCache()})):
+        model.to(dtype)
+        expected = model(ids, use_cache=False).logits
+        with context_parallel() as part:
+            found = model(part.split(ids), **caches).logits
+        errors.append(relative(found, part.split(expected)) / torch.finfo(dtype).eps)
+    stack.PIECE = whole
     return max(errors)
 
 

@@ -8,6 +8,8 @@ from headrace import zoo
 from headrace.extra.capped import CappedSpec
 from headrace.extra.growing import GrowingSpec
 from headrace.extra.late_norm import LateNormSpec
+from headrace.hf.cache import HeadraceCache
+from headrace.layers.blocks import stack
 from headrace.layers.maps import asking, weights
 from headrace.spec import Pattern
 from headrace.utils.errors import InputError
@@ -116,6 +118,27 @@ def test_maps_are_asked_for_by_the_config_and_returned_by_generate():
     assert len(model(ids).attentions) == 2
     with pytest.raises(InputError, match="output_attentions='yes'; expected True or False"):
         headrace.hf.HeadraceConfig(output_attentions="yes")
+
+
+@torch.no_grad()
+def test_native_calls_and_long_prompts_do_what_is_asked(monkeypatch):
+    """A call that `asking` asks goes through every mixer, once."""
+    model, ids, cache = build("gla").float(), tokens(2), HeadraceCache()
+    monkeypatch.setattr(stack, "PIECE", 4)
+    for part in (ids[:1], ids[:1, :1]):
+        readings = []
+        with asking(readings.append):
+            model(part, past_key_values=cache)
+        assert [r.values.shape[1] for r in readings] == [part.shape[1]] * 2
+        with asking([]) as maps:
+            assert "maps" in model.engine.unsupported_reason(model)
+            model(part, past_key_values=HeadraceCache())
+        assert len(maps) == 2
+    layer, x = headrace.Mixer("gla", hidden_size=32, num_heads=4), torch.randn(1, 1, 32)
+    _, state = layer(x)
+    with asking(readings.append):
+        layer(x, state, in_place=True)
+    assert len(readings) == 3
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")

@@ -19,6 +19,7 @@ from headrace.hf.cache import NAME as CACHE
 from headrace.hf.cache import HeadraceCache
 from headrace.layers import graph
 from headrace.layers.graph import GraphedStep, unsupported_reason
+from headrace.layers.maps import asking
 from headrace.utils.errors import InputError
 from tiny import build, tokens
 
@@ -180,6 +181,9 @@ def test_hooks_and_other_outputs_have_no_graph(elsewhere, recorded):
     ):
         generated(model, ids, **options)
         assert reason in model.engine.graph_refused
+    with asking([]) as maps:
+        generated(model, ids, max_new_tokens=3)
+    assert len(maps) == 2 * 3 and "maps" in model.engine.graph_refused
     hook = model.model.backbone.layers[0].mlp.register_forward_hook(lambda *_: None)
     assert "layers.0.mlp has a hook" in unsupported_reason(Moved(model))
     hook.remove()

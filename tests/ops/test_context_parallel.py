@@ -51,6 +51,10 @@ def test_model_loss_and_gradients_equal_one_process(results):
     assert max(errors(results, "model")) < ERROR
 
 
+def test_model_with_a_cache_equals_one_process(results):
+    assert max(errors(results, "model that reads")) < 1e3  # units in the last place
+
+
 def test_what_a_backward_computes_again_has_the_context_of_its_forward(results):
     assert max(errors(results, "computed again")) < 1e-12
 

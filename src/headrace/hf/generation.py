@@ -19,10 +19,12 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from ..layers.attention.attention import AttentionState, lengthened
 from ..layers.blocks.token import language_model
 from ..layers.graph import GraphedStep, fingerprint, unsupported_reason
+from ..layers.maps import wanted
 from ..ops.backends.native import library as native
 from ..ops.backends.native.bound import Bound, ProgramOf
 from ..ops.checks import require
 from ..ops.modules import is_plain
+from ..ops.parallel.context import current
 from ..utils.errors import InputError
 from .cache import NAME as CACHE
 from .cache import HeadraceCache
@@ -63,6 +65,15 @@ def prefill(read: Callable[..., Any], ids: Tensor, config: Any, model_kwargs: di
 # --- a token ---------------------------------------------------------------------------------------------------------
 
 
+def own_reason(model: Any) -> str | None:
+    """Returns why nothing can stand for a call of the model now, or None."""
+    if type(model).forward is not type(model).plain_forward:
+        return f"{type(model).__name__} has a forward of its own"
+    if wanted() is not None:
+        return "maps of its mixers are asked for"
+    return None if current() is None else "its tokens are split by context_parallel"
+
+
 class Engine:
     """Computes the next logits of a language model, in one native call or by the modules of the model, and keeps the
     CUDA graph of the last generation on a GPU. A copy of a model begins with an engine of its own."""
@@ -79,9 +90,8 @@ class Engine:
         """Returns (the program that computes a token of the model now, None), or (None, why modules compute it)."""
         if torch.compiler.is_compiling():
             return None, "a graph is traced"
-        if type(model).forward is not type(model).plain_forward:
-            return None, f"{type(model).__name__} has a forward of its own"
-        return self.program.find(model)
+        reason = own_reason(model)
+        return (None, reason) if reason else self.program.find(model)
 
     def unsupported_reason(self, model: Any) -> str | None:
         """Returns why a token of the model is not computed in one native call now, or None."""
@@ -265,8 +275,8 @@ def speculative(generator: Any, model: Any, cache: HeadraceCache) -> Any:
 
 def changed_reason(model: Any) -> str | None:
     """Returns why a loop of our own cannot stand for calls of the model, or None."""
-    if type(model).forward is not type(model).plain_forward:
-        return f"{type(model).__name__} has a forward of its own"
+    if reason := own_reason(model):
+        return reason
     if model.prepare_inputs_for_generation != model.plain_inputs:  # such as one of PEFT
         return "the inputs of the model are prepared by another function"
     plain = is_plain(model, type(model)) and is_plain(model.model, model.base_class)

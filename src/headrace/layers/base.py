@@ -173,7 +173,7 @@ class Mixer(SelfInitialized):
             self._check_part(state, mask, packed)
         check_input(x, mask, packed, self.hidden_size)
         plain = mask is None and not packed and not more
-        if in_place and plain and current() is None and state is not None and x.shape[1]:
+        if in_place and plain and maps is None and current() is None and state is not None and x.shape[1]:
             return self.run_in_place(x, state)
         sequences = Sequences.of(x, cu_seqlens)
         state = self.checked(x, state, sequences)

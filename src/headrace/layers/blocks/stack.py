@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.checks import require
+from ...ops.parallel.context import current
 from ...ops.sequences import Sequences
 from ...spec.serialize import Spec
 from ...spec.stack import SHARED, Layer
@@ -134,9 +135,9 @@ class Backbone(nn.Module):
         self, x: Tensor, states: Sequence[Any] | None, mask: Tensor | None, in_place: bool = False
     ) -> tuple[Tensor, list[Any]]:
         """Computes `forward` without a gradient. If all layers are recurrent, it computes PIECE tokens at a time, which
-        bounds the memory for activations. The first of several pieces leaves `states` as they are: a later one may
-        fail."""
-        if x.shape[1] <= PIECE or not self.recurrent:
+        bounds the memory for activations, but not under context_parallel, where each call is of a part of the whole
+        row. The first of several pieces leaves `states` as they are: a later one may fail."""
+        if x.shape[1] <= PIECE or not self.recurrent or current() is not None:
             return self(x, states, mask=mask, in_place=in_place)
         y = torch.empty_like(x)
         for start in range(0, x.shape[1], PIECE):
