@@ -266,6 +266,9 @@ def test_wrong_tokens_and_states_are_refused():
     for token in (-1, size):
         with pytest.raises(InputError, match=f"below {size}, the size of the vocabulary"):
             model.engine.step(model, torch.tensor([1, token]), read(model, ids))
+    for wrong in (ids[:, :1] + 0.7, ids[:, :1] > 9):
+        with pytest.raises(RuntimeError, match="scalar types: Long, Int"):
+            model(wrong, past_key_values=read(model, ids))
     cache = read(model, ids)
     cache.states[1] = cache.states[0]
     with pytest.raises(InputError, match="memory shares memory with memory"):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tiny
-from headrace import HeadraceCache
+from headrace import HeadraceCache, InputError
 from headrace.hf.cache import NAME
 from headrace.layers.blocks.stack import Backbone
 from tiny import tokens
@@ -30,6 +30,22 @@ def answered(model, ids, cache):
     return model.generate(
         ids, attention_mask=mask, **{NAME: cache}, max_new_tokens=NEW, do_sample=False, pad_token_id=0
     )
+
+
+def test_text_that_the_cache_has_is_refused():
+    model, ids = tiny.build("gla"), tokens(1, 12)
+    for text, options in ((ids, {}), (ids[:, :8], {}), (ids[:, 8:], {}), (ids, {"num_beams": 2})):
+        cache = model(ids, use_cache=True).past_key_values
+        columns = f"past_key_values has 12 columns and the text {text.shape[1]}; expected the whole text, longer"
+        with pytest.raises(InputError, match=columns):
+            model.generate(text, **{NAME: cache}, max_new_tokens=2, pad_token_id=0, **options)
+        assert cache.columns == 12
+    expected = answered(model, ids, HeadraceCache())
+    for text in (ids, ids[:, 8:]):  # with a mask of the whole text
+        cache = model(ids[:, :8], use_cache=True).past_key_values
+        options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "do_sample": False}
+        found = model.generate(text, **{NAME: cache}, max_new_tokens=NEW, **options)
+        assert torch.equal(found[:, -NEW:], expected[:, -NEW:])
 
 
 @pytest.mark.filterwarnings("ignore::headrace.GateWarning")

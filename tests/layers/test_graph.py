@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.generation import stopping_criteria
 
-from headrace import Mixer, set_backend
+from headrace import Mixer, linear_attention, set_backend
 from headrace.cli.generate import generate
 from headrace.hf import generation
 from headrace.hf.cache import NAME as CACHE
@@ -104,6 +105,7 @@ def test_graph_generates_the_same_tokens(name, case, recorded, elsewhere, monkey
     state = [HeadraceCache() for _ in range(2)]
     found.append(generated(model, ids, **options, **{CACHE: state[0]}))
     assert len(recorded) == 1 and model.engine.graph_refused is None
+    assert (model.engine.graph.choice is None) == (case in ("penalty", "strings"))
     monkeypatch.setattr(generation, "changed_reason", lambda model: "transformers' loop is asked for")
     expected = generated(model, ids, **options, **{CACHE: state[1]})
     assert all(torch.equal(each, expected) for each in found)
@@ -209,6 +211,8 @@ def test_graph_is_captured_again_after_changes_alone(elsewhere, recorded):
         "numbers": (lambda: block.mlp.up_proj.weight.data.mul_(2), 0),
         "weight": (lambda: setattr(block.mlp.up_proj, "weight", nn.Parameter(block.mlp.up_proj.weight * 2)), 1),
         "setting": (lambda: setattr(block.mixer_norm, "eps", 0.1), 1),
+        "forward": (lambda: setattr(block.mlp, "forward", lambda x: x), 1),
+        "op": (lambda: setattr(block.mixer, "op", lambda *given, **more: linear_attention(*given, **more)), 1),
         "backend": (lambda: set_backend(model, "torch"), 1),
         "dtype": (lambda: model.bfloat16(), 1),
     }
@@ -222,6 +226,19 @@ def test_graph_is_captured_again_after_changes_alone(elsewhere, recorded):
         assert torch.equal(found, generated(copy.deepcopy(model), ids)), name
     generated(model, ids[:1])
     assert len(recorded) == before + more + 2  # one for the last copy
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # its old name, in peft
+def test_graph_is_captured_again_for_another_adapter(elsewhere, recorded):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model, ids = build("gla"), tokens(2)
+    settings = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["up_proj"])
+    peft.get_peft_model(model, settings, "one").add_adapter("two", settings)  # in the layers of the model itself
+    adapted = model.model.backbone.layers[1].mlp.up_proj
+    for change in (lambda: None, lambda: adapted.set_adapter("two"), lambda: adapted.scale_layer(9.0)):
+        before = len(recorded)
+        change()
+        assert torch.equal(generated(model, ids), generated(copy.deepcopy(model), ids)) and len(recorded) == before + 2
 
 
 def test_graph_is_shared_by_no_copy_and_ends_with_its_model(elsewhere, recorded):
@@ -252,6 +269,45 @@ def test_step_that_cannot_be_captured_is_reported(elsewhere, monkeypatch):
     assert "cannot be captured" in model.engine.graph_refused
     with pytest.raises(InputError, match="expected a CUDA graph, and the step cannot be captured"):
         generated(model, ids, cache_implementation="static")
+
+
+def test_kept_graph_ends_where_each_generation_does(elsewhere, recorded):
+    model, ids = build("gla"), tokens(1)
+    lengths = [generated(model, ids, max_new_tokens=n).shape[1] - ids.shape[1] for n in (4, 9, 2)]
+    assert lengths == [4, 9, 2] and len(recorded) == 1
+
+
+def test_capture_that_fails_after_its_warm_up_ends_no_row(elsewhere, monkeypatch):
+    def failing(warm_up, *_):
+        warm_up()
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    model, ids = build("gla"), tokens(2)
+    chosen = generated(copy.deepcopy(model), ids)
+    ends = [token for token in range(1, 29) if token not in chosen[:, ids.shape[1] :]]
+    monkeypatch.setattr(graph, "captured", failing)
+    with pytest.warns(UserWarning, match="without a CUDA graph"):
+        assert torch.equal(generated(model, ids, eos_token_id=ends), chosen)
+
+
+def test_text_longer_than_the_longest_is_warned_of(elsewhere, recorded, monkeypatch):
+    warned, ids = [], tokens(1)
+    monkeypatch.setattr(stopping_criteria.logger, "warning_once", warned.append)
+    generated(build("gla", max_position_embeddings=ids.shape[1] + 11), ids)
+    assert not warned
+    generated(build("gla", max_position_embeddings=ids.shape[1] + 3), ids)
+    assert "exceeded the model's predefined maximum length" in warned[0]
+
+
+def test_precision_of_products_may_be_set_by_either_name(elsewhere, recorded, monkeypatch):
+    def unreadable():
+        raise RuntimeError("the precision was set by fp32_precision")
+
+    model, ids = build("gla"), tokens(1)
+    generated(model, ids)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", unreadable)
+    generated(model, ids)
+    assert len(recorded) == 1
 
 
 def test_sampling_from_logits_that_are_no_numbers_fails(elsewhere):

@@ -37,10 +37,9 @@ class Choice:
         self.ends = torch.cat(ends) if ends else None
         self.pads = any(hasattr(each, "eos_token_id") for each in criteria)
         self.pad: Any = config._pad_token_tensor.to(ids.device) if self.pads else None
-        known = [each for each in criteria if type(each) is MaxLengthCriteria and each.max_position_embeddings is None]
-        self.longest = min((each.max_length for each in known), default=None)
+        self.lengths = [each for each in criteria if type(each) is MaxLengthCriteria]
         self.others = StoppingCriteriaList(
-            each for each in criteria if each not in known and type(each) is not EosTokenCriteria
+            each for each in criteria if type(each) not in (MaxLengthCriteria, EosTokenCriteria)
         )
         with torch.inference_mode(False):  # a graph may write them in either mode
             self.unfinished = ids.new_ones(len(ids), dtype=torch.bool)
@@ -54,8 +53,9 @@ class Choice:
         ends = None if self.ends is None else (*self.ends.tolist(), int(self.pad))
         return self.sampled, ends, *((type(each), *sorted(vars(each).items())) for each in self.processor)
 
-    def restart(self) -> None:
-        """Begins other sequences."""
+    def restart(self, other: "Choice") -> None:
+        """Begins other sequences, which are as long as another choice with the same `key` has it."""
+        self.lengths = other.lengths
         self.unfinished.fill_(True)
         self.invalid.fill_(False)
 
@@ -82,7 +82,9 @@ class Choice:
         Waits for the device only where tokens decide."""
         if self.others:
             self.unfinished &= ~self.others(ids, self.scores)
-        over = self.longest is not None and ids.shape[1] >= self.longest
+        for each in self.lengths:
+            each(ids[:0], None)  # which may warn that a text is longer than the model's longest
+        over = any(ids.shape[1] >= each.max_length for each in self.lengths)
         if not over and (self.others or self.ends is not None):
             over = not self.unfinished.any()
         if (over or self.invalid.is_cpu) and self.invalid:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin
+from transformers import Cache, GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..layers.attention.attention import AttentionState, lengthened
@@ -32,6 +32,7 @@ from .choice import NO_NUMBERS, Choice
 from .snapshots import copied
 
 STATIC = "static"  # the cache_implementation that refuses a generation without a CUDA graph
+IDS = torch.int32, torch.int64  # dtypes that an embedding takes
 MOST = 32  # tokens of one sequence for which a native call takes less time than the modules
 # Pending columns that a call reads with its own. Where a column costs a fifth of a call, and a call gives three tokens,
 # √(2 · 5 · 3) makes the sum of longer calls and of those that read pending columns alone the least.
@@ -42,11 +43,15 @@ CARRY = 6
 
 def prefill(read: Callable[..., Any], ids: Tensor, config: Any, model_kwargs: dict[str, Any], first: bool) -> Any:
     """Reads a prompt once for all of its beams or answers, and repeats its states. read: transformers' `_prefill`."""
-    embedded = config.prefill_chunk_size and model_kwargs.get("inputs_embeds") is not None
+    embeds, cache, mask = (model_kwargs.get(name) for name in ("inputs_embeds", CACHE, "attention_mask"))
     chunks = f"prefill_chunk_size={config.prefill_chunk_size} with inputs_embeds, which each chunk would read in whole"
-    require(not embedded, f"{chunks}; expected one of them")
+    require(embeds is None or not config.prefill_chunk_size, f"{chunks}; expected one of them")
+    rows, T = (ids if embeds is None or not first else embeds).shape[:2]
+    seen = cache.get_seq_length() if isinstance(cache, Cache) else 0
     repeats = max(config.num_beams, config.num_return_sequences)
-    cache, rows = model_kwargs.get(CACHE), len(ids)
+    of_text = getattr(config, "_mask_length", T) if mask is None else mask.shape[1]
+    columns = f"past_key_values has {seen} columns and the text {of_text}"
+    require(not seen or seen < of_text, f"{columns}; expected the whole text, longer than the cache")
     if repeats == 1 or not isinstance(cache, HeadraceCache) or cache.batch_size not in (-1, rows // repeats):
         return read(ids, config, model_kwargs, first)
     once = {
@@ -117,7 +122,7 @@ class Engine:
         """ids [B, T] -> logits [B, T, vocabulary] of the next tokens, in one native call, which also reads the pending
         tokens; or None, and then nothing is done. Several tokens are those of one sequence, at most MOST."""
         states, pending, rows, T = cache.covered_states, cache.pending, *ids.shape
-        if not ids.is_cpu or not rows or (pending + T > 1 and (rows > 1 or pending + T > MOST)):
+        if not ids.is_cpu or ids.dtype not in IDS or not rows or (pending + T > 1 and (rows > 1 or pending + T > MOST)):
             return None
         bound, _ = self.find(model)
         if bound is None or (states is not None and [*map(type, states)] != bound.program.kinds):
@@ -221,10 +226,9 @@ def graph_loop(
     graph, engine = graph_of(model, cache.states, ids[:, -1], choice), model.engine
     engine.graph_refused = graph.failure
     require(not (required and graph.failure), f"expected a CUDA graph, and {graph.failure}")
-    if graph.choice is not None:
-        graph.choice.restart()
-    step = graph.step or partial(engine.step, model, cache=cache)
-    out = loop(ids, logits, step, graph.choice or choice, streamer, graph.choice is not None)
+    step, chooser = graph.step or partial(engine.step, model, cache=cache), graph.choice or choice
+    chooser.restart(choice)  # also after a capture that failed, in which it may have chosen
+    out = loop(ids, logits, step, chooser, streamer, graph.choice is not None)
     if graph.step is not None and (read := out[:, ids.shape[1] : -1]).shape[1]:  # the last token is not read
         cache.replace([copied(state) for state in graph.step.states], read.shape[1], read)
     engine.graph = graph

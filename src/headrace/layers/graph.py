@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from ..ops.checks import require
 from ..spec.record import Record
+from ..utils.device import may_round_float32
 from .blocks.moe import MixtureOfExperts
 
 KEPT = frozenset(vars(nn.Module()))  # what PyTorch keeps in every module
@@ -83,7 +85,7 @@ def _tensors(states: Sequence[Any]) -> list[Tensor]:
 def fingerprint(model: nn.Module) -> tuple[Any, ...]:
     """What a captured step depends on besides the numbers in its weights: the memory of all tensors, the modules and
     their settings, and PyTorch's own."""
-    modes = torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    modes = may_round_float32(), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     return *modes, *(entry for module in model.modules() for entry in _of(module))
 
 
@@ -95,8 +97,9 @@ def _of(module: nn.Module) -> Iterator[Any]:
         if x is not None:
             yield x.data_ptr(), x.shape, x.stride(), x.dtype, x.device
     for name, value in vars(module).items():
-        if name not in KEPT and isinstance(value, SCALARS):
-            yield name, value
+        if name not in KEPT:
+            leaves, structure = tree_flatten(value)  # of adapters, the settings are in lists and dicts
+            yield name, structure, [x for x in leaves if isinstance(x, SCALARS) or callable(x)]
 
 
 def unsupported_reason(model: Any) -> str | None:
