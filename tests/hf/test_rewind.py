@@ -270,6 +270,49 @@ def test_refusals_lose_nothing(model):
 
 
 @torch.no_grad()
+def test_a_cache_goes_back_to_states_that_were_set(model):
+    ids, given = tiny.tokens(1, 3), model(tiny.tokens(1, 4)).past_key_values.states
+    cache, expected = HeadraceCache(), None
+    for columns in (0, 3):
+        cache.states = copy.deepcopy(given)
+        for _ in range(2):
+            logits = model(ids, past_key_values=cache).logits
+            assert expected is None or relative(logits, expected) <= 1e-12
+            expected = logits
+            cache.rewind(3)
+            model.read_pending(cache)
+            assert cache.columns == columns and cache.states is not None
+        model(ids, past_key_values=cache)
+
+
+@torch.no_grad()
+def test_prompts_of_padding_alone_have_rows(model):
+    ids, none = tiny.tokens(2, 3), torch.zeros(2, 3)
+    cache = model(ids, attention_mask=none, use_cache=True).past_key_values
+    assert cache.batch_size == 2
+    with pytest.raises(InputError, match="past_key_values holds 2 sequences; expected 1"):
+        model(ids[:1], past_key_values=cache)
+    cache.rewind(1)
+    model.read_pending(cache)
+    later = model(ids, past_key_values=cache).logits
+    assert relative(later, model(ids).logits) <= 1e-12
+
+
+@torch.no_grad()
+def test_states_that_cannot_be_joined_are_refused():
+    ids, none = tiny.tokens(1, 3), torch.zeros(1, 3)
+    gla, padded = tiny.build("gla"), {"attention_mask": none}
+    for model, other, where in (
+        (gla, tiny.build("mamba and s4"), {}), (gla, gla, padded), (*[tiny.build("transformer")] * 2, {}),
+    ):  # fmt: skip
+        first, second = model(ids, use_cache=True).past_key_values, other(ids, use_cache=True, **where).past_key_values
+        before = tensors(first)
+        with pytest.raises(InputError, match="append joins states of the same kinds and of one size"):
+            first.append(second)
+        assert same(before, tensors(first))
+
+
+@torch.no_grad()
 def test_rows_of_snapshots_and_ids_change_together(model):
     for name in ("reorder_cache", "batch_select_indices", "batch_repeat_interleave"):
         reader = Reader(model, 3)

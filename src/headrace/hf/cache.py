@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from ..layers.attention.attention import AttentionState
 from ..ops.checks import require
 from ..utils.errors import InputError
 from .cache_layers import layer_of
@@ -64,6 +65,8 @@ class HeadraceCache(Cache):
     def states(self, states: list[Any] | None) -> None:
         self.covered_states, self.pending = states, 0
         self.snapshots.forget(self.columns, ELSEWHERE)
+        if states is not None:
+            self.snapshots.take(self.columns, states, False)
 
     # --- going forward -----------------------------------------------------------------------------------------------
 
@@ -168,9 +171,9 @@ class HeadraceCache(Cache):
     @property
     def batch_size(self) -> int:
         """Number of sequences; −1 before the first token."""
-        if self.covered_states is None and self.pending:
-            return len(self.pending_ids()[0])
-        return next((len(state[0]) for state in self.covered_states or [] if state is not None), -1)
+        states = (state[0] for state in self.covered_states or [] if state is not None)
+        ids = (piece.ids for piece in self.snapshots.pieces if isinstance(piece.ids, Tensor))
+        return next(map(len, chain(states, ids)), -1)
 
     def check_sequences(self, sequences: int) -> None:
         """Raises InputError for another number of sequences."""
@@ -219,11 +222,14 @@ class HeadraceCache(Cache):
         those of recurrent layers. The snapshots of both are dropped, and the cache cannot go back behind this column,
         as the sequences may have different lengths.
 
-        Raises InputError while tokens are pending."""
+        Raises InputError while tokens are pending, and for states of other kinds or without one size."""
         mine, theirs = self.states, other.states
         if mine is None:
             self.__dict__.update(other.__dict__)
         elif theirs is not None:
+            kinds = [type(state) for state in mine]
+            same = kinds == [type(state) for state in theirs] and not {AttentionState, type(None)} & {*kinds}
+            require(same, "append joins states of the same kinds and of one size; expected such states of both caches")
             self.covered_states = [type(a)(*map(_concatenated, a, b)) for a, b in zip(mine, theirs, strict=True)]
             self.snapshots.forget(self.columns, "were read before sequences of another cache were appended")
 

@@ -74,7 +74,7 @@ class Snapshots:
     @property
     def columns(self) -> list[int]:
         """The columns of the snapshots, in order. Column 0 is always one."""
-        return [0, *(each.column for each in self.taken)]
+        return sorted({0, *(each.column for each in self.taken)})
 
     @property
     def nbytes(self) -> int:
@@ -85,8 +85,8 @@ class Snapshots:
         """Adds a snapshot of the states at the last column."""
         if temporary:
             self.taken = [each for each in self.taken if not each.temporary]
-        if self.columns[-1] == column:
-            self.taken[-1:] = [each._replace(temporary=each.temporary and temporary) for each in self.taken[-1:]]
+        if column in [each.column for each in self.taken[-1:]]:
+            self.taken[-1] = self.taken[-1]._replace(temporary=self.taken[-1].temporary and temporary)
         else:
             copies = [s.valid is not None if is_growing(s) else copied(s) for s in states]
             self.taken.append(Snapshot(column, copies, temporary))
