@@ -10,10 +10,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from headrace import layers, load
+from headrace import layers, load, zoo
 from headrace.files import workers
 from headrace.utils import plugins
-from headrace.utils.errors import PluginWarning, VersionWarning
+from headrace.utils.errors import InputError, PluginWarning, VersionWarning
 from headrace.utils.plugins import VARIABLE
 from plugged import COMMANDS, FILES, folder, forget
 from served import connect, save, serving
@@ -198,6 +198,23 @@ def test_bad_plug_in_is_one_sentence(folder, run_command, text):
     code, out, error = run_command("zoo", "--plugin", "mine.py")
     assert (code, out, error.count("\n")) == (2, "", 1)
     assert error.startswith("headrace: plug-in 'mine.py' (--plugin) cannot be loaded: ") and BAD[text] in error
+
+
+def test_path_that_the_variable_would_split_is_refused(folder):
+    (folder / f"a{os.pathsep}b").mkdir()
+    shutil.move("leaky.py", folder / f"a{os.pathsep}b")
+    with pytest.raises(InputError, match=f"has '{os.pathsep}' in its path, which separates plug-ins in {VARIABLE}"):
+        plugins.load([f"a{os.pathsep}b/leaky.py"])
+    assert not plugins.LOADED and VARIABLE not in os.environ
+
+
+def test_interrupted_plug_in_is_loaded_again(folder):
+    (folder / "mine.py").write_text("raise KeyboardInterrupt", "utf-8")
+    with pytest.raises(KeyboardInterrupt):
+        plugins.load(["mine.py"])
+    shutil.copy("leaky.py", "mine.py")
+    plugins.load(["mine.py"])
+    assert "leaky" in zoo.names()
 
 
 @pytest.mark.parametrize(

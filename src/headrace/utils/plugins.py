@@ -86,6 +86,8 @@ def missing(kind: str, data: dict[str, Any]) -> InputError:
 def _load(name: str, source: str) -> str:
     """Imports one plug-in and returns its key in LOADED. source: what names it, for errors."""
     place, path = _locate(name, source)
+    separated = f"{place!r} has {os.pathsep!r} in its path, which separates plug-ins in {VARIABLE}; expected none"
+    require(os.pathsep not in place, f"plug-in {separated}")
     if place in LOADED:
         return place
     files = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
@@ -97,9 +99,11 @@ def _load(name: str, source: str) -> str:
         _execute(place, path)
         if registered == len(REGISTERED) and str(path) not in REGISTERED:
             raise InputError("it registers nothing; expected a call of register_mixer, register_model or register_task")
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         del LOADED[place]
-        raise InputError(f"plug-in {name!r} ({source}) cannot be loaded: {_reason(error, path)}") from error
+        if isinstance(error, Exception | SystemExit):
+            raise InputError(f"plug-in {name!r} ({source}) cannot be loaded: {_reason(error, path)}") from error
+        raise
     finally:
         _LOADING.pop()
     return place
