@@ -156,6 +156,22 @@ def test_balance_loss_is_added_in_training_only():
     close(ours - theirs, 10 * balance_loss(routing, mask.bool()))
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_balance_loss_of_packed_rows_takes_a_mask(rows):
+    model, ids = build("jamba", style={"experts": {"count": 4}}).train(), tokens(rows)
+    places = torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2]] * rows)
+    expected = model(ids, labels=ids, position_ids=places).loss
+    assert torch.equal(model(ids, labels=ids, position_ids=places, attention_mask=torch.ones_like(ids)).loss, expected)
+
+
+def test_a_router_computes_in_float32_under_autocast():
+    experts, x = mixture().float(), torch.randn(1, 999, D)
+    routing, weights = experts.route(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, likewise = experts.route(x)
+    assert all(map(torch.equal, (*routing[:2], weights), (*found[:2], likewise)))
+
+
 def test_the_balance_loss_of_frozen_layers_needs_no_gradient():
     model, ids = build("jamba", style={"experts": {"count": 4}}).train(), tokens(2)
     expected = model(ids, labels=ids).loss

@@ -55,9 +55,10 @@ def experts_loss(
         return 0.0
     trained = not torch.is_grad_enabled() or routed[0].graded
     require(trained, "use_reentrant=True gives no gradient to the balance loss; expected use_reentrant=False")
-    shares = routed[0].shares
-    mask = padding_mask(None if attention_mask is None else attention_mask[:, -shares.shape[1] :], shares, False)
+    shares, targets = routed[0].shares, next_labels(labels, shift_labels)
+    if attention_mask is not None:  # of rows, which may be packed
+        attention_mask = attention_mask[:, -targets.shape[1] :].reshape(shares.shape[:2])
+    mask = padding_mask(attention_mask, shares, False)
     losses = torch.stack([balance_loss(routing, mask) for routing in routed])
-    targets = next_labels(labels, shift_labels)
     share = per_item((targets != IGNORED).sum().to(losses), targets, num_items_in_batch)
     return model.balance * losses.mean() * share

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...ops.call import accumulator
 from ...spec.stack import Experts
+from ...utils.device import without_autocast
 from ..base import SelfInitialized
 from .widths import default_std
 
@@ -29,7 +30,8 @@ class Router(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         acc = accumulator(input)
-        return F.linear(input.to(acc), self.weight.to(acc))
+        with without_autocast(input):
+            return F.linear(input.to(acc), self.weight.to(acc))
 
 
 class MixtureOfExperts(SelfInitialized):
