@@ -103,6 +103,9 @@ def test_ropes_that_do_not_fit_the_heads_are_refused():
     ]:
         with pytest.raises(InputError, match=sentence):
             layer(spec)
+    for theta, base in ((1.0, 1e4), (None, 1.0)):
+        with pytest.raises(InputError, match=r"base 1\.0 of the frequencies, theta; expected more than 1"):
+            layer(AttentionSpec(rope=Rope("yarn", theta=theta, original=64)), rope_theta=base)(torch.randn(1, 2, 32))
 
 
 @pytest.mark.parametrize("spec", [AttentionSpec(kv_heads=2), LatentSpec(shared_dim=8)], ids=["gqa", "mla"])

@@ -66,6 +66,13 @@ def test_released_decays_equal_their_formulas():
     assert relative(log_decay, (-A * dt.clamp(0.6, 0.9))[..., 0]) <= 1e-14
 
 
+def test_lower_bounds_of_the_sigmoid_decay_may_be_near_0():
+    for bound in (-1e-3, -1e-17):  # between it and 0
+        decay = decays.DECAYS["sigmoid"](Decay("sigmoid", rank="full", lower_bound=bound), 2, 3, 0.5)
+        log_decay = decay(torch.randn(1, 9, 6).double())
+        assert (log_decay >= 1.01 * bound).all() and (log_decay <= 1e-18).all()
+
+
 def test_fields_of_one_decay_are_refused_for_others():
     for kind, settings in (
         ("softplus-vector", {"dt_floor": 0.1}), ("softplus", {"lower_bound": -5.0}), ("exp", {"rank": "full"}),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..ops.autograd import define
 from ..ops.call import accumulator
+from ..ops.checks import require
 from ..spec.attention import Rope
 
 DEFAULT = Rope()  # made here, as torch.compile cannot trace the checks of a spec
@@ -75,6 +76,7 @@ def frequencies(rope: Rope, theta: float, dims: int, lengths: Tensor) -> Tensor:
 
 def _ramp(rope: Rope, base: float, dims: int) -> tuple[float, float]:
     """Returns the indices of the frequencies between which YaRN's share of the division rises from 0 to 1."""
+    require(base > 1, f"rope.kind='yarn' with the base {base} of the frequencies, theta; expected more than 1")
     rotations = ((rope.original or 1) / (2 * math.pi * n) for n in (rope.fast, rope.slow))
     first, last = (dims * math.log(n) / (2 * math.log(base)) for n in rotations)
     if rope.truncate:

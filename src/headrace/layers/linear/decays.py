@@ -186,7 +186,7 @@ class SigmoidDecay(DecayModule):
         log_decay = F.logsigmoid(logits.to(accumulator(logits))) / self.spec.temperature
         if bound is None:
             return log_decay
-        return torch.logaddexp(log_decay.new_tensor(bound), log_decay + math.log1p(-math.exp(bound)))
+        return torch.logaddexp(log_decay.new_tensor(bound), log_decay + math.log(-math.expm1(bound)))
 
 
 class SigmoidHeadDecay(DecayModule):
