@@ -536,8 +536,10 @@ def test_ordinary_positions_change_nothing(model):
         positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, filler)
         assert torch.equal(model(ids, attention_mask=mask, position_ids=positions).logits, padded)
     cache = model(ids[:, :4], use_cache=True).past_key_values
-    after = model(ids[:, 4:], past_key_values=cache, position_ids=counted[:, 4:]).logits
-    close(after, expected[:, 4:])
+    for columns, more in ((4, {}), (6, {"attention_mask": torch.ones(2, 2)})):  # of these tokens alone
+        some = slice(columns, columns + 2)
+        after = model(ids[:, some], past_key_values=cache, position_ids=counted[:, some], **more).logits
+        close(after, expected[:, some])
 
 
 @pytest.mark.parametrize("seq_idx", [[[0, 0, 0, 0, 3, 3, 4, 4, 4]], [[0] * 4 + [1] * 5, [5] * 2 + [6] * 7]])
@@ -594,8 +596,10 @@ def test_invalid_positions_are_refused():
     with pytest.raises(InputError, match="position_ids of row 0 begin with 0; expected 9"):
         model(ids, position_ids=pack, past_key_values=cache)
     ends = torch.tensor([0, 4, 9])
-    with pytest.raises(InputError, match="position_ids mark other sequences than cu_seqlens"):
+    with pytest.raises(InputError, match="position_ids or seq_idx mark other sequences than cu_seqlens"):
         model(ids, position_ids=pack, cu_seqlens=ends)
+    with pytest.raises(InputError, match="seq_idx mark other sequences than cu_seqlens"):
+        model(ids, seq_idx=torch.zeros(1, 9, dtype=torch.int32), cu_seqlens=ends)
     with pytest.raises(InputError, match="cu_seq_lens_k differs from cu_seq_lens_q"):
         model(ids, cu_seq_lens_q=ends, cu_seq_lens_k=torch.tensor([0, 5, 9]))
 
@@ -619,3 +623,9 @@ def test_lists_are_refused_where_the_model_takes_tensors(name):
         model(**given | {name: [1, 2]})
     with torch.no_grad(), pytest.raises(InputError, match="attention_mask"):
         model(ids[:, -1:], past_key_values=model(ids).past_key_values, attention_mask=[1])
+    with pytest.raises(InputError, match=r"cu_seq_lens_q=\[0, 9\]; expected a tensor"):
+        model(ids, cu_seq_lens_q=[0, 9], cu_seq_lens_k=[0, 9])
+    model, cache = build("transformer"), DynamicCache()
+    model(ids, past_key_values=cache)
+    with pytest.raises(InputError, match=r"attention_mask=\[1\]; expected a tensor"):
+        model(ids[:, -1:], past_key_values=cache, attention_mask=[1])

@@ -136,7 +136,8 @@ class HeadraceModel(HeadracePreTrainedModel):
             output_attentions: whether to return the `attentions`: the maps [B, H, T, L] from values to what the heads
                 of a mixer read before its norm (`layers.maps`), in the order of execution. L counts the columns of the
                 cache for softmax attention, and those of this call, T, for a recurrence, whose state has the others.
-                As in transformers, there is none of a mixer without one. None: as in the config.
+                Rows that are packed have one map, [1, H, B T, B T]. As in transformers, there is none of a mixer
+                without one. None: as in the config.
             cache: another name of past_key_values, which transformers uses from 5.24 on.
             flash: cu_seqlens under the names of transformers' collators, `cu_seq_lens_q` and `_k`; `max_length_q` and
                 `_k` have no effect.
@@ -183,6 +184,8 @@ class HeadraceModel(HeadracePreTrainedModel):
 
     def _borrowed(self, given: DynamicCache, attention_mask: Tensor | None, T: int) -> HeadraceCache:
         """Returns a cache with the keys and values of a DynamicCache, which the model writes back."""
+        if attention_mask is not None:
+            check_tensor("attention_mask", attention_mask)
         cache = HeadraceCache()
         cache.columns, cache.states = read_dynamic(given, self, attention_mask, T)
         return cache
@@ -312,9 +315,9 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
         Other arguments, and errors, are those of HeadraceModel.
 
         Returns:
-            CausalLMOutputWithPast: `loss`, the mean cross-entropy in nats over the tokens with a label plus the
-            load-balancing loss of experts over this call's tokens, None without labels; `logits` [B, kept positions,
-            vocabulary]; `past_key_values`, `hidden_states` and `attentions` of HeadraceModel.
+            CausalLMOutputWithPast: `loss`, the mean cross-entropy in nats over the tokens with a label plus, in
+            training, the load-balancing loss of experts over this call's tokens, None without labels; `logits` [B,
+            kept positions, vocabulary]; `past_key_values`, `hidden_states` and `attentions` of HeadraceModel.
         """
         loss_kwargs.pop("tokenizer", None)  # an argument of `generate` that is passed on to forward
         given = cache_argument(past_key_values, cache)

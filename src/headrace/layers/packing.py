@@ -61,7 +61,7 @@ def restarts(position_ids: Tensor, x: Tensor, attention_mask: Tensor | None = No
     Args:
         position_ids: [B or 1, T].
         x: [B, T, D].
-        attention_mask: [B, seen + T]; 0 marks padding, which has no position.
+        attention_mask: [B, T] or [B, seen + T]; 0 marks padding, which has no position.
         seen: number of tokens before x.
 
     Raises:
@@ -73,7 +73,7 @@ def restarts(position_ids: Tensor, x: Tensor, attention_mask: Tensor | None = No
     require(shape in ([B, T], [1, T]), f"position_ids has shape {shape}; expected [{B}, {T}]")
     positions = position_ids.to(x.device).expand(B, T)
     kept = x.new_ones(B, seen + T, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-    expected = (kept.cumsum(1) - 1)[:, -T:]
+    expected = (kept.cumsum(1) - 1)[:, -T:] + (seen + T - kept.shape[1])
     if ((positions == expected) | ~kept[:, -T:]).all():
         return None
     follows = F.pad(positions[:, 1:] == positions[:, :-1] + 1, (1, 0)) | ((positions == 0) & (seen == 0))
@@ -141,7 +141,7 @@ def pack_rows(
     if cu_seqlens is not None:
         marked = cu_seqlens.new_tensor([0, x.shape[1]]) if bounds is None else bounds.to(cu_seqlens)
         same = torch.equal(marked, cu_seqlens)
-        require(same, "position_ids mark other sequences than cu_seqlens; expected the same sequences")
+        require(same, "position_ids or seq_idx mark other sequences than cu_seqlens; expected the same sequences")
         return x, cu_seqlens
     if bounds is None:
         return x, None
@@ -157,7 +157,9 @@ def flash_bounds(arguments: dict[str, Any]) -> Tensor | None:
     both = "cu_seq_lens_k differs from cu_seq_lens_q; expected the same sequences for both"
     if q is k:
         return q
-    require(q is not None and k is not None and q.shape == k.shape, both)
+    check_tensor("cu_seq_lens_q", q)
+    check_tensor("cu_seq_lens_k", k)
+    require(q.shape == k.shape, both)
     if avoid_sync(q):
         torch._assert_async((q == k).all(), both)
     else:
