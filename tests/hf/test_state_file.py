@@ -77,6 +77,19 @@ def test_restored_cache_goes_back(mixer, end, tmp_path):
     tiny.close(*following)
 
 
+@torch.no_grad()
+def test_restored_cache_goes_back_to_states_that_were_set(tmp_path):
+    model, cache = tiny.build("gla"), HeadraceCache()
+    cache.states = read(model, tokens(2, 4)).states
+    model(tokens(2, 3), **{NAME: cache})
+    save_state(tmp_path / "state", cache, model)
+    other, _ = load_state(tmp_path / "state", model)
+    for each in (cache, other):
+        each.rewind(3)
+    assert_same_bits(cache, other)
+    assert cache.columns == 0 and cache.states is not None
+
+
 def test_pending_tokens_are_read_before(tmp_path):
     model, ids = HeadraceForCausalLM(tiny.config("gla")).eval(), tokens(1)
     cache = read(model, ids)

@@ -65,8 +65,8 @@ def save_state(
     wrong = _unlike(tensors, _blank(model), cache.columns)
     require(wrong is None, f"the cache is of another model: {wrong}")
     tensors = {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
-    snapshots, croppable = " ".join(map(str, cache.snapshots.columns[1:])), str(cache.snapshots.croppable_from)
-    places = {"columns": str(cache.columns), "snapshots": snapshots, "croppable_from": croppable}
+    taken, croppable = [each.column for each in cache.snapshots.taken], str(cache.snapshots.croppable_from)
+    places = {"columns": str(cache.columns), "snapshots": " ".join(map(str, taken)), "croppable_from": croppable}
     about = facts(model) | places | {"headrace": headrace.__version__}
     content = save(tensors, about | {SUM: _sum(about, tensors)})
     with atomic(Path(path), "wb") as file:

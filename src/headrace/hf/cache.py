@@ -230,7 +230,8 @@ class HeadraceCache(Cache):
             kinds = [type(state) for state in mine]
             same = kinds == [type(state) for state in theirs] and not {AttentionState, type(None)} & {*kinds}
             require(same, "append joins states of the same kinds and of one size; expected such states of both caches")
-            self.covered_states = [type(a)(*map(_concatenated, a, b)) for a, b in zip(mine, theirs, strict=True)]
+            pairs = [(type(a), zip(a, b, strict=True)) for a, b in zip(mine, theirs, strict=True)]
+            self.covered_states = [of(*(x if x is None else torch.cat([x, y]) for x, y in each)) for of, each in pairs]
             self.snapshots.forget(self.columns, "were read before sequences of another cache were appended")
 
     def _change(self, function: Callable[[Tensor], Tensor]) -> None:
@@ -246,7 +247,3 @@ def cache_argument(past_key_values: Any, cache: Any) -> HeadraceCache | DynamicC
     accepted = argument is None or isinstance(argument, HeadraceCache | DynamicCache)
     require(accepted, f"past_key_values is a {type(argument).__name__}; expected a HeadraceCache")
     return argument
-
-
-def _concatenated(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return None if a is None or b is None else torch.cat([a, b])

@@ -28,20 +28,12 @@ def arranged(
     """Returns (x [B, T, D], or its tokens as one row; which tokens are no padding, or None; the pack, or None). seen:
     number of columns before x."""
     if position_ids is not None or seq_idx is not None:
-        x, attention_mask, cu_seqlens = _packed(x, attention_mask, cu_seqlens, position_ids, seq_idx, seen)
+        padding_mask(attention_mask, x, False, seen)  # checks the shape
+        if cu_seqlens is not None and not seen and avoid_sync(x):
+            check_marks(x, position_ids, seq_idx, cu_seqlens)
+        else:
+            marked, rows = sequences(x, position_ids, seq_idx, attention_mask, seen), x.shape
+            x, cu_seqlens = pack_rows(x, marked, attention_mask, cu_seqlens)
+            attention_mask = attention_mask if x.shape == rows else None
     pack = None if cu_seqlens is None else Sequences.of(x, cu_seqlens)
     return x, padding_mask(attention_mask, x, pack is not None, seen), pack
-
-
-def _packed(
-    x: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, position_ids: Tensor | None,
-    seq_idx: Tensor | None, seen: int,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Returns (x, attention_mask, cu_seqlens) with the sequences of position_ids or seq_idx as a pack."""
-    padding_mask(attention_mask, x, False, seen)  # checks the shape
-    if cu_seqlens is not None and not seen and avoid_sync(x):
-        check_marks(x, position_ids, seq_idx, cu_seqlens)
-        return x, attention_mask, cu_seqlens
-    marked = sequences(x, position_ids, seq_idx, attention_mask, seen)
-    rows, cu_seqlens = pack_rows(x, marked, attention_mask, cu_seqlens)
-    return rows, attention_mask if rows.shape == x.shape else None, cu_seqlens

@@ -86,8 +86,7 @@ def missing(kind: str, data: dict[str, Any]) -> InputError:
 def _load(name: str, source: str) -> str:
     """Imports one plug-in and returns its key in LOADED. source: what names it, for errors."""
     place, path = _locate(name, source)
-    separated = f"{place!r} has {os.pathsep!r} in its path, which separates plug-ins in {VARIABLE}; expected none"
-    require(os.pathsep not in place, f"plug-in {separated}")
+    require(os.pathsep not in place, f"plug-in {place!r} has {os.pathsep!r}, which divides {VARIABLE}; expected none")
     if place in LOADED:
         return place
     files = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]

@@ -46,8 +46,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
 }
-
-
 BEFORE = ("pre", "both", "parallel", "parallel-joint")  # orders in which branches have norms of their inputs
 AFTER = {"branch": "_norm", "both": "_after"}  # how the norm of the output of a branch is called, by the order
 

@@ -19,8 +19,6 @@ from .stage import Stage, Tokens, refuse_changes
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 GROUP_NORM_EPS = 64e-5  # RWKV-6: 1e-5 · 8², where 8 is its head size divisor
-
-
 # The lower bounds of the norms, which are the epsilons of PyTorch's F.normalize and nn.LayerNorm.
 NORM_FLOORS = {"l2": 1e-12, "layer": 1e-5**0.5}
 
