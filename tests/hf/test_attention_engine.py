@@ -87,7 +87,7 @@ def test_tokens_are_those_of_transformers(kind, variant, tmp_path):
     of_kind |= dict.fromkeys(sparse.FAMILIES, "Experts") | {"phimoe": of_length or "NearMixture"}
     of_kind |= dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"), "LatentAttention")
     of_kind |= dict.fromkeys(("gemma2", "vaultgemma"), "a bound of the logits")
-    of_kind |= {"ministral3": "grows with the position", "apertus": "Sloped"}
+    of_kind |= {"ministral3": "grows with its position", "apertus": "Sloped"}
     of_kind |= dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), "after the rotation")
     known = of_kind.get(kind, of_length)
     if known is not None and variant not in KNOWN:

@@ -11,7 +11,7 @@ import torch
 from equation import MAX_ERROR_RATIO, skip_if_missing
 from groups import begin, forked
 from headrace import zoo
-from headrace.hf import HeadraceConfig, HeadraceForCausalLM
+from headrace.hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM
 from headrace.spec import MixerSpec
 from headrace.utils.errors import InputError
 from headrace.verification.verify import relative
@@ -322,6 +322,30 @@ def test_activation_checkpointing_does_not_write_into_the_state(reentrant):
     for exact, plain, mine in zip(*found.values(), strict=True):
         # Some float32 sums in another order. A rounding of every number is the least error.
         assert relative(mine, exact) <= MAX_ERROR_RATIO * max(relative(plain, exact), torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
+@pytest.mark.parametrize("name", ["softmax-gla", "transformer"])
+def test_states_of_a_reentrant_checkpoint_refuse_the_gradient_that_they_cut_off(name):
+    ids = torch.randint(1, 50, (2, 9))
+
+    def gradients(reentrant, detached):
+        made, cache = model(name).train(), HeadraceCache()
+        if reentrant is not None:
+            made.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            made.enable_input_require_grads()
+        made(ids[:, :5], past_key_values=cache)
+        if detached:
+            cache.states = [changed(state, torch.Tensor.detach) for state in cache.states]
+        made(ids[:, 5:], past_key_values=cache).logits.square().sum().backward()
+        return [p.grad for p in made.parameters()]
+
+    whole, part = gradients(None, False), gradients(None, True)
+    assert not all(map(torch.equal, whole, part))
+    for expected, reentrant, detached in ((whole, False, False), (part, False, True), (part, True, True)):
+        assert all(map(torch.equal, gradients(reentrant, detached), expected))
+    with pytest.raises(InputError, match="use_reentrant=True gives no gradient to past_key_values"):
+        gradients(True, False)
 
 
 # --- in passes of different precision ---------------------------------------------------------------------------------

@@ -37,3 +37,12 @@ def arranged(
             attention_mask = attention_mask if x.shape == rows else None
     pack = None if cu_seqlens is None else Sequences.of(x, cu_seqlens)
     return x, padding_mask(attention_mask, x, pack is not None, seen), pack
+
+
+def kept_positions(logits_to_keep: int | Tensor | None) -> slice | Tensor:
+    """Returns the index of the positions with logits."""
+    if isinstance(logits_to_keep, Tensor):
+        return logits_to_keep
+    last = logits_to_keep or 0
+    require(last >= 0, f"logits_to_keep={logits_to_keep}; expected at least 0, or a tensor of positions")
+    return slice(-last, None)

@@ -30,8 +30,9 @@ from .cache import PACKED, HeadraceCache, cache_argument
 from .cache_layers import read_dynamic, write_dynamic
 from .config import HeadraceConfig
 from .generation import Engine, HeadraceGenerationMixin
-from .inputs import arranged, boundaries
+from .inputs import arranged, boundaries, kept_positions
 from .loss import experts_loss, token_loss
+from .snapshots import refuse_gradient
 
 
 class HeadraceBlock(GradientCheckpointingLayer, Block):
@@ -252,6 +253,10 @@ class HeadraceModel(HeadracePreTrainedModel):
         inputs: list[Tensor] | None = [] if every else None
         where = {"mask": mask, "cu_seqlens": pack, "in_place": in_place, "inputs": inputs}
         last, states = self.backbone(x, past, **where)
+        block: Any = self.layers[0]
+        how = block._gradient_checkpointing_func.keywords if getattr(block, "gradient_checkpointing", False) else {}
+        if use_cache and last.requires_grad and block.training and how.get("use_reentrant"):
+            refuse_gradient(states)
         return [*(inputs or ()), last], states
 
 
@@ -343,7 +348,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
             if target.shape != hidden.shape[:2]:  # a sentence of sizes would break a graph
                 raise InputError(f"{name} has shape {list(target.shape)}; expected {list(hidden.shape[:2])}")
         if not (labelled and skip_logits):
-            logits = self.logits(hidden[:, _kept(logits_to_keep)])
+            logits = self.logits(hidden[:, kept_positions(logits_to_keep)])
         if labelled:
             everything = not isinstance(logits_to_keep, Tensor) and not logits_to_keep
             loss = token_loss(self, hidden, logits if everything else None, labels=labels, **loss_kwargs)
@@ -382,15 +387,6 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
         nothing = torch.empty(max(cache.batch_size, 0), 0, dtype=torch.long, device=self.device)
         if cache.pending and self.engine.read(self, nothing, cache) is None:
             self.model.read_pending(cache)
-
-
-def _kept(logits_to_keep: int | Tensor | None) -> slice | Tensor:
-    """Returns the index of the positions with logits."""
-    if isinstance(logits_to_keep, Tensor):
-        return logits_to_keep
-    last = logits_to_keep or 0
-    require(last >= 0, f"logits_to_keep={logits_to_keep}; expected at least 0, or a tensor of positions")
-    return slice(-last, None)
 
 
 AutoConfig.register(HeadraceConfig.model_type, HeadraceConfig, exist_ok=True)

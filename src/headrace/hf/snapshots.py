@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..layers.attention.attention import AttentionState, valid_columns
-from ..layers.base import may_write
+from ..layers.base import may_write, tensors
 from ..layers.blocks.stack import PositionState
 from ..layers.linear.token import MixerState
 from ..utils.errors import InputError
@@ -184,6 +184,16 @@ def copied(state: Any, function: Callable[[Tensor], Tensor] = torch.clone) -> An
     if state is None:
         return None
     return type(state)(*(function(x) if isinstance(x, Tensor) else x for x in state))
+
+
+def refuse_gradient(states: list[Any]) -> None:
+    """Makes a backward that reaches these states raise InputError: a reentrant checkpoint has cut them off."""
+
+    def refuse(_: Tensor) -> None:
+        raise InputError("use_reentrant=True gives no gradient to past_key_values; expected use_reentrant=False")
+
+    for x in filter(Tensor.is_floating_point, tensors(states)):
+        x.requires_grad_().register_hook(refuse)
 
 
 def _restored(old: Any, new: Any) -> Any:

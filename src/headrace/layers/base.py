@@ -3,7 +3,7 @@
 Dimensions: B batch, T tokens, D hidden size, N sequences.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -115,6 +115,11 @@ def may_write(state: Iterable[Tensor | None]) -> bool:
         return False
     anywhere = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
     return all(x is None or not (x.requires_grad or (not anywhere and x.is_inference())) for x in state)
+
+
+def tensors(states: Sequence[Any]) -> list[Tensor]:
+    """Returns all tensors of states."""
+    return [x for state in states if state is not None for x in state if isinstance(x, Tensor)]
 
 
 class Mixer(SelfInitialized):

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten
 from ..ops.checks import require
 from ..spec.record import Record
 from ..utils.device import may_round_float32
+from .base import tensors
 from .blocks.moe import MixtureOfExperts
 
 KEPT = frozenset(vars(nn.Module()))  # what PyTorch keeps in every module
@@ -38,7 +39,7 @@ class GraphedStep:
 
         def advance() -> Tensor:
             result, after = step(self.token, self.states)
-            for old, new in zip(_tensors(self.states), _tensors(after), strict=True):
+            for old, new in zip(tensors(self.states), tensors(after), strict=True):
                 was, now = list(old.shape), list(new.shape)
                 require(was == now, f"a state of shape {was} has shape {now} after a token; expected the same")
                 if new.data_ptr() != old.data_ptr():
@@ -49,7 +50,7 @@ class GraphedStep:
 
     def load(self, states: Sequence[Any]) -> None:
         """Goes on from a copy of other states of the same shapes."""
-        for kept, x in zip(_tensors(self.states), _tensors(states), strict=True):
+        for kept, x in zip(tensors(self.states), tensors(states), strict=True):
             kept.copy_(x)
 
     def __call__(self, token: Tensor) -> Tensor:
@@ -76,10 +77,6 @@ def captured(
             result = run()
     current.wait_stream(side)
     return result, graph.replay
-
-
-def _tensors(states: Sequence[Any]) -> list[Tensor]:
-    return [x for state in states if state is not None for x in state if isinstance(x, Tensor)]
 
 
 def fingerprint(model: nn.Module) -> tuple[Any, ...]:

@@ -25,9 +25,8 @@ from .decays import Decays
 from .features import FeatureMap, QKNorm, Rotate, RotateFirst
 from .project import Heads, Positions, Project, ValueMap
 from .readout import GROUP_NORM_EPS, Gate, GateFirst, Norm, Out, ReadGate, ReadGateFirst, Skip
-from .recur import Recur, WeightSum
+from .recur import Recur, StepSize, Strength, WeightSum
 from .stage import Plugged, Stage, Tokens
-from .strength import StepSize, Strength
 from .token import MixerState, find_program, mixer_program, run_mixer, token_of
 from .token_shift import Shift
 

@@ -1,5 +1,5 @@
-"""The recurrence of a linear mixer, by `headrace.linear_attention` and `headrace.step`, with what is done to its values
-and its outputs per head.
+"""The recurrence of a linear mixer, by `headrace.linear_attention` and `headrace.step`, with its write strength β and
+what is done to its values.
 
 Dimensions: B batch, T tokens, H heads (Hq for q and k), K key, V value dimension per head, N sequences.
 """
@@ -18,6 +18,38 @@ from ...ops.dispatch import has
 from ...ops.parallel.context import current
 from ..maps import mixed
 from .stage import Stage, Tokens
+
+
+class Strength(Stage):
+    """β from its logit, a sigmoid or twice that, to which the write gate of competition.write="beta" adds its
+    logarithm; it stays a logit if it also depends on the memory (write.residual_chunk)."""
+
+    field = "write.beta"
+    values = ("sigmoid", "sigmoid-2")
+    kinds = ("beta",)
+
+    def build(self, mixer: Any) -> None:
+        write, rows = mixer.spec.write, mixer.spec.memory_rows(mixer.K)
+        mixer.parts["beta"] = mixer.H * (rows if write.erase == "channel" else write.steps)
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        spec, t.beta = mixer.spec, t.beta.to(accumulator(t.beta))
+        if spec.competition is not None and spec.competition.write == "beta":
+            t.beta = t.beta + (t.write[..., None] if t.beta.dim() > 3 else t.write)
+            t.write = None
+        if spec.write.residual_chunk is None:
+            t.beta = t.beta.sigmoid() * (2 if spec.write.beta == "sigmoid-2" else 1)
+
+
+class StepSize(Stage):
+    """β = dt, the step size of the decay."""
+
+    field = "write.beta"
+    values = ("dt",)
+    kinds = ("beta",)
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        t.beta = t.dt
 
 
 class Recur(Stage):
