@@ -1,8 +1,11 @@
 """The layers of a cache under transformers' names, and transformers' DynamicCache."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
+from transformers.generation import utils
 
 from headrace import load_state, save_state
 from headrace.hf import HeadraceCache
@@ -92,3 +95,19 @@ def test_a_saved_state_has_layers(tmp_path):
     (restored, _) = load_state(tmp_path / "state", model)
     close(restored.layers[1].keys, cache.layers[1].keys)
     close(restored.layers[0].recurrent_states[0], cache.layers[0].recurrent_states[0])
+
+
+def test_a_generation_whose_end_is_known_a_step_late_returns_its_cache(monkeypatch):
+    """As on Apple's GPUs, where transformers crops the cache and then looks at its layers."""
+    if not hasattr(utils, "DeferredStopCheck"):
+        pytest.skip("this version of transformers waits for each token")
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    model, ids, options = build("gla"), tokens(1), {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    new = model.generate(ids, **options)[0, ids.shape[1] :]
+    monkeypatch.setattr(torch, "Event", lambda **_: event)
+    monkeypatch.setattr(utils.DeferredStopCheck, "is_supported", lambda *_, **more: True)
+    found = model.generate(ids, eos_token_id=int(new[3]), return_dict_in_generate=True, **options)
+    cache = found[CACHE]
+    assert (cache.columns, cache.pending > 0, cache.layers) == (found.sequences.shape[1] - 1, True, [])
+    model.read_pending(cache)
+    assert len(cache.layers) == len(model.model.layers)

@@ -152,9 +152,9 @@ class HeadraceCache(Cache):
 
     @property
     def layers(self) -> list[Any]:  # type: ignore[override]
-        """What the cache keeps of each layer, as views (`cache_layers`); [] before the first token. Raises InputError
-        while tokens are pending."""
-        states = self.states or []
+        """What the cache keeps of each layer, as views (`cache_layers`); [] before the first token and while tokens are
+        pending."""
+        states = [] if self.pending else self.covered_states or []
         of_layers = iter(states[len(states) - sum(self._counts) :])  # without that of positions
         return [layer_of(list(islice(of_layers, count)), self.columns) for count in self._counts] if states else []
 
