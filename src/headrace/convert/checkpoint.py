@@ -65,8 +65,8 @@ def load_on(path: str | Path, device: str | None, weights: str | None = None) ->
     require(weights in (None, *KINDS), f"--weights={weights!r}; expected one of {', '.join(KINDS)}")
     alone = weights is None or device == "cpu"
     require(alone, f"--weights={weights!r} with --device={device!r}; expected the CPU")
-    model: Any = load(path)
-    return (model if weights is None else quantize(model, weights)).to(device)
+    model: Any = load(path) if weights is None else quantize(load(path), weights)
+    return model.to(device)
 
 
 def read_config(path: str | Path) -> HeadraceConfig:

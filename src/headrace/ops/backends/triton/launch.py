@@ -212,7 +212,7 @@ def gradients_like_inputs(call: Call, gradients: dict[str, Any]) -> list[Optiona
         d_write = product(factor, call.beta)
     if dg is not None and call.log_decay is not None and call.log_decay.dim() == 1:
         dg = dg.sum((0, 1))
-    dq, dk = (over_groups(shaped[name], call.q.shape[2]) for name in ("dq", "dk"))
+    dq, dk = (over_groups(x, call.q.shape[2]) for x in (shaped["dq"], shaped["dk"]) if x is not None)
     return [dq, dk, shaped["dv"], dg, d_beta, d_write, shaped["d_read"]]
 
 
