@@ -263,7 +263,7 @@ def test_step_that_cannot_be_captured_is_reported(elsewhere, monkeypatch):
     model, ids = build("gla"), tokens(2)
     expected = generated(copy.deepcopy(model), ids)
     monkeypatch.setattr(graph, "captured", failing)
-    with pytest.warns(UserWarning, match="without a CUDA graph: the step cannot be captured: operation not permitted"):
+    with pytest.warns(UserWarning, match="without .* CUDA graph: the step cannot be captured: operation not permitted"):
         assert torch.equal(generated(model, ids), expected)
     assert torch.equal(generated(model, ids), expected)  # not tried again, without a warning
     assert "cannot be captured" in model.engine.graph_refused
@@ -286,7 +286,7 @@ def test_capture_that_fails_after_its_warm_up_ends_no_row(elsewhere, monkeypatch
     chosen = generated(copy.deepcopy(model), ids)
     ends = [token for token in range(1, 29) if token not in chosen[:, ids.shape[1] :]]
     monkeypatch.setattr(graph, "captured", failing)
-    with pytest.warns(UserWarning, match="without a CUDA graph"):
+    with pytest.warns(UserWarning, match="without .* CUDA graph"):
         assert torch.equal(generated(model, ids, eos_token_id=ends), chosen)
 
 

@@ -189,8 +189,9 @@ def capture(key: Any, model: Any, states: Any, token: Tensor, choice: Choice | N
             return Graph(key, GraphedStep(step, token.clone(), copies), choice)
         except (InputError, RuntimeError) as error:
             failure = f"the step cannot be captured: {str(error).partition(chr(10))[0]}"
-    warnings.warn(f"generation without a CUDA graph: {failure}", stacklevel=2)
-    return Graph(key, None, None, failure)
+    what = "a CUDA graph" if choice is None else "the choice of tokens in a CUDA graph"
+    warnings.warn(f"generation without {what}: {failure}", stacklevel=2)
+    return Graph(key, None, None, failure) if choice is None else capture(key, model, states, token, None)
 
 
 # --- the loop --------------------------------------------------------------------------------------------------------

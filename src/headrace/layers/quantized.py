@@ -41,8 +41,8 @@ class QuantizedLinear(nn.Module):
             scale = rounded.abs().amax(1).clamp_min(127 * torch.finfo(torch.float32).tiny) / 127
             rounded = (rounded / scale[:, None]).round()
         stored = rounded.to(getattr(torch, kind))
-        finite = bool((stored.isfinite() & rounded.isfinite()).all())
-        require(finite, "a weight has a NaN or an infinity; expected finite numbers to quantize")
+        finite = (stored.isfinite() & rounded.isfinite()).all()
+        require(bool(finite), "a weight has a NaN or an infinity; expected finite numbers to quantize")
         self.out_features, self.in_features = stored.shape
         self.register_buffer("stored", stored)
         self.register_buffer("scale", scale)

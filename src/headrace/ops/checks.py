@@ -12,6 +12,7 @@ INTEGERS = (  # dtypes of cu_seqlens
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64
 )  # fmt: skip
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # dtypes of all other tensors
+LARGEST = torch.finfo(torch.float32).max
 
 
 # The checks of shapes run for every decoded token, so they format a message only when they raise it.
@@ -158,10 +159,8 @@ def check_form(form: str, chunk_size: int | None, check: bool) -> None:
 
 
 def check_scale(scale: float | None) -> None:
-    """Raises InputError for a scale that is no finite number of float32. A tensor, whose gradient would be lost, is
-    none."""
-    largest = torch.finfo(torch.float32).max
-    number = isinstance(scale, int | float) and not isinstance(scale, bool) and abs(scale) <= largest
+    """Raises InputError for a scale that is no number of float32. A tensor, whose gradient would be lost, is none."""
+    number = isinstance(scale, int | float) and not isinstance(scale, bool) and abs(scale) <= LARGEST
     require_each(lambda x: x is None or number, "a finite number, or None for K^-1/2", scale=scale)
 
 

@@ -94,7 +94,10 @@ class Problem:
         expect("bonus", call.bonus, (H, K))
         per_token = [_floats(x) for x in (log_decay, call.beta, call.write_gate, call.read_gate)]
         self.tensors: list[Tensor | None] = [_rows(call.q), _rows(call.k), _rows(call.v), *per_token]
-        ends = None if call.cu_seqlens is None else _ends(call.cu_seqlens, T)
+        ends = None
+        if call.cu_seqlens is not None:  # checked always, because the kernels would access memory outside the tensors
+            expect("cu_seqlens", call.cu_seqlens, (len(call.cu_seqlens),))
+            ends = torch.tensor(sequence_ends(call.cu_seqlens, T), dtype=torch.int64, device="cpu")
         given = (call.initial_state, call.bonus)
         state, bonus = (None if x is None else x.to(torch.float32).contiguous() for x in given)
         self.alive = (ends, state, bonus)
@@ -122,12 +125,6 @@ def _rows(x: Tensor) -> Tensor:
 def _floats(x: Tensor | None) -> Tensor | None:
     wide = None if x is None else x.to(torch.float32)
     return _rows(wide) if wide is not None and wide.dim() == 4 else wide
-
-
-def _ends(cu_seqlens: Tensor, T: int) -> Tensor:
-    """Returns cu_seqlens as int64, checked always, because the kernels would access memory outside the tensors."""
-    expect("cu_seqlens", cu_seqlens, (len(cu_seqlens),))
-    return torch.tensor(sequence_ends(cu_seqlens, T), dtype=torch.int64, device="cpu")
 
 
 def address(x: Tensor | None) -> int:

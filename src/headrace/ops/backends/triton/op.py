@@ -77,7 +77,7 @@ def _about() -> str:
 
 
 def _step_of(*args):
-    call, after = Call(*args), _like_state(*args)
+    call, after = Call(*args), _like_step(*args)[1]
     return _token(call, after), after
 
 
@@ -91,13 +91,10 @@ def _like_out(*args):
     return call.v.new_empty(call.out_shape)
 
 
-def _like_state(*args):
-    call = Call(*args)
-    return call.v.new_empty(*call.v.shape[:2], call.k.shape[-1], call.v.shape[-1], dtype=torch.float32)
-
-
 def _like_step(*args):
-    return _like_out(*args), _like_state(*args)
+    call = Call(*args)
+    state = (*call.v.shape[:2], call.k.shape[-1], call.v.shape[-1])
+    return _like_out(*args), call.v.new_empty(state, dtype=torch.float32)
 
 
 STEP = f"({SCHEMA})"
