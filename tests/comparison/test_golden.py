@@ -189,8 +189,8 @@ WORDS = [[-2.0, 3.0], [-6.0, 5.0], [-1.0, 1.0]] * 5
 EVALUATIONS = {
     "better, and at chance": {"a": record(HALF, choices=(2,)), "b": record(ALL, choices=(2,))},
     "too few rows to tell": {"a": record([1.0, 1.0, 0.0, 1.0, 1.0]), "b": record([1.0] * 5)},
-    "nine rows": {"a": record([0.0] * 9, choices=(1,)), "b": record([1.0 + i / 100 for i in range(9)], choices=(1,))},
-    "ten rows": {"a": record([0.0] * 10, choices=(1,)), "b": record([1.0 + i / 100 for i in range(10)], choices=(1,))},
+    "nine rows": {"a": record([0.0] * 9, choices=(1,)), "b": record([1.0 - i / 100 for i in range(9)], choices=(1,))},
+    "ten rows": {"a": record([0.0] * 10, choices=(1,)), "b": record([1.0 - i / 100 for i in range(10)], choices=(1,))},
     "equal on every row": {"a": record([1.0, 0.0]), "b": record([1.0, 0.0])},
     "right as often as chance is": {"a": record([1.0] * 36 + [0.0] * 64, choices=(2, 5, 5, 5))},
     "right more often than by chance": {"a": record([1.0] * 38 + [0.0] * 62, choices=(2, 5, 5, 5))},

@@ -25,7 +25,7 @@ from headrace.cli import app as cli
 from headrace.data.tokenizer import byte_level
 from headrace.evaluation import report, tasks
 from headrace.evaluation.checkpoint import named, read_checkpoint
-from headrace.evaluation.run import EvaluationPlan, Machine, evaluate
+from headrace.evaluation.run import EvaluationPlan, Machine, evaluate, scored
 from headrace.evaluation.scores import Score, difference, scores, unigram, weight
 from headrace.evaluation.tasks import items
 from headrace.files.results import read_result
@@ -415,7 +415,7 @@ def test_needles_in_local_essays_need_no_download(checkpoints, tmp_path, monkeyp
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
 def test_a_picture_shows_the_interval_of_a_difference():
-    a, b = torch.randn(2, 50, dtype=torch.float64)
+    a, b = torch.rand(2, 50, dtype=torch.float64)
     records = {name: record(side.tolist()) for name, side in (("a", a), ("b", b))}
     (axes,) = report.forest([difference("b", "a", "piqa", "acc", records)]).axes
     (bar,) = axes.containers
@@ -438,6 +438,27 @@ def test_perplexities_and_bits_of_a_text():
 def test_the_metrics_of_other_lengths_of_a_needle_task_are_left_out():
     samples = [{"scores": {"1024": -1.0, "2048": found}} for found in (1.0, 0.0)]
     assert {name: score.value for name, score in scores({"samples": samples}).items()} == {"2048": 0.5}
+
+
+def test_only_means_of_rows_are_scores():
+    """Of F1 the rows are labels and guesses, of BLEU texts, of a ROUGE numbers to 100; of the error rate less is
+    better. A row comes once for each filter of answers."""
+    rows = [
+        {"doc_id": 0, "doc_hash": "a", "arguments": [("p", "q")], "filtered_resps": ["x"], "filter": kind, **own,
+         "metrics": list(own)}
+        for kind, right in (("strict", (1, 0, 1)), ("loose", (True, True, True)))
+        for own in ({"acc": x, "f1": (x, 1), "bleu": ("a", "b"), "rouge1_max": 35.0, "error": 0.5} for x in right)
+    ]  # fmt: skip
+    better = {"item": {"acc": True, "f1": True, "error": False}}
+    kept = record([]) | {"samples": [scored(row) for row in rows], "results": {"higher_is_better": better}}
+    found = {name: (score.value, len(score.rows)) for name, score in scores(kept).items()}
+    assert found == {"acc,strict": (pytest.approx(2 / 3), 3), "acc,loose": (1.0, 3)}
+    unclear = record([]) | {"samples": [{"scores": kept["samples"][0]["scores"] | {"bleu,strict": 0.0}}]}
+    items = {"model": {"item": kept}, "other": {"item": unclear}}
+    evaluation = SimpleNamespace(items=items, missing={})
+    (sentence,) = report.findings(evaluation)
+    assert sentence.startswith("acc,loose, bleu,loose, bleu,strict, error,loose, error,strict, f1,loose, f1,strict")
+    assert report.metrics(evaluation, "item") == ["acc,strict"]
 
 
 def test_the_unigram_is_that_of_the_evaluated_rows():

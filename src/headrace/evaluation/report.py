@@ -56,11 +56,21 @@ def findings(evaluation: Evaluation) -> Iterator[str]:
     """Sentences on what was not run as asked."""
     for name, reason in evaluation.missing.items():
         yield f"{name} was not run: {reason}."
+    for item, record in next(iter(evaluation.items.values())).items():
+        others = {name for sample in record["samples"] for name in sample["scores"]} - {*metrics(evaluation, item)}
+        if others and "@" not in item:  # other lengths of a needle task
+            yield f"{', '.join(sorted(others))} of {item}: no mean of rows from 0 to 1; results.json has the harness's."
     for model, records in evaluation.items.items():
         length = next(iter(records.values()))["trained_length"]
         longer = [name for name, record in records.items() if length and record["max_length"] > length]
         if longer:
             yield f"The config of {model} gives a context of {length} tokens; {', '.join(longer)} used a longer one."
+
+
+def metrics(evaluation: Evaluation, item: str) -> list[str]:
+    """Those that are scores of every model."""
+    first, *others = (scores(records[item]) for records in evaluation.items.values())
+    return [name for name in first if all(name in other for other in others)]
 
 
 def against_the_first(evaluation: Evaluation) -> list[Difference]:
@@ -70,7 +80,7 @@ def against_the_first(evaluation: Evaluation) -> list[Difference]:
         difference(model, first, item, name, {model: record, first: base[item]})
         for model, records in others
         for item, record in records.items()
-        for name in scores(record)
+        for name in metrics(evaluation, item)
     ]
     return judged([found])[0]
 
@@ -80,7 +90,8 @@ def table(evaluation: Evaluation) -> list[list[str]]:
     * if it does not beat the baseline."""
     first, rows = next(iter(evaluation.items.values())), []
     for item, record in first.items():
-        for metric, score in scores(record).items():
+        for metric in metrics(evaluation, item):
+            score = scores(record)[metric]
             value = baseline(score, record)
             shown = "–" if value is None else significant(value) if score.likelihood else f"{100 * value:.1f} %"
             own = [(scores(records[item])[metric], records[item]) for records in evaluation.items.values()]

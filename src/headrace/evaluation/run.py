@@ -208,8 +208,10 @@ def context(item: Item, checkpoint: Checkpoint, plan: EvaluationPlan) -> int:
 
 
 def scored(sample: dict[str, Any]) -> dict[str, Any]:
-    """The recorded part of a row: its id and hash, its scores, its answer and the number of choices."""
-    scores = {name: math.nan if undefined(sample) else plain(sample[name]) for name in sample["metrics"]}
+    """The recorded part of a row: its id and hash, its scores, its answer and the number of choices. The harness gives
+    a row once for each of its filters of answers, whose names it appends to those of the scores, as done here."""
+    end = "" if sample["filter"] == "none" else f",{sample['filter']}"
+    scores = {f"{name}{end}": math.nan if undefined(sample) else plain(sample[name]) for name in sample["metrics"]}
     answer = [str(text)[:200] for text in sample["filtered_resps"]] if len(sample["arguments"]) == 1 else []
     return {
         "doc_id": sample["doc_id"],

@@ -60,15 +60,23 @@ class Score:
 
 
 def scores(record: dict[str, Any]) -> dict[str, Score]:
-    """Metric -> score of a recorded item. Metrics of other lengths of a needle task, which the harness sets to -1, are
-    left out."""
-    samples = record["samples"]
-    values_by_name = {name: [sample["scores"][name] for sample in samples] for name in samples[0]["scores"]}
+    """Metric -> score of a recorded item: functions of log-likelihoods, and means of rows from 0 to 1 of which more is
+    better. Others are left out: F1, whose rows are labels and guesses, or the other lengths of a needle task, -1."""
+    by_item = record.get("results", {}).get("higher_is_better", {}).values()
+    lower = {name for metrics in by_item for name, higher in metrics.items() if higher is False}
+    rows: dict[str, list[Any]] = {}
+    for name, value in (pair for sample in record["samples"] for pair in sample["scores"].items()):
+        rows.setdefault(name, []).append(value)
+    found = [Score(name, [tuple(x) if isinstance(x, list) else (x, 1.0) for x in own]) for name, own in rows.items()]
     return {
-        name: Score(name, [tuple(value) if isinstance(value, list) else (value, 1.0) for value in values])
-        for name, values in values_by_name.items()
-        if values != [-1.0] * len(values)
+        score.metric: score
+        for score in found
+        if score.likelihood or (score.metric.partition(",")[0] not in lower and all(map(is_share, rows[score.metric])))
     }
+
+
+def is_share(value: Any) -> bool:
+    return isinstance(value, int | float) and not (value < 0 or value > 1)  # NaN is one
 
 
 def exponential(x: float) -> float:
