@@ -25,13 +25,14 @@ from torch import Tensor
 
 from ..files.threads import ThreadsBySize
 from ..hf.cache import HeadraceCache
+from ..hf.choice import NO_NUMBERS
 from .prefix import Prefix, PrefixCache, Saved, Tokens, joined
 from .sampling import Sampling, check_generation, stop_strings
 from .stream import Piece, Stream
 
 LOG = logging.getLogger("uvicorn.error")
 PIECE = 128  # tokens of prompts that are processed in one call
-NONE = -1  # in the place of the likeliest token, where there is none
+NONE = -1  # in the place of the likeliest token, where there is none to choose
 
 
 class Prompt:
@@ -351,7 +352,7 @@ class Engine:
         probabilities that are not numbers, ends its stream alone. logits: [streams, vocabulary]."""
         left: list[int] = []  # rows of the streams that go on
         largest, tokens = logits.max(-1)  # a NaN is the largest
-        batch.tokens = torch.where(largest.isnan(), NONE, tokens).tolist()
+        batch.tokens = torch.where(largest.isfinite(), tokens, NONE).tolist()
         for row, stream in enumerate(batch.streams):
             self._guarded(partial(self._choose_one, batch, logits, left), row, [stream])
         batch.keep(left)
@@ -359,10 +360,10 @@ class Engine:
     def _choose_one(self, batch: Batch, logits: Tensor, left: list[int], row: int) -> None:
         """The states after a text that ends, which do not cover its last token, are kept."""
         stream, own = batch.streams[row], logits[row : row + 1]
+        if batch.tokens[row] == NONE and stream.sampling.max_tokens:  # whose draw would break CUDA's context
+            raise RuntimeError(NO_NUMBERS)
         if stream.draw is not None:
             batch.tokens[row] = stream.draw(own.float())
-        elif batch.tokens[row] == NONE and stream.sampling.max_tokens:
-            raise RuntimeError("the model's logits have NaN values, and no token is the likeliest")
         if stream.sampling.max_tokens:
             stream.score(own, batch.tokens[row : row + 1])
         if stream.add(batch.tokens[row], self.ends):
