@@ -133,6 +133,23 @@ def test_a_context_that_cannot_be_is_left_out(name, memory, sentence, monkeypatc
     assert list(found["tokens_per_second"]) == ([100] if memory else []) and found["left_out"][300].startswith(sentence)
 
 
+@pytest.mark.parametrize("what", ["memory", "decoding"])
+@pytest.mark.parametrize(("device", "proc"), [("xpu", True), ("cpu", False)])
+def test_unknown_memory_is_refused(what, device, proc, monkeypatch):
+    """The memory of the CPU is not that of another device."""
+    if not proc:
+        monkeypatch.setattr(Path, "read_text", lambda path: os.stat("/none"))
+    with pytest.raises(InputError, match=f"--what={what} needs a CPU with /proc or CUDA, not '{device}'"):
+        measure.measure(Point(what, 16), BenchPlan(("gla",), SHAPE, device))
+
+
+def test_the_clock_waits_for_the_device_of_the_plan(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    measure.timed(lambda: waited.append("call"), BenchPlan(("gla",), SHAPE, "cuda:1"))
+    assert waited == ["cuda:1", "call", "cuda:1"]
+
+
 def test_a_model_that_cannot_run_here_is_left_out(monkeypatch):
     monkeypatch.setitem(
         measure.MEASUREMENTS, "training", lambda point, plan: {n: {"seconds": [1.0]} for n in plan.models}

@@ -95,9 +95,7 @@ def prefill(point: Point, plan: BenchPlan) -> dict[str, Measured]:
 @torch.inference_mode()
 def decoding(point: Point, plan: BenchPlan) -> dict[str, Measured]:
     """Time of one decoded token of each sequence after a context, with the bytes of the states."""
-    memory, decoders = free(plan), {}
-    if memory is None:
-        raise InputError("--what=decoding needs /proc, which this system does not have; leave decoding out of --what")
+    memory, decoders = known_memory("decoding", plan), {}
     measured: dict[str, Measured] = {}
     for name in plan.models:
         needed = point.batch * cache_bytes(name, plan.shape, point.length, plan.itemsize)
@@ -132,6 +130,7 @@ def several(decoder: Decoder, plan: BenchPlan) -> float:
 def memory(point: Point, plan: BenchPlan) -> dict[str, Measured]:
     """Peak memory of a training step. Each model has its own process, as the peak of a process never falls."""
     peaks: dict[str, Measured] = {}
+    known_memory("memory", plan)
     for name in plan.models:
         given = begin, (list(plugins.LOADED),)
         with ProcessPoolExecutor(1, context([plan.device]), *given) as pool, ended_by_errors(pool):
@@ -174,10 +173,8 @@ def return_freed_blocks() -> None:
 def resident(field: str) -> int:
     """Resident bytes of this process: VmRSS now, VmHWM at the peak. (ru_maxrss of a child can start at the value of its
     parent.)"""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        raise InputError("--what=memory needs /proc, which this system does not have; leave memory out of --what")
-    return 1024 * next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(field))
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 class Step:
@@ -227,7 +224,7 @@ def clock(plan: BenchPlan) -> Callable[[], float]:
 
 def synchronize(plan: BenchPlan) -> None:
     if plan.device != "cpu":
-        torch.accelerator.synchronize()
+        torch.accelerator.synchronize(plan.device)  # which need not be the current one
 
 
 def on_cuda(plan: BenchPlan) -> bool:
@@ -235,13 +232,22 @@ def on_cuda(plan: BenchPlan) -> bool:
 
 
 def free(plan: BenchPlan) -> int | None:
-    """Bytes of free memory on the device; None where the system does not tell."""
+    """Bytes of free memory on the device; None where the system does not tell, and on other devices."""
     if on_cuda(plan):
         return torch.cuda.mem_get_info(plan.device)[0]
+    if plan.device != "cpu":
+        return None
     with suppress(OSError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     return None
+
+
+def known_memory(what: str, plan: BenchPlan) -> int:
+    """Bytes of free memory. InputError where neither they nor a peak are known."""
+    if (memory := free(plan)) is None:
+        raise InputError(f"--what={what} needs a CPU with /proc or CUDA, not {plan.device!r}; leave it out of --what")
+    return memory
 
 
 def built(name: str, plan: BenchPlan) -> nn.Module:

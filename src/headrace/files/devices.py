@@ -31,7 +31,7 @@ def on_device(name: str | None, float64: bool = False) -> str:
         raise InputError(f"--device={name!r} cannot be used: {str(error).splitlines()[0]}") from None
     if torch.device(name).type == "meta":
         raise InputError(f"--device={name!r} cannot be used: its tensors have no numbers")
-    return name
+    return "cpu" if torch.device(name).type == "cpu" else name  # "cpu:0" has no other memory
 
 
 def all_devices(name: str | None) -> list[str]:
