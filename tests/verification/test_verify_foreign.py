@@ -1,5 +1,6 @@
 """Laws on other libraries' layers and models: what holds for right ones, and what each fault breaks."""
 
+import ast
 import json
 from functools import partial
 from importlib.metadata import distributions
@@ -15,7 +16,7 @@ from faulty_layers import FAULTS
 from headrace import InputError, layers, zoo
 from headrace.files.quiet import quiet
 from headrace.verification import foreign
-from headrace.verification.foreign.check import Verdict
+from headrace.verification.foreign.check import Case, Verdict
 
 FAULTY = Path(faulty_layers.__file__)
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "verify"
@@ -98,6 +99,7 @@ def run_without_headrace(program, folder):
         (f"{FAULTY}:hidden", "copied state"),
         (f"{FAULTY}:bfloat16", "state dtype"),
         pytest.param("transformers:mamba", "pieces = whole", marks=OF_STORED_VERSION),
+        pytest.param("transformers:mamba", "reordered state", marks=OF_STORED_VERSION),
     ],
 )
 def test_a_program_shows_the_smallest_failing_input_without_headrace(name, law, tmp_path):
@@ -108,6 +110,16 @@ def test_a_program_shows_the_smallest_failing_input_without_headrace(name, law, 
     assert "headrace" not in program.replace(str(FAULTY), "")
     code, out = run_without_headrace(program, tmp_path)
     assert code == 1 and out.startswith("relative error"), out
+
+
+@pytest.mark.parametrize("name", ["transformers:mamba", "transformers:Mamba2Mixer", f"{FAULTY}:hidden"])
+def test_the_program_of_a_law_has_one_function_of_a_name(name):
+    """The adapter's helpers stand beside the law."""
+    target = foreign.target(name)
+    for law in foreign.LAWS:
+        program = foreign.snippet(target, Verdict(law, "breaks", 1.0, 1e-5, Case(1, 2, 1)), 0, "cpu", torch.float32)
+        functions = [part.name for part in ast.parse(program).body if isinstance(part, ast.FunctionDef)]
+        assert len(functions) == len(set(functions))
 
 
 @OF_STORED_VERSION

@@ -54,14 +54,14 @@ def causal_lm(model_type: str, sizes: dict[str, Any]) -> dict[str, Any]:
         return out.logits if has_head else out.last_hidden_state, out.get(memory, state)
 
     parts = {"module": model, "forward": forward, "vocabulary": model.config.vocab_size}
-    parts |= {"reload": reloaded, "cast": cast, "reorder": reordered}
+    parts |= {"reload": reloaded, "cast": cast, "reorder": reorder_rows}
     # zaya's states are inputs of the last token.
     parts["recurrent"] = (lambda state: []) if model_type == "zaya" else recurrent_states
     parts["embed"] = lambda model, ids: model.get_input_embeddings()(ids)
-    return parts | ({"crop": lambda model, x, remove: cropped(model, x, remove, memory)} if has_dynamic_cache else {})
+    return parts | ({"crop": lambda model, x, remove: crop_last(model, x, remove, memory)} if has_dynamic_cache else {})
 
 
-def cropped(model, x, remove, memory):
+def crop_last(model, x, remove, memory):
     """The cache of all but the last tokens of x, by its own means. memory: what the model calls the cache."""
     from transformers import DynamicCache
 
@@ -74,7 +74,7 @@ def cropped(model, x, remove, memory):
     return cache
 
 
-def reordered(state, order):
+def reorder_rows(state, order):
     if not hasattr(state, "reorder_cache"):
         raise NotImplementedError("its state has no reorder_cache")
     state.reorder_cache(order)
@@ -171,4 +171,4 @@ def fla_layer(class_name: str) -> dict[str, Any]:
 
 
 # Functions of `causal_lm`, which a program of it needs.
-HELPERS = (cropped, reordered, recurrent_states, reloaded, cast)
+HELPERS = (crop_last, reorder_rows, recurrent_states, reloaded, cast)
