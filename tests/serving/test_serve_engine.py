@@ -13,6 +13,7 @@ from headrace import load
 from headrace.data.tokenizer import byte_level
 from headrace.serving import engine
 from headrace.serving.engine import Engine
+from headrace.spec import AttentionSpec, Rope
 from headrace.utils.errors import InputError
 from served import ASCII, Client, save, wait_for
 
@@ -93,6 +94,19 @@ def test_joining_and_leaving_streams_equal_single_streams(tmp_path, monkeypatch,
             alone = asked(Engine(model, byte_level()), place, len(client.prompt) + 1).ended()
             assert client.ended().text == alone.text
             assert client.pieces[-1].tokens == alone.pieces[-1].tokens == 6 + 5 * place
+
+
+def test_prompts_are_read_whole_if_their_states_depend_on_the_division(tmp_path, monkeypatch):
+    """As `generate` reads them, with the frequencies of the whole length."""
+    monkeypatch.setattr(engine, "PIECE", 4)
+    model = load(save(tmp_path, ASCII, mixer=AttentionSpec(rope=Rope(kind="dynamic", factor=2.0, original=8))))
+    one, prompt = Engine(model, byte_level()), [*range(1, 21)]
+    client = Client(model, prompt, 1, logprobs=0, echo=True)
+    one.submit(client.stream)
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    scored = [score.logprob for score in client.ended().scores[1:20]]
+    assert scored == pytest.approx([expected[i, token].item() for i, token in enumerate(prompt[1:])], rel=1e-4)
 
 
 def test_error_of_one_stream_does_not_end_others(model):

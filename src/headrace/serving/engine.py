@@ -26,7 +26,7 @@ from torch import Tensor
 from ..files.threads import ThreadsBySize
 from ..hf.cache import HeadraceCache
 from ..hf.choice import NO_NUMBERS
-from .prefix import Prefix, PrefixCache, Saved, Tokens, joined
+from .prefix import Prefix, PrefixCache, Saved, Tokens, joined, unsupported_reason
 from .sampling import Sampling, check_generation, stop_strings
 from .stream import Piece, Stream
 
@@ -39,11 +39,11 @@ class Prompt:
     """The next piece of prompts that are the same up to its end, which is read once for all their streams.
 
     prefix: the tokens before the piece. states: those after them, of this prompt alone or saved; None: the piece is the
-    first."""
+    first. piece: number of tokens that it may have."""
 
-    def __init__(self, stream: Stream, prefix: Prefix, states: HeadraceCache | Saved | None):
+    def __init__(self, stream: Stream, prefix: Prefix, states: HeadraceCache | Saved | None, piece: int):
         self.streams, self.prefix, self.states = [stream], prefix, states
-        self.tokens = prefix.cut(stream.ids[prefix.length : prefix.length + PIECE])
+        self.tokens = prefix.cut(stream.ids[prefix.length : prefix.length + piece])
         self.end = prefix.then(self.tokens)
         self.end.reader = self  # until the piece is read
         self.is_last = len(stream.ids) == self.end.length
@@ -108,7 +108,7 @@ class Engine:
         self.stops = stop_strings(model)
         ends = model.generation_config.eos_token_id
         self.ends = ends if isinstance(ends, list) else [ends]
-        self.together = _together(model)
+        self.together, self.divides = _together(model), unsupported_reason(model) is None
         self.prefixes = prefixes or PrefixCache(0)
         self.threads = ThreadsBySize(threads, lambda line: LOG.info("threads: %s", line))
         self.arrivals: SimpleQueue[tuple[Stream, ...]] = SimpleQueue()
@@ -211,8 +211,8 @@ class Engine:
             stream.prefix = known
             self.ready.append((stream, states, known.logits))
         else:
-            prompt = Prompt(stream, known, states)
-            (self.prompts if prompt.is_last else self.long).append(prompt)
+            prompt = Prompt(stream, known, states, PIECE if self.divides else len(stream.ids))
+            (self.prompts if prompt.is_last and len(prompt.tokens) <= PIECE else self.long).append(prompt)
 
     def _short(self) -> list[Prompt]:
         """The next prompts that one call takes: one, or several of at most PIECE tokens together, of which all begin or
