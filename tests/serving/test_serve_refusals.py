@@ -207,6 +207,18 @@ def test_later_headers_time_out_and_bodies_may_take_longer(server, monkeypatch):
             pass
 
 
+@pytest.mark.parametrize("line", ["GET /health", "POST /nothing"])
+def test_rest_of_an_answered_body_times_out(server, monkeypatch, line):
+    """Its first byte ends uvicorn's own time limit."""
+    monkeypatch.setattr(protocol, "HEADER_SECONDS", 0.5)
+    with socket.create_connection(("127.0.0.1", int(server.rpartition(":")[2])), timeout=60) as slow:
+        slow.sendall(f"{line} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n".encode())
+        assert slow.recv(2**16).startswith(b"HTTP/1.1 ")
+        slow.sendall(b"1")
+        while slow.recv(2**16):
+            pass
+
+
 def test_serving_page_lists_refused_and_ignored_fields():
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text("utf-8").partition("\n## vLLM")[0]
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|$", page, re.MULTILINE))

@@ -1,4 +1,5 @@
-"""HTTP by uvicorn, with limits on the number of connections and on the time that a request's header takes to arrive."""
+"""HTTP by uvicorn, with limits on the number of connections, on the time that a request's header takes to arrive, and
+on that in which an answer is not read."""
 
 import asyncio
 import logging
@@ -15,6 +16,7 @@ except ImportError:  # Windows has no such limit
     resource = None  # type: ignore[assignment]
 
 HEADER_SECONDS = 10
+SEND_SECONDS = 60
 SPARE = 16  # file descriptors that are left for other files than connections
 LOG_SECONDS = 60.0  # between two lines about connections that are closed
 
@@ -50,13 +52,25 @@ class Listener(socket.socket):
 
 class Protocol(H11Protocol):
     """Closes a connection on which no whole header arrives in time, from its start or from the first byte of a later
-    header. uvicorn itself waits without limit, so that clients who send nothing could take all connections."""
+    header, nor the rest of a body that was answered already; and one whose client takes no more of an answer. uvicorn
+    itself waits without limit, so that clients who send or read nothing could take all connections."""
 
     deadline: asyncio.TimerHandle | None = None
+    unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # writing is paused while anything is unread
         self._set_deadline()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.unread = self.loop.call_later(SEND_SECONDS, self.transport.abort)  # `close` waits until all is read
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.unread is not None:
+            self.unread.cancel()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -67,7 +81,8 @@ class Protocol(H11Protocol):
         self._end_deadline()
 
     def _set_deadline(self) -> None:
-        if self.conn.their_state is not h11.IDLE:
+        answered = self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
+        if not answered and self.conn.their_state is not h11.IDLE:
             self._end_deadline()
         elif self.deadline is None:
             self.deadline = self.loop.call_later(HEADER_SECONDS, self.transport.close)

@@ -36,7 +36,7 @@ from .tokenizing import TokenizerProcess, import_ahead
 T = TypeVar("T")
 GenerationRequest = Completion | Chat
 
-BODY_SECONDS, SEND_SECONDS = 30, 60  # timeouts for receiving a body, and for sending a piece of an answer
+BODY_SECONDS = 30  # in which a body must arrive
 
 
 @dataclass(frozen=True)
@@ -268,22 +268,14 @@ def _event(content: dict[str, Any]) -> bytes:
 
 async def send_all(chunks: AsyncGenerator[bytes, None], kind: bytes, send: Send) -> None:
     """Sends the chunks. The status is sent with the first chunk, so that an earlier failure can have its own status."""
-
-    async def sent(part: str, **message: Any) -> None:
-        try:
-            async with asyncio.timeout(SEND_SECONDS):
-                await send({"type": f"http.response.{part}", **message})
-        except TimeoutError:
-            raise ClientDisconnect from None
-
     begun = False
     async with aclosing(chunks):
         async for chunk in chunks:
             if not begun:
-                await sent("start", status=200, headers=[(b"content-type", kind)])
+                await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
                 begun = True
-            await sent("body", body=chunk, more_body=True)
-    await sent("body")
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    await send({"type": "http.response.body"})
 
 
 async def until_disconnected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
