@@ -21,6 +21,7 @@ from headrace.ops import dispatch
 from headrace.ops.backends.base import Kernel
 from headrace.report import catalog
 from headrace.spec import AttentionSpec, Decay, MixerSpec, Read, to_json
+from headrace.verification.errors import Row
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +78,7 @@ MISTAKES = {
     "eval notes --suite language --seed -1": "--seed=-1; expected 0 to 4294967295",
     "serve notes --max-prompt-tokens 0": "--max-prompt-tokens=0; expected at least 1",
     "serve notes --prefix-cache 9": "--prefix-cache='9'; expected a number of kB, MB or GB, such as 256MB, or 0",
+    f"serve notes --prefix-cache {'9' * 400}GB": f"--prefix-cache='{'9' * 400}GB'; expected a number of kB, MB or GB",
     "train laptop-1m warmup=1 --dry-run": "warmup=1; expected less than 1, as a fraction of the training",
     "compare --heads 7": "num_heads=7 does not divide",
     "compare --mixers bahdanau": "'bahdanau' cannot train on --task pair",
@@ -283,7 +285,7 @@ def test_verify_and_compare_accept_registered_mixers(run_command, mine):
 
 
 def test_verify_checks_only_named_backends(run_command):
-    code, out, _ = run_command("verify", "--mixers", "gla", "--backend", "torch")
+    code, out, _ = run_command("verify", "--mixers", "gla", "--backend", "torch, torch")
     assert code == 0 and {name for name in dispatch.BACKENDS if f"{name} in float64" in out} == {"torch"}
 
 
@@ -296,6 +298,14 @@ def register(monkeypatch):
         monkeypatch.setitem(dispatch.BACKENDS, "new", row)
 
     return add
+
+
+def test_verify_names_no_precision_of_the_op(run_command, monkeypatch):
+    """Whose checks have their own."""
+    row = Row("linear_attention", "torch in float32", 0.0, 1e-5)
+    monkeypatch.setattr("headrace.verification.verify.verify", lambda *given, **named: [row])
+    out = run_command("verify", "--mixers", "linear_attention", "--device", "cpu").out
+    assert out.endswith("1 of 1 laws hold on cpu\n")
 
 
 def test_verify_exits_with_1_for_a_broken_law(run_command, register):

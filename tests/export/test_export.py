@@ -147,6 +147,14 @@ def test_linear_mixers_are_exported_exactly(tmp_path):
     assert result <= max(TOLERANCE, MAX_ERROR_RATIO * own)
 
 
+def test_errors_of_logits_that_are_all_zero(tmp_path):
+    """Are no shares of the largest."""
+    model = build("gla", num_hidden_layers=1).float()
+    torch.nn.init.zeros_(model.lm_head.weight)
+    trace(model).save(tmp_path / "model.onnx")
+    assert errors(tmp_path / "model.onnx", model) == (0, 0)
+
+
 def test_head_count_may_equal_the_traced_batch(tmp_path, monkeypatch):
     """The number of rows stays a variable. Of the backends, only ONNX's makes the recurrence a node."""
     monkeypatch.setenv("HEADRACE_BACKEND", "native")

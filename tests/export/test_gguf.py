@@ -1,5 +1,7 @@
 """GGUF: llama.cpp computes the logits and the tokens of headrace for the models of which it has an architecture."""
 
+import json
+
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
@@ -83,9 +85,13 @@ def test_unsupported_files_are_refused(tmp_path):
     with pytest.raises(InputError, match=reason):
         gguf.export(release("qwen3_5_text", tmp_path / "released"), tmp_path)
     model, path = saved(tmp_path, "rwkv7", num_heads=2), tmp_path / "tokenizer.json"
-    path.write_text(path.read_text().replace('"use_regex": true', '"use_regex": false'))
-    with pytest.raises(InputError, match="--to gguf needs a tokenizer of byte-level BPE that splits text as GPT-2's"):
-        gguf.export(tmp_path, tmp_path)
+    own = path.read_text()
+    for at, changes in (("pre_tokenizer", {"use_regex": False}), ("model", {"end_of_word_suffix": "Ġ"})):
+        other = json.loads(own)
+        other[at] |= changes
+        path.write_text(json.dumps(other))
+        with pytest.raises(InputError, match="gguf needs a tokenizer of byte-level BPE that splits text as GPT-2's"):
+            gguf.export(tmp_path, tmp_path)
     model.double().save_pretrained(tmp_path)
     with pytest.raises(InputError, match="the weights are float64, which --to gguf would round to float32"):
         gguf.export(tmp_path, tmp_path)

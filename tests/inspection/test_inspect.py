@@ -165,6 +165,9 @@ def test_gates_horizon_and_beta():
     assert matrix.horizon.shape == (T, 4)
     _, _, _, (scan, _) = passed("mamba")
     assert scan.horizon is None and scan.beta is None and not scan.gates
+    recorded.calls[0][0]["log_decay"] = torch.zeros(1, T, 4)  # an underflow: no decay
+    del recorded.call
+    assert (recorded.horizon == torch.inf).all()
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------

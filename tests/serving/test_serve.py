@@ -103,6 +103,13 @@ def test_sampling_equals_generate(client, checkpoint):
     assert answer.choices[0].text == expected["text"]
 
 
+def test_texts_are_as_long_as_the_server_gives(tmp_path):
+    """Without max_tokens, 16 tokens or the most of the server."""
+    with serving(save(tmp_path, ASCII), tokens=3) as base:
+        answers = [connect(base).completions.create(model=None, prompt="a", **more) for more in ({}, {"max_tokens": 2})]
+        assert [answer.usage.completion_tokens for answer in answers] == [3, 2]
+
+
 def test_seed_reproduces_text_under_concurrency(client):
     ended = threading.Event()
 
@@ -213,6 +220,23 @@ def test_disconnects_end_generation(server, client, checkpoint):
     asyncio.run(all_of_them())
     wait_for(lambda: not requests_of(server))
     assert ask(client, "question7:").choices[0].text == greedy(checkpoint, "question7:")
+
+
+def test_work_of_a_client_that_has_gone_keeps_its_turn():
+    """Its thread still decodes, with a tokenizer that is not for several threads."""
+    service, begun, end = object.__new__(routes.Service), threading.Event(), threading.Event()
+
+    async def run():
+        service.decoding = asyncio.Lock()
+        gone = asyncio.create_task(service.decoded(lambda: (begun.set(), end.wait())))
+        await asyncio.to_thread(begun.wait)
+        gone.cancel()
+        await asyncio.sleep(0.05)
+        held = service.decoding.locked()
+        end.set()
+        return held, await service.decoded(lambda: 1), gone.cancelled()
+
+    assert asyncio.run(run()) == (True, 1, True)
 
 
 @pytest.mark.parametrize("end", [True, False])

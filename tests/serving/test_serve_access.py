@@ -1,6 +1,7 @@
 """Who may ask the server, and how many at once."""
 
 import logging
+import re
 import resource
 import select
 import socket
@@ -22,6 +23,7 @@ from groups import refused
 from headrace.serving import listening, settings
 from headrace.serving.access import Access, Guarded
 from headrace.serving.protocol import most_descriptors
+from headrace.utils.errors import InputError
 from served import ASCII, connect, save, serving
 
 KEY = "s3cret key"
@@ -48,6 +50,21 @@ def test_unknown_host_names_are_refused(host):
     else:
         sentence = f"the Host {host!r} is not known; start the server with --allow-host to accept a name"
         assert answer.status_code == 403 and answer.json()["error"]["message"] == sentence
+
+
+def test_hosts_are_compared_as_clients_send_them():
+    for named, sent in (
+        ("münchen.example", "xn--mnchen-3ya.example:80"),
+        ("Here_1", "here_1"),
+        ("fe80::1%eth0", "[::1]"),
+    ):
+        assert TestClient(Guarded(fine, Access((named,)))).get("/", headers={"host": sent}).json() == "fine"
+
+
+@pytest.mark.parametrize("host", ["example.com:8000", "https://example.com", "*.example.com", "", "a b", "a..b"])
+def test_what_is_no_host_name_is_refused(host):
+    with pytest.raises(InputError, match=re.escape(f"--allow-host={host!r}; expected a name")):
+        Access((host,))
 
 
 # The header Authorization of a request.

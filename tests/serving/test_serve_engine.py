@@ -1,5 +1,6 @@
 """The engine of the server: streams that join and leave get what each gets alone, and no prompt holds up the others."""
 
+import asyncio
 import itertools
 import threading
 
@@ -13,6 +14,7 @@ from headrace import load
 from headrace.data.tokenizer import byte_level
 from headrace.serving import engine
 from headrace.serving.engine import Engine
+from headrace.serving.sampling import Sampling
 from headrace.spec import AttentionSpec, Rope
 from headrace.utils.errors import InputError
 from served import ASCII, Client, save, wait_for
@@ -107,6 +109,19 @@ def test_prompts_are_read_whole_if_their_states_depend_on_the_division(tmp_path,
         expected = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
     scored = [score.logprob for score in client.ended().scores[1:20]]
     assert scored == pytest.approx([expected[i, token].item() for i, token in enumerate(prompt[1:])], rel=1e-4)
+
+
+def test_the_tokenizer_decodes_in_the_thread_of_the_engine(model):
+    """Which another thread would disturb."""
+    client, threads = Client(model, [1, 2], 2), set()
+    one = Engine(model, client.stream.tokenizer)
+    decode = one.tokenizer.decode
+    one.tokenizer.decode = lambda *given, **more: (threads.add(threading.current_thread()), decode(*given, **more))[1]
+
+    async def ask():
+        return [piece async for piece in one.pieces([([1, 2], Sampling(2))])]
+
+    assert asyncio.run(ask()) and threads == {one.thread}
 
 
 def test_error_of_one_stream_does_not_end_others(model):

@@ -194,7 +194,7 @@ def serve(options: ServeOptions) -> None:
 
 def _bytes(option: str, size: str) -> int:
     """Returns the number of bytes of a size such as 256MB."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kB|MB|GB)|0", size)
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)(kB|MB|GB)|0", size)
     if match is None:
         raise InputError(f"{option}={size!r}; expected a number of kB, MB or GB, such as 256MB, or 0")
     return int(float(match[1] or 0) * {"kB": 10**3, "MB": 10**6, "GB": 10**9, None: 0}[match[2]])

@@ -68,7 +68,7 @@ def _verify_mixers(options: VerifyOptions) -> bool:
     for name in names:
         if name != OP:
             zoo.mixer(name)  # raises for an unknown name before the first check
-    chosen = available(None if options.backend is None else options.backend.split(","))
+    chosen = available(options.backend)
     console, rows = terminal(), []
     with interruptible("the checks so far are printed above"), telling(console) as tell:
         for name in track(names, "mixer", tell):
@@ -79,7 +79,8 @@ def _verify_mixers(options: VerifyOptions) -> bool:
                 console.print(f"{device} computes nothing any more after this error; the other checks are left out")
                 break
     broken = [row for row in rows if not row.holds]
-    console.print(f"{len(rows) - len(broken)} of {len(rows)} laws hold on {device} in {dtype}")
+    precisions = "" if [*names] == [OP] else f" in {dtype}"  # the op has its own
+    console.print(f"{len(rows) - len(broken)} of {len(rows)} laws hold on {device}{precisions}")
     for row in broken:
         if row.note:
             console.print(f"{row.mixer}, {row.law}: {row.note}", soft_wrap=True, highlight=False, markup=False)

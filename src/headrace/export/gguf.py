@@ -212,7 +212,8 @@ def _add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, vocab_size: int) -
     described = json.loads(tokenizer.backend_tokenizer.to_str())
     model, split = described["model"], described["pre_tokenizer"] or {}
     gpt2 = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}.items() <= split.items()
-    plain = model["type"] == "BPE" and described["normalizer"] is None and not model.get("ignore_merges")
+    options = map(model.get, ("ignore_merges", "continuing_subword_prefix", "end_of_word_suffix", "dropout"))
+    plain = model["type"] == "BPE" and described["normalizer"] is None and not any(options)
     require(gpt2 and plain, "--to gguf needs a tokenizer of byte-level BPE that splits text as GPT-2's")
     names = {i: name for name, i in tokenizer.get_vocab().items()}
     types = dict.fromkeys(names, gguf.TokenType.NORMAL)

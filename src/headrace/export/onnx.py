@@ -263,7 +263,7 @@ def errors(path: Path, model: HeadraceForCausalLM) -> tuple[float, float]:
     run = Runtime(path, states(model), batch=2)
     logits = torch.cat([run(piece) for piece in ids.split(PIECES, 1)], 1)
     own, truth = model(ids).logits, copy.deepcopy(model).double()(ids).logits
-    largest = float(truth.abs().max())
+    largest = float(truth.abs().max()) or 1.0
     return float((logits - truth).abs().max()) / largest, float((own - truth).abs().max()) / largest
 
 

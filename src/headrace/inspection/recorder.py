@@ -61,7 +61,7 @@ class Recorded:
         if decay is None:
             return None
         decay = decay.expand(*self.operand("v").shape[:3]) if decay.dim() == 1 else decay  # type: ignore[union-attr]
-        return self._by_head(-1 / (decay.median(-1).values if decay.dim() == 4 else decay))
+        return self._by_head(1 / (decay.median(-1).values if decay.dim() == 4 else decay).abs())  # of 0.0, +inf
 
     @property
     def beta(self) -> Tensor | None:

@@ -1,6 +1,7 @@
 """Who may ask the server."""
 
 import hmac
+import re
 import reprlib
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ class Access:
     whose name is made to point to this machine could read the answers (DNS rebinding). key: what requests must bring as
     `Authorization: Bearer KEY`; None: nothing. without_key: an address of a network is served without a key.
 
-    Raises InputError for a key that no header can hold."""
+    Raises InputError for a key that no header can hold, and for what is no name of a host."""
 
     hosts: tuple[str, ...] = ()
     key: str | None = None
@@ -33,6 +34,8 @@ class Access:
         if key is not None and not (key and key.isascii() and key.isprintable() and key == key.strip()):
             wrong = "is empty, has a space around it, or not all of it is printable ASCII"
             raise InputError(f"--api-key {wrong}; expected a secret text")
+        for host in self.hosts:
+            _sent(host)
 
     def check_address(self, address: str) -> None:
         """Raises InputError for an address that other machines reach, without a key."""
@@ -60,13 +63,23 @@ class Access:
             name = urlsplit(f"//{host}").hostname or ""
             with suppress(ValueError):
                 return bool(ip_address(name))
-            return name in ("localhost", *map(str.lower, self.hosts))
+            return name in ("localhost", *map(_sent, self.hosts))
         return False
 
     def _is_brought(self, key: str, request: Request) -> bool:
         """Compared in a time that does not depend on what is brought."""
         scheme, _, brought = request.headers.get("authorization", "").partition(" ")
         return scheme.lower() == "bearer" and hmac.compare_digest(brought.strip().encode("latin-1"), key.encode())
+
+
+def _sent(host: str) -> str:
+    """A name as clients send it, or an address."""
+    with suppress(ValueError):
+        return str(ip_address(host))
+    with suppress(UnicodeError):
+        if re.fullmatch(r"[\w.-]+", name := host.encode("idna").decode().lower()):
+            return name
+    raise InputError(f"--allow-host={host!r}; expected a name such as example.com, without a scheme or port")
 
 
 LOCAL = Access()

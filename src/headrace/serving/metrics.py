@@ -26,8 +26,8 @@ class Metrics:
         self.prompt = Counter("headrace_prompt_tokens", "Tokens of prompts", registry=registry)
         self.generated = Counter("headrace_generated_tokens", "Generated tokens", registry=registry)
         self.first = Histogram(
-            "headrace_first_piece_seconds", "Seconds from a request to its first piece of text", buckets=SECONDS,
-            registry=registry,
+            "headrace_first_piece_seconds", "Seconds from the tokens of a prompt to its first piece of text",
+            buckets=SECONDS, registry=registry,
         )  # fmt: skip
         self.between = Histogram(
             "headrace_between_pieces_seconds", "Seconds between two pieces of a text", buckets=SECONDS,

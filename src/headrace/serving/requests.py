@@ -110,7 +110,7 @@ class Completion(Generation):
 
     object: ClassVar[tuple[str, str]] = "text_completion", "text_completion"  # of an answer, and of a stream's piece
     prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)] = Field(min_length=1, max_length=64)
-    max_tokens: int | None = Field(16, ge=0)
+    max_tokens: int | None = Field(None, ge=0)  # None: 16, or as many as the server gives
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: bool = False
 
@@ -121,7 +121,7 @@ class Completion(Generation):
         return self
 
     def sampling(self, longest: int, choice: int) -> Sampling:
-        return super().sampling(longest, choice)._replace(logprobs=self.logprobs, echo=self.echo)
+        return super().sampling(min(16, longest), choice)._replace(logprobs=self.logprobs, echo=self.echo)
 
     def prompts(self, tokenizer: Any) -> list[list[int]]:
         """The tokens of every prompt, with the special tokens that the tokenizer is set to add to a text."""

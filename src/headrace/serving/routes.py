@@ -55,7 +55,8 @@ class Limits:
 
     @property
     def body(self) -> int:
-        """Largest body in bytes: 16 per token of a prompt, more than a token needs in JSON, and 64 KiB for the rest."""
+        """Largest body in bytes, for all prompts together: 16 per token of one prompt, more than a token needs in JSON,
+        and 64 KiB for the rest."""
         return 16 * self.prompt + 2**16
 
 
@@ -66,10 +67,11 @@ class Service:
         self, name: str, model: Any, encoder: TokenizerProcess, decoders: tuple[Any, Any], limits: Limits,
         threads: int | None,
     ):  # fmt: skip
+        """decoders: the tokenizer of the answers, and that of the engine's thread."""
         self.name, self.limits, self.created = name, limits, int(time.time())
         self.vocab_size = model.config.vocab_size
         self.encoder = encoder
-        self.tokenizer, decoder = decoders  # one for each thread
+        self.tokenizer, decoder = decoders
         prefixes = PrefixCache(limits.prefix_cache)
         self.engine = Engine(model, decoder, prefixes, threads)
         self.open, self.decoding = 0, asyncio.Lock()
@@ -130,7 +132,12 @@ class Service:
         """The result of work that decodes tokens, done in a thread: one at a time, as a tokenizer is not for several
         threads."""
         async with self.decoding:
-            return await asyncio.to_thread(work)
+            answer = asyncio.ensure_future(asyncio.to_thread(work))
+            try:
+                await asyncio.wait([answer])
+            finally:  # also if the client has gone: the thread goes on
+                await asyncio.wait([answer])
+            return await answer
 
     def _check(self, ids: list[int]) -> None:
         if not ids:
@@ -165,7 +172,9 @@ async def read_body(request: Request, limit: int) -> bytes:
             async for part in request.stream():
                 body += part
                 if len(body) > limit:
-                    raise Refused(413, f"the body has more than {limit} bytes; expected a shorter prompt")
+                    raise Refused(
+                        413, f"the body has more than {limit} bytes; expected fewer, for all prompts together"
+                    )
     except TimeoutError:
         raise Refused(408, f"the body did not arrive within {BODY_SECONDS} seconds") from None
     return bytes(body)
@@ -327,8 +336,7 @@ def application(
         print(f"without a prefix cache: {reason}", file=sys.stderr)
         limits = replace(limits, prefix_cache=0)
     check_room(model, limits.prefix_cache)
-    tokenizer, decoder = read_tokenizer(checkpoint), read_tokenizer(checkpoint)
-    decoders = tokenizer, decoder
+    decoders = tokenizer, _ = read_tokenizer(checkpoint), read_tokenizer(checkpoint)
     service = Service(name or str(checkpoint), model, TokenizerProcess(checkpoint), decoders, limits, threads)
     chats = no_chat if tokenizer.chat_template is None else Answers(service, Chat)
     routes = [

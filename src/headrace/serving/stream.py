@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ class Stream:
 
     def __init__(self, ids: list[int], sampling: Sampling, tokenizer: Any, device: torch.device, deliver: Deliver):
         self.ids, self.sampling, self.deliver = tuple(ids), sampling, deliver
-        self.text = Text(tokenizer, sampling.stop, ids)
+        self.tokenizer = tokenizer
         self.tokens: list[int] = []  # generated
         self.cached = 0  # tokens of the prompt that were not read for this stream
         self.prefix: Prefix | None = None  # the prompt, once it is read and if it may be shared
@@ -42,6 +43,11 @@ class Stream:
         self.scores = [Score(ids[0])] if self.scores_prompt else []
         self.draw = Draw(sampling, device) if sampling.temperature > 0 else None
         self.gone = threading.Event()  # set if the client has disconnected
+
+    @cached_property
+    def text(self) -> Text:
+        """Made in the engine's thread, to which its tokenizer belongs."""
+        return Text(self.tokenizer, self.sampling.stop, self.ids)
 
     @property
     def scores_prompt(self) -> bool:
