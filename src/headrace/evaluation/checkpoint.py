@@ -38,15 +38,8 @@ class Checkpoint:
     def harness(self, max_length: int, batch_size: int) -> HFLM:
         """The checkpoint as a model of the harness. The logits cache is off, as with it rolling log-likelihoods would
         depend on the batch size."""
-        return HarnessModel(
-            self.threads,
-            pretrained=self.model,
-            tokenizer=self.tokenizer,
-            backend="causal",
-            max_length=max_length,
-            batch_size=batch_size,
-            logits_cache=False,
-        )
+        made = {"pretrained": self.model, "tokenizer": self.tokenizer, "backend": "causal", "logits_cache": False}
+        return HarnessModel(self.threads, **made, max_length=max_length, batch_size=batch_size)
 
     @property
     def trained_length(self) -> int | None:

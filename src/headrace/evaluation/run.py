@@ -81,11 +81,7 @@ class Evaluation:
 
 
 def evaluate(
-    paths: list[str],
-    plan: EvaluationPlan,
-    machine: Machine,
-    output: Path,
-    tell: Tell = lambda line: None,
+    paths: list[str], plan: EvaluationPlan, machine: Machine, output: Path, tell: Tell = lambda line: None
 ) -> Evaluation:
     """Evaluates the checkpoints `paths` and writes the records to the folder `output`.
 

@@ -67,16 +67,13 @@ def scores(record: dict[str, Any]) -> dict[str, Score]:
     rows: dict[str, list[Any]] = {}
     for name, value in (pair for sample in record["samples"] for pair in sample["scores"].items()):
         rows.setdefault(name, []).append(value)
-    found = [Score(name, [tuple(x) if isinstance(x, list) else (x, 1.0) for x in own]) for name, own in rows.items()]
-    return {
-        score.metric: score
-        for score in found
-        if score.likelihood or (score.metric.partition(",")[0] not in lower and all(map(is_share, rows[score.metric])))
-    }
-
-
-def is_share(value: Any) -> bool:
-    return isinstance(value, int | float) and not (value < 0 or value > 1)  # NaN is one
+    found = {}
+    for name, own in rows.items():
+        score = Score(name, [tuple(x) if isinstance(x, list) else (x, 1.0) for x in own])
+        shares = all(isinstance(x, int | float) and not (x < 0 or x > 1) for x in own)  # NaN is one
+        if score.likelihood or (shares and name.partition(",")[0] not in lower):
+            found[name] = score
+    return found
 
 
 def exponential(x: float) -> float:

@@ -17,15 +17,9 @@ from .routes import Limits, application
 
 
 def serve(
-    checkpoint: Path,
-    host: str,
-    port: int,
-    limits: Limits,
-    device: str | None = None,
-    *,
-    access: Access = LOCAL,
+    checkpoint: Path, host: str, port: int, limits: Limits, device: str | None = None, *, access: Access = LOCAL,
     **more: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Serves a checkpoint until interrupted. access: as for `application`, with `host`; more: its other arguments.
 
     Raises InputError if the checkpoint, device or address cannot be used, or if others reach the address and access

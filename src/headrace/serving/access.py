@@ -73,11 +73,9 @@ class Access:
 
 
 def _sent(host: str) -> str:
-    """A name as clients send it, or an address."""
+    """A name as clients send it, or an address. InputError for what is neither."""
     with suppress(ValueError):
-        return str(ip_address(host))
-    with suppress(UnicodeError):
-        if re.fullmatch(r"[\w.-]+", name := host.encode("idna").decode().lower()):
+        if re.fullmatch(r"[\w.-]+", name := host.encode("idna").decode().lower()) or ip_address(host):
             return name
     raise InputError(f"--allow-host={host!r}; expected a name such as example.com, without a scheme or port")
 

@@ -56,7 +56,6 @@ class Protocol(H11Protocol):
     itself waits without limit, so that clients who send or read nothing could take all connections."""
 
     deadline: asyncio.TimerHandle | None = None
-    unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -69,8 +68,7 @@ class Protocol(H11Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self.unread is not None:
-            self.unread.cancel()
+        self.unread.cancel()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

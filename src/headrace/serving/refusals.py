@@ -13,13 +13,9 @@ class Refused(HTTPException):
     """The refusal of a request; `param` is the invalid field."""
 
     def __init__(
-        self,
-        status: int,
-        sentence: str,
-        param: str | None = None,
-        code: str | None = None,
+        self, status: int, sentence: str, param: str | None = None, code: str | None = None,
         headers: dict[str, str] | None = None,
-    ):
+    ):  # fmt: skip
         super().__init__(status, sentence, headers)
         self.param, self.code = param, code
 

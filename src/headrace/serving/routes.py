@@ -308,15 +308,9 @@ async def no_chat(request: Request) -> Response:
 
 
 def application(
-    checkpoint: Path,
-    limits: Limits = Limits(),
-    device: str | None = None,
-    *,
-    name: str | None = None,
-    access: Access = LOCAL,
-    threads: int | None = None,
-    weights: str | None = None,
-) -> Starlette:
+    checkpoint: Path, limits: Limits = Limits(), device: str | None = None, *, name: str | None = None,
+    access: Access = LOCAL, threads: int | None = None, weights: str | None = None,
+) -> Starlette:  # fmt: skip
     """The ASGI application for a checkpoint on a device. It begins a process for the tokenizer, so a program that calls
     it must guard its main module by `if __name__ == "__main__"`, as for all of multiprocessing.
 
