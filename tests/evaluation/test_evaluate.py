@@ -378,6 +378,16 @@ def test_answers_longer_than_the_context_are_one_sentence(max_length, checkpoint
     evaluate([checkpoints["softmax-gla"]], replace(plan, limit=1, max_length=None), MACHINE, tmp_path)  # is free again
 
 
+def test_a_token_that_the_model_lacks_is_one_sentence(checkpoints, data, tmp_path):
+    folder = shutil.copytree(checkpoints["llama"], tmp_path / "more")
+    tokenizer = byte_level()
+    tokenizer.add_tokens(["jar"])
+    tokenizer.save_pretrained(folder)
+    sentence = f"the prompt has the token {len(tokenizer) - 1}; the model has {len(tokenizer) - 1}: its tokenizer"
+    with pytest.raises(InputError, match=sentence):
+        evaluate([str(folder)], EvaluationPlan("piqa", data=str(data)), MACHINE, tmp_path / "out")
+
+
 def test_the_docs_have_the_columns_of_local_rows():
     page = (Path(__file__).parents[2] / "docs" / "understand.md").read_text("utf-8")
     for task, columns in tasks.STOCK.items():

@@ -17,10 +17,11 @@ from headrace import load
 from headrace.cli.generate import Printer
 from headrace.cli.generate import generate as continued
 from headrace.convert import import_checkpoint
-from headrace.convert.checkpoint import read_tokenizer
+from headrace.convert.checkpoint import load_on, read_tokenizer
 from headrace.data.tokenizer import byte_level
 from headrace.data.tokenizer import load as load_tokenizer
 from headrace.hf import HeadraceForCausalLM, generation
+from headrace.layers.quantized import QuantizedLinear
 from headrace.utils.errors import InputError
 
 PROMPT, NEW, SEED = "Return", 24, 5
@@ -208,6 +209,13 @@ def test_proposed_tokens_do_not_change_the_text(generate, checkpoint, tmp_path):
         result = json.loads(generate("--temperature", 0, "--json", *proposed)[0])
         assert 0 <= result["accepted"] <= 1 and result["tokens_per_pass"] >= 1
     assert result["accepted"] > 0
+
+
+def test_weights_are_also_those_of_the_draft(checkpoint, monkeypatch):
+    read = []
+    monkeypatch.setattr("headrace.cli.generate.load_on", lambda *given: read.append(load_on(*given)) or read[-1])
+    continued(checkpoint, PROMPT, None, False, draft=checkpoint, weights="int8", max_new_tokens=2, do_sample=False)
+    assert [any(isinstance(part, QuantizedLinear) for part in model.modules()) for model in read] == [True, True]
 
 
 SEARCHES = {

@@ -327,6 +327,13 @@ def test_bad_inspect_input_is_one_sentence(checkpoint, text, tokens, said):
         inspection.inspect(checkpoint, text, tokens)
 
 
+def test_a_token_that_the_model_lacks_is_refused(tmp_path):
+    build("gla", vocab_size=99).save_pretrained(tmp_path)
+    byte_level().save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="the prompt has the token 220; the model has 99: its tokenizer is another"):
+        inspection.inspect(tmp_path, "a b")
+
+
 def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path):
     build("gla", vocab_size=257).save_pretrained(tmp_path)
     with pytest.raises(InputError, match=r"has no readable tokenizer; expected a tokenizer\.json"):

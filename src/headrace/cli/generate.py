@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, set_seed
 from transformers.generation import BaseStreamer
 
-from ..convert.checkpoint import check_backend, load, load_on, read_tokenizer
+from ..convert.checkpoint import check_backend, check_tokens, load_on, read_tokenizer
 from ..files.state import check_new, load_state, save_state
 from ..files.text import Text, text_of
 from ..files.threads import Threads
@@ -47,7 +47,8 @@ def generate(
         threads: number of PyTorch's threads on a CPU; None: measured with the first tokens (`files.threads`).
         draft: a checkpoint with the same tokens that proposes the next ones; not with `resume`.
         resume: file of a state to go on from.
-        weights: of linear layers on a CPU, "int8" or "bfloat16" (`headrace.quantize`); None: those of the checkpoint.
+        weights: of linear layers on a CPU, also of the draft, "int8" or "bfloat16" (`headrace.quantize`); None: those of
+            the checkpoint.
         save: file to write the state to after the last token. It must be new, or the one of `resume`.
         sampling: arguments of transformers' `generate`.
 
@@ -76,7 +77,7 @@ def generate(
     cache, ids = resumed(resume, model)
     ids = _with_prompt(ids, cache, tokenizer(prompt, add_special_tokens=resume is None).input_ids, model)
     if draft is not None:
-        sampling["assistant_model"] = _draft(draft, model, tokenizer)
+        sampling["assistant_model"] = _draft(draft, model, tokenizer, weights)
     if seed is not None:
         set_seed(seed)
     started = time.perf_counter()
@@ -132,8 +133,7 @@ def _with_prompt(ids: Tensor, cache: HeadraceCache, prompt: list[int], model: An
     ids = torch.cat([ids, ids.new_tensor([prompt])], 1)
     if ids.shape[1] == cache.columns:
         raise InputError("the prompt has no tokens; expected some text")
-    if (last := int(ids.max())) >= (size := model.config.vocab_size):
-        raise InputError(f"the prompt has the token {last}; the model has {size}: its tokenizer is another model's")
+    check_tokens(ids, model)
     return ids
 
 
@@ -182,13 +182,13 @@ class Printer(BaseStreamer):
             print(self.text.rest(), flush=True)
 
 
-def _draft(checkpoint: Path, model: Any, tokenizer: Any) -> Any:
-    draft, own = load(checkpoint), read_tokenizer(checkpoint)
+def _draft(checkpoint: Path, model: Any, tokenizer: Any, weights: str | None) -> Any:
+    draft, own = load_on(checkpoint, str(model.device), weights), read_tokenizer(checkpoint)
     sizes = draft.config.vocab_size, model.config.vocab_size
     other = f"{sizes[0]} tokens; expected {sizes[1]}" if sizes[0] != sizes[1] else "other tokens; expected"
     same = sizes[0] == sizes[1] and own.get_vocab() == tokenizer.get_vocab()
     require(same, f"--draft {str(checkpoint)!r} has {other}, those of the model")
-    return draft.to(model.device)
+    return draft
 
 
 def resumed(path: Path | None, model: Any) -> tuple[HeadraceCache, Tensor]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
+from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from ..files.checks import check_files, check_weights, read_json, reading_tokenizer
@@ -67,6 +68,12 @@ def load_on(path: str | Path, device: str | None, weights: str | None = None) ->
     require(alone, f"--weights={weights!r} with --device={device!r}; expected the CPU")
     model: Any = load(path) if weights is None else quantize(load(path), weights)
     return model.to(device)
+
+
+def check_tokens(ids: Tensor, model: Any) -> None:
+    """Raises InputError for a token that a model lacks, as where a tokenizer got more and the model was not resized."""
+    if (last := int(ids.max())) >= (size := model.config.get_text_config().vocab_size):
+        raise InputError(f"the prompt has the token {last}; the model has {size}: its tokenizer is another model's")
 
 
 def read_config(path: str | Path) -> HeadraceConfig:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import CONFIG_NAME, cached_file
 
 from ..convert import load
-from ..convert.checkpoint import check_backend, check_config, read_tokenizer
+from ..convert.checkpoint import check_backend, check_config, check_tokens, read_tokenizer
 from ..data.tokenizer import could_be_on_the_hub
 from ..files.checks import MODEL_FILES, check_weights
 from ..files.threads import ThreadsBySize
@@ -64,6 +64,7 @@ class HarnessModel(HFLM):
             return super()._model_generate(context, *args, **kwargs)
 
     def _step(self, kind: str, tokens: Tensor) -> AbstractContextManager[None]:
+        check_tokens(tokens, self.model)
         return nullcontext() if self.threads is None else self.threads.step(kind, tokens.numel())
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..convert import load
-from ..convert.checkpoint import read_tokenizer
+from ..convert.checkpoint import check_tokens, read_tokenizer
 from ..files.devices import on_device
 from ..ops.dispatch import set_backend
 from ..utils.errors import InputError
@@ -48,6 +48,7 @@ def inspect(
             f"the text is {len(ids):,} tokens long; expected at most {LIMIT:,}, or --tokens to cut the text"
         )
     kept = min(tokens or LIMIT, len(ids))
+    check_tokens(torch.tensor(ids[:kept]), model)
     with torch.no_grad(), torch.device(device):
         hidden, layers = record(model.double().to(device), torch.tensor([ids[:kept]]))
         data = describe(model, tokenizer, hidden, ids[:kept], layers, track)
