@@ -18,7 +18,7 @@ from headrace.hf import HeadraceForCausalLM
 from headrace.hf.cache import HeadraceCache
 from headrace.serving import Limits, application, engine, prefix
 from headrace.serving.engine import Engine
-from headrace.serving.prefix import PrefixCache, Saved, joined, unsupported_reason
+from headrace.serving.prefix import PrefixCache, Saved, check_room, joined, unsupported_reason
 from headrace.spec import AttentionSpec
 from headrace.spec.attention import Rope
 from headrace.utils.errors import InputError
@@ -315,6 +315,10 @@ def test_frequencies_that_depend_on_the_length_are_refused(tmp_path, capsys):
 def test_a_size_without_room_for_a_state_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"--prefix-cache=1000 bytes; a state of this model needs \d+"):
         application(save(tmp_path, ASCII), Limits(prefix_cache=1000))
+    model = built("transformer")  # whose keys and values of a piece are of 128 tokens
+    with pytest.raises(InputError, match=r"needs \d+") as refusal:
+        check_room(model, 100 * 2 * 4 * model.config.hidden_size)
+    check_room(model, int(re.findall(r"needs (\d+)", str(refusal.value))[0]))
 
 
 def metrics(base):

@@ -47,8 +47,7 @@ def generate(
         threads: number of PyTorch's threads on a CPU; None: measured with the first tokens (`files.threads`).
         draft: a checkpoint with the same tokens that proposes the next ones; not with `resume`.
         resume: file of a state to go on from.
-        weights: of linear layers on a CPU, also of the draft, "int8" or "bfloat16" (`headrace.quantize`); None: those of
-            the checkpoint.
+        weights: of linear layers on a CPU, also of the draft: "int8" or "bfloat16" (see `quantize`); None: as stored.
         save: file to write the state to after the last token. It must be new, or the one of `resume`.
         sampling: arguments of transformers' `generate`.
 

@@ -26,12 +26,11 @@ from torch import Tensor
 from ..files.threads import ThreadsBySize
 from ..hf.cache import HeadraceCache
 from ..hf.choice import NO_NUMBERS
-from .prefix import Prefix, PrefixCache, Saved, Tokens, joined, unsupported_reason
+from .prefix import PIECE, Prefix, PrefixCache, Saved, Tokens, joined, unsupported_reason
 from .sampling import Sampling, check_generation, stop_strings
 from .stream import Piece, Stream
 
 LOG = logging.getLogger("uvicorn.error")
-PIECE = 128  # tokens of prompts that are processed in one call
 NONE = -1  # in the place of the likeliest token, where there is none to choose
 
 

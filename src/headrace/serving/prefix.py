@@ -14,6 +14,7 @@ from ..layers.attention.attention import AttentionState
 from ..utils.errors import InputError
 
 Tokens = tuple[int, ...]
+PIECE = 128  # tokens of prompts that are processed in one call
 PARTS = 32, 64, 96  # numbers of tokens after which a piece is divided, if others have begun like it
 
 
@@ -153,12 +154,13 @@ class PrefixCache:
 
 @torch.inference_mode()
 def check_room(model: Any, capacity: int) -> None:
-    """Raises InputError for a capacity that no state of the model fits in, unless it is 0."""
+    """Raises InputError for a capacity, unless it is 0, that the states of the model after a piece do not fit in."""
     if not capacity:
         return
-    cache = HeadraceCache()
-    logits = model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache).logits
-    size = Saved.of(cache, 0, 1, None).nbytes + logits.nbytes
+    cache, tokens = HeadraceCache(), min(PIECE, model.config.max_position_embeddings)
+    ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
+    logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+    size = Saved.of(cache, 0, tokens, None).nbytes + logits.nbytes
     if capacity < size:
         raise InputError(f"--prefix-cache={capacity} bytes; a state of this model needs {size}; expected more, or 0")
 
