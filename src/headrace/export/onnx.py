@@ -32,7 +32,7 @@ from ..utils.integrity import write_json
 
 OPSET = 23  # the first with RMSNormalization
 SOFTMAX = SoftmaxAttention, CappedAttention, GrowingAttention, LateNormAttention, LatentAttention
-FIELDS = {  # of a layer's state
+FIELDS: dict[type, tuple[str, ...]] = {  # of a layer's state
     LinearMixer: ("memory", "conv", "shift", "tokens"),
     **dict.fromkeys(SOFTMAX, ("k", "v")),
 }  # fmt: skip
