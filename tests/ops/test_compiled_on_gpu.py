@@ -18,6 +18,7 @@ from headrace.ops.backends.torch import chunkwise
 from headrace.ops.backends.triton import limits, op
 from headrace.training.compiled import compile_for_training, is_compiled, report_compiler_errors
 from headrace.training.gate_statistics import GateWatch
+from headrace.training.watch import first_not_finite
 from headrace.utils.device import is_hopper
 from tiny import SIZES, config
 
@@ -128,6 +129,15 @@ def test_gates_are_watched_in_compiled_models():
             each(ids, use_cache=False)
         found.append(watch.summary())
     assert found[0] and found[0] == found[1]
+
+
+def test_what_is_not_finite_is_found_in_compiled_models():
+    """As in the watch of gates: the blocks of a model that trains on a GPU have fullgraph=True."""
+    compiled = compile_blocks(model("softmax-gla"), backend="eager", fullgraph=True).train()
+    compiled.model.backbone.layers[0].mlp.down_proj.weight.data[0, 0] = torch.nan
+    ids = torch.randint(1, SIZES["vocab_size"], (2, 9))
+    compiled(ids, use_cache=False)
+    assert first_not_finite(compiled, lambda: compiled(ids, use_cache=False)) == "layer 0"
 
 
 def test_training_compiles_on_cuda_where_lengths_stay_on_the_device():

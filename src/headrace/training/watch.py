@@ -12,6 +12,7 @@ from torch import nn
 
 from ..files.processes import Terminated
 from ..layers.blocks.block import Block
+from .compiled import uncompiled
 from .gate_statistics import failures
 from .processes import Processes
 
@@ -86,6 +87,7 @@ def first_not_finite(model: nn.Module, compute: Callable[[], object]) -> str:
             layers.append(index)
 
     with ExitStack() as hooks:
+        hooks.enter_context(uncompiled(model))
         for i, block in enumerate(module for module in model.modules() if isinstance(module, Block)):
             hooks.enter_context(block.register_forward_hook(partial(check_output, i)))
         compute()
