@@ -1,5 +1,6 @@
 """The report of a comparison as a page and its pictures; what it says is in golden/."""
 
+import math
 import re
 
 import pytest
@@ -8,7 +9,7 @@ from headrace import zoo
 from headrace.comparison import plots
 from headrace.comparison.defaults import DEFAULTS, DEMO, PAIR, PLANS, REVERSE, TEXT
 from headrace.comparison.findings import findings
-from headrace.comparison.page import described, guessing, write_report
+from headrace.comparison.page import described, guessing, report, write_report
 from headrace.comparison.summary import MANY, labels, parsed, shared_settings, summarize
 from headrace.report.numbers import compact, quartiles, significant, spread
 from headrace.report.page import Page, Section
@@ -45,6 +46,17 @@ def test_pictures_mark_means_over_the_seeds_that_did_not_diverge():
     names = [tick.get_text() for tick in drawn["scores"].get_yticklabels()]
     assert names == ["retnet(competition=sigmoid) (3 of 4 seeds)", "retnet (3 of 4 seeds)", "softmax-retnet"]
     assert [line.get_label() for line in drawn["curves"].lines] == [retnet.named, softmax.named, sigmoid.named]
+
+
+def test_scores_that_are_not_finite_are_left_out_and_counted():
+    """At one length of one seed of three, at another of all."""
+    found = results([[0.2, 0.4, 0.3]], REVERSE)
+    for arm, score in zip(found["arms"], (0.2, math.nan, 0.4), strict=True):
+        arm["by_length"] = {"6": 0.5, "12": score, "24": math.nan}
+    (*_, section) = report(found, None).sections
+    assert list(section.rows[0][1:]) == ["50.0 ± 0.0 %", "30.0 ± 14.1 % (2 of 3 seeds)", "not finite"]
+    drawn = plots.draw(summarize(found)[0])["lengths"][1].axes[0]
+    assert drawn.lines[0].get_ydata()[:2].tolist() == pytest.approx([50, 30]) and drawn.lines[0].get_ydata().mask[2]
 
 
 def test_gates_and_alignment_are_of_the_end_of_the_first_seed():

@@ -144,7 +144,7 @@ def by_length(comparison: Comparison, shown: list[Contender]) -> Figure:
     figure, ax = axes(5.2, 3.6)
     colour, metric = colours(comparison), comparison.metric
     for c in shown:
-        scores = np.array(list(c.by_length.values())).T * metric.scale  # [seeds, lengths]
+        scores = np.ma.masked_invalid(list(c.by_length.values())).T * metric.scale  # [seeds, lengths]
         lengths, ends = list(c.by_length), (scores.min(0), scores.max(0))
         mean_and_range(ax, "o-", c.named, colour[c.mixer], lengths, scores.mean(0), *ends)
     ax.axvline(comparison.plan["length"], color=SOFT, ls=":")

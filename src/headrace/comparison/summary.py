@@ -1,5 +1,6 @@
 """Results in the form that reports use: a comparison has contenders, a contender is one mixer with all its seeds."""
 
+import math
 import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
@@ -230,8 +231,12 @@ def show(metric: Metric, score: float, spread: float | None = None) -> str:
 
 
 def show_scores(metric: Metric, scores: Collection[float]) -> str:
-    """The mean score and, for several seeds, the standard deviation."""
-    return show(metric, statistics.fmean(scores), statistics.stdev(scores) if len(scores) > 1 else None)
+    """The mean score and, for several seeds, the standard deviation; of those that are finite, and how many these are."""
+    known = [score for score in scores if math.isfinite(score)]
+    if not known:
+        return "not finite"
+    few = f" ({seeds_of(len(known), lost)})" if (lost := len(scores) - len(known)) else ""
+    return show(metric, statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None) + few
 
 
 def show_contender(contender: Contender) -> str:
