@@ -147,12 +147,21 @@ def planned(path: Path) -> Study:
         meant = did_you_mean(unknown, known)
         raise InputError(f"--plan {str(path)!r} sets {unknown!r}, which is no option{meant}")
     study = choose(**options)
-    if asked.measure == "capacity" and (without := next((p for p in study.plans if not p.task.by_length(1)), None)):
-        raise InputError(
-            f"--plan {str(path)!r} has measure: capacity, but the task {without.task.name} is tested at one length; "
-            "expected a task with several, such as pair(least=4)"
-        )
+    if unfit := next(filter(None, (unfit_for(asked.measure, plan.task) for plan in study.plans)), None):
+        raise InputError(f"--plan {str(path)!r} has measure: {asked.measure}, but {unfit}")
     return replace(study, name=path.stem, title=asked.text, question=asked)
+
+
+def unfit_for(measure: str, task: Task) -> str | None:
+    """Why a task has no such measure; None if it has."""
+    named, metric = f"the task {task.name}", task.metric
+    if measure == "losses" and metric.name != "loss":
+        return f"the score of {named} is {metric.name}; expected a task whose score is the loss, such as text"
+    if measure in ("capacity", "speed") and not metric.higher_is_better:
+        return f"less is better of the {metric.name} of {named}; expected a task that is solved, such as pair(least=4)"
+    if measure == "capacity" and not task.by_length(1):
+        return f"{named} is tested at one length; expected a task with several, such as pair(least=4)"
+    return None
 
 
 def read_plan(path: Path) -> tuple[Question, dict[str, Any]]:

@@ -231,7 +231,7 @@ def show(metric: Metric, score: float, spread: float | None = None) -> str:
 
 
 def show_scores(metric: Metric, scores: Collection[float]) -> str:
-    """The mean score and, for several seeds, the standard deviation; of those that are finite, and how many these are."""
+    """The mean of the finite scores and, for several, the standard deviation; how many they are, if others are not."""
     known = [score for score in scores if math.isfinite(score)]
     if not known:
         return "not finite"
