@@ -7,6 +7,7 @@ from headrace import HeadraceConfig, HeadraceForCausalLM, load, zoo
 from headrace.convert import export_checkpoint
 from headrace.convert.retrofit import retrofit
 from headrace.spec import Competition
+from headrace.spec.stack import BlockStyle, Decoder, Experts, Layer
 from headrace.training.parameters import gate_parameters
 from headrace.utils.errors import InputError
 from headrace.verification.verify import relative
@@ -45,6 +46,16 @@ def test_retrofit_of_a_released_model(tmp_path, kind):
     assert gates and all(not p.any() and p.grad.abs().max() > 0 for p in gates)
     with pytest.raises(InputError, match=f"--to '{kind}' cannot represent this model: no other library has"):
         export_checkpoint(model, kind, tmp_path / "back")
+
+
+def test_the_router_of_a_bfloat16_checkpoint_is_not_rounded(tmp_path):
+    path = checkpoint(tmp_path, Decoder((Layer(zoo.get("gla"), "experts"),), BlockStyle(experts=Experts(4, 2))))
+    model = load(path)
+    model.bfloat16().model.backbone.layers[0].mlp.router.float().weight.data.normal_()
+    model.save_pretrained(path)
+    plain, gated = (each.state_dict() for each in (load(path), retrofit(path)))
+    assert plain["model.backbone.layers.0.mlp.router.weight"].dtype == torch.float32
+    assert all(torch.equal(gated[name], x) and gated[name].dtype == x.dtype for name, x in plain.items())
 
 
 def test_joint_gate_keeps_outputs(tmp_path):

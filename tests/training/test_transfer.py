@@ -17,7 +17,9 @@ from headrace.data import open_data
 from headrace.data.tokenizer import byte_level
 from headrace.ops.dispatch import set_backend
 from headrace.report.linearized import write_page
-from headrace.spec.attention import Pattern
+from headrace.spec.attention import AttentionSpec, Pattern
+from headrace.spec.stack import BlockStyle, Decoder, Experts, Layer
+from headrace.training import linear as linear_module
 from headrace.training import transfer as module
 from headrace.training.linear import Keep, costs, held_out_loss, imitate, removed, state_bytes
 from headrace.training.loop import Updates
@@ -173,6 +175,26 @@ def test_bfloat16_rounds_no_weight_that_stays(data, tmp_path):
         found[precision] = report["layers"]["1"]["after"], report["nats"]["transferred"]
     assert found["bfloat16"] == pytest.approx(found["float32"], rel=0.05)
     assert found["bfloat16"] != found["float32"]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_bfloat16_checkpoint_is_measured_in_one_precision_and_keeps_its_router(precision, data, tmp_path):
+    style = BlockStyle(experts=Experts(4, 2, biased=True))
+    model = tiny.build(Decoder((Layer(AttentionSpec(), "experts"),), style), num_hidden_layers=2, vocab_size=257)
+    model.bfloat16()
+    mixture = model.model.backbone.layers[0].mlp
+    mixture.router.float().weight.data.normal_()
+    mixture.choice_bias = torch.randn(4)
+    before, settings = (mixture.router.weight.clone(), mixture.choice_bias), replace(SETTINGS, precision=precision)
+    measured = []
+    loss = lambda model, *given: measured.append(model.dtype) or held_out_loss(model, *given)  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear_module, "held_out_loss", loss)
+        linear, _ = imitate(model, HEDGEHOG, Keep.parsed("0"), data, settings, tmp_path, CPU, lambda *_: None, 1)
+    assert measured == [getattr(torch, precision)] * 3
+    found = linear.model.backbone.layers[0].mlp
+    assert torch.equal(found.router.weight, before[0]) and torch.equal(found.choice_bias, before[1])
+    assert linear.dtype == found.up.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

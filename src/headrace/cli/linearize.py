@@ -129,6 +129,7 @@ def _write(one: LinearizeOptions, keep: Any, data: Any, work: Path, ready: Path)
 
     from ..benchmarking.generation import speeds
     from ..convert.checkpoint import load
+    from ..convert.importing import cast
     from ..files.devices import on_device
     from ..training.card import can_draw
     from ..training.linear import imitate, removed
@@ -151,7 +152,7 @@ def _write(one: LinearizeOptions, keep: Any, data: Any, work: Path, ready: Path)
         few = replace(one.settings, held_out=FEW)
         report["removed"] = removed(model, linear, changed, data, few, lambda i: say(f"loss without layer {i}"))
     with timed_steps(device, one.threads or 1):
-        both = {"original": model.to(linear.dtype), "linear": linear}
+        both = {"original": cast(model, linear.dtype), "linear": linear}
         report["decoding"] = speeds(both, report["state_bytes"])
     report |= {"mixer": one.mixer, "keep": one.keep, "from": str(one.checkpoint), "seed": one.seed}
     report["next"] = next_commands(one, data.manifest["length"])

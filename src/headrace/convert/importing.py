@@ -20,7 +20,6 @@ from ..files.hub import ADAPTER
 from ..hf.config import HeadraceConfig, check_generation
 from ..hf.model import HeadraceForCausalLM
 from ..layers.blocks.moe import MixtureOfExperts
-from ..ops.call import accumulator
 from ..ops.checks import require
 from ..spec.record import LARGEST
 from ..utils.errors import InputError, did_you_mean, reading
@@ -31,6 +30,7 @@ from .formats import FORMATS, MISSING
 from .slots import slots
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+ROUTERS = "choice_bias", "mlp.router.weight", "mlp.router.bias"
 EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<e>\d+)\.(?P<matrix>gate_proj|up_proj|down_proj)\.weight")
 
 
@@ -152,16 +152,22 @@ def _empty_model(
     with torch.device("meta"):
         model: Any = HeadraceForCausalLM(config)
     _check_tensors(form, model, foreign, files)
-    model.to(dtype).to_empty(device="cpu")
+    cast(model, dtype).to_empty(device="cpu")
     for module in model.modules():
-        if isinstance(module, MixtureOfExperts):  # its router keeps float32, as in `from_pretrained`
-            module.router.to(accumulator(module.router.weight))
-            if module.choice_bias is not None:
-                module.choice_bias = module.choice_bias.to(accumulator(module.choice_bias))
-        elif module._buffers:  # which no view fills
+        if module._buffers and not isinstance(module, MixtureOfExperts):  # which no view fills
             module.reset_parameters()
     model.tie_weights()
     return model, foreign.views, fields
+
+
+def cast(model: Any, dtype: torch.dtype) -> Any:
+    """Converts the weights of a model, and returns it. Those of routers keep float32, as in `from_pretrained`."""
+    routers = {name: x for name, x in model.state_dict().items() if name.endswith(ROUTERS)}
+    model.to(dtype)
+    for name, x in model.state_dict(keep_vars=True).items():
+        if name in routers:
+            x.data = routers[name].to(torch.promote_types(dtype, torch.float32))
+    return model
 
 
 @torch.no_grad()
@@ -180,8 +186,7 @@ def _fill(model: Any, views: Views, files: Tensors) -> None:
 def _precision(headers: dict[str, Header], views: Views) -> torch.dtype:
     """The lowest precision that represents every tensor of the model without rounding, but those of routers, which keep
     float32; and float32 at least for products with a factor that has more than one bit, and for sums."""
-    routers = ("choice_bias", "mlp.router.weight", "mlp.router.bias")
-    names = {view.name for slot, view in views.items() if not slot.endswith(routers)}
+    names = {view.name for slot, view in views.items() if not slot.endswith(ROUTERS)}
     dtypes: Any = {name: headers[name].dtype for name in names & headers.keys()}
     for name, dtype in dtypes.items():
         if dtype not in PRECISIONS.values():

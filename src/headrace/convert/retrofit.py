@@ -14,6 +14,7 @@ from ..spec.linear import Competition, MixerSpec
 from ..spec.serialize import to_json
 from ..utils.errors import InputError
 from .checkpoint import load
+from .importing import cast
 
 
 def retrofit(checkpoint: Path, competition: Competition | None = None) -> HeadraceForCausalLM:
@@ -40,7 +41,7 @@ def retrofit(checkpoint: Path, competition: Competition | None = None) -> Headra
         for layer in layers
     ]
     gated: Any = HeadraceForCausalLM(HeadraceConfig.from_dict(model.config.to_dict() | {"mixer": mixers}))  # type: ignore[arg-type]
-    _fill(gated.to(model.dtype), model)
+    _fill(cast(gated, model.dtype), model)
     gated.generation_config = model.generation_config
     return gated.eval()
 

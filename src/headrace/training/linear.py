@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..convert.importing import cast
 from ..convert.linearize import attention_layers, linear_config, replaceable, with_linear_layers
 from ..data import PackedData
 from ..data.rows import ORDER, evenly_spaced, full_rows
@@ -89,7 +90,7 @@ def imitate(
     """
     changed = checked(model.config, mixer, keep, data, settings)
     dtype, taught = model.dtype, fingerprint(model)
-    model.to(device, settings.weights(dtype))
+    cast(model.to(device), settings.weights(dtype))
     linear = with_linear_layers(model, mixer, changed)
     for i in changed:
         linear.model.backbone.layers[i].mixer.float()
@@ -105,8 +106,9 @@ def imitate(
     worst = sorted(errors["after"], key=errors["after"].__getitem__)[len(errors["after"]) - keep.worst :]
     if worst:
         linear = _with_attention_again(model, linear, mixer, {int(i) for i in worst})
-    linear.to(dtype)
+    imitation.layers.to(dtype).to(settings.weights(dtype))  # rounded, as they are saved
     nats["transferred"] = held_out_loss(linear, data, settings)
+    cast(linear, dtype)
     layers = {i: {name: found[i] for name, found in errors.items()} for i in errors["after"]}
     kept = [i for i in attention_layers(model.config) if str(i) not in layers or str(i) in worst]
     both = {"original": model, "linear": linear}
