@@ -177,22 +177,21 @@ def memory(recipe: Recipe, devices: int) -> dict[str, int]:
     - weights and AdamW's two moments in float32, 12 P / shard, and gradients until the end of a step, 4 P;
     - with shard, whole weights of the embeddings and of two blocks, the one in work and the next: 4 bytes each;
     - without shard, for N > 1, the buckets in which DistributedDataParallel sums gradients: 4 P;
-    - autocast's copies of the weights in bfloat16: 2 P; with shard, of what is whole;
+    - autocast's copies of the weights in bfloat16, which stay until the backward or the end of the forward: 2 P;
     - what a forward pass over the rows of a device saves for the backward, counted on a model without memory;
     - while the backward begins, a piece of the logits; with `recompute`, later the tensors of one block, if larger;
     - the weights of a teacher, and instead of a piece of the logits all of them, eight times in float32.
     """
     costs, blocks = estimate(recipe), counted(recipe).blocks
     P, sharded = costs["parameters"]["tied" if recipe.tie else "untied"], recipe.shard > 1
-    whole = min(P, P - sum(blocks) + 2 * max(blocks)) if sharded else P
     held = dict(costs["bytes"])
     kept = held.pop("kept for the backward")
     if sharded:
-        held["whole weights of two blocks"] = 4 * whole
+        held["whole weights of two blocks"] = 4 * min(P, P - sum(blocks) + 2 * max(blocks))
     elif devices > 1:
         held["buckets of gradients"] = 4 * P
     if recipe.precision == "bfloat16":
-        held["weights in bfloat16"] = 2 * whole
+        held["weights in bfloat16"] = 2 * P
     return held | {"kept for the backward": kept, "at work": _at_work(recipe)}
 
 

@@ -2,7 +2,8 @@
 such a model in one piece.
 
 Each block is gathered before it computes and freed after it, as is everything outside the blocks. Processes exchange
-float32 numbers: autocast rounds the gathered weights, as it does in one process.
+float32 numbers: autocast rounds the gathered weights, as it does in one process, and what it rounded stays whole until
+the backward.
 """
 
 from collections.abc import Iterator
