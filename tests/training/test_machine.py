@@ -1,6 +1,7 @@
 """What the dry run says of a machine: memory per device, layout and days."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def test_estimated_memory_is_the_peak_of_a_step(changes, tmp_path):
     if "teacher" in changes:
         build(recipe(layers=1, mixer="transformer")).save_pretrained(tmp_path)
         changes |= {"teacher": str(tmp_path)}
-    chosen = recipe(layers=3, length=256, micro_batch=2, **changes)
+    chosen = recipe(layers=3, length=256, micro_batch=2, batch_tokens=512, **changes)
     model, teacher = build(chosen).train(), teacher_of(chosen)
     assert estimate(chosen)["bytes"].get("teacher", 0) == (0 if teacher is None else 4 * teacher.num_parameters())
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -66,10 +67,15 @@ def test_bytes_of_weights_equal_hand_counts():
     sharded = machine.memory(recipe(mixer="gla", precision="bfloat16", shard=8), 8)
     names = ["weights, gradients, moments", "weights in bfloat16"]
     assert [alone[name] for name in names] == [16 * P, 2 * P] and "buckets of gradients" not in alone
+    assert alone.pop("gradient of the head") == 4 * 4096 * 128, "in two passes"
     assert eight == alone | {"buckets of gradients": 4 * P}
     assert [sharded[name] for name in names] == [4 * P + 12 * P // 8, 2 * P]
     assert sharded["whole weights of two blocks"] == 4 * (rest + 2 * block)
     assert alone["at work"] == 12 * half.micro_batch * 512 * 4096  # fewer numbers than a piece of 2^24
+    wide = replace(half, vocab_size=2**17, hidden_size=1024)
+    assert machine.memory(wide, 1)["at work"] == 2**27 * 6 and machine.memory(wide, 1, True)["at work"] == 2**27 * 6
+    narrow = replace(wide, hidden_size=128)
+    assert machine.memory(narrow, 1)["at work"] == 2**24 * 12 and machine.memory(narrow, 1, True)["at work"] == 2**28
 
 
 def test_plan_counts_steps_rows_and_days():

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..files.devices import present_device
-from ..ops.loss import PIECE
+from ..ops.loss import PIECE, PIECE_ON_GPU
 from ..utils.errors import InputError, did_you_mean
 from .model import counted, estimate
 from .recipes import Recipe
@@ -59,6 +59,9 @@ DEVICES = {
     # amd.com, Instinct MI300X data sheet: 1,307.4 TFLOPS
     "MI300X": Device(192e9, 1307e12),
 }
+
+
+HOPPER = "H100", "H200", "H20"  # how their names begin: those whose kernel of the loss takes larger pieces
 
 
 def peak(name: str) -> float | None:
@@ -127,7 +130,7 @@ def plan(recipe: Recipe, machine: Machine, assumed: float | None = None) -> dict
         raise InputError(f"shard={recipe.shard}; expected a divisor of the machine's {machine.devices} devices")
     rows, passes = recipe.share(machine.devices)
     device, costs = DEVICES[machine.name], estimate(recipe)
-    needed = memory(replace(recipe, micro_batch=rows), machine.devices)
+    needed = memory(replace(recipe, micro_batch=rows), machine.devices, machine.name.startswith(HOPPER))
     operations = costs["flops"] * (RECOMPUTED if recipe.recompute else 1)
     seconds = operations / (machine.devices * device.flops * reached.fraction)
     return {
@@ -171,7 +174,7 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * size**3 / min(times)
 
 
-def memory(recipe: Recipe, devices: int) -> dict[str, int]:
+def memory(recipe: Recipe, devices: int, hopper: bool = False) -> dict[str, int]:
     """Returns the bytes per device of a training run, by what they hold. P parameters are trained by N devices:
 
     - weights and AdamW's two moments in float32, 12 P / shard, and gradients until the end of a step, 4 P;
@@ -179,7 +182,9 @@ def memory(recipe: Recipe, devices: int) -> dict[str, int]:
     - without shard, for N > 1, the buckets in which DistributedDataParallel sums gradients: 4 P;
     - autocast's copies of the weights in bfloat16, which stay until the backward or the end of the forward: 2 P;
     - what a forward pass over the rows of a device saves for the backward, counted on a model without memory;
-    - while the backward begins, a piece of the logits; with `recompute`, later the tensors of one block, if larger;
+    - while the backward begins, a piece of the logits, or copies of the head's gradient; with `recompute`, later the
+      tensors of one block, if larger;
+    - from the second pass of a step on, that gradient in float32, before it is added to the sum;
     - the weights of a teacher, and instead of a piece of the logits all of them, eight times in float32.
     """
     costs, blocks = estimate(recipe), counted(recipe).blocks
@@ -192,17 +197,23 @@ def memory(recipe: Recipe, devices: int) -> dict[str, int]:
         held["buckets of gradients"] = 4 * P
     if recipe.precision == "bfloat16":
         held["weights in bfloat16"] = 2 * P
-    return held | {"kept for the backward": kept, "at work": _at_work(recipe)}
+    if recipe.teacher is None and recipe.share(devices)[1] > 1:
+        held["gradient of the head"] = 4 * recipe.vocab_size * recipe.hidden_size
+    return held | {"kept for the backward": kept, "at work": _at_work(recipe, hopper)}
 
 
-def _at_work(recipe: Recipe) -> int:
-    """Bytes of the larger of a piece of the logits, which softmax holds twice in float32 and, in bfloat16, twice more,
-    and of what is kept of one block when it is computed again. With a teacher all logits are there."""
+def _at_work(recipe: Recipe, hopper: bool) -> int:
+    """Bytes of the largest of a piece of the logits, which softmax holds twice in float32 and, in bfloat16, twice more,
+    or a kernel once; of a product of the head's gradient, and its rounding; and of what is kept of one block when it is
+    computed again. With a teacher all logits are there."""
+    half = recipe.precision == "bfloat16"
     whole = recipe.micro_batch * recipe.length // recipe.context_parallel * recipe.vocab_size
-    logits = min(whole, PIECE) * (12 if recipe.precision == "bfloat16" else 8)
     if recipe.teacher is not None:
-        logits = whole * OF_TEACHER
+        found = whole * OF_TEACHER
+    else:
+        logits = min(whole, PIECE_ON_GPU) * (2 if half else 4) if hopper else min(whole, PIECE) * (12 if half else 8)
+        found = max(logits, recipe.vocab_size * recipe.hidden_size * (6 if half else 4))
     if not recipe.recompute:
-        return logits
+        return found
     kept = estimate(replace(recipe, recompute=False))["bytes"]["kept for the backward"]
-    return max(logits, kept // recipe.layers)
+    return max(found, kept // recipe.layers)
