@@ -90,6 +90,31 @@ def test_plan_counts_steps_rows_and_days():
     assert result["fits"] and result["bytes_of_device"] == 80e9
 
 
+def test_a_block_is_computed_again_without_its_teacher(tmp_path):
+    """A forward pass is a third of a step, and a teacher's one more."""
+    build(recipe(mixer="gla")).save_pretrained(tmp_path)
+    plain = recipe(mixer="gla")
+    again, taught = replace(plain, recompute=True), replace(plain, teacher=str(tmp_path))
+    both = replace(taught, recompute=True)
+    flops = [machine.operations(each) for each in (plain, again, taught, both)]
+    assert flops == [pytest.approx(flops[0] * thirds / 3) for thirds in (3, 4, 4, 5)]
+    days = [machine.plan(each, machine.parse("2xH100"), 0.25)["days"] for each in (plain, both)]
+    assert days[1] / days[0] == pytest.approx(5 / 3)
+    here = machine.time_here(both)
+    assert here["seconds"] == pytest.approx(flops[3] / (here["flops_per_second"] * machine.REACHED))
+
+
+def test_the_time_on_a_gpu_is_by_its_data_sheet_and_the_mixers_efficiency(monkeypatch):
+    monkeypatch.setattr(machine, "present_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(machine, "matrix_rate", lambda device, dtype: 1e12)
+    for precision, rate in (("bfloat16", 989e12), ("float32", 1e12)):
+        chosen = recipe(mixer="gla", precision=precision)
+        here = machine.time_here(chosen)
+        assert (here["flops_per_second"], here["measured"]) == (rate, precision == "float32")
+        assert here["seconds"] == pytest.approx(estimate(chosen)["flops"] / rate / machine.efficiency("gla").fraction)
+
+
 def test_machine_names_are_parsed_and_checked():
     assert machine.parse("8xH100") == machine.parse(" 8 × h100 ") == machine.parse("2x4xH100") == (8, "H100")
     assert machine.parse("1xrtx-4090") == (1, "RTX-4090") and machine.parse("2xMI300X") == (2, "MI300X")

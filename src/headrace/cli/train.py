@@ -214,7 +214,7 @@ def print_costs(recipe: Any, about: Any, plan: dict[str, Any] | None, as_json: b
     from ..training.model import estimate
 
     costs = estimate(recipe)
-    elsewhere = {"here": time_here(recipe, costs["flops"])} if plan is None else {"machine": plan}
+    elsewhere = {"here": time_here(recipe)} if plan is None else {"machine": plan}
     if as_json:
         print(json.dumps({"recipe": asdict(recipe), **asdict(about), **costs, **elsewhere}, indent=1))
         return
@@ -241,7 +241,8 @@ def time_row(here: dict[str, Any]) -> str:
     """The row of the dry run's table about the time on this machine."""
     from ..training.history import duration
 
-    rate = f"{here['flops_per_second'] / GIGA:,.0f} GFLOP/s of matrix products, measured now"
+    how = "of matrix products, measured now" if here["measured"] else "by its data sheet"
+    rate = f"{here['flops_per_second'] / GIGA:,.0f} GFLOP/s {how}"
     return (
         f"about {duration(here['seconds'])} on this machine's {here['device']}, at {here['efficiency']:.0%} of {rate}: "
         "an assumption"

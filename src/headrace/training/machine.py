@@ -18,14 +18,13 @@ import torch
 from ..files.devices import present_device
 from ..ops.loss import PIECE, PIECE_ON_GPU
 from ..utils.errors import InputError, did_you_mean
-from .model import counted, estimate
+from .model import FORWARD, counted, estimate
 from .recipes import Recipe
 
 # Of a CPU's rate in matrix products, that a training step reaches: 0.83 (transformer) and 0.86 (softmax-gla) were
 # measured with laptop-5m on one core; evaluations, checkpoints and narrower models take more.
 REACHED = 0.7
 OF_TEACHER = 8 * 4  # bytes per logit of the model with a teacher: the divergence, the cross-entropy and their gradients
-RECOMPUTED = 4 / 3  # operations of a step that computes the forward pass twice, over those of one that does not
 DAY = 24 * 60 * 60  # seconds
 MEASURED = Path(__file__).parent / "efficiency.csv"
 
@@ -129,10 +128,9 @@ def plan(recipe: Recipe, machine: Machine, assumed: float | None = None) -> dict
     if machine.devices % recipe.shard:
         raise InputError(f"shard={recipe.shard}; expected a divisor of the machine's {machine.devices} devices")
     rows, passes = recipe.share(machine.devices)
-    device, costs = DEVICES[machine.name], estimate(recipe)
+    device = DEVICES[machine.name]
     needed = memory(replace(recipe, micro_batch=rows), machine.devices, machine.name.startswith(HOPPER))
-    operations = costs["flops"] * (RECOMPUTED if recipe.recompute else 1)
-    seconds = operations / (machine.devices * device.flops * reached.fraction)
+    seconds = operations(recipe) / (machine.devices * device.flops * reached.fraction)
     return {
         "devices": machine.devices,
         "device": machine.name,
@@ -146,18 +144,29 @@ def plan(recipe: Recipe, machine: Machine, assumed: float | None = None) -> dict
         "fits": sum(needed.values()) <= device.memory,
         "efficiency": reached.fraction,
         "efficiency_source": reached.source,
-        "tokens_per_second": costs["tokens"] / seconds,
+        "tokens_per_second": recipe.trained_tokens / seconds,
         "days": seconds / DAY,
     }
 
 
-def time_here(recipe: Recipe, flops: float) -> dict[str, Any]:
-    """Returns the device that a run would use on this machine, its measured operations per second in matrix products,
-    and the seconds of the run if it reaches the fraction REACHED of them."""
-    device = present_device()
-    rate = matrix_rate(device, getattr(torch, recipe.precision))
+def operations(recipe: Recipe) -> float:
+    """Returns the operations of a run; by `recompute` the model, but not its teacher, has a second forward pass."""
+    again = counted(recipe).flops_per_token / FORWARD if recipe.recompute else 0
+    return estimate(recipe)["flops"] + again * recipe.trained_tokens
+
+
+def time_here(recipe: Recipe) -> dict[str, Any]:
+    """Returns the device that a run would use on this machine, its operations per second, those of a GPU by its data
+    sheet or measured in matrix products, and the seconds of the run if it reaches a fraction of them: REACHED on a CPU,
+    else the efficiency of the mixer."""
+    device, sheet = present_device(), None
+    if device.type == "cuda" and recipe.precision == "bfloat16":
+        sheet = peak(torch.cuda.get_device_name())
+    rate = sheet or matrix_rate(device, getattr(torch, recipe.precision))
+    reached = REACHED if device.type == "cpu" else efficiency(recipe.mixer).fraction
     return {
-        "device": device.type, "flops_per_second": rate, "efficiency": REACHED, "seconds": flops / (rate * REACHED)
+        "device": device.type, "flops_per_second": rate, "measured": sheet is None, "efficiency": reached,
+        "seconds": operations(recipe) / (rate * reached),
     }  # fmt: skip
 
 
@@ -165,7 +174,7 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Returns the operations per second of the fastest of at most ten products of two matrices, within about half a
     second: a CPU without instructions for bfloat16 computes 10^9 per second."""
     times: list[float] = []
-    size = 512 if device.type == "cpu" else 1024
+    size = 512 if device.type == "cpu" else 8192  # of a smaller one a GPU's time is that of its launch
     x = torch.ones(size, size, device=device, dtype=dtype)
     while len(times) < 10 and sum(times) < 0.5:
         started = time.perf_counter()
