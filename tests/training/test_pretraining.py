@@ -266,10 +266,16 @@ def test_run_starts_from_a_checkpoint(data, prepared, tmp_path):
     first = tmp_path / "first" / "model"
     again = build(recipe(mixer="gla", weights=str(first), length=64)[0])
     torch.testing.assert_close(again.state_dict(), load(first).state_dict(), rtol=0, atol=0)
-    retrofit(first).save_pretrained(tmp_path / "competing")
+    tuned, end = retrofit(first), data.tokenizer.eos_token_id
+    tuned.generation_config.update(eos_token_id=[7, end], do_sample=True, temperature=0.6)
+    tuned.save_pretrained(tmp_path / "competing")
     weights = str(tmp_path / "competing")
     loop = train(data, tmp_path / "second", tokens=128 * 8, mixer="softmax-gla", weights=weights)
     assert loop.history.points[-1]["final_loss"] < history(first.parent)[-1]["final_loss"]
+    kept = load(tmp_path / "second" / "model").generation_config
+    assert (kept.eos_token_id, kept.do_sample, kept.temperature) == ([7, end], True, 0.6)
+    known = {(None, None): None, (None, 3): 3, (3, 3): 3, (3, None): 3, (7, 3): [7, 3]}
+    assert {each: run.ends(*each) for each in known} == known and run.ends([7, 3], 3) == [7, 3]
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear"])

@@ -73,6 +73,7 @@ def build(recipe: Recipe) -> HeadraceForCausalLM:
         model.load_state_dict(checkpoint.state_dict())
     except RuntimeError as error:  # such as learned positions for another length
         raise InputError(f"weights={recipe.weights!r}: {str(error).splitlines()[-1].strip()}") from error
+    model.generation_config = checkpoint.generation_config
     return model
 
 

@@ -208,7 +208,7 @@ def make_loop(recipe: Recipe, data: PackedData, folder: Path, processes: Process
         model, teacher = build(recipe), teacher_of(recipe)
     rows = full_rows(data.train, recipe.length)
     end = None if data.tokenizer is None else data.tokenizer.eos_token_id
-    model.config.eos_token_id = model.generation_config.eos_token_id = end
+    model.config.eos_token_id = model.generation_config.eos_token_id = ends(model.generation_config.eos_token_id, end)
     held_out = data.manifest["held_out"]
     return Loop(
         model,
@@ -223,6 +223,12 @@ def make_loop(recipe: Recipe, data: PackedData, folder: Path, processes: Process
         folder,
         teacher and teacher.to(processes.device),
     )
+
+
+def ends(known: int | list[int] | None, end: int | None) -> int | list[int] | None:
+    """The end tokens of a model: those of its initial weights' checkpoint, as of a turn, and that of the documents."""
+    found = [*dict.fromkeys(x for x in [*(known if isinstance(known, list) else [known]), end] if x is not None)]
+    return found if len(found) > 1 else next(iter(found), None)
 
 
 def shared_model(model: Any, recipe: Recipe, processes: Processes) -> torch.nn.Module:
