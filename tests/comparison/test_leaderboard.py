@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from headrace import tasks
 from headrace.cli import main
@@ -16,6 +17,7 @@ from headrace.comparison import rows as runs
 from headrace.comparison.model import build
 from headrace.files import engine
 from headrace.files.workers import Worker
+from headrace.training import processes
 from headrace.training.parameters import gate_parameters
 from headrace.utils.errors import InputError
 from plugged import folder  # noqa: F401
@@ -101,6 +103,19 @@ def test_a_mixer_that_is_larger_than_the_reference_is_refused():
     plan = replace(defaults.SMALL[0], mixers=("gla(heads.expand_v=8)",))
     with pytest.raises(InputError, match="with the narrowest MLP; expected at most target="):
         plan.widths()
+
+
+def test_steps_are_timed_on_the_device_of_the_workers(tiny, monkeypatch):
+    """Which is not the first GPU, whose number is the current one of a process. The GPUs are a stand-in."""
+    chosen, places = [0], []
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(processes, "present_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: chosen[-1])
+    trained = {"speeds": [1.0], "seconds": 1.0}
+    monkeypatch.setattr(run, "train", lambda *given: places.append(processes.device_of_this_process()) or (0, trained))
+    run.timed(leaderboard.of_mixer("tiny", "gla").plans[0].arms()[0], "cuda:1")
+    assert places == [torch.device("cuda:1")]
 
 
 @pytest.mark.parametrize("workers", [1, 2])

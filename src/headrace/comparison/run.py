@@ -104,6 +104,8 @@ class Seconds(NamedTuple):
 
 def timed(arm: Arm, device: str) -> Seconds:
     """Trains an arm for STEPS steps, on one thread as workers do."""
+    if device != "cpu":
+        torch.accelerator.set_device_index(torch.device(device).index or 0)
     recipe = replace(arm.recipe, steps=STEPS)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -137,10 +137,10 @@ def _meet(device: torch.device, limit: timedelta) -> dist.Store:
 
 
 def device_of_this_process() -> torch.device:
-    """The accelerator of this process's number on its machine, or the CPU."""
-    device, number = present_device(), int(os.environ.get("LOCAL_RANK", 0))
-    if device.type == "cpu":
+    """The accelerator of this process's number on its machine, without torchrun the current one, or the CPU."""
+    if (device := present_device()).type == "cpu":
         return device
+    number = int(os.environ.get("LOCAL_RANK", torch.accelerator.current_device_index()))
     torch.accelerator.set_device_index(number)
     return torch.device(device.type, number)
 
