@@ -31,7 +31,7 @@ from trained import recipe, train
         ({"warmup": -1.0}, "warmup=-1; expected at least 0"),
         (
             {"tokens": 40.0, "warmup": 0.0},
-            "tokens=40; expected at least half of a step, which is batch_tokens=128",
+            "tokens=40; expected more than half of a step, which is batch_tokens=128",
         ),
     ],
 )

@@ -139,6 +139,11 @@ def test_invalid_recipe_files_are_refused(tmp_path):
         ("a: !!python/object:os.system x", "is not YAML: could not determine a constructor"),
         ("[" * 5000, "is not YAML"),
         ("base: laptop-1m\non: 3", "has no field 'True'"),
+        ("base: laptop-1m\nassumed:", "r.yaml': 'assumed' is null, not a list"),
+        ("base: laptop-1m\nassumed: [lr, 3]", "item 1 of 'assumed' is 3, not a text"),
+        ("from_data: 3", "'from_data' is 3, not a list"),
+        ("source:", "'source' is null, not a text"),
+        ("base: laptop-1m\nbatch_tokens: 1024\ntokens: 512", "tokens=512; expected more than half of a step"),
     ):
         (tmp_path / "r.yaml").write_text(text)
         with pytest.raises(InputError, match=message):

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import yaml
 
 from ... import zoo
+from ...files.checks import Form, misfit
 from ...files.processes import MOST
 from ...spec.record import PositiveFloat, PositiveInt, Range
 from ...spec.serialize import admitted
@@ -31,6 +32,8 @@ ELSEWHERE = {
 }  # fmt: skip
 
 
+# The fields of a file that are not of Recipe.
+ABOUT: Form = {"source?": str, "data?": str, "assumed?": [str], "from_data?": [str]}
 CHECKPOINT = "checkpoint"  # the mixer of a recipe whose model is that of its weights
 # Fields of a config -> the recipe's names of them.
 SIZES = {
@@ -117,7 +120,7 @@ class Recipe(Optimization):
         yield bool(self.compile) and self.shard > 1, f"shard={self.shard} with compile=True; expected one of them"
         yield (
             self.steps < 1,
-            f"tokens={self.tokens:g}; expected at least half of a step, which is batch_tokens={self.batch_tokens}",
+            f"tokens={self.tokens:g}; expected more than half of a step, which is batch_tokens={self.batch_tokens}",
         )
 
     @property
@@ -226,6 +229,8 @@ def _merged(name: str, heirs: tuple[str, ...] = ()) -> dict[str, Any]:
     if name in heirs:
         raise InputError(f"recipe {name!r} is its own base")
     data = read_yaml(_path(name))
+    if wrong := misfit(data, ABOUT):
+        raise InputError(f"recipe {name!r}: {wrong}")
     if (base := data.pop("base", None)) is None:
         return data
     inherited = _merged(str(base), (*heirs, name))
