@@ -7,6 +7,7 @@ import lzma
 import pickle
 import random
 import re
+import sys
 from dataclasses import replace
 from itertools import pairwise
 
@@ -83,6 +84,17 @@ def test_token_limit_takes_the_first_tokens(plan, tmp_path, count):
     made = prepare(replace(plan, tokens=2000, workers=count), tmp_path / "d")
     result = tokens(tmp_path / "d")["train"]
     assert 2000 <= len(result) == made["train"]["tokens"] < 3100 and result == whole[: len(result)]
+
+
+@pytest.mark.parametrize(("platform", "method"), [("linux", "fork"), ("darwin", "spawn"), ("win32", "spawn")])
+def test_processes_are_forked_on_linux_alone(platform, method, plan, tmp_path, monkeypatch):
+    def asked(how):
+        raise LookupError(how)
+
+    monkeypatch.setattr(preparation, "get_context", asked)
+    monkeypatch.setattr(sys, "platform", platform)
+    with pytest.raises(LookupError, match=method):
+        prepare(plan, tmp_path / "d")
 
 
 def test_long_text_is_read_in_windows(tmp_path, texts):

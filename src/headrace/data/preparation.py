@@ -10,6 +10,7 @@ that each token is in exactly one row. Text is tokenized block by block.
 """
 
 import os
+import signal
 import sys
 import time
 from collections import deque
@@ -27,7 +28,8 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from ..files.processes import MOST, POSIX, forks_end_with_parent, new_folder
+from ..files.processes import MOST, forks_end_with_parent, new_folder
+from ..files.workers import without_main
 from ..utils.errors import InputError
 from ..utils.extras import require
 from ..utils.integrity import record, write_json
@@ -198,7 +200,8 @@ def tokenized_blocks(
     queue: deque[tuple[Future[dict[str, parts.Tokens]], list[Row]]] = deque()
     with _pool(tokens, workers) as pool:
         for block in blocks:
-            queue.append((pool.submit(_tokenize, block.texts), block.bad))
+            with without_main():  # where a process may begin
+                queue.append((pool.submit(_tokenize, block.texts), block.bad))
             if len(queue) > workers:
                 yield _result(*queue.popleft())
         while queue:
@@ -214,10 +217,12 @@ def _result(tokens: Future[dict[str, parts.Tokens]], bad: list[Row]) -> Made:
 
 @contextmanager
 def _pool(tokens: PreTrainedTokenizerFast, workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Workers of one thread each."""
+    """Workers of one thread each. On Linux they are forked; elsewhere processes begin anew, as macOS's libraries do not
+    survive a fork, and a user's script is not run again for them."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    pool = ProcessPoolExecutor(workers, get_context("fork" if POSIX else "spawn"), _begin, (tokens,))
+    how = get_context("fork" if sys.platform == "linux" else "spawn")
+    pool = ProcessPoolExecutor(workers, how, _begin, (tokens,))
     try:
         yield pool
     finally:
@@ -230,6 +235,7 @@ def _pool(tokens: PreTrainedTokenizerFast, workers: int) -> Iterator[ProcessPool
 
 def _begin(tokens: PreTrainedTokenizerFast) -> None:
     global _tokenizer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _tokenizer = Encoder(tokens), tokens.eos_token_id
 
 
