@@ -17,13 +17,27 @@ from headrace import Mixer, zoo
 from headrace.data.rows import Collator, TextRows
 from headrace.ops.backends.native import library as native
 from headrace.training import history, loop, recipes, run
-from headrace.training.gate_statistics import GateWatch
+from headrace.training.gate_statistics import GateStatistics, GateWatch
 from headrace.training.loop import Batches, Loop, Updates
 from headrace.training.model import build, estimate, flops_per_token
 from headrace.training.parameters import gate_parameters, parameter_groups
 from headrace.training.processes import Processes
 from headrace.training.watch import gate_warnings
 from trained import recipe, train
+
+
+class OnApple(torch.Tensor):
+    """A stand-in for a tensor on Apple's GPU, which has no float64."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.cpu:
+            return args[0].as_subclass(torch.Tensor)
+        found = super().__torch_function__(function, types, args, kwargs or {})
+        if isinstance(found, torch.Tensor) and found.dtype == torch.float64:
+            raise TypeError("MPS has no float64")
+        return found
+
 
 STEPS, WARMUP, LR, BETAS, EPS, DECAY, GATE_LR = 8, 2, 0.02, [0.6, 0.7], 0.01, 0.3, 2.0
 SCHEDULES = {  # the learning rate at a step after the warm-up, over the highest
@@ -276,3 +290,17 @@ def test_estimated_memory_for_the_backward_is_what_a_pass_keeps(mixer):
     real = sum(storage.nbytes() for place, storage in kept.items() if place not in weights)
     # A device may keep a little of its own: 1.4 % less was seen of the native backend.
     assert estimate(chosen)["bytes"]["kept for the backward"] == pytest.approx(real, rel=0.05)
+
+
+def test_float64_is_of_the_cpu_alone(data, tmp_path):
+    """Evaluations of `train`, which was refused on Apple's GPUs, and the statistics of gates there."""
+    made = run.make_loop(recipe()[0], data, tmp_path, Processes(torch.device("cpu")))
+    expected = made.held_out_loss(made.held_out)[0]
+    made.model.register_forward_hook(lambda model, given, out: setattr(out, "loss", out.loss.as_subclass(OnApple)))
+    assert torch.equal(made.held_out_loss(made.held_out)[0], expected) and expected.dtype == torch.float64
+    log_gates, labelled, found = torch.randn(1, 5, 4), torch.tensor([[True, False, True, True, False]]), []
+    for kind in (torch.Tensor, OnApple):
+        statistics = GateStatistics(0, "read")
+        statistics.add(log_gates.as_subclass(kind), labelled.as_subclass(kind))
+        found.append(statistics.summary())
+    assert found[0] == found[1]

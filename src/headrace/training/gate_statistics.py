@@ -51,6 +51,7 @@ class GateStatistics:
     def add(self, log_gates: Tensor, labelled: Tensor) -> None:
         shares, kinds = log_gates.softmax(-1), torch.stack([labelled, ~labelled])
         self.entropy -= torch.xlogy(shares, shares).sum().item()
+        shares, kinds = shares.cpu(), kinds.cpu()  # Apple's GPUs have no float64
         self.sums = self.sums + torch.stack([shares[kind].sum(0, dtype=torch.double) for kind in kinds])
         self.counts = self.counts + kinds.flatten(1).sum(1)
 

@@ -117,8 +117,8 @@ class Updates:
         """The losses of the batches of this process, whose gradients the parameters then have. Processes exchange
         gradients once, with the last batch."""
         self.model.train()
-        counts = torch.stack([answers(batch).sum() for batch in batches])
-        self.unlabelled += (self.processes.sum_in_row(counts) == 0).sum()
+        counts = self.processes.sum_in_row(torch.stack([answers(batch).sum() for batch in batches]))
+        self.unlabelled += (counts == 0).sum()
         count = self.processes.sum(counts.sum()) / self.processes.per_row
         losses = []
         for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
@@ -299,18 +299,18 @@ class Loop:
     @torch.no_grad()
     def held_out_loss(self, rows: Any) -> tuple[Tensor, list[dict[str, Any]]]:
         """([sum of losses, number of tokens] over all processes, gate statistics of this process)"""
-        total = torch.zeros(2, dtype=torch.float64, device=self.processes.device)
+        losses, counts = [], []
         self.model.eval()
         is_text = "shift_labels" not in rows[0]
         with GateWatch().on(self.model) as watch, self.processes.sharing_rows():
             for batch in self.batches.once(rows):
                 watch.labelled = batch["labels"] != IGNORED
                 watch.mask = watch.labelled if is_text else None  # padding of text has no label
-                count = answers(batch).sum()
-                with self.updates.autocast():
-                    loss = self.model(**batch, skip_logits=True, use_cache=False).loss  # a cache would split long rows
-                total += torch.stack([loss.double() * count, count.double()])
-        return self.processes.sum(total), watch.summary()
+                counts.append(answers(batch).sum())
+                with self.updates.autocast():  # a cache would split long rows
+                    losses.append(self.model(**batch, skip_logits=True, use_cache=False).loss)
+        loss, count = (torch.stack(x).cpu().double() for x in (losses, counts))  # Apple's GPUs have no float64
+        return self.processes.sum(torch.stack([(loss * count).sum(), count.sum()])), watch.summary()
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -62,13 +62,13 @@ class Processes:
         return {name: x.to(self.device) for name, x in batch.items()}
 
     def sum(self, x: Tensor) -> Tensor:
-        """Adds x up over all processes, in place."""
+        """Adds x up over all processes."""
         if self.count > 1:
-            dist.all_reduce(x)
+            dist.all_reduce(x := x.to(self.device))
         return x
 
     def sum_in_row(self, x: Tensor) -> Tensor:
-        """Adds x up over the processes that share rows with this one, in place."""
+        """Adds x up over the processes that share rows with this one."""
         if self.row is not None:
             dist.all_reduce(x, group=self.row)
         return x

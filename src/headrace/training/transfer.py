@@ -232,7 +232,7 @@ def errors(imitation: Imitation, data: PackedData, settings: Transfer, device: t
     rows = evenly_spaced(data.held_out, settings.held_out)
     with settings.autocast(device):
         found = [imitation(batch_of([rows[i]], device)["input_ids"]) for i in range(len(rows))]
-    mean = torch.stack(found).double().mean(0)
+    mean = torch.stack(found).cpu().double().mean(0)  # Apple's GPUs have no float64
     return dict(zip(imitation.layers, mean.tolist(), strict=True))
 
 
