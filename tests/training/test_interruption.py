@@ -30,6 +30,7 @@ from headrace.data.tokenizer import byte_level
 from headrace.files.processes import LOCK, locked
 from headrace.training import checkpoints
 from headrace.training.model import estimate
+from headrace.training.parameters import optimizer, schedule
 from headrace.utils.errors import InputError
 from headrace.utils.integrity import CHECKSUMS
 from sharded import Run, ended, start_each, train_all
@@ -402,3 +403,27 @@ def test_full_disk_while_text_is_prepared_is_one_sentence(tmp_path):
     errors = (tmp_path / "err").read_text()
     assert process.exitcode == 2 and "Traceback" not in errors and "File too large" in errors, errors
     assert not (tmp_path / "data").exists()
+
+
+def test_a_parameter_without_a_gradient_yet_goes_on_as_one(tmp_path):
+    """Its moments begin with its first gradient: after a checkpoint, as without one."""
+    settings, x, made = recipe(warmup=0)[0], torch.ones(1, 2), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in "ab"})
+        adam = optimizer(model, settings)
+        made.append((model, adam, schedule(adam, settings)))
+
+    def step(model, adam, names):
+        sum(model[name](x).sum() for name in names).backward()
+        adam.step()
+        adam.zero_grad()
+
+    (whole, of_whole, _), (again, *_) = made
+    step(whole, of_whole, "a")
+    checkpoints.save_optimizer(tmp_path, *made[0])
+    again.load_state_dict(whole.state_dict())
+    checkpoints.load_optimizer(tmp_path, *made[1])
+    for model, adam, _ in made:
+        step(model, adam, "ab")
+    torch.testing.assert_close(again.state_dict(), whole.state_dict(), rtol=0, atol=0)

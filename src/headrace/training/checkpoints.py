@@ -71,12 +71,16 @@ def save_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer, sch
 
 
 def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
-    """Reads what `save_optimizer` wrote with any number of processes. Each process reads its part."""
-    state = _state(model, optimizer, scheduler)
+    """Reads what `save_optimizer` wrote with any number of processes. Each process reads its part. A parameter that had
+    no gradient until then has no state."""
+    state, reader = _state(model, optimizer, scheduler), dcp.FileSystemReader(checkpoint / OPTIMIZER)
     with _plainly():
-        dcp.load(state, checkpoint_id=checkpoint / OPTIMIZER)
+        dcp.load(state, storage_reader=reader, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
+    stored = {key.rpartition(".")[0] for key in reader.read_metadata().state_dict_metadata}
+    for parameter in (p for name, p in model.named_parameters() if f"optimizer.state.{name}" not in stored):
+        optimizer.state.pop(parameter, None)
 
 
 def _state(model: nn.Module, optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:
