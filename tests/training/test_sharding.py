@@ -6,15 +6,19 @@ import signal
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.device_mesh import init_device_mesh
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
+import groups
 from headrace import InputError, load
 from headrace.training import checkpoints
+from headrace.training.model import build
+from headrace.training.sharding import load_weights, shard
 from sharded import Run, ended, start, train_all
-from trained import history, train
+from trained import history, recipe, train
 
 pytestmark = pytest.mark.slow(seconds=70)
 
@@ -147,6 +151,25 @@ def test_stalled_process_ends_the_run_with_a_sentence(stalled):
     log = (folder.parent / "run-0.txt").read_text()
     _, found, sentence = log.partition("headrace: process 1 has not answered for 15 s")
     assert found and "at step 3; the last" in sentence and "checkpoint-2" in sentence and "Traceback" not in log
+
+
+def loaded(folder):
+    model = build(recipe()[0])
+    shard(model, init_device_mesh("cpu", (2,)))
+    try:
+        load_weights(model, folder)
+    except InputError as error:
+        return str(error)
+
+
+def test_a_missing_weight_is_named_by_all_processes(tmp_path):
+    build(recipe()[0]).save_pretrained(tmp_path)
+    assert groups.run(2, tmp_path, loaded, tmp_path) == [None, None]
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.backbone.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    for said in groups.run(2, tmp_path, loaded, tmp_path):
+        assert "has no weights model.backbone.norm.weight" in said
 
 
 def test_invalid_sharding_is_refused(data, tmp_path):

@@ -64,15 +64,18 @@ def whole_weights(model: Any) -> dict[str, Tensor]:
 def load_weights(model: Any, folder: Path) -> None:
     """Loads the safetensors of a folder into a model. All processes must call it; a sharded model's are read by process
     0 alone. InputError if a weight is not there."""
-    if not is_sharded(model):
-        missing = model.load_state_dict(_read(folder), strict=False).missing_keys
-        if left := sorted({*missing} - _tied(model)):
-            raise InputError(f"checkpoint {str(folder)!r} has no weights {', '.join(left[:3])}")
-        return
-    weights = _read(folder) if dist.get_rank() == 0 else {}
-    # Not strict, as a tied weight is there once.
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-    set_model_state_dict(model, weights, options=options)
+    sharded = is_sharded(model)
+    weights = _read(folder) if not sharded or dist.get_rank() == 0 else {}
+    missing = [sorted({*model.state_dict()} - {*weights} - _tied(model))]
+    if sharded:
+        dist.broadcast_object_list(missing)
+    if missing[0]:
+        raise InputError(f"checkpoint {str(folder)!r} has no weights {', '.join(missing[0][:3])}")
+    if sharded:  # not strict, as a tied weight is there once
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+        set_model_state_dict(model, weights, options=options)
+    else:
+        model.load_state_dict(weights, strict=False)
 
 
 def _read(folder: Path) -> dict[str, Any]:
