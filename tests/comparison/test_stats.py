@@ -85,11 +85,12 @@ def test_signed_ranks_are_exact_over_all_signs(differences):
 @pytest.mark.parametrize("test", ["t", "wilcoxon"])
 @pytest.mark.parametrize(
     ("differences", "p"),
-    [([], 1), ([0.5], 1), ([0.5] * 2, 1 / 2), ([0.0] * 3, 1), ([-0.5] * 5, 1 / 16), ([0.5] * 6, 1 / 32)],
+    [([], 1), ([0.5], 1), ([0.5] * 2, 1 / 2), ([0.0] * 3, 1), ([-0.5] * 5, 1 / 16), ([0.5] * 14, 2**-13)],
 )
 def test_equal_differences_are_judged_by_their_signs(test, differences, p):
     """Two of 2^n choices of signs are as extreme."""
-    assert stats.paired([x + 2e-8 * i for i, x in enumerate(differences)], test) == pytest.approx(p)
+    for gap in (0.0, 1e-8):
+        assert stats.paired([x + gap * i for i, x in enumerate(differences)], test) == pytest.approx(p)
 
 
 @given(st.lists(st.floats(0, 1), max_size=6))

@@ -77,11 +77,12 @@ def student(degrees: float) -> float:
 
 def paired(differences: Sequence[float], test: str = "t") -> float:
     """p of a mean of 0 by Student's t or, for test="wilcoxon", by signed ranks. Equal differences have no spread for
-    Student's t; then, too, it is that of signed ranks, which is exact: 2^(1 − n)."""
+    Student's t; then, too, it is that of signed ranks, which is 2^(1 − n)."""
     if len(differences) < 2 or max(map(abs, differences)) <= ROUNDING:
         return 1.0
-    by_t = test == "t" and not equal(differences)
-    return float((stats.ttest_1samp(differences, 0) if by_t else stats.wilcoxon(differences)).pvalue)
+    if equal(differences):  # of 14 or more scipy's p is an approximation
+        return 2.0 ** (1 - len(differences))
+    return float((stats.ttest_1samp(differences, 0) if test == "t" else stats.wilcoxon(differences)).pvalue)
 
 
 def holm(p: Sequence[float]) -> list[float]:
