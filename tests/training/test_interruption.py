@@ -27,8 +27,9 @@ from headrace import load
 from headrace.cli import app as cli
 from headrace.data import open_data
 from headrace.data.tokenizer import byte_level
-from headrace.files.processes import LOCK, locked
+from headrace.files.processes import LOCK, Terminated, locked
 from headrace.training import checkpoints
+from headrace.training.history import History
 from headrace.training.model import estimate
 from headrace.training.parameters import optimizer, schedule
 from headrace.utils.errors import InputError
@@ -378,6 +379,27 @@ def test_stopped_run_saves_and_resumes_bit_exactly(data, prepared, whole, tmp_pa
     before, after = (load_file(folder / "model" / "model.safetensors") for folder in (whole, tmp_path / "cut"))
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert final_loss(whole) == final_loss(tmp_path / "cut")
+
+
+def test_a_stopped_run_saves_first_and_evaluates_when_it_goes_on(data, whole, tmp_path):
+    """At step 10, after which an evaluation follows: it may take longer than the time until SIGKILL."""
+    with signalled(9, signal.SIGTERM), pytest.raises(Terminated):
+        train(data, tmp_path / "cut")
+    saved = json.loads((tmp_path / "cut" / "checkpoint-10" / checkpoints.HISTORY).read_text())
+    assert not any("eval_loss" in point for point in saved)
+    train(data, tmp_path / "cut")
+    runs = ([p for p in history(folder) if "eval_loss" in p] for folder in (whole, tmp_path / "cut"))
+    expected, found = ([(p["step"], p["eval_loss"]) for p in points] for points in runs)
+    assert found == expected and [step for step, _ in found] == [10, 20, 24]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(ConnectionError("refused\nby all"), "refused"), (TimeoutError(), "Timeout")]
+)
+def test_what_is_no_failure_of_a_checkpoint_is_not_said_to_be_one(error, said, data, tmp_path):
+    expected = rf"^data cannot be read, or numbers not be logged \({said}\w*\) at step 5; the last .* is none"
+    with patch.object(History, "add", side_effect=error), pytest.raises(InputError, match=expected):
+        train(data, tmp_path / "run")
 
 
 def test_full_disk_is_one_sentence(prepared, tmp_path):

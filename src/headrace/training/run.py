@@ -146,8 +146,8 @@ def begin(folder: Path, recipe: Recipe, data: PackedData) -> Path | None:
 
 @contextmanager
 def report_failures(loop: Loop) -> Iterator[None]:
-    """Raises an InputError that names the last complete checkpoint for a file that cannot be written, and for a process
-    that does not answer."""
+    """Raises an InputError that names the last complete checkpoint for a file that cannot be read or written, a
+    connection that fails, and a process that does not answer."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -158,7 +158,9 @@ def report_failures(loop: Loop) -> Iterator[None]:
         elif getattr(error, "errno", None) == errno.ENOSPC:
             reason = "the disk is full"
         else:
-            reason = f"a checkpoint cannot be written to {loop.folder} ({str(error).splitlines()[0]})"
+            other = "data cannot be read, or numbers not be logged"
+            what = f"a checkpoint cannot be written to {loop.folder}" if loop.writes else other
+            reason = f"{what} ({next(iter(str(error).splitlines()), type(error).__name__)})"
         raise checkpoints.stopped_run(f"{reason} at step {loop.step}", loop.folder) from error
 
 
@@ -258,9 +260,10 @@ def seconds_per_token(recipe: Recipe, devices: int) -> float | None:
 def finish(loop: Loop, about: About, data: PackedData) -> None:
     """Evaluates the trained model on all held-out rows, and writes the model, tokenizer, history and card."""
     folder = loop.folder / "model"
-    loop.save_model(folder)
+    with loop.writing():
+        loop.save_model(folder)
     loss = loop.evaluate(data.held_out, "final")
-    with errors_in_all():
+    with loop.writing(), errors_in_all():
         if loop.processes.rank > 0:
             return
         if data.tokenizer is not None:
