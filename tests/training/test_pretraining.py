@@ -80,6 +80,13 @@ def test_task_data_needs_at_least_one_row(tmp_path, monkeypatch):
             prepared_task.prepare(Mqar(), "mqar", rows, 0, workers, tmp_path / "none")
 
 
+def test_rows_of_a_task_have_no_documents_to_separate(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepared_task, "HELD_OUT", 8)
+    prepared_task.prepare(Mqar(vocabulary=48, pairs=3, length=32), "mqar", 8, 0, 1, tmp_path / "data")
+    with pytest.raises(InputError, match="separate_documents=true, and a row of a task has no documents"):
+        train(open_data(tmp_path / "data"), tmp_path / "run", separate_documents=True)
+
+
 class Bare:
     """A task of the protocol alone: without `sample`."""
 

@@ -182,6 +182,8 @@ def check_data(recipe: Recipe, data: PackedData) -> None:
             f"batch_tokens={recipe.batch_tokens} is {recipe.rows} rows per step, but the data have {count} full rows; "
             f"expected at most {count}; {fewer}"
         )
+    if recipe.separate_documents and "shift_labels" in data.held_out[0]:
+        raise InputError("separate_documents=true, and a row of a task has no documents; expected false")
     collate, evaluated = Collator(0, recipe.separate_documents), evenly_spaced(data.held_out, recipe.evaluate_rows)
     if not any(answers(collate([row])).any() for row in evaluated):
         raise InputError(
