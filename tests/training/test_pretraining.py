@@ -450,12 +450,15 @@ def test_trackers_show_the_numbers_of_the_history(data, tmp_path, monkeypatch):
             assert point.get(name) in (None, shown.get((point["step"], chart)))
 
 
-def test_card_and_curves_name_nonfinite_losses(data, tmp_path):
+def test_card_and_curves_name_nonfinite_losses(data, tmp_path, monkeypatch):
     chosen, about = recipe()
     lost = {"loss": torch.nan, "perplexity": torch.nan, "bits_per_byte": torch.nan}
     points = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": torch.inf}]
     points += [{"step": 2, **{f"{kind}_{name}": value for name, value in lost.items()}} for kind in ("eval", "final")]
+    settings = pytest.importorskip("matplotlib").rcParams
+    monkeypatch.setitem(settings, "backend", "svg")  # as a notebook has one of its own
     card.write_card(tmp_path, chosen, about, data.manifest, points, 1.0)
+    assert settings["backend"] == "svg"
     readme = (tmp_path / "README.md").read_text("utf-8")
     assert "After 3,072 tokens, the loss on held-out text is not finite. The model learnt nothing" in readme
     assert "| 2 | not finite | not finite | not finite |" in readme and "nan" not in readme

@@ -146,12 +146,10 @@ def baseline_sentence(loss: float, unigram: float) -> str:
 def draw_curves(path: Path, runs: dict[str, list[dict[str, Any]]]) -> None:
     """Draws the loss by step of one or more runs: training loss as a thin line, held-out loss with dots; a cross on the
     axis of steps where either is not finite."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
     for i, (name, history) in enumerate(runs.items()):
         train = [(point["step"], point["loss"]) for point in history if "loss" in point]
         held = [(point["step"], point["eval_loss"]) for point in history if "eval_loss" in point]
@@ -164,4 +162,3 @@ def draw_curves(path: Path, runs: dict[str, list[dict[str, Any]]]) -> None:
     axes.set(xlabel="step", ylabel="loss, nats per token")
     axes.legend()
     figure.savefig(path, dpi=120)
-    plt.close(figure)
