@@ -393,6 +393,14 @@ def chosen(source, share, seed):
     return [int(row.text) for row in sources.rows(source, "text", True, sources.Sample(share, seed))]
 
 
+def test_a_row_of_a_sampled_data_set_is_named_by_its_file(files):
+    """The files are in another order there."""
+    sample, file, row = sources.Sample(1.0, 0), FILES - 1, 2
+    read = sources.rows((str(files),), "text", True, sample)
+    (where,) = (each.where for each in read if int(each.text) == file * DOCUMENTS + row)
+    assert where == f"{files} file {file + 1} row {row + 1}"
+
+
 @pytest.mark.parametrize("streamed", [False, True], ids=["files", "data set"])
 def test_sample_gives_every_document_the_same_chance(files, streamed):
     """Of 60 seeds; counts per document are binomial, and so is the number of the first file to be read."""

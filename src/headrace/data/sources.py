@@ -42,10 +42,10 @@ class Sample(NamedTuple):
         """The files in the random order."""
         return tuple(files[i] for i in self._generator(0).permutation(len(files)))
 
-    def files_of(self, dataset: Any) -> Iterator[dict[str, Any]]:
-        """The rows of a streamed data set, its files in the random order."""
+    def files_of(self, name: str, dataset: Any) -> Iterator[tuple[str, Any]]:
+        """The files of a streamed data set in the random order, each with a name and its rows."""
         for i in self._generator(0).permutation(dataset.num_shards):
-            yield from dataset.shard(dataset.num_shards, int(i))
+            yield f"{name} file {i + 1}", dataset.shard(dataset.num_shards, int(i))
 
     def kept(self, rows: Iterable[Row]) -> Iterator[Row]:
         """The rows of the chosen documents. A row that is no document is chosen as one, so that the counts of bad rows
@@ -300,8 +300,8 @@ def _data_set(source: str, column: str, sample: Sample | None) -> Iterator[Row]:
         _note_left_out(Path(source))
     if dataset.info.builder_name == "text":  # whose rows are lines, without their ends
         dataset = load(sample_by="document")
-    for number, item in enumerate(dataset if sample is None else sample.files_of(dataset), 1):
-        yield _of_record(source, number, item, column)
+    for place, items in [(source, dataset)] if sample is None else sample.files_of(source, dataset):
+        yield from (_of_record(place, number, item, column) for number, item in enumerate(items, 1))
 
 
 @cache
