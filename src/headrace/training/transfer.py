@@ -73,7 +73,12 @@ class Transfer(Optimization):
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """The context in which layers of both precisions compute."""
-        return torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
+        return torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bfloat16", cache_enabled=False)
+
+
+def without_copies(device: torch.device) -> AbstractContextManager[Any]:
+    """The context in which autocast, if it is on, keeps no copies of weights until its end: 2 bytes for each."""
+    return torch.autocast(device.type, torch.bfloat16, torch.is_autocast_enabled(device.type), cache_enabled=False)
 
 
 class Imitation(nn.Module):
@@ -100,7 +105,7 @@ class Imitation(nn.Module):
 
         hooks = [self.old[int(name)].register_forward_hook(partial(note, name)) for name in self.layers]
         try:
-            with torch.no_grad():
+            with torch.no_grad(), without_copies(input_ids.device):
                 self.model[0].model(input_ids, use_cache=False)
         finally:
             for hook in hooks:
