@@ -70,9 +70,6 @@ class History:
         """A number that counts, as it was last logged; 0 if it never was."""
         return next((int(point[name]) for point in reversed(self.points) if name in point), 0)
 
-    def has(self, name: str, step: int) -> bool:
-        return any(point["step"] == step and name in point for point in self.points)
-
     @contextmanager
     def bar(self, steps: int, first: int) -> Iterator[None]:
         """Shows the progress from step `first` to the last one of `steps`."""

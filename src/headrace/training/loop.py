@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -182,14 +182,16 @@ class Loop:
         self.loss_sum = torch.zeros((), device=self.processes.device)  # since then
         self.broken = False  # whether a loss since then was not finite
         self.collapsed: set[tuple[int, str]] = set()  # gates of which a warning was printed
-        self.writes = False  # whether it writes a checkpoint or the model, or has failed there
 
     def run(self, stop: Stop) -> None:
         """Trains to the last step, or until `stop` says so. InputError if too many gradients were not finite."""
         started, first, steps = time.perf_counter(), self.step, self.recipe.steps
         log_every = math.gcd(self.recipe.save_every, LOG_EVERY)
+        evaluates = {*range(self.recipe.evaluate_every, steps, self.recipe.evaluate_every), steps}
         with self.history.bar(steps, first), timed_steps(self.processes.device, self.recipe.threads) as took:
-            if first and self.evaluates and not self.history.has("eval_loss", first):  # it was stopped before
+            if first in evaluates - {
+                p["step"] for p in self.history.points if "eval_loss" in p
+            }:  # it was stopped before
                 self.evaluate(self.held_out)
             for batches in islice(self.batches.after(first), steps - first):
                 begun = time.perf_counter()
@@ -204,7 +206,7 @@ class Loop:
                 # without a log, what was measured since the last would be lost
                 if self.step % log_every == 0 or self.step == steps or stopped:
                     self.log_training(norm, rate)
-                if self.evaluates and not stopped:  # an evaluation may take longer than the time until SIGKILL
+                if self.step in evaluates and not stopped:  # an evaluation may take longer than the time until SIGKILL
                     self.evaluate(self.held_out)
                 if self.step % self.recipe.save_every == 0 or self.step == steps or stopped:
                     self.save()
@@ -214,11 +216,6 @@ class Loop:
             self.log({"train_runtime": round(time.perf_counter() - started, 4)} | self.batches_without_labels())
         if number := self.history.last(WITHOUT_LABELS):
             self.warn(f"batches without any label: {number:,}; their loss and gradients were 0")
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether an evaluation follows the step."""
-        return self.step % self.recipe.evaluate_every == 0 or self.step == self.recipe.steps
 
     def loss(self, model: nn.Module, batch: Batch, count: Tensor | None = None) -> Tensor:
         """The sum of the losses over `count`, or over the number of the batch's labels."""
@@ -322,24 +319,17 @@ class Loop:
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        self.writes = True
-        yield
-        self.writes = False
-
     def save(self) -> None:
         """Writes a checkpoint, which is marked as complete when every process has written its part."""
         written = self.folder / checkpoints.UNFINISHED / checkpoints.name(self.step)
-        with self.writing():
-            self.save_model(written)
-            checkpoints.save_optimizer(written, self.model, self.updates.optimizer, self.updates.schedule)
-            with errors_in_all():
-                checkpoints.save_random_state(written, self.processes)
-            with errors_in_all():
-                if self.processes.rank == 0:
-                    write_json(written / checkpoints.HISTORY, self.history.points)
-                    checkpoints.complete(self.folder, written.name)
+        self.save_model(written)
+        checkpoints.save_optimizer(written, self.model, self.updates.optimizer, self.updates.schedule)
+        with errors_in_all():
+            checkpoints.save_random_state(written, self.processes)
+        with errors_in_all():
+            if self.processes.rank == 0:
+                write_json(written / checkpoints.HISTORY, self.history.points)
+                checkpoints.complete(self.folder, written.name)
 
     def save_model(self, folder: Path) -> None:
         """Writes the model as `save_pretrained` does, in process 0."""

@@ -158,8 +158,9 @@ def report_failures(loop: Loop) -> Iterator[None]:
         elif getattr(error, "errno", None) == errno.ENOSPC:
             reason = "the disk is full"
         else:
+            writes = (loop.folder / "model").exists() or any((loop.folder / checkpoints.UNFINISHED).glob("*"))
             other = "data cannot be read, or numbers not be logged"
-            what = f"a checkpoint cannot be written to {loop.folder}" if loop.writes else other
+            what = f"a checkpoint cannot be written to {loop.folder}" if writes else other
             reason = f"{what} ({next(iter(str(error).splitlines()), type(error).__name__)})"
         raise checkpoints.stopped_run(f"{reason} at step {loop.step}", loop.folder) from error
 
@@ -262,10 +263,9 @@ def seconds_per_token(recipe: Recipe, devices: int) -> float | None:
 def finish(loop: Loop, about: About, data: PackedData) -> None:
     """Evaluates the trained model on all held-out rows, and writes the model, tokenizer, history and card."""
     folder = loop.folder / "model"
-    with loop.writing():
-        loop.save_model(folder)
+    loop.save_model(folder)
     loss = loop.evaluate(data.held_out, "final")
-    with loop.writing(), errors_in_all():
+    with errors_in_all():
         if loop.processes.rank > 0:
             return
         if data.tokenizer is not None:

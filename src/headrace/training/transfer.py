@@ -72,13 +72,8 @@ class Transfer(Optimization):
         return torch.float32 if self.precision == "float32" else stored
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        """The context in which layers of both precisions compute."""
+        """The context in which layers of both precisions compute; it keeps no copies of weights, 2 bytes for each."""
         return torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bfloat16", cache_enabled=False)
-
-
-def without_copies(device: torch.device) -> AbstractContextManager[Any]:
-    """The context in which autocast, if it is on, keeps no copies of weights until its end: 2 bytes for each."""
-    return torch.autocast(device.type, torch.bfloat16, torch.is_autocast_enabled(device.type), cache_enabled=False)
 
 
 class Imitation(nn.Module):
@@ -99,13 +94,14 @@ class Imitation(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids [B, T] -> the relative squared error of each layer, [layers]."""
         seen: dict[str, tuple[Tensor, Tensor]] = {}
+        kind = input_ids.device.type
 
         def note(name: str, module: nn.Module, given: Any, out: Any) -> None:
             seen[name] = given[0].detach(), out[0].detach()
 
         hooks = [self.old[int(name)].register_forward_hook(partial(note, name)) for name in self.layers]
         try:
-            with torch.no_grad(), without_copies(input_ids.device):
+            with torch.no_grad(), torch.autocast(kind, enabled=torch.is_autocast_enabled(kind), cache_enabled=False):
                 self.model[0].model(input_ids, use_cache=False)
         finally:
             for hook in hooks:

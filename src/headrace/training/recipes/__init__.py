@@ -32,8 +32,7 @@ ELSEWHERE = {
 }  # fmt: skip
 
 
-# The fields of a file that are not of Recipe.
-ABOUT: Form = {"source?": str, "data?": str, "assumed?": [str], "from_data?": [str]}
+ABOUT: Form = {"source?": str, "data?": str, "assumed?": [str], "from_data?": [str]}  # of a file, beside a Recipe's
 CHECKPOINT = "checkpoint"  # the mixer of a recipe whose model is that of its weights
 # Fields of a config -> the recipe's names of them.
 SIZES = {
