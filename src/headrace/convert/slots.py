@@ -5,10 +5,10 @@ from typing import Any
 from torch import Tensor
 
 from ..extra.latent import LatentAttention
+from ..extra.mamba3 import SoftplusRateDecay
 from ..extra.xielu import XIELU
 from ..layers.base import Mixer
 from ..layers.blocks.moe import MixtureOfExperts
-from ..layers.linear.decays import SoftplusRateDecay
 from ..layers.linear.mixer import LinearMixer
 
 

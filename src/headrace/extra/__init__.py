@@ -13,7 +13,11 @@ tables.offer("headrace.extra.hgrn2", stages=("complement-key",))
 tables.offer("headrace.extra.freeze", stages=("freeze",))
 tables.offer("headrace.extra.taylor", linear=("taylor-softmax", "based"), stages=("taylor",))
 tables.offer(
-    "headrace.extra.mamba3", linear=("mamba3",), stages=("biased-norm", "turn", "trapezoid"), rules=("inputs.turns",)
+    "headrace.extra.mamba3",
+    linear=("mamba3",),
+    decays=("softplus-rate",),
+    stages=("biased-norm", "turn", "trapezoid"),
+    rules=("inputs.turns",),
 )
 tables.offer("headrace.extra.mlstm", linear=("mlstm",), stages=("exponential-gate", "divide-by-weights"))
 tables.offer(

@@ -1,5 +1,5 @@
-"""What Mamba-3 (arXiv 2603.15569) adds to a linear mixer: the trapezoidal update, rotations by angles of the token, and
-the norm of q and k.
+"""What Mamba-3 (arXiv 2603.15569) adds to a linear mixer: its decay, the trapezoidal update, rotations by angles of the
+token, and the norm of q and k.
 
 Dimensions: B batch, T tokens, H heads (Hq for q and k), K key, V value dimension per head, N sequences, F angles.
 """
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.base import SelfInitialized
+from ..layers.linear.decays import DECAYS, DecayModule, biased, draw_step_bias_
 from ..layers.linear.recur import Recur
 from ..layers.linear.stage import STAGES, Stage, Tokens
 from ..layers.rotary import rotate
@@ -25,6 +26,31 @@ from .registration import register_mixer
 from .scan import NAME, Scan
 
 EPS = 1e-5
+
+
+class SoftplusRateDecay(DecayModule):
+    """Mamba-3's decay: log_decay [B, T, H] = −A dt, with A = max(softplus(a), 1e-4) and dt = softplus(z + b) (arXiv
+    2603.15569)."""
+
+    kind = "softplus-rate"
+    SLOWEST = 1e-4  # rate
+
+    def build(self) -> None:
+        self.in_features = 2 * self.num_heads
+        self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
+
+    def reset_parameters(self) -> None:
+        draw_step_bias_(self.dt_bias, self.spec.dt_min, self.spec.dt_max)
+
+    def forward(self, x: Tensor, step_size: bool = False) -> Any:
+        """Returns log_decay [B, T, H]; with `step_size` (log_decay, dt [B, T, H]). x: z and a of each head."""
+        x, rate = x.unflatten(-1, (self.num_heads, 2)).unbind(-1)
+        dt = F.softplus(biased(x, self.dt_bias))
+        log_decay = -F.softplus(rate.to(dt)).clamp(min=self.SLOWEST) * dt
+        return (log_decay, dt) if step_size else log_decay
+
+
+DECAYS[SoftplusRateDecay.kind] = SoftplusRateDecay
 
 
 class BiasedNorm(SelfInitialized):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...ops.backends.native.program import UnsupportedError
 from ...ops.call import accumulator
 from ...spec.decay import STEPPED, Decay
+from ...utils.tables import Table
 from ..base import SelfInitialized
 from .stage import Stage, Tokens, refuse_changes
 
@@ -138,28 +139,6 @@ class SoftplusDecay(DecayModule):
             log_decay = -finite_exp(self.A_log.to(z.dtype), room=24) * dt
         else:
             log_decay = softplus_decay(z, self.A_log)
-        return (log_decay, dt) if step_size else log_decay
-
-
-class SoftplusRateDecay(DecayModule):
-    """Mamba-3's decay: log_decay [B, T, H] = −A dt, with A = max(softplus(a), 1e-4) and dt = softplus(z + b) (arXiv
-    2603.15569)."""
-
-    kind = "softplus-rate"
-    SLOWEST = 1e-4  # rate
-
-    def build(self) -> None:
-        self.in_features = 2 * self.num_heads
-        self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
-
-    def reset_parameters(self) -> None:
-        draw_step_bias_(self.dt_bias, self.spec.dt_min, self.spec.dt_max)
-
-    def forward(self, x: Tensor, step_size: bool = False) -> Any:
-        """Returns log_decay [B, T, H]; with `step_size` (log_decay, dt [B, T, H]). x: z and a of each head."""
-        x, rate = x.unflatten(-1, (self.num_heads, 2)).unbind(-1)
-        dt = F.softplus(biased(x, self.dt_bias))
-        log_decay = -F.softplus(rate.to(dt)).clamp(min=self.SLOWEST) * dt
         return (log_decay, dt) if step_size else log_decay
 
 
@@ -308,4 +287,4 @@ class Decays(Stage):
             t.log_decay = t.sequences.tokenwise(mixer.decay, t.parts["decay"])
 
 
-DECAYS: dict[str, type[DecayModule]] = {decay.kind: decay for decay in DecayModule.__subclasses__()}
+DECAYS: Table[type[DecayModule]] = Table("decays", {decay.kind: decay for decay in DecayModule.__subclasses__()})
