@@ -1,7 +1,9 @@
 """Without what Windows lacks: modules, functions and signals of POSIX alone."""
 
 import pickle
+import sys
 from multiprocessing import get_context
+from types import SimpleNamespace
 
 import pytest
 
@@ -68,7 +70,7 @@ def test_preparation_works_with_spawned_workers(tmp_path, monkeypatch):
     def start(count, context, begin, sent):
         return executor(count, context, *pickle.loads(pickle.dumps((begin, sent))))
 
-    monkeypatch.setattr(preparation, "POSIX", False)
+    monkeypatch.setattr(preparation, "sys", SimpleNamespace(platform="win32", stderr=sys.stderr))
     monkeypatch.setattr(preparation, "get_context", lambda kind: requested.append(kind) or get_context("fork"))
     monkeypatch.setattr(preparation, "ProcessPoolExecutor", start)
     prepare(Preparation((str(tmp_path / "a.txt"),), length=16, held_out=0.1), tmp_path / "spawned")

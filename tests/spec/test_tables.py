@@ -11,6 +11,7 @@ import torch
 import headrace
 from headrace import InputError, zoo
 from headrace.extra.specs import matrix, scan
+from headrace.layers.linear.decays import DECAYS
 from headrace.layers.linear.mixer import LinearMixer
 from headrace.layers.linear.readout import Skip
 from headrace.layers.linear.stage import STAGES
@@ -29,7 +30,7 @@ SPECS = (
     linear.RULES,
     linear.LAYERS,
 )
-EVERY = *zoo.TABLES.values(), zoo.MODELS, *SPECS, STAGES, TOKENS, attention.LAYERS, linear.LAYERS
+EVERY = *zoo.TABLES.values(), zoo.MODELS, *SPECS, DECAYS, STAGES, TOKENS, attention.LAYERS, linear.LAYERS
 TABLES = {table.name: table for table in EVERY}
 
 
