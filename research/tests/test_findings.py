@@ -40,13 +40,13 @@ def test_every_stored_study_is_shown():
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "names", "where"),
+    ("a", "b", "names", "where", "seeds"),
     [
-        ("softmax", "wide sigmoid", sentences.GROUPS["backbones"], None),
-        ("softmax", "wide sigmoid", sentences.GROUPS["all-texts"], "text, all tokens"),
+        ("softmax", "wide sigmoid", sentences.GROUPS["backbones"], None, 5),
+        ("softmax", "wide sigmoid", sentences.GROUPS["all-texts"], "text, all tokens", 10),
     ],
 )
-def test_differences_over_several_studies_count_a_seed_once(a, b, names, where):
+def test_differences_over_several_studies_count_a_seed_once(a, b, names, where, seeds):
     """Runs of several studies on one seed read the same rows."""
     by_seed = {}
     for places in map(study.by_arm, names):
@@ -56,7 +56,7 @@ def test_differences_over_several_studies_count_a_seed_once(a, b, names, where):
     gains = list(map(fmean, by_seed.values()))
     mean, p = study.pooled(a, b, names, where)
     t_test = by_scipy.ttest_1samp(gains, 0)
-    assert (mean.n, mean.value, p) == (10, pytest.approx(fmean(gains)), pytest.approx(t_test.pvalue))
+    assert (mean.n, mean.value, p) == (seeds, pytest.approx(fmean(gains)), pytest.approx(t_test.pvalue))
     assert mean.interval == pytest.approx(tuple(t_test.confidence_interval(0.95)))
     assert study.pooled(a, b, names * 2, where)[1] == pytest.approx(p), "no surer by its runs twice"
 
