@@ -37,7 +37,7 @@ from headrace.convert.fields import COMMON
 from headrace.convert.files import WEIGHTS
 from headrace.convert.linearize import linearize
 from headrace.convert.slots import slots
-from headrace.hf import HeadraceCache
+from headrace.hf import HeadraceCache, HeadraceConfig
 from headrace.utils.errors import InputError
 
 FAMILIES: dict[str, Family] = softmax.FAMILIES | parallel.FAMILIES | recurrent.FAMILIES
@@ -271,12 +271,14 @@ def test_values_of_another_type_are_named(kind, changes):
         FORMATS[kind].model(fields)
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [("mistral", {"layer_types": None}), ("gpt_bigcode", {"activation_function": "gelu_fast"})],
-)
-def test_values_that_transformers_takes_too(kind, changes):
-    FORMATS[kind].model(json.loads(described(kind).to_json_string(use_diff=False)) | changes)
+def test_values_that_transformers_takes_too():
+    def read(kind, **changes):
+        fields = json.loads(described(kind).to_json_string(use_diff=False)) | changes
+        return HeadraceConfig(**FORMATS[kind].model(fields)[0].arguments)
+
+    windows = {mixer.pattern.window for mixer in read("mistral", layer_types=None, sliding_window=5).mixers}
+    assert windows == {5}, "of every layer"
+    assert read("gpt_bigcode", activation_function="gelu_fast").sizes.style.mlp == "gelu-tanh"
 
 
 @torch.no_grad()

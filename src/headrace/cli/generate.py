@@ -46,9 +46,8 @@ def generate(
         echo: with `stream`, print what has been read and the prompt before it.
         threads: number of PyTorch's threads on a CPU; None: measured with the first tokens (`files.threads`).
         draft: a checkpoint with the same tokens that proposes the next ones; not with `resume`.
-        resume: file of a state to go on from.
+        resume, save: files of a state to go on from, and to write after the last token: new, or the one of `resume`.
         weights: of linear layers on a CPU, also of the draft: "int8" or "bfloat16" (see `quantize`); None: as stored.
-        save: file to write the state to after the last token. It must be new, or the one of `resume`.
         sampling: arguments of transformers' `generate`.
 
     Other settings are those of the folder's generation_config.json. A line on standard error names those of

@@ -59,7 +59,8 @@ def load(path: str | Path) -> HeadraceForCausalLM:
 
 
 def load_on(path: str | Path, device: str | None, weights: str | None = None) -> HeadraceForCausalLM:
-    """Returns the model of `load` on a device, as in `on_device`. InputError as both, and for weights without a CPU.
+    """Returns the model of `load` on a device. InputError as `load` and `on_device`, and for weights on another device
+    than a CPU.
 
     weights: of linear layers, "int8" or "bfloat16", as in `quantize`, on a CPU; None: those of the folder."""
     device = on_device(device)

@@ -126,7 +126,8 @@ def by_kind(c: Fields, **options: Any) -> list[AttentionSpec]:
 
 
 def own_rotation(c: Fields, head_dim: int, parameters: Config) -> Rope:
-    """Returns the frequencies of one kind of layers, with their base. transformers reads `truncate` beside them."""
+    """Returns the frequencies of one kind of layers, with their base. InputError for truncate=false, which transformers
+    does not read there."""
     if not is_positive(theta := parameters.get("rope_theta")):
         c.refuse("rope_parameters", "a rope_theta of more than 0 for each kind of layers")
     if not parameters.get("truncate", True):

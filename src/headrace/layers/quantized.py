@@ -117,8 +117,8 @@ def quantize(model: nn.Module, kind: str = "int8") -> nn.Module:
 
     Args:
         model: a model or a layer in any floating-point dtype; changed in place.
-        kind: "int8"; or "bfloat16", which changes nothing in a float32 model whose weights were released in bfloat16
-            but the time of a token and the memory: what is computed from them is in float32 as before.
+        kind: "int8"; or "bfloat16", for a float32 model: half the memory and most of the time of a token, with all
+            arithmetic in float32 as before. Weights that were released in bfloat16 stay the same numbers.
 
     Raises:
         InputError: for another kind, for a model that is itself a linear layer or has another kind of weights already,

@@ -189,9 +189,8 @@ class Loop:
         log_every = math.gcd(self.recipe.save_every, LOG_EVERY)
         evaluates = {*range(self.recipe.evaluate_every, steps, self.recipe.evaluate_every), steps}
         with self.history.bar(steps, first), timed_steps(self.processes.device, self.recipe.threads) as took:
-            if first in evaluates - {
-                p["step"] for p in self.history.points if "eval_loss" in p
-            }:  # it was stopped before
+            evaluated = {p["step"] for p in self.history.points if "eval_loss" in p}
+            if first in evaluates - evaluated:  # it was stopped before
                 self.evaluate(self.held_out)
             for batches in islice(self.batches.after(first), steps - first):
                 begun = time.perf_counter()
