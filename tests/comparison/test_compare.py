@@ -84,6 +84,13 @@ def test_fixed_and_absent_mlp_widths():
     assert set(bare.widths().values()) == {None}
 
 
+def test_widths_of_models_that_no_memory_holds():
+    """Attention of 2^20 channels has 16 TiB of weights, and is chosen a width for in no memory."""
+    shape = Shape(hidden_size=2**20, heads=4, layers=1, mlp=16)
+    widths = replace(DEFAULTS["pair"], mixers=("transformer", "gla(heads.key_dim=4)"), shape=shape).widths()
+    assert widths["transformer"] == 16 < widths["gla(heads.key_dim=4)"]
+
+
 def test_states_are_matched_by_a_size_of_each_mixer():
     """The largest state is that of mamba2, of 8,960 numbers; attention and rwkv7 have no such size."""
     shape = Shape(hidden_size=64, heads=4, layers=1)

@@ -9,12 +9,14 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from .. import zoo
 from ..files.engine import Claim
 from ..files.memory import fitting
 from ..files.provenance import Place, defaults
 from ..history.specs.stack import BertSpec, StackSpec
-from ..layers.blocks.widths import count_parameters, default_intermediate_size
+from ..layers.blocks.widths import default_intermediate_size
 from ..ops.checks import require
 from ..spec.mixer import ModelSpec
 from ..spec.record import Record
@@ -258,7 +260,8 @@ def match(plan: Plan, specs: tuple[Any, ...], reference: Any = None) -> tuple[in
     _ = positions(plan.task), plan.task.vocab_size  # cached here: on the meta device rows and files cannot be read
 
     def size(spec: Any, width: int | None) -> int:
-        return count_parameters(partial(build, Arm(plan, "", to_json(spec), width, seed=0)))
+        with torch.device("meta"):  # which takes no memory
+            return sum(p.numel() for p in build(Arm(plan, "", to_json(spec), width, seed=0)).parameters())
 
     if shape.mlp is None and reference is None and not any(isinstance(spec, ModelSpec) for spec in specs):
         sizes = [size(spec, None) for spec in specs]

@@ -4,6 +4,7 @@ eᵀ r) S + kᵀ v: a transition that is diagonal plus low rank (DPLR), for any 
 Dimensions: B batch, T tokens, H heads, K key, V value dimension per head, N sequences, M chunks, C tokens per chunk.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from ..ops.backends.torch.halves import LEAST, block_of
 from ..ops.derivatives import transformed
 from ..ops.sequences import avoid_sync
+from ..utils.device import float64
 from .chunks import carry
 
 Levels = list[tuple[Tensor, Tensor]]  # factors of the decay of readers and writers, [M, H, blocks, tokens, K]
@@ -42,16 +44,16 @@ def form(counts: list[int], S: Tensor, *operands: Tensor, base: int | None = Non
     """
     q, k, v, g, read, erase = (y.transpose(1, 2) for y in operands)
     base = base or (1 if avoid_sync(g) or transformed() else block_of(g.detach()))
-    g = g.double().clamp(min=LEAST)
-    G = g.cumsum(2)
-    since, left = G.to(q.dtype).exp(), (G[:, :, -1:] - G).to(q.dtype).exp()
+    g = float64(g).clamp(min=LEAST)
+    G, exp = g.cumsum(2), lambda exponent: exponent.to(q.dtype).to(q.device).exp()
+    since, left = exp(G), exp(G[:, :, -1:] - G)
     # A token reads the state after the one before it: its scores are those of a query of that token, a row further up.
-    levels = decays(G, base, q.dtype)
+    levels = decays(G, base, exp)
     of_q, of_read = (scaled(x, levels, 0) for x in (q, read.roll(-1, 2)))
     of_k, of_erase = (scaled(x, levels, 1) for x in (k, erase))
     qk, qe = scores(of_q, of_k), scores(of_q, of_erase)
     rk, re = (F.pad(scores(of_read, y)[..., :-1, :], (0, 0, 1, 0)) for y in (of_k, of_erase))
-    rows = torch.cat([read * (G - g).to(q.dtype).exp(), rk @ v], -1)
+    rows = torch.cat([read * exp(G - g), rk @ v], -1)
     E = torch.linalg.solve_triangular(re, rows, upper=False, unitriangular=True)
     K, V = q.shape[-1], v.shape[-1]
     out = torch.cat([q * since, qk @ v], -1) - qe @ E
@@ -62,7 +64,7 @@ def form(counts: list[int], S: Tensor, *operands: Tensor, base: int | None = Non
     return (linear @ starts + constant).transpose(1, 2), S
 
 
-def decays(G: Tensor, base: int, dtype: torch.dtype) -> Levels:
+def decays(G: Tensor, base: int, exp: Callable[[Tensor], Tensor]) -> Levels:
     """Splits e^{G_i − G_j} for readers i and writers j of the same blocks of tokens into factors of i and of j.
 
     The first level has blocks of `base` tokens and exponents of both signs, which overflow for −g above 88 / base a
@@ -72,8 +74,8 @@ def decays(G: Tensor, base: int, dtype: torch.dtype) -> Levels:
     Args:
         G: cumulative sum of the log decay of a chunk, [M, H, C, K], in float64.
         base: a power of two up to C.
+        exp: the exponential function, in the precision and on the device of the operands.
     """
-    exp = lambda exponent: exponent.to(dtype).exp()  # noqa: E731
     blocks = G.unflatten(2, (-1, base))
     middle = blocks[..., (base - 1) // 2, None, :]
     levels = [(exp(blocks - middle), exp(middle - blocks))]

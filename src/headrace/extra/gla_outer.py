@@ -18,6 +18,7 @@ from ..ops.call import accumulator
 from ..ops.sequences import Sequences
 from ..spec.decay import Decay
 from ..spec.mixer import Facts, Update
+from ..utils.device import float64
 from .chunks import CHUNK, carry, recur
 from .registration import register_mixer
 from .specs.matrix import KINDS, MatrixKind, MatrixSpec
@@ -42,12 +43,12 @@ def form(counts: list[int], S: Tensor, *operands: Tensor) -> tuple[Tensor, Tenso
     exponent is positive, so that no decay overflows.
     """
     q, k, v, a, b = (y.transpose(1, 2) for y in operands)
-    A, B = a.double().cumsum(2), b.double().cumsum(2)
+    A, B = float64(a).cumsum(2), float64(b).cumsum(2)
     out, m = (q * k).sum(-1, keepdim=True) * v, CHUNK // 2
     while m:
         out = out + from_first_half(q, k, v, A, B, m)
         m //= 2
-    exp = lambda exponent: exponent.to(q.dtype).exp()  # noqa: E731
+    exp = lambda exponent: exponent.to(q.dtype).to(q.device).exp()  # noqa: E731
     all_a, all_b = A[:, :, -1:], B[:, :, -1:]
     new = (k * exp(all_a - A)).mT @ (v * exp(all_b - B))
     fade = exp(all_a).mT * exp(all_b)
@@ -62,7 +63,7 @@ def from_first_half(q: Tensor, k: Tensor, v: Tensor, A: Tensor, B: Tensor, m: in
         for x, y in ((k, q), (v, v), (A, A), (B, B))
     )
     a, b = A_first[..., -1:, :], B_first[..., -1:, :]
-    exp = lambda exponent: exponent.to(q.dtype).exp()  # noqa: E731
+    exp = lambda exponent: exponent.to(q.dtype).to(q.device).exp()  # noqa: E731
     scores = (q * exp(A_second - a)) @ (k * exp(a - A_first)).mT
     read = scores @ (v * exp(b - B_first)) * exp(B_second - b)
     return torch.stack([torch.zeros_like(read), read], 3).flatten(2, 4)

@@ -16,6 +16,7 @@ from ..layers.rotary import Angles
 from ..spec.mixer import Facts
 from ..spec.record import PositiveFloat, PositiveInt
 from ..spec.serialize import TYPES
+from ..utils.device import float64
 from .dense import DenseSpec, refuse
 
 
@@ -49,12 +50,12 @@ class GrowingAttention(SoftmaxAttention):
     spec: Any
 
     def _angles(self, positions: Tensor, lengths: Tensor | None = None) -> Any:
-        periods = (positions[..., None, None] // self.spec.period).double()
+        periods = float64(positions[..., None, None] // self.spec.period)
         return Turn(*super()._angles(positions, lengths), 1 + self.spec.growth * torch.log1p(periods))
 
     def _query(self, x: Tensor, sequences: Any, turn: Any = None, projections: Any = None) -> Tensor:
         q = super()._query(x, sequences, _angles_of(turn), projections)
-        return q if turn is None else q * turn.factor.to(q.dtype)
+        return q if turn is None else q * turn.factor.to(q.dtype).to(q.device)
 
     def _key_value(self, x: Tensor, sequences: Any, turn: Any = None, projections: Any = None) -> tuple[Tensor, Tensor]:
         return super()._key_value(x, sequences, _angles_of(turn), projections)

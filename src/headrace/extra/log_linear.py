@@ -67,7 +67,7 @@ class Places(NamedTuple):
 
 def level(t: Tensor, s: Tensor, last: int) -> Tensor:
     """Returns the level of token s for token t, at most `last`."""
-    return torch.frexp((t ^ s).double()).exponent.long().clamp(max=last)
+    return torch.bucketize(t ^ s, 1 << torch.arange(last, device=t.device), right=True)
 
 
 class LogLinear(SelfInitialized, Recurrence):

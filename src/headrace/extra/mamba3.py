@@ -22,6 +22,7 @@ from ..ops.derivatives import apply_function
 from ..ops.sequences import Sequences
 from ..spec.decay import Decay
 from ..spec.linear import RULES, Heads, Inputs, MixerSpec, Read, Write
+from ..utils.device import float64
 from .registration import register_mixer
 from .scan import NAME, Scan
 
@@ -90,16 +91,16 @@ def turned(x: Tensor, dt: Tensor, before: Tensor | None, sequences: Sequences) -
         sequences: the sequences of x.
     """
     steps = math.pi * torch.tanh(x.to(dt))[:, :, None] * dt[..., None]
-    steps, shape = steps.flatten(2).double(), steps.shape
+    steps, shape = steps.flatten(2), steps.shape
     history = steps.new_zeros(sequences.count, 1, steps.shape[2]) if before is None else before.flatten(1)[:, None]
     first = sequences.positions(None, x)[..., None] == 0
-    steps = torch.where(first, steps + sequences.shift(steps, history)[0], steps)
+    steps = float64(torch.where(first, steps + sequences.shift(steps, history)[0], steps))
     if sequences.packed:  # nothing of a sequence reaches the next, and time is the first dimension of the scan
-        passed = torch.where(first, 0.0, torch.ones_like(steps))
+        passed = torch.where(first.to(steps.device), 0.0, torch.ones_like(steps))
         total = apply_function(Scan, NAME, passed.transpose(0, 1), steps.transpose(0, 1)).transpose(0, 1)
     else:
         total = steps.cumsum(1)
-    total = total.remainder(2 * math.pi).to(dt)
+    total = total.remainder(2 * math.pi).to(dt.dtype).to(dt.device)
     last = sequences.last(total, history.to(total))[:, 0]
     total = total.view(shape)
     return (total.cos(), total.sin()), last.unflatten(1, shape[2:])

@@ -12,6 +12,7 @@ from ..ops.autograd import define
 from ..ops.call import accumulator
 from ..ops.checks import require
 from ..spec.attention import Rope
+from ..utils.device import float64
 
 DEFAULT = Rope()  # made here, as torch.compile cannot trace the checks of a spec
 Angles = tuple[Tensor, Tensor]  # cosines and sines [B or 1, T, 1, F]
@@ -19,7 +20,7 @@ Angles = tuple[Tensor, Tensor]  # cosines and sines [B or 1, T, 1, F]
 
 def rotate(x: Tensor, by: Angles) -> Tensor:
     """Rotates the first 2 F channels of x [B, T, heads, K]: channel i < F with channel i + F."""
-    cos, sin = (y.to(accumulator(x)) for y in by)
+    cos, sin = (y.to(accumulator(x)).to(x.device) for y in by)
     half = cos.shape[-1]
     a, b, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
     turned = a * cos - b * sin, b * cos + a * sin
@@ -27,9 +28,8 @@ def rotate(x: Tensor, by: Angles) -> Tensor:
 
 
 def angles(positions: Tensor, rope: Rope, theta: float, width: int, lengths: Tensor | None = None) -> Angles:
-    """Returns cosines and sines, times the rope's scale, of the angles at positions [B or 1, T].
-
-    Angles are float64: a float32 angle is off by 0.004 at position 100000.
+    """Returns cosines and sines, times the rope's scale, of the angles at positions [B or 1, T], by `float64`: a
+    float32 angle is off by 0.004 at position 100000.
 
     Args:
         theta: base of the frequencies, unless the rope has its own.
@@ -42,7 +42,7 @@ def angles(positions: Tensor, rope: Rope, theta: float, width: int, lengths: Ten
 
 
 def _turn(positions: Tensor, frequency: Tensor, scale: float) -> Angles:
-    angle = positions[..., None, None].double() * frequency
+    angle = float64(positions)[..., None, None] * frequency
     return angle.cos() * scale, angle.sin() * scale
 
 
@@ -55,9 +55,10 @@ def frequencies(rope: Rope, theta: float, dims: int, lengths: Tensor) -> Tensor:
     """Returns the frequencies, in radians per token, of sequences of these lengths [B or 1, 1]: [F], or
     [B or 1, 1, 1, F] if they depend on the length. The formulas are those of `Rope`."""
     half, base, original = dims // 2, rope.theta or theta, rope.original or 1
+    lengths = float64(lengths)
     index = torch.arange(half, device=lengths.device, dtype=torch.float64)
     if rope.kind == "dynamic":
-        ratio = (lengths[..., None, None].double() / original).clamp(min=1)
+        ratio = (lengths[..., None, None] / original).clamp(min=1)
         return (base * (rope.factor * ratio - rope.factor + 1) ** (half / (half - 1))) ** (-index / half)
     frequency = base ** (-index / half)
     if rope.kind == "longrope":

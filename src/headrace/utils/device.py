@@ -62,6 +62,14 @@ def may_round_float32() -> bool:
         return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
+WITHOUT_FLOAT64 = ["mps"]  # kinds of devices: Apple's GPUs
+
+
+def float64(x: torch.Tensor) -> torch.Tensor:
+    """Returns x in float64, on the CPU if its device has no float64: change results' precision before their device."""
+    return (x.cpu() if x.device.type in WITHOUT_FLOAT64 else x).double()
+
+
 def without_autocast(x: torch.Tensor) -> AbstractContextManager[object]:
     """Returns a context without autocast on the device of x. The meta device, used to count operations, has none."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)

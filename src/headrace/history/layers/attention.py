@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...layers.attention.attention import SoftmaxAttention
 from ...layers.attention.window import CachedPlaces, WindowState
 from ...layers.rotary import Angles
+from ...ops.call import accumulator
 from ...ops.sequences import Sequences
 from ...spec.attention import AttentionSpec, Pattern
 from ...utils.device import kept_on_cpu
@@ -123,7 +124,8 @@ class EarlyAttention(SoftmaxAttention):
             return q[rows], k, v
         own: Any = None
         if turn is not None:
-            own = tuple(y.expand(*x.shape[:2], 1, -1).flatten(0, 1)[rows][None] for y in turn)
+            angles = (y.to(accumulator(x)).to(x.device) for y in turn)
+            own = tuple(y.expand(*x.shape[:2], 1, -1).flatten(0, 1)[rows][None] for y in angles)
         k, v = self._key_value(x, sequences, turn, self.global_proj)
         x = x.flatten(0, 1)[rows][None]
         q = self._query(x, Sequences(x, None), own, self.global_proj)

@@ -15,8 +15,9 @@ from ...extra.specs.scan import ScanSpec
 from ...layers.base import Mixer, Recurrence
 from ...layers.linear.decays import finite_exp
 from ...ops.call import accumulator
+from ...ops.checks import require
 from ...ops.sequences import Sequences
-from ...utils.device import without_autocast
+from ...utils.device import WITHOUT_FLOAT64, without_autocast
 from .linear_system import Diagonal, LowRank, Response
 
 
@@ -77,6 +78,8 @@ class S4D(Mixer):
             before = u.new_zeros(len(u), self.shape[0], 2 * self.shape[1]) if memory is None else memory
             y, memory = self.system(u.dtype).step(before, u[:, 0])
             return y[:, None], memory
+        where = f"x is on {u.device}, which has no float64; expected the CPU or a GPU of another kind"
+        require(u.device.type not in WITHOUT_FLOAT64, where)
         system = self.system(torch.float64)
         if not sequences.packed:
             return Response(system, u.shape[1])(u, memory)

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...ops.derivatives import transformed
+from ...utils.device import float64
 
 QUERIES = 64  # that `attend_fading` computes at once
 
@@ -89,8 +90,8 @@ def forgotten(gate: Tensor, valid: Tensor | None) -> Tensor:
     of neighbours.
 
     gate [B, L, H]; valid [B, L]: False marks padding, which forgets nothing; None: no padding."""
-    log_f = F.logsigmoid(gate.double())
-    return (log_f if valid is None else log_f.masked_fill(~valid[..., None], 0)).cumsum(1).mT
+    log_f = F.logsigmoid(float64(gate))
+    return (log_f if valid is None else log_f.masked_fill(~valid[..., None].to(log_f.device), 0)).cumsum(1).mT
 
 
 def attend_fading(q: Tensor, k: Tensor, v: Tensor, total: Tensor, valid: Tensor | None, **options: Any) -> Tensor:
@@ -101,7 +102,7 @@ def attend_fading(q: Tensor, k: Tensor, v: Tensor, total: Tensor, valid: Tensor 
     end, out = k.shape[1] - q.shape[1], []
     for queries in q.split(max(q.shape[1], 1) if torch.compiler.is_compiling() else QUERIES, 1):
         start, end = end, end + queries.shape[1]
-        fade = (total[:, :, start:end, None] - total[:, :, None, :end]).to(q.dtype)
+        fade = (total[:, :, start:end, None] - total[:, :, None, :end]).to(q.dtype).to(q.device)
         past = valid if valid is None or valid.dim() == 3 else valid[:, :end]
         out.append(attend(queries, k[:, :end], v[:, :end], past, fade=fade, **options))
     return torch.cat(out, 1)

@@ -15,6 +15,7 @@ from ...ops.parallel.context import current
 from ...ops.sequences import Sequences
 from ...spec.serialize import Spec
 from ...spec.stack import SHARED, Layer
+from ...utils.device import float64
 from ..attention.attention import AttentionState
 from ..base import Carried, SelfInitialized, check_state, named
 from ..packing import count_tokens
@@ -58,9 +59,10 @@ def sinusoidal(positions: Tensor, width: int, theta: float = 10000.0) -> Tensor:
     """Returns sinusoidal embeddings (arXiv 1706.03762, section 3.5): positions [...] -> [..., width], float32.
 
     Channels 2i and 2i + 1 are sine and cosine of position / theta^(2i/width). Angles are float64."""
-    frequency = theta ** (-torch.arange(0, width, 2, device=positions.device, dtype=torch.float64) / width)
-    angle = positions[..., None].double() * frequency
-    return torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)[..., :width].float()
+    places = float64(positions)
+    frequency = theta ** (-torch.arange(0, width, 2, device=places.device, dtype=torch.float64) / width)
+    angle = places[..., None] * frequency
+    return torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)[..., :width].float().to(positions.device)
 
 
 class Backbone(nn.Module):

@@ -1,10 +1,6 @@
-"""Defaults that follow from the hidden size, and numbers of parameters and operations."""
+"""Defaults that follow from the hidden size."""
 
 import math
-from collections.abc import Callable
-
-import torch
-from torch import nn
 
 
 def default_intermediate_size(hidden_size: int, gated: bool = True) -> int:
@@ -21,9 +17,3 @@ def default_std(hidden_size: int) -> float:
     """Returns the default standard deviation of initial weights, 0.64 / √D: the 0.02 of BERT and flash-linear-attention
     is this number at D = 1024, and too small for a narrower model."""
     return 0.64 / math.sqrt(hidden_size)
-
-
-def count_parameters(build: Callable[[], nn.Module]) -> int:
-    """Returns the number of parameters of the module that build() makes; tied ones count once. Allocates no memory."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in build().parameters())

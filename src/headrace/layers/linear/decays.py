@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...ops.backends.native.program import UnsupportedError
 from ...ops.call import accumulator
 from ...spec.decay import STEPPED, Decay
+from ...utils.device import float64
 from ...utils.tables import Table
 from ..base import SelfInitialized
 from .stage import Stage, Tokens, refuse_changes
@@ -46,8 +47,8 @@ class DecayModule(SelfInitialized):
         """Initializes the parameters of the module itself; the default has none."""
 
     def heads(self, x: Tensor) -> Tensor:
-        """Returns the indices of the heads, float64 [H], on the device of x."""
-        return torch.arange(self.num_heads, device=x.device, dtype=torch.float64)
+        """Returns the indices of the heads, [H], by `float64`."""
+        return float64(torch.arange(self.num_heads, device=x.device))
 
     def _heads(self, x: Tensor) -> Tensor:
         """[B, T, H K] -> [B, T, H, K]."""
@@ -86,7 +87,7 @@ class FixedDecay(DecayModule):
 
     def forward(self, x: Tensor) -> Tensor:
         # Computed instead of stored, because a half-precision buffer would lose most digits.
-        return torch.log1p(-torch.exp2(-5 - self.heads(x))).to(accumulator(x))
+        return torch.log1p(-torch.exp2(-5 - self.heads(x))).to(accumulator(x)).to(x.device)
 
 
 class SlopeDecay(DecayModule):
@@ -96,7 +97,8 @@ class SlopeDecay(DecayModule):
     kind = "slopes"
 
     def forward(self, x: Tensor) -> Tensor:
-        return (-self.spec.rate * torch.exp2(-8 * (self.heads(x) + 1) / self.num_heads)).to(accumulator(x))
+        slopes = torch.exp2(-8 * (self.heads(x) + 1) / self.num_heads)
+        return (-self.spec.rate * slopes).to(accumulator(x)).to(x.device)
 
 
 class XPosDecay(DecayModule):
@@ -111,8 +113,9 @@ class XPosDecay(DecayModule):
 
     def forward(self, x: Tensor) -> Tensor:
         half = self.key_dim // 2
-        zeta = (torch.arange(half, device=x.device, dtype=torch.float64) / half + self.OFFSET) / (1 + self.OFFSET)
-        return (zeta.log() / self.TOKENS).repeat(2).to(accumulator(x)).expand(*x.shape[:2], self.num_heads, -1)
+        zeta = (float64(torch.arange(half, device=x.device)) / half + self.OFFSET) / (1 + self.OFFSET)
+        log_decay = (zeta.log() / self.TOKENS).repeat(2).to(accumulator(x)).to(x.device)
+        return log_decay.expand(*x.shape[:2], self.num_heads, -1)
 
 
 class SoftplusDecay(DecayModule):
