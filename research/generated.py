@@ -28,7 +28,7 @@ from . import RESULTS, power
 from . import study as studies
 from .reproduce.experiment import load
 from .sentences import MADE as SENTENCES
-from .sentences import MEASURED, default_runs, interval, names, paper, reproduced, shown, stated
+from .sentences import MEASURED, default_runs, gains, interval, names, paper, reproduced, shown, stated
 
 ROOT = Path(__file__).parents[1]
 VERIFIED = ROOT / "benchmarks" / "results" / "verify"
@@ -149,14 +149,13 @@ def defaults() -> str:
 def figures(*experiments: str) -> str:
     """Means over seeds and their 95 % intervals; below them the gains of competition, paired by seed."""
     found = reproduced(*experiments)
-    gains = {
-        f"`{arm}` less `{competing}`": {
-            m: [a - b for a, b in zip(found[arm][m], found[competing][m], strict=True)] for m in MEASURED
-        }
+    values = {f"`{arm}`": {m: list(own[m].values()) for m in MEASURED} for arm, own in found.items()}
+    won = {
+        f"`{arm}` less `{competing}`": {m: gains(found[arm][m], found[competing][m]) for m in MEASURED}
         for competing in found
         if "softmax-" in competing and (arm := competing.replace("softmax-", ""))
     }
-    rows = ({f"`{arm}`": own for arm, own in found.items()} | gains).items()
+    rows = (values | won).items()
     cells = ([first, *(interval(own[m], form) for m, form in MEASURED.items())] for first, own in rows)
     return "\n".join(markdown(["models", *MEASURED], cells, ["---", *["--:"] * len(MEASURED)]))
 
@@ -165,7 +164,7 @@ def needles(experiment: str) -> str:
     """The needles that the model of each seed found, %, by length."""
     lengths = {"320": "320 tokens", "640": "640", "1K": "1,024"}
     rows = (
-        [f"`{arm}`", *(", ".join(f"{value:.0f}" for value in own[f"S-NIAH-1 {length}"]) for length in lengths)]
+        [f"`{arm}`", *(", ".join(f"{value:.0f}" for value in own[f"S-NIAH-1 {length}"].values()) for length in lengths)]
         for arm, own in reproduced(experiment).items()
     )
     return "\n".join(markdown(["models", *lengths.values()], rows, ["---", *["--:"] * len(lengths)]))

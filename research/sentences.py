@@ -29,6 +29,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+BySeed = dict[str | int, float]
 MEASURED = {"held-out loss": "{:.3f}", "WikiText ppl": "{:,.0f}", "bits per byte": "{:.3f}"}
 
 
@@ -93,8 +94,8 @@ def pooled(a: str, b: str, group: str, place: str | None = None) -> str:
 def by_run(a: str, b: str, group: str, place: str) -> str:
     """A less b over the runs of several studies, as if runs of one seed were independent."""
     arms = (studies.by_arm(name)[place] for name in names((group,)))
-    gains = [gain for own in arms for gain in (own[a] - own[b]).dropna()]
-    return stated(stats.mean_over_seeds(gains), digits(names((group,))[0]), f"; {len(gains)} pairs of runs")
+    won = [gain for own in arms for gain in (own[a] - own[b]).dropna()]
+    return stated(stats.mean_over_seeds(won), digits(names((group,))[0]), f"; {len(won)} pairs of runs")
 
 
 def holds(name: str, arm: str) -> str:
@@ -103,26 +104,32 @@ def holds(name: str, arm: str) -> str:
     return f"{2**mean / studies.positions(name) if studies.read(name)[0].measure == 'capacity' else mean:.0f}"
 
 
-def scores(name: str) -> dict[str, list[float]]:
+def scores(name: str) -> dict[str, BySeed]:
     """{arm: 100 times the score of every reported run}"""
     asked, runs = studies.read(name)
-    found: dict[str, list[float]] = {}
+    found: dict[str, BySeed] = {}
     for row in (row for row in runs if not row["trial"]):
-        found.setdefault(asked.name(row["mixer"]), []).append(100 * row["score"])
+        found.setdefault(asked.name(row["mixer"]), {})[row["seed"]] = 100 * row["score"]
     return found
 
 
 def score(name: str, arm: str) -> str:
-    return f"{fmean(scores(name)[arm]):.1f} %"
+    return f"{fmean(scores(name)[arm].values()):.1f} %"
 
 
 def points(name: str, a: str, b: str) -> str:
     return paired_points(scores(name)[a], scores(name)[b])
 
 
-def paired_points(a: list[float], b: list[float]) -> str:
-    gains = [x - y for x, y in zip(a, b, strict=True)]
-    return f"{stated(stats.mean_over_seeds(gains), 1)} points"
+def paired_points(a: BySeed, b: BySeed) -> str:
+    return f"{stated(stats.mean_over_seeds(gains(a, b)), 1)} points"
+
+
+def gains(a: BySeed, b: BySeed) -> list[float]:
+    """a − b of each seed."""
+    if a.keys() != b.keys():
+        raise ValueError(f"seeds {list(a)} cannot be paired with {list(b)}; expected the same")
+    return [a[seed] - b[seed] for seed in a]
 
 
 def converged(name: str) -> str:
@@ -173,17 +180,17 @@ def missed() -> str:
 
 # --- the demo ---------------------------------------------------------------------------------------------------------
 @cache
-def demonstrated() -> dict[str, list[float]]:
-    """{mixer: recall in % by seed} of the demo on rows of pairs."""
-    found: dict[str, list[float]] = {}
+def demonstrated() -> dict[str, BySeed]:
+    """{mixer: recall in %} of the demo on rows of pairs."""
+    found: dict[str, BySeed] = {}
     for row in read(RESULTS / "studies" / "demo.csv"):
         if not row["trial"] and row["comparison"] == "pair":
-            found.setdefault(row["mixer"], []).append(100 * row["score"])
+            found.setdefault(row["mixer"], {})[row["seed"]] = 100 * row["score"]
     return found
 
 
 def demo(mixer: str) -> str:
-    own = demonstrated()[mixer]
+    own = list(demonstrated()[mixer].values())
     return f"{fmean(own):.1f} ± {stdev(own):.1f} %"
 
 
@@ -215,13 +222,13 @@ def reached(task: str, mixer: str) -> str:
 
 
 # --- reproductions ----------------------------------------------------------------------------------------------------
-def reproduced(*experiments: str) -> dict[str, dict[str, list[float]]]:
-    """{model: {metric: the value of each seed}} of reproductions at laptop scale, some of which share models."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
+def reproduced(*experiments: str) -> dict[str, dict[str, BySeed]]:
+    """{model: {metric: values}} of reproductions at laptop scale, some of which share models."""
+    found: dict[str, dict[str, BySeed]] = {}
     for row in (row for name in experiments for row in read_csv(RESULTS / "reproduce" / f"{name}.csv")):
         model, _, seed = row["run"].rpartition("-")
         found.setdefault(model, {}).setdefault(row["metric"], {})[seed] = float(row["value"])
-    return {model: {metric: list(own.values()) for metric, own in by.items()} for model, by in found.items()}
+    return found
 
 
 def interval(values: list[float], form: str) -> str:
@@ -247,14 +254,14 @@ def needle(backbone: str) -> str:
     """The needles that the models of both seeds found at 1,024 tokens, %, without and with competition."""
     found = reproduced("table-3")
     forms = (found[f"needle-{form}{backbone}"]["S-NIAH-1 1K"] for form in ("", "softmax-"))
-    return " → ".join(", ".join(f"{value:.0f}" for value in own) for own in forms)
+    return " → ".join(", ".join(f"{value:.0f}" for value in own.values()) for own in forms)
 
 
 def curve(arm: str, competing: str) -> str:
     """What competition gains in held-out loss at laptop scale, paired by seed."""
     found = reproduced("figure-2", "figure-1")
     losses = (found[model]["held-out loss"] for model in (arm, competing))
-    return interval([a - b for a, b in zip(*losses, strict=True)], MEASURED["held-out loss"])
+    return interval(gains(*losses), MEASURED["held-out loss"])
 
 
 def gpu_cost(backbone: str) -> str:

@@ -298,3 +298,9 @@ def test_smaller_step_sizes_of_gated_deltanet_find_needles():
     score = {(run["mixer"], run["steps"], run["lr"]): run["score"] for run in needles}
     assert [score["gated-deltanet", 1000, lr] for lr in (3e-4, 1e-3, 3e-3)] == [0] * 3
     assert (score[smaller, 1000, 1e-3], score[smaller, 2000, 1e-3]) == (0.5, 126 / 128)
+
+
+def test_runs_are_paired_by_their_seed_and_not_by_their_place():
+    assert sentences.gains({0: 1.0, 1: 5.0}, {1: 2.0, 0: 4.0}) == [-3.0, 3.0]
+    with pytest.raises(ValueError, match=r"seeds \[0\] cannot be paired with \[1\]; expected the same"):
+        sentences.gains({0: 1.0}, {1: 1.0})

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from headrace import InputError, Mixer, linear_attention, zoo
 from headrace.extra.log_linear import LogLinear
 from headrace.ops.sequences import Sequences
+from headrace.training.parameters import undecayed
 from peers import load
 
 B, T, H, K, V = 2, 33, 3, 6, 5  # one more than a block of tokens, and than a power of 2
@@ -76,3 +77,7 @@ def test_empty_batch_runs_over_several_blocks():
     layer, x = Mixer("log-linear-mamba2", hidden_size=16, num_heads=2), torch.randn(0, 2 * T, 16)
     y, state = layer(x)
     assert y.shape == layer(x, state)[0].shape == x.shape
+
+
+def test_the_weights_of_levels_have_no_weight_decay():
+    assert undecayed(LogLinear(levels=4, num_heads=2)) == ["weight"]

@@ -78,6 +78,8 @@ class LogLinear(SelfInitialized, Recurrence):
         num_heads: H.
     """
 
+    no_weight_decay = ("weight",)
+
     def __init__(self, levels: int, num_heads: int):
         super().__init__()
         self.last = levels - 1
