@@ -6,7 +6,7 @@
 
 #pragma once
 
-#include "tile.h"
+#include "elementwise.h"
 
 namespace HR_ISA {
 
@@ -69,10 +69,7 @@ struct ConvolutionUnit {
     void forward() {
         for (std::int64_t t = 0; t < tokens; t++) {
             const Taps taps = read(t);
-            for (int j = 0; j < C; j += W) {
-                const vf z = taps.meet(weight, C, width, j, load(bias + j));
-                store(row + j, z * sigmoid(z));
-            }
+            for (int j = 0; j < C; j += W) store(row + j, silu(taps.meet(weight, C, width, j, load(bias + j))));
             store_row(out, t, row, channels);
         }
     }
@@ -125,7 +122,6 @@ struct ConvolutionUnit {
         for (int j = 0; j < rows * C; j += W) store(p + j, vf{});
     }
     static HR_INLINE void add(float* p, vf x) { store(p, load(p) + x); }
-    static HR_INLINE vf sigmoid(vf z) { return splat(1) / (splat(1) + exponential(-z)); }
 };
 
 }  // namespace HR_ISA

@@ -224,6 +224,11 @@ void all_rows(const T* weight, const Rows& rows, Results results, std::int64_t c
               std::int64_t last) {
     std::int64_t m = 0;
     const auto advance = [&](std::int64_t done) { m += done, results.out += done * results.row; };
+    const auto few = [&](auto number) {
+        constexpr int N = decltype(number)::value;
+        some_rows<N>(weight, rows.from(m), results, first, last);
+        advance(N);
+    };
     const auto many = [&](auto vectors) {
         constexpr int NV = decltype(vectors)::value;
         const int some = static_cast<int>(count - m < NV * W ? count - m : NV * W);
@@ -234,10 +239,10 @@ void all_rows(const T* weight, const Rows& rows, Results results, std::int64_t c
     while (rows.transposed && count - m > MOST / 2 * W) many(std::integral_constant<int, MOST>());
     while (rows.transposed && m < count) many(std::integral_constant<int, MOST / 2>());
     if constexpr (W == 16)
-        for (; m + 8 <= count; advance(8)) some_rows<8>(weight, rows.from(m), results, first, last);
-    for (; m + 4 <= count; advance(4)) some_rows<4>(weight, rows.from(m), results, first, last);
-    for (; m + 2 <= count; advance(2)) some_rows<2>(weight, rows.from(m), results, first, last);
-    for (; m < count; advance(1)) some_rows<1>(weight, rows.from(m), results, first, last);
+        while (m + 8 <= count) few(std::integral_constant<int, 8>());
+    while (m + 4 <= count) few(std::integral_constant<int, 4>());
+    while (m + 2 <= count) few(std::integral_constant<int, 2>());
+    while (m < count) few(std::integral_constant<int, 1>());
 }
 
 // Inputs first … first + W − 1 of `count` rows of x, into panels `panel` apart, with zeros for the rows that there are not.
