@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 CPU, DEVICE = torch.device("cpu"), "apple"
+MIXED = "copy_", "index", "index_put_"  # operators of tensors on several devices, of which indices may be on the CPU
 operators = set()  # those that have run on the device
 _kernels = {}  # of operators in Python, whose own operators are to be seen too
 _register, _tensor = torch.library.Library.impl, torch.tensor
@@ -47,10 +48,11 @@ class Present(TorchDispatchMode):
 
 
 def run(operator, args, kwargs):
-    given = []
+    given, others = [], []
 
     def numbers(x):
         if not isinstance(x, Apple):
+            others.extend([x] if isinstance(x, torch.Tensor) and x.dim() else [])
             return x
         given.append(x)
         return x.inner
@@ -63,6 +65,8 @@ def run(operator, args, kwargs):
             return _kernels[operator._opname](*args, **kwargs)
     if given or here:
         operators.add(operator)
+    if given and others and operator._opname not in MIXED:
+        raise RuntimeError(f"{operator} of tensors on the CPU and on Apple's GPU")
     if place is not None:
         if given and not here and options.get("dtype") == torch.float64:
             raise TypeError("a copy from Apple's GPU that changes its precision on the way")
