@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headrace.files.devices import SLOW, all_devices, note_precision, on_device, see_only
+from headrace.files.devices import SLOW, UNSEEN, all_devices, note_speed, on_device, see_only
 from headrace.files.workers import place_workers
 from headrace.training.loop import Updates
 from headrace.training.processes import Processes
@@ -126,14 +126,26 @@ def test_every_command_refuses_a_missing_device(command, saved_model, run_comman
 )
 def test_bfloat16_without_instructions_is_said_once(device, precision, instructions, said, monkeypatch, capsys):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions, raising=False)
-    note_precision.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    note_speed.cache_clear()
     for _ in range(2):
-        note_precision(device, precision)
+        note_speed(device, precision)
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_a_gpu_on_which_our_kernels_have_not_run_is_said_once(capability, backend, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setenv("HEADRACE_BACKEND", backend)
+    note_speed.cache_clear()
+    for _ in range(2):
+        note_speed("cuda:0", "bfloat16")
+    assert capsys.readouterr().err == (f"{UNSEEN}\n" if backend == "auto" and capability[0] != 9 else "")
 
 
 def test_training_in_bfloat16_notes_what_is_slow(monkeypatch):
     noted = []
-    monkeypatch.setattr("headrace.training.loop.note_precision", lambda *given: noted.append(given))
+    monkeypatch.setattr("headrace.training.loop.note_speed", lambda *given: noted.append(given))
     Updates(torch.nn.Linear(1, 1), Transfer(), lambda *_: None, Processes(torch.device("cpu")), "bfloat16")
     assert noted == [("cpu", "bfloat16")]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..files import engine
-from ..files.devices import note_precision
+from ..files.devices import note_speed
 from ..files.engine import Tell
 from ..files.environment import environment
 from ..files.workers import Worker, begin, context, ended_by_errors
@@ -43,7 +43,7 @@ Measured = dict[str, Any]  # seconds: one for each round; bytes; how; or left_ou
 
 def complete(plan: BenchPlan, wanted: list[Point], folder: Path, tell: Tell) -> list[engine.Row]:
     """Measures the points that the folder does not hold yet, and returns all points of the folder."""
-    note_precision(plan.device, plan.dtype)
+    note_speed(plan.device, plan.dtype)
     points = [
         engine.Point(f"{point.what}, {point.length:,} × {point.batch}", point.path, point, RESULT) for point in wanted
     ]

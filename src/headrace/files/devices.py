@@ -7,10 +7,16 @@ from typing import Any
 
 import torch
 
+from ..ops.dispatch import default_backend
+from ..utils.device import is_hopper
 from ..utils.errors import InputError
 
 BFLOAT16 = "avx512_bf16", "amx_bf16", "bf16"  # instructions, by PyTorch's names
 SLOW = "Note: precision bfloat16: this processor has no bfloat16 instructions; float32 is faster here"
+UNSEEN = (
+    "Note: on this GPU FLA's kernels, if they are installed, or PyTorch's operations compute, as headrace's own have "
+    "run on Hopper alone; `headrace verify --backend triton` checks them, and HEADRACE_BACKEND=triton takes them"
+)
 
 
 def present_device() -> torch.device:
@@ -41,12 +47,14 @@ def all_devices(name: str | None) -> list[str]:
 
 
 @cache
-def note_precision(device: str, precision: str) -> None:
-    """Says, once, if this processor has no instructions for bfloat16, whose training steps took 3.4 times as long as
-    those of float32 on one that has AVX-512 alone."""
+def note_speed(device: str, precision: str) -> None:
+    """Says, once, what is slow here: bfloat16 on a processor without instructions for it, whose training steps took 3.4
+    times as long as those of float32 on one that has AVX-512 alone, and a GPU on which "auto" leaves out our kernels."""
     known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     if (device, precision) == ("cpu", "bfloat16") and known and not any(map(known.get, BFLOAT16)):
         print(SLOW, file=sys.stderr)
+    if device.startswith("cuda") and default_backend() == "auto" and not is_hopper(torch.device(device)):
+        print(UNSEEN, file=sys.stderr)
 
 
 def see_only(device: str) -> None:

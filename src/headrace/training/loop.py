@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..data.rows import by_step
 from ..files.checks import read_json
-from ..files.devices import note_precision
+from ..files.devices import note_speed
 from ..ops.loss import IGNORED
 from ..utils.integrity import write_json
 from . import checkpoints
@@ -107,7 +107,7 @@ class Updates:
 
     def __init__(self, model: Any, recipe: Optimization, loss: Loss, processes: Processes, precision: str = "float32"):
         self.model, self.recipe, self.loss, self.processes = model, recipe, loss, processes
-        note_precision(processes.device.type, precision)
+        note_speed(processes.device.type, precision)
         self.autocast = partial(torch.autocast, processes.device.type, torch.bfloat16, enabled=precision == "bfloat16")
         self.optimizer = optimizer(model, recipe)
         self.schedule = schedule(self.optimizer, recipe)

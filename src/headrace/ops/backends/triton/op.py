@@ -73,7 +73,8 @@ def _about() -> str:
     import triton
 
     device = "interpreter" if interpreted() else torch.cuda.get_device_name()
-    return f"Triton {triton.__version__}, {device}"
+    by_name = "" if interpreted() or is_hopper(torch.device("cuda")) else ", which only its name chooses"
+    return f"Triton {triton.__version__}, {device}{by_name}"
 
 
 def _step_of(*args):
