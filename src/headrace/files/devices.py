@@ -49,7 +49,7 @@ def all_devices(name: str | None) -> list[str]:
 @cache
 def note_speed(device: str, precision: str) -> None:
     """Says, once, what is slow here: bfloat16 on a processor without instructions for it, whose training steps took 3.4
-    times as long as those of float32 on one that has AVX-512 alone, and a GPU on which "auto" leaves out our kernels."""
+    times as long as those of float32 on one that has AVX-512 alone, and a GPU whose kernels "auto" leaves out."""
     known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     if (device, precision) == ("cpu", "bfloat16") and known and not any(map(known.get, BFLOAT16)):
         print(SLOW, file=sys.stderr)
