@@ -194,10 +194,10 @@ def named(runner: str) -> str:
     return f"{runner} (reference code)" if reference else runner
 
 
-def peers(rows: list[dict]) -> dict[str, float]:
-    """Softmax attention is no peer: it computes another function."""
+def peers(rows: list[dict], ours: dict) -> dict[str, float]:
+    """Those that ran in turn with ours. Softmax attention is no peer: it computes another function."""
     others = [r for r in rows if not r["runner"].startswith(("headrace", "the state", "torch scaled"))]
-    return {r["runner"]: float(r["ratio"]) for r in others}
+    return {r["runner"]: float(r["ratio"]) for r in others if r["date"] == ours["date"]}
 
 
 def op_cells() -> Iterator[Cell]:
@@ -209,14 +209,15 @@ def op_cells() -> Iterator[Cell]:
         if ours is not None:
             time = ours["cpu_ms" if threads == "1" else "wall_ms"]
             what = f"op, {family}, {K}×{V}, {dtype}, T = {T}, {mode}, {threads} thread(s)"
-            yield Cell(what, f"{float(time):.1f} ms", peers(own))
+            yield Cell(what, f"{float(time):.1f} ms", peers(own, ours))
 
 
 def step_cells() -> Iterator[Cell]:
     rows = newest(read("step.csv"), "family", "K", "V", "runner")
     for (family, K, V), own in grouped(rows, "family", "K", "V"):
-        time = f"{float(own[0]['us_per_layer']):.0f} µs"
-        yield Cell(f"op, {family}, {K}×{V}, float32, one token, 1 thread(s)", time, peers(own))
+        ours = next(r for r in own if r["runner"] == "headrace")
+        time = f"{float(ours['us_per_layer']):.0f} µs"
+        yield Cell(f"op, {family}, {K}×{V}, float32, one token, 1 thread(s)", time, peers(own, ours))
 
 
 def model_cells() -> Iterator[Cell]:

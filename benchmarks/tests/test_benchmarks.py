@@ -93,10 +93,11 @@ def test_the_fastest_peer_is_named(monkeypatch):
     """Faster or not. No peer is softmax attention, nor what has other weights or ran at another time."""
     cell = {
         "threads": "1", "family": "kda", "dtype": "float32", "T": "2048", "K": "128", "V": "128", "mode": "forward",
-        "cpu_ms": "8", "us_per_layer": "9",
+        "cpu_ms": "8", "us_per_layer": "9", "date": "1",
     }  # fmt: skip
     times = {"headrace native": "1", "fla chunk": "3", "ggml wkv": "2", "torch scaled_dot_product_attention": "0.1"}
     op_rows = [cell | {"runner": runner, "ratio": ratio} for runner, ratio in times.items()]
+    op_rows.append(cell | {"runner": "idiap", "ratio": "0.1", "date": "2"})
     sizes = {"threads": "1", "what": "decode", "layers": "24", "width": "1024", "tokens": "9", "batch": "1", "over": ""}
     named = {
         "headrace gla": "2",
@@ -107,7 +108,11 @@ def test_the_fastest_peer_is_named(monkeypatch):
     model_rows = [
         sizes | {"name": name, "ratio": ratio, "date": "1", "seconds": "0.1"} for name, ratio in named.items()
     ] + [sizes | {"name": "llama.cpp gla", "ratio": "0.1", "date": "2", "seconds": "0.1"}]  # fmt: skip
-    rows = {"op.csv": op_rows, "step.csv": [op_rows[0] | {"runner": "headrace"}, op_rows[1]], "model.csv": model_rows}
+    rows = {
+        "op.csv": op_rows,
+        "step.csv": [op_rows[0] | {"runner": "headrace"}, op_rows[1], op_rows[-1]],
+        "model.csv": model_rows,
+    }
     monkeypatch.setattr(tables, "read", rows.get)
     found = [line.strip("| ").split(" | ")[1:] for line in tables.speed().splitlines()[2:]]
     assert found == [
