@@ -76,9 +76,12 @@ def corrected(name: str, a: str, b: str) -> str:
     return p_value(differences(name)[a, b].corrected)
 
 
-def imitating(column: str, a: str, b: str) -> str:
-    """A less b in nats per token, or in relative squared error, of models with linear layers."""
-    run, family = next((r, f) for r in linear.RUNS for f in linear.RUNS[r].families if (a, b) in f.pairs)
+def imitating(column: str, a: str, b: str, run: str = "") -> str:
+    """A less b in nats per token, or in relative squared error, of models with linear layers. run: of linear.RUNS; by
+    default the first that has the pair."""
+    run, family = next(
+        (r, f) for r in ([run] if run else linear.RUNS) for f in linear.RUNS[r].families if (a, b) in f.pairs
+    )
     found = {(one.where, one.a, one.b): one for one in linear.differences(read_csv(linear.kept(run)), family)}
     one = found[column, a, b]
     return stated(one.mean, linear.LOSS.digits, f"; {p_value(one.corrected)} by Holm")
