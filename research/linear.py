@@ -111,12 +111,12 @@ PUBLISHED = Family(
 )
 THREE_QUARTERS = Family(
     "The first question, of three quarters of the layers in place of half.",
-    (("softmax", "none"), ("softmax", "sigmoid"), ("sigmoid", "none")),
+    FORMS[0].pairs,
 )
 RUNS = {
     "half": Run((CONTROL, *(arm for arm in MIXERS if not arm.endswith(" published"))), FORMS, precision="bfloat16"),
     "published": Run(tuple(f"{name}{form}" for name in BACKBONES for form in ("", " published")), (PUBLISHED,)),
-    "three-quarters": Run((CONTROL, *GATED), (THREE_QUARTERS,), keep=Keep(every=4)),
+    "three-quarters": Run((CONTROL, *GATED, "published"), (THREE_QUARTERS,), keep=Keep(every=4)),
 }
 SEEDS = range(3)
 IMITATION = Transfer(updates=200, rows=2, held_out=16)
