@@ -283,6 +283,17 @@ def prefix_cache() -> str:
     return table(["prompts", "tokens/s", "first token", "hit rate", "memory, MiB"], lines)
 
 
+def beside_vllm() -> str:
+    """Tokens per second of the server, and of vLLM in turn with it."""
+    rows = {(row["date"], row["server"], row["load"]): row for row in read("serving.csv")}
+    found = []
+    for load in ("1 stream", "8 streams"):
+        date = max(date for date, server, at in rows if (server, at) == ("vllm", load))
+        found.append([rounded(rows[date, server, load], "tokens_per_second") for server in ("headrace", "vllm")])
+    (one, their_one), (eight, their_eight) = found
+    return f"{one} and {eight} tokens per second at 1 and 8 streams where vLLM gave {their_one} and {their_eight}"
+
+
 def rounded(row: dict, *columns: str) -> str:
     return ", ".join(f"{float(row[name]):,.0f}" for name in columns if row[name])
 

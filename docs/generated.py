@@ -243,6 +243,10 @@ def speed(brief: str = "") -> str:
     return import_module("tables").speed(brief)
 
 
+def beside_vllm() -> str:
+    return import_module("tables").beside_vllm()
+
+
 def choice() -> str:
     """One row per mixer of the leaderboard: its costs, what small models of it solve, and its speed in training."""
     board, steps = import_module("leaderboard"), import_module("gpu_tables").models()
