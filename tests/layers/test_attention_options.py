@@ -249,11 +249,14 @@ def test_what_has_no_bound_of_the_logits_is_refused():
             layer(spec, causal=False)
 
 
-def test_scale_is_a_number_or_a_name():
-    """A number replaces d^-1/2, after the norm of q."""
+@pytest.mark.parametrize(
+    ("mixer", "width", "last"),
+    [("transformer(", 8, "q_proj"), ("transformer(qk_norm=head, ", 8, "q_norm"), ("mla(", 12, "q_proj")],
+)
+def test_scale_may_be_a_number(mixer, width, last):
+    """It replaces d^-1/2, after the norm of q: as a last factor of q."""
+    named, number = layer(mixer + "scale=key)"), layer(mixer + "scale=3)")
+    number.load_state_dict(named.state_dict())
+    named.get_submodule(last).weight.data.mul_(3 * width**0.5)
     x = torch.randn(1, 9, D).double()
-    for mixer, scale in (("transformer(", 8**-0.5), ("transformer(qk_norm=head, ", 8**-0.5), ("mla(", 12**-0.5)):
-        named, number = layer(mixer + "scale=key)"), layer(f"{mixer}scale={scale})")
-        number.load_state_dict(named.state_dict())
-        assert relative(number(x)[0], named(x)[0]) < 1e-12
-    assert relative(layer("transformer(scale=3)")(x)[0], x) > 0
+    assert relative(number(x)[0], named(x)[0]) < 1e-12

@@ -1,4 +1,4 @@
-"""Head competition: the paper's equations and theorems (arXiv 2602.01744), and what each option means."""
+"""Head competition: what each option means. The paper's equations: test_published_forms.py."""
 
 import math
 
@@ -10,67 +10,7 @@ from headrace.layers.linear.competition import HeadCompetition
 from headrace.spec import Competition
 from headrace.utils.errors import InputError
 
-D, H, T = 24, 3, 11
-
-
-def paper_mixer(name):
-    """The literal preset without what the equations do not have: norm, output gate, convolution, positions, scale."""
-    changes = "competition=paper, read.norm=none, read.gate=none, read.scale=one, inputs.conv=0, inputs.rotary=false"
-    mixer = layers.build(zoo.get(f"softmax-{name}({changes})"), hidden_size=D, num_heads=H).double()
-    with torch.no_grad():
-        for path, parameter in mixer.named_parameters():
-            if "competition" in path:
-                parameter.normal_()
-    return mixer
-
-
-def gates_and_heads(mixer, x):
-    """G^Q, G^K [T, H] by equation 4, one score per head, and q, k, v [T, H, ·]."""
-    q, k, v = ((x[0] @ mixer.part(name).T).unflatten(-1, (H, -1)) for name in "qkv")
-    reads = torch.softmax((q * mixer.read_competition.weight).sum(-1), -1)
-    writes = torch.softmax((k * mixer.write_competition.weight).sum(-1), -1)
-    return reads, writes, q, k, v
-
-
-def outer(a, b):
-    return a[:, :, None] * b[:, None, :]
-
-
-def read(q, S):
-    return torch.einsum("hk,hkv->hv", q, S)
-
-
-@pytest.mark.parametrize("name", ["retnet", "gla"])
-def test_competition_equals_equations_10_to_13(name):
-    mixer, x = paper_mixer(name), torch.randn(1, T, D, dtype=torch.float64)
-    reads, writes, q, k, v = gates_and_heads(mixer, x)
-    decay = mixer.decay(x @ mixer.part("decay").T).exp()
-    S, out = torch.zeros(H, q.shape[-1], v.shape[-1], dtype=torch.float64), []
-    for t in range(T):
-        keep = decay[:, None, None] if name == "retnet" else decay[0, t][:, :, None]
-        S = keep * S + outer(writes[t][:, None] * k[t], v[t])
-        out.append(read(reads[t][:, None] * q[t], S))
-    expected = mixer.o_proj(torch.stack(out).flatten(1))
-    torch.testing.assert_close(mixer(x)[0][0], expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("forgets", [True, False])
-def test_competition_equals_equations_14_to_16(forgets):
-    """φ is the L2 norm here. The paper leaves α out of equations 14 and 15; Gated DeltaNet has it."""
-    name = "gated-deltanet" if forgets else "deltanet"
-    mixer, x = paper_mixer(name), torch.randn(1, T, D, dtype=torch.float64)
-    reads, writes, q, k, v = gates_and_heads(mixer, x)
-    q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (q, k))
-    beta = torch.sigmoid(x[0] @ mixer.part("beta").T)
-    alpha = mixer.decay(x @ mixer.part("decay").T)[0].exp() if forgets else torch.ones(T, H, dtype=torch.float64)
-    S, out = torch.zeros(H, q.shape[-1], v.shape[-1], dtype=torch.float64), []
-    for t in range(T):
-        S = alpha[t][:, None, None] * S
-        v_new = beta[t][:, None] * (writes[t][:, None] * v[t] - read(k[t], S))
-        S = S + outer(k[t], v_new)
-        out.append(read(reads[t][:, None] * q[t], S))
-    expected = mixer.o_proj(torch.stack(out).flatten(1))
-    torch.testing.assert_close(mixer(x)[0][0], expected, rtol=1e-12, atol=1e-12)
+D, H = 24, 3
 
 
 def competition(heads=5, key_dim=4, **options):

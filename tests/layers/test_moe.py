@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from attention_layers import agree
 from headrace import zoo
 from headrace.extra.clamped import ClampedExperts, ClampedMixture
 from headrace.extra.sparsemixer import NearExperts, NearMixture
@@ -24,66 +25,60 @@ def mixture(gated=True, **spec):
     return MixtureOfExperts(Experts(**{"count": 5, "chosen": 2, **spec}), D, W, F.silu, gated).double()
 
 
+def equals_its_equation(experts, literal):
+    """Token by token, with random parameters; and the gradients, to the router too."""
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(2, 7, D, dtype=torch.float64)
+    rows = lambda x: torch.stack([literal(token) for token in x.flatten(0, 1)]).view(2, 7, D)  # noqa: E731
+    agree(experts, rows, x, 1e-12, experts.parameters())
+
+
 @pytest.mark.parametrize("gated", [True, False])
 def test_moe_equals_its_equation(gated):
-    """Token by token; and the gradients, to the router too."""
-    experts, x = mixture(gated), torch.randn(2, 7, D, dtype=torch.float64, requires_grad=True)
-    for weight in (experts.up, experts.down):
-        torch.nn.init.normal_(weight)
-    rows = []
-    for token in x.flatten(0, 1):
-        shares = experts.router(token).softmax(0)
-        out = 0
+    experts = mixture(gated)
+
+    def literal(token):
+        shares, out = experts.router(token).softmax(0), 0
         for e in shares.argsort(descending=True)[:2]:
             hidden = experts.up[e] @ token
             hidden = F.silu(hidden[:W]) * hidden[W:] if gated else F.silu(hidden)
             out = out + shares[e] * (experts.down[e] @ hidden)
-        rows.append(out)
-    literal = torch.stack(rows).view(2, 7, D)
-    close(experts(x), literal)
-    parameters = [x, *experts.parameters()]
-    ours, theirs = (torch.autograd.grad(y.sin().sum(), parameters) for y in (experts(x), literal))
-    for a, b in zip(ours, theirs, strict=True):
-        close(a, b)
+        return out
+
+    equals_its_equation(experts, literal)
 
 
 def test_experts_with_bounds_equal_their_equation():
-    """Token by token, on both sides of the bounds: the softmax of the chosen logits, and biases of all projections."""
+    """On both sides of the bounds: the softmax of the chosen logits, and biases of all projections."""
     spec = ClampedExperts(5, 2, normalized=True, limit=1.0, alpha=2.0)
-    experts, x = ClampedMixture(spec, D, W, F.silu, True).double(), torch.randn(2, 7, D, dtype=torch.float64)
-    assert not any(bias.any() for name, bias in experts.named_parameters() if name.endswith("_bias"))
-    for parameter in experts.parameters():
-        torch.nn.init.normal_(parameter)
-    rows, sides = [], set()
-    for token in x.requires_grad_().flatten(0, 1):
+    experts, sides = ClampedMixture(spec, D, W, F.silu, True).double(), set()
+    assert not experts.up_bias.any() and not experts.down_bias.any()
+
+    def literal(token):
         logits, out = experts.router.weight @ token + experts.router.bias, 0
         values, indices = logits.topk(2)
         for share, e in zip(values.softmax(0), indices, strict=True):
             hidden = experts.up[e] @ token + experts.up_bias[e]
-            sides |= {*(hidden[:W] > 1).tolist(), *(hidden[W:].abs() > 1).tolist()}
+            sides.update((hidden[:W] > 1).tolist(), (hidden[W:].abs() > 1).tolist())
             gate = torch.minimum(hidden[:W], torch.ones(()))
             value = torch.minimum(torch.maximum(hidden[W:], -torch.ones(())), torch.ones(()))
             hidden = gate / (1 + (-2.0 * gate).exp()) * (value + 1)
             out = out + share * (experts.down[e] @ hidden + experts.down_bias[e])
-        rows.append(out)
-    literal, parameters = torch.stack(rows).view(2, 7, D), [x, *experts.parameters()]
-    close(experts(x), literal)
-    ours, theirs = (torch.autograd.grad(y.sin().sum(), parameters) for y in (experts(x), literal))
-    for a, b in zip(ours, theirs, strict=True):
-        close(a, b)
+        return out
+
+    equals_its_equation(experts, literal)
     assert sides == {True, False}
     with pytest.raises(InputError, match="limit and alpha are gated by a sigmoid; expected mlp='swiglu'"):
         ClampedMixture(spec, D, W, F.gelu, True)
 
 
 def test_experts_by_near_logits_equal_their_equation():
-    """Token by token: three of five, each with its share of the logits left that are near its own, and gradients."""
-    near = 0.6
-    experts, x = NearMixture(NearExperts(5, 3, near=near), D, W, F.silu, True).double(), torch.randn(2, 7, D).double()
-    for parameter in experts.parameters():
-        torch.nn.init.normal_(parameter)
-    rows, counts = [], set()
-    for token in x.requires_grad_().flatten(0, 1):
+    """Three of five, each with its share of the logits left that are near its own."""
+    near, counts = 0.6, set()
+    experts = NearMixture(NearExperts(5, 3, near=near), D, W, F.silu, True).double()
+
+    def literal(token):
         logits, out = experts.router.weight @ token, 0
         values = logits.tolist()
         order = sorted(range(5), key=lambda e: -values[e])
@@ -94,12 +89,9 @@ def test_experts_by_near_logits_equal_their_equation():
             share = logits[e].exp() / sum(logits[i].exp() for i in others)
             hidden = experts.up[e] @ token
             out = out + share * (experts.down[e] @ (F.silu(hidden[:W]) * hidden[W:]))
-        rows.append(out)
-    literal, parameters = torch.stack(rows).view(2, 7, D), [x, *experts.parameters()]
-    close(experts(x), literal)
-    ours, theirs = (torch.autograd.grad(y.sin().sum(), parameters) for y in (experts(x), literal))
-    for a, b in zip(ours, theirs, strict=True):
-        close(a, b)
+        return out
+
+    equals_its_equation(experts, literal)
     assert {1, 2, 3} <= counts
     with pytest.raises(InputError, match=r"experts\.normalized=True with experts.near, which do not have it"):
         NearExperts(4, 2, normalized=True)
