@@ -126,8 +126,8 @@ def test_autocast_keeps_float32_states(name):
 def test_invalid_specs_are_refused():
     for name, sentence in [
         ("rwkv7(rank=0)", "rank=0"),
-        ("rwkv7(expand_k=2.0)", "expand_k"),
-        ("gla-outer(count=7)", "7"),
+        ("rwkv7(expand_k=2.0)", "has no expand_k"),
+        ("gla-outer(count=7)", "num_heads=7 does not divide"),
         ("gla-outer(slots=3)", "has no slots"),
         ("abc(rank=3)", "has no rank"),
     ]:

@@ -66,9 +66,13 @@ def literal_attention(module, score, window, query, annotations, reach=2):
     return torch.stack(contexts).view(B, T, -1), torch.stack(alignments).view(B, T, L)
 
 
-@pytest.mark.parametrize(("score", "window"), KINDS)
-def test_scores_and_windows_equal_their_equations(score, window):
-    module, query, annotations = attention(score, window)
+@pytest.mark.parametrize(
+    ("score", "window", "memory_size"),
+    [(*kind, size) for kind in KINDS for size in (M, M - 2) if kind[0] != "dot" or size == N],
+)
+def test_scores_and_windows_equal_their_equations(score, window, memory_size):
+    """Also of annotations that are narrower than the query."""
+    module, query, annotations = attention(score, window, memory_size=memory_size)
     inputs = [query.requires_grad_(), annotations.requires_grad_(), *module.parameters()]
     actual = module(query, module.memory(annotations, valid()))
     expected = literal_attention(module, score, window, query, annotations)
@@ -83,15 +87,6 @@ def test_scores_and_windows_equal_their_equations(score, window):
         ]
         for own, other in zip(*grads, strict=True):
             close(own, other)
-
-
-@pytest.mark.parametrize(("score", "window"), [kind for kind in KINDS if kind[0] != "dot"])
-def test_annotations_may_be_wider_than_the_query(score, window):
-    module, query, annotations = attention(score, window, memory_size=4)
-    close(
-        module(query, module.memory(annotations, valid()))[0],
-        literal_attention(module, score, window, query, annotations)[0],
-    )
 
 
 def test_monotonic_window_at_the_borders():
@@ -123,7 +118,7 @@ def test_predicted_window_at_the_borders(logit, centre):
 # --- whole models -----------------------------------------------------------------------------------------------------
 RECURRENT = [name for name, spec in zoo.MODELS.items() if isinstance(spec, RecurrentSpec)]
 VARIANTS = {
-    **{name: spec for name, spec in zoo.MODELS.items() if isinstance(spec, RecurrentSpec)},
+    **{name: name for name in RECURRENT},
     "rnn-gru": "rnn(cell=gru, bidirectional=true)",
     "bahdanau-lstm": "bahdanau(cell=lstm, alignment.window=local-p)",
     "luong-dot": "luong(alignment.score=dot, alignment.feed=false)",
@@ -257,16 +252,17 @@ def test_whole_models_are_refused_as_mixers(name):
 
 def test_invalid_specs_and_inputs_are_refused():
     model, (ids, mask, labels) = model_of("luong"), rows()
-    for call in (
-        lambda: zoo.get("bahdanau(alignment.score=dot)"),
-        lambda: zoo.get("bahdanau(alignment.feed=true)"),
-        lambda: zoo.get("luong(alignment.reach=0)"),
-        lambda: model(ids, mask.flip(1), labels),
-        lambda: model(ids, torch.zeros_like(mask), labels),
-        lambda: model(ids, mask[:, 1:], labels),
-        lambda: model(ids, mask),
+    gap, absent = "attention_mask has padding before a token, or a row without tokens", "labels=None and decoder_input"
+    for sentence, call in (
+        ("alignment.score='dot' needs annotations as wide", lambda: zoo.get("bahdanau(alignment.score=dot)")),
+        ("alignment.feed=True with query='before'", lambda: zoo.get("bahdanau(alignment.feed=true)")),
+        ("alignment.reach=0; expected at least 1", lambda: zoo.get("luong(alignment.reach=0)")),
+        (gap, lambda: model(ids, mask.flip(1), labels)),
+        (gap, lambda: model(ids, torch.zeros_like(mask), labels)),
+        (r"attention_mask has shape \[3, 6\]; expected \[3, 7\]", lambda: model(ids, mask[:, 1:], labels)),
+        (absent, lambda: model(ids, mask)),
     ):
-        with pytest.raises(InputError, match="expected"):
+        with pytest.raises(InputError, match=sentence):
             call()
 
 

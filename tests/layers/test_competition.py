@@ -61,7 +61,7 @@ def test_range_needs_sigmoid_gates():
     with pytest.raises(InputError, match=r"competition.range=3.0 is of sigmoid gates; expected .*, got 'softmax'"):
         Competition(range=3.0)
     for value in (1, 1.0, "wide"):
-        with pytest.raises(InputError, match="range"):
+        with pytest.raises(InputError, match=rf"Competition\.range={value!r}.*; expected"):
             Competition(activation="sigmoid", range=value)
 
 
