@@ -2,13 +2,11 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from transformers import BigBirdConfig, BigBirdModel, LongformerConfig, LongformerModel
 from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention
-from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 
 from attention_layers import D, H, agree, d
 from headrace import layers, zoo
@@ -186,50 +184,6 @@ def exact_softmax(monkeypatch):
     """Lets Longformer of transformers compute its softmax, for which it asks for float32, in the inputs' precision."""
     softmax = nn.functional.softmax
     monkeypatch.setattr(nn.functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
-
-
-def test_layer_equals_longformer(exact_softmax):
-    """The rows have padding at both ends. Their layer ends before the projection of the output."""
-    window, first, T = 8, 3, 64
-    theirs = perturbed(LongformerSelfAttention(LongformerConfig(**SIZES, attention_window=[window]), 0)).double()
-    pattern = Pattern(window, first=first, global_projections=True)
-    ours = layers.build(AttentionSpec(rotary=False, pattern=pattern), hidden_size=D, num_heads=H, causal=False).double()
-    parts = ("query", "key", "value")
-    for name, linear in zip(parts, (ours.q_proj, ours.k_proj, ours.v_proj), strict=True):
-        linear.weight, linear.bias = getattr(theirs, name).parameters()
-        special = getattr(ours.global_proj, f"{name[0]}_proj")
-        special.weight, special.bias = getattr(theirs, f"{name}_global").parameters()
-    ours.o_proj = nn.Identity()
-    place, ends = torch.arange(T), torch.tensor([[0, 64], [5, 64], [0, 31], [20, 50]])[..., None]
-    mask = (place >= ends[:, 0]) & (place < ends[:, 1])
-    kind = torch.where(mask, torch.where(place < ends[:, 0] + first, 1e4, 0.0), -1e4)
-
-    def expected(x):
-        masks = {"is_index_masked": kind < 0, "is_index_global_attn": kind > 0, "is_global_attn": True}
-        return theirs(x, kind, **masks)[0][mask]
-
-    x = torch.randn(4, T, D).double()
-    trained = [p for name, p in theirs.named_parameters() if "key" not in name or "bias" not in name]  # these get none
-    agree(lambda x: ours(x, mask=mask)[0][mask], expected, x, 1e-12, trained)
-
-
-def test_layer_equals_big_bird(monkeypatch):
-    """Their layer with the blocks that ours draws, for a text of whole blocks."""
-    block, T = 4, 52
-    pattern = Pattern(3 * block, first=block, last=block, random=2, block=block, seed=5)
-    config = BigBirdConfig(hidden_size=D, num_attention_heads=H, block_size=block, num_random_blocks=2, use_bias=False)
-    theirs = perturbed(BigBirdBlockSparseAttention(config)).double()
-    plan = np.array(drawn_blocks(pattern, T)[1:-1])
-    monkeypatch.setattr(theirs, "_bigbird_block_rand_mask_with_head", lambda **_: [plan] * H)
-    ours = layers.build(AttentionSpec(rotary=False, pattern=pattern), hidden_size=D, num_heads=H, causal=False).double()
-    ours.q_proj.weight, ours.k_proj.weight, ours.v_proj.weight = theirs.parameters()
-    ours.o_proj = nn.Identity()
-    blocked, band, rows, columns = BigBirdModel.create_masks_for_block_sparse_attn(torch.ones(2, T).double(), block)
-
-    def expected(x):
-        return theirs(x, band, rows, columns, blocked, blocked)[0]
-
-    agree(lambda x: ours(x)[0], expected, torch.randn(2, T, D).double(), 1e-12, [*theirs.parameters()])
 
 
 RENAMED = {
