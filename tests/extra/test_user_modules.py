@@ -75,7 +75,7 @@ def test_expressions_set_settings_of_a_module(folder):
 
 # --- modules that break the protocol ---------------------------------------------------------------------------------
 class Right(nn.Module):
-    """Remembers the mean of all tokens, without a parameter."""
+    """Remembers the sum of all tokens, without a parameter."""
 
     def __init__(self, hidden_size):
         super().__init__()
@@ -221,19 +221,23 @@ def test_module_without_a_state_takes_none(folder):
 def test_module_that_takes_packs_gets_them(folder):
     class Packs(Right):
         def forward(self, x, state=None, cu_seqlens=None):
-            if cu_seqlens is None:
-                return x.cumsum(1), x.sum(1)
-            return torch.cat([part.cumsum(1) for part in x.split(cu_seqlens.diff().tolist(), 1)], 1), x[
-                0, cu_seqlens[:-1]
-            ]
+            rows = x if cu_seqlens is None else x[0].split(cu_seqlens.diff().tolist())
+            before = [0] * len(rows) if state is None else state
+            y = [row.cumsum(0) + start for row, start in zip(rows, before, strict=True)]
+            after = torch.stack([row.sum(0) + start for row, start in zip(rows, before, strict=True)])
+            return torch.stack(y) if cu_seqlens is None else torch.cat(y)[None], after
 
-    class Forgets(Packs):
+    class Ignores(Right):
         def forward(self, x, state=None, cu_seqlens=None):
             return x.cumsum(1) + (0 if state is None else state[:, None]), x.sum(1) + (0 if state is None else state)
 
-    headrace.register_mixer("mine", Forgets)
+    headrace.register_mixer("mine", Packs)
+    layer, x = layers.Mixer("mine", hidden_size=8), torch.randn(1, 7, 8)
+    y, _ = layer(x, cu_seqlens=torch.tensor([0, 2, 2, 7]))
+    torch.testing.assert_close(y, torch.cat([x[:, :2].cumsum(1), x[:, 2:].cumsum(1)], 1))
+    headrace.register_mixer("other", Ignores)
     with pytest.raises(InputError, match="gives another y for packed sequences"):
-        examined(zoo.get("mine"), 8, 1)
+        examined(zoo.get("other"), 8, 1)
 
 
 def test_constructor_without_the_protocol_is_refused(folder):
