@@ -1,19 +1,19 @@
-"""Whole language models against transformers', weights copied: logits and every gradient. Styles of blocks."""
+"""Whole language models against transformers', weights copied: logits and every gradient. Styles of blocks. Models that
+are converted: tests/convert/test_families.py."""
 
 import pytest
 import torch
 from torch import nn
 from transformers import (
     GPT2Config,
-    GPT2LMHeadModel,
     JambaConfig,
-    JambaForCausalLM,
     OpenAIGPTConfig,
     OpenAIGPTLMHeadModel,
     ZambaConfig,
     ZambaForCausalLM,
 )
 
+from headrace.convert import FORMATS
 from headrace.hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM
 from headrace.layers.blocks.block import MLP, Sizes
 from headrace.spec.stack import BlockStyle
@@ -55,103 +55,75 @@ def agree(ours, theirs, names, tolerance):
     gradients_agree({name: p.grad for name, p in ours.named_parameters()}, expected, tolerance)
 
 
+NAMED = {
+    "gpt": GPT2Config(vocab_size=VOCABULARY, n_embd=D, n_layer=LAYERS, n_head=H),
+    "jamba(style.experts.count=4)": JambaConfig(
+        vocab_size=VOCABULARY, hidden_size=D, intermediate_size=24, num_hidden_layers=8, num_attention_heads=H,
+        num_key_value_heads=2, num_experts=4, pad_token_id=None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+@torch.no_grad()
+def test_named_model_is_the_converted_one(name):
+    config, ids = NAMED[name], torch.randint(VOCABULARY, (2, T))
+    settings = FORMATS[config.model_type].model(config.to_dict())[0].arguments
+    converted = randomized(HeadraceForCausalLM(HeadraceConfig(**settings)))
+    named = ours(name, **{field: value for field, value in settings.items() if field not in ("mixer", "style")})
+    named.load_state_dict(converted.state_dict())
+    close(named(ids).logits, converted(ids).logits)
+
+
 # --- GPT -------------------------------------------------------------------------------------------------------------
 
 
-def from_gpt(theirs, words, places):
+def renamed(path, rules):
+    for old, new in rules.items():
+        path = path.replace(old, new)
+    return path
+
+
+def from_gpt(theirs):
     """GPT's parameters under our names: its matrices are [in, out], and q, k and v are one of them."""
-    mine = {"model.embed_tokens.weight": theirs[words], "lm_head.weight": theirs[words]}
-    mine["model.backbone.positions.table.weight"] = theirs[places]
-    norms = {"ln_1": "mixer_norm", "ln_2": "mlp_norm"}
-    parts = norms | {"attn.c_proj": "mixer.o_proj", "mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}
+    mine, rules = {}, {
+        "transformer.h": "model.backbone.layers", "transformer.tokens_embed": "model.embed_tokens",
+        "transformer.positions_embed": "model.backbone.positions.table", "ln_1": "mixer_norm", "ln_2": "mlp_norm",
+        "attn.c_proj": "mixer.o_proj", "mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj",
+    }  # fmt: skip
     for path, value in theirs.items():
-        if path in (words, places):
-            continue
-        *where, kind = path.removeprefix("transformer.").split(".")
-        if where[0] == "ln_f":
-            mine[f"model.backbone.norm.{kind}"] = value
-            continue
-        layer, part = f"model.backbone.layers.{where[1]}", ".".join(where[2:])
-        value = value.mT if value.dim() == 2 else value
-        if part == "attn.c_attn":
-            mine |= {f"{layer}.mixer.{n}_proj.{kind}": x for n, x in zip("qkv", value.chunk(3), strict=True)}
+        path = renamed(path, rules)
+        value = value.mT if value.dim() == 2 and ".layers." in path else value
+        if "attn.c_attn" in path:
+            parts = zip("qkv", value.chunk(3), strict=True)
+            mine |= {path.replace("attn.c_attn", f"mixer.{name}_proj"): part for name, part in parts}
         else:
-            mine[f"{layer}.{parts[part]}.{kind}"] = value
+            mine[path] = value
+    mine["lm_head.weight"] = mine["model.embed_tokens.weight"]
     return mine
-
-
-def test_gpt_equals_gpt2_of_transformers():
-    sizes = {"n_positions": 12, "n_embd": D, "n_layer": LAYERS, "n_head": H}
-    theirs = randomized(GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes)))
-    gpt = ours("gpt", max_position_embeddings=12, norm_eps=1e-5)
-    agree(gpt, theirs, lambda p: from_gpt(p, "transformer.wte.weight", "transformer.wpe.weight"), EXACT)
 
 
 def test_post_norm_gpt_equals_the_first_gpt():
     sizes = {"n_positions": 12, "n_embd": D, "n_layer": LAYERS, "n_head": H}
     theirs = randomized(OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=VOCABULARY, **sizes)))
     gpt = ours("gpt(style.order=post)", max_position_embeddings=12, norm_eps=1e-5)
-    words, places = "transformer.tokens_embed.weight", "transformer.positions_embed.weight"
-    agree(gpt, theirs, lambda p: from_gpt(p, words, places), EXACT)
+    agree(gpt, theirs, from_gpt, EXACT)
 
 
 # --- hybrids ---------------------------------------------------------------------------------------------------------
 
 
-def from_mamba(path, value):
-    """A parameter of a Mamba mixer under our names, or nothing that is ours."""
-    ours = {"conv1d.weight": "conv.weight", "conv1d.bias": "conv.bias", "D": "skip", "dt_proj.weight": "dt_weight",
-            "dt_proj.bias": "dt_bias", "dt_proj_weight": "dt_weight", "dt_proj_bias": "dt_bias",
-            "x_proj_weight": "x_proj.weight"}  # fmt: skip
-    return ours.get(path, path), value.squeeze(0).mT if path == "A_log" else value.squeeze(0)
-
-
-def from_hybrid(theirs, rules):
-    """Their names with `rules` applied in turn, Mamba's parts by `from_mamba`."""
-    mine = {}
-    for path, value in theirs.items():
-        for old, new in rules.items():
-            path = path.replace(old, new)
-        before, mamba, part = path.partition(".mamba.")
-        if mamba:
-            part, value = from_mamba(part, value)
-            path = f"{before}.mixer.{part}"
-        mine[path] = value
-    return mine
-
-
-def from_jamba(theirs):
-    rules = {
-        "model.layers": "model.backbone.layers", "final_layernorm": "backbone.norm", "input_layernorm": "mixer_norm",
-        "pre_ff_layernorm": "mlp_norm", "self_attn": "mixer", "feed_forward.experts.gate_up_proj": "mlp.up",
-        "feed_forward.experts.down_proj": "mlp.down", "feed_forward": "mlp",
-    }  # fmt: skip
-    mine = from_hybrid(theirs, rules)
-    for layer in {path.partition(".dt_layernorm")[0] for path in mine if ".dt_layernorm" in path}:
-        norms = [mine.pop(f"{layer}.{part}_layernorm.weight") for part in ("dt", "b", "c")]
-        mine[f"{layer}.norm_weight"] = torch.cat(norms)
-    return mine
-
-
-def test_jamba_equals_transformers():
-    config = JambaConfig(
-        vocab_size=VOCABULARY, hidden_size=D, intermediate_size=24, num_hidden_layers=8, num_attention_heads=H,
-        num_key_value_heads=2, num_experts=4, pad_token_id=None, experts_implementation="eager",
-    )  # fmt: skip
-    theirs = randomized(JambaForCausalLM(config))
-    settings = {"num_hidden_layers": 8, "intermediate_size": 24, "tie_word_embeddings": False}
-    agree(ours("jamba", style={"experts": {"count": 4}}, **settings), theirs, from_jamba, IN_FLOAT32)
-
-
 def from_zamba(theirs):
     """Their shared block is the first one's; x and z of a Mamba layer alternate, ours come one after the other."""
-    mine = {}
-    rules = {
+    mine, rules = {}, {
         "model.layers": "model.backbone.layers", "final_layernorm": "backbone.norm", ".mamba_decoder.": ".",
         "input_layernorm": "mixer_norm", "pre_ff_layernorm": "mlp_norm", "self_attn": "mixer", "feed_forward": "mlp",
-        "layers.2.shared_transf": "shared", ".linear.": ".link.",
+        "layers.2.shared_transf": "shared", ".linear.": ".link.", "mamba.conv1d": "mixer.conv", "mamba.D": "mixer.skip",
+        "mamba.dt_proj_": "mixer.dt_", "mamba.x_proj_": "mixer.x_proj.", "mamba.": "mixer.",
     }  # fmt: skip
-    for path, value in from_hybrid(theirs, rules).items():
+    for path, value in theirs.items():
+        path, value = renamed(path, rules), value.squeeze(0)  # a head of Mamba
+        value = value.mT if path.endswith("A_log") else value
         mine[path] = torch.cat([value[::2], value[1::2]]) if path.endswith("in_proj.weight") else value
     mine["lm_head.weight"] = mine["model.embed_tokens.weight"]
     return mine
