@@ -1,5 +1,5 @@
-"""Options of softmax attention that released models use, against transformers' modules in float64. Those of models that
-are converted are compared in the whole model: tests/convert/test_families.py."""
+"""Options of softmax attention that released models use. Sinks, latents and others are compared in whole models:
+tests/convert/test_families.py."""
 
 import math
 from dataclasses import replace
@@ -7,15 +7,8 @@ from itertools import product
 
 import pytest
 import torch
-from torch import nn
-from transformers import (
-    DeepseekV3Config,
-    GptOssConfig,
-    LlamaConfig,
-)
+from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from attention_layers import D, H, agree, d, layer
@@ -62,12 +55,13 @@ def described(rope, theta, part=1.0):
 
 
 @pytest.mark.parametrize("length", [30, 64, 65, 500])
-@pytest.mark.parametrize("dims", [16, 32])
-@pytest.mark.parametrize("name", [name for name in ROPES if name != "default"])
+@pytest.mark.parametrize(
+    ("name", "dims"),
+    # the divisors of longrope are of 16 channels
+    [(name, n) for name, rope in ROPES.items() for n in (16, 32) if name != "default" and (n == 16 or not rope.short)],
+)
 def test_frequencies_equal_those_of_transformers(name, dims, length):
     rope, theta = ROPES[name], 5000.0
-    if rope.kind == "longrope" and dims == 32:
-        pytest.skip("its divisors are of 16 channels")
     config = LlamaConfig(
         hidden_size=64, num_attention_heads=2, max_position_embeddings=64,
         rope_parameters=described(rope, theta, dims / 32),
@@ -126,79 +120,7 @@ def test_decoding_with_frequencies_by_length_equals_recomputing(kind, spec):
     assert relative(pack[0], made(x)[0].flatten(0, 1)) < 1e-12
 
 
-# --- layers ----------------------------------------------------------------------------------------------------------
-
-SIZES = {"hidden_size": D, "num_attention_heads": H, "num_key_value_heads": 2, "num_hidden_layers": 2}
-LATENT = {
-    "num_key_value_heads": H, "kv_lora_rank": 12, "qk_rope_head_dim": 6, "qk_nope_head_dim": 10, "v_head_dim": 7,
-}  # fmt: skip
-OURS = "rank=12, key_dim=10, shared_dim=6, value_dim=7"
-GPT_OSS = {"head_dim": D // H, "attention_bias": True}
-CASES = {
-    "gpt-oss": ("gqa(null=learned, bias=true)", GptOssAttention, GptOssConfig, GPT_OSS),
-    "gpt-oss with a window": (
-        "sliding-window(kv_heads=2, null=learned, bias=true, pattern.window=5)", GptOssAttention, GptOssConfig, GPT_OSS,
-    ),
-    "deepseek-v3": (f"mla({OURS}, q_rank=9)", DeepseekV3Attention, DeepseekV3Config, LATENT | {"q_lora_rank": 9}),
-}  # fmt: skip
-RENAMED = {
-    "q_b_proj": "q_proj",
-    "kv_a_proj_with_mqa": "kv_a_proj", "kv_a_layernorm": "kv_a_norm", "q_a_layernorm": "q_a_norm",
-}  # fmt: skip
-
-
-def exact(module):
-    """Their layer with norms that do not round to float32."""
-    for name, child in module.named_children():
-        if "RMSNorm" in type(child).__name__:
-            norm = nn.RMSNorm(child.weight.numel(), eps=getattr(child, "eps", getattr(child, "variance_epsilon", None)))
-            norm.weight.data = child.weight.data
-            setattr(module, name, norm)
-    return module
-
-
-def permuted(weight, shared, own):
-    """Rows of a head (or all) in our order: the rotated channels first, and pairs apart."""
-    order = torch.arange(own, own + shared)
-    order = torch.cat([order[::2], order[1::2]])
-    return weight.unflatten(0, (-1, own + shared))[:, torch.cat([order, torch.arange(own)])].flatten(0, 1)
-
-
-def weights_of(theirs):
-    weights = {}
-    for name, x in theirs.state_dict().items():
-        first, _, rest = name.partition(".")
-        weights[".".join(filter(None, (RENAMED.get(first, first), rest)))] = x
-    if "kv_a_proj.weight" in weights:
-        weights["q_proj.weight"] = permuted(weights["q_proj.weight"], 6, 10)
-        latent, shared = weights["kv_a_proj.weight"].split([12, 6])
-        weights["kv_a_proj.weight"] = torch.cat([latent, permuted(shared, 6, 0)])
-    return weights
-
-
-@pytest.mark.parametrize("T", [3, 30])
-@pytest.mark.parametrize("name", CASES)
-def test_layer_equals_that_of_transformers(name, T, monkeypatch):
-    """Outputs and gradients, with angles in float64; MLA by its two forms."""
-    mixer, module, config, more = CASES[name]
-    config = config(**SIZES | more)
-    config._attn_implementation = "eager" if "oss" in name else "sdpa"
-    theirs = module(config, layer_idx=0).double()
-    for p in theirs.parameters():
-        nn.init.normal_(p, std=0.4)
-    theirs, ours = exact(theirs).double(), layer(mixer)
-    ours.load_state_dict(weights_of(theirs))
-    for norm in (m for m in ours.modules() if isinstance(m, nn.RMSNorm)):
-        norm.eps = next(m.eps for m in theirs.modules() if isinstance(m, nn.RMSNorm))
-    where = torch.arange(T)
-    twice = 1 if "oss" in name else 2
-    turn = [torch.cat([x] * twice, -1)[:, :, 0] for x in ours._angles(where[None])] if ours.spec.rotary else None
-    window = ours.spec.pattern.window if ours.spec.pattern else T
-    distance = where[:, None] - where
-    mask = torch.zeros(T, T).double().masked_fill((distance < 0) | (distance >= window), -torch.inf)[None, None]
-    given = {"attention_mask": mask} | ({} if turn is None else {"position_embeddings": turn})
-    monkeypatch.setattr(torch.Tensor, "float", lambda x: x)  # which some gates call
-    agree(lambda x: ours(x)[0], lambda x: theirs(x, **given)[0], torch.randn(2, T, D).double(), 1e-12)
+# --- bounded logits and scales ---------------------------------------------------------------------------------------
 
 
 def capped(made, x, since=0):
