@@ -1,4 +1,7 @@
-"""Log-linear attention (arXiv 2506.04761): the literal Fenwick tree, flash-linear-attention, and decoding."""
+"""Log-linear attention (arXiv 2506.04761): the literal Fenwick tree. flash-linear-attention's model:
+tests/convert/test_convert_flash.py."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +11,6 @@ from headrace import InputError, Mixer, linear_attention, zoo
 from headrace.extra.log_linear import LogLinear
 from headrace.ops.sequences import Sequences
 from headrace.training.parameters import undecayed
-from peers import load
 
 B, T, H, K, V = 2, 33, 3, 6, 5  # one more than a block of tokens, and than a power of 2
 
@@ -37,11 +39,6 @@ def operands(levels):
     return {name: y.requires_grad_() for name, y in x.items()}
 
 
-def computed(x, rule="add", scale=1.0):
-    tree = LogLinear(x["levels"].shape[-1], H).double()
-    return tree(lambda **named: linear_attention(**named, rule=rule, scale=scale), x, None, Sequences(x["v"], None))[0]
-
-
 @pytest.mark.parametrize("levels", [2, 4, 15])
 @pytest.mark.parametrize("rule", ["add", "delta"])
 def test_levels_are_a_fenwick_tree_of_memories(rule, levels):
@@ -49,20 +46,12 @@ def test_levels_are_a_fenwick_tree_of_memories(rule, levels):
     q, k, v, decay, beta, logits = x.values()
     given = q, k, v, decay.exp(), beta, F.softplus(logits)
     literal = torch.stack([fenwick(*(y[b] for y in given), rule == "delta") for b in range(B)])
-    out = computed(x, rule)
+    op = partial(linear_attention, rule=rule, scale=1.0)
+    out = LogLinear(levels, H).double()(op, x, None, Sequences(v, None))[0]
     torch.testing.assert_close(out, literal, rtol=1e-12, atol=1e-12)
     ours, theirs = (torch.autograd.grad((y * direction).sum(), list(x.values())) for y in (out, literal))
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
-
-
-def test_levels_are_those_of_flash_linear_attention():
-    """Whose reference has no β: it is in the values."""
-    x = operands(7)
-    theirs = load("fla:log_linear_attn/naive:naive_log_linear_attn")(
-        x["q"], x["k"], x["beta"][..., None] * x["v"], x["log_decay"], F.softplus(x["levels"]), scale=0.3
-    )
-    torch.testing.assert_close(computed(x, scale=0.3), theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_a_layer_has_one_recurrence():

@@ -135,26 +135,15 @@ def test_invalid_specs_are_refused():
             layers.build(zoo.get(name), hidden_size=D, num_heads=4)
 
 
-# --- RWKV-7 ----------------------------------------------------------------------------------------------------------
-
-
-def test_rwkv7_equals_fla():
-    """FLA calls what is read for the correction, with a minus, alpha, and what is erased beta."""
-    pytest.importorskip("fla")
-    x = rwkv7.Operands(*(y.float() for y in goose()))
-    zeros = torch.zeros(B, H, K, K)
-    out, _ = chunks.chunkwise(rwkv7.form, x, Sequences(x.q, None), zeros)
-    q, k, v, g, read, erase = (y.transpose(1, 2) for y in x)
-    theirs, _ = load("fla:generalized_delta_rule/dplr/naive:dplr_recurrence")(q * K**0.5, k, v, -read, erase, g)
-    agree(x, out, theirs.transpose(1, 2))
+# --- RWKV-7 and DPLR -------------------------------------------------------------------------------------------------
 
 
 def test_general_delta_rule_equals_fla():
-    """With decays down to −50 a token, and without a decay (IPLR)."""
+    """With decays down to −50 a token, and without a decay (IPLR). FLA calls what is read for the correction, with a
+    minus, alpha, and what is erased beta."""
     pytest.importorskip("fla")
     x = dplr.Operands(*(y.float() for y in separate(30.0)))
-    names = {"dplr": x.log_decay, "iplr": None}
-    for name, g in names.items():
+    for name, g in (("dplr", x.log_decay), ("iplr", None)):
         ours = x if g is not None else x._replace(log_decay=torch.zeros_like(x.log_decay))
         out, _ = chunks.chunkwise(dplr.form, ours, Sequences(x.q, None), torch.zeros(B, H, K, V))
         q, k, v, read, erase = (y.transpose(1, 2) for y in (x.q, x.k, x.v, x.read, x.erase))
@@ -279,19 +268,6 @@ def test_gla_outer_equals_its_equation():
         expected.append(torch.einsum("nhk,nhkv->nhv", x.q[:, t], S))
     assert relative(out, torch.stack(expected, 1)) <= 1e-12
     assert relative(final, S) <= 1e-12
-
-
-def without_value_decay():
-    return outer()._replace(v_decay=torch.zeros(B, T, H, V).double())
-
-
-def test_gla_outer_without_value_decay_equals_fla_gla():
-    pytest.importorskip("fla")
-    x = gla_outer.Operands(*(y.float() for y in without_value_decay()))
-    zeros = torch.zeros(B, H, K, V)
-    out, _ = chunks.chunkwise(gla_outer.form, x, Sequences(x.q, None), zeros)
-    theirs, _ = load("fla:gla/naive:naive_recurrent_gla")(x.q * K**0.5, x.k, x.v, x.k_decay)
-    agree(x[:4], out, theirs)
 
 
 def test_gla_outer_layer_without_value_decay_equals_gla_layer(monkeypatch):
