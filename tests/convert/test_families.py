@@ -10,26 +10,12 @@ from dataclasses import fields
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from families import (
-    Family,
-    delta,
-    dense,
-    float64_throughout,
-    hybrid,
-    logits,
-    parallel,
-    read,
-    recurrent,
-    relative,
-    save,
-    softmax,
-    sparse,
-)
+from families import dense, float64_throughout, logits, parallel, read, relative, save, softmax, sparse
+from families.every import FAMILIES, VARIANTS, described
 from headrace import load
 from headrace.convert import FORMATS, export_checkpoint, import_checkpoint
 from headrace.convert.describe import has_cache
@@ -40,19 +26,10 @@ from headrace.convert.slots import slots
 from headrace.hf import HeadraceCache, HeadraceConfig
 from headrace.utils.errors import InputError
 
-FAMILIES: dict[str, Family] = softmax.FAMILIES | parallel.FAMILIES | recurrent.FAMILIES
-FAMILIES |= delta.FAMILIES | hybrid.FAMILIES | dense.FAMILIES | sparse.FAMILIES
-VARIANTS = [(kind, name) for kind, family in FAMILIES.items() for name in ("base", *family.variants)]
 T = 12
 DECODED = 24  # tokens, one at a time: the memory of attention, which grows by a quarter, grows several times
 CONSTANTS = ("choice_bias", "activation.beta", "activation.eps")  # which have no gradients
 FLOAT64 = 1e-12  # relative, for sums in another order
-
-
-def described(kind, **changes):
-    if kind not in CONFIG_MAPPING:
-        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
-    return CONFIG_MAPPING[kind](**deepcopy(FAMILIES[kind].base | changes))  # which some classes change
 
 
 def tokens(theirs, *shape):
@@ -66,9 +43,8 @@ def pairs(tmp_path_factory):
 
     def pair(kind, variant):
         if (kind, variant) not in made:
-            changes = FAMILIES[kind].variants.get(variant, {})
             path = tmp_path_factory.mktemp(kind)
-            save(described(kind, **changes), path)
+            save(described(kind, variant), path)
             made[kind, variant] = read(path), import_checkpoint(path), path
         return made[kind, variant]
 
@@ -86,7 +62,7 @@ def test_logits_equal_theirs(kind, variant, pairs):
     single = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     own_error = relative(single(ids, use_cache=False, return_dict=True).logits, expected)
     ours, cache = deepcopy(ours).float(), HeadraceCache()  # whose single tokens the native kernels compute
-    pieces = [ours(part, past_key_values=cache, use_cache=True).logits for part in ids.split([20, *[1] * 8], 1)]
+    pieces = [ours(part, past_key_values=cache, use_cache=True).logits for part in ids.split([5, *[1] * 23], 1)]
     for computed in (ours(ids).logits, torch.cat(pieces, 1)):
         assert relative(computed, expected) < max(1e-5, 4 * own_error)
 
@@ -318,55 +294,137 @@ def test_formats_whose_cache_counts_by_attention(kind, changes, tmp_path):
 # --- names of tensors that a checkpoint has and `save_pretrained` does not write --------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+VISION = {"hidden_size": 32, "intermediate_size": 32}
+PIXTRAL = VISION | {"model_type": "pixtral", "num_hidden_layers": 1, "head_dim": 16}
+SIGLIP = VISION | {"model_type": "siglip_vision_model", "num_hidden_layers": 1}
+QWEN = VISION | {"depth": 1, "out_hidden_size": 32, "num_heads": 2}
+IMAGES = {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "vision"),
+    [
+        ("qwen3_5", "qwen3_5_text", QWEN), ("qwen3_5_moe", "qwen3_5_moe_text", QWEN),
+        ("mistral3", "mistral", PIXTRAL | IMAGES), ("mistral3", "ministral3", PIXTRAL | IMAGES),
+        ("gemma3", "gemma3_text", SIGLIP | IMAGES),
+    ],
+)  # fmt: skip
 @torch.no_grad()
-def test_language_model_of_several_parts(kind, tmp_path):
-    """Qwen3.5 with its vision tower, which is left out."""
-    fields = FAMILIES[f"{kind}_text"].base
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
-    whole = CONFIG_MAPPING[kind](text_config=fields, vision_config=vision)
+def test_language_model_of_a_model_that_reads_images(kind, text, vision, tmp_path):
+    fields = {"text_config": described(text).to_dict(), "vision_config": vision}
+    whole = CONFIG_MAPPING[kind](**fields, tie_word_embeddings=kind == "gemma3")
     with float64_throughout():
         theirs = AutoModelForImageTextToText.from_config(whole, experts_implementation="eager").eval()
+        for parameter in theirs.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
         theirs.save_pretrained(tmp_path)
-    ours, ids = import_checkpoint(tmp_path), tokens(theirs.model.language_model, 2, 40)
-    assert any(name.startswith("model.visual.") for name in load_file(tmp_path / "model.safetensors"))
-    assert relative(ours(ids).logits, logits(theirs, ids)) < 1e-12
-    assert ours.config.converted_from["model_type"] == f"{kind}_text"
+    ours, ids = import_checkpoint(tmp_path), torch.randint(1, 61, (2, 40))
+    assert any(name.startswith(("vision_tower.", "model.visual.")) for name in load_file(tmp_path / WEIGHTS))
+    assert relative(ours(ids).logits, logits(theirs, ids)) < FLOAT64
+    theirs.save_pretrained(tmp_path / "names of transformers 5", save_original_format=False)
+    assert torch.equal(import_checkpoint(tmp_path / "names of transformers 5")(ids).logits, ours(ids).logits)
+    with pytest.raises(InputError, match=f"it reads text alone; expected --to {text}"):
+        export_checkpoint(ours, kind, tmp_path / "back")
+    export_checkpoint(ours, text, tmp_path / "back")
+    assert relative(logits(read(tmp_path / "back"), ids), ours(ids).logits) < FLOAT64
     (tmp_path / "generation_config.json").unlink()
     config = json.loads((tmp_path / "config.json").read_text()) | {"eos_token_id": [1, 7], "bos_token_id": 3}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    again = import_checkpoint(tmp_path)
-    assert (again.generation_config.eos_token_id, again.generation_config.bos_token_id) == ([1, 7], 3)
-    with pytest.raises(InputError, match=f"it reads text alone; expected --to {kind}_text"):
-        export_checkpoint(ours, kind, tmp_path / "back")
+    settings = import_checkpoint(tmp_path).generation_config
+    assert (settings.eos_token_id, settings.bos_token_id) == ([1, 7], 3)
 
 
-PREDICTING = {  # by family: a tensor of the layers of multi-token prediction, which transformers leaves out
-    "qwen3_next": "mtp.fc.weight", "qwen3_5_text": "mtp.fc.weight", "qwen3_5_moe_text": "mtp.fc.weight",
-    "nemotron_h": "mtp.layers.0.eh_proj.weight", "bailing_hybrid": "model.layers.2.eh_proj.weight",
-    "deepseek_v3": "model.layers.2.eh_proj.weight", "glm4_moe": "model.layers.2.eh_proj.weight",
-    "ernie4_5_moe": "model.mtp_block.0.mlp.up_proj.weight", "exaone_moe": "mtp.fc.weight",
-    "glm4_moe_lite": "model.layers.2.eh_proj.weight",
+def renamed(path, folder, names, **settings):
+    """A copy of a checkpoint in which names(tensors) are the tensors, with other settings in its config.json."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | settings))
+    save_file(names(load_file(path / WEIGHTS)), folder / WEIGHTS, metadata={"format": "pt"})
+    return folder
+
+
+def replaced(old, new):
+    """Renames tensors."""
+    return lambda tensors: {name.replace(old, new): x for name, x in tensors.items()}
+
+
+def masked(module):
+    """Adds masks, as files of early versions have them; in these the head of GPT-NeoX has either of its names."""
+    masks = {f"{module}.bias": torch.ones(1, 1, 4, 4).bool(), f"{module}.masked_bias": torch.tensor(-1e9)}
+    return lambda tensors: masks | replaced("embed_out", "lm_head")(tensors)
+
+
+def predicting(name):
+    """Adds a tensor of the layers of multi-token prediction, which transformers leaves out."""
+    return lambda tensors: tensors | {name: torch.ones(2, 2)}
+
+
+def with_head(factor):
+    """Adds the tied head of GPT-NeoX."""
+    return lambda tensors: tensors | {"embed_out.weight": factor * tensors["gpt_neox.embed_in.weight"]}
+
+
+FIRST, THIRD = (f"model.layers.{i}.shared_transformer." for i in (1, 3))
+
+
+def with_copies(tensors):
+    """Adds to the third of Zamba2's layers with a shared block, of which there are two, the weights of the first."""
+    return tensors | {name.replace(FIRST, THIRD): x.clone() for name, x in tensors.items() if name.startswith(FIRST)}
+
+
+def with_another(tensors):
+    """Adds copies of which one is wrong."""
+    return with_copies(tensors) | {COPY: torch.zeros_like(with_copies(tensors)[COPY])}
+
+
+BEYOND, COPY = "model.layers.2.eh_proj.weight", f"{THIRD}self_attn.q_proj.weight"
+OTHER_NAMES = {  # as of a released model -> family, variant, change of its tensors
+    "prediction in Qwen3-Next": ("qwen3_next", "base", predicting("mtp.fc.weight")),
+    "prediction in Qwen3.5": ("qwen3_5_text", "base", predicting("mtp.fc.weight")),
+    "prediction in Qwen3.5 of experts": ("qwen3_5_moe_text", "base", predicting("mtp.fc.weight")),
+    "prediction in Nemotron-H": ("nemotron_h", "base", predicting("mtp.layers.0.eh_proj.weight")),
+    "prediction in Ling": ("bailing_hybrid", "base", predicting(BEYOND)),
+    "prediction in DeepSeek-V3": ("deepseek_v3", "base", predicting(BEYOND)),
+    "prediction in GLM-4.5": ("glm4_moe", "base", predicting(BEYOND)),
+    "prediction in GLM-4.7-Flash": ("glm4_moe_lite", "base", predicting(BEYOND)),
+    "prediction in ERNIE 4.5": ("ernie4_5_moe", "base", predicting("model.mtp_block.0.mlp.up_proj.weight")),
+    "prediction in K-EXAONE": ("exaone_moe", "base", predicting("mtp.fc.weight")),
+    # transformers writes `block_sparse_moe` for the dense first layer too
+    "dense layers of Kimi Linear": (
+        "kimi_linear", "base", replaced("layers.0.block_sparse_moe", "layers.0.mlp")
+    ),
+    "no head, as in Qwen3-Embedding": (
+        "llama", "tied", lambda tensors: {name.removeprefix("model."): x for name, x in tensors.items()}
+    ),
+    "masks in GPT-NeoX": ("gpt_neox", "base", masked("gpt_neox.layers.0.attention")),
+    "masks in GPT-J": ("gptj", "base", masked("transformer.h.0.attn")),
+    "masks in GPT-Neo": ("gpt_neo", "base", masked("transformer.h.0.attn.attention")),
+    "masks in StarCoder": ("gpt_bigcode", "base", masked("transformer.h.0.attn")),
+    "a tied head in GPT-NeoX": ("gpt_neox", "tied, without biases", with_head(1)),
+    "copies of shared blocks in Zamba2": ("zamba2", "base", with_copies),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", PREDICTING)
-def test_layers_that_predict_further_tokens_are_left_out(kind, pairs, tmp_path):
-    _, ours, path = pairs(kind, "base")
-    (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
-    save_file(load_file(path / "model.safetensors") | {PREDICTING[kind]: torch.ones(2, 2)}, tmp_path / WEIGHTS)
-    again = import_checkpoint(tmp_path)
+@pytest.mark.parametrize("case", OTHER_NAMES)
+def test_other_names_and_further_tensors_make_the_same_model(case, pairs, tmp_path):
+    kind, variant, names = OTHER_NAMES[case]
+    _, ours, path = pairs(kind, variant)
+    again = import_checkpoint(renamed(path, tmp_path / "other", names))
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), ours.parameters(), strict=True))
 
 
-def test_layers_beyond_those_of_the_config_are_refused(pairs, tmp_path):
-    _, _, path = pairs("bailing_hybrid", "base")
-    fields = json.loads((path / "config.json").read_text()) | {"num_nextn_predict_layers": 0}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    name = PREDICTING["bailing_hybrid"]
-    save_file(load_file(path / "model.safetensors") | {name: torch.ones(2, 2)}, tmp_path / WEIGHTS)
+UNEXPECTED = {  # the tensor that is refused -> family, variant, change of its tensors, and of its config.json
+    BEYOND: ("bailing_hybrid", "base", predicting(BEYOND), {"num_nextn_predict_layers": 0}),
+    "embed_out.weight": ("gpt_neox", "tied, without biases", with_head(2), {}),
+    COPY: ("zamba2", "base", with_another, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNEXPECTED)
+def test_further_tensors_of_another_model_are_refused(name, pairs, tmp_path):
+    kind, variant, names, settings = UNEXPECTED[name]
+    *_, path = pairs(kind, variant)
     with pytest.raises(InputError, match=f"unexpected tensor '{name}'"):
-        import_checkpoint(tmp_path)
+        import_checkpoint(renamed(path, tmp_path / "other", names, **settings))
 
 
 @torch.no_grad()
@@ -395,82 +453,3 @@ def test_factors_are_folded_into_float32(tmp_path):
         theirs = AutoModelForCausalLM.from_config(described("minimax", full_attn_alpha_factor=factor))
         theirs.bfloat16().save_pretrained(tmp_path / str(factor))
         assert import_checkpoint(tmp_path / str(factor)).dtype is dtype
-
-
-@torch.no_grad()
-def test_dense_layers_have_the_names_of_the_released_model(pairs, tmp_path):
-    """Kimi Linear's first layer has `mlp`; transformers writes `block_sparse_moe` for it too."""
-    theirs, ours, path = pairs("kimi_linear", "base")
-    (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
-    renamed = {
-        name.replace("layers.0.block_sparse_moe", "layers.0.mlp"): x
-        for name, x in load_file(path / "model.safetensors").items()
-    }
-    save_file(renamed, tmp_path / "model.safetensors")
-    ids = tokens(theirs, 1, T)
-    assert torch.equal(import_checkpoint(tmp_path)(ids).logits, ours(ids).logits)
-
-
-def renamed(path, folder, names):
-    """A copy of a checkpoint in which names(tensors) are the tensors."""
-    folder.mkdir()
-    (folder / "config.json").write_text((path / "config.json").read_text())
-    save_file(names(load_file(path / WEIGHTS)), folder / WEIGHTS, metadata={"format": "pt"})
-    return folder
-
-
-@pytest.mark.parametrize(("kind", "prefix"), [("qwen3", "model."), ("gpt2", "transformer.")])
-@torch.no_grad()
-def test_names_of_a_model_without_its_head(kind, prefix, pairs, tmp_path):
-    """As Qwen3-Embedding was released."""
-    path = tmp_path / "whole"
-    theirs = save(described(kind, tie_word_embeddings=True), path)
-    folder = renamed(path, tmp_path / "base", lambda each: {n.removeprefix(prefix): x for n, x in each.items()})
-    ids = tokens(theirs, 2, T)
-    assert relative(import_checkpoint(folder)(ids).logits, logits(theirs, ids)) < FLOAT64
-
-
-@pytest.mark.parametrize(
-    ("kind", "module"),
-    [("gpt_neox", "gpt_neox.layers.0.attention"), ("gptj", "transformer.h.0.attn"),
-     ("gpt_neo", "transformer.h.0.attn.attention"), ("gpt_bigcode", "transformer.h.0.attn")],
-)  # fmt: skip
-@torch.no_grad()
-def test_masks_beside_the_weights_are_left_out(kind, module, pairs, tmp_path):
-    """As files of early versions have them; in these the head of GPT-NeoX has either of its names."""
-    _, ours, path = pairs(kind, "base")
-    masks = {f"{module}.bias": torch.ones(1, 1, 4, 4).bool(), f"{module}.masked_bias": torch.tensor(-1e9)}
-
-    def early(tensors):
-        return masks | {name.replace("embed_out", "lm_head"): x for name, x in tensors.items()}
-
-    again = import_checkpoint(renamed(path, tmp_path / "early", early))
-    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), ours.parameters(), strict=True))
-
-
-def test_a_tied_head_of_gpt_neox_may_be_stored(pairs, tmp_path):
-    _, ours, path = pairs("gpt_neox", "tied, without biases")
-    head, embedding = "embed_out.weight", "gpt_neox.embed_in.weight"
-    again = import_checkpoint(renamed(path, tmp_path / "copy", lambda each: each | {head: each[embedding].clone()}))
-    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), ours.parameters(), strict=True))
-    other = renamed(path, tmp_path / "other", lambda each: each | {head: 2 * each[embedding]})
-    with pytest.raises(InputError, match=f"unexpected tensor '{head}'"):
-        import_checkpoint(other)
-
-
-@torch.no_grad()
-def test_copies_of_shared_blocks(pairs, tmp_path):
-    """Each of three layers has all of the two blocks' weights: the third those of the first block."""
-    theirs, ours, path = pairs("zamba2", "base")
-    first, third = (f"model.layers.{i}.shared_transformer." for i in (1, 3))
-
-    def copied(tensors):
-        return tensors | {n.replace(first, third): x.clone() for n, x in tensors.items() if n.startswith(first)}
-
-    ids = tokens(theirs, 2, T)
-    again = import_checkpoint(renamed(path, tmp_path / "copies", copied))
-    assert torch.equal(again(ids).logits, ours(ids).logits)
-    name = f"{third}self_attn.q_proj.weight"
-    other = renamed(path, tmp_path / "other", lambda each: copied(each) | {name: torch.zeros_like(copied(each)[name])})
-    with pytest.raises(InputError, match=f"unexpected tensor '{name}'"):
-        import_checkpoint(other)

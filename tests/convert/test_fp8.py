@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from families import save, sparse
+from families import save
+from families.every import described
 from headrace.convert import export_checkpoint, import_checkpoint
 from headrace.convert.files import WEIGHTS
 from headrace.convert.fp8 import scaled
@@ -33,9 +33,9 @@ def test_each_block_has_a_scale():
 def packed(tmp_path):
     """A folder of DeepSeek-V3 as it was released, its tensors, and the folder of the same model in float32."""
     plain, path = tmp_path / "plain", tmp_path / "packed"
-    save(CONFIG_MAPPING["deepseek_v3"](**sparse.FAMILIES["deepseek_v3"].base), plain)
+    save(described("deepseek_v3"), plain)
     path.mkdir()
-    described, tensors, exact = json.loads((plain / "config.json").read_text()), {}, {}
+    config, tensors, exact = json.loads((plain / "config.json").read_text()), {}, {}
     for name, x in load_file(plain / WEIGHTS).items():
         tensors[name] = exact[name] = x.float()
         if "proj" in name:
@@ -45,7 +45,7 @@ def packed(tmp_path):
     save_file(exact, plain / WEIGHTS, metadata={"format": "pt"})
     save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
     quantized = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": BLOCK}
-    (path / "config.json").write_text(json.dumps(described | {"quantization_config": quantized}))
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantized}))
     return path, tensors, plain
 
 
@@ -84,8 +84,8 @@ def test_wrong_tensors_are_refused(packed):
 )
 def test_another_quantization_is_refused(changes, packed):
     path, *_ = packed
-    described = json.loads((path / "config.json").read_text())
-    described["quantization_config"] |= changes
-    (path / "config.json").write_text(json.dumps(described))
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match=r"config\.json has quantization_config="):
         import_checkpoint(path)

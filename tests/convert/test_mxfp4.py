@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from families import float64_throughout, logits, read, relative, save, softmax
+from families import float64_throughout, logits, read, relative, save
+from families.every import described
 from headrace.convert import export_checkpoint, import_checkpoint
 from headrace.convert.files import WEIGHTS
 from headrace.convert.mxfp4 import dequantized
@@ -39,16 +39,15 @@ def test_matrices_are_those_of_transformers():
 @pytest.fixture
 def packed(tmp_path):
     """A folder of gpt-oss as it was released, and its tensors."""
-    sizes = {"hidden_size": 64, "intermediate_size": 32}
-    save(CONFIG_MAPPING["gpt_oss"](**softmax.FAMILIES["gpt_oss"].base | sizes), tmp_path)
+    save(described("gpt_oss", hidden_size=64, intermediate_size=32), tmp_path)
     tensors = {name: x.bfloat16() for name, x in load_file(tmp_path / WEIGHTS).items()}
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         E, inputs, outputs = tensors.pop(name).shape
         tensors[f"{name}_blocks"] = random_bytes(E, outputs, inputs // 32, 16)
         tensors[f"{name}_scales"] = random_bytes(E, outputs, inputs // 32, low=120, high=127)
-    described = json.loads((tmp_path / "config.json").read_text())
-    described |= {"dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"}}
-    (tmp_path / "config.json").write_text(json.dumps(described))
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
     return tmp_path, tensors
 
@@ -98,7 +97,7 @@ def test_wrong_tensors_are_refused(packed):
 @pytest.mark.parametrize("other", [{"quant_method": "awq"}, {}, "mxfp4", ["mxfp4"]])  # the last two by transformers
 def test_another_quantization_is_refused(other, packed):
     path, _ = packed
-    described = json.loads((path / "config.json").read_text()) | {"quantization_config": other}
-    (path / "config.json").write_text(json.dumps(described))
+    config = json.loads((path / "config.json").read_text()) | {"quantization_config": other}
+    (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match=r"quantization_config=.*; expected a quant_method|is refused by transformers"):
         import_checkpoint(path)

@@ -13,7 +13,8 @@ import transformers
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from families import delta, dense, float64_throughout, hybrid, parallel, recurrent, softmax, sparse
+from families import float64_throughout
+from families.every import FAMILIES
 from headrace import load
 from headrace.convert import FORMATS, import_checkpoint
 from headrace.convert.slots import slots
@@ -22,8 +23,6 @@ from headrace.utils.errors import InputError
 from headrace.verification.verify import relative
 
 RELEASED = {entry["name"]: entry for entry in json.loads(Path(__file__).with_name("released.json").read_text())}
-FAMILIES = softmax.FAMILIES | parallel.FAMILIES | recurrent.FAMILIES | delta.FAMILIES | hybrid.FAMILIES
-FAMILIES |= dense.FAMILIES | sparse.FAMILIES
 CONVERTED = [name for name, entry in RELEASED.items() if entry["config"]["model_type"] in FAMILIES]
 LAYERS = ("layer_types", "layers_block_type", "mlp_layer_types", "attn_layer_indices", "block_types")
 DEPTH = ("num_hidden_layers", "n_layer", "full_attention_interval", "hybrid_layer_ids", *LAYERS)

@@ -90,4 +90,3 @@ FAMILIES = {
         fields=MIXED | {"rope_parameters": ROPES},
     ),
 }  # fmt: skip
-LINEAR_ALONE = FAMILIES["qwen3_next"].base | FAMILIES["qwen3_next"].variants["linear layers alone"]

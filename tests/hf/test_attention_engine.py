@@ -1,19 +1,19 @@
-"""Softmax attention, and linear attention that imitates it, in the engine of single tokens: against float64,
-transformers' models and the modules."""
+"""Softmax attention, and linear attention that imitates it, in the engine of single tokens: against float64 and the
+modules. tests/convert/test_families.py compares its tokens with those of transformers' models."""
 
 import copy
-from itertools import pairwise
+import json
 
 import pytest
 import torch
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import tiny
 from decoding import decoded, error_of_modules, is_accurate, read
 from equation import MAX_ERROR_RATIO
-from families import dense, logits, parallel, save, softmax, sparse
-from headrace import quantize
-from headrace.convert import import_checkpoint
+from families import dense, parallel, softmax, sparse
+from families.every import VARIANTS, described
+from headrace.convert import FORMATS
+from headrace.hf import HeadraceConfig, HeadraceForCausalLM
 from headrace.verification.verify import relative
 
 ATTENTION = [
@@ -47,6 +47,14 @@ SOME = [
 HYBRID = ["gated-deltanet", "gqa(kv_heads=2)", "gla", "sliding-window(pattern.window=4)"]
 FAMILIES = softmax.FAMILIES | parallel.FAMILIES | dense.FAMILIES | sparse.FAMILIES
 KNOWN = "without caps", "no growth", "another activation"  # variants without what the engine lacks
+LACKS = {
+    **dict.fromkeys(("gpt2", "gpt_bigcode", "gpt_neo", "opt"), "positions"),
+    **dict.fromkeys(("mixtral", "qwen3_moe", *sparse.FAMILIES), "Experts"), "gpt_oss": "ClampedMixture",
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"), "LatentAttention"),
+    **dict.fromkeys(("gemma2", "vaultgemma"), "a bound of the logits"), "phimoe": "NearMixture",
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), "after the rotation"),
+    "ministral3": "grows with its position", "apertus": "Sloped",
+}  # fmt: skip
 LONG = 40  # tokens, over which the memory of a cache moves several times
 
 
@@ -71,31 +79,15 @@ def test_batches_in_both_dtypes(mixer, rows, dtype):
     assert is_accurate(model_of(mixer, dtype=dtype), tiny.tokens(rows, 12))
 
 
-@pytest.mark.parametrize(
-    ("kind", "variant"),
-    [(kind, name) for kind, family in FAMILIES.items() for name in ("base", *family.variants)],
-)
+@pytest.mark.parametrize(("kind", "variant"), [each for each in VARIANTS if each[0] in FAMILIES])
 @torch.no_grad()
-def test_tokens_are_those_of_transformers(kind, variant, tmp_path):
-    family = FAMILIES[kind]
-    theirs = save(CONFIG_MAPPING[kind](**copy.deepcopy(family.base | family.variants.get(variant, {}))), tmp_path)
-    ours, ids = import_checkpoint(tmp_path).float(), torch.randint(1, theirs.config.vocab_size, (2, LONG))
-    reason = ours.engine.unsupported_reason(ours)
-    of_kind = dict.fromkeys(("gpt2", "gpt_bigcode", "gpt_neo", "opt"), "positions")
-    of_kind |= {"mixtral": "Experts", "qwen3_moe": "Experts", "gpt_oss": "ClampedMixture"}
+def test_models_of_transformers_are_computed_or_have_a_reason(kind, variant):
+    fields = json.loads(described(kind, variant).to_json_string(use_diff=False))
+    model = HeadraceForCausalLM(HeadraceConfig(**FORMATS[kind].model(fields)[0].arguments)).float().eval()
     of_length = "depend on the length" if variant.startswith(("dynamic", "longrope")) else None
-    of_kind |= dict.fromkeys(sparse.FAMILIES, "Experts") | {"phimoe": of_length or "NearMixture"}
-    of_kind |= dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"), "LatentAttention")
-    of_kind |= dict.fromkeys(("gemma2", "vaultgemma"), "a bound of the logits")
-    of_kind |= {"ministral3": "grows with its position", "apertus": "Sloped"}
-    of_kind |= dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), "after the rotation")
-    known = of_kind.get(kind, of_length)
-    if known is not None and variant not in KNOWN:
-        assert known in reason
-        return
-    exact, single = logits(theirs, ids), copy.deepcopy(theirs).float()(ids, use_cache=False).logits
-    error = max(relative(a, b) for a, b in zip(single.unbind(1), exact.unbind(1), strict=True))
-    assert relative(decoded(ours, ids, 5), exact[:, 5:]) <= MAX_ERROR_RATIO * error
+    lacks = (of_length if kind == "phimoe" else None) or LACKS.get(kind, of_length)
+    reason = model.engine.unsupported_reason(model)
+    assert reason is None if lacks is None or variant in KNOWN else lacks in reason
 
 
 @torch.no_grad()
@@ -191,16 +183,6 @@ def test_a_hybrid_and_its_copies_continue_apart():
     assert relative(logits[:, 0], exact[[2, 0], 12]) <= MAX_ERROR_RATIO * error
 
 
-@pytest.mark.parametrize("rows", [1, 9])
-@torch.no_grad()
-def test_int8_model_equals_its_weights_in_float64(rows):
-    """As of linear mixers: x is rounded to 16 bits."""
-    model = quantize(model_of("gqa(kv_heads=2, bias=true)", "gated-deltanet", *SOME[2:]))
-    ids = tiny.tokens(rows, 16)
-    exact = copy.deepcopy(model).double()(ids).logits
-    assert relative(decoded(model, ids, 2), exact[:, 2:]) < 40 * 2**-16
-
-
 @pytest.mark.parametrize(
     "mixers", [["gqa(kv_heads=2)", "sliding-window(pattern.window=4)"], SOME[:3], SOME[3:]], ids=str
 )
@@ -216,17 +198,6 @@ def test_generate_gives_the_tokens_of_the_modules(mixers):
     assert "has a hook" in model.engine.about(model)
     assert torch.equal(model.generate(ids, **options), native)
     hook.remove()
-
-
-@torch.no_grad()
-def test_threads_do_not_change_tokens():
-    model, ids = model_of(*SOME, hidden_size=256), tiny.tokens(17, 9)
-    cache, results = read(model, ids[:, :3]), []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        own = copy.deepcopy(cache)
-        results.append(torch.cat([model.engine.step(model, token, own) for token in ids[:, 3:].T], 1))
-    assert all(torch.equal(a, b) for a, b in pairwise(results))
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_sampling_options_follow_their_definitions(generate, checkpoint, options
 
 def test_printed_seed_reproduces_the_text(generate):
     text, last = generate()
-    match = re.fullmatch(r"24 tokens, [\d.]+ tokens per second, by (.+) with 1 thread, seed (\d+)", last)
+    match = re.fullmatch(r"24 tokens, [\d.]+ tokens per second, by (.+) with \d+ threads?, seed (\d+)", last)
     assert match and text.startswith(PROMPT) and len(text) == len(PROMPT) + NEW + len("\n")
     engine, seed = match.groups()
     assert generate("--seed", seed)[0] == text

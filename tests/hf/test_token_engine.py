@@ -28,6 +28,10 @@ STYLES = {
     "gelu": {"mlp": "gelu", "bias": True}, "geglu": {"mlp": "geglu-tanh"}, "relu2": {"mlp": "relu2"},
     "factors": {"embedding_scale": 3.0, "logits_cap": 2.0, "embedding_norm": True},
 }  # fmt: skip
+KINDS = [
+    "gqa(kv_heads=2, bias=true)", "gated-deltanet", "hedgehog(decay.kind=sigmoid-head)",
+    "lolcats(window=3, kv_heads=2, decay.kind=sigmoid-head)",
+]  # fmt: skip
 
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -66,12 +70,14 @@ def test_default_dtype_does_not_change_logits(dtype, default_dtype):
     assert torch.equal(decoded(model, ids, 3), expected)
 
 
-@pytest.mark.parametrize("rows", [1, 9, 23, 24, 64])
+@pytest.mark.parametrize(
+    ("mixers", "rows"), [*((["gla"] * 2, rows) for rows in (1, 9, 23, 24, 64)), (KINDS, 1), (KINDS, 9)], ids=str
+)
 @torch.no_grad()
-def test_int8_model_equals_its_weights_in_float64(rows):
+def test_int8_model_equals_its_weights_in_float64(mixers, rows):
     """x is rounded to 16 bits: 2^-16 of the largest number of a row, for each product."""
-    model = quantize(tiny.build("gla").float())
-    ids = torch.randint(29, (rows, 6))
+    model = quantize(tiny.build(mixers, num_hidden_layers=len(mixers)).float())
+    ids = torch.randint(29, (rows, 9))
     exact = copy.deepcopy(model).double()(ids).logits
     assert relative(decoded(model, ids, 2), exact[:, 2:]) < 40 * 2**-16
 
@@ -280,7 +286,8 @@ def test_wrong_tokens_and_states_are_refused():
 
 @torch.no_grad()
 def test_threads_do_not_change_tokens():
-    model, ids = tiny.build("softmax-mamba2", hidden_size=256).float(), torch.randint(29, (17, 6))
+    mixers = [*KINDS, "softmax-mamba2", "sliding-window(kv_heads=2, pattern.window=3, pattern.first=2)"]
+    model, ids = tiny.build(mixers, num_hidden_layers=6, hidden_size=256).float(), torch.randint(29, (17, 9))
     cache, results = read(model, ids[:, :3]), []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
