@@ -80,20 +80,14 @@ def test_every_output_has_a_row_for_each_beam(strategy, read_by_each):
     assert torch.equal(once.sequences, each.sequences)
 
 
-def test_embeddings_pieces_and_no_cache(read_by_each):
-    model, ids, options = tiny.build("hybrid"), tokens(2), STRATEGIES["beams"]
+@pytest.mark.parametrize("options", [STRATEGIES["beams"], {"do_sample": False}])
+def test_embeddings_pieces_and_no_cache(options):
+    model, ids = tiny.build("hybrid"), tokens(2)
     expected = generate(model, ids, **options)
     assert torch.equal(generate(model, ids, prefill_chunk_size=4, **options), expected)
     assert torch.equal(generate(model, ids, use_cache=False, **options), expected)
     embedded = model.get_input_embeddings()(ids)
     assert torch.equal(generate(model, None, inputs_embeds=embedded, **options), expected[:, T:])
-
-
-def test_embeddings_are_not_read_in_chunks():
-    """transformers divides the ids alone, so each chunk of them would read all embeddings again."""
-    model, ids = tiny.build("gla"), tokens(2)
-    embeddings = model.get_input_embeddings()(ids)
-    expected = generate(model, ids, do_sample=False)
-    assert torch.equal(generate(model, ids, do_sample=False, prefill_chunk_size=2), expected)
+    # transformers divides the ids alone, so each chunk of them would read all embeddings again
     with pytest.raises(InputError, match="prefill_chunk_size=2 with inputs_embeds"):
-        generate(model, ids, do_sample=False, prefill_chunk_size=2, inputs_embeds=embeddings)
+        generate(model, ids, prefill_chunk_size=2, inputs_embeds=embedded, **options)

@@ -7,11 +7,12 @@ import torch
 from transformers import DynamicCache, StaticCache
 from transformers.generation import utils
 
-from headrace import load_state, save_state
+from headrace import load_state, save_state, zoo
 from headrace.hf import HeadraceCache
 from headrace.hf.cache import NAME as CACHE
+from headrace.spec.stack import Layer
 from headrace.utils.errors import InputError
-from tiny import MIXERS, T, build, close, tokens
+from tiny import MIXERS, T, build, close, config, tokens
 
 FULL = ["gqa", "fox", "mla", "gpt"]
 
@@ -27,6 +28,7 @@ def test_a_cache_has_an_object_for_each_layer(mixer):
         views = [getattr(layer, name) for name in ("keys", "values") if kind != "linear_attention"]
         if kind.startswith(("linear", "hybrid")):
             views += [*layer.recurrent_states.values(), *layer.conv_states.values()]
+            assert all(x is None or x.shape[1] > x.shape[2] for x in layer.conv_states.values())  # channels, tokens
         else:
             assert layer.is_sliding == (kind == "sliding_attention") and layer.get_seq_length() == T
         views = [x for x in views if x is not None]
@@ -35,7 +37,13 @@ def test_a_cache_has_an_object_for_each_layer(mixer):
         cache.layers[0].keys = None
     model(tokens(2, 1), past_key_values=cache)
     if model.config.layer_types[0] == "full_attention":
-        assert cache.layers[0].keys.shape[2] == T + 1
+        assert cache.layers[0].keys.shape[2] == cache.layers[0].get_seq_length() == T + 1
+
+
+def test_types_of_layers():
+    parallel = [Layer(zoo.get("gla"), parallel=zoo.get(name)) for name in ("gqa", "sliding-window")]
+    types = ["linear_attention", "full_attention", "sliding_attention", "hybrid", "hybrid_sliding"]
+    assert config(["gla", "gqa", "sliding-window", *parallel], num_hidden_layers=5).layer_types == types
 
 
 @pytest.mark.parametrize("mixer", FULL)
@@ -57,6 +65,8 @@ def test_a_model_of_full_attention_continues_a_dynamic_cache(mixer):
         model(ids[:, :2], past_key_values=cache)
     own, other = (model(ids[:, 2:], attention_mask=mask[:, :-2], past_key_values=each).logits for each in caches)
     close(own[:, 2:], other[:, 2:])
+    for theirs, ours in zip(*(each.layers for each in caches), strict=True):
+        assert torch.equal(ours.keys[1:], theirs.keys[1:]) and torch.equal(ours.values[1:], theirs.values[1:])
     options = {"max_new_tokens": 3, "do_sample": False, "attention_mask": mask}
     assert torch.equal(model.generate(ids, **{CACHE: DynamicCache()}, **options), model.generate(ids, **options))
 
@@ -78,6 +88,9 @@ def test_other_models_refuse_a_dynamic_cache_by_name(mixer):
 
 def test_other_caches_and_uses_are_refused():
     model, ids = build("transformer"), tokens(2)
+    one = DynamicCache([(torch.zeros(2, 4, 3, 8, dtype=torch.float64),) * 2])
+    with pytest.raises(InputError, match="past_key_values has 1 layers; expected 2"):
+        model(ids, past_key_values=one)
     with pytest.raises(InputError, match="is a StaticCache; expected a HeadraceCache"):
         model(ids, past_key_values=StaticCache(model.config, max_cache_len=9))
     with pytest.raises(InputError, match="is a DynamicCache; expected a HeadraceCache, which goes back"):

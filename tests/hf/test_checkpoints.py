@@ -47,7 +47,6 @@ def test_initial_values_are_as_published():
         assert abs(weight.std().item() - 0.05) < 0.005
     assert mixer.conv.weight.std() > 0.2
     assert mixer.norm_weight.eq(1).all()
-    assert all(p.is_leaf and p.requires_grad for p in model.parameters())
 
 
 # Layer 1 of 3 with 8 channels: half of the depth lies before it, two thirds from it on. i: a channel.

@@ -231,14 +231,6 @@ def test_second_turn_continues_from_the_cache(model):
     assert torch.equal(continued, generate(model, ids, **options))
 
 
-def test_generate_accepts_embeddings_and_no_prompt():
-    model, ids = build("hybrid"), tokens(2)
-    expected = generate(model, ids)
-    assert torch.equal(generate(model, ids, prefill_chunk_size=4), expected)
-    embedded = model.get_input_embeddings()(ids)
-    assert torch.equal(generate(model, None, inputs_embeds=embedded), expected[:, T:])
-
-
 # --- padding and packs ------------------------------------------------------------------------------------------------
 
 MASKS = {
@@ -553,55 +545,42 @@ def test_seq_idx_is_packed_sequences(seq_idx):
             close(logits[row, own], model(ids[row, own][None]).logits[0])
 
 
-def test_seq_idx_and_positions_must_agree():
+def test_seq_idx_and_positions_agree():
     model, ids = build("gla"), tokens(9)[:1]
     batch = DataCollatorWithFlattening(return_seq_idx=True)([{"input_ids": ids[0, :4]}, {"input_ids": ids[0, 4:]}])
     both, one = model(**batch), model(**{name: x for name, x in batch.items() if name != "seq_idx"})
     close(both.loss, one.loss)
-    with pytest.raises(InputError, match="seq_idx marks other sequences than position_ids"):
-        model(ids, seq_idx=torch.zeros(1, 9, dtype=torch.int32), position_ids=batch["position_ids"])
 
 
-@pytest.mark.parametrize(
-    ("seq_idx", "sentence"),
-    [
-        ([[0] * 8], r"seq_idx has shape \[1, 8\]; expected \[1, 9\]"),
-        ([[0] * 8 + [-1]], "seq_idx of row 0 falls from 0 to -1"),
-        ([[-1] * 9], "seq_idx of row 0 begins with -1"),
-        ([[0.0] * 9], "seq_idx has dtype torch.float32; expected integers"),
-    ],
-)
-def test_invalid_seq_idx_is_refused(seq_idx, sentence):
-    with pytest.raises(InputError, match=sentence):
-        build("gla")(tokens(9)[:1], seq_idx=torch.tensor(seq_idx))
+ENDS, OTHER = torch.tensor([0, 4, 9]), torch.zeros(1, 9, dtype=torch.int32)
+WRONG_PLACES = {
+    r"seq_idx has shape \[1, 8\]; expected \[1, 9\]": {"seq_idx": [[0] * 8]},
+    "seq_idx of row 0 falls from 0 to -1": {"seq_idx": [[0] * 8 + [-1]]},
+    "seq_idx of row 0 begins with -1": {"seq_idx": [[-1] * 9]},
+    "seq_idx has dtype torch.float32; expected integers": {"seq_idx": [[0.0] * 9]},
+    "position_ids of row 0 go from 3 to 5": {"position_ids": [[0, 1, 2, 3, 5, 6, 7, 8, 9]]},
+    "position_ids of row 0 begin with 4": {"position_ids": [[4, 5, 6, 7, 8, 9, 10, 11, 12]]},
+    r"position_ids has shape \[1, 3\]; expected \[1, 9\]": {"position_ids": [[0, 1, 2]]},
+    "seq_idx marks other sequences than position_ids": {"seq_idx": OTHER, "position_ids": PACK},
+    "position_ids or seq_idx mark other sequences than cu_seqlens": {"position_ids": PACK, "cu_seqlens": ENDS},
+    "seq_idx mark other sequences than cu_seqlens": {"seq_idx": OTHER, "cu_seqlens": ENDS},
+    "cu_seq_lens_k differs from cu_seq_lens_q": {"cu_seq_lens_q": ENDS, "cu_seq_lens_k": [0, 5, 9]},
+}
 
 
-@pytest.mark.parametrize(
-    ("positions", "sentence"),
-    [
-        ([[0, 1, 2, 3, 5, 6, 7, 8, 9]], "position_ids of row 0 go from 3 to 5"),
-        ([[4, 5, 6, 7, 8, 9, 10, 11, 12]], "position_ids of row 0 begin with 4"),
-        ([[0, 1, 2]], r"position_ids has shape \[1, 3\]; expected \[1, 9\]"),
-    ],
-)
-def test_other_positions_are_refused(positions, sentence):
+@pytest.mark.parametrize("sentence", WRONG_PLACES)
+def test_wrong_places_are_refused(sentence):
+    given = {name: torch.as_tensor(x) for name, x in WRONG_PLACES[sentence].items()}
     model, ids = build("gla"), tokens(1)
     with pytest.raises(InputError, match=sentence):
-        model(ids, position_ids=torch.tensor(positions))
+        model(ids, **given)
 
 
-def test_invalid_positions_are_refused():
-    model, ids, pack = build("gla"), tokens(1), torch.tensor(PACK)
+def test_positions_go_on_behind_a_cache():
+    model, ids = build("gla"), tokens(1)
     cache = model(ids).past_key_values
     with pytest.raises(InputError, match="position_ids of row 0 begin with 0; expected 9"):
-        model(ids, position_ids=pack, past_key_values=cache)
-    ends = torch.tensor([0, 4, 9])
-    with pytest.raises(InputError, match="position_ids or seq_idx mark other sequences than cu_seqlens"):
-        model(ids, position_ids=pack, cu_seqlens=ends)
-    with pytest.raises(InputError, match="seq_idx mark other sequences than cu_seqlens"):
-        model(ids, seq_idx=torch.zeros(1, 9, dtype=torch.int32), cu_seqlens=ends)
-    with pytest.raises(InputError, match="cu_seq_lens_k differs from cu_seq_lens_q"):
-        model(ids, cu_seq_lens_q=ends, cu_seq_lens_k=torch.tensor([0, 5, 9]))
+        model(ids, position_ids=torch.tensor(PACK), past_key_values=cache)
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -30,7 +30,7 @@ def assert_same_bits(cache, other):
             if isinstance(x, torch.Tensor):
                 assert torch.equal(x, y) and x.dtype is y.dtype, name
             else:
-                assert not isinstance(y, torch.Tensor), name
+                assert x == y or name == "room", name  # which other memory has
 
 
 @pytest.mark.filterwarnings("ignore")
