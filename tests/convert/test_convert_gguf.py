@@ -207,12 +207,10 @@ def test_transformers_reads_the_file_alike(arch, tmp_path):
     assert differs(ours, AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf").eval()) < 1e-5
 
 
-def test_command_writes_model_tokenizer_and_settings_of_generation(tmp_path):
+def test_command_writes_model_tokenizer_and_settings_of_generation(tmp_path, run_command):
     theirs = release(tmp_path / "model.gguf", kind="F16")
-    for arguments in (["model.gguf", "--output", "ours"], ["ours", "--to", "llama", "--output", "back"]):
-        words = [str(tmp_path / word) if word in ("model.gguf", "ours", "back") else word for word in arguments]
-        done = CliRunner().invoke(app, ["convert", *words])
-        assert done.exit_code == 0, done.output
+    for source, output, to in (("model.gguf", "ours", ()), ("ours", "back", ("--to", "llama"))):
+        assert run_command("convert", tmp_path / source, "--output", tmp_path / output, *to).code == 0
     ours, tokenizer = load(tmp_path / "ours"), read_tokenizer(tmp_path / "ours")
     end, turn = TOKENS.index(END), TOKENS.index("<|im_end|>")
     settings = ours.generation_config

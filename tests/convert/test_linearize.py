@@ -169,21 +169,19 @@ def test_what_cannot_be_taken_over_is_named(attention, name, layers, sentence):
         linearize(model_of(attention), name, layers)
 
 
+OWN = "qk_norm=head, rope.kind=linear, rope.factor=2, rope.dims=4"
+
+
 @pytest.mark.parametrize(
     "expression",
     [
-        "hedgehog(map=exp, decay.kind=sigmoid-head)",
+        f"hedgehog(map=exp, decay.kind=sigmoid-head, {OWN})", f"softmax-hedgehog(competition.write=value, {OWN})",
         "gla(inputs.rotary=true)",
-        "softmax-hedgehog(competition.write=value)",
     ],
-)
+)  # fmt: skip
 def test_laws_hold_with_frequencies_and_norms_of_its_own(expression):
     spec = zoo.get(expression)
-    own = {"qk_norm": "head", "rope.kind": "linear", "rope.factor": 2.0, "rope.dims": 4}
     if type(spec) is MixerSpec:
-        model = model_of("gqa(qk_norm=head, rope.kind=linear, rope.factor=2, rope.dims=4)")
-        spec = linearize(model, spec).config.mixers[0]
-    else:
-        spec = zoo.get(expression[:-1] + ", " + ", ".join(f"{n}={str(v).lower()}" for n, v in own.items()) + ")")
+        spec = linearize(model_of(f"gqa({OWN})"), spec).config.mixers[0]
     rows = list(laws(spec, "cpu", torch.float64, seed=0))
     assert len(rows) > 10 and all(row.holds for row in rows)

@@ -25,6 +25,7 @@ KINDS = {
     "num_hidden_layers": [{"num_hidden_layers": 1, "layer_types": BOTH[:1]}],
     "layer_types": [{"layer_types": BOTH[::-1]}],
 }  # fmt: skip
+TIED = {"tied, with biases": {"tie_word_embeddings": True, "attention_bias": True}}
 QWEN = KINDS | {"rope_parameters": ROPES, "head_dim": [8]}
 LING = {"num_expert_group": 2, "topk_group": 1}
 MIXED = {
@@ -36,23 +37,14 @@ MIXED = {
 FAMILIES = {
     "qwen3_next": Family(
         SMALL | SIZES | DELTA | EXPERTS | {"head_dim": 16, "decoder_sparse_step": 2},
-        variants={
+        variants=TIED | {
             "linear layers alone": {"layer_types": BOTH[:1] * 2, "num_experts": 0},
             "attention alone": {"layer_types": BOTH[1:] * 2},
-            "tied, with biases": {"tie_word_embeddings": True, "attention_bias": True},
         },
         fields=QWEN | {"mlp_only_layers": [[0, 0], [1]]},
     ),
-    "qwen3_5_text": Family(
-        SMALL | SIZES | DELTA | {"head_dim": 16},
-        variants={"tied, with biases": {"tie_word_embeddings": True, "attention_bias": True}},
-        fields=QWEN,
-    ),
-    "qwen3_5_moe_text": Family(
-        SMALL | SIZES | DELTA | EXPERTS | {"head_dim": 16},
-        variants={"tied, with biases": {"tie_word_embeddings": True, "attention_bias": True}},
-        fields=QWEN,
-    ),
+    "qwen3_5_text": Family(SMALL | SIZES | DELTA | {"head_dim": 16}, TIED, QWEN),
+    "qwen3_5_moe_text": Family(SMALL | SIZES | DELTA | EXPERTS | {"head_dim": 16}, TIED, QWEN),
     "lara_mini": Family(
         SMALL | HEADS | DELTA | EXPERTS | {
             "head_dim": 16, "sliding_window": 5, "num_hidden_layers": 3, "layer_types": [*BOTH, "sliding_attention"],

@@ -5,6 +5,8 @@ are defined to. With a cache, Mamba-2 does not bound its steps (time_step_limit)
 one; with padding, RecurrentGemma and RWKV let the padding into their states.
 """
 
+from dataclasses import replace
+
 from . import SMALL, Family
 
 INF = float("inf")
@@ -16,6 +18,14 @@ PROPORTIONAL = {
     "full_attention": {"rope_type": "proportional", "rope_theta": 90.0, "partial_rotary_factor": 0.5},
     "sliding_attention": ROPE,
 }
+MAMBA = Family(
+    SMALL | {"state_size": 8, "time_step_rank": 3},
+    variants={
+        "biases": {"use_bias": True, "use_conv_bias": False, "expand": 3},
+        "untied": {"tie_word_embeddings": False, "time_step_rank": "auto", "conv_kernel": 2},
+    },
+    fields={"time_step_init_scheme": ["constant"]},
+)
 FAMILIES = {
     "mamba2": Family(
         SMALL | {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 16},
@@ -30,22 +40,8 @@ FAMILIES = {
             "n_groups": [2, 4], "time_step_limit": [(0.0, 0.1), (0.2, INF)], "time_step_rank": [3],
         },
     ),
-    "mamba": Family(
-        SMALL | {"state_size": 8, "time_step_rank": 3},
-        variants={
-            "biases": {"use_bias": True, "use_conv_bias": False, "expand": 3},
-            "untied": {"tie_word_embeddings": False, "time_step_rank": "auto", "conv_kernel": 2},
-        },
-        fields={"time_step_init_scheme": ["constant"]},
-    ),
-    "falcon_mamba": Family(
-        SMALL | {"state_size": 8, "time_step_rank": 3, "layer_norm_epsilon": 1e-2, "mixer_rms_eps": 1e-3},
-        variants={
-            "biases": {"use_bias": True, "use_conv_bias": False, "expand": 3},
-            "untied": {"tie_word_embeddings": False, "time_step_rank": "auto", "conv_kernel": 2},
-        },
-        fields={"time_step_init_scheme": ["constant"]},
-    ),
+    "mamba": MAMBA,
+    "falcon_mamba": replace(MAMBA, base=MAMBA.base | {"layer_norm_epsilon": 1e-2, "mixer_rms_eps": 1e-3}),
     "bamba": Family(
         ATTENDED | {"mamba_n_heads": 4, "mamba_d_state": 8, "attn_layer_indices": [1], "mamba_chunk_size": 16},
         variants={

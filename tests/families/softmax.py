@@ -34,6 +34,7 @@ FREQUENCIES = {
 }  # fmt: skip
 # Of the families beside Llama, whose frequencies and activations the same functions read.
 SOME = FREQUENCIES | {"rope_parameters": [ROPES["yarn"], ROPES["longrope"]], "hidden_act": ["gelu_new"]}
+ROUTER = {"router_aux_loss_coef": [0.5], "output_router_logits": [True]}
 WINDOWS = ["full_attention", "sliding_attention"]
 SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 QWEN = {
@@ -158,10 +159,10 @@ FAMILIES = {
             "normalized": {"norm_topk_prob": True}, "dense": {"mlp_only_layers": [0]},
             "window": {"use_sliding_window": True, "sliding_window": 5},
         },
-        fields=SOME | {
+        fields=SOME | ROUTER | {
             "decoder_sparse_step": [2, 0], "mlp_only_layers": [[1], [0, 1]], "num_experts": [3, 0],
             "num_experts_per_tok": [1, 5], "moe_intermediate_size": [8], "norm_topk_prob": [True],
-            "router_aux_loss_coef": [0.5], "output_router_logits": [True], "num_hidden_layers": [1, 3],
+            "num_hidden_layers": [1, 3],
             "use_sliding_window": [{"use_sliding_window": True, "sliding_window": 7}],
             "sliding_window": [{"use_sliding_window": True, "sliding_window": 1}, {"sliding_window": 9}],
         },
@@ -169,9 +170,9 @@ FAMILIES = {
     "mixtral": Family(
         HEADS | {"num_local_experts": 4, "head_dim": 8},
         variants={"window": {"sliding_window": 5}, "width of heads by default": {"head_dim": None}},
-        fields=SOME | {
+        fields=SOME | ROUTER | {
             "num_local_experts": [3], "num_experts_per_tok": [1, 5], "router_jitter_noise": [0.1],
-            "router_aux_loss_coef": [0.5], "output_router_logits": [True], "sliding_window": [7],
+            "sliding_window": [7],
         },
     ),
     "gpt_oss": Family(
@@ -181,10 +182,10 @@ FAMILIES = {
             "one expert": {"num_local_experts": 1, "num_experts_per_tok": 1, "layer_types": 2 * WINDOWS[:1]},
             "bounds": {"swiglu_limit": 0.5, "swiglu_alpha": 3.0},
         },
-        fields=SOME | {
+        fields=SOME | ROUTER | {
             "hidden_act": ["gelu"], "sliding_window": [1, 7], "num_local_experts": [3, 0],
             "num_experts_per_tok": [1, 5], "swiglu_alpha": [0.5, 0.0], "swiglu_limit": [0.3, 0.0],
-            "router_aux_loss_coef": [0.5], "output_router_logits": [True], "num_hidden_layers": [1, 3],
+            "num_hidden_layers": [1, 3],
             "layer_types": [{"layer_types": WINDOWS}, {"layer_types": 2 * WINDOWS[:1]}],
         },
     ),

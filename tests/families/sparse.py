@@ -1,7 +1,7 @@
 """Models of experts, and of latent attention."""
 
 from . import Family
-from .softmax import HEADS, MULTIPLIERS, QWEN, ROPES, SHORT, SLIDING, SOME, WINDOWS, rope
+from .softmax import HEADS, MULTIPLIERS, QWEN, ROPES, ROUTER, SHORT, SLIDING, SOME, WINDOWS, rope
 
 LATENT = HEADS | {
     "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
@@ -33,9 +33,8 @@ EXPERTS = {
 QWEN_EXPERTS = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 12,
 }  # fmt: skip
-GRANITE = {name: [0.7, 0.0] for name in MULTIPLIERS} | {
-    "num_local_experts": [3, 0], "num_experts_per_tok": [1, 9], "router_aux_loss_coef": [0.5],
-    "output_router_logits": [True],
+GRANITE = ROUTER | {name: [0.7, 0.0] for name in MULTIPLIERS} | {
+    "num_local_experts": [3, 0], "num_experts_per_tok": [1, 9],
 }  # fmt: skip
 ALPHA = rope("dynamic", alpha=4.0, factor=1.0)
 LONG = {**SHORT, "factor": 4.0, "original_max_position_embeddings": 256}
@@ -84,9 +83,8 @@ FAMILIES = {
     "flex_olmo": Family(
         HEADS | {"num_experts": 4, "num_experts_per_tok": 2},
         variants={"biases, normalized": {"attention_bias": True, "norm_topk_prob": True}, "yarn": ROPES["yarn"]},
-        fields=SOME | {
-            "num_experts": [3], "num_experts_per_tok": [1, 5], "router_aux_loss_coef": [0.5],
-            "output_router_logits": [True],
+        fields=SOME | ROUTER | {
+            "num_experts": [3], "num_experts_per_tok": [1, 5],
         },
     ),
     "glm4_moe": Family(
@@ -122,18 +120,16 @@ FAMILIES = {
             "windows": SLIDING, "dense, no biases": {"mlp_only_layers": [0], "qkv_bias": False},
             "normalized": {"norm_topk_prob": True},
         },
-        fields=SOME | QWEN | {
+        fields=SOME | ROUTER | QWEN | {
             "decoder_sparse_step": [2, 0], "mlp_only_layers": [[1], [0, 1]], "num_experts": [3, 0],
             "num_experts_per_tok": [1, 5], "moe_intermediate_size": [12], "shared_expert_intermediate_size": [8, 0],
-            "router_aux_loss_coef": [0.5], "output_router_logits": [True],
         },
     ),
     "olmoe": Family(
         HEADS | {"num_experts": 4, "num_experts_per_tok": 2},
         variants={"biases": {"attention_bias": True}, "normalized, yarn": ROPES["yarn"] | {"norm_topk_prob": True}},
-        fields=SOME | {
-            "clip_qkv": [0.5], "num_experts": [3], "num_experts_per_tok": [1, 5], "router_aux_loss_coef": [0.5],
-            "output_router_logits": [True],
+        fields=SOME | ROUTER | {
+            "clip_qkv": [0.5], "num_experts": [3], "num_experts_per_tok": [1, 5],
         },
     ),
     "ernie4_5_moe": Family(
@@ -142,11 +138,10 @@ FAMILIES = {
             "biases, untied": {"use_bias": True, "tie_word_embeddings": False},
             "all layers, without shared experts": {"moe_layer_start_index": 0, "moe_num_shared_experts": 0},
         },
-        fields=SOME | {
+        fields=SOME | ROUTER | {
             "moe_num_experts": [3, 0], "moe_k": [1, 5], "moe_num_shared_experts": [0, 1],
             "moe_layer_start_index": [0, 2], "moe_layer_end_index": [0, 1, 5], "moe_layer_interval": [2, 3, 0],
             "moe_norm_min": [0.5, 1e-13],
-            "router_aux_loss_coef": [0.5], "output_router_logits": [True],
         },
     ),
     "granitemoe": Family(
@@ -161,9 +156,8 @@ FAMILIES = {
     "minimax_m2": Family(
         HEADS | {"head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2},
         variants={"partial rotation": {"rotary_dim": 6}, "yarn": ROPES["yarn"]},
-        fields=SOME | {
+        fields=SOME | ROUTER | {
             "num_local_experts": [3, 0], "num_experts_per_tok": [1, 5], "router_jitter_noise": [0.1],
-            "router_aux_loss_coef": [0.5], "output_router_logits": [True],
         },
     ),
     "hunyuan_v1_moe": Family(
@@ -183,10 +177,10 @@ FAMILIES = {
             "biases, window": {"attention_bias": True, "lm_head_bias": True, "sliding_window": 5},
             "longrope": PHI, "longrope, wide window": PHI | {"sliding_window": 512, "max_position_embeddings": 512},
         },
-        fields=SOME | {
+        fields=SOME | ROUTER | {
             "rope_parameters": [PHI, PHI_APART, rope("linear", factor=2.0, short_mscale=1.0, long_mscale=1.0)],
             "num_local_experts": [3, 1], "num_experts_per_tok": [1, 3], "router_jitter_noise": [0.01, 0.0, 0.8],
-            "input_jitter_noise": [0.1], "router_aux_loss_coef": [0.5], "output_router_logits": [True],
+            "input_jitter_noise": [0.1],
             "sliding_window": [7], "lm_head_bias": [True],
         },
     ),

@@ -218,6 +218,18 @@ def test_pending_tokens(model):
 
 
 @torch.no_grad()
+def test_a_loss_of_experts_leaves_pending_tokens_out():
+    model, ids = tiny.build("experts").train(), tiny.tokens(2, 9)
+    caches = [HeadraceCache() for _ in range(2)]
+    for cache in caches:
+        model(ids[:, :6], past_key_values=cache)
+        cache.rewind(2)
+    model.read_pending(caches[0])
+    first, second = (model(ids[:, 4:], past_key_values=cache, labels=ids[:, 4:]).loss for cache in caches)
+    assert abs(first - second) < 1e-6
+
+
+@torch.no_grad()
 def test_embeddings_are_gone_behind_to_a_snapshot_alone(model):
     ids, cache = tiny.tokens(2, 6), HeadraceCache()
     x = model.get_input_embeddings()(ids)
@@ -303,10 +315,12 @@ def test_prompts_of_padding_alone_have_rows(model):
 def test_states_that_cannot_be_joined_are_refused():
     ids, none = tiny.tokens(1, 3), torch.zeros(1, 3)
     gla, padded = tiny.build("gla"), {"attention_mask": none}
-    for model, other, where in (
-        (gla, tiny.build("mamba and s4"), {}), (gla, gla, padded), (*[tiny.build("transformer")] * 2, {}),
+    for model, other, mine, theirs in (
+        (gla, tiny.build("mamba and s4"), {}, {}), (gla, gla, {}, padded), (gla, gla, padded, padded),
+        (*[tiny.build("transformer")] * 2, {}, {}),
     ):  # fmt: skip
-        first, second = model(ids, use_cache=True).past_key_values, other(ids, use_cache=True, **where).past_key_values
+        pairs = (model, mine), (other, theirs)
+        first, second = (each(ids, use_cache=True, **where).past_key_values for each, where in pairs)
         before = [x.clone() for x in tensors(first)]
         with pytest.raises(InputError, match="append joins states of the same kinds and of one size"):
             first.append(second)
