@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GPT2Config
 
 import tiny
-from families import save
+from families import rewrite, save
 from families.every import described
 from groups import refused
 from headrace import load
@@ -82,11 +82,6 @@ def test_offset_norms_keep_the_digits_of_bfloat16(checkpoint, tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def changed(path, **settings):
-    config = json.loads((path / "config.json").read_text("utf-8"))
-    (path / "config.json").write_text(json.dumps(config | settings))
-
-
 MISTAKES = {
     "several heads": (
         {"model_type": "zamba"},
@@ -110,7 +105,7 @@ MISTAKES = {
 def test_user_errors_are_refused(checkpoint, mistake):
     _, path = checkpoint("llama")
     settings, sentence = MISTAKES[mistake]
-    changed(path, **settings)
+    rewrite(path, **settings)
     assert sentence in refused(lambda: import_checkpoint(path))
 
 
@@ -269,7 +264,7 @@ def test_adapter_is_not_left_out(checkpoint, tmp_path):
 def test_settings_of_generation_may_be_in_the_config(checkpoint):
     """As in files of earlier versions of transformers."""
     _, path = checkpoint("llama")
-    changed(path, repetition_penalty=1.7, eos_token_id=[5, 6])
+    rewrite(path, repetition_penalty=1.7, eos_token_id=[5, 6])
     (path / "generation_config.json").unlink()
     settings = load(path).generation_config
     assert (settings.repetition_penalty, settings.eos_token_id, settings.use_cache) == (1.7, [5, 6], True)

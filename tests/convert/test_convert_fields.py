@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from families import logits, read, relative, save
+from families import logits, read, relative, rewrite, save
 from families.every import FAMILIES, described
 from groups import refused
 from headrace.convert import FORMATS, import_checkpoint
@@ -31,13 +31,6 @@ def error(path):
     theirs = read(path)
     ids = torch.randint(theirs.config.vocab_size, (2, 40))
     return relative(import_checkpoint(path)(ids).logits, logits(theirs, ids))
-
-
-def rewrite(path, without=(), **settings):
-    config = json.loads((path / "config.json").read_text()) | settings
-    kept = {name: value for name, value in config.items() if name not in without}
-    (path / "config.json").write_text(json.dumps(kept))
-    return path
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}

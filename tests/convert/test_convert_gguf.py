@@ -6,16 +6,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    ArceeConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    Qwen2Config,
-    Qwen2Tokenizer,
-    Qwen3Config,
-    SeedOssConfig,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Tokenizer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from typer.testing import CliRunner
 
 from headrace import InputError, load
@@ -37,13 +29,7 @@ SIZES = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 5000.0, "rms_norm_eps": 1e-6,
     "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
-CONFIGS = {
-    "llama": lambda **more: LlamaConfig(**SIZES | more),
-    "qwen2": lambda **more: Qwen2Config(**SIZES | more),
-    "qwen3": lambda **more: Qwen3Config(**SIZES | {"head_dim": 16} | more),
-    "arcee": lambda **more: ArceeConfig(**SIZES | more),
-    "seed_oss": lambda **more: SeedOssConfig(**SIZES | {"head_dim": 16} | more),
-}
+WITH_HEAD_DIM = "qwen3", "seed_oss"
 NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "model.layers": "blk",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
@@ -80,7 +66,7 @@ def metadata(model, arch):
         "attention.head_count": c.num_attention_heads, "attention.head_count_kv": c.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": c.rms_norm_eps, "rope.freq_base": rope["rope_theta"],
     }  # fmt: skip
-    if arch in ("qwen3", "seed_oss"):
+    if arch in WITH_HEAD_DIM:
         own |= dict.fromkeys(("attention.key_length", "attention.value_length"), c.head_dim)
     if rope["rope_type"] in ("linear", "yarn"):
         own |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
@@ -120,7 +106,8 @@ def release(path, arch="llama", kind="F32", more=(), changes=None, **config):
 
     more: further tensors; changes: of the metadata."""
     kind, f32 = (getattr(gguf.GGMLQuantizationType, name) for name in (kind, "F32"))
-    model, tensors = AutoModelForCausalLM.from_config(CONFIGS[arch](**config)).eval(), []
+    sizes = SIZES | ({"head_dim": 16} if arch in WITH_HEAD_DIM else {})
+    model, tensors = AutoModelForCausalLM.from_config(CONFIG_MAPPING[arch](**sizes | config)).eval(), []
     heads = {"attn_q": model.config.num_attention_heads, "attn_k": model.config.num_key_value_heads}
     for name, parameter in model.named_parameters():
         parameter.add_(torch.randn_like(parameter), alpha=0.1)

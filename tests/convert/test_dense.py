@@ -1,13 +1,11 @@
 """What single families of dense models have, beside what tests/convert/test_families.py compares of all."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from families import logits, read, relative, save
+from families import logits, read, relative, rewrite, save
 from families.every import described
 from headrace import load
 from headrace.convert import export_checkpoint, import_checkpoint
@@ -24,8 +22,7 @@ def saved(kind, path, **changes):
 def test_a_mistral_with_kinds_of_layers_is_a_ministral(tmp_path):
     """As transformers takes it."""
     theirs, ids = saved("ministral", tmp_path)
-    config = tmp_path / "config.json"
-    config.write_text(config.read_text().replace("ministral", "mistral"))
+    rewrite(tmp_path, model_type="mistral")
     assert read(tmp_path).config.model_type == "ministral"
     assert relative(import_checkpoint(tmp_path)(ids).logits, logits(theirs, ids)) < 1e-12
 
@@ -44,9 +41,7 @@ MISTAKES = {
 def test_numbers_of_rotations_are_refused_by_name(mistake, tmp_path):
     kind, rope, head_dim = MISTAKES[mistake]
     saved(kind, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config |= {"rope_parameters": {"rope_theta": 50.0} | rope, "head_dim": head_dim}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    rewrite(tmp_path, rope_parameters={"rope_theta": 50.0} | rope, head_dim=head_dim)
     with pytest.raises(InputError, match=r"config\.json has rope_parameters=.*; expected "):
         import_checkpoint(tmp_path)
 

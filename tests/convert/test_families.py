@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from families import dense, float64_throughout, logits, parallel, read, relative, save, softmax, sparse
+from families import dense, float64_throughout, logits, parallel, read, relative, rewrite, save, softmax, sparse
 from families.every import FAMILIES, VARIANTS, described
 from headrace import load
 from headrace.convert import FORMATS, export_checkpoint, import_checkpoint
@@ -272,9 +272,7 @@ def test_frequencies_of_phi_moe_beyond_the_original_length(tmp_path):
     parameters = sparse.PHI["rope_parameters"] | {"original_max_position_embeddings": 16}
     theirs = save(described("phimoe", rope_parameters=parameters), tmp_path)
     ours = import_checkpoint(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["rope_parameters"]["short_factor"] = config["rope_parameters"]["long_factor"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    rewrite(tmp_path, rope_parameters=parameters | {"short_factor": parameters["long_factor"]})
     for length, published in ((16, theirs), (28, read(tmp_path))):
         ids = tokens(theirs, 2, length)
         assert relative(ours(ids).logits, logits(published, ids)) < FLOAT64
@@ -328,9 +326,7 @@ def test_language_model_of_a_model_that_reads_images(kind, text, vision, tmp_pat
     export_checkpoint(ours, text, tmp_path / "back")
     assert relative(logits(read(tmp_path / "back"), ids), ours(ids).logits) < FLOAT64
     (tmp_path / "generation_config.json").unlink()
-    config = json.loads((tmp_path / "config.json").read_text()) | {"eos_token_id": [1, 7], "bos_token_id": 3}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    settings = import_checkpoint(tmp_path).generation_config
+    settings = import_checkpoint(rewrite(tmp_path, eos_token_id=[1, 7], bos_token_id=3)).generation_config
     assert (settings.eos_token_id, settings.bos_token_id) == ([1, 7], 3)
 
 

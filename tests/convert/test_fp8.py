@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from families import save
+from families import rewrite, save
 from families.every import described
 from headrace.convert import export_checkpoint, import_checkpoint
 from headrace.convert.files import WEIGHTS
@@ -15,6 +15,7 @@ from headrace.convert.fp8 import scaled
 from headrace.utils.errors import InputError
 
 BLOCK = [16, 8]
+QUANTIZED = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": BLOCK}
 NAME = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"  # of 20 rows, and so of a block and a part of one
 
 
@@ -44,8 +45,7 @@ def packed(tmp_path):
             exact[name] = scaled(tensors[name], tensors[f"{name}_scale_inv"], BLOCK)
     save_file(exact, plain / WEIGHTS, metadata={"format": "pt"})
     save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
-    quantized = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": BLOCK}
-    (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantized}))
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZED}))
     return path, tensors, plain
 
 
@@ -84,8 +84,6 @@ def test_wrong_tensors_are_refused(packed):
 )
 def test_another_quantization_is_refused(changes, packed):
     path, *_ = packed
-    config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] |= changes
-    (path / "config.json").write_text(json.dumps(config))
+    rewrite(path, quantization_config=QUANTIZED | changes)
     with pytest.raises(InputError, match=r"config\.json has quantization_config="):
         import_checkpoint(path)

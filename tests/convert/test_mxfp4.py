@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from families import float64_throughout, logits, read, relative, save
+from families import float64_throughout, logits, read, relative, rewrite, save
 from families.every import described
 from headrace.convert import export_checkpoint, import_checkpoint
 from headrace.convert.files import WEIGHTS
@@ -45,9 +45,7 @@ def packed(tmp_path):
         E, inputs, outputs = tensors.pop(name).shape
         tensors[f"{name}_blocks"] = random_bytes(E, outputs, inputs // 32, 16)
         tensors[f"{name}_scales"] = random_bytes(E, outputs, inputs // 32, low=120, high=127)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config |= {"dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    rewrite(tmp_path, dtype="bfloat16", quantization_config={"quant_method": "mxfp4"})
     save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
     return tmp_path, tensors
 
@@ -97,7 +95,6 @@ def test_wrong_tensors_are_refused(packed):
 @pytest.mark.parametrize("other", [{"quant_method": "awq"}, {}, "mxfp4", ["mxfp4"]])  # the last two by transformers
 def test_another_quantization_is_refused(other, packed):
     path, _ = packed
-    config = json.loads((path / "config.json").read_text()) | {"quantization_config": other}
-    (path / "config.json").write_text(json.dumps(config))
+    rewrite(path, quantization_config=other)
     with pytest.raises(InputError, match=r"quantization_config=.*; expected a quant_method|is refused by transformers"):
         import_checkpoint(path)

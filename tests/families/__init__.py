@@ -1,5 +1,6 @@
 """The model families of transformers that headrace converts, and configurations of them to test."""
 
+import json
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +60,14 @@ def save(config, path):
                 torch.nn.init.normal_(value, std=0.3)
         theirs.save_pretrained(path)
     return comparable(theirs)
+
+
+def rewrite(path, without=(), **settings):
+    """Changes the config.json of a folder, and returns the folder."""
+    config = json.loads((path / "config.json").read_text("utf-8")) | settings
+    kept = {name: value for name, value in config.items() if name not in without}
+    (path / "config.json").write_text(json.dumps(kept))
+    return path
 
 
 def read(path):

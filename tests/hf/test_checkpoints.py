@@ -291,6 +291,7 @@ WRONG = {
     "norm_eps=nan; expected a positive number": {"norm_eps": float("nan")},
     "rope_theta='10000'; expected a positive number": {"rope_theta": "10000"},
     "output_attentions=1; expected True or False": {"output_attentions": 1},
+    "num_labels=1048577; expected 0 to 1048576": {"num_labels": 2**20 + 1},
     "tie_word_embeddings='false'; expected True or False": {"tie_word_embeddings": "false"},
 }
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import cpu_offload
 from transformers import DataCollatorWithFlattening, DynamicCache
+from transformers.generation import stopping_criteria
 
 from headrace import Mixer as layer_of
 from headrace import zoo
@@ -455,6 +456,13 @@ def test_short_loop_generates_the_tokens_of_transformers(mixer, monkeypatch):
     monkeypatch.setattr(generation, "special_reason", lambda *_: "a test of it")
     assert all(torch.equal(x, y) for x, y in zip(result, tokens(), strict=True))
     assert len(short) == len(settings)
+
+
+def test_short_loop_says_that_a_text_is_longer_than_the_longest(monkeypatch):
+    model, told = build("gla", max_position_embeddings=T + 2).float().eval(), []
+    monkeypatch.setattr(stopping_criteria.logger, "warning_once", told.append)
+    model.generate(tokens(1), max_new_tokens=6, pad_token_id=0, eos_token_id=None)
+    assert any(f"predefined maximum length ({T + 2})" in line for line in told)
 
 
 def _noted(function, calls):
