@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tokenizers.processors import TemplateProcessing
 
 import tiny
@@ -46,6 +47,38 @@ def test_llama_cpp_gives_the_same_logits(mixer, tmp_path):
     for piece in ids.split([1, 30, 1, 18]):
         llama.eval(piece.tolist())
     tiny.close(torch.tensor(llama.scores[:50]), model(ids[None]).logits[0], 1e-3)
+
+
+def computed(tensors, ids, heads, eps=1e-6):
+    """The logits [T, vocabulary] of Mamba-2 from its tensors, token by token, as llama.cpp computes them."""
+
+    def normed(x, weight):
+        return weight * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+    x = tensors["token_embd.weight"][ids]
+    for i in range(2):
+        own = {name.removeprefix(f"blk.{i}."): tensor for name, tensor in tensors.items()}
+        conv, inner = own["ssm_conv1d.weight"], own["ssm_out.weight"].shape[1]
+        size, width = (conv.shape[0] - inner) // 2, conv.shape[1]
+        z, xBC, dt = (normed(x, own["attn_norm.weight"]) @ own["ssm_in.weight"].T).split([inner, len(conv), heads], -1)
+        before = F.pad(xBC, (0, 0, width - 1, 0)).unfold(0, width, 1)
+        v, B, C = F.silu((before * conv).sum(-1) + own["ssm_conv1d.bias"]).split([inner, size, size], -1)
+        v, dt, y, state = v.unflatten(-1, (heads, -1)), F.softplus(dt + own["ssm_dt.bias"])[..., None, None], [], 0
+        for t in range(len(ids)):
+            state = state * (dt[t] * own["ssm_a"][..., None]).exp() + dt[t] * v[t][..., None] * B[t]
+            y.append((state @ C[t] + own["ssm_d"] * v[t]).flatten())
+        x = x + normed(torch.stack(y) * F.silu(z), own["ssm_norm.weight"][0]) @ own["ssm_out.weight"].T
+    return normed(x, tensors["output_norm.weight"]) @ tensors["output.weight"].T
+
+
+@torch.no_grad()
+def test_tensors_of_mamba2_give_the_logits(tmp_path):
+    """Without llama.cpp."""
+    (tmp_path / "out").mkdir()
+    model, ids = saved(tmp_path, "mamba2", **MODELS["mamba2"]), torch.randint(0, 300, (9,))
+    gguf.export(tmp_path, tmp_path / "out")
+    tensors = {x.name: torch.tensor(x.data).double() for x in GGUFReader(tmp_path / "out" / gguf.NAME).tensors}
+    tiny.close(computed(tensors, ids, heads=4), model.double()(ids[None]).logits[0], 1e-5)
 
 
 @pytest.mark.parametrize("tokenizer", [byte_level(), train_bpe(["the cats and the dogs sat on the mat"] * 9, 290)])
