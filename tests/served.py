@@ -3,7 +3,9 @@
 import threading
 import time
 from contextlib import contextmanager
+from functools import partial
 
+import httpx
 import openai
 import uvicorn
 
@@ -35,6 +37,8 @@ def save(folder, vocab_size, template=None, mixer="softmax-gla", **changes):
 
 
 CLIENTS: list[openai.OpenAI] = []  # which are closed with the server
+# Of the server on this machine, which has no proxy and may be busy.
+get, post = (partial(method, timeout=600, trust_env=False) for method in (httpx.get, httpx.post))
 
 
 @contextmanager
@@ -73,6 +77,11 @@ def started(server, folder):
         assert server.is_alive(), (folder / "err").read_text()
         time.sleep(0.05)
     return said.read_text().splitlines()[0].split()[-1].removesuffix("/v1")
+
+
+def requests_of(base):
+    """The number of requests that are open."""
+    return get(f"{base}/health").json()["requests"]
 
 
 def wait_for(condition):

@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-
-pytest.importorskip("triton", reason="Triton is not installed")
-
 import triton
 import triton.language as tl
 from triton.runtime.errors import OutOfResources

@@ -5,9 +5,6 @@ import re
 import shutil
 
 import pytest
-
-pytest.importorskip("datasets", reason="the extra [train] is not installed")
-
 from safetensors.torch import load_file, save_file
 
 from groups import refused

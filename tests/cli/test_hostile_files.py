@@ -10,8 +10,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-pytest.importorskip("transformers", reason="the extra [models] is not installed")
-
 import tiny
 from groups import refused
 from headrace import InputError, load

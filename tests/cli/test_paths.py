@@ -6,8 +6,6 @@ import shutil
 
 import pytest
 
-pytest.importorskip("datasets", reason="the extra [train] is not installed")
-
 import tiny
 from headrace.data.tokenizer import byte_level
 from headrace.files import workers

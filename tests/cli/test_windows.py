@@ -7,8 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("datasets", reason="the extra [train] is not installed")
-
 import fresh
 from headrace.data import Preparation, preparation, prepare
 from headrace.files import processes

@@ -4,11 +4,6 @@ import re
 from functools import cache, partial
 
 import pytest
-
-pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
-pytest.importorskip("openai", reason="the extra [dev] is not installed")
-
-import httpx
 import torch
 
 import served
@@ -22,7 +17,7 @@ from headrace.serving.prefix import PrefixCache, Saved, check_room, joined, unsu
 from headrace.spec import AttentionSpec
 from headrace.spec.attention import Rope
 from headrace.utils.errors import InputError
-from served import ASCII, ask, connect, save, serving, wait_for
+from served import ASCII, ask, connect, get, save, serving, wait_for
 
 PIECE, NEW = 8, 5
 Client = partial(served.Client, tokens=NEW, logprobs=1)  # the scores of its tokens show a state that differs
@@ -322,8 +317,7 @@ def test_a_size_without_room_for_a_state_is_refused(tmp_path):
 
 
 def metrics(base):
-    page = httpx.get(f"{base}/metrics", timeout=600, trust_env=False).text
-    lines = (line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+    lines = (line.rsplit(" ", 1) for line in get(f"{base}/metrics").text.splitlines() if not line.startswith("#"))
     return {name: float(value) for name, value in lines}
 
 

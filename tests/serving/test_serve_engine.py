@@ -7,9 +7,6 @@ import threading
 import pytest
 import torch
 
-pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
-pytest.importorskip("openai", reason="the extra [dev] is not installed")
-
 from headrace import load
 from headrace.data.tokenizer import byte_level
 from headrace.serving import engine

@@ -3,11 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
-pytest.importorskip("openai", reason="the extra [dev] is not installed")
-
-import httpx
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -21,7 +16,7 @@ from headrace.serving.routes import Choice
 from headrace.serving.sampling import Score, scored
 from headrace.serving.stream import Piece
 from headrace.serving.text import Logprobs, token_texts
-from served import ASCII, connect, save, serving
+from served import ASCII, connect, post, save, serving
 
 PROMPT = "question7:"
 
@@ -51,7 +46,7 @@ def test_lm_eval_reads_the_log_likelihoods(served):
     continuations[1] = greedy[0, 3:].tolist()
     rows = [a + b for a, b in zip(contexts, continuations, strict=True)]
     payload = theirs._create_payload(SimpleNamespace(model="tiny"), rows, generate=False)
-    answer = httpx.post(f"{base}/v1/completions", json=payload, timeout=600, trust_env=False).json()
+    answer = post(f"{base}/v1/completions", json=payload).json()
     actual = theirs.parse_logprobs(answer, tokens=rows, ctxlens=[*map(len, contexts)])
     for ids, given, (total, is_greedy) in zip(rows, contexts, actual, strict=True):
         expected = logprobs_of(model, ids)[len(given) - 1 :]
@@ -133,15 +128,10 @@ def test_tokens_that_are_partial_characters():
     """Two bytes of one character have one text; the likelier is kept, and an offset is that of the character."""
     tokenizer = byte_level()
     first, second = tokenizer("é").input_ids
-    result = Logprobs(tokenizer)(
-        [Score(5), Score(first, -2.0, ((second, -1.0),)), Score(second, -0.5, ((second, -0.5),))]
-    )
-    assert result["tokens"][1:] == ["\ufffd", "\ufffd"] and result["top_logprobs"] == [
-        None,
-        {"\ufffd": -1.0},
-        {"\ufffd": -0.5},
-    ]
-    assert result["text_offset"] == [0, 1, 1]
+    scores = [Score(5), Score(first, -2.0, ((second, -1.0),)), Score(second, -0.5, ((second, -0.5),))]
+    result = Logprobs(tokenizer)(scores)
+    assert result["tokens"][1:] == ["\ufffd", "\ufffd"] and result["text_offset"] == [0, 1, 1]
+    assert result["top_logprobs"] == [None, {"\ufffd": -1.0}, {"\ufffd": -0.5}]
 
 
 def test_nonfinite_logprobs_are_null():

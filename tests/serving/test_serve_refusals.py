@@ -1,21 +1,20 @@
 """What the server refuses: one sentence that names the field, in OpenAI's shape, and never a 500."""
 
+import contextlib
 import json
 import re
 import socket
 import time
+from functools import partial
+from http.client import HTTPConnection
 from pathlib import Path
-
-import pytest
-
-pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
-pytest.importorskip("openai", reason="the extra [dev] is not installed")
 
 import httpx
 import openai
+import pytest
 
 from headrace.serving import protocol, requests, routes
-from served import ASCII, ENDLESS, TEMPLATE, connect, save, serving, wait_for
+from served import ASCII, ENDLESS, TEMPLATE, connect, get, post, requests_of, save, serving, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +29,13 @@ def chat(tmp_path):
         yield connect(base).chat.completions
 
 
-@pytest.fixture
-def post(server):
-    def post(path, **request):
-        return httpx.post(f"{server}{path}", timeout=600, trust_env=False, **request)
-
-    return post
+@pytest.fixture(scope="module")
+def complete(server):
+    """Posts what may be no request of a completion."""
+    return partial(post, f"{server}/v1/completions")
 
 
+JSON = {"content-type": "application/json"}
 # The body of a completion that is wrong: the sentence of the error, and the field that it names.
 BODIES = {
     "{bad": ("the body is not JSON", None),
@@ -114,15 +112,15 @@ def refused(answer, status, sentence, param=None):
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: str(body)[:20])
-def test_invalid_bodies_are_refused(post, body):
+def test_invalid_bodies_are_refused(complete, body):
     sentence, param = BODIES[body]
-    refused(post("/v1/completions", content=body, headers={"content-type": "application/json"}), 400, sentence, param)
+    refused(complete(content=body, headers=JSON), 400, sentence, param)
 
 
 @pytest.mark.parametrize("sentence", FIELDS, ids=lambda sentence: sentence.partition(";")[0])
-def test_invalid_fields_are_refused(post, sentence):
+def test_invalid_fields_are_refused(complete, sentence):
     name = re.match(r"\w+", sentence)[0]
-    refused(post("/v1/completions", json={"prompt": "a", name: FIELDS[sentence]}), 400, sentence, name)
+    refused(complete(json={"prompt": "a", name: FIELDS[sentence]}), 400, sentence, name)
 
 
 @pytest.mark.parametrize("route", ELSEWHERE)
@@ -132,27 +130,18 @@ def test_other_routes_are_not_served(server, route):
     assert ("allow" in answer.headers) == (answer.status_code == 405)
 
 
-def test_wrong_content_types_and_sizes_are_refused(post):
-    refused(post("/v1/completions", data={"prompt": "a"}), 415, "the content-type is not application/json")
-    refused(post("/v1/completions", json={"prompt": "a" * 10**7}), 413, "the body has more than")
-    refused(post("/v1/completions", json={"prompt": "a", "model": "gpt" * 99}), 404, "is not served", "model")
+def test_wrong_content_types_and_sizes_are_refused(complete):
+    refused(complete(data={"prompt": "a"}), 415, "the content-type is not application/json")
+    refused(complete(json={"prompt": "a" * 10**7}), 413, "the body has more than")
+    refused(complete(json={"prompt": "a", "model": "gpt" * 99}), 404, "is not served", "model")
 
 
 def test_slow_body_times_out(server, monkeypatch):
     monkeypatch.setattr(routes, "BODY_SECONDS", 0.1)
-
-    def nothing():
-        time.sleep(1)
-        yield b"{}"
-
-    answer = httpx.post(
-        f"{server}/v1/completions",
-        content=nothing(),
-        headers={"content-type": "application/json"},
-        timeout=600,
-        trust_env=False,
-    )
-    refused(answer, 408, "the body did not arrive within 0.1 seconds")
+    with contextlib.closing(HTTPConnection(server.removeprefix("http://"), timeout=300)) as slow:
+        slow.request("POST", "/v1/completions", headers=JSON | {"content-length": "2"})
+        answer = slow.getresponse()
+        refused(httpx.Response(answer.status, content=answer.read()), 408, "the body did not arrive within 0.1 seconds")
 
 
 def test_chat_without_a_template_is_refused(server):
@@ -175,13 +164,13 @@ def test_more_texts_than_the_limit_are_refused(tmp_path):
                 ask(model=None, prompt=["a", "b"], max_tokens=1)
             assert int(refusal.value.response.headers["retry-after"]) >= 1
             assert connect(base).models.list().data  # what does not generate is not refused
-        wait_for(lambda: not httpx.get(f"{base}/health", timeout=600, trust_env=False).json()["requests"])
+        wait_for(lambda: not requests_of(base))
         assert len(ask(model=None, prompt=["a"] * 5, max_tokens=1).choices) == 5
 
 
 def test_server_checks_the_host_header(server):
     for route in ("/health", "/v1/models"):
-        answer = httpx.get(f"{server}{route}", headers={"host": "evil.example"}, timeout=600, trust_env=False)
+        answer = get(f"{server}{route}", headers={"host": "evil.example"})
         refused(answer, 403, "the Host 'evil.example' is not known")
 
 

@@ -1,9 +1,6 @@
 """Text from tokens: whole characters, and an end at a stop string."""
 
 import pytest
-
-pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
-
 import torch
 
 from headrace.data.tokenizer import byte_level
@@ -32,36 +29,26 @@ def test_invalid_utf8_is_decoded_incrementally():
         assert text == tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def test_bytes_of_no_character_are_decoded_a_few_times_each():
-    """The last of them could be the first of a character."""
+FIRST, SECOND = byte_level()("é").input_ids
+SPECIAL = byte_level().eos_token_id
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text", "times"),
+    [
+        ([FIRST] * 1000, "\ufffd" * 1000, 50),  # the last could be the first byte of a character
+        ([SPECIAL] * 1000, "", 10),
+        ([FIRST, *[SPECIAL] * 1000, SECOND], "é", 10),
+    ],
+    ids=["bytes of no character", "special tokens", "special tokens within a character"],
+)
+def test_tokens_without_text_are_decoded_a_few_times_each(tokens, text, times):
     tokenizer, decoded = byte_level(), []
-    tokens = tokenizer("é").input_ids[:1] * 1000
-
-    class Counted:
-        def decode(self, tokens, **options):
-            decoded.extend(tokens)
-            return tokenizer.decode(tokens, **options)
-
-    pieces = Text(Counted(), ())
-    assert "".join([*map(pieces.add, tokens), pieces.rest()]) == "\ufffd" * 1000
-    assert len(decoded) < 50 * 1000
-
-
-@pytest.mark.parametrize("pending", [0, 1])
-def test_special_tokens_alone_are_decoded_a_few_times_each(pending):
-    """After nothing, and after the first byte of a character, which the second ends."""
-    tokenizer, decoded = byte_level(), []
-    first, second = tokenizer("é").input_ids
-    tokens = [first] * pending + [tokenizer.eos_token_id] * 1000 + [second] * pending
-
-    class Counted:
-        def decode(self, tokens, **options):
-            decoded.extend(tokens)
-            return tokenizer.decode(tokens, **options)
-
-    pieces = Text(Counted(), ())
-    assert "".join([*map(pieces.add, tokens), pieces.rest()]) == "é" * pending
-    assert len(decoded) < 10 * 1000
+    decode = tokenizer.decode
+    tokenizer.decode = lambda tokens, **options: decoded.extend(tokens) or decode(tokens, **options)
+    pieces = Text(tokenizer, ())
+    assert "".join([*map(pieces.add, tokens), pieces.rest()]) == text
+    assert len(decoded) < times * 1000
 
 
 @pytest.mark.parametrize(

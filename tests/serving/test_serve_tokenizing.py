@@ -6,18 +6,13 @@ import shutil
 import signal
 import threading
 
-import pytest
-
-pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
-pytest.importorskip("openai", reason="the extra [dev] is not installed")
-
-import httpx
 import openai
+import pytest
 
 from groups import command
 from headrace.cli.generate import generate
 from headrace.serving import tokenizing
-from served import ASCII, connect, save, serving, started, wait_for
+from served import ASCII, connect, requests_of, save, serving, started, wait_for
 
 LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
 TEMPLATE = (
@@ -67,7 +62,7 @@ def test_signal_ends_the_server_while_a_template_does_not_end(checkpoint, tmp_pa
 
     asking = threading.Thread(target=ask)
     asking.start()
-    wait_for(lambda: httpx.get(f"{base}/health", timeout=600, trust_env=False).json()["requests"])
+    wait_for(lambda: requests_of(base))
     os.kill(server.pid, signal.SIGTERM)
     server.join(300)
     assert server.exitcode == 143 and "Traceback" not in (tmp_path / "err").read_text()
