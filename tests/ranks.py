@@ -11,7 +11,7 @@ from groups import refused
 from headrace import context_parallel, layers, linear_attention
 from headrace.hf.cache import HeadraceCache
 from headrace.layers.blocks import stack
-from headrace.ops.parallel import context as context
+from headrace.ops.parallel import context
 from headrace.verification.verify import relative
 from tiny import build
 
@@ -71,12 +71,8 @@ def op_error(packed, decay=None, queries=None, **options):
         last = part.rank == part.size - 1
         mine = {name: cut(part, y).clone().requires_grad_() for name, y in x.items()}
         got, state = call(mine)
-        reached = (
-            ((got * part.split(weight)).sum() + 0 * state.sum())
-            if packed
-            else ((got * part.split(weight)).sum() + (state * weight_final).sum() * last)
-        )
-        reached.backward()
+        of_state = 0 * state.sum() if packed else (state * weight_final).sum() * last
+        ((got * part.split(weight)).sum() + of_state).backward()
         ((out * weight).sum() + (0 if packed else (final * weight_final).sum())).backward()
         errors = [relative(got, part.split(out))]
         if last:
@@ -204,9 +200,8 @@ def refusals():
         messages["unequal"] = refused(lambda: gla(x[:, : 8 - part.rank]))
         bounds = torch.tensor([0, 8, 8 * part.size + 1])
         messages["bounds"] = refused(lambda: gla(x, cu_seqlens=bounds))
-        messages["labels"] = refused(
-            lambda: build("gla")(torch.ones(1, 8, dtype=int), labels=torch.ones(1, 8, dtype=int))
-        )
+        ids = torch.ones(1, 8, dtype=int)
+        messages["labels"] = refused(lambda: build("gla")(ids, labels=ids))
     return messages
 
 

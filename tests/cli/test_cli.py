@@ -272,7 +272,8 @@ def mine(monkeypatch):
 @pytest.mark.parametrize("view", ["", "--json", *(f"--show {view}" for view in catalog.VIEWS)])
 def test_zoo_lists_every_mixer_and_model(run_command, mine, view):
     code, out, _ = run_command("zoo", *view.split())
-    assert code == 0 and all(name in out for name in ("mine", "softmax-mine", "mine-too", *zoo.names(), *zoo.MODELS))
+    listed = {"mine", "softmax-mine", "mine-too", *zoo.names(), *zoo.MODELS}
+    assert code == 0 and listed <= {*re.findall(r"[\w.-]+", out)}
 
 
 def test_verify_and_compare_accept_registered_mixers(run_command, mine):

@@ -36,9 +36,9 @@ def test_pypi_readme_has_absolute_links():
 def test_workflows_call_existing_targets(path):
     workflow = yaml.safe_load(path.read_text("utf-8"))
     commands = [step["run"] for job in workflow["jobs"].values() for step in job.get("steps", ()) if "run" in step]
-    makefile = (ROOT / "Makefile").read_text("utf-8")
-    for target in re.findall(r"^make ([\w-]+)$", "\n".join(commands), re.MULTILINE):
-        assert re.search(rf"^{target}\b.*:", makefile, re.MULTILINE), target
+    for folder, target in re.findall(r"^make (?:-C (\w+) )?([\w-]+)", "\n".join(commands), re.MULTILINE):
+        makefile = (ROOT / folder / "Makefile").read_text("utf-8")
+        assert re.search(rf"^{target}( .*)?:", makefile, re.MULTILINE), target
     for job in workflow["jobs"].values():
         needed = job.get("needs", [])
         assert {*([needed] if isinstance(needed, str) else needed)} <= set(workflow["jobs"])

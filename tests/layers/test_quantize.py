@@ -131,8 +131,9 @@ def test_wrong_inputs_are_refused():
     layer = QuantizedLinear(nn.Linear(32, 16))
     with pytest.raises(InputError, match=r"x has shape \[2, 64\]; expected \[\.\.\., 32\]"):
         layer(torch.randn(2, 64))
-    with pytest.raises(InputError, match=r"x has dtype torch.int64; expected a floating-point dtype"):
-        layer(torch.ones(2, 32, dtype=torch.long))
+    for dtype, device in ((torch.int64, "cpu"), (torch.float32, "meta")):
+        with pytest.raises(InputError, match=f"x is {dtype} on {device}; expected a floating-point dtype on cpu"):
+            layer(torch.ones(2, 32, dtype=dtype, device=device))
 
 
 @torch.no_grad()

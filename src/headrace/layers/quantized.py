@@ -71,7 +71,7 @@ class QuantizedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features], in x's dtype or autocast's.
 
-        Raises InputError for another shape, an integer dtype, and an x that requires a gradient."""
+        Raises InputError for another shape, an integer dtype, another device, and an x that requires a gradient."""
         self._check(x)
         if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -97,8 +97,8 @@ class QuantizedLinear(nn.Module):
             raise InputError("x requires a gradient, which a quantized layer does not have; expected torch.no_grad()")
         if x.shape[-1:] != (self.in_features,):
             raise InputError(f"x has shape {list(x.shape)}; expected [..., {self.in_features}]")
-        if not x.is_floating_point():
-            raise InputError(f"x has dtype {x.dtype}; expected a floating-point dtype")
+        if not x.is_floating_point() or x.device != self.stored.device:
+            raise InputError(f"x is {x.dtype} on {x.device}; expected a floating-point dtype on {self.stored.device}")
 
 
 def _product(program: Program, layer: QuantizedLinear) -> None:
