@@ -256,7 +256,7 @@ def test_a_stage_of_models_goes_on_in_a_new_process_and_ends_in_time(tmp_path, c
     (tmp_path / "script.py").write_text(SCRIPT)
     stage = gpu.Stage(30.0, (str(tmp_path / "script.py"),), ("first", "broken", "last"))
     gpu.measure(run, "train", stage, {"commit": "abc"})
-    gpu.measure(run, "decode", stage._replace(seconds=2.0, names=("endless", "never")), {"commit": "abc"})
+    gpu.measure(run, "decode", stage._replace(seconds=5.0, names=("endless", "never")), {"commit": "abc"})
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text("utf-8").splitlines()]
     found = [(row["stage"], row["name"], row.get("code", 0)) for row in rows]
     assert found == [

@@ -13,7 +13,7 @@ import pytest
 import fresh
 from damage import change_digit
 from groups import begin, begun_by, forked
-from headrace.files import engine, workers
+from headrace.files import engine
 from headrace.files.engine import Claim, Point, run
 from headrace.files.hub import check_config, is_on_the_hub
 from headrace.files.processes import locked
@@ -78,14 +78,19 @@ def test_stale_result_is_measured_again(tmp_path):
 
 
 # --- workers ------------------------------------------------------------------------------------------------------
-def slowly(value, worker):
-    time.sleep(0.5)
+def beside_another(value, worker):
+    """Once there are two processes, for which it waits a minute."""
+    at_work, deadline = Path(os.environ["AT_WORK"]), time.monotonic() + 60
+    (at_work / str(os.getpid())).touch()
+    while len(os.listdir(at_work)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
     return square(value, worker)
 
 
-def test_points_are_distributed_over_the_workers(tmp_path):
+def test_points_are_distributed_over_the_workers(tmp_path, tmp_path_factory, monkeypatch):
     seen = []
-    rows = run(tmp_path, PLAN, points(*range(4)), slowly, lambda point, news: seen.append((point.value, news)),
+    monkeypatch.setenv("AT_WORK", str(tmp_path_factory.mktemp("at-work")))
+    rows = run(tmp_path, PLAN, points(*range(4)), beside_another, lambda point, news: seen.append((point.value, news)),
                ["cpu", "cpu"])  # fmt: skip
     processes = {row["process"] for row in rows}
     assert len(processes) == 2 and os.getpid() not in processes and {row["device"] for row in rows} == {"cpu"}
@@ -117,6 +122,11 @@ def test_an_error_of_a_measurement_ends_the_run(tmp_path, devices):
 
 
 # --- killed -------------------------------------------------------------------------------------------------------
+def slowly(value, worker):
+    time.sleep(0.5)
+    return square(value, worker)
+
+
 def run_slowly(folder, devices):
     begin()
     with locked(folder):
@@ -203,11 +213,6 @@ def test_a_damaged_or_foreign_result_is_named(tmp_path):
     (tmp_path / "points" / "7.json").write_text("{}")
     with pytest.raises(InputError, match=r"7.json' is damaged: it has no 'square'; delete it and run"):
         run(tmp_path, PLAN, points(7, form={"square": int}), never)
-
-
-def test_workers_are_at_least_one():
-    with pytest.raises(InputError, match="--workers=0; expected at least 1"):
-        workers.place_workers(["cpu"], 0)
 
 
 def test_workers_know_the_functions_of_a_module_that_was_run_by_its_name(tmp_path):
