@@ -99,20 +99,14 @@ def test_the_fastest_peer_is_named(monkeypatch):
     op_rows = [cell | {"runner": runner, "ratio": ratio} for runner, ratio in times.items()]
     op_rows.append(cell | {"runner": "idiap", "ratio": "0.1", "date": "2"})
     sizes = {"threads": "1", "what": "decode", "layers": "24", "width": "1024", "tokens": "9", "batch": "1", "over": ""}
-    named = {
-        "headrace gla": "2",
-        "ONNX Runtime gla": "1",
-        "ONNX Runtime gla, weights in int8": "0.1",
-        "transformers Llama": "0.1",
-    }
-    model_rows = [
-        sizes | {"name": name, "ratio": ratio, "date": "1", "seconds": "0.1"} for name, ratio in named.items()
-    ] + [sizes | {"name": "llama.cpp gla", "ratio": "0.1", "date": "2", "seconds": "0.1"}]  # fmt: skip
-    rows = {
-        "op.csv": op_rows,
-        "step.csv": [op_rows[0] | {"runner": "headrace"}, op_rows[1], op_rows[-1]],
-        "model.csv": model_rows,
-    }
+    named = {  # name: ratio, date
+        "headrace gla": ("2", "1"), "ONNX Runtime gla": ("1", "1"), "ONNX Runtime gla, weights in int8": ("0.1", "1"),
+        "transformers Llama": ("0.1", "1"), "llama.cpp gla": ("0.1", "2"),
+    }  # fmt: skip
+    sizes["seconds"] = "0.1"
+    model_rows = [sizes | {"name": name, "ratio": ratio, "date": date} for name, (ratio, date) in named.items()]
+    rows = {"op.csv": op_rows, "model.csv": model_rows}
+    rows["step.csv"] = [op_rows[0] | {"runner": "headrace"}, op_rows[1], op_rows[-1]]
     monkeypatch.setattr(tables, "read", rows.get)
     found = [line.strip("| ").split(" | ")[1:] for line in tables.speed().splitlines()[2:]]
     assert found == [
@@ -191,9 +185,8 @@ def test_a_backend_that_fails_does_not_end_the_gpu_benchmark(rows_of, monkeypatc
     def broken(call):
         raise RuntimeError("misaligned address")
 
-    monkeypatch.setitem(
-        BACKENDS, "native", BACKENDS["torch"]._replace(linear_attention=Kernel(broken, lambda call: None))
-    )
+    kernel = Kernel(broken, lambda call: None)
+    monkeypatch.setitem(BACKENDS, "native", BACKENDS["torch"]._replace(linear_attention=kernel))
     rows, code = rows_of("correctness")
     failed = {(row["subject"], row["failed"]) for row in rows if "failed" in row}
     assert not code and failed == {("native", "RuntimeError: misaligned address")}
@@ -288,14 +281,8 @@ def test_the_fastest_way_of_a_mixer_is_its_efficiency(monkeypatch):
 
 
 def test_whole_models_are_rehearsed_on_the_cpu(monkeypatch):
-    for name, value in (
-        ("SIZES", gpu_models.SMALL),
-        ("B", 1),
-        ("T", 40),
-        ("STEPS", 1),
-        ("CASES", ((False, 3), (True, 3))),
-        ("BATCHES", (2,)),
-    ):
+    sizes = {"SIZES": gpu_models.SMALL, "B": 1, "T": 40, "STEPS": 1, "CASES": ((False, 3), (True, 3)), "BATCHES": (2,)}
+    for name, value in sizes.items():
         monkeypatch.setattr(gpu_models, name, value)
     monkeypatch.setattr(gpu_models.build, "__defaults__", (1,))
     (row,) = gpu_models.train("headrace:mamba2")

@@ -31,7 +31,6 @@ from released import release
 from served import wait_for
 
 PATIENCE = 600  # seconds, for a machine that does much else
-
 SHAPE = Shape(layers=1, hidden_size=64, heads=2, vocab_size=50)
 
 
@@ -111,10 +110,8 @@ def test_generation_goes_on_after_each_context_in_turn(monkeypatch):
 
 def test_the_speed_is_the_median_of_tokens_and_rounds(monkeypatch):
     """Not of the first round, nor of the first token of a turn; each turn looks at the clock NEW + 2 times."""
-    seconds = iter(
-        [*[9.0] * 2 * (NEW + 2), *[x for _ in range(ROUNDS) for of in (2.0, 4.0) for x in (0, 9, *[of] * NEW)]]
-    )
-    now = itertools.accumulate(seconds)
+    rounds = [x for _ in range(ROUNDS) for of in (2.0, 4.0) for x in (0, 9, *[of] * NEW)]
+    now = itertools.accumulate([9.0] * 2 * (NEW + 2) + rounds)
     monkeypatch.setattr("headrace.benchmarking.generation.clock", lambda plan: lambda: next(now))
     assert speeds(two("gla"), {100: BYTES[100]})["tokens_per_second"] == {100: {"a": 0.5, "b": 0.25}}
 
@@ -151,9 +148,8 @@ def test_the_clock_waits_for_the_device_of_the_plan(monkeypatch):
 
 
 def test_a_model_that_cannot_run_here_is_left_out(monkeypatch):
-    monkeypatch.setitem(
-        measure.MEASUREMENTS, "training", lambda point, plan: {n: {"seconds": [1.0]} for n in plan.models}
-    )
+    trained = lambda point, plan: {n: {"seconds": [1.0]} for n in plan.models}  # noqa: E731
+    monkeypatch.setitem(measure.MEASUREMENTS, "training", trained)
     monkeypatch.setattr("headrace.benchmarking.models.find_spec", lambda package: object())  # FLA is installed
     names = ("transformers-qwen3-next", "transformers-llama")
     found = measure.measure(Point("training", 16), BenchPlan(names, SHAPE))
@@ -191,7 +187,6 @@ def test_interrupted_bench_continues(tmp_path, monkeypatch):
     assert "Overhead of competition" in page and page.count("<svg") == 4
 
 
-@pytest.mark.filterwarnings("ignore::headrace.utils.errors.GateWarning")  # of the published read gate
 def endless(begun, *_):
     begun.touch()
     time.sleep(PATIENCE)
@@ -240,14 +235,11 @@ def test_an_interruption_does_not_wait_for_what_is_measured(measures_without_end
 
 
 def test_the_cost_of_competition_is_of_pairs():
-    plan = BenchPlan(("gla", "softmax-gla"), SHAPE)
-    models = {"gla": {"seconds": [1.0, 2.0, 4.0]}, "softmax-gla": {"seconds": [1.1, 2.2, 4.4]}}
-    held = [{"point": vars(Point("training", 16)), "models": models}]
-    assert report.overhead(held, "gla", "training") == "+10.0% ± 0.0%"
-    assert report.competing_versions(plan) == [("gla", "softmax")]
-    both = BenchPlan(("gla", "softmax-gla", "paper-softmax-gla"), SHAPE)
-    published = [{**held[0], "models": models | {"paper-softmax-gla": {"seconds": [1.3, 2.6, 5.2]}}}]
-    rows = report.overheads(published, both).rows
+    assert report.competing_versions(BenchPlan(("gla", "softmax-gla"), SHAPE)) == [("gla", "softmax")]
+    plan = BenchPlan(("gla", "softmax-gla", "paper-softmax-gla"), SHAPE)
+    seconds = {"gla": [1.0, 2.0, 4.0], "softmax-gla": [1.1, 2.2, 4.4], "paper-softmax-gla": [1.3, 2.6, 5.2]}
+    models = {name: {"seconds": own} for name, own in seconds.items()}
+    rows = report.overheads([{"point": vars(Point("training", 16)), "models": models}], plan).rows
     assert rows == [("gla", "+10.0% ± 0.0%"), ("gla, published form", "+30.0% ± 0.0%")]
 
 
@@ -282,10 +274,8 @@ def test_a_cache_that_would_not_fit_is_left_out_and_named(monkeypatch):
     plan = BenchPlan(("gla", "transformer"), SHAPE, rounds=1)
     found = measure.measure(Point("decoding", 10**6), plan)
     # keys and values, 64 wide, of 1e6 tokens in float32: 0.48 GiB, where a quarter of 1 GiB is at hand
-    assert (
-        found["transformer"] == {"left_out": "its cache needs 0.5 GiB, more than 1/4 of 1.0 GiB of free memory"}
-        and found["gla"]["seconds"]
-    )
+    reason = "its cache needs 0.5 GiB, more than 1/4 of 1.0 GiB of free memory"
+    assert found["transformer"] == {"left_out": reason} and found["gla"]["seconds"]
 
 
 def test_a_checkpoint_is_measured_at_its_own_sizes(tmp_path):
@@ -328,10 +318,7 @@ MISTAKES = {
 @pytest.mark.parametrize("said", MISTAKES)
 def test_user_errors_are_named_before_any_measurement(said, tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "measure", lambda *_: pytest.fail("measured"))
-    defaults = {name: parameter.default for name, parameter in inspect.signature(cli_eval.bench).parameters.items()} | {
-        "device": "cpu",
-        "output": tmp_path / "bench",
-    }
+    defaults = {name: parameter.default for name, parameter in inspect.signature(cli_eval.bench).parameters.items()}
     with pytest.raises(InputError, match=re.escape(said)):
-        cli_eval.bench(**defaults | MISTAKES[said])
+        cli_eval.bench(**defaults | {"device": "cpu", "output": tmp_path / "bench"} | MISTAKES[said])
     assert not (tmp_path / "bench").exists()

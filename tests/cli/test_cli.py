@@ -191,24 +191,19 @@ def test_text_that_is_not_utf8_is_refused(run_command, monkeypatch, command):
         assert (code, out) == (2, "") and error.startswith(f"headrace: {name} is not UTF-8: ") and "0xff" in error
 
 
+ALLOCATOR = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."
+OVERFLOW = "numel: integer multiplication overflow"
+
+
 @pytest.mark.parametrize(
-    ("kind", "text", "asked"),
-    [
-        (
-            RuntimeError,
-            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes.",
-            ": 64 bytes more",
-        ),
-        (RuntimeError, "numel: integer multiplication overflow", ""),
-        (MemoryError, "", ""),
-    ],
+    ("error", "asked"),
+    [(RuntimeError(ALLOCATOR), ": 64 bytes more"), (RuntimeError(OVERFLOW), ""), (MemoryError(), "")],
 )
-def test_memory_that_ran_out_is_one_sentence(run_command, monkeypatch, kind, text, asked):
-    monkeypatch.setattr(catalog, "describe", Mock(side_effect=kind(text)))
-    code, out, error = run_command("zoo")
-    assert (code, out) == (2, "") and error.startswith(
-        f"headrace: what this command computes does not fit in memory{asked}"
-    )
+def test_memory_that_ran_out_is_one_sentence(run_command, monkeypatch, error, asked):
+    monkeypatch.setattr(catalog, "describe", Mock(side_effect=error))
+    code, out, said = run_command("zoo")
+    assert (code, out) == (2, "")
+    assert said.startswith(f"headrace: what this command computes does not fit in memory{asked}")
 
 
 @pytest.mark.parametrize(
@@ -216,12 +211,8 @@ def test_memory_that_ran_out_is_one_sentence(run_command, monkeypatch, kind, tex
 )
 def test_names_that_are_not_utf8_are_refused(run_command, monkeypatch, encoding, cure):
     monkeypatch.setattr(sys, "getfilesystemencoding", lambda: encoding)
-    for command in (
-        ["generate", "mod\udcc3", "--prompt", "a"],
-        ["compare", "t\udcc3.txt"],
-        ["export", "notes", "--to", "onnx", "--output", "\udcc3"],
-    ):
-        code, out, error = run_command(*command)
+    for command in ("generate mod\udcc3 --prompt a", "compare t\udcc3.txt", "export notes --to onnx --output \udcc3"):
+        code, out, error = run_command(*command.split())
         assert (code, out) == (2, "") and error.startswith("headrace: --") and r"\udcc3" in error
         assert f"has bytes that are no {encoding} text; expected UTF-8{cure}" in error
 

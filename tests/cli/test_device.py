@@ -108,7 +108,6 @@ COMMANDS = [
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_refuses_a_missing_device(command, saved_model, run_command, monkeypatch, tmp_path):
-    pytest.importorskip("lm_eval")
     monkeypatch.chdir(tmp_path)
     code, _, error = run_command(*command.replace("MODEL", str(saved_model)).split(), "--device", "tpu7")
     assert code == 2 and "--device='tpu7' cannot be used" in error

@@ -109,9 +109,8 @@ def test_training_runs_without_matplotlib_and_tensorboard(tmp_path):
     commands = ["prepare text.txt --train-bpe 280 --length 64 --output data", train, "curves run"]
     lines = [f"with open('out', 'w') as out, contextlib.redirect_stdout(out): run({c!r})" for c in commands[:2]]
     missing = OPTIONAL - {*extras.packages("train"), *BROUGHT}
-    prepared, trained, curves = (
-        ended for _, ended in run([*lines, f"run({commands[2]!r})"], missing, tmp_path, MODELS)
-    )
+    lines.append(f"run({commands[2]!r})")
+    prepared, trained, curves = (ended for _, ended in run(lines, missing, tmp_path, MODELS))
     assert prepared[0] == trained[0] == 0, (prepared, trained)
     no_curves = 'curves.png needs the extra [studies]: pip install "headrace[studies]"; then headrace'
     assert no_curves in (tmp_path / "out").read_text("utf-8")
@@ -151,11 +150,7 @@ def test_import_names_the_missing_extra(tmp_path):
     """The op, the layer and `verify` need none."""
     import headrace
 
-    parts = {
-        "import headrace.hf": "models",
-        "import headrace.history.models": "models",
-        "import headrace.data": "models",
-    }
+    parts = dict.fromkeys((f"import headrace.{part}" for part in ("hf", "history.models", "data")), "models")
     public = {
         f"headrace.{name}": "models" if headrace._LAZY.get(name) in ("hf", "convert", "files.state") else None
         for name in headrace.__all__
@@ -172,19 +167,14 @@ def test_readme_example_names_the_missing_extra(tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text("utf-8"), re.DOTALL | re.MULTILINE)
     op, mixer = run([f"exec({block!r})" for block in blocks], OPTIONAL, tmp_path)
     assert op[1] == ["done", ""]
-    assert mixer[1] == [
-        "MissingPackage",
-        'headrace.HeadraceConfig needs the extra [models]: pip install "headrace[models]"',
-    ]
+    assert mixer[1] == ["MissingPackage", f"headrace.HeadraceConfig needs {extras.named('models')}"]
     assert 'pip install ".[models]"' in blocks[1]
 
 
 def test_install_page_lists_every_extra():
     page = (ROOT / "docs" / "install.md").read_text("utf-8")
-    listed = {
-        extra for line in re.findall(r"^\| .*", page, re.MULTILINE) for extra in re.findall(r'"\.\[(\w+)\]"', line)
-    }
-    assert listed == {*PROJECT["optional-dependencies"]} - {"docs"}  # which is in dev
+    rows = "\n".join(re.findall(r"^\| .*", page, re.MULTILINE))
+    assert {*re.findall(r'"\.\[(\w+)\]"', rows)} == {*PROJECT["optional-dependencies"]} - {"docs"}  # which is in dev
 
 
 def test_missing_package_is_an_import_error():

@@ -128,7 +128,6 @@ def test_rows_longer_than_a_prompt_piece_are_trained(tmp_path):
 
 
 def test_finishing_a_run_writes_no_tracker_folder_elsewhere(data, tmp_path, monkeypatch):
-    pytest.importorskip("tensorboard")
     train(data, tmp_path / "run", tokens=128 * 2)
     shutil.rmtree(tmp_path / "run" / "model")
     (tmp_path / "here").mkdir()

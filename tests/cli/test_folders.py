@@ -117,7 +117,6 @@ def read(request, folder, tmp_path_factory):
 
 def test_transformers_loads_a_folder_in_a_new_process(read):
     ways, output, _ = read
-    assert output.count(" reads headrace.hf.model HeadraceForCausalLM\n") == len(ways)
     assert all(f"{way} reads headrace.hf.model HeadraceForCausalLM\n" in output for way in ways)
 
 

@@ -12,9 +12,7 @@ import headrace
 from headrace.cli import compare, evaluate, train, use
 from headrace.cli.console import Interrupted, interruptible
 from headrace.cli.options import converted
-from headrace.data.tokenizer import byte_level
 from headrace.utils.errors import InputError
-from tiny import build
 
 FUNCTIONS = {
     headrace.compare: compare.CompareOptions, headrace.prepare: train.PrepareOptions,
@@ -71,11 +69,7 @@ def test_compare_returns_its_results(tmp_path):
         (headrace.train, {"recipe": "1" * 400}, "111… is too long for the name of a file"),
         (headrace.prepare, {"output": "a", "sources": "1" * 400}, "111… is too long for the name of a file"),
         (headrace.train, {"recipe": "laptop-1m", "dry_run": "no"}, "--dry-run='no'; expected True or False"),
-        (
-            headrace.train,
-            {"recipe": "laptop-1m", "settings": [3]},
-            r"--settings=\[3\]; expected a list of text or None",
-        ),
+        (headrace.train, {"recipe": "1", "settings": [3]}, r"--settings=\[3\]; expected a list of text or None"),
         (headrace.evaluate, {"checkpoints": [], "suite": "needle"}, "eval has no checkpoint; expected at least one"),
         (headrace.load, {"path": None}, "path=None; expected a folder, or a name on the Hugging Face Hub"),
     ],
@@ -86,13 +80,10 @@ def test_options_are_checked_before_anything_runs(function, options, said, tmp_p
         function(**{name: tmp_path if value == "HERE" else value for name, value in options.items()})
 
 
-def test_generate_and_inspect_return_what_they_made(tmp_path, capsys):
-    model = tmp_path / "model"
-    for part in (build("softmax-gla", vocab_size=257).float(), byte_level()):
-        part.save_pretrained(model)
-    made = headrace.generate(model, "ab", max_new_tokens=3, temperature=0.0, threads=1)
+def test_generate_and_inspect_return_what_they_made(saved_model, tmp_path, capsys):
+    made = headrace.generate(saved_model, "ab", max_new_tokens=3, temperature=0.0, threads=1)
     assert len(made["tokens"]) == 3 and made["text"] in capsys.readouterr().out
-    page = headrace.inspect(model, prompt="ab", output=tmp_path / "page.html")
+    page = headrace.inspect(saved_model, prompt="ab", output=tmp_path / "page.html")
     assert page == tmp_path / "page.html" and page.is_file()
 
 

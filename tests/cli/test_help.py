@@ -120,11 +120,7 @@ HEAVY = ("torch", "transformers", "datasets", "numpy", "matplotlib", "scipy", "l
 def test_help_and_lists_do_not_import_torch():
     """One after the other in one process, as what one of them imports stays. `zoo` describes the mixers of plug-ins
     too, which are files with a layer."""
-    commands = [
-        ["--help"],
-        *([name, "--help"] for name in NAMES),
-        *([["recipes"]] if find_spec("yaml") else []),
-    ]
+    commands = [["--help"], *([name, "--help"] for name in NAMES), *([["recipes"]] if find_spec("yaml") else [])]
     run = [sys.executable, "-c", MODULES, json.dumps(commands)]
     rows = list(map(json.loads, subprocess.run(run, capture_output=True, text=True, check=True).stdout.splitlines()))
     assert [words for words, *_ in rows] == commands
@@ -141,10 +137,8 @@ def test_shell_completion_works(tmp_path):
     }  # fmt: skip
 
     def run(*arguments, **more):
-        result = subprocess.run(
-            [script, *arguments], capture_output=True, text=True, env=environment | more, check=True
-        )
-        return result.stdout
+        how = {"capture_output": True, "text": True, "check": True, "env": environment | more}
+        return subprocess.run([script, *arguments], **how).stdout
 
     assert "_HEADRACE_COMPLETE=complete_bash" in run("--show-completion", "bash")
     run("--install-completion", "bash")

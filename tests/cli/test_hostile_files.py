@@ -15,10 +15,14 @@ from groups import refused
 from headrace import InputError, load
 from headrace.cli.console import printable
 from headrace.convert import export_checkpoint, import_checkpoint
+from headrace.convert.checkpoint import read_tokenizer
+from headrace.data import open_data, tokenizer
 from headrace.data.tokenizer import byte_level
 from headrace.files.checks import RECORDED, damage, misfit, read_json, read_record
 from headrace.files.processes import locked
 from headrace.files.provenance import MADE
+from headrace.files.state import load_state
+from headrace.hf import HeadraceForCausalLM
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 HUGE = 10**400  # does not fit a float
@@ -160,7 +164,8 @@ def test_checksums_cannot_name_files_outside_the_folder(name, tmp_path):
 
 
 def test_checkpoint_marker_cannot_delete_files_outside(tmp_path):
-    checkpoints = pytest.importorskip("headrace.training.checkpoints")
+    from headrace.training import checkpoints
+
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "mine.txt").write_text("mine")
     (tmp_path / "checkpoint-1" / checkpoints.MARKER).write_text(json.dumps({"../mine.txt": 4}))
@@ -171,17 +176,12 @@ def test_checkpoint_marker_cannot_delete_files_outside(tmp_path):
 
 @pytest.mark.parametrize("content", ["null", "[]", "{}", '{"length": "x"}', '{"sources": 3}', "[" * 100_000])
 def test_malformed_manifest_is_refused(content, tmp_path):
-    data = pytest.importorskip("headrace.data")
     (tmp_path / "manifest.json").write_text(content)
-    sentence = refused(lambda: data.open_data(tmp_path))
+    sentence = refused(lambda: open_data(tmp_path))
     assert "is not a folder written by `headrace prepare`" in sentence and "\n" not in sentence
 
 
 def test_hostile_tokenizers_are_refused_or_loaded(tmp_path):
-    pytest.importorskip("datasets")
-    from headrace.convert.checkpoint import read_tokenizer
-    from headrace.data.tokenizer import byte_level
-
     byte_level().save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         path = tmp_path / name
@@ -227,12 +227,8 @@ def test_pipes_in_a_folder_are_refused_unread(kind, name, folders, tmp_path):
 
 @needs_pipes
 def test_pipes_for_tokenizers_and_states_are_refused_unread(folders, tmp_path):
-    tokenizers = pytest.importorskip("headrace.data.tokenizer")
-    from headrace.convert.checkpoint import read_tokenizer
-    from headrace.files.state import load_state
-
     os.mkfifo(tmp_path / "tokenizer.json")
-    for read in (read_tokenizer, lambda path: tokenizers.load(str(path))):
+    for read in (read_tokenizer, lambda path: tokenizer.load(str(path))):
         assert "tokenizer.json' is not a regular file" in refused(lambda read=read: read(tmp_path))
     assert "is not a regular file" in refused(lambda: load_state(tmp_path / "tokenizer.json", load(folders["ours"])))
 
@@ -262,8 +258,6 @@ def test_control_characters_are_escaped_on_the_terminal(folders, tmp_path, run_c
 
 
 def test_full_disk_while_saving_weights_is_one_sentence(folders, tmp_path, monkeypatch, run_command):
-    from headrace.hf import HeadraceForCausalLM
-
     def full(*arguments, **options):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
@@ -275,11 +269,9 @@ def test_full_disk_while_saving_weights_is_one_sentence(folders, tmp_path, monke
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self"), reason="no folder in which nobody can write")
-def test_a_state_that_cannot_be_written_is_one_sentence(tmp_path, run_command):
-    for part in (tiny.build("transformer", **SIZES | {"vocab_size": 257}), byte_level()):
-        part.save_pretrained(tmp_path)
+def test_a_state_that_cannot_be_written_is_one_sentence(saved_model, run_command):
     options = ["--prompt", "a", "--max-new-tokens", "1", "--save-state", "/proc/new"]
-    code, _, error = run_command("generate", tmp_path, *options)
+    code, _, error = run_command("generate", saved_model, *options)
     assert code == 2 and f"--save-state '/proc/new' cannot be written: {os.strerror(errno.ENOENT)}" in error
 
 

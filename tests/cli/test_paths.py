@@ -49,21 +49,21 @@ COMMANDS = {  # words, in which "OUT" is what is written
 }
 
 
+def files_beside(home):
+    return sorted(path for path in home.parent.rglob("*/*") if not path.is_relative_to(home))
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands_accept_paths_with_special_characters(name, home, run_command, monkeypatch):
     """What it reads is named from within the folder, what it writes from the root."""
-    if name == "eval":
-        pytest.importorskip("lm_eval")
     monkeypatch.chdir(home)
     out = home / f"out [{name}]"
     words = [out if word == "OUT" else word for word in shlex.split(COMMANDS[name])]
-    beside = sorted(home.parent.rglob("*/*"))
+    beside = files_beside(home)
     code, _, error = run_command(*words)
     assert code == 0, error
     assert out.exists() == ("OUT" in COMMANDS[name])
-    assert [path for path in sorted(home.parent.rglob("*/*")) if not path.is_relative_to(home)] == [
-        path for path in beside if not path.is_relative_to(home)
-    ]
+    assert beside == files_beside(home)
     if name == "eval":
         (result,) = out.glob("*/results.json")
         assert json.loads(result.read_text("utf-8"))["n-samples"]["lambada_openai"]["effective"] == 2
@@ -71,7 +71,6 @@ def test_commands_accept_paths_with_special_characters(name, home, run_command, 
 
 def test_training_accepts_paths_with_special_characters(home, run_command, monkeypatch):
     """Trained, resumed, and plotted, with the logs of TensorBoard."""
-    pytest.importorskip("tensorboard")
     monkeypatch.chdir(home)
     words = arguments(home / "data [1]", home / "run [1]", tokens=128 * 6)
     words[-1] = "tensorboard"

@@ -86,16 +86,15 @@ def test_refusals(run_command, generated, saved_model, hybrid, tmp_path, monkeyp
 
     def refused(*words):
         code, out, error = run_command("generate", *words)
-        assert (
-            code == 2 and not out and error.splitlines()[-1].startswith("headrace: ") and state.read_bytes() == content
-        )
+        assert code == 2 and not out and error.splitlines()[-1].startswith("headrace: ")
+        assert state.read_bytes() == content
         return error
 
     assert "exists; expected the name of a new file" in refused(saved_model, "--prompt", "a", "--save-state", state)
     assert "is of another model: its digest is" in refused(hybrid, "--resume", state)
     assert "cannot be read: " in refused(saved_model, "--resume", tmp_path / "missing")
-    lookup = refused(saved_model, "--resume", state, "--prompt-lookup", 3)
-    assert "--prompt-lookup has no effect with --resume" in lookup
+    both = ("--resume", state, "--prompt-lookup", 3)
+    assert "--prompt-lookup has no effect with --resume" in refused(saved_model, *both)
     monkeypatch.setattr(HeadraceForCausalLM, "generate", lambda *_, **__: pytest.fail("the file is refused before"))
     refused(saved_model, "--resume", saved_model / "model.safetensors", "--save-state", state)
     refused(saved_model, "--resume", saved_model / "model.safetensors")
