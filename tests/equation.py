@@ -18,6 +18,7 @@ from headrace.verification.verify import relative
 
 B, T, H, K, V = 2, 13, 4, 6, 5  # all different, so that no transposed axis passes
 DECAYS = ["none", "fixed", "scalar", "vector"]
+KINDS = ["add", "delta", "bonus", "normalize"]
 
 
 class Way(NamedTuple):
@@ -76,15 +77,32 @@ def inputs(
         "q": signed(torch.randn(rows, tokens, groups * queries, key).double()),
         "k": signed(F.normalize(torch.randn(rows, tokens, groups, key).double(), dim=-1)),
         "v": torch.randn(rows, tokens, heads, value).double(),
-        "log_decay": None if shape is None else -draw(*shape),
-        **{
-            name: draw(rows, tokens, heads * (queries if name == "read_gate" else 1)) if gates else None
-            for name in ("beta", "read_gate", "write_gate")
-        },
-        "bonus": torch.randn(heads, key).double() if bonus else None,
-        "initial_state": draw(n or rows, heads, key, value + normalize) if state else None,
     }
-    return {name: x if x is None else x.requires_grad_() for name, x in result.items()}
+    if shape is not None:
+        result["log_decay"] = -draw(*shape)
+    if gates:
+        for name, readers in ("beta", 1), ("read_gate", queries), ("write_gate", 1):
+            result[name] = draw(rows, tokens, heads * readers)
+    if bonus:
+        result["bonus"] = torch.randn(heads, key).double()
+    if state:
+        result["initial_state"] = draw(n or rows, heads, key, value + normalize)
+    return {name: x.requires_grad_() for name, x in result.items()}
+
+
+def of_kind(kind):
+    """(options of `inputs`, settings of the op) of an entry of KINDS."""
+    options = {kind: True} if kind in ("bonus", "normalize") else {}
+    return options, {"rule": "delta" if kind == "delta" else "add", "normalize": kind == "normalize"}
+
+
+def detached(arguments, dtype=torch.float32):
+    return {name: x.detach().to(dtype) for name, x in arguments.items()}
+
+
+def leaves(arguments, dtype=torch.float32):
+    """Leaves of a graph of their own."""
+    return {name: x.requires_grad_() for name, x in detached(arguments, dtype).items()}
 
 
 def by_literal(arguments, cu_seqlens=None, **settings):
@@ -96,9 +114,8 @@ def by_literal(arguments, cu_seqlens=None, **settings):
         return literal(**arguments, **settings)
     outs, states = [], []
     for n, (start, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
-        own = {name: x[:, start:end] if x is not None and x.dim() > 2 else x for name, x in arguments.items()}
+        own = {name: x[:, start:end] if x.dim() > 2 else x for name, x in arguments.items()}
         own["initial_state"] = arguments["initial_state"][n : n + 1]
-        own["bonus"] = arguments["bonus"]
         out, state = literal(**own, **settings) if end > start else (outs[0][:, :0], own["initial_state"])
         outs.append(out)
         states.append(state)
@@ -107,20 +124,17 @@ def by_literal(arguments, cu_seqlens=None, **settings):
 
 def assert_same(arguments, way=CHUNKWISE, cu_seqlens=None, check=True, **settings):
     """Outputs, final states and every gradient of linear_attention against the literal loop."""
-    rounded = {name: x if x is None else x.to(way.dtype) for name, x in arguments.items()}
+    rounded = {name: x.to(way.dtype) for name, x in arguments.items()}
     actual = linear_attention(**rounded, cu_seqlens=cu_seqlens, check=check, **way.settings, **settings)
-    exact = {name: x if x is None else x.double() for name, x in rounded.items()}
-    expected = by_literal(exact, cu_seqlens, **settings)
+    expected = by_literal({name: x.double() for name, x in rounded.items()}, cu_seqlens, **settings)
     weights = [torch.randn_like(x) for x in expected]
-    given = [x for x in arguments.values() if x is not None]
     gradients = [
-        torch.autograd.grad(sum((x * w).sum() for x, w in zip(pair, weights, strict=True)), given)
+        torch.autograd.grad(sum((x * w).sum() for x, w in zip(pair, weights, strict=True)), list(arguments.values()))
         for pair in (actual, expected)
     ]
     for x, y in zip(actual, expected, strict=True):
         assert relative(x, y) <= way.tolerance
-    names = [name for name, x in arguments.items() if x is not None]
-    for name, g, e in zip(names, *gradients, strict=True):
+    for name, g, e in zip(arguments, *gradients, strict=True):
         assert relative(g, e) <= way.gradient_tolerance, name
 
 
@@ -142,15 +156,14 @@ def assert_gradients_keep_their_digits(arguments, settings, **options):
     as the loop in float32 is: by the same conditioning, however small a decay makes a gradient.
 
     The floor is what differences of sums lose under −4 a token (ops/backends/torch/halves.py)."""
-    given = {name: x.detach().float() for name, x in arguments.items() if x is not None}
-    results = []
+    given, results = detached(arguments), []
     for op, dtype in (
         (by_literal, torch.float64), (by_literal, torch.float32), (partial(linear_attention, **settings), torch.float32)
     ):  # fmt: skip
-        leaves = {name: x.to(dtype).requires_grad_() for name, x in given.items()}
-        pair, generator = op(leaves, **options) if op is by_literal else op(**leaves, **options), torch.Generator()
+        x = leaves(given, dtype)
+        pair, generator = op(x, **options) if op is by_literal else op(**x, **options), torch.Generator()
         weights = [torch.randn(x.shape, generator=generator.manual_seed(0)).to(dtype) for x in pair]
-        results.append(torch.autograd.grad(pair, list(leaves.values()), weights))
+        results.append(torch.autograd.grad(pair, list(x.values()), weights))
     for name, *grads in zip(given, *results, strict=True):
         exact, *others = (columns(name, x) for x in grads)
         kept, lost = (((x - exact).norm(dim=0) / exact.norm(dim=0)).max().item() for x in others)
@@ -185,15 +198,15 @@ def assert_strides_do_not_matter(arguments, way, layout, cu_seqlens=None, **sett
     """All tensors in a layout, with gradients to the results in it, against contiguous copies of them."""
     make, results = LAYOUTS[layout], []
     shorter = arguments | {"k": 0.4 * arguments["k"]}  # of one number for all, a delta rule diverges from ‖k‖² = 2
-    given = {n: make(x.detach().to(way.dtype)) for n, x in shorter.items() if x is not None}
+    given = {n: make(x) for n, x in detached(shorter, way.dtype).items()}
     bounds = None if cu_seqlens is None else inside(cu_seqlens[:, None], 1)[:, 0]
     for laid_out in (lambda x: x, lambda x: x.clone(memory_format=torch.contiguous_format)):
-        leaves = {n: laid_out(x).detach().requires_grad_() for n, x in given.items()}
+        x = {n: laid_out(y).detach().requires_grad_() for n, y in given.items()}
         ends = None if bounds is None else laid_out(bounds)
-        pair = linear_attention(**leaves, cu_seqlens=ends, **way.settings, **settings)
+        pair = linear_attention(**x, cu_seqlens=ends, **way.settings, **settings)
         generator = torch.Generator().manual_seed(0)
-        weights = [laid_out(make(torch.randn(x.shape, generator=generator).to(x.dtype))) for x in pair]
-        results.append([*pair, *torch.autograd.grad(pair, list(leaves.values()), weights)])
+        weights = [laid_out(make(torch.randn(y.shape, generator=generator).to(y.dtype))) for y in pair]
+        results.append([*pair, *torch.autograd.grad(pair, list(x.values()), weights)])
     for name, x, y in zip(("out", "state", *given), *results, strict=True):
         assert relative(x, y) <= way.tolerance, name
 

@@ -9,7 +9,7 @@ import copy
 import pytest
 import torch
 
-from equation import DECAYS, by_literal, inputs
+from equation import DECAYS, by_literal, detached, inputs
 from headrace import InputError, linear_attention, set_backend, step, zoo
 from headrace.hf import HeadraceForCausalLM, generation
 from headrace.layers.blocks.block import Block, Sizes
@@ -27,8 +27,7 @@ RECURRENT_MODELS = ["gla", "mamba2", "rwkv6", "softmax-gated-deltanet", "mamba a
 
 
 def rounded_inputs(decay, dtype, **sizes):
-    sizes = {"tokens": TOKENS, "key": HEAD_SIZE, "value": HEAD_SIZE} | sizes
-    return {name: x.detach().to(dtype) for name, x in inputs(decay, **sizes).items() if x is not None}
+    return detached(inputs(decay, **{"tokens": TOKENS, "key": HEAD_SIZE, "value": HEAD_SIZE} | sizes), dtype)
 
 
 def outputs_and_gradients(op, tensors):
@@ -51,14 +50,12 @@ def run_or_skip(op, *arguments):
 
 
 def assert_matches_reference(device, backend, dtype, tensors, cu_seqlens=None, **settings):
-    tensors = {"bonus": None} | tensors
-    given = {name: x.to(device) for name, x in tensors.items() if x is not None}
+    given = {name: x.to(device) for name, x in tensors.items()}
     bounds = None if cu_seqlens is None else cu_seqlens.to(device)
     call = lambda x: linear_attention(**x, cu_seqlens=bounds, backend=backend, **settings)  # noqa: E731
-    reference = lambda x: by_literal({"bonus": None} | x, cu_seqlens, **settings)  # noqa: E731
+    reference = lambda x: by_literal(x, cu_seqlens, **settings)  # noqa: E731
     results, gradients = run_or_skip(outputs_and_gradients, call, given)
-    exact = {name: x.double() for name, x in tensors.items() if x is not None}
-    expected, expected_gradients = outputs_and_gradients(reference, exact)
+    expected, expected_gradients = outputs_and_gradients(reference, detached(tensors, torch.float64))
     assert results[0].dtype == dtype and results[0].device.type == device
     assert worst(results, expected) <= TOLERANCES[dtype]
     assert worst(gradients, expected_gradients) <= 10 * TOLERANCES[dtype]
@@ -113,7 +110,7 @@ def test_models_with_growing_states_say_that_they_have_no_graph(device, name):
 @pytest.mark.parametrize("decay", DECAYS)
 def test_steps_match_the_reference(device, decay, rule, dtype):
     tensors = rounded_inputs(decay, dtype, tokens=9)
-    expected, final = by_literal({"bonus": None} | {n: x.double() for n, x in tensors.items()}, rule=rule)
+    expected, final = by_literal(detached(tensors, torch.float64), rule=rule)
     given = {name: x.to(device) for name, x in tensors.items()}
     state = given.pop("initial_state").float()
     for t in range(9):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from equation import B, T, inputs
+from equation import B, T, inputs, leaves
 from headrace import linear_attention
 from headrace.ops.autograd import DIFFERENTIABLE
 from headrace.ops.backends.torch import tiles
@@ -24,9 +24,8 @@ NAMES = ("q", "k", "v", "log_decay", "beta", "write_gate", "read_gate", "initial
 
 def drawn(decay, packed, tokens=T, **options):
     """The operator's differentiable arguments in order, and where packed sequences end."""
-    x = inputs(decay, rows=1 if packed else B, n=3 if packed else None, tokens=tokens, **options)
-    given = [x[name] if x[name] is None else x[name].detach().float().requires_grad_() for name in NAMES]
-    return given, torch.tensor([0, 3, 9, tokens]) if packed else None
+    x = leaves(inputs(decay, rows=1 if packed else B, n=3 if packed else None, tokens=tokens, **options))
+    return [x.get(name) for name in NAMES], torch.tensor([0, 3, 9, tokens]) if packed else None
 
 
 OF_THE_CODE = "test_schema", "test_faketensor"  # what it changes; shapes and strides of its results
@@ -103,9 +102,3 @@ def test_other_lengths_do_not_recompile(backend, packed):
 def test_grouped_queries_compile_to_one_graph(backend):
     calls = [(*drawn("vector", packed, heads=2, queries=2), "delta") for packed in (False, True)]
     assert_compiled_is_eager(calls, backend, "aot_eager")
-
-
-@pytest.mark.parametrize("backend", ["torch", "native"], indirect=True)
-def test_packed_sequences_do_not_break_the_graph(backend):
-    given, ends = drawn("scalar", packed=True)
-    assert torch._dynamo.explain(scalar)([(given, ends, "delta")], backend).graph_break_count == 0

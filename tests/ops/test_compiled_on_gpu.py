@@ -116,7 +116,7 @@ def test_twenty_lengths_and_batches_compile_three_graphs():
     for B, T, N in rows + [(1, T, 2 + T % 5) for T in range(40, 76, 4)]:
         bounds = torch.linspace(0, T, N + 1).long() if N else None
         block(torch.randn(B, T, SIZES["hidden_size"]), cu_seqlens=bounds)
-    assert counter.frame_count <= 3
+    assert 0 < counter.frame_count <= 3
 
 
 def test_gates_are_watched_in_compiled_models():

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
-from equation import inputs, skip_if_missing
+from equation import detached, inputs, of_kind, skip_if_missing
 from headrace import InputError, linear_attention, step, zoo
 from headrace.extra.mesa import RidgeRead
 from headrace.extra.scan import Pack, packed_scan
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated
 
 def op(backend, **settings):
     """A function of q in float32; the second is where to differentiate it."""
-    x = {name: y if y is None else y.detach().float() for name, y in inputs("scalar").items()}
+    x = detached(inputs("scalar"))
     q = x.pop("q")
     return lambda q: linear_attention(q, **x, backend=backend, **settings)[0], q
 
@@ -190,12 +190,10 @@ def test_activation_checkpointing_keeps_gradients(backend, reentrant):
     [("add", "none"), ("delta", "fixed"), ("bonus", "scalar"), ("normalize", "vector"), ("delta", "vector")],
 )
 def test_recurrent_form_passes_gradcheck_and_gradgradcheck(decay, kind):
-    options = {kind: True} if kind in ("bonus", "normalize") else {}
+    options, settings = of_kind(kind)
     x = inputs(decay, rows=1, tokens=3, groups=2, key=2, value=2, **options)
-    names = [name for name, y in x.items() if y is not None]
-    settings = {"rule": kind if kind == "delta" else "add", "normalize": kind == "normalize", "form": "recurrent"}
-    run = lambda *given: linear_attention(**dict(zip(names, given, strict=True)), **settings)  # noqa: E731
-    given = tuple(x[name] for name in names)
+    run = lambda *given: linear_attention(**dict(zip(x, given, strict=True)), **settings, form="recurrent")  # noqa: E731
+    given = tuple(x.values())
     assert torch.autograd.gradcheck(run, given, check_forward_ad=True, fast_mode=True)
     assert torch.autograd.gradgradcheck(run, given, fast_mode=True)
 
@@ -216,7 +214,7 @@ def test_complex_tensors_are_refused(name):
 
 
 def test_meta_tensors_work(backend):
-    x = {name: y if y is None else y.detach().float().to("meta") for name, y in inputs("scalar").items()}
+    x = {name: y.to("meta") for name, y in detached(inputs("scalar")).items()}
     if backend == "native":
         with pytest.raises(InputError, match="it runs on the CPU, and v is on meta"):
             linear_attention(**x, backend=backend)

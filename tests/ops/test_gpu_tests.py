@@ -12,4 +12,5 @@ def test_gpu_tests_pass_on_a_cpu():
     known = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plug-ins that this process has imported
     words = ["-n", "0", "-p", "no:cacheprovider", *known, "tests/gpu", "-k", chosen]
     result = fresh.pytest(*words, folder=ROOT, before=None, HEADRACE_TEST_DEVICE="cpu")
-    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+    said = result.stdout[-6000:] + result.stderr[-2000:]
+    assert result.returncode == 0 and " passed" in said, said  # not all are skipped

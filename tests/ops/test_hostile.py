@@ -5,12 +5,11 @@ import itertools
 import pytest
 import torch
 
-from equation import DECAYS, WAYS, B, H, K, T, V, assert_same, inputs, prepare
+from equation import DECAYS, KINDS, WAYS, B, H, K, T, V, assert_same, detached, inputs, leaves, of_kind, prepare
 from headrace import InputError, Mixer, linear_attention, zoo
 from tiny import by_state, covering
 
 FORMS = {name: way.settings for name, way in WAYS.items()}
-KINDS = ["add", "delta", "bonus", "normalize"]
 
 
 @pytest.fixture(params=FORMS)
@@ -19,29 +18,25 @@ def form(request, monkeypatch):
     return FORMS[request.param]
 
 
-def settings_of(kind):
-    return {"rule": kind if kind == "delta" else "add", "normalize": kind == "normalize"}
-
-
 @pytest.mark.parametrize("ends", [[0, 5], [1, T], [0, 9, 4, T], [0, T + 9, T], [0, 5, T + 1]])
 @pytest.mark.parametrize("kind", KINDS)
 def test_wrong_sequence_bounds_are_refused(form, kind, ends):
-    x = inputs(rows=1, n=len(ends) - 1, **({kind: True} if kind in ("bonus", "normalize") else {}))
-    x = {name: y if y is None else y.detach().float() for name, y in x.items()}
+    options, settings = of_kind(kind)
+    x = detached(inputs(rows=1, n=len(ends) - 1, **options))
     sentence = rf"cu_seqlens=\[.*{ends[-1]}\]; expected 0 = c_0 ≤ … ≤ c_N = T = {T}"
     with pytest.raises(ValueError, match=sentence) as error:
-        linear_attention(**x, cu_seqlens=torch.tensor(ends), **settings_of(kind), **form)
+        linear_attention(**x, cu_seqlens=torch.tensor(ends), **settings, **form)
     assert isinstance(error.value, InputError) or form.get("backend") == "native"
 
 
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_empty_batch_runs_in_every_form(form, decay, kind):
-    x = inputs(decay, rows=0, **({kind: True} if kind in ("bonus", "normalize") else {}))
-    x = {name: y if y is None else y.detach().float().requires_grad_() for name, y in x.items()}
-    out, state = linear_attention(**x, **settings_of(kind), **form, check=True)
+    options, settings = of_kind(kind)
+    x = leaves(inputs(decay, rows=0, **options))
+    out, state = linear_attention(**x, **settings, **form, check=True)
     assert out.shape == (0, T, H, V) and state.shape == (0, H, K, V + (kind == "normalize"))
-    given = [y for name, y in x.items() if y is not None and name in ("q", "k", "v", "log_decay", "beta", "bonus")]
+    given = list(x.values())
     for y, gradient in zip(given, torch.autograd.grad(out.sum() + state.sum(), given), strict=True):
         assert torch.equal(gradient, torch.zeros_like(y))
 
@@ -57,20 +52,17 @@ def test_growing_memory_follows_the_equation(name, decay, rule, monkeypatch):
     assert_same(x, WAYS[name], check=False, rule=rule)
 
 
-NAMES = ["q", "k", "v", "log_decay", "beta", "write_gate", "read_gate"]
-
-
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("decay", ["none", "scalar", "vector"])
 @pytest.mark.parametrize("rule", ["add", "delta"])
 @pytest.mark.parametrize("name", ["chunkwise", "batched", "parallel", "recurrent"])
 def test_nonfinite_inputs_do_not_leak(name, decay, rule, bad, monkeypatch):
     """One number in the second chunk of three. Afterwards, but for q and the read gate, it is in the memory."""
-    drawn, token = {name: y if y is None else y.detach() for name, y in inputs(decay, tokens=64).items()}, 37
+    drawn, token = detached(inputs(decay, tokens=64), torch.float64), 37
     prepare(name, monkeypatch)
     settings = FORMS[name] | ({"chunk_size": 24} if name in ("chunkwise", "batched") else {})
     fine, _ = linear_attention(**drawn, rule=rule, **settings)
-    for spoilt in NAMES if decay != "none" else set(NAMES) - {"log_decay"}:
+    for spoilt in [name for name in drawn if name != "initial_state"]:
         x = drawn | {spoilt: drawn[spoilt].clone()}
         x[spoilt][(1, token, 2, 3)[: x[spoilt].dim()]] = bad
         out, state = linear_attention(**x, rule=rule, **settings)
@@ -85,7 +77,7 @@ def test_nonfinite_inputs_do_not_leak(name, decay, rule, bad, monkeypatch):
 
 def test_nan_decay_does_not_crash(form):
     for decay, rule in itertools.product(("fixed", "scalar", "vector"), ("add", "delta")):
-        x = {name: y if y is None else y.detach().float() for name, y in inputs(decay).items()}
+        x = detached(inputs(decay))
         x["log_decay"][..., 1] = torch.nan
         out, _ = linear_attention(**x, rule=rule, **form)
         assert out.isnan().any()

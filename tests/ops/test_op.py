@@ -9,6 +9,7 @@ import torch
 from equation import (
     CHUNKWISE,
     DECAYS,
+    KINDS,
     LAYOUTS,
     WAYS,
     B,
@@ -19,7 +20,10 @@ from equation import (
     assert_same,
     assert_strides_do_not_matter,
     by_literal,
+    detached,
     inputs,
+    leaves,
+    of_kind,
     prepare,
 )
 from headrace import InputError, linear_attention, step
@@ -28,8 +32,6 @@ from headrace.ops.backends.torch.tiles import grid
 from headrace.ops.call import Call
 from headrace.ops.checks import INTEGERS
 from headrace.verification.verify import relative
-
-EXTRAS = "bonus", "normalize"
 
 
 @pytest.fixture(params=WAYS)
@@ -56,13 +58,11 @@ def test_bonus_and_normalizer_equal_the_reference(way, decay, extra):
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("kind", ["add", "delta", "bonus", "normalize"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_packed_sequences_equal_the_reference(way, decay, kind):
     ends = torch.tensor([0, 3, 4, 4, way.tokens])  # one of a single token, one empty
-    options = {kind: True} if kind in ("bonus", "normalize") else {}
-    arguments = inputs(decay, rows=1, tokens=way.tokens, n=4, **options)
-    settings = {"rule": kind if kind == "delta" else "add", "normalize": kind == "normalize"}
-    assert_same(arguments, way, ends, **settings)
+    options, settings = of_kind(kind)
+    assert_same(inputs(decay, rows=1, tokens=way.tokens, n=4, **options), way, ends, **settings)
 
 
 # A kind of rule, a decay, and the number of states. Not one state with one decay: its gradient is a single number, of
@@ -74,8 +74,8 @@ GROUPED = [("add", "none", 1), ("add", "fixed", 2), ("delta", "scalar", 1), ("de
 @pytest.mark.parametrize(("kind", "decay", "heads"), GROUPED)
 def test_grouped_queries_equal_the_reference(way, kind, decay, heads):
     """Three queries read each of the states, of rows and of packed sequences."""
-    options = {"heads": heads, "queries": 3, "tokens": way.tokens} | ({kind: True} if kind in EXTRAS else {})
-    settings = {"rule": kind if kind == "delta" else "add", "normalize": kind == "normalize"}
+    options, settings = of_kind(kind)
+    options |= {"heads": heads, "queries": 3, "tokens": way.tokens}
     assert_same(inputs(decay, **options), way, **settings)
     ends = torch.tensor([0, 3, 4, 4, way.tokens])
     assert_same(inputs(decay, rows=1, n=4, **options), way, ends, **settings)
@@ -105,8 +105,7 @@ def test_strides_do_not_matter(way, layout):
 @pytest.mark.parametrize("kind", ["add", "bonus"])
 def test_bounds_may_have_any_integer_dtype(way, kind):
     """127 tokens, so that the next number overflows int8: the bonus adds a token to every sequence."""
-    arguments = inputs("scalar", rows=1, tokens=127, n=4, bonus=kind == "bonus")
-    arguments = {name: x if x is None else x.detach().to(way.dtype) for name, x in arguments.items()}
+    arguments = detached(inputs("scalar", rows=1, tokens=127, n=4, bonus=kind == "bonus"), way.dtype)
     ends = torch.tensor([0, 100, 101, 101, 127])
     expected = linear_attention(**arguments, cu_seqlens=ends, **way.settings)
     for dtype in INTEGERS:
@@ -131,24 +130,22 @@ def test_any_length_and_chunk_size_equals_the_reference(tokens, chunk_size, form
 def test_large_states_are_recomputed_in_the_backward(form, monkeypatch):
     """With K V large against the chunk, the backward computes them again."""
     prepare(form, monkeypatch)
-    x = {name: None if y is None else y.detach() for name, y in inputs("scalar").items()}
-    call = Call(**{name: y for name, y in x.items() if name != "bonus"})
+    call = Call(**inputs("scalar"))
     assert not grid(call._replace(chunk_size=1)).keeps and grid(call._replace(chunk_size=2)).keeps
     for rule, decay in itertools.product(("add", "delta"), DECAYS):
         assert_same(inputs(decay), of_chunk(CHUNKWISE, 1), rule=rule)
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("kind", ["add", "delta", "bonus", "normalize"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("queries", [1, 3])
 def test_step_equals_one_token_of_the_reference(decay, kind, queries):
-    options = {kind: True} if kind in EXTRAS else {}
+    options, settings = of_kind(kind)
     arguments = inputs(decay, queries=queries, **options)
-    settings = {"rule": kind if kind == "delta" else "add", "normalize": kind == "normalize"}
     expected, final = by_literal(arguments, **settings)
     state = arguments.pop("initial_state")
     for t in range(T):
-        now = {n: x if x is None or n == "bonus" or x.dim() == 1 else x[:, t] for n, x in arguments.items()}
+        now = {n: x if n == "bonus" or x.dim() == 1 else x[:, t] for n, x in arguments.items()}
         out, state = step(**now, state=state, **settings)
         assert relative(out, expected[:, t]) < 1e-12
     assert relative(state, final) < 1e-12
@@ -158,11 +155,11 @@ def test_step_equals_one_token_of_the_reference(decay, kind, queries):
 
 
 def test_bfloat16_keeps_its_state_in_float32(backend):
-    x = {name: None if y is None else y.detach().bfloat16() for name, y in inputs("scalar").items()}
+    x = detached(inputs("scalar"), torch.bfloat16)
     out, state = linear_attention(**x, backend=backend)
     assert out.dtype == torch.bfloat16
     assert state.dtype == torch.float32
-    exact = linear_attention(**{name: None if y is None else y.float() for name, y in x.items()})
+    exact = linear_attention(**detached(x))
     assert relative(out, exact[0].double()) < 4e-3
     products = 2**-8 if backend == "native" and native.instructions == "avx512bf16" else 1e-6
     assert relative(state, exact[1].double()) < products
@@ -179,11 +176,7 @@ def test_state_of_an_empty_sequence_has_the_dtype_of_the_others(form):
 
 @pytest.mark.parametrize("rule", ["add", "delta"])
 def test_autocast_does_not_change_the_op(backend, rule):
-    x = {
-        name: y.detach().float().requires_grad_()
-        for name, y in inputs("scalar", normalize=False).items()
-        if y is not None
-    }
+    x = leaves(inputs("scalar"))
     op = partial(linear_attention, rule=rule, backend=backend)
     out, state = op(**x)
     expected = torch.autograd.grad(out.sum() + state.sum(), list(x.values()))
@@ -220,26 +213,18 @@ def test_saved_bytes_are_bounded(backend):
     [
         ({"beta": torch.rand(B, T)}, r"beta has shape \[2, 13\]; expected \[2, 13, 4\]"),
         ({"read_gate": torch.rand(B, T, H, 1)}, "read_gate has shape"),
-        (
-            {"log_decay": torch.rand(T)},
-            r"log_decay has shape \[13\]; expected \[4\] or \[2, 13, 4\] or \[2, 13, 4, 6\]",
-        ),
+        ({"log_decay": torch.rand(T)},
+         r"log_decay has shape \[13\]; expected \[4\] or \[2, 13, 4\] or \[2, 13, 4, 6\]"),
         ({"q": torch.randn(B, T, H, K + 1)}, "q has shape"),
         ({"q": torch.randn(B, T, H, K).double()}, "k has dtype"),
         ({"q": torch.ones(B, T, H, K, dtype=torch.long)}, "q has dtype torch.int64"),
         ({"q": torch.randn(B, T, 3, K), "k": torch.randn(B, T, 3, K)}, "q and k have 3 heads"),
-        (
-            {"q": torch.randn(B, T, 6, K)},
-            r"q has shape \[2, 13, 6, 6\]; expected .* a multiple of the heads of k and v",
-        ),
-        (
-            {"q": torch.randn(B, T, 8, K), "k": torch.randn(B, T, 2, K)},
-            r"expected the shape of k, \[2, 13, 2, 6\], or a multiple of the heads of k and v",
-        ),
-        (
-            {"q": torch.randn(B, T, 2 * H, K), "read_gate": torch.rand(B, T, H)},
-            r"read_gate has shape \[2, 13, 4\]; expected \[2, 13, 8\]",
-        ),
+        ({"q": torch.randn(B, T, 6, K)},
+         r"q has shape \[2, 13, 6, 6\]; expected .* a multiple of the heads of k and v"),
+        ({"q": torch.randn(B, T, 8, K), "k": torch.randn(B, T, 2, K)},
+         r"expected the shape of k, \[2, 13, 2, 6\], or a multiple of the heads of k and v"),
+        ({"q": torch.randn(B, T, 2 * H, K), "read_gate": torch.rand(B, T, H)},
+         r"read_gate has shape \[2, 13, 4\]; expected \[2, 13, 8\]"),
         ({"initial_state": torch.zeros(B, H, V, K)}, "initial_state has shape"),
         ({"cu_seqlens": torch.tensor([0, T])}, "expected B=1"),
         ({"cu_seqlens": [0, T]}, r"cu_seqlens=\[0, 13\]; expected a tensor of integers"),
@@ -248,10 +233,8 @@ def test_saved_bytes_are_bounded(backend):
         ({"rule": "dleta"}, "rule='dleta'"),
         ({"form": "parallell"}, "form='parallell'"),
         *(({"chunk_size": n}, f"chunk_size={n!r}; expected a positive integer") for n in (0, 16.5, "a", True)),
-        *(
-            ({"scale": x}, "scale=.*; expected a finite number")
-            for x in (torch.nan, torch.inf, True, "a", 10**400, 1e39)
-        ),
+        *(({"scale": x}, "scale=.*; expected a finite number")
+          for x in (torch.nan, torch.inf, True, "a", 10**400, 1e39)),
         *(({name: "no"}, f"{name}='no'; expected True or False") for name in ("normalize", "check")),
         ({"backend": ["torch"]}, r"backend=\['torch'\] is unknown"),
         ({"chunk_size": 10**400}, "chunk_size=1000*…; expected a positive integer"),
@@ -270,7 +253,7 @@ def test_saved_bytes_are_bounded(backend):
         ({"rule": "delta", "k": torch.full((B, T, H, K), 1.0), "check": True}, "reaches 6; expected ≤ 2"),
         ({"normalize": True, "check": True}, "expected values ≥ 0"),
     ],
-)
+)  # fmt: skip
 def test_bad_arguments_are_named(change, sentence):
     good = {"q": torch.randn(B, T, H, K), "k": torch.randn(B, T, H, K), "v": torch.randn(B, T, H, V)}
     with pytest.raises(InputError, match=sentence):

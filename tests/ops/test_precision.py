@@ -6,11 +6,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from equation import H, assert_gradients_keep_their_digits, inputs, of_decay, prepare, skip_if_missing
+from equation import (
+    KINDS,
+    H,
+    assert_gradients_keep_their_digits,
+    detached,
+    inputs,
+    leaves,
+    of_decay,
+    of_kind,
+    prepare,
+    skip_if_missing,
+)
 from headrace import linear_attention
 from headrace.extra.residual import ResidualDelta
 from headrace.ops.backends.native import library as native
-from headrace.ops.call import TOKENWISE
 from headrace.ops.reference import literal
 from headrace.ops.sequences import Sequences
 from headrace.verification.verify import relative, worst
@@ -37,7 +47,7 @@ def errors_in_float32(arguments, monkeypatch, rule="add", **settings):
 
 def differentiated(op, arguments, dtype, rule, **settings):
     """(output and state, the gradients of a weighted sum of them)"""
-    given = {n: x.detach().to(dtype).requires_grad_() for n, x in arguments.items()}
+    given = leaves(arguments, dtype)
     pair = op(**given, rule=rule, **settings)
     weights = [torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(dtype) for x in pair]
     loss = sum((x * w).sum() for x, w in zip(pair, weights, strict=True))
@@ -178,17 +188,16 @@ RECURRENT = [("add", "vector"), ("delta", "scalar"), ("bonus", "vector"), ("norm
 ONCE = {"torch": ("torch", "chunkwise"), "recurrent": ("torch", "recurrent"), "native": ("native", "chunkwise")}
 
 
-@pytest.mark.parametrize("kind", ["add", "delta", "bonus", "normalize"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("decay", ["fixed", "scalar", "vector"])
 def test_bfloat16_is_rounded_once(decay, kind):
     """Gradients of heads that share q and k, of a fixed decay and of the bonus are sums over 1,024 tokens and more."""
-    options = {kind: True} if kind in ("bonus", "normalize") else {}
-    settings = {"rule": kind if kind == "delta" else "add", "normalize": kind == "normalize"}
+    options, settings = of_kind(kind)
     drawn = inputs(decay, tokens=512, groups=2, key=8, value=8, **options)
     drawn["log_decay"] = drawn["log_decay"] / 20
 
     def computed(dtype, **way):
-        x = {n: y.detach().bfloat16().to(dtype).requires_grad_() for n, y in drawn.items() if y is not None}
+        x = leaves(detached(drawn, torch.bfloat16), dtype)
         pair = linear_attention(**x, **settings, **way)
         generator = torch.Generator().manual_seed(0)
         weights = [torch.randn(y.shape, generator=generator).bfloat16().to(y.dtype) for y in pair]
@@ -209,8 +218,7 @@ def test_bfloat16_is_rounded_once(decay, kind):
 
 
 def test_shared_weight_gradients_are_summed_in_float32():
-    x = {name: y for name, y in inputs("scalar", rows=1, tokens=128, state=False).items() if name in TOKENWISE}
-    drawn = {**x, "k": F.normalize(x["k"], dim=-1)} | dict.fromkeys(("read_gate", "write_gate"))
+    drawn = inputs("scalar", rows=1, tokens=128, state=False) | dict.fromkeys(("read_gate", "write_gate"))
     results = []
     for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         module = ResidualDelta(1, H).to(dtype)

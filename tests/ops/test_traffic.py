@@ -97,24 +97,29 @@ def without_gpu(mixer: str) -> Iterator[Block]:
             yield block
 
 
-def uncompiled(mixer: str) -> tuple[float, int, int]:
-    """(units of the residual stream moved outside products and recurrence, kernels there, bytes kept per token)"""
-    (B, T, D), meter, kept = SHAPE, Meter(), {}
+def kept(block: Any, forward: Any, x: Tensor) -> tuple[Tensor, int]:
+    """(the output, the bytes that the backward needs beside the block's weights, each storage once)"""
+    storages = {}
 
     def keep(x: Tensor) -> Tensor:
-        kept[x.untyped_storage()._cdata] = x.untyped_storage()
+        storages[x.untyped_storage()._cdata] = x.untyped_storage()
         return x
 
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        y = forward(x)
+    weights = {p.untyped_storage()._cdata for p in block.parameters()}
+    return y, sum(storage.nbytes() for place, storage in storages.items() if place not in weights)
+
+
+def uncompiled(mixer: str) -> tuple[float, int, int]:
+    """(units of the residual stream moved outside products and recurrence, kernels there, bytes kept per token)"""
+    (B, T, D), meter = SHAPE, Meter()
     norm = patch.object(torch.nn.functional, "rms_norm", meter.rms_norm)
     with without_gpu(mixer) as block, norm, meter:
-        weights = {p.untyped_storage()._cdata for p in block.parameters()}
-        x = torch.empty(SHAPE, dtype=torch.bfloat16, requires_grad=True)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            y = block(x)
+        y, size = kept(block, block, torch.empty(SHAPE, dtype=torch.bfloat16, requires_grad=True))
         y.backward(torch.empty_like(y))
     moved = sum(size for name, size in meter.moved.items() if name not in APART)
     launches = sum(count for name, count in meter.launches.items() if name not in APART)
-    size = sum(storage.nbytes() for place, storage in kept.items() if place not in weights)
     return moved / (2 * B * T * D), launches, size // (B * T)
 
 
@@ -132,19 +137,10 @@ def test_uncompiled_blocks_move_and_keep_no_more_than_they_did(mixer):
     assert found[0] <= moved + 1 and found[1] <= kernels and found[2] <= kept
 
 
-def kept(block: Block, backend) -> int:
-    """Bytes that a compiled block keeps for the backward, each storage once."""
-    storages = {}
-
-    def keep(x):
-        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
+def kept_compiled(block: Block, backend: Any) -> int:
     torch._dynamo.reset()
-    weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        torch.compile(block, backend=backend, fullgraph=True)(torch.randn(2, 64, 64, requires_grad=True))
-    return sum(size for place, size in storages.items() if place not in weights)
+    compiled = torch.compile(block, backend=backend, fullgraph=True)
+    return kept(block, compiled, torch.randn(2, 64, 64, requires_grad=True))[1]
 
 
 @pytest.mark.slow
@@ -155,7 +151,7 @@ def test_compiled_blocks_recompute_norms_and_activations(monkeypatch):
     from torch._inductor import compile_fx
 
     block = Block(zoo.mixer("linear-attention"), Sizes(64, 2, 176)).train()
-    most = kept(block, aot_eager_decomp_partition)
+    most = kept_compiled(block, aot_eager_decomp_partition)
     monkeypatch.setattr(compile_fx, "compile_fx", aot_eager_decomp_partition)
     hidden, normalized = 4 * 2 * 64 * 176, 4 * 2 * 64 * 64  # bytes of the input of down_proj and of a norm's output
-    assert kept(block, compiled.recomputing) <= most - hidden - normalized
+    assert kept_compiled(block, compiled.recomputing) <= most - hidden - normalized

@@ -29,10 +29,7 @@ from trained import recipe, train
         ({"lr": float("inf")}, "lr=inf is not allowed; expected finite float"),
         ({"weight_decay": float("nan")}, "weight_decay=nan is not allowed; expected finite float"),
         ({"warmup": -1.0}, "warmup=-1; expected at least 0"),
-        (
-            {"tokens": 40.0, "warmup": 0.0},
-            "tokens=40; expected more than half of a step, which is batch_tokens=128",
-        ),
+        ({"tokens": 40.0, "warmup": 0.0}, "tokens=40; expected more than half of a step, which is batch_tokens=128"),
     ],
 )
 def test_impossible_numbers_are_refused(changes, sentence):
@@ -59,7 +56,7 @@ def test_empty_rows_are_refused(tmp_path, values, sentence):
         prepare(Preparation((str(tmp_path / "texts.jsonl"),), length=16), tmp_path / "d")
 
 
-def test_invalid_seed_is_refused(tmp_path):
+def test_invalid_seed_is_refused():
     with pytest.raises(InputError, match="--seed -1; expected at least 0"):
         Preparation(("a.txt",), seed=-1)
 
@@ -68,11 +65,9 @@ def test_end_token_in_a_text_is_not_the_end(tmp_path):
     texts = [f"before {tokenizer.END} after, {i}" for i in range(20)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     for workers in (1, 2):
-        prepare(
-            Preparation((str(tmp_path / "texts.jsonl"),), length=16, workers=workers, held_out=0.05),
-            tmp_path / f"d{workers}",
-        )
-        data = open_data(tmp_path / f"d{workers}")
+        folder = tmp_path / f"d{workers}"
+        prepare(Preparation((str(tmp_path / "texts.jsonl"),), length=16, workers=workers, held_out=0.05), folder)
+        data = open_data(folder)
         tokens = [token for row in data.train for token in row["input_ids"]]
         assert tokens.count(data.tokenizer.eos_token_id) == 19
         assert data.tokenizer.decode(tokens).count(tokenizer.END) == 2 * 19

@@ -45,13 +45,17 @@ def test_each_linear_mixer_has_the_heads_of_its_paper_or_those_of_the_model():
     assert sizes("rwkv7", 1024, 4) == PUBLISHED["rwkv7"]
 
 
+# Columns of a memory that are not the values of one level: a normalizer, the keys of mesa, and 14 levels.
+COLUMNS = {"based": 65, "mesa": 2 * 128, "log-linear-mamba2": 14 * 64, "log-linear-gated-deltanet": 14 * 384}
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_its_softmax_version_and_its_state_have_these_heads(name):
     if name != "rwkv7":
         assert sizes(f"softmax-{name}", 1024, 4) == PUBLISHED[name]
     heads, _, values = PUBLISHED[name]
     memory = zoo.get(name).state_shapes(1024, 4)["memory"]
-    assert memory[0] == heads and memory[2] % values in (0, 1, 2 * (name == "mesa"))
+    assert memory[0] == heads and memory[2] == COLUMNS.get(name, values)
 
 
 def test_sizes_at_the_widths_of_released_models():
@@ -126,4 +130,4 @@ def test_published_sizes_are_written_to_foreign_checkpoints(tmp_path, format, mi
     written = json.loads((tmp_path / "config.json").read_text("utf-8"))
     assert {name: written[name] for name in fields} == fields
     again, ids = import_checkpoint(tmp_path).eval(), torch.arange(7)[None]
-    assert torch.equal(again(input_ids=ids).logits, model(input_ids=ids).logits)
+    tiny.close(again(input_ids=ids).logits, model(input_ids=ids).logits, 1e-5)

@@ -12,10 +12,12 @@ from equation import (
     assert_gradients_keep_their_digits,
     assert_same,
     assert_strides_do_not_matter,
+    detached,
     inputs,
+    leaves,
     of_decay,
 )
-from headrace import InputError, Mixer, backends, linear_attention, step
+from headrace import InputError, Mixer, linear_attention, step
 from headrace.ops.backends.triton import block_sizes, launch
 from headrace.ops.backends.triton import step as step_kernels
 from headrace.ops.backends.triton.launch import one_stride, strides
@@ -139,7 +141,7 @@ def test_steep_decays(decay, rule):
 @pytest.mark.parametrize("decay", ["scalar", "vector"])
 def test_a_decay_that_is_not_a_number(decay):
     """Every output from its token on is NaN, and none before."""
-    plain = {n: x if x is None else x.detach().float() for n, x in arguments(decay, gates=False, heads=1).items()}
+    plain = detached(arguments(decay, gates=False, heads=1))
     plain["log_decay"][:, 20] = torch.nan
     out, state = linear_attention(**plain, backend="triton", chunk_size=16)
     assert out[:, :16].isfinite().all() and out[:, 20:].isnan().all() and state.isnan().all()
@@ -147,9 +149,9 @@ def test_a_decay_that_is_not_a_number(decay):
 
 def test_a_decay_to_nothing():
     """−∞ starts a new sequence."""
-    plain = {n: x if x is None else x.detach().float() for n, x in arguments("vector", state=False).items()}
+    plain = detached(arguments("vector", state=False))
     plain["log_decay"][:, 20] = -torch.inf
-    cut = {n: x if x is None else x[:, 20:] for n, x in plain.items()}
+    cut = {n: x[:, 20:] for n, x in plain.items()}
     whole, _ = linear_attention(**plain, backend="triton", chunk_size=16)
     rest, _ = linear_attention(**cut, backend="torch")
     torch.testing.assert_close(whole[:, 20:], rest, rtol=1e-5, atol=1e-5)
@@ -203,16 +205,10 @@ def mixed_settings():
     raise RuntimeError("PyTorch is checking whether allow_tf32_new is enabled …")
 
 
-def test_views_of_one_projection():
-    """q, k and v as slices of one tensor, whose tokens are further apart than their sizes."""
-    joint = torch.randn(2, T, H * (K + K + V))
-    q, k, v = (x.unflatten(-1, (H, -1)) for x in joint.split([H * K, H * K, H * V], -1))
-    for x, y in zip(
-        linear_attention(q, k, v, backend="triton", chunk_size=16),
-        linear_attention(q.contiguous(), k.contiguous(), v.contiguous(), backend="triton", chunk_size=16),
-        strict=True,
-    ):
-        assert torch.equal(x, y)
+def one_token(given):
+    """The arguments of `step` for the first token."""
+    token = {n: x[:, 0] if n in TOKENWISE and x.dim() > 1 else x for n, x in given.items()}
+    return token | {"state": token.pop("initial_state")}
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -220,10 +216,9 @@ def test_views_of_one_projection():
 def test_step(decay, rule):
     heads = {"heads": 4, "groups": 2} if (decay, rule) in PAIRS else {"heads": 2, "queries": 2}
     given = arguments(decay, rows=2, tokens=1, value=40, bonus=rule == "add" and decay == "vector", **heads)
-    token = {n: x if x is None else (x[:, 0] if n in TOKENWISE and x.dim() > 1 else x) for n, x in given.items()}
-    token["state"] = token.pop("initial_state")
-    exact = step(**{n: x if x is None else x.detach() for n, x in token.items()}, rule=rule, backend="torch")
-    found = step(**{n: x if x is None else x.detach().float() for n, x in token.items()}, rule=rule, backend="triton")
+    token = one_token(given)
+    exact = step(**detached(token, torch.float64), rule=rule, backend="torch")
+    found = step(**detached(token), rule=rule, backend="triton")
     for x, y in zip(found, exact, strict=True):
         assert relative(x, y) <= 1e-6
 
@@ -244,10 +239,9 @@ def test_a_step_with_a_normalizer(dtype):
 
 @pytest.mark.parametrize("rule", ["add", "delta"])
 def test_an_empty_batch_has_gradients(rule):
-    given = {name: x if x is None else x.detach().float() for name, x in arguments("vector", rows=0).items()}
-    given = {name: x if x is None else x.requires_grad_() for name, x in given.items()}
+    given = leaves(arguments("vector", rows=0))
     out, state = linear_attention(**given, rule=rule, backend="triton")
-    wanted = [x for x in given.values() if x is not None]
+    wanted = list(given.values())
     for x, gradient in zip(wanted, torch.autograd.grad(out.sum() + state.sum(), wanted), strict=True):
         assert torch.equal(gradient, torch.zeros_like(x))
 
@@ -261,10 +255,8 @@ def test_a_decay_per_head_does_not_narrow_the_loads():
 def test_a_step_in_place(monkeypatch):
     """The state keeps its memory; one in another layout is refused. A head takes three programs."""
     monkeypatch.setattr(step_kernels, "PROGRAM", 16)
-    given = arguments("vector", rows=2, tokens=1, heads=2, value=40)
-    token = {n: x if x is None else x.detach().float() for n, x in given.items()}
-    token = {n: x[:, 0] if x is not None and n in TOKENWISE and x.dim() > 1 else x for n, x in token.items()}
-    state = token.pop("initial_state")
+    token = one_token(detached(arguments("vector", rows=2, tokens=1, heads=2, value=40)))
+    state = token.pop("state")
     out, after = step(**token, state=state, rule="delta", backend="triton")
     with pytest.raises(InputError, match=r"state has strides .* expected to be contiguous"):
         step(**token, state=state.clone().mT.contiguous().mT, rule="delta", backend="triton", in_place=True)
@@ -306,17 +298,17 @@ def test_a_step_in_a_transform_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("key", "dtype", "chunk_size", "reason"),
     [
-        ({"dtype": torch.float64}, "it computes in float32, from float32, bfloat16 or float16, and v is torch.float64"),
-        ({"key": 257}, "it takes K from 1 to 256 and V from 1, and they are 257 and 24"),
+        (K, torch.float64, None, "it computes in float32, from float32, bfloat16 or float16, and v is torch.float64"),
+        (257, torch.float32, None, "it takes K from 1 to 256 and V from 1, and they are 257 and 24"),
+        (K, torch.float32, 48, "its chunks have 16, 32 or 64 tokens, and chunk_size is 48"),
     ],
 )
-def test_refusals(changes, reason):
-    key, dtype = changes.get("key", K), changes.get("dtype", torch.float32)
+def test_refusals(key, dtype, chunk_size, reason):
     q, v = torch.randn(1, 3, H, key, dtype=dtype), torch.randn(1, 3, H, V, dtype=dtype)
     with pytest.raises(InputError, match=f"backend='triton' cannot run here: {reason}"):
-        linear_attention(q, q, v, backend="triton")
+        linear_attention(q, q, v, backend="triton", chunk_size=chunk_size)
 
 
 @pytest.mark.parametrize("bounds", [[0, 5, 36], [0, 30, 20, 37], [1, 37]])
@@ -324,13 +316,3 @@ def test_bounds_that_do_not_fit(bounds):
     x = torch.randn(1, T, H, K)
     with pytest.raises(InputError, match="expected 0 = c_0"):
         linear_attention(x, x, x, cu_seqlens=torch.tensor(bounds), backend="triton")
-
-
-def test_a_chunk_size_that_it_does_not_have():
-    x = torch.randn(1, 3, H, K)
-    with pytest.raises(InputError, match="its chunks have 16, 32 or 64 tokens, and chunk_size is 48"):
-        linear_attention(x, x, x, backend="triton", chunk_size=48)
-
-
-def test_it_is_listed():
-    assert backends()["triton"]["linear_attention"] is None
