@@ -3,6 +3,7 @@ the page."""
 
 import base64
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -157,9 +158,7 @@ def test_gates_horizon_and_beta():
     _, _, _, (vector, _) = passed("gla")
     close(vector.horizon, (-1 / vector.calls[0][0]["log_decay"][0]).median(-1).values)
     _, _, _, (fixed, _) = passed("retnet")
-    close(
-        fixed.horizon[:, 0], torch.full((T,), -1 / float(torch.tensor(1 - 2**-5).double().log()), dtype=torch.float64)
-    )
+    close(fixed.horizon[:, 0], torch.full((T,), -1 / math.log(1 - 2**-5), dtype=torch.float64))
     _, _, _, (matrix, _) = passed("rwkv7")
     close(matrix.horizon, (-1 / matrix.operand("log_decay")[0]).median(-1).values)
     assert matrix.horizon.shape == (T, 4)
@@ -342,10 +341,8 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path):
 
 def test_the_command_reads_text_a_file_or_standard_input(checkpoint, tmp_path):
     (tmp_path / "text").write_text("from a file")
-    command, page = (
-        ["inspect", str(checkpoint), "--output", str(tmp_path / "new" / "page.html")],
-        tmp_path / "new/page.html",
-    )
+    page = tmp_path / "new" / "page.html"
+    command = ["inspect", str(checkpoint), "--output", str(page)]
     for more, given, expected in (
         (["--prompt", "given"], None, "given"),
         (["--text", "given"], None, "given"),  # the former name of --prompt

@@ -41,21 +41,19 @@ def computed(op, arguments, rule):
     return dict(zip(("out", "state", *arguments), (*pair, *gradients), strict=True))
 
 
+FACTORS = {  # by which arguments are multiplied
+    "weak decay": {"log_decay": 1 / 200}, "strong decay": {"log_decay": 40}, "repeated": {"log_decay": 1 / 200},
+    "large": dict.fromkeys(("v", "initial_state"), 1e30), "small": dict.fromkeys(("v", "initial_state"), 1e-30),
+}  # fmt: skip
+
+
 def difficult(kind, x):
     """The arguments, made into what is hard to compute."""
-    if kind == "weak decay" and "log_decay" in x:
-        x["log_decay"] = x["log_decay"] / 200
-    if kind == "strong decay" and "log_decay" in x:
-        x["log_decay"] = 40 * x["log_decay"]
+    x |= {name: factor * x[name] for name, factor in FACTORS.get(kind, {}).items() if name in x}
     if kind == "correlated":
         x["k"] = F.normalize(x["k"] + 2 * x["k"][:, :1], dim=-1)
     if kind == "repeated":
         x["k"] = x["k"][:, :1].expand_as(x["k"])
-        x |= {"log_decay": x["log_decay"] / 200} if "log_decay" in x else {}
-    if kind == "large":
-        x["v"], x["initial_state"] = 1e30 * x["v"], 1e30 * x["initial_state"]
-    if kind == "small":
-        x["v"], x["initial_state"] = 1e-30 * x["v"], 1e-30 * x["initial_state"]
     return x
 
 

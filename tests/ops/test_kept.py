@@ -36,11 +36,6 @@ def test_a_model_does_not_keep_the_states_of_its_last_batch():
     assert [memory() for memory in memories] == [None] * len(memories) != []
 
 
-def call(**more):
-    q, v = torch.randn(2, 3, 4), torch.randn(2, 3, 5)
-    return {"q": q, "k": torch.randn(2, 3, 4), "v": v, "state": torch.randn(2, 3, 4, 5)} | more
-
-
 def test_a_full_table_of_prepared_calls_forgets_the_oldest_alone(monkeypatch):
     skip_if_missing("native")
     monkeypatch.setattr(prepared, "MANY", 3)
@@ -55,7 +50,8 @@ def test_a_full_table_of_prepared_calls_forgets_the_oldest_alone(monkeypatch):
 
 def test_a_scale_for_each_call_is_prepared_once():
     skip_if_missing("native")
-    given = call()
+    given = {name: torch.randn(2, 3, size) for name, size in (("q", 4), ("k", 4), ("v", 5))}
+    given["state"] = torch.randn(2, 3, 4, 5)
     prepared.TABLE.clear()
     for scale in (1.0, 0.5, 2.0, -3.0, 0.0, 1.0):
         found = step(**given, scale=scale)

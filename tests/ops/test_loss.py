@@ -29,7 +29,7 @@ def draw(dtype, scale=1.0):
 
 @pytest.mark.parametrize("scale", [1.0, 100.0])
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)]
+    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 1e-2)]
 )
 def test_loss_equals_cross_entropy_of_all_logits(dtype, tolerance, scale):
     hidden, weight, labels = draw(dtype, scale)
@@ -41,7 +41,7 @@ def test_loss_equals_cross_entropy_of_all_logits(dtype, tolerance, scale):
     gradients = torch.autograd.grad(3 * ours, [hidden, weight])
     for mine, their in zip(gradients, torch.autograd.grad(3 * theirs, exact), strict=True):
         assert mine.dtype == dtype
-        assert relative(mine.double(), their) <= 10 * tolerance
+        assert relative(mine.double(), their) <= tolerance
     with torch.no_grad():
         assert torch.equal(linear_cross_entropy(hidden, weight, labels), ours)
 

@@ -28,58 +28,36 @@ def arguments(decay, **options):
     return inputs(decay, **{"rows": 1, "tokens": T, "heads": heads, "key": K, "value": V} | options)
 
 
-def call(backend="fla", **changes):
+def call(**changes):
     """linear_attention on the same float32 arguments, without gradients, each time."""
     torch.manual_seed(0)
-    return linear_attention(**detached(arguments("scalar")) | changes, backend=backend)
+    return linear_attention(**detached(arguments("scalar")) | changes, backend="fla")
 
 
-@pytest.mark.parametrize("decay", DECAYS)
-def test_additive_rules(decay):
-    assert_same(arguments(decay), FLA)
+DELTA = {"rule": "delta"}
+CALLS = {decay: (decay, {}, {}) for decay in DECAYS} | {  # decay and other options of `arguments`, settings of the op
+    "without gates and state": ("scalar", {"gates": False, "state": False}, {}),
+    "shared keys": ("scalar", {"heads": 4, "groups": 2}, {}),
+    "grouped queries": ("scalar", {"heads": 1, "queries": 2}, DELTA),
+    "grouped queries without gates": ("scalar", {"heads": 1, "queries": 2, "gates": False}, DELTA),
+    "bonus": ("vector", {"heads": 1, "bonus": True}, {}),
+    "normalizer": ("none", {"normalize": True}, {"normalize": True}),
+    "delta, fixed": ("fixed", {}, DELTA),
+    "delta, scalar": ("scalar", {}, DELTA),
+    "delta, vector": ("vector", {"heads": 1}, DELTA),
+    "packed": ("vector", {"heads": 1, "n": 4}, {"cu_seqlens": PACKED}),
+    "packed, delta": ("scalar", {"groups": 1, "n": 4}, {"cu_seqlens": PACKED} | DELTA),
+}
 
 
-def test_without_gates_and_state():
-    assert_same(arguments("scalar", gates=False, state=False), FLA)
+@pytest.mark.parametrize("name", CALLS)
+def test_equation(name):
+    decay, options, settings = CALLS[name]
+    assert_same(arguments(decay, **options), FLA, **settings)
 
 
-def test_shared_keys():
-    assert_same(arguments("scalar", heads=4, groups=2), FLA)
-
-
-def test_grouped_queries():
-    assert_same(arguments("scalar", heads=1, queries=2), FLA, rule="delta")
-    assert_same(arguments("scalar", heads=1, queries=2, gates=False), FLA, rule="delta")
-
-
-def test_bonus():
-    assert_same(arguments("vector", heads=1, bonus=True), FLA)
-
-
-def test_normalizer():
-    assert_same(arguments("none", normalize=True), FLA, normalize=True)
-
-
-@pytest.mark.parametrize("decay", ["fixed", "scalar"])
-def test_gated_delta_rule(decay):
-    assert_same(arguments(decay), FLA, rule="delta")
-
-
-def test_delta_rule():
+def test_delta_rule_without_decay():
     assert_same(arguments("none"), HALF, rule="delta")
-
-
-@pytest.mark.slow
-def test_delta_rule_with_a_decay_per_channel():
-    assert_same(arguments("vector", heads=1), FLA, rule="delta")
-
-
-def test_packed_sequences():
-    assert_same(arguments("vector", heads=1, n=4), FLA, PACKED)
-
-
-def test_packed_sequences_under_the_delta_rule():
-    assert_same(arguments("scalar", n=4, groups=1), FLA, PACKED, rule="delta")
 
 
 def test_a_fixed_decay_without_gradient():
@@ -102,7 +80,7 @@ def test_a_decay_to_nothing():
     assert (whole[:, 40:] - rest).abs().max() <= 2**-16 * rest.abs().max()
 
 
-@pytest.mark.parametrize("decay", ["scalar", pytest.param("vector", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("decay", ["scalar", "vector"])
 def test_keys_shared_by_heads_are_not_repeated(decay, monkeypatch):
     monkeypatch.setattr(op, "_per_head", None)
     assert_same(arguments(decay, gates=False, groups=1), FLA, rule="delta")

@@ -48,9 +48,29 @@ def test_equation(decay, rule):
     assert_same(arguments(decay, tokens=SHORT), TRITON, rule=rule)
 
 
-@pytest.mark.parametrize(("decay", "rule"), [("fixed", "add"), ("vector", "delta")])
-def test_several_rows(decay, rule):
-    assert_same(arguments(decay, rows=2, tokens=SHORT), TRITON, rule=rule)
+DELTA, OF_70 = {"rule": "delta"}, {"tokens": 70, "heads": 1, "key": 32, "value": 32}
+CALLS = {  # the decay, other options of `arguments`, the way, and settings of the op
+    "several rows": ("fixed", {"rows": 2, "tokens": SHORT}, TRITON, {}),
+    "several rows, delta": ("vector", {"rows": 2, "tokens": SHORT}, TRITON, DELTA),
+    "packed": ("vector", {"n": 4}, TRITON, {"cu_seqlens": PACKED}),
+    "packed, delta": ("fixed", {"n": 4}, TRITON, {"cu_seqlens": PACKED} | DELTA),
+    "shared keys": ("vector", {"tokens": 18, "heads": 4, "groups": 2}, TRITON, {}),
+    "shared keys, delta": ("vector", {"tokens": 18, "heads": 4, "groups": 2}, TRITON, DELTA),
+    "grouped queries": ("scalar", {"tokens": 18, "heads": 1, "queries": 2}, TRITON, DELTA),
+    "bfloat16": ("scalar", OF_70, HALF, {}),
+    "bfloat16, delta": ("vector", OF_70, HALF, DELTA),
+    "float16, delta": ("scalar", OF_70, FLOAT16, DELTA),
+    "bonus": ("vector", {"tokens": SHORT, "bonus": True}, TRITON, {}),
+    "bonus in bfloat16": ("vector", {"tokens": SHORT, "bonus": True}, HALF, {}),
+    "normalizer": ("none", {"tokens": SHORT, "normalize": True}, TRITON, {"normalize": True}),
+    "normalizer in bfloat16": ("none", {"tokens": SHORT, "normalize": True}, HALF, {"normalize": True}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_options(name):
+    decay, options, way, settings = CALLS[name]
+    assert_same(arguments(decay, **options), way, **settings)
 
 
 @pytest.mark.parametrize(("decay", "rule"), PAIRS)
@@ -64,11 +84,6 @@ def test_whole_chunks_and_odd_sizes(decay, rule):
     assert_same(arguments(decay, tokens=70, heads=1, key=40, value=72), WIDE, rule=rule)
 
 
-@pytest.mark.parametrize(("decay", "rule"), [("fixed", "delta"), ("vector", "add")])
-def test_packed_sequences(decay, rule):
-    assert_same(arguments(decay, n=4), TRITON, PACKED, rule=rule)
-
-
 @pytest.mark.parametrize(("value", "rule"), [(-16.0, "delta"), (-50.0, "add")])
 def test_a_gradient_keeps_its_digits_however_small_it_is(value, rule):
     drawn = of_decay(arguments("vector", tokens=SHORT, heads=1), value)
@@ -78,6 +93,7 @@ def test_a_gradient_keeps_its_digits_however_small_it_is(value, rule):
 @pytest.mark.parametrize(
     ("layout", "decay", "rule", "tokens"),
     [("one row for all rows of all", "scalar", "add", 2), ("part of more rows", "fixed", "delta", 2),
+     ("last two dimensions swapped", "vector", "add", 2),
      # PyTorch leaves the stride of the one token as it is in what it calls contiguous.
      ("first two dimensions swapped", "vector", "delta", 1)],
 )  # fmt: skip
@@ -119,15 +135,6 @@ def test_the_tiles_of_a_state():
         assert K <= first + second <= max(16, 1 << (K - 1).bit_length())
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_shared_keys(rule):
-    assert_same(arguments("vector", tokens=18, heads=4, groups=2), TRITON, rule=rule)
-
-
-def test_grouped_queries():
-    assert_same(arguments("scalar", tokens=18, heads=1, queries=2), TRITON, rule="delta")
-
-
 @pytest.mark.parametrize(("decay", "rule"), PAIRS[2:])
 def test_steep_decays(decay, rule):
     """Decays of up to e^-60 per token, beside some of nearly 1."""
@@ -155,25 +162,6 @@ def test_a_decay_to_nothing():
     whole, _ = linear_attention(**plain, backend="triton", chunk_size=16)
     rest, _ = linear_attention(**cut, backend="torch")
     torch.testing.assert_close(whole[:, 20:], rest, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("decay", "rule"), [("scalar", "add"), ("vector", "delta")])
-def test_bfloat16(decay, rule):
-    assert_same(arguments(decay, tokens=70, heads=1, key=32, value=32), HALF, rule=rule)
-
-
-def test_float16():
-    assert_same(arguments("scalar", tokens=70, heads=1, key=32, value=32), FLOAT16, rule="delta")
-
-
-@pytest.mark.parametrize("way", [TRITON, HALF])
-def test_bonus(way):
-    assert_same(arguments("vector", tokens=SHORT, bonus=True), way)
-
-
-@pytest.mark.parametrize("way", [TRITON, HALF])
-def test_normalizer(way):
-    assert_same(arguments("none", tokens=SHORT, normalize=True), way, normalize=True)
 
 
 @pytest.mark.parametrize(
