@@ -3,7 +3,6 @@
 import itertools
 import random
 import string
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,13 +10,13 @@ import torch
 from torch.utils.data import default_collate
 
 from headrace.comparison.defaults import CAPACITY, DEFAULTS
-from headrace.tasks import TASKS, Copy, Dates, Digits, Induction, Needle, Pair, Reverse, Spans, Text
+from headrace.tasks import IGNORED, TASKS, Copy, Dates, Digits, Induction, Needle, Pair, Reverse, Spans, Text
 from headrace.tasks.base import BLOCK, PARTS, SplitByContent, generator, row_hashes
 from headrace.utils.errors import InputError
 from spans import put_together
 
 # Tasks whose rows are cut from data of fixed parts; the rows of all others are drawn and parted by their content.
-OF_DATA: dict[str, Callable] = {
+OF_DATA = {
     "text": lambda book: Text((book,), length=9), "masked": lambda book: TASKS["masked"]((book,), length=12),
     "spans": lambda book: Spans((book,), length=12), "digits": lambda book: Digits(),
 }  # fmt: skip
@@ -59,30 +58,23 @@ def test_held_out_and_tuning_rows_are_not_training_rows(task):
     assert not training & (held_out | tuning) and not tuning & held_out
 
 
-@pytest.mark.parametrize("task", [DEFAULTS["needle"].task, Needle(3, length=700)], ids=repr)
-def test_the_value_of_a_needle_decides_its_part(task, monkeypatch):
-    monkeypatch.setattr(Needle, "complete", lambda self, seeds: seeds)
-    for part, batches in parts(task, 64).items():
-        hashes = np.concatenate([row_hashes(task.content(seeds)) for seeds in batches])
-        assert len(hashes) > 60 and (PARTS[hashes % np.uint64(len(PARTS))] == part).all()
+@pytest.mark.parametrize("task", [Needle(length=700), Needle(3, length=700)], ids=repr)
+def test_the_value_of_a_needle_decides_its_part(task):
+    own = {part: task.held_out(30, part) for part in ("tuning", "held-out")}
+    for part, rows in (own | {"training": task.sample(generator("training", 0, 0), 30)}).items():
+        answers = [row[row != IGNORED][:-1] for row in rows["shift_labels"]]  # without the end token
+        values = torch.tensor([list(answer.strip().encode()) for answer in task.tokens.batch_decode(answers)])
+        assert len(values) == 30 and (PARTS[row_hashes(values) % np.uint64(len(PARTS))] == part).all()
 
 
-OF_ONE_SOURCE = OF_DATA | {"needle": lambda book: Needle(length=700), "uuid": lambda book: Needle(3, length=700)}
-
-
-@pytest.mark.parametrize("name", OF_ONE_SOURCE)
-def test_text_digits_and_needles_do_not_share_material_between_splits(name, tmp_path):
-    """Of text, letters that never repeat; of needles, the answers, fewer, as the test above has many."""
+@pytest.mark.parametrize("name", OF_DATA)
+def test_text_and_digits_do_not_share_material_between_splits(name, tmp_path):
+    """Of text, letters that never repeat."""
     (tmp_path / "letters.txt").write_text("".join(random.Random(0).choices(string.ascii_letters, k=4000)))
-    task = OF_ONE_SOURCE[name](str(tmp_path / "letters.txt"))
-    needle = isinstance(task, Needle)
-    if needle or isinstance(task, Digits):
-        pytest.importorskip("wonderwords" if needle else "sklearn", reason="the extra [eval] is not installed")
-    seen, count = {}, 10 if needle else 32
+    task, seen = OF_DATA[name](str(tmp_path / "letters.txt")), {}
     for part in ("training", "tuning", "held-out"):
-        batch = default_collate([*task.training(0, 2 * count)]) if part == "training" else task.held_out(count, part)
-        rows = batch["shift_labels"] if needle else batch["input_ids"]
-        seen[part] = {tuple(row) for row in rows.tolist()}
+        batch = default_collate([*task.training(0, 64)]) if part == "training" else task.held_out(32, part)
+        seen[part] = {tuple(row) for row in batch["input_ids"].tolist()}
         assert len(seen[part]) > 9
     assert not any(a & b for a, b in itertools.combinations(seen.values(), 2))
 

@@ -93,7 +93,7 @@ def test_processes_are_forked_on_linux_alone(platform, method, plan, tmp_path, m
 
     monkeypatch.setattr(preparation, "get_context", asked)
     monkeypatch.setattr(sys, "platform", platform)
-    with pytest.raises(LookupError, match=method):
+    with pytest.raises(LookupError, match=f"^{method}$"):
         prepare(plan, tmp_path / "d")
 
 

@@ -6,8 +6,6 @@ from functools import partial
 import pytest
 import torch
 
-pytest.importorskip("datasets", reason="the extra [train] is not installed")
-
 from headrace.files.checks import read_json
 from headrace.training.loop import Batches
 from headrace.training.processes import Processes

@@ -18,8 +18,6 @@ from datasets import Dataset
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
-pytest.importorskip("datasets", reason="the extra [train] is not installed")
-
 from headrace import load
 from headrace.cli import train as cli_train
 from headrace.convert import export_checkpoint

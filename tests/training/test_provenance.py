@@ -8,8 +8,6 @@ from functools import partial, reduce
 
 import pytest
 
-pytest.importorskip("datasets", reason="the extra [train] is not installed")
-
 from damage import flip
 from headrace.benchmarking import plan
 from headrace.benchmarking.models import Shape

@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-pytest.importorskip("datasets", reason="the extra [train] is not installed")
-
 import tiny
 from headrace import Mixer, zoo
 from headrace.data.rows import Collator, TextRows
