@@ -1,7 +1,6 @@
 """The leaderboard: rows of a suite that do not depend on each other, their tables, and the time that is said before."""
 
 import re
-import sys
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from headrace import tasks
-from headrace.cli import main
 from headrace.comparison import defaults, leaderboard, run
 from headrace.comparison import rows as runs
 from headrace.comparison.model import build
@@ -40,13 +38,6 @@ def tiny(monkeypatch):
     monkeypatch.setattr(engine, "distribute", distribute)
 
 
-def compare(monkeypatch, *words):
-    monkeypatch.setattr(sys, "argv", ["headrace", "compare", "--suite", "tiny", "--workers", "1", *map(str, words)])
-    with pytest.raises(SystemExit) as end:
-        main()
-    return end.value.code
-
-
 def made(mixer, seed, accuracy, definition="same", **more):
     row = dict.fromkeys(leaderboard.COLUMNS) | {"by_length": {}, "scores": {"accuracy": accuracy}, "trial": False}
     sizes = {"parameters": 100, "state_bytes": 10, "seconds": 6.0, "lr": 3e-3}
@@ -66,27 +57,24 @@ def test_a_row_has_the_machine_that_made_it():
     assert [row["processor"] for row in leaderboard.of_results(results)] == ["second", "second"]
 
 
-def test_a_newcomer_gets_its_row_beside_those_of_others_by_one_command(tiny, folder, monkeypatch, capsys):  # noqa: F811
+def test_a_newcomer_gets_its_row_beside_those_of_others_by_one_command(tiny, folder, run_command):  # noqa: F811
     today, board = leaderboard.definition(leaderboard.defined("tiny")["parity"]), Path("board.csv")
     others = [made("retnet", 0, 0.75, today, by_length={32: 0.75, 128: 0.5}), made("retnet", 0, 0.5, comparison="text")]
     runs.write(others, board, leaderboard.COLUMNS)
-    newcomer = ["--plugin", "fading.py", "--mixers", "fading-delta", "--board", board, "--output", "out"]
-    assert compare(monkeypatch, *newcomer) in (0, None)
-    shown = capsys.readouterr().out
-    assert re.search(r"fading-delta: 10 models to train, about \d+ min with 1 worker", shown)
+    newcomer = ["compare", "--suite", "tiny", "--workers", 1, "--plugin", "fading.py", "--mixers", "fading-delta"]
+    newcomer += ["--board", board, "--output", "out"]
+    code, shown, _ = run_command(*newcomer)
+    assert not code and re.search(r"fading-delta: 10 models to train, about \d+ min with 1 worker", shown)
     rows = runs.read(Path("out", "leaderboard.csv"))
     assert [row["scores"]["accuracy"] for row in rows if row["mixer"] == "retnet"] == [0.75], "its text was another"
     own = [row for row in rows if row["mixer"] == "fading-delta"]
-    assert Counter((row["comparison"], row["trial"]) for row in own if not row["trial"]) == {
-        ("parity", False): 2,
-        ("text", False): 2,
-    }
+    assert Counter(row["comparison"] for row in own if not row["trial"]) == {"parity": 2, "text": 2}
     assert len(own) == 10 and all("plugin fading.py" in row["plugins"] and row["torch"] for row in own)
     assert re.search(r"retnet +│ 75.0 \(75.0–75.0\) 0/1 +│ +– ", shown), shown
     assert "At 4 times the training length" in shown and "guessing" in shown and "are left out: text" in shown
     assert {p.name for p in Path("out").iterdir()} == {"fading-delta", "leaderboard.csv", "leaderboard.html"}
-    assert compare(monkeypatch, *newcomer) in (0, None), "finished rows are shown again"
-    assert "0 models" in capsys.readouterr().out
+    again = run_command(*newcomer)
+    assert not again.code and "fading-delta: 0 models" in again.out, "finished rows are shown again"
 
 
 def test_every_model_of_the_suite_has_as_many_parameters_as_the_transformers():
@@ -175,10 +163,7 @@ def test_what_the_rows_depend_on_is_not_changed_unnoticed():
         (("--suite", "small", "--mixers", "bert"), "cannot train on --task parity"),
     ],
 )
-def test_the_command_refuses_what_a_suite_cannot_have(words, sentence, monkeypatch, capsys, tmp_path):
+def test_the_command_refuses_what_a_suite_cannot_have(words, sentence, monkeypatch, run_command, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["headrace", "compare", *words])
-    with pytest.raises(SystemExit):
-        main()
-    assert sentence in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+    code, _, said = run_command("compare", *words)
+    assert code == 2 and sentence in said and not list(tmp_path.iterdir())

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import json
 import math
-import re
 from collections import Counter
 from datetime import datetime
 from itertools import chain

@@ -24,9 +24,7 @@ from damage import flip
 from failing import sentences
 from headrace import data as data_module
 from headrace import load
-from headrace.cli import app as cli
 from headrace.data import open_data
-from headrace.data.tokenizer import byte_level
 from headrace.files.processes import LOCK, Terminated, locked
 from headrace.training import checkpoints
 from headrace.training.history import History
@@ -38,27 +36,7 @@ from sharded import Run, ended, start_each, train_all
 from trained import arguments, history, plain_loss, recipe, signalled, train
 
 SHORT = {"tokens": 128 * 2, "evaluate_rows": 2}
-
-
-@pytest.fixture
-def headrace_(capsys, monkeypatch):
-    """(exit code, standard error) of `headrace ARGUMENTS` in this process."""
-
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["headrace", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return ended.value.code or 0, capsys.readouterr().err
-
-    return call
-
-
-@pytest.fixture(scope="module")
-def model_of_bytes(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "gla"
-    tiny.build("gla", vocab_size=257).save_pretrained(folder)
-    byte_level().save_pretrained(folder)
-    return folder
+PATIENCE = 600  # seconds, for a machine that does much else
 
 
 # --- two in one folder -----------------------------------------------------------------------------------------------
@@ -72,23 +50,13 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_folder_in_use_is_refused(prepared, tmp_path, headrace_, command):
+def test_folder_in_use_is_refused(prepared, tmp_path, run_command, command):
     (tmp_path / "folder").mkdir()
     with locked(tmp_path / "folder"):
-        code, said = headrace_(*COMMANDS[command](prepared, tmp_path / "folder"))
-    assert code == 2
-    assert re.search(
-        rf"^headrace: --output '.*folder' is in use by process {os.getpid()} on \S+ since \S+;", said, re.M
-    )
+        code, _, said = run_command(*COMMANDS[command](prepared, tmp_path / "folder"))
+    sentence = rf"^headrace: --output '.*folder' is in use by process {os.getpid()} on \S+ since \S+;"
+    assert code == 2 and re.search(sentence, said, re.M)
     assert not any((tmp_path / "folder").iterdir())
-
-
-MAKERS = {
-    "prepare": lambda model: [__file__],
-    "convert": lambda model: [model, "--to", "llama"],
-    "retrofit": lambda model: [model],
-    "inspect": lambda model: [model, "--text", "1 times 1"],
-}
 
 
 def test_a_folder_that_was_removed_is_an_error_at_the_end_too(tmp_path):
@@ -97,10 +65,15 @@ def test_a_folder_that_was_removed_is_an_error_at_the_end_too(tmp_path):
         (tmp_path / "run").mkdir()  # as the last checkpoint does
 
 
+MAKERS = {"prepare": [__file__], "convert": ["MODEL", "--to", "llama"], "retrofit": ["MODEL"],
+          "inspect": ["MODEL", "--text", "1 times 1"]}  # fmt: skip
+
+
 @pytest.mark.parametrize("command", MAKERS)
-def test_output_being_written_is_refused(command, model_of_bytes, tmp_path, headrace_):
+def test_output_being_written_is_refused(command, saved_model, tmp_path, run_command):
+    words = [saved_model if word == "MODEL" else word for word in MAKERS[command]]
     with locked(tmp_path / "d", tmp_path / ".d.lock"):
-        code, said = headrace_(command, *MAKERS[command](model_of_bytes), "--output", tmp_path / "d")
+        code, _, said = run_command(command, *words, "--output", tmp_path / "d")
     assert code == 2 and f"in use by process {os.getpid()}" in said
     assert not (tmp_path / "d").exists()
 
@@ -115,24 +88,24 @@ def listening():
 
 @pytest.mark.usefixtures("listening")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_interrupted_command_leaves_no_folder(number, code, model_of_bytes, tmp_path, headrace_, monkeypatch):
+def test_interrupted_command_leaves_no_folder(number, code, saved_model, tmp_path, run_command, monkeypatch):
     monkeypatch.setattr("pathlib.Path.rename", lambda *paths: os.kill(os.getpid(), number))
-    ended, said = headrace_("retrofit", model_of_bytes, "--output", tmp_path / "d")
+    ended, _, said = run_command("retrofit", saved_model, "--output", tmp_path / "d")
     assert ended == code and f"{tmp_path / 'd'} was not created" in said and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("command", ["convert", "retrofit"])
-def test_output_folder_is_written_atomically(command, model_of_bytes, tmp_path, headrace_, monkeypatch):
+def test_output_folder_is_written_atomically(command, saved_model, tmp_path, run_command, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    options = [command, model_of_bytes, "--output", tmp_path / "d"]
+    options = [command, saved_model, "--output", tmp_path / "d"]
     options += ["--to", "gla"] * (command == "convert")
     with monkeypatch.context() as patch:
         patch.setattr("shutil.copy" if command == "convert" else "headrace.hf.model.seal", full)
-        code, said = headrace_(*options)
+        code, _, said = run_command(*options)
     assert code == 2 and "No space left" in said and not list(tmp_path.iterdir())
-    code, said = headrace_(*options)
+    code, _, said = run_command(*options)
     assert code == 0 and (tmp_path / "d" / CHECKSUMS).exists() and not list(tmp_path.glob(".d*"))
 
 
@@ -152,22 +125,14 @@ def test_lock_of_a_killed_process_is_released(tmp_path):
     assert not (tmp_path / "d" / LOCK).exists()
 
 
-def test_unwritable_folder_is_one_sentence(prepared, tmp_path, headrace_):
+def test_unwritable_folder_is_one_sentence(prepared, tmp_path, run_command):
     (tmp_path / "file").touch()
     for command in COMMANDS.values():
-        code, said = headrace_(*command(prepared, tmp_path / "file" / "folder"))
+        code, _, said = run_command(*command(prepared, tmp_path / "file" / "folder"))
         assert code == 2 and "cannot be written: Not a directory" in said, said
 
 
 # --- processes that outlive another ----------------------------------------------------------------------------------
-
-
-def wait_for(true):
-    end = time.monotonic() + 600
-    while not (found := true()):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    return found
 
 
 def as_torchrun(run, data):
@@ -188,14 +153,17 @@ def test_children_of_a_killed_process_end(prepared, tmp_path, launcher):
     else:
         process = groups.forked().Process(target=as_torchrun, args=(Run(folder, {"tokens": 1e9}), prepared))
         process.start()
-    sign = {"torchrun": lambda: list(folder.glob("checkpoint-*"))}.get(launcher, lambda: True)
-    parent = psutil.Process(process.pid)
-    below = wait_for(lambda: sign() and len(found := parent.children(recursive=True)) >= 2 and found)
+    parent, until = psutil.Process(process.pid), time.monotonic() + PATIENCE
+    begun = {"prepare": lambda: True, "torchrun": lambda: any(folder.glob("checkpoint-*"))}[launcher]
+    while len(below := parent.children(recursive=True)) < 2 or not begun():
+        assert time.monotonic() < until
+        time.sleep(0.05)
     if launcher == "prepare":
         time.sleep(1)
     process.kill()
     process.join()
-    assert not psutil.wait_procs(below, timeout=10)[1]
+    assert process.exitcode == -signal.SIGKILL, "it was still at work"
+    assert not psutil.wait_procs(below, timeout=60)[1]
 
 
 # --- the same checkpoint for all -------------------------------------------------------------------------------------
@@ -310,22 +278,21 @@ READERS = {
 
 
 @pytest.mark.parametrize("command", READERS)
-def test_flipped_bit_of_a_model_is_refused(command, trained_model, prepared, tmp_path, headrace_):
-    pytest.importorskip({"eval": "lm_eval", "serve": "uvicorn"}.get(command, "torch"))
+def test_flipped_bit_of_a_model_is_refused(command, trained_model, prepared, tmp_path, run_command):
     model = shutil.copytree(trained_model, tmp_path / "model")
     (tmp_path / "data").symlink_to(prepared)
     (tmp_path / "wiki.test.raw").write_text(" = Sea = \n \n The sea is a thing . \n")
     flip(model / "model.safetensors")
-    code, said = headrace_(*READERS[command](model, tmp_path))
+    code, _, said = run_command(*READERS[command](model, tmp_path))
     assert code == 2 and "is damaged: model.safetensors has another SHA-256 than when it was written" in said, said
 
 
-def test_converted_model_is_checked_when_read_back(tmp_path, headrace_):
+def test_converted_model_is_checked_when_read_back(tmp_path, run_command):
     out = tmp_path / "theirs"
     tiny.build("gla").save_pretrained(tmp_path / "model")
-    headrace_("convert", tmp_path / "model", "--to", "gla", "--output", out)
+    run_command("convert", tmp_path / "model", "--to", "gla", "--output", out)
     flip(out / "model.safetensors")
-    code, said = headrace_("convert", out, "--output", tmp_path / "ours")
+    code, _, said = run_command("convert", out, "--output", tmp_path / "ours")
     assert code == 2 and "is damaged: model.safetensors" in said, said
 
 
@@ -368,11 +335,11 @@ def whole(data, tmp_path_factory):
 
 @pytest.mark.usefixtures("listening")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_stopped_run_saves_and_resumes_bit_exactly(data, prepared, whole, tmp_path, headrace_, number, code):
+def test_stopped_run_saves_and_resumes_bit_exactly(data, prepared, whole, tmp_path, run_command, number, code):
     while_it_reads = patch("torch.load", side_effect=lambda *given, **named: os.kill(os.getpid(), number))
     for stopped in (signalled(12, number), while_it_reads):
         with stopped:
-            ended, said = headrace_(*arguments(prepared, tmp_path / "cut"))
+            ended, _, said = run_command(*arguments(prepared, tmp_path / "cut"))
         assert ended == code and "the same command" in said and "Traceback" not in said
         assert checkpoints.newest(tmp_path / "cut").name == "checkpoint-13"
     train(data, tmp_path / "cut")
