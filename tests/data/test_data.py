@@ -162,12 +162,8 @@ def test_at_least_one_document_is_left_for_training(count, held_out, expected):
 
 
 MISTAKES = {
-    "a missing file": (("nowhere.txt",), {}, "neither a file|not a file"),
-    "a column that is not there": (
-        None,
-        {"column": "body"},
-        "no documents: texts.jsonl row 1, with .*text.*n.* is without a column 'body'",
-    ),
+    "a missing file": (("nowhere.txt",), {}, "source 'nowhere.txt' is not a file; expected text"),
+    "a column that is not there": (None, {"column": "body"}, "row 1, with .*text.*n.* is without a column 'body'"),
     "a column of text": (("a.txt",), {"column": "body"}, "--column 'body' with 'a.txt', a text without columns"),
     "an unknown kind": (("texts.xls",), {}, "has an unknown suffix"),
     "no tokenizer": (None, {"tokenizer": "nowhere.json"}, "--tokenizer 'nowhere.json' cannot be read"),

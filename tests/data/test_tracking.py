@@ -8,6 +8,7 @@ import torch
 
 from headrace.tasks import IGNORED, S3, S5, Dyck, FlipFlop, ModularCounting, Parity
 from headrace.tasks.base import BLOCK, generator
+from headrace.tasks.check import description
 from headrace.tasks.tracking import PREFIX
 from headrace.utils.errors import InputError
 
@@ -63,25 +64,19 @@ def test_answers_are_those_of_a_literal_automaton(task):
             assert labels == ANSWERS[task.name](task, row) and set(labels) != {IGNORED}
 
 
-DRAWN = {
-    "parity": ([1, 0, 1, 1, 0], [1, 1, 0, 1, 1]),
-    "modular-counting": ([3, 4, 0, 1, 4], [3, 2, 2, 3, 2]),
-    "s3": (["021", "102", "120", "210"], ["021", "120", "201", "021"]),
-    "s5": (["10234", "01243", "21034"], ["10234", "10243", "12043"]),
-    "flip-flop": ([2, 1, 3, 0, 4, 1, 3, 1, 2, 0, 4, 0], {4: 1, 10: 0}),
-    "dyck": ([0, 1, 3, 0, 2, 2, 1, 3], {2: 2, 4: 2, 5: 4, 7: 4}),
-}
+SYMBOLS = {"parity": "01", "modular-counting": "01234", "flip-flop": "01wir", "dyck": "([)]."}
 
 
 @pytest.mark.parametrize("task", [Parity(), ModularCounting(), S3(), S5(), FlipFlop(), Dyck()], ids=lambda t: t.name)
 def test_example_rows_of_the_docstrings(task):
-    row, expected = DRAWN[task.name]
-    if isinstance(row[0], str):
-        group = ["".join(map(str, g)) for g in itertools.permutations(range(task.points))]
-        row, expected = map(group.index, row), list(map(group.index, expected))
-    elif isinstance(expected, dict):
-        expected = [expected.get(t, IGNORED) for t in range(len(row))]
-    assert ANSWERS[task.name](task, list(row)) == expected
+    if (symbols := SYMBOLS.get(task.name)) is None:
+        symbols = ["".join(map(str, g)) for g in itertools.permutations(range(task.points))]
+    row, answers = (line[len("answer     ") :] for line in description(task)[1].splitlines())
+    step = len(symbols[0]) + 2
+    places = range(0, len(row.partition("     ")[0]), step)  # what is behind explains
+    row, answers = ([part[t : t + step].strip() for t in places] for part in (row, answers))
+    expected = [symbols.index(word) if word else IGNORED for word in answers]
+    assert ANSWERS[task.name](task, list(map(symbols.index, row))) == expected
 
 
 @pytest.mark.parametrize("task", TRACKING, ids=repr)

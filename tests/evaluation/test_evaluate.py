@@ -51,9 +51,7 @@ ROWS = {
     "hellaswag": [{"query": "Swim: A man dives. he", "endings": ["sinks.", "flies.", "Pays.", "is in."], "label": 0}],
     "arc_easy": [{"question": {"stem": "What is wet?", "choices": CHOICES}, "answerKey": "B"}],
 }
-PAGE = (
-    " = {0} = \n \n {0} is a thing , and it is {0} again . \n \n = = Part = = \n \n It is . It is . It is . It is . \n"
-)
+PAGE = " = {0} = \n \n {0} is a thing , and it is {0} again . \n \n = = Part = = \n \n" + " It is ." * 4 + " \n"
 
 
 @pytest.fixture(scope="module")
@@ -245,15 +243,10 @@ def test_the_command_writes_a_report(checkpoints, data, tmp_path):
     ran = CliRunner().invoke(cli.app, ["eval", *checkpoints.values(), *asked])
     assert ran.exit_code == 0, ran.output
     page = (tmp_path / "report.html").read_text("utf-8")
-    said = [
-        "llama",
-        "acc_norm",
-        "too few rows",
-        "baseline",
-        "lm-evaluation-harness 0.",
-        "the first 5 rows of each task",
-    ]
-    for text in (*said, "llama over softmax-gla", "95 % interval", "<svg"):
+    for text in (
+        *("acc_norm", "too few rows", "baseline", "lm-evaluation-harness 0.", "the first 5 rows of each task"),
+        *("llama over softmax-gla", "95 % interval", "<svg"),
+    ):
         assert text in page
     assert "too few rows" in ran.output
 
@@ -266,10 +259,7 @@ def test_needles_are_rows_by_length():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (
-            ["nowhere/at/all", "--suite", "piqa"],
-            "is not a local folder and cannot be loaded from the Hub: expected",
-        ),
+        (["nowhere/at/all", "--suite", "piqa"], "is not a local folder and cannot be loaded from the Hub: expected"),
         (["--suite", "piqa,nope"], "--suite='nope'; expected language, recall, needle, blimp, or a task"),
         (["--suite", "piqa", "--max-length", "0"], "--max-length=0"),
         (["--suite", "piqa", "--lengths", "0"], "--lengths=0; expected positive integers"),
@@ -308,20 +298,18 @@ def test_a_spoilt_checkpoint_of_another_library_is_refused(checkpoints, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("row", "sentence"),
+    ("task", "row", "sentence"),
     [
-        ("[1]", "line 1 is not a JSON object"),
-        ("{", "line 1 is not JSON"),
-        ('{"goal": "a"}', "has goal; expected goal, sol1, sol2, label, as piqa has"),
+        ("piqa", "[1]", "line 1 is not a JSON object"),
+        ("piqa", "{", "line 1 is not JSON"),
+        ("piqa", '{"goal": "a"}', "has goal; expected goal, sol1, sol2, label, as piqa has"),
+        ("hellaswag", '{"text": "a"}', "expected activity_label, ctx_a"),
     ],
 )
-def test_malformed_local_rows_are_refused(row, sentence, tmp_path):
-    (tmp_path / "piqa.jsonl").write_text(row + "\n")
-    with pytest.raises(InputError, match=re.escape(sentence)):
-        tasks.read("piqa", tmp_path)
-    (tmp_path / "hellaswag.jsonl").write_text('{"text": "a"}\n')
-    with pytest.raises(InputError, match="expected activity_label, ctx_a"):
-        tasks.read("hellaswag", tmp_path)
+def test_malformed_local_rows_are_refused(task, row, sentence, tmp_path):
+    (tmp_path / f"{task}.jsonl").write_text(row + "\n")
+    with pytest.raises(InputError, match=sentence):
+        tasks.read(task, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["wiki.test.raw.gz", "test.raw.txt.gz"])

@@ -1,14 +1,12 @@
 """No result is taken for one that other code, or another input, would give."""
 
 import json
-import os
 import shutil
 from dataclasses import asdict
 from functools import partial, reduce
 
 import pytest
 
-from damage import flip
 from headrace.benchmarking import plan
 from headrace.benchmarking.models import Shape
 from headrace.comparison.defaults import DEMO
@@ -106,9 +104,8 @@ def test_plan_without_a_newer_field_has_its_default(command, data, tmp_path):
         "train": ({("recipe", "gate_std"), ("recipe", "separate_documents")}, {("recipe", "lr"), ("data", "length")}),
         "compare": (
             {
-                ("plans", 0, "recipe", "eps"),
-                ("plans", 0, "tuning"),
-                ("plans", 0, "specs", "linear-attention", "heads", "count"),
+                ("plans", 0, *field)
+                for field in (("recipe", "eps"), ("tuning",), ("specs", "linear-attention", "heads", "count"))
             },
             {("plans", 0, "mixers"), ("plans", 0, "task"), ("name",)},
         ),
@@ -126,20 +123,8 @@ def test_run_of_other_code_is_marked(data, tmp_path):
     assert OTHER in (tmp_path / "run" / "model" / "README.md").read_text("utf-8")
 
 
-# --- of checkpoints and rows -----------------------------------------------------------------------------------------
-
-
-def test_folder_fingerprint_is_of_its_contents(tmp_path):
-    checkpoint = pytest.importorskip("headrace.evaluation.checkpoint")
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(bytes(8))
-    before, at = checkpoint.fingerprint(str(tmp_path)), weights.stat()
-    flip(weights)
-    os.utime(weights, ns=(at.st_atime_ns, at.st_mtime_ns))
-    assert checkpoint.fingerprint(str(tmp_path)) != before
-
-
 def test_hub_fingerprint_is_of_its_commit(tmp_path, monkeypatch):
+    """Of a folder, of its contents: tests/evaluation/test_evaluate.py."""
     checkpoint = pytest.importorskip("headrace.evaluation.checkpoint")
     import huggingface_hub.constants as hub
 
