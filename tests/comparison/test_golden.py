@@ -206,7 +206,6 @@ EVALUATIONS = {
 
 
 def evaluations():
-    pytest.importorskip("lm_eval")
     from headrace.evaluation.report import against_the_first, findings, table
     from headrace.evaluation.run import Evaluation, EvaluationPlan
 

@@ -8,9 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-pytest.importorskip("wonderwords", reason="the extra [eval] is not installed")
-
 import wonderwords
 
 from headrace.data import tokenizer
@@ -26,8 +23,8 @@ PROSE = "One day, a man went out. Was it late? It was! He saw no one; he came ho
 @pytest.fixture(scope="module")
 def harness():
     """lm-evaluation-harness's module that writes S-NIAH, without what it would download."""
-    pytest.importorskip("lm_eval", reason="the extra [eval] is not installed")
-    nltk = pytest.importorskip("nltk")
+    import nltk
+
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setattr(nltk.data, "find", lambda name: name)

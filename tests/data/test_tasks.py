@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from headrace import zoo
+from headrace import data, zoo
 from headrace.comparison.plan import Arm
 from headrace.data.rows import order
 from headrace.data.tokenizer import END as END_OF_TEXT
@@ -287,8 +287,6 @@ def test_few_files_have_pieces_from_all_over_the_text_held_out_and_many_have_fil
 def test_rows_of_text_are_those_of_prepare(kind, book, tmp_path):
     """The same held-out rows, and the rest in rows of its own; every training row once in an epoch, in the order of
     `headrace train`."""
-    data = pytest.importorskip("headrace.data")
-    pytest.importorskip("datasets", reason="the extra [train] is not installed")
     if kind == "documents":
         lines = book.read_text("utf-8").splitlines()
         book = tmp_path / "lines.jsonl"

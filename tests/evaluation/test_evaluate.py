@@ -18,8 +18,6 @@ from scipy import stats as by_scipy
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-pytest.importorskip("lm_eval")
-
 from damage import flip
 from headrace.cli import app as cli
 from headrace.data.tokenizer import byte_level
@@ -391,8 +389,8 @@ def test_an_article_begins_with_its_title_and_not_with_a_section():
 @pytest.mark.slow(seconds=25)
 def test_needles_in_local_essays_need_no_download(checkpoints, tmp_path, monkeypatch, capsys):
     """S-NIAH-2 and 3, where nltk has no punkt_tab: the needle stands between two sentences."""
-    nltk = pytest.importorskip("nltk")
-    pytest.importorskip("wonderwords")
+    import nltk
+
     monkeypatch.setattr(nltk.data, "path", [])
     monkeypatch.setattr(nltk, "download", lambda *_: pytest.fail("a download was tried"))
     made = cache(tasks.without_tables.__wrapped__)

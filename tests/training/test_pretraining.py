@@ -427,7 +427,6 @@ def test_nonfinite_numbers_are_null_and_marked(data, tmp_path, monkeypatch):
 
 def test_trackers_show_the_numbers_of_the_history(data, tmp_path, monkeypatch):
     """TensorBoard, and a stand-in for Weights & Biases, whose functions are those of Trackio."""
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     wandb, sent = ModuleType("wandb"), []

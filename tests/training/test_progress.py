@@ -40,7 +40,6 @@ COMMANDS = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_current_work_is_printed_without_a_terminal(command, saved_model, tmp_path, monkeypatch, run_command):
-    pytest.importorskip("lm_eval" if command == "eval" else "torch")
     arguments, line = COMMANDS[command]
     monkeypatch.setitem(measure.MEASUREMENTS, "memory", lambda point, plan: {n: {"bytes": 7} for n in plan.models})
     (tmp_path / "wiki.test.raw").write_text(" = Sea = \n \n The sea is a thing . \n")

@@ -125,8 +125,9 @@ def test_run_of_other_code_is_marked(data, tmp_path):
 
 def test_hub_fingerprint_is_of_its_commit(tmp_path, monkeypatch):
     """Of a folder, of its contents: tests/evaluation/test_evaluate.py."""
-    checkpoint = pytest.importorskip("headrace.evaluation.checkpoint")
     import huggingface_hub.constants as hub
+
+    from headrace.evaluation import checkpoint
 
     monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path))

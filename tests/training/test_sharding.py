@@ -51,7 +51,7 @@ def stalled(prepared, tmp_path_factory):
     """The folder of a run of which process 1 stalls at step 3, and its processes."""
     folder = tmp_path_factory.mktemp("stalled") / "run"
     given = changes("softmax-gla", shard=2, save_every=2)
-    group = start([Run(folder, given, {1: (3, signal.SIGSTOP)}, ("--timeout", "15"))], prepared, 2)
+    group = start([Run(folder, given, {1: (3, signal.SIGSTOP)}, ("--timeout", "60"))], prepared, 2)
     yield folder, group
     ended(group)
 
@@ -149,7 +149,7 @@ def test_stalled_process_ends_the_run_with_a_sentence(stalled):
     group[1].kill()  # it is stopped, and would not end
     assert ended(group) == [2, -signal.SIGKILL]
     log = (folder.parent / "run-0.txt").read_text()
-    _, found, sentence = log.partition("headrace: process 1 has not answered for 15 s")
+    _, found, sentence = log.partition("headrace: process 1 has not answered for 60 s")
     assert found and "at step 3; the last" in sentence and "checkpoint-2" in sentence and "Traceback" not in log
 
 
