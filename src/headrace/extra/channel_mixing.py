@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.base import Mixer, ShiftState
+from ..layers.linear.token_shift import mixed
 from ..ops.sequences import Sequences
 from ..spec.stack import MLPS
 
@@ -39,8 +40,7 @@ class ChannelMixing(Mixer):
 
     def run(self, x: Tensor, state: ShiftState | None, sequences: Sequences) -> tuple[Tensor, ShiftState]:
         before, shift = sequences.shift(x, None if state is None else state.shift)
-        mixes = (before[..., None, :] + (x - before)[..., None, :] * self.mix).unbind(-2)
-        return self.mixed(dict(zip(self.STREAMS, mixes, strict=True)), sequences), ShiftState(shift)
+        return self.mixed(mixed(before, x, self.mix, self.STREAMS), sequences), ShiftState(shift)
 
     def mixed(self, x: dict[str, Tensor], sequences: Sequences) -> Tensor:
         hidden = F.relu(sequences.tokenwise(self.up_proj, x["k"])).square()

@@ -19,7 +19,8 @@ from ..ops.sequences import Sequences
 from ..spec.decay import Decay
 from ..spec.mixer import Facts, Update
 from ..utils.device import float64
-from .chunks import CHUNK, carry, recur
+from .chunks import carry, recur
+from .dplr import decays, scaled
 from .registration import register_mixer
 from .specs.matrix import KINDS, MatrixKind, MatrixSpec
 
@@ -38,35 +39,23 @@ def form(counts: list[int], S: Tensor, *operands: Tensor) -> tuple[Tensor, Tenso
     """Computes S_t = e^{a_t}ᵀ e^{b_t} ⊙ S_{t−1} + kᵀ v and out = q S_t for chunks, as `chunks.chunkwise` requires.
 
     With A, B the cumulative sums of a, b in a chunk, out_i = Σ_j ((q_i e^{A_i − A_j}) k_jᵀ) v_j e^{B_i − B_j}. This is
-    a matrix product if both exponents are split at a token between j and i. For i in the second and j in the first half
-    of a block, the token is the last one of the first half; the halves are split in the same way, down to one token. No
-    exponent is positive, so that no decay overflows.
+    a matrix product if both exponents are split at a token between j and i, as `dplr.decays` does for i in the second
+    and j in the first half of each block of 2, 4, … tokens.
     """
     q, k, v, a, b = (y.transpose(1, 2) for y in operands)
     A, B = float64(a).cumsum(2), float64(b).cumsum(2)
-    out, m = (q * k).sum(-1, keepdim=True) * v, CHUNK // 2
-    while m:
-        out = out + from_first_half(q, k, v, A, B, m)
-        m //= 2
     exp = lambda exponent: exponent.to(q.dtype).to(q.device).exp()  # noqa: E731
+    of_keys, of_values = decays(A, 1, exp), decays(B, 1, exp)
+    factors = scaled(q, of_keys, 0), scaled(k, of_keys, 1), scaled(v, of_values, 1), [fade for fade, _ in of_values]
+    out = (q * k).sum(-1, keepdim=True) * v
+    for late, early, values, fade in zip(*(levels[1:] for levels in factors), strict=True):
+        read = late @ early.mT @ values * fade
+        out = out + torch.stack([torch.zeros_like(read), read], 3).flatten(2, 4)
     all_a, all_b = A[:, :, -1:], B[:, :, -1:]
     new = (k * exp(all_a - A)).mT @ (v * exp(all_b - B))
     fade = exp(all_a).mT * exp(all_b)
     starts, S = carry(lambda S, fade, new: torch.addcmul(new, fade, S), S, counts, fade, new)
     return (out + (q * exp(A)) @ starts * exp(B)).transpose(1, 2), S
-
-
-def from_first_half(q: Tensor, k: Tensor, v: Tensor, A: Tensor, B: Tensor, m: int) -> Tensor:
-    """Returns the contribution of the first half of every block of 2 m tokens to the second half, [M, H, C, V]."""
-    (k, q), (v, _), (A_first, A_second), (B_first, B_second) = (
-        (x.unflatten(2, (-1, 2, m))[..., 0, :, :], y.unflatten(2, (-1, 2, m))[..., 1, :, :])
-        for x, y in ((k, q), (v, v), (A, A), (B, B))
-    )
-    a, b = A_first[..., -1:, :], B_first[..., -1:, :]
-    exp = lambda exponent: exponent.to(q.dtype).to(q.device).exp()  # noqa: E731
-    scores = (q * exp(A_second - a)) @ (k * exp(a - A_first)).mT
-    read = scores @ (v * exp(b - B_first)) * exp(B_second - b)
-    return torch.stack([torch.zeros_like(read), read], 3).flatten(2, 4)
 
 
 def step(x: Operands, S: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from ...extra.scan import NAME, Pack, ScanState, Tile, packed_scan, scan_packed_
 from ...extra.specs.scan import ScanSpec
 from ...layers.base import Mixer
 from ...layers.linear.decays import finite_exp
+from ...layers.linear.token_shift import mixed
 from ...ops.call import accumulator
 from ...ops.derivatives import refuse_transforms
 from ...ops.sequences import Sequences
@@ -58,9 +59,8 @@ class RWKV4(Mixer):
 
     def run(self, x: Tensor, state: ScanState | None, sequences: Sequences) -> tuple[Tensor, ScanState]:
         before, shift = sequences.shift(x, None if state is None else state.shift)
-        mixed = before[..., None, :] + (x - before)[..., None, :] * self.mix
-        projections = zip((self.r_proj, self.k_proj, self.v_proj), mixed.unbind(-2), strict=True)
-        r, k, v = (sequences.tokenwise(p, y) for p, y in projections)
+        streams = mixed(before, x, self.mix, ("r", "k", "v"))
+        r, k, v = (sequences.tokenwise(getattr(self, f"{name}_proj"), y) for name, y in streams.items())
         acc = accumulator(x)
         k, v, bonus, rate = k.to(acc), v.to(acc), self.bonus.to(acc), finite_exp(self.log_rate.to(acc))
         memory = empty_memory(k, sequences.count) if state is None else state.memory
