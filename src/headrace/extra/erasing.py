@@ -16,19 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers.base import Recurrence, SelfInitialized
 from ..layers.linear.recur import ModuleRecur
 from ..layers.linear.stage import STAGES, Stage, Tokens
-from ..ops.call import accumulator, gated
 from ..ops.sequences import Sequences
 from ..spec.linear import RULES, MixerSpec, Read, Write
 from ..zoo.mixers import GATED_DELTANET, KDA
 from .chunks import recur
 from .dplr import Operands, form, step
+from .recurrence import RecurrenceModule
 from .registration import register_mixer
 
 
-class GeneralDelta(SelfInitialized):
+class GeneralDelta(RecurrenceModule):
     """Computes the recurrence of a spec with write.erase.
 
     Args:
@@ -43,7 +42,6 @@ class GeneralDelta(SelfInitialized):
     def __init__(self, erase: str, num_heads: int, scale: float):
         super().__init__()
         self.scale = scale
-        self.recurrence = Recurrence()
         self.feedback, self.correction = (
             nn.Parameter(torch.empty(num_heads)) if erase == "feedback" else None for _ in range(2)
         )
@@ -55,32 +53,19 @@ class GeneralDelta(SelfInitialized):
             self.feedback.fill_(1)
             self.correction.fill_(0.02)  # the author's for small models
 
-    def forward(self, op: Any, x: dict[str, Any], state: Any, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """Computes the output and the next memory.
-
-        Args:
-            op: not used, since `linear_attention` has no such update.
-            x: the tensors of `linear_attention` by name: q, k [B, T, Hq, K], v [B, T, H, V], beta [B, T, H] or [B, T,
-                H, K], log_decay, read_gate and write_gate or None.
-            state: has memory [N, H, K, V]; None: zeros.
-            sequences: the sequences of x.
-
-        Returns:
-            (out [B, T, H, V], the next memory).
-        """
-        acc, H, beta, g = accumulator(x["v"]), x["v"].shape[2], x["beta"], x["log_decay"]
-        q, k = (x[name].to(acc).repeat_interleave(H // x[name].shape[2], 2) for name in "qk")
-        v, g = gated(x["v"].to(acc), x["write_gate"]), torch.zeros_like(k) if g is None else g
+    def compute(self, op: Any, x: dict[str, Tensor], state: Any, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """beta is [B, T, H], or [B, T, H, K] of GDN-2. op, `linear_attention`, has no such update."""
+        v, beta, H = x["v"], x["beta"], x["v"].shape[2]
+        q, k = (x[name].repeat_interleave(H // x[name].shape[2], 2) for name in "qk")
+        g = x.get("log_decay", torch.zeros_like(k))
         g = (g if g.dim() == 4 else g[..., None]).expand_as(k)
         if self.feedback is None:
             operands = Operands(self.scale * q, k, v, g, beta * k * g.exp(), k)
         else:
-            b, d = (y.to(acc).repeat_interleave(H // len(y))[:, None] for y in (self.feedback, self.correction))
+            b, d = (y.to(v).repeat_interleave(H // len(y))[:, None] for y in (self.feedback, self.correction))
             written = beta[..., None] * k
             operands = Operands(self.scale * (q - d * k), written, v, g, torch.sigmoid(b) * k, written)
-        memory = None if state is None else state.memory
-        out, memory = self.recurrence(recur, step, form, operands, sequences, memory)
-        return gated(out, x["read_gate"]).to(x["v"].dtype), memory
+        return recur(step, form, operands, sequences, None if state is None else state.memory)
 
 
 class WriteGate(Stage):

@@ -10,7 +10,6 @@ Dimensions: B batch, T tokens, H heads, K key dimension per head.
 """
 
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -108,13 +107,15 @@ class LateNorm(QKNorm):
         return Stage.native(self, mixer)
 
 
-REPLACED: dict[Any, tuple[Any, ...]] = {RotateFirst: (QKNorm, RotateFirst, LateNorm, MapLearned)}
+PLACE = LinearMixer.INPUTS.index(RotateFirst)
 
 
 class LinearizedMixer(LinearMixer):
     """The layer of a LinearizedSpec."""
 
-    INPUTS = tuple(chain.from_iterable(REPLACED.get(stage, (stage,)) for stage in LinearMixer.INPUTS))
+    INPUTS = (
+        *LinearMixer.INPUTS[:PLACE], QKNorm, RotateFirst, LateNorm, MapLearned, *LinearMixer.INPUTS[PLACE + 1 :],
+    )  # fmt: skip
 
     spec: Any
 

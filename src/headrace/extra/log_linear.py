@@ -23,18 +23,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import zoo
-from ..layers.base import Recurrence, SelfInitialized
 from ..layers.linear.mixer import LinearMixer
 from ..layers.linear.recur import ModuleRecur
 from ..layers.linear.stage import Tokens
-from ..ops.call import accumulator, gated
 from ..ops.sequences import Sequences, avoid_sync
 from ..spec.linear import MixerSpec
 from ..spec.mixer import Facts
 from ..spec.record import Range
 from ..spec.serialize import TYPES
-from ..utils.device import without_autocast
 from .chunks import recomputed
+from .recurrence import RecurrenceModule
 from .registration import register_mixer
 
 BITS = 5  # logarithm of the number of tokens in a block whose pairs are computed
@@ -70,7 +68,7 @@ def level(t: Tensor, s: Tensor, last: int) -> Tensor:
     return torch.bucketize(t ^ s, 1 << torch.arange(last, device=t.device), right=True)
 
 
-class LogLinear(SelfInitialized, Recurrence):
+class LogLinear(RecurrenceModule):
     """Computes the recurrence with levels.
 
     Args:
@@ -90,36 +88,22 @@ class LogLinear(SelfInitialized, Recurrence):
     def reset_parameters(self) -> None:
         self.weight.fill_(1)
 
-    def forward(self, op: Callable, x: dict[str, Any], state: Any, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """Computes the output and the next state.
-
-        Args:
-            op: `linear_attention` with a rule.
-            x: the op's tensors by name: q, k [B, T, Hq, K], others [B, T, H, ·] or None; and levels [B, T, H, L], W x.
-            state: has memory [N, H, K, (L − 1) V], levels 1 to L − 1 for the next token, and tokens [N]; None: no
-                tokens yet.
-            sequences: the sequences of x.
-
-        Returns:
-            (out [B, T, H, V], the next memory).
-        """
-        with without_autocast(x["v"]):  # the memory is float32 or float64 by definition
-            acc, (B, T) = accumulator(x["v"]), x["v"].shape[:2]
-            x = {name: y.to(acc) for name, y in x.items() if y is not None}
-            x = {name: y.expand(B, T, -1) if y.dim() == 1 else y for name, y in x.items()}  # blocks are padded
-            weight = F.softplus(self.weight.to(acc) * x.pop("levels"))
-            gate, x["v"] = x.pop("read_gate", None), gated(x["v"], x.pop("write_gate", None))
-            within = sequences.positions(None, x["v"]).expand(B, T)
-            seen = within.new_zeros(sequences.count) if state is None else state.tokens
-            before = sequences.positions(seen, x["v"]) - within
-            memory = None if state is None else state.memory.to(acc)
-            places = Places(sequences, seen, before, within + before, memory)
-            out = self._new(op, x, weight, places)
-            ended = recomputed(self._ended, op, x, places) if torch.is_grad_enabled() else self._ended(op, x, places)
-            if memory is not None:
-                read, kept = self._old(op, x, weight, places, memory)
-                out, ended = out + read, ended + kept
-        return gated(out, gate), ended
+    def compute(self, op: Callable, x: dict[str, Tensor], state: Any, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """x has levels [B, T, H, L], W x. The memory [N, H, K, (L − 1) V] is levels 1 to L − 1 for the next token."""
+        v, (B, T) = x["v"], x["v"].shape[:2]
+        x = {name: y.expand(B, T, -1) if y.dim() == 1 else y for name, y in x.items()}  # blocks are padded
+        weight = F.softplus(self.weight.to(v) * x.pop("levels"))
+        within = sequences.positions(None, v).expand(B, T)
+        seen = within.new_zeros(sequences.count) if state is None else state.tokens
+        before = sequences.positions(seen, v) - within
+        memory = None if state is None else state.memory.to(v)
+        places = Places(sequences, seen, before, within + before, memory)
+        out = self._new(op, x, weight, places)
+        ended = recomputed(self._ended, op, x, places) if torch.is_grad_enabled() else self._ended(op, x, places)
+        if memory is not None:
+            read, kept = self._old(op, x, weight, places, memory)
+            out, ended = out + read, ended + kept
+        return out, ended
 
     def _new(self, op: Callable, x: dict[str, Tensor], weight: Tensor, places: Places) -> Tensor:
         """Returns what the tokens read of each other."""

@@ -20,10 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.base import Recurrence, SelfInitialized
 from ..layers.linear.mixer import LinearMixer
 from ..layers.linear.recur import ModuleRecur
-from ..ops.call import accumulator, gated
 from ..ops.derivatives import apply_function, first_order
 from ..ops.sequences import Sequences
 from ..spec.decay import DECAYS, Decay, DecayShape
@@ -31,11 +29,11 @@ from ..spec.linear import Heads, Inputs, MixerSpec, Read, Write
 from ..spec.mixer import Facts
 from ..spec.record import PositiveInt
 from ..spec.serialize import TYPES
-from ..utils.device import without_autocast
+from .recurrence import RecurrenceModule
 from .registration import register_mixer
 
 
-class RidgeRead(SelfInitialized, Recurrence):
+class RidgeRead(RecurrenceModule):
     """Computes the recurrence with this read.
 
     Args:
@@ -56,28 +54,15 @@ class RidgeRead(SelfInitialized, Recurrence):
     def reset_parameters(self) -> None:
         self.weight.fill_(math.log(math.expm1(self.FIRST - self.LEAST)))
 
-    def forward(self, op: Callable, x: dict[str, Any], state: Any, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """Computes the output and the next state.
-
-        Args:
-            op: `linear_attention` with the additive rule and a scale of 1.
-            x: the op's tensors by name: q, k [B, T, Hq, K], others [B, T, H, ·] or None.
-            state: has memory [N, H, K, V + K], S and M; None: zeros.
-            sequences: the sequences of x.
-
-        Returns:
-            (out [B, T, H, V], the next memory).
-        """
-        with without_autocast(x["v"]):  # the memory is float32 or float64 by definition
-            acc, V = accumulator(x["v"]), x["v"].shape[-1]
-            x = {name: y.to(acc) for name, y in x.items() if y is not None}
-            x |= {name: x[name].repeat_interleave(x["v"].shape[2] // x[name].shape[2], 2) for name in "qk"}
-            gate, v = x.pop("read_gate", None), gated(x["v"], x.pop("write_gate", None))
-            x["v"] = torch.cat([v, x["k"]], -1)
-            where = {"initial_state": None if state is None else state.memory.to(acc), "cu_seqlens": sequences.bounds}
-            x["q"] = self._solution(op, x, where, sequences)
-            out, memory = op(**x, **where)
-        return gated(out[..., :V], gate), memory
+    def compute(self, op: Callable, x: dict[str, Tensor], state: Any, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """The memory [N, H, K, V + K] is S and M. op has the additive rule and a scale of 1."""
+        v = x["v"]
+        x |= {name: x[name].repeat_interleave(v.shape[2] // x[name].shape[2], 2) for name in "qk"}
+        x["v"] = torch.cat([v, x["k"]], -1)
+        where = {"initial_state": None if state is None else state.memory.to(v), "cu_seqlens": sequences.bounds}
+        x["q"] = self._solution(op, x, where, sequences)
+        out, memory = op(**x, **where)
+        return out[..., : v.shape[-1]], memory
 
     def _solution(self, op: Callable, x: dict[str, Tensor], where: dict[str, Any], sequences: Sequences) -> Tensor:
         """Returns the x of all tokens, [B, T, H, K]."""

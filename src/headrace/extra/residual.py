@@ -58,16 +58,10 @@ class ResidualDelta(SelfInitialized, Recurrence):
     def forward(
         self, op: Callable, x: dict[str, Any], state: Any, sequences: Sequences
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Computes the output and the next state.
-
-        Args:
-            op: `linear_attention` with the delta rule.
-            x: the op's tensors by name: q, k [B, T, Hq, K], others [B, T, H, ·] or None; `beta` is β's logit.
-            state: has memory, before (the memory before the current chunk, decayed) and tokens; None: no tokens yet.
-            sequences: the sequences of x.
+        """Computes the output and the next state, with the arguments of `RecurrenceModule`; beta is β's logit.
 
         Returns:
-            (out [B, T, H, V], the next memory [N, H, K, V], the next `before` [N, H, K, V], or None for chunk=1).
+            (out [B, T, H, V], the next memory, the next `before`, that of the state's chunk, or None for chunk=1).
         """
         with without_autocast(x["v"]):  # the memory is float32 or float64 by definition
             # A fixed decay is expanded to all tokens, because the padding of incomplete chunks must not decay.

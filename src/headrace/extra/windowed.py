@@ -15,7 +15,6 @@ w tokens of the window, E queries in rows, C queries per block, M blocks.
 
 import math
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -210,32 +209,21 @@ class GroupedHeads(Heads):
         super().__call__(mixer, t)
 
 
-class MapBefore(MapLearned):
-    """The learned feature map of a memory without a window."""
-
-    @staticmethod
-    def applies(spec: Any) -> bool:
-        return spec.window == 0
-
-
-class MapLater(MapLearned):
-    """The learned feature map that the recurrence applies, as a window has q and k without it."""
-
-    @staticmethod
-    def applies(spec: Any) -> bool:
-        return spec.window > 0
+class WindowedMap(MapLearned):
+    """The learned feature map, which the recurrence applies where a window has q and k without it."""
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
-        pass
+        if not mixer.spec.window:
+            super().__call__(mixer, t)
 
 
-REPLACED: dict[Any, tuple[Any, ...]] = {Heads: (GroupedHeads,), MapLearned: (MapBefore, MapLater)}
+REPLACED: dict[Any, Any] = {Heads: GroupedHeads, MapLearned: WindowedMap}
 
 
 class WindowedMixer(LinearizedMixer):
     """The layer of a WindowedSpec."""
 
-    INPUTS = tuple(chain.from_iterable(REPLACED.get(stage, (stage,)) for stage in LinearizedMixer.INPUTS))
+    INPUTS = tuple(REPLACED.get(stage, stage) for stage in LinearizedMixer.INPUTS)
     RECURRENCES = (Blend, Recur)
     near: nn.Module
     far: nn.Module
