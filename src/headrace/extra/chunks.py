@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ..layers.base import Mixer, Recurrence
+from ..layers.linear.token import MixerState
 from ..ops.autograd import define, library
 from ..ops.derivatives import first_order, transformed
 from ..ops.sequences import Sequences
 from ..utils.device import without_autocast
+from .specs.matrix import MatrixSpec
 
 CHUNK = 32  # tokens per chunk of the matrix memories; a power of two
 SPAN = 1024  # number of tokens that are computed in parallel
@@ -138,6 +141,22 @@ def recur(step: Callable, form: Callable, x: Any, sequences: Sequences, S: Tenso
             last = x[5] if len(x) > 5 else None
             return _in_a_graph(*x[:5], last, S, sequences.cu_seqlens, f"{form.__module__}:{form.__name__}")
         return chunkwise(form, x, sequences, S)
+
+
+class MatrixMixer(Mixer):
+    """Base of the layers of a MatrixSpec, whose memory `recur` computes."""
+
+    state_kind = MixerState
+
+    def __init__(self, spec: MatrixSpec, hidden_size: int, num_heads: int):
+        super().__init__()
+        self.H, (self.K, self.V) = spec.num_heads(hidden_size, num_heads), spec.head_dims(hidden_size, num_heads)
+        self.state_shapes = spec.state_shapes(hidden_size, num_heads)
+        self.recurrence = Recurrence()
+
+    @property
+    def static_shapes(self) -> bool:
+        return torch.compiler.is_compiling()
 
 
 # --- in compiled graphs -----------------------------------------------------------------------------------------------

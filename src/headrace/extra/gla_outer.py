@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.base import Mixer, Recurrence
 from ..layers.linear.decays import SigmoidDecay
 from ..layers.linear.token import MixerState
 from ..ops.call import accumulator
@@ -19,7 +18,7 @@ from ..ops.sequences import Sequences
 from ..spec.decay import Decay
 from ..spec.mixer import Facts, Update
 from ..utils.device import float64
-from .chunks import carry, recur
+from .chunks import MatrixMixer, carry, recur
 from .dplr import decays, scaled
 from .registration import register_mixer
 from .specs.matrix import KINDS, MatrixKind, MatrixSpec
@@ -65,19 +64,12 @@ def step(x: Operands, S: Tensor) -> tuple[Tensor, Tensor]:
     return (q @ S).transpose(1, 2), S
 
 
-class GLAOuter(Mixer):
-    """GLA's layer with a decay per key channel and a decay per value channel.
-
-    Takes the arguments of LinearMixer; those without a name here are not used.
-    """
-
-    state_kind = MixerState
+class GLAOuter(MatrixMixer):
+    """GLA's layer with a decay per key channel and a decay per value channel."""
 
     def __init__(self, spec: MatrixSpec, *, hidden_size: int, num_heads: int, norm_eps: float = 1e-6, **unused):
-        super().__init__()
-        self.H, (self.K, self.V) = spec.num_heads(hidden_size, num_heads), spec.head_dims(hidden_size, num_heads)
+        super().__init__(spec, hidden_size, num_heads)
         self.norm_eps = norm_eps
-        self.state_shapes = spec.state_shapes(hidden_size, num_heads)
         decay = Decay("sigmoid", rank=spec.rank or 16)
         self.k_decay = SigmoidDecay(decay, self.H, self.K, 0)
         self.v_decay = SigmoidDecay(decay, self.H, self.V, 0)
@@ -86,12 +78,7 @@ class GLAOuter(Mixer):
         self.in_proj = nn.Linear(hidden_size, sum(self.parts), bias=False)
         self.o_proj = nn.Linear(values, hidden_size, bias=False)
         self.norm_weight = nn.Parameter(torch.empty(self.V))
-        self.recurrence = Recurrence()
         self.reset_parameters()
-
-    @property
-    def static_shapes(self) -> bool:
-        return torch.compiler.is_compiling()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.base import Carried, Mixer, Recurrence, SelfInitialized
+from ..layers.base import Carried, SelfInitialized
 from ..layers.linear.readout import GROUP_NORM_EPS
 from ..layers.linear.token import MixerState
 from ..layers.maps import mixed
@@ -22,7 +22,7 @@ from ..ops.checks import require
 from ..ops.sequences import Sequences
 from ..spec.mixer import Facts, Update
 from . import dplr
-from .chunks import CHUNK, recur
+from .chunks import CHUNK, MatrixMixer, recur
 from .dplr import Operands, step
 from .registration import register_mixer
 from .specs.matrix import KINDS, MatrixKind, MatrixSpec
@@ -58,26 +58,18 @@ class LowRank(SelfInitialized):
         return self.inner(x @ self.down) @ self.up
 
 
-class RWKV7(Mixer):
-    """RWKV-7's time mixing: token shift, projections, the recurrence, norm per head, bonus, gate, projection.
-
-    Takes the arguments of LinearMixer; those without a name here are not used.
-    """
+class RWKV7(MatrixMixer):
+    """RWKV-7's time mixing: token shift, projections, the recurrence, norm per head, bonus, gate, projection."""
 
     carries = True
-
-    state_kind = MixerState
     no_weight_decay = ("mix",)
     STREAMS = ("q", "decay", "k", "v", "rate", "gate")
 
     def __init__(
         self, spec: MatrixSpec, *, hidden_size: int, num_heads: int, layer_idx: int = 0, num_layers: int = 1, **unused
     ):
-        super().__init__()
-        D, self.H = hidden_size, spec.num_heads(hidden_size, num_heads)
-        self.layer_idx, self.eps = layer_idx, spec.eps or GROUP_NORM_EPS
-        self.K, _ = spec.head_dims(D, num_heads)
-        self.state_shapes = spec.state_shapes(D, num_heads)
+        super().__init__(spec, hidden_size, num_heads)
+        D, self.layer_idx, self.eps = hidden_size, layer_idx, spec.eps or GROUP_NORM_EPS
         self.depth, self.height = layer_idx / max(num_layers - 1, 1), 1 - layer_idx / num_layers
         self.share = (layer_idx + 1) / num_layers  # fraction of the layers up to and including this one
         self.mix = nn.Parameter(torch.empty(len(self.STREAMS), D))  # weights of the previous token in each stream
@@ -99,12 +91,7 @@ class RWKV7(Mixer):
         self.bonus = nn.Parameter(torch.empty(D))
         self.norm_weight = nn.Parameter(torch.empty(D))
         self.norm_bias = nn.Parameter(torch.empty(D))
-        self.recurrence = Recurrence()
         self.reset_parameters()
-
-    @property
-    def static_shapes(self) -> bool:
-        return torch.compiler.is_compiling()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

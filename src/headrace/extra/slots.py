@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.base import Mixer, Recurrence
 from ..layers.linear.token import MixerState
 from ..layers.maps import mixed
 from ..ops.attention import linear_attention
@@ -26,7 +25,7 @@ from ..ops.call import accumulator
 from ..ops.dispatch import default_backend
 from ..ops.sequences import Sequences
 from ..spec.mixer import Facts, Shapes, Update
-from .chunks import recur
+from .chunks import MatrixMixer, recur
 from .gla_outer import Operands, form, step
 from .registration import register_mixer
 from .scan import elementwise
@@ -36,34 +35,26 @@ TEMPERATURE = 8.0  # of GSA's gate
 LARGEST = 32.0  # of |w| in ABC, as in FLA's layer: sums of e^w over any number of tokens are finite in float32
 
 
-class SlotAttention(Mixer, HasBackend):
+class SlotAttention(MatrixMixer, HasBackend):
     """Slot attention between two projections. In GSA, SiLU is applied to q, k and v, the logits have the scale 1, and
     the output is W RMSNorm(SiLU(o)) with a norm over all heads; ABC's logits have the scale K^−1/2, and
-    its output is W o. The memory [N, H, M, ·] has per slot the key, the value, and in ABC the sum of weights.
-
-    Takes the arguments of LinearMixer; those without a name here are not used.
-    """
-
-    state_kind = MixerState
+    its output is W o. The memory [N, H, M, ·] has per slot the key, the value, and in ABC the sum of weights."""
 
     def __init__(self, spec: MatrixSpec, *, hidden_size: int, num_heads: int, norm_eps: float = 1e-6, **unused):
-        super().__init__()
-        H, (K, V) = spec.num_heads(hidden_size, num_heads), spec.head_dims(hidden_size, num_heads)
-        self.H, self.gated, self.backend = H, spec.kind == "gsa", default_backend()
-        self.norm_eps = spec.eps or norm_eps
-        self.state_shapes = spec.state_shapes(hidden_size, num_heads)
+        super().__init__(spec, hidden_size, num_heads)
+        H, K, V = self.H, self.K, self.V
+        self.gated, self.backend, self.norm_eps = spec.kind == "gsa", default_backend(), spec.eps or norm_eps
         _, M, width = self.state_shapes["memory"]
         self.parts, self.widths = [H * K, H * K, H * V, H * M], [K, V, width - K - V]
         self.in_proj = nn.Linear(hidden_size, sum(self.parts), bias=False)
         self.o_proj = nn.Linear(H * V, hidden_size, bias=False)
         self.norm_weight = nn.Parameter(torch.empty(H * V)) if self.gated else None
-        self.recurrence = Recurrence()
         self.op = linear_attention  # may be set to a partial with a form or chunk size
         self.reset_parameters()
 
     @property
     def static_shapes(self) -> bool:
-        return self.gated and torch.compiler.is_compiling()
+        return self.gated and super().static_shapes
 
     @property
     def stacks(self) -> dict[str, dict[str, int]]:
