@@ -1,5 +1,6 @@
 """Mixers and stages of mixers that few need, each a file that registers itself as a plug-in does: its spec, its layer,
-its names. A file is imported when one of its names, or a spec that has its stage, is asked for."""
+its names. A file is imported when one of its names, or a spec that has its stage, is asked for. Layers get the
+arguments of LinearMixer, and do not use those that they do not name."""
 
 from ..utils import tables
 

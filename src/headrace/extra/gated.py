@@ -5,7 +5,7 @@ Dimensions: B batch, T tokens, D hidden size, E channels (expand · D), N sequen
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from ..ops.call import accumulator
 from ..ops.sequences import Sequences
 from ..spec.mixer import Facts, Update
 from .registration import register_mixer
-from .scan import ScanState, elementwise
+from .scan import START, ScanState, elementwise
 from .specs.scan import KINDS, ScanKind, ScanSpec
 
 
@@ -36,10 +36,26 @@ def hgrn(f: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     return min_gru(-f, F.silu(c))
 
 
-# kind: (the projections of the token, a and b as a function of them without the gate of the output)
-FORMS: dict[str, tuple[tuple[str, ...], Callable[..., tuple[Tensor, Tensor]]]] = {
-    "mingru": (("z", "h"), min_gru), "minlstm": (("f", "i", "h"), min_lstm), "hgrn": (("f", "c", "gate"), hgrn),
-}  # fmt: skip
+class Form(NamedTuple):
+    """What differs between the kinds."""
+
+    parts: tuple[str, ...]  # projections of the token
+    coefficients: Callable[..., tuple[Tensor, Tensor]]  # a and b as a function of these, but for the output's gate
+    update: Update
+    flops: int
+
+
+FORMS = {
+    # 1 − z: 1; z h̃: 1; a h + b: 2
+    "mingru": Form(("z", "h"), min_gru, Update("1 − z", "z h̃", "1 − z, per channel"), 4),
+    # f + i and two ratios: 3; times h̃: 1; a h + b: 2
+    "minlstm": Form(("f", "i", "h"), min_lstm, Update("f / (f + i)", "i h̃ / (f + i)", "f / (f + i), per channel"), 6),
+    # γ + (1 − γ) σ(f): 2; (1 − α) c: 2; α h + b: 2
+    "hgrn": Form(("f", "c", "gate"), hgrn, Update("α", "(1 − α) c", "α, per channel"), 6),
+}
+for _kind, _form in FORMS.items():
+    _facts = Facts("headrace.extra.gated.GatedScan", _form.update, _form.flops)
+    KINDS[_kind] = ScanKind(_facts, ("expand", "bias"), gated="gate" in _form.parts)
 
 
 class GatedScan(Mixer):
@@ -48,10 +64,7 @@ class GatedScan(Mixer):
     HGRN's decay has a lower bound γ per channel: a = γ + (1 − γ) σ(f). It is a parameter of the layer, which begins as
     k/L in layer k of L, the paper's initial bound; in the paper the bounds of all layers are partial sums of one
     softmax, so that they grow with depth. The recurrence is the real one of the authors' later work (arXiv 2404.07904),
-    without the rotation e^{iθ} of the state.
-
-    Takes the arguments of LinearMixer; those without a name here are not used.
-    """
+    without the rotation e^{iθ} of the state."""
 
     state_kind = ScanState
     floor: Any  # γ [E]
@@ -64,7 +77,7 @@ class GatedScan(Mixer):
         super().__init__()
         self.E = spec.head_dims(hidden_size, 1)[1]
         self.state_shapes = spec.state_shapes(hidden_size, 1)
-        self.parts, self.coefficients = FORMS[spec.kind]
+        self.parts, self.coefficients, *_ = FORMS[spec.kind]
         self.place, self.norm_eps = layer_idx / num_layers, norm_eps
         self.in_proj = nn.Linear(hidden_size, len(self.parts) * self.E, bias=spec.bias)
         gated = "gate" in self.parts
@@ -92,40 +105,12 @@ class GatedScan(Mixer):
         if self.floor is not None:
             floor = self.floor.to(acc).clamp(0, 1)
             a, b = floor + (1 - floor) * a, (1 - floor) * b
-        h, memory = elementwise(a, b, None if state is None else state.memory, sequences)
+        h, memory = elementwise(a, b, (state or START).memory, sequences)
         if gate is not None:
             h = F.rms_norm(h, (self.E,), self.norm_weight.to(acc), self.norm_eps) * F.silu(gate)
         return sequences.tokenwise(self.out_proj, h.to(x.dtype)), ScanState(memory)
 
 
-KINDS.update({
-    "mingru": ScanKind(
-        Facts(
-            "headrace.extra.gated.GatedScan",
-            Update("1 − z", "z h̃", "1 − z, per channel"),
-            flops=4,  # 1 − z: 1; z h̃: 1; a h + b: 2
-        ),
-        ("expand", "bias"),
-        gated=False,
-    ),
-    "minlstm": ScanKind(
-        Facts(
-            "headrace.extra.gated.GatedScan",
-            Update("f / (f + i)", "i h̃ / (f + i)", "f / (f + i), per channel"),
-            flops=6,  # f + i and two ratios: 3; times h̃: 1; a h + b: 2
-        ),
-        ("expand", "bias"),
-        gated=False,
-    ),
-    "hgrn": ScanKind(
-        Facts(
-            "headrace.extra.gated.GatedScan",
-            Update("α", "(1 − α) c", "α, per channel"),
-            flops=6,  # γ + (1 − γ) σ(f): 2; (1 − α) c: 2; α h + b: 2
-        ),
-        ("expand", "bias"),
-    ),
-})  # fmt: skip
 register_mixer(
     "mingru",
     ScanSpec("mingru", bias=True),

@@ -21,16 +21,13 @@ from ..spec.attention import AttentionSpec
 from ..spec.mixer import Facts, Update
 from ..spec.stack import BlockStyle, Decoder, Experts, Layer
 from .registration import register_mixer, register_model
-from .scan import ScanState
+from .scan import START, ScanState
 from .selective_scan import Operands, selective_scan, selective_step
 from .specs.scan import KINDS, ScanKind, ScanSpec
 
 
 class Mamba(Mixer):
-    """The block of figure 3: projection, short convolution, selective scan, gate, projection.
-
-    Takes the arguments of LinearMixer; those without a name here are not used.
-    """
+    """The block of figure 3: projection, short convolution, selective scan, gate, projection."""
 
     state_kind = ScanState
     no_weight_decay = ("A_log",)
@@ -76,8 +73,9 @@ class Mamba(Mixer):
 
     def run(self, x: Tensor, state: ScanState | None, sequences: Sequences) -> tuple[Tensor, ScanState]:
         u, z = sequences.tokenwise(self.in_proj, x).chunk(2, -1)
-        u, conv = convolve(self.conv, u, None if state is None else state.conv, sequences)
-        operands = self._operands(u, None if state is None else state.memory, sequences)
+        before = state or START
+        u, conv = convolve(self.conv, u, before.conv, sequences)
+        operands = self._operands(u, before.memory, sequences)
         if x.shape[1] == 1 and not sequences.packed:
             out, memory = selective_step(operands)
         else:

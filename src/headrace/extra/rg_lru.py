@@ -14,7 +14,7 @@ from ..ops.call import accumulator
 from ..ops.sequences import Sequences
 from ..spec.mixer import Facts, Update
 from .registration import register_mixer
-from .scan import ScanState, elementwise
+from .scan import START, ScanState, elementwise
 from .specs.scan import KINDS, ScanKind, ScanSpec
 
 
@@ -24,10 +24,7 @@ class RGLRU(Mixer):
         log a_t = −8 r_t softplus(Λ),    h_t = a_t h_{t−1} + √(1 − a_t²) i_t u_t
 
     The gates r_t and i_t are sigmoids of block-diagonal projections of u_t with `num_heads` blocks. As in the authors'
-    code, the first token of a sequence has the factor 1 in place of √(1 − a_t²).
-
-    Takes the arguments of LinearMixer; those without a name here are not used.
-    """
+    code, the first token of a sequence has the factor 1 in place of √(1 − a_t²)."""
 
     state_kind = ScanState
     no_weight_decay = ("gate_bias",)
@@ -66,12 +63,11 @@ class RGLRU(Mixer):
 
     def run(self, x: Tensor, state: ScanState | None, sequences: Sequences) -> tuple[Tensor, ScanState]:
         u, branch = sequences.tokenwise(self.in_proj, x).chunk(2, -1)
-        before = None if state is None else state.conv
-        u, conv = self.recurrence(convolve, self.conv, u, before, sequences, "torch", False)
-        tokens = None if state is None else state.tokens
-        a, b = self._coefficients(u, sequences.positions(tokens, x)[..., None] == 0)
-        h, memory = elementwise(a, b, None if state is None else state.memory, sequences)
-        counted = sequences.lengths(x) if tokens is None else tokens + sequences.lengths(x)
+        before = state or START
+        u, conv = self.recurrence(convolve, self.conv, u, before.conv, sequences, "torch", False)
+        a, b = self._coefficients(u, sequences.positions(before.tokens, x)[..., None] == 0)
+        h, memory = elementwise(a, b, before.memory, sequences)
+        counted = sequences.lengths(x) if before.tokens is None else before.tokens + sequences.lengths(x)
         y = h.to(x.dtype) * F.gelu(branch, approximate="tanh")
         return sequences.tokenwise(self.out_proj, y), ScanState(memory, conv, tokens=counted)
 

@@ -29,6 +29,9 @@ class ScanState(NamedTuple):
     tokens: Tensor | None = None  # [N], number of tokens so far, of mixers whose first token differs
 
 
+START: Any = ScanState(None)  # type: ignore[arg-type]  # of sequences without a token
+
+
 def affine_(a: Tensor, b: Tensor, a_before: Tensor, b_before: Tensor) -> None:
     b.addcmul_(a, b_before)
     a.mul_(a_before)

@@ -12,15 +12,12 @@ from ..ops.call import accumulator
 from ..ops.sequences import Sequences
 from ..spec.mixer import Facts, Update
 from .registration import register_mixer
-from .scan import ScanState
+from .scan import START, ScanState
 from .specs.scan import KINDS, ScanKind, ScanSpec
 
 
 class ShortConv(Mixer):
-    """Computes W_out (C ⊙ conv(B ⊙ u)), where B, C and u are projections of the token. The memory is [N, W − 1, D].
-
-    Takes the arguments of LinearMixer; those without a name here are not used.
-    """
+    """Computes W_out (C ⊙ conv(B ⊙ u)), where B, C and u are projections of the token. The memory is [N, W − 1, D]."""
 
     state_kind = ScanState
     static_shapes = True
@@ -40,8 +37,7 @@ class ShortConv(Mixer):
 
     def run(self, x: Tensor, state: ScanState | None, sequences: Sequences) -> tuple[Tensor, ScanState]:
         B, C, u = sequences.tokenwise(self.in_proj, x).chunk(3, -1)
-        before = None if state is None else state.memory
-        y, memory = self.recurrence(convolve, self.conv, B * u, before, sequences, "torch", False)
+        y, memory = self.recurrence(convolve, self.conv, B * u, (state or START).memory, sequences, "torch", False)
         return sequences.tokenwise(self.out_proj, C * y), ScanState(memory.to(accumulator(x)))
 
 

@@ -20,10 +20,7 @@ from ...ops.sequences import Sequences
 
 
 class RWKV4(Mixer):
-    """RWKV-4's time mixing: token shift, WKV, gate, projection.
-
-    Takes the arguments of LinearMixer; those without a name here are not used.
-    """
+    """RWKV-4's time mixing: token shift, WKV, gate, projection."""
 
     state_kind = ScanState
     no_weight_decay = ("mix",)

@@ -22,10 +22,7 @@ from .linear_system import Diagonal, LowRank, Response
 
 
 class S4D(Mixer):
-    """Diagonal systems (arXiv 2206.11893), then skip, GELU and a gated projection (arXiv 2111.00396, section 3.4).
-
-    Takes the arguments of LinearMixer; those without a name here are not used.
-    """
+    """Diagonal systems (arXiv 2206.11893), then skip, GELU and a gated projection (arXiv 2111.00396, section 3.4)."""
 
     state_kind = ScanState
     no_weight_decay: tuple[str, ...] = "log_damping", "frequency"
