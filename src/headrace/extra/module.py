@@ -208,10 +208,9 @@ def examined(spec: ModuleSpec, hidden_size: int, num_heads: int) -> tuple[Any, S
             wrong = _unlike(module(x, None), x) or _unlike(module(x[:1], None), x[:1])
         if not torch.equal(x, given):
             wrong = "writes to x, which is needed after it; expected a new tensor"
-        if wrong:
-            raise InputError(f"mixer {spec.label!r} {wrong}")
-        with reading(f"mixer {spec.label!r} cannot go on from its state"):
-            wrong = next(_broken(spec, module, x), None)
+        if not wrong:
+            with reading(f"mixer {spec.label!r} cannot go on from its state"):
+                wrong = next(_broken(spec, module, x), None)
         if wrong:
             raise InputError(f"mixer {spec.label!r} {wrong}")
         state = called(module, x, None)[1]
