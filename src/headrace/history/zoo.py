@@ -47,7 +47,7 @@ KINDS.update({
     ),
 })  # fmt: skip
 
-MIXERS: dict[str, Entry] = {
+ENTRIES: dict[str, Entry] = {
     "s4d": Entry(
         "A time-invariant diagonal state-space model per channel.",
         "https://arxiv.org/abs/2206.11893",
@@ -88,9 +88,6 @@ MIXERS: dict[str, Entry] = {
         "https://arxiv.org/abs/2507.23632",
         SoftmaxRNNSpec(clamp=5.0, denominator="none", gate="output", by_length=True),
     ),
-}
-
-MODELS: dict[str, Entry] = {
     "rnn": Entry(
         "Recurrent encoder-decoder; the decoder starts from the encoder's last state.",
         "https://arxiv.org/abs/1409.3215",
@@ -128,5 +125,5 @@ MODELS: dict[str, Entry] = {
     ),
 }
 
-for _name, _entry in (MIXERS | MODELS).items():
+for _name, _entry in ENTRIES.items():
     register(_name, _entry)

@@ -51,7 +51,6 @@ class LatentSpec(SoftmaxSpec):
         return self.rank or 4 * d, self.key_dim or d, shared, self.value_dim or d
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
-        """Returns the key and value dimensions per head. Raises InputError for sizes that do not divide."""
         _, K, shared, V = self.sizes(hidden_size, num_heads)
         return K + shared, V
 

@@ -75,7 +75,6 @@ class MatrixSpec(Spec):
         return K, width_per_head("expand_v", self.expand_v, hidden_size, H)
 
     def state_shapes(self, hidden_size: int, num_heads: int, tokens: int = 1) -> Shapes:
-        """Returns the shapes of the recurrent state of one sequence, without the batch dimension."""
         H, (K, V) = self.num_heads(hidden_size, num_heads), self.head_dims(hidden_size, num_heads)
         return KINDS[self.kind].shapes(self, hidden_size, (H, K, V))
 

@@ -92,7 +92,6 @@ class ScanSpec(Spec):
         return self.rank or -(-hidden_size // 16)
 
     def state_shapes(self, hidden_size: int, num_heads: int, tokens: int = 1) -> Shapes:
-        """Returns the shapes of the recurrent state of one sequence, without the batch dimension."""
         size, channels = self.head_dims(hidden_size, num_heads)
         shapes: Shapes = {"memory": (size, channels)}
         if self.conv is not None and self.kind != "short-conv":

@@ -56,17 +56,14 @@ class Global(nn.Module):
 
     def __init__(self, query_size: int, reach: int):
         super().__init__()
+        self.reach = reach
 
     def forward(self, query: Tensor, first: int, valid: Tensor) -> tuple[Tensor, Tensor | None]:
         return valid[:, None], None
 
 
-class Monotonic(nn.Module):
+class Monotonic(Global):
     """local-m: step t attends to the positions t − D … t + D, both counted from 0."""
-
-    def __init__(self, query_size: int, reach: int):
-        super().__init__()
-        self.reach = reach
 
     def forward(self, query: Tensor, first: int, valid: Tensor) -> tuple[Tensor, Tensor | None]:
         steps = torch.arange(first, first + query.shape[1], device=query.device)
@@ -74,13 +71,12 @@ class Monotonic(nn.Module):
         return valid[:, None] & (distance.abs() <= self.reach), None
 
 
-class Predictive(nn.Module):
+class Predictive(Global):
     """local-p: a step attends to positions p − D … p + D, with p = S sigmoid(vᵀ tanh(W q)) in a source of S tokens.
     The weights are multiplied by a Gaussian around p with standard deviation D / 2."""
 
     def __init__(self, query_size: int, reach: int):
-        super().__init__()
-        self.reach = reach
+        super().__init__(query_size, reach)
         self.hidden = nn.Linear(query_size, query_size, bias=False)
         self.centre = nn.Linear(query_size, 1, bias=False)
 

@@ -33,12 +33,12 @@ from ...ops.sequences import Sequences
 from ...utils.device import without_autocast
 from ..specs.softmax_rnn import NORMS, RMS_EPS, SoftmaxRNNSpec
 
-# numerator: (function of q and k, divisor of the logits)
-FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[int], float]]] = {
-    "exp": (FEATURE_MAPS["identity"], lambda d: d**0.5),
-    "relu": (FEATURE_MAPS["relu"], lambda d: d**0.5),
-    "elu+1": (FEATURE_MAPS["elu+1"], lambda d: d**0.5),
-    "cosine": (l2_norm, lambda d: 1.0),
+# numerator: (function of q and k, power of d that divides the logits)
+FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
+    "exp": (FEATURE_MAPS["identity"], 0.5),
+    "relu": (FEATURE_MAPS["relu"], 0.5),
+    "elu+1": (FEATURE_MAPS["elu+1"], 0.5),
+    "cosine": (l2_norm, 0.0),
 }
 # Logarithm of the lower bound of each denominator. As in the paper's code, whose norms are F.normalize, nn.RMSNorm and
 # nn.LayerNorm with their default epsilons in float32.
@@ -151,9 +151,7 @@ class SoftmaxRNN(Mixer):
         names = [{"output": "gate", "input": "value_gate"}[name] for name in self.spec.gates]
         return list(zip(names, *(p.split(self.num_heads) for p in (self.gate.weight, self.gate.bias)), strict=True))
 
-    def read(
-        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None, gate: Tensor | None = None
-    ) -> Tensor:  # fmt: skip
+    def read(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
         """Returns gate · numerator / denominator [B, T, H, d] in the accumulator's precision.
 
         q [B, T, H, d]; k, v [B, L, H, d]; valid [B, L]: False marks padding; gate [B, T, H, 1]: the output gate."""
@@ -196,10 +194,10 @@ def numerator(q: Tensor, k: Tensor, spec: SoftmaxRNNSpec, allowed: Tensor) -> tu
     q [B, T, H, d], k [B, L, H, d], allowed [B or 1, 1, T, L]; weights are 0 where not allowed. If a sum or a norm
     cancels the factor, m is the maximum of the row's logits and of the logarithm of the denominator's lower bound, so
     that neither the weights nor the denominator times e^{−m} can overflow. Otherwise m is 0."""
-    function, divisor = FUNCTIONS[spec.numerator]
+    function, power = FUNCTIONS[spec.numerator]
     precision = torch.promote_types(accumulator(q), accumulator(k))
     q, k = (function(x.to(precision)) for x in (q, k))
-    logits = torch.einsum("bthd,blhd->bhtl", q, k) / divisor(q.shape[-1])
+    logits = torch.einsum("bthd,blhd->bhtl", q, k) / q.shape[-1] ** power
     if spec.clamp is not None:
         logits = logits.clamp(max=spec.clamp)
     m = logits.new_zeros(*logits.shape[:-1], 1)

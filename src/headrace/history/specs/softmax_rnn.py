@@ -112,11 +112,9 @@ class SoftmaxRNNSpec(Spec):
 
     @property
     def gated(self) -> bool:  # type: ignore[override]
-        """Whether sigmoid gates multiply the output, v or both."""
         return self.gate != "none"
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
-        """Returns the key and value dimensions per head. Raises InputError for sizes that do not divide."""
         require_positive(hidden_size=hidden_size, num_heads=num_heads)
         if hidden_size % num_heads or (hidden_size // num_heads) % 2:
             raise InputError(
@@ -125,6 +123,5 @@ class SoftmaxRNNSpec(Spec):
         return hidden_size // num_heads, hidden_size // num_heads
 
     def state_shapes(self, hidden_size: int, num_heads: int, tokens: int = 1) -> Shapes:
-        """Returns the shapes of one sequence's key/value cache after `tokens` tokens."""
         K, V = self.head_dims(hidden_size, num_heads)
         return {"k": (tokens, num_heads, K), "v": (tokens, num_heads, V)}

@@ -20,23 +20,20 @@ class StackSpec(ModelSpec):
     style: BlockStyle = field(default_factory=BlockStyle)
 
     def _objections(self):
-        yield self.style.mlp in MLPS, f"style.mlp={self.style.mlp!r} is for decoders alone; expected another MLP"
-        order = self.style.order
-        alone = order in ("both", "parallel", "parallel-joint")
-        yield alone, f"style.order={order!r} is for decoders alone; expected another order"
+        mlp, order = self.style.mlp, self.style.order
+        yield mlp in MLPS, f"style.mlp={mlp!r} is for decoders alone; expected another MLP"
+        ordered = order in ("both", "parallel", "parallel-joint")
+        yield ordered, f"style.order={order!r} is for decoders alone; expected another order"
         yield self.style.logits_cap is not None, "style.logits_cap is for decoders alone; expected none"
         yield self.style.head_bias, "style.head_bias=True is for decoders alone; expected False"
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
-        """Returns the key and value dimensions per head. Raises InputError for sizes that do not divide."""
         return self.mixer.head_dims(hidden_size, num_heads)
 
     def idle_gates(self, hidden_size: int | None = None, num_heads: int | None = None) -> list[str]:
-        """Returns a sentence for each gate of the mixer that has no effect."""
         return self.mixer.idle_gates(hidden_size, num_heads)
 
     def num_heads(self, hidden_size: int, default: int) -> int:
-        """Returns the number of heads, which is `default` unless the mixer sets it."""
         return self.mixer.num_heads(hidden_size, default)
 
 
