@@ -11,7 +11,6 @@ tables.offer(
 )
 tables.offer("headrace.extra.mesa", linear=("mesa",), types=("mesa",))
 tables.offer("headrace.extra.hgrn2", stages=("complement-key",))
-tables.offer("headrace.extra.freeze", stages=("freeze",))
 tables.offer("headrace.extra.taylor", linear=("taylor-softmax", "based"), stages=("taylor",))
 tables.offer(
     "headrace.extra.mamba3",
@@ -38,7 +37,7 @@ tables.offer(
 )
 tables.offer(
     "headrace.extra.memories",
-    stages=("memories", "values-of-memories", "sum-of-memories"),
+    stages=("memories", "values-of-memories", "sum-of-memories", "freeze"),
     rules=("competition.memories_per_head",),
 )
 tables.offer("headrace.extra.attention_token", tokens=("headrace.layers.attention.attention.SoftmaxAttention",))

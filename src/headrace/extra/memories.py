@@ -1,4 +1,6 @@
-"""A gate of rank R that depends jointly on query and key, by R memories per head (competition.memories_per_head).
+"""Competition for several memories per head, and for memories that decay only with what they store (competition.freeze).
+
+R memories per head (competition.memories_per_head) are a gate of rank R that depends jointly on query and key.
 
 Head competition gates the contribution of token s to token t by the product G^Q_h(q_t) G^K_h(k_s), which has rank 1 as
 a function of q_t and k_s. With R memories per head, all of which compete for writes, and a distribution over a head's
@@ -82,6 +84,18 @@ class SumOfMemories(Stage):
         t.out = t.out.unflatten(2, (mixer.H, -1)).sum(3)
 
 
+class Freeze(Stage):
+    """Keeps a memory whose write gate is 0 from decaying."""
+
+    field = "competition.freeze"
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        if t.log_decay is None:
+            return
+        written = t.write > (-math.inf if mixer.spec.competition.write == "beta" else 0)
+        t.log_decay = torch.where(written if t.log_decay.dim() < 4 else written[..., None], t.log_decay, 0)
+
+
 def rules(spec: MixerSpec) -> Iterator[tuple[bool, str]]:
     """Objections to several memories per head."""
     yield (
@@ -94,4 +108,6 @@ def rules(spec: MixerSpec) -> Iterator[tuple[bool, str]]:
 RULES[Memories.field] = rules
 
 
-STAGES.update({"memories": Memories, "values-of-memories": MemoriesOfValues, "sum-of-memories": SumOfMemories})
+STAGES.update({
+    "memories": Memories, "values-of-memories": MemoriesOfValues, "sum-of-memories": SumOfMemories, "freeze": Freeze,
+})  # fmt: skip
