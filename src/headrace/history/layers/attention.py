@@ -91,18 +91,13 @@ class EarlyAttention(SoftmaxAttention):
         self, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], turn: Angles | None, state: WindowState | None,
         sequences: Sequences,
     ) -> tuple[Tensor, WindowState | None]:  # fmt: skip
+        """Also computes attention with the pattern in an encoder."""
         if self.causal:
             return super()._attend_within(x, qkv, turn, state, sequences)
-        return self._attend_around(x, qkv, turn, sequences), None
-
-    def _attend_around(
-        self, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], turn: Angles | None, sequences: Sequences
-    ) -> Tensor:
-        """Computes attention with the pattern in an encoder."""
         assert self.spec.pattern is not None
         B, T = x.shape[:2]
         if B * T == 0:
-            return qkv[0]
+            return qkv[0], None
         q, k, v = (y.flatten(0, 1) for y in qkv)
         ends = torch.arange(0, B * T + 1, T, device=x.device) if sequences.bounds is None else sequences.bounds
         softmax = SymmetricSoftmax(self.spec.pattern, self.bias, self._null)
@@ -112,7 +107,7 @@ class EarlyAttention(SoftmaxAttention):
         if len(rows):
             q, k, v = self._global(x, (q, k, v), turn, rows, sequences)
             out = out.index_copy(0, rows, attend_to_all(q, k, v, tokens, softmax))
-        return out.unflatten(0, (B, T))
+        return out.unflatten(0, (B, T)), None
 
     def _global(
         self, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], turn: Angles | None, rows: Tensor, sequences: Sequences

@@ -57,48 +57,26 @@ def scores(q: Tensor, k: Tensor, mask: Mask, rows: slice, columns: slice) -> Ten
     return s.masked_fill(mask.hidden(rows, columns, q.device), torch.finfo(s.dtype).min / 2)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    """Returns out [B, H, T, d] and the rows' log-sum-exp [B, H, T, 1] for q [B, H, T, d]; k, v [B, H, L, d]."""
-    out, lse = torch.empty_like(q), q.new_empty(*q.shape[:3], 1)
-    for rows in tiles(q.shape[2]):
-        o = torch.zeros_like(q[:, :, rows])
-        m = torch.full_like(o[..., :1], torch.finfo(q.dtype).min)
-        l = torch.zeros_like(m)
-        for columns in tiles(k.shape[2]):
-            if mask.unseen(rows, columns):
-                break
-            s = scores(q, k, mask, rows, columns)
-            higher = torch.maximum(m, s.amax(-1, keepdim=True))
-            p, shrink = torch.exp(s - higher), torch.exp(m - higher)
-            l = shrink * l + p.sum(-1, keepdim=True)
-            o = shrink * o + p @ v[:, :, columns]
-            m = higher
-        out[:, :, rows], lse[:, :, rows] = o / l, m + l.log()
-    return out, lse
-
-
-def backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, mask: Mask) -> list[Tensor]:
-    """Returns the gradients of q, k, v. A softmax row p with gradient dp has ds = p (dp − ⟨p, dp⟩), where
-    ⟨p, dp⟩ = ⟨out, dout⟩."""
-    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-    delta, scale = (out * dout).sum(-1, keepdim=True), q.shape[-1] ** -0.5
-    for rows in tiles(q.shape[2]):
-        do = dout[:, :, rows]
-        for columns in tiles(k.shape[2]):
-            if mask.unseen(rows, columns):
-                break
-            p = torch.exp(scores(q, k, mask, rows, columns) - lse[:, :, rows])
-            dv[:, :, columns] += p.mT @ do
-            ds = p * (do @ v[:, :, columns].mT - delta[:, :, rows]) * scale
-            dq[:, :, rows] += ds @ k[:, :, columns]
-            dk[:, :, columns] += ds.mT @ q[:, :, rows]
-    return [dq, dk, dv]
-
-
 class Flash(torch.autograd.Function):
+    """q [B, H, T, d]; k, v [B, H, L, d] -> out [B, H, T, d]; the rows' log-sum-exp lse is [B, H, T, 1]."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        out, lse = forward(q, k, v, mask)
+        out, lse = torch.empty_like(q), q.new_empty(*q.shape[:3], 1)
+        for rows in tiles(q.shape[2]):
+            o = torch.zeros_like(q[:, :, rows])
+            m = torch.full_like(o[..., :1], torch.finfo(q.dtype).min)
+            l = torch.zeros_like(m)
+            for columns in tiles(k.shape[2]):
+                if mask.unseen(rows, columns):
+                    break
+                s = scores(q, k, mask, rows, columns)
+                higher = torch.maximum(m, s.amax(-1, keepdim=True))
+                p, shrink = torch.exp(s - higher), torch.exp(m - higher)
+                l = shrink * l + p.sum(-1, keepdim=True)
+                o = shrink * o + p @ v[:, :, columns]
+                m = higher
+            out[:, :, rows], lse[:, :, rows] = o / l, m + l.log()
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.mask = mask
         return out
@@ -106,8 +84,21 @@ class Flash(torch.autograd.Function):
     @staticmethod
     @first_order(NAME)
     def backward(ctx: Any, dout: Tensor):  # type: ignore[override]
+        """A softmax row p with gradient dp has ds = p (dp − ⟨p, dp⟩), where ⟨p, dp⟩ = ⟨out, dout⟩."""
         q, k, v, out, lse = ctx.saved_tensors
-        return *backward(q, k, v, out, lse, dout, ctx.mask), None
+        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+        delta, scale = (out * dout).sum(-1, keepdim=True), q.shape[-1] ** -0.5
+        for rows in tiles(q.shape[2]):
+            do = dout[:, :, rows]
+            for columns in tiles(k.shape[2]):
+                if ctx.mask.unseen(rows, columns):
+                    break
+                p = torch.exp(scores(q, k, ctx.mask, rows, columns) - lse[:, :, rows])
+                dv[:, :, columns] += p.mT @ do
+                ds = p * (do @ v[:, :, columns].mT - delta[:, :, rows]) * scale
+                dq[:, :, rows] += ds @ k[:, :, columns]
+                dk[:, :, columns] += ds.mT @ q[:, :, rows]
+        return dq, dk, dv, None
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, valid: Tensor | None = None) -> Tensor:
