@@ -1,6 +1,8 @@
 """Attention of a recurrent decoder to the source: a weighted mean of the encoder's annotations for each decoder step.
 
-Additive scores: arXiv 1409.0473. Dot, general and concat scores, and local windows: arXiv 1508.04025.
+Additive scores: arXiv 1409.0473. Dot, general and concat scores, and local windows: arXiv 1508.04025. A score maps
+(query [B, T, n], keys of annotations [B, L, ·]) to [B, T, L], and a window (query, the first step, valid [B, L]) to
+(allowed positions [B, T or 1, L], factor of their weights).
 
 Dimensions: B batch, T decoder steps, L source positions, n width of the decoder, M width of an annotation.
 """
@@ -13,8 +15,6 @@ from torch import Tensor, nn
 
 from ...ops.call import accumulator
 from ..specs.encoder_decoder import Alignment
-
-# --- scores: (query [B, T, n], keys of annotations [B, L, M]) -> [B, T, L] --------------------------------------------
 
 
 class Product(nn.Module):
@@ -47,8 +47,6 @@ SCORES: dict[str, Callable[[int, int], nn.Module]] = {
     "general": lambda n, M: Product(nn.Linear(M, n, bias=False)),
     "concat": Additive,
 }
-
-# --- windows: query [B, T, n], valid [B, L] -> (allowed positions [B, T or 1, L], factor of their weights) ------------
 
 
 class Global(nn.Module):
@@ -88,8 +86,6 @@ class Predictive(Global):
 
 
 WINDOWS: dict[str, type[nn.Module]] = {"global": Global, "local-m": Monotonic, "local-p": Predictive}
-
-# --- attention --------------------------------------------------------------------------------------------------------
 
 
 class Memory(NamedTuple):

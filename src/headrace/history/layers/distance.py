@@ -10,10 +10,10 @@ from ...layers.base import SelfInitialized
 FURTHEST = 128  # as in T5: all longer distances share one bucket
 
 
-def bucket(distance: Tensor, buckets: int, furthest: int = FURTHEST, *, bidirectional: bool = False) -> Tensor:
+def bucket(distance: Tensor, buckets: int, *, bidirectional: bool = False) -> Tensor:
     """Returns T5's bucket of the distance from key to query in tokens (arXiv 1910.10683, section 2.1).
 
-    The first half of the buckets are single distances; the others grow logarithmically up to `furthest`. Negative
+    The first half of the buckets are single distances; the others grow logarithmically up to FURTHEST. Negative
     distances count as 0, or have half of all buckets if attention is bidirectional."""
     offset: Tensor | int = 0
     if bidirectional:
@@ -21,7 +21,7 @@ def bucket(distance: Tensor, buckets: int, furthest: int = FURTHEST, *, bidirect
         offset, distance = buckets * (distance < 0), distance.abs()
     distance, exact = distance.clamp(min=0), buckets // 2
     # Float32, as in the training of the published weights: float64 would change the bucket of some distances.
-    ratio = torch.log(distance.clamp(min=1).float() / exact) / math.log(furthest / exact)
+    ratio = torch.log(distance.clamp(min=1).float() / exact) / math.log(FURTHEST / exact)
     wide = exact + (ratio * (buckets - exact)).long()
     return offset + torch.where(distance < exact, distance, wide.clamp(max=buckets - 1))
 

@@ -120,9 +120,8 @@ def read(sums: Tensor, m: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @torch.no_grad()
 def running_maximum(k: Tensor, rate: Tensor, initial: Tensor, whole: Tile) -> tuple[Tensor, Tensor]:
-    """Returns (m_{t−1}, m_t) of m_t = max(m_{t−1} − rate_t, k_t), with shapes as in `packed_scan` and no gradient.
-    rate: [T, D], or [D] for all tokens."""
-    begun, rate = initial[whole.begun], rate.expand_as(k)
-    m = k.index_copy(0, whole.first, torch.maximum(k[whole.first], begun - rate[whole.first]))
-    scan_packed_(-rate.index_fill(0, whole.first, torch.inf), m, tropical_)
+    """Returns (m_{t−1}, m_t) of m_t = max(m_{t−1} − rate, k_t), with shapes as in `packed_scan` and no gradient."""
+    begun = initial[whole.begun]
+    m = k.index_copy(0, whole.first, torch.maximum(k[whole.first], begun - rate))
+    scan_packed_(-rate.expand_as(k).index_fill(0, whole.first, torch.inf), m, tropical_)
     return m.roll(1, 0).index_copy(0, whole.first, begun), m

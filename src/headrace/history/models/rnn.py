@@ -80,6 +80,9 @@ class Luong(nn.Module):
         return out, weights, State(cell, out[:, -1:], state.step + y.shape[1])
 
 
+DECODERS = {None: WithoutAttention, "before": Bahdanau, "after": Luong}
+
+
 class Source(NamedTuple):
     """An encoded source."""
 
@@ -98,9 +101,7 @@ class RecurrentModel(EncoderDecoder):
         self.target_embedding = nn.Embedding(sizes.vocab_size, n)
         self.encoder = CELLS[spec.cell](n, n, layers, batch_first=True, bidirectional=spec.bidirectional)
         self.first_state = nn.Linear(n, n) if spec.bidirectional else None
-        decoder = (
-            WithoutAttention if spec.alignment is None else {"before": Bahdanau, "after": Luong}[spec.alignment.query]
-        )
+        decoder = DECODERS[spec.alignment and spec.alignment.query]
         self.decoder: Any = decoder(spec, n, n * (2 if spec.bidirectional else 1), layers)
         self.lm_head = nn.Linear(n, sizes.vocab_size)
 
