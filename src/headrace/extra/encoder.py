@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.linear.mixer import LinearMixer
-from ..ops.call import NORMALIZER_EPS, accumulator
+from ..ops.call import NORMALIZER_EPS, accumulator, gated
 from ..ops.checks import require
 from ..ops.parallel.context import refuse_parts
 from ..ops.sequences import Sequences
@@ -51,14 +51,12 @@ def over_all(
     acc, dtype = accumulator(q), v.dtype
     ones = [torch.ones_like(v[..., :1])] if normalize else []
     v = torch.cat([v, *ones], -1).to(acc)
-    for factor in (beta, write_gate):
-        v = v if factor is None else v * factor[..., None]
+    v = gated(gated(v, beta), write_gate)
     with without_autocast(q):  # the memory is float32 or float64
         out = torch.cat([_read(scale, *each) for each in _sequences(cu_seqlens, q.to(acc), k.to(acc), v)], 1)
     if normalize:
         out = out[..., :-1] / (out[..., -1:] + NORMALIZER_EPS)
-    out = out if read_gate is None else out * read_gate[..., None]
-    return out.to(dtype), None
+    return gated(out, read_gate).to(dtype), None
 
 
 def _read(scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

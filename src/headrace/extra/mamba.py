@@ -35,7 +35,7 @@ class Mamba(Mixer):
     def __init__(self, spec: ScanSpec, *, hidden_size: int, num_heads: int = 1, norm_eps: float = 1e-6, **place):
         super().__init__()
         S, E = spec.head_dims(hidden_size, num_heads)
-        rank = spec.step_rank(hidden_size)
+        rank = spec.rank or -(-hidden_size // 16)
         self.state_shapes = spec.state_shapes(hidden_size, num_heads)
         assert spec.conv is not None
         self.split, self.normalizes, self.norm_eps = [rank, S, S], bool(spec.norm), spec.eps or norm_eps

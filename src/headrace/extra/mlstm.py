@@ -13,7 +13,7 @@ the division cancels it, as it cancels the denominator, up to its epsilon.
 Dimensions: B batch, T tokens, H heads, V value dimension per head, N sequences.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,8 +39,7 @@ class ExponentialGate(Stage):
         mixer.parts["beta"] = mixer.H
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
-        stable = stabilized(t.beta, t.log_decay, t.before("peak"), t.sequences)
-        t.log_decay, t.beta, t.peaks, t.next["peak"] = stable
+        t.log_decay, t.beta, t.peaks, t.next["peak"] = stabilized(t.beta, t.log_decay, t.before("peak"), t.sequences)
 
 
 class DivideByWeights(Stage):
@@ -54,30 +53,26 @@ class DivideByWeights(Stage):
         t.out = t.out[..., :-1] / torch.maximum(t.out[..., -1:].abs(), least[..., None])
 
 
-class Stabilized(NamedTuple):
-    """The arguments of the recurrence for a memory that is held times e^−m."""
-
-    log_decay: Tensor  # [B, T, H]
-    beta: Tensor  # [B, T, H]
-    peaks: Tensor  # m [B, T, H]
-    last: Tensor  # m after the last token of each sequence [N, H]
-
-
-def stabilized(gate: Tensor, log_decay: Tensor | None, peak: Tensor | None, sequences: Sequences) -> Stabilized:
-    """Computes log_decay, β and m.
+def stabilized(
+    gate: Tensor, log_decay: Tensor | None, peak: Tensor | None, sequences: Sequences
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Computes the arguments of the recurrence for a memory that is held times e^−m.
 
     Args:
         gate: i [B, T, H].
         log_decay: log f, [H] or [B, T, H]; None: 0.
         peak: m before the first token [N, H]; None: 0.
         sequences: the sequences of the tokens.
+
+    Returns:
+        (log_decay, β and m [B, T, H], m after the last token of each sequence [N, H]).
     """
     gate = gate.to(accumulator(gate))
     fade = (gate.new_zeros(()) if log_decay is None else log_decay).expand_as(gate)
     peak = gate.new_zeros(sequences.count, gate.shape[2]) if peak is None else peak.to(gate)
     peaks = _peaks(gate.detach(), fade.detach(), peak, sequences)
     before, last = sequences.shift(peaks, peak[:, None])
-    return Stabilized(fade + (before - peaks), torch.exp(gate - peaks), peaks, last[:, 0])
+    return fade + (before - peaks), torch.exp(gate - peaks), peaks, last[:, 0]
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from ..layers.base import Recurrence, SelfInitialized
 from ..layers.linear.recur import ModuleRecur
 from ..layers.linear.stage import STAGES, Tokens
 from ..layers.maps import mixed, wanted
-from ..ops.call import accumulator
+from ..ops.call import accumulator, gated
 from ..ops.sequences import Sequences
 from ..spec.linear import RULES, MixerSpec, Write
 from ..utils.device import without_autocast
@@ -111,9 +111,8 @@ class ResidualDelta(SelfInitialized, Recurrence):
     def _chunk(self, op: Callable, x: dict[str, Tensor], now: Tensor, before: Tensor, weight: Tensor):
         """Computes one chunk [n, C, ·] of n sequences: (out, the memory after it, `before` decayed to its end)."""
         acc, faded = accumulator(x["v"]), before
-        k, v = x["k"].to(acc).repeat_interleave(x["v"].shape[2] // x["k"].shape[2], 2), x["v"].to(acc)
-        if (gate := x.get("write_gate")) is not None:
-            v = v * gate[..., None]
+        k = x["k"].to(acc).repeat_interleave(x["v"].shape[2] // x["k"].shape[2], 2)
+        v = gated(x["v"].to(acc), x.get("write_gate"))
         if (g := x.get("log_decay")) is not None:
             left = (g if g.dim() == 4 else g[..., None]).cumsum(1).exp()
             k, faded = k * left, before * left[:, -1, ..., None]

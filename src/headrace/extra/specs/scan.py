@@ -87,10 +87,6 @@ class ScanSpec(Spec):
         own = inputs if self.kind == "short-conv" else KINDS[self.kind].numbers
         return self.state_size or own, int(width)
 
-    def step_rank(self, hidden_size: int) -> int:
-        """Returns the rank of mamba's projection to the step size."""
-        return self.rank or -(-hidden_size // 16)
-
     def state_shapes(self, hidden_size: int, num_heads: int, tokens: int = 1) -> Shapes:
         size, channels = self.head_dims(hidden_size, num_heads)
         shapes: Shapes = {"memory": (size, channels)}
