@@ -1,4 +1,4 @@
-"""Competition for several memories per head, and for memories that decay only with what they store (competition.freeze).
+"""Competition with several memories per head, and with memories that decay only while they are written (`freeze`).
 
 R memories per head (competition.memories_per_head) are a gate of rank R that depends jointly on query and key.
 
