@@ -4,7 +4,7 @@ eᵀ r) S + kᵀ v: a transition that is diagonal plus low rank (DPLR), for any 
 Dimensions: B batch, T tokens, H heads, K key, V value dimension per head, N sequences, M chunks, C tokens per chunk.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -68,8 +68,7 @@ def decays(G: Tensor, base: int, exp: Callable[[Tensor], Tensor]) -> Levels:
     """Splits e^{G_i − G_j} for readers i and writers j of the same blocks of tokens into factors of i and of j.
 
     The first level has blocks of `base` tokens and exponents of both signs, which overflow for −g above 88 / base a
-    token in float32; base=1 is for any g. Each further level has blocks of twice as many tokens, readers in the second
-    and writers in the first half, and is split at the last token of the first half, so that no exponent is positive.
+    token in float32; base=1 is for any g. The further levels are those of `decays_between`.
 
     Args:
         G: cumulative sum of the log decay of a chunk, [M, H, C, K], in float64.
@@ -78,11 +77,15 @@ def decays(G: Tensor, base: int, exp: Callable[[Tensor], Tensor]) -> Levels:
     """
     blocks = G.unflatten(2, (-1, base))
     middle = blocks[..., (base - 1) // 2, None, :]
-    levels = [(exp(blocks - middle), exp(middle - blocks))]
+    return [(exp(blocks - middle), exp(middle - blocks)), *decays_between(G, base, exp)]
+
+
+def decays_between(G: Tensor, base: int, exp: Callable[[Tensor], Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields these factors for readers in the second and writers in the first half of blocks of 2 base, 4 base, …
+    tokens, split at the last token of the first half, so that no exponent is positive."""
     for early, late in (halves(G, base << i) for i in range((G.shape[2] // base).bit_length() - 1)):
         border = early[..., -1:, :]
-        levels.append((exp(late - border), exp(border - early)))
-    return levels
+        yield exp(late - border), exp(border - early)
 
 
 def halves(x: Tensor, m: int) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from ..spec.decay import Decay
 from ..spec.mixer import Facts, Update
 from ..utils.device import float64
 from .chunks import MatrixMixer, carry, recur
-from .dplr import decays, scaled
+from .dplr import decays_between, halves
 from .registration import register_mixer
 from .specs.matrix import KINDS, MatrixKind, MatrixSpec
 
@@ -38,17 +38,16 @@ def form(counts: list[int], S: Tensor, *operands: Tensor) -> tuple[Tensor, Tenso
     """Computes S_t = e^{a_t}ᵀ e^{b_t} ⊙ S_{t−1} + kᵀ v and out = q S_t for chunks, as `chunks.chunkwise` requires.
 
     With A, B the cumulative sums of a, b in a chunk, out_i = Σ_j ((q_i e^{A_i − A_j}) k_jᵀ) v_j e^{B_i − B_j}. This is
-    a matrix product if both exponents are split at a token between j and i, as `dplr.decays` does for i in the second
-    and j in the first half of each block of 2, 4, … tokens.
+    a matrix product if both exponents are split at a token between j and i, as `decays_between` does for i in the
+    second and j in the first half of each block of 2, 4, … tokens.
     """
     q, k, v, a, b = (y.transpose(1, 2) for y in operands)
     A, B = float64(a).cumsum(2), float64(b).cumsum(2)
     exp = lambda exponent: exponent.to(q.dtype).to(q.device).exp()  # noqa: E731
-    of_keys, of_values = decays(A, 1, exp), decays(B, 1, exp)
-    factors = scaled(q, of_keys, 0), scaled(k, of_keys, 1), scaled(v, of_values, 1), [fade for fade, _ in of_values]
     out = (q * k).sum(-1, keepdim=True) * v
-    for late, early, values, fade in zip(*(levels[1:] for levels in factors), strict=True):
-        read = late @ early.mT @ values * fade
+    for keys, values in zip(decays_between(A, 1, exp), decays_between(B, 1, exp), strict=True):
+        (_, late), (early, _), (written, _) = (halves(y, keys[0].shape[3]) for y in (q, k, v))
+        read = (late * keys[0]) @ (early * keys[1]).mT @ (written * values[1]) * values[0]
         out = out + torch.stack([torch.zeros_like(read), read], 3).flatten(2, 4)
     all_a, all_b = A[:, :, -1:], B[:, :, -1:]
     new = (k * exp(all_a - A)).mT @ (v * exp(all_b - B))
