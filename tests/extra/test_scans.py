@@ -1,5 +1,7 @@
 """Mixers with a recurrence per channel: against their literal recurrences, and what is refused."""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 import torch
@@ -305,6 +307,14 @@ def test_competition_on_scans_is_refused_with_a_reason(table, reason):
 def test_invalid_specs_are_refused(fields, sentence):
     with pytest.raises(InputError, match=sentence):
         spec.ScanSpec(**fields)
+
+
+def test_the_first_of_several_invalid_fields_is_named():
+    """In the order of the fields: every process says the same."""
+    wrong = {"expand": 2.0, "rank": 3, "norm": True, "conv_bias": False, "bias": True}
+    for first, second in combinations(wrong, 2):
+        with pytest.raises(InputError, match=f"kind='s4' has no {first};"):
+            spec.ScanSpec("s4", state_size=4, **{name: wrong[name] for name in (second, first)})
 
 
 def test_misspelt_names_and_wrong_widths_are_refused():

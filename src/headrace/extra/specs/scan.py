@@ -22,9 +22,8 @@ class ScanKind(NamedTuple):
 
 
 KINDS: Table[ScanKind] = Table("scan_kinds")  # which plug-ins have
-OPTIONS = frozenset(
-    {"expand", "rank", "norm", "eps", "conv_bias", "bias"}
-)  # fields with a default, which not all kinds have
+# Fields with a default, which not all kinds have.
+OPTIONS = "expand", "rank", "norm", "eps", "conv_bias", "bias"
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,9 @@ class ScanSpec(Spec):
         odd = KINDS[self.kind].complex and (self.state_size or 0) % 2 == 1
         yield odd, f"state_size={self.state_size}; expected a multiple of 2"
         yield self.eps is not None and not self.norm, f"eps={self.eps} is of a norm; expected norm=True or 'plain'"
-        for name in OPTIONS - {*KINDS[self.kind].fields}:
-            value = getattr(self, name)
-            yield value != getattr(ScanSpec, name), f"kind={self.kind!r} has no {name}; got {name}={value}"
+        for name in OPTIONS:
+            value, has = getattr(self, name), name in KINDS[self.kind].fields
+            yield not has and value != getattr(ScanSpec, name), f"kind={self.kind!r} has no {name}; got {name}={value}"
 
     def num_heads(self, hidden_size: int, default: int) -> int:
         """Returns 1, since the mixer has no heads."""
