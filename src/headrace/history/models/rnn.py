@@ -101,7 +101,7 @@ class RecurrentModel(EncoderDecoder):
         self.target_embedding = nn.Embedding(sizes.vocab_size, n)
         self.encoder = CELLS[spec.cell](n, n, layers, batch_first=True, bidirectional=spec.bidirectional)
         self.first_state = nn.Linear(n, n) if spec.bidirectional else None
-        decoder = DECODERS[spec.alignment and spec.alignment.query]
+        decoder = DECODERS[None if spec.alignment is None else spec.alignment.query]
         self.decoder: Any = decoder(spec, n, n * (2 if spec.bidirectional else 1), layers)
         self.lm_head = nn.Linear(n, sizes.vocab_size)
 
