@@ -10,7 +10,7 @@ from ..spec.attention import AttentionSpec, Rope
 from ..spec.linear import MixerSpec
 from ..spec.stack import BlockStyle, Layer
 from .fields import Fields
-from .form import Format, Model, View, Views, below, conv_width, model_of, named, plain, stacked, whole
+from .form import Format, Model, View, Views, below, conv_width, model_of, modules, named, plain, projections, stacked
 from .parts import (
     GATED_EXPERT,
     MIXTRAL_EXPERT,
@@ -24,7 +24,7 @@ from .parts import (
     mlp_views,
     routed,
     stacked_experts,
-)  # fmt: skip
+)
 from .softmax import attention, attention_views, latent_scale, rotation, window_of
 
 KINDS = ("linear_attention", "full_attention")
@@ -93,7 +93,7 @@ def qwen(c: Fields, projections: Projections, sparse: Collection[int] = (), mixt
         c.ignore("num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias", "rope_parameters")
     layers = [Layer(specs[kind], "experts" if i in sparse else "one") for i, kind in enumerate(kinds)]
     mlps = [qwen_experts(mixture.count, style) if i in sparse else mlp_views("mlp", style) for i in range(len(kinds))]
-    views = [plain(NORMS) | own[kind] | mlp for kind, mlp in zip(kinds, mlps, strict=True)]
+    views = [modules(NORMS) | own[kind] | mlp for kind, mlp in zip(kinds, mlps, strict=True)]
     return model_of(c, layers, style, views, num_heads=heads, intermediate_size=width)
 
 
@@ -113,13 +113,9 @@ def qwen_attention(c: Fields) -> AttentionSpec:
 
 def qwen_attention_views(theirs: str, spec: Any) -> Views:
     """q_proj stacks, per head, q and the logits of the gate."""
-    views = named("mixer", theirs, {f"{name}_norm.weight": f"{name}_norm.weight" for name in "qk"})
-    for kind in ("weight", "bias") if spec.bias else ("weight",):
-        width = spec.count * spec.head_dim
-        both = stacked(f"{theirs}.q_proj.{kind}", {"q": width, "g": width}, spec.count)
-        views |= {f"mixer.{part}_proj.{kind}": view for part, view in both.items()}
-        views |= named("mixer", theirs, {f"{name}_proj.{kind}": f"{name}_proj.{kind}" for name in "kvo"})
-    return views
+    width = spec.count * spec.head_dim
+    both = projections("mixer", f"{theirs}.q_proj", {"q": width, "g": width}, spec.count, spec.bias)
+    return attention_views(spec, theirs) | both
 
 
 def delta_sizes(c: Fields) -> tuple[int, int, int, int]:
@@ -176,7 +172,7 @@ def lara_mini(c: Fields) -> Model:
     mlp = stacked_experts("mlp", mixture, c["hidden_size"], LARA_EXPERTS)
     mlp |= mlp_views("mlp.shared_expert", style, "mlp.shared")
     layers = [Layer(specs[kind], "experts") for kind in kinds]
-    all_views = [plain(NORMS) | own[kind] | mlp for kind in kinds]
+    all_views = [modules(NORMS) | own[kind] | mlp for kind in kinds]
     return model_of(c, layers, style, all_views, intermediate_size=mixture.width)
 
 
@@ -199,10 +195,8 @@ SEPARATE |= {"in_proj.gate": "g_proj.weight", "in_proj.beta": "b_proj.weight"}
 SEPARATE |= {f"conv.weight.{part}": f"{part}_conv1d.weight" for part in "qkv"}
 SEPARATE |= {"decay.dt_bias": "dt_bias", "norm_weight": "o_norm.weight"}
 OLMO_DELTA = {"in_proj.decay": "a_proj.weight", "decay.A_log": "A_log", "o_proj.weight": "o_proj.weight"}
-OLMO_NORMS = {"mixer_norm.weight": "attention_layer_norm.weight", "mlp_norm.weight": "feedforward_layer_norm.weight"}
-OLMO_BRANCH_NORMS = {
-    "mixer_norm.weight": "feedforward_layer_norm.weight", "mlp_norm.weight": "post_feedforward_layernorm.weight",
-}  # fmt: skip
+OLMO_NORMS = {"mixer_norm": "attention_layer_norm", "mlp_norm": "feedforward_layer_norm"}
+OLMO_BRANCH_NORMS = {"mixer_norm": "feedforward_layer_norm", "mlp_norm": "post_feedforward_layernorm"}
 
 
 def olmo_hybrid(c: Fields) -> Model:
@@ -219,8 +213,8 @@ def olmo_hybrid(c: Fields) -> Model:
     linear = gated_delta(c, *delta_sizes(c), {"write.beta": beta, "read.eps": 1e-5})
     layers = {"linear_attention": Layer(linear), "full_attention": Layer(spec, order="branch")}
     own = {
-        "linear_attention": plain(OLMO_NORMS) | named("mixer", "linear_attn", SEPARATE | OLMO_DELTA),
-        "full_attention": plain(OLMO_BRANCH_NORMS) | attention_views(spec, "self_attn"),
+        "linear_attention": modules(OLMO_NORMS) | named("mixer", "linear_attn", SEPARATE | OLMO_DELTA),
+        "full_attention": modules(OLMO_BRANCH_NORMS) | attention_views(spec, "self_attn"),
     }
     kinds, style = layer_types(c, KINDS), BlockStyle()
     views = [own[kind] | mlp_views("mlp", style) for kind in kinds]
@@ -310,9 +304,8 @@ def kimi(c: Fields, linear: MixerSpec, latent: LatentSpec, pairs: dict[str, str]
     }
     pairs_of = [*zip(kinds, mlps, strict=True)]
     layers = [Layer(specs[kind], "experts" if mlp == "sparse" else "one") for kind, mlp in pairs_of]
-    views = [plain(NORMS) | own[kind] | own[mlp] for kind, mlp in pairs_of]
-    outside = whole("model", names.embedding, "norm", c["tie_word_embeddings"])
-    return model_of(c, layers, style, views, outside)
+    views = [modules(NORMS) | own[kind] | own[mlp] for kind, mlp in pairs_of]
+    return model_of(c, layers, style, views, ("model", names.embedding, "norm", "layers"))
 
 
 FORMATS: dict[str, Format] = {

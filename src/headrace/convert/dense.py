@@ -1,6 +1,7 @@
 """Further formats of transformers' models of softmax attention with dense MLPs."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -8,23 +9,24 @@ from ..extra.growing import GrowingSpec
 from ..extra.late_norm import LateNormSpec
 from ..spec.attention import AttentionSpec
 from ..spec.stack import BlockStyle
-from . import parallel, softmax
+from . import softmax
 from .fields import Config, Fields
-from .form import Block, Format, Model, View, assembled, named
-from .hybrid import multiplier
-from .parallel import modules, squared
-from .parts import NORMS, in_order, is_positive
+from .form import Block, Format, Model, View, modules, named, norm_views
+from .parallel import squared
+from .parts import NORMS, in_order, is_positive, mlp_views, multiplier
 from .softmax import (
     BRANCH_NORMS,
-    GATED,
     ORIGINAL,
     UNGATED,
     activation,
     attention,
     attention_views,
+    decoder,
+    gated,
+    named_as_llama,
     rotation,
     window_of,
-    windows,
+    windowed,
 )
 from .variants import SANDWICH_NORMS, bounded, gemma3, multiplied, sandwich
 
@@ -34,12 +36,11 @@ EXAONE = {  # parts of Llama's names -> those of EXAONE 3
     "self_attn": "attn.attention", "o_proj": "out_proj", "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2",
     "gate_proj": "c_fc_0", "up_proj": "c_fc_1", "down_proj": "c_proj",
 }  # fmt: skip
-BEFORE = {name: SANDWICH_NORMS[name] for name in ("mixer_norm.weight", "mlp_norm.weight")}
-APERTUS = {"mixer_norm.weight": "attention_layernorm.weight", "mlp_norm.weight": "feedforward_layernorm.weight"}
-AFTER = {"mixer_after.weight": "post_norm1.weight", "mlp_after.weight": "post_norm2.weight"}
-LATE = {
-    "mixer.q_norm.weight": "self_attn.query_layernorm.weight", "mixer.k_norm.weight": "self_attn.key_layernorm.weight",
-}  # fmt: skip
+BEFORE = {name: SANDWICH_NORMS[name] for name in ("mixer_norm", "mlp_norm")}
+APERTUS_MLPS = UNGATED | {"xielu": "xielu"}
+APERTUS = {"mixer_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"}
+AFTER = {"mixer_after": "post_norm1", "mlp_after": "post_norm2"}
+LATE = {"mixer.q_norm": "self_attn.query_layernorm", "mixer.k_norm": "self_attn.key_layernorm"}
 
 
 def seed_oss(c: Fields) -> Model:
@@ -47,37 +48,32 @@ def seed_oss(c: Fields) -> Model:
     return gated(c, [attention(c, bias=BIASES[c["attention_bias"], c["attention_out_bias"]])])
 
 
-def gated(c: Fields, specs: list[AttentionSpec], norms: dict[str, str] = NORMS, order: Any = "pre") -> Model:
-    """Returns a model with Llama's names of modules. specs: of each layer, or of all; norms: as in `decoder`."""
-    style = BlockStyle(order=order, mlp=activation(c, "hidden_act", GATED), bias=bool(c.of_class("mlp_bias")))
-    return softmax.decoder(c, specs if len(specs) > 1 else specs * c["num_hidden_layers"], style, norms)
-
-
 def arcee(c: Fields) -> Model:
     style = BlockStyle(mlp=activation(c, "hidden_act", UNGATED), bias=c["mlp_bias"])
-    return softmax.decoder(c, [attention(c, bias=c["attention_bias"])] * c["num_hidden_layers"], style)
+    return named_as_llama(c, [attention(c, bias=c["attention_bias"])], style)
 
 
 def exaone(c: Fields) -> Model:
     """Llama with names of modules of its own."""
     model, parts = softmax.llama(c), re.compile("|".join(EXAONE))
-    names = {ours: parts.sub(lambda found: EXAONE[found[0]], view.name) for ours, view in model.views.items()}
-    return model._replace(views={ours: view._replace(name=names[ours]) for ours, view in model.views.items()})
+    return renamed(model, lambda name: parts.sub(lambda found: EXAONE[found[0]], name))
+
+
+def renamed(model: Model, name_of: Callable[[str], str]) -> Model:
+    """Returns a model with other names of tensors."""
+    return model._replace(views={ours: view._replace(name=name_of(view.name)) for ours, view in model.views.items()})
 
 
 def exaone4(c: Fields) -> Model:
     """In a model with a window, the layers without one have no positions."""
     c.ignore("sliding_window_pattern")  # by which its class has set layer_types
-    patterns, spec = windows(c), attention(c, qk_norm="head")
     alone = attention(c, qk_norm="head", rotary=c["sliding_window"] is None)
-    specs = [alone if pattern is None else replace(spec, pattern=pattern) for pattern in patterns]
-    return gated(c, specs, BRANCH_NORMS, "branch")
+    return gated(c, windowed(c, attention(c, qk_norm="head"), alone), BRANCH_NORMS, "branch")
 
 
 def cwm(c: Fields) -> Model:
     c.ignore("pretraining_tp")
-    spec = attention(c)
-    return gated(c, [replace(spec, pattern=pattern) for pattern in windows(c)])
+    return gated(c, windowed(c, attention(c)))
 
 
 def ministral3(c: Fields) -> Model:
@@ -134,17 +130,16 @@ def nanochat(c: Fields) -> Model:
     style = BlockStyle("rms-plain", mlp=kind, embedding_norm=True, logits_cap=cap)
     d, _ = spec.head_dims(c["hidden_size"], H)
     own = in_order(attention_views(spec, "self_attn"), d, (H, spec.kv_heads or H), (*range(d // 2, d), *range(d // 2)))
-    own |= modules({"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}, False)
-    return parallel.decoder(c, [LateNormSpec(**vars(spec), weights=False)], style, own)
+    own |= modules({"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"})
+    return decoder(c, [LateNormSpec(**vars(spec), weights=False)], style, own)
 
 
 def apertus(c: Fields) -> Model:
-    depth, kind = c["num_hidden_layers"], activation(c, "hidden_act", UNGATED | {"xielu": "xielu"})
-    spec = attention(c, bias=c["attention_bias"], qk_norm="head")
-    model = softmax.decoder(c, [spec] * depth, BlockStyle(mlp=kind), APERTUS)
-    numbers = {name: name for name in ("alpha_p", "alpha_n", "beta", "eps") if kind == "xielu"}
-    own = named("mlp.activation", "mlp.act_fn", numbers)
-    return model._replace(views=assembled([own] * depth, model.views))
+    spec, kind = attention(c, bias=c["attention_bias"], qk_norm="head"), activation(c, "hidden_act", APERTUS_MLPS)
+    style, numbers = BlockStyle(mlp=kind), ("alpha_p", "alpha_n", "beta", "eps") if kind == "xielu" else ()
+    own = modules(APERTUS) | mlp_views("mlp", style) | attention_views(spec, "self_attn")
+    own |= named("mlp.activation", "mlp.act_fn", {name: name for name in numbers})
+    return decoder(c, [spec], style, own)
 
 
 def vaultgemma(c: Fields) -> Model:
@@ -168,10 +163,9 @@ def opt(c: Fields) -> Model:
     style = BlockStyle("layer-bias" if weights else "layer-plain", mlp=kind, bias=bias, positions="learned")
     own = attention_views(spec, "self_attn", o_proj="out_proj")
     own |= modules({"mlp.up_proj": "fc1", "mlp.down_proj": "fc2"}, bias)
-    if weights:
-        own |= modules({"mixer_norm": "self_attn_layer_norm", "mlp_norm": "final_layer_norm"})
+    own |= norm_views(style, {"mixer_norm": "self_attn_layer_norm", "mlp_norm": "final_layer_norm"})
     places = ("model.decoder", "embed_tokens", "final_layer_norm", "layers")
-    model = parallel.decoder(c, [spec], style, own, places, intermediate_size=c["ffn_dim"], norm_eps=1e-5)
+    model = decoder(c, [spec], style, own, places, intermediate_size=c["ffn_dim"], norm_eps=1e-5)
     table = View("model.decoder.embed_positions.weight", Block(1, n + 2, 2, n))
     return model._replace(views=model.views | {"model.backbone.positions.table.weight": table})
 
@@ -188,8 +182,7 @@ def mistral3(c: Fields) -> Model:
 
 def inside(model: Model) -> Model:
     """Returns the language model of a model that reads images too."""
-    names = {ours: f"language_model.{view.name}" for ours, view in model.views.items()}
-    return model._replace(views={ours: view._replace(name=names[ours]) for ours, view in model.views.items()})
+    return renamed(model, lambda name: f"language_model.{name}")
 
 
 TOWERS = ("vision_tower.", "multi_modal_projector.")

@@ -10,7 +10,21 @@ from ..spec.attention import AttentionSpec, Pattern, Rope
 from ..spec.mixer import Spec
 from ..spec.stack import BlockStyle, Layer
 from .fields import Config, Fields
-from .form import Block, Format, Model, View, Views, below, conv_width, model_of, named, plain, stacked, whole
+from .form import (
+    Block,
+    Format,
+    Model,
+    View,
+    Views,
+    below,
+    conv_width,
+    kinds_of,
+    model_of,
+    modules,
+    named,
+    plain,
+    stacked,
+)
 from .mamba import divisor
 from .parts import mlp_views, of_heads
 from .recurrent import mixers_alone
@@ -45,7 +59,8 @@ IGNORED = (
     "attn_mode", "fuse_swiglu", "fuse_cross_entropy", "fuse_linear_cross_entropy", "use_l2warp", "norm_first",
     "share_conv_kernel",
 )  # fmt: skip
-NORMS = {"mixer_norm.weight": "attn_norm.weight", "mlp_norm.weight": "mlp_norm.weight"}
+NORMS = {"mixer_norm": "attn_norm", "mlp_norm": "mlp_norm"}
+EMBEDDINGS = ("model", "embeddings", "norm", "layers")
 LINEAR = {f"mixer.in_proj.{part}": f"attn.{part}_proj.weight" for part in "qkv"}
 LINEAR |= {"mixer.o_proj.weight": "attn.o_proj.weight"}
 GATE = {"mixer.in_proj.gate": "attn.g_proj.weight"}
@@ -66,11 +81,10 @@ STEP = RATE | {"mixer.in_proj.decay": "attn.a_proj.weight"}
 def blocks(c: Fields, mixer: str | Spec, views: Views, **sizes: Any) -> Model:
     """Returns a model of blocks of a mixer and an MLP. mixer: its spec, or the expression of one; views: of the mixer;
     sizes: arguments of `shared` beside the usual ones."""
-    pairs, common = hybrid(c, zoo.get(mixer), views), plain(NORMS) | mlp_views("mlp", BlockStyle())
-    outside = whole("model", "embeddings", "norm", c["tie_word_embeddings"])
+    pairs, common = hybrid(c, zoo.get(mixer), views), modules(NORMS) | mlp_views("mlp", BlockStyle())
     sizes = {"num_heads": c["num_heads"], "intermediate_size": mlp_width(c)} | sizes
     layers = [Layer(spec) for spec, _ in pairs]
-    return model_of(c, layers, BlockStyle(), [common | own for _, own in pairs], outside, **sizes)
+    return model_of(c, layers, BlockStyle(), [common | own for _, own in pairs], EMBEDDINGS, **sizes)
 
 
 def hybrid(c: Fields, spec: Spec, views: Views) -> list[tuple[Spec, Views]]:
@@ -223,8 +237,8 @@ def forgetting_transformer(c: Fields) -> Model:
     if c["use_output_gate"] and c["qkv_bias"]:
         c.refuse("qkv_bias", "False with use_output_gate=True, as the gate has no bias")
     spec = softmax(c, rotary=False, forget=True, gate="channel" if c["use_output_gate"] else "none")
-    gate = {f"mixer.f_proj.{kind}": f"attn.f_proj.{kind}" for kind in ("weight", "bias")}
-    return blocks(c, spec, attention_views(spec, "attn") | plain(gate))
+    gate = modules({"mixer.f_proj": "attn.f_proj"}, True)
+    return blocks(c, spec, attention_views(spec, "attn") | gate)
 
 
 def softmax(c: Fields, **options: Any) -> AttentionSpec:
@@ -239,10 +253,7 @@ def softmax(c: Fields, **options: Any) -> AttentionSpec:
 def mamba3(c: Fields) -> Model:
     """Blocks of a mixer alone."""
     D, K, V, bias = c["hidden_size"], c["state_size"], c["head_dim"], c["use_bias"]
-    if V < 1 or c["expand"] * D % V:
-        c.refuse("head_dim", f"a divisor of expand · hidden_size = {c['expand'] * D}")
-    H = c["expand"] * D // V
-    c.only("num_heads", H)  # which that library computes and writes
+    H = expanded_heads(c)
     groups, normed = divisor(c, "n_groups", H), c["is_outproj_norm"]
     if normed and groups < H:  # a norm per head whose weights are of all heads is that of the groups of q and k
         c.refuse("is_outproj_norm", f"False, or n_groups={H} as there are heads")
@@ -252,6 +263,15 @@ def mamba3(c: Fields) -> Model:
         "inputs.bias": bias, "read.bias": bias, "read.norm": "rms-groups" if normed else "none",
     })  # fmt: skip
     return mixers_alone(c, spec, mamba3_views(spec, (H, groups, K, V)), num_heads=H)
+
+
+def expanded_heads(c: Fields) -> int:
+    """Returns the number of heads of head_dim, which that library computes and writes."""
+    wide, V = c["expand"] * c["hidden_size"], c["head_dim"]
+    if V < 1 or wide % V:
+        c.refuse("head_dim", f"a divisor of expand · hidden_size = {wide}")
+    c.only("num_heads", wide // V)
+    return wide // V
 
 
 def mamba3_views(spec: Any, sizes: tuple[int, int, int, int]) -> Views:
@@ -266,7 +286,7 @@ def mamba3_views(spec: Any, sizes: tuple[int, int, int, int]) -> Views:
     own |= {"o_proj.bias": "out_proj.bias"} if bias else {}
     own |= {"norm_weight": "norm.weight"} if spec.read.weighted else {}
     views = named("mixer", "mixer", own)
-    for kind in ("weight", "bias") if bias else ("weight",):
+    for kind in kinds_of(bias):
         places = stacked(f"mixer.in_proj.{kind}", parts)
         for part in "qk":
             places |= below(part, of_heads(places.pop(part), groups, rows))

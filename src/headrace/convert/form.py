@@ -187,14 +187,27 @@ def period(layers: Sequence[Layer]) -> tuple[Layer, ...]:
 
 # --- views -----------------------------------------------------------------------------------------------------------
 
+# Names of a model, its embedding, its final norm and its layers.
+LLAMA = ("model", "embed_tokens", "norm", "layers")
+OUTER = ("model", "embed_tokens", "final_layernorm", "layers")
+BACKBONE = ("backbone", "embeddings", "norm_f", "layers")
 
-def whole(prefix: str, embedding: str, norm: str, tied: bool) -> Views:
+
+def outer_views(c: Fields, style: BlockStyle, names: tuple[str, ...] = LLAMA) -> Views:
     """Returns the views outside of layers: the embedding, the final norm and, unless it is tied, the head."""
-    views = {
-        "model.embed_tokens.weight": View(f"{prefix}.{embedding}.weight"),
-        "model.backbone.norm.weight": View(f"{prefix}.{norm}.weight"),
-    }
-    return views if tied else views | {"lm_head.weight": View("lm_head.weight")}
+    model, embedding, norm, _ = names
+    views = modules({"model.embed_tokens": f"{model}.{embedding}"})
+    views |= norm_views(style, {"model.backbone.norm": f"{model}.{norm}"})
+    if style.positions == "learned":
+        views |= modules({"model.backbone.positions.table": f"{model}.wpe"})
+    head = plain({"lm_head.weight": "lm_head.weight"} if not c["tie_word_embeddings"] else {})
+    return views | head | plain({"lm_head.bias": "lm_head.bias"} if style.head_bias else {})
+
+
+def norm_views(style: BlockStyle, names: dict[str, str]) -> Views:
+    """Returns the views of norms: {our name: their name}."""
+    bias = style.norm == "layer-bias" or (style.norm == "layer" and style.bias)
+    return {} if style.norm.endswith("plain") else modules(names, bias)
 
 
 def assembled(layers: Sequence[Views], outside: Views, theirs: str = "model.layers") -> Views:
@@ -206,15 +219,15 @@ def assembled(layers: Sequence[Views], outside: Views, theirs: str = "model.laye
 
 
 def model_of(
-    c: Fields, layers: Sequence[Layer], style: BlockStyle, views: Sequence[Views], outside: Views | None = None,
+    c: Fields, layers: Sequence[Layer], style: BlockStyle, views: Sequence[Views], names: tuple[str, ...] = LLAMA,
     **sizes: Any,
 ) -> Model:  # fmt: skip
-    """Returns a model with attention or MLPs, of layers with the views of each. outside: the views outside of layers;
-    None: with Llama's names. sizes: arguments of `shared`, of which heads and the width of MLPs have usual fields."""
-    outside = whole("model", "embed_tokens", "norm", c["tie_word_embeddings"]) if outside is None else outside
+    """Returns a model with attention or MLPs, of layers with the views of each. names: as LLAMA; sizes: arguments of
+    `shared`, of which heads and the width of MLPs have usual fields."""
     usual = {"num_heads": "num_attention_heads", "intermediate_size": "intermediate_size"}
     sizes = {ours: c[theirs] for ours, theirs in usual.items() if ours not in sizes} | sizes
-    return Model(shared(c, layers, style, **sizes), assembled(views, outside))
+    all_views = assembled(views, outer_views(c, style, names), f"{names[0]}.{names[-1]}")
+    return Model(shared(c, layers, style, **sizes), all_views)
 
 
 def plain(names: dict[str, str], **options: Any) -> Views:
@@ -227,6 +240,16 @@ def named(ours: str, theirs: str, pairs: dict[str, str], **options: Any) -> View
     return {f"{ours}.{our}": View(f"{theirs}.{their}", **options) for our, their in pairs.items()}
 
 
+def modules(names: dict[str, str], bias: bool = False) -> Views:
+    """Returns the views of the weights of modules, and of their biases: {our name: their name}."""
+    return plain({f"{our}.{kind}": f"{their}.{kind}" for our, their in names.items() for kind in kinds_of(bias)})
+
+
+def kinds_of(bias: bool) -> tuple[str, ...]:
+    """Returns the parameters of a module."""
+    return ("weight", "bias") if bias else ("weight",)
+
+
 def stacked(name: str, sizes: dict[str, int], groups: int = 1) -> Views:
     """Returns the views of parts that are stacked along the rows of one tensor, within each of several groups. sizes:
     the number of rows of each part, in all groups together."""
@@ -235,6 +258,15 @@ def stacked(name: str, sizes: dict[str, int], groups: int = 1) -> Views:
         views[part] = View(name, Block(groups, each, start, size // groups))
         start += size // groups
     return views
+
+
+def projections(ours: str, theirs: str, sizes: dict[str, int], groups: int = 1, bias: bool = False) -> Views:
+    """Returns the views of projections that are stacked in one of theirs. ours: what is before {part}_proj; sizes,
+    groups: as in `stacked`."""
+    return {
+        f"{ours}.{part}_proj.{kind}": view
+        for kind in kinds_of(bias) for part, view in stacked(f"{theirs}.{kind}", sizes, groups).items()
+    }  # fmt: skip
 
 
 def below(prefix: str, views: Views) -> Views:

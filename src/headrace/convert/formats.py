@@ -2,21 +2,7 @@
 
 from typing import Any
 
-from . import (
-    delta,
-    dense,
-    flash,
-    hybrid,
-    lfm,
-    log_linear,
-    pairs,
-    parallel,
-    recurrent,
-    rwkv,
-    softmax,
-    sparse,
-    variants,
-)
+from . import delta, dense, flash, hybrid, lfm, log_linear, pairs, parallel, recurrent, rwkv, softmax, sparse, variants
 from .form import Format
 
 MODULES: Any = (

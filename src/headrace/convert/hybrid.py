@@ -6,6 +6,8 @@ from typing import Any
 from ..spec.stack import BlockStyle, Experts, Layer
 from .fields import Fields
 from .form import (
+    BACKBONE,
+    OUTER,
     Format,
     Model,
     View,
@@ -14,36 +16,28 @@ from .form import (
     conv_width,
     layer_name,
     model_of,
+    modules,
     named,
-    plain,
+    outer_views,
     shared,
-    stacked,
-    whole,
-)  # fmt: skip
+)
 from .mamba import SILU, Mamba2, divisor, mamba_layer
-from .parts import NORMS, balance, experts, layer_types, mixture_of, mlp_views, scaled, stacked_experts
+from .parts import (
+    FINAL_NORM,
+    NORMS,
+    PRE_FF_NORMS,
+    balance,
+    experts,
+    gate_up_views,
+    layer_types,
+    mixture_of,
+    mlp_views,
+    multiplier,
+    scaled,
+    scaled_as_granite,
+    stacked_experts,
+)
 from .softmax import GATED, UNGATED, activation, attention, attention_views
-
-NORM, MLP_NORM, FINAL_NORM = "mixer_norm.weight", "mlp_norm.weight", "model.backbone.norm.weight"
-
-
-def multiplier(c: Fields, name: str, value: Any = None) -> float:
-    """Returns a factor of activations, which becomes one of weights. value: of a field that lists several."""
-    value = c[name] if value is None else value
-    if value is None or value <= 0:
-        c.refuse(name, "numbers of more than 0")
-    return float(value)
-
-
-def gate_up_views(up: str, down: str, width: int, bias: bool, ours: str = "mlp") -> Views:
-    """Returns the views of an MLP whose gate and other input are one projection `up`."""
-    views: Views = {}
-    for kind in ("weight", "bias") if bias else ("weight",):
-        both = stacked(f"{up}.{kind}", {"gate": width, "up": width})
-        views |= {f"{ours}.{part}_proj.{kind}": view for part, view in both.items()}
-        views[f"{ours}.down_proj.{kind}"] = View(f"{down}.{kind}")
-    return views
-
 
 # --- Falcon-H1 -------------------------------------------------------------------------------------------------------
 
@@ -58,12 +52,11 @@ def falcon_h1(c: Fields) -> Model:
     spec = attention(c, bias=c["attention_bias"])
     style = BlockStyle(bias=c["mlp_bias"], embedding_scale=multiplier(c, "embedding_multiplier"))
     layers = [Layer(mamba.spec(D, H), parallel=spec)] * c["num_hidden_layers"]
-    views = whole("model", "embed_tokens", "final_layernorm", c["tie_word_embeddings"])
-    views = scaled(views, {FINAL_NORM: multiplier(c, "lm_head_multiplier")})
     own = mamba.views("mamba") | mlp_views("feed_forward", style)
     own |= {name.replace("mixer", "parallel", 1): view for name, view in attention_views(spec, "self_attn").items()}
-    own = scaled(own, falcon_factors(c)) | plain({NORM: "input_layernorm.weight", MLP_NORM: "pre_ff_layernorm.weight"})
-    return model_of(c, layers, style, [own] * len(layers), views)
+    own = scaled(own, falcon_factors(c)) | modules(PRE_FF_NORMS)
+    model = model_of(c, layers, style, [own] * len(layers), OUTER)
+    return model._replace(views=scaled(model.views, {FINAL_NORM: multiplier(c, "lm_head_multiplier")}))
 
 
 def falcon_factors(c: Fields) -> dict[str, float]:
@@ -100,17 +93,15 @@ def granitemoehybrid(c: Fields) -> Model:
     mixture = granite_experts(c)
     layers = [Layer(kinds[kind], "experts" if mixture else "one") for kind in listed]
     style = BlockStyle(experts=mixture, embedding_scale=multiplier(c, "embedding_multiplier"))
-    views = whole("model", "embed_tokens", "norm", c["tie_word_embeddings"])
-    views = scaled(views, {FINAL_NORM: 1 / multiplier(c, "logits_scaling")})
-    residual, width = multiplier(c, "residual_multiplier"), c["shared_intermediate_size"]
-    factors = dict.fromkeys(("mixer.o_proj.*", "mlp.*down*"), residual)
+    width = c["shared_intermediate_size"]
     mlp = gate_up_views(
-        "shared_mlp.input_linear", "shared_mlp.output_linear", width, False, "mlp.shared" if mixture else "mlp"
+        "shared_mlp.input_linear", "shared_mlp.output_linear", width, ours="mlp.shared" if mixture else "mlp"
     )
     mlp |= stacked_experts("block_sparse_moe", mixture, D) if mixture else {}
     own = {"linear_attention": mamba.views("mamba"), "full_attention": attention_views(spec, "self_attn")}
-    own_views = [scaled(own[kind] | mlp, factors) | plain(NORMS) for kind in listed]
-    return model_of(c, layers, style, own_views, views, intermediate_size=width)
+    views = [modules(NORMS) | own[kind] | mlp for kind in listed]
+    model = model_of(c, layers, style, views, intermediate_size=width)
+    return scaled_as_granite(c, model, 1 / multiplier(c, "logits_scaling"))
 
 
 def granite_experts(c: Fields) -> Experts | None:
@@ -145,7 +136,7 @@ def nemotron_h(c: Fields) -> Model:
     c.ignore(*NEMOTRON_EXPERTS.values())
     style = BlockStyle(mlp=mlp, bias=c["mlp_bias"], experts=mixture)
     layers: list[Layer] = []
-    views = whole("backbone", "embeddings", "norm_f", c["tie_word_embeddings"])
+    views = outer_views(c, style, BACKBONE)
     for i, kind in enumerate(listed):
         theirs = f"backbone.layers.{i}"
         if kind in kinds:
@@ -159,7 +150,8 @@ def nemotron_h(c: Fields) -> Model:
             is_dense = kind == "mlp"
             own = mlp_views(f"{theirs}.mixer", style) if is_dense else nemotron_moe(f"{theirs}.mixer", mixture, style)
         views |= below(layer_name(len(layers) - 1), own)
-        views |= named(layer_name(len(layers) - 1), theirs, {NORM if kind in kinds else MLP_NORM: "norm.weight"})
+        norm = "mixer_norm" if kind in kinds else "mlp_norm"
+        views |= modules({f"{layer_name(len(layers) - 1)}.{norm}": f"{theirs}.norm"})
     sizes = {"num_heads": H, "intermediate_size": c["intermediate_size"], "num_hidden_layers": len(layers)}
     return Model(shared(c, layers, style, **sizes), views)
 
@@ -212,10 +204,10 @@ def zamba2(c: Fields) -> Model:
         c.refuse("tie_word_embeddings", "True, without which transformers gives each layer a block of its own")
     layers = [Layer(mamba.spec(D, H), "none", shared=shares) for shares in hybrid]
     style = zamba2_style(c, any(hybrid))
-    views = whole("model", "embed_tokens", "final_layernorm", c["tie_word_embeddings"])
+    views = outer_views(c, style, OUTER)
     for i, shares in enumerate(hybrid):
         theirs = f"model.layers.{i}.mamba_decoder" if shares else f"model.layers.{i}"
-        views |= named(layer_name(i), theirs, {NORM: "input_layernorm.weight"})
+        views |= modules({f"{layer_name(i)}.mixer_norm": f"{theirs}.input_layernorm"})
         views |= below(layer_name(i), mamba.views(f"{theirs}.mamba"))
     users = [i for i, shares in enumerate(hybrid) if shares]
     views |= zamba2_shared(style, c["intermediate_size"], users)
@@ -259,10 +251,10 @@ def zamba2_shared(style: BlockStyle, width: int, layers: list[int]) -> Views:
         views |= named(f"{layer_name(layer)}.adapters", theirs, pairs)
         if use < blocks:
             ours = "model.backbone.shared" + (f".{b}" if blocks > 1 else "")
-            names = {f"mixer.{n}_proj.weight": f"self_attn.{n}_proj.weight" for n in "qkvo"}
-            names |= {NORM: "input_layernorm.weight", MLP_NORM: "pre_ff_layernorm.weight"}
+            names = PRE_FF_NORMS | {f"mixer.{n}_proj": f"self_attn.{n}_proj" for n in "qkvo"}
+            views |= modules({f"{ours}.{name}": f"{theirs}.{module}" for name, module in names.items()})
             up, down = (f"{theirs}.feed_forward.{name}_proj" for name in ("gate_up", "down"))
-            views |= named(ours, theirs, names) | below(ours, gate_up_views(up, down, width, style.bias))
+            views |= below(ours, gate_up_views(up, down, width, style.bias))
     return views
 
 

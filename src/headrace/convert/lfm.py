@@ -7,9 +7,8 @@ from ..extra.specs.scan import ScanSpec
 from ..spec.attention import Rope
 from ..spec.stack import BlockStyle, Experts, Layer
 from .fields import Fields
-from .form import Format, Model, Views, conv_width, model_of, named, plain
-from .parts import experts, in_order, is_positive, layer_types, mixture_of
-from .recurrent import kinds_of, outside
+from .form import Format, Model, Views, conv_width, model_of, modules, plain
+from .parts import MIXTRAL_EXPERT, experts, in_order, is_positive, layer_types, mixture_of
 from .softmax import attention, attention_views, window_of
 from .variants import own_rotation
 
@@ -49,27 +48,26 @@ def lfm2_model(c: Fields, width: int, mixture: Experts | None = None, dense: int
         ),
     }
     mixes = [mixture is not None and i >= dense for i in range(len(kinds))]
-    mlp = {False: named("mlp", "feed_forward", {f"{our}_proj.weight": f"{w}.weight" for our, w in LFM2_MLP.items()})}
+    mlp = {False: modules(LFM2_MLP)}
     if mixture is not None:
         bias_of_choice = plain({"mlp.choice_bias": "feed_forward.expert_bias"})
-        mlp[True] = experts("feed_forward", mixture.count, LFM2_MLP) | bias_of_choice
+        mlp[True] = experts("feed_forward", mixture.count, MIXTRAL_EXPERT) | bias_of_choice
     pairs = [*zip(kinds, mixes, strict=True)]
     layers = [Layer(conv if kind == "conv" else softmax, "experts" if mixed else "one") for kind, mixed in pairs]
-    views = [plain(LFM2) | own[kind] | mlp[mixed] for kind, mixed in pairs]
-    return model_of(
-        c, layers, BlockStyle(experts=mixture), views, outside(c, "embedding_norm"), intermediate_size=width
-    )
+    views = [modules(LFM2) | own[kind] | mlp[mixed] for kind, mixed in pairs]
+    return model_of(c, layers, BlockStyle(experts=mixture), views, LFM2_OUTER, intermediate_size=width)
 
 
-LFM2 = {"mixer_norm.weight": "operator_norm.weight", "mlp_norm.weight": "ffn_norm.weight"}
-LFM2_MLP = {"gate": "w1", "up": "w3", "down": "w2"}
+LFM2 = {"mixer_norm": "operator_norm", "mlp_norm": "ffn_norm"}
+LFM2_MLP = {f"mlp.{ours}_proj": f"feed_forward.{theirs}" for ours, theirs in MIXTRAL_EXPERT.items()}
+LFM2_OUTER = ("model", "embed_tokens", "embedding_norm", "layers")
 
 
 def short_convolution(c: Fields) -> tuple[ScanSpec, Views]:
     bias = c["conv_bias"]
     names = {f"mixer.{name}": f"conv.{name}" for name in ("in_proj", "conv", "out_proj")}
     spec = ScanSpec("short-conv", conv=conv_width(c, "conv_L_cache"), conv_bias=bias, bias=bias)
-    return spec, plain(kinds_of(names, "weight", *["bias"] * bias))
+    return spec, modules(names, bias)
 
 
 def lfm2_width(c: Fields) -> int:
@@ -93,20 +91,20 @@ def lfm3(c: Fields) -> Model:
     own = {"conv": conv_views}
     plain_spec = attention(c, rotary=False, qk_norm="head", gate="head" if c["use_attention_gate"] else "none")
     d, _ = plain_spec.head_dims(D, H)
-    for kind in {*WINDOWS} & {*kinds}:
+    for kind in [each for each in WINDOWS if each in kinds]:
         rope, order = rotated(c, kind, d)
         pattern = window_of(c) if kind == "sliding_attention" else None
         specs[kind] = spec = replace(plain_spec, rotary=True, rope=rope, pattern=pattern)
         own[kind] = in_order(attention_views(spec, "self_attn", g_proj="gate_proj"), d, (H, spec.kv_heads or H), order)
-    after, names = c["use_sandwich_norm"], LFM2 | (LFM3 if c["use_sandwich_norm"] else {})
-    mlp = named("mlp", "feed_forward", {f"{our}_proj.weight": f"{w}.weight" for our, w in LFM2_MLP.items()})
-    views = [plain(names) | own[kind] | mlp for kind in kinds]
+    after = c["use_sandwich_norm"]
+    common = modules(LFM2 | LFM2_MLP | (LFM3 if after else {}))
     style = BlockStyle(order="both" if after else "pre")
-    return model_of(c, [Layer(specs[kind]) for kind in kinds], style, views, outside(c, "embedding_norm"))
+    views = [common | own[kind] for kind in kinds]
+    return model_of(c, [Layer(specs[kind]) for kind in kinds], style, views, LFM2_OUTER)
 
 
 WINDOWS = "full_attention", "sliding_attention"
-LFM3 = {"mixer_after.weight": "post_operator_norm.weight", "mlp_after.weight": "post_ffn_norm.weight"}
+LFM3 = {"mixer_after": "post_operator_norm", "mlp_after": "post_ffn_norm"}
 
 
 def rotated(c: Fields, kind: str, d: int) -> tuple[Rope, tuple[int, ...]]:

@@ -4,8 +4,8 @@ import math
 
 from ..spec.stack import BlockStyle, Layer
 from .fields import Fields
-from .flash import fla, mlp_width
-from .form import Format, Model, assembled, conv_width, plain, shared, whole
+from .flash import expanded_heads, fla, mlp_width
+from .form import BACKBONE, Format, Model, conv_width, model_of, modules
 from .mamba import SILU, Mamba2, divisor
 from .parts import mlp_views
 
@@ -14,22 +14,17 @@ LEVELS = 15  # for up to 2^14 tokens
 
 def log_linear_mamba2(c: Fields) -> Model:
     """Blocks of a mixer and an MLP, whose width no field sets."""
-    D, V, depth = c["hidden_size"], c["head_dim"], c["num_hidden_layers"]
-    if V < 1 or c["expand"] * D % V:
-        c.refuse("head_dim", f"a divisor of expand · hidden_size = {c['expand'] * D}")
-    H = c["expand"] * D // V
-    c.only("num_heads", H)  # which that library computes and writes
+    D, V, depth, H = c["hidden_size"], c["head_dim"], c["num_hidden_layers"], expanded_heads(c)
     order = "norm-gate" if c["norm_before_gate"] else "gate-norm"
     layer = Mamba2(
         H, c["state_size"], V, divisor(c, "n_groups", H), conv_width(c, "conv_kernel"), c["use_conv_bias"],
         (c["use_bias"],) * 2, norm=order if c["rmsnorm"] else "none", levels=LEVELS,
     )  # fmt: skip
-    own = plain({name: name for name in ("mixer_norm.weight", "mlp_norm.weight")}) | mlp_views("mlp", BlockStyle())
+    own = modules({name: name for name in ("mixer_norm", "mlp_norm")}) | mlp_views("mlp", BlockStyle())
     own |= layer.views("mixer")
     width = mlp_width({"hidden_size": D, "hidden_ratio": 4, "intermediate_size": None})
-    arguments = shared(c, [Layer(layer.spec(D, H))] * depth, BlockStyle(), num_heads=H, intermediate_size=width)
-    outside = whole("backbone", "embeddings", "norm_f", c["tie_word_embeddings"])
-    return Model(arguments, assembled([own] * depth, outside, "backbone.layers"))
+    layers = [Layer(layer.spec(D, H))] * depth
+    return model_of(c, layers, BlockStyle(), [own] * depth, BACKBONE, num_heads=H, intermediate_size=width)
 
 
 FORMATS: dict[str, Format] = {

@@ -1,18 +1,13 @@
 """The formats of transformers' models of softmax attention in which rotary positions turn neighbouring channels."""
 
-from dataclasses import replace
-
 from ..spec.attention import AttentionSpec
 from ..spec.stack import BlockStyle, Layer
 from .fields import Fields
-from .form import Format, Model, Views, model_of, plain
-from .hybrid import FINAL_NORM, gate_up_views, multiplier
-from .parts import NORMS, in_order, mlp_views, scaled
-from .softmax import GATED, activation, attention, attention_views, windows
+from .form import Format, Model, Views, model_of, modules
+from .parts import FINAL_NORM, NORMS, gate_up_views, in_order, mlp_views, multiplier, scaled
+from .softmax import attention, attention_views, gated_style, windowed
 
-GLM4_NORMS = NORMS | {
-    "mixer_after.weight": "post_self_attn_layernorm.weight", "mlp_after.weight": "post_mlp_layernorm.weight",
-}  # fmt: skip
+GLM4_NORMS = NORMS | {"mixer_after": "post_self_attn_layernorm", "mlp_after": "post_mlp_layernorm"}
 
 
 def neighbours(views: Views, spec: AttentionSpec, hidden_size: int, H: int) -> Views:
@@ -32,42 +27,40 @@ def cohere(c: Fields) -> Model:
 def cohere2(c: Fields) -> Model:
     """Its layers without a window have no positions."""
     spec = attention(c, bias=c["attention_bias"])
-    alone = attention(c, rotary=False, bias=c["attention_bias"])
-    return of_cohere(c, [alone if each is None else replace(spec, pattern=each) for each in windows(c)])
+    return of_cohere(c, windowed(c, spec, attention(c, rotary=False, bias=c["attention_bias"])))
 
 
 def of_cohere(c: Fields, specs: list[AttentionSpec]) -> Model:
     """Its factor of the logits becomes one of the final norm."""
-    style = BlockStyle("layer", "parallel-joint", mlp=activation(c, "hidden_act", GATED))
-    own = plain({"mixer_norm.weight": "input_layernorm.weight"}) | mlp_views("mlp", style)
-    model = in_pairs(c, specs, style, own)
+    style = gated_style(c, norm="layer", order="parallel-joint")
+    model = in_pairs(c, specs, style, modules({"mixer_norm": "input_layernorm"}) | mlp_views("mlp", style))
     return model._replace(views=scaled(model.views, {FINAL_NORM: multiplier(c, "logit_scale")}))
 
 
 def glm(c: Fields) -> Model:
-    return of_glm(c, BlockStyle(mlp=activation(c, "hidden_act", GATED)), NORMS)
+    return of_glm(c, gated_style(c), NORMS)
 
 
 def glm4(c: Fields) -> Model:
-    return of_glm(c, BlockStyle(order="both", mlp=activation(c, "hidden_act", GATED)), GLM4_NORMS)
+    return of_glm(c, gated_style(c, order="both"), GLM4_NORMS)
 
 
 def of_glm(c: Fields, style: BlockStyle, norms: dict[str, str]) -> Model:
     spec = attention(c, partial=True, bias="qkv" if c["attention_bias"] else False)
-    own = plain(norms) | gate_up_views("mlp.gate_up_proj", "mlp.down_proj", c["intermediate_size"], bias=False)
+    own = modules(norms) | gate_up_views("mlp.gate_up_proj", "mlp.down_proj", c["intermediate_size"])
     return in_pairs(c, [spec] * c["num_hidden_layers"], style, own)
 
 
 def ernie4_5(c: Fields) -> Model:
-    style = BlockStyle(mlp=activation(c, "hidden_act", GATED), bias=c["use_bias"])
-    own = plain(NORMS) | mlp_views("mlp", style)
-    return in_pairs(c, [attention(c, bias=c["use_bias"])] * c["num_hidden_layers"], style, own)
+    style = gated_style(c, bias=c["use_bias"])
+    specs = [attention(c, bias=c["use_bias"])] * c["num_hidden_layers"]
+    return in_pairs(c, specs, style, modules(NORMS) | mlp_views("mlp", style))
 
 
 def helium(c: Fields) -> Model:
-    style = BlockStyle(mlp=activation(c, "hidden_act", GATED), bias=c["mlp_bias"])
+    style = gated_style(c, bias=c["mlp_bias"])
     spec = attention(c, bias="qkv" if c["attention_bias"] else False)
-    return in_pairs(c, [spec] * c["num_hidden_layers"], style, plain(NORMS) | mlp_views("mlp", style))
+    return in_pairs(c, [spec] * c["num_hidden_layers"], style, modules(NORMS) | mlp_views("mlp", style))
 
 
 def in_pairs(c: Fields, specs: list[AttentionSpec], style: BlockStyle, own: Views) -> Model:

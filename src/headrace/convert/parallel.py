@@ -6,15 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from ..spec.attention import AttentionSpec, Pattern, Rope
-from ..spec.stack import BlockStyle, Layer
+from ..spec.stack import BlockStyle
 from .fields import Fields
-from .form import Format, Model, View, Views, assembled, plain, shared, stacked, whole
+from .form import Format, Model, View, Views, modules, norm_views, projections
 from .pairs import neighbours
-from .parts import layer_types, mlp_views
-from .softmax import GATED, UNGATED, activation, attention, attention_views, window_of
+from .parts import NORMS, layer_types
+from .softmax import UNGATED, activation, attention, attention_views, decoder, gated_style, named_as_llama, window_of
 
-LLAMA = ("model", "embed_tokens", "norm", "layers")
-LLAMA_NORMS = {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+GPT = ("transformer", "wte", "ln_f", "h")  # as LLAMA
 DENSE = {"mlp.up_proj": "mlp.dense_h_to_4h", "mlp.down_proj": "mlp.dense_4h_to_h"}
 
 
@@ -26,7 +25,7 @@ def gpt_neox(c: Fields) -> Model:
     kind = activation(c, "hidden_act", UNGATED)
     style = BlockStyle("layer", order, mlp=kind, bias=True)
     sizes = c["hidden_size"], c["num_attention_heads"]
-    own = modules(LLAMA_NORMS | DENSE) | fused(spec, sizes, "attention.query_key_value", "attention.dense")
+    own = modules(NORMS | DENSE, True) | fused(spec, sizes, "attention.query_key_value", "attention.dense")
     model = decoder(c, [spec], style, own, ("gpt_neox", "embed_in", "final_layer_norm", "layers"))
     if c["tie_word_embeddings"]:
         return model._replace(copies=(("embed_out.weight", "gpt_neox.embed_in.weight"),))
@@ -43,13 +42,13 @@ def falcon(c: Fields) -> Model:
     groups = c["num_kv_heads"] if later else 1 if c["multi_query"] else H
     spec = replace(attention(c, bias=c["bias"]), kv_heads=None if groups == H else groups)
     order: Any = "pre"
-    names = LLAMA_NORMS
+    names = NORMS
     if later and norms != 1:  # 2 by default
         order, names = "parallel", {"mixer_norm": "ln_attn", "mlp_norm": "ln_mlp"}
     elif c["parallel_attn"]:
         order, names = "parallel-joint", {"mixer_norm": "input_layernorm"}
     style = BlockStyle("layer-bias", order, mlp=activation(c, "activation", UNGATED), bias=c["bias"])
-    own = modules(names) | modules(DENSE, c["bias"])
+    own = norm_views(style, names) | modules(DENSE, c["bias"])
     own |= fused(spec, (c["hidden_size"], H), "self_attention.query_key_value", "self_attention.dense")
     places = ("transformer", "word_embeddings", "ln_f", "h")
     return decoder(c, [spec], style, own, places, intermediate_size=c["ffn_hidden_size"])
@@ -59,11 +58,9 @@ def fused(spec: AttentionSpec, sizes: tuple[int, int], inputs: str, output: str)
     """Returns the views of attention whose q, k and v are one projection, in which each head of k and v follows its
     heads of q. sizes: the hidden size and the number of heads; inputs, output: the projections."""
     H, (d, _) = sizes[1], spec.head_dims(*sizes)
-    groups, views = spec.kv_heads or H, modules({"mixer.o_proj": output}, bool(spec.bias))
-    for kind in ("weight", "bias") if spec.bias else ("weight",):
-        parts = stacked(f"{inputs}.{kind}", {"q": H * d, "k": groups * d, "v": groups * d}, groups)
-        views |= {f"mixer.{part}_proj.{kind}": view for part, view in parts.items()}
-    return views
+    groups, bias = spec.kv_heads or H, bool(spec.bias)
+    views = projections("mixer", inputs, {"q": H * d, "k": groups * d, "v": groups * d}, groups, bias)
+    return views | modules({"mixer.o_proj": output}, bias)
 
 
 def phi(c: Fields) -> Model:
@@ -72,7 +69,7 @@ def phi(c: Fields) -> Model:
     spec = attention(c, partial=True, bias=True)
     kind = activation(c, "hidden_act", UNGATED)
     style = BlockStyle("layer", "parallel-joint", mlp=kind, bias=True, head_bias=True)
-    own = modules({"mixer_norm": "input_layernorm", "mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"})
+    own = modules({"mixer_norm": "input_layernorm", "mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}, True)
     own |= attention_views(spec, "self_attn", o_proj="dense")
     return decoder(c, [spec], style, own, ("model", "embed_tokens", "final_layernorm", "layers"))
 
@@ -85,13 +82,27 @@ def gptj(c: Fields) -> Model:
     spec = AttentionSpec(rope=Rope(dims=None if dims == D // H else dims))
     kind = activation(c, "activation_function", UNGATED)
     style = BlockStyle("layer", "parallel-joint", mlp=kind, bias=True, head_bias=True)
-    own = modules({"mixer_norm": "ln_1", "mlp.up_proj": "mlp.fc_in", "mlp.down_proj": "mlp.fc_out"})
+    own = modules({"mixer_norm": "ln_1", "mlp.up_proj": "mlp.fc_in", "mlp.down_proj": "mlp.fc_out"}, True)
     own |= neighbours(attention_views(spec, "attn", o_proj="out_proj"), spec, D, H)
-    sizes = {
-        "hidden_size": D, "num_hidden_layers": c["n_layer"], "num_heads": H, "rope_theta": 10000.0,
-        "intermediate_size": c["n_inner"] or 4 * D, "max_position_embeddings": c["n_positions"],
-    }  # fmt: skip
-    return decoder(c, [spec], style, own, ("transformer", "wte", "ln_f", "h"), **sizes)
+    return decoder(c, [spec], style, own, GPT, rope_theta=10000.0, **gpt_sizes(c))
+
+
+def gpt2(c: Fields) -> Model:
+    """Its matrices are stored transposed."""
+    c.only("add_cross_attention", False)
+    c.ignore("reorder_and_upcast_attn", "resid_pdrop", "embd_pdrop", "attn_pdrop")
+    c.ignore(*(f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")))
+    D, H, depth = c["n_embd"], c["n_head"], c["n_layer"]
+    scales: list[Any] = ["key" if c["scale_attn_weights"] else "one"] * depth
+    if c["scale_attn_by_inverse_layer_idx"]:
+        scales = [(1.0 if scale == "one" else (D // H) ** -0.5) / (i + 1) for i, scale in enumerate(scales)]
+    own = projections("mixer", "attn.c_attn", dict.fromkeys("qkv", D), bias=True)
+    own |= modules({"mixer.o_proj": "attn.c_proj"}, True)
+    specs = [AttentionSpec(rotary=False, bias=True, scale=scale) for scale in scales]
+    model = of_gpt(c, specs, own, gpt_sizes(c))
+    matrices = {name: view for name, view in model.views.items() if name.endswith("_proj.weight")}
+    turned = {name: view._replace(transposed=True) for name, view in matrices.items()}
+    return model._replace(views=model.views | turned)
 
 
 def gpt_bigcode(c: Fields) -> Model:
@@ -101,11 +112,15 @@ def gpt_bigcode(c: Fields) -> Model:
     D, H = c["n_embd"], c["n_head"]
     scale: Any = "key" if c["scale_attn_weights"] else "one"
     spec = AttentionSpec(1 if c["multi_query"] and H > 1 else None, rotary=False, bias=True, scale=scale)
-    sizes = {
-        "hidden_size": D, "num_hidden_layers": c["n_layer"], "num_heads": H,
-        "intermediate_size": c["n_inner"] or 4 * D, "max_position_embeddings": c["n_positions"],
+    return of_gpt(c, [spec], fused(spec, (D, H), "attn.c_attn", "attn.c_proj"), gpt_sizes(c))
+
+
+def gpt_sizes(c: Fields) -> dict[str, Any]:
+    """Returns arguments of `shared`, by the fields of GPT-2."""
+    return {
+        "hidden_size": c["n_embd"], "num_hidden_layers": c["n_layer"], "num_heads": c["n_head"],
+        "intermediate_size": c["n_inner"] or 4 * c["n_embd"], "max_position_embeddings": c["n_positions"],
     }  # fmt: skip
-    return of_gpt(c, [spec], fused(spec, (D, H), "attn.c_attn", "attn.c_proj"), sizes)
 
 
 def gpt_neo(c: Fields) -> Model:
@@ -129,23 +144,22 @@ def of_gpt(c: Fields, specs: Sequence[AttentionSpec], own: Views, sizes: dict[st
     """Returns a model with GPT-2's names of modules. own: the views of attention."""
     style = BlockStyle("layer", mlp=activation(c, "activation_function", UNGATED), bias=True, positions="learned")
     names = {"mixer_norm": "ln_1", "mlp_norm": "ln_2", "mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}
-    return decoder(c, specs, style, own | modules(names), ("transformer", "wte", "ln_f", "h"), **sizes)
+    return decoder(c, specs, style, own | modules(names, True), GPT, **sizes)
 
 
 def stablelm(c: Fields) -> Model:
     c.only("qk_layernorm", False)
     c.ignore("hidden_dropout")
     joint, spec = c["use_parallel_residual"], attention(c, partial=True, bias="qkv" if c["use_qkv_bias"] else False)
-    style = BlockStyle("layer-bias", "parallel-joint" if joint else "pre", mlp=activation(c, "hidden_act", GATED))
-    own = modules({"mixer_norm": "input_layernorm"} if joint else LLAMA_NORMS)
-    return decoder(c, [spec], style, own | mlp_views("mlp", style) | attention_views(spec, "self_attn"))
+    style = gated_style(c, norm="layer-bias", order="parallel-joint" if joint else "pre")
+    return named_as_llama(c, [spec], style, {"mixer_norm": "input_layernorm"} if joint else NORMS)
 
 
 def starcoder2(c: Fields) -> Model:
     c.ignore("residual_dropout", "embedding_dropout")
     spec, bias = attention(c, bias=c["use_bias"], pattern=window_of(c)), c["use_bias"]
     style = BlockStyle("layer-bias", mlp=activation(c, "hidden_act", UNGATED), bias=bias)
-    own = modules(LLAMA_NORMS) | modules({"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}, bias)
+    own = norm_views(style, NORMS) | modules({"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}, bias)
     return decoder(c, [spec], style, own | attention_views(spec, "self_attn"))
 
 
@@ -153,8 +167,7 @@ def olmo(c: Fields) -> Model:
     """The epsilon of its norms is 1e-5 in any model."""
     c.only("clip_qkv", None)
     spec = attention(c, bias=c["attention_bias"])
-    style = BlockStyle("layer-plain", mlp=activation(c, "hidden_act", GATED))
-    return decoder(c, [spec], style, mlp_views("mlp", style) | attention_views(spec, "self_attn"), norm_eps=1e-5)
+    return named_as_llama(c, [spec], gated_style(c, norm="layer-plain"), norm_eps=1e-5)
 
 
 def nemotron(c: Fields) -> Model:
@@ -168,41 +181,11 @@ def squared(c: Fields, partial: bool = False) -> Model:
     """Returns a model of MLPs with ReLU². partial: as in `rotation`."""
     spec = attention(c, partial, bias=c["attention_bias"])
     kind = activation(c, "hidden_act", UNGATED)
-    style = BlockStyle("layer-bias", mlp=kind, bias=c["mlp_bias"])
-    own = modules(LLAMA_NORMS) | mlp_views("mlp", style) | attention_views(spec, "self_attn")
-    return decoder(c, [spec], style, own)
-
-
-def modules(names: dict[str, str], bias: bool = True) -> Views:
-    """Returns the views of the weights of modules, and of their biases: {our name: their name}."""
-    kinds = ("weight", "bias") if bias else ("weight",)
-    return plain({f"{our}.{kind}": f"{their}.{kind}" for our, their in names.items() for kind in kinds})
-
-
-def decoder(
-    c: Fields, specs: Sequence[AttentionSpec], style: BlockStyle, own: Views, names: tuple[str, ...] = LLAMA,
-    **sizes: Any,
-) -> Model:  # fmt: skip
-    """Returns a model whose layers all have the same views. specs: the pattern of its mixers; names: of the model, its
-    embedding, its final norm and its layers; sizes: arguments of `shared` beside the usual ones."""
-    model, embedding, norm, layers = names
-    outside = whole(model, embedding, norm, c["tie_word_embeddings"])
-    if style.norm.endswith("plain"):
-        del outside["model.backbone.norm.weight"]
-    elif style.norm == "layer-bias" or style.bias:
-        outside["model.backbone.norm.bias"] = View(f"{model}.{norm}.bias")
-    if style.positions == "learned":
-        outside["model.backbone.positions.table.weight"] = View(f"{model}.wpe.weight")
-    if style.head_bias:
-        outside["lm_head.bias"] = View("lm_head.bias")
-    usual = {"num_heads": "num_attention_heads", "intermediate_size": "intermediate_size"}
-    sizes = {ours: c[theirs] for ours, theirs in usual.items() if ours not in sizes} | sizes
-    depth = sizes.get("num_hidden_layers") or c["num_hidden_layers"]
-    arguments = shared(c, [Layer(specs[i % len(specs)]) for i in range(depth)], style, **sizes)
-    return Model(arguments, assembled([own] * depth, outside, f"{model}.{layers}"))
+    return named_as_llama(c, [spec], BlockStyle("layer-bias", mlp=kind, bias=c["mlp_bias"]))
 
 
 FORMATS: dict[str, Format] = {
+    "gpt2": Format("GPT2LMHeadModel", gpt2, renamed=("transformer.", ""), buffers=(".attn.bias", ".attn.masked_bias")),
     "gpt_neox": Format(
         "GPTNeoXForCausalLM", gpt_neox, renamed=("embed_out", "lm_head"),
         buffers=("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"),

@@ -8,9 +8,11 @@ from typing import Any, TypeGuard
 from ..spec.stack import BlockStyle, Experts
 from ..utils.errors import InputError
 from .fields import Fields
-from .form import Block, View, Views, below, named
+from .form import Block, Model, View, Views, below, modules, named, projections
 
-NORMS = {"mixer_norm.weight": "input_layernorm.weight", "mlp_norm.weight": "post_attention_layernorm.weight"}
+NORMS = {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+PRE_FF_NORMS = {"mixer_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"}
+FINAL_NORM = "model.backbone.norm.weight"
 GATED_EXPERT = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 MIXTRAL_EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
 
@@ -37,9 +39,21 @@ def layer_types(c: Fields, kinds: Collection[str], name: str = "layer_types") ->
 
 def mlp_views(theirs: str, style: BlockStyle, ours: str = "mlp") -> Views:
     """Returns the views of an MLP with the same names of modules as ours."""
-    modules = ["gate_proj", "up_proj", "down_proj"] if style.gated else ["up_proj", "down_proj"]
-    kinds = ("weight", "bias") if style.bias else ("weight",)
-    return named(ours, theirs, {f"{n}.{kind}": f"{n}.{kind}" for n in modules for kind in kinds})
+    names = ["gate_proj", "up_proj", "down_proj"] if style.gated else ["up_proj", "down_proj"]
+    return modules({f"{ours}.{name}": f"{theirs}.{name}" for name in names}, style.bias)
+
+
+def gate_up_views(up: str, down: str, width: int, bias: bool = False, ours: str = "mlp") -> Views:
+    """Returns the views of an MLP whose gate and other input are one projection `up`."""
+    return projections(ours, up, {"gate": width, "up": width}, bias=bias) | modules({f"{ours}.down_proj": down}, bias)
+
+
+def multiplier(c: Fields, name: str, value: Any = None) -> float:
+    """Returns a factor of activations, which becomes one of weights. value: of a field that lists several."""
+    value = c[name] if value is None else value
+    if value is None or value <= 0:
+        c.refuse(name, "numbers of more than 0")
+    return float(value)
 
 
 def scaled(views: Views, factors: dict[str, float]) -> Views:
@@ -48,6 +62,15 @@ def scaled(views: Views, factors: dict[str, float]) -> Views:
         name: view._replace(factor=view.factor * prod(x for like, x in factors.items() if fnmatchcase(name, like)))
         for name, view in views.items()
     }  # fmt: skip
+
+
+def scaled_as_granite(
+    c: Fields, model: Model, logits: float, ends: Collection[str] = ("*.mixer.o_proj.*", "*.mlp.*down*")
+) -> Model:
+    """Returns the model with its factors of activations as factors of weights. logits: that of the logits; ends:
+    patterns of what is last in a branch."""
+    factors = dict.fromkeys(ends, multiplier(c, "residual_multiplier")) | {FINAL_NORM: logits}
+    return model._replace(views=scaled(model.views, factors))
 
 
 def experts(theirs: str, count: int, names: dict[str, str] = GATED_EXPERT, router: str = "gate") -> Views:
@@ -82,7 +105,9 @@ def stacked_experts(
     return views
 
 
-def routed(theirs: str, mixture: Experts, style: BlockStyle, choice_bias: str, names: dict[str, str]) -> Views:
+def routed(
+    theirs: str, mixture: Experts, style: BlockStyle, choice_bias: str, names: dict[str, str] = GATED_EXPERT
+) -> Views:
     """Returns the views of the mixture of experts of DeepSeek-V3. choice_bias: the last part of its name; names: as in
     `experts`."""
     views = experts(theirs, mixture.count, names)

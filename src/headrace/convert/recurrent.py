@@ -13,6 +13,8 @@ from ..spec.mixer import Spec
 from ..spec.stack import BlockStyle, Experts, Layer
 from .fields import Fields
 from .form import (
+    BACKBONE,
+    OUTER,
     Format,
     Model,
     View,
@@ -22,14 +24,16 @@ from .form import (
     conv_width,
     layer_name,
     model_of,
+    modules,
     named,
+    norm_views,
+    outer_views,
     plain,
     shared,
     stacked,
-    whole,
-)  # fmt: skip
+)
 from .mamba import SILU, Mamba2, divisor, limit, mamba1, mamba_layer
-from .parts import balance, experts, layer_types, mixture_of, scaled
+from .parts import MIXTRAL_EXPERT, PRE_FF_NORMS, balance, experts, layer_types, mixture_of, mlp_views, scaled
 from .softmax import attention, attention_views, window_of
 
 
@@ -54,10 +58,10 @@ def mamba2(c: Fields) -> Model:
 
 def mixers_alone(c: Fields, spec: Spec, views: Views, **sizes: Any) -> Model:
     """Returns a model of mixers without MLPs. views: of a layer's mixer."""
-    depth, own = c["num_hidden_layers"], plain({"mixer_norm.weight": "norm.weight"}) | views
-    places = whole("backbone", "embeddings", "norm_f", c["tie_word_embeddings"])
-    arguments = shared(c, [Layer(spec)] * depth, BlockStyle(mlp="none"), **sizes)
-    return Model(arguments, assembled([own] * depth, places, "backbone.layers"))
+    depth, own = c["num_hidden_layers"], modules({"mixer_norm": "norm"}) | views
+    style = BlockStyle(mlp="none")
+    arguments = shared(c, [Layer(spec)] * depth, style, **sizes)
+    return Model(arguments, assembled([own] * depth, outer_views(c, style, BACKBONE), "backbone.layers"))
 
 
 def mamba(c: Fields, **norm: Any) -> Model:
@@ -81,14 +85,6 @@ def falcon_mamba(c: Fields) -> Model:
 
 # --- with softmax attention ------------------------------------------------------------------------------------------
 
-FEED_FORWARD = {f"mlp.{name}_proj": f"feed_forward.{name}_proj" for name in ("gate", "up", "down")}
-HYBRID_NORMS = {"mixer_norm.weight": "input_layernorm.weight", "mlp_norm.weight": "pre_ff_layernorm.weight"}
-
-
-def kinds_of(names: dict[str, str], *kinds: str) -> dict[str, str]:
-    """Returns names of parameters for names of modules."""
-    return {f"{our}.{kind}": f"{their}.{kind}" for our, their in names.items() for kind in kinds}
-
 
 def bamba(c: Fields) -> Model:
     c.only("hidden_act", *SILU)
@@ -97,16 +93,11 @@ def bamba(c: Fields) -> Model:
     softmax = attention(c, partial=True, bias=c["attention_bias"])
     spec = mamba.spec(c["hidden_size"], c["num_attention_heads"])
     attends = [i in (c["attn_layer_indices"] or []) for i in range(c["num_hidden_layers"])]
-    common = plain(HYBRID_NORMS | kinds_of(FEED_FORWARD, "weight", *["bias"] * c["mlp_bias"]))
+    style = BlockStyle(bias=c["mlp_bias"])
+    common = modules(PRE_FF_NORMS) | mlp_views("feed_forward", style)
     own = {True: attention_views(softmax, "self_attn"), False: mamba.views("mamba")}
     layers = [Layer(softmax if each else spec) for each in attends]
-    views, style = [common | own[each] for each in attends], BlockStyle(bias=c["mlp_bias"])
-    return model_of(c, layers, style, views, outside(c, "final_layernorm"))
-
-
-def outside(c: Fields, norm: str) -> Views:
-    """Returns the views outside of layers."""
-    return whole("model", "embed_tokens", norm, c["tie_word_embeddings"])
+    return model_of(c, layers, style, [common | own[each] for each in attends], OUTER)
 
 
 def jamba(c: Fields) -> Model:
@@ -125,14 +116,13 @@ def jamba(c: Fields) -> Model:
     mixes = [count > 1 and each for each in mixes]
     norms = {f"mixer.norm_weight.{part}": f"mamba.{part.lower()}_layernorm.weight" for part in ("dt", "B", "C")}
     own = {True: attention_views(softmax, "self_attn"), False: mamba1("mamba", bias, conv_bias) | plain(norms)}
-    dense = plain(kinds_of(FEED_FORWARD, "weight"))
-    mlp = {True: experts("feed_forward", count, router="router"), False: dense}
+    style = BlockStyle(experts=mixture(c, count) if any(mixes) else None)
+    mlp = {True: experts("feed_forward", count, router="router"), False: mlp_views("feed_forward", style)}
     pairs = [*zip(attends, mixes, strict=True)]
     layers = [Layer(softmax if attends else spec, "experts" if mixed else "one") for attends, mixed in pairs]
-    style = BlockStyle(experts=mixture(c, count) if any(mixes) else None)
     c.ignore("num_experts_per_tok", "router_aux_loss_coef", "output_router_logits")  # of a model without experts
-    views = [plain(HYBRID_NORMS) | own[attends] | mlp[mixed] for attends, mixed in pairs]
-    return model_of(c, layers, style, views, outside(c, "final_layernorm"))
+    views = [modules(PRE_FF_NORMS) | own[attends] | mlp[mixed] for attends, mixed in pairs]
+    return model_of(c, layers, style, views, OUTER)
 
 
 def mixture(c: Fields, count: int, **options: Any) -> Experts:
@@ -158,11 +148,11 @@ def minimax(c: Fields) -> Model:
         "linear_attention": lightning_views("self_attn", width, H),
         "full_attention": attention_views(softmax, "self_attn"),
     }
-    moe = experts("block_sparse_moe", count, {"gate": "w1", "up": "w3", "down": "w2"})
-    moe = scaled(moe, folded(alphas["mlp"], betas["mlp"]))
+    moe = scaled(experts("block_sparse_moe", count, MIXTRAL_EXPERT), folded(alphas["mlp"], betas["mlp"]))
     moe["mixer_norm.weight"] = View("post_attention_layernorm.weight", factor=alphas["mlp"])
     layers = [scaled(own[kind], folded(alphas[kind], betas[kind])) | moe for kind in kinds]
-    views = assembled(layers, outside(c, "norm"))
+    style = BlockStyle(order="post", embedding_norm=True, experts=mixture(c, count, normalized=True))
+    views = assembled(layers, outer_views(c, style))
     # The norm before a block is that after the one before it.
     places = ["model.backbone.embedding_norm", *(f"{layer_name(i)}.mlp_norm" for i in range(len(kinds)))]
     views |= {
@@ -170,7 +160,6 @@ def minimax(c: Fields) -> Model:
         for i, (place, kind) in enumerate(zip(places, kinds, strict=False))
     }
     views[f"{places[-1]}.weight"] = views.pop("model.backbone.norm.weight")
-    style = BlockStyle(order="post", embedding_norm=True, experts=mixture(c, count, normalized=True))
     sizes = {"num_heads": H, "intermediate_size": c["intermediate_size"]}
     mixers = [softmax if kind == "full_attention" else lightning(c, i, width) for i, kind in enumerate(kinds)]
     return Model(shared(c, [Layer(mixer, "experts") for mixer in mixers], style, **sizes), views)
@@ -215,28 +204,29 @@ def recurrent_gemma(c: Fields) -> Model:
     unit = ScanSpec("rg-lru", conv=conv_width(c, "conv1d_width"), expand=c["lru_width"] / c["hidden_size"], bias=True)
     pattern, bias = Pattern(window=c["attention_window_size"]), True if c["attention_bias"] else "o"
     softmax = attention(c, partial=True, pattern=pattern, bias=bias)
-    own = {"recurrent": plain(RG_LRU), "attention": attention_views(softmax, "temporal_block")}
-    norms = {"mixer_norm.weight": "temporal_pre_norm.weight", "mlp_norm.weight": "channel_pre_norm.weight"}
-    mlp = {name: theirs.replace("feed_forward", "mlp_block") for name, theirs in FEED_FORWARD.items()}
-    common = plain(norms | kinds_of(mlp, "weight", "bias"))
+    own = {"recurrent": rg_lru_views("temporal_block"), "attention": attention_views(softmax, "temporal_block")}
     kinds = [c["block_types"][i % len(c["block_types"])] for i in range(c["num_hidden_layers"])]
     scale = float(torch.tensor(c["hidden_size"] ** 0.5, dtype=torch.bfloat16))  # it is rounded there
     style = BlockStyle(
         "rms-offset", mlp="geglu-tanh", bias=True, embedding_scale=scale, logits_cap=c["logits_soft_cap"]
     )
+    common = modules({"mixer_norm": "temporal_pre_norm", "mlp_norm": "channel_pre_norm"})
+    common |= mlp_views("mlp_block", style)
     layers = [Layer(unit if kind == "recurrent" else softmax) for kind in kinds]
     views, width = [common | own[kind] for kind in kinds], c["intermediate_size"] // 2
-    return model_of(c, layers, style, views, outside(c, "final_norm"), intermediate_size=width)
+    names = ("model", "embed_tokens", "final_norm", "layers")
+    return model_of(c, layers, style, views, names, intermediate_size=width)
 
 
-RG_LRU = {
-    "in_proj.u": "linear_x.weight", "in_proj.bias.u": "linear_x.bias", "in_proj.branch": "linear_y.weight",
-    "in_proj.bias.branch": "linear_y.bias", "rate": "rg_lru.recurrent_param",
-    **kinds_of({"conv": "conv_1d", "out_proj": "linear_out"}, "weight", "bias"),
-    **{f"gate_{kind}.i": f"rg_lru.input_gate_{kind}" for kind in ("weight", "bias")},
-    **{f"gate_{kind}.r": f"rg_lru.recurrent_gate_{kind}" for kind in ("weight", "bias")},
-}  # fmt: skip
-RG_LRU = {f"mixer.{ours}": f"temporal_block.{theirs}" for ours, theirs in RG_LRU.items()}
+def rg_lru_views(theirs: str) -> Views:
+    names = {
+        "in_proj.u": "linear_x.weight", "in_proj.bias.u": "linear_x.bias", "in_proj.branch": "linear_y.weight",
+        "in_proj.bias.branch": "linear_y.bias", "rate": "rg_lru.recurrent_param",
+    }  # fmt: skip
+    for kind in ("weight", "bias"):
+        names |= {f"gate_{kind}.i": f"rg_lru.input_gate_{kind}", f"gate_{kind}.r": f"rg_lru.recurrent_gate_{kind}"}
+    both = modules({"mixer.conv": f"{theirs}.conv_1d", "mixer.out_proj": f"{theirs}.linear_out"}, True)
+    return named("mixer", theirs, names) | both
 
 
 def rwkv(c: Fields) -> Model:
@@ -244,27 +234,22 @@ def rwkv(c: Fields) -> Model:
     c.only("layer_norm_epsilon", 1e-5)  # which the last norm has in any case
     c.ignore("rescale_every")  # halves the stream for float16, and all that is added to it
     spec = ScanSpec("rwkv4", expand=c["attention_hidden_size"] / D)
-    tied = c["tie_word_embeddings"]
-    views = whole("rwkv", "embeddings", "ln_out", tied) | ({} if tied else {"lm_head.weight": View("head.weight")})
-    views["model.backbone.norm.bias"] = View("rwkv.ln_out.bias")
-    views |= plain(kinds_of({"model.backbone.embedding_norm": "rwkv.blocks.0.pre_ln"}, "weight", "bias"))
-    views = assembled([plain(RWKV) | plain(RWKV_MIXES, shape=(1, 1, D))] * depth, views, "rwkv.blocks")
     style = BlockStyle("layer", mlp="rwkv4", bias=True, embedding_norm=True)
+    views = outer_views(c, style, ("rwkv", "embeddings", "ln_out", "blocks"))
+    views |= {} if c["tie_word_embeddings"] else {"lm_head.weight": View("head.weight")}
+    views |= norm_views(style, {"model.backbone.embedding_norm": "rwkv.blocks.0.pre_ln"})
+    own = norm_views(style, {"mixer_norm": "ln1", "mlp_norm": "ln2"}) | modules(RWKV_PROJECTIONS)
+    own |= plain(RWKV_RATES) | plain(RWKV_MIXES, shape=(1, 1, D))
+    views = assembled([own] * depth, views, "rwkv.blocks")
     sizes = {"intermediate_size": c["intermediate_size"], "max_position_embeddings": c["context_length"]}
     return Model(shared(c, [Layer(spec)] * depth, style, **sizes), views)
 
 
-RWKV = {
-    "mixer.log_rate": "attention.time_decay", "mixer.bonus": "attention.time_first",
-    **kinds_of({"mixer_norm": "ln1", "mlp_norm": "ln2"}, "weight", "bias"),
-    **kinds_of(
-        {
-            "mixer.r_proj": "attention.receptance", "mixer.k_proj": "attention.key", "mixer.v_proj": "attention.value",
-            "mixer.o_proj": "attention.output", "mlp.gate_proj": "feed_forward.receptance",
-            "mlp.up_proj": "feed_forward.key", "mlp.down_proj": "feed_forward.value",
-        },
-        "weight",
-    ),
+RWKV_RATES = {"mixer.log_rate": "attention.time_decay", "mixer.bonus": "attention.time_first"}
+RWKV_PROJECTIONS = {
+    "mixer.r_proj": "attention.receptance", "mixer.k_proj": "attention.key", "mixer.v_proj": "attention.value",
+    "mixer.o_proj": "attention.output", "mlp.gate_proj": "feed_forward.receptance", "mlp.up_proj": "feed_forward.key",
+    "mlp.down_proj": "feed_forward.value",
 }  # fmt: skip
 RWKV_MIXES = {
     "mixer.mix.r": "attention.time_mix_receptance", "mixer.mix.k": "attention.time_mix_key",

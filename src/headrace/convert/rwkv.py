@@ -9,9 +9,8 @@ from ..layers.linear.readout import GROUP_NORM_EPS
 from ..spec.mixer import Spec
 from ..spec.stack import BlockStyle, Layer
 from .fields import Fields
-from .flash import fla, hybrid, widths
-from .form import Block, Format, Model, View, Views, model_of, plain, whole
-from .recurrent import kinds_of
+from .flash import EMBEDDINGS, fla, hybrid, widths
+from .form import Block, Format, Model, View, Views, model_of, modules, norm_views, plain
 
 
 def rwkv6(c: Fields) -> Model:
@@ -26,7 +25,7 @@ def rwkv6(c: Fields) -> Model:
         own[f"mixer.shift.up.{stream}"] = View("attn.x_proj.2.weight", rows, transposed=True)
         own[f"mixer.in_proj.{stream}"] = View(f"attn.{name}_proj.linear.weight")
     own["mixer.in_proj.decay"] = View("attn.w_proj.linear.lora.0.weight")
-    mlp = {name: f"ffn.{module}.linear.weight" for name, module in (("gate", "receptance"), ("up", "key"))}
+    mlp = {"gate": "receptance.linear", "up": "key.linear"}
     mixes = {"r": "ffn.receptance.mu", "k": "ffn.key.mu"}
     return blocks(c, "rwkv4", hybrid(c, zoo.get(mixer), own), mixes, mlp, num_heads=c["num_heads"], ratio=3.5)
 
@@ -56,7 +55,7 @@ def rwkv7(c: Fields) -> Model:
     own |= {f"mixer.mix.{ours}": mix(f"attn.x_{theirs}", D) for ours, theirs in RWKV7_STREAMS.items()}
     above = own | low_rank("value", "v") | plain({"mixer.value_bias": "attn.v_lora.lora.2.bias"})
     pairs = [(spec, own), *[(spec, above)] * (depth - 1)]
-    return blocks(c, "rwkv7", pairs, {"k": "ffn.x_k"}, {"up": "ffn.key.weight"}, num_heads=H, ratio=4)
+    return blocks(c, "rwkv7", pairs, {"k": "ffn.x_k"}, {"up": "key"}, num_heads=H, ratio=4)
 
 
 def mix(name: str, width: int) -> View:
@@ -88,19 +87,16 @@ def blocks(
 
     pairs: the mixer of each layer with its views; mixes, mlp: their names of the mixes and of the first projections of
     the channel mixing; ratio: of the width of the channel mixing to the hidden size, where config.json has none."""
-    kinds = ("weight", *["bias"] * c["norm_bias"])
     style = BlockStyle("layer", mlp=kind, bias=c["norm_bias"], embedding_norm=True)  # type: ignore[arg-type]
-    norms = {"model.backbone.embedding_norm": "model.layers.0.pre_norm", "model.backbone.norm": "model.norm"}
-    outside = whole("model", "embeddings", "norm", c["tie_word_embeddings"]) | plain(kinds_of(norms, *kinds))
-    within = plain(kinds_of({"mixer_norm": "attn_norm", "mlp_norm": "ffn_norm"}, *kinds))
-    within |= plain(
-        {f"mlp.{name}_proj.weight": weight for name, weight in (mlp | {"down": "ffn.value.weight"}).items()}
-    )
+    within = norm_views(style, {"mixer_norm": "attn_norm", "mlp_norm": "ffn_norm"})
+    within |= modules({f"mlp.{name}_proj": f"ffn.{module}" for name, module in (mlp | {"down": "value"}).items()})
     within |= plain({f"mlp.mix.{name}": weight for name, weight in mixes.items()}, offset=1.0, factor=-1.0)
     given, written = c["hidden_ratio"], c["intermediate_size"]
     width = written or 32 * -(-int(c["hidden_size"] * (ratio if given is None else given)) // 32)
     layers, views = [Layer(spec) for spec, _ in pairs], [within | own for _, own in pairs]
-    return model_of(c, layers, style, views, outside, num_heads=num_heads, intermediate_size=width)
+    model = model_of(c, layers, style, views, EMBEDDINGS, num_heads=num_heads, intermediate_size=width)
+    first = norm_views(style, {"model.backbone.embedding_norm": "model.layers.0.pre_norm"})
+    return model._replace(views=model.views | first)
 
 
 FORMATS: dict[str, Format] = {

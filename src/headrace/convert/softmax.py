@@ -11,12 +11,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ..spec.attention import ROPES, AttentionSpec, Pattern, Rope
 from ..spec.stack import BlockStyle, Layer
 from .fields import Config, Fields
-from .form import PRECISIONS, Format, Model, View, Views, assembled, model_of, named, plain, shared, stacked, whole
+from .form import LLAMA, PRECISIONS, Format, Model, Views, model_of, modules, norm_views
 from .parts import NORMS, mlp_views
 
-BRANCH_NORMS = {
-    "mixer_norm.weight": "post_attention_layernorm.weight", "mlp_norm.weight": "post_feedforward_layernorm.weight",
-}  # fmt: skip
+BRANCH_NORMS = {"mixer_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
 # Names of activations -> kinds of MLP.
 GATED = {"swish": "swiglu", "silu": "swiglu", "gelu": "geglu", "gelu_new": "geglu-tanh"}
 GATED["gelu_pytorch_tanh"] = "geglu-tanh"
@@ -105,16 +103,13 @@ def attention(c: Fields, partial: bool = False, **options: Any) -> AttentionSpec
 def attention_views(spec: AttentionSpec, theirs: str, **renamed: str) -> Views:
     """Returns the views of a layer of attention below the module `theirs`. renamed: their names of modules that they
     call otherwise than we do."""
-    alone, both = ("weight",), ("weight", "bias")
-    biased = spec.bias in (True, "qkv")
-    modules = {f"{name}_proj": both if biased else alone for name in ("qkvg" if spec.gated else "qkv")}
-    modules["o_proj"] = both if spec.bias in (True, "o") else alone
-    if spec.qk_norm != "none":
-        modules |= {"q_norm": alone, "k_norm": alone}
-    return {
-        f"mixer.{name}.{kind}": View(f"{theirs}.{renamed.get(name, name)}.{kind}")
-        for name, kinds in modules.items() for kind in kinds
-    }  # fmt: skip
+
+    def views(names: Sequence[str], bias: bool) -> Views:
+        return modules({f"mixer.{name}": f"{theirs}.{renamed.get(name, name)}" for name in names}, bias)
+
+    inputs = [f"{name}_proj" for name in ("qkvg" if spec.gated else "qkv")]
+    norms = ["q_norm", "k_norm"] if spec.qk_norm != "none" else []
+    return views(inputs, spec.bias in (True, "qkv")) | views(["o_proj"], spec.bias in (True, "o")) | views(norms, False)
 
 
 def activation(c: Fields, name: str, kinds: dict[str, str]) -> Any:
@@ -122,6 +117,11 @@ def activation(c: Fields, name: str, kinds: dict[str, str]) -> Any:
     if c[name] not in kinds:
         c.refuse(name, " or ".join(map(repr, kinds)))
     return kinds[c[name]]
+
+
+def gated_style(c: Fields, **options: Any) -> BlockStyle:
+    """Returns a style with gated MLPs. options: its other fields."""
+    return BlockStyle(mlp=activation(c, "hidden_act", GATED), **options)
 
 
 def windows(c: Fields) -> list[Pattern | None]:
@@ -134,100 +134,89 @@ def windows(c: Fields) -> list[Pattern | None]:
     return [patterns[kind] for kind in kinds]
 
 
-def window_of(c: Fields) -> Pattern | None:
-    """Returns the pattern of a window of sliding_window tokens, with the token itself, as transformers counts them."""
+def windowed(c: Fields, spec: AttentionSpec, alone: AttentionSpec | None = None) -> list[AttentionSpec]:
+    """Returns the spec of each layer by layer_types. alone: that of layers without a window; None: the same."""
+    return [replace(spec, pattern=each) if each or alone is None else alone for each in windows(c)]
+
+
+def window_of(c: Fields, limited: bool = False) -> Pattern | None:
+    """Returns the pattern of a window of sliding_window tokens, with the token itself, as transformers counts them.
+
+    limited: whether a window of at least max_position_embeddings tokens is none."""
     window = c["sliding_window"]
     if window is not None and window < 1:
         c.refuse("sliding_window", "at least 1")
-    return None if window is None else Pattern(window=window)
+    if window is None or (limited and window >= c["max_position_embeddings"]):
+        return None
+    return Pattern(window=window)
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
-def decoder(c: Fields, specs: Sequence[AttentionSpec], style: BlockStyle, norms: dict[str, str] = NORMS) -> Model:
-    """Returns a model with Llama's names of modules. norms: {our name of a norm: theirs}."""
-    common = plain(norms) | mlp_views("mlp", style)
-    views = [common | attention_views(spec, "self_attn") for spec in specs]
-    return model_of(c, [Layer(spec) for spec in specs], style, views)
+def decoder(
+    c: Fields, specs: Sequence[AttentionSpec], style: BlockStyle, own: Views, names: tuple[str, ...] = LLAMA,
+    **sizes: Any,
+) -> Model:  # fmt: skip
+    """Returns a model whose layers all have the same views. specs: the pattern of its mixers; names, sizes: as in
+    `model_of`."""
+    depth = sizes.get("num_hidden_layers") or c["num_hidden_layers"]
+    layers = [Layer(specs[i % len(specs)]) for i in range(depth)]
+    return model_of(c, layers, style, [own] * depth, names, **sizes)
+
+
+def named_as_llama(
+    c: Fields, specs: Sequence[AttentionSpec], style: BlockStyle, norms: dict[str, str] = NORMS, **sizes: Any
+) -> Model:
+    """The same with Llama's names of modules. norms: {our name of a norm: theirs}."""
+    own = norm_views(style, norms) | mlp_views("mlp", style) | attention_views(specs[0], "self_attn")
+    return decoder(c, specs, style, own, **sizes)
+
+
+def gated(c: Fields, specs: Sequence[AttentionSpec], norms: dict[str, str] = NORMS, order: Any = "pre") -> Model:
+    """The same with gated MLPs."""
+    style = gated_style(c, order=order, bias=bool(c.of_class("mlp_bias")))
+    return named_as_llama(c, specs, style, norms)
 
 
 def llama(c: Fields) -> Model:
     c.ignore("pretraining_tp")
-    style = BlockStyle(mlp=activation(c, "hidden_act", GATED), bias=c["mlp_bias"])
-    return decoder(c, [attention(c, bias=c["attention_bias"])] * c["num_hidden_layers"], style)
+    return gated(c, [attention(c, bias=c["attention_bias"])])
 
 
 def mistral(c: Fields) -> Model:
     """With layer_types, transformers takes it for a Ministral, some of whose layers have a window."""
-    style, spec = BlockStyle(mlp=activation(c, "hidden_act", GATED)), attention(c)
-    listed = c.get("layer_types") is not None
-    patterns = windows(c) if listed else [window_of(c)] * c["num_hidden_layers"]
-    return decoder(c, [replace(spec, pattern=pattern) for pattern in patterns], style)
+    spec = attention(c)
+    return gated(c, windowed(c, spec) if c.get("layer_types") is not None else [replace(spec, pattern=window_of(c))])
 
 
 def qwen2(c: Fields) -> Model:
-    return windowed(c, attention(c, bias="qkv"))
+    return qwen(c, attention(c, bias="qkv"))
 
 
 def qwen3(c: Fields) -> Model:
-    return windowed(c, attention(c, bias=c["attention_bias"], qk_norm="head"))
+    return qwen(c, attention(c, bias=c["attention_bias"], qk_norm="head"))
 
 
-def windowed(c: Fields, spec: AttentionSpec) -> Model:
+def qwen(c: Fields, spec: AttentionSpec) -> Model:
     """Returns a model of Qwen, some of whose layers have a window."""
     c.ignore("use_sliding_window", "max_window_layers")  # by which their class has set sliding_window and layer_types
-    style = BlockStyle(mlp=activation(c, "hidden_act", GATED))
-    return decoder(c, [replace(spec, pattern=pattern) for pattern in windows(c)], style)
+    return gated(c, windowed(c, spec))
 
 
 def olmo2(c: Fields) -> Model:
-    spec = attention(c, bias=c["attention_bias"], qk_norm="joint")
-    style = BlockStyle(order="branch", mlp=activation(c, "hidden_act", GATED))
-    return decoder(c, [spec] * c["num_hidden_layers"], style, BRANCH_NORMS)
+    return gated(c, [attention(c, bias=c["attention_bias"], qk_norm="joint")], BRANCH_NORMS, "branch")
 
 
 def gemma(c: Fields) -> Model:
     c.only("use_bidirectional_attention", None, False)
-    style = BlockStyle("rms-offset", mlp=activation(c, "hidden_act", GATED), embedding_scale=embedding_factor(c))
-    return decoder(c, [attention(c, bias=c["attention_bias"])] * c["num_hidden_layers"], style)
+    style = gated_style(c, norm="rms-offset", embedding_scale=embedding_factor(c))
+    return named_as_llama(c, [attention(c, bias=c["attention_bias"])], style)
 
 
 def embedding_factor(c: Fields) -> float:
     """Returns Gemma's factor of the embeddings, rounded to the dtype of the weights."""
     return float(torch.tensor(c["hidden_size"] ** 0.5, dtype=PRECISIONS.get(c.get("dtype"), torch.float32)))
-
-
-def gpt2(c: Fields) -> Model:
-    c.only("add_cross_attention", False)
-    c.ignore("reorder_and_upcast_attn", "resid_pdrop", "embd_pdrop", "attn_pdrop")
-    c.ignore(*(f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")))
-    D, H, depth = c["n_embd"], c["n_head"], c["n_layer"]
-    scales: list[Any] = ["key" if c["scale_attn_weights"] else "one"] * depth
-    if c["scale_attn_by_inverse_layer_idx"]:
-        scales = [(1.0 if scale == "one" else (D // H) ** -0.5) / (i + 1) for i, scale in enumerate(scales)]
-    layers = [Layer(AttentionSpec(rotary=False, bias=True, scale=scale)) for scale in scales]
-    style = BlockStyle("layer", mlp=activation(c, "activation_function", UNGATED), bias=True, positions="learned")
-    sizes = {
-        "hidden_size": D, "num_hidden_layers": depth, "num_heads": H, "intermediate_size": c["n_inner"] or 4 * D,
-        "max_position_embeddings": c["n_positions"],
-    }  # fmt: skip
-    views = whole("transformer", "wte", "ln_f", c["tie_word_embeddings"])
-    views |= named("model.backbone", "transformer", {"norm.bias": "ln_f.bias", "positions.table.weight": "wpe.weight"})
-    own = plain(GPT2_BIASES) | plain(GPT2_MATRICES, transposed=True)
-    for kind, transposed in (("weight", True), ("bias", False)):
-        for part, view in stacked(f"attn.c_attn.{kind}", dict.fromkeys("qkv", D)).items():
-            own[f"mixer.{part}_proj.{kind}"] = view._replace(transposed=transposed)
-    return Model(shared(c, layers, style, **sizes), assembled([own] * depth, views, "transformer.h"))
-
-
-GPT2_MATRICES = {
-    "mixer.o_proj.weight": "attn.c_proj.weight", "mlp.up_proj.weight": "mlp.c_fc.weight",
-    "mlp.down_proj.weight": "mlp.c_proj.weight",
-}  # fmt: skip
-GPT2_BIASES = {our.replace("weight", "bias"): their.replace("weight", "bias") for our, their in GPT2_MATRICES.items()}
-GPT2_BIASES |= {f"mixer_norm.{kind}": f"ln_1.{kind}" for kind in ("weight", "bias")}
-GPT2_BIASES |= {f"mlp_norm.{kind}": f"ln_2.{kind}" for kind in ("weight", "bias")}
 
 
 FORMATS: dict[str, Format] = {
@@ -237,5 +226,4 @@ FORMATS: dict[str, Format] = {
     "qwen3": Format("Qwen3ForCausalLM", qwen3),
     "olmo2": Format("Olmo2ForCausalLM", olmo2),
     "gemma": Format("GemmaForCausalLM", gemma),
-    "gpt2": Format("GPT2LMHeadModel", gpt2, renamed=("transformer.", ""), buffers=(".attn.bias", ".attn.masked_bias")),
 }

@@ -11,36 +11,26 @@ from ..spec.stack import BlockStyle, Experts, Layer
 from .delta import QWEN_EXPERTS, latent_spec, qwen_experts, sparse_layers
 from .dense import LATE, hunyuan_spec, turned
 from .fields import Fields
-from .form import Format, Model, View, Views, model_of, plain, whole
-from .hybrid import FINAL_NORM, gate_up_views, multiplier
+from .form import Format, Model, Views, model_of, modules, norm_views
 from .pairs import neighbours
 from .parts import (
-    GATED_EXPERT,
     MIXTRAL_EXPERT,
     NORMS,
     balance,
     deepseek_experts,
     experts,
+    gate_up_views,
     latent_attention,
     layer_types,
     mixture_of,
     mlp_views,
+    multiplier,
     number,
     routed,
-    scaled,
+    scaled_as_granite,
     stacked_experts,
 )
-from .softmax import (
-    BRANCH_NORMS,
-    GATED,
-    activation,
-    attention,
-    attention_views,
-    latent_scale,
-    rotation,
-    window_of,
-    windows,
-)
+from .softmax import BRANCH_NORMS, attention, attention_views, gated_style, latent_scale, rotation, window_of, windowed
 
 Mixer = tuple[Spec, Views]
 
@@ -56,7 +46,7 @@ def deepseek_v2(c: Fields) -> Model:
     shared = number(c, "n_shared_experts") * c["moe_intermediate_size"]
     names = DEEPSEEK_V2 | ({"groups": "n_group", "chosen_groups": "topk_group"} if grouped else {})
     mixture = mixture_of(c, names, balance=0.0, best=1, shared=shared or None)
-    return sparse(c, every(c, latent(c, True)), mixture, bias=c["mlp_bias"])
+    return sparse(c, [latent(c, True)], mixture, bias=c["mlp_bias"])
 
 
 # Fields of Experts -> fields of DeepSeek-V2.
@@ -67,13 +57,13 @@ DEEPSEEK_V2 = {
 
 
 def deepseek_v3(c: Fields) -> Model:
-    return predicting(c, sparse(c, every(c, latent(c, c["rope_interleave"])), deepseek_experts(c)))
+    return predicting(c, sparse(c, [latent(c, c["rope_interleave"])], deepseek_experts(c)))
 
 
 def youtu(c: Fields) -> Model:
     """DeepSeek-V3 without experts."""
     c.ignore("embedding_initializer_range")
-    return sparse(c, every(c, latent(c, c["rope_interleave"])))
+    return sparse(c, [latent(c, c["rope_interleave"])])
 
 
 def latent(c: Fields, pairs: bool) -> Mixer:
@@ -94,27 +84,26 @@ def glm4_moe(c: Fields) -> Model:
     spec = attention(
         c, partial=True, bias="qkv" if c["attention_bias"] else False, qk_norm="head" if c["use_qk_norm"] else "none"
     )
-    return predicting(c, sparse(c, every(c, keyed(spec)), deepseek_experts(c)))
+    return predicting(c, sparse(c, [keyed(spec)], deepseek_experts(c)))
 
 
 def solar_open(c: Fields) -> Model:
     spec = attention(c, partial=True, bias="qkv" if c["attention_bias"] else False)
-    return sparse(c, every(c, keyed(spec)), deepseek_experts(c))
+    return sparse(c, [keyed(spec)], deepseek_experts(c))
 
 
 def exaone_moe(c: Fields) -> Model:
     """In a model with a window, the layers without one have no positions."""
     c.ignore("sliding_window_pattern", "first_k_dense_replace")  # by which its class has set lists of layers
     alone = attention(c, rotary=c["sliding_window"] is None, qk_norm="head")
-    spec = attention(c, qk_norm="head")
-    specs = [alone if pattern is None else replace(spec, pattern=pattern) for pattern in windows(c)]
+    specs = windowed(c, attention(c, qk_norm="head"), alone)
     return sparse(c, [keyed(spec) for spec in specs], deepseek_experts(c), choice_bias="e_score_correction_bias")
 
 
 def dots1(c: Fields) -> Model:
     c.ignore("max_window_layers")  # by which its class has set layer_types
-    spec = attention(c, bias=c["attention_bias"], qk_norm="head")
-    return sparse(c, [keyed(replace(spec, pattern=pattern)) for pattern in windows(c)], deepseek_experts(c))
+    specs = windowed(c, attention(c, bias=c["attention_bias"], qk_norm="head"))
+    return sparse(c, [keyed(spec) for spec in specs], deepseek_experts(c))
 
 
 # --- Qwen, OLMoE, ERNIE, Granite, MiniMax, Phi ------------------------------------------------------------------------
@@ -125,12 +114,12 @@ def qwen2_moe(c: Fields) -> Model:
     which = sparse_layers(c, c["num_experts"])
     mixture = mixture_of(c, QWEN_EXPERTS, balance=balance(c), shared_gate=True) if which else None
     c.ignore(*QWEN_EXPERTS.values(), "router_aux_loss_coef", "output_router_logits")  # of a model without experts
-    kinds = layer_types(c, ["full_attention", *["sliding_attention"] * c["use_sliding_window"]])
+    layer_types(c, ["full_attention", *["sliding_attention"] * c["use_sliding_window"]])
     spec = attention(c, bias="qkv" if c["qkv_bias"] else False)
-    patterns = windows(c) if c["use_sliding_window"] else [None] * len(kinds)
-    style = BlockStyle(mlp=activation(c, "hidden_act", GATED), experts=mixture)
+    specs = windowed(c, spec) if c["use_sliding_window"] else [spec]
+    style = gated_style(c, experts=mixture)
     views = qwen_experts(mixture.count, style) if mixture else {}
-    return layered(c, [keyed(replace(spec, pattern=pattern)) for pattern in patterns], which, style, views)
+    return layered(c, [keyed(spec) for spec in specs], style, views, which)
 
 
 def flex_olmo(c: Fields) -> Model:
@@ -141,9 +130,8 @@ def olmoe(c: Fields, order: Any = "pre") -> Model:
     c.only("clip_qkv", None)
     names = {"count": "num_experts", "chosen": "num_experts_per_tok", "normalized": "norm_topk_prob"}
     mixture = mixture_of(c, names, balance=balance(c))
-    style = BlockStyle(order=order, mlp=activation(c, "hidden_act", GATED), experts=mixture)
-    mixers = every(c, keyed(attention(c, bias=c["attention_bias"], qk_norm="joint")))
-    return layered(c, mixers, range(len(mixers)), style, experts("mlp", mixture.count))
+    spec = attention(c, bias=c["attention_bias"], qk_norm="joint")
+    return layered(c, [keyed(spec)], gated_style(c, order=order, experts=mixture), experts("mlp", mixture.count))
 
 
 def ernie4_5_moe(c: Fields) -> Model:
@@ -157,12 +145,12 @@ def ernie4_5_moe(c: Fields) -> Model:
     shared = number(c, "moe_num_shared_experts") * c["moe_intermediate_size"]
     names = {"count": "moe_num_experts", "chosen": "moe_k", "width": "moe_intermediate_size"}
     mixture = mixture_of(c, names, balance=0.0, biased=True, normalized=True, shared=shared or None)
-    style = BlockStyle(mlp=activation(c, "hidden_act", GATED), bias=bias, head_bias=bias, experts=mixture)
+    style = gated_style(c, bias=bias, head_bias=bias, experts=mixture)
     spec = attention(c, bias=bias)
     own = neighbours(attention_views(spec, "self_attn"), spec, c["hidden_size"], c["num_attention_heads"])
-    views = routed("mlp", mixture, style, "moe_statics.e_score_correction_bias", GATED_EXPERT)
+    views = routed("mlp", mixture, style, "moe_statics.e_score_correction_bias")
     views["mlp.choice_bias"] = views["mlp.choice_bias"]._replace(shape=(1, mixture.count))
-    return layered(c, [(spec, own)] * depth, which, style, views)
+    return layered(c, [(spec, own)], style, views, which)
 
 
 def granitemoe(c: Fields) -> Model:
@@ -170,16 +158,13 @@ def granitemoe(c: Fields) -> Model:
     width = c.of_class("shared_intermediate_size") or None
     names = {"count": "num_local_experts", "chosen": "num_experts_per_tok", "width": "intermediate_size"}
     mixture = mixture_of(c, names, balance=balance(c), normalized=True, shared=width)
-    style = BlockStyle(
-        mlp=activation(c, "hidden_act", GATED), experts=mixture, embedding_scale=multiplier(c, "embedding_multiplier")
-    )
+    style = gated_style(c, experts=mixture, embedding_scale=multiplier(c, "embedding_multiplier"))
     views = stacked_experts("block_sparse_moe", mixture, c["hidden_size"])
     if width:
-        views |= gate_up_views("shared_mlp.input_linear", "shared_mlp.output_linear", width, False, "mlp.shared")
-    mixers = every(c, keyed(attention(c, bias=c["attention_bias"], scale=multiplier(c, "attention_multiplier"))))
-    model = layered(c, mixers, range(len(mixers)), style, views)
-    factors = dict.fromkeys(("*.mixer.o_proj.*", "*.mlp.*down*"), multiplier(c, "residual_multiplier"))
-    return model._replace(views=scaled(model.views, factors | {FINAL_NORM: 1 / multiplier(c, "logits_scaling")}))
+        views |= gate_up_views("shared_mlp.input_linear", "shared_mlp.output_linear", width, ours="mlp.shared")
+    spec = attention(c, bias=c["attention_bias"], scale=multiplier(c, "attention_multiplier"))
+    model = layered(c, [keyed(spec)], style, views)
+    return scaled_as_granite(c, model, 1 / multiplier(c, "logits_scaling"))
 
 
 def minimax_m2(c: Fields) -> Model:
@@ -188,11 +173,9 @@ def minimax_m2(c: Fields) -> Model:
     c.ignore("router_aux_loss_coef", "rotary_dim")  # by the last its class has set partial_rotary_factor
     names = {"count": "num_local_experts", "chosen": "num_experts_per_tok"}
     mixture = mixture_of(c, names, balance=0.0, scores="sigmoid", biased=True, normalized=True)
-    style = BlockStyle(mlp=activation(c, "hidden_act", GATED), experts=mixture)
-    views = experts("block_sparse_moe", mixture.count, MIXTRAL_EXPERT)
-    views |= plain({"mlp.choice_bias": "block_sparse_moe.e_score_correction_bias"})
-    mixers = every(c, keyed(attention(c, partial=True, qk_norm="joint")))
-    return layered(c, mixers, range(len(mixers)), style, views)
+    style = gated_style(c, experts=mixture)
+    views = routed("block_sparse_moe", mixture, style, "e_score_correction_bias", MIXTRAL_EXPERT)
+    return layered(c, [keyed(attention(c, partial=True, qk_norm="joint"))], style, views)
 
 
 def phimoe(c: Fields) -> Model:
@@ -201,13 +184,9 @@ def phimoe(c: Fields) -> Model:
     c.ignore("input_jitter_noise")  # of training
     names = {"count": "num_local_experts", "near": "router_jitter_noise", "chosen": "num_experts_per_tok"}
     mixture = mixture_of(c, names, NearExperts, balance=balance(c))
-    kind = activation(c, "hidden_act", GATED)
-    style = BlockStyle("layer-bias", mlp=kind, head_bias=c["lm_head_bias"], experts=mixture)
-    pattern = window_of(c)
-    if pattern is not None and pattern.window >= c["max_position_embeddings"]:
-        pattern = None
-    mixers = every(c, keyed(phimoe_turned(c, bias=c["attention_bias"], pattern=pattern)))
-    return layered(c, mixers, range(len(mixers)), style, experts("block_sparse_moe", mixture.count, MIXTRAL_EXPERT))
+    style = gated_style(c, norm="layer-bias", head_bias=c["lm_head_bias"], experts=mixture)
+    spec = phimoe_turned(c, bias=c["attention_bias"], pattern=window_of(c, limited=True))
+    return layered(c, [keyed(spec)], style, experts("block_sparse_moe", mixture.count, MIXTRAL_EXPERT))
 
 
 def phimoe_turned(c: Fields, **options: Any) -> AttentionSpec:
@@ -233,10 +212,30 @@ def hunyuan_v1_moe(c: Fields) -> Model:
         c.refuse("moe_topk", "one number for all layers")
     width = c["intermediate_size"]
     mixture = mixture_of(c, {"count": "num_experts"}, balance=0.0, chosen=chosen[0], normalized=True, shared=width)
-    style = BlockStyle(mlp=activation(c, "hidden_act", GATED), experts=mixture)
+    style = gated_style(c, experts=mixture)
     views = experts("mlp", mixture.count, router="gate.wg") | mlp_views("mlp.shared_mlp", style, "mlp.shared")
     spec, own = keyed(hunyuan_spec(c))
-    return layered(c, every(c, (spec, own | plain(LATE))), range(c["num_hidden_layers"]), style, views)
+    return layered(c, [(spec, own | modules(LATE))], style, views)
+
+
+def qwen3_moe(c: Fields) -> Model:
+    c.ignore("use_sliding_window")  # by which its class has set sliding_window
+    count = "num_experts" if "num_experts" in c.names else "num_local_experts"  # from 5.23 on
+    fields = {ours: theirs for ours, theirs in QWEN_EXPERTS.items() if ours != "shared"} | {"count": count}
+    which = sparse_layers(c, c[count])
+    style = gated_style(c, experts=mixture_of(c, fields, balance=balance(c)) if which else None)
+    c.ignore(*fields.values(), "router_aux_loss_coef", "output_router_logits")  # of a model without experts
+    spec = attention(c, bias=c["attention_bias"], qk_norm="head", pattern=window_of(c))
+    width = c["intermediate_size"]  # also of a model whose layers all have experts
+    return layered(c, [keyed(spec)], style, experts("mlp", c[count]), which, intermediate_size=width)
+
+
+def mixtral(c: Fields) -> Model:
+    c.only("router_jitter_noise", 0.0)
+    fields = {"count": "num_local_experts", "chosen": "num_experts_per_tok"}
+    mixture = mixture_of(c, fields, balance=balance(c), normalized=True)
+    views = experts("block_sparse_moe", mixture.count, MIXTRAL_EXPERT)
+    return layered(c, [keyed(attention(c, pattern=window_of(c)))], gated_style(c, experts=mixture), views)
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -246,10 +245,6 @@ def keyed(spec: Any) -> Mixer:
     return spec, attention_views(spec, "self_attn")
 
 
-def every(c: Fields, mixer: Mixer) -> list[Mixer]:
-    return [mixer] * c["num_hidden_layers"]
-
-
 def sparse(
     c: Fields, mixers: Sequence[Mixer], mixture: Experts | None = None, bias: bool = False,
     choice_bias: str = "gate.e_score_correction_bias",
@@ -257,9 +252,9 @@ def sparse(
     """Returns a model with Llama's names of modules and the experts of DeepSeek, but in dense layers. bias: of the
     MLPs; choice_bias: as in `routed`."""
     c.ignore("output_router_logits")  # DeepSeek-V3 has no load-balancing loss
-    style = BlockStyle(mlp=activation(c, "hidden_act", GATED), bias=bias, experts=mixture)
-    views = routed("mlp", mixture, style, choice_bias, GATED_EXPERT) if mixture else {}
-    return layered(c, mixers, routed_layers(c) if mixture else (), style, views)
+    style = gated_style(c, bias=bias, experts=mixture)
+    views = routed("mlp", mixture, style, choice_bias) if mixture else {}
+    return layered(c, mixers, style, views, routed_layers(c) if mixture else ())
 
 
 def routed_layers(c: Fields) -> Collection[int]:
@@ -270,22 +265,22 @@ def routed_layers(c: Fields) -> Collection[int]:
     return range(first, c["num_hidden_layers"])
 
 
-def layered(c: Fields, mixers: Sequence[Mixer], which: Collection[int], style: BlockStyle, views: Views) -> Model:
-    """Returns a model with Llama's names of modules. which: the layers with experts; views: of these experts."""
-    layers = [Layer(spec, "experts" if i in which else "one") for i, (spec, _) in enumerate(mixers)]
-    outside = whole("model", "embed_tokens", "norm", c["tie_word_embeddings"])
-    norms, mlp = plain(BRANCH_NORMS if style.order == "branch" else NORMS), mlp_views("mlp", style)
-    if style.norm == "layer-bias":
-        norms |= plain({our.replace("weight", "bias"): their.replace("weight", "bias") for our, their in NORMS.items()})
-        outside["model.backbone.norm.bias"] = View("model.norm.bias")
-    if style.head_bias:
-        outside["lm_head.bias"] = View("lm_head.bias")
-    own = [norms | own | (views if i in which else mlp) for i, (_, own) in enumerate(mixers)]
-    sizes: dict[str, Any] = {}
-    if style.experts and style.experts.width and len(which) == len(layers):
+def layered(
+    c: Fields, mixers: Sequence[Mixer], style: BlockStyle, views: Views, which: Collection[int] | None = None,
+    **sizes: Any,
+) -> Model:  # fmt: skip
+    """Returns a model with Llama's names of modules. mixers: the pattern of its mixers; views: of its experts; which:
+    the layers with experts; None: all; sizes: as in `model_of`."""
+    depth = c["num_hidden_layers"]
+    which = range(depth) if which is None else which
+    if style.experts and style.experts.width and len(which) == depth:
         c.ignore("intermediate_size")  # of an MLP, which no layer has
-        sizes["intermediate_size"] = style.experts.width
-    return model_of(c, layers, style, own, outside, **sizes)
+        sizes = {"intermediate_size": style.experts.width} | sizes
+    pairs = [mixers[i % len(mixers)] for i in range(depth)]
+    layers = [Layer(spec, "experts" if i in which else "one") for i, (spec, _) in enumerate(pairs)]
+    norms, mlp = norm_views(style, BRANCH_NORMS if style.order == "branch" else NORMS), mlp_views("mlp", style)
+    own = [norms | own | (views if i in which else mlp) for i, (_, own) in enumerate(pairs)]
+    return model_of(c, layers, style, own, **sizes)
 
 
 def predicting(c: Fields, model: Model) -> Model:
@@ -301,6 +296,8 @@ FORMATS: dict[str, Format] = {
     "glm4_moe_lite": Format("Glm4MoeLiteForCausalLM", deepseek_v3),
     "glm4_moe": Format("Glm4MoeForCausalLM", glm4_moe),
     "dots1": Format("Dots1ForCausalLM", dots1),
+    "qwen3_moe": Format("Qwen3MoeForCausalLM", qwen3_moe),
+    "mixtral": Format("MixtralForCausalLM", mixtral),
     "qwen2_moe": Format("Qwen2MoeForCausalLM", qwen2_moe),
     "olmoe": Format("OlmoeForCausalLM", olmoe),
     "ernie4_5_moe": Format("Ernie4_5_MoeForCausalLM", ernie4_5_moe, outside=("model.mtp_",)),

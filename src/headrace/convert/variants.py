@@ -1,19 +1,17 @@
 """The formats of transformers' models of softmax attention that differ from Llama's in a part or two."""
 
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 from ..extra.capped import CappedSpec
 from ..extra.clamped import ClampedExperts
 from ..spec.attention import AttentionSpec, Rope
-from ..spec.stack import BlockStyle, Experts, Layer, Order
-from .delta import QWEN_EXPERTS, sparse_layers
+from ..spec.stack import BlockStyle, Layer, Order
 from .fields import Config, Fields
-from .form import Block, Format, Model, View, Views, model_of, named, plain, stacked
-from .hybrid import FINAL_NORM, gate_up_views, multiplier
+from .form import Block, Format, Model, View, Views, model_of, modules, named, plain, projections
+from .hybrid import gate_up_views, multiplier
 from .mxfp4 import PackedExperts
-from .parts import MIXTRAL_EXPERT, NORMS, balance, experts, is_positive, mixture_of, mlp_views, scaled
+from .parts import NORMS, balance, is_positive, mixture_of, scaled_as_granite
 from .softmax import (
     BRANCH_NORMS,
     GATED,
@@ -22,8 +20,12 @@ from .softmax import (
     attention_views,
     decoder,
     embedding_factor,
+    gated,
+    gated_style,
+    named_as_llama,
     rotation,
     window_of,
+    windowed,
     windows,
 )
 
@@ -32,18 +34,13 @@ def phi3(c: Fields) -> Model:
     """One projection has q, k and v, and one the gate and the other input of the MLP. A window of at least
     max_position_embeddings tokens, as Phi-4-mini has it, is none."""
     c.ignore("resid_pdrop", "embd_pdrop", "original_max_position_embeddings")  # `rotation` reads the last of some kinds
-    pattern, H, width = window_of(c), c["num_attention_heads"], c["intermediate_size"]
-    if pattern is not None and pattern.window >= c["max_position_embeddings"]:
-        pattern = None
-    spec = attention(c, partial=True, pattern=pattern)
+    H, spec = c["num_attention_heads"], attention(c, partial=True, pattern=window_of(c, limited=True))
     d, _ = spec.head_dims(c["hidden_size"], H)
     groups = spec.kv_heads or H
-    style, depth = BlockStyle(mlp=activation(c, "hidden_act", GATED)), c["num_hidden_layers"]
-    own = plain(NORMS | {"mixer.o_proj.weight": "self_attn.o_proj.weight"})
-    own |= gate_up_views("mlp.gate_up_proj", "mlp.down_proj", width, bias=False)
-    parts = stacked("self_attn.qkv_proj.weight", {"q": H * d, "k": groups * d, "v": groups * d})
-    own |= {f"mixer.{name}_proj.weight": view for name, view in parts.items()}
-    return model_of(c, [Layer(spec)] * depth, style, [own] * depth)
+    own = modules(NORMS | {"mixer.o_proj": "self_attn.o_proj"})
+    own |= gate_up_views("mlp.gate_up_proj", "mlp.down_proj", c["intermediate_size"])
+    own |= projections("mixer", "self_attn.qkv_proj", {"q": H * d, "k": groups * d, "v": groups * d})
+    return decoder(c, [spec], gated_style(c), own)
 
 
 def smollm3(c: Fields) -> Model:
@@ -60,14 +57,12 @@ def smollm3(c: Fields) -> Model:
         for rotary, pattern in zip(rotates, patterns, strict=False)
     ]
     c.ignore("rope_parameters")  # of a model of layers without positions alone
-    return decoder(c, specs, BlockStyle(mlp=activation(c, "hidden_act", GATED), bias=c["mlp_bias"]))
+    return gated(c, specs)
 
 
 def olmo3(c: Fields) -> Model:
     """Layers with and without a window have rotary positions of their own."""
-    specs = by_kind(c, bias=c["attention_bias"], qk_norm="joint")
-    style = BlockStyle(order="branch", mlp=activation(c, "hidden_act", GATED))
-    return decoder(c, specs, style, BRANCH_NORMS)
+    return gated(c, by_kind(c, bias=c["attention_bias"], qk_norm="joint"), BRANCH_NORMS, "branch")
 
 
 def gemma2(c: Fields) -> Model:
@@ -79,8 +74,7 @@ def bounded(c: Fields) -> list[AttentionSpec]:
     spec, cap = attention(c, bias=c["attention_bias"], scale=query_scale(c)), c["attn_logit_softcapping"]
     if cap is not None and cap <= 0:
         c.refuse("attn_logit_softcapping", "more than 0, or null")
-    spec = spec if cap is None else CappedSpec(**vars(spec), cap=cap)
-    return [replace(spec, pattern=pattern) for pattern in windows(c)]
+    return windowed(c, spec if cap is None else CappedSpec(**vars(spec), cap=cap))
 
 
 def gemma3(c: Fields) -> Model:
@@ -97,8 +91,8 @@ def query_scale(c: Fields) -> float:
 
 
 SANDWICH_NORMS = {
-    "mixer_norm.weight": "input_layernorm.weight", "mixer_after.weight": "post_attention_layernorm.weight",
-    "mlp_norm.weight": "pre_feedforward_layernorm.weight", "mlp_after.weight": "post_feedforward_layernorm.weight",
+    "mixer_norm": "input_layernorm", "mixer_after": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm", "mlp_after": "post_feedforward_layernorm",
 }  # fmt: skip
 
 
@@ -109,7 +103,7 @@ def sandwich(
     c.only("use_bidirectional_attention", None, False)
     kind, cap = activation(c, "hidden_activation", GATED), c["final_logit_softcapping"]
     style = BlockStyle("rms-offset", order, mlp=kind, embedding_scale=embedding_factor(c), logits_cap=cap)
-    return decoder(c, specs, style, norms)
+    return named_as_llama(c, specs, style, norms)
 
 
 def by_kind(c: Fields, **options: Any) -> list[AttentionSpec]:
@@ -117,7 +111,7 @@ def by_kind(c: Fields, **options: Any) -> list[AttentionSpec]:
     the specs."""
     spec = attention(c, rotary=False, **options)
     d, _ = spec.head_dims(c["hidden_size"], c["num_attention_heads"])
-    specs = [replace(spec, rotary=True, pattern=pattern) for pattern in windows(c)]
+    specs = windowed(c, replace(spec, rotary=True))
     for i, kind in enumerate(c["layer_types"]):
         if (own := (c["rope_parameters"] or {}).get(kind)) is None:
             c.refuse("rope_parameters", f"parameters of {kind}")
@@ -143,33 +137,10 @@ def multiplied(c: Fields, logits: float, after: dict[str, str] | None = None) ->
     """Returns a model whose factors of activations become factors of weights. logits: that of the logits; after: names
     of norms after the branches {ours: theirs}."""
     spec = attention(c, bias=c["attention_bias"], scale=multiplier(c, "attention_multiplier"))
-    style = BlockStyle(
-        order="both" if after else "pre", mlp=activation(c, "hidden_act", GATED), bias=c["mlp_bias"],
-        embedding_scale=multiplier(c, "embedding_multiplier"),
-    )  # fmt: skip
-    model = decoder(c, [spec] * c["num_hidden_layers"], style, NORMS | (after or {}))
-    ends = [f"*.{name}" for name in after or ("mixer.o_proj.*", "mlp.down_proj.*")]
-    factors = dict.fromkeys(ends, multiplier(c, "residual_multiplier"))
-    return model._replace(views=scaled(model.views, factors | {FINAL_NORM: logits}))
-
-
-def qwen3_moe(c: Fields) -> Model:
-    c.ignore("use_sliding_window")  # by which its class has set sliding_window
-    count = "num_experts" if "num_experts" in c.names else "num_local_experts"  # from 5.23 on
-    fields = {ours: theirs for ours, theirs in QWEN_EXPERTS.items() if ours != "shared"} | {"count": count}
-    sparse = sparse_layers(c, c[count])
-    mixture = mixture_of(c, fields, balance=balance(c)) if sparse else None
-    c.ignore(*fields.values(), "router_aux_loss_coef", "output_router_logits")  # of a model without experts
-    spec = attention(c, bias=c["attention_bias"], qk_norm="head", pattern=window_of(c))
-    return mixed(c, spec, mixture, sparse, experts("mlp", c[count]))
-
-
-def mixtral(c: Fields) -> Model:
-    c.only("router_jitter_noise", 0.0)
-    fields = {"count": "num_local_experts", "chosen": "num_experts_per_tok"}
-    mixture = mixture_of(c, fields, balance=balance(c), normalized=True)
-    views = experts("block_sparse_moe", mixture.count, MIXTRAL_EXPERT)
-    return mixed(c, attention(c, pattern=window_of(c)), mixture, range(c["num_hidden_layers"]), views)
+    scale, order = multiplier(c, "embedding_multiplier"), "both" if after else "pre"
+    style = gated_style(c, order=order, bias=c["mlp_bias"], embedding_scale=scale)
+    model = named_as_llama(c, [spec], style, NORMS | (after or {}))
+    return scaled_as_granite(c, model, logits, [f"*.{name}.*" for name in after or ("mixer.o_proj", "mlp.down_proj")])
 
 
 def gpt_oss(c: Fields) -> Model:
@@ -180,8 +151,8 @@ def gpt_oss(c: Fields) -> Model:
     fields = {"count": "num_local_experts", "chosen": "num_experts_per_tok"}
     fields |= {"alpha": "swiglu_alpha", "limit": "swiglu_limit"}
     style = BlockStyle(experts=mixture_of(c, fields, ClampedExperts, balance=balance(c), normalized=True))
-    specs = [attention(c, bias=c["attention_bias"], null="learned", pattern=pattern) for pattern in windows(c)]
-    common = plain(NORMS | {"mixer.sinks": "self_attn.sinks"}) | clamped_experts(c, c["num_local_experts"])
+    specs = windowed(c, attention(c, bias=c["attention_bias"], null="learned"))
+    common = modules(NORMS) | plain({"mixer.sinks": "self_attn.sinks"}) | clamped_experts(c, c["num_local_experts"])
     views = [common | attention_views(spec, "self_attn") for spec in specs]
     return model_of(c, [Layer(spec, "experts") for spec in specs], style, views)
 
@@ -201,14 +172,6 @@ def clamped_experts(c: Fields, count: int) -> Views:
     return views
 
 
-def mixed(c: Fields, spec: AttentionSpec, mixture: Experts | None, sparse: Collection[int], views: Views) -> Model:
-    """Returns a model with experts in some layers. sparse: these layers; views: of their experts."""
-    style, depth = BlockStyle(mlp=activation(c, "hidden_act", GATED), experts=mixture), c["num_hidden_layers"]
-    common, mlp = plain(NORMS) | attention_views(spec, "self_attn"), mlp_views("mlp", style)
-    layers = [Layer(spec, "experts" if i in sparse else "one") for i in range(depth)]
-    return model_of(c, layers, style, [common | (views if i in sparse else mlp) for i in range(depth)])
-
-
 FORMATS: dict[str, Format] = {
     "phi3": Format("Phi3ForCausalLM", phi3),
     "smollm3": Format("SmolLM3ForCausalLM", smollm3),
@@ -216,7 +179,5 @@ FORMATS: dict[str, Format] = {
     "gemma2": Format("Gemma2ForCausalLM", gemma2),
     "gemma3_text": Format("Gemma3ForCausalLM", gemma3),
     "granite": Format("GraniteForCausalLM", granite),
-    "qwen3_moe": Format("Qwen3MoeForCausalLM", qwen3_moe),
-    "mixtral": Format("MixtralForCausalLM", mixtral),
     "gpt_oss": Format("GptOssForCausalLM", gpt_oss, files=PackedExperts),
 }
