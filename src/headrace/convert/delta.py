@@ -9,33 +9,28 @@ from ..extra.specs.latent import LatentSpec
 from ..spec.attention import AttentionSpec, Rope
 from ..spec.linear import MixerSpec
 from ..spec.stack import BlockStyle, Layer
-from .fields import Fields
-from .form import Format, Model, View, Views, below, conv_width, model_of, modules, named, plain, projections, stacked
-from .parts import (
+from .experts import (
     GATED_EXPERT,
     MIXTRAL_EXPERT,
-    NORMS,
-    balance,
+    QWEN_EXPERTS,
     deepseek_experts,
-    experts,
-    latent_attention,
-    layer_types,
     mixture_of,
-    mlp_views,
+    qwen_experts,
+    qwen_mixture,
     routed,
     stacked_experts,
 )
-from .softmax import attention, attention_views, latent_scale, rotation, window_of
+from .fields import Fields
+from .form import Format, Model, model_of
+from .parts import NORMS, latent_attention, layer_types, mlp_views
+from .rotary import latent_scale, rotation
+from .softmax import attention, attention_views, window_of
+from .views import View, Views, below, modules, named, projections, stacked
 
 KINDS = ("linear_attention", "full_attention")
 DYNAMICS = {
     "decay.A_log": "A_log", "decay.dt_bias": "dt_bias", "norm_weight": "norm.weight",
     "o_proj.weight": "out_proj.weight",
-}  # fmt: skip
-# Fields of Experts -> fields of the mixture of experts.
-QWEN_EXPERTS = {
-    "count": "num_experts", "chosen": "num_experts_per_tok", "width": "moe_intermediate_size",
-    "normalized": "norm_topk_prob", "shared": "shared_expert_intermediate_size",
 }  # fmt: skip
 
 
@@ -43,22 +38,8 @@ QWEN_EXPERTS = {
 
 
 def qwen3_next(c: Fields) -> Model:
-    sparse = sparse_layers(c, c["num_experts"])
     c.ignore("full_attention_interval")
-    mixture = None
-    if sparse:
-        mixture = mixture_of(c, QWEN_EXPERTS, balance=balance(c), shared_gate=True)
-    c.ignore(*QWEN_EXPERTS.values(), "router_aux_loss_coef", "output_router_logits")  # of a model without experts
-    return qwen(c, qwen3_next_projections, sparse, mixture)
-
-
-def sparse_layers(c: Fields, count: int) -> set[int]:
-    """Returns the layers with experts. count: the number of experts."""
-    depth, step = c["num_hidden_layers"], c["decoder_sparse_step"]
-    if step < 1:
-        c.refuse("decoder_sparse_step", "at least 1")
-    dense = {*(c["mlp_only_layers"] or [])}
-    return {*range(step - 1, depth, step)} - dense if count else set()
+    return qwen(c, qwen3_next_projections, *qwen_mixture(c, shared_gate=True))
 
 
 def qwen3_5(c: Fields) -> Model:
@@ -68,7 +49,7 @@ def qwen3_5(c: Fields) -> Model:
 def qwen3_5_moe(c: Fields) -> Model:
     """Every layer has experts, whose weights are always divided by their sum."""
     fields = {ours: theirs for ours, theirs in QWEN_EXPERTS.items() if ours != "normalized"}
-    mixture = mixture_of(c, fields, balance=balance(c), normalized=True, shared_gate=True)
+    mixture = mixture_of(c, fields, normalized=True, shared_gate=True)
     return qwen(c, qwen3_5_projections, range(c["num_hidden_layers"]), mixture)
 
 
@@ -95,11 +76,6 @@ def qwen(c: Fields, projections: Projections, sparse: Collection[int] = (), mixt
     mlps = [qwen_experts(mixture.count, style) if i in sparse else mlp_views("mlp", style) for i in range(len(kinds))]
     views = [modules(NORMS) | own[kind] | mlp for kind, mlp in zip(kinds, mlps, strict=True)]
     return model_of(c, layers, style, views, num_heads=heads, intermediate_size=width)
-
-
-def qwen_experts(count: int, style: BlockStyle) -> Views:
-    gate = {"mlp.shared_gate.weight": "mlp.shared_expert_gate.weight"}
-    return experts("mlp", count) | mlp_views("mlp.shared_expert", style, "mlp.shared") | plain(gate)
 
 
 def qwen_attention(c: Fields) -> AttentionSpec:
@@ -130,7 +106,7 @@ def gated_delta(c: Fields, heads: int, groups: int, key_dim: int, value_dim: int
     D = c["hidden_size"]
     return zoo.change_all(zoo.LINEAR["gated-deltanet"], {
         "heads.expand_k": key_dim * heads / D, "heads.expand_v": value_dim * heads / D, "heads.count": heads,
-        "heads.qk_groups": None if groups == heads else groups, "inputs.conv": conv_width(c, "linear_conv_kernel_dim"),
+        "heads.qk_groups": None if groups == heads else groups, "inputs.conv": c.count("linear_conv_kernel_dim", 2),
     } | (changes or {}))  # fmt: skip
 
 
@@ -160,7 +136,7 @@ def lara_mini(c: Fields) -> Model:
     has experts."""
     c.only("hidden_act", "silu", "swish")
     kinds = layer_types(c, (*KINDS, "sliding_attention"))
-    delta, mixture = delta_sizes(c), mixture_of(c, QWEN_EXPERTS, balance=balance(c))
+    delta, mixture = delta_sizes(c), mixture_of(c, QWEN_EXPERTS)
     softmax = attention(c, bias=c["attention_bias"], qk_norm="head", rotary=False)
     turned = rotation(c, c["head_dim"])
     specs: dict[str, Any] = {
@@ -272,7 +248,7 @@ def kimi_delta(c: Fields, changes: dict[str, Any]) -> MixerSpec:
     """Returns the spec of Kimi Delta Attention."""
     D, H, d = c["hidden_size"], c["linear_num_heads"], c["linear_head_dim"]
     sizes = {"heads.expand_k": d * H / D, "heads.expand_v": d * H / D, "heads.count": H, "heads.width": None}
-    return zoo.change_all(zoo.LINEAR["kda"], sizes | {"inputs.conv": conv_width(c, "linear_conv_kernel_dim")} | changes)
+    return zoo.change_all(zoo.LINEAR["kda"], sizes | {"inputs.conv": c.count("linear_conv_kernel_dim", 2)} | changes)
 
 
 def latent_spec(c: Fields, **options: Any) -> LatentSpec:

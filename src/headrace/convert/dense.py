@@ -11,24 +11,13 @@ from ..spec.attention import AttentionSpec
 from ..spec.stack import BlockStyle
 from . import softmax
 from .fields import Config, Fields
-from .form import Block, Format, Model, View, modules, named, norm_views
+from .form import Format, Model
 from .parallel import squared
-from .parts import NORMS, in_order, is_positive, mlp_views, multiplier
-from .softmax import (
-    BRANCH_NORMS,
-    ORIGINAL,
-    UNGATED,
-    activation,
-    attention,
-    attention_views,
-    decoder,
-    gated,
-    named_as_llama,
-    rotation,
-    window_of,
-    windowed,
-)
+from .parts import BRANCH_NORMS, NORMS, in_order, is_positive, mlp_views, multiplier
+from .rotary import ORIGINAL, rotation
+from .softmax import UNGATED, activation, attention, attention_views, decoder, gated, llama_like, window_of, windowed
 from .variants import SANDWICH_NORMS, bounded, gemma3, multiplied, sandwich
+from .views import Block, View, modules, named, norm_views
 
 BIASES: Any = {(True, True): True, (True, False): "qkv", (False, True): "o", (False, False): False}
 EXAONE = {  # parts of Llama's names -> those of EXAONE 3
@@ -50,7 +39,7 @@ def seed_oss(c: Fields) -> Model:
 
 def arcee(c: Fields) -> Model:
     style = BlockStyle(mlp=activation(c, "hidden_act", UNGATED), bias=c["mlp_bias"])
-    return named_as_llama(c, [attention(c, bias=c["attention_bias"])], style)
+    return llama_like(c, [attention(c, bias=c["attention_bias"])], style)
 
 
 def exaone(c: Fields) -> Model:
@@ -111,7 +100,7 @@ def hunyuan_spec(c: Fields) -> LateNormSpec:
     return spec
 
 
-LARGEST_ALPHA = 1e6  # whose power is a number, for any number of channels
+LARGEST_ALPHA = 1e6  # whose power is a for any number of channels
 
 
 def turned(c: Fields, parameters: Config, **options: Any) -> AttentionSpec:

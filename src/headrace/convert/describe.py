@@ -7,7 +7,8 @@ from ..spec.attention import AttentionSpec
 from ..spec.linear import MixerSpec
 from ..spec.mixer import Spec
 from .fields import Config
-from .softmax import GATED, rope_parameters
+from .rotary import rope_parameters
+from .softmax import GATED
 
 
 def llama(config: Any) -> Config:

@@ -22,9 +22,10 @@ from ..utils.integrity import seal, write_json
 from .describe import DESCRIPTIONS, has_cache
 from .fields import Config
 from .files import WEIGHTS
-from .form import SHARED, SPECIAL, Model, View
+from .form import SHARED, SPECIAL, Model
 from .formats import FORMATS
 from .slots import slots
+from .views import View
 
 
 def check_format(name: str) -> None:

@@ -72,6 +72,13 @@ class Fields:
         self.read |= {name} & self._values.keys()
         return self._values.get(name, default)
 
+    def count(self, name: str, least: int = 0) -> int:
+        """Returns the value of a field. InputError unless it is an integer of at least `least`."""
+        value = self[name]
+        if type(value) is not int or value < least:
+            self.refuse(name, f"{'' if type(value) is int else 'an integer of '}at least {least}")
+        return value
+
     def of_class(self, *names: str) -> Any:
         """Returns the value of the one of these fields that the class has, whatever config.json has beside, or None."""
         known = _names_of_class(self._described["model_type"]) if self._defaults is None else self._defaults

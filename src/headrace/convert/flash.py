@@ -10,25 +10,11 @@ from ..spec.attention import AttentionSpec, Pattern, Rope
 from ..spec.mixer import Spec
 from ..spec.stack import BlockStyle, Layer
 from .fields import Config, Fields
-from .form import (
-    Block,
-    Format,
-    Model,
-    View,
-    Views,
-    below,
-    conv_width,
-    kinds_of,
-    model_of,
-    modules,
-    named,
-    plain,
-    stacked,
-)
-from .mamba import divisor
+from .form import Format, Model, model_of
+from .mamba import divisor, mixers_alone
 from .parts import mlp_views, of_heads
-from .recurrent import mixers_alone
 from .softmax import activation, attention_views
+from .views import Block, View, Views, below, kinds_of, modules, named, plain, stacked
 
 DEFAULTS: Config = {
     "vocab_size": 32000, "hidden_size": 2048, "num_hidden_layers": 24, "max_position_embeddings": 2048,
@@ -128,7 +114,7 @@ def gla(c: Fields) -> Model:
 
 def delta_net(c: Fields) -> Model:
     gate = "silu" if c["use_gate"] else "none"
-    mixer = f"deltanet({widths(c)}, inputs.conv={conv_width(c, 'conv_size')}, read.gate={gate}, write.beta={beta(c)})"
+    mixer = f"deltanet({widths(c)}, inputs.conv={c.count('conv_size', 2)}, read.gate={gate}, write.beta={beta(c)})"
     return blocks(c, mixer, plain(DELTA_RULE | (GATE if c["use_gate"] else {})))
 
 
@@ -147,7 +133,7 @@ def delta_rule(c: Fields, mixer: str, views: Views, changes: Config | None = Non
     H, K, V = c.get("num_v_heads") or keys, c["head_dim"], round(c["head_dim"] * c["expand_v"], 6)
     spec = zoo.change_all(zoo.get(mixer), {
         "heads.expand_k": K * H / D, "heads.expand_v": V * H / D, "heads.width": None,
-        "heads.qk_groups": None if keys == H else keys, "inputs.conv": conv_width(c, "conv_size"),
+        "heads.qk_groups": None if keys == H else keys, "inputs.conv": c.count("conv_size", 2),
         "write.beta": beta(c),
     } | (changes or {}))  # fmt: skip
     return blocks(c, spec, views, num_heads=H)
@@ -175,7 +161,7 @@ def hgrn2(c: Fields) -> Model:
     """The epsilon of its norm is 1e-5 in any model."""
     D, K, H = c["hidden_size"], c["expand_ratio"], c["num_heads"]
     if not K and not (H and H <= D):
-        c.refuse("expand_ratio", f"a number, or None with a num_heads of at most {D}")
+        c.refuse("expand_ratio", f"a or None with a num_heads of at most {D}")
     K = K or D // H
     c.only("num_heads", D // K, None)
     mixer = f"hgrn2(heads.expand_k={D // K * K / D}, heads.width=none, read.eps=1e-5)"

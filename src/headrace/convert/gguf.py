@@ -22,7 +22,7 @@ from ..utils.errors import InputError, reading
 from ..utils.integrity import short
 from .fields import Config
 from .files import Header, Tensors
-from .softmax import rope_parameters
+from .rotary import rope_parameters
 
 # Architectures, and whether llama.cpp rotates neighbors in them: q and k have the two halves of a head interleaved.
 ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False, "arcee": True, "seed_oss": False}

@@ -4,40 +4,13 @@ from math import inf
 from typing import Any
 
 from ..spec.stack import BlockStyle, Experts, Layer
+from .experts import experts, mixture_of, stacked_experts
 from .fields import Fields
-from .form import (
-    BACKBONE,
-    OUTER,
-    Format,
-    Model,
-    View,
-    Views,
-    below,
-    conv_width,
-    layer_name,
-    model_of,
-    modules,
-    named,
-    outer_views,
-    shared,
-)
+from .form import Format, Model, model_of, shared
 from .mamba import SILU, Mamba2, divisor, mamba_layer
-from .parts import (
-    FINAL_NORM,
-    NORMS,
-    PRE_FF_NORMS,
-    balance,
-    experts,
-    gate_up_views,
-    layer_types,
-    mixture_of,
-    mlp_views,
-    multiplier,
-    scaled,
-    scaled_as_granite,
-    stacked_experts,
-)
+from .parts import NORMS, PRE_FF_NORMS, as_granite, gate_up_views, layer_types, mlp_views, multiplier, scaled
 from .softmax import GATED, UNGATED, activation, attention, attention_views
+from .views import BACKBONE, FINAL_NORM, HYBRID, View, Views, below, layer_name, modules, named, outer_views
 
 # --- Falcon-H1 -------------------------------------------------------------------------------------------------------
 
@@ -55,7 +28,7 @@ def falcon_h1(c: Fields) -> Model:
     own = mamba.views("mamba") | mlp_views("feed_forward", style)
     own |= {name.replace("mixer", "parallel", 1): view for name, view in attention_views(spec, "self_attn").items()}
     own = scaled(own, falcon_factors(c)) | modules(PRE_FF_NORMS)
-    model = model_of(c, layers, style, [own] * len(layers), OUTER)
+    model = model_of(c, layers, style, [own] * len(layers), HYBRID)
     return model._replace(views=scaled(model.views, {FINAL_NORM: multiplier(c, "lm_head_multiplier")}))
 
 
@@ -101,7 +74,7 @@ def granitemoehybrid(c: Fields) -> Model:
     own = {"linear_attention": mamba.views("mamba"), "full_attention": attention_views(spec, "self_attn")}
     views = [modules(NORMS) | own[kind] | mlp for kind in listed]
     model = model_of(c, layers, style, views, intermediate_size=width)
-    return scaled_as_granite(c, model, 1 / multiplier(c, "logits_scaling"))
+    return as_granite(c, model, 1 / multiplier(c, "logits_scaling"))
 
 
 def granite_experts(c: Fields) -> Experts | None:
@@ -112,7 +85,7 @@ def granite_experts(c: Fields) -> Experts | None:
         "count": "num_local_experts", "chosen": "num_experts_per_tok", "width": "intermediate_size",
         "shared": "shared_intermediate_size",
     }  # fmt: skip
-    return mixture_of(c, fields, balance=balance(c), normalized=True)
+    return mixture_of(c, fields, normalized=True)
 
 
 # --- Nemotron-H ------------------------------------------------------------------------------------------------------
@@ -124,7 +97,7 @@ def nemotron_h(c: Fields) -> Model:
     c.only("mamba_hidden_act", *SILU)
     c.ignore(*NEMOTRON_UNUSED)
     mamba = Mamba2(
-        heads, c["ssm_state_size"], c["mamba_head_dim"], divisor(c, "n_groups", heads), conv_width(c, "conv_kernel"),
+        heads, c["ssm_state_size"], c["mamba_head_dim"], divisor(c, "n_groups", heads), c.count("conv_kernel", 2),
         c["use_conv_bias"], (bias, bias), (max(c["time_step_min"], 0.0), inf),
     )  # fmt: skip
     spec, mlp = attention(c, rotary=False), activation(c, "mlp_hidden_act", UNGATED)
@@ -195,7 +168,7 @@ def zamba2(c: Fields) -> Model:
     for name, value in derived.items():
         c.only(name, value)
     mamba = Mamba2(
-        heads, c["mamba_d_state"], wide // heads, divisor(c, "mamba_ngroups", heads), conv_width(c, "mamba_d_conv"),
+        heads, c["mamba_d_state"], wide // heads, divisor(c, "mamba_ngroups", heads), c.count("mamba_d_conv", 2),
         True, (bias, bias), (max(c["time_step_min"], 0.0), inf), eps=1e-5,
     )  # fmt: skip
     hybrid = [kind == "hybrid" for kind in layer_types(c, ("linear_attention", "hybrid"), "layers_block_type")]
@@ -204,7 +177,7 @@ def zamba2(c: Fields) -> Model:
         c.refuse("tie_word_embeddings", "True, without which transformers gives each layer a block of its own")
     layers = [Layer(mamba.spec(D, H), "none", shared=shares) for shares in hybrid]
     style = zamba2_style(c, any(hybrid))
-    views = outer_views(c, style, OUTER)
+    views = outer_views(c, style, HYBRID)
     for i, shares in enumerate(hybrid):
         theirs = f"model.layers.{i}.mamba_decoder" if shares else f"model.layers.{i}"
         views |= modules({f"{layer_name(i)}.mixer_norm": f"{theirs}.input_layernorm"})

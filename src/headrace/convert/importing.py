@@ -25,9 +25,10 @@ from ..spec.record import LARGEST
 from ..utils.errors import InputError, did_you_mean, reading
 from .fields import Config, Fields, check_sizes, without
 from .files import Header, Tensors, check_depth
-from .form import PRECISIONS, SPECIAL, Block, Format, Model, View, Views
+from .form import PRECISIONS, SPECIAL, Format, Model
 from .formats import FORMATS, MISSING
 from .slots import slots
+from .views import Block, View, Views
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 ROUTERS = "choice_bias", "mlp.router.weight", "mlp.router.bias"

@@ -6,11 +6,13 @@ from typing import Any
 from ..extra.specs.scan import ScanSpec
 from ..spec.attention import Rope
 from ..spec.stack import BlockStyle, Experts, Layer
+from .experts import MIXTRAL_EXPERT, experts, mixture_of
 from .fields import Fields
-from .form import Format, Model, Views, conv_width, model_of, modules, plain
-from .parts import MIXTRAL_EXPERT, experts, in_order, is_positive, layer_types, mixture_of
+from .form import Format, Model, model_of
+from .parts import in_order, is_positive, layer_types
+from .rotary import own_rotation
 from .softmax import attention, attention_views, window_of
-from .variants import own_rotation
+from .views import Views, modules, plain
 
 
 def lfm2(c: Fields) -> Model:
@@ -66,15 +68,13 @@ LFM2_OUTER = ("model", "embed_tokens", "embedding_norm", "layers")
 def short_convolution(c: Fields) -> tuple[ScanSpec, Views]:
     bias = c["conv_bias"]
     names = {f"mixer.{name}": f"conv.{name}" for name in ("in_proj", "conv", "out_proj")}
-    spec = ScanSpec("short-conv", conv=conv_width(c, "conv_L_cache"), conv_bias=bias, bias=bias)
+    spec = ScanSpec("short-conv", conv=c.count("conv_L_cache", 2), conv_bias=bias, bias=bias)
     return spec, modules(names, bias)
 
 
 def lfm2_width(c: Fields) -> int:
     """Returns the width of the MLP: two thirds of intermediate_size times a factor, rounded up to a multiple."""
-    width, factor, multiple = c["intermediate_size"], c["block_ffn_dim_multiplier"], c["block_multiple_of"]
-    if multiple < 1:
-        c.refuse("block_multiple_of", "at least 1")
+    width, factor, multiple = c["intermediate_size"], c["block_ffn_dim_multiplier"], c.count("block_multiple_of", 1)
     if not c["block_auto_adjust_ff_dim"]:
         return width
     width = int(2 * width / 3)

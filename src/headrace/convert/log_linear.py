@@ -5,9 +5,10 @@ import math
 from ..spec.stack import BlockStyle, Layer
 from .fields import Fields
 from .flash import expanded_heads, fla, mlp_width
-from .form import BACKBONE, Format, Model, conv_width, model_of, modules
+from .form import Format, Model, model_of
 from .mamba import SILU, Mamba2, divisor
 from .parts import mlp_views
+from .views import BACKBONE, modules
 
 LEVELS = 15  # for up to 2^14 tokens
 
@@ -17,7 +18,7 @@ def log_linear_mamba2(c: Fields) -> Model:
     D, V, depth, H = c["hidden_size"], c["head_dim"], c["num_hidden_layers"], expanded_heads(c)
     order = "norm-gate" if c["norm_before_gate"] else "gate-norm"
     layer = Mamba2(
-        H, c["state_size"], V, divisor(c, "n_groups", H), conv_width(c, "conv_kernel"), c["use_conv_bias"],
+        H, c["state_size"], V, divisor(c, "n_groups", H), c.count("conv_kernel", 2), c["use_conv_bias"],
         (c["use_bias"],) * 2, norm=order if c["rmsnorm"] else "none", levels=LEVELS,
     )  # fmt: skip
     own = modules({name: name for name in ("mixer_norm", "mlp_norm")}) | mlp_views("mlp", BlockStyle())

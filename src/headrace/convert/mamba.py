@@ -6,8 +6,11 @@ from typing import Any, NamedTuple
 
 from .. import zoo
 from ..spec.linear import Heads, MixerSpec
+from ..spec.mixer import Spec
+from ..spec.stack import BlockStyle, Layer
 from .fields import Config, Fields
-from .form import View, Views, below, conv_width, named, stacked
+from .form import Model, shared
+from .views import BACKBONE, View, Views, assembled, below, modules, named, outer_views, stacked
 
 SILU = ("silu", "swish")
 
@@ -70,7 +73,7 @@ def limit(c: Fields, name: str) -> tuple[float, float]:
 
 def divisor(c: Fields, name: str, heads: int) -> int:
     """Returns a number of groups of heads."""
-    if c[name] < 1 or heads % c[name]:
+    if not c[name] or c[name] < 1 or heads % c[name]:
         c.refuse(name, f"a divisor of the number of heads, {heads}")
     return c[name]
 
@@ -91,8 +94,16 @@ def mamba_layer(c: Fields, biases: tuple[bool, bool], norm: str = "gate-norm") -
     """Returns a layer of Mamba-2 by the fields of Bamba. biases: of the input and of the output projection."""
     c.ignore("mamba_expand", "mamba_d_ssm")  # the width, which is that of the heads
     c.ignore("mamba_chunk_size")
-    heads, conv = c["mamba_n_heads"], conv_width(c, "mamba_d_conv")
+    heads, conv = c["mamba_n_heads"], c.count("mamba_d_conv", 2)
     return Mamba2(
         heads, c["mamba_d_state"], c["mamba_d_head"], divisor(c, "mamba_n_groups", heads), conv, c["mamba_conv_bias"],
         biases, limit(c, "time_step_limit"), norm,
     )  # fmt: skip
+
+
+def mixers_alone(c: Fields, spec: Spec, views: Views, **sizes: Any) -> Model:
+    """Returns a model of mixers without MLPs. views: of a layer's mixer."""
+    depth, own = c["num_hidden_layers"], modules({"mixer_norm": "norm"}) | views
+    style = BlockStyle(mlp="none")
+    arguments = shared(c, [Layer(spec)] * depth, style, **sizes)
+    return Model(arguments, assembled([own] * depth, outer_views(c, style, BACKBONE), "backbone.layers"))

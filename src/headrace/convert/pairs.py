@@ -3,9 +3,10 @@
 from ..spec.attention import AttentionSpec
 from ..spec.stack import BlockStyle, Layer
 from .fields import Fields
-from .form import Format, Model, Views, model_of, modules
-from .parts import FINAL_NORM, NORMS, gate_up_views, in_order, mlp_views, multiplier, scaled
+from .form import Format, Model, model_of
+from .parts import NORMS, gate_up_views, in_order, mlp_views, multiplier, scaled
 from .softmax import attention, attention_views, gated_style, windowed
+from .views import FINAL_NORM, Views, modules
 
 GLM4_NORMS = NORMS | {"mixer_after": "post_self_attn_layernorm", "mlp_after": "post_mlp_layernorm"}
 

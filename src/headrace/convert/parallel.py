@@ -8,10 +8,11 @@ from typing import Any
 from ..spec.attention import AttentionSpec, Pattern, Rope
 from ..spec.stack import BlockStyle
 from .fields import Fields
-from .form import Format, Model, View, Views, modules, norm_views, projections
+from .form import Format, Model
 from .pairs import neighbours
 from .parts import NORMS, layer_types
-from .softmax import UNGATED, activation, attention, attention_views, decoder, gated_style, named_as_llama, window_of
+from .softmax import UNGATED, activation, attention, attention_views, decoder, gated_style, llama_like, window_of
+from .views import View, Views, modules, norm_views, projections
 
 GPT = ("transformer", "wte", "ln_f", "h")  # as LLAMA
 DENSE = {"mlp.up_proj": "mlp.dense_h_to_4h", "mlp.down_proj": "mlp.dense_4h_to_h"}
@@ -127,9 +128,7 @@ def gpt_neo(c: Fields) -> Model:
     """Layers with and without a window take turns. Their logits have no factor."""
     c.ignore("resid_dropout", "embed_dropout", "classifier_dropout")
     c.ignore("attention_types")  # by which its class has set attention_layers
-    if c["window_size"] < 1:
-        c.refuse("window_size", "at least 1")
-    patterns = {"global": None, "local": Pattern(c["window_size"])}
+    patterns = {"global": None, "local": Pattern(c.count("window_size", 1))}
     kinds = layer_types(c, patterns, "attention_layers")
     spec = AttentionSpec(rotary=False, bias="o", scale="one")
     sizes = {
@@ -152,7 +151,7 @@ def stablelm(c: Fields) -> Model:
     c.ignore("hidden_dropout")
     joint, spec = c["use_parallel_residual"], attention(c, partial=True, bias="qkv" if c["use_qkv_bias"] else False)
     style = gated_style(c, norm="layer-bias", order="parallel-joint" if joint else "pre")
-    return named_as_llama(c, [spec], style, {"mixer_norm": "input_layernorm"} if joint else NORMS)
+    return llama_like(c, [spec], style, {"mixer_norm": "input_layernorm"} if joint else NORMS)
 
 
 def starcoder2(c: Fields) -> Model:
@@ -167,7 +166,7 @@ def olmo(c: Fields) -> Model:
     """The epsilon of its norms is 1e-5 in any model."""
     c.only("clip_qkv", None)
     spec = attention(c, bias=c["attention_bias"])
-    return named_as_llama(c, [spec], gated_style(c, norm="layer-plain"), norm_eps=1e-5)
+    return llama_like(c, [spec], gated_style(c, norm="layer-plain"), norm_eps=1e-5)
 
 
 def nemotron(c: Fields) -> Model:
@@ -181,7 +180,7 @@ def squared(c: Fields, partial: bool = False) -> Model:
     """Returns a model of MLPs with ReLU². partial: as in `rotation`."""
     spec = attention(c, partial, bias=c["attention_bias"])
     kind = activation(c, "hidden_act", UNGATED)
-    return named_as_llama(c, [spec], BlockStyle("layer-bias", mlp=kind, bias=c["mlp_bias"]))
+    return llama_like(c, [spec], BlockStyle("layer-bias", mlp=kind, bias=c["mlp_bias"]))
 
 
 FORMATS: dict[str, Format] = {

@@ -9,32 +9,14 @@ from ..extra.specs.scan import ScanSpec
 from ..spec.attention import Pattern
 from ..spec.decay import Decay
 from ..spec.linear import Heads, Inputs, MixerSpec, Read
-from ..spec.mixer import Spec
 from ..spec.stack import BlockStyle, Experts, Layer
+from .experts import MIXTRAL_EXPERT, experts, mixture_of
 from .fields import Fields
-from .form import (
-    BACKBONE,
-    OUTER,
-    Format,
-    Model,
-    View,
-    Views,
-    assembled,
-    below,
-    conv_width,
-    layer_name,
-    model_of,
-    modules,
-    named,
-    norm_views,
-    outer_views,
-    plain,
-    shared,
-    stacked,
-)
-from .mamba import SILU, Mamba2, divisor, limit, mamba1, mamba_layer
-from .parts import MIXTRAL_EXPERT, PRE_FF_NORMS, balance, experts, layer_types, mixture_of, mlp_views, scaled
+from .form import Format, Model, model_of, shared
+from .mamba import SILU, Mamba2, divisor, limit, mamba1, mamba_layer, mixers_alone
+from .parts import PRE_FF_NORMS, layer_types, mlp_views, scaled
 from .softmax import attention, attention_views, window_of
+from .views import HYBRID, View, Views, assembled, below, layer_name, modules, named, outer_views, plain, stacked
 
 
 def mamba2(c: Fields) -> Model:
@@ -50,18 +32,10 @@ def mamba2(c: Fields) -> Model:
         c.only("norm_before_gate", False)  # which has no effect in transformers
     c.only("norm_eps", c["layer_norm_epsilon"])  # likewise
     layer = Mamba2(
-        H, c["state_size"], V, divisor(c, "n_groups", H), conv_width(c, "conv_kernel"), c["use_conv_bias"],
+        H, c["state_size"], V, divisor(c, "n_groups", H), c.count("conv_kernel", 2), c["use_conv_bias"],
         (c["use_bias"],) * 2, limit(c, "time_step_limit"),
     )  # fmt: skip
     return mixers_alone(c, layer.spec(D, H), layer.views("mixer"), num_heads=H)
-
-
-def mixers_alone(c: Fields, spec: Spec, views: Views, **sizes: Any) -> Model:
-    """Returns a model of mixers without MLPs. views: of a layer's mixer."""
-    depth, own = c["num_hidden_layers"], modules({"mixer_norm": "norm"}) | views
-    style = BlockStyle(mlp="none")
-    arguments = shared(c, [Layer(spec)] * depth, style, **sizes)
-    return Model(arguments, assembled([own] * depth, outer_views(c, style, BACKBONE), "backbone.layers"))
 
 
 def mamba(c: Fields, **norm: Any) -> Model:
@@ -73,7 +47,7 @@ def mamba(c: Fields, **norm: Any) -> Model:
     c.ignore("time_step_scale", "time_step_min", "time_step_max", "time_step_init_scheme", "time_step_floor")
     c.only("norm_eps", c["layer_norm_epsilon"])  # as flash-linear-attention writes it under the same model_type
     spec = ScanSpec(
-        "mamba", c["state_size"], conv_width(c, "conv_kernel"), c["intermediate_size"] / D, c["time_step_rank"],
+        "mamba", c["state_size"], c.count("conv_kernel", 2), c["intermediate_size"] / D, c["time_step_rank"],
         conv_bias=conv_bias, bias=bias, **norm,
     )  # fmt: skip
     return mixers_alone(c, spec, mamba1("mixer", bias, conv_bias))
@@ -97,7 +71,7 @@ def bamba(c: Fields) -> Model:
     common = modules(PRE_FF_NORMS) | mlp_views("feed_forward", style)
     own = {True: attention_views(softmax, "self_attn"), False: mamba.views("mamba")}
     layers = [Layer(softmax if each else spec) for each in attends]
-    return model_of(c, layers, style, [common | own[each] for each in attends], OUTER)
+    return model_of(c, layers, style, [common | own[each] for each in attends], HYBRID)
 
 
 def jamba(c: Fields) -> Model:
@@ -105,7 +79,7 @@ def jamba(c: Fields) -> Model:
     c.ignore("use_mamba_kernels", "use_mambapy", "use_associative_scan")
     bias, conv_bias, count = c["mamba_proj_bias"], c["mamba_conv_bias"], c["num_experts"]
     spec = ScanSpec(
-        "mamba", c["mamba_d_state"], conv_width(c, "mamba_d_conv"), c["mamba_expand"], c["mamba_dt_rank"], True,
+        "mamba", c["mamba_d_state"], c.count("mamba_d_conv", 2), c["mamba_expand"], c["mamba_dt_rank"], True,
         conv_bias, bias,
     )  # fmt: skip
     softmax = attention(c, rotary=False)
@@ -122,12 +96,12 @@ def jamba(c: Fields) -> Model:
     layers = [Layer(softmax if attends else spec, "experts" if mixed else "one") for attends, mixed in pairs]
     c.ignore("num_experts_per_tok", "router_aux_loss_coef", "output_router_logits")  # of a model without experts
     views = [modules(PRE_FF_NORMS) | own[attends] | mlp[mixed] for attends, mixed in pairs]
-    return model_of(c, layers, style, views, OUTER)
+    return model_of(c, layers, style, views, HYBRID)
 
 
 def mixture(c: Fields, count: int, **options: Any) -> Experts:
     """Returns a mixture of experts."""
-    return mixture_of(c, {"chosen": "num_experts_per_tok"}, count=count, balance=balance(c), **options)
+    return mixture_of(c, {"chosen": "num_experts_per_tok"}, count=count, **options)
 
 
 def minimax(c: Fields) -> Model:
@@ -201,7 +175,7 @@ def recurrent_gemma(c: Fields) -> Model:
     c.ignore("w_init_variance_scale", "final_w_init_variance_scale")
     if not c["block_types"] or {*c["block_types"]} - {"recurrent", "attention"}:
         c.refuse("block_types", "a list of recurrent and attention")
-    unit = ScanSpec("rg-lru", conv=conv_width(c, "conv1d_width"), expand=c["lru_width"] / c["hidden_size"], bias=True)
+    unit = ScanSpec("rg-lru", conv=c.count("conv1d_width", 2), expand=c["lru_width"] / c["hidden_size"], bias=True)
     pattern, bias = Pattern(window=c["attention_window_size"]), True if c["attention_bias"] else "o"
     softmax = attention(c, partial=True, pattern=pattern, bias=bias)
     own = {"recurrent": rg_lru_views("temporal_block"), "attention": attention_views(softmax, "temporal_block")}
@@ -229,34 +203,6 @@ def rg_lru_views(theirs: str) -> Views:
     return named("mixer", theirs, names) | both
 
 
-def rwkv(c: Fields) -> Model:
-    D, depth = c["hidden_size"], c["num_hidden_layers"]
-    c.only("layer_norm_epsilon", 1e-5)  # which the last norm has in any case
-    c.ignore("rescale_every")  # halves the stream for float16, and all that is added to it
-    spec = ScanSpec("rwkv4", expand=c["attention_hidden_size"] / D)
-    style = BlockStyle("layer", mlp="rwkv4", bias=True, embedding_norm=True)
-    views = outer_views(c, style, ("rwkv", "embeddings", "ln_out", "blocks"))
-    views |= {} if c["tie_word_embeddings"] else {"lm_head.weight": View("head.weight")}
-    views |= norm_views(style, {"model.backbone.embedding_norm": "rwkv.blocks.0.pre_ln"})
-    own = norm_views(style, {"mixer_norm": "ln1", "mlp_norm": "ln2"}) | modules(RWKV_PROJECTIONS)
-    own |= plain(RWKV_RATES) | plain(RWKV_MIXES, shape=(1, 1, D))
-    views = assembled([own] * depth, views, "rwkv.blocks")
-    sizes = {"intermediate_size": c["intermediate_size"], "max_position_embeddings": c["context_length"]}
-    return Model(shared(c, [Layer(spec)] * depth, style, **sizes), views)
-
-
-RWKV_RATES = {"mixer.log_rate": "attention.time_decay", "mixer.bonus": "attention.time_first"}
-RWKV_PROJECTIONS = {
-    "mixer.r_proj": "attention.receptance", "mixer.k_proj": "attention.key", "mixer.v_proj": "attention.value",
-    "mixer.o_proj": "attention.output", "mlp.gate_proj": "feed_forward.receptance", "mlp.up_proj": "feed_forward.key",
-    "mlp.down_proj": "feed_forward.value",
-}  # fmt: skip
-RWKV_MIXES = {
-    "mixer.mix.r": "attention.time_mix_receptance", "mixer.mix.k": "attention.time_mix_key",
-    "mixer.mix.v": "attention.time_mix_value", "mlp.mix.r": "feed_forward.time_mix_receptance",
-    "mlp.mix.k": "feed_forward.time_mix_key",
-}  # fmt: skip
-
 FORMATS: dict[str, Format] = {
     "mamba2": Format("Mamba2ForCausalLM", mamba2),
     "mamba": Format("MambaForCausalLM", mamba),
@@ -265,5 +211,4 @@ FORMATS: dict[str, Format] = {
     "jamba": Format("JambaForCausalLM", jamba),
     "minimax": Format("MiniMaxForCausalLM", minimax, buffers=("_decay", "slope_rate")),
     "recurrent_gemma": Format("RecurrentGemmaForCausalLM", recurrent_gemma),
-    "rwkv": Format("RwkvForCausalLM", rwkv),
 }

@@ -1,16 +1,47 @@
-"""RWKV-6 and RWKV-7 in the formats of flash-linear-attention."""
+"""RWKV-4 in the format of transformers, RWKV-6 and RWKV-7 in those of flash-linear-attention."""
 
 from collections.abc import Sequence
 
 from .. import zoo
 from ..extra.rwkv7 import RWKV7
 from ..extra.specs.matrix import MatrixSpec
+from ..extra.specs.scan import ScanSpec
 from ..layers.linear.readout import GROUP_NORM_EPS
 from ..spec.mixer import Spec
 from ..spec.stack import BlockStyle, Layer
 from .fields import Fields
 from .flash import EMBEDDINGS, fla, hybrid, widths
-from .form import Block, Format, Model, View, Views, model_of, modules, norm_views, plain
+from .form import Format, Model, model_of, shared
+from .views import Block, View, Views, assembled, modules, norm_views, outer_views, plain
+
+
+def rwkv4(c: Fields) -> Model:
+    D, depth = c["hidden_size"], c["num_hidden_layers"]
+    c.only("layer_norm_epsilon", 1e-5)  # which the last norm has in any case
+    c.ignore("rescale_every")  # halves the stream for float16, and all that is added to it
+    spec = ScanSpec("rwkv4", expand=c["attention_hidden_size"] / D)
+    style = BlockStyle("layer", mlp="rwkv4", bias=True, embedding_norm=True)
+    views = outer_views(c, style, ("rwkv", "embeddings", "ln_out", "blocks"))
+    views |= {} if c["tie_word_embeddings"] else {"lm_head.weight": View("head.weight")}
+    views |= norm_views(style, {"model.backbone.embedding_norm": "rwkv.blocks.0.pre_ln"})
+    own = norm_views(style, {"mixer_norm": "ln1", "mlp_norm": "ln2"}) | modules(RWKV_PROJECTIONS)
+    own |= plain(RWKV_RATES) | plain(RWKV_MIXES, shape=(1, 1, D))
+    views = assembled([own] * depth, views, "rwkv.blocks")
+    sizes = {"intermediate_size": c["intermediate_size"], "max_position_embeddings": c["context_length"]}
+    return Model(shared(c, [Layer(spec)] * depth, style, **sizes), views)
+
+
+RWKV_RATES = {"mixer.log_rate": "attention.time_decay", "mixer.bonus": "attention.time_first"}
+RWKV_PROJECTIONS = {
+    "mixer.r_proj": "attention.receptance", "mixer.k_proj": "attention.key", "mixer.v_proj": "attention.value",
+    "mixer.o_proj": "attention.output", "mlp.gate_proj": "feed_forward.receptance", "mlp.up_proj": "feed_forward.key",
+    "mlp.down_proj": "feed_forward.value",
+}  # fmt: skip
+RWKV_MIXES = {
+    "mixer.mix.r": "attention.time_mix_receptance", "mixer.mix.k": "attention.time_mix_key",
+    "mixer.mix.v": "attention.time_mix_value", "mlp.mix.r": "feed_forward.time_mix_receptance",
+    "mlp.mix.k": "feed_forward.time_mix_key",
+}  # fmt: skip
 
 
 def rwkv6(c: Fields) -> Model:
@@ -100,6 +131,7 @@ def blocks(
 
 
 FORMATS: dict[str, Format] = {
+    "rwkv": Format("RwkvForCausalLM", rwkv4),
     "rwkv6": fla(
         "RWKV6ForCausalLM", rwkv6,
         {"num_heads": 4, "expand_k": 0.5, "expand_v": 1.0, "hidden_ratio": 3.5, "norm_eps": 1e-5, "norm_bias": True,

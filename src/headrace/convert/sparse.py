@@ -8,29 +8,26 @@ from ..extra.sparsemixer import NearExperts
 from ..spec.attention import AttentionSpec
 from ..spec.mixer import Spec
 from ..spec.stack import BlockStyle, Experts, Layer
-from .delta import QWEN_EXPERTS, latent_spec, qwen_experts, sparse_layers
+from .delta import latent_spec
 from .dense import LATE, hunyuan_spec, turned
-from .fields import Fields
-from .form import Format, Model, Views, model_of, modules, norm_views
-from .pairs import neighbours
-from .parts import (
+from .experts import (
     MIXTRAL_EXPERT,
-    NORMS,
-    balance,
+    QWEN_EXPERTS,
     deepseek_experts,
     experts,
-    gate_up_views,
-    latent_attention,
-    layer_types,
     mixture_of,
-    mlp_views,
-    multiplier,
-    number,
+    qwen_experts,
+    qwen_mixture,
     routed,
-    scaled_as_granite,
     stacked_experts,
 )
-from .softmax import BRANCH_NORMS, attention, attention_views, gated_style, latent_scale, rotation, window_of, windowed
+from .fields import Fields
+from .form import Format, Model, model_of
+from .pairs import neighbours
+from .parts import BRANCH_NORMS, NORMS, as_granite, gate_up_views, latent_attention, layer_types, mlp_views, multiplier
+from .rotary import latent_scale, rotation
+from .softmax import attention, attention_views, gated_style, window_of, windowed
+from .views import Views, modules, norm_views
 
 Mixer = tuple[Spec, Views]
 
@@ -43,7 +40,7 @@ def deepseek_v2(c: Fields) -> Model:
     c.only("topk_method", "greedy", "group_limited_greedy")
     grouped = c["topk_method"] == "group_limited_greedy"
     c.ignore("n_group", "topk_group")
-    shared = number(c, "n_shared_experts") * c["moe_intermediate_size"]
+    shared = c.count("n_shared_experts") * c["moe_intermediate_size"]
     names = DEEPSEEK_V2 | ({"groups": "n_group", "chosen_groups": "topk_group"} if grouped else {})
     mixture = mixture_of(c, names, balance=0.0, best=1, shared=shared or None)
     return sparse(c, [latent(c, True)], mixture, bias=c["mlp_bias"])
@@ -111,9 +108,7 @@ def dots1(c: Fields) -> Model:
 
 def qwen2_moe(c: Fields) -> Model:
     c.ignore("max_window_layers", "sliding_window")  # by which its class has set layer_types
-    which = sparse_layers(c, c["num_experts"])
-    mixture = mixture_of(c, QWEN_EXPERTS, balance=balance(c), shared_gate=True) if which else None
-    c.ignore(*QWEN_EXPERTS.values(), "router_aux_loss_coef", "output_router_logits")  # of a model without experts
+    which, mixture = qwen_mixture(c, shared_gate=True)
     layer_types(c, ["full_attention", *["sliding_attention"] * c["use_sliding_window"]])
     spec = attention(c, bias="qkv" if c["qkv_bias"] else False)
     specs = windowed(c, spec) if c["use_sliding_window"] else [spec]
@@ -129,7 +124,7 @@ def flex_olmo(c: Fields) -> Model:
 def olmoe(c: Fields, order: Any = "pre") -> Model:
     c.only("clip_qkv", None)
     names = {"count": "num_experts", "chosen": "num_experts_per_tok", "normalized": "norm_topk_prob"}
-    mixture = mixture_of(c, names, balance=balance(c))
+    mixture = mixture_of(c, names)
     spec = attention(c, bias=c["attention_bias"], qk_norm="joint")
     return layered(c, [keyed(spec)], gated_style(c, order=order, experts=mixture), experts("mlp", mixture.count))
 
@@ -139,10 +134,10 @@ def ernie4_5_moe(c: Fields) -> Model:
     c.ignore("router_aux_loss_coef")
     if c["moe_norm_min"] is None or not 0 <= c["moe_norm_min"] <= 1e-12:
         c.refuse("moe_norm_min", "at most 1e-12")
-    bias, depth, step = c["use_bias"], c["num_hidden_layers"], number(c, "moe_layer_interval", 1)
-    first, last = (number(c, f"moe_layer_{end}_index") for end in ("start", "end"))
+    bias, depth, step = c["use_bias"], c["num_hidden_layers"], c.count("moe_layer_interval", 1)
+    first, last = (c.count(f"moe_layer_{end}_index") for end in ("start", "end"))
     which = [i for i in range(depth) if (i + 1) % step == 0 and first <= i <= last]
-    shared = number(c, "moe_num_shared_experts") * c["moe_intermediate_size"]
+    shared = c.count("moe_num_shared_experts") * c["moe_intermediate_size"]
     names = {"count": "moe_num_experts", "chosen": "moe_k", "width": "moe_intermediate_size"}
     mixture = mixture_of(c, names, balance=0.0, biased=True, normalized=True, shared=shared or None)
     style = gated_style(c, bias=bias, head_bias=bias, experts=mixture)
@@ -157,14 +152,14 @@ def granitemoe(c: Fields) -> Model:
     """Its factors of activations become factors of weights."""
     width = c.of_class("shared_intermediate_size") or None
     names = {"count": "num_local_experts", "chosen": "num_experts_per_tok", "width": "intermediate_size"}
-    mixture = mixture_of(c, names, balance=balance(c), normalized=True, shared=width)
+    mixture = mixture_of(c, names, normalized=True, shared=width)
     style = gated_style(c, experts=mixture, embedding_scale=multiplier(c, "embedding_multiplier"))
     views = stacked_experts("block_sparse_moe", mixture, c["hidden_size"])
     if width:
         views |= gate_up_views("shared_mlp.input_linear", "shared_mlp.output_linear", width, ours="mlp.shared")
     spec = attention(c, bias=c["attention_bias"], scale=multiplier(c, "attention_multiplier"))
     model = layered(c, [keyed(spec)], style, views)
-    return scaled_as_granite(c, model, 1 / multiplier(c, "logits_scaling"))
+    return as_granite(c, model, 1 / multiplier(c, "logits_scaling"))
 
 
 def minimax_m2(c: Fields) -> Model:
@@ -183,7 +178,7 @@ def phimoe(c: Fields) -> Model:
     c.only("num_experts_per_tok", 2)
     c.ignore("input_jitter_noise")  # of training
     names = {"count": "num_local_experts", "near": "router_jitter_noise", "chosen": "num_experts_per_tok"}
-    mixture = mixture_of(c, names, NearExperts, balance=balance(c))
+    mixture = mixture_of(c, names, NearExperts)
     style = gated_style(c, norm="layer-bias", head_bias=c["lm_head_bias"], experts=mixture)
     spec = phimoe_turned(c, bias=c["attention_bias"], pattern=window_of(c, limited=True))
     return layered(c, [keyed(spec)], style, experts("block_sparse_moe", mixture.count, MIXTRAL_EXPERT))
@@ -222,18 +217,17 @@ def qwen3_moe(c: Fields) -> Model:
     c.ignore("use_sliding_window")  # by which its class has set sliding_window
     count = "num_experts" if "num_experts" in c.names else "num_local_experts"  # from 5.23 on
     fields = {ours: theirs for ours, theirs in QWEN_EXPERTS.items() if ours != "shared"} | {"count": count}
-    which = sparse_layers(c, c[count])
-    style = gated_style(c, experts=mixture_of(c, fields, balance=balance(c)) if which else None)
-    c.ignore(*fields.values(), "router_aux_loss_coef", "output_router_logits")  # of a model without experts
+    which, mixture = qwen_mixture(c, fields)
     spec = attention(c, bias=c["attention_bias"], qk_norm="head", pattern=window_of(c))
     width = c["intermediate_size"]  # also of a model whose layers all have experts
-    return layered(c, [keyed(spec)], style, experts("mlp", c[count]), which, intermediate_size=width)
+    views = experts("mlp", c[count])
+    return layered(c, [keyed(spec)], gated_style(c, experts=mixture), views, which, intermediate_size=width)
 
 
 def mixtral(c: Fields) -> Model:
     c.only("router_jitter_noise", 0.0)
     fields = {"count": "num_local_experts", "chosen": "num_experts_per_tok"}
-    mixture = mixture_of(c, fields, balance=balance(c), normalized=True)
+    mixture = mixture_of(c, fields, normalized=True)
     views = experts("block_sparse_moe", mixture.count, MIXTRAL_EXPERT)
     return layered(c, [keyed(attention(c, pattern=window_of(c)))], gated_style(c, experts=mixture), views)
 
@@ -261,7 +255,7 @@ def routed_layers(c: Fields) -> Collection[int]:
     """Returns the layers with experts, by a list, or by the number of dense layers before them."""
     if "mlp_layer_types" in c.names:
         return [i for i, k in enumerate(layer_types(c, ("dense", "sparse"), "mlp_layer_types")) if k == "sparse"]
-    first = number(c, "first_k_dense_replace") if "first_k_dense_replace" in c.names else 0
+    first = c.count("first_k_dense_replace") if "first_k_dense_replace" in c.names else 0
     return range(first, c["num_hidden_layers"])
 
 
@@ -286,7 +280,7 @@ def layered(
 def predicting(c: Fields, model: Model) -> Model:
     """Returns the model without the layers of multi-token prediction, which follow the others."""
     first, name = c["num_hidden_layers"], "num_nextn_predict_layers"
-    more = range(first, first + (number(c, name) if name in c.names else 0))
+    more = range(first, first + (c.count(name) if name in c.names else 0))
     return model._replace(outside=tuple(f"model.layers.{i}." for i in more))
 
 

@@ -3,31 +3,20 @@
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from ..extra.capped import CappedSpec
 from ..extra.clamped import ClampedExperts
-from ..spec.attention import AttentionSpec, Rope
+from ..spec.attention import AttentionSpec
 from ..spec.stack import BlockStyle, Layer, Order
-from .fields import Config, Fields
-from .form import Block, Format, Model, View, Views, model_of, modules, named, plain, projections
-from .hybrid import gate_up_views, multiplier
+from .experts import mixture_of
+from .fields import Fields
+from .form import PRECISIONS, Format, Model, model_of
 from .mxfp4 import PackedExperts
-from .parts import NORMS, balance, is_positive, mixture_of, scaled_as_granite
-from .softmax import (
-    BRANCH_NORMS,
-    GATED,
-    activation,
-    attention,
-    attention_views,
-    decoder,
-    embedding_factor,
-    gated,
-    gated_style,
-    named_as_llama,
-    rotation,
-    window_of,
-    windowed,
-    windows,
-)
+from .parts import BRANCH_NORMS, NORMS, as_granite, gate_up_views, multiplier
+from .rotary import own_rotation
+from .softmax import attention, attention_views, decoder, gated, gated_style, llama_like, window_of, windowed, windows
+from .views import Block, View, Views, modules, named, plain, projections
 
 
 def phi3(c: Fields) -> Model:
@@ -63,6 +52,17 @@ def smollm3(c: Fields) -> Model:
 def olmo3(c: Fields) -> Model:
     """Layers with and without a window have rotary positions of their own."""
     return gated(c, by_kind(c, bias=c["attention_bias"], qk_norm="joint"), BRANCH_NORMS, "branch")
+
+
+def gemma(c: Fields) -> Model:
+    c.only("use_bidirectional_attention", None, False)
+    style = gated_style(c, norm="rms-offset", embedding_scale=embedding_factor(c))
+    return llama_like(c, [attention(c, bias=c["attention_bias"])], style)
+
+
+def embedding_factor(c: Fields) -> float:
+    """Returns Gemma's factor of the embeddings, rounded to the dtype of the weights."""
+    return float(torch.tensor(c["hidden_size"] ** 0.5, dtype=PRECISIONS.get(c.get("dtype"), torch.float32)))
 
 
 def gemma2(c: Fields) -> Model:
@@ -101,9 +101,9 @@ def sandwich(
 ) -> Model:
     """Returns a model of Gemma 2 or 3, with a norm before and a norm after each branch, or of another order."""
     c.only("use_bidirectional_attention", None, False)
-    kind, cap = activation(c, "hidden_activation", GATED), c["final_logit_softcapping"]
-    style = BlockStyle("rms-offset", order, mlp=kind, embedding_scale=embedding_factor(c), logits_cap=cap)
-    return named_as_llama(c, specs, style, norms)
+    numbers = {"embedding_scale": embedding_factor(c), "logits_cap": c["final_logit_softcapping"]}
+    style = gated_style(c, "hidden_activation", norm="rms-offset", order=order, **numbers)
+    return llama_like(c, specs, style, norms)
 
 
 def by_kind(c: Fields, **options: Any) -> list[AttentionSpec]:
@@ -119,16 +119,6 @@ def by_kind(c: Fields, **options: Any) -> list[AttentionSpec]:
     return specs
 
 
-def own_rotation(c: Fields, head_dim: int, parameters: Config) -> Rope:
-    """Returns the frequencies of one kind of layers, with their base. InputError for truncate=false, which transformers
-    does not read there."""
-    if not is_positive(theta := parameters.get("rope_theta")):
-        c.refuse("rope_parameters", "a rope_theta of more than 0 for each kind of layers")
-    if not parameters.get("truncate", True):
-        c.refuse("rope_parameters", "truncate=true for each kind of layers, or none")
-    return replace(rotation(c, head_dim, parameters=parameters), theta=float(theta))
-
-
 def granite(c: Fields) -> Model:
     return multiplied(c, 1 / multiplier(c, "logits_scaling"))
 
@@ -139,8 +129,8 @@ def multiplied(c: Fields, logits: float, after: dict[str, str] | None = None) ->
     spec = attention(c, bias=c["attention_bias"], scale=multiplier(c, "attention_multiplier"))
     scale, order = multiplier(c, "embedding_multiplier"), "both" if after else "pre"
     style = gated_style(c, order=order, bias=c["mlp_bias"], embedding_scale=scale)
-    model = named_as_llama(c, [spec], style, NORMS | (after or {}))
-    return scaled_as_granite(c, model, logits, [f"*.{name}.*" for name in after or ("mixer.o_proj", "mlp.down_proj")])
+    model = llama_like(c, [spec], style, NORMS | (after or {}))
+    return as_granite(c, model, logits, [f"*.{name}.*" for name in after or ("mixer.o_proj", "mlp.down_proj")])
 
 
 def gpt_oss(c: Fields) -> Model:
@@ -150,7 +140,7 @@ def gpt_oss(c: Fields) -> Model:
         c.refuse("quantization_config", "a quant_method of mxfp4")
     fields = {"count": "num_local_experts", "chosen": "num_experts_per_tok"}
     fields |= {"alpha": "swiglu_alpha", "limit": "swiglu_limit"}
-    style = BlockStyle(experts=mixture_of(c, fields, ClampedExperts, balance=balance(c), normalized=True))
+    style = BlockStyle(experts=mixture_of(c, fields, ClampedExperts, normalized=True))
     specs = windowed(c, attention(c, bias=c["attention_bias"], null="learned"))
     common = modules(NORMS) | plain({"mixer.sinks": "self_attn.sinks"}) | clamped_experts(c, c["num_local_experts"])
     views = [common | attention_views(spec, "self_attn") for spec in specs]
@@ -176,6 +166,7 @@ FORMATS: dict[str, Format] = {
     "phi3": Format("Phi3ForCausalLM", phi3),
     "smollm3": Format("SmolLM3ForCausalLM", smollm3),
     "olmo3": Format("Olmo3ForCausalLM", olmo3),
+    "gemma": Format("GemmaForCausalLM", gemma),
     "gemma2": Format("Gemma2ForCausalLM", gemma2),
     "gemma3_text": Format("Gemma3ForCausalLM", gemma3),
     "granite": Format("GraniteForCausalLM", granite),
