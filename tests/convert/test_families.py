@@ -239,6 +239,8 @@ YARN, PART = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0, "mscale_al
         ("olmo3", by_kind(rope_type="yarn", factor=2.0, original_max_position_embeddings=16, truncate=False)),
         ("falcon_h1", {"ssm_multipliers": [1.0]}), ("falcon_h1", {"mlp_multipliers": [1.0, 1.0, 1.0]}),
         ("hunyuan_v1_dense", softmax.rope("dynamic", factor=1.0, alpha=1e300)),
+        *(("falcon_h1", {f"mamba_{name}": None}) for name in ("d_conv", "d_state", "n_groups")),
+        ("nemotron_h", {"layers_block_type": []}),
     ],
 )  # fmt: skip
 def test_values_of_another_type_are_named(kind, changes):

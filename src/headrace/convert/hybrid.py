@@ -9,7 +9,7 @@ from .fields import Fields
 from .form import Format, Model, model_of, shared
 from .mamba import SILU, Mamba2, divisor, mamba_layer
 from .parts import NORMS, PRE_FF_NORMS, as_granite, gate_up_views, layer_types, mlp_views, multiplier, scaled
-from .softmax import GATED, UNGATED, activation, attention, attention_views
+from .softmax import UNGATED, activation, attention, attention_views, gated_style
 from .views import BACKBONE, FINAL_NORM, HYBRID, View, Views, below, layer_name, modules, named, outer_views
 
 # --- Falcon-H1 -------------------------------------------------------------------------------------------------------
@@ -205,8 +205,7 @@ def zamba2_style(c: Fields, hybrid: bool) -> BlockStyle:
         "shared": spec, "shared_count": c["num_mem_blocks"], "shared_mlp_rank": c["adapter_rank"],
         "shared_attention_rank": c["adapter_rank"] if c["use_shared_attention_adapter"] else None,
     }  # fmt: skip
-    mlp = {"mlp": activation(c, "hidden_act", GATED), "bias": c["add_bias_linear"]}
-    return BlockStyle(**mlp, **blocks if hybrid else {})
+    return gated_style(c, bias=c["add_bias_linear"], **(blocks if hybrid else {}))
 
 
 def zamba2_shared(style: BlockStyle, width: int, layers: list[int]) -> Views:

@@ -80,24 +80,20 @@ def divisor(c: Fields, name: str, heads: int) -> int:
 
 def mamba1(theirs: str, bias: bool, conv_bias: bool) -> Views:
     """Returns the views of a layer of Mamba."""
-    names = {
-        "conv.weight": "conv1d.weight", "x_proj.weight": "x_proj.weight", "skip": "D",
-        "dt_weight": "dt_proj.weight", "dt_bias": "dt_proj.bias", "in_proj.weight": "in_proj.weight",
-        "out_proj.weight": "out_proj.weight",
-    }  # fmt: skip
-    names |= {"conv.bias": "conv1d.bias"} if conv_bias else {}
-    names |= {"in_proj.bias": "in_proj.bias", "out_proj.bias": "out_proj.bias"} if bias else {}
-    return named("mixer", theirs, names) | {"mixer.A_log": View(f"{theirs}.A_log", transposed=True)}
+    names = {"x_proj.weight": "x_proj.weight", "skip": "D", "dt_weight": "dt_proj.weight", "dt_bias": "dt_proj.bias"}
+    views = named("mixer", theirs, names) | modules({"mixer.conv": f"{theirs}.conv1d"}, conv_bias)
+    views |= modules({f"mixer.{name}": f"{theirs}.{name}" for name in ("in_proj", "out_proj")}, bias)
+    return views | {"mixer.A_log": View(f"{theirs}.A_log", transposed=True)}
 
 
 def mamba_layer(c: Fields, biases: tuple[bool, bool], norm: str = "gate-norm") -> Mamba2:
     """Returns a layer of Mamba-2 by the fields of Bamba. biases: of the input and of the output projection."""
     c.ignore("mamba_expand", "mamba_d_ssm")  # the width, which is that of the heads
     c.ignore("mamba_chunk_size")
-    heads, conv = c["mamba_n_heads"], c.count("mamba_d_conv", 2)
+    heads, state = c["mamba_n_heads"], c.count("mamba_d_state", 1)
     return Mamba2(
-        heads, c["mamba_d_state"], c["mamba_d_head"], divisor(c, "mamba_n_groups", heads), conv, c["mamba_conv_bias"],
-        biases, limit(c, "time_step_limit"), norm,
+        heads, state, c["mamba_d_head"], divisor(c, "mamba_n_groups", heads), c.count("mamba_d_conv", 2),
+        c["mamba_conv_bias"], biases, limit(c, "time_step_limit"), norm,
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ def layer_types(c: Fields, kinds: Collection[str], name: str = "layer_types") ->
     """Returns the kind of each layer. Raises InputError for other kinds, and for another number of them than layers."""
     listed = c[name] or []
     depth = c.get("num_hidden_layers", len(listed))
-    if len(listed) != depth or not {*listed} <= {*kinds}:
+    if not listed or len(listed) != depth or not {*listed} <= {*kinds}:
         c.refuse(name, f"num_hidden_layers={depth} times {' or '.join(kinds)}")
     return listed
 

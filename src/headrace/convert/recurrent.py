@@ -9,7 +9,7 @@ from ..extra.specs.scan import ScanSpec
 from ..spec.attention import Pattern
 from ..spec.decay import Decay
 from ..spec.linear import Heads, Inputs, MixerSpec, Read
-from ..spec.stack import BlockStyle, Experts, Layer
+from ..spec.stack import BlockStyle, Layer
 from .experts import MIXTRAL_EXPERT, experts, mixture_of
 from .fields import Fields
 from .form import Format, Model, model_of, shared
@@ -90,7 +90,7 @@ def jamba(c: Fields) -> Model:
     mixes = [count > 1 and each for each in mixes]
     norms = {f"mixer.norm_weight.{part}": f"mamba.{part.lower()}_layernorm.weight" for part in ("dt", "B", "C")}
     own = {True: attention_views(softmax, "self_attn"), False: mamba1("mamba", bias, conv_bias) | plain(norms)}
-    style = BlockStyle(experts=mixture(c, count) if any(mixes) else None)
+    style = BlockStyle(experts=mixture_of(c, CHOSEN, count=count) if any(mixes) else None)
     mlp = {True: experts("feed_forward", count, router="router"), False: mlp_views("feed_forward", style)}
     pairs = [*zip(attends, mixes, strict=True)]
     layers = [Layer(softmax if attends else spec, "experts" if mixed else "one") for attends, mixed in pairs]
@@ -99,21 +99,13 @@ def jamba(c: Fields) -> Model:
     return model_of(c, layers, style, views, HYBRID)
 
 
-def mixture(c: Fields, count: int, **options: Any) -> Experts:
-    """Returns a mixture of experts."""
-    return mixture_of(c, {"chosen": "num_experts_per_tok"}, count=count, **options)
-
-
 def minimax(c: Fields) -> Model:
     """Blocks y = norm(α x + β f(x)): α is in the norm of x, and divides what f reads."""
     c.only("hidden_act", *SILU)
     c.only("router_jitter_noise", 0.0)
     c.ignore("block_size")
-    kinds, H, count = (
-        layer_types(c, ("linear_attention", "full_attention")),
-        c["num_attention_heads"],
-        c["num_local_experts"],
-    )
+    kinds = layer_types(c, ("linear_attention", "full_attention"))
+    H, count = c["num_attention_heads"], c["num_local_experts"]
     alphas, betas = (
         {kind: factor(c, f"{name}_{which}_factor") for kind, name in FACTORS.items()} for which in ("alpha", "beta")
     )
@@ -125,7 +117,8 @@ def minimax(c: Fields) -> Model:
     moe = scaled(experts("block_sparse_moe", count, MIXTRAL_EXPERT), folded(alphas["mlp"], betas["mlp"]))
     moe["mixer_norm.weight"] = View("post_attention_layernorm.weight", factor=alphas["mlp"])
     layers = [scaled(own[kind], folded(alphas[kind], betas[kind])) | moe for kind in kinds]
-    style = BlockStyle(order="post", embedding_norm=True, experts=mixture(c, count, normalized=True))
+    mixture = mixture_of(c, CHOSEN, count=count, normalized=True)
+    style = BlockStyle(order="post", embedding_norm=True, experts=mixture)
     views = assembled(layers, outer_views(c, style))
     # The norm before a block is that after the one before it.
     places = ["model.backbone.embedding_norm", *(f"{layer_name(i)}.mlp_norm" for i in range(len(kinds)))]
@@ -139,6 +132,7 @@ def minimax(c: Fields) -> Model:
     return Model(shared(c, [Layer(mixer, "experts") for mixer in mixers], style, **sizes), views)
 
 
+CHOSEN = {"chosen": "num_experts_per_tok"}
 FACTORS = {"linear_attention": "linear_attn", "full_attention": "full_attn", "mlp": "mlp"}
 
 

@@ -67,7 +67,7 @@ def windows(c: Fields) -> list[Pattern | None]:
 
 def windowed(c: Fields, spec: AttentionSpec, alone: AttentionSpec | None = None) -> list[AttentionSpec]:
     """Returns the spec of each layer by layer_types. alone: that of layers without a window; None: the same."""
-    return [replace(spec, pattern=each) if each or alone is None else alone for each in windows(c)]
+    return [alone if alone and each is None else replace(spec, pattern=each) for each in windows(c)]
 
 
 def window_of(c: Fields, limited: bool = False) -> Pattern | None:
