@@ -231,13 +231,19 @@ def test_module_that_takes_packs_gets_them(folder):
         def forward(self, x, state=None, cu_seqlens=None):
             return x.cumsum(1) + (0 if state is None else state[:, None]), x.sum(1) + (0 if state is None else state)
 
+    class Exchanges(Packs):
+        def forward(self, x, state=None, cu_seqlens=None):
+            y, after = super().forward(x, state, cu_seqlens)
+            return y, after if cu_seqlens is None else after.flip(0)
+
     headrace.register_mixer("mine", Packs)
     layer, x = layers.Mixer("mine", hidden_size=8), torch.randn(1, 7, 8)
     y, _ = layer(x, cu_seqlens=torch.tensor([0, 2, 2, 7]))
     torch.testing.assert_close(y, torch.cat([x[:, :2].cumsum(1), x[:, 2:].cumsum(1)], 1))
-    headrace.register_mixer("other", Ignores)
-    with pytest.raises(InputError, match="gives another y for packed sequences"):
-        examined(zoo.get("other"), 8, 1)
+    for name, wrong in {"other": Ignores, "another": Exchanges}.items():
+        headrace.register_mixer(name, wrong)
+        with pytest.raises(InputError, match="gives another y for packed sequences, and tokens after them"):
+            examined(zoo.get(name), 8, 1)
 
 
 def test_constructor_without_the_protocol_is_refused(folder):

@@ -137,6 +137,13 @@ def test_part_of_a_label_divides_the_loss():
     close(model(ids, labels=labels, num_items_in_batch=torch.tensor(0.5)).loss, 2 * whole)
 
 
+def test_a_model_without_memory_has_a_loss_without_numbers():
+    """On the meta device, which has no autocast."""
+    model, ids = build("gla").to("meta"), tokens(2).to("meta")
+    loss = model(ids, labels=ids, skip_logits=True).loss
+    assert loss.is_meta and loss.shape == ()
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_logits_are_returned_unless_skipped(training):
     model, ids, labels = build("gla").train(training), tokens(2), labelled()

@@ -261,9 +261,10 @@ def _broken(spec: ModuleSpec, module: nn.Module, x: Tensor) -> typing.Iterator[s
         zeros = type(state)(*map(torch.zeros_like, state))
         laws["x after a state of zeros, which is that before the first token,"] = called(module, x, zeros)[0]
     if takes_packs(spec):
-        pack, bounds = x[:2].flatten(0, 1)[None], torch.tensor([0, 7, 14])
-        packed = called(module, pack, None, cu_seqlens=bounds)[0].unflatten(1, (2, 7))[0]
-        laws["packed sequences"] = torch.cat([packed, y[2:]])
+        pack, bounds = x[:2, :4].flatten(0, 1)[None], torch.tensor([0, 4, 8])
+        packed, after = called(module, pack, None, cu_seqlens=bounds)
+        both = torch.cat([packed.unflatten(1, (2, 4))[0], called(module, x[:2, 4:], after)[0]], 1)
+        laws["packed sequences, and tokens after them,"] = torch.cat([both, y[2:]])
     for law, other in laws.items():
         if not (error := ((other - y).norm() / y.norm().clamp_min(1e-30)).item()) <= TOLERANCE:
             yield f"gives another y for {law} than for x at once, by {error:.1e}; expected at most {TOLERANCE:.0e}"

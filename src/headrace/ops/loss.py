@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..utils.device import interpreted, is_hopper
+from ..utils.device import interpreted, is_hopper, without_autocast
 from .backends.triton import limits
 from .call import accumulator
 from .derivatives import check_transforms, first_order, transformed
@@ -30,13 +30,13 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
     Raises:
         InputError: for second derivatives, forward-mode differentiation and gradients inside torch.func.
     """
-    if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype is not torch.float64:  # as in PyTorch's products
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-    if hidden.device.type == "cpu" and not torch.compiler.is_compiling():  # nonzero() would synchronize a GPU
+    kind = hidden.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind) and hidden.dtype is not torch.float64:  # as in products
+        hidden, weight = (x.to(torch.get_autocast_dtype(kind)) for x in (hidden, weight))
+    if kind == "cpu" and not torch.compiler.is_compiling():  # nonzero() would synchronize a GPU
         labelled = (labels != IGNORED).nonzero()[:, 0]
         hidden, labels = hidden.index_select(0, labelled), labels[labelled]
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden):
         if torch.is_grad_enabled():
             if transformed():
                 check_transforms(*NAMES, (hidden, weight))
