@@ -66,7 +66,8 @@ WITHOUT_FLOAT64 = ["mps"]  # kinds of devices: Apple's GPUs
 
 
 def float64(x: torch.Tensor) -> torch.Tensor:
-    """Returns x in float64, on the CPU if its device has no float64: change results' precision before their device."""
+    """Returns x in float64, on the CPU if its device has no float64. A result changes its precision before its device,
+    because its gradient goes the other way."""
     return (x.cpu() if x.device.type in WITHOUT_FLOAT64 else x).double()
 
 
