@@ -109,6 +109,7 @@ PUBLISHED = Family(
     tuple((f"{name} published", name) for name in BACKBONES),
     ("error", "nats"),
 )
+FOUR_FORMS = ((" softmax", ""), (" softmax", " sigmoid"), (" sigmoid", ""), (" published", ""))
 THREE_QUARTERS = Family(
     "The first question, of three quarters of the layers in place of half.",
     FORMS[0].pairs,
@@ -118,6 +119,16 @@ RUNS = {
     "published": Run(tuple(f"{name}{form}" for name in BACKBONES for form in ("", " published")), (PUBLISHED,)),
     "three-quarters": Run((CONTROL, *GATED, "published"), (THREE_QUARTERS,), keep=Keep(every=4)),
 }
+for backbone, title in BACKBONES.items():
+    question = Family(
+        f"The first question and that of the published form, of {title} in three quarters of the layers. Expected "
+        "before the runs, as of half: gates help GLA on text and neither delta rule; the published form helps GLA, and "
+        "harms Gated DeltaNet.",
+        tuple((f"{backbone}{a}", f"{backbone}{b}") for a, b in FOUR_FORMS),
+        ("error", "nats"),
+    )
+    arms = tuple(arm for arm in MIXERS if arm.split()[0] == backbone)
+    RUNS[f"three-quarters-{backbone}"] = Run(arms, (question,), keep=Keep(every=4))
 SEEDS = range(3)
 IMITATION = Transfer(updates=200, rows=2, held_out=16)
 WHOLE = Transfer(lr=1e-4, updates=50, rows=2, clip=1.0)
