@@ -1,5 +1,5 @@
-"""GGUF files of Llama, Qwen2, Qwen3, Arcee and Seed-OSS: the logits of the model that was written, whatever the
-types of its tensors."""
+"""GGUF files of Llama, Qwen2, Qwen3, Arcee, Seed-OSS and Gemma 3: the logits of the model that was written, whatever
+the types of its tensors."""
 
 import json
 
@@ -29,13 +29,21 @@ SIZES = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 5000.0, "rms_norm_eps": 1e-6,
     "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
-WITH_HEAD_DIM = "qwen3", "seed_oss"
+WITH_HEAD_DIM = "qwen3", "seed_oss", "gemma3"
+CLASSES = {"gemma3": "gemma3_text"}
 NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "model.layers": "blk",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+OWN_NAMES = {
+    "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
+    "gemma3": {
+        "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    },
 }  # fmt: skip
 WIDE = {"hidden_size": 256, "intermediate_size": 256}  # the types K have blocks of 256
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
@@ -59,7 +67,7 @@ def interleaved(rows, heads):
 
 def metadata(model, arch):
     c = model.config
-    rope = c.rope_parameters
+    rope = c.rope_parameters.get("full_attention", c.rope_parameters)
     own = {
         "block_count": c.num_hidden_layers, "context_length": c.max_position_embeddings,
         "embedding_length": c.hidden_size, "feed_forward_length": c.intermediate_size,
@@ -68,6 +76,8 @@ def metadata(model, arch):
     }  # fmt: skip
     if arch in WITH_HEAD_DIM:
         own |= dict.fromkeys(("attention.key_length", "attention.value_length"), c.head_dim)
+    if arch == "gemma3":
+        own["attention.sliding_window"] = c.sliding_window
     if rope["rope_type"] in ("linear", "yarn"):
         own |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
     if rope["rope_type"] == "yarn":
@@ -107,16 +117,18 @@ def release(path, arch="llama", kind="F32", more=(), changes=None, **config):
     more: further tensors; changes: of the metadata."""
     kind, f32 = (getattr(gguf.GGMLQuantizationType, name) for name in (kind, "F32"))
     sizes = SIZES | ({"head_dim": 16} if arch in WITH_HEAD_DIM else {})
-    model, tensors = AutoModelForCausalLM.from_config(CONFIG_MAPPING[arch](**sizes | config)).eval(), []
+    described, tensors = CONFIG_MAPPING[CLASSES.get(arch, arch)](**sizes | config), []
+    model = AutoModelForCausalLM.from_config(described).eval()
     heads = {"attn_q": model.config.num_attention_heads, "attn_k": model.config.num_key_value_heads}
     for name, parameter in model.named_parameters():
         parameter.add_(torch.randn_like(parameter), alpha=0.1)
         its = kind if parameter.dim() == 2 else f32
         array = blocks(parameter.numpy(), its)
         parameter.copy_(torch.tensor(gguf.dequantize(array, its)))
-        for theirs, ours in NAMES.items():
+        for theirs, ours in (NAMES | OWN_NAMES.get(arch, {})).items():
             name = name.replace(theirs, ours)
-        name = name.replace("ffn_norm", "post_attention_norm") if arch == "seed_oss" else name
+        if arch == "gemma3" and name.endswith("norm.weight"):
+            array = array + 1
         part = name.split(".")[-2]
         tensors.append(
             (name, interleaved(array, heads[part]) if arch in ("llama", "arcee") and part in heads else array, its)
@@ -140,6 +152,7 @@ def test_every_type_of_tensors_keeps_its_values(kind, tmp_path):
     assert ours.dtype == torch.float32 and differs(ours, theirs) < 1e-5
 
 
+GEMMA = {"num_hidden_layers": 7, "sliding_window": 8}
 VARIANTS = {
     "qwen2": {"arch": "qwen2"},
     "qwen3": {"arch": "qwen3", "head_dim": 32},
@@ -147,6 +160,11 @@ VARIANTS = {
               "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0, "beta_slow": 0.5}},
     "seed_oss": {"arch": "seed_oss", "head_dim": 32},
     "seed_oss with other biases": {"arch": "seed_oss", "attention_bias": False, "attention_out_bias": True},
+    "gemma3": {"arch": "gemma3", "head_dim": 32, "query_pre_attn_scalar": 32} | GEMMA,
+    "gemma3 of 27B": GEMMA | {"arch": "gemma3", "head_dim": 32, "query_pre_attn_scalar": 16, "num_hidden_layers": 62},
+    "gemma3, linear": {"arch": "gemma3", "query_pre_attn_scalar": 16, "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}} | GEMMA,
     "biases": {"attention_bias": True, "mlp_bias": True},
     "a head size of its own": {"head_dim": 32, "changes": {"llama.attention.key_length": 32,
                                "llama.attention.value_length": 32, "llama.rope.dimension_count": 32}},
@@ -186,9 +204,11 @@ def test_factors_of_rotary_frequencies_are_those_of_llama_3(tmp_path):
         import_gguf(tmp_path / "both.gguf")
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])  # which it knows
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma3"])  # which it knows
 def test_transformers_reads_the_file_alike(arch, tmp_path):
-    widths = {"head_dim": 128} if arch == "qwen3" else {}  # the one of its reader, whatever the file has
+    widths = {"qwen3": {"head_dim": 128}, "gemma3": {"head_dim": 256}}.get(
+        arch, {}
+    )  # of its reader, whatever the file has
     release(tmp_path / "model.gguf", arch, "Q8_0", **widths)
     ours, _ = import_gguf(tmp_path / "model.gguf")
     assert differs(ours, AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf").eval()) < 1e-5
@@ -276,8 +296,8 @@ def test_sentencepiece_tokenizes_as_in_transformers(tmp_path):
 
 MISTAKES = {
     "an architecture": (
-        {"general.architecture": "gemma3"},
-        "its architecture is 'gemma3'; expected llama, qwen2, qwen3, arcee, seed_oss",
+        {"general.architecture": "phi3"},
+        "its architecture is 'phi3'; expected llama, qwen2, qwen3, arcee, seed_oss, gemma3",
     ),
     "a part": ({"split.count": 3}, "it is one of 3 parts of a model; join them by llama-gguf-split --merge"),
     "a key": ({"llama.expert_count": 8}, "it has llama.expert_count=8, which may change what the model computes"),

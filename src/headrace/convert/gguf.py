@@ -3,9 +3,9 @@
 The keys of the metadata are those of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -24,8 +24,6 @@ from .fields import Config
 from .files import Header, Tensors
 from .rotary import rope_parameters
 
-# Architectures, and whether llama.cpp rotates neighbors in them: q and k have the two halves of a head interleaved.
-ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False, "arcee": True, "seed_oss": False}
 # The metadata of an architecture, in the form of `misfit`.
 FORM = {
     "block_count": int, "context_length": int, "embedding_length": int, "feed_forward_length": int, "vocab_size?": int,
@@ -47,12 +45,57 @@ LAYER_NAMES = {
     "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
     "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
-    "post_attention_norm": "post_attention_layernorm",  # as Seed-OSS has it
 }  # fmt: skip
 # Fields that a class may have -> a module with such biases.
 BIASES = {"attention_bias": "attn_q", "attention_out_bias": "attn_output", "mlp_bias": "ffn_up"}
 EMBEDDING, FACTORS = "token_embd.weight", "rope_freqs.weight"  # the latter divide the rotary frequencies
+SLIDING = "attention.sliding_window"
 HALF = {gguf.GGMLQuantizationType.F16: torch.float16, gguf.GGMLQuantizationType.BF16: torch.bfloat16}
+
+
+class Architecture(NamedTuple):
+    """What llama.cpp calls an architecture.
+
+    model_type: in transformers.
+    interleaved: whether llama.cpp rotates neighbors: q and k have the two halves of a head interleaved.
+    offset: what the file's weights of norms have more than those of transformers.
+    names: modules of a layer -> transformers' names, where they are not those of LAYER_NAMES.
+    form: further metadata, in the form of `misfit`.
+    fields: a function of the metadata and of the fields of config.json that returns other fields."""
+
+    model_type: str
+    interleaved: bool = False
+    offset: float = 0.0
+    names: Mapping[str, str] = {}
+    form: Mapping[str, Any] = {}
+    fields: Callable[[Config, Config], Config] = lambda c, described: {}
+
+
+def _gemma3(c: Config, described: Config) -> Config:
+    """Returns what llama.cpp's code has of Gemma 3, and a file has not: layers without a window, their rotation, and
+    the scale of the model of 27B, which has 62 layers."""
+    layers, scale = c["block_count"], described["head_dim"]
+    local = {"rope_type": "default", "rope_theta": 10000.0}
+    return {
+        "sliding_window": c[SLIDING],
+        "layer_types": [f"{'full' if i % 6 == 5 else 'sliding'}_attention" for i in range(layers)],
+        "query_pre_attn_scalar": c["embedding_length"] // c["attention.head_count"] if layers == 62 else scale,
+        "rope_parameters": {"full_attention": described["rope_parameters"], "sliding_attention": local},
+    }
+
+
+ARCHITECTURES = {
+    "llama": Architecture("llama", interleaved=True),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+    "arcee": Architecture("arcee", interleaved=True),
+    "seed_oss": Architecture("seed_oss", names={"post_attention_norm": "post_attention_layernorm"}),
+    "gemma3": Architecture(
+        "gemma3_text", offset=1.0, form={SLIDING: int}, fields=_gemma3,
+        names={"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+               "post_ffw_norm": "post_feedforward_layernorm"},
+    ),
+}  # fmt: skip
 
 
 class GGUFFile(Tensors):
@@ -75,10 +118,11 @@ class GGUFFile(Tensors):
         require(parts in (0, 1), f"it is one of {parts} parts of a model; join them by llama-gguf-split --merge")
         kind = self.metadata.get("general.architecture")
         require(kind in ARCHITECTURES, f"its architecture is {kind!r}; expected {', '.join(ARCHITECTURES)}")
+        self._architecture = ARCHITECTURES[kind]
         stored = {tensor.name: tensor for tensor in reader.tensors}
         _check_types(stored)
         factors = _values(stored.pop(FACTORS)) if FACTORS in stored else None
-        self._tensors = {_their_name(name): tensor for name, tensor in stored.items()}
+        self._tensors = {self._their_name(name): tensor for name, tensor in stored.items()}
         self.headers = {
             name: Header(path.name, [int(n) for n in reversed(x.shape)], HALF.get(x.tensor_type, torch.float32))
             for name, x in self._tensors.items()
@@ -97,17 +141,18 @@ class GGUFFile(Tensors):
 
     def tensors(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors with these names in transformers, with its order of rows."""
-        interleaved = ARCHITECTURES[self.described["model_type"]]
         heads = {"q_proj": self.described["num_attention_heads"], "k_proj": self.described["num_key_value_heads"]}
         for name in names:
             tensor, module = _values(self._tensors[name]), name.split(".")[-2]
-            if interleaved and module in heads:
+            if self._architecture.interleaved and module in heads:
                 tensor = tensor.unflatten(0, (heads[module], -1, 2)).transpose(1, 2).flatten(0, 2)
+            if module.endswith("norm"):
+                tensor = tensor - self._architecture.offset
             yield name, tensor.to(self.headers[name].dtype)
 
     def _describe(self, kind: str, factors: Tensor | None) -> Config:
         c = _own_metadata(self.metadata, kind)
-        embedding = _their_name(EMBEDDING)
+        embedding, model_type = self._their_name(EMBEDDING), self._architecture.model_type
         require(embedding in self.headers, f"it has no tensor {EMBEDDING!r}")
         heads = c["attention.head_count"]
         derived = c["embedding_length"] // max(heads, 1)
@@ -116,27 +161,39 @@ class GGUFFile(Tensors):
             fitting = c.get(key, head_dim) == head_dim
             require(fitting, f"its {kind}.{key} is {c.get(key)}; expected {head_dim}, the size of a head's keys")
         described = {theirs: c[key] for key, theirs in FIELDS.items()} | {
-            "model_type": kind, "num_key_value_heads": c.get("attention.head_count_kv", heads),
+            "model_type": model_type, "num_key_value_heads": c.get("attention.head_count_kv", heads),
             "vocab_size": self.headers[embedding].shape[0],
             "rms_norm_eps": _decimal(c["attention.layer_norm_rms_epsilon"]),
             "rope_parameters": _rope(c, head_dim, factors), "tie_word_embeddings": "lm_head.weight" not in self.headers,
         }  # fmt: skip
-        if head_dim != derived or kind in ("qwen3", "seed_oss"):  # whose classes have 128 by default
+        if head_dim != derived or hasattr(CONFIG_MAPPING[model_type], "head_dim"):
             described["head_dim"] = head_dim
-        known = {field: module for field, module in BIASES.items() if hasattr(CONFIG_MAPPING[kind], field)}
-        biases = {field: _their_name(f"blk.0.{module}.bias") for field, module in known.items()}
+        known = {field: module for field, module in BIASES.items() if hasattr(CONFIG_MAPPING[model_type], field)}
+        biases = {field: self._their_name(f"blk.0.{module}.bias") for field, module in known.items()}
         described |= {field: name in self.headers for field, name in biases.items()}
+        described |= self._architecture.fields(c, described)
         special = {"bos": "bos", "eos": "eos", "pad": "padding"}
         return described | {f"{ours}_token_id": self.token(theirs) for ours, theirs in special.items()}
+
+    def _their_name(self, name: str) -> str:
+        """Returns the name of a tensor in transformers, or an unknown one as it is."""
+        stem, _, kind = name.rpartition(".")
+        if stem in NAMES:
+            return f"{NAMES[stem]}.{kind}"
+        block, i, module = [*stem.split("."), "", "", ""][:3]
+        names = LAYER_NAMES | self._architecture.names
+        known = block == "blk" and module in names
+        return f"model.layers.{i}.{names[module]}.{kind}" if known else name
 
 
 def _own_metadata(metadata: Config, kind: str) -> Config:
     """Returns the metadata of the architecture. InputError for what does not have the form, and for an unknown key."""
     prefix = f"{kind}."
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-    wrong = misfit(own, FORM, f"the metadata of {kind}")
+    form = FORM | ARCHITECTURES[kind].form
+    wrong = misfit(own, form, f"the metadata of {kind}")
     require(wrong is None, str(wrong))
-    if unknown := sorted(own.keys() - {name.removesuffix("?") for name in FORM}):
+    if unknown := sorted(own.keys() - {name.removesuffix("?") for name in form}):
         named = f"{prefix}{unknown[0]}={short(own[unknown[0]])}"
         raise InputError(f"it has {named}, which may change what the model computes; expected only known keys")
     return own
@@ -152,16 +209,6 @@ def _check_types(stored: dict[str, Any]) -> None:
 
 def _values(tensor: Any) -> Tensor:
     return torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
-
-
-def _their_name(name: str) -> str:
-    """Returns the name of a tensor in transformers, or an unknown one as it is."""
-    stem, _, kind = name.rpartition(".")
-    if stem in NAMES:
-        return f"{NAMES[stem]}.{kind}"
-    block, i, module = [*stem.split("."), "", "", ""][:3]
-    known = block == "blk" and module in LAYER_NAMES
-    return f"model.layers.{i}.{LAYER_NAMES[module]}.{kind}" if known else name
 
 
 def _decimal(x: float) -> float:
