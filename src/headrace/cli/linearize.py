@@ -52,7 +52,7 @@ class LinearizeOptions:
     device: Device = None
     threads: Threads = None
     machine: str | None = setting(
-        "Machine, such as 1xH100: print its memory and hours for the imitation, and train nothing."
+        "Machine, such as 1xH100: print its memory and time for the imitation, and train nothing."
     )
 
     def __post_init__(self) -> None:
@@ -179,6 +179,7 @@ def show(report: dict[str, Any]) -> None:
 
 def show_costs(machine: str, mixer: str, needed: dict[str, Any]) -> dict[str, Any]:
     """Prints what the imitation needs of a machine."""
+    from ..training.history import duration
     from ..training.linear import plan
 
     console, table, found = terminal(), Table("", ""), plan(machine, mixer, needed)
@@ -188,6 +189,6 @@ def show_costs(machine: str, mixer: str, needed: dict[str, Any]) -> dict[str, An
     no = "does not fit; expected fewer --rows, shorter rows or --precision bfloat16"
     table.add_row("memory", f"{total:,.1f} of {most:,.1f} GiB: {'fits' if found['fits'] else no}")
     reached = f"{found['efficiency']:.0%} of the peak, {found['efficiency_source']}"
-    table.add_row("time", f"{found['hours']:,.2g} hours on one {found['device']}, at {reached}")
+    table.add_row("time", f"{duration(found['seconds'])} on one {found['device']}, at {reached}")
     console.print(table)
     return found

@@ -29,7 +29,6 @@ from .transfer import Imitation, Tell, Transfer, batch_of, silent, transfer
 
 Removed = dict[str, dict[str, float]]
 CONTEXTS = 2048, 8192, 32768  # tokens at which states are counted
-HOUR = 3600.0
 WEIGHT = 4  # bytes per weight of the new layers
 
 
@@ -247,7 +246,7 @@ def costs(config: HeadraceConfig, mixer: str, changed: list[int], settings: Tran
 
 
 def plan(machine: str, mixer: str, needed: dict[str, Any]) -> dict[str, Any]:
-    """Returns whether one device of a machine, such as 1xH100, has the memory, and the hours that it takes."""
+    """Returns whether one device of a machine, such as 1xH100, has the memory, and the seconds that it takes."""
     name = machines.parse(machine).name
     device, reached = machines.DEVICES[name], machines.efficiency(mixer)
     total = sum(needed["bytes"].values())
@@ -255,7 +254,7 @@ def plan(machine: str, mixer: str, needed: dict[str, Any]) -> dict[str, Any]:
         "device": name,
         "fits": total <= device.memory,
         "bytes_of_device": int(device.memory),
-        "hours": needed["flops"] / (device.flops * reached.fraction) / HOUR,
+        "seconds": needed["flops"] / (device.flops * reached.fraction),
         "efficiency": reached.fraction,
         "efficiency_source": reached.source,
     }
