@@ -15,7 +15,7 @@
 
 #include <stdint.h>
 
-#define HR_ABI 14
+#define HR_ABI 15
 #define HR_WIDEST 32     /* of a short convolution */
 #define HR_SCAN_CHUNK 32 /* tokens between the states that a selective scan keeps */
 #define HR_SCAN_PART 256 /* channels of a selective scan that are computed together */
@@ -108,8 +108,8 @@ typedef struct hr_layer {
     int32_t dtype;
     int32_t feature_map, head_norm, qk_norm, rotary, decay, rule, beta, norm, gate, order, read, write, source,
         activation, gate_scale;
-    float scale, logit_scale, head_eps, norm_eps, group_eps, sum_eps, temperature,
-        amplitude;                     /* amplitude: of rotation */
+    float scale, logit_scale, head_eps, norm_eps, group_eps, sum_eps, temperature, gate_range,
+        amplitude;                     /* gate_range: of a sigmoid, 1 or more; amplitude: of rotation */
     int64_t D, H, Hq, Hk, Hv, K, F, V; /* F: features of a key, the rows of a memory */
     int64_t turned;                    /* rotated channels, the first ones of a head */
     int64_t window;                    /* tokens; 0: none */

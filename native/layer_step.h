@@ -142,15 +142,12 @@ private:
     void log_gates(float* gate, int first, int count) {
         const bool null = p.activation == kinds::activation::null;
         scale_some(low, H, 1 / p.temperature);
-        float slots = 2, all = 0;
-        if (p.activation != kinds::activation::sigmoid) {
-            slots = static_cast<float>(H + null);
-            all = log_sum(null);
-        }
+        const bool sigmoid = p.activation == kinds::activation::sigmoid;
+        const float slots = sigmoid ? p.gate_range : static_cast<float>(H + null);
+        const float all = sigmoid ? logf(slots - 1) : log_sum(null);
         const float shift = p.gate_scale == kinds::gate_scale::one ? 0 : logf(slots);
         for (int h = first; h < first + count; h++)
-            gate[h] =
-                shift + (p.activation == kinds::activation::sigmoid ? -softplus(splat(-low[h]))[0] : low[h] - all);
+            gate[h] = shift + (sigmoid ? -softplus(splat(all - low[h]))[0] : low[h] - all);
     }
     float log_sum(bool null) const {
         float most = null ? 0 : low[0];

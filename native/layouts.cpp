@@ -54,7 +54,7 @@ std::string layouts() {
         STRUCT(hr_layer,
             F(dtype) F(feature_map) F(head_norm) F(qk_norm) F(rotary) F(decay) F(rule) F(beta) F(norm) F(gate) F(order) F(read) F(write)
             F(source) F(activation) F(gate_scale) F(scale) F(logit_scale) F(head_eps) F(norm_eps) F(group_eps) F(sum_eps)
-            F(temperature) F(amplitude) F(D) F(H) F(Hq) F(Hk) F(Hv) F(K) F(F) F(V) F(turned) F(window) F(conv_width)
+            F(temperature) F(gate_range) F(amplitude) F(D) F(H) F(Hq) F(Hk) F(Hv) F(K) F(F) F(V) F(turned) F(window) F(conv_width)
             F(decay_reads) F(gate_reads) F(frequencies) F(conv_weight) F(conv_bias) F(q_norm) F(k_norm) F(map_q) F(map_k)
             F(window_factor) F(decay_up) F(decay_bias) F(decay_log) F(bonus) F(read_scores) F(write_scores) F(skip)
             F(gate_up) F(gate_bias) F(norm_weight) F(norm_bias) F(memory) F(conv) F(tokens) F(k_window) F(v_window)

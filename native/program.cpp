@@ -30,7 +30,8 @@ bool known(const hr_layer& p) {
            below(p.gate, kinds::gate::count) && below(p.order, kinds::order::count) &&
            below(p.read, kinds::read::count) && below(p.write, kinds::write::count) &&
            below(p.source, kinds::source::count) && below(p.activation, kinds::activation::count) &&
-           below(p.gate_scale, kinds::gate_scale::count) && sized(p);
+           below(p.gate_scale, kinds::gate_scale::count) &&
+           (p.activation != kinds::activation::sigmoid || p.gate_range >= 1) && sized(p);
 }
 
 bool known(const hr_attention& p, const hr_program& program) {

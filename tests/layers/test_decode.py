@@ -66,7 +66,7 @@ def test_decoding_with_every_competition(mixer):
             continue
         name, paren, rest = mixer.partition("(")
         fields = f"activation={activation},source={source},scale={scale},read={read},write={write},temperature=1.3"
-        fields += ",range=2" * (activation == "sigmoid")  # the native sigmoid gate
+        fields += ",range=2.5" * (activation == "sigmoid" and source == "head")  # others: the number of heads
         changes = ",".join(f"competition.{field}" for field in fields.split(","))
         whole = f"softmax-{name}({rest.removesuffix(')')}{',' if paren else ''}{changes})"
         made, x = layer(whole), torch.randn(2, 4, 32)
@@ -187,7 +187,7 @@ def test_unsupported_layers_use_separate_steps(monkeypatch):
     monkeypatch.setattr(native, "missing", "it is not here")
     assert refusal(made, x) == "it is not here"
     monkeypatch.undo()
-    for control, field in (("activation=sigmoid", "range='heads'"), ("shuffle=true", "shuffle=True"), ("top_k=2",) * 2):
+    for control, field in (("shuffle=true", "shuffle=True"), ("top_k=2",) * 2):
         reason = f"it does not support competition.{field}"
         assert refusal(layer(f"softmax-gla(competition.{control})"), x) == reason
     monkeypatch.setattr(native, "missing", "it is not here")

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...ops.backends.native.program import UnsupportedError
 from ...ops.call import accumulator
 from ...spec.linear import Competition
 from ..base import SelfInitialized
@@ -165,8 +164,6 @@ class Compete(Stage):
     def native(self, mixer: Any) -> dict[str, Any]:
         gate = mixer.spec.competition
         refuse_changes(mixer.spec, "competition.top_k", "competition.shuffle")
-        if gate.activation == "sigmoid" and gate.range != 2.0:
-            raise UnsupportedError(f"it does not support competition.range={gate.range!r}")
         names = {name: getattr(gate, name) for name in ("read", "write", "source", "activation")}
         return names | {"gate_scale": gate.scale}
 

@@ -111,7 +111,7 @@ def add_mixer(program: Program, mixer: Any, x: int, out: int, place: int, add: b
         "K": K, "F": K, "V": V, "conv_width": spec.inputs.conv, "decay_reads": parts.get("decay", 0),
         "gate_reads": parts.get("gate", 0), "scale": mixer.logit_scale, "logit_scale": mixer.logit_scale,
         "norm_eps": mixer.norm_eps, "group_eps": mixer.group_eps, "sum_eps": NORMALIZER_EPS,
-        "temperature": gate.temperature,
+        "temperature": gate.temperature, "gate_range": float(mixer.H if gate.range == "heads" else gate.range),
     }  # fmt: skip
     for path, kind in mixer.part_classes.items():
         parent, _, name = path.rpartition(".")

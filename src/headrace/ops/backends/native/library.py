@@ -20,7 +20,7 @@ from ...call import NORMALIZER_EPS, Call
 from ...checks import require, sequence_ends
 from . import structs
 
-ABI = 14
+ABI = 15
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 DECAYS = {1: DecayShape.FIXED, 3: DecayShape.SCALAR, 4: DecayShape.VECTOR}  # by the number of dimensions
 NO_MEMORY = 3

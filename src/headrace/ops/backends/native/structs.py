@@ -37,7 +37,7 @@ LAYOUTS = {
     "hr_scan_gradients": Layout("T u dt, P A B C initial"),
     "hr_layer": Layout(
         "i dtype feature_map head_norm qk_norm rotary decay rule beta norm gate order read write source activation "
-        "gate_scale, f scale logit_scale head_eps norm_eps group_eps sum_eps temperature amplitude, "
+        "gate_scale, f scale logit_scale head_eps norm_eps group_eps sum_eps temperature gate_range amplitude, "
         "q D H Hq Hk Hv K F V turned window conv_width decay_reads gate_reads, "
         "P frequencies conv_weight conv_bias q_norm k_norm map_q map_k window_factor decay_up decay_bias decay_log "
         "bonus read_scores write_scores skip gate_up gate_bias norm_weight norm_bias memory conv tokens k_window "
