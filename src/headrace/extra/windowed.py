@@ -250,7 +250,7 @@ class WindowedSpec(LinearizedSpec):
         decay = DECAYS.get(self.decay.kind)
         scalar = decay is None or decay.shape is not DecayShape.VECTOR
         yield (
-            not (plain and scalar and self.map != "none" and self.heads.qk_groups is None and self.read.norm == "sum")
+            not (plain and scalar and self.heads.qk_groups is None and self.read.norm == "sum")
             or self.write.beta != "one"
             or self.memories_per_head > 1,
             f"window={self.window} is of a mean with the weights of a learned map; expected map='softmax' or 'exp', "
