@@ -1,5 +1,7 @@
 """The heads of transformers on our backbone: padding, losses, folders, and TRL's reward model."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -49,6 +51,26 @@ def test_losses_are_cross_entropies():
     close(out.loss, (F.cross_entropy(out.start_logits, starts) + F.cross_entropy(out.end_logits, ends)) / 2)
     out.loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in outputs["QuestionAnswering"].parameters())
+
+
+@pytest.mark.parametrize(("labels", "loss"), [([0, 1, 2, 1], F.cross_entropy), ([0.5, 1.0, 2.0, 1.5], F.mse_loss)])
+def test_trainer_takes_the_mean_of_the_batches_of_a_step(labels, loss, tmp_path):
+    count = 3 if loss is F.cross_entropy else 1
+    auto = transformers.AutoModelForSequenceClassification
+    model, ids, labels = auto.from_config(config("gla", num_labels=count)).double(), tokens(4), torch.tensor(labels)
+    expected = copy.deepcopy(model)
+    for rows, targets in zip(ids.split(1), labels.double().split(1) if count == 1 else labels.split(1), strict=True):
+        logits = expected(rows).logits
+        (loss(logits[:, 0] if count == 1 else logits, targets) / 4).backward()
+    rows = [{"input_ids": row, "labels": label} for row, label in zip(ids, labels, strict=True)]
+    settings = transformers.TrainingArguments(
+        str(tmp_path), max_steps=1, per_device_train_batch_size=1, gradient_accumulation_steps=4, optim="sgd",
+        learning_rate=0.1, max_grad_norm=0.0, lr_scheduler_type="constant", use_cpu=True, report_to=[],
+        save_strategy="no",
+    )  # fmt: skip
+    transformers.Trainer(model, settings, train_dataset=rows).train()
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        close(p, q - 0.1 * q.grad)
 
 
 @pytest.mark.parametrize("head", HEADS)

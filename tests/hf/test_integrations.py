@@ -138,6 +138,17 @@ def test_trl_fine_tuning_lowers_the_loss(model_folder, tmp_path, adapter):
     assert bool(moved) is not adapter
 
 
+def test_trl_computes_the_loss_with_the_cap_of_the_logits():
+    """Its trainers compute log-probabilities from hidden states, and know a cap by a field of the config."""
+    pytest.importorskip("trl", reason="trl is not installed")
+    from trl.trainer import utils
+
+    model, ids = tiny.build("gemma2"), tiny.tokens(2)
+    expected = model(ids, labels=ids).loss
+    utils.add_fused_lm_head(model)
+    torch.testing.assert_close(model(ids, labels=ids, fused_lm_head=True).loss, expected)
+
+
 # Two processes with the environment that `accelerate launch` gives them, forked once the libraries are imported.
 TRAIN = """
 import os, sys, torch

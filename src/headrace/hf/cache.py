@@ -54,11 +54,8 @@ class HeadraceCache(Cache):
     @property
     def states(self) -> list[Any] | None:
         """The states of all layers; None before the first token. Raises InputError while tokens are pending."""
-        if self.pending:
-            raise InputError(
-                f"{self.pending} tokens are pending after `rewind`, and the states do not cover them; call "
-                "model.read_pending(cache) first"
-            )
+        pending = f"{self.pending} tokens are pending after `rewind`, and the states do not cover them"
+        require(not self.pending, f"{pending}; call model.read_pending(cache) first")
         return self.covered_states
 
     @states.setter

@@ -209,6 +209,11 @@ class HeadraceConfig(PreTrainedConfig):
         return [_layer_type([*shared * layer.shared, *layer.mixers]) for layer in stack.over(self.num_hidden_layers)]
 
     @property
+    def final_logit_softcapping(self) -> float | None:
+        """The cap of the logits, for libraries that compute them from hidden states: trl reads it by this name."""
+        return self.stack.style.logits_cap
+
+    @property
     def sizes(self) -> Sizes:
         settings = self.norm_eps, self.rope_theta, self.max_position_embeddings, self.stack.style
         return Sizes(self.hidden_size, self.num_heads, self.intermediate_size, *settings)
@@ -247,9 +252,9 @@ def _layer_type(mixers: list[Spec]) -> str:
 
 def _known(mixer, kinds):
     spec = zoo.mixer(mixer)
-    if isinstance(spec, kinds):
-        return spec
-    raise InputError(f"mixer={shown(mixer)}; expected a name of the zoo, a spec or its JSON, or a list of them")
+    expected = "a name of the zoo, a spec or its JSON, or a list of them"
+    require(isinstance(spec, kinds), f"mixer={shown(mixer)}; expected {expected}")
+    return spec
 
 
 def _refuse_unknown(names: dict[str, Any]) -> None:

@@ -57,6 +57,7 @@ class HeadracePreTrainedModel(PreTrainedModel):
     # A module of accelerate copies other lists that it is given: what a layer appends to a copy is lost.
     _skip_keys_device_placement = ["past_key_values", "cache", "next_states", "inputs", "maps"]  # noqa: RUF012
     _is_stateful = False  # to transformers: a model whose cache cannot go back
+    accepts_loss_kwargs = False  # to its Trainer: the losses of the other heads are means over a batch
     _keep_in_fp32_modules_strict: Any = ["choice_bias", "mlp.router"]  # noqa: RUF012
 
     def post_init(self) -> None:
@@ -147,8 +148,7 @@ class HeadraceModel(HeadracePreTrainedModel):
             InputError: arguments that contradict each other or do not fit the cache.
         """
         cu_seqlens, given = boundaries(cu_seqlens, flash), cache_argument(past_key_values, cache)
-        if (input_ids is None) == (inputs_embeds is None):
-            raise InputError("expected either input_ids or inputs_embeds, not both")
+        require((input_ids is None) != (inputs_embeds is None), "expected either input_ids or inputs_embeds, not both")
         check_tensor(*(("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)))
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         shape = x.shape
@@ -193,11 +193,10 @@ class HeadraceModel(HeadracePreTrainedModel):
 
     def _attentions(self, maps: list[Tensor]) -> tuple[Tensor, ...]:
         """Returns the maps, if any mixer has one."""
-        found = tuple(maps)
         names = ", ".join(sorted({zoo.name_of(spec) for spec in self.config.mixers}))
         reason = "whose heads have no single weight for a pair of tokens; expected a mixer that has"
-        require(bool(found), f"output_attentions=True with {names}, {reason}")
-        return found
+        require(bool(maps), f"output_attentions=True with {names}, {reason}")
+        return tuple(maps)
 
     def read_pending(self, cache: HeadraceCache) -> None:
         """Reads the tokens of a cache that are pending after `cache.rewind`, which the next call reads anyway: for what
@@ -265,6 +264,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     base_class = HeadraceModel
+    accepts_loss_kwargs = True
 
     def __init__(self, config: HeadraceConfig):
         super().__init__(config)

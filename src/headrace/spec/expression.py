@@ -22,9 +22,8 @@ def _refuse_overwriting(paths: list[str], where: str) -> None:
     for i, path in enumerate(paths):
         require(path not in paths[:i], f"{where} sets {path!r} twice; expected each field once")
         if overwritten := next((earlier for earlier in paths[:i] if earlier.startswith(f"{path}.")), None):
-            raise InputError(
-                f"{where} sets {overwritten!r} and {path!r}, which contains {overwritten!r}; expected {path!r} first"
-            )
+            both = f"{where} sets {overwritten!r} and {path!r}, which contains {overwritten!r}"
+            raise InputError(f"{both}; expected {path!r} first")
 
 
 def split(text: str, mark: str = ",") -> tuple[str, ...]:

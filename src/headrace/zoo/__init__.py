@@ -126,9 +126,8 @@ def several(text: str) -> tuple[str, ...]:
 def mixer(name):
     """Returns the spec of a mixer or decoder, like `get`. Raises InputError for an encoder-decoder or BERT."""
     if isinstance(spec := get(name), ModelSpec):
-        raise InputError(
-            f"mixer {name!r} is a whole model, not a layer's mixer; expected a mixer, or {spec.builder} for it"
-        )
+        whole = f"mixer {name!r} is a whole model, not a layer's mixer"
+        raise InputError(f"{whole}; expected a mixer, or {spec.builder} for it")
     return spec
 
 
