@@ -18,6 +18,7 @@ from headrace import InputError, quantize, zoo
 from headrace.hf.cache import HeadraceCache
 from headrace.hf.generation import MOST
 from headrace.spec import MixerSpec
+from headrace.spec.attention import Rope
 from headrace.verification.verify import relative
 
 LINEAR = tiny.covering([name for name in zoo.names() if isinstance(zoo.get(name), MixerSpec)])
@@ -121,6 +122,19 @@ def test_changed_weights_and_modules_are_noticed():
         assert relative(now, model(ids).logits[:, 3:].double()) < 1e-3
         last = now
     assert "o_proj" in model.engine.unsupported_reason(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value"), [("gla", "scale", 0.001), ("retnet", "rope", Rope(theta=10.0)), ("rwkv6", "group_eps", 50.0)]
+)
+@torch.no_grad()
+def test_changed_settings_of_a_mixer_are_noticed(name, setting, value):
+    model, ids = tiny.build(name).float(), torch.randint(29, (2, 9))
+    before = decoded(model, ids, 3)
+    setattr(model.model.layers[1].mixer, setting, value)
+    now = decoded(model, ids, 3)
+    assert relative(now, before.double()) > 1e-3
+    assert relative(now, model(ids).logits[:, 3:].double()) < 1e-3
 
 
 class Adapted(nn.Module):

@@ -103,13 +103,13 @@ def add_mixer(program: Program, mixer: Any, x: int, out: int, place: int, add: b
         raise UnsupportedError("the mixer has another `op`")
     if mixer.backend not in ("auto", "native"):
         raise UnsupportedError(f"the layer's backend is {mixer.backend}")
-    program.fixed(mixer, "norm_eps", "rope_theta", "op", "backend", "spec")
+    program.fixed(mixer, "norm_eps", "group_eps", "rope_theta", "rope", "scale", "logit_scale", "backend", "op", "spec")
     spec, parts, gate = mixer.spec, mixer.parts, mixer.spec.competition or Competition()
     H, K, V = mixer.H, mixer.K, mixer.V
     fields = ABSENT | {
         "D": mixer.hidden_size, "H": H, "Hq": mixer.Hq, "Hk": parts.get("k", K) // K, "Hv": parts["v"] // V,
         "K": K, "F": K, "V": V, "conv_width": spec.inputs.conv, "decay_reads": parts.get("decay", 0),
-        "gate_reads": parts.get("gate", 0), "scale": mixer.logit_scale, "logit_scale": mixer.logit_scale,
+        "gate_reads": parts.get("gate", 0), "scale": mixer.scale, "logit_scale": mixer.logit_scale,
         "norm_eps": mixer.norm_eps, "group_eps": mixer.group_eps, "sum_eps": NORMALIZER_EPS,
         "temperature": gate.temperature, "gate_range": float(mixer.H if gate.range == "heads" else gate.range),
     }  # fmt: skip
