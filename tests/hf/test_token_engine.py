@@ -125,7 +125,8 @@ def test_changed_weights_and_modules_are_noticed():
 
 
 @pytest.mark.parametrize(
-    ("name", "setting", "value"), [("gla", "scale", 0.001), ("retnet", "rope", Rope(theta=10.0)), ("rwkv6", "group_eps", 50.0)]
+    ("name", "setting", "value"),
+    [("gla", "scale", 0.001), ("retnet", "rope", Rope(theta=10.0)), ("rwkv6", "group_eps", 50.0)],
 )
 @torch.no_grad()
 def test_changed_settings_of_a_mixer_are_noticed(name, setting, value):
