@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
 from decoding import decoded, error_of_modules, is_accurate, read
@@ -260,6 +261,19 @@ def test_a_norm_without_an_epsilon_is_computed_by_modules():
     model.model.backbone.norm = nn.RMSNorm(model.config.hidden_size)
     assert "eps is None" in model.engine.unsupported_reason(model)
     assert is_accurate(model, torch.randint(29, (1, 6)), check=False)
+
+
+@torch.no_grad()
+def test_a_counter_of_operations_sees_those_of_a_token():
+    """It is a dispatch mode. Another, of fake tensors, would give the library addresses of no memory."""
+    model, ids, counts = tiny.build("softmax-gla").float(), torch.randint(29, (2, 9)), []
+    for _ in range(2):
+        cache = read(model, ids[:, :8])
+        with FlopCounterMode(display=False) as counter:
+            model(ids[:, 8:], past_key_values=cache)
+        counts.append(counter.get_total_flops())
+        model.lm_head.register_forward_hook(lambda *_: None)
+    assert counts[0] == counts[1] > 0
 
 
 def test_threads_share_a_model():

@@ -219,8 +219,8 @@ def refused_now() -> str | None:
         return "it has no gradient: torch.no_grad() is needed"
     if torch.is_autocast_enabled("cpu"):
         return "autocast is on"
-    if torch.compiler.is_compiling() or transformed():
-        return "it reads memory by address, and runs neither in a graph nor under a transform"
+    if torch.compiler.is_compiling() or transformed() or torch._C._len_torch_dispatch_stack():
+        return "it reads memory by address, and runs neither in a graph nor under a transform or a dispatch mode"
     return None
 
 
