@@ -63,8 +63,31 @@ def test_mismatch_of_data_and_recipe_names_the_option(data):
     assert output(length=64).endswith("prepare data with --length 64, or set length=32")
     assert output(vocab_size=100).endswith("or set vocab_size=257")
     rows = len(run.full_rows(data.train, 32))
-    assert output(batch_tokens=32 * 4096, tokens=32 * 8192).endswith(f"set batch_tokens={32 * rows}")
-    assert refused(lambda: recipe(batch_tokens=100)).endswith("a multiple of length=32; set batch_tokens=96")
+    assert output(batch_tokens=32 * 4096, tokens=32 * 8192).endswith(f"set batch_tokens={32 * (rows - rows % 2)}")
+    assert refused(lambda: recipe(batch_tokens=100)).endswith("a multiple of length=32; set batch_tokens=64")
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 4, 5, 4096])
+def test_batch_tokens_that_an_error_names_can_be_shared(data, micro_batch):
+    def advised(call):
+        tokens = int(refused(call).rpartition("batch_tokens=")[2])
+        one, _ = recipe(micro_batch=micro_batch, batch_tokens=tokens, tokens=tokens)
+        one.share(1)
+        return one
+
+    advised(lambda: recipe(batch_tokens=1000, micro_batch=micro_batch))
+    many, _ = recipe(batch_tokens=32 * 4096, tokens=32 * 8192, micro_batch=micro_batch)
+    run.check_data(advised(lambda: run.check_data(many, data)), data)
+
+
+@pytest.mark.parametrize(("processes", "needed"), [(1, 4), (3, 12)])
+def test_rows_that_an_error_asks_for_can_be_shared(processes, needed):
+    one, _ = recipe(batch_tokens=32 * 7, micro_batch=4)
+    assert refused(lambda: one.share(processes)).endswith(f"expected a multiple of {needed} rows")
+    for times in (1, 2):
+        recipe(batch_tokens=32 * needed * times, micro_batch=4)[0].share(processes)
+    split, _ = recipe(batch_tokens=32 * 7, context_parallel=2)
+    assert refused(lambda: split.share(3)).endswith("expected a multiple of 2 processes")
 
 
 def test_examples_of_prepare_and_train_are_compatible():

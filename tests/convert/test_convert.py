@@ -88,6 +88,7 @@ MISTAKES = {
         "model_type='zamba', which is not converted, as it has Mamba layers",
     ),
     "capped gates": ({"model_type": "xlstm"}, "as it has a cap on the logits of mLSTM's gates"),
+    "ours": ({"model_type": "headrace"}, "is one of headrace already; expected another, or --to FORMAT"),
     "another model": ({"model_type": "bloom"}, "model_type='bloom'; expected headrace or one of the"),
     "a bias": ({"attention_bias": True}, "has no tensor 'model.layers.0.self_attn.q_proj.bias'"),
     "scaled positions": (

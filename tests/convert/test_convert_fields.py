@@ -72,6 +72,7 @@ REFUSED = {
     # which flash-linear-attention has under the same model_type
     "norm_eps=1e-06": ("mamba2", (), {"norm_eps": 1e-6}),
     "dt_limit=[0.0, 0.1]": ("mamba2", (), {"dt_limit": [0.0, 0.1]}),
+    "head_dim=7; expected num_heads · head_dim = 64, which is expand · hidden_size": ("mamba2", (), {"head_dim": 7}),
     "n_groups=8; expected a divisor of the number of heads, 4": ("mamba2", ("n_groups",), {}),
     "config.json has num_experts=4, num_experts_per_tok=10: experts.chosen=10 exceeds experts.count=4": (
         "qwen3_next", (), {"num_experts": 4, "num_experts_per_tok": 10, "mlp_only_layers": [0, 0]}

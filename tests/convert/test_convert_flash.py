@@ -133,7 +133,7 @@ def error(path):
 
 def test_more_heads_than_channels_are_refused():
     described = complete({"model_type": "hgrn2"} | BASE["hgrn2"] | {"expand_ratio": None, "num_heads": 1000})
-    with pytest.raises(InputError, match=r"config\.json has expand_ratio=None"):
+    with pytest.raises(InputError, match=r"config\.json has expand_ratio=None; expected a number, or None with"):
         FORMATS["hgrn2"].model(described)
 
 

@@ -425,8 +425,8 @@ def test_output_options_are_supported():
     close(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, out.logits)
     assert torch.equal(model(ids, return_dict=False)[0], out.logits)
     assert model.train()(ids).past_key_values is None
-    for wrong in ({}, {"input_ids": ids, "inputs_embeds": out.hidden_states[0]}):
-        with pytest.raises(InputError, match="either input_ids or inputs_embeds"):
+    for got, wrong in {"neither": {}, "both": {"input_ids": ids, "inputs_embeds": out.hidden_states[0]}}.items():
+        with pytest.raises(InputError, match=f"expected input_ids or inputs_embeds; got {got}"):
             model(**wrong)
 
 

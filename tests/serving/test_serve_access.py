@@ -120,7 +120,10 @@ def test_command_refuses_other_addresses_without_a_key(tmp_path, run_command, mo
         assert "has model_type=None" in run_command(*asked, *more).err
     monkeypatch.setenv("HEADRACE_API_KEY", KEY)
     assert "has model_type=None" in run_command(*asked).err
-    assert "--api-key has no effect with --no-api-key" in run_command(*asked, "--no-api-key").err
+    assert (
+        "--no-api-key beside a key, of --api-key or HEADRACE_API_KEY; expected one"
+        in run_command(*asked, "--no-api-key").err
+    )
 
 
 def test_more_connections_than_file_descriptors_are_closed(monkeypatch):

@@ -22,7 +22,7 @@ from headrace import load
 from headrace.cli import train as cli_train
 from headrace.convert import export_checkpoint
 from headrace.convert.retrofit import retrofit
-from headrace.data import open_data
+from headrace.data import open_data, tokenizer
 from headrace.data.rows import order
 from headrace.files.processes import Terminated
 from headrace.hf import HeadraceForCausalLM
@@ -69,13 +69,10 @@ def test_task_loss_covers_answers_only(task, changes, tmp_path, monkeypatch):
     assert loop.evaluate(data.held_out.select(range(8))) == pytest.approx(expected, rel=1e-5)
 
 
-def test_task_data_needs_at_least_one_row(tmp_path, monkeypatch):
+def test_task_data_of_one_row(tmp_path, monkeypatch):
     monkeypatch.setattr(prepared_task, "HELD_OUT", 1)
     made = prepared_task.prepare(Mqar(vocabulary=48, pairs=3, length=32), "mqar", 1, 0, 1, tmp_path / "one")
     assert made["train"]["rows"] == len(open_data(tmp_path / "one").train) == 1
-    for rows, workers in ((0, 1), (1, 0)):
-        with pytest.raises(InputError, match=f"--rows {rows} and --workers {workers}; expected at least 1"):
-            prepared_task.prepare(Mqar(), "mqar", rows, 0, workers, tmp_path / "none")
 
 
 def test_rows_of_a_task_have_no_documents_to_separate(tmp_path, monkeypatch):
@@ -319,6 +316,7 @@ def first(data, tmp_path_factory):
     [
         ({"mixer": "softmax-gla"}, "has other layers than mixer=softmax-gla; set mixer=checkpoint, or the mixer"),
         ({"mixer": "checkpoint", "layers": 3}, "has num_hidden_layers=2; the recipe has 3; set layers=2"),
+        ({"layers": 3}, "has num_hidden_layers=2; the recipe has 3; set layers=2"),
         ({"mixer": "checkpoint", "weights": None}, "mixer='checkpoint' without weights; expected weights=FOLDER"),
         ({"hidden_size": 32}, "hidden_size=16; the recipe has 32"),
         ({"weights": "nowhere"}, "'nowhere' has no config.json"),
@@ -328,6 +326,25 @@ def test_weights_of_another_model_are_refused(first, changes, sentence):
     expected = {"mixer": "gla", "weights": str(first)} | changes
     with pytest.raises(InputError, match=sentence):
         build(recipe(**expected)[0])
+
+
+def test_a_refused_run_leaves_its_folder_to_a_corrected_one(data, first, tmp_path):
+    for changes, sentence in (
+        ({"mixer": "softmax-gla", "weights": str(first)}, "set mixer=checkpoint"),
+        ({"vocab_size": 300, "teacher": str(first)}, "vocab_size=257; expected that of the model, 300"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            train(data, tmp_path, **changes)
+        assert not (tmp_path / "run.json").exists()
+    train(data, tmp_path, tokens=128, weights=str(first), mixer="checkpoint")
+
+
+def test_data_of_another_tokenizer_name_that_of_the_weights(data, first, tmp_path):
+    """Not a vocab_size to set, which the weights would refuse."""
+    other = tokenizer.train_bpe(["It was the best of times. " * 9], 270)
+    larger = replace(data, manifest=data.manifest | {"vocab_size": 270}, tokenizer=other)
+    with pytest.raises(InputError, match="another tokenizer than the data; prepare the data with --tokenizer"):
+        train(larger, tmp_path, mixer="checkpoint", weights=str(first))
 
 
 def test_weights_with_another_tokenizer_are_refused(data, first, tmp_path):

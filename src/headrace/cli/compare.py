@@ -26,9 +26,7 @@ class CompareOptions:
     mixers: str | None = setting(
         "Mixers, separated by commas: names or expressions (see `headrace zoo`), or all.", shown="the task's"
     )
-    task: str | None = setting(
-        "Task, with fields in parentheses: key-value(length=128).", shown="pair; text with --text"
-    )
+    task: str | None = setting("Task, with its fields: key-value(length=128).", shown="pair; text with --text")
     text: list[str] | None = setting(
         "File of text to model: text, JSON Lines or Parquet, as for `headrace prepare`. Repeatable."
     )

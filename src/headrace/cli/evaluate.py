@@ -40,19 +40,17 @@ class EvaluateOptions:
     )
     data: Path | None = setting("Folder of local benchmark files.", shown="download from the Hub")
     lengths: str = setting("Tokens of the prompts of `needle`, separated by commas.", "1024,2048,4096,8192")
-    limit: int | None = setting("Number of rows per task.", shown="all")
-    max_length: int | None = setting("Maximum context in tokens.", shown="the model config's")
+    limit: int | None = setting("Number of rows per task.", shown="all", least=1)
+    max_length: int | None = setting("Maximum context in tokens.", shown="the model config's", least=1)
     batch_size: int = setting("Rows per batch.", 8, least=1)
     device: Device = None
     threads: Threads = None
-    seed: int = setting("Random seed of the needles.", 1234)
+    seed: int = setting("Random seed of the needles.", 1234, least=0, most=2**32 - 1)
     output: Path | None = setting("Folder of the report.", shown="runs/eval-<suite>")
 
     def __post_init__(self) -> None:
         if not self.checkpoints:
             raise InputError("eval has no checkpoint; expected at least one")
-        if not 0 <= self.seed < 2**32:
-            raise InputError(f"--seed={self.seed}; expected 0 to {2**32 - 1}")
 
 
 @takes(EvaluateOptions)

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from .. import zoo
 from ..files.hub import ask_hub, is_on_the_hub, tokenizer_is_elsewhere
+from ..files.processes import MOST
 from ..utils.errors import InputError
 from .console import NewFolder, interruptible, refuse_idle
 from .options import argument, option, setting, takes
@@ -40,10 +41,10 @@ class PrepareOptions:
         shown="0.001",
     )
     column: str | None = setting("Column of the text in JSON Lines, Parquet and on the Hub.", shown="text")
-    seed: int = setting("Random seed of the sample, the held-out documents or the task's rows.", 0)
-    workers: int = setting("Number of worker processes.", 1)
+    seed: int = setting("Random seed of the sample, the held-out documents or the task's rows.", 0, least=0)
+    workers: int = setting("Number of worker processes.", 1, least=1, most=MOST)
     task: str | None = setting("Task to draw rows from instead of text: mqar, needle(kind=2, length=1024), ...")
-    rows: int | None = setting("Number of rows of the task.", shown="10000")
+    rows: int | None = setting("Number of rows of the task.", shown="10000", least=1)
     tokens: float | None = setting("Number of training tokens at which to stop.", shown="all of the text")
     sample: float | None = setting(
         "Share of the documents to keep, chosen at random from files in random order, by --seed. 1 reads "
@@ -266,10 +267,7 @@ def machine_rows(plan: dict[str, Any]) -> dict[str, str]:
 def list_recipes(
     mixers: Annotated[
         str | None,
-        option(
-            "Mixers, separated by commas, or all: print the parameter counts of each recipe with each mixer.",
-            default="none",
-        ),
+        option("Mixers, separated by commas, or all: print each recipe's parameters with each mixer.", default="none"),
     ] = None,
 ) -> None:
     """List the recipes of headrace, or the parameter counts of their models."""

@@ -50,7 +50,7 @@ class GenerateOptions:
     top_p: float = setting("Nucleus sampling: probability mass of the most likely tokens to sample from.", 1.0)
     top_k: int = setting("Number of most likely tokens to sample from. 0 takes all.", 0, least=0)
     repetition_penalty: float = setting("Factor that makes earlier tokens less likely. 1 changes nothing.", 1.0)
-    seed: int | None = setting("Random seed of the sampling.", shown="a new one, printed")
+    seed: int | None = setting("Random seed of the sampling.", shown="a new one, printed", least=0, most=SEEDS - 1)
     device: Device = None
     weights: Weights = None
     resume: Path | None = setting(
@@ -86,7 +86,6 @@ class GenerateOptions:
             ("temperature", self.temperature == 0 or 0.01 <= self.temperature < math.inf, "0, or at least 0.01"),
             ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1"),
             ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "0.01 to 100"),
-            ("seed", self.seed is None or 0 <= self.seed < SEEDS, f"0 to {SEEDS - 1}"),
         ):
             if not holds:
                 raise InputError(f"--{name.replace('_', '-')}={getattr(self, name)}; expected {expected}")
@@ -165,13 +164,11 @@ class ServeOptions:
         "can see the option, but not the environment variable.",
         envvar="HEADRACE_API_KEY",
     )
-    no_api_key: bool = setting(
-        "Serve without a key on an address that other machines can reach.", False, "--no-api-key"
-    )
+    no_api_key: bool = setting("Serve without a key on an address that others can reach.", False, "--no-api-key")
 
     def __post_init__(self) -> None:
-        if self.no_api_key:
-            refuse_idle("with --no-api-key", api_key=self.api_key)
+        if self.no_api_key and self.api_key is not None:
+            raise InputError("--no-api-key beside a key, of --api-key or HEADRACE_API_KEY; expected one of them")
 
 
 @takes(ServeOptions)
@@ -219,8 +216,8 @@ class ConvertOptions:
         shown="the format of headrace",
     )
     dtype: str | None = setting(
-        "Precision of the converted model: float32, bfloat16 or float16. The default rounds no tensor, and is that of "
-        "the most precise one.",
+        "Precision of the converted model: float64, float32, bfloat16 or float16. The default rounds no tensor, and is "
+        "that of the most precise one.",
         shown="that of the checkpoint",
     )
     ignore: list[str] | None = setting(

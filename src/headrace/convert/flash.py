@@ -161,7 +161,7 @@ def hgrn2(c: Fields) -> Model:
     """The epsilon of its norm is 1e-5 in any model."""
     D, K, H = c["hidden_size"], c["expand_ratio"], c["num_heads"]
     if not K and not (H and H <= D):
-        c.refuse("expand_ratio", f"a or None with a num_heads of at most {D}")
+        c.refuse("expand_ratio", f"a number, or None with a num_heads of at most {D}")
     K = K or D // H
     c.only("num_heads", D // K, None)
     mixer = f"hgrn2(heads.expand_k={D // K * K / D}, heads.width=none, read.eps=1e-5)"

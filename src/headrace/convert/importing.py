@@ -122,6 +122,8 @@ def _read_format(checkpoint: Path) -> tuple[Format, Config]:
     if isinstance(kind, str) and kind in MISSING:
         reason = f"which is not converted, as it has {MISSING[kind]}"
         raise InputError(f"checkpoint {str(checkpoint)!r} has model_type={kind!r}, {reason}")
+    if kind == HeadraceConfig.model_type:
+        raise InputError(f"checkpoint {str(checkpoint)!r} is one of headrace already; expected another, or --to FORMAT")
     if kind not in [*FORMATS]:
         meant = did_you_mean(str(kind), [HeadraceConfig.model_type, *FORMATS])
         expected = f"expected {HeadraceConfig.model_type} or one of the {len(FORMATS)} formats that are converted"

@@ -22,7 +22,7 @@ from .views import HYBRID, View, Views, assembled, below, layer_name, modules, n
 def mamba2(c: Fields) -> Model:
     H, D, V = c["num_heads"], c["hidden_size"], c["head_dim"]
     if c["expand"] * D != V * H:
-        c.refuse("head_dim", f"expand · hidden_size / num_heads = {c['expand'] * D / H:g}")
+        c.refuse("head_dim", f"num_heads · head_dim = {c['expand'] * D:g}, which is expand · hidden_size")
     c.only("hidden_act", *SILU)
     c.only("rescale_prenorm_residual", False)  # transformers rescales again whenever it loads
     c.ignore("time_step_rank", "time_step_min", "time_step_max", "time_step_floor")  # of initial values alone

@@ -50,12 +50,15 @@ class Sample(NamedTuple):
     def kept(self, rows: Iterable[Row]) -> Iterator[Row]:
         """The rows of the chosen documents. A row that is no document is chosen as one, so that the counts of bad rows
         are those of the sample."""
-        draw, chosen = self._generator(1).random, False
+        draw, chosen, some = self._generator(1).random, None, False
         for row in rows:
             if row.offset == 0:
                 chosen = draw() < self.share
             if chosen:
+                some = True
                 yield row
+        if chosen is not None and not some:
+            raise InputError(f"--sample {self.share:g} keeps no document of the sources; expected a larger share")
 
     def _generator(self, of: int) -> np.random.Generator:
         """A stream of its own for each use, independent of that of the held-out documents, which has the same seed."""

@@ -55,9 +55,6 @@ class EvaluationPlan:
         return Claim(content, set(defaults(self)), made={"lm_eval": lm_eval.__version__})
 
     def check(self) -> None:
-        for name in ("limit", "max_length"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise InputError(f"--{name.replace('_', '-')}={getattr(self, name)}; expected at least 1")
         if self.data is not None and not Path(self.data).is_dir():
             raise InputError(f"--data={self.data!r}; expected a folder")
 

@@ -81,10 +81,10 @@ def refuse_foreign(folder: Path, file: str = "plan.json") -> None:
         raise InputError(f"{str(folder)!r} exists and is no folder of reports or runs; name another --output")
 
 
-def release(folder: Path) -> None:
+def release(folder: Path, file: str = "plan.json") -> None:
     """Deletes the plan and the versions in a folder that has nothing else."""
-    if is_free(folder, "plan.json"):
-        for name in ("plan.json", MADE_BY):
+    if is_free(folder, file):
+        for name in (file, MADE_BY):
             (folder / name).unlink(missing_ok=True)
 
 

@@ -90,8 +90,8 @@ class Pair(Drawn):
         pairs, rest = divmod(length, parts)
         if pairs < 1 or rest:
             raise InputError(
-                f"length={length}: a row of the task pair has {parts} positions for each pair; expected a multiple of "
-                f"{parts}"
+                f"length={length}: a row of the task pair has {parts} positions for each pair; expected a positive "
+                f"multiple of {parts}"
             )
         return replace(self, keys=max(self.keys, pairs), pairs=pairs, queries=None, least=None)
 

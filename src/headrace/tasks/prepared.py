@@ -27,10 +27,6 @@ HELD_OUT = 512
 def prepare(task: Task, name: str, rows: int, seed: int, workers: int, output: Path) -> dict[str, Any]:
     """Writes `rows` training rows drawn from a seed, and at most 512 held-out rows, to the folder `output`, which must
     not exist, and returns the manifest. InputError for a task whose rows are not tokens with labels."""
-    if rows < 1 or workers < 1:
-        raise InputError(f"--rows {rows} and --workers {workers}; expected at least 1")
-    if seed < 0:
-        raise InputError(f"--seed {seed}; expected at least 0")
     with fitting(f"a block of rows of --task {name}"):
         row = task.held_out(1)
     if row.keys() != {"input_ids", "shift_labels"} or row["input_ids"].dim() > 2 or isinstance(task, Text):

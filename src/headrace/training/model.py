@@ -59,9 +59,6 @@ def build(recipe: Recipe) -> HeadraceForCausalLM:
         return model
     checkpoint = load(recipe.weights)
     model = HeadraceForCausalLM(config(recipe, **{name: getattr(checkpoint.config, name) for name in KEPT}))
-    if checkpoint.config.mixers != model.config.mixers:
-        others = f"weights={recipe.weights!r} has other layers than mixer={recipe.mixer}"
-        raise InputError(f"{others}; set mixer={CHECKPOINT}, or the mixer of that checkpoint")
     for name, field in SIZES.items():
         stored = getattr(checkpoint.config, name)
         needed = getattr(recipe, field) if recipe.mixer == CHECKPOINT else getattr(model.config, name)
@@ -69,6 +66,9 @@ def build(recipe: Recipe) -> HeadraceForCausalLM:
             raise InputError(
                 f"weights={recipe.weights!r} has {name}={stored}; the recipe has {needed}; set {field}={stored}"
             )
+    if checkpoint.config.mixers != model.config.mixers:
+        others = f"weights={recipe.weights!r} has other layers than mixer={recipe.mixer}"
+        raise InputError(f"{others}; set mixer={CHECKPOINT}, or the mixer of that checkpoint")
     try:
         model.load_state_dict(checkpoint.state_dict())
     except RuntimeError as error:  # such as learned positions for another length

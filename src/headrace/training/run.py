@@ -29,7 +29,7 @@ from ..data.rows import ORDER, evenly_spaced, full_rows, order
 from ..files.checks import damage, read_record
 from ..files.hub import RUN
 from ..files.processes import handling
-from ..files.provenance import claim, defaults
+from ..files.provenance import claim, defaults, release
 from ..files.results import restored
 from ..utils.errors import InputError
 from ..utils.extras import named
@@ -72,8 +72,8 @@ def train(
     processes = connect(recipe, timeout)
     with errors_in_all():
         opened = open_data(data) if isinstance(data, Path) else data
-        check_data(recipe, opened)
         check_tokenizer(recipe, opened)
+        check_data(recipe, opened)
         recipe.share(processes.count)
     with agreed(folder, partial(begin, folder, recipe, opened)) as last:
         if is_finished(folder, last, recipe):
@@ -81,7 +81,11 @@ def train(
                 print(f"{folder} is finished, and nothing is left to do; {next_command(folder, opened)}")
             return None
         set_seed(recipe.seed)
-        loop, stop = make_loop(recipe, opened, folder, processes), Stop()
+        try:
+            loop, stop = make_loop(recipe, opened, folder, processes), Stop()
+        except InputError:
+            release(folder, RUN)  # so that a corrected command can take it
+            raise
         if processes.rank == 0:
             print(describe_start(loop, last))
         with report_failures(loop), report_compiler_errors(), closing(loop.history):
@@ -178,10 +182,10 @@ def check_data(recipe: Recipe, data: PackedData) -> None:
             f"prepare data with a smaller --tokenizer or --train-bpe, or set vocab_size={vocab_size}"
         )
     if recipe.rows > (count := len(full_rows(data.train, length))):
-        fewer = f"set batch_tokens={count * length}" if count else "prepare more text, or a smaller --length"
+        how = f"set batch_tokens={recipe.even(count) * length}" if count else "prepare more text, or a smaller --length"
         raise InputError(
             f"batch_tokens={recipe.batch_tokens} is {recipe.rows} rows per step, but the data have {count} full rows; "
-            f"expected at most {count}; {fewer}"
+            f"expected at most {count}; {how}"
         )
     if recipe.separate_documents and "shift_labels" in data.held_out[0]:
         raise InputError("separate_documents=true, and a row of a task has no documents; expected false")

@@ -110,7 +110,7 @@ class Recipe(Optimization):
         yield (
             self.batch_tokens % self.length > 0,
             f"batch_tokens={self.batch_tokens}; expected a multiple of length={self.length}; set "
-            f"batch_tokens={max(1, round(self.batch_tokens / self.length)) * self.length}",
+            f"batch_tokens={self.even(max(1, round(self.batch_tokens / self.length))) * self.length}",
         )
         yield (
             self.length % self.context_parallel > 0,
@@ -140,6 +140,10 @@ class Recipe(Optimization):
         """Number of rows per step."""
         return self.batch_tokens // self.length
 
+    def even(self, rows: int) -> int:
+        """The most of these rows that one process can read in equal passes of a step."""
+        return rows - rows % min(rows, self.micro_batch)
+
     def share(self, processes: int) -> tuple[int, int]:
         """Returns the rows of a forward pass of a process, and the passes of a step. Raises InputError if the processes
         cannot share the rows of a step evenly."""
@@ -148,9 +152,10 @@ class Recipe(Optimization):
         micro = min(self.micro_batch, each)
         if left or rest or each % max(micro, 1):
             shared = f" and context_parallel={self.context_parallel}" if self.context_parallel > 1 else ""
+            needed = f"{self.context_parallel} processes" if left else f"{groups * self.micro_batch} rows"
             raise InputError(
-                f"a step has {self.rows} rows (batch_tokens / length), which {processes} processes with "
-                f"micro_batch={self.micro_batch}{shared} cannot share evenly"
+                f"a step has {self.rows} rows (batch_tokens / length), which cannot be shared evenly: processes="
+                f"{processes} and micro_batch={self.micro_batch}{shared}; expected a multiple of {needed}"
             )
         return micro, each // micro
 
@@ -311,7 +316,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
         raise InputError(f"{str(path)!r} is not YAML: {error.problem}{line}") from None
     except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{str(path)!r} is not YAML: {' '.join(str(error).split())}") from None
+        text = " ".join(str(error).split())
+        wrong = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else f"is not YAML: {text}"
+        raise InputError(f"{str(path)!r} {wrong}") from None
     if data is None:
         return {}
     if not isinstance(data, dict):
