@@ -85,6 +85,7 @@ MISTAKES = {
     "compare --task dates --length 9": "the length of the task dates is fixed",
     "verify --mixers bahdanau": "'bahdanau' is a whole model, not a layer's mixer",
     "compare --task par": "--task 'par' is unknown; expected one of pair, ",
+    "verify --mixers transformer(pattern.window=2)": "'pattern.window' names no field of this mixer ('pattern' is none",
     "compare --mixers gla(heads.count=2,heads.count=4)": "mixer 'gla(heads.count=2,heads.count=4)' sets 'heads.count'",
     "compare --mixers softmax-gla(competition.temperature=2,competition=paper)": "'competition.temperature' and 'comp",
     "compare --task mqar(pairs=8,pairs=16)": "--task 'mqar(pairs=8,pairs=16)' sets 'pairs' twice",

@@ -21,7 +21,7 @@ from headrace.spec.attention import AttentionSpec, Pattern
 from headrace.spec.stack import BlockStyle, Decoder, Experts, Layer
 from headrace.training import linear as linear_module
 from headrace.training import transfer as module
-from headrace.training.linear import Keep, costs, held_out_loss, imitate, removed, state_bytes
+from headrace.training.linear import Keep, checked, costs, held_out_loss, imitate, removed, state_bytes
 from headrace.training.loop import Updates
 from headrace.training.processes import Processes
 from headrace.training.transfer import Imitation, Transfer, mean_error, transfer
@@ -270,6 +270,13 @@ def test_a_linear_layers_state_does_not_grow(teacher):
 def test_what_cannot_stay_is_named(text, sentence):
     with pytest.raises(InputError, match=sentence):
         Keep.parsed(text).changed([0, 1, 2])
+
+
+def test_data_of_a_larger_vocabulary_are_refused(teacher, data):
+    larger = replace(data, manifest=data.manifest | {"vocab_size": 1000})
+    sentence = f"--data has a vocabulary of 1000; expected at most {teacher.config.vocab_size}, that of the model"
+    with pytest.raises(InputError, match=sentence):
+        checked(teacher.config, HEDGEHOG, Keep(), larger, Transfer())
 
 
 def test_command_and_those_that_its_page_names(folder, prepared, tmp_path, run_command):

@@ -176,7 +176,7 @@ def serve(options: ServeOptions) -> None:
     """Serve a model over the OpenAI API: completions, and chat if the tokenizer has a template.
 
     Requests are generated together, and long prompts are processed in pieces between their tokens. GET /metrics shows
-    counts and latencies in the format of Prometheus. On another address than that of this machine alone, --api-key is
+    counts and latencies in the format of Prometheus. On an address that others can reach, --api-key or --no-api-key is
     required. The server has no encryption: expose it to a network only behind a proxy that provides it."""
     from ..serving import Access, Limits
     from ..serving import serve as run

@@ -94,7 +94,7 @@ def change_all(spec, values: dict[str, Any]):
         node = data
         for name in parents:
             if not isinstance(node.get(name), dict):
-                raise InputError(f"{path!r} names no field of this mixer ({name!r} is not one of its records)")
+                raise InputError(f"{path!r} names no field of this mixer ({name!r} is none, or no record of it)")
             node = node[name]
         node[last] = value
     return from_json(data)

@@ -137,7 +137,7 @@ def checked(config: HeadraceConfig, mixer: str, keep: Keep, data: PackedData, se
     with fewer full rows than a step has, windows that are dropped where there is none, and as `Keep.changed` and
     `linearize`."""
     if (size := data.manifest["vocab_size"]) > config.vocab_size:
-        raise InputError(f"--data has a vocabulary of {size} and the model of {config.vocab_size}; expected the same")
+        raise InputError(f"--data has a vocabulary of {size}; expected at most {config.vocab_size}, that of the model")
     if (count := len(full_rows(data.train, data.manifest["length"]))) < settings.rows:
         raise InputError(f"--rows {settings.rows}, and the data have {count} full rows; expected at most {count}")
     changed = keep.changed(replaceable(config))
