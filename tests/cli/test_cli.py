@@ -38,7 +38,8 @@ def folder(monkeypatch, tmp_path):
     (tmp_path / "other" / "plan.json").write_text("{}")
     (tmp_path / "broken").mkdir()
     (tmp_path / "empty").mkdir()
-    (tmp_path / "broken" / "plan.json").write_text("{")
+    for name in ("plan.json", "config.json"):
+        (tmp_path / "broken" / name).write_text("{")
     return tmp_path
 
 
@@ -59,6 +60,7 @@ MISTAKES = {
     "generate empty --prompt a": "checkpoint 'empty' has no config.json",
     "retrofit empty --output new": "checkpoint 'empty' has no config.json",
     "convert empty --output new": "checkpoint 'empty' has no config.json",
+    "generate broken --prompt a": "line 1 column 2 (char 1))\n",  # no command writes it anew
     "eval empty --suite language": "checkpoint 'empty' has no config.json",
     "generate notes --prompt a --max-new-tokens 0": "--max-new-tokens=0; expected at least 1",
     "generate notes --prompt a --temperature -1": "--temperature=-1.0; expected 0, or at least 0.01",

@@ -138,7 +138,7 @@ class TrainOptions:
     )
     efficiency: float | None = setting(
         "Fraction of the machine's peak FLOPs that the dry run assumes the model to reach.",
-        shown="measured with the mixer on one H200",
+        shown="measured on one H200; of another mixer, the median",
     )
     as_json: bool = setting("JSON output of the dry run.", False, "--json")
 

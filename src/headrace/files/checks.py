@@ -38,15 +38,15 @@ def decode(data: bytes, name: str) -> str:
         ) from None
 
 
-def read_json(path: Path, form: Form = None) -> Any:
+def read_json(path: Path, form: Form = None, cure: str = "") -> Any:
     """Returns the content of a JSON file. Raises InputError if the file cannot be read, is not JSON or does not have
-    the form, which `misfit` describes."""
+    the form, which `misfit` describes. cure: what the sentence about a file that is not JSON ends with."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{str(path)!r} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{str(path)!r} is not JSON ({error}); delete it and run the command again") from None
+        raise InputError(f"{str(path)!r} is not JSON ({error}){cure}") from None
     if form is not None and (wrong := misfit(content, form)):
         raise InputError(f"{str(path)!r} is damaged: {wrong}")
     return content

@@ -11,6 +11,7 @@ from ..files.checks import SUM, Form, misfit, read_json
 from ..utils.errors import InputError
 from ..utils.integrity import digest, write_json
 
+AGAIN = "; delete it and run the command again"  # which makes a result anew
 NOT_FINITE = "not_finite"  # key of a record: {JSON pointer (RFC 6901) of a null: the number "nan", "inf" or "-inf"}
 
 
@@ -61,12 +62,12 @@ def read_result(path: Path, form: dict[Any, Form] | None = None) -> dict[str, An
     passes.
 
     Raises InputError if the file is not a JSON object of the form, or if its content has changed."""
-    data = read_json(path)
+    data = read_json(path, cure=AGAIN)
     wrong = misfit(data, form or {})
     if wrong is None and data.pop(SUM, None) not in (None, digest(data)):
         wrong = "it has another SHA-256 than when it was written"
     if wrong is not None:
-        raise InputError(f"{str(path)!r} is damaged: {wrong}; delete it and run the command again")
+        raise InputError(f"{str(path)!r} is damaged: {wrong}{AGAIN}")
     return restored(data)
 
 
