@@ -72,7 +72,7 @@ REFUSED = {
     # which flash-linear-attention has under the same model_type
     "norm_eps=1e-06": ("mamba2", (), {"norm_eps": 1e-6}),
     "dt_limit=[0.0, 0.1]": ("mamba2", (), {"dt_limit": [0.0, 0.1]}),
-    "head_dim=7; expected num_heads · head_dim = 64, which is expand · hidden_size": ("mamba2", (), {"head_dim": 7}),
+    "num_heads': TypeError: Field 'num_heads' expected int, got str (value: 'a')": ("mamba2", (), {"num_heads": "a"}),
     "n_groups=8; expected a divisor of the number of heads, 4": ("mamba2", ("n_groups",), {}),
     "config.json has num_experts=4, num_experts_per_tok=10: experts.chosen=10 exceeds experts.count=4": (
         "qwen3_next", (), {"num_experts": 4, "num_experts_per_tok": 10, "mlp_only_layers": [0, 0]}
@@ -104,6 +104,11 @@ def test_unsupported_field_is_named(sentence, tmp_path):
     save(described(form, VARIANTS[form]), tmp_path)
     rewrite(tmp_path, without, **settings)
     assert sentence in refused(lambda: import_checkpoint(tmp_path))
+
+
+def test_width_that_is_null_is_refused():
+    with pytest.raises(InputError, match="intermediate_size=None; expected an integer of at least 1"):
+        FORMATS["mamba"].model({"model_type": "mamba", "num_hidden_layers": 1, "intermediate_size": None})
 
 
 def test_field_of_the_class_passes_at_its_default_alone(monkeypatch):

@@ -22,7 +22,7 @@ from .views import HYBRID, View, Views, assembled, below, layer_name, modules, n
 def mamba2(c: Fields) -> Model:
     H, D, V = c["num_heads"], c["hidden_size"], c["head_dim"]
     if c["expand"] * D != V * H:
-        c.refuse("head_dim", f"num_heads · head_dim = {c['expand'] * D:g}, which is expand · hidden_size")
+        c.refuse("head_dim", f"expand · hidden_size / num_heads = {c['expand'] * D / H:g}")
     c.only("hidden_act", *SILU)
     c.only("rescale_prenorm_residual", False)  # transformers rescales again whenever it loads
     c.ignore("time_step_rank", "time_step_min", "time_step_max", "time_step_floor")  # of initial values alone
@@ -47,7 +47,7 @@ def mamba(c: Fields, **norm: Any) -> Model:
     c.ignore("time_step_scale", "time_step_min", "time_step_max", "time_step_init_scheme", "time_step_floor")
     c.only("norm_eps", c["layer_norm_epsilon"])  # as flash-linear-attention writes it under the same model_type
     spec = ScanSpec(
-        "mamba", c["state_size"], c.count("conv_kernel", 2), c["intermediate_size"] / D, c["time_step_rank"],
+        "mamba", c["state_size"], c.count("conv_kernel", 2), c.count("intermediate_size", 1) / D, c["time_step_rank"],
         conv_bias=conv_bias, bias=bias, **norm,
     )  # fmt: skip
     return mixers_alone(c, spec, mamba1("mixer", bias, conv_bias))

@@ -50,14 +50,14 @@ class Sample(NamedTuple):
     def kept(self, rows: Iterable[Row]) -> Iterator[Row]:
         """The rows of the chosen documents. A row that is no document is chosen as one, so that the counts of bad rows
         are those of the sample."""
-        draw, chosen, some = self._generator(1).random, None, False
+        draw, chosen, drawn, kept = self._generator(1).random, False, 0, 0
         for row in rows:
             if row.offset == 0:
-                chosen = draw() < self.share
+                chosen, drawn = draw() < self.share, drawn + 1
             if chosen:
-                some = True
+                kept += 1
                 yield row
-        if chosen is not None and not some:
+        if drawn and not kept:
             raise InputError(f"--sample {self.share:g} keeps no document of the sources; expected a larger share")
 
     def _generator(self, of: int) -> np.random.Generator:

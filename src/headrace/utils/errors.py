@@ -62,8 +62,8 @@ def reading(sentence: str) -> Iterator[None]:
 
 
 def reason(error: Exception) -> str:
-    """Returns the first line of an error, after its class if that is none whose text is a sentence."""
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    """Returns the first line of an error, with the next one after a colon, behind its class if that has no sentence."""
+    text = " ".join((str(error).strip().replace(":\n", ": ") or type(error).__name__).splitlines()[0].split())
     return text if isinstance(error, OSError | ValueError | RuntimeError) else f"{type(error).__name__}: {text}"
 
 
