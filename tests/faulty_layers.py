@@ -64,8 +64,8 @@ def adapter(fault=""):
 
 
 # The laws that each fault breaks.
-CONTINUED = {"pieces = whole", "left-padded, pieces", "copied state", "reordered state", "cropped = recomputed"}
-ALONE = {"left-padded = bare", "right-padded = bare", "left-padded, pieces", "left-padded, decoding"}
+CONTINUED = {"pieces = whole", "left-padded in pieces", "copied state", "reordered state", "cropped = recomputed"}
+ALONE = {"left-padded = bare", "right-padded = bare", "left-padded in pieces", "left-padded in decoding"}
 FAULTS = {
     "packing": {"packed = separate"},
     "forgets": CONTINUED,

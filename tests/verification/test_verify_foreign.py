@@ -157,6 +157,11 @@ def test_the_command(run_command, tmp_path):
     assert run_command("verify", f"{FAULTY}:adapter", "--device", "cpu", *laws).code == 0
 
 
+def test_the_option_laws_takes_every_law(run_command):
+    done = run_command("verify", f"{FAULTY}:adapter", "--device", "cpu", "--laws", ",".join(foreign.LAWS))
+    assert f" of {len(foreign.LAWS)} laws hold" in done.out, done.err
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
