@@ -212,7 +212,7 @@ def test_serving_page_lists_refused_and_ignored_fields():
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text("utf-8").partition("\n## vLLM")[0]
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|$", page, re.MULTILINE))
     assert rows == {
-        name: ", ".join(f"`{json.dumps(value)}`" for value in values) or "none"
+        name: ", ".join(f"`{json.dumps(value)}`" for value in values) or "`null`"
         for name, values in requests.NEUTRAL.items()
     }
     ignored = re.search(r"without effect:\s(.*?)\.\s", page, re.DOTALL)[1]
