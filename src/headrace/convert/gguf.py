@@ -118,7 +118,7 @@ class GGUFFile(Tensors):
         require(parts in (0, 1), f"it is one of {parts} parts of a model; join them by llama-gguf-split --merge")
         kind = self.metadata.get("general.architecture")
         require(kind in ARCHITECTURES, f"its architecture is {kind!r}; expected {', '.join(ARCHITECTURES)}")
-        self._architecture = ARCHITECTURES[kind]
+        self._architecture = ARCHITECTURES[str(kind)]
         stored = {tensor.name: tensor for tensor in reader.tensors}
         _check_types(stored)
         factors = _values(stored.pop(FACTORS)) if FACTORS in stored else None
@@ -181,7 +181,7 @@ class GGUFFile(Tensors):
         if stem in NAMES:
             return f"{NAMES[stem]}.{kind}"
         block, i, module = [*stem.split("."), "", "", ""][:3]
-        names = LAYER_NAMES | self._architecture.names
+        names = {**LAYER_NAMES, **self._architecture.names}
         known = block == "blk" and module in names
         return f"model.layers.{i}.{names[module]}.{kind}" if known else name
 
@@ -190,7 +190,7 @@ def _own_metadata(metadata: Config, kind: str) -> Config:
     """Returns the metadata of the architecture. InputError for what does not have the form, and for an unknown key."""
     prefix = f"{kind}."
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-    form = FORM | ARCHITECTURES[kind].form
+    form = {**FORM, **ARCHITECTURES[kind].form}
     wrong = misfit(own, form, f"the metadata of {kind}")
     require(wrong is None, str(wrong))
     if unknown := sorted(own.keys() - {name.removesuffix("?") for name in form}):

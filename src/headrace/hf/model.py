@@ -148,8 +148,8 @@ class HeadraceModel(HeadracePreTrainedModel):
             InputError: arguments that contradict each other or do not fit the cache.
         """
         cu_seqlens, given = boundaries(cu_seqlens, flash), cache_argument(past_key_values, cache)
-        given_both = "neither" if input_ids is None else "both"
-        require((input_ids is None) != (inputs_embeds is None), f"expected input_ids or inputs_embeds; got {given_both}")
+        got = "neither" if input_ids is None else "both"
+        require((input_ids is None) != (inputs_embeds is None), f"expected input_ids or inputs_embeds; got {got}")
         check_tensor(*(("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)))
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         shape = x.shape
