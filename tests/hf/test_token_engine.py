@@ -3,9 +3,11 @@
 import copy
 import gc
 import pickle
+import re
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,6 +48,17 @@ def test_tokens_equal_the_full_forward(name):
     if (reason := model.engine.unsupported_reason(model)) is not None:
         assert "it does not support" in reason or "mixer is a " in reason  # a plug-in's layer
     assert is_accurate(model, torch.randint(29, (2, 12)), check=reason is None)
+
+
+@torch.no_grad()
+def test_the_page_names_the_mixers_that_decode_in_one_native_call():
+    page = (Path(__file__).parents[2] / "docs" / "layer.md").read_text("utf-8")
+    gated, others = re.findall(r"one native call computes a token of .*?:(.*?), each with(.*?)\. One", page, re.S)[0]
+    gates = "", "competition=default", "competition=sigmoid"
+    names = [f"{name}({form})" for name in re.findall("`(.*?)`", gated) for form in gates]
+    for name in names + re.findall("`(.*?)`", others):
+        model = tiny.build(name).float()
+        assert model.engine.unsupported_reason(model) is None, name
 
 
 @pytest.mark.parametrize("style", STYLES)
