@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from headrace import InputError, compile_blocks, linear_attention
@@ -150,6 +151,11 @@ def test_training_compiles_on_cuda_where_lengths_stay_on_the_device():
         made = model(mixer)
         compile_for_training(made, wanted, cuda, packed)
         assert is_compiled(made) == expected, (mixer, wanted, cuda, packed)
+    others = nn.Sequential(nn.Linear(2, 2))  # as a model of a plug-in
+    compile_for_training(others, None, cuda=True, packed=False)
+    assert not is_compiled(others)
+    with pytest.raises(InputError, match="model is a Sequential without blocks of headrace"):
+        compile_for_training(others, True, cuda=False, packed=False)
 
 
 def test_failure_to_compile_ends_with_its_reason():

@@ -17,13 +17,14 @@ def compile_for_training(model: nn.Module, wanted: bool | None, cuda: bool, pack
     """Compiles the blocks of a model that is to be trained, if they are to be.
 
     Args:
-        wanted: whether to compile; None: on a CUDA GPU, if no mixer reads the lengths of sequences on the host, which
-            would compile another graph for each length.
+        wanted: whether to compile; None: on a CUDA GPU, if the model has blocks and no mixer reads the lengths of
+            sequences on the host, which would compile another graph for each length.
         cuda: whether the model is trained on a CUDA GPU. There a block is one graph or an error.
         packed: whether rows hold packed sequences.
     """
     if wanted is None:
-        wanted = cuda and not any(block.reads_lengths(packed) for block in model.modules() if isinstance(block, Block))
+        blocks = [module for module in model.modules() if isinstance(module, Block)]
+        wanted = cuda and bool(blocks) and not any(block.reads_lengths(packed) for block in blocks)
     if wanted:
         compile_blocks(model, fullgraph=cuda)
 

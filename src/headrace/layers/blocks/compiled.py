@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from ...ops.checks import check_module
+from ...ops.checks import check_module, require
 from .block import Block
 
 
@@ -15,7 +15,7 @@ def compile_blocks(model: nn.Module, **options: Any) -> nn.Module:
     the number of layers. Names of parameters do not change.
 
     Args:
-        model: a model of `headrace`, or any module that has its blocks.
+        model: a model of `headrace`, or any module that has its blocks. Raises InputError for one without.
         options: of `torch.compile`; unless given, dynamic=True, and Inductor computes norms, activations and gates
             again in the backward, so that they are not kept for it.
 
@@ -24,9 +24,10 @@ def compile_blocks(model: nn.Module, **options: Any) -> nn.Module:
     """
     check_module(model=model)
     default: dict[str, Any] = {} if options.keys() & {"backend", "mode", "options"} else {"backend": recomputing}
-    for module in model.modules():
-        if isinstance(module, Block):
-            module.compile(**{"dynamic": True, **default, **options})
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    require(blocks != [], f"model is a {type(model).__name__} without blocks of headrace; expected one that has some")
+    for block in blocks:
+        block.compile(**{"dynamic": True, **default, **options})
     return model
 
 
