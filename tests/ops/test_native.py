@@ -397,7 +397,7 @@ def test_missing_library_has_a_reason(monkeypatch, tmp_path):
 
 
 OTHER_LAYOUTS = {  # what a library lists of hr_layer instead
-    " scale:f@64": "", "amplitude:f@92": "amplitude:i@92", " D:q@96 H:q@104": " H:q@96 D:q@104", "end@400": "end@408",
+    " scale:f@64": "", "amplitude:f@96": "amplitude:i@96", " D:q@104 H:q@112": " H:q@104 D:q@112", "end@408": "end@416",
 }  # fmt: skip
 
 

@@ -121,7 +121,7 @@ def test_machine_names_are_parsed_and_checked():
     for text, sentence in {"8xH900": "mean 'H200'", "H100": "8xH100", "0xA100": "8xH100", "8": "8xH100"}.items():
         with pytest.raises(InputError, match=sentence):
             machine.parse(text)
-    with pytest.raises(InputError, match="3 processes"):
+    with pytest.raises(InputError, match=r"processes=3 .*expected a multiple of 12 rows"):
         machine.plan(recipe(), machine.parse("3xH100"), 0.3)
     with pytest.raises(InputError, match="shard=3; expected a divisor of the machine's 8"):
         machine.plan(recipe(shard=3), machine.parse("8xH100"), 0.3)
