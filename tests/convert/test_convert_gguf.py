@@ -206,9 +206,8 @@ def test_factors_of_rotary_frequencies_are_those_of_llama_3(tmp_path):
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma3"])  # which it knows
 def test_transformers_reads_the_file_alike(arch, tmp_path):
-    widths = {"qwen3": {"head_dim": 128}, "gemma3": {"head_dim": 256}}.get(
-        arch, {}
-    )  # of its reader, whatever the file has
+    of_its_reader = {"qwen3": {"head_dim": 128}, "gemma3": {"head_dim": 256}}  # whatever the file has
+    widths = of_its_reader.get(arch, {})
     release(tmp_path / "model.gguf", arch, "Q8_0", **widths)
     ours, _ = import_gguf(tmp_path / "model.gguf")
     assert differs(ours, AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf").eval()) < 1e-5
