@@ -16,7 +16,7 @@ from families.every import described
 from groups import refused
 from headrace import load
 from headrace.convert import FORMATS, export_checkpoint, import_checkpoint
-from headrace.convert.checkpoint import fetched, read_tokenizer
+from headrace.convert.checkpoint import fetched, read_config, read_tokenizer
 from headrace.convert.linearize import linearize
 from headrace.convert.vocabulary import GPT2, _cl100k
 from headrace.hf import HeadraceForCausalLM
@@ -166,6 +166,16 @@ def test_precision_can_be_chosen(checkpoint, tmp_path, run_command):
     assert load(tmp_path / "ours").dtype is torch.bfloat16
     wrong = run_command("convert", path, "--output", tmp_path / "out", "--dtype", "half")
     assert wrong.code == 2 and "--dtype 'half'; expected one of float64, float32" in wrong.err
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_config_has_the_precision_of_the_model(checkpoint, dtype):
+    """Which config.json may not say: here it says float32."""
+    _, path = checkpoint("llama")
+    retyped(path, lambda name, x: x.to(dtype))
+    assert read_config(path).dtype is import_checkpoint(path).dtype is dtype
+    (path / "model.safetensors").unlink()
+    assert read_config(path).dtype is None
 
 
 TENSORS = {

@@ -21,6 +21,7 @@ from headrace.convert import FORMATS, export_checkpoint, import_checkpoint
 from headrace.convert.describe import has_cache
 from headrace.convert.fields import COMMON
 from headrace.convert.files import WEIGHTS
+from headrace.convert.importing import import_config
 from headrace.convert.linearize import linearize
 from headrace.convert.slots import slots
 from headrace.hf import HeadraceCache, HeadraceConfig
@@ -449,5 +450,6 @@ def test_factors_are_folded_into_float32(tmp_path):
     """MiniMax's, which bfloat16 weights would round, unless they are powers of 2."""
     for factor, dtype in ((3.5, torch.float32), (2.0, torch.bfloat16)):
         theirs = AutoModelForCausalLM.from_config(described("minimax", full_attn_alpha_factor=factor))
-        theirs.bfloat16().save_pretrained(tmp_path / str(factor))
-        assert import_checkpoint(tmp_path / str(factor)).dtype is dtype
+        path = tmp_path / str(factor)
+        theirs.bfloat16().save_pretrained(path)
+        assert import_checkpoint(path).dtype is import_config(path).dtype is dtype

@@ -12,6 +12,7 @@ from families.every import described
 from headrace.convert import export_checkpoint, import_checkpoint
 from headrace.convert.files import WEIGHTS
 from headrace.convert.fp8 import scaled
+from headrace.convert.importing import import_config
 from headrace.utils.errors import InputError
 
 BLOCK = [16, 8]
@@ -54,7 +55,7 @@ def test_a_model_in_fp8_is_that_of_its_products(packed, tmp_path):
     """On the way back it is not quantized."""
     path, _, plain = packed
     ours, exact, ids = import_checkpoint(path), import_checkpoint(plain), torch.randint(1, 61, (2, 20))
-    assert ours.dtype is torch.float32
+    assert ours.dtype is import_config(path).dtype is torch.float32
     assert torch.equal(ours(ids).logits, exact(ids).logits)
     lower = import_checkpoint(path, dtype=torch.bfloat16)
     assert all(torch.equal(a, b.to(a)) for a, b in zip(lower.parameters(), ours.parameters(), strict=True))

@@ -97,12 +97,16 @@ def _generation(checkpoint: Path, model: Any, described: Config) -> GenerationCo
 
 
 def import_config(checkpoint: Path) -> HeadraceConfig:
-    """Returns the config of the converted model, of which no weights are read. InputError as `import_checkpoint`."""
+    """Returns the config of the converted model, of whose weights the headers are read, for its dtype. InputError as
+    `import_checkpoint`."""
     form, described = _read_format(checkpoint)
     with _naming(checkpoint):
         described = form.of_text(described)
         check_sizes(described, LARGEST)
-        return HeadraceConfig(**form.model(described)[0].arguments, converted_from=described)
+        foreign, _ = form.model(described)
+        weights = form.files(checkpoint).headers if any(checkpoint.glob("*.safetensors")) else {}
+        dtype = _precision(weights, foreign.views) if weights else None
+        return HeadraceConfig(**foreign.arguments, dtype=dtype, converted_from=described)
 
 
 @contextmanager
