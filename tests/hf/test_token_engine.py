@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
@@ -287,6 +288,16 @@ def test_a_counter_of_operations_sees_those_of_a_token():
         counts.append(counter.get_total_flops())
         model.lm_head.register_forward_hook(lambda *_: None)
     assert counts[0] == counts[1] > 0
+
+
+@torch.no_grad()
+def test_hooks_of_all_modules_see_a_token():
+    model, ids, seen = tiny.build("softmax-gla").float(), torch.randint(29, (1, 9)), []
+    cache = read(model, ids[:, :8])
+    with register_module_forward_hook(lambda module, args, out: seen.append(module)):
+        model(ids[:, 8:], past_key_values=cache)
+        assert "for which a hook is registered" in model.engine.unsupported_reason(model)
+    assert model.lm_head in seen and model.model.backbone.layers[1].mlp in seen
 
 
 def test_threads_share_a_model():

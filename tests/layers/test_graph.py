@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.generation import stopping_criteria
@@ -190,6 +191,8 @@ def test_hooks_and_other_outputs_have_no_graph(elsewhere, recorded):
     hook = model.model.backbone.layers[0].mlp.register_forward_hook(lambda *_: None)
     assert "layers.0.mlp has a hook" in unsupported_reason(Moved(model))
     hook.remove()
+    with register_module_forward_pre_hook(lambda *_: None):
+        assert "for all modules" in unsupported_reason(Moved(model))
     assert not recorded
     generated(model, ids)
     assert len(recorded) == 1 and model.engine.graph_refused is None

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_flatten
 
 from ..ops.checks import require
@@ -15,7 +16,6 @@ from .base import tensors
 from .blocks.moe import MixtureOfExperts
 
 KEPT = frozenset(vars(nn.Module()))  # what PyTorch keeps in every module
-HOOKS = "_forward_hooks", "_forward_pre_hooks"
 SCALARS = bool, int, float, str, torch.dtype, type(None), Record
 WARM_UP = 3  # steps before the capture, in which kernels are compiled and libraries allocate
 
@@ -114,6 +114,6 @@ def unsupported_reason(model: Any) -> str | None:
         if isinstance(layer.mlp, MixtureOfExperts):
             return f"layer {i} is a mixture of experts, whose sizes depend on the tokens"
     for name, module in model.named_modules():
-        if any(getattr(module, hooks) for hooks in HOOKS):
+        if module._forward_hooks or module._forward_pre_hooks:
             return f"{name or 'the model'} has a hook"
-    return None
+    return "a hook is registered for all modules" if _has_any_global_hook() else None

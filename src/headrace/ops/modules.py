@@ -11,8 +11,7 @@ def is_plain(module: nn.Module, kind: type[M]) -> TypeGuard[M]:
     """Whether calling the module does exactly what its class `kind` does.
 
     False for a module with a hook, an adapter, a parametrization or a `forward` of its own, which have to run. Hooks
-    registered for all modules at once, which serve profiling, are not considered.
-    """
+    of all modules at once, which serve profiling, are not considered."""
     return type(module) is kind and not _hooked(module)
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.nn.modules.module import _has_any_global_hook
 
 from ....utils.errors import InputError
 from ...checks import require
@@ -221,7 +222,7 @@ def refused_now() -> str | None:
         return "autocast is on"
     if torch.compiler.is_compiling() or transformed() or torch._C._len_torch_dispatch_stack():
         return "it reads memory by address, and runs neither in a graph nor under a transform or a dispatch mode"
-    return None
+    return "it calls no modules, for which a hook is registered" if _has_any_global_hook() else None
 
 
 class ProgramOf:
