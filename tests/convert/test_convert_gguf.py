@@ -289,6 +289,10 @@ def test_sentencepiece_tokenizes_as_in_transformers(tmp_path):
         assert ours.decode(ids, skip_special_tokens=True) == text
     # SentencePiece puts a space before every text; transformers' reader not before one that begins with a space.
     assert ours.tokenize(" the cat") == ["▁", "▁the", "▁cat"]
+    bare = tokenizer_of(values | {"tokenizer.ggml.add_space_prefix": False})
+    for text, expected in (("the cat", ["t", "he", "▁cat"]), (" the cat", ["▁the", "▁cat"])):
+        assert bare.tokenize(text) == expected
+        assert bare.decode(bare(text).input_ids, skip_special_tokens=True) == text
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------

@@ -68,3 +68,13 @@ def test_empty_batch_runs_over_several_blocks():
 
 def test_the_weights_of_levels_have_no_weight_decay():
     assert undecayed(LogLinear(levels=4, num_heads=2)) == ["weight"]
+
+
+@pytest.mark.parametrize(("name", "per_number"), [
+    ("log-linear-mamba2", 4 * (1 + 2) + 2),  # all levels decay and are read, one is written
+    ("log-linear-gated-deltanet", 4 * (1 + 2 + 4)),  # all lose what they have under the key
+])  # fmt: skip
+def test_operations_are_those_of_a_token(name, per_number):
+    spec = zoo.get(f"{name}(levels=5)")
+    H, K, columns = spec.state_shapes(256, 2)["memory"]
+    assert spec.flops_per_token(256, 2) == per_number * H * K * columns / 4

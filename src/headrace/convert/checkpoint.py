@@ -90,7 +90,7 @@ def read_config(path: str | Path) -> HeadraceConfig:
 def _located(path: str | Path) -> tuple[Path, bool]:
     """Returns the folder, and whether its model is of another library. InputError if it has no config.json."""
     folder = fetched(path)
-    if folder.suffix == GGUF:
+    if folder.suffix == GGUF and folder.is_file():
         raise InputError(f"{str(folder)!r} is a GGUF file; convert it first: headrace convert {folder} --output FOLDER")
     check_config(folder)
     return folder, read_json(folder / "config.json", {}).get("model_type") != HeadraceConfig.model_type

@@ -14,6 +14,7 @@ Dimensions: B batch, T tokens, H heads (Hq for q and k), K key, V value dimensio
 tokens per block, M blocks.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, NamedTuple
@@ -215,6 +216,12 @@ class LogLinearSpec(MixerSpec):
     @property
     def counts_tokens(self) -> bool:
         return True
+
+    def flops_per_token(self, hidden_size: int, num_heads: int) -> int:
+        """As of a MixerSpec, but a token is added to one level. The delta rule changes all of them."""
+        every = super().flops_per_token(hidden_size, num_heads)
+        level = math.prod(self.state_shapes(hidden_size, num_heads)["memory"]) // self.matrices
+        return every if self.write.rule == "delta" else every - 2 * (self.matrices - 1) * level
 
 
 def with_levels(spec: MixerSpec, **changes: Any) -> LogLinearSpec:
