@@ -230,9 +230,7 @@ class ExpDecay(DecayModule):
         self.up.uniform_(-0.01, 0.01)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self._heads(torch.tanh(x) @ self.up)
-        logits = self.bias.view(x.shape[2:]) + x
-        return -finite_exp(logits.to(accumulator(logits)))
+        return -finite_exp(biased(self._heads(torch.tanh(x) @ self.up), self.bias))
 
 
 class SoftplusVectorDecay(DecayModule):
