@@ -189,6 +189,8 @@ def test_block_style_is_saved_and_checked(tmp_path):
     assert again.sizes == config.sizes
     assert (again.sizes.style, again.intermediate_size) == (BlockStyle(order="post", mlp="relu"), 4 * D)
     assert HeadraceConfig(style={"norm": "layer"}, mlp="none", **SIZES).sizes.style == BlockStyle("layer", mlp="none")
+    shared = HeadraceConfig(mixer="zamba", style={"shared_count": 2}, **SIZES).stack.style  # of the zoo's, one changed
+    assert shared.shared is not None and (shared.shared_count, shared.mlp) == (2, "geglu")
     for wrong in ({"order": "sideways"}, {"norms": "rms"}, "post"):
         with pytest.raises(InputError, match=r"style"):
             HeadraceConfig(style=wrong, **SIZES)

@@ -9,7 +9,7 @@ from ..utils.tables import Table
 from .attention import AttentionSpec
 from .mixer import Shapes, Spec, Stateful
 from .record import NonNegativeFloat, PositiveFloat, PositiveInt, Record, require_positive
-from .serialize import TYPES, record
+from .serialize import TYPES, admitted
 
 Order = Literal["pre", "post", "branch", "both", "parallel", "parallel-joint"]
 MLPS: Table[str] = Table("mlps")  # layers of the MLPs that plug-ins have, as `Facts.layer`
@@ -181,8 +181,7 @@ def as_style(style: Any, base: BlockStyle | None = None) -> BlockStyle:
     if style is None or isinstance(style, BlockStyle):
         return style or base
     require_each(lambda x: isinstance(x, dict), "a BlockStyle or a dict of its fields", style=style)
-    changed = record(BlockStyle, style, "style")
-    return replace(base, **{name: getattr(changed, name) for name in style})
+    return replace(base, **admitted(BlockStyle, style, "style"))
 
 
 TYPES.update(layer=Layer, decoder=Decoder)
