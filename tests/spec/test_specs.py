@@ -10,7 +10,7 @@ from typing import Union, get_args, get_origin, get_type_hints
 import pytest
 import torch
 
-from headrace import InputError, layers, zoo
+from headrace import InputError, Mixer, layers, zoo
 from headrace.extra import capped, clamped, growing, late_norm, sparsemixer
 from headrace.extra.specs import matrix as matrix_spec
 from headrace.extra.specs import scan as scan_spec
@@ -143,6 +143,24 @@ def test_json_and_python_refuse_the_same_values():
 def test_invalid_json_is_refused(data, sentence):
     with pytest.raises(InputError, match=sentence):
         from_json(data)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Mixer(Layer(zoo.get("gla")), hidden_size=32), r"mixer=Layer\(.*… is a Layer; expected the mixer"),
+        (lambda: Mixer("gpt", hidden_size=32), "mixer='gpt' is a Decoder; expected the mixer of one layer"),
+        (lambda: zoo.get("gpt+gla"), r"'gpt\+gla' names a model whose blocks have a style of their own"),
+        (lambda: zoo.get("softmax-paper-softmax-gla"), "is unknown; the nearest names are paper-softmax-gla"),
+    ],
+)
+def test_what_is_no_mixer_is_refused(make, sentence):
+    with pytest.raises(InputError, match=sentence):
+        make()
+
+
+def test_expressions_may_have_several_lines():
+    assert zoo.get("gla(\n  heads.count=2,\n  decay.rank=3\n)") == zoo.get("gla(heads.count=2, decay.rank=3)")
 
 
 @pytest.mark.parametrize("name", [*zoo.names(), *zoo.MODELS])

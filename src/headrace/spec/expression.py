@@ -7,7 +7,7 @@ from ..utils.errors import InputError, require
 
 def expression(text: str, kind: str) -> tuple[str, dict[str, str]]:
     """Parses "a(b=1, c=d)" into ("a", {"b": "1", "c": "d"}). Raises InputError, which calls the expression `kind`."""
-    match = re.fullmatch(r"([^()\s]+)\s*(?:\((.*)\))?", text.strip())  # adjacent \s* would backtrack quadratically
+    match = re.fullmatch(r"([^()\s]+)\s*(?:\((.*)\))?", text.strip(), re.S)  # adjacent \s* would take quadratic time
     if not match:
         raise InputError(f"{kind} {text!r} is not of the form NAME or NAME(field=value, ...)")
     settings = [[part.strip() for part in setting.partition("=")] for setting in split(match[2] or "")]

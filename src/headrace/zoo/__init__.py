@@ -16,7 +16,7 @@ from ..spec.expression import expression, literal, split
 from ..spec.linear import Competition, MixerSpec
 from ..spec.mixer import ModelSpec, Spec
 from ..spec.serialize import change_all, from_json, to_json
-from ..spec.stack import Decoder, Layer, as_layers
+from ..spec.stack import BlockStyle, Decoder, Layer, as_layers
 from ..utils import plugins
 from ..utils.errors import InputError, require, require_each
 from ..utils.tables import Table
@@ -90,7 +90,10 @@ def get(mixer):
         return mixer
     require_each(lambda x: isinstance(x, str), "a name of the zoo, a spec or its JSON", mixer=mixer)
     if len(parts := split(mixer, "+")) > 1:
-        return Decoder(tuple(layer for part in parts for layer in as_layers(get(part))))
+        specs = [get(part) for part in parts]
+        styled = any(isinstance(spec, Decoder) and spec.style != BlockStyle() for spec in specs)
+        require(not styled, f"mixer {mixer!r} names a model whose blocks have a style of their own; expected mixers")
+        return Decoder(tuple(layer for spec in specs for layer in as_layers(spec)))
     name, settings = expression(mixer, "mixer")
     changes: dict[str, object] = {}
     for path, text in settings.items():
@@ -159,7 +162,7 @@ def _named(name: str):
         return specs[name]
     if base in LINEAR:
         return compete(LINEAR[base])
-    if isinstance(spec := specs.get(base), Spec):
+    if base not in PUBLISHED and isinstance(spec := specs.get(base), Spec):
         expected = f"{base!r}, or softmax- before one of {', '.join(LINEAR)}"
         raise InputError(f"mixer {name!r} does not exist, because {base} {spec.uncompeting}; expected {expected}")
     near = difflib.get_close_matches(name, [*names(), *MODELS], 3, cutoff=0)
