@@ -87,3 +87,11 @@ def test_empty_prompt_can_precede_tokens(mixer):
         mask = torch.cat([mask, torch.ones_like(ids)], 1)
         close(model(ids, attention_mask=mask, past_key_values=cache).logits, model(ids).logits)
         assert cache.get_seq_length() == columns + T and cache.batch_size == 2
+
+
+@torch.no_grad()
+def test_no_tokens_may_have_positions():
+    model, ids, cache = build("gla"), tokens(2, T), HeadraceCache()
+    model(ids, past_key_values=cache)
+    out = model(ids[:, :0], position_ids=ids[:, :0], past_key_values=cache)
+    assert out.logits.shape[:2] == (2, 0) and cache.get_seq_length() == T

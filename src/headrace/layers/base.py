@@ -50,7 +50,7 @@ class ShiftState(NamedTuple):
 
 
 class Carried:
-    """What a layer leaves to those above it in a call of a model. It is no list, as FSDP and accelerate copy lists."""
+    """What a layer passes to the layers above it. It is no list, because FSDP and accelerate copy lists."""
 
     layer: int = -1
     value: Tensor | None = None  # in the order of the tokens of `run`

@@ -73,8 +73,8 @@ def restarts(position_ids: Tensor, x: Tensor, attention_mask: Tensor | None = No
     require(shape in ([B, T], [1, T]), f"position_ids has shape {shape}; expected [{B}, {T}]")
     positions = position_ids.to(x.device).expand(B, T)
     kept = x.new_ones(B, seen + T, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-    expected = (kept.cumsum(1) - 1)[:, -T:] + (seen + T - kept.shape[1])
-    if ((positions == expected) | ~kept[:, -T:]).all():
+    before = kept.shape[1] - T  # not [:, -T:], which for T = 0 is all of them
+    if ((positions == (kept.cumsum(1) - 1)[:, before:] + seen - before) | ~kept[:, before:]).all():
         return None
     follows = F.pad(positions[:, 1:] == positions[:, :-1] + 1, (1, 0)) | ((positions == 0) & (seen == 0))
     if not follows.all():

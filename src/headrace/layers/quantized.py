@@ -112,8 +112,8 @@ def _product(program: Program, layer: QuantizedLinear) -> None:
 def quantize(model: nn.Module, kind: str = "int8") -> nn.Module:
     """Replaces the linear layers of a model by QuantizedLinear, in place, and returns the model, for inference only.
 
-    Embeddings, also when tied to the head, norms, gates and decays are not quantized. A quantized model cannot be
-    trained, and its saved weights cannot be loaded: save the original model instead.
+    Embeddings, also when tied to the head, experts, norms, gates and decays are not quantized. A quantized model cannot
+    be trained, and its saved weights cannot be loaded: save the original model instead.
 
     Args:
         model: a model or a layer in any floating-point dtype; changed in place.

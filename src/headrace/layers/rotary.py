@@ -34,7 +34,7 @@ def angles(positions: Tensor, rope: Rope, theta: float, width: int, lengths: Ten
     Args:
         theta: base of the frequencies, unless the rope has its own.
         width: K.
-        lengths: [B or 1, 1], number of tokens of each sequence, of which frequencies may depend."""
+        lengths: [B or 1, 1], number of tokens of each sequence, on which frequencies may depend."""
     frequency = frequencies(rope, theta, rope.dims or width, positions if lengths is None else lengths)
     single = positions.shape[-1] == 1  # a token, whose angles are cheaper than a kernel
     inline = single or not torch.compiler.is_dynamo_compiling()

@@ -127,7 +127,7 @@ class Pattern(Record):
         return self.far + self.window - 1
 
 
-# Layers, as `Facts.layer`. early: with tiles, with buckets, with random blocks, and with patterns in an encoder.
+# Layers, as `Facts.layer`. early: for tiles, buckets, random blocks, and patterns in an encoder.
 LAYERS: Table[str] = Table("attention_layers")
 Gate = Literal["none", "channel", "head"]
 Scale = Literal["key", "one", "half-key"] | PositiveFloat
@@ -185,7 +185,7 @@ class AttentionSpec(SoftmaxSpec):
     table = "attention"
 
     def layer(self, causal: bool) -> str:
-        """Returns the layer: that of the core, or one of LAYERS for what it has not."""
+        """Returns the layer: the one of the core, or one of LAYERS for options that the core lacks."""
         sparse = self.pattern is not None and (self.pattern.random > 0 or not causal)
         early = sparse or self.form == "tiles" or self.buckets is not None
         return LAYERS["early"] if early else self.facts.layer

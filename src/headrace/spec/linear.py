@@ -21,7 +21,7 @@ Order = Annotated[int, Range("0 to 100", lambda n: 0 <= n <= 100)]  # of a Taylo
 # Objections to a spec in which a field is not its default, of plug-ins that have the field's stage.
 RULES: Table[Callable[[Any], Iterator[tuple[bool, str]]]] = Table("rules")
 LAYERS: Table[str] = Table("linear_layers")  # as `Facts.layer`, of encoders
-# Fields that make the order of tokens matter, besides a decay and the delta rule.
+# Besides a decay and the delta rule: fields that make the order of tokens matter, or that an encoder's memory lacks.
 APART = "inputs.conv", "inputs.shift", "inputs.key", "heads.qk_groups", "read.bonus", "competition.freeze"
 LARGEST_FEATURES = 2**24  # rows of a head's memory; 8 GiB per head for values of 128
 
@@ -120,7 +120,7 @@ class MixerSpec(Spec):
 
     facts = Facts(".linear.mixer.LinearMixer")
     table = "linear"
-    matrices: ClassVar[int] = 1  # that the memory of a head consists of
+    matrices: ClassVar[int] = 1  # number of matrices in the memory of a head
 
     @property
     def gated(self) -> bool:  # type: ignore[override]
@@ -244,7 +244,7 @@ class MixerSpec(Spec):
 
     @property
     def additive(self) -> bool:
-        """Whether the memory is a sum over tokens, whatever their order, of one write for each."""
+        """Whether the memory is a sum of one write per token, so that an encoder can have one memory of all tokens."""
         ordered = type(self) is not MixerSpec or self.decay.kind != "none" or self.write.rule != "add"
         ordered |= self.write.beta == "exp"  # a strength over the largest so far
         return not ordered and not any(asked_for(self, path) for path in (*APART, *RULES))

@@ -9,7 +9,7 @@ from ..utils.errors import InputError
 from .record import Record, require_positive
 
 Shapes = dict[str, tuple[int, ...]]
-FEWEST = 4  # number of heads of a published size from which on a model has heads of that size
+FEWEST = 4  # a model that is too narrow for as many heads of the published width has its default number of heads
 
 
 class Update(NamedTuple):
@@ -59,7 +59,7 @@ class Spec(Stateful):
 
     facts: Facts
     gated: ClassVar[bool] = False  # whether a gate multiplies the output or the values, besides a decay and β
-    table: ClassVar[str] = "others"  # of the zoo, in which the mixer has its row
+    table: ClassVar[str] = "others"  # the table of the zoo that lists the mixer
     uncompeting = "has no memory that heads could compete for"  # why it has no softmax version
 
     def layer(self, causal: bool) -> str:
@@ -95,8 +95,8 @@ class ModelSpec(Stateful):
 
 
 def heads_of_width(count: int | None, width: int | None, total: float, default: int) -> int:
-    """Returns the number of heads: `count`, or that into which `total` channels divide so that heads are nearest to
-    `width` in ratio. Without both, and in a model too narrow for FEWEST heads of this width, it is `default`.
+    """Returns the number of heads: `count`, or the divisor of `total` channels that gives heads nearest to `width` in
+    ratio, or `default` without both and in a model too narrow for FEWEST heads of this width.
 
     Raises InputError if the channels divide only into heads under half or over twice the width."""
     total = round(total, 6)

@@ -31,7 +31,7 @@ class Read(Record):
     gate_bias: bool = True  # whether the logits of sigmoid-low-rank and sigmoid-head have a bias
     bias: bool = False  # whether the output projection has a bias
 
-    # that plug-ins have in specs of their own, and whose null configurations hold
+    # these are now in the specs of plug-ins, and older configurations set them to null
     former: ClassVar[tuple[str, ...]] = "levels", "ridge_steps"
 
     def _objections(self):

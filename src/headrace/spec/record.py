@@ -53,7 +53,7 @@ class Kind(NamedTuple):
 class Record:
     """Base class of the specs. Construction raises InputError for invalid values and contradictory fields."""
 
-    former: ClassVar[tuple[str, ...]] = ()  # names that are no field any more, of which JSON may hold a null
+    former: ClassVar[tuple[str, ...]] = ()  # names of former fields, which JSON may still set to null
 
     def __post_init__(self) -> None:
         cls: Any = type(self)

@@ -78,7 +78,7 @@ class MixtureOfExperts(SelfInitialized):
 
     @torch.no_grad()
     def reset_parameters(self, std: float | None = None) -> None:
-        """std: standard deviation of the experts' initial weights; None: `layers.widths.default_std`."""
+        """std: standard deviation of the experts' initial weights; None: `widths.default_std`."""
         for weight in (self.up, self.down):
             weight.normal_(std=default_std(self.up.shape[-1]) if std is None else std)
         if self.choice_bias is not None:

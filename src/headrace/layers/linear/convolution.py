@@ -41,8 +41,8 @@ def convolve(
         conv: the weights; its padding is not used.
         history: [N, W − 1, C], the tokens before x; None: zeros.
         sequences: the sequences of x.
-        backend: "auto", "native" and "triton" compute it in the native library or, without history, by kernels of
-            their own where these can; other backends, and what neither can, PyTorch.
+        backend: "auto" and "native" take the native library, "auto" and "triton" take Triton where there is no history,
+            if these can compute it; otherwise PyTorch does.
         silu: whether SiLU follows.
     """
     first = history is None and sequences.borders is None

@@ -153,8 +153,8 @@ def draw_step_bias_(bias: Tensor, low: float = 1e-3, high: float = 1e-1) -> None
 
 
 class SigmoidDecay(DecayModule):
-    """GLA's decay: log_decay [B, T, H, K] = log σ(W x + b) / 16 (arXiv 2312.06635, section 4.3); with a lower bound ℓ,
-    log(e^ℓ + (1 − e^ℓ) σ(x)), HGRN2's (arXiv 2404.07904, section 3.1)."""
+    """GLA's decay: log_decay [B, T, H, K] = log σ(W x + b) / temperature, 16 in GLA (arXiv 2312.06635, section 4.3);
+    with a lower bound ℓ, log(e^ℓ + (1 − e^ℓ) σ(W x + b)^(1/temperature)), HGRN2's (arXiv 2404.07904, section 3.1)."""
 
     kind = "sigmoid"
 

@@ -21,8 +21,8 @@ from .stage import Stage, Tokens
 
 
 class Strength(Stage):
-    """β from its logit, a sigmoid or twice that, to which the write gate of competition.write="beta" adds its
-    logarithm; it stays a logit if it also depends on the memory (write.residual_chunk)."""
+    """β, a sigmoid of its logit or twice that. With competition.write="beta" the logarithm of the write gate is added
+    to the logit. With write.residual_chunk β also depends on the memory, and this stage leaves it a logit."""
 
     field = "write.beta"
     values = ("sigmoid", "sigmoid-2")

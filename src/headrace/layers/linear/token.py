@@ -29,7 +29,7 @@ class MixerState(NamedTuple):
     memory: Tensor  # [N, H, K, V]
     conv: Tensor | None = None  # [N, width − 1, channels], the last inputs of the short convolution
     shift: Tensor | None = None  # [N, 1, D], the last input of the token shift; k, v and γ of the trapezoidal update
-    tokens: Tensor | None = None  # [N], number of tokens so far, for rotary positions and write.residual_chunk
+    tokens: Tensor | None = None  # [N], number of tokens so far, if the spec `counts_tokens`
     before: Tensor | None = None  # [N, H, K, V], the memory before the current chunk, decayed, for write.residual_chunk
     peak: Tensor | None = None  # [N, H], the largest exponent of an exponential gate, by which the memory is scaled
     angles: Tensor | None = None  # [N, H, F], by which q and k were turned last (inputs.turns)
