@@ -119,3 +119,13 @@ def test_both_spellings_of_sigmoid_gates_are_the_control_of_the_softmax():
 def test_changes_of_a_named_competition_stay_in_their_expression():
     narrow = zoo.get("gla(competition=sigmoid, competition.range=2)")
     assert narrow.competition.range == 2.0 and zoo.get("gla(competition=sigmoid)").competition.range == "heads"
+
+
+@torch.no_grad()
+def test_read_gate_follows_the_norm_of_groups_of_one_head():
+    """Which is the norm of a head, and would cancel a gate before it."""
+    one, groups = (layers.Mixer(f"softmax-gla(read.norm={norm})", hidden_size=32) for norm in ("rms", "rms-groups"))
+    torch.nn.init.normal_(one.read_competition.weight)
+    groups.load_state_dict(one.state_dict() | {"norm_weight": one.norm_weight.repeat(one.H)})
+    x = torch.randn(2, 5, 32)
+    assert torch.allclose(groups(x)[0], one(x)[0], atol=1e-5)

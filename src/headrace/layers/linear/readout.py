@@ -91,7 +91,8 @@ class ReadGate(Stage):
     def applies(cls, spec: Any) -> bool:
         gate = spec.competition
         reads = gate is not None and gate.read != "none" and not gates_query(spec)
-        return reads and (spec.read.norm in HEAD_NORMS) == (cls.norms is HEAD_NORMS)
+        single = spec.read.norm == "rms-groups" and spec.heads.qk_groups in (None, spec.heads.count)  # a head per group
+        return reads and (single or spec.read.norm in HEAD_NORMS) == (cls.norms is HEAD_NORMS)
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
         t.out = t.out * t.read[..., None].to(t.out.dtype)
