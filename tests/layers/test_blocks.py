@@ -162,6 +162,7 @@ def test_parallel_mixers_are_known_everywhere(tmp_path):
     (lambda: Experts(8, 5, groups=2), "experts.chosen=5 exceeds the 4 experts of chosen_groups=1"),
     (lambda: Experts(8, 2, shared_gate=True), "experts.shared_gate=True without experts.shared"),
     (lambda: BlockStyle(mlp="rwkv4", experts=Experts()), "mlp='rwkv4' is of its own kind"),
+    (lambda: zoo.get("jamba(style.mlp=none)"), "a layer uses experts and style.mlp='none', which has no activation"),
     (lambda: BlockStyle(shared_count=2), "shared_count=2 without a shared block"),
     (lambda: zoo.get("bert(style.mlp=rwkv4)"), "style.mlp='rwkv4' is for decoders alone"),
     (lambda: zoo.get("bert(style.order=parallel)"), "style.order='parallel' is for decoders alone"),

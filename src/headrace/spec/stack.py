@@ -115,11 +115,11 @@ class Decoder(Stateful):
 
     def _objections(self):
         yield not self.layers, "layers=(); expected at least one layer"
-        needs = {
-            "experts": any(layer.mlp == "experts" for layer in self.layers),
-            "shared": any(layer.shared for layer in self.layers),
-        }
-        for name, used in needs.items():
+        experts = any(layer.mlp == "experts" for layer in self.layers)
+        inactive = "a layer uses experts and style.mlp='none', which has no activation; expected another style.mlp"
+        yield experts and self.style.mlp == "none", inactive
+        shared = any(layer.shared for layer in self.layers)
+        for name, used in (("experts", experts), ("shared", shared)):
             reason = f"a layer uses {name} and style.{name} is none; expected style.{name} to be set"
             yield used and getattr(self.style, name) is None, reason
 
