@@ -95,7 +95,8 @@ def test_a_gradient_keeps_its_digits_however_small_it_is(value, rule):
     [("one row for all rows of all", "scalar", "add", 2), ("part of more rows", "fixed", "delta", 2),
      ("last two dimensions swapped", "vector", "add", 2),
      # PyTorch leaves the stride of the one token as it is in what it calls contiguous.
-     ("first two dimensions swapped", "vector", "delta", 1)],
+     ("first two dimensions swapped", "vector", "delta", 1),
+     ("every other number", "fixed", "add", 1)],
 )  # fmt: skip
 def test_strides_do_not_matter(layout, decay, rule, tokens):
     assert_strides_do_not_matter(arguments(decay, rows=2, tokens=tokens), TRITON, layout, rule=rule)

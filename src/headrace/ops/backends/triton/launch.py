@@ -122,12 +122,12 @@ def in_chunks(bounds: Optional, B: int, T: int, C: int) -> tuple[int, dict[str, 
 
 def one_stride(x: Optional) -> Optional:
     """Returns x [B, T, heads, ·] as [tokens, heads, ·] with any stride between tokens and heads in order, a view where
-    it can be, and other tensors contiguous, x [B, T, heads] as [tokens, heads].
+    it can be, and other tensors contiguous: [heads] as it is, [B, T, heads] as [tokens, heads].
 
     One dimension of tokens, because PyTorch leaves the stride of a dimension of size 1 as it is, also where it calls a
     tensor contiguous: that of T = 1 need not lead to the next row."""
     if x is None or x.dim() < 4:
-        return x if x is None or x.dim() < 3 else x.contiguous().flatten(0, 1)
+        return x if x is None else x.contiguous().flatten(0, x.dim() // 2)
     x = x.flatten(0, 1)
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
