@@ -260,6 +260,12 @@ def test_bad_arguments_are_named(change, sentence):
         linear_attention(**(good | change))
 
 
+def test_the_strength_of_the_delta_rule_is_checked_in_float32():
+    """‖k‖² is 80,000, which float16 does not have, and β‖k‖² 0.8."""
+    k = torch.full((1, 1, 1, 2), 200.0, dtype=torch.float16)
+    linear_attention(k, k, k, beta=torch.full((1, 1, 1), 1e-5), rule="delta", check=True)
+
+
 def test_parallel_form_has_a_memory_limit():
     x = torch.zeros(1, 70_001, 1, 1)
     with pytest.raises(InputError, match="expected at most 4 GiB, or form='chunkwise'"):

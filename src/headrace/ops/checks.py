@@ -191,7 +191,7 @@ def check_values(
     if beta is not None:
         require(bool((beta >= 0).all()), f"beta reaches {beta.min():.4g}; expected values ≥ 0")
     if rule == "delta" and "k" in tensors:
-        norms = tensors["k"].square().sum(-1).repeat_interleave(v.shape[2] // k.shape[2], 2)
+        norms = tensors["k"].float().square().sum(-1).repeat_interleave(v.shape[2] // k.shape[2], 2)
         strength = float((norms if beta is None else norms * beta).max())
         require(strength <= 2 * (1 + 1e-5), f"β‖k‖² reaches {strength:.4g}; expected ≤ 2, else rule='delta' diverges")
     for name in ("q", "k") if normalize and "k" in tensors else ():
