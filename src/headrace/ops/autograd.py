@@ -69,7 +69,7 @@ def define(
         arguments: its schema, in brackets.
         results: number of tensors that it returns.
         real: its implementation for the dispatch key.
-        fake: the same for tensors without memory.
+        fake: its implementation for fake tensors.
         backward: backward(ctx, *d_results) -> the gradients to the arguments; None: it has no gradient.
         save: save(ctx, arguments, results), after the forward; with `backward`.
     """

@@ -37,7 +37,7 @@ def transformed() -> bool:
 
 
 def transforms_reason() -> str | None:
-    """Returns why what has no rules for transforms cannot run, or None."""
+    """Returns why a function without rules for transforms cannot run now, or None."""
     return "it supports neither transforms of torch.func nor forward-mode differentiation" if transformed() else None
 
 

@@ -20,7 +20,7 @@ Run = Callable[[Call], tuple[Tensor, Tensor]]
 def normalized(call: Call, run: Run, inside: bool = False) -> tuple[Tensor, Tensor]:
     """Computes the normalizer as one more column of v, which is 1: the same decay, β and write gate apply to it.
 
-    inside: whether `run` has the normalizer, but no read gate with it."""
+    inside: whether `run` computes the normalizer itself, in calls without a read gate."""
     dtype = call.v.dtype
     if inside and call.read_gate is None:
         return run(call)

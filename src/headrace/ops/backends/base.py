@@ -23,7 +23,7 @@ class Kernel(NamedTuple):
 
 
 class HasBackend:
-    """A layer whose recurrence a backend computes: the one of this name, or with "auto" the fastest for the call."""
+    """A layer whose recurrence a backend computes: the named one, or with "auto" the first that can."""
 
     backend: str
 

@@ -173,8 +173,8 @@ class Bound:
 
 
 class Ready(NamedTuple):
-    """A program with its states, which whoever runs it must keep. It is not changed, so that threads may share a
-    model."""
+    """A program with the addresses of its states. The caller keeps the states alive. A Ready never changes, so that
+    threads may share a model."""
 
     program: Program
     where: tuple[int, bool]  # number of sequences, and whether inference mode is on

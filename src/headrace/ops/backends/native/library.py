@@ -34,7 +34,7 @@ ISAS = ("avx512bf16", "avx512", "avx2", "portable")
 def _load() -> tuple[ctypes.CDLL | None, str]:
     """Returns (the library, its instruction set on this machine), or (None, why the library is not available).
 
-    The environment variable HEADRACE_LIBRARY may name the file of another build, HEADRACE_ISA less than the machine."""
+    The environment variable HEADRACE_LIBRARY names the file of another build; HEADRACE_ISA limits the instructions."""
     named, isa = os.environ.get("HEADRACE_LIBRARY"), os.environ.get("HEADRACE_ISA", ISAS[0])
     require(isa in ISAS, f"HEADRACE_ISA={isa!r} is unknown; expected one of {', '.join(ISAS)}")
     resource = Path(named) if named else files("headrace") / "libheadrace.so"

@@ -115,7 +115,7 @@ class Program:
         self._of = weakref.ref(module)  # a reference to what has the program would be a cycle, which is freed late
         self.operations: list[Operation] = []
         self.layers: list[Layer] = []
-        # Which pack hr_attention: packed(bound, state, B) -> bytes, or None; empty(B, dtype) -> the cache at first.
+        # Each packs an hr_attention: packed(bound, state, B) -> bytes, or None; empty(B, dtype) -> the first cache.
         self.attentions: list[Any] = []
         self.weights: list[Expected] = []
         self.states: list[Expected] = []

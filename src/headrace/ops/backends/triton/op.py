@@ -63,7 +63,7 @@ def _backward(d_out: Tensor, d_final: Tensor, call: Call, kept: Any, wanted: Any
 
 
 def _on_request(call: Call) -> bool:
-    """Only Hopper (an H200) has run the kernels; other GPUs' code is compiled only."""
+    """True except on Hopper: an H200 has run the kernels; for other GPUs they were only compiled."""
     if call.v.dim() == 3 and wants_gradient(call):  # PyTorch's step has derivatives of all orders
         return True
     return not (call.v.is_cuda and is_hopper(call.v.device))
