@@ -158,12 +158,13 @@ def test_native_step_of_grouped_queries(decay, extra):
 def test_tensors_that_cannot_be_written_are_refused(dtype):
     def refused(sentence, **change):
         with pytest.raises(InputError, match=sentence):
-            step(**(given | change), in_place=True)
+            step(**(given | {"in_place": True} | change))
 
     given = call(dtype)
     state, v = given["state"], given["v"]
     both = torch.zeros(state.numel() + 2, dtype=dtype)
-    step(**given, in_place=True, out=torch.empty_like(v))
+    for in_place in (True, False):
+        step(**given, in_place=in_place, out=torch.empty_like(v))
     refused("state has dtype torch.bfloat16; expected torch.float", state=state.bfloat16())
     refused("state has strides .*; expected to be contiguous", state=state.mT.contiguous().mT)
     refused(r"out has shape \[4, 5\]; expected \[4, 4, 5\]", out=v[:, 0])
@@ -171,6 +172,7 @@ def test_tensors_that_cannot_be_written_are_refused(dtype):
     refused("out is on meta and v is on cpu; expected the same device", out=v.to("meta"))
     refused("out=1; expected a tensor", out=1)
     refused("out shares memory with v; expected memory of its own", out=v)
+    refused("out shares memory with state; ", out=state.flatten()[: v.numel()].view_as(v), in_place=False)
     refused("state shares memory with out; ", state=both[2:].view_as(state), out=both[: v.numel()].view_as(v))
     q = both[-given["q"].numel() :].view_as(v.new_empty(B, H, K))
     refused("state shares memory with q; ", q=q, state=both[: state.numel()].view_as(state))

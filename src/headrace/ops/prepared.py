@@ -88,8 +88,8 @@ class Step:
         places = *[0 if x is None else x.data_ptr() for x in tensors], result.data_ptr(), after.data_ptr()
         written = [x for x in (into, out) if x is not None]
         versioned = [x for x in written if not x.is_inference()]
-        if written and (places not in self.apart or len(versioned) < len(written)):
-            self._check(places, dict(zip(TOKENWISE, tensors, strict=True)), into, out)
+        if written and (into is None or places not in self.apart or len(versioned) < len(written)):
+            self._check(places, dict(zip((*TOKENWISE, "state"), (*tensors, state), strict=True)), into, out)
         native.check(native.library.hr_step_at(packed, _ADDRESSES.pack(*places)))
         # Tells autograd, which may have saved one of these tensors for a backward, that the tensors have changed.
         increment_version(versioned)

@@ -31,7 +31,7 @@ def check_written(state: Tensor | None, out: Tensor | None, tensors: dict[str, T
     if not torch.compiler.is_compiling() and not transformed():  # there tensors have no addresses
         ended = not torch.is_inference_mode_enabled() and any(x.is_inference() for x in written.values())
         require(not ended, "state or out is an inference tensor; expected torch.inference_mode(), since it is written")
-        check_apart(written, tensors | {"state": state})
+        check_apart(written, tensors)
 
 
 def check_apart(written: dict[str, Tensor], tensors: dict[str, Tensor | None]) -> None:
