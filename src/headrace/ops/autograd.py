@@ -33,7 +33,7 @@ def register(name: str, key: str, forward: Callable, backward: Callable, kept: l
         key: dispatch key that the implementation is registered for.
         forward: forward(call, keep) -> (out, final state, *kept); kept tensors are saved for the backward if `keep`.
         backward: backward(d_out, d_final, call, kept, wanted) -> the gradients in any dtype, None where not `wanted`;
-            that of the bonus may be left out.
+            the last one, of the bonus, may be left out.
         kept: names of the kept tensors.
         kept_shapes: kept_shapes(call) -> shapes of the kept tensors, which have the final state's dtype.
     """

@@ -35,8 +35,8 @@ def default_backend() -> str:
 
 
 def set_backend(module: nn.Module, name: str) -> None:
-    """Sets the backend of all layers of a module. Modules without a choice of backend (scans, rwkv7, gla-outer, softmax
-    attention) are left as they are.
+    """Sets the backend of all layers of a module. Modules without a choice of backend (such as scans, rwkv7, gla-outer
+    and softmax attention) are left as they are.
 
     Args:
         module: a layer or a model.

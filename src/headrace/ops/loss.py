@@ -24,8 +24,8 @@ PIECE_ON_GPU = 2**27  # where a kernel needs no copy of them in float32
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Returns the sum of the cross-entropies of the logits hidden [N, D] weightᵀ [D, V] and the labels [N].
 
-    A label of −100 is ignored. The logits are computed once, for some tokens at a time; the gradients are computed with
-    them and stored instead, in the sizes of hidden and weight. Losses are summed in float32 (float64 for float64).
+    A label of −100 is ignored. The logits are computed once, for some tokens at a time, and with them the gradients,
+    which are stored instead, as large as hidden and weight. Losses are summed in float32 (float64 for float64).
 
     Raises:
         InputError: for second derivatives, forward-mode differentiation and gradients inside torch.func.
@@ -100,7 +100,7 @@ def _loss_and_errors(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def per_item(total: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-    """Divides a sum over the labels that are not ignored by num_items_in_batch, or by their number if that is None.
+    """Divides a sum over the labels that are not ignored by num_items_in_batch; None: the number of these labels.
 
     Without labels the sum is 0 and has zero gradients, and so has the quotient, whatever num_items_in_batch is."""
     count = (labels != IGNORED).sum().to(total.device)

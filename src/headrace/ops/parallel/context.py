@@ -66,8 +66,8 @@ def _within(part: "SequenceShard | None") -> Iterator[None]:
 
 
 def recomputed(module: Any) -> AbstractContextManager[None] | None:
-    """Notes the context of a module's forward. Returns that of its last one where a backward computes the module again
-    in another context, as checkpoints do; None otherwise."""
+    """Notes the context of a module's forward. In a backward that computes the module again, as checkpoints do, returns
+    the context of its last forward if the present one differs; otherwise None."""
     if torch.compiler.is_compiling() or not (_active or _computed):
         return None
     part = current()

@@ -222,7 +222,7 @@ def refused_now() -> str | None:
         return "autocast is on"
     if torch.compiler.is_compiling() or transformed() or torch._C._len_torch_dispatch_stack():
         return "it reads memory by address, and runs neither in a graph nor under a transform or a dispatch mode"
-    return "it calls no modules, for which a hook is registered" if _has_any_global_hook() else None
+    return "it calls no modules, so that a hook of all modules would not run" if _has_any_global_hook() else None
 
 
 class ProgramOf:

@@ -75,7 +75,7 @@ class Layer(NamedTuple):
 
 
 class Modules:
-    """Modules of which a call does exactly what their classes do, as lists that are fast to check."""
+    """Modules whose calls do exactly what their classes do, as lists that are fast to check."""
 
     def __init__(self) -> None:
         self.modules: list[nn.Module | None] = []

@@ -209,7 +209,7 @@ def identity(C: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @kept_on_cpu
 def hidden(queries: int, keys: bool, C: int, device: torch.device) -> Tensor:
-    """Returns which writers [C] the readers [R·C] do not see: so many kinds of queries, and keys if there are any."""
+    """Returns which writers [C] the readers [R·C] do not see. queries: number of kinds; keys: whether keys read too."""
     ones = torch.ones(C, C, dtype=torch.bool, device=device)
     return torch.cat([*[ones.triu(1)] * queries, *[ones.triu()] * keys])
 
