@@ -71,6 +71,7 @@ def test_points_are_measured_once_and_in_order(tmp_path, monkeypatch):
 def test_only_attention_has_a_cache():
     assert cache_bytes("transformers-llama", SHAPE, 640, 4) == cache_bytes("transformer", SHAPE, 640, 4) == 983040
     assert cache_bytes("transformers-mamba2", SHAPE, 640, 4) == cache_bytes("gla", SHAPE, 640, 4) == 0
+    assert cache_bytes("gpt", SHAPE, 640, 4) == 983040 == 3 * cache_bytes("gla+transformer", SHAPE, 640, 4)
 
 
 def test_time_is_per_token_and_the_first_round_warms_up(monkeypatch):

@@ -18,7 +18,6 @@ from ..hf.config import HeadraceConfig
 from ..hf.model import HeadraceForCausalLM
 from ..layers.blocks.widths import default_intermediate_size
 from ..spec.linear import MixerSpec
-from ..spec.mixer import Spec
 from ..utils.errors import InputError
 
 LONGEST = 2**20  # tokens
@@ -34,13 +33,13 @@ class Shape:
     vocab_size: int = 32000
 
 
-def ours(mixer: str, shape: Shape) -> nn.Module:
-    """A headrace model; Mamba-2 has no MLP, as in transformers, all others have a SwiGLU MLP."""
-    config = HeadraceConfig(
-        mixer=mixer, vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, num_hidden_layers=shape.layers,
-        num_heads=shape.heads, mlp="none" if "mamba2" in mixer else "swiglu",
+def ours(name: str, shape: Shape) -> HeadraceConfig:
+    """The config of a checkpoint or of a mixer in a model of the shape. Mamba-2 has no MLP, as in transformers; all
+    others have a SwiGLU MLP."""
+    return checkpoint_config(name) or HeadraceConfig(
+        mixer=name, vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, num_hidden_layers=shape.layers,
+        num_heads=shape.heads, mlp="none" if "mamba2" in name else "swiglu",
     )  # fmt: skip
-    return HeadraceForCausalLM(config)
 
 
 def mamba2(shape: Shape) -> nn.Module:
@@ -95,9 +94,7 @@ def build(name: str, shape: Shape) -> nn.Module:
     """A model by its name in PEERS, by a name or expression of the zoo, or of a checkpoint's sizes whatever the shape.
     The weights are random, and the same each time."""
     torch.manual_seed(0)
-    if (config := checkpoint_config(name)) is not None:
-        return HeadraceForCausalLM(config)
-    return PEERS[name](shape) if name in PEERS else ours(name, shape)
+    return PEERS[name](shape) if name in PEERS else HeadraceForCausalLM(ours(name, shape))
 
 
 def check(name: str, shape: Shape) -> None:
@@ -144,10 +141,6 @@ def cache_bytes(name: str, shape: Shape, tokens: int, itemsize: int) -> int:
     """Bytes of the keys and values of `tokens` tokens; 0 for a model without a key-value cache."""
     if name in PEERS:
         return 2 * shape.hidden_size * shape.layers * tokens * itemsize * (name == "transformers-llama")
-    if (config := checkpoint_config(name)) is not None:
-        cached = [spec for spec in config.mixers if spec.facts.cached]
-        return sum(spec.state_bytes(config.hidden_size, config.num_heads, tokens, itemsize=itemsize) for spec in cached)
-    spec = zoo.mixer(name)
-    if not (isinstance(spec, Spec) and spec.facts.cached):
-        return 0
-    return shape.layers * spec.state_bytes(shape.hidden_size, shape.heads, tokens, itemsize=itemsize)
+    config = ours(name, shape)
+    cached = [spec for spec in config.mixers if spec.facts.cached]
+    return sum(spec.state_bytes(config.hidden_size, config.num_heads, tokens, itemsize=itemsize) for spec in cached)
