@@ -73,6 +73,24 @@ def test_a_fault_breaks_its_laws_and_no_others(fault):
     assert broken(foreign.verify(partial(faulty_layers.adapter, fault))) == FAULTS[fault]
 
 
+def test_a_gradient_that_is_nan_breaks_the_laws_of_gradients():
+    """Of the third parameter, by which the output does not change."""
+
+    def forward(layers, x):
+        return layers[0](x) + (0 * layers[1].weight).abs().sqrt().sum(), None
+
+    parts = {"module": torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), "forward": forward}
+    laws = ["gradients = float64", "gradients = differences"]
+    verdicts = foreign.verify(lambda: parts | {"width": 4}, laws)
+    assert [(v.verdict, v.error) for v in verdicts] == [("breaks", float("inf"))] * 2
+
+
+def test_a_file_with_an_adapter_may_have_dataclasses(tmp_path):
+    head = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+    (tmp_path / "layer.py").write_text(f"{head}@dataclass\nclass A:\n  x: int\ndef adapter(): return A(3)\n")
+    assert foreign.target(f"{tmp_path / 'layer.py'}:adapter").adapter().x == 3
+
+
 def test_a_law_that_raises_is_named_and_the_others_go_on():
     verdicts = {v.law: v for v in foreign.verify(faulty_layers.raises, ["packed = separate", "batch size"])}
     raised = verdicts["packed = separate"]

@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -163,9 +164,9 @@ def _of_file(path: str, function: str) -> Callable:
     if not re.search(r"\.py$", path) or not Path(path).is_file():
         fault = "is no Python file" if Path(path).is_file() else "does not exist"
         raise InputError(f"target={path + ':' + function!r}: {path!r} {fault}; expected {FORMS}")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    spec = importlib.util.spec_from_file_location(f"headrace_target_{Path(path).stem}", path)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)  # where dataclasses look for their module
     try:
         spec.loader.exec_module(module)
     except Exception as error:
