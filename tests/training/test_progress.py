@@ -2,14 +2,18 @@
 
 import io
 import time
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
 from headrace.benchmarking import measure
 from headrace.cli import console
+from headrace.cli.train import print_parameters
 from headrace.comparison.choose import choose
 from headrace.comparison.run import LINES, board
+from headrace.training import recipes
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -47,6 +51,39 @@ def test_current_work_is_printed_without_a_terminal(command, saved_model, tmp_pa
     output = [] if command == "verify" else ["--output", str(tmp_path / "out")]
     code, out, error = run_command(command, *given, *output)
     assert not code and line in out + error
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_names_in_brackets_are_no_markup(terminal, capsys):
+    screen = Console(file=io.StringIO(), force_terminal=terminal, width=140)
+    with console.telling(screen) as tell:
+        tell("reading [old]/model")
+    assert "reading [old]/model" in screen.file.getvalue()
+    console.terminal().print("The report is [old]/report.html", Table("[red]", title="[a]"))
+    printed = capsys.readouterr().out
+    assert "[old]/report.html" in printed and "[red]" in printed and "[a]" in printed
+
+
+def test_a_table_without_a_terminal_has_whole_names(monkeypatch, capsys):
+    monkeypatch.setattr(recipes, "names", lambda: ["laptop-1m"])
+    mixer = "gated-deltanet(decay.dt_min=1e-5,decay.dt_max=1e-3)"
+    print_parameters((mixer,))
+    assert mixer in capsys.readouterr().out
+
+
+def test_only_a_line_that_is_a_heartbeat_old_is_repeated(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(console, "HEARTBEAT", 0.01)
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    screen = Console(file=io.StringIO(), force_terminal=False, width=140)
+    with console.telling(screen) as tell:
+        tell("a point")
+        time.sleep(0.1)
+        assert screen.file.getvalue() == "a point\n"
+        now[0], end = 120.0, time.monotonic() + 60
+        while "a point: at work for 2 min" not in screen.file.getvalue():
+            assert time.monotonic() < end
+            time.sleep(0.01)
 
 
 def test_long_work_prints_a_heartbeat(monkeypatch):

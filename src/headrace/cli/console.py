@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from rich.console import Console
+from rich.markup import escape
 
 from ..files.checks import decode
 from ..files.processes import MOST, Terminated, terminable
@@ -67,8 +68,9 @@ def printable(text: str) -> str:
 
 
 def terminal() -> Console:
-    """A console for standard output, 140 columns wide if the output is a file, so that tables are not cut."""
-    return Console() if sys.stdout.isatty() else Console(width=140)
+    """A console for standard output, 140 columns wide if the output is a file, so that tables are not cut. It prints
+    "[a]" in names as it is, which Rich takes for markup."""
+    return Console(markup=False, width=None if sys.stdout.isatty() else 140)
 
 
 @contextmanager
@@ -79,7 +81,7 @@ def telling(console: Console) -> Iterator[Callable[[str], None]]:
     minutes after every HEARTBEAT seconds."""
     if console.is_terminal:
         with console.status("") as status:
-            yield status.update
+            yield lambda line: status.update(escape(line))
         return
     current: list[Any] = ["", 0.0]
     ended = threading.Event()
@@ -94,7 +96,7 @@ def telling(console: Console) -> Iterator[Callable[[str], None]]:
     def repeat() -> None:
         while not ended.wait(HEARTBEAT):
             line, since = current
-            if line:
+            if line and time.monotonic() - since >= HEARTBEAT:
                 say(f"{line}: at work for {(time.monotonic() - since) / 60:.0f} min")
 
     threading.Thread(target=repeat, daemon=True).start()

@@ -6,14 +6,13 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from .. import zoo
 from ..files.hub import ask_hub, is_on_the_hub, tokenizer_is_elsewhere
 from ..files.processes import MOST
 from ..utils.errors import InputError
-from .console import NewFolder, interruptible, refuse_idle
+from .console import NewFolder, interruptible, refuse_idle, terminal
 from .options import argument, option, setting, takes
 
 GIGA = 1e9
@@ -106,7 +105,7 @@ def print_counts(manifest: dict[str, Any]) -> None:
     table = Table("", *names)
     for part in ("train", "held_out"):
         table.add_row(part, *(f"{manifest[part][name]:,}" for name in names))
-    Console().print(table)
+    terminal().print(table)
     if pieces := manifest.get("held_out_pieces"):
         print(f"held out: {pieces} piece{'s' * (pieces > 1)} drawn over the whole text, as there are few documents")
     for sentence in left_out(manifest.get("bad_rows", {})):
@@ -235,7 +234,7 @@ def print_costs(recipe: Any, about: Any, plan: dict[str, Any] | None, as_json: b
     for reason, layers in costs["layers_without_gpu_kernel"].items():
         table.add_row("no GPU kernel", f"{len(layers)} of {recipe.layers} layers: {reason}; PyTorch computes them")
     table.add_row("assumed", ", ".join(about.assumed) or "nothing")
-    Console().print(table)
+    terminal().print(table)
 
 
 def time_row(here: dict[str, Any]) -> str:
@@ -281,7 +280,7 @@ def list_recipes(
         recipe, _ = recipes.load(name)
         sizes = recipe.hidden_size, recipe.layers, recipe.heads, f"{recipe.tokens:g}", recipe.batch_tokens
         table.add_row(name, *map(str, sizes))
-    Console().print(table)
+    terminal().print(table)
 
 
 def print_parameters(mixers: tuple[str, ...]) -> None:
@@ -296,4 +295,4 @@ def print_parameters(mixers: tuple[str, ...]) -> None:
     for name, mixer in product(recipes.names(), mixers):
         counted = count(meta_model(recipes.load(name, {"mixer": mixer})[0]))
         table.add_row(name, mixer, *(f"{counted[part] / 1e6:,.2f}" for part in parts))
-    Console().print(table)
+    terminal().print(table)

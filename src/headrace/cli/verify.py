@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import typer
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from .. import zoo
 from ..utils.errors import InputError
@@ -83,7 +83,7 @@ def _verify_mixers(options: VerifyOptions) -> bool:
     console.print(f"{len(rows) - len(broken)} of {len(rows)} laws hold on {device}{precisions}")
     for row in broken:
         if row.note:
-            console.print(f"{row.mixer}, {row.law}: {row.note}", soft_wrap=True, highlight=False, markup=False)
+            console.print(f"{row.mixer}, {row.law}: {row.note}", soft_wrap=True, highlight=False)
     if broken:
         print(f"{device}: {device_name(device)}")
         backends()
@@ -118,11 +118,11 @@ def _verify_targets(options: VerifyOptions) -> bool:
                 continue
             shown = Table(*foreign.HEADER, title=target.name, title_justify="left")
             for row in foreign.table(verdicts):
-                shown.add_row(*map(escape, row))
+                shown.add_row(*row)
             console.print(shown)
             for verdict in (v for v in verdicts if v.verdict == "breaks"):
                 program = foreign.snippet(target, verdict, seed, device, precision)
-                console.print(program, soft_wrap=True, highlight=False, markup=False)
+                console.print(program, soft_wrap=True, highlight=False)
             holding = sum(v.verdict == "holds" for v in verdicts)
             console.print(f"{target.name}: {holding} of {len(verdicts)} laws hold on {device} in {dtype}")
     if options.as_json:
@@ -133,7 +133,7 @@ def _verify_targets(options: VerifyOptions) -> bool:
 def _table(mixer: str, rows: list[Any]) -> Table:
     table = Table("law", "relative error", "tolerance", "", title=mixer, title_justify="left")
     for row in rows:
-        mark = "holds" if row.holds else "[red]BROKEN"
+        mark = "holds" if row.holds else Text("BROKEN", "red")
         table.add_row(row.law, f"{row.error:.1e}", f"{row.tolerance:.0e}", mark)
     return table
 
