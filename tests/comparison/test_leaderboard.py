@@ -129,6 +129,14 @@ def test_rows_are_merged_by_mixer_and_refused_if_the_suite_is_another():
         leaderboard.merged(old, [made("kda", 0, 1.0, "other")])
 
 
+def test_a_file_of_a_newer_version_may_have_more_columns(tmp_path):
+    board = tmp_path / "board.csv"
+    runs.write([made("gla", 0, 0.5) | {"later": "x"}], board, (*leaderboard.COLUMNS, "later"))
+    rows = leaderboard.others(board)
+    runs.write(rows, board, leaderboard.COLUMNS)
+    assert leaderboard.others(board) == rows and rows[0]["scores"] == {"accuracy": 0.5}
+
+
 def test_a_cell_has_the_median_the_extremes_and_the_seeds_that_solve():
     plan = leaderboard.defined("small")["parity"]
     rows = [made("gla", seed, score) for seed, score in enumerate((0.95, 0.5, 1.0, 0.94, 0.9499))]

@@ -69,7 +69,7 @@ def others(file: Path | None) -> list[Row]:
         rows = runs.read(file or kept)
         if missing := next((name for name in COLUMNS if name not in rows[0]), None):
             raise ValueError(f"it has no column {missing!r}")
-    return rows
+    return [{name: row[name] for name in COLUMNS} for row in rows]
 
 
 def definition(plan: dict[str, Any]) -> str:
