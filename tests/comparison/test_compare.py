@@ -317,6 +317,15 @@ def test_options_become_plans():
     assert isinstance(plan.task, Text) and plan.task.files == ("a.txt",) and plan.recipe.steps == 7
 
 
+def test_the_fields_of_a_text_are_those_of_its_expression_and_of_the_options():
+    for one, other in (("tokenizer=t.json", {"text": "a.txt"}), ("files=a.txt", {"tokenizer": "t.json"})):
+        (plan,) = choose(f"text({one}, length=20)", **other).plans
+        assert plan.task == Text(("a.txt",), "t.json", length=20)
+    for expression in ("files=b.txt", "tokenizer=bytes"):
+        with pytest.raises(InputError, match=f"'{expression.partition('=')[0]}' is set twice"):
+            choose(f"text({expression})", text="a.txt", tokenizer="t.json")
+
+
 def test_seeds_are_a_number_or_named():
     of = lambda text: choose("pair", seeds=text).plans[0]  # noqa: E731
     assert of("2").seed_numbers == (0, 1) and of("10-14").seed_numbers == (10, 11, 12, 13, 14)

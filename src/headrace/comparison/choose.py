@@ -5,7 +5,7 @@ A plan's file is a study that is written down before its runs, in YAML:
 
     question: Does competition raise the number of pairs that a memory holds?
     cost: about 2 hours of one core
-    task: pair(pairs=24, least=4)         every option of `headrace compare` under its name, without the dashes
+    task: pair(pairs=24, least=4)         options of `headrace compare` but --match, by their names without the dashes
     tune: lr=3e-3,1e-2,3e-2
     seeds: 0-4
     mixers:                               name -> expression, where {…} stand for the values under `over`
@@ -85,6 +85,7 @@ def choose(
     if demo and tokenizer is not None:
         raise InputError(f"--tokenizer {tokenizer} needs a task with text; add --text FILE or --task text")
     alone = [option.partition("=")[0].strip() for option in (sweep, tune) if option]
+    alone += ["files"] * bool(files) + ["tokenizer"] * (tokenizer is not None)
     names = [*changes, *(zoo.expression(task, "--task")[1] if task else ()), *alone]
     if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
         raise InputError(
@@ -115,8 +116,9 @@ def with_text(plan: Plan, files: list[str], tokenizer: str | None) -> Plan:
         raise InputError(
             f"--task {plan.task.name} has no text; expected text, masked or spans with text files or --tokenizer"
         )
-    named = None if tokenizer == "bytes" else tokenizer
-    return replace(plan, task=replace(plan.task, files=tuple(files), tokenizer=named))
+    given = {"files": tuple(files)} if files else {}
+    given |= {} if tokenizer is None else {"tokenizer": None if tokenizer == "bytes" else tokenizer}
+    return replace(plan, task=replace(plan.task, **given))
 
 
 def tuned(study: Study, tune: str | None, tune_seeds: str | int | None) -> Study:
@@ -133,8 +135,8 @@ def tuned(study: Study, tune: str | None, tune_seeds: str | int | None) -> Study
         raise InputError(f"--tune {tune!r} has a value twice; expected distinct values")
     plans = []
     for plan in study.plans:
-        first = max(plan.seed_numbers) + 1
-        own = range(first, first + SEEDS) if tune_seeds is None else numbers(seeds(tune_seeds))
+        first = max(plan.seed_numbers, default=0) + 1
+        own = range(first, first + SEEDS) if tune_seeds is None else numbers(seeds(tune_seeds, "--tune-seeds"))
         plans.append(replace(plan, tuning=Tuning(field, values, tuple(own))))
     return replace(study, plans=tuple(plans))
 
@@ -195,22 +197,22 @@ def named(text: str, mixers: dict[str, str], path: Path) -> tuple[str, str]:
     return mixers[a], mixers[b]
 
 
-def seeds(text: str | int | list[int]) -> int | tuple[int, ...]:
+def seeds(text: str | int | list[int], name: str = "--seeds") -> int | tuple[int, ...]:
     """A number of seeds, or the seeds that a list of numbers and ranges names: "3", "10-14" or "7,10-14"."""
     if isinstance(text, list):
         return tuple(text)
     ends = [part.split("-") for part in str(text).replace(" ", "").split(",")]
     if not all(len(pair) <= 2 and all(re.fullmatch(r"\d{1,10}", end) for end in pair) for pair in ends):
-        raise InputError(f"--seeds {reprlib.repr(text)}; expected a number of seeds, or seeds such as 10-14 or 7,10-14")
+        raise InputError(f"{name} {reprlib.repr(text)}; expected a number of seeds, or seeds such as 10-14 or 7,10-14")
     alone = len(ends) == len(ends[0]) == 1
     parts = [range(int(ends[0][0]))] if alone else [range(int(pair[0]), int(pair[-1]) + 1) for pair in ends]
     if (count := sum(map(len, parts))) > MOST_SEEDS:
-        raise InputError(f"--seeds {reprlib.repr(text)} asks for {count} seeds; expected at most {MOST_SEEDS}")
+        raise InputError(f"{name} {reprlib.repr(text)} asks for {count} seeds; expected at most {MOST_SEEDS}")
     if alone:
         return count
     named = tuple(chain.from_iterable(parts))
     if not named or len(set(named)) < len(named):
-        raise InputError(f"--seeds {text!r} names {'a seed twice' if named else 'none'}; expected different seeds")
+        raise InputError(f"{name} {text!r} names {'a seed twice' if named else 'none'}; expected different seeds")
     return named
 
 
