@@ -70,11 +70,13 @@ def test_a_plan_is_the_options_of_compare_and_a_question(tmp_path):
         ("task: pair(least=1)", "task: 3", "is no plan: 'task' is 3, not a text"),
         ("{backbone: gla}", "{bone: gla}", "{'bone': 'gla'} under `over` do not fit the mixers: KeyError: 'backbone'"),
         ("seeds: 1-2", "seeds: 2.5", "is no plan: 'seeds' is 2.5, not an integer"),
+        ("\nseeds: 1-2", "\nseeds: 0", "--seeds=0; expected more than 0"),
         ("seeds: 1-2", "seeds: [1, 1]", "--seeds=(1, 1); expected different ones from 0 to 4294967295"),
         ("seeds: 1-2", "seeds: 4294967296-4294967297", "expected different ones from 0 to 4294967295"),
         ("compare: [softmax - none]", "compare: []", "nothing under `compare`"),
         ("measure: capacity", "measure: size", "measure='size' is not allowed; expected one of score, losses, speed"),
         ("tune_seeds: 8-9", "tune_seeds: 2-3", "seed 2 is among those of the search and those reported"),
+        ("tune_seeds: 8-9", "tune_seeds: 9-8", "--tune-seeds '9-8' names none; expected different seeds"),
         ("tune: lr=1e-3,1e-2", "tune: heads=3", "expected FIELD=VALUE,VALUE,… with a field such as lr"),
         ("tune: lr=1e-3,1e-2", "", "--tune-seeds 8-9 needs a search"),
         ("task: pair(least=1)", "task: pair", "measure: capacity, but the task pair is tested at one length"),
@@ -123,6 +125,13 @@ def test_a_search_has_seeds_of_its_own_and_every_mixer_takes_its_best_rate():
     assert taken == {"a": 1e-2, "b": 1e-3, "c": 1e-3}, "medians 3 and 2.5, 1 and 2, and none"
     assert at_edge((1, 2, 3), 3) and at_edge((1, 2, 3), 1) and not at_edge((1, 2, 3), 2)
     assert at_edge(("none", 1.0, 2.0), 2.0) and not at_edge(("none", 1.0), "none") and not at_edge(("a", "b"), "a")
+
+
+def test_a_run_on_one_held_out_row_has_a_score_at_every_length():
+    recipe = replace(SMALL.recipe, steps=1, evaluations=1, held_out=1)
+    plan = replace(SMALL, task=Pair(keys=6, pairs=2, least=1), recipe=recipe, seeds=1, tuning=None)
+    by_length = train(plan.arms()[0], lambda step, scores: None)[1]["by_length"]
+    assert {length: 0 <= score <= 1 for length, score in by_length.items()} == {"2": True, "4": True}
 
 
 @pytest.mark.parametrize("task", ["pair(least=8)", "digits"])

@@ -194,6 +194,12 @@ def test_compact_numbers(value, text):
     assert compact(value) == text
 
 
+def test_sizes_and_tokens_are_in_millions_with_all_digits_before_the_point():
+    (comparison,) = summarize(results([[0.5]], parameters=(123_400_000,)))
+    comparison.plan["recipe"]["steps"] = 1_000_000
+    assert "hold for 123 M parameters and 3,072 M training tokens" in findings(comparison)[-1]
+
+
 def test_speed_is_a_median_with_half_its_quartile_range():
     """Of 10, 14, 10, 14 over two seeds; one stretch has no spread."""
     assert summarize(results([[0.5, 0.6]]))[0].contenders[0].speed == "12 ± 2"

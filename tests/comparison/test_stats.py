@@ -13,7 +13,7 @@ from scipy import stats as by_scipy
 
 from headrace.comparison.defaults import PAIR, REVERSE
 from headrace.comparison.findings import between, judged
-from headrace.comparison.hypotheses import UNITS, differences, length_held
+from headrace.comparison.hypotheses import UNITS, differences, length_held, speed
 from headrace.comparison.rows import converged
 from headrace.comparison.summary import summarize
 from headrace.evaluation.scores import ROWS
@@ -185,6 +185,14 @@ def test_differences_of_all_comparisons_of_a_report_are_one_family():
     assert all(min(one.corrected for one in own) == pytest.approx(6 * least.p) for own in together)
 
 
+def test_the_best_mixers_of_a_comparison_count_as_all_its_pairs_whatever_stands_beside_it():
+    """Beside a comparison that all mixers solve, which has no pair with a verdict."""
+    solved, hard = [[0.995, 1.0, 0.999]] * 3, [[0.5, 0.6, 0.7], [0.8, 0.9, 0.98], [0.7, 0.8, 0.9]]
+    easy, other = (summarize(results(scores, REVERSE))[0] for scores in (solved, hard))
+    (_, (best,)), ((alone,),) = judged([easy, other]), judged([other])
+    assert best.corrected == alone.corrected == pytest.approx(3 * best.p)
+
+
 def accuracies(generator, n):
     """Rows that two equal models get right or wrong independently, at any difficulty."""
     first, second = generator.random((2, n)) < generator.random()
@@ -220,6 +228,10 @@ def test_evaluation_of_equal_models_rarely_gives_a_verdict(drawn, n):
 )  # fmt: skip
 def test_the_length_held_is_interpolated_and_stays_on_the_grid(curve, held):
     assert length_held({"by_length": curve}) == pytest.approx(held)
+
+
+def test_a_score_that_is_reached_before_the_first_step_takes_no_steps():
+    assert [list(speed(row("a", 0, 0.9, reached=n)).values()) for n in (0, 30, None)] == [[0.0], [30.0], [100.0]]
 
 
 @pytest.mark.parametrize(

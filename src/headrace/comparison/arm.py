@@ -175,7 +175,7 @@ def by_length(arm: Arm, model: nn.Module) -> dict[str, Any]:
     """Scores on held-out rows of other lengths, for tasks that have them, and the alignment of one held-out row. A
     score is NaN where the loss is not finite, as the likeliest of logits that are NaN means nothing."""
     task, recipe, scores = arm.plan.task, arm.plan.recipe, {}
-    for n, rows in task.by_length(recipe.held_out // 2).items():
+    for n, rows in task.by_length(max(recipe.held_out // 2, 1)).items():
         answers, _ = evaluate(model, model_inputs(arm, rows), max(recipe.batch_size * task.length // n, 1))
         scores[str(n)] = task.scores(answers)[task.metric.name] if math.isfinite(answers.loss) else math.nan
     return {"by_length": scores, "alignment": alignment(arm, model)}

@@ -15,7 +15,7 @@ from .. import zoo
 from ..extra.specs.matrix import MatrixSpec
 from ..report import differences as report
 from ..report.differences import Difference, Unit
-from ..report.numbers import count
+from ..report.numbers import count, significant
 from ..spec.attention import AttentionSpec
 from ..spec.linear import MixerSpec
 from ..spec.serialize import Spec
@@ -47,7 +47,7 @@ def judged(comparisons: Sequence[Comparison]) -> list[list[Difference]]:
 
 def unseen(comparison: Comparison) -> int:
     """The number of pairs that could have a verdict, besides that of the best mixers."""
-    return sum(between(*pair).undecided is None for pair in combinations(comparison.finished, 2)) - 1
+    return sum(between(*pair).undecided is None for pair in [*combinations(comparison.finished, 2)][1:])
 
 
 def differences(comparison: Comparison) -> list[Difference]:
@@ -152,8 +152,8 @@ def findings(comparison: Comparison) -> list[str]:
 
 # --- what is matched -------------------------------------------------------------------------------------------------
 def conditions(comparison: Comparison) -> list[str]:
-    """One sentence on the quantities that are matched (within a factor MATCHED) and one on those that are not; empty
-    for a single model."""
+    """Sentences on the quantities of several models that are matched (within a factor MATCHED), on those that are not,
+    on shared settings, and on mixers with their own number of heads."""
     matched, unmatched = [], []
     for field, (name, form) in QUANTITIES.items():
         found = {c.label: c.state if field == "state" else c.constant(field) for c in comparison.contenders}
@@ -228,15 +228,16 @@ def cautions(comparison: Comparison) -> Iterator[str]:
     for contender in comparison.contenders:
         for idle in contender.spec.idle_gates(*sizes):
             yield f"A gate of {contender.label} has little or no effect: {idle}."
-    if learning := [(c, n) for c in comparison.finished if (n := sum(not converged(arm) for arm in c.arms))]:
+    unsettled = ((c, sum(not (arm["diverged"] or converged(arm)) for arm in c.arms)) for c in comparison.finished)
+    if learning := [(c, n) for c, n in unsettled if n]:
         each = ", ".join(f"{c.label} in {n} of {count(len(c.arms), 'seed')}" for c, n in learning)
         who = f"{len(learning)} of {len(comparison.finished)} mixers" if comparison.many else each
         yield f"Not converged: {who}; more steps would change the scores ({RULE})."
     recipe, arm = comparison.plan["recipe"], comparison.contenders[0].arms[0]
     tokens = recipe["steps"] * recipe["batch_size"] * comparison.plan["length"]
     yield (
-        f"These results hold for {arm['parameters'] / 1e6:.2g} M parameters and {tokens / 1e6:.2g} M training tokens; "
-        "they say nothing about larger models."
+        f"These results hold for {significant(arm['parameters'] / 1e6, 2)} M parameters and "
+        f"{significant(tokens / 1e6, 2)} M training tokens; they say nothing about larger models."
     )
 
 

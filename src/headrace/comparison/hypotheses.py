@@ -87,10 +87,10 @@ def table_of_means(question: Question, rows: Sequence[Row]) -> list[list[str]]:
 def mean_and_spread(measure: str, own: pd.Series) -> str:
     if own.empty:
         return "diverged"
-    mean, spread, digits = own.mean(), own.std() if len(own) > 1 else 0.0, UNITS[measure].digits
+    mean, spread, digits, several = own.mean(), own.std(), UNITS[measure].digits, len(own) > 1
     if measure == "capacity":
-        return f"{2**mean:.0f} ({2 ** (mean - spread):.0f} to {2 ** (mean + spread):.0f})"
-    return f"{mean:.{digits}f} ± {spread:.{digits}f}"
+        return f"{2**mean:.0f}" + (f" ({2 ** (mean - spread):.0f} to {2 ** (mean + spread):.0f})" if several else "")
+    return f"{mean:.{digits}f}" + (f" ± {spread:.{digits}f}" if several else "")
 
 
 # --- measures --------------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def losses(row: Row) -> dict[str, float]:
 
 
 def speed(row: Row) -> dict[str, float]:
-    return {row["comparison"]: float(row["reached"] or row["steps"])}
+    return {row["comparison"]: float(row["steps"] if row["reached"] is None else row["reached"])}
 
 
 def capacity(row: Row) -> dict[str, float]:

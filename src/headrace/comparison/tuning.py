@@ -35,7 +35,7 @@ def scores_of(mixer: str, trial: str, results: Sequence[dict[str, Any]]) -> Scor
 
 
 def median_loss(scores: Scores) -> float:
-    """Infinite where most runs diverged."""
+    """Infinite where at least half of the runs diverged."""
     return median(score.get("loss", math.inf) for score in scores)
 
 
