@@ -278,6 +278,18 @@ def test_a_cache_that_would_not_fit_is_left_out_and_named(monkeypatch):
     assert found["transformer"] == {"left_out": reason} and found["gla"]["seconds"]
 
 
+def test_a_decoder_that_does_not_fit_leaves_the_others_to_be_measured(monkeypatch):
+    def fits(name, plan):
+        if name == "gla":
+            raise torch.OutOfMemoryError
+        return build(name, plan.shape)
+
+    monkeypatch.setattr(measure, "built", fits)
+    found = measure.measure(Point("decoding", 100), BenchPlan(("gla", "retnet", "gpt"), SHAPE, rounds=1))
+    assert found["gla"] == {"left_out": "out of memory"} and len(found["retnet"]["seconds"]) == 1
+    assert found["gpt"]["how"] == CACHED and found["gpt"]["bytes"] == cache_bytes("gpt", SHAPE, 100, 4)
+
+
 def test_a_checkpoint_is_measured_at_its_own_sizes(tmp_path):
     folder = str(release("kimi_linear", tmp_path))
     plan = BenchPlan(named(f"gla,{folder}"), SHAPE, rounds=1)
