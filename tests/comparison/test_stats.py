@@ -13,7 +13,7 @@ from scipy import stats as by_scipy
 
 from headrace.comparison.defaults import PAIR, REVERSE
 from headrace.comparison.findings import between, judged
-from headrace.comparison.hypotheses import UNITS, differences, length_held, speed
+from headrace.comparison.hypotheses import UNITS, answer, differences, length_held, speed, table_of_means
 from headrace.comparison.rows import converged
 from headrace.comparison.summary import summarize
 from headrace.evaluation.scores import ROWS
@@ -144,6 +144,15 @@ def test_equal_bimodal_models_get_a_verdict_in_at_most_one_of_twenty(n):
         one = over_seeds("a", "b", gains, UNITS["score"])
         verdicts.append(replace(one, corrected=one.p).verdict in ("more", "less"))
     assert fmean(verdicts) <= 0.05
+
+
+def test_a_comparison_in_which_every_run_diverged_is_reported():
+    """It stays the first, which has the primary difference."""
+    runs = [*rows(a=[None] * 3, b=[None] * 3), *(one | {"comparison": "q"} for one in rows(a=[0.9] * 3, b=[0.1] * 3))]
+    (tests,) = differences([(question(), runs)])
+    assert [(one.where, one.mean.n, one.lost) for one in tests] == [("p", 0, 3), ("q", 3, 0)]
+    assert answer(question(), tests) == "Does it help? At p, A and B have no seed in which neither diverged."
+    assert table_of_means(question(), runs)[1][:4] == ["A", "p", "0 of 3", "diverged"]
 
 
 def test_mixers_of_a_comparison_are_compared_by_the_same_interval():

@@ -55,10 +55,10 @@ MEAN_LENGTHS = "length held: geometric mean (within one standard deviation)"
 
 def answer(question: Question, tests: Sequence[Difference]) -> str:
     """The primary comparison as a sentence."""
+    where = f"At {tests[0].where}, " if len({other.where for other in tests}) > 1 else ""
     if not tests or not tests[0].mean.n:
         a, b = map(question.name, question.pairs[0])
-        return f"{question.text} {a} and {b} have no seed in which neither diverged."
-    where = f"At {tests[0].where}, " if len({other.where for other in tests}) > 1 else ""
+        return f"{question.text} {where}{a} and {b} have no seed in which neither diverged."
     return f"{question.text} {where}{tests[0]}."
 
 
@@ -136,16 +136,16 @@ def bounds(measure: str, row: Row) -> set[float]:
 
 def values(rows: Sequence[Row], measure: str) -> pd.DataFrame:
     """A line for each reported run and each place that its comparison has: place, mixer, seed and the value, NaN where
-    the run diverged. Runs with a score come first."""
+    the run diverged. Runs with a score come first. A comparison in which all runs diverged has one place, its name."""
     reported = sorted((row for row in rows if not row["trial"]), key=lambda row: row["score"] is None)
     measured = [({} if row["score"] is None else MEASURES[measure](row)) for row in reported]
-    places: dict[str, dict[str, None]] = {}  # of a comparison, in order
+    places: dict[str, dict[str, None]] = {row["comparison"]: {} for row in rows if not row["trial"]}  # in order
     for row, own in zip(reported, measured, strict=True):
-        places.setdefault(row["comparison"], {}).update(dict.fromkeys(own))
+        places[row["comparison"]].update(dict.fromkeys(own))
     lines = [
         (place, row["mixer"], row["seed"], own.get(place, math.nan))
         for comparison, own_places in places.items()
-        for place in own_places
+        for place in own_places or [comparison]
         for row, own in zip(reported, measured, strict=True)
         if row["comparison"] == comparison
     ]
