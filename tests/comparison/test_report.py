@@ -163,6 +163,9 @@ def test_labels_leave_out_what_all_mixers_share():
     assert list(labels(nested).values()) == [
         "bert(mixer=gla(heads.count=2,decay.rank=4), style.bias=false)", "bert(mixer=gla(decay.rank=4))",
     ]  # fmt: skip
+    several = ["lolcats(window=64)+gla", "gla(heads.count=2) + lolcats(window=64)", "gla"]
+    assert list(labels(several).values()) == ["lolcats(window=64)+gla", "gla(heads.count=2)+lolcats(window=64)", "gla"]
+    assert shared_settings(several[:2]) == []
 
 
 def test_what_a_report_names_can_be_typed():

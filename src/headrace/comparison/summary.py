@@ -215,9 +215,9 @@ def shared_settings(mixers: Sequence[str]) -> list[str]:
 
 
 def parsed(mixers: Sequence[str]) -> dict[str, tuple[str, list[str]]]:
-    """Mixer -> its name and settings."""
-    cut = {mixer: mixer.replace(" ", "").removesuffix(")").partition("(") for mixer in mixers}
-    return {mixer: (name, list(zoo.split(settings))) for mixer, (name, _, settings) in cut.items()}
+    """Mixer -> its name and settings. A sequence of several mixers, such as "gla+transformer", is a name."""
+    cut = {m: m.replace(" ", "").removesuffix(")").partition("(") for m in mixers if len(zoo.split(m, "+")) == 1}
+    return {m: (cut[m][0], list(zoo.split(cut[m][2]))) if m in cut else (m.replace(" ", ""), []) for m in mixers}
 
 
 def label(name: str, settings: list[str]) -> str:
