@@ -204,6 +204,12 @@ def test_bad_input_is_one_sentence(words, sentence, run_command):
     assert done.code == 2 and sentence in done.err and done.err.count("\n") == 1
 
 
+def test_a_layer_is_looked_for_in_the_models_that_transformers_has(monkeypatch):
+    monkeypatch.setitem(foreign.MODELS, "model_of_a_newer_version", {})
+    with pytest.raises(InputError, match="target='transformers:NoLayer'; expected a model type, or a layer of"):
+        foreign.target("transformers:NoLayer")
+
+
 @pytest.mark.parametrize(
     ("parts", "sentence"),
     [

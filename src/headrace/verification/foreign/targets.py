@@ -97,7 +97,7 @@ def target(name: str) -> Target:
 
 
 def sizes_of(model_type: str) -> dict[str, Any]:
-    """Returns the fields that make a model of this type small. InputError if its configuration takes them not."""
+    """Returns the fields that make a model of this type small."""
     from transformers import AutoConfig
 
     known = AutoConfig.for_model(model_type).to_dict()
@@ -122,7 +122,8 @@ def _of_transformers(name: str, what: str) -> tuple[Callable, tuple]:
             )
         return causal_lm, (what, sizes)
     for model_type in MODELS:
-        if re.search(rf"^class {re.escape(what)}\(", _modeling_file(model_type).read_text("utf-8"), re.MULTILINE):
+        file = _modeling_file(model_type)  # not of every version of transformers
+        if file.is_file() and re.search(rf"^class {re.escape(what)}\(", file.read_text("utf-8"), re.MULTILINE):
             arguments = what, model_type, sizes_of(model_type)
             with torch.device("meta"):
                 layer = layer_of_model(*arguments)["module"]
