@@ -7,7 +7,7 @@ MEASURED = ("memory", "training", "prefill", "decoding")
 
 
 def measurements(text: str) -> tuple[str, ...]:
-    """Returns the measurements of --what, of which an unknown one is refused before PyTorch is imported."""
+    """Returns the measurements of --what. Raises InputError for an unknown one, before PyTorch is imported."""
     what = split(text)
     if unknown := [name for name in what if name not in MEASURED]:
         raise InputError(f"--what={unknown[0]}; expected some of {', '.join(MEASURED)}")

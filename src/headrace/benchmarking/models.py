@@ -91,7 +91,7 @@ def checkpoint_config(name: str) -> HeadraceConfig | None:
 
 
 def build(name: str, shape: Shape) -> nn.Module:
-    """A model by its name in PEERS, by a name or expression of the zoo, or of a checkpoint's sizes whatever the shape.
+    """A model by its name in PEERS, by a name or expression of the zoo, or by a checkpoint, which keeps its own sizes.
     The weights are random, and the same each time."""
     torch.manual_seed(0)
     return PEERS[name](shape) if name in PEERS else HeadraceForCausalLM(ours(name, shape))

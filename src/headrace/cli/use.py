@@ -29,7 +29,7 @@ from .console import (
 )  # fmt: skip
 from .options import argument, setting, takes
 
-SEEDS = 2**32  # of which one is drawn where none is given
+SEEDS = 2**32  # one of them is drawn where none is given
 # Files that `convert` and `export` copy unchanged: the generation settings, and the tokenizer in any of its formats.
 SETTINGS = "generation_config.json"
 COPIED = (

@@ -133,7 +133,7 @@ def _verify_targets(options: VerifyOptions) -> bool:
 def _table(mixer: str, rows: list[Any]) -> Table:
     table = Table("law", "relative error", "tolerance", "", title=mixer, title_justify="left")
     for row in rows:
-        mark = "holds" if row.holds else Text("BROKEN", "red")
+        mark = Text("holds") if row.holds else Text("BROKEN", "red")
         table.add_row(row.law, f"{row.error:.1e}", f"{row.tolerance:.0e}", mark)
     return table
 

@@ -173,7 +173,7 @@ def result(arm: Arm, curve: Curve) -> Row:
 
 def by_length(arm: Arm, model: nn.Module) -> dict[str, Any]:
     """Scores on held-out rows of other lengths, for tasks that have them, and the alignment of one held-out row. A
-    score is NaN where the loss is not finite, as the likeliest of logits that are NaN means nothing."""
+    score is NaN where the loss is not finite, as the largest of NaN logits means nothing."""
     task, recipe, scores = arm.plan.task, arm.plan.recipe, {}
     for n, rows in task.by_length(max(recipe.held_out // 2, 1)).items():
         answers, _ = evaluate(model, model_inputs(arm, rows), max(recipe.batch_size * task.length // n, 1))

@@ -277,9 +277,9 @@ def having(plan: Plan, values: dict[str, Any]) -> Plan:
 
 # --- states ----------------------------------------------------------------------------------------------------------
 def match_states(mixers: tuple[str, ...], shape: Shape) -> tuple[str, ...]:
-    """The mixers as expressions that set a size of each (`size_field`), so that its state has as nearly as many numbers
-    as possible as the largest state of them. Attention, whose cache grows, mixers without such a size, and those that
-    set it themselves stay as they are.
+    """The mixers as expressions that set a size of each (`size_field`), so that its state is as near as possible in
+    size to the largest state of them. Attention, whose cache grows, mixers without such a size, and those that set it
+    themselves stay as they are.
 
     Raises:
         InputError: one of the mixers is a whole model, or a sequence of several mixers.

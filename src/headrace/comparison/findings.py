@@ -46,7 +46,7 @@ def judged(comparisons: Sequence[Comparison]) -> list[list[Difference]]:
 
 
 def unseen(comparison: Comparison) -> int:
-    """The number of pairs that could have a verdict, besides that of the best mixers."""
+    """The number of pairs that could have a verdict, without that of the two best mixers."""
     return sum(between(*pair).undecided is None for pair in [*combinations(comparison.finished, 2)][1:])
 
 

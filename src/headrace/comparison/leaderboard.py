@@ -57,10 +57,10 @@ def studies(suite: str, mixers: Sequence[str]) -> dict[str, Study]:
 
 
 def others(file: Path | None) -> list[Row]:
-    """The rows of a file; None: those of the checkout that this package runs from, or none without one.
+    """The rows of a file; None: those of the checkout that this package runs from, or no rows without a checkout.
 
     Raises:
-        InputError: the file does not exist, or is none of rows.
+        InputError: the file does not exist, or has no rows of a leaderboard.
     """
     kept = Path(__file__).parents[3] / "benchmarks" / "results" / "leaderboard.csv"
     if file is None and not kept.is_file():
@@ -127,7 +127,7 @@ def merged(old: Iterable[Row], new: Sequence[Row]) -> list[Row]:
 
 
 def comparable(rows: Iterable[Row], suite: str) -> tuple[list[Row], list[str]]:
-    """(the rows whose definition is today's, the names of the plans of which others are left out)."""
+    """(the rows whose definition is today's, the names of the plans whose other rows are left out)."""
     today = definitions(defined(suite).values())
     kept, left = [], dict[str, None]()
     for row in rows:

@@ -250,7 +250,7 @@ def answers(spec, task: Task) -> bool:
 # --- widths ----------------------------------------------------------------------------------------------------------
 @cache
 def match(plan: Plan, specs: tuple[Any, ...], reference: Any = None) -> tuple[int | None, ...]:
-    """The MLP width for each spec; None for a model without an MLP of free width, as a recurrent encoder-decoder.
+    """The MLP width for each spec; None for a model without an MLP of free width, such as an encoder-decoder RNN.
 
     reference: the spec whose number of parameters the models have, with the MLP of the plan; None: the largest model's.
     InputError if a model has more than the reference with the narrowest MLP."""

@@ -1,5 +1,5 @@
-"""The pictures of a comparison and of a sweep. Those of a comparison are functions of it and of the contenders that
-have what is drawn; their docstrings are the captions.
+"""The pictures of a comparison and of a sweep. A picture of a comparison is a function of it and of the contenders that
+have what is drawn; the function's docstring is the caption.
 
 Pictures over steps of a comparison with more mixers than colours have a panel for each backbone.
 """
@@ -73,7 +73,7 @@ def mean_and_range(ax: Axes, line: str, label: str, colour: str, x: Any, mean: A
 
 
 def panels(comparison: Comparison, shown: list[Contender]) -> tuple[Figure, Parts]:
-    """A figure and its axes with the contenders of each: all `shown` in one or, of many, those of a backbone."""
+    """A figure, and its axes with their contenders: one with all `shown` or, of many, one for each backbone."""
     if not comparison.many:
         figure, ax = axes(5.2, 3.6)
         return figure, [(ax, shown)]

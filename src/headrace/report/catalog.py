@@ -104,7 +104,7 @@ def _cached(spec: Spec) -> dict[str, Any]:
 
 
 def _unknown(spec: Spec) -> dict[str, Any]:
-    """A module, of which nothing but its state and cost is known."""
+    """A module: only its state and cost are known."""
     unknown = dict.fromkeys((*UPDATE, *AXES), "–")
     return unknown | {"forgets": False, "overwrites": False, "competes": False}
 

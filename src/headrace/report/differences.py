@@ -89,23 +89,23 @@ class Difference:
 
 
 def over_seeds(a: str, b: str, gains: Sequence[float], unit: Unit, test: str = "t", **more: Any) -> Difference:
-    """The difference of two mixers by its values over seeds, of which fewer than SEEDS give no verdict. more: other
+    """The difference of two mixers by its value for each seed; fewer than SEEDS values give no verdict. more: other
     fields."""
     few = {"undecided": FEW} if len(gains) < SEEDS else {}
     return Difference(a, b, mean_over_seeds(gains), paired(gains, test), unit, **few | more)
 
 
 def judged(families: Sequence[Sequence[Difference]], others: int = 0) -> list[list[Difference]]:
-    """The differences with p corrected over those of all families that can have a verdict, and over so many others,
-    from which they were chosen."""
+    """The differences with p corrected over all those of all families that can have a verdict. others: the number of
+    further differences, from which these were chosen."""
     able = [one.p for own in families for one in own if one.undecided is None]
     corrected = iter(holm([*able, *[1.0] * others]))
     return [[one if one.undecided else replace(one, corrected=next(corrected)) for one in own] for own in families]
 
 
 def answer(differences: Sequence[Difference]) -> str:
-    """The verdicts as a clause: of few differences with their numbers, of more how many have which, and the names of
-    those that were told apart; "" of none."""
+    """The verdicts as a clause: up to SPELT differences with their numbers; of more, how many have each verdict, and
+    the names of those that were told apart. "" without differences."""
     several = len({one.where for one in differences}) > 1
     if len(differences) <= SPELT:
         return "; ".join(f"{one.where}: {one}" if several else str(one) for one in differences)

@@ -22,8 +22,8 @@ REMOVED = (
     "layer (arXiv 2510.05901). Measured on at most 4 held-out rows."
 )
 WINDOWS = (
-    "New layers with a sliding window have two parts, of which one gives 0 here: the window, or the linear memory of "
-    "older tokens. Where the loss hardly rises without the memory, the layer is a sliding window; rows that are not "
+    "New layers with a sliding window have two parts, the window and the linear memory of older tokens; here one of "
+    "them gives 0. Where the loss hardly rises without the memory, the layer is a sliding window; rows that are not "
     "longer than the window cannot tell. In the last row, the part is that of all new layers."
 )
 MODELS = {"original": "original", "new model": "linear"}
@@ -131,7 +131,7 @@ def contexts(report: Report, folder: Path) -> Section:
 
 
 def bars(values: dict[str, list[float]], groups: list[str], unit: str, of: str = "layer") -> Figure:
-    """A figure with a group of bars for each layer or context, one of each of the names in `values`."""
+    """A figure with a group of bars for each layer or context; a group has a bar for each name in `values`."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(min(2 + len(groups), 8), 3), layout="constrained")
         ax, width = figure.add_subplot(), 0.8 / len(values)

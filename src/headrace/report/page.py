@@ -79,7 +79,7 @@ class Section:
         about: paragraphs under the title.
         content: HTML before the table.
         header, rows: a table; without rows there is no table.
-        sentences: findings or notes, of which those after the first `shown` are folded (None: none is).
+        sentences: findings or notes; those after the first `shown` are folded (None: none).
         listing: preformatted text.
         details: a section that is folded under its title.
     """

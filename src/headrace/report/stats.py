@@ -45,8 +45,8 @@ class Mean:
 
 
 def mean(values: Sequence[float], weights: Sequence[float] | None = None) -> Mean:
-    """The mean, with its standard error by the jackknife, which without weights is the usual one. With weights it is
-    the ratio of both sums, and the degrees are those of as many equal weights as would tell as much."""
+    """The mean with its standard error by the jackknife; without weights, that is the usual one. With weights, the mean
+    is sum(values) / sum(weights), and the degrees of freedom are Kish's effective number of weights less 1."""
     x, w = np.array(values, float), np.ones(len(values)) if weights is None else np.array(weights, float)
     n, total = len(x), w.sum()
     if not n:
@@ -77,7 +77,7 @@ def student(degrees: float) -> float:
 
 def paired(differences: Sequence[float], test: str = "t") -> float:
     """p of a mean of 0 by Student's t or, for test="wilcoxon", by signed ranks. Equal differences have no spread for
-    Student's t; then, too, it is that of signed ranks, which is 2^(1 − n)."""
+    Student's t: for them, p is that of signed ranks in both tests, 2^(1 − n)."""
     if len(differences) < 2 or max(map(abs, differences)) <= ROUNDING:
         return 1.0
     if equal(differences):  # of 14 or more scipy's p is an approximation
@@ -86,7 +86,7 @@ def paired(differences: Sequence[float], test: str = "t") -> float:
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Holm's corrected p: the i-th smallest of m times m − i + 1, never below a smaller one's."""
+    """Holm's corrected p: m − i + 1 times the i-th smallest of m, at most 1 and at least what a smaller p gets."""
     order, m = np.argsort(p, kind="stable"), len(p)
     corrected = np.empty(m)
     corrected[order] = np.maximum.accumulate(np.array(p, float)[order] * (m - np.arange(m))).clip(max=1)
@@ -94,6 +94,6 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 def above(right: int, rows: int, chance: float) -> bool:
-    """Whether as many right rows have a probability of at most 2.5 % by guesses that are right with the probability
-    `chance` (binomial test)."""
+    """Whether guesses, each right with the probability `chance`, get `right` of `rows` or more with a probability of at
+    most 2.5 % (binomial test)."""
     return bool(stats.binomtest(right, rows, chance, "greater").pvalue <= (1 - LEVEL) / 2)

@@ -52,8 +52,8 @@ LAWS = {
     "compile = eager": Law(laws.compiled),
     "saved = loaded": Law(laws.saved),
 }
-# What a law is not checked to the dtype's tolerance of outputs in. The differences are taken in float64 with a step of
-# 1e-3: of modules that compute in float32 all the same, they have three digits.
+# Tolerances that do not depend on the dtype. Differences are taken in float64; those of modules that compute in float32
+# all the same have two or three digits.
 OWN_TOLERANCE = {"gradients = differences": 1e-2, "state dtype": torch.finfo(torch.float32).eps}
 # More than a chunk of 64, and inputs shorter than a convolution. Gradients need no long ones.
 CASES = (Case(3, 67, 33), Case(2, 6, 1), Case(2, 6, 4), Case(2, 6, 5))

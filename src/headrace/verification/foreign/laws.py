@@ -122,7 +122,7 @@ def decoding(subject, x: Tensor, at: int) -> float:
 
 
 def cropped(subject, x: Tensor, at: int) -> float:
-    """A state of which the tokens after `at` were removed continues with other tokens as the state at `at` does."""
+    """A state without the tokens after `at`, which were removed, continues as the state at `at` does."""
     other = torch.cat([x[:, :at], x[:, at:].flip(1)], 1)
     state = subject.crop(subject.module, x, x.shape[1] - at)
     return relative(subject.run(other[:, at:], state=state)[0], subject.run(other)[0][:, at:])
