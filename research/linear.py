@@ -90,13 +90,13 @@ FORMS = (
     ),
     Family(
         "What is the size of the gates worth? In a mean of values, which no norm follows, the published form is "
-        "`softmax` with gates of which those of equal scores are a ninth in place of 1.",
+        "`softmax` with gates that are a ninth in place of 1 where scores are equal.",
         (("published", "softmax"),),
         ("error", "nats"),
     ),
     *(
         Family(
-            f"The first question, asked of {title} in place of linear attention with learned feature maps.",
+            f"The first question, for {title} in place of linear attention with learned feature maps.",
             ((f"{name} softmax", name), (f"{name} softmax", f"{name} sigmoid"), (f"{name} sigmoid", name)),
             ("error", "nats"),
         )
