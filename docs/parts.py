@@ -30,7 +30,7 @@ def filled(page: str, program: str, make: Callable[[str, list[str], str], str]) 
         if part["program"] != program:
             done += [before, part[0]]
             continue
-        if not part["gap"] and (not before or before.endswith("\n")):
+        if not part["gap"] and (not before or before.rstrip(" ").endswith("\n")):
             raise ValueError(f"{part['mark']} begins a line; expected a word before it, or an empty line behind it")
         name, *arguments = shlex.split(part["call"])
         made = make(name, arguments, before).strip("\n")

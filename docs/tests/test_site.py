@@ -144,6 +144,15 @@ def test_picture_of_mixers_has_every_linear_mixer():
     assert {name for name in generated.plain() if isinstance(zoo.get(name), MixerSpec)} <= drawn
 
 
+@pytest.mark.parametrize("before", ["", "A list:\n", "- An item of\n  "])
+def test_a_part_in_a_sentence_does_not_begin_a_line(before):
+    """Markdown takes such a line for HTML, and shows the rest of it as it is written."""
+    page = f"{before}<!-- generated: number -->1<!-- end --> of **two**\n"
+    with pytest.raises(ValueError, match="begins a line"):
+        parts.filled(page, "generated", lambda *_: "2")
+    assert parts.filled(f"{before}See {page[len(before) :]}", "generated", lambda *_: "2").count(">2<") == 1
+
+
 @pytest.mark.parametrize("page", generated.pages(), ids=lambda page: page.stem)
 def test_generated_parts_of_pages_are_current(page):
     if page.stem == "faq" and unavailable("native", "linear_attention"):
