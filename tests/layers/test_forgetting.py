@@ -8,8 +8,10 @@ import torch
 from attention_layers import agree, layer
 from headrace import layers, zoo
 from headrace.extra.encoder import BothWays
+from headrace.extra.late_norm import LateNormSpec
 from headrace.layers import SoftmaxAttention
 from headrace.layers.attention.sdpa import forgotten
+from headrace.spec.attention import AttentionSpec
 from headrace.utils.errors import InputError
 from headrace.verification.verify import relative
 from peers import load
@@ -58,6 +60,17 @@ def test_sums_of_long_sequences_keep_their_digits():
     recent = (total[-1] - total[-4:]).float()
     exact = [-sum(math.log1p(math.exp(-g)) for g in gate[0, len(gate[0]) - n :, 0].tolist()) for n in (3, 2, 1, 0)]
     assert torch.allclose(recent, torch.tensor(exact), rtol=1e-6, atol=0)
+
+
+def test_late_norms_are_of_keys_without_their_gates():
+    """Without a rotation, they are those of before."""
+    options = {"kv_heads": 2, "rotary": False, "forget": True}
+    late, early = layer(LateNormSpec(**options)), layer(AttentionSpec(qk_norm="head", **options))
+    late.k_norm.weight.data.uniform_(0.5, 2)
+    early.load_state_dict(late.state_dict())
+    x = torch.randn(B, T, D).double()
+    assert relative(late(x)[0], early(x)[0]) < 1e-12
+    assert relative(late(x[:, 5:], late(x[:, :5])[1])[0], early(x)[0][:, 5:]) < 1e-12
 
 
 def test_an_encoder_forgets_in_both_directions():

@@ -1,6 +1,6 @@
 """Softmax attention with an RMSNorm of the heads of q and k after the rotation: with weights (Hunyuan), or without them
-(nanochat). Weights of channels that turn together make it another function than a norm before the rotation; without
-weights the two are the same, as a rotation keeps the length.
+(nanochat). With weights it differs from a norm before the rotation, as channels that turn together have different
+weights; without weights the two are equal, as a rotation keeps the length.
 
 Dimensions: B batch, T queries, L keys, H query heads, Hkv key/value heads, d head dimension.
 """
@@ -8,6 +8,7 @@ Dimensions: B batch, T queries, L keys, H query heads, Hkv key/value heads, d he
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..layers.attention.attention import SoftmaxAttention, normalize
@@ -55,7 +56,8 @@ class LateNormAttention(SoftmaxAttention):
 
     def _key_value(self, *given: Any) -> tuple[Tensor, Tensor]:
         k, v = super()._key_value(*given)
-        return k if self._waits else normalize(k, self.k_norm), v
+        d = self.head_dim  # after which `forget` has its logits
+        return k if self._waits else torch.cat([normalize(k[..., :d], self.k_norm), k[..., d:]], -1), v
 
     def _rotated(self, *given: Any) -> tuple[Tensor, Tensor]:
         q, k = super()._rotated(*given)
