@@ -15,6 +15,7 @@ from headrace.history.layers.flash import flash_attention
 from headrace.history.specs.stack import TransformerSpec
 from headrace.layers.attention.sdpa import attend
 from headrace.layers.blocks.block import Block, Sizes
+from headrace.ops.parallel import context
 from headrace.spec import AttentionSpec, MixerSpec, Read, Write
 from headrace.spec.attention import Rope
 from headrace.utils.errors import InputError
@@ -133,6 +134,13 @@ def test_an_encoder_has_no_state(mixer):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("mixer", ["linear-attention", "retnet"])
+def test_the_tokens_of_an_encoder_are_not_split_over_processes(mixer, monkeypatch):
+    monkeypatch.setattr(context, "_active", [object()])
+    with pytest.raises(InputError, match=r"context_parallel cannot split the tokens of (EncoderMixer|BothWays)"):
+        build(mixer, causal=False)(torch.randn(1, 5, D).double())
+
+
 def test_the_memory_of_all_tokens_is_not_rounded_under_autocast():
     shapes = {"q": (2, 40, 2, 8), "k": (2, 40, 2, 8), "v": (2, 40, 2, 8)}
     x = {name: torch.rand(shape) for name, shape in shapes.items()}

@@ -24,14 +24,11 @@ class EncoderMixer(LinearMixer):
     """The layer of a spec that is additive: without a decay, a delta rule or anything else that has an order."""
 
     causal = False
+    splits = static_shapes = False  # a token reads all of its sequence, whose length the host reads
 
     def __init__(self, spec: Any, **settings: Any):
         super().__init__(spec, **settings)
         self.op: Any = over_all
-
-    @property
-    def static_shapes(self) -> bool:
-        return False
 
     def run(self, x: Tensor, state: None, sequences: Sequences, in_place: bool = False) -> tuple[Tensor, Any]:
         require(state is None, "state is given to an encoder, which has none; expected state=None")
