@@ -162,7 +162,7 @@ class AttentionSpec(SoftmaxSpec):
     rotary: bool = True  # whether q and k get rotary position embeddings
     count: PositiveInt | None = None  # number of query heads; None: the model's num_heads
     # number of distance buckets of T5's relative position bias, half of them for single distances; None: no bias
-    buckets: Annotated[int, Range("at least 4", lambda n: n >= 4)] | None = None
+    buckets: Annotated[int, Range("4 to 255", lambda n: 4 <= n <= 255)] | None = None
     # whether the softmax has one more logit with value 0, so that a head can attend to nothing: the logit is 0, or
     # learned per head (attention sinks, arXiv 2508.10925)
     null: bool | Literal["learned"] = False
