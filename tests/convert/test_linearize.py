@@ -156,7 +156,8 @@ def test_mixers_of_all_kinds_take_a_layer_over(name, norm):
     [
         ("transformer", "mamba", None, "mixer='mamba' has no q, k and v of heads"),
         ("transformer", "mesa", None, "mixer='mesa' adds steps to linear attention"),
-        ("transformer", "hgrn2", None, "inputs.key='complement'"),
+        ("transformer", "hgrn2", None, "mixer='hgrn2' has no k to take over: inputs.key='complement'"),
+        ("gqa(rotary=false, qk_norm=head)", "hgrn2", None, "inputs.key='complement'; expected 'projected'"),
         ("transformer", "gla", [1], "layer 1 is no layer of softmax attention; expected one of 0"),
         ("transformer", "gla", [], "layers=.. makes no layer linear; expected some of 0"),
         ("gla", "gla", None, "the model has no attention layer that could become linear$"),

@@ -42,6 +42,10 @@ CHANGES = {
             "decay.kind=none", "decay.kind=softplus", "heads.qk_groups=2",
         )},
     },
+    "hedgehog": {
+        f"map=none, qk_norm={norm}, inputs.key=complement, inputs.rotary=false, inputs.rotary_first=false, "
+        "read.norm=rms, decay.kind=sigmoid": "are of a key that is projected" for norm in ("head", "joint")
+    },
     "rwkv6": {"read.affine=false": "whose weight is optional"},
     "linear-attention": {"read.by_length=true": "has no effect", "inputs.rotary=true": "rotary_first"},
     "mlstm": {
@@ -69,7 +73,7 @@ CHANGES = {
     },
     "flash-reference": {"null=true": "form='tiles' supports neither"},
     "fox": {"form=tiles": "forget=True supports neither"},
-    "gqa": {"buckets=3": "buckets=3; expected at least 4"},
+    "gqa": {f"buckets={n}": f"buckets={n}; expected 4 to 255" for n in (3, 256)},
     "transformer": {
         "rope.kind=linear, rope.original=4": "kind='linear' has no original; got 4",
         "rope.kind=yarn": "kind='yarn' needs original",

@@ -106,6 +106,8 @@ def _linear(mixer: str | MixerSpec) -> MixerSpec:
         )
     if type(spec) not in (MixerSpec, LinearizedSpec, WindowedSpec):
         raise InputError(f"mixer={mixer!r} adds steps to linear attention; expected one without, such as gla")
+    if spec.inputs.key != "projected":
+        raise InputError(f"mixer={mixer!r} has no k to take over: inputs.key={spec.inputs.key!r}; expected 'projected'")
     return spec
 
 

@@ -27,7 +27,7 @@ from ..spec.mixer import Facts
 from ..spec.serialize import TYPES
 from .registration import register_mixer
 
-FARTHEST = 30.0  # |W x| up to which map="exp" is e^x: a weight of two tokens is then at most e^60
+FARTHEST = 30.0  # |W x| up to which map="exp" is e^(W x): a product of two features is then at most e^60
 
 
 class LearnedMap(SelfInitialized):
@@ -76,7 +76,7 @@ class MapLearned(Stage):
 
 
 class QKNorm(Stage):
-    """RMSNorm of q and of k, of each head or of all heads together, before all else."""
+    """RMSNorm of q and of k, of each head or of all heads together, before the rotation and the map."""
 
     field = "qk_norm"
     values: ClassVar[tuple[Any, ...]] = ("head", "joint")
@@ -129,8 +129,8 @@ class LinearizedSpec(MixerSpec):
     """A linear mixer in place of an attention layer."""
 
     map: Literal["softmax", "exp", "none"] = "softmax"  # learned feature map of q and k, in place of inputs.feature_map
-    # RMSNorm with weights of q and of k: before all else, of each head (Qwen3) or of all heads together (OLMo 2), or of
-    # each head after the rotation (Hunyuan)
+    # RMSNorm with weights of q and of k: before the rotation, of each head (head: Qwen3) or of all heads together
+    # (joint: OLMo 2), or after it, of each head (late: Hunyuan)
     qk_norm: Literal["none", "head", "joint", "late"] = "none"
     rope: Rope = field(default_factory=Rope)  # frequencies of the rotation
 
@@ -143,8 +143,9 @@ class LinearizedSpec(MixerSpec):
             f"map={self.map!r} stands for inputs.feature_map; expected 'identity', got {self.inputs.feature_map!r}",
         )
         yield (
-            self.map != "none" and self.inputs.key != "projected",
-            "map is of a key that is projected; expected inputs.key='projected', or map='none'",
+            self.inputs.key != "projected" and (self.map != "none" or self.qk_norm != "none"),
+            f"map={self.map!r} and qk_norm={self.qk_norm!r} are of a key that is projected; expected "
+            "inputs.key='projected', or 'none' for both",
         )
         first = self.inputs.rotary_first or self.qk_norm != "late"
         yield not first, "qk_norm='late' follows a rotation before the map; expected inputs.rotary_first=True"
