@@ -1,7 +1,7 @@
 """The operations of one token of softmax attention in a program of the native backend.
 
-A cache that keeps all tokens grows by a column in every call, in memory reserved for more; that of a sliding window has
-one size. What the program does not compute is refused with the reason.
+A cache that keeps all tokens grows by a column in every call, in memory reserved for more; the cache of a sliding
+window has a fixed size. What the program does not compute is refused with the reason.
 
 Dimensions: H query heads, Hkv key/value heads, d head dimension.
 """

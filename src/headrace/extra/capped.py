@@ -1,8 +1,8 @@
 """Softmax attention whose logits are bounded: a logit x becomes c tanh(x / c) before the mask and the softmax (Gemma 2,
 arXiv 2408.00118, section 2).
 
-PyTorch's kernels have no such bound, so that a processor computes the logits of few queries at a time. They are in
-float32 at least: near c, bfloat16 would round a logit of 50 to a multiple of 0.25.
+PyTorch's kernels have no such bound. Here the logits of few queries are computed at a time, in float32 at least: near
+50, bfloat16 would round them to multiples of 0.25.
 
 Dimensions: B batch, T queries, L keys, H query heads, Hkv key/value heads, d head dimension.
 """

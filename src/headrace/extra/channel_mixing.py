@@ -49,7 +49,7 @@ class ChannelMixing(Mixer):
 
 class GatedChannelMixing(ChannelMixing):
     """σ(W_gate x_r) ⊙ W_down relu(W_up x_k)², where x_r is another such mix (RWKV-4, arXiv 2305.13048, section
-    3.1.2)."""
+    3.1.3)."""
 
     STREAMS = ("r", "k")
 

@@ -48,7 +48,7 @@ class ClampedMixture(MixtureOfExperts):
 
     @torch.no_grad()
     def reset_parameters(self, std: float | None = None) -> None:
-        """Sets the experts' biases to 0, besides."""
+        """Also sets the experts' biases to 0."""
         super().reset_parameters(std)
         for name in self._parameters.keys() & {*self.no_weight_decay}:
             getattr(self, name).zero_()

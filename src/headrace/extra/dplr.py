@@ -67,7 +67,7 @@ def form(counts: list[int], S: Tensor, *operands: Tensor, base: int | None = Non
 def decays(G: Tensor, base: int, exp: Callable[[Tensor], Tensor]) -> Levels:
     """Splits e^{G_i − G_j} for readers i and writers j of the same blocks of tokens into factors of i and of j.
 
-    The first level has blocks of `base` tokens and exponents of both signs, which overflow for −g above 88 / base a
+    The first level has blocks of `base` tokens and exponents of both signs, which overflow for −g above 176 / base a
     token in float32; base=1 is for any g. The further levels are those of `decays_between`.
 
     Args:

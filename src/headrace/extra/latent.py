@@ -59,8 +59,8 @@ class LatentAttention(SoftmaxAttention):
         """Computes attention to the latents: q [B, T, H, r + n]; k [B, L, 1, r]; v [B, L, 1, c] -> [B, T, H, v].
 
         Few queries are projected to the latents, which are then keys and values of one head; for many queries,
-        projecting the latents to keys and values of all heads takes fewer operations. So is it done
-        if kv_b_proj is not a plain layer, but quantized or with an adapter."""
+        projecting the latents to keys and values of all heads takes fewer operations. The latter is also done if
+        kv_b_proj is not a plain layer, but quantized or with an adapter."""
         q, k = self._rotated(q, k, valid, packed)
         valid = valid if packed is None else packed.pairs
         k, v = k.to(q.dtype), v.to(q.dtype)

@@ -50,8 +50,8 @@ class Places(NamedTuple):
     memory: Tensor | None  # the memory before x; None: x begins its sequences
 
     def begins(self, size: int | None) -> Tensor:
-        """Returns the indices, among all B T tokens, of those at which a sequence or a block of `size` tokens begins,
-        and B T for each block that there may be besides, as nothing waits for their number."""
+        """Returns the indices, among all B T tokens, of those at which a sequence or a block of `size` tokens begins.
+        They are padded with B T to the largest number there may be, so that nothing waits for their number."""
         begins = self.position == self.before
         if size is not None:
             begins = begins | (self.position % size == 0)

@@ -66,8 +66,8 @@ def check_name(kind: str, name: Any, taken: Callable[[str], bool]) -> None:
     """Raises InputError for a name that an expression could not have, and for one that exists."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise InputError(
-            f"{kind} {name!r} has no name for expressions; expected small letters and digits, in parts joined by - or "
-            "., another beginning than softmax- and recurrent-, and not all"
+            f"{kind} {name!r} has no name for expressions; expected small letters and digits, in parts joined by -, _ "
+            "or ., another beginning than softmax- and recurrent-, and not all"
         )
     if known := next((each for each in (name, f"softmax-{name}") if taken(each)), None):
         raise InputError(f"{kind} {known!r} exists already; expected another name")

@@ -173,7 +173,7 @@ class RWKV7(MatrixMixer):
 KINDS["rwkv7"] = MatrixKind(
     Facts(
         "headrace.extra.rwkv7.RWKV7",
-        Update("diag(α) − κᵀ(a κ)", "v", "α, per key channel", "½‖v − kS‖²"),
+        Update("diag(α) − (a κ)ᵀκ", "v", "α, per key channel", "½‖v − kS‖²"),
         flops=9,  # decay: 1; κ S: 2; − (a κ)ᵀ (κ S): 2; + kᵀ v: 2; q S: 2
     ),
     (*RANKS, "eps"),

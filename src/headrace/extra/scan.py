@@ -76,8 +76,8 @@ ISOLATED = {affine_: affine_isolated_, tropical_: tropical_isolated_}
 
 def scan_packed_(a: Tensor, b: Tensor, join_: Callable[..., None] = affine_) -> None:
     """Computes `scan_` for packed sequences: a is 0 at their first tokens (−∞ for tropical_), and what is not finite in
-    a sequence does not reach the next. A compiled graph, which cannot ask for values, and a GPU, which would have to
-    wait, take what holds for all."""
+    a sequence does not reach the next. The faster join of finite values is not used in a compiled graph, which cannot
+    ask for values, and on a GPU, which would have to wait for them."""
     finite = b.is_meta or (not avoid_sync(b) and bool(b.sum().isfinite()) and not bool(a.isnan().any()))
     scan_(a, b, join_ if finite else ISOLATED[join_])
 

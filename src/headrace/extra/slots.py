@@ -100,8 +100,8 @@ class SlotAttention(MatrixMixer, HasBackend):
         return out, torch.cat([keys.mT, values, sums], -1)
 
     def _share(self, w: Tensor, sums: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """Returns e^w over the sum of all e^w so far [B, T, H, M], and the next sums [N, H, M, 1]. The share is less
-        than 1 also at the first token, where nothing is there to decay, so that its complement has a logarithm."""
+        """Returns e^w over the sum of all e^w so far [B, T, H, M], and the next sums [N, H, M, 1]. The first token's
+        share, which is 1, is rounded down, so that log(1 − share) is finite."""
         weight = w.clamp(-LARGEST, LARGEST).exp()
         total, after = elementwise(
             torch.ones_like(weight).flatten(2), weight.flatten(2), sums.flatten(1)[:, None], sequences

@@ -17,9 +17,9 @@ from ..spec.stack import Experts
 
 @dataclass(frozen=True)
 class NearExperts(Experts):
-    """A mixture of experts that are chosen one after the other, by the largest logit that is left. An expert's weight
-    is its share in a softmax of those of the logits left that are near its own logit m: (m - l) / max(|l|, m) is at
-    most 2 `near` for such a logit l. Training chooses as evaluation does, without samples."""
+    """A mixture of experts that are chosen one after the other, by the largest logit that is left. The weight of an
+    expert with the logit m is its share in a softmax over the logits l that are left and near m: (m - l) / max(|l|, m)
+    is at most 2 `near`. Training chooses as evaluation does, without samples."""
 
     near: NonNegativeFloat = 0.01  # see above
 

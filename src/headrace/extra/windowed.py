@@ -178,7 +178,7 @@ def _mean(factor: Tensor, near: Tensor, far: Tensor) -> Tensor:
     """Returns (γ near + far) / (γ n + m) of sums of weighted values [..., V + 1], whose last are n and m, of weights.
 
     It is written as the mean of the window and what the older tokens change, so that without them it is that mean bit
-    for bit, and γ has no gradient. Sums of weights of 0 are of gates that are 0, or removed by a hook."""
+    for bit, and γ has no gradient. A sum of weights is 0 where gates are 0, or where a hook removes a part."""
     near, n, far, m = near[..., :-1], near[..., -1:], far[..., :-1], far[..., -1:]
     window = _quotient(near, n)
     return window + _quotient(far - m * window, factor[:, None] * n + m)
