@@ -161,6 +161,12 @@ def test_at_least_one_document_is_left_for_training(count, held_out, expected):
     assert [held for _, held in choice.split(rows)].count(True) == expected
 
 
+def test_all_of_a_text_but_one_byte_can_be_held_out():
+    rows = [Row("a", 1, "a" * 12_293, 12_293)]
+    split = choose(lambda: rows, 0.99992, 0).split(rows)
+    assert sum(row.size for row, held in split if held) == 12_292
+
+
 MISTAKES = {
     "a missing file": (("nowhere.txt",), {}, "source 'nowhere.txt' is not a file; expected text"),
     "a column that is not there": (None, {"column": "body"}, "row 1, with .*text.*n.* is without a column 'body'"),

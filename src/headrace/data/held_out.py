@@ -156,7 +156,7 @@ def _of_few(sizes: list[int], share: float, seed: int) -> Choice:
 
 def _spans(whole: int, held_out: int, generator: np.random.Generator) -> tuple[Span, ...]:
     """Pieces of `held_out` bytes together, one at a random place in each of as many equal parts of the text."""
-    number = min(max(held_out // PIECE, 1), PIECES)
+    number = min(max(held_out // PIECE, 1), PIECES, whole - held_out)  # no part is shorter than its piece
     parts, sizes = np.linspace(0, whole, number + 1).astype(int), np.full(number, held_out // number)
     sizes[: held_out % number] += 1
     begins = generator.integers(parts[:-1], parts[1:] - sizes, endpoint=True)
