@@ -113,6 +113,7 @@ MISTAKES = {
     "mixer=glaa": "mixer 'glaa' is unknown",
     "heads=7": "num_heads=7 does not divide",
     "lr": "'lr' is not of the form FIELD=VALUE",
+    "mixer=checkpoint; weights=5": "recipe.weights=5 is not allowed; expected one of str, None",
     "warmup=nan": "recipe.warmup=nan is not allowed; expected finite float",
     "tokens=inf": "recipe.tokens=inf is not allowed; expected finite float",
     "mixer=gla(heads.count=2, heads.count=4)": "sets 'heads.count' twice",
@@ -122,7 +123,7 @@ MISTAKES = {
 @pytest.mark.parametrize("setting", MISTAKES)
 def test_user_errors_are_refused(setting):
     with pytest.raises(InputError) as refused:
-        recipes.load("paper-80m", recipes.assignments([setting]))
+        recipes.load("paper-80m", recipes.assignments(setting.split("; ")))
     assert MISTAKES[setting] in str(refused.value)
 
 

@@ -204,7 +204,7 @@ def load(
     stated = {field: manifest[field] for field in FROM_DATA if manifest and field in free}
     changed = {field: _parsed(value) for field, value in (changes or {}).items()}
     data = given | stated | changed
-    if data.get("mixer") == CHECKPOINT and data.get("weights") is not None:
+    if data.get("mixer") == CHECKPOINT and isinstance(data.get("weights"), str):
         config = _config(data["weights"])
         data |= {field: getattr(config, name) for name, field in SIZES.items()} | changed
     known = [field.name for field in fields(Recipe)]
