@@ -130,10 +130,12 @@ def test_machine_names_are_parsed_and_checked():
 
 
 def test_devices_are_recognized_by_driver_names():
-    """Dense bfloat16, of NVIDIA's data sheets."""
+    """Dense bfloat16, of NVIDIA's data sheets: a laptop's device and a part of one (MIG) are slower."""
     names = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 NVL": 835e12, "NVIDIA A100-SXM4-40GB": 312e12}
     names |= {"NVIDIA L40S": 362e12, "NVIDIA L4": 121e12, "NVIDIA GeForce RTX 4090": 165e12, "NVIDIA L40": None}
     names |= {"NVIDIA H200": 989e12, "NVIDIA B200": 2250e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA RTX 3090": None}
+    names |= dict.fromkeys(["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D"])
+    names |= dict.fromkeys(["NVIDIA H100 80GB HBM3 MIG 1g.10gb"])
     assert {name: machine.peak(name) for name in names} == names
 
 

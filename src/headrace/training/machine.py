@@ -64,10 +64,10 @@ HOPPER = "H100", "H200", "H20"  # how their names begin: those whose kernel of t
 
 
 def peak(name: str) -> float | None:
-    """Returns the peak of a device by the name that its driver gives it, such as NVIDIA A100-SXM4-40GB, or None."""
+    """Returns the peak of a device by its driver's name for it, such as NVIDIA A100-SXM4-40GB; None if not known."""
     words = set(re.split(r"[\s-]+", name.lower()))
     fitting = [known for known in DEVICES if set(known.lower().split("-")) <= words]
-    return DEVICES[max(fitting, key=len)].flops if fitting else None
+    return DEVICES[max(fitting, key=len)].flops if fitting and not words & {"laptop", "d", "mig"} else None
 
 
 class Efficiency(NamedTuple):
