@@ -331,7 +331,12 @@ def test_unreadable_local_files_are_refused(name, data, sentence, tmp_path):
         tasks.read("wikitext" if name == "wiki.test.raw" else "piqa", tmp_path)
 
 
-def test_names_of_checkpoints_are_short_and_differ():
+def test_names_of_checkpoints_are_short_and_differ(tmp_path, monkeypatch):
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "run")
+    assert named(["model"]) == {"run": "model"} and named(["."]) == {"run": "."}
+    monkeypatch.chdir("model")
+    assert named([".."]) == {"run": ".."} and named(["."]) == {"run": "."}
     assert named(["runs/a/model", "b"]) == {"a": "runs/a/model", "b": "b"}
     assert named(["x/a", "y/a"]) == {"x/a": "x/a", "y/a": "y/a"}
     with pytest.raises(InputError, match="given twice"):
@@ -466,3 +471,5 @@ def test_the_unigram_is_that_of_the_evaluated_rows():
     found = unigram(samples, SimpleNamespace(tok_encode=lambda text: list(map(ord, text))))
     assert found == {"word_perplexity": pytest.approx(math.exp(-2 * (math.log(4 / 7) + math.log(2 / 7)) / 6))}
     assert (weight(-3.0), unigram([{"metrics": ["acc"]}], None)) == (1.0, {})
+    long = [{"arguments": [("ab" * 600,)], "metrics": ["perplexity"], "perplexity": -1.0}]
+    assert unigram(long, SimpleNamespace(tok_encode=list)) == {"perplexity": math.inf}

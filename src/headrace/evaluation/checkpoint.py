@@ -3,6 +3,7 @@
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from os.path import abspath
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +124,7 @@ def unreadable(path: str) -> str:
 def fingerprint(path: str) -> str:
     """A digest of the contents of the checkpoint's files or, for a model of the Hub, of its name and commit."""
     files = sorted(file for file in Path(path).glob("*") if file.suffix in MODEL_FILES)
-    if not files:
-        return digest([path, snapshot(path)])
-    return digest({file.name: sha256(file) for file in files})
+    return digest({file.name: sha256(file) for file in files} if files else [path, snapshot(path)])
 
 
 def snapshot(name: str) -> str:
@@ -138,7 +137,8 @@ def snapshot(name: str) -> str:
 def named(paths: list[str]) -> dict[str, str]:
     """Short name -> path. The short name is that of the folder or, for a folder called `model`, of its parent; if two
     are equal, the path takes their place. InputError if a path is given twice."""
-    if len({str(Path(path)) for path in paths}) < len(paths):
+    places = [Path(abspath(path)) for path in paths]  # "model", "." and ".." have names there
+    if len({*places}) < len(paths):
         raise InputError("a checkpoint is given twice; expected each once")
-    shorts = [Path(path).parent.name if Path(path).name == "model" else Path(path).name for path in paths]
+    shorts = [(place.parent if place.name == "model" else place).name for place in places]
     return {short if shorts.count(short) == 1 else path: path for short, path in zip(shorts, paths, strict=True)}

@@ -141,7 +141,7 @@ def unigram(samples: list[dict[str, Any]], model: Any) -> dict[str, float]:
     counts = Counter(token for before, scored in rows for token in (*before, *scored))
     total = counts.total()
     nats = -sum(math.log(counts[token] / total) for _, scored in rows for token in scored)
-    return {name: math.exp(nats / sum(weight(sample[name]) for sample in samples)) for name in metrics}
+    return {name: exponential(nats / sum(weight(sample[name]) for sample in samples)) for name in metrics}
 
 
 def split(arguments: tuple[str, ...], model: Any) -> tuple[list[int], list[int]]:
