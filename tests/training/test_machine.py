@@ -104,6 +104,12 @@ def test_a_block_is_computed_again_without_its_teacher(tmp_path):
     assert here["seconds"] == pytest.approx(flops[3] / (here["flops_per_second"] * machine.REACHED))
 
 
+def test_a_teacher_keeps_the_data_type_of_its_checkpoint(tmp_path):
+    build(recipe(mixer="gla")).bfloat16().save_pretrained(tmp_path)
+    costs = estimate(recipe(mixer="gla", teacher=str(tmp_path)))
+    assert costs["bytes"]["teacher"] == 2 * costs["parameters"]["tied"]
+
+
 def test_the_time_on_a_gpu_is_by_its_data_sheet_and_the_mixers_efficiency(monkeypatch):
     monkeypatch.setattr(machine, "present_device", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")

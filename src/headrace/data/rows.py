@@ -111,10 +111,9 @@ class PackedData:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a folder written by `headrace prepare`. InputError if it is not such a folder."""
     try:
-        manifest = read_json(folder / "manifest.json", MANIFEST)
+        return read_json(folder / "manifest.json", MANIFEST)
     except InputError as error:
         raise InputError(f"--data {str(folder)!r} is not a folder written by `headrace prepare`: {error}") from error
-    return manifest
 
 
 def open_data(folder: str | Path) -> PackedData:
