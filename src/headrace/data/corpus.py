@@ -50,7 +50,7 @@ class Corpus:
         return TextRows(tokens, ends, length).select(range(len(tokens) // length))
 
     def fresh(self, part: str, length: int) -> Selected:
-        """The rows of a part whose tokens follow each other in no other part. InputError if there are none."""
+        """The full rows of a part that occur in no other part. InputError if there are none."""
         if not len(numbers := fresh(self, part, length)):
             raise InputError(
                 f"every row of {length} of the {len(self.parts[part].tokens)} tokens for {part} occurs in another part "
@@ -95,8 +95,8 @@ def _left(split: list[tuple[Row, bool]]) -> Iterator[Row]:
 
 @lru_cache(maxsize=16)
 def fresh(corpus: Corpus, part: str, length: int) -> list[int]:
-    """The numbers of the full rows of a part whose tokens follow each other in no other part. Windows are compared by
-    their hashes, so that a row may be left out, but none that occurs elsewhere is kept."""
+    """The numbers of the full rows of a part that occur in no other part, at any place. Windows are compared by their
+    hashes: a row may be left out by chance, but none that occurs elsewhere is kept."""
     of = {name: tokens for name, (tokens, _, _) in corpus.parts.items()}
     hashes, own = np.unique(window_hashes(of.pop(part), length)[::length], return_inverse=True)
     seen = np.zeros(len(hashes), bool)

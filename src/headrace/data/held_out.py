@@ -11,7 +11,7 @@ import numpy as np
 
 from ..utils.errors import InputError
 
-EXPECTED = 32  # held-out documents from which on each is drawn by itself: then none is drawn once in e^32 times
+EXPECTED = 32  # held-out documents from which on each is drawn by itself: none at all is drawn once in e^32 times
 FEW = 20  # documents below which pieces are held out
 PIECES, PIECE = 32, 4096  # the largest number of pieces, and the smallest size in bytes of each if there are several
 PARAGRAPH = 2048  # the largest number of bytes by which the beginning and the end of a piece are moved
@@ -20,7 +20,7 @@ Span = tuple[int, int]  # bytes of all documents, one after another: the first o
 
 
 class Row(NamedTuple):
-    """A document of a source, a part of it, or a row that is none.
+    """A document of a source, a part of one, or a row that is no document.
 
     text: the text; of a row without the column of the text, the columns that it has.
     offset: bytes of the document before `text`.
@@ -114,9 +114,9 @@ def _paragraph(data: bytes, place: int, reach: int) -> int:
 
 
 def choose(rows: Callable[[], Iterable[Row]], share: float, seed: int) -> Choice:
-    """Chooses from the rows that each call of `rows` gives anew, of which only the first are read if they are many. Of
-    less than EXPECTED / share documents, the number that is held out is exactly the share. Of less than FEW, and where
-    the share is less than half a document, pieces of the text are held out, between paragraphs where it has some.
+    """Chooses what to hold out of the rows, which each call of `rows` gives anew. Of many rows only the first are read.
+    Of fewer than EXPECTED / share documents, exactly the share is held out. Of fewer than FEW, or if the share is less
+    than half a document, pieces of the text are held out, cut between paragraphs where it has some.
 
     InputError for no documents, or a single byte of text."""
     choice = _chosen(rows(), share, seed)

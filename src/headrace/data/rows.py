@@ -190,7 +190,7 @@ def unigram_loss(rows: Any) -> float:
 
 # --- batches ---------------------------------------------------------------------------------------------------------
 def shifted(labels: Tensor) -> Tensor:
-    """The labels [..., L] of the outputs at the same positions, of which the last of a row has none."""
+    """The labels [..., L] for the outputs at the same positions: the next label, and none at the end of a row."""
     return F.pad(labels[..., 1:], (0, 1), value=IGNORED)
 
 

@@ -1,4 +1,4 @@
-"""Reads documents one after another from files or a data set of the Hub, in memory that no source's size decides."""
+"""Reads documents one by one from files or a data set of the Hub. Only JSON arrays and uncut texts are held whole."""
 
 import codecs
 import io

@@ -101,7 +101,7 @@ def _finished(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def _padded(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """Pads with the end token, unless there is a token for padding, at the left, as generation goes on at the right."""
+    """Pads a tokenizer without a padding token by the end token, on the left, as generation appends on the right."""
     if tokenizer.pad_token is None:
         tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, "left"
         tokenizer.init_kwargs["padding_side"] = "left"  # what save_pretrained writes

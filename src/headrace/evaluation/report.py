@@ -59,7 +59,7 @@ def findings(evaluation: Evaluation) -> Iterator[str]:
     for item, record in next(iter(evaluation.items.values())).items():
         others = {name for sample in record["samples"] for name in sample["scores"]} - {*metrics(evaluation, item)}
         if others and "@" not in item:  # other lengths of a needle task
-            yield f"{', '.join(sorted(others))} of {item}: no mean of rows from 0 to 1; results.json has the harness's."
+            yield f"{', '.join(sorted(others))} of {item}: not shown, no rows from 0 (worst) to 1; see results.json."
     for model, records in evaluation.items.items():
         length = next(iter(records.values()))["trained_length"]
         longer = [name for name, record in records.items() if length and record["max_length"] > length]

@@ -44,7 +44,7 @@ class Sequences(SplitByContent, ByRow):
         return {"input_ids": ids, "attention_mask": ids != START, "shift_labels": labels}
 
     def content(self, drawn: Batch) -> Tensor:
-        """The source: of its length alone, so that a source is of one part in rows of every length."""
+        """The source without its padding, so that its part is the same in rows of every length."""
         return drawn["input_ids"].masked_fill(~drawn["attention_mask"], IGNORED)
 
     def tokens(self, text: str) -> list[int]:

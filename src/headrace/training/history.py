@@ -48,8 +48,8 @@ class Measures:
 
 
 class History:
-    """The numbers of a run by step, in the form of `finite`. With `shown`, as in one of its processes, they are
-    printed, but for those of gates."""
+    """The numbers of a run by step, in the form of `finite`. With `shown`, which is set in process 0, they are printed,
+    except those of gates."""
 
     def __init__(self, shown: bool):
         self.shown = shown
@@ -80,7 +80,7 @@ class History:
                 self.progress, self.seconds = None, []
 
     def tick(self, left: int) -> None:
-        """Notes the end of a step, and tells the time of the run after the first ones. left: steps that follow."""
+        """Notes the end of a step and, after the first ones, prints how long the `left` steps that follow will take."""
         assert self.progress is not None
         self.progress.update()
         if not self.shown or len(self.seconds) > TIMED:

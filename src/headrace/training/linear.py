@@ -36,7 +36,7 @@ WEIGHT = 4  # bytes per weight of the new layers
 class Keep:
     """The layers that keep their attention.
 
-    layers: these. every: every n-th attention layer, from the first. worst: as many whose imitation is worst."""
+    layers: their indices. every: every n-th attention layer, from the first. worst: how many, by worst imitation."""
 
     layers: tuple[int, ...] = ()
     every: int | None = None

@@ -99,9 +99,9 @@ class Updates:
 
     Args:
         model: on the device of the processes, which share its gradients by DistributedDataParallel or `fully_shard`.
-        recipe: of AdamW and of its learning rate.
-        loss: of the model, a batch and the number of labels in all batches of the step. The gradients of the batches
-            are summed, and averaged over the processes.
+        recipe: the settings of AdamW and its learning rate.
+        loss: a function of the model, a batch and the number of labels in all batches of the step. The gradients of the
+            batches are summed, and averaged over the processes.
         precision: "bfloat16": autocast; weights and moments are float32.
     """
 
@@ -160,10 +160,10 @@ class Loop:
 
     Args:
         model: as it is saved.
-        shared: the model, in what lets processes share its gradients.
+        shared: the model, wrapped so that processes share its gradients.
         held_out: the rows of an evaluation.
         folder: where its checkpoints are.
-        teacher: of the recipe, on the device.
+        teacher: the recipe's teacher, on the device; None: the recipe has none.
     """
 
     def __init__(

@@ -156,9 +156,9 @@ def operations(recipe: Recipe) -> float:
 
 
 def time_here(recipe: Recipe) -> dict[str, Any]:
-    """Returns the device that a run would use on this machine, its operations per second, those of a GPU by its data
-    sheet or measured in matrix products, and the seconds of the run if it reaches a fraction of them: REACHED on a CPU,
-    else the efficiency of the mixer."""
+    """Returns the device that a run would use on this machine; its operations per second, by the data sheet of a GPU or
+    else measured in matrix products; and the seconds of the run if it reaches a fraction of these operations: REACHED
+    on a CPU, elsewhere the efficiency of the mixer."""
     device, sheet = present_device(), None
     if device.type == "cuda" and recipe.precision == "bfloat16":
         sheet = peak(torch.cuda.get_device_name())
@@ -212,9 +212,9 @@ def memory(recipe: Recipe, devices: int, hopper: bool = False) -> dict[str, int]
 
 
 def _at_work(recipe: Recipe, hopper: bool) -> int:
-    """Bytes of the largest of a piece of the logits, which softmax holds twice in float32 and, in bfloat16, twice more,
-    or a kernel once; of a product of the head's gradient, and its rounding; and of what is kept of one block when it is
-    computed again. With a teacher all logits are there."""
+    """Returns the bytes of the largest of these: a piece of the logits, once in a kernel, else twice in float32 and
+    twice more in bfloat16 if that is the precision; a product for the head's gradient with its rounding; what one block
+    keeps when it is computed again. With a teacher, all logits take the place of a piece."""
     half = recipe.precision == "bfloat16"
     whole = recipe.micro_batch * recipe.length // recipe.context_parallel * recipe.vocab_size
     if recipe.teacher is not None:

@@ -247,7 +247,7 @@ def without_kernel(model: Any) -> dict[str, list[int]]:
     """Returns the layers of a language model that no kernel of headrace computes on a GPU, by the reason, as their own
     calls of `linear_attention` have it. Layers of softmax attention, which PyTorch's kernels compute, are left out.
 
-    model: on any device, which computes a few tokens with it; on the meta device without memory. Its backend is set to
+    model: on any device, where it computes 64 tokens; on the meta device this takes no memory. Its backend is set to
         "torch"."""
     asked: list[str | None] = []
 

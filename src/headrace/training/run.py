@@ -258,8 +258,8 @@ def shared_model(model: Any, recipe: Recipe, processes: Processes) -> torch.nn.M
 
 
 def seconds_per_token(recipe: Recipe, devices: int) -> float | None:
-    """Of training at the peak of the devices by their data sheet; None if it is not known. Operations take seconds to
-    count."""
+    """The seconds of training per token at the peak of the devices' data sheets; None if it is not known. To count the
+    operations takes seconds."""
     flops = peak(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     return None if flops is None else flops_per_token(meta_model(recipe), recipe) / (flops * devices)
 

@@ -25,8 +25,8 @@ from ..utils.errors import InputError
 
 
 def shard(model: Any, mesh: DeviceMesh) -> None:
-    """Shares out the parameters of a module over the processes along the last dimension of a mesh; along the one before
-    it, if there is one, processes have the same ones. The optimizer must be made afterwards."""
+    """Shards the parameters of a module over the last dimension of a mesh, and replicates them over the one before it,
+    if there is one. The optimizer must be made afterwards."""
     for block in filter(lambda module: isinstance(module, Block), model.modules()):
         fully_shard(block, mesh=mesh)
     # The default would leave the embedding whole after an evaluation, where the gradient's norm does not look for it.

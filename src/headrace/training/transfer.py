@@ -68,7 +68,7 @@ class Transfer(Optimization):
         return self.updates
 
     def weights(self, stored: torch.dtype) -> torch.dtype:
-        """The data type of the old model's weights, of which `stored` is the checkpoint's."""
+        """The data type of the old model's weights. stored: that of the checkpoint."""
         return torch.float32 if self.precision == "float32" else stored
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
@@ -143,7 +143,7 @@ class RowsOfTwo(nn.Module):
 
 
 def _keep_what_is_taken_over(layer: Any, old: nn.Module) -> None:
-    """Lets the weights that the old layer has too be as they are: of q, k, v, o, a gate, and norms of q and k."""
+    """Freezes the weights that the old layer has too: those of q, k, v, o, a gate, and the norms of q and k."""
     own = {part for part, module in PARTS.items() if getattr(old, module) is not None}
     for name in TAKEN_OVER:
         if (module := getattr(layer, name, None)) is not None:
