@@ -23,9 +23,9 @@ from headrace.cli import app as cli
 from headrace.data.tokenizer import byte_level
 from headrace.evaluation import report, tasks
 from headrace.evaluation.checkpoint import named, read_checkpoint
-from headrace.evaluation.run import EvaluationPlan, Machine, evaluate, scored
+from headrace.evaluation.run import EvaluationPlan, Machine, evaluate, run_item, scored
 from headrace.evaluation.scores import Score, difference, scores, unigram, weight
-from headrace.evaluation.tasks import items
+from headrace.evaluation.tasks import HOME, Item, Rows, items
 from headrace.files.results import read_result
 from headrace.hf import HeadraceForCausalLM
 from headrace.hf.config import HeadraceConfig
@@ -329,6 +329,17 @@ def test_unreadable_local_files_are_refused(name, data, sentence, tmp_path):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(InputError, match=sentence):
         tasks.read("wikitext" if name == "wiki.test.raw" else "piqa", tmp_path)
+
+
+def test_every_task_is_given_the_tokenizer(monkeypatch):
+    """Without it the harness makes no rows of those tasks of RULER that are not of the suite `needle`."""
+    given = []
+    monkeypatch.setattr("headrace.evaluation.run.TaskManager", lambda metadata, **_: given.append(metadata) or 1 / 0)
+    checkpoint = SimpleNamespace(path="name", trained_length=64, harness=lambda *_: None)
+    for item in Item("ruler_vt", HOME / "ruler/vt.yaml"), Item("niah_single_1", HOME / "ruler/niah_single_1.yaml", 99):
+        with pytest.raises(ZeroDivisionError):
+            run_item(Rows(item, item.stock.parent), None, lambda: checkpoint, EvaluationPlan("ruler_vt"), MACHINE)
+    assert given == [{"tokenizer": "name"}, {"tokenizer": "name", "max_seq_lengths": [99]}]
 
 
 def test_names_of_checkpoints_are_short_and_differ(tmp_path, monkeypatch):

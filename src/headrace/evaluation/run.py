@@ -139,14 +139,14 @@ def run_item(rows: Rows, worker: Worker, load: Callable[[], Checkpoint], plan: E
     checkpoint, item = load(), rows.item
     max_length = context(item, checkpoint, plan)
     model = checkpoint.harness(max_length, machine.batch_size)
-    needle = {} if item.length is None else {"max_seq_lengths": [item.length], "tokenizer": checkpoint.path}
+    made = {"tokenizer": checkpoint.path} | ({} if item.length is None else {"max_seq_lengths": [item.length]})
     seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     started = time.perf_counter()
     with explained(item, max_length):
         out: Any = lm_eval.simple_evaluate(
             model,
             tasks=[item.task],
-            task_manager=TaskManager(include_path=str(rows.folder), include_defaults=False, metadata=needle),
+            task_manager=TaskManager(include_path=str(rows.folder), include_defaults=False, metadata=made),
             limit=plan.limit,
             bootstrap_iters=DRAWS,
             **dict.fromkeys(seeds, plan.seed),
