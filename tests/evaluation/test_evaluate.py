@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from damage import flip
 from headrace.cli import app as cli
+from headrace.convert.checkpoint import read_tokenizer
 from headrace.data.tokenizer import byte_level
 from headrace.evaluation import report, tasks
 from headrace.evaluation.checkpoint import named, read_checkpoint
@@ -335,11 +336,23 @@ def test_every_task_is_given_the_tokenizer(monkeypatch):
     """Without it the harness makes no rows of those tasks of RULER that are not of the suite `needle`."""
     given = []
     monkeypatch.setattr("headrace.evaluation.run.TaskManager", lambda metadata, **_: given.append(metadata) or 1 / 0)
-    checkpoint = SimpleNamespace(path="name", trained_length=64, harness=lambda *_: None)
+    checkpoint = SimpleNamespace(path="name", tokenizer=None, trained_length=64, harness=lambda *_: None)
     for item in Item("ruler_vt", HOME / "ruler/vt.yaml"), Item("niah_single_1", HOME / "ruler/niah_single_1.yaml", 99):
         with pytest.raises(ZeroDivisionError):
             run_item(Rows(item, item.stock.parent), None, lambda: checkpoint, EvaluationPlan("ruler_vt"), MACHINE)
     assert given == [{"tokenizer": "name"}, {"tokenizer": "name", "max_seq_lengths": [99]}]
+
+
+def test_the_harness_runs_no_code_of_a_tokenizer(tmp_path):
+    """For the rows of RULER it reads the tokenizer itself, with trust_remote_code=True."""
+    byte_level().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    code = {"auto_map": {"AutoTokenizer": [None, "code.Tokens"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | code))
+    checkpoint = SimpleNamespace(path="name", tokenizer=read_tokenizer(tmp_path))
+    rows = Rows(Item("ruler_vt", HOME / "ruler/vt.yaml"), HOME)
+    with pytest.raises(InputError, match="would run code of the tokenizer of 'name' for ruler_vt"):
+        run_item(rows, None, lambda: checkpoint, EvaluationPlan("ruler_vt"), MACHINE)
 
 
 def test_names_of_checkpoints_are_short_and_differ(tmp_path, monkeypatch):

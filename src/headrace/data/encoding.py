@@ -38,7 +38,6 @@ LLAMA = (
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 PATTERNS = (GPT2, LLAMA, LLAMA.replace("{1,3}", ""))  # of GPT-2 and NeoX, Llama 3, Qwen
 
-
 PLACES = re.compile(rf"{SPACES}|(?<={PRINTED}\n)(?={PRINTED})|(?<=[A-Za-z])(?={MARKS}|\n{PRINTED})")
 # The first alternative is the second for plain words, and faster.
 PIECES = re.compile(rf" ?[A-Za-z]++(?={MARKS}|[ \n]{PRINTED})|[\s\S]+?(?:{PLACES.pattern}|\Z)")

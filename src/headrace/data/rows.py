@@ -33,7 +33,6 @@ MANIFEST = {
     "held_out": PART, "files?": RECORDED,
 }  # fmt: skip
 
-
 NOT_IDENTIFYING = ("seconds", "megabytes_per_second", "files")  # fields of a manifest that do not identify the data
 
 

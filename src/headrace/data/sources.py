@@ -267,9 +267,8 @@ def _parquet(source: str, column: str) -> Iterator[Row]:
             )
         kind = file.schema_arrow.field(column).type
         text = kind.value_type if pa.types.is_dictionary(kind) else kind
-        if not any(
-            is_text(text) for is_text in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
-        ):
+        kinds = pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view
+        if not any(is_text(text) for is_text in kinds):
             raise InputError(f"--column {column!r} of {source!r} holds {kind}; expected text")
         number = 0
         for batch in file.iter_batches(ROWS, columns=[column], use_threads=False):

@@ -137,6 +137,9 @@ def run_item(rows: Rows, worker: Worker, load: Callable[[], Checkpoint], plan: E
     """The record of the checkpoint that `load` returns on an item."""
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # else the harness's bootstrap starts a process per core
     checkpoint, item = load(), rows.item
+    if item.stock.parent.name == "ruler" and "auto_map" in getattr(checkpoint.tokenizer, "init_kwargs", {}):
+        more = "expected one without auto_map in tokenizer_config.json"
+        raise InputError(f"the harness would run code of the tokenizer of {checkpoint.path!r} for {item.name}; {more}")
     max_length = context(item, checkpoint, plan)
     model = checkpoint.harness(max_length, machine.batch_size)
     made = {"tokenizer": checkpoint.path} | ({} if item.length is None else {"max_seq_lengths": [item.length]})
