@@ -130,7 +130,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     held = {"weights, gradients, moments": WHOLE * trained + SHARED * trained // recipe.shard}
     if recipe.teacher is not None:
         flops += counted(taught_by(recipe)).flops_per_token // FORWARD
-        teacher = meta_model(taught_by(recipe))
+        teacher: Any = meta_model(taught_by(recipe))
         held["teacher"] = teacher.num_parameters() * (teacher.config.dtype or torch.float32).itemsize
     return {
         "parameters": dict(parameters),
