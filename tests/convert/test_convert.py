@@ -178,6 +178,13 @@ def test_config_has_the_precision_of_the_model(checkpoint, dtype):
     assert read_config(path).dtype is None
 
 
+def test_config_has_the_constants_of_the_precision(tmp_path):
+    """Gemma's factor of the embeddings is rounded to the dtype of the weights, which config.json may lack."""
+    AutoModelForCausalLM.from_config(described("gemma")).bfloat16().save_pretrained(tmp_path)
+    config = read_config(rewrite(tmp_path, without=["dtype"]))
+    assert config.sizes == import_checkpoint(tmp_path).config.sizes
+
+
 TENSORS = {
     "which does not fit [32, 48]": lambda name, x: x.T if name.endswith("down_proj.weight") else x,
     "has dtype torch.int8; expected one of float64": lambda name, x: x.to(torch.int8),

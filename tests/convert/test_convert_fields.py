@@ -22,7 +22,7 @@ FLASH: dict[str, dict] = {
     "transformer": {}, "forgetting_transformer": {}, "mamba3": {},
     "log_linear_mamba2": {},
 }  # fmt: skip
-VARIANTS = {"llama": "base", "mamba2": "base", "qwen3_next": "linear layers alone"}
+VARIANTS = {"llama": "base", "olmo3": "base", "mamba2": "base", "qwen3_next": "linear layers alone"}
 
 
 @torch.no_grad()
@@ -48,6 +48,12 @@ EDITED = {
     "no truncation": ("llama", (), {"rope_parameters": YARN | {"truncate": None, "rope_theta": 50.0}}),
     "an original length beside": (
         "llama", (), {"rope_parameters": YARN | {"rope_theta": 50.0}, "original_max_position_embeddings": 8}
+    ),
+    "an original length beside those of kinds of layers": (
+        "olmo3", (), {
+            "rope_parameters": {"full_attention": YARN | {"rope_theta": 50.0}, "sliding_attention": None},
+            "original_max_position_embeddings": 8,
+        }
     ),
     "epsilons of other models beside": ("llama", (), {"norm_eps": 0.5, "layer_norm_epsilon": 0.5}),
     "another name of SiLU": ("llama", (), {"hidden_act": "swish"}),

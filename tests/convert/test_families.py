@@ -258,6 +258,9 @@ def test_values_that_transformers_takes_too():
     windows = {mixer.pattern.window for mixer in read("mistral", layer_types=None, sliding_window=5).mixers}
     assert windows == {5}, "of every layer"
     assert read("gpt_bigcode", activation_function="gelu_fast").sizes.style.mlp == "gelu-tanh"
+    dense = read("kimi_linear", mlp_layer_types=None, first_k_dense_replace=2)  # by which their class sets a list
+    assert {layer.mlp for layer in dense.stack.layers} == {"one"}
+    assert read("qwen3_5_text", full_attention_interval=7).mixers == read("qwen3_5_text").mixers, "by layer_types"
 
 
 @torch.no_grad()
@@ -324,6 +327,7 @@ def test_language_model_of_a_model_that_reads_images(kind, text, vision, tmp_pat
     assert relative(ours(ids).logits, logits(theirs, ids)) < FLOAT64
     theirs.save_pretrained(tmp_path / "names of transformers 5", save_original_format=False)
     assert torch.equal(import_checkpoint(tmp_path / "names of transformers 5")(ids).logits, ours(ids).logits)
+    assert import_config(tmp_path / "names of transformers 5").dtype is ours.dtype
     with pytest.raises(InputError, match=f"it reads text alone; expected --to {text}"):
         export_checkpoint(ours, kind, tmp_path / "back")
     export_checkpoint(ours, text, tmp_path / "back")

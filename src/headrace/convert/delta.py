@@ -38,7 +38,6 @@ DYNAMICS = {
 
 
 def qwen3_next(c: Fields) -> Model:
-    c.ignore("full_attention_interval")
     return qwen(c, qwen3_next_projections, *qwen_mixture(c, shared_gate=True))
 
 
@@ -58,6 +57,7 @@ Projections = Callable[[str, int, int, int, int], Views]
 
 def qwen(c: Fields, projections: Projections, sparse: Collection[int] = (), mixture: Any = None) -> Model:
     """projections: views of the input projections of a linear layer. sparse: the layers with experts."""
+    c.ignore("full_attention_interval")  # by which their class has set layer_types
     c.only("hidden_act", "silu", "swish")
     kinds, delta, style = layer_types(c, KINDS), delta_sizes(c), BlockStyle("rms-offset", experts=mixture)
     specs: dict[str, Any] = {"linear_attention": gated_delta(c, *delta)}
@@ -210,7 +210,7 @@ def kimi_linear(c: Fields) -> Model:
     """Kimi Delta Attention, and latent attention without positions."""
     linear = kimi_delta(c, {"read.gate": "sigmoid-low-rank", "read.gate_bias": False})
     latent = latent_spec(c, rotary=False)
-    c.ignore("linear_attn_config", "head_dim")
+    c.ignore("linear_attn_config", "head_dim", "first_k_dense_replace")  # by which its class has set others
     mlp = ("block_sparse_moe", "embed_tokens", "e_score_correction_bias")
     names = Kimi("self_attn", "o_proj", *mlp, MIXTRAL_EXPERT, (1, 1, linear.heads.count, 1))
     return kimi(c, linear, latent, SEPARATE | KIMI_LOW_RANK, names)

@@ -17,7 +17,7 @@ from ..hf.config import HeadraceConfig
 from ..hf.model import HeadraceForCausalLM
 from ..spec.linear import MixerSpec
 from ..spec.serialize import TYPES, to_json
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require
 from ..utils.integrity import seal, write_json
 from .describe import DESCRIPTIONS, has_cache
 from .fields import Config
@@ -30,8 +30,7 @@ from .views import View
 
 def check_format(name: str) -> None:
     """Raises InputError for an unknown format."""
-    if name not in FORMATS:
-        raise InputError(f"--to {name!r} is unknown; expected one of {', '.join(FORMATS)}")
+    require(name in FORMATS, f"--to {name!r} is unknown; expected one of {', '.join(FORMATS)}")
 
 
 def export_checkpoint(model: HeadraceForCausalLM, name: str, folder: Path) -> bool:
@@ -124,7 +123,7 @@ def _with_heads(config: Any) -> Any:
 
 
 def _with_offset(foreign: Model) -> Model:
-    """The foreign model for one of ours whose norms have weights that are not stored minus 1."""
+    """Returns the foreign model for a model of ours whose norms do not store their weights minus 1."""
     names = ("mixer_norm.weight", "mlp_norm.weight", "backbone.norm.weight")
     views = {n: view._replace(offset=1.0) if n.endswith(names) else view for n, view in foreign.views.items()}
     return Model(foreign.arguments | {"style": replace(foreign.arguments["style"], norm="rms")}, views)

@@ -175,7 +175,10 @@ def _as_transformers_reads(described: Config) -> Config:
     version = transformers.__version__
     require(kind in CONFIG_MAPPING, f"transformers {version} has no model_type={kind!r}; expected a newer version")
     with reading("config.json is refused by transformers"):
-        values: Config = CONFIG_MAPPING[kind].from_dict(_with_numbers(described)).to_dict()
+        config: Any = CONFIG_MAPPING[kind].from_dict(_with_numbers(described))
+        if getattr(config, "rope_parameters", None):
+            config.standardize_rope_params()  # as the model does
+        values: Config = config.to_dict()
     if "partial_rotary_factor" in (values.get("rope_parameters") or {}):
         values.pop("partial_rotary_factor", None)  # earlier versions also keep the copy that their code no longer reads
     return values

@@ -28,7 +28,7 @@ class Model(NamedTuple):
     arguments: Config  # of HeadraceConfig
     views: Views  # by the names of our parameters, or of parts of parameters (`slots`)
     outside: tuple[str, ...] = ()  # as `Format.outside`, by the fields
-    copies: tuple[tuple[str, str], ...] = ()  # beginnings of names of tensors that may be stored again, and of theirs
+    copies: tuple[tuple[str, str], ...] = ()  # beginnings of the names of copies that may be stored, and of originals
 
 
 @dataclass(frozen=True)

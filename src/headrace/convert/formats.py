@@ -10,7 +10,7 @@ MODULES: Any = (
 )  # fmt: skip
 FORMATS: dict[str, Format] = {kind: form for module in MODULES for kind, form in module.FORMATS.items()}
 
-# Of formats with a recurrence that are not converted, what no mixer or model here has.
+# Formats with a recurrence that are not converted -> what they have that no mixer or model here has.
 MISSING: dict[str, str] = {
     "hgrn": "lower bounds of all layers that are partial sums of one softmax",
     "comba": "a norm of q after its correction by k, and one of the share of k that is removed",

@@ -72,8 +72,8 @@ class Architecture(NamedTuple):
 
 
 def _gemma3(c: Config, described: Config) -> Config:
-    """Returns what llama.cpp's code has of Gemma 3, and a file has not: layers without a window, their rotation, and
-    the scale of the model of 27B, which has 62 layers."""
+    """Returns what llama.cpp's code has of Gemma 3, and a file lacks: which layers have a window, the rotation of those
+    layers, and the scale of the model of 27B, which has 62 layers."""
     layers, scale = c["block_count"], described["head_dim"]
     local = {"rope_type": "default", "rope_theta": 10000.0}
     return {

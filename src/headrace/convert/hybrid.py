@@ -129,7 +129,7 @@ def nemotron_h(c: Fields) -> Model:
     return Model(shared(c, layers, style, **sizes), views)
 
 
-# Fields of which the model has no use, the number of layers among them, and those of layers that are left out.
+# Fields that the model does not use, such as the number of layers, and those of layers that are left out.
 NEMOTRON_UNUSED = (
     "time_step_max", "time_step_floor", "time_step_limit", "num_logits_to_keep", "use_mamba_kernels", "chunk_size",
     "mamba_ssm_cache_dtype", "expand", "mamba_proj_bias", "attention_bias", "sliding_window", "hidden_dropout",
@@ -191,7 +191,7 @@ def zamba2(c: Fields) -> Model:
     return Model(shared(c, layers, style, **sizes), views, copies=copies)
 
 
-# Fields of which the model has no use, or by which their class has set others.
+# Fields that the model does not use, or by which their class has set others.
 ZAMBA_UNUSED = (
     "time_step_max", "time_step_floor", "num_logits_to_keep", "use_mamba_kernels", "chunk_size", "use_mem_eff_path",
     "use_conv_bias", "use_long_context",

@@ -24,7 +24,7 @@ from ..ops.checks import require
 from ..spec.record import LARGEST
 from ..utils.errors import InputError, did_you_mean, reading
 from .fields import Config, Fields, check_sizes, without
-from .files import Header, Tensors, check_depth
+from .files import Tensors, check_depth
 from .form import PRECISIONS, SPECIAL, Format, Model
 from .formats import FORMATS, MISSING
 from .slots import slots
@@ -104,8 +104,10 @@ def import_config(checkpoint: Path) -> HeadraceConfig:
         described = form.of_text(described)
         check_sizes(described, LARGEST)
         foreign, _ = form.model(described)
-        weights = form.files(checkpoint).headers if any(checkpoint.glob("*.safetensors")) else {}
-        dtype = _precision(weights, foreign.views) if weights else None
+        files = form.files(checkpoint) if any(checkpoint.glob("*.safetensors")) else None
+        dtype = None if files is None else _precision(form, files, foreign.views)
+        if dtype is not None:  # on which a constant may depend
+            foreign, _ = form.model(described | {"dtype": str(dtype).removeprefix("torch.")})
         return HeadraceConfig(**foreign.arguments, dtype=dtype, converted_from=described)
 
 
@@ -151,8 +153,8 @@ def _empty_model(
     does not fit the tensors, before memory is taken."""
     foreign, fields = form.model(described)
     views = {slot: _present(view, form, files) for slot, view in foreign.views.items()}
-    dtype = dtype or _precision(files.headers, views)
-    again, _ = form.model(described | {"dtype": str(dtype).removeprefix("torch.")})  # of which a constant may depend
+    dtype = dtype or _precision(form, files, views)
+    again, _ = form.model(described | {"dtype": str(dtype).removeprefix("torch.")})  # on which a constant may depend
     foreign = again._replace(views=views)
     check_depth(foreign.arguments["num_hidden_layers"], [*files.headers])
     config = HeadraceConfig(**foreign.arguments, converted_from=described)
@@ -190,14 +192,14 @@ def _fill(model: Any, views: Views, files: Tensors) -> None:
             ours[slot].copy_(value * view.factor + view.offset)
 
 
-def _precision(headers: dict[str, Header], views: Views) -> torch.dtype:
+def _precision(form: Format, files: Tensors, views: Views) -> torch.dtype:
     """The lowest precision that represents every tensor of the model without rounding, but those of routers, which keep
     float32; and float32 at least for products with a factor that has more than one bit, and for sums."""
-    names = {view.name for slot, view in views.items() if not slot.endswith(ROUTERS)}
-    dtypes: Any = {name: headers[name].dtype for name in names & headers.keys()}
+    names = {_present(view, form, files).name for slot, view in views.items() if not slot.endswith(ROUTERS)}
+    dtypes: Any = {name: files.headers[name].dtype for name in names & files.headers.keys()}
     for name, dtype in dtypes.items():
-        if dtype not in PRECISIONS.values():
-            raise InputError(f"tensor {name!r} has dtype {dtype}; expected one of {', '.join(PRECISIONS)}")
+        known = f"expected one of {', '.join(PRECISIONS)}"
+        require(dtype in PRECISIONS.values(), f"tensor {name!r} has dtype {dtype}; {known}")
     dtypes = {*dtypes.values()} or {torch.float32}
     if any(view.offset or abs(frexp(view.factor)[0]) != 0.5 for view in views.values()):
         dtypes.add(torch.float32)

@@ -2,7 +2,7 @@
 
 A new layer has the old one's q, k, v and o, with their biases, norms and rotation. k and v of grouped heads are
 repeated, so that each head has a memory of its own; a mixer with a window has grouped heads too. What the old layer
-does not have begins as in a new model, but for a short convolution, which begins as the token itself. A new layer
+does not have begins as in a new model, except a short convolution, which begins as the identity. A new layer
 computes something else than the old one, until `training.transfer` has trained it to imitate that.
 """
 

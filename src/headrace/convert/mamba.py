@@ -21,7 +21,7 @@ class Mamba2(NamedTuple):
     heads: int
     key_dim: int
     value_dim: int
-    groups: int = 1  # number of q/k heads, of which each is a group of the norm
+    groups: int = 1  # number of q/k heads; the value heads of each are a group of the norm
     conv: int = 4
     conv_bias: bool = True
     biases: tuple[bool, bool] = (False, False)  # of the input and of the output projection

@@ -40,7 +40,7 @@ def gate_up_views(up: str, down: str, width: int, bias: bool = False, ours: str 
 
 
 def multiplier(c: Fields, name: str, value: Any = None) -> float:
-    """Returns a factor of activations, which becomes one of weights. value: of a field that lists several."""
+    """Returns a factor of activations, which becomes one of weights. value: one item of a field that is a list."""
     value = c[name] if value is None else value
     if value is None or value <= 0:
         c.refuse(name, "numbers of more than 0")

@@ -144,7 +144,7 @@ def factor(c: Fields, name: str) -> float:
 
 
 def folded(reads: float, writes: float) -> dict[str, float]:
-    """Returns the factors of the weights of a branch whose input is divided by `reads` and whose output multiplied."""
+    """Returns the factors of the weights of a branch: its input is divided by `reads`, its output times `writes`."""
     inner = ("*_proj.weight", "mixer.in_proj.*", "*.router.weight", "mlp.*.gate", "mlp.*.up")
     return dict.fromkeys(inner, 1 / reads) | {"mixer.o_proj.weight": reads * writes, "mlp.*.down": writes}
 

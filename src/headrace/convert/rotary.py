@@ -24,8 +24,8 @@ MULTIMODAL = ("mrope_section", "mrope_interleaved")  # of images; a text has one
 def rotation(c: Fields, head_dim: int, partial: bool = False, parameters: Config | None = None) -> Rope:
     """Returns the frequencies of rotary positions, without their base, as transformers reads them.
 
-    partial: whether the model knows a part of the channels that rotates; other models ignore the field. parameters: of
-    one kind of layers; None: those of all."""
+    partial: whether the model reads partial_rotary_factor; other models ignore it. parameters: of one kind of layers;
+    None: those of all."""
     given: Config = dict((c["rope_parameters"] or {}) if parameters is None else parameters)
     kind, part = given.pop("rope_type", "default"), given.pop("partial_rotary_factor", 1.0)
     mscales = [given.pop(name, None) for name in MSCALES if kind == "yarn"]
@@ -38,8 +38,7 @@ def rotation(c: Fields, head_dim: int, partial: bool = False, parameters: Config
     if kind not in ROPES or unread or (part != 1 and kind != "default" and not partial):
         c.refuse("rope_parameters", f"a rope_type of {', '.join(ROPES)} with its own parameters")
     c.passed |= {f"rope_parameters.{name}": value for name, value in others.items()}
-    if kind in ("llama3", "yarn", "longrope"):  # a number beside them counts, as Phi-3 was released
-        given[ORIGINAL] = c.get(ORIGINAL, given.get(ORIGINAL))
+    c.ignore(ORIGINAL)  # a number beside the parameters, as in Phi-3's config.json, has replaced the one among them
     if "truncate" in given:  # null, too, is no truncation
         given["truncate"] = bool(given["truncate"])
     values = {name: given[names[name]] for name in ROPES[kind] if given.get(names[name]) is not None}

@@ -45,7 +45,7 @@ RWKV_MIXES = {
 
 
 def rwkv6(c: Fields) -> Model:
-    """Its weights of the token before are 1 minus ours of the token itself in the channel mixing."""
+    """In the channel mixing, its weights of the token before are 1 minus our weights of the token itself."""
     mixer = f"rwkv6({widths(c)}, decay.rank={c['gate_low_rank_dim']}, read.eps={c['norm_eps']})"
     own = plain(RWKV6)
     own["mixer.decay.up"] = View("attn.w_proj.linear.lora.2.weight", transposed=True)

@@ -66,14 +66,14 @@ def windows(c: Fields) -> list[Pattern | None]:
 
 
 def windowed(c: Fields, spec: AttentionSpec, alone: AttentionSpec | None = None) -> list[AttentionSpec]:
-    """Returns the spec of each layer by layer_types. alone: that of layers without a window; None: the same."""
+    """Returns the spec of each layer by layer_types. alone: the spec of layers without a window; None: `spec`."""
     return [alone if alone and each is None else replace(spec, pattern=each) for each in windows(c)]
 
 
 def window_of(c: Fields, limited: bool = False) -> Pattern | None:
     """Returns the pattern of a window of sliding_window tokens, with the token itself, as transformers counts them.
 
-    limited: whether a window of at least max_position_embeddings tokens is none."""
+    limited: whether a window of max_position_embeddings tokens or more counts as none."""
     if c["sliding_window"] is None:
         return None
     window = c.count("sliding_window", 1)

@@ -33,7 +33,7 @@ def phi3(c: Fields) -> Model:
 
 
 def smollm3(c: Fields) -> Model:
-    """The layers of which no_rope_layers has 0 have no positions."""
+    """Layers with a 0 in no_rope_layers have no positions."""
     c.ignore("no_rope_layer_interval")  # by which its class has set no_rope_layers
     patterns, rotates = windows(c), c["no_rope_layers"]
     if any(patterns):  # the mask has a window without it

@@ -32,8 +32,8 @@ class View(NamedTuple):
 
     Our values are factor · theirs + offset, of a matrix that is transposed there if `transposed`. shape: the shape of
     the foreign tensor, where ours has another one; the rows of `block` are then those of its first two dimensions, or
-    what is left of them once it is transposed. item: the place, along the first dimension of the foreign tensor, of the
-    part of which all this is said."""
+    what is left of them once it is transposed. item: the index, along the first dimension of the foreign tensor, of the
+    part to which the other fields apply; None: they apply to the whole tensor."""
 
     name: str
     block: Block | None = None

@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require
 
 
 class Format(NamedTuple):
@@ -26,8 +26,7 @@ def writer(to: str, options: dict[str, Any]) -> Callable[[Path, Path], str]:
     """Returns the function (checkpoint, folder) -> sentence of a format. options: those that the user has given.
 
     Raises InputError for an unknown format, and for an option that the format does not have."""
-    if to not in FORMATS:
-        raise InputError(f"--to {to!r} is unknown; expected one of {', '.join(FORMATS)}")
+    require(to in FORMATS, f"--to {to!r} is unknown; expected one of {', '.join(FORMATS)}")
     run = import_module(f".{FORMATS[to].module}", __package__).export
     known = [f"--{name}" for name in list(inspect.signature(run).parameters)[2:]]
     for name in options:

@@ -27,7 +27,7 @@ from ..layers.base import ANY, INTEGERS, Mixer
 from ..layers.blocks.moe import MixtureOfExperts
 from ..layers.linear.mixer import LinearMixer
 from ..ops.dispatch import set_backend
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require
 from ..utils.integrity import write_json
 
 OPSET = 23  # the first with RMSNormalization
@@ -176,13 +176,11 @@ def export(checkpoint: Path, folder: Path, weights: str = "float32", opset: int 
         InputError: for an option that is not one of these, for a model in float64 or one that ONNX cannot express, and
             if ONNX Runtime computes other logits than PyTorch.
     """
-    if weights not in WEIGHTS:
-        raise InputError(f"--weights {weights}; expected {' or '.join(WEIGHTS)}")
+    require(weights in WEIGHTS, f"--weights {weights}; expected {' or '.join(WEIGHTS)}")
     if opset not in (OPSET, STANDARD):
         raise InputError(f"--opset {opset}; expected {OPSET}, or {STANDARD} for ONNX's own LinearAttention")
     model = load(checkpoint)
-    if model.dtype == torch.float64:
-        raise InputError("the weights are float64, which --to onnx would round to float32")
+    require(model.dtype != torch.float64, "the weights are float64, which --to onnx would round to float32")
     set_backend(model.float(), "auto")  # that of ONNX in the export, PyTorch's in float64
     check_exportable(model)
     path = folder / MODEL
