@@ -97,6 +97,7 @@ MISTAKES = {
     ),
     "other widths": ({"intermediate_size": 32}, "which does not fit"),
     "more layers": ({"num_hidden_layers": 3}, "has no tensor 'model.layers.2"),
+    "no end": ({"rms_norm_eps": float("inf")}, "has rms_norm_eps=Infinity; expected at most 1.79"),
     "no layers": ({"num_hidden_layers": 0}, "has num_hidden_layers=0; expected at least 1"),
     "fewer layers": ({"num_hidden_layers": 1}, "has an unexpected tensor 'model.layers.1"),
 }

@@ -23,6 +23,7 @@ from headrace.convert.fields import COMMON
 from headrace.convert.files import WEIGHTS
 from headrace.convert.importing import import_config
 from headrace.convert.linearize import linearize
+from headrace.convert.rotary import MSCALES
 from headrace.convert.slots import slots
 from headrace.hf import HeadraceCache, HeadraceConfig
 from headrace.utils.errors import InputError
@@ -224,6 +225,7 @@ def by_kind(**changes):
     return {"rope_parameters": {"full_attention": own, "sliding_attention": own}}
 
 
+LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
 YARN, PART = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0, "mscale_all_dim": "x"}, "partial_rotary_factor"
 
 
@@ -241,7 +243,13 @@ YARN, PART = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0, "mscale_al
         ("falcon_h1", {"ssm_multipliers": [1.0]}), ("falcon_h1", {"mlp_multipliers": [1.0, 1.0, 1.0]}),
         ("hunyuan_v1_dense", softmax.rope("dynamic", factor=1.0, alpha=1e300)),
         *(("falcon_h1", {f"mamba_{name}": None}) for name in ("d_conv", "d_state", "n_groups")),
-        ("nemotron_h", {"layers_block_type": []}),
+        ("nemotron_h", {"layers_block_type": []}), ("granite", {"residual_multiplier": float("inf")}),
+        ("jamba", {"expert_layer_period": 0, "expert_layer_offset": -1}),
+        *((kind, {"rope_parameters": {"rope_theta": 50.0} | wrong}) for kind, wrong in (
+            ("llama", {"rope_type": ["yarn"]}), ("glm", {"rope_type": "default", PART: float("inf")}),
+            ("llama", YARN | {"factor": "4", "original_max_position_embeddings": 32} | dict.fromkeys(MSCALES, 1.0)),
+            *(("llama", LONG | {"original_max_position_embeddings": length}) for length in (None, 0, "32")),
+        )),
     ],
 )  # fmt: skip
 def test_values_of_another_type_are_named(kind, changes):

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Collection
 from functools import cache
 from pathlib import Path
@@ -208,10 +209,9 @@ def check_sizes(described: Config, largest: int) -> None:
     for name in sorted(described.keys() - COMMON - IDS):
         value = described[name]
         if type(value) in (int, float):
-            other = LARGEST if type(value) is int else float("inf")  # such as rope_theta=1e11
+            other = LARGEST if type(value) is int else sys.float_info.max  # such as rope_theta=1e11
             most = COUNTED if name.endswith(COUNTS) else largest if name.endswith(SIZES) else other
-            inside = abs(value) <= most or value == float("inf")
-            require(inside, f"config.json has {name}={short(value)}; expected at most {most}")
+            require(abs(value) <= most, f"config.json has {name}={short(value)}; expected at most {most}")
             if type(value) is int and name.endswith((*COUNTS, *SIZES)):
                 least = int(name.endswith(("_heads", "_head", "hidden_size", "hidden_layers", "n_layer")))
                 require(value >= least, f"config.json has {name}={value}; expected at least {least}")

@@ -16,7 +16,7 @@ PRE_FF_NORMS = {"mixer_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"}
 
 
 def is_positive(value: Any) -> TypeGuard[float]:
-    return type(value) in (int, float) and value > 0
+    return type(value) in (int, float) and 0 < value < float("inf")
 
 
 def layer_types(c: Fields, kinds: Collection[str], name: str = "layer_types") -> list[str]:
@@ -42,7 +42,7 @@ def gate_up_views(up: str, down: str, width: int, bias: bool = False, ours: str 
 def multiplier(c: Fields, name: str, value: Any = None) -> float:
     """Returns a factor of activations, which becomes one of weights. value: one item of a field that is a list."""
     value = c[name] if value is None else value
-    if value is None or value <= 0:
+    if not is_positive(value):
         c.refuse(name, "numbers of more than 0")
     return float(value)
 

@@ -84,7 +84,7 @@ def jamba(c: Fields) -> Model:
     )  # fmt: skip
     softmax = attention(c, rotary=False)
     attends, mixes = (
-        [i % c[f"{kind}_layer_period"] == c[f"{kind}_layer_offset"] for i in range(c["num_hidden_layers"])]
+        [i % c.count(f"{kind}_layer_period", 1) == c[f"{kind}_layer_offset"] for i in range(c["num_hidden_layers"])]
         for kind in ("attn", "expert")
     )
     mixes = [count > 1 and each for each in mixes]

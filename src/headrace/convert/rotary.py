@@ -27,10 +27,11 @@ def rotation(c: Fields, head_dim: int, partial: bool = False, parameters: Config
     partial: whether the model reads partial_rotary_factor; other models ignore it. parameters: of one kind of layers;
     None: those of all."""
     given: Config = dict((c["rope_parameters"] or {}) if parameters is None else parameters)
-    kind, part = given.pop("rope_type", "default"), given.pop("partial_rotary_factor", 1.0)
+    kind, part = str(given.pop("rope_type", "default")), given.pop("partial_rotary_factor", 1.0)
     mscales = [given.pop(name, None) for name in MSCALES if kind == "yarn"]
-    if not all(isinstance(factor, (int, float)) for factor in (part, *filter(None, mscales))):
-        c.refuse("rope_parameters", "numbers as factors")
+    original = given.get(ORIGINAL, 1) if kind in ("llama3", "yarn", "longrope") else 1
+    if not all(map(is_positive, (part, original, *filter(None, (given.get("factor"), *mscales))))):
+        c.refuse("rope_parameters", "positive numbers as factors and lengths")
     names = LLAMA3_NAMES if kind == "llama3" else ROPE_NAMES
     known = {"rope_theta", "type", *MULTIMODAL, *(names[name] for name in ROPES.get(kind, ()))}
     others = {name: value for name, value in given.items() if name not in known}  # such as attn_factor, of llama.cpp
