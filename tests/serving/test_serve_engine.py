@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from headrace import load
 from headrace.data.tokenizer import byte_level
@@ -161,4 +162,14 @@ def test_unsupported_generation_settings_are_refused(model):
         Engine(model, byte_level())
     model.generation_config.repetition_penalty = 1.2
     with pytest.raises(InputError, match="RepetitionPenalty"):
+        Engine(model, byte_level())
+
+
+@pytest.mark.parametrize(
+    ("setting", "processor"),
+    [({"min_new_tokens": 3}, "MinNewTokens"), ({"min_length": 3}, "MinLength"), ({"bad_words_ids": [[7]]}, "BadWords")],
+)
+def test_generation_settings_about_the_last_token_are_refused(model, setting, processor):
+    model.generation_config = GenerationConfig(eos_token_id=5, **setting)
+    with pytest.raises(InputError, match=f"asks for {processor}|asks for No{processor}"):
         Engine(model, byte_level())

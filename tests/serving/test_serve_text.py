@@ -74,6 +74,14 @@ def test_stop_string_at_the_last_token_is_the_finish_reason():
     assert not stream.add(tokenizer("é").input_ids[0], []) and sent == [Piece("", 1, "stop")]
 
 
+def test_a_token_that_ends_a_text_is_not_in_it():
+    """Also where the tokenizer does not take it for a special one."""
+    sent, (token, end) = [], byte_level()("ab").input_ids
+    stream = Stream([1], Sampling(9), byte_level(), torch.device("cpu"), sent.append)
+    assert stream.add(token, [end]) and not stream.add(end, [end])
+    assert sent == [Piece("a", 1), Piece("", 2, "stop")]
+
+
 def test_metrics_sum_over_streams():
     metrics = Metrics(lambda: 2, lambda: 1, PrefixCache(0))
     for prompt, pieces in ((7, (1, 4)), (5, (3,))):

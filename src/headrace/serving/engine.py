@@ -99,9 +99,7 @@ class Engine:
     prefixes: None: nothing is kept, and only streams of one request share what is read. threads: number of PyTorch's
     threads on a CPU; None: measured."""
 
-    def __init__(
-        self, model: Any, tokenizer: Any, prefixes: PrefixCache | None = None, threads: int | None = None
-    ):  # fmt: skip
+    def __init__(self, model: Any, tokenizer: Any, prefixes: PrefixCache | None = None, threads: int | None = None):
         check_generation(model)
         self.model, self.tokenizer = model, tokenizer
         self.stops = stop_strings(model)

@@ -55,6 +55,7 @@ def check_generation(model: Any) -> None:
     """Raises InputError for a generation_config that changes logits, which the server does not do."""
     greedy = copy.deepcopy(model.generation_config)
     greedy.update(do_sample=False, num_beams=1)
+    model._prepare_special_tokens(greedy, device="cpu")  # which minimum lengths need
     if processors := model._get_logits_processor(greedy, 1, torch.zeros(1, 1, dtype=torch.long)):
         names = ", ".join(type(processor).__name__ for processor in processors)
         raise InputError(f"the model's generation_config asks for {names}, which the server does not apply")

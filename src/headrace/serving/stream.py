@@ -67,7 +67,7 @@ class Stream:
         """Passes the next token on. Returns whether the stream goes on."""
         if not self.sampling.max_tokens:
             return self._deliver("", "length")
-        more = self.text.add(token)
+        more = "" if token in ends else self.text.add(token)  # not all tokenizers skip a token that ends texts
         self.tokens.append(token)
         if not (self.text.stopped or token in ends) and len(self.tokens) < self.sampling.max_tokens:
             return self._deliver(more) if more else True
