@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import warnings
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -23,7 +24,7 @@ from headrace.cli import app as cli
 from headrace.data.tokenizer import byte_level
 from headrace.extra.specs.scan import ScanSpec
 from headrace.hf import HeadraceForCausalLM
-from headrace.inspection.page import compress_attention, pack, profile
+from headrace.inspection.page import compress_attention, describe_layer, pack, profile
 from headrace.inspection.recorder import of_beta, of_gate, of_weights, record
 from headrace.layers.maps import weights
 from headrace.utils.errors import InputError
@@ -193,6 +194,16 @@ def test_packing_keeps_numbers_to_half_a_step(bits):
     assert np.abs(unpack(pack(wide, log=True)) / wide.numpy() - 1).max() < 3e-4
 
 
+def test_gates_of_a_mixer_without_weights_are_those_of_its_heads():
+    _, _, _, (recorded, _) = passed("softmax-gated-deltaproduct")
+    layer, A = describe_layer(recorded, 4, 16)
+    assert A is None and layer["heads"] == 4
+    for name, expected in (("horizon", recorded.horizon), ("beta", recorded.beta)):
+        found = unpack(layer[name]).reshape(T, layer["heads"])
+        assert np.abs(found / expected.detach().numpy() - 1).max() < 1e-3
+    assert len(unpack(layer["gates"]["write"])) == T * layer["heads"]
+
+
 def test_compressed_attention_keeps_the_largest_weights():
     A = torch.randn(2, 40, 40).double().tril()
     kept, share = compress_attention(A, 5, 16), A / A.abs().sum(-1, keepdim=True)
@@ -264,6 +275,43 @@ def data_of(page):
     return json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)[1])
 
 
+NODE, SCRIPTS = shutil.which("node"), Path(inspection.__file__).parent
+# Enough of a browser's document for the functions of the page.
+DOCUMENT = """
+class Element {
+  children = []; dataset = {}; classList = { add() {}, remove() {} };
+  get style() { return { setProperty() {} }; }
+  set style(text) {}
+  setAttribute() {}
+  append(...more) { this.children.push(...more); }
+  replaceChildren(...all) { this.children = all; }
+  get text() { return this.children.map((each) => each.text ?? each).join(""); }
+}
+const elements = {};
+globalThis.document = { createElement: () => new Element(), getElementById: (id) => (elements[id] ??= new Element()) };
+document.getElementById("data").textContent = DATA;
+"""
+
+
+def evaluated(data, expression):
+    """The value of an expression in the scripts of a page, but for those of its events and its start."""
+    parts = [(SCRIPTS / f"{name}.js").read_text("utf-8") for name in ("numbers", "pictures", "panels", "page")]
+    parts[-1] = parts[-1].partition("const KEYS")[0]
+    begin = DOCUMENT.replace("DATA", json.dumps(json.dumps(data)))
+    script = "\n".join([begin, *parts, f"console.log(JSON.stringify({expression}))"])
+    done = subprocess.run([NODE, "-"], input=script, capture_output=True, encoding="utf-8", timeout=600, check=True)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.skipif(NODE is None, reason="there is no Node.js here")
+def test_numbers_and_words_of_a_page(checkpoint):
+    """A small probability is not 0, and a letter whose small form is longer moves no match."""
+    page = inspection.inspect(checkpoint, "İİİ two")
+    shown = evaluated(data_of(page), "[Math.exp(-8.5), 0.01234, 0, -0.5, 1240.3, 2e5].map((x) => digits(x))")
+    assert shown == ["2.0e-4", "0.0123", "0", "-0.5", "1,240", "2.0e+5"] and "toPrecision" not in page
+    assert evaluated(data_of(page), '($("find").value = "TWO", search(), view.matches)') == [9]
+
+
 def test_hostile_text_does_not_break_the_page(checkpoint):
     page = inspection.inspect(checkpoint, HOSTILE)
     assert page.count("</script") == 2 and "<img" not in page and "boom()</script>" not in page
@@ -302,6 +350,9 @@ def test_page_of_a_nan_model_is_valid_json(tmp_path):
     page = inspection.inspect(tmp_path, "some text")
     data = json.loads(re.search(r'<script id="data".*?>(.*?)</script>', page, re.DOTALL)[1], parse_constant=pytest.fail)
     assert data["mean"] is None and data["not_finite"] == {"/mean": "nan"}
+    if NODE is not None:
+        said = evaluated(data, '[0, 1].map((t) => { view.token = t; token(); return $("token").text; })')
+        assert "the first token has no loss" in said[0] and "the loss is not finite" in said[1]
 
 
 def test_a_mixer_without_weights_says_so(tmp_path):

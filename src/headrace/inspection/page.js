@@ -23,13 +23,14 @@ function go(t, held = false, scroll = false) {
 }
 
 function search() {
-  const wanted = $("find").value.toLowerCase(), text = D.labels.join("").toLowerCase(), starts = [];
+  const wanted = $("find").value.toLowerCase(), labels = D.labels.map((label) => label.toLowerCase()), starts = [];
+  const text = labels.join("");
   let end = 0;
-  for (const label of D.labels) { starts.push(end); end += label.length; }
+  for (const label of labels) { starts.push(end); end += label.length; }
   view.matches = [];
   for (const span of spans) span.classList.remove("hit");
   for (let at = wanted ? text.indexOf(wanted) : -1; at >= 0; at = text.indexOf(wanted, at + wanted.length)) {
-    const hits = range(T).filter((t) => D.labels[t] && starts[t] < at + wanted.length && starts[t] + D.labels[t].length > at);
+    const hits = range(T).filter((t) => labels[t] && starts[t] < at + wanted.length && starts[t] + labels[t].length > at);
     for (const t of hits) spans[t].classList.add("hit");
     if (hits.length) view.matches.push(hits[hits.length - 1]);
   }
@@ -86,7 +87,7 @@ window.addEventListener("error", (event) => { document.documentElement.dataset.e
 const mixers = [...new Set(D.layers.map((layer) => layer.mixer))].join(" + ");
 const counts = [...new Set(D.layers.filter((layer) => layer.attention || Object.keys(layer.gates).length).map((layer) => layer.heads))];
 $("title").textContent = `${mixers}, ${D.layers.length} layer${D.layers.length > 1 ? "s" : ""}${counts.length === 1 ? ` of ${counts[0]} heads` : ""}`;
-$("summary").textContent = `${(D.parameters / 1e6).toPrecision(3)} M parameters · ${T.toLocaleString("en")} tokens${D.cut ? ` (${D.cut.toLocaleString("en")} more are not shown)` : ""} · ${D.mean === null ? "the mean loss is not finite" : `mean loss ${D.mean.toFixed(3)} nats, perplexity ${digits(Math.exp(D.mean))}`}`;
+$("summary").textContent = `${digits(D.parameters / 1e6)} M parameters · ${T.toLocaleString("en")} tokens${D.cut ? ` (${D.cut.toLocaleString("en")} more are not shown)` : ""} · ${D.mean === null ? "the mean loss is not finite" : `mean loss ${D.mean.toFixed(3)} nats, perplexity ${digits(Math.exp(D.mean))}`}`;
 $("text").append(...spans);
 grid();
 const asked = new URLSearchParams(location.hash.slice(1)), number = (key, otherwise) => (asked.has(key) ? Number(asked.get(key)) : otherwise);

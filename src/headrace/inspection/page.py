@@ -86,13 +86,14 @@ def describe(
 def describe_layer(recorded: Recorded, strongest: int, side: int) -> tuple[dict[str, Any], Tensor | None]:
     """A layer's data, and its effective attention [H, T, T] if it has one."""
     A = None if recorded.reading is None else weights(recorded.reading)[0]
-    number = f"layer {recorded.layer}"
+    horizon, beta, number = recorded.horizon, recorded.beta, f"layer {recorded.layer}"
+    by_head = [x for x in (*recorded.gates.values(), horizon, beta) if x is not None]
     layer = {
         "name": f"{number}, shared" if recorded.shared else number, "mixer": zoo.name_of(recorded.mixer.spec),
-        "heads": 1 if A is None else len(A),
+        "heads": len(A) if A is not None else by_head[0].shape[1] if by_head else 1,
         "gates": {gate: pack(g) for gate, g in recorded.gates.items()},
-        "horizon": None if recorded.horizon is None else pack(recorded.horizon.clamp(max=LONGEST_HORIZON), log=True),
-        "beta": None if recorded.beta is None else pack(recorded.beta),
+        "horizon": None if horizon is None else pack(horizon.clamp(max=LONGEST_HORIZON), log=True),
+        "beta": None if beta is None else pack(beta),
         "attention": None if A is None else compress_attention(A, strongest, side),
         "none": None if A is not None else NONE,
     }  # fmt: skip

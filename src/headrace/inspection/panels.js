@@ -82,7 +82,7 @@ function token() {
   const gates = ["write", "read"].filter((gate) => gated(gate)(l)).map((gate) => `${gate} ${digits(entropy(l, gate)[t])}`);
   box.replaceChildren(
     make("div", { className: "what" }, make("code", {}, word(t))),
-    make("p", {}, `token ${t} of ${T} · id ${D.ids[t]} · `, ...(isFinite(loss) ? ["loss ", make("b", {}, digits(loss)), ` nats, p = ${digits(Math.exp(-loss), 2)}`] : ["the first token has no loss"])),
+    make("p", {}, `token ${t} of ${T} · id ${D.ids[t]} · `, ...(isFinite(loss) ? ["loss ", make("b", {}, digits(loss)), ` nats, p = ${digits(Math.exp(-loss), 2)}`] : [t ? "the loss is not finite" : "the first token has no loss"])),
     ...(isFinite(loss) ? [make("p", {}, "most probable: ", ...guesses.flat())] : []),
     make("div", { className: "rows" }, table),
     ...(columns.some(([, , title]) => title) ? [make("p", { className: "key" }, columns.filter(([, , title]) => title).map(([name, , title]) => `${name}: ${title}`).join("; ") + ".")] : []),
