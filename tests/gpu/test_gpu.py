@@ -105,6 +105,16 @@ def test_models_with_growing_states_say_that_they_have_no_graph(device, name):
     assert "grows with the tokens" in model.engine.about(model) or device != "cuda"
 
 
+@pytest.mark.parametrize("name", ["gla", "transformer"])
+def test_tokens_on_the_cpu_are_continued(device, name):
+    model, ids = build(name).to(device, torch.float32), tokens(2)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    here, there = (
+        model.generate(each, attention_mask=torch.ones_like(each), **options) for each in (ids, ids.to(device))
+    )
+    assert here.is_cpu and torch.equal(here, there.cpu())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rule", ["add", "delta"])
 @pytest.mark.parametrize("decay", DECAYS)

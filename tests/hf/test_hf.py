@@ -465,6 +465,14 @@ def test_short_loop_says_that_a_text_is_longer_than_the_longest(monkeypatch):
     assert any(f"predefined maximum length ({T + 2})" in line for line in told)
 
 
+def test_tokens_on_another_device_take_the_loop_of_transformers(monkeypatch):
+    """It moves them to the model for each call."""
+    model, ids = build("gla").float().eval(), tokens(1)
+    monkeypatch.setattr(HeadraceForCausalLM, "device", torch.device("meta"))  # in place of a GPU
+    model.generate(ids, max_new_tokens=2, pad_token_id=0, attention_mask=torch.ones_like(ids))
+    assert model.engine.graph_refused == "the last generation had its tokens on another device"
+
+
 def _noted(function, calls):
     return lambda *args: (calls.append(1), function(*args))[1]
 

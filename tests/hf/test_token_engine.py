@@ -328,6 +328,8 @@ def test_wrong_tokens_and_states_are_refused():
     for wrong in (ids[:, :1] + 0.7, ids[:, :1] > 9):
         with pytest.raises(RuntimeError, match="scalar types: Long, Int"):
             model(wrong, past_key_values=read(model, ids))
+    with pytest.raises(InputError, match="attention_mask has the value 2; expected 0 for padding and 1 for tokens"):
+        model(ids[:1], attention_mask=torch.tensor([[1, 1, 1, 2, 2, 2]]), past_key_values=HeadraceCache())
     cache = read(model, ids)
     cache.states[1] = cache.states[0]
     with pytest.raises(InputError, match="memory shares memory with memory"):

@@ -33,9 +33,9 @@ from .snapshots import copied
 
 STATIC = "static"  # the cache_implementation that refuses a generation without a CUDA graph
 IDS = torch.int32, torch.int64  # dtypes that an embedding takes
-MOST = 32  # tokens of one sequence for which a native call takes less time than the modules
-# Pending columns that a call reads with its own. Where a column costs a fifth of a call, and a call gives three tokens,
-# √(2 · 5 · 3) makes the sum of longer calls and of those that read pending columns alone the least.
+MOST = 32  # largest number of tokens of one sequence for which a native call takes less time than the modules
+# Largest number of pending columns that a call reads with its own. If a column takes a fifth of the time of a call, and
+# a call gives three tokens, √(2 · 5 · 3) minimizes the time of longer calls and of calls for pending columns alone.
 CARRY = 6
 
 # --- the prompt ------------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def graph_loop(
 
 
 def begin_round(model: Any, cache: HeadraceCache) -> None:
-    """Keeps a snapshot to which the cache goes back, before tokens are read of which some may be forgotten."""
+    """Takes the snapshot to which the cache goes back if some of the tokens that are read next are rejected."""
     if cache.pending > CARRY:
         model.read_pending(cache)
     if not cache.pending:
@@ -289,21 +289,20 @@ def changed_reason(model: Any) -> str | None:
 
 
 def special_reason(config: Any, model_kwargs: dict[str, Any], synced_gpus: bool) -> str | None:
-    """Returns why a generation is not plain, or None: it has a cache, and tokens as its only output, of a draft also
-    their scores."""
+    """Returns why a generation is not plain, or None. A plain generation has a cache, and returns only tokens or, for
+    a draft, tokens and their scores."""
     if not (isinstance(model_kwargs.get(CACHE), HeadraceCache) and model_kwargs["use_cache"]):
         return "the last generation had no cache"
     more = config.output_logits or config.output_hidden_states or config.output_attentions or not config.is_assistant
     if config.return_dict_in_generate and more:
         return "the last generation returned more than tokens"
     usual = {"attention_mask", CACHE, "use_cache", "logits_to_keep"}
-    others = [name for name, value in model_kwargs.items() if value is not None and name not in usual]
-    if others:
+    if others := [name for name, value in model_kwargs.items() if value is not None and name not in usual]:
         return f"the last generation was given {', '.join(others)}"
     return "the last generation had synced_gpus=True" if synced_gpus else None
 
 
-class HeadraceGenerationMixin(GenerationMixin):  # by this word in the name transformers knows that a model generates
+class HeadraceGenerationMixin(GenerationMixin):  # transformers finds this word in the name of a model that generates
     """`generate` of HeadraceForCausalLM."""
 
     model: Any
@@ -352,7 +351,8 @@ class HeadraceGenerationMixin(GenerationMixin):  # by this word in the name tran
             if not cache.is_initialized and not generation_config.output_attentions:  # maps are of a whole call
                 read_prompt(self, input_ids, cache, model_kwargs.get("attention_mask"))
             begin_round(self, cache)
-        special = changed_reason(self) or special_reason(generation_config, model_kwargs, synced_gpus)
+        moved = "" if input_ids.device == self.device else "the last generation had its tokens on another device"
+        special = changed_reason(self) or moved or special_reason(generation_config, model_kwargs, synced_gpus)
         refused = self.engine.graph_refused = special or unsupported_reason(self)
         if static := generation_config.cache_implementation == STATIC:
             require(refused is None, f"cache_implementation={STATIC!r} asks for a CUDA graph, and {refused}")

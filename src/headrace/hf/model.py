@@ -56,12 +56,12 @@ class HeadracePreTrainedModel(PreTrainedModel):
     _no_split_modules = ["HeadraceBlock"]  # noqa: RUF012
     # A module of accelerate copies other lists that it is given: what a layer appends to a copy is lost.
     _skip_keys_device_placement = ["past_key_values", "cache", "next_states", "inputs", "maps"]  # noqa: RUF012
-    _is_stateful = False  # to transformers: a model whose cache cannot go back
+    _is_stateful = False  # True tells transformers that the cache cannot go back
     accepts_loss_kwargs = False  # to its Trainer: the losses of the other heads are means over a batch
     _keep_in_fp32_modules_strict: Any = ["choice_bias", "mlp.router"]  # noqa: RUF012
 
     def post_init(self) -> None:
-        """As in transformers, which expects what it keeps in float32 to be in the model: here, where it has experts."""
+        """As in transformers, but keeps in float32 only what the model has: transformers expects all these names."""
         super().post_init()
         names, kept = list(self.state_dict()), self._keep_in_fp32_modules_strict
         self._keep_in_fp32_modules_strict = {part for part in kept if any(part in name for name in names)}
@@ -373,7 +373,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
             return None
         if attention_mask is not None:
             shapes = (B, cache.columns + T), input_ids.shape
-            if getattr(attention_mask, "shape", None) not in shapes or not attention_mask[:, -T:].all():
+            if getattr(attention_mask, "shape", None) not in shapes or not (attention_mask[:, -T:] == 1).all():
                 return None
         logits = self.engine.read(self, input_ids, cache)
         return None if logits is None else logits[:, -(kept or 0) :]
