@@ -15,7 +15,7 @@ from damage import change_digit
 from groups import begin, begun_by, forked
 from headrace.files import engine
 from headrace.files.engine import Claim, Point, run
-from headrace.files.hub import check_config, is_on_the_hub
+from headrace.files.hub import check_config, hub_answers, is_on_the_hub
 from headrace.files.processes import locked
 from headrace.files.results import NOT_FINITE
 from headrace.utils.errors import InputError, VersionWarning
@@ -235,3 +235,10 @@ def test_a_checkpoint_that_a_run_does_not_have_is_not_asked_of_the_hub(tmp_path)
     assert not is_on_the_hub(run / "checkpoint-2") and is_on_the_hub("owner/name")
     with pytest.raises(InputError, match="checkpoint-2' does not exist; the run has checkpoint-8"):
         check_config(run / "checkpoint-2")
+
+
+@pytest.mark.parametrize(("value", "answers"), [("1", True), ("true", True), ("0", False), ("", False)])
+def test_the_hub_is_asked_unless_its_client_is_offline(monkeypatch, value, answers):
+    monkeypatch.setenv("HF_HUB_OFFLINE", value)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # where nothing answers
+    assert hub_answers() == answers

@@ -201,6 +201,7 @@ def test_what_cannot_be_saved_is_refused(saved, tmp_path):
         ),
         "tokens differs from what the cache has read": (new, cache, model, ids.flip(1)),
         "tokens is None, and the cache has not kept what it read": (new, embedded(model, ids), model),
+        r"tokens=\[\[1, 2\]\]; expected a tensor": (new, cache, model, [[1, 2]]),
     }.items():  # fmt: skip
         with pytest.raises(InputError, match=words):
             save_state(*arguments)

@@ -42,7 +42,7 @@ def check_source(checkpoint: str | Path) -> str | Path:
 def hub_answers() -> bool:
     """Whether the Hugging Face Hub, or the place of it that HF_ENDPOINT names, answers to one request. Its client and
     datasets repeat each of many requests for a minute."""
-    if os.environ.get("HF_HUB_OFFLINE"):
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return True  # as the user knows, nothing is asked
     address = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:

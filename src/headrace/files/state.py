@@ -23,7 +23,7 @@ import headrace
 from ..hf.cache import HeadraceCache
 from ..hf.model import HeadraceForCausalLM
 from ..hf.snapshots import Snapshot
-from ..ops.checks import require
+from ..ops.checks import check_tensor, require
 from ..utils.errors import InputError, reading
 from ..utils.integrity import atomic, digest
 from .checks import SUM
@@ -174,7 +174,7 @@ def _named(states: list[Any]) -> dict[str, Tensor]:
     return {name: x for name, x in parts if isinstance(x, Tensor)}
 
 
-def _read(cache: HeadraceCache, tokens: Tensor | None) -> dict[str, Tensor]:
+def _read(cache: HeadraceCache, tokens: Any) -> dict[str, Tensor]:
     """The tokens, and the mask of those that the cache has kept, without which it does not go back."""
     columns, ids, mask = cache.columns, None, None
     with suppress(InputError):  # which says why ids are not kept
@@ -182,7 +182,7 @@ def _read(cache: HeadraceCache, tokens: Tensor | None) -> dict[str, Tensor]:
     if tokens is None:
         require(ids is not None, "tokens is None, and the cache has not kept what it read; expected the tokens [B, L]")
         tokens = ids
-    assert tokens is not None
+    check_tensor("tokens", tokens)
     shape, sizes = list(tokens.shape), [cache.batch_size, columns]
     fitting = len(shape) == 2 and shape[0] == cache.batch_size and shape[1] >= columns
     require(fitting, f"tokens has shape {shape}; expected {sizes}, which the cache has read, or more columns")
