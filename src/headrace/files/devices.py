@@ -14,8 +14,8 @@ from ..utils.errors import InputError
 BFLOAT16 = "avx512_bf16", "amx_bf16", "bf16"  # instructions, by PyTorch's names
 SLOW = "Note: precision bfloat16: this processor has no bfloat16 instructions; float32 is faster here"
 UNSEEN = (
-    "Note: on this GPU FLA's kernels, if they are installed, or PyTorch's operations compute, as headrace's own have "
-    "run on Hopper alone; `headrace verify --backend triton` checks them, and HEADRACE_BACKEND=triton takes them"
+    "Note: on this GPU, FLA's kernels, if installed, or PyTorch's operations are used, as headrace's own kernels have "
+    "run on Hopper only; `headrace verify --backend triton` checks them, and HEADRACE_BACKEND=triton uses them"
 )
 
 
@@ -48,8 +48,8 @@ def all_devices(name: str | None) -> list[str]:
 
 @cache
 def note_speed(device: str, precision: str) -> None:
-    """Says, once, what is slow here: bfloat16 on a processor without instructions for it, whose training steps took 3.4
-    times as long as those of float32 on one that has AVX-512 alone, and a GPU whose kernels "auto" leaves out."""
+    """Says, once, what is slow here: bfloat16 on a processor without instructions for it (with AVX-512 alone, training
+    steps took 3.4 times as long as in float32), and a GPU for which "auto" leaves out our kernels."""
     known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     if (device, precision) == ("cpu", "bfloat16") and known and not any(map(known.get, BFLOAT16)):
         print(SLOW, file=sys.stderr)

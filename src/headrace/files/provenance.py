@@ -1,5 +1,5 @@
-"""The provenance of a folder of results: its plan, and the versions of the code that made its results. Who continues
-another version's results is warned, and every report names all versions.
+"""The provenance of a folder of results: its plan, and the versions of the code that made its results. To continue the
+results of another version gives a warning, and every report names all versions.
 
 made-by.json    all versions that worked in the folder, in order
 """

@@ -16,9 +16,9 @@ import torch
 Tell = Callable[[str], None]
 BLOCK = 0.02  # seconds of steps that follow one another with the same number; at least one step
 SLOWER = 8.0, 2.0, 1.2, 1.0, 1.0  # a number that in each round so far took this many times as long is left out
-HOLDS = 10  # how many times as long as all steps before it a choice holds
+HOLDS = 10  # a choice holds for this many times the time of all steps before it
 RECENT = 5  # blocks whose median shows that steps have become slow
-SLOW = 3.0  # how many times as long as when they were measured
+SLOW = 3.0  # steps are slow if they take this many times as long as when they were measured
 Time = tuple[float, int]  # seconds of a step, and its tokens
 
 

@@ -25,7 +25,7 @@ PACKED = "were read as packed sequences"
 
 
 class HeadraceCache(Cache):
-    """The states of all layers, and the number of input columns that the states cover, padding included.
+    """The states of all layers, and the number of input columns that were read, padding included.
 
     The cache also keeps the ids that it has read, so that it can go back: `rewind` forgets the last columns. A state
     of one size does not have earlier states, so the cache goes back to a snapshot (column 0 is always one), and the
@@ -96,8 +96,8 @@ class HeadraceCache(Cache):
             self.snapshots.add(start, self.columns, ids, mask)
 
     def forget_places(self) -> None:
-        """Drops the snapshots, and crops no keys and values behind this column. For a call that gives those of earlier
-        columns other places."""
+        """Drops the snapshots, and allows no crop of keys and values to a column before this one. For a call that has
+        moved the keys and values of earlier columns."""
         self.snapshots.taken, self.snapshots.croppable_from = [], self.columns
 
     # --- going back --------------------------------------------------------------------------------------------------
@@ -140,8 +140,8 @@ class HeadraceCache(Cache):
         return True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As in transformers: removes the last −tokens_to_remove columns. A positive number is the one of columns to
-        keep at most, and so is 0 in earlier versions of transformers. Raises InputError as `rewind` does."""
+        """As in transformers: removes the last −tokens_to_remove columns. A positive number, and in earlier versions of
+        transformers also 0, is the largest number of columns to keep. Raises InputError as `rewind` does."""
         removes = tokens_to_remove < 0 or (tokens_to_remove == 0 and CROP_REMOVES)
         self.rewind(-tokens_to_remove if removes else max(self.columns - tokens_to_remove, 0))
 
@@ -152,7 +152,7 @@ class HeadraceCache(Cache):
         """What the cache keeps of each layer, as views (`cache_layers`); [] before the first token and while tokens are
         pending."""
         states = [] if self.pending else self.covered_states or []
-        of_layers = iter(states[len(states) - sum(self._counts) :])  # without that of positions
+        of_layers = iter(states[len(states) - sum(self._counts) :])  # without the state of positions
         return [layer_of(list(islice(of_layers, count)), self.columns) for count in self._counts] if states else []
 
     @layers.setter
@@ -191,13 +191,13 @@ class HeadraceCache(Cache):
         return [False]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Returns the number of input columns that the states cover; all layers have the same. Pending ones count."""
+        """Returns the number of input columns that were read, pending ones included. All layers have the same."""
         return self.columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1
 
-    max_cache_len = -1  # its earlier name, which PEFT reads
+    max_cache_len = -1  # the earlier name of get_max_length, which PEFT reads
 
     def activate_past_recording(self) -> None:
         """The cache always keeps what it needs to go back."""

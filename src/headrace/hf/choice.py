@@ -54,7 +54,7 @@ class Choice:
         return self.sampled, ends, *((type(each), *sorted(vars(each).items())) for each in self.processor)
 
     def restart(self, other: "Choice") -> None:
-        """Begins other sequences, which are as long as another choice with the same `key` has it."""
+        """Begins other sequences, with the largest lengths of another choice, which has the same `key`."""
         self.lengths = other.lengths
         self.unfinished.fill_(True)
         self.invalid.fill_(False)
@@ -72,8 +72,8 @@ class Choice:
         return token
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """The likeliest tokens, or those of torch.multinomial by the same random numbers. Its check of the chances,
-        which waits for a GPU, is made by `finished`, there once."""
+        """The likeliest tokens, or those of torch.multinomial by the same random numbers. `finished` checks the numbers
+        instead; on a GPU, for which the check waits, once at the end."""
         self.invalid |= scores.amax().isnan()
         return (scores / torch.empty_like(scores).exponential_() if self.sampled else scores).argmax(-1)
 

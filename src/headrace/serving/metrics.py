@@ -48,7 +48,7 @@ class Metrics:
         rate = cache.hits / cache.queried if cache.queried else 0
         yield CounterMetricFamily(f"{name}_queried_tokens", "Tokens of prompts that were looked up", cache.queried)
         yield CounterMetricFamily(f"{name}_hit_tokens", "Tokens of prompts that were not read again", cache.hits)
-        yield GaugeMetricFamily(f"{name}_hit_rate", "Hit tokens by queried tokens", rate)
+        yield GaugeMetricFamily(f"{name}_hit_rate", "Hit tokens divided by queried tokens", rate)
         yield GaugeMetricFamily(f"{name}_entries", "Prefixes whose states are kept", len(cache.kept))
         yield GaugeMetricFamily(f"{name}_bytes", "Bytes of kept states", cache.bytes)
         yield GaugeMetricFamily(f"{name}_capacity_bytes", "Bytes that may be kept; 0: none are", cache.capacity)

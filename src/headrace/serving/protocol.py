@@ -1,5 +1,5 @@
-"""HTTP by uvicorn, with limits on the number of connections, on the time that a request's header takes to arrive, and
-on that in which an answer is not read."""
+"""HTTP by uvicorn, with limits on the number of connections, on the time that the header of a request takes to arrive,
+and on the time that a client takes to read an answer."""
 
 import asyncio
 import logging
@@ -51,9 +51,9 @@ class Listener(socket.socket):
 
 
 class Protocol(H11Protocol):
-    """Closes a connection on which no whole header arrives in time, from its start or from the first byte of a later
-    header, nor the rest of a body that was answered already; and one whose client takes no more of an answer. uvicorn
-    itself waits without limit, so that clients who send or read nothing could take all connections."""
+    """Closes a connection if a header is not complete in time, counted from the start of the connection or from the
+    first byte of a later header; if the rest of a body that was answered already is late; or if the client does not
+    read an answer. uvicorn waits without limit, so that clients who send or read nothing could take all connections."""
 
     deadline: asyncio.TimerHandle | None = None
 

@@ -67,7 +67,7 @@ class Service:
         self, name: str, model: Any, encoder: TokenizerProcess, decoders: tuple[Any, Any], limits: Limits,
         threads: int | None,
     ):  # fmt: skip
-        """decoders: the tokenizer of the answers, and that of the engine's thread."""
+        """decoders: two tokenizers, one for the answers and one for the engine's thread."""
         self.name, self.limits, self.created = name, limits, int(time.time())
         self.vocab_size = model.config.vocab_size
         self.encoder = encoder
@@ -101,7 +101,7 @@ class Service:
 
     @contextmanager
     def admitted(self, more: int) -> Iterator[None]:
-        """Counts requests while they are open, of which each text of one request is one. Refused if too many are."""
+        """Counts requests while they are open; each text of a request counts as one. Refused if there are too many."""
         if self.open + more > self.limits.requests:
             sentence = f"{self.open} of {self.limits.requests} requests are open already; try again later"
             raise Refused(429, sentence, code="rate_limit_exceeded", headers={"Retry-After": "1"})
@@ -239,7 +239,7 @@ class Answers:
 
 
 class Choice:
-    """One text of an answer: what of it is not sent yet. prompt: its tokens. text: its text, if it is returned too."""
+    """What is not sent yet of one text of an answer. prompt: its tokens; text: its text, if the answer repeats it."""
 
     def __init__(self, index: int, body: GenerationRequest, tokenizer: Any, prompt: list[int], text: str):
         self.index, self.body, self.text, self.begun = index, body, text, False

@@ -21,8 +21,8 @@ class Logprobs:
 
     def __call__(self, scores: Iterable[Score]) -> dict[str, list[Any]]:
         """tokens: the text of each. text_offset: the number of characters before each in the text of the choice.
-        top_logprobs: of the likeliest tokens and the token itself; of tokens with one text, the likelier. A number that
-        is not finite is null, as is what the first token of a prompt has not."""
+        top_logprobs: of the likeliest tokens and the token itself; of tokens with the same text, the likelier. Null
+        stands for a number that is not finite, and for those of the first token of a prompt, which has none."""
         scores = [*scores]
         texts = token_texts(
             self.tokenizer, {score.token for score in scores} | {t for score in scores for t, _ in score.likeliest}

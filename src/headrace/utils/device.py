@@ -12,10 +12,10 @@ F = TypeVar("F", bound=Callable)
 
 
 def kept_on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps the tensors that `make` returns for the last 64 arguments, of which the last may be a device.
+    """Keeps the tensors that `make` returned for the last 64 lists of arguments. The last argument may be a device.
 
-    None is kept on a GPU, where it could lie in the memory of a CUDA graph, which is used again, and none that is made
-    without values, as under FakeTensorMode."""
+    A tensor on a GPU is not kept, because it could lie in the memory of a CUDA graph, which is used again; nor is a
+    tensor without values, as under FakeTensorMode."""
     kept = lru_cache(maxsize=64)(make)
 
     @wraps(make)

@@ -62,7 +62,7 @@ def reading(sentence: str) -> Iterator[None]:
 
 
 def reason(error: Exception) -> str:
-    """Returns the first line of an error, with the next one after a colon, behind its class if that has no sentence."""
+    """Returns an error's first line (two, if it ends in a colon), after its class if the line alone may say little."""
     text = " ".join((str(error).strip().replace(":\n", ": ") or type(error).__name__).splitlines()[0].split())
     return text if isinstance(error, OSError | ValueError | RuntimeError) else f"{type(error).__name__}: {text}"
 
