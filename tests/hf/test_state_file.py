@@ -160,8 +160,8 @@ OTHERS = {
     "digest": lambda model: model.lm_head.weight[3].mul_(1 + 1e-6),
     "digest of": lambda model: setattr(model.config, "norm_eps", 1e-5),
     "digest is": lambda model: quantize(model),
-    "dtype is float32, and that of this one bfloat16": lambda model: model.bfloat16(),
-    "vocabulary is 29, and that of this one 31": lambda model: model.resize_token_embeddings(31),
+    "dtype is float32, and this model's is bfloat16": lambda model: model.bfloat16(),
+    "vocabulary is 29, and this model's is 31": lambda model: model.resize_token_embeddings(31),
 }
 
 

@@ -165,7 +165,7 @@ def reading_tokenizer(source: Path | str, sentence: str) -> Iterator[None]:
             if not any(name in str(error).lower() for name in ("sentencepiece", "tiktoken")):
                 raise
             needed = "its tokenizer.model needs sentencepiece: pip install sentencepiece"
-            raise InputError(needed if absent else "its files are those of no tokenizer that is known") from error
+            raise InputError(needed if absent else "its files are not of a known kind of tokenizer") from error
 
 
 def _any_of(folder: Path, patterns: tuple[str, ...]) -> bool:

@@ -46,7 +46,7 @@ class Point:
     path: the file of its result, in the folder.
     value: what is measured.
     form: of its result, as `checks.misfit` describes it.
-    fingerprint: of what the result depends on beside the plan; a result with another is measured again.
+    fingerprint: of what the result depends on beside the plan; a result with another one is measured again.
     """
 
     name: str

@@ -93,7 +93,7 @@ def load_state(path: str | Path, model: HeadraceForCausalLM) -> tuple[HeadraceCa
     require(written == _sum(about, tensors), f"{name} is damaged: it has another SHA-256 than when it was written")
     for fact, expected in facts(model).items():
         if (found := str(about.get(fact))) != expected:
-            short = f"its {fact} is {found[:16]}, and that of this one {expected[:16]}"
+            short = f"its {fact} is {found[:16]}, and this model's is {expected[:16]}"
             raise InputError(f"{name} is of another model: {short}")
     blank, columns = _blank(model), int(about["columns"])
     wrong = _unlike(tensors, blank, columns)
@@ -202,8 +202,8 @@ def _blank(model: Any) -> list[Any]:
 
 
 def _unlike(tensors: dict[str, Tensor], blank: list[Any], columns: int) -> str | None:
-    """A sentence about the first tensor that is none of states like `blank`, or missing at the last column; None: all
-    fit."""
+    """A sentence about the first tensor that does not fit states like `blank`, or that is missing at the last column;
+    None: all fit."""
     known = _named(blank)
     for name in known:
         if f"{columns}.{name}" not in tensors:

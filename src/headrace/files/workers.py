@@ -131,7 +131,7 @@ worker_device: str
 def initialize_worker(events, devices, environment, plugin_names) -> None:
     global send_to_parent, worker_device
     send_to_parent, worker_device = events.put, devices.get()
-    os.environ.clear()  # that of the process from which this one was forked may be older
+    os.environ.clear()  # the process from which this one was forked may have an older one
     os.environ.update(environment)
     see_only(worker_device)
     import torch

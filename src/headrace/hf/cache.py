@@ -68,8 +68,7 @@ class HeadraceCache(Cache):
     # --- going forward -----------------------------------------------------------------------------------------------
 
     def pending_ids(self) -> tuple[Tensor, Tensor | None]:
-        """Returns the ids [B, P] of the pending tokens, of which there is at least one, and their mask, bool, if it was
-        given."""
+        """Returns the ids [B, P] of the pending tokens, P > 0, and their bool mask, or None if none was given."""
         return self.snapshots.ids(self.columns - self.pending, self.columns)
 
     def replace(
@@ -215,9 +214,9 @@ class HeadraceCache(Cache):
         self._change(lambda x: x[indices.to(x.device)])
 
     def append(self, other: "HeadraceCache") -> None:
-        """Appends the sequences of another cache, which must not be used afterwards. The states have one size each:
-        those of recurrent layers. The snapshots of both are dropped, and the cache cannot go back behind this column,
-        as the sequences may have different lengths.
+        """Appends the sequences of another cache, which must not be used afterwards. Each state must have one size, as
+        those of recurrent layers have. The snapshots of both are dropped, and the cache cannot go back behind this
+        column, as the sequences may have different lengths.
 
         Raises InputError while tokens are pending, and for states of other kinds or without one size."""
         mine, theirs = self.states, other.states

@@ -226,7 +226,7 @@ def _stack(described: str) -> Decoder:
 
 
 def check_generation(settings: Any) -> None:
-    """Raises InputError for a value of another type in a GenerationConfig, of which transformers checks few."""
+    """Raises InputError for a value of a wrong type in a GenerationConfig. transformers checks few of them."""
     check_tokens(settings)
     numbers = {name: x for name in NUMBERS if (x := getattr(settings, name, None)) is not None}
     require_each(lambda x: type(x) in (int, float) and abs(x) < LARGEST, "a number, or None", **numbers)

@@ -120,7 +120,7 @@ class Engine:
 
     def read(self, model: Any, ids: Tensor, cache: HeadraceCache) -> Tensor | None:
         """ids [B, T] -> logits [B, T, vocabulary] of the next tokens, in one native call, which also reads the pending
-        tokens; or None, and then nothing is done. Several tokens are those of one sequence, at most MOST."""
+        tokens; or None, and then nothing is done. Several tokens must be of one sequence, at most MOST."""
         states, pending, rows, T = cache.covered_states, cache.pending, *ids.shape
         if not ids.is_cpu or ids.dtype not in IDS or not rows or (pending + T > 1 and (rows > 1 or pending + T > MOST)):
             return None
@@ -221,7 +221,7 @@ def loop(
 def graph_loop(
     model: Any, cache: HeadraceCache, ids: Tensor, logits: Tensor, choice: Choice, streamer: Any, required: bool
 ) -> Tensor:
-    """`loop`, with each token by a CUDA graph, which has states of its own: those of the cache change at the end.
+    """`loop`, with each token by a CUDA graph, which has states of its own: the cache gets its states at the end.
 
     required: raise InputError where the step cannot be captured, in place of a warning and a loop without a graph."""
     graph, engine = graph_of(model, cache.states, ids[:, -1], choice), model.engine

@@ -39,7 +39,7 @@ def token_loss(model: Any, hidden: Tensor, logits: Tensor | None, labels: Tensor
 
 
 def next_labels(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor:
-    """The label of each position [B, T]: shift_labels, or those of the token after it."""
+    """The label of each position [B, T]: shift_labels, or the label of the token after it."""
     if shift_labels is not None:
         return shift_labels
     assert labels is not None

@@ -136,10 +136,10 @@ class HeadraceModel(HeadracePreTrainedModel):
                 within a row, a new sequence begins.
             seq_idx: [B, T], the index of each token's sequence; an increase within a row begins a new sequence.
             output_attentions: whether to return the `attentions`: the maps [B, H, T, L] from values to what the heads
-                of a mixer read before its norm (`layers.maps`), in the order of execution. L counts the columns of the
-                cache for softmax attention, and those of this call, T, for a recurrence, whose state has the others.
-                Rows that are packed have one map, [1, H, B T, B T]. As in transformers, there is none of a mixer
-                without one. None: as in the config.
+                of a mixer read before its norm (`layers.maps`), in the order of execution. L is the number of all
+                columns for softmax attention, and T for a recurrence, whose state has the earlier columns. Rows that
+                are packed have one map, [1, H, B T, B T]. As in transformers, mixers without a map are left out. None:
+                as in the config.
             cache: another name of past_key_values, which transformers uses from 5.24 on.
             flash: cu_seqlens under the names of transformers' collators, `cu_seq_lens_q` and `_k`; `max_length_q` and
                 `_k` have no effect.

@@ -1,5 +1,5 @@
 """Records what every mixer of a model computes for one text: gates, decays, β, and the linear map from values to
-outputs, of which `layers.maps.weights` is the effective attention; and names what has failed in it.
+outputs, whose weights (`layers.maps.weights`) are the effective attention; and names the failures in it.
 
 Dimensions: T tokens, H heads, R memories of each, K key, V value dimension per head.
 """

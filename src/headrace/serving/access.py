@@ -23,7 +23,7 @@ class Access:
     whose name is made to point to this machine could read the answers (DNS rebinding). key: what requests must bring as
     `Authorization: Bearer KEY`; None: nothing. without_key: an address of a network is served without a key.
 
-    Raises InputError for a key that no header can hold, and for what is no name of a host."""
+    Raises InputError for a key that no header can hold, and for a host that is neither a name nor an address."""
 
     hosts: tuple[str, ...] = ()
     key: str | None = None

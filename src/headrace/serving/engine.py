@@ -109,7 +109,7 @@ class Engine:
         self.prefixes = prefixes or PrefixCache(0)
         self.threads = ThreadsBySize(threads, lambda line: LOG.info("threads: %s", line))
         self.arrivals: SimpleQueue[tuple[Stream, ...]] = SimpleQueue()
-        self.prompts: deque[Prompt] = deque()  # of which one piece is left
+        self.prompts: deque[Prompt] = deque()  # with one short piece left
         self.long: deque[Prompt] = deque()
         self.ready: list[tuple[Stream, Saved, Tensor]] = []  # whose whole prompts are kept, with states and logits
         self.batches: list[Batch] = []
@@ -212,8 +212,8 @@ class Engine:
             (self.prompts if prompt.is_last and len(prompt.tokens) <= PIECE else self.long).append(prompt)
 
     def _short(self) -> list[Prompt]:
-        """The next prompts that one call takes: one, or several of at most PIECE tokens together, of which all begin or
-        none does."""
+        """The next prompts for one call: one, or several that have at most PIECE tokens together and are all at their
+        beginning or none of them."""
         chosen: list[Prompt] = []
         tokens = 0
         for prompt in self.prompts:
@@ -261,10 +261,10 @@ class Engine:
         self._pass_on_read([prompt], logits, cache)
 
     def _read_together(self, prompts: list[Prompt]) -> None:
-        """Processes short prompts as one packed row. An error may be that of one, so each is then processed alone."""
+        """Processes short prompts as one packed row. After an error, which one may cause, each is processed alone."""
         try:
             logits, cache = self._packed(prompts)
-        except Exception:  # is raised again for the prompt whose it is
+        except Exception:  # is raised again for the prompt that causes it
             for prompt in prompts:
                 self._read([prompt])
         else:

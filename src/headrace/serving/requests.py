@@ -172,6 +172,6 @@ class Chat(Generation):
         return [encoded["input_ids"]]
 
     def part(self, text: str, first: bool) -> dict[str, Any]:
-        """A choice's text in an answer, or a piece of it in a stream, of which the first names the role."""
+        """A choice's text in an answer, or a piece of it in a stream, whose first piece names the role."""
         role = {"role": "assistant"} if first else {}
         return {"delta" if self.stream else "message": role | {"content": text}}

@@ -20,7 +20,7 @@ class Sampling(NamedTuple):
     seed: int | None = None
     stop: tuple[str, ...] = ()
     logprobs: int | None = None  # number of likeliest tokens to report at each place; None: no log-probabilities
-    echo: bool = False  # report those of the prompt too
+    echo: bool = False  # report the log-probabilities of the prompt too
 
     def also(self, stops: tuple[str, ...]) -> "Sampling":
         """The settings with further stop strings."""
@@ -28,7 +28,7 @@ class Sampling(NamedTuple):
 
 
 class Score(NamedTuple):
-    """A token, its log-probability (None: the first of a prompt), and those of the likeliest tokens in its place, under
+    """A token, its log-probability (None: the first of a prompt), and the likeliest tokens in its place with theirs, in
     the model's own distribution: before temperature and top_p."""
 
     token: int
@@ -62,7 +62,7 @@ def check_generation(model: Any) -> None:
 
 
 def stop_strings(model: Any) -> tuple[str, ...]:
-    """Those of the model's generation_config, before which every text ends. InputError for what is no text."""
+    """The stop strings of the model's generation_config, before which every text ends. InputError for other values."""
     given = model.generation_config.stop_strings or []
     stops = [given] if isinstance(given, str) else given
     if not (isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops)):

@@ -59,7 +59,7 @@ class Stream:
             self.scores += scored(logits, tokens, self.sampling.logprobs)
 
     def read(self, logits: Tensor) -> None:
-        """Scores the tokens that follow those of a piece of the prompt. logits: [kept, vocabulary]."""
+        """Scores the tokens of the prompt that follow the last tokens of a piece. logits: [kept, vocabulary]."""
         self.score(logits, self.unread[: len(logits)])
         self.unread = self.unread[len(logits) :]
 
