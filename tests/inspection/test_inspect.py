@@ -305,11 +305,14 @@ def evaluated(data, expression):
 
 @pytest.mark.skipif(NODE is None, reason="there is no Node.js here")
 def test_numbers_and_words_of_a_page(checkpoint):
-    """A small probability is not 0, and a letter whose small form is longer moves no match."""
+    """A small probability is not 0, a letter whose small form is longer moves no match, and no decay is called so."""
     page = inspection.inspect(checkpoint, "İİİ two")
     shown = evaluated(data_of(page), "[Math.exp(-8.5), 0.01234, 0, -0.5, 1240.3, 2e5].map((x) => digits(x))")
     assert shown == ["2.0e-4", "0.0123", "0", "-0.5", "1,240", "2.0e+5"] and "toPrecision" not in page
     assert evaluated(data_of(page), '($("find").value = "TWO", search(), view.matches)') == [9]
+    data = data_of(page)
+    data["layers"][0]["horizon"] = pack(torch.full((len(data["ids"]), 4), 1e9), log=True)
+    assert "no decay" in evaluated(data, '(view.token = 1, token(), $("token").text)')
 
 
 def test_hostile_text_does_not_break_the_page(checkpoint):

@@ -73,7 +73,7 @@ function token() {
   const H = heads(l), columns = [];
   for (const gate of ["write", "read"])
     if (gated(gate)(l)) columns.push([gate + " share", (h) => { const x = shares(l, gate)[t * H + h]; return [meter(x, hue(h, l)), percent(x)]; }]);
-  if (layer.horizon) columns.push(["horizon", (h) => [digits(unpack(layer.horizon)[t * H + h])], "tokens after which the state has decayed to 1/e"]);
+  if (layer.horizon) columns.push(["horizon", (h) => [horizons(unpack(layer.horizon)[t * H + h])], "tokens after which the state has decayed to 1/e"]);
   if (layer.beta) columns.push(["β", (h) => [digits(unpack(layer.beta)[t * H + h])]]);
   if (layer.attention) columns.push(["distance", (h) => [digits(unpack(layer.attention.reach)[h * T + t])], "mean distance of the tokens read"]);
   const rows = range(H).map((h) => make("tr", { className: h === view.head ? "chosen" : "", onclick: () => choose({ head: view.head === h ? ALL : h }) },
