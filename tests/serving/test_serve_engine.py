@@ -156,6 +156,19 @@ def test_no_token_is_chosen_of_logits_that_are_no_numbers(model, logit, temperat
     assert "NaN or infinite" in str(failed.ended().pieces[-1]) and scored.ended().pieces[-1].finish == "length"
 
 
+@pytest.mark.parametrize("mixer", ["gpt", "gla"])
+def test_a_text_ends_with_the_learned_positions(tmp_path, mixer):
+    """Which 5 tokens of a prompt and 3 of 4 new ones fill; without them, with the tokens that are asked for."""
+    model = load(save(tmp_path, ASCII, mixer=mixer, max_position_embeddings=8))
+    one = Engine(model, byte_level())
+
+    async def ask():
+        return [piece async for _, piece in one.pieces([([1, 2, 3, 4, 5], Sampling(9))])]
+
+    last = asyncio.run(ask())[-1]
+    assert (last.tokens, last.finish) == (4 if mixer == "gpt" else 9, "length")
+
+
 def test_unsupported_generation_settings_are_refused(model):
     model.generation_config.stop_strings = [""]
     with pytest.raises(InputError, match=r'stop_strings=\[""\]; expected texts'):

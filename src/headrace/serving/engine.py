@@ -105,7 +105,9 @@ class Engine:
         self.stops = stop_strings(model)
         ends = model.generation_config.eos_token_id
         self.ends = ends if isinstance(ends, list) else [ends]
-        self.together, self.divides = _together(model), unsupported_reason(model) is None
+        backbone, table = model.model.backbone, getattr(model.model.backbone.positions, "table", None)
+        self.readable: Any = inf if table is None else table.num_embeddings  # tokens, where positions are learned
+        self.together, self.divides = backbone.recurrent and table is None, unsupported_reason(model) is None
         self.prefixes = prefixes or PrefixCache(0)
         self.threads = ThreadsBySize(threads, lambda line: LOG.info("threads: %s", line))
         self.arrivals: SimpleQueue[tuple[Stream, ...]] = SimpleQueue()
@@ -115,7 +117,7 @@ class Engine:
         self.batches: list[Batch] = []
         self.resumed = inf  # when the piece of a long prompt that is processed has gone on; inf: there is none
         self.turn = 0.0  # seconds of the latest turn of the others
-        model.model.backbone.before_layer = self._between_layers
+        backbone.before_layer = self._between_layers
         self.thread = threading.Thread(target=self._run, name="generation", daemon=True)
 
     async def pieces(self, requests: list[tuple[list[int], Sampling]]) -> AsyncGenerator[tuple[int, Piece], None]:
@@ -130,7 +132,7 @@ class Engine:
                 loop.call_soon_threadsafe(pieces.put_nowait, (index, piece))
 
         streams = [
-            Stream(ids, sampling.also(self.stops), self.tokenizer, self.model.device, partial(deliver, index))
+            Stream(ids, self._limited(sampling, len(ids)), self.tokenizer, self.model.device, partial(deliver, index))
             for index, (ids, sampling) in enumerate(requests)
         ]
         self.submit(*streams)
@@ -146,6 +148,11 @@ class Engine:
             ended.set()
             for stream in streams:
                 stream.gone.set()
+
+    def _limited(self, sampling: Sampling, prompt: int) -> Sampling:
+        """The settings with the stop strings of the model, and with no more tokens than follow `prompt` tokens."""
+        most = max(self.readable - prompt, 0) + 1  # as the last token is not read
+        return sampling._replace(stop=(*sampling.stop, *self.stops), max_tokens=min(sampling.max_tokens, most))
 
     def submit(self, *streams: Stream) -> None:
         """Adds the streams of one request."""
@@ -376,9 +383,3 @@ class Engine:
             for stream in streams:
                 stream.deliver(error)
                 stream.gone.set()
-
-
-def _together(model: Any) -> bool:
-    """Whether all states have one size, and a sequence that is too long for learned positions ends itself alone."""
-    backbone = model.model.backbone
-    return backbone.recurrent and getattr(backbone.positions, "table", None) is None

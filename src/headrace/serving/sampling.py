@@ -22,10 +22,6 @@ class Sampling(NamedTuple):
     logprobs: int | None = None  # number of likeliest tokens to report at each place; None: no log-probabilities
     echo: bool = False  # report the log-probabilities of the prompt too
 
-    def also(self, stops: tuple[str, ...]) -> "Sampling":
-        """The settings with further stop strings."""
-        return self._replace(stop=(*self.stop, *stops))
-
 
 class Score(NamedTuple):
     """A token, its log-probability (None: the first of a prompt), and the likeliest tokens in its place with theirs, in
