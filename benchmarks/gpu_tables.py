@@ -1,5 +1,5 @@
-"""The measurements on a GPU in research/docs/benchmarks.md: of gpu.py, from the last run in results/gpu_models.jsonl,
-and of its stage op also from results/gpu.csv, which has older ones.
+"""The measurements on a GPU in research/docs/benchmarks.md. They are those of the last run of gpu.py in
+results/gpu_models.jsonl; rows of its stage op may be older, and are in results/gpu.csv too.
 
 python benchmarks/gpu_tables.py show                       prints them
 python benchmarks/gpu_tables.py keep FOLDER/rows.jsonl     adds the rows of a run, and the efficiencies of the dry run
@@ -35,7 +35,7 @@ Cells = dict[tuple[str, str], dict[str, dict[str, str]]]  # by (subject, shape),
 
 
 def cells(stage: str) -> Cells:
-    """The rows of a stage of the op, at their newest."""
+    """The newest rows of a stage of the op."""
     found: Cells = defaultdict(dict)
     rows = [row for row in record.read(RESULTS / "gpu.csv") if row["stage"] == stage]
     rows += [row for row in kept() if row.get("name") == stage and "value" in row]
@@ -77,19 +77,19 @@ def kept() -> list[dict[str, Any]]:
 
 
 def models() -> list[dict[str, Any]]:
-    """The rows of the last run of gpu.py that have a result; `model` is the name without its options."""
+    """The rows of the last run of gpu.py that have a result: of headrace's training steps, those with compiled blocks.
+    `model` is the name without its options."""
     rows = [row for row in kept() if "subject" not in row]
     last = max(row["date"] for row in rows)
     found = (row for row in rows if row["date"] == last and "name" in row and "failed" not in row)
     named = (row | {"model": ":".join(row["name"].split(":")[:2])} for row in found)
-    return [row for row in named if row["model"] not in WRONG]
+    shown = (row for row in named if row["stage"] != "train" or "compiled" in row["name"])
+    return [row for row in shown if row["model"] not in WRONG]
 
 
 def trained(rows: list[dict[str, Any]]) -> str:
     """Training steps, headrace's compiled and FLA's."""
-    steps = {
-        row["model"]: row for row in rows if "ms" in row and (row["stage"] != "train" or "compiled" in row["name"])
-    }
+    steps = {row["model"]: row for row in rows if "ms" in row}
     lines = []
     for name in (name for name in steps if name.startswith("headrace")):
         ours, theirs = steps[name], steps.get(name.replace("headrace", "fla"))
