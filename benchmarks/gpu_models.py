@@ -31,7 +31,7 @@ SIZES = SMALL if os.environ.get("SMALL") else {"hidden_size": 1024, "num_hidden_
 B, T = (2, 128) if os.environ.get("SMALL") else (4, 4096)
 NEW, STEPS, BATCHES = ((8, 16), 2, (1, 2)) if os.environ.get("SMALL") else ((128, 512), 8, (1, 64))
 CASES = (False, NEW[0]), (False, NEW[1]), (True, NEW[0])  # of generation: whether it samples, and tokens
-HEADS = {"kda": 8, "mamba2": 32}  # at a hidden size of 1,024, as published; of other mixers 4
+HEADS = {"kda": 8, "mamba2": 32}  # at a hidden size of 1,024, as published; other mixers have 4
 # Classes of kernels by their names; the first that fits counts.
 CLASSES = {
     "optimizer": r"multi_tensor|fused_adam",
@@ -121,7 +121,7 @@ def wait() -> None:
 
 @contextmanager
 def turn(alone: bool) -> Iterator[None]:
-    """Holds the GPU, with other processes that compile or alone. Who does not end compiling in time fails."""
+    """Holds the GPU: alone, or beside other processes that compile. A process that compiles for too long fails."""
     path = os.environ.get("TURNS", os.path.join(tempfile.gettempdir(), f"headrace-turns-{os.getpid()}"))
     with open(path, "w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
@@ -195,7 +195,8 @@ def kind_of(kernel: str) -> str:
 
 
 def decode(name: str) -> Iterator[dict[str, Any]]:
-    """Tokens per second of whole calls of `generate`, greedy and sampled, after a prompt of 16 tokens."""
+    """Tokens per second of whole calls of `generate`, greedy and sampled, after a prompt of 16 tokens: of the faster of
+    two calls, after one that captures."""
     ours = name.startswith("headrace")
     cases = [(rows, *case) for rows in BATCHES for case in (CASES if ours else CASES[:1])]
     with turn(alone=False):
@@ -206,7 +207,7 @@ def decode(name: str) -> Iterator[dict[str, Any]]:
     with turn(alone=True):
         for rows, sampled, new in cases:
             call, times = generation(model, rows, sampled, new), []
-            for _ in range(3 if ours else 2):  # the first one captures
+            for _ in range(3):
                 wait()
                 began = time.perf_counter()
                 out = call()
