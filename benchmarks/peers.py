@@ -187,14 +187,15 @@ def _chunk_scan(f, S, **tensors):
 
 def _lightning(q, k, v, log_decay):
     """MiniMax's recurrence sits inside its layer, whose one input is here q | k | v of each head; it has no scale."""
-    return {"qkv": torch.cat([q * q.shape[-1] ** -0.5, k, v], -1).flatten(2), "log_decay": log_decay}
+    return {"qkv": torch.cat([q * q.shape[-1] ** -0.5, k, v], -1).flatten(2), "slope_rate": -log_decay[:, None, None]}
 
 
-def _lightning_core(layer_class, S, qkv, log_decay):
-    H = len(log_decay)
+def _lightning_core(layer_class, S, qkv, slope_rate):
+    H = len(slope_rate)
     layer = _lightning_layer(layer_class, H, qkv.shape[-1] // (3 * H))
-    layer.slope_rate = -log_decay[:, None, None]
-    layer.query_decay, layer.key_decay, layer.diagonal_decay = layer.decay_factors(layer.slope_rate)
+    if layer.slope_rate is not slope_rate:  # a layer computes its decays once, so only the first call here does
+        layer.slope_rate = slope_rate
+        layer.query_decay, layer.key_decay, layer.diagonal_decay = layer.decay_factors(slope_rate)
     out, state = layer(qkv, None, None)
     return out.unflatten(-1, (H, -1)), state
 
