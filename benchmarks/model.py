@@ -51,7 +51,7 @@ MODELS = {  # name in the results -> name in headrace.benchmarking
     "transformers Qwen3Next, linear layers alone": "transformers-qwen3-next",
     "transformers Llama": "transformers-llama",
 }
-# Of the paper, of the recipe laptop-5m, and of SmolLM2-135M.
+# The sizes of the paper, of the recipe laptop-5m, and of SmolLM2-135M.
 SIZES = {"340M": Shape(), "5M": Shape(5, 256, 4, 4096), "135M": Shape(30, 576, 9, 49152)}
 TOKEN = MODELS | {"headrace rwkv7": "rwkv7-64", "headrace gla, weights in bfloat16": "gla-bfloat16"}  # of decoding
 EXPORTED = {"ONNX Runtime": ("gla", "gated-deltanet", "mamba2"), "llama.cpp": ("mamba2", "rwkv7-64")}
@@ -113,6 +113,8 @@ def timed(what: str, point: Point, plan: BenchPlan, models: dict[str, str]) -> l
     for label in (label for label, one in measured.items() if "seconds" not in one):
         console.print(f"[dim]not timed: {label}: {measured[label]['left_out']}[/]")
     times = {label: one["seconds"] for label, one in measured.items() if "seconds" in one}
+    if not times:
+        raise SystemExit(f"{what}: no model was timed")
     first, base = next(iter(times.items()))
     return [
         row(what, models[label], label, point, plan) | {
@@ -125,7 +127,7 @@ def timed(what: str, point: Point, plan: BenchPlan, models: dict[str, str]) -> l
 
 
 def row(what: str, name: str, label: str, point: Point, plan: BenchPlan) -> Row:
-    """tokens: of a row of a training step, of the context, or of the prompt."""
+    """tokens: in a row of a training step, in the context, or in the prompt."""
     sizes = {"parameters": parameters(name, plan.shape), "layers": plan.shape.layers, "width": plan.shape.hidden_size}
     return {"what": what, "name": label, **sizes, "tokens": point.length, "batch": point.batch}
 
@@ -168,6 +170,9 @@ def select(parts: list[str], among: dict[str, str]) -> dict[str, str]:
     for label in (label for label, reason in reasons.items() if reason):
         console.print(f"[dim]not timed: {label}: {reasons[label]}[/]")
         del chosen[label]
+    if not chosen:
+        expected = "expected a part of the name of a model that can run here"
+        raise typer.BadParameter(f"{parts}; {expected}", param_hint="--model")
     return chosen
 
 

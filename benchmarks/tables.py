@@ -19,7 +19,7 @@ def read(name: str) -> list[dict]:
 
 
 def about(rows: list[dict]) -> str:
-    """What the rows were measured on; more than one line of it where they differ."""
+    """What the rows were measured on, once for each machine, version and day."""
     line = "{machine}, {threads} thread(s), torch {torch}, commit {commit}, {date:.10}"
     return "; ".join(dict.fromkeys(line.format(**row) for row in rows))
 
@@ -130,7 +130,8 @@ def extrapolated(rows: list[dict]) -> list[str]:
         if len(at) > 1 and DEPTH not in at:
             low, high = min(at), max(at)
             seconds = at[low] + (at[high] - at[low]) * (DEPTH - low) / (high - low)
-            lines.append([f"{name}, {threads} thread(s)", f"{int(tokens) / seconds:.1f}", f"{low} and {high} layers"])
+            name = f"{named(name)}, {threads} thread(s)"
+            lines.append([name, f"{int(tokens) / seconds:.1f}", f"{low} and {high} layers"])
     header = ["", f"tokens/s at {DEPTH} layers", "from"]
     return [f"#### Training extrapolated, not measured\n\n{table(header, lines)}"] if lines else []
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 import exported
 import gpu
@@ -26,7 +27,9 @@ from headrace.benchmarking.plan import BenchPlan
 from headrace.hf.cache import NAME as CACHE
 from headrace.ops.backends.base import Kernel
 from headrace.ops.dispatch import BACKENDS
+from headrace.ops.reference import literal
 from headrace.verification.verify import relative
+from peers import FAMILIES, PEERS, load
 
 SMALL = Shape(1, hidden_size=64, heads=2, vocab_size=300)
 
@@ -87,6 +90,34 @@ def test_a_model_that_is_left_out_is_said_and_the_others_are_kept(monkeypatch, c
     (row,) = model.timed("train", model.Point("training", 16), None, {"first": "a", "second": "b"})
     assert row["seconds"] == 3.0 and row["over"] == "first"
     assert "not timed: second: out of memory" in capsys.readouterr().out
+
+
+def test_models_that_cannot_be_timed_are_one_sentence(monkeypatch):
+    with pytest.raises(typer.BadParameter, match=r"\['glaa'\]; expected a part of the name of a model"):
+        model.select(["glaa"], model.TOKEN)
+    monkeypatch.setattr(model, "measure", lambda point, plan: {"a": {"left_out": "out of memory"}})
+    with pytest.raises(SystemExit, match="train: no model was timed"):
+        model.timed("train", model.Point("training", 16), None, {"first": "a"})
+
+
+def test_a_peer_computes_its_constants_in_its_first_call(monkeypatch):
+    """MiniMax's layer has the powers of its decays when it is made. Other decays are not mistaken for them."""
+    (peer,) = (peer for peer in PEERS if "Lightning" in peer.name)
+    tensors = FAMILIES["fixed"].inputs(T=300, K=8, V=8, dtype=torch.float64)
+    for scale in (1, 2):
+        given = tensors | {"log_decay": scale * tensors["log_decay"]}
+        arguments = peer.arguments(given)
+        peer(arguments)
+        with monkeypatch.context() as patched:
+            patched.setattr(load(peer.source), "decay_factors", None)
+            torch.testing.assert_close(peer(arguments)[0], literal(**given)[0])
+
+
+def test_models_of_an_estimate_are_named_as_those_that_were_measured():
+    row = {"threads": "1", "tokens": "2048", "name": "transformers Mamba2"}
+    rows = [row | {"layers": layers, "seconds": seconds} for layers, seconds in (("1", "2.0"), ("4", "5.0"))]
+    (estimate,) = tables.extrapolated(rows)
+    assert "| transformers Mamba2 (reference code), 1 thread(s) | 81.9 | 1 and 4 layers |" in estimate
 
 
 def test_the_fastest_peer_is_named(monkeypatch):
@@ -278,6 +309,37 @@ def test_the_fastest_way_of_a_mixer_is_its_efficiency(monkeypatch):
     rows += [about | {"name": "headrace:kda", "failed": "…"}, about | {"stage": "fla-train", "name": "fla:gla"}]
     found = {row["mixer"]: (row["efficiency"], row["compiled"]) for row in gpu_tables.efficiencies(rows)}
     assert found == {"gla": (0.2, True), "kda": (0.1, False)}
+
+
+def test_tables_of_training_steps_are_of_compiled_blocks(monkeypatch):
+    """Of a whole run, which measures and profiles both."""
+    rows = []
+    for name, ms in {"headrace:gla:compiled:profile": 100.0, "headrace:gla:profile": 200.0}.items():
+        own = {"date": "1", "stage": "train", "name": name, "tokens_per_second": 1e5 / ms, "parameters": 1e6}
+        rows += [
+            own | {"ms": ms, "peak_gib": 2.0},
+            own | {"classes": {"products": [ms, 5]}, "device_ms": ms, "launches": 5},
+        ]
+    monkeypatch.setattr(gpu_tables, "kept", lambda: rows)
+    found = gpu_tables.models()
+    assert gpu_tables.trained(found).splitlines()[2:] == ["| gla | 1M | 1,000 | 100 | 2.0 |  |  |  |"]
+    (line,) = gpu_tables.profiled(found).splitlines()[2:]
+    assert line.startswith("| headrace gla | 100 | 100.0 |")
+
+
+def test_generate_is_called_as_often_for_each_library(monkeypatch):
+    calls, about = [], {"config": types.SimpleNamespace(), "generation_config": types.SimpleNamespace()}
+    engine = types.SimpleNamespace(about=lambda model: "")
+    model = types.SimpleNamespace(**about, engine=engine, eval=lambda: model)
+    monkeypatch.setattr(gpu_models, "build", lambda name: calls.append([]) or model)
+    monkeypatch.setattr(
+        gpu_models, "generation",
+        lambda model, rows, sampled, new: lambda: calls[-1].append((rows, sampled, new)) or torch.zeros(rows, 16 + new),
+    )  # fmt: skip
+    for name in ("headrace:gla", "fla:gla"):
+        list(gpu_models.decode(name))
+    ours, theirs = calls
+    assert theirs and all(ours.count(call) == theirs.count(call) for call in theirs)
 
 
 def test_whole_models_are_rehearsed_on_the_cpu(monkeypatch):
