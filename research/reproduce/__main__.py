@@ -88,6 +88,8 @@ def by_run(name: str, scale: str, root: Path) -> list[record.Row]:
     chosen, kept = load(name), []
     at_scale = chosen.at(scale)
     trained = {step[-1]: step for step in commands(at_scale, root) if "train" in step}
+    if not trained:
+        raise InputError(f"NAME={name!r} trains no model at --scale={scale!r}; expected an experiment that does")
     for at in combinations(at_scale.axes):
         run = run_folder(at_scale, root, at)
         seconds = logged(at_scale, {"history": "train_runtime"}, at, root)

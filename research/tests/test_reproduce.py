@@ -318,6 +318,7 @@ MISTAKES = {
     "--only mixer=: expected some of gla": ["script", "figure-1", "--only", "mixer="],
     "'seed' is not of the form": ["script", "figure-1", "--only", "seed"],
     "--text 'a.txt' is not used: no step reads a text": ["script", "figure-3", "--text", "a.txt"],
+    "NAME='rnn-figure-4' trains no model at --scale='laptop'": ["keep", "rnn-figure-4", "--commit", "abc1234"],
 }
 
 
