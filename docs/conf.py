@@ -20,11 +20,13 @@ ROOT = Path(__file__).parent.parent
 # the package research; the extensions of this folder; the tables of benchmarks
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent), str(ROOT / "benchmarks")]
 
+SOURCES = ".py", ".so", ".yaml", ".cpp", ".h", ".csv"
+
 
 def kept_outputs(*folders: str) -> str:
-    """Where the outputs of pages are kept that run the code of some folders, and PyTorch."""
+    """The folder for the outputs of pages: another one once PyTorch, or code or rows in some folders, have changed."""
     files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.*"))]
-    text = b"".join(path.read_bytes() for path in files if path.suffix in (".py", ".so", ".yaml", ".cpp", ".h"))
+    text = b"".join(path.read_bytes() for path in files if path.suffix in SOURCES)
     return str(ROOT / "build" / "notebooks" / sha256(text + torch.__version__.encode()).hexdigest()[:16])
 
 
