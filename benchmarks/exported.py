@@ -48,8 +48,8 @@ def folder(mixer: str, shape: Shape) -> TemporaryDirectory:
 
 
 class Exported(nn.Module):
-    """A model in another runtime; its own cache, which only the runtime sees. `start(batch)` makes the states before
-    the first token, `run(ids [B, T])` returns the logits [B, 1 or T, vocabulary]."""
+    """A model in another runtime. It is its own cache, as only the runtime sees the states. `start(batch)` makes the
+    states before the first token, `run(ids [B, T])` returns the logits [B, 1 or T, vocabulary]."""
 
     layers = ()  # of the cache
 
@@ -108,7 +108,7 @@ class InOnnxRuntime(Exported):
 
 @cache
 def llama_cpp() -> Any:
-    """The package, which says nothing of its own."""
+    """The package, without its messages."""
     package = import_module("llama_cpp")
     silent = package.llama_log_callback(lambda *_: None)
     package.llama_log_set(silent, None)
@@ -145,8 +145,8 @@ class InLlamaCpp(Exported):
         self.context, self.position = self.llama.llama_init_from_model(self.model, settings), 0
 
     def run(self, ids: Tensor) -> Tensor:
-        """The logits of the last token alone. Prompts are computed one by one: of several at once it keeps wrong token
-        shifts."""
+        """The logits of the last token alone. Prompts are computed one by one: llama.cpp keeps wrong token shifts of
+        several that it computes at once."""
         sequences = range(len(ids))
         together = [sequences] if ids.shape[1] == 1 else [[i] for i in sequences]
         logits = [self._decode(ids[own], own) for own in map(list, together)]

@@ -3,11 +3,11 @@
     python benchmarks/op.py --quick                            a minute, to see that everything runs
     python benchmarks/op.py                                    the real thing, on an otherwise idle machine
     python benchmarks/op.py --family scalar --peers mamba2     one family, only the peers whose name has this in it
-    python benchmarks/op.py --dtype bfloat16                   every input but the decay in bfloat16
+    python benchmarks/op.py --dtype bfloat16                   every input in bfloat16
     GGML=…/libggml.so VLLM=… python benchmarks/op.py           with compiled peers: see compiled.py
 
-All implementations run in one process, in turn; a ratio is the median over rounds of a time over that of our first
-backend here, which "auto" takes. Times are CPU time of the process (wall time on a GPU, and with several threads).
+All implementations run in one process, in turn. A ratio is a time over the time of our first backend here, the one that
+"auto" takes: the median over rounds. Times are CPU time of the process (wall time on a GPU, and with several threads).
 Every peer is first compared with the literal equation, and not timed if it disagrees. Rows are appended to a CSV file,
 each with what it takes to repeat it.
 """
@@ -54,7 +54,7 @@ def attention(q, k, v) -> Tensor:
 
 
 def relative_error(peer: Peer, family: Family, shape: dict) -> float:
-    """Of the peer's output, against the literal equation in float64, on a sequence short enough for it."""
+    """The error of the peer's output against the literal equation in float64, on a sequence short enough for it."""
     tensors = {name: x.detach() for name, x in family.inputs(**shape | {"T": min(shape["T"], 256)}).items()}
     exact = {name: x.double() for name, x in tensors.items()}
     truth = attention(*(exact[n] for n in "qkv")) if peer is ATTENTION else literal(**exact, **family.options())[0]

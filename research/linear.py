@@ -175,7 +175,7 @@ def run(
 
 
 def settings(arm: Arm) -> tuple[Transfer, Transfer]:
-    """Of the imitation, and of the training of the whole model."""
+    """The settings of the imitation, and of the training of the whole model."""
     first, second = (replace(one, seed=arm.seed, precision=RUNS[arm.run].precision) for one in (IMITATION, WHOLE))
     return first, second
 

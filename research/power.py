@@ -55,7 +55,7 @@ def judged() -> list[Judged]:
 
 
 def bytes_per_token(name: str) -> float:
-    """Of the held-out text of a study."""
+    """The bytes of a token of a study's held-out text."""
     scores = json.loads(read(study.kept(name))[0]["scores"])
     return scores["loss"] / (scores["bits per byte"] * math.log(2))
 

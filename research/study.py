@@ -194,7 +194,7 @@ def others(names: list[str]) -> None:
 
 
 def others_of(names: list[str]) -> list[str]:
-    """A row for each place of each study, and the runs of it that have converged."""
+    """A row for each place of each study, and how many of the study's runs have converged."""
     rows = []
     for name in names:
         measure = read(name)[0].measure

@@ -115,7 +115,7 @@ def test_specialization_is_measured_once(tmp_path, monkeypatch):
 def test_every_stored_plan_can_be_run(path):
     study = planned(path)
     for plan in study.plans:
-        if isinstance(plan.task, Text):  # of files that benchmarks/corpus.py writes; here, of the standard library
+        if isinstance(plan.task, Text):  # of files that research/corpus.py writes; here, of the standard library
             plan = replace(plan, task=replace(plan.task, files=(), tokenizer=None))
         plan.check()
     text = isinstance(study.plans[0].task, Text)  # whose losses differ less between seeds than a recall does

@@ -26,7 +26,7 @@ FORMS = {
     "published": ("one", "query"),
     "default": ("identity", "after_norm"),
 }  # scale of the gates, place of the read gate
-TINY, DEFAULT = 1e-30, 1e-6  # ε: as good as 0 in float64, and of this library and of FLA
+TINY, DEFAULT = 1e-30, 1e-6  # ε: one as good as 0 in float64, and that of the norms here and in FLA
 
 
 class Layer:
@@ -51,7 +51,7 @@ class Layer:
         return other
 
     def version(self, changes: str = "", epsilon: float = DEFAULT) -> LinearMixer:
-        """The layer with fields of its spec changed, and with its weights as far as it has them."""
+        """The layer with fields of its spec changed, and with those of the weights that it still has."""
         if changes not in self.versions:
             spec = get(f"{self.name}(read.gate=none{changes})")
             with warnings.catch_warnings():
