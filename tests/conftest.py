@@ -194,12 +194,8 @@ def backend(request, monkeypatch):
 def saved_model(tmp_path_factory):
     """The folder of a small model, with a tokenizer of bytes."""
     import tiny
-    from headrace.data.tokenizer import byte_level
 
-    folder = tmp_path_factory.mktemp("models") / "gla"
-    for part in (tiny.build("gla", vocab_size=257).float(), byte_level()):
-        part.save_pretrained(folder)
-    return folder
+    return tiny.saved(tiny.build("gla", vocab_size=257).float(), tmp_path_factory.mktemp("models") / "gla")
 
 
 @pytest.fixture

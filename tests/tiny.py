@@ -147,6 +147,15 @@ def build(mixer, **changes):
     return trained(HeadraceForCausalLM(config(mixer, **changes)))
 
 
+def saved(model, folder):
+    """Writes the model and a tokenizer of bytes, and returns the folder."""
+    from headrace.data.tokenizer import byte_level
+
+    for part in (model, byte_level()):
+        part.save_pretrained(folder)
+    return folder
+
+
 def in_memory(model):
     """A model that was loaded, its weights no longer in the file, where they lie at any address: a BLAS may sum in
     another order what is aligned otherwise."""

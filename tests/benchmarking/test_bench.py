@@ -317,7 +317,6 @@ MISTAKES = {
     "--layers=0; expected at least 1": {"layers": 0},
     "--rounds=0; expected at least 1": {"rounds": 0},
     "--dtype='float8'; expected one of": {"dtype": "float8"},
-    "--device='gpu' cannot be used": {"device": "gpu"},
     "'glaa'": {"mixers": "glaa"},
     "--mixers='' names none": {"mixers": ""},
     "transformers-mamba' is unknown": {"mixers": "transformers-mamba"},

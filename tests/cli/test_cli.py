@@ -163,7 +163,6 @@ MISTAKES = {
     "verify --dtype float8": "--dtype='float8'; expected one of float64",
     "verify --backend cuda": "backend='cuda' is unknown; expected one of onnx, native, triton, fla, torch",
     "verify --backend torch,onnx": "backend='onnx' cannot run here",
-    "verify --device tpu7": "--device='tpu7' cannot be used",
     "prepare short.txt --output .": "--output '.' has no name of its own; expected a new file or folder",
     "convert notes --output /": "--output '/' has no name of its own; expected a new file or folder",
     "export notes --to onnx --output .": "--output '.' has no name of its own",

@@ -16,10 +16,7 @@ GREEDY = ("--temperature", 0, "--json")
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "hybrid"
-    for part in (tiny.build("hybrid", vocab_size=257).float(), byte_level()):
-        part.save_pretrained(folder)
-    return folder
+    return tiny.saved(tiny.build("hybrid", vocab_size=257).float(), tmp_path_factory.mktemp("models") / "hybrid")
 
 
 @pytest.fixture

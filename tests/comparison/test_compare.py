@@ -228,6 +228,18 @@ def test_gates_start_as_the_recipe_says():
     torch.testing.assert_close(weight @ weight.T, (0.3 * 2) ** 2 * torch.eye(4))
 
 
+def test_every_mixer_has_the_same_rows_in_the_same_order():
+    """The training rows of a seed, and the held-out rows of all seeds."""
+    updates = SimpleNamespace(processes=Processes(torch.device("cpu")))
+    curves = {(arm.mixer, arm.seed): arm_module.Curve(arm, updates, ignore) for arm in SMALL.arms()}
+    rows = {arm: torch.cat([batch["input_ids"] for batch in curve.batches()]) for arm, curve in curves.items()}
+    for (mixer, seed), own in rows.items():
+        assert len(own) == 3 * 4 and torch.equal(own, rows["retnet", seed])
+        held_out = (curves[arm].held_out["input_ids"] for arm in ((mixer, seed), ("retnet", 0)))
+        assert torch.equal(*held_out)
+    assert len(rows) == 6 and not torch.equal(rows["retnet", 0], rows["retnet", 1])
+
+
 def test_speeds_are_tokens_over_seconds(monkeypatch):
     updates = SimpleNamespace(processes=Processes(torch.device("cpu")))
     curve = arm_module.Curve(SMALL.arms()[0], updates, ignore)
@@ -328,6 +340,7 @@ def test_the_fields_of_a_text_are_those_of_its_expression_and_of_the_options():
 
 def test_seeds_are_a_number_or_named():
     of = lambda text: choose("pair", seeds=text).plans[0]  # noqa: E731
+    assert [choose(task).plans[0].seeds for task in ("pair", "text", "needle")] == [3, 2, 1]
     assert of("2").seed_numbers == (0, 1) and of("10-14").seed_numbers == (10, 11, 12, 13, 14)
     assert of("7-7").seed_numbers == (7,) and of("7, 10-12,3").seed_numbers == (7, 10, 11, 12, 3)
     assert [arm.seed for arm in of("10,12").arms()[:: len(PAIR.mixers)]] == [10, 12]

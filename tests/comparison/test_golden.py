@@ -196,7 +196,7 @@ EVALUATIONS = {
     "right more often than by chance": {"a": record([1.0] * 38 + [0.0] * 62, choices=(2, 5, 5, 5))},
     "nothing found": {"a": record([0.0] * 5, "contains", (1,))},
     "perplexities": {"a": record(WORDS, "word_perplexity", (1,), {"word_perplexity": 50.0}),
-                     "b": record([[x - w / 10, w] for x, w in WORDS], "word_perplexity", (1,), {"word_perplexity": 2})},
+                     "b": record([[x - 0.3, w] for x, w in WORDS], "word_perplexity", (1,), {"word_perplexity": 2})},
     "bits": {"a": record(WORDS, "bits_per_byte", (1,))},
     "one row": {"a": record([[-2.0, 3.0]], "byte_perplexity", (1,))},
     "other rows": {"a": record([1.0, 0.0]), "b": record([1.0, 0.0], rows="other ")},

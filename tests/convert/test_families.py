@@ -459,9 +459,10 @@ def test_experts_in_one_tensor(tmp_path):
 
 
 def test_factors_are_folded_into_float32(tmp_path):
-    """MiniMax's, which bfloat16 weights would round, unless they are powers of 2."""
-    for factor, dtype in ((3.5, torch.float32), (2.0, torch.bfloat16)):
-        theirs = AutoModelForCausalLM.from_config(described("minimax", full_attn_alpha_factor=factor))
-        path = tmp_path / str(factor)
-        theirs.bfloat16().save_pretrained(path)
-        assert import_checkpoint(path).dtype is import_config(path).dtype is dtype
+    """Which bfloat16 weights would round, unless they are powers of 2; likewise weights that are differences from 1."""
+    minimax = [("minimax", {"full_attn_alpha_factor": factor}) for factor in (2.0, 3.5)]
+    for kind, changes in (*minimax, *((kind, {}) for kind in ("falcon_h1", "granite", "hyperclovax", "nemotron"))):
+        path, exact = tmp_path / kind / str(changes), 2.0 in changes.values()
+        AutoModelForCausalLM.from_config(described(kind, **changes)).bfloat16().save_pretrained(path)
+        dtype = torch.bfloat16 if exact else torch.float32
+        assert import_checkpoint(path).dtype is import_config(path).dtype is dtype, kind

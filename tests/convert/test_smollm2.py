@@ -104,11 +104,6 @@ def test_serve_answers_a_chat(ours):
     assert served.choices[0].finish_reason == "stop"
 
 
-def test_retrofit_says_that_there_is_nothing_to_gate(ours, tmp_path):
-    done = run("retrofit", ours, "--output", tmp_path / "out")
-    assert "has no layer of linear attention, so there is nothing to gate" in str(done.exception)
-
-
 @torch.no_grad()
 def test_int8_gives_the_same_answer(ours):
     model, tokenizer = load(ours), read_tokenizer(ours)

@@ -100,7 +100,7 @@ def test_processes_are_forked_on_linux_alone(platform, method, plan, tmp_path, m
 def test_long_text_is_read_in_windows(tmp_path, texts):
     """As one file of many windows and blocks, it has the tokens of one row."""
     book = "\n".join(texts)
-    (tmp_path / "book.txt").write_text(book)
+    (tmp_path / "book.txt").write_text(book, "utf-8")
     (tmp_path / "book.jsonl").write_text(json.dumps({"text": book}) + "\n")
     (tmp_path / "lines.jsonl").write_text(json.dumps({"text": README * 3}) + "\n")
     prepare(Preparation((str(tmp_path / "lines.jsonl"),), bpe=400, length=64, held_out=0.1), tmp_path / "bpe")
@@ -215,6 +215,13 @@ def test_lines_of_which_the_first_is_an_array(tmp_path, name):
     path.write_text(f"[{row},\n{row}")
     with pytest.raises(InputError, match="cannot be read: Expecting ',' delimiter"):
         read(path)
+
+
+def test_files_of_two_kinds_are_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.jsonl").write_text('{"text": "two"}')
+    with pytest.raises(InputError, match="the sources mix json and text files; expected one kind"):
+        read(tmp_path / "a.txt", tmp_path / "b.jsonl")
 
 
 def test_a_file_that_is_given_twice_is_refused(tmp_path):

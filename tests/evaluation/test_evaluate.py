@@ -265,7 +265,6 @@ def test_needles_are_rows_by_length():
         (["--suite", "piqa", "--limit", "0"], "--limit=0"),
         (["--suite", "piqa", "--data", "nowhere"], "expected a folder"),
         (["--suite", "needle", "--lengths", "a"], "--lengths=a; expected positive integers"),
-        (["--suite", "piqa", "--device", "nothing"], "--device='nothing' cannot be used"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments, sentence, checkpoints, data, tmp_path):

@@ -46,7 +46,7 @@ from headrace.spec import AttentionSpec
 from headrace.spec.attention import Rope
 from headrace.spec.stack import Layer
 from released import release
-from tiny import build, config
+from tiny import build, config, saved
 
 onnx = pytest.importorskip("onnx", reason='needs pip install "headrace[onnx]"')
 pytest.importorskip("onnxruntime", reason='needs pip install "headrace[onnx]"')
@@ -174,9 +174,7 @@ def checkpoint(tmp_path_factory):
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p), alpha=0.2)
-    model.save_pretrained(folder)
-    byte_level().save_pretrained(folder)
-    return folder
+    return saved(model, folder)
 
 
 @pytest.fixture(scope="module")
@@ -193,8 +191,7 @@ def test_wrong_graph_is_refused(checkpoint, exported, tmp_path, monkeypatch):
     """That of a model in which one matrix was a thousandth smaller."""
     changed = load(checkpoint)
     changed.model.backbone.layers[1].mixer.o_proj.weight.mul_(1.001)
-    for part in (changed, byte_level()):
-        part.save_pretrained(tmp_path / "changed")
+    saved(changed, tmp_path / "changed")
     graph = SimpleNamespace(save=lambda path: shutil.copy(exported / "model.onnx", path))
     monkeypatch.setattr("headrace.export.onnx.trace", lambda model: graph)
     command = ["export", str(tmp_path / "changed"), "--to", "onnx", "--output", str(tmp_path / "out")]
@@ -230,6 +227,8 @@ def test_documented_example_runs_without_headrace(checkpoint, exported, monkeypa
     ids = byte_level()(PROMPT, return_tensors="pt").input_ids
     expected = load(checkpoint).generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=256)
     assert capsys.readouterr().out.rstrip("\n") == byte_level().decode(expected[0])
+    about = json.loads((exported / "headrace.json").read_text("utf-8"))
+    assert (about["vocab_size"], about["opset"], about["weights"]) == (257, 23, "float32") and about["made_by"]
 
 
 def test_int8_export_is_smaller_and_close(checkpoint, exported, tmp_path):

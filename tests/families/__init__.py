@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
 from headrace.convert import FORMATS
+from headrace.verification.verify import relative as relative
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0, "eos_token_id": None}
 GROUPED = {"mamba2", "bamba", "granitemoehybrid"}  # whose norm at the output of Mamba-2 is of a group of heads
@@ -88,7 +89,3 @@ def comparable(theirs):
 def logits(theirs, ids):
     with float64_throughout():
         return theirs(ids, use_cache=False).logits
-
-
-def relative(a, b):
-    return float((a - b).norm() / b.norm())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 import fresh
 from damage import change_digit
@@ -84,7 +85,7 @@ def beside_another(value, worker):
     (at_work / str(os.getpid())).touch()
     while len(os.listdir(at_work)) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
-    return square(value, worker)
+    return square(value, worker) | {"threads": torch.get_num_threads()}
 
 
 def test_points_are_distributed_over_the_workers(tmp_path, tmp_path_factory, monkeypatch):
@@ -94,6 +95,7 @@ def test_points_are_distributed_over_the_workers(tmp_path, tmp_path_factory, mon
                ["cpu", "cpu"])  # fmt: skip
     processes = {row["process"] for row in rows}
     assert len(processes) == 2 and os.getpid() not in processes and {row["device"] for row in rows} == {"cpu"}
+    assert {row["threads"] for row in rows} == {1}
     assert sorted(seen) == [(value, "at work") for value in range(4)]
 
 

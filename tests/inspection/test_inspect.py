@@ -21,7 +21,6 @@ from typer.testing import CliRunner
 
 from headrace import inspection, load, zoo
 from headrace.cli import app as cli
-from headrace.data.tokenizer import byte_level
 from headrace.extra.specs.scan import ScanSpec
 from headrace.hf import HeadraceForCausalLM
 from headrace.inspection.page import compress_attention, describe_layer, pack, profile
@@ -30,7 +29,7 @@ from headrace.layers.maps import weights
 from headrace.utils.errors import InputError
 from headrace.verification.verify import literal_op
 from released import HYBRIDS, OTHERS, release
-from tiny import build, close, config, covering, tokens
+from tiny import build, close, config, covering, saved, tokens
 
 T = 37
 CASES = [
@@ -264,11 +263,8 @@ HOSTILE = (
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    build("hybrid", vocab_size=257).float().save_pretrained(folder)
-    byte_level().save_pretrained(folder)
-    return folder
+    return saved(build("hybrid", vocab_size=257).float(), tmp_path_factory.mktemp("model"))
 
 
 def data_of(page):
@@ -348,9 +344,7 @@ def test_losses_and_layers_are_the_models(checkpoint):
 def test_page_of_a_nan_model_is_valid_json(tmp_path):
     model = build("gla", vocab_size=257)
     model.lm_head.weight.data[0, 0] = torch.nan
-    model.save_pretrained(tmp_path)
-    byte_level().save_pretrained(tmp_path)
-    page = inspection.inspect(tmp_path, "some text")
+    page = inspection.inspect(saved(model, tmp_path), "some text")
     data = json.loads(re.search(r'<script id="data".*?>(.*?)</script>', page, re.DOTALL)[1], parse_constant=pytest.fail)
     assert data["mean"] is None and data["not_finite"] == {"/mean": "nan"}
     if NODE is not None:
@@ -359,9 +353,8 @@ def test_page_of_a_nan_model_is_valid_json(tmp_path):
 
 
 def test_a_mixer_without_weights_says_so(tmp_path):
-    build("mamba", vocab_size=257).save_pretrained(tmp_path)
-    byte_level().save_pretrained(tmp_path)
-    layer = data_of(inspection.inspect(tmp_path, "some text"))["layers"][0]
+    path = saved(build("mamba", vocab_size=257), tmp_path)
+    layer = data_of(inspection.inspect(path, "some text"))["layers"][0]
     assert layer["attention"] is None and layer["none"].startswith("This mixer has no effective attention")
 
 
@@ -381,8 +374,7 @@ def test_bad_inspect_input_is_one_sentence(checkpoint, text, tokens, said):
 
 
 def test_a_token_that_the_model_lacks_is_refused(tmp_path):
-    build("gla", vocab_size=99).save_pretrained(tmp_path)
-    byte_level().save_pretrained(tmp_path)
+    saved(build("gla", vocab_size=99), tmp_path)
     with pytest.raises(InputError, match="the prompt has the token 220; the model has 99: its tokenizer is another"):
         inspection.inspect(tmp_path, "a b")
 

@@ -283,7 +283,7 @@ def test_kept_states_are_not_written(model):
     tensors += [entry.logits for entry in one.prefixes.kept if entry.logits is not None]
     before = [x.clone() for x in tensors]
     run(one, ids(3 * PIECE), ids(2 * PIECE) + ids(5, 1), ids(3 * PIECE), tokens=20)
-    assert all(map(torch.equal, tensors, before))
+    assert tensors and all(map(torch.equal, tensors, before))
 
 
 def test_long_chains_end_without_recursion():

@@ -99,11 +99,14 @@ def test_sampling_equals_generate(client, checkpoint):
     assert answer.choices[0].text == expected["text"]
 
 
-def test_texts_are_as_long_as_the_server_gives(tmp_path):
-    """Without max_tokens, 16 tokens or the most of the server."""
-    with serving(save(tmp_path, ASCII), tokens=3) as base:
-        answers = [connect(base).completions.create(model=None, prompt="a", **more) for more in ({}, {"max_tokens": 2})]
-        assert [answer.usage.completion_tokens for answer in answers] == [3, 2]
+@pytest.mark.parametrize(("most", "default"), [(3, 3), (20, 16)])
+def test_texts_are_as_long_as_the_server_gives(most, default, tmp_path):
+    """Without max_tokens, a completion has 16 tokens or the most of the server, and a chat the most."""
+    with serving(save(tmp_path, ASCII, TEMPLATE), tokens=most) as base:
+        client, messages = connect(base), [{"role": "user", "content": "who?"}]
+        answers = [client.completions.create(model=None, prompt="a", **more) for more in ({"max_tokens": 2}, {})]
+        answers.append(client.chat.completions.create(model=None, messages=messages))
+        assert [answer.usage.completion_tokens for answer in answers] == [2, default, most]
 
 
 def test_seed_reproduces_text_under_concurrency(client):

@@ -13,7 +13,8 @@ import httpx
 import openai
 import pytest
 
-from headrace.serving import protocol, requests, routes
+from headrace.cli.use import ServeOptions
+from headrace.serving import Limits, prefix, protocol, requests, routes, tokenizing
 from served import ASCII, ENDLESS, TEMPLATE, connect, get, post, requests_of, save, serving, wait_for
 
 
@@ -221,6 +222,23 @@ def test_serving_page_lists_refused_and_ignored_fields():
         fields = re.search(rf"^- `{path}`: (.*?)\.$", page, re.DOTALL | re.MULTILINE)[1]
         taken = {name for name in kind.model_fields if (kind, name) != (requests.Chat, "logprobs")}
         assert {*re.findall(r"`(\w+)`", fields)} - {"max_completion_tokens"} == taken
+    nulls = dict.fromkeys({*requests.Completion.model_fields, *requests.NEUTRAL, *requests.IGNORED} - {"prompt"})
+    assert requests.Completion(prompt="a", **nulls) == requests.Completion(prompt="a")
+
+
+def test_serving_page_has_the_limits_of_the_server():
+    page = " ".join((Path(__file__).parents[2] / "docs" / "serving.md").read_text("utf-8").split())
+    limits, options = Limits(), ServeOptions(Path())
+    of_the_command = (options.max_prompt_tokens, options.max_tokens, options.max_requests, options.prefix_cache)
+    assert of_the_command == (limits.prompt, limits.tokens, limits.requests, f"{limits.prefix_cache // 10**6}MB")
+    for sentence in (
+        f"a header takes more than {protocol.HEADER_SECONDS} seconds, if a body takes more than {routes.BODY_SECONDS},",
+        f"takes no more of an answer for {protocol.SEND_SECONDS}.", f"It is ended after {tokenizing.SECONDS} seconds",
+        f"A prompt has at most {limits.prompt:,} tokens (`--max-prompt-tokens`),",
+        f"an answer at most {limits.tokens:,} (`--max-tokens`). At most {limits.requests} requests are open",
+        f"A prompt of more than {prefix.PIECE} tokens", f"default: {options.prefix_cache};",
+    ):  # fmt: skip
+        assert sentence in page, sentence
 
 
 def test_invalid_chats_are_refused(chat):

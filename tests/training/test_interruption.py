@@ -32,7 +32,7 @@ from headrace.training.model import estimate
 from headrace.training.parameters import optimizer, schedule
 from headrace.utils.errors import InputError
 from headrace.utils.integrity import CHECKSUMS
-from sharded import Run, ended, start_each, train_all
+from sharded import Run, ended, start_each
 from trained import arguments, history, plain_loss, recipe, signalled, train
 
 SHORT = {"tokens": 128 * 2, "evaluate_rows": 2}
@@ -219,13 +219,6 @@ def test_other_layers_can_be_trained(data, tmp_path, mixer):
     assert bool(model.balance) == (mixer == "jamba")
     error = 1e-5 if mixer == "jamba" else 1e-4
     assert final_loss(tmp_path / "run") == pytest.approx(plain_loss(model, data.held_out), rel=error)
-
-
-@pytest.mark.slow
-def test_held_out_loss_covers_every_row_in_two_processes(data, prepared, tmp_path):
-    assert train_all([Run(tmp_path / "run", {"tokens": 128 * 2})], prepared, 2) == [0, 0]
-    model = load(tmp_path / "run" / "model")
-    assert final_loss(tmp_path / "run") == pytest.approx(plain_loss(model, data.held_out), rel=1e-5)
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------

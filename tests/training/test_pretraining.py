@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
 from types import ModuleType
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -137,9 +138,14 @@ def test_killed_run_resumes_bit_exactly(data, prepared, tmp_path, changes):
 
 
 def test_run_killed_after_its_last_step_only_finishes(data, ended, tmp_path):
+    """The card is written last: a job script may look for it."""
     shutil.copytree(ended[0], tmp_path / "run")
     before = load_file(tmp_path / "run" / "model" / "model.safetensors")
     shutil.rmtree(tmp_path / "run" / "model")
+    with patch.object(run, "write_card", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        train(data, tmp_path / "run")
+    written, whole = ({file.name for file in (folder / "model").iterdir()} for folder in (tmp_path / "run", ended[0]))
+    assert whole - written == {"README.md", "curves.png"}
     train(data, tmp_path / "run")
     after = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -196,13 +202,14 @@ def test_curves_of_finished_and_running_runs(ended, tmp_path):
         card.named([tmp_path / "ended", tmp_path / "ended"])
 
 
-@pytest.mark.parametrize("changes", [{}, {"micro_batch": 4}, {"separate_documents": True}], ids=repr)
+@pytest.mark.parametrize("changes", [{}, {"micro_batch": 4, "threads": 3}, {"separate_documents": True}], ids=repr)
 def test_every_step_is_a_full_batch_of_the_rows_in_their_order(data, tmp_path, monkeypatch, changes):
     """13 rows are three steps of 4 in each epoch. Rows that fill no step are left to another epoch, where the order is
     another, as is the row that ends early. No step computes the logits of all tokens."""
-    backward, seen = Updates.backward, []
+    backward, seen, threads = Updates.backward, [], set()
 
     def note(self, batches):
+        threads.add(torch.get_num_threads())
         seen.append([token for batch in batches for token in batch["input_ids"].flatten().tolist()])
         with monkeypatch.context() as during:
             during.setattr(HeadraceForCausalLM, "logits", None)
@@ -212,6 +219,7 @@ def test_every_step_is_a_full_batch_of_the_rows_in_their_order(data, tmp_path, m
     rows = list(data.train.select(range(13)))
     changed = replace(data, train=Dataset.from_list([*rows, {"input_ids": rows[0]["input_ids"][:7], "starts": [0]}]))
     train(changed, tmp_path / "run", tokens=128 * 9, **changes)
+    assert "threads" not in changes or threads == {changes["threads"]}
     taken = [[*order(range(13), 0, epoch)][4 * step : 4 * step + 4] for epoch in range(3) for step in range(3)]
     assert seen == [[token for i in step for token in rows[i]["input_ids"]] for step in taken]
     with pytest.raises(InputError, match="is 14 rows per step, but the data have 13 full rows; expected at most 13"):
@@ -291,8 +299,8 @@ def test_run_trains_a_released_model(kind, data, tmp_path):
         settings, about = recipes.load("laptop-1m", changes | own)
         assert estimate(settings)["parameters"]["untied"] == load(tmp_path / name).num_parameters()
         run.train(settings, about, data, tmp_path / f"{name} run", trackers="none")
-    gates = gate_parameters(load(tmp_path / "competing run" / "model"))
-    assert all(p.any() for p in gates)
+    gates = [*gate_parameters(load(tmp_path / "competing run" / "model"))]
+    assert gates and all(p.any() for p in gates)
     export_checkpoint(load(tmp_path / "released run" / "model"), kind, tmp_path / "back")
     assert load(tmp_path / "back").num_parameters() == load(path).num_parameters()
 

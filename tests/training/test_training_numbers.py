@@ -168,7 +168,7 @@ def test_training_speed_leaves_out_evaluations(data, tmp_path, monkeypatch):
     started = time.perf_counter()
     points = train(data, tmp_path, tokens=128 * 20, evaluate_every=4).history.points
     assert any(rests) and all(0 <= rest < time.perf_counter() - started for rest in rests)
-    assert all(point["tokens_per_second"] > 0 for point in points if "tokens_per_second" in point)
+    assert min(point["tokens_per_second"] for point in points if "tokens_per_second" in point) > 0
 
 
 def test_collapsed_gates_are_named_once_and_uniform_ones_at_the_end():
@@ -193,6 +193,7 @@ def test_gates_of_padding_are_not_counted(tmp_path):
             ids = torch.tensor([row["input_ids"]])
             watch.labelled = torch.ones_like(ids, dtype=torch.bool)
             model(ids, use_cache=False)
+    assert found
     for gate, expected in zip(found, watch.summary(), strict=True):
         for name in ("entropy", "specialization", "load"):
             assert gate[name] == pytest.approx(expected[name], rel=1e-9)

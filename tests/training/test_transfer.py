@@ -14,7 +14,6 @@ import tiny
 from headrace import InputError, layers, load
 from headrace.convert.linearize import linearize
 from headrace.data import open_data
-from headrace.data.tokenizer import byte_level
 from headrace.ops.dispatch import set_backend
 from headrace.report.linearized import write_page
 from headrace.spec.attention import AttentionSpec, Pattern
@@ -40,14 +39,7 @@ def teacher():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, teacher):
-    path = tmp_path_factory.mktemp("teacher") / "model"
-    return saved(teacher, path)
-
-
-def saved(model, path):
-    for part in (model, byte_level()):
-        part.save_pretrained(path)
-    return path
+    return tiny.saved(teacher, tmp_path_factory.mktemp("teacher") / "model")
 
 
 def imitation_of(teacher, trains="new", mixer=HEDGEHOG):
@@ -295,6 +287,7 @@ def test_command_and_those_that_its_page_names(folder, prepared, tmp_path, run_c
     for number in (f"{report['nats']['transferred']:.3f}", f"{report['removed']['1']['linear']:+.3f}"):
         assert number in page
     found = report["decoding"]["tokens_per_second"]
+    assert found.keys() == report["state_bytes"].keys() and found
     for tokens, sizes in report["state_bytes"].items():
         shown = [x[name] for x in ({n: s / 1e6 for n, s in sizes.items()}, found[tokens]) for name in sizes]
         cells = "".join(rf"<td[^>]*>{number:,.1f}</td>\s*" for number in shown)
@@ -357,7 +350,7 @@ def test_a_killed_command_goes_on(folder, prepared, tmp_path, run_command, monke
     for part in ("model.backbone.layers.1.mixer.o_proj", "lm_head"):
         changed = load(folder)
         changed.get_submodule(part).weight.data += 1
-        other = run_command("linearize", saved(changed, tmp_path / part), *words[1:])
+        other = run_command("linearize", tiny.saved(changed, tmp_path / part), *words[1:])
         assert other.code == 2 and "holds another run (model is" in other.err
     manifest = json.loads((prepared / "manifest.json").read_text("utf-8"))
     shutil.copytree(prepared, tmp_path / "data")
@@ -397,7 +390,7 @@ def test_bad_options_are_one_sentence(words, sentence, folder, prepared, tmp_pat
 
 
 def test_latent_attention_is_named(prepared, tmp_path, run_command):
-    path = saved(tiny.build("mla", vocab_size=257), tmp_path / "model")
+    path = tiny.saved(tiny.build("mla", vocab_size=257), tmp_path / "model")
     result = run_command("linearize", path, "--data", prepared, "--output", tmp_path / "out")
     assert result.code == 2 and "no attention layer that could become linear: its k and v are" in result.err
 
