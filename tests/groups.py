@@ -7,6 +7,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 from multiprocessing.forkserver import _forkserver
 
 import psutil
@@ -82,6 +83,16 @@ def _command(folder, largest, *words):
 
     sys.argv = ["headrace", *map(str, words)]
     main()
+
+
+def wait_for(condition, process=None):
+    """Until it holds. process: one that must not end before."""
+    for _ in range(30000):  # ten minutes, on a busy machine
+        if condition():
+            return
+        assert process is None or process.is_alive(), "the process has ended"
+        time.sleep(0.02)
+    raise AssertionError("it never came")
 
 
 def free_port():

@@ -11,6 +11,7 @@ import uvicorn
 
 import groups
 import tiny
+from groups import wait_for
 from headrace.data.tokenizer import byte_level
 from headrace.hf import HeadraceForCausalLM
 from headrace.serving import Limits, application, settings
@@ -82,14 +83,6 @@ def started(server, folder):
 def requests_of(base):
     """The number of requests that are open."""
     return get(f"{base}/health").json()["requests"]
-
-
-def wait_for(condition):
-    for _ in range(30000):  # ten minutes, on a busy machine
-        if condition():
-            return
-        time.sleep(0.02)
-    raise AssertionError("it never came")
 
 
 def ask(client, prompt, **changes):

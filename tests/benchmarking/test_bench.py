@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import tiny
+from groups import wait_for
 from headrace import InputError
 from headrace.benchmarking import measure, report
 from headrace.benchmarking.decoding import CACHED, READ_ALL, RECURRENT, Decoder
@@ -28,7 +29,6 @@ from headrace.benchmarking.plan import BenchPlan, Point
 from headrace.cli import evaluate as cli_eval
 from headrace.files.environment import commit
 from released import release
-from served import wait_for
 
 PATIENCE = 600  # seconds, for a machine that does much else
 SHAPE = Shape(layers=1, hidden_size=64, heads=2, vocab_size=50)

@@ -7,7 +7,6 @@ import math
 import os
 import pickle
 import signal
-import time
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from groups import begun_by, command
+from groups import begun_by, command, wait_for
 from headrace import zoo
 from headrace.comparison import arm as arm_module
 from headrace.comparison import page
@@ -566,15 +565,13 @@ RUN += " --hidden-size 16 --heads 4 --batch-size 8 --length 8"
 @pytest.mark.slow(seconds=30)
 def test_interrupted_comparison_continues_with_its_finished_arms(tmp_path, run_command):
     """After one arm, as by a terminal, which tells every process. Of killed runs: tests/files/test_engine.py."""
-    words, until = [*RUN.split(), "--output", str(tmp_path / "run")], time.monotonic() + PATIENCE
+    words = [*RUN.split(), "--output", str(tmp_path / "run")]
 
     def finished():
         return {path: path.stat().st_mtime_ns for path in tmp_path.glob("run/arms/*/result.json")}
 
     process = command(tmp_path, *words)
-    while not finished():
-        assert process.is_alive() and time.monotonic() < until
-        time.sleep(0.02)
+    wait_for(finished, process)
     family, kept = begun_by(process), finished()
     os.killpg(process.pid, signal.SIGINT)
     process.join(PATIENCE)

@@ -13,7 +13,7 @@ import torch
 
 import fresh
 from damage import change_digit
-from groups import begin, begun_by, forked
+from groups import begin, begun_by, forked, wait_for
 from headrace.files import engine
 from headrace.files.engine import Claim, Point, run
 from headrace.files.hub import check_config, hub_answers, is_on_the_hub
@@ -156,13 +156,6 @@ def test_a_run_that_is_killed_at_any_moment_goes_on(tmp_path, devices):
 
 def written(folder):
     return {path: path.stat().st_mtime_ns for path in folder.glob("run/points/*.json") if path.name[0] != "."}
-
-
-def wait_for(condition, process):
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert process.is_alive() and time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_folder_without_results_is_released_after_a_failure(tmp_path):
