@@ -57,12 +57,14 @@ def serving(checkpoint, name=None, access=LOCAL, **limits):
         time.sleep(0.05)
     assert server.started
     base = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    yield base
-    for client in [each for each in CLIENTS if str(each.base_url).startswith(base)]:
-        client.close()
-        CLIENTS.remove(client)
-    server.should_exit = True
-    thread.join()
+    try:
+        yield base
+    finally:  # a failed test leaves no server at work for the others
+        for client in [each for each in CLIENTS if str(each.base_url).startswith(base)]:
+            client.close()
+            CLIENTS.remove(client)
+        server.should_exit = True
+        thread.join()
 
 
 def connect(base, key="none"):

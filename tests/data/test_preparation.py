@@ -323,13 +323,13 @@ def test_folders_with_pattern_characters_are_refused(name, tmp_path):
 MARKED = {
     "a.jsonl": ('{"text": "one"}\n{"text": "two"}\n', [("one", ""), ("two", "")]),
     "b.json": ('[{"text": "one"}, {"text": "two"}]', [("one", ""), ("two", "")]),
-    "c.txt": ("one\n", [("one\n", "")]),
+    "c.txt": ("one\r\ntwo\n", [("one\ntwo\n", "")]),
     "d.txt": ("", [("", "empty")]),
 }
 
 
 @pytest.mark.parametrize("name", MARKED)
-def test_byte_order_mark_is_dropped(name, tmp_path):
+def test_byte_order_mark_is_dropped_and_line_ends_are_newlines(name, tmp_path):
     text, expected = MARKED[name]
     for file, content in ((name, text.encode("utf-8-sig")), (f"{name}.gz", gzip.compress(text.encode("utf-8-sig")))):
         (tmp_path / file).write_bytes(content)

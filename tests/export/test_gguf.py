@@ -46,7 +46,7 @@ def test_llama_cpp_gives_the_same_logits(mixer, tmp_path):
     ids = torch.randint(0, 300, (50,))
     for piece in ids.split([1, 30, 1, 18]):
         llama.eval(piece.tolist())
-    tiny.close(torch.tensor(llama.scores[:50]), model(ids[None]).logits[0], 1e-3)
+    torch.testing.assert_close(torch.tensor(llama.scores[:50]), model(ids[None]).logits[0], rtol=0, atol=1e-3)
 
 
 def computed(tensors, ids, heads, eps=1e-6):
