@@ -1,8 +1,9 @@
-"""What the tests of softmax attention share."""
+"""What tests of layers share, most of them of softmax attention."""
 
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from headrace import layers, zoo
 from headrace.verification.verify import relative
@@ -13,6 +14,13 @@ d = D // H
 
 def layer(spec, dtype=torch.float64, **settings):
     return layers.build(zoo.get(spec), hidden_size=D, num_heads=H, **settings).to(dtype)
+
+
+def randomized(module, std=0.3):
+    """Nothing may agree because it is still one or zero."""
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=std)
+    return module.eval()
 
 
 def agree(ours, theirs, x, tolerance, parameters=()):

@@ -37,4 +37,5 @@ def is_accurate(model, ids, first=3, **options):
     error, exact = error_of_modules(model, ids)
     found = decoded(model, ids, first, **options)
     assert found.dtype is model.dtype
-    return relative(found, exact[:, first:]) <= MAX_ERROR_RATIO * error
+    ratio = 2 if model.dtype is torch.bfloat16 else MAX_ERROR_RATIO  # measured: 0.2 to 0.5, as modules round more often
+    return relative(found, exact[:, first:]) <= ratio * error

@@ -9,7 +9,6 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.qwen3_next.modeling_qwen3_next import (
@@ -21,13 +20,6 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 from peers import load
 
 D, H = 32, 4
-
-
-def randomized(module):
-    """Nothing may agree because it is still one or zero."""
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return module.eval()
 
 
 def rwkv6():

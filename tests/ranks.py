@@ -13,7 +13,7 @@ from headrace.hf.cache import HeadraceCache
 from headrace.layers.blocks import stack
 from headrace.ops.parallel import context
 from headrace.verification.verify import relative
-from tiny import build
+from tiny import build, perturbed
 
 T, H, K, V = 32, 4, 6, 5
 # An empty sequence, one that ends at a border, and one that begins with the last token before a border, over three of
@@ -97,10 +97,7 @@ def summed(part, grad, like):
 
 def layer_error(name, packed):
     torch.manual_seed(1)
-    layer = layers.Mixer(name, hidden_size=16, num_heads=4).double()
-    with torch.no_grad():
-        for p in layer.parameters():
-            p.add_(torch.randn_like(p), alpha=0.3)
+    layer = perturbed(layers.Mixer(name, hidden_size=16, num_heads=4).double(), 0.3)
     x = torch.randn(1 if packed else 2, T, 16, dtype=torch.float64, requires_grad=True)
     ends, weight = torch.tensor(BOUNDS) if packed else None, torch.randn_like(x)
     y, _ = layer(x, cu_seqlens=ends)

@@ -1,11 +1,11 @@
 """Checkpoints of transformers as others release them: small, of random weights, with a tokenizer of bytes."""
 
-import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from families import delta, hybrid, recurrent
 from headrace.data.tokenizer import byte_level
+from tiny import perturbed
 
 FAMILIES = recurrent.FAMILIES | delta.FAMILIES | hybrid.FAMILIES
 # Between them: experts, dense MLPs, gated and latent attention, norms of the branches' outputs, tied weights, no MLP.
@@ -20,15 +20,11 @@ HYBRIDS = {
 OTHERS = ("falcon_h1", "zamba2", "nemotron_h", "minimax")
 
 
-@torch.no_grad()
 def release(kind, folder, **changes):
     """Writes a checkpoint of a family, and returns the folder."""
     tokenizer = byte_level()
     tokens = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
     config = CONFIG_MAPPING[kind](**FAMILIES[kind].base | HYBRIDS.get(kind, {}) | tokens | changes)
-    model = AutoModelForCausalLM.from_config(config)
-    for parameter in model.parameters():
-        parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    model.save_pretrained(folder)
+    perturbed(AutoModelForCausalLM.from_config(config)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

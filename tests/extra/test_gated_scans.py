@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attention_layers import agree
+from attention_layers import agree, randomized
 from headrace import layers, zoo
 from headrace.verification.verify import relative
 from peers import load
@@ -13,10 +13,9 @@ from peers import load
 B, T, D = 2, 13, 10
 
 
-def build(name, **settings):
-    mixer = layers.build(zoo.get(name), hidden_size=D, num_heads=2, layer_idx=1, num_layers=4, **settings).double()
-    for parameter in mixer.parameters():
-        nn.init.normal_(parameter, std=0.5)
+def build(name):
+    mixer = layers.build(zoo.get(name), hidden_size=D, num_heads=2, layer_idx=1, num_layers=4)
+    randomized(mixer.double(), 0.5)
     if mixer.floor is not None:
         nn.init.uniform_(mixer.floor, 0.05, 0.95)
     return mixer

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headrace import InputError, Mixer, linear_attention, zoo
+from headrace import Mixer, linear_attention, zoo
 from headrace.extra.log_linear import LogLinear
 from headrace.ops.sequences import Sequences
 from headrace.training.parameters import undecayed
@@ -52,12 +52,6 @@ def test_levels_are_a_fenwick_tree_of_memories(rule, levels):
     ours, theirs = (torch.autograd.grad((y * direction).sum(), list(x.values())) for y in (out, literal))
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
-
-
-def test_a_layer_has_one_recurrence():
-    """Of two, one would have no effect."""
-    with pytest.raises(InputError, match=r"write\.erase='feedback' .* and write\.residual_chunk=None"):
-        zoo.get("gated-deltanet(write.residual_chunk=4, write.erase=feedback)")
 
 
 def test_empty_batch_runs_over_several_blocks():

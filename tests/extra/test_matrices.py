@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.utils._pytree import tree_map
 
 import tiny
+from attention_layers import randomized
 from headrace import Mixer, layers, linear_attention, zoo
 from headrace.extra import chunks, dplr, gla_outer, rwkv7
 from headrace.layers.base import Carried
@@ -188,8 +188,7 @@ def test_rwkv7_equals_the_authors_code(monkeypatch, layer_idx):
     theirs = goose_package(monkeypatch).RWKV_x070_TMix_seq
     ranks = "rank=4, rate_rank=5, value_rank=3, gate_rank=6"
     ours = layers.build(zoo.get(f"rwkv7({ranks})"), hidden_size=D, num_heads=4, layer_idx=layer_idx, num_layers=4)
-    for parameter in ours.parameters():
-        nn.init.normal_(parameter, std=0.3)
+    randomized(ours)
     w = {key: p.detach() for key, p in ours.named_parameters()}
     mix = dict(zip(rwkv7.RWKV7.STREAMS, w["mix"], strict=True))
     low = lambda name: (w[f"{name}.down"], w[f"{name}.up"])  # noqa: E731
@@ -222,9 +221,7 @@ def gradients(model, ids):
 def test_rwkv7_values_of_the_first_layer_reach_the_others():
     """Where activations are recomputed, and where lists that a block is given are copied, as FSDP does. Each parameter
     has a gradient; a reentrant checkpoint, which would cut some of them, is refused."""
-    model, ids = tiny.build("rwkv7", num_hidden_layers=3).train(), tiny.tokens(2)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.2)
+    model, ids = randomized(tiny.build("rwkv7", num_hidden_layers=3), 0.2).train(), tiny.tokens(2)
     expected = gradients(model, ids)
     assert all(gradient.any() for gradient in expected)
     for layer in model.model.layers:
@@ -235,15 +232,6 @@ def test_rwkv7_values_of_the_first_layer_reach_the_others():
     model.gradient_checkpointing_enable({"use_reentrant": True})
     with pytest.raises(InputError, match="no gradient to RWKV-7's values; expected use_reentrant=False"):
         gradients(model, ids)
-
-
-@pytest.mark.parametrize("name", ["rwkv6", "rwkv7"])
-def test_rwkv_norm_init_grows_with_depth(name):
-    """ln_x.weight of the author's generate_init_weight: ((layer + 1) / layers)^0.7."""
-    for i in range(5):
-        layer = layers.build(zoo.get(name), hidden_size=D, num_heads=4, layer_idx=i, num_layers=5)
-        torch.testing.assert_close(layer.norm_weight.detach(), torch.full((D,), ((i + 1) / 5) ** 0.7))
-    assert layers.build(zoo.get(name), hidden_size=D, num_heads=4).norm_weight.eq(1).all()
 
 
 @pytest.mark.parametrize(("hidden_size", "gain"), [(16, 2**0.5), (64, 1.0)])
@@ -272,9 +260,7 @@ def test_gla_outer_equals_its_equation():
 
 def test_gla_outer_layer_without_value_decay_equals_gla_layer(monkeypatch):
     build = lambda name: layers.build(zoo.get(name), hidden_size=D, num_heads=4).double()  # noqa: E731
-    ours, theirs = build("gla-outer"), build("gla")
-    for parameter in ours.parameters():
-        nn.init.normal_(parameter, std=0.3)
+    ours, theirs = randomized(build("gla-outer")), build("gla")
     q, k, v, gate, decay, _ = ours.in_proj.weight.data.split(ours.parts)
     parts = {"q": q, "k": k, "v": v, "gate": gate, "decay": decay}
     theirs.in_proj.weight.data = torch.cat([parts[name] for name in theirs.parts])

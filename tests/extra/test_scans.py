@@ -9,6 +9,7 @@ from scipy import signal
 from torch import nn
 from torch.func import grad, jvp, vmap
 
+from attention_layers import randomized
 from equation import selective_literally
 from headrace import layers, zoo
 from headrace.extra import selective_scan as selective
@@ -27,12 +28,6 @@ def build(name, **settings):
     return layers.build(
         zoo.get(name), **{"hidden_size": D, "num_heads": 4, "layer_idx": 1, "num_layers": 3, **settings}
     )
-
-
-def randomized(module):
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return module.eval()
 
 
 @pytest.mark.parametrize("name", zoo.SCANS)

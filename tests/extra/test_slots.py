@@ -3,9 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from attention_layers import agree
+from attention_layers import agree, randomized
 from headrace import layers, zoo
 from headrace.ops.sequences import Sequences
 from headrace.verification.verify import relative
@@ -16,9 +15,7 @@ B, T, D, H, M, V = 2, 37, 20, 2, 3, 4  # more than a chunk of 32 tokens; a key h
 
 def build(name):
     mixer = layers.build(zoo.get(f"{name}(slots={M}, expand_k=0.5, expand_v={H * V / D})"), hidden_size=D, num_heads=H)
-    for parameter in mixer.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    return mixer.double()
+    return randomized(mixer, 0.5).double()
 
 
 def operands(mixer, x):

@@ -200,7 +200,7 @@ def test_printed_rate_counts_new_tokens(checkpoint, monkeypatch):
     assert result["tokens_per_second"] == NEW / 4 == len(result["tokens"]) / 4
 
 
-def test_proposed_tokens_do_not_change_the_text(generate, checkpoint, tmp_path):
+def test_proposed_tokens_do_not_change_the_text(generate, checkpoint):
     plain, _ = generate("--temperature", 0)
     for proposed in (("--draft", checkpoint), ("--prompt-lookup", 3)):
         text, speed = generate("--temperature", 0, *proposed)

@@ -477,7 +477,7 @@ def _noted(function, calls):
     return lambda *args: (calls.append(1), function(*args))[1]
 
 
-def test_hooks_and_streamers_use_the_loop_of_transformers():
+def test_hooks_and_outputs_use_the_loop_of_transformers():
     model, ids = build("gla").eval(), torch.randint(3, SIZES["vocab_size"], (1, 5))
     seen = []
     handle = model.model.register_forward_hook(lambda *_: seen.append(1))

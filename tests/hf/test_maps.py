@@ -13,7 +13,7 @@ from headrace.layers.blocks import stack
 from headrace.layers.maps import asking, weights
 from headrace.spec import Pattern
 from headrace.utils.errors import InputError
-from tiny import SIZES, T, build, close, tokens
+from tiny import SIZES, T, build, close, perturbed, tokens
 
 LAYERS = [
     "linear-attention", "retnet", "mamba3", "log-linear-mamba2", "mesa", "rwkv6", "mlstm", "residual-delta", "comba",
@@ -30,10 +30,7 @@ BOUNDS = torch.tensor([0, 4, 4, T])
 def layer_of(name):
     torch.manual_seed(0)
     layer = headrace.Mixer(name, hidden_size=SIZES["hidden_size"], num_heads=4).double()
-    with torch.no_grad():
-        for p in layer.parameters():
-            p.add_(0.1 * torch.randn_like(p))
-    return layer, torch.randn(2, T, SIZES["hidden_size"], dtype=torch.float64)
+    return perturbed(layer), torch.randn(2, T, SIZES["hidden_size"], dtype=torch.float64)
 
 
 def called(layer, x, state=None, **where):
@@ -75,8 +72,6 @@ def test_maps_times_values_is_what_the_heads_read(name):
 @pytest.mark.parametrize("name", ["transformer", "gqa", "flash-reference", "sliding-window"])
 def test_maps_of_softmax_attention_are_probabilities_of_queries_and_keys(name):
     layer, x = layer_of(name)
-    seen = {}
-    layer.q_proj.register_forward_hook(lambda *a: seen.update(q=a[2]))
     *_, A, _ = called(layer, x)
     close(A.sum(-1), torch.ones_like(A[..., 0]))
     if name == "transformer":

@@ -265,6 +265,11 @@ def test_a_pack_is_not_gone_behind():
             assert cache.columns == 10 and cache.pending == 0
         cache.rewind(cache.columns)
         assert torch.equal(model(ids, past_key_values=cache).logits, model(ids).logits)
+        cache.reset()
+        for _ in range(2):  # the second one drops the snapshot between them
+            model(ids, cu_seqlens=torch.tensor([0, 4, 9]), past_key_values=cache)
+            cache.snapshot()
+        assert cache.snapshots.columns == [0, 18]
 
 
 @torch.no_grad()

@@ -19,10 +19,7 @@ TARGETS = ["softmax-gated-deltanet", "mamba and s4", "hybrid", "transformer", "g
 
 def near(model, size):
     """A model that often predicts the same."""
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for p in other.parameters():
-            p.add_(torch.randn_like(p), alpha=size)
+    other = tiny.perturbed(copy.deepcopy(model), size)
     other.generation_config.num_assistant_tokens = PROPOSED
     return other
 

@@ -1,4 +1,4 @@
-"""BERT against transformers', weights copied; its task; encoders of other mixers."""
+"""BERT against transformers', weights copied, and its task."""
 
 import numpy as np
 import pytest
@@ -14,8 +14,6 @@ from headrace.verification.verify import relative
 from tiny import gradients_agree, perturbed
 
 V, D, H, WIDTH, LAYERS = 29, 32, 4, 48, 2
-SPARSE = ["bert(mixer=longformer(pattern.window=6))", "bert(mixer=bigbird(pattern.block=3, pattern.window=9))"]
-MODELS = ["bert", "bert(mixer=softmax-gla)", *SPARSE, "bert(mixer=mamba, style.positions=none)"]
 
 
 def build(name, **changes):

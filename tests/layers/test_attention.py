@@ -16,6 +16,7 @@ from headrace.layers.attention.sdpa import attend
 from headrace.layers.blocks.stack import sinusoidal
 from headrace.utils.errors import InputError
 from headrace.verification.verify import relative
+from tiny import perturbed
 
 # --- whole models ----------------------------------------------------------------------------------------------------
 
@@ -38,10 +39,7 @@ MODELS = {
 def test_model_equals_llama_or_mistral(mixer):
     config, model, options = MODELS[mixer]
     shape = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 29}
-    theirs = model(config(**shape, num_attention_heads=6, **options)).eval()
-    with torch.no_grad():
-        for p in theirs.parameters():
-            p.add_(0.2 * torch.randn_like(p))
+    theirs = perturbed(model(config(**shape, num_attention_heads=6, **options)).eval(), 0.2)
     ours = HeadraceForCausalLM(HeadraceConfig(**shape, mixer=mixer, num_heads=6, tie_word_embeddings=False)).eval()
     weights = theirs.state_dict()
     for old, new in RENAMED.items():

@@ -9,7 +9,7 @@ import torch
 from headrace import Mixer, compile_blocks, layers, quantize, set_backend, zoo
 from headrace.hf import HeadraceForCausalLM
 from headrace.spec.stack import BlockStyle, Decoder, Experts, Layer
-from tiny import SIZES, close, config
+from tiny import SIZES, close, config, gradients_agree
 
 pytestmark = pytest.mark.filterwarnings(  # PyTorch's own, of what its compiler does itself
     "ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor that is not a leaf"
@@ -33,7 +33,7 @@ def loss_and_gradients(model, call, ids):
     model.zero_grad()
     loss = call(ids, labels=ids, use_cache=False).loss
     loss.backward()
-    return [loss, *(p.grad.clone() for p in model.parameters())]
+    return {"loss": loss.detach()} | {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 # Tracing every expert's products takes long: one layer.
@@ -46,8 +46,7 @@ def test_compiled_training_equals_uncompiled():
     model = build(EXPERTS, num_hidden_layers=1).train()
     ids = torch.randint(1, SIZES["vocab_size"], (2, 9))
     results = loss_and_gradients(model, compiled(model, "aot_eager"), ids)
-    for mine, theirs in zip(results, loss_and_gradients(model, model, ids), strict=True):
-        close(mine, theirs, 1e-5)
+    gradients_agree(results, loss_and_gradients(model, model, ids), 1e-5)
 
 
 @pytest.mark.slow(seconds=30)
@@ -66,8 +65,7 @@ def test_compiled_blocks_are_one_graph_for_all_layers_and_lengths(mixer, backend
     compile_blocks(model, fullgraph=True, backend=backend)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for ids, of_the_model in zip(lengths, expected, strict=True):
-            for mine, theirs in zip(loss_and_gradients(model, model, ids), of_the_model, strict=True):
-                close(mine, theirs, 1e-5)
+            gradients_agree(loss_and_gradients(model, model, ids), of_the_model, 1e-5)
     assert list(model.state_dict()) == names
 
 

@@ -3,7 +3,6 @@ are converted: tests/convert/test_families.py."""
 
 import pytest
 import torch
-from torch import nn
 from transformers import (
     GPT2Config,
     JambaConfig,
@@ -13,6 +12,7 @@ from transformers import (
     ZambaForCausalLM,
 )
 
+from attention_layers import randomized
 from headrace.convert import FORMATS
 from headrace.hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM
 from headrace.layers.blocks.block import MLP, Sizes
@@ -26,12 +26,6 @@ EXACT = 1e-10
 IN_FLOAT32 = 1e-5  # theirs computes its norms and scans in float32: over seeds the gradients are at most 2e-6 apart
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": D, "num_heads": H, "num_hidden_layers": LAYERS}
 BIASED = "transformer(rotary=false, bias=true)"
-
-
-def randomized(model):
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return model.eval()
 
 
 def ours(mixer, **settings):

@@ -6,8 +6,7 @@ from torch import nn
 from transformers import T5Config
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from attention_layers import D, H, agree, d
-from headrace import layers, zoo
+from attention_layers import D, H, agree, d, layer
 from headrace.extra.encoder import BothWays, over_all
 from headrace.history import models
 from headrace.history.layers import flash
@@ -20,6 +19,7 @@ from headrace.spec import AttentionSpec, MixerSpec, Read, Write
 from headrace.spec.attention import Rope
 from headrace.utils.errors import InputError
 from headrace.verification.verify import relative
+from tiny import perturbed
 
 PLAIN = AttentionSpec(rotary=False)
 T5 = AttentionSpec(rotary=False, buckets=32, scale="one")
@@ -27,11 +27,7 @@ LENGTHS = (9, 5, 1)  # of the rows below
 
 
 def build(spec, dtype=torch.float64, **settings):
-    layer = layers.build(zoo.get(spec), hidden_size=D, num_heads=H, **settings).to(dtype)
-    with torch.no_grad():
-        for p in layer.parameters():
-            p.add_(0.3 * torch.randn_like(p))
-    return layer
+    return perturbed(layer(spec, dtype, **settings), 0.3)
 
 
 def rows():

@@ -10,16 +10,13 @@ import torch.nn.functional as F
 from attention_layers import agree
 from headrace import Mixer
 from headrace.verification.verify import relative
+from tiny import perturbed
 
 B, T, D, H = 2, 19, 24, 4
 
 
-def layer_of(expression, scale=0.3):
-    layer = Mixer(expression, hidden_size=D, num_heads=H, layer_idx=1, num_layers=3).double()
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=scale)
-    return layer
+def layer_of(expression):
+    return perturbed(Mixer(expression, hidden_size=D, num_heads=H, layer_idx=1, num_layers=3).double(), 0.3)
 
 
 def loop(layer, q, k, v, decay, bonus=None, scale=1.0):

@@ -21,7 +21,7 @@ from headrace.layers.packing import padding_mask
 from headrace.ops.sequences import Sequences
 from headrace.spec import AttentionSpec, Pattern, Rope
 from headrace.utils.errors import InputError
-from tiny import by_state, covering
+from tiny import by_state, close, covering
 
 D, H = 24, 6
 
@@ -53,10 +53,6 @@ def attention(request):
 
 def inputs(B, T):
     return torch.randn(B, T, D, dtype=torch.float64)
-
-
-def close(a, b):
-    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(("name", "layer"), [("distances", "EarlyAttention"), ("capped", "CappedAttention")])

@@ -13,8 +13,7 @@ from headrace.ops.backends.base import OPERATIONS, Backend, Kernel
 from headrace.ops.backends.native import library as native
 from headrace.ops.dispatch import BACKENDS
 from headrace.ops.reference import literal
-from headrace.training import recipes
-from headrace.training.model import estimate
+from headrace.training import model, recipes
 from headrace.verification.verify import relative, verify
 
 D = 32
@@ -141,12 +140,19 @@ def test_model_on_one_backend():
         set_backend(model, "cuda")
 
 
+def test_layers_that_use_the_op_have_a_backend():
+    """docs/layer.md lists the others."""
+    without = {name for table in zoo.TABLES.values() for name in table if not hasattr(layer(name), "backend")}
+    assert without == {*zoo.SCANS, *zoo.ATTENTION, *zoo.OTHERS, "rwkv7", "gla-outer"}
+
+
 @pytest.mark.parametrize("backend", ["native", "triton"])
 def test_estimated_costs_do_not_depend_on_the_environment(backend, monkeypatch):
     recipe, _ = recipes.load("laptop-1m", {"mixer": "softmax-gla"})
-    expected = estimate(recipe)
+    expected = model.estimate(recipe)
+    model._counted.cache_clear()
     monkeypatch.setenv("HEADRACE_BACKEND", backend)
-    assert estimate(recipe) == expected
+    assert model.estimate(recipe) == expected
 
 
 @torch.no_grad()

@@ -75,7 +75,7 @@ def test_number_of_library_calls_is_independent_of_length(rule, decay, gates, pa
         for way, names in enumerate(result):
             assert not WAITS & names.keys()
             ceiling = CEILINGS[rule, decay][way] + GATES[rule][way] * gates + PACKED[way] * packed
-            assert names.total() - scan <= ceiling + RAGGED[way] * (tokens % 64 > 0)
+            assert 0 < names.total() - scan <= ceiling + RAGGED[way] * (tokens % 64 > 0)
 
 
 def test_bounds_are_checked_on_the_device():

@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention_layers import agree
-from foreign_layers import COMPOSED, D, H, randomized, rwkv6
+from attention_layers import agree, randomized
+from foreign_layers import COMPOSED, D, H, rwkv6
 from headrace import linear_attention, zoo
 from headrace.layers.linear.mixer import LinearMixer
 from headrace.ops.reference import literal

@@ -57,6 +57,7 @@ def launches(
             **tensors, **gates, initial_state=state, **FAMILIES[family].options(), backend="triton"
         )
         torch.autograd.backward(results, [torch.ones_like(x) for x in results])
+    assert [x.kernel for x in found] == KERNELS
     return found
 
 
@@ -65,7 +66,6 @@ def test_kernels_use_matrix_units_and_fit(gpu, family):
     """Two launches forward and four backward, all on matrix units, in the GPU's shared memory, with little spilled
     and no product computed twice."""
     found = launches(gpu, family)
-    assert [x.kernel for x in found] == KERNELS
     assert all(x.code.matrix for x in found)
     assert max(x.code.shared for x in found) <= dry.GPUS[gpu].shared
     older = OLDER if TorchVersion(triton.__version__) < "3.9" else {}
@@ -77,7 +77,6 @@ def test_kernels_use_matrix_units_and_fit(gpu, family):
 def test_float32_kernels_fit():
     """Their tiles, larger than those of bfloat16, are on matrix units and in the GPU's shared memory, too."""
     found = launches("gfx942", "scalar", K=256, dtype=torch.float32)
-    assert [x.kernel for x in found] == KERNELS
     assert all(x.code.matrix for x in found)
     assert max(x.code.shared for x in found) <= dry.GPUS["gfx942"].shared
     assert max(x.code.stack for x in found) <= 1456  # as in research/docs/benchmarks.md
@@ -97,7 +96,6 @@ def test_kernels_fit_at_model_shapes(family):
     """RetNet and Gated DeltaNet of 340M parameters on Hopper, little spilled and nothing computed twice."""
     K, V = SHAPES[family]
     found = launches("sm_90", family, K=K, V=V)
-    assert [x.kernel for x in found] == KERNELS
     assert all(x.code.matrix and x.code.stack <= SPILLED[family] for x in found)
     assert [x.code.macs for x in found if "scan" in x.kernel] == [units * 64**3 for units in UNITS[family]]
 

@@ -162,8 +162,7 @@ def test_vanishing_beta_and_closed_gates(monkeypatch, rule):
     zero_one = (torch.arange(130) % 2).double()[None, :, None].expand(1, 130, 2)
     arguments |= {"read_gate": zero_one, "write_gate": 1 - zero_one, "beta": torch.full((1, 130, 2), 1e-12).double()}
     forward, backward = errors_in_float32(arguments, monkeypatch, rule)
-    assert forward <= 1e-4
-    assert backward <= 1e-4
+    assert max(forward, backward) <= ROUNDED
 
 
 def test_70001_tokens_at_once_and_in_pieces(backend):

@@ -134,7 +134,7 @@ COUNTS = {
 def test_uncompiled_blocks_move_and_keep_no_more_than_they_did(mixer):
     moved, kernels, kept = COUNTS[mixer]
     found = uncompiled(mixer)
-    assert found[0] <= moved + 1 and found[1] <= kernels and found[2] <= kept
+    assert moved / 2 < found[0] <= moved + 1 and kernels / 2 < found[1] <= kernels and kept / 2 < found[2] <= kept
 
 
 def kept_compiled(block: Block, backend: Any) -> int:

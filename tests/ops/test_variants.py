@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention_layers import agree
+from attention_layers import agree, randomized
 from headrace import layers, zoo
 from headrace.layers.linear.features import FEATURE_MAPS, sum_norm
 from headrace.verification.verify import relative
@@ -13,11 +13,8 @@ from tiny import covering
 D, H, T = 32, 4, 50
 
 
-def build(name, **changes):
-    mixer = layers.build(zoo.get(name), **{"hidden_size": D, "num_heads": H, **changes}).double()
-    for parameter in mixer.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return mixer
+def build(name):
+    return randomized(layers.build(zoo.get(name), hidden_size=D, num_heads=H).double())
 
 
 def heads(mixer, x, names="qkv"):
