@@ -51,7 +51,8 @@ def test_tensor_parallelism_is_refused(folder, name, value):
 
 def run(program, *words, cache):
     """(exit code, output, errors) of a program that knows headrace from the folder alone."""
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_MODULES_CACHE": str(cache)}
+    offline = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"), "1")
+    offline |= dict.fromkeys(("HF_MODULES_CACHE", "HF_DATASETS_CACHE"), str(cache))
     done = fresh.run(program, *map(str, words), folder=cache, before=fresh.TRANSFORMERS, **offline)
     return done.returncode, done.stdout, done.stderr
 
