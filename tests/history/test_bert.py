@@ -159,6 +159,11 @@ def test_models_are_built_by_name_or_spec():
             build(name)
 
 
+def test_bert_may_have_no_mlp():
+    bert = build("bert(style.mlp=none)").eval()
+    assert bert.encoder.layers[0].mlp is None and bert(torch.tensor([[2, 3, 4]])).logits.isfinite().all()
+
+
 def test_too_short_row_is_refused():
     with pytest.raises(InputError, match="length=7; expected at least 8"):
         Masked(length=7)

@@ -84,7 +84,7 @@ def build_norm(sizes: Sizes, inputs: int = 1) -> nn.Module:
 def build_mlp(kind: str, sizes: Sizes) -> nn.Module | None:
     """Returns the MLP or mixture of experts of a layer, or None. kind: the layer's `mlp`."""
     style, width = sizes.style, sizes.intermediate_size
-    if kind == "none" or width is None:
+    if "none" in (kind, style.mlp) or width is None:
         return None
     if kind == "one":
         return named(MLPS[style.mlp])(sizes.hidden_size, width) if style.mlp in MLPS else MLP(sizes)
