@@ -202,6 +202,11 @@ class GroupedHeads(Heads):
         groups = mixer.spec.kv_heads or mixer.H
         mixer.parts |= {"k": groups * mixer.K, "v": groups * mixer.V}
 
+    def native(self, mixer: Any) -> dict[str, Any]:
+        if mixer.spec.qk_norm == "joint" and not mixer.spec.window and mixer.parts["k"] < mixer.parts["q"]:
+            raise UnsupportedError("it does not support qk_norm='joint' of keys that heads share without a window")
+        return super().native(mixer)
+
     def __call__(self, mixer: Any, t: Tokens) -> None:
         for name, size in (("k", mixer.K), ("v", mixer.V)):
             x = t.parts[name].unflatten(-1, (-1, size))
@@ -276,7 +281,8 @@ class WindowedSpec(LinearizedSpec):
         G = self.kv_heads or H
         writes = self.competition is not None and self.competition.write != "none"
         shapes |= {"k": (self.window, G, K), "v": (self.window, H if writes else G, V + 1)}
-        if self.decay.kind != "none" and not DECAYS[self.decay.kind].fixed:
+        frozen = self.competition is not None and self.competition.freeze  # a fixed decay then differs by token
+        if self.decay.kind != "none" and (frozen or not DECAYS[self.decay.kind].fixed):
             shapes["decay"] = (self.window, H)
         return shapes
 
