@@ -9,10 +9,14 @@ COMPLEMENT = r"inputs\.key='complement'"
 STRENGTH = r"write\.beta='\w+' is defined for"
 LEVELS, RIDGE = r"levels=4 weights what is read", r"ridge_steps=30 is of a memory Σ β kᵀv"
 STEPS, REMOVED = "steps=2 makes several updates", "changes what the delta rule removes"
+XPOS = "map=none, inputs.rotary_first=false, read.norm=rms, decay.kind=xpos"
+LONG = "map=none, inputs.rotary_first=false, inputs.qk_norm=l2, read.norm=rms, write.rule=delta, rope.kind=yarn, "
+LONG += "rope.factor=32, rope.original=4"
 # What a mixer cannot be with each of these changes.
 CHANGES = {
     "deltanet": {"inputs.qk_norm=sum": "can make vanish", "inputs.qk_norm=none": "diverges"},
     "retnet": {"decay.kind=xpos, inputs.rotary=false": "is defined for rotated q and k"},
+    "xpos-retnet": {"inputs.feature_map=dpfp-1": "neither dpfp nor a learned map"},
     "taylor-softmax": {"decay.kind=xpos": "order=None"},
     "residual-delta": dict.fromkeys(
         ("write.rule=add", "write.beta=one", "write.residual_chunk=0"), "residual_chunk"
@@ -45,6 +49,14 @@ CHANGES = {
     "hedgehog": {
         f"map=none, qk_norm={norm}, inputs.key=complement, inputs.rotary=false, inputs.rotary_first=false, "
         "read.norm=rms, decay.kind=sigmoid": "are of a key that is projected" for norm in ("head", "joint")
+    } | {
+        f"read.norm=rms, write.rule=delta, write.beta=sigmoid, write.steps=2, inputs.qk_norm={norm}": "maps one key"
+        for norm in ("l2", "sum")
+    } | {
+        "inputs.qk_norm=rms-bias": "can vanish or change sign",
+        "inputs.rotary_first=false, read.norm=rms, decay.kind=xpos": "neither dpfp nor a learned map",
+        f"{XPOS}, rope.dims=4": "is of all 8 key channels",
+        f"{LONG}, write.beta=sigmoid-2": "1.35 times as long after their norm", f"{LONG}, inputs.order=1": "as long",
     },
     "rwkv6": {"read.affine=false": "whose weight is optional"},
     "linear-attention": {"read.by_length=true": "has no effect", "inputs.rotary=true": "rotary_first"},

@@ -184,6 +184,10 @@ def test_invalid_sizes_are_refused(name, size, value):
             user(**sizes)
 
 
+def test_a_gate_of_v_per_channel_is_a_gate():
+    assert zoo.get("gated-deltanet-2(read.gate=none)").gated and not zoo.get("deltanet").gated
+
+
 def test_width_too_small_for_its_heads_is_refused():
     with pytest.raises(InputError, match="num_heads=4 does not divide"):
         MixerSpec(Heads(expand_k=1e-9)).head_dims(32, 4)

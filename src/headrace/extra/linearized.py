@@ -25,6 +25,7 @@ from ..spec.attention import Rope
 from ..spec.linear import Inputs, MixerSpec, Read
 from ..spec.mixer import Facts
 from ..spec.serialize import TYPES
+from ..utils.errors import require
 from .registration import register_mixer
 
 FARTHEST = 30.0  # |W x| up to which map="exp" is e^(W x): a product of two features is then at most e^60
@@ -151,6 +152,17 @@ class LinearizedSpec(MixerSpec):
         yield not first, "qk_norm='late' follows a rotation before the map; expected inputs.rotary_first=True"
         yield not self.inputs.rotary and self.rope != Rope(), "rope sets frequencies; expected inputs.rotary=True"
         yield (
+            self.map != "none" and self.write.steps > 1,
+            f"map={self.map!r} maps one key per token and head; expected write.steps=1 or map='none', got "
+            f"{self.write.steps}",
+        )
+        yield (
+            self.write.rule == "delta" and self.inputs.rotary and not self.inputs.rotary_first and self._lengthens,
+            f"rope makes keys {self.rope.scale:.3g} times as long after their norm, by which write.rule='delta' with "
+            f"write.beta={self.write.beta!r} and inputs.order={self.inputs.order} diverges once β‖k‖² > 2; expected "
+            "rope.amplitude=1, or inputs.rotary_first=True",
+        )
+        yield (
             self.rope.by_length,
             f"rope.kind={self.rope.kind!r} turns all keys again when a sequence grows, which a memory cannot; expected "
             "another kind",
@@ -158,7 +170,13 @@ class LinearizedSpec(MixerSpec):
 
     @property
     def positive(self) -> bool:
-        return self.map != "none" or super().positive
+        return (self.map != "none" and self.inputs.qk_norm != "rms-bias") or super().positive
+
+    @property
+    def _lengthens(self) -> bool:
+        """Whether a rotation after the norm of k may make β‖k‖² more than 2."""
+        square, most = self.rope.scale**2, 2 if self.write.beta == "sigmoid-2" else 1
+        return most * square > 2 or (self.inputs.order is not None and square > 1)
 
     def features(self, key_dim: int) -> int:
         return 2 * key_dim if self.map != "none" else super().features(key_dim)
@@ -167,6 +185,8 @@ class LinearizedSpec(MixerSpec):
         K, V = super().head_dims(hidden_size, num_heads)
         if self.inputs.rotary:
             self.rope.require_width(K)
+        whole = self.decay.kind != "xpos" or self.rope.dims in (None, K)
+        require(whole, f"decay.kind='xpos' is of all {K} key channels; expected rope.dims=None, got {self.rope.dims}")
         return K, V
 
 

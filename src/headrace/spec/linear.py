@@ -125,7 +125,7 @@ class MixerSpec(Spec):
     @property
     def gated(self) -> bool:  # type: ignore[override]
         """Whether the layer has an output gate, a gate on v or competing heads."""
-        return self.competition is not None or self.read.gate != "none" or self.inputs.value_gate
+        return any((self.competition, self.read.gate != "none", self.inputs.value_gate, self.write.erase == "channel"))
 
     def _objections(self):
         yield from self._objections_to_division()
@@ -165,9 +165,9 @@ class MixerSpec(Spec):
             f"write.rule='delta' with inputs.qk_norm={inputs.qk_norm!r} diverges once β‖k‖² > 2; expected 'l2', 'sum'",
         )
         yield (
-            decay.kind == "xpos" and (not inputs.rotary or inputs.rotary_first or inputs.order is not None),
-            f"decay.kind='xpos' is defined for rotated q and k; expected inputs.rotary=True, rotary_first=False and "
-            f"order=None, got {inputs.rotary}, {inputs.rotary_first} and {inputs.order}",
+            decay.kind == "xpos" and (not inputs.rotary or inputs.rotary_first or self.memory_rows(2) != 2),
+            "decay.kind='xpos' is defined for rotated q and k; expected inputs.rotary=True, rotary_first=False, order="
+            f"None, neither dpfp nor a learned map, got {inputs.rotary}, {inputs.rotary_first} and {inputs.order}",
         )
         kind = DECAYS.get(decay.kind)
         per_channel = kind is not None and kind.shape is DecayShape.VECTOR
@@ -215,7 +215,7 @@ class MixerSpec(Spec):
         H = self.num_heads(hidden_size or 0, num_heads or 0)
         single = self.read.norm == "rms-groups" and groups in (None, H)  # a head per group
         cancels = self.read.norm in HEAD_NORMS or single
-        if gate is not None and gate.read == "query" and cancels:
+        if gate is not None and gate.read == "query" and cancels and not (self.sums or self.read.skip):
             sentences.append(
                 f"competition.read='query' scales q by one number per head and read.norm={self.read.norm!r} divides it "
                 "out again: the read gate acts only where it is below sqrt(ε / mean square of the readout); "
