@@ -124,8 +124,32 @@ def test_changes_of_a_named_competition_stay_in_their_expression():
 @torch.no_grad()
 def test_read_gate_follows_the_norm_of_groups_of_one_head():
     """Which is the norm of a head, and would cancel a gate before it."""
-    one, groups = (layers.Mixer(f"softmax-gla(read.norm={norm})", hidden_size=32) for norm in ("rms", "rms-groups"))
+    norms = "rms", "rms-groups", f"rms-groups, heads.qk_groups={H}"
+    one, *others = (layers.Mixer(f"softmax-gla(read.norm={n})", hidden_size=D, num_heads=H) for n in norms)
     torch.nn.init.normal_(one.read_competition.weight)
-    groups.load_state_dict(one.state_dict() | {"norm_weight": one.norm_weight.repeat(one.H)})
-    x = torch.randn(2, 5, 32)
-    assert torch.allclose(groups(x)[0], one(x)[0], atol=1e-5)
+    x = torch.randn(2, 5, D)
+    for groups in others:
+        groups.load_state_dict(one.state_dict() | {"norm_weight": one.norm_weight.repeat(one.H)})
+        assert torch.allclose(groups(x)[0], one(x)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("mixer", ["gla(competition=paper, read.skip=true)", "mlstm(competition=paper)"])
+@torch.no_grad()
+def test_read_gate_on_q_acts_where_the_norm_does_not_divide_it_out(mixer):
+    """A skip is added before the norm, and a memory with a sum of weights is gated after it: nothing is idle."""
+    spec = zoo.get(mixer)
+    layer, x = layers.build(spec, hidden_size=D, num_heads=H), torch.randn(2, 5, D)
+    before, _ = layer(x)
+    torch.nn.init.normal_(layer.read_competition.weight)
+    assert not spec.idle_gates(D, H) and (layer(x)[0] - before).norm() > 0.05 * before.norm()
+
+
+@torch.no_grad()
+def test_heads_compete_by_keys_with_as_many_channels_as_features():
+    """The key of HGRN2 is 1 − the decay, which has a number for each feature of q."""
+    spec = zoo.get("softmax-hgrn2(inputs.feature_map=dpfp-1)")
+    layer, x = layers.build(spec, hidden_size=D, num_heads=H), torch.randn(2, 5, D)
+    assert layer.write_competition.weight.shape == (H, 2 * layer.K)
+    before, _ = layer(x)
+    torch.nn.init.normal_(layer.write_competition.weight)
+    assert (layer(x)[0] - before).norm() > 0.01 * before.norm()

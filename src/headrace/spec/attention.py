@@ -200,10 +200,8 @@ class AttentionSpec(SoftmaxSpec):
             "form='tiles' supports neither buckets, null nor pattern; expected none of them, or form='sdpa'",
         )
         yield from super()._objections()
-        yield (
-            self.rope.by_length and self.pattern is not None,
-            f"rope.kind={self.rope.kind!r} with a pattern is not available; expected pattern=None",
-        )
+        turned = self.rope.by_length and self.pattern is not None
+        yield turned, f"rope.kind={self.rope.kind!r} with a pattern is not available; expected pattern=None"
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
         """Returns the key and value dimensions per head. Raises InputError for sizes that do not divide."""

@@ -158,7 +158,7 @@ class Compete(Stage):
         if gate.read != "none":
             mixer.read_competition = HeadCompetition(gate, *sizes, mixer.K)
         if gate.write != "none":
-            width = mixer.spec.write.steps * mixer.K
+            width = mixer.spec.write.steps * mixer.K if "k" in mixer.parts else mixer.spec.memory_rows(mixer.K)
             mixer.write_competition = HeadCompetition(gate, *sizes, width, gate.memories_per_head)
 
     def native(self, mixer: Any) -> dict[str, Any]:

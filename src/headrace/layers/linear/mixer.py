@@ -5,6 +5,7 @@ Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -96,7 +97,8 @@ class LinearMixer(Mixer, HasBackend):
         self.state_shapes = spec.state_shapes(hidden_size, num_heads) | ({"tokens": ()} if spec.counts_tokens else {})
         self.depth, self.height = layer_idx / max(num_layers - 1, 1), 1 - layer_idx / num_layers
         self.share = (layer_idx + 1) / num_layers  # fraction of the layers up to and including this one
-        self.inputs, self.readout = _applying(self.INPUTS, spec), _applying(self.READOUT, spec)
+        self.inputs = _applying(self.INPUTS, spec)
+        self.readout = _applying(self.READOUT, replace(spec, heads=replace(spec.heads, count=self.H)))
         self.recur: Any = _applying(self.RECURRENCES, spec)[0]
         self.memory = *_applying(self.VALUES, spec), self.recur, *_applying(self.SUMS, spec)
         self._build(hidden_size)
