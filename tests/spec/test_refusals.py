@@ -79,6 +79,7 @@ CHANGES = {
         "write.residual_chunk=4", "write.erase=feedback", "write.steps=2",
     )},
     "mesa": dict.fromkeys(("read.scale=key", "write.rule=delta", "decay.kind=sigmoid", "read.bonus=true"), RIDGE),
+    "softmax-mesa": {"competition.top_k=2, competition.freeze=true": "with ridge_steps keeps no memory"},
     "sliding-window": {
         "pattern.window=0": "window=0; expected at least 1", "forget=true": "forget=True supports neither",
         "rope.kind=dynamic, rope.original=4, pattern.window=4": "with a pattern is not available",

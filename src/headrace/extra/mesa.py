@@ -158,6 +158,12 @@ class MesaSpec(MixerSpec):
             "write.rule='add', no decay per key channel, read.scale='one', read.norm without a sum, read.bonus=False, "
             "and write.beta neither 'exp' nor 'trapezoid'",
         )
+        gate = self.competition
+        yield (
+            gate is not None and gate.freeze and gate.write != "beta",
+            "competition.freeze=True with ridge_steps keeps no memory, as M has no values that a gate could multiply; "
+            "expected competition.write='beta'",
+        )
 
     def columns(self, K: int, V: int) -> int:
         return super().columns(K, V) + self.memory_rows(K)
