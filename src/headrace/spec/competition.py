@@ -10,7 +10,7 @@ from .record import PositiveFloat, PositiveInt, Range, Record
 class Competition(Record):
     """Softmax linear attention: a softmax over the heads gates writes and reads (arXiv 2602.01744, equations 3-16)."""
 
-    # the read gate multiplies q (the paper), or the output of the per-head norm
+    # the read gate multiplies q (the paper; not with beta="exp" or norm "detached"), or the output of the per-head norm
     read: Literal["none", "query", "after_norm"] = "after_norm"
     # the write gate multiplies v (equation 14), or is added to β's logit
     write: Literal["none", "value", "beta"] = "value"

@@ -60,7 +60,7 @@ class Inputs(Record):
     # q and k divided by their L2 norm, by the sum of their features, or by their root mean square, with a weight per
     # channel and a bias per head after it (Mamba-3)
     qk_norm: Literal["none", "l2", "sum", "rms-bias"] = "none"
-    rotary: bool = False  # whether q and k get rotary position embeddings
+    rotary: bool = False  # whether q and k get rotary position embeddings; of more features than K, the first K do
     # share of the key channels that rotate by the sum of angles computed from the tokens, times dt (Mamba-3)
     turns: Annotated[float, Range("0 to 1", lambda x: 0 <= x <= 1)] = 0.0
     rotary_first: bool = False  # whether the rotation comes before the feature map
