@@ -22,7 +22,7 @@ public:
 
     void enter() {
         const std::int64_t position = p.tokens ? p.tokens[sequence]++ : 0;
-        const int heads_of_k = static_cast<int>(p.window ? p.Hk : p.Hq);
+        const int own_k = static_cast<int>(p.Hk), heads_of_k = p.window ? own_k : Hq;
         const auto rotate = [&](int when) {
             if (p.rotary == when) TokenRow::rotate(position, when == kinds::rotary::last ? F : K, q, Hq, k, heads_of_k);
         };
@@ -33,7 +33,7 @@ public:
         if (!p.window) share_keys_and_values();
         if (p.read) compete(read, q, p.read_scores);
         if (p.write) compete(write, k, p.write_scores);
-        if (p.head_norm) normalize_heads(q, Hq, p.q_norm), normalize_heads(k, heads_of_k, p.k_norm);
+        if (p.head_norm) normalize_heads(q, Hq, Hq, p.q_norm), normalize_heads(k, heads_of_k, own_k, p.k_norm);
         rotate(kinds::rotary::first);
         make_decay();
         make_beta();
@@ -161,9 +161,12 @@ private:
     }
 
     // --- q and k ------------------------------------------------------------------------------------------------------
-    void normalize_heads(float* y, int heads, const void* weight) {
-        const int width = p.head_norm == kinds::head_norm::joint ? heads * K : K;
-        fill(low, weights(weight), width);
+    // A joint norm has weights for `given` heads, which y may repeat.
+    void normalize_heads(float* y, int heads, int given, const void* weight) {
+        const bool joint = p.head_norm == kinds::head_norm::joint;
+        const int width = joint ? heads * K : K;
+        fill(low, weights(weight), joint ? given * K : K);
+        if (joint) share(low, given, heads, K);
         for (float* part = y; part < y + heads * K; part += width) rms(part, low, width, p.head_eps);
     }
     void shape(float* y, const void* learned) {
