@@ -20,6 +20,7 @@ from ..layers.linear.features import RotateFirst
 from ..layers.linear.mixer import LinearMixer
 from ..layers.linear.stage import Stage, Tokens
 from ..layers.linear.token import TOKENS, add_mixer
+from ..ops.backends.native.program import UnsupportedError
 from ..ops.call import accumulator
 from ..spec.attention import Rope
 from ..spec.linear import Inputs, MixerSpec, Read
@@ -88,7 +89,10 @@ class QKNorm(Stage):
             setattr(mixer, f"{name}_norm", nn.RMSNorm(width, eps=mixer.norm_eps))
 
     def native(self, mixer: Any) -> dict[str, Any]:
-        return {"head_norm": mixer.spec.qk_norm, "head_eps": mixer.q_norm.eps}
+        eps = mixer.q_norm.eps
+        if eps is None or eps != mixer.k_norm.eps:
+            raise UnsupportedError(f"it does not support norms of q and k with eps={eps} and {mixer.k_norm.eps}")
+        return {"head_norm": mixer.spec.qk_norm, "head_eps": eps}
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
         for name in "qk":

@@ -18,7 +18,7 @@ ABSENT: dict[str, Any] = dict.fromkeys(NONE, "none") | {
     "feature_map": "identity", "beta": "one", "order": "norm-gate", "source": "head", "activation": "softmax",
     "gate_scale": "identity", "turned": 0, "window": 0, "amplitude": 1.0, "head_eps": 0.0, "frequencies": None,
 }  # fmt: skip
-OPTIONAL = ("conv_bias", "bonus", "skip", "q_norm", "k_norm")
+OPTIONAL = ("conv_bias", "bonus", "skip")
 STATE_DTYPES = {"tokens": torch.int64, "conv": None}  # None: that of the weights; others: float32
 KINDS = native.names("hr_kinds")  # those that a program supports, by field
 
@@ -35,7 +35,8 @@ def weight_shapes(fields: dict[str, Any]) -> dict[str, Shape]:
     """Returns the shapes of the weights of a layer with these fields, including the OPTIONAL weights."""
     D, H, Hq, K, F, V = (fields[name] for name in ("D", "H", "Hq", "K", "F", "V"))
     q, k = (Hq * K, fields["Hk"] * K) if fields["head_norm"] == "joint" else (K, K)
-    shapes: dict[str, Shape] = {"bonus": (H, F), "skip": (H,), "q_norm": (q,), "k_norm": (k,)}
+    shapes: dict[str, Shape] = {"bonus": (H, F), "skip": (H,)}
+    shapes |= {"q_norm": (q,), "k_norm": (k,)} if fields["head_norm"] != "none" else {}
     if width := fields["conv_width"]:
         shapes |= {"conv_weight": (_channels(fields), 1, width), "conv_bias": (_channels(fields),)}
     if fields["feature_map"].startswith("learned"):
@@ -45,8 +46,7 @@ def weight_shapes(fields: dict[str, Any]) -> dict[str, Shape]:
     up = {"sigmoid": (H * F, reads), "softplus-vector": (H * F, reads), "exp": (reads, H * F)}
     if decay in up:
         shapes |= {"decay_up": up[decay], "decay_bias": (H * F,)}
-    if decay in ("softplus", "sigmoid-head"):
-        shapes["decay_bias"] = (H,)
+    shapes |= {"decay_bias": (H,)} if decay in ("softplus", "sigmoid-head") else {}
     if decay.startswith("softplus"):
         shapes["decay_log"] = (H,)
     scores = {"head": (H, K), "diag": (K, H), "query": (H, Hq * K), "hidden": (H, D)}[fields["source"]]
