@@ -24,13 +24,13 @@ bool sized(const hr_layer& p) {
 bool known(const hr_layer& p) {
     const auto below = [](int kind, int count) { return kind >= 0 && kind < count; };
     return (p.dtype == HR_FLOAT32 || p.dtype == HR_BFLOAT16) && below(p.feature_map, kinds::feature_map::count) &&
-           below(p.qk_norm, kinds::qk_norm::count) && below(p.rotary, kinds::rotary::count) &&
-           below(p.decay, kinds::decay::count) && below(p.rule, kinds::rule::count) &&
-           below(p.beta, kinds::beta::count) && below(p.norm, kinds::norm::count) &&
-           below(p.gate, kinds::gate::count) && below(p.order, kinds::order::count) &&
-           below(p.read, kinds::read::count) && below(p.write, kinds::write::count) &&
-           below(p.source, kinds::source::count) && below(p.activation, kinds::activation::count) &&
-           below(p.gate_scale, kinds::gate_scale::count) &&
+           below(p.head_norm, kinds::head_norm::count) && below(p.qk_norm, kinds::qk_norm::count) &&
+           below(p.rotary, kinds::rotary::count) && below(p.decay, kinds::decay::count) &&
+           below(p.rule, kinds::rule::count) && below(p.beta, kinds::beta::count) &&
+           below(p.norm, kinds::norm::count) && below(p.gate, kinds::gate::count) &&
+           below(p.order, kinds::order::count) && below(p.read, kinds::read::count) &&
+           below(p.write, kinds::write::count) && below(p.source, kinds::source::count) &&
+           below(p.activation, kinds::activation::count) && below(p.gate_scale, kinds::gate_scale::count) &&
            (p.activation != kinds::activation::sigmoid || p.gate_range >= 1) && sized(p);
 }
 
@@ -113,7 +113,7 @@ public:
     Program(const hr_program& p, const hr_operation* operations, const hr_layer* layers, const hr_attention* attentions)
         : p_(p), operations_(operations), layers_(layers), attentions_(attentions),
           working_{&p, nullptr, p.width, nullptr, nullptr, 0, 0, nullptr} {
-        for (std::int64_t i = 0; i < p.layers; i++) {
+        for (std::int64_t i = 0; i < p.layers && known(layers[i]); i++) {
             const LayerStep layer(layers[i], p.rows, nullptr);
             layer_floats_ = std::max(layer_floats_, layer.floats);
             step_bytes_ = std::max(step_bytes_, kernels().step.measure(layer.plan(), layer.step, layer.unit(0)));

@@ -411,6 +411,12 @@ def test_a_struct_of_another_layout_is_one_error(monkeypatch):
         native._load()
 
 
+def test_a_layer_of_no_size_is_refused():
+    """Before the library divides by a number of heads."""
+    program, unsupported = structs.LAYOUTS["hr_program"].pack(native.ABI, 1, 1, 16, 0, 1, 0, 0, 0, 0), 2
+    assert native.library.hr_run(program, b"", bytes(structs.LAYOUTS["hr_layer"].size), b"") == unsupported
+
+
 def test_kinds_are_packed_in_the_order_of_their_fields():
     fields = structs.LAYOUTS["hr_layer"].fields.items()
     assert ["dtype", *layer.KINDS] == [name for name, (kind, _) in fields if kind == "i"]
