@@ -36,6 +36,7 @@ LINEARIZED = [
     "softmax-hedgehog(decay.kind=sigmoid, qk_norm=head)", "softmax-hedgehog(competition.source=query)",
     "lolcats", "lolcats(window=5, kv_heads=2, map=exp, qk_norm=head)", "lolcats(window=1, kv_heads=1)",
     "hedgehog(qk_norm=joint)", "lolcats(window=5, kv_heads=2, qk_norm=joint)",
+    "lolcats(window=0, kv_heads=2, qk_norm=joint)", "softmax-lolcats(window=0, kv_heads=1, qk_norm=joint)",
     "lolcats(window=4, kv_heads=2, decay.kind=sigmoid-head)", "lolcats(window=3, decay.kind=retnet, read.scale=one)",
     "lolcats(window=4, inputs.rotary=false, inputs.rotary_first=false, read.gate=silu)",
     "softmax-lolcats(window=0, kv_heads=2)", "retnet(inputs.feature_map=relu, inputs.rotary_first=true)",
@@ -221,6 +222,23 @@ def test_what_is_not_supported_has_a_reason(mixer, reason):
     assert reason in model.engine.about(model)
     ids = tiny.tokens(2, 9)
     assert is_accurate(model, ids, check=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "reason"),
+    [
+        ("q_norm", {"eps": None}, "norms of q and k with eps=None and 1e-06"),
+        ("k_norm", {"eps": 0.5}, "norms of q and k with eps=1e-06 and 0.5"),
+        ("k_norm", {"eps": 1e-6, "elementwise_affine": False}, "k_norm is not a parameter of the mixer"),
+    ],
+)
+@torch.no_grad()
+def test_a_replaced_norm_of_heads_has_a_reason(name, settings, reason):
+    model = model_of("hedgehog(qk_norm=head)")
+    mixer = model.model.layers[0].mixer
+    setattr(mixer, name, torch.nn.RMSNorm(mixer.K, **settings))
+    assert reason in model.engine.about(model)
+    assert "affine" in str(settings) or is_accurate(model, tiny.tokens(2, 9), check=False)
 
 
 @torch.no_grad()
