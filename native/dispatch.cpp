@@ -70,8 +70,8 @@ int refused(const hr_problem& p, bool grouped_queries = false) {
     return sizes && kinds && bonus && normalizer ? HR_OK : HR_UNSUPPORTED;
 }
 
-// Tokens a chunk. The C×C work inside chunks grows with C, the cost of reading and writing the state between them
-// falls: these balance the earlier, the smaller the state is. A decay per key adds to what is done once for a token.
+// C, the tokens of a chunk. The C×C work inside chunks grows with C, and the cost of reading and writing the state between
+// them falls: a smaller state has a smaller best C. A decay per key adds to the work that each token has for any C.
 int chunk_of(const hr_problem& p) {
     if (p.chunk > 0) return std::clamp((p.chunk + 15) / 16 * 16, 16, 128);
     const bool vector_alone = p.decay == HR_DECAY_VECTOR && !p.delta;
@@ -83,9 +83,9 @@ int threads_for(double products, int most) {
     return static_cast<int>(std::clamp(products / 1e6, 1.0, static_cast<double>(most)));
 }
 
-// Chunks from one kept state to the next, a function of sizes alone, which op.py repeats. The kept states weigh a
-// tenth of the inputs; the backward finds those between again, side by side: where they would take more than AGAIN, as many
-// are kept as found again, within a factor of two.
+// Chunks from one kept state to the next, a function of sizes alone, which op.py repeats. The kept states take a tenth
+// of the inputs' memory. The backward computes the states between two of them again and holds all of these; where they would
+// take more than AGAIN floats, the number kept and the number computed again are equal within a factor of two.
 std::int64_t run_of(const hr_problem& p, int chunk) {
     constexpr std::int64_t AGAIN = (64 << 20) / sizeof(float);
     const std::int64_t state = p.K * p.V, chunks = p.T / chunk, half = p.dtype == HR_BFLOAT16 ? 2 : 1;

@@ -98,7 +98,7 @@ typedef struct hr_scan_gradients {
    Kinds are numbered as hr_kinds() lists them. `dtype` is that of weights and conv; weights are contiguous, as the
    layer's modules hold them, NULL where the layer has no such part. Its input has q (Hq K), k (Hk K), v (Hv V), what the
    decay reads (decay_reads), beta's logits (H) and what the gate reads (gate_reads), those that there are, in this
-   order. Consecutive heads share one of k, v, and of q and k together. Its output is [H V].
+   order. Consecutive heads may share a head of v, and one of q; consecutive heads of q one of k. Its output is [H V].
 
    A learned feature map of q and of k is softmax(y), softmax(-y) or e^y, e^-y of y = sqrt(logit_scale) W x, W [K, K] of
    each head. With a window, k and v are written to the memory by the token that is `window` later, and each reads the

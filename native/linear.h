@@ -1,9 +1,9 @@
 // A linear layer of a few rows: y = x Wᵀ + b, W [outputs, inputs] read where the module holds it, in float32, bfloat16,
 // or int8 with a scale per row.
 //
-// For few rows sums run along the inputs: of R rows of W with M rows of x at a time, and then over their lanes. One row of
-// x is bound by memory: the next rows of W are fetched into the second cache meanwhile. With int8 weights x is rounded to
-// 16-bit integers with a scale for each BLOCK of inputs; sums over a block are exact in 32 bits.
+// For few rows, R rows of W meet M rows of x at a time: vectors of products are added up along the inputs, then their
+// lanes. One row of x is bound by memory: the next rows of W are fetched into the second cache meanwhile. With int8 weights
+// x is rounded to 16-bit integers with a scale for each BLOCK of inputs; sums over a block are exact in 32 bits.
 //
 // For many rows x is transposed, so that a vector has the same input of several rows, and rows of W become float32.
 
