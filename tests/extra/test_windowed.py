@@ -205,15 +205,6 @@ def test_a_fixed_decay_that_memories_keep_from_is_one_of_the_token():
     assert mixer.spec.state_shapes(D, H)["decay"] == state.decay.shape[1:]
 
 
-@torch.no_grad()
-def test_norms_of_all_keys_that_heads_share_decode_as_they_compute():
-    mixer = Mixer("lolcats(window=0, kv_heads=2, qk_norm=joint)", hidden_size=D, num_heads=H)
-    torch.nn.init.normal_(mixer.k_norm.weight)
-    x = torch.randn(2, 2, D)
-    expected, (_, state) = mixer(x)[0][:, 1:], mixer(x[:, :1])
-    assert relative(mixer(x[:, 1:], state, in_place=True)[0], expected) < 1e-5
-
-
 def test_heads_of_keys_divide_those_of_queries():
     with pytest.raises(InputError, match="kv_heads=3 does not divide num_heads=4"):
         zoo.get("lolcats(kv_heads=3)").head_dims(D, H)

@@ -202,11 +202,6 @@ class GroupedHeads(Heads):
         groups = mixer.spec.kv_heads or mixer.H
         mixer.parts |= {"k": groups * mixer.K, "v": groups * mixer.V}
 
-    def native(self, mixer: Any) -> dict[str, Any]:
-        if mixer.spec.qk_norm == "joint" and not mixer.spec.window and mixer.parts["k"] < mixer.parts["q"]:
-            raise UnsupportedError("it does not support qk_norm='joint' of keys that heads share without a window")
-        return super().native(mixer)
-
     def __call__(self, mixer: Any, t: Tokens) -> None:
         for name, size in (("k", mixer.K), ("v", mixer.V)):
             x = t.parts[name].unflatten(-1, (-1, size))
