@@ -197,6 +197,7 @@ def refusals():
         messages["unequal"] = refused(lambda: gla(x[:, : 8 - part.rank]))
         bounds = torch.tensor([0, 8, 8 * part.size + 1])
         messages["bounds"] = refused(lambda: gla(x, cu_seqlens=bounds))
+        messages["no v"] = refused(lambda: linear_attention(x[..., None], x[..., None], None))
         ids = torch.ones(1, 8, dtype=int)
         messages["labels"] = refused(lambda: build("gla")(ids, labels=ids))
     return messages

@@ -264,6 +264,9 @@ def test_mask_values_other_than_0_and_1_are_refused(numbers):
     sentence = rf"attention_mask has the value {value}; expected 0 for padding and 1 for tokens \(packed sequences"
     with pytest.raises(InputError, match=sentence):
         build("gla")(ids, attention_mask=mask)
+    cache = build("gla")(ids).past_key_values
+    with pytest.raises(InputError, match=sentence):
+        build("gla")(ids, attention_mask=mask, past_key_values=cache)
     with pytest.raises(InputError, match="attention_mask has the value"):
         valid_tokens(ids, mask)
     with pytest.raises(InputError, match=r"mask has dtype .*; expected torch.bool"):

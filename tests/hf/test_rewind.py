@@ -218,14 +218,15 @@ def test_pending_tokens(model):
 
 
 @torch.no_grad()
-def test_a_loss_of_experts_leaves_pending_tokens_out():
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+def test_a_loss_of_experts_leaves_pending_tokens_out(name):
     model, ids = tiny.build("experts").train(), tiny.tokens(2, 9)
     caches = [HeadraceCache() for _ in range(2)]
     for cache in caches:
         model(ids[:, :6], past_key_values=cache)
         cache.rewind(2)
     model.read_pending(caches[0])
-    first, second = (model(ids[:, 4:], past_key_values=cache, labels=ids[:, 4:]).loss for cache in caches)
+    first, second = (model(ids[:, 4:], past_key_values=cache, **{name: ids[:, 4:]}).loss for cache in caches)
     assert abs(first - second) < 1e-6
 
 
@@ -322,7 +323,7 @@ def test_states_that_cannot_be_joined_are_refused():
     gla, padded = tiny.build("gla"), {"attention_mask": none}
     for model, other, mine, theirs in (
         (gla, tiny.build("mamba and s4"), {}, {}), (gla, gla, {}, padded), (gla, gla, padded, padded),
-        (*[tiny.build("transformer")] * 2, {}, {}),
+        (*[tiny.build("transformer")] * 2, {}, {}), (gla, tiny.build("gla", hidden_size=64), {}, {}),
     ):  # fmt: skip
         pairs = (model, mine), (other, theirs)
         first, second = (each(ids, use_cache=True, **where).past_key_values for each, where in pairs)

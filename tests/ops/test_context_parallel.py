@@ -65,7 +65,7 @@ def test_only_state_and_transition_are_gathered(results):
 
 REFUSED = {
     "transformer": "SoftmaxAttention", "mamba": "Mamba", "rwkv7": "RWKV7", "residual-delta": "LinearMixer",
-    "padding": "mask", "uneven": "9 tokens", "unequal": "[8, 7", "labels": "shift_labels",
+    "padding": "mask", "uneven": "9 tokens", "unequal": "[8, 7", "no v": "v=None", "labels": "shift_labels",
 }  # fmt: skip
 
 

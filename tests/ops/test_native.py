@@ -360,6 +360,14 @@ def test_unsupported_calls_are_refused(dtype, settings, sentence):
     linear_attention(x, x, x, **settings)
 
 
+def test_the_normalizer_is_one_more_column():
+    q, v = torch.rand(1, 1, 1, 1), torch.randn(1, 1, 1, 2**16)
+    with pytest.raises(InputError, match=r"K and V \(V \+ 1 with normalize\) from 1 to 65536, and .* 65537"):
+        linear_attention(q, q, v, normalize=True, backend="native")
+    torch.testing.assert_close(linear_attention(q, q, v, normalize=True)[0], v * q**2 / (q**2 + 1e-6))
+    torch.testing.assert_close(step(q[0], q[0], v[0], normalize=True)[0], (v * q**2 / (q**2 + 1e-6))[0])
+
+
 def test_native_is_the_first_choice_on_a_cpu():
     x = torch.randn(B, T, H, 4)
     assert backends(x, x, x) == backends(x.bfloat16(), x.bfloat16(), x.bfloat16()) == "native"

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ..layers.attention.attention import AttentionState
+from ..layers.base import tensors
 from ..ops.checks import require
 from ..utils.errors import InputError
 from .cache_layers import layer_of
@@ -134,10 +135,6 @@ class HeadraceCache(Cache):
         self.snapshots.cut(end)
         self.columns, self.pending = end, end - covered
 
-    @property
-    def is_croppable(self) -> bool:
-        return True
-
     def crop(self, tokens_to_remove: int) -> None:
         """As in transformers: removes the last −tokens_to_remove columns. A positive number, and in earlier versions of
         transformers also 0, is the largest number of columns to keep. Raises InputError as `rewind` does."""
@@ -181,10 +178,6 @@ class HeadraceCache(Cache):
         return self.covered_states is not None or self.pending > 0
 
     @property
-    def is_compileable(self) -> bool:
-        return False
-
-    @property
     def is_linear(self) -> list[bool]:
         """Whether `generate` passes all tokens again, which it does if all layers say so."""
         return [False]
@@ -197,6 +190,8 @@ class HeadraceCache(Cache):
         return -1
 
     max_cache_len = -1  # the earlier name of get_max_length, which PEFT reads
+    is_croppable = True
+    is_compileable = False
 
     def activate_past_recording(self) -> None:
         """The cache always keeps what it needs to go back."""
@@ -223,8 +218,8 @@ class HeadraceCache(Cache):
         if mine is None:
             self.__dict__.update(other.__dict__)
         elif theirs is not None:
-            kinds = [type(state) for state in mine]
-            same = kinds == [type(state) for state in theirs] and not {AttentionState, type(None)} & {*kinds}
+            kinds, others = ([*map(type, each), *(x.shape[1:] for x in tensors(each))] for each in (mine, theirs))
+            same = kinds == others and not {AttentionState, type(None)} & {*kinds}
             require(same, "append joins states of the same kinds and of one size; expected such states of both caches")
             pairs = [(type(a), zip(a, b, strict=True)) for a, b in zip(mine, theirs, strict=True)]
             self.covered_states = [of(*(x if x is None else torch.cat([x, y]) for x, y in each)) for of, each in pairs]

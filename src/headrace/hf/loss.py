@@ -29,7 +29,7 @@ def token_loss(model: Any, hidden: Tensor, logits: Tensor | None, labels: Tensor
         logits = model.logits(hidden)
     if not ours:
         return model.loss_function(logits=logits, labels=labels, vocab_size=vocabulary, **loss_kwargs)
-    targets = next_labels(labels, loss_kwargs.get("shift_labels")).to(hidden.device)
+    targets = next_labels(labels, loss_kwargs.get("shift_labels")).to(hidden.device).contiguous()
     if logits is None:
         total = linear_cross_entropy(hidden.flatten(0, 1), model.lm_head.weight, targets.flatten())
     else:

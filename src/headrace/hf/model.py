@@ -328,7 +328,9 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
         loss_kwargs.pop("tokenizer", None)  # an argument of `generate` that is passed on to forward
         given = cache_argument(past_key_values, cache)
         cache = None if isinstance(given, DynamicCache) else given
-        if labels is not None and cache is not None:
+        targets = {"labels": labels, "shift_labels": loss_kwargs.get("shift_labels")}
+        labelled = {name: target for name, target in targets.items() if target is not None}
+        if labelled and cache is not None:
             self.read_pending(cache)  # a loss of experts is one over the tokens of the call
         others = labels, inputs_embeds, cu_seqlens, output_attentions, output_hidden_states
         if use_cache is not False and all(x is None or x is False for x in others) and not loss_kwargs:
@@ -342,8 +344,6 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
             output_hidden_states=output_hidden_states, **packs,
         )  # fmt: skip
         hidden, loss, logits = output.last_hidden_state, None, None
-        targets = {"labels": labels, "shift_labels": loss_kwargs.get("shift_labels")}
-        labelled = {name: target for name, target in targets.items() if target is not None}
         for name, target in labelled.items():
             check_tensor(name, target)
             if target.shape != hidden.shape[:2]:  # a sentence of sizes would break a graph

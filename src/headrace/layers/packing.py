@@ -222,8 +222,7 @@ def padding_mask(attention_mask: Tensor | None, x: Tensor, packed: bool, seen: i
     if shape not in ([B, T], [B, seen + T]):
         both = f"[{B}, {T}]" + f" or, with the tokens before, [{B}, {seen + T}]" * (seen > 0)
         raise InputError(f"attention_mask has shape {shape}; expected {both}")
-    mask = attention_mask[:, shape[1] - T :]
-    mask = mask.bool() if seen else token_mask(mask)  # the first call has checked the mask's values
+    mask = token_mask(attention_mask[:, shape[1] - T :])
     both = "attention_mask marks padding in packed sequences; expected cu_seqlens alone"
     if avoid_sync(x):
         if not packed:

@@ -104,17 +104,17 @@ def linear_attention(
         states, of which each group's are equal, so that writing and working memory are those of Hq heads. `step` has
         one state per group in all backends.
     """
-    part, borders, cu_seqlens = current(), None, as_bounds(cu_seqlens)
-    if part is not None:
-        require(form == "chunkwise", f"form={form!r} under context_parallel; expected form='chunkwise'")
-        borders = ShardBoundaries(part, cu_seqlens, v.shape[1])
-        cu_seqlens = borders.cu_seqlens
+    part, borders = current(), None
     options = {
         "log_decay": log_decay, "beta": beta, "write_gate": write_gate, "read_gate": read_gate,
-        "initial_state": initial_state, "cu_seqlens": cu_seqlens, "bonus": bonus,
+        "initial_state": initial_state, "cu_seqlens": as_bounds(cu_seqlens), "bonus": bonus,
     }  # fmt: skip
     check_form(form, chunk_size, check)
     call = _checked(q, k, v, options, rule, normalize, scale, chunk_size, ("B", "T"))
+    if part is not None:
+        require(form == "chunkwise", f"form={form!r} under context_parallel; expected form='chunkwise'")
+        borders = ShardBoundaries(part, call.cu_seqlens, v.shape[1])
+        options["cu_seqlens"], call = borders.cu_seqlens, call._replace(cu_seqlens=borders.cu_seqlens)
     if check:
         check_values(q, k, v, options, rule, normalize)
     if form == "parallel":
@@ -158,15 +158,17 @@ def _token_by_token(call: Call, backend: str) -> tuple[Tensor, Tensor]:
 
 def _one_chunk(call: Call) -> int:
     """Returns the chunk size of the parallel form: the length of the longest sequence."""
-    B, T, heads, _ = call.out_shape
-    T = T if call.cu_seqlens is None else int(call.cu_seqlens.diff().max())
-    needed = B * heads * T * T * accumulator(call.v).itemsize
+    chunks, length, heads, _ = call.out_shape
+    T = length if call.cu_seqlens is None else max(int(call.cu_seqlens.diff().max()), 1)
+    if call.cu_seqlens is not None and call.v.device.type != "cpu":  # which has the chunks of one sequence at a time
+        chunks = length // T + call.sequences
+    needed = chunks * heads * T * T * accumulator(call.v).itemsize
     if needed > PARALLEL_LIMIT:
         raise InputError(
             f"form='parallel' would hold {needed / 2**30:.1f} GiB of T×T scores for T={T}; "
             f"expected at most {PARALLEL_LIMIT / 2**30:.0f} GiB, or form='chunkwise'"
         )
-    return max(T, 1)
+    return T
 
 
 def backends(

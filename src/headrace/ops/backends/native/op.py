@@ -19,13 +19,13 @@ SPARE = 16  # floats, so that no size is 0 or 1, of which PyTorch's compiler mak
 
 def _unsupported_reason(call: Call) -> str | None:
     """Returns why the library cannot compute a call, or None."""
-    device, dtype, (K, V) = call.v.device.type, call.v.dtype, (call.k.shape[-1], call.v.shape[-1])
+    device, dtype, (K, V) = call.v.device.type, call.v.dtype, (call.k.shape[-1], call.v.shape[-1] + call.normalize)
     if device != "cpu":
         return f"it runs on the CPU, and v is on {device}"
     if dtype not in native.DTYPES:
         return f"it computes in float32, from float32 or bfloat16, and v is {dtype}"
     if not (0 < K <= LARGEST and 0 < V <= LARGEST):
-        return f"it takes K and V from 1 to {LARGEST}, and they are {K} and {V}"
+        return f"it takes K and V (V + 1 with normalize) from 1 to {LARGEST}, and they are {K} and {V}"
     if call.chunk_size is not None and call.chunk_size not in CHUNKS:
         return f"its chunks are multiples of 16 up to 128 tokens, and chunk_size is {call.chunk_size}"
     return None
