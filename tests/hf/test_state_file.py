@@ -196,8 +196,12 @@ def test_what_cannot_be_saved_is_refused(saved, tmp_path):
         r"tokens has shape \[1, 9\]; expected \[2, 9\]": (new, cache, model, ids[:1]),
         r"tokens has shape \[2, 8\]; expected \[2, 9\]": (new, cache, model, ids[:, 1:]),
         "is of another model: 0.tokens is missing": (new, cache, HeadraceForCausalLM(tiny.config("gpt")), ids),
-        "0.conv has the sizes .96. for .192.": (
+        r"0.conv has the sizes \[3, 96\] for \[3, 192\]": (
             new, cache, HeadraceForCausalLM(tiny.config("hybrid", hidden_size=64)), ids,
+        ),
+        r"0.memory has the sizes \[4, 4, 8\] for \[2, 4, 8\]": (
+            new, read(HeadraceForCausalLM(tiny.config("gla")).eval(), ids),
+            HeadraceForCausalLM(tiny.config("gla", hidden_size=16, num_heads=2)), ids,
         ),
         "tokens differs from what the cache has read": (new, cache, model, ids.flip(1)),
         "tokens is None, and the cache has not kept what it read": (new, embedded(model, ids), model),

@@ -19,7 +19,7 @@ from groups import command
 from headrace import load
 from headrace.cli.generate import generate
 from headrace.data.tokenizer import byte_level
-from headrace.hf import HeadraceForCausalLM
+from headrace.hf import HeadraceForCausalLM, generation
 from headrace.serving import Limits, application, listening, protocol, routes, serve, settings
 from headrace.utils.errors import InputError
 from served import ASCII, ENDLESS, NEW, TEMPLATE, ask, connect, post, requests_of, save, serving, started, wait_for
@@ -246,7 +246,7 @@ def test_slow_reader_is_disconnected(end, monkeypatch):
 
     async def app(scope, receive, send):
         with contextlib.suppress(asyncio.CancelledError):
-            await routes.until_disconnected(routes.send_all(chunks(), b"text/plain", send), receive)
+            await routes.until_disconnected(routes.send_all(chunks(), b"text/plain", send, None), receive)
 
     with listening("127.0.0.1", 0) as listener:
         server = uvicorn.Server(settings(app, log_level="critical"))
@@ -267,6 +267,29 @@ def test_model_failure_is_a_500(checkpoint, monkeypatch):
         monkeypatch.setattr(HeadraceForCausalLM, "forward", fails)
         with pytest.raises(openai.InternalServerError, match="failed with OSError"):
             ask(connect(base), "a")
+
+
+def test_failure_of_a_stream_is_its_last_event(checkpoint, monkeypatch):
+    request = {"prompt": "a", "stream": True, "max_tokens": 9, "temperature": 0}
+    tokens, logged, step = [], [], generation.Engine.step
+
+    def fails(*arguments):
+        tokens.append(arguments)
+        if len(tokens) > 3:
+            raise OSError("a disk")
+        return step(*arguments)
+
+    with serving(checkpoint) as base, httpx.Client(base_url=base, timeout=600, trust_env=False) as client:
+        monkeypatch.setattr(generation.Engine, "step", fails)
+        monkeypatch.setattr(routes.LOG, "error", lambda line, exc_info: logged.append(exc_info))
+        *pieces, error, done, end = client.post("/v1/completions", json=request).text.split("\n\n")
+        assert pieces and all('"text"' in piece for piece in pieces)
+        assert "the server failed with OSError" in error and '"type":"server_error"' in error
+        assert (done, end) == ("data: [DONE]", "") and [str(each) for each in logged] == ["a disk"]
+        with pytest.raises(openai.APIError, match="failed with OSError"):
+            text_of(ask(connect(base), "a", stream=True))
+        monkeypatch.undo()
+        assert client.post("/v1/completions", json=request).text.endswith("data: [DONE]\n\n")
 
 
 def test_prompt_beyond_the_position_table_is_a_400(tmp_path):

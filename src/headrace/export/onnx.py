@@ -187,9 +187,8 @@ def export(checkpoint: Path, folder: Path, weights: str = "float32", opset: int 
     trace(model).save(path)
     error, torch_error = errors(path, model)
     if not error <= max(TOLERANCE, MAX_ERROR_RATIO * torch_error):
-        raise InputError(
-            f"the logits of {MODEL} are wrong by {error:.1e} of the largest, those of PyTorch by {torch_error:.1e}"
-        )
+        others = f"{error:.1e} of the largest, those of PyTorch by {torch_error:.1e}"
+        raise InputError(f"the logits of {MODEL} are wrong by {others}")
     sentence = f"its logits differ from float64's by {error:.1e} of the largest, PyTorch's by {torch_error:.1e}"
     if weights == "int8":
         quantize(path)

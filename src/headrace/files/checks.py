@@ -33,9 +33,8 @@ def decode(data: bytes, name: str) -> str:
     try:
         return data.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise InputError(
-            f"{name} is not UTF-8: byte {error.start} is 0x{data[error.start]:02x} ({error.reason})"
-        ) from None
+        wrong = f"byte {error.start} is 0x{data[error.start]:02x} ({error.reason})"
+        raise InputError(f"{name} is not UTF-8: {wrong}") from None
 
 
 def read_json(path: Path, form: Form = None, cure: str = "") -> Any:
@@ -140,9 +139,8 @@ def check_weights(folder: Path) -> None:
     if not (folder / CHECKSUMS).is_file():
         return
     if wrong := damage(folder, read_record(folder / CHECKSUMS)):
-        raise InputError(
-            f"checkpoint {str(folder)!r} is damaged: {wrong}; delete {CHECKSUMS} if it was changed on purpose"
-        )
+        cure = f"delete {CHECKSUMS} if it was changed on purpose"
+        raise InputError(f"checkpoint {str(folder)!r} is damaged: {wrong}; {cure}")
 
 
 @contextmanager

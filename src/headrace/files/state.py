@@ -212,8 +212,9 @@ def _unlike(tensors: dict[str, Tensor], blank: list[Any], columns: int) -> str |
         name, x = key.partition(".")[2], tensors[key]
         if name not in known and not name.endswith((".valid", PADDED)):  # of padding, and of snapshots, only
             return f"{name} is no tensor of this model"
-        if name in known and x.shape[2:] != known[name].shape[2:]:
-            return f"{name} has the sizes {list(x.shape[2:])} for {list(known[name].shape[2:])}"
+        sizes = slice(1 + name.endswith((".k", ".v")), None)  # without sequences, and the columns of keys and values
+        if name in known and x.shape[sizes] != known[name].shape[sizes]:
+            return f"{name} has the sizes {list(x.shape[sizes])} for {list(known[name].shape[sizes])}"
     return None
 
 

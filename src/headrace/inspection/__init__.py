@@ -44,9 +44,8 @@ def inspect(
     if len(ids) < 2:
         raise InputError(f"the text is {len(ids)} token{'s' * (len(ids) != 1)} long; expected at least 2")
     if tokens is None and len(ids) > LIMIT:
-        raise InputError(
-            f"the text is {len(ids):,} tokens long; expected at most {LIMIT:,}, or --tokens to cut the text"
-        )
+        expected = f"expected at most {LIMIT:,}, or --tokens to cut the text"
+        raise InputError(f"the text is {len(ids):,} tokens long; {expected}")
     kept = min(tokens or LIMIT, len(ids))
     check_tokens(torch.tensor(ids[:kept]), model)
     with torch.no_grad(), torch.device(device):

@@ -23,7 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 from ..convert.checkpoint import check_backend, load_on, read_tokenizer
 from ..utils.errors import InputError
 from .access import LOCAL, Access, Guarded
-from .engine import Engine
+from .engine import LOG, Engine
 from .metrics import Metrics
 from .prefix import PrefixCache, check_room, unsupported_reason
 from .refusals import Refused, error_response
@@ -37,6 +37,7 @@ T = TypeVar("T")
 GenerationRequest = Completion | Chat
 
 BODY_SECONDS = 30  # in which a body must arrive
+DONE = b"data: [DONE]\n\n"  # the end of a stream
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,8 @@ class Service:
 
     def _named(self, name: str | None) -> None:
         if name not in (None, self.name):
-            raise Refused(
-                404, f"model={reprlib.repr(name)} is not served; expected {self.name!r}", "model", "model_not_found"
-            )
+            sentence = f"model={reprlib.repr(name)} is not served; expected {self.name!r}"
+            raise Refused(404, sentence, "model", "model_not_found")
 
     @contextmanager
     def admitted(self, more: int) -> Iterator[None]:
@@ -121,10 +121,8 @@ class Service:
         prompts = await self.encoder(body.prompts)
         for ids in prompts:
             self._check(ids)
-        if (texts := len(prompts) * body.n) > self.limits.requests:
-            sentence = (
-                f"n={body.n} of {len(prompts)} prompts are {texts} texts; expected at most {self.limits.requests}"
-            )
+        if (texts := len(prompts) * body.n) > (most := self.limits.requests):
+            sentence = f"n={body.n} of {len(prompts)} prompts are {texts} texts; expected at most {most}"
             raise Refused(400, sentence, "n")
         return body, prompts
 
@@ -172,9 +170,8 @@ async def read_body(request: Request, limit: int) -> bytes:
             async for part in request.stream():
                 body += part
                 if len(body) > limit:
-                    raise Refused(
-                        413, f"the body has more than {limit} bytes; expected fewer, for all prompts together"
-                    )
+                    sentence = f"the body has more than {limit} bytes; expected fewer, for all prompts together"
+                    raise Refused(413, sentence)
     except TimeoutError:
         raise Refused(408, f"the body did not arrive within {BODY_SECONDS} seconds") from None
     return bytes(body)
@@ -204,7 +201,7 @@ class Answers:
         body, prompts = await self.service.read(self.kind, request)
         with self.service.admitted(len(prompts) * body.n - 1):
             kind = b"text/event-stream" if body.stream else b"application/json"
-            await until_disconnected(send_all(self._chunks(body, prompts), kind, send), request.receive)
+            await until_disconnected(send_all(self._chunks(body, prompts), kind, send, request), request.receive)
 
     async def _chunks(self, body: GenerationRequest, prompts: list[list[int]]) -> AsyncGenerator[bytes, None]:
         """The answer as one JSON object, or as server-sent events, one for each piece."""
@@ -223,7 +220,7 @@ class Answers:
             return
         if body.stream_options.include_usage:
             yield _event(head | {"choices": [], "usage": usage})
-        yield b"data: [DONE]\n\n"
+        yield DONE
 
     async def _choices(self, body: GenerationRequest, prompts: list[list[int]]) -> list["Choice"]:
         tokenizer, rows = self.service.tokenizer, [ids for ids in prompts for _ in range(body.n)]
@@ -275,16 +272,23 @@ def _event(content: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(content)}\n\n".encode()
 
 
-async def send_all(chunks: AsyncGenerator[bytes, None], kind: bytes, send: Send) -> None:
-    """Sends the chunks. The status is sent with the first chunk, so that an earlier failure can have its own status."""
-    begun = False
-    async with aclosing(chunks):
-        async for chunk in chunks:
-            if not begun:
-                await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
-                begun = True
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-    await send({"type": "http.response.body"})
+async def send_all(chunks: AsyncGenerator[bytes, None], kind: bytes, send: Send, request: Request) -> None:
+    """Sends the chunks. The status is sent with the first chunk, so that an earlier failure can have its own status. A
+    later one, of a stream, is its last event."""
+    begun, end = False, b""
+    try:
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                if not begun:
+                    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+                    begun = True
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    except Exception as error:
+        if not begun:
+            raise
+        LOG.error("a stream has failed", exc_info=error)
+        end = b"data: " + bytes((await error_response(request, error)).body) + b"\n\n" + DONE
+    await send({"type": "http.response.body", "body": end})
 
 
 async def until_disconnected(work: Coroutine[Any, Any, None], receive: Receive) -> None:

@@ -24,9 +24,8 @@ class Logprobs:
         top_logprobs: of the likeliest tokens and the token itself; of tokens with the same text, the likelier. Null
         stands for a number that is not finite, and for those of the first token of a prompt, which has none."""
         scores = [*scores]
-        texts = token_texts(
-            self.tokenizer, {score.token for score in scores} | {t for score in scores for t, _ in score.likeliest}
-        )
+        tokens = {score.token for score in scores} | {t for score in scores for t, _ in score.likeliest}
+        texts = token_texts(self.tokenizer, tokens)
         return {
             "tokens": [texts[score.token] for score in scores],
             "token_logprobs": [_finite(score.logprob) for score in scores],
