@@ -394,6 +394,8 @@ def test_no_sequence_and_no_token_have_no_loss(mixer, shape):
     for cache in (HeadraceCache(), out.past_key_values):
         assert model(ids, past_key_values=cache).logits.shape == out.logits.shape
         assert model(ids.new_zeros(shape[0], 1), past_key_values=cache).logits.shape[:2] == (shape[0], 1)
+        mask = torch.ones(shape[0], cache.columns)
+        assert model.train()(ids[:, :0], labels=ids[:, :0], attention_mask=mask, past_key_values=cache).loss == 0
 
 
 @pytest.mark.parametrize("mixer", ["softmax-gla", "transformer", "mamba"])
@@ -606,9 +608,13 @@ def test_positions_go_on_behind_a_cache():
 @pytest.mark.parametrize("name", ["labels", "shift_labels"])
 def test_labels_of_wrong_shape_are_refused(training, name):
     model, ids = build("gla").train(training), torch.randint(1, SIZES["vocab_size"], (2, 64))
+    cache = HeadraceCache()
     for shape in ((2, 3), (1, 64), (128,)):
         with pytest.raises(InputError, match=rf"{name} has shape .*; expected \[2, 64\]"):
-            model(ids, **{name: torch.ones(shape, dtype=torch.long)})
+            model(ids, past_key_values=cache, **{name: torch.ones(shape, dtype=torch.long)})
+    with pytest.raises(InputError, match="logits_to_keep=-1; expected at least 0"):
+        model(ids, past_key_values=cache, logits_to_keep=-1)
+    assert not cache.is_initialized  # what is refused is not read
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ class HeadraceModel(HeadracePreTrainedModel):
         if every:
             results["hidden_states"] = hidden
         if maps is not None:
-            results["attentions"] = self._attentions(maps)
+            results["attentions"] = tuple(maps)
         return BaseModelOutputWithPast(last_hidden_state=last, **results)
 
     def _borrowed(self, given: DynamicCache, attention_mask: Tensor | None, T: int) -> HeadraceCache:
@@ -192,12 +192,11 @@ class HeadraceModel(HeadracePreTrainedModel):
         cache.columns, cache.states = read_dynamic(given, self, attention_mask, T)
         return cache
 
-    def _attentions(self, maps: list[Tensor]) -> tuple[Tensor, ...]:
-        """Returns the maps, if any mixer has one."""
+    def _check_maps(self, maps: list[Tensor]) -> None:
+        """Raises InputError if no mixer has a map."""
         names = ", ".join(sorted({zoo.name_of(spec) for spec in self.config.mixers}))
         reason = "whose heads have no single weight for a pair of tokens; expected a mixer that has"
         require(bool(maps), f"output_attentions=True with {names}, {reason}")
-        return tuple(maps)
 
     def read_pending(self, cache: HeadraceCache) -> None:
         """Reads the tokens of a cache that are pending after `cache.rewind`, which the next call reads anyway: for what
@@ -253,6 +252,8 @@ class HeadraceModel(HeadracePreTrainedModel):
         inputs: list[Tensor] | None = [] if every else None
         where = {"mask": mask, "cu_seqlens": pack, "in_place": in_place, "inputs": inputs}
         last, states = self.backbone(x, past, **where)
+        if isinstance(maps := wanted(), list) and x.shape[1]:  # before the cache gets the states
+            self._check_maps(maps)
         block: Any = self.layers[0]
         how = block._gradient_checkpointing_func.keywords if getattr(block, "gradient_checkpointing", False) else {}
         if use_cache and last.requires_grad and block.training and how.get("use_reentrant"):
@@ -330,6 +331,11 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
         cache = None if isinstance(given, DynamicCache) else given
         targets = {"labels": labels, "shift_labels": loss_kwargs.get("shift_labels")}
         labelled = {name: target for name, target in targets.items() if target is not None}
+        kept, tokens = kept_positions(logits_to_keep), input_ids if inputs_embeds is None else inputs_embeds
+        for name, target in labelled.items():  # before the cache changes; a sentence of sizes would break a graph
+            check_tensor(name, target)
+            if isinstance(tokens, Tensor) and target.shape != tokens.shape[:2]:
+                raise InputError(f"{name} has shape {list(target.shape)}; expected {list(tokens.shape[:2])}")
         if labelled and cache is not None:
             self.read_pending(cache)  # a loss of experts is one over the tokens of the call
         others = labels, inputs_embeds, cu_seqlens, output_attentions, output_hidden_states
@@ -344,12 +350,8 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
             output_hidden_states=output_hidden_states, **packs,
         )  # fmt: skip
         hidden, loss, logits = output.last_hidden_state, None, None
-        for name, target in labelled.items():
-            check_tensor(name, target)
-            if target.shape != hidden.shape[:2]:  # a sentence of sizes would break a graph
-                raise InputError(f"{name} has shape {list(target.shape)}; expected {list(hidden.shape[:2])}")
         if not (labelled and skip_logits):
-            logits = self.logits(hidden[:, kept_positions(logits_to_keep)])
+            logits = self.logits(hidden[:, kept])
         if labelled:
             everything = not isinstance(logits_to_keep, Tensor) and not logits_to_keep
             loss = token_loss(self, hidden, logits if everything else None, labels=labels, **loss_kwargs)
