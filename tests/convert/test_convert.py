@@ -53,6 +53,7 @@ def test_own_model_is_written_with_the_norms_of_qwen3_next(tmp_path):
 def test_model_that_was_changed_is_written_as_it_is(checkpoint, tmp_path):
     """With more tokens, and a head of its own, than the checkpoint that it came from."""
     _, path = checkpoint("llama")
+    rewrite(path, torch_dtype="float32", auto_map={"AutoConfig": "code.Config"})
     import_checkpoint(path).save_pretrained(tmp_path / "ours")
     ours = HeadraceForCausalLM.from_pretrained(tmp_path / "ours", tie_word_embeddings=False).eval()
     ours.resize_token_embeddings(70)
@@ -62,6 +63,8 @@ def test_model_that_was_changed_is_written_as_it_is(checkpoint, tmp_path):
     theirs, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval(), torch.randint(70, (2, 20))
     assert (theirs(ids).logits - ours(ids).logits).norm() < 1e-5 * ours(ids).logits.norm()
     assert theirs.config.eos_token_id == 69
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert not {"torch_dtype", "auto_map"} & written.keys(), "of the original folder"
 
 
 def test_other_name_of_tied_weights_is_not_overlooked(tmp_path):
@@ -287,6 +290,18 @@ def test_settings_of_generation_may_be_in_the_config(checkpoint):
     (path / "generation_config.json").unlink()
     settings = load(path).generation_config
     assert (settings.repetition_penalty, settings.eos_token_id, settings.use_cache) == (1.7, [5, 6], True)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_settings_of_generation_without_effect_are_kept(checkpoint, tmp_path, name):
+    """As those of Vicuna, which transformers does not save in new settings: a temperature of a greedy search."""
+    _, path = checkpoint("llama")
+    (path / "generation_config.json").unlink()
+    described = json.loads((path / name).read_text()) if (path / name).is_file() else {}
+    (path / name).write_text(json.dumps(described | {"temperature": 0.9, "top_p": 0.6, "pad_token_id": -1}))
+    import_checkpoint(path).save_pretrained(tmp_path / "ours")
+    settings = load(tmp_path / "ours").generation_config
+    assert (settings.temperature, settings.top_p, settings.do_sample) == (0.9, 0.6, None)
 
 
 def test_foreign_folder_is_loaded_from_disk_or_the_hub(checkpoint, tmp_path, monkeypatch):

@@ -66,6 +66,7 @@ EDITED = {
     "settings of generation": ("llama", (), {"max_length": 4096, "temperature": 0.7, "torch_dtype": "float64"}),
     "an untied head by default": ("mamba2", ("tie_word_embeddings",), {}),
     "no layer of attention by its period": ("qwen3_next", ("layer_types",), {"full_attention_interval": 3}),
+    "no layers of prediction": ("qwen3_next", (), {"mtp_num_hidden_layers": 0}),
     "experts in no layer": ("qwen3_next", (), {"num_experts": 4, "decoder_sparse_step": 3}),
     "experts beside": ("qwen3_next", (), {"num_experts": 4, "mlp_only_layers": [1, 0]}),
 }  # fmt: skip

@@ -27,6 +27,9 @@ from .formats import FORMATS
 from .slots import slots
 from .views import View
 
+# Fields of the original config.json that are not true of the new folder: dtype has the precision, and there is no code.
+STALE = ("quantization_config", "torch_dtype", "auto_map")
+
 
 def check_format(name: str) -> None:
     """Raises InputError for an unknown format."""
@@ -76,7 +79,7 @@ def _described(model: Any, name: str) -> tuple[Config, Model]:
         meant = f"--to {kind}" if kind else "another format"
         raise InputError(f"--to {name!r} cannot represent this model: it reads text alone; expected {meant}")
     if kind == name:
-        described = {field: x for field, x in config.converted_from.items() if field != "quantization_config"}
+        described = {field: x for field, x in config.converted_from.items() if field not in STALE}
     elif (description := DESCRIPTIONS.get(name)) is None:
         raise InputError(f"--to {name!r} cannot represent this model: expected a model that was converted from {name}")
     else:

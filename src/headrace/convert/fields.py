@@ -212,6 +212,6 @@ def check_sizes(described: Config, largest: int) -> None:
             other = LARGEST if type(value) is int else sys.float_info.max  # such as rope_theta=1e11
             most = COUNTED if name.endswith(COUNTS) else largest if name.endswith(SIZES) else other
             require(abs(value) <= most, f"config.json has {name}={short(value)}; expected at most {most}")
-            if type(value) is int and name.endswith((*COUNTS, *SIZES)):
+            if type(value) is int and name.endswith((*COUNTS, *SIZES)) and not name.startswith("mtp_"):
                 least = int(name.endswith(("_heads", "_head", "hidden_size", "hidden_layers", "n_layer")))
                 require(value >= least, f"config.json has {name}={value}; expected at least {least}")

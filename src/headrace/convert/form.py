@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..spec.attention import SoftmaxSpec
 from ..spec.mixer import Spec
@@ -68,7 +69,8 @@ class Format:
         if not isinstance(inner, dict):
             raise InputError(f"config.json has {self.inner}={short(inner)}; expected an object")
         outer = {name: described[name] for name in OUTER if described.get(name) is not None}
-        return {"model_type": f"{described['model_type']}_text"} | inner | outer
+        usual = CONFIG_MAPPING[described["model_type"]]().get_text_config()  # of transformers, where none is named
+        return {"model_type": usual.model_type} | inner | outer
 
     def model(self, described: Config) -> tuple[Model, Fields]:
         """Returns the model that a config.json describes, and its fields. InputError for an unknown field or value."""

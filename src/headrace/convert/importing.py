@@ -30,7 +30,7 @@ from .formats import FORMATS, MISSING
 from .slots import slots
 from .views import Block, View, Views
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEAD, EMBEDDING = "head.weight", "model.embed_tokens.weight"
 ROUTERS = "choice_bias", "mlp.router.weight", "mlp.router.bias"
 EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<e>\d+)\.(?P<matrix>gate_proj|up_proj|down_proj)\.weight")
 
@@ -61,6 +61,8 @@ def import_checkpoint(
     model.generation_config = _generation(checkpoint, model, described)
     check_generation(model.generation_config)
     model.generation_config.use_cache = True
+    # transformers saves settings without effect, such as a temperature of a greedy search, only as they were read
+    model.generation_config._original_object_hash = hash(model.generation_config)
     return model.eval()
 
 
@@ -215,7 +217,8 @@ def _check_tensors(form: Format, model: Any, foreign: Model, files: Tensors) -> 
         shape, wanted = files.headers[view.name].shape, [*ours[name].shape]
         require(_fits(view, shape, wanted), f"tensor {view.name!r} has shape {shape}, which does not fit {wanted}")
         left.discard(view.name)
-    tied = ((HEAD, foreign.views[EMBEDDING].name),) if model.config.tie_word_embeddings else ()
+    heads = {name for name in left if name.endswith(HEAD)} if model.config.tie_word_embeddings else set()
+    tied = [(name, foreign.views[EMBEDDING].name) for name in heads]
     for copy, original in (*foreign.copies, *tied):
         for name in [name for name in left if name.startswith(copy)]:
             if (of := name.replace(copy, original, 1)) in files.headers and files.equal(name, of):

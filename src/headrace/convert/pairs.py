@@ -27,6 +27,7 @@ def cohere(c: Fields) -> Model:
 
 def cohere2(c: Fields) -> Model:
     """Its layers without a window have no positions."""
+    c.ignore("sliding_window_pattern")  # by which its class has set layer_types
     spec = attention(c, bias=c["attention_bias"])
     return of_cohere(c, windowed(c, spec, attention(c, rotary=False, bias=c["attention_bias"])))
 
