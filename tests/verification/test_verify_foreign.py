@@ -143,6 +143,13 @@ def test_a_layer_of_a_model(layer, broken):
     assert [v.law for v in verdicts if v.verdict != "holds"] == broken
 
 
+def test_a_layer_whose_state_is_no_cache_is_not_said_to_lose_it():
+    """RWKV's layer has a state of its own form, which the adapter does not pass."""
+    target = foreign.target("transformers:RwkvSelfAttention")
+    verdicts = {v.law: v for v in foreign.verify(target.adapter, ["causal", "pieces = whole", "state dtype"])}
+    assert [v.verdict for v in verdicts.values()] == ["holds", "not offered", "not offered"]
+
+
 @OF_STORED_VERSION
 @pytest.mark.slow(seconds=30)
 @pytest.mark.parametrize("model_type", ["llama", "mamba2"])

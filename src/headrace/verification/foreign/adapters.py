@@ -130,9 +130,7 @@ def layer_of_model(class_name: str, model_type: str, sizes: dict[str, Any]) -> d
     def forward(layer, x, state=None, mask=None, cu_seqlens=None, use_cache=True):
         from transformers import DynamicCache
 
-        given = {}
-        if memory is not None and use_cache:
-            given[memory] = DynamicCache(config=model.config) if state is None else state
+        given = {memory: DynamicCache(config=model.config) if state is None else state} if memory and use_cache else {}
         if mask is not None:
             if "attention_mask" not in takes:
                 raise NotImplementedError("its forward takes no attention_mask")
@@ -148,7 +146,9 @@ def layer_of_model(class_name: str, model_type: str, sizes: dict[str, Any]) -> d
     def recurrent(state):
         return [s for s in getattr(state.layers[layer.layer_idx], "recurrent_states", {}).values() if s is not None]
 
-    return {"module": layer, "forward": forward, "width": model.config.hidden_size, "recurrent": recurrent}
+    parts = {"module": layer, "forward": forward, "width": model.config.hidden_size, "recurrent": recurrent}
+    stateless = {"forward": lambda layer, x, mask=None, cu_seqlens=None: forward(layer, x, None, mask, cu_seqlens)}
+    return parts if memory else parts | stateless
 
 
 def fla_layer(class_name: str) -> dict[str, Any]:
