@@ -193,6 +193,7 @@ def test_the_option_laws_takes_every_law(run_command):
         (["lama"], "target='lama'; expected transformers:MODEL_TYPE"),
         (["transformers:lama"], "; did you mean 'llama'?"),
         (["transformers:LlamaAttention"], "its forward needs position_embeddings"),
+        (["transformers:JambaAttention"], "its forward needs attention_mask"),
         (["transformers:whisper"], "no small model of this type can be made"),
         (["fla:GatedLinearAttention"], "needs fla.layers, of the package flash-linear-attention"),
         (["nowhere.py:adapter"], "'nowhere.py' does not exist"),

@@ -127,9 +127,10 @@ def _of_transformers(name: str, what: str) -> tuple[Callable, tuple]:
             arguments = what, model_type, sizes_of(model_type)
             with torch.device("meta"):
                 layer = layer_of_model(*arguments)["module"]
+            softmax = any(hasattr(module, "is_causal") for module in layer.modules())  # its mask has four dimensions
             for parameter in [*inspect.signature(layer.forward).parameters.values()][1:]:
                 required = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-                if required or parameter.name == "position_embeddings":
+                if required or parameter.name in ("position_embeddings", *["attention_mask"] * softmax):
                     raise InputError(
                         f"target={name!r}: its forward needs {parameter.name}, which a layer alone does not have; "
                         f"expected transformers:{model_type}, the whole model"
@@ -140,12 +141,11 @@ def _of_transformers(name: str, what: str) -> tuple[Callable, tuple]:
 
 
 def _modeling_file(model_type: str) -> Path:
+    import transformers
     from transformers.models.auto.configuration_auto import model_type_to_module_name
 
     folder = model_type_to_module_name(model_type)
-    spec = importlib.util.find_spec("transformers")
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parent / "models" / folder / f"modeling_{folder}.py"
+    return Path(transformers.__file__).parent / "models" / folder / f"modeling_{folder}.py"
 
 
 def _of_fla(name: str, what: str) -> tuple[Callable, tuple]:
