@@ -91,6 +91,7 @@ MISTAKES = {
         "model_type='zamba', which is not converted, as it has Mamba layers",
     ),
     "capped gates": ({"model_type": "xlstm"}, "as it has a cap on the logits of mLSTM's gates"),
+    "the text of several streams": ({"model_type": "qwen4_exp_text"}, "as it has several residual streams"),
     "ours": ({"model_type": "headrace"}, "is one of headrace already; expected another, or --to FORMAT"),
     "another model": ({"model_type": "bloom"}, "model_type='bloom'; expected headrace or one of the"),
     "a bias": ({"attention_bias": True}, "has no tensor 'model.layers.0.self_attn.q_proj.bias'"),
@@ -200,6 +201,12 @@ def test_wrong_tensors_are_refused(checkpoint, sentence):
     _, path = checkpoint("llama")
     retyped(path, TENSORS[sentence])
     assert sentence in refused(lambda: import_checkpoint(path))
+
+
+def test_pickled_weights_are_not_read(checkpoint):
+    _, path = checkpoint("llama")
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    assert "no model.safetensors.index.json; expected its weights in safetensors" in refused(lambda: load(path))
 
 
 def test_config_that_is_not_an_object_is_refused(checkpoint):

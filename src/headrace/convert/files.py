@@ -57,7 +57,9 @@ class TensorFiles(Tensors):
         check_files(folder)
         self.folder = folder
         names = {WEIGHTS}
-        if not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file():  # transformers, too, takes the whole file
+        if not (folder / WEIGHTS).is_file():  # transformers, too, takes the whole file where there are both
+            missing = f"it has no {WEIGHTS} and no {INDEX}; expected its weights in safetensors: no pickle is read"
+            require((folder / INDEX).is_file(), missing)
             names = {*read_json(folder / INDEX, {"weight_map": {...: str}})["weight_map"].values()}
         self.headers = {}
         for file in sorted(names):

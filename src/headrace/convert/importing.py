@@ -127,8 +127,8 @@ def _read_format(checkpoint: Path) -> tuple[Format, Config]:
     beside the weights."""
     described = read_json(checkpoint / "config.json", {})
     kind = described.get("model_type")
-    if isinstance(kind, str) and kind in MISSING:
-        reason = f"which is not converted, as it has {MISSING[kind]}"
+    if isinstance(kind, str) and (missing := MISSING.get(kind.removesuffix("_text"))):
+        reason = f"which is not converted, as it has {missing}"
         raise InputError(f"checkpoint {str(checkpoint)!r} has model_type={kind!r}, {reason}")
     if kind == HeadraceConfig.model_type:
         raise InputError(f"checkpoint {str(checkpoint)!r} is one of headrace already; expected another, or --to FORMAT")
