@@ -294,8 +294,12 @@ def test_frequencies_of_phi_moe_beyond_the_original_length(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes"), [("bamba", {"attn_layer_indices": None}), ("lfm2", {"layer_types": 2 * ["conv"]})]
-)
+    ("kind", "changes"),
+    [
+        ("bamba", {"attn_layer_indices": None}), ("lfm2", {"layer_types": 2 * ["conv"]}),
+        ("qwen3_5_moe_text", {"layer_types": 2 * ["linear_attention"]}),
+    ],
+)  # fmt: skip
 @torch.no_grad()
 def test_formats_whose_cache_counts_by_attention(kind, changes, tmp_path):
     theirs = save(described(kind, **changes), tmp_path)

@@ -137,8 +137,8 @@ DESCRIPTIONS = {
 }  # fmt: skip
 # In these, transformers takes the number of tokens so far from the cache of a layer of softmax attention.
 COUNTED_BY_ATTENTION = (
-    "qwen3_next", "qwen3_5_text", "qwen3_5", "granitemoehybrid", "nemotron_h", "zamba2", "kimi_linear",
-    "bailing_hybrid", "lfm2", "lfm2_moe", "bamba", "jamba", "recurrent_gemma",
+    "qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe", "granitemoehybrid", "nemotron_h",
+    "zamba2", "kimi_linear", "bailing_hybrid", "lfm2", "lfm2_moe", "bamba", "jamba", "recurrent_gemma",
 )  # fmt: skip
 
 
