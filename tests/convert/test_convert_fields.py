@@ -39,6 +39,7 @@ EDITED = {
     "nothing that has a default": ("llama", ("rms_norm_eps", "head_dim", "hidden_act", "tie_word_embeddings"), {}),
     "a base alone": ("llama", ("rope_parameters",), {"rope_theta": 50.0}),
     "a base beside": ("llama", (), {"rope_theta": 50.0}),
+    "a base that is written out": ("llama", ("rope_parameters",), {"rope_theta": 10**11}),
     "a base within and beside": ("llama", (), {"rope_parameters": {"rope_type": "default"}, "rope_theta": 50.0}),
     "no scaling": ("llama", ("rope_parameters",), {"rope_theta": 50.0, "rope_scaling": None}),
     "entries of positions that transformers does not read": (

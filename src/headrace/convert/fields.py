@@ -209,7 +209,8 @@ def check_sizes(described: Config, largest: int) -> None:
     for name in sorted(described.keys() - COMMON - IDS):
         value = described[name]
         if type(value) in (int, float):
-            other = LARGEST if type(value) is int else sys.float_info.max  # such as rope_theta=1e11
+            is_float = type(value) is float or name == "rope_theta"  # of Falcon-H1, 1e11, which JavaScript writes out
+            other = sys.float_info.max if is_float else LARGEST
             most = COUNTED if name.endswith(COUNTS) else largest if name.endswith(SIZES) else other
             require(abs(value) <= most, f"config.json has {name}={short(value)}; expected at most {most}")
             if type(value) is int and name.endswith((*COUNTS, *SIZES)) and not name.startswith("mtp_"):
