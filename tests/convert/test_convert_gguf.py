@@ -78,6 +78,8 @@ def metadata(model, arch):
         own |= dict.fromkeys(("attention.key_length", "attention.value_length"), c.head_dim)
     if arch == "gemma3":
         own["attention.sliding_window"] = c.sliding_window
+        if (local := c.rope_parameters["sliding_attention"]["rope_theta"]) != 10000.0:
+            own["rope.freq_base_swa"] = local
     if rope["rope_type"] in ("linear", "yarn"):
         own |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
     if rope["rope_type"] == "yarn":
@@ -165,6 +167,9 @@ VARIANTS = {
     "gemma3, linear": {"arch": "gemma3", "query_pre_attn_scalar": 16, "rope_parameters": {
         "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}} | GEMMA,
+    "gemma3, a base of the windows": {"arch": "gemma3", "query_pre_attn_scalar": 16, "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}} | GEMMA,
     "biases": {"attention_bias": True, "mlp_bias": True},
     "a head size of its own": {"head_dim": 32, "changes": {"llama.attention.key_length": 32,
                                "llama.attention.value_length": 32, "llama.rope.dimension_count": 32}},

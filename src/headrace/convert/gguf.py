@@ -49,7 +49,7 @@ LAYER_NAMES = {
 # Fields that a class may have -> a module with such biases.
 BIASES = {"attention_bias": "attn_q", "attention_out_bias": "attn_output", "mlp_bias": "ffn_up"}
 EMBEDDING, FACTORS = "token_embd.weight", "rope_freqs.weight"  # the latter divide the rotary frequencies
-SLIDING = "attention.sliding_window"
+SLIDING, SLIDING_BASE = "attention.sliding_window", "rope.freq_base_swa"  # older files have no base
 HALF = {gguf.GGMLQuantizationType.F16: torch.float16, gguf.GGMLQuantizationType.BF16: torch.bfloat16}
 
 
@@ -72,10 +72,10 @@ class Architecture(NamedTuple):
 
 
 def _gemma3(c: Config, described: Config) -> Config:
-    """Returns what llama.cpp's code has of Gemma 3, and a file lacks: which layers have a window, the rotation of those
-    layers, and the scale of the model of 27B, which has 62 layers."""
+    """Returns what llama.cpp's code has of Gemma 3, and a file lacks: which layers have a window, the scale of the model
+    of 27B, which has 62 layers, and, in older files, the rotation of layers with a window."""
     layers, scale = c["block_count"], described["head_dim"]
-    local = {"rope_type": "default", "rope_theta": 10000.0}
+    local = {"rope_type": "default", "rope_theta": c.get(SLIDING_BASE, 10000.0)}
     return {
         "sliding_window": c[SLIDING],
         "layer_types": [f"{'full' if i % 6 == 5 else 'sliding'}_attention" for i in range(layers)],
@@ -91,7 +91,7 @@ ARCHITECTURES = {
     "arcee": Architecture("arcee", interleaved=True),
     "seed_oss": Architecture("seed_oss", names={"post_attention_norm": "post_attention_layernorm"}),
     "gemma3": Architecture(
-        "gemma3_text", offset=1.0, form={SLIDING: int}, fields=_gemma3,
+        "gemma3_text", offset=1.0, form={SLIDING: int, f"{SLIDING_BASE}?": float}, fields=_gemma3,
         names={"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
                "post_ffw_norm": "post_feedforward_layernorm"},
     ),
