@@ -72,8 +72,8 @@ class Architecture(NamedTuple):
 
 
 def _gemma3(c: Config, described: Config) -> Config:
-    """Returns what llama.cpp's code has of Gemma 3, and a file lacks: which layers have a window, the scale of the model
-    of 27B, which has 62 layers, and, in older files, the rotation of layers with a window."""
+    """Returns what llama.cpp's code has of Gemma 3, and a file lacks: which layers have a window, the scale of the
+    model of 27B, which has 62 layers, and, in older files, the rotation of layers with a window."""
     layers, scale = c["block_count"], described["head_dim"]
     local = {"rope_type": "default", "rope_theta": c.get(SLIDING_BASE, 10000.0)}
     return {
