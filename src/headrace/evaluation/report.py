@@ -21,8 +21,8 @@ from .scores import NATS, POINTS, baseline, beaten, difference, scores, shown_me
 
 HEAD = ("task", "metric", "rows", "baseline")
 ABOUT_SCORES = (
-    "The baseline is the accuracy of guessing or, for a perplexity, that of a unigram model that knows the token "
-    "frequencies of this text but no context. * does not beat it: accuracies by a binomial test."
+    "The baseline is the accuracy of guessing or, for a perplexity, that of a unigram model that knows the frequencies "
+    "of a model's tokens in this text but no context. * does not beat it: accuracies by a binomial test."
 )
 ABOUT_PAIRS = (
     "Mean difference over the same rows, so that the difficulty of a row cancels, in points of accuracy or nats of "
@@ -86,17 +86,17 @@ def against_the_first(evaluation: Evaluation) -> list[Difference]:
 
 
 def table(evaluation: Evaluation) -> list[list[str]]:
-    """A row for each item and metric: their names, the number of rows, the baseline, and the score of each model, with
-    * if it does not beat the baseline."""
-    first, rows = next(iter(evaluation.items.values())), []
-    for item, record in first.items():
+    """A row for each item and metric: their names, the number of rows, the baseline (each, where those of the models
+    differ), and the score of each model, with * if it does not beat its baseline."""
+    rows = []
+    for item in next(iter(evaluation.items.values())):
         for metric in metrics(evaluation, item):
-            score = scores(record)[metric]
-            value = baseline(score, record)
-            shown = "–" if value is None else significant(value) if score.likelihood else f"{100 * value:.1f} %"
             own = [(scores(records[item])[metric], records[item]) for records in evaluation.items.values()]
+            score, bases = own[0][0], [baseline(*each) for each in own]
+            shown = ["–" if x is None else significant(x) if score.likelihood else f"{100 * x:.1f} %" for x in bases]
+            known = ", ".join(dict.fromkeys(shown))
             cells = [str(one) + "*" * (not beaten(one, of)) for one, of in own]
-            rows.append([item, shown_metric(item, metric), f"{len(score.rows):,}", shown, *cells])
+            rows.append([item, shown_metric(item, metric), f"{len(score.rows):,}", known, *cells])
     return rows
 
 

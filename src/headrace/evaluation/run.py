@@ -212,7 +212,7 @@ def scored(sample: dict[str, Any]) -> dict[str, Any]:
     return {
         "doc_id": sample["doc_id"],
         "doc_hash": sample["doc_hash"],
-        "choices": len(sample["arguments"]),
+        "choices": len(sample["arguments"]) // (1 + ("acc_mutual_info" in sample["metrics"])),  # it asks each twice
         "answer": answer,
         "scores": scores,
     }

@@ -51,12 +51,13 @@ class Score:
         return self.value * self.mean.error if self.likelihood else self.mean.error
 
     def __str__(self) -> str:
-        """The score and its standard error."""
+        """The score and its standard error, which is not known for a single row."""
         if not math.isfinite(self.value):
             return "not finite"
+        value, error, unit = f"{100 * self.value:.1f}", f"{100 * self.stderr:.1f}", " %"
         if self.likelihood:
-            return f"{significant(self.value)} ± {significant(self.stderr, 2)}"
-        return f"{100 * self.value:.1f} ± {100 * self.stderr:.1f} %"
+            value, error, unit = significant(self.value), significant(self.stderr, 2), ""
+        return f"{value} ± {error}{unit}" if math.isfinite(self.stderr) else f"{value}{unit}"
 
 
 def scores(record: dict[str, Any]) -> dict[str, Score]:

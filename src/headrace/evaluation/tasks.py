@@ -111,6 +111,7 @@ STOCK = {  # task -> columns of its data set in the harness
     **dict.fromkeys(RECALL, ("text", "value")),
 }
 SPLITS = ("train", "validation", "test")
+SPLIT = re.compile(r"(_(train|val|valid|validation|dev|test))?\.jsonl.*")  # after the name of a task in that of a file
 TITLE = re.compile(r"^ = [^=].*[^=] = \n$")
 
 
@@ -162,7 +163,7 @@ def read(task: str, data: Path) -> list[Row]:
         Missing: there are no rows.
     """
     blimp = task.startswith("blimp_")
-    if path := find(data, "blimp*.jsonl*" if blimp else f"{task}*.jsonl*"):
+    if path := find(data, "blimp*.jsonl*") if blimp else file_of(task, data):
         of_task = [row for row in lines(path) if not blimp or row.get("UID") == task.removeprefix("blimp_")]
         rows = [in_columns(task, row, path) for row in of_task]
     elif task == "wikitext" and (path := find(data, "test.raw.txt*") or find(data, "wiki.test.raw*")):
@@ -183,6 +184,15 @@ def in_columns(task: str, row: Row, path: Path) -> Row:
     except (KeyError, TypeError):
         pass
     raise InputError(f"a row of {str(path)!r} has {', '.join(row)}; expected {', '.join(expected)}, as {task} has")
+
+
+def file_of(task: str, data: Path) -> Path | None:
+    """The first file whose name begins with that of the task, and not with that of another, as piqa_ar.jsonl does."""
+    paths = sorted(data.rglob(f"{task}*.jsonl*"))
+    if not all(SPLIT.fullmatch(path.name[len(task) :]) for path in paths):  # to read the names of all takes seconds
+        longer = tuple(name for name in index().all_subtasks if name.startswith(task) and name != task)
+        paths = [path for path in paths if not path.name.startswith(longer)]
+    return min(paths, default=None)
 
 
 def find(data: Path, pattern: str) -> Path | None:
