@@ -10,6 +10,7 @@ import re
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
@@ -222,6 +223,18 @@ def test_files_of_two_kinds_are_refused(tmp_path):
     (tmp_path / "b.jsonl").write_text('{"text": "two"}')
     with pytest.raises(InputError, match="the sources mix json and text files; expected one kind"):
         read(tmp_path / "a.txt", tmp_path / "b.jsonl")
+
+
+def test_a_configuration_on_the_hub_may_have_a_dot(monkeypatch):
+    class Items(list):
+        info = SimpleNamespace(builder_name="parquet")
+
+    import datasets
+
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *name, **_: asked.append(name) or Items([{"text": "a"}]))
+    assert [row.text for row in sources.rows(("wikimedia/wikipedia:20231101.en",), "text", True)] == ["a"]
+    assert asked == [("wikimedia/wikipedia", "20231101.en")]
 
 
 def test_a_file_that_is_given_twice_is_refused(tmp_path):

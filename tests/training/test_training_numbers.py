@@ -182,17 +182,17 @@ def test_collapsed_gates_are_named_once_and_uniform_ones_at_the_end():
     assert said.startswith("the read gates of these layers are uniform after training: 1. They weigh all heads alike")
 
 
-def test_gates_of_padding_are_not_counted(tmp_path):
-    """The last row of held-out text is short."""
-    model, chosen = tiny.build("softmax-gla", vocab_size=257), recipe()[0]
-    rows = TextRows(torch.arange(1, 38).numpy(), np.array([37]), chosen.length)
-    batches = Batches(rows, None, Collator(0), chosen, Processes(torch.device("cpu")))
+@pytest.mark.parametrize("separate", [False, True])
+def test_gates_of_padding_are_not_counted(separate, tmp_path):
+    """The last row of held-out text is short. The first token of a document has no label, and is counted."""
+    model, chosen, collate = tiny.build("softmax-gla", vocab_size=257), recipe()[0], Collator(0, separate)
+    rows = TextRows(torch.arange(1, 38).numpy(), np.array([9, 20, 37]), chosen.length)
+    batches = Batches(rows, None, collate, chosen, Processes(torch.device("cpu")))
     _, found = Loop(model, model, batches, rows, None, tmp_path).held_out_loss(rows)
     with torch.no_grad(), GateWatch().on(model) as watch:
         for row in rows:
-            ids = torch.tensor([row["input_ids"]])
-            watch.labelled = torch.ones_like(ids, dtype=torch.bool)
-            model(ids, use_cache=False)
+            watch.labelled = torch.ones(1, len(row["input_ids"]), dtype=torch.bool)
+            model(**collate([row]), use_cache=False)
     assert found
     for gate, expected in zip(found, watch.summary(), strict=True):
         for name in ("entropy", "specialization", "load"):
@@ -224,6 +224,8 @@ def test_rows_to_evaluate_are_evenly_spread(data):
         data.train[i]["input_ids"] for i in (0, (length - 1) // 2, length - 1)
     ]
     assert len(run.evenly_spaced(data.train, length)) == length
+    many = TextRows(np.broadcast_to(np.uint16(0), 2**24 + 4), np.empty(0, np.int64), 1)  # float32 has no 2^24 + 3
+    assert list(run.evenly_spaced(many, 2).indices) == [0, 2**24 + 3]
 
 
 PATTERNS = {"jamba(style.experts.count=4)": 8, "zamba": 6}  # {model: its least number of layers}

@@ -154,7 +154,8 @@ def full_rows(rows: Any, length: int) -> Any:
 
 def evenly_spaced(rows: Any, count: int) -> Any:
     """At most `count` of the rows, evenly spaced."""
-    return rows if len(rows) <= count else rows.select(torch.linspace(0, len(rows) - 1, count).long().tolist())
+    last, steps = len(rows) - 1, max(count - 1, 1)
+    return rows if last < count else rows.select([i * last // steps for i in range(count)])
 
 
 def order(rows: Sized, seed: int, epoch: int) -> Iterable[int]:

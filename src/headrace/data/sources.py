@@ -104,7 +104,8 @@ def _read(sources: tuple[str, ...], column: str, cut: bool, sample: Sample | Non
 
 def _reader(sources: tuple[str, ...], column: str, cut: bool, sample: Sample | None) -> Callable[[str], Iterator[Row]]:
     files = [Path(source) for source in sources]
-    if len(files) == 1 and (files[0].is_dir() or (not files[0].exists() and not files[0].suffix)):
+    named = [file for file in files if not file.exists() and (":" in file.name or not file.suffix)]  # owner/name:1.en
+    if len(files) == 1 and (files[0].is_dir() or named):
         return partial(_data_set, column=column, sample=sample)
     if missing := [source for source, file in zip(sources, files, strict=True) if not file.is_file()]:
         raise InputError(f"source {missing[0]!r} is not a file; expected text, jsonl or Parquet files, or one data set")

@@ -95,9 +95,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
 def _finished(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return _padded(
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, clean_up_tokenization_spaces=False)
-    )
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, clean_up_tokenization_spaces=False)
+    return _padded(made)
 
 
 def _padded(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:

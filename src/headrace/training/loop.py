@@ -309,7 +309,7 @@ class Loop:
         with GateWatch().on(self.model) as watch, self.processes.sharing_rows():
             for batch in self.batches.once(rows):
                 watch.labelled = batch["labels"] != IGNORED
-                watch.mask = watch.labelled if is_text else None  # padding of text has no label
+                watch.mask = watch.labelled if is_text and "cu_seqlens" not in batch else None  # padding has no label
                 counts.append(answers(batch).sum())
                 with self.updates.autocast():  # a cache would split long rows
                     losses.append(self.model(**batch, skip_logits=True, use_cache=False).loss)
