@@ -351,6 +351,10 @@ def test_seeds_are_a_number_or_named():
 def test_tasks_are_expressions_and_sweeps_are_plans_with_names_of_their_own():
     (plan,) = choose("pair(keys=50, length=48)").plans
     assert plan.task == Pair(keys=50)
+    assert choose("pair(least=4)", length=40).plans[0].task == Pair(pairs=20, least=4)
+    for task, more in (("pair(pairs=8, length=40)", {}), ("pair", {"length": 40, "sweep": "pairs=4,20"})):
+        with pytest.raises(InputError, match=r"length[= ]40 .* expected"):
+            choose(task, **more)
     (plan,) = choose("text(files=a.txt, length=20)").plans
     assert plan.task == Text(("a.txt",), length=20)
     assert [p.task.length for p in choose("pair", sweep="pairs=8,32").plans] == [16, 64]

@@ -66,6 +66,7 @@ def test_a_plan_is_the_options_of_compare_and_a_question(tmp_path):
         ("softmax - none", "softmax", "expected NAME - NAME"),
         ("question: Does it help?", "", "is no plan: it has no 'question'"),
         ("compare: [softmax - none]", "compare: none", """is no plan: 'compare' is "none", not a list"""),
+        ('}(heads.expand_v=1)"', '},gla"', "'retnet,gla' under `mixers`; expected one mixer under each name"),
         ("softmax - none", "none - none", "'none - none' under `compare`; expected NAME - NAME, two mixers of none"),
         ("task: pair(least=1)", "task: 3", "is no plan: 'task' is 3, not a text"),
         ("{backbone: gla}", "{bone: gla}", "{'bone': 'gla'} under `over` do not fit the mixers: KeyError: 'backbone'"),

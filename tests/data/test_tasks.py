@@ -107,6 +107,7 @@ def test_pair_can_store_keys_twice():
         assert first.keys() == second.keys() and queries == {key: x for key, x in second.items() if key >= 0}
         assert all(first[key] != value and 9 <= first[key] < 18 for key, value in queries.items())
     assert Pair(overwritten=True).resized(12).pairs == 4
+    assert Pair(least=4).resized(40) == Pair(pairs=20, least=4) and Pair(queries=4).resized(20) == Pair(32, 16, 4)
     assert {length: rows["input_ids"].shape[1] for length, rows in task.by_length(2).items()} == {
         length: length for length in (9, 12, 15, 18, 21)
     }
@@ -338,7 +339,8 @@ def test_reverse_skips_lengths_with_few_sources():
         lambda: Mqar(pairs=0), lambda: Mqar(vocabulary=64), lambda: Mqar(power_a=0.0), lambda: Mqar(power_a=math.nan),
         lambda: Copy(length=7), lambda: SelectiveCopy(copied=5, length=9), lambda: Induction(length=2),
         lambda: Digits().resized(63), lambda: Reverse(length=3, shortest=4), lambda: Dates().resized(9),
-        lambda: Needle(length=-5), lambda: Text(length=1),
+        lambda: Needle(length=-5), lambda: Text(length=1), lambda: Masked(longest=8), lambda: Spans(longest=8),
+        lambda: Pair(least=4).resized(6), lambda: Pair(queries=4).resized(4),
     ],
 )  # fmt: skip
 def test_impossible_rows_are_refused(make):

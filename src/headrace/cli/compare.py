@@ -114,10 +114,7 @@ def compare(options: CompareOptions) -> dict[str, Any] | None:
     if one.suite is not None:
         run_suite(one.suite, one.mixers, one.output or Path("runs", one.suite), one.board, places)
         return None
-    if one.plan is None:
-        study = choose(**one.others, **one.changes)
-    else:
-        study = planned(one.plan)
+    study = choose(**one.others, **one.changes) if one.plan is None else planned(one.plan)
     folder = one.output or Path("runs", study.name)
     results = run(study, folder, places)
     print_sections(report(results, None), terminal())

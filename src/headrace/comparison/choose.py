@@ -96,6 +96,8 @@ def choose(
     else:
         plan = changed(with_text(default(task or ("text" if files else "pair")), files, tokenizer), changes)
         study = swept(plan, sweep) if sweep else Study(plan.name, f"Mixers compared: {plan.name}", (plan,))
+        if "length" in changes and {each.task.length for each in study.plans} != {plan.task.length}:
+            raise InputError(f"--length {plan.task.length} and --sweep {sweep}, which decides it; expected one of them")
     return tuned(matched(study, match), tune, tune_seeds)
 
 
@@ -178,7 +180,9 @@ def read_plan(path: Path) -> tuple[Question, dict[str, Any]]:
     pairs: list[tuple[str, str]] = []
     for values in data.get("over", [{}]):
         with reading(f"--plan {str(path)!r}: {values} under `over` do not fit the mixers"):
-            filled = {name: mixer.format(**values) for name, mixer in data["mixers"].items()}
+            filled = {name: mixer.format(**values).strip() for name, mixer in data["mixers"].items()}
+        if several := next((mixer for mixer in filled.values() if len(zoo.split(mixer)) != 1), None):
+            raise InputError(f"--plan {str(path)!r}: {several!r} under `mixers`; expected one mixer under each name")
         label = " ".join(str(value) for value in values.values() if "=" not in str(value))
         names |= {mixer: f"{label} {name}".strip() for name, mixer in filled.items()}
         pairs += [named(text, filled, path) for text in data["compare"]]
@@ -234,10 +238,14 @@ def refined(task: Task, values: dict[str, Any], others: tuple[str, ...] = ()) ->
     if unknown := next((name for name in values if name not in (*names, "length")), None):
         meant = did_you_mean(unknown, (*names, *others))
         raise InputError(f"the task {task.name} has no field {unknown!r}{meant}")
-    if "length" in values and "length" not in names:
-        length = checked(values["length"], (Kind(int),), task.name, "length")
-        task, values = task.resized(length), {k: v for k, v in values.items() if k != "length"}
-    return replace(task, **admitted(type(task), values, task.name))  # type: ignore[type-var]
+    length = None if "length" in names else values.get("length")
+    if length is not None:
+        task = task.resized(checked(length, (Kind(int),), task.name, "length"))
+        values = {k: v for k, v in values.items() if k != "length"}
+    made: Any = replace(task, **admitted(type(task), values, task.name))  # type: ignore[type-var]
+    if length not in (None, made.length):
+        raise InputError(f"length={length} of {made}, whose rows have {made.length} positions; expected it left out")
+    return made
 
 
 def swept(plan: Plan, sweep: str) -> Study:

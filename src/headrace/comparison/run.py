@@ -119,9 +119,8 @@ def timed(arm: Arm, device: str) -> Seconds:
 
 def duration(study: Study, folder: Path, workers: Sequence[str]) -> tuple[int, float]:
     """(number of arms that have no result in the folder, seconds that they will take with these workers)."""
-    pending = [
-        arm for plan in (*study.trials(), *study.plans) for arm in plan.arms() if not (folder / arm.result).exists()
-    ]
+    arms = (arm for plan in (*study.trials(), *study.plans) for arm in plan.arms())
+    pending = [arm for arm in arms if not (folder / arm.result).exists()]
     if not pending:
         return 0, 0.0
     timed(pending[0], workers[0])  # imports, and what PyTorch prepares once

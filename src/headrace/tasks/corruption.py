@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from ..ops.loss import IGNORED
-from ..utils.errors import InputError
 from .base import Batch, ByToken
 from .sequences import END, FIRST, START, Sequences
 from .text import Text, read
 
-SHORTEST = 8
 ASKED, MASKED, RANDOM = 0.15, 0.8, 0.1  # fraction of predicted tokens; fractions of these that are masked, replaced
 CLS, SEP, MASK = range(3)  # ids of special tokens, after those of the text
 TAKEN, SPAN = 0.15, 3  # fraction of removed tokens; mean number of tokens in a span
@@ -33,10 +31,7 @@ class Masked(ByToken, Text):
     """
 
     name: ClassVar[str] = "masked"
-
-    def __post_init__(self) -> None:
-        if self.length < SHORTEST:
-            raise InputError(f"length={self.length}; expected at least {SHORTEST}, three of them special tokens")
+    shortest: ClassVar[int] = 8  # three of them are special tokens
 
     @property
     def vocab_size(self) -> int:
@@ -89,10 +84,7 @@ class Spans(ByToken, Text, Sequences):
     """
 
     name: ClassVar[str] = "spans"
-
-    def __post_init__(self) -> None:
-        if self.length < SHORTEST:
-            raise InputError(f"length={self.length}; expected at least {SHORTEST}")
+    shortest: ClassVar[int] = 8
 
     @property
     def taken(self) -> int:

@@ -86,14 +86,14 @@ class Pair(Drawn):
         return self.pairs * (1 + self.overwritten + self.distractors) + self.asked
 
     def resized(self, length: int) -> "Pair":
-        parts = 2 + self.overwritten + self.distractors
-        pairs, rest = divmod(length, parts)
+        parts, asked = 1 + (self.queries is None) + self.overwritten + self.distractors, self.queries or 0
+        pairs, rest = divmod(length - asked, parts)
         if pairs < 1 or rest:
             raise InputError(
                 f"length={length}: a row of the task pair has {parts} positions for each pair; expected a positive "
-                f"multiple of {parts}"
+                f"multiple of {parts}" + (f" and the {asked} queries" if asked else "")
             )
-        return replace(self, keys=max(self.keys, pairs), pairs=pairs, queries=None, least=None)
+        return replace(self, keys=max(self.keys, pairs), pairs=pairs)
 
     def draw(self, generator: torch.Generator, rows: int) -> Batch:
         keys = torch.rand(rows, self.keys, generator=generator).argsort(1)[:, : self.pairs]

@@ -81,7 +81,6 @@ def count(data: Dataset, tokens: Any) -> dict[str, int]:
     """Numbers of documents, rows, answer tokens and answer bytes; without a tokenizer, a token counts as a byte."""
     answers = [[label for label in row if label != IGNORED] for row in data["shift_labels"]]
     total = sum(map(len, answers))
-    written = (
-        total if tokens is None else sum(len(tokens.decode(a, skip_special_tokens=True).encode()) for a in answers)
-    )
+    sizes = (len(tokens.decode(own, skip_special_tokens=True).encode()) for own in answers)
+    written = total if tokens is None else sum(sizes)
     return {"documents": len(data), "rows": len(data), "tokens": total, "bytes": written}

@@ -42,10 +42,11 @@ class Text:
 
     name: ClassVar[str] = "text"
     metric: ClassVar[Metric] = Metric("loss", "nats/token", digits=3, higher_is_better=False)
+    shortest: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        if self.length < 2:
-            raise InputError(f"length={self.length}; expected at least 2")
+        if self.length < self.shortest:
+            raise InputError(f"length={self.length}; expected at least {self.shortest}")
         if self.longest and self.longest < self.length:
             raise InputError(f"longest={self.longest}; expected 0 or at least length={self.length}")
 
