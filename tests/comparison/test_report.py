@@ -79,6 +79,18 @@ def test_a_report_has_a_picture_for_all_that_was_measured(tmp_path):
     assert {path.name for path in tmp_path.glob("by-*")} == {"by-pairs-score.png", "by-pairs-capacity.png"}
 
 
+def test_a_mixer_of_one_value_is_not_said_to_have_diverged_at_the_others():
+    """As with --match state, which gives a mixer other sizes at other values."""
+    data = swept({4: [[0.5], [0.9]], 16: [[0.4], [None]]})
+    plan, old, new = data["study"]["plans"][0], PAIR.mixers[0], "retnet(heads.expand_v=1, heads.key_dim=3)"
+    plan["mixers"][0], plan["specs"][new] = new, plan["specs"][old]
+    data["arms"][0]["mixer"] = new
+    section = next(section for section in report(data, None).sections if section.title == "By pairs")
+    assert [[str(cell) for cell in row[1:]] for row in section.rows] == [
+        ["50.0 %", "–"], ["90.0 %", "diverged"], ["–", "40.0 %"],
+    ]  # fmt: skip
+
+
 def test_many_mixers_are_drawn_backbone_by_backbone_in_one_file(tmp_path):
     assert len(BY_BACKBONE) > MANY
     data = many(3, BY_BACKBONE)

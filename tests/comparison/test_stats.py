@@ -155,6 +155,14 @@ def test_a_comparison_in_which_every_run_diverged_is_reported():
     assert table_of_means(question(), runs)[1][:4] == ["A", "p", "0 of 3", "diverged"]
 
 
+def test_a_value_is_at_an_end_of_the_range_of_its_own_comparison():
+    """Both hold 4: in p no longer row was tested."""
+    lengths = {"p": {2: 1.0, 4: 1.0}, "q": {1: 1.0, 4: 0.9, 8: 0.0}}
+    runs = [row("a", 0, 0.9, comparison=name, by_length=own) for name, own in lengths.items()]
+    table = table_of_means(question("capacity"), runs)
+    assert [line[1:] for line in table[1:]] == [["p", "1", "4", "1"], ["q", "1", "4", "0"]]
+
+
 def test_mixers_of_a_comparison_are_compared_by_the_same_interval():
     (comparison,) = summarize(results([[0.5, 0.5, 0.5, None], [0.6, 0.6, 0.9, 0.99]]))
     difference = between(*comparison.contenders[::-1])

@@ -75,11 +75,11 @@ def sections(question: Question, rows: Sequence[Row], tests: Sequence[Difference
 
 def table_of_means(question: Question, rows: Sequence[Row]) -> list[list[str]]:
     """A header, and a row for each mixer and place. The last cell counts the values that are bounds."""
-    ends = set[float]().union(*(bounds(question.measure, row) for row in rows))
     means = MEAN_LENGTHS if question.measure == "capacity" else MEANS
     cells = [["mixer", "at", "seeds", means, "seeds at an end of the range"]]
     for (place, mixer), own in values(rows, question.measure).groupby(["place", "mixer"], sort=False)["value"]:
         seeds, shown = out_of(own.count(), own.isna().sum()), mean_and_spread(question.measure, own.dropna())
+        ends = set[float]().union(*(bounds(question.measure, row) for row in rows if row["comparison"] == place))
         cells.append([question.name(mixer), place, seeds, shown, str(own.isin(ends).sum())])
     return report.placed(cells)
 

@@ -64,7 +64,7 @@ def sweep_section(over: Sweep, folder: Path | None) -> Section:
     """A row for each mixer, with its score at every value."""
     rows = [
         [name(next(iter(own.values())), over.comparisons[0]),
-         *(show_contender(own[value]) if value in own else "diverged" for value in over.values)]
+         *(show_contender(own[value]) if value in own else "–" for value in over.values)]
         for own in over.mixers.values()
     ]  # fmt: skip
     return Section(
