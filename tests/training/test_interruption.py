@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from multiprocessing import get_context
+from pathlib import Path
 from unittest.mock import patch
 
 import psutil
@@ -31,7 +32,7 @@ from headrace.training.history import History
 from headrace.training.model import estimate
 from headrace.training.parameters import optimizer, schedule
 from headrace.utils.errors import InputError
-from headrace.utils.integrity import CHECKSUMS
+from headrace.utils.integrity import CHECKSUMS, record, write_json
 from sharded import Run, ended, start_each
 from trained import arguments, history, plain_loss, recipe, signalled, train
 
@@ -295,6 +296,26 @@ def test_model_saved_again_or_without_checksums_is_read(trained_model, tmp_path)
         load(model)
     (model / CHECKSUMS).unlink()
     load(model)
+
+
+def test_an_interrupted_deletion_is_finished_by_the_next(tmp_path, monkeypatch):
+    (old := tmp_path / "checkpoint-1" / "optimizer").mkdir(parents=True)
+    for path in (old / "a", old / "b", old.parent / "c"):
+        path.write_text("x")
+    write_json(old.parent / checkpoints.MARKER, record(old.parent))
+    unlink, calls = Path.unlink, []
+
+    def interrupted(path, **how):
+        calls.append(path)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        unlink(path, **how)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Path, "unlink", interrupted)
+        checkpoints.delete(old.parent)
+    checkpoints.delete(*checkpoints.complete_checkpoints(tmp_path))
+    assert not any(tmp_path.iterdir())
 
 
 def test_other_files_beside_checkpoints_are_kept(data, tmp_path):

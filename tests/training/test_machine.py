@@ -141,6 +141,7 @@ def test_devices_are_recognized_by_driver_names():
     names |= {"NVIDIA L40S": 362e12, "NVIDIA L4": 121e12, "NVIDIA GeForce RTX 4090": 165e12, "NVIDIA L40": None}
     names |= {"NVIDIA H200": 989e12, "NVIDIA B200": 2250e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA RTX 3090": None}
     names |= dict.fromkeys(["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D"])
+    names |= {"NVIDIA H200 NVL": 835e12}
     names |= dict.fromkeys(["NVIDIA H100 80GB HBM3 MIG 1g.10gb"])
     assert {name: machine.peak(name) for name in names} == names
 

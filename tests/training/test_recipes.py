@@ -143,6 +143,11 @@ def test_invalid_recipe_files_are_refused(tmp_path):
         ("base: laptop-1m\nassumed:", "r.yaml': 'assumed' is null, not a list"),
         ("base: laptop-1m\nassumed: [lr, 3]", "item 1 of 'assumed' is 3, not a text"),
         ("from_data: 3", "'from_data' is 3, not a list"),
+        ("from_data: [length, lr]", "has from_data: lr; expected some of length, vocab_size"),
+        (
+            "weights: old\ngate_std: 0.1",
+            "gate_std=0.1 with weights, which have those of the gates; expected gate",
+        ),
         ("source:", "'source' is null, not a text"),
         ("base: laptop-1m\nbatch_tokens: 1024\ntokens: 512", "tokens=512; expected more than half of a step"),
     ):

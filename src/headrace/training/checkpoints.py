@@ -142,7 +142,7 @@ def make_room(place: Path) -> None:
 def delete(checkpoint: Path) -> None:
     """Deletes the files of a complete checkpoint, but no other files in its folder."""
     ours = read_record(checkpoint / MARKER)
-    for name in (MARKER, *ours):
+    for name in (*ours, MARKER):  # last, so that the next call goes on after an interruption
         (checkpoint / name).unlink(missing_ok=True)
     for folder in sorted({(checkpoint / name).parent for name in ours}, reverse=True):
         if not any(folder.iterdir()):

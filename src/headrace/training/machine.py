@@ -46,8 +46,9 @@ DEVICES = {
     "H100-NVL": Device(94e9, 835e12),
     # No data sheet is on nvidia.com: 96 GB of HBM3 at 4.0 TB/s and 148 TFLOPS by willitrunai.com/gpus/h20-96gb
     "H20": Device(96e9, 148e12),
-    # nvidia.com/en-us/data-center/h200: SXM 1,979 with sparsity
+    # nvidia.com/en-us/data-center/h200: SXM 1,979 and NVL 1,671 TFLOPS with sparsity
     "H200": Device(141e9, 989e12),
+    "H200-NVL": Device(141e9, 835e12),
     # nvidia.com/en-us/data-center/dgx-b200: eight have 1,440 GB; HGX B200: 36 PFLOPS with sparsity
     "B200": Device(180e9, 2250e12),
     # nvidia.com/en-us/data-center/l4 and /l40s: 242 and 733 TFLOPS with sparsity; the latter's footnote says 362 dense

@@ -27,9 +27,7 @@ class Optimization(Record):
     betas: tuple[float, float] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     clip: PositiveFloat | None = 1.0  # largest norm of the gradient; None: no clipping
-    initializer_range: PositiveFloat | None = (
-        None  # standard deviation of the initial weights; None: 0.64 / √hidden_size
-    )
+    initializer_range: PositiveFloat | None = None  # standard deviation of initial weights; None: 0.64 / √hidden_size
     gate_lr: NonNegativeFloat = 1.0  # learning rate of the competition's weights as a multiple of lr
     gate_std: NonNegativeFloat = 0.0  # standard deviation of the competition's initial weights
     gate_init: Literal["normal", "orthogonal"] = "normal"
@@ -38,10 +36,8 @@ class Optimization(Record):
         fractions = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         yield not fractions, f"betas={self.betas}; expected 2 numbers from 0 to less than 1"
         yield self.warmup >= 1, f"warmup={self.warmup:g}; expected less than 1, as a fraction of the training"
-        yield (
-            self.schedule == "linear" and self.min_lr > 0,
-            f"min_lr={self.min_lr} with schedule='linear', which ends at 0; expected min_lr=0",
-        )
+        above = self.schedule == "linear" and self.min_lr > 0
+        yield above, f"min_lr={self.min_lr} with schedule='linear', which ends at 0; expected min_lr=0"
 
     @property
     def steps(self) -> int:

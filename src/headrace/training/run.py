@@ -219,16 +219,14 @@ def make_loop(recipe: Recipe, data: PackedData, folder: Path, processes: Process
     end = None if data.tokenizer is None else data.tokenizer.eos_token_id
     model.config.eos_token_id = model.generation_config.eos_token_id = ends(model.generation_config.eos_token_id, end)
     held_out = data.manifest["held_out"]
+    of_a_token = held_out["bytes"] / held_out["tokens"], seconds_per_token(recipe, processes.count)
+    collate = Collator(end or 0, recipe.separate_documents)
     return Loop(
         model,
         shared_model(model, recipe, processes),
-        Batches(
-            rows, partial(order, rows, recipe.seed), Collator(end or 0, recipe.separate_documents), recipe, processes
-        ),
+        Batches(rows, partial(order, rows, recipe.seed), collate, recipe, processes),
         evenly_spaced(data.held_out, recipe.evaluate_rows),
-        Measures(
-            recipe.batch_tokens, held_out["bytes"] / held_out["tokens"], seconds_per_token(recipe, processes.count)
-        ),
+        Measures(recipe.batch_tokens, *of_a_token),
         folder,
         teacher and teacher.to(processes.device),
     )

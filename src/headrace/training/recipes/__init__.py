@@ -67,9 +67,8 @@ class Recipe(Optimization):
     length: PositiveInt = 4096  # tokens per row
     tokens: PositiveFloat = 15e9  # training tokens in all
     batch_tokens: PositiveInt = 524288  # tokens per step
-    separate_documents: bool = (
-        False  # keep documents in a row separate: no attention, state or label crosses their boundary
-    )
+    # keep documents in a row separate: no attention, state or label crosses their boundary
+    separate_documents: bool = False
 
     # the optimizer, with the fields of Optimization
 
@@ -103,24 +102,20 @@ class Recipe(Optimization):
             self.mixer == CHECKPOINT and self.weights is None,
             f"mixer={self.mixer!r} without weights; expected weights=FOLDER, whose layers the model has",
         )
-        yield (
-            self.kl != Recipe.kl and self.teacher is None,
-            f"kl={self.kl:g} without a teacher; expected teacher=FOLDER",
-        )
+        alone = self.kl != Recipe.kl and self.teacher is None
+        yield alone, f"kl={self.kl:g} without a teacher; expected teacher=FOLDER"
+        loaded = self.gate_std > 0 and self.weights is not None
+        yield loaded, f"gate_std={self.gate_std:g} with weights, which have those of the gates; expected gate_std=0"
         yield (
             self.batch_tokens % self.length > 0,
             f"batch_tokens={self.batch_tokens}; expected a multiple of length={self.length}; set "
             f"batch_tokens={self.even(max(1, round(self.batch_tokens / self.length))) * self.length}",
         )
-        yield (
-            self.length % self.context_parallel > 0,
-            f"context_parallel={self.context_parallel}; expected a divisor of length={self.length}",
-        )
+        uneven = self.length % self.context_parallel > 0
+        yield uneven, f"context_parallel={self.context_parallel}; expected a divisor of length={self.length}"
         yield bool(self.compile) and self.shard > 1, f"shard={self.shard} with compile=True; expected one of them"
-        yield (
-            self.steps < 1,
-            f"tokens={self.tokens:g}; expected more than half of a step, which is batch_tokens={self.batch_tokens}",
-        )
+        few = f"tokens={self.tokens:g}; expected more than half of a step, which is batch_tokens={self.batch_tokens}"
+        yield self.steps < 1, few
 
     @property
     def steps(self) -> int:
@@ -211,6 +206,8 @@ def load(
     if unknown := next((str(field) for field in (*data, *about.assumed, *free) if field not in known), None):
         meant = did_you_mean(ELSEWHERE.get(unknown, unknown), known)
         raise InputError(f"recipe {name!r} has no field {unknown!r}{meant}")
+    if other := next((field for field in free if field not in FROM_DATA), None):
+        raise InputError(f"recipe {name!r} has from_data: {other}; expected some of {', '.join(FROM_DATA)}")
     whole = {field: int(value) for field, value in data.items() if isinstance(value, float) and value.is_integer()}
     return Recipe(**admitted(Recipe, data | whole, "recipe")), about  # 4e6 counts as an integer
 
