@@ -2,6 +2,7 @@
 
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -82,6 +83,13 @@ def test_time_is_per_token_and_the_first_round_warms_up(monkeypatch):
     clock = iter(range(100))
     found = measure.taking_turns(["a", "b"], lambda name: next(clock), PLAN)
     assert found == {"a": {"seconds": [2, 4, 6]}, "b": {"seconds": [3, 5, 7]}}
+
+
+def test_an_error_of_a_model_leaves_nothing_frozen(monkeypatch):
+    monkeypatch.setattr(measure, "gc", calls := Mock())
+    with pytest.raises(ZeroDivisionError):
+        measure.taking_turns(["a"], lambda name: 1 / 0, PLAN)
+    assert [name for name, *_ in calls.method_calls] == ["freeze", "unfreeze"]
 
 
 @pytest.mark.parametrize(("what", "batch"), [("training", 3), ("prefill", 1)])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import headrace
-from headrace.cli import compare, evaluate, train, use
+from headrace.cli import compare, evaluate, train, use, verify
 from headrace.cli.console import Interrupted, interruptible
 from headrace.cli.options import converted
 from headrace.utils.errors import InputError
@@ -71,6 +71,8 @@ def test_compare_returns_its_results(tmp_path):
         (headrace.train, {"recipe": "laptop-1m", "dry_run": "no"}, "--dry-run='no'; expected True or False"),
         (headrace.train, {"recipe": "1", "settings": [3]}, r"--settings=\[3\]; expected a list of text or None"),
         (headrace.evaluate, {"checkpoints": [], "suite": "needle"}, "eval has no checkpoint; expected at least one"),
+        (verify.verify, {"backend": ""}, "backend='' is unknown; expected one of"),
+        (use.convert, {"checkpoint": "a.gguf", "output": "b", "ignore": "c"}, "--ignore has no effect with a GGUF"),
         (headrace.load, {"path": None}, "path=None; expected a folder, or a name on the Hugging Face Hub"),
     ],
 )

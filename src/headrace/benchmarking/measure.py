@@ -195,18 +195,17 @@ def taking_turns(names: Iterable[str], turn: Callable[[str], float], plan: Bench
     model that runs out of memory is left out from then on."""
     measured: dict[str, Measured] = {name: {"seconds": []} for name in names}
     gc.freeze()  # the collector need not visit the objects that exist already
-    for i in range(plan.rounds + 1):
-        for name in measured:
-            if "left_out" in measured[name]:
-                continue
-            try:
-                seconds = turn(name)
-                if i:
-                    measured[name]["seconds"].append(seconds)
-            except torch.OutOfMemoryError:
-                measured[name] = {"left_out": "out of memory"}
-            gc.collect()
-    gc.unfreeze()
+    try:
+        for i in range(plan.rounds + 1):
+            for name in [name for name, own in measured.items() if "left_out" not in own]:
+                try:
+                    seconds = turn(name)
+                    measured[name]["seconds"] += [seconds] * (i > 0)
+                except torch.OutOfMemoryError:
+                    measured[name] = {"left_out": "out of memory"}
+                gc.collect()
+    finally:
+        gc.unfreeze()
     return measured
 
 

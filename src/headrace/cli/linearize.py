@@ -91,9 +91,8 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
         config = read_config(one.checkpoint)
         changed = checked(config, one.mixer, keep, data, settings)  # before the weights are read
         if one.machine is not None:
-            return show_costs(
-                one.machine, one.mixer, costs(config, one.mixer, changed, settings, data.manifest["length"])
-            )
+            needed = costs(config, one.mixer, changed, settings, data.manifest["length"])
+            return show_costs(one.machine, one.mixer, needed)
         with resumed_folder(one.output, CHECKPOINTS) as (work, ready):
             report = _write(one, keep, data, work / "transfer", ready)
             tokenizer.save_pretrained(ready)

@@ -241,6 +241,8 @@ def convert(options: ConvertOptions) -> None:
     if to is not None:
         check_format(to)
         refuse_idle("without a conversion to headrace, without --to", dtype=one.dtype, ignore=one.ignore or None)
+    elif Path(one.checkpoint).suffix == GGUF:
+        refuse_idle("with a GGUF file, which has no config.json", ignore=one.ignore or None)
     if one.dtype not in (None, *PRECISIONS):
         raise InputError(f"--dtype {one.dtype!r}; expected one of {', '.join(PRECISIONS)}")
     with new_checkpoint(one.output) as folder:

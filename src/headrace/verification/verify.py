@@ -77,7 +77,7 @@ def available(backends: Iterable[str] | None = None) -> list[str]:
     if backends is None:
         return [name for name, backend in BACKENDS.items() if backend.missing() is None]
     chosen = list(zoo.split(backends) if isinstance(backends, str) else backends)
-    for name in chosen:
+    for name in chosen or [""]:
         if (reason := unavailable(name, "linear_attention")) is not None:
             raise InputError(f"backend={name!r} cannot run here: {reason}")
     return chosen
