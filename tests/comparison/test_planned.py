@@ -55,6 +55,8 @@ def test_a_plan_is_the_options_of_compare_and_a_question(tmp_path):
     assert study.question.pairs == ((b, a), (d, c)) and study.question.name(d) == "gla softmax"
     assert [(p.task.pairs, p.recipe.steps, p.seed_numbers) for p in study.plans] == [(2, 7, (1, 2)), (4, 7, (1, 2))]
     assert study.plans[0].tuning == Tuning("lr", (1e-3, 1e-2), (8, 9))
+    path.write_text(PLAN.replace("mixers:\n", "mixers:\n  control: transformer\n"), encoding="utf-8")
+    assert planned(path).question.name("transformer") == "control", "of both backbones"
     assert Question.stored({"study": json.loads(json.dumps(study.to_json()))}) == study.question
 
 
@@ -67,6 +69,7 @@ def test_a_plan_is_the_options_of_compare_and_a_question(tmp_path):
         ("question: Does it help?", "", "is no plan: it has no 'question'"),
         ("compare: [softmax - none]", "compare: none", """is no plan: 'compare' is "none", not a list"""),
         ('}(heads.expand_v=1)"', '},gla"', "'retnet,gla' under `mixers`; expected one mixer under each name"),
+        ("retnet}, {backbone: gla", "a=1}, {backbone: a=2", "two mixers are named 'none'; expected `over` to"),
         ("softmax - none", "none - none", "'none - none' under `compare`; expected NAME - NAME, two mixers of none"),
         ("task: pair(least=1)", "task: 3", "is no plan: 'task' is 3, not a text"),
         ("{backbone: gla}", "{bone: gla}", "{'bone': 'gla'} under `over` do not fit the mixers: KeyError: 'backbone'"),

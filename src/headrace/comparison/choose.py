@@ -184,8 +184,10 @@ def read_plan(path: Path) -> tuple[Question, dict[str, Any]]:
         if several := next((mixer for mixer in filled.values() if len(zoo.split(mixer)) != 1), None):
             raise InputError(f"--plan {str(path)!r}: {several!r} under `mixers`; expected one mixer under each name")
         label = " ".join(str(value) for value in values.values() if "=" not in str(value))
-        names |= {mixer: f"{label} {name}".strip() for name, mixer in filled.items()}
+        names |= {mixer: name if mixer in names else f"{label} {name}".strip() for name, mixer in filled.items()}
         pairs += [named(text, filled, path) for text in data["compare"]]
+    if twice := next((name for i, name in enumerate(names.values()) if name in list(names.values())[:i]), None):
+        raise InputError(f"--plan {str(path)!r}: two mixers are named {twice!r}; expected `over` to tell them apart")
     question = Question(
         data["question"], tuple(names.items()), tuple(pairs), data.get("measure", "score"), data.get("test", "t"),
         str(data.get("cost", "")),

@@ -98,10 +98,8 @@ class Recipe(Optimization):
 
     def _objections(self) -> Iterator[tuple[bool, str]]:
         yield from super()._objections()
-        yield (
-            self.mixer == CHECKPOINT and self.weights is None,
-            f"mixer={self.mixer!r} without weights; expected weights=FOLDER, whose layers the model has",
-        )
+        lacking = self.mixer == CHECKPOINT and self.weights is None
+        yield lacking, f"mixer={self.mixer!r} without weights; expected weights=FOLDER, whose layers the model has"
         alone = self.kl != Recipe.kl and self.teacher is None
         yield alone, f"kl={self.kl:g} without a teacher; expected teacher=FOLDER"
         loaded = self.gate_std > 0 and self.weights is not None
