@@ -370,6 +370,7 @@ def test_unreadable_file_is_named(name, tmp_path):
         ({"tokens": 0.5}, "--tokens 0.5; expected an integer"),
         ({"tokens": -1.0}, "--tokens -1; expected at least 1"),
         ({"tokens": 1.0, "task": "mqar", "sources": None}, "--tokens has no effect with --task"),
+        ({"length": 9, "task": "needle(length=8)", "sources": None}, "'length' is set twice, by --task and --length"),
         ({"rows": 0}, "--rows=0; expected at least 1"),
         ({"rows": 1}, "--rows has no effect without --task"),
     ],

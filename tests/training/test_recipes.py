@@ -148,6 +148,7 @@ def test_invalid_recipe_files_are_refused(tmp_path):
             "weights: old\ngate_std: 0.1",
             "gate_std=0.1 with weights, which have those of the gates; expected gate",
         ),
+        ("gate_init: orthogonal", "gate_init='orthogonal' with gate_std=0, which leaves the weights at 0"),
         ("source:", "'source' is null, not a text"),
         ("base: laptop-1m\nbatch_tokens: 1024\ntokens: 512", "tokens=512; expected more than half of a step"),
     ):

@@ -179,9 +179,8 @@ def list_zoo(
         print(json.dumps(rows | models, indent=1, ensure_ascii=False))
         return
     columns = catalog.VIEWS[show or "update"]
-    table = Table(
-        caption=f"Views: --show {', '.join(catalog.VIEWS)}. {catalog.COUNTED}", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
+    caption = f"Views: --show {', '.join(catalog.VIEWS)}. {catalog.COUNTED}"
+    table = Table(caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("mixer", no_wrap=True)
     for column in columns:
         number = column in ("numbers", "training", "decoding")

@@ -59,6 +59,8 @@ class PrepareOptions:
             refuse_idle("without --task", rows=self.rows)
         else:
             refuse_idle("with --task", **{name: getattr(self, name) for name in OF_TEXT})
+            if twice := self.given("tokenizer", "length").keys() & zoo.expression(self.task, "--task")[1]:
+                raise InputError(f"{min(twice)!r} is set twice, by --task and --{min(twice)}; expected it once")
         if self.tokens is not None and not float(self.tokens).is_integer():
             raise InputError(f"--tokens {self.tokens:g}; expected an integer")
 

@@ -130,6 +130,5 @@ def example(task: Any) -> str:
     labels = ["" if label == IGNORED else str(label) for label in row["shift_labels"]]
     width = max(map(len, [*ids, *labels]))
     lines = {"input ": ids, "answer": labels}
-    return "\n".join(
-        f"{name}  {' '.join(cell.rjust(width) for cell in cells)}".rstrip() for name, cells in lines.items()
-    )
+    joined = (f"{name}  {' '.join(cell.rjust(width) for cell in cells)}".rstrip() for name, cells in lines.items())
+    return "\n".join(joined)

@@ -106,9 +106,8 @@ class Pair(Drawn):
         queried_pairs = (order + ~is_pair).argsort(1)[:, : self.asked]  # empty positions last
         is_query = is_pair.gather(1, queried_pairs)
         stored = self._tokens(keys, values).where(is_pair[..., None], EMPTY)
-        queried = self._tokens(keys.gather(1, queried_pairs), torch.full_like(queried_pairs, EMPTY)).where(
-            is_query[..., None], EMPTY
-        )
+        asked = self._tokens(keys.gather(1, queried_pairs), torch.full_like(queried_pairs, EMPTY))
+        queried = asked.where(is_query[..., None], EMPTY)
         before = self._overwritten(generator, keys, values, is_pair)
         stored = torch.cat([before, self._distracted(generator, stored, is_pair)], 1)
         unasked = torch.full(stored.shape[:2], IGNORED)

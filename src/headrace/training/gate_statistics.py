@@ -67,9 +67,8 @@ class GateStatistics:
         maximum = int(self.counts.sum()) * math.log(self.sums.shape[-1])
         load = self.sums.sum(0) / self.counts.sum()
         spread = -torch.xlogy(load, load).sum().item() / math.log(len(load))
-        asked, other = (
-            (total / number).tolist() if number else None for total, number in zip(self.sums, self.counts, strict=True)
-        )
+        kinds = zip(self.sums, self.counts, strict=True)
+        asked, other = ((total / number).tolist() if number else None for total, number in kinds)
         return {
             "layer": self.layer,
             "gate": self.gate,

@@ -36,6 +36,8 @@ class Optimization(Record):
         fractions = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         yield not fractions, f"betas={self.betas}; expected 2 numbers from 0 to less than 1"
         yield self.warmup >= 1, f"warmup={self.warmup:g}; expected less than 1, as a fraction of the training"
+        idle = self.gate_init != "normal" and self.gate_std == 0
+        yield idle, f"gate_init={self.gate_init!r} with gate_std=0, which leaves the weights at 0; expected gate_std>0"
         above = self.schedule == "linear" and self.min_lr > 0
         yield above, f"min_lr={self.min_lr} with schedule='linear', which ends at 0; expected min_lr=0"
 
