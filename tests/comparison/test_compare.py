@@ -239,6 +239,14 @@ def test_every_mixer_has_the_same_rows_in_the_same_order():
     assert len(rows) == 6 and not torch.equal(rows["retnet", 0], rows["retnet", 1])
 
 
+def test_gates_of_a_whole_model_start_as_the_recipe_says():
+    plan = replace(SMALL, mixers=("bert(mixer=softmax-gla)",), task=Masked(length=24))
+    for std in (0.0, 0.3):
+        (arm,) = replace(plan, recipe=replace(SMALL.recipe, gate_std=std), seeds=1).arms()
+        weights = [p for p in gate_parameters(build(arm)) if p.dim() > 1]
+        assert weights and all(bool(weight.any()) == (std > 0) for weight in weights)
+
+
 def test_speeds_are_tokens_over_seconds(monkeypatch):
     updates = SimpleNamespace(processes=Processes(torch.device("cpu")))
     curve = arm_module.Curve(SMALL.arms()[0], updates, ignore)

@@ -104,7 +104,8 @@ def build(arm: Any) -> CausalModel | CompleteModel:
             "num_heads": shape.heads, "num_layers": shape.layers, "intermediate_size": arm.width,
             "initializer_range": recipe.initializer_range,
         }  # fmt: skip
-        return CompleteModel(models.build(spec, vocab_size=arm.task.vocab_size, hidden_size=shape.hidden_size, **sizes))
+        whole = models.build(spec, vocab_size=arm.task.vocab_size, hidden_size=shape.hidden_size, **sizes)
+        return initialize_gates(CompleteModel(whole), recipe.gate_std, recipe.gate_init)
     config = HeadraceConfig(
         mixer=arm.spec,
         vocab_size=arm.task.vocab_size,
@@ -118,9 +119,7 @@ def build(arm: Any) -> CausalModel | CompleteModel:
         use_cache=False,
         initializer_range=recipe.initializer_range,
     )
-    model = CausalModel(HeadraceForCausalLM(config))
-    initialize_gates(model, recipe.gate_std, recipe.gate_init)
-    return model
+    return initialize_gates(CausalModel(HeadraceForCausalLM(config)), recipe.gate_std, recipe.gate_init)
 
 
 @cache

@@ -54,9 +54,7 @@ def build(recipe: Recipe) -> HeadraceForCausalLM:
     """Builds the model with the weights of the recipe's checkpoint or, without one, with initial weights drawn from
     torch's global generator. InputError if the checkpoint is of another model."""
     if recipe.weights is None:
-        model = HeadraceForCausalLM(config(recipe))
-        initialize_gates(model, recipe.gate_std, recipe.gate_init)
-        return model
+        return initialize_gates(HeadraceForCausalLM(config(recipe)), recipe.gate_std, recipe.gate_init)
     checkpoint = load(recipe.weights)
     model = HeadraceForCausalLM(config(recipe, **{name: getattr(checkpoint.config, name) for name in KEPT}))
     for name, field in SIZES.items():

@@ -32,15 +32,16 @@ def undecayed(module: nn.Module) -> list[str]:
 GateInit = Literal["normal", "orthogonal"]
 
 
-def initialize_gates(model: nn.Module, std: float, kind: GateInit) -> None:
-    """Draws the score weights of all competition gates with standard deviation `std`; 0 leaves the weights at zero.
-    "orthogonal" makes the weight vectors of the heads orthogonal, with the expected norm of "normal" ones."""
+def initialize_gates(model: Any, std: float, kind: GateInit) -> Any:
+    """Draws the score weights of all competition gates with standard deviation `std`, and returns the model; 0 leaves
+    them at zero. "orthogonal" makes those of the heads orthogonal vectors, with the expected norm of "normal" ones."""
     for module in model.modules():
         if std and isinstance(module, HeadCompetition):
             if kind == "normal":
                 nn.init.normal_(module.weight, std=std)
             else:
                 nn.init.orthogonal_(module.weight, gain=std * math.sqrt(module.weight.shape[-1]))
+    return model
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, gate_lr: float) -> list[dict[str, Any]]:
