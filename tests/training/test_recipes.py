@@ -168,10 +168,11 @@ def test_field_set_twice_is_refused():
 @torch.no_grad()
 def test_model_from_a_checkpoint_equals_it(tmp_path):
     """Also in what no recipe has a field for."""
-    style = {"mlp": "geglu", "order": "pre"}
+    style = {"mlp": "geglu", "order": "pre", "bias": True}
     theirs = tiny.build("transformer", rope_theta=50.0, norm_eps=0.3, style=style, intermediate_size=None)
     theirs.save_pretrained(tmp_path)
     sizes = {"hidden_size": 32, "layers": 2, "heads": 4, "vocab_size": 29, "length": 16, "batch_tokens": 64}
     recipe, _ = recipes.load("laptop-1m", sizes | {"mixer": "transformer", "weights": str(tmp_path)})
     ids = tiny.tokens(2)
     assert torch.equal(build(recipe).double().eval()(ids).logits, theirs(ids).logits)
+    assert estimate(recipe)["parameters"]["tied"] == theirs.num_parameters()

@@ -37,13 +37,14 @@ ASKING = "asking"  # a backend that computes as PyTorch's, and notes what the ke
 KEPT = ("style", "mlp", "norm_eps", "rope_theta")  # fields of a config that a recipe does not have
 
 
-def config(recipe: Recipe, **kept: Any) -> HeadraceConfig:
-    """The config of a recipe's model. kept: values of fields that a recipe does not have."""
+def config(recipe: Recipe) -> HeadraceConfig:
+    """The config of a recipe's model. Fields that a recipe does not have are those of its weights."""
+    found: Any = None if recipe.weights is None else read_config(recipe.weights)
     if recipe.mixer == CHECKPOINT:
-        found = read_config(str(recipe.weights))
         if found.sizes.style.positions != "learned":  # which end with their table
             found.max_position_embeddings = max(found.max_position_embeddings, recipe.length)
         return found
+    kept = {} if found is None else {name: getattr(found, name) for name in KEPT}
     return HeadraceConfig(
         mixer=recipe.mixer, max_position_embeddings=recipe.length, initializer_range=recipe.initializer_range,
         **{name: getattr(recipe, field) for name, field in SIZES.items()}, **kept,
@@ -56,7 +57,7 @@ def build(recipe: Recipe) -> HeadraceForCausalLM:
     if recipe.weights is None:
         return initialize_gates(HeadraceForCausalLM(config(recipe)), recipe.gate_std, recipe.gate_init)
     checkpoint = load(recipe.weights)
-    model = HeadraceForCausalLM(config(recipe, **{name: getattr(checkpoint.config, name) for name in KEPT}))
+    model = HeadraceForCausalLM(config(recipe))
     for name, field in SIZES.items():
         stored = getattr(checkpoint.config, name)
         needed = getattr(recipe, field) if recipe.mixer == CHECKPOINT else getattr(model.config, name)
