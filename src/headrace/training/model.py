@@ -87,7 +87,8 @@ def meta_model(recipe: Recipe) -> HeadraceForCausalLM:
 
 def taught_by(recipe: Recipe) -> Recipe:
     """The same with the teacher as its model."""
-    return replace(recipe, mixer=CHECKPOINT, weights=recipe.teacher, teacher=None, kl=Recipe.kl)
+    loaded: dict[str, Any] = {"mixer": CHECKPOINT, "weights": recipe.teacher, "gate_std": 0.0, "gate_init": "normal"}
+    return replace(recipe, **loaded, teacher=None, kl=Recipe.kl)
 
 
 class Counted(NamedTuple):
