@@ -111,7 +111,7 @@ def differences(found: Sequence[Difference], output: Path) -> Section:
 
 
 def forest(differences: Sequence[Difference]) -> Figure:
-    """A figure with a panel for each unit. All perplexities of a task have the same difference, so one is drawn."""
+    """A figure with a panel for each unit. All perplexities of a task are of one log-likelihood: the first is drawn."""
     panels = {unit: [one for one in differences if one.unit == unit] for unit in (POINTS, NATS)}
     panels = {unit: own for unit, own in panels.items() if own}
     names = {unit: [*dict.fromkeys(map(label, own))] for unit, own in panels.items()}

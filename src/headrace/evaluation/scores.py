@@ -15,7 +15,7 @@ from ..report.stats import Mean
 # rows that are right or wrong and for log-likelihoods of rows of unequal length (test_evaluate.py).
 ROWS = 10
 FEW, EQUAL, OTHER, NOT_FINITE = "too few rows", "equal on every row", "other rows", "a score is not finite"
-NATS = Unit("nats of log-likelihood per word or row", "nats", 4, noun="row")
+NATS = Unit("nats of log-likelihood per word, byte or row", "nats", 4, noun="row")
 POINTS = Unit("points of accuracy", "points", 1, scale=100, noun="row")
 Rows = list[tuple[float, float]]  # (summand, weight) of each row
 
