@@ -118,7 +118,7 @@ def with_text(plan: Plan, files: list[str], tokenizer: str | None) -> Plan:
         raise InputError(
             f"--task {plan.task.name} has no text; expected text, masked or spans with text files or --tokenizer"
         )
-    given = {"files": tuple(files)} if files else {}
+    given: dict[str, Any] = {"files": tuple(files)} if files else {}
     given |= {} if tokenizer is None else {"tokenizer": None if tokenizer == "bytes" else tokenizer}
     return replace(plan, task=replace(plan.task, **given))
 

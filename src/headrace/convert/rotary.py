@@ -27,7 +27,8 @@ def rotation(c: Fields, head_dim: int, partial: bool = False, parameters: Config
     partial: whether the model reads partial_rotary_factor; other models ignore it. parameters: of one kind of layers;
     None: those of all."""
     given: Config = dict((c["rope_parameters"] or {}) if parameters is None else parameters)
-    kind, part = str(given.pop("rope_type", "default")), given.pop("partial_rotary_factor", 1.0)
+    kind: Any = str(given.pop("rope_type", "default"))
+    part = given.pop("partial_rotary_factor", 1.0)
     mscales = [given.pop(name, None) for name in MSCALES if kind == "yarn"]
     original = given.get(ORIGINAL, 1) if kind in ("llama3", "yarn", "longrope") else 1
     if not all(map(is_positive, (part, original, *filter(None, (given.get("factor"), *mscales))))):

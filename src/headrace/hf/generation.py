@@ -310,6 +310,7 @@ class HeadraceGenerationMixin(GenerationMixin):  # transformers finds this word 
     forward: Any
     plain_forward: Any
     engine: Any
+    device: Any
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs):
         kind, sampled = generation_config.cache_implementation, generation_mode in ("sample", "greedy_search")
