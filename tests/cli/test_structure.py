@@ -10,6 +10,8 @@ import pytest
 
 import fresh
 from headrace import zoo
+from headrace.spec.serialize import TYPES
+from headrace.utils.plugins import PREFIX
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "headrace"
@@ -146,6 +148,13 @@ def test_every_mixer_has_its_equation():
     table = MIXERS.partition("## Equations")[2].partition("\n## ")[0]
     named = re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)
     assert sorted(named) == sorted((*(name for table in zoo.TABLES.values() for name in table), *zoo.PUBLISHED))
+
+
+def test_reference_has_the_fields_of_every_spec():
+    page = (ROOT / "docs" / "reference.md").read_text("utf-8")
+    listed = re.findall(r"^```\{generated\} fields (.*)$", page, re.MULTILINE)
+    own = {f"{spec.__module__}.{spec.__name__}" for name, spec in TYPES.items() if not name.startswith(PREFIX)}
+    assert own <= {*" ".join(listed).split()}
 
 
 REPOSITORY = "https://github.com/headrace/headrace/blob/main/"
