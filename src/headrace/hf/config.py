@@ -72,12 +72,12 @@ class HeadraceConfig(PreTrainedConfig):
         num_heads: number of heads of every mixer that does not set its own; None: num_attention_heads, transformers'
             name for it, or 4.
         intermediate_size: width of the MLP; None: 8/3 of hidden_size, rounded up, or 4 hidden_size for an MLP without a
-            gate (`layers.widths.default_intermediate_size`).
+            gate (`layers.blocks.widths.default_intermediate_size`).
         style: the block around the mixers, as a BlockStyle or a dict of fields that differ from the mixer's style.
         mlp: short for the field `mlp` of the style.
         norm_eps: epsilon of the norms, but for group norms and for mixers whose spec has one (`read.eps`).
         initializer_range: standard deviation of the initial weights of linear layers and embeddings; None:
-            `layers.widths.default_std`, 0.64 / √hidden_size.
+            `layers.blocks.widths.default_std`, 0.64 / √hidden_size.
         tie_word_embeddings: whether one matrix is the embedding and the output layer.
         rope_theta: base of the rotary frequencies.
         max_position_embeddings: the longest sequence of a style with learned positions; otherwise informative only.

@@ -30,7 +30,7 @@ class Optimization(Record):
     initializer_range: PositiveFloat | None = None  # standard deviation of initial weights; None: 0.64 / √hidden_size
     gate_lr: NonNegativeFloat = 1.0  # learning rate of the competition's weights as a multiple of lr
     gate_std: NonNegativeFloat = 0.0  # standard deviation of the competition's initial weights
-    gate_init: Literal["normal", "orthogonal"] = "normal"
+    gate_init: Literal["normal", "orthogonal"] = "normal"  # of these weights; "orthogonal" needs gate_std > 0
 
     def _objections(self) -> Iterator[tuple[bool, str]]:
         fractions = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
