@@ -73,9 +73,9 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
     """Make attention layers of a trained model linear, and train them to imitate attention.
 
     The new layers take over q, k, v and o. Each is trained to give what the old one gave for the same input, all at
-    once; nothing else trains. After an interruption, the same command goes on. OUTPUT/report.html shows what each layer
-    imitates, what the model loses without it, the state and speed of both models, and the commands that train the model
-    as a whole; OUTPUT/linearize.json has the numbers."""
+    once; nothing else trains. After an interruption, the same command goes on. OUTPUT/report.html shows how well each
+    layer imitates, what the model loses without it, the state and speed of both models, and the commands that train the
+    model as a whole; OUTPUT/linearize.json has the numbers."""
     from ..convert.checkpoint import read_config, read_tokenizer
     from ..data import open_data
     from ..training.linear import Keep, checked, costs

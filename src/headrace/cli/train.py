@@ -26,7 +26,7 @@ class PrepareOptions:
 
     output: NewFolder
     sources: list[str] | None = setting(
-        "Text, JSON Lines or Parquet files (also .gz, .zst, .bz2, .xz), or one data set: a folder or a name "
+        "Text or JSON Lines files (also .gz, .zst, .bz2, .xz), Parquet files, or one data set: a folder or a name "
         "on the Hub.",
         shown="none, with --task",
         kind=argument,

@@ -221,14 +221,14 @@ class ConvertOptions:
         shown="that of the checkpoint",
     )
     ignore: list[str] | None = setting(
-        "Field of the foreign config.json to leave out, for one that is refused and that changes nothing. Can be "
+        "Field of the foreign config.json to leave out: one that is refused although it changes nothing. Can be "
         "repeated."
     )
 
 
 @takes(ConvertOptions)
 def convert(options: ConvertOptions) -> None:
-    """Convert a checkpoint from or to transformers and flash-linear-attention, or a GGUF file.
+    """Convert a checkpoint from or to transformers and flash-linear-attention, or from a GGUF file.
 
     Without --to, converts a foreign checkpoint or a GGUF file to headrace; with --to, converts a checkpoint of
     headrace."""
