@@ -57,7 +57,7 @@ class EvaluateOptions:
 def evaluate(options: EvaluateOptions) -> Any:
     """Evaluate checkpoints on tasks of lm-evaluation-harness.
 
-    Reports standard errors and paired differences between the checkpoints. After an interruption, the same command
+    Reports standard errors, and the paired differences of the checkpoints from the first. After an interruption, the same command
     resumes; further checkpoints are added to the folder."""
     console = terminal()
     for path in options.checkpoints:
