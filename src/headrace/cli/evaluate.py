@@ -57,8 +57,8 @@ class EvaluateOptions:
 def evaluate(options: EvaluateOptions) -> Any:
     """Evaluate checkpoints on tasks of lm-evaluation-harness.
 
-    Reports standard errors, and the paired differences of the checkpoints from the first. After an interruption, the same command
-    resumes; further checkpoints are added to the folder."""
+    Reports standard errors, and paired differences of the checkpoints from the first. After an interruption, the same
+    command resumes; further checkpoints are added to the folder."""
     console = terminal()
     for path in options.checkpoints:
         if Path(path).exists():
