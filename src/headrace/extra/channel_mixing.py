@@ -15,7 +15,8 @@ from ..spec.stack import MLPS
 
 class ChannelMixing(Mixer):
     """W_down relu(W_up x_k)², where x_k is a mix of each token with the one before it, by a learned weight per channel
-    (RWKV-7, arXiv 2503.14456)."""
+    (RWKV-7, arXiv 2503.14456). The weight of the token in channel i begins as i / D in every layer, as in the first of
+    the author's code, which gives it more in deeper ones."""
 
     state_kind = ShiftState
     static_shapes = True

@@ -4,7 +4,8 @@
     channel:    S ← e^g S + kᵀ (w v − (β ⊙ k) e^g S)              o = q S                (GDN-2, arXiv 2605.22791)
 
 Comba's b = σ(·) and d are learned per head; it reads the memory before the decay. β is one number per key channel in
-GDN-2, whose w is one per value channel, and one number per head in Comba.
+GDN-2, whose w is one per value channel, and one number per head in Comba. Comba's k and q have length 1 here. In
+flash-linear-attention's layer, b k and q − d b k are divided by their lengths instead, which cancels the b of b k.
 
 Dimensions: B batch, T tokens, H heads (Hq for q and k), K key, V value dimension per head, N sequences.
 """

@@ -31,7 +31,8 @@ EPS = 1e-5
 
 class SoftplusRateDecay(DecayModule):
     """Mamba-3's decay: log_decay [B, T, H] = −A dt, with A = max(softplus(a), 1e-4) and dt = softplus(z + b) (arXiv
-    2603.15569)."""
+    2603.15569). Since June 2026 the authors' code has 1 + a for a ≥ 0 and 1 / (1 − a) for others in place of
+    softplus(a)."""
 
     kind = "softplus-rate"
     SLOWEST = 1e-4  # rate

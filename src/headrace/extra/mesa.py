@@ -8,6 +8,9 @@ S and M are one memory, of the values (v, k). Conjugate gradients solve the syst
 of M_t with a vector of each token is `linear_attention` with k as values. The gradient is that of the exact solution:
 the system is symmetric, and so its gradient with respect to q is the solution of the same system.
 
+The layer of the paper (appendix G.2) convolves q and k alone, and its β has a bias. Here v is convolved too, and β has
+no bias. The paper's training also multiplies e^g by 1 − 0.0025 β² (G.5), which flash-linear-attention leaves out, too.
+
 Dimensions: B batch, T tokens, H heads (Hq for q and k), K key, V value dimension per head, N sequences.
 """
 

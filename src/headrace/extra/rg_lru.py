@@ -55,7 +55,8 @@ class RGLRU(Mixer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Section 2.4: the initial a at r = 1 is between 0.9 and 0.999, its square uniform."""
+        """Section 2.4: the initial a at r = 1 is between 0.9 and 0.999. Here its square is uniform, in the paper a; in
+        the authors' code its eighth root is in this range, with a uniform square."""
         self.gate_weight.normal_(std=self.gate_weight.shape[-1] ** -0.5)
         self.gate_bias.zero_()
         log_a = self.rate.uniform_(0.9**2, 0.999**2).log() / 2
@@ -96,6 +97,7 @@ KINDS["rg-lru"] = ScanKind(
 )
 register_mixer(
     "rg-lru",
+    # RecurrentGemma 2B: as many channels as the hidden size; Griffin: 4/3 as many, with 16 blocks
     ScanSpec("rg-lru", conv=4, bias=True),
     about="A gated linear recurrence per channel, whose inputs are scaled to keep the memory's variance.",
     paper="https://arxiv.org/abs/2402.19427",

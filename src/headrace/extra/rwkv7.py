@@ -95,7 +95,7 @@ class RWKV7(MatrixMixer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """The initialization of the author's code."""
+        """The initialization of the author's code, but for the projections, which begin as those of other layers."""
         D = self.bonus.numel()
         i = torch.arange(D)
         place, powers = i / max(D - 1, 1), torch.tensor([0.2, 0.9, 0.7, 0.7, 0.9, 0.2])

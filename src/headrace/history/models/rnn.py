@@ -44,8 +44,8 @@ class WithoutAttention(nn.Module):
 
 class Bahdanau(nn.Module):
     """Bahdanau's decoder: the state before the step is the query, the context vector is an input of the step, and the
-    output is a maxout of the new state, the token and the context. PyTorch's GRU applies the reset gate after the
-    recurrent matrix, the paper's before it."""
+    output is a maxout of the new state (equation 4; appendix A.2.2 prints the one before), the token and the context.
+    PyTorch's GRU applies the reset gate after the recurrent matrix, the paper's before it."""
 
     sequential = True
 

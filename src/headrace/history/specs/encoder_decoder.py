@@ -16,7 +16,7 @@ class Alignment(Record):
     score: Literal["additive", "dot", "general", "concat"] = "additive"  # score function of query and source position
     query: Literal["before", "after"] = "before"  # the decoder's state before (Bahdanau) or after (Luong) its step
     window: Literal["global", "local-m", "local-p"] = "global"  # all positions, or a window (Luong, section 3.2)
-    reach: PositiveInt = 4  # D: a local window has 2 D + 1 positions
+    reach: PositiveInt = 4  # D: a local window has 2 D + 1 positions; D = 10 in the paper
     feed: bool = False  # input feeding, with query="after": the attentional vector is an input of the next step
 
     def _objections(self):

@@ -92,7 +92,7 @@ class FixedDecay(DecayModule):
 
 class SlopeDecay(DecayModule):
     """Lightning Attention's decay: log_decay [H] = −rate · 2^(−8 (h + 1) / H), the slopes of ALiBi (arXiv 2501.08313,
-    section 2.2)."""
+    section 2.2). In layer l of L, MiniMax-01 has the rate 1 − l / (L − 1); the default is 1 in all."""
 
     kind = "slopes"
 
@@ -120,7 +120,7 @@ class XPosDecay(DecayModule):
 
 class SoftplusDecay(DecayModule):
     """Decay of Mamba-2 (arXiv 2405.21060) and Gated DeltaNet: log_decay [B, T, H] = −A dt, dt = softplus(x + b), which
-    the spec may bound."""
+    the spec may bound. A begins between 1 and 16, as in Mamba-2; in the code of Gated DeltaNet, between 0 and 16."""
 
     kind = "softplus"
 
@@ -153,8 +153,8 @@ def draw_step_bias_(bias: Tensor, low: float = 1e-3, high: float = 1e-1) -> None
 
 
 class SigmoidDecay(DecayModule):
-    """GLA's decay: log_decay [B, T, H, K] = log σ(W x + b) / temperature, 16 in GLA (arXiv 2312.06635, section 4.3);
-    with a lower bound ℓ, log(e^ℓ + (1 − e^ℓ) σ(W x + b)^(1/temperature)), HGRN2's (arXiv 2404.07904, section 3.1)."""
+    """GLA's decay: log_decay [B, T, H, K] = log σ(W x + b) / temperature, 16 in GLA (arXiv 2312.06635, section 4.4);
+    with a lower bound ℓ, log(e^ℓ + (1 − e^ℓ) σ(W x + b)^(1/temperature)), HGRN2's (arXiv 2404.07904)."""
 
     kind = "sigmoid"
 
@@ -199,7 +199,7 @@ def rise_(bias: Tensor, depth: float) -> None:
 
 
 class ExpFixedDecay(DecayModule):
-    """RWKV-5's decay: log_decay [B, T, H, K] = −exp(b), the same for all tokens (arXiv 2404.05892, section 3)."""
+    """RWKV-5's decay: log_decay [B, T, H, K] = −exp(b), of all tokens (arXiv 2404.05892, section 4.1.2)."""
 
     kind = "exp-fixed"
 
@@ -214,7 +214,7 @@ class ExpFixedDecay(DecayModule):
 
 
 class ExpDecay(DecayModule):
-    """RWKV-6's decay: log_decay [B, T, H, K] = −exp(b + tanh(x) W) (arXiv 2404.05892, section 4.2)."""
+    """RWKV-6's decay: log_decay [B, T, H, K] = −exp(b + tanh(x) W) (arXiv 2404.05892, section 4.2.2)."""
 
     kind = "exp"
     starts_fixed = True

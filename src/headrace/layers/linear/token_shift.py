@@ -27,8 +27,8 @@ def first_weights(streams: tuple[str, ...], hidden_size: int, depth: float, heig
 
 
 class StaticShift(SelfInitialized):
-    """RWKV-5's token shift (arXiv 2404.05892, section 3): a mix of each token with the previous token for each part of
-    the input projection, by a learned weight per channel."""
+    """RWKV-5's token shift (arXiv 2404.05892, section 4.1.1): a mix of each token with the previous token for each part
+    of the input projection, by a learned weight per channel."""
 
     STREAMS: tuple[str, ...] = ("k", "v", "q", "gate")
     no_weight_decay = ("offset",)
@@ -52,7 +52,7 @@ class StaticShift(SelfInitialized):
 
 
 class TokenShift(StaticShift):
-    """RWKV-6's ddlerp (arXiv 2404.05892, section 4.1): five mixes of each token with the previous token, by learned,
+    """RWKV-6's ddlerp (arXiv 2404.05892, section 4.2.1): five mixes of each token with the previous token, by learned,
     data-dependent weights. `STREAMS` names the inputs that the mixes are for."""
 
     STREAMS = ("decay", "k", "v", "q", "gate")
