@@ -4,7 +4,8 @@ layer brings, and feature maps that learn to imitate its softmax. `convert.linea
     φ(x) = [softmax(W x), softmax(−W x)]    map="softmax" (LoLCATs, arXiv 2410.10254, section 3.1, after Hedgehog)
     φ(x) = [e^(W x), e^(−W x)]              map="exp" (Hedgehog, arXiv 2402.04347, section 4.1)
 
-x is q or k times the root of the factor of the logits, and W [K, K] a matrix of each head, the identity at first.
+x is q or k times the root of the factor of the logits, and W [K, K] a matrix of each head, the identity at first. In
+the code of LoLCATs x is q or k itself, and W has 64 rows, random at first.
 
 Dimensions: B batch, T tokens, H heads, K key dimension per head.
 """

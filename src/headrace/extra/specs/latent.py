@@ -14,7 +14,7 @@ class LatentSpec(SoftmaxSpec):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values are projections of one
     normalized latent per token, which is the cache. One more part of the keys, which all heads share, is projected from
     the token and has rotary positions. By default the sizes are the paper's, relative to d, the hidden size over the
-    number of heads."""
+    number of heads; queries have no latent, as in DeepSeek-V2-Lite."""
 
     rank: PositiveInt | None = None  # size of the latent; None: 4 d
     q_rank: PositiveInt | None = None  # size of the latent of the queries; None: they are projected from the token
