@@ -1,4 +1,4 @@
-"""The experts of Phi-3.5-MoE (arXiv 2404.14219), whose weights are those of SparseMixer (arXiv 2409.12136).
+"""The experts of Phi-3.5-MoE (arXiv 2404.14219), whose weights are those of SparseMixer-v2 (GRIN, arXiv 2409.12136).
 
 Dimensions: B batch, T tokens, D hidden size, E experts, c experts per token.
 """
