@@ -9,7 +9,8 @@ S and n are held times e^−m, where m_t = max(log f_t + m_{t−1}, i_t, 0). The
 and their write strength e^{i_t − m_t} ≤ 1, and 1 becomes e^−m in the denominator. No output depends on m, so that
 autograd treats it as a constant. n is one more column of S, for a value of 1. i has no bias: a norm of the head after
 the division cancels it, as it cancels the denominator, up to its epsilon. The layer is that of xLSTM 7B (arXiv
-2503.13427), which has no convolution, without its bound of both gates' logits, 15 tanh(x / 15).
+2503.13427), which has no convolution, without its bound of both gates' logits, 15 tanh(x / 15), and with a bias in the
+norm.
 
 Dimensions: B batch, T tokens, H heads, V value dimension per head, N sequences.
 """
