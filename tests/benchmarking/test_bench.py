@@ -157,6 +157,15 @@ def test_a_model_that_cannot_run_here_is_left_out(monkeypatch):
     assert "FLA's kernels, which need a GPU" in found["transformers-qwen3-next"]["left_out"]
 
 
+@pytest.mark.parametrize(("what", "fits"), [("training", 2048), ("prefill", 2048), ("decoding", 2048 - 2 * 8)])
+def test_a_model_without_positions_for_a_length_is_left_out(what, fits, monkeypatch):
+    """A decoder of one round takes two turns of 8 tokens behind its context."""
+    monkeypatch.setitem(measure.MEASUREMENTS, what, lambda point, plan: {n: {"seconds": [1.0]} for n in plan.models})
+    plan, why = BenchPlan(("gla", "gpt"), SHAPE, rounds=1), "the model has positions for 2,048 tokens"
+    found = [measure.measure(Point(what, length), plan) for length in (fits, fits + 1)]
+    assert [own["gpt"] for own in found] == [{"seconds": [1.0]}, {"left_out": why}] and "seconds" in found[1]["gla"]
+
+
 @pytest.mark.slow
 def test_a_peak_is_at_least_weights_gradients_and_moments():
     shape = Shape(layers=1, hidden_size=64, heads=2, vocab_size=100_000)

@@ -13,6 +13,7 @@ from ..files.quiet import quiet
 from ..hf.cache import NAME as CACHE
 from .decoding import Decoder
 from .measure import Measured, clock, free, taking_turns, too_large
+from .models import too_long
 from .plan import BenchPlan
 
 NEW = 4  # tokens of a turn that are timed
@@ -73,11 +74,8 @@ def _at(context: int, models: dict[str, Any], needed: dict[str, int], plan: Benc
 
 
 def _obstacle(config: Any, context: int, needed: int, plan: BenchPlan) -> str | None:
-    longest = config.max_position_embeddings
-    if config.sizes.style.positions == "learned" and context + (ROUNDS + 1) * (NEW + 1) > longest:
-        return f"the model has positions for {longest:,} tokens"
-    memory = free(plan)
-    return "the system does not tell its free memory" if memory is None else too_large(needed, memory)
+    memory, why = free(plan), too_long(config, context + (ROUNDS + 1) * (NEW + 1))
+    return why or ("the system does not tell its free memory" if memory is None else too_large(needed, memory))
 
 
 def _seconds(decoder: Decoder, plan: BenchPlan) -> float:

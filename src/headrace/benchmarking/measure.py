@@ -61,7 +61,8 @@ def record(point: Point, worker: Worker, plan: BenchPlan) -> engine.Row:
 def measure(point: Point, plan: BenchPlan) -> dict[str, Measured]:
     """Model -> its measurement at a point: {"seconds": [...], ...}, or {"left_out": reason}."""
     torch.set_num_threads(plan.threads)
-    measured = {name: {"left_out": why} for name in plan.models if (why := obstacle(name, plan.device))}
+    tokens = point.length + (TOKENS * (plan.rounds + 1) if point.what == "decoding" else 0)
+    measured = {n: {"left_out": why} for n in plan.models if (why := obstacle(n, plan.shape, plan.device, tokens))}
     able = tuple(name for name in plan.models if name not in measured)
     measured |= MEASUREMENTS[point.what](point, replace(plan, models=able))
     return {name: measured[name] for name in plan.models}
@@ -120,12 +121,7 @@ def too_large(needed: int, memory: int) -> str | None:
 
 def several(decoder: Decoder, plan: BenchPlan) -> float:
     """Seconds per token, the mean over TOKENS tokens."""
-
-    def tokens() -> None:
-        for _ in range(TOKENS):
-            decoder.token()
-
-    return timed(tokens, plan) / TOKENS
+    return timed(lambda: [decoder.token() for _ in range(TOKENS)], plan) / TOKENS
 
 
 def memory(point: Point, plan: BenchPlan) -> dict[str, Measured]:

@@ -111,11 +111,17 @@ def check(name: str, shape: Shape) -> None:
         raise InputError(f"{name} cannot have {sizes}: {' '.join(str(error).split())}") from None
 
 
-def obstacle(name: str, device: str) -> str | None:
-    """Why the model cannot be measured on the device, or None."""
+def obstacle(name: str, shape: Shape, device: str, tokens: int) -> str | None:
+    """Why the model cannot be measured on the device with sequences of so many tokens, or None."""
     if name == "transformers-qwen3-next" and device == "cpu" and find_spec("fla"):
         return "where FLA is installed, transformers computes it with FLA's kernels, which need a GPU"
-    return None
+    return None if name in PEERS else too_long(ours(name, shape), tokens)
+
+
+def too_long(config: HeadraceConfig, tokens: int) -> str | None:
+    """Why a sequence of so many tokens is beyond learned positions, or None."""
+    longest, learned = config.max_position_embeddings, config.sizes.style.positions == "learned"
+    return f"the model has positions for {longest:,} tokens" if learned and tokens > longest else None
 
 
 def named(text: str) -> tuple[str, ...]:
