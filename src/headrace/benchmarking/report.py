@@ -78,7 +78,8 @@ def write_report(results: list[dict[str, Any]], lines: list[dict[str, Any]], pla
         f"{count(len(plan.models), 'model')} of {count(shape.layers, 'layer')}, {shape.hidden_size} wide, "
         f"{count(shape.heads, 'head')} and a vocabulary of {shape.vocab_size:,}, in {plan.dtype} on {plan.device} with "
         f"{count(plan.threads, 'thread')}. Times are {plan.clock}: the median of {plan.rounds} rounds, in which all "
-        "models took turns in one process, ± half the interquartile range."
+        "models took turns in one process, ± half the interquartile range. Models of equal width and depth may "
+        "differ in parameters: Mamba-2 has no MLP. Checkpoints have their own sizes."
     )
     sections = [overheads(results, plan), *(measured(what, lines, plan, folder) for what in present(results))]
     return Page("Cost of competition", [about], sections, environments(results)).write(folder / "report.html")
@@ -87,9 +88,7 @@ def write_report(results: list[dict[str, Any]], lines: list[dict[str, Any]], pla
 def environments(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     distinct: list[dict[str, Any]] = []
     for result in results:
-        about = {
-            name: value for name, value in result["environment"].items() if name not in ("date", "threads_per_arm")
-        }
+        about = {key: x for key, x in result["environment"].items() if key not in ("date", "threads_per_arm")}
         if about not in distinct:
             distinct.append(about)
     return distinct
