@@ -69,6 +69,14 @@ def test_gates_and_alignment_are_of_the_end_of_the_first_seed():
     assert (contender.gates, contender.alignment) == ([0, 5], 0)
 
 
+def test_heads_of_queries_are_drawn_apart_but_not_of_a_text():
+    """The last position of a row of text alone has no label."""
+    apart = [gate | {"load_asked": [0.9, 0.1], "load_other": [0.1, 0.9]} for gate in gates([0.5, 0.5])]
+    for plan, expected in ((PAIR, [0.9, 0.1]), (TEXT, [0.5])):
+        contender = summarize(results([[0.5]], plan, apart))[0].contenders[0]
+        assert [load[0] for _, load in plots.head_rows(contender)] == expected
+
+
 def test_a_report_has_a_picture_for_all_that_was_measured(tmp_path):
     by_length = [{"6": 1.0, "12": 0.5}] * 2
     write_report(results([[0.5], [1.0]], REVERSE, by_length=by_length, alignment=(None, WEIGHTS)), tmp_path)
@@ -219,4 +227,5 @@ def test_speed_is_a_median_with_half_its_quartile_range():
     """Of 10, 14, 10, 14 over two seeds; one stretch has no spread."""
     assert summarize(results([[0.5, 0.6]]))[0].contenders[0].speed == "12 ± 2"
     assert summarize(results([[0.5]], speeds=[[1234.5]]))[0].contenders[0].speed == "1,234"
-    assert (quartiles([3.0]), spread([3.0]), spread([1.0, 3.0])) == ([3.0] * 3, None, pytest.approx((3.5 - 0.5) / 2))
+    assert (quartiles([3.0]), spread([3.0]), spread([3.0, 1.0])) == ([3.0] * 3, None, pytest.approx((3 - 1) / 2))
+    assert quartiles([4.0, 1.0, 2.0]) == [1.0, 2.0, 4.0] and quartiles([1.0, 2.0, 3.0, 4.0]) == [1.25, 2.5, 3.75]

@@ -205,11 +205,11 @@ def heads(comparison: Comparison, shown: list[Contender]) -> Figure:
 
 
 def head_rows(contender: Contender) -> list[tuple[str, list[float]]]:
-    """(name, mean share of each head) of each gate, separately for query and other positions if the task has both."""
+    """(name, mean share of each head) of each gate, for queries and other positions apart where a task has both."""
     rows = []
     for gate in contender.gates:
         name = f"{contender.label}, layer {gate['layer']}, {gate['gate']}"
-        if gate["load_asked"] and gate["load_other"]:
+        if contender.metric.higher_is_better and gate["load_asked"] and gate["load_other"]:
             rows += [(f"{name}, queries", gate["load_asked"]), (f"{name}, other", gate["load_other"])]
         else:
             rows.append((name, gate["load"]))

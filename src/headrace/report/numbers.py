@@ -24,8 +24,8 @@ def significant(value: float, digits: int = 4) -> str:
 
 
 def quartiles(numbers: Sequence[float]) -> list[float]:
-    """The three quartiles; three times the number for a single one."""
-    return quantiles(numbers, n=4) if len(numbers) > 1 else [*numbers] * 3
+    """The three quartiles; of up to three numbers the smallest, the median and the largest."""
+    return quantiles(numbers, n=4) if len(numbers) > 3 else [min(numbers), median(numbers), max(numbers)]
 
 
 def spread(numbers: Sequence[float]) -> float | None:
