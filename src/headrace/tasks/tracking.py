@@ -2,8 +2,8 @@
 their recurrence can express, where tasks of recall measure how much it stores (https://arxiv.org/abs/2404.08819,
 https://arxiv.org/abs/2411.12537).
 
-The first tokens of a row decide its part. A held-out row of PREFIX tokens or more, of whatever length, begins like no
-training row, so that no answer after these tokens can be remembered from training.
+The first tokens of a row decide its part. Of rows of PREFIX tokens or more, of whatever length, those held out begin
+like no training row, so that no answer after these tokens can be remembered from training.
 """
 
 from dataclasses import dataclass
