@@ -14,6 +14,7 @@ from scipy import stats as by_scipy
 from headrace.comparison.defaults import PAIR, REVERSE
 from headrace.comparison.findings import between, judged
 from headrace.comparison.hypotheses import UNITS, answer, differences, length_held, speed, table_of_means
+from headrace.comparison.page import DIFFERENCES
 from headrace.comparison.rows import converged
 from headrace.comparison.summary import summarize
 from headrace.evaluation.scores import ROWS
@@ -144,6 +145,14 @@ def test_equal_bimodal_models_get_a_verdict_in_at_most_one_of_twenty(n):
         one = over_seeds("a", "b", gains, UNITS["score"])
         verdicts.append(replace(one, corrected=one.p).verdict in ("more", "less"))
     assert fmean(verdicts) <= 0.05
+
+
+def test_three_runs_that_learn_a_task_or_fail_tell_equal_models_apart_in_3_of_100_differences():
+    """Scores near 0 or 1: where all three seeds favour one model, in 2 of 64 cases, t rejects far below any level."""
+    pairs = product(product((0.0, 1.0), repeat=2), repeat=3)
+    cases = [[a - b + 0.001 * seed for seed, (a, b) in enumerate(own)] for own in pairs]
+    assert fmean(over_seeds("a", "b", gains, UNITS["score"]).p < 1e-5 for gains in cases) == 2 / 64
+    assert "in up to 3.1 % of differences" in DIFFERENCES
 
 
 def test_a_comparison_in_which_every_run_diverged_is_reported():

@@ -22,7 +22,7 @@ from .scores import NATS, POINTS, baseline, beaten, difference, scores, shown_me
 HEAD = ("task", "metric", "rows", "baseline")
 ABOUT_SCORES = (
     "The baseline is the accuracy of guessing or, for a perplexity, that of a unigram model that knows the frequencies "
-    "of a model's tokens in this text but no context. * does not beat it: accuracies by a binomial test."
+    "of a model's tokens in this text but no context. * does not beat it: accuracies by a binomial test at 2.5 %."
 )
 ABOUT_PAIRS = (
     "Mean difference over the same rows, so that the difficulty of a row cancels, in points of accuracy or nats of "

@@ -1,7 +1,7 @@
 """The differences that a report judges: one verdict, one table, one family.
 
 A difference is called one if its p is below LEVEL by Holm's rule over all differences of the report that can have a
-verdict, so that a report over equal models calls a difference in at most 5 % of cases.
+verdict, so that a report over equal models with normal gains calls a difference in at most 5 % of cases.
 """
 
 import math
