@@ -495,6 +495,12 @@ def test_only_means_of_rows_are_scores():
     assert report.metrics(evaluation, "item") == ["acc,strict"]
 
 
+def test_models_that_read_a_task_in_other_contexts_are_named():
+    items = {n: {"same": record([0.5]), "other": record([0.5]) | {"max_length": n}} for n in (4, 8)}
+    (sentence,) = report.findings(SimpleNamespace(items=items, missing={}))
+    assert sentence == "The models' contexts differ in other (see Settings); --max-length gives them one."
+
+
 def test_each_model_has_the_unigram_of_its_own_tokens():
     unigrams = {"a": 50.0, "b": 60.0, "c": 50.0}
     items = {

@@ -97,13 +97,9 @@ def difference(model: str, first: str, item: str, metric: str, records: dict[str
         return Difference(model, first, stats.mean([]), 1.0, unit, where, undecided=OTHER)
     rows = list(zip(score.rows, scores(records[first])[metric].rows, strict=True))
     mean = stats.mean(*zip(*((a - b, weight) for (a, weight), (b, _) in rows), strict=True))
-    undecided = None
-    if not math.isfinite(mean.value):
-        undecided = NOT_FINITE
-    elif all(a == b for (a, _), (b, _) in rows):
-        undecided = EQUAL
-    elif mean.n < ROWS:
-        undecided = FEW
+    equal = all(a == b for (a, _), (b, _) in rows)
+    reasons = {NOT_FINITE: not math.isfinite(mean.value), EQUAL: equal, FEW: mean.n < ROWS}
+    undecided = next((why for why, holds in reasons.items() if holds), None)
     return Difference(model, first, mean, mean.p, unit, where, undecided=undecided)
 
 
