@@ -495,6 +495,13 @@ def test_only_means_of_rows_are_scores():
     assert report.metrics(evaluation, "item") == ["acc,strict"]
 
 
+def test_a_task_with_examples_in_its_prompts_is_not_run_on_local_rows(tmp_path):
+    """All splits are the rows of one file, so that the tested row with its answer could be an example."""
+    (tmp_path / "gsm8k.jsonl").write_text('{"question": "1 + 1", "answer": "#### 2"}\n')
+    with pytest.raises(tasks.Missing, match="its prompts have examples"):
+        tasks.localize(Item("gsm8k", HOME / "gsm8k" / "gsm8k.yaml"), tmp_path, tmp_path / "scratch")
+
+
 def test_models_that_read_a_task_in_other_contexts_are_named():
     items = {n: {"same": record([0.5]), "other": record([0.5]) | {"max_length": n}} for n in (4, 8)}
     (sentence,) = report.findings(SimpleNamespace(items=items, missing={}))

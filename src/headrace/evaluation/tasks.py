@@ -20,6 +20,7 @@ from typing import Any
 import lm_eval.tasks
 import yaml
 from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
 
 from ..files.checks import decode
 from ..utils.errors import InputError, reading
@@ -124,13 +125,16 @@ def localize(item: Item, data: Path, scratch: Path) -> Rows:
     the item needs no data.
 
     Raises:
-        Missing: the folder has no rows for the item.
+        Missing: the folder has no rows for the item, or not the examples of its prompts.
     """
     if item.task == REPEATED:
         return Rows(item, item.stock.parent, digest(""))
     if item.task in NEEDLE:
         known = digest([*essays(data), *([] if has_punkt() else [UNTRAINED])])
         return Rows(item, define(item, scratch, {"data": str(data.resolve())}, "custom_dataset"), known)
+    definition = load_yaml(item.stock, resolve_func=False)
+    if definition.get("num_fewshot") and "samples" not in (definition.get("fewshot_config") or {}):
+        raise Missing("its prompts have examples of other rows, and one of a local file may be the tested row itself")
     rows = read(item.task, data)
     scratch.mkdir(parents=True, exist_ok=True)
     path = scratch.resolve() / f"{item.task}.jsonl"
@@ -162,14 +166,12 @@ def read(task: str, data: Path) -> list[Row]:
         InputError: a row lacks a column.
         Missing: there are no rows.
     """
-    blimp = task.startswith("blimp_")
+    rows, blimp = list[Row](), task.startswith("blimp_")
     if path := find(data, "blimp*.jsonl*") if blimp else file_of(task, data):
         of_task = [row for row in lines(path) if not blimp or row.get("UID") == task.removeprefix("blimp_")]
         rows = [in_columns(task, row, path) for row in of_task]
     elif task == "wikitext" and (path := find(data, "test.raw.txt*") or find(data, "wiki.test.raw*")):
         rows = [{"page": page} for page in pages(content(path))]
-    else:
-        rows = []
     if not rows:
         raise Missing(f"{str(data)!r} has no rows for this task")
     return rows

@@ -30,10 +30,8 @@ def quartiles(numbers: Sequence[float]) -> list[float]:
 
 def spread(numbers: Sequence[float]) -> float | None:
     """The interquartile range divided by the median; None for fewer than two numbers."""
-    if len(numbers) < 2:
-        return None
-    low, _, high = quartiles(numbers)
-    return (high - low) / median(numbers)
+    low, middle, high = quartiles(numbers)
+    return (high - low) / middle if len(numbers) > 1 else None
 
 
 def out_of(finished: int, lost: int) -> str:
