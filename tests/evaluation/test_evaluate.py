@@ -320,6 +320,12 @@ def test_rows_are_not_those_of_a_task_with_a_longer_name(tmp_path, monkeypatch):
     assert tasks.file_of("piqa_ar", tmp_path).name == "piqa_ar.jsonl"
 
 
+def test_rows_of_training_are_read_last(tmp_path):
+    for name in ("hellaswag_train.jsonl", "hellaswag_val.jsonl"):
+        (tmp_path / name).write_text("{}")
+        assert tasks.file_of("hellaswag", tmp_path) == tmp_path / name
+
+
 @pytest.mark.parametrize("name", ["wiki.test.raw.gz", "test.raw.txt.gz"])
 def test_wikitext_may_be_compressed(name, tmp_path):
     (tmp_path / name).write_bytes(gzip.compress(PAGE.format("Sea").replace("\n", "\r\n").encode()))

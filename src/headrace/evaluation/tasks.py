@@ -189,12 +189,13 @@ def in_columns(task: str, row: Row, path: Path) -> Row:
 
 
 def file_of(task: str, data: Path) -> Path | None:
-    """The first file whose name begins with that of the task, and not with that of another, as piqa_ar.jsonl does."""
+    """The first file whose name begins with that of the task, and not with that of another, as piqa_ar.jsonl does. One
+    of training rows comes last."""
     paths = sorted(data.rglob(f"{task}*.jsonl*"))
     if not all(SPLIT.fullmatch(path.name[len(task) :]) for path in paths):  # to read the names of all takes seconds
         longer = tuple(name for name in index().all_subtasks if name.startswith(task) and name != task)
         paths = [path for path in paths if not path.name.startswith(longer)]
-    return min(paths, default=None)
+    return min(paths, key=lambda path: (path.name.startswith(f"{task}_train"), path), default=None)
 
 
 def find(data: Path, pattern: str) -> Path | None:
