@@ -29,12 +29,13 @@ DIFFERENCES = (
     "of twenty; if each run either learns the task or does not, three seeds give one in up to 3.1 % of differences."
 )
 EQUAL = (
-    "Every mixer trains on the same data in the same order; a mixer and its softmax version start from the same "
-    "weights. The state is the numbers that a model keeps of one sequence at the end of a row; a key-value cache grows "
-    "with every token. FLOPs are of a forward pass; softmax attention counts masked pairs of tokens too. Speed is the "
-    "median over the intervals between evaluations ± half its interquartile range, of models trained side by side; "
-    "tokens are positions of rows or, if a task has sources, of these. headrace bench measures models in turn. In the "
-    "folder of this page, results.json has all scores of every seed over time, and runs.csv a row for each run."
+    "Every mixer trains on the same data in the same order and, without a search, at the same learning rate; a mixer "
+    "and its softmax version start from the same weights. The state is the numbers that a model keeps of one sequence "
+    "at the end of a row; a key-value cache grows with every token. FLOPs are of a forward pass; softmax attention "
+    "counts masked pairs of tokens too. Speed is the median over the intervals between evaluations ± half its "
+    "interquartile range, of models trained side by side; tokens are positions of rows or, if a task has sources, of "
+    "these. headrace bench measures models in turn. In the folder of this page, results.json has all scores of every "
+    "seed over time, and runs.csv a row for each run."
 )
 
 

@@ -189,8 +189,7 @@ def in_columns(task: str, row: Row, path: Path) -> Row:
 
 
 def file_of(task: str, data: Path) -> Path | None:
-    """The first file whose name begins with that of the task, and not with that of another, as piqa_ar.jsonl does. One
-    of training rows comes last."""
+    """The first file by a name of the task and not of a longer one, as piqa_ar.jsonl; one of training rows is last."""
     paths = sorted(data.rglob(f"{task}*.jsonl*"))
     if not all(SPLIT.fullmatch(path.name[len(task) :]) for path in paths):  # to read the names of all takes seconds
         longer = tuple(name for name in index().all_subtasks if name.startswith(task) and name != task)
