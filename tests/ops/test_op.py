@@ -31,6 +31,7 @@ from headrace.ops.backends.native import library as native
 from headrace.ops.backends.torch.tiles import grid
 from headrace.ops.call import Call
 from headrace.ops.checks import INTEGERS
+from headrace.ops.parallel import context
 from headrace.verification.verify import relative
 
 
@@ -189,6 +190,21 @@ def test_autocast_does_not_change_the_op(backend, rule):
     assert torch.equal(state, cast_state)
     assert all(torch.equal(g, e) for g, e in zip(actual, expected, strict=True))
     assert relative(stepped, out[:, 0].double()) < 1e-6
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("rule", ["add", "delta"])
+def test_autocast_does_not_change_what_processes_exchange(rule, packed, monkeypatch):
+    """In the second of two processes, which gets what it sends from the first."""
+    monkeypatch.setattr(context.SequenceShard, "gather", lambda part, x: [x, x])
+    part = object.__new__(context.SequenceShard)
+    part.rank, part.size, part._equal = 1, 2, {T}
+    x, ends = inputs("scalar", rows=1, n=3 if packed else None), torch.tensor([0, 3, T + 2, 2 * T])
+    op = partial(linear_attention, **detached(x), rule=rule, cu_seqlens=ends if packed else None)
+    with context._within(part):
+        expected = op()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert all(map(torch.equal, op(), expected))
 
 
 def test_saved_bytes_are_bounded(backend):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...utils.device import without_autocast
 from ...utils.errors import InputError
 from ..call import Call, accumulator, gated
 from ..checks import check_bounds, require
@@ -211,13 +212,13 @@ def over_processes(call: Call, borders: ShardBoundaries, run: Callable[[Call], A
         read, transition = _decayed(call, borders)
         through = 1 if borders.starts is None else (borders.first == borders.last) * borders.continues(final)
         leaving = transition * through
-    acc = final.dtype
-    incoming = _Incoming.apply(borders.leaving(final), leaving.to(acc), borders.part, _tie())
-    incoming = incoming * borders.continues(incoming)
-    entering = borders.entering(transition) if call.delta else transition
-    grouped = read.to(acc).unflatten(2, (incoming.shape[1], -1))  # a dimension for the queries of each state
-    out = out + torch.einsum("bthqk,bhkv->bthqv", grouped, incoming).flatten(2, 3).to(out.dtype)
-    return out, borders.place(final, _after(entering.to(acc), incoming))
+    acc, entering = final.dtype, borders.entering(transition) if call.delta else transition
+    with without_autocast(final):  # states are in the accumulator's precision
+        incoming = _Incoming.apply(borders.leaving(final), leaving.to(acc), borders.part, _tie())
+        incoming = incoming * borders.continues(incoming)
+        grouped = read.to(acc).unflatten(2, (incoming.shape[1], -1))  # a dimension for the queries of each state
+        out = out + torch.einsum("bthqk,bhkv->bthqv", grouped, incoming).flatten(2, 3).to(out.dtype)
+        return out, borders.place(final, _after(entering.to(acc), incoming))
 
 
 def _with_transition(call: Call, borders: ShardBoundaries, initial: Tensor | None) -> Call:
@@ -241,8 +242,7 @@ def _decayed(call: Call, borders: ShardBoundaries) -> tuple[Tensor, Tensor]:
         log = inside.new_zeros(B, T, H, 1)
     else:
         each = call.log_decay.to(acc)
-        each = each.expand(B, T, H) if each.dim() == 1 else each
-        each = each if each.dim() == 4 else each[..., None]
+        each = each if each.dim() == 4 else each.expand(B, T, H)[..., None]
         log = torch.where(inside > 0, each, 0).cumsum(1)
     q = call.q.to(acc).repeat_interleave(-(-H // call.q.shape[2]), 2)
     read = gated(q * log.repeat_interleave(call.queries, 2).exp() * (inside * call.scale), call.read_gate)
