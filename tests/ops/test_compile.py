@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from equation import B, T, inputs, leaves
-from headrace import linear_attention
+from headrace import linear_attention, step
 from headrace.ops.autograd import DIFFERENTIABLE
 from headrace.ops.backends.torch import tiles
 
@@ -96,6 +96,16 @@ def test_other_lengths_do_not_recompile(backend, packed):
             torch._dynamo.mark_dynamic(x, 1)
         assert_compiled_is_eager([(given, ends, rule)], backend, counter)
     assert counter.frame_count <= {"native": 2, "torch": 6}[backend]  # two rules
+
+
+def test_steps_in_eager_mode_do_not_recompile_a_graph():
+    """Each adds a prepared call to a table."""
+    counter, q = CompileCounterWithBackend("eager"), torch.randn(2, 3, 4)
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    for rows in (3, 4, 5):
+        step(*[torch.randn(rows, 3, 4)] * 3)
+        compiled(q, q, q)
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"], indirect=True)

@@ -262,7 +262,7 @@ def step(
     tensors = q, k, v, log_decay, beta, write_gate, read_gate
     settings = rule, normalize, type(scale), backend, in_place
     key = signature((*tensors, bonus, state, out), settings)
-    if (prepared := TABLE.get(key)) is not None:
+    if key and (prepared := TABLE.get(key)) is not None:  # a graph that reads the table is compiled anew as it grows
         return prepared(tensors, state if in_place else None, state, out, scale)
     options = {
         "log_decay": log_decay, "beta": beta, "write_gate": write_gate, "read_gate": read_gate, "state": state,
