@@ -105,6 +105,12 @@ def test_bounds_are_found_while_another_thread_adds_its_own(monkeypatch):
     assert found.on_host.tolist() == [0, 2, 5] and packing.packing(bounds, 5) is found
 
 
+def test_bounds_on_the_host_are_there_whatever_the_default_device():
+    with torch.device("meta"):
+        found = packing.packing(torch.tensor([0, 2, 5], device="cpu"), 5)
+    assert found.on_host.tolist() == [0, 2, 5]
+
+
 def test_a_capture_does_not_fail_by_the_calls_of_other_threads(monkeypatch):
     given = {}
     fake = SimpleNamespace(wait_stream=lambda other: None, replay=None)

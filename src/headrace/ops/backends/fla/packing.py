@@ -32,7 +32,7 @@ def packing(cu_seqlens: Tensor, T: int) -> Packing:
     for known, at, packing in _recent.copy():  # another thread may append
         if known is cu_seqlens and at == version >= 0 and int(packing.on_host[-1]) == T:
             return packing
-    on_host = torch.tensor(sequence_ends(cu_seqlens, T))
+    on_host = torch.tensor(sequence_ends(cu_seqlens, T), device="cpu")
     packing = Packing(on_host.to(cu_seqlens.device, copy=True), on_host)
     _recent.append((cu_seqlens, version, packing))
     return packing
