@@ -136,6 +136,10 @@ def test_wrong_inputs_are_refused():
             layer(torch.ones(2, 32, dtype=dtype, device=device))
 
 
+def test_a_layer_without_memory_has_the_shape_of_its_output():
+    assert QuantizedLinear(nn.Linear(32, 16)).to("meta")(torch.ones(2, 32, device="meta")).shape == (2, 16)
+
+
 @torch.no_grad()
 def test_large_and_infinite_inputs_of_one_block_leave_others_alone():
     skip_if_missing("native")

@@ -73,8 +73,8 @@ class QuantizedLinear(nn.Module):
 
         Raises InputError for another shape, an integer dtype, another device, and an x that requires a gradient."""
         self._check(x)
-        if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        if (kind := x.device.type) != "meta" and torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
+            x = x.to(torch.get_autocast_dtype(kind))
         few = x.is_cpu and has_address(x) and x.numel() <= FEW * self.in_features
         if few and x.dtype is not torch.float64 and (out := self._natively(x)) is not None:
             return out
