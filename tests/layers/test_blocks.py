@@ -5,6 +5,7 @@ adapters: tests/convert/test_families.py.
 """
 
 import copy
+import pickle
 from typing import get_args
 
 import pytest
@@ -16,7 +17,7 @@ from headrace import zoo
 from headrace.convert.retrofit import retrofit
 from headrace.export.onnx import check_exportable
 from headrace.inspection.recorder import record
-from headrace.layers.blocks.block import Block, Sizes
+from headrace.layers.blocks.block import ACTIVATIONS, MLP, Block, Sizes
 from headrace.layers.blocks.moe import shares_of, within_groups
 from headrace.spec.attention import AttentionSpec
 from headrace.spec.stack import BlockStyle, Decoder, Experts, Layer, Order
@@ -173,3 +174,9 @@ def test_contradictions_are_refused(make, message):
     with pytest.raises(InputError) as error:
         make()
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_an_mlp_can_be_pickled(kind):
+    mlp, x = MLP(Sizes(8, 2, 16, style=BlockStyle(mlp=kind))), torch.randn(2, 8)
+    assert torch.equal(pickle.loads(pickle.dumps(mlp))(x), mlp(x))

@@ -37,15 +37,15 @@ class Sizes(Record):
     cross: AttentionSpec | None = None  # cross-attention between mixer and MLP; None: no cross-attention
 
 
+def relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+# By name, none a lambda, which cannot be pickled with a model.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "swiglu": F.silu,
-    "geglu": F.gelu,
-    "geglu-tanh": partial(F.gelu, approximate="tanh"),
-    "gelu": F.gelu,
-    "gelu-tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(),
-}
+    "swiglu": F.silu, "geglu": F.gelu, "gelu": F.gelu, "relu": F.relu, "relu2": relu2,
+    "geglu-tanh": partial(F.gelu, approximate="tanh"), "gelu-tanh": partial(F.gelu, approximate="tanh"),
+}  # fmt: skip
 BEFORE = ("pre", "both", "parallel", "parallel-joint")  # orders in which branches have norms of their inputs
 AFTER = {"branch": "_norm", "both": "_after"}  # how the norm of the output of a branch is called, by the order
 
