@@ -3,6 +3,7 @@
 Dimensions: B batch, T tokens, D hidden size, N sequences.
 """
 
+from collections import UserList
 from collections.abc import Callable, Sequence
 from itertools import cycle, repeat
 from typing import Any, NamedTuple
@@ -125,12 +126,13 @@ class Backbone(nn.Module):
                 self.before_layer()
             if inputs is not None:
                 inputs.append(x)
+            new: Any = UserList()  # FSDP would pass on a copy of a list
             if layer.link is not None:
-                beside = next(shared)(x, embedded, layer.adapters, next(before), **where, **how, next_states=after)
-            own = [next(before) for _ in range(own_count)]
-            new: list[Any] = []  # a compiled block takes an empty list, whatever its place
+                beside = next(shared)(x, embedded, layer.adapters, next(before), **where, **how, next_states=new)
+                after += new.data
+            own, new = [next(before) for _ in range(own_count)], UserList()  # a compiled block takes an empty one
             x = layer(x, own, beside, **where, memory=memory, carried=carried, **how, next_states=new)
-            after += new
+            after += new.data
         return self.norm(x), after
 
     def prefill(

@@ -39,14 +39,9 @@ def sum_norm(x: Tensor) -> Tensor:
 
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
-    "identity": lambda x: x,
-    "elu+1": lambda x: F.elu(x) + 1,
-    "relu": F.relu,
-    "silu": F.silu,
-    "dpfp-1": partial(dpfp, shifts=1),
-    "dpfp-2": partial(dpfp, shifts=2),
-    "dpfp-3": partial(dpfp, shifts=3),
-}
+    "identity": lambda x: x, "elu+1": lambda x: F.elu(x) + 1, "relu": F.relu, "silu": F.silu,
+    "dpfp-1": partial(dpfp, shifts=1), "dpfp-2": partial(dpfp, shifts=2), "dpfp-3": partial(dpfp, shifts=3),
+}  # fmt: skip
 QK_NORMS: dict[str, Callable[[Tensor], Tensor]] = {"l2": l2_norm, "sum": sum_norm}  # without weights
 
 
