@@ -23,7 +23,7 @@ from headrace.layers.blocks.moe import shares_of, within_groups
 from headrace.spec.attention import AttentionSpec
 from headrace.spec.stack import BlockStyle, Decoder, Experts, Layer, Order
 from headrace.utils.errors import InputError
-from tiny import MIXERS, SIZES, build, close, tokens
+from tiny import MIXERS, build, close, tokens
 
 D, W, T = 8, 6, 9
 GLA = zoo.get("gla")
@@ -179,15 +179,17 @@ def test_contradictions_are_refused(make, message):
 
 @pytest.mark.parametrize("name", ["hybrid", "shared"])
 @torch.no_grad()
-def test_states_are_returned_where_lists_that_a_block_is_given_are_copied(name):
+def test_states_and_maps_are_returned_where_lists_that_a_block_is_given_are_copied(name):
     """As FSDP does with a dtype of its own."""
-    model, x = build(name).model.backbone, torch.randn(2, 5, SIZES["hidden_size"]).double()
-    expected, states = model(x)
+    model, ids = build(name), tokens(2)
+    backbone, expected = model.model.backbone, model(ids, output_attentions=True)
     copied = lambda _, args, kwargs: tree_map(lambda y: y, (args, kwargs))  # noqa: E731
-    for module in (*model.layers, *model.shared_blocks):
+    for module in (*backbone.layers, *backbone.shared_blocks):
         module.register_forward_pre_hook(copied, with_kwargs=True)
-    found, after = model(x)
-    assert torch.equal(found, expected) and len(after) == len(states) == sum(model.state_counts)
+    found = model(ids, output_attentions=True)
+    assert len(found.attentions) == len(expected.attentions) > 0
+    assert all(map(torch.equal, found.attentions, expected.attentions))
+    assert len(found.past_key_values.states) == sum(backbone.state_counts)
 
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)

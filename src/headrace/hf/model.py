@@ -37,15 +37,16 @@ from .snapshots import refuse_gradient
 
 class HeadraceBlock(GradientCheckpointingLayer, Block):
     """A block with activation checkpointing. What is asked for (`layers.maps`) is also asked for when the block is
-    computed again."""
+    computed again. A function passes it on, since FSDP would copy a list."""
 
     def __call__(self, *args, **kwargs):
-        return super().__call__(*args, **kwargs, **({} if (maps := wanted()) is None else {"maps": maps}))
+        maps = wanted()
+        return super().__call__(*args, **kwargs, **({} if maps is None else {"maps": lambda: maps}))
 
     def forward(self, *args, maps: Any = None, **kwargs):
         if maps is None:
             return super().forward(*args, **kwargs)
-        with asking(maps):
+        with asking(maps()):
             return super().forward(*args, **kwargs)
 
 
