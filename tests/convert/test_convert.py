@@ -67,6 +67,17 @@ def test_model_that_was_changed_is_written_as_it_is(checkpoint, tmp_path):
     assert not {"torch_dtype", "auto_map"} & written.keys(), "of the original folder"
 
 
+@pytest.mark.parametrize("kind", ["default", "dynamic"])
+def test_longest_sequence_after_training_is_written_unless_frequencies_depend_on_it(kind, checkpoint, tmp_path):
+    _, path = checkpoint("llama")
+    rope = {"rope_type": kind, "rope_theta": 1e4, **({"factor": 2.0} if kind == "dynamic" else {})}
+    ours = import_checkpoint(rewrite(path, max_position_embeddings=64, rope_parameters=rope))
+    ours.config.max_position_embeddings = 256
+    export_checkpoint(ours, "llama", tmp_path / "back")
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert written["max_position_embeddings"] == (256 if kind == "default" else 64)
+
+
 def test_other_name_of_tied_weights_is_not_overlooked(tmp_path):
     save(described("lfm2"), tmp_path)
     ours = import_checkpoint(tmp_path)

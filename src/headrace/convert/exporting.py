@@ -22,7 +22,7 @@ from ..utils.integrity import seal, write_json
 from .describe import DESCRIPTIONS, has_cache
 from .fields import Config
 from .files import WEIGHTS
-from .form import SHARED, SPECIAL, Model
+from .form import RENAMED, SHARED, SPECIAL, Format, Model
 from .formats import FORMATS
 from .slots import slots
 from .views import View
@@ -96,6 +96,7 @@ def _described(model: Any, name: str) -> tuple[Config, Model]:
     if not has_cache(name, config):
         described["use_cache"] = False
     try:
+        described = _with_length(form, described, config.max_position_embeddings)
         foreign, _ = form.model(described)
         if form.offset and config.sizes.style.norm == "rms":
             foreign = _with_offset(foreign)
@@ -111,6 +112,15 @@ def _described(model: Any, name: str) -> tuple[Config, Model]:
         where, converted, original = changed
         raise InputError(f"--to {name!r} cannot represent this model: {where} is {original} here and {converted} there")
     return described, foreign
+
+
+def _with_length(form: Format, described: Config, longest: int) -> Config:
+    """The fields with the longest sequence of the model, which training on longer rows raises, where no frequencies and
+    no window depend on it."""
+    name = "max_position_embeddings"
+    longer = described | {field: longest for field in RENAMED[name] if field in described}
+    found = [form.model(fields)[0].arguments | {name: longest} for fields in (described, longer)]
+    return longer if found[0] == found[1] else described
 
 
 def _with_heads(config: Any) -> Any:
