@@ -12,6 +12,7 @@ import torch
 
 import tiny
 from headrace import InputError, layers, load
+from headrace.convert.importing import cast
 from headrace.convert.linearize import linearize
 from headrace.data import open_data
 from headrace.ops.dispatch import set_backend
@@ -183,10 +184,36 @@ def test_a_bfloat16_checkpoint_is_measured_in_one_precision_and_keeps_its_router
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear_module, "held_out_loss", loss)
         linear, _ = imitate(model, HEDGEHOG, Keep.parsed("0"), data, settings, tmp_path, CPU, lambda *_: None, 1)
-    assert measured == [getattr(torch, precision)] * 3
-    found = linear.model.backbone.layers[0].mlp
+    assert measured == [linear.dtype] * 3 == [getattr(torch, precision)] * 3
+    assert all(torch.equal(p, p.bfloat16()) for p in linear.model.backbone.layers[1].mixer.parameters()), "rounded"
+    found = cast(linear, torch.bfloat16).model.backbone.layers[0].mlp
     assert torch.equal(found.router.weight, before[0]) and torch.equal(found.choice_bias, before[1])
     assert linear.dtype == found.up.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_float64_checkpoint_is_not_rounded(precision, data, tmp_path):
+    model = tiny.build("gqa(kv_heads=2)", num_hidden_layers=2, vocab_size=257).double()
+    for p in model.parameters():
+        p.data /= 3  # float32 has no such number
+    before = {name: x.clone() for name, x in model.state_dict().items() if ".layers.1.mixer." not in name}
+    settings = replace(SETTINGS, updates=1, precision=precision)
+    linear, _ = imitate(model, HEDGEHOG, Keep.parsed("0"), data, settings, tmp_path, CPU, lambda *_: None, 1)
+    after = linear.state_dict()
+    assert all(torch.equal(after[name], x) for name, x in before.items())
+    assert {p.dtype for p in linear.parameters()} == {torch.float64}
+
+
+def test_a_layer_is_removed_in_the_precision_of_the_settings(teacher, prepared, tmp_path, run_command, monkeypatch):
+    """Of a checkpoint whose own the saved model has."""
+    path, measured = tiny.saved(copy.deepcopy(teacher).bfloat16(), tmp_path / "model"), []
+    loss = lambda model, *given: measured.append(model.dtype) or held_out_loss(model, *given)  # noqa: E731
+    monkeypatch.setattr(linear_module, "held_out_loss", loss)
+    words = [path, "--data", prepared, "--steps", 1, "--held-out", 1, "--threads", 1, "--output", tmp_path / "out"]
+    result = run_command("linearize", *words)
+    assert result.code == 0, result.err
+    assert len(measured) == 7 and {*measured} == {torch.float32}
+    assert load(tmp_path / "out").dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -433,6 +460,15 @@ def test_estimated_memory_is_the_peak_of_a_step(precision, width, tokens, most):
     assert 0.85 < peak / sum(found["bytes"].values()) < most
     P, N = teacher.num_parameters(), sum(p.numel() for p in imitation.parameters())
     assert found["flops"] == 4 * tokens * (2 * P + 6 * N)
+
+
+def test_experts_that_are_not_chosen_compute_nothing():
+    style = BlockStyle(experts=Experts(4, 1))
+    model = tiny.build(Decoder((Layer(AttentionSpec(), "experts"),), style), num_hidden_layers=2, vocab_size=257)
+    found = costs(model.config, HEDGEHOG, [1], Transfer(rows=3, updates=2), 8)
+    P = sum(p.numel() * (1 if p.dim() < 3 else 1 / 4) for p in model.parameters())
+    N = sum(p.numel() for p in linearize(model, HEDGEHOG, [1]).model.backbone.layers[1].mixer.parameters())
+    assert found["flops"] == 2 * 3 * 8 * (2 * P + 6 * N)
 
 
 def test_command_says_what_a_machine_needs(folder, prepared, tmp_path, run_command):

@@ -137,7 +137,7 @@ def _write(one: LinearizeOptions, keep: Any, data: Any, work: Path, ready: Path)
 
     set_seed(one.seed)
     model: Any = load(one.checkpoint)
-    device, console = torch.device(on_device(one.device)), terminal()
+    device, console, dtype = torch.device(on_device(one.device)), terminal(), model.dtype
     shown = 1 if console.is_terminal else max(one.steps // 10, 1)
     with telling(console) as say:
 
@@ -146,12 +146,12 @@ def _write(one: LinearizeOptions, keep: Any, data: Any, work: Path, ready: Path)
                 say(f"step {step} of {one.steps}: error {error:.3f}")
 
         linear, report = imitate(model, one.mixer, keep, data, one.settings, work, device, tell, one.threads)
-        linear.save_pretrained(ready)
         changed = [int(i) for i in report["layers"] if int(i) not in report["kept"]]
         few = replace(one.settings, held_out=FEW)
         report["removed"] = removed(model, linear, changed, data, few, lambda i: say(f"loss without layer {i}"))
+    cast(linear, dtype).save_pretrained(ready)
     with timed_steps(device, one.threads or 1):
-        both = {"original": cast(model, linear.dtype), "linear": linear}
+        both = {"original": cast(model, dtype), "linear": linear}
         report["decoding"] = speeds(both, report["state_bytes"])
     report |= {"mixer": one.mixer, "keep": one.keep, "from": str(one.checkpoint), "seed": one.seed}
     report["next"] = next_commands(one, data.manifest["length"])

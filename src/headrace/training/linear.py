@@ -20,6 +20,7 @@ from ..extra.windowed import WindowedMixer
 from ..files.provenance import claim, defaults
 from ..hf.config import HeadraceConfig
 from ..hf.model import HeadraceForCausalLM
+from ..layers.blocks.moe import MixtureOfExperts
 from ..ops.dispatch import set_backend
 from ..spec.serialize import to_json
 from ..utils.errors import InputError
@@ -83,20 +84,20 @@ def imitate(
         folder: of checkpoints, from which the same call goes on.
 
     Returns:
-        The model, and a report: {"layers": {index: {"before", "after"}}, relative squared errors on held-out rows;
-        "kept": the attention layers that stay; "nats": {"original", "replaced", "transferred"} per held-out token;
-        "state_bytes": {tokens: {"original", "linear"}}, of one sequence in float32}.
+        The model in the precision of the settings, with new layers rounded to the dtype that `model` had, and a report:
+        {"layers": {index: {"before", "after"}}, relative squared errors on held-out rows; "kept": the attention layers
+        that stay; "nats": {"original", "replaced", "transferred"} per held-out token; "state_bytes": {tokens:
+        {"original", "linear"}}, of one sequence in float32}.
     """
     changed = checked(model.config, mixer, keep, data, settings)
     dtype, taught = model.dtype, fingerprint(model)
     cast(model.to(device), settings.weights(dtype))
     linear = with_linear_layers(model, mixer, changed)
     for i in changed:
-        linear.model.backbone.layers[i].mixer.float()
+        linear.model.backbone.layers[i].mixer.to(torch.promote_types(linear.dtype, torch.float32))
     folder.mkdir(exist_ok=True)
     plan = {"mixer": to_json(linear.config.mixers[changed[0]]), "layers": changed, "settings": asdict(settings)}
-    plan |= {"order": ORDER, "data": data.identity, "model": taught}
-    plan = json.loads(json.dumps(plan))  # as it is read back: lists for tuples
+    plan = json.loads(json.dumps(plan | {"order": ORDER, "data": data.identity, "model": taught}))  # lists for tuples
     claim(folder, plan, optional={*defaults({"settings": settings}), ("data",), ("model",)})
     nats = {"original": held_out_loss(model, data, settings), "replaced": held_out_loss(linear, data, settings)}
     imitation = Imitation(model, linear, settings.trains)
@@ -107,11 +108,9 @@ def imitate(
         linear = _with_attention_again(model, linear, mixer, {int(i) for i in worst})
     imitation.layers.to(dtype).to(settings.weights(dtype))  # rounded, as they are saved
     nats["transferred"] = held_out_loss(linear, data, settings)
-    cast(linear, dtype)
     layers = {i: {name: found[i] for name, found in errors.items()} for i in errors["after"]}
     kept = [i for i in attention_layers(model.config) if str(i) not in layers or str(i) in worst]
-    both = {"original": model, "linear": linear}
-    states = {n: {name: state_bytes(each.config, n) for name, each in both.items()} for n in CONTEXTS}
+    states = {n: {"original": state_bytes(model.config, n), "linear": state_bytes(linear.config, n)} for n in CONTEXTS}
     return Linearized(linear.eval(), {"layers": layers, "kept": kept, "nats": nats, "state_bytes": states})
 
 
@@ -212,9 +211,9 @@ def held_out_loss(model: HeadraceForCausalLM, data: PackedData, settings: Transf
 def costs(config: HeadraceConfig, mixer: str, changed: list[int], settings: Transfer, length: int) -> dict[str, Any]:
     """Returns the bytes and FLOPs of the imitation with rows of so many tokens.
 
-    P parameters of the old model, N of the new layers, some of which train. The old model computes 2 P FLOPs per token;
-    a new layer has a backward, which is twice its forward: 6 N. Products of activations are not counted. The backward
-    of a layer holds about as much as its forward kept ("at work").
+    P parameters of the old model, N of the new layers, some of which train. The old model computes 2 P FLOPs per token,
+    less those of experts that are not chosen; a new layer has a backward, which is twice its forward: 6 N. Products of
+    activations are not counted. The backward of a layer holds about as much as its forward kept ("at work").
     """
     with torch.device("meta"):
         old, new = (HeadraceForCausalLM(each).eval() for each in (config, linear_config(config, mixer, changed)))
@@ -226,10 +225,11 @@ def costs(config: HeadraceConfig, mixer: str, changed: list[int], settings: Tran
     kept = kept_for_backward(lambda: imitation(ids), [*old.parameters(), *new.parameters()])
     P, N = old.num_parameters(), sum(p.numel() for p in imitation.parameters())
     trained = sum(p.numel() for p in imitation.parameters() if p.requires_grad)
-    half = settings.precision == "bfloat16"
+    mixtures: Any = [module for module in old.modules() if isinstance(module, MixtureOfExperts)]
+    idle = sum((x.up.numel() + x.down.numel()) * (x.spec.count - x.spec.chosen) // x.spec.count for x in mixtures)
+    half, size = settings.precision == "bfloat16", getattr(torch, settings.precision).itemsize
     named = str(config.dtype or torch.float32).removeprefix("torch.")  # transformers has it as a name, too
     stored = settings.weights(getattr(torch, named)).itemsize
-    size = 2 if half else 4
     seen = 2 * len(changed) * ids.numel() * config.hidden_size * size
     return {
         "bytes": {
@@ -241,7 +241,7 @@ def costs(config: HeadraceConfig, mixer: str, changed: list[int], settings: Tran
             "kept for the backward": sum(kept.values()),
             "at work": sum(kept.values()) // len(changed),
         },
-        "flops": settings.steps * ids.numel() * (2 * P + 6 * N),
+        "flops": settings.steps * ids.numel() * (2 * (P - idle) + 6 * N),
     }
 
 

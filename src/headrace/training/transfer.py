@@ -69,7 +69,7 @@ class Transfer(Optimization):
 
     def weights(self, stored: torch.dtype) -> torch.dtype:
         """The data type of the old model's weights. stored: that of the checkpoint."""
-        return torch.float32 if self.precision == "float32" else stored
+        return torch.promote_types(stored, torch.float32) if self.precision == "float32" else stored
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """The context in which layers of both precisions compute; it keeps no copies of weights, 2 bytes for each."""
