@@ -7,6 +7,7 @@ from headrace import HeadraceConfig, HeadraceForCausalLM, load, zoo
 from headrace.convert import export_checkpoint
 from headrace.convert.retrofit import retrofit
 from headrace.spec import Competition
+from headrace.spec.linear import MixerSpec
 from headrace.spec.stack import BlockStyle, Decoder, Experts, Layer
 from headrace.training.parameters import gate_parameters
 from headrace.utils.errors import InputError
@@ -29,11 +30,15 @@ def both(folder, competition=None, dtype=torch.float32):
     return before(ids).logits, after(ids).logits, after
 
 
-@pytest.mark.parametrize("mixer", [*covering(list(zoo.LINEAR)), "gla+sliding-window"])
+PARALLEL = Decoder((Layer(zoo.get("gqa(kv_heads=2)"), parallel=zoo.get("gla")), Layer(zoo.get("retnet"))))
+
+
+@pytest.mark.parametrize("mixer", [*covering(list(zoo.LINEAR)), "gla+sliding-window", PARALLEL])
 def test_retrofit_keeps_outputs_bit_exact(tmp_path, mixer):
     before, after, model = both(checkpoint(tmp_path, mixer))
     assert torch.equal(before, after)
     assert all(not p.any() for p in gate_parameters(model)) and list(gate_parameters(model))
+    assert all(spec.competition is not None for spec in model.config.mixers if isinstance(spec, MixerSpec))
 
 
 @pytest.mark.parametrize("kind", [*HYBRIDS, *OTHERS])

@@ -1,6 +1,5 @@
 """Adds head competition to a trained model, whose outputs do not change until the new gates are trained."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +35,7 @@ def retrofit(checkpoint: Path, competition: Competition | None = None) -> Headra
             f"checkpoint {str(checkpoint)!r} has no layer of linear attention, so there is nothing to gate"
         )
     layers = model.config.stack.over(model.config.num_hidden_layers)
-    mixers = [
-        to_json(replace(layer, mixer=zoo.compete(layer.mixer, gates)) if isinstance(layer.mixer, MixerSpec) else layer)
-        for layer in layers
-    ]
+    mixers = [to_json(zoo.each_mixer(layer, lambda spec: zoo.compete(spec, gates))) for layer in layers]
     gated: Any = HeadraceForCausalLM(HeadraceConfig.from_dict(model.config.to_dict() | {"mixer": mixers}))  # type: ignore[arg-type]
     _fill(cast(gated, model.dtype), model)
     gated.generation_config = model.generation_config
