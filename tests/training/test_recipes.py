@@ -113,7 +113,8 @@ MISTAKES = {
     "mixer=glaa": "mixer 'glaa' is unknown",
     "heads=7": "num_heads=7 does not divide",
     "lr": "'lr' is not of the form FIELD=VALUE",
-    "mixer=checkpoint; weights=5": "recipe.weights=5 is not allowed; expected one of str, None",
+    "mixer=checkpoint; weights=5": "checkpoint '5' has no config.json",
+    "mixer=checkpoint; weights=a,b": "checkpoint 'a,b' has no config.json",
     "warmup=nan": "recipe.warmup=nan is not allowed; expected finite float",
     "tokens=inf": "recipe.tokens=inf is not allowed; expected finite float",
     "mixer=gla(heads.count=2, heads.count=4)": "sets 'heads.count' twice",
@@ -149,6 +150,7 @@ def test_invalid_recipe_files_are_refused(tmp_path):
             "gate_std=0.1 with weights, which have those of the gates; expected gate",
         ),
         ("gate_init: orthogonal", "gate_init='orthogonal' with gate_std=0, which leaves the weights at 0"),
+        ("base: laptop-1m\nmixer: checkpoint\nweights: 5", "recipe.weights=5 is not allowed; expected one of str"),
         ("source:", "'source' is null, not a text"),
         ("base: laptop-1m\nbatch_tokens: 1024\ntokens: 512", "tokens=512; expected more than half of a step"),
     ):

@@ -195,7 +195,7 @@ def load(
     about = About(given.pop("source", ""), given.pop("data", ""), tuple(given.pop("assumed", ())))
     free = [*given.pop("from_data", []), *(field for field in FROM_DATA if field not in given)]
     stated = {field: manifest[field] for field in FROM_DATA if manifest and field in free}
-    changed = {field: _parsed(value) for field, value in (changes or {}).items()}
+    changed = {field: x if field in ("weights", "teacher") else _parsed(x) for field, x in (changes or {}).items()}
     data = given | stated | changed
     if data.get("mixer") == CHECKPOINT and isinstance(data.get("weights"), str):
         config = _config(data["weights"])
