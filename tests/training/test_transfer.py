@@ -6,12 +6,14 @@ import re
 import shlex
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import tiny
 from headrace import InputError, layers, load
+from headrace.cli.linearize import LinearizeOptions, next_commands
 from headrace.convert.importing import cast
 from headrace.convert.linearize import linearize
 from headrace.data import open_data
@@ -342,6 +344,14 @@ def test_command_and_those_that_its_page_names(folder, prepared, tmp_path, run_c
         model = load(tmp_path / run / "model")
         assert model.config.layer_types == kinds and model.config.max_position_embeddings == longest
         assert not torch.equal(model.lm_head.weight, load(out).lm_head.weight)
+
+
+def test_rows_of_the_commands_end_where_learned_positions_do():
+    one = LinearizeOptions(Path("old"), Path("new"), Path("data"))
+    for style, longest in (({"positions": "learned"}, 100), (None, 4 * 32)):
+        config = tiny.config("transformer(rotary=false)", style=style, max_position_embeddings=100)
+        _, _, prepare, train = (shlex.split(line) for line in next_commands(one, 32, config).values())
+        assert prepare[prepare.index("--length") + 1] == str(longest) and f"batch_tokens={longest}" in train
 
 
 def test_the_page_shows_the_parts_of_a_window(folder, prepared, tmp_path, run_command):

@@ -101,14 +101,14 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
     return report
 
 
-def next_commands(one: LinearizeOptions, length: int) -> dict[str, str]:
-    """Returns the commands that follow, by what they do."""
+def next_commands(one: LinearizeOptions, length: int, config: Any) -> dict[str, str]:
+    """Returns the commands that follow, by what they do. Longer rows end where learned positions do."""
     old, new, data = map(str, (one.checkpoint, one.output, one.data))
-    longer, whole = LONGER * length, f"{new}-whole"
+    most, learned = LONGER * length, config.sizes.style.positions == "learned"
+    longer, whole = min(most, config.max_position_embeddings) if learned else most, f"{new}-whole"
 
     def train(weights: str, rows: int, length: int, data: str, output: str) -> str:
-        batch = rows * length
-        sizes = f"tokens={UPDATES * batch}", f"batch_tokens={batch}", f"micro_batch={rows}"
+        sizes = f"tokens={UPDATES * rows * length}", f"batch_tokens={rows * length}", f"micro_batch={rows}"
         settings = "mixer=checkpoint", f"weights={weights}", f"teacher={old}", "lr=1e-4", "weight_decay=0", *sizes
         return shlex.join(["headrace", "train", "laptop-5m", *settings, "--data", data, "--output", output])
 
@@ -154,7 +154,7 @@ def _write(one: LinearizeOptions, keep: Any, data: Any, work: Path, ready: Path)
         both = {"original": cast(model, dtype), "linear": linear}
         report["decoding"] = speeds(both, report["state_bytes"])
     report |= {"mixer": one.mixer, "keep": one.keep, "from": str(one.checkpoint), "seed": one.seed}
-    report["next"] = next_commands(one, data.manifest["length"])
+    report["next"] = next_commands(one, data.manifest["length"], linear.config)
     write_json(ready / "linearize.json", report)
     if can_draw():
         from ..report.linearized import write_page
