@@ -96,6 +96,13 @@ def test_a_window_that_is_never_left_is_attention(attention):
     assert relative(new(x)[0], mixer(model)(x)[0]) < 1e-12
 
 
+@pytest.mark.parametrize("norm", ["qk_norm=head", "qk_norm=joint", "late"])
+def test_norms_of_q_and_k_keep_their_epsilon(norm):
+    model = model_of(LateNormSpec(2) if norm == "late" else f"gqa(kv_heads=2, {norm})")
+    new = mixer(linearize(model, "gla(read.eps=0.1)"))
+    assert new.norm_eps == 0.1 and new.q_norm.eps == new.k_norm.eps == mixer(model).q_norm.eps == model.config.norm_eps
+
+
 def projections(layer):
     return [p for p in (layer.q_proj, layer.k_proj, layer.v_proj, layer.g_proj) if p is not None]
 

@@ -87,7 +87,7 @@ class QKNorm(Stage):
     def build(self, mixer: Any) -> None:
         for name in "qk":
             width = mixer.parts[name] if mixer.spec.qk_norm == "joint" else mixer.K
-            setattr(mixer, f"{name}_norm", nn.RMSNorm(width, eps=mixer.norm_eps))
+            setattr(mixer, f"{name}_norm", nn.RMSNorm(width, eps=mixer.qk_eps))
 
     def native(self, mixer: Any) -> dict[str, Any]:
         eps = mixer.q_norm.eps
@@ -124,6 +124,10 @@ class LinearizedMixer(LinearMixer):
     )  # fmt: skip
 
     spec: Any
+
+    def __init__(self, spec: Any, *, norm_eps: float = 1e-6, **sizes: Any):
+        self.qk_eps = norm_eps  # whatever read.eps is, which is of the norm of what is read
+        super().__init__(spec, norm_eps=norm_eps, **sizes)
 
     @property
     def rope(self) -> Rope:  # type: ignore[override]
