@@ -293,6 +293,15 @@ def test_what_cannot_stay_is_named(text, sentence):
         Keep.parsed(text).changed([0, 1, 2])
 
 
+@pytest.mark.parametrize(("part", "value"), [("o_proj", 0.0), ("v_proj", float("nan"))])
+def test_a_layer_without_a_relative_error_is_named(part, value, teacher, data, tmp_path):
+    """As one that was added to a model: no learning rate mends that."""
+    model = copy.deepcopy(teacher)
+    model.model.backbone.layers[2].mixer.get_submodule(part).requires_grad_(False).weight.fill_(value)
+    with pytest.raises(InputError, match="layer 2 gives 0, or numbers that are not finite; expected it among --keep"):
+        transfer(imitation_of(model), data, SETTINGS, tmp_path, CPU, threads=1)
+
+
 def test_data_of_a_larger_vocabulary_are_refused(teacher, data):
     larger = replace(data, manifest=data.manifest | {"vocab_size": 1000})
     sentence = f"--data has a vocabulary of 1000; expected at most {teacher.config.vocab_size}, that of the model"

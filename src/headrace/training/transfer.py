@@ -172,7 +172,9 @@ def transfer(
         {"before": error of each layer on held-out rows by its index, "after": the same}.
     """
     updates = Updates(imitation, settings, mean_error, Processes(device), settings.precision)
-    before = errors(imitation, data, settings, device)
+    given, diverged = (imitation, data, settings, device), f"the training diverged with --lr={settings.lr:g}"
+    zero = "layer {} gives 0, or numbers that are not finite; expected it among --keep"
+    before = {i: _finite(error, zero.format(i)) for i, error in errors(*given).items()}
     first, windows = _resumed(updates, folder), windows_of(imitation)
     with timed_steps(device, threads) as took:
         left = enumerate(batches(data, settings, device, first), first + 1)
@@ -183,23 +185,21 @@ def transfer(
             updates.clip()
             updates.step()
             took(time.perf_counter() - begun)
-            tell(step, _finite(error.item(), settings))
+            tell(step, _finite(error.item(), diverged))
             if step % settings.save_every == 0 and step < settings.steps:
                 _save(updates, folder, step)
-    after = errors(imitation, data, settings, device)
-    return {"before": before, "after": {i: _finite(error, settings) for i, error in after.items()}}
+    return {"before": before, "after": {i: _finite(error, diverged) for i, error in errors(*given).items()}}
 
 
-def _finite(error: float, settings: Transfer) -> float:
+def _finite(error: float, cause: str) -> float:
     if not math.isfinite(error):
-        raise InputError(f"the error of the layers is {error}: the training diverged with --lr={settings.lr:g}")
+        raise InputError(f"the error of the layers is {error}: {cause}")
     return error
 
 
 def windows_of(imitation: Imitation) -> list[nn.Module]:
     """Returns the windows of the new layers that have one."""
-    parts = [layer.summands for layer in imitation.layers.values() if isinstance(layer, WindowedMixer)]
-    return [each["window"] for each in parts if each]
+    return [x.near for x in imitation.layers.values() if isinstance(x, WindowedMixer) and x.summands]
 
 
 def drops_windows(settings: Transfer, step: int) -> bool:
