@@ -490,6 +490,13 @@ def test_experts_that_are_not_chosen_compute_nothing():
     assert found["flops"] == 2 * 3 * 8 * (2 * P + 6 * N)
 
 
+def test_a_model_of_the_hub_is_fetched_with_its_tokenizer(folder, prepared, tmp_path, run_command, monkeypatch):
+    monkeypatch.setattr("headrace.convert.checkpoint.snapshot_download", lambda name, **patterns: folder)
+    words = ["someone/model", "--data", prepared, "--output", tmp_path / "out", "--machine", "1xH100"]
+    result = run_command("linearize", *words)
+    assert result.code == 0, result.err
+
+
 def test_command_says_what_a_machine_needs(folder, prepared, tmp_path, run_command):
     words = ["linearize", folder, "--data", prepared, "--output", tmp_path / "out", "--machine"]
     result = run_command(*words, "1xH100")

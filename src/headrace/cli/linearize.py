@@ -76,13 +76,13 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
     once; nothing else trains. After an interruption, the same command goes on. OUTPUT/report.html shows how well each
     layer imitates, what the model loses without it, the state and speed of both models, and the commands that train the
     model as a whole; OUTPUT/linearize.json has the numbers."""
-    from ..convert.checkpoint import read_config, read_tokenizer
+    from ..convert.checkpoint import fetched, read_config, read_tokenizer
     from ..data import open_data
     from ..training.linear import Keep, checked, costs
 
     one, keep, settings = options, Keep.parsed(options.keep), options.settings
     with interruptible(f"{one.output} was not created; the same command goes on"):
-        data, tokenizer = open_data(one.data), read_tokenizer(one.checkpoint)
+        data, tokenizer = open_data(one.data), read_tokenizer(fetched(one.checkpoint))
         if data.tokenizer is None or tokenizer.get_vocab() != data.tokenizer.get_vocab():
             raise InputError(
                 f"--data {str(one.data)!r} has another tokenizer than the model; prepare it with --tokenizer "
