@@ -9,6 +9,7 @@ import tiny
 from decoding import decoded
 from equation import MAX_ERROR_RATIO, skip_if_missing
 from headrace import InputError, load, quantize, zoo
+from headrace.convert import export_checkpoint
 from headrace.convert.linearize import linearize
 from headrace.extra.capped import CappedSpec
 from headrace.extra.late_norm import LateNormSpec
@@ -123,6 +124,20 @@ def test_other_layers_stay_and_the_model_is_one_of_ours(tmp_path):
     assert torch.equal(again(ids).logits, linear(ids).logits)
     new = again.generate(ids, max_new_tokens=4, do_sample=False)
     assert torch.equal(new[:, -1], again(new[:, :-1]).logits[:, -1].argmax(-1))
+
+
+def test_a_converted_model_has_no_way_back(tmp_path):
+    """Neither does the export to GGUF name one."""
+    model = model_of("transformer", "transformer")
+    model.config.converted_from = {"model_type": "llama"}
+    linear = linearize(model, "hedgehog", [1])
+    with pytest.raises(InputError, match="layer 1 has a mixer of type 'linearized'; expected 'attention'"):
+        export_checkpoint(linear, "llama", tmp_path)
+    pytest.importorskip("gguf")
+    from headrace.export.gguf import architecture
+
+    with pytest.raises(InputError, match=r"in all layers$"):
+        architecture(linear.config)
 
 
 @pytest.mark.parametrize("quantized", [False, True])

@@ -74,7 +74,7 @@ def linear_config(config: HeadraceConfig, mixer: str | MixerSpec, chosen: list[i
         if not 0 <= i < len(stack) or not isinstance(stack[i].mixer, AttentionSpec):
             raise InputError(f"layer {i} is no layer of softmax attention; expected one of {known}")
         stack[i] = replace(stack[i], mixer=_taken_over(spec, stack[i].mixer, i, config))
-    changed = {"mixer": [to_json(layer) for layer in stack]}
+    changed = {"mixer": [to_json(layer) for layer in stack], "converted_from": None}  # there is no way back
     return HeadraceConfig.from_dict(config.to_dict() | changed)  # type: ignore[return-value]
 
 
