@@ -119,8 +119,9 @@ def _with_length(form: Format, described: Config, longest: int) -> Config:
     no window depend on it."""
     name = "max_position_embeddings"
     longer = described | {field: longest for field in RENAMED[name] if field in described}
-    found = [form.model(fields)[0].arguments | {name: longest} for fields in (described, longer)]
-    return longer if found[0] == found[1] else described
+    before, after = (form.model(fields)[0].arguments for fields in (described, longer))
+    stays = before.get(name) == longest or before | {name: longest} != after
+    return described if stays else longer
 
 
 def _with_heads(config: Any) -> Any:
