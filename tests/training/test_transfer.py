@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tiny
-from headrace import InputError, layers, load
+from headrace import InputError, layers, load, zoo
 from headrace.cli.linearize import LinearizeOptions, next_commands
 from headrace.convert.importing import cast
 from headrace.convert.linearize import linearize
@@ -291,6 +291,13 @@ def test_a_linear_layers_state_does_not_grow(teacher):
 def test_what_cannot_stay_is_named(text, sentence):
     with pytest.raises(InputError, match=sentence):
         Keep.parsed(text).changed([0, 1, 2])
+
+
+def test_windows_beside_parallel_mixers_may_be_dropped(data):
+    layer = Layer(AttentionSpec(), parallel=zoo.get("gla"))
+    config = tiny.config(Decoder((layer,)), num_hidden_layers=2, vocab_size=257)
+    settings = replace(SETTINGS, window_dropout=0.5)
+    assert checked(config, "lolcats(window=4)", Keep.parsed("0"), data, settings) == [1]
 
 
 @pytest.mark.parametrize(("part", "value"), [("o_proj", 0.0), ("v_proj", float("nan"))])

@@ -96,7 +96,7 @@ def imitate(
     for i in changed:
         linear.model.backbone.layers[i].mixer.to(torch.promote_types(linear.dtype, torch.float32))
     folder.mkdir(exist_ok=True)
-    plan = {"mixer": to_json(linear.config.mixers[changed[0]]), "layers": changed, "settings": asdict(settings)}
+    plan = {"mixer": to_json(linear.model.backbone.layers[changed[0]].mixer.spec), "layers": changed, "settings": asdict(settings)}
     plan = json.loads(json.dumps(plan | {"order": ORDER, "data": data.identity, "model": taught}))  # lists for tuples
     claim(folder, plan, optional={*defaults({"settings": settings}), ("data",), ("model",)})
     nats = {"original": held_out_loss(model, data, settings), "replaced": held_out_loss(linear, data, settings)}
@@ -140,7 +140,7 @@ def checked(config: HeadraceConfig, mixer: str, keep: Keep, data: PackedData, se
     if (count := len(full_rows(data.train, data.manifest["length"]))) < settings.rows:
         raise InputError(f"--rows {settings.rows}, and the data have {count} full rows; expected at most {count}")
     changed = keep.changed(replaceable(config))
-    spec = linear_config(config, mixer, changed).mixers[changed[0]]
+    spec = linear_config(config, mixer, changed).stack.over(config.num_hidden_layers)[changed[0]].mixer
     if settings.window_dropout and not getattr(spec, "window", 0):
         raise InputError(f"--window-dropout={settings.window_dropout:g} with --mixer={mixer!r}, which has no window")
     return changed
