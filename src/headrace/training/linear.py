@@ -96,8 +96,9 @@ def imitate(
     for i in changed:
         linear.model.backbone.layers[i].mixer.to(torch.promote_types(linear.dtype, torch.float32))
     folder.mkdir(exist_ok=True)
-    plan = {"mixer": to_json(linear.model.backbone.layers[changed[0]].mixer.spec), "layers": changed, "settings": asdict(settings)}
-    plan = json.loads(json.dumps(plan | {"order": ORDER, "data": data.identity, "model": taught}))  # lists for tuples
+    plan = {"mixer": to_json(linear.model.backbone.layers[changed[0]].mixer.spec), "layers": changed}
+    plan |= {"settings": asdict(settings), "order": ORDER, "data": data.identity, "model": taught}
+    plan = json.loads(json.dumps(plan))  # as it is read back: lists for tuples
     claim(folder, plan, optional={*defaults({"settings": settings}), ("data",), ("model",)})
     nats = {"original": held_out_loss(model, data, settings), "replaced": held_out_loss(linear, data, settings)}
     imitation = Imitation(model, linear, settings.trains)
@@ -199,8 +200,7 @@ def held_out_loss(model: HeadraceForCausalLM, data: PackedData, settings: Transf
         batch = batch_of([row], model.device)
         tokens = batch["labels"].shape[1] - 1
         with settings.autocast(model.device):
-            loss = model(**batch, skip_logits=True, use_cache=False).loss
-        total += loss.item() * tokens
+            total += model(**batch, skip_logits=True, use_cache=False).loss.item() * tokens
         count += tokens
     return total / count
 
