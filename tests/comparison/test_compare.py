@@ -145,7 +145,7 @@ HAND = {  # operations of a head with K key and V value numbers, term by term; v
     "deltanet": lambda K, V: 2 * K * V + 2 * K * V + 2 * K * V,
     "gated-deltanet": lambda K, V: K * V + 2 * K * V + 2 * K * V + 2 * K * V,
     "kda": lambda K, V: K * V + 2 * K * V + 2 * K * V + 2 * K * V,
-    "log-linear-mamba2": lambda K, V: 14 * (K * V + 2 * K * V + 2 * K * V),  # of every level but the token's own
+    "log-linear-mamba2": lambda K, V: 14 * (K * V + 2 * K * V) + 2 * K * V,  # every level but the token's own, and one
     "log-linear-gated-deltanet": lambda K, V: 14 * (K * V + 2 * K * V + 2 * K * V + 2 * K * V),
     "deltaproduct": lambda K, V: 2 * (2 * K * V + 2 * K * V) + 2 * K * V,  # twice k S and + kᵀ β (v − k S), q S
     "gated-deltaproduct": lambda K, V: K * V + 2 * (2 * K * V + 2 * K * V) + 2 * K * V,

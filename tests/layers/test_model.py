@@ -230,7 +230,7 @@ def test_unknown_mixers_are_refused(mixer):
         ("sofmax-gla", "is unknown"),
         ("no", "names are( [a-z0-9-]+,?){3} "),
         ("bert", "whole model"),
-        ("jamba", "several layers"),
+        ("jamba", "is a Decoder; expected the mixer of one layer"),
     ],
 )
 def test_objects_that_are_no_spec_are_refused(mixer, sentence):
