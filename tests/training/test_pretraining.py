@@ -149,6 +149,10 @@ def test_run_killed_after_its_last_step_only_finishes(data, ended, tmp_path):
     train(data, tmp_path / "run")
     after = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
+    (tmp_path / "run" / "model" / "model.safetensors").unlink()
+    with patch.object(run, "write_card", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        train(data, tmp_path / "run")
+    assert not (tmp_path / "run" / "model" / "README.md").exists()
 
 
 def test_run_writes_model_card_curves_and_history(data, ended):
@@ -288,6 +292,17 @@ def test_run_starts_from_a_checkpoint(data, prepared, tmp_path):
     assert {each: run.ends(*each) for each in known} == known and run.ends([7, 3], 3) == [7, 3]
 
 
+def test_settings_of_generation_without_effect_are_saved(first, data, tmp_path):
+    """As Vicuna's, which transformers saves only as it has read them: the end tokens of the data are added."""
+    weights = shutil.copytree(first, tmp_path / "weights")
+    (weights / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "eos_token_id": 7, "use_cache": True}))
+    loop = run.make_loop(recipe(mixer="gla", weights=str(weights))[0], data, tmp_path, Processes(torch.device("cpu")))
+    loop.save_model(tmp_path / "saved")
+    kept = load(tmp_path / "saved").generation_config
+    assert (kept.temperature, kept.eos_token_id) == (0.6, [7, data.tokenizer.eos_token_id])
+    load(tmp_path / "saved").save_pretrained(tmp_path / "again")
+
+
 @pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear"])
 def test_run_trains_a_released_model(kind, data, tmp_path):
     """With gates over its heads or without, which the format of the checkpoint can represent."""
@@ -344,6 +359,8 @@ def test_a_refused_run_leaves_its_folder_to_a_corrected_one(data, first, tmp_pat
         with pytest.raises(InputError, match=sentence):
             train(data, tmp_path, **changes)
         assert not (tmp_path / "run.json").exists()
+    with patch.object(Loop, "run", side_effect=torch.OutOfMemoryError), pytest.raises(torch.OutOfMemoryError):
+        train(data, tmp_path, micro_batch=4)
     train(data, tmp_path, tokens=128, weights=str(first), mixer="checkpoint")
 
 

@@ -287,7 +287,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
         `generate`, or a `generation_config` given here, still disables the cache."""
         loaded: Any = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        if kwargs.get("generation_config") is None:
+        if kwargs.get("generation_config") is None and model.generation_config.use_cache is False:
             model.generation_config.use_cache = None
         return loaded
 

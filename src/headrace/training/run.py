@@ -83,21 +83,21 @@ def train(
         set_seed(recipe.seed)
         try:
             loop, stop = make_loop(recipe, opened, folder, processes), Stop()
-        except InputError:
-            release(folder, RUN)  # so that a corrected command can take it
+            if processes.rank == 0:
+                print(describe_start(loop, last))
+            with report_failures(loop), report_compiler_errors(), closing(loop.history):
+                with errors_in_all():
+                    if processes.rank == 0:
+                        loop.history.trackers = open_trackers(trackers, folder, to_yaml(recipe, about))
+                if last is not None:
+                    loop.resume(last)
+                with handling(stop.on_signal, signal.SIGTERM, signal.SIGINT):
+                    loop.run(stop)
+                stop.end()
+                finish(loop, about, opened)
+        except Exception:  # such as rows that are too long for the weights, or more than the memory
+            release(folder, RUN)  # so that a corrected command can take it, if it has no results
             raise
-        if processes.rank == 0:
-            print(describe_start(loop, last))
-        with report_failures(loop), report_compiler_errors(), closing(loop.history):
-            with errors_in_all():
-                if processes.rank == 0:
-                    loop.history.trackers = open_trackers(trackers, folder, to_yaml(recipe, about))
-            if last is not None:
-                loop.resume(last)
-            with handling(stop.on_signal, signal.SIGTERM, signal.SIGINT):
-                loop.run(stop)
-            stop.end()
-            finish(loop, about, opened)
     return loop
 
 
@@ -107,9 +107,8 @@ def describe_start(loop: Loop, last: Path | None) -> str:
     parameters = count(model)["tied" if recipe.tie else "untied"]
     passes = recipe.steps * recipe.rows / len(loop.batches.rows)
     begins = "" if last is None else f"; it resumes from {last}"
-    compiled = ""
-    if is_compiled(model) or torch.cuda.is_available():
-        compiled = f"; blocks are {'' if is_compiled(model) else 'not '}compiled"
+    uncompiled = "; blocks are not compiled" if torch.cuda.is_available() else ""
+    compiled = "; blocks are compiled" if is_compiled(model) else uncompiled
     return (
         f"{recipe.mixer}: {recipe.layers} layers of width {recipe.hidden_size}, {parameters / 1e6:,.2f} M parameters\n"
         f"{recipe.trained_tokens:,} tokens in {recipe.steps:,} steps of {recipe.rows} rows of {recipe.length}: "
@@ -206,8 +205,7 @@ def check_tokenizer(recipe: Recipe, data: PackedData) -> None:
         folder = fetched(checkpoint)
         if not (folder / "tokenizer.json").is_file():
             continue
-        tokenizer = read_tokenizer(folder)
-        if tokenizer.get_vocab() != data.tokenizer.get_vocab():
+        if read_tokenizer(folder).get_vocab() != data.tokenizer.get_vocab():
             other = f"{name}={checkpoint!r} has another tokenizer than the data"
             raise InputError(f"{other}; prepare the data with --tokenizer {checkpoint}")
 
@@ -218,15 +216,15 @@ def make_loop(recipe: Recipe, data: PackedData, folder: Path, processes: Process
     rows = full_rows(data.train, recipe.length)
     end = None if data.tokenizer is None else data.tokenizer.eos_token_id
     model.config.eos_token_id = model.generation_config.eos_token_id = ends(model.generation_config.eos_token_id, end)
-    held_out = data.manifest["held_out"]
-    of_a_token = held_out["bytes"] / held_out["tokens"], seconds_per_token(recipe, processes.count)
+    model.generation_config._original_object_hash = hash(model.generation_config)  # as `import_checkpoint` does
+    text = data.manifest["held_out"]
     collate = Collator(end or 0, recipe.separate_documents)
     return Loop(
         model,
         shared_model(model, recipe, processes),
         Batches(rows, partial(order, rows, recipe.seed), collate, recipe, processes),
         evenly_spaced(data.held_out, recipe.evaluate_rows),
-        Measures(recipe.batch_tokens, *of_a_token),
+        Measures(recipe.batch_tokens, text["bytes"] / text["tokens"], seconds_per_token(recipe, processes.count)),
         folder,
         teacher and teacher.to(processes.device),
     )
@@ -265,6 +263,7 @@ def seconds_per_token(recipe: Recipe, devices: int) -> float | None:
 def finish(loop: Loop, about: About, data: PackedData) -> None:
     """Evaluates the trained model on all held-out rows, and writes the model, tokenizer, history and card."""
     folder = loop.folder / "model"
+    (folder / "README.md").unlink(missing_ok=True)  # of a model that was damaged: it is the last file of the new one
     loop.save_model(folder)
     loss = loop.evaluate(data.held_out, "final")
     with errors_in_all():
