@@ -170,7 +170,7 @@ def test_field_set_twice_is_refused():
 @torch.no_grad()
 def test_model_from_a_checkpoint_equals_it(tmp_path):
     """Also in what no recipe has a field for."""
-    style = {"mlp": "geglu", "order": "pre", "bias": True}
+    style = {"mlp": "geglu", "order": "pre", "bias": True, "head_bias": True}
     theirs = tiny.build("transformer", rope_theta=50.0, norm_eps=0.3, style=style, intermediate_size=None)
     theirs.save_pretrained(tmp_path)
     sizes = {"hidden_size": 32, "layers": 2, "heads": 4, "vocab_size": 29, "length": 16, "batch_tokens": 64}

@@ -56,7 +56,7 @@ def newest(folder: Path) -> Path | None:
 
 
 def stopped_run(what: str, folder: Path) -> InputError:
-    return InputError(f"{what}; the last complete checkpoint is {newest(folder) or 'none'}")
+    return InputError(f"{what}; the last complete checkpoint is {['none', *complete_checkpoints(folder)][-1]}")
 
 
 def discard_unfinished(folder: Path) -> None:

@@ -106,7 +106,7 @@ class Updates:
     """
 
     def __init__(self, model: Any, recipe: Optimization, loss: Loss, processes: Processes, precision: str = "float32"):
-        self.model, self.recipe, self.loss, self.processes = model, recipe, loss, processes
+        self.model, self.loss, self.processes, self.longest = model, loss, processes, recipe.clips or math.inf
         note_speed(processes.device.type, precision)
         self.autocast = partial(torch.autocast, processes.device.type, torch.bfloat16, enabled=precision == "bfloat16")
         self.optimizer = optimizer(model, recipe)
@@ -132,7 +132,7 @@ class Updates:
 
     def clip(self) -> Tensor:
         """The norm of the gradient, which is not longer than the recipe's bound afterwards."""
-        return whole(nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clips or math.inf))
+        return whole(nn.utils.clip_grad_norm_(self.model.parameters(), self.longest))
 
     def drop(self) -> None:
         """Forgets the gradient, so that `step` changes no weight and no moment."""

@@ -152,7 +152,8 @@ def count(model: Any) -> dict[str, int]:
     embedding = model.get_input_embeddings().weight.numel()
     body = sum(p.numel() for p in model.model.backbone.parameters())
     gates = sum(p.numel() for p in gate_parameters(model))
-    return {"body": body, "competition": gates, "tied": body + embedding, "untied": body + 2 * embedding}
+    tied = body + embedding + sum(p.numel() for name, p in model.lm_head.named_parameters() if name == "bias")
+    return {"body": body, "competition": gates, "tied": tied, "untied": tied + embedding}
 
 
 def flops_per_token(model: HeadraceForCausalLM, recipe: Recipe) -> int:

@@ -31,7 +31,6 @@ ELSEWHERE = {
     "warmup_tokens": "warmup",
 }  # fmt: skip
 
-
 ABOUT: Form = {"source?": str, "data?": str, "assumed?": [str], "from_data?": [str]}  # of a file, beside a Recipe's
 CHECKPOINT = "checkpoint"  # the mixer of a recipe whose model is that of its weights
 # Fields of a config -> the recipe's names of them.
