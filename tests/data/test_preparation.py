@@ -87,6 +87,17 @@ def test_token_limit_takes_the_first_tokens(plan, tmp_path, count):
     assert 2000 <= len(result) == made["train"]["tokens"] < 3100 and result == whole[: len(result)]
 
 
+@pytest.mark.parametrize("count", [None, 20])
+def test_a_tokenizer_is_not_trained_on_more_text_than_the_tokens_need(count, tmp_path, monkeypatch):
+    """A data set of the Hub may have a thousand times as much."""
+    monkeypatch.setattr(preparation, "BLOCK", 100)
+    texts = ["one two three"] * 60 + ["zzzz zzzz"] * 200
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    plan = Preparation((str(tmp_path / "a.jsonl"),), bpe=280, length=8, held_out=0.5, tokens=count)
+    prepare(plan, tmp_path / "d")
+    assert ("zz" in open_data(tmp_path / "d").tokenizer.get_vocab()) == (count is None)
+
+
 @pytest.mark.parametrize(("platform", "method"), [("linux", "fork"), ("darwin", "spawn"), ("win32", "spawn")])
 def test_processes_are_forked_on_linux_alone(platform, method, plan, tmp_path, monkeypatch):
     def asked(how):

@@ -228,6 +228,7 @@ def test_a_checkpoint_that_a_run_does_not_have_is_not_asked_of_the_hub(tmp_path)
     for file in (run / "run.json", run / "checkpoint-8" / "config.json"):
         file.write_text("{}")
     assert not is_on_the_hub(run / "checkpoint-2") and is_on_the_hub("owner/name")
+    assert is_on_the_hub("owner/name:20231101.en")  # a configuration of a data set
     with pytest.raises(InputError, match="checkpoint-2' does not exist; the run has checkpoint-8"):
         check_config(run / "checkpoint-2")
 

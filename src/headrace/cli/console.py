@@ -34,8 +34,6 @@ Device = Annotated[
     str | None,
     option("Device: cpu, cuda, cuda:1, mps, or auto (an accelerator before the CPU).", default="auto"),
 ]
-
-
 Weights = Annotated[
     str | None,
     option("Linear layers in int8, or in bfloat16 with all arithmetic as before. On a CPU.", default="as they are"),

@@ -21,6 +21,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -135,9 +136,11 @@ def _fill(plan: Preparation, folder: Path) -> dict[str, Any]:
 
 
 def _trained(plan: Preparation, choice: Choice) -> PreTrainedTokenizerFast:
-    """The tokenizer that is trained on the training text."""
+    """The tokenizer that is trained on the training text; with --tokens on the first part of it, which has more."""
     assert plan.bpe is not None
-    texts = (row.text for row, held_out in choice.split(plan.rows(cut=True)) if not held_out and not row.bad)
+    read = parts.blocks(choice.split(plan.rows(cut=True)), BLOCK)
+    most = None if plan.tokens is None else -(-16 * plan.tokens // BLOCK)  # in no language a token has more bytes
+    texts = (text for block in islice(read, most) for text in block.texts["train"].texts)
     return tokenizer.train_bpe(texts, plan.bpe)
 
 

@@ -109,9 +109,9 @@ def _reader(sources: tuple[str, ...], column: str, cut: bool, sample: Sample | N
         return partial(_data_set, column=column, sample=sample)
     if missing := [source for source, file in zip(sources, files, strict=True) if not file.is_file()]:
         raise InputError(f"source {missing[0]!r} is not a file; expected text, jsonl or Parquet files, or one data set")
-    places = [file.resolve() for file in files]
-    if twice := next((source for i, source in enumerate(sources) if places[i] in places[:i]), None):
-        raise InputError(f"source {twice!r} is given twice; expected each file once")
+    last = {file.resolve(): i for i, file in enumerate(files)}
+    if again := {*range(len(files))} - {*last.values()}:
+        raise InputError(f"source {sources[min(again)]!r} is given twice; expected each file once")
     kinds = {_kind(file) for file in files}
     if len(kinds) > 1:
         raise InputError(f"the sources mix {' and '.join(sorted(kinds))} files; expected one kind")

@@ -11,7 +11,7 @@ from ..utils.errors import InputError
 
 PATIENCE = 5.0  # seconds for the Hub's answer
 OFFLINE = "Note: the Hugging Face Hub does not answer; what is in its cache on this machine is used (HF_HUB_OFFLINE=1)"
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[^/]*)?")  # of a data set with its configuration
 RUN = "run.json"  # in the folder of a run of `headrace train`
 ADAPTER = "adapter_config.json"  # in a folder of PEFT, whose tensors are added to those of a model
 GGUF = ".gguf"  # suffix of the files that `headrace convert` reads alone
@@ -55,7 +55,7 @@ def hub_answers() -> bool:
 
 
 def is_on_the_hub(path: str | Path) -> bool:
-    """Whether a checkpoint is named by its name on the Hugging Face Hub, OWNER/NAME."""
+    """Whether a checkpoint or a data set is named by its name on the Hub, OWNER/NAME or OWNER/NAME:CONFIGURATION."""
     here = Path(path).exists() or (Path(path).parent / RUN).is_file()
     return not here and Path(path).suffix != GGUF and bool(HUB_NAME.fullmatch(str(path)))
 
@@ -68,9 +68,8 @@ def check_config(folder: Path) -> None:
         others = ", ".join(sorted(each.name for each in folder.parent.iterdir() if (each / "config.json").is_file()))
         raise InputError(f"checkpoint {str(folder)!r} does not exist; the run has {others or 'none yet'}")
     if (folder / RUN).is_file():
-        expected = "one of its checkpoints; its model is written at the end"
-        if (folder / "model" / "config.json").is_file():
-            expected = f"its model, {folder / 'model'}"
+        model, others = folder / "model", "one of its checkpoints; its model is written at the end"
+        expected = f"its model, {model}" if (model / "config.json").is_file() else others
         raise InputError(f"checkpoint {str(folder)!r} is the folder of a run; expected {expected}")
     written = f"a folder written by {'merge_and_unload().' if (folder / ADAPTER).is_file() else ''}save_pretrained"
     raise InputError(f"checkpoint {str(folder)!r} has no config.json; expected {written}")
