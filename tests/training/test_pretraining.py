@@ -295,7 +295,8 @@ def test_run_starts_from_a_checkpoint(data, prepared, tmp_path):
 def test_settings_of_generation_without_effect_are_saved(first, data, tmp_path):
     """As Vicuna's, which transformers saves only as it has read them: the end tokens of the data are added."""
     weights = shutil.copytree(first, tmp_path / "weights")
-    (weights / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "eos_token_id": 7, "use_cache": True}))
+    settings = {"temperature": 0.6, "eos_token_id": 7, "use_cache": True}
+    (weights / "generation_config.json").write_text(json.dumps(settings))
     loop = run.make_loop(recipe(mixer="gla", weights=str(weights))[0], data, tmp_path, Processes(torch.device("cpu")))
     loop.save_model(tmp_path / "saved")
     kept = load(tmp_path / "saved").generation_config
