@@ -480,6 +480,8 @@ def test_sample_stops_at_the_tokens_and_its_share_is_checked(files, tmp_path, ca
     plan = Preparation(tuple(map(str, files.glob("*"))), length=8, held_out=0.2, sample=1.0, tokens=200)
     prepare(plan, tmp_path / "some")
     assert "the sources ended" not in capsys.readouterr().err
+    prepare(replace(plan, sample=None, tokens=10_000), tmp_path / "all")
+    assert "of 10,000 training tokens; more sources give more" in capsys.readouterr().err
     short = prepare(replace(plan, sample=0.1, tokens=10_000), tmp_path / "short")["train"]["tokens"]
     assert f"the sources ended after {short:,} of 10,000 training tokens" in capsys.readouterr().err
     read = documents(tmp_path / "some")

@@ -43,7 +43,7 @@ WHOLE = (
     "it is not known where documents can be cut for this tokenizer: each is tokenized as a whole, which is slower "
     "and takes memory for the longest"
 )
-FEWER = "the sources ended after {:,} of {:,} training tokens; a larger --sample, or more sources, give more"
+FEWER = "the sources ended after {:,} of {:,} training tokens; more sources{} give more"
 BLOCK = 1 << 22  # bytes of text in a block
 
 
@@ -128,7 +128,8 @@ def _fill(plan: Preparation, folder: Path) -> dict[str, Any]:
     tokens.save_pretrained(folder / "tokenizer")
     counts = _written(plan, choice, tokens, folder)
     if plan.tokens and counts["train"]["tokens"] < plan.tokens:
-        print(FEWER.format(counts["train"]["tokens"], plan.tokens), file=sys.stderr)
+        also = "" if plan.sample is None else ", or a larger --sample,"
+        print(FEWER.format(counts["train"]["tokens"], plan.tokens, also), file=sys.stderr)
     seconds, size = time.perf_counter() - started, sum(counts[split]["bytes"] for split in parts.SPLITS)
     speed = {"seconds": round(seconds, 1), "megabytes_per_second": round(size / 1e6 / seconds, 2)}
     pieces = {"held_out_pieces": len(choice.spans)} if choice.spans else {}
@@ -136,10 +137,10 @@ def _fill(plan: Preparation, folder: Path) -> dict[str, Any]:
 
 
 def _trained(plan: Preparation, choice: Choice) -> PreTrainedTokenizerFast:
-    """The tokenizer that is trained on the training text; with --tokens on the first part of it, which has more."""
+    """The tokenizer that is trained on the training text; with --tokens on a first part that surely has as many."""
     assert plan.bpe is not None
     read = parts.blocks(choice.split(plan.rows(cut=True)), BLOCK)
-    most = None if plan.tokens is None else -(-16 * plan.tokens // BLOCK)  # in no language a token has more bytes
+    most = None if plan.tokens is None else -(-16 * plan.tokens // BLOCK)  # bytes of a long token
     texts = (text for block in islice(read, most) for text in block.texts["train"].texts)
     return tokenizer.train_bpe(texts, plan.bpe)
 
