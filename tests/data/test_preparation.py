@@ -236,7 +236,7 @@ def test_files_of_two_kinds_are_refused(tmp_path):
         read(tmp_path / "a.txt", tmp_path / "b.jsonl")
 
 
-def test_a_configuration_on_the_hub_may_have_a_dot(monkeypatch):
+def test_names_on_the_hub_may_have_a_dot(monkeypatch, tmp_path):
     class Items(list):
         info = SimpleNamespace(builder_name="parquet")
 
@@ -244,8 +244,11 @@ def test_a_configuration_on_the_hub_may_have_a_dot(monkeypatch):
 
     asked = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *name, **_: asked.append(name) or Items([{"text": "a"}]))
-    assert [row.text for row in sources.rows(("wikimedia/wikipedia:20231101.en",), "text", True)] == ["a"]
-    assert asked == [("wikimedia/wikipedia", "20231101.en")]
+    for name in ("wikimedia/wikipedia:20231101.en", "mlfoundations/dclm-baseline-1.0"):
+        assert [row.text for row in sources.rows((name,), "text", True)] == ["a"]
+    assert asked == [("wikimedia/wikipedia", "20231101.en"), ("mlfoundations/dclm-baseline-1.0", None)]
+    with pytest.raises(InputError, match="is not a file"):
+        read(tmp_path / "absent.txt.bz2")
 
 
 def test_a_file_that_is_given_twice_is_refused(tmp_path):

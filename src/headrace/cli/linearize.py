@@ -82,13 +82,13 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
 
     one, keep, settings = options, Keep.parsed(options.keep), options.settings
     with interruptible(f"{one.output} was not created; the same command goes on"):
-        data, tokenizer = open_data(one.data), read_tokenizer(fetched(one.checkpoint))
+        data, config = open_data(one.data), read_config(one.checkpoint)
+        tokenizer = read_tokenizer(fetched(one.checkpoint))
         if data.tokenizer is None or tokenizer.get_vocab() != data.tokenizer.get_vocab():
             raise InputError(
                 f"--data {str(one.data)!r} has another tokenizer than the model; prepare it with --tokenizer "
                 f"{one.checkpoint}"
             )
-        config = read_config(one.checkpoint)
         changed = checked(config, one.mixer, keep, data, settings)  # before the weights are read
         if one.machine is not None:
             needed = costs(config, one.mixer, changed, settings, data.manifest["length"])

@@ -104,7 +104,7 @@ def _read(sources: tuple[str, ...], column: str, cut: bool, sample: Sample | Non
 
 def _reader(sources: tuple[str, ...], column: str, cut: bool, sample: Sample | None) -> Callable[[str], Iterator[Row]]:
     files = [Path(source) for source in sources]
-    named = [file for file in files if not file.exists() and (":" in file.name or not file.suffix)]  # owner/name:1.en
+    named = [f for f in files if not f.exists() and (":" in f.name or not f.suffix or f.suffix[1:2].isdigit())]  # -1.0
     if len(files) == 1 and (files[0].is_dir() or named):
         return partial(_data_set, column=column, sample=sample)
     if missing := [source for source, file in zip(sources, files, strict=True) if not file.is_file()]:
