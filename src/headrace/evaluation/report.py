@@ -65,8 +65,8 @@ def findings(evaluation: Evaluation) -> Iterator[str]:
         longer = [name for name, record in records.items() if length and record["max_length"] > length]
         if longer:
             yield f"The config of {model} gives a context of {length} tokens; {', '.join(longer)} used a longer one."
-    first, *others = evaluation.items.values()
-    if unlike := [n for n in first if any(own[n]["max_length"] != first[n]["max_length"] for own in others)]:
+    one, *more = evaluation.items.values()
+    if unlike := [n for n in one if any(own[n]["max_length"] != one[n]["max_length"] for own in more)]:
         yield f"The models' contexts differ in {', '.join(unlike)} (see Settings); --max-length gives them one."
 
 
