@@ -173,9 +173,28 @@ def test_unsupported_generation_settings_are_refused(model):
     model.generation_config.stop_strings = [""]
     with pytest.raises(InputError, match=r'stop_strings=\[""\]; expected texts'):
         Engine(model, byte_level())
-    model.generation_config.repetition_penalty = 1.2
-    with pytest.raises(InputError, match="RepetitionPenalty"):
+    model.generation_config.repetition_penalty = -1
+    with pytest.raises(InputError, match=r"repetition_penalty=-1; expected 0\.01 to 100"):
         Engine(model, byte_level())
+
+
+@pytest.mark.parametrize("penalty", [1.7, 0.5])
+def test_repetition_penalty_equals_generate(model, penalty):
+    """Of each stream alone, over its prompt and its answer, with and without sampling; the folder's where a request
+    has none."""
+    one, settings = Engine(model, byte_level()), {"max_new_tokens": 12, "pad_token_id": 0}
+    for sampled in ({}, {"temperature": 0.7, "seed": 3}):
+        streams = [
+            Client(model, [7, 8, 7, 5], 12, repetition_penalty=each, **sampled) for each in (penalty, 1, penalty)
+        ]
+        one.submit(*[client.stream for client in streams])
+        first, plain, again = [client.ended().stream.tokens for client in streams]
+        torch.manual_seed(3)
+        how = settings | {"do_sample": bool(sampled), "top_k": 0, "temperature": sampled.get("temperature", 1.0)}
+        expected = model.generate(torch.tensor([[7, 8, 7, 5]]), repetition_penalty=penalty, **how)[0, 4:].tolist()
+        assert first == again == expected != plain
+    model.generation_config.repetition_penalty = 2
+    assert [one._limited(Sampling(1, repetition_penalty=each), 1).repetition_penalty for each in (None, 1)] == [2, 1]
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,8 @@ FIELDS = {
     "temperature=3": 3,
     "temperature=-1": -1,
     "temperature=1e-30; expected 0, or 0.01 to 2": 1e-30,
+    "repetition_penalty=0: ": 0,
+    "repetition_penalty=101: ": 101,
     "n=0": 0,
     "n=1000000": 10**6,
     "seed=184": 2**64,
@@ -221,7 +223,7 @@ def test_serving_page_lists_refused_and_ignored_fields():
     for kind, path in ((requests.Completion, "/v1/completions"), (requests.Chat, "/v1/chat/completions")):
         fields = re.search(rf"^- `{path}`: (.*?)\.$", page, re.DOTALL | re.MULTILINE)[1]
         taken = {name for name in kind.model_fields if (kind, name) != (requests.Chat, "logprobs")}
-        assert {*re.findall(r"`(\w+)`", fields)} - {"max_completion_tokens"} == taken
+        assert {*re.findall(r"`(\w+)`", fields)} == taken
     nulls = dict.fromkeys({*requests.Completion.model_fields, *requests.NEUTRAL, *requests.IGNORED} - {"prompt"})
     assert requests.Completion(prompt="a", **nulls) == requests.Completion(prompt="a")
 
@@ -259,3 +261,6 @@ def test_invalid_chats_are_refused(chat):
         chat.create(model=None, messages=[{"role": "user", "content": "?"}], logprobs=True)
     with pytest.raises(openai.BadRequestError, match="max_tokens and max_completion_tokens are both given; expected"):
         chat.create(model=None, messages=[{"role": "user", "content": "?"}], max_tokens=5, max_completion_tokens=6)
+    with pytest.raises(openai.BadRequestError, match=r"max_completion_tokens=\d+; expected at most") as refusal:
+        chat.create(model=None, messages=[{"role": "user", "content": "?"}], max_completion_tokens=ENDLESS + 1)
+    assert refusal.value.param == "max_completion_tokens"

@@ -150,9 +150,11 @@ class Engine:
                 stream.gone.set()
 
     def _limited(self, sampling: Sampling, prompt: int) -> Sampling:
-        """The settings with the stop strings of the model, and with no more tokens than follow `prompt` tokens."""
+        """The settings with those of the model, and with no more tokens than follow `prompt` tokens."""
         most = max(self.readable - prompt, 0) + 1  # as the last token is not read
-        return sampling._replace(stop=(*sampling.stop, *self.stops), max_tokens=min(sampling.max_tokens, most))
+        penalty = sampling.repetition_penalty or self.model.generation_config.repetition_penalty
+        own = {"stop": (*sampling.stop, *self.stops), "repetition_penalty": penalty}
+        return sampling._replace(**own, max_tokens=min(sampling.max_tokens, most))
 
     def submit(self, *streams: Stream) -> None:
         """Adds the streams of one request."""

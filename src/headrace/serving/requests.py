@@ -7,7 +7,7 @@ import reprlib
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from jinja2 import TemplateError
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
 from .refusals import Refused
@@ -70,6 +70,7 @@ class Generation(ImplementedFields):
 
     model: str | None = None
     n: int = Field(1, ge=1, le=16)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)  # None: that of the model
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Annotated[list[Stop], BeforeValidator(_listed)] = Field([], max_length=4)
     stream: bool = False
@@ -98,11 +99,17 @@ class Generation(ImplementedFields):
         except ValueError as error:
             raise Refused(400, f"the body is not JSON: {error}") from None
 
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """The field that limits the tokens of an answer, and its value."""
+        name = "max_completion_tokens" if getattr(self, "max_completion_tokens", None) else "max_tokens"
+        return name, getattr(self, name)
+
     def sampling(self, longest: int, choice: int) -> Sampling:
-        """The sampling settings of one of the n choices, with at most `longest` tokens."""
-        seed = None if self.seed is None else self.seed + choice
-        tokens = longest if self.max_tokens is None else self.max_tokens
-        return Sampling(tokens, self.temperature, self.top_p, seed, tuple(self.stop))
+        """The sampling settings of one of the n choices, with `longest` tokens where the request has no limit."""
+        seed, (_, limit) = None if self.seed is None else self.seed + choice, self.limit
+        tokens, penalty = longest if limit is None else limit, self.repetition_penalty
+        return Sampling(tokens, self.temperature, self.top_p, seed, tuple(self.stop), repetition_penalty=penalty)
 
 
 class Completion(Generation):
@@ -152,15 +159,14 @@ class Chat(Generation):
     object: ClassVar[tuple[str, str]] = ("chat.completion", "chat.completion.chunk")
     messages: list[Message] = Field(min_length=1)
     logprobs: Literal[False] = False
-    max_tokens: int | None = Field(None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
+    max_completion_tokens: int | None = Field(None, ge=1)  # another name of max_tokens
 
-    @model_validator(mode="before")
-    @classmethod
-    def _one_limit(cls, value: Any) -> Any:
+    @model_validator(mode="after")
+    def _one_limit(self) -> Self:
         names = "max_tokens", "max_completion_tokens"
-        if isinstance(value, dict) and None not in map(value.get, names):
+        if None not in (self.max_tokens, self.max_completion_tokens):
             raise Refused(400, f"{' and '.join(names)} are both given; expected one of them", names[0])
-        return value
+        return self
 
     def prompts(self, tokenizer: Any) -> list[list[int]]:
         """The tokens of the messages after the chat template, as a single prompt."""

@@ -115,9 +115,9 @@ class Service:
         """(the request, the tokens of its prompts)"""
         body = kind.read(await read_body(request, self.limits.body))
         self._named(body.model)
-        if (body.max_tokens or 1) > self.limits.tokens:
-            sentence = f"max_tokens={reprlib.repr(body.max_tokens)}; expected at most {self.limits.tokens}"
-            raise Refused(400, sentence, "max_tokens")
+        name, most = body.limit
+        if (most or 1) > self.limits.tokens:
+            raise Refused(400, f"{name}={reprlib.repr(most)}; expected at most {self.limits.tokens}", name)
         prompts = await self.encoder(body.prompts)
         for ids in prompts:
             self._check(ids)

@@ -1,12 +1,14 @@
 """How the tokens of a request are chosen."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopPLogitsWarper
 
+from ..ops.checks import require
 from ..utils.errors import InputError
 from ..utils.integrity import short
 
@@ -21,11 +23,12 @@ class Sampling(NamedTuple):
     stop: tuple[str, ...] = ()
     logprobs: int | None = None  # number of likeliest tokens to report at each place; None: no log-probabilities
     echo: bool = False  # report the log-probabilities of the prompt too
+    repetition_penalty: float | None = None  # None: that of the model
 
 
 class Score(NamedTuple):
     """A token, its log-probability (None: the first of a prompt), and the likeliest tokens in its place with theirs, in
-    the model's own distribution: before temperature and top_p."""
+    the model's own distribution: before repetition_penalty, temperature and top_p."""
 
     token: int
     logprob: float | None = None
@@ -48,13 +51,16 @@ def scored(logits: Tensor, tokens: list[int], count: int) -> list[Score]:
 
 
 def check_generation(model: Any) -> None:
-    """Raises InputError for a generation_config that changes logits, which the server does not do."""
+    """Raises InputError for a generation_config that changes logits by more than a usual repetition_penalty."""
     greedy = copy.deepcopy(model.generation_config)
-    greedy.update(do_sample=False, num_beams=1)
+    greedy.update(do_sample=False, num_beams=1, repetition_penalty=None)
     model._prepare_special_tokens(greedy, device="cpu")  # which minimum lengths need
     if processors := model._get_logits_processor(greedy, 1, torch.zeros(1, 1, dtype=torch.long)):
         names = ", ".join(type(processor).__name__ for processor in processors)
         raise InputError(f"the model's generation_config asks for {names}, which the server does not apply")
+    penalty: Any = model.generation_config.repetition_penalty
+    sentence = f"the model's generation_config has repetition_penalty={penalty}; expected 0.01 to 100"
+    require(penalty is None or 0.01 <= penalty <= 100, sentence)
 
 
 def stop_strings(model: Any) -> tuple[str, ...]:
@@ -67,12 +73,16 @@ def stop_strings(model: Any) -> tuple[str, ...]:
 
 
 class Draw:
-    """Samples tokens as transformers does. Each request has a random generator of its own, so that its text does not
-    depend on other requests."""
+    """Chooses tokens as transformers does. Each request has a random generator of its own, so that its text does not
+    depend on other requests. read: the tokens of its prompt."""
 
-    def __init__(self, sampling: Sampling, device: torch.device):
-        top_p = [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
-        self.warp = LogitsProcessorList([TemperatureLogitsWarper(float(sampling.temperature)), *top_p])
+    def __init__(self, sampling: Sampling, device: torch.device, read: Sequence[int] = ()):
+        penalty, self.sampled = float(sampling.repetition_penalty or 1), sampling.temperature > 0
+        penalties = [RepetitionPenaltyLogitsProcessor(penalty)] if penalty != 1 else []
+        temperature = [TemperatureLogitsWarper(float(sampling.temperature))] if self.sampled else []
+        top_p = [TopPLogitsWarper(sampling.top_p)] if self.sampled and sampling.top_p < 1 else []
+        self.processors: list[Any] = [*penalties, *temperature, *top_p]
+        self.tokens = torch.tensor([read], dtype=torch.long, device=device)
         self.generator = torch.Generator(device)
         if sampling.seed is None:
             self.generator.seed()
@@ -81,6 +91,10 @@ class Draw:
 
     def __call__(self, scores: Tensor) -> int:
         """scores: logits [1, vocabulary]."""
-        unused: Any = None
-        probabilities = self.warp(unused, scores).softmax(-1)
-        return int(torch.multinomial(probabilities, 1, generator=self.generator))
+        for each in self.processors:
+            scores = each(self.tokens, scores)
+        token = scores.argmax(-1, keepdim=True)
+        if self.sampled:
+            token = torch.multinomial(scores.softmax(-1), 1, generator=self.generator)
+        self.tokens = torch.cat([self.tokens, token], 1)
+        return int(token)

@@ -41,7 +41,8 @@ class Stream:
         self.prefix: Prefix | None = None  # the prompt, once it is read and if it may be shared
         self.unread = ids[1:] if self.scores_prompt else []  # tokens of the prompt without a score
         self.scores = [Score(ids[0])] if self.scores_prompt else []
-        self.draw = Draw(sampling, device) if sampling.temperature > 0 else None
+        likeliest = not sampling.temperature and sampling.repetition_penalty in (None, 1)
+        self.draw = None if likeliest else Draw(sampling, device, ids)
         self.gone = threading.Event()  # set if the client has disconnected
 
     @cached_property
