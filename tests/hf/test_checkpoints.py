@@ -4,12 +4,15 @@ import dataclasses
 import json
 import math
 import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig, modeling_utils
+from transformers.utils import PushToHubMixin
 
 from headrace import Mixer, load, zoo
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM, HeadracePreTrainedModel
@@ -18,6 +21,7 @@ from headrace.layers.base import SelfInitialized
 from headrace.layers.linear.competition import HeadCompetition
 from headrace.spec import to_json
 from headrace.utils.errors import InputError
+from headrace.utils.integrity import CHECKSUMS, record
 from tiny import SIZES, build, config, covering, in_memory, tokens
 
 # --- beginnings ---------------------------------------------------------------------------------------------------
@@ -168,6 +172,20 @@ def test_weights_on_the_disk_change_nothing(tmp_path):
         torch.testing.assert_close(actual[name], expected[name])
     greedy = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(away.generate(ids, **greedy), model.generate(ids, **greedy))
+
+
+def test_the_hub_gets_the_checksums_of_the_weights_that_it_gets(tmp_path, monkeypatch):
+    """Also by `save_pretrained`, which uploads before it returns: an earlier upload may have left others there."""
+    uploaded, api = [], SimpleNamespace(create_repo=lambda name, **_: SimpleNamespace(repo_id=name))
+    monkeypatch.setattr(modeling_utils, "hf_api", lambda: api)
+    monkeypatch.setattr(modeling_utils, "create_and_tag_model_card", lambda *_, **__: SimpleNamespace(save=str))
+    upload = lambda self, folder, *_, **__: uploaded.append((Path(folder) / CHECKSUMS).read_text())  # noqa: E731
+    monkeypatch.setattr(PushToHubMixin, "_upload_modified_files", upload)
+    model = build("gla")
+    model.save_pretrained(tmp_path)
+    torch.nn.init.ones_(model.lm_head.weight)
+    model.save_pretrained(tmp_path, push_to_hub=True)
+    assert json.loads(uploaded[0]) == record(tmp_path, "*.safetensors")
 
 
 @pytest.mark.parametrize("tied", [True, False])

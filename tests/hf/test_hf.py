@@ -463,6 +463,12 @@ def test_short_loop_generates_the_tokens_of_transformers(mixer, monkeypatch):
     assert len(short) == len(settings)
 
 
+def test_generation_from_no_token_is_refused():
+    for rows, columns in ((2, 0), (1, 0), (0, 3)):
+        with pytest.raises(InputError, match=rf"input_ids has shape \[{rows}, {columns}\]; expected at least one"):
+            build("gla").generate(torch.ones(rows, columns, dtype=torch.long), max_new_tokens=2, pad_token_id=0)
+
+
 def test_short_loop_says_that_a_text_is_longer_than_the_longest(monkeypatch):
     model, told = build("gla", max_position_embeddings=T + 2).float().eval(), []
     monkeypatch.setattr(stopping_criteria.logger, "warning_once", told.append)

@@ -38,9 +38,8 @@ class Choice:
         self.pads = any(hasattr(each, "eos_token_id") for each in criteria)
         self.pad: Any = config._pad_token_tensor.to(ids.device) if self.pads else None
         self.lengths = [each for each in criteria if type(each) is MaxLengthCriteria]
-        self.others = StoppingCriteriaList(
-            each for each in criteria if type(each) not in (MaxLengthCriteria, EosTokenCriteria)
-        )
+        own = MaxLengthCriteria, EosTokenCriteria
+        self.others = StoppingCriteriaList(each for each in criteria if type(each) not in own)
         with torch.inference_mode(False):  # a graph may write them in either mode
             self.unfinished = ids.new_ones(len(ids), dtype=torch.bool)
             self.invalid = ids.new_zeros((), dtype=torch.bool)

@@ -334,6 +334,11 @@ class HeadraceGenerationMixin(GenerationMixin):  # transformers finds this word 
 
     plain_inputs = prepare_inputs_for_generation
 
+    def _prepare_model_inputs(self, *args, **kwargs):
+        given, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)  # type: ignore[misc]
+        require(given.numel() > 0, f"{name} has shape {list(given.shape)}; expected at least one sequence and token")
+        return given, name, model_kwargs
+
     def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
         return prefill(super()._prefill, input_ids, generation_config, model_kwargs, is_first_iteration)  # type: ignore[misc]
 

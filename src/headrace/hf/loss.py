@@ -38,11 +38,10 @@ def token_loss(model: Any, hidden: Tensor, logits: Tensor | None, labels: Tensor
     return per_item(total, targets, loss_kwargs.get("num_items_in_batch"))
 
 
-def next_labels(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor:
+def next_labels(labels: Any, shift_labels: Tensor | None) -> Tensor:
     """The label of each position [B, T]: shift_labels, or the label of the token after it."""
     if shift_labels is not None:
         return shift_labels
-    assert labels is not None
     return F.pad(labels, (0, 1), value=IGNORED)[:, 1:].contiguous()
 
 

@@ -24,7 +24,7 @@ from ..layers.quantized import QuantizedLinear
 from ..ops.checks import check_tensor, require
 from ..ops.sequences import Sequences
 from ..utils.errors import InputError
-from ..utils.integrity import seal, unseal
+from ..utils.integrity import CHECKSUMS, seal
 from .cache import NAME as CACHE
 from .cache import PACKED, HeadraceCache, cache_argument
 from .cache_layers import read_dynamic, write_dynamic
@@ -44,9 +44,7 @@ class HeadraceBlock(GradientCheckpointingLayer, Block):
         return super().__call__(*args, **kwargs, **({} if maps is None else {"maps": lambda: maps}))
 
     def forward(self, *args, maps: Any = None, **kwargs):
-        if maps is None:
-            return super().forward(*args, **kwargs)
-        with asking(maps()):
+        with nullcontext() if maps is None else asking(maps()):
             return super().forward(*args, **kwargs)
 
 
@@ -84,10 +82,14 @@ class HeadracePreTrainedModel(PreTrainedModel):
         quantized = any(isinstance(module, QuantizedLinear) for module in self.modules())
         require(not quantized, "the model is quantized, and its weights could not be loaded; expected the original")
         if is_main_process:
-            unseal(Path(save_directory))
+            (Path(save_directory) / CHECKSUMS).unlink(missing_ok=True)
         super().save_pretrained(save_directory, is_main_process, **options)
         if is_main_process:
             seal(Path(save_directory))
+
+    def _upload_modified_files(self, working_dir, *args, **kwargs):
+        seal(Path(working_dir))  # before `save_pretrained` does, so that the Hub does not keep earlier checksums
+        return super()._upload_modified_files(working_dir, *args, **kwargs)
 
 
 class HeadraceModel(HeadracePreTrainedModel):

@@ -64,8 +64,3 @@ def digest(value: Any) -> str:
 def seal(folder: Path) -> None:
     """Writes the checksums of a model's weights into their folder."""
     write_json(folder / CHECKSUMS, record(folder, "*.safetensors"))
-
-
-def unseal(folder: Path) -> None:
-    """Deletes the checksums of a model's weights, before new weights are written."""
-    (folder / CHECKSUMS).unlink(missing_ok=True)
