@@ -38,26 +38,17 @@ Weights = Annotated[
     str | None,
     option("Linear layers in int8, or in bfloat16 with all arithmetic as before. On a CPU.", default="as they are"),
 ]
-Threads = Annotated[
-    int | None,
-    option(
-        "Number of threads on a CPU.",
-        default="the fastest of all, half and 1, measured in the first steps",
-        least=1,
-        most=MOST,
-    ),
-]
+FASTEST = "the fastest of all, half and 1, measured in the first steps"
+Threads = Annotated[int | None, option("Number of threads on a CPU.", default=FASTEST, least=1, most=MOST)]
 PromptFile = Annotated[Path | None, option("UTF-8 file to read the text from.", "--file", default="standard input")]
 Plugins = Annotated[
     list[str] | None,
     option(
         "Plug-in: a Python file, or a module, that registers mixers, models or tasks. Repeatable, beside "
         "those of HEADRACE_PLUGINS and of installed packages.",
-        "--plugin",
-        default="none",
-        show_default=False,
+        "--plugin", default="none", show_default=False,
     ),
-]
+]  # fmt: skip
 
 
 def printable(text: str) -> str:
@@ -131,9 +122,8 @@ def numbers(option: str, text: str) -> list[int]:
     """Parses "512,2048". Raises InputError, with the option's name, for anything but distinct positive integers."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and len(part) < 20 and 1 <= int(part) < LARGEST for part in parts):
-        raise InputError(
-            f"--{option}={text}; expected positive integers of less than 2^31 separated by commas, such as 512,2048"
-        )
+        expected = "positive integers of less than 2^31 separated by commas, such as 512,2048"
+        raise InputError(f"--{option}={text}; expected {expected}")
     values = [int(part) for part in parts]
     if len(set(values)) < len(values):
         raise InputError(f"--{option}={text} has a number twice; expected each once")

@@ -52,9 +52,7 @@ def setting(
         shown: what a default of None stands for; None: "none".
         kind: `option` or `argument`.
     """
-    if default is None and shown is None:
-        shown = "none"
-    known = kind(help, *names, default=shown, **more)
+    known = kind(help, *names, default="none" if default is shown is None else shown, **more)
     return field(default=MISSING if default is ... else default, metadata={"known": known})
 
 

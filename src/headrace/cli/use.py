@@ -143,9 +143,8 @@ class ServeOptions:
     max_tokens: int = setting("Maximum tokens of an answer. Requests for more are refused.", 4096, least=1)
     max_requests: int = setting(
         "Maximum number of open requests, where each choice for each prompt counts as one. Further ones are refused.",
-        256,
-        least=1,
-    )
+        256, least=1,
+    )  # fmt: skip
     prefix_cache: str = setting(
         "Memory for the states of prompts, from which prompts with the same beginning go on, such as 256MB or "
         "2GB. 0: none.",

@@ -198,11 +198,8 @@ def tensors(model: Any, kind: Architecture) -> Tensors:
             own |= {f"ffn_{n}.weight": getattr(block.mlp, f"{n}_proj").weight for n in ("gate", "up", "down")}
         layers.append(own)
     by_name = {f"blk.{i}.{name}": x for i, own in enumerate([*layers, kind.last(model)]) for name, x in own.items()}
-    outside = {
-        "token_embd": model.model.embed_tokens,
-        "output_norm": model.model.backbone.norm,
-        "output": model.lm_head,
-    }
+    inner = model.model
+    outside = {"token_embd": inner.embed_tokens, "output_norm": inner.backbone.norm, "output": model.lm_head}
     return by_name | {f"{name}.weight": module.weight for name, module in outside.items()}
 
 

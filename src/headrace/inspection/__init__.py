@@ -18,12 +18,9 @@ LIMIT = 2000  # largest number of tokens of a page
 
 
 def inspect(
-    checkpoint: Path,
-    text: str,
-    tokens: int | None = None,
-    track: Callable[[list[Any]], Iterable[Any]] = iter,
+    checkpoint: Path, text: str, tokens: int | None = None, track: Callable[[list[Any]], Iterable[Any]] = iter,
     device: str | None = "cpu",
-) -> str:
+) -> str:  # fmt: skip
     """The HTML page for a headrace checkpoint and a text. All numbers are computed in float64.
 
     Args:

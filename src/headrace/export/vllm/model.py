@@ -154,8 +154,6 @@ def _check_layers(backbone: Backbone) -> None:
     require(backbone.positions is None, "the model adds positions to its embeddings; vLLM serves headrace without them")
     for i, block in enumerate(backbone.layers):
         kind = type(block.mixer).__name__
-        recurrent = bool(block.recurrent)
+        recurrent, single = bool(block.recurrent), bool(block.states == 1)
         require(recurrent, f"layer {i} has attention ({kind}); vLLM serves headrace with recurrent mixers alone")
-        require(
-            bool(block.states == 1), f"layer {i} has {block.states} states; vLLM serves headrace with one in each layer"
-        )
+        require(single, f"layer {i} has {block.states} states; vLLM serves headrace with one in each layer")
