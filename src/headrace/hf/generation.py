@@ -22,7 +22,7 @@ from ..layers.graph import GraphedStep, fingerprint, unsupported_reason
 from ..layers.maps import wanted
 from ..ops.backends.native import library as native
 from ..ops.backends.native.bound import Bound, ProgramOf
-from ..ops.checks import require
+from ..ops.checks import check_tensor, require
 from ..ops.modules import is_plain
 from ..ops.parallel.context import current
 from ..utils.errors import InputError
@@ -336,7 +336,8 @@ class HeadraceGenerationMixin(GenerationMixin):  # transformers finds this word 
 
     def _prepare_model_inputs(self, *args, **kwargs):
         given, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)  # type: ignore[misc]
-        require(given.numel() > 0, f"{name} has shape {list(given.shape)}; expected at least one sequence and token")
+        check_tensor(name, given)
+        require(given.dim() > 1 <= given.numel(), f"{name} has shape {list(given.shape)}; expected [B, T], not empty")
         return given, name, model_kwargs
 
     def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):

@@ -205,9 +205,8 @@ class HeadraceModel(HeadracePreTrainedModel):
         """Reads the tokens of a cache that are pending after `cache.rewind`, which the next call reads anyway: for what
         needs the states before it."""
         if cache.pending:
-            weight = self.embed_tokens.weight
-            nothing = weight.new_empty(cache.batch_size, 0, weight.shape[1])
-            self._continue(cache, nothing, None, nothing.new_empty(nothing.shape[:2], dtype=torch.long), True, False)
+            nothing = cache.pending_ids()[0][:, :0]
+            self._continue(cache, self.embed_tokens(nothing), None, nothing, True, False)
 
     def _continue(
         self, cache: HeadraceCache, x: Tensor, mask: Tensor | None, ids: Tensor | None, use_cache: bool, every: bool
