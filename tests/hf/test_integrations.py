@@ -110,6 +110,16 @@ def test_trainer_smooths_the_labels_of_the_next_tokens(folder, tmp_path):
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
 
 
+def test_trainer_keeps_the_columns_that_mark_packed_sequences(folder, tmp_path):
+    """It drops columns that `forward` does not name, and the sequences of a row would be read as one."""
+    row = {"input_ids": [1, 2, 3, 4], "labels": [1, 2, -100, 4], "position_ids": [0, 1, 0, 1], "seq_idx": [0, 0, 1, 1]}
+    settings = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    data = Dataset.from_list([row])
+    collator = transformers.default_data_collator
+    trainer = transformers.Trainer(load(folder), settings, train_dataset=data, data_collator=collator)
+    assert next(iter(trainer.get_train_dataloader())).keys() == row.keys()
+
+
 @pytest.mark.parametrize(
     ("model_folder", "adapter"),
     [("softmax-gla", True), ("softmax-gla", False), ("qwen3_next", False)],

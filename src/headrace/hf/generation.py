@@ -340,6 +340,9 @@ class HeadraceGenerationMixin(GenerationMixin):  # transformers finds this word 
         require(given.dim() > 1 <= given.numel(), f"{name} has shape {list(given.shape)}; expected [B, T], not empty")
         return given, name, model_kwargs
 
+    def _prepare_position_ids_for_generation(self, *args, **kwargs):
+        """Returns None: layers count tokens. `forward` names position_ids for Trainer, which drops other columns."""
+
     def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
         return prefill(super()._prefill, input_ids, generation_config, model_kwargs, is_first_iteration)  # type: ignore[misc]
 

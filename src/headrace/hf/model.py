@@ -294,21 +294,13 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
 
     @can_return_tuple
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: HeadraceCache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor | None = None,
-        skip_logits: bool = False,
-        cu_seqlens: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        cache: HeadraceCache | None = None,
-        **loss_kwargs,
-    ) -> CausalLMOutputWithPast:
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
+        past_key_values: HeadraceCache | None = None, inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None, use_cache: bool | None = None, logits_to_keep: int | Tensor | None = None,
+        skip_logits: bool = False, cu_seqlens: Tensor | None = None, output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None, cache: HeadraceCache | None = None,
+        position_ids: Tensor | None = None, seq_idx: Tensor | None = None, **loss_kwargs,
+    ) -> CausalLMOutputWithPast:  # fmt: skip
         """input_ids [B, T] or inputs_embeds [B, T, D] -> logits [B, T, vocabulary].
 
         Args:
@@ -340,7 +332,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
                 raise InputError(f"{name} has shape {list(target.shape)}; expected {list(tokens.shape[:2])}")
         if labelled and cache is not None:
             self.read_pending(cache)  # a loss of experts is one over the tokens of the call
-        others = labels, inputs_embeds, cu_seqlens, output_attentions, output_hidden_states
+        others = labels, inputs_embeds, cu_seqlens, output_attentions, output_hidden_states, position_ids, seq_idx
         if use_cache is not False and all(x is None or x is False for x in others) and not loss_kwargs:
             logits = self._next_logits(input_ids, attention_mask, cache, logits_to_keep)
             if logits is not None:
@@ -349,7 +341,7 @@ class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):
         output = self.model(
             input_ids=input_ids, attention_mask=attention_mask, past_key_values=given, inputs_embeds=inputs_embeds,
             use_cache=use_cache, cu_seqlens=cu_seqlens, output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states, **packs,
+            output_hidden_states=output_hidden_states, position_ids=position_ids, seq_idx=seq_idx, **packs,
         )  # fmt: skip
         hidden, loss, logits = output.last_hidden_state, None, None
         if not (labelled and skip_logits):
