@@ -421,6 +421,39 @@ def test_a_call_that_fails_in_a_later_piece_loses_nothing(monkeypatch):
     assert reader.error() <= 1e-12
 
 
+@pytest.mark.parametrize("name", ["softmax-gated-deltanet", "hybrid", "gpt", "window", "rwkv7"])
+@pytest.mark.parametrize("kept", [None, 4, 7])
+@torch.no_grad()
+def test_a_call_that_fails_between_two_layers_is_forgotten(name, kept):
+    """As for want of memory, or after Ctrl-C: the layers before have written their states."""
+    reader = Reader(tiny.build(name), 2)
+    for columns in (4, 3):
+        reader.read(tiny.tokens(2, columns))
+        if reader.cache.columns == kept:
+            reader.cache.snapshot()
+    later = reader.model.model.layers[-1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        reader.model(tiny.tokens(2, 1), past_key_values=reader.cache)
+    later.remove()
+    assert (reader.cache.columns, reader.cache.pending) == (7, 7 - (kept or 0)) and reader.error() <= 1e-12
+
+
+@torch.no_grad()
+def test_a_call_of_embeddings_that_fails_between_two_layers_leaves_no_states(model):
+    cache, failed = HeadraceCache(), model.model.layers[-1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(inputs_embeds=model.model.embed_tokens(tiny.tokens(1, 3)), past_key_values=cache)
+    failed.remove()
+    assert not cache.is_initialized
+    model(inputs_embeds=model.model.embed_tokens(tiny.tokens(1, 3)), past_key_values=cache)
+    failed = model.model.layers[-1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(tiny.tokens(1, 1), past_key_values=cache)
+    failed.remove()
+    with pytest.raises(InputError, match="columns 0 to 3 were read from embeddings, which are not kept"):
+        model(tiny.tokens(1, 1), past_key_values=cache)
+
+
 @torch.inference_mode()
 def test_a_native_call_that_fails_loses_nothing():
     """Also where pending tokens are read before an unknown one."""

@@ -1,7 +1,8 @@
 """The cache of a headrace model between forward passes, with the interface of transformers' caches."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any
 
@@ -99,6 +100,20 @@ class HeadraceCache(Cache):
         """Drops the snapshots, and allows no crop of keys and values to a column before this one. For a call that has
         moved the keys and values of earlier columns."""
         self.snapshots.taken, self.snapshots.croppable_from = [], self.columns
+
+    @contextmanager
+    def overwritten(self) -> Iterator[None]:
+        """While a call may overwrite the states. If it fails, they go back to the last snapshot, and the tokens from
+        there on are pending."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, InputError):  # which is raised before anything is written
+                last, covered = self.snapshots.taken[-1:], self.columns - self.pending
+                states = [each.restored(self.covered_states or [], covered - each.column) for each in last]
+                self.covered_states = states[0] if states else None
+                self.pending = self.columns - sum(each.column for each in last)
+            raise
 
     # --- going back --------------------------------------------------------------------------------------------------
 

@@ -113,20 +113,12 @@ class HeadraceModel(HeadracePreTrainedModel):
 
     @can_return_tuple
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: HeadraceCache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        cu_seqlens: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        position_ids: Tensor | None = None,
-        seq_idx: Tensor | None = None,
-        cache: HeadraceCache | None = None,
-        **flash: Any,
-    ) -> BaseModelOutputWithPast:
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
+        past_key_values: HeadraceCache | None = None, inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None, cu_seqlens: Tensor | None = None, output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None, position_ids: Tensor | None = None, seq_idx: Tensor | None = None,
+        cache: HeadraceCache | None = None, **flash: Any,
+    ) -> BaseModelOutputWithPast:  # fmt: skip
         """input_ids [B, T] or inputs_embeds [B, T, D] -> last_hidden_state [B, T, D].
 
         Args:
@@ -169,7 +161,8 @@ class HeadraceModel(HeadracePreTrainedModel):
         mapped = self.config.output_attentions if output_attentions is None else output_attentions
         if cache is not None and (mapped or pack is not None):
             self.read_pending(cache)
-        with asking([]) if mapped else nullcontext() as maps:
+        whole = cache is None or torch.is_grad_enabled() or torch.compiler.is_compiling()  # or no state is overwritten
+        with asking([]) if mapped else nullcontext() as maps, nullcontext() if whole else cache.overwritten():  # type: ignore[union-attr]
             if cache is None or pack is not None:
                 outputs = self._read_alone(cache, x, mask, pack, bool(use_cache), every)
             else:
@@ -194,12 +187,6 @@ class HeadraceModel(HeadracePreTrainedModel):
         cache = HeadraceCache()
         cache.columns, cache.states = read_dynamic(given, self, attention_mask, T)
         return cache
-
-    def _check_maps(self, maps: list[Tensor]) -> None:
-        """Raises InputError if no mixer has a map."""
-        names = ", ".join(sorted({zoo.name_of(spec) for spec in self.config.mixers}))
-        reason = "whose heads have no single weight for a pair of tokens; expected a mixer that has"
-        require(bool(maps), f"output_attentions=True with {names}, {reason}")
 
     def read_pending(self, cache: HeadraceCache) -> None:
         """Reads the tokens of a cache that are pending after `cache.rewind`, which the next call reads anyway: for what
@@ -255,7 +242,9 @@ class HeadraceModel(HeadracePreTrainedModel):
         where = {"mask": mask, "cu_seqlens": pack, "in_place": in_place, "inputs": inputs}
         last, states = self.backbone(x, past, **where)
         if isinstance(maps := wanted(), list) and x.shape[1]:  # before the cache gets the states
-            self._check_maps(maps)
+            names = ", ".join(sorted({zoo.name_of(spec) for spec in self.config.mixers}))
+            reason = "whose heads have no single weight for a pair of tokens; expected a mixer that has"
+            require(bool(maps), f"output_attentions=True with {names}, {reason}")
         block: Any = self.layers[0]
         how = block._gradient_checkpointing_func.keywords if getattr(block, "gradient_checkpointing", False) else {}
         if use_cache and last.requires_grad and block.training and how.get("use_reentrant"):

@@ -153,8 +153,8 @@ class Engine:
         """The settings with those of the model, and with no more tokens than follow `prompt` tokens."""
         most = max(self.readable - prompt, 0) + 1  # as the last token is not read
         penalty = sampling.repetition_penalty or self.model.generation_config.repetition_penalty
-        own = {"stop": (*sampling.stop, *self.stops), "repetition_penalty": penalty}
-        return sampling._replace(**own, max_tokens=min(sampling.max_tokens, most))
+        stop = *sampling.stop, *self.stops
+        return sampling._replace(stop=stop, repetition_penalty=penalty, max_tokens=min(sampling.max_tokens, most))
 
     def submit(self, *streams: Stream) -> None:
         """Adds the streams of one request."""

@@ -107,7 +107,7 @@ class Generation(ImplementedFields):
 
     def sampling(self, longest: int, choice: int) -> Sampling:
         """The sampling settings of one of the n choices, with `longest` tokens where the request has no limit."""
-        seed, (_, limit) = None if self.seed is None else self.seed + choice, self.limit
+        limit, seed = self.limit[1], None if self.seed is None else self.seed + choice
         tokens, penalty = longest if limit is None else limit, self.repetition_penalty
         return Sampling(tokens, self.temperature, self.top_p, seed, tuple(self.stop), repetition_penalty=penalty)
 
