@@ -193,7 +193,8 @@ class HeadraceModel(HeadracePreTrainedModel):
         needs the states before it."""
         if cache.pending:
             nothing = cache.pending_ids()[0][:, :0]
-            self._continue(cache, self.embed_tokens(nothing), None, nothing, True, False)
+            with nullcontext() if torch.is_grad_enabled() or torch.compiler.is_compiling() else cache.overwritten():
+                self._continue(cache, self.embed_tokens(nothing), None, nothing, True, False)
 
     def _continue(
         self, cache: HeadraceCache, x: Tensor, mask: Tensor | None, ids: Tensor | None, use_cache: bool, every: bool
