@@ -78,7 +78,7 @@ def test_only_attention_has_a_cache():
 def test_time_is_per_token_and_the_first_round_warms_up(monkeypatch):
     decoded = []
     decoder = SimpleNamespace(token=lambda: decoded.append(1))
-    monkeypatch.setattr(measure, "timed", lambda call, plan: len(call()) and 0.5 * len(decoded))
+    monkeypatch.setattr(measure, "timed", lambda call, plan: call() or 0.5 * len(decoded))
     assert measure.several(decoder, PLAN) == 0.5
     clock = iter(range(100))
     found = measure.taking_turns(["a", "b"], lambda name: next(clock), PLAN)

@@ -115,8 +115,7 @@ def too_large(needed: int, memory: int) -> str | None:
     """Why a cache of so many bytes is not made, or None."""
     if needed * SHARE <= memory:
         return None
-    room = f"{memory / 2**30:.1f} GiB of free memory"
-    return f"its cache needs {needed / 2**30:.1f} GiB, more than 1/{SHARE} of {room}"
+    return f"its cache needs {needed / 2**30:.1f} GiB, more than 1/{SHARE} of {memory / 2**30:.1f} GiB of free memory"
 
 
 def several(decoder: Decoder, plan: BenchPlan) -> float:

@@ -336,7 +336,7 @@ class HeadraceGenerationMixin(GenerationMixin):  # transformers finds this word 
 
     def _prepare_model_inputs(self, *args, **kwargs):
         given, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)  # type: ignore[misc]
-        check_tensor(name, given)
+        check_tensor(str(name), given)
         require(given.dim() > 1 <= given.numel(), f"{name} has shape {list(given.shape)}; expected [B, T], not empty")
         return given, name, model_kwargs
 
