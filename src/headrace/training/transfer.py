@@ -11,7 +11,7 @@ so that all layers train at once, in one pass of the old model, and none is dist
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -99,13 +99,11 @@ class Imitation(nn.Module):
         def note(name: str, module: nn.Module, given: Any, out: Any) -> None:
             seen[name] = given[0].detach(), out[0].detach()
 
-        hooks = [self.old[int(name)].register_forward_hook(partial(note, name)) for name in self.layers]
-        try:
+        with ExitStack() as hooks:
+            for name in self.layers:
+                hooks.enter_context(self.old[int(name)].register_forward_hook(partial(note, name)))
             with torch.no_grad(), torch.autocast(kind, enabled=torch.is_autocast_enabled(kind), cache_enabled=False):
                 self.model[0].model(input_ids, use_cache=False)
-        finally:
-            for hook in hooks:
-                hook.remove()
         return torch.stack([_error(layer(seen[name][0])[0], seen[name][1]) for name, layer in self.layers.items()])
 
     def finish(self) -> None:
@@ -211,12 +209,10 @@ def drops_windows(settings: Transfer, step: int) -> bool:
 @contextmanager
 def silent(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Lets modules give 0 within the block."""
-    hooks = [module.register_forward_hook(_nothing) for module in modules]
-    try:
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_hook(_nothing))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _nothing(module: nn.Module, given: Any, out: Any) -> Any:
