@@ -81,9 +81,9 @@ def test_steps_that_become_slow_are_measured_again():
 
 
 def test_a_given_number_is_not_measured():
-    before, threads = torch.get_num_threads(), Threads(3)
-    assert run(threads, lambda *_: 1.0, 9) == [3] * 9
-    threads.restore()
+    before = torch.get_num_threads()
+    with Threads(3) as threads:
+        assert run(threads, lambda *_: 1.0, 9) == [3] * 9
     assert torch.get_num_threads() == before
 
 

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -114,16 +114,10 @@ def _sampling(checkpoint: Path) -> Iterator[None]:
         raise InputError(sentence) from error
 
 
-@contextmanager
-def _timed(model: Any, threads: int | None, drafted: bool) -> Iterator[Threads | None]:
+def _timed(model: Any, threads: int | None, drafted: bool) -> AbstractContextManager[Threads | None]:
     """Sets PyTorch's threads within the block; None: they are as they are, on a GPU and, without a number, for tokens
     that a draft proposes, whose times are not alike."""
-    timed = None if model.device.type != "cpu" or (drafted and threads is None) else Threads(threads)
-    try:
-        yield timed
-    finally:
-        if timed is not None:
-            timed.restore()
+    return nullcontext() if model.device.type != "cpu" or (drafted and threads is None) else Threads(threads)
 
 
 def _with_prompt(ids: Tensor, cache: HeadraceCache, prompt: list[int], model: Any) -> Tensor:

@@ -21,6 +21,7 @@ from ..files.engine import Measure, Point, Row
 from ..files.environment import command
 from ..files.provenance import refuse_foreign
 from ..files.results import write_result
+from ..files.threads import Threads
 from ..tasks import Task
 from .arm import measure, train
 from .plan import Arm, Study
@@ -107,12 +108,8 @@ def timed(arm: Arm, device: str) -> Seconds:
     if device != "cpu":
         torch.accelerator.set_device_index(torch.device(device).index or 0)
     recipe = replace(arm.recipe, steps=STEPS)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with Threads(1):
         _, result = train(replace(arm, plan=replace(arm.plan, recipe=recipe)), lambda step, scores: None, device)
-    finally:
-        torch.set_num_threads(threads)
     step = recipe.batch_size * arm.task.length / median(result["speeds"])
     return Seconds(step, max(result["seconds"] - STEPS * step, 0.0))
 

@@ -7,7 +7,7 @@ them is always late: a small model can then take a hundred times as long with tw
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from statistics import median
 
@@ -22,10 +22,11 @@ SLOW = 3.0  # steps are slow if they take this many times as long as when they w
 Time = tuple[float, int]  # seconds of a step, and its tokens
 
 
-class Threads:
+class Threads(AbstractContextManager):
     """Sets the number of threads of each step of a process whose steps are alike: in turn all of PyTorch's, half and 1,
     then the number with the least time. Measures again when steps have become SLOW times as long, and, as a machine
-    also becomes idle, after HOLDS times the time of all steps so far.
+    also becomes idle, after HOLDS times the time of all steps so far. After a block `with Threads(…)`, the process has
+    the number that it had before.
 
     The first steps of a process are slow with any number, and times vary with what else the machine does. So blocks of
     steps with each number alternate, in an order that each round reverses.
@@ -59,8 +60,7 @@ class Threads:
         if self.measures:
             self._set(self.steps.send((seconds, tokens)))
 
-    def restore(self) -> None:
-        """Sets the number of threads that the process had before."""
+    def __exit__(self, *error: object) -> None:
         torch.set_num_threads(self.before)
 
     def _set(self, number: int) -> None:

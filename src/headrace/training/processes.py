@@ -248,8 +248,5 @@ def timed_steps(device: torch.device, number: int | None) -> Iterator[Callable[[
     if device.type != "cpu":
         yield lambda seconds: None
         return
-    threads = Threads(number, lambda line: tqdm.write(f"threads: {line}"))
-    try:
+    with Threads(number, lambda line: tqdm.write(f"threads: {line}")) as threads:
         yield threads.took
-    finally:
-        threads.restore()
