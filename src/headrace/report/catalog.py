@@ -33,7 +33,7 @@ def describe(name: str) -> dict[str, Any]:
     """The row of a mixer in the table, with its spec. `paper` is "–" for a mixer that was added at run time. If a mixer
     does not fit the table's width and heads, its costs are None and `state` is the reason."""
     spec = zoo.get(name)
-    outside = _cached if spec.facts.cached else _unknown if spec.facts.update is None else _outside
+    outside = _cached if spec.facts.cached else _outside
     row = _linear(spec) if isinstance(spec, MixerSpec) else outside(spec)
     row["can"] = ", ".join(verb[:-1] for verb in ("forgets", "overwrites", "competes") if row[verb]) or "–"
     try:
@@ -103,15 +103,10 @@ def _cached(spec: Spec) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _unknown(spec: Spec) -> dict[str, Any]:
-    """A module: only its state and cost are known."""
-    unknown = dict.fromkeys((*UPDATE, *AXES), "–")
-    return unknown | {"forgets": False, "overwrites": False, "competes": False}
-
-
 def _outside(spec: Spec) -> dict[str, Any]:
-    """A kind outside the algebra of MixerSpec."""
-    assert spec.facts.update is not None
+    """A kind outside the algebra of MixerSpec. Of a module, only its state and cost are known."""
+    if spec.facts.update is None:
+        return dict.fromkeys((*UPDATE, *AXES), "–") | {"forgets": False, "overwrites": False, "competes": False}
     A, b, retention, objective = spec.facts.update
     overwrites, dimensions = objective.startswith("½"), len(spec.state_shapes(WIDTH, HEADS)["memory"])
     return {
