@@ -25,10 +25,11 @@ from ..files.workers import Worker, begin, context, ended_by_errors
 from ..hf import HeadraceForCausalLM
 from ..utils import plugins
 from ..utils.errors import InputError
+from ..verification.errors import dtype_of
 from . import MEASURED
 from .decoding import Decoder
 from .models import build, cache_bytes, obstacle
-from .plan import DTYPES, BenchPlan, Point
+from .plan import BenchPlan, Point
 
 WARM = 64  # tokens of the warm-up step, which is not measured
 TOKENS = 8  # tokens decoded in a turn
@@ -253,7 +254,7 @@ def known_memory(what: str, plan: BenchPlan) -> int:
 def built(name: str, plan: BenchPlan) -> nn.Module:
     model = build(name, plan.shape).to(plan.device)
     # In float32, the default, a peer keeps weights of another dtype.
-    return model if plan.dtype == "float32" else model.to(DTYPES[plan.dtype])
+    return model if plan.dtype == "float32" else model.to(dtype_of(plan.dtype))
 
 
 def ids(length: int, batch: int, model: Any) -> Tensor:

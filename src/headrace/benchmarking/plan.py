@@ -14,11 +14,9 @@ from ..files.engine import Claim
 from ..files.environment import environment
 from ..files.provenance import defaults
 from ..utils.errors import InputError
-from ..verification.verify import TOLERANCE
+from ..verification.errors import dtype_of
 from . import MEASURED
 from .models import Shape, check
-
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCE}
 
 
 @dataclass(frozen=True)
@@ -33,8 +31,7 @@ class BenchPlan:
     rounds: int = 5
 
     def __post_init__(self):
-        if self.dtype not in DTYPES:
-            raise InputError(f"--dtype={self.dtype!r}; expected one of {', '.join(DTYPES)}")
+        dtype_of(self.dtype)  # raises for an unknown one
         for name, value in (vars(self.shape) | {"threads": self.threads, "rounds": self.rounds}).items():
             if value < 1:
                 raise InputError(f"--{name.replace('_', '-')}={value}; expected at least 1")
@@ -48,7 +45,7 @@ class BenchPlan:
 
     @property
     def itemsize(self) -> int:
-        return DTYPES[self.dtype].itemsize
+        return dtype_of(self.dtype).itemsize
 
     @property
     def clock(self) -> str:

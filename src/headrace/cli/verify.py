@@ -9,7 +9,6 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import zoo
-from ..utils.errors import InputError
 from .console import Device, interruptible, refuse_idle, telling, terminal, track
 from .options import argument, setting, takes
 
@@ -60,10 +59,11 @@ def _verify_mixers(options: VerifyOptions) -> bool:
     """Prints the checks of our own mixers, and returns whether one failed."""
     from ..files.devices import on_device
     from ..files.environment import device_name
+    from ..verification.errors import dtype_of
     from ..verification.verify import OP, available, device_failed, subjects, verify
 
     dtype = options.dtype or "float64"
-    precision, device = _precision(dtype), on_device(options.device, float64=dtype == "float64")
+    precision, device = dtype_of(dtype), on_device(options.device, float64=dtype == "float64")
     names = subjects(device) if options.mixers is None else zoo.several(options.mixers)
     for name in names:
         if name != OP:
@@ -90,23 +90,15 @@ def _verify_mixers(options: VerifyOptions) -> bool:
     return bool(broken)
 
 
-def _precision(name: str) -> Any:
-    from ..verification.errors import TOLERANCE
-
-    dtypes = {str(known).removeprefix("torch."): known for known in TOLERANCE}
-    if name not in dtypes:
-        raise InputError(f"--dtype={name!r}; expected one of {', '.join(dtypes)}")
-    return dtypes[name]
-
-
 def _verify_targets(options: VerifyOptions) -> bool:
     """Prints the verdicts on layers and models of others, and returns whether one broke a law or raised."""
     from ..files.devices import on_device
     from ..files.quiet import quiet
     from ..verification import foreign
+    from ..verification.errors import dtype_of
 
     dtype, seed = options.dtype or "float32", options.seed
-    precision, device = _precision(dtype), on_device(options.device, float64=dtype == "float64")
+    precision, device = dtype_of(dtype), on_device(options.device, float64=dtype == "float64")
     laws = None if options.laws is None else [law.strip() for law in options.laws.split(",")]
     console, records, failed = terminal(), [], False
     with quiet():

@@ -6,9 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCE}
 
 
 class Row(NamedTuple):
@@ -23,6 +24,12 @@ class Row(NamedTuple):
     @property
     def holds(self) -> bool:
         return self.error <= self.tolerance
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Returns the data type of an option --dtype. InputError for one without a tolerance."""
+    require(name in DTYPES, f"--dtype={name!r}; expected one of {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def law_of(backend: str, dtype: torch.dtype) -> str:
