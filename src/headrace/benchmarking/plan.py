@@ -13,7 +13,7 @@ from pathlib import Path
 from ..files.engine import Claim
 from ..files.environment import environment
 from ..files.provenance import defaults
-from ..utils.errors import InputError
+from ..utils.errors import require
 from ..verification.errors import dtype_of
 from . import MEASURED
 from .models import Shape, check
@@ -33,8 +33,7 @@ class BenchPlan:
     def __post_init__(self):
         dtype_of(self.dtype)  # raises for an unknown one
         for name, value in (vars(self.shape) | {"threads": self.threads, "rounds": self.rounds}).items():
-            if value < 1:
-                raise InputError(f"--{name.replace('_', '-')}={value}; expected at least 1")
+            require(value >= 1, f"--{name.replace('_', '-')}={value}; expected at least 1")
         for name in self.models:
             check(name, self.shape)
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from ..files.hub import GGUF
 from ..files.processes import new_folder
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require
 from .console import (
     Checkpoint,
     Device,
@@ -87,8 +87,7 @@ class GenerateOptions:
             ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1"),
             ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "0.01 to 100"),
         ):
-            if not holds:
-                raise InputError(f"--{name.replace('_', '-')}={getattr(self, name)}; expected {expected}")
+            require(holds, f"--{name.replace('_', '-')}={getattr(self, name)}; expected {expected}")
         if not self.temperature:
             idle = {"top_p": self.top_p != 1, "top_k": self.top_k != 0, "seed": self.seed is not None}
             refuse_idle("at --temperature 0, which takes the likeliest token", **idle)

@@ -41,7 +41,7 @@ from ..spec.stack import Decoder
 from ..tasks import Task, Text
 from ..training.optimization import Optimization
 from ..utils import plugins
-from ..utils.errors import InputError, did_you_mean, reading
+from ..utils.errors import InputError, did_you_mean, reading, require
 from .defaults import DEFAULTS, DEMO
 from .model import ArmRecipe, Shape
 from .plan import Plan, Question, Study, Tuning, numbers
@@ -103,8 +103,7 @@ def choose(
 
 def matched(study: Study, match: str | None) -> Study:
     """The study with mixers whose states match, if `match` asks for it."""
-    if match not in (None, "parameters", "state"):
-        raise InputError(f"--match={match!r}; expected parameters or state")
+    require(match in (None, "parameters", "state"), f"--match={match!r}; expected parameters or state")
     if match != "state":
         return study
     plans = tuple(replace(plan, mixers=match_states(plan.mixers, plan.shape)) for plan in study.plans)

@@ -15,7 +15,7 @@ from typing import Any
 from ..files.results import file_names, read_result
 from ..report.page import Page, Section
 from ..tasks import TASKS, Metric
-from ..utils.errors import InputError, reading
+from ..utils.errors import InputError, reading, require
 from ..utils.integrity import digest
 from . import rows as runs
 from .defaults import REFERENCE, SUITES
@@ -50,8 +50,7 @@ def of_mixer(suite: str, mixer: str) -> Study:
 
 def studies(suite: str, mixers: Sequence[str]) -> dict[str, Study]:
     """The name of a mixer's folder -> the study of its row. InputError for an unknown suite."""
-    if suite not in SUITES:
-        raise InputError(f"--suite {suite!r}; expected one of {', '.join(SUITES)}")
+    require(suite in SUITES, f"--suite {suite!r}; expected one of {', '.join(SUITES)}")
     names = file_names(mixers, spelt)
     return {names[mixer]: of_mixer(suite, mixer) for mixer in mixers}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require
 from .access import LOCAL, Access
 from .protocol import Listener, Protocol, most_descriptors
 from .routes import Limits, application
@@ -42,8 +42,7 @@ def settings(app: Any, **more: Any) -> uvicorn.Config:
 
 def listening(host: str, port: int) -> Listener:
     """A listening socket. It is bound before the model is read, so that a used address is reported at once."""
-    if not 0 <= port <= 65535:
-        raise InputError(f"--port={port}; expected 0 to 65535")
+    require(0 <= port <= 65535, f"--port={port}; expected 0 to 65535")
     if not host:  # the system would listen on all addresses
         raise InputError("--host='' is empty; expected a name or an address, or 0.0.0.0 for all addresses")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

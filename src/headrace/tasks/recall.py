@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..ops.loss import IGNORED
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require
 from .base import LONGER, Batch, Drawn
 
 GAP_EXPONENT = -0.99  # of the distribution of the distance of a query of `key-value` from the pairs
@@ -108,8 +108,7 @@ class Mqar(Recall):
                 f"the task mqar has {self.pairs} pairs in a row of {self.length} with a vocabulary of "
                 f"{self.vocabulary}; expected pairs >= 1, an even length >= 4 * pairs, and length < vocabulary <= 2^24"
             )
-        if not 0 < self.power_a <= 1:
-            raise InputError(f"mqar.power_a={self.power_a}; expected more than 0 and at most 1")
+        require(0 < self.power_a <= 1, f"mqar.power_a={self.power_a}; expected more than 0 and at most 1")
 
     @property
     def chance(self) -> float:

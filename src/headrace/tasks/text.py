@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..ops.loss import IGNORED
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require
 from .base import BLOCK, Answers, Batch, Metric, Part, Rows, generator
 
 if TYPE_CHECKING:
@@ -45,8 +45,7 @@ class Text:
     shortest: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        if self.length < self.shortest:
-            raise InputError(f"length={self.length}; expected at least {self.shortest}")
+        require(self.length >= self.shortest, f"length={self.length}; expected at least {self.shortest}")
         if self.longest and self.longest < self.length:
             raise InputError(f"longest={self.longest}; expected 0 or at least length={self.length}")
 

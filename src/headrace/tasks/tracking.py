@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..ops.loss import IGNORED
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require
 from .base import Batch, Drawn
 
 PREFIX = 16  # number of first tokens that decide the part of a row
@@ -35,8 +35,7 @@ class Automaton(ByPrefix):
     transitions: Any  # Tensor: the state after a token [states, tokens]
 
     def __post_init__(self) -> None:
-        if self.length < 1:
-            raise InputError(f"{self}; expected a length of at least 1")
+        require(self.length >= 1, f"{self}; expected a length of at least 1")
 
     @property
     def vocab_size(self) -> int:
@@ -105,8 +104,7 @@ class ModularCounting(Automaton):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.modulus < 2:
-            raise InputError(f"{self}; expected a modulus of at least 2")
+        require(self.modulus >= 2, f"{self}; expected a modulus of at least 2")
 
     @property
     def transitions(self) -> Tensor:  # type: ignore[override]

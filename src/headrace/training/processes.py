@@ -24,7 +24,7 @@ from ..files.processes import LOCK, end_with_parent, holder_of, locked
 from ..files.threads import Threads
 from ..ops.loss import IGNORED
 from ..ops.parallel.context import SequenceShard, context_parallel
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require
 from .recipes import Recipe
 
 TIMEOUT = 1800  # seconds
@@ -104,8 +104,7 @@ class Processes:
 def connect(recipe: Recipe, timeout: int) -> Processes:
     """Connects the processes that torchrun has started, and makes this one end with torchrun. InputError for processes
     that cannot share rows or weights evenly, or do not find each other."""
-    if timeout < 1:
-        raise InputError(f"--timeout={timeout}; expected a positive number of seconds")
+    require(timeout >= 1, f"--timeout={timeout}; expected a positive number of seconds")
     count = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     for name in PARALLEL:
         if count % (each := getattr(recipe, name)):

@@ -31,7 +31,7 @@ from ..extra.windowed import WindowedMixer
 from ..hf.model import HeadraceForCausalLM
 from ..layers.linear.mixer import LinearMixer
 from ..spec.record import NonNegativeFloat, PositiveFloat, PositiveInt, Range
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require
 from . import checkpoints
 from .loop import Batch, Updates
 from .optimization import Optimization, Seed
@@ -190,8 +190,7 @@ def transfer(
 
 
 def _finite(error: float, cause: str) -> float:
-    if not math.isfinite(error):
-        raise InputError(f"the error of the layers is {error}: {cause}")
+    require(math.isfinite(error), f"the error of the layers is {error}: {cause}")
     return error
 
 

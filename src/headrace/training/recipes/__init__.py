@@ -17,7 +17,7 @@ from ...files.checks import Form, misfit
 from ...files.processes import MOST
 from ...spec.record import PositiveFloat, PositiveInt, Range
 from ...spec.serialize import admitted
-from ...utils.errors import InputError, did_you_mean
+from ...utils.errors import InputError, did_you_mean, require
 from ..optimization import Optimization, Seed
 
 FOLDER = Path(__file__).parent
@@ -224,8 +224,7 @@ def _parsed(value: Any) -> Any:
 
 def _merged(name: str, heirs: tuple[str, ...] = ()) -> dict[str, Any]:
     """The fields of a recipe and of its bases."""
-    if name in heirs:
-        raise InputError(f"recipe {name!r} is its own base")
+    require(name not in heirs, f"recipe {name!r} is its own base")
     data = read_yaml(_path(name))
     if wrong := misfit(data, ABOUT):
         raise InputError(f"recipe {name!r}: {wrong}")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...utils.errors import InputError, reading
+from ...utils.errors import InputError, reading, require
 from ..errors import TOLERANCE, relative
 from . import laws
 
@@ -92,8 +92,7 @@ def verify(
     names = list(LAWS) if only is None else list(only)
     if unknown := [name for name in names if name not in LAWS]:
         raise InputError(f"--laws={unknown[0]!r}; expected some of {', '.join(LAWS)}")
-    if dtype not in TOLERANCE:
-        raise InputError(f"dtype={dtype}; expected one of {', '.join(map(str, TOLERANCE))}")
+    require(dtype in TOLERANCE, f"dtype={dtype}; expected one of {', '.join(map(str, TOLERANCE))}")
 
     offers = offered(adapter)
     subject = laws.prepared(adapter, seed, device, dtype)
