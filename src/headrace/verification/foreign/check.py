@@ -112,9 +112,8 @@ def tolerated(subject: SimpleNamespace, dtype: torch.dtype, seed: int) -> float:
         with reading("the adapter's forward(module, x) cannot run"):
             y = fork(subject).run(x)[0]
         try:
-            exact = subject.forward(laws.in_dtype(subject, torch.float64), x.double() if x.is_floating_point() else x)[
-                0
-            ]
+            x = x.double() if x.is_floating_point() else x
+            exact = subject.forward(laws.in_dtype(subject, torch.float64), x)[0]
         except Exception:  # no float64 there: the law about gradients says so
             return TOLERANCE[dtype]
     return max(TOLERANCE[dtype], min(20 * relative(y, exact), 1e-3)) if dtype != torch.float64 else TOLERANCE[dtype]
