@@ -1,9 +1,12 @@
 """The vLLM plugin: the engine of vLLM generates what headrace generates, for streams that begin at different times."""
 
-import importlib
+import importlib.util
 import os
+import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -20,6 +23,55 @@ def test_vllm_entry_point_exists():
     described = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))
     module, name = described["project"]["entry-points"]["vllm.general_plugins"]["headrace"].split(":")
     assert callable(getattr(importlib.import_module(module), name))
+
+
+NAMES = (
+    "config", "forward_context", "model_executor.layers.logits_processor", "model_executor.layers.mamba.abstract",
+    "model_executor.layers.vocab_parallel_embedding", "model_executor.models.interfaces",
+    "model_executor.models.utils", "v1.attention.backends.registry",
+)  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixer", ["rwkv7", "gla"])
+def test_cached_mixers_compute_what_the_mixers_do(mixer, monkeypatch):
+    """Without vLLM: its names are mocks, and its cache has one tensor for each state. In the second step one request
+    decodes a token while another begins."""
+    stubs = {f"vllm.{name}": MagicMock() for name in NAMES}
+    bases = {"MambaBase": "layers.mamba.abstract", "HasInnerState": "models.interfaces"}
+    bases["IsAttentionFree"] = bases["HasInnerState"]
+    for base, where in bases.items():
+        setattr(stubs[f"vllm.model_executor.{where}"], base, type(base, (), {}))
+    for name, stub in stubs.items():
+        monkeypatch.setitem(sys.modules, name, stub)
+    package = importlib.import_module("headrace.export.vllm")
+    path = Path(package.__file__).with_name("model.py")
+    spec = importlib.util.spec_from_file_location("headrace.export.vllm.on_mocks", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    model = tiny.build(mixer)
+    ids = tiny.tokens(2, 7)
+    expected = model(ids).logits
+    backbone = model.model.backbone
+    for i, block in enumerate(backbone.layers):
+        block.mixer = module.CachedMixer(block.mixer, 32, str(i))
+        block.mixer.kv_cache = tuple(torch.randn(3, *x.shape[1:]).to(x) for x in block.mixer.initial.values())
+
+    def step(slots, decodes, seen, *rows):
+        lengths = torch.tensor([0, *map(len, rows)])
+        meta = SimpleNamespace(
+            num_decodes=decodes, num_prefills=len(rows) - decodes, state_indices_tensor=torch.tensor(slots),
+            num_prefill_tokens=int(lengths.sum()) - decodes, query_start_loc=lengths.cumsum(0),
+            seq_lens=lengths[1:] + torch.tensor(seen),
+        )  # fmt: skip
+        context = SimpleNamespace(attn_metadata={str(i): meta for i in range(len(backbone.layers))})
+        module.get_forward_context = lambda: context
+        return model.logits(backbone(model.model.embed_tokens(torch.cat(rows)[None]))[0][0])
+
+    tiny.close(step([2], 0, [0], ids[0, :6]), expected[0, :6])
+    logits = step([2, 1], 1, [6, 0], ids[0, 6:], ids[1])
+    tiny.close(logits, torch.cat([expected[0, 6:], expected[1]]))
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from vllm.model_executor.models.interfaces import HasInnerState, IsAttentionFree
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-from ...layers.base import Mixer
+from ...layers.base import Carried, Mixer
 from ...layers.blocks.stack import Backbone
 from ...ops.checks import require
 
@@ -35,7 +35,7 @@ class CachedMixer(nn.Module, MambaBase):  # type: ignore[misc]
 
     def __init__(self, mixer: Mixer, hidden_size: int, prefix: str):
         super().__init__()
-        self.mixer, self.prefix = mixer, prefix
+        self.mixer, self.prefix, self.carries = mixer, prefix, mixer.carries
         token = next(mixer.parameters()).new_zeros(1, 1, hidden_size)
         with torch.no_grad():  # a sequence without tokens, whose state is the initial one, before a token
             _, state = mixer(token, cu_seqlens=torch.tensor([0, 0, 1], device=token.device))
@@ -54,8 +54,9 @@ class CachedMixer(nn.Module, MambaBase):  # type: ignore[misc]
         """Returns the size of the state of one request."""
         return sum(x.nbytes for x in self.initial.values())
 
-    def forward(self, x: Tensor, state: None = None, **unused: Any) -> tuple[Tensor, None]:
-        """x [1, T, D] -> (y [1, T, D], None): the tokens of all requests, first of those that decode one token."""
+    def forward(self, x: Tensor, state: None = None, carried: Any = None, **unused: Any) -> tuple[Tensor, None]:
+        """x [1, T, D] -> (y [1, T, D], None): the tokens of all requests, those that decode one token first. carried:
+        what the layers below have left, separately for the requests that decode and for the others."""
         metadata_by_layer = get_forward_context().attn_metadata
         if metadata_by_layer is None:  # vLLM measures the memory of a forward pass
             return self.mixer(x)[0], None
@@ -63,19 +64,20 @@ class CachedMixer(nn.Module, MambaBase):  # type: ignore[misc]
         y, decoded, R = torch.zeros_like(x), meta.num_decodes, meta.num_decodes + meta.num_prefills
         slots, bounds = meta.state_indices_tensor[:R].long(), meta.query_start_loc[: R + 1].long()
         begins = meta.seq_lens[:R] == bounds.diff()
+        lower = [None] * 2 if carried is None else vars(carried).setdefault("parts", (Carried(), Carried()))
         if decoded:
-            decoding = slice(0, decoded)
-            y[0, decoding] = self._run(x[0, decoding, None], slots[decoding], begins[decoding])[:, 0]
+            y[0, :decoded] = self._run(x[0, :decoded, None], slots[:decoded], begins[:decoded], lower[0])[:, 0]
         if meta.num_prefills:
             many, rows = slice(decoded, R), slice(decoded, decoded + meta.num_prefill_tokens)
-            y[:, rows] = self._run(x[:, rows], slots[many], begins[many], bounds[decoded:] - decoded)
+            y[:, rows] = self._run(x[:, rows], slots[many], begins[many], lower[1], bounds[decoded:] - decoded)
         return y, None
 
-    def _run(self, x: Tensor, slots: Tensor, begins: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    def _run(self, x: Tensor, slots: Tensor, begins: Tensor, carried: Any, cu_seqlens: Tensor | None = None) -> Tensor:
         """Computes the mixer for requests with their states in `slots`; where `begins` is set, the request begins."""
         cached = dict(zip(self.initial, self.kv_cache, strict=True))
         state = self.state_kind(**{name: self._read(name, y, slots, begins) for name, y in cached.items()})
-        y, state = self.mixer(x, state, cu_seqlens=cu_seqlens, in_place=True)
+        also = {} if carried is None else {"carried": carried}
+        y, state = self.mixer(x, state, cu_seqlens=cu_seqlens, in_place=True, **also)
         for name, place in cached.items():
             place[slots] = getattr(state, name)
         return y
@@ -103,8 +105,7 @@ class HeadraceForCausalLM(nn.Module, HasInnerState, IsAttentionFree):
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
-        cap = config.sizes.style.logits_cap
-        self.logits_processor = LogitsProcessor(config.vocab_size, soft_cap=cap)
+        self.logits_processor = LogitsProcessor(config.vocab_size, soft_cap=config.sizes.style.logits_cap)
 
     def _cache_states(self, vllm_config: VllmConfig, prefix: str) -> None:
         """Wraps each mixer, and announces it to vLLM, which allocates pages of one size for all layers."""
@@ -153,7 +154,6 @@ def _check_layers(backbone: Backbone) -> None:
     """Raises InputError for a model with a state that grows with the sequence."""
     require(backbone.positions is None, "the model adds positions to its embeddings; vLLM serves headrace without them")
     for i, block in enumerate(backbone.layers):
-        kind = type(block.mixer).__name__
-        recurrent, single = bool(block.recurrent), bool(block.states == 1)
+        kind, recurrent, single = type(block.mixer).__name__, bool(block.recurrent), bool(block.states == 1)
         require(recurrent, f"layer {i} has attention ({kind}); vLLM serves headrace with recurrent mixers alone")
         require(single, f"layer {i} has {block.states} states; vLLM serves headrace with one in each layer")
