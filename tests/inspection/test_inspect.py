@@ -24,7 +24,7 @@ from headrace.cli import app as cli
 from headrace.extra.specs.scan import ScanSpec
 from headrace.hf import HeadraceForCausalLM
 from headrace.inspection.page import compress_attention, describe_layer, pack, profile
-from headrace.inspection.recorder import of_beta, of_gate, of_weights, record
+from headrace.inspection.recorder import findings, of_beta, of_gate, of_weights, record
 from headrace.layers.maps import weights
 from headrace.utils.errors import InputError
 from headrace.verification.verify import literal_op
@@ -245,6 +245,13 @@ def test_inspect_failures_of_a_head_are_sentences(rule, failed, sentence, sound)
         return "\n".join(of_gate("", x) if rule is of_gate else rule(x))
 
     assert sentence in found(failed) and sentence.split(":")[0] not in found(sound)
+
+
+@pytest.mark.parametrize(("mixer", "dead"), [("gated-deltanet", 8), ("mamba2", 0), ("mlstm", 0)])
+def test_a_small_step_size_or_exponential_is_no_dead_head(mixer, dead):
+    for recorded in passed(mixer)[3]:
+        recorded.operand("beta").fill_(0.004)
+        assert len(findings("", recorded, None)) == dead // 2
 
 
 def test_a_layer_that_gives_zero_is_dead_and_a_head_that_one_token_uses_is_not():

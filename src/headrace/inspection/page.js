@@ -86,7 +86,7 @@ window.addEventListener("error", (event) => { document.documentElement.dataset.e
 
 const mixers = [...new Set(D.layers.map((layer) => layer.mixer))].join(" + ");
 const counts = [...new Set(D.layers.filter((layer) => layer.attention || Object.keys(layer.gates).length).map((layer) => layer.heads))];
-$("title").textContent = `${mixers}, ${D.layers.length} layer${D.layers.length > 1 ? "s" : ""}${counts.length === 1 ? ` of ${counts[0]} heads` : ""}`;
+$("title").textContent = `${mixers}, ${D.layers.length} layer${D.layers.length > 1 ? "s" : ""}${counts.length === 1 ? ` of ${counts[0]} head${counts[0] > 1 ? "s" : ""}` : ""}`;
 $("summary").textContent = `${digits(D.parameters / 1e6)} M parameters · ${T.toLocaleString("en")} tokens${D.cut ? ` (${D.cut.toLocaleString("en")} more are not shown)` : ""} · ${D.mean === null ? "the mean loss is not finite" : `mean loss ${D.mean.toFixed(3)} nats, perplexity ${digits(Math.exp(D.mean))}`}`;
 $("text").append(...spans);
 grid();

@@ -21,10 +21,10 @@ from ..training.gate_statistics import FAILURES, failures
 
 RECORDED_METHODS: dict[type, str] = {LinearMixer: "op", RWKV7: "operands"}  # whose calls are recorded
 ALONE = 0.99  # a head is dead as a memory if more than this part of its attention is on the present token
-CLOSED = 0.01  # a head is dead if its β is below this at every token
+CLOSED = 0.01  # a head is dead if its β, a sigmoid, is below this at every token; a small step size writes in many
 RULES = (
-    f"{FAILURES} It is also dead if β is below {CLOSED} at every token, if its output is zero at every token, or if "
-    f"more than {ALONE:.0%} of its attention is on the present token."
+    f"{FAILURES} It is also dead if β, where it is a sigmoid, is below {CLOSED} at every token, if its output is zero "
+    f"at every token, or if more than {ALONE:.0%} of its attention is on the present token."
 )
 
 
@@ -149,7 +149,7 @@ def keep_call(records: list[Recorded], function: Callable[..., Any], *args: Any,
 def findings(name: str, recorded: Recorded, A: Tensor | None) -> list[str]:
     """Sentences on the failures of one layer; empty if there is none."""
     sentences = [sentence for gate, g in recorded.gates.items() for sentence in of_gate(gate, g)]
-    sentences += of_beta(recorded.beta) if recorded.beta is not None else ()
+    sentences += of_beta(recorded.beta) if recorded.beta is not None and recorded.mixer.spec.write.sigmoid else ()
     sentences += of_weights(A) if A is not None else ()
     return [f"{name}: {sentence}" for sentence in sentences]
 
