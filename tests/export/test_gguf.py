@@ -148,6 +148,12 @@ def test_file_has_the_tokens_that_the_tokenizer_adds(tmp_path):
     assert fields["tokenizer.chat_template.tools"].contents() == "{{ tools }}"
     kinds = dict(zip(written["tokens"], written["token_type"], strict=True))
     assert (kinds["a"], kinds["two words"], kinds["<s>"]) == (1, 4, 3), "normal, defined by a user, control"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("$A", "$A $B", [])
+    tokenizer.save_pretrained(tmp_path)
+    gguf.export(tmp_path, tmp_path / "out")
+    fields = GGUFReader(tmp_path / "out" / gguf.NAME).fields
+    found = [fields[f"tokenizer.ggml.{name}"].contents() for name in ("bos_token_id", "add_bos_token")]
+    assert found == [bos[1], False], "which a chat template may add"
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> <s> $A", "<s> $A $B", [bos])
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(InputError, match=r"llama\.cpp adds bos .* and eos .* alone"):

@@ -236,7 +236,7 @@ def _add_ends(writer: gguf.GGUFWriter, tokenizer: Any) -> None:
     begins, ends = whole[:1] == [bos], whole[-1:] == [eos]
     others = f"--to gguf: the tokenizer makes {whole} of {text}; llama.cpp adds bos ({bos}) and eos ({eos}) alone"
     require(whole == [bos] * begins + text + [eos] * ends, others)
-    if begins:
+    if bos is not None:  # also of a chat template alone, which would get another
         writer.add_bos_token_id(bos)
     writer.add_eos_token_id(eos)
     writer.add_add_bos_token(begins)
