@@ -318,6 +318,16 @@ def test_numbers_and_words_of_a_page(checkpoint):
     assert "no decay" in evaluated(data, '(view.token = 1, token(), $("token").text)')
 
 
+@pytest.mark.skipif(NODE is None, reason="there is no Node.js here")
+def test_legend_of_no_distance_share_that_is_no_number_and_last_part_of_a_block():
+    """301 tokens that read themselves alone; their matrix has 151 blocks of two."""
+    T, layer = 301, {"heads": 1, "gates": {}, "attention": compress_attention(torch.eye(301)[None].double(), 4, 256)}
+    data = {"ids": [0] * T, "labels": ["a"] * T, "layers": [layer], "loss": pack(torch.zeros(T))}
+    chosen = 'Object.assign(view, { by: "reach", head: 0, near: false }), colour()'
+    said = evaluated(data, f'({chosen}, [$("legend").text, percent(NaN), percent(-0.5), spread().count])')
+    assert said == ["0 tokens0 tokens", "–", "−50 %", 302]
+
+
 def test_hostile_text_does_not_break_the_page(checkpoint):
     page = inspection.inspect(checkpoint, HOSTILE)
     assert page.count("</script") == 2 and "<img" not in page and "boom()</script>" not in page

@@ -68,7 +68,7 @@ const byHead = (t, h) => h * T + t;
 
 const plain = (x) => x === 0 || (Math.abs(x) >= 1e-3 && Math.abs(x) < 1e5);
 const digits = (x, n = 3) => (!isFinite(x) ? "–" : plain(x) ? x.toLocaleString("en", { maximumSignificantDigits: n }) : x.toExponential(1));
-const percent = (x) => (x < 0 ? "−" : "") + (100 * Math.abs(x)).toFixed(Math.abs(x) < 0.0995 ? 1 : 0) + " %";
+const percent = (x) => (!isFinite(x) ? "–" : (x < 0 ? "−" : "") + (100 * Math.abs(x)).toFixed(Math.abs(x) < 0.0995 ? 1 : 0) + " %");
 const horizons = (x) => (x >= 9.9e8 ? "no decay" : digits(x) + " tokens");
 const gated = (gate) => (l) => D.layers[l].gates[gate] !== undefined;
 const BY = {

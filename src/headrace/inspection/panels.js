@@ -27,12 +27,12 @@ const spans = D.labels.map((label, t) => {
 function colour() {
   const by = BY[view.by], l = view.layer, values = by.of(l, view.head);
   const scale = by.log ? (x) => Math.log(Math.max(x, 1e-3)) : (x) => x;
-  const sorted = Array.from(values).filter(isFinite).map(scale).sort((a, b) => a - b);
+  const sorted = Array.from(values).filter(isFinite).sort((a, b) => a - b);
   const low = sorted[Math.floor(0.02 * (sorted.length - 1))], high = sorted[Math.ceil(0.98 * (sorted.length - 1))];
   const winners = by.winner && view.head === ALL;
   const p = winners && shares(l, by.winner), H = heads(l);
   spans.forEach((span, t) => {
-    let strength = isFinite(values[t]) ? (scale(values[t]) - low) / (high - low || 1) : 0, of = by.hue || "var(--cool)";
+    let strength = isFinite(values[t]) ? (scale(values[t]) - scale(low)) / (scale(high) - scale(low) || 1) : 0, of = by.hue || "var(--cool)";
     if (winners) {
       const first = range(H).reduce((a, h) => (p[t * H + h] > p[t * H + a] ? h : a), 0);
       strength = 0.12 + ((p[t * H + first] - 1 / H) / (1 - 1 / H || 1)) * 1.1;
@@ -41,10 +41,9 @@ function colour() {
     span.style.setProperty("--a", (0.8 * Math.max(0, Math.min(1, strength))).toFixed(3));
     span.style.setProperty("--hue", of);
   });
-  const unlog = by.log ? Math.exp : (x) => x;
   $("legend").replaceChildren(...(winners
     ? [...range(H).map((h) => make("span", {}, make("i", { className: "chip", "--hue": hue(h, l) }), `head ${h}`)), "stronger colour: larger share"]
-    : [by.show(unlog(low)), make("i", { className: "ramp", "--hue": by.winner ? hue(view.head, l) : by.hue || "var(--cool)" }), by.show(unlog(high))]));
+    : [by.show(low), make("i", { className: "ramp", "--hue": by.winner ? hue(view.head, l) : by.hue || "var(--cool)" }), by.show(high)]));
 }
 
 let barred = [];

@@ -52,7 +52,10 @@ function matrix() {
   cross();
 }
 
-const spread = () => (view.near ? { start: corner(), count: Math.min(AROUND, T) } : { start: 0, count: T });
+function spread() {
+  const { side, block } = D.layers[view.layer].attention ?? { side: T, block: 1 }; // the last block may be a part
+  return view.near ? { start: corner(), count: Math.min(AROUND, T) } : { start: 0, count: side * block };
+}
 
 function cross() {
   const canvas = $("cross"), n = 640, { start, count } = spread();
