@@ -192,6 +192,8 @@ def test_what_cannot_be_saved_is_refused(saved, tmp_path):
         "exists; expected the name of a new file": (path, cache, model, ids),
         "path=None; expected the name of a file": (None, cache, model, ids),
         "cache=None; expected a HeadraceCache": (new, None, model, ids),
+        "cache=HeadraceForCausalLM.{,70}; expected a HeadraceCache": (new, model, cache, ids),
+        "model='m'; expected a torch.nn.Module": (new, cache, "m", ids),
         "the cache is empty": (new, HeadraceCache(), model, ids),
         r"tokens has shape \[1, 9\]; expected \[2, 9\]": (new, cache, model, ids[:1]),
         r"tokens has shape \[2, 8\]; expected \[2, 9\]": (new, cache, model, ids[:, 1:]),
@@ -212,6 +214,10 @@ def test_what_cannot_be_saved_is_refused(saved, tmp_path):
     assert not new.exists()
     with pytest.raises(InputError, match="path=None; expected the name of a file"):
         load_state(None, model)
+    with pytest.raises(InputError, match=r"path=HeadraceForCausalLM.{,70}; expected the name of a file"):
+        load_state(model, path)
+    with pytest.raises(InputError, match=r"model='m'; expected a torch.nn.Module"):
+        load_state(path, "m")
 
 
 def test_failed_write_leaves_the_old_file_and_no_other(saved, monkeypatch):

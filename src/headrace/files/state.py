@@ -23,8 +23,8 @@ import headrace
 from ..hf.cache import HeadraceCache
 from ..hf.model import HeadraceForCausalLM
 from ..hf.snapshots import Snapshot
-from ..ops.checks import check_tensor, require
-from ..utils.errors import InputError, reading
+from ..ops.checks import check_module, check_tensor, require
+from ..utils.errors import InputError, reading, shown
 from ..utils.integrity import atomic, digest
 from .checks import SUM
 
@@ -58,12 +58,12 @@ def save_state(
         InputError: the file exists, the cache is empty or of another model, or the tokens are not those of the cache.
     """
     check_new(path, replace)
-    require(isinstance(cache, HeadraceCache), f"cache={cache!r}; expected a HeadraceCache")
+    require(isinstance(cache, HeadraceCache), f"cache={shown(cache)}; expected a HeadraceCache")
+    check_module(model=model)
     model.read_pending(cache)
     require(cache.states is not None, "the cache is empty, and has no state to save; expected one of a model that read")
     tensors = _states(cache) | _read(cache, tokens)
-    wrong = _unlike(tensors, _blank(model), cache.columns)
-    require(wrong is None, f"the cache is of another model: {wrong}")
+    require((why := _unlike(tensors, _blank(model), cache.columns)) is None, f"the cache is of another model: {why}")
     tensors = {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
     taken, croppable = [each.column for each in cache.snapshots.taken], str(cache.snapshots.croppable_from)
     places = {"columns": str(cache.columns), "snapshots": " ".join(map(str, taken)), "croppable_from": croppable}
@@ -83,6 +83,7 @@ def load_state(path: str | Path, model: HeadraceForCausalLM) -> tuple[HeadraceCa
     """
     name = f"state {str(path)!r}"
     check_path(path)
+    check_module(model=model)
     require(Path(path).is_file() or not Path(path).exists(), f"{name} cannot be read: it is not a regular file")
     with reading(f"{name} cannot be read"), safe_open(path, "pt") as file:
         about = file.metadata() or {}
@@ -96,8 +97,7 @@ def load_state(path: str | Path, model: HeadraceForCausalLM) -> tuple[HeadraceCa
             short = f"its {fact} is {found[:16]}, and this model's is {expected[:16]}"
             raise InputError(f"{name} is of another model: {short}")
     blank, columns = _blank(model), int(about["columns"])
-    wrong = _unlike(tensors, blank, columns)
-    require(wrong is None, f"{name} is damaged: {wrong}")
+    require((why := _unlike(tensors, blank, columns)) is None, f"{name} is damaged: {why}")
     tokens, mask = (None if x is None else x.to(model.device, copy=True) for x in map(tensors.get, (TOKENS, MASK)))
     assert tokens is not None
     cache = HeadraceCache()
@@ -123,7 +123,7 @@ def check_new(path: str | Path, replace: bool = False) -> None:
 
 
 def check_path(path: Any) -> None:
-    require(isinstance(path, str | Path), f"path={path!r}; expected the name of a file")
+    require(isinstance(path, str | Path), f"path={shown(path)}; expected the name of a file")
 
 
 def facts(model: Any) -> dict[str, str]:
