@@ -134,6 +134,7 @@ MISTAKES = {
     "compare --workers 1000000000": "expected at least 1, and at most 1024",
     f"generate notes --prompt a --prompt-lookup {10**30}": "--prompt-lookup has more than 64 bits",
     "generate notes --prompt a --threads 1000000": "--threads=1000000; expected at most 1024",
+    "bench --threads 1000000": "--threads=1000000; expected at most 1024",
     "generate notes --prompt a --temperature 1e-320": "expected 0, or at least 0.01",
     "prepare a.txt --workers 100000 --output new": "--workers=100000; expected at most 1024",
     "prepare short.txt --train-bpe 1000000000 --output new": "an end of text, and at most 16777216",
@@ -223,6 +224,8 @@ def test_names_that_are_not_utf8_are_refused(run_command, monkeypatch, encoding,
         code, out, error = run_command(*command.split())
         assert (code, out) == (2, "") and error.startswith("headrace: --") and r"\udcc3" in error
         assert f"has bytes that are no {encoding} text; expected UTF-8{cure}" in error
+    error = run_command("generate", "notes", "--prompt", "a", "--save-state", "\udcc3").err
+    assert error.startswith("headrace: --save-state ")
 
 
 def test_what_is_misspelt_is_refused_before_slow_imports(run_command, monkeypatch):

@@ -101,7 +101,7 @@ def check_written(error: Exception, options: dict[str, Any]) -> None:
 
 def check_names(options: dict[str, Any]) -> None:
     """Raises InputError for a name whose bytes Python has kept as surrogates, which no tokenizer or report takes."""
-    for name, value in options.items():
+    for name, value in {name.replace("_", "-"): value for name, value in options.items()}.items():
         names = [] if name == "prompt" else value if isinstance(value, list) else [value]
         if unread := next((text for text in map(str, names) if re.search("[\ud800-\udfff]", text)), None):
             encoding = sys.getfilesystemencoding()

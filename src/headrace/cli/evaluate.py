@@ -11,6 +11,7 @@ from .. import zoo
 from ..benchmarking import measurements
 from ..evaluation import check_suites
 from ..files.hub import ask_hub, check_config
+from ..files.processes import MOST, locked, locked_beside
 from ..utils.errors import InputError
 from ..utils.integrity import atomic
 from .console import (
@@ -69,7 +70,6 @@ def evaluate(options: EvaluateOptions) -> Any:
         ask_hub()
     from ..evaluation import checkpoint, report, run
     from ..files.devices import on_device
-    from ..files.processes import locked
     from ..report.page import print_sections
 
     one, folder = options, options.output or Path("runs", f"eval-{run.slug(options.suite)}")
@@ -105,7 +105,7 @@ class BenchOptions:
         "Tokens of context before the decoded token, separated by commas.", "1024,16384,131072,1048576"
     )
     rounds: int = setting("Number of timed rounds. One more round warms up.", 5)
-    threads: int = setting("Number of CPU threads.", 1)
+    threads: int = setting("Number of CPU threads.", 1, least=1, most=MOST)
     device: Device = None
     dtype: str | None = setting("Data type: bfloat16, float32 or float64.", shown="bfloat16; float32 on a CPU")
     output: Path = setting("Folder for bench.csv and report.html.", Path("runs/bench"))
@@ -133,7 +133,6 @@ def bench(options: BenchOptions) -> None:
     from ..benchmarking.plan import BenchPlan, points
     from ..benchmarking.report import overheads, rows, write_csv, write_report
     from ..files.devices import on_device
-    from ..files.processes import locked
     from ..report.page import print_section
 
     one, console, output = options, terminal(), options.output
@@ -173,7 +172,6 @@ def inspect(options: InspectOptions) -> Path:
 
     The page shows, for each token, the gates, decay horizons and effective attention of every head."""
     from .. import inspection
-    from ..files.processes import locked_beside
 
     text, output = read_prompt(options.prompt, options.file), options.output
     with telling(Console(stderr=True)) as tell, locked_beside(output):
