@@ -34,6 +34,7 @@ WRONG_TASKS = {
     ("length: int = 16", "length: int = 1"): "has too few different rows to hold some out",
     ('"majority", Majority', '"copy", Majority'): "task 'copy' exists already",
     ("steps=60", "stepz=60"): "the task majority has no field 'stepz'; did you mean 'steps'",
+    ('("leaky", "fading-delta")', '"gla,gla"'): "--mixers='gla,gla' names one twice",
     ("    def draw", f"{HELD_OUT}    def draw"): "rows in other parts; expected different rows",
     ("    def draw", f"{SCORES}    def draw"): "has the scores {'loss': 0.0}; expected numbers, 'accuracy' and 'loss'",
 }  # fmt: skip

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
+from .. import zoo
 from ..extra.registration import check_name
 from ..utils import plugins
 from ..utils.errors import InputError
@@ -19,7 +20,7 @@ def register_task(
         name: its name.
         task: an instance of a frozen dataclass with the protocol of `headrace.tasks.Task`. The values of its fields are
             the task's defaults. The docstring of its class describes it in reports.
-        mixers: the mixers that are compared by default.
+        mixers: the mixers that are compared by default, in a list, or in a text with commas.
         settings: defaults of a comparison that differ from those of `pair`: fields of the model (`layers`, `heads`,
             `hidden_size`, `mlp`) and of its training (`steps`, `batch_size`, `lr`, ...).
 
@@ -40,5 +41,6 @@ def register_task(
     if getattr(task, "name", name) != name:
         raise InputError(f"task {name!r} has the name {task.name!r} in its class; expected the same, or none")
     check_task(name, task)
-    TASKS[name], DEFAULTS[name] = type(task), having(Plan(name, tuple(mixers), task), settings)
+    listed = zoo.several(mixers) if isinstance(mixers, str) else tuple(mixers)
+    TASKS[name], DEFAULTS[name] = type(task), having(Plan(name, listed, task), settings)
     plugins.note_registration()
