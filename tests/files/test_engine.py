@@ -238,3 +238,5 @@ def test_the_hub_is_asked_unless_its_client_is_offline(monkeypatch, value, answe
     monkeypatch.setenv("HF_HUB_OFFLINE", value)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # where nothing answers
     assert hub_answers() == answers
+    monkeypatch.setenv("HF_ENDPOINT", "http://a b")
+    assert hub_answers() == answers

@@ -50,7 +50,7 @@ def hub_answers() -> bool:
             return True
     except HTTPError:
         return True  # it answers
-    except (OSError, ValueError):  # or HF_ENDPOINT is no address
+    except Exception:  # also HTTPException: HF_ENDPOINT is no address, or not that of a server
         return False
 
 
