@@ -302,6 +302,7 @@ def test_a_spoilt_checkpoint_of_another_library_is_refused(checkpoints, tmp_path
         ("piqa", "{", "line 1 is not JSON"),
         ("piqa", '{"goal": "a"}', "has goal; expected goal, sol1, sol2, label, as piqa has"),
         ("hellaswag", '{"text": "a"}', "expected activity_label, ctx_a"),
+        ("hellaswag", '{"query": null, "endings": [], "label": 0}', "expected activity_label, ctx_a"),
     ],
 )
 def test_malformed_local_rows_are_refused(task, row, sentence, tmp_path):

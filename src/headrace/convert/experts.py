@@ -76,7 +76,7 @@ def mixture_of(
         return kind(**values, balance=balance, **fixed)
     except InputError as reason:
         meant = [name for name in fields if f"xperts.{name}=" in str(reason)]
-        listed = ", ".join(f"{fields[name]}={values[name]!r}" for name in meant)
+        listed = ", ".join(f"{fields[name]}={values[name]!r}" for name in meant) or "experts that are not allowed"
         raise InputError(f"config.json has {listed}: {reason}") from None
 
 

@@ -183,7 +183,7 @@ def in_columns(task: str, row: Row, path: Path) -> Row:
         columns = COLUMNS.get(task, lambda row: row)(row)
         if all(name in columns for name in expected):
             return columns
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, AttributeError):
         pass
     raise InputError(f"a row of {str(path)!r} has {', '.join(row)}; expected {', '.join(expected)}, as {task} has")
 
