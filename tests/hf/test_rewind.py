@@ -278,7 +278,7 @@ def test_a_pack_is_not_gone_behind():
 def test_refusals_lose_nothing(model):
     cache = model(tiny.tokens(2, 5)).past_key_values
     before = [x.clone() for x in tensors(cache)]
-    for columns in (-1, 6, 2.0):
+    for columns in (-1, 6, 2.0, None, "2"):
         with pytest.raises(InputError, match=f"rewind\\({columns}\\) of a cache of 5 columns; expected 0 to 5"):
             cache.rewind(columns)
     with pytest.raises(InputError, match="cache of 5 columns"):

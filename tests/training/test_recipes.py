@@ -7,6 +7,7 @@ import yaml
 import tiny
 from headrace.training import recipes
 from headrace.training.model import build, count, estimate, meta_model
+from headrace.training.processes import connect
 from headrace.training.recipes import Dumper, read_yaml
 from headrace.utils.errors import InputError
 
@@ -178,3 +179,9 @@ def test_model_from_a_checkpoint_equals_it(tmp_path):
     ids = tiny.tokens(2)
     assert torch.equal(build(recipe).double().eval()(ids).logits, theirs(ids).logits)
     assert estimate(recipe)["parameters"]["tied"] == theirs.num_parameters()
+
+
+@pytest.mark.parametrize("seconds", [0, 2**31])
+def test_seconds_that_no_process_can_wait_are_refused(seconds):
+    with pytest.raises(InputError, match=f"--timeout={seconds}; expected a positive number of seconds"):
+        connect(recipes.load("laptop-1m")[0], seconds)

@@ -142,7 +142,7 @@ class HeadraceCache(Cache):
             InputError: for fewer than 0 or more columns than there are, and where the ids after the snapshot are not
                 kept: those of packs, embeddings, states from elsewhere. The cache is then as before.
         """
-        inside = not isinstance(columns, float) and 0 <= columns <= self.columns
+        inside = hasattr(columns, "__index__") and 0 <= columns <= self.columns
         require(inside, f"rewind({columns}) of a cache of {self.columns} columns; expected 0 to {self.columns}")
         end, covered = self.columns - int(columns), self.columns - self.pending
         if end < covered:

@@ -104,7 +104,7 @@ class Processes:
 def connect(recipe: Recipe, timeout: int) -> Processes:
     """Connects the processes that torchrun has started, and makes this one end with torchrun. InputError for processes
     that cannot share rows or weights evenly, or do not find each other."""
-    require(timeout >= 1, f"--timeout={timeout}; expected a positive number of seconds")
+    require(1 <= timeout < 2**31, f"--timeout={timeout}; expected a positive number of seconds, less than 2^31")
     count = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     for name in PARALLEL:
         if count % (each := getattr(recipe, name)):
