@@ -150,7 +150,7 @@ def differs(ours, theirs, length=40):
 def test_every_type_of_tensors_keeps_its_values(kind, tmp_path):
     sizes = WIDE if kind.endswith("K") else {}
     theirs = release(tmp_path / "model.gguf", kind=kind, tie_word_embeddings=kind == "Q4_1", **sizes)
-    ours, _ = import_gguf(tmp_path / "model.gguf")
+    ours, _ = import_gguf(str(tmp_path / "model.gguf"))
     assert ours.dtype == torch.float32 and differs(ours, theirs) < 1e-5
 
 

@@ -36,7 +36,7 @@ def check_format(name: str) -> None:
     require(name in FORMATS, f"--to {name!r} is unknown; expected one of {', '.join(FORMATS)}")
 
 
-def export_checkpoint(model: HeadraceForCausalLM, name: str, folder: Path) -> bool:
+def export_checkpoint(model: HeadraceForCausalLM, name: str, folder: str | Path) -> bool:
     """Writes a model as a checkpoint of another format: config.json and model.safetensors. Returns whether the foreign
     library can decode the model with its cache.
 
@@ -44,6 +44,7 @@ def export_checkpoint(model: HeadraceForCausalLM, name: str, folder: Path) -> bo
         InputError: the format is unknown or cannot represent the model.
     """
     check_format(name)
+    folder = Path(folder)
     described, foreign = _described(model, name)
     tensors: dict[str, Tensor] = {}
     ours = slots(model)

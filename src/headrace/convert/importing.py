@@ -36,7 +36,7 @@ EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<e>\d+)\.(?P<matrix>gate_proj
 
 
 def import_checkpoint(
-    checkpoint: Path, dtype: torch.dtype | None = None, ignore: Collection[str] = ()
+    checkpoint: str | Path, dtype: torch.dtype | None = None, ignore: Collection[str] = ()
 ) -> HeadraceForCausalLM:
     """Converts a foreign checkpoint to a headrace model in evaluation mode, with the settings of generation of the
     checkpoint, but with a cache. Fields of config.json that change nothing are named on stderr.
@@ -51,6 +51,7 @@ def import_checkpoint(
         InputError: the format is unknown, the config has a feature that headrace does not have, or a tensor is missing,
             unexpected or of another shape.
     """
+    checkpoint = Path(checkpoint)
     check_weights(checkpoint)
     form, described = _read_format(checkpoint)
     with _naming(checkpoint):
@@ -66,7 +67,9 @@ def import_checkpoint(
     return model.eval()
 
 
-def import_gguf(path: Path, dtype: torch.dtype | None = None) -> tuple[HeadraceForCausalLM, PreTrainedTokenizerFast]:
+def import_gguf(
+    path: str | Path, dtype: torch.dtype | None = None
+) -> tuple[HeadraceForCausalLM, PreTrainedTokenizerFast]:
     """Converts a GGUF file to a headrace model in evaluation mode, with its settings of generation, and its tokenizer.
 
     It needs the memory of the model and of one tensor. dtype: as in `import_checkpoint`; None is float32 for a file
@@ -79,6 +82,7 @@ def import_gguf(path: Path, dtype: torch.dtype | None = None) -> tuple[HeadraceF
     from .gguf import GGUFFile
     from .vocabulary import tokenizer_of
 
+    path = Path(path)
     with _naming(path):
         file = GGUFFile(path)
         tokenizer = tokenizer_of(file.metadata)
