@@ -151,6 +151,8 @@ def test_invalid_json_is_refused(data, sentence):
         (lambda: Mixer(Layer(zoo.get("gla")), hidden_size=32), r"mixer=Layer\(.*… is a Layer; expected the mixer"),
         (lambda: Mixer("gpt", hidden_size=32), "mixer='gpt' is a Decoder; expected the mixer of one layer"),
         (lambda: zoo.get("gpt+gla"), r"'gpt\+gla' names a model whose blocks have a style of their own"),
+        (lambda: zoo.compete("gla"), "spec='gla'; expected the spec of a linear mixer"),
+        (lambda: zoo.compete(zoo.get("transformer")), "; expected the spec of a linear mixer"),
         (lambda: zoo.get("softmax-paper-softmax-gla"), "is unknown; the nearest names are paper-softmax-gla"),
     ],
 )

@@ -42,8 +42,8 @@ COMPETITIONS = {"paper": mixers.PAPER, "sigmoid": SIGMOID, "default": Competitio
 
 def compete(spec: MixerSpec, competition: Competition | None = None) -> MixerSpec:
     """Returns the Softmax version of a linear mixer, whose heads compete for writes and reads (arXiv 2602.01744).
-
-    competition: None takes the defaults of `Competition`."""
+    A competition of None has the defaults of `Competition`."""
+    require_each(lambda x: hasattr(x, "competition"), "the spec of a linear mixer, such as get('gla')", spec=spec)
     return replace(spec, competition=competition or Competition())
 
 
