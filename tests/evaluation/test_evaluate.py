@@ -392,6 +392,13 @@ def test_models_whose_names_are_spelt_alike_have_results_of_their_own(data, tmp_
     assert len(set(folders)) == 3 and "y_a" in folders and "x_a" not in folders
 
 
+def test_a_missing_checkpoint_is_refused_before_any_is_evaluated(data, tmp_path, monkeypatch):
+    monkeypatch.setattr("headrace.evaluation.run.engine.run", lambda *_: pytest.fail("the first was evaluated"))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputError, match="'no/such/place' is not a local folder"):
+        evaluate([str(tmp_path), "no/such/place"], EvaluationPlan("piqa", data=str(data)), MACHINE, tmp_path / "out")
+
+
 def test_rows_that_cannot_be_downloaded_are_one_sentence(checkpoints, tmp_path, monkeypatch):
     def unreachable(*_, **__):
         raise ConnectionError("Couldn't reach 'Rowan/hellaswag' on the Hub")

@@ -92,9 +92,9 @@ def evaluate(
         if not rows:
             raise InputError(f"no task of --suite={plan.suite!r} can be run: {next(iter(missing.values()))}")
         recorded, folders = {}, file_names(models, slug)
+        found = {name: fingerprint(path) for name, path in models.items()}  # a missing one is refused before any is run
         for name, path in models.items():
-            model = fingerprint(path)
-            points = [point(one, folders[name], model) for one in rows]
+            points = [point(one, folders[name], found[name]) for one in rows]
             read = partial(read_checkpoint, path, machine.device, machine.threads)
             load = cache(read)  # only if a record is missing or outdated
             measure = partial(run_item, load=load, plan=plan, machine=machine)
