@@ -256,8 +256,8 @@ def test_constructor_without_the_protocol_is_refused(folder):
             super().__init__(hidden_size)
 
     for module, sentence in {
-        NoSize: r"expected __init__\(hidden_size, ...\)",
-        NoDefault: "cannot be a setting",
+        NoSize: r"mixer 'mine' cannot be registered: NoSize has .* expected __init__\(hidden_size, ...\)",
+        NoDefault: r"mixer 'mine' cannot be registered: the argument .* cannot be a setting",
     }.items():
         with pytest.raises(InputError, match=sentence):
             headrace.register_mixer("mine", module)

@@ -90,7 +90,7 @@ def module_spec(name: str, module: type[nn.Module], plugin: Plugin) -> ModuleSpe
     forward = list(inspect.signature(module.forward).parameters)
     if "hidden_size" not in (p.name for p in parameters) or len(forward) < 3:
         raise InputError(
-            f"mixer {name!r}: {module.__name__} has __init__{inspect.signature(module)} and "
+            f"{module.__name__} has __init__{inspect.signature(module)} and "
             f"forward({', '.join(forward[1:])}); expected __init__(hidden_size, ...) and forward(x, state=None)"
         )
     settings: list[Any] = [(f, str, field(default=getattr(plugin, p), compare=False)) for f, p in ORIGIN.items()]
@@ -100,7 +100,7 @@ def module_spec(name: str, module: type[nn.Module], plugin: Plugin) -> ModuleSpe
         hint = hints.get(p.name, type(p.default))
         if p.default is p.empty or not all(map(_is_plain, alternatives(hint))) or hasattr(ModuleSpec, p.name):
             raise InputError(
-                f"mixer {name!r}: the argument {str(p)!r} of {module.__name__} cannot be a setting; expected a "
+                f"the argument {str(p)!r} of {module.__name__} cannot be a setting; expected a "
                 "default, a type of bool, int, float, str, Literal or a tuple of these, and a name that no spec has"
             )
         settings.append((p.name, hint, field(default=p.default)))
