@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import sys
+from importlib import import_module
 from unittest.mock import patch
 
 import pytest
@@ -170,6 +171,17 @@ def test_installed_plug_ins_load_by_their_entry_points(folder, run_command, monk
         del sys.modules[name]
     sentence = "plug-in 'my_package' (entry point 'mine' of headrace.plugins) cannot be loaded: it registers nothing"
     assert sentence in run_command("zoo").err
+
+
+def test_package_that_a_program_has_imported_is_a_plug_in(folder, monkeypatch):
+    (folder / "site" / "their_package").mkdir(parents=True)
+    (folder / "site" / "their_package" / "__init__.py").write_text("from . import mixers\n")
+    shutil.copy("leaky.py", folder / "site" / "their_package" / "mixers.py")
+    monkeypatch.syspath_prepend(folder / "site")
+    with patch.dict(sys.modules):
+        import_module("their_package")
+        plugins.load(["their_package"])
+    assert list(plugins.LOADED) == ["their_package"]
 
 
 # --- what is wrong with a plug-in ------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def _load(name: str, source: str) -> str:
     _LOADING.append(plugin)
     try:
         _execute(place, path)
-        if registered == len(REGISTERED) and str(path) not in REGISTERED:
+        if registered == len(REGISTERED) and {*map(str, files)}.isdisjoint(REGISTERED):
             raise InputError("it registers nothing; expected a call of register_mixer, register_model or register_task")
     except BaseException as error:
         del LOADED[place]
