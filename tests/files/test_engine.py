@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -208,6 +209,14 @@ def test_a_damaged_or_foreign_result_is_named(tmp_path):
     (tmp_path / "points" / "7.json").write_text("{}")
     with pytest.raises(InputError, match=r"7.json' is damaged: it has no 'square'; delete it and run"):
         run(tmp_path, PLAN, points(7, form={"square": int}), never)
+
+
+def test_a_job_with_a_class_of_a_script_is_refused(tmp_path, monkeypatch):
+    kind, main = type("Kind", (), {"__module__": "__main__"}), sys.modules["__main__"]
+    for name, value in {"Kind": kind, "__spec__": None}.items():
+        monkeypatch.setattr(main, name, value, raising=False)
+    with pytest.raises(InputError, match=r"need a plug-in for what a script or notebook defines: .*Can't pickle.*Kind"):
+        run(tmp_path, PLAN, points(kind()), square, workers=["cpu"])
 
 
 def test_workers_know_the_functions_of_a_module_that_was_run_by_its_name(tmp_path):

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -17,13 +18,12 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from ..utils import plugins
-from ..utils.errors import GateWarning, InputError
+from ..utils.errors import GateWarning, InputError, reading
 from .devices import see_only
 from .processes import MOST, handling
 
 Listen = Callable[[int, Any], None]  # (index of a job, what it reports)
-# Importing this takes seconds, longer than a small job.
-SHARED = ["headrace.hf"]
+SHARED = ["headrace.hf"]  # to import this takes seconds, longer than a small job
 
 
 class Worker(NamedTuple):
@@ -64,10 +64,12 @@ def distribute(call: Callable, jobs: Sequence[tuple], devices: Sequence[str], li
     An exception (such as KeyboardInterrupt) ends the workers, and loses only what is in work.
 
     Raises:
-        InputError: a worker process died.
+        InputError: a worker process died, or a job has an object of a class that the user's script defines.
     """
     if not jobs:
         return
+    with without_main(), reading("worker processes need a plug-in for what a script or notebook defines"):
+        pickle.dumps((call, jobs))
     how = context(devices)
     events, free_devices = how.SimpleQueue(), how.SimpleQueue()
     for device in devices:
@@ -117,10 +119,8 @@ def wait_for(futures: set[Future], events, listen: Listen) -> None:
             for future in done:
                 future.result()
         except BrokenProcessPool:
-            raise InputError(
-                "a worker process died, perhaps because memory ran out; what is finished is kept, so run the same "
-                "command again with fewer --workers"
-            ) from None
+            died = "a worker process died, perhaps because memory ran out; what is finished is kept, so run the same"
+            raise InputError(f"{died} command again with fewer --workers") from None
 
 
 # --- in the worker ---------------------------------------------------------------------------------------------------
