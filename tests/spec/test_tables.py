@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from unittest.mock import patch
 
 import pytest
@@ -16,8 +16,9 @@ from headrace.layers.linear.mixer import LinearMixer
 from headrace.layers.linear.readout import Skip
 from headrace.layers.linear.stage import STAGES
 from headrace.layers.linear.token import TOKENS
-from headrace.spec import MixerSpec, attention, from_json, linear, serialize, stack, to_json
-from headrace.spec.mixer import Facts
+from headrace.spec import MixerSpec, Spec, attention, from_json, linear, serialize, stack, to_json
+from headrace.spec.mixer import Facts, ModelSpec
+from headrace.spec.stack import Decoder, Layer
 from headrace.utils.tables import OFFERS, Table
 
 TABLES = {
@@ -95,6 +96,31 @@ class Twice(Skip):
 
 class TwiceMixer(LinearMixer):
     READOUT = *LinearMixer.READOUT[:-1], Twice, LinearMixer.READOUT[-1]
+
+
+@dataclass(frozen=True)
+class WholeSpec(ModelSpec):
+    """A stranger's whole model."""
+
+    size: int = 3
+
+    builder = "a function"
+
+
+@dataclass(frozen=True)
+class NestedSpec(WholeSpec):
+    mixer: Spec = field(default_factory=lambda: TwiceSpec())
+
+
+def test_a_stranger_registers_whole_models():
+    with patch.dict(zoo.MODELS), patch.dict(serialize.TYPES):
+        headrace.register_model("whole", WholeSpec())
+        assert zoo.get("whole(size=4)") == WholeSpec(4) == from_json(to_json(WholeSpec(4)))
+        known = [*serialize.TYPES.rows]
+        for model in (Decoder((Layer(TwiceSpec()),)), NestedSpec()):
+            with pytest.raises(InputError, match=r"model 'nested' cannot be .* lacks .*\(register_mixer adds others\)"):
+                headrace.register_model("nested", model)
+        assert "nested" not in zoo.MODELS and [*serialize.TYPES.rows] == known
 
 
 def test_a_stranger_registers_a_spec_of_a_class_of_its_own():

@@ -8,7 +8,7 @@ from torch import nn
 
 from .. import zoo
 from ..spec.mixer import ModelSpec, Spec
-from ..spec.serialize import TYPES
+from ..spec.serialize import TYPES, from_json, to_json
 from ..spec.stack import Decoder
 from ..utils import plugins
 from ..utils.errors import InputError, reading
@@ -53,11 +53,21 @@ def register_model(name: str, model: Any, *, paper: str = "", about: str = "") -
         paper, about: as in `register_mixer`.
 
     Raises:
-        InputError: for a name that exists already or is not a valid name, and for a value that is not a whole model.
+        InputError: for a name that exists already or is not a valid name, for a value that is not a whole model, and
+            for a model with a mixer of a class that is not registered.
     """
     check_name("model", name, zoo.taken)
     if not isinstance(spec := zoo.get(model), Decoder | ModelSpec):
         raise InputError(f"model {name!r} is the mixer of one layer; expected a whole model, or register_mixer for it")
+    own = {} if type(spec) in TYPES.rows.values() else {plugins.PREFIX + name: type(spec)}
+    TYPES.update(own)
+    try:
+        with reading(f"model {name!r} cannot be registered"):
+            from_json(to_json(spec))
+    except InputError:
+        for key in own:
+            del TYPES[key]
+        raise
     zoo.register(name, Entry(about, paper, spec))
     plugins.note_registration()
 
