@@ -11,7 +11,6 @@ import pytest
 
 from headrace import zoo
 from headrace.comparison.defaults import DEFAULTS
-from headrace.hf import config
 from headrace.spec.serialize import TYPES
 from headrace.tasks import TASKS
 from headrace.utils import plugins
@@ -45,7 +44,6 @@ def forget():
     for table in (TYPES, *zoo.TABLES.values(), zoo.MODELS, TASKS, DEFAULTS):
         for name in ("module:leaky", "leaky", "fading-delta", "fading-hybrid", "majority", "mine"):
             table.pop(name, None)
-    config._stack.cache_clear()  # which keeps specs of the classes that TYPES had
     plugins.LOADED.clear()
     plugins.REGISTERED.clear()
     os.environ.pop(VARIABLE, None)

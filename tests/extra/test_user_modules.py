@@ -1,6 +1,8 @@
 """Mixers whose layer is a user's module: state, padding, packs, weights and settings, and modules that break the
 protocol."""
 
+import copy
+import pickle
 from typing import NamedTuple
 
 import pytest
@@ -56,6 +58,35 @@ def test_padding_and_packs_of_a_module_equal_its_rows(folder):
         torch.testing.assert_close(again[i][mask[i]], layer(x[i : i + 1][:, mask[i]], first)[0][0])
     packed, _ = layer(x[3:, :7], cu_seqlens=torch.tensor([0, 2, 2, 7]))
     torch.testing.assert_close(packed, torch.cat([layer(x[3:, :2])[0], layer(x[3:, 2:])[0]], 1))
+
+
+def test_model_of_a_module_survives_pickle_and_copies(folder):
+    plugins.load(["leaky.py"])
+    model = HeadraceForCausalLM(config("leaky(slowest=0.7)"))
+    again, ids = pickle.loads(pickle.dumps(model)), torch.arange(6)[None]
+    assert again.config.mixers == model.config.mixers == copy.deepcopy(model).config.mixers
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_name_that_is_registered_anew_is_of_the_new_class(folder):
+    """As in a notebook, where the JSON of both is the same."""
+    for _ in range(2):
+        made = type("Mine", (Right,), {"__module__": "__main__"})
+        headrace.register_mixer("mine", made)
+        model = HeadraceForCausalLM(config("mine"))
+        assert type(model.model.backbone.layers[0].mixer.module) is made
+        del zoo.OTHERS["mine"]
+
+
+def test_setting_of_a_number_or_several_stays_a_number(folder):
+    class Several(Right):
+        def __init__(self, hidden_size, n: int | tuple[int, ...] = 3):
+            super().__init__(hidden_size)
+
+    headrace.register_mixer("mine", Several)
+    assert [zoo.get(name).n for name in ("mine", "mine(n=2)")] == [3, 2]
+    spec = from_json(to_json(zoo.get("mine")) | {"n": [4, 5]})
+    assert spec.n == (4, 5) and from_json(to_json(spec)) == spec
 
 
 def test_expressions_set_settings_of_a_module(folder):

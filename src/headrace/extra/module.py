@@ -28,7 +28,7 @@ from ..ops.checks import require
 from ..ops.sequences import Sequences
 from ..spec.mixer import Facts, Shapes, Spec
 from ..spec.record import Kind, alternatives, require_positive
-from ..spec.serialize import TYPES
+from ..spec.serialize import TYPES, from_json, to_json
 from ..utils.errors import InputError, PluginWarning, reading
 from ..utils.plugins import PREFIX, Plugin
 
@@ -64,6 +64,12 @@ class ModuleSpec(Spec):
         if self.sha256 != (now := type(self).sha256):
             stored, current = Plugin(self.plugin, self.sha256), Plugin(type(self).plugin, now)
             warnings.warn(f"mixer {self.label!r} is of {stored}, and now runs {current}", PluginWarning, stacklevel=2)
+
+    def __reduce__(self) -> Any:
+        return from_json, (to_json(self),)  # another process makes the class anew
+
+    def __deepcopy__(self, memo: Any) -> "ModuleSpec":
+        return self  # also if its name is now of another class
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from ..layers.blocks.block import Sizes
 from ..layers.blocks.widths import default_intermediate_size, default_std
 from ..ops.checks import require
 from ..spec.record import LARGEST, require_bools, require_positive, require_positive_numbers
-from ..spec.serialize import Spec, from_json, to_json
+from ..spec.serialize import TYPES, Spec, from_json, to_json
 from ..spec.stack import BlockStyle, Decoder, Layer, as_decoder, as_layers, as_style
 from ..utils.errors import InputError, did_you_mean, require_each, shown
 
@@ -193,7 +193,7 @@ class HeadraceConfig(PreTrainedConfig):
     def stack(self) -> Decoder:
         """The layers that are repeated over the depth, and their style."""
         mixers = self.mixer if isinstance(self.mixer, list) else [self.mixer]
-        return _stack(json.dumps([mixers, self.style], default=to_json))
+        return _stack(json.dumps([mixers, self.style], default=to_json), tuple(TYPES.rows.values()))
 
     @property
     def mixers(self) -> list[Spec]:
@@ -220,7 +220,7 @@ class HeadraceConfig(PreTrainedConfig):
 
 
 @lru_cache
-def _stack(described: str) -> Decoder:
+def _stack(described: str, types: tuple[type, ...]) -> Decoder:  # types: a name may be registered anew
     mixers, style = json.loads(described)
     return Decoder(tuple(layer for data in mixers for layer in as_layers(from_json(data))), as_style(style))
 

@@ -97,7 +97,7 @@ def checked(value: Any, kinds: tuple[Kind, ...], *where: str) -> Any:
         if kind.items and type(value) in (list, tuple):
             return tuple(checked(item, kind.items, *where, str(i)) for i, item in enumerate(value))
         converted = float(value) if kind.type is float and type(value) is int else value
-        if _is(converted, kind):
+        if fits(converted, kind):
             for range in (kind.range, LIMITS.get(kind.type)):
                 if range is not None and not range.holds(converted):
                     raise InputError(f"{'.'.join(where)}={shown(value)}; expected {range.text}")
@@ -107,7 +107,7 @@ def checked(value: Any, kinds: tuple[Kind, ...], *where: str) -> Any:
     raise InputError(f"{'.'.join(where)}={shown(value)} is not allowed; expected {among}{', '.join(allowed)}")
 
 
-def _is(value: Any, kind: Kind) -> bool:
+def fits(value: Any, kind: Kind) -> bool:
     if type(value) is not kind.type:
         return issubclass(kind.type, Record) and isinstance(value, kind.type)
     return value in kind.among if kind.among else kind.type is not float or isfinite(value)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from ..utils.tables import Table
 from .attention import AttentionSpec
 from .linear import MixerSpec
 from .mixer import Spec
-from .record import Kind, Record, checked, fields
+from .record import Kind, Record, checked, fields, fits
 
 # The records that JSON names by a type. A new kind of mixer is a subclass of `Spec` with a row here, the module of its
 # layer, and an entry of zoo/mixers.py.
@@ -19,10 +19,8 @@ TYPES: Table[type] = Table("types", {"linear": MixerSpec, "attention": Attention
 
 def to_json(spec) -> Any:
     """Returns a spec as dicts, lists and literals, from which `from_json` makes an equal spec."""
-    if isinstance(spec, tuple):
-        return [to_json(item) for item in spec]
     if not isinstance(spec, Record):
-        return spec
+        return [to_json(item) for item in spec] if isinstance(spec, tuple) else spec
     cls: Any = type(spec)
     data = {name: to_json(getattr(spec, name)) for name in fields(cls)}
     kind = next((name for name, of in TYPES.rows.items() if of is cls), None)
@@ -34,7 +32,8 @@ def from_json(data: Any, where: str = ""):
     that describe no spec."""
     require_each(lambda x: isinstance(x, dict), "a dict as to_json returns it", **{where or "mixer": data})
     if (kind := data.get("type")) is None:
-        raise InputError(f"{where or 'mixer'} lacks the field 'type'; expected one of {', '.join(TYPES)}")
+        known = f"{', '.join(TYPES)} (register_mixer adds others)"
+        raise InputError(f"{where or 'mixer'} lacks the field 'type'; expected one of {known}")
     if isinstance(kind, str) and kind.startswith(plugins.PREFIX) and kind not in TYPES:
         plugins.load()
         if kind not in TYPES:
@@ -70,7 +69,8 @@ def _value(value: Any, kinds: tuple[Kind, ...], where: str) -> Any:
     """Converts JSON data for a field of these kinds: a dict to a record, "none" to None, a single item to a tuple."""
     if (value is None or value == "none") and any(kind.type is NoneType for kind in kinds):
         return None
-    if items := next((kind.items for kind in kinds if kind.items), ()):
+    items = next((kind.items for kind in kinds if kind.items), ())
+    if items and not any(fits(value, kind) for kind in kinds if not kind.items):
         listed = value if isinstance(value, list | tuple) else [value]
         return tuple(_value(item, items, f"{where}.{i}") for i, item in enumerate(listed))
     nested = next((kind.type for kind in kinds if issubclass(kind.type, Record)), None)
