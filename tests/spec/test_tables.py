@@ -136,3 +136,5 @@ def test_a_stranger_registers_a_spec_of_a_class_of_its_own():
             y.append(headrace.Mixer(name, hidden_size=8, num_heads=2)(x)[0])
         torch.testing.assert_close(y[0], 2 * y[1])
     assert "twice" not in zoo.names()
+    with pytest.raises(InputError, match="'twice' is of the plug-in that registers it, and the loaded plug-ins"):
+        from_json({"type": "module:twice"})

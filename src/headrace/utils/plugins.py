@@ -75,7 +75,7 @@ def digests() -> dict[str, str]:
 
 def missing(kind: str, data: dict[str, Any]) -> InputError:
     """Returns the error for JSON of a mixer whose plug-in is not loaded."""
-    needed = Plugin(str(data.get("plugin", "an unknown file")), str(data.get("sha256", "unknown")))
+    needed = Plugin(str(data.get("plugin", "that registers it")), str(data.get("sha256", "")))
     loaded = ", ".join(map(str, LOADED.values())) or "none"
     return InputError(
         f"mixer {kind.removeprefix(PREFIX)!r} is of the plug-in {needed}, and the loaded plug-ins are {loaded}; "
