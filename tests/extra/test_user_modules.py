@@ -286,9 +286,19 @@ def test_constructor_without_the_protocol_is_refused(folder):
         def __init__(self, hidden_size, layout: dict):
             super().__init__(hidden_size)
 
+    class Type(Right):
+        def __init__(self, hidden_size, type=2):
+            super().__init__(hidden_size)
+
+    class Label(Right):
+        def __init__(self, hidden_size, label="sum"):
+            super().__init__(hidden_size)
+
     for module, sentence in {
         NoSize: r"mixer 'mine' cannot be registered: NoSize has .* expected __init__\(hidden_size, ...\)",
         NoDefault: r"mixer 'mine' cannot be registered: the argument .* cannot be a setting",
+        Type: "'type=2' of Type cannot be a setting; expected .* a name that no spec has",
+        Label: "cannot be a setting",
     }.items():
         with pytest.raises(InputError, match=sentence):
             headrace.register_mixer("mine", module)
