@@ -3,7 +3,7 @@ protocol."""
 
 import copy
 import pickle
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import pytest
 import torch
@@ -80,13 +80,16 @@ def test_name_that_is_registered_anew_is_of_the_new_class(folder):
 
 def test_setting_of_a_number_or_several_stays_a_number(folder):
     class Several(Right):
-        def __init__(self, hidden_size, n: int | tuple[int, ...] = 3):
+        def __init__(self, hidden_size, n: int | tuple[int, ...] = 3, size: Literal[1, 2, "auto"] = "auto"):
             super().__init__(hidden_size)
 
     headrace.register_mixer("mine", Several)
     assert [zoo.get(name).n for name in ("mine", "mine(n=2)")] == [3, 2]
     spec = from_json(to_json(zoo.get("mine")) | {"n": [4, 5]})
     assert spec.n == (4, 5) and from_json(to_json(spec)) == spec
+    assert [zoo.get(name).size for name in ("mine", "mine(size=2)")] == ["auto", 2]
+    with pytest.raises(InputError, match="size=3 is not allowed; expected one of 1, 2, auto"):
+        zoo.get("mine(size=3)")
 
 
 def test_expressions_set_settings_of_a_module(folder):

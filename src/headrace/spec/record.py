@@ -79,7 +79,7 @@ def alternatives(hint: Any) -> tuple[Kind, ...]:
     """Returns the alternatives of a type hint."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
-        return (Kind(type(args[0]), among=args),)
+        return tuple(Kind(t, among=tuple(x for x in args if type(x) is t)) for t in dict.fromkeys(map(type, args)))
     if origin is Annotated:
         known = args[1]
         return (Kind(args[0], among=known.among) if isinstance(known, Names) else Kind(args[0], range=known),)
