@@ -140,6 +140,13 @@ def test_unknown_memory_is_refused(what, device, proc, monkeypatch):
         measure.measure(Point(what, 16), BenchPlan(("gla",), SHAPE, device))
 
 
+def test_what_pytorch_keeps_of_earlier_points_is_free_memory(monkeypatch):
+    kept = [2]
+    monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (9 - sum(kept), 10))
+    assert measure.free(BenchPlan(("gla",), SHAPE, "cuda:1")) == 9
+
+
 def test_the_clock_waits_for_the_device_of_the_plan(monkeypatch):
     waited = []
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)

@@ -235,12 +235,12 @@ def on_cuda(plan: BenchPlan) -> bool:
 def free(plan: BenchPlan) -> int | None:
     """Bytes of free memory on the device; None where the system does not tell, and on other devices."""
     if on_cuda(plan):
+        torch.cuda.empty_cache()  # else what PyTorch keeps of earlier points would count as taken
         return torch.cuda.mem_get_info(plan.device)[0]
-    if plan.device != "cpu":
-        return None
-    with suppress(OSError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    if plan.device == "cpu":
+        with suppress(OSError):
+            lines = Path("/proc/meminfo").read_text().splitlines()
+            return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     return None
 
 
