@@ -1,5 +1,6 @@
 """What the dry run says of a machine: memory per device, layout and days."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -119,6 +120,13 @@ def test_the_time_on_a_gpu_is_by_its_data_sheet_and_the_mixers_efficiency(monkey
         here = machine.time_here(chosen)
         assert (here["flops_per_second"], here["measured"]) == (rate, precision == "float32")
         assert here["seconds"] == pytest.approx(estimate(chosen)["flops"] / rate / machine.efficiency("gla").fraction)
+
+
+def test_the_first_product_may_load_a_library(monkeypatch):
+    """It takes a second here, and each of the others a tenth of one."""
+    clock = iter(itertools.accumulate([0.0, 1.0] + 9 * [0.0, 0.1]))
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: next(clock))
+    assert machine.matrix_rate(torch.device("cpu"), torch.float32) == pytest.approx(2 * 512**3 / 0.1)
 
 
 def test_machine_names_are_parsed_and_checked():
