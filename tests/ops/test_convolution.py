@@ -3,9 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from headrace.layers.linear.convolution import convolve
 from headrace.ops.backends.native import convolution
+from headrace.ops.backends.triton import convolution as triton
 from headrace.ops.sequences import Sequences
 from headrace.verification.verify import relative
 
@@ -103,3 +105,9 @@ def test_operator_passes_opcheck():
     assert passes_opcheck(forward, (x, *parameters, history, ends))
     constant = x.detach(), *(y.detach() for y in parameters), history.detach(), ends
     assert passes_opcheck(backward, (torch.randn(1, 6, 9), *constant))
+
+
+def test_a_fake_tensor_of_a_gpu_needs_none(monkeypatch):
+    monkeypatch.setattr(triton, "missing", lambda: "it runs on a GPU, and PyTorch finds none")
+    with FakeTensorMode():
+        assert not triton.chosen("auto", torch.empty(1, 2, 3, device="cuda"))

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from headrace.ops import loss as module
@@ -170,3 +171,13 @@ def test_replaced_head_or_loss_is_used():
     assert relative(model(ids, **labels).loss, plain) > 1e-2
     model.loss_function = lambda logits, **_: logits.sum()
     assert model(ids, **labels).loss == model(ids).logits.sum()
+
+
+@pytest.mark.parametrize("hopper", [False, True])
+def test_fake_tensors_of_a_gpu_need_none_and_take_no_kernel(hopper, monkeypatch):
+    """As in PyTorch's estimates of memory."""
+    if hopper:
+        monkeypatch.setattr(module, "is_hopper", lambda device: True)
+        monkeypatch.setattr(module.limits, "missing", lambda: None)
+    with FakeTensorMode():
+        assert not module._has_kernel(torch.empty(N, D, device="cuda"))

@@ -85,8 +85,8 @@ def _in_pieces(hidden, weight, labels, d_hidden, d_weight) -> Tensor:
 
 
 def _has_kernel(hidden: Tensor) -> bool:
-    """Whether a Triton kernel computes the losses: on the GPUs that have run it, unless PyTorch compiles a graph."""
-    on_gpu = is_hopper(hidden.device) if hidden.is_cuda else interpreted()
+    """Whether a Triton kernel computes the losses: of tensors that are not fake, on GPUs that ran it, uncompiled."""
+    on_gpu = type(hidden) is Tensor and (is_hopper(hidden.device) if hidden.is_cuda else interpreted())
     return on_gpu and hidden.dtype in limits.DTYPES and limits.missing() is None and not torch.compiler.is_compiling()
 
 

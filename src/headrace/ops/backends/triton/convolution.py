@@ -24,7 +24,7 @@ KEY = "CompositeExplicitAutograd"
 
 def chosen(backend: str, x: Tensor) -> bool:
     """Whether the layer's backend is this one; "auto" is, on GPUs that have run the kernels."""
-    return backend == "triton" or (backend == "auto" and x.is_cuda and is_hopper(x.device))
+    return backend == "triton" or (backend == "auto" and x.is_cuda and missing() is None and is_hopper(x.device))
 
 
 def unsupported_reason(conv: nn.Conv1d, x: Tensor) -> str | None:
