@@ -196,7 +196,7 @@ def kind_of(kernel: str) -> str:
 
 def decode(name: str) -> Iterator[dict[str, Any]]:
     """Tokens per second of whole calls of `generate`, greedy and sampled, after a prompt of 16 tokens: of the faster of
-    two calls, after one that captures."""
+    two calls, after one that captures; and their peak memory."""
     ours = name.startswith("headrace")
     cases = [(rows, *case) for rows in BATCHES for case in (CASES if ours else CASES[:1])]
     with turn(alone=False):
@@ -207,8 +207,10 @@ def decode(name: str) -> Iterator[dict[str, Any]]:
     with turn(alone=True):
         for rows, sampled, new in cases:
             call, times = generation(model, rows, sampled, new), []
-            for _ in range(3):
+            for i in range(3):
                 wait()
+                if DEVICE == "cuda" and i == 1:  # an earlier case may have needed more
+                    torch.cuda.reset_peak_memory_stats()
                 began = time.perf_counter()
                 out = call()
                 wait()

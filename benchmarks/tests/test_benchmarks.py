@@ -6,6 +6,7 @@ import sys
 import types
 from importlib import import_module
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -289,6 +290,25 @@ def test_a_stage_of_models_goes_on_in_a_new_process_and_ends_in_time(tmp_path, c
     ]  # fmt: skip
     assert "failed" in rows[1] and all(row["commit"] == "abc" for row in rows)
     assert gpu.table(rows).count("tokens/s") == 2 and "FAILED" in gpu.table(rows)
+
+
+def test_a_generation_has_the_peak_memory_of_its_own_calls(monkeypatch, tmp_path):
+    """Not of 64 rows, with which the models compile."""
+    peaks, model = [0], Mock()
+    monkeypatch.setenv("TURNS", str(tmp_path / "turns"))
+    monkeypatch.setattr(gpu_models, "DEVICE", "cuda")
+    monkeypatch.setattr(gpu_models, "build", lambda name: model)
+
+    def generation(model, rows, sampled, new):
+        return lambda: peaks.append(rows * 2**30) or torch.zeros(rows, 16 + new)
+
+    monkeypatch.setattr(gpu_models, "generation", generation)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", peaks.clear)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: max(peaks))
+    for unused in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, unused, lambda: None)
+    rows = list(gpu_models.decode("fla:gla"))
+    assert [row["batch"] for row in rows] == [row["peak_gib"] for row in rows] == [*gpu_models.BATCHES]
 
 
 def test_kernels_are_of_a_class_by_their_names():
