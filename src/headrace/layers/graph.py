@@ -67,8 +67,7 @@ def captured(
     is captured, not executed. `warm_up` is executed, and does what `run` does to other memory."""
     current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     side.wait_stream(current)
-    # The stream is named, because PyTorch's own for captures belongs to the first GPU that was captured on. The outer
-    # context leaves it also where a capture fails.
+    # PyTorch's own stream for captures is of the first GPU. The outer context leaves the stream where a capture fails.
     with torch.cuda.device(device), torch.cuda.stream(side):
         for _ in range(WARM_UP):
             warm_up()
@@ -80,8 +79,7 @@ def captured(
 
 
 def fingerprint(model: nn.Module) -> tuple[Any, ...]:
-    """What a captured step depends on besides the numbers in its weights: the memory of all tensors, the modules and
-    their settings, and PyTorch's own."""
+    """What a captured step depends on: the memory of all tensors, the modules, their settings, and PyTorch's own."""
     modes = may_round_float32(), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     return *modes, *(entry for module in model.modules() for entry in _of(module))
 
