@@ -8,8 +8,10 @@ import pickle
 import random
 import re
 import sys
+import time
 from dataclasses import replace
 from itertools import pairwise
+from multiprocessing import active_children
 from types import SimpleNamespace
 
 import numpy as np
@@ -76,6 +78,19 @@ def test_killed_preparation_leaves_nothing(plan, tmp_path, monkeypatch, after):
     with pytest.raises(Killed):
         prepare(plan, tmp_path / "killed")
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_killed_worker_is_a_sentence_when_the_next_block_is_read():
+    def blocks():
+        yield preparation.parts.Block({}, [])
+        for worker in active_children():
+            worker.kill()
+            worker.join()
+        time.sleep(0.5)  # in which the pool notices
+        yield preparation.parts.Block({}, [])
+
+    with pytest.raises(InputError, match="a worker process was killed; expected fewer --workers"):
+        [*preparation.tokenized_blocks(blocks(), preparation.tokenizer.load("bytes"), 1)]
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -213,10 +213,7 @@ def tokenized_blocks(
 
 
 def _result(tokens: Future[dict[str, parts.Tokens]], bad: list[Row]) -> Made:
-    try:
-        return tokens.result(), bad
-    except BrokenProcessPool as error:
-        raise InputError("a worker process was killed; expected fewer --workers if the memory was too small") from error
+    return tokens.result(), bad
 
 
 @contextmanager
@@ -229,6 +226,8 @@ def _pool(tokens: PreTrainedTokenizerFast, workers: int) -> Iterator[ProcessPool
     pool = ProcessPoolExecutor(workers, how, _begin, (tokens,))
     try:
         yield pool
+    except BrokenProcessPool as error:  # of a result, or of the next block
+        raise InputError("a worker process was killed; expected fewer --workers if the memory was too small") from error
     finally:
         pool.shutdown(cancel_futures=True)
         if before is None:
