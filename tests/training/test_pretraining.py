@@ -5,12 +5,13 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from itertools import count
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -19,6 +20,7 @@ from datasets import Dataset
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
+from groups import free_port
 from headrace import load
 from headrace.cli import train as cli_train
 from headrace.convert import export_checkpoint
@@ -31,7 +33,7 @@ from headrace.ops.loss import IGNORED
 from headrace.tasks import Mqar, Needle, Pair, Reverse, Text
 from headrace.tasks import prepared as prepared_task
 from headrace.tasks.base import generator
-from headrace.training import card, checkpoints, recipes, run
+from headrace.training import card, checkpoints, processes, recipes, run
 from headrace.training.loop import LOG_EVERY, Loop, Updates
 from headrace.training.model import build, estimate
 from headrace.training.parameters import gate_parameters, optimizer
@@ -240,6 +242,49 @@ def test_fewer_processes_than_requested_are_refused(data, tmp_path, monkeypatch)
     monkeypatch.setenv("WORLD_SIZE", "2")  # of a launcher whose processes never met
     with pytest.raises(InputError, match=r"the processes cannot find each other .*; expected a start by torchrun"):
         train(data, tmp_path)
+
+
+def test_a_process_that_never_starts_is_a_sentence(monkeypatch):
+    where = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in where.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=r"^the processes cannot find each other \(.*1/2 .*\); expected"):
+        run.connect(recipe()[0], timeout=1)
+
+
+def test_more_processes_than_devices_are_a_sentence(monkeypatch):
+    """The GPUs are a stand-in."""
+    error = RuntimeError("CUDA error: invalid device ordinal\nCUDA kernel errors might be ...")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(processes, "present_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    said = "^LOCAL_RANK=3: .*invalid device ordinal; expected a device per process$"
+    with patch.object(torch.accelerator, "set_device_index", side_effect=error), pytest.raises(InputError, match=said):
+        run.connect(recipe()[0], timeout=1)
+
+
+@pytest.mark.parametrize("place", ["open_data", "build"])
+def test_a_process_that_is_lost_before_the_first_step_is_a_sentence(place, prepared, tmp_path):
+    lost = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+    with patch.object(run, place, side_effect=lost), pytest.raises(InputError, match="processes have lost each other"):
+        train(prepared, tmp_path / "run")
+
+
+def test_process_0_says_for_all_whether_a_run_is_finished(data, tmp_path):
+    """Others may not see its files yet on a shared disk. Process 0 is a stand-in."""
+    with patch.object(run, "gathered", lambda mine: [True, mine]):
+        assert train(data, tmp_path / "run") is None
+
+
+def test_processes_of_a_row_look_for_what_is_not_finite_in_the_same_batch(monkeypatch):
+    """Of which this one's part is finite. The other process is a stand-in."""
+    asked, losses = [], [torch.tensor(1.0)] * 3
+    monkeypatch.setattr(Processes, "sum", lambda own, x: x + 1)
+    monkeypatch.setattr(Processes, "sum_in_row", lambda own, x: x + torch.tensor([0, 0, 1]))
+    parts = {"loss": lambda model, batch: asked.append(batch), "updates": SimpleNamespace(autocast=nullcontext)}
+    loop = SimpleNamespace(processes=Processes("cpu"), loss_sum=torch.tensor(0.0), model=torch.nn.Identity(), **parts)
+    Loop.count_losses(loop, losses, ["first", "second", "third"])
+    assert asked == ["third"]
 
 
 @pytest.mark.slow

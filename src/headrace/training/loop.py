@@ -234,7 +234,7 @@ class Loop:
         broken = ~torch.stack(losses).isfinite()
         if self.processes.sum(broken.sum()):  # a sharded model computes in all processes or in none
             self.broken = True
-            at = int(broken.int().argmax())
+            at = int(self.processes.sum_in_row(broken.int()).argmax())  # one batch in all processes of a row
             with self.processes.sharing_rows(), self.updates.autocast():
                 where = first_not_finite(self.model, lambda: self.loss(self.model, batches[at]))
             if broken[at]:

@@ -4,7 +4,7 @@ answer."""
 import os
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -128,10 +128,10 @@ def _meet(device: torch.device, limit: timedelta) -> dist.Store:
     """Connects the processes, and returns the store by which they found each other."""
     try:
         store, rank, count = next(rendezvous("env://", timeout=limit))
-    except ValueError as error:  # the launcher has set a part of what torchrun sets
-        raise InputError(f"the processes cannot find each other ({error}); expected a start by torchrun") from error
-    backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(backend, timeout=limit, world_size=count, rank=rank, store=store)
+        dist.init_process_group(dist.get_default_backend_for_device(device), None, limit, count, rank, store)
+    except (ValueError, RuntimeError) as error:  # the launcher has set a part of what torchrun sets, or one is missing
+        reason = str(error).splitlines()[0]
+        raise InputError(f"the processes cannot find each other ({reason}); expected a start by torchrun") from error
     return store
 
 
@@ -140,7 +140,10 @@ def device_of_this_process() -> torch.device:
     if (device := present_device()).type == "cpu":
         return device
     number = int(os.environ.get("LOCAL_RANK", torch.accelerator.current_device_index()))
-    torch.accelerator.set_device_index(number)
+    try:
+        torch.accelerator.set_device_index(number)
+    except RuntimeError as error:
+        raise InputError(f"LOCAL_RANK={number}: {str(error).splitlines()[0]}; expected a device per process") from error
     return torch.device(device.type, number)
 
 
@@ -199,8 +202,7 @@ def agreed(folder: Path, choose: Callable[[], Path | None]) -> Iterator[Path | N
                 holder, chosen = held.enter_context(locked(folder)), choose()
                 message = holder, chosen and chosen.name
         holder, name = gathered(message)[0]
-        lock = folder / LOCK
-        visible = gathered(lock.is_file() and holder_of(lock) == holder)
+        visible = gathered((lock := folder / LOCK).is_file() and holder_of(lock) == holder)
         if not all(visible):
             raise InputError(
                 f"process {visible.index(False)} does not see the folder that process 0 writes to; expected one "
@@ -212,20 +214,24 @@ def agreed(folder: Path, choose: Callable[[], Path | None]) -> Iterator[Path | N
 # --- a process that does not answer ----------------------------------------------------------------------------------
 
 
-def is_connection_error(error: BaseException) -> bool:
-    """Whether an error says that another process did not answer."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+@contextmanager
+def answering(processes: Processes, stopped: Callable[[str], InputError] = InputError) -> Iterator[None]:
+    """Raises an InputError, `stopped` of what is wrong, if another process does not answer in the block."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            raise stopped(unresponsive(processes)) from error
+        raise
 
 
 def unresponsive(processes: Processes) -> str:
     """Says which processes did not answer: those that do not notice within ANSWER that another one is lost."""
     store, key, silent = processes.store, "headrace/noticed/{}".format, []
-    try:
+    with suppress(dist.DistError):  # the store was in the process that is lost
         if store is not None:
             store.set(key(processes.rank), "")
             silent = [rank for rank in range(processes.count) if not _noticed(store, key(rank))]
-    except dist.DistError:  # the store was in the process that is lost
-        silent = []
     if not silent:
         return "the processes have lost each other, as one of them ended or stalled"
     who = f"process {silent[0]} has" if len(silent) == 1 else f"processes {', '.join(map(str, silent))} have"

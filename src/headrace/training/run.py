@@ -42,7 +42,7 @@ from .history import Measures, check_trackers, open_trackers
 from .loop import Batches, Loop, answers
 from .machine import peak
 from .model import build, count, flops_per_token, meta_model, recompute_blocks
-from .processes import PARALLEL, TIMEOUT, Processes, agreed, connect, errors_in_all, is_connection_error, unresponsive
+from .processes import PARALLEL, TIMEOUT, Processes, agreed, answering, connect, errors_in_all, gathered
 from .recipes import FROM_DATA, About, Recipe, to_yaml
 from .sharding import shard
 from .watch import Stop
@@ -70,13 +70,13 @@ def train(
     """
     check_trackers(trackers)
     processes = connect(recipe, timeout)
-    with errors_in_all():
+    with answering(processes), errors_in_all():
         opened = open_data(data) if isinstance(data, Path) else data
         check_tokenizer(recipe, opened)
         check_data(recipe, opened)
         recipe.share(processes.count)
-    with agreed(folder, partial(begin, folder, recipe, opened)) as last:
-        if is_finished(folder, last, recipe):
+    with answering(processes), agreed(folder, partial(begin, folder, recipe, opened)) as last:
+        if gathered(is_finished(folder, last, recipe))[0]:  # as process 0 sees it, whose files others may see later
             if processes.rank == 0:
                 print(f"{folder} is finished, and nothing is left to do; {next_command(folder, opened)}")
             return None
@@ -140,8 +140,7 @@ def begin(folder: Path, recipe: Recipe, data: PackedData) -> Path | None:
         InputError: the folder belongs to another run.
     """
     fields = {name: value for name, value in asdict(recipe).items() if name not in OF_THE_MACHINE}
-    recipe_as_read = json.loads(json.dumps(fields))  # lists for tuples
-    plan = {"recipe": recipe_as_read, "data": data.identity, "order": ORDER}
+    plan = {"recipe": json.loads(json.dumps(fields)), "data": data.identity, "order": ORDER}  # lists for tuples
     claim(folder, plan, RUN, defaults({"recipe": recipe}))
     checkpoints.discard_unfinished(folder)
     return checkpoints.newest(folder)
@@ -152,11 +151,10 @@ def report_failures(loop: Loop) -> Iterator[None]:
     """Raises an InputError that names the last complete checkpoint for a file that cannot be read or written, a
     connection that fails, and a process that does not answer."""
     try:
-        yield
+        with answering(loop.processes, lambda who: checkpoints.stopped_run(f"{who} at step {loop.step}", loop.folder)):
+            yield
     except (OSError, SafetensorError, RuntimeError) as error:
-        if is_connection_error(error):
-            reason = unresponsive(loop.processes)
-        elif isinstance(error, RuntimeError) and "inline_container" not in str(error):  # not raised by torch.save
+        if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # not raised by torch.save
             raise
         elif getattr(error, "errno", None) == errno.ENOSPC:
             reason = "the disk is full"
@@ -203,9 +201,7 @@ def check_tokenizer(recipe: Recipe, data: PackedData) -> None:
         if checkpoint is None or data.tokenizer is None:
             continue
         folder = fetched(checkpoint)
-        if not (folder / "tokenizer.json").is_file():
-            continue
-        if read_tokenizer(folder).get_vocab() != data.tokenizer.get_vocab():
+        if (folder / "tokenizer.json").is_file() and read_tokenizer(folder).get_vocab() != data.tokenizer.get_vocab():
             other = f"{name}={checkpoint!r} has another tokenizer than the data"
             raise InputError(f"{other}; prepare the data with --tokenizer {checkpoint}")
 
@@ -240,8 +236,7 @@ def shared_model(model: Any, recipe: Recipe, processes: Processes) -> torch.nn.M
     """The model on its device, with what lets the processes share its gradients, or its weights too."""
     if recipe.recompute:
         recompute_blocks(model)
-    splits = recipe.shard > 1 or recipe.context_parallel > 1
-    wanted = False if splits and recipe.compile is None else recipe.compile
+    wanted = False if recipe.compile is None and max(recipe.shard, recipe.context_parallel) > 1 else recipe.compile
     compile_for_training(model, wanted, cuda=torch.cuda.is_available(), packed=recipe.separate_documents)
     if recipe.shard > 1:
         shard(model, processes.mesh(recipe.shard))
