@@ -2,14 +2,17 @@
 
 import json
 import signal
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from groups import run
 from headrace import InputError, context_parallel, zoo
+from headrace.ops.parallel import context
 from ranks import OPS, H, K, V, check
 from sharded import Run, train_all
-from tiny import covering
+from tiny import build, covering
 from trained import train
 
 pytestmark = pytest.mark.slow(seconds=25)
@@ -98,6 +101,14 @@ def test_processes_that_cannot_share_rows_are_refused(data, tmp_path):
         train(data, tmp_path, context_parallel=2)
     with pytest.raises(InputError, match="context_parallel=3; expected a divisor of length=32"):
         train(data, tmp_path, context_parallel=3)
+
+
+@pytest.mark.parametrize("name", ["position_ids", "seq_idx"])
+def test_marks_of_a_part_are_refused_before_processes_communicate(name):
+    """Those of one process may be invalid, or separate sequences, where those of another do not. No group is there."""
+    ids, part = torch.ones(1, 8, dtype=int), SimpleNamespace(rank=0, size=2)
+    with context._within(part), pytest.raises(InputError, match="position_ids or seq_idx under context_parallel"):
+        build("gla")(ids, **{name: torch.arange(8)[None]})
 
 
 def test_context_parallel_needs_a_process_group():

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..layers.packing import check_marks, flash_bounds, pack_rows, padding_mask, sequences
 from ..ops.checks import as_bounds, require
+from ..ops.parallel.context import current
 from ..ops.sequences import Sequences, avoid_sync
 
 
@@ -28,6 +29,7 @@ def arranged(
     """Returns (x [B, T, D], or its tokens as one row; which tokens are no padding, or None; the pack, or None). seen:
     number of columns before x."""
     if position_ids is not None or seq_idx is not None:
+        require(current() is None, "position_ids or seq_idx under context_parallel; expected cu_seqlens of the row")
         padding_mask(attention_mask, x, False, seen)  # checks the shape
         if cu_seqlens is not None and not seen and avoid_sync(x):
             check_marks(x, position_ids, seq_idx, cu_seqlens)

@@ -73,8 +73,7 @@ def recomputed(module: Any) -> AbstractContextManager[None] | None:
         return None
     part = current()
     if torch._C._current_graph_task_id() >= 0:  # in a backward
-        last = _computed.get(module)
-        return None if last is part else _within(last)
+        return None if (last := _computed.get(module)) is part else _within(last)
     if part is None:
         _computed.pop(module, None)
     else:
@@ -201,8 +200,7 @@ def over_processes(call: Call, borders: ShardBoundaries, run: Callable[[Call], A
     """Computes a call whose tokens are this process's part of a row. run: a backend's function; cu_seqlens of the call:
     this process's bounds. Returns (out, final state) as `run`."""
     V, initial = call.v.shape[-1], call.initial_state
-    if initial is not None:
-        initial = initial * borders.begins(initial).view(-1, 1, 1, 1)
+    initial = None if initial is None else initial * borders.begins(initial).view(-1, 1, 1, 1)
     if call.delta:
         out, final = run(_with_transition(call, borders, initial))
         out, read, final, transition = out[..., :V], out[..., V:], final[..., :V], final[..., V:]
