@@ -405,8 +405,10 @@ def test_a_refused_run_leaves_its_folder_to_a_corrected_one(data, first, tmp_pat
         with pytest.raises(InputError, match=sentence):
             train(data, tmp_path, **changes)
         assert not (tmp_path / "run.json").exists()
-    with patch.object(Loop, "run", side_effect=torch.OutOfMemoryError), pytest.raises(torch.OutOfMemoryError):
-        train(data, tmp_path, micro_batch=4)
+    for error in (torch.OutOfMemoryError, KeyboardInterrupt):
+        with patch.object(Loop, "run", side_effect=error), pytest.raises(error):
+            train(data, tmp_path, micro_batch=4)
+        assert not (tmp_path / "run.json").exists()
     train(data, tmp_path, tokens=128, weights=str(first), mixer="checkpoint")
 
 

@@ -95,7 +95,7 @@ def train(
                     loop.run(stop)
                 stop.end()
                 finish(loop, about, opened)
-        except Exception:  # such as rows that are too long for the weights, or more than the memory
+        except BaseException:  # such as rows that are too long for the weights, more than the memory, or Ctrl-C
             release(folder, RUN)  # so that a corrected command can take it, if it has no results
             raise
     return loop
