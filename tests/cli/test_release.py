@@ -42,3 +42,11 @@ def test_workflows_call_existing_targets(path):
     for job in workflow["jobs"].values():
         needed = job.get("needs", [])
         assert {*([needed] if isinstance(needed, str) else needed)} <= set(workflow["jobs"])
+
+
+def test_windows_is_installed_without_cmake():
+    """Which fails where neither Visual Studio nor Ninja is, before it could say that there is no compiler."""
+    without, required = PROJECT["tool"]["scikit-build"]["overrides"]
+    assert re.search(without["if"]["any"]["platform-system"], "win32") and not without["wheel"]["cmake"]
+    assert not any(re.search(without["if"]["any"]["platform-system"], system) for system in ("linux", "darwin"))
+    assert required["if"]["env"] == {"HEADRACE_NATIVE": "^required$"} and required["wheel"]["cmake"]
