@@ -2,12 +2,15 @@
 
 import pickle
 import sys
+from importlib.util import find_spec, module_from_spec
 from multiprocessing import get_context
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import fresh
+from headrace.convert import checkpoint
 from headrace.data import Preparation, preparation, prepare
 from headrace.files import processes
 from headrace.files.processes import LOCK, locked
@@ -94,3 +97,26 @@ def test_lock_is_deleted_after_it_is_closed(tmp_path, monkeypatch):
     with locked(tmp_path / "d"):
         pass
     assert not (tmp_path / "d" / LOCK).exists()
+
+
+def test_the_process_of_a_tokenizer_is_forked_on_linux_alone(monkeypatch):
+    spec = find_spec("headrace.serving.tokenizing")
+    monkeypatch.setattr("multiprocessing.forkserver.ensure_running", lambda: pytest.fail("a fork"))
+    for system in ("darwin", "win32"):
+        monkeypatch.setattr(sys, "platform", system)
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        module.import_ahead()
+        assert module.CONTEXT.get_start_method() == "spawn"
+
+
+def test_names_of_the_hub_are_paths_of_windows(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("headrace.files.hub.os", SimpleNamespace(sep="\\"))
+    monkeypatch.setattr(checkpoint, "sep", "\\")
+    monkeypatch.setattr(checkpoint, "snapshot_download", lambda name, **patterns: asked.append(name) or tmp_path)
+    monkeypatch.setattr(checkpoint.AutoTokenizer, "from_pretrained", lambda name, **options: asked.append(name))
+    assert checkpoint.fetched(Path("owner\\name")) == tmp_path
+    with pytest.raises(InputError, match="no readable tokenizer"):
+        checkpoint.read_tokenizer(Path("owner\\name"))
+    assert asked == ["owner/name", "owner/name"]

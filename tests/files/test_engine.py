@@ -7,6 +7,9 @@ import signal
 import sys
 import time
 from pathlib import Path
+from ssl import SSLCertVerificationError
+from types import SimpleNamespace
+from urllib.error import HTTPError, URLError
 
 import psutil
 import pytest
@@ -15,7 +18,7 @@ import torch
 import fresh
 from damage import change_digit
 from groups import begin, begun_by, forked, wait_for
-from headrace.files import engine
+from headrace.files import engine, environment
 from headrace.files.engine import Claim, Point, run
 from headrace.files.hub import check_config, hub_answers, is_on_the_hub
 from headrace.files.processes import locked
@@ -59,6 +62,14 @@ def test_a_row_has_its_environment(tmp_path):
     stored = json.loads((tmp_path / "points" / "2.json").read_text("utf-8"))
     assert stored.pop("sha256") and stored == row
     assert "headrace" in (tmp_path / "made-by.json").read_text()
+
+
+def test_git_may_print_what_the_locale_cannot_decode(tmp_path, monkeypatch):
+    """As the name of a file with core.quotePath=false."""
+    (tmp_path / "git").write_text("#!/bin/sh\nprintf '\\377'\n")
+    (tmp_path / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert environment.git("status") == "\ufffd"
 
 
 def test_progress_is_told_point_by_point(tmp_path):
@@ -231,13 +242,15 @@ def test_workers_know_the_functions_of_a_module_that_was_run_by_its_name(tmp_pat
     assert done.stdout == "42\n", done.stderr
 
 
-def test_a_checkpoint_that_a_run_does_not_have_is_not_asked_of_the_hub(tmp_path):
+def test_a_checkpoint_that_a_run_does_not_have_is_not_asked_of_the_hub(tmp_path, monkeypatch):
     run = tmp_path / "run"
     (run / "checkpoint-8").mkdir(parents=True)
     for file in (run / "run.json", run / "checkpoint-8" / "config.json"):
         file.write_text("{}")
     assert not is_on_the_hub(run / "checkpoint-2") and is_on_the_hub("owner/name")
     assert is_on_the_hub("owner/name:20231101.en")  # a configuration of a data set
+    monkeypatch.setattr("headrace.files.hub.os", SimpleNamespace(sep="\\"))
+    assert is_on_the_hub("owner\\name")  # as Windows writes the path that a command is given
     with pytest.raises(InputError, match="checkpoint-2' does not exist; the run has checkpoint-8"):
         check_config(run / "checkpoint-2")
 
@@ -248,4 +261,23 @@ def test_the_hub_is_asked_unless_its_client_is_offline(monkeypatch, value, answe
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # where nothing answers
     assert hub_answers() == answers
     monkeypatch.setenv("HF_ENDPOINT", "http://a b")
+    assert hub_answers() == answers
+
+
+@pytest.mark.parametrize(
+    ("error", "answers"),
+    [
+        (URLError(SSLCertVerificationError(1, "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed")), True),
+        (HTTPError("https://huggingface.co", 503, "busy", None, None), True),
+        (URLError(OSError(101, "Network is unreachable")), False),
+    ],
+)
+def test_what_the_hub_answers_is_left_to_its_client(monkeypatch, error, answers):
+    """Python of python.org for macOS knows no certificates until the user installs them; the client has its own."""
+
+    def fail(request, timeout):
+        raise error
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("headrace.files.hub.urlopen", fail)
     assert hub_answers() == answers

@@ -1,6 +1,6 @@
 """Reading of a saved model and of its tokenizer."""
 
-from os import PathLike
+from os import PathLike, sep
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ def fetched(path: str | Path) -> Path:
     if not is_on_the_hub(path):
         return Path(path)
     with reading(f"checkpoint {str(path)!r} is no folder here, and cannot be fetched from the Hugging Face Hub"):
-        return Path(snapshot_download(str(path), allow_patterns=FETCHED, ignore_patterns=UNUSED))
+        return Path(snapshot_download(str(path).replace(sep, "/"), allow_patterns=FETCHED, ignore_patterns=UNUSED))
 
 
 def check_backend() -> None:
@@ -118,6 +118,7 @@ def read_tokenizer(checkpoint: Path | str) -> Any:
     check_files(Path(checkpoint))
     sentence = f"checkpoint {str(checkpoint)!r} has no readable tokenizer; expected a tokenizer.json"
     with reading_tokenizer(checkpoint, sentence):
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=local, trust_remote_code=False)
+        name = str(checkpoint).replace(sep, "/")  # of the Hub, also in a path of Windows
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local, trust_remote_code=False)
         tokenizer.decode(tokenizer("It was").input_ids)  # some fields of tokenizer_config.json are read only now
     return tokenizer

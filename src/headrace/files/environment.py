@@ -58,7 +58,7 @@ def git(*args: str) -> str | None:
     """Returns the output of a git command in the package's folder, or None if it fails."""
     here = Path(__file__).parent
     try:
-        done = subprocess.run(["git", *args], cwd=here, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(["git", *args], cwd=here, capture_output=True, errors="replace", timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

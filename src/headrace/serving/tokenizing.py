@@ -5,6 +5,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,17 +14,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..convert.checkpoint import read_tokenizer
-from ..files.processes import POSIX, end_with_parent, handling
+from ..files.processes import end_with_parent, handling
 from .refusals import Refused, failed
 
 T = TypeVar("T")
 SECONDS = 10  # after which the process is ended
-CONTEXT: Any = multiprocessing.get_context("forkserver" if POSIX else "spawn")
+CONTEXT: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
 
 
 def import_ahead() -> None:
-    """Begins a process that imports what the tokenizer's process needs, and from which that one is forked."""
-    if POSIX:
+    """On Linux, begins a process from which the tokenizer's is forked, with its imports; macOS's survive no fork."""
+    if CONTEXT.get_start_method() == "forkserver":
         from multiprocessing.forkserver import ensure_running
 
         CONTEXT.set_forkserver_preload([__name__])
