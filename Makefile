@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # PyPI's wheel of PyTorch for Linux brings several GB of CUDA. Without an NVIDIA driver pip also looks into PyTorch's index
 # of CPU wheels; if that index does not answer the first time, pip goes on without a warning and takes what its own
 # configuration has. TORCH_INDEX names another index, or nothing.
-TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi 2>/dev/null),,https://download.pytorch.org/whl/cpu)
 # pip would compile 24,000 modules, one after the other; Python compiles the few that are imported. The pip that comes with
 # Python 3.11 takes 40 seconds more to choose the packages than a new one.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile

@@ -243,6 +243,7 @@ def test_closed_streams(run_command, monkeypatch):
     assert "--prompt is missing" in run_command("generate", "notes").err
     monkeypatch.setattr(sys, "stdout", None)
     assert run_command("zoo").code == 0
+    assert sys.stdout.encoding == "utf-8"  # whatever the locale
     sys.stdout.close()
 
 

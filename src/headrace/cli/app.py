@@ -61,7 +61,7 @@ def prepare_streams() -> None:
     means draw it once a minute there. Before tqdm is imported, which reads the environment only then."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     if not sys.stderr.isatty():
         for name, value in {"TQDM_DISABLE": "1", "TQDM_MININTERVAL": "60"}.items():
             os.environ.setdefault(name, value)
