@@ -391,6 +391,8 @@ def test_missing_library_has_a_reason(monkeypatch, tmp_path):
     assert "installed without its native kernels: no C++ compiler" in native._load()[1]
     (tmp_path / "libheadrace.so").write_text("no library")
     assert "its library cannot be loaded" in native._load()[1]
+    monkeypatch.setenv("HEADRACE_LIBRARY", torch._C.__file__)  # of another program
+    assert "its library cannot be loaded" in native._load()[1]
     monkeypatch.setenv("HEADRACE_LIBRARY", "/nowhere.so")
     with pytest.raises(InputError, match=r"HEADRACE_LIBRARY='/nowhere\.so' is not a file"):
         native._load()

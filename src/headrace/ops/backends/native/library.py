@@ -43,11 +43,11 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         return None, "headrace was installed without its native kernels: no C++ compiler, or HEADRACE_NATIVE=off"
     with as_file(resource) as path:
         try:
-            library = ctypes.CDLL(str(path))
-        except OSError as error:
+            abi = (library := ctypes.CDLL(str(path))).hr_abi()
+        except (OSError, AttributeError) as error:  # a library of something else has no such function
             return None, f"its library cannot be loaded: {error}"
-    if library.hr_abi() != ABI:
-        return None, f"{path} has interface version {library.hr_abi()}, not {ABI}: install headrace again"
+    if abi != ABI:
+        return None, f"{path} has interface version {abi}, not {ABI}: install headrace again"
     _declare(library)
     if fault := structs.fault(library.hr_structs().decode()):
         raise RuntimeError(f"{path} would read the memory of a call wrongly: {fault}; build it from the same sources")
