@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from http.client import BadStatusLine
 from pathlib import Path
 from ssl import SSLCertVerificationError
 from types import SimpleNamespace
@@ -270,6 +271,7 @@ def test_the_hub_is_asked_unless_its_client_is_offline(monkeypatch, value, answe
         (URLError(SSLCertVerificationError(1, "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed")), True),
         (HTTPError("https://huggingface.co", 503, "busy", None, None), True),
         (URLError(OSError(101, "Network is unreachable")), False),
+        (BadStatusLine("SSH-2.0"), False),
     ],
 )
 def test_what_the_hub_answers_is_left_to_its_client(monkeypatch, error, answers):

@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -48,7 +49,7 @@ def hub_answers() -> bool:
     try:
         with urlopen(Request(address, method="HEAD"), timeout=PATIENCE):
             return True
-    except Exception as error:  # also HTTPException: HF_ENDPOINT is no address, or not that of a server
+    except (OSError, ValueError, HTTPException) as error:  # or HF_ENDPOINT is no address, or not that of a server
         # A status, or a certificate that Python does not know, is an answer: the Hub's client has its own certificates.
         return isinstance(error, HTTPError) or "CERTIFICATE_VERIFY_FAILED" in str(error)
 
