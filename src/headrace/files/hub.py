@@ -49,8 +49,7 @@ def hub_answers() -> bool:
     try:
         with urlopen(Request(address, method="HEAD"), timeout=PATIENCE):
             return True
-    except (OSError, ValueError, HTTPException) as error:  # or HF_ENDPOINT is no address, or not that of a server
-        # A status, or a certificate that Python does not know, is an answer: the Hub's client has its own certificates.
+    except (OSError, ValueError, HTTPException) as error:  # a status is an answer; the client has its own certificates
         return isinstance(error, HTTPError) or "CERTIFICATE_VERIFY_FAILED" in str(error)
 
 
