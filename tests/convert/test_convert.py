@@ -243,7 +243,7 @@ def test_formats_refuse_unsupported_models(tmp_path, mixer):
 
 def test_a_layer_of_another_kind_is_named(checkpoint, tmp_path):
     _, path = checkpoint("llama")
-    with pytest.raises(InputError, match='type is "linear" here and "attention" there'):
+    with pytest.raises(InputError, match="layer 0 has a mixer of type 'linear'; expected 'attention'"):
         export_checkpoint(linearize(import_checkpoint(path), "gla"), "llama", tmp_path / "back")
 
 
