@@ -35,7 +35,7 @@ from exported import released as in_runtimes
 from headrace import quantize
 from headrace.benchmarking.decoding import READ
 from headrace.benchmarking.measure import built, ids, measure, resident
-from headrace.benchmarking.models import PEERS, Shape, build, ours
+from headrace.benchmarking.models import PEERS, Shape, build
 from headrace.benchmarking.plan import BenchPlan, Point
 from headrace.layers.blocks.widths import default_intermediate_size
 from headrace.report.numbers import spread
@@ -55,16 +55,16 @@ MODELS = {  # name in the results -> name in headrace.benchmarking
 SIZES = {"340M": Shape(), "5M": Shape(5, 256, 4, 4096), "135M": Shape(30, 576, 9, 49152)}
 TOKEN = MODELS | {"headrace rwkv7": "rwkv7-64", "headrace gla, weights in bfloat16": "gla-bfloat16"}  # of decoding
 EXPORTED = {"ONNX Runtime": ("gla", "gated-deltanet", "mamba2"), "llama.cpp": ("mamba2", "rwkv7-64")}
-PEERS["rwkv7-64"] = lambda shape: ours("rwkv7", replace(shape, heads=shape.hidden_size // 64))  # as llama.cpp needs it
+PEERS["rwkv7-64"] = lambda shape: build("rwkv7", replace(shape, heads=shape.hidden_size // 64))  # as llama.cpp needs it
 GROUP = 3  # query heads that share one of k and v, where their number is a multiple
 TOKEN["transformers Llama, grouped"] = "transformers-llama-grouped"
 TOKEN |= {f"headrace grouped attention{said}": f"grouped{said}" for said in ("", ", by modules")}
-PEERS["gla-bfloat16"] = lambda shape: ours("gla", shape).bfloat16()
+PEERS["gla-bfloat16"] = lambda shape: build("gla", shape).bfloat16()
 app = typer.Typer(add_completion=False, help=__doc__)
 
 
 def grouped(shape: Shape) -> nn.Module:
-    return ours(f"gqa(kv_heads={shape.heads // GROUP or 1})", shape)
+    return build(f"gqa(kv_heads={shape.heads // GROUP or 1})", shape)
 
 
 def grouped_by_modules(shape: Shape) -> nn.Module:
