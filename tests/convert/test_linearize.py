@@ -1,6 +1,7 @@
 """Attention layers that become linear mixers: what is taken over, what stays, and what is refused."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from decoding import decoded
 from equation import MAX_ERROR_RATIO, skip_if_missing
 from headrace import InputError, load, quantize, zoo
 from headrace.convert import export_checkpoint
-from headrace.convert.linearize import linearize
+from headrace.convert.linearize import linearize, with_linear_layers
 from headrace.extra.capped import CappedSpec
 from headrace.extra.late_norm import LateNormSpec
 from headrace.layers.rotary import angles, rotate
@@ -126,6 +127,30 @@ def test_other_layers_stay_and_the_model_is_one_of_ours(tmp_path):
     assert torch.equal(new[:, -1], again(new[:, :-1]).logits[:, -1].argmax(-1))
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_stays_is_shared_on_the_models_device(device):
+    """As on a GPU, to which a device without numbers is nearest here."""
+    model = model_of("gqa(kv_heads=2)", "gqa(kv_heads=2)").to(device)
+    linear = with_linear_layers(model, "lolcats", [1])
+    before, after = (x.state_dict() for x in (model, linear))
+    assert {x.device.type for x in (*after.values(), *linear.buffers())} == {device}
+    if device == "cpu":
+        shared = {name for name in before.keys() & after if before[name].is_set_to(after[name])}
+        assert shared == {name for name in after if ".layers.1.mixer." not in name}
+    assert linear.lm_head.weight is linear.get_input_embeddings().weight
+    assert all(p.requires_grad for p in linear.parameters())
+
+
+@torch.no_grad()
+def test_new_parts_begin_as_the_manual_says():
+    new = mixer(linearize(model_of("gqa(kv_heads=2)"), "lolcats(decay.kind=sigmoid-head)"))
+    for weight in (new.learned_map.q, new.learned_map.k):
+        assert torch.equal(weight, torch.eye(new.K, dtype=weight.dtype).expand_as(weight))
+    assert new.window_factor.sigmoid().tolist() == pytest.approx([0.1] * new.H)
+    half = -math.log(2) / new.decay(torch.zeros(1, 1, new.H))[0, 0]  # tokens
+    assert (round(half[0].item()), round(half[-1].item())) == (14, 280)
+
+
 def test_a_converted_model_has_no_way_back(tmp_path):
     """Neither does the export to GGUF name one."""
     model = model_of("transformer", "transformer")
@@ -184,7 +209,9 @@ def test_mixers_of_all_kinds_take_a_layer_over(name, norm):
         ("transformer", "gla", [], "layers=.. makes no layer linear; expected some of 0"),
         ("gla", "gla", None, "the model has no attention layer that could become linear$"),
         ("mla", "gla", None, "could become linear: its k and v are projections of a normalized latent"),
-        ("fox", "gla", None, "layer 0 has forget=True, which no linear mixer has"),
+        ("fox", "gla", None, "^layer 0 has forget=True, which no linear mixer has"),
+        ("gqa(rope.dims=4)", "xpos-retnet", None, "^mixer='xpos-retnet' cannot take over layer 0: decay.kind"),
+        ("gqa(rotary=false)", "xpos-retnet", None, "^mixer='xpos-retnet' cannot take over layer 0: decay.kind"),
     ],
 )
 def test_what_cannot_be_taken_over_is_named(attention, name, layers, sentence):

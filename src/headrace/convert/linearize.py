@@ -28,7 +28,7 @@ from ..layers.norms import OffsetRMSNorm
 from ..spec.attention import AttentionSpec, Rope
 from ..spec.linear import MixerSpec
 from ..spec.serialize import to_json
-from ..utils.errors import InputError
+from ..utils.errors import InputError, shown
 
 # The gate of an attention layer -> read.gate.
 GATES: dict[str, Any] = {"none": None, "channel": "sigmoid", "head": "sigmoid-head"}
@@ -56,11 +56,14 @@ def with_linear_layers(model: Any, mixer: str | MixerSpec, layers: Iterable[int]
     changed = linear_config(config, mixer, chosen)
     parts = tuple(f"model.backbone.layers.{i}.mixer." for i in chosen)
     kept = {name: value for name, value in model.state_dict().items() if not name.startswith(parts)}
+    blank = {name: torch.zeros((), dtype=x.dtype).expand(x.shape) for name, x in kept.items()}
     with quiet():
-        result: Any = HeadraceForCausalLM.from_pretrained(None, config=changed, state_dict=kept, dtype=model.dtype)
-    result.generation_config = model.generation_config
+        result: Any = HeadraceForCausalLM.from_pretrained(None, config=changed, state_dict=blank, dtype=model.dtype)
+    result.load_state_dict(kept, strict=False, assign=True)  # from_pretrained would copy what is on a GPU to the CPU
+    result.tie_weights()
+    result.to(model.device).generation_config = model.generation_config
     for i in chosen:
-        _fill(result.model.backbone.layers[i].mixer.to(model.device), attention_of(model)[i])
+        _fill(result.model.backbone.layers[i].mixer, attention_of(model)[i])
     return result
 
 
@@ -73,7 +76,13 @@ def linear_config(config: HeadraceConfig, mixer: str | MixerSpec, chosen: list[i
     for i in chosen:
         if not 0 <= i < len(stack) or not isinstance(stack[i].mixer, AttentionSpec):
             raise InputError(f"layer {i} is no layer of softmax attention; expected one of {known}")
-        stack[i] = replace(stack[i], mixer=_taken_over(spec, stack[i].mixer, i, config))
+        _check_form(stack[i].mixer, i)
+        try:
+            new = _taken_over(spec, stack[i].mixer, config)
+            new.head_dims(config.hidden_size, config.num_heads)
+        except InputError as error:
+            raise InputError(f"mixer={shown(mixer)} cannot take over layer {i}: {error}") from None
+        stack[i] = replace(stack[i], mixer=new)
     changed = {"mixer": [to_json(layer) for layer in stack], "converted_from": None}  # there is no way back
     return HeadraceConfig.from_dict(config.to_dict() | changed)  # type: ignore[return-value]
 
@@ -111,11 +120,14 @@ def _linear(mixer: str | MixerSpec) -> MixerSpec:
     return spec
 
 
-def _taken_over(spec: MixerSpec, old: AttentionSpec, i: int, config: HeadraceConfig) -> MixerSpec:
-    """Returns the spec of the new layer i."""
+def _check_form(old: AttentionSpec, i: int) -> None:
     for name, usual in (("buckets", None), ("forget", False), ("form", "sdpa")):
         if (value := getattr(old, name)) != usual:
             raise InputError(f"layer {i} has {name}={value!r}, which no linear mixer has; expected it among --keep")
+
+
+def _taken_over(spec: MixerSpec, old: AttentionSpec, config: HeadraceConfig) -> MixerSpec:
+    """Returns the spec of the layer that takes over an attention layer."""
     H, (d, _) = old.num_heads(config.hidden_size, config.num_heads), old.head_dims(config.hidden_size, config.num_heads)
     learned = spec.map if isinstance(spec, LinearizedSpec) else "none"
     mapped = learned != "none" or spec.inputs.feature_map != "identity"
