@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import re
 import shlex
 import shutil
@@ -293,6 +294,13 @@ def test_what_cannot_stay_is_named(text, sentence):
         Keep.parsed(text).changed([0, 1, 2])
 
 
+@pytest.mark.parametrize("text", ["1,{}", "every={}", "worst={}"])
+def test_a_number_of_many_digits_is_no_layer(text):
+    with pytest.raises(InputError, match="; expected layers such as 4,12,20") as refused:
+        Keep.parsed(text.format("9" * 5000))
+    assert len(str(refused.value)) < 200
+
+
 def test_windows_beside_parallel_mixers_may_be_dropped(data):
     layer = Layer(AttentionSpec(), parallel=zoo.get("gla"))
     config = tiny.config(Decoder((layer,)), num_hidden_layers=2, vocab_size=257)
@@ -327,7 +335,7 @@ def test_command_and_those_that_its_page_names(folder, prepared, tmp_path, run_c
     report, page = json.loads((out / "linearize.json").read_text()), (out / "report.html").read_text("utf-8")
     assert report["kept"] == [0, 2] and set(report["layers"]) == {"1"}
     for what, nats in report["nats"].items():
-        assert f"{what} {nats:.3f}" in result.out
+        assert f"{what} {nats:.3f}" in result.out and f"{math.exp(nats):.4g}" in page
     assert f"{report['layers']['1']['after']:.3f}" in result.out
     for number in (f"{report['nats']['transferred']:.3f}", f"{report['removed']['1']['linear']:+.3f}"):
         assert number in page

@@ -1,6 +1,7 @@
 """The page of `headrace linearize`: what the new layers imitate, what the model lost, its state and speed, and the
 commands that follow."""
 
+from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,8 @@ def write_page(report: Report, folder: Path) -> Path:
 
 
 def losses(nats: dict[str, float]) -> Section:
-    rows = [(name, STAGES[name], f"{value:.3f}") for name, value in nats.items()]
-    return Section("Loss", header=("model", "", "nats per held-out token"), rows=rows)
+    rows = [(name, STAGES[name], f"{value:.3f}", f"{exp(min(value, 700)):.4g}") for name, value in nats.items()]
+    return Section("Loss", header=("model", "", "nats per held-out token", "perplexity"), rows=rows)
 
 
 def imitation(report: Report, folder: Path) -> Section:
@@ -139,8 +140,7 @@ def bars(values: dict[str, list[float]], groups: list[str], unit: str, of: str =
             places = [x + width * (i - (len(values) - 1) / 2) for x in range(len(groups))]
             ax.bar(places, heights, width, label=name, color=(SOFT, *PALETTE)[i])
         ax.set_xticks(range(len(groups)), groups)
-        ax.set_xlabel(of)
-        ax.set_ylabel(unit)
+        ax.set(xlabel=of, ylabel=unit)
         ax.grid(axis="x", visible=False)
         ax.legend()
     return figure

@@ -47,11 +47,11 @@ class Keep:
     def parsed(text: str) -> "Keep":
         """Parses "4,12,20", "every=4", "worst=6" or "none"."""
         kind, _, number = text.partition("=")
-        if kind in ("every", "worst") and number.isdecimal() and int(number):
+        if kind in ("every", "worst") and number.isdecimal() and len(number) < 20 and int(number):
             return Keep(every=int(number)) if kind == "every" else Keep(worst=int(number))
         parts = [] if text == "none" else text.split(",")
-        if not all(part.strip().isdecimal() for part in parts):
-            raise InputError(f"--keep={text}; expected layers such as 4,12,20, or every=4, worst=6 or none")
+        if not all(part.strip().isdecimal() and len(part) < 20 for part in parts):
+            raise InputError(f"--keep={text[:80]}; expected layers such as 4,12,20, or every=4, worst=6 or none")
         return Keep(tuple(map(int, parts)))
 
     def changed(self, attention: list[int]) -> list[int]:
