@@ -141,6 +141,13 @@ def test_what_stays_is_shared_on_the_models_device(device):
     assert all(p.requires_grad for p in linear.parameters())
 
 
+@pytest.mark.parametrize("kind", ["int8", "bfloat16"])
+def test_a_quantized_model_is_refused(kind):
+    model = quantize(model_of("gqa(kv_heads=2)", "gqa(kv_heads=2)").float(), kind)
+    with pytest.raises(InputError, match="as a quantized one; expected a model as"):
+        linearize(model, "hedgehog", [1])
+
+
 @torch.no_grad()
 def test_new_parts_begin_as_the_manual_says():
     new = mixer(linearize(model_of("gqa(kv_heads=2)"), "lolcats(decay.kind=sigmoid-head)"))

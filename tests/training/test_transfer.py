@@ -393,6 +393,21 @@ def test_the_page_shows_the_parts_of_a_window(folder, prepared, tmp_path, run_co
     )
 
 
+def test_a_command_that_was_killed_before_a_checkpoint_holds_nothing(
+    folder, prepared, tmp_path, run_command, monkeypatch
+):
+    words = [folder, "--data", prepared, "--steps", 1, "--held-out", 1, "--threads", 1, "--output", tmp_path / "out"]
+
+    def killed(updates):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.Updates, "step", killed)
+        assert run_command("linearize", *words).code == 130
+    result = run_command("linearize", *words, "--lr", 1e-3)
+    assert result.code == 0, result.err
+
+
 def test_a_killed_command_goes_on(folder, prepared, tmp_path, run_command, monkeypatch):
     words = [folder, "--data", prepared, "--steps", 51, "--held-out", 1, "--threads", 1, "--output", tmp_path / "out"]
     step = module.Updates.step

@@ -59,7 +59,9 @@ def with_linear_layers(model: Any, mixer: str | MixerSpec, layers: Iterable[int]
     blank = {name: torch.zeros((), dtype=x.dtype).expand(x.shape) for name, x in kept.items()}
     with quiet():
         result: Any = HeadraceForCausalLM.from_pretrained(None, config=changed, state_dict=blank, dtype=model.dtype)
-    result.load_state_dict(kept, strict=False, assign=True)  # from_pretrained would copy what is on a GPU to the CPU
+    loaded = result.load_state_dict(kept, strict=False, assign=True)  # from_pretrained would copy it from a GPU
+    if other := loaded.unexpected_keys:
+        raise InputError(f"the model has {other[0]}, as a quantized one; expected a model as headrace.load returns it")
     result.tie_weights()
     result.to(model.device).generation_config = model.generation_config
     for i in chosen:

@@ -17,7 +17,7 @@ from ..convert.linearize import attention_layers, linear_config, replaceable, wi
 from ..data import PackedData
 from ..data.rows import ORDER, evenly_spaced, full_rows
 from ..extra.windowed import WindowedMixer
-from ..files.provenance import claim, defaults
+from ..files.provenance import claim, defaults, release
 from ..hf.config import HeadraceConfig
 from ..hf.model import HeadraceForCausalLM
 from ..layers.blocks.moe import MixtureOfExperts
@@ -98,8 +98,8 @@ def imitate(
     folder.mkdir(exist_ok=True)
     plan = {"mixer": to_json(linear.model.backbone.layers[changed[0]].mixer.spec), "layers": changed}
     plan |= {"settings": asdict(settings), "order": ORDER, "data": data.identity, "model": taught}
-    plan = json.loads(json.dumps(plan))  # as it is read back: lists for tuples
-    claim(folder, plan, optional={*defaults({"settings": settings}), ("data",), ("model",)})
+    release(folder)  # where no checkpoint is
+    claim(folder, json.loads(json.dumps(plan)), optional={*defaults({"settings": settings}), ("data",), ("model",)})
     nats = {"original": held_out_loss(model, data, settings), "replaced": held_out_loss(linear, data, settings)}
     imitation = Imitation(model, linear, settings.trains)
     errors = transfer(imitation, data, settings, folder, device, tell, threads)
