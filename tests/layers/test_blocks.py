@@ -18,6 +18,7 @@ from headrace import zoo
 from headrace.convert.retrofit import retrofit
 from headrace.export.onnx import check_exportable
 from headrace.inspection.recorder import record
+from headrace.layers.base import tensors
 from headrace.layers.blocks.block import ACTIVATIONS, MLP, Block, Sizes
 from headrace.layers.blocks.moe import shares_of, within_groups
 from headrace.spec.attention import AttentionSpec
@@ -179,17 +180,21 @@ def test_contradictions_are_refused(make, message):
 
 @pytest.mark.parametrize("name", ["hybrid", "shared"])
 @torch.no_grad()
-def test_states_and_maps_are_returned_where_lists_that_a_block_is_given_are_copied(name):
+def test_states_and_maps_are_the_same_where_what_a_block_is_given_is_copied_and_rounded(name):
     """As FSDP does with a dtype of its own."""
-    model, ids = build(name), tokens(2)
-    backbone, expected = model.model.backbone, model(ids, output_attentions=True)
-    copied = lambda _, args, kwargs: tree_map(lambda y: y, (args, kwargs))  # noqa: E731
-    for module in (*backbone.layers, *backbone.shared_blocks):
-        module.register_forward_pre_hook(copied, with_kwargs=True)
-    found = model(ids, output_attentions=True)
-    assert len(found.attentions) == len(expected.attentions) > 0
-    assert all(map(torch.equal, found.attentions, expected.attentions))
-    assert len(found.past_key_values.states) == sum(backbone.state_counts)
+    model, ids = build(name).bfloat16(), tokens(2)
+    backbone, results = model.model.backbone, []
+    rounded = lambda y: y.bfloat16() if isinstance(y, torch.Tensor) and y.is_floating_point() else y  # noqa: E731
+    copied = lambda _, args, kwargs: tree_map(rounded, (args, kwargs))  # noqa: E731
+    for hook in (None, copied):
+        for module in (*backbone.layers, *backbone.shared_blocks) if hook else ():
+            module.register_forward_pre_hook(hook, with_kwargs=True)
+        read = model.model(ids, output_attentions=True, use_cache=True)
+        last = model.model(ids, past_key_values=read.past_key_values).last_hidden_state
+        results.append([last, *read.attentions, *tensors(read.past_key_values.states)])
+    expected, found = results
+    assert len(expected) > 1 + sum(backbone.state_counts)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)

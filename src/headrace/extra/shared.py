@@ -31,13 +31,13 @@ class Shared(nn.Module):
         self.mlp = build_mlp("one", sizes)
 
     def forward(
-        self, x: Tensor, embedded: Tensor, adapters: "Adapters", state: Any = None, *, next_states: list[Any],
+        self, x: Tensor, embedded: Tensor, adapters: "Adapters", states: Any = (None,), *, next_states: list[Any],
         mask: Tensor | None = None, cu_seqlens: Tensor | None = None, in_place: bool = False,
     ) -> Tensor:  # fmt: skip
         """x, embedded [B, T, D] -> y [B, T, D], without a residual connection. adapters: the layer's."""
         both = self.mixer_norm(torch.cat([x, embedded], -1))
         where = {"mask": mask, "cu_seqlens": cu_seqlens, "in_place": in_place}
-        y, state = self.mixer(both, state, **where, projections=adapters.projections(self.mixer))
+        y, state = self.mixer(both, states[0], **where, projections=adapters.projections(self.mixer))
         next_states.append(state)
         y = self.mlp_norm(y)
         return y if self.mlp is None else self.mlp(y, adapters.mlp)

@@ -5,7 +5,7 @@ Dimensions: B batch, T tokens, D hidden size, N sequences.
 
 from collections import UserList
 from collections.abc import Callable, Sequence
-from itertools import cycle, repeat
+from itertools import cycle, islice, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -126,11 +126,12 @@ class Backbone(nn.Module):
                 self.before_layer()
             if inputs is not None:
                 inputs.append(x)
-            new: Any = UserList()  # FSDP would pass on a copy of a list
+            new: Any = UserList()  # FSDP would pass on a copy of a list, and round the tensors in it
             if layer.link is not None:
-                beside = next(shared)(x, embedded, layer.adapters, next(before), **where, **how, next_states=new)
+                own = UserList([next(before)])
+                beside = next(shared)(x, embedded, layer.adapters, own, **where, **how, next_states=new)
                 after += new.data
-            own, new = [next(before) for _ in range(own_count)], UserList()  # a compiled block takes an empty one
+            own, new = UserList(islice(before, own_count)), UserList()  # a compiled block takes an empty one
             x = layer(x, own, beside, **where, memory=memory, carried=carried, **how, next_states=new)
             after += new.data
         return self.norm(x), after
