@@ -36,6 +36,7 @@ def check(names):
     for name in names:
         for packed in (False, True):
             results[f"layer, {name}, {'packed' if packed else 'rows'}"] = layer_error(name, packed)
+        results[f"nan, {name}"] = nan_error(name)
     results["model"] = model_error()
     results["model that reads"] = reading_error()
     results["computed again"] = max(recomputed_error(reentrant) for reentrant in (False, True))
@@ -110,6 +111,31 @@ def layer_error(name, packed):
     for grad, want in zip(grads[1:], expected[1:], strict=True):
         dist.all_reduce(grad)
         errors.append(relative(grad, want))
+    return max(errors)
+
+
+def nan_error(name):
+    """Of the sequences without NaN in a pack where others have one: at a border where a sequence ends, and in one that
+    ends in a process in which the next begins."""
+    torch.manual_seed(7)
+    layer = perturbed(layers.Mixer(name, hidden_size=16, num_heads=4).double(), 0.3)
+    x, weight = torch.randn(2, 1, T, 16, dtype=torch.float64)
+    ends, errors = torch.tensor(BOUNDS), []
+    for token in (7, 16):
+        whole = x.index_fill(1, torch.tensor([token]), torch.nan).requires_grad_()
+        owner = torch.bucketize(torch.arange(T), ends[1:], right=True)
+        others = (owner != owner[token])[None, :, None]
+        y, _ = layer(whole, cu_seqlens=ends)
+        (expected,) = torch.autograd.grad((y * weight).sum(), whole)
+        with context_parallel() as part:
+            mine = part.split(whole.detach()).requires_grad_()
+            got, _ = layer(mine, cu_seqlens=ends)
+            (grad,) = torch.autograd.grad((got * part.split(weight)).sum(), mine)
+            for actual, exact in ((got, y), (grad, expected)):
+                assert exact.where(others, 0).isfinite().all()
+                errors.append(relative(*(torch.where(part.split(others), z, 0) for z in (actual, part.split(exact)))))
+            reached = part.split(~others & (torch.arange(T) >= token)[None, :, None])
+            errors.append(float((got.isfinite() & reached).any()))
     return max(errors)
 
 

@@ -50,6 +50,11 @@ def test_every_linear_mixer_equals_one_process(results, name, packed):
     assert max(errors(results, f"layer, {name}, {packed}")) < ERROR
 
 
+@pytest.mark.parametrize("name", MIXERS)
+def test_nan_does_not_reach_other_sequences(results, name):
+    assert max(errors(results, f"nan, {name}")) < ERROR
+
+
 LARGEST = {
     "model": ERROR, "model that reads": 1e3,  # units in the last place
     "computed again": 1e-12, "one process without gradients": 1e-5,  # float32

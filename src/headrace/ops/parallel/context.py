@@ -143,24 +143,26 @@ class ShardBoundaries:
             check_bounds(cu_seqlens, T * part.size)
             self.starts = cu_seqlens[:-1].long()
             self.cu_seqlens = (cu_seqlens - self.offset).clamp(0, T)  # sequences of other processes are empty
-            self.first, self.last = self._at(self.offset), self._at(self.end - 1)
-
-    def _at(self, token: int) -> Tensor:
-        """Returns the index [1] of the sequence that a token of the whole row is in."""
-        assert self.starts is not None
-        return torch.searchsorted(self.starts, self.starts.new_tensor([token]), right=True) - 1
+            offsets = torch.arange(part.size, device=cu_seqlens.device) * T
+            lasts = torch.searchsorted(self.starts, offsets + (T - 1), right=True) - 1
+            self.first = torch.searchsorted(self.starts, offsets[part.rank, None], right=True) - 1
+            self.last, self.reaching = lasts[part.rank, None], self.starts[lasts] < offsets
 
     def continues(self, x: Tensor) -> Tensor:
-        """Returns whether the first token's sequence begins in another process, as 1 or 0 in x's dtype: [] or [1]."""
+        """Returns whether the first token's sequence begins in another process, [] or [1] on the device of x."""
         if self.starts is None:
-            return x.new_tensor(float(self.part.rank > 0))
-        return (self.starts[self.first] < self.offset).to(x.dtype)
+            return x.new_tensor(self.part.rank > 0, dtype=torch.bool)
+        return self.starts[self.first] < self.offset
+
+    def passes(self, x: Tensor) -> Tensor:
+        """Returns which processes have a sequence that begins before and ends after their tokens, [size]."""
+        return x.new_ones(self.part.size, dtype=torch.bool) if self.starts is None else self.reaching
 
     def begins(self, x: Tensor) -> Tensor:
-        """Returns which of the N sequences begin in this process, as 1 or 0 in x's dtype: [] or [N]."""
+        """Returns which of the N sequences begin in this process, [] or [N]."""
         if self.starts is None:
-            return x.new_tensor(float(self.part.rank == 0))
-        return ((self.starts >= self.offset) & (self.starts < self.end)).to(x.dtype)
+            return x.new_tensor(self.part.rank == 0, dtype=torch.bool)
+        return (self.starts >= self.offset) & (self.starts < self.end)
 
     def entering(self, x: Tensor) -> Tensor:
         """Selects the n sequences that come from the process before, of x [N, ...]."""
@@ -175,14 +177,14 @@ class ShardBoundaries:
         return x + entering if self.starts is None else x.index_add(0, self.first, entering)
 
     def tokens(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """Returns which of this process's tokens [1, T, 1] are in a sequence of the process before, as 1 or 0.
+        """Returns which of this process's tokens [1, T, 1] are in a sequence of the process before.
 
         cu_seqlens: this process's bounds, which can be longer than `self.cu_seqlens` by a token per sequence."""
         T = x.shape[1]
         if cu_seqlens is None:
             return self.continues(x).expand(1, T, 1)
         there = torch.arange(T, device=x.device) < cu_seqlens[self.first + 1]
-        return there.to(x.dtype)[None, :, None] * self.continues(x)
+        return there[None, :, None] & self.continues(x)
 
     def history(self, x: Tensor, given: Tensor) -> Tensor:
         """Returns the h tokens before each sequence: those of the process before, else `given` [N, h, D]."""
@@ -192,31 +194,31 @@ class ShardBoundaries:
         if self.starts is None:
             return before if self.part.rank else given + 0 * before
         places = torch.arange(self.offset - h, self.offset, device=x.device)
-        inside = (places >= self.starts[self.first]).to(x.dtype)[None, :, None] * self.continues(x)
-        return self.place(given, before * inside)
+        inside = (places >= self.starts[self.first])[None, :, None] & self.continues(x)
+        return self.place(given, torch.where(inside, before, 0))
 
 
 def over_processes(call: Call, borders: ShardBoundaries, run: Callable[[Call], Any]) -> tuple[Tensor, Tensor]:
     """Computes a call whose tokens are this process's part of a row. run: a backend's function; cu_seqlens of the call:
     this process's bounds. Returns (out, final state) as `run`."""
     V, initial = call.v.shape[-1], call.initial_state
-    initial = None if initial is None else initial * borders.begins(initial).view(-1, 1, 1, 1)
+    initial = None if initial is None else torch.where(borders.begins(initial).view(-1, 1, 1, 1), initial, 0)
     if call.delta:
         out, final = run(_with_transition(call, borders, initial))
         out, read, final, transition = out[..., :V], out[..., V:], final[..., :V], final[..., V:]
-        leaving = borders.leaving(transition)
+        entering, leaving = borders.entering(transition), borders.leaving(transition)
     else:
         out, final = run(call._replace(initial_state=initial))
-        read, transition = _decayed(call, borders)
-        through = 1 if borders.starts is None else (borders.first == borders.last) * borders.continues(final)
-        leaving = transition * through
-    acc, entering = final.dtype, borders.entering(transition) if call.delta else transition
+        read, entering = _decayed(call, borders)
+        leaving = entering
+    acc, inside = final.dtype, borders.tokens(call.v, call.cu_seqlens)[..., None]
     with without_autocast(final):  # states are in the accumulator's precision
-        incoming = _Incoming.apply(borders.leaving(final), leaving.to(acc), borders.part, _tie())
-        incoming = incoming * borders.continues(incoming)
-        grouped = read.to(acc).unflatten(2, (incoming.shape[1], -1))  # a dimension for the queries of each state
-        out = out + torch.einsum("bthqk,bhkv->bthqv", grouped, incoming).flatten(2, 3).to(out.dtype)
-        return out, borders.place(final, _after(entering.to(acc), incoming))
+        incoming = _Incoming.apply(borders.leaving(final), leaving.to(acc), borders.passes(final), borders.part, _tie())
+        incoming = torch.where(continues := borders.continues(incoming), incoming, 0)
+        grouped = torch.where(inside, read.to(acc), 0).unflatten(2, (incoming.shape[1], -1))  # by states
+        more = torch.einsum("bthqk,bhkv->bthqv", grouped, incoming).flatten(2, 3)
+        out = out + torch.where(inside, more, 0).to(out.dtype)
+        return out, borders.place(final, _after(entering.to(acc), incoming, continues))
 
 
 def _with_transition(call: Call, borders: ShardBoundaries, initial: Tensor | None) -> Call:
@@ -235,43 +237,44 @@ def _decayed(call: Call, borders: ShardBoundaries) -> tuple[Tensor, Tensor]:
 
     Both are decays from the start of this process's tokens."""
     (B, T, H, _), K, acc = call.v.shape, call.k.shape[-1], accumulator(call.v)
-    inside = borders.tokens(call.v.to(acc), call.cu_seqlens)[..., None]
+    inside = borders.tokens(call.v, call.cu_seqlens)[..., None]
     if call.log_decay is None:
-        log = inside.new_zeros(B, T, H, 1)
+        log = call.v.new_zeros(B, T, H, 1, dtype=acc)
     else:
         each = call.log_decay.to(acc)
         each = each if each.dim() == 4 else each.expand(B, T, H)[..., None]
-        log = torch.where(inside > 0, each, 0).cumsum(1)
+        log = torch.where(inside, each, 0).cumsum(1)
     q = call.q.to(acc).repeat_interleave(-(-H // call.q.shape[2]), 2)
-    read = gated(q * log.repeat_interleave(call.queries, 2).exp() * (inside * call.scale), call.read_gate)
+    decay = torch.where(inside, log, 0).repeat_interleave(call.queries, 2).exp()
+    read = gated(q * decay * call.scale, call.read_gate)
     return read, log[:, -1, :, :, None].exp().expand(-1, H, K, 1)
 
 
 class _Incoming(torch.autograd.Function):
     """The state before this process's tokens, [n, H, K, V], from E [n, H, K, V] and M [n, H, K, K or 1 for a diagonal]
-    of all processes. One all-gather forward, one backward."""
+    of all processes, and which of them a sequence passes through [size]. One all-gather forward, one backward."""
 
     @staticmethod
-    def forward(ctx, E: Tensor, M: Tensor, part: SequenceShard, tie: Tensor) -> Tensor:
+    def forward(ctx, E: Tensor, M: Tensor, passes: Tensor, part: SequenceShard, tie: Tensor) -> Tensor:
         V = E.shape[-1]
         parts = part.gather(torch.cat([E, M], -1))
         state = torch.zeros_like(E)
-        for each in parts[: part.rank]:
-            state = _after(each[..., V:], state) + each[..., :V]
+        for each, through in zip(parts[: part.rank], passes, strict=False):
+            state = _after(each[..., V:], state, through) + each[..., :V]
         ctx.part = part
-        ctx.save_for_backward(state, M, *(each[..., V:].clone() for each in parts[part.rank + 1 :]))
+        ctx.save_for_backward(state, M, passes, *(each[..., V:].clone() for each in parts[part.rank + 1 :]))
         return state
 
     @staticmethod
     @first_order(NAME)
     def backward(ctx, d_state: Tensor):
-        state, M, *later = ctx.saved_tensors
-        gradients = ctx.part.gather(d_state)[ctx.part.rank + 1 :]
+        state, M, passes, *later = ctx.saved_tensors
+        gradients, after = ctx.part.gather(d_state)[ctx.part.rank + 1 :], passes[ctx.part.rank + 1 :]
         total = torch.zeros_like(d_state)  # the gradient to the state after this process's tokens
-        for each, transition in zip(reversed(gradients), reversed(later), strict=True):
-            total = each + _after(transition.mT if transition.shape[-1] > 1 else transition, total)
+        for each, transition, through in zip(reversed(gradients), reversed(later), after.flip(0), strict=True):
+            total = each + _after(transition.mT if transition.shape[-1] > 1 else transition, total, through)
         dM = total @ state.mT if M.shape[-1] > 1 else (total * state).sum(-1, keepdim=True)
-        return total, dM, None, None
+        return total, torch.where(passes[ctx.part.rank], dM, 0), None, None, None
 
 
 class _FromBefore(torch.autograd.Function):
@@ -290,9 +293,9 @@ class _FromBefore(torch.autograd.Function):
         return (torch.zeros_like(d_x) if last else parts[ctx.part.rank + 1]), None, None
 
 
-def _after(M: Tensor, state: Tensor) -> Tensor:
-    """Returns M state, of M [n, H, K, K] or its diagonal [n, H, K, 1]."""
-    return M * state if M.shape[-1] == 1 else M @ state
+def _after(M: Tensor, state: Tensor, through: Tensor) -> Tensor:
+    """Returns M state, of M [n, H, K, K] or its diagonal [n, H, K, 1]; zeros, also of NaN, unless `through`."""
+    return torch.where(through, M * state if M.shape[-1] == 1 else M @ state, 0)
 
 
 def _tie() -> Tensor:
