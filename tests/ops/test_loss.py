@@ -30,7 +30,8 @@ def draw(dtype, scale=1.0):
 
 @pytest.mark.parametrize("scale", [1.0, 100.0])
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 1e-2)]
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)],
 )
 def test_loss_equals_cross_entropy_of_all_logits(dtype, tolerance, scale):
     hidden, weight, labels = draw(dtype, scale)
@@ -45,6 +46,12 @@ def test_loss_equals_cross_entropy_of_all_logits(dtype, tolerance, scale):
         assert relative(mine.double(), their) <= tolerance
     with torch.no_grad():
         assert torch.equal(linear_cross_entropy(hidden, weight, labels), ours)
+
+
+def test_sums_of_float16_in_a_piece_may_be_beyond_its_range():
+    hidden, weight, labels = torch.full((N, D), 3e4).half(), torch.zeros(V, D).half().requires_grad_(), torch.zeros(N)
+    (linear_cross_entropy(hidden, weight, labels.long()) / N).backward()
+    close(weight.grad[0], torch.full((D,), -3e4 * (1 - 1 / V)).half(), 1e-3)
 
 
 def test_only_labelled_tokens_cost_flops_on_a_cpu():

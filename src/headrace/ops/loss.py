@@ -77,8 +77,8 @@ def _in_pieces(hidden, weight, labels, d_hidden, d_weight) -> Tensor:
         errors = errors.to(hidden.dtype)
         if d_hidden is not None:
             torch.mm(errors, weight, out=d_hidden[piece])
-        if d_weight is not None and d_weight.dtype == errors.dtype:
-            d_weight.addmm_(errors.mT, hidden[piece])
+        if d_weight is not None and hidden.dtype is not torch.bfloat16:  # sums of float16 may be beyond its range
+            d_weight.addmm_(errors.mT.to(d_weight.dtype), hidden[piece].to(d_weight.dtype))
         elif d_weight is not None:
             d_weight += errors.mT @ hidden[piece]
     return total
