@@ -14,6 +14,8 @@ from headrace import InputError, layers, load, zoo
 from headrace.extra.module import examined
 from headrace.hf import HeadraceForCausalLM
 from headrace.spec import from_json, to_json
+from headrace.training import recipes
+from headrace.training.model import build, counted
 from headrace.utils import plugins
 from plugged import folder
 from tiny import config
@@ -70,11 +72,13 @@ def test_model_of_a_module_survives_pickle_and_copies(folder):
 
 def test_name_that_is_registered_anew_is_of_the_new_class(folder):
     """As in a notebook, where the JSON of both is the same."""
-    for _ in range(2):
-        made = type("Mine", (Right,), {"__module__": "__main__"})
+    for parent in (Right, Weighted):
+        made = type("Mine", (parent,), {"__module__": "__main__"})
         headrace.register_mixer("mine", made)
         model = HeadraceForCausalLM(config("mine"))
         assert type(model.model.backbone.layers[0].mixer.module) is made
+        recipe = recipes.load("laptop-1m", {"mixer": "mine"})[0]
+        assert counted(recipe).blocks[0] == sum(p.numel() for p in build(recipe).model.backbone.layers[0].parameters())
         del zoo.OTHERS["mine"]
 
 
@@ -117,6 +121,15 @@ class Right(nn.Module):
     def forward(self, x, state=None):
         state = x.sum(1) if state is None else state + x.sum(1)
         return x, state
+
+
+class Weighted(Right):
+    def __init__(self, hidden_size):
+        super().__init__(hidden_size)
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+
+    def forward(self, x, state=None):
+        return super().forward(self.weight * x, state)
 
 
 class WrongShape(Right):

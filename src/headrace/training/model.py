@@ -1,6 +1,5 @@
 """Builds the model of a recipe, and estimates its parameters, operations and memory without allocating it."""
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -26,6 +25,7 @@ from ..ops.backends.triton.op import unsupported_on_gpus
 from ..ops.call import Call
 from ..ops.dispatch import BACKENDS, set_backend
 from ..spec.attention import SoftmaxSpec
+from ..spec.stack import Decoder
 from ..utils.errors import InputError
 from .parameters import gate_parameters, initialize_gates
 from .recipes import CHECKPOINT, SIZES, Recipe
@@ -103,12 +103,12 @@ class Counted(NamedTuple):
 
 def counted(recipe: Recipe) -> Counted:
     """Counts on the model of a recipe, once for all recipes that differ in rows per pass and seed alone."""
-    return _counted(replace(recipe, micro_batch=1, seed=0), json.dumps(config(recipe).mixer))
+    return _counted(replace(recipe, micro_batch=1, seed=0), config(recipe).stack)
 
 
 @lru_cache(maxsize=64)
-def _counted(recipe: Recipe, mixer: str) -> Counted:
-    """mixer: the spec of the recipe's mixer as JSON, as the zoo may give its name to another one later."""
+def _counted(recipe: Recipe, stack: Decoder) -> Counted:
+    """stack: the layers of the model, as the zoo may give the name of the recipe's mixer to others later."""
     model = meta_model(recipe)
     parameters, flops = count(model), flops_per_token(model, recipe)
     blocks = tuple(sum(p.numel() for p in block.parameters()) for block in model.model.backbone.layers)
