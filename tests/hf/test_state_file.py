@@ -78,6 +78,20 @@ def test_restored_cache_goes_back(mixer, end, tmp_path):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("last", [True, False])
+def test_restored_snapshot_is_as_temporary_as_it_was(last, tmp_path):
+    model, cache = tiny.build("gla"), HeadraceCache()
+    for temporary in (not last, last):
+        model(tokens(1, 4), **{NAME: cache})
+        cache.snapshot(temporary=temporary)
+    save_state(tmp_path / "state", cache, model)
+    for each in (cache, load_state(tmp_path / "state", model)[0]):
+        model(tokens(1, 2), **{NAME: each})
+        each.snapshot(temporary=True)
+        assert each.snapshots.columns == [0, 4 if last else 8, 10]
+
+
+@torch.no_grad()
 def test_restored_cache_goes_back_to_states_that_were_set(tmp_path):
     model, cache = tiny.build("gla"), HeadraceCache()
     cache.states = read(model, tokens(2, 4)).states

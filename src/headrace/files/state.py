@@ -65,8 +65,9 @@ def save_state(
     tensors = _states(cache) | _read(cache, tokens)
     require((why := _unlike(tensors, _blank(model), cache.columns)) is None, f"the cache is of another model: {why}")
     tensors = {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
-    taken, croppable = [each.column for each in cache.snapshots.taken], str(cache.snapshots.croppable_from)
-    places = {"columns": str(cache.columns), "snapshots": " ".join(map(str, taken)), "croppable_from": croppable}
+    taken, croppable = cache.snapshots.taken, str(cache.snapshots.croppable_from)
+    places = {"columns": str(cache.columns), "snapshots": _listed(taken), "croppable_from": croppable}
+    places["temporary"] = _listed([each for each in taken if each.temporary])
     about = facts(model) | places | {"headrace": headrace.__version__}
     content = save(tensors, about | {SUM: _sum(about, tensors)})
     with atomic(Path(path), "wb") as file:
@@ -108,11 +109,12 @@ def load_state(path: str | Path, model: HeadraceForCausalLM) -> tuple[HeadraceCa
         padded = int((~mask).any(0).nonzero().max()) + 1 if not mask.all() else 0
         cache.advance(padded, tokens[:, :padded], mask[:, :padded])
         cache.advance(columns - padded, tokens[:, padded:columns])
-    snapshots, marked = cache.snapshots, [int(column) for column in about["snapshots"].split()]
+    marked, temporary = ([*map(int, about.get(name, "").split())] for name in ("snapshots", "temporary"))
+    snapshots = cache.snapshots
     snapshots.croppable_from = max(snapshots.croppable_from, int(about["croppable_from"]))
-    snapshots.taken = [Snapshot(c, _restored(c, blank, tensors)) for c in marked if c < columns]
+    snapshots.taken = [Snapshot(c, _restored(c, blank, tensors), c in temporary) for c in marked if c < columns]
     if columns in marked:
-        cache.snapshot()
+        cache.snapshot(temporary=columns in temporary)
     return cache, tokens
 
 
@@ -150,6 +152,10 @@ def _digests(tensors: dict[str, Tensor]) -> dict[str, Any]:
 
     with ThreadPoolExecutor() as pool:
         return dict(zip(tensors, pool.map(described, tensors.values()), strict=True))
+
+
+def _listed(taken: list[Snapshot]) -> str:
+    return " ".join(str(each.column) for each in taken)
 
 
 def _sum(about: dict[str, str], tensors: dict[str, Tensor]) -> str:
