@@ -140,6 +140,17 @@ def test_changed_weights_and_modules_are_noticed():
     assert "o_proj" in model.engine.unsupported_reason(model)
 
 
+@pytest.mark.parametrize("view", [torch.t, lambda x: x[:1].expand_as(x)])
+@torch.no_grad()
+def test_a_weight_that_is_read_otherwise_from_its_memory_is_noticed(view):
+    model, ids = tiny.build("gla").float(), torch.randint(29, (2, 9))
+    weight, last = model.model.backbone.layers[1].mixer.o_proj.weight, decoded(model, ids, 3)
+    address, weight.data = weight.data_ptr(), view(weight.data)
+    assert weight.data_ptr() == address
+    now = decoded(model, ids, 3, check=False)
+    assert relative(now, model(ids).logits[:, 3:].double()) < 1e-3 < relative(now, last.double())
+
+
 @pytest.mark.parametrize(
     ("name", "setting", "value"),
     [("gla", "scale", 0.001), ("retnet", "rope", Rope(theta=10.0)), ("rwkv6", "group_eps", 50.0)],

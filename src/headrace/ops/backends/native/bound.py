@@ -28,6 +28,7 @@ CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _PROGRAM, _OPERATION, _LAYER = (LAYOUTS[name] for name in ("hr_program", "hr_operation", "hr_layer"))
 _STATE, _DTYPE = _OPERATION.offset("state"), _OPERATION.offset("dtype")
 NO_TOKEN = 4  # hr_status
+LAYOUT: Any = Tensor.data_ptr, Tensor.stride, operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
 class Bound:
@@ -43,7 +44,8 @@ class Bound:
                 raise UnsupportedError(fault)
         self.program, self.weights = program, weights
         self.dtype: torch.dtype = weights[0].dtype  # of the embedding, in the program of a model
-        self.places = [x.data_ptr() for x in weights]
+        self.layout = [[*map(each, weights)] for each in LAYOUT]
+        self.places = self.layout[0]
         self.last: Ready | None = None
         # The matrix of a linear layer has a dtype of its own.
         vectors = [(op.bias, None if op.kind == "linear" else op.weight) for op in program.operations]
@@ -68,8 +70,9 @@ class Bound:
         return [dtypes.get(i, self.dtype) for i in range(len(self.program.states))]
 
     def has_weights(self, weights: list[Any]) -> bool:
-        """Whether these are the same tensors in the same memory."""
-        return all(map(operator.is_, weights, self.weights)) and [x.data_ptr() for x in weights] == self.places
+        """Whether these are the same tensors, read in the same way from the same memory, which their `data` can set."""
+        same = all(map(operator.is_, weights, self.weights))
+        return same and all([*map(each, weights)] == own for each, own in zip(LAYOUT, self.layout, strict=True))
 
     def has_dtype(self, dtype: torch.dtype) -> bool:
         """Whether the weights of the layers, or of all operations without layers, have this dtype."""
