@@ -198,7 +198,11 @@ def test_config_has_the_constants_of_the_precision(tmp_path):
     """Gemma's factor of the embeddings is rounded to the dtype of the weights, which config.json may lack."""
     AutoModelForCausalLM.from_config(described("gemma")).bfloat16().save_pretrained(tmp_path)
     config = read_config(rewrite(tmp_path, without=["dtype"]))
-    assert config.sizes == import_checkpoint(tmp_path).config.sizes
+    model = import_checkpoint(tmp_path)
+    assert config.sizes == model.config.sizes
+    sentence = refused(lambda: export_checkpoint(model.float(), "gemma", tmp_path / "back"))
+    assert "expected model.to(torch.bfloat16)" in sentence
+    export_checkpoint(model.bfloat16(), "gemma", tmp_path / "back")
 
 
 TENSORS = {

@@ -111,7 +111,10 @@ def _described(model: Any, name: str) -> tuple[Config, Model]:
     )
     if changed := difference(theirs, ours):
         where, converted, original = changed
-        raise InputError(f"--to {name!r} cannot represent this model: {where} is {original} here and {converted} there")
+        rounded = (config.converted_from or {}).get("dtype", "bfloat16")
+        way = f"; expected model.to(torch.{rounded}), in which both are equal" if where == "embedding_scale" else ""
+        differs = f"{where} is {original} here and {converted} there"
+        raise InputError(f"--to {name!r} cannot represent this model: {differs}{way}")
     return described, foreign
 
 
