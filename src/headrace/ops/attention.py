@@ -113,7 +113,7 @@ def linear_attention(
     call = _checked(q, k, v, options, rule, normalize, scale, chunk_size, ("B", "T"))
     if part is not None:
         require(form == "chunkwise", f"form={form!r} under context_parallel; expected form='chunkwise'")
-        borders = ShardBoundaries(part, call.cu_seqlens, v.shape[1])
+        borders = ShardBoundaries(part, call.cu_seqlens, v)
         options["cu_seqlens"], call = borders.cu_seqlens, call._replace(cu_seqlens=borders.cu_seqlens)
     if check:
         check_values(q, k, v, options, rule, normalize)

@@ -52,7 +52,7 @@ class Sequences:
     def __init__(self, x: Tensor, cu_seqlens: Tensor | None):
         self.B, self.T = x.shape[:2]
         part = current()
-        self.borders = None if part is None else ShardBoundaries(part, cu_seqlens, self.T)
+        self.borders = None if part is None else ShardBoundaries(part, cu_seqlens, x)
         self.offset = 0 if self.borders is None else self.borders.offset
         self.bounds = cu_seqlens  # in the whole row
         self.cu_seqlens = cu_seqlens if self.borders is None else self.borders.cu_seqlens

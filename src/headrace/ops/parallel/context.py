@@ -132,49 +132,36 @@ class ShardBoundaries:
 
     Args:
         cu_seqlens: bounds [N + 1] in the whole row, or None.
-        T: number of tokens of this process.
+        x: this process's tokens [B, T, ...].
     """
 
-    def __init__(self, part: SequenceShard, cu_seqlens: Tensor | None, T: int):
-        self.part, self.offset = part, part.offset(T)
-        self.end = self.offset + T
-        self.cu_seqlens = self.starts = None
+    def __init__(self, part: SequenceShard, cu_seqlens: Tensor | None, x: Tensor):
+        T, self.packed = x.shape[1], cu_seqlens is not None
+        self.part, self.offset, self.cu_seqlens = part, part.offset(T), cu_seqlens
+        starts = torch.zeros(1, dtype=torch.long, device=x.device)
         if cu_seqlens is not None:
             check_bounds(cu_seqlens, T * part.size)
-            self.starts = cu_seqlens[:-1].long()
+            starts = cu_seqlens[:-1].long()
             self.cu_seqlens = (cu_seqlens - self.offset).clamp(0, T)  # sequences of other processes are empty
-            offsets = torch.arange(part.size, device=cu_seqlens.device) * T
-            lasts = torch.searchsorted(self.starts, offsets + (T - 1), right=True) - 1
-            self.first = torch.searchsorted(self.starts, offsets[part.rank, None], right=True) - 1
-            self.last, self.reaching = lasts[part.rank, None], self.starts[lasts] < offsets
-
-    def continues(self, x: Tensor) -> Tensor:
-        """Returns whether the first token's sequence begins in another process, [] or [1] on the device of x."""
-        if self.starts is None:
-            return x.new_tensor(self.part.rank > 0, dtype=torch.bool)
-        return self.starts[self.first] < self.offset
-
-    def passes(self, x: Tensor) -> Tensor:
-        """Returns which processes have a sequence that begins before and ends after their tokens, [size]."""
-        return x.new_ones(self.part.size, dtype=torch.bool) if self.starts is None else self.reaching
-
-    def begins(self, x: Tensor) -> Tensor:
-        """Returns which of the N sequences begin in this process, [] or [N]."""
-        if self.starts is None:
-            return x.new_tensor(self.part.rank == 0, dtype=torch.bool)
-        return (self.starts >= self.offset) & (self.starts < self.end)
+        offsets = torch.arange(part.size, device=x.device) * T
+        lasts = torch.searchsorted(starts, offsets + (T - 1), right=True) - 1
+        self.first = torch.searchsorted(starts, offsets[part.rank, None], right=True) - 1
+        self.last, self.start = lasts[part.rank, None], starts[self.first]
+        self.continues = self.start < self.offset  # [1], whether the first token's sequence begins in another process
+        self.begins = (starts >= self.offset) & (starts < self.offset + T)  # [N or 1], whether in this process
+        self.passes = starts[lasts] < offsets  # [size], whether a sequence begins before and ends after each process
 
     def entering(self, x: Tensor) -> Tensor:
         """Selects the n sequences that come from the process before, of x [N, ...]."""
-        return x if self.starts is None else x.index_select(0, self.first)
+        return x.index_select(0, self.first) if self.packed else x
 
     def leaving(self, x: Tensor) -> Tensor:
         """Selects the n sequences that reach the process after, of x [N, ...]."""
-        return x if self.starts is None else x.index_select(0, self.last)
+        return x.index_select(0, self.last) if self.packed else x
 
     def place(self, x: Tensor, entering: Tensor) -> Tensor:
         """Adds [n, ...] to those of x [N, ...] that come from the process before."""
-        return x + entering if self.starts is None else x.index_add(0, self.first, entering)
+        return x.index_add(0, self.first, entering) if self.packed else x + entering
 
     def tokens(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """Returns which of this process's tokens [1, T, 1] are in a sequence of the process before.
@@ -182,19 +169,19 @@ class ShardBoundaries:
         cu_seqlens: this process's bounds, which can be longer than `self.cu_seqlens` by a token per sequence."""
         T = x.shape[1]
         if cu_seqlens is None:
-            return self.continues(x).expand(1, T, 1)
+            return self.continues.expand(1, T, 1)
         there = torch.arange(T, device=x.device) < cu_seqlens[self.first + 1]
-        return there[None, :, None] & self.continues(x)
+        return there[None, :, None] & self.continues
 
     def history(self, x: Tensor, given: Tensor) -> Tensor:
         """Returns the h tokens before each sequence: those of the process before, else `given` [N, h, D]."""
         h, T = given.shape[1], x.shape[1]
         require(h <= T, f"each process has {T} tokens of a row; expected at least {h}, the tokens before each token")
         before = self.part.before(x[:, T - h :])
-        if self.starts is None:
+        if not self.packed:
             return before if self.part.rank else given + 0 * before
         places = torch.arange(self.offset - h, self.offset, device=x.device)
-        inside = (places >= self.starts[self.first])[None, :, None] & self.continues(x)
+        inside = (places >= self.start)[None, :, None] & self.continues
         return self.place(given, torch.where(inside, before, 0))
 
 
@@ -202,7 +189,7 @@ def over_processes(call: Call, borders: ShardBoundaries, run: Callable[[Call], A
     """Computes a call whose tokens are this process's part of a row. run: a backend's function; cu_seqlens of the call:
     this process's bounds. Returns (out, final state) as `run`."""
     V, initial = call.v.shape[-1], call.initial_state
-    initial = None if initial is None else torch.where(borders.begins(initial).view(-1, 1, 1, 1), initial, 0)
+    initial = None if initial is None else torch.where(borders.begins.view(-1, 1, 1, 1), initial, 0)
     if call.delta:
         out, final = run(_with_transition(call, borders, initial))
         out, read, final, transition = out[..., :V], out[..., V:], final[..., :V], final[..., V:]
@@ -213,12 +200,12 @@ def over_processes(call: Call, borders: ShardBoundaries, run: Callable[[Call], A
         leaving = entering
     acc, inside = final.dtype, borders.tokens(call.v, call.cu_seqlens)[..., None]
     with without_autocast(final):  # states are in the accumulator's precision
-        incoming = _Incoming.apply(borders.leaving(final), leaving.to(acc), borders.passes(final), borders.part, _tie())
-        incoming = torch.where(continues := borders.continues(incoming), incoming, 0)
+        incoming = _Incoming.apply(borders.leaving(final), leaving.to(acc), borders.passes, borders.part, _tie())
+        incoming = torch.where(borders.continues, incoming, 0)
         grouped = torch.where(inside, read.to(acc), 0).unflatten(2, (incoming.shape[1], -1))  # by states
         more = torch.einsum("bthqk,bhkv->bthqv", grouped, incoming).flatten(2, 3)
         out = out + torch.where(inside, more, 0).to(out.dtype)
-        return out, borders.place(final, _after(entering.to(acc), incoming, continues))
+        return out, borders.place(final, _after(entering.to(acc), incoming, borders.continues))
 
 
 def _with_transition(call: Call, borders: ShardBoundaries, initial: Tensor | None) -> Call:
@@ -227,7 +214,7 @@ def _with_transition(call: Call, borders: ShardBoundaries, initial: Tensor | Non
     K, acc = call.k.shape[-1], accumulator(call.v)
     state = call.v.new_zeros(call.state_shape, dtype=acc) if initial is None else initial.to(acc)
     N, H = state.shape[:2]
-    eye = torch.eye(K, dtype=acc, device=state.device) * borders.continues(state).view(-1, 1, 1, 1)
+    eye = torch.eye(K, dtype=acc, device=state.device) * borders.continues.view(-1, 1, 1, 1)
     eye = borders.place(state.new_zeros(N, H, K, K), eye.expand(len(borders.entering(state)), H, K, K))
     return call._replace(v=F.pad(call.v, (0, K)), initial_state=torch.cat([state, eye], -1))
 
