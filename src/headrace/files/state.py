@@ -66,8 +66,8 @@ def save_state(
     require((why := _unlike(tensors, _blank(model), cache.columns)) is None, f"the cache is of another model: {why}")
     tensors = {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
     taken, croppable = cache.snapshots.taken, str(cache.snapshots.croppable_from)
-    places = {"columns": str(cache.columns), "snapshots": _listed(taken), "croppable_from": croppable}
-    places["temporary"] = _listed([each for each in taken if each.temporary])
+    marked, temporary = (" ".join(str(s.column) for s in taken if s.temporary or every) for every in (True, False))
+    places = {"columns": str(cache.columns), "snapshots": marked, "temporary": temporary, "croppable_from": croppable}
     about = facts(model) | places | {"headrace": headrace.__version__}
     content = save(tensors, about | {SUM: _sum(about, tensors)})
     with atomic(Path(path), "wb") as file:
@@ -152,10 +152,6 @@ def _digests(tensors: dict[str, Tensor]) -> dict[str, Any]:
 
     with ThreadPoolExecutor() as pool:
         return dict(zip(tensors, pool.map(described, tensors.values()), strict=True))
-
-
-def _listed(taken: list[Snapshot]) -> str:
-    return " ".join(str(each.column) for each in taken)
 
 
 def _sum(about: dict[str, str], tensors: dict[str, Tensor]) -> str:
