@@ -104,6 +104,8 @@ def test_training_with_shared_rows_equals_one_process(few, tmp_path):
 def test_processes_that_cannot_share_rows_are_refused(data, tmp_path):
     with pytest.raises(InputError, match="context_parallel=2 with 1 process"):
         train(data, tmp_path, context_parallel=2)
+    with pytest.raises(InputError, match="context_parallel=2 with compile=True; expected one of them"):
+        train(data, tmp_path, context_parallel=2, compile=True)
     with pytest.raises(InputError, match="context_parallel=3; expected a divisor of length=32"):
         train(data, tmp_path, context_parallel=3)
 

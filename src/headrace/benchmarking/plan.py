@@ -73,10 +73,6 @@ class Point:
 def points(what: Sequence[str], lengths: list[int], batches: list[int], contexts: list[int]) -> list[Point]:
     """The points of the measurements `what`, in the order of measuring."""
     rows = [(length, batch) for length in lengths for batch in batches]
-    axes = {
-        "memory": rows,
-        "training": rows,
-        "prefill": [(length, 1) for length in lengths],
-        "decoding": [(context, 1) for context in contexts],
-    }
+    alone = {"prefill": lengths, "decoding": contexts}  # of one sequence
+    axes = {"memory": rows, "training": rows} | {name: [(n, 1) for n in each] for name, each in alone.items()}
     return [Point(name, *place) for name in MEASURED if name in what for place in axes[name]]

@@ -110,7 +110,8 @@ class Recipe(Optimization):
         )
         uneven = self.length % self.context_parallel > 0
         yield uneven, f"context_parallel={self.context_parallel}; expected a divisor of length={self.length}"
-        yield bool(self.compile) and self.shard > 1, f"shard={self.shard} with compile=True; expected one of them"
+        for name, each in {"shard": self.shard, "context_parallel": self.context_parallel}.items():
+            yield bool(self.compile) and each > 1, f"{name}={each} with compile=True; expected one of them"
         few = f"tokens={self.tokens:g}; expected more than half of a step, which is batch_tokens={self.batch_tokens}"
         yield self.steps < 1, few
 
