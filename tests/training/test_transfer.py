@@ -6,6 +6,7 @@ import math
 import re
 import shlex
 import shutil
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from headrace.cli.linearize import LinearizeOptions, next_commands
 from headrace.convert.importing import cast
 from headrace.convert.linearize import linearize
 from headrace.data import open_data
+from headrace.data.rows import evenly_spaced
 from headrace.ops.dispatch import set_backend
 from headrace.report.linearized import write_page
 from headrace.spec.attention import AttentionSpec, Pattern
@@ -27,7 +29,7 @@ from headrace.training import transfer as module
 from headrace.training.linear import Keep, checked, costs, held_out_loss, imitate, removed, state_bytes
 from headrace.training.loop import Updates
 from headrace.training.processes import Processes
-from headrace.training.transfer import Imitation, Transfer, mean_error, transfer
+from headrace.training.transfer import Imitation, Transfer, batch_of, mean_error, transfer
 from trained import peak_of
 
 CPU = torch.device("cpu")
@@ -352,16 +354,28 @@ def test_command_and_those_that_its_page_names(folder, prepared, tmp_path, run_c
     assert run_command("linearize", *words).code == 2  # the folder exists
     named = report["next"]
     assert all(line in page for line in named.values())
-    evaluate, whole, prepare, longer = ([*shlex.split(line)[1:]] for line in named.values())
+    whole, control, beside, evaluate, prepare, longer = ([*shlex.split(line)[1:]] for line in named.values())
     assert evaluate[:3] == ["eval", str(folder), str(out)] and run_command(*evaluate, "--help").code == 0
     prepare[prepare.index("TEXT")] = prepared.parent / "texts.jsonl"
     alone = [word for word in longer if not word.startswith(("teacher=", "weights="))]
     alone[alone.index("--output") + 1 :] = [tmp_path / "alone", f"weights={out}"]
     quiet = "--trackers", "none"
-    for line in ([*whole, *quiet], [*prepare, "--held-out", 0.05], [*longer, *quiet], [*alone, *quiet]):
+    trainings = [[*line, *quiet] for line in (whole, control, longer, alone)]
+    for line in (*trainings[:2], beside, [*prepare, "--held-out", 0.05], *trainings[2:]):
         result = run_command(*line)
         assert result.code == 0, result.err
     assert open_data(tmp_path / "data-128").manifest["length"] == 128
+    page, added = (out / "report.html").read_text("utf-8"), json.loads((out / "linearize.json").read_text())
+    assert {name: added[name] for name in report} == report and set(added["beside"]) == {*evaluate[3:5]}
+    batches = [batch_of([row], CPU) for row in evenly_spaced(open_data(data).held_out, 2)]
+    lengths = [x["labels"].shape[1] - 1 for x in batches]
+    for name, nats in added["beside"].items():
+        assert nats == pytest.approx(
+            statistics.fmean((load(name)(**x).loss.item() for x in batches), lengths), rel=1e-5
+        )
+        assert f"{nats:.3f}" in page and added["nats"]["transferred"] != nats != added["nats"]["original"]
+    other = run_command("linearize", folder, "--data", tmp_path / "data-128", *beside[4:])
+    assert other.code == 2 and "data-128" in other.err and "expected the same rows" in other.err
     kinds = load(out).config.layer_types
     assert kinds.count("linear_attention") == 1
     for run, longest in {"out-whole": 64, "out-128": 128, "alone": 128}.items():
@@ -374,7 +388,7 @@ def test_rows_of_the_commands_end_where_learned_positions_do():
     one = LinearizeOptions(Path("old"), Path("new"), Path("data"))
     for style, longest in (({"positions": "learned"}, 100), (None, 4 * 32)):
         config = tiny.config("transformer(rotary=false)", style=style, max_position_embeddings=100)
-        _, _, prepare, train = (shlex.split(line) for line in next_commands(one, 32, config).values())
+        *_, prepare, train = (shlex.split(line) for line in next_commands(one, 32, config).values())
         assert prepare[prepare.index("--length") + 1] == str(longest) and f"batch_tokens={longest}" in train
 
 
@@ -477,13 +491,21 @@ def test_layers_without_weights_of_their_own_are_refused(folder, prepared, tmp_p
     assert result.code == 2 and "--trains new, and the new layers have no weights that the old do not" in result.err
 
 
+def test_models_beside_need_a_report(folder, prepared, tmp_path, run_command):
+    words = [folder, "--data", prepared, "--output", tmp_path / "out", "--beside"]
+    result = run_command("linearize", *words, folder)
+    assert result.code == 2 and "linearize.json" in result.err and not (tmp_path / "out").exists()
+    result = run_command("linearize", *words, tmp_path / "nothing")
+    assert result.code == 2 and "nothing" in result.err
+
+
 def test_data_of_another_tokenizer_are_refused(folder, tmp_path, run_command):
     from headrace.data import Preparation, prepare
 
     (tmp_path / "text.txt").write_text("one two three four " * 400)
     prepare(Preparation((str(tmp_path / "text.txt"),), bpe=300, length=32, held_out=0.1), tmp_path / "data")
     result = run_command("linearize", folder, "--data", tmp_path / "data", "--output", tmp_path / "out")
-    assert result.code == 2 and "has another tokenizer than the model" in result.err
+    assert result.code == 2 and f"has another tokenizer than {str(folder)!r}" in result.err
 
 
 @pytest.mark.parametrize(

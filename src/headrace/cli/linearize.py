@@ -11,11 +11,12 @@ from .. import zoo
 from ..files.processes import resumed_folder
 from ..spec.linear import MixerSpec
 from ..utils.errors import InputError
-from ..utils.integrity import write_json
+from ..utils.integrity import digest, write_json
 from .console import Checkpoint, Device, NewFolder, Threads, interruptible, telling, terminal
 from .options import setting, takes
 
 CHECKPOINTS = "transfer/checkpoint-*/complete.json"  # from which a command goes on
+REPORT = "linearize.json"
 LONGER = 4  # times the imitation's length: rows of the last stage
 UPDATES = 50  # of each stage that trains the model as a whole
 FEW = 4  # held-out rows on which layers are removed, as the page says
@@ -49,6 +50,11 @@ class LinearizeOptions:
     precision: str = setting("Of activations: float32, or bfloat16 by autocast. Weights are not rounded.", "float32")
     held_out: int = setting("Held-out rows on which the errors and losses are measured.", 16)
     seed: int = setting("Random seed of new weights and of the order of the rows.", 0)
+    beside: list[str] | None = setting(
+        "Models for the losses of OUTPUT/report.html, once it is there: OUTPUT trained as a whole, the checkpoint "
+        "trained on the same rows. Repeatable.",
+        show_default=False,
+    )
     device: Device = None
     threads: Threads = None
     machine: str | None = setting(
@@ -75,7 +81,8 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
     The new layers take over q, k, v and o. Each is trained to give what the old one gave for the same input, all at
     once; nothing else trains. After an interruption, the same command goes on. OUTPUT/report.html shows how well each
     layer imitates, what the model loses without it, the state and speed of both models, and the commands that train the
-    model as a whole; OUTPUT/linearize.json has the numbers."""
+    model as a whole; OUTPUT/linearize.json has the numbers. With --beside nothing trains: losses of further models join
+    the report."""
     from ..convert.checkpoint import fetched, read_config, read_tokenizer
     from ..data import open_data
     from ..training.linear import Keep, checked, costs
@@ -83,12 +90,15 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
     one, keep, settings = options, Keep.parsed(options.keep), options.settings
     with interruptible(f"{one.output} was not created; the same command goes on"):
         data, config = open_data(one.data), read_config(one.checkpoint)
-        tokenizer = read_tokenizer(fetched(one.checkpoint))
-        if data.tokenizer is None or tokenizer.get_vocab() != data.tokenizer.get_vocab():
-            raise InputError(
-                f"--data {str(one.data)!r} has another tokenizer than the model; prepare it with --tokenizer "
-                f"{one.checkpoint}"
-            )
+        for model in (one.checkpoint, *(one.beside or ())):
+            tokenizer = read_tokenizer(fetched(model))
+            if data.tokenizer is None or tokenizer.get_vocab() != data.tokenizer.get_vocab():
+                raise InputError(
+                    f"--data {str(one.data)!r} has another tokenizer than {str(model)!r}; prepare it with --tokenizer "
+                    f"{model}"
+                )
+        if one.beside:
+            return _compare(one, data)
         changed = checked(config, one.mixer, keep, data, settings)  # before the weights are read
         if one.machine is not None:
             needed = costs(config, one.mixer, changed, settings, data.manifest["length"])
@@ -105,20 +115,57 @@ def next_commands(one: LinearizeOptions, length: int, config: Any) -> dict[str, 
     """Returns the commands that follow, by what they do. Longer rows end where learned positions do."""
     old, new, data = map(str, (one.checkpoint, one.output, one.data))
     most, learned = LONGER * length, config.sizes.style.positions == "learned"
-    longer, whole = min(most, config.max_position_embeddings) if learned else most, f"{new}-whole"
+    longer, whole, control = (
+        min(most, config.max_position_embeddings) if learned else most,
+        f"{new}-whole",
+        f"{new}-control",
+    )
 
     def train(weights: str, rows: int, length: int, data: str, output: str) -> str:
         sizes = f"tokens={UPDATES * rows * length}", f"batch_tokens={rows * length}", f"micro_batch={rows}"
-        settings = "mixer=checkpoint", f"weights={weights}", f"teacher={old}", "lr=1e-4", "weight_decay=0", *sizes
+        taught = () if weights == old else (f"teacher={old}",)
+        settings = "mixer=checkpoint", f"weights={weights}", *taught, "lr=1e-4", "weight_decay=0", *sizes
         return shlex.join(["headrace", "train", "laptop-5m", *settings, "--data", data, "--output", output])
 
-    prepared = ["--tokenizer", old, "--length", str(longer), "--output", f"{data}-{longer}"]
+    trained, prepared = (f"{whole}/model", f"{control}/model"), ["--tokenizer", old, "--length", str(longer)]
+    beside = [word for model in trained for word in ("--beside", model)]
     return {
-        "tasks of both models": shlex.join(["headrace", "eval", old, new, "--suite", "language,recall,needle"]),
         "the model as a whole": train(new, one.rows, length, data, whole),
-        "longer rows": shlex.join(["headrace", "prepare", "TEXT", *prepared]),
-        "the model as a whole on them": train(f"{whole}/model", 1, longer, f"{data}-{longer}", f"{new}-{longer}"),
+        "the original on the same rows": train(old, one.rows, length, data, control),
+        "their losses on this page": shlex.join(
+            ["headrace", "linearize", old, "--data", data, "--output", new, *beside]
+        ),
+        "tasks of all": shlex.join(["headrace", "eval", old, new, *trained, "--suite", "language,recall,needle"]),
+        "longer rows": shlex.join(["headrace", "prepare", "TEXT", *prepared, "--output", f"{data}-{longer}"]),
+        "the model as a whole on them": train(trained[0], 1, longer, f"{data}-{longer}", f"{new}-{longer}"),
     }
+
+
+def _compare(one: LinearizeOptions, data: Any) -> dict[str, Any]:
+    """Measures the loss of the models of --beside as that of the report's, and writes the report with theirs."""
+    import torch
+
+    from ..convert.checkpoint import load
+    from ..convert.importing import cast
+    from ..files.checks import read_json
+    from ..files.devices import on_device
+    from ..training.linear import held_out_loss
+    from ..training.processes import timed_steps
+
+    path, device = one.output / REPORT, torch.device(on_device(one.device))
+    report = read_json(path, {"nats": {}, "removed": {}, "measured": {}})
+    settings = replace(one.settings, **{name: report["measured"][name] for name in ("held_out", "precision")})
+    if report["measured"] != measured(settings, data):
+        raise InputError(f"--data {str(one.data)!r} is not the data of {str(path)!r}; expected the same rows")
+    report["beside"] = {}
+    with telling(terminal()) as say, timed_steps(device, one.threads or 1):
+        for name in one.beside or ():
+            say(f"loss of {name}")
+            model = load(name).to(device)
+            report["beside"][name] = held_out_loss(cast(model, settings.weights(model.dtype)), data, settings)
+    _keep(report, one.output)
+    show_losses(report)
+    return report
 
 
 def _write(one: LinearizeOptions, keep: Any, data: Any, work: Path, ready: Path) -> dict[str, Any]:
@@ -130,10 +177,8 @@ def _write(one: LinearizeOptions, keep: Any, data: Any, work: Path, ready: Path)
     from ..convert.checkpoint import load
     from ..convert.importing import cast
     from ..files.devices import on_device
-    from ..training.card import can_draw
     from ..training.linear import imitate, removed
     from ..training.processes import timed_steps
-    from ..utils.extras import named
 
     set_seed(one.seed)
     model: Any = load(one.checkpoint)
@@ -154,15 +199,29 @@ def _write(one: LinearizeOptions, keep: Any, data: Any, work: Path, ready: Path)
         both = {"original": cast(model, dtype), "linear": linear}
         report["decoding"] = speeds(both, report["state_bytes"])
     report |= {"mixer": one.mixer, "keep": one.keep, "from": str(one.checkpoint), "seed": one.seed}
+    report["measured"] = measured(one.settings, data)
     report["next"] = next_commands(one, data.manifest["length"], linear.config)
-    write_json(ready / "linearize.json", report)
+    _keep(report, ready)
+    return report
+
+
+def measured(settings: Any, data: Any) -> dict[str, Any]:
+    """What the losses of a report depend on beside the models."""
+    return {"held_out": settings.held_out, "precision": settings.precision, "data": digest(data.identity)}
+
+
+def _keep(report: dict[str, Any], folder: Path) -> None:
+    """Writes the report as JSON and as a page."""
+    from ..training.card import can_draw
+    from ..utils.extras import named
+
+    write_json(folder / REPORT, report)
     if can_draw():
         from ..report.linearized import write_page
 
-        write_page(report, ready)
+        write_page(report, folder)
     else:
         print(f"report.html needs {named('studies')}")
-    return report
 
 
 def show(report: dict[str, Any]) -> None:
@@ -172,8 +231,12 @@ def show(report: dict[str, Any]) -> None:
         kept = "keeps its attention" if int(i) in report["kept"] else ""
         table.add_row(i, f"{errors['before']:.3f}", f"{errors['after']:.3f}", kept)
     console.print(table)
-    losses = ", ".join(f"{what} {nats:.3f}" for what, nats in report["nats"].items())
-    console.print(f"held-out loss in nats per token: {losses}", highlight=False)
+    show_losses(report)
+
+
+def show_losses(report: dict[str, Any]) -> None:
+    losses = ", ".join(f"{what} {nats:.3f}" for what, nats in (report["nats"] | report.get("beside", {})).items())
+    terminal().print(f"held-out loss in nats per token: {losses}", highlight=False, soft_wrap=True)
 
 
 def show_costs(machine: str, mixer: str, needed: dict[str, Any]) -> dict[str, Any]:

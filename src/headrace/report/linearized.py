@@ -48,7 +48,7 @@ def write_page(report: Report, folder: Path) -> Path:
         "A model made linear",
         [f"{linear} of {report['from']} became {report['mixer']}; kept: {kept}."],
         [
-            losses(nats),
+            losses(nats | report.get("beside", {}), folder),
             imitation(report, folder),
             removal(report["removed"], folder),
             contexts(report, folder),
@@ -60,9 +60,19 @@ def write_page(report: Report, folder: Path) -> Path:
     return page.write(folder / "report.html")
 
 
-def losses(nats: dict[str, float]) -> Section:
-    rows = [(name, STAGES[name], f"{value:.3f}", f"{exp(min(value, 700)):.4g}") for name, value in nats.items()]
-    return Section("Loss", header=("model", "", "nats per held-out token", "perplexity"), rows=rows)
+def losses(nats: dict[str, float], folder: Path) -> Section:
+    rows = [
+        (name, STAGES.get(name, "trained further"), f"{value:.3f}", f"{exp(min(value, 700)):.4g}")
+        for name, value in nats.items()
+    ]
+    names = ["\n".join(Path(name).parts[-2:]) for name in nats]  # the end of a folder
+    drawn = bars({"on held-out rows": list(nats.values())}, names, "nats per token", "model")
+    return Section(
+        "Loss",
+        header=("model", "", "nats per held-out token", "perplexity"),
+        rows=rows,
+        pictures=[picture("Loss on held-out rows.", drawn, folder / "losses.png")],
+    )
 
 
 def imitation(report: Report, folder: Path) -> Section:
