@@ -111,16 +111,43 @@ def test_bounds_on_the_host_are_there_whatever_the_default_device():
     assert found.on_host.tolist() == [0, 2, 5]
 
 
-def test_a_capture_does_not_fail_by_the_calls_of_other_threads(monkeypatch):
-    given = {}
-    fake = SimpleNamespace(wait_stream=lambda other: None, replay=None)
-    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **options: given.update(options) or nullcontext())
+@pytest.fixture
+def captures(monkeypatch):
+    """Stands in for torch.cuda. Returns [options, whether it failed] of each capture, of which the first fails."""
+    made = []
+
+    class Capture:
+        def __init__(self, _, **options):
+            made.append([options, not made])
+
+        def __enter__(self):
+            """Nothing is captured."""
+
+        def __exit__(self, *_):
+            if made[-1][1]:
+                raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
     for name in ("current_stream", "Stream", "CUDAGraph"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: fake)
+        monkeypatch.setattr(torch.cuda, name, lambda *_: SimpleNamespace(wait_stream=lambda other: None, replay=None))
     for name in ("device", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
+    return made
+
+
+def test_a_capture_does_not_fail_by_the_calls_of_other_threads(captures):
+    captures.append([{}, False])
     graph.captured(lambda: None, lambda: None, torch.device("cuda"))
-    assert given["capture_error_mode"] == "thread_local"
+    assert captures[1][0]["capture_error_mode"] == "thread_local"
+
+
+def test_a_capture_succeeds_after_one_that_failed(captures):
+    """PyTorch before 2.13 refuses random numbers until one does."""
+    with pytest.raises(RuntimeError, match="previous error during capture"):
+        graph.captured(lambda: None, lambda: None, torch.device("cpu"))
+    (first, failed), (second, again) = captures
+    assert failed and not again and first["stream"] is not second["stream"]
+    assert first["capture_error_mode"] == second["capture_error_mode"] == "thread_local"
 
 
 NAMES = (  # mlstm and mamba3 ask for a value, not for lengths, and on a CPU alone: test_batched.py compiles both

@@ -18,7 +18,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..layers.attention.attention import AttentionState, lengthened
 from ..layers.blocks.token import language_model
-from ..layers.graph import GraphedStep, captured, fingerprint, unsupported_reason
+from ..layers.graph import GraphedStep, fingerprint, unsupported_reason
 from ..layers.maps import wanted
 from ..ops.backends.native import library as native
 from ..ops.backends.native.bound import Bound, ProgramOf
@@ -189,8 +189,6 @@ def capture(key: Any, model: Any, states: Any, token: Tensor, choice: Choice | N
             return Graph(key, GraphedStep(step, token.clone(), copies), choice)
         except (InputError, RuntimeError) as error:
             failure = f"the step cannot be captured: {str(error).partition(chr(10))[0]}"
-            for device in devices:  # PyTorch before 2.13 refuses random numbers and replays until a capture succeeds
-                captured(token.clone, token.clone, device)
     what = "a CUDA graph" if choice is None else "the choice of tokens in a CUDA graph"
     warnings.warn(f"generation without {what}: {failure}", stacklevel=2)
     return Graph(key, None, None, failure) if choice is None else capture(key, model, states, token, None)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,13 +68,19 @@ def captured(
     is captured, not executed. `warm_up` is executed, and does what `run` does to other memory."""
     current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     side.wait_stream(current)
+    capture = partial(torch.cuda.graph, capture_error_mode="thread_local")
     # PyTorch's own stream for captures is of the first GPU. The outer context leaves the stream where a capture fails.
     with torch.cuda.device(device), torch.cuda.stream(side):
         for _ in range(WARM_UP):
             warm_up()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-            result = run()
+        try:
+            with capture(graph, stream=side):
+                result = run()
+        except BaseException:  # PyTorch before 2.13 refuses random numbers and replays until a capture succeeds
+            with capture(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream(device)):
+                torch.zeros(1, device=device)
+            raise
     current.wait_stream(side)
     return result, graph.replay
 
