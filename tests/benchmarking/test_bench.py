@@ -294,6 +294,14 @@ def test_a_cache_that_would_not_fit_is_left_out_and_named(monkeypatch):
     assert found["transformer"] == {"left_out": reason} and found["gla"]["seconds"]
 
 
+def test_a_cache_has_a_quarter_of_what_those_before_it_have_left(monkeypatch):
+    left = iter([2**20, 2**17])
+    monkeypatch.setattr(measure, "free", lambda plan: next(left))
+    plan = BenchPlan(("transformer", "gpt"), SHAPE, rounds=1)
+    found = measure.measure(Point("decoding", 100), plan)
+    assert found["transformer"]["seconds"] and found["gpt"]["left_out"].startswith("its cache needs 0.0 GiB, more than")
+
+
 def test_a_decoder_that_does_not_fit_leaves_the_others_to_be_measured(monkeypatch):
     def fits(name, plan):
         if name == "gla":

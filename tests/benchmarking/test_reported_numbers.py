@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 
 from headrace.benchmarking import measure, report
-from headrace.benchmarking.models import Shape, build, cache_bytes
+from headrace.benchmarking.models import Shape, build, cache_bytes, ours
 from headrace.benchmarking.plan import BenchPlan, Point, points
 
 SHAPE = Shape(layers=3, hidden_size=64, heads=2, vocab_size=50)
@@ -73,6 +73,13 @@ def test_only_attention_has_a_cache():
     assert cache_bytes("transformers-llama", SHAPE, 640, 4) == cache_bytes("transformer", SHAPE, 640, 4) == 983040
     assert cache_bytes("transformers-mamba2", SHAPE, 640, 4) == cache_bytes("gla", SHAPE, 640, 4) == 0
     assert cache_bytes("gpt", SHAPE, 640, 4) == 983040 == 3 * cache_bytes("gla+transformer", SHAPE, 640, 4)
+
+
+def test_layers_have_the_mlp_of_their_model():
+    """Mamba-2 alone has none; GPT's has no gate."""
+    mlps = {name: ours(name, SHAPE).mlp for name in ("mamba2", "softmax-mamba2(heads.count=2)", "gla", "gpt")}
+    assert mlps == {"mamba2": "none", "softmax-mamba2(heads.count=2)": "none", "gla": "swiglu", "gpt": "gelu-tanh"}
+    assert ours("mamba2+transformer+gla", SHAPE).mlp == "swiglu"
 
 
 def test_time_is_per_token_and_the_first_round_warms_up(monkeypatch):

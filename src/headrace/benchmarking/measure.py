@@ -97,19 +97,21 @@ def prefill(point: Point, plan: BenchPlan) -> dict[str, Measured]:
 @torch.inference_mode()
 def decoding(point: Point, plan: BenchPlan) -> dict[str, Measured]:
     """Time of one decoded token of each sequence after a context, with the bytes of the states."""
-    memory, decoders, about = known_memory("decoding", plan), dict[str, Decoder](), dict[str, Measured]()
-    needed = {name: point.batch * cache_bytes(name, plan.shape, point.length, plan.itemsize) for name in plan.models}
-    measured = {name: {"left_out": why} for name, size in needed.items() if (why := too_large(size, memory))}
+    decoders, about = dict[str, Decoder](), dict[str, Measured]()
 
     def turn(name: str) -> float:
         if name not in decoders:  # a model that runs out of memory here is left out too
+            needed = point.batch * cache_bytes(name, plan.shape, point.length, plan.itemsize)
+            if why := too_large(needed, known_memory("decoding", plan)):  # of what the models before it have left
+                about[name] = {"left_out": why}
+                raise torch.OutOfMemoryError
             decoder = Decoder(built(name, plan), point.batch)
             decoder.reach(point.length)
             decoders[name], about[name] = decoder, {"how": decoder.how, "bytes": decoder.state_bytes()}
         return several(decoders[name], plan)
 
-    measured |= taking_turns([name for name in plan.models if name not in measured], turn, plan)
-    return {name: about.get(name, {}) | measured[name] for name in plan.models}
+    measured = taking_turns(plan.models, turn, plan)
+    return {name: measured[name] | about.get(name, {}) for name in plan.models}
 
 
 def too_large(needed: int, memory: int) -> str | None:

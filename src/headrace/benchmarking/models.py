@@ -17,6 +17,7 @@ from ..convert.checkpoint import read_config
 from ..hf.config import HeadraceConfig
 from ..hf.model import HeadraceForCausalLM
 from ..layers.blocks.widths import default_intermediate_size
+from ..spec.expression import split
 from ..spec.linear import MixerSpec
 from ..utils.errors import InputError
 
@@ -34,11 +35,11 @@ class Shape:
 
 
 def ours(name: str, shape: Shape) -> HeadraceConfig:
-    """The config of a checkpoint or of a mixer in a model of the shape. Mamba-2 has no MLP, as in transformers; all
-    others have a SwiGLU MLP."""
+    """The config of a checkpoint or of a mixer in a model of the shape. Mamba-2 has no MLP, as in transformers; layers
+    of other mixers, and of Mamba-2 beside others, have one."""
     return checkpoint_config(name) or HeadraceConfig(
         mixer=name, vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, num_hidden_layers=shape.layers,
-        num_heads=shape.heads, mlp="none" if "mamba2" in name else "swiglu",
+        num_heads=shape.heads, mlp="none" if all("mamba2" in each for each in split(name, "+")) else None,
     )  # fmt: skip
 
 
