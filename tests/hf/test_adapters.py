@@ -16,12 +16,13 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # its old name, in peft
 
 
-def adapted(name, targets):
+def adapted(name, targets, **parameters):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of gates that cannot act
         sizes = {} if name in MIXERS else {"num_hidden_layers": 1}
         model = trained(HeadraceForCausalLM(config(name, **sizes)))
-        return peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, target_modules=targets))
+        settings = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=targets, **parameters)
+        return peft.get_peft_model(model, settings)
 
 
 @torch.no_grad()
@@ -53,6 +54,20 @@ def test_adapters_equal_merged_weights(name):
         assert relative(logits(model, ids), result) <= tolerance
         model.unmerge_adapter()
     assert relative(logits(model.merge_and_unload(), ids), result) <= tolerance
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter"), [("mamba2", "conv.weight"), ("rwkv7", "mixer.mix"), ("mamba", "mixer.A_log")]
+)
+@torch.no_grad()
+def test_adapters_of_parameters_equal_merged_weights(name, parameter):
+    """PEFT wraps the module that has the parameter, and adapts the parameter while the module runs. In float32, which
+    takes the fast paths."""
+    model, ids = adapted(name, [], target_parameters=[parameter]).float(), tokens(2)
+    result = logits(model, ids)
+    with model.disable_adapter():
+        assert relative(logits(model, ids), result) > 1e-3
+    assert relative(logits(model.merge_and_unload(), ids), result) <= 1e-4
 
 
 @pytest.mark.parametrize("name", ["transformer", "softmax-gla", "kda", "rwkv6", "mamba", "rwkv7"])

@@ -57,7 +57,9 @@ def add_block(program: Program, block: Any, x: int, place: int) -> None:
     if not isinstance(block, Block) or block.link is not None or block.cross is not None:
         kind = type(block).__name__
         raise UnsupportedError(f"it supports neither shared blocks nor cross-attention; the block is {kind}")
-    D: Any = block.mixer.hidden_size
+    names = ["mixer"] if block.parallel is None else ["mixer", "parallel"]
+    mixers = [program.module(block, name, *filter(token_of, [type(getattr(block, name))])) for name in names]
+    D: Any = mixers[0].hidden_size
     if block.order == "post" and block.parallel is not None:
         raise UnsupportedError("two parallel mixers with order='post'")
     start = branch = program.columns(D)
@@ -69,8 +71,7 @@ def add_block(program: Program, block: Any, x: int, place: int) -> None:
         of_mlp = program.columns(D)
         add_norm(program, block, "mlp_norm", x, of_mlp)
     into = branch if block.order in AFTER else x
-    for i, name in enumerate(["mixer"] if block.parallel is None else ["mixer", "parallel"]):
-        mixer = program.module(block, name, *filter(token_of, [type(getattr(block, name))]))
+    for i, mixer in enumerate(mixers):
         add_token: Any = token_of(type(mixer))
         add_token(program, mixer, read, into, place + i, add=into == x or i > 0)
         program.kinds.append(mixer.state_kind)

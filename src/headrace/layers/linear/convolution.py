@@ -48,7 +48,7 @@ def convolve(
     first = history is None and sequences.borders is None
     if first and triton.chosen(backend, x) and triton.unsupported_reason(conv, x) is None:
         return triton.convolve(x, conv.weight, conv.bias, sequences.cu_seqlens, silu)
-    history = sequences.before(x, history, conv.kernel_size[0] - 1)
+    history = sequences.before(x, history, conv.weight.shape[2] - 1)
     if silu and backend in ("auto", "native") and native.unsupported_reason(conv, x) is None:
         y = native.convolve(x, conv.weight, conv.bias, history, sequences.cu_seqlens)
     else:

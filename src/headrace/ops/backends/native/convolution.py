@@ -27,11 +27,11 @@ def unsupported_reason(conv: nn.Conv1d, x: Tensor) -> str | None:
         return native.missing or "an ONNX graph takes the convolution of PyTorch"
     if x.device.type != "cpu" or x.dtype not in native.DTYPES:
         return f"it runs on the CPU, in float32 and bfloat16, and x is {x.dtype} on {x.device.type}"
+    if not is_plain(conv, nn.Conv1d):
+        return f"a hook, a parametrization or an adapter of {type(conv).__name__} would not run"
     if conv.kernel_size[0] > WIDEST or x.shape[2] > MOST_CHANNELS:
         sizes = f"{conv.kernel_size[0]} and {x.shape[2]}"
         return f"it takes widths up to {WIDEST} and up to {MOST_CHANNELS} channels, and they are {sizes}"
-    if not is_plain(conv, nn.Conv1d):
-        return f"a hook, a parametrization or an adapter of {type(conv).__name__} would not run"
     return derivatives.transforms_reason()
 
 

@@ -33,11 +33,11 @@ def unsupported_reason(conv: nn.Conv1d, x: Tensor) -> str | None:
         return f"it runs on a GPU, and x is on {x.device.type}"
     if (reason := missing()) is not None:
         return reason
+    if not is_plain(conv, nn.Conv1d) or derivatives.transformed():
+        return "hooks, parametrizations, adapters and transforms need PyTorch's convolution"
     if x.dtype not in DTYPES or conv.kernel_size[0] > WIDEST:
         given = f"{x.dtype} and width {conv.kernel_size[0]}"
         return f"it takes float32, bfloat16 and float16 and widths up to {WIDEST}, and x has {given}"
-    if not is_plain(conv, nn.Conv1d) or derivatives.transformed():
-        return "hooks, parametrizations, adapters and transforms need PyTorch's convolution"
     return None
 
 
