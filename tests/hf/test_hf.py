@@ -156,14 +156,14 @@ def test_gradients_flow_through_the_cache(model):
 @torch.no_grad()
 def test_cache_rows_are_reordered_together(model):
     ids, last = tokens(3), tokens(4, 1)
-    operations = {
-        "reorder_cache": torch.tensor([2, 0, 0, 1]),
-        "batch_select_indices": torch.tensor([1, 2, 0, 2]),
-    }
-    for name, rows in operations.items():
+    operations = [("reorder_cache", [2, 0, 0, 1]), ("batch_select_indices", [1, 2, 0, 2])]
+    operations += [(name, torch.tensor(rows)) for name, rows in operations]
+    for name, rows in (*operations, ("batch_select_indices", torch.tensor(1))):
         cache = model(ids).past_key_values
         getattr(cache, name)(rows)
-        close(model(last, past_key_values=cache).logits[:, 0], model(torch.cat([ids[rows], last], 1)).logits[:, -1])
+        chosen = ids[rows].view(-1, ids.shape[1])
+        ends = last[: len(chosen)]
+        close(model(ends, past_key_values=cache).logits[:, 0], model(torch.cat([chosen, ends], 1)).logits[:, -1])
     cache = model(ids[:2]).past_key_values
     cache.batch_repeat_interleave(2)
     twice = ids[[0, 0, 1, 1]]
@@ -181,6 +181,8 @@ def test_cache_interface():
         model(tokens(3, 1), past_key_values=cache)
     with pytest.raises(InputError, match=r"is a DynamicCache, and .*; expected a HeadraceCache"):
         model(tokens(2), past_key_values=DynamicCache())
+    with pytest.raises(InputError, match="other=3; expected a HeadraceCache"):
+        cache.append(3)
     ids = tokens(2)
     cache.reset()
     assert (len(cache), cache.batch_size, cache.is_initialized, cache.get_seq_length()) == (0, -1, False, 0)
@@ -430,8 +432,10 @@ def test_output_options_are_supported():
     out = model(ids, output_hidden_states=True)
     assert [h.shape for h in out.hidden_states] == [(2, T, SIZES["hidden_size"])] * 3
     close(model.lm_head(out.hidden_states[-1]), out.logits)
-    with pytest.raises(InputError, match="logits_to_keep=-3; expected at least 0, or a tensor of positions"):
-        model(ids, logits_to_keep=-3)
+    for keep in (-3, "all", [1]):
+        said = f"logits_to_keep={keep!r}; expected at least 0, or a tensor of positions"
+        with pytest.raises(InputError, match=re.escape(said)):
+            model(ids, logits_to_keep=keep)
     close(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, out.logits)
     assert torch.equal(model(ids, return_dict=False)[0], out.logits)
     assert model.train()(ids).past_key_values is None

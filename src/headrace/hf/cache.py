@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from ..layers.attention.attention import AttentionState
 from ..layers.base import tensors
 from ..ops.checks import require
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require_each
 from .cache_layers import layer_of
 from .snapshots import Snapshots, copied
 
@@ -213,7 +213,7 @@ class HeadraceCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replaces the sequences by those with the indices beam_idx [B], as beam search does."""
-        self._change(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        self._change(lambda x: x.index_select(0, torch.as_tensor(beam_idx, device=x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every sequence, one copy after the other."""
@@ -221,7 +221,7 @@ class HeadraceCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the sequences with these indices."""
-        self._change(lambda x: x[indices.to(x.device)])
+        self._change(lambda x: x[torch.as_tensor(indices, device=x.device).reshape(-1)])
 
     def append(self, other: "HeadraceCache") -> None:
         """Appends the sequences of another cache, which must not be used afterwards. Each state must have one size, as
@@ -229,6 +229,7 @@ class HeadraceCache(Cache):
         column, as the sequences may have different lengths.
 
         Raises InputError while tokens are pending, and for states of other kinds or without one size."""
+        require_each(lambda x: isinstance(x, HeadraceCache), "a HeadraceCache", other=other)
         mine, theirs = self.states, other.states
         if mine is None:
             self.__dict__.update(other.__dict__)

@@ -46,5 +46,6 @@ def kept_positions(logits_to_keep: int | Tensor | None) -> slice | Tensor:
     if isinstance(logits_to_keep, Tensor):
         return logits_to_keep
     last = logits_to_keep or 0
-    require(last >= 0, f"logits_to_keep={logits_to_keep}; expected at least 0, or a tensor of positions")
+    at_least_0 = hasattr(last, "__index__") and last >= 0
+    require(at_least_0, f"logits_to_keep={logits_to_keep!r}; expected at least 0, or a tensor of positions")
     return slice(-last, None)
