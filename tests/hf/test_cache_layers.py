@@ -93,6 +93,8 @@ def test_other_caches_and_uses_are_refused():
         model(ids, past_key_values=one)
     with pytest.raises(InputError, match="is a StaticCache; expected a HeadraceCache"):
         model(ids, past_key_values=StaticCache(model.config, max_cache_len=9))
+    with pytest.raises(InputError, match="past_key_values is a tuple; expected a HeadraceCache"):
+        model.generate(ids, **{CACHE: ((ids, ids),)}, max_new_tokens=1)
     with pytest.raises(InputError, match="is a DynamicCache; expected a HeadraceCache, which goes back"):
         model.generate(ids[:1], **{CACHE: DynamicCache()}, prompt_lookup_num_tokens=2, max_new_tokens=3)
     rnn, mask = build("softmax-rnn-norm"), torch.ones_like(ids)

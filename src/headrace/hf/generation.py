@@ -27,7 +27,7 @@ from ..ops.modules import is_plain
 from ..ops.parallel.context import current
 from ..utils.errors import InputError
 from .cache import NAME as CACHE
-from .cache import HeadraceCache
+from .cache import HeadraceCache, cache_argument
 from .choice import NO_NUMBERS, Choice
 from .snapshots import copied
 
@@ -317,7 +317,7 @@ class HeadraceGenerationMixin(GenerationMixin):  # transformers finds this word 
         given = f"cache_implementation={kind!r} is not available for {generation_mode.value}"
         expected = f"None, for a HeadraceCache, or {STATIC!r} for greedy search and sampling, for a CUDA graph"
         require(kind is None or (kind == STATIC and sampled), f"{given}; expected {expected}")
-        if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
+        if generation_config.use_cache is not False and cache_argument(model_kwargs.get(CACHE), None) is None:
             model_kwargs[CACHE] = HeadraceCache()
 
     @wraps(GenerationMixin.prepare_inputs_for_generation)  # whose arguments `generate` looks for
