@@ -98,6 +98,13 @@ def test_a_law_that_raises_is_named_and_the_others_go_on():
     assert verdicts["batch size"].verdict == "holds"
 
 
+def test_an_operator_without_a_kernel_is_no_missing_offer():
+    """PyTorch raises NotImplementedError for it, here at the second pass of the law."""
+    missing = lambda m, x: (m(x) if x.shape[1] == 67 else m(x).bool().floor(), None)  # noqa: E731
+    (verdict,) = foreign.verify(lambda: {"module": torch.nn.Linear(4, 4), "forward": missing, "width": 4}, ["causal"])
+    assert (verdict.verdict, verdict.note.partition(":")[0]) == ("raises", "NotImplementedError")
+
+
 def run_without_headrace(program, folder):
     """(exit code, output) of a program in a process where `import headrace` fails."""
     (folder / "program.py").write_text(program)

@@ -7,6 +7,10 @@ import sys
 from typing import Any
 
 
+class NotOfferedError(NotImplementedError):
+    """A model lacks what a law needs. PyTorch raises NotImplementedError itself, for operators without a kernel."""
+
+
 def causal_lm(model_type: str, sizes: dict[str, Any]) -> dict[str, Any]:
     """A random language model of transformers. On a CPU it takes its PyTorch path: FLA's kernels need a GPU."""
     import torch
@@ -36,13 +40,13 @@ def causal_lm(model_type: str, sizes: dict[str, Any]) -> dict[str, Any]:
         given = {"inputs_embeds" if x.is_floating_point() else "input_ids": x, memory: state, "use_cache": use_cache}
         if mask is not None:
             if "attention_mask" not in takes or model_type == "rwkv":  # which warns that it does not use it
-                raise NotImplementedError("its forward does not use attention_mask")
+                raise NotOfferedError("its forward does not use attention_mask")
             given["attention_mask"] = mask if "position_ids" in takes else mask[:, -x.shape[1] :]
             if "position_ids" in takes:  # as `generate` counts them
                 given["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -x.shape[1] :]
         if positions is not None:
             if "position_ids" not in takes:
-                raise NotImplementedError("its forward takes no position_ids")
+                raise NotOfferedError("its forward takes no position_ids")
             given["position_ids"] = positions
         if cu_seqlens is not None:  # as DataCollatorWithFlattening gives them
             lengths = cu_seqlens.diff()
@@ -69,14 +73,14 @@ def crop_last(model, x, remove, memory):
     cache.activate_past_recording()
     model(x, **{memory: cache}, use_cache=True)
     if not cache.is_croppable:
-        raise NotImplementedError("the cache says that it is not croppable")
+        raise NotOfferedError("the cache says that it is not croppable")
     cache.crop(-remove)
     return cache
 
 
 def reorder_rows(state, order):
     if not hasattr(state, "reorder_cache"):
-        raise NotImplementedError("its state has no reorder_cache")
+        raise NotOfferedError("its state has no reorder_cache")
     state.reorder_cache(order)
     return state
 
@@ -133,11 +137,11 @@ def layer_of_model(class_name: str, model_type: str, sizes: dict[str, Any]) -> d
         given = {memory: DynamicCache(config=model.config) if state is None else state} if memory and use_cache else {}
         if mask is not None:
             if "attention_mask" not in takes:
-                raise NotImplementedError("its forward takes no attention_mask")
+                raise NotOfferedError("its forward takes no attention_mask")
             given["attention_mask"] = mask[:, -x.shape[1] :]
         if cu_seqlens is not None:
             if "kwargs" not in takes:
-                raise NotImplementedError("its forward takes no boundaries of sequences")
+                raise NotOfferedError("its forward takes no boundaries of sequences")
             sequence = torch.arange(len(cu_seqlens) - 1, device=x.device).repeat_interleave(cu_seqlens.diff())
             given |= {"cu_seq_lens_q": cu_seqlens.int(), "seq_idx": sequence[None].int()}
         y = layer(x, **given)
@@ -171,4 +175,4 @@ def fla_layer(class_name: str) -> dict[str, Any]:
 
 
 # Functions of `causal_lm`, which a program of it needs.
-HELPERS = (crop_last, reorder_rows, recurrent_states, reloaded, cast)
+HELPERS = (NotOfferedError, crop_last, reorder_rows, recurrent_states, reloaded, cast)

@@ -12,6 +12,7 @@ import torch
 from ...utils.errors import InputError, reading, require
 from ..errors import TOLERANCE, relative
 from . import laws
+from .adapters import NotOfferedError
 
 
 class Law(NamedTuple):
@@ -147,7 +148,7 @@ def verdict(name: str, subject: SimpleNamespace, tolerance: float, seed: int) ->
     for case in SHORT.get(name, CASES):
         try:
             error, note = measured(name, fork(subject), case, seed)
-        except NotImplementedError as refusal:
+        except NotOfferedError as refusal:
             return Verdict(name, "not offered", note=last_line(refusal))
         except Exception as raised:
             return Verdict(name, "raises", None, tolerance, case, last_line(raised))
