@@ -13,7 +13,7 @@ from ..files.hub import ask_hub, tokenizer_is_elsewhere
 from ..report import catalog
 from ..report.numbers import count
 from ..spec.serialize import to_json
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require
 from .console import Device, interruptible, refuse_idle, terminal
 from .options import argument, option, setting, takes
 
@@ -169,10 +169,8 @@ def list_zoo(
     """List the named mixers and models.
 
     The views show each mixer as a memory update, by four design axes, with its cost, or with its paper."""
-    if show is not None and as_json:
-        raise InputError("--show and --json are both given; expected one of them")
-    if show not in (None, *catalog.VIEWS):
-        raise InputError(f"--show={show!r}; expected one of {', '.join(catalog.VIEWS)}")
+    require(show is None or not as_json, "--show and --json are both given; expected one of them")
+    require(show in (None, *catalog.VIEWS), f"--show={show!r}; expected one of {', '.join(catalog.VIEWS)}")
     rows = {name: catalog.describe(name) for name in zoo.names()}
     if as_json:
         models = {name: {"spec": to_json(spec)} for name, spec in zoo.MODELS.items()}

@@ -123,8 +123,7 @@ def _timed(model: Any, threads: int | None, drafted: bool) -> AbstractContextMan
 def _with_prompt(ids: Tensor, cache: HeadraceCache, prompt: list[int], model: Any) -> Tensor:
     """The tokens of a state and a prompt, [1, L]. InputError if there is none to read, or one that the model lacks."""
     ids = torch.cat([ids, ids.new_tensor([prompt])], 1)
-    if ids.shape[1] == cache.columns:
-        raise InputError("the prompt has no tokens; expected some text")
+    require(ids.shape[1] > cache.columns, "the prompt has no tokens; expected some text")
     check_tokens(ids, model)
     return ids
 
@@ -189,6 +188,5 @@ def resumed(path: Path | None, model: Any) -> tuple[HeadraceCache, Tensor]:
     if path is None:
         return HeadraceCache(), torch.zeros(1, 0, dtype=torch.long, device=model.device)
     cache, ids = load_state(path, model)
-    if len(ids) != 1:
-        raise InputError(f"state {str(path)!r} is of {len(ids)} sequences; expected one")
+    require(len(ids) == 1, f"state {str(path)!r} is of {len(ids)} sequences; expected one")
     return cache, ids

@@ -241,8 +241,7 @@ def convert(options: ConvertOptions) -> None:
         refuse_idle("without a conversion to headrace, without --to", dtype=one.dtype, ignore=one.ignore or None)
     elif Path(one.checkpoint).suffix == GGUF:
         refuse_idle("with a GGUF file, which has no config.json", ignore=one.ignore or None)
-    if one.dtype not in (None, *PRECISIONS):
-        raise InputError(f"--dtype {one.dtype!r}; expected one of {', '.join(PRECISIONS)}")
+    require(one.dtype in (None, *PRECISIONS), f"--dtype {one.dtype!r}; expected one of {', '.join(PRECISIONS)}")
     with new_checkpoint(one.output) as folder:
         source, precision, cached = fetched(one.checkpoint), PRECISIONS[one.dtype] if one.dtype else None, True
         if to is None and source.suffix == GGUF:

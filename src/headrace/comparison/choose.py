@@ -125,15 +125,13 @@ def with_text(plan: Plan, files: list[str], tokenizer: str | None) -> Plan:
 def tuned(study: Study, tune: str | None, tune_seeds: str | int | None) -> Study:
     """The study with the search that `tune` asks for in each of its plans."""
     if tune is None:
-        if tune_seeds is not None:
-            raise InputError(f"--tune-seeds {tune_seeds} needs a search; add --tune FIELD=VALUE,VALUE,…")
+        require(tune_seeds is None, f"--tune-seeds {tune_seeds} needs a search; add --tune FIELD=VALUE,VALUE,…")
         return study
     field, _, listed = (part.strip() for part in tune.partition("="))
     values = tuple(map(zoo.literal, zoo.split(listed)))
     if not values or field not in Optimization.__dataclass_fields__:
         raise InputError(f"--tune {tune!r}; expected FIELD=VALUE,VALUE,… with a field such as lr")
-    if len(set(values)) < len(values):
-        raise InputError(f"--tune {tune!r} has a value twice; expected distinct values")
+    require(len(set(values)) == len(values), f"--tune {tune!r} has a value twice; expected distinct values")
     plans = []
     for plan in study.plans:
         first = max(plan.seed_numbers, default=0) + 1

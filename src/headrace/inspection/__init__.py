@@ -10,7 +10,7 @@ from ..convert import load
 from ..convert.checkpoint import check_tokens, read_tokenizer
 from ..files.devices import on_device
 from ..ops.dispatch import set_backend
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require
 from .page import describe, render, tokens_of
 from .recorder import record
 
@@ -31,15 +31,13 @@ def inspect(
     Raises:
         InputError: the checkpoint cannot be read, or the text is too short or too long.
     """
-    if tokens is not None and not 2 <= tokens <= LIMIT:
-        raise InputError(f"--tokens={tokens}; expected 2 to {LIMIT:,}")
+    require(tokens is None or 2 <= tokens <= LIMIT, f"--tokens={tokens}; expected 2 to {LIMIT:,}")
     device = on_device(device, float64=True)
     model: Any = load(checkpoint)
     set_backend(model, "auto")  # HEADRACE_BACKEND may name one without float64
     tokenizer = read_tokenizer(checkpoint)
     ids, labels = tokens_of(tokenizer, text)
-    if len(ids) < 2:
-        raise InputError(f"the text is {len(ids)} token{'s' * (len(ids) != 1)} long; expected at least 2")
+    require(len(ids) > 1, f"the text is {len(ids)} token{'s' * (len(ids) != 1)} long; expected at least 2")
     if tokens is None and len(ids) > LIMIT:
         expected = f"expected at most {LIMIT:,}, or --tokens to cut the text"
         raise InputError(f"the text is {len(ids):,} tokens long; {expected}")

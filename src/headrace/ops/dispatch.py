@@ -84,8 +84,7 @@ def choose(operation: str, name: str, *arguments: Any) -> Any:
                 return kernel
         raise InputError(f"no backend has {operation} for these arguments")
     reason = unavailable(name, operation) or (kernel := getattr(_named(name), operation)).unsupported_reason(*arguments)
-    if reason is not None:
-        raise InputError(f"backend={name!r} cannot run here: {reason}")
+    require(reason is None, f"backend={name!r} cannot run here: {reason}")
     return kernel
 
 

@@ -284,8 +284,7 @@ class MixerSpec(Spec):
         K = self.heads.key_dim or width_per_head("heads.expand_k", self.heads.expand_k, hidden_size, H)
         groups = self.heads.qk_groups
         require(groups is None or H % groups == 0, f"heads.qk_groups={groups} does not divide num_heads={H}")
-        if self.inputs.rotary and K % 2:
-            raise InputError(f"inputs.rotary=True needs an even key dimension per head; got {K}")
+        require(not (self.inputs.rotary and K % 2), f"inputs.rotary=True needs an even key dimension per head; got {K}")
         if self.inputs.turns and not self.angles(K):
             raise InputError(f"inputs.turns={self.inputs.turns} of {K} key channels per head is less than a pair")
         self._require_contraction(K)

@@ -12,7 +12,7 @@ from sys import float_info
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from ..utils.errors import InputError, require_each, shown
+from ..utils.errors import InputError, require, require_each, shown
 
 LARGEST = 2**31  # no size of a model, a task or a run is as large; larger integers do not fit a float or a tensor
 
@@ -60,8 +60,7 @@ class Record:
         for name, kinds in fields(cls).items():
             object.__setattr__(self, name, checked(getattr(self, name), kinds, cls.__name__, name))
         for condition, reason in self._objections():
-            if condition:
-                raise InputError(reason)
+            require(not condition, reason)
 
     def _objections(self) -> Iterator[tuple[bool, str]]:
         """Yields (condition, message) pairs; a true condition makes the record invalid."""

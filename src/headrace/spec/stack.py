@@ -168,9 +168,7 @@ def as_decoder(spec: Spec | Decoder) -> Decoder:
 
 def as_layers(spec: Spec | Layer | Decoder) -> Sequence[Layer]:
     """Returns the layers of a decoder, or a mixer or layer as a sequence of one layer."""
-    if isinstance(spec, Decoder):
-        return spec.layers
-    return (spec if isinstance(spec, Layer) else Layer(spec),)
+    return (spec,) if isinstance(spec, Layer) else as_decoder(spec).layers
 
 
 def as_style(style: Any, base: BlockStyle | None = None) -> BlockStyle:

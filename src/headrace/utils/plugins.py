@@ -112,10 +112,9 @@ def _locate(name: str, source: str) -> tuple[str, Path]:
     """Returns (the key in LOADED, the file) of a plug-in."""
     path = Path(name)
     if path.suffix == ".py" or path.name != name or path.is_file():
-        if not path.is_file():
-            raise InputError(f"plug-in {name!r} ({source}) does not exist; expected a Python file or a module")
-        if path.suffix != ".py":
-            raise InputError(f"plug-in {name!r} ({source}) is no Python file; expected a name that ends in .py")
+        called = f"plug-in {name!r} ({source})"
+        require(path.is_file(), f"{called} does not exist; expected a Python file or a module")
+        require(path.suffix == ".py", f"{called} is no Python file; expected a name that ends in .py")
         return str(path.resolve()), path.resolve()
     try:
         found = find_spec(name)

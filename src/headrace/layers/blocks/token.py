@@ -29,14 +29,14 @@ def language_model(program: Program, model: Any) -> None:
     program.vocabulary, D = shape = embedding.weight.shape
     x, weight = program.columns(D), program.weight(embedding, "weight", shape)
     program.add("embed", out=x, outputs=D, number=backbone.embedding_scale, weight=weight)
-    add_backbone(program, backbone, x)
+    add_backbone(program, backbone, x, D)
     program.linear(program.module(model, "lm_head", nn.Linear, QuantizedLinear), x, 0)
     if model.cap is not None:
         program.add("cap", outputs=model.lm_head.out_features, number=model.cap)
 
 
-def add_backbone(program: Program, backbone: Backbone, x: int) -> None:
-    """Adds a stack of blocks without the factor of the embeddings: x = backbone(x).
+def add_backbone(program: Program, backbone: Backbone, x: int, D: int) -> None:
+    """Adds a stack of blocks D wide without the factor of the embeddings: x = backbone(x).
 
     Raises UnsupportedError for positions, a shared block, and what `add_block` does not support."""
     for name in ("positions", "shared"):
@@ -46,20 +46,17 @@ def add_backbone(program: Program, backbone: Backbone, x: int) -> None:
         add_norm(program, backbone, "embedding_norm", x, x)
     place = 0
     for (name, _), states in zip(backbone.layers.named_children(), backbone.counts, strict=True):
-        add_block(program, program.module(backbone.layers, name, backbone.block_class), x, place)
+        add_block(program, program.module(backbone.layers, name, backbone.block_class), x, D, place)
         place += states
     if type(backbone.norm) is not nn.Identity:
         add_norm(program, backbone, "norm", x, x)
 
 
-def add_block(program: Program, block: Any, x: int, place: int) -> None:
-    """Adds a block: x = block(x). place: index of its first state."""
+def add_block(program: Program, block: Any, x: int, D: int, place: int) -> None:
+    """Adds a block D wide: x = block(x). place: index of its first state."""
     if not isinstance(block, Block) or block.link is not None or block.cross is not None:
         kind = type(block).__name__
         raise UnsupportedError(f"it supports neither shared blocks nor cross-attention; the block is {kind}")
-    names = ["mixer"] if block.parallel is None else ["mixer", "parallel"]
-    mixers = [program.module(block, name, *filter(token_of, [type(getattr(block, name))])) for name in names]
-    D: Any = mixers[0].hidden_size
     if block.order == "post" and block.parallel is not None:
         raise UnsupportedError("two parallel mixers with order='post'")
     start = branch = program.columns(D)
@@ -71,7 +68,8 @@ def add_block(program: Program, block: Any, x: int, place: int) -> None:
         of_mlp = program.columns(D)
         add_norm(program, block, "mlp_norm", x, of_mlp)
     into = branch if block.order in AFTER else x
-    for i, mixer in enumerate(mixers):
+    for i, name in enumerate(["mixer"] if block.parallel is None else ["mixer", "parallel"]):
+        mixer = program.module(block, name, *filter(token_of, [type(getattr(block, name))]))
         add_token: Any = token_of(type(mixer))
         add_token(program, mixer, read, into, place + i, add=into == x or i > 0)
         program.kinds.append(mixer.state_kind)
