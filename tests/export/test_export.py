@@ -353,6 +353,45 @@ def test_web_page_generates_the_same_text(checkpoint, exported, tmp_path):
     assert shown["status"].startswith("40 tokens, ")
 
 
+# Enough of a browser for the page to load its model: prints the options of the session.
+BROWSER = """
+import { readFileSync } from "node:fs";
+globalThis.document = { querySelector: () => ({}) };
+globalThis.location = { search: "" };
+globalThis.fetch = async (file) => ({ json: () => JSON.parse(readFileSync(file, "utf-8")) });
+await import("./generate.js");
+"""
+LIBRARY = """
+export const env = { wasm: {} };
+export class Tokenizer {}
+export class InferenceSession { static create = (...asked) => console.log(JSON.stringify(asked)); }
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no Node.js here")
+@pytest.mark.parametrize("beside", [True, False])
+def test_web_page_loads_weights_beside_the_graph(checkpoint, exported, tmp_path, monkeypatch, beside):
+    """Such as those of more than 1.6 GB; others are in the graph."""
+    where = {"save_as_external_data": beside, "location": "model.onnx.data"}
+    graph = SimpleNamespace(save=lambda path: onnx.save(onnx.load(exported / "model.onnx"), path, **where))
+    monkeypatch.setattr("headrace.export.onnx.trace", lambda model: graph)
+    writer("web", {})(checkpoint, tmp_path)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(checkpoint / file, tmp_path)
+    for name in ("onnxruntime-web", "@huggingface/tokenizers"):
+        (tmp_path / "node_modules" / name).mkdir(parents=True)
+        (tmp_path / "node_modules" / name / "index.mjs").write_text(LIBRARY)
+        (tmp_path / "node_modules" / name / "package.json").write_text('{"exports": "./index.mjs"}')
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+    (tmp_path / "browser.js").write_text(BROWSER)
+    done = subprocess.run(["node", "browser.js"], cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=600)
+    files = ["model.onnx.data"] * beside
+    assert [(tmp_path / file).is_file() for file in files] == [True] * beside
+    assert json.loads(done.stdout) == ["model.onnx", {"executionProviders": ["wasm"], "externalData": files}]
+    monkeypatch.setattr("headrace.export.web.MOST", 10_000)
+    assert "GB of weights; expected less than 0.0 GB" in refused(lambda: writer("web", {})(checkpoint, tmp_path))
+
+
 def test_web_page_pins_library_versions(tmp_path):
     write_page(tmp_path, "https://mirror.example/npm")
     imports = json.loads(re.findall(r'"importmap">(.*?)</script>', (tmp_path / "index.html").read_text())[0])["imports"]

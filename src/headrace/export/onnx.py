@@ -195,9 +195,10 @@ def export(checkpoint: Path, folder: Path, weights: str = "float32", opset: int 
         sentence += f", with int8 weights by {errors(path, model)[0]:.1e}"
     if opset == STANDARD:
         standardize(path)
-    write_json(folder / ABOUT, about(model) | {"opset": opset, "weights": weights, "made_by": running(**versions())})
-    size = sum(file.stat().st_size for file in folder.glob(f"{MODEL}*"))
-    return f"{MODEL} of {size / 1e6:.1f} MB; {sentence}"
+    sizes = {file.name: file.stat().st_size for file in folder.glob(f"{MODEL}*")}
+    made = {"data": sorted({*sizes} - {MODEL}), "opset": opset, "weights": weights, "made_by": running(**versions())}
+    write_json(folder / ABOUT, about(model) | made)
+    return f"{MODEL} of {sum(sizes.values()) / 1e6:.1f} MB; {sentence}"
 
 
 def versions() -> dict[str, str]:
@@ -209,9 +210,10 @@ def versions() -> dict[str, str]:
 
 def about(model: HeadraceForCausalLM) -> dict[str, Any]:
     """Returns what a program needs in order to run the graph."""
+    ends: int | list[int] | None = model.generation_config.eos_token_id
     return {
         "vocab_size": model.config.vocab_size,
-        "eos_token_ids": _several(model.generation_config.eos_token_id),
+        "eos_token_ids": [] if ends is None else [ends] if isinstance(ends, int) else ends,
         "states": [
             {
                 "past": f"past.{state.name}", "present": f"present.{state.name}", "shape": state.shape,
@@ -220,10 +222,6 @@ def about(model: HeadraceForCausalLM) -> dict[str, Any]:
             for state in states(model)
         ],
     }  # fmt: skip
-
-
-def _several(value: int | list[int] | None) -> list[int]:
-    return [] if value is None else [value] if isinstance(value, int) else value
 
 
 class Runtime:

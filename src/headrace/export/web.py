@@ -8,10 +8,11 @@ import shutil
 from pathlib import Path
 from string import Template
 
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require
 from . import onnx
 
 PAGE = Path(__file__).with_name("page")
+MOST = 2**32  # bytes of weights: WebAssembly's addresses have 32 bits
 CDN = "https://cdn.jsdelivr.net/npm"
 # {package: (version, the module that the page imports, files that this module loads)}
 PACKAGES = {
@@ -30,14 +31,15 @@ def export(checkpoint: Path, folder: Path, weights: str = "float32", libraries: 
         libraries: address of a mirror of npm in the layout of jsDelivr, or a folder node_modules, from which the
             libraries are copied.
 
-    Raises:
-        InputError: as `onnx.export`, and for a checkpoint or a folder of libraries without a file that the page loads.
-    """
+    InputError as `onnx.export`, for a file that the page needs and that is not there, and for more weights than a page
+    can hold."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        if not (checkpoint / name).is_file():
-            raise InputError(f"checkpoint {str(checkpoint)!r} has no {name}, which --to web needs")
+        require((checkpoint / name).is_file(), f"checkpoint {str(checkpoint)!r} has no {name}, which --to web needs")
     write_page(folder, libraries)
-    return onnx.export(checkpoint, folder, weights)
+    sentence = onnx.export(checkpoint, folder, weights)
+    size = sum(file.stat().st_size for file in folder.glob(f"{onnx.MODEL}*"))
+    require(size < MOST, f"--to web: {size / 1e9:.1f} GB of weights; expected less than {MOST / 1e9:.1f} GB")
+    return sentence
 
 
 def write_page(folder: Path, libraries: str) -> None:

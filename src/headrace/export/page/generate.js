@@ -15,7 +15,8 @@ async function json(file) {
 async function load() {
   const about = await json("headrace.json");
   const tokenizer = new Tokenizer(await json("tokenizer.json"), await json("tokenizer_config.json"));
-  const session = await ort.InferenceSession.create("model.onnx", { executionProviders: ["wasm"] });
+  const options = { executionProviders: ["wasm"], externalData: about.data };
+  const session = await ort.InferenceSession.create("model.onnx", options);
   return { about, tokenizer, session };
 }
 
