@@ -1,18 +1,23 @@
 """Plug-ins: what the page of plug-ins shows works in every command and process, and what is wrong with one is said."""
 
+import hashlib
 import json
 import os
 import re
 import shutil
 import sys
 from importlib import import_module
+from pathlib import Path, PureWindowsPath
 from unittest.mock import patch
 
 import pytest
 import torch
 
+import headrace
 from headrace import layers, load, zoo
 from headrace.files import workers
+from headrace.spec.serialize import TYPES
+from headrace.tasks import TASKS
 from headrace.utils import plugins
 from headrace.utils.errors import InputError, PluginWarning, VersionWarning
 from headrace.utils.plugins import VARIABLE
@@ -182,6 +187,27 @@ def test_package_that_a_program_has_imported_is_a_plug_in(folder, monkeypatch):
         import_module("their_package")
         plugins.load(["their_package"])
     assert list(plugins.LOADED) == ["their_package"]
+    spec = zoo.get("leaky")  # of a class that no loading defined
+    assert plugins.Plugin(spec.plugin, spec.sha256) == plugins.LOADED["their_package"]
+
+
+def test_digest_of_a_package_is_that_of_every_system(folder, monkeypatch):
+    """The folders of a name are divided by /, as no system but Windows does by itself, and A is before a."""
+    files = {
+        "a/one.py": "x = 1\n",
+        "B.py": "",
+        "__init__.py": "import headrace\nheadrace.register_mixer('mine', 'gla')",
+    }
+    for name, text in files.items():
+        (folder / "site" / "many_files" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "site" / "many_files" / name).write_text(text, "utf-8")
+    monkeypatch.syspath_prepend(folder / "site")
+    relative_to = Path.relative_to
+    monkeypatch.setattr(Path, "relative_to", lambda path, to: PureWindowsPath(relative_to(path, to)))
+    with patch.dict(sys.modules):
+        plugins.load(["many_files"])
+    listed = [[name, hashlib.sha256(files[name].encode()).hexdigest()] for name in ("B.py", "__init__.py", "a/one.py")]
+    assert plugins.LOADED["many_files"].sha256 == hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
 
 # --- what is wrong with a plug-in ------------------------------------------------------------------------------------
@@ -215,6 +241,19 @@ def test_path_that_the_variable_would_split_is_refused(folder):
     with pytest.raises(InputError, match=f"has '{os.pathsep}', which divides {VARIABLE}; expected none"):
         plugins.load([f"a{os.pathsep}b/leaky.py"])
     assert not plugins.LOADED and VARIABLE not in os.environ
+
+
+def test_what_a_plug_in_has_registered_before_it_fails_is_forgotten(folder):
+    """The file, corrected, is executed again in a notebook. What the notebook has registered stays."""
+    headrace.register_mixer("theirs", "gla")
+    (folder / "mine.py").write_text(FILES["leaky.py"] + FILES["majority.py"] + "\nraise_me()\n", "utf-8")
+    for _ in range(2):
+        with pytest.raises(InputError, match="NameError: name 'raise_me' is not defined"):
+            plugins.load(["mine.py"])
+    assert "module:leaky" not in TYPES and not zoo.taken("leaky") and "majority" not in TASKS
+    (folder / "mine.py").write_text(FILES["leaky.py"] + FILES["majority.py"], "utf-8")
+    plugins.load(["mine.py"])
+    assert zoo.taken("leaky") and "majority" in TASKS and zoo.taken("theirs")
 
 
 def test_interrupted_plug_in_is_loaded_again(folder):

@@ -43,4 +43,4 @@ def register_task(
     check_task(name, task)
     listed = zoo.several(mixers) if isinstance(mixers, str) else tuple(mixers)
     TASKS[name], DEFAULTS[name] = type(task), having(Plan(name, listed, task), settings)
-    plugins.note_registration()
+    plugins.note_registration((TASKS, name), (DEFAULTS, name))

@@ -1,7 +1,7 @@
 """The mixers and models that a plug-in or a program adds, known from then on like those of headrace."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -40,7 +40,7 @@ def register_mixer(name: str, mixer: Any, *, paper: str = "", about: str = "") -
     if type(spec) not in TYPES.rows.values():
         TYPES[plugins.PREFIX + name] = type(spec)
     zoo.register(name, Entry(about, paper, spec))
-    plugins.note_registration()
+    plugins.note_registration(*_rows(name))
 
 
 def register_model(name: str, model: Any, *, paper: str = "", about: str = "") -> None:
@@ -69,7 +69,13 @@ def register_model(name: str, model: Any, *, paper: str = "", about: str = "") -
             del TYPES[key]
         raise
     zoo.register(name, Entry(about, paper, spec))
-    plugins.note_registration()
+    plugins.note_registration(*_rows(name))
+
+
+def _rows(name: str) -> Iterator[tuple[Any, str]]:
+    """The places that a mixer or model may have in tables."""
+    yield TYPES, plugins.PREFIX + name
+    yield from ((table, name) for table in (*zoo.TABLES.values(), zoo.MODELS))
 
 
 def check_name(kind: str, name: Any, taken: Callable[[str], bool]) -> None:

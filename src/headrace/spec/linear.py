@@ -314,11 +314,8 @@ class MixerSpec(Spec):
         Raises InputError for more than 2^24."""
         order, features = self.inputs.order, self.features(key_dim)
         rows = features if order is None else math.comb(features + order, order)
-        if rows > LARGEST_FEATURES:
-            raise InputError(
-                f"inputs.order={order} makes more than {LARGEST_FEATURES:,} features of {features} per head; expected "
-                "a smaller inputs.order or heads.key_dim"
-            )
+        many = f"inputs.order={order} makes more than {LARGEST_FEATURES:,} features of {features} per head"
+        require(rows <= LARGEST_FEATURES, f"{many}; expected a smaller inputs.order or heads.key_dim")
         return rows
 
     def angles(self, key_dim: int) -> int:

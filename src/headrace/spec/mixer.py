@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require
 from .record import Record, require_positive
 
 Shapes = dict[str, tuple[int, ...]]
@@ -103,11 +103,8 @@ def heads_of_width(count: int | None, width: int | None, total: float, default: 
     if count or not width or total < FEWEST * width:
         return count or default
     near = [n for n in range(FEWEST, int(2 * total / width) + 1) if total % n == 0 and total <= 2 * n * width]
-    if not near:
-        raise InputError(
-            f"heads of width {width} for {total:g} channels; expected a multiple of {width}, or a number of heads "
-            "(heads.count) that divides them"
-        )
+    expected = f"a multiple of {width}, or a number of heads (heads.count) that divides them"
+    require(bool(near), f"heads of width {width} for {total:g} channels; expected {expected}")
     return min(near, key=lambda n: abs(math.log(total / n / width)))
 
 

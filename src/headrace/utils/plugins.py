@@ -4,11 +4,10 @@ A plug-in is named by the option `--plugin` of a command, by the environment var
 processes that a command starts inherit, or by an entry point of an installed package.
 """
 
-import inspect
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, MutableMapping
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
@@ -21,6 +20,7 @@ from .integrity import digest, sha256
 VARIABLE = "HEADRACE_PLUGINS"  # files and modules, separated like the folders of PATH
 GROUP = "headrace.plugins"  # of entry points
 FILE = "headrace_plugin_"  # before the name of a file: its module's name
+PACKAGE = "__init__.py"
 PREFIX = "module:"  # in JSON, before the name of a mixer whose layer is a module of a plug-in
 
 
@@ -35,7 +35,7 @@ class Plugin(NamedTuple):
 
 
 LOADED: dict[str, Plugin] = {}  # by what `load` takes: the absolute path of a file, or the name of a module
-REGISTERED: list[str | None] = []  # the file of each call that registered something
+REGISTERED: list[tuple[str | None, tuple]] = []  # of each call that registered something: its file, and the rows
 _LOADING: list[Plugin] = []
 
 
@@ -53,19 +53,20 @@ def load(names: Iterable[str] = (), option: str = "--plugin") -> None:
 
 
 def of(definition: type) -> Plugin:
-    """Returns the plug-in that is being loaded or, for a class of another program, the file of the class."""
+    """Returns the plug-in that is being loaded or, for a class of another program, the file or package of the class."""
     if _LOADING:
         return _LOADING[-1]
-    try:
-        path = Path(inspect.getfile(definition))
-    except (OSError, TypeError):  # of an interactive session
+    name = definition.__module__.partition(".")[0]
+    files = (getattr(sys.modules.get(module), "__file__", None) for module in (name, definition.__module__))
+    path = Path(next(filter(None, files), ""))
+    if not path.is_file():  # of an interactive session
         return Plugin(definition.__module__, "")
-    return Plugin(path.name, sha256(path)) if path.is_file() else Plugin(definition.__module__, "")
+    return Plugin(name if path.name == PACKAGE else path.name, _sha256(path))
 
 
-def note_registration() -> None:
-    """Notes a call of the function that calls this one."""
-    REGISTERED.append(sys._getframe(2).f_globals.get("__file__"))
+def note_registration(*rows: tuple[MutableMapping[str, Any], str]) -> None:
+    """Notes a call of the function that calls this one, and the rows of tables that it has added."""
+    REGISTERED.append((sys._getframe(2).f_globals.get("__file__"), rows))
 
 
 def digests() -> dict[str, str]:
@@ -89,23 +90,33 @@ def _load(name: str, source: str) -> str:
     require(os.pathsep not in place, f"plug-in {place!r} has {os.pathsep!r}, which divides {VARIABLE}; expected none")
     if place in LOADED:
         return place
-    files = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
-    whole = sha256(path) if len(files) == 1 else digest([[str(f.relative_to(path.parent)), sha256(f)] for f in files])
-    plugin, registered = Plugin(Path(name).name, whole), len(REGISTERED)
+    plugin, registered = Plugin(Path(name).name, _sha256(path)), len(REGISTERED)
     LOADED[place] = plugin
     _LOADING.append(plugin)
     try:
         _execute(place, path)
-        if registered == len(REGISTERED) and {*map(str, files)}.isdisjoint(REGISTERED):
+        if registered == len(REGISTERED) and {*map(str, _files(path))}.isdisjoint(dict(REGISTERED)):
             raise InputError("it registers nothing; expected a call of register_mixer, register_model or register_task")
     except BaseException as error:
         del LOADED[place]
+        for table, row in (row for by, rows in REGISTERED[registered:] if by == str(path) for row in rows):
+            table.pop(row, None)  # the file is executed again
         if isinstance(error, Exception | SystemExit):
             raise InputError(f"plug-in {name!r} ({source}) cannot be loaded: {_reason(error, path)}") from error
         raise
     finally:
         _LOADING.pop()
     return place
+
+
+def _files(path: Path) -> list[Path]:
+    """The file of a plug-in or, for a package, its Python files, in an order that no system changes."""
+    return sorted(path.parent.rglob("*.py"), key=lambda f: f.parts) if path.name == PACKAGE else [path]
+
+
+def _sha256(path: Path) -> str:
+    files = [(file.relative_to(path.parent).as_posix(), sha256(file)) for file in _files(path)]
+    return files[0][1] if len(files) == 1 else digest(files)
 
 
 def _locate(name: str, source: str) -> tuple[str, Path]:
@@ -144,11 +155,7 @@ def _execute(place: str, path: Path) -> None:
 def _reason(error: BaseException, path: Path) -> str:
     """Returns the last line of the error's traceback, and the last line of the plug-in in it."""
     last = str(error) if isinstance(error, InputError) else traceback.format_exception_only(error)[-1].strip()
-    line = next(_lines(error, path), None)
-    return last.splitlines()[-1] + (f" (line {line})" if line else "")
-
-
-def _lines(error: BaseException, path: Path) -> Iterator[int | None]:
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     if isinstance(error, SyntaxError) and error.filename == str(path):
-        yield error.lineno
-    yield from (f.lineno for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == str(path))
+        lines.append(error.lineno)
+    return last.splitlines()[-1] + (f" (line {lines[-1]})" if lines else "")
