@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from . import extra, history  # noqa: F401  which offer their mixers
 from .utils.errors import GateWarning, InputError
-from .utils.extras import require
+from .utils.extras import require_packages
 
 if TYPE_CHECKING:
     from .cli.compare import compare
@@ -70,7 +70,7 @@ def __getattr__(name: str):
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if _LAZY[name] in ("hf", "convert", "files.state"):  # asked here, as a failed import has twenty lines of traceback
-        require(f"{__name__}.{name}", "transformers")
+        require_packages(f"{__name__}.{name}", "transformers")
     return getattr(import_module(f".{_LAZY[name]}", __name__), name)
 
 

@@ -179,7 +179,7 @@ def test_install_page_lists_every_extra():
 
 def test_missing_package_is_an_import_error():
     with pytest.raises(ImportError, match=r"it needs the extra \[models\]: pip install") as caught:
-        extras.require("it", "no_such_package", extra="models")
+        extras.require_packages("it", "no_such_package", extra="models")
     assert isinstance(caught.value, InputError)
 
 
@@ -198,7 +198,7 @@ def test_every_package_has_one_lowest_version():
 
 LACKING = """
 import pytest
-from headrace.utils.extras import MissingPackage, named, require
+from headrace.utils.extras import MissingPackage, named, require_packages
 
 @pytest.fixture
 def absent():
@@ -206,7 +206,7 @@ def absent():
 
 def test_skipped_import(): import peft
 def test_skipped_fixture(absent): pass
-def test_skipped_function(): require("this", "matplotlib")
+def test_skipped_function(): require_packages("this", "matplotlib")
 def test_skipped_command(run_command): run_command("curves", ".")
 
 def test_failed_name(): import peftt

@@ -162,7 +162,7 @@ def needing(extra: str | None, name: str) -> Iterator[None]:
 
     The packages of the command's own extra are looked for before the block; those that only some of its options need,
     when an import fails in it."""
-    extras.require(name, *(extras.packages(extra) if extra else ()), extra=extra)
+    extras.require_packages(name, *(extras.packages(extra) if extra else ()), extra=extra)
     try:
         yield
     except ImportError as error:

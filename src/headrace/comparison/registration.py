@@ -8,7 +8,7 @@ from .. import zoo
 from ..extra.registration import check_name
 from ..utils import plugins
 from ..utils.errors import InputError
-from ..utils.extras import require
+from ..utils.extras import require_packages
 
 
 def register_task(
@@ -28,7 +28,7 @@ def register_task(
         InputError: for a name that exists already or is not a valid name, and for a task that lacks something that a
             comparison needs.
     """
-    require("register_task", "transformers")
+    require_packages("register_task", "transformers")
     from ..tasks import TASKS
     from ..tasks.check import check_task
     from .choose import having

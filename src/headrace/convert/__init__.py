@@ -4,9 +4,9 @@ A Format maps the fields of a foreign config.json to ours and our tensors to row
 use this map.
 """
 
-from ..utils.extras import require
+from ..utils.extras import require_packages
 
-require(__name__, "transformers")
+require_packages(__name__, "transformers")
 
 from .checkpoint import load
 from .exporting import export_checkpoint

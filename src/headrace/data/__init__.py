@@ -1,8 +1,8 @@
 """Prepares text as packed tokens on disk, and reads these as batches."""
 
-from ..utils.extras import require
+from ..utils.extras import require_packages
 
-require(__name__, "transformers")
+require_packages(__name__, "transformers")
 
 from .preparation import Preparation, prepare
 from .rows import Collator, PackedData, open_data, read_manifest, unigram_loss

@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerFast
 from ..files.processes import MOST, forks_end_with_parent, new_folder
 from ..files.workers import without_main
 from ..utils.errors import InputError
-from ..utils.extras import require
+from ..utils.extras import require_packages
 from ..utils.integrity import record, write_json
 from . import parts, sources, tokenizer
 from .encoding import Encoder, can_be_cut
@@ -185,7 +185,7 @@ def _described(plan: Preparation, tokens: PreTrainedTokenizerFast) -> dict[str, 
 
 
 def versions() -> dict[str, str]:
-    require("headrace.data.prepare", "datasets", extra="train")
+    require_packages("headrace.data.prepare", "datasets", extra="train")
     return {name: version(name) for name in ("headrace", "datasets", "tokenizers", "transformers")}
 
 

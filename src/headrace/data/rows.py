@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from ..files.checks import RECORDED, damage, read_json
 from ..ops.loss import IGNORED
 from ..utils.errors import InputError, reading
-from ..utils.extras import require
+from ..utils.extras import require_packages
 from .parts import COUNTS
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def open_data(folder: str | Path) -> PackedData:
 def _rows(folder: Path, name: str, length: int) -> Any:
     if not (folder / name).is_dir():
         return StoredRows(folder / f"{name}.npy", length)
-    require("reading the rows of a task", "datasets", extra="train")
+    require_packages("reading the rows of a task", "datasets", extra="train")
     from datasets import load_from_disk
 
     return load_from_disk(str(folder / name))

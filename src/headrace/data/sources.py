@@ -16,7 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from ..files.checks import check_encoding
 from ..utils.errors import InputError
-from ..utils.extras import require
+from ..utils.extras import require_packages
 from ..utils.integrity import digest, sha256, short
 from .encoding import last_place
 from .held_out import Row
@@ -168,7 +168,7 @@ class Unpacked(io.RawIOBase):
 
 
 def _frames(packed: Any) -> Iterator[bytes]:
-    require("reading .zst files", "zstandard", extra="train")
+    require_packages("reading .zst files", "zstandard", extra="train")
     from zstandard import ZstdDecompressor
 
     frame = None
@@ -256,7 +256,7 @@ def _of_value(name: str, number: int, value: Any) -> Row:
 
 
 def _parquet(source: str, column: str) -> Iterator[Row]:
-    require("reading Parquet files", "datasets", extra="train")  # which brings pyarrow
+    require_packages("reading Parquet files", "datasets", extra="train")  # which brings pyarrow
     import pyarrow as pa
     import pyarrow.parquet
 
@@ -291,7 +291,7 @@ def _data_set(source: str, column: str, sample: Sample | None) -> Iterator[Row]:
         raise InputError(
             f"source {source!r} is a folder of {unread} files; expected them by name, as in {source}/*{unread}"
         )
-    require("reading data sets", "datasets", extra="train")
+    require_packages("reading data sets", "datasets", extra="train")
     from datasets import load_dataset
 
     load: Any = partial(load_dataset, name, configuration or None, split="train", streaming=True)

@@ -1,8 +1,8 @@
 """The language model with the interfaces of Hugging Face transformers, and generation."""
 
-from ..utils.extras import require
+from ..utils.extras import require_packages
 
-require(__name__, "transformers")
+require_packages(__name__, "transformers")
 
 from .cache import HeadraceCache
 from .config import HeadraceConfig

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..ops.loss import IGNORED
 from ..utils.errors import InputError
-from ..utils.extras import require
+from ..utils.extras import require_packages
 from .base import Batch, ByToken, Part, Sampled
 
 GREYS, PIXELS, CLASSES = 17, 64, 10
@@ -58,7 +58,7 @@ def labelled(pictures: Tensor, digits: Tensor, rows: Tensor) -> Batch:
 @lru_cache(maxsize=1)
 def load() -> dict[Part, tuple[Tensor, Tensor]]:
     """(pictures [n, 64], digits [n]) of each part."""
-    require("the task digits", "sklearn")
+    require_packages("the task digits", "sklearn")
     from sklearn.datasets import load_digits
 
     data = load_digits()

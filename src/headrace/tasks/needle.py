@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..ops.loss import IGNORED
 from ..utils.errors import InputError
-from ..utils.extras import require
+from ..utils.extras import require_packages
 from ..utils.integrity import sha256
 from .base import Batch, ByRow, Drawn
 
@@ -168,7 +168,7 @@ def random_words(rng: random.Random) -> Iterator[str]:
 @lru_cache(maxsize=1)
 def vocabulary() -> tuple[list[str], list[str], list[str]]:
     """(adjectives, nouns, verbs)"""
-    require("the task needle", "wonderwords")
+    require_packages("the task needle", "wonderwords")
     from wonderwords import RandomWord
 
     words = RandomWord()

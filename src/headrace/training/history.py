@@ -17,7 +17,7 @@ from tqdm import tqdm
 from .. import zoo
 from ..files.results import finite
 from ..utils.errors import InputError
-from ..utils.extras import require
+from ..utils.extras import require_packages
 
 TIMED = 5  # steps that are timed to tell the time of a run, after one that warms up
 UNITS = (("days", 86400.0), ("hours", 3600.0), ("min", 60.0), ("s", 1.0))
@@ -148,7 +148,7 @@ def check_trackers(trackers: str) -> None:
         if name not in TRACKERS:
             raise InputError(f"--trackers={trackers!r}; expected {', '.join(TRACKERS)}, or several separated by commas")
         if name != "none":
-            require(f"--trackers={trackers}", name)
+            require_packages(f"--trackers={trackers}", name)
 
 
 def open_trackers(trackers: str, folder: Path, recipe: str) -> list[TensorBoard | Service]:

@@ -45,7 +45,7 @@ def named(extras: str) -> str:
     return f'the extra{"s" * (len(names) > 1)} {" and ".join(names)}: pip install "headrace[{extras}]"'
 
 
-def require(who: str, *needed: str, extra: str | None = None) -> None:
+def require_packages(who: str, *needed: str, extra: str | None = None) -> None:
     """Raises MissingPackage if `who` needs a package that is not installed.
 
     Args:
@@ -61,4 +61,4 @@ def explain(who: str, error: ImportError) -> None:
     """Raises MissingPackage in place of the failed import of an optional package; returns for any other error."""
     name = (error.name or "").partition(".")[0]
     if any(name in names for names in EXTRAS.values()):
-        require(who, name)
+        require_packages(who, name)

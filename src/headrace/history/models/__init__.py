@@ -1,8 +1,8 @@
 """Whole models: encoder-decoders and BERT."""
 
-from ...utils.extras import require
+from ...utils.extras import require_packages
 
-require(__name__, "transformers")
+require_packages(__name__, "transformers")
 
 from ... import zoo
 from ...utils.errors import InputError
