@@ -143,7 +143,7 @@ def unpacked(file):
     return gzip.decompress(file.read_bytes()).decode()
 
 
-@pytest.mark.skipif(DATA is None, reason="HEADRACE_DATA is not set")
+@pytest.mark.skipif(not DATA, reason="HEADRACE_DATA is not set")
 def test_neox_tokenizer_on_real_text():
     """Words of a vocabulary of 50,254, on books, articles and essays, and on their characters in random order."""
     files = Path(DATA or "")

@@ -2,6 +2,7 @@
 
 import itertools
 import multiprocessing
+import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -391,6 +392,8 @@ def test_missing_library_has_a_reason(monkeypatch, tmp_path):
     assert "installed without its native kernels: no C++ compiler" in native._load()[1]
     (tmp_path / "libheadrace.so").write_text("no library")
     assert "its library cannot be loaded" in native._load()[1]
+    monkeypatch.setenv("HEADRACE_ISA", "")  # is no value, for the library neither
+    assert "its library cannot be loaded" in native._load()[1] and "HEADRACE_ISA" not in os.environ
     monkeypatch.setenv("HEADRACE_LIBRARY", torch._C.__file__)  # of another program
     assert "its library cannot be loaded" in native._load()[1]
     monkeypatch.setenv("HEADRACE_LIBRARY", "/nowhere.so")

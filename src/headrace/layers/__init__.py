@@ -6,7 +6,7 @@ from .. import zoo
 from ..spec.linear import LAYERS
 from ..spec.mixer import Spec
 from ..spec.record import require_bools, require_positive, require_positive_numbers
-from ..utils.errors import InputError, require_each, shown
+from ..utils.errors import require, require_each, shown
 from .attention.attention import SoftmaxAttention
 from .base import named
 from .linear.mixer import LinearMixer, MixerState
@@ -64,8 +64,7 @@ def Mixer(
     require_positive_numbers(norm_eps=norm_eps, rope_theta=rope_theta)
     require_bools(causal=causal)
     spec = zoo.mixer(mixer)
-    if not isinstance(spec, Spec):
-        raise InputError(f"mixer={shown(mixer)} is a {type(spec).__name__}; expected the mixer of one layer")
+    require(isinstance(spec, Spec), f"mixer={shown(mixer)} is a {type(spec).__name__}; expected the mixer of one layer")
     depth = {"layer_idx": layer_idx, "num_layers": num_layers, "norm_eps": norm_eps, "rope_theta": rope_theta}
     return build(spec, causal=causal, hidden_size=hidden_size, num_heads=num_heads, **depth)
 
