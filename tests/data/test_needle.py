@@ -4,6 +4,7 @@ import random
 import re
 import sys
 import warnings
+from itertools import islice
 from types import SimpleNamespace
 
 import pytest
@@ -99,6 +100,14 @@ def test_rows_are_prompt_and_answer_tokens_only(kind, trained, tmp_path):
         assert f" is:{value}." in text and ids[len(prompt) :][: len(answer)] == answer
         assert set(ids[len(prompt) + len(answer) :]) <= {end}
         assert len(prompt) + len(answer) > 0.8 * task.length
+
+
+def test_a_changed_haystack_is_read_again(tmp_path):
+    """Its checksum, which a result records, is of the rows."""
+    for words in ("one two", "three four five"):
+        (tmp_path / "hay.txt").write_text(words)
+        pieces = Needle(2, haystack=str(tmp_path / "hay.txt")).pieces(random.Random(0))
+        assert {*islice(pieces, 9)} == {*words.split()}
 
 
 def test_longer_rows_have_more_hay():

@@ -102,6 +102,16 @@ def test_token_limit_takes_the_first_tokens(plan, tmp_path, count):
     assert 2000 <= len(result) == made["train"]["tokens"] < 3100 and result == whole[: len(result)]
 
 
+def test_few_tokens_of_one_long_text_have_held_out_text(tmp_path):
+    """That of the first piece, which lies behind the first block; the training text is that block's."""
+    (tmp_path / "book.txt").write_text("".join(f"{number} words\n" for number in range(3000)))
+    plan = Preparation((str(tmp_path / "book.txt"),), length=64, held_out=0.001)
+    prepare(plan, tmp_path / "whole"), prepare(replace(plan, tokens=100), tmp_path / "few")
+    whole, few = tokens(tmp_path / "whole"), tokens(tmp_path / "few")
+    assert few["held_out"] == whole["held_out"] != [] and few["train"] == whole["train"][: len(few["train"])]
+    assert 100 <= len(few["train"]) < 1400
+
+
 @pytest.mark.parametrize("count", [None, 20])
 def test_a_tokenizer_is_not_trained_on_more_text_than_the_tokens_need(count, tmp_path, monkeypatch):
     """A data set of the Hub may have a thousand times as much."""

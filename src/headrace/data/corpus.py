@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from ..files.checks import stamps
 from ..utils.errors import InputError
 from ..utils.integrity import digest
 from . import parts, sources, tokenizer
@@ -59,11 +60,15 @@ class Corpus:
         return self.rows(part, length).select(numbers)
 
 
-@lru_cache(maxsize=2)
 def load(files: tuple[str, ...], name: str | None) -> Corpus:
     """The text of files, or of a folder of them, with a tokenizer's tokens (None: bytes).
 
     InputError if one of them cannot be read, or the text is too short to hold some out."""
+    return _load(files, name, stamps(*files, name))
+
+
+@lru_cache(maxsize=2)
+def _load(files: tuple[str, ...], name: str | None, _: Any) -> Corpus:
     if missing := next((file for file in files if not Path(file).exists()), None):
         raise InputError(f"text file {missing!r} does not exist; expected text, jsonl or Parquet files, or a folder")
     tokens, rows = tokenizer.load(name), list(sources.rows(files, "text", cut=False))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..utils.errors import InputError
+from ..utils.errors import require
 
 EXPECTED = 32  # held-out documents from which on each is drawn by itself: none at all is drawn once in e^32 times
 FEW = 20  # documents below which pieces are held out
@@ -138,8 +138,7 @@ def _chosen(rows: Iterable[Row], share: float, seed: int) -> Choice:
     else:
         if sizes:
             return _of_few(sizes, share, seed)
-    if not sizes:
-        raise InputError(f"the sources hold no documents{last and ': '}{last}; expected at least 1")
+    require(bool(sizes), f"the sources hold no documents{last and ': '}{last}; expected at least 1")
     return Choice(share, seed)
 
 
@@ -149,8 +148,7 @@ def _of_few(sizes: list[int], share: float, seed: int) -> Choice:
         order = generator.permutation(len(sizes))
         return Choice(share, seed, frozenset(order[: min(number, len(sizes) - 1)].tolist()))
     whole = sum(sizes)
-    if whole < 2:
-        raise InputError(f"{whole} byte of text, of which {share:.2g} is to be held out; expected more text")
+    require(whole >= 2, f"{whole} byte of text, of which {share:.2g} is to be held out; expected more text")
     return Choice(share, seed, spans=_spans(whole, min(max(round(share * whole), 1), whole - 1), generator))
 
 

@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ..files.processes import MOST, forks_end_with_parent, new_folder
 from ..files.workers import without_main
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require
 from ..utils.extras import require_packages
 from ..utils.integrity import record, write_json
 from . import parts, sources, tokenizer
@@ -61,8 +61,8 @@ class Preparation:
         seed: seed of the choice of held-out documents.
         workers: number of processes.
         column: name of the text column in jsonl, Parquet and data sets.
-        tokens: number of training tokens at which to stop, at the end of a block of about 4 MB of text; None: at the
-            end of the sources.
+        tokens: number of training tokens at which to stop, at the end of a block of about 4 MB of text, but not before
+            the first with held-out text, of which no further training text is kept; None: at the end of the sources.
         sample: share of the documents to keep, each with this probability, of files in random order, both by `seed`;
             None: all documents in order. With `tokens` the sample has equal chances for all documents of the sources.
             It reads 1 / share as much text as it keeps: with a share of 1 whole files at random, and with the share
@@ -92,10 +92,9 @@ class Preparation:
             ("tokens", self.tokens, self.tokens is None or self.tokens >= 1, "at least 1"),
             ("sample", self.sample, self.sample is None or 0 < self.sample <= 1, "a share above 0 and at most 1"),
         ):
-            if not holds:
-                raise InputError(f"--{option} {value}; expected {expected}")
-        if self.bpe is not None and self.tokenizer is not None:
-            raise InputError(f"--train-bpe {self.bpe} and --tokenizer {self.tokenizer!r}; expected one of them")
+            require(holds, f"--{option} {value}; expected {expected}")
+        both = f"--train-bpe {self.bpe} and --tokenizer {self.tokenizer!r}"
+        require(None in (self.bpe, self.tokenizer), f"{both}; expected one of them")
 
     def rows(self, cut: bool) -> Iterator[Row]:
         """The rows to prepare. cut: whether a text file may come in several."""
@@ -148,6 +147,7 @@ def _trained(plan: Preparation, choice: Choice) -> PreTrainedTokenizerFast:
 def _written(plan: Preparation, choice: Choice, tokens: PreTrainedTokenizerFast, folder: Path) -> dict[str, Any]:
     """Writes the tokens of both splits, and returns their counts and the bad rows."""
     blocks, bad = parts.blocks(choice.split(plan.rows(can_be_cut(tokens))), BLOCK), parts.BadRows()
+    wanted = plan.tokens or float("inf")
     with ExitStack() as opened:
         splits = {split: opened.enter_context(closing(parts.Split(folder, split))) for split in parts.SPLITS}
         made = opened.enter_context(closing(tokenized_blocks(blocks, tokens, plan.workers)))
@@ -155,16 +155,16 @@ def _written(plan: Preparation, choice: Choice, tokens: PreTrainedTokenizerFast,
         for part, rows in made:
             parts.bad_rows(rows, bad)
             for split, own in part.items():
-                splits[split].add(own)
+                if split != "train" or splits[split].tokens.length < wanted:
+                    splits[split].add(own)
             bar.update(sum(own.size for own in part.values()))
-            if plan.tokens is not None and splits["train"].tokens.length >= plan.tokens:
+            if splits["train"].tokens.length >= wanted and splits["held_out"].tokens.length:
                 break
         counts: dict[str, Any] = {name: split.counts(plan.length) for name, split in splits.items()}
     if empty := next((name for name in parts.SPLITS if not counts[name]["tokens"]), None):
-        more = "more text" if plan.tokens is None else "more text, more --tokens"
-        raise InputError(f"no text is left as {empty}; expected {more} or another --held-out")
-    if (length := counts["train"]["tokens"]) < plan.length:
-        raise InputError(f"--length {plan.length} is longer than the training text of {length} tokens; expected less")
+        raise InputError(f"no text is left as {empty}; expected more text or another --held-out")
+    longer = f"--length {plan.length} is longer than the training text of {counts['train']['tokens']} tokens"
+    require(counts["train"]["tokens"] >= plan.length, f"{longer}; expected less")
     return counts | {"bad_rows": bad}
 
 

@@ -15,7 +15,7 @@ from fsspec.core import OpenFile
 from fsspec.implementations.local import LocalFileSystem
 
 from ..files.checks import check_encoding
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require
 from ..utils.extras import require_packages
 from ..utils.integrity import digest, sha256, short
 from .encoding import last_place
@@ -85,8 +85,7 @@ def rows(sources: tuple[str, ...], column: str, cut: bool, sample: Sample | None
 def text_of(source: Path | str) -> str:
     """The text of a file, whose documents are joined by newlines. InputError for a file without text."""
     texts = [row.text for row in rows((str(source),), "text", cut=False) if not row.bad]
-    if not texts:
-        raise InputError(f"source {str(source)!r} has no text")
+    require(bool(texts), f"source {str(source)!r} has no text")
     return "\n".join(texts)
 
 
@@ -113,8 +112,7 @@ def _reader(sources: tuple[str, ...], column: str, cut: bool, sample: Sample | N
     if again := {*range(len(files))} - {*last.values()}:
         raise InputError(f"source {sources[min(again)]!r} is given twice; expected each file once")
     kinds = {_kind(file) for file in files}
-    if len(kinds) > 1:
-        raise InputError(f"the sources mix {' and '.join(sorted(kinds))} files; expected one kind")
+    require(len(kinds) <= 1, f"the sources mix {' and '.join(sorted(kinds))} files; expected one kind")
     if kinds == {"text"} and column != "text":
         raise InputError(f"--column {column!r} with {sources[0]!r}, a text without columns; expected it left out")
     return {

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ..files.checks import check_files, reading_tokenizer
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require
 
 BYTES = "bytes"
 END = "<|endoftext|>"
@@ -42,8 +42,7 @@ def load(name: str | None) -> PreTrainedTokenizerFast:
     if tokenizer.eos_token is None:
         vocabulary = tokenizer.get_vocab()
         end = next((token for token in ENDS if token in vocabulary), None)
-        if end is None:
-            raise InputError(f"--tokenizer {name!r} has no end-of-text token; expected one of {', '.join(ENDS)}")
+        require(end is not None, f"--tokenizer {name!r} has no end-of-text token; expected one of {', '.join(ENDS)}")
         tokenizer.eos_token = end
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # as transformers makes of a model without a tokenizer
         raise InputError(f"--tokenizer {name!r} has no tokens of text; expected one with a vocabulary")

@@ -19,6 +19,12 @@ RECORDED = {...: (int, {"bytes": int, "sha256": str})}  # the form of `integrity
 Form = Any  # of a JSON value: see `misfit`
 
 
+def stamps(*names: str | None) -> tuple[tuple[int, ...], ...]:
+    """Returns what changes with files, and with those in folders, for caches of what is read from them."""
+    files = (file for name in names if name for file in (Path(name), *Path(name).rglob("*")) if file.is_file())
+    return tuple((at.st_ino, at.st_mtime_ns, at.st_size) for at in map(Path.stat, files))
+
+
 def check_encoding(begin: bytes, name: str) -> None:
     """Raises InputError if a file begins as text in UTF-16 or UTF-32 does: by a byte order mark, or by zero bytes.
 

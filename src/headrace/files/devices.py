@@ -9,7 +9,7 @@ import torch
 
 from ..ops.dispatch import default_backend
 from ..utils.device import is_hopper
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require
 
 BFLOAT16 = "avx512_bf16", "amx_bf16", "bf16"  # instructions, by PyTorch's names
 SLOW = "Note: precision bfloat16: this processor has no bfloat16 instructions; float32 is faster here"
@@ -35,8 +35,7 @@ def on_device(name: str | None, float64: bool = False) -> str:
         torch.empty(0, device=name, dtype=torch.float64 if float64 else None)
     except (RuntimeError, AssertionError, TypeError) as error:
         raise InputError(f"--device={name!r} cannot be used: {str(error).splitlines()[0]}") from None
-    if torch.device(name).type == "meta":
-        raise InputError(f"--device={name!r} cannot be used: its tensors have no numbers")
+    require(torch.device(name).type != "meta", f"--device={name!r} cannot be used: its tensors have no numbers")
     return "cpu" if torch.device(name).type == "cpu" else name  # "cpu:0" has no other memory
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..ops.loss import IGNORED
-from ..utils.errors import InputError
+from ..utils.errors import require
 from ..utils.extras import require_packages
 from .base import Batch, ByToken, Part, Sampled
 
@@ -33,8 +33,7 @@ class Digits(Sampled, ByToken):
     chance: ClassVar[float] = 1 / CLASSES
 
     def resized(self, length: int) -> "Digits":
-        if length != PIXELS:
-            raise InputError(f"length={length}; expected {PIXELS}, the pixels of a picture of the task digits")
+        require(length == PIXELS, f"length={length}; expected {PIXELS}, the pixels of a picture of the task digits")
         return self
 
     def sample(self, generator: torch.Generator, rows: int) -> Batch:

@@ -28,8 +28,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ..files.checks import stamps
 from ..ops.loss import IGNORED
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require
 from ..utils.extras import require_packages
 from ..utils.integrity import sha256
 from .base import Batch, ByRow, Drawn
@@ -58,18 +59,15 @@ class Needle(ByRow, Drawn):
     chance: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
-        if self.kind not in (1, 2, 3):
-            raise InputError(f"needle.kind={self.kind}; expected 1, 2 or 3")
-        if self.length < 1:
-            raise InputError(
-                f"needle.length={self.length}; expected at least 1, and enough for a prompt and its answer"
-            )
+        require(self.kind in (1, 2, 3), f"needle.kind={self.kind}; expected 1, 2 or 3")
+        expected = "at least 1, and enough for a prompt and its answer"
+        require(self.length >= 1, f"needle.length={self.length}; expected {expected}")
         if self.kind == 1 and self.haystack is not None:
             raise InputError(f"needle.haystack={self.haystack!r} is not used by kind=1; expected kind=2 or 3")
 
     @property
     def tokens(self) -> Any:
-        return load_tokenizer(self.tokenizer)
+        return load_tokenizer(self.tokenizer, stamps(self.tokenizer))
 
     @property
     def vocab_size(self) -> int:
@@ -112,7 +110,7 @@ class Needle(ByRow, Drawn):
         adjectives, nouns, _ = vocabulary()
         value, key = self.value(rng), f"{rng.choice(adjectives)}-{rng.choice(nouns)}"
         depth = rng.random() if self.kind == 1 else rng.choice(DEPTHS)
-        each, rest = approximate_tokens(replace(self, length=1))
+        each, rest = approximate_tokens(replace(self, length=1), stamps(self.haystack, self.tokenizer))
         hay = list(islice(self.pieces(rng), max(math.ceil((self.length - rest) / each), 1)))
         while hay:
             prompt = self.prompt(hay, key, value, depth)
@@ -152,7 +150,7 @@ class Needle(ByRow, Drawn):
             return cycle([NOISE])
         if self.haystack is None:
             return random_words(rng)
-        words = read_words(self.haystack)
+        words = read_words(self.haystack, stamps(self.haystack))
         start = rng.randrange(len(words))
         return cycle(words[start:] + words[:start])
 
@@ -177,21 +175,21 @@ def vocabulary() -> tuple[list[str], list[str], list[str]]:
 
 
 @lru_cache(maxsize=2)
-def load_tokenizer(name: str | None) -> Any:
+def load_tokenizer(name: str | None, _: Any) -> Any:
     from ..data import tokenizer
 
     return tokenizer.load(name)
 
 
 @lru_cache(maxsize=2)
-def read_words(haystack: str) -> list[str]:
+def read_words(haystack: str, _: Any) -> list[str]:
     from ..data import sources
 
     return sources.text_of(haystack).split()
 
 
 @lru_cache(maxsize=8)
-def approximate_tokens(task: Needle) -> tuple[float, int]:
+def approximate_tokens(task: Needle, _: Any) -> tuple[float, int]:
     """Approximate number of tokens of (a piece of the haystack, the rest of a row)."""
     some = list(islice(task.pieces(random.Random(0)), 200))
     rest = task.prompt([], "high-pitched-kitty", "1234567", 0.0)

@@ -161,6 +161,5 @@ def standard_library() -> tuple[str, ...]:
     folder = Path(sysconfig.get_path("stdlib"))
     # _sysconfigdata contains paths of the build, so that the text would differ between builds of one version.
     files = sorted(str(path) for path in folder.glob("*.py") if not path.name.startswith("_sysconfig"))
-    if not files:
-        raise InputError(f"Python's standard library has no source files in {str(folder)!r}; name text files instead")
+    require(bool(files), f"Python's standard library has no source files in {str(folder)!r}; name text files instead")
     return tuple(files)

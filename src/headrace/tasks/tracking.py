@@ -119,8 +119,7 @@ class Permutations(Automaton):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 2 <= self.moved <= self.points:
-            raise InputError(f"{self}; expected moved from 2 to {self.points}, the number of points")
+        require(2 <= self.moved <= self.points, f"{self}; expected moved from 2 to {self.points}, the number of points")
 
     @property
     def transitions(self) -> Tensor:  # type: ignore[override]
@@ -219,8 +218,7 @@ class Dyck(ByPrefix):
     name: ClassVar[str] = "dyck"
 
     def __post_init__(self) -> None:
-        if self.kinds < 1 or self.length < 2:
-            raise InputError(f"{self}; expected at least 1 kind and a length of at least 2")
+        require(self.kinds >= 1 and self.length >= 2, f"{self}; expected at least 1 kind and a length of at least 2")
 
     @property
     def vocab_size(self) -> int:
